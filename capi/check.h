@@ -1,0 +1,39 @@
+/* check.h: the two lines that entry points are made of, and the checks that many share. */
+#ifndef HR_CHECK_H
+#define HR_CHECK_H
+
+#include "headroom.h"
+#include "runtime.h"
+
+/* Returns HR_INVALID_ARGUMENT with a message unless the condition holds. */
+#define HR_REQUIRE(condition, ...)                            \
+    do {                                                      \
+        if (!(condition))                                     \
+            return hr_fail(HR_INVALID_ARGUMENT, __VA_ARGS__); \
+    } while (0)
+
+/* Returns the status of a call unless it is HR_OK. */
+#define HR_TRY(call)                            \
+    do {                                        \
+        const hr_status hr_try_status = (call); \
+        if (hr_try_status != HR_OK)             \
+            return hr_try_status;               \
+    } while (0)
+
+/* Sets of dtypes, one bit each. */
+#define HR_BIT(dtype) (1u << (dtype))
+#define HR_FLOATS     (HR_BIT(HR_F32) | HR_BIT(HR_BF16) | HR_BIT(HR_F16))
+#define HR_SCALARS    (HR_BIT(HR_F32) | HR_BIT(HR_F64))
+
+/* Each list has a readable description of `count` tensors, aligned, of the allowed dtypes, with
+ * `numel` elements each (NULL: any number that is not negative). */
+hr_status hr_check_list(const char *function, const char *name, const hr_tensor_list *list,
+                        int64_t count, const int64_t *numel, unsigned allowed_dtypes);
+
+/* A scalar in device memory: NULL is allowed, a misaligned address is not. */
+hr_status hr_check_scalar(const char *function, const char *name, const void *scalar,
+                          hr_dtype dtype);
+
+hr_status hr_check_exec(const char *function, const hr_exec *exec);
+
+#endif

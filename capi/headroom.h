@@ -1,0 +1,233 @@
+/*
+ * headroom.h: the C interface of Headroom, and its textbook.
+ *
+ * Headroom holds the kernels of memory-lean training: optimizer steps and what goes with them, on
+ * the CPU and on CUDA devices, behind plain C functions. Nothing here knows of PyTorch or Python.
+ *
+ * In one minute
+ * -------------
+ *     #include <headroom.h>                       // cc program.c $(pkg-config --cflags --libs headroom)
+ *
+ *     float weight[3] = {1, 2, 3}, grad[3] = {.1f, .2f, .3f}, m[3] = {0}, v[3] = {0};
+ *     int64_t numel[1] = {3};
+ *     hr_dtype f32[1] = {HR_F32};
+ *     void *weights[1] = {weight}, *grads[1] = {grad}, *ms[1] = {m}, *vs[1] = {v};
+ *     hr_tensor_list params = {1, weights, numel, f32}, gradients = {1, grads, numel, f32};
+ *     hr_tensor_list exp_avgs = {1, ms, numel, f32}, exp_avg_sqs = {1, vs, numel, f32};
+ *     hr_exec cpu = {HR_CPU, NULL};
+ *     hr_adamw_config config = HR_ADAMW_CONFIG_INIT;
+ *     config.step = 1;
+ *     if (hr_adamw(&params, &exp_avgs, &exp_avg_sqs, NULL, NULL, &gradients, &config, &cpu) != HR_OK)
+ *         fprintf(stderr, "%s\n", hr_last_error());
+ *
+ * Conventions, true of every function
+ * -----------------------------------
+ * Arguments   come in the order outputs, inputs, sizes, config, exec. A pointer is to memory of the
+ *             device that `exec` names unless its comment says "host". Sizes count elements and are
+ *             64 bits wide. `[n]` after a name gives its shape.
+ * Checks      all happen before the first write: a call that fails leaves all memory as it was.
+ * Errors      every function that can fail returns an hr_status; hr_last_error() then says which
+ *             argument, what was got and what was wanted. Nothing exits, prints or throws.
+ * Memory      belongs to the caller. The library allocates no device memory.
+ * Streams     CUDA work is queued on exec->stream and the call returns without waiting; every call
+ *             can be captured in a CUDA graph. The buffers must live until the stream has run the
+ *             work. Lists, configs and the exec itself are read before the call returns.
+ * Threads     functions may be called from any thread at once, on memory that does not overlap.
+ *             CPU work runs on the calling thread unless hr_set_parallel_for() lent others.
+ * Alignment   an address must be a multiple of its element's size. Addresses that are multiples of
+ *             16 bytes run faster on CUDA.
+ * Numerics    arithmetic is IEEE binary32 unless said otherwise, rounded to nearest even, with no
+ *             contraction; a store to bf16 or f16 rounds to nearest even and writes every NaN as
+ *             0x7FFF. Element-wise functions give the same bits on the CPU and on CUDA, for any
+ *             instruction set and any number of threads, under the default floating-point
+ *             environment (denormals kept).
+ */
+#ifndef HEADROOM_H
+#define HEADROOM_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define HR_API __attribute__((visibility("default")))
+#else
+#define HR_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- Version ---------------------------------------------------------------------------------- */
+
+#define HR_VERSION_MAJOR 0
+#define HR_VERSION_MINOR 1
+#define HR_VERSION_PATCH 0
+#define HR_VERSION       (HR_VERSION_MAJOR * 10000 + HR_VERSION_MINOR * 100 + HR_VERSION_PATCH)
+
+/* HR_VERSION of the library that is loaded, which may differ from the header compiled against. */
+HR_API int32_t hr_version(void);
+
+/* One line of `key=value` pairs separated by "; ": version, compiler, cuda ("none" or the version of
+ * the CUDA compiler), archs (compute capabilities with device code), cpu (the instruction set in
+ * use, see hr_get_cpu_level). The string is valid until the same thread calls it again. */
+HR_API const char *hr_build_info(void);
+
+/* ---- Status ----------------------------------------------------------------------------------- */
+
+typedef enum hr_status {
+    HR_OK = 0,
+    HR_INVALID_ARGUMENT = 1, /* an argument breaks its contract; nothing was written */
+    HR_UNSUPPORTED = 2,      /* right in principle, not offered by this build or machine */
+    HR_CUDA_ERROR = 3,       /* the CUDA runtime refused; hr_last_error() has its words */
+    HR_NO_DEVICE = 4,        /* no driver, or no device with that ordinal */
+    HR_OUT_OF_MEMORY = 5,    /* host memory for the call's own bookkeeping ran out */
+    HR_INTERNAL = 6          /* a bug in Headroom */
+} hr_status;
+
+/* A short name such as "invalid argument", for any value, known or not. Never NULL. */
+HR_API const char *hr_status_string(hr_status status);
+
+/* What went wrong in the last failed call of the calling thread, or "" if none failed yet. Valid
+ * until the next failure on that thread. A successful call leaves it alone. */
+HR_API const char *hr_last_error(void);
+
+/* ---- Element types ------------------------------------------------------------------------------ */
+
+typedef enum hr_dtype {
+    HR_F32 = 0,  /* IEEE binary32 */
+    HR_BF16 = 1, /* bfloat16: the upper half of a binary32 */
+    HR_F16 = 2,  /* IEEE binary16 */
+    HR_U8 = 3,
+    HR_I8 = 4,
+    HR_I16 = 5,
+    HR_F64 = 6 /* IEEE binary64; counters and learning rates only */
+} hr_dtype;
+
+/* ---- Where to run ------------------------------------------------------------------------------- */
+
+/* The same type as cudaStream_t, without CUDA's headers. NULL is the default stream. */
+typedef struct CUstream_st *hr_stream;
+
+#define HR_CPU (-1)
+
+typedef struct hr_exec {
+    int32_t device;   /* HR_CPU, or the ordinal of a CUDA device */
+    hr_stream stream; /* a stream of that device; ignored on the CPU */
+} hr_exec;
+
+/* ---- Lists of tensors --------------------------------------------------------------------------- */
+
+/*
+ * Optimizers and scalers work on many tensors in one call. A list describes them by parallel host
+ * arrays; entry i of every list in a call belongs to the same parameter. A tensor is a dense run of
+ * numel[i] elements: its shape does not matter, and dense tensors of equal strides may be in any
+ * memory order. Tensors with numel 0 are allowed anywhere and may have a NULL address. Tensors that
+ * are written must not overlap any other tensor of the call (not checked).
+ */
+typedef struct hr_tensor_list {
+    int64_t count;         /* number of tensors */
+    void *const *data;     /* host [count]: addresses; a list in the role of an input is not written */
+    const int64_t *numel;  /* host [count]: elements per tensor */
+    const hr_dtype *dtype; /* host [count] */
+} hr_tensor_list;
+
+/* ---- CPU threads and instruction sets ----------------------------------------------------------- */
+
+/* Runs range(context, b, e) over subranges that together cover [begin, end) once, each at least
+ * `grain` long except the last, possibly at the same time on several threads, and returns when all
+ * are done. */
+typedef void (*hr_range_fn)(void *context, int64_t begin, int64_t end);
+typedef void (*hr_parallel_for_fn)(int64_t begin, int64_t end, int64_t grain, hr_range_fn range,
+                                   void *context);
+
+/* Lends the host's threads to the CPU kernels, for the whole process; NULL returns to a plain loop on
+ * the calling thread. Headroom starts no threads of its own. */
+HR_API hr_status hr_set_parallel_for(hr_parallel_for_fn parallel_for);
+
+/* CPU kernels are compiled for several instruction sets; the best one that the CPU has is used. The
+ * bits of the result are the same for all. */
+typedef enum hr_cpu_level {
+    HR_CPU_BASELINE = 0, /* what the compiler targets by default */
+    HR_CPU_AVX2 = 1,     /* x86-64 with AVX2, FMA and F16C */
+    HR_CPU_AVX512 = 2    /* x86-64 with AVX-512 F, BW, DQ and VL */
+} hr_cpu_level;
+
+HR_API hr_cpu_level hr_get_cpu_level(void);
+
+/* Chooses a lower level, or returns to a higher one, for the whole process. HR_UNSUPPORTED where the
+ * CPU or the build lacks it. The environment variable HEADROOM_CPU_LEVEL (baseline, avx2, avx512)
+ * sets the level at start. */
+HR_API hr_status hr_set_cpu_level(hr_cpu_level level);
+
+/* ---- Adam and AdamW ----------------------------------------------------------------------------- */
+
+/*
+ * One step of Adam (Kingma and Ba, arXiv:1412.6980) or AdamW (Loshchilov and Hutter,
+ * arXiv:1711.05101) over a list of parameters. For each element, with t the step number counted
+ * from 1:
+ *
+ *     g = grad * clip_coef / grad_scale                 absent factors are 1; maximize: g = -g
+ *     decoupled:      param = param * (1 - lr * weight_decay)
+ *     not decoupled:  g = g + weight_decay * param
+ *     exp_avg    = beta1 * exp_avg    + (1 - beta1) * g
+ *     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+ *     amsgrad:        max_exp_avg_sq = max(max_exp_avg_sq, exp_avg_sq), and it replaces exp_avg_sq below
+ *     param = param - lr / (1 - beta1^t) * exp_avg / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps)
+ *
+ * Every constant is folded once in binary64 (lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), 1 - lr *
+ * weight_decay, clip_coef / grad_scale, 1 - beta) and rounded to binary32; the element arithmetic is
+ * binary32 whatever the storage types. beta^t is a product by repeated squaring, so it has the same
+ * bits on every device.
+ */
+typedef struct hr_adamw_config {
+    size_t size; /* sizeof(hr_adamw_config); set by HR_ADAMW_CONFIG_INIT */
+    double lr;   /* >= 0, finite; ignored if lr_ptr is set */
+    double beta1, beta2;  /* in [0, 1) */
+    double eps;           /* >= 0, finite */
+    double weight_decay;  /* >= 0, finite */
+    int64_t step;         /* t, >= 1; ignored if the call has a `steps` list */
+    int32_t decoupled;    /* 1: AdamW's weight decay. 0: Adam's, added to the gradient (L2) */
+    int32_t amsgrad;      /* 1: needs the max_exp_avg_sqs list */
+    int32_t maximize;     /* 1: ascend */
+    hr_dtype lr_dtype;    /* HR_F32 or HR_F64: type of *lr_ptr */
+    const void *lr_ptr;   /* scalar on exec's device, or NULL */
+    const float *grad_scale; /* scalar on exec's device, finite and > 0, or NULL: gradients are divided by it */
+    const float *found_inf;  /* scalar on exec's device, or NULL: if not 0, the call changes no byte */
+    const float *clip_coef;  /* scalar on exec's device, or NULL: gradients are multiplied by it */
+} hr_adamw_config;
+
+#define HR_ADAMW_CONFIG_INIT                                                                         \
+    {                                                                                                \
+        sizeof(hr_adamw_config), 1e-3, 0.9, 0.999, 1e-8, 1e-2, 0, 1, 0, 0, HR_F32, NULL, NULL, NULL, \
+            NULL                                                                                     \
+    }
+
+/*
+ * params           in/out: f32, bf16 or f16
+ * exp_avgs         in/out: f32, bf16 or f16; zeros before the first step
+ * exp_avg_sqs      in/out: dtype of exp_avgs; zeros before the first step
+ * max_exp_avg_sqs  in/out: dtype of exp_avgs; NULL unless config->amsgrad
+ * steps            in/out: numel 1 each, f32 or f64: how many steps that parameter has had. The call
+ *                  uses t = step + 1 and stores t. An f32 counter stays at 2^24, f64 counts to 2^53.
+ *                  NULL: all use config->step
+ * grads            in: f32, bf16 or f16, not changed (unscaled gradients are not written back)
+ *
+ * The types may differ between lists and from parameter to parameter. On CUDA the whole list is one
+ * launch up to about 500 tensors, then one more per 500; a `steps` list adds one small launch each.
+ * Reads and writes each byte once: 28 bytes per parameter in f32, 14 in bf16.
+ *
+ * HR_INVALID_ARGUMENT: a NULL or misaligned pointer, lists of unequal count or numel, a dtype not
+ * named above, a config value outside its range, config->size of another version.
+ * HR_NO_DEVICE, HR_UNSUPPORTED: exec->device does not exist, or the build has no CUDA part.
+ */
+HR_API hr_status hr_adamw(const hr_tensor_list *params, const hr_tensor_list *exp_avgs,
+                          const hr_tensor_list *exp_avg_sqs, const hr_tensor_list *max_exp_avg_sqs,
+                          const hr_tensor_list *steps, const hr_tensor_list *grads,
+                          const hr_adamw_config *config, const hr_exec *exec);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,94 @@
+/*
+ * cuda.cuh: what every CUDA kernel shares.
+ *
+ * The same .cu files also compile as C++ for the host under the emulator in tests/emulator, which
+ * brings its own CUDA types and HR_LAUNCH. So they use plain CUDA C, no library, and launch only
+ * through HR_LAUNCH.
+ */
+#ifndef HR_CUDA_CUH
+#define HR_CUDA_CUH
+
+#if !defined(HR_EMULATE)
+#include <cuda_runtime.h>
+#define HR_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+    kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__)
+#define HR_DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) type name[]
+#endif
+
+#include "common.h"
+#include "runtime.h"
+
+/* Tensor lists travel in the launch parameters, which hold this many bytes (CUDA 12.1 and later).
+ */
+#define CUDA_PARAMETER_BYTES 32764
+
+/* The status of the launch just made, with CUDA's words for hr_last_error(). */
+static inline hr_status cuda_launch_status(const char *function)
+{
+    const cudaError_t error = cudaGetLastError();
+    if (error == cudaSuccess)
+        return HR_OK;
+    return hr_fail(HR_CUDA_ERROR, "%s: the launch failed: %s", function, cudaGetErrorString(error));
+}
+
+/* Eight consecutive elements as they lie in memory: 16 bytes of a 16-bit type, 32 of f32. Loads are
+ * kept apart from conversions so that all loads of a thread are in flight before the first use. */
+typedef struct cuda_pack {
+    uint4 low, high;
+} cuda_pack;
+
+static __device__ __forceinline__ cuda_pack cuda_load8(const void *base, int64_t i, hr_dtype dtype)
+{
+    cuda_pack pack;
+    if (dtype == HR_F32) {
+        const uint4 *const vectors = (const uint4 *)((const float *)base + i);
+        pack.low = vectors[0];
+        pack.high = vectors[1];
+    } else {
+        pack.low = *(const uint4 *)((const uint16_t *)base + i);
+        pack.high = pack.low;
+    }
+    return pack;
+}
+
+static __device__ __forceinline__ void cuda_store8(void *base, int64_t i, cuda_pack pack,
+                                                   hr_dtype dtype)
+{
+    if (dtype == HR_F32) {
+        uint4 *const vectors = (uint4 *)((float *)base + i);
+        vectors[0] = pack.low;
+        vectors[1] = pack.high;
+    } else {
+        *(uint4 *)((uint16_t *)base + i) = pack.low;
+    }
+}
+
+/* Element j of 0 to 7. The words are copied out, so that j unrolls to registers. */
+static __device__ __forceinline__ float cuda_unpack(const cuda_pack &pack, int j, hr_dtype dtype)
+{
+    const uint32_t words[8] = {pack.low.x,  pack.low.y,  pack.low.z,  pack.low.w,
+                               pack.high.x, pack.high.y, pack.high.z, pack.high.w};
+    if (dtype == HR_F32)
+        return hr_float(words[j]);
+    const uint16_t half = (uint16_t)(words[j / 2] >> (16 * (j % 2)));
+    return dtype == HR_BF16 ? hr_from_bf16(half) : hr_from_f16(half);
+}
+
+static __device__ __forceinline__ cuda_pack cuda_repack(const float *x, hr_dtype dtype)
+{
+    uint32_t words[8] = {0};
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        if (dtype == HR_F32)
+            hr_store(words, j, x[j], HR_F32);
+        else
+            words[j / 2] |= (uint32_t)(dtype == HR_BF16 ? hr_to_bf16(x[j]) : hr_to_f16(x[j]))
+                            << (16 * (j % 2));
+    }
+    cuda_pack pack;
+    pack.low = make_uint4(words[0], words[1], words[2], words[3]);
+    pack.high = make_uint4(words[4], words[5], words[6], words[7]);
+    return pack;
+}
+
+#endif

@@ -1,0 +1,29 @@
+"""Headroom: train bigger models on the GPU you have.
+
+Importing the package registers the ops ``torch.ops.headroom.*``. :mod:`headroom.optim` holds
+optimizers with the names and arguments of :mod:`torch.optim`.
+"""
+
+from . import _binaries  # first: the ops must exist before they are used below
+from . import optim
+from .adamw import adamw_
+
+__all__ = ["adamw_", "build_info", "get_include", "get_library_dir", "optim"]
+__version__ = "0.1.0"
+
+
+def build_info() -> dict[str, str]:
+    """What the C library was built with and for: version, compiler, cuda, archs, cpu."""
+    if _binaries._C is None:
+        raise RuntimeError("headroom._C is missing: the package was built without pybind11")
+    return _binaries._C.build_info()
+
+
+def get_include() -> str:
+    """The folder of ``headroom.h``."""
+    return str(_binaries.INCLUDE_DIR)
+
+
+def get_library_dir() -> str:
+    """The folder of ``libheadroom.so`` and ``libheadroom_torch.so``."""
+    return str(_binaries.LIBRARY_DIR)

@@ -1,0 +1,23 @@
+"""Finds the binaries beside this file and loads them."""
+
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent
+LIBRARY_DIR = ROOT / "lib"
+INCLUDE_DIR = ROOT / "include"
+
+try:
+    torch.ops.load_library(LIBRARY_DIR / "libheadroom_torch.so")
+except OSError as error:
+    raise ImportError(
+        f"headroom could not load {LIBRARY_DIR / 'libheadroom_torch.so'}: {error}. It needs "
+        f"torch >= 2.11 (this is {torch.__version__}) and a finished build: in the source folder, "
+        "run `pip install .`"
+    ) from error
+
+try:
+    from . import _C
+except ImportError:  # built without pybind11, or for another Python: all ops work all the same
+    _C = None

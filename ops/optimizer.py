@@ -1,0 +1,366 @@
+"""What Headroom's optimizers share: loading without casting, DTensors, and cached states.
+
+A subclass names its states and runs one op for the parameters of a group that lie on one device. This
+class creates the states, carries them through save and load, and finds out each step, cheaply, whether
+what it knew of them still holds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+__all__ = ["FLOATS", "Bucket", "Optimizer"]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels read and write
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that lies on this rank; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(grad: Tensor, param: Tensor) -> Tensor:
+    """The gradient of a DTensor, sharded as the DTensor is."""
+    if isinstance(param, DTensor) and isinstance(grad, DTensor):
+        return grad.redistribute(placements=param.placements)
+    return grad
+
+
+def _same(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(map(is_, left, right))
+
+
+def _addresses(tensors: list[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
+
+
+class _Kept:
+    """Carries a state through torch's loader, which would cast a bare tensor to its parameter's dtype
+    (``Optimizer._process_value_according_to_param_policy``)."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Bucket:
+    """The parameters of a group that have a gradient and lie on one device, with their states.
+
+    ``table`` is what the op made of the states: their addresses, so that a step need not hand every
+    tensor over again. None where they must be handed over, because they are not contiguous.
+    """
+
+    def __init__(self, positions: list[int], params: list[Tensor], states: list[list[Tensor]]):
+        self.positions = positions
+        self.params = [params[i] for i in positions]
+        self.states = [[column[i] for i in positions] for column in states]
+        self.addresses = list(map(_addresses, self.states))
+        self.table: Tensor | None = None
+
+    def is_contiguous(self) -> bool:
+        columns = [self.params, *self.states]
+        return all(tensor.is_contiguous() for column in columns for tensor in column)
+
+    def holds(self) -> bool:
+        unmoved = self.addresses == list(map(_addresses, self.states))
+        return unmoved and (self.table is None or all(map(Tensor.is_contiguous, self.params)))
+
+
+class _Cache:
+    """What a group looked like when its buckets were made."""
+
+    def __init__(
+        self,
+        all_states: Mapping[Tensor, dict],
+        params: list[Tensor],
+        entries: list[dict],
+        names: list[str],
+    ):
+        self.params = list(params)
+        self.entries = entries
+        self.all_entries = list(all_states.values())
+        self.states = [list(map(itemgetter(name), entries)) for name in names]
+        devices: dict[torch.device, list[int]] = {}
+        for i, param in enumerate(params):
+            devices.setdefault(param.device, []).append(i)
+        self.buckets = [Bucket(positions, params, self.states) for positions in devices.values()]
+
+    def holds(
+        self, all_states: Mapping[Tensor, dict], params: list[Tensor], names: list[str]
+    ) -> bool:
+        if len(self.states) != len(names) or not _same(params, self.params):
+            return False
+        if not _same(list(all_states.values()), self.all_entries):
+            return False  # an entry was replaced, here or in another group
+        try:
+            states = [list(map(itemgetter(name), self.entries)) for name in names]
+        except KeyError:
+            return False
+        return all(map(_same, states, self.states)) and all(b.holds() for b in self.buckets)
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Base of Headroom's optimizers. A subclass defines the three methods that raise here."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._caches: dict[int, _Cache] = {}
+        super().__init__(params, defaults)
+
+    def _state_names(self, group: dict[str, Any]) -> list[str]:
+        """The keys of a parameter's state. "step" is one; the others have the parameter's shape."""
+        raise NotImplementedError
+
+    def _table(self, states: list[list[Tensor]]) -> Tensor:
+        """The addresses of contiguous states, as the op takes them."""
+        raise NotImplementedError
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[list[Tensor]],
+        table: Tensor | None,
+    ) -> None:
+        """Runs the op on the parameters of one device."""
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group as :meth:`torch.optim.Optimizer.add_param_group` does. A parameter given twice
+        in it is kept once."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        unique = list(dict.fromkeys(group["params"]))
+        if len(unique) < len(group["params"]):
+            if "param_names" in group:
+                names = dict(zip(reversed(group["params"]), reversed(group["param_names"])))
+                group["param_names"] = [names[param] for param in unique]
+            group["params"] = unique
+
+    # ---- one step -------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Performs one optimization step.
+
+        Args:
+            closure: reevaluates the model and returns the loss; called with gradients enabled.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            for index, group in enumerate(self.param_groups):
+                if torch.compiler.is_compiling():
+                    self._step_gathered(group)
+                else:
+                    self._step_group(index, group)
+        return loss
+
+    def _init_group(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *states: list[Tensor]
+    ) -> None:
+        # torch.compile knows this method by name: it runs it, does not trace it, and takes the tensors
+        # that the lists then hold as inputs of the graph.
+        names = self._state_names(group)
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            params.append(param)
+            grads.append(param.grad)
+            entry = self._entry(param, group, names)
+            for name, column in zip(names, states):
+                column.append(entry[name])
+
+    def _step_gathered(self, group: dict[str, Any]) -> None:
+        """A step that looks at everything anew: traced, or on tensors that are not plain."""
+        params: list[Tensor] = []
+        grads: list[Tensor] = []
+        states: list[list[Tensor]] = [[] for _ in self._state_names(group)]
+        self._init_group(group, params, grads, *states)
+        if not params:
+            return
+        grads = [_like(grad, param) for grad, param in zip(grads, params)]
+        columns = [[_local(tensor) for tensor in column] for column in (params, grads, *states)]
+        devices = [param.device for param in params]
+        for device in dict.fromkeys(devices):
+            chosen = [i for i, d in enumerate(devices) if d == device]
+            bucket = [[column[i] for i in chosen] for column in columns]
+            self._update(group, bucket[0], bucket[1], bucket[2:], None)
+
+    def _step_group(self, index: int, group: dict[str, Any]) -> None:
+        params = group["params"]
+        grads = list(map(attrgetter("grad"), params))
+        found = [grad for grad in grads if grad is not None]
+        if len(found) < len(grads):
+            params = [param for param, grad in zip(params, grads) if grad is not None]
+            grads = found
+        if not params:
+            return
+        plain = set(map(type, params)) <= {Tensor, torch.nn.Parameter}
+        try:
+            if not plain or torch._C._len_torch_dispatch_stack() > 0:
+                self._step_gathered(group)
+                return
+            for bucket in self._buckets(index, group, params):
+                chosen = [grads[i] for i in bucket.positions]
+                self._update(group, bucket.params, chosen, bucket.states, bucket.table)
+        except (RuntimeError, NotImplementedError) as error:
+            raise self._explained(error, group, params, grads) from error
+
+    def _buckets(self, index: int, group: dict[str, Any], params: list[Tensor]) -> list[Bucket]:
+        names = self._state_names(group)
+        cache = self._caches.get(index)
+        if cache is None or not cache.holds(self.state, params, names):
+            entries = [self._entry(param, group, names) for param in params]
+            cache = self._caches[index] = _Cache(self.state, params, entries, names)
+            for bucket in cache.buckets:
+                if bucket.is_contiguous():
+                    bucket.table = self._table(bucket.states)
+        return cache.buckets
+
+    def _explained(
+        self, error: Exception, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
+    ) -> Exception:
+        """The error of an op, with the name of the parameter that it speaks of."""
+        name = type(self).__name__
+        for param, grad in zip(params, grads):
+            if grad.layout != torch.strided or param.layout != torch.strided:
+                return RuntimeError(
+                    f"{name} does not support sparse gradients, but {self._name_of(param)} has one; "
+                    "use sparse=False in its module, or torch.optim.SparseAdam for it"
+                )
+            if grad.is_complex() or param.is_complex():
+                return RuntimeError(
+                    f"{name} does not support complex parameters, but {self._name_of(param)} is "
+                    "complex; optimize torch.view_as_real of it"
+                )
+        place = re.search(r"\[(\d+)\]", str(error))
+        if type(error) is not RuntimeError or place is None or int(place[1]) >= len(params):
+            return error
+        # Indices count within a device, and nearly every group lies on one.
+        if len({param.device for param in params}) > 1:
+            return error
+        return RuntimeError(f"{error}; index {place[1]} is {self._name_of(params[int(place[1])])}")
+
+    # ---- states ---------------------------------------------------------------------------------
+
+    def _entry(self, param: Tensor, group: dict[str, Any], names: list[str]) -> dict[str, Any]:
+        """The state of a parameter, made of zeros where it has none."""
+        entry = self.state[param]
+        for name in names:
+            if name in entry:
+                continue
+            if name == "step":
+                entry[name] = torch.zeros((), dtype=torch.float64, device=param.device)
+            else:
+                dtype = group.get("state_dtype") or param.dtype
+                entry[name] = torch.zeros_like(
+                    param, dtype=dtype, memory_format=torch.preserve_format
+                )
+        return entry
+
+    def _name_of(self, param: Tensor) -> str:
+        for i, group in enumerate(self.param_groups):
+            for j, other in enumerate(group["params"]):
+                if other is param:
+                    named = group.get("param_names")
+                    return f"parameter '{named[j]}'" if named else f"parameter {j} of group {i}"
+        return "a parameter"
+
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state made by ``state_dict()`` of this optimizer or of its torch counterpart.
+
+        States keep the dtype they were saved in, whatever the dtype of the parameters, and move to the
+        parameter's device. If something does not fit, the error says which parameter and what, and
+        the optimizer stays as it was.
+        """
+
+        def keep_states(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+            entries = {
+                key: {name: _Kept(value) for name, value in entry.items()}
+                for key, entry in loaded["state"].items()
+            }
+            return loaded | {"state": entries}
+
+        # Registered last, so that the user's own hooks see plain tensors.
+        hook = self.register_load_state_dict_pre_hook(keep_states)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        restored: defaultdict[Any, Any] = defaultdict(dict)
+        groups = {id(p): group for group in state["param_groups"] for p in group["params"]}
+        for param, entry in state["state"].items():
+            values = {k: v.value if isinstance(v, _Kept) else v for k, v in entry.items()}
+            loading = any(isinstance(value, _Kept) for value in entry.values())
+            if loading and id(param) in groups:
+                values = self._restored(param, values, groups[id(param)])
+            restored[param] = values
+        self._caches = {}
+        super().__setstate__(state | {"state": restored})
+
+    def _restored(
+        self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
+    ) -> dict[str, Any]:
+        """A loaded state on the device and in the memory order of its parameter, or an error."""
+        if not entry:
+            return entry
+        name, restored = self._name_of(param), dict(entry)
+        for key in self._state_names(group):
+            if key not in entry:
+                raise ValueError(
+                    f"the loaded state of {name} has no '{key}'; it has {sorted(entry)}"
+                )
+            value = entry[key]
+            if key == "step":
+                restored[key] = _counter(value, param, name)
+            elif not isinstance(value, Tensor) or value.shape != param.shape:
+                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(
+                    f"the loaded '{key}' of {name} is {got}, wanted a tensor of shape "
+                    f"{tuple(param.shape)}"
+                )
+            elif isinstance(value, DTensor) != isinstance(param, DTensor):
+                raise ValueError(
+                    f"the loaded '{key}' of {name} is a {type(value).__name__}, but the parameter is a "
+                    f"{type(param).__name__}; load sharded states with "
+                    "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+                )
+            elif value.dtype not in FLOATS:
+                raise ValueError(
+                    f"the loaded '{key}' of {name} has dtype {value.dtype}, wanted one of {FLOATS}"
+                )
+            else:
+                restored[key] = _placed(value, param)
+        return restored
+
+
+def _counter(value: Any, param: Tensor, name: str) -> Tensor:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"the loaded 'step' of {name} has {value.numel()} elements, wanted 1")
+    count = torch.as_tensor(value).detach().reshape(()).to(param.device, torch.float64)
+    if not 0 <= count.item() < 2**53:
+        raise ValueError(f"the loaded 'step' of {name} is {count.item()}, wanted 0 or more")
+    return count
+
+
+def _placed(value: Tensor, param: Tensor) -> Tensor:
+    value = value.detach().to(param.device)
+    if isinstance(value, DTensor) or value.stride() == param.stride():
+        return value
+    ordered = torch.empty_like(param, dtype=value.dtype, memory_format=torch.preserve_format)
+    return ordered.copy_(value)

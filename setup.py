@@ -1,0 +1,166 @@
+"""Builds the binaries with CMake. Also the PEP 517 backend: setuptools' own, plus one requirement.
+
+Where no nvcc >= 12.8 is installed, NVIDIA's compiler packages from PyPI become build requirements.
+HEADROOM_CUDA=0 builds for the CPU only, HEADROOM_CUDA=1 fails without a CUDA compiler;
+HEADROOM_CUDA_ARCHS="90" builds device code for fewer GPUs; MAX_JOBS limits the parallel jobs.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+from setuptools import Extension, build_meta, find_packages, setup
+from setuptools.build_meta import *  # noqa: F403  (the hooks that are not overridden below)
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+CUDA_COMPILER = ["nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm"]
+CUDA_RUNTIME = ["nvidia-cuda-runtime", "nvidia-cuda-cccl"]
+
+
+def installed(package):
+    """The distribution, or None. Isolated builds can see two: nvcc asks for any runtime and gets the
+    newest, torch pins one. The older is the closer to our compiler, and the same every time."""
+    found = metadata.distributions(name=package)
+    return min(found, key=lambda d: [int(n) for n in re.findall(r"\d+", d.version)], default=None)
+
+
+def system_nvcc():
+    """The nvcc of CUDA_HOME or PATH, if it knows every GPU we build for (>= 12.8)."""
+    home = os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc", path=os.path.join(home, "bin")) if home else None
+    nvcc = nvcc or shutil.which("nvcc")
+    if nvcc is None:
+        return None
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"release (\d+)\.(\d+)", text)
+    return nvcc if release and (int(release[1]), int(release[2])) >= (12, 8) else None
+
+
+def cuda_requirements():
+    if os.environ.get("HEADROOM_CUDA") == "0" or system_nvcc():
+        return []
+    # A runtime that torch has pinned stays as it is: the 13.0 compiler works with any 13.x.
+    runtime = [p for p in CUDA_RUNTIME if not installed(p)]
+    return [f"{p}==13.0.*" for p in CUDA_COMPILER + runtime]
+
+
+def get_requires_for_build_wheel(config_settings=None):
+    return build_meta.get_requires_for_build_wheel(config_settings) + cuda_requirements()
+
+
+def get_requires_for_build_editable(config_settings=None):
+    return build_meta.get_requires_for_build_editable(config_settings) + cuda_requirements()
+
+
+def pypi_nvcc(folder):
+    """Links the files of NVIDIA's packages into the layout of a toolkit and returns its nvcc.
+
+    The packages may lie in two places (pip isolates some from others), nvcc looks in one, and
+    expects lib64. A folder that stays in place also keeps CMake's cache valid between builds.
+    """
+    packages = [installed(p) for p in CUDA_COMPILER + CUDA_RUNTIME]
+    if not all(packages):
+        return None
+    shutil.rmtree(folder, ignore_errors=True)
+    for file in (f for p in packages for f in p.files):
+        if file.parts[:2] == ("nvidia", "cu13"):
+            link = folder.joinpath(*file.parts[2:])
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(file.locate().resolve())
+    (folder / "lib64").symlink_to("lib")
+    return str(folder / "bin" / "nvcc")
+
+
+def cmake_options(build):
+    cuda = {"0": "OFF", "1": "ON"}.get(os.environ.get("HEADROOM_CUDA", ""), "AUTO")
+    nvcc = None if cuda == "OFF" else system_nvcc() or pypi_nvcc(build / "cuda")
+    if cuda == "ON" and nvcc is None:
+        sys.exit(
+            "HEADROOM_CUDA=1, but there is no CUDA compiler: no nvcc >= 12.8 in CUDA_HOME or on PATH, "
+            f"and not all of {', '.join(CUDA_COMPILER + CUDA_RUNTIME)} are installed here.\n"
+            "Install a CUDA toolkit >= 12.8, or let pip fetch the packages (pip install . without "
+            "--no-build-isolation), or build for the CPU with HEADROOM_CUDA=0."
+        )
+    options = {
+        "CMAKE_BUILD_TYPE": "Release",
+        "Python_EXECUTABLE": sys.executable,
+        "HEADROOM_CUDA": "ON" if nvcc else "OFF",
+        "HEADROOM_TORCH": "ON",
+    }
+    if nvcc:
+        options["CMAKE_CUDA_COMPILER"] = nvcc
+        default = "75;80;86;90;100;120"
+        options["HEADROOM_CUDA_ARCHS"] = os.environ.get("HEADROOM_CUDA_ARCHS") or default
+    return options
+
+
+def tool(name):
+    """A program of this Python's environment, which need not be activated, or of PATH."""
+    path = shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name)
+    if path is None:
+        sys.exit(f"building Headroom needs {name}: pip install {name}")
+    return path
+
+
+class CMakeBuild(build_ext):
+    def run(self):
+        cmake = tool("cmake")
+        build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
+        options = cmake_options(build)
+        options["CMAKE_MAKE_PROGRAM"] = tool("ninja")
+        cache = build / "CMakeCache.txt"
+        fresh = ["--fresh"] if cache.exists() and self.is_stale(cache.read_text(), options) else []
+        define = [f"-D{name}={value}" for name, value in options.items()]
+        subprocess.run([cmake, "-G", "Ninja", "-S", ROOT, "-B", build, *fresh, *define], check=True)
+        jobs = os.environ.get("MAX_JOBS")
+        subprocess.run([cmake, "--build", build, *(["-j", jobs] if jobs else [])], check=True)
+
+        package = Path(self.get_ext_fullpath("headroom._C")).resolve().parent
+        for stale in package.glob("_C.*"):
+            stale.unlink()
+        for component in ("Unspecified", "python"):
+            install = [cmake, "--install", build, "--prefix", package, "--component", component]
+            subprocess.run(install, check=True)
+        # A wheel cannot hold a link and would copy the library: two of them in a process would not
+        # share their state. The linker, the only reader of this name, takes a script instead.
+        name = package / "lib" / "libheadroom.so"
+        soname = os.readlink(name)
+        name.unlink()
+        name.write_text(f"INPUT({soname})\n")
+
+    @staticmethod
+    def is_stale(cache, options):
+        """CMake cannot change the folder or the CUDA compiler of a configured build."""
+        nvcc = options.get("CMAKE_CUDA_COMPILER")
+        folder = f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n"
+        return folder not in cache or (nvcc is not None and f"={nvcc}\n" not in cache)
+
+
+class CleanBuildPy(build_py):
+    def run(self):
+        # build/lib outlives a build; a module deleted from ops/ must not get into the next wheel.
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib, "headroom"), ignore_errors=True)
+        super().run()
+
+
+def version():
+    header = (ROOT / "capi" / "headroom.h").read_text()
+    return ".".join(re.findall(r"^#define HR_VERSION_(?:MAJOR|MINOR|PATCH) +(\d+)", header, re.M))
+
+
+if __name__ == "__main__":
+    setup(
+        version=version(),
+        package_dir={"headroom": "ops"},
+        packages=["headroom"] + [f"headroom.{name}" for name in find_packages("ops")],
+        ext_modules=[Extension("headroom._C", sources=[])],
+        cmdclass={"build_ext": CMakeBuild, "build_py": CleanBuildPy},
+    )
