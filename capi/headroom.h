@@ -6,7 +6,7 @@
  *
  * In one minute
  * -------------
- *     #include <headroom.h>                       // cc program.c $(pkg-config --cflags --libs headroom)
+ *     #include <headroom.h>              // cc program.c $(pkg-config --cflags --libs headroom)
  *
  *     float weight[3] = {1, 2, 3}, grad[3] = {.1f, .2f, .3f}, m[3] = {0}, v[3] = {0};
  *     int64_t numel[1] = {3};
@@ -17,7 +17,7 @@
  *     hr_exec cpu = {HR_CPU, NULL};
  *     hr_adamw_config config = HR_ADAMW_CONFIG_INIT;
  *     config.step = 1;
- *     if (hr_adamw(&params, &exp_avgs, &exp_avg_sqs, NULL, NULL, &gradients, &config, &cpu) != HR_OK)
+ *     if (hr_adamw(&params, &exp_avgs, &exp_avg_sqs, NULL, NULL, &gradients, &config, &cpu))
  *         fprintf(stderr, "%s\n", hr_last_error());
  *
  * Conventions, true of every function
@@ -58,7 +58,7 @@
 extern "C" {
 #endif
 
-/* ---- Version ---------------------------------------------------------------------------------- */
+/* ---- Version --------------------------------------------------------------------------------- */
 
 #define HR_VERSION_MAJOR 0
 #define HR_VERSION_MINOR 1
@@ -68,12 +68,12 @@ extern "C" {
 /* HR_VERSION of the library that is loaded, which may differ from the header compiled against. */
 HR_API int32_t hr_version(void);
 
-/* One line of `key=value` pairs separated by "; ": version, compiler, cuda ("none" or the version of
- * the CUDA compiler), archs (compute capabilities with device code), cpu (the instruction set in
+/* One line of `key=value` pairs separated by "; ": version, compiler, cuda ("none" or the version
+ * of the CUDA compiler), archs (compute capabilities with device code), cpu (the instruction set in
  * use, see hr_get_cpu_level). The string is valid until the same thread calls it again. */
 HR_API const char *hr_build_info(void);
 
-/* ---- Status ----------------------------------------------------------------------------------- */
+/* ---- Status ---------------------------------------------------------------------------------- */
 
 typedef enum hr_status {
     HR_OK = 0,
@@ -92,7 +92,7 @@ HR_API const char *hr_status_string(hr_status status);
  * until the next failure on that thread. A successful call leaves it alone. */
 HR_API const char *hr_last_error(void);
 
-/* ---- Element types ------------------------------------------------------------------------------ */
+/* ---- Element types --------------------------------------------------------------------------- */
 
 typedef enum hr_dtype {
     HR_F32 = 0,  /* IEEE binary32 */
@@ -104,7 +104,7 @@ typedef enum hr_dtype {
     HR_F64 = 6 /* IEEE binary64; counters and learning rates only */
 } hr_dtype;
 
-/* ---- Where to run ------------------------------------------------------------------------------- */
+/* ---- Where to run ---------------------------------------------------------------------------- */
 
 /* The same type as cudaStream_t, without CUDA's headers. NULL is the default stream. */
 typedef struct CUstream_st *hr_stream;
@@ -116,7 +116,7 @@ typedef struct hr_exec {
     hr_stream stream; /* a stream of that device; ignored on the CPU */
 } hr_exec;
 
-/* ---- Lists of tensors --------------------------------------------------------------------------- */
+/* ---- Lists of tensors ------------------------------------------------------------------------ */
 
 /*
  * Optimizers and scalers work on many tensors in one call. A list describes them by parallel host
@@ -126,13 +126,13 @@ typedef struct hr_exec {
  * are written must not overlap any other tensor of the call (not checked).
  */
 typedef struct hr_tensor_list {
-    int64_t count;         /* number of tensors */
-    void *const *data;     /* host [count]: addresses; a list in the role of an input is not written */
+    int64_t count;     /* number of tensors */
+    void *const *data; /* host [count]: addresses; a list in the role of an input is not written */
     const int64_t *numel;  /* host [count]: elements per tensor */
     const hr_dtype *dtype; /* host [count] */
 } hr_tensor_list;
 
-/* ---- CPU threads and instruction sets ----------------------------------------------------------- */
+/* ---- CPU threads and instruction sets -------------------------------------------------------- */
 
 /* Runs range(context, b, e) over subranges that together cover [begin, end) once, each at least
  * `grain` long except the last, possibly at the same time on several threads, and returns when all
@@ -141,8 +141,8 @@ typedef void (*hr_range_fn)(void *context, int64_t begin, int64_t end);
 typedef void (*hr_parallel_for_fn)(int64_t begin, int64_t end, int64_t grain, hr_range_fn range,
                                    void *context);
 
-/* Lends the host's threads to the CPU kernels, for the whole process; NULL returns to a plain loop on
- * the calling thread. Headroom starts no threads of its own. */
+/* Lends the host's threads to the CPU kernels, for the whole process; NULL returns to a plain loop
+ * on the calling thread. Headroom starts no threads of its own. */
 HR_API hr_status hr_set_parallel_for(hr_parallel_for_fn parallel_for);
 
 /* CPU kernels are compiled for several instruction sets; the best one that the CPU has is used. The
@@ -155,12 +155,12 @@ typedef enum hr_cpu_level {
 
 HR_API hr_cpu_level hr_get_cpu_level(void);
 
-/* Chooses a lower level, or returns to a higher one, for the whole process. HR_UNSUPPORTED where the
- * CPU or the build lacks it. The environment variable HEADROOM_CPU_LEVEL (baseline, avx2, avx512)
- * sets the level at start. */
+/* Chooses a lower level, or returns to a higher one, for the whole process. HR_UNSUPPORTED where
+ * the CPU or the build lacks it. The environment variable HEADROOM_CPU_LEVEL (baseline, avx2,
+ * avx512) sets the level at start. */
 HR_API hr_status hr_set_cpu_level(hr_cpu_level level);
 
-/* ---- Adam and AdamW ----------------------------------------------------------------------------- */
+/* ---- Adam and AdamW -------------------------------------------------------------------------- */
 
 /*
  * One step of Adam (Kingma and Ba, arXiv:1412.6980) or AdamW (Loshchilov and Hutter,
@@ -172,35 +172,37 @@ HR_API hr_status hr_set_cpu_level(hr_cpu_level level);
  *     not decoupled:  g = g + weight_decay * param
  *     exp_avg    = beta1 * exp_avg    + (1 - beta1) * g
  *     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
- *     amsgrad:        max_exp_avg_sq = max(max_exp_avg_sq, exp_avg_sq), and it replaces exp_avg_sq below
+ *     amsgrad:        max_exp_avg_sq = max(max_exp_avg_sq, exp_avg_sq), used in its place below
  *     param = param - lr / (1 - beta1^t) * exp_avg / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps)
  *
  * Every constant is folded once in binary64 (lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), 1 - lr *
- * weight_decay, clip_coef / grad_scale, 1 - beta) and rounded to binary32; the element arithmetic is
- * binary32 whatever the storage types. beta^t is a product by repeated squaring, so it has the same
- * bits on every device.
+ * weight_decay, clip_coef / grad_scale, 1 - beta) and rounded to binary32; the element arithmetic
+ * is binary32 whatever the storage types. beta^t is a product by repeated squaring, so it has the
+ * same bits on every device.
  */
 typedef struct hr_adamw_config {
-    size_t size; /* sizeof(hr_adamw_config); set by HR_ADAMW_CONFIG_INIT */
-    double lr;   /* >= 0, finite; ignored if lr_ptr is set */
-    double beta1, beta2;  /* in [0, 1) */
-    double eps;           /* >= 0, finite */
-    double weight_decay;  /* >= 0, finite */
-    int64_t step;         /* t, >= 1; ignored if the call has a `steps` list */
-    int32_t decoupled;    /* 1: AdamW's weight decay. 0: Adam's, added to the gradient (L2) */
-    int32_t amsgrad;      /* 1: needs the max_exp_avg_sqs list */
-    int32_t maximize;     /* 1: ascend */
-    hr_dtype lr_dtype;    /* HR_F32 or HR_F64: type of *lr_ptr */
-    const void *lr_ptr;   /* scalar on exec's device, or NULL */
-    const float *grad_scale; /* scalar on exec's device, finite and > 0, or NULL: gradients are divided by it */
-    const float *found_inf;  /* scalar on exec's device, or NULL: if not 0, the call changes no byte */
-    const float *clip_coef;  /* scalar on exec's device, or NULL: gradients are multiplied by it */
+    size_t size;         /* sizeof(hr_adamw_config); set by HR_ADAMW_CONFIG_INIT */
+    double lr;           /* >= 0, finite; ignored if lr_ptr is set */
+    double beta1, beta2; /* in [0, 1) */
+    double eps;          /* >= 0, finite */
+    double weight_decay; /* >= 0, finite */
+    int64_t step;        /* t, >= 1; ignored if the call has a `steps` list */
+    int32_t decoupled;   /* 1: AdamW's weight decay. 0: Adam's, added to the gradient (L2) */
+    int32_t amsgrad;     /* 1: needs the max_exp_avg_sqs list */
+    int32_t maximize;    /* 1: ascend */
+    hr_dtype lr_dtype;   /* HR_F32 or HR_F64: type of *lr_ptr */
+    /* Scalars in the memory of exec's device, or NULL. They are read when the work runs. */
+    const void *lr_ptr;      /* replaces lr */
+    const float *grad_scale; /* finite and > 0: gradients are divided by it */
+    const float *found_inf;  /* if not 0, the call changes no byte, counters included */
+    const float *clip_coef;  /* gradients are multiplied by it */
 } hr_adamw_config;
 
-#define HR_ADAMW_CONFIG_INIT                                                                         \
-    {                                                                                                \
-        sizeof(hr_adamw_config), 1e-3, 0.9, 0.999, 1e-8, 1e-2, 0, 1, 0, 0, HR_F32, NULL, NULL, NULL, \
-            NULL                                                                                     \
+/* torch.optim.AdamW's defaults. Set `step`, or pass a `steps` list. */
+#define HR_ADAMW_CONFIG_INIT                                                                   \
+    {                                                                                          \
+        sizeof(hr_adamw_config), 1e-3, 0.9, 0.999, 1e-8, 1e-2, 0, 1, 0, 0, HR_F32, NULL, NULL, \
+            NULL, NULL                                                                         \
     }
 
 /*
@@ -208,8 +210,8 @@ typedef struct hr_adamw_config {
  * exp_avgs         in/out: f32, bf16 or f16; zeros before the first step
  * exp_avg_sqs      in/out: dtype of exp_avgs; zeros before the first step
  * max_exp_avg_sqs  in/out: dtype of exp_avgs; NULL unless config->amsgrad
- * steps            in/out: numel 1 each, f32 or f64: how many steps that parameter has had. The call
- *                  uses t = step + 1 and stores t. An f32 counter stays at 2^24, f64 counts to 2^53.
+ * steps            in/out: numel 1 each, f32 or f64: how many steps the parameter has had. The call
+ *                  uses t = step + 1 and stores t. An f32 counter ends at 2^24, f64 at 2^53.
  *                  NULL: all use config->step
  * grads            in: f32, bf16 or f16, not changed (unscaled gradients are not written back)
  *
@@ -218,7 +220,8 @@ typedef struct hr_adamw_config {
  * Reads and writes each byte once: 28 bytes per parameter in f32, 14 in bf16.
  *
  * HR_INVALID_ARGUMENT: a NULL or misaligned pointer, lists of unequal count or numel, a dtype not
- * named above, a config value outside its range, config->size of another version.
+ * named above, a config value outside its range, config->size of another version; on the CPU also a
+ * counter, *lr_ptr or *grad_scale outside its range, which a call on CUDA cannot look at.
  * HR_NO_DEVICE, HR_UNSUPPORTED: exec->device does not exist, or the build has no CUDA part.
  */
 HR_API hr_status hr_adamw(const hr_tensor_list *params, const hr_tensor_list *exp_avgs,

@@ -4,18 +4,19 @@ Importing the package registers the ops ``torch.ops.headroom.*``. :mod:`headroom
 optimizers with the names and arguments of :mod:`torch.optim`.
 """
 
-from . import _binaries  # first: the ops must exist before they are used below
-from . import optim
+from . import _binaries, optim
 from .adamw import adamw_
 
 __all__ = ["adamw_", "build_info", "get_include", "get_library_dir", "optim"]
-__version__ = "0.1.0"
+__version__ = _binaries.VERSION
 
 
 def build_info() -> dict[str, str]:
     """What the C library was built with and for: version, compiler, cuda, archs, cpu."""
     if _binaries._C is None:
-        raise RuntimeError("headroom._C is missing: the package was built without pybind11")
+        raise RuntimeError(
+            "headroom._C is missing: the package was built without pybind11"
+        )
     return _binaries._C.build_info()
 
 

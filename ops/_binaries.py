@@ -1,5 +1,6 @@
-"""Finds the binaries beside this file and loads them."""
+"""Finds the binaries beside this file and loads them. Import it before the ops are used."""
 
+import ctypes
 from pathlib import Path
 
 import torch
@@ -17,7 +18,13 @@ except OSError as error:
         "run `pip install .`"
     ) from error
 
+# As the library says it, which is where the number is kept.
+_number = ctypes.CDLL(str(LIBRARY_DIR / "libheadroom.so")).hr_version()
+VERSION = f"{_number // 10000}.{_number // 100 % 100}.{_number % 100}"
+
 try:
     from . import _C
-except ImportError:  # built without pybind11, or for another Python: all ops work all the same
+except (
+    ImportError
+):  # built without pybind11, or for another Python: all ops work all the same
     _C = None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import _binaries  # noqa: F401  (registers the ops)
 from .optimizer import FLOATS, Optimizer
 
 __all__ = ["Adam", "AdamW", "adamw_"]
@@ -52,8 +54,8 @@ def adamw_(
         clip_coef: float32 tensor of one element; gradients are multiplied by it.
 
     Raises:
-        RuntimeError: shapes, devices or dtypes do not fit, or an option is out of range. The message
-            names the argument. Nothing has been written then.
+        RuntimeError: shapes, devices or dtypes do not fit, or an option is out of range. The
+            message names the argument. Nothing has been written then.
 
     The update, its source and its rounding are documented at ``hr_adamw`` in ``headroom.h``.
     """
@@ -85,31 +87,39 @@ def _lr_arguments(lr: float | Tensor) -> dict[str, Any]:
 
 
 @torch.library.register_fake("headroom::adamw_")
-def _(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, *, amsgrad, **options):
+def _(
+    params,
+    grads,
+    exp_avgs,
+    exp_avg_sqs,
+    max_exp_avg_sqs,
+    state_steps,
+    *,
+    amsgrad,
+    **options,
+):
     lists = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     if amsgrad:
         lists["max_exp_avg_sqs"] = max_exp_avg_sqs
     for name, tensors in lists.items():
-        torch._check(
-            len(tensors) == len(params),
-            lambda: f"{name} has {len(tensors)} tensors, but params has {len(params)}",
-        )
+        if len(tensors) != len(params):
+            raise RuntimeError(
+                f"{name} has {len(tensors)} tensors, but params has {len(params)}"
+            )
         for k, (tensor, param) in enumerate(zip(tensors, params)):
-            torch._check(
-                tensor.shape == param.shape,
-                lambda: f"{name}[{k}] has another shape than params[{k}]",
-            )
-            torch._check(
-                tensor.dtype in FLOATS and param.dtype in FLOATS,
-                lambda: f"{name}[{k}] or params[{k}] has a dtype that is not one of {FLOATS}",
-            )
+            if tensor.shape != param.shape:
+                raise RuntimeError(f"{name}[{k}] has another shape than params[{k}]")
+            if tensor.dtype not in FLOATS or param.dtype not in FLOATS:
+                raise RuntimeError(
+                    f"{name}[{k}] or params[{k}] has a dtype not among {FLOATS}"
+                )
 
 
-def _bump_versions(keyset, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, **options):
-    torch._C._increment_version([*params, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs, *steps])
+def _bump_versions(keyset, params, grads, *states, **options):
+    torch.autograd.graph.increment_version(list(chain(params, *states)))
     keyset = keyset & torch._C._after_ADInplaceOrView_keyset
     torch.ops.headroom.adamw_.default.redispatch(
-        keyset, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, **options
+        keyset, params, grads, *states, **options
     )
 
 
@@ -127,21 +137,21 @@ class Adam(Optimizer):
     parameters on several devices are handled.
 
     Args:
-        params, lr, betas, eps, weight_decay, amsgrad, maximize: as in :class:`torch.optim.Adam`. ``lr``
-            may be a tensor of one element; it is then read where it lies, so that a CUDA graph or a
-            compiled step sees later changes.
+        params, lr, betas, eps, weight_decay, amsgrad, maximize: as in :class:`torch.optim.Adam`.
+            ``lr`` may be a tensor of one element; on the parameter's device it is read when the
+            step runs, so that a CUDA graph sees later changes.
         foreach, fused, capturable: accepted for compatibility, without effect. The step is always
             fused, and always capturable on CUDA: its counters live on the parameter's device.
         differentiable: must be False.
         decoupled_weight_decay: weight decay as in AdamW.
         state_dtype: dtype of the moments. None: the parameter's, as in torch.
 
-    The state of a parameter is ``step`` (float64, counts past 2^24), ``exp_avg``, ``exp_avg_sq`` and
-    with ``amsgrad`` ``max_exp_avg_sq``: the keys of torch, so a checkpoint of one resumes the other.
-    Loading never casts a state.
+    The state of a parameter is ``step`` (float64, counts past 2^24), ``exp_avg``, ``exp_avg_sq``
+    and with ``amsgrad`` ``max_exp_avg_sq``: the keys of torch, so a checkpoint of one resumes the
+    other. Loading never casts a state.
 
-    If ``grad_scale``, ``found_inf`` or ``clip_coef`` is set as an attribute (float32 tensors of one
-    element on the parameter's device), the step divides gradients by the first, changes nothing if
+    If ``grad_scale``, ``found_inf`` or ``clip_coef`` is set as an attribute (tensors of one
+    element), the step divides gradients by the first, changes nothing if
     the second is not 0, and multiplies gradients by the third, without waiting for the device.
     Gradients themselves are not written.
     """
@@ -197,7 +207,11 @@ class Adam(Optimizer):
 
     def _state_names(self, group: dict[str, Any]) -> list[str]:
         moments = ["exp_avg", "exp_avg_sq"]
-        return ["step", *moments, "max_exp_avg_sq"] if group["amsgrad"] else ["step", *moments]
+        return (
+            ["step", *moments, "max_exp_avg_sq"]
+            if group["amsgrad"]
+            else ["step", *moments]
+        )
 
     def _table(self, states: list[list[Tensor]]) -> Tensor:
         steps, exp_avgs, exp_avg_sqs, *maxima = states
@@ -214,8 +228,12 @@ class Adam(Optimizer):
         table: Tensor | None,
     ) -> None:
         beta1, beta2 = group["betas"]
+        device = params[0].device
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and not lr.is_cpu:
+            lr = lr.to(device)
         options = dict(
-            **_lr_arguments(group["lr"]),
+            **_lr_arguments(lr),
             beta1=beta1,
             beta2=beta2,
             weight_decay=group["weight_decay"],
@@ -223,9 +241,9 @@ class Adam(Optimizer):
             amsgrad=group["amsgrad"],
             maximize=group["maximize"],
             decoupled=group["decoupled_weight_decay"],
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
-            clip_coef=getattr(self, "clip_coef", None),
+            grad_scale=_scalar_on(device, getattr(self, "grad_scale", None)),
+            found_inf=_scalar_on(device, getattr(self, "found_inf", None)),
+            clip_coef=_scalar_on(device, getattr(self, "clip_coef", None)),
         )
         if table is not None:
             torch.autograd.graph.increment_version(params)
@@ -233,7 +251,13 @@ class Adam(Optimizer):
             return
         steps, exp_avgs, exp_avg_sqs, *maxima = states
         torch.ops.headroom.adamw_(
-            params, grads, exp_avgs, exp_avg_sqs, maxima[0] if maxima else [], steps, **options
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            maxima[0] if maxima else [],
+            steps,
+            **options,
         )
 
 
@@ -285,12 +309,16 @@ class AdamW(Adam):
             group["decoupled_weight_decay"] = True
 
 
+def _scalar_on(device: torch.device, scalar: Tensor | None) -> Tensor | None:
+    return None if scalar is None else scalar.to(device, torch.float32)
+
+
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
 def _check_options(name: str, options: dict[str, Any]) -> None:
-    """Refuses what torch's constructor refuses, in its words, and what it lets through to fail later."""
+    """Refuses what torch's constructor refuses, in its words, and what fails later in torch."""
     lr, betas = options["lr"], options["betas"]
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
@@ -309,6 +337,10 @@ def _check_options(name: str, options: dict[str, Any]) -> None:
     if not 0.0 <= options["weight_decay"] < math.inf:
         raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
     if options["differentiable"]:
-        raise RuntimeError(f"{name} does not support differentiable=True: its step is one fused op")
+        raise RuntimeError(
+            f"{name} does not support differentiable=True: its step is one fused op"
+        )
     if options.get("state_dtype") not in (None, *FLOATS):
-        raise ValueError(f"state_dtype must be one of {FLOATS}, got {options['state_dtype']}")
+        raise ValueError(
+            f"state_dtype must be one of {FLOATS}, got {options['state_dtype']}"
+        )

@@ -1,8 +1,8 @@
 """What Headroom's optimizers share: loading without casting, DTensors, and cached states.
 
-A subclass names its states and runs one op for the parameters of a group that lie on one device. This
-class creates the states, carries them through save and load, and finds out each step, cheaply, whether
-what it knew of them still holds.
+A subclass names its states and runs one op for the parameters of a group that lie on one device.
+This class creates the states, carries them through save and load, and finds out each step, cheaply,
+whether what it knew of them still holds.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
@@ -19,7 +20,11 @@ from torch.distributed.tensor import DTensor
 
 __all__ = ["FLOATS", "Bucket", "Optimizer"]
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels read and write
+FLOATS = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+)  # what the kernels read and write
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -43,8 +48,8 @@ def _addresses(tensors: list[Tensor]) -> list[int]:
 
 
 class _Kept:
-    """Carries a state through torch's loader, which would cast a bare tensor to its parameter's dtype
-    (``Optimizer._process_value_according_to_param_policy``)."""
+    """Carries a state through torch's loader, which would cast a bare tensor to the dtype of its
+    parameter (``Optimizer._process_value_according_to_param_policy``)."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -57,7 +62,9 @@ class Bucket:
     tensor over again. None where they must be handed over, because they are not contiguous.
     """
 
-    def __init__(self, positions: list[int], params: list[Tensor], states: list[list[Tensor]]):
+    def __init__(
+        self, positions: list[int], params: list[Tensor], states: list[list[Tensor]]
+    ):
         self.positions = positions
         self.params = [params[i] for i in positions]
         self.states = [[column[i] for i in positions] for column in states]
@@ -70,7 +77,9 @@ class Bucket:
 
     def holds(self) -> bool:
         unmoved = self.addresses == list(map(_addresses, self.states))
-        return unmoved and (self.table is None or all(map(Tensor.is_contiguous, self.params)))
+        return unmoved and (
+            self.table is None or all(map(Tensor.is_contiguous, self.params))
+        )
 
 
 class _Cache:
@@ -90,7 +99,9 @@ class _Cache:
         devices: dict[torch.device, list[int]] = {}
         for i, param in enumerate(params):
             devices.setdefault(param.device, []).append(i)
-        self.buckets = [Bucket(positions, params, self.states) for positions in devices.values()]
+        self.buckets = [
+            Bucket(positions, params, self.states) for positions in devices.values()
+        ]
 
     def holds(
         self, all_states: Mapping[Tensor, dict], params: list[Tensor], names: list[str]
@@ -103,7 +114,9 @@ class _Cache:
             states = [list(map(itemgetter(name), self.entries)) for name in names]
         except KeyError:
             return False
-        return all(map(_same, states, self.states)) and all(b.holds() for b in self.buckets)
+        return all(map(_same, states, self.states)) and all(
+            b.holds() for b in self.buckets
+        )
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -114,7 +127,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _state_names(self, group: dict[str, Any]) -> list[str]:
-        """The keys of a parameter's state. "step" is one; the others have the parameter's shape."""
+        """The keys of a parameter's state: "step" and others that have the parameter's shape."""
         raise NotImplementedError
 
     def _table(self, states: list[list[Tensor]]) -> Tensor:
@@ -133,14 +146,16 @@ class Optimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group as :meth:`torch.optim.Optimizer.add_param_group` does. A parameter given twice
-        in it is kept once."""
+        """Adds a group as :meth:`torch.optim.Optimizer.add_param_group` does. A parameter given
+        twice in it is kept once."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         unique = list(dict.fromkeys(group["params"]))
         if len(unique) < len(group["params"]):
             if "param_names" in group:
-                names = dict(zip(reversed(group["params"]), reversed(group["param_names"])))
+                names = dict(
+                    zip(reversed(group["params"]), reversed(group["param_names"]))
+                )
                 group["param_names"] = [names[param] for param in unique]
             group["params"] = unique
 
@@ -168,10 +183,14 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def _init_group(
-        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *states: list[Tensor]
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        *states: list[Tensor],
     ) -> None:
-        # torch.compile knows this method by name: it runs it, does not trace it, and takes the tensors
-        # that the lists then hold as inputs of the graph.
+        # torch.compile knows this method by name: it runs it, does not trace it, and takes the
+        # tensors that the lists then hold as inputs of the graph.
         names = self._state_names(group)
         for param in group["params"]:
             if param.grad is None:
@@ -191,7 +210,9 @@ class Optimizer(torch.optim.Optimizer):
         if not params:
             return
         grads = [_like(grad, param) for grad, param in zip(grads, params)]
-        columns = [[_local(tensor) for tensor in column] for column in (params, grads, *states)]
+        columns = [
+            [_local(tensor) for tensor in column] for column in (params, grads, *states)
+        ]
         devices = [param.device for param in params]
         for device in dict.fromkeys(devices):
             chosen = [i for i, d in enumerate(devices) if d == device]
@@ -218,10 +239,13 @@ class Optimizer(torch.optim.Optimizer):
         except (RuntimeError, NotImplementedError) as error:
             raise self._explained(error, group, params, grads) from error
 
-    def _buckets(self, index: int, group: dict[str, Any], params: list[Tensor]) -> list[Bucket]:
+    def _buckets(
+        self, index: int, group: dict[str, Any], params: list[Tensor]
+    ) -> list[Bucket]:
         names = self._state_names(group)
         cache = self._caches.get(index)
         if cache is None or not cache.holds(self.state, params, names):
+            self._check_overlap(params)
             entries = [self._entry(param, group, names) for param in params]
             cache = self._caches[index] = _Cache(self.state, params, entries, names)
             for bucket in cache.buckets:
@@ -229,16 +253,34 @@ class Optimizer(torch.optim.Optimizer):
                     bucket.table = self._table(bucket.states)
         return cache.buckets
 
+    def _check_overlap(self, params: list[Tensor]) -> None:
+        # Such parameters would be updated twice, and on CUDA at the same time.
+        runs = sorted(
+            (param.device.index or 0, param.data_ptr(), param.nbytes, i)
+            for i, param in enumerate(params)
+            if param.is_contiguous() and param.nbytes
+        )
+        for (device, start, size, i), (next_device, next_start, _, j) in pairwise(runs):
+            if device == next_device and next_start < start + size:
+                raise ValueError(
+                    f"{self._name_of(params[i])} and {self._name_of(params[j])} share memory; give "
+                    "the optimizer one of them, or the same Parameter for both"
+                )
+
     def _explained(
-        self, error: Exception, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
+        self,
+        error: Exception,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
     ) -> Exception:
         """The error of an op, with the name of the parameter that it speaks of."""
         name = type(self).__name__
         for param, grad in zip(params, grads):
             if grad.layout != torch.strided or param.layout != torch.strided:
                 return RuntimeError(
-                    f"{name} does not support sparse gradients, but {self._name_of(param)} has one; "
-                    "use sparse=False in its module, or torch.optim.SparseAdam for it"
+                    f"{name} does not support sparse gradients, but {self._name_of(param)} has "
+                    "one; use sparse=False in its module, or torch.optim.SparseAdam for it"
                 )
             if grad.is_complex() or param.is_complex():
                 return RuntimeError(
@@ -246,16 +288,24 @@ class Optimizer(torch.optim.Optimizer):
                     "complex; optimize torch.view_as_real of it"
                 )
         place = re.search(r"\[(\d+)\]", str(error))
-        if type(error) is not RuntimeError or place is None or int(place[1]) >= len(params):
+        if (
+            type(error) is not RuntimeError
+            or place is None
+            or int(place[1]) >= len(params)
+        ):
             return error
         # Indices count within a device, and nearly every group lies on one.
         if len({param.device for param in params}) > 1:
             return error
-        return RuntimeError(f"{error}; index {place[1]} is {self._name_of(params[int(place[1])])}")
+        return RuntimeError(
+            f"{error}; index {place[1]} is {self._name_of(params[int(place[1])])}"
+        )
 
     # ---- states ---------------------------------------------------------------------------------
 
-    def _entry(self, param: Tensor, group: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    def _entry(
+        self, param: Tensor, group: dict[str, Any], names: list[str]
+    ) -> dict[str, Any]:
         """The state of a parameter, made of zeros where it has none."""
         entry = self.state[param]
         for name in names:
@@ -275,16 +325,20 @@ class Optimizer(torch.optim.Optimizer):
             for j, other in enumerate(group["params"]):
                 if other is param:
                     named = group.get("param_names")
-                    return f"parameter '{named[j]}'" if named else f"parameter {j} of group {i}"
+                    return (
+                        f"parameter '{named[j]}'"
+                        if named
+                        else f"parameter {j} of group {i}"
+                    )
         return "a parameter"
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state made by ``state_dict()`` of this optimizer or of its torch counterpart.
 
-        States keep the dtype they were saved in, whatever the dtype of the parameters, and move to the
-        parameter's device. If something does not fit, the error says which parameter and what, and
-        the optimizer stays as it was.
+        States keep the dtype they were saved in, whatever the dtype of the parameters, and move to
+        the parameter's device. If something does not fit, the error says which parameter and what,
+        and the optimizer stays as it was.
         """
 
         def keep_states(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
@@ -303,9 +357,13 @@ class Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         restored: defaultdict[Any, Any] = defaultdict(dict)
-        groups = {id(p): group for group in state["param_groups"] for p in group["params"]}
+        groups = {
+            id(p): group for group in state["param_groups"] for p in group["params"]
+        }
         for param, entry in state["state"].items():
-            values = {k: v.value if isinstance(v, _Kept) else v for k, v in entry.items()}
+            values = {
+                k: v.value if isinstance(v, _Kept) else v for k, v in entry.items()
+            }
             loading = any(isinstance(value, _Kept) for value in entry.values())
             if loading and id(param) in groups:
                 values = self._restored(param, values, groups[id(param)])
@@ -329,15 +387,19 @@ class Optimizer(torch.optim.Optimizer):
             if key == "step":
                 restored[key] = _counter(value, param, name)
             elif not isinstance(value, Tensor) or value.shape != param.shape:
-                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                got = (
+                    tuple(value.shape)
+                    if isinstance(value, Tensor)
+                    else type(value).__name__
+                )
                 raise ValueError(
                     f"the loaded '{key}' of {name} is {got}, wanted a tensor of shape "
                     f"{tuple(param.shape)}"
                 )
             elif isinstance(value, DTensor) != isinstance(param, DTensor):
                 raise ValueError(
-                    f"the loaded '{key}' of {name} is a {type(value).__name__}, but the parameter is a "
-                    f"{type(param).__name__}; load sharded states with "
+                    f"the loaded '{key}' of {name} is a {type(value).__name__}, but the parameter "
+                    f"is a {type(param).__name__}; load sharded states with "
                     "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
                 )
             elif value.dtype not in FLOATS:
@@ -351,10 +413,14 @@ class Optimizer(torch.optim.Optimizer):
 
 def _counter(value: Any, param: Tensor, name: str) -> Tensor:
     if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(f"the loaded 'step' of {name} has {value.numel()} elements, wanted 1")
+        raise ValueError(
+            f"the loaded 'step' of {name} has {value.numel()} elements, wanted 1"
+        )
     count = torch.as_tensor(value).detach().reshape(()).to(param.device, torch.float64)
     if not 0 <= count.item() < 2**53:
-        raise ValueError(f"the loaded 'step' of {name} is {count.item()}, wanted 0 or more")
+        raise ValueError(
+            f"the loaded 'step' of {name} is {count.item()}, wanted 0 or more"
+        )
     return count
 
 
@@ -362,5 +428,7 @@ def _placed(value: Tensor, param: Tensor) -> Tensor:
     value = value.detach().to(param.device)
     if isinstance(value, DTensor) or value.stride() == param.stride():
         return value
-    ordered = torch.empty_like(param, dtype=value.dtype, memory_format=torch.preserve_format)
+    ordered = torch.empty_like(
+        param, dtype=value.dtype, memory_format=torch.preserve_format
+    )
     return ordered.copy_(value)
