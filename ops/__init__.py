@@ -14,9 +14,7 @@ __version__ = _binaries.VERSION
 def build_info() -> dict[str, str]:
     """What the C library was built with and for: version, compiler, cuda, archs, cpu."""
     if _binaries._C is None:
-        raise RuntimeError(
-            "headroom._C is missing: the package was built without pybind11"
-        )
+        raise RuntimeError("headroom._C is missing: the package was built without pybind11")
     return _binaries._C.build_info()
 
 

@@ -19,12 +19,10 @@ except OSError as error:
     ) from error
 
 # As the library says it, which is where the number is kept.
-_number = ctypes.CDLL(str(LIBRARY_DIR / "libheadroom.so")).hr_version()
+_number = ctypes.CDLL(next(map(str, LIBRARY_DIR.glob("libheadroom.so.*")))).hr_version()
 VERSION = f"{_number // 10000}.{_number // 100 % 100}.{_number % 100}"
 
 try:
     from . import _C
-except (
-    ImportError
-):  # built without pybind11, or for another Python: all ops work all the same
+except ImportError:  # built without pybind11, or for another Python: all ops work all the same
     _C = None

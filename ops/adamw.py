@@ -103,24 +103,18 @@ def _(
         lists["max_exp_avg_sqs"] = max_exp_avg_sqs
     for name, tensors in lists.items():
         if len(tensors) != len(params):
-            raise RuntimeError(
-                f"{name} has {len(tensors)} tensors, but params has {len(params)}"
-            )
+            raise RuntimeError(f"{name} has {len(tensors)} tensors, but params has {len(params)}")
         for k, (tensor, param) in enumerate(zip(tensors, params)):
             if tensor.shape != param.shape:
                 raise RuntimeError(f"{name}[{k}] has another shape than params[{k}]")
             if tensor.dtype not in FLOATS or param.dtype not in FLOATS:
-                raise RuntimeError(
-                    f"{name}[{k}] or params[{k}] has a dtype not among {FLOATS}"
-                )
+                raise RuntimeError(f"{name}[{k}] or params[{k}] has a dtype not among {FLOATS}")
 
 
 def _bump_versions(keyset, params, grads, *states, **options):
     torch.autograd.graph.increment_version(list(chain(params, *states)))
     keyset = keyset & torch._C._after_ADInplaceOrView_keyset
-    torch.ops.headroom.adamw_.default.redispatch(
-        keyset, params, grads, *states, **options
-    )
+    torch.ops.headroom.adamw_.default.redispatch(keyset, params, grads, *states, **options)
 
 
 # Ops registered from C++ do not bump version counters by themselves.
@@ -207,11 +201,7 @@ class Adam(Optimizer):
 
     def _state_names(self, group: dict[str, Any]) -> list[str]:
         moments = ["exp_avg", "exp_avg_sq"]
-        return (
-            ["step", *moments, "max_exp_avg_sq"]
-            if group["amsgrad"]
-            else ["step", *moments]
-        )
+        return ["step", *moments, "max_exp_avg_sq"] if group["amsgrad"] else ["step", *moments]
 
     def _table(self, states: list[list[Tensor]]) -> Tensor:
         steps, exp_avgs, exp_avg_sqs, *maxima = states
@@ -337,10 +327,6 @@ def _check_options(name: str, options: dict[str, Any]) -> None:
     if not 0.0 <= options["weight_decay"] < math.inf:
         raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
     if options["differentiable"]:
-        raise RuntimeError(
-            f"{name} does not support differentiable=True: its step is one fused op"
-        )
+        raise RuntimeError(f"{name} does not support differentiable=True: its step is one fused op")
     if options.get("state_dtype") not in (None, *FLOATS):
-        raise ValueError(
-            f"state_dtype must be one of {FLOATS}, got {options['state_dtype']}"
-        )
+        raise ValueError(f"state_dtype must be one of {FLOATS}, got {options['state_dtype']}")

@@ -62,9 +62,7 @@ class Bucket:
     tensor over again. None where they must be handed over, because they are not contiguous.
     """
 
-    def __init__(
-        self, positions: list[int], params: list[Tensor], states: list[list[Tensor]]
-    ):
+    def __init__(self, positions: list[int], params: list[Tensor], states: list[list[Tensor]]):
         self.positions = positions
         self.params = [params[i] for i in positions]
         self.states = [[column[i] for i in positions] for column in states]
@@ -77,9 +75,7 @@ class Bucket:
 
     def holds(self) -> bool:
         unmoved = self.addresses == list(map(_addresses, self.states))
-        return unmoved and (
-            self.table is None or all(map(Tensor.is_contiguous, self.params))
-        )
+        return unmoved and (self.table is None or all(map(Tensor.is_contiguous, self.params)))
 
 
 class _Cache:
@@ -99,9 +95,7 @@ class _Cache:
         devices: dict[torch.device, list[int]] = {}
         for i, param in enumerate(params):
             devices.setdefault(param.device, []).append(i)
-        self.buckets = [
-            Bucket(positions, params, self.states) for positions in devices.values()
-        ]
+        self.buckets = [Bucket(positions, params, self.states) for positions in devices.values()]
 
     def holds(
         self, all_states: Mapping[Tensor, dict], params: list[Tensor], names: list[str]
@@ -114,9 +108,7 @@ class _Cache:
             states = [list(map(itemgetter(name), self.entries)) for name in names]
         except KeyError:
             return False
-        return all(map(_same, states, self.states)) and all(
-            b.holds() for b in self.buckets
-        )
+        return all(map(_same, states, self.states)) and all(b.holds() for b in self.buckets)
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -153,9 +145,7 @@ class Optimizer(torch.optim.Optimizer):
         unique = list(dict.fromkeys(group["params"]))
         if len(unique) < len(group["params"]):
             if "param_names" in group:
-                names = dict(
-                    zip(reversed(group["params"]), reversed(group["param_names"]))
-                )
+                names = dict(zip(reversed(group["params"]), reversed(group["param_names"])))
                 group["param_names"] = [names[param] for param in unique]
             group["params"] = unique
 
@@ -210,9 +200,7 @@ class Optimizer(torch.optim.Optimizer):
         if not params:
             return
         grads = [_like(grad, param) for grad, param in zip(grads, params)]
-        columns = [
-            [_local(tensor) for tensor in column] for column in (params, grads, *states)
-        ]
+        columns = [[_local(tensor) for tensor in column] for column in (params, grads, *states)]
         devices = [param.device for param in params]
         for device in dict.fromkeys(devices):
             chosen = [i for i, d in enumerate(devices) if d == device]
@@ -239,9 +227,7 @@ class Optimizer(torch.optim.Optimizer):
         except (RuntimeError, NotImplementedError) as error:
             raise self._explained(error, group, params, grads) from error
 
-    def _buckets(
-        self, index: int, group: dict[str, Any], params: list[Tensor]
-    ) -> list[Bucket]:
+    def _buckets(self, index: int, group: dict[str, Any], params: list[Tensor]) -> list[Bucket]:
         names = self._state_names(group)
         cache = self._caches.get(index)
         if cache is None or not cache.holds(self.state, params, names):
@@ -288,24 +274,16 @@ class Optimizer(torch.optim.Optimizer):
                     "complex; optimize torch.view_as_real of it"
                 )
         place = re.search(r"\[(\d+)\]", str(error))
-        if (
-            type(error) is not RuntimeError
-            or place is None
-            or int(place[1]) >= len(params)
-        ):
+        if type(error) is not RuntimeError or place is None or int(place[1]) >= len(params):
             return error
         # Indices count within a device, and nearly every group lies on one.
         if len({param.device for param in params}) > 1:
             return error
-        return RuntimeError(
-            f"{error}; index {place[1]} is {self._name_of(params[int(place[1])])}"
-        )
+        return RuntimeError(f"{error}; index {place[1]} is {self._name_of(params[int(place[1])])}")
 
     # ---- states ---------------------------------------------------------------------------------
 
-    def _entry(
-        self, param: Tensor, group: dict[str, Any], names: list[str]
-    ) -> dict[str, Any]:
+    def _entry(self, param: Tensor, group: dict[str, Any], names: list[str]) -> dict[str, Any]:
         """The state of a parameter, made of zeros where it has none."""
         entry = self.state[param]
         for name in names:
@@ -325,11 +303,7 @@ class Optimizer(torch.optim.Optimizer):
             for j, other in enumerate(group["params"]):
                 if other is param:
                     named = group.get("param_names")
-                    return (
-                        f"parameter '{named[j]}'"
-                        if named
-                        else f"parameter {j} of group {i}"
-                    )
+                    return f"parameter '{named[j]}'" if named else f"parameter {j} of group {i}"
         return "a parameter"
 
     @torch._disable_dynamo
@@ -357,13 +331,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         restored: defaultdict[Any, Any] = defaultdict(dict)
-        groups = {
-            id(p): group for group in state["param_groups"] for p in group["params"]
-        }
+        groups = {id(p): group for group in state["param_groups"] for p in group["params"]}
         for param, entry in state["state"].items():
-            values = {
-                k: v.value if isinstance(v, _Kept) else v for k, v in entry.items()
-            }
+            values = {k: v.value if isinstance(v, _Kept) else v for k, v in entry.items()}
             loading = any(isinstance(value, _Kept) for value in entry.values())
             if loading and id(param) in groups:
                 values = self._restored(param, values, groups[id(param)])
@@ -387,11 +357,7 @@ class Optimizer(torch.optim.Optimizer):
             if key == "step":
                 restored[key] = _counter(value, param, name)
             elif not isinstance(value, Tensor) or value.shape != param.shape:
-                got = (
-                    tuple(value.shape)
-                    if isinstance(value, Tensor)
-                    else type(value).__name__
-                )
+                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(
                     f"the loaded '{key}' of {name} is {got}, wanted a tensor of shape "
                     f"{tuple(param.shape)}"
@@ -413,14 +379,10 @@ class Optimizer(torch.optim.Optimizer):
 
 def _counter(value: Any, param: Tensor, name: str) -> Tensor:
     if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(
-            f"the loaded 'step' of {name} has {value.numel()} elements, wanted 1"
-        )
+        raise ValueError(f"the loaded 'step' of {name} has {value.numel()} elements, wanted 1")
     count = torch.as_tensor(value).detach().reshape(()).to(param.device, torch.float64)
     if not 0 <= count.item() < 2**53:
-        raise ValueError(
-            f"the loaded 'step' of {name} is {count.item()}, wanted 0 or more"
-        )
+        raise ValueError(f"the loaded 'step' of {name} is {count.item()}, wanted 0 or more")
     return count
 
 
@@ -428,7 +390,5 @@ def _placed(value: Tensor, param: Tensor) -> Tensor:
     value = value.detach().to(param.device)
     if isinstance(value, DTensor) or value.stride() == param.stride():
         return value
-    ordered = torch.empty_like(
-        param, dtype=value.dtype, memory_format=torch.preserve_format
-    )
+    ordered = torch.empty_like(param, dtype=value.dtype, memory_format=torch.preserve_format)
     return ordered.copy_(value)
