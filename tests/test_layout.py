@@ -1,0 +1,47 @@
+"""An op is one stem in every layer. This names what is missing of one."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+OPS = sorted(path.name.removesuffix("_cpu.c") for path in (ROOT / "kernels").glob("*_cpu.c"))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_layer_has_the_stem(op):
+    files = [
+        f"kernels/{op}.h",
+        f"kernels/{op}_cpu.c",
+        f"kernels/{op}_cuda.cu",
+        f"capi/{op}.c",
+        f"torch_ext/{op}.cpp",
+        f"ops/{op}.py",
+        f"tests/test_{op}.py",
+        f"benchmarks/{op}.py",
+    ]
+    missing = [file for file in files if not (ROOT / file).is_file()]
+    missing += [] if list((ROOT / "tests/c").glob(f"{op}*.cpp")) else [f"tests/c/{op}*.cpp"]
+    assert not missing
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_is_documented(op):
+    assert f"hr_{op}(" in (ROOT / "capi/headroom.h").read_text()
+    assert re.search(rf"^\| `{op}` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert f"`hr_{op}`" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"from .{op} import" in (ROOT / "ops/__init__.py").read_text()
+
+
+@pytest.mark.parametrize("folder", ["kernels", "capi"])
+def test_lower_layers_know_nothing_of_torch(folder):
+    for path in (ROOT / folder).iterdir():
+        includes = re.findall(r'#include\s+[<"]([^>"]+)', path.read_text())
+        assert not [name for name in includes if name.startswith(("torch", "Python", "pybind11"))]
+
+
+def test_kernels_do_not_look_up():
+    headers = {path.name for path in (ROOT / "capi").glob("*.h")} - {"headroom.h"}
+    for path in (ROOT / "kernels").iterdir():
+        assert not headers & set(re.findall(r'#include\s+"([^"]+)', path.read_text()))
