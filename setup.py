@@ -25,8 +25,8 @@ CUDA_RUNTIME = ["nvidia-cuda-runtime", "nvidia-cuda-cccl"]
 
 
 def installed(package):
-    """The distribution, or None. Isolated builds can see two: nvcc asks for any runtime and gets the
-    newest, torch pins one. The older is the closer to our compiler, and the same every time."""
+    """The distribution, or None. An isolated build can see two: nvcc asks for any runtime and gets
+    the newest, torch pins one. The older is closer to our compiler, and the same every time."""
     found = metadata.distributions(name=package)
     return min(found, key=lambda d: [int(n) for n in re.findall(r"\d+", d.version)], default=None)
 
@@ -83,8 +83,8 @@ def cmake_options(build):
     nvcc = None if cuda == "OFF" else system_nvcc() or pypi_nvcc(build / "cuda")
     if cuda == "ON" and nvcc is None:
         sys.exit(
-            "HEADROOM_CUDA=1, but there is no CUDA compiler: no nvcc >= 12.8 in CUDA_HOME or on PATH, "
-            f"and not all of {', '.join(CUDA_COMPILER + CUDA_RUNTIME)} are installed here.\n"
+            "HEADROOM_CUDA=1, but there is no CUDA compiler: no nvcc >= 12.8 in CUDA_HOME or on "
+            f"PATH, and not all of {', '.join(CUDA_COMPILER + CUDA_RUNTIME)} are installed here.\n"
             "Install a CUDA toolkit >= 12.8, or let pip fetch the packages (pip install . without "
             "--no-build-isolation), or build for the CPU with HEADROOM_CUDA=0."
         )
@@ -159,6 +159,7 @@ def version():
 if __name__ == "__main__":
     setup(
         version=version(),
+        license="BSD-3-Clause",
         package_dir={"headroom": "ops"},
         packages=["headroom"] + [f"headroom.{name}" for name in find_packages("ops")],
         ext_modules=[Extension("headroom._C", sources=[])],

@@ -102,7 +102,7 @@ static __device__ __forceinline__ uint32_t find_tensor(const adamw_launch &args,
 }
 
 static __global__ void __launch_bounds__(THREADS)
-    adamw_kernel(const __grid_constant__ adamw_launch args)
+    adamw_kernel(const adamw_launch __grid_constant__ args)
 {
     __shared__ adamw_constants folded;
     if (args.config.found_inf && *args.config.found_inf != 0.0f)
@@ -130,7 +130,7 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* A launch of its own, after the update: every block of a tensor reads its counter. */
 static __global__ void __launch_bounds__(THREADS)
-    adamw_count_kernel(const __grid_constant__ adamw_launch args)
+    adamw_count_kernel(const adamw_launch __grid_constant__ args)
 {
     const uint32_t k = blockIdx.x * THREADS + threadIdx.x;
     if (k >= args.count || (args.config.found_inf && *args.config.found_inf != 0.0f))

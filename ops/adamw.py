@@ -14,6 +14,8 @@ from .optimizer import FLOATS, Optimizer
 
 __all__ = ["Adam", "AdamW", "adamw_"]
 
+COUNTERS = (torch.float32, torch.float64)  # of step counts and learning rates
+
 
 def adamw_(
     params: list[Tensor],
@@ -54,8 +56,9 @@ def adamw_(
         clip_coef: float32 tensor of one element; gradients are multiplied by it.
 
     Raises:
-        RuntimeError: shapes, devices or dtypes do not fit, or an option is out of range. The
-            message names the argument. Nothing has been written then.
+        RuntimeError: shapes, devices or dtypes do not fit, an option is out of range, or a tensor
+            requires grad outside ``torch.no_grad()`` (the op has no derivative). The message names
+            the argument. Nothing has been written then.
 
     The update, its source and its rounding are documented at ``hr_adamw`` in ``headroom.h``.
     """
@@ -83,35 +86,60 @@ def adamw_(
 
 
 def _lr_arguments(lr: float | Tensor) -> dict[str, Any]:
+    if torch.compiler.is_compiling() and not isinstance(lr, Tensor):
+        # A float in the call of an op is a constant of the graph: a schedule would compile every step.
+        lr = torch.full((), lr, dtype=torch.float64)
     return {"lr": 0.0, "lr_tensor": lr} if isinstance(lr, Tensor) else {"lr": lr}
 
 
 @torch.library.register_fake("headroom::adamw_")
-def _(
-    params,
-    grads,
-    exp_avgs,
-    exp_avg_sqs,
-    max_exp_avg_sqs,
-    state_steps,
-    *,
-    amsgrad,
-    **options,
-):
-    lists = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    if amsgrad:
-        lists["max_exp_avg_sqs"] = max_exp_avg_sqs
+def _(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, *, amsgrad, **options):
+    # What the op refuses for its tensors when it runs is refused already when it is traced.
+    def check(condition: bool, message: str) -> None:
+        if not condition:
+            raise RuntimeError(message)
+
+    lists = {
+        "params": params,
+        "grads": grads,
+        "exp_avgs": exp_avgs,
+        "exp_avg_sqs": exp_avg_sqs,
+        "max_exp_avg_sqs": max_exp_avg_sqs,
+        "state_steps": state_steps,
+    }
     for name, tensors in lists.items():
-        if len(tensors) != len(params):
-            raise RuntimeError(f"{name} has {len(tensors)} tensors, but params has {len(params)}")
+        wanted = 0 if name == "max_exp_avg_sqs" and not amsgrad else len(params)
+        check(len(tensors) == wanted, f"{name} has {len(tensors)} tensors, wanted {wanted}")
         for k, (tensor, param) in enumerate(zip(tensors, params)):
-            if tensor.shape != param.shape:
-                raise RuntimeError(f"{name}[{k}] has another shape than params[{k}]")
-            if tensor.dtype not in FLOATS or param.dtype not in FLOATS:
-                raise RuntimeError(f"{name}[{k}] or params[{k}] has a dtype not among {FLOATS}")
+            one, device = f"{name}[{k}]", params[0].device
+            check(tensor.device == device, f"{one} is on {tensor.device}, params[0] on {device}")
+            if name == "state_steps":
+                check(tensor.numel() == 1, f"{one} has {tensor.numel()} elements, wanted 1")
+                check(tensor.dtype in COUNTERS, f"{one} is {tensor.dtype}, not among {COUNTERS}")
+            else:
+                check(tensor.shape == param.shape, f"{one} has another shape than params[{k}]")
+                check(tensor.dtype in FLOATS, f"{one} is {tensor.dtype}, not among {FLOATS}")
+                like = tensor if name in ("params", "grads") else exp_avgs[k]
+                check(
+                    tensor.dtype == like.dtype,
+                    f"{one} is {tensor.dtype}, exp_avgs[{k}] {like.dtype}",
+                )
+    for name in ("lr_tensor", "grad_scale", "found_inf", "clip_coef"):
+        if (tensor := options.get(name)) is None:
+            continue
+        dtypes = COUNTERS if name == "lr_tensor" else (torch.float32,)
+        check(
+            tensor.numel() == 1 and tensor.dtype in dtypes,
+            f"{name} must be a tensor of one element with a dtype among {dtypes}",
+        )
 
 
-def _bump_versions(keyset, params, grads, *states, **options):
+def _before_writing(keyset, params, grads, *states, **options):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in chain(params, grads, *states)):
+        raise RuntimeError(
+            "headroom::adamw_ has no derivative, but one of its tensors requires grad; call it "
+            "under torch.no_grad(), or detach the tensor"
+        )
     torch.autograd.graph.increment_version(list(chain(params, *states)))
     keyset = keyset & torch._C._after_ADInplaceOrView_keyset
     torch.ops.headroom.adamw_.default.redispatch(keyset, params, grads, *states, **options)
@@ -119,7 +147,7 @@ def _bump_versions(keyset, params, grads, *states, **options):
 
 # Ops registered from C++ do not bump version counters by themselves.
 _library = torch.library.Library("headroom", "IMPL")
-_library.impl("adamw_", _bump_versions, "ADInplaceOrView", with_keyset=True)
+_library.impl("adamw_", _before_writing, "ADInplaceOrView", with_keyset=True)
 
 
 class Adam(Optimizer):

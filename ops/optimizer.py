@@ -43,8 +43,9 @@ def _same(left: list[Any], right: list[Any]) -> bool:
     return len(left) == len(right) and all(map(is_, left, right))
 
 
-def _addresses(tensors: list[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))
+def _places(tensors: list[Tensor]) -> tuple[list[int], list[int]]:
+    """Where tensors lie, and how many bytes they have there."""
+    return list(map(Tensor.data_ptr, tensors)), list(map(attrgetter("nbytes"), tensors))
 
 
 class _Kept:
@@ -66,16 +67,15 @@ class Bucket:
         self.positions = positions
         self.params = [params[i] for i in positions]
         self.states = [[column[i] for i in positions] for column in states]
-        self.addresses = list(map(_addresses, self.states))
+        self.places = list(map(_places, self.states))
         self.table: Tensor | None = None
 
     def is_contiguous(self) -> bool:
-        columns = [self.params, *self.states]
-        return all(tensor.is_contiguous() for column in columns for tensor in column)
+        return all(all(map(Tensor.is_contiguous, col)) for col in (self.params, *self.states))
 
     def holds(self) -> bool:
-        unmoved = self.addresses == list(map(_addresses, self.states))
-        return unmoved and (self.table is None or all(map(Tensor.is_contiguous, self.params)))
+        unmoved = self.places == list(map(_places, self.states))
+        return unmoved and (self.table is None or self.is_contiguous())
 
 
 class _Cache:

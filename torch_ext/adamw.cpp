@@ -92,6 +92,8 @@ class Staging
             list.add(tensor, name, k);
             return;
         }
+        if (written)
+            Layout(tensor, name, k); // fails now, not when the copy is written back
         copies_.push_back(layout->copy_of(tensor));
         list.add(copies_.back(), name, k);
         if (written)
@@ -162,7 +164,16 @@ void adamw_(const Tensors &params, const Tensors &grads, const Tensors &exp_avgs
 }
 
 // The rows of the table that _adamw_states() writes, int64 [ROWS, count].
-enum Row { EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, STEP, NUMEL, STATE_DTYPE, STEP_DTYPE, ROWS };
+enum Row { EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, STEP, NUMEL, SHAPE, STATE_DTYPE, STEP_DTYPE, ROWS };
+
+// Tells shapes of equal size apart: a polynomial in the sizes.
+int64_t shape_of(const Tensor &tensor)
+{
+    uint64_t shape = 0;
+    for (const int64_t size : tensor.sizes())
+        shape = shape * 0x9E3779B97F4A7C15u + static_cast<uint64_t>(size) + 1;
+    return static_cast<int64_t>(shape);
+}
 
 Tensor adamw_states(const Tensors &exp_avgs, const Tensors &exp_avg_sqs,
                     const Tensors &max_exp_avg_sqs, const Tensors &state_steps)
@@ -193,6 +204,7 @@ Tensor adamw_states(const Tensors &exp_avgs, const Tensors &exp_avg_sqs,
         out[MAX_EXP_AVG_SQ * count + k] = amsgrad ? address(max_exp_avg_sqs[k]) : 0;
         out[STEP * count + k] = address(state_steps[k]);
         out[NUMEL * count + k] = exp_avgs[k].numel();
+        out[SHAPE * count + k] = shape_of(exp_avgs[k]);
         out[STATE_DTYPE * count + k] = dtype_of(exp_avgs[k], "exp_avgs", k);
         out[STEP_DTYPE * count + k] = dtype_of(state_steps[k], "state_steps", k);
     }
@@ -239,6 +251,8 @@ void adamw_cached_(const Tensors &params, const Tensors &grads, const Tensor &st
     for (size_t k = 0; k < count; k++) {
         const Tensor &param = params[k], &grad = grads[k];
         check_like(grad, param, params[0], "grads", k);
+        if (shape_of(param) != table[SHAPE * count + k])
+            fail(entry("exp_avgs", k) + " has another shape than " + entry("params", k));
         if (k > 0 && !same_device(param, params[0]))
             fail(entry("params", k) + " is on " + device_name(param) + ", but params[0] is on " +
                  device_name(params[0]));
