@@ -51,15 +51,17 @@ static __device__ __forceinline__ cuda_pack cuda_load8(const void *base, int64_t
     return pack;
 }
 
+/* __stcs, because plain stores of a uint4 that was put together from words come out of the compiler
+ * as four scalar ones; and what an optimizer writes is not read again soon. */
 static __device__ __forceinline__ void cuda_store8(void *base, int64_t i, cuda_pack pack,
                                                    hr_dtype dtype)
 {
     if (dtype == HR_F32) {
         uint4 *const vectors = (uint4 *)((float *)base + i);
-        vectors[0] = pack.low;
-        vectors[1] = pack.high;
+        __stcs(vectors, pack.low);
+        __stcs(vectors + 1, pack.high);
     } else {
-        *(uint4 *)((uint16_t *)base + i) = pack.low;
+        __stcs((uint4 *)((uint16_t *)base + i), pack.low);
     }
 }
 

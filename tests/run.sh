@@ -19,6 +19,7 @@ system_packages() {
     local missing=()
     command -v g++ >/dev/null || missing+=(g++)
     command -v pkg-config >/dev/null || missing+=(pkg-config)
+    command -v readelf >/dev/null || missing+=(binutils)
     command -v clang-format >/dev/null || missing+=(clang-format)
     [ -e /usr/include/gtest/gtest.h ] || missing+=(libgtest-dev)
     [ ${#missing[@]} -gt 0 ] || return 0

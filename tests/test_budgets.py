@@ -1,0 +1,118 @@
+"""Static budgets of the device code, read from the installed library with triton's cuobjdump."""
+
+import ctypes
+import importlib.util
+import re
+import subprocess
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+import headroom
+
+LIBRARY = Path(headroom.get_library_dir()) / "libheadroom.so.0"
+
+# Registers per thread at most, on any arch. With 80, three blocks of 256 threads share a
+# multiprocessor: enough loads in flight to keep its memory busy.
+REGISTERS = {"adamw_kernel": 80}
+REGISTERS_OF_OTHERS = 64
+# Kernels that handle one value per tensor; all others must have 128-bit loads and stores.
+SCALAR = {"adamw_count_kernel"}
+
+
+def build_info():
+    library = ctypes.CDLL(str(LIBRARY))
+    library.hr_build_info.restype = ctypes.c_char_p
+    return dict(part.split("=") for part in library.hr_build_info().decode().split("; "))
+
+
+ARCHS = [arch for arch in build_info()["archs"].split(";") if arch]
+pytestmark = pytest.mark.skipif(not ARCHS, reason="the library is built for the CPU only")
+
+
+def cuobjdump(*options):
+    triton = importlib.util.find_spec("triton")
+    if triton is None:
+        pytest.skip("needs triton, which brings cuobjdump")
+    tool = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    command = [tool, *options, LIBRARY]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def kernel_name(symbol):
+    """adamw_kernel of _Z12adamw_kernel12adamw_launch."""
+    mangled = re.match(r"_ZL?(\d+)(\w+)", symbol)
+    return mangled[2][: int(mangled[1])] if mangled else symbol
+
+
+@pytest.fixture(scope="module")
+def resources():
+    """{(arch, symbol): {"REG": ..., "STACK": ..., "LOCAL": ...}}"""
+    found, arch = {}, None
+    text = cuobjdump("--dump-resource-usage")
+    for match in re.finditer(r"arch = sm_(\d+)|Function (\S+):\s*(REG:.*)", text):
+        if match[1]:
+            arch = match[1]
+        else:
+            usage = re.findall(r"(REG|STACK|LOCAL):(\d+)", match[3])
+            found[arch, match[2]] = {name: int(value) for name, value in usage}
+    return found
+
+
+@pytest.fixture(scope="module")
+def instructions():
+    """{(arch, symbol): Counter of opcodes such as LDG.E.128}"""
+    found, arch, symbol = defaultdict(Counter), None, None
+    opcode = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)"
+    pattern = rf"arch = sm_(\d+)|Function : (\S+)|{opcode}"
+    for match in re.finditer(pattern, cuobjdump("-sass"), re.M):
+        if match[1]:
+            arch = match[1]
+        elif match[2]:
+            symbol = match[2]
+        else:
+            found[arch, symbol][match[3]] += 1
+    return found
+
+
+def test_every_source_has_device_code_for_every_arch():
+    machine_code = Counter(re.findall(r"sm_(\d+)\.cubin", cuobjdump("--list-elf")))
+    assert set(machine_code) == set(ARCHS)
+    assert len(set(machine_code.values())) == 1, machine_code
+    ptx = Counter(re.findall(r"sm_(\d+)\.ptx", cuobjdump("--list-ptx")))
+    newest = max(ARCHS, key=int)
+    assert ptx == {newest: machine_code[newest]}
+
+
+def test_every_kernel_is_there_for_every_arch(resources, instructions):
+    symbols = {symbol for _, symbol in resources}
+    assert symbols and set(resources) == set(instructions)
+    assert set(resources) == {(arch, symbol) for arch in ARCHS for symbol in symbols}
+    assert {*REGISTERS, *SCALAR} <= {kernel_name(symbol) for symbol in symbols}
+
+
+def test_registers(resources):
+    over = {
+        key: usage["REG"]
+        for key, usage in resources.items()
+        if usage["REG"] > REGISTERS.get(kernel_name(key[1]), REGISTERS_OF_OTHERS)
+    }
+    assert not over
+
+
+def test_no_spills_and_no_local_memory(resources, instructions):
+    assert not {key: usage for key, usage in resources.items() if usage["STACK"] or usage["LOCAL"]}
+    for key, opcodes in instructions.items():
+        assert not [op for op in opcodes if op.startswith(("LDL", "STL"))], key
+
+
+@pytest.mark.parametrize("access", ["LDG", "STG"])
+def test_vector_loads_and_stores(instructions, access):
+    without = [
+        key
+        for key, opcodes in instructions.items()
+        if kernel_name(key[1]) not in SCALAR
+        and not any(re.match(rf"{access}\..*\b(128|256)\b", op) for op in opcodes)
+    ]
+    assert not without
