@@ -1,0 +1,1 @@
+"""Headroom timed beside what a user would pick instead: `python -m benchmarks`."""

@@ -1,0 +1,188 @@
+"""Runs the cases of a stem and turns their timings into results.
+
+A stem is a file such as `adamw.py` with a function `cases(device, quick)`. Adding a stem takes
+nothing else: `python -m benchmarks` finds it.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ._limits import Rotation, filled, memory_bytes, product, sets_needed, streams
+from ._timing import Contender, Settings, Timing, measure, ratios
+
+__all__ = [
+    "Bar",
+    "Case",
+    "Contender",
+    "Rotation",
+    "Settings",
+    "Unavailable",
+    "filled",
+    "run",
+    "sets_needed",
+    "sized",
+]
+
+
+class Unavailable(Exception):
+    """Raised by a factory when an optional peer is not installed: reported, but not a failure."""
+
+
+@dataclass
+class Bar:
+    """What the subject has to reach on one kind of device.
+
+    kind "ratio": time of `Case.against` over time of `Case.subject`.
+    kind "fraction": rate of `Case.subject` over the measured limit.
+    """
+
+    kind: str
+    at_least: float
+    device: str
+
+
+@dataclass
+class Case:
+    """`setup(device)` allocates the data and returns contender factories by name.
+
+    `work` is the least that one call has to do. With unit "byte": the bytes moved through memory,
+    each input read once and each output written once. With unit "flop": the floating-point
+    operations, in `dtype`. None where neither limits the call, as with many tiny tensors.
+    """
+
+    name: str
+    what: str
+    setup: Callable[[torch.device], dict[str, Callable[[], Contender]]]
+    against: str
+    work: int | None = None
+    unit: str = "byte"
+    dtype: torch.dtype = torch.float32
+    bars: Sequence[Bar] = ()
+    subject: str = "headroom"
+
+
+def sized(largest: int, bytes_per_element: int, device: torch.device) -> int:
+    """`largest` elements, halved until they take at most a quarter of the memory."""
+    while largest * bytes_per_element > memory_bytes(device) // 4:
+        largest //= 2
+    return largest
+
+
+def _summary(values: Sequence[float]) -> dict[str, float]:
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+    return {"min": min(values), "q1": q1, "median": median, "q3": q3, "max": max(values)}
+
+
+def _result(timing: Timing) -> dict:
+    return {
+        "samples": len(timing.seconds),
+        "calls_per_sample": timing.calls,
+        "seconds": _summary(timing.seconds),
+        "rate": timing.rate,
+    }
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _limits(case: Case, device: torch.device, quick: bool) -> dict[str, Contender]:
+    if case.unit == "byte":
+        largest = 1 << 14 if quick else 1 << (28 if device.type == "cuda" else 25)
+        return streams(sized(largest, 4 * 8, device), device)
+    size = 128 if quick else 8192 if device.type == "cuda" else 2048
+    return product(size, case.dtype, device)
+
+
+def _bars(case: Case, device: torch.device, contenders: dict) -> list[dict]:
+    found = []
+    for bar in case.bars:
+        if bar.device != device.type:
+            continue
+        row = case.against if bar.kind == "ratio" else case.subject
+        result = contenders.get(row, {})
+        value = (
+            result.get("ratio", {}).get("median") if bar.kind == "ratio" else result.get("fraction")
+        )
+        found.append(
+            {
+                "kind": bar.kind,
+                "row": row,
+                "at_least": bar.at_least,
+                "value": value,
+                "met": value is not None and value >= bar.at_least,
+            }
+        )
+    return found
+
+
+def run_case(
+    case: Case, device: torch.device, settings: Settings, limit: tuple[str, Contender] | None = None
+) -> dict:
+    """Times one case. The limit, when given, takes part in every round like a contender."""
+    contenders: dict[str, Contender] = {}
+    result: dict[str, dict] = {}
+    for name, factory in case.setup(device).items():
+        result[name] = {}  # holds the place in the table
+        try:
+            contenders[name] = factory()
+            if contenders[name].work is None:
+                contenders[name].work = case.work
+            contenders[name].call()
+        except Unavailable as reason:
+            result[name] = {"unavailable": str(reason)}
+            contenders.pop(name, None)
+        except Exception as error:  # one contender's failure must not cost the other results
+            result[name] = {"error": f"{type(error).__name__}: {error}"}
+            contenders.pop(name, None)
+    timed = dict(contenders)
+    if limit is not None:
+        timed["limit"] = limit[1]
+    timings = measure(timed, device, settings)
+    subject, ceiling = timings.get(case.subject), timings.get("limit")
+    for name in contenders:
+        result[name] = _result(timings[name])
+        if ceiling is not None and timings[name].rate:
+            result[name]["fraction"] = timings[name].rate / ceiling.rate
+        if subject is not None:
+            result[name]["ratio"] = _summary(ratios(timings[name], subject))
+    return {
+        "name": case.name,
+        "what": case.what,
+        "subject": case.subject,
+        "against": case.against,
+        "work": case.work,
+        "unit": case.unit,
+        "limit": {"name": limit[0], **_result(ceiling)} if ceiling is not None else None,
+        "contenders": result,
+        "bars": _bars(case, device, result),
+    }
+
+
+def run(
+    cases: Sequence[Case], device: torch.device, settings: Settings, quick: bool
+) -> Iterator[tuple[str, dict]]:
+    """Yields ("limit", result) before the first case that needs the limit, and ("case", result)."""
+    limits: dict[str, tuple[str, Contender]] = {}
+    for case in cases:
+        limit = None
+        if case.work is not None:
+            kind = case.unit if case.unit == "byte" else f"{case.unit} {case.dtype}"
+            if kind not in limits:
+                candidates = _limits(case, device, quick)
+                timings = measure(candidates, device, settings)
+                best = max(timings, key=lambda name: timings[name].rate)
+                limits[kind] = best, candidates[best]
+                measured = {name: _result(timing) for name, timing in timings.items()}
+                yield "limit", {"kind": kind, "unit": case.unit, "best": best, "all": measured}
+            limit = limits[kind]
+        yield "case", run_case(case, device, settings, limit)
+        _release(device)
