@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import chain
+from numbers import Real
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def adamw_(
         exp_avg_sqs,
         max_exp_avg_sqs,
         state_steps,
-        **_lr_arguments(lr),
+        **_lr_arguments(lr, params[0].device),
         beta1=beta1,
         beta2=beta2,
         weight_decay=weight_decay,
@@ -85,10 +86,11 @@ def adamw_(
     )
 
 
-def _lr_arguments(lr: float | Tensor) -> dict[str, Any]:
+def _lr_arguments(lr: float | Tensor, device: torch.device) -> dict[str, Any]:
     if torch.compiler.is_compiling() and not isinstance(lr, Tensor):
-        # A float in the call of an op is a constant of the graph: a schedule would compile every step.
-        lr = torch.full((), lr, dtype=torch.float64)
+        # A float in the call of an op is a constant of the graph, and a schedule would compile anew
+        # every step. A product with a tensor lets torch.compile make it an input.
+        lr = torch.ones((), dtype=torch.float64, device=device) * lr
     return {"lr": 0.0, "lr_tensor": lr} if isinstance(lr, Tensor) else {"lr": lr}
 
 
@@ -119,11 +121,9 @@ def _(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, *, ams
             else:
                 check(tensor.shape == param.shape, f"{one} has another shape than params[{k}]")
                 check(tensor.dtype in FLOATS, f"{one} is {tensor.dtype}, not among {FLOATS}")
-                like = tensor if name in ("params", "grads") else exp_avgs[k]
-                check(
-                    tensor.dtype == like.dtype,
-                    f"{one} is {tensor.dtype}, exp_avgs[{k}] {like.dtype}",
-                )
+            if name in ("exp_avg_sqs", "max_exp_avg_sqs"):
+                like = exp_avgs[k].dtype
+                check(tensor.dtype == like, f"{one} is {tensor.dtype}, exp_avgs[{k}] {like}")
     for name in ("lr_tensor", "grad_scale", "found_inf", "clip_coef"):
         if (tensor := options.get(name)) is None:
             continue
@@ -211,6 +211,8 @@ class Adam(Optimizer):
         if state_dtype is not None:  # else the groups have torch's keys and no other
             defaults["state_dtype"] = state_dtype
         _check_options(type(self).__name__, defaults)
+        if {isinstance(beta, Tensor) for beta in betas} == {True, False}:
+            raise ValueError("betas must be either both floats or both Tensors")
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -225,6 +227,8 @@ class Adam(Optimizer):
             group.setdefault("decoupled_weight_decay", False)
             group.setdefault("foreach", None)
             group.setdefault("fused", None)
+            if "state_dtype" in self.__dict__.get("defaults", ()):  # which torch's do not have
+                group.setdefault("state_dtype", self.defaults["state_dtype"])
         super().__setstate__(state)
 
     def _state_names(self, group: dict[str, Any]) -> list[str]:
@@ -251,7 +255,7 @@ class Adam(Optimizer):
         if isinstance(lr, Tensor) and not lr.is_cpu:
             lr = lr.to(device)
         options = dict(
-            **_lr_arguments(lr),
+            **_lr_arguments(lr, device),
             beta1=beta1,
             beta2=beta2,
             weight_decay=group["weight_decay"],
@@ -343,7 +347,7 @@ def _check_options(name: str, options: dict[str, Any]) -> None:
             raise ValueError("Tensor lr must be 1-element")
         if lr.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"Tensor lr must be float32 or float64, got {lr.dtype}")
-    elif not isinstance(lr, (int, float)):
+    elif not isinstance(lr, Real):
         raise TypeError(f"lr must be a number or a Tensor, got {type(lr).__name__}")
     if not 0.0 <= lr < math.inf:
         raise ValueError(f"Invalid learning rate: {lr}")

@@ -43,9 +43,12 @@ def _same(left: list[Any], right: list[Any]) -> bool:
     return len(left) == len(right) and all(map(is_, left, right))
 
 
-def _places(tensors: list[Tensor]) -> tuple[list[int], list[int]]:
-    """Where tensors lie, and how many bytes they have there."""
-    return list(map(Tensor.data_ptr, tensors)), list(map(attrgetter("nbytes"), tensors))
+def _addresses(tensors: list[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
+
+
+def _bytes(tensors: list[Tensor]) -> list[int]:
+    return list(map(attrgetter("nbytes"), tensors))
 
 
 class _Kept:
@@ -67,15 +70,23 @@ class Bucket:
         self.positions = positions
         self.params = [params[i] for i in positions]
         self.states = [[column[i] for i in positions] for column in states]
-        self.places = list(map(_places, self.states))
+        # A counter has one element, so of counters the address says it all.
+        self.moments = [col for col in self.states if any(map(Tensor.dim, col))]
+        self.addresses = list(map(_addresses, self.states))
+        self.sizes = list(map(_bytes, self.moments))
         self.table: Tensor | None = None
 
     def is_contiguous(self) -> bool:
-        return all(all(map(Tensor.is_contiguous, col)) for col in (self.params, *self.states))
+        return all(all(map(Tensor.is_contiguous, col)) for col in (self.params, *self.moments))
 
     def holds(self) -> bool:
-        unmoved = self.places == list(map(_places, self.states))
-        return unmoved and (self.table is None or self.is_contiguous())
+        if self.table is None:
+            return True  # nothing is remembered but which tensors there are
+        return (
+            self.addresses == list(map(_addresses, self.states))
+            and self.sizes == list(map(_bytes, self.moments))
+            and self.is_contiguous()
+        )
 
 
 class _Cache:
@@ -229,14 +240,17 @@ class Optimizer(torch.optim.Optimizer):
 
     def _buckets(self, index: int, group: dict[str, Any], params: list[Tensor]) -> list[Bucket]:
         names = self._state_names(group)
+        if len(self._caches) > len(self.param_groups):
+            self._caches.clear()  # a group was removed: let go of its tensors
         cache = self._caches.get(index)
         if cache is None or not cache.holds(self.state, params, names):
             self._check_overlap(params)
             entries = [self._entry(param, group, names) for param in params]
-            cache = self._caches[index] = _Cache(self.state, params, entries, names)
+            cache = _Cache(self.state, params, entries, names)
             for bucket in cache.buckets:
                 if bucket.is_contiguous():
                     bucket.table = self._table(bucket.states)
+            self._caches[index] = cache
         return cache.buckets
 
     def _check_overlap(self, params: list[Tensor]) -> None:
@@ -244,7 +258,7 @@ class Optimizer(torch.optim.Optimizer):
         runs = sorted(
             (param.device.index or 0, param.data_ptr(), param.nbytes, i)
             for i, param in enumerate(params)
-            if param.is_contiguous() and param.nbytes
+            if param.is_contiguous() and param.data_ptr()
         )
         for (device, start, size, i), (next_device, next_start, _, j) in pairwise(runs):
             if device == next_device and next_start < start + size:
@@ -272,6 +286,11 @@ class Optimizer(torch.optim.Optimizer):
                 return RuntimeError(
                     f"{name} does not support complex parameters, but {self._name_of(param)} is "
                     "complex; optimize torch.view_as_real of it"
+                )
+            if param.device.type not in ("cpu", "cuda"):
+                return RuntimeError(
+                    f"{name} runs on the CPU and on CUDA devices, but {self._name_of(param)} is on "
+                    f"{param.device}"
                 )
         place = re.search(r"\[(\d+)\]", str(error))
         if type(error) is not RuntimeError or place is None or int(place[1]) >= len(params):
