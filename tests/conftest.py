@@ -1,0 +1,28 @@
+"""What every test file shares: the devices to run on, seeds, torch's settings put back."""
+
+import pytest
+import torch
+
+
+def _devices():
+    yield pytest.param("cpu")
+    if torch.cuda.is_available():
+        yield pytest.param("cuda", marks=pytest.mark.cuda)
+
+
+@pytest.fixture(params=list(_devices()))
+def device(request):
+    """Runs the test once per kind of device. `-m cuda` selects exactly the runs on a GPU."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _clean_slate():
+    """Every test starts from the same seed and on one thread (on a busy machine, threads that wait
+    for each other cost more than they bring), and leaves torch's settings as they were."""
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
