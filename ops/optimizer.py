@@ -47,10 +47,6 @@ def _addresses(tensors: list[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
 
 
-def _bytes(tensors: list[Tensor]) -> list[int]:
-    return list(map(attrgetter("nbytes"), tensors))
-
-
 class _Kept:
     """Carries a state through torch's loader, which would cast a bare tensor to the dtype of its
     parameter (``Optimizer._process_value_according_to_param_policy``)."""
@@ -70,23 +66,15 @@ class Bucket:
         self.positions = positions
         self.params = [params[i] for i in positions]
         self.states = [[column[i] for i in positions] for column in states]
-        # A counter has one element, so of counters the address says it all.
-        self.moments = [col for col in self.states if any(map(Tensor.dim, col))]
         self.addresses = list(map(_addresses, self.states))
-        self.sizes = list(map(_bytes, self.moments))
         self.table: Tensor | None = None
 
     def is_contiguous(self) -> bool:
         return all(all(map(Tensor.is_contiguous, col)) for col in (self.params, *self.moments))
 
     def holds(self) -> bool:
-        if self.table is None:
-            return True  # nothing is remembered but which tensors there are
-        return (
-            self.addresses == list(map(_addresses, self.states))
-            and self.sizes == list(map(_bytes, self.moments))
-            and self.is_contiguous()
-        )
+        # What else can change of a parameter, the op that takes the table looks at.
+        return self.table is None or self.addresses == list(map(_addresses, self.states))
 
 
 class _Cache:
@@ -233,10 +221,24 @@ class Optimizer(torch.optim.Optimizer):
                 self._step_gathered(group)
                 return
             for bucket in self._buckets(index, group, params):
-                chosen = [grads[i] for i in bucket.positions]
-                self._update(group, bucket.params, chosen, bucket.states, bucket.table)
+                chosen = grads
+                if len(bucket.positions) < len(grads):
+                    chosen = [grads[i] for i in bucket.positions]
+                self._update_bucket(index, group, bucket, chosen)
         except (RuntimeError, NotImplementedError) as error:
             raise self._explained(error, group, params, grads) from error
+
+    def _update_bucket(
+        self, index: int, group: dict[str, Any], bucket: Bucket, grads: list[Tensor]
+    ) -> None:
+        try:
+            self._update(group, bucket.params, grads, bucket.states, bucket.table)
+        except RuntimeError as error:
+            if "stale states" not in str(error):
+                raise
+            # A parameter was resized, restrided or moved since the table was made.
+            del self._caches[index]
+            self._update(group, bucket.params, grads, bucket.states, None)
 
     def _buckets(self, index: int, group: dict[str, Any], params: list[Tensor]) -> list[Bucket]:
         names = self._state_names(group)

@@ -20,7 +20,7 @@ struct Lists {
     List params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps;
 };
 
-hr_adamw_config config_of(const Options &o, const Tensor &like)
+hr_adamw_config config_of(const Options &o, const View &like)
 {
     hr_adamw_config config = HR_ADAMW_CONFIG_INIT;
     config.lr = o.lr;
@@ -36,23 +36,25 @@ hr_adamw_config config_of(const Options &o, const Tensor &like)
     config.clip_coef = scalar_of(o.clip_coef, like, "clip_coef");
     if (!o.lr_tensor)
         return config;
-    if (o.lr_tensor->numel() != 1)
-        fail("lr_tensor has " + std::to_string(o.lr_tensor->numel()) + " elements, wanted 1");
-    config.lr_dtype = dtype_of(*o.lr_tensor, "lr_tensor", 0);
-    const void *const lr = o.lr_tensor->const_data_ptr();
-    if (same_device(*o.lr_tensor, like))
-        config.lr_ptr = lr;
-    else if (o.lr_tensor->is_cpu() && config.lr_dtype == HR_F64)
-        config.lr = *static_cast<const double *>(lr);
-    else if (o.lr_tensor->is_cpu() && config.lr_dtype == HR_F32)
-        config.lr = *static_cast<const float *>(lr);
+    const View lr(*o.lr_tensor);
+    const int dtype = dtype_of(lr.torch_dtype);
+    if (lr.numel() != 1)
+        fail("lr_tensor has " + std::to_string(lr.numel()) + " elements, wanted 1");
+    if (dtype != HR_F32 && dtype != HR_F64)
+        fail("lr_tensor must be float32 or float64");
+    config.lr_dtype = static_cast<hr_dtype>(dtype);
+    if (lr.is_with(like))
+        config.lr_ptr = lr.data;
+    else if (lr.is_cpu())
+        config.lr = dtype == HR_F64 ? *static_cast<const double *>(lr.data)
+                                    : *static_cast<const float *>(lr.data);
     else
-        fail("lr_tensor is on " + device_name(*o.lr_tensor) + ", but params[0] is on " +
-             device_name(like) + "; wanted that device or the CPU, float32 or float64");
+        fail("lr_tensor is on " + lr.device_name() + ", but params[0] is on " + like.device_name() +
+             "; wanted that device or the CPU");
     return config;
 }
 
-void run(const Lists &lists, const Options &options, const Tensor &like)
+void run(const Lists &lists, const Options &options, const View &like)
 {
     const hr_adamw_config config = config_of(options, like);
     const hr_tensor_list params = lists.params.view(), grads = lists.grads.view();
@@ -66,50 +68,18 @@ void run(const Lists &lists, const Options &options, const Tensor &like)
 void check_count(const Tensors &list, const char *name, size_t count)
 {
     if (list.size() != count)
-        fail(std::string(name) + " has " + std::to_string(list.size()) +
-             " tensors, but params has " + std::to_string(count));
+        fail(std::string(name) + " has " + std::to_string(list.size()) + " tensors, wanted " +
+             std::to_string(count));
 }
 
-void check_like(const Tensor &tensor, const Tensor &param, const Tensor &first, const char *name,
-                size_t k)
+void check_like(const View &view, const View &param, const View &first, const char *name, size_t k)
 {
-    if (!same_sizes(tensor, param))
+    if (!view.has_sizes_of(param))
         fail(entry(name, k) + " has another shape than " + entry("params", k));
-    if (!same_device(tensor, first))
-        fail(entry(name, k) + " is on " + device_name(tensor) + ", but params[0] is on " +
-             device_name(first));
+    if (!view.is_with(first))
+        fail(entry(name, k) + " is on " + view.device_name() + ", but params[0] is on " +
+             first.device_name());
 }
-
-// Lays a tensor of parameter k out as its kernel wants it, and remembers which copies to keep alive
-// and which to write back.
-class Staging
-{
-  public:
-    void add(List &list, const Tensor &tensor, const Layout *layout, const char *name, size_t k,
-             bool written)
-    {
-        if (!layout || layout->matches(tensor)) {
-            list.add(tensor, name, k);
-            return;
-        }
-        if (written)
-            Layout(tensor, name, k); // fails now, not when the copy is written back
-        copies_.push_back(layout->copy_of(tensor));
-        list.add(copies_.back(), name, k);
-        if (written)
-            write_back_.emplace_back(tensor, copies_.size() - 1);
-    }
-
-    void write_back()
-    {
-        for (auto &[tensor, copy] : write_back_)
-            torch::stable::copy_(tensor, copies_[copy]);
-    }
-
-  private:
-    Tensors copies_;
-    std::vector<std::pair<Tensor, size_t>> write_back_;
-};
 
 void adamw_(const Tensors &params, const Tensors &grads, const Tensors &exp_avgs,
             const Tensors &exp_avg_sqs, const Tensors &max_exp_avg_sqs, const Tensors &state_steps,
@@ -129,49 +99,53 @@ void adamw_(const Tensors &params, const Tensors &grads, const Tensors &exp_avgs
     Lists lists;
     Staging staging;
     const NoGrad no_grad;
+    const View first(params[0]);
     for (size_t k = 0; k < count; k++) {
-        const Tensor &param = params[k];
-        std::vector<const Tensor *> members{&grads[k], &exp_avgs[k], &exp_avg_sqs[k]};
-        const char *const names[] = {"grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"};
+        struct Member {
+            View view;
+            List &list;
+            const char *name;
+            bool written;
+        };
+        std::vector<Member> members{{View(params[k]), lists.params, "params", true},
+                                    {View(grads[k]), lists.grads, "grads", false},
+                                    {View(exp_avgs[k]), lists.exp_avgs, "exp_avgs", true},
+                                    {View(exp_avg_sqs[k]), lists.exp_avg_sqs, "exp_avg_sqs", true}};
         if (amsgrad)
-            members.push_back(&max_exp_avg_sqs[k]);
-        bool contiguous = param.is_contiguous();
-        for (size_t i = 0; i < members.size(); i++) {
-            check_like(*members[i], param, params[0], names[i], k);
-            contiguous = contiguous && members[i]->is_contiguous();
+            members.push_back(
+                {View(max_exp_avg_sqs[k]), lists.max_exp_avg_sqs, "max_exp_avg_sqs", true});
+        const View &param = members[0].view, step(state_steps[k]);
+        bool contiguous = true;
+        for (const Member &member : members) {
+            check_like(member.view, param, first, member.name, k);
+            contiguous = contiguous && member.view.is_contiguous();
         }
-        if (!same_device(param, params[0]) || !same_device(state_steps[k], params[0]))
-            fail(entry("params", k) + " and " + entry("state_steps", k) + " are on " +
-                 device_name(param) + " and " + device_name(state_steps[k]) +
-                 ", but params[0] is on " + device_name(params[0]));
+        if (!step.is_with(first))
+            fail(entry("state_steps", k) + " is on " + step.device_name() +
+                 ", but params[0] is on " + first.device_name());
         std::optional<Layout> layout;
         if (!contiguous)
             layout.emplace(param, "params", k);
-        const Layout *const order = contiguous ? nullptr : &*layout;
-        staging.add(lists.params, param, order, "params", k, true);
-        staging.add(lists.grads, grads[k], order, "grads", k, false);
-        staging.add(lists.exp_avgs, exp_avgs[k], order, "exp_avgs", k, true);
-        staging.add(lists.exp_avg_sqs, exp_avg_sqs[k], order, "exp_avg_sqs", k, true);
-        if (amsgrad)
-            staging.add(lists.max_exp_avg_sqs, max_exp_avg_sqs[k], order, "max_exp_avg_sqs", k,
-                        true);
-        lists.steps.add(state_steps[k], "state_steps", k);
+        for (const Member &member : members)
+            staging.add(member.list, member.view, layout ? &*layout : nullptr, member.name, k,
+                        member.written);
+        lists.steps.add(step, "state_steps", k);
     }
     const Options options{lr,       beta1,     beta2,     weight_decay, eps,       amsgrad,
                           maximize, decoupled, lr_tensor, grad_scale,   found_inf, clip_coef};
-    run(lists, options, params[0]);
+    run(lists, options, first);
     staging.write_back();
 }
 
 // The rows of the table that _adamw_states() writes, int64 [ROWS, count].
 enum Row { EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, STEP, NUMEL, SHAPE, STATE_DTYPE, STEP_DTYPE, ROWS };
 
-// Tells shapes of equal size apart: a polynomial in the sizes.
-int64_t shape_of(const Tensor &tensor)
+// Tells shapes and devices apart: a polynomial in the sizes.
+int64_t shape_of(const View &view)
 {
-    uint64_t shape = 0;
-    for (const int64_t size : tensor.sizes())
-        shape = shape * 0x9E3779B97F4A7C15u + static_cast<uint64_t>(size) + 1;
+    uint64_t shape = static_cast<uint64_t>(view.device_type * 1024 + view.device_index);
+    for (int64_t d = 0; d < view.dim; d++)
+        shape = shape * 0x9E3779B97F4A7C15u + static_cast<uint64_t>(view.sizes[d]) + 1;
     return static_cast<int64_t>(shape);
 }
 
@@ -182,31 +156,30 @@ Tensor adamw_states(const Tensors &exp_avgs, const Tensors &exp_avg_sqs,
     check_count(exp_avg_sqs, "exp_avg_sqs", count);
     check_count(max_exp_avg_sqs, "max_exp_avg_sqs", max_exp_avg_sqs.empty() ? 0 : count);
     check_count(state_steps, "state_steps", count);
-    const bool amsgrad = !max_exp_avg_sqs.empty();
     const std::vector<int64_t> shape{ROWS, static_cast<int64_t>(count)};
     Tensor table =
         torch::stable::empty({shape.data(), shape.size()}, torch::headeronly::ScalarType::Long);
     auto *const out = static_cast<int64_t *>(table.mutable_data_ptr());
-    const auto address = [](const Tensor &t) {
-        return reinterpret_cast<int64_t>(t.const_data_ptr());
-    };
     for (size_t k = 0; k < count; k++) {
-        for (const Tensor *t :
-             {&exp_avgs[k], &exp_avg_sqs[k], amsgrad ? &max_exp_avg_sqs[k] : &exp_avgs[k]}) {
-            check_like(*t, exp_avgs[k], exp_avgs[0], "states", k);
-            if (!t->is_contiguous() || t->scalar_type() != exp_avgs[k].scalar_type())
+        const View like(exp_avgs[k]), step(state_steps[k]);
+        const auto add = [&](const Tensor &tensor, Row row) {
+            const View view(tensor);
+            check_like(view, like, View(exp_avgs[0]), "states", k);
+            if (!view.is_contiguous() || view.torch_dtype != like.torch_dtype)
                 fail(entry("states", k) + " must be contiguous and of one dtype");
-        }
-        if (state_steps[k].numel() != 1 || !same_device(state_steps[k], exp_avgs[0]))
+            out[row * count + k] = reinterpret_cast<int64_t>(view.data);
+        };
+        add(exp_avgs[k], EXP_AVG);
+        add(exp_avg_sqs[k], EXP_AVG_SQ);
+        if (!max_exp_avg_sqs.empty())
+            add(max_exp_avg_sqs[k], MAX_EXP_AVG_SQ);
+        if (step.numel() != 1 || !step.is_with(like))
             fail(entry("state_steps", k) + " must have one element, on the device of the states");
-        out[EXP_AVG * count + k] = address(exp_avgs[k]);
-        out[EXP_AVG_SQ * count + k] = address(exp_avg_sqs[k]);
-        out[MAX_EXP_AVG_SQ * count + k] = amsgrad ? address(max_exp_avg_sqs[k]) : 0;
-        out[STEP * count + k] = address(state_steps[k]);
-        out[NUMEL * count + k] = exp_avgs[k].numel();
-        out[SHAPE * count + k] = shape_of(exp_avgs[k]);
-        out[STATE_DTYPE * count + k] = dtype_of(exp_avgs[k], "exp_avgs", k);
-        out[STEP_DTYPE * count + k] = dtype_of(state_steps[k], "state_steps", k);
+        out[STEP * count + k] = reinterpret_cast<int64_t>(step.data);
+        out[NUMEL * count + k] = like.numel();
+        out[SHAPE * count + k] = shape_of(like);
+        out[STATE_DTYPE * count + k] = dtype_of(like.torch_dtype);
+        out[STEP_DTYPE * count + k] = dtype_of(step.torch_dtype);
     }
     return table;
 }
@@ -248,16 +221,14 @@ void adamw_cached_(const Tensors &params, const Tensors &grads, const Tensor &st
     lists.grads.reserve(count);
     Staging staging;
     const NoGrad no_grad;
+    const View first(params[0]);
     for (size_t k = 0; k < count; k++) {
-        const Tensor &param = params[k], &grad = grads[k];
-        check_like(grad, param, params[0], "grads", k);
-        if (shape_of(param) != table[SHAPE * count + k])
-            fail(entry("exp_avgs", k) + " has another shape than " + entry("params", k));
-        if (k > 0 && !same_device(param, params[0]))
-            fail(entry("params", k) + " is on " + device_name(param) + ", but params[0] is on " +
-                 device_name(params[0]));
-        if (!param.is_contiguous())
-            fail(entry("params", k) + " is not contiguous, but its states are");
+        const View param(params[k]), grad(grads[k]);
+        if (shape_of(param) != table[SHAPE * count + k] || !param.is_contiguous())
+            fail("stale states: " + entry("params", k) +
+                 " has another shape, layout or device than they");
+        check_like(param, param, first, "params", k);
+        check_like(grad, param, first, "grads", k);
         std::optional<Layout> layout;
         if (!grad.is_contiguous())
             layout.emplace(param, "params", k);
@@ -266,7 +237,7 @@ void adamw_cached_(const Tensors &params, const Tensors &grads, const Tensor &st
     }
     const Options options{lr,       beta1,     beta2,     weight_decay, eps,       amsgrad,
                           maximize, decoupled, lr_tensor, grad_scale,   found_inf, clip_coef};
-    run(lists, options, params[0]);
+    run(lists, options, first);
 }
 
 #define OPTIONS                                                                            \

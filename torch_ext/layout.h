@@ -2,8 +2,6 @@
 // one parameter must lie in the same order. Those that do not are worked on as a copy.
 #pragma once
 
-#include <numeric>
-
 #include "tensor.h"
 
 namespace headroom
@@ -32,9 +30,9 @@ class Layout
   public:
     // The order of `param` in memory if it is dense, else row-major. Fails if elements of `param`
     // share memory, as those of an expanded tensor do.
-    Layout(const Tensor &param, const char *name, size_t k)
-        : sizes_(param.sizes().begin(), param.sizes().end()),
-          strides_(param.strides().begin(), param.strides().end())
+    Layout(const View &param, const char *name, size_t k)
+        : sizes_(param.sizes, param.sizes + param.dim),
+          strides_(param.strides, param.strides + param.dim)
     {
         std::vector<size_t> order(sizes_.size());
         std::iota(order.begin(), order.end(), size_t{0});
@@ -58,33 +56,60 @@ class Layout
             strides_[d] = dense;
     }
 
-    bool matches(const Tensor &tensor) const
+    bool matches(const View &view) const
     {
-        const auto strides = tensor.strides();
         for (size_t d = 0; d < sizes_.size(); d++)
-            if (sizes_[d] > 1 && strides[d] != strides_[d])
+            if (sizes_[d] > 1 && view.strides[d] != strides_[d])
                 return false;
         return true;
     }
 
-    // A copy of `tensor`, whose sizes are those of the parameter, in this order.
-    Tensor copy_of(const Tensor &tensor) const
+    // A copy, in this order, of a tensor that has the sizes of the parameter.
+    Tensor copy_of(const View &view) const
     {
-        int32_t dtype, device;
         AtenTensorHandle handle;
-        TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
-        TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device));
         TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-            static_cast<int64_t>(sizes_.size()), sizes_.data(), strides_.data(), dtype, device,
-            tensor.get_device_index(), &handle));
+            static_cast<int64_t>(sizes_.size()), sizes_.data(), strides_.data(), view.torch_dtype,
+            view.device_type, view.device_index, &handle));
         Tensor copy(handle);
-        torch::stable::copy_(copy, tensor);
+        torch::stable::copy_(copy, view.tensor);
         return copy;
     }
 
   private:
     std::vector<int64_t> sizes_, strides_;
     bool is_dense_ = true;
+};
+
+// Lays tensors out as a kernel wants them, and remembers which copies to keep alive and which to
+// write back.
+class Staging
+{
+  public:
+    void add(List &list, const View &view, const Layout *layout, const char *name, size_t k,
+             bool written)
+    {
+        if (!layout || layout->matches(view)) {
+            list.add(view, name, k);
+            return;
+        }
+        if (written)
+            Layout(view, name, k); // fails now, not when the copy is written back
+        copies_.push_back(layout->copy_of(view));
+        list.add(View(copies_.back()), name, k);
+        if (written)
+            write_back_.emplace_back(view.tensor, copies_.size() - 1);
+    }
+
+    void write_back()
+    {
+        for (auto &[tensor, copy] : write_back_)
+            torch::stable::copy_(tensor, copies_[copy]);
+    }
+
+  private:
+    Tensors copies_;
+    std::vector<std::pair<Tensor, size_t>> write_back_;
 };
 
 } // namespace headroom

@@ -3,9 +3,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -44,80 +47,116 @@ inline std::string entry(const char *name, size_t k)
     return std::string(name) + "[" + std::to_string(k) + "]";
 }
 
-inline hr_dtype dtype_of(const Tensor &tensor, const char *name, size_t k)
+// Torch's number of a dtype, as the C interface names it; -1 for one it does not know.
+inline int dtype_of(int32_t torch_dtype)
 {
-    using torch::headeronly::ScalarType;
-    switch (tensor.scalar_type()) {
-    case ScalarType::Float:
-        return HR_F32;
-    case ScalarType::BFloat16:
-        return HR_BF16;
-    case ScalarType::Half:
-        return HR_F16;
-    case ScalarType::Double:
-        return HR_F64;
-    case ScalarType::Byte:
-        return HR_U8;
-    case ScalarType::Char:
-        return HR_I8;
-    case ScalarType::Short:
-        return HR_I16;
-    default:
-        fail(entry(name, k) + " has dtype " + torch::headeronly::toString(tensor.scalar_type()) +
-             ", wanted float32, bfloat16 or float16");
-    }
+    static const std::pair<int32_t, hr_dtype> known[] = {
+        {aoti_torch_dtype_float32(), HR_F32}, {aoti_torch_dtype_bfloat16(), HR_BF16},
+        {aoti_torch_dtype_float16(), HR_F16}, {aoti_torch_dtype_float64(), HR_F64},
+        {aoti_torch_dtype_uint8(), HR_U8},    {aoti_torch_dtype_int8(), HR_I8},
+        {aoti_torch_dtype_int16(), HR_I16}};
+    for (const auto &[number, dtype] : known)
+        if (number == torch_dtype)
+            return dtype;
+    return -1;
 }
+
+// What a kernel needs to know of a tensor. Each question to torch is a call into its library, so
+// for lists of thousands of tensors it is asked once.
+struct View {
+    const Tensor &tensor;
+    void *data;
+    int64_t dim, *sizes, *strides;
+    int32_t torch_dtype, device_type, device_index;
+
+    explicit View(const Tensor &t) : tensor(t)
+    {
+        const AtenTensorHandle handle = t.get();
+        const void *address;
+        TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(handle, &address));
+        data = const_cast<void *>(address);
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &dim));
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides));
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &torch_dtype));
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &device_type));
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &device_index));
+    }
+
+    int64_t numel() const
+    {
+        return std::accumulate(sizes, sizes + dim, int64_t{1}, std::multiplies<int64_t>());
+    }
+
+    bool is_contiguous() const
+    {
+        int64_t stride = 1;
+        for (int64_t d = dim; d-- > 0; stride *= sizes[d])
+            if (sizes[d] != 1 && strides[d] != stride)
+                return numel() == 0;
+        return true;
+    }
+
+    bool has_sizes_of(const View &other) const
+    {
+        return dim == other.dim && std::equal(sizes, sizes + dim, other.sizes);
+    }
+
+    bool is_with(const View &other) const
+    {
+        return device_type == other.device_type && device_index == other.device_index;
+    }
+
+    bool is_cuda() const
+    {
+        return device_type == aoti_torch_device_type_cuda();
+    }
+
+    bool is_cpu() const
+    {
+        return device_type == aoti_torch_device_type_cpu();
+    }
+
+    std::string device_name() const
+    {
+        return is_cuda()  ? "cuda:" + std::to_string(device_index)
+               : is_cpu() ? "cpu"
+                          : "another device";
+    }
+};
 
 // The device of a call and its current stream. `like` decides; the guard must outlive the call.
 struct Exec {
     std::optional<torch::stable::accelerator::DeviceGuard> guard;
     hr_exec exec;
 
-    explicit Exec(const Tensor &like) : exec{HR_CPU, nullptr}
+    explicit Exec(const View &like) : exec{HR_CPU, nullptr}
     {
         if (!like.is_cuda())
             return;
-        const int32_t device = like.get_device_index();
-        guard.emplace(device);
-        exec.device = device;
+        guard.emplace(like.device_index);
+        exec.device = like.device_index;
         if (!aoti_torch_get_current_cuda_stream)
             fail("this build of torch has no CUDA streams, but got a CUDA tensor");
         void *stream = nullptr;
-        if (aoti_torch_get_current_cuda_stream(device, &stream) != 0)
+        if (aoti_torch_get_current_cuda_stream(like.device_index, &stream) != 0)
             fail("torch gave no current CUDA stream");
         exec.stream = static_cast<hr_stream>(stream);
     }
 };
 
-inline std::string device_name(const Tensor &tensor)
-{
-    return tensor.is_cuda()  ? "cuda:" + std::to_string(tensor.get_device_index())
-           : tensor.is_cpu() ? "cpu"
-                             : "another device";
-}
-
-inline bool same_device(const Tensor &a, const Tensor &b)
-{
-    return a.is_cuda() == b.is_cuda() && a.get_device_index() == b.get_device_index();
-}
-
 // An optional scalar in the memory of the call's device, as the C interface takes it.
-inline const float *scalar_of(const OptionalTensor &tensor, const Tensor &like, const char *name)
+inline const float *scalar_of(const OptionalTensor &tensor, const View &like, const char *name)
 {
     if (!tensor)
         return nullptr;
-    if (!same_device(*tensor, like))
-        fail(std::string(name) + " is on " + device_name(*tensor) + ", but params[0] is on " +
-             device_name(like));
-    if (tensor->numel() != 1 || tensor->scalar_type() != torch::headeronly::ScalarType::Float)
+    const View view(*tensor);
+    if (!view.is_with(like))
+        fail(std::string(name) + " is on " + view.device_name() + ", but params[0] is on " +
+             like.device_name());
+    if (view.numel() != 1 || dtype_of(view.torch_dtype) != HR_F32)
         fail(std::string(name) + " must be a float32 tensor of one element");
-    return static_cast<const float *>(tensor->const_data_ptr());
-}
-
-inline bool same_sizes(const Tensor &a, const Tensor &b)
-{
-    const auto left = a.sizes(), right = b.sizes();
-    return left.size() == right.size() && std::equal(left.begin(), left.end(), right.begin());
+    return static_cast<const float *>(view.data);
 }
 
 // The parallel arrays behind an hr_tensor_list.
@@ -133,11 +172,16 @@ struct List {
         dtype.reserve(count);
     }
 
-    void add(const Tensor &tensor, const char *name, size_t k)
+    void add(const View &view, const char *name, size_t k)
     {
-        data.push_back(const_cast<void *>(tensor.const_data_ptr()));
-        numel.push_back(tensor.numel());
-        dtype.push_back(dtype_of(tensor, name, k));
+        const int known = dtype_of(view.torch_dtype);
+        if (known < 0)
+            fail(entry(name, k) + " has dtype " +
+                 torch::headeronly::toString(view.tensor.scalar_type()) +
+                 ", wanted float32, bfloat16 or float16");
+        data.push_back(view.data);
+        numel.push_back(view.numel());
+        dtype.push_back(static_cast<hr_dtype>(known));
     }
 
     hr_tensor_list view() const
