@@ -212,7 +212,7 @@ typedef struct hr_adamw_config {
  * max_exp_avg_sqs  in/out: dtype of exp_avgs; NULL unless config->amsgrad
  * steps            in/out: numel 1 each, f32 or f64: how many steps the parameter has had. The call
  *                  uses t = step + 1 and stores t. An f32 counter ends at 2^24, f64 at 2^53.
- *                  NULL: all use config->step
+ *                  An empty parameter's counter counts too. NULL: all use config->step
  * grads            in: f32, bf16 or f16, not changed (unscaled gradients are not written back)
  *
  * The types may differ between lists and from parameter to parameter. On CUDA the whole list is one

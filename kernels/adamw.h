@@ -35,7 +35,10 @@ HR_INLINE adamw_values adamw_element(adamw_constants c, adamw_values x, int amsg
     const float scaled = x.grad * c.grad_factor;
     /* Not `scaled + l2 * param` alone: 0 * inf would turn an infinite parameter into NaN. */
     const float grad = c.l2 != 0.0f ? scaled + c.l2 * x.param : scaled;
-    x.exp_avg = c.beta1 * x.exp_avg + c.one_minus_beta1 * grad;
+    /* From the nearer end towards the other: half the error of the sum of two products. */
+    const float from = c.one_minus_beta1 < 0.5f ? x.exp_avg : grad;
+    const float weight = c.one_minus_beta1 < 0.5f ? c.one_minus_beta1 : -c.beta1;
+    x.exp_avg = from + weight * (grad - x.exp_avg);
     x.exp_avg_sq = c.beta2 * x.exp_avg_sq + c.one_minus_beta2 * (grad * grad);
     float second = x.exp_avg_sq;
     if (amsgrad) {

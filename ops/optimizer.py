@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
-from operator import attrgetter, is_, itemgetter
-from typing import Any
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["FLOATS", "Bucket", "Optimizer"]
+__all__ = ["FLOATS", "Optimizer"]
 
-FLOATS = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-)  # what the kernels read and write
+# What the kernels read and write.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -39,12 +36,11 @@ def _like(grad: Tensor, param: Tensor) -> Tensor:
     return grad
 
 
-def _same(left: list[Any], right: list[Any]) -> bool:
-    return len(left) == len(right) and all(map(is_, left, right))
-
-
-def _addresses(tensors: list[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))
+def _marks(names: list[str], states: list[list[Tensor]]) -> list[list[int]]:
+    """Where states lie and how many bytes they have: what the addresses in a table rest on."""
+    marks = [list(map(Tensor.data_ptr, column)) for column in states]
+    sized = (column for name, column in zip(names, states) if name != "step")
+    return marks + [list(map(attrgetter("nbytes"), column)) for column in sized]
 
 
 class _Kept:
@@ -55,59 +51,17 @@ class _Kept:
         self.value = value
 
 
-class Bucket:
-    """The parameters of a group that have a gradient and lie on one device, with their states.
+class _Cache(NamedTuple):
+    """What the last step of a group knew of its states. It holds no state, so that one which is
+    replaced, to free a device say, is gone.
 
-    ``table`` is what the op made of the states: their addresses, so that a step need not hand every
-    tensor over again. None where they must be handed over, because they are not contiguous.
+    A bucket is the parameters on one device, by position, and their table: what the op made of
+    their states, so that a step need not hand every tensor over again. None where it must, because
+    they are not contiguous.
     """
 
-    def __init__(self, positions: list[int], params: list[Tensor], states: list[list[Tensor]]):
-        self.positions = positions
-        self.params = [params[i] for i in positions]
-        self.states = [[column[i] for i in positions] for column in states]
-        self.addresses = list(map(_addresses, self.states))
-        self.table: Tensor | None = None
-
-    def is_contiguous(self) -> bool:
-        return all(all(map(Tensor.is_contiguous, col)) for col in (self.params, *self.moments))
-
-    def holds(self) -> bool:
-        # What else can change of a parameter, the op that takes the table looks at.
-        return self.table is None or self.addresses == list(map(_addresses, self.states))
-
-
-class _Cache:
-    """What a group looked like when its buckets were made."""
-
-    def __init__(
-        self,
-        all_states: Mapping[Tensor, dict],
-        params: list[Tensor],
-        entries: list[dict],
-        names: list[str],
-    ):
-        self.params = list(params)
-        self.entries = entries
-        self.all_entries = list(all_states.values())
-        self.states = [list(map(itemgetter(name), entries)) for name in names]
-        devices: dict[torch.device, list[int]] = {}
-        for i, param in enumerate(params):
-            devices.setdefault(param.device, []).append(i)
-        self.buckets = [Bucket(positions, params, self.states) for positions in devices.values()]
-
-    def holds(
-        self, all_states: Mapping[Tensor, dict], params: list[Tensor], names: list[str]
-    ) -> bool:
-        if len(self.states) != len(names) or not _same(params, self.params):
-            return False
-        if not _same(list(all_states.values()), self.all_entries):
-            return False  # an entry was replaced, here or in another group
-        try:
-            states = [list(map(itemgetter(name), self.entries)) for name in names]
-        except KeyError:
-            return False
-        return all(map(_same, states, self.states)) and all(b.holds() for b in self.buckets)
+    marks: list[list[int]]
+    buckets: list[tuple[list[int], Tensor | None]]
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -217,43 +171,54 @@ class Optimizer(torch.optim.Optimizer):
             return
         plain = set(map(type, params)) <= {Tensor, torch.nn.Parameter}
         try:
-            if not plain or torch._C._len_torch_dispatch_stack() > 0:
+            if plain and torch._C._len_torch_dispatch_stack() == 0:
+                self._step_cached(index, group, params, grads)
+            else:
                 self._step_gathered(group)
-                return
-            for bucket in self._buckets(index, group, params):
-                chosen = grads
-                if len(bucket.positions) < len(grads):
-                    chosen = [grads[i] for i in bucket.positions]
-                self._update_bucket(index, group, bucket, chosen)
         except (RuntimeError, NotImplementedError) as error:
             raise self._explained(error, group, params, grads) from error
 
-    def _update_bucket(
-        self, index: int, group: dict[str, Any], bucket: Bucket, grads: list[Tensor]
+    def _step_cached(
+        self, index: int, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
     ) -> None:
-        try:
-            self._update(group, bucket.params, grads, bucket.states, bucket.table)
-        except RuntimeError as error:
-            if "stale states" not in str(error):
-                raise
-            # A parameter was resized, restrided or moved since the table was made.
-            del self._caches[index]
-            self._update(group, bucket.params, grads, bucket.states, None)
-
-    def _buckets(self, index: int, group: dict[str, Any], params: list[Tensor]) -> list[Bucket]:
         names = self._state_names(group)
-        if len(self._caches) > len(self.param_groups):
-            self._caches.clear()  # a group was removed: let go of its tensors
-        cache = self._caches.get(index)
-        if cache is None or not cache.holds(self.state, params, names):
-            self._check_overlap(params)
+        try:
+            entries = list(map(self.state.__getitem__, params))
+            states = [list(map(itemgetter(name), entries)) for name in names]
+        except KeyError:  # the first step of a parameter
             entries = [self._entry(param, group, names) for param in params]
-            cache = _Cache(self.state, params, entries, names)
-            for bucket in cache.buckets:
-                if bucket.is_contiguous():
-                    bucket.table = self._table(bucket.states)
-            self._caches[index] = cache
-        return cache.buckets
+            states = [list(map(itemgetter(name), entries)) for name in names]
+        marks = _marks(names, states)
+        cache = self._caches.get(index)
+        if cache is None or cache.marks != marks:
+            self._check_overlap(params)
+            self._caches.pop(index, None)
+            cache = self._caches[index] = _Cache(marks, self._bucketed(params, states))
+        for positions, table in cache.buckets:
+            columns = [params, grads, *states]
+            if len(positions) < len(params):
+                columns = [[column[i] for i in positions] for column in columns]
+            try:
+                self._update(group, columns[0], columns[1], columns[2:], table)
+            except RuntimeError as error:
+                if table is None or "stale states" not in str(error):
+                    raise
+                # A parameter was resized, restrided or moved since the table was made.
+                self._caches.pop(index, None)
+                self._update(group, columns[0], columns[1], columns[2:], None)
+
+    def _bucketed(
+        self, params: list[Tensor], states: list[list[Tensor]]
+    ) -> list[tuple[list[int], Tensor | None]]:
+        devices: dict[torch.device, list[int]] = {}
+        for i, param in enumerate(params):
+            devices.setdefault(param.device, []).append(i)
+        buckets = []
+        for positions in devices.values():
+            columns = [[column[i] for i in positions] for column in (params, *states)]
+            contiguous = all(all(map(Tensor.is_contiguous, column)) for column in columns)
+            buckets.append((positions, self._table(columns[1:]) if contiguous else None))
+        return buckets
 
     def _check_overlap(self, params: list[Tensor]) -> None:
         # Such parameters would be updated twice, and on CUDA at the same time.

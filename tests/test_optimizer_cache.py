@@ -66,16 +66,6 @@ def transpose_everything(params, optimizer):
         optimizer.state[params[0]][name].t_()
 
 
-def transpose_a_state(params, optimizer):
-    """The same address and size, another order."""
-    state = optimizer.state[params[0]]["exp_avg"]
-    state.data = state.data.t()
-
-
-def transpose_a_state_in_place(params, optimizer):
-    optimizer.state[params[0]]["exp_avg_sq"].t_()
-
-
 def stride_a_state(params, optimizer):
     state = optimizer.state[params[1]]["exp_avg"]
     state.data = torch.stack([state.data, state.data], dim=1)[:, 0]
@@ -164,8 +154,6 @@ CHANGES = [
     resize_in_place,
     transpose_parameter,
     transpose_everything,
-    transpose_a_state,
-    transpose_a_state_in_place,
     stride_a_state,
     replace_entry,
     replace_state_tensor,
