@@ -1,0 +1,105 @@
+// hr_adamw() gives the same bytes wherever it runs: on any instruction set, with any number of
+// threads, on CUDA in any order of threads. The guards around every buffer stay whole.
+#include "adamw_run.h"
+#include "pool.h"
+#ifdef HR_EMULATE
+#include "emulator.h"
+#endif
+
+namespace
+{
+std::vector<AdamwCase> cases()
+{
+    std::vector<AdamwCase> all;
+    const auto add = [&](auto change) {
+        AdamwCase c;
+        change(c);
+        all.push_back(c);
+    };
+    const std::vector<int64_t> odd = {1, 3, 7, 255, 256, 257, 4097, 0, 64, 33};
+    for (int flags = 0; flags < 8; flags++)
+        add([&](AdamwCase &c) {
+            c.all_types = c.special = true;
+            c.numel.assign(27, 67);
+            c.amsgrad = flags & 1;
+            c.decoupled = flags & 2;
+            c.maximize = flags & 4;
+        });
+    for (const hr_dtype type : {HR_F32, HR_BF16, HR_F16})
+        for (size_t shift = 0; shift < 8; shift++)
+            add([&](AdamwCase &c) {
+                c.numel = odd;
+                c.param = c.grad = c.state = type;
+                c.shift = shift;
+                c.special = shift % 2;
+            });
+    for (const hr_dtype counter : {HR_F32, HR_F64})
+        for (const hr_dtype lr : {HR_F32, HR_F64})
+            add([&](AdamwCase &c) {
+                c.numel = odd;
+                c.steps = counter;
+                c.lr_on_device = lr;
+                c.grad_scale = 3.0f;
+                c.clip_coef = 0.7f;
+                c.found_inf = 0.0f;
+                c.step = 12345;
+            });
+    // Larger than a chunk of any kernel, and than the least that is worth a second thread.
+    add([](AdamwCase &c) { c.numel = {100003}; });
+    add([](AdamwCase &c) {
+        c.numel = {100003, 1, 70001};
+        c.param = c.state = HR_BF16;
+        c.steps = HR_F64;
+        c.shift = 1;
+    });
+    return all;
+}
+
+std::vector<uint8_t> bytes_after(Backend &backend, const AdamwCase &c)
+{
+    const AdamwRun run(backend, c);
+    EXPECT_EQ(run.call(), HR_OK) << hr_last_error();
+    EXPECT_TRUE(run.intact()) << c;
+    return run.image();
+}
+
+// On the plainest instruction set, without threads.
+std::vector<uint8_t> baseline(const AdamwCase &c)
+{
+    const CpuLevel level(HR_CPU_BASELINE);
+    return bytes_after(cpu_backend(), c);
+}
+} // namespace
+
+TEST(AdamwBits, AreTheSameOnEveryInstructionSetAndThreadCount)
+{
+    for (const AdamwCase &c : cases()) {
+        const std::vector<uint8_t> expected = baseline(c);
+        for (const hr_cpu_level l : {HR_CPU_BASELINE, HR_CPU_AVX2, HR_CPU_AVX512}) {
+            const CpuLevel level(l);
+            if (!level.available)
+                continue;
+            EXPECT_EQ(bytes_after(cpu_backend(), c), expected) << c << ", level " << l;
+            for (const int threads : {1, 2, 3, 7}) {
+                const LentPool pool(threads);
+                EXPECT_EQ(bytes_after(cpu_backend(), c), expected)
+                    << c << ", level " << l << ", " << threads << " threads";
+            }
+        }
+    }
+}
+
+TEST(AdamwBits, AreTheSameOnCuda)
+{
+    if (!cuda_backend())
+        GTEST_SKIP() << "no CUDA device";
+    for (const AdamwCase &c : cases()) {
+        const std::vector<uint8_t> expected = baseline(c);
+        for (uint64_t seed = 1; seed <= 3; seed++) {
+#ifdef HR_EMULATE
+            hr_emu::set_seed(seed);
+#endif
+            EXPECT_EQ(bytes_after(*cuda_backend(), c), expected) << c << ", seed " << seed;
+        }
+    }
+}

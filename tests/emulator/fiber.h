@@ -1,0 +1,34 @@
+// A stack and a place to go on from. Cooperative: resume() runs the fiber until it calls suspend().
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstddef>
+
+namespace hr_emu
+{
+class Fiber
+{
+  public:
+    // `body` must not return: it suspends for good when it is done.
+    explicit Fiber(void (*body)());
+    ~Fiber();
+    Fiber(const Fiber &) = delete;
+
+    void resume();
+    static void suspend();
+
+    // Forgets what the fiber was doing; the next resume() starts the body again.
+    void restart();
+
+    bool owns(const void *address) const;
+
+  private:
+    static void enter();
+    void switch_from(ucontext_t *from, ucontext_t *to, const void *bottom, size_t bytes);
+
+    void (*body_)();
+    char *stack_;
+    ucontext_t here_, caller_;
+};
+} // namespace hr_emu
