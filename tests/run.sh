@@ -45,7 +45,7 @@ c_tests() {
         -DHEADROOM_TORCH=OFF -DHEADROOM_TESTS=ON >"$build.log" 2>&1 ||
         { cat "$build.log"; exit 1; }
     "$venv/bin/cmake" --build "$build"
-    "$venv/bin/ctest" --test-dir "$build" --output-on-failure
+    "$venv/bin/ctest" --test-dir "$build" --output-on-failure -j "$(nproc)"
 }
 
 say "system packages"
