@@ -73,7 +73,7 @@ HR_INLINE void adamw_range(void *context, int64_t begin, int64_t end)
     const adamw_args *a = (const adamw_args *)context;
     adamw_constants constants = {0};
     double folded_for = NAN; /* equal to no step */
-    int64_t first = 0; /* of tensor k, in the same count as begin and end */
+    int64_t first = 0;       /* of tensor k, in the same count as begin and end */
     for (int64_t k = 0; k < a->params->count && first < end; k++) {
         const int64_t numel = a->params->numel[k];
         const int64_t from = begin > first ? begin - first : 0;

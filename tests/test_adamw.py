@@ -3,6 +3,7 @@
 import headroom
 import pytest
 import torch
+
 from reference import (
     DEFAULTS,
     FLOATS,

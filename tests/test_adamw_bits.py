@@ -4,6 +4,7 @@ set, any number of threads, and CUDA."""
 import pytest
 import torch
 from headroom._binaries import _C
+
 from reference import (
     FLOATS,
     MIXES,

@@ -3,6 +3,7 @@
 import headroom
 import pytest
 import torch
+
 from reference import Sample, assert_same_bits, name_of, run, same_bits, sample
 
 

@@ -8,6 +8,7 @@ import weakref
 import headroom
 import pytest
 import torch
+
 from reference import DEFAULTS, Sample, bits, sample
 from twins import Twins
 

@@ -7,9 +7,8 @@ import subprocess
 from collections import Counter, defaultdict
 from pathlib import Path
 
-import pytest
-
 import headroom
+import pytest
 
 LIBRARY = Path(headroom.get_library_dir()) / "libheadroom.so.0"
 

@@ -10,9 +10,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import pytest
-
 import headroom
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADER = Path(headroom.get_include()) / "headroom.h"

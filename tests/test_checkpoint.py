@@ -7,8 +7,9 @@ import random
 import headroom
 import pytest
 import torch
-from reference import FLOATS, assert_same_bits, same_bits
 from torch import nn
+
+from reference import FLOATS, assert_same_bits, same_bits
 
 ADAMW, ADAM = headroom.optim.AdamW, headroom.optim.Adam
 STEPS = 6

@@ -5,9 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import headroom
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(headroom.__file__).resolve().parent

@@ -5,12 +5,13 @@ import io
 import headroom
 import pytest
 import torch
-from reference import DEFAULTS, FLOATS, assert_same_bits, sample
 from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from reference import DEFAULTS, FLOATS, assert_same_bits, sample
 
 INDUCTOR = pytest.param("inductor", marks=pytest.mark.slow)
 BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])

@@ -8,8 +8,6 @@ import headroom
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from distributed_worker import WORLD_SIZE, Ranks
-from reference import assert_same_bits
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -20,6 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+
+from distributed_worker import WORLD_SIZE, Ranks
+from reference import assert_same_bits
 
 pytestmark = pytest.mark.gloo
 ADAMW = headroom.optim.AdamW

@@ -5,9 +5,10 @@ import copy
 import headroom
 import pytest
 import torch
-from reference import assert_same_bits
 from torch import nn
 from torch.optim import lr_scheduler
+
+from reference import assert_same_bits
 
 ADAMW = headroom.optim.AdamW
 

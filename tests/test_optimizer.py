@@ -9,6 +9,7 @@ import warnings
 import headroom
 import pytest
 import torch
+
 from reference import DEFAULTS, Sample, bits, reference_step
 from twins import Twins
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 import headroom
 import pytest
 import torch
+
 from reference import DEFAULTS, bits
 from twins import CLOSE, Twins
 

@@ -6,6 +6,7 @@ import io
 import headroom
 import pytest
 import torch
+
 from reference import FLOATS, bits
 from twins import CLOSE, Twins
 

@@ -1,0 +1,64 @@
+"""Bytes to train on: the Python standard library's own sources, or any text the user names.
+
+A batch is a pure function of (text, seed, step), so every rung sees the same data whatever its
+memory settings are, and a resumed run sees what the uninterrupted run would have seen.
+"""
+
+import os
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HELD_OUT_SHARE = 20  # one file in 20 (of a single file: its last 20th) is never trained on
+SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
+
+
+def load(path: str | None, context: int) -> tuple[Tensor, Tensor]:
+    """Training and held-out text as uint8 vectors. `path`: a file, a folder, None: the library."""
+    root = Path(path) if path else Path(os.__file__).parent
+    if not root.exists():
+        raise FileNotFoundError(f"--data {path}: no such file or folder")
+    texts = [root.read_bytes()] if root.is_file() else read_folder(root, "*" if path else "*.py")
+    parts = split_files(texts) if len(texts) > 1 else split_bytes(b"".join(texts))
+    for part, name in zip(parts, ("training", "held-out")):
+        if len(part) <= context:
+            found = f"{len(part)} bytes of {name} text"
+            raise ValueError(f"{root}: {found}, but one sequence needs {context + 1}")
+    return tuple(torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts)
+
+
+def read_folder(root: Path, pattern: str) -> list[bytes]:
+    """Contents of the text files below `root`, in an order that only their names decide."""
+    names = [p.relative_to(root) for p in root.rglob(pattern) if p.is_file() and not p.is_symlink()]
+    names = [n for n in names if not SKIPPED.intersection(n.parts)]
+    names.sort(key=lambda n: (zlib.crc32(n.as_posix().encode()), n.as_posix()))
+    contents = ((root / n).read_bytes() for n in names)
+    return [c for c in contents if c and b"\0" not in c]  # a zero byte: not a text file
+
+
+def split_files(texts: list[bytes]) -> tuple[bytes, bytes]:
+    held = max(1, len(texts) // HELD_OUT_SHARE)
+    return b"\n".join(texts[held:]), b"\n".join(texts[:held])
+
+
+def split_bytes(text: bytes) -> tuple[bytes, bytes]:
+    cut = len(text) - len(text) // HELD_OUT_SHARE
+    return text[:cut], text[cut:]
+
+
+def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    """Tokens and next-byte targets, int64 [len(starts), context] each."""
+    rows = text[starts[:, None] + torch.arange(context + 1)].long()
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def batch(text: Tensor, seed: int, step: int, size: int, context: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    return windows(text, torch.randint(len(text) - context, (size,), generator=generator), context)
+
+
+def held_out(text: Tensor, count: int, context: int) -> tuple[Tensor, Tensor]:
+    """`count` windows spread evenly over the held-out text, the same for every rung."""
+    return windows(text, torch.linspace(0, len(text) - context - 1, count).long(), context)

@@ -1,0 +1,111 @@
+"""Climb down the memory ladder: train every rung in a process of its own, then compare.
+
+    python examples/ladder.py --out runs/demo
+
+Writes ladder.json, ladder.md (the table) and ladder.png (the chart) to OUT, and exits with 1 if a
+rung's held-out loss is further from the first rung's than rungs.py allows.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from chart import draw
+from rungs import RUNGS
+from train import add_arguments, settings
+
+TRAIN = Path(__file__).with_name("train.py")
+ENVIRONMENT = {
+    # glibc keeps freed memory for later, so the resident peak would depend on its moods. With a
+    # fixed threshold every tensor is mapped by itself and goes back to the system when freed.
+    "MALLOC_MMAP_THRESHOLD_": "131072",
+}
+
+
+def run_rung(key: str, args: argparse.Namespace) -> dict:
+    command = [sys.executable, str(TRAIN), "--rung", key, "--out", str(args.out)]
+    for name, value in settings(args).items():
+        name = "--data" if name == "path" else f"--{name}"
+        if isinstance(value, bool):
+            command += [name] * value
+        elif value is not None:
+            command += [name, str(value)]
+    try:
+        done = subprocess.run(command, env=os.environ | ENVIRONMENT).returncode == 0
+    except KeyboardInterrupt:
+        done = False
+    if not done:
+        sys.exit(f"Rung {key} did not finish. The same command with --resume goes on from there.")
+    return json.loads((args.out / key / "result.json").read_text())
+
+
+def same_loss(results: list[dict]) -> tuple[bool, str]:
+    """Whether all rungs reach the first one's held-out loss within their tolerances, in words."""
+    first, passed, lines = results[0], True, []
+    for result in results[1:]:
+        off = result["held_out_bits_per_byte"] - first["held_out_bits_per_byte"]
+        good = math.isfinite(off) and abs(off) <= result["tolerance"]
+        passed &= good
+        verdict = "same loss" if good else "OTHER LOSS"
+        allowed = f"allowed: {result['tolerance']:g}"
+        lines.append(f"{result['title']:26} {off:+.5f} bits per byte ({allowed})  {verdict}")
+    passed &= math.isfinite(first["held_out_bits_per_byte"])
+    verdict = "PASSED: every rung reaches" if passed else "FAILED: not every rung reaches"
+    loss = f"{first['held_out_bits_per_byte']:.4f} bits per byte"
+    return passed, "\n".join([*lines, f"{verdict} the loss of {first['title']}, {loss}."])
+
+
+def table(results: list[dict]) -> str:
+    """A Markdown table, a row for each rung."""
+    kinds = list(results[0]["bytes"])
+    head = ["rung", "held-out bits/byte", "tokens/s", "peak MiB", *(f"{k} MiB" for k in kinds)]
+    rows = [head, ["---"] + ["---:"] * (len(head) - 1)]
+    for r in results:
+        sizes = [r["peak_bytes"], *(r["bytes"][k] for k in kinds)]
+        numbers = [f"{r['held_out_bits_per_byte']:.4f}", f"{r['tokens_per_second']:,.0f}"]
+        rows.append([r["title"], *numbers, *(f"{s / 2**20:,.1f}" for s in sizes)])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    rows[1] = ["-" * widths[0]] + ["-" * (w - 1) + ":" for w in widths[1:]]
+    aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in aligned) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rungs", help=f"some of {','.join(RUNGS)}; default: all")
+    add_arguments(parser)
+    args = parser.parse_args()
+    keys = args.rungs.split(",") if args.rungs else list(RUNGS)
+    if unknown := [key for key in keys if key not in RUNGS]:
+        parser.error(f"--rungs: no rung {unknown[0]!r}; there are {', '.join(RUNGS)}")
+
+    results = [run_rung(key, args) for key in keys]
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    machine = {"machine": platform.machine(), "threads": torch.get_num_threads()}
+    report = {"versions": versions, "machine": machine, "rungs": results}
+    (args.out / "ladder.json").write_text(json.dumps(report, indent=1))
+    (args.out / "ladder.md").write_text(table(results))
+    draw(results, args.out / "ladder.png")
+    passed, verdict = same_loss(results)
+
+    print(f"\n{table(results)}")
+    print(verdict)
+    peaks = results[0]["peak_bytes"], results[-1]["peak_bytes"]
+    print(f"Peak memory: {peaks[0] / 2**20:,.0f} MiB -> {peaks[1] / 2**20:,.0f} MiB.")
+    print(f"Table:       {args.out / 'ladder.md'}, {args.out / 'ladder.json'}")
+    print(f"Chart:       {args.out / 'ladder.png'}")
+    print(f"Checkpoints: {args.out}/RUNG/checkpoint.pt (go on with --resume --steps N)")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

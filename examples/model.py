@@ -1,0 +1,85 @@
+"""A byte-level GPT: the plain pre-norm transformer that every rung of the ladder trains."""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+VOCAB = 256  # one token per byte
+
+
+@dataclass(frozen=True)
+class Size:
+    layers: int
+    width: int
+    heads: int
+    context: int  # tokens of one sequence
+    batch: int  # sequences of one optimizer step
+    lr: float
+
+
+SIZES = {
+    "tiny": Size(layers=2, width=32, heads=2, context=32, batch=4, lr=1e-2),
+    "small": Size(layers=4, width=192, heads=4, context=256, batch=16, lr=1e-3),
+    "medium": Size(layers=8, width=512, heads=8, context=512, batch=32, lr=1e-3),
+    "large": Size(layers=24, width=1024, heads=16, context=1024, batch=32, lr=3e-4),
+    "xl": Size(layers=48, width=1600, heads=25, context=1024, batch=32, lr=2e-4),
+}
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), on [batch, context, width]."""
+
+    def __init__(self, size: Size):
+        super().__init__()
+        self.heads = size.heads
+        self.norm1 = nn.LayerNorm(size.width)
+        self.qkv = nn.Linear(size.width, 3 * size.width)
+        self.out = nn.Linear(size.width, size.width)
+        self.norm2 = nn.LayerNorm(size.width)
+        self.up = nn.Linear(size.width, 4 * size.width)
+        self.down = nn.Linear(4 * size.width, size.width)
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    def __init__(self, size: Size, checkpoint_blocks: bool = False):
+        super().__init__()
+        self.checkpoint_blocks = checkpoint_blocks
+        self.token = nn.Embedding(VOCAB, size.width)
+        self.position = nn.Embedding(size.context, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, VOCAB, bias=False)
+        self.apply(self._init)
+        # The residual stream sums 2 * layers branches: scaled, its variance stays the same.
+        for block in self.blocks:
+            for branch in (block.out, block.down):
+                nn.init.normal_(branch.weight, std=0.02 / (2 * size.layers) ** 0.5)
+
+    @staticmethod
+    def _init(module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy in nats per byte; tokens and targets are int64 [batch, context]."""
+        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            if self.checkpoint_blocks and self.training:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -1,0 +1,115 @@
+"""A training run: model, optimizer and history, one step after the other, saved and resumed."""
+
+import math
+import os
+import time
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import data
+from memory import bytes_of, saved_bytes, tensors_in
+from model import GPT, Size
+from rungs import Rung
+
+BITS_PER_NAT = 1 / math.log(2)
+WARMUP_STEPS = 20
+HELD_OUT_WINDOWS = 64
+
+
+class Run:
+    def __init__(self, rung: Rung, size: Size, device: torch.device, seed: int):
+        torch.manual_seed(seed)
+        self.rung, self.size, self.device, self.seed = rung, size, device, seed
+        self.model = GPT(size, checkpoint_blocks=rung.checkpoint).to(device)
+        module, name = rung.optimizer.rsplit(".", 1)
+        self.optimizer = getattr(import_module(module), name)(
+            self.model.parameters(), lr=size.lr, betas=(0.9, 0.95), weight_decay=0.1
+        )
+        self.losses: list[float] = []  # bits per byte of each step so far
+        self.seconds: list[float] = []  # duration of each step so far
+        self.peak_bytes = 0
+
+    def learning_rate(self) -> float:
+        """Warm-up, then 1/sqrt. It knows no last step: 50 steps resumed to 100 are 100 steps."""
+        step = len(self.losses) + 1
+        return self.size.lr * min(step / WARMUP_STEPS, (WARMUP_STEPS / step) ** 0.5)
+
+    def micro_batches(self, text: Tensor, step: int) -> list[tuple[Tensor, Tensor]]:
+        pair = data.batch(text, self.seed, step, self.size.batch, self.size.context)
+        return list(zip(*(t.to(self.device).chunk(self.rung.accumulate) for t in pair)))
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.rung.autocast):
+            loss = self.model(tokens, targets) / self.rung.accumulate
+        loss.backward()
+        return loss.detach()
+
+    def step(self, text: Tensor) -> None:
+        start = time.perf_counter()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate()
+        micro_batches = self.micro_batches(text, len(self.losses))
+        loss = sum(self.forward_backward(*pair) for pair in micro_batches)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item() * BITS_PER_NAT)
+        self.seconds.append(time.perf_counter() - start)
+
+    @torch.no_grad()
+    def held_out_loss(self, text: Tensor) -> float:
+        """Bits per byte on held-out text, in float32 on every rung: only the training differs."""
+        self.model.eval()
+        windows = data.held_out(text, HELD_OUT_WINDOWS, self.size.context)
+        pairs = zip(*(t.to(self.device).split(4) for t in windows))
+        losses = [self.model(*pair).item() for pair in pairs]
+        self.model.train()
+        return sum(losses) / len(losses) * BITS_PER_NAT
+
+    def count_bytes(self, text: Tensor) -> dict[str, int]:
+        """Bytes by kind after one more micro-batch, which trains nothing."""
+        parameters = list(self.model.parameters())
+        micro_batch = self.micro_batches(text, 0)[0]
+        saved = saved_bytes(lambda: self.forward_backward(*micro_batch), parameters)
+        counted = {
+            "parameters": bytes_of(parameters),
+            "gradients": bytes_of(p.grad for p in parameters if p.grad is not None),
+            "optimizer state": bytes_of(tensors_in(list(self.optimizer.state.values()))),
+            "saved activations": saved,
+        }
+        self.optimizer.zero_grad()
+        return counted
+
+    def save(self, path: Path, identity: dict) -> None:
+        state = {
+            "identity": identity,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "losses": self.losses,
+            "seconds": self.seconds,
+            "peak_bytes": self.peak_bytes,
+            "rng": torch.get_rng_state(),
+        }
+        if self.device.type == "cuda":
+            state["cuda_rng"] = torch.cuda.get_rng_state(self.device)
+        partial = path.with_suffix(".partial")
+        with open(partial, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)  # a crash leaves the old file or the new one, never half of one
+
+    def load(self, path: Path, identity: dict) -> None:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        changed = [key for key in identity if state["identity"].get(key) != identity[key]]
+        if changed:
+            raise ValueError(f"{path} is of another run: it differs in {', '.join(changed)}")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.losses, self.seconds = state["losses"], state["seconds"]
+        self.peak_bytes = state["peak_bytes"]
+        torch.set_rng_state(state["rng"])
+        if "cuda_rng" in state:
+            torch.cuda.set_rng_state(state["cuda_rng"], self.device)

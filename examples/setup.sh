@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Makes or updates the virtual environment of the demo and the tests, and installs Headroom in it.
+#
+#   bash examples/setup.sh
+#
+# Needs Python >= 3.10 and a C++ compiler. Running it again is quick while no source has changed.
+# PYTHON chooses the Python that makes the environment, VENV the folder (default: .venv).
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$(realpath -m "${VENV:-$root/.venv}")
+python=$venv/bin/python
+
+say() { printf '== %s\n' "$*"; }
+fail() { printf 'setup.sh: %s\n' "$*" >&2; exit 1; }
+pip() { "$python" -m pip --disable-pip-version-check install "$@"; }
+
+find_python() {
+    local name new_enough='import sys; sys.exit(sys.version_info < (3, 10))'
+    for name in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11 python3.10}; do
+        if "$name" -c "$new_enough" 2>/dev/null; then
+            echo "$name"
+            return
+        fi
+    done
+    fail "no Python >= 3.10 found; install one, or name it: PYTHON=/path/to/python3 bash $0"
+}
+
+# Debian and Ubuntu ship Python without the part that puts pip into an environment.
+make_venv() {
+    local base
+    base=$(find_python)
+    say "making $venv with $("$base" --version)"
+    if ! "$base" -c 'import ensurepip' 2>/dev/null; then
+        local install="apt-get install -y python3-venv"
+        { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; } ||
+            fail "$base cannot make environments; first run: sudo $install"
+        say "$install"
+        { apt-get update -qq && DEBIAN_FRONTEND=noninteractive $install -qq; } >/dev/null
+    fi
+    "$base" -m venv "$venv"
+}
+
+# Everything that the installed package is made of.
+fingerprint() {
+    (
+        cd "$root"
+        echo "${HEADROOM_CUDA:-} ${HEADROOM_CUDA_ARCHS:-}"
+        "$python" -c 'import sys; from importlib.metadata import version
+print(sys.version, version("torch"), version("headroom"))'
+        find capi kernels torch_ext ops setup.py pyproject.toml CMakeLists.txt examples/setup.sh \
+            -type f ! -name '*.pyc' ! -name '*.so*' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
+    ) 2>/dev/null | sha256sum
+}
+
+install() {
+    command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null ||
+        fail "no C++ compiler found; on Debian and Ubuntu: sudo apt-get install g++"
+    # The build runs in this environment and not in pip's isolated one, which would install torch a
+    # second time. So its requirements are ours to install: the fixed ones, then the build's own.
+    say "installing what the build needs (torch alone is a few GB; pip keeps it for the next time)"
+    pip --quiet build
+    local list=$venv/requirements.txt load="import build, pyproject_hooks as hooks
+project = build.ProjectBuilder('.', runner=hooks.quiet_subprocess_runner)"
+    "$python" -c "$load; print(*project.build_system_requires, sep='\n')" >"$list"
+    pip -r "$list"
+    "$python" -c "$load; print(*project.get_requires_for_build('wheel'), sep='\n')" >"$list"
+    pip --quiet -r "$list"
+    say "building and installing Headroom"
+    pip --no-build-isolation ".[demo,test]"
+}
+
+[ -x "$python" ] && "$python" -m pip --version >/dev/null 2>&1 || make_venv
+stamp=$venv/headroom.sha256
+if [ "$(cat "$stamp" 2>/dev/null)" = "$(fingerprint)" ]; then
+    say "Headroom in $venv is up to date"
+else
+    rm -f "$stamp"
+    started=$SECONDS
+    (cd "$root" && install)
+    fingerprint >"$stamp"
+    say "environment ready in $((SECONDS - started)) s: $venv"
+fi

@@ -1,0 +1,139 @@
+"""Train a byte-level GPT on one rung of the memory ladder.
+
+    python examples/train.py --rung headroom --steps 200 --out runs/mine
+
+Writes OUT/RUNG/checkpoint.pt as it goes and OUT/RUNG/result.json at the end. With --resume it
+continues from the checkpoint to the same bits as a run that was never stopped (same machine, same
+number of threads).
+"""
+
+import argparse
+import json
+import os
+import sys
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+import torch
+from tqdm import tqdm
+
+import data
+from memory import PeakMemory
+from model import SIZES
+from run import Run
+from rungs import RUNGS, Rung
+
+
+def train(
+    rung: Rung,
+    out: Path,
+    *,
+    size: str = "small",
+    steps: int = 100,
+    device: str = "cpu",
+    path: str | None = None,
+    seed: int = 0,
+    resume: bool = False,
+    save_every: int = 25,
+) -> dict:
+    """Train one rung up to `steps` optimizer steps; returns what `result.json` holds."""
+    if steps < 1:
+        raise ValueError(f"--steps {steps}: at least one is needed")
+    # cuBLAS repeats its bits only with a fixed workspace.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # slow, and nothing here reads it
+    place, shape = torch.device(device), SIZES[size]
+    text, unseen = data.load(path, shape.context)
+    identity = asdict(rung) | {"size": size, "seed": seed, "device": place.type}
+    identity["text"] = f"{len(text)} bytes, crc32 {zlib.crc32(text.numpy()):08x}"
+
+    # One step to throw away: what libraries load, compile and cache once per process is not counted
+    # as memory of the training.
+    Run(rung, shape, place, seed).step(text)
+    peak = PeakMemory(place)
+    run = Run(rung, shape, place, seed)
+
+    out.mkdir(parents=True, exist_ok=True)
+    checkpoint = out / "checkpoint.pt"
+    if resume and checkpoint.exists():
+        run.load(checkpoint, identity)
+        if len(run.losses) > steps:
+            raise ValueError(f"{checkpoint} is at step {len(run.losses)}, past --steps {steps}")
+
+    peak.restart()
+    tokens = shape.batch * shape.context
+    with tqdm(
+        total=steps,
+        initial=len(run.losses),
+        desc=rung.title,
+        unit="step",
+        mininterval=0.1 if sys.stderr.isatty() else 10,
+    ) as bar:
+        while len(run.losses) < steps:
+            run.step(text)
+            run.peak_bytes = max(run.peak_bytes, peak.read())
+            speed = f"{tokens / run.seconds[-1]:,.0f} tokens/s"
+            bar.set_postfix_str(f"{run.losses[-1]:.3f} bits/byte, {speed}", refresh=False)
+            bar.update()
+            if len(run.losses) % save_every == 0 or len(run.losses) == steps:
+                run.save(checkpoint, identity)
+
+    result = identity | {
+        "steps": steps,
+        "batch": shape.batch,
+        "context": shape.context,
+        "model_parameters": sum(p.numel() for p in run.model.parameters()),
+        "held_out_bits_per_byte": run.held_out_loss(unseen),
+        "tokens_per_second": tokens / median(run.seconds),
+        "peak_bytes": run.peak_bytes,
+        "bytes": run.count_bytes(text),
+        "losses": run.losses,
+    }
+    (out / "result.json").write_text(json.dumps(result, indent=1))
+    return result
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", help="text file or folder; default: the standard library")
+    parser.add_argument("--size", choices=SIZES, help="default: small on the CPU, medium on CUDA")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1; default: cuda where there is a GPU")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps, default 100")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="default: runs/demo")
+    parser.add_argument("--resume", action="store_true", help="continue what lies in OUT")
+
+
+def settings(args: argparse.Namespace) -> dict:
+    """The arguments as keywords of `train`, with the defaults that depend on the machine."""
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    size = args.size or ("medium" if device.startswith("cuda") else "small")
+    return {
+        "size": size,
+        "steps": args.steps,
+        "device": device,
+        "path": args.data,
+        "seed": args.seed,
+        "resume": args.resume,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rung", choices=RUNGS, default="headroom")
+    add_arguments(parser)
+    args = parser.parse_args()
+    try:
+        train(RUNGS[args.rung], args.out / args.rung, **settings(args))
+    except (FileNotFoundError, ValueError) as error:  # the user's arguments, not our fault
+        sys.exit(f"train.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
