@@ -1,4 +1,5 @@
 // Where NaN and infinity go in hr_adamw(), one at a time: never lost, never into another element.
+// An infinite first moment becomes NaN, because the step from it towards the gradient is infinite.
 #include <cmath>
 
 #include "adamw_run.h"
@@ -16,7 +17,7 @@ TEST_P(AdamwSpecial, ValuesSpreadAsTheRuleSays)
     } rows[] = {
         {GRADS, NAN, n, n, n, n},           {GRADS, INFINITY, n, i, i, i},
         {PARAMS, NAN, n, f, f, f},          {PARAMS, INFINITY, i, f, f, f},
-        {EXP_AVGS, NAN, n, n, f, f},        {EXP_AVGS, INFINITY, i, i, f, f},
+        {EXP_AVGS, NAN, n, n, f, f},        {EXP_AVGS, INFINITY, n, n, f, f},
         {EXP_AVG_SQS, NAN, n, f, n, n},     {EXP_AVG_SQS, INFINITY, f, f, i, i},
         {MAX_EXP_AVG_SQS, NAN, n, f, f, n}, {MAX_EXP_AVG_SQS, INFINITY, f, f, f, i},
     };

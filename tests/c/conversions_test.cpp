@@ -1,6 +1,6 @@
 // How elements are loaded and stored, seen through hr_adamw(): with beta1 = 0 the new exp_avg is
 // the gradient, converted. Every 16-bit pattern is loaded; every midpoint between two and its
-// neighbours are stored.
+// neighbours are stored. Infinity alone cannot be seen so, for the formula multiplies it by 0.
 #include <cmath>
 
 #include "backend.h"
@@ -42,13 +42,17 @@ void expect_equal(const std::vector<double> &got, const std::vector<double> &wan
 
 TEST_P(Conversions, EveryPatternLoads)
 {
-    std::vector<uint8_t> patterns;
-    for (int i = 0; i < 65536; i++) {
-        patterns.push_back(uint8_t(i));
-        patterns.push_back(uint8_t(i >> 8));
-    }
-    for (const hr_dtype type : {HR_BF16, HR_F16})
+    for (const hr_dtype type : {HR_BF16, HR_F16}) {
+        const int infinity = type == HR_BF16 ? 0x7F80 : 0x7C00;
+        std::vector<uint8_t> patterns;
+        for (int i = 0; i < 65536; i++) {
+            if ((i & 0x7FFF) == infinity)
+                continue;
+            patterns.push_back(uint8_t(i));
+            patterns.push_back(uint8_t(i >> 8));
+        }
         expect_equal(converted(*backend, patterns, type, HR_F32), decode(patterns, type));
+    }
 }
 
 TEST_P(Conversions, StoresRoundToNearestEven)
@@ -68,8 +72,8 @@ TEST_P(Conversions, StoresRoundToNearestEven)
                 values.push_back(-x);
             }
         }
-        for (const double x : {65504.0, 65519.99, 65520.0, 1e5, 3.3895e38, 3.3961e38, 3.4e38,
-                               double(INFINITY), double(NAN)})
+        for (const double x :
+             {65504.0, 65519.99, 65520.0, 1e5, 3.3895e38, 3.3961e38, 3.4e38, double(NAN)})
             values.push_back(x);
         expect_equal(converted(*backend, encode(values, HR_F32), HR_F32, type),
                      decode(encode(decode(encode(values, HR_F32), HR_F32), type), type));
