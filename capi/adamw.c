@@ -93,13 +93,5 @@ hr_status hr_adamw(const hr_tensor_list *params, const hr_tensor_list *exp_avgs,
         HR_TRY(check_values(&args));
         return adamw_cpu(&args);
     }
-#if HR_WITH_CUDA
-    int32_t previous = 0;
-    HR_TRY(hr_cuda_enter(exec->device, &previous));
-    const hr_status status = adamw_cuda(&args, exec);
-    hr_cuda_leave(previous);
-    return status;
-#else
-    return HR_INTERNAL; /* hr_check_exec refused */
-#endif
+    HR_RETURN_CUDA(adamw_cuda(&args, exec), exec);
 }

@@ -16,7 +16,9 @@ static const char *dtype_name(hr_dtype dtype)
 
 static const char *set_name(unsigned allowed_dtypes)
 {
-    return allowed_dtypes == HR_FLOATS ? "f32, bf16 or f16" : "f32 or f64";
+    return allowed_dtypes == HR_FLOATS        ? "f32, bf16 or f16"
+           : allowed_dtypes == HR_BIT(HR_F32) ? "f32"
+                                              : "f32 or f64";
 }
 
 hr_status hr_check_list(const char *function, const char *name, const hr_tensor_list *list,
@@ -25,8 +27,8 @@ hr_status hr_check_list(const char *function, const char *name, const hr_tensor_
     HR_REQUIRE(list, "%s: %s is NULL", function, name);
     HR_REQUIRE(list->count >= 0, "%s: %s->count is %" PRId64 ", wanted 0 or more", function, name,
                list->count);
-    HR_REQUIRE(list->count == count, "%s: %s->count is %" PRId64 ", but params has %" PRId64,
-               function, name, list->count, count);
+    HR_REQUIRE(list->count == count, "%s: %s->count is %" PRId64 ", wanted %" PRId64, function,
+               name, list->count, count);
     if (count == 0)
         return HR_OK;
     HR_REQUIRE(list->data && list->numel && list->dtype, "%s: %s->%s is NULL", function, name,

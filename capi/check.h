@@ -20,6 +20,21 @@
             return hr_try_status;               \
     } while (0)
 
+/* Ends an entry point with the status of `launch`, made with exec's device current. Without a CUDA
+ * part it is not reached, because hr_check_exec has refused. */
+#if HR_WITH_CUDA
+#define HR_RETURN_CUDA(launch, exec)                         \
+    do {                                                     \
+        int32_t hr_previous = 0;                             \
+        HR_TRY(hr_cuda_enter((exec)->device, &hr_previous)); \
+        const hr_status hr_launch_status = (launch);         \
+        hr_cuda_leave(hr_previous);                          \
+        return hr_launch_status;                             \
+    } while (0)
+#else
+#define HR_RETURN_CUDA(launch, exec) return HR_INTERNAL
+#endif
+
 /* Sets of dtypes, one bit each. */
 #define HR_BIT(dtype) (1u << (dtype))
 #define HR_FLOATS     (HR_BIT(HR_F32) | HR_BIT(HR_BF16) | HR_BIT(HR_F16))

@@ -229,6 +229,149 @@ HR_API hr_status hr_adamw(const hr_tensor_list *params, const hr_tensor_list *ex
                           const hr_tensor_list *steps, const hr_tensor_list *grads,
                           const hr_adamw_config *config, const hr_exec *exec);
 
+/* ---- Unscaling, checking and measuring gradients --------------------------------------------- */
+
+/*
+ * One pass over a list of gradients, each x replaced in thought, or in memory if `write` is set, by
+ *
+ *     x' = x * (clip_coef / grad_scale)                  absent factors are 1
+ *
+ * with the factor folded in binary64 and rounded to binary32 once; a factor of 1 writes nothing.
+ *
+ * They are measured before x' is rounded to its dtype: with S_k the sum of |x'|^p over tensor k (or
+ * the maximum of |x'| if p is infinite),
+ *
+ *     norms[k]  = S_k^(1/p)             norm = (S_0 + S_1 + ...)^(1/p)   (or the maximum)
+ *     found_inf = 1 if any x' is infinite or NaN, else not written, so that calls can share a flag
+ *     culprit   = the smallest k with such an x', or -1
+ *     clip_coef = min(1, max_norm / (norm + 1e-6))       the factor that clips to max_norm
+ *
+ * Sums are in a fixed order without atomics: a device repeats itself bit for bit, with any number
+ * of threads. On the CPU they are binary64, and a norm is the exact one rounded to binary32, or the
+ * neighbour of that, for more than 1e9 elements. On CUDA likewise, but for p = 2 the squares of 8
+ * neighbours are first added in binary32 (where none can overflow, or matter and vanish), so that a
+ * norm is within 2.5 units in the last place of the exact one; usually 1, the errors being random.
+ * For p = 2 neither the largest nor the smallest binary32 values overflow or vanish on the way:
+ * only a norm above the largest binary32 is stored as infinity, and clip_coef is right even then.
+ * For p other than 1, 2 and infinity, |x'|^p must neither overflow nor vanish in binary64, or the
+ * gradient counts as infinite or zero.
+ */
+typedef struct hr_unscale_norm_config {
+    size_t size;     /* sizeof(hr_unscale_norm_config); set by HR_UNSCALE_NORM_CONFIG_INIT */
+    double p;        /* order of the norms: > 0, infinity allowed */
+    double max_norm; /* >= 0; for result->clip_coef */
+    int32_t write;   /* 1: gradients are replaced by x', rounded to their dtype */
+    /* Scalars in the memory of exec's device, or NULL. They are read when the work runs. */
+    const float *grad_scale; /* finite and > 0 */
+    const float *clip_coef;
+} hr_unscale_norm_config;
+
+#define HR_UNSCALE_NORM_CONFIG_INIT                             \
+    {                                                           \
+        sizeof(hr_unscale_norm_config), 2.0, 0.0, 0, NULL, NULL \
+    }
+
+/* Where the measurements go, in the memory of exec's device. What is NULL is not asked for. */
+typedef struct hr_unscale_norm_result {
+    float *norm;      /* [1] */
+    float *norms;     /* [count] */
+    float *found_inf; /* [1] */
+    int64_t *culprit; /* [1] */
+    float *clip_coef; /* [1] */
+} hr_unscale_norm_result;
+
+/* Bytes of workspace that hr_unscale_norm needs for a list: about 8 per 16,384 elements and 16 per
+ * tensor. Reads only count and numel. */
+HR_API hr_status hr_unscale_norm_workspace(size_t *bytes, const hr_tensor_list *grads);
+
+/*
+ * grads      in/out: f32, bf16 or f16; written only if config->write
+ * result     out: host struct of device pointers; NULL with config->write: multiply, do not measure
+ * workspace  scratch memory of exec's device, a multiple of 8 bytes; NULL if result is NULL
+ *
+ * On CUDA one launch per 1,300 tensors and one small one. Reads each gradient once, and writes it
+ * once if asked.
+ *
+ * HR_INVALID_ARGUMENT: what hr_adamw names, a workspace that is too small, nothing to do (neither
+ * write nor result).
+ */
+HR_API hr_status hr_unscale_norm(const hr_tensor_list *grads, const hr_unscale_norm_result *result,
+                                 const hr_unscale_norm_config *config, void *workspace,
+                                 size_t workspace_bytes, const hr_exec *exec);
+
+/* ---- The loss scale -------------------------------------------------------------------------- */
+
+/*
+ * The update of a dynamic loss scale (Micikevicius et al., arXiv:1710.03740), on the device, after
+ * a step:
+ *
+ *     found_inf != 0:  growth_tracker = 0;  hysteresis_tracker = hysteresis_tracker - 1
+ *                      if hysteresis_tracker <= 0: scale = max(scale * backoff_factor, min_scale)
+ *     else:            growth_tracker = growth_tracker + 1
+ *                      if growth_tracker == growth_interval: growth_tracker = 0,
+ *                          hysteresis_tracker = hysteresis, and
+ *                          scale = min(scale * growth_factor, max_scale) unless that is infinite
+ *
+ * Products are binary64, rounded to binary32 once. With hysteresis 1, min_scale 0 and max_scale
+ * infinite this is the rule of torch.amp.GradScaler, to the bit.
+ */
+typedef struct hr_update_scale_config {
+    size_t size;             /* sizeof(hr_update_scale_config) */
+    double growth_factor;    /* > 1 */
+    double backoff_factor;   /* in (0, 1) */
+    double min_scale;        /* >= 0, finite in binary32 */
+    double max_scale;        /* >= min_scale and > 0; at first no bound */
+    int32_t growth_interval; /* >= 1 */
+    int32_t hysteresis;      /* >= 1: overflows, since the scale last grew, until it falls */
+} hr_update_scale_config;
+
+#define HR_UPDATE_SCALE_CONFIG_INIT                                                    \
+    {                                                                                  \
+        sizeof(hr_update_scale_config), 2.0, 0.5, 0.0, 1.7976931348623157e308, 2000, 1 \
+    }
+
+/*
+ * scale, growth_tracker   in/out: one element each, in the memory of exec's device
+ * hysteresis_tracker      in/out: likewise, config->hysteresis at first; NULL if that is 1
+ * found_inf               in: one element
+ */
+HR_API hr_status hr_update_scale(float *scale, int32_t *growth_tracker, int32_t *hysteresis_tracker,
+                                 const float *found_inf, const hr_update_scale_config *config,
+                                 const hr_exec *exec);
+
+/* ---- Gradient accumulation ------------------------------------------------------------------- */
+
+/*
+ * Adds a list of gradients to buffers of binary32, with x = grad * factor (absent: grad):
+ *
+ *     sum = sum + x                                            plain
+ *     y = x - lost;  t = sum + y;  lost = (t - sum) - y;  sum = t       with `lost` (Kahan, 1965)
+ *     grad = 0                                                 if zero_grads
+ *
+ * The error of the compensated sum stays within 2 roundings of the sum of |x|, for any number
+ * of them up to 2^20 or so; that of the plain sum grows with their number. Same bits on CPU and CUDA.
+ */
+typedef struct hr_accumulate_config {
+    size_t size;             /* sizeof(hr_accumulate_config) */
+    double factor;           /* finite in binary32; ignored if factor_ptr is set */
+    const float *factor_ptr; /* scalar in the memory of exec's device, or NULL */
+    int32_t zero_grads;      /* 1: gradients are zero afterwards */
+} hr_accumulate_config;
+
+#define HR_ACCUMULATE_CONFIG_INIT                  \
+    {                                              \
+        sizeof(hr_accumulate_config), 1.0, NULL, 0 \
+    }
+
+/*
+ * sums   in/out: f32
+ * losts  in/out: f32, zeros at first; NULL: plain sum
+ * grads  in, or in/out with zero_grads: f32, bf16 or f16
+ */
+HR_API hr_status hr_accumulate(const hr_tensor_list *sums, const hr_tensor_list *losts,
+                               const hr_tensor_list *grads, const hr_accumulate_config *config,
+                               const hr_exec *exec);
+
 #ifdef __cplusplus
 }
 #endif

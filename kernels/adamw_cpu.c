@@ -6,7 +6,7 @@
 #include "cpu.h"
 
 /* With constant dtypes and amsgrad this is one vector loop without branches. */
-HR_INLINE void adamw_run(adamw_constants c, void *restrict param, const void *restrict grad,
+HR_INLINE void adamw_few(adamw_constants c, void *restrict param, const void *restrict grad,
                          void *restrict exp_avg, void *restrict exp_avg_sq,
                          void *restrict max_exp_avg_sq, int64_t begin, int64_t end,
                          hr_dtype param_dtype, hr_dtype grad_dtype, hr_dtype state_dtype,
@@ -27,6 +27,27 @@ HR_INLINE void adamw_run(adamw_constants c, void *restrict param, const void *re
         if (amsgrad)
             hr_store(max_exp_avg_sq, i, x.max_exp_avg_sq, state_dtype);
     }
+}
+
+HR_INLINE void adamw_run(adamw_constants c, void *restrict param, const void *restrict grad,
+                         void *restrict exp_avg, void *restrict exp_avg_sq,
+                         void *restrict max_exp_avg_sq, int64_t begin, int64_t end,
+                         hr_dtype param_dtype, hr_dtype grad_dtype, hr_dtype state_dtype,
+                         int amsgrad)
+{
+    int64_t i = begin;
+    for (; end - i >= CPU_STEP; i += CPU_STEP) {
+        cpu_prefetch(param, i, CPU_STEP, param_dtype);
+        cpu_prefetch(grad, i, CPU_STEP, grad_dtype);
+        cpu_prefetch(exp_avg, i, CPU_STEP, state_dtype);
+        cpu_prefetch(exp_avg_sq, i, CPU_STEP, state_dtype);
+        if (amsgrad)
+            cpu_prefetch(max_exp_avg_sq, i, CPU_STEP, state_dtype);
+        adamw_few(c, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, i, i + CPU_STEP, param_dtype,
+                  grad_dtype, state_dtype, amsgrad);
+    }
+    adamw_few(c, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, i, end, param_dtype, grad_dtype,
+              state_dtype, amsgrad);
 }
 
 /* Turns the dtypes of tensor k into constants, one at a time. */
@@ -73,14 +94,8 @@ HR_INLINE void adamw_range(void *context, int64_t begin, int64_t end)
     const adamw_args *a = (const adamw_args *)context;
     adamw_constants constants = {0};
     double folded_for = NAN; /* equal to no step */
-    int64_t first = 0;       /* of tensor k, in the same count as begin and end */
-    for (int64_t k = 0; k < a->params->count && first < end; k++) {
-        const int64_t numel = a->params->numel[k];
-        const int64_t from = begin > first ? begin - first : 0;
-        const int64_t to = end - first < numel ? end - first : numel;
-        first += numel;
-        if (from >= to)
-            continue;
+    CPU_FOR_EACH_TENSOR(a->params, begin, end, k, from, to)
+    {
         const double t = a->steps ? hr_load_scalar(a->steps->data[k], a->steps->dtype[k]) + 1.0
                                   : (double)a->config->step;
         if (t != folded_for)
@@ -96,10 +111,7 @@ hr_status adamw_cpu(const adamw_args *args)
 {
     if (args->config->found_inf && *args->config->found_inf != 0.0f)
         return HR_OK;
-    int64_t total = 0;
-    for (int64_t k = 0; k < args->params->count; k++)
-        total += args->params->numel[k];
-    hr_parallel_for(0, total, CPU_GRAIN, CPU_BEST(adamw_range), (void *)args);
+    hr_parallel_for(0, cpu_total(args->params), CPU_GRAIN, CPU_BEST(adamw_range), (void *)args);
     for (int64_t k = 0; args->steps && k < args->steps->count; k++) {
         void *const step = args->steps->data[k];
         const hr_dtype dtype = args->steps->dtype[k];

@@ -1,5 +1,5 @@
 /*
- * adamw_cuda.cu: the grid. The list travels in the launch parameters; each block takes CHUNK
+ * adamw_cuda.cu: the grid. The list travels in the launch parameters; each block takes CUDA_CHUNK
  * consecutive elements of one tensor. Eight elements per thread and turn, in 16-byte accesses where
  * every address of the tensor allows them, else one by one.
  *
@@ -10,7 +10,6 @@
 #include "cuda.cuh"
 
 #define THREADS 256
-#define CHUNK   16384
 
 typedef struct tensor_record {
     void *param, *exp_avg, *exp_avg_sq, *max_exp_avg_sq, *step;
@@ -86,28 +85,13 @@ static __device__ __forceinline__ void update_eight(const tensor_record &t, adam
         cuda_store8(t.max_exp_avg_sq, i, cuda_repack(new_max, state), state);
 }
 
-/* The tensor whose blocks include `block`: the last one that starts at or before it. Empty tensors
- * start where the next one does, so they are never the last. */
-static __device__ __forceinline__ uint32_t find_tensor(const adamw_launch &args, uint32_t block)
-{
-    uint32_t low = 0, high = args.count;
-    while (high - low > 1) {
-        const uint32_t middle = (low + high) / 2;
-        if (args.tensors[middle].first_block <= block)
-            low = middle;
-        else
-            high = middle;
-    }
-    return low;
-}
-
 static __global__ void __launch_bounds__(THREADS)
     adamw_kernel(const adamw_launch __grid_constant__ args)
 {
     __shared__ adamw_constants folded;
     if (args.config.found_inf && *args.config.found_inf != 0.0f)
         return;
-    const tensor_record &t = args.tensors[find_tensor(args, blockIdx.x)];
+    const tensor_record &t = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
     adamw_constants constants = args.constants;
     if (args.fold_on_device) {
         if (threadIdx.x == 0)
@@ -119,8 +103,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
     const uintptr_t addresses = (uintptr_t)t.param | (uintptr_t)t.grad | (uintptr_t)t.exp_avg |
                                 (uintptr_t)t.exp_avg_sq | (uintptr_t)t.max_exp_avg_sq;
-    const int64_t begin = (int64_t)(blockIdx.x - t.first_block) * CHUNK;
-    const int64_t end = t.numel - begin < CHUNK ? t.numel : begin + CHUNK;
+    const int64_t begin = (int64_t)(blockIdx.x - t.first_block) * CUDA_CHUNK;
+    const int64_t end = t.numel - begin < CUDA_CHUNK ? t.numel : begin + CUDA_CHUNK;
     const int64_t vector_end = addresses % 16 == 0 ? begin + (end - begin) / 8 * 8 : begin;
     for (int64_t i = begin + threadIdx.x * 8; i < vector_end; i += THREADS * 8)
         update_eight(t, constants, i);
@@ -155,7 +139,7 @@ static uint32_t add_tensor(adamw_launch *launch, const adamw_args *args, int64_t
     t->grad_dtype = (uint8_t)args->grads->dtype[k];
     t->state_dtype = (uint8_t)args->exp_avgs->dtype[k];
     t->step_dtype = (uint8_t)(args->steps ? args->steps->dtype[k] : HR_F64);
-    return blocks + (uint32_t)((t->numel + CHUNK - 1) / CHUNK);
+    return blocks + cuda_blocks(t->numel);
 }
 
 hr_status adamw_cuda(const adamw_args *args, const hr_exec *exec)

@@ -49,4 +49,35 @@
 
 #define CPU_BEST(loop) (loop##_variants[hr_get_cpu_level()])
 
+/* Fetches `count` elements 2 KiB ahead of element i. A core that converts, sums or divides between
+ * its loads does not look that far ahead by itself, and waits for memory. Past the end of a tensor
+ * the address is only a hint, so it is computed as a number. */
+HR_INLINE void cpu_prefetch(const void *base, int64_t i, int count, hr_dtype dtype)
+{
+    const int size = dtype == HR_F32 ? 4 : 2;
+    const uintptr_t ahead = (uintptr_t)base + (uintptr_t)(i * size) + 2048;
+    for (int byte = 0; byte < count * size; byte += 64)
+        __builtin_prefetch((const void *)(ahead + (uintptr_t)byte), 1);
+}
+
+/* Elements between prefetches. */
+#define CPU_STEP 64
+
+/* The elements of a list, laid end to end. */
+static inline int64_t cpu_total(const hr_tensor_list *list)
+{
+    int64_t total = 0;
+    for (int64_t k = 0; k < list->count; k++)
+        total += list->numel[k];
+    return total;
+}
+
+/* Runs the body for each tensor k of the list with elements in [begin, end) of cpu_total, and
+ * [from, to) are those elements, counted within the tensor. */
+#define CPU_FOR_EACH_TENSOR(list, begin, end, k, from, to)                         \
+    for (int64_t k = 0, first_ = 0, from, to; k < (list)->count && first_ < (end); \
+         first_ += (list)->numel[k++])                                             \
+        if (from = (begin) > first_ ? (begin)-first_ : 0,                          \
+            to = (end)-first_ < (list)->numel[k] ? (end)-first_ : (list)->numel[k], from < to)
+
 #endif

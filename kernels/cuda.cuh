@@ -31,6 +31,31 @@ static inline hr_status cuda_launch_status(const char *function)
     return hr_fail(HR_CUDA_ERROR, "%s: the launch failed: %s", function, cudaGetErrorString(error));
 }
 
+/* How many elements one block takes. */
+#define CUDA_CHUNK 16384
+
+/* The record whose blocks include `block`: the last one that starts at or before it. Records of
+ * empty tensors start where the next one does, so they are never the last. */
+template <typename Record>
+static __device__ __forceinline__ uint32_t cuda_find(const Record *records, uint32_t count,
+                                                     uint32_t block)
+{
+    uint32_t low = 0, high = count;
+    while (high - low > 1) {
+        const uint32_t middle = (low + high) / 2;
+        if (records[middle].first_block <= block)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static inline uint32_t cuda_blocks(int64_t numel)
+{
+    return (uint32_t)((numel + CUDA_CHUNK - 1) / CUDA_CHUNK);
+}
+
 /* Eight consecutive elements as they lie in memory: 16 bytes of a 16-bit type, 32 of f32. Loads are
  * kept apart from conversions so that all loads of a thread are in flight before the first use. */
 typedef struct cuda_pack {

@@ -16,8 +16,8 @@ LIBRARY = Path(headroom.get_library_dir()) / "libheadroom.so.0"
 # multiprocessor: enough loads in flight to keep its memory busy.
 REGISTERS = {"adamw_kernel": 80}
 REGISTERS_OF_OTHERS = 64
-# Kernels that handle one value per tensor; all others must have 128-bit loads and stores.
-SCALAR = {"adamw_count_kernel"}
+# Kernels that handle a few values per tensor; all others must have 128-bit loads and stores.
+SCALAR = {"adamw_count_kernel", "norm_kernel", "update_scale_kernel"}
 
 
 def build_info():

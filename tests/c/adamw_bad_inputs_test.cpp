@@ -48,7 +48,7 @@ std::vector<BadInput> bad_lists()
         add(name + "->numel is NULL", [=](AdamwRun &r) { r.lists[i].numel = nullptr; });
         add(name + "->dtype is NULL", [=](AdamwRun &r) { r.lists[i].dtype = nullptr; });
         add(name + "->count is -1", [=](AdamwRun &r) { r.lists[i].count = -1; });
-        add(i == PARAMS ? "count is 3, but params has 2" : name + "->count is 2, but params has 3",
+        add(i == PARAMS ? "count is 3, wanted 2" : name + "->count is 2, wanted 3",
             [=](AdamwRun &r) { r.lists[i].count = 2; });
         add(name + "\\[2\\] is NULL", [=](AdamwRun &r) { r.data[i][2] = nullptr; });
         add(name + "\\[2\\] is at .* not a multiple of [248] bytes",
