@@ -4,10 +4,28 @@ Importing the package registers the ops ``torch.ops.headroom.*``. :mod:`headroom
 optimizers with the names and arguments of :mod:`torch.optim`.
 """
 
-from . import _binaries, optim
+from . import _binaries, amp, optim
+from .accumulate import GradAccumulator, accumulate_
 from .adamw import adamw_
+from .clip import clip_grad_norm_, clip_grad_value_
+from .unscale_norm import grad_norm, unscale_norm_
+from .update_scale import update_scale_
 
-__all__ = ["adamw_", "build_info", "get_include", "get_library_dir", "optim"]
+__all__ = [
+    "GradAccumulator",
+    "accumulate_",
+    "adamw_",
+    "amp",
+    "build_info",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "get_include",
+    "get_library_dir",
+    "grad_norm",
+    "optim",
+    "unscale_norm_",
+    "update_scale_",
+]
 __version__ = _binaries.VERSION
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _binaries  # noqa: F401  (registers the ops)
+from ._registration import complete
 from .optimizer import FLOATS, Optimizer
 
 __all__ = ["Adam", "AdamW", "adamw_"]
@@ -134,20 +134,7 @@ def _(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, *, ams
         )
 
 
-def _before_writing(keyset, params, grads, *states, **options):
-    if torch.is_grad_enabled() and any(t.requires_grad for t in chain(params, grads, *states)):
-        raise RuntimeError(
-            "headroom::adamw_ has no derivative, but one of its tensors requires grad; call it "
-            "under torch.no_grad(), or detach the tensor"
-        )
-    torch.autograd.graph.increment_version(list(chain(params, *states)))
-    keyset = keyset & torch._C._after_ADInplaceOrView_keyset
-    torch.ops.headroom.adamw_.default.redispatch(keyset, params, grads, *states, **options)
-
-
-# Ops registered from C++ do not bump version counters by themselves.
-_library = torch.library.Library("headroom", "IMPL")
-_library.impl("adamw_", _before_writing, "ADInplaceOrView", with_keyset=True)
+complete("adamw_")
 
 
 class Adam(Optimizer):
@@ -167,6 +154,7 @@ class Adam(Optimizer):
         differentiable: must be False.
         decoupled_weight_decay: weight decay as in AdamW.
         state_dtype: dtype of the moments. None: the parameter's, as in torch.
+        max_grad_norm: clip all gradients, as one vector, to this L2 norm; see :meth:`step`.
 
     The state of a parameter is ``step`` (float64, counts past 2^24), ``exp_avg``, ``exp_avg_sq``
     and with ``amsgrad`` ``max_exp_avg_sq``: the keys of torch, so a checkpoint of one resumes the
@@ -194,6 +182,7 @@ class Adam(Optimizer):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         state_dtype: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -210,6 +199,8 @@ class Adam(Optimizer):
         }
         if state_dtype is not None:  # else the groups have torch's keys and no other
             defaults["state_dtype"] = state_dtype
+        if max_grad_norm is not None:
+            defaults["max_grad_norm"] = max_grad_norm
         _check_options(type(self).__name__, defaults)
         if {isinstance(beta, Tensor) for beta in betas} == {True, False}:
             raise ValueError("betas must be either both floats or both Tensors")
@@ -263,9 +254,9 @@ class Adam(Optimizer):
             amsgrad=group["amsgrad"],
             maximize=group["maximize"],
             decoupled=group["decoupled_weight_decay"],
-            grad_scale=_scalar_on(device, getattr(self, "grad_scale", None)),
-            found_inf=_scalar_on(device, getattr(self, "found_inf", None)),
-            clip_coef=_scalar_on(device, getattr(self, "clip_coef", None)),
+            grad_scale=_scalar_on(device, self.grad_scale),
+            found_inf=_scalar_on(device, self.found_inf),
+            clip_coef=_scalar_on(device, self.clip_coef),
         )
         if table is not None:
             torch.autograd.graph.increment_version(params)
@@ -308,6 +299,7 @@ class AdamW(Adam):
         differentiable: bool = False,
         fused: bool | None = None,
         state_dtype: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -323,6 +315,7 @@ class AdamW(Adam):
             fused=fused,
             decoupled_weight_decay=True,
             state_dtype=state_dtype,
+            max_grad_norm=max_grad_norm,
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -360,5 +353,8 @@ def _check_options(name: str, options: dict[str, Any]) -> None:
         raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
     if options["differentiable"]:
         raise RuntimeError(f"{name} does not support differentiable=True: its step is one fused op")
+    limit = options.get("max_grad_norm")
+    if limit is not None and not 0.0 <= limit < math.inf:
+        raise ValueError(f"max_grad_norm must be a finite number >= 0, got {limit}")
     if options.get("state_dtype") not in (None, *FLOATS):
         raise ValueError(f"state_dtype must be one of {FLOATS}, got {options['state_dtype']}")

@@ -7,9 +7,11 @@ whether what it knew of them still holds.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -18,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["FLOATS", "Optimizer"]
+from ._registration import FLOATS
+from .unscale_norm import Measured, measure
 
-# What the kernels read and write.
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+__all__ = ["FLOATS", "Optimizer"]
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -67,6 +69,17 @@ class _Cache(NamedTuple):
 class Optimizer(torch.optim.Optimizer):
     """Base of Headroom's optimizers. A subclass defines the three methods that raise here."""
 
+    # Tensors of one element, or None: a step divides gradients by the first, changes nothing if the
+    # second is not 0, and multiplies gradients by the third. torch.amp.GradScaler sets the first
+    # two on instances and deletes them.
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    clip_coef: Tensor | None = None
+    check_finite = False  # whether a step looks for gradients that are not finite by itself
+    grad_norm: Tensor | None = None  # of the last step that measured it
+    measured: Measured | None = None
+    measured_params: Sequence[Tensor] = ()
+
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._caches: dict[int, _Cache] = {}
         super().__init__(params, defaults)
@@ -104,11 +117,17 @@ class Optimizer(torch.optim.Optimizer):
 
     # ---- one step -------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, max_grad_norm: float | None = None
+    ) -> Any:
         """Performs one optimization step.
 
         Args:
             closure: reevaluates the model and returns the loss; called with gradients enabled.
+            max_grad_norm: clip the gradients of all groups, as one vector, to this L2 norm. They
+                are read twice and not written; a step with an infinite or NaN gradient changes
+                nothing.
+                ``optimizer.grad_norm`` is the norm before clipping. None: the constructor's.
 
         Returns:
             What the closure returned, or None.
@@ -117,13 +136,45 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
+        if max_grad_norm is None:
+            max_grad_norm = self.defaults.get("max_grad_norm")
+        with torch.no_grad(), self._measured_grads(max_grad_norm):
             for index, group in enumerate(self.param_groups):
                 if torch.compiler.is_compiling():
                     self._step_gathered(group)
                 else:
                     self._step_group(index, group)
         return loss
+
+    @contextlib.contextmanager
+    def _measured_grads(self, max_grad_norm: float | None) -> Iterator[None]:
+        """Lends the step an overflow flag and a clip coefficient, where one is asked for."""
+        self.measured = None
+        if max_grad_norm is None and not self.check_finite:
+            yield
+            return
+        self.measured_params = [
+            p for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
+        grads = [_like(param.grad, param) for param in self.measured_params]
+        try:
+            self.measured = measured = measure(
+                grads,
+                max_norm=math.inf if max_grad_norm is None else max_grad_norm,
+                grad_scale=self.grad_scale,
+            )
+        except (RuntimeError, NotImplementedError) as error:
+            raise self._explained(error, {}, self.measured_params, grads) from error
+        self.grad_norm = measured.norm
+        given = self.found_inf, self.clip_coef
+        flag, coef = measured.found_inf, measured.clip_coef
+        self.found_inf = flag if given[0] is None else torch.maximum(flag, given[0].to(flag.device))
+        if max_grad_norm is not None:
+            self.clip_coef = coef if given[1] is None else coef * given[1].to(coef.device)
+        try:
+            yield
+        finally:
+            self.found_inf, self.clip_coef = given
 
     def _init_group(
         self,

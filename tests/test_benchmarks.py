@@ -1,5 +1,6 @@
 """The benchmarks: that they run, that contenders do the same work, that the sums are right."""
 
+import importlib
 import json
 import math
 import statistics
@@ -15,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import adamw  # noqa: E402
+from benchmarks import accumulate, adamw, unscale_norm  # noqa: E402
 from benchmarks._limits import Rotation, cache_bytes, sets_needed  # noqa: E402
 from benchmarks._timing import Contender, Settings, measure, ratios  # noqa: E402
 from benchmarks.harness import Bar, Case, Unavailable, run, run_case  # noqa: E402
@@ -32,13 +33,14 @@ def make_case(factories, **kwargs):
     return Case("fake", "sleeps", lambda device: factories, against="rival", **kwargs)
 
 
-def test_quick_run_covers_every_case(device, tmp_path):
-    path = tmp_path / "adamw.json"
+@pytest.mark.parametrize("stem", command.STEMS)
+def test_quick_run_covers_every_case(stem, device, tmp_path):
+    path = tmp_path / "results.json"
     line = [
         sys.executable,
         "-m",
         "benchmarks",
-        "adamw",
+        stem,
         "--quick",
         "--threads",
         "1",
@@ -48,7 +50,8 @@ def test_quick_run_covers_every_case(device, tmp_path):
     done = subprocess.run([*line, "--json", str(path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     saved = json.loads(path.read_text())
-    expected = [case.name for case in adamw.cases(torch.device(device), quick=True)]
+    cases = importlib.import_module(f"benchmarks.{stem}").cases
+    expected = [case.name for case in cases(torch.device(device), quick=True)]
     assert [case["name"] for case in saved["cases"]] == expected
     for case in saved["cases"]:
         assert f"\n{case['name']}: " in done.stdout
@@ -96,6 +99,74 @@ def test_contenders_do_the_same_work(contender, dtype, device, monkeypatch):
     assert moved > 0.01
     error = (data.params[0].double() - expected).abs().max().item()
     assert error <= 2 * torch.finfo(dtype).eps  # values below 1.5: two roundings
+
+
+NORM_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@pytest.mark.parametrize("dtype", NORM_TOLERANCE)
+@pytest.mark.parametrize(
+    "contender",
+    [
+        unscale_norm.headroom_norm,
+        unscale_norm.torch_norm,
+        unscale_norm.headroom_clip,
+        unscale_norm.torch_clip,
+        unscale_norm.torch_clip_loop,
+    ],
+)
+def test_contenders_measure_the_same_norm(contender, dtype, device):
+    data = unscale_norm.Layout(3, 1000, dtype).allocate(torch.device(device))
+    before = [grad.double().clone() for grad in data.grads]
+    expected = torch.cat(before).norm().item()
+    norm = contender(Rotation([data])).call().item()
+    assert norm == pytest.approx(expected, rel=NORM_TOLERANCE[dtype])
+    if "clip" in contender.__name__ and dtype == torch.float32:
+        for grad, old in zip(data.grads, before):
+            ratio = grad.double() / old
+            assert (ratio - unscale_norm.SHRINK).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("contender", [unscale_norm.headroom_unscale, unscale_norm.torch_unscale])
+def test_unscaling_contenders_write(contender, device):
+    data = unscale_norm.Layout(3, 1000, torch.float32).allocate(torch.device(device))
+    before = [grad.clone() for grad in data.grads]
+    contender(Rotation([data])).call()
+    for grad, old in zip(data.grads, before):
+        torch.testing.assert_close(grad, old / unscale_norm.SCALE, rtol=1e-6, atol=0)
+        assert (grad != old).any()
+
+
+@pytest.mark.parametrize(
+    "contender, written",
+    [
+        (unscale_norm.headroom_step, False),
+        (unscale_norm.headroom_explicit_step, True),
+        (lambda data: unscale_norm.torch_step(data, fused=True), True),
+    ],
+)
+def test_steps_move_parameters(contender, written, device):
+    data = unscale_norm.Layout(3, 1000, torch.float32).allocate(torch.device(device))
+    call = contender(Rotation([data])).call
+    params = [param.detach().clone() for param in data.params]
+    grads = [grad.clone() for grad in data.grads]
+    call()
+    for param, old in zip(data.params, params):
+        moved = old * (1 - unscale_norm.LR * 1e-2) - param.detach()
+        assert moved.min() > 0.9 * unscale_norm.LR  # an early step of Adam, all gradients > 0
+    assert all((grad != old).any().item() == written for grad, old in zip(data.grads, grads))
+
+
+@pytest.mark.parametrize("dtype", NORM_TOLERANCE)
+@pytest.mark.parametrize(
+    "contender", [accumulate.headroom_op, accumulate.torch_foreach, accumulate.torch_widened]
+)
+def test_accumulating_contenders_do_the_same_work(contender, dtype, device):
+    data = accumulate.Layout(3, 1000, dtype).allocate(torch.device(device))
+    expected = [s.double() + g.double() for s, g in zip(data.sums, data.grads)]
+    contender(Rotation([data])).call()
+    for total, wanted in zip(data.sums, expected):
+        assert (total.double() - wanted).abs().max() <= torch.finfo(torch.float32).eps * 2
 
 
 def test_new_gradients_have_new_addresses():

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 OPS = sorted(path.name.removesuffix("_cpu.c") for path in (ROOT / "kernels").glob("*_cpu.c"))
@@ -45,3 +46,13 @@ def test_kernels_do_not_look_up():
     headers = {path.name for path in (ROOT / "capi").glob("*.h")} - {"headroom.h"}
     for path in (ROOT / "kernels").iterdir():
         assert not headers & set(re.findall(r'#include\s+"([^"]+)', path.read_text()))
+
+
+def test_every_op_is_opchecked():
+    import headroom  # noqa: F401  (registers the ops)
+
+    schemas = (schema.name for schema in torch._C._jit_get_all_schemas())
+    ops = {name.removeprefix("headroom::") for name in schemas if name.startswith("headroom::")}
+    texts = [path.read_text() for path in (ROOT / "tests").glob("test_*.py")]
+    checked = "\n".join(text for text in texts if "opcheck(" in text)
+    assert ops and not [op for op in sorted(ops) if not re.search(rf"\b{op}\b", checked)]

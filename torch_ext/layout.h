@@ -29,8 +29,8 @@ class Layout
 {
   public:
     // The order of `param` in memory if it is dense, else row-major. Fails if elements of `param`
-    // share memory, as those of an expanded tensor do.
-    Layout(const View &param, const char *name, size_t k)
+    // share memory, as those of an expanded tensor do, unless it is only read.
+    Layout(const View &param, const char *name, size_t k, bool only_read = false)
         : sizes_(param.sizes, param.sizes + param.dim),
           strides_(param.strides, param.strides + param.dim)
     {
@@ -42,7 +42,7 @@ class Layout
         for (const size_t d : order) {
             if (sizes_[d] <= 1)
                 continue;
-            if (strides_[d] < extent)
+            if (strides_[d] < extent && !only_read)
                 fail(entry(name, k) + " has elements that share memory (an expanded or overlapping "
                                       "tensor); give it memory of its own with clone()");
             is_dense_ = is_dense_ && strides_[d] == dense;

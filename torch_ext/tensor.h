@@ -152,11 +152,18 @@ inline const float *scalar_of(const OptionalTensor &tensor, const View &like, co
         return nullptr;
     const View view(*tensor);
     if (!view.is_with(like))
-        fail(std::string(name) + " is on " + view.device_name() + ", but params[0] is on " +
+        fail(std::string(name) + " is on " + view.device_name() + ", but the list is on " +
              like.device_name());
     if (view.numel() != 1 || dtype_of(view.torch_dtype) != HR_F32)
         fail(std::string(name) + " must be a float32 tensor of one element");
     return static_cast<const float *>(view.data);
+}
+
+// Scratch memory on the device of `like`, from torch's allocator and so safe on its current stream.
+inline Tensor workspace_of(size_t bytes, const Tensor &like)
+{
+    const int64_t doubles = static_cast<int64_t>((bytes + 7) / 8);
+    return torch::stable::new_empty(like, {&doubles, 1}, torch::headeronly::ScalarType::Double);
 }
 
 // The parallel arrays behind an hr_tensor_list.
