@@ -54,7 +54,7 @@ def draw(results: list[dict], path: Path) -> None:
     axes.set_yticks(rows, [r["title"] for r in results], fontsize=10.5)
     axes.set_ylim(len(results) - 0.5, -0.5)
     axes.set_xlim(0, 1.04 * max(peaks + ends))
-    note = f"{name}; bars are counted by kind, each rung keeps the changes above it"
+    note = f"{name}; bars are counted by kind; a rung with + keeps the changes above it"
     axes.set_xlabel(note, color=FAINT, fontsize=8.5)
     axes.tick_params(length=0, colors=FAINT, labelsize=8.5)
     axes.tick_params(axis="y", labelcolor=INK, labelsize=10.5)

@@ -1,11 +1,13 @@
 """A training run: model, optimizer and history, one step after the other, saved and resumed."""
 
+import copy
 import math
 import os
 import time
 from importlib import import_module
 from pathlib import Path
 
+import headroom
 import torch
 from torch import Tensor
 
@@ -23,10 +25,20 @@ class Run:
     def __init__(self, rung: Rung, size: Size, device: torch.device, seed: int):
         torch.manual_seed(seed)
         self.rung, self.size, self.device, self.seed = rung, size, device, seed
-        self.model = GPT(size, checkpoint_blocks=rung.checkpoint).to(device)
+        self.model = GPT(size, checkpoint_blocks=rung.checkpoint)
+        self.model.to(device, getattr(torch, rung.weights))
+        options = {}  # of Headroom's optimizers
+        if rung.max_grad_norm is not None:
+            options["max_grad_norm"] = rung.max_grad_norm
+        if rung.weights != "float32":
+            options["state_dtype"] = torch.float32
         module, name = rung.optimizer.rsplit(".", 1)
         self.optimizer = getattr(import_module(module), name)(
-            self.model.parameters(), lr=size.lr, betas=(0.9, 0.95), weight_decay=0.1
+            self.model.parameters(), lr=size.lr, betas=(0.9, 0.95), weight_decay=0.1, **options
+        )
+        self.accumulator = headroom.GradAccumulator(self.model) if rung.sum_in_f32 else None
+        self.scaler = headroom.amp.GradScaler(
+            device.type, init_scale=2.0**12, enabled=rung.scaler, max_consecutive_skips=10
         )
         self.losses: list[float] = []  # bits per byte of each step so far
         self.seconds: list[float] = []  # duration of each step so far
@@ -42,10 +54,16 @@ class Run:
         return list(zip(*(t.to(self.device).chunk(self.rung.accumulate) for t in pair)))
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.rung.autocast):
-            loss = self.model(tokens, targets) / self.rung.accumulate
-        loss.backward()
-        return loss.detach()
+        dtype = getattr(torch, self.rung.autocast or "bfloat16")
+        with torch.autocast(self.device.type, dtype, enabled=self.rung.autocast is not None):
+            loss = self.model(tokens, targets)
+        part = loss.detach() / self.rung.accumulate
+        if self.accumulator:  # which takes the mean over micro-batches by itself
+            with self.accumulator.micro_batch():
+                loss.backward()
+        else:
+            self.scaler.scale(loss / self.rung.accumulate).backward()
+        return part
 
     def step(self, text: Tensor) -> None:
         start = time.perf_counter()
@@ -53,7 +71,10 @@ class Run:
             group["lr"] = self.learning_rate()
         micro_batches = self.micro_batches(text, len(self.losses))
         loss = sum(self.forward_backward(*pair) for pair in micro_batches)
-        self.optimizer.step()
+        if self.accumulator:
+            self.accumulator.finish()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad()
         self.losses.append(loss.item() * BITS_PER_NAT)
         self.seconds.append(time.perf_counter() - start)
@@ -61,11 +82,10 @@ class Run:
     @torch.no_grad()
     def held_out_loss(self, text: Tensor) -> float:
         """Bits per byte on held-out text, in float32 on every rung: only the training differs."""
-        self.model.eval()
+        model = copy.deepcopy(self.model).float().eval()
         windows = data.held_out(text, HELD_OUT_WINDOWS, self.size.context)
         pairs = zip(*(t.to(self.device).split(4) for t in windows))
-        losses = [self.model(*pair).item() for pair in pairs]
-        self.model.train()
+        losses = [model(*pair).item() for pair in pairs]
         return sum(losses) / len(losses) * BITS_PER_NAT
 
     def count_bytes(self, text: Tensor) -> dict[str, int]:
@@ -73,9 +93,15 @@ class Run:
         parameters = list(self.model.parameters())
         micro_batch = self.micro_batches(text, 0)[0]
         saved = saved_bytes(lambda: self.forward_backward(*micro_batch), parameters)
+        if self.accumulator:  # which holds float32 sums beside the gradients of a micro-batch
+            sums = 4 * sum(p.numel() for p in parameters)
+            gradients = sums + bytes_of(parameters)
+            self.accumulator.finish()
+        else:
+            gradients = bytes_of(p.grad for p in parameters if p.grad is not None)
         counted = {
             "parameters": bytes_of(parameters),
-            "gradients": bytes_of(p.grad for p in parameters if p.grad is not None),
+            "gradients": gradients,
             "optimizer state": bytes_of(tensors_in(list(self.optimizer.state.values()))),
             "saved activations": saved,
         }
@@ -87,6 +113,7 @@ class Run:
             "identity": identity,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
             "losses": self.losses,
             "seconds": self.seconds,
             "peak_bytes": self.peak_bytes,
@@ -108,6 +135,7 @@ class Run:
             raise ValueError(f"{path} is of another run: it differs in {', '.join(changed)}")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
         self.losses, self.seconds = state["losses"], state["seconds"]
         self.peak_bytes = state["peak_bytes"]
         torch.set_rng_state(state["rng"])

@@ -1,4 +1,4 @@
-"""The rungs of the memory ladder. Each one is the rung above it with one thing changed."""
+"""The rungs of the memory ladder. Each one with a + is the rung above it with one thing changed."""
 
 from dataclasses import dataclass, replace
 
@@ -10,8 +10,13 @@ class Rung:
     optimizer: str = "torch.optim.AdamW"  # imported by this name
     accumulate: int = 1  # micro-batches per optimizer step; the tokens of a step stay the same
     checkpoint: bool = False  # recompute each block in the backward pass, save only its input
-    autocast: bool = False  # matrix products in bf16
-    tolerance: float = 0.0  # allowed distance from the first rung's held-out loss, in bits per byte
+    autocast: str | None = None  # matrix products in this dtype
+    scaler: bool = False  # scale the loss, so that gradients survive in float16
+    max_grad_norm: float | None = None  # clip inside the optimizer step, which writes no gradient
+    weights: str = "float32"  # dtype of the parameters; the optimizer's state stays float32
+    sum_in_f32: bool = False  # add micro-batches' gradients up in float32, whatever their dtype
+    tolerance: float | None = 0.0  # allowed distance from the first rung's held-out loss, in bits
+    # per byte; None where the training itself is another, so that the loss is shown, not judged
 
 
 # In float32 the rungs do the same sums in another order, and training amplifies the rounding:
@@ -31,8 +36,40 @@ accumulation = replace(
     headroom_adamw, key="accumulate", title="+ gradient accumulation", accumulate=4
 )
 checkpointing = replace(accumulation, key="checkpoint", title="+ checkpointing", checkpoint=True)
-autocast = replace(
-    checkpointing, key="bf16", title="+ bf16 autocast", autocast=True, tolerance=BF16
+bf16_autocast = replace(
+    checkpointing, key="bf16", title="+ bf16 autocast", autocast="bfloat16", tolerance=BF16
+)
+fp16_scaled = replace(
+    bf16_autocast,
+    key="fp16",
+    title="fp16 autocast, loss scaling",
+    autocast="float16",
+    scaler=True,
+)
+clipped = replace(
+    bf16_autocast,
+    key="clip",
+    title="bf16 autocast, clipped to 1",
+    max_grad_norm=1.0,
+    tolerance=None,
+)
+bf16_weights = replace(
+    checkpointing,
+    key="bf16-weights",
+    title="bf16 weights, f32 sums",
+    weights="bfloat16",
+    sum_in_f32=True,
+    tolerance=None,
 )
 
-RUNGS = {r.key: r for r in (torch_adamw, headroom_adamw, accumulation, checkpointing, autocast)}
+LADDER = (
+    torch_adamw,
+    headroom_adamw,
+    accumulation,
+    checkpointing,
+    bf16_autocast,
+    fp16_scaled,
+    clipped,
+    bf16_weights,
+)
+RUNGS = {rung.key: rung for rung in LADDER}

@@ -1,0 +1,32 @@
+"""The update of a loss scale: one launch, so this measures the overhead of a call."""
+
+from __future__ import annotations
+
+import torch
+
+from .harness import Case, Contender
+
+
+def _state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scale = torch.full((), 2.0**16, device=device)
+    return scale, torch.zeros((), dtype=torch.int32, device=device), torch.zeros((), device=device)
+
+
+def headroom_op(device: torch.device) -> Contender:
+    import headroom
+
+    state = _state(device)
+    return Contender(lambda: headroom.update_scale_(*state, growth_interval=1 << 30))
+
+
+def torch_op(device: torch.device) -> Contender:
+    scale, tracker, found_inf = _state(device)
+    update = torch._amp_update_scale_
+    return Contender(lambda: update(scale, tracker, found_inf, 2.0, 0.5, 1 << 30))
+
+
+def cases(device: torch.device, quick: bool) -> list[Case]:
+    def setup(device):
+        return {"headroom": lambda: headroom_op(device), "torch": lambda: torch_op(device)}
+
+    return [Case("update", "one scale, no overflow", setup, "torch")]
