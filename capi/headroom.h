@@ -348,8 +348,8 @@ HR_API hr_status hr_update_scale(float *scale, int32_t *growth_tracker, int32_t 
  *     y = x - lost;  t = sum + y;  lost = (t - sum) - y;  sum = t       with `lost` (Kahan, 1965)
  *     grad = 0                                                 if zero_grads
  *
- * The error of the compensated sum stays within 2 roundings of the sum of |x|, for any number
- * of them up to 2^20 or so; that of the plain sum grows with their number. Same bits on CPU and CUDA.
+ * The error of the compensated sum stays within 2 roundings of the sum of |x|, for any number of
+ * them up to 2^20 or so; that of the plain sum grows with their number. Same bits on CPU and CUDA.
  */
 typedef struct hr_accumulate_config {
     size_t size;             /* sizeof(hr_accumulate_config) */

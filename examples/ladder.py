@@ -61,7 +61,9 @@ def same_loss(results: list[dict]) -> tuple[bool, str]:
         allowed = f"allowed: {result['tolerance']:g}"
         lines.append(f"{result['title']:27} {off:+.5f} bits per byte ({allowed})  {verdict}")
     passed &= math.isfinite(first["held_out_bits_per_byte"])
-    verdict = "PASSED: every rung reaches" if passed else "FAILED: not every rung reaches"
+    verdict = (
+        "PASSED: every judged rung reaches" if passed else "FAILED: not every judged rung reaches"
+    )
     loss = f"{first['held_out_bits_per_byte']:.4f} bits per byte"
     return passed, "\n".join([*lines, f"{verdict} the loss of {first['title']}, {loss}."])
 
