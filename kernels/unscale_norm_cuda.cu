@@ -9,7 +9,7 @@
 #include "unscale_norm.h"
 
 #define THREADS       256
-#define FINAL_THREADS 1024
+#define FINAL_THREADS 512
 #define WARP          32
 
 static_assert(NORM_CHUNK == CUDA_CHUNK, "a block sums one chunk");
