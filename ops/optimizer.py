@@ -21,14 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ._registration import FLOATS
-from .unscale_norm import Measured, measure
+from .unscale_norm import Measured, local_part, measure
 
 __all__ = ["FLOATS", "Optimizer"]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that lies on this rank; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(grad: Tensor, param: Tensor) -> Tensor:
@@ -204,7 +199,7 @@ class Optimizer(torch.optim.Optimizer):
         if not params:
             return
         grads = [_like(grad, param) for grad, param in zip(grads, params)]
-        columns = [[_local(tensor) for tensor in column] for column in (params, grads, *states)]
+        columns = [[local_part(tensor) for tensor in column] for column in (params, grads, *states)]
         devices = [param.device for param in params]
         for device in dict.fromkeys(devices):
             chosen = [i for i, d in enumerate(devices) if d == device]
