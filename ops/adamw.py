@@ -222,23 +222,16 @@ class Adam(Optimizer):
                 group.setdefault("state_dtype", self.defaults["state_dtype"])
         super().__setstate__(state)
 
-    def _state_names(self, group: dict[str, Any]) -> list[str]:
-        moments = ["exp_avg", "exp_avg_sq"]
-        return ["step", *moments, "max_exp_avg_sq"] if group["amsgrad"] else ["step", *moments]
-
-    def _table(self, states: list[list[Tensor]]) -> Tensor:
-        steps, exp_avgs, exp_avg_sqs, *maxima = states
-        return torch.ops.headroom._adamw_states(
-            exp_avgs, exp_avg_sqs, maxima[0] if maxima else [], steps
-        )
+    def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        moments = ("exp_avg", "exp_avg_sq")
+        return (*moments, "max_exp_avg_sq") if group["amsgrad"] else moments
 
     def _update(
         self,
         group: dict[str, Any],
         params: list[Tensor],
         grads: list[Tensor],
-        states: list[list[Tensor]],
-        table: Tensor | None,
+        states: list[list[Tensor]] | Tensor,
     ) -> None:
         beta1, beta2 = group["betas"]
         device = params[0].device
@@ -258,11 +251,11 @@ class Adam(Optimizer):
             found_inf=_scalar_on(device, self.found_inf),
             clip_coef=_scalar_on(device, self.clip_coef),
         )
-        if table is not None:
+        if isinstance(states, Tensor):
             torch.autograd.graph.increment_version(params)
-            torch.ops.headroom._adamw_cached_(params, grads, table, **options)
+            torch.ops.headroom._adamw_table_(params[0], states, **options)
             return
-        steps, exp_avgs, exp_avg_sqs, *maxima = states
+        exp_avgs, exp_avg_sqs, *maxima, steps = states
         torch.ops.headroom.adamw_(
             params,
             grads,

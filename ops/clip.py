@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_value_
 
 from ._registration import FLOATS
-from .unscale_norm import is_plain, local_part, measure, unscale_norm_
+from ._table import table_of
+from .unscale_norm import local_part, measure, multiply_
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_"]
 
@@ -45,26 +46,32 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     max_norm, norm_type = float(max_norm), float(norm_type)
-    grads = list({id(grad): grad for p in parameters if (grad := p.grad) is not None}.values())
-    kinds = set(map(attrgetter("dtype", "layout"), grads))
+    grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
+    if len(set(map(id, grads))) < len(grads):
+        grads = list({id(grad): grad for grad in grads}.values())
     ours = norm_type > 0 and max_norm >= 0
-    if not ours or not kinds <= {(dtype, torch.strided) for dtype in FLOATS}:
+    table = table_of((grads,)) if ours and grads else None
+    if table is None and not (ours and all(map(_is_ours, grads))):
         return torch.nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
-    measured = measure(grads, p=norm_type, max_norm=max_norm)
+    measured = measure(grads, p=norm_type, max_norm=max_norm, table=table)
     if error_if_nonfinite and not measured.norm.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
             "so it cannot be clipped. To disable this error and scale the gradients by the "
             "non-finite norm anyway, set `error_if_nonfinite=False`"
         )
-    if is_plain(grads):
-        unscale_norm_(grads, clip_coef=measured.clip_coef)
+    if table is not None:
+        multiply_(grads, measured.clip_coef, table)
         return measured.norm
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         by_device.setdefault(grad.device, []).append(local_part(grad))
     for device, local in by_device.items():
-        unscale_norm_(local, clip_coef=measured.clip_coef.to(device))
+        multiply_(local, measured.clip_coef.to(device))
     return measured.norm
+
+
+def _is_ours(grad: Tensor) -> bool:
+    return grad.dtype in FLOATS and grad.layout == torch.strided

@@ -1,8 +1,8 @@
-"""What Headroom's optimizers share: loading without casting, DTensors, and cached states.
+"""What Headroom's optimizers share: loading without casting, DTensors, and steps over whole groups.
 
 A subclass names its states and runs one op for the parameters of a group that lie on one device.
-This class creates the states, carries them through save and load, and finds out each step, cheaply,
-whether what it knew of them still holds.
+This class creates the states, carries them through save and load, and hands them to the op: as a
+table of addresses, read afresh every step, where all is plain, else as lists.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ._registration import FLOATS
+from ._table import table_of
 from .unscale_norm import Measured, local_part, measure
 
 __all__ = ["FLOATS", "Optimizer"]
@@ -33,13 +34,6 @@ def _like(grad: Tensor, param: Tensor) -> Tensor:
     return grad
 
 
-def _marks(names: list[str], states: list[list[Tensor]]) -> list[list[int]]:
-    """Where states lie and how many bytes they have: what the addresses in a table rest on."""
-    marks = [list(map(Tensor.data_ptr, column)) for column in states]
-    sized = (column for name, column in zip(names, states) if name != "step")
-    return marks + [list(map(attrgetter("nbytes"), column)) for column in sized]
-
-
 class _Kept:
     """Carries a state through torch's loader, which would cast a bare tensor to the dtype of its
     parameter (``Optimizer._process_value_according_to_param_policy``)."""
@@ -48,21 +42,8 @@ class _Kept:
         self.value = value
 
 
-class _Cache(NamedTuple):
-    """What the last step of a group knew of its states. It holds no state, so that one which is
-    replaced, to free a device say, is gone.
-
-    A bucket is the parameters on one device, by position, and their table: what the op made of
-    their states, so that a step need not hand every tensor over again. None where it must, because
-    they are not contiguous.
-    """
-
-    marks: list[list[int]]
-    buckets: list[tuple[list[int], Tensor | None]]
-
-
 class Optimizer(torch.optim.Optimizer):
-    """Base of Headroom's optimizers. A subclass defines the three methods that raise here."""
+    """Base of Headroom's optimizers. A subclass defines the two methods that raise here."""
 
     # Tensors of one element, or None: a step divides gradients by the first, changes nothing if the
     # second is not 0, and multiplies gradients by the third. torch.amp.GradScaler sets the first
@@ -76,15 +57,11 @@ class Optimizer(torch.optim.Optimizer):
     measured_params: Sequence[Tensor] = ()
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        self._caches: dict[int, _Cache] = {}
+        self._addresses: dict[int, Tensor] = {}  # where a group's parameters lay at the last step
         super().__init__(params, defaults)
 
-    def _state_names(self, group: dict[str, Any]) -> list[str]:
-        """The keys of a parameter's state: "step" and others that have the parameter's shape."""
-        raise NotImplementedError
-
-    def _table(self, states: list[list[Tensor]]) -> Tensor:
-        """The addresses of contiguous states, as the op takes them."""
+    def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The keys of a parameter's state that have its shape. There is "step" besides."""
         raise NotImplementedError
 
     def _update(
@@ -92,10 +69,10 @@ class Optimizer(torch.optim.Optimizer):
         group: dict[str, Any],
         params: list[Tensor],
         grads: list[Tensor],
-        states: list[list[Tensor]],
-        table: Tensor | None,
+        states: list[list[Tensor]] | Tensor,
     ) -> None:
-        """Runs the op on the parameters of one device."""
+        """Runs the op on the parameters of one device. ``states`` are the lists of the moments and
+        of "step", or the table of everything: parameters, gradients, moments, "step"."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -180,31 +157,32 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         # torch.compile knows this method by name: it runs it, does not trace it, and takes the
         # tensors that the lists then hold as inputs of the graph.
-        names = self._state_names(group)
         for param in group["params"]:
             if param.grad is None:
                 continue
             params.append(param)
             grads.append(param.grad)
-            entry = self._entry(param, group, names)
-            for name, column in zip(names, states):
+            entry = self._entry(param, group)
+            for name, column in zip((*self._moments(group), "step"), states):
                 column.append(entry[name])
 
     def _step_gathered(self, group: dict[str, Any]) -> None:
-        """A step that looks at everything anew: traced, or on tensors that are not plain."""
+        """A step that hands the op lists of tensors: traced, or of tensors that are not plain."""
         params: list[Tensor] = []
         grads: list[Tensor] = []
-        states: list[list[Tensor]] = [[] for _ in self._state_names(group)]
+        states: list[list[Tensor]] = [[] for _ in (*self._moments(group), "step")]
         self._init_group(group, params, grads, *states)
         if not params:
             return
         grads = [_like(grad, param) for grad, param in zip(grads, params)]
         columns = [[local_part(tensor) for tensor in column] for column in (params, grads, *states)]
         devices = [param.device for param in params]
+        if unknown := {device.type for device in devices} - {"cpu", "cuda"}:
+            raise NotImplementedError(f"there is no kernel for {unknown}")
         for device in dict.fromkeys(devices):
             chosen = [i for i, d in enumerate(devices) if d == device]
             bucket = [[column[i] for i in chosen] for column in columns]
-            self._update(group, bucket[0], bucket[1], bucket[2:], None)
+            self._update(group, bucket[0], bucket[1], bucket[2:])
 
     def _step_group(self, index: int, group: dict[str, Any]) -> None:
         params = group["params"]
@@ -215,56 +193,28 @@ class Optimizer(torch.optim.Optimizer):
             grads = found
         if not params:
             return
-        plain = set(map(type, params)) <= {Tensor, torch.nn.Parameter}
         try:
-            if plain and torch._C._len_torch_dispatch_stack() == 0:
-                self._step_cached(index, group, params, grads)
-            else:
+            table = self._table(group, params, grads)
+            if table is None:
                 self._step_gathered(group)
+                return
+            if index not in self._addresses or not torch.equal(self._addresses[index], table[0, 0]):
+                self._check_overlap(params)
+                self._addresses[index] = table[0, 0].clone()
+            self._update(group, params, grads, table)
         except (RuntimeError, NotImplementedError) as error:
             raise self._explained(error, group, params, grads) from error
 
-    def _step_cached(
-        self, index: int, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
-    ) -> None:
-        names = self._state_names(group)
-        try:
-            entries = list(map(self.state.__getitem__, params))
-            states = [list(map(itemgetter(name), entries)) for name in names]
-        except KeyError:  # the first step of a parameter
-            entries = [self._entry(param, group, names) for param in params]
-            states = [list(map(itemgetter(name), entries)) for name in names]
-        marks = _marks(names, states)
-        cache = self._caches.get(index)
-        if cache is None or cache.marks != marks:
-            self._check_overlap(params)
-            self._caches.pop(index, None)
-            cache = self._caches[index] = _Cache(marks, self._bucketed(params, states))
-        for positions, table in cache.buckets:
-            columns = [params, grads, *states]
-            if len(positions) < len(params):
-                columns = [[column[i] for i in positions] for column in columns]
-            try:
-                self._update(group, columns[0], columns[1], columns[2:], table)
-            except RuntimeError as error:
-                if table is None or "stale states" not in str(error):
-                    raise
-                # A parameter was resized, restrided or moved since the table was made.
-                self._caches.pop(index, None)
-                self._update(group, columns[0], columns[1], columns[2:], None)
-
-    def _bucketed(
-        self, params: list[Tensor], states: list[list[Tensor]]
-    ) -> list[tuple[list[int], Tensor | None]]:
-        devices: dict[torch.device, list[int]] = {}
-        for i, param in enumerate(params):
-            devices.setdefault(param.device, []).append(i)
-        buckets = []
-        for positions in devices.values():
-            columns = [[column[i] for i in positions] for column in (params, *states)]
-            contiguous = all(all(map(Tensor.is_contiguous, column)) for column in columns)
-            buckets.append((positions, self._table(columns[1:]) if contiguous else None))
-        return buckets
+    def _table(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
+    ) -> Tensor | None:
+        moments = self._moments(group)
+        table = table_of((params, grads), self.state, moments, ("step",))
+        if table is None and not all(param in self.state for param in params):
+            for param in params:
+                self._entry(param, group)
+            table = table_of((params, grads), self.state, moments, ("step",))
+        return table
 
     def _check_overlap(self, params: list[Tensor]) -> None:
         # Such parameters would be updated twice, and on CUDA at the same time.
@@ -315,10 +265,10 @@ class Optimizer(torch.optim.Optimizer):
 
     # ---- states ---------------------------------------------------------------------------------
 
-    def _entry(self, param: Tensor, group: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    def _entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter, made of zeros where it has none."""
         entry = self.state[param]
-        for name in names:
+        for name in ("step", *self._moments(group)):
             if name in entry:
                 continue
             if name == "step":
@@ -370,7 +320,7 @@ class Optimizer(torch.optim.Optimizer):
             if loading and id(param) in groups:
                 values = self._restored(param, values, groups[id(param)])
             restored[param] = values
-        self._caches = {}
+        self._addresses = {}
         super().__setstate__(state | {"state": restored})
 
     def _restored(
@@ -380,7 +330,7 @@ class Optimizer(torch.optim.Optimizer):
         if not entry:
             return entry
         name, restored = self._name_of(param), dict(entry)
-        for key in self._state_names(group):
+        for key in ("step", *self._moments(group)):
             if key not in entry:
                 raise ValueError(
                     f"the loaded state of {name} has no '{key}'; it has {sorted(entry)}"

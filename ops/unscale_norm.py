@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ._registration import FLOATS, complete, require
+from ._table import table_of
 
 __all__ = ["Measured", "grad_norm", "measure", "unscale_norm_"]
 
@@ -52,9 +53,8 @@ def unscale_norm_(
     Without gradients nothing is written. Rounding and order are documented at ``hr_unscale_norm``
     in ``headroom.h``.
     """
-    if not grads:
-        return
-    torch.ops.headroom.unscale_norm_(
+    _run(
+        True,
         grads,
         norm=norm,
         norms=norms,
@@ -82,9 +82,8 @@ def grad_norm(
     max_norm: float = 0.0,
 ) -> None:
     """:func:`unscale_norm_` that measures and leaves the gradients as they are."""
-    if not grads:
-        return
-    torch.ops.headroom.grad_norm(
+    _run(
+        False,
         grads,
         norm=norm,
         norms=norms,
@@ -96,6 +95,29 @@ def grad_norm(
         p=p,
         max_norm=max_norm,
     )
+
+
+def _run(write: bool, grads: Sequence[Tensor], table: Tensor | None = None, **options: Any) -> None:
+    if not grads:
+        return
+    outputs = [options.get(name) for name in ("norm", "norms", "found_inf", "culprit", "clip")]
+    written = [tensor for tensor in outputs if tensor is not None]
+    if table is None and not (
+        torch.is_grad_enabled() and any(map(attrgetter("requires_grad"), (*grads, *written)))
+    ):
+        table = table_of((list(grads),))
+    if table is None:
+        op = torch.ops.headroom.unscale_norm_ if write else torch.ops.headroom.grad_norm
+        op(grads, **options)
+        return
+    torch.autograd.graph.increment_version([*grads, *written] if write else written)
+    name = "_unscale_norm_table_" if write else "_grad_norm_table"
+    getattr(torch.ops.headroom, name)(grads[0], table, **options)
+
+
+def multiply_(grads: Sequence[Tensor], factor: Tensor, table: Tensor | None = None) -> None:
+    """Multiplies gradients by a float32 tensor of one element; a 1 writes nothing."""
+    _run(True, grads, table, clip_coef=factor)
 
 
 def _fake(grads: Sequence[Tensor], **options: Any) -> None:
@@ -177,16 +199,18 @@ def measure(
     p: float = 2.0,
     max_norm: float = math.inf,
     grad_scale: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> Measured:
     """The norm of gradients over all their devices and ranks, and whether all are finite.
 
     Reads each gradient once and writes none. DTensors count with all their shards, so the result is
-    the same on every rank, and every rank must call. ``grad_scale`` divides the gradients.
+    the same on every rank, and every rank must call. ``grad_scale`` divides the gradients. Their
+    ``table``, if the caller has it, saves time.
     """
     if not grads:
         return Measured(torch.zeros(()), torch.zeros(()), torch.ones(()))
     home = grads[0].device
-    if is_plain(grads):
+    if table is not None or is_plain(grads):
         buckets = {(home,): range(len(grads))}
     else:
         grads = [_summed(grad) for grad in grads]
@@ -195,8 +219,10 @@ def measure(
     for (device, *groups), where in buckets.items():
         norm, found_inf, clip = (torch.zeros((), device=device) for _ in range(3))
         culprit = torch.full((), -1, dtype=torch.int64, device=device)
-        grad_norm(
-            [local_part(grads[i]) for i in where],
+        _run(
+            False,
+            grads if table is not None else [local_part(grads[i]) for i in where],
+            table,
             norm=norm,
             found_inf=found_inf,
             culprit=culprit,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import headroom
 import torch
+from headroom._table import table_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DEFAULTS = dict(
@@ -49,6 +50,18 @@ def adamw64(
     denominator = ((x if amsgrad else v) / (1 - beta2**t)).sqrt() + eps
     p = p * (1 - lr * weight_decay if decoupled else 1) - lr / (1 - beta1**t) * m / denominator
     return p, m, v, x
+
+
+def table(lists):
+    """The table of a sample, as the optimizer makes it of its states."""
+    columns = {"exp_avg": lists.exp_avgs, "exp_avg_sq": lists.exp_avg_sqs}
+    if lists.max_exp_avg_sqs:
+        columns["max_exp_avg_sq"] = lists.max_exp_avg_sqs
+    state = {
+        p: {name: column[k] for name, column in columns.items()} | {"step": lists.steps[k]}
+        for k, p in enumerate(lists.params)
+    }
+    return table_of((lists.params, lists.grads), state, tuple(columns), ("step",))
 
 
 @dataclass

@@ -19,6 +19,7 @@ from reference import (
     same_bits,
     sample,
     scalar,
+    table,
     torch_fused,
     ulps,
 )
@@ -36,11 +37,6 @@ OPS = sorted(
 def opcheck_inputs(op, device):
     """(args, kwargs) of calls that opcheck should look at."""
     options = DEFAULTS | {"lr": 0.01}
-    if op == "headroom::_adamw_states":
-        for amsgrad in (False, True):
-            lists = sample(device=device, amsgrad=amsgrad).lists()
-            yield tuple(lists[2:]), {}
-        return
     samples = [(sample(device=device, param=p, grad=g, state=s), {}) for p, g, s in MIXES[::4]]
     samples.append((sample(shapes=[(0,), (3, 4), ()], device=device), {}))
     samples.append((sample(device=device, amsgrad=True), {"amsgrad": True, "maximize": True}))
@@ -49,9 +45,8 @@ def opcheck_inputs(op, device):
     for lists, more in samples:
         if op == "headroom::adamw_":
             yield tuple(lists.lists()), options | more
-        elif op == "headroom::_adamw_cached_":
-            table = torch.ops.headroom._adamw_states(*lists.lists()[2:])
-            yield (lists.params, lists.grads, table), options | more
+        elif op == "headroom::_adamw_table_":
+            yield (lists.params[0], table(lists)), options | more
         else:
             pytest.fail(f"{op} has no sample inputs; add some")
     if op == "headroom::adamw_":
@@ -60,11 +55,8 @@ def opcheck_inputs(op, device):
         yield tuple(turned.lists()), options
 
 
-# The two internal ops deal in addresses, which mean nothing for a fake tensor. Nothing traces them.
-OPCHECKS = {
-    "headroom::_adamw_states": ("test_schema", "test_autograd_registration"),
-    "headroom::_adamw_cached_": ("test_schema", "test_autograd_registration"),
-}
+# The internal op deals in addresses, which mean nothing for a fake tensor. Nothing traces it.
+OPCHECKS = {"headroom::_adamw_table_": ("test_schema", "test_autograd_registration")}
 EVERY_CHECK = (
     "test_schema",
     "test_autograd_registration",

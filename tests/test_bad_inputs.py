@@ -9,7 +9,7 @@ import headroom
 import pytest
 import torch
 
-from reference import DEFAULTS, Sample, bits, sample
+from reference import DEFAULTS, bits, sample, table
 from twins import Twins
 
 NAN, INF = float("nan"), float("inf")
@@ -211,18 +211,16 @@ def test_the_op_refuses_what_is_not_a_number(name, value):
     assert_untouched(kept)
 
 
-def test_the_table_of_states_must_be_that_of_the_parameters():
+def test_the_table_must_be_that_of_the_call():
     """The internal op reads addresses from it."""
     lists = sample()
-    table = torch.ops.headroom._adamw_states(*lists.lists()[2:])
+    of_five = table(lists)
     kept = snapshot(lists.tensors())
-    for wrong in (table[:, :1], table[:-1], table.flatten()):
-        with pytest.raises(RuntimeError, match="states is not the table"):
-            torch.ops.headroom._adamw_cached_(lists.params, lists.grads, wrong, **DEFAULTS)
-    short = Sample(*(column[:1] for column in sample([(2,)] * 3).lists()))
-    table = torch.ops.headroom._adamw_states(*short.lists()[2:])
-    with pytest.raises(RuntimeError, match=r"stale states: params\[0\] has another shape"):
-        torch.ops.headroom._adamw_cached_(lists.params[:1], lists.grads[:1], table, **DEFAULTS)
+    for wrong in (of_five[:, :1], of_five[:-1], of_five.flatten(), of_five.int(), of_five.mT):
+        with pytest.raises(RuntimeError, match="table must be a contiguous int64 tensor"):
+            torch.ops.headroom._adamw_table_(lists.params[0], wrong, **DEFAULTS)
+    with pytest.raises(RuntimeError, match="table must be"):
+        torch.ops.headroom._adamw_table_(lists.params[0], of_five, **(DEFAULTS | {"amsgrad": True}))
     assert_untouched(kept)
 
 
@@ -298,7 +296,7 @@ def test_a_failed_step_changes_nothing_and_the_next_works(change, words, steps_b
     twins.random_grads()
     if steps_before == 0:
         for p in params:  # what a first step would make
-            optimizer._entry(p, optimizer.param_groups[0], ["step", "exp_avg", "exp_avg_sq"])
+            optimizer._entry(p, optimizer.param_groups[0])
     entries = {p: dict(optimizer.state[p]) for p in params}
     values = {p: {k: v.clone() for k, v in entry.items()} for p, entry in entries.items()}
     datas, grads, options = (

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from headroom._binaries import _C
+from headroom._table import table_of
 
 from reference import FLOATS, assert_same_bits, bits, same_bits
 
@@ -84,6 +85,15 @@ def test_opcheck(name, device):
         torch.library.opcheck(op, args, kwargs, test_utils=EVERY_CHECK)
 
 
+@pytest.mark.parametrize("name", ["_unscale_norm_table_", "_grad_norm_table"])
+def test_opcheck_of_tables(name, device):
+    """They deal in addresses, which mean nothing for a fake tensor. Nothing traces them."""
+    op = getattr(torch.ops.headroom, name).default
+    for (grads,), kwargs in calls(device):
+        if (table := table_of((grads,))) is not None:
+            torch.library.opcheck(op, (grads[0], table), kwargs, test_utils=EVERY_CHECK[:2])
+
+
 @OPS
 def test_what_is_written_grows_a_version(op, device):
     grads, out = gradients(device=device), results(len(SHAPES), device)
@@ -126,8 +136,10 @@ def test_compiled_whole(op, backend, device):
 def test_profiler_knows_the_name(op):
     with torch.profiler.profile() as profile:
         op(gradients(), norm=scalar(0.0))
-    wanted = f"headroom::{op.__name__}"
-    assert wanted in {event.key for event in profile.key_averages()}
+        op([torch.randn(4, 6)[:, ::2]], norm=scalar(0.0))
+    names = {event.key for event in profile.key_averages()}
+    assert f"headroom::{op.__name__}" in names
+    assert {"headroom::_unscale_norm_table_", "headroom::_grad_norm_table"} & names
 
 
 # ---- Values --------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
-// module.cpp: headroom._C, host-side objects for Python. Never tensors: those go through torch ops.
+// module.cpp: headroom._C, host-side objects for Python. It computes nothing on tensors: that is for
+// torch ops.
 #include <algorithm>
 #include <string>
 
 #include <pybind11/native_enum.h>
 #include <pybind11/pybind11.h>
 
+#include "describe.h"
 #include "headroom.h"
 
 namespace py = pybind11;
@@ -32,6 +34,10 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used())
 {
     m.doc() = "Host-side objects of Headroom.";
     m.attr("version") = hr_version();
+    m.def(
+        "describe", &headroom::describe, py::arg("table"), py::arg("exchange"), py::arg("types"),
+        py::arg("lists"), py::arg("state"), py::arg("alike"), py::arg("others"),
+        "Writes addresses, sizes and dtypes of lists of plain tensors; False if one is not plain.");
     m.def("build_info", &build_info,
           "What the C library was built with and for: version, compiler, cuda, archs, cpu.");
     py::native_enum<hr_cpu_level>(m, "CpuLevel", "enum.IntEnum",

@@ -18,6 +18,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "headroom.h"
+#include "table.h"
 
 // Lives in libtorch_cuda, which CPU builds of torch do not have.
 extern "C" __attribute__((weak)) AOTITorchError
@@ -196,5 +197,24 @@ struct List {
         return {static_cast<int64_t>(data.size()), data.data(), numel.data(), dtype.data()};
     }
 };
+
+// List `index` of a table that headroom._C wrote (table.h); the table must outlive it.
+inline hr_tensor_list list_of(const Tensor &table, int64_t index)
+{
+    const int64_t count = table.size(2);
+    const auto *const rows =
+        static_cast<const int64_t *>(table.const_data_ptr()) + index * ROWS * count;
+    return {count, reinterpret_cast<void *const *>(rows + DATA * count), rows + NUMEL * count,
+            reinterpret_cast<const hr_dtype *>(rows + DTYPE * count)};
+}
+
+inline void check_table(const Tensor &table, int64_t lists)
+{
+    const View view(table);
+    if (!view.is_cpu() || view.torch_dtype != aoti_torch_dtype_int64() || view.dim != 3 ||
+        view.sizes[0] != lists || view.sizes[1] != ROWS || !view.is_contiguous())
+        fail("table must be a contiguous int64 tensor [" + std::to_string(lists) + ", " +
+             std::to_string(int{ROWS}) + ", count] on the CPU");
+}
 
 } // namespace headroom

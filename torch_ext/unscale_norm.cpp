@@ -20,29 +20,45 @@ T *result_of(const OptionalTensor &tensor, int64_t numel, const View &like, cons
     return static_cast<T *>(view.data);
 }
 
-void unscale_norm(const Tensors &grads, const OptionalTensor &norm, const OptionalTensor &norms,
-                  const OptionalTensor &found_inf, const OptionalTensor &culprit,
-                  const OptionalTensor &clip, const OptionalTensor &grad_scale,
-                  const OptionalTensor &clip_coef, double p, double max_norm, bool write)
+struct Options {
+    const OptionalTensor &norm, &norms, &found_inf, &culprit, &clip, &grad_scale, &clip_coef;
+    double p, max_norm;
+    bool write;
+};
+
+void run(const hr_tensor_list &grads, const Options &o, const Tensor &first)
+{
+    const View like(first);
+    hr_unscale_norm_config config = HR_UNSCALE_NORM_CONFIG_INIT;
+    config.p = o.p;
+    config.max_norm = o.max_norm;
+    config.write = o.write;
+    config.grad_scale = scalar_of(o.grad_scale, like, "grad_scale");
+    config.clip_coef = scalar_of(o.clip_coef, like, "clip_coef");
+    const hr_unscale_norm_result result{
+        result_of<float>(o.norm, 1, like, "norm"),
+        result_of<float>(o.norms, grads.count, like, "norms"),
+        result_of<float>(o.found_inf, 1, like, "found_inf"),
+        result_of<int64_t>(o.culprit, 1, like, "culprit"),
+        result_of<float>(o.clip, 1, like, "clip"),
+    };
+    const bool measured = o.norm || o.norms || o.found_inf || o.culprit || o.clip;
+    size_t bytes = 0;
+    Tensor workspace;
+    if (measured) {
+        check(hr_unscale_norm_workspace(&bytes, &grads));
+        workspace = workspace_of(bytes, first);
+    }
+    const Exec exec(like);
+    check(hr_unscale_norm(&grads, measured ? &result : nullptr, &config,
+                          measured ? workspace.mutable_data_ptr() : nullptr, bytes, &exec.exec));
+}
+
+void run(const Tensors &grads, const Options &options)
 {
     if (grads.empty())
         return;
     const View like(grads[0]);
-    const auto count = static_cast<int64_t>(grads.size());
-    hr_unscale_norm_config config = HR_UNSCALE_NORM_CONFIG_INIT;
-    config.p = p;
-    config.max_norm = max_norm;
-    config.write = write;
-    config.grad_scale = scalar_of(grad_scale, like, "grad_scale");
-    config.clip_coef = scalar_of(clip_coef, like, "clip_coef");
-    const hr_unscale_norm_result result{
-        result_of<float>(norm, 1, like, "norm"),
-        result_of<float>(norms, count, like, "norms"),
-        result_of<float>(found_inf, 1, like, "found_inf"),
-        result_of<int64_t>(culprit, 1, like, "culprit"),
-        result_of<float>(clip, 1, like, "clip"),
-    };
-    const bool measured = norm || norms || found_inf || culprit || clip;
     const NoGrad no_grad;
     List list;
     Staging staging;
@@ -54,19 +70,10 @@ void unscale_norm(const Tensors &grads, const OptionalTensor &norm, const Option
                  like.device_name());
         std::optional<Layout> layout;
         if (!grad.is_contiguous())
-            layout.emplace(grad, "grads", k, !write);
-        staging.add(list, grad, layout ? &*layout : nullptr, "grads", k, write);
+            layout.emplace(grad, "grads", k, !options.write);
+        staging.add(list, grad, layout ? &*layout : nullptr, "grads", k, options.write);
     }
-    const hr_tensor_list view = list.view();
-    size_t bytes = 0;
-    Tensor workspace;
-    if (measured) {
-        check(hr_unscale_norm_workspace(&bytes, &view));
-        workspace = workspace_of(bytes, grads[0]);
-    }
-    const Exec exec(like);
-    check(hr_unscale_norm(&view, measured ? &result : nullptr, &config,
-                          measured ? workspace.mutable_data_ptr() : nullptr, bytes, &exec.exec));
+    run(list.view(), options, grads[0]);
     staging.write_back();
 }
 
@@ -75,8 +82,7 @@ void unscale_norm_(const Tensors &grads, const OptionalTensor &norm, const Optio
                    const OptionalTensor &clip, const OptionalTensor &grad_scale,
                    const OptionalTensor &clip_coef, double p, double max_norm)
 {
-    unscale_norm(grads, norm, norms, found_inf, culprit, clip, grad_scale, clip_coef, p, max_norm,
-                 true);
+    run(grads, {norm, norms, found_inf, culprit, clip, grad_scale, clip_coef, p, max_norm, true});
 }
 
 void grad_norm(const Tensors &grads, const OptionalTensor &norm, const OptionalTensor &norms,
@@ -84,8 +90,30 @@ void grad_norm(const Tensors &grads, const OptionalTensor &norm, const OptionalT
                const OptionalTensor &clip, const OptionalTensor &grad_scale,
                const OptionalTensor &clip_coef, double p, double max_norm)
 {
-    unscale_norm(grads, norm, norms, found_inf, culprit, clip, grad_scale, clip_coef, p, max_norm,
-                 false);
+    run(grads, {norm, norms, found_inf, culprit, clip, grad_scale, clip_coef, p, max_norm, false});
+}
+
+// For tensors that are described already (describe.cpp): the table's one list.
+void unscale_norm_table_(const Tensor &first, const Tensor &table, const OptionalTensor &norm,
+                         const OptionalTensor &norms, const OptionalTensor &found_inf,
+                         const OptionalTensor &culprit, const OptionalTensor &clip,
+                         const OptionalTensor &grad_scale, const OptionalTensor &clip_coef,
+                         double p, double max_norm)
+{
+    check_table(table, 1);
+    run(list_of(table, 0),
+        {norm, norms, found_inf, culprit, clip, grad_scale, clip_coef, p, max_norm, true}, first);
+}
+
+void grad_norm_table(const Tensor &first, const Tensor &table, const OptionalTensor &norm,
+                     const OptionalTensor &norms, const OptionalTensor &found_inf,
+                     const OptionalTensor &culprit, const OptionalTensor &clip,
+                     const OptionalTensor &grad_scale, const OptionalTensor &clip_coef, double p,
+                     double max_norm)
+{
+    check_table(table, 1);
+    run(list_of(table, 0),
+        {norm, norms, found_inf, culprit, clip, grad_scale, clip_coef, p, max_norm, false}, first);
 }
 
 #define ARGUMENTS                                                                    \
@@ -99,16 +127,22 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
 {
     m.def("unscale_norm_(Tensor(a!)[] grads, " ARGUMENTS);
     m.def("grad_norm(Tensor[] grads, " ARGUMENTS);
+    m.def("_unscale_norm_table_(Tensor(a!) first, Tensor table, " ARGUMENTS);
+    m.def("_grad_norm_table(Tensor first, Tensor table, " ARGUMENTS);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(headroom, CPU, m)
 {
     m.impl("unscale_norm_", TORCH_BOX(&unscale_norm_));
     m.impl("grad_norm", TORCH_BOX(&grad_norm));
+    m.impl("_unscale_norm_table_", TORCH_BOX(&unscale_norm_table_));
+    m.impl("_grad_norm_table", TORCH_BOX(&grad_norm_table));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(headroom, CUDA, m)
 {
     m.impl("unscale_norm_", TORCH_BOX(&unscale_norm_));
     m.impl("grad_norm", TORCH_BOX(&grad_norm));
+    m.impl("_unscale_norm_table_", TORCH_BOX(&unscale_norm_table_));
+    m.impl("_grad_norm_table", TORCH_BOX(&grad_norm_table));
 }

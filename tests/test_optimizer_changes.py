@@ -1,5 +1,6 @@
-"""An optimizer remembers where its states lie. Whatever is done to parameters, gradients and states
-between two steps, the next step must see it: each change is made to torch's optimizer as well."""
+"""A step takes the addresses of parameters, gradients and states without asking the dispatcher.
+Whatever is done to them between two steps, the next must see it: each change is made to torch's
+optimizer as well."""
 
 import gc
 import weakref
