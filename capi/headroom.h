@@ -175,6 +175,8 @@ HR_API hr_status hr_set_cpu_level(hr_cpu_level level);
  *     amsgrad:        max_exp_avg_sq = max(max_exp_avg_sq, exp_avg_sq), used in its place below
  *     param = param - lr / (1 - beta1^t) * exp_avg / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps)
  *
+ * exp_avg is interpolated from the nearer of the two ends, as exp_avg + (1 - beta1) * (g - exp_avg)
+ * if beta1 > 0.5, which halves the error of the sum of two products.
  * Every constant is folded once in binary64 (lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), 1 - lr *
  * weight_decay, clip_coef / grad_scale, 1 - beta) and rounded to binary32; the element arithmetic
  * is binary32 whatever the storage types. beta^t is a product by repeated squaring, so it has the

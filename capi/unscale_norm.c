@@ -22,7 +22,7 @@ static hr_status check_config(const hr_unscale_norm_config *config)
 static size_t workspace_bytes_of(const hr_tensor_list *grads)
 {
     /* A sum and the first chunk per tensor, a sum per chunk, and one that no tensor needs. */
-    return 8 * (size_t)(2 * grads->count + norm_chunks(grads) + 1);
+    return 8 * (size_t)(2 * grads->count + norm_chunks_of_list(grads) + 1);
 }
 
 static norm_order order_of(double p)

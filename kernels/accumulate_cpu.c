@@ -28,10 +28,10 @@ HR_INLINE void accumulate_run(float *restrict sum, float *restrict lost, void *r
 {
     int64_t i = begin;
     for (; end - i >= CPU_STEP; i += CPU_STEP) {
-        cpu_prefetch(sum, i, CPU_STEP, HR_F32);
+        cpu_prefetch(sum, i, CPU_STEP, end, HR_F32);
         if (compensated)
-            cpu_prefetch(lost, i, CPU_STEP, HR_F32);
-        cpu_prefetch(grad, i, CPU_STEP, dtype);
+            cpu_prefetch(lost, i, CPU_STEP, end, HR_F32);
+        cpu_prefetch(grad, i, CPU_STEP, end, dtype);
         accumulate_few(sum, lost, grad, i, i + CPU_STEP, factor, dtype, compensated, zero_grads);
     }
     accumulate_few(sum, lost, grad, i, end, factor, dtype, compensated, zero_grads);

@@ -37,12 +37,12 @@ HR_INLINE void adamw_run(adamw_constants c, void *restrict param, const void *re
 {
     int64_t i = begin;
     for (; end - i >= CPU_STEP; i += CPU_STEP) {
-        cpu_prefetch(param, i, CPU_STEP, param_dtype);
-        cpu_prefetch(grad, i, CPU_STEP, grad_dtype);
-        cpu_prefetch(exp_avg, i, CPU_STEP, state_dtype);
-        cpu_prefetch(exp_avg_sq, i, CPU_STEP, state_dtype);
+        cpu_prefetch(param, i, CPU_STEP, end, param_dtype);
+        cpu_prefetch(grad, i, CPU_STEP, end, grad_dtype);
+        cpu_prefetch(exp_avg, i, CPU_STEP, end, state_dtype);
+        cpu_prefetch(exp_avg_sq, i, CPU_STEP, end, state_dtype);
         if (amsgrad)
-            cpu_prefetch(max_exp_avg_sq, i, CPU_STEP, state_dtype);
+            cpu_prefetch(max_exp_avg_sq, i, CPU_STEP, end, state_dtype);
         adamw_few(c, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, i, i + CPU_STEP, param_dtype,
                   grad_dtype, state_dtype, amsgrad);
     }

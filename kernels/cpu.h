@@ -49,15 +49,16 @@
 
 #define CPU_BEST(loop) (loop##_variants[hr_get_cpu_level()])
 
-/* Fetches `count` elements 2 KiB ahead of element i. A core that converts, sums or divides between
- * its loads does not look that far ahead by itself, and waits for memory. Past the end of a tensor
- * the address is only a hint, so it is computed as a number. */
-HR_INLINE void cpu_prefetch(const void *base, int64_t i, int count, hr_dtype dtype)
+/* Fetches `count` elements 2 KiB ahead of element i of a run that ends at `end`. A core that converts,
+ * sums or divides between its loads does not look that far ahead by itself, and waits for memory. */
+HR_INLINE void cpu_prefetch(const void *base, int64_t i, int count, int64_t end, hr_dtype dtype)
 {
     const int size = dtype == HR_F32 ? 4 : 2;
-    const uintptr_t ahead = (uintptr_t)base + (uintptr_t)(i * size) + 2048;
+    if ((end - i) * size <= 2048)
+        return;
+    const char *const ahead = (const char *)base + i * size + 2048;
     for (int byte = 0; byte < count * size; byte += 64)
-        __builtin_prefetch((const void *)(ahead + (uintptr_t)byte), 1);
+        __builtin_prefetch(ahead + byte, 1);
 }
 
 /* Elements between prefetches. */

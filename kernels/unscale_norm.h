@@ -72,12 +72,16 @@ typedef struct unscale_norm_args {
 
 #define NORM_CHUNK 16384
 
-/* Chunks of a list. */
-HR_INLINE int64_t norm_chunks(const hr_tensor_list *list)
+HR_INLINE int64_t norm_chunks(int64_t numel)
+{
+    return (numel + NORM_CHUNK - 1) / NORM_CHUNK;
+}
+
+HR_INLINE int64_t norm_chunks_of_list(const hr_tensor_list *list)
 {
     int64_t chunks = 0;
     for (int64_t k = 0; k < list->count; k++)
-        chunks += (list->numel[k] + NORM_CHUNK - 1) / NORM_CHUNK;
+        chunks += norm_chunks(list->numel[k]);
     return chunks;
 }
 

@@ -26,7 +26,7 @@ HR_INLINE double unscale_chunk(void *restrict grad, int64_t begin, int64_t end, 
     float x[LANES];
     int64_t i = begin;
     for (; end - i >= LANES; i += LANES) {
-        cpu_prefetch(grad, i, LANES, dtype);
+        cpu_prefetch(grad, i, LANES, end, dtype);
         unscale_few(grad, i, LANES, factor, dtype, write, x);
         for (int lane = 0; lane < LANES; lane++)
             sums[lane] = norm_combine(sums[lane], norm_term(x[lane], order, p), order);
@@ -87,7 +87,7 @@ HR_INLINE void unscale_norm_range(void *context, int64_t begin, int64_t end)
         void *const grad = a->grads->data[k];
         const hr_dtype dtype = a->grads->dtype[k];
         const int64_t numel = a->grads->numel[k];
-        int64_t c = begin > first ? (begin - first + NORM_CHUNK - 1) / NORM_CHUNK : 0;
+        int64_t c = begin > first ? norm_chunks(begin - first) : 0;
         for (; c * NORM_CHUNK < numel && first + c * NORM_CHUNK < end; c++) {
             const int64_t from = c * NORM_CHUNK;
             const int64_t to = numel - from < NORM_CHUNK ? numel : from + NORM_CHUNK;
@@ -98,7 +98,7 @@ HR_INLINE void unscale_norm_range(void *context, int64_t begin, int64_t end)
                 scale_dispatch(grad, from, to, factor, dtype);
         }
         if (sums)
-            sums += (numel + NORM_CHUNK - 1) / NORM_CHUNK;
+            sums += norm_chunks(numel);
         first += numel;
     }
 }
@@ -115,7 +115,7 @@ hr_status unscale_norm_cpu(const unscale_norm_args *args)
     double total = 0.0;
     int64_t culprit = -1;
     for (int64_t k = 0; k < grads->count; k++) {
-        const int64_t chunks = (grads->numel[k] + NORM_CHUNK - 1) / NORM_CHUNK;
+        const int64_t chunks = norm_chunks(grads->numel[k]);
         double sum = 0.0;
         for (int64_t c = 0; c < chunks; c++)
             sum = norm_combine(sum, *sums++, args->order);
