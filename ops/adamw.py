@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import _binaries  # noqa: F401  (registers the ops)
 from ._registration import complete
-from .optimizer import FLOATS, Optimizer
+from .optimizer import FLOATS, Kind, Optimizer
 
 __all__ = ["Adam", "AdamW", "adamw_"]
 
@@ -222,13 +222,14 @@ class Adam(Optimizer):
                 group.setdefault("state_dtype", self.defaults["state_dtype"])
         super().__setstate__(state)
 
-    def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        moments = ("exp_avg", "exp_avg_sq")
-        return (*moments, "max_exp_avg_sq") if group["amsgrad"] else moments
+    def _kinds(self, group: dict[str, Any]) -> tuple[Kind, ...]:
+        maximum = ("max_exp_avg_sq",) if group["amsgrad"] else ()
+        return (Kind(("exp_avg", "exp_avg_sq", *maximum), ("step",)),)
 
     def _update(
         self,
         group: dict[str, Any],
+        kind: int,
         params: list[Tensor],
         grads: list[Tensor],
         states: list[list[Tensor]] | Tensor,

@@ -12,9 +12,9 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import compress, islice, pairwise
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ._registration import FLOATS
 from ._table import table_of
 from .unscale_norm import Measured, local_part, measure
 
-__all__ = ["FLOATS", "Optimizer"]
+__all__ = ["FLOATS", "Kind", "Optimizer"]
 
 
 def _like(grad: Tensor, param: Tensor) -> Tensor:
@@ -42,8 +42,20 @@ class _Kept:
         self.value = value
 
 
+class Kind(NamedTuple):
+    """The keys of a parameter's state that one op takes, in its order."""
+
+    alike: tuple[str, ...]  # of the parameter's shape
+    others: tuple[str, ...]  # of other shapes, "step" among them
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.alike, *self.others)
+
+
 class Optimizer(torch.optim.Optimizer):
-    """Base of Headroom's optimizers. A subclass defines the two methods that raise here."""
+    """Base of Headroom's optimizers. A subclass defines the two methods that raise here, and
+    :meth:`_kind_of` and :meth:`_zeros` if its parameters are not all of one kind."""
 
     # Tensors of one element, or None: a step divides gradients by the first, changes nothing if the
     # second is not 0, and multiplies gradients by the third. torch.amp.GradScaler sets the first
@@ -60,19 +72,29 @@ class Optimizer(torch.optim.Optimizer):
         self._addresses: dict[int, Tensor] = {}  # where a group's parameters lay at the last step
         super().__init__(params, defaults)
 
-    def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The keys of a parameter's state that have its shape. There is "step" besides."""
+    def _kinds(self, group: dict[str, Any]) -> tuple[Kind, ...]:
+        """What the states of a group's parameters may consist of."""
         raise NotImplementedError
+
+    def _kind_of(self, param: Tensor, group: dict[str, Any]) -> int:
+        """The position in ``_kinds`` of what the state of this parameter consists of."""
+        return 0
+
+    def _zeros(self, name: str, param: Tensor, group: dict[str, Any]) -> Tensor:
+        """A part of a parameter's state before its first step, except "step"."""
+        dtype = group.get("state_dtype") or param.dtype
+        return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
     def _update(
         self,
         group: dict[str, Any],
+        kind: int,
         params: list[Tensor],
         grads: list[Tensor],
         states: list[list[Tensor]] | Tensor,
     ) -> None:
-        """Runs the op on the parameters of one device. ``states`` are the lists of the moments and
-        of "step", or the table of everything: parameters, gradients, moments, "step"."""
+        """Runs the op on parameters of one kind, on one device. ``states`` are the lists of what
+        the kind names, or a table of everything: parameters, gradients, what the kind names."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -148,41 +170,38 @@ class Optimizer(torch.optim.Optimizer):
         finally:
             self.found_inf, self.clip_coef = given
 
-    def _init_group(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
-        *states: list[Tensor],
-    ) -> None:
+    def _init_group(self, group: dict[str, Any], *columns: list[Tensor]) -> None:
         # torch.compile knows this method by name: it runs it, does not trace it, and takes the
-        # tensors that the lists then hold as inputs of the graph.
+        # tensors that the lists then hold as inputs of the graph. The lists are, for each kind,
+        # parameters, gradients and what the kind names.
+        kinds = self._kinds(group)
+        rest = iter(columns)
+        lists = [list(islice(rest, 2 + len(kind.names))) for kind in kinds]
         for param in group["params"]:
             if param.grad is None:
                 continue
-            params.append(param)
-            grads.append(param.grad)
+            kind = self._kind_of(param, group)
             entry = self._entry(param, group)
-            for name, column in zip((*self._moments(group), "step"), states):
-                column.append(entry[name])
+            values = (param, param.grad, *(entry[name] for name in kinds[kind].names))
+            for value, column in zip(values, lists[kind]):
+                column.append(value)
 
     def _step_gathered(self, group: dict[str, Any]) -> None:
         """A step that hands the op lists of tensors: traced, or of tensors that are not plain."""
-        params: list[Tensor] = []
-        grads: list[Tensor] = []
-        states: list[list[Tensor]] = [[] for _ in (*self._moments(group), "step")]
-        self._init_group(group, params, grads, *states)
-        if not params:
-            return
-        grads = [_like(grad, param) for grad, param in zip(grads, params)]
-        columns = [[local_part(tensor) for tensor in column] for column in (params, grads, *states)]
-        devices = [param.device for param in params]
+        kinds = self._kinds(group)
+        lists: list[list[list[Tensor]]] = [[[] for _ in range(2 + len(k.names))] for k in kinds]
+        self._init_group(group, *(column for columns in lists for column in columns))
+        devices = {param.device for params, *_ in lists for param in params}
         if unknown := {device.type for device in devices} - {"cpu", "cuda"}:
             raise NotImplementedError(f"there is no kernel for {unknown}")
-        for device in dict.fromkeys(devices):
-            chosen = [i for i, d in enumerate(devices) if d == device]
-            bucket = [[column[i] for i in chosen] for column in columns]
-            self._update(group, bucket[0], bucket[1], bucket[2:])
+        for kind, (params, grads, *states) in enumerate(lists):
+            grads = [_like(grad, param) for grad, param in zip(grads, params)]
+            columns = [list(map(local_part, column)) for column in (params, grads, *states)]
+            where = [param.device for param in params]
+            for device in dict.fromkeys(where):
+                chosen = [i for i, d in enumerate(where) if d == device]
+                bucket = [[column[i] for i in chosen] for column in columns]
+                self._update(group, kind, bucket[0], bucket[1], bucket[2:])
 
     def _step_group(self, index: int, group: dict[str, Any]) -> None:
         params = group["params"]
@@ -194,26 +213,42 @@ class Optimizer(torch.optim.Optimizer):
         if not params:
             return
         try:
-            table = self._table(group, params, grads)
-            if table is None:
+            parts = self._parts(group, params, grads)
+            tables = [self._table(group, *part) for part in parts]
+            if any(table is None for table in tables):
                 self._step_gathered(group)
                 return
-            if index not in self._addresses or not torch.equal(self._addresses[index], table[0, 0]):
+            addresses = torch.cat([table[0, 0] for table in tables])
+            if index not in self._addresses or not torch.equal(self._addresses[index], addresses):
                 self._check_overlap(params)
-                self._addresses[index] = table[0, 0].clone()
-            self._update(group, params, grads, table)
+                self._addresses[index] = addresses
+            for part, table in zip(parts, tables):
+                self._update(group, *part, table)
         except (RuntimeError, NotImplementedError) as error:
             raise self._explained(error, group, params, grads) from error
 
-    def _table(
+    def _parts(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
+    ) -> list[tuple[int, list[Tensor], list[Tensor]]]:
+        """The parameters and gradients of each kind that there is."""
+        if len(self._kinds(group)) == 1:
+            return [(0, params, grads)]
+        kinds = [self._kind_of(param, group) for param in params]
+        return [
+            (kind, list(compress(params, mask)), list(compress(grads, mask)))
+            for kind in sorted(set(kinds))
+            for mask in [[k == kind for k in kinds]]
+        ]
+
+    def _table(
+        self, group: dict[str, Any], kind: int, params: list[Tensor], grads: list[Tensor]
     ) -> Tensor | None:
-        moments = self._moments(group)
-        table = table_of((params, grads), self.state, moments, ("step",))
+        names = self._kinds(group)[kind]
+        table = table_of((params, grads), self.state, *names)
         if table is None and not all(param in self.state for param in params):
             for param in params:
                 self._entry(param, group)
-            table = table_of((params, grads), self.state, moments, ("step",))
+            table = table_of((params, grads), self.state, *names)
         return table
 
     def _check_overlap(self, params: list[Tensor]) -> None:
@@ -267,16 +302,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def _entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter, made of zeros where it has none."""
+        names = self._kinds(group)[self._kind_of(param, group)].names
         entry = self.state[param]
-        for name in ("step", *self._moments(group)):
-            if name in entry:
-                continue
-            if name == "step":
-                entry[name] = torch.zeros((), dtype=torch.float64, device=param.device)
-            else:
-                dtype = group.get("state_dtype") or param.dtype
-                entry[name] = torch.zeros_like(
-                    param, dtype=dtype, memory_format=torch.preserve_format
+        for name in names:
+            if name not in entry:
+                entry[name] = (
+                    torch.zeros((), dtype=torch.float64, device=param.device)
+                    if name == "step"
+                    else self._zeros(name, param, group)
                 )
         return entry
 
@@ -330,7 +363,7 @@ class Optimizer(torch.optim.Optimizer):
         if not entry:
             return entry
         name, restored = self._name_of(param), dict(entry)
-        for key in ("step", *self._moments(group)):
+        for key in self._kinds(group)[0].names:
             if key not in entry:
                 raise ValueError(
                     f"the loaded state of {name} has no '{key}'; it has {sorted(entry)}"
