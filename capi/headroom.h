@@ -183,16 +183,17 @@ HR_API hr_status hr_set_cpu_level(hr_cpu_level level);
  * same bits on every device.
  */
 typedef struct hr_adamw_config {
-    size_t size;         /* sizeof(hr_adamw_config); set by HR_ADAMW_CONFIG_INIT */
-    double lr;           /* >= 0, finite; ignored if lr_ptr is set */
-    double beta1, beta2; /* in [0, 1) */
-    double eps;          /* >= 0, finite */
-    double weight_decay; /* >= 0, finite */
-    int64_t step;        /* t, >= 1; ignored if the call has a `steps` list */
-    int32_t decoupled;   /* 1: AdamW's weight decay. 0: Adam's, added to the gradient (L2) */
-    int32_t amsgrad;     /* 1: needs the max_exp_avg_sqs list */
-    int32_t maximize;    /* 1: ascend */
-    hr_dtype lr_dtype;   /* HR_F32 or HR_F64: type of *lr_ptr */
+    size_t size;            /* sizeof(hr_adamw_config); set by HR_ADAMW_CONFIG_INIT */
+    double lr;              /* >= 0, finite; ignored if lr_ptr is set */
+    double beta1, beta2;    /* in [0, 1) */
+    double eps;             /* >= 0, finite */
+    double weight_decay;    /* >= 0, finite */
+    int64_t step;           /* t, >= 1; ignored if the call has a `steps` list */
+    int32_t decoupled;      /* 1: AdamW's weight decay. 0: Adam's, added to the gradient (L2) */
+    int32_t amsgrad;        /* 1: needs the max_exp_avg_sqs list */
+    int32_t maximize;       /* 1: ascend */
+    int32_t skip_nonfinite; /* 1: where g is infinite or NaN, the parameter and its moments stay */
+    hr_dtype lr_dtype;      /* HR_F32 or HR_F64: type of *lr_ptr */
     /* Scalars in the memory of exec's device, or NULL. They are read when the work runs. */
     const void *lr_ptr;      /* replaces lr */
     const float *grad_scale; /* finite and > 0: gradients are divided by it */
@@ -201,10 +202,10 @@ typedef struct hr_adamw_config {
 } hr_adamw_config;
 
 /* torch.optim.AdamW's defaults. Set `step`, or pass a `steps` list. */
-#define HR_ADAMW_CONFIG_INIT                                                                   \
-    {                                                                                          \
-        sizeof(hr_adamw_config), 1e-3, 0.9, 0.999, 1e-8, 1e-2, 0, 1, 0, 0, HR_F32, NULL, NULL, \
-            NULL, NULL                                                                         \
+#define HR_ADAMW_CONFIG_INIT                                                                      \
+    {                                                                                             \
+        sizeof(hr_adamw_config), 1e-3, 0.9, 0.999, 1e-8, 1e-2, 0, 1, 0, 0, 0, HR_F32, NULL, NULL, \
+            NULL, NULL                                                                            \
     }
 
 /*

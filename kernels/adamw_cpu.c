@@ -20,7 +20,7 @@ HR_INLINE void adamw_few(adamw_constants c, void *restrict param, const void *re
             hr_load(exp_avg_sq, i, state_dtype),
             amsgrad ? hr_load(max_exp_avg_sq, i, state_dtype) : 0.0f,
         };
-        x = adamw_element(c, x, amsgrad);
+        x = adamw_update(c, x, amsgrad);
         hr_store(param, i, x.param, param_dtype);
         hr_store(exp_avg, i, x.exp_avg, state_dtype);
         hr_store(exp_avg_sq, i, x.exp_avg_sq, state_dtype);

@@ -44,7 +44,7 @@ static __device__ __forceinline__ void update_one(const tensor_record &t, adamw_
     x.exp_avg = hr_load(t.exp_avg, i, state);
     x.exp_avg_sq = hr_load(t.exp_avg_sq, i, state);
     x.max_exp_avg_sq = amsgrad ? hr_load(t.max_exp_avg_sq, i, state) : 0.0f;
-    x = adamw_element(c, x, amsgrad);
+    x = adamw_update(c, x, amsgrad);
     hr_store(t.param, i, x.param, param);
     hr_store(t.exp_avg, i, x.exp_avg, state);
     hr_store(t.exp_avg_sq, i, x.exp_avg_sq, state);
@@ -72,7 +72,7 @@ static __device__ __forceinline__ void update_eight(const tensor_record &t, adam
         x.exp_avg = cuda_unpack(exp_avgs, j, state);
         x.exp_avg_sq = cuda_unpack(exp_avg_sqs, j, state);
         x.max_exp_avg_sq = cuda_unpack(maxima, j, state);
-        x = adamw_element(c, x, amsgrad);
+        x = adamw_update(c, x, amsgrad);
         new_param[j] = x.param;
         new_exp_avg[j] = x.exp_avg;
         new_exp_avg_sq[j] = x.exp_avg_sq;
