@@ -38,13 +38,15 @@ class Unavailable(Exception):
 class Bar:
     """What the subject has to reach on one kind of device.
 
-    kind "ratio": time of `Case.against` over time of `Case.subject`.
+    kind "ratio": time of `against`, or else `Case.against`, over time of `Case.subject`; not judged
+    where that peer is not installed.
     kind "fraction": rate of `Case.subject` over the measured limit.
     """
 
     kind: str
     at_least: float
     device: str
+    against: str | None = None
 
 
 @dataclass
@@ -107,8 +109,10 @@ def _bars(case: Case, device: torch.device, contenders: dict) -> list[dict]:
     for bar in case.bars:
         if bar.device != device.type:
             continue
-        row = case.against if bar.kind == "ratio" else case.subject
+        row = (bar.against or case.against) if bar.kind == "ratio" else case.subject
         result = contenders.get(row, {})
+        if "unavailable" in result:
+            continue
         value = (
             result.get("ratio", {}).get("median") if bar.kind == "ratio" else result.get("fraction")
         )

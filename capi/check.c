@@ -18,6 +18,7 @@ static const char *set_name(unsigned allowed_dtypes)
 {
     return allowed_dtypes == HR_FLOATS        ? "f32, bf16 or f16"
            : allowed_dtypes == HR_BIT(HR_F32) ? "f32"
+           : allowed_dtypes == HR_BIT(HR_U8)  ? "u8"
                                               : "f32 or f64";
 }
 

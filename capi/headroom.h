@@ -232,6 +232,90 @@ HR_API hr_status hr_adamw(const hr_tensor_list *params, const hr_tensor_list *ex
                           const hr_tensor_list *steps, const hr_tensor_list *grads,
                           const hr_adamw_config *config, const hr_exec *exec);
 
+/* ---- Adam and AdamW with 8-bit moments ------------------------------------------------------- */
+
+/*
+ * One step of hr_adamw's rule over parameters whose two moments take one byte each: a code of the
+ * dynamic map (Dettmers et al., arXiv:2110.02861) per element and one binary32 scale per block of
+ * `block_size` consecutive elements. 2.03 bytes of state per parameter at 256.
+ *
+ *     exp_avg[i]    = signed_map[code[i]]   * absmax[i / block_size]
+ *     exp_avg_sq[i] = unsigned_map[code[i]] * absmax[i / block_size]
+ *
+ * hr_dynamic_map() gives the two maps, bitsandbytes' to the bit. The step decodes both moments,
+ * applies hr_adamw's formula (the parameter sees the new moments as binary32), takes the largest
+ * magnitude of each block as its new absmax, and stores for each moment x the code nearest to
+ * y = x / absmax, ties to the lower code, where the quotient is the product with the rounded
+ * reciprocal. Exceptions, so that no update can blow up:
+ *
+ *     a positive exp_avg_sq never gets code 0, which means zero: its code is at least 1
+ *     zero stays zero, and a block of zeros has absmax 0 and the codes of zero
+ *
+ * Without them a second moment much smaller than its block's largest becomes zero, and the next
+ * step divides by eps alone. Blocks are counted from the tensor's first element; the last may be
+ * short.
+ *
+ * Stochastic rounding (`seeds`): y between neighbouring codes a < y < b gets b with probability
+ * (y - a) / (b - a), from Philox4x32-10 (Salmon et al., doi:10.1145/2063384.2063405) keyed by the
+ * tensor's seed and counting by step and element, so that the bits depend on nothing else. The
+ * exceptions above hold here too, and what is below the lowest code gets that: the mean of the
+ * codes is y but for a positive exp_avg_sq below code 1, and an exp_avg below -0.993 * absmax.
+ *
+ * bnb_exact: bitsandbytes' rule, in its order of operations, without contraction:
+ *
+ *     a gradient that is not finite:  exp_avg = exp_avg_sq = 0, param stays
+ *     exp_avg_sq = exp_avg_sq * beta2 + (1 - beta2) * g * g;  exp_avg likewise
+ *     param = param + (-lr * c2 / c1) * (exp_avg / (sqrt(exp_avg_sq) + c2 * eps))
+ *             with c1 = 1 - beta1^t, c2 = sqrt(1 - beta2^t), then param * (1 - lr * weight_decay)
+ *     codes nearest to x / absmax, a true division, with midpoints in binary32; a code of exp_avg
+ *     whose sign is not that of x moves one towards it, so that 0 / 0, in a block of zeros, gives
+ *     code 255 for exp_avg and 0 for exp_avg_sq, whose values are 0 all the same
+ *
+ * Moments that are not finite make their block's absmax NaN, and the block's moments from then on,
+ * unless skip_nonfinite leaves out the elements whose gradient, scaled, is not finite. To skip the
+ * whole step instead, measure first (hr_unscale_norm) and pass found_inf.
+ *
+ * Same bits on the CPU and on CUDA, for any instruction set and number of threads.
+ */
+typedef struct hr_adamw8bit_config {
+    size_t size;           /* sizeof(hr_adamw8bit_config) */
+    hr_adamw_config adamw; /* amsgrad must be 0; with bnb_exact, decoupled must be 1 */
+    int32_t block_size;    /* 64, 128, 256 or 512 */
+    int32_t bnb_exact;     /* 1: needs block_size 256, no seeds and no skip_nonfinite */
+    const uint64_t *seeds; /* host [count]: stochastic rounding of codes; NULL: to nearest */
+} hr_adamw8bit_config;
+
+#define HR_ADAMW8BIT_CONFIG_INIT                                        \
+    {                                                                   \
+        sizeof(hr_adamw8bit_config), HR_ADAMW_CONFIG_INIT, 256, 0, NULL \
+    }
+
+/* The 256 values of a map, ascending, in [-1, 1] (is_signed) or [0, 1]. Host memory. */
+HR_API hr_status hr_dynamic_map(float *values, int32_t is_signed);
+
+/*
+ * params              in/out: f32, bf16 or f16
+ * exp_avgs            in/out: u8, codes of the signed map; before the first step any, with absmax 0
+ * exp_avg_absmaxs     in/out: f32, ceil(numel / block_size) elements; zeros before the first step
+ * exp_avg_sqs         in/out: u8, codes of the unsigned map
+ * exp_avg_sq_absmaxs  in/out: f32, like exp_avg_absmaxs
+ * steps               in/out: as for hr_adamw; NULL: all use config->adamw.step
+ * grads               in: f32, bf16 or f16, not changed
+ *
+ * The types of params and grads may differ between them and from parameter to parameter. On CUDA
+ * the whole list is one launch up to about 400 tensors, then one more per 400; a `steps` list adds
+ * one small launch each. Reads and writes each byte once: 16.06 bytes per parameter in f32, 10.06
+ * in bf16.
+ *
+ * HR_INVALID_ARGUMENT and the others: as for hr_adamw.
+ */
+HR_API hr_status hr_adamw8bit(const hr_tensor_list *params, const hr_tensor_list *exp_avgs,
+                              const hr_tensor_list *exp_avg_absmaxs,
+                              const hr_tensor_list *exp_avg_sqs,
+                              const hr_tensor_list *exp_avg_sq_absmaxs, const hr_tensor_list *steps,
+                              const hr_tensor_list *grads, const hr_adamw8bit_config *config,
+                              const hr_exec *exec);
+
 /* ---- Unscaling, checking and measuring gradients --------------------------------------------- */
 
 /*

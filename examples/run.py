@@ -27,7 +27,7 @@ class Run:
         self.rung, self.size, self.device, self.seed = rung, size, device, seed
         self.model = GPT(size, checkpoint_blocks=rung.checkpoint)
         self.model.to(device, getattr(torch, rung.weights))
-        options = {}  # of Headroom's optimizers
+        options = dict(rung.options)
         if rung.max_grad_norm is not None:
             options["max_grad_norm"] = rung.max_grad_norm
         if rung.weights != "float32":

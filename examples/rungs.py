@@ -1,6 +1,6 @@
 """The rungs of the memory ladder. Each one with a + is the rung above it with one thing changed."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -8,6 +8,7 @@ class Rung:
     key: str  # names the rung on the command line and its folder
     title: str  # names it in the table and the chart
     optimizer: str = "torch.optim.AdamW"  # imported by this name
+    options: dict = field(default_factory=dict)  # of the optimizer, beside those of every rung
     accumulate: int = 1  # micro-batches per optimizer step; the tokens of a step stay the same
     checkpoint: bool = False  # recompute each block in the backward pass, save only its input
     autocast: str | None = None  # matrix products in this dtype
@@ -54,6 +55,12 @@ clipped = replace(
     max_grad_norm=1.0,
     tolerance=None,
 )
+eight_bit = replace(
+    bf16_autocast,
+    key="8bit",
+    title="+ 8-bit AdamW",
+    optimizer="headroom.optim.AdamW8bit",
+)
 bf16_weights = replace(
     checkpointing,
     key="bf16-weights",
@@ -69,6 +76,7 @@ LADDER = (
     accumulation,
     checkpointing,
     bf16_autocast,
+    eight_bit,
     fp16_scaled,
     clipped,
     bf16_weights,

@@ -50,26 +50,6 @@ HR_INLINE void adamw_run(adamw_constants c, void *restrict param, const void *re
               state_dtype, amsgrad);
 }
 
-/* Turns the dtypes of tensor k into constants, one at a time. */
-#define FOR_DTYPE(dtype, name, body)   \
-    switch (dtype) {                   \
-    case HR_BF16: {                    \
-        const hr_dtype name = HR_BF16; \
-        body;                          \
-        break;                         \
-    }                                  \
-    case HR_F16: {                     \
-        const hr_dtype name = HR_F16;  \
-        body;                          \
-        break;                         \
-    }                                  \
-    default: {                         \
-        const hr_dtype name = HR_F32;  \
-        body;                          \
-        break;                         \
-    }                                  \
-    }
-
 HR_INLINE void adamw_tensor(const adamw_args *a, adamw_constants c, int64_t k, int64_t begin,
                             int64_t end)
 {

@@ -81,4 +81,38 @@ static inline int64_t cpu_total(const hr_tensor_list *list)
         if (from = (begin) > first_ ? (begin)-first_ : 0,                          \
             to = (end)-first_ < (list)->numel[k] ? (end)-first_ : (list)->numel[k], from < to)
 
+/* The same in whole blocks of block_size elements, counted within each tensor: those whose first
+ * element is in [begin, end), so that every block belongs to one range. */
+#define CPU_FOR_EACH_TENSOR_IN_BLOCKS(list, begin, end, block_size, k, from, to)      \
+    for (int64_t k = 0, first_ = 0, from, to; k < (list)->count && first_ < (end);    \
+         first_ += (list)->numel[k++])                                                \
+        if (from = cpu_round_up((begin) > first_ ? (begin)-first_ : 0, (block_size)), \
+            to = cpu_round_up((end)-first_, (block_size)),                            \
+            to = to < (list)->numel[k] ? to : (list)->numel[k], from < to)
+
+static inline int64_t cpu_round_up(int64_t n, int64_t step)
+{
+    return (n + step - 1) / step * step;
+}
+
+/* Runs the body with the constant `name` equal to `dtype`, a floating-point type of elements. */
+#define FOR_DTYPE(dtype, name, body)   \
+    switch (dtype) {                   \
+    case HR_BF16: {                    \
+        const hr_dtype name = HR_BF16; \
+        body;                          \
+        break;                         \
+    }                                  \
+    case HR_F16: {                     \
+        const hr_dtype name = HR_F16;  \
+        body;                          \
+        break;                         \
+    }                                  \
+    default: {                         \
+        const hr_dtype name = HR_F32;  \
+        body;                          \
+        break;                         \
+    }                                  \
+    }
+
 #endif

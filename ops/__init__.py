@@ -7,6 +7,7 @@ optimizers with the names and arguments of :mod:`torch.optim`.
 from . import _binaries, amp, optim
 from .accumulate import GradAccumulator, accumulate_
 from .adamw import adamw_
+from .adamw8bit import adamw8bit_, dynamic_map
 from .clip import clip_grad_norm_, clip_grad_value_
 from .unscale_norm import grad_norm, unscale_norm_
 from .update_scale import update_scale_
@@ -14,11 +15,13 @@ from .update_scale import update_scale_
 __all__ = [
     "GradAccumulator",
     "accumulate_",
+    "adamw8bit_",
     "adamw_",
     "amp",
     "build_info",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "dynamic_map",
     "get_include",
     "get_library_dir",
     "grad_norm",

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _binaries  # noqa: F401  (registers the ops)
-from ._registration import complete
-from .optimizer import FLOATS, Kind, Optimizer
+from ._adamw_options import check_list, check_scalars, check_steps, lr_arguments
+from ._registration import FLOATS, complete, require
+from .optimizer import Kind, Optimizer
 
 __all__ = ["Adam", "AdamW", "adamw_"]
-
-COUNTERS = (torch.float32, torch.float64)  # of step counts and learning rates
 
 
 def adamw_(
@@ -37,6 +35,7 @@ def adamw_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     clip_coef: Tensor | None = None,
+    skip_nonfinite: bool = False,
 ) -> None:
     """One step of AdamW, or of Adam, on a list of parameters, in place and in one pass.
 
@@ -55,6 +54,7 @@ def adamw_(
         grad_scale: float32 tensor of one element; gradients are divided by it.
         found_inf: float32 tensor of one element; if it is not 0, nothing changes, steps included.
         clip_coef: float32 tensor of one element; gradients are multiplied by it.
+        skip_nonfinite: parameters and moments stay where the gradient is infinite or NaN.
 
     Raises:
         RuntimeError: shapes, devices or dtypes do not fit, an option is out of range, or a tensor
@@ -72,7 +72,7 @@ def adamw_(
         exp_avg_sqs,
         max_exp_avg_sqs,
         state_steps,
-        **_lr_arguments(lr, params[0].device),
+        **lr_arguments(lr, params[0].device),
         beta1=beta1,
         beta2=beta2,
         weight_decay=weight_decay,
@@ -83,55 +83,25 @@ def adamw_(
         grad_scale=grad_scale,
         found_inf=found_inf,
         clip_coef=clip_coef,
+        skip_nonfinite=skip_nonfinite,
     )
-
-
-def _lr_arguments(lr: float | Tensor, device: torch.device) -> dict[str, Any]:
-    if torch.compiler.is_compiling() and not isinstance(lr, Tensor):
-        # A float in the call of an op is a constant of the graph, and a schedule would compile anew
-        # every step. A product with a tensor lets torch.compile make it an input.
-        lr = torch.ones((), dtype=torch.float64, device=device) * lr
-    return {"lr": 0.0, "lr_tensor": lr} if isinstance(lr, Tensor) else {"lr": lr}
 
 
 @torch.library.register_fake("headroom::adamw_")
 def _(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, *, amsgrad, **options):
-    # What the op refuses for its tensors when it runs is refused already when it is traced.
-    def check(condition: bool, message: str) -> None:
-        if not condition:
-            raise RuntimeError(message)
-
-    lists = {
-        "params": params,
-        "grads": grads,
-        "exp_avgs": exp_avgs,
-        "exp_avg_sqs": exp_avg_sqs,
-        "max_exp_avg_sqs": max_exp_avg_sqs,
-        "state_steps": state_steps,
-    }
-    for name, tensors in lists.items():
-        wanted = 0 if name == "max_exp_avg_sqs" and not amsgrad else len(params)
-        check(len(tensors) == wanted, f"{name} has {len(tensors)} tensors, wanted {wanted}")
-        for k, (tensor, param) in enumerate(zip(tensors, params)):
-            one, device = f"{name}[{k}]", params[0].device
-            check(tensor.device == device, f"{one} is on {tensor.device}, params[0] on {device}")
-            if name == "state_steps":
-                check(tensor.numel() == 1, f"{one} has {tensor.numel()} elements, wanted 1")
-                check(tensor.dtype in COUNTERS, f"{one} is {tensor.dtype}, not among {COUNTERS}")
-            else:
-                check(tensor.shape == param.shape, f"{one} has another shape than params[{k}]")
-                check(tensor.dtype in FLOATS, f"{one} is {tensor.dtype}, not among {FLOATS}")
-            if name in ("exp_avg_sqs", "max_exp_avg_sqs"):
-                like = exp_avgs[k].dtype
-                check(tensor.dtype == like, f"{one} is {tensor.dtype}, exp_avgs[{k}] {like}")
-    for name in ("lr_tensor", "grad_scale", "found_inf", "clip_coef"):
-        if (tensor := options.get(name)) is None:
-            continue
-        dtypes = COUNTERS if name == "lr_tensor" else (torch.float32,)
-        check(
-            tensor.numel() == 1 and tensor.dtype in dtypes,
-            f"{name} must be a tensor of one element with a dtype among {dtypes}",
-        )
+    check_list("params", params, params, FLOATS)
+    check_list("grads", grads, params, FLOATS)
+    check_list("exp_avgs", exp_avgs, params, FLOATS)
+    check_list("exp_avg_sqs", exp_avg_sqs, params, FLOATS)
+    check_list("max_exp_avg_sqs", max_exp_avg_sqs, params if amsgrad else [], FLOATS)
+    check_steps(state_steps, params)
+    for name, tensors in (("exp_avg_sqs", exp_avg_sqs), ("max_exp_avg_sqs", max_exp_avg_sqs)):
+        for k, (tensor, like) in enumerate(zip(tensors, exp_avgs)):
+            require(
+                tensor.dtype == like.dtype,
+                f"{name}[{k}] is {tensor.dtype}, exp_avgs[{k}] {like.dtype}",
+            )
+    check_scalars(options)
 
 
 complete("adamw_")
@@ -165,6 +135,8 @@ class Adam(Optimizer):
     the second is not 0, and multiplies gradients by the third, without waiting for the device.
     Gradients themselves are not written.
     """
+
+    _more_defaults: dict[str, Any] = {}  # options of a subclass, set before this constructor runs
 
     def __init__(
         self,
@@ -201,15 +173,46 @@ class Adam(Optimizer):
             defaults["state_dtype"] = state_dtype
         if max_grad_norm is not None:
             defaults["max_grad_norm"] = max_grad_norm
-        _check_options(type(self).__name__, defaults)
+        defaults |= self._more_defaults
+        self._check_options(defaults)
         if {isinstance(beta, Tensor) for beta in betas} == {True, False}:
             raise ValueError("betas must be either both floats or both Tensors")
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict):
-            _check_options(type(self).__name__, self.defaults | param_group)
+            self._check_options(self.defaults | param_group)
         super().add_param_group(param_group)
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        """Refuses what torch's constructor refuses, in its words, and what fails later in torch."""
+        lr, betas = options["lr"], options["betas"]
+        if isinstance(lr, Tensor):
+            if lr.numel() != 1:
+                raise ValueError("Tensor lr must be 1-element")
+            if lr.dtype not in (torch.float32, torch.float64):
+                raise ValueError(f"Tensor lr must be float32 or float64, got {lr.dtype}")
+        elif not isinstance(lr, Real):
+            raise TypeError(f"lr must be a number or a Tensor, got {type(lr).__name__}")
+        if not 0.0 <= lr < math.inf:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        if not 0.0 <= options["eps"] < math.inf:
+            raise ValueError(f"Invalid epsilon value: {options['eps']}")
+        for index in (0, 1):
+            if not 0.0 <= betas[index] < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {index}: {betas[index]}")
+        if not 0.0 <= options["weight_decay"] < math.inf:
+            raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
+        if options["differentiable"]:
+            raise RuntimeError(
+                f"{type(self).__qualname__} does not support differentiable=True: its step is one "
+                "fused op"
+            )
+        limit = options.get("max_grad_norm")
+        if limit is not None and not 0.0 <= limit < math.inf:
+            raise ValueError(f"max_grad_norm must be a finite number >= 0, got {limit}")
+        if options.get("state_dtype") not in (None, *FLOATS):
+            raise ValueError(f"state_dtype must be one of {FLOATS}, got {options['state_dtype']}")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:  # of older checkpoints
@@ -230,28 +233,12 @@ class Adam(Optimizer):
         self,
         group: dict[str, Any],
         kind: int,
+        owners: list[Tensor],
         params: list[Tensor],
         grads: list[Tensor],
         states: list[list[Tensor]] | Tensor,
     ) -> None:
-        beta1, beta2 = group["betas"]
-        device = params[0].device
-        lr = group["lr"]
-        if isinstance(lr, Tensor) and not lr.is_cpu:
-            lr = lr.to(device)
-        options = dict(
-            **_lr_arguments(lr, device),
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=group["amsgrad"],
-            maximize=group["maximize"],
-            decoupled=group["decoupled_weight_decay"],
-            grad_scale=_scalar_on(device, self.grad_scale),
-            found_inf=_scalar_on(device, self.found_inf),
-            clip_coef=_scalar_on(device, self.clip_coef),
-        )
+        options = self._options(group, params[0].device)
         if isinstance(states, Tensor):
             torch.autograd.graph.increment_version(params)
             torch.ops.headroom._adamw_table_(params[0], states, **options)
@@ -265,6 +252,26 @@ class Adam(Optimizer):
             maxima[0] if maxima else [],
             steps,
             **options,
+        )
+
+    def _options(self, group: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        """The op's arguments that are not lists."""
+        beta1, beta2 = group["betas"]
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and not lr.is_cpu:
+            lr = lr.to(device)
+        return dict(
+            **lr_arguments(lr, device),
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=group["amsgrad"],
+            maximize=group["maximize"],
+            decoupled=group["decoupled_weight_decay"],
+            grad_scale=_scalar_on(device, self.grad_scale),
+            found_inf=_scalar_on(device, self.found_inf),
+            clip_coef=_scalar_on(device, self.clip_coef),
         )
 
 
@@ -324,31 +331,3 @@ def _scalar_on(device: torch.device, scalar: Tensor | None) -> Tensor | None:
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
-
-
-def _check_options(name: str, options: dict[str, Any]) -> None:
-    """Refuses what torch's constructor refuses, in its words, and what fails later in torch."""
-    lr, betas = options["lr"], options["betas"]
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
-        if lr.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"Tensor lr must be float32 or float64, got {lr.dtype}")
-    elif not isinstance(lr, Real):
-        raise TypeError(f"lr must be a number or a Tensor, got {type(lr).__name__}")
-    if not 0.0 <= lr < math.inf:
-        raise ValueError(f"Invalid learning rate: {lr}")
-    if not 0.0 <= options["eps"] < math.inf:
-        raise ValueError(f"Invalid epsilon value: {options['eps']}")
-    for index in (0, 1):
-        if not 0.0 <= betas[index] < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {index}: {betas[index]}")
-    if not 0.0 <= options["weight_decay"] < math.inf:
-        raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
-    if options["differentiable"]:
-        raise RuntimeError(f"{name} does not support differentiable=True: its step is one fused op")
-    limit = options.get("max_grad_norm")
-    if limit is not None and not 0.0 <= limit < math.inf:
-        raise ValueError(f"max_grad_norm must be a finite number >= 0, got {limit}")
-    if options.get("state_dtype") not in (None, *FLOATS):
-        raise ValueError(f"state_dtype must be one of {FLOATS}, got {options['state_dtype']}")

@@ -1,5 +1,6 @@
 """Optimizers with the names and arguments of :mod:`torch.optim`."""
 
 from .adamw import Adam, AdamW
+from .adamw8bit import Adam8bit, AdamW8bit
 
-__all__ = ["Adam", "AdamW"]
+__all__ = ["Adam", "Adam8bit", "AdamW", "AdamW8bit"]

@@ -12,6 +12,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import compress, islice, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -53,6 +54,29 @@ class Kind(NamedTuple):
         return (*self.alike, *self.others)
 
 
+@dataclass
+class StateMemory:
+    """The state of the parameters that have one kind of it."""
+
+    dtypes: tuple[str, ...]  # of its parts
+    names: list[str] = field(default_factory=list)  # of the parameters
+    numel: int = 0  # of the parameters, on this rank
+    bytes: dict[str, int] = field(default_factory=dict)  # by part
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        return sum(self.bytes.values()) / max(self.numel, 1)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {size:,}" for name, size in self.bytes.items())
+        shown = ", ".join(self.names[:6]) + (", ..." if len(self.names) > 6 else "")
+        return (
+            f"State in {' + '.join(self.dtypes)}: {self.bytes_per_parameter:.2f} bytes for each of "
+            f"{self.numel:,} parameters in {len(self.names):,} tensors ({shown})\n"
+            f"    bytes: {parts}"
+        )
+
+
 class Optimizer(torch.optim.Optimizer):
     """Base of Headroom's optimizers. A subclass defines the two methods that raise here, and
     :meth:`_kind_of` and :meth:`_zeros` if its parameters are not all of one kind."""
@@ -72,6 +96,11 @@ class Optimizer(torch.optim.Optimizer):
         self._addresses: dict[int, Tensor] = {}  # where a group's parameters lay at the last step
         super().__init__(params, defaults)
 
+    @property
+    def _skips_steps(self) -> bool:
+        """Whether a step with gradients that are not finite changes nothing, whoever calls it."""
+        return False
+
     def _kinds(self, group: dict[str, Any]) -> tuple[Kind, ...]:
         """What the states of a group's parameters may consist of."""
         raise NotImplementedError
@@ -80,7 +109,11 @@ class Optimizer(torch.optim.Optimizer):
         """The position in ``_kinds`` of what the state of this parameter consists of."""
         return 0
 
-    def _zeros(self, name: str, param: Tensor, group: dict[str, Any]) -> Tensor:
+    def _kind_of_state(self, entry: dict[str, Any]) -> int:
+        """The same of a state that there is."""
+        return 0
+
+    def _zeros(self, name: str, param: Tensor, group: dict[str, Any], kind: int) -> Tensor:
         """A part of a parameter's state before its first step, except "step"."""
         dtype = group.get("state_dtype") or param.dtype
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
@@ -89,12 +122,14 @@ class Optimizer(torch.optim.Optimizer):
         self,
         group: dict[str, Any],
         kind: int,
+        owners: list[Tensor],
         params: list[Tensor],
         grads: list[Tensor],
         states: list[list[Tensor]] | Tensor,
     ) -> None:
         """Runs the op on parameters of one kind, on one device. ``states`` are the lists of what
-        the kind names, or a table of everything: parameters, gradients, what the kind names."""
+        the kind names, or a table of everything: parameters, gradients, what the kind names.
+        ``owners`` are the optimizer's parameters, of which ``params`` are the local parts."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -125,6 +160,10 @@ class Optimizer(torch.optim.Optimizer):
 
         Returns:
             What the closure returned, or None.
+
+        Raises:
+            RuntimeError: an op refuses its tensors or options. It has written nothing then; those
+                before it are done: a group takes one op for each kind of state and device.
         """
         loss = None
         if closure is not None:
@@ -144,7 +183,8 @@ class Optimizer(torch.optim.Optimizer):
     def _measured_grads(self, max_grad_norm: float | None) -> Iterator[None]:
         """Lends the step an overflow flag and a clip coefficient, where one is asked for."""
         self.measured = None
-        if max_grad_norm is None and not self.check_finite:
+        checks = self.check_finite or (self._skips_steps and self.found_inf is None)
+        if max_grad_norm is None and not checks:
             yield
             return
         self.measured_params = [
@@ -158,7 +198,7 @@ class Optimizer(torch.optim.Optimizer):
                 grad_scale=self.grad_scale,
             )
         except (RuntimeError, NotImplementedError) as error:
-            raise self._explained(error, {}, self.measured_params, grads) from error
+            raise self._explained(error, self.measured_params, grads) from error
         self.grad_norm = measured.norm
         given = self.found_inf, self.clip_coef
         flag, coef = measured.found_inf, measured.clip_coef
@@ -191,17 +231,17 @@ class Optimizer(torch.optim.Optimizer):
         kinds = self._kinds(group)
         lists: list[list[list[Tensor]]] = [[[] for _ in range(2 + len(k.names))] for k in kinds]
         self._init_group(group, *(column for columns in lists for column in columns))
-        devices = {param.device for params, *_ in lists for param in params}
-        if unknown := {device.type for device in devices} - {"cpu", "cuda"}:
-            raise NotImplementedError(f"there is no kernel for {unknown}")
-        for kind, (params, grads, *states) in enumerate(lists):
-            grads = [_like(grad, param) for grad, param in zip(grads, params)]
-            columns = [list(map(local_part, column)) for column in (params, grads, *states)]
-            where = [param.device for param in params]
+        for params, grads, *_ in lists:
+            if any(param.device.type not in ("cpu", "cuda") for param in params):
+                raise self._explained(NotImplementedError(), params, grads)
+        for kind, (owners, grads, *states) in enumerate(lists):
+            grads = [_like(grad, param) for grad, param in zip(grads, owners)]
+            columns = [list(map(local_part, column)) for column in (owners, grads, *states)]
+            where = [param.device for param in owners]
             for device in dict.fromkeys(where):
                 chosen = [i for i, d in enumerate(where) if d == device]
-                bucket = [[column[i] for i in chosen] for column in columns]
-                self._update(group, kind, bucket[0], bucket[1], bucket[2:])
+                bucket = [[column[i] for i in chosen] for column in (owners, *columns)]
+                self._apply(group, kind, *bucket[:3], bucket[3:])
 
     def _step_group(self, index: int, group: dict[str, Any]) -> None:
         params = group["params"]
@@ -212,20 +252,37 @@ class Optimizer(torch.optim.Optimizer):
             grads = found
         if not params:
             return
+        parts = self._parts(group, params, grads)
         try:
-            parts = self._parts(group, params, grads)
             tables = [self._table(group, *part) for part in parts]
-            if any(table is None for table in tables):
-                self._step_gathered(group)
-                return
-            addresses = torch.cat([table[0, 0] for table in tables])
-            if index not in self._addresses or not torch.equal(self._addresses[index], addresses):
-                self._check_overlap(params)
-                self._addresses[index] = addresses
-            for part, table in zip(parts, tables):
-                self._update(group, *part, table)
         except (RuntimeError, NotImplementedError) as error:
-            raise self._explained(error, group, params, grads) from error
+            raise self._explained(error, params, grads) from error
+        if any(table is None for table in tables):
+            self._step_gathered(group)
+            return
+        addresses = torch.cat([table[0, 0] for table in tables])
+        if index not in self._addresses or not torch.equal(self._addresses[index], addresses):
+            self._check_overlap(params)
+            self._addresses[index] = addresses
+        for (kind, params, grads), table in zip(parts, tables):
+            self._apply(group, kind, params, params, grads, table)
+
+    def _apply(
+        self,
+        group: dict[str, Any],
+        kind: int,
+        owners: list[Tensor],
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[list[Tensor]] | Tensor,
+    ) -> None:
+        if torch.compiler.is_compiling():
+            self._update(group, kind, owners, params, grads, states)
+            return
+        try:
+            self._update(group, kind, owners, params, grads, states)
+        except (RuntimeError, NotImplementedError) as error:
+            raise self._explained(error, owners, grads) from error
 
     def _parts(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
@@ -266,13 +323,9 @@ class Optimizer(torch.optim.Optimizer):
                 )
 
     def _explained(
-        self,
-        error: Exception,
-        group: dict[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
+        self, error: Exception, params: Sequence[Tensor], grads: Sequence[Tensor]
     ) -> Exception:
-        """The error of an op, with the name of the parameter that it speaks of."""
+        """The error of an op on these parameters, with the name of the one that it speaks of."""
         name = type(self).__name__
         for param, grad in zip(params, grads):
             if grad.layout != torch.strided or param.layout != torch.strided:
@@ -293,25 +346,48 @@ class Optimizer(torch.optim.Optimizer):
         place = re.search(r"\[(\d+)\]", str(error))
         if type(error) is not RuntimeError or place is None or int(place[1]) >= len(params):
             return error
-        # Indices count within a device, and nearly every group lies on one.
-        if len({param.device for param in params}) > 1:
-            return error
         return RuntimeError(f"{error}; index {place[1]} is {self._name_of(params[int(place[1])])}")
 
     # ---- states ---------------------------------------------------------------------------------
 
     def _entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter, made of zeros where it has none."""
-        names = self._kinds(group)[self._kind_of(param, group)].names
+        kind = self._kind_of(param, group)
         entry = self.state[param]
-        for name in names:
+        for name in self._kinds(group)[kind].names:
             if name not in entry:
-                entry[name] = (
-                    torch.zeros((), dtype=torch.float64, device=param.device)
-                    if name == "step"
-                    else self._zeros(name, param, group)
-                )
+                entry[name] = self._part(name, param, group, kind)
         return entry
+
+    def _part(self, name: str, param: Tensor, group: dict[str, Any], kind: int) -> Tensor:
+        if name == "step":
+            return torch.zeros((), dtype=torch.float64, device=param.device)
+        return self._zeros(name, param, group, kind)
+
+    def memory(self) -> list[StateMemory]:
+        """What the state takes on this rank, by kind of state. Parameters that have not had a step
+        count with what they will have."""
+        kinds: dict[tuple[str, ...], StateMemory] = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                kind = self._kind_of(param, group)
+                entry, local = self.state.get(param, {}), local_part(param)
+                parts = {
+                    name: local_part(entry[name])
+                    if name in entry
+                    else self._part(name, torch.empty_like(local, device="meta"), group, kind)
+                    for name in self._kinds(group)[kind].names
+                }
+                dtypes = tuple(dict.fromkeys(str(part.dtype)[6:] for part in parts.values()))
+                row = kinds.setdefault(dtypes, StateMemory(dtypes))
+                row.names.append(self._name_of(param).removeprefix("parameter "))
+                row.numel += local.numel()
+                for name, part in parts.items():
+                    row.bytes[name] = row.bytes.get(name, 0) + local_part(part).nbytes
+        return list(kinds.values())
+
+    def __repr__(self) -> str:
+        return "\n".join([super().__repr__(), *map(str, self.memory())])
 
     def _name_of(self, param: Tensor) -> str:
         for i, group in enumerate(self.param_groups):
@@ -363,7 +439,9 @@ class Optimizer(torch.optim.Optimizer):
         if not entry:
             return entry
         name, restored = self._name_of(param), dict(entry)
-        for key in self._kinds(group)[0].names:
+        kind = self._kind_of_state(entry)
+        wanted = self._kinds(group)[kind]
+        for key in wanted.names:
             if key not in entry:
                 raise ValueError(
                     f"the loaded state of {name} has no '{key}'; it has {sorted(entry)}"
@@ -371,25 +449,35 @@ class Optimizer(torch.optim.Optimizer):
             value = entry[key]
             if key == "step":
                 restored[key] = _counter(value, param, name)
-            elif not isinstance(value, Tensor) or value.shape != param.shape:
+                continue
+            shape, dtypes = self._form(key, param, group, kind)
+            if not isinstance(value, Tensor) or value.shape != shape:
                 got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(
                     f"the loaded '{key}' of {name} is {got}, wanted a tensor of shape "
-                    f"{tuple(param.shape)}"
+                    f"{tuple(shape)}"
                 )
-            elif isinstance(value, DTensor) != isinstance(param, DTensor):
+            if isinstance(value, DTensor) != isinstance(param, DTensor):
                 raise ValueError(
                     f"the loaded '{key}' of {name} is a {type(value).__name__}, but the parameter "
                     f"is a {type(param).__name__}; load sharded states with "
                     "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
                 )
-            elif value.dtype not in FLOATS:
+            if value.dtype not in dtypes:
                 raise ValueError(
-                    f"the loaded '{key}' of {name} has dtype {value.dtype}, wanted one of {FLOATS}"
+                    f"the loaded '{key}' of {name} has dtype {value.dtype}, wanted one of {dtypes}"
                 )
-            else:
-                restored[key] = _placed(value, param)
+            value = value.detach().to(param.device)
+            # Codes stay in the order in which their scales were made.
+            ordered = key in wanted.alike and value.is_floating_point()
+            restored[key] = _ordered(value, param) if ordered else value
         return restored
+
+    def _form(
+        self, name: str, param: Tensor, group: dict[str, Any], kind: int
+    ) -> tuple[torch.Size, tuple[torch.dtype, ...]]:
+        """The shape that a part of a state must have, except "step", and the dtypes it may have."""
+        return param.shape, FLOATS
 
 
 def _counter(value: Any, param: Tensor, name: str) -> Tensor:
@@ -401,8 +489,8 @@ def _counter(value: Any, param: Tensor, name: str) -> Tensor:
     return count
 
 
-def _placed(value: Tensor, param: Tensor) -> Tensor:
-    value = value.detach().to(param.device)
+def _ordered(value: Tensor, param: Tensor) -> Tensor:
+    """A state in the memory order of its parameter."""
     if isinstance(value, DTensor) or value.stride() == param.stride():
         return value
     ordered = torch.empty_like(param, dtype=value.dtype, memory_format=torch.preserve_format)

@@ -27,7 +27,7 @@ from reference import (
 OPS = sorted(
     schema.name
     for schema in torch._C._jit_get_all_schemas()
-    if schema.name.startswith("headroom::") and "adamw" in schema.name
+    if schema.name.startswith("headroom::") and "adamw_" in schema.name
 )
 
 

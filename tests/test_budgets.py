@@ -14,10 +14,15 @@ LIBRARY = Path(headroom.get_library_dir()) / "libheadroom.so.0"
 
 # Registers per thread at most, on any arch. With 80, three blocks of 256 threads share a
 # multiprocessor: enough loads in flight to keep its memory busy.
-REGISTERS = {"adamw_kernel": 80}
+REGISTERS = {"adamw_kernel": 80, "adamw8bit_kernel": 80}
 REGISTERS_OF_OTHERS = 64
 # Kernels that handle a few values per tensor; all others must have 128-bit loads and stores.
-SCALAR = {"adamw_count_kernel", "norm_kernel", "update_scale_kernel"}
+SCALAR = {
+    "adamw_count_kernel",
+    "adamw8bit_count_kernel",
+    "norm_kernel",
+    "update_scale_kernel",
+}
 
 
 def build_info():

@@ -62,7 +62,7 @@ template <class T> void store(T value, uint8_t *bytes)
 
 size_t bytes_of(hr_dtype dtype)
 {
-    return dtype == HR_F64 ? 8 : dtype == HR_F32 ? 4 : 2;
+    return dtype == HR_F64 ? 8 : dtype == HR_F32 ? 4 : dtype == HR_U8 ? 1 : 2;
 }
 
 double epsilon_of(hr_dtype dtype)
@@ -74,6 +74,7 @@ double decode(const uint8_t *bytes, hr_dtype dtype)
 {
     return dtype == HR_F64   ? load<double>(bytes)
            : dtype == HR_F32 ? load<float>(bytes)
+           : dtype == HR_U8  ? *bytes
                              : decode16(load<uint16_t>(bytes), format_of(dtype));
 }
 
@@ -83,6 +84,8 @@ void encode(double value, uint8_t *bytes, hr_dtype dtype)
         store(value, bytes);
     else if (dtype == HR_F32)
         store(float(value), bytes);
+    else if (dtype == HR_U8)
+        *bytes = uint8_t(value);
     else
         store(encode16(value, format_of(dtype)), bytes);
 }

@@ -1,0 +1,126 @@
+/*
+ * adamw8bit_loop.h: the loop over the blocks of a list, compiled once per instruction set: included
+ * with LOOP_TARGET, the attribute that selects it, and LOOP_NAME(name), which tells them apart.
+ *
+ * The codes of a block can be chosen only when all its elements are updated. Encoding one block
+ * alternates with updating the next, a vector at a time, so that the permutations of the one run
+ * beside the divisions of the other.
+ */
+
+/* Updates LANES elements. Their new moments go to m and v, the largest magnitudes of each lane to
+ * the last two. */
+LOOP_TARGET HR_INLINE void LOOP_NAME(update)(const adamw8bit_tensor *t, void *restrict param,
+                                             const void *restrict grad, const uint8_t *exp_avg,
+                                             const uint8_t *exp_avg_sq, float absmax_m,
+                                             float absmax_v, float *restrict m, float *restrict v,
+                                             uint32_t *restrict largest_m,
+                                             uint32_t *restrict largest_v, hr_dtype param_dtype,
+                                             hr_dtype grad_dtype, adamw8bit_rule rule)
+{
+    const int bnb = rule == ADAMW8BIT_BNB;
+    LOOP_NAME(decode)(t->call, exp_avg, absmax_m, 1, m);
+    LOOP_NAME(decode)(t->call, exp_avg_sq, absmax_v, 0, v);
+    for (int lane = 0; lane < LANES; lane++) {
+        adamw_values x = {hr_load(param, lane, param_dtype), hr_load(grad, lane, grad_dtype),
+                          m[lane], v[lane], 0.0f};
+        x = adamw8bit_apply(t, x, param_dtype, rule);
+        hr_store(param, lane, x.param, param_dtype);
+        m[lane] = x.exp_avg;
+        v[lane] = x.exp_avg_sq;
+        const uint32_t magnitude_m = adamw8bit_magnitude(x.exp_avg, bnb);
+        const uint32_t magnitude_v = adamw8bit_magnitude(x.exp_avg_sq, bnb);
+        largest_m[lane] = magnitude_m > largest_m[lane] ? magnitude_m : largest_m[lane];
+        largest_v[lane] = magnitude_v > largest_v[lane] ? magnitude_v : largest_v[lane];
+    }
+}
+
+/* The blocks of [from, to) of one tensor; `from` is the start of a block. */
+LOOP_TARGET HR_INLINE void LOOP_NAME(run)(const adamw8bit_tensor *t, int64_t from, int64_t to,
+                                          hr_dtype param_dtype, hr_dtype grad_dtype,
+                                          adamw8bit_rule rule)
+{
+    const int block_size = t->call->args->config->block_size;
+    const int param_size = param_dtype == HR_F32 ? 4 : 2, grad_size = grad_dtype == HR_F32 ? 4 : 2;
+    adamw8bit_moments moments;    /* of this block and of the one before */
+    adamw8bit_pending last = {0}; /* the one before */
+    int64_t block = from / block_size;
+    for (int64_t begin = from; begin < to; begin += block_size, block++) {
+        const int count = to - begin < block_size ? (int)(to - begin) : block_size;
+        float *const m = block % 2 ? moments.m1 : moments.m0;
+        float *const v = block % 2 ? moments.v1 : moments.v0;
+        const float absmax_m = t->exp_avg_absmax[block], absmax_v = t->exp_avg_sq_absmax[block];
+        const uint8_t *const exp_avg = t->exp_avg + begin, *const exp_avg_sq =
+                                                               t->exp_avg_sq + begin;
+        uint32_t largest_m[LANES] = {0}, largest_v[LANES] = {0};
+        int i = 0, encoded = 0;
+        for (; i < count; i += LANES) {
+            adamw8bit_few few; /* what is less than LANES is padded with zeros */
+            const int partial = count - i < LANES;
+            if (partial)
+                adamw8bit_pad(&few, t, begin + i, count - i, param_size, grad_size);
+            else {
+                cpu_prefetch(t->param, begin + i, LANES, to, param_dtype);
+                cpu_prefetch(t->grad, begin + i, LANES, to, grad_dtype);
+                cpu_prefetch(t->exp_avg, (begin + i) / 2, LANES / 2, to / 2, HR_BF16);
+                cpu_prefetch(t->exp_avg_sq, (begin + i) / 2, LANES / 2, to / 2, HR_BF16);
+            }
+            void *const param = (char *)t->param + (begin + i) * param_size;
+            const void *const grad = (const char *)t->grad + (begin + i) * grad_size;
+            LOOP_NAME(update)
+            (t, partial ? few.param : param, partial ? few.grad : grad,
+             partial ? few.exp_avg : exp_avg + i, partial ? few.exp_avg_sq : exp_avg_sq + i,
+             absmax_m, absmax_v, m + i, v + i, largest_m, largest_v, param_dtype, grad_dtype, rule);
+            if (partial)
+                memcpy(param, few.param, (size_t)((count - i) * param_size));
+            if (encoded < last.count) {
+                LOOP_NAME(encode)(t, &last, encoded, LANES);
+                encoded += LANES;
+            }
+        }
+        for (; encoded < last.count; encoded += LANES)
+            LOOP_NAME(encode)(t, &last, encoded, LANES);
+        last = adamw8bit_close(t, begin, count, block, m, v, largest_m, largest_v);
+    }
+    for (int i = 0; i < last.count; i += LANES)
+        LOOP_NAME(encode)(t, &last, i, last.count - i < LANES ? last.count - i : LANES);
+}
+
+LOOP_TARGET static void LOOP_NAME(range)(void *context, int64_t begin, int64_t end)
+{
+    const adamw8bit_call *const call = (const adamw8bit_call *)context;
+    const adamw8bit_args *const a = call->args;
+    const hr_adamw8bit_config *const config = a->config;
+    adamw8bit_tensor t = {0};
+    t.call = call;
+    t.step = NAN; /* equal to no step */
+    CPU_FOR_EACH_TENSOR_IN_BLOCKS(a->params, begin, end, config->block_size, k, from, to)
+    {
+        const double step = a->steps ? hr_load_scalar(a->steps->data[k], a->steps->dtype[k]) + 1.0
+                                     : (double)config->adamw.step;
+        if (step != t.step) {
+            t.constants = adamw_fold(&config->adamw, step);
+            t.bnb = adamw8bit_bnb_fold(&config->adamw, step);
+        }
+        t.step = step;
+        t.seed = config->seeds ? config->seeds[k] : 0;
+        t.param = a->params->data[k];
+        t.grad = a->grads->data[k];
+        t.exp_avg = (uint8_t *)a->exp_avgs->data[k];
+        t.exp_avg_sq = (uint8_t *)a->exp_avg_sqs->data[k];
+        t.exp_avg_absmax = (float *)a->exp_avg_absmaxs->data[k];
+        t.exp_avg_sq_absmax = (float *)a->exp_avg_sq_absmaxs->data[k];
+        FOR_DTYPE(a->params->dtype[k], P,
+                  FOR_DTYPE(
+                      a->grads->dtype[k], G, switch (call->rule) {
+                          case ADAMW8BIT_PLAIN:
+                              LOOP_NAME(run)(&t, from, to, P, G, ADAMW8BIT_PLAIN);
+                              break;
+                          case ADAMW8BIT_ANY:
+                              LOOP_NAME(run)(&t, from, to, P, G, ADAMW8BIT_ANY);
+                              break;
+                          case ADAMW8BIT_BNB:
+                              LOOP_NAME(run)(&t, from, to, P, G, ADAMW8BIT_BNB);
+                              break;
+                      }))
+    }
+}
