@@ -17,13 +17,14 @@ std::vector<AdamwCase> cases()
         all.push_back(c);
     };
     const std::vector<int64_t> odd = {1, 3, 7, 255, 256, 257, 4097, 0, 64, 33};
-    for (int flags = 0; flags < 8; flags++)
+    for (int flags = 0; flags < 16; flags++)
         add([&](AdamwCase &c) {
             c.all_types = c.special = true;
             c.numel.assign(27, 67);
             c.amsgrad = flags & 1;
             c.decoupled = flags & 2;
             c.maximize = flags & 4;
+            c.skip_nonfinite = flags & 8;
         });
     for (const hr_dtype type : {HR_F32, HR_BF16, HR_F16})
         for (size_t shift = 0; shift < 8; shift++)

@@ -68,6 +68,7 @@ AdamwRun::AdamwRun(Backend &backend, const AdamwCase &c) : exec(backend.exec())
     config.decoupled = c.decoupled;
     config.amsgrad = c.amsgrad;
     config.maximize = c.maximize;
+    config.skip_nonfinite = c.skip_nonfinite;
     if (c.lr_on_device) {
         config.lr_ptr = scalar(backend, config.lr, *c.lr_on_device);
         config.lr_dtype = *c.lr_on_device;
@@ -134,7 +135,7 @@ std::ostream &operator<<(std::ostream &out, const AdamwCase &c)
     out << c.numel.size() << " tensors, " << names[c.param] << " parameters, " << names[c.grad]
         << " gradients, " << names[c.state] << " states, shift " << c.shift << ", step " << c.step;
     out << (c.amsgrad ? ", amsgrad" : "") << (c.decoupled ? "" : ", L2")
-        << (c.maximize ? ", maximize" : "");
+        << (c.maximize ? ", maximize" : "") << (c.skip_nonfinite ? ", skip_nonfinite" : "");
     out << (c.steps ? ", steps on the device" : "") << (c.lr_on_device ? ", lr on the device" : "");
     out << (c.grad_scale ? ", grad_scale" : "") << (c.clip_coef ? ", clip_coef" : "");
     return out << (c.special ? ", special values" : "") << (c.all_types ? ", all types" : "");

@@ -12,7 +12,7 @@ enum AdamwList { PARAMS, EXP_AVGS, EXP_AVG_SQS, MAX_EXP_AVG_SQS, STEPS, GRADS, L
 struct AdamwCase {
     std::vector<int64_t> numel = {5};
     hr_dtype param = HR_F32, grad = HR_F32, state = HR_F32;
-    bool amsgrad = false, decoupled = true, maximize = false;
+    bool amsgrad = false, decoupled = true, maximize = false, skip_nonfinite = false;
     int64_t step = 3;              // of the first tensor; device counters add the tensor's number
     std::optional<hr_dtype> steps; // counters on the device
     std::optional<hr_dtype> lr_on_device;

@@ -47,3 +47,40 @@ TEST_P(AdamwSpecial, ValuesSpreadAsTheRuleSays)
             }
         }
 }
+
+TEST_P(AdamwSpecial, ElementsOfGradientsThatAreNotFiniteMayBeLeftAlone)
+{
+    for (const hr_dtype type : {HR_F32, HR_BF16, HR_F16})
+        for (const double value : {double(NAN), double(INFINITY), -double(INFINITY)}) {
+            AdamwCase c;
+            c.numel = {17, 3};
+            c.param = c.grad = c.state = type;
+            c.amsgrad = true;
+            const AdamwRun clean(*backend, c);
+            c.skip_nonfinite = true;
+            c.spoiled = GRADS;
+            c.spoil = value;
+            const AdamwRun before(*backend, c), run(*backend, c);
+            ASSERT_EQ(clean.call(), HR_OK) << hr_last_error();
+            ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
+            for (const AdamwList l : {PARAMS, EXP_AVGS, EXP_AVG_SQS, MAX_EXP_AVG_SQS}) {
+                std::vector<double> wanted = clean.values(l, 0);
+                wanted[0] = before.values(l, 0)[0];
+                EXPECT_EQ(run.values(l, 0), wanted) << adamw_list_names[l];
+            }
+            EXPECT_EQ(run.values(STEPS, 0), clean.values(STEPS, 0)); // the step counts
+        }
+}
+
+TEST_P(AdamwSpecial, AGradientThatOverflowsWhenUnscaledCountsAsNotFinite)
+{
+    AdamwCase c;
+    c.grad_scale = 0x1p-20f;
+    c.skip_nonfinite = true;
+    c.spoiled = GRADS;
+    c.spoil = 3e38;
+    const AdamwRun before(*backend, c), run(*backend, c);
+    ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
+    EXPECT_EQ(run.values(PARAMS, 0)[0], before.values(PARAMS, 0)[0]);
+    EXPECT_NE(run.values(PARAMS, 0)[1], before.values(PARAMS, 0)[1]);
+}

@@ -25,7 +25,8 @@ TEST(Runtime, NumbersOfTheInterfaceStay)
     EXPECT_EQ(HR_F64, 6);
     EXPECT_EQ(HR_CPU, -1);
     EXPECT_EQ(sizeof(hr_exec), 16u);
-    EXPECT_EQ(sizeof(hr_adamw_config), 104u);
+    EXPECT_EQ(sizeof(hr_adamw_config), 112u);
+    EXPECT_EQ(sizeof(hr_adamw8bit_config), 136u);
 }
 
 TEST(Runtime, VersionAndBuildInfo)
