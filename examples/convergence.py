@@ -54,9 +54,11 @@ class HeavyTailedRun(Run):
             param.grad.mul_(torch.exp(sigma * z))
 
 
-def held_out(rung: rungs.Rung, sigma: float, seed: int, steps: int) -> float:
+def held_out(
+    rung: rungs.Rung, sigma: float, seed: int, steps: int, path: str | None = None
+) -> float:
     """Held-out bits per byte after training; infinite if it diverged to NaN."""
-    text, unseen = data.load(None, SIZE.context)
+    text, unseen = data.load(path, SIZE.context)
     run = HeavyTailedRun(rung, SIZE, torch.device("cpu"), seed, sigma=sigma)
     for _ in range(steps):
         run.step(text)
@@ -68,6 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--data", help="text file or folder; default: the standard library")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path)
@@ -75,7 +78,7 @@ def main() -> None:
     cells = [(g, o, s) for g in GRADIENTS for o in OPTIMIZERS for s in range(args.seeds)]
     losses: dict[str, dict[str, list[float]]] = {g: {o: [] for o in OPTIMIZERS} for g in GRADIENTS}
     for gradients, name, seed in tqdm(cells, unit="run"):
-        loss = held_out(OPTIMIZERS[name], GRADIENTS[gradients], seed, args.steps)
+        loss = held_out(OPTIMIZERS[name], GRADIENTS[gradients], seed, args.steps, args.data)
         losses[gradients][name].append(loss)
 
     print(f"held-out bits per byte after {args.steps} steps, {args.seeds} seeds")

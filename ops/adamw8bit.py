@@ -432,7 +432,7 @@ class AdamW8bit(Adam8bit):
     Example::
 
         optimizer = headroom.optim.AdamW8bit(model.parameters(), lr=3e-4, weight_decay=0.1)
-        optimizer.override(model.embedding, bits=32)  # if you like
+        optimizer.override(model, "weight", bits=32)  # float32 moments for one, if you like
     """
 
     def __init__(

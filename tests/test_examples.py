@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import convergence  # noqa: E402
 import data  # noqa: E402
 import ladder  # noqa: E402
 import memory  # noqa: E402
@@ -58,6 +60,8 @@ def test_every_rung_trains_and_counts(rung, tmp_path, text):
     assert counted["parameters"] == weight * sum(numel)
     assert counted["gradients"] == (weight + sums) * sum(numel)
     moments, steps = 8 * sum(numel), 8 * len(numel)
+    if rung == "8bit":  # parameters of 4,096 elements and more, which are whole blocks of 256 here
+        moments -= sum(n * 6 - n // 256 * 8 for n in numel if n >= 4096)
     assert moments < counted["optimizer state"] <= moments + steps
 
 
@@ -274,3 +278,29 @@ def test_before_and_after_reach_the_same_loss():
     assert done.returncode == 0, done.stderr
     before, after = (float(line.split()[1]) for line in done.stdout.splitlines())
     assert after == pytest.approx(before, rel=1e-3)
+
+
+def test_convergence_tells_a_second_moment_of_zero_from_others(monkeypatch, text):
+    """With weights of 32 x 32 and so 8-bit everywhere; a few steps are enough to blow up."""
+    monkeypatch.setattr(convergence, "SIZE", SIZES["tiny"])
+    exact, ours, broken = convergence.OPTIMIZERS.values()
+    ours, broken = (replace(r, options=r.options | {"min_8bit_size": 0}) for r in (ours, broken))
+    loss = {r.key + str(r.options): r for r in (exact, ours, broken)}
+    loss = {key: convergence.held_out(r, 2.0, 0, 12, text) for key, r in loss.items()}
+    f32, eight_bit, code_0 = loss.values()
+    assert abs(eight_bit - f32) < 0.3 < code_0 - f32
+    assert convergence.held_out(exact, 0.0, 0, 12, text) != f32  # the gradients were widened
+
+
+def test_convergence_reports_every_run(monkeypatch, text, tmp_path, capsys):
+    monkeypatch.setattr(convergence, "SIZE", SIZES["tiny"])
+    out = tmp_path / "table.json"
+    arguments = ["--data", text, "--steps", "2", "--seeds", "2", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["convergence.py", *arguments])
+    with pytest.raises(SystemExit):
+        convergence.main()
+    table = json.loads(out.read_text())["bits_per_byte"]
+    assert {g: {o: len(v) for o, v in row.items()} for g, row in table.items()} == {
+        gradients: dict.fromkeys(convergence.OPTIMIZERS, 2) for gradients in convergence.GRADIENTS
+    }
+    assert "seeds of f32 differ by" in capsys.readouterr().out
