@@ -24,7 +24,6 @@ typedef struct adamw_constants {
     float step_size;   /* lr / (1 - beta1^t) */
     float rsqrt_bias2; /* 1 / sqrt(1 - beta2^t) */
     float eps;
-    uint32_t nonfinite; /* the least bits of |g| for which nothing changes */
 } adamw_constants;
 
 typedef struct adamw_values {
@@ -52,11 +51,13 @@ HR_INLINE adamw_values adamw_element(adamw_constants c, adamw_values x, int amsg
     return x;
 }
 
-/* The same, but where the gradient is not finite nothing changes, if that is asked for. */
-HR_INLINE adamw_values adamw_update(adamw_constants c, adamw_values x, int amsgrad)
+/* The same, but with `skip_nonfinite` nothing changes where the gradient is not finite. */
+HR_INLINE adamw_values adamw_update(adamw_constants c, adamw_values x, int amsgrad,
+                                    int skip_nonfinite)
 {
     const adamw_values y = adamw_element(c, x, amsgrad);
-    const int stays = (hr_bits(x.grad * c.grad_factor) & 0x7FFFFFFFu) >= c.nonfinite;
+    const uint32_t magnitude = hr_bits(x.grad * c.grad_factor) & 0x7FFFFFFFu;
+    const int stays = skip_nonfinite && magnitude >= 0x7F800000u;
     x.param = stays ? x.param : y.param;
     x.exp_avg = stays ? x.exp_avg : y.exp_avg;
     x.exp_avg_sq = stays ? x.exp_avg_sq : y.exp_avg_sq;
@@ -96,7 +97,6 @@ HR_INLINE adamw_constants adamw_fold(const hr_adamw_config *config, double t)
     c.step_size = (float)(lr / (1.0 - adamw_power(config->beta1, t)));
     c.rsqrt_bias2 = (float)(1.0 / sqrt(1.0 - adamw_power(config->beta2, t)));
     c.eps = (float)config->eps;
-    c.nonfinite = config->skip_nonfinite ? 0x7F800000u : UINT32_MAX;
     return c;
 }
 

@@ -204,6 +204,7 @@ typedef struct chunk {
     hr_dtype param_dtype, grad_dtype;
     bool aligned; /* addresses allow one access per group */
     int block_shift;
+    int skip_nonfinite;
     uint64_t seed;
     double step;
 } chunk;
@@ -299,7 +300,7 @@ update(const chunk &c, const step_constants &constants, const adamw8bit_maps &ma
             if (rule == BNB)
                 x = adamw8bit_bnb_element(constants.bnb, x, c.param_dtype);
             else
-                x = adamw_update(constants.adamw, x, 0);
+                x = adamw_update(constants.adamw, x, 0, c.skip_nonfinite);
             param[e] = x.param;
             moment[1] = x.exp_avg;
             moment[0] = x.exp_avg_sq;
@@ -428,6 +429,7 @@ static __device__ __forceinline__ chunk chunk_of(const adamw8bit_launch &args,
                  (uintptr_t)t.grad % (GROUP * size_of(c.grad_dtype)) |
                  (uintptr_t)t.exp_avg % GROUP | (uintptr_t)t.exp_avg_sq % GROUP) == 0;
     c.block_shift = args.block_shift;
+    c.skip_nonfinite = args.config.skip_nonfinite;
     c.param = (char *)t.param + c.begin * size_of(c.param_dtype);
     c.grad = (const char *)t.grad + c.begin * size_of(c.grad_dtype);
     c.codes[1] = t.exp_avg + c.begin;

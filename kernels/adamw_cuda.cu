@@ -34,7 +34,7 @@ typedef struct adamw_launch {
 static_assert(sizeof(adamw_launch) <= CUDA_PARAMETER_BYTES, "adamw_launch must fit in a launch");
 
 static __device__ __forceinline__ void update_one(const tensor_record &t, adamw_constants c,
-                                                  int64_t i)
+                                                  int skip, int64_t i)
 {
     const hr_dtype state = (hr_dtype)t.state_dtype, param = (hr_dtype)t.param_dtype;
     const int amsgrad = t.max_exp_avg_sq != nullptr;
@@ -44,7 +44,7 @@ static __device__ __forceinline__ void update_one(const tensor_record &t, adamw_
     x.exp_avg = hr_load(t.exp_avg, i, state);
     x.exp_avg_sq = hr_load(t.exp_avg_sq, i, state);
     x.max_exp_avg_sq = amsgrad ? hr_load(t.max_exp_avg_sq, i, state) : 0.0f;
-    x = adamw_update(c, x, amsgrad);
+    x = adamw_update(c, x, amsgrad, skip);
     hr_store(t.param, i, x.param, param);
     hr_store(t.exp_avg, i, x.exp_avg, state);
     hr_store(t.exp_avg_sq, i, x.exp_avg_sq, state);
@@ -72,7 +72,7 @@ static __device__ __forceinline__ void update_eight(const tensor_record &t, adam
         x.exp_avg = cuda_unpack(exp_avgs, j, state);
         x.exp_avg_sq = cuda_unpack(exp_avg_sqs, j, state);
         x.max_exp_avg_sq = cuda_unpack(maxima, j, state);
-        x = adamw_update(c, x, amsgrad);
+        x = adamw_element(c, x, amsgrad);
         new_param[j] = x.param;
         new_exp_avg[j] = x.exp_avg;
         new_exp_avg_sq[j] = x.exp_avg_sq;
@@ -105,11 +105,13 @@ static __global__ void __launch_bounds__(THREADS)
                                 (uintptr_t)t.exp_avg_sq | (uintptr_t)t.max_exp_avg_sq;
     const int64_t begin = (int64_t)(blockIdx.x - t.first_block) * CUDA_CHUNK;
     const int64_t end = t.numel - begin < CUDA_CHUNK ? t.numel : begin + CUDA_CHUNK;
-    const int64_t vector_end = addresses % 16 == 0 ? begin + (end - begin) / 8 * 8 : begin;
+    /* To keep the old values of eight elements as well takes more registers than there are. */
+    const int vectors = addresses % 16 == 0 && !args.config.skip_nonfinite;
+    const int64_t vector_end = vectors ? begin + (end - begin) / 8 * 8 : begin;
     for (int64_t i = begin + threadIdx.x * 8; i < vector_end; i += THREADS * 8)
         update_eight(t, constants, i);
     for (int64_t i = vector_end + threadIdx.x; i < end; i += THREADS)
-        update_one(t, constants, i);
+        update_one(t, constants, args.config.skip_nonfinite, i);
 }
 
 /* A launch of its own, after the update: every block of a tensor reads its counter. */

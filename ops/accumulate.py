@@ -202,7 +202,8 @@ class GradAccumulator:
         for total in self._sums.values():
             by_device.setdefault(total.device, []).append(local_part(total))
         for device, totals in by_device.items():
-            unscale_norm_(totals, grad_scale=torch.full((), weight, device=device))
+            scale = torch.full((), weight, dtype=torch.float32, device=device)
+            unscale_norm_(totals, grad_scale=scale)
         for param, total in self._sums.items():
             param.grad = total if _takes_float32(param) else total.to(param.dtype)
             self._given[param] = weakref.ref(param.grad)

@@ -197,8 +197,8 @@ class Adam8bit(Adam):
         amsgrad: must be False.
         min_8bit_size: parameters with fewer elements (of a DTensor: on all ranks together) have
             float32 moments.
-        block_size: elements per scale: 64, 128, 256 or 512. Blocks follow the order in memory, and
-            those of a DTensor are local to its shard.
+        block_size: elements per scale: 64, 128, 256 or 512. Blocks follow the order in memory at
+            the first step, and those of a DTensor are local to its shard.
         bnb_exact: bitsandbytes' rule step for step, which lets updates blow up and always decouples
             the weight decay.
         stochastic_rounding: round codes up or down at random, without bias, instead of to the
@@ -472,8 +472,9 @@ def _zero_absmaxs(param: Tensor, block_size: int) -> Tensor:
     """The scales of a parameter's blocks, [rows, blocks] where its rows are whole blocks.
 
     Those of a DTensor are a DTensor. If it is sharded by such rows, so are they, and blocks are the
-    same however many ranks there are. Else every rank has as many scales as the largest shard
-    needs, so that they divide evenly.
+    same however many ranks there are. Else they are [ranks, 1, ..., blocks], where every rank has
+    as many blocks as the largest shard needs, and the sharded dimension decides how often there is
+    a 1: no other sharding has this shape, so its blocks cannot be mistaken for these by a loader.
     """
     row = math.prod(param.shape[1:])
     by_rows = param.dim() > 1 and row % block_size == 0
@@ -485,16 +486,18 @@ def _zero_absmaxs(param: Tensor, block_size: int) -> Tensor:
         shape = torch.Size((param.shape[0], row // block_size))
         local = torch.Size((param.to_local().shape[0], shape[1]))
     else:
-        largest, ranks = list(param.shape), 1
+        largest, ranks, ones = list(param.shape), 1, 1
         for placement, size in zip(placements, mesh.shape):
             if (dim := _sharded_dim(placement)) is not None:
                 largest[dim] = -(-largest[dim] // size)
                 ranks *= size
-        local = torch.Size((-(-math.prod(largest) // block_size),))
-        shape = torch.Size((local.numel() * ranks,))
+                ones += dim
+        blocks = -(-math.prod(largest) // block_size)
+        local = torch.Size((1, *ones * (1,), blocks) if ranks > 1 else (blocks,))
+        shape = torch.Size((ranks, *local[1:])) if ranks > 1 else local
         placements = [Replicate() if _sharded_dim(p) is None else Shard(0) for p in placements]
     scales = torch.zeros(local, dtype=torch.float32, device=param.to_local().device)
-    stride = (shape[1], 1) if len(shape) == 2 else (1,)
+    stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(scales, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
@@ -524,10 +527,8 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _unpadded(absmaxs: list[Tensor], params: list[Tensor], block_size: int) -> list[Tensor]:
-    return [
-        a if a.dim() > 1 else a[: -(-param.numel() // block_size)]
-        for a, param in zip(absmaxs, params)
-    ]
+    blocks = [-(-param.numel() // block_size) for param in params]
+    return [a if a.numel() <= n else a.flatten()[:n] for a, n in zip(absmaxs, blocks)]
 
 
 def _shard_of(param: Tensor) -> int:

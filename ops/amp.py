@@ -148,7 +148,7 @@ class GradScaler(torch.amp.GradScaler):
             by_device.setdefault(param.grad.device, []).append(param)
         flags = {}
         for device, members in by_device.items():
-            flags[device] = torch.zeros((), device=device)
+            flags[device] = torch.zeros((), dtype=torch.float32, device=device)
             culprit = torch.full((), -1, dtype=torch.int64, device=device)
             with torch.no_grad():
                 unscale_norm_(

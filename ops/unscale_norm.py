@@ -208,7 +208,7 @@ def measure(
     ``table``, if the caller has it, saves time.
     """
     if not grads:
-        return Measured(torch.zeros(()), torch.zeros(()), torch.ones(()))
+        return Measured(*(torch.tensor(x, dtype=torch.float32) for x in (0.0, 0.0, 1.0)))
     home = grads[0].device
     if table is not None or is_plain(grads):
         buckets = {(home,): range(len(grads))}
@@ -217,7 +217,9 @@ def measure(
         buckets = _buckets(grads)
     parts, culprits = [], []
     for (device, *groups), where in buckets.items():
-        norm, found_inf, clip = (torch.zeros((), device=device) for _ in range(3))
+        norm, found_inf, clip = (
+            torch.zeros((), dtype=torch.float32, device=device) for _ in range(3)
+        )
         culprit = torch.full((), -1, dtype=torch.int64, device=device)
         _run(
             False,

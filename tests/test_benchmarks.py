@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import headroom
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import accumulate, adamw, unscale_norm  # noqa: E402
+from benchmarks import accumulate, adamw, adamw8bit, unscale_norm  # noqa: E402
 from benchmarks._limits import Rotation, cache_bytes, sets_needed  # noqa: E402
 from benchmarks._timing import Contender, Settings, measure, ratios  # noqa: E402
 from benchmarks.harness import Bar, Case, Unavailable, run, run_case  # noqa: E402
@@ -101,6 +102,47 @@ def test_contenders_do_the_same_work(contender, dtype, device, monkeypatch):
     assert error <= 2 * torch.finfo(dtype).eps  # values below 1.5: two roundings
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_8bit_op_does_the_work_of_adamw(dtype, device, monkeypatch):
+    """On the moments that codes and scales stand for."""
+    monkeypatch.setitem(adamw8bit.HYPER, "lr", 0.1)
+    monkeypatch.setitem(adamw.HYPER, "lr", 0.1)
+    data = adamw8bit.Layout(1, 1000, dtype).allocate(torch.device(device))
+    scales = [absmax[0].repeat_interleave(256)[:1000].double() for absmax in (data[3], data[5])]
+    maps = [headroom.dynamic_map(signed).to(device).double() for signed in (True, False)]
+    codes = data.exp_avgs[0], data.exp_avg_sqs[0]
+    m, v = (values[c.int()] * scale for values, c, scale in zip(maps, codes, scales))
+    wide = adamw.Data(data.params, data.grads, [m], [v], [], [])
+    before, expected = data.params[0].clone(), reference(wide, step=2)
+    adamw8bit.headroom_op(Rotation([data])).call()
+    assert (data.params[0] - before).abs().max() > 0.01
+    error = (data.params[0].double() - expected).abs() / (expected - before).abs().clamp(min=1)
+    assert error.max() <= 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize(
+    "contender",
+    [
+        adamw8bit.headroom_step,
+        adamw8bit.torch_step,
+        adamw8bit.torchao_step,
+        adamw8bit.bitsandbytes_step,
+    ],
+)
+def test_8bit_steps_move_parameters(contender, device):
+    """From moments of zero: by lr against the sign of the gradient, less the decay."""
+    lr, decay = (adamw8bit.CONSTRUCTOR[name] for name in ("lr", "weight_decay"))
+    data = adamw8bit.Layout(2, 5000, torch.float32).allocate(torch.device(device))
+    before = [param.detach().clone() for param in data.params]
+    try:
+        contender(Rotation([data])).call()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    for param, grad, old in zip(data.params, data.grads, before):
+        wanted = old * (1 - lr * decay) - lr * grad.sign()
+        assert (param.detach() - wanted).abs().max() < 1e-3 * lr
+
+
 NORM_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -183,6 +225,19 @@ def test_bytes_that_have_to_move():
     per_element = {(f32, f32): 28, (bf16, bf16): 14, (f32, bf16): 20, (bf16, f32): 22}
     for (param, moment), count in per_element.items():
         assert adamw.Layout(3, 7, param, moment).bytes_moved == 21 * count
+
+
+def test_bytes_of_8bit_moments():
+    """The issue's 16 and 10 bytes for each parameter, and 4 scales for each block."""
+    for param, count in ((torch.float32, 16), (torch.bfloat16, 10)):
+        layout = adamw8bit.Layout(3, 700, param)
+        assert layout.bytes_moved == 3 * (700 * count + 3 * 16)
+        data = layout.allocate(CPU)
+        tensors = [tensor for column in data[:-1] for tensor in column]
+        assert layout.bytes_held == sum(tensor.nbytes for tensor in tensors)
+        read = layout.bytes_held
+        written = read - sum(grad.nbytes for grad in data.grads)
+        assert layout.bytes_moved == read + written
 
 
 def test_rotation_is_larger_than_the_cache():

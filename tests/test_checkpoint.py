@@ -12,6 +12,7 @@ from torch import nn
 from reference import FLOATS, assert_same_bits, same_bits
 
 ADAMW, ADAM = headroom.optim.AdamW, headroom.optim.Adam
+ADAMW8BIT = headroom.optim.AdamW8bit
 STEPS = 6
 
 
@@ -64,6 +65,16 @@ OPTIONS = {
     "bf16 with f32 states": {"dtype": torch.bfloat16, "state_dtype": torch.float32},
     "f16": {"dtype": torch.float16, "eps": 1e-4},
     "tensor lr": {"lr": torch.tensor(1e-2)},
+    "8 bits": {"cls": ADAMW8BIT, "min_8bit_size": 0},
+    "8 and 32 bits": {"cls": ADAMW8BIT, "min_8bit_size": 10, "dtype": torch.bfloat16},
+    "8 bits, options": {
+        "cls": headroom.optim.Adam8bit,
+        "min_8bit_size": 3,
+        "block_size": 64,
+        "stochastic_rounding": True,
+        "seed": 2**32 - 1,
+        "nonfinite": "skip_element",
+    },
 }
 
 
@@ -85,10 +96,12 @@ def test_resume_at_every_step(name, k):
     resumed, other = fresh(seed=99)
     resumed.load_state_dict(saved[0])
     other.load_state_dict(saved[1])
-    state_dtype = options.get("state_dtype", dtype)
-    for entry in entries(other) if k else []:
+    for i, entry in enumerate(entries(other) if k else []):
+        source = saved[1]["state"][i]
         assert entry["step"] == k and entry["step"].dtype == torch.float64
-        assert {v.dtype for n, v in entry.items() if n != "step"} == {state_dtype}
+        assert {n: v.dtype for n, v in entry.items()} == {n: v.dtype for n, v in source.items()}
+        if cls in (ADAM, ADAMW):
+            assert entry["exp_avg"].dtype == options.get("state_dtype", dtype)
     train(resumed, other, range(k, STEPS))
     assert_same_run(model, optimizer, resumed, other)
 

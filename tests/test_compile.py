@@ -15,7 +15,7 @@ from reference import DEFAULTS, FLOATS, assert_same_bits, sample
 
 INDUCTOR = pytest.param("inductor", marks=pytest.mark.slow)
 BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-OPTIMIZERS = (headroom.optim.AdamW, headroom.optim.Adam)
+EIGHT_BIT = {"cls": headroom.optim.AdamW8bit, "min_8bit_size": 5}  # of one parameter of four
 
 
 @pytest.fixture(autouse=True)
@@ -73,8 +73,11 @@ def compile_step(optimizer, backend, fullgraph=True):
         {"amsgrad": True, "maximize": True},
         {"dtype": torch.bfloat16},
         {"state_dtype": torch.bfloat16, "cls": headroom.optim.Adam, "weight_decay": 0.1},
+        EIGHT_BIT,
+        EIGHT_BIT | {"nonfinite": "skip_element", "stochastic_rounding": True},
+        EIGHT_BIT | {"dtype": torch.bfloat16, "max_grad_norm": 1.0},
     ],
-    ids=["default", "amsgrad", "bf16", "state_dtype"],
+    ids=["default", "amsgrad", "bf16", "state_dtype", "8-bit", "8-bit stochastic", "8-bit clipped"],
 )
 def test_compiled_step_has_the_bits_of_the_eager_one(backend, options):
     eager, compiled = pair(**options)
@@ -88,9 +91,10 @@ def test_compiled_step_has_the_bits_of_the_eager_one(backend, options):
 
 
 @BACKENDS
-def test_compilation_between_eager_steps(backend):
+@pytest.mark.parametrize("options", [{}, EIGHT_BIT], ids=["", "8-bit"])
+def test_compilation_between_eager_steps(options, backend):
     """Eager steps before and after leave nothing behind that a compiled one would not see."""
-    eager, compiled = pair()
+    eager, compiled = pair(**options)
     step = compile_step(compiled[1], backend)
     for k, run in enumerate([compiled[1].step, step, step, compiled[1].step, step]):
         set_grads(eager[0], compiled[0], seed=k)
@@ -142,6 +146,18 @@ def test_a_scheduler_does_not_make_a_graph_per_step():
                 scheduler.step()
             assert_same_run(eager, compiled)
         assert graphs() == (1 if isinstance(lr, torch.Tensor) else 2)
+
+
+def test_a_compiled_step_on_codes_of_another_memory_order():
+    """Of a parameter that was moved after its states were made."""
+    eager, compiled = pair(**EIGHT_BIT, shapes=((300, 3), (2,)))
+    for k, run in enumerate([compiled[1].step, *2 * [compile_step(compiled[1], "aot_eager")]]):
+        set_grads(eager[0], compiled[0], seed=k)
+        eager[1].step()
+        run()
+        assert_same_run(eager, compiled)
+        if k == 0:
+            compiled[0][0].data = compiled[0][0].data.t().contiguous().t()
 
 
 def test_replaced_tensors_are_seen():

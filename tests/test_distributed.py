@@ -25,6 +25,11 @@ from reference import assert_same_bits
 pytestmark = pytest.mark.gloo
 ADAMW = headroom.optim.AdamW
 OPTIONS = dict(lr=1e-2, weight_decay=0.1)
+EITHER = pytest.mark.parametrize(  # the second with 8-bit moments for two of five parameters
+    "cls, options",
+    [(ADAMW, OPTIONS), (headroom.optim.AdamW8bit, OPTIONS | {"min_8bit_size": 5})],
+    ids=["AdamW", "AdamW8bit"],
+)
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +93,11 @@ def assert_same_state(left, right, names=("step", "exp_avg", "exp_avg_sq")):
 # ---- DDP -----------------------------------------------------------------------------------------
 
 
-def ddp(rank, as_view):
+def ddp(rank, cls, options, as_view):
     model = DistributedDataParallel(Model(), gradient_as_bucket_view=as_view)
-    optimizer = ADAMW(model.parameters(), **OPTIONS)
+    optimizer = cls(model.parameters(), **options)
     single = Model()
-    reference = ADAMW(single.parameters(), **OPTIONS)
+    reference = cls(single.parameters(), **options)
     for step in range(4):
         backward(model, rank, step)
         optimizer.step()
@@ -110,9 +115,10 @@ def ddp(rank, as_view):
     assert_same_state(optimizer, reference)
 
 
+@EITHER
 @pytest.mark.parametrize("as_view", [False, True])
-def test_ddp_has_the_bits_of_one_process(ranks, as_view):
-    ranks(ddp, as_view)
+def test_ddp_has_the_bits_of_one_process(ranks, cls, options, as_view):
+    ranks(ddp, cls, options, as_view)
 
 
 # ---- FSDP2 ---------------------------------------------------------------------------------------
@@ -436,10 +442,10 @@ def test_full_state_dict_reshards(ranks):
 # ---- ZeRO ----------------------------------------------------------------------------------------
 
 
-def zero(rank):
+def zero(rank, cls, options):
     model, single = Model(), Model()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=ADAMW, **OPTIONS)
-    reference = ADAMW(single.parameters(), **OPTIONS)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=cls, **options)
+    reference = cls(single.parameters(), **options)
     for step in range(4):
         backward(model, 0, step)
         backward(single, 0, step)
@@ -452,10 +458,11 @@ def zero(rank):
     optimizer.consolidate_state_dict(to=0)
     if rank == 0:
         whole_state = optimizer.state_dict()
-        resumed = ADAMW(Model().parameters(), **OPTIONS)
+        resumed = cls(Model().parameters(), **options)
         resumed.load_state_dict(whole_state)
         assert_same_state(resumed, reference)
 
 
-def test_zero_redundancy_optimizer(ranks):
-    ranks(zero)
+@EITHER
+def test_zero_redundancy_optimizer(ranks, cls, options):
+    ranks(zero, cls, options)

@@ -1,6 +1,8 @@
 """Loops that others wrote: GradScaler, schedulers, accelerate, Lightning, transformers' Trainer."""
 
 import copy
+import sys
+from functools import partial
 
 import headroom
 import pytest
@@ -11,6 +13,14 @@ from torch.optim import lr_scheduler
 from reference import assert_same_bits
 
 ADAMW = headroom.optim.AdamW
+OURS = pytest.mark.parametrize(  # the second with 8-bit moments for one of four parameters
+    "make",
+    [
+        partial(ADAMW, state_dtype=torch.bfloat16),
+        partial(headroom.optim.AdamW8bit, min_8bit_size=8),
+    ],
+    ids=["AdamW", "AdamW8bit"],
+)
 
 
 def build():
@@ -191,10 +201,11 @@ def accelerator():
     accelerate.state.AcceleratorState._reset_state(True)
 
 
-def test_accelerate_has_the_bits_of_a_plain_loop(accelerator):
+@OURS
+def test_accelerate_has_the_bits_of_a_plain_loop(make, accelerator):
     data = batches(6)
     model = build()
-    optimizer = ADAMW(model.parameters(), lr=1e-2, state_dtype=torch.bfloat16)
+    optimizer = make(model.parameters(), lr=1e-2)
     scheduler = lr_scheduler.ExponentialLR(optimizer, 0.7)
     model, prepared, scheduler = accelerator.prepare(model, optimizer, scheduler)
     for x in data:
@@ -205,7 +216,7 @@ def test_accelerate_has_the_bits_of_a_plain_loop(accelerator):
         assert not prepared.step_was_skipped
 
     reference = build()
-    other = ADAMW(reference.parameters(), lr=1e-2, state_dtype=torch.bfloat16)
+    other = make(reference.parameters(), lr=1e-2)
     decay = lr_scheduler.ExponentialLR(other, 0.7)
     for x in data:
         other.zero_grad()
@@ -216,10 +227,11 @@ def test_accelerate_has_the_bits_of_a_plain_loop(accelerator):
     assert optimizer.param_groups[0]["lr"] == other.param_groups[0]["lr"] < 1e-2
 
 
-def test_accelerate_prepares_an_optimizer_that_has_a_state(accelerator):
+@OURS
+def test_accelerate_prepares_an_optimizer_that_has_a_state(make, accelerator):
     """prepare() loads the live state_dict into the optimizer that it came from."""
     data = batches(6)
-    model, optimizer = plain_run(data[:3], lr=1e-2, state_dtype=torch.bfloat16)
+    model, optimizer = plain_run(data[:3], make, lr=1e-2)
     before = copy.deepcopy(entries(optimizer))
     model, prepared = accelerator.prepare(model, optimizer)
     for left, right in zip(entries(optimizer), before):
@@ -228,7 +240,7 @@ def test_accelerate_prepares_an_optimizer_that_has_a_state(accelerator):
         prepared.zero_grad()
         accelerator.backward(model(x).square().mean())
         prepared.step()
-    whole = plain_run(data, lr=1e-2, state_dtype=torch.bfloat16)
+    whole = plain_run(data, make, lr=1e-2)
     assert_same_run(model, optimizer, *whole)
 
 
@@ -249,10 +261,11 @@ def test_accelerate_tells_a_skipped_step(accelerator):
     assert all(entry["step"] == 2 for entry in entries(optimizer))
 
 
-def test_accelerate_saves_and_loads(accelerator, tmp_path):
+@OURS
+def test_accelerate_saves_and_loads(make, accelerator, tmp_path):
     data = batches(6)
     model = build()
-    optimizer = ADAMW(model.parameters(), lr=1e-2, state_dtype=torch.bfloat16)
+    optimizer = make(model.parameters(), lr=1e-2)
     model, prepared = accelerator.prepare(model, optimizer)
 
     def train(part):
@@ -276,7 +289,8 @@ def test_accelerate_saves_and_loads(accelerator, tmp_path):
 
 
 @pytest.mark.slow
-def test_lightning(tmp_path):
+@OURS
+def test_lightning(make, tmp_path):
     lightning = pytest.importorskip("lightning")
 
     class Module(lightning.LightningModule):
@@ -288,7 +302,7 @@ def test_lightning(tmp_path):
             return self.model(batch).square().mean()
 
         def configure_optimizers(self):
-            optimizer = ADAMW(self.parameters(), lr=1e-2, state_dtype=torch.bfloat16)
+            optimizer = make(self.parameters(), lr=1e-2)
             return [optimizer], [lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
     data = torch.cat(batches(6))
@@ -316,10 +330,10 @@ def test_lightning(tmp_path):
     assert_same_bits(whole.model.parameters(), resumed.model.parameters())
     (optimizer,) = second.strategy.optimizers
     assert all(entry["step"] == 12 for entry in entries(optimizer))
-    assert entries(optimizer)[0]["exp_avg"].dtype == torch.bfloat16
+    assert entries(optimizer)[0]["exp_avg"].dtype in (torch.bfloat16, torch.uint8)
 
     reference = build()
-    other = ADAMW(reference.parameters(), lr=1e-2, state_dtype=torch.bfloat16)
+    other = make(reference.parameters(), lr=1e-2)
     for epoch in range(2):
         for x in data.split(8):
             other.zero_grad()
@@ -328,6 +342,48 @@ def test_lightning(tmp_path):
             other.step()
         other.param_groups[0]["lr"] = 1e-2 * 0.5 ** (epoch + 1)
     assert_same_bits(reference.parameters(), whole.model.parameters())
+
+
+# ---- PEFT ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Adam8bit", "AdamW8bit"])
+def test_lora_plus_of_peft_without_bitsandbytes(name, monkeypatch):
+    """It imports bitsandbytes for classes that are called as bitsandbytes' are."""
+    peft = pytest.importorskip("peft")
+    from peft.optimizers import create_loraplus_optimizer
+
+    for module in [module for module in sys.modules if module.startswith("bitsandbytes")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    cls = getattr(headroom.optim, name)
+    base = nn.Sequential(nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 3))
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["0"], r=8))
+    optimizer = create_loraplus_optimizer(
+        model, cls, lr=1e-3, loraplus_lr_ratio=16.0, nonfinite="skip_element"
+    )
+    assert type(optimizer) is cls and optimizer.defaults["nonfinite"] == "skip_element"
+    x = torch.randn(8, 600)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    rates = {
+        name: group["lr"]
+        for name, p in model.named_parameters()
+        for group in optimizer.param_groups
+        if any(p is other for other in group["params"])
+    }
+    assert {"lora_B" in name: lr for name, lr in rates.items()} == {True: 16e-3, False: 1e-3}
+    assert {v["exp_avg"].dtype for v in optimizer.state.values()} == {torch.uint8}
+    # Of a class with the name of bitsandbytes', the same call fails.
+    alike = type(name, (cls,), {})
+    with pytest.raises(ImportError, match="bitsandbytes"):
+        create_loraplus_optimizer(model, alike, lr=1e-3, loraplus_lr_ratio=16.0)
 
 
 # ---- transformers --------------------------------------------------------------------------------

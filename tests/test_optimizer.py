@@ -5,15 +5,22 @@ import inspect
 import io
 import pickle
 import warnings
+from functools import partial
 
 import headroom
 import pytest
 import torch
 
 from reference import DEFAULTS, Sample, bits, reference_step
+from twins import NAMES as TWINS
 from twins import Twins
 
 NAMES = ["Adam", "AdamW"]
+OURS = pytest.mark.parametrize(
+    "make",
+    [headroom.optim.AdamW, partial(headroom.optim.AdamW8bit, min_8bit_size=0)],
+    ids=TWINS,
+)
 
 
 def pair(name):
@@ -56,9 +63,10 @@ def test_200_steps_follow_torch(name, options, device):
     twins.check(rtol=200 * 2**-24, atol=200 * 2**-22 * lr + 2**-21)
 
 
+@pytest.mark.parametrize("name", TWINS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_200_steps_with_a_tensor_lr(dtype, device):
-    twins = Twins(device=device)
+def test_200_steps_with_a_tensor_lr(dtype, name, device):
+    twins = Twins(name=name, device=device)
     lrs = [torch.tensor(1e-2, dtype=dtype, device=device) for _ in range(2)]
     for (_, optimizer), lr in zip(twins.sides(), lrs):
         optimizer.param_groups[0]["lr"] = lr
@@ -266,6 +274,7 @@ def test_bad_options_that_torch_lets_through(options, error, words):
     assert len(good.param_groups) == 1
 
 
+@OURS
 @pytest.mark.parametrize(
     "options",
     [
@@ -277,13 +286,13 @@ def test_bad_options_that_torch_lets_through(options, error, words):
     ],
     ids=str,
 )
-def test_choices_of_an_implementation_have_no_effect(options, device):
+def test_choices_of_an_implementation_have_no_effect(options, make, device):
     start, grad = torch.randn(2, 9, device=device)
     results = []
     for chosen in ({}, options):
         p = torch.nn.Parameter(start.clone())
         p.grad = grad.clone()
-        headroom.optim.AdamW([p], **chosen).step()
+        make([p], **chosen).step()
         results.append(p.detach())
     assert torch.equal(*results)
 
@@ -328,8 +337,9 @@ def test_groups_with_their_own_options(device):
     twins.step(5).check()
 
 
-def test_add_param_group_in_mid_training(device):
-    twins = Twins(device=device).step(3)
+@pytest.mark.parametrize("name", TWINS)
+def test_add_param_group_in_mid_training(name, device):
+    twins = Twins(name=name, device=device).step(3)
     more = torch.randn(6, device=device)
     for params, optimizer in twins.sides():
         params.append(torch.nn.Parameter(more.clone()))
@@ -338,17 +348,19 @@ def test_add_param_group_in_mid_training(device):
     assert twins.optimizer.state[twins.ours[-1]]["step"] == 3
 
 
-def test_an_empty_group(device):
+@OURS
+def test_an_empty_group(make, device):
     p = parameter(2, device=device)
-    optimizer = headroom.optim.AdamW([{"params": []}, {"params": [p]}])
+    optimizer = make([{"params": []}, {"params": [p]}])
     with_grads(p)
     optimizer.step()
     assert optimizer.state[p]["step"] == 1
 
 
-def test_freeze_and_unfreeze(device):
+@pytest.mark.parametrize("name", TWINS)
+def test_freeze_and_unfreeze(name, device):
     """A layer that is frozen for some steps, as fine-tuning does, is left alone in them."""
-    twins = Twins(device=device)
+    twins = Twins(name=name, device=device)
     for frozen in (False, True, True, False):
         for params, _ in twins.sides():
             params[0].requires_grad_(not frozen)
@@ -358,9 +370,10 @@ def test_freeze_and_unfreeze(device):
     twins.check()
 
 
+@pytest.mark.parametrize("name", TWINS)
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad(set_to_none, device):
-    twins = Twins(device=device).step(2)
+def test_zero_grad(set_to_none, name, device):
+    twins = Twins(name=name, device=device).step(2)
     twins.both(lambda params, optimizer: optimizer.zero_grad(set_to_none=set_to_none))
     assert all((p.grad is None) == set_to_none for p in twins.ours)
     twins.both(lambda params, optimizer: optimizer.step())
@@ -381,9 +394,10 @@ def test_the_default_device_and_dtype_do_not_matter(device):
     }
 
 
-def test_step_without_gradients_makes_no_state():
+@OURS
+def test_step_without_gradients_makes_no_state(make):
     p = parameter(3)
-    optimizer = headroom.optim.AdamW([p])
+    optimizer = make([p])
     optimizer.step()
     assert not optimizer.state
 
@@ -418,16 +432,17 @@ def test_tied_parameters_of_a_module_are_stepped_once(device):
     torch.testing.assert_close(models[0].embed.weight, models[1].embed.weight, rtol=1e-5, atol=1e-5)
 
 
+@OURS
 @pytest.mark.parametrize("named", [False, True])
-def test_a_parameter_given_twice_is_stepped_once(named, device):
+def test_a_parameter_given_twice_is_stepped_once(named, make, device):
     p, q, alone = (torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(3))
     given = [("a", p), ("b", q), ("a again", p)] if named else [p, q, p]
     with pytest.warns(UserWarning, match="duplicate parameters"):
-        optimizer = headroom.optim.AdamW(given, lr=0.1)
+        optimizer = make(given, lr=0.1)
     for tensor in (p, q, alone):
         tensor.grad = torch.ones(3, device=device)
     optimizer.step()
-    headroom.optim.AdamW([alone], lr=0.1).step()
+    make([alone], lr=0.1).step()
     assert torch.equal(p, alone) and torch.equal(q, alone)
     assert optimizer.state[p]["step"] == 1
     if named:
@@ -451,9 +466,10 @@ def test_parameters_on_two_devices_in_one_group():
 # --- Hooks, closures, schedulers -----------------------------------------------------------------
 
 
-def test_closure_runs_with_gradients_enabled_and_its_loss_is_returned(device):
+@OURS
+def test_closure_runs_with_gradients_enabled_and_its_loss_is_returned(make, device):
     p = torch.nn.Parameter(torch.ones(3, device=device))
-    optimizer = headroom.optim.AdamW([p], lr=0.1)
+    optimizer = make([p], lr=0.1)
 
     def closure():
         assert torch.is_grad_enabled()
@@ -469,20 +485,22 @@ def test_closure_runs_with_gradients_enabled_and_its_loss_is_returned(device):
     assert optimizer.step() is None
 
 
-def test_gradients_and_graph_are_left_alone(device):
+@OURS
+def test_gradients_and_graph_are_left_alone(make, device):
     p = parameter(4, device=device)
     (p * 2).sum().backward()
     grad, version, before = p.grad, p.grad._version, p.grad.clone()
-    headroom.optim.AdamW([p]).step()
+    make([p]).step()
     assert p.grad is grad and grad._version == version and torch.equal(grad, before)
     assert p.is_leaf and p.requires_grad and p.grad_fn is None
 
 
-def test_backward_through_what_the_step_overwrote_is_refused(device):
+@OURS
+def test_backward_through_what_the_step_overwrote_is_refused(make, device):
     """The version counter of a parameter tells autograd that a saved value is gone: in the first
     step and in those whose states are remembered."""
     p = torch.nn.Parameter(torch.ones(3, device=device))
-    optimizer = headroom.optim.AdamW([p])
+    optimizer = make([p])
     for _ in range(3):
         loss = p.square().sum()
         loss.backward(retain_graph=True)
@@ -491,9 +509,10 @@ def test_backward_through_what_the_step_overwrote_is_refused(device):
             loss.backward()
 
 
-def test_step_hooks(device):
+@OURS
+def test_step_hooks(make, device):
     p = torch.nn.Parameter(torch.ones(2, device=device))
-    optimizer, seen = headroom.optim.AdamW([p], lr=0.1), []
+    optimizer, seen = make([p], lr=0.1), []
     pre = optimizer.register_step_pre_hook(
         lambda o, args, kwargs: seen.append(("pre", p[0].item()))
     )
@@ -541,14 +560,13 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.parametrize("name", TWINS)
 @pytest.mark.parametrize("tensor_lr", [False, True], ids=["number", "tensor"])
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 @pytest.mark.filterwarnings("error")  # of a scheduler that did not see the step
-def test_schedulers(make, tensor_lr, device):
-    options = [{"lr": torch.tensor(1e-2) if tensor_lr else 1e-2} for _ in range(2)]
-    twins = Twins(device=device)
-    twins.optimizer = headroom.optim.AdamW(twins.ours, **options[0])
-    twins.other = torch.optim.AdamW(twins.theirs, foreach=False, **options[1])
+def test_schedulers(make, tensor_lr, name, device):
+    lr = torch.tensor(1e-2) if tensor_lr else 1e-2
+    twins = Twins(name=name, device=device, lr=lr)
     schedulers = [make(optimizer) for _, optimizer in twins.sides()]
     for k in range(10):
         twins.step()
@@ -559,17 +577,18 @@ def test_schedulers(make, tensor_lr, device):
         assert ours["lr"] == theirs["lr"] and ours["betas"] == theirs["betas"]
     twins.check()
     if tensor_lr:
-        assert twins.optimizer.param_groups[0]["lr"] is options[0]["lr"]
+        assert twins.optimizer.param_groups[0]["lr"] is lr
 
 
 # --- Scaling, clipping, skipping -----------------------------------------------------------------
 
 
-def test_scale_and_clip_attributes(device):
+@OURS
+def test_scale_and_clip_attributes(make, device):
     start, grad = torch.randn(2, 20, device=device)
     p, q = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    scaled = headroom.optim.AdamW([p], lr=0.1)
-    plain = headroom.optim.AdamW([q], lr=0.1)
+    scaled = make([p], lr=0.1)
+    plain = make([q], lr=0.1)
     scaled.grad_scale = torch.full((), 1024.0, device=device)
     scaled.clip_coef = torch.full((1,), 0.25, device=device)
     for _ in range(3):
@@ -584,9 +603,10 @@ def test_scale_and_clip_attributes(device):
     assert torch.equal(p, q)
 
 
-def test_found_inf_attribute(device):
+@OURS
+def test_found_inf_attribute(make, device):
     p = parameter(5, device=device)
-    optimizer = headroom.optim.AdamW([p], lr=0.1)
+    optimizer = make([p], lr=0.1)
     with_grads(p)
     optimizer.step()
     tensors = [p, *optimizer.state[p].values()]
@@ -601,9 +621,10 @@ def test_found_inf_attribute(device):
     assert optimizer.state[p]["step"] == 2 and p.isfinite().all()
 
 
-def test_torchs_grad_scaler(device):
+@pytest.mark.parametrize("name", TWINS)
+def test_torchs_grad_scaler(name, device):
     """The plain protocol: unscale, then skip the whole step on an infinite gradient."""
-    twins = Twins(device=device)
+    twins = Twins(name=name, device=device)
     scalers = [torch.amp.GradScaler(device, init_scale=256.0, growth_interval=2) for _ in range(2)]
     for k in range(5):
         twins.random_grads()

@@ -5,6 +5,7 @@ import inspect
 import math
 import pickle
 import re
+from functools import partial
 
 import headroom
 import pytest
@@ -15,6 +16,9 @@ from reference import assert_same_bits, bits
 
 Scaler = headroom.amp.GradScaler
 OURS = headroom.optim.AdamW
+OPTIMIZERS = pytest.mark.parametrize(  # the second with 8-bit and float32 moments
+    "make", [OURS, partial(headroom.optim.AdamW8bit, min_8bit_size=6)], ids=["32-bit", "8-bit"]
+)
 BOTH = pytest.mark.parametrize("cls", [Scaler, TorchScaler], ids=["ours", "torch"])
 TORCHS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -97,10 +101,11 @@ def test_torchs_optimizers_get_the_bits_of_torchs_scaler(name, unscale, device):
 
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
 @BOTH
-def test_ours_has_the_bits_of_an_unscaled_run_without_the_skipped_steps(cls, unscale, device):
+@OPTIMIZERS
+def test_ours_has_the_bits_of_an_unscaled_run_without_the_skipped_steps(make, cls, unscale, device):
     """Under our scaler, and under torch's. Scales are powers of two: scaling rounds nothing."""
     params, plain = parameters(device=device), parameters(device=device)
-    optimizer, reference = OURS(params, lr=0.01), OURS(plain, lr=0.01)
+    optimizer, reference = make(params, lr=0.01), make(plain, lr=0.01)
     scaler = cls(device, growth_interval=3)
     scales = run(scaler, optimizer, params, unscale=unscale)
     for step, overflow in enumerate(OVERFLOWS):
@@ -117,9 +122,10 @@ def test_ours_has_the_bits_of_an_unscaled_run_without_the_skipped_steps(cls, uns
 
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
 @pytest.mark.parametrize("max_norm", [0.1, 1e5])
-def test_clipping_in_the_step_has_the_bits_of_clipping_before_it(max_norm, unscale, device):
+@OPTIMIZERS
+def test_clipping_in_the_step_has_the_bits_of_clipping_before_it(make, max_norm, unscale, device):
     params, plain = parameters(device=device), parameters(device=device)
-    optimizer, reference = OURS(params, lr=0.01, max_grad_norm=max_norm), OURS(plain, lr=0.01)
+    optimizer, reference = make(params, lr=0.01, max_grad_norm=max_norm), make(plain, lr=0.01)
     run(Scaler(device, growth_interval=3), optimizer, params, unscale=unscale)
     scaler = start(Scaler(device, growth_interval=3), device)
     for step, overflow in enumerate(OVERFLOWS):
@@ -169,9 +175,18 @@ def test_a_scale_that_is_not_a_power_of_two(device):
 
 @pytest.mark.parametrize("value", VALUES)
 @BOTH
-def test_a_skipped_step_moves_no_byte(cls, value, device):
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(OURS, amsgrad=True),
+        partial(headroom.optim.AdamW8bit, min_8bit_size=6),
+        partial(headroom.optim.AdamW8bit, min_8bit_size=6, nonfinite="propagate"),
+    ],
+    ids=["32-bit", "8-bit", "8-bit propagate"],
+)
+def test_a_skipped_step_moves_no_byte(make, cls, value, device):
     params = parameters(device=device)
-    optimizer = OURS(params, amsgrad=True)
+    optimizer = make(params)
     scaler = start(cls(device), device)
     set_grads(params, scaler.get_scale(), 0)
     scaler.step(optimizer)
