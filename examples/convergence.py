@@ -99,7 +99,11 @@ def main() -> None:
             print(f"  code 0 allowed: {'visibly worse' if worse else 'NOT WORSE'}")
     if args.out:
         about = {"cpu": platform.processor() or platform.machine(), "torch": torch.__version__}
-        report = {"steps": args.steps, "bits_per_byte": losses, "about": about}
+        finite = {  # JSON has no infinity: null is a run that diverged
+            g: {o: [v if math.isfinite(v) else None for v in vs] for o, vs in row.items()}
+            for g, row in losses.items()
+        }
+        report = {"steps": args.steps, "bits_per_byte": finite, "about": about}
         args.out.write_text(json.dumps(report, indent=1) + "\n")
     sys.exit(not passed)
 

@@ -79,7 +79,8 @@ LOOP_TARGET HR_INLINE void LOOP_NAME(run)(const adamw8bit_tensor *t, int64_t fro
         }
         for (; encoded < last.count; encoded += LANES)
             LOOP_NAME(encode)(t, &last, encoded, LANES);
-        last = adamw8bit_close(t, begin, count, block, m, v, largest_m, largest_v);
+        last = adamw8bit_close(t, begin, count, block, m, v, adamw8bit_largest(largest_m),
+                               adamw8bit_largest(largest_v));
     }
     for (int i = 0; i < last.count; i += LANES)
         LOOP_NAME(encode)(t, &last, i, last.count - i < LANES ? last.count - i : LANES);
@@ -109,6 +110,8 @@ LOOP_TARGET static void LOOP_NAME(range)(void *context, int64_t begin, int64_t e
         t.exp_avg_sq = (uint8_t *)a->exp_avg_sqs->data[k];
         t.exp_avg_absmax = (float *)a->exp_avg_absmaxs->data[k];
         t.exp_avg_sq_absmax = (float *)a->exp_avg_sq_absmaxs->data[k];
+        if (LOOP_NAME(run_fast)(&t, from, to, a->params->dtype[k], a->grads->dtype[k]))
+            continue;
         FOR_DTYPE(a->params->dtype[k], P,
                   FOR_DTYPE(
                       a->grads->dtype[k], G, switch (call->rule) {

@@ -66,6 +66,68 @@ static inline void dynamic_vectors_fill(dynamic_vectors *v, const dynamic_map *m
     }
 }
 
+/* The tables where bytes can be permuted. A value is looked up byte by byte, 64 codes at a time.
+ *
+ * To encode, a decade of n codes is mapped to [4, 8), so that the mantissa is the part of the
+ * decade and then the fraction. A rotation brings the part to the end of the word, just after the
+ * last 1 of the exponent, which makes it n + part, and leaves the fraction on top. The amount of
+ * the rotation tells the decades apart. It counts |code - 127|, or code + 1. */
+typedef struct dynamic_bytes {
+    _Alignas(64) uint8_t planes[4][256]; /* byte k of the value of a code */
+    /* To be added to the bits of a number, by its pair of binades: gives the rotation in the last 5
+     * bits of the first byte, and carries into them where a decade begins. */
+    uint32_t rotations[16];
+    float slopes[16], offsets[16]; /* of a decade, by the last 4 bits of its rotation */
+    /* Constants: from memory they cost less than an instruction that repeats a byte. */
+    uint8_t fourths[2][64]; /* where the first and the last bytes of 16 words are, four times */
+    uint8_t repeated[6][64];
+} dynamic_bytes;
+
+enum { DYNAMIC_1, DYNAMIC_64, DYNAMIC_126, DYNAMIC_127, DYNAMIC_128, DYNAMIC_192 };
+
+/* How far that may be off, in codes. */
+#define DYNAMIC_BYTES_SLACK 0x1p-15f
+/* What is closer to a midpoint has less than this after the rotation. */
+#define DYNAMIC_BYTES_CLOSE 0x1p18f
+
+static inline void dynamic_bytes_fill(dynamic_bytes *b, const dynamic_map *map, int is_signed)
+{
+    static const uint8_t bytes[6] = {1, 64, 126, 127, 128, 192};
+    for (int i = 0; i < 6; i++)
+        memset(b->repeated[i], bytes[i], sizeof b->repeated[i]);
+    for (int i = 0; i < 64; i++) {
+        b->fourths[0][i] = (uint8_t)(i % 16 * 4);
+        b->fourths[1][i] = (uint8_t)(i % 16 * 4 + 3);
+    }
+    for (int code = 0; code < 256; code++)
+        for (int k = 0; k < 4; k++)
+            b->planes[k][code] = (uint8_t)(hr_bits(map->values[code]) >> (8 * k));
+    const int first = is_signed ? 8 : 9; /* the rotation of decade 0 */
+    memset(b->slopes, 0, sizeof b->slopes);
+    memset(b->offsets, 0, sizeof b->offsets);
+    for (int d = 0; d < DYNAMIC_DECADES; d++) {
+        const int rotation = first + d, n = (is_signed ? 1 : 2) << (d >= 1 ? d - 1 : 0);
+        const float tens = dynamic_power_of_10(d >= 1 ? d - 7 : 0);
+        const int many = d >= 1 && d <= 7 && n > 1;
+        /* One code needs no slope, and its number is far from a midpoint: exponent 1, and half a
+         * unit after what the rotation cuts off. */
+        b->slopes[rotation & 15] = many ? 4.0f / (0.9f * tens) : 0.0f;
+        b->offsets[rotation & 15] =
+            many ? 4.0f * (8.0f / 9.0f + DYNAMIC_BYTES_SLACK / (float)n)
+                 : hr_float((d == 0 && is_signed ? 0u : 1u << 23) | 1u << (31 - rotation));
+    }
+    for (int pair = 0; pair < 16; pair++) {
+        const uint32_t begin = hr_bits(map->begins[pair]) & 0xFFFFFFu;
+        /* In the unsigned map only 0 is in the first pair. */
+        const uint32_t exponent = is_signed || pair > 0 ? 0x30u + (uint32_t)pair : 0u;
+        const uint32_t rotation = (uint32_t)(first + map->before[pair]);
+        /* In the signed map the carry is one too early, which negative numbers need. */
+        const uint32_t carry =
+            map->begins[pair] < 2.0f ? 0xFFFFFFu + (uint32_t)is_signed - begin : 0u;
+        b->rotations[pair] = ((rotation - exponent) << 24) + carry;
+    }
+}
+
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 
@@ -136,6 +198,143 @@ CPU_AVX512 HR_INLINE __m512i dynamic_codes_avx512(const dynamic_vectors *v, __m5
     const int fraction = (1 << DYNAMIC_FRACTION_BITS) - 2 * DYNAMIC_SLACK_UNITS;
     *sure = _mm512_mask_test_epi32_mask(inside, bits, _mm512_set1_epi32(fraction));
     return _mm512_srli_epi32(bits, DYNAMIC_FRACTION_BITS);
+}
+
+/* The bytes of four vectors, in the places that `fourths` has. */
+CPU_AVX512_VBMI_BF16 HR_INLINE __m512i dynamic_pack_bytes(const __m512i x[4],
+                                                          const uint8_t *fourths)
+{
+    const __m512i places = _mm512_load_si512(fourths);
+    __m512i bytes = _mm512_permutexvar_epi8(places, x[0]);
+    for (int j = 1; j < 4; j++)
+        bytes = _mm512_mask_permutexvar_epi8(bytes, 0xFFFFull << (16 * j), places, x[j]);
+    return bytes;
+}
+
+CPU_AVX512_VBMI_BF16 HR_INLINE __m512i dynamic_repeated(const dynamic_bytes *b, int which)
+{
+    return _mm512_load_si512(b->repeated[which]);
+}
+
+/* 64 values in the making: one byte of each at a time, so that other work fits in between. */
+typedef struct dynamic_decoding {
+    __m512i code, planes[4];
+    __mmask64 negative, other; /* signed: below code 127, not that */
+    __mmask64 upper;           /* signed: in the upper half of a table; unsigned: from 64 */
+    __mmask64 from_128, from_192;
+} dynamic_decoding;
+
+CPU_AVX512_VBMI_BF16 HR_INLINE void dynamic_decode_vbmi(dynamic_decoding *d, const dynamic_bytes *b,
+                                                        const uint8_t *codes, int is_signed)
+{
+    /* The unpacking at the end transposes the groups of 4 codes, so this does too. */
+    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    const __m512i code = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(codes));
+    if (is_signed) {
+        /* A negative value is that of another code with the sign bit; code 127 is 0. */
+        d->negative = _mm512_cmplt_epu8_mask(code, dynamic_repeated(b, DYNAMIC_127));
+        d->other = _mm512_cmpneq_epu8_mask(code, dynamic_repeated(b, DYNAMIC_127));
+        d->code = _mm512_mask_sub_epi8(code, d->negative, dynamic_repeated(b, DYNAMIC_126), code);
+        d->upper = _mm512_mask_test_epi8_mask(d->other, d->code, dynamic_repeated(b, DYNAMIC_64));
+    } else {
+        d->code = code;
+        d->upper = _mm512_cmpge_epu8_mask(code, dynamic_repeated(b, DYNAMIC_64));
+        d->from_128 = _mm512_movepi8_mask(code);
+        d->from_192 = _mm512_cmpge_epu8_mask(code, dynamic_repeated(b, DYNAMIC_192));
+    }
+}
+
+/* Byte k. */
+CPU_AVX512_VBMI_BF16 HR_INLINE void
+dynamic_decode_byte_vbmi(dynamic_decoding *d, const dynamic_bytes *b, int k, int is_signed)
+{
+    const __m512i t0 = _mm512_load_si512(b->planes[k]);
+    const __m512i t64 = _mm512_load_si512(b->planes[k] + 64);
+    const __m512i t128 = _mm512_load_si512(b->planes[k] + 128);
+    const __m512i t192 = _mm512_load_si512(b->planes[k] + 192);
+    __m512i plane;
+    if (is_signed) {
+        plane = _mm512_maskz_permutexvar_epi8(d->other, d->code, t128);
+        plane = _mm512_mask_permutexvar_epi8(plane, d->upper, d->code, t192);
+        if (k == 3)
+            plane =
+                _mm512_mask_add_epi8(plane, d->negative, plane, dynamic_repeated(b, DYNAMIC_128));
+    } else {
+        plane = _mm512_permutexvar_epi8(d->code, t0);
+        plane = _mm512_mask_permutexvar_epi8(plane, d->upper, d->code, t64);
+        plane = _mm512_mask_permutexvar_epi8(plane, d->from_128, d->code, t128);
+        plane = _mm512_mask_permutexvar_epi8(plane, d->from_192, d->code, t192);
+    }
+    d->planes[k] = plane;
+}
+
+CPU_AVX512_VBMI_BF16 HR_INLINE void dynamic_decoded_vbmi(const dynamic_decoding *d,
+                                                         __m512 values[4])
+{
+    const __m512i low0 = _mm512_unpacklo_epi8(d->planes[0], d->planes[1]);
+    const __m512i low1 = _mm512_unpackhi_epi8(d->planes[0], d->planes[1]);
+    const __m512i high0 = _mm512_unpacklo_epi8(d->planes[2], d->planes[3]);
+    const __m512i high1 = _mm512_unpackhi_epi8(d->planes[2], d->planes[3]);
+    values[0] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(low0, high0));
+    values[1] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(low0, high0));
+    values[2] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(low1, high1));
+    values[3] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(low1, high1));
+}
+
+/* 64 codes in the making: one vector of numbers at a time, so that other work fits in between. */
+typedef struct dynamic_encoding {
+    __m512i places[4]; /* in the last bytes: |code - 127|, or code + 1 */
+    __m512i signs[4];
+    __m512i closest; /* the least of what is DYNAMIC_BYTES_CLOSE to a midpoint */
+} dynamic_encoding;
+
+/* Vector j, of numbers y = x * scale. */
+CPU_AVX512_VBMI_BF16 HR_INLINE void dynamic_encode_vbmi(dynamic_encoding *e, const dynamic_bytes *b,
+                                                        int j, __m512 x, __m512 scale,
+                                                        int is_signed)
+{
+    const __m512 y = _mm512_mul_ps(x, scale);
+    __m512 magnitude;
+    if (is_signed) {
+        /* What is less, or NaN, becomes a number that is far from the ends of its pair. */
+        magnitude = _mm512_range_ps(y, _mm512_set1_ps(0x1.8p-31f), 0xB);
+    } else {
+        const __mmask16 positive = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ);
+        magnitude = _mm512_maskz_max_ps(positive, y, _mm512_set1_ps(3.25e-7f));
+    }
+    const __m512i bits = _mm512_castps_si512(magnitude);
+    const __m512i of_pair =
+        _mm512_permutexvar_epi32(_mm512_srli_epi32(bits, 24), _mm512_loadu_si512(b->rotations));
+    const __m512i sum = _mm512_add_epi32(bits, of_pair);
+    const __m512i rotation = is_signed ? _mm512_rol_epi32(sum, 8) : _mm512_srli_epi32(sum, 24);
+    const __m512 slope = _mm512_permutexvar_ps(rotation, _mm512_loadu_ps(b->slopes));
+    const __m512 offset = _mm512_permutexvar_ps(rotation, _mm512_loadu_ps(b->offsets));
+    /* From the end of a decade to the first midpoint of the next it is still the last code. */
+    const __m512 line =
+        _mm512_min_ps(_mm512_fmadd_ps(magnitude, slope, offset), _mm512_set1_ps(0x1.fffffep2f));
+    e->places[j] = _mm512_rolv_epi32(_mm512_castps_si512(line), rotation);
+    e->signs[j] = _mm512_castps_si512(y);
+    e->closest = j == 0 ? e->places[j] : _mm512_min_epu32(e->closest, e->places[j]);
+    if (is_signed) /* where a decade begins, the midpoint itself is sure for neither sign */
+        e->closest = _mm512_min_epu32(e->closest, rotation);
+}
+
+/* Stores the codes, as those of dynamic_codes_avx512(). Gives whether all are sure. */
+CPU_AVX512_VBMI_BF16 HR_INLINE int dynamic_encoded_vbmi(const dynamic_encoding *e,
+                                                        const dynamic_bytes *b, int is_signed,
+                                                        uint8_t *codes)
+{
+    __m512i code = dynamic_pack_bytes(e->places, b->fourths[0]);
+    if (is_signed) {
+        const __mmask64 negative = _mm512_movepi8_mask(dynamic_pack_bytes(e->signs, b->fourths[1]));
+        const __m512i zero = dynamic_repeated(b, DYNAMIC_127);
+        /* -1 is not in the map: that saturates. */
+        code = _mm512_mask_subs_epu8(_mm512_add_epi8(code, zero), negative, zero, code);
+    } else {
+        code = _mm512_sub_epi8(code, dynamic_repeated(b, DYNAMIC_1));
+    }
+    _mm512_storeu_si512(codes, code);
+    return _mm512_cmplt_epu32_mask(e->closest, _mm512_set1_epi32((int)DYNAMIC_BYTES_CLOSE)) == 0;
 }
 
 /* The same, 8 at a time. Registers hold 8 entries, so a table of 16 is two. */

@@ -54,6 +54,16 @@ static hr_cpu_level highest_cpu_level(void)
 #endif
 }
 
+int hr_cpu_has_vbmi_and_bf16(void)
+{
+#if defined(__x86_64__) && defined(__GNUC__)
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
+#else
+    return 0;
+#endif
+}
+
 static _Atomic int cpu_level = -1; /* until the first use */
 
 hr_cpu_level hr_get_cpu_level(void)
