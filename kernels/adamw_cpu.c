@@ -5,7 +5,7 @@
 #include "adamw.h"
 #include "cpu.h"
 
-/* With constant dtypes and amsgrad this is one vector loop without branches, or two, by `skip`. */
+/* With constant dtypes, amsgrad and skip this is one vector loop without branches. */
 HR_INLINE void adamw_few(adamw_constants c, void *restrict param, const void *restrict grad,
                          void *restrict exp_avg, void *restrict exp_avg_sq,
                          void *restrict max_exp_avg_sq, int64_t begin, int64_t end,
@@ -33,7 +33,7 @@ HR_INLINE void adamw_run(adamw_constants c, void *restrict param, const void *re
                          void *restrict exp_avg, void *restrict exp_avg_sq,
                          void *restrict max_exp_avg_sq, int64_t begin, int64_t end,
                          hr_dtype param_dtype, hr_dtype grad_dtype, hr_dtype state_dtype,
-                         int amsgrad, int skip)
+                         int amsgrad)
 {
     int64_t i = begin;
     for (; end - i >= CPU_STEP; i += CPU_STEP) {
@@ -44,29 +44,34 @@ HR_INLINE void adamw_run(adamw_constants c, void *restrict param, const void *re
         if (amsgrad)
             cpu_prefetch(max_exp_avg_sq, i, CPU_STEP, end, state_dtype);
         adamw_few(c, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, i, i + CPU_STEP, param_dtype,
-                  grad_dtype, state_dtype, amsgrad, skip);
+                  grad_dtype, state_dtype, amsgrad, 0);
     }
     adamw_few(c, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, i, end, param_dtype, grad_dtype,
-              state_dtype, amsgrad, skip);
+              state_dtype, amsgrad, 0);
 }
 
 HR_INLINE void adamw_tensor(const adamw_args *a, adamw_constants c, int64_t k, int64_t begin,
                             int64_t end)
 {
-    const int skip = a->config->skip_nonfinite;
     void *const param = a->params->data[k];
     const void *const grad = a->grads->data[k];
     void *const exp_avg = a->exp_avgs->data[k];
     void *const exp_avg_sq = a->exp_avg_sqs->data[k];
     void *const max_exp_avg_sq = a->max_exp_avg_sqs ? a->max_exp_avg_sqs->data[k] : NULL;
-    FOR_DTYPE(a->params->dtype[k], P,
-              FOR_DTYPE(a->grads->dtype[k], G,
-                        FOR_DTYPE(a->exp_avgs->dtype[k], S,
-                                  if (max_exp_avg_sq)
-                                      adamw_run(c, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq,
-                                                begin, end, P, G, S, 1, skip);
-                                  else adamw_run(c, param, grad, exp_avg, exp_avg_sq, NULL, begin,
-                                                 end, P, G, S, 0, skip))))
+    if (a->config->skip_nonfinite) { /* asked for seldom, so not compiled for every mix */
+        adamw_few(c, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, begin, end,
+                  a->params->dtype[k], a->grads->dtype[k], a->exp_avgs->dtype[k],
+                  max_exp_avg_sq != NULL, 1);
+        return;
+    }
+    FOR_DTYPE(
+        a->params->dtype[k], P,
+        FOR_DTYPE(a->grads->dtype[k], G,
+                  FOR_DTYPE(a->exp_avgs->dtype[k], S,
+                            if (max_exp_avg_sq) adamw_run(c, param, grad, exp_avg, exp_avg_sq,
+                                                          max_exp_avg_sq, begin, end, P, G, S, 1);
+                            else adamw_run(c, param, grad, exp_avg, exp_avg_sq, NULL, begin, end, P,
+                                           G, S, 0))))
 }
 
 /* The elements [begin, end) of the list laid end to end. */
