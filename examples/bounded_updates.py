@@ -15,8 +15,6 @@ import headroom
 import torch
 from torch import Tensor
 
-from chart import FAINT, INK, plt
-
 # (sigma, share of gradients that are zero)
 SETTINGS = {
     "σ = 1": (1.0, 0.0),
@@ -81,6 +79,8 @@ def worst(rule: str, seeds: int = SEEDS) -> Tensor:
 
 
 def draw(curves: dict[str, Tensor], path: Path) -> None:
+    from chart import FAINT, INK, plt  # needs matplotlib, which the numbers do not
+
     figure, panels = plt.subplots(
         1, len(SETTINGS), figsize=(10, 3.5), dpi=160, sharey=True, layout="constrained"
     )
