@@ -137,6 +137,7 @@ class Adam(Optimizer):
     """
 
     _more_defaults: dict[str, Any] = {}  # options of a subclass, set before this constructor runs
+    _always_decoupled = False  # weight decay, whatever a checkpoint says
 
     def __init__(
         self,
@@ -223,6 +224,8 @@ class Adam(Optimizer):
             group.setdefault("fused", None)
             if "state_dtype" in self.__dict__.get("defaults", ()):  # which torch's do not have
                 group.setdefault("state_dtype", self.defaults["state_dtype"])
+            if self._always_decoupled:
+                group["decoupled_weight_decay"] = True
         super().__setstate__(state)
 
     def _kinds(self, group: dict[str, Any]) -> tuple[Kind, ...]:
@@ -285,6 +288,8 @@ class AdamW(Adam):
         optimizer = headroom.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
     """
 
+    _always_decoupled = True
+
     def __init__(
         self,
         params: Any,
@@ -318,11 +323,6 @@ class AdamW(Adam):
             state_dtype=state_dtype,
             max_grad_norm=max_grad_norm,
         )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:  # whatever a checkpoint of Adam says
-            group["decoupled_weight_decay"] = True
 
 
 def _scalar_on(device: torch.device, scalar: Tensor | None) -> Tensor | None:

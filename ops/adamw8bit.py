@@ -435,6 +435,8 @@ class AdamW8bit(Adam8bit):
         optimizer.override(model, "weight", bits=32)  # float32 moments for one, if you like
     """
 
+    _always_decoupled = True
+
     def __init__(
         self,
         params: Any,
@@ -457,11 +459,6 @@ class AdamW8bit(Adam8bit):
             decoupled_weight_decay=True,
             **options,
         )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:  # whatever a checkpoint of Adam says
-            group["decoupled_weight_decay"] = True
 
 
 # PEFT's LoRA+ imports bitsandbytes for optimizers whose __name__ is one of bitsandbytes' own.
