@@ -37,7 +37,17 @@ from test_adamw_layouts import (
     sliced,
     transposed,
 )
-from test_bad_inputs import assert_untouched, expanded, misaligned, overlapping, snapshot
+from test_bad_inputs import (
+    assert_untouched,
+    expanded,
+    misaligned,
+    of_dtype,
+    one,
+    option,
+    overlapping,
+    put,
+    snapshot,
+)
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -861,28 +871,6 @@ def test_export():
 
 
 # --- Bad inputs ----------------------------------------------------------------------------------
-
-
-def put(name, k, make):
-    """Replaces tensor k of a list by make(tensor)."""
-
-    def change(lists, options):
-        column = getattr(lists, name)
-        column[k] = make(column[k])
-
-    return change
-
-
-def option(**values):
-    return lambda lists, options: options.update(values)
-
-
-def one(value, dtype=torch.float32):
-    return torch.full((), value, dtype=dtype)
-
-
-def of_dtype(dtype):
-    return lambda tensor: tensor.to(dtype)
 
 
 NAMES = [f.name for f in fields(Sample)]
