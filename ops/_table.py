@@ -34,8 +34,10 @@ def table_of(
     """
     if _C is None or _exchange is None or torch.compiler.is_compiling():
         return None
-    if torch._C._len_torch_dispatch_stack() or any(map(Tensor.is_neg, lists[-1])):
-        return None  # a mode wants to see the tensors; memory holds the negative of the values
+    if torch._C._len_torch_dispatch_stack():
+        return None  # a mode wants to see the tensors
+    if any(any(map(Tensor.is_neg, tensors)) for tensors in lists):
+        return None  # memory holds the negative of the values
     shape = len(lists) + len(alike) + len(others), _ROWS, len(lists[0])
     table = torch.empty(shape, dtype=torch.int64, device="cpu")
     found = _C.describe(table.data_ptr(), _exchange, _PLAIN, lists, state, alike, others)

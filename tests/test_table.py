@@ -77,6 +77,7 @@ def test_what_is_not_plain_has_no_table(name):
     if isinstance(odd, torch.Tensor):
         assert table_of(([odd],)) is None
         assert table_of(([PLAIN, odd],)) is None
+        assert table_of(([odd], [PLAIN])) is None
     param = nn.Parameter(PLAIN.clone())
     for key in ("m", "step"):
         entry = {"m": torch.zeros(3, 4), "step": torch.zeros(())}
