@@ -45,6 +45,35 @@ std::vector<AdamwCase> cases()
                 c.found_inf = 0.0f;
                 c.step = 12345;
             });
+    for (int mode = HR_WEIGHTS_NEAREST; mode <= HR_WEIGHTS_REMAINDER8_STOCHASTIC; mode++)
+        for (const hr_dtype type : {HR_BF16, HR_F16})
+            for (int flags = 0; flags < (type == HR_BF16 ? 8 : 4); flags++) {
+                if (type == HR_F16 && mode >= HR_WEIGHTS_REMAINDER16)
+                    continue;
+                add([&](AdamwCase &c) {
+                    c.numel = odd;
+                    c.weights = hr_weights_mode(mode);
+                    c.param = c.grad = type;
+                    c.stalled = flags & 1;
+                    c.places = c.special = flags & 2;
+                    c.shift = flags & 4 ? 3 : 0;
+                    c.amsgrad = flags == 5;
+                    c.skip_nonfinite = flags == 6;
+                    c.state = flags == 4 ? HR_BF16 : HR_F32;
+                });
+            }
+    add([&](AdamwCase &c) {
+        c.numel = odd;
+        c.weights = HR_WEIGHTS_NEAREST;
+        c.stalled = true;
+    });
+    add([&](AdamwCase &c) {
+        c.numel = {100003, 40000};
+        c.param = HR_BF16;
+        c.weights = HR_WEIGHTS_REMAINDER8_STOCHASTIC;
+        c.stalled = true;
+        c.steps = HR_F64;
+    });
     // Larger than a chunk of any kernel, and than the least that is worth a second thread.
     add([](AdamwCase &c) { c.numel = {100003}; });
     add([](AdamwCase &c) {

@@ -20,6 +20,8 @@ struct AdamwCase {
     size_t shift = 0;                 // elements past an aligned address
     std::optional<AdamwList> spoiled; // this list's first element is `spoil`
     double spoil = 0;
+    std::optional<hr_weights_mode> weights;
+    bool places = false, stalled = false; // of the weights: cut from wholes; count
     bool special = false;   // NaN, infinities, denormals, huge and tiny values among the data
     bool all_types = false; // each tensor has the next combination of types
 };
@@ -44,6 +46,12 @@ class AdamwRun
     hr_tensor_list lists[LISTS];
     const hr_tensor_list *list_arguments[LISTS];
     hr_adamw_config config = HR_ADAMW_CONFIG_INIT;
+    std::vector<void *> residual_data; // of the weights, if they have any
+    std::vector<hr_dtype> residual_dtype;
+    hr_tensor_list residuals;
+    std::vector<uint64_t> seeds;
+    std::vector<hr_place> places;
+    hr_weights weights = HR_WEIGHTS_INIT;
     hr_exec exec;
     const hr_adamw_config *config_argument = &config;
     const hr_exec *exec_argument = &exec;
@@ -52,7 +60,9 @@ class AdamwRun
     std::vector<const Buffer *> buffers() const;
     void *scalar(Backend &backend, double value, hr_dtype dtype);
 
-    std::vector<Buffer> tensors_[LISTS], scalars_;
+    void add_weights(Backend &backend, const AdamwCase &c);
+
+    std::vector<Buffer> tensors_[LISTS], scalars_, residuals_;
 };
 
 // "bf16 parameters, f32 gradients, ...", for messages.
