@@ -224,6 +224,20 @@ typedef struct hr_weights {
         sizeof(hr_weights), HR_WEIGHTS_NEAREST, NULL, NULL, NULL, NULL \
     }
 
+/*
+ * The weights as binary32, and back: for evaluation, and to save or load them without loss.
+ *
+ * values   join: out, split: in; f32
+ * params   join: in, split: out
+ * weights  mode, and residuals: join: in, split: out. A stochastic mode rounds to nearest here
+ *
+ * HR_INVALID_ARGUMENT and the others: as for hr_adamw.
+ */
+HR_API hr_status hr_join_weights(const hr_tensor_list *values, const hr_tensor_list *params,
+                                 const hr_weights *weights, const hr_exec *exec);
+HR_API hr_status hr_split_weights(const hr_tensor_list *params, const hr_tensor_list *values,
+                                  const hr_weights *weights, const hr_exec *exec);
+
 /* ---- Adam and AdamW -------------------------------------------------------------------------- */
 
 /*

@@ -59,14 +59,6 @@ typedef struct adamw_thread {
     uint32_t stalled; /* weights so far */
 } adamw_thread;
 
-/* Whether the update of a weight was not zero, and yet it is stored as it was. */
-static __device__ __forceinline__ uint32_t is_stalled(weights_bits before, weights_bits after,
-                                                      float was, adamw_values x)
-{
-    return (x.param != was || x.exp_avg != 0.0f) && before.param == after.param &&
-           before.residual == after.residual;
-}
-
 template <typename Record>
 static __device__ __forceinline__ void update_one(const Record &t, adamw_constants c, int skip,
                                                   adamw_thread &thread, int64_t i)
@@ -94,7 +86,7 @@ static __device__ __forceinline__ void update_one(const Record &t, adamw_constan
                                     : 0;
         const weights_bits after = weights_split(x.param, param, thread.mode, random);
         weights_put_bits(t.param, residual, i, after, param, thread.mode);
-        thread.stalled += is_stalled(before, after, was, x);
+        thread.stalled += weights_stall(before, after, was, x.param, x.exp_avg);
     }
     hr_store(t.exp_avg, i, x.exp_avg, state);
     hr_store(t.exp_avg_sq, i, x.exp_avg_sq, state);
@@ -145,8 +137,8 @@ static __device__ __forceinline__ void update_eight(const mode_record &t, adamw_
     const hr_dtype residual = weights_residual_dtype(mode, param);
     hr_random4 random = {{0, 0, 0, 0}};
     if (weights_are_random(mode))
-        random =
-            weights_random8(t.weights, thread.start, thread.step, (uint32_t)(i - thread.begin));
+        random = weights_random_of<8>(t.weights, thread.start, thread.step,
+                                      (uint32_t)(i - thread.begin));
     const weights_pack old = weights_load8(t.param, t.weights.residual, i, residual);
     const cuda_pack grads = cuda_load8(t.grad, i, grad);
     const cuda_pack exp_avgs = cuda_load8(t.exp_avg, i, state);
@@ -168,20 +160,11 @@ static __device__ __forceinline__ void update_eight(const mode_record &t, adamw_
         new_exp_avg_sq[j] = x.exp_avg_sq;
         const weights_bits after = weights_split(x.param, param, mode, weights_random(&random, j));
         weights_put8(pack, j, after, residual);
-        thread.stalled += is_stalled(before, after, was, x);
+        thread.stalled += weights_stall(before, after, was, x.param, x.exp_avg);
     }
     weights_store8(t.param, t.weights.residual, i, pack, residual);
     cuda_store8(t.exp_avg, i, cuda_repack(new_exp_avg, state), state);
     cuda_store8(t.exp_avg_sq, i, cuda_repack(new_exp_avg_sq, state), state);
-}
-
-/* Adds the threads' counts, a warp at a time; all threads of a block come here. */
-static __device__ __forceinline__ void add_stalled(int64_t *total, uint32_t stalled)
-{
-    for (int lanes = 16; lanes > 0; lanes /= 2)
-        stalled += __shfl_down_sync(0xFFFFFFFFu, stalled, lanes);
-    if (threadIdx.x % 32 == 0 && stalled > 0)
-        atomicAdd((unsigned long long *)total, (unsigned long long)stalled);
 }
 
 template <typename Record>
@@ -234,7 +217,7 @@ static __global__ void __launch_bounds__(THREADS, Record::blocks)
         update_one(t, constants, args.config.skip_nonfinite, thread, i);
     if constexpr (!Record::plain)
         if (args.stalled)
-            add_stalled(args.stalled, thread.stalled);
+            weights_add_stalled(args.stalled, thread.stalled);
 }
 
 /* A launch of its own, after the update: every block of a tensor reads its counter. */

@@ -75,17 +75,22 @@ static __device__ __forceinline__ uint32_t weights_random_at(const weights_recor
     return weights_random(&words, e);
 }
 
-/* Those of eight elements, two in a word. */
-static __device__ __forceinline__ hr_random4 weights_random8(const weights_record &record,
-                                                             weights_start start, double step,
-                                                             uint32_t ahead)
+/* Those of N elements, 4 or 8, two in a word. */
+template <uint32_t N>
+static __device__ __forceinline__ hr_random4 weights_random_of(const weights_record &record,
+                                                               weights_start start, double step,
+                                                               uint32_t ahead)
 {
     const int64_t e = weights_element(record.place, start, ahead);
-    if (e % 8 == 0 && weights_element(record.place, start, ahead + 7) == e + 7)
-        return hr_philox(weights_counter(step, (uint64_t)(e / 8)), record.seed);
     hr_random4 random = {{0, 0, 0, 0}};
+    if (e % N == 0 && weights_element(record.place, start, ahead + N - 1) == e + N - 1) {
+        random = hr_philox(weights_counter(step, (uint64_t)(e / 8)), record.seed);
+        random.word[0] = e % 8 == 0 ? random.word[0] : random.word[2];
+        random.word[1] = e % 8 == 0 ? random.word[1] : random.word[3];
+        return random;
+    }
 #pragma unroll 1
-    for (uint32_t j = 0; j < 8; j++) {
+    for (uint32_t j = 0; j < N; j++) {
         const uint32_t bits = weights_random_at(record, start, step, ahead + j) << (16 * (j % 2));
 #pragma unroll
         for (uint32_t word = 0; word < 4; word++)
@@ -119,6 +124,23 @@ static __device__ __forceinline__ void weights_store8(void *param, void *residua
         cuda_store8(residual, i,
                     {make_uint4(r[0], r[1], r[2], r[3]), make_uint4(r[4], r[5], r[6], r[7])},
                     residual_dtype);
+}
+
+/* Whether the update of a weight was not zero, and yet it is stored as it was. */
+static __device__ __forceinline__ uint32_t weights_stall(weights_bits before, weights_bits after,
+                                                         float was, float is, float update)
+{
+    return (is != was || update != 0.0f) && before.param == after.param &&
+           before.residual == after.residual;
+}
+
+/* Adds the threads' counts, a warp at a time; all threads of a warp come here. */
+static __device__ __forceinline__ void weights_add_stalled(int64_t *total, uint32_t stalled)
+{
+    for (int lanes = 16; lanes > 0; lanes /= 2)
+        stalled += __shfl_down_sync(0xFFFFFFFFu, stalled, lanes);
+    if (threadIdx.x % 32 == 0 && stalled > 0)
+        atomicAdd((unsigned long long *)total, (unsigned long long)stalled);
 }
 
 #endif

@@ -200,10 +200,13 @@ HR_INLINE hr_random4 weights_counter(double t, uint64_t j)
     return counter;
 }
 
-/* The 16 bits of element e, from the words of its counter. */
+/* The 16 bits of element e, from the words of its counter: by choices, so that these stay in
+ * registers. */
 HR_INLINE uint32_t weights_random(const hr_random4 *words, int64_t e)
 {
-    return (words->word[e / 2 % 4] >> (16 * (e % 2))) & 0xFFFFu;
+    const uint32_t low = e & 2 ? words->word[1] : words->word[0];
+    const uint32_t high = e & 2 ? words->word[3] : words->word[2];
+    return ((e & 4 ? high : low) >> (16 * (e & 1))) & 0xFFFFu;
 }
 
 #endif

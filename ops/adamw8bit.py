@@ -368,13 +368,13 @@ class Adam8bit(Adam):
     def _update(
         self,
         group: dict[str, Any],
-        kind: int,
+        kind: Kind,
         owners: list[Tensor],
         params: list[Tensor],
         grads: list[Tensor],
         states: list[list[Tensor]] | Tensor,
     ) -> None:
-        if kind != EIGHT_BIT:
+        if kind.index != EIGHT_BIT:
             super()._update(group, kind, owners, params, grads, states)
             return
         options = self._options(group, params[0].device)
