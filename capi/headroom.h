@@ -148,16 +148,17 @@ HR_API hr_status hr_set_parallel_for(hr_parallel_for_fn parallel_for);
 /* CPU kernels are compiled for several instruction sets; the best one that the CPU has is used. The
  * bits of the result are the same for all. */
 typedef enum hr_cpu_level {
-    HR_CPU_BASELINE = 0, /* what the compiler targets by default */
-    HR_CPU_AVX2 = 1,     /* x86-64 with AVX2, FMA and F16C */
-    HR_CPU_AVX512 = 2    /* x86-64 with AVX-512 F, BW, DQ and VL */
+    HR_CPU_BASELINE = 0,   /* what the compiler targets by default */
+    HR_CPU_AVX2 = 1,       /* x86-64 with AVX2, FMA and F16C */
+    HR_CPU_AVX512 = 2,     /* x86-64 with AVX-512 F, BW, DQ and VL */
+    HR_CPU_AVX512_VBMI = 3 /* and VBMI and BF16, which only a few kernels use */
 } hr_cpu_level;
 
 HR_API hr_cpu_level hr_get_cpu_level(void);
 
 /* Chooses a lower level, or returns to a higher one, for the whole process. HR_UNSUPPORTED where
  * the CPU or the build lacks it. The environment variable HEADROOM_CPU_LEVEL (baseline, avx2,
- * avx512) sets the level at start. */
+ * avx512, avx512vbmi) sets the level at start. */
 HR_API hr_status hr_set_cpu_level(hr_cpu_level level);
 
 /* ---- Weights in 16 bits ---------------------------------------------------------------------- */

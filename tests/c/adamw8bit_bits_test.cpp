@@ -103,7 +103,8 @@ TEST(Adamw8bitBits, AreTheSameOnEveryInstructionSetAndThreadCount)
 {
     for (const Adamw8bitCase &c : cases()) {
         const std::vector<uint8_t> expected = baseline(c);
-        for (const hr_cpu_level l : {HR_CPU_BASELINE, HR_CPU_AVX2, HR_CPU_AVX512}) {
+        for (const hr_cpu_level l :
+             {HR_CPU_BASELINE, HR_CPU_AVX2, HR_CPU_AVX512, HR_CPU_AVX512_VBMI}) {
             const CpuLevel level(l);
             if (!level.available)
                 continue;
