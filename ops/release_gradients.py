@@ -83,8 +83,11 @@ def release_gradients(
     - Step a parameter that gets its gradient in several parts: two backwards before a step (use an
       ``accumulator``) and a parameter used in two reentrant checkpoints raise RuntimeError.
       ``create_graph=True`` does, too.
-    - Work under DistributedDataParallel or FSDP1, whose gradients are not final when the parameters
-      get them. FSDP2 works; gradients are there one wrapped module at a time.
+    - Step a parameter whose value the rest of backward still needs, such as one that is used
+      detached, too: torch raises its RuntimeError about inplace operations.
+    - Work under FSDP1, or under DistributedDataParallel without ``GradAccumulator(ddp_model)``:
+      gradients are not final when the parameters get them. FSDP2 works; gradients are there one
+      wrapped module at a time.
     - Free one by one the gradients of a compiled model, whose backward makes all those of a graph
       before it hands out the first.
 
@@ -132,7 +135,8 @@ class ReleaseHandle:
         self._add_hooks()
         for group in optimizer.param_groups:
             optimizer._check_overlap([p for p in group["params"] if not isinstance(p, DTensor)])
-        self._hooks.append(model.register_forward_pre_hook(_refuse_ddp))
+        if not self._sums_over_ranks:
+            self._hooks.append(model.register_forward_pre_hook(_refuse_ddp))
         optimizer._release = self
 
     def _check(self, model: nn.Module) -> None:
@@ -142,12 +146,15 @@ class ReleaseHandle:
                 "release_gradients() wants an optimizer of headroom.optim, got "
                 f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
             )
+        refused = [FullyShardedDataParallel, DistributedDataParallel]
+        if self._sums_over_ranks:
+            refused.remove(DistributedDataParallel)
         for module in model.modules():
-            if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
+            if isinstance(module, tuple(refused)):
                 raise TypeError(
                     f"release_gradients() does not work with {type(module).__name__}, which "
                     "reduces gradients after the parameters have got them; use FSDP2's "
-                    "fully_shard, or a GradAccumulator without release"
+                    "fully_shard, or for DDP an accumulator, GradAccumulator(ddp_model)"
                 )
         if optimizer._release is not None:
             raise ValueError("the optimizer has a handle of release_gradients() already")
@@ -212,6 +219,11 @@ class ReleaseHandle:
             return optimizer.state[param][part].dtype
         like = torch.empty_like(local_part(param), device="meta")
         return optimizer._zeros(part, like, group, optimizer._kind_of(param, group)).dtype
+
+    @property
+    def _sums_over_ranks(self) -> bool:
+        """Whether gradients are those of this rank alone, for the accumulator to reduce."""
+        return self._accumulator is not None and self._accumulator._is_ddp
 
     @property
     def _max_norm(self) -> float | None:
@@ -616,5 +628,5 @@ def _refuse_ddp(module: nn.Module, args: Any) -> None:
     if DistributedDataParallel._get_active_ddp_module() is not None:
         raise RuntimeError(
             "a module whose gradients are released runs under DistributedDataParallel, which would "
-            "reduce them after the step; use FSDP2's fully_shard, or remove() the handle"
+            "reduce them after the step; use an accumulator, GradAccumulator(ddp_model)"
         )

@@ -266,6 +266,32 @@ def test_fsdp2_with_released_gradients(ranks, cls, options, clip):
     ranks(released, cls, options, clip)
 
 
+def released_into_an_accumulator(rank, wrap):
+    nets, optimizers = [], []
+    for k in range(2):
+        net = DistributedDataParallel(Model()) if wrap == "ddp" else sharded()
+        optimizer = ADAMW(net.parameters(), **OPTIONS, max_grad_norm=1e-3)
+        accumulator = headroom.GradAccumulator(net)
+        if k:
+            headroom.optim.release_gradients(net, optimizer, accumulator=accumulator)
+        for step in range(4):
+            with accumulator.micro_batch(weight=1 + step):
+                backward(net, rank, step)
+            if step % 2:
+                accumulator.finish()
+                optimizer.step()
+                optimizer.zero_grad()
+        nets.append(net)
+        optimizers.append(optimizer)
+    assert_same_bits(*(whole(net.parameters()) for net in nets))
+    assert_same_state(*optimizers)
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_gradients_released_into_an_accumulator(ranks, wrap):
+    ranks(released_into_an_accumulator, wrap)
+
+
 # ---- DTensors made by hand -----------------------------------------------------------------------
 
 PLACEMENTS = {"row": Shard(0), "column": Shard(1), "replicate": Replicate(), "partial": Partial()}

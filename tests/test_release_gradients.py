@@ -551,6 +551,14 @@ def test_a_second_gradient_before_the_step_is_an_error():
         segments(torch.ones(2, 3, requires_grad=True)).sum().backward()
 
 
+def test_a_value_that_is_still_needed_is_not_stepped_silently():
+    net = torch.nn.ParameterDict({"p": torch.ones(3), "q": torch.ones(3)})
+    OPTIM.release_gradients(net, OPTIM.AdamW(net.parameters()), bucket_bytes=0)
+    x = net.q * net.p.detach()
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        (x.exp().sum() + net.p.sum()).backward()
+
+
 def test_an_error_in_backward_can_be_finished():
     """What was stepped is stepped; step() steps what waits, and training goes on."""
     net = Net()
