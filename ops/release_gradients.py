@@ -133,8 +133,6 @@ class ReleaseHandle:
         self._restart()
 
         self._add_hooks()
-        for group in optimizer.param_groups:
-            optimizer._check_overlap([p for p in group["params"] if not isinstance(p, DTensor)])
         if not self._sums_over_ranks:
             self._hooks.append(model.register_forward_pre_hook(_refuse_ddp))
         optimizer._release = self
@@ -187,6 +185,8 @@ class ReleaseHandle:
                 )
         if self._into_state:
             self._check_states()
+        for group in optimizer.param_groups:  # a step of a part does not look beyond it
+            optimizer._check_overlap([p for p in group["params"] if not isinstance(p, DTensor)])
 
     def _check_states(self) -> None:
         optimizer, wanted = self._optimizer, "accumulate_into_state=True"
@@ -198,6 +198,10 @@ class ReleaseHandle:
                 )
         if not isinstance(optimizer, Adam):
             raise TypeError(f"{wanted} wants Adam or AdamW, got {type(optimizer).__name__}")
+        if optimizer.defaults.get("nonfinite", "propagate") != "propagate":
+            raise ValueError(
+                f"{wanted} needs nonfinite='propagate': what a moment has cannot be taken back"
+            )
         for group in optimizer.param_groups:
             if 0.0 in map(float, group["betas"]):
                 raise ValueError(f"{wanted} needs betas above 0, got {group['betas']}")

@@ -493,7 +493,12 @@ def test_what_does_not_work_says_so():
             for match, optimizer, options in [
                 ("does not go with scaler=", OPTIM.AdamW(params), {"scaler": SCALER()}),
                 ("does not go with clip=", clipping, {"clip": "previous"}),
-                ("are torch.uint8", OPTIM.AdamW8bit(params, min_8bit_size=0), {}),
+                ("nonfinite='propagate'", OPTIM.AdamW8bit(params), {}),
+                (
+                    "are torch.uint8",
+                    OPTIM.AdamW8bit(params, min_8bit_size=0, nonfinite="propagate"),
+                    {},
+                ),
                 ("are torch.bfloat16", OPTIM.AdamW(params, state_dtype=torch.bfloat16), {}),
                 ("betas above 0", OPTIM.AdamW(params, betas=(0.0, 0.9)), {}),
                 ("decoupled", OPTIM.Adam(params, weight_decay=0.1), {}),
@@ -504,6 +509,9 @@ def test_what_does_not_work_says_so():
         with pytest.raises(error, match=match):
             released(optimizer, **options)
         assert not any(p._post_accumulate_grad_hooks for p in params)
+    view = torch.nn.Parameter(net.last.weight.data.view(-1))
+    with pytest.raises(ValueError, match="share memory"):
+        released(OPTIM.AdamW([*params, view]))
     optimizer = OPTIM.AdamW(params)
     handle = released(optimizer)
     with pytest.raises(ValueError, match="has a handle"):
