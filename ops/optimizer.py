@@ -103,6 +103,7 @@ class Optimizer(torch.optim.Optimizer):
     measured: Measured | None = None
     _count_stalled = False
     measured_params: Sequence[Tensor] = ()
+    _release: Any = None  # the ReleaseHandle that steps parameters inside backward, if there is one
 
     def __init__(
         self, params: Any, defaults: dict[str, Any], *, count_stalled: bool = False
@@ -246,6 +247,8 @@ class Optimizer(torch.optim.Optimizer):
             RuntimeError: an op refuses its tensors or options. It has written nothing then; those
                 before it are done: a group takes one op for each kind of state and device.
         """
+        if self._release is not None and self._release.finish(closure, max_grad_norm):
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -326,7 +329,15 @@ class Optimizer(torch.optim.Optimizer):
                 bucket = [[column[i] for i in chosen] for column in (owners, *columns)]
                 self._apply(group, kind, *bucket[:3], bucket[3:])
 
-    def _step_group(self, index: int, group: dict[str, Any]) -> None:
+    def step_part(self, index: int, params: list[Tensor]) -> None:
+        """A step of some parameters of group ``index``, with gradients, and of no other. Measures
+        nothing: skips, unscales and clips by the attributes ``found_inf``, ``grad_scale`` and
+        ``clip_coef`` alone."""
+        with torch.no_grad():
+            self._step_group(None, self.param_groups[index] | {"params": params})
+
+    def _step_group(self, index: int | None, group: dict[str, Any]) -> None:
+        """``index`` is None for a part of a group, whose memory the caller has checked."""
         params = group["params"]
         grads = list(map(attrgetter("grad"), params))
         found = [grad for grad in grads if grad is not None]
@@ -343,10 +354,11 @@ class Optimizer(torch.optim.Optimizer):
         if any(table is None for table in tables):
             self._step_gathered(group)
             return
-        addresses = torch.cat([table[0, 0] for table in tables])
-        if index not in self._addresses or not torch.equal(self._addresses[index], addresses):
-            self._check_overlap(params)
-            self._addresses[index] = addresses
+        if index is not None:
+            addresses = torch.cat([table[0, 0] for table in tables])
+            if index not in self._addresses or not torch.equal(self._addresses[index], addresses):
+                self._check_overlap(params)
+                self._addresses[index] = addresses
         for (kind, params, grads), table in zip(parts, tables):
             self._apply(group, kind, params, params, grads, table)
 
