@@ -216,8 +216,8 @@ typedef struct hr_weights {
     const hr_tensor_list *residuals; /* in/out; NULL where the mode has none */
     const uint64_t *seeds;           /* host [count]; NULL unless the mode is stochastic */
     const hr_place *places;          /* host [count]; NULL: every tensor is a whole */
-    int64_t *stalled; /* in/out [1], device: grows by the number of weights whose update was not
-                         zero and that are stored as they were. NULL: they are not counted */
+    int64_t *stalled; /* in/out [1], device: grows by the number of weights that binary32 would have
+                         moved and that are stored as they were. NULL: they are not counted */
 } hr_weights;
 
 #define HR_WEIGHTS_INIT                                                \
@@ -359,9 +359,9 @@ HR_API hr_status hr_adamw(const hr_tensor_list *params, const hr_tensor_list *ex
  */
 typedef struct hr_adamw8bit_config {
     size_t size;           /* sizeof(hr_adamw8bit_config) */
-    hr_adamw_config adamw; /* amsgrad must be 0; with bnb_exact, decoupled must be 1 */
+    hr_adamw_config adamw; /* amsgrad must be 0; bnb_exact: decoupled 1 and no weights */
     int32_t block_size;    /* 64, 128, 256 or 512 */
-    int32_t bnb_exact;     /* 1: needs block_size 256, no seeds and no skip_nonfinite */
+    int32_t bnb_exact;     /* 1: needs block_size 256, no seeds, no skip_nonfinite */
     const uint64_t *seeds; /* host [count]: stochastic rounding of codes; NULL: to nearest */
 } hr_adamw8bit_config;
 

@@ -388,7 +388,7 @@ update(const chunk &c, weights_thread &w, const step_constants &constants,
                 put_bits(new_params, e, c.param_dtype, after.param);
                 put_bits(new_residuals, e, residual, after.residual);
                 if (whole || e < left)
-                    w.stalled += weights_stall(before, after, was, x.param, x.exp_avg);
+                    w.stalled += weights_stall(before, after, was, x.param);
             }
             moment[1] = x.exp_avg;
             moment[0] = x.exp_avg_sq;

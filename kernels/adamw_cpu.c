@@ -89,7 +89,7 @@ static void *adamw_at(void *base, int64_t i, hr_dtype dtype)
 static void adamw_weights(const adamw_part *p, const weights_tensor *weights, int64_t begin,
                           int64_t end)
 {
-    _Alignas(64) float tile[WEIGHTS_TILE];
+    _Alignas(64) float tile[WEIGHTS_TILE], before[WEIGHTS_TILE];
     adamw_part part = *p;
     part.param = tile;
     part.param_dtype = HR_F32;
@@ -104,19 +104,10 @@ static void adamw_weights(const adamw_part *p, const weights_tensor *weights, in
         part.exp_avg_sq = adamw_at(p->exp_avg_sq, i, p->state_dtype);
         part.max_exp_avg_sq = adamw_at(p->max_exp_avg_sq, i, p->state_dtype);
         weights_load(weights, i, count, tile);
-        if (!weights->stalled) {
-            CPU_BEST(adamw_part_range)(&part, 0, count);
-            weights_store(weights, i, count, tile, NULL);
-            continue;
-        }
-        float before[WEIGHTS_TILE];
-        uint8_t updated[WEIGHTS_TILE];
-        memcpy(before, tile, (size_t)count * sizeof before[0]);
+        if (weights->stalled)
+            memcpy(before, tile, (size_t)count * sizeof before[0]);
         CPU_BEST(adamw_part_range)(&part, 0, count);
-        for (int lane = 0; lane < count; lane++)
-            updated[lane] =
-                tile[lane] != before[lane] || hr_load(part.exp_avg, lane, p->state_dtype) != 0.0f;
-        weights_store(weights, i, count, tile, updated);
+        weights_store(weights, i, count, tile, weights->stalled ? before : NULL);
     }
 }
 

@@ -86,7 +86,7 @@ static __device__ __forceinline__ void update_one(const Record &t, adamw_constan
                                     : 0;
         const weights_bits after = weights_split(x.param, param, thread.mode, random);
         weights_put_bits(t.param, residual, i, after, param, thread.mode);
-        thread.stalled += weights_stall(before, after, was, x.param, x.exp_avg);
+        thread.stalled += weights_stall(before, after, was, x.param);
     }
     hr_store(t.exp_avg, i, x.exp_avg, state);
     hr_store(t.exp_avg_sq, i, x.exp_avg_sq, state);
@@ -160,7 +160,7 @@ static __device__ __forceinline__ void update_eight(const mode_record &t, adamw_
         new_exp_avg_sq[j] = x.exp_avg_sq;
         const weights_bits after = weights_split(x.param, param, mode, weights_random(&random, j));
         weights_put8(pack, j, after, residual);
-        thread.stalled += weights_stall(before, after, was, x.param, x.exp_avg);
+        thread.stalled += weights_stall(before, after, was, x.param);
     }
     weights_store8(t.param, t.weights.residual, i, pack, residual);
     cuda_store8(t.exp_avg, i, cuda_repack(new_exp_avg, state), state);

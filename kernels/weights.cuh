@@ -126,12 +126,11 @@ static __device__ __forceinline__ void weights_store8(void *param, void *residua
                     residual_dtype);
 }
 
-/* Whether the update of a weight was not zero, and yet it is stored as it was. */
+/* Whether a weight that was to change is stored as it was. */
 static __device__ __forceinline__ uint32_t weights_stall(weights_bits before, weights_bits after,
-                                                         float was, float is, float update)
+                                                         float was, float is)
 {
-    return (is != was || update != 0.0f) && before.param == after.param &&
-           before.residual == after.residual;
+    return is != was && before.param == after.param && before.residual == after.residual;
 }
 
 /* Adds the threads' counts, a warp at a time; all threads of a warp come here. */

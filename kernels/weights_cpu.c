@@ -75,10 +75,10 @@ HR_INLINE void weights_store_as(void *restrict param, void *restrict residual, i
     }
 }
 
-/* How many of the weights whose update was not zero will be stored as they are. */
+/* How many of the weights that were to change will be stored as they are. */
 static inline int64_t weights_count_stalled(const weights_tensor *t, int64_t i, int count,
                                             const float *tile, const uint16_t *random,
-                                            const uint8_t *updated)
+                                            const float *before)
 {
     int64_t stalled = 0;
     for (int lane = 0; lane < count; lane++) {
@@ -86,7 +86,8 @@ static inline int64_t weights_count_stalled(const weights_tensor *t, int64_t i, 
             weights_bits_at(t->param, t->residual, i + lane, t->dtype, t->mode);
         const uint32_t word = weights_are_random(t->mode) ? random[lane] : 0;
         const weights_bits bits = weights_split(tile[lane], t->dtype, t->mode, word);
-        stalled += updated[lane] && bits.param == old.param && bits.residual == old.residual;
+        stalled +=
+            tile[lane] != before[lane] && bits.param == old.param && bits.residual == old.residual;
     }
     return stalled;
 }
@@ -124,14 +125,14 @@ void weights_load(const weights_tensor *t, int64_t i, int count, float *tile)
 }
 
 void weights_store(const weights_tensor *t, int64_t i, int count, const float *tile,
-                   const uint8_t *updated)
+                   const float *before)
 {
     uint16_t random[WEIGHTS_TILE];
     weights_move move = {t, (float *)tile, random};
     if (weights_are_random(t->mode))
         weights_fill_random(t, i, count, random);
-    if (updated)
-        __atomic_fetch_add(t->stalled, weights_count_stalled(t, i, count, tile, random, updated),
+    if (before)
+        __atomic_fetch_add(t->stalled, weights_count_stalled(t, i, count, tile, random, before),
                            __ATOMIC_RELAXED);
     CPU_BEST(weights_store_range)(&move, i, i + count);
 }

@@ -40,10 +40,9 @@ static inline weights_tensor weights_of(const hr_weights *w, const hr_tensor_lis
 /* The weights [i, i + count) as binary32, count at most WEIGHTS_TILE. */
 void weights_load(const weights_tensor *t, int64_t i, int count, float *tile);
 
-/* Stores them again. `updated`: whether the update of each was not zero; NULL if no one asks how
- * many of these stall. */
+/* Stores them again. `before`: what they were, to count those that stall; NULL if no one asks. */
 void weights_store(const weights_tensor *t, int64_t i, int count, const float *tile,
-                   const uint8_t *updated);
+                   const float *before);
 
 static inline void weights_prefetch(const weights_tensor *t, int64_t i, int count, int64_t end)
 {

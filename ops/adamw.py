@@ -70,8 +70,8 @@ def adamw_(
         weight_seeds: with ``rounding="stochastic"``, a 64-bit number for each parameter.
         places: offset, run and stride of each parameter in the whole that it is a part of, for
             stochastic rounding: element i is ``offset + i // run * stride + i % run`` of it.
-        stalled: int64 tensor of one element; grows by the number of weights whose update was not
-            zero and that are stored as they were.
+        stalled: int64 tensor of one element; grows by the number of weights that float32 would have
+            moved and that are stored as they were.
 
     Raises:
         RuntimeError: shapes, devices or dtypes do not fit, an option is out of range, or a tensor

@@ -173,8 +173,8 @@ class Optimizer(torch.optim.Optimizer):
         return self._stalled[device]
 
     def stalled_fraction(self) -> float:
-        """The share of weights that the last step was too small to move: its update of them was not
-        zero, but rounding left what is stored of them as it was. Of DTensors, on this rank.
+        """The share of weights that the last step was too small to move: float32 would have moved
+        them, but rounding left what is stored of them as it was. Of DTensors, on this rank.
 
         Waits for the device.
 

@@ -130,41 +130,42 @@ AdamwCase good_weights()
 {
     AdamwCase c = good();
     c.param = HR_BF16;
-    c.weights = HR_WEIGHTS_REMAINDER8_STOCHASTIC;
-    c.places = c.stalled = true;
+    c.weights = WeightsData::Ask{HR_WEIGHTS_REMAINDER8_STOCHASTIC, true, true};
     return c;
 }
 
 std::vector<BadInput> bad_weights()
 {
     std::vector<BadInput> all = {
-        {"weights->size is 0, wanted", [](AdamwRun &r) { r.weights.size = 0; }},
+        {"weights->size is 0, wanted", [](AdamwRun &r) { r.weights->weights.size = 0; }},
         {"weights->residuals is NULL, but HR_WEIGHTS_REMAINDER8_STOCHASTIC needs them",
-         [](AdamwRun &r) { r.weights.residuals = nullptr; }},
+         [](AdamwRun &r) { r.weights->weights.residuals = nullptr; }},
         {"weights->residuals is given, but HR_WEIGHTS_STOCHASTIC has none",
-         [](AdamwRun &r) { r.weights.mode = HR_WEIGHTS_STOCHASTIC; }},
+         [](AdamwRun &r) { r.weights->weights.mode = HR_WEIGHTS_STOCHASTIC; }},
         {"residuals\\[0\\] has dtype i8, but HR_WEIGHTS_REMAINDER16 needs i16",
-         [](AdamwRun &r) { r.weights.mode = HR_WEIGHTS_REMAINDER16; }},
-        {"residuals\\[2\\] has dtype u8", [](AdamwRun &r) { r.residual_dtype[2] = HR_U8; }},
-        {"residuals\\[2\\] is NULL", [](AdamwRun &r) { r.residual_data[2] = nullptr; }},
-        {"residuals->count is 2, wanted 3", [](AdamwRun &r) { r.residuals.count = 2; }},
+         [](AdamwRun &r) { r.weights->weights.mode = HR_WEIGHTS_REMAINDER16; }},
+        {"residuals\\[2\\] has dtype u8", [](AdamwRun &r) { r.weights->dtype[2] = HR_U8; }},
+        {"residuals\\[2\\] is NULL", [](AdamwRun &r) { r.weights->data[2] = nullptr; }},
+        {"residuals->count is 2, wanted 3", [](AdamwRun &r) { r.weights->residuals.count = 2; }},
         {"weights->seeds is NULL, but HR_WEIGHTS_REMAINDER8_STOCHASTIC needs them",
-         [](AdamwRun &r) { r.weights.seeds = nullptr; }},
+         [](AdamwRun &r) { r.weights->weights.seeds = nullptr; }},
         {"weights->seeds is given, but HR_WEIGHTS_REMAINDER8 has no use",
-         [](AdamwRun &r) { r.weights.mode = HR_WEIGHTS_REMAINDER8; }},
+         [](AdamwRun &r) { r.weights->weights.mode = HR_WEIGHTS_REMAINDER8; }},
         {"params\\[2\\] has dtype f16, which HR_WEIGHTS_REMAINDER8_STOCHASTIC does not take",
          [](AdamwRun &r) { r.dtype[PARAMS][2] = HR_F16; }},
         {"params\\[0\\] has dtype f32, which", [](AdamwRun &r) { r.dtype[PARAMS][0] = HR_F32; }},
-        {"places\\[1\\] is \\{-1, 37, 1000\\}", [](AdamwRun &r) { r.places[1].offset = -1; }},
-        {"places\\[1\\] is \\{8, 0, 1000\\}", [](AdamwRun &r) { r.places[1].run = 0; }},
-        {"places\\[1\\] is \\{8, 37, -5\\}", [](AdamwRun &r) { r.places[1].stride = -5; }},
-        {"places\\[2\\] reaches past", [](AdamwRun &r) { r.places[2].stride = INT64_MAX / 8; }},
+        {"places\\[1\\] is \\{-1, 37, 1000\\}",
+         [](AdamwRun &r) { r.weights->places[1].offset = -1; }},
+        {"places\\[1\\] is \\{8, 0, 1000\\}", [](AdamwRun &r) { r.weights->places[1].run = 0; }},
+        {"places\\[1\\] is \\{8, 37, -5\\}", [](AdamwRun &r) { r.weights->places[1].stride = -5; }},
+        {"places\\[2\\] reaches past",
+         [](AdamwRun &r) { r.weights->places[2].stride = INT64_MAX / 8; }},
         {"weights->stalled is at .* not a multiple of 8",
-         [](AdamwRun &r) { r.weights.stalled = moved(r.weights.stalled, 4); }},
+         [](AdamwRun &r) { r.weights->weights.stalled = moved(r.weights->weights.stalled, 4); }},
     };
     for (const int mode : {-1, 7, 1000})
         all.push_back({"weights->mode is " + std::to_string(mode),
-                       [=](AdamwRun &r) { r.weights.mode = hr_weights_mode(mode); }});
+                       [=](AdamwRun &r) { r.weights->weights.mode = hr_weights_mode(mode); }});
     return all;
 }
 

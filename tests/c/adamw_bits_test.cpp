@@ -52,11 +52,11 @@ std::vector<AdamwCase> cases()
                     continue;
                 add([&](AdamwCase &c) {
                     c.numel = odd;
-                    c.weights = hr_weights_mode(mode);
                     c.param = c.grad = type;
-                    c.stalled = flags & 1;
-                    c.places = c.special = flags & 2;
+                    c.special = flags & 2;
                     c.shift = flags & 4 ? 3 : 0;
+                    c.weights = WeightsData::Ask{hr_weights_mode(mode), c.special, bool(flags & 1),
+                                                 c.shift};
                     c.amsgrad = flags == 5;
                     c.skip_nonfinite = flags == 6;
                     c.state = flags == 4 ? HR_BF16 : HR_F32;
@@ -64,14 +64,12 @@ std::vector<AdamwCase> cases()
             }
     add([&](AdamwCase &c) {
         c.numel = odd;
-        c.weights = HR_WEIGHTS_NEAREST;
-        c.stalled = true;
+        c.weights = WeightsData::Ask{HR_WEIGHTS_NEAREST, false, true};
     });
     add([&](AdamwCase &c) {
         c.numel = {100003, 40000};
         c.param = HR_BF16;
-        c.weights = HR_WEIGHTS_REMAINDER8_STOCHASTIC;
-        c.stalled = true;
+        c.weights = WeightsData::Ask{HR_WEIGHTS_REMAINDER8_STOCHASTIC, false, true};
         c.steps = HR_F64;
     });
     // Larger than a chunk of any kernel, and than the least that is worth a second thread.

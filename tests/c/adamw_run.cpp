@@ -80,48 +80,10 @@ AdamwRun::AdamwRun(Backend &backend, const AdamwCase &c) : exec(backend.exec())
     config.grad_scale = float_scalar(c.grad_scale);
     config.found_inf = float_scalar(c.found_inf);
     config.clip_coef = float_scalar(c.clip_coef);
-    if (c.weights)
-        add_weights(backend, c);
-}
-
-void AdamwRun::add_weights(Backend &backend, const AdamwCase &c)
-{
-    const hr_weights_mode mode = *c.weights;
-    const bool random = mode == HR_WEIGHTS_STOCHASTIC || mode == HR_WEIGHTS_REMAINDER8_STOCHASTIC;
-    const bool plain = mode == HR_WEIGHTS_NEAREST || mode == HR_WEIGHTS_STOCHASTIC;
-    for (size_t k = 0; k < c.numel.size(); k++) {
-        const hr_dtype param = dtype[PARAMS][k];
-        const hr_dtype type = mode == HR_WEIGHTS_KAHAN         ? param
-                              : mode == HR_WEIGHTS_MASTER      ? HR_F32
-                              : mode == HR_WEIGHTS_REMAINDER16 ? HR_I16
-                                                               : HR_I8;
-        std::vector<uint8_t> content(plain ? 0 : size_t(c.numel[k]) * bytes_of(type));
-        if (type == HR_I16 || type == HR_I8) // any bits
-            for (size_t i = 0; i < content.size(); i++)
-                content[i] = uint8_t(uniform(20, k, i) * 256);
-        else if (!plain)
-            for (size_t i = 0; i < size_t(c.numel[k]); i++) {
-                const double scale = mode == HR_WEIGHTS_KAHAN ? 1e-3 : 1;
-                encode(scale * value(PARAMS, k + 50, i, c.special), &content[i * bytes_of(type)],
-                       type);
-            }
-        residuals_.emplace_back(backend, content, c.shift * bytes_of(type));
-        residual_data.push_back(residuals_.back().data());
-        residual_dtype.push_back(type);
-        seeds.push_back(0x123456789ABCDEFu * (k + 1));
-        places.push_back({int64_t(5 * k + 3), 37, 1000});
+    if (c.weights) {
+        weights.emplace(backend, *c.weights, numel[PARAMS], dtype[PARAMS]);
+        config.weights = &weights->weights;
     }
-    residuals = {int64_t(c.numel.size()), residual_data.data(), numel[PARAMS].data(),
-                 residual_dtype.data()};
-    weights.mode = mode;
-    weights.residuals = plain ? nullptr : &residuals;
-    weights.seeds = random ? seeds.data() : nullptr;
-    weights.places = c.places ? places.data() : nullptr;
-    if (c.stalled) {
-        residuals_.emplace_back(backend, std::vector<uint8_t>(8));
-        weights.stalled = static_cast<int64_t *>(residuals_.back().data());
-    }
-    config.weights = &weights;
 }
 
 void *AdamwRun::scalar(Backend &backend, double value, hr_dtype dtype)
@@ -150,8 +112,9 @@ std::vector<const Buffer *> AdamwRun::buffers() const
             all.push_back(&buffer);
     for (const Buffer &buffer : scalars_)
         all.push_back(&buffer);
-    for (const Buffer &buffer : residuals_)
-        all.push_back(&buffer);
+    if (weights)
+        for (const Buffer &buffer : weights->buffers)
+            all.push_back(&buffer);
     return all;
 }
 
@@ -183,7 +146,7 @@ std::ostream &operator<<(std::ostream &out, const AdamwCase &c)
     out << (c.steps ? ", steps on the device" : "") << (c.lr_on_device ? ", lr on the device" : "");
     out << (c.grad_scale ? ", grad_scale" : "") << (c.clip_coef ? ", clip_coef" : "");
     if (c.weights)
-        out << ", weights mode " << *c.weights << (c.places ? ", cut" : "")
-            << (c.stalled ? ", counted" : "");
+        out << ", weights mode " << c.weights->mode << (c.weights->places ? ", cut" : "")
+            << (c.weights->stalled ? ", counted" : "");
     return out << (c.special ? ", special values" : "") << (c.all_types ? ", all types" : "");
 }

@@ -6,6 +6,7 @@
 
 #include "backend.h"
 #include "elements.h"
+#include "weights_data.h"
 
 enum AdamwList { PARAMS, EXP_AVGS, EXP_AVG_SQS, MAX_EXP_AVG_SQS, STEPS, GRADS, LISTS };
 
@@ -20,8 +21,7 @@ struct AdamwCase {
     size_t shift = 0;                 // elements past an aligned address
     std::optional<AdamwList> spoiled; // this list's first element is `spoil`
     double spoil = 0;
-    std::optional<hr_weights_mode> weights;
-    bool places = false, stalled = false; // of the weights: cut from wholes; count
+    std::optional<WeightsData::Ask> weights;
     bool special = false;   // NaN, infinities, denormals, huge and tiny values among the data
     bool all_types = false; // each tensor has the next combination of types
 };
@@ -46,12 +46,7 @@ class AdamwRun
     hr_tensor_list lists[LISTS];
     const hr_tensor_list *list_arguments[LISTS];
     hr_adamw_config config = HR_ADAMW_CONFIG_INIT;
-    std::vector<void *> residual_data; // of the weights, if they have any
-    std::vector<hr_dtype> residual_dtype;
-    hr_tensor_list residuals;
-    std::vector<uint64_t> seeds;
-    std::vector<hr_place> places;
-    hr_weights weights = HR_WEIGHTS_INIT;
+    std::optional<WeightsData> weights;
     hr_exec exec;
     const hr_adamw_config *config_argument = &config;
     const hr_exec *exec_argument = &exec;
@@ -60,9 +55,7 @@ class AdamwRun
     std::vector<const Buffer *> buffers() const;
     void *scalar(Backend &backend, double value, hr_dtype dtype);
 
-    void add_weights(Backend &backend, const AdamwCase &c);
-
-    std::vector<Buffer> tensors_[LISTS], scalars_, residuals_;
+    std::vector<Buffer> tensors_[LISTS], scalars_;
 };
 
 // "bf16 parameters, f32 gradients, ...", for messages.
