@@ -23,7 +23,7 @@ void adamw8bit_encode_each(const adamw8bit_tensor *t, const adamw8bit_pending *p
     } else if (t->call->args->config->seeds) {
         hr_random4 random[LANES / 2];
         for (int pair = 0; pair < LANES / 2; pair++)
-            random[pair] = adamw8bit_random(t->seed, t->step, p->begin + i + 2 * pair);
+            random[pair] = adamw8bit_random(t->seed, t->step, t->first + p->begin + i + 2 * pair);
         for (int lane = 0; lane < count; lane++) {
             const uint32_t *const words = &random[lane / 2].word[lane % 2 * 2];
             exp_avg[lane] = adamw8bit_encode_randomly(maps, m[lane], p->scale_m, 1, words[0]);
@@ -54,6 +54,38 @@ HR_INLINE void adamw8bit_encode_baseline(const adamw8bit_tensor *t, const adamw8
 #define LOOP_NAME(name) adamw8bit_##name##_baseline
 #include "adamw8bit_loop.h"
 
+/* Weights that are not plain are unpacked and updated so many at a time: few enough for the first
+ * cache, many enough that the blocks at the ends, whose encoding has nothing beside it, are few. */
+#define ADAMW8BIT_UNPACKED 4096
+
+/* The blocks of [from, to), whose weights are not plain. */
+static void adamw8bit_run_weights(const adamw8bit_tensor *t, const weights_tensor *weights,
+                                  int64_t from, int64_t to, hr_dtype grad_dtype)
+{
+    const int block_size = t->call->args->config->block_size;
+    _Alignas(64) float unpacked[ADAMW8BIT_UNPACKED], before[ADAMW8BIT_UNPACKED];
+    for (int64_t i = from; i < to; i += ADAMW8BIT_UNPACKED) {
+        const int count = to - i < ADAMW8BIT_UNPACKED ? (int)(to - i) : ADAMW8BIT_UNPACKED;
+        for (int j = 0; j < count; j += WEIGHTS_TILE)
+            weights_load(weights, i + j, count - j < WEIGHTS_TILE ? count - j : WEIGHTS_TILE,
+                         unpacked + j);
+        if (weights->stalled)
+            memcpy(before, unpacked, (size_t)count * sizeof before[0]);
+        adamw8bit_tensor part = *t;
+        part.first = i;
+        part.param = unpacked;
+        part.grad = (const char *)t->grad + i * (grad_dtype == HR_F32 ? 4 : 2);
+        part.exp_avg += i;
+        part.exp_avg_sq += i;
+        part.exp_avg_absmax += i / block_size;
+        part.exp_avg_sq_absmax += i / block_size;
+        t->call->run(&part, 0, count, HR_F32, grad_dtype);
+        for (int j = 0; j < count; j += WEIGHTS_TILE)
+            weights_store(weights, i + j, count - j < WEIGHTS_TILE ? count - j : WEIGHTS_TILE,
+                          unpacked + j, weights->stalled ? before + j : NULL);
+    }
+}
+
 static void adamw8bit_range(void *context, int64_t begin, int64_t end)
 {
     const adamw8bit_call *const call = (const adamw8bit_call *)context;
@@ -78,7 +110,12 @@ static void adamw8bit_range(void *context, int64_t begin, int64_t end)
         t.exp_avg_sq = (uint8_t *)a->exp_avg_sqs->data[k];
         t.exp_avg_absmax = (float *)a->exp_avg_absmaxs->data[k];
         t.exp_avg_sq_absmax = (float *)a->exp_avg_sq_absmaxs->data[k];
-        call->run(&t, from, to, a->params->dtype[k], a->grads->dtype[k]);
+        if (config->adamw.weights) {
+            const weights_tensor weights = weights_of(config->adamw.weights, a->params, k, step);
+            adamw8bit_run_weights(&t, &weights, from, to, a->grads->dtype[k]);
+        } else {
+            call->run(&t, from, to, a->params->dtype[k], a->grads->dtype[k]);
+        }
     }
 }
 

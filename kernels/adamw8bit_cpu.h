@@ -8,6 +8,7 @@
 #include "adamw8bit.h"
 #include "dynamic_map_cpu.h"
 #include "dynamic_map_vbmi_cpu.h"
+#include "weights_cpu.h"
 
 /* The rule of an element. PLAIN is ANY without what few ask for: skip_nonfinite, and decay that is
  * not decoupled. */
@@ -46,6 +47,7 @@ struct adamw8bit_tensor {
     adamw8bit_bnb_constants bnb;
     uint64_t seed;
     double step;
+    int64_t first; /* where this begins in the tensor that random numbers are counted in */
 };
 
 /* A block that is updated and not encoded yet. */

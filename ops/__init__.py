@@ -8,6 +8,7 @@ from . import _binaries, amp, optim
 from .accumulate import GradAccumulator, accumulate_
 from .adamw import adamw_
 from .adamw8bit import adamw8bit_, dynamic_map
+from .cast_model import cast_model
 from .clip import clip_grad_norm_, clip_grad_value_
 from .unscale_norm import grad_norm, unscale_norm_
 from .update_scale import update_scale_
@@ -19,6 +20,7 @@ __all__ = [
     "adamw_",
     "amp",
     "build_info",
+    "cast_model",
     "clip_grad_norm_",
     "clip_grad_value_",
     "dynamic_map",

@@ -230,6 +230,68 @@ def test_clip_grad_norm_before_the_step(ranks):
     ranks(clipping)
 
 
+def released(rank, cls, options, clip):
+    """Parameters of two wrapped modules and of the root, stepped inside backward."""
+    nets, optimizers = [], []
+    for _ in range(2):
+        model = Model()
+        for part in (model.first, model.second):
+            fully_shard(part, mesh=mesh())
+        nets.append(sharded(model))
+        optimizers.append(cls(model.parameters(), **options, max_grad_norm=1e-3 if clip else None))
+    handle = headroom.optim.release_gradients(nets[1], optimizers[1], clip=clip, bucket_bytes=64)
+    for step in range(3):
+        backward(nets[0], rank, step)
+        if clip:
+            with handle.measure():
+                backward(nets[1], rank, step)
+        backward(nets[1], rank, step)
+        assert all(p.grad is None for p in nets[1].parameters())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    if clip:
+        assert optimizers[0].grad_norm > 1e-3
+        norms = [optimizer.grad_norm for optimizer in optimizers]
+        torch.testing.assert_close(*norms, rtol=2**-20, atol=0)
+        for p, q in zip(*(whole(net.parameters()) for net in nets)):
+            torch.testing.assert_close(p, q, rtol=2**-18, atol=2**-18)
+    else:
+        assert_same_bits(*(whole(net.parameters()) for net in nets))
+
+
+@EITHER
+@pytest.mark.parametrize("clip", [None, "two-pass"])
+def test_fsdp2_with_released_gradients(ranks, cls, options, clip):
+    ranks(released, cls, options, clip)
+
+
+def released_into_an_accumulator(rank, wrap):
+    nets, optimizers = [], []
+    for k in range(2):
+        net = DistributedDataParallel(Model()) if wrap == "ddp" else sharded()
+        optimizer = ADAMW(net.parameters(), **OPTIONS, max_grad_norm=1e-3)
+        accumulator = headroom.GradAccumulator(net)
+        if k:
+            headroom.optim.release_gradients(net, optimizer, accumulator=accumulator)
+        for step in range(4):
+            with accumulator.micro_batch(weight=1 + step):
+                backward(net, rank, step)
+            if step % 2:
+                accumulator.finish()
+                optimizer.step()
+                optimizer.zero_grad()
+        nets.append(net)
+        optimizers.append(optimizer)
+    assert_same_bits(*(whole(net.parameters()) for net in nets))
+    assert_same_state(*optimizers)
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_gradients_released_into_an_accumulator(ranks, wrap):
+    ranks(released_into_an_accumulator, wrap)
+
+
 # ---- DTensors made by hand -----------------------------------------------------------------------
 
 PLACEMENTS = {"row": Shard(0), "column": Shard(1), "replicate": Replicate(), "partial": Partial()}

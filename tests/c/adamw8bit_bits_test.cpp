@@ -67,6 +67,18 @@ std::vector<Adamw8bitCase> cases()
                     c.bnb_exact = bnb_exact;
                     c.stochastic = !bnb_exact;
                 });
+    for (int mode = HR_WEIGHTS_NEAREST; mode <= HR_WEIGHTS_REMAINDER8_STOCHASTIC; mode++)
+        for (int flags = 0; flags < 4; flags++)
+            add([&](Adamw8bitCase &c) {
+                c.numel = odd;
+                c.numel.push_back(9001); // more than is unpacked at once
+                c.param = {mode < HR_WEIGHTS_REMAINDER16 && flags == 1 ? HR_F16 : HR_BF16};
+                c.grad = {flags == 2 ? HR_BF16 : HR_F32};
+                c.special = flags == 1;
+                c.stochastic = flags == 2;
+                c.shift = flags == 3 ? 3 : 0;
+                c.weights = WeightsData::Ask{hr_weights_mode(mode), c.special, true, c.shift};
+            });
     // Larger than a chunk of any kernel, and than the least that is worth a second thread.
     add([](Adamw8bitCase &c) { c.numel = {100003}; });
     add([](Adamw8bitCase &c) {
