@@ -58,7 +58,7 @@ typedef struct adamw8bit_pending {
     float absmax_m, absmax_v;
     dynamic_scale scale_m, scale_v;
     int vectors;  /* whether vector code may encode it */
-    int negative; /* whether exp_avg_sq may be */
+    int careless; /* whether it may without care, see dynamic_encode_vbmi() */
 } adamw8bit_pending;
 
 #define LANES CPU_STEP /* elements at a time; a block size is a multiple of it */
@@ -137,7 +137,7 @@ HR_INLINE adamw8bit_pending adamw8bit_close(const adamw8bit_tensor *t, int64_t b
     pending.scale_m = dynamic_scale_of(pending.absmax_m);
     pending.scale_v = dynamic_scale_of(pending.absmax_v);
     pending.vectors = 0;
-    pending.negative = 0;
+    pending.careless = 0;
     if (!bnb && !t->call->args->config->seeds) {
         pending.scale_m = adamw8bit_rescale(m, count, pending.scale_m);
         pending.scale_v = adamw8bit_rescale(v, count, pending.scale_v);
