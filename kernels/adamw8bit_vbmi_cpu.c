@@ -1,6 +1,6 @@
 /*
  * adamw8bit_vbmi_cpu.c: the loop of 8-bit Adam with AVX-512 and byte permutes: the plain rule, in
- * float32 and bfloat16. Anything else is left to adamw8bit_run_avx512().
+ * float32 and bfloat16, plain or with the rest of a weight beside. Anything else is left to others.
  *
  * The divider is busy for half of the time, so all other work is put beside it: while 64 elements
  * are updated, the moments of the next are decoded, and those of 64 elements two blocks before are
@@ -11,10 +11,17 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 /* ---- Weights: 64 in memory and in four vectors ----------------------------------------------- */
 
+/* Where 64 weights are. */
+typedef struct adamw8bit_weights {
+    void *param, *residual;
+} adamw8bit_weights;
+
 /* Halves of words are read and written faster by turns than in a row. */
-HR_INLINE dynamic_order adamw8bit_order(hr_dtype param_dtype, hr_dtype grad_dtype)
+HR_INLINE dynamic_order adamw8bit_order(hr_dtype param_dtype, hr_dtype grad_dtype,
+                                        hr_weights_mode mode)
 {
-    return param_dtype == HR_BF16 && grad_dtype == HR_BF16 ? DYNAMIC_EVEN_ODD : DYNAMIC_IN_ROW;
+    const int halves = param_dtype == HR_BF16 && grad_dtype == HR_BF16;
+    return halves && mode != HR_WEIGHTS_MASTER ? DYNAMIC_EVEN_ODD : DYNAMIC_IN_ROW;
 }
 
 /* Vectors k and k + 1 of 64 elements, k even. */
@@ -82,6 +89,58 @@ CPU_AVX512_VBMI_BF16 HR_INLINE int adamw8bit_store_vbmi(void *base, int k, const
     return usual;
 }
 
+/* Weights as weights_join() gives them. With REMAINDER16 the order is DYNAMIC_EVEN_ODD. */
+CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_join_vbmi(adamw8bit_weights w, int k, hr_dtype dtype,
+                                                        hr_weights_mode mode, dynamic_order order,
+                                                        __m512 x[2])
+{
+    if (mode == HR_WEIGHTS_MASTER) {
+        adamw8bit_load_vbmi(w.residual, k, HR_F32, order, x);
+    } else if (mode == HR_WEIGHTS_REMAINDER16) {
+        /* The sum's high halves: the params, less one where a residual is negative. */
+        const __m512i residuals = _mm512_loadu_si512((const uint16_t *)w.residual + 16 * k);
+        const __m512i high =
+            _mm512_add_epi16(_mm512_loadu_si512((const uint16_t *)w.param + 16 * k),
+                             _mm512_srai_epi16(residuals, 15));
+        const __m512i low = _mm512_set1_epi32(0xFFFF);
+        x[0] = _mm512_castsi512_ps(
+            _mm512_ternarylogic_epi32(_mm512_slli_epi32(high, 16), residuals, low, 0xF8));
+        x[1] = _mm512_castsi512_ps(
+            _mm512_ternarylogic_epi32(high, _mm512_srli_epi32(residuals, 16), low, 0xDC));
+    } else {
+        adamw8bit_load_vbmi(w.param, k, dtype, order, x);
+    }
+}
+
+/* weights_split() and its stores, as adamw8bit_store_vbmi(). */
+CPU_AVX512_VBMI_BF16 HR_INLINE int adamw8bit_split_vbmi(adamw8bit_weights w, int k,
+                                                        const __m512 x[2], hr_dtype dtype,
+                                                        hr_weights_mode mode, dynamic_order order)
+{
+    if (mode == HR_WEIGHTS_MASTER)
+        return adamw8bit_store_vbmi(w.residual, k, x, HR_F32, order) &
+               adamw8bit_store_vbmi(w.param, k, x, dtype, order);
+    if (mode != HR_WEIGHTS_REMAINDER16)
+        return adamw8bit_store_vbmi(w.param, k, x, dtype, order);
+    const __mmask16 nan = _mm512_cmp_ps_mask(x[0], x[1], _CMP_UNORD_Q);
+    const int no_nan = _kortestz_mask16_u8(nan, nan) ? 3 : 0;
+    __m512i even = _mm512_castps_si512(x[0]), odd = _mm512_castps_si512(x[1]);
+    if (__builtin_expect(!no_nan, 0)) {
+        const __m512i param = _mm512_set1_epi32(0x7FFF0000);
+        even = _mm512_mask_mov_epi32(even, _mm512_cmp_ps_mask(x[0], x[0], _CMP_UNORD_Q), param);
+        odd = _mm512_mask_mov_epi32(odd, _mm512_cmp_ps_mask(x[1], x[1], _CMP_UNORD_Q), param);
+    }
+    const __m512i half = _mm512_set1_epi32(0x8000), low = _mm512_set1_epi32(0xFFFF);
+    const __m512i params =
+        _mm512_ternarylogic_epi32(_mm512_add_epi32(odd, half),
+                                  _mm512_srli_epi32(_mm512_add_epi32(even, half), 16), low, 0xDC);
+    const __m512i residuals =
+        _mm512_ternarylogic_epi32(_mm512_slli_epi32(odd, 16), even, low, 0xF8);
+    _mm512_storeu_si512((uint16_t *)w.param + 16 * k, params);
+    _mm512_storeu_si512((uint16_t *)w.residual + 16 * k, residuals);
+    return no_nan;
+}
+
 /* ---- 64 elements ----------------------------------------------------------------------------- */
 
 /* What is the same for all elements, repeated once, and not for each vector. */
@@ -93,7 +152,7 @@ typedef struct adamw8bit_repeated {
 
 /* Elements to be updated, where their moments go, and the codes that are decoded beside. */
 typedef struct adamw8bit_elements {
-    void *param;
+    adamw8bit_weights weights;
     const void *grad;
     float *m, *v;
     const uint8_t *exp_avg, *exp_avg_sq;
@@ -128,11 +187,12 @@ adamw8bit_decode_vbmi(const adamw8bit_tables *tables, const uint8_t *exp_avg,
  * the parameter. */
 CPU_AVX512_VBMI_BF16 HR_INLINE int
 adamw8bit_update_vbmi(const adamw8bit_tensor *t, const adamw8bit_repeated *c, adamw8bit_elements at,
-                      hr_dtype param_dtype, hr_dtype grad_dtype, adamw8bit_values *values,
-                      const adamw8bit_pending *before, int i, __m512 *largest_m, __m512 *largest_v)
+                      hr_dtype param_dtype, hr_dtype grad_dtype, hr_weights_mode mode,
+                      adamw8bit_values *values, const adamw8bit_pending *before, int i,
+                      __m512 *largest_m, __m512 *largest_v)
 {
     const adamw8bit_tables *const tables = t->call->tables;
-    const dynamic_order order = adamw8bit_order(param_dtype, grad_dtype);
+    const dynamic_order order = adamw8bit_order(param_dtype, grad_dtype, mode);
     __m512 grads[2], old[2], params[2], exp_avgs[4], roots[4];
     __m512i codes_m = _mm512_setzero_si512(), codes_v = _mm512_setzero_si512();
     dynamic_decoding next_m, next_v;
@@ -157,11 +217,12 @@ adamw8bit_update_vbmi(const adamw8bit_tensor *t, const adamw8bit_repeated *c, ad
         if (k > 0) { /* when the root is there */
             const __m512 denominator = roots[k - 1] * c->rsqrt_bias2 + c->eps;
             if (k % 2 == 1)
-                adamw8bit_load_vbmi(at.param, k - 1, param_dtype, order, old);
+                adamw8bit_join_vbmi(at.weights, k - 1, param_dtype, mode, order, old);
             params[(k - 1) % 2] =
                 c->keep * old[(k - 1) % 2] - c->step_size * (exp_avgs[k - 1] / denominator);
             if (k % 2 == 0)
-                numbers &= adamw8bit_store_vbmi(at.param, k - 2, params, param_dtype, order);
+                numbers &=
+                    adamw8bit_split_vbmi(at.weights, k - 2, params, param_dtype, mode, order);
         }
         if (k < 4) {
             dynamic_decode_byte_vbmi(&next_m, &tables->bytes[1], k, 1);
@@ -304,14 +365,18 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_close_vbmi(const adamw8bit_tensor 
     p->vectors = p->careless = 1;
 }
 
-CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor *t, int64_t from,
-                                                          int64_t to, hr_dtype param_dtype,
-                                                          hr_dtype grad_dtype)
+CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor *t, void *residual,
+                                                          int64_t from, int64_t to,
+                                                          hr_dtype param_dtype, hr_dtype grad_dtype,
+                                                          hr_weights_mode mode)
 {
     const int block_size = t->call->args->config->block_size;
     const int param_size = param_dtype == HR_F32 ? 4 : 2, grad_size = grad_dtype == HR_F32 ? 4 : 2;
+    const int residual_size = mode == HR_WEIGHTS_MASTER        ? 4
+                              : mode == HR_WEIGHTS_REMAINDER16 ? 2
+                                                               : 0;
     const adamw8bit_tables *const tables = t->call->tables;
-    const dynamic_order order = adamw8bit_order(param_dtype, grad_dtype);
+    const dynamic_order order = adamw8bit_order(param_dtype, grad_dtype, mode);
     adamw8bit_repeated c;
     c.grad_factor = _mm512_set1_ps(t->constants.grad_factor);
     c.one_minus_beta1 = _mm512_set1_ps(t->constants.one_minus_beta1);
@@ -345,23 +410,25 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor
         for (; count - i >= LANES; i += LANES) {
             if (ahead) {
                 adamw8bit_prefetch(t->param, begin + i, param_size);
+                adamw8bit_prefetch(residual, begin + i, residual_size);
                 adamw8bit_prefetch(t->grad, begin + i, grad_size);
                 adamw8bit_prefetch(t->exp_avg, begin + i, 1);
                 adamw8bit_prefetch(t->exp_avg_sq, begin + i, 1);
             }
             const int64_t next = to - begin - i >= 2 * LANES ? begin + i + LANES : begin + i;
-            const adamw8bit_elements at = {(char *)t->param + (begin + i) * param_size,
+            const adamw8bit_elements at = {{(char *)t->param + (begin + i) * param_size,
+                                            (char *)residual + (begin + i) * residual_size},
                                            (const char *)t->grad + (begin + i) * grad_size,
                                            m + i,
                                            v + i,
                                            t->exp_avg + next,
                                            t->exp_avg_sq + next};
             if (__builtin_expect(beside, 1)) /* then it is whole */
-                numbers &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, &values,
+                numbers &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, mode, &values,
                                                  before, i, &largest_m, &largest_v);
             else
-                numbers &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, &values, NULL,
-                                                 0, &largest_m, &largest_v);
+                numbers &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, mode, &values,
+                                                 NULL, 0, &largest_m, &largest_v);
         }
         if (!beside || i < before->count)
             adamw8bit_encode_rest(t, before, beside ? i : 0, order);
@@ -369,12 +436,17 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor
             adamw8bit_few few;
             adamw8bit_pad(&few, t, begin + i, count - i, param_size, grad_size);
             adamw8bit_decode_vbmi(tables, few.exp_avg, few.exp_avg_sq, order, &values);
-            const adamw8bit_elements at = {few.param, few.grad,    m + i,
-                                           v + i,     few.exp_avg, few.exp_avg_sq};
-            numbers &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, &values, NULL, 0,
-                                             &largest_m, &largest_v);
+            float residuals[LANES] = {0};
+            memcpy(residuals, (const char *)residual + (begin + i) * residual_size,
+                   (size_t)((count - i) * residual_size));
+            const adamw8bit_elements at = {
+                {few.param, residuals}, few.grad, m + i, v + i, few.exp_avg, few.exp_avg_sq};
+            numbers &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, mode, &values,
+                                             NULL, 0, &largest_m, &largest_v);
             memcpy((char *)t->param + (begin + i) * param_size, few.param,
                    (size_t)((count - i) * param_size));
+            memcpy((char *)residual + (begin + i) * residual_size, residuals,
+                   (size_t)((count - i) * residual_size));
         }
         pending[turn].begin = begin;
         pending[turn].count = count;
@@ -389,20 +461,44 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor
     adamw8bit_encode_rest(t, &pending[turn == 0 ? 2 : turn - 1], 0, order);
 }
 
+static int adamw8bit_is_for_vbmi(const adamw8bit_tensor *t, hr_dtype param_dtype,
+                                 hr_dtype grad_dtype)
+{
+    return t->call->rule == ADAMW8BIT_PLAIN && !t->call->args->config->seeds &&
+           t->constants.one_minus_beta1 < 0.5f && param_dtype != HR_F16 && grad_dtype != HR_F16;
+}
+
 CPU_AVX512_VBMI_BF16 void adamw8bit_run_vbmi(const adamw8bit_tensor *t, int64_t from, int64_t to,
                                              hr_dtype param_dtype, hr_dtype grad_dtype)
 {
-    const int plain = t->call->rule == ADAMW8BIT_PLAIN && !t->call->args->config->seeds &&
-                      t->constants.one_minus_beta1 < 0.5f;
-    if (!plain || param_dtype == HR_F16 || grad_dtype == HR_F16)
+    const hr_weights_mode plain = HR_WEIGHTS_NEAREST;
+    char none;
+    if (!adamw8bit_is_for_vbmi(t, param_dtype, grad_dtype))
         adamw8bit_run_avx512(t, from, to, param_dtype, grad_dtype);
     else if (param_dtype == HR_F32 && grad_dtype == HR_F32)
-        adamw8bit_blocks_vbmi(t, from, to, HR_F32, HR_F32);
+        adamw8bit_blocks_vbmi(t, &none, from, to, HR_F32, HR_F32, plain);
     else if (param_dtype == HR_F32)
-        adamw8bit_blocks_vbmi(t, from, to, HR_F32, HR_BF16);
+        adamw8bit_blocks_vbmi(t, &none, from, to, HR_F32, HR_BF16, plain);
     else if (grad_dtype == HR_F32)
-        adamw8bit_blocks_vbmi(t, from, to, HR_BF16, HR_F32);
+        adamw8bit_blocks_vbmi(t, &none, from, to, HR_BF16, HR_F32, plain);
     else
-        adamw8bit_blocks_vbmi(t, from, to, HR_BF16, HR_BF16);
+        adamw8bit_blocks_vbmi(t, &none, from, to, HR_BF16, HR_BF16, plain);
+}
+
+CPU_AVX512_VBMI_BF16 int adamw8bit_run_weights_vbmi(const adamw8bit_tensor *t,
+                                                    const weights_tensor *weights, int64_t from,
+                                                    int64_t to, hr_dtype grad_dtype)
+{
+    if (!adamw8bit_is_for_vbmi(t, weights->dtype, grad_dtype) || weights->stalled ||
+        weights->dtype != HR_BF16 || grad_dtype != HR_BF16)
+        return 0;
+    if (weights->mode == HR_WEIGHTS_MASTER)
+        adamw8bit_blocks_vbmi(t, weights->residual, from, to, HR_BF16, HR_BF16, HR_WEIGHTS_MASTER);
+    else if (weights->mode == HR_WEIGHTS_REMAINDER16)
+        adamw8bit_blocks_vbmi(t, weights->residual, from, to, HR_BF16, HR_BF16,
+                              HR_WEIGHTS_REMAINDER16);
+    else
+        return 0;
+    return 1;
 }
 #endif
