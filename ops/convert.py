@@ -722,7 +722,10 @@ def convert_state(
 
     keys = [key for group in source["param_groups"] for key in group["params"]]
     if params is not None and not isinstance(params, Mapping):
-        params = dict(zip(keys, params, strict=True))
+        params = list(params)
+        if len(params) != len(keys):
+            raise ValueError(f"the groups have {len(keys)} parameters, params {len(params)}")
+        params = dict(zip(keys, params))
     unknown = [key for key in source["state"] if key not in set(keys)]
     if unknown:
         raise ValueError(f"there is a state of {unknown[0]!r}, which is in no group")
@@ -747,8 +750,7 @@ def convert_state(
                 new["block_size"] = size
             for key, state in states.items():
                 context = contexts[key]
-                context.group, context.min_8bit_size = new, min_8bit_size
-                context.block_size = 256 if to.startswith("bitsandbytes") else size
+                context.group, context.min_8bit_size, context.block_size = new, min_8bit_size, size
                 entries[key] = target.write(state, context)
                 report.losses += _losses(key, state, target.read(entries[key], context))
                 bar.update()

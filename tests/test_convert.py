@@ -23,9 +23,10 @@ SHAPES = (
 )  # whole blocks of 256, a short last block, too small for 8 bits
 LR = 1e-2
 FLOAT_ADAMS = ["headroom", "torch", "bitsandbytes", "apex", "deepspeed", "flashoptim-float"]
-DEEPSPEED = pytest.param("deepspeed", marks=pytest.mark.slow)  # compiles when it is first made
-STEPPING_ADAMS = [DEEPSPEED if name == "deepspeed" else name for name in FLOAT_ADAMS]
 EIGHT_BIT_ADAMS = ["headroom-8bit", "bitsandbytes-8bit", "bitsandbytes-8bit-flat", "torchao-8bit"]
+# Those that step on the CPU. DeepSpeed compiles when it is first made.
+DEEPSPEED = pytest.param("deepspeed", marks=pytest.mark.slow)
+STEPPING_ADAMS = ["headroom", "torch", "bitsandbytes", DEEPSPEED, *EIGHT_BIT_ADAMS]
 
 
 def parameters(dtype=torch.float32, shapes=SHAPES, seed=0):
@@ -80,10 +81,8 @@ def optimizer_of(name, params, monkeypatch):
         cls = pytest.importorskip("torchao.optim").AdamW8bit
         # The same arithmetic without a compilation for each shape.
         monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    elif name == "deepspeed":
-        cls = pytest.importorskip("deepspeed.ops.adam").DeepSpeedCPUAdam
     else:
-        pytest.skip(f"{name} runs on a GPU alone")
+        cls = pytest.importorskip("deepspeed.ops.adam").DeepSpeedCPUAdam
     return cls(params, lr=LR, weight_decay=0.1)
 
 
@@ -142,7 +141,8 @@ def test_float32_moments_step_as_the_codes_would(layout):
     assert same_bits(params[0], others[0])
     if layout != "contiguous":  # whose blocks are others than bitsandbytes has
         state, report = convert(codes, "bitsandbytes-8bit")
-        assert not report.is_lossless and tensors(state)[0].is_contiguous()
+        assert not report.is_lossless and all(map(torch.Tensor.is_contiguous, tensors(state)))
+        assert max(loss.relative for loss in report.losses) < 0.01
 
 
 # ---- There and back ------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_there_and_back_is_the_same_to_the_bit(source, via):
     assert not {t.data_ptr() for t in tensors(there)} & {t.data_ptr() for t in tensors(params)}
 
 
-@pytest.mark.parametrize("name", [*STEPPING_ADAMS, *EIGHT_BIT_ADAMS])
+@pytest.mark.parametrize("name", STEPPING_ADAMS)
 @pytest.mark.parametrize("source", [ADAMW, ADAMW8BIT])
 def test_the_target_goes_on_as_headroom_would(source, name, monkeypatch):
     """The library loads what was written and its next update is that of AdamW on those moments."""
@@ -190,7 +190,7 @@ def test_the_target_goes_on_as_headroom_would(source, name, monkeypatch):
         torch.testing.assert_close(a, b, rtol=2.0**-22, atol=1e-5 * LR)
 
 
-@pytest.mark.parametrize("name", [*STEPPING_ADAMS, *EIGHT_BIT_ADAMS])
+@pytest.mark.parametrize("name", STEPPING_ADAMS)
 def test_headroom_goes_on_as_the_source_would(name, monkeypatch):
     params, optimizer = run(ps := parameters(), optimizer_of(name, ps, monkeypatch))
     for source in (optimizer, optimizer.state_dict()):
@@ -199,11 +199,29 @@ def test_headroom_goes_on_as_the_source_would(name, monkeypatch):
         state, report = convert(source, "headroom")
         assert report.is_lossless
         assert LIBRARIES[report.source].read is LIBRARIES[name].read
+        if source is optimizer:  # a state dict does not always say
+            assert state["param_groups"][0]["decoupled_weight_decay"] and not report.notes
         resumed.load_state_dict(copy.deepcopy(state))
         run(ours, resumed, 1, seed=7)
     run(theirs := params, optimizer, 1, seed=7)
     for a, b in zip(theirs, ours):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-4 * LR)
+
+
+@pytest.mark.parametrize("to", EIGHT_BIT_ADAMS)
+def test_blocks_of_another_size(to):
+    """Stay what they are where they can, else are made anew; those asked for are made."""
+    if to == "torchao-8bit":
+        pytest.importorskip("torchao")
+    _, optimizer = run(ps := parameters(shapes=SHAPES[::2]), ADAMW8BIT(ps, block_size=64))
+    state, report = convert(optimizer, to)
+    assert report.is_lossless == ("bitsandbytes" not in to)
+    assert 5120 // (256 if "bitsandbytes" in to else 64) in {t.numel() for t in tensors(state)}
+    if to == "headroom-8bit":
+        state, report = convert(optimizer, to, block_size=512)
+        assert state["param_groups"][0]["block_size"] == 512
+        ADAMW8BIT(parameters(shapes=SHAPES[::2])).load_state_dict(state)
+    assert max(loss.relative for loss in report.losses) < 0.01
 
 
 def test_torch_adamw_resumes_in_8_bits_and_says_what_it_lost():
@@ -225,9 +243,10 @@ def test_torch_adamw_resumes_in_8_bits_and_says_what_it_lost():
     ).sum()
 
 
-def test_a_live_optimizer_shares_nothing_with_what_was_converted():
-    params, optimizer = run(ps := parameters(), torch.optim.AdamW(ps, lr=LR))
-    state, _ = convert(optimizer, "headroom")
+@pytest.mark.parametrize("source", [torch.optim.AdamW, ADAMW8BIT])
+def test_a_live_optimizer_shares_nothing_with_what_was_converted(source):
+    params, optimizer = run(ps := parameters(), source(ps, lr=LR))
+    state, _ = convert(optimizer, "headroom-8bit")
     before = copy.deepcopy(state)
     run(params, optimizer)
     assert_same_entries(state, before)
@@ -375,15 +394,15 @@ def test_flashoptims_states_pass_through_its_loader(name, dtype):
     params, optimizer = run(ps := parameters(dtype), ADAMW(ps, master="f32"))
     state, report = convert(optimizer, name)
     assert state["param_groups"][0]["master_bytewidth"] == 4
-    for entry in state["state"].values():
-        for part, tensor in entry.items():
-            if part == "error_bits" or part.endswith("scales"):
-                cast = tensor.to(dtype).to(tensor.dtype)
-                assert same_bits(cast, tensor) or part.endswith("scales")
+    loader = torch.optim.Optimizer(clones(params), {"lr": LR})
+    loader.load_state_dict(state)
+    passed = convert(loader.state_dict(), "headroom", params=params, from_=name).state_dict
     masters = [loss for loss in report.losses if loss.name == "master"]
     assert len(masters) == 3 and all(loss.relative <= 2.0**-23 for loss in masters)
     back, report = convert(state, "headroom", params=params)
     assert back["param_groups"][0]["master"] == "f32"
+    if name == "flashoptim":  # which does not let the loader cast moments of float32 either
+        assert_same_entries(passed, back)
     loaded = ADAMW(clones(params))
     loaded.load_state_dict(back)
     for p, q in zip(params, loaded.param_groups[0]["params"]):
@@ -518,6 +537,8 @@ def test_other_bad_inputs():
         ValueError, match=r"parameter 0 have shape \(80, 64\), the parameter \(37,\)"
     ):
         convert(state, "torch", params=ps[::-1])
+    with pytest.raises(ValueError, match="the groups have 3 parameters, params 2"):
+        convert(state, "torch", params=ps[:2])
     with pytest.raises(ValueError, match="no library is known that has states of the keys"):
         convert(torch_sgd(), "torch")
     lion = old_bitsandbytes(ps, 256)
