@@ -77,12 +77,15 @@ def _load(path: Path) -> Any:
     if not path.exists():
         raise ValueError(f"there is no {path}")
     try:
-        import torchao.optim  # noqa: F401  (whose states are then safe to load)
-    except ImportError:
-        pass
-    try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of many types: truncated, not a file of torch, or unsafe
+        if "torchao" in str(error):
+            try:
+                import torchao.optim  # noqa: F401  (which says that its states are safe)
+
+                return torch.load(path, map_location="cpu", weights_only=True)
+            except ImportError as missing:
+                raise ImportError(f"{path} needs the package torchao") from missing
         raise ValueError(f"{path} cannot be loaded: {error}") from error
 
 

@@ -168,6 +168,7 @@ class State:
     moments: dict[str, Tensor | Codes]  # MOMENTS, or Adafactor's exp_avg, row, col, variance
     residual: dict[str, Tensor] = field(default_factory=dict)  # beside 16-bit weights, our form
     weights: Tensor | None = None  # in float32, with the residual, if it is known
+    others: list[str] = field(default_factory=list)  # parts that nobody else has
 
     def copied(self) -> State:
         moments = {name: moment.clone() for name, moment in self.moments.items()}
@@ -531,7 +532,13 @@ LIBRARIES = {
         _read_hf_adafactor, _write_hf_adafactor, HF_OPTIONS, casts=True, is_adafactor=True
     ),
 }
-# Options that somebody has and others do not know.
+# The parts of states that readers know, and options that somebody has and others do not know.
+KEYS = {
+    *("step", "RMS", "error_bits", BNB_WRAPPER, *MOMENTS, *ABSMAXS, *RESIDUALS),
+    *(f"{name}{i}" for name in ("state", "absmax", "qmap") for i in (1, 2)),
+    *(f"{name}::{part}" for name in MOMENTS for part in ("quantized", "scales")),
+    *("row_var", "col_var", "variance", "exp_avg_sq_row", "exp_avg_sq_col"),
+}
 PRIVATE = {key for library in LIBRARIES.values() for key in (*library.options, *library.more)}
 
 
@@ -613,7 +620,7 @@ class Report:
 
 
 def _losses(key: Any, before: State, after: State) -> Iterable[Loss]:
-    yield _loss(key, "step", torch.tensor(float(before.step)), torch.tensor(float(after.step)))
+    yield _loss(key, "step", _step64(before), _step64(after))
     for name, moment in before.moments.items():
         yield _loss(key, name, moment, after.moments.get(name))
     for name, residual in before.residual.items():
@@ -621,6 +628,7 @@ def _losses(key: Any, before: State, after: State) -> Iterable[Loss]:
             yield _loss(key, name, residual, after.residual[name])
         else:
             yield _loss(key, name, before.weights, after.weights)
+    yield from (Loss(key, name, "dropped") for name in before.others)
 
 
 def _loss(key: Any, name: str, before: Any, after: Any) -> Loss:
@@ -629,8 +637,9 @@ def _loss(key: Any, name: str, before: Any, after: Any) -> Loss:
     pairs = (before, after), (getattr(before, "codes", 0), getattr(after, "codes", 1))
     if any(a is b for a, b in pairs):
         return Loss(key, name, "none")
-    before, after = _float(before).double(), _float(after).double()
-    if torch.equal(before, after):
+    wide = torch.float64 if name == "step" else torch.float32
+    before, after = _float(before).to(wide), _float(after).to(wide)
+    if torch.allclose(before, after, rtol=0, atol=0, equal_nan=True):
         return Loss(key, name, "none")
     error = (before - after).abs().max().item()
     return Loss(key, name, "rounded", error, before.abs().max().item())
@@ -668,7 +677,7 @@ def convert_state(
             ``"torchao-8bit"``. ``"apex"``: FusedAdam. ``"deepspeed"``: DeepSpeedCPUAdam.
             ``"flashoptim"``, with its 8-bit moments, and ``"flashoptim-float"``.
             ``"torch-adafactor"`` and ``"transformers-adafactor"``, which
-            :class:`headroom.optim.Adafactor` loads too. Adam's state is none of Adafactor's.
+            Headroom's Adafactor loads too. Adam's state is none of Adafactor's.
         from_: one of these, if the keys of ``source`` do not tell.
         params: the parameters, in the order of the groups, or by their keys in the state; an
             optimizer has them. They are needed to carry over what is kept beside 16-bit weights,
@@ -726,9 +735,8 @@ def convert_state(
         if len(params) != len(keys):
             raise ValueError(f"the groups have {len(keys)} parameters, params {len(params)}")
         params = dict(zip(keys, params))
-    unknown = [key for key in source["state"] if key not in set(keys)]
-    if unknown:
-        raise ValueError(f"there is a state of {unknown[0]!r}, which is in no group")
+    for key in source["state"].keys() - set(keys):
+        raise ValueError(f"there is a state of {key!r}, which is in no group")
     entries, groups = {}, []
     with tqdm(total=len(source["state"]), unit="state", disable=not progress) as bar:
         for group in source["param_groups"]:
@@ -782,6 +790,7 @@ def _state(key: Any, entry: Any, reader: Library, context: Context) -> State:
     if state.step is None:
         raise ValueError(f"the state of parameter {key} has no 'step'; it has {sorted(entry)}")
     state.step = _number(state.step)
+    state.others = [name for name in entry if name not in KEYS]
     shapes = {moment.shape for name, moment in state.moments.items() if name in MOMENTS}
     for name, moment in state.moments.items():
         if not isinstance(moment, Codes) and not moment.is_floating_point():

@@ -321,6 +321,20 @@ def test_apex_has_one_step_for_a_group():
     }
 
 
+def test_steps_that_float32_cannot_count_and_parts_that_nobody_has():
+    _, optimizer = run(ps := parameters(shapes=[(3,), (0, 5)]), ADAMW(ps))
+    state = optimizer.state_dict()
+    state["state"][0] |= {"step": torch.tensor(2.0**24 + 1, dtype=torch.float64), "mu_product": 0.5}
+    losses = [loss for loss in convert(state, "torch")[1].losses if loss.kind != "none"]
+    assert [(loss.name, loss.kind, loss.error) for loss in losses] == [
+        ("step", "rounded", 1.0),
+        ("mu_product", "dropped", 0.0),
+    ]
+    there, report = convert(state, "headroom-8bit", min_8bit_size=0)
+    assert there["state"][1]["exp_avg_absmax"].numel() == 0
+    assert there["state"][0]["step"] == 2**24 + 1
+
+
 # ---- Old forms -----------------------------------------------------------------------------------
 
 
@@ -564,20 +578,26 @@ def test_an_optimizer_without_states_gives_its_options():
 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
-@pytest.mark.parametrize("to", ["headroom-8bit", "bitsandbytes-8bit", "torch"])
+@pytest.mark.parametrize("to", ["headroom-8bit", "bitsandbytes-8bit", "torchao-8bit", "torch"])
 def test_the_command_converts_files(to, suffix, tmp_path, capsys):
     if suffix == "safetensors":
         pytest.importorskip("safetensors")
-    _, optimizer = run(ps := parameters(), ADAMW8BIT(ps, lr=LR))
+    if to == "torchao-8bit":
+        pytest.importorskip("torchao")
+    _, optimizer = run(ps := parameters(shapes=SHAPES[::2]), ADAMW8BIT(ps, lr=LR))
     torch.save(optimizer.state_dict(), tmp_path / "in.pt")
     out = tmp_path / f"out.{suffix}"
+    if to == "torchao-8bit" and suffix == "safetensors":
+        assert main(["convert", str(tmp_path / "in.pt"), str(out), "--to", to]) == 1
+        assert "state.0.exp_avg is a tensor that safetensors" in capsys.readouterr().err
+        return
     assert main(["convert", str(tmp_path / "in.pt"), str(out), "--to", to]) == 0
-    assert f"headroom-8bit to {to}:\n    step: 3 kept" in capsys.readouterr().out
+    assert f"headroom-8bit to {to}:\n    step: 2 kept" in capsys.readouterr().out
     assert main(["convert", str(out), str(tmp_path / "back.pt"), "--to", "headroom-8bit"]) == 0
     back = torch.load(tmp_path / "back.pt", weights_only=True)
     if to != "torch":
         assert_same_entries(back, optimizer.state_dict())
-    ADAMW8BIT(parameters()).load_state_dict(back)
+    ADAMW8BIT(parameters(shapes=SHAPES[::2])).load_state_dict(back)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back.pt", "in.pt", out.name]
 
 
