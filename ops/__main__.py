@@ -24,8 +24,9 @@ def main(arguments: list[str] | None = None) -> int:
     command = commands.add_parser("convert", help="an optimizer's state to another library's")
     command.add_argument("source", type=Path, metavar="IN", help=f"a file with {WHAT}")
     command.add_argument("target", type=Path, metavar="OUT", help="the file to write")
-    command.add_argument("--to", required=True, choices=LIBRARIES)
-    command.add_argument("--from", dest="from_", choices=LIBRARIES, help="if the keys do not tell")
+    library = {"choices": LIBRARIES, "metavar": "LIBRARY"}
+    command.add_argument("--to", required=True, help=f"one of {', '.join(LIBRARIES)}", **library)
+    command.add_argument("--from", dest="from_", help="if the keys do not tell", **library)
     command.add_argument("--key", help="where it is in the file, as in 'optimizer' or 'a.b'")
     command.add_argument("--param-dtype", choices=DTYPES, help="of the model")
     command.add_argument("--block-size", type=int, help="of 8-bit moments")

@@ -63,15 +63,15 @@ class Codes:
         for part, blocks in _pieces(codes.numel(), self.block_size):
             scales = self.absmax[blocks].repeat_interleave(self.block_size)
             part_codes = codes[part].int()
-            out[part] = values[part_codes] * scales[: part_codes.numel()]
+            out[part] = values.index_select(0, part_codes) * scales[: part_codes.numel()]
         return _shaped(out, self.codes)
 
 
 def encode(moment: Tensor, block_size: int, is_signed: bool) -> Codes:
     """The codes and scales that the kernels store for a moment: see hr_adamw8bit in headroom.h."""
     moment = moment.float()
-    values, flat = dynamic_map(is_signed).to(moment.device).double(), _flat(moment)
-    midpoints, zero = (values[:-1] + values[1:]) / 2, 127 if is_signed else 0  # exact
+    flat, zero = _flat(moment), 127 if is_signed else 0
+    thresholds = _thresholds(is_signed).to(flat.device)
     codes = torch.empty(flat.shape, dtype=torch.uint8, device=flat.device)
     absmax = torch.empty(-(-flat.numel() // block_size), dtype=torch.float32, device=flat.device)
     for part, blocks in _pieces(flat.numel(), block_size):
@@ -84,12 +84,21 @@ def encode(moment: Tensor, block_size: int, is_signed: bool) -> Codes:
         first = first.masked_fill(largest > 2.0**64, 2.0**-64)
         second = (1 / (largest * first)).masked_fill(largest == 0, 0)
         y = (rows * first[:, None] * second[:, None]).flatten()[: x.numel()]
-        nearest = torch.searchsorted(midpoints, y.double())  # a midpoint goes to the lower code
+        nearest = torch.searchsorted(thresholds, y, out_int32=True)
         nearest[y.isnan()] = zero
         if not is_signed:  # what is positive never becomes zero
             nearest[(x > 0) & (nearest == 0)] = 1
         codes[part], absmax[blocks] = nearest.to(torch.uint8), largest
     return Codes(_shaped(codes, moment), absmax, block_size, is_signed)
+
+
+def _thresholds(is_signed: bool) -> Tensor:
+    """The largest number that gets each code but the last: a midpoint goes to the lower code."""
+    values = dynamic_map(is_signed).double()
+    midpoints = (values[:-1] + values[1:]) / 2  # exact
+    rounded = midpoints.float()
+    below = torch.nextafter(rounded, torch.full_like(rounded, -math.inf))
+    return torch.where(rounded > midpoints, below, rounded)
 
 
 def _pieces(numel: int, block_size: int) -> Iterable[tuple[slice, slice]]:
