@@ -1,0 +1,785 @@
+/*
+ * adafactor_cpu.c: the loops. A tensor that fits in the cache goes through all phases on one thread
+ * before the next; a larger one is cut into blocks that all threads share, phase by phase, and the
+ * second pass runs backwards, because the end of the gradient was read last.
+ *
+ * Sums are binary32 in LANES interleaved lanes over RUN elements, then binary64, so that every
+ * instruction set and number of threads adds in the same order.
+ */
+#include "adafactor.h"
+#include "cpu.h"
+
+#define LANES 32
+#define RUN   1024
+
+/* Elements that one thread takes through all phases. */
+#define SMALL (1 << 17)
+
+/* Rows whose column sums are added in binary32. */
+#define ROWS 32
+
+typedef enum stage { STAGE_SUMS, STAGE_NORM, STAGE_APPLY } stage; /* passes over the elements */
+
+/* A tensor in a call. */
+typedef struct adafactor_pass {
+    const hr_adafactor_config *config;
+    adafactor_tensor t;
+    adafactor_rates rates;
+    double eps1;
+} adafactor_pass;
+
+typedef struct adafactor_job {
+    const adafactor_args *args;
+    adafactor_extent all;
+} adafactor_job;
+
+HR_INLINE double sum_of_lanes(const float *lanes)
+{
+    double sums[LANES];
+    for (int lane = 0; lane < LANES; lane++)
+        sums[lane] = (double)lanes[lane];
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int lane = 0; lane < width; lane++)
+            sums[lane] += sums[lane + width];
+    return sums[0];
+}
+
+/* Runs `few`, an expression of i and count, over [0, end): LANES elements at a time. */
+#define IN_LANES(end, few)                     \
+    do {                                       \
+        int64_t i = 0;                         \
+        for (; (end)-i >= LANES; i += LANES) { \
+            enum { count = LANES };            \
+            few;                               \
+        }                                      \
+        if (i < (end)) {                       \
+            const int count = (int)((end)-i);  \
+            few;                               \
+        }                                      \
+    } while (0)
+
+/* Runs the body for runs [from, to) of [0, end), and STEPS for steps [at, at + n) of a run. */
+#define IN_RUNS(end, from, to) \
+    for (int64_t from = 0, to; to = (end)-from < RUN ? (end) : from + RUN, from < (end); from = to)
+#define IN_STEPS(from, to, at, n) \
+    for (int64_t at = (from), n; n = (to)-at < CPU_STEP ? (to)-at : CPU_STEP, at < (to); at += n)
+
+HR_INLINE void convert(const void *restrict x, int64_t i, int64_t count, float *restrict tile,
+                       hr_dtype dtype)
+{
+    for (int64_t lane = 0; lane < count; lane++)
+        tile[lane] = hr_load(x, i + lane, dtype);
+}
+
+/* Elements [i, i + count), at most CPU_STEP of them, as they lie in memory, or in the tile. */
+HR_INLINE const float *as_floats(const void *x, int64_t i, int64_t count, float *tile,
+                                 hr_dtype dtype)
+{
+    if (dtype == HR_F32)
+        return (const float *)x + i;
+    if (count == CPU_STEP)
+        FOR_DTYPE(dtype, D, convert(x, i, CPU_STEP, tile, D))
+    else
+        convert(x, i, count, tile, dtype);
+    return tile;
+}
+
+/* ---- Sums ------------------------------------------------------------------------------------ */
+
+HR_INLINE void square_few(const float *restrict x, int count, float *restrict lanes)
+{
+    for (int lane = 0; lane < count; lane++)
+        lanes[lane] += x[lane] * x[lane];
+}
+
+/* The sum of the squares of elements [first, first + numel). */
+HR_INLINE double sum_of_squares(const void *x, int64_t first, int64_t numel, hr_dtype dtype)
+{
+    double sum = 0.0;
+    float tile[CPU_STEP];
+    IN_RUNS(numel, from, to)
+    {
+        float lanes[LANES] = {0};
+        IN_STEPS(from, to, at, n)
+        {
+            cpu_prefetch(x, first + at, CPU_STEP, first + numel, dtype);
+            const float *const values = as_floats(x, first + at, n, tile, dtype);
+            IN_LANES(n, square_few(values + i, count, lanes));
+        }
+        sum += sum_of_lanes(lanes);
+    }
+    return sum;
+}
+
+HR_INLINE void square_row_few(const float *restrict x, int count, float factor,
+                              float *restrict lanes, float *restrict columns)
+{
+    for (int lane = 0; lane < count; lane++) {
+        const float a = x[lane] * factor;
+        lanes[lane] += a * a;
+        columns[lane] += a * a;
+    }
+}
+
+HR_INLINE void square_4_rows_few(const float *restrict xa, const float *restrict xb,
+                                 const float *restrict xc, const float *restrict xd, int count,
+                                 float factor, float *restrict lanes, float *restrict columns)
+{
+    for (int lane = 0; lane < count; lane++) {
+        const float a = xa[lane] * factor, b = xb[lane] * factor;
+        const float c = xc[lane] * factor, d = xd[lane] * factor;
+        lanes[lane] += a * a;
+        lanes[lane + LANES] += b * b;
+        lanes[lane + 2 * LANES] += c * c;
+        lanes[lane + 3 * LANES] += d * d;
+        columns[lane] += (a * a + b * b) + (c * c + d * d);
+    }
+}
+
+/* Writes a sum for each of one or four rows, and adds to those of the columns. */
+HR_INLINE void square_rows(const adafactor_pass *p, int64_t first, int rows, int64_t cols,
+                           double *sums, float *columns)
+{
+    const int64_t stride = p->t.shape.cols;
+    const float factor = p->rates.grad_factor;
+    double totals[4] = {0};
+    float tiles[4][CPU_STEP];
+    const float *x[4];
+    IN_RUNS(cols, from, to)
+    {
+        float lanes[4 * LANES] = {0};
+        IN_STEPS(from, to, at, n)
+        {
+            for (int r = 0; r < rows; r++) {
+                const int64_t begin = first + r * stride;
+                cpu_prefetch(p->t.grad, begin + at, CPU_STEP, begin + cols, p->t.grad_dtype);
+                x[r] = as_floats(p->t.grad, begin + at, n, tiles[r], p->t.grad_dtype);
+            }
+            if (rows == 1)
+                IN_LANES(n, square_row_few(x[0] + i, count, factor, lanes, columns + at + i));
+            else
+                IN_LANES(n, square_4_rows_few(x[0] + i, x[1] + i, x[2] + i, x[3] + i, count, factor,
+                                              lanes, columns + at + i));
+        }
+        for (int r = 0; r < rows; r++)
+            totals[r] += sum_of_lanes(lanes + r * LANES);
+    }
+    for (int r = 0; r < rows; r++)
+        sums[r * p->t.cut.col_blocks] = totals[r];
+}
+
+/* Where block i of a matrix lies. */
+typedef struct block_place {
+    int64_t matrix, row_block, row, rows, col_block, col, cols;
+    int64_t first; /* element */
+} block_place;
+
+HR_INLINE block_place place_of(const adafactor_tensor *t, int64_t i)
+{
+    const hr_adafactor_shape *const shape = &t->shape;
+    const adafactor_cut *const cut = &t->cut;
+    block_place b;
+    b.col_block = i % cut->col_blocks;
+    b.row_block = i / cut->col_blocks % cut->row_blocks;
+    b.matrix = i / cut->col_blocks / cut->row_blocks;
+    b.row = b.row_block * cut->block_rows;
+    b.col = b.col_block * cut->block_cols;
+    b.rows = shape->rows - b.row < cut->block_rows ? shape->rows - b.row : cut->block_rows;
+    b.cols = shape->cols - b.col < cut->block_cols ? shape->cols - b.col : cut->block_cols;
+    b.first = (b.matrix * shape->rows + b.row) * shape->cols + b.col;
+    return b;
+}
+
+HR_INLINE void sums_of_block(const adafactor_pass *p, block_place b)
+{
+    const adafactor_tensor *const t = &p->t;
+    const int64_t stride = t->shape.cols, parts = t->cut.col_blocks;
+    double *const rows = t->row_parts + (b.matrix * t->shape.rows + b.row) * parts + b.col_block;
+    double *const cols =
+        t->col_parts + (b.matrix * t->cut.row_blocks + b.row_block) * stride + b.col;
+    float columns[ADAFACTOR_CPU_COLS];
+    for (int64_t c = 0; c < b.cols; c++)
+        cols[c] = 0.0;
+    for (int64_t first = 0; first < b.rows; first += ROWS) {
+        const int64_t end = b.rows - first < ROWS ? b.rows : first + ROWS;
+        memset(columns, 0, (size_t)b.cols * sizeof columns[0]);
+        int64_t r = first;
+        for (; end - r >= 4; r += 4)
+            square_rows(p, b.first + r * stride, 4, b.cols, rows + r * parts, columns);
+        for (; r < end; r++)
+            square_rows(p, b.first + r * stride, 1, b.cols, rows + r * parts, columns);
+        for (int64_t c = 0; c < b.cols; c++)
+            cols[c] += (double)columns[c];
+    }
+}
+
+/* ---- Tiny matrices, LANES of them side by side ------------------------------------------------ */
+
+typedef struct tiny_matrices {
+    int64_t first;                             /* matrix */
+    int count;                                 /* of them */
+    int rows, cols;                            /* of each */
+    float grads[ADAFACTOR_TINY_NUMEL * LANES]; /* [rows, cols, LANES] */
+    float row_factors[ADAFACTOR_TINY_NUMEL * LANES], col_factors[ADAFACTOR_TINY_NUMEL * LANES];
+} tiny_matrices;
+
+/* Element e of each matrix; of those that are not there, 0. */
+HR_INLINE void tiny_load(const void *restrict x, int64_t first, int count, int numel, float factor,
+                         float *restrict out, hr_dtype dtype)
+{
+    for (int e = 0; e < numel; e++)
+        for (int lane = 0; lane < LANES; lane++) {
+            const int64_t matrix = first + (lane < count ? lane : 0);
+            const float value = hr_load(x, matrix * numel + e, dtype) * factor;
+            out[e * LANES + lane] = lane < count ? value : 0.0f;
+        }
+}
+
+/* Updates the variances of rows (across 1) or columns from the gradients. */
+HR_INLINE void tiny_variances(const adafactor_pass *p, const tiny_matrices *m, float *variances,
+                              int lines, int line_stride, int length, int stride)
+{
+    const double added = adafactor_added(p->config, p->eps1);
+    for (int l = 0; l < lines; l++) {
+        float sums[LANES] = {0};
+        for (int e = 0; e < length; e++)
+            square_few(m->grads + (l * line_stride + e * stride) * LANES, LANES, sums);
+        for (int lane = 0; lane < m->count; lane++) {
+            float *const variance = variances + (m->first + lane) * lines + l;
+            *variance =
+                adafactor_variance(*variance, (double)sums[lane] / length + added, p->rates.weight);
+        }
+    }
+}
+
+HR_INLINE void tiny_factors(const adafactor_pass *p, tiny_matrices *m)
+{
+    const double least = adafactor_least_mean(p->config, p->eps1);
+    double means[LANES] = {0};
+    float *const rows = m->row_factors, *const cols = m->col_factors;
+    tiny_load(p->t.row_var, m->first, m->count, m->rows, 1.0f, rows, HR_F32);
+    tiny_load(p->t.col_var, m->first, m->count, m->cols, 1.0f, cols, HR_F32);
+    for (int r = 0; r < m->rows; r++)
+        for (int lane = 0; lane < LANES; lane++)
+            means[lane] += (double)rows[r * LANES + lane];
+    for (int lane = 0; lane < LANES; lane++) {
+        means[lane] /= m->rows;
+        means[lane] = means[lane] < least ? least : means[lane];
+    }
+    for (int r = 0; r < m->rows; r++)
+        for (int lane = 0; lane < LANES; lane++)
+            rows[r * LANES + lane] = adafactor_row_factor(rows[r * LANES + lane], means[lane]);
+    for (int i = 0; i < m->cols * LANES; i++)
+        cols[i] = adafactor_column_factor(cols[i]);
+}
+
+/* Turns the gradients into updates. */
+HR_INLINE void tiny_updates(const adafactor_pass *p, tiny_matrices *m)
+{
+    const float bound = adafactor_bound(p->config, p->eps1);
+    for (int r = 0; r < m->rows; r++)
+        for (int c = 0; c < m->cols; c++)
+            for (int lane = 0; lane < LANES; lane++)
+                m->grads[(r * m->cols + c) * LANES + lane] *= adafactor_factor(
+                    m->row_factors[r * LANES + lane], m->col_factors[c * LANES + lane], bound);
+}
+
+HR_INLINE void tiny_apply(const adafactor_pass *p, const tiny_matrices *m, adafactor_step s,
+                          void *param, hr_dtype dtype)
+{
+    const int numel = m->rows * m->cols;
+    for (int lane = 0; lane < m->count; lane++)
+        for (int e = 0; e < numel; e++) {
+            const int64_t i = (m->first + lane) * numel + e;
+            const float x = adafactor_apply(s, hr_load(param, i, dtype), m->grads[e * LANES + lane],
+                                            p->t.exp_avg ? p->t.exp_avg + i : NULL);
+            hr_store(param, i, x, dtype);
+        }
+}
+
+/* One phase of elements [begin, end), which are whole matrices. Gives the sum of the squares of the
+ * updates. */
+HR_INLINE double tiny_run(const adafactor_pass *p, stage stage, adafactor_step s, int64_t begin,
+                          int64_t end)
+{
+    const int rows = (int)p->t.shape.rows, cols = (int)p->t.shape.cols, numel = rows * cols;
+    double sum = 0.0;
+    tiny_matrices m;
+    for (int64_t first = begin / numel; first < end / numel; first += LANES) {
+        const int64_t left = end / numel - first;
+        m.first = first;
+        m.count = left < LANES ? (int)left : LANES;
+        m.rows = rows;
+        m.cols = cols;
+        FOR_DTYPE(p->t.grad_dtype, G,
+                  tiny_load(p->t.grad, first, m.count, numel, p->rates.grad_factor, m.grads, G))
+        if (stage == STAGE_SUMS) {
+            tiny_variances(p, &m, p->t.row_var, rows, cols, cols, 1);
+            tiny_variances(p, &m, p->t.col_var, cols, 1, rows, cols);
+            continue;
+        }
+        tiny_factors(p, &m);
+        tiny_updates(p, &m);
+        if (stage == STAGE_APPLY) {
+            FOR_DTYPE(p->t.param_dtype, P, tiny_apply(p, &m, s, p->t.param, P))
+            continue;
+        }
+        float lanes[LANES] = {0};
+        for (int e = 0; e < numel; e++)
+            square_few(m.grads + e * LANES, m.count, lanes);
+        sum += sum_of_lanes(lanes);
+    }
+    return sum;
+}
+
+/* ---- Updates --------------------------------------------------------------------------------- */
+
+/* What the elements of a row, or of a vector, have in common. */
+typedef struct row_constants {
+    adafactor_step step;
+    float grad_factor, row_factor, bound;
+    float weight, keep, added; /* of the variances of a vector */
+} row_constants;
+
+HR_INLINE void norm_few(row_constants c, const float *restrict grad,
+                        const float *restrict col_factors, int count, float *restrict lanes)
+{
+    for (int lane = 0; lane < count; lane++) {
+        const float factor = adafactor_factor(c.row_factor, col_factors[lane], c.bound);
+        const float update = grad[lane] * c.grad_factor * factor;
+        lanes[lane] += update * update;
+    }
+}
+
+/* Updates the variances of elements too. */
+HR_INLINE void vector_norm_few(row_constants c, const float *restrict grad,
+                               float *restrict variance, int count, float *restrict lanes)
+{
+    for (int lane = 0; lane < count; lane++) {
+        const float x = grad[lane] * c.grad_factor;
+        const float v =
+            adafactor_element_variance(variance[lane], x * x + c.added, c.weight, c.keep);
+        hr_store(variance, lane, v, HR_F32);
+        const float update = x * adafactor_factor(1.0f / sqrtf(v), 1.0f, c.bound);
+        lanes[lane] += update * update;
+    }
+}
+
+/* The sum of the squares of the updates of elements [first, first + numel). `factors`: of columns;
+ * or NULL for a vector, whose variances are updated. */
+HR_INLINE double norm_of_run(const adafactor_tensor *t, row_constants c, int64_t first,
+                             int64_t numel, const float *factors)
+{
+    double sum = 0.0;
+    float tile[CPU_STEP];
+    IN_RUNS(numel, from, to)
+    {
+        float lanes[LANES] = {0};
+        IN_STEPS(from, to, at, n)
+        {
+            cpu_prefetch(t->grad, first + at, CPU_STEP, first + numel, t->grad_dtype);
+            const float *const grad = as_floats(t->grad, first + at, n, tile, t->grad_dtype);
+            if (factors)
+                IN_LANES(n, norm_few(c, grad + i, factors + at + i, count, lanes));
+            else
+                IN_LANES(n,
+                         vector_norm_few(c, grad + i, t->variance + first + at + i, count, lanes));
+        }
+        sum += sum_of_lanes(lanes);
+    }
+    return sum;
+}
+
+/* `factors`: of columns; of a vector, its variances. */
+HR_INLINE void apply_few(row_constants c, float *restrict param, const float *restrict grad,
+                         float *restrict exp_avg, const float *restrict factors, int64_t count,
+                         int is_vector, int momentum)
+{
+    for (int64_t i = 0; i < count; i++) {
+        const float factor = is_vector ? adafactor_factor(1.0f / sqrtf(factors[i]), 1.0f, c.bound)
+                                       : adafactor_factor(c.row_factor, factors[i], c.bound);
+        float average = momentum ? exp_avg[i] : 0.0f;
+        const float x = adafactor_apply(c.step, param[i], grad[i] * c.grad_factor * factor,
+                                        momentum ? &average : NULL);
+        hr_store(param, i, x, HR_F32);
+        if (momentum)
+            hr_store(exp_avg, i, average, HR_F32);
+    }
+}
+
+HR_INLINE void apply_any(row_constants c, float *param, const float *grad, float *exp_avg,
+                         const float *factors, int64_t count, int is_vector)
+{
+    if (is_vector)
+        apply_few(c, param, grad, exp_avg, factors, count, 1, exp_avg != NULL);
+    else if (exp_avg)
+        apply_few(c, param, grad, exp_avg, factors, count, 0, 1);
+    else if (count == CPU_STEP)
+        apply_few(c, param, grad, NULL, factors, CPU_STEP, 0, 0);
+    else
+        apply_few(c, param, grad, NULL, factors, count, 0, 0);
+}
+
+HR_INLINE void convert_back(void *restrict x, int64_t i, int64_t count, const float *restrict tile,
+                            hr_dtype dtype)
+{
+    for (int64_t lane = 0; lane < count; lane++)
+        hr_store(x, i + lane, tile[lane], dtype);
+}
+
+/* The elements [first, first + numel). */
+HR_INLINE void apply_run(const adafactor_tensor *t, row_constants c, int64_t first, int64_t numel,
+                         const float *factors, int is_vector)
+{
+    float grads[CPU_STEP], params[CPU_STEP];
+    IN_STEPS(0, numel, at, n)
+    {
+        const int64_t i = first + at;
+        cpu_prefetch(t->param, i, CPU_STEP, first + numel, t->param_dtype);
+        cpu_prefetch(t->grad, i, CPU_STEP, first + numel, t->grad_dtype);
+        const float *const grad = as_floats(t->grad, i, n, grads, t->grad_dtype);
+        float *const param = (float *)as_floats(t->param, i, n, params, t->param_dtype);
+        apply_any(c, param, grad, t->exp_avg ? t->exp_avg + i : NULL, factors + at, n, is_vector);
+        if (t->param_dtype != HR_F32)
+            FOR_DTYPE(t->param_dtype, P, convert_back(t->param, i, n, params, P))
+    }
+}
+
+/* ---- Blocks ---------------------------------------------------------------------------------- */
+
+HR_INLINE double mean_of(const adafactor_pass *p, int64_t matrix)
+{
+    const double mean = p->t.means[matrix] / (double)p->t.shape.whole_rows;
+    const double least = adafactor_least_mean(p->config, p->eps1);
+    return mean < least ? least : mean;
+}
+
+/* The elements of block i of what is no matrix. */
+HR_INLINE void run_of_block(const adafactor_tensor *t, int64_t i, int64_t *from, int64_t *to)
+{
+    const int64_t numel = t->shape.batch * t->shape.rows * t->shape.cols;
+    *from = i * t->cut.block_cols;
+    *to = numel - *from < t->cut.block_cols ? numel : *from + t->cut.block_cols;
+}
+
+HR_INLINE row_constants constants_of(const adafactor_pass *p)
+{
+    row_constants c;
+    c.step = (adafactor_step){0};
+    c.grad_factor = p->rates.grad_factor;
+    c.row_factor = 1.0f;
+    c.bound = adafactor_bound(p->config, p->eps1);
+    c.weight = (float)p->rates.weight;
+    c.keep = (float)(1.0 - p->rates.weight);
+    c.added = (float)adafactor_added(p->config, p->eps1);
+    return c;
+}
+
+HR_INLINE void block_of_sums(const adafactor_pass *p, int64_t i)
+{
+    const adafactor_tensor *const t = &p->t;
+    const int measured = p->config->semantics == HR_ADAFACTOR_TORCH || p->config->scale_parameter;
+    int64_t first = 0, end = 0, stride = 1, pieces = 1;
+    if (t->kind == ADAFACTOR_MATRIX) {
+        const block_place b = place_of(t, i);
+        sums_of_block(p, b);
+        first = b.first;
+        end = b.first + b.cols;
+        stride = t->shape.cols;
+        pieces = b.rows;
+    } else {
+        run_of_block(t, i, &first, &end);
+        if (t->kind == ADAFACTOR_TINY)
+            tiny_run(p, STAGE_SUMS, (adafactor_step){0}, first, end);
+    }
+    double sum = 0.0;
+    for (int64_t r = 0; r < pieces && measured; r++)
+        sum += sum_of_squares(t->param, first + r * stride, end - first, t->param_dtype);
+    t->blocks_of_params[i] = sum;
+}
+
+/* STAGE_NORM or STAGE_APPLY of block i of a matrix. */
+HR_INLINE double matrix_updates(const adafactor_pass *p, row_constants c, stage stage, int64_t i)
+{
+    const adafactor_tensor *const t = &p->t;
+    const block_place b = place_of(t, i);
+    const double mean = mean_of(p, b.matrix);
+    const float *const factors = t->col_factors + b.matrix * t->shape.cols + b.col;
+    const float *const variances = t->row_var + b.matrix * t->shape.rows + b.row;
+    double sum = 0.0;
+    for (int64_t r = 0; r < b.rows; r++) {
+        const int64_t first = b.first + r * t->shape.cols;
+        c.row_factor = adafactor_row_factor(variances[r], mean);
+        if (stage == STAGE_NORM)
+            sum += norm_of_run(t, c, first, b.cols, factors);
+        else
+            apply_run(t, c, first, b.cols, factors, 0);
+    }
+    return sum;
+}
+
+HR_INLINE void block_of_norm(const adafactor_pass *p, row_constants c, int64_t i)
+{
+    const adafactor_tensor *const t = &p->t;
+    double *const sum = &t->blocks_of_updates[i];
+    int64_t from, to;
+    if (t->kind == ADAFACTOR_MATRIX) {
+        *sum = matrix_updates(p, c, STAGE_NORM, i);
+        return;
+    }
+    run_of_block(t, i, &from, &to);
+    *sum = t->kind == ADAFACTOR_TINY ? tiny_run(p, STAGE_NORM, c.step, from, to)
+                                     : norm_of_run(t, c, from, to - from, NULL);
+}
+
+HR_INLINE void block_of_apply(const adafactor_pass *p, row_constants c, int64_t i)
+{
+    const adafactor_tensor *const t = &p->t;
+    int64_t from, to;
+    if (t->kind == ADAFACTOR_MATRIX) {
+        matrix_updates(p, c, STAGE_APPLY, i);
+        return;
+    }
+    run_of_block(t, i, &from, &to);
+    if (t->kind == ADAFACTOR_TINY)
+        tiny_run(p, STAGE_APPLY, c.step, from, to);
+    else
+        apply_run(t, c, from, to - from, t->variance + from, 1);
+}
+
+/* ---- Rows and columns ------------------------------------------------------------------------ */
+
+/* Lines [begin, end) of the rows, or the columns, of all matrices of a tensor. */
+typedef struct lines {
+    double *sums;
+    float *variances, *factors; /* NULL for rows */
+    double length, added, weight;
+} lines;
+
+HR_INLINE void update_lines(lines l, int64_t begin, int64_t end)
+{
+    for (int64_t i = begin; i < end; i++) {
+        const double mean = l.sums[i] / l.length + l.added;
+        l.variances[i] = adafactor_variance(l.variances[i], mean, l.weight);
+    }
+    for (int64_t i = begin; i < end && l.factors; i++)
+        l.factors[i] = adafactor_column_factor(l.variances[i]);
+}
+
+HR_INLINE void sum_rows(const adafactor_tensor *t, int64_t begin, int64_t end)
+{
+    const int64_t parts = t->cut.col_blocks;
+    for (int64_t r = begin; r < end; r++) {
+        t->row_sums[r] = 0.0;
+        for (int64_t part = 0; part < parts; part++)
+            t->row_sums[r] += t->row_parts[r * parts + part];
+    }
+}
+
+HR_INLINE void sum_columns(const adafactor_tensor *t, int64_t begin, int64_t end)
+{
+    const int64_t blocks = t->cut.row_blocks, cols = t->shape.cols;
+    for (int64_t from = begin, to; from < end; from = to) { /* the columns of one matrix */
+        const int64_t matrix = from / cols;
+        to = (matrix + 1) * cols < end ? (matrix + 1) * cols : end;
+        for (int64_t c = from; c < to; c++)
+            t->col_sums[c] = 0.0;
+        for (int64_t block = 0; block < blocks; block++) {
+            const double *const parts = t->col_parts + matrix * (blocks - 1) * cols + block * cols;
+            for (int64_t c = from; c < to; c++)
+                t->col_sums[c] += parts[c];
+        }
+    }
+}
+
+/* Adds up what the blocks left, and updates the variances: lines [begin, end) of all rows, then all
+ * columns, of a tensor of matrices. */
+HR_INLINE void adafactor_lines_range(void *context, int64_t begin, int64_t end)
+{
+    const adafactor_pass *const p = (const adafactor_pass *)context;
+    const adafactor_tensor *const t = &p->t;
+    const int64_t rows = t->shape.batch * t->shape.rows;
+    const int64_t last_row = end < rows ? end : rows;
+    const int64_t first_col = begin > rows ? begin - rows : 0, last_col = end - rows;
+    const double added = adafactor_added(p->config, p->eps1);
+    if (p->config->phases & HR_ADAFACTOR_SUMS) {
+        sum_rows(t, begin, last_row);
+        sum_columns(t, first_col, last_col);
+    }
+    if (p->config->phases & HR_ADAFACTOR_STATES) {
+        const lines of_rows = {t->row_sums, t->row_var,     NULL, (double)t->shape.whole_cols,
+                               added,       p->rates.weight};
+        const lines of_cols = {t->col_sums,    t->col_var,
+                               t->col_factors, (double)t->shape.whole_rows,
+                               added,          p->rates.weight};
+        update_lines(of_rows, begin, last_row);
+        update_lines(of_cols, first_col, last_col);
+    }
+}
+
+CPU_VARIANTS(adafactor_lines_range)
+
+static int64_t count_lines(const adafactor_tensor *t)
+{
+    return t->kind == ADAFACTOR_MATRIX ? t->shape.batch * (t->shape.rows + t->shape.cols) : 0;
+}
+
+/* The sums over a tensor, and over its rows, in order. */
+static void finish_sums(const adafactor_pass *p)
+{
+    const adafactor_tensor *const t = &p->t;
+    if (p->config->phases & HR_ADAFACTOR_SUMS) {
+        *t->squared_param = 0.0;
+        for (int64_t i = 0; i < t->cut.blocks; i++)
+            *t->squared_param += t->blocks_of_params[i];
+    }
+    if (!(p->config->phases & HR_ADAFACTOR_STATES) || t->kind != ADAFACTOR_MATRIX)
+        return;
+    for (int64_t b = 0; b < t->shape.batch; b++) {
+        t->means[b] = 0.0;
+        for (int64_t r = 0; r < t->shape.rows; r++)
+            t->means[b] += (double)t->row_var[b * t->shape.rows + r];
+    }
+}
+
+static void finish_norm(const adafactor_pass *p)
+{
+    *p->t.squared_update = 0.0;
+    for (int64_t i = 0; i < p->t.cut.blocks; i++)
+        *p->t.squared_update += p->t.blocks_of_updates[i];
+}
+
+static void finish_apply(const adafactor_pass *p)
+{
+    const adafactor_tensor *const t = &p->t;
+    if (t->rms && p->config->scale_parameter)
+        hr_store(t->rms, 0, (float)sqrt(*t->squared_param / (double)t->shape.whole_numel), HR_F32);
+}
+
+/* ---- Tensors --------------------------------------------------------------------------------- */
+
+static adafactor_pass pass_of(const adafactor_job *job, int64_t k, adafactor_cut cut,
+                              const adafactor_extent *before)
+{
+    const adafactor_args *const a = job->args;
+    adafactor_pass p;
+    p.config = a->config;
+    p.t = adafactor_tensor_of(a, k, cut, before, &job->all);
+    p.eps1 = adafactor_eps1(a->config, p.t.param_dtype);
+    p.rates = adafactor_fold(a->config, p.t.step ? hr_load_scalar(p.t.step, p.t.step_dtype) + 1.0
+                                                 : (double)a->config->step);
+    return p;
+}
+
+/* What a tensor that one thread takes weighs, so that even an empty one has a place; 0 for others. */
+static int64_t small_weight(const adafactor_args *a, int64_t k)
+{
+    return a->params->numel[k] <= SMALL ? a->params->numel[k] + 1 : 0;
+}
+
+typedef struct adafactor_blocks {
+    const adafactor_pass *pass;
+    stage stage;
+} adafactor_blocks;
+
+/* One phase of blocks [begin, end) of a tensor. */
+HR_INLINE void adafactor_blocks_range(void *context, int64_t begin, int64_t end)
+{
+    const adafactor_pass *const p = ((const adafactor_blocks *)context)->pass;
+    row_constants c = constants_of(p);
+    switch (((const adafactor_blocks *)context)->stage) {
+    case STAGE_SUMS:
+        for (int64_t i = begin; i < end; i++)
+            block_of_sums(p, i);
+        break;
+    case STAGE_NORM:
+        for (int64_t i = end; i-- > begin;)
+            block_of_norm(p, c, i);
+        break;
+    case STAGE_APPLY:
+        c.step = adafactor_step_of(p->config, p->rates, *p->t.squared_param, *p->t.squared_update,
+                                   (double)p->t.shape.whole_numel);
+        for (int64_t i = begin; i < end; i++)
+            block_of_apply(p, c, i);
+        break;
+    }
+}
+
+CPU_VARIANTS(adafactor_blocks_range)
+
+static void run_here(int64_t begin, int64_t end, int64_t grain, hr_range_fn range, void *context)
+{
+    (void)grain;
+    if (begin < end)
+        range(context, begin, end);
+}
+
+/* The phases of a tensor that the call asks for. */
+static void run_phases(const adafactor_pass *p, hr_parallel_for_fn parallel_for)
+{
+    const int phases = p->t.shape.whole_numel > 0 ? p->config->phases : 0;
+    const hr_range_fn range = CPU_BEST(adafactor_blocks_range);
+    adafactor_blocks blocks = {p, STAGE_SUMS};
+    if (phases & HR_ADAFACTOR_SUMS)
+        parallel_for(0, p->t.cut.blocks, 1, range, &blocks);
+    if (phases & (HR_ADAFACTOR_SUMS | HR_ADAFACTOR_STATES)) {
+        parallel_for(0, count_lines(&p->t), 512, CPU_BEST(adafactor_lines_range), (void *)p);
+        finish_sums(p);
+    }
+    if (phases & HR_ADAFACTOR_NORM) {
+        blocks.stage = STAGE_NORM;
+        parallel_for(0, p->t.cut.blocks, 1, range, &blocks);
+        finish_norm(p);
+    }
+    if (phases & HR_ADAFACTOR_APPLY) {
+        blocks.stage = STAGE_APPLY;
+        parallel_for(0, p->t.cut.blocks, 1, range, &blocks);
+        finish_apply(p);
+    }
+}
+
+/* All phases of the small tensors that begin in [begin, end) of their weights laid end to end. */
+static void small_range(void *context, int64_t begin, int64_t end)
+{
+    const adafactor_job *const job = (const adafactor_job *)context;
+    const adafactor_args *const a = job->args;
+    adafactor_extent before = {0, 0, 0, 0, 0, 0};
+    int64_t first = 0;
+    for (int64_t k = 0; k < a->params->count && first < end; k++) {
+        const adafactor_cut cut = adafactor_cut_cpu(&a->shapes[k]);
+        const int64_t weight = small_weight(a, k);
+        if (weight > 0 && first >= begin) {
+            const adafactor_pass p = pass_of(job, k, cut, &before);
+            run_phases(&p, run_here);
+        }
+        adafactor_add(&before, &a->shapes[k], &cut);
+        first += weight;
+    }
+}
+
+hr_status adafactor_cpu(const adafactor_args *args)
+{
+    const hr_adafactor_config *const config = args->config;
+    const int64_t count = args->params->count;
+    adafactor_extent before = {0, 0, 0, 0, 0, 0};
+    int64_t small = 0;
+    if (config->found_inf && *config->found_inf != 0.0f)
+        return HR_OK;
+    adafactor_job job = {args, adafactor_extent_of(args->shapes, count, adafactor_cut_cpu)};
+    for (int64_t k = 0; k < count; k++) {
+        const adafactor_cut cut = adafactor_cut_cpu(&args->shapes[k]);
+        if (small_weight(args, k) == 0) {
+            const adafactor_pass p = pass_of(&job, k, cut, &before);
+            run_phases(&p, hr_parallel_for);
+        }
+        adafactor_add(&before, &args->shapes[k], &cut);
+        small += small_weight(args, k);
+    }
+    hr_parallel_for(0, small, CPU_GRAIN, small_range, &job);
+    for (int64_t k = 0; args->steps && k < count && config->phases & HR_ADAFACTOR_APPLY; k++) {
+        void *const step = args->steps->data[k];
+        const hr_dtype dtype = args->steps->dtype[k];
+        hr_store_scalar(step, hr_load_scalar(step, dtype) + 1.0, dtype);
+    }
+    return HR_OK;
+}
