@@ -103,10 +103,24 @@ HR_INLINE float adafactor_column_factor(float variance)
     return (float)(1.0 / sqrt((double)variance));
 }
 
-HR_INLINE float adafactor_factor(float row, float column, float bound)
+/* What the elements of a row have in common: a gradient times min(factor * column, bound) is its
+ * update. Holds the factor of the gradient too, without its sign, which is that of the step. */
+typedef struct adafactor_row {
+    float factor, bound;
+} adafactor_row;
+
+HR_INLINE adafactor_row adafactor_row_of(float factor, float bound, float grad_factor)
 {
-    const float factor = row * column;
-    return factor > bound ? bound : factor; /* NaN stays */
+    adafactor_row row;
+    row.factor = factor * fabsf(grad_factor);
+    row.bound = bound * fabsf(grad_factor);
+    return row;
+}
+
+HR_INLINE float adafactor_update(adafactor_row row, float grad, float column)
+{
+    const float factor = row.factor * column;
+    return grad * (row.bound < factor ? row.bound : factor); /* NaN stays */
 }
 
 /* The parameter becomes keep * param - step * update. */
@@ -129,7 +143,7 @@ HR_INLINE adafactor_step adafactor_step_of(const hr_adafactor_config *config, ad
     const double clip = is_torch ? (over > 1.0 ? over : 1.0) : (over < 1.0 ? 1.0 : over);
     adafactor_step s;
     s.keep = (float)(1.0 - (is_torch ? rates.lr : alpha) * config->weight_decay);
-    s.step = (float)(alpha / clip);
+    s.step = (float)(rates.grad_factor < 0.0f ? -alpha / clip : alpha / clip);
     s.beta1 = (float)config->beta1;
     s.one_minus_beta1 = (float)(1.0 - config->beta1);
     return s;

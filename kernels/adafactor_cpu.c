@@ -1,7 +1,8 @@
 /*
  * adafactor_cpu.c: the loops. A tensor that fits in the cache goes through all phases on one thread
- * before the next; a larger one is cut into blocks that all threads share, phase by phase, and the
- * second pass runs backwards, because the end of the gradient was read last.
+ * before the next; a larger one is cut into blocks that all threads share, pass by pass: parameters
+ * backwards, gradients forwards, backwards again, and both forwards, so that each pass begins with
+ * what is still in the cache of the processor.
  *
  * Sums are binary32 in LANES interleaved lanes over RUN elements, then binary64, so that every
  * instruction set and number of threads adds in the same order.
@@ -15,10 +16,14 @@
 /* Elements that one thread takes through all phases. */
 #define SMALL (1 << 17)
 
+/* Rows that are read at the same time: a core waits less for memory that it reads in several places. */
+#define TOGETHER 4
+
 /* Rows whose column sums are added in binary32. */
 #define ROWS 32
 
-typedef enum stage { STAGE_SUMS, STAGE_NORM, STAGE_APPLY } stage; /* passes over the elements */
+/* Passes over the elements. */
+typedef enum stage { STAGE_PARAMS, STAGE_SUMS, STAGE_NORM, STAGE_APPLY } stage;
 
 /* A tensor in a call. */
 typedef struct adafactor_pass {
@@ -32,6 +37,12 @@ typedef struct adafactor_job {
     const adafactor_args *args;
     adafactor_extent all;
 } adafactor_job;
+
+/* Whether the step is scaled by the parameter. */
+HR_INLINE int is_scaled(const hr_adafactor_config *config)
+{
+    return config->semantics == HR_ADAFACTOR_TORCH || config->scale_parameter;
+}
 
 HR_INLINE double sum_of_lanes(const float *lanes)
 {
@@ -92,21 +103,26 @@ HR_INLINE void square_few(const float *restrict x, int count, float *restrict la
         lanes[lane] += x[lane] * x[lane];
 }
 
-/* The sum of the squares of elements [first, first + numel). */
-HR_INLINE double sum_of_squares(const void *x, int64_t first, int64_t numel, hr_dtype dtype)
+/* The sum of the squares of up to TOGETHER rows of `cols` elements that lie `stride` apart. */
+HR_INLINE double sum_of_squares(const void *x, int64_t first, int64_t stride, int rows,
+                                int64_t cols, hr_dtype dtype)
 {
     double sum = 0.0;
     float tile[CPU_STEP];
-    IN_RUNS(numel, from, to)
+    IN_RUNS(cols, from, to)
     {
-        float lanes[LANES] = {0};
+        float lanes[TOGETHER * LANES] = {0};
         IN_STEPS(from, to, at, n)
         {
-            cpu_prefetch(x, first + at, CPU_STEP, first + numel, dtype);
-            const float *const values = as_floats(x, first + at, n, tile, dtype);
-            IN_LANES(n, square_few(values + i, count, lanes));
+            for (int r = 0; r < rows; r++) {
+                const int64_t begin = first + r * stride;
+                cpu_prefetch(x, begin + at, CPU_STEP, begin + cols, dtype);
+                const float *const values = as_floats(x, begin + at, n, tile, dtype);
+                IN_LANES(n, square_few(values + i, count, lanes + r * LANES));
+            }
         }
-        sum += sum_of_lanes(lanes);
+        for (int r = 0; r < rows; r++)
+            sum += sum_of_lanes(lanes + r * LANES);
     }
     return sum;
 }
@@ -276,12 +292,15 @@ HR_INLINE void tiny_factors(const adafactor_pass *p, tiny_matrices *m)
 /* Turns the gradients into updates. */
 HR_INLINE void tiny_updates(const adafactor_pass *p, tiny_matrices *m)
 {
-    const float bound = adafactor_bound(p->config, p->eps1);
+    const float bound = adafactor_bound(p->config, p->eps1), factor = p->rates.grad_factor;
     for (int r = 0; r < m->rows; r++)
         for (int c = 0; c < m->cols; c++)
-            for (int lane = 0; lane < LANES; lane++)
-                m->grads[(r * m->cols + c) * LANES + lane] *= adafactor_factor(
-                    m->row_factors[r * LANES + lane], m->col_factors[c * LANES + lane], bound);
+            for (int lane = 0; lane < LANES; lane++) {
+                float *const grad = &m->grads[(r * m->cols + c) * LANES + lane];
+                const adafactor_row row =
+                    adafactor_row_of(m->row_factors[r * LANES + lane], bound, factor);
+                *grad = adafactor_update(row, *grad, m->col_factors[c * LANES + lane]);
+            }
 }
 
 HR_INLINE void tiny_apply(const adafactor_pass *p, const tiny_matrices *m, adafactor_step s,
@@ -303,6 +322,7 @@ HR_INLINE double tiny_run(const adafactor_pass *p, stage stage, adafactor_step s
                           int64_t end)
 {
     const int rows = (int)p->t.shape.rows, cols = (int)p->t.shape.cols, numel = rows * cols;
+    const float factor = stage == STAGE_SUMS ? p->rates.grad_factor : 1.0f;
     double sum = 0.0;
     tiny_matrices m;
     for (int64_t first = begin / numel; first < end / numel; first += LANES) {
@@ -312,7 +332,7 @@ HR_INLINE double tiny_run(const adafactor_pass *p, stage stage, adafactor_step s
         m.rows = rows;
         m.cols = cols;
         FOR_DTYPE(p->t.grad_dtype, G,
-                  tiny_load(p->t.grad, first, m.count, numel, p->rates.grad_factor, m.grads, G))
+                  tiny_load(p->t.grad, first, m.count, numel, factor, m.grads, G))
         if (stage == STAGE_SUMS) {
             tiny_variances(p, &m, p->t.row_var, rows, cols, cols, 1);
             tiny_variances(p, &m, p->t.col_var, cols, 1, rows, cols);
@@ -334,25 +354,24 @@ HR_INLINE double tiny_run(const adafactor_pass *p, stage stage, adafactor_step s
 
 /* ---- Updates --------------------------------------------------------------------------------- */
 
-/* What the elements of a row, or of a vector, have in common. */
-typedef struct row_constants {
+/* What the elements of a tensor have in common. */
+typedef struct tensor_constants {
     adafactor_step step;
-    float grad_factor, row_factor, bound;
+    float bound, grad_factor;
     float weight, keep, added; /* of the variances of a vector */
-} row_constants;
+} tensor_constants;
 
-HR_INLINE void norm_few(row_constants c, const float *restrict grad,
+HR_INLINE void norm_few(adafactor_row row, const float *restrict grad,
                         const float *restrict col_factors, int count, float *restrict lanes)
 {
     for (int lane = 0; lane < count; lane++) {
-        const float factor = adafactor_factor(c.row_factor, col_factors[lane], c.bound);
-        const float update = grad[lane] * c.grad_factor * factor;
+        const float update = adafactor_update(row, grad[lane], col_factors[lane]);
         lanes[lane] += update * update;
     }
 }
 
 /* Updates the variances of elements too. */
-HR_INLINE void vector_norm_few(row_constants c, const float *restrict grad,
+HR_INLINE void vector_norm_few(tensor_constants c, adafactor_row row, const float *restrict grad,
                                float *restrict variance, int count, float *restrict lanes)
 {
     for (int lane = 0; lane < count; lane++) {
@@ -360,46 +379,52 @@ HR_INLINE void vector_norm_few(row_constants c, const float *restrict grad,
         const float v =
             adafactor_element_variance(variance[lane], x * x + c.added, c.weight, c.keep);
         hr_store(variance, lane, v, HR_F32);
-        const float update = x * adafactor_factor(1.0f / sqrtf(v), 1.0f, c.bound);
+        const float update = adafactor_update(row, grad[lane], 1.0f / sqrtf(v));
         lanes[lane] += update * update;
     }
 }
 
-/* The sum of the squares of the updates of elements [first, first + numel). `factors`: of columns;
- * or NULL for a vector, whose variances are updated. */
-HR_INLINE double norm_of_run(const adafactor_tensor *t, row_constants c, int64_t first,
-                             int64_t numel, const float *factors)
+/* The sum of the squares of the updates of up to TOGETHER rows. `factors`: of columns; or NULL for a
+ * vector, whose variances are updated. */
+HR_INLINE double norm_of_rows(const adafactor_tensor *t, tensor_constants c,
+                              const adafactor_row *of_rows, int64_t first, int rows, int64_t cols,
+                              const float *factors)
 {
+    const int64_t stride = t->shape.cols;
     double sum = 0.0;
     float tile[CPU_STEP];
-    IN_RUNS(numel, from, to)
+    IN_RUNS(cols, from, to)
     {
-        float lanes[LANES] = {0};
+        float lanes[TOGETHER * LANES] = {0};
         IN_STEPS(from, to, at, n)
         {
-            cpu_prefetch(t->grad, first + at, CPU_STEP, first + numel, t->grad_dtype);
-            const float *const grad = as_floats(t->grad, first + at, n, tile, t->grad_dtype);
-            if (factors)
-                IN_LANES(n, norm_few(c, grad + i, factors + at + i, count, lanes));
-            else
-                IN_LANES(n,
-                         vector_norm_few(c, grad + i, t->variance + first + at + i, count, lanes));
+            for (int r = 0; r < rows; r++) {
+                const int64_t begin = first + r * stride;
+                cpu_prefetch(t->grad, begin + at, CPU_STEP, begin + cols, t->grad_dtype);
+                const float *const grad = as_floats(t->grad, begin + at, n, tile, t->grad_dtype);
+                if (factors)
+                    IN_LANES(n, norm_few(of_rows[r], grad + i, factors + at + i, count,
+                                         lanes + r * LANES));
+                else
+                    IN_LANES(n, vector_norm_few(c, of_rows[r], grad + i,
+                                                t->variance + first + at + i, count, lanes));
+            }
         }
-        sum += sum_of_lanes(lanes);
+        for (int r = 0; r < rows; r++)
+            sum += sum_of_lanes(lanes + r * LANES);
     }
     return sum;
 }
 
 /* `factors`: of columns; of a vector, its variances. */
-HR_INLINE void apply_few(row_constants c, float *restrict param, const float *restrict grad,
-                         float *restrict exp_avg, const float *restrict factors, int64_t count,
-                         int is_vector, int momentum)
+HR_INLINE void apply_few(adafactor_step s, adafactor_row row, float *restrict param,
+                         const float *restrict grad, float *restrict exp_avg,
+                         const float *restrict factors, int64_t count, int is_vector, int momentum)
 {
     for (int64_t i = 0; i < count; i++) {
-        const float factor = is_vector ? adafactor_factor(1.0f / sqrtf(factors[i]), 1.0f, c.bound)
-                                       : adafactor_factor(c.row_factor, factors[i], c.bound);
+        const float column = is_vector ? 1.0f / sqrtf(factors[i]) : factors[i];
         float average = momentum ? exp_avg[i] : 0.0f;
-        const float x = adafactor_apply(c.step, param[i], grad[i] * c.grad_factor * factor,
+        const float x = adafactor_apply(s, param[i], adafactor_update(row, grad[i], column),
                                         momentum ? &average : NULL);
         hr_store(param, i, x, HR_F32);
         if (momentum)
@@ -407,17 +432,17 @@ HR_INLINE void apply_few(row_constants c, float *restrict param, const float *re
     }
 }
 
-HR_INLINE void apply_any(row_constants c, float *param, const float *grad, float *exp_avg,
-                         const float *factors, int64_t count, int is_vector)
+HR_INLINE void apply_any(adafactor_step s, adafactor_row row, float *param, const float *grad,
+                         float *exp_avg, const float *factors, int64_t count, int is_vector)
 {
     if (is_vector)
-        apply_few(c, param, grad, exp_avg, factors, count, 1, exp_avg != NULL);
+        apply_few(s, row, param, grad, exp_avg, factors, count, 1, exp_avg != NULL);
     else if (exp_avg)
-        apply_few(c, param, grad, exp_avg, factors, count, 0, 1);
+        apply_few(s, row, param, grad, exp_avg, factors, count, 0, 1);
     else if (count == CPU_STEP)
-        apply_few(c, param, grad, NULL, factors, CPU_STEP, 0, 0);
+        apply_few(s, row, param, grad, NULL, factors, CPU_STEP, 0, 0);
     else
-        apply_few(c, param, grad, NULL, factors, count, 0, 0);
+        apply_few(s, row, param, grad, NULL, factors, count, 0, 0);
 }
 
 HR_INLINE void convert_back(void *restrict x, int64_t i, int64_t count, const float *restrict tile,
@@ -427,21 +452,25 @@ HR_INLINE void convert_back(void *restrict x, int64_t i, int64_t count, const fl
         hr_store(x, i + lane, tile[lane], dtype);
 }
 
-/* The elements [first, first + numel). */
-HR_INLINE void apply_run(const adafactor_tensor *t, row_constants c, int64_t first, int64_t numel,
-                         const float *factors, int is_vector)
+/* Up to TOGETHER rows. `factors`: of columns; of a vector, its variances. */
+HR_INLINE void apply_rows(const adafactor_tensor *t, adafactor_step s, const adafactor_row *of_rows,
+                          int64_t first, int rows, int64_t cols, const float *factors,
+                          int is_vector)
 {
     float grads[CPU_STEP], params[CPU_STEP];
-    IN_STEPS(0, numel, at, n)
+    IN_STEPS(0, cols, at, n)
     {
-        const int64_t i = first + at;
-        cpu_prefetch(t->param, i, CPU_STEP, first + numel, t->param_dtype);
-        cpu_prefetch(t->grad, i, CPU_STEP, first + numel, t->grad_dtype);
-        const float *const grad = as_floats(t->grad, i, n, grads, t->grad_dtype);
-        float *const param = (float *)as_floats(t->param, i, n, params, t->param_dtype);
-        apply_any(c, param, grad, t->exp_avg ? t->exp_avg + i : NULL, factors + at, n, is_vector);
-        if (t->param_dtype != HR_F32)
-            FOR_DTYPE(t->param_dtype, P, convert_back(t->param, i, n, params, P))
+        for (int r = 0; r < rows; r++) {
+            const int64_t begin = first + r * t->shape.cols, i = begin + at;
+            cpu_prefetch(t->param, i, CPU_STEP, begin + cols, t->param_dtype);
+            cpu_prefetch(t->grad, i, CPU_STEP, begin + cols, t->grad_dtype);
+            const float *const grad = as_floats(t->grad, i, n, grads, t->grad_dtype);
+            float *const param = (float *)as_floats(t->param, i, n, params, t->param_dtype);
+            apply_any(s, of_rows[r], param, grad, t->exp_avg ? t->exp_avg + i : NULL, factors + at,
+                      n, is_vector);
+            if (t->param_dtype != HR_F32)
+                FOR_DTYPE(t->param_dtype, P, convert_back(t->param, i, n, params, P))
+        }
     }
 }
 
@@ -462,65 +491,79 @@ HR_INLINE void run_of_block(const adafactor_tensor *t, int64_t i, int64_t *from,
     *to = numel - *from < t->cut.block_cols ? numel : *from + t->cut.block_cols;
 }
 
-HR_INLINE row_constants constants_of(const adafactor_pass *p)
+HR_INLINE tensor_constants constants_of(const adafactor_pass *p)
 {
-    row_constants c;
+    tensor_constants c;
     c.step = (adafactor_step){0};
-    c.grad_factor = p->rates.grad_factor;
-    c.row_factor = 1.0f;
     c.bound = adafactor_bound(p->config, p->eps1);
+    c.grad_factor = p->rates.grad_factor;
     c.weight = (float)p->rates.weight;
     c.keep = (float)(1.0 - p->rates.weight);
     c.added = (float)adafactor_added(p->config, p->eps1);
     return c;
 }
 
-HR_INLINE void block_of_sums(const adafactor_pass *p, int64_t i)
+/* The sum of the squares of the parameters of block i. */
+HR_INLINE void block_of_params(const adafactor_pass *p, int64_t i)
 {
     const adafactor_tensor *const t = &p->t;
-    const int measured = p->config->semantics == HR_ADAFACTOR_TORCH || p->config->scale_parameter;
-    int64_t first = 0, end = 0, stride = 1, pieces = 1;
-    if (t->kind == ADAFACTOR_MATRIX) {
-        const block_place b = place_of(t, i);
-        sums_of_block(p, b);
-        first = b.first;
-        end = b.first + b.cols;
-        stride = t->shape.cols;
-        pieces = b.rows;
-    } else {
-        run_of_block(t, i, &first, &end);
-        if (t->kind == ADAFACTOR_TINY)
-            tiny_run(p, STAGE_SUMS, (adafactor_step){0}, first, end);
-    }
+    block_place b = {0};
     double sum = 0.0;
-    for (int64_t r = 0; r < pieces && measured; r++)
-        sum += sum_of_squares(t->param, first + r * stride, end - first, t->param_dtype);
+    if (t->kind == ADAFACTOR_MATRIX) {
+        b = place_of(t, i);
+    } else {
+        run_of_block(t, i, &b.first, &b.cols);
+        b.cols -= b.first;
+        b.rows = 1;
+    }
+    for (int64_t r = 0; r < b.rows; r += TOGETHER) {
+        const int rows = b.rows - r < TOGETHER ? (int)(b.rows - r) : TOGETHER;
+        sum += sum_of_squares(t->param, b.first + r * t->shape.cols, t->shape.cols, rows, b.cols,
+                              t->param_dtype);
+    }
     t->blocks_of_params[i] = sum;
 }
 
+HR_INLINE void block_of_sums(const adafactor_pass *p, int64_t i)
+{
+    int64_t from, to;
+    if (p->t.kind == ADAFACTOR_MATRIX) {
+        sums_of_block(p, place_of(&p->t, i));
+    } else if (p->t.kind == ADAFACTOR_TINY) {
+        run_of_block(&p->t, i, &from, &to);
+        tiny_run(p, STAGE_SUMS, (adafactor_step){0}, from, to);
+    }
+}
+
 /* STAGE_NORM or STAGE_APPLY of block i of a matrix. */
-HR_INLINE double matrix_updates(const adafactor_pass *p, row_constants c, stage stage, int64_t i)
+HR_INLINE double matrix_updates(const adafactor_pass *p, tensor_constants c, stage stage, int64_t i)
 {
     const adafactor_tensor *const t = &p->t;
     const block_place b = place_of(t, i);
     const double mean = mean_of(p, b.matrix);
     const float *const factors = t->col_factors + b.matrix * t->shape.cols + b.col;
     const float *const variances = t->row_var + b.matrix * t->shape.rows + b.row;
+    const int together = stage == STAGE_NORM ? TOGETHER : 2;
+    adafactor_row of_rows[TOGETHER];
     double sum = 0.0;
-    for (int64_t r = 0; r < b.rows; r++) {
-        const int64_t first = b.first + r * t->shape.cols;
-        c.row_factor = adafactor_row_factor(variances[r], mean);
+    for (int64_t row = 0; row < b.rows; row += together) {
+        const int64_t first = b.first + row * t->shape.cols;
+        const int rows = b.rows - row < together ? (int)(b.rows - row) : together;
+        for (int r = 0; r < rows; r++)
+            of_rows[r] = adafactor_row_of(adafactor_row_factor(variances[row + r], mean), c.bound,
+                                          c.grad_factor);
         if (stage == STAGE_NORM)
-            sum += norm_of_run(t, c, first, b.cols, factors);
+            sum += norm_of_rows(t, c, of_rows, first, rows, b.cols, factors);
         else
-            apply_run(t, c, first, b.cols, factors, 0);
+            apply_rows(t, c.step, of_rows, first, rows, b.cols, factors, 0);
     }
     return sum;
 }
 
-HR_INLINE void block_of_norm(const adafactor_pass *p, row_constants c, int64_t i)
+HR_INLINE void block_of_norm(const adafactor_pass *p, tensor_constants c, int64_t i)
 {
     const adafactor_tensor *const t = &p->t;
+    const adafactor_row row = adafactor_row_of(1.0f, c.bound, c.grad_factor);
     double *const sum = &t->blocks_of_updates[i];
     int64_t from, to;
     if (t->kind == ADAFACTOR_MATRIX) {
@@ -529,12 +572,13 @@ HR_INLINE void block_of_norm(const adafactor_pass *p, row_constants c, int64_t i
     }
     run_of_block(t, i, &from, &to);
     *sum = t->kind == ADAFACTOR_TINY ? tiny_run(p, STAGE_NORM, c.step, from, to)
-                                     : norm_of_run(t, c, from, to - from, NULL);
+                                     : norm_of_rows(t, c, &row, from, 1, to - from, NULL);
 }
 
-HR_INLINE void block_of_apply(const adafactor_pass *p, row_constants c, int64_t i)
+HR_INLINE void block_of_apply(const adafactor_pass *p, tensor_constants c, int64_t i)
 {
     const adafactor_tensor *const t = &p->t;
+    const adafactor_row row = adafactor_row_of(1.0f, c.bound, c.grad_factor);
     int64_t from, to;
     if (t->kind == ADAFACTOR_MATRIX) {
         matrix_updates(p, c, STAGE_APPLY, i);
@@ -544,7 +588,7 @@ HR_INLINE void block_of_apply(const adafactor_pass *p, row_constants c, int64_t 
     if (t->kind == ADAFACTOR_TINY)
         tiny_run(p, STAGE_APPLY, c.step, from, to);
     else
-        apply_run(t, c, from, to - from, t->variance + from, 1);
+        apply_rows(t, c.step, &row, from, 1, to - from, t->variance + from, 1);
 }
 
 /* ---- Rows and columns ------------------------------------------------------------------------ */
@@ -630,7 +674,7 @@ static void finish_sums(const adafactor_pass *p)
     const adafactor_tensor *const t = &p->t;
     if (p->config->phases & HR_ADAFACTOR_SUMS) {
         *t->squared_param = 0.0;
-        for (int64_t i = 0; i < t->cut.blocks; i++)
+        for (int64_t i = 0; i < t->cut.blocks && is_scaled(p->config); i++)
             *t->squared_param += t->blocks_of_params[i];
     }
     if (!(p->config->phases & HR_ADAFACTOR_STATES) || t->kind != ADAFACTOR_MATRIX)
@@ -652,7 +696,7 @@ static void finish_norm(const adafactor_pass *p)
 static void finish_apply(const adafactor_pass *p)
 {
     const adafactor_tensor *const t = &p->t;
-    if (t->rms && p->config->scale_parameter)
+    if (t->rms && is_scaled(p->config))
         hr_store(t->rms, 0, (float)sqrt(*t->squared_param / (double)t->shape.whole_numel), HR_F32);
 }
 
@@ -686,8 +730,12 @@ typedef struct adafactor_blocks {
 HR_INLINE void adafactor_blocks_range(void *context, int64_t begin, int64_t end)
 {
     const adafactor_pass *const p = ((const adafactor_blocks *)context)->pass;
-    row_constants c = constants_of(p);
+    tensor_constants c = constants_of(p);
     switch (((const adafactor_blocks *)context)->stage) {
+    case STAGE_PARAMS:
+        for (int64_t i = end; i-- > begin;)
+            block_of_params(p, i);
+        break;
     case STAGE_SUMS:
         for (int64_t i = begin; i < end; i++)
             block_of_sums(p, i);
@@ -719,9 +767,13 @@ static void run_phases(const adafactor_pass *p, hr_parallel_for_fn parallel_for)
 {
     const int phases = p->t.shape.whole_numel > 0 ? p->config->phases : 0;
     const hr_range_fn range = CPU_BEST(adafactor_blocks_range);
-    adafactor_blocks blocks = {p, STAGE_SUMS};
-    if (phases & HR_ADAFACTOR_SUMS)
+    adafactor_blocks blocks = {p, STAGE_PARAMS};
+    if (phases & HR_ADAFACTOR_SUMS && is_scaled(p->config))
         parallel_for(0, p->t.cut.blocks, 1, range, &blocks);
+    if (phases & HR_ADAFACTOR_SUMS && p->t.kind != ADAFACTOR_VECTOR) {
+        blocks.stage = STAGE_SUMS;
+        parallel_for(0, p->t.cut.blocks, 1, range, &blocks);
+    }
     if (phases & (HR_ADAFACTOR_SUMS | HR_ADAFACTOR_STATES)) {
         parallel_for(0, count_lines(&p->t), 512, CPU_BEST(adafactor_lines_range), (void *)p);
         finish_sums(p);
