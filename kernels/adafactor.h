@@ -26,30 +26,46 @@
 
 /* ---- The rule -------------------------------------------------------------------------------- */
 
-/* What depends on the step alone. */
-typedef struct adafactor_rates {
-    double weight; /* 1 - beta2_t: of the new square in a variance */
-    double rho;
-    double lr;
-    float grad_factor; /* clip_coef / grad_scale, negative to maximize */
-} adafactor_rates;
+/* These read the scalars that `config` points to, so they must run where those live. */
 
-/* Reads the scalars that `config` points to, so it must run where they live. */
-HR_INLINE adafactor_rates adafactor_fold(const hr_adafactor_config *config, double t)
+/* clip_coef / grad_scale, negative to maximize. */
+HR_INLINE float adafactor_grad_factor(const hr_adafactor_config *config)
 {
     const double clip_coef = config->clip_coef ? (double)*config->clip_coef : 1.0;
     const double grad_scale = config->grad_scale ? (double)*config->grad_scale : 1.0;
-    const double factor = clip_coef / grad_scale, relative = 1.0 / sqrt(t);
+    const double factor = clip_coef / grad_scale;
+    return (float)(config->maximize ? -factor : factor);
+}
+
+/* 1 - beta2_t: the part of the new square in a variance. */
+HR_INLINE double adafactor_weight(const hr_adafactor_config *config, double t)
+{
+    return pow(t, config->beta2_decay);
+}
+
+typedef struct adafactor_rates {
+    double rho, lr;
+    float grad_factor;
+} adafactor_rates;
+
+HR_INLINE adafactor_rates adafactor_fold(const hr_adafactor_config *config, double t)
+{
+    const double relative = 1.0 / sqrt(t);
     adafactor_rates r;
-    r.weight = pow(t, config->beta2_decay);
     r.lr = config->lr_ptr ? hr_load_scalar(config->lr_ptr, config->lr_dtype) : config->lr;
     double most = r.lr;
     if (config->semantics == HR_ADAFACTOR_HF && config->relative_step)
         most = config->warmup_init ? 1e-6 * t : 1e-2;
     const int is_relative = config->semantics == HR_ADAFACTOR_TORCH || config->relative_step;
     r.rho = is_relative && relative < most ? relative : most;
-    r.grad_factor = (float)(config->maximize ? -factor : factor);
+    r.grad_factor = adafactor_grad_factor(config);
     return r;
+}
+
+/* Whether the step is scaled by the parameter. */
+HR_INLINE int adafactor_is_scaled(const hr_adafactor_config *config)
+{
+    return config->semantics == HR_ADAFACTOR_TORCH || config->scale_parameter;
 }
 
 /* eps1 of a tensor: torch's default is that of the parameter's type. */
@@ -123,9 +139,9 @@ HR_INLINE float adafactor_update(adafactor_row row, float grad, float column)
     return grad * (row.bound < factor ? row.bound : factor); /* NaN stays */
 }
 
-/* The parameter becomes keep * param - step * update. */
+/* The parameter becomes param - (decay * param + step * update). */
 typedef struct adafactor_step {
-    float keep, step, beta1, one_minus_beta1;
+    float decay, step, beta1, one_minus_beta1;
 } adafactor_step;
 
 HR_INLINE adafactor_step adafactor_step_of(const hr_adafactor_config *config, adafactor_rates rates,
@@ -134,7 +150,7 @@ HR_INLINE adafactor_step adafactor_step_of(const hr_adafactor_config *config, ad
 {
     const int is_torch = config->semantics == HR_ADAFACTOR_TORCH;
     double alpha = rates.rho;
-    if (is_torch || config->scale_parameter) {
+    if (adafactor_is_scaled(config)) {
         const double rms = sqrt(squared_param / numel);
         alpha *= rms > config->eps2 ? rms : config->eps2;
     }
@@ -142,7 +158,7 @@ HR_INLINE adafactor_step adafactor_step_of(const hr_adafactor_config *config, ad
     const double over = sqrt(squared_update / numel) / config->clip_threshold;
     const double clip = is_torch ? (over > 1.0 ? over : 1.0) : (over < 1.0 ? 1.0 : over);
     adafactor_step s;
-    s.keep = (float)(1.0 - (is_torch ? rates.lr : alpha) * config->weight_decay);
+    s.decay = (float)((is_torch ? rates.lr : alpha) * config->weight_decay);
     s.step = (float)(rates.grad_factor < 0.0f ? -alpha / clip : alpha / clip);
     s.beta1 = (float)config->beta1;
     s.one_minus_beta1 = (float)(1.0 - config->beta1);
@@ -159,7 +175,9 @@ HR_INLINE float adafactor_apply(adafactor_step s, float param, float update, flo
         const float weight = s.one_minus_beta1 < 0.5f ? s.one_minus_beta1 : -s.beta1;
         change = *exp_avg = from + weight * (change - *exp_avg);
     }
-    return s.keep * param - change;
+    /* Not `param * (1 - decay)`: rounded, 1 - decay would be off the same way in every step. Nor
+     * `decay * param` alone: 0 * inf would turn an infinite parameter into NaN. */
+    return param - (s.decay != 0.0f ? s.decay * param + change : change);
 }
 
 /* ---- Tensors, and how they are cut ----------------------------------------------------------- */
@@ -256,6 +274,36 @@ HR_INLINE adafactor_cut adafactor_cut_cuda(const hr_adafactor_shape *shape)
     return adafactor_cut_matrix(shape, 256 / lanes * 8, lanes * 8);
 }
 
+/* Where block i of a matrix lies. */
+typedef struct adafactor_place {
+    int64_t matrix, row_block, row, rows, col_block, col, cols;
+    int64_t first; /* element */
+} adafactor_place;
+
+HR_INLINE adafactor_place adafactor_place_of(const hr_adafactor_shape *shape,
+                                             const adafactor_cut *cut, int64_t i)
+{
+    adafactor_place b;
+    b.col_block = i % cut->col_blocks;
+    b.row_block = i / cut->col_blocks % cut->row_blocks;
+    b.matrix = i / cut->col_blocks / cut->row_blocks;
+    b.row = b.row_block * cut->block_rows;
+    b.col = b.col_block * cut->block_cols;
+    b.rows = shape->rows - b.row < cut->block_rows ? shape->rows - b.row : cut->block_rows;
+    b.cols = shape->cols - b.col < cut->block_cols ? shape->cols - b.col : cut->block_cols;
+    b.first = (b.matrix * shape->rows + b.row) * shape->cols + b.col;
+    return b;
+}
+
+/* The elements of block i of what is no matrix: [*from, *to). */
+HR_INLINE void adafactor_run_of(const hr_adafactor_shape *shape, const adafactor_cut *cut,
+                                int64_t i, int64_t *from, int64_t *to)
+{
+    const int64_t numel = shape->batch * shape->rows * shape->cols;
+    *from = i * cut->block_cols;
+    *to = numel - *from < cut->block_cols ? numel : *from + cut->block_cols;
+}
+
 /* ---- The workspace --------------------------------------------------------------------------- */
 
 /* Numbers of things, of the tensors so far or of all. The workspace holds, in binary64 and in this
@@ -325,6 +373,25 @@ typedef struct adafactor_tensor {
     double *col_parts;                            /* [batch, row_blocks, cols] */
     float *col_factors;                           /* [batch, cols] */
 } adafactor_tensor;
+
+/* The number of the step, counted from 1. */
+HR_INLINE double adafactor_time(const adafactor_tensor *t, const hr_adafactor_config *config)
+{
+    return t->step ? hr_load_scalar(t->step, t->step_dtype) + 1.0 : (double)config->step;
+}
+
+HR_INLINE double adafactor_mean_of(const adafactor_tensor *t, const hr_adafactor_config *config,
+                                   double eps1, int64_t matrix)
+{
+    const double mean = t->means[matrix] / (double)t->shape.whole_rows;
+    const double least = adafactor_least_mean(config, eps1);
+    return mean < least ? least : mean;
+}
+
+HR_INLINE int64_t adafactor_lines(const adafactor_tensor *t)
+{
+    return t->kind == ADAFACTOR_MATRIX ? t->shape.batch * (t->shape.rows + t->shape.cols) : 0;
+}
 
 static inline void *adafactor_data(const hr_tensor_list *list, int64_t k)
 {

@@ -30,19 +30,13 @@ typedef struct adafactor_pass {
     const hr_adafactor_config *config;
     adafactor_tensor t;
     adafactor_rates rates;
-    double eps1;
+    double weight, eps1;
 } adafactor_pass;
 
 typedef struct adafactor_job {
     const adafactor_args *args;
     adafactor_extent all;
 } adafactor_job;
-
-/* Whether the step is scaled by the parameter. */
-HR_INLINE int is_scaled(const hr_adafactor_config *config)
-{
-    return config->semantics == HR_ADAFACTOR_TORCH || config->scale_parameter;
-}
 
 HR_INLINE double sum_of_lanes(const float *lanes)
 {
@@ -184,29 +178,7 @@ HR_INLINE void square_rows(const adafactor_pass *p, int64_t first, int rows, int
         sums[r * p->t.cut.col_blocks] = totals[r];
 }
 
-/* Where block i of a matrix lies. */
-typedef struct block_place {
-    int64_t matrix, row_block, row, rows, col_block, col, cols;
-    int64_t first; /* element */
-} block_place;
-
-HR_INLINE block_place place_of(const adafactor_tensor *t, int64_t i)
-{
-    const hr_adafactor_shape *const shape = &t->shape;
-    const adafactor_cut *const cut = &t->cut;
-    block_place b;
-    b.col_block = i % cut->col_blocks;
-    b.row_block = i / cut->col_blocks % cut->row_blocks;
-    b.matrix = i / cut->col_blocks / cut->row_blocks;
-    b.row = b.row_block * cut->block_rows;
-    b.col = b.col_block * cut->block_cols;
-    b.rows = shape->rows - b.row < cut->block_rows ? shape->rows - b.row : cut->block_rows;
-    b.cols = shape->cols - b.col < cut->block_cols ? shape->cols - b.col : cut->block_cols;
-    b.first = (b.matrix * shape->rows + b.row) * shape->cols + b.col;
-    return b;
-}
-
-HR_INLINE void sums_of_block(const adafactor_pass *p, block_place b)
+HR_INLINE void sums_of_block(const adafactor_pass *p, adafactor_place b)
 {
     const adafactor_tensor *const t = &p->t;
     const int64_t stride = t->shape.cols, parts = t->cut.col_blocks;
@@ -263,7 +235,7 @@ HR_INLINE void tiny_variances(const adafactor_pass *p, const tiny_matrices *m, f
         for (int lane = 0; lane < m->count; lane++) {
             float *const variance = variances + (m->first + lane) * lines + l;
             *variance =
-                adafactor_variance(*variance, (double)sums[lane] / length + added, p->rates.weight);
+                adafactor_variance(*variance, (double)sums[lane] / length + added, p->weight);
         }
     }
 }
@@ -476,29 +448,14 @@ HR_INLINE void apply_rows(const adafactor_tensor *t, adafactor_step s, const ada
 
 /* ---- Blocks ---------------------------------------------------------------------------------- */
 
-HR_INLINE double mean_of(const adafactor_pass *p, int64_t matrix)
-{
-    const double mean = p->t.means[matrix] / (double)p->t.shape.whole_rows;
-    const double least = adafactor_least_mean(p->config, p->eps1);
-    return mean < least ? least : mean;
-}
-
-/* The elements of block i of what is no matrix. */
-HR_INLINE void run_of_block(const adafactor_tensor *t, int64_t i, int64_t *from, int64_t *to)
-{
-    const int64_t numel = t->shape.batch * t->shape.rows * t->shape.cols;
-    *from = i * t->cut.block_cols;
-    *to = numel - *from < t->cut.block_cols ? numel : *from + t->cut.block_cols;
-}
-
 HR_INLINE tensor_constants constants_of(const adafactor_pass *p)
 {
     tensor_constants c;
     c.step = (adafactor_step){0};
     c.bound = adafactor_bound(p->config, p->eps1);
     c.grad_factor = p->rates.grad_factor;
-    c.weight = (float)p->rates.weight;
-    c.keep = (float)(1.0 - p->rates.weight);
+    c.weight = (float)p->weight;
+    c.keep = (float)(1.0 - p->weight);
     c.added = (float)adafactor_added(p->config, p->eps1);
     return c;
 }
@@ -507,12 +464,12 @@ HR_INLINE tensor_constants constants_of(const adafactor_pass *p)
 HR_INLINE void block_of_params(const adafactor_pass *p, int64_t i)
 {
     const adafactor_tensor *const t = &p->t;
-    block_place b = {0};
+    adafactor_place b = {0};
     double sum = 0.0;
     if (t->kind == ADAFACTOR_MATRIX) {
-        b = place_of(t, i);
+        b = adafactor_place_of(&t->shape, &t->cut, i);
     } else {
-        run_of_block(t, i, &b.first, &b.cols);
+        adafactor_run_of(&t->shape, &t->cut, i, &b.first, &b.cols);
         b.cols -= b.first;
         b.rows = 1;
     }
@@ -528,9 +485,9 @@ HR_INLINE void block_of_sums(const adafactor_pass *p, int64_t i)
 {
     int64_t from, to;
     if (p->t.kind == ADAFACTOR_MATRIX) {
-        sums_of_block(p, place_of(&p->t, i));
+        sums_of_block(p, adafactor_place_of(&p->t.shape, &p->t.cut, i));
     } else if (p->t.kind == ADAFACTOR_TINY) {
-        run_of_block(&p->t, i, &from, &to);
+        adafactor_run_of(&p->t.shape, &p->t.cut, i, &from, &to);
         tiny_run(p, STAGE_SUMS, (adafactor_step){0}, from, to);
     }
 }
@@ -539,8 +496,8 @@ HR_INLINE void block_of_sums(const adafactor_pass *p, int64_t i)
 HR_INLINE double matrix_updates(const adafactor_pass *p, tensor_constants c, stage stage, int64_t i)
 {
     const adafactor_tensor *const t = &p->t;
-    const block_place b = place_of(t, i);
-    const double mean = mean_of(p, b.matrix);
+    const adafactor_place b = adafactor_place_of(&t->shape, &t->cut, i);
+    const double mean = adafactor_mean_of(t, p->config, p->eps1, b.matrix);
     const float *const factors = t->col_factors + b.matrix * t->shape.cols + b.col;
     const float *const variances = t->row_var + b.matrix * t->shape.rows + b.row;
     const int together = stage == STAGE_NORM ? TOGETHER : 2;
@@ -570,7 +527,7 @@ HR_INLINE void block_of_norm(const adafactor_pass *p, tensor_constants c, int64_
         *sum = matrix_updates(p, c, STAGE_NORM, i);
         return;
     }
-    run_of_block(t, i, &from, &to);
+    adafactor_run_of(&t->shape, &t->cut, i, &from, &to);
     *sum = t->kind == ADAFACTOR_TINY ? tiny_run(p, STAGE_NORM, c.step, from, to)
                                      : norm_of_rows(t, c, &row, from, 1, to - from, NULL);
 }
@@ -584,7 +541,7 @@ HR_INLINE void block_of_apply(const adafactor_pass *p, tensor_constants c, int64
         matrix_updates(p, c, STAGE_APPLY, i);
         return;
     }
-    run_of_block(t, i, &from, &to);
+    adafactor_run_of(&t->shape, &t->cut, i, &from, &to);
     if (t->kind == ADAFACTOR_TINY)
         tiny_run(p, STAGE_APPLY, c.step, from, to);
     else
@@ -651,11 +608,10 @@ HR_INLINE void adafactor_lines_range(void *context, int64_t begin, int64_t end)
         sum_columns(t, first_col, last_col);
     }
     if (p->config->phases & HR_ADAFACTOR_STATES) {
-        const lines of_rows = {t->row_sums, t->row_var,     NULL, (double)t->shape.whole_cols,
-                               added,       p->rates.weight};
-        const lines of_cols = {t->col_sums,    t->col_var,
-                               t->col_factors, (double)t->shape.whole_rows,
-                               added,          p->rates.weight};
+        const lines of_rows = {t->row_sums, t->row_var, NULL, (double)t->shape.whole_cols,
+                               added,       p->weight};
+        const lines of_cols = {t->col_sums, t->col_var, t->col_factors, (double)t->shape.whole_rows,
+                               added,       p->weight};
         update_lines(of_rows, begin, last_row);
         update_lines(of_cols, first_col, last_col);
     }
@@ -663,18 +619,13 @@ HR_INLINE void adafactor_lines_range(void *context, int64_t begin, int64_t end)
 
 CPU_VARIANTS(adafactor_lines_range)
 
-static int64_t count_lines(const adafactor_tensor *t)
-{
-    return t->kind == ADAFACTOR_MATRIX ? t->shape.batch * (t->shape.rows + t->shape.cols) : 0;
-}
-
 /* The sums over a tensor, and over its rows, in order. */
 static void finish_sums(const adafactor_pass *p)
 {
     const adafactor_tensor *const t = &p->t;
     if (p->config->phases & HR_ADAFACTOR_SUMS) {
         *t->squared_param = 0.0;
-        for (int64_t i = 0; i < t->cut.blocks && is_scaled(p->config); i++)
+        for (int64_t i = 0; i < t->cut.blocks && adafactor_is_scaled(p->config); i++)
             *t->squared_param += t->blocks_of_params[i];
     }
     if (!(p->config->phases & HR_ADAFACTOR_STATES) || t->kind != ADAFACTOR_MATRIX)
@@ -696,7 +647,7 @@ static void finish_norm(const adafactor_pass *p)
 static void finish_apply(const adafactor_pass *p)
 {
     const adafactor_tensor *const t = &p->t;
-    if (t->rms && is_scaled(p->config))
+    if (t->rms && adafactor_is_scaled(p->config))
         hr_store(t->rms, 0, (float)sqrt(*t->squared_param / (double)t->shape.whole_numel), HR_F32);
 }
 
@@ -710,8 +661,8 @@ static adafactor_pass pass_of(const adafactor_job *job, int64_t k, adafactor_cut
     p.config = a->config;
     p.t = adafactor_tensor_of(a, k, cut, before, &job->all);
     p.eps1 = adafactor_eps1(a->config, p.t.param_dtype);
-    p.rates = adafactor_fold(a->config, p.t.step ? hr_load_scalar(p.t.step, p.t.step_dtype) + 1.0
-                                                 : (double)a->config->step);
+    p.rates = adafactor_fold(a->config, adafactor_time(&p.t, a->config));
+    p.weight = adafactor_weight(a->config, adafactor_time(&p.t, a->config));
     return p;
 }
 
@@ -768,14 +719,14 @@ static void run_phases(const adafactor_pass *p, hr_parallel_for_fn parallel_for)
     const int phases = p->t.shape.whole_numel > 0 ? p->config->phases : 0;
     const hr_range_fn range = CPU_BEST(adafactor_blocks_range);
     adafactor_blocks blocks = {p, STAGE_PARAMS};
-    if (phases & HR_ADAFACTOR_SUMS && is_scaled(p->config))
+    if (phases & HR_ADAFACTOR_SUMS && adafactor_is_scaled(p->config))
         parallel_for(0, p->t.cut.blocks, 1, range, &blocks);
     if (phases & HR_ADAFACTOR_SUMS && p->t.kind != ADAFACTOR_VECTOR) {
         blocks.stage = STAGE_SUMS;
         parallel_for(0, p->t.cut.blocks, 1, range, &blocks);
     }
     if (phases & (HR_ADAFACTOR_SUMS | HR_ADAFACTOR_STATES)) {
-        parallel_for(0, count_lines(&p->t), 512, CPU_BEST(adafactor_lines_range), (void *)p);
+        parallel_for(0, adafactor_lines(&p->t), 512, CPU_BEST(adafactor_lines_range), (void *)p);
         finish_sums(p);
     }
     if (phases & HR_ADAFACTOR_NORM) {

@@ -80,12 +80,12 @@ def adafactor_(
     """One step of Adafactor on a list of parameters, in place.
 
     The functional form of :class:`headroom.optim.Adafactor`. Entry k of every list belongs to
-    parameter k; all lie on one device. A parameter of two dimensions or more, ``[..., rows, cols]``,
-    has a row and a column variance, any other one a variance per element.
+    parameter k; all lie on one device. A parameter ``[..., rows, cols]`` of two dimensions or more
+    has a variance for each row and each column, any other one a variance per element.
 
     Args:
-        params: float32, bfloat16 or float16 tensors; updated. Those that do not lie in memory in the
-            order of their indices are worked on as a copy.
+        params: float32, bfloat16 or float16 tensors; updated. Those that do not lie in memory in
+            the order of their indices are worked on as a copy.
         grads: tensors of the same shapes, each float32, bfloat16 or float16; not changed.
         row_vars, col_vars: float32, of ``numel / cols`` and ``numel / rows`` elements, empty for a
             parameter that is not factored; updated. Zeros before the first step. An empty list if
@@ -215,8 +215,8 @@ class Adafactor(Optimizer):
         beta2_decay, d: of ``"torch"``, -0.8 and 1: the exponent that beta2 approaches 1 with, and
             the threshold of clipping.
         decay_rate, clip_threshold: the same of ``"hf"``.
-        eps: the regularizers of the second moment and of the parameter scale: ``(None, 1e-3)``, where
-            None is the epsilon of the parameter's dtype, and ``(1e-30, 1e-3)``.
+        eps: the regularizers of the second moment and of the parameter scale: ``(None, 1e-3)``,
+            where None is the epsilon of the parameter's dtype, and ``(1e-30, 1e-3)``.
         weight_decay: decoupled; times ``lr`` in torch's rule, times the scaled step in the other.
         maximize: of ``"torch"``.
         beta1, scale_parameter, relative_step, warmup_init: of ``"hf"``: momentum (None: none), the
@@ -231,8 +231,8 @@ class Adafactor(Optimizer):
     ``exp_avg`` if there is momentum and ``RMS``, which only ``scale_parameter`` updates (``"hf"``).
     Checkpoints of one resume the other.
 
-    If ``grad_scale``, ``found_inf`` or ``clip_coef`` is set as an attribute, it does what it does in
-    :class:`Adam`.
+    If ``grad_scale``, ``found_inf`` or ``clip_coef`` is set as an attribute, it does what it does
+    in :class:`Adam`.
 
     Raises:
         ValueError: an option is out of range, or belongs to the other rule.
@@ -503,8 +503,8 @@ def _step_sharded(
     lists: list[list[Tensor]],
     options: dict[str, Any],
 ) -> None:
-    """A step whose sums are added over the ranks between its phases. Where they lie in the workspace
-    is documented at ``hr_adafactor`` in ``headroom.h``."""
+    """A step whose sums are added over the ranks between its phases. Where they lie in the
+    workspace is documented at ``hr_adafactor`` in ``headroom.h``."""
     params = lists[0]
     wholes = []
     for owner in owners:
