@@ -3,6 +3,7 @@
 #include <inttypes.h>
 
 #include "adamw_checks.h"
+#include "weights_checks.h"
 
 static hr_status check_config(const hr_adafactor_config *config, int has_steps)
 {
@@ -131,6 +132,7 @@ static hr_status check_lists(const adafactor_args *a)
     HR_REQUIRE(a->params, "hr_adafactor: params is NULL");
     const int64_t count = a->params->count;
     HR_TRY(hr_check_list(function, "params", a->params, count, NULL, HR_FLOATS));
+    HR_TRY(weights_check(function, a->config->weights, a->params));
     HR_TRY(hr_check_list(function, "grads", a->grads, count, a->params->numel, HR_FLOATS));
     HR_TRY(check_shapes(function, a->shapes, count));
     for (int64_t k = 0; k < count; k++) {

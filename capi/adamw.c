@@ -3,6 +3,7 @@
 #include <inttypes.h>
 
 #include "adamw_checks.h"
+#include "weights_checks.h"
 
 static hr_status check_lists(const adamw_args *a)
 {
@@ -20,6 +21,7 @@ static hr_status check_lists(const adamw_args *a)
         HR_TRY(hr_check_list("hr_adamw", "max_exp_avg_sqs", a->max_exp_avg_sqs, count, numel,
                              HR_FLOATS));
     HR_TRY(adamw_check_steps("hr_adamw", a->steps, count));
+    HR_TRY(weights_check("hr_adamw", a->config->weights, a->params));
     for (int64_t k = 0; k < count; k++) {
         const hr_dtype state = a->exp_avgs->dtype[k];
         HR_REQUIRE(a->exp_avg_sqs->dtype[k] == state,

@@ -3,6 +3,7 @@
 #include <inttypes.h>
 
 #include "adamw_checks.h"
+#include "weights_checks.h"
 
 static hr_status check_config(const hr_adamw8bit_config *config, int has_steps)
 {
@@ -24,6 +25,7 @@ static hr_status check_config(const hr_adamw8bit_config *config, int has_steps)
                size);
     HR_REQUIRE(!config->adamw.skip_nonfinite, "hr_adamw8bit: bnb_exact excludes skip_nonfinite");
     HR_REQUIRE(!config->seeds, "hr_adamw8bit: bnb_exact excludes seeds");
+    HR_REQUIRE(!config->adamw.weights, "hr_adamw8bit: bnb_exact excludes weights");
     return HR_OK;
 }
 
@@ -56,6 +58,7 @@ static hr_status check_lists(const adamw8bit_args *a)
         hr_check_list("hr_adamw8bit", "exp_avg_sqs", a->exp_avg_sqs, count, numel, HR_BIT(HR_U8)));
     HR_TRY(check_absmaxs("exp_avg_sq_absmaxs", a->exp_avg_sq_absmaxs, a->params, size));
     HR_TRY(adamw_check_steps("hr_adamw8bit", a->steps, count));
+    HR_TRY(weights_check("hr_adamw8bit", a->config->adamw.weights, a->params));
     return hr_check_list("hr_adamw8bit", "grads", a->grads, count, numel, HR_FLOATS);
 }
 

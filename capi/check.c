@@ -9,7 +9,7 @@ static const struct {
 
 #define DTYPES (sizeof dtypes / sizeof dtypes[0])
 
-static const char *dtype_name(hr_dtype dtype)
+const char *hr_dtype_name(hr_dtype dtype)
 {
     return (unsigned)dtype < DTYPES ? dtypes[dtype].name : "not an hr_dtype";
 }
@@ -19,7 +19,8 @@ static const char *set_name(unsigned allowed_dtypes)
     return allowed_dtypes == HR_FLOATS        ? "f32, bf16 or f16"
            : allowed_dtypes == HR_BIT(HR_F32) ? "f32"
            : allowed_dtypes == HR_BIT(HR_U8)  ? "u8"
-                                              : "f32 or f64";
+           : allowed_dtypes == HR_SCALARS     ? "f32 or f64"
+                                              : "another type";
 }
 
 hr_status hr_check_list(const char *function, const char *name, const hr_tensor_list *list,
@@ -42,7 +43,7 @@ hr_status hr_check_list(const char *function, const char *name, const hr_tensor_
         const int64_t n = list->numel[k];
         HR_REQUIRE((unsigned)dtype < DTYPES && (allowed_dtypes & HR_BIT(dtype)),
                    "%s: %s[%" PRId64 "] has dtype %s (%d), wanted %s", function, name, k,
-                   dtype_name(dtype), (int)dtype, set_name(allowed_dtypes));
+                   hr_dtype_name(dtype), (int)dtype, set_name(allowed_dtypes));
         HR_REQUIRE(n >= 0, "%s: %s[%" PRId64 "] has numel %" PRId64 ", wanted 0 or more", function,
                    name, k, n);
         HR_REQUIRE(!numel || n == numel[k],
@@ -63,7 +64,7 @@ hr_status hr_check_scalar(const char *function, const char *name, const void *sc
                           hr_dtype dtype)
 {
     HR_REQUIRE(dtype == HR_F32 || dtype == HR_F64, "%s: %s has dtype %s (%d), wanted f32 or f64",
-               function, name, dtype_name(dtype), (int)dtype);
+               function, name, hr_dtype_name(dtype), (int)dtype);
     HR_REQUIRE((uintptr_t)scalar % dtypes[dtype].bytes == 0,
                "%s: %s is at %p, which is not a multiple of %zu bytes", function, name, scalar,
                dtypes[dtype].bytes);

@@ -40,6 +40,9 @@
 #define HR_FLOATS     (HR_BIT(HR_F32) | HR_BIT(HR_BF16) | HR_BIT(HR_F16))
 #define HR_SCALARS    (HR_BIT(HR_F32) | HR_BIT(HR_F64))
 
+/* "f32" and the like, for any value. */
+const char *hr_dtype_name(hr_dtype dtype);
+
 /* Each list has a readable description of `count` tensors, aligned, of the allowed dtypes, with
  * `numel` elements each (NULL: any number that is not negative). */
 hr_status hr_check_list(const char *function, const char *name, const hr_tensor_list *list,

@@ -148,17 +148,96 @@ HR_API hr_status hr_set_parallel_for(hr_parallel_for_fn parallel_for);
 /* CPU kernels are compiled for several instruction sets; the best one that the CPU has is used. The
  * bits of the result are the same for all. */
 typedef enum hr_cpu_level {
-    HR_CPU_BASELINE = 0, /* what the compiler targets by default */
-    HR_CPU_AVX2 = 1,     /* x86-64 with AVX2, FMA and F16C */
-    HR_CPU_AVX512 = 2    /* x86-64 with AVX-512 F, BW, DQ and VL */
+    HR_CPU_BASELINE = 0,   /* what the compiler targets by default */
+    HR_CPU_AVX2 = 1,       /* x86-64 with AVX2, FMA and F16C */
+    HR_CPU_AVX512 = 2,     /* x86-64 with AVX-512 F, BW, DQ and VL */
+    HR_CPU_AVX512_VBMI = 3 /* and VBMI and BF16, which only a few kernels use */
 } hr_cpu_level;
 
 HR_API hr_cpu_level hr_get_cpu_level(void);
 
 /* Chooses a lower level, or returns to a higher one, for the whole process. HR_UNSUPPORTED where
  * the CPU or the build lacks it. The environment variable HEADROOM_CPU_LEVEL (baseline, avx2,
- * avx512) sets the level at start. */
+ * avx512, avx512vbmi) sets the level at start. */
 HR_API hr_status hr_set_cpu_level(hr_cpu_level level);
+
+/* ---- Weights in 16 bits ---------------------------------------------------------------------- */
+
+/*
+ * How an optimizer reads the weights of a list as binary32 and writes them back. bf16 keeps 8 bits
+ * of a weight, so an update below 1/256 of it is lost to rounding. A mode either rounds without bias
+ * or keeps what rounding took off in a second tensor, the residual:
+ *
+ *     mode                              params      residual    what is kept of a weight
+ *     HR_WEIGHTS_NEAREST                any         none        param alone
+ *     HR_WEIGHTS_STOCHASTIC             bf16, f16   none        param, rounded up or down at random
+ *     HR_WEIGHTS_KAHAN                  bf16, f16   as param    param + residual: 16 bits or more
+ *     HR_WEIGHTS_MASTER                 bf16, f16   f32         residual; param is its rounding
+ *     HR_WEIGHTS_REMAINDER16            bf16        i16         all 24 bits, and the exponent
+ *     HR_WEIGHTS_REMAINDER8             bf16        i8          16 bits, rounded to nearest
+ *     HR_WEIGHTS_REMAINDER8_STOCHASTIC  bf16        i8          16 bits, rounded at random
+ *
+ * REMAINDER16: with the 32 bits of a weight as an integer,
+ *
+ *     bits = param * 65536 + residual                    param = (bits + 32768) / 65536
+ *
+ * so that the weights follow those of binary32 bit for bit. The param is the weight rounded to
+ * nearest; a tie, one weight in 65,536, is rounded away from zero, because to even would leave
+ * 65,537 weights to some params, and a residual has 65,536 values. REMAINDER8 is the same with
+ * residual * 256, after bits was rounded to a multiple of 256: a relative error up to 2^-16.
+ * KAHAN keeps what rounding took off as a number of the param's type, and adds it in the next step
+ * (Kahan, doi:10.1145/363707.363723). A NaN has residual 0.
+ *
+ * Stochastic rounding: x between neighbours a < x < b becomes b with probability (x - a) / (b - a),
+ * in steps of 2^-16, from Philox4x32-10 (Salmon et al., doi:10.1145/2063384.2063405) keyed by the
+ * tensor's seed and counting by step and element. Where tensors are parts of a whole, `places` tells
+ * which, so that the bits do not depend on how it was cut.
+ */
+typedef enum hr_weights_mode {
+    HR_WEIGHTS_NEAREST = 0,
+    HR_WEIGHTS_STOCHASTIC = 1,
+    HR_WEIGHTS_KAHAN = 2,
+    HR_WEIGHTS_MASTER = 3,
+    HR_WEIGHTS_REMAINDER16 = 4,
+    HR_WEIGHTS_REMAINDER8 = 5,
+    HR_WEIGHTS_REMAINDER8_STOCHASTIC = 6
+} hr_weights_mode;
+
+/* Element i of a tensor is element offset + i / run * stride + i % run of the whole. */
+typedef struct hr_place {
+    int64_t offset; /* >= 0 */
+    int64_t run;    /* >= 1: elements that lie together in the whole */
+    int64_t stride; /* >= 0: from one run to the next, in the whole */
+} hr_place;
+
+typedef struct hr_weights {
+    size_t size;                     /* sizeof(hr_weights) */
+    hr_weights_mode mode;            /* of every parameter of the call */
+    const hr_tensor_list *residuals; /* in/out; NULL where the mode has none */
+    const uint64_t *seeds;           /* host [count]; NULL unless the mode is stochastic */
+    const hr_place *places;          /* host [count]; NULL: every tensor is a whole */
+    int64_t *stalled; /* in/out [1], device: grows by the number of weights that binary32 would have
+                         moved and that are stored as they were. NULL: they are not counted */
+} hr_weights;
+
+#define HR_WEIGHTS_INIT                                                \
+    {                                                                  \
+        sizeof(hr_weights), HR_WEIGHTS_NEAREST, NULL, NULL, NULL, NULL \
+    }
+
+/*
+ * The weights as binary32, and back: for evaluation, and to save or load them without loss.
+ *
+ * values   join: out, split: in; f32
+ * params   join: in, split: out
+ * weights  mode, and residuals: join: in, split: out. A stochastic mode rounds to nearest here
+ *
+ * HR_INVALID_ARGUMENT and the others: as for hr_adamw.
+ */
+HR_API hr_status hr_join_weights(const hr_tensor_list *values, const hr_tensor_list *params,
+                                 const hr_weights *weights, const hr_exec *exec);
+HR_API hr_status hr_split_weights(const hr_tensor_list *params, const hr_tensor_list *values,
+                                  const hr_weights *weights, const hr_exec *exec);
 
 /* ---- Adam and AdamW -------------------------------------------------------------------------- */
 
@@ -195,17 +274,18 @@ typedef struct hr_adamw_config {
     int32_t skip_nonfinite; /* 1: where g is infinite or NaN, the parameter and its moments stay */
     hr_dtype lr_dtype;      /* HR_F32 or HR_F64: type of *lr_ptr */
     /* Scalars in the memory of exec's device, or NULL. They are read when the work runs. */
-    const void *lr_ptr;      /* replaces lr */
-    const float *grad_scale; /* finite and > 0: gradients are divided by it */
-    const float *found_inf;  /* if not 0, the call changes no byte, counters included */
-    const float *clip_coef;  /* gradients are multiplied by it */
+    const void *lr_ptr;        /* replaces lr */
+    const float *grad_scale;   /* finite and > 0: gradients are divided by it */
+    const float *found_inf;    /* if not 0, the call changes no byte, counters included */
+    const float *clip_coef;    /* gradients are multiplied by it */
+    const hr_weights *weights; /* host; how params are stored. NULL: HR_WEIGHTS_NEAREST */
 } hr_adamw_config;
 
 /* torch.optim.AdamW's defaults. Set `step`, or pass a `steps` list. */
 #define HR_ADAMW_CONFIG_INIT                                                                      \
     {                                                                                             \
         sizeof(hr_adamw_config), 1e-3, 0.9, 0.999, 1e-8, 1e-2, 0, 1, 0, 0, 0, HR_F32, NULL, NULL, \
-            NULL, NULL                                                                            \
+            NULL, NULL, NULL                                                                      \
     }
 
 /*
@@ -279,9 +359,9 @@ HR_API hr_status hr_adamw(const hr_tensor_list *params, const hr_tensor_list *ex
  */
 typedef struct hr_adamw8bit_config {
     size_t size;           /* sizeof(hr_adamw8bit_config) */
-    hr_adamw_config adamw; /* amsgrad must be 0; with bnb_exact, decoupled must be 1 */
+    hr_adamw_config adamw; /* amsgrad must be 0; bnb_exact: decoupled 1 and no weights */
     int32_t block_size;    /* 64, 128, 256 or 512 */
-    int32_t bnb_exact;     /* 1: needs block_size 256, no seeds and no skip_nonfinite */
+    int32_t bnb_exact;     /* 1: needs block_size 256, no seeds, no skip_nonfinite */
     const uint64_t *seeds; /* host [count]: stochastic rounding of codes; NULL: to nearest */
 } hr_adamw8bit_config;
 
@@ -346,10 +426,11 @@ HR_API hr_status hr_adamw8bit(const hr_tensor_list *params, const hr_tensor_list
  *     with exp_avgs:  exp_avg = beta1 * exp_avg + (1 - beta1) * change;  change = exp_avg
  *     param = param * (1 - decay) - change
  *
- * RMS is the root of the mean square over the tensor. Statistics are binary32 whatever the types of
- * params and grads; torch's take the type of the gradient, and it computes in it.
+ * RMS is the root of the mean square over the tensor, of weights that config->weights has joined.
+ * Statistics are binary32 whatever the types of params and grads; torch's take the type of the
+ * gradient, and it computes in it.
  *
- * Sums are in a fixed order without atomics, in binary32 over at most 512 elements and then in
+ * Sums are in a fixed order without atomics, in binary32 over at most 1,024 elements and then in
  * binary64; constants are binary64, elements binary32. A device repeats itself bit for bit, on any
  * instruction set and with any number of threads. The CPU and CUDA add in different orders: their
  * sums agree to 2^-20, so that updates agree to 2^-18 of their size and parameters to a rounding of
@@ -397,22 +478,23 @@ typedef struct hr_adafactor_config {
     int32_t phases;      /* of hr_adafactor_phases, added */
     hr_dtype lr_dtype;   /* HR_F32 or HR_F64: type of *lr_ptr */
     /* Scalars in the memory of exec's device, or NULL. They are read when the work runs. */
-    const void *lr_ptr;      /* replaces lr */
-    const float *grad_scale; /* finite and > 0: gradients are divided by it */
-    const float *found_inf;  /* if not 0, the call changes no byte but the workspace's */
-    const float *clip_coef;  /* gradients are multiplied by it */
+    const void *lr_ptr;        /* replaces lr */
+    const float *grad_scale;   /* finite and > 0: gradients are divided by it */
+    const float *found_inf;    /* if not 0, the call changes no byte but the workspace's */
+    const float *clip_coef;    /* gradients are multiplied by it */
+    const hr_weights *weights; /* host; how params are stored. NULL: HR_WEIGHTS_NEAREST */
 } hr_adafactor_config;
 
 /* The defaults of the two. Set `step`, or pass a `steps` list. */
 #define HR_ADAFACTOR_HF_INIT                                                                       \
     {                                                                                              \
         sizeof(hr_adafactor_config), HR_ADAFACTOR_HF, 0.0, -0.8, 1e-30, 1e-3, 1.0, 0.0, 0.0, 0, 1, \
-            1, 0, 0, HR_ADAFACTOR_ALL, HR_F32, NULL, NULL, NULL, NULL                              \
+            1, 0, 0, HR_ADAFACTOR_ALL, HR_F32, NULL, NULL, NULL, NULL, NULL                        \
     }
 #define HR_ADAFACTOR_TORCH_INIT                                                                    \
     {                                                                                              \
         sizeof(hr_adafactor_config), HR_ADAFACTOR_TORCH, 1e-2, -0.8, -1.0, 1e-3, 1.0, 0.0, 0.0, 0, \
-            1, 1, 0, 0, HR_ADAFACTOR_ALL, HR_F32, NULL, NULL, NULL, NULL                           \
+            1, 1, 0, 0, HR_ADAFACTOR_ALL, HR_F32, NULL, NULL, NULL, NULL, NULL                     \
     }
 
 /* Bytes of workspace that hr_adafactor needs for parameters of these shapes, host [count]: about 2 %

@@ -15,7 +15,7 @@ int32_t hr_version(void)
 
 const char *hr_build_info(void)
 {
-    static const char *const levels[] = {"baseline", "avx2", "avx512"};
+    static const char *const levels[] = {"baseline", "avx2", "avx512", "avx512vbmi"};
     static _Thread_local char info[512];
     snprintf(info, sizeof info, "version=%d.%d.%d; compiler=%s; cuda=%s; archs=%s; cpu=%s",
              HR_VERSION_MAJOR, HR_VERSION_MINOR, HR_VERSION_PATCH, HR_BUILD_COMPILER, HR_BUILD_CUDA,

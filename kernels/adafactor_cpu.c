@@ -8,7 +8,7 @@
  * instruction set and number of threads adds in the same order.
  */
 #include "adafactor.h"
-#include "cpu.h"
+#include "weights_cpu.h"
 
 #define LANES 32
 #define RUN   1024
@@ -31,6 +31,7 @@ typedef struct adafactor_pass {
     adafactor_tensor t;
     adafactor_rates rates;
     double weight, eps1;
+    weights_tensor weights; /* if config->weights */
 } adafactor_pass;
 
 typedef struct adafactor_job {
@@ -89,6 +90,41 @@ HR_INLINE const float *as_floats(const void *x, int64_t i, int64_t count, float 
     return tile;
 }
 
+HR_INLINE void convert_back(void *restrict x, int64_t i, int64_t count, const float *restrict tile,
+                            hr_dtype dtype)
+{
+    for (int64_t lane = 0; lane < count; lane++)
+        hr_store(x, i + lane, tile[lane], dtype);
+}
+
+/* The parameters [i, i + count), at most CPU_STEP of them, to be read or updated: where they lie in
+ * memory, or in the tile, and then they are to be stored. */
+HR_INLINE float *load_params(const adafactor_pass *p, int64_t i, int64_t count, float *tile)
+{
+    if (!p->config->weights)
+        return (float *)as_floats(p->t.param, i, count, tile, p->t.param_dtype);
+    weights_load(&p->weights, i, (int)count, tile);
+    return tile;
+}
+
+HR_INLINE void prefetch_params(const adafactor_pass *p, int64_t i, int64_t end)
+{
+    if (p->config->weights)
+        weights_prefetch(&p->weights, i, CPU_STEP, end);
+    else
+        cpu_prefetch(p->t.param, i, CPU_STEP, end, p->t.param_dtype);
+}
+
+/* `before`: what they were, if someone counts those that stall. */
+HR_INLINE void store_params(const adafactor_pass *p, int64_t i, int64_t count, const float *tile,
+                            const float *before)
+{
+    if (p->config->weights)
+        weights_store(&p->weights, i, (int)count, tile, p->weights.stalled ? before : NULL);
+    else if (p->t.param_dtype != HR_F32)
+        FOR_DTYPE(p->t.param_dtype, P, convert_back(p->t.param, i, count, tile, P))
+}
+
 /* ---- Sums ------------------------------------------------------------------------------------ */
 
 HR_INLINE void square_few(const float *restrict x, int count, float *restrict lanes)
@@ -97,9 +133,8 @@ HR_INLINE void square_few(const float *restrict x, int count, float *restrict la
         lanes[lane] += x[lane] * x[lane];
 }
 
-/* The sum of the squares of up to TOGETHER rows of `cols` elements that lie `stride` apart. */
-HR_INLINE double sum_of_squares(const void *x, int64_t first, int64_t stride, int rows,
-                                int64_t cols, hr_dtype dtype)
+/* The sum of the squares of the parameters in up to TOGETHER rows. */
+HR_INLINE double sum_of_squares(const adafactor_pass *p, int64_t first, int rows, int64_t cols)
 {
     double sum = 0.0;
     float tile[CPU_STEP];
@@ -109,9 +144,9 @@ HR_INLINE double sum_of_squares(const void *x, int64_t first, int64_t stride, in
         IN_STEPS(from, to, at, n)
         {
             for (int r = 0; r < rows; r++) {
-                const int64_t begin = first + r * stride;
-                cpu_prefetch(x, begin + at, CPU_STEP, begin + cols, dtype);
-                const float *const values = as_floats(x, begin + at, n, tile, dtype);
+                const int64_t begin = first + r * p->t.shape.cols;
+                prefetch_params(p, begin + at, begin + cols);
+                const float *const values = load_params(p, begin + at, n, tile);
                 IN_LANES(n, square_few(values + i, count, lanes + r * LANES));
             }
         }
@@ -275,17 +310,21 @@ HR_INLINE void tiny_updates(const adafactor_pass *p, tiny_matrices *m)
             }
 }
 
-HR_INLINE void tiny_apply(const adafactor_pass *p, const tiny_matrices *m, adafactor_step s,
-                          void *param, hr_dtype dtype)
+HR_INLINE void tiny_apply(const adafactor_pass *p, const tiny_matrices *m, adafactor_step s)
 {
     const int numel = m->rows * m->cols;
-    for (int lane = 0; lane < m->count; lane++)
+    float tile[ADAFACTOR_TINY_NUMEL], before[ADAFACTOR_TINY_NUMEL];
+    for (int lane = 0; lane < m->count; lane++) {
+        const int64_t i = (m->first + lane) * numel;
+        float *const params = load_params(p, i, numel, tile);
+        memcpy(before, params, (size_t)numel * sizeof before[0]);
         for (int e = 0; e < numel; e++) {
-            const int64_t i = (m->first + lane) * numel + e;
-            const float x = adafactor_apply(s, hr_load(param, i, dtype), m->grads[e * LANES + lane],
-                                            p->t.exp_avg ? p->t.exp_avg + i : NULL);
-            hr_store(param, i, x, dtype);
+            const float x = adafactor_apply(s, params[e], m->grads[e * LANES + lane],
+                                            p->t.exp_avg ? p->t.exp_avg + i + e : NULL);
+            hr_store(params, e, x, HR_F32);
         }
+        store_params(p, i, numel, params, before);
+    }
 }
 
 /* One phase of elements [begin, end), which are whole matrices. Gives the sum of the squares of the
@@ -313,7 +352,7 @@ HR_INLINE double tiny_run(const adafactor_pass *p, stage stage, adafactor_step s
         tiny_factors(p, &m);
         tiny_updates(p, &m);
         if (stage == STAGE_APPLY) {
-            FOR_DTYPE(p->t.param_dtype, P, tiny_apply(p, &m, s, p->t.param, P))
+            tiny_apply(p, &m, s);
             continue;
         }
         float lanes[LANES] = {0};
@@ -417,31 +456,27 @@ HR_INLINE void apply_any(adafactor_step s, adafactor_row row, float *param, cons
         apply_few(s, row, param, grad, NULL, factors, count, 0, 0);
 }
 
-HR_INLINE void convert_back(void *restrict x, int64_t i, int64_t count, const float *restrict tile,
-                            hr_dtype dtype)
-{
-    for (int64_t lane = 0; lane < count; lane++)
-        hr_store(x, i + lane, tile[lane], dtype);
-}
-
 /* Up to TOGETHER rows. `factors`: of columns; of a vector, its variances. */
-HR_INLINE void apply_rows(const adafactor_tensor *t, adafactor_step s, const adafactor_row *of_rows,
+HR_INLINE void apply_rows(const adafactor_pass *p, adafactor_step s, const adafactor_row *of_rows,
                           int64_t first, int rows, int64_t cols, const float *factors,
                           int is_vector)
 {
-    float grads[CPU_STEP], params[CPU_STEP];
+    const adafactor_tensor *const t = &p->t;
+    const int counts = p->config->weights && p->weights.stalled;
+    float grads[CPU_STEP], params[CPU_STEP], before[CPU_STEP];
     IN_STEPS(0, cols, at, n)
     {
         for (int r = 0; r < rows; r++) {
             const int64_t begin = first + r * t->shape.cols, i = begin + at;
-            cpu_prefetch(t->param, i, CPU_STEP, begin + cols, t->param_dtype);
+            prefetch_params(p, i, begin + cols);
             cpu_prefetch(t->grad, i, CPU_STEP, begin + cols, t->grad_dtype);
             const float *const grad = as_floats(t->grad, i, n, grads, t->grad_dtype);
-            float *const param = (float *)as_floats(t->param, i, n, params, t->param_dtype);
+            float *const param = load_params(p, i, n, params);
+            if (counts)
+                memcpy(before, param, (size_t)n * sizeof before[0]);
             apply_any(s, of_rows[r], param, grad, t->exp_avg ? t->exp_avg + i : NULL, factors + at,
                       n, is_vector);
-            if (t->param_dtype != HR_F32)
-                FOR_DTYPE(t->param_dtype, P, convert_back(t->param, i, n, params, P))
+            store_params(p, i, n, param, before);
         }
     }
 }
@@ -475,8 +510,7 @@ HR_INLINE void block_of_params(const adafactor_pass *p, int64_t i)
     }
     for (int64_t r = 0; r < b.rows; r += TOGETHER) {
         const int rows = b.rows - r < TOGETHER ? (int)(b.rows - r) : TOGETHER;
-        sum += sum_of_squares(t->param, b.first + r * t->shape.cols, t->shape.cols, rows, b.cols,
-                              t->param_dtype);
+        sum += sum_of_squares(p, b.first + r * t->shape.cols, rows, b.cols);
     }
     t->blocks_of_params[i] = sum;
 }
@@ -512,7 +546,7 @@ HR_INLINE double matrix_updates(const adafactor_pass *p, tensor_constants c, sta
         if (stage == STAGE_NORM)
             sum += norm_of_rows(t, c, of_rows, first, rows, b.cols, factors);
         else
-            apply_rows(t, c.step, of_rows, first, rows, b.cols, factors, 0);
+            apply_rows(p, c.step, of_rows, first, rows, b.cols, factors, 0);
     }
     return sum;
 }
@@ -545,7 +579,7 @@ HR_INLINE void block_of_apply(const adafactor_pass *p, tensor_constants c, int64
     if (t->kind == ADAFACTOR_TINY)
         tiny_run(p, STAGE_APPLY, c.step, from, to);
     else
-        apply_rows(t, c.step, &row, from, 1, to - from, t->variance + from, 1);
+        apply_rows(p, c.step, &row, from, 1, to - from, t->variance + from, 1);
 }
 
 /* ---- Rows and columns ------------------------------------------------------------------------ */
@@ -661,8 +695,11 @@ static adafactor_pass pass_of(const adafactor_job *job, int64_t k, adafactor_cut
     p.config = a->config;
     p.t = adafactor_tensor_of(a, k, cut, before, &job->all);
     p.eps1 = adafactor_eps1(a->config, p.t.param_dtype);
-    p.rates = adafactor_fold(a->config, adafactor_time(&p.t, a->config));
-    p.weight = adafactor_weight(a->config, adafactor_time(&p.t, a->config));
+    const double time = adafactor_time(&p.t, a->config);
+    p.rates = adafactor_fold(a->config, time);
+    p.weight = adafactor_weight(a->config, time);
+    if (a->config->weights)
+        p.weights = weights_of(a->config->weights, a->params, k, time);
     return p;
 }
 

@@ -7,7 +7,7 @@
  * accesses where every address of the tensor allows them, else one by one.
  */
 #include "adafactor.h"
-#include "cuda.cuh"
+#include "weights.cuh"
 
 #define THREADS 256
 #define ROWS    8 /* of a thread, in a block of a matrix */
@@ -15,14 +15,17 @@
 
 typedef struct tensor_record {
     adafactor_tensor t;
+    weights_record weights; /* if config.weights */
     uint32_t first_block;
 } tensor_record;
 
 #define MAX_TENSORS \
-    ((CUDA_PARAMETER_BYTES - sizeof(hr_adafactor_config) - 16) / sizeof(tensor_record))
+    ((CUDA_PARAMETER_BYTES - sizeof(hr_adafactor_config) - 32) / sizeof(tensor_record))
 
 typedef struct adafactor_launch {
-    hr_adafactor_config config;
+    hr_adafactor_config config; /* its `weights` only says whether there are any */
+    hr_weights_mode mode;
+    int64_t *stalled;
     uint32_t count;
     tensor_record tensors[MAX_TENSORS];
 } adafactor_launch;
@@ -134,27 +137,37 @@ static __device__ __forceinline__ double squares_of_run(const void *x, int64_t f
     return sum;
 }
 
-/* Leaves the sums of squares of the block's rows and columns, and gives the thread's of param. */
-static __device__ __forceinline__ double sums_of_matrix(const adafactor_tensor &t, uint32_t block,
-                                                        float factor, bool scaled)
+/* The thread's sum of the squares of param. */
+static __device__ __forceinline__ double params_of_matrix(const adafactor_tensor &t, uint32_t block)
+{
+    const thread_place p = place_of_thread(t, block);
+    float sum = 0.0f;
+    for (int j = 0; j < ROWS; j++) {
+        const int row = row_of_thread(p, j);
+        float x[8];
+        load_eight(x, t.param, p.block.first + p.lane * 8 + row * t.shape.cols,
+                   row < p.block.rows ? p.count : 0, p.vector, t.param_dtype);
+#pragma unroll
+        for (int c = 0; c < 8; c++)
+            x[c] *= x[c];
+        sum += sum_of_eight(x);
+    }
+    return (double)sum;
+}
+
+/* Leaves the sums of squares of the block's rows and columns. */
+static __device__ __forceinline__ void sums_of_matrix(const adafactor_tensor &t, uint32_t block,
+                                                      float factor)
 {
     __shared__ float sums[8 * THREADS];
     const thread_place p = place_of_thread(t, block);
     const int64_t first = p.block.first + p.lane * 8;
-    float columns[8] = {0}, params = 0.0f;
+    float columns[8] = {0};
     for (int j = 0; j < ROWS; j++) {
         const int row = row_of_thread(p, j);
-        const int count = row < p.block.rows ? p.count : 0;
-        const int64_t i = first + row * t.shape.cols;
-        float x[8], y[8];
-        load_eight(x, t.grad, i, count, p.vector, t.grad_dtype);
-        if (scaled) {
-            load_eight(y, t.param, i, count, p.vector, t.param_dtype);
-#pragma unroll
-            for (int c = 0; c < 8; c++)
-                y[c] *= y[c];
-            params += sum_of_eight(y);
-        }
+        float x[8];
+        load_eight(x, t.grad, first + row * t.shape.cols, row < p.block.rows ? p.count : 0,
+                   p.vector, t.grad_dtype);
 #pragma unroll
         for (int c = 0; c < 8; c++) {
             const float g = x[c] * factor;
@@ -185,7 +198,6 @@ static __device__ __forceinline__ double sums_of_matrix(const adafactor_tensor &
         for (int c = 0; c < p.count; c++)
             parts[p.column + c] = (double)sums[c * THREADS + threadIdx.x];
     }
-    return (double)params;
 }
 
 /* The variances of a row (`stride` 1) or column of a tiny matrix. */
@@ -218,7 +230,7 @@ static __device__ __forceinline__ void tiny_variances(const hr_adafactor_config 
     }
 }
 
-static __global__ void __launch_bounds__(THREADS)
+static __global__ void __launch_bounds__(THREADS, 3)
     adafactor_sums_kernel(const adafactor_launch __grid_constant__ args)
 {
     if (is_skipped(args))
@@ -227,10 +239,12 @@ static __global__ void __launch_bounds__(THREADS)
     const adafactor_tensor &t = record.t;
     const uint32_t block = blockIdx.x - record.first_block;
     const float factor = adafactor_grad_factor(&args.config);
-    const bool scaled = adafactor_is_scaled(&args.config);
+    const bool scaled = adafactor_is_scaled(&args.config) && !args.config.weights;
     double sum = 0.0;
     if (t.kind == ADAFACTOR_MATRIX) {
-        sum = sums_of_matrix(t, block, factor, scaled);
+        if (scaled)
+            sum = params_of_matrix(t, block);
+        sums_of_matrix(t, block, factor);
     } else {
         int64_t from, to;
         adafactor_run_of(&t.shape, &t.cut, block, &from, &to);
@@ -585,6 +599,133 @@ static __global__ void __launch_bounds__(THREADS)
     updates_of_block<true>(args);
 }
 
+/* ---- Weights that are not plain, one by one -------------------------------------------------- */
+
+/* Element `l` of the block, and how many there are. */
+static __device__ __forceinline__ int64_t element_of_block(const adafactor_tensor &t,
+                                                           const adafactor_place &place,
+                                                           int64_t from, int64_t l)
+{
+    if (t.kind != ADAFACTOR_MATRIX)
+        return from + l;
+    return place.first + l / place.cols * t.shape.cols + l % place.cols;
+}
+
+static __device__ __forceinline__ int64_t count_of_block(const adafactor_tensor &t,
+                                                         const adafactor_place &place, int64_t from,
+                                                         int64_t to)
+{
+    return t.kind == ADAFACTOR_MATRIX ? place.rows * place.cols : to - from;
+}
+
+/* The sum of the squares of the weights, joined. */
+static __global__ void __launch_bounds__(THREADS)
+    adafactor_weights_sums_kernel(const adafactor_launch __grid_constant__ args)
+{
+    if (is_skipped(args))
+        return;
+    const tensor_record &record = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
+    const adafactor_tensor &t = record.t;
+    const uint32_t block = blockIdx.x - record.first_block;
+    adafactor_place place = {};
+    int64_t from = 0, to = 0;
+    if (t.kind == ADAFACTOR_MATRIX)
+        place = adafactor_place_of(&t.shape, &t.cut, block);
+    else
+        adafactor_run_of(&t.shape, &t.cut, block, &from, &to);
+    double sum = 0.0;
+    for (int64_t l = threadIdx.x; l < count_of_block(t, place, from, to); l += THREADS) {
+        const float x = weights_join(weights_bits_at(t.param, record.weights.residual,
+                                                     element_of_block(t, place, from, l),
+                                                     t.param_dtype, args.mode),
+                                     t.param_dtype, args.mode);
+        sum += (double)(x * x);
+    }
+    sum = sum_of_block(sum);
+    if (threadIdx.x == 0)
+        t.blocks_of_params[block] = sum;
+}
+
+/* The row and the column factor of element i of tiny matrices. */
+static __device__ __forceinline__ float tiny_row_factor(const adafactor_tensor &t, int64_t i,
+                                                        double least)
+{
+    const int64_t rows = t.shape.rows, cols = t.shape.cols;
+    const float *const row_var = t.row_var + i / (rows * cols) * rows;
+    double mean = 0.0;
+#pragma unroll 1
+    for (int64_t r = 0; r < rows; r++)
+        mean += (double)row_var[r];
+    mean /= (double)rows;
+    return adafactor_row_factor(row_var[i / cols % rows], mean < least ? least : mean);
+}
+
+static __device__ __forceinline__ float tiny_column_factor(const adafactor_tensor &t, int64_t i)
+{
+    const int64_t numel = t.shape.rows * t.shape.cols;
+    return adafactor_column_factor(t.col_var[i / numel * t.shape.cols + i % t.shape.cols]);
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    adafactor_weights_apply_kernel(const adafactor_launch __grid_constant__ args)
+{
+    __shared__ block_constants shared;
+    __shared__ float row_factors[ROWS * THREADS];
+    __shared__ double time;
+    if (is_skipped(args))
+        return;
+    const tensor_record &record = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
+    const adafactor_tensor &t = record.t;
+    const uint32_t block = blockIdx.x - record.first_block;
+    const bool is_matrix = t.kind == ADAFACTOR_MATRIX;
+    adafactor_place place = {};
+    int64_t from = 0, to = 0;
+    if (is_matrix)
+        place = adafactor_place_of(&t.shape, &t.cut, block);
+    else
+        adafactor_run_of(&t.shape, &t.cut, block, &from, &to);
+    if (threadIdx.x == 0) {
+        shared = constants_of(args.config, t, place.matrix, false);
+        time = adafactor_time(&t, &args.config);
+    }
+    __syncthreads();
+    if (is_matrix) {
+        const float *const variances = t.row_var + place.matrix * t.shape.rows + place.row;
+        for (int r = (int)threadIdx.x; r < place.rows; r += THREADS)
+            row_factors[r] = adafactor_row_factor(variances[r], shared.mean);
+        __syncthreads();
+    }
+    void *const residual = record.weights.residual;
+    uint32_t stalled = 0;
+    for (int64_t l = threadIdx.x; l < count_of_block(t, place, from, to); l += THREADS) {
+        const int64_t i = element_of_block(t, place, from, l);
+        const float row = is_matrix                  ? row_factors[l / place.cols]
+                          : t.kind == ADAFACTOR_TINY ? tiny_row_factor(t, i, shared.mean)
+                                                     : 1.0f;
+        const float column =
+            is_matrix ? t.col_factors[place.matrix * t.shape.cols + place.col + l % place.cols]
+            : t.kind == ADAFACTOR_TINY ? tiny_column_factor(t, i)
+                                       : 1.0f / sqrtf(t.variance[i]);
+        const float update =
+            adafactor_update(adafactor_row_of(row, shared.bound, shared.grad_factor),
+                             hr_load(t.grad, i, t.grad_dtype), column);
+        const weights_bits before = weights_bits_at(t.param, residual, i, t.param_dtype, args.mode);
+        const float was = weights_join(before, t.param_dtype, args.mode);
+        const float is =
+            adafactor_apply(shared.step, was, update, t.exp_avg ? t.exp_avg + i : nullptr);
+        const uint32_t random =
+            weights_are_random(args.mode)
+                ? weights_random_at(record.weights, weights_start_of(record.weights.place, i), time,
+                                    0)
+                : 0;
+        const weights_bits after = weights_split(is, t.param_dtype, args.mode, random);
+        weights_put_bits(t.param, residual, i, after, t.param_dtype, args.mode);
+        stalled += weights_stall(before, after, was, is);
+    }
+    if (args.stalled)
+        weights_add_stalled(args.stalled, stalled);
+}
+
 /* A block per tensor. */
 static __global__ void __launch_bounds__(THREADS)
     adafactor_total_kernel(const adafactor_launch __grid_constant__ args)
@@ -670,6 +811,8 @@ static void launch_phases(adafactor_launch *launch, hr_stream stream)
     if (phases & HR_ADAFACTOR_SUMS) {
         launch_blocks(launch, adafactor_sums_kernel, blocks_of_elements, stream);
         launch_blocks(launch, adafactor_tiny_sums_kernel, blocks_of_tiny, stream);
+        if (launch->config.weights && adafactor_is_scaled(&launch->config))
+            launch_blocks(launch, adafactor_weights_sums_kernel, blocks_of_elements, stream);
     }
     if (phases & (HR_ADAFACTOR_SUMS | HR_ADAFACTOR_STATES)) {
         launch_blocks(launch, adafactor_lines_kernel, blocks_of_lines, stream);
@@ -681,8 +824,12 @@ static void launch_phases(adafactor_launch *launch, hr_stream stream)
         HR_LAUNCH(adafactor_total_kernel, launch->count, THREADS, 0, stream, *launch);
     }
     if (phases & HR_ADAFACTOR_APPLY) {
-        launch_blocks(launch, adafactor_apply_kernel, blocks_of_others, stream);
-        launch_blocks(launch, adafactor_tiny_apply_kernel, blocks_of_tiny, stream);
+        if (launch->config.weights) {
+            launch_blocks(launch, adafactor_weights_apply_kernel, blocks_of_elements, stream);
+        } else {
+            launch_blocks(launch, adafactor_apply_kernel, blocks_of_others, stream);
+            launch_blocks(launch, adafactor_tiny_apply_kernel, blocks_of_tiny, stream);
+        }
         HR_LAUNCH(adafactor_count_kernel, (launch->count + THREADS - 1) / THREADS, THREADS, 0,
                   stream, *launch);
     }
@@ -694,12 +841,18 @@ hr_status adafactor_cuda(const adafactor_args *args, const hr_exec *exec)
     const adafactor_extent all = adafactor_extent_of(args->shapes, count, adafactor_cut_cuda);
     adafactor_extent before = {0, 0, 0, 0, 0, 0};
     adafactor_launch launch;
+    const hr_weights *const weights = args->config->weights;
     launch.config = *args->config;
+    launch.mode = weights ? weights->mode : HR_WEIGHTS_NEAREST;
+    launch.stalled = weights ? weights->stalled : nullptr;
     hr_status status = HR_OK;
     for (int64_t k = 0; k < count && status == HR_OK;) {
         for (launch.count = 0; k < count && launch.count < MAX_TENSORS; k++) {
             const adafactor_cut cut = adafactor_cut_cuda(&args->shapes[k]);
-            launch.tensors[launch.count++].t = adafactor_tensor_of(args, k, cut, &before, &all);
+            tensor_record *const record = &launch.tensors[launch.count++];
+            record->t = adafactor_tensor_of(args, k, cut, &before, &all);
+            if (weights)
+                record->weights = weights_record_of(weights, args->params, k);
             adafactor_add(&before, &args->shapes[k], &cut);
         }
         launch_phases(&launch, exec->stream);

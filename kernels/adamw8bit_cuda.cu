@@ -14,7 +14,7 @@
  * instructions. Encoding is that arithmetic, with tables so small that no lane waits.
  */
 #include "adamw8bit.h"
-#include "cuda.cuh"
+#include "weights.cuh"
 
 #define THREADS    256
 #define WARP       32
@@ -32,6 +32,7 @@ static_assert(2 * TILE == ADAMW8BIT_MAX_BLOCK && CUDA_CHUNK % ADAMW8BIT_MAX_BLOC
 enum { NEAREST, STOCHASTIC, BNB };
 
 typedef struct tensor_record {
+    static constexpr bool plain = true;
     void *param, *step;
     uint8_t *exp_avg, *exp_avg_sq;
     float *exp_avg_absmax, *exp_avg_sq_absmax;
@@ -42,26 +43,38 @@ typedef struct tensor_record {
     uint8_t param_dtype, grad_dtype, step_dtype;
 } tensor_record;
 
+/* A tensor whose weights are not plain. */
+struct mode_record : tensor_record {
+    static constexpr bool plain = false;
+    weights_record weights;
+};
+
 /* The constants of a step, by the one rule or the other. */
 typedef struct step_constants {
     adamw_constants adamw;
     adamw8bit_bnb_constants bnb;
 } step_constants;
 
-#define MAX_TENSORS                                                                   \
-    ((CUDA_PARAMETER_BYTES - sizeof(hr_adamw_config) - sizeof(step_constants) - 32) / \
-     sizeof(tensor_record))
-
-typedef struct adamw8bit_launch {
+/* What all tensors of a launch share. */
+typedef struct adamw8bit_shared {
     hr_adamw_config config;
     step_constants constants; /* unless they depend on device memory */
     int32_t fold_on_device;
     int32_t block_shift; /* log2 of the block size */
     uint32_t count;
-    tensor_record tensors[MAX_TENSORS];
-} adamw8bit_launch;
+    hr_weights_mode mode;
+    int64_t *stalled;
+} adamw8bit_shared;
 
-static_assert(sizeof(adamw8bit_launch) <= CUDA_PARAMETER_BYTES, "must fit in a launch");
+template <typename Record> struct adamw8bit_launch : adamw8bit_shared {
+    static constexpr uint32_t max_tensors =
+        (CUDA_PARAMETER_BYTES - sizeof(adamw8bit_shared)) / sizeof(Record);
+    Record tensors[max_tensors];
+};
+
+static_assert(sizeof(adamw8bit_launch<tensor_record>) <= CUDA_PARAMETER_BYTES &&
+                  sizeof(adamw8bit_launch<mode_record>) <= CUDA_PARAMETER_BYTES,
+              "must fit in a launch");
 
 /* ---- Four consecutive elements --------------------------------------------------------------- */
 
@@ -188,6 +201,46 @@ static __device__ __forceinline__ void store_codes(uint8_t *base, uint32_t i, bo
         store_codes_slowly(base, i, left, codes);
 }
 
+/* Residuals of four weights: the words of pack4, or codes in the first. */
+static __device__ __forceinline__ pack4 load_residuals4(const void *base, uint32_t i,
+                                                        hr_dtype residual, bool whole, int left)
+{
+    pack4 pack = {{0, 0, 0, 0}};
+    if (residual == HR_I8)
+        pack.words[0] = whole ? *(const uint32_t *)((const uint8_t *)base + i)
+                              : load_codes_slowly((const uint8_t *)base, i, left, 0);
+    else if (residual != HR_F64)
+        pack = load4(base, i, residual, whole, left);
+    return pack;
+}
+
+static __device__ __forceinline__ void store_residuals4(void *base, uint32_t i, hr_dtype residual,
+                                                        bool whole, int left, const pack4 &pack)
+{
+    if (residual == HR_I8)
+        store_codes((uint8_t *)base, i, whole, left, pack.words[0]);
+    else if (residual != HR_F64)
+        store4(base, i, residual, whole, left, pack);
+}
+
+/* Bits e of four, of a type of 8, 16 or 32 bits. */
+static __device__ __forceinline__ uint32_t bits_of(const pack4 &pack, int e, hr_dtype dtype)
+{
+    return dtype == HR_F32  ? pack.words[e]
+           : dtype == HR_I8 ? (pack.words[0] >> (8 * e)) & 0xFFu
+                            : (pack.words[e / 2] >> (16 * (e % 2))) & 0xFFFFu;
+}
+
+static __device__ __forceinline__ void put_bits(pack4 &pack, int e, hr_dtype dtype, uint32_t bits)
+{
+    if (dtype == HR_F32)
+        pack.words[e] = bits;
+    else if (dtype == HR_I8)
+        pack.words[0] |= bits << (8 * e);
+    else
+        pack.words[e / 2] |= bits << (16 * (e % 2));
+}
+
 /* ---- A tile ---------------------------------------------------------------------------------- */
 
 /* Moments come in pairs from here on: [0] is exp_avg_sq, [1] is exp_avg, by is_signed. */
@@ -208,6 +261,15 @@ typedef struct chunk {
     uint64_t seed;
     double step;
 } chunk;
+
+/* What a thread needs for weights that are not plain. */
+typedef struct weights_thread {
+    void *residual; /* of the thread block's elements */
+    const weights_record *record;
+    weights_start start;
+    hr_weights_mode mode;
+    uint32_t stalled; /* weights so far */
+} weights_thread;
 
 /* The larger of each pair over the lanes of a block, in all of them. The upper half of the lanes
  * takes [1] and the lower [0], so that the pair costs as many shuffles as one number, and one. */
@@ -260,12 +322,14 @@ static __device__ __forceinline__ void largest_of_blocks(uint32_t (&largest)[GRO
 
 /* The first pass over a block: new parameters, moments, and the largest of these in each group. All
  * loads are in flight before the first use. */
-template <int rule>
+template <int rule, bool plain>
 static __device__ __forceinline__ void
-update(const chunk &c, const step_constants &constants, const adamw8bit_maps &maps, uint32_t first,
-       bool whole, float (&moments)[2][GROUPS][GROUP], uint32_t (&largest)[GROUPS][2])
+update(const chunk &c, weights_thread &w, const step_constants &constants,
+       const adamw8bit_maps &maps, uint32_t first, bool whole, float (&moments)[2][GROUPS][GROUP],
+       uint32_t (&largest)[GROUPS][2])
 {
-    pack4 params[GROUPS], grads[GROUPS];
+    const hr_dtype residual = plain ? HR_F64 : weights_residual_dtype(w.mode, c.param_dtype);
+    pack4 params[GROUPS], residuals[GROUPS], grads[GROUPS];
     uint32_t codes[2][GROUPS];
     float absmaxs[2][GROUPS];
 #pragma unroll
@@ -273,6 +337,8 @@ update(const chunk &c, const step_constants &constants, const adamw8bit_maps &ma
         const uint32_t i = first + j * GROUP_STEP;
         const int left = c.count - (int)i;
         params[j] = load4(c.param, i, c.param_dtype, whole, left);
+        if (!plain)
+            residuals[j] = load_residuals4(w.residual, i, residual, whole, left);
         grads[j] = load4(c.grad, i, c.grad_dtype, whole, left);
 #pragma unroll
         for (int s = 0; s < 2; s++) {
@@ -282,7 +348,13 @@ update(const chunk &c, const step_constants &constants, const adamw8bit_maps &ma
     }
 #pragma unroll
     for (int j = 0; j < GROUPS; j++) {
+        const uint32_t i = first + j * GROUP_STEP;
+        const int left = c.count - (int)i;
         float param[GROUP];
+        pack4 new_params = {{0, 0, 0, 0}}, new_residuals = {{0, 0, 0, 0}};
+        hr_random4 random = {{0, 0, 0, 0}};
+        if (!plain && weights_are_random(w.mode))
+            random = weights_random_of<GROUP>(*w.record, w.start, c.step, i);
         largest[j][0] = largest[j][1] = 0;
 #pragma unroll
         for (int e = 0; e < GROUP; e++) {
@@ -292,7 +364,15 @@ update(const chunk &c, const step_constants &constants, const adamw8bit_maps &ma
                 moment[s] =
                     adamw8bit_decode(&maps, (uint8_t)(codes[s][j] >> (8 * e)), absmaxs[s][j], s);
             adamw_values x;
-            x.param = unpack(params[j], e, c.param_dtype);
+            weights_bits before = {0, 0};
+            if (plain) {
+                x.param = unpack(params[j], e, c.param_dtype);
+            } else {
+                before.param = bits_of(params[j], e, c.param_dtype);
+                before.residual = residual == HR_F64 ? 0 : bits_of(residuals[j], e, residual);
+                x.param = weights_join(before, c.param_dtype, w.mode);
+            }
+            const float was = x.param;
             x.grad = unpack(grads[j], e, c.grad_dtype);
             x.exp_avg = moment[1];
             x.exp_avg_sq = moment[0];
@@ -302,6 +382,14 @@ update(const chunk &c, const step_constants &constants, const adamw8bit_maps &ma
             else
                 x = adamw_update(constants.adamw, x, 0, c.skip_nonfinite);
             param[e] = x.param;
+            if (!plain) {
+                const weights_bits after =
+                    weights_split(x.param, c.param_dtype, w.mode, weights_random(&random, e));
+                put_bits(new_params, e, c.param_dtype, after.param);
+                put_bits(new_residuals, e, residual, after.residual);
+                if (whole || e < left)
+                    w.stalled += weights_stall(before, after, was, x.param);
+            }
             moment[1] = x.exp_avg;
             moment[0] = x.exp_avg_sq;
 #pragma unroll
@@ -310,9 +398,10 @@ update(const chunk &c, const step_constants &constants, const adamw8bit_maps &ma
                 largest[j][s] = max(largest[j][s], adamw8bit_magnitude(moment[s], rule == BNB));
             }
         }
-        const uint32_t i = first + j * GROUP_STEP;
-        const int left = c.count - (int)i;
-        store4(c.param, i, c.param_dtype, whole, left, repack(param, c.param_dtype));
+        if (!plain)
+            store_residuals4(w.residual, i, residual, whole, left, new_residuals);
+        store4(c.param, i, c.param_dtype, whole, left,
+               plain ? repack(param, c.param_dtype) : new_params);
     }
 }
 
@@ -358,14 +447,14 @@ static __device__ __forceinline__ uint8_t code_of(const adamw8bit_maps &maps, fl
 
 /* Both passes over the tile of a warp; `first` is the thread's first element, and `whole` means one
  * access per group. */
-template <int rule>
-static __device__ __forceinline__ void update_tile(const chunk &c, const step_constants &constants,
-                                                   const adamw8bit_maps &maps, uint32_t first,
-                                                   bool whole)
+template <int rule, bool plain>
+static __device__ __forceinline__ void
+update_tile(const chunk &c, weights_thread &w, const step_constants &constants,
+            const adamw8bit_maps &maps, uint32_t first, bool whole)
 {
     float moments[2][GROUPS][GROUP];
     uint32_t largest[GROUPS][2];
-    update<rule>(c, constants, maps, first, whole, moments, largest);
+    update<rule, plain>(c, w, constants, maps, first, whole, moments, largest);
     largest_of_blocks(largest, c.block_shift);
     float absmax[2] = {};
     dynamic_scale scale[2] = {};
@@ -417,7 +506,7 @@ static __device__ __forceinline__ size_t size_of(hr_dtype dtype)
 }
 
 /* What of tensor t is this thread block's. */
-static __device__ __forceinline__ chunk chunk_of(const adamw8bit_launch &args,
+static __device__ __forceinline__ chunk chunk_of(const adamw8bit_shared &args,
                                                  const tensor_record &t)
 {
     chunk c;
@@ -454,29 +543,45 @@ SLOW void fill_maps(adamw8bit_maps *maps, int bnb)
 
 /* As many blocks per multiprocessor as registers allow without a spill: the compiler finds room for
  * 4 of the longest variant, and for 3 of the others. */
-template <int rule>
-static __global__ void __launch_bounds__(THREADS, rule == STOCHASTIC ? 4 : 3)
-    adamw8bit_kernel(const adamw8bit_launch __grid_constant__ args)
+template <int rule, typename Record>
+static __global__ void __launch_bounds__(THREADS, rule == STOCHASTIC && Record::plain ? 4 : 3)
+    adamw8bit_kernel(const adamw8bit_launch<Record> __grid_constant__ args)
 {
     __shared__ adamw8bit_maps maps;
     __shared__ step_constants folded;
     if (args.config.found_inf && *args.config.found_inf != 0.0f)
         return;
-    const chunk c = chunk_of(args, args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)]);
+    const Record &t = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
+    chunk c = chunk_of(args, t);
+    weights_thread w = {};
+    if constexpr (!Record::plain) {
+        const hr_dtype residual = weights_residual_dtype(args.mode, c.param_dtype);
+        const size_t size = residual == HR_I8 ? 1 : size_of(residual);
+        w.residual = (char *)t.weights.residual + c.begin * size;
+        c.aligned = c.aligned && (uintptr_t)t.weights.residual % (GROUP * size) == 0;
+        w.record = &t.weights;
+        w.mode = args.mode;
+        if (weights_are_random(w.mode))
+            w.start = weights_start_of(t.weights.place, c.begin);
+    }
     if (threadIdx.x == 0)
         folded = args.fold_on_device ? fold(&args.config, c.step, rule == BNB) : args.constants;
     fill_maps(&maps, rule == BNB);
     for (uint32_t tiles = 0; tiles < (uint32_t)c.count; tiles += WARPS * TILE) {
         const uint32_t tile = tiles + threadIdx.x / WARP * TILE;
         if (tile < (uint32_t)c.count || 1 << c.block_shift > TILE)
-            update_tile<rule>(c, folded, maps, tile + threadIdx.x % WARP * GROUP,
-                              c.aligned && tile + TILE <= (uint32_t)c.count);
+            update_tile<rule, Record::plain>(c, w, folded, maps, tile + threadIdx.x % WARP * GROUP,
+                                             c.aligned && tile + TILE <= (uint32_t)c.count);
     }
+    if constexpr (!Record::plain)
+        if (args.stalled)
+            weights_add_stalled(args.stalled, w.stalled);
 }
 
 /* A launch of its own, after the update: every block of a tensor reads its counter. */
+template <typename Record>
 static __global__ void __launch_bounds__(THREADS)
-    adamw8bit_count_kernel(const adamw8bit_launch __grid_constant__ args)
+    adamw8bit_count_kernel(const adamw8bit_launch<Record> __grid_constant__ args)
 {
     const uint32_t k = blockIdx.x * THREADS + threadIdx.x;
     if (k >= args.count || (args.config.found_inf && *args.config.found_inf != 0.0f))
@@ -485,11 +590,9 @@ static __global__ void __launch_bounds__(THREADS)
     hr_store_scalar(args.tensors[k].step, hr_load_scalar(args.tensors[k].step, dtype) + 1.0, dtype);
 }
 
-/* Appends tensor k and returns the number of blocks in the launch so far. */
-static uint32_t add_tensor(adamw8bit_launch *launch, const adamw8bit_args *args, int64_t k,
-                           uint32_t blocks)
+/* Fills the record of tensor k and returns the number of blocks in the launch so far. */
+static uint32_t fill(tensor_record *t, const adamw8bit_args *args, int64_t k, uint32_t blocks)
 {
-    tensor_record *const t = &launch->tensors[launch->count++];
     t->param = args->params->data[k];
     t->step = args->steps ? args->steps->data[k] : nullptr;
     t->exp_avg = (uint8_t *)args->exp_avgs->data[k];
@@ -506,11 +609,14 @@ static uint32_t add_tensor(adamw8bit_launch *launch, const adamw8bit_args *args,
     return blocks + cuda_blocks(t->numel);
 }
 
-hr_status adamw8bit_cuda(const adamw8bit_args *args, const hr_exec *exec)
+template <typename Record>
+static hr_status launch_all(const adamw8bit_args *args, const hr_exec *exec)
 {
     const hr_adamw_config *const config = &args->config->adamw;
-    adamw8bit_launch launch;
+    adamw8bit_launch<Record> launch;
     launch.config = *config;
+    launch.mode = config->weights ? config->weights->mode : HR_WEIGHTS_NEAREST;
+    launch.stalled = config->weights ? config->weights->stalled : nullptr;
     launch.fold_on_device =
         args->steps || config->lr_ptr || config->grad_scale || config->clip_coef;
     if (!launch.fold_on_device)
@@ -521,18 +627,33 @@ hr_status adamw8bit_cuda(const adamw8bit_args *args, const hr_exec *exec)
     for (int64_t k = 0; k < args->params->count && status == HR_OK;) {
         uint32_t blocks = 0;
         launch.count = 0;
-        for (; k < args->params->count && launch.count < MAX_TENSORS; k++)
-            blocks = add_tensor(&launch, args, k, blocks);
-        if (blocks > 0 && args->config->bnb_exact)
-            HR_LAUNCH(adamw8bit_kernel<BNB>, blocks, THREADS, 0, exec->stream, launch);
-        else if (blocks > 0 && args->config->seeds)
-            HR_LAUNCH(adamw8bit_kernel<STOCHASTIC>, blocks, THREADS, 0, exec->stream, launch);
-        else if (blocks > 0)
-            HR_LAUNCH(adamw8bit_kernel<NEAREST>, blocks, THREADS, 0, exec->stream, launch);
+        for (; k < args->params->count && launch.count < launch.max_tensors; k++) {
+            Record *const record = &launch.tensors[launch.count++];
+            blocks = fill(record, args, k, blocks);
+            if constexpr (!Record::plain)
+                record->weights = weights_record_of(config->weights, args->params, k);
+        }
+        if (blocks > 0) {
+            if (args->config->seeds)
+                HR_LAUNCH((adamw8bit_kernel<STOCHASTIC, Record>), blocks, THREADS, 0, exec->stream,
+                          launch);
+            else if (Record::plain && args->config->bnb_exact)
+                HR_LAUNCH((adamw8bit_kernel < Record::plain ? BNB : NEAREST, Record >), blocks,
+                          THREADS, 0, exec->stream, launch);
+            else
+                HR_LAUNCH((adamw8bit_kernel<NEAREST, Record>), blocks, THREADS, 0, exec->stream,
+                          launch);
+        }
         if (args->steps)
-            HR_LAUNCH(adamw8bit_count_kernel, (launch.count + THREADS - 1) / THREADS, THREADS, 0,
-                      exec->stream, launch);
+            HR_LAUNCH(adamw8bit_count_kernel<Record>, (launch.count + THREADS - 1) / THREADS,
+                      THREADS, 0, exec->stream, launch);
         status = cuda_launch_status("hr_adamw8bit");
     }
     return status;
+}
+
+hr_status adamw8bit_cuda(const adamw8bit_args *args, const hr_exec *exec)
+{
+    return args->config->adamw.weights ? launch_all<mode_record>(args, exec)
+                                       : launch_all<tensor_record>(args, exec);
 }

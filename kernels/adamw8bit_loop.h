@@ -35,9 +35,9 @@ LOOP_TARGET HR_INLINE void LOOP_NAME(update)(const adamw8bit_tensor *t, void *re
 }
 
 /* The blocks of [from, to) of one tensor; `from` is the start of a block. */
-LOOP_TARGET HR_INLINE void LOOP_NAME(run)(const adamw8bit_tensor *t, int64_t from, int64_t to,
-                                          hr_dtype param_dtype, hr_dtype grad_dtype,
-                                          adamw8bit_rule rule)
+LOOP_TARGET HR_INLINE void LOOP_NAME(blocks)(const adamw8bit_tensor *t, int64_t from, int64_t to,
+                                             hr_dtype param_dtype, hr_dtype grad_dtype,
+                                             adamw8bit_rule rule)
 {
     const int block_size = t->call->args->config->block_size;
     const int param_size = param_dtype == HR_F32 ? 4 : 2, grad_size = grad_dtype == HR_F32 ? 4 : 2;
@@ -86,44 +86,20 @@ LOOP_TARGET HR_INLINE void LOOP_NAME(run)(const adamw8bit_tensor *t, int64_t fro
         LOOP_NAME(encode)(t, &last, i, last.count - i < LANES ? last.count - i : LANES);
 }
 
-LOOP_TARGET static void LOOP_NAME(range)(void *context, int64_t begin, int64_t end)
+LOOP_TARGET void LOOP_NAME(run)(const adamw8bit_tensor *t, int64_t from, int64_t to,
+                                hr_dtype param_dtype, hr_dtype grad_dtype)
 {
-    const adamw8bit_call *const call = (const adamw8bit_call *)context;
-    const adamw8bit_args *const a = call->args;
-    const hr_adamw8bit_config *const config = a->config;
-    adamw8bit_tensor t = {0};
-    t.call = call;
-    t.step = NAN; /* equal to no step */
-    CPU_FOR_EACH_TENSOR_IN_BLOCKS(a->params, begin, end, config->block_size, k, from, to)
-    {
-        const double step = a->steps ? hr_load_scalar(a->steps->data[k], a->steps->dtype[k]) + 1.0
-                                     : (double)config->adamw.step;
-        if (step != t.step) {
-            t.constants = adamw_fold(&config->adamw, step);
-            t.bnb = adamw8bit_bnb_fold(&config->adamw, step);
-        }
-        t.step = step;
-        t.seed = config->seeds ? config->seeds[k] : 0;
-        t.param = a->params->data[k];
-        t.grad = a->grads->data[k];
-        t.exp_avg = (uint8_t *)a->exp_avgs->data[k];
-        t.exp_avg_sq = (uint8_t *)a->exp_avg_sqs->data[k];
-        t.exp_avg_absmax = (float *)a->exp_avg_absmaxs->data[k];
-        t.exp_avg_sq_absmax = (float *)a->exp_avg_sq_absmaxs->data[k];
-        if (LOOP_NAME(run_fast)(&t, from, to, a->params->dtype[k], a->grads->dtype[k]))
-            continue;
-        FOR_DTYPE(a->params->dtype[k], P,
-                  FOR_DTYPE(
-                      a->grads->dtype[k], G, switch (call->rule) {
-                          case ADAMW8BIT_PLAIN:
-                              LOOP_NAME(run)(&t, from, to, P, G, ADAMW8BIT_PLAIN);
-                              break;
-                          case ADAMW8BIT_ANY:
-                              LOOP_NAME(run)(&t, from, to, P, G, ADAMW8BIT_ANY);
-                              break;
-                          case ADAMW8BIT_BNB:
-                              LOOP_NAME(run)(&t, from, to, P, G, ADAMW8BIT_BNB);
-                              break;
-                      }))
-    }
+    FOR_DTYPE(param_dtype, P,
+              FOR_DTYPE(
+                  grad_dtype, G, switch (t->call->rule) {
+                      case ADAMW8BIT_PLAIN:
+                          LOOP_NAME(blocks)(t, from, to, P, G, ADAMW8BIT_PLAIN);
+                          break;
+                      case ADAMW8BIT_ANY:
+                          LOOP_NAME(blocks)(t, from, to, P, G, ADAMW8BIT_ANY);
+                          break;
+                      case ADAMW8BIT_BNB:
+                          LOOP_NAME(blocks)(t, from, to, P, G, ADAMW8BIT_BNB);
+                          break;
+                  }))
 }

@@ -3,7 +3,7 @@
  * small tensors cost no more hand-overs than one large one.
  */
 #include "adamw.h"
-#include "cpu.h"
+#include "weights_cpu.h"
 
 /* With constant dtypes, amsgrad and skip this is one vector loop without branches. */
 HR_INLINE void adamw_few(adamw_constants c, void *restrict param, const void *restrict grad,
@@ -50,54 +50,103 @@ HR_INLINE void adamw_run(adamw_constants c, void *restrict param, const void *re
               state_dtype, amsgrad, 0);
 }
 
-HR_INLINE void adamw_tensor(const adamw_args *a, adamw_constants c, int64_t k, int64_t begin,
-                            int64_t end)
+/* Elements to update, with parameters of a type of their own. */
+typedef struct adamw_part {
+    adamw_constants constants;
+    void *param, *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
+    const void *grad;
+    hr_dtype param_dtype, grad_dtype, state_dtype;
+    int skip;
+} adamw_part;
+
+HR_INLINE void adamw_part_range(void *context, int64_t begin, int64_t end)
 {
-    void *const param = a->params->data[k];
-    const void *const grad = a->grads->data[k];
-    void *const exp_avg = a->exp_avgs->data[k];
-    void *const exp_avg_sq = a->exp_avg_sqs->data[k];
-    void *const max_exp_avg_sq = a->max_exp_avg_sqs ? a->max_exp_avg_sqs->data[k] : NULL;
-    if (a->config->skip_nonfinite) { /* asked for seldom, so not compiled for every mix */
-        adamw_few(c, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, begin, end,
-                  a->params->dtype[k], a->grads->dtype[k], a->exp_avgs->dtype[k],
-                  max_exp_avg_sq != NULL, 1);
+    const adamw_part *const p = (const adamw_part *)context;
+    if (p->skip) { /* asked for seldom, so not compiled for every mix */
+        adamw_few(p->constants, p->param, p->grad, p->exp_avg, p->exp_avg_sq, p->max_exp_avg_sq,
+                  begin, end, p->param_dtype, p->grad_dtype, p->state_dtype,
+                  p->max_exp_avg_sq != NULL, 1);
         return;
     }
-    FOR_DTYPE(
-        a->params->dtype[k], P,
-        FOR_DTYPE(a->grads->dtype[k], G,
-                  FOR_DTYPE(a->exp_avgs->dtype[k], S,
-                            if (max_exp_avg_sq) adamw_run(c, param, grad, exp_avg, exp_avg_sq,
-                                                          max_exp_avg_sq, begin, end, P, G, S, 1);
-                            else adamw_run(c, param, grad, exp_avg, exp_avg_sq, NULL, begin, end, P,
-                                           G, S, 0))))
+    FOR_DTYPE(p->param_dtype, P,
+              FOR_DTYPE(p->grad_dtype, G,
+                        FOR_DTYPE(p->state_dtype, S,
+                                  if (p->max_exp_avg_sq) adamw_run(
+                                      p->constants, p->param, p->grad, p->exp_avg, p->exp_avg_sq,
+                                      p->max_exp_avg_sq, begin, end, P, G, S, 1);
+                                  else adamw_run(p->constants, p->param, p->grad, p->exp_avg,
+                                                 p->exp_avg_sq, NULL, begin, end, P, G, S, 0))))
+}
+
+CPU_VARIANTS(adamw_part_range)
+
+static void *adamw_at(void *base, int64_t i, hr_dtype dtype)
+{
+    return base ? (char *)base + i * (dtype == HR_F32 ? 4 : 2) : NULL;
+}
+
+/* The elements [begin, end) of a tensor whose weights are not plain. */
+static void adamw_weights(const adamw_part *p, const weights_tensor *weights, int64_t begin,
+                          int64_t end)
+{
+    _Alignas(64) float tile[WEIGHTS_TILE], before[WEIGHTS_TILE];
+    adamw_part part = *p;
+    part.param = tile;
+    part.param_dtype = HR_F32;
+    for (int64_t i = begin; i < end; i += WEIGHTS_TILE) {
+        const int count = end - i < WEIGHTS_TILE ? (int)(end - i) : WEIGHTS_TILE;
+        weights_prefetch(weights, i, count, end);
+        cpu_prefetch(p->grad, i, count, end, p->grad_dtype);
+        cpu_prefetch(p->exp_avg, i, count, end, p->state_dtype);
+        cpu_prefetch(p->exp_avg_sq, i, count, end, p->state_dtype);
+        part.grad = adamw_at((void *)p->grad, i, p->grad_dtype);
+        part.exp_avg = adamw_at(p->exp_avg, i, p->state_dtype);
+        part.exp_avg_sq = adamw_at(p->exp_avg_sq, i, p->state_dtype);
+        part.max_exp_avg_sq = adamw_at(p->max_exp_avg_sq, i, p->state_dtype);
+        weights_load(weights, i, count, tile);
+        if (weights->stalled)
+            memcpy(before, tile, (size_t)count * sizeof before[0]);
+        CPU_BEST(adamw_part_range)(&part, 0, count);
+        weights_store(weights, i, count, tile, weights->stalled ? before : NULL);
+    }
 }
 
 /* The elements [begin, end) of the list laid end to end. */
-HR_INLINE void adamw_range(void *context, int64_t begin, int64_t end)
+static void adamw_range(void *context, int64_t begin, int64_t end)
 {
-    const adamw_args *a = (const adamw_args *)context;
-    adamw_constants constants = {0};
+    const adamw_args *const a = (const adamw_args *)context;
+    adamw_part part = {0};
+    part.skip = a->config->skip_nonfinite;
     double folded_for = NAN; /* equal to no step */
     CPU_FOR_EACH_TENSOR(a->params, begin, end, k, from, to)
     {
         const double t = a->steps ? hr_load_scalar(a->steps->data[k], a->steps->dtype[k]) + 1.0
                                   : (double)a->config->step;
         if (t != folded_for)
-            constants = adamw_fold(a->config, t);
+            part.constants = adamw_fold(a->config, t);
         folded_for = t;
-        adamw_tensor(a, constants, k, from, to);
+        part.param = a->params->data[k];
+        part.grad = a->grads->data[k];
+        part.exp_avg = a->exp_avgs->data[k];
+        part.exp_avg_sq = a->exp_avg_sqs->data[k];
+        part.max_exp_avg_sq = a->max_exp_avg_sqs ? a->max_exp_avg_sqs->data[k] : NULL;
+        part.param_dtype = a->params->dtype[k];
+        part.grad_dtype = a->grads->dtype[k];
+        part.state_dtype = a->exp_avgs->dtype[k];
+        if (a->config->weights) {
+            const weights_tensor weights = weights_of(a->config->weights, a->params, k, t);
+            adamw_weights(&part, &weights, from, to);
+        } else {
+            CPU_BEST(adamw_part_range)(&part, from, to);
+        }
     }
 }
-
-CPU_VARIANTS(adamw_range)
 
 hr_status adamw_cpu(const adamw_args *args)
 {
     if (args->config->found_inf && *args->config->found_inf != 0.0f)
         return HR_OK;
-    hr_parallel_for(0, cpu_total(args->params), CPU_GRAIN, CPU_BEST(adamw_range), (void *)args);
+    hr_parallel_for(0, cpu_total(args->params), CPU_GRAIN, adamw_range, (void *)args);
     for (int64_t k = 0; args->steps && k < args->steps->count; k++) {
         void *const step = args->steps->data[k];
         const hr_dtype dtype = args->steps->dtype[k];

@@ -23,24 +23,25 @@
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,bmi,bmi2," \
                           "prefer-vector-width=512")))
 #endif
-/* AVX-512 where hr_cpu_has_vbmi_and_bf16(): for code beside a loop's AVX-512 variant. */
+/* HR_CPU_AVX512_VBMI: for code beside a loop's AVX-512 variant. */
 #define CPU_AVX512_VBMI_BF16                                                                       \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,fma,f16c,bmi," \
                           "bmi2")))
-#define CPU_VARIANTS(loop)                                                          \
-    static void loop##_baseline(void *context, int64_t begin, int64_t end)          \
-    {                                                                               \
-        loop(context, begin, end);                                                  \
-    }                                                                               \
-    CPU_AVX2 static void loop##_avx2(void *context, int64_t begin, int64_t end)     \
-    {                                                                               \
-        loop(context, begin, end);                                                  \
-    }                                                                               \
-    CPU_AVX512 static void loop##_avx512(void *context, int64_t begin, int64_t end) \
-    {                                                                               \
-        loop(context, begin, end);                                                  \
-    }                                                                               \
-    static const hr_range_fn loop##_variants[] = {loop##_baseline, loop##_avx2, loop##_avx512};
+#define CPU_VARIANTS(loop)                                                                     \
+    static void loop##_baseline(void *context, int64_t begin, int64_t end)                     \
+    {                                                                                          \
+        loop(context, begin, end);                                                             \
+    }                                                                                          \
+    CPU_AVX2 static void loop##_avx2(void *context, int64_t begin, int64_t end)                \
+    {                                                                                          \
+        loop(context, begin, end);                                                             \
+    }                                                                                          \
+    CPU_AVX512 static void loop##_avx512(void *context, int64_t begin, int64_t end)            \
+    {                                                                                          \
+        loop(context, begin, end);                                                             \
+    }                                                                                          \
+    static const hr_range_fn loop##_variants[] = {loop##_baseline, loop##_avx2, loop##_avx512, \
+                                                  loop##_avx512};
 #else
 #define CPU_VARIANTS(loop)                                                          \
     static void loop##_baseline(void *context, int64_t begin, int64_t end)          \

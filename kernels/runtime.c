@@ -48,19 +48,13 @@ static hr_cpu_level highest_cpu_level(void)
     const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const int avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    return avx2 && avx512 ? HR_CPU_AVX512 : avx2 ? HR_CPU_AVX2 : HR_CPU_BASELINE;
+    const int vbmi = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
+    return !avx2     ? HR_CPU_BASELINE
+           : !avx512 ? HR_CPU_AVX2
+           : !vbmi   ? HR_CPU_AVX512
+                     : HR_CPU_AVX512_VBMI;
 #else
     return HR_CPU_BASELINE;
-#endif
-}
-
-int hr_cpu_has_vbmi_and_bf16(void)
-{
-#if defined(__x86_64__) && defined(__GNUC__)
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
-#else
-    return 0;
 #endif
 }
 
@@ -68,7 +62,7 @@ static _Atomic int cpu_level = -1; /* until the first use */
 
 hr_cpu_level hr_get_cpu_level(void)
 {
-    static const char *const names[] = {"baseline", "avx2", "avx512"};
+    static const char *const names[] = {"baseline", "avx2", "avx512", "avx512vbmi"};
     int level = atomic_load(&cpu_level);
     if (level >= 0)
         return (hr_cpu_level)level;
@@ -83,8 +77,8 @@ hr_cpu_level hr_get_cpu_level(void)
 
 hr_status hr_set_cpu_level(hr_cpu_level level)
 {
-    if ((int)level < HR_CPU_BASELINE || (int)level > HR_CPU_AVX512)
-        return hr_fail(HR_INVALID_ARGUMENT, "hr_set_cpu_level: level is %d, wanted 0 to 2",
+    if ((int)level < HR_CPU_BASELINE || (int)level > HR_CPU_AVX512_VBMI)
+        return hr_fail(HR_INVALID_ARGUMENT, "hr_set_cpu_level: level is %d, wanted 0 to 3",
                        (int)level);
     if (level > highest_cpu_level())
         return hr_fail(HR_UNSUPPORTED, "hr_set_cpu_level: level %d, but this CPU goes up to %d",

@@ -15,9 +15,6 @@ hr_status hr_fail(hr_status status, const char *format, ...) __attribute__((form
 /* Runs on the lent threads; see hr_set_parallel_for. */
 void hr_parallel_for(int64_t begin, int64_t end, int64_t grain, hr_range_fn range, void *context);
 
-/* Whether the CPU permutes bytes and rounds to bfloat16: AVX512_VBMI and AVX512_BF16. */
-int hr_cpu_has_vbmi_and_bf16(void);
-
 /* Makes `device` current for the calling thread and gives the one that was, to be handed back. */
 hr_status hr_cuda_enter(int32_t device, int32_t *previous);
 void hr_cuda_leave(int32_t previous);

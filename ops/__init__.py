@@ -9,6 +9,7 @@ from .accumulate import GradAccumulator, accumulate_
 from .adafactor import adafactor_
 from .adamw import adamw_
 from .adamw8bit import adamw8bit_, dynamic_map
+from .cast_model import cast_model
 from .clip import clip_grad_norm_, clip_grad_value_
 from .unscale_norm import grad_norm, unscale_norm_
 from .update_scale import update_scale_
@@ -21,6 +22,7 @@ __all__ = [
     "adamw_",
     "amp",
     "build_info",
+    "cast_model",
     "clip_grad_norm_",
     "clip_grad_value_",
     "dynamic_map",

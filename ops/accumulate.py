@@ -134,21 +134,31 @@ class GradAccumulator:
         self._losts: dict[Tensor, Tensor] = {}
         self._compensated = compensated
         self._weight = 0.0
+        self._open: float | None = None  # the weight of the micro-batch that runs
+        self._is_partial = False  # whether the sums have a part of it
         self._given: dict[Tensor, weakref.ref[Tensor]] = {}  # what the last finish() gave
 
     @contextlib.contextmanager
     def micro_batch(self, weight: float = 1.0) -> Iterator[None]:
         """The forward and backward of one micro-batch; drops the gradients that are there at its
-        start, and calls :meth:`add` at its end. An error inside leaves the micro-batch out."""
+        start, and calls :meth:`add` at its end. An error inside leaves the micro-batch out (and,
+        with :func:`~headroom.optim.release_gradients`, which has taken a part of it already, all
+        micro-batches since the last :meth:`finish`)."""
         _check_weight(weight)
         self._empty()
+        self._open = weight
         try:
             # Only DDP's: under that of other wrappers gradients are not those of the parameters.
             with self._module.no_sync() if self._is_ddp else contextlib.nullcontext():
                 yield
         except BaseException:
             self._empty()
+            if self._is_partial:
+                self._clear()
             raise
+        finally:
+            self._open = None
+            self._is_partial = False
         self.add(weight)
 
     @torch.no_grad()
@@ -162,8 +172,24 @@ class GradAccumulator:
                 top: ``zero_grad()`` was not called after the step.
         """
         _check_weight(weight)
+        self._take(self._params, weight)
+        self._weight += weight
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a micro-batch runs."""
+        return self._open is not None
+
+    @torch.no_grad()
+    def take(self, params: Iterable[Tensor]) -> None:
+        """Takes some gradients of the micro-batch that runs, before its end."""
+        assert self._open is not None
+        self._is_partial = True
+        self._take(params, self._open)
+
+    def _take(self, params: Iterable[Tensor], weight: float) -> None:
         by_device: dict[torch.device, list[Tensor]] = {}
-        for param in self._params:
+        for param in params:
             if param.grad is None:
                 continue
             if param in self._given and self._given[param]() is param.grad:
@@ -184,8 +210,8 @@ class GradAccumulator:
                 losts=[local_part(self._losts[p]) for p in params] if self._compensated else (),
                 factor=float(weight),
             )
-        self._empty()
-        self._weight += weight
+            for param in params:
+                param.grad = None
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -207,6 +233,9 @@ class GradAccumulator:
         for param, total in self._sums.items():
             param.grad = total if _takes_float32(param) else total.to(param.dtype)
             self._given[param] = weakref.ref(param.grad)
+        self._clear()
+
+    def _clear(self) -> None:
         self._sums, self._losts, self._weight = {}, {}, 0.0
 
     def _empty(self) -> None:

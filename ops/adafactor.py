@@ -15,6 +15,7 @@ from ._adamw_options import check_list, check_scalars, check_steps, lr_arguments
 from ._registration import FLOATS, complete, require
 from .adamw import _scalar_on
 from .optimizer import Kind, Optimizer
+from .weights import NEAREST, RESIDUALS, check_weights, weights_mode
 
 __all__ = ["Adafactor", "adafactor_"]
 
@@ -76,6 +77,12 @@ def adafactor_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     clip_coef: Tensor | None = None,
+    residuals: Sequence[Tensor] = (),
+    master: str | None = None,
+    rounding: str = "nearest",
+    weight_seeds: Sequence[int] | None = None,
+    places: Sequence[int] | None = None,
+    stalled: Tensor | None = None,
 ) -> None:
     """One step of Adafactor on a list of parameters, in place.
 
@@ -104,6 +111,8 @@ def adafactor_(
         grad_scale: float32 tensor of one element; gradients are divided by it.
         found_inf: float32 tensor of one element; if it is not 0, nothing changes, steps included.
         clip_coef: float32 tensor of one element; gradients are multiplied by it.
+        residuals, master, rounding, weight_seeds, places, stalled: how 16-bit parameters are
+            stored, as in :func:`adamw_`.
 
     Raises:
         RuntimeError: shapes, devices or dtypes do not fit, an option is out of range, or a tensor
@@ -124,6 +133,7 @@ def adafactor_(
         exp_avgs,
         rmss,
         state_steps,
+        list(residuals),
         hf=_is_hf(semantics),
         **lr_arguments(lr, params[0].device),
         beta2_decay=beta2_decay,
@@ -139,6 +149,10 @@ def adafactor_(
         grad_scale=grad_scale,
         found_inf=found_inf,
         clip_coef=clip_coef,
+        weights_mode=weights_mode(master, rounding).number,
+        weight_seeds=None if weight_seeds is None else list(weight_seeds),
+        places=None if places is None else list(places),
+        stalled=stalled,
     )
 
 
@@ -158,6 +172,7 @@ def _(
     exp_avgs,
     rmss,
     state_steps,
+    residuals,
     *,
     phases=ALL,
     workspace=None,
@@ -180,6 +195,7 @@ def _(
     if rmss:
         check_list("rmss", rmss, params, f32, [1] * len(params))
     check_steps(state_steps, params)
+    check_weights(params, residuals, options)
     check_scalars(options)
     require(phases == ALL or workspace is not None, f"phases is {phases}, which needs a workspace")
 
@@ -225,6 +241,8 @@ class Adafactor(Optimizer):
         foreach: accepted for compatibility, without effect.
         semantics: whose rule, options, defaults and state keys.
         max_grad_norm: clip all gradients, as one vector, to this L2 norm; see :meth:`step`.
+        master, rounding, seed, count_stalled: how 16-bit parameters are stored, as in
+            :class:`Adam`.
 
     The state of a parameter is that of the original: ``step``, and ``row_var`` and ``col_var``, or
     ``variance`` (``"torch"``); ``exp_avg_sq_row`` and ``exp_avg_sq_col``, or ``exp_avg_sq``, with
@@ -266,6 +284,10 @@ class Adafactor(Optimizer):
         relative_step: bool | None = None,
         warmup_init: bool | None = None,
         max_grad_norm: float | None = None,
+        master: str | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        count_stalled: bool = False,
     ) -> None:
         _is_hf(semantics)
         self.semantics = semantics
@@ -291,8 +313,10 @@ class Adafactor(Optimizer):
         defaults = DEFAULTS[semantics] | given
         if max_grad_norm is not None:
             defaults["max_grad_norm"] = max_grad_norm
+        if weights_mode(master, rounding) is not NEAREST:
+            defaults |= {"master": master, "rounding": rounding, "seed": seed}
         self._check_options(defaults)
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, count_stalled=count_stalled)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict):
@@ -378,7 +402,9 @@ class Adafactor(Optimizer):
         # torch's statistics have the gradient's dtype, and ours are float32 always.
         widened = {
             name: value.float()
-            if name != "step" and isinstance(value, Tensor) and value.dtype in FLOATS
+            if name not in ("step", *RESIDUALS)
+            and isinstance(value, Tensor)
+            and value.dtype in FLOATS
             else value
             for name, value in entry.items()
         }
@@ -407,29 +433,30 @@ class Adafactor(Optimizer):
     # ---- one step -------------------------------------------------------------------------------
 
     def _table(
-        self, group: dict[str, Any], kind: int, params: list[Tensor], grads: list[Tensor]
+        self, group: dict[str, Any], kind: Kind, params: list[Tensor], grads: list[Tensor]
     ) -> Tensor | None:
-        if kind == FACTORED and not all(map(Tensor.is_contiguous, params)):
+        if kind.index == FACTORED and not all(map(Tensor.is_contiguous, params)):
             return None
         return super()._table(group, kind, params, grads)
 
     def _update(
         self,
         group: dict[str, Any],
-        kind: int,
+        kind: Kind,
         owners: list[Tensor],
         params: list[Tensor],
         grads: list[Tensor],
         states: list[list[Tensor]] | Tensor,
     ) -> None:
         options = self._options(group, params[0].device)
-        names = self._kinds(group)[kind].names
+        names = kind.names
         if isinstance(states, Tensor):
+            options |= self._weights_options(group, kind, owners, params[0].device)
             torch.autograd.graph.increment_version(params)
             torch.ops.headroom._adafactor_table_(
                 params[0],
                 states,
-                factored=kind == FACTORED,
+                factored=kind.index == FACTORED,
                 momentum="exp_avg" in names,
                 with_rms="RMS" in names,
                 **options,
@@ -438,16 +465,19 @@ class Adafactor(Optimizer):
         columns = dict(zip(names, states))
         row, col, variance = NAMES[self.semantics]
         lists = [params, grads]
-        lists += [columns.get(name, []) for name in (row, col, variance, "exp_avg", "RMS", "step")]
+        keys = row, col, variance, "exp_avg", "RMS", "step", kind.weights.residual
+        lists += [columns.get(name, []) for name in keys]
         buckets: dict[Any, list[int]] = {}
         for k, owner in enumerate(owners):
             buckets.setdefault(_sharding(owner), []).append(k)
         for sharding, where in buckets.items():
             chosen = [[column[k] for k in where] if column else [] for column in lists]
+            some = [owners[k] for k in where]
+            more = options | self._weights_options(group, kind, some, params[0].device)
             if sharding is None:
-                torch.ops.headroom.adafactor_(*chosen, **options)
+                torch.ops.headroom.adafactor_(*chosen, **more)
             else:
-                _step_sharded([owners[k] for k in where], *sharding, chosen, options)
+                _step_sharded(some, *sharding, chosen, more)
 
     def _options(self, group: dict[str, Any], device: torch.device) -> dict[str, Any]:
         """The op's arguments that are not lists."""

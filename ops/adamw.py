@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from ._adamw_options import check_list, check_scalars, check_steps, lr_arguments
 from ._registration import FLOATS, complete, require
 from .optimizer import Kind, Optimizer
+from .weights import NEAREST, check_weights, weights_mode
 
 __all__ = ["Adam", "AdamW", "adamw_"]
 
@@ -36,6 +38,12 @@ def adamw_(
     found_inf: Tensor | None = None,
     clip_coef: Tensor | None = None,
     skip_nonfinite: bool = False,
+    residuals: Sequence[Tensor] = (),
+    master: str | None = None,
+    rounding: str = "nearest",
+    weight_seeds: Sequence[int] | None = None,
+    places: Sequence[int] | None = None,
+    stalled: Tensor | None = None,
 ) -> None:
     """One step of AdamW, or of Adam, on a list of parameters, in place and in one pass.
 
@@ -55,6 +63,15 @@ def adamw_(
         found_inf: float32 tensor of one element; if it is not 0, nothing changes, steps included.
         clip_coef: float32 tensor of one element; gradients are multiplied by it.
         skip_nonfinite: parameters and moments stay where the gradient is infinite or NaN.
+        master, rounding: how 16-bit parameters are stored; see :class:`Adam`.
+        residuals: what such a parameter lacks of float32, shaped like params: float32 with
+            ``master="f32"``, int16 with ``"remainder16"``, int8 with ``"remainder8"``, the
+            parameter's dtype with ``rounding="kahan"``, else none; updated.
+        weight_seeds: with ``rounding="stochastic"``, a 64-bit number for each parameter.
+        places: offset, run and stride of each parameter in the whole that it is a part of, for
+            stochastic rounding: element i is ``offset + i // run * stride + i % run`` of it.
+        stalled: int64 tensor of one element; grows by the number of weights that float32 would have
+            moved and that are stored as they were.
 
     Raises:
         RuntimeError: shapes, devices or dtypes do not fit, an option is out of range, or a tensor
@@ -72,6 +89,7 @@ def adamw_(
         exp_avg_sqs,
         max_exp_avg_sqs,
         state_steps,
+        list(residuals),
         **lr_arguments(lr, params[0].device),
         beta1=beta1,
         beta2=beta2,
@@ -84,17 +102,33 @@ def adamw_(
         found_inf=found_inf,
         clip_coef=clip_coef,
         skip_nonfinite=skip_nonfinite,
+        weights_mode=weights_mode(master, rounding).number,
+        weight_seeds=None if weight_seeds is None else list(weight_seeds),
+        places=None if places is None else list(places),
+        stalled=stalled,
     )
 
 
 @torch.library.register_fake("headroom::adamw_")
-def _(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, *, amsgrad, **options):
+def _(
+    params,
+    grads,
+    exp_avgs,
+    exp_avg_sqs,
+    max_exp_avg_sqs,
+    state_steps,
+    residuals,
+    *,
+    amsgrad,
+    **options,
+):
     check_list("params", params, params, FLOATS)
     check_list("grads", grads, params, FLOATS)
     check_list("exp_avgs", exp_avgs, params, FLOATS)
     check_list("exp_avg_sqs", exp_avg_sqs, params, FLOATS)
     check_list("max_exp_avg_sqs", max_exp_avg_sqs, params if amsgrad else [], FLOATS)
     check_steps(state_steps, params)
+    check_weights(params, residuals, options)
     for name, tensors in (("exp_avg_sqs", exp_avg_sqs), ("max_exp_avg_sqs", max_exp_avg_sqs)):
         for k, (tensor, like) in enumerate(zip(tensors, exp_avgs)):
             require(
@@ -123,12 +157,27 @@ class Adam(Optimizer):
             fused, and always capturable on CUDA: its counters live on the parameter's device.
         differentiable: must be False.
         decoupled_weight_decay: weight decay as in AdamW.
-        state_dtype: dtype of the moments. None: the parameter's, as in torch.
+        state_dtype: dtype of the moments. None: the parameter's, as in torch, or float32 with
+            ``master``.
         max_grad_norm: clip all gradients, as one vector, to this L2 norm; see :meth:`step`.
+        master: what is kept beside bfloat16 or float16 parameters, so that updates too small for
+            them add up. ``"f32"``: a float32 copy. ``"remainder16"``: the 16 bits that bfloat16
+            lacks, so that the weights are those of a float32 run with the same gradients, bit for
+            bit, in 4 bytes and not 6. ``"remainder8"``: 8 of them, a relative error up to 2^-16.
+            None: nothing. Float32 parameters are as they are, so a model may be mixed.
+        rounding: how parameters are rounded when nothing is kept, or with ``"remainder8"``.
+            ``"nearest"``; ``"stochastic"``, up or down at random, without bias; or ``"kahan"``,
+            which keeps the rounding error, as a second tensor of the parameter's dtype, for the
+            next step.
+        seed: of stochastic rounding, from 0 to 2^32 - 1. What is drawn depends on it, step,
+            parameter and element alone, not on device, threads or sharding.
+        count_stalled: count the weights that each step is too small to move, for
+            :meth:`stalled_fraction`.
 
     The state of a parameter is ``step`` (float64, counts past 2^24), ``exp_avg``, ``exp_avg_sq``
     and with ``amsgrad`` ``max_exp_avg_sq``: the keys of torch, so a checkpoint of one resumes the
-    other. Loading never casts a state.
+    other. ``master`` adds ``master`` or ``remainder``, ``"kahan"`` ``compensation``. Loading never
+    casts a state.
 
     If ``grad_scale``, ``found_inf`` or ``clip_coef`` is set as an attribute (tensors of one
     element), the step divides gradients by the first, changes nothing if
@@ -156,6 +205,10 @@ class Adam(Optimizer):
         decoupled_weight_decay: bool = False,
         state_dtype: torch.dtype | None = None,
         max_grad_norm: float | None = None,
+        master: str | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        count_stalled: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -174,11 +227,13 @@ class Adam(Optimizer):
             defaults["state_dtype"] = state_dtype
         if max_grad_norm is not None:
             defaults["max_grad_norm"] = max_grad_norm
+        if weights_mode(master, rounding) is not NEAREST:
+            defaults |= {"master": master, "rounding": rounding, "seed": seed}
         defaults |= self._more_defaults
         self._check_options(defaults)
         if {isinstance(beta, Tensor) for beta in betas} == {True, False}:
             raise ValueError("betas must be either both floats or both Tensors")
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, count_stalled=count_stalled)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict):
@@ -222,8 +277,9 @@ class Adam(Optimizer):
             group.setdefault("decoupled_weight_decay", False)
             group.setdefault("foreach", None)
             group.setdefault("fused", None)
-            if "state_dtype" in self.__dict__.get("defaults", ()):  # which torch's do not have
-                group.setdefault("state_dtype", self.defaults["state_dtype"])
+            for key in ("state_dtype", "master", "rounding", "seed"):  # torch's do not have them
+                if key in self.__dict__.get("defaults", ()):
+                    group.setdefault(key, self.defaults[key])
             if self._always_decoupled:
                 group["decoupled_weight_decay"] = True
         super().__setstate__(state)
@@ -235,25 +291,27 @@ class Adam(Optimizer):
     def _update(
         self,
         group: dict[str, Any],
-        kind: int,
+        kind: Kind,
         owners: list[Tensor],
         params: list[Tensor],
         grads: list[Tensor],
         states: list[list[Tensor]] | Tensor,
     ) -> None:
         options = self._options(group, params[0].device)
+        options |= self._weights_options(group, kind, owners, params[0].device)
         if isinstance(states, Tensor):
             torch.autograd.graph.increment_version(params)
             torch.ops.headroom._adamw_table_(params[0], states, **options)
             return
-        exp_avgs, exp_avg_sqs, *maxima, steps = states
+        lists = dict(zip(kind.names, states))
         torch.ops.headroom.adamw_(
             params,
             grads,
-            exp_avgs,
-            exp_avg_sqs,
-            maxima[0] if maxima else [],
-            steps,
+            lists["exp_avg"],
+            lists["exp_avg_sq"],
+            lists.get("max_exp_avg_sq", []),
+            lists["step"],
+            lists.get(kind.weights.residual, []),
             **options,
         )
 
@@ -306,6 +364,10 @@ class AdamW(Adam):
         fused: bool | None = None,
         state_dtype: torch.dtype | None = None,
         max_grad_norm: float | None = None,
+        master: str | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        count_stalled: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -322,6 +384,10 @@ class AdamW(Adam):
             decoupled_weight_decay=True,
             state_dtype=state_dtype,
             max_grad_norm=max_grad_norm,
+            master=master,
+            rounding=rounding,
+            seed=seed,
+            count_stalled=count_stalled,
         )
 
 

@@ -15,6 +15,7 @@ from ._adamw_options import check_list, check_scalars, check_steps, lr_arguments
 from ._registration import FLOATS, complete, require
 from .adamw import Adam
 from .optimizer import Kind
+from .weights import check_weights, weights_mode
 
 __all__ = ["Adam8bit", "AdamW8bit", "adamw8bit_", "dynamic_map"]
 
@@ -56,6 +57,12 @@ def adamw8bit_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     clip_coef: Tensor | None = None,
+    residuals: Sequence[Tensor] = (),
+    master: str | None = None,
+    rounding: str = "nearest",
+    weight_seeds: Sequence[int] | None = None,
+    places: Sequence[int] | None = None,
+    stalled: Tensor | None = None,
 ) -> None:
     """One step of AdamW, or of Adam, with moments of one byte, in place and in one pass.
 
@@ -78,13 +85,15 @@ def adamw8bit_(
         skip_nonfinite: parameters and moments stay where the gradient is infinite or NaN. Else such
             a gradient spoils its block of moments for good.
         bnb_exact: bitsandbytes' rule, step for step; needs decoupled weight decay, blocks of 256,
-            no seeds and not ``skip_nonfinite``. It lets a second moment round to zero, and then an
-            update can be thousands of times ``lr``.
+            no seeds, not ``skip_nonfinite``, and plain parameters. It lets a second moment round to
+            zero, and then an update can be thousands of times ``lr``.
         seeds: a 64-bit number for each parameter: codes are rounded stochastically, and depend on
             nothing but seed, step, element and values. None: to the nearest.
         grad_scale: float32 tensor of one element; gradients are divided by it.
         found_inf: float32 tensor of one element; if it is not 0, nothing changes, steps included.
         clip_coef: float32 tensor of one element; gradients are multiplied by it.
+        residuals, master, rounding, weight_seeds, places, stalled: how 16-bit parameters are
+            stored, as in :func:`adamw_`.
 
     Raises:
         RuntimeError: shapes, devices or dtypes do not fit, an option is out of range, or a tensor
@@ -103,6 +112,7 @@ def adamw8bit_(
         exp_avg_sqs,
         exp_avg_sq_absmaxs,
         state_steps,
+        list(residuals),
         **lr_arguments(lr, params[0].device),
         beta1=beta1,
         beta2=beta2,
@@ -117,6 +127,10 @@ def adamw8bit_(
         grad_scale=grad_scale,
         found_inf=found_inf,
         clip_coef=clip_coef,
+        weights_mode=weights_mode(master, rounding).number,
+        weight_seeds=None if weight_seeds is None else list(weight_seeds),
+        places=None if places is None else list(places),
+        stalled=stalled,
     )
 
 
@@ -134,6 +148,7 @@ def _(
     exp_avg_sqs,
     exp_avg_sq_absmaxs,
     state_steps,
+    residuals,
     *,
     decoupled,
     block_size=256,
@@ -162,6 +177,7 @@ def _(
         for k, absmax in enumerate(absmaxs):
             require(absmax.is_contiguous(), f"{name}[{k}] must be contiguous")
     check_steps(state_steps, params)
+    check_weights(params, residuals, options)
     check_scalars(options)
 
 
@@ -193,7 +209,9 @@ class Adam8bit(Adam):
 
     Args:
         params, lr, betas, eps, weight_decay, maximize, foreach, capturable, differentiable, fused,
-            decoupled_weight_decay, max_grad_norm: as in :class:`Adam`.
+            decoupled_weight_decay, max_grad_norm, master, rounding, count_stalled: as in
+            :class:`Adam`. A bfloat16 parameter with ``master="remainder16"`` takes 6 bytes with its
+            state.
         amsgrad: must be False.
         min_8bit_size: parameters with fewer elements (of a DTensor: on all ranks together) have
             float32 moments.
@@ -203,7 +221,7 @@ class Adam8bit(Adam):
             the weight decay.
         stochastic_rounding: round codes up or down at random, without bias, instead of to the
             nearest. What is drawn depends on ``seed``, step, parameter and element alone.
-        seed: of that, from 0 to 2^32 - 1.
+        seed: of that, and of ``rounding="stochastic"``, from 0 to 2^32 - 1.
         nonfinite: what an infinite or NaN gradient does. ``"skip_step"``: the step changes nothing,
             which costs a pass over the gradients. ``"skip_element"``: the element and its moments
             stay as they are. ``"propagate"``: the moments of its block become NaN.
@@ -232,11 +250,14 @@ class Adam8bit(Adam):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         max_grad_norm: float | None = None,
+        master: str | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        count_stalled: bool = False,
         min_8bit_size: int = 4096,
         block_size: int = 256,
         bnb_exact: bool = False,
         stochastic_rounding: bool = False,
-        seed: int = 0,
         nonfinite: str = "skip_step",
     ) -> None:
         self._overrides: dict[Tensor, int] = {}
@@ -256,6 +277,10 @@ class Adam8bit(Adam):
             fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
             max_grad_norm=max_grad_norm,
+            master=master,
+            rounding=rounding,
+            seed=seed,
+            count_stalled=count_stalled,
         )
 
     def override(self, target: Tensor | nn.Module, name: str | None = None, *, bits: int) -> None:
@@ -313,6 +338,8 @@ class Adam8bit(Adam):
         if options["bnb_exact"]:
             if options["block_size"] != 256 or options["stochastic_rounding"]:
                 raise ValueError("bnb_exact=True needs block_size=256, stochastic_rounding=False")
+            if weights_mode(options.get("master"), options.get("rounding", "nearest")).number:
+                raise ValueError("bnb_exact=True has a rounding of its own for weights")
             if options["nonfinite"] == "skip_element":
                 raise ValueError("bnb_exact=True has a rule of its own for nonfinite elements")
         if options["nonfinite"] != getattr(self, "defaults", options)["nonfinite"]:
@@ -368,13 +395,13 @@ class Adam8bit(Adam):
     def _update(
         self,
         group: dict[str, Any],
-        kind: int,
+        kind: Kind,
         owners: list[Tensor],
         params: list[Tensor],
         grads: list[Tensor],
         states: list[list[Tensor]] | Tensor,
     ) -> None:
-        if kind != EIGHT_BIT:
+        if kind.index != EIGHT_BIT:
             super()._update(group, kind, owners, params, grads, states)
             return
         options = self._options(group, params[0].device)
@@ -384,12 +411,14 @@ class Adam8bit(Adam):
             "bnb_exact": group["bnb_exact"],
             "seeds": self._seeds(group, owners) if group["stochastic_rounding"] else None,
         }
+        options |= self._weights_options(group, kind, owners, params[0].device)
         if isinstance(states, Tensor):
             torch.autograd.graph.increment_version(params)
             torch.ops.headroom._adamw8bit_table_(params[0], states, **options)
             return
-        exp_avgs, exp_avg_sqs, absmaxs, sq_absmaxs, steps = states
-        lists = [list(params), list(grads), list(exp_avgs), list(exp_avg_sqs)]
+        exp_avgs, exp_avg_sqs, *residuals, absmaxs, sq_absmaxs, steps = states
+        lists = [params, grads, exp_avgs, exp_avg_sqs, *residuals]
+        lists = [list(column) for column in lists]
         views = {}
         for k, tensors in enumerate(zip(*lists)):
             if _is_moved(*tensors):
@@ -398,7 +427,7 @@ class Adam8bit(Adam):
                     column[k] = tensor.permute(order)
                 views[k] = lists[0][k]
                 lists[0][k] = views[k].contiguous()
-        params, grads, exp_avgs, exp_avg_sqs = lists
+        params, grads, exp_avgs, exp_avg_sqs, *residuals = lists
         torch.ops.headroom.adamw8bit_(
             params,
             grads,
@@ -407,6 +436,7 @@ class Adam8bit(Adam):
             exp_avg_sqs,
             _unpadded(sq_absmaxs, params, group["block_size"]),
             steps,
+            residuals[0] if residuals else [],
             **options,
         )
         for k, view in views.items():
@@ -507,7 +537,7 @@ def _is_moved(param: Tensor, *others: Tensor) -> bool:
     """Whether a parameter's memory order is no longer that of its codes. The op's blocks follow the
     parameter's order, and those of the state the order in which the codes were made."""
     return (
-        others[-1].stride() != param.stride()
+        others[2].stride() != param.stride()
         and _is_dense(param)
         and all(other.shape == param.shape for other in others)
     )

@@ -176,7 +176,10 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         unscaled = state["stage"] is OptState.UNSCALED
-        if not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        recorded = state["found_inf_per_device"] or any(
+            p.grad is not None for group in optimizer.param_groups for p in group["params"]
+        )
+        if not recorded:
             raise AssertionError("No inf checks were recorded for this optimizer.")
         scale = self._scale
         flags = [flag.to(scale.device) for flag in state["found_inf_per_device"].values()]

@@ -3,5 +3,17 @@
 from .adafactor import Adafactor
 from .adamw import Adam, AdamW
 from .adamw8bit import Adam8bit, AdamW8bit
+from .release_gradients import ReleaseHandle, release_gradients
+from .weights import load_master_weights, master_weights
 
-__all__ = ["Adafactor", "Adam", "Adam8bit", "AdamW", "AdamW8bit"]
+__all__ = [
+    "Adafactor",
+    "Adam",
+    "Adam8bit",
+    "AdamW",
+    "AdamW8bit",
+    "ReleaseHandle",
+    "load_master_weights",
+    "master_weights",
+    "release_gradients",
+]

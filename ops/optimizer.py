@@ -24,6 +24,15 @@ from torch.distributed.tensor import DTensor
 from ._registration import FLOATS
 from ._table import table_of
 from .unscale_norm import Measured, local_part, measure
+from .weights import (
+    NEAREST,
+    RESIDUALS,
+    WeightsMode,
+    check_weight_options,
+    mode_of,
+    place_of,
+    weight_seeds,
+)
 
 __all__ = ["FLOATS", "Kind", "Optimizer"]
 
@@ -48,6 +57,8 @@ class Kind(NamedTuple):
 
     alike: tuple[str, ...]  # of the parameter's shape
     others: tuple[str, ...]  # of other shapes, "step" among them
+    weights: WeightsMode = NEAREST  # how the parameters are stored
+    index: int = 0  # among the optimizer's kinds
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -90,9 +101,15 @@ class Optimizer(torch.optim.Optimizer):
     check_finite = False  # whether a step looks for gradients that are not finite by itself
     grad_norm: Tensor | None = None  # of the last step that measured it
     measured: Measured | None = None
+    _count_stalled = False
     measured_params: Sequence[Tensor] = ()
+    _release: Any = None  # the ReleaseHandle that steps parameters inside backward, if there is one
 
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], *, count_stalled: bool = False
+    ) -> None:
+        self._count_stalled = count_stalled
+        self._stalled: dict[torch.device, Tensor] = {}  # in the last step, by device
         self._addresses: dict[int, Tensor] = {}  # where a group's parameters lay at the last step
         super().__init__(params, defaults)
 
@@ -113,15 +130,75 @@ class Optimizer(torch.optim.Optimizer):
         """The same of a state that there is."""
         return 0
 
+    def _every_kind(self, group: dict[str, Any]) -> tuple[Kind, ...]:
+        """``_kinds``, and, if the group has a mode for weights of 16 bits, those with it."""
+        kinds = tuple(kind._replace(index=i) for i, kind in enumerate(self._kinds(group)))
+        mode = mode_of(group)
+        if mode is NEAREST:
+            return kinds
+        residual = (mode.residual,) if mode.residual else ()
+        more = (kind._replace(alike=(*kind.alike, *residual), weights=mode) for kind in kinds)
+        return *kinds, *more
+
+    def _weights_mode(self, param: Tensor, group: dict[str, Any]) -> WeightsMode:
+        mode = mode_of(group)
+        return mode if param.dtype in mode.params else NEAREST
+
+    def _whole_kind(self, param: Tensor, group: dict[str, Any], index: int) -> Kind:
+        mode = self._weights_mode(param, group)
+        return next(
+            kind for kind in self._every_kind(group) if kind.index == index and kind.weights is mode
+        )
+
+    def _weights_options(
+        self, group: dict[str, Any], kind: Kind, owners: list[Tensor], device: torch.device
+    ) -> dict[str, Any]:
+        """The op's arguments that say how parameters are stored."""
+        mode = kind.weights
+        options: dict[str, Any] = {"weights_mode": mode.number}
+        if mode.is_random:
+            everyone = (param for group in self.param_groups for param in group["params"])
+            places = {param: place for place, param in enumerate(everyone)}
+            seeds = weight_seeds(group.get("seed", 0), (places[param] for param in owners))
+            options["weight_seeds"] = seeds
+            if any(isinstance(param, DTensor) for param in owners):
+                options["places"] = [number for param in owners for number in place_of(param)]
+        if self._count_stalled:
+            options["stalled"] = self._stalled_on(device)
+        return options
+
+    def _stalled_on(self, device: torch.device) -> Tensor:
+        if device not in self._stalled:
+            self._stalled[device] = torch.zeros((), dtype=torch.int64, device=device)
+        return self._stalled[device]
+
+    def stalled_fraction(self) -> float:
+        """The share of weights that the last step was too small to move: float32 would have moved
+        them, but rounding left what is stored of them as it was. Of DTensors, on this rank.
+
+        Waits for the device.
+
+        Raises:
+            RuntimeError: the optimizer was made without ``count_stalled=True``, or has not stepped.
+        """
+        if not self._count_stalled:
+            raise RuntimeError(
+                "stalled_fraction() needs an optimizer that counts: make it with count_stalled=True"
+            )
+        stepped = sum(local_part(param).numel() for param, entry in self.state.items() if entry)
+        if not stepped:
+            raise RuntimeError("stalled_fraction() comes after a step that updated parameters")
+        return sum(int(count) for count in self._stalled.values()) / stepped
+
     def _zeros(self, name: str, param: Tensor, group: dict[str, Any], kind: int) -> Tensor:
         """A part of a parameter's state before its first step, except "step"."""
-        dtype = group.get("state_dtype") or param.dtype
+        dtype = group.get("state_dtype") or (torch.float32 if group.get("master") else param.dtype)
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
     def _update(
         self,
         group: dict[str, Any],
-        kind: int,
+        kind: Kind,
         owners: list[Tensor],
         params: list[Tensor],
         grads: list[Tensor],
@@ -135,6 +212,8 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as :meth:`torch.optim.Optimizer.add_param_group` does. A parameter given
         twice in it is kept once."""
+        if isinstance(param_group, dict):
+            check_weight_options(self.defaults | param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         unique = list(dict.fromkeys(group["params"]))
@@ -143,6 +222,9 @@ class Optimizer(torch.optim.Optimizer):
                 names = dict(zip(reversed(group["params"]), reversed(group["param_names"])))
                 group["param_names"] = [names[param] for param in unique]
             group["params"] = unique
+        if self._count_stalled:
+            for param in unique:  # before a step is traced
+                self._stalled_on(param.device)
 
     # ---- one step -------------------------------------------------------------------------------
 
@@ -165,12 +247,16 @@ class Optimizer(torch.optim.Optimizer):
             RuntimeError: an op refuses its tensors or options. It has written nothing then; those
                 before it are done: a group takes one op for each kind of state and device.
         """
+        if self._release is not None and self._release.finish(closure, max_grad_norm):
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if max_grad_norm is None:
             max_grad_norm = self.defaults.get("max_grad_norm")
+        for count in self._stalled.values():
+            count.zero_()
         with torch.no_grad(), self._measured_grads(max_grad_norm):
             for index, group in enumerate(self.param_groups):
                 if torch.compiler.is_compiling():
@@ -214,27 +300,27 @@ class Optimizer(torch.optim.Optimizer):
         # torch.compile knows this method by name: it runs it, does not trace it, and takes the
         # tensors that the lists then hold as inputs of the graph. The lists are, for each kind,
         # parameters, gradients and what the kind names.
-        kinds = self._kinds(group)
+        kinds = self._every_kind(group)
         rest = iter(columns)
-        lists = [list(islice(rest, 2 + len(kind.names))) for kind in kinds]
+        lists = {kind: list(islice(rest, 2 + len(kind.names))) for kind in kinds}
         for param in group["params"]:
             if param.grad is None:
                 continue
-            kind = self._kind_of(param, group)
+            kind = self._whole_kind(param, group, self._kind_of(param, group))
             entry = self._entry(param, group)
-            values = (param, param.grad, *(entry[name] for name in kinds[kind].names))
+            values = (param, param.grad, *(entry[name] for name in kind.names))
             for value, column in zip(values, lists[kind]):
                 column.append(value)
 
     def _step_gathered(self, group: dict[str, Any]) -> None:
         """A step that hands the op lists of tensors: traced, or of tensors that are not plain."""
-        kinds = self._kinds(group)
+        kinds = self._every_kind(group)
         lists: list[list[list[Tensor]]] = [[[] for _ in range(2 + len(k.names))] for k in kinds]
         self._init_group(group, *(column for columns in lists for column in columns))
         for params, grads, *_ in lists:
             if any(param.device.type not in ("cpu", "cuda") for param in params):
                 raise self._explained(NotImplementedError(), params, grads)
-        for kind, (owners, grads, *states) in enumerate(lists):
+        for kind, (owners, grads, *states) in zip(kinds, lists):
             grads = [_like(grad, param) for grad, param in zip(grads, owners)]
             columns = [list(map(local_part, column)) for column in (owners, grads, *states)]
             where = [param.device for param in owners]
@@ -243,7 +329,15 @@ class Optimizer(torch.optim.Optimizer):
                 bucket = [[column[i] for i in chosen] for column in (owners, *columns)]
                 self._apply(group, kind, *bucket[:3], bucket[3:])
 
-    def _step_group(self, index: int, group: dict[str, Any]) -> None:
+    def step_part(self, index: int, params: list[Tensor]) -> None:
+        """A step of some parameters of group ``index``, with gradients, and of no other. Measures
+        nothing: skips, unscales and clips by the attributes ``found_inf``, ``grad_scale`` and
+        ``clip_coef`` alone."""
+        with torch.no_grad():
+            self._step_group(None, self.param_groups[index] | {"params": params})
+
+    def _step_group(self, index: int | None, group: dict[str, Any]) -> None:
+        """``index`` is None for a part of a group, whose memory the caller has checked."""
         params = group["params"]
         grads = list(map(attrgetter("grad"), params))
         found = [grad for grad in grads if grad is not None]
@@ -260,17 +354,18 @@ class Optimizer(torch.optim.Optimizer):
         if any(table is None for table in tables):
             self._step_gathered(group)
             return
-        addresses = torch.cat([table[0, 0] for table in tables])
-        if index not in self._addresses or not torch.equal(self._addresses[index], addresses):
-            self._check_overlap(params)
-            self._addresses[index] = addresses
+        if index is not None:
+            addresses = torch.cat([table[0, 0] for table in tables])
+            if index not in self._addresses or not torch.equal(self._addresses[index], addresses):
+                self._check_overlap(params)
+                self._addresses[index] = addresses
         for (kind, params, grads), table in zip(parts, tables):
             self._apply(group, kind, params, params, grads, table)
 
     def _apply(
         self,
         group: dict[str, Any],
-        kind: int,
+        kind: Kind,
         owners: list[Tensor],
         params: list[Tensor],
         grads: list[Tensor],
@@ -286,21 +381,25 @@ class Optimizer(torch.optim.Optimizer):
 
     def _parts(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
-    ) -> list[tuple[int, list[Tensor], list[Tensor]]]:
+    ) -> list[tuple[Kind, list[Tensor], list[Tensor]]]:
         """The parameters and gradients of each kind that there is."""
-        if len(self._kinds(group)) == 1:
-            return [(0, params, grads)]
-        kinds = [self._kind_of(param, group) for param in params]
+        every = self._every_kind(group)
+        if len(every) == 1:
+            return [(every[0], params, grads)]
+        kinds = [
+            (self._kind_of(param, group), self._weights_mode(param, group)) for param in params
+        ]
         return [
             (kind, list(compress(params, mask)), list(compress(grads, mask)))
-            for kind in sorted(set(kinds))
-            for mask in [[k == kind for k in kinds]]
+            for kind in every
+            if (kind.index, kind.weights) in set(kinds)
+            for mask in [[k == (kind.index, kind.weights) for k in kinds]]
         ]
 
     def _table(
-        self, group: dict[str, Any], kind: int, params: list[Tensor], grads: list[Tensor]
+        self, group: dict[str, Any], kind: Kind, params: list[Tensor], grads: list[Tensor]
     ) -> Tensor | None:
-        names = self._kinds(group)[kind]
+        names = kind.alike, kind.others
         table = table_of((params, grads), self.state, *names)
         if table is None and not all(param in self.state for param in params):
             for param in params:
@@ -352,16 +451,21 @@ class Optimizer(torch.optim.Optimizer):
 
     def _entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter, made of zeros where it has none."""
-        kind = self._kind_of(param, group)
+        kind = self._whole_kind(param, group, self._kind_of(param, group))
         entry = self.state[param]
-        for name in self._kinds(group)[kind].names:
+        for name in kind.names:
             if name not in entry:
-                entry[name] = self._part(name, param, group, kind)
+                entry[name] = self._part(name, param, group, kind.index)
         return entry
 
     def _part(self, name: str, param: Tensor, group: dict[str, Any], kind: int) -> Tensor:
         if name == "step":
             return torch.zeros((), dtype=torch.float64, device=param.device)
+        if name == "master":
+            return param.detach().to(torch.float32, copy=True)
+        if name in RESIDUALS:
+            dtype = mode_of(group).dtype or param.dtype
+            return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
         return self._zeros(name, param, group, kind)
 
     def memory(self) -> list[StateMemory]:
@@ -370,13 +474,13 @@ class Optimizer(torch.optim.Optimizer):
         kinds: dict[tuple[str, ...], StateMemory] = {}
         for group in self.param_groups:
             for param in group["params"]:
-                kind = self._kind_of(param, group)
+                kind = self._whole_kind(param, group, self._kind_of(param, group))
                 entry, local = self.state.get(param, {}), local_part(param)
                 parts = {
                     name: local_part(entry[name])
                     if name in entry
-                    else self._part(name, torch.empty_like(local, device="meta"), group, kind)
-                    for name in self._kinds(group)[kind].names
+                    else self._part(name, torch.empty_like(local, device="meta"), group, kind.index)
+                    for name in kind.names
                 }
                 dtypes = tuple(dict.fromkeys(str(part.dtype)[6:] for part in parts.values()))
                 row = kinds.setdefault(dtypes, StateMemory(dtypes))
@@ -396,6 +500,21 @@ class Optimizer(torch.optim.Optimizer):
                     named = group.get("param_names")
                     return f"parameter '{named[j]}'" if named else f"parameter {j} of group {i}"
         return "a parameter"
+
+    @torch._disable_dynamo
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as :meth:`torch.optim.Optimizer.state_dict` gives it.
+
+        Collectives have no 16-bit integers, so remainders that are DTensors are given as the
+        bfloat16 numbers with their bits. They mean nothing as numbers, and load as what they are.
+        """
+        state_dict = super().state_dict()
+        for key, entry in state_dict["state"].items():
+            remainder = entry.get("remainder")
+            if isinstance(remainder, DTensor) and remainder.dtype == torch.int16:
+                viewed = _viewed(remainder, torch.bfloat16)
+                state_dict["state"][key] = entry | {"remainder": viewed}
+        return state_dict
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -430,6 +549,7 @@ class Optimizer(torch.optim.Optimizer):
                 values = self._restored(param, values, groups[id(param)])
             restored[param] = values
         self._addresses = {}
+        self.__dict__.setdefault("_stalled", {})
         super().__setstate__(state | {"state": restored})
 
     def _restored(
@@ -439,9 +559,18 @@ class Optimizer(torch.optim.Optimizer):
         if not entry:
             return entry
         name, restored = self._name_of(param), dict(entry)
-        kind = self._kind_of_state(entry)
-        wanted = self._kinds(group)[kind]
+        wanted = self._whole_kind(param, group, self._kind_of_state(entry))
+        unknown = [key for key in RESIDUALS if key in entry and key not in wanted.names]
+        if unknown:
+            raise ValueError(
+                f"the loaded state of {name} has a '{unknown[0]}', which completes weights that "
+                f"were stored in another way than these, in {param.dtype} with "
+                f"master={group.get('master')!r}; carry weights over with master_weights() and "
+                "load_master_weights()"
+            )
         for key in wanted.names:
+            if key not in entry and key in RESIDUALS:
+                continue  # of an optimizer without: the weights are what they are
             if key not in entry:
                 raise ValueError(
                     f"the loaded state of {name} has no '{key}'; it has {sorted(entry)}"
@@ -450,7 +579,10 @@ class Optimizer(torch.optim.Optimizer):
             if key == "step":
                 restored[key] = _counter(value, param, name)
                 continue
-            shape, dtypes = self._form(key, param, group, kind)
+            if key in RESIDUALS:
+                shape, dtypes = param.shape, (wanted.weights.dtype or param.dtype,)
+            else:
+                shape, dtypes = self._form(key, param, group, wanted.index)
             if not isinstance(value, Tensor) or value.shape != shape:
                 got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(
@@ -463,13 +595,15 @@ class Optimizer(torch.optim.Optimizer):
                     f"is a {type(param).__name__}; load sharded states with "
                     "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
                 )
+            if key == "remainder" and value.dtype == torch.bfloat16:  # see state_dict()
+                value = _viewed(value, wanted.weights.dtype)
             if value.dtype not in dtypes:
                 raise ValueError(
                     f"the loaded '{key}' of {name} has dtype {value.dtype}, wanted one of {dtypes}"
                 )
             value = value.detach().to(param.device)
             # Codes stay in the order in which their scales were made.
-            ordered = key in wanted.alike and value.is_floating_point()
+            ordered = key in wanted.alike and value.dtype != torch.uint8
             restored[key] = _ordered(value, param) if ordered else value
         return restored
 
@@ -487,6 +621,20 @@ def _counter(value: Any, param: Tensor, name: str) -> Tensor:
     if not 0 <= count.item() < 2**53:
         raise ValueError(f"the loaded 'step' of {name} is {count.item()}, wanted 0 or more")
     return count
+
+
+def _viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bits of a tensor as numbers of another type of the same size."""
+    if not isinstance(tensor, DTensor):
+        return tensor.view(dtype)
+    return DTensor.from_local(
+        tensor.to_local().view(dtype),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def _ordered(value: Tensor, param: Tensor) -> Tensor:

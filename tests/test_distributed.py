@@ -230,6 +230,68 @@ def test_clip_grad_norm_before_the_step(ranks):
     ranks(clipping)
 
 
+def released(rank, cls, options, clip):
+    """Parameters of two wrapped modules and of the root, stepped inside backward."""
+    nets, optimizers = [], []
+    for _ in range(2):
+        model = Model()
+        for part in (model.first, model.second):
+            fully_shard(part, mesh=mesh())
+        nets.append(sharded(model))
+        optimizers.append(cls(model.parameters(), **options, max_grad_norm=1e-3 if clip else None))
+    handle = headroom.optim.release_gradients(nets[1], optimizers[1], clip=clip, bucket_bytes=64)
+    for step in range(3):
+        backward(nets[0], rank, step)
+        if clip:
+            with handle.measure():
+                backward(nets[1], rank, step)
+        backward(nets[1], rank, step)
+        assert all(p.grad is None for p in nets[1].parameters())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    if clip:
+        assert optimizers[0].grad_norm > 1e-3
+        norms = [optimizer.grad_norm for optimizer in optimizers]
+        torch.testing.assert_close(*norms, rtol=2**-20, atol=0)
+        for p, q in zip(*(whole(net.parameters()) for net in nets)):
+            torch.testing.assert_close(p, q, rtol=2**-18, atol=2**-18)
+    else:
+        assert_same_bits(*(whole(net.parameters()) for net in nets))
+
+
+@EITHER
+@pytest.mark.parametrize("clip", [None, "two-pass"])
+def test_fsdp2_with_released_gradients(ranks, cls, options, clip):
+    ranks(released, cls, options, clip)
+
+
+def released_into_an_accumulator(rank, wrap):
+    nets, optimizers = [], []
+    for k in range(2):
+        net = DistributedDataParallel(Model()) if wrap == "ddp" else sharded()
+        optimizer = ADAMW(net.parameters(), **OPTIONS, max_grad_norm=1e-3)
+        accumulator = headroom.GradAccumulator(net)
+        if k:
+            headroom.optim.release_gradients(net, optimizer, accumulator=accumulator)
+        for step in range(4):
+            with accumulator.micro_batch(weight=1 + step):
+                backward(net, rank, step)
+            if step % 2:
+                accumulator.finish()
+                optimizer.step()
+                optimizer.zero_grad()
+        nets.append(net)
+        optimizers.append(optimizer)
+    assert_same_bits(*(whole(net.parameters()) for net in nets))
+    assert_same_state(*optimizers)
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_gradients_released_into_an_accumulator(ranks, wrap):
+    ranks(released_into_an_accumulator, wrap)
+
+
 # ---- DTensors made by hand -----------------------------------------------------------------------
 
 PLACEMENTS = {"row": Shard(0), "column": Shard(1), "replicate": Replicate(), "partial": Partial()}
@@ -466,3 +528,95 @@ def zero(rank, cls, options):
 @EITHER
 def test_zero_redundancy_optimizer(ranks, cls, options):
     ranks(zero, cls, options)
+
+
+# ---- Weights in 16 bits --------------------------------------------------------------------------
+
+MODES = [
+    dict(master="f32"),
+    dict(master="remainder16"),
+    dict(master="remainder8", rounding="stochastic"),
+    dict(rounding="stochastic", seed=5),
+    dict(rounding="kahan"),
+]
+
+
+def sixteen_bits(rank, cls, options, mode):
+    """Shards of rows, of columns, and uneven ones take the bits of the whole, random ones too."""
+    generator = torch.Generator().manual_seed(3)
+    values = [
+        torch.randn(shape, generator=generator).bfloat16() for shape in [(7, 64), (1, 3), (4, 6, 5)]
+    ]
+    for placement in (Shard(0), Shard(1), Replicate()):
+        single = [torch.nn.Parameter(value.clone()) for value in values]
+        sharded = [
+            torch.nn.Parameter(distribute_tensor(value, mesh(), [placement])) for value in values
+        ]
+        reference, optimizer = cls(single, **options, **mode), cls(sharded, **options, **mode)
+        for _ in range(3):
+            for param, other in zip(single, sharded):
+                param.grad = torch.randn(param.shape, generator=generator).bfloat16()
+                other.grad = distribute_tensor(param.grad, mesh(), [placement])
+            reference.step()
+            optimizer.step()
+        assert_same_bits(whole(sharded), single)
+        exact, joined = (
+            headroom.optim.master_weights(reference),
+            headroom.optim.master_weights(optimizer),
+        )
+        assert_same_bits(whole(joined[p] for p in sharded), [exact[p] for p in single])
+        headroom.optim.load_master_weights(optimizer, joined)
+        again = headroom.optim.master_weights(optimizer)
+        assert_same_bits(whole(again[p] for p in sharded), [exact[p] for p in single])
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(map(str, mode.values())))
+def test_weights_in_16_bits_do_not_depend_on_the_sharding(ranks, mode):
+    ranks(sixteen_bits, ADAMW, OPTIONS, mode)
+
+
+def sharded_checkpoint(rank, path):
+    def make():
+        model = headroom.cast_model(Model(), torch.bfloat16, keep=["second"])
+        fully_shard(model.second, mesh=mesh())  # FSDP2 wants one dtype in what it gathers together
+        model = sharded(model)
+        return model, ADAMW(model.parameters(), **OPTIONS, master="remainder16")
+
+    def steps(model, optimizer, seeds):
+        for seed in seeds:
+            backward(model, rank, seed, torch.bfloat16)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = make()
+    steps(model, optimizer, range(3))
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=path)
+    steps(model, optimizer, range(3, 5))
+    resumed, other = make()
+    state = {"model": resumed.state_dict(), "optimizer": get_optimizer_state_dict(resumed, other)}
+    dcp.load(state, checkpoint_id=path)
+    resumed.load_state_dict(state["model"])
+    set_optimizer_state_dict(resumed, other, state["optimizer"])
+    steps(resumed, other, range(3, 5))
+    assert_same_bits(whole(model.parameters()), whole(resumed.parameters()))
+    weights = [headroom.optim.master_weights(o) for o in (optimizer, other)]
+    assert_same_bits(whole(weights[0].values()), whole(weights[1].values()))
+    # Gathered by collectives, which have no int16, into an optimizer that is not sharded.
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    gathered = get_optimizer_state_dict(model, optimizer, options=full)
+    parameters = whole(model.parameters())
+    if rank == 0:
+        names = [name for name, _ in model.named_parameters()]
+        single = dict(zip(names, map(torch.nn.Parameter, parameters)))
+        last = ADAMW(single.items(), **OPTIONS, master="remainder16")
+        state = {i: gathered["state"][name] for i, name in enumerate(names)}
+        last.load_state_dict({"state": state, "param_groups": last.state_dict()["param_groups"]})
+        joined = headroom.optim.master_weights(last)
+        local = [weights[0][p].to_local() for p in model.parameters()]
+        for one, param in zip(local, single.values()):
+            assert_same_bits([one], [joined[param][: len(one)]])
+
+
+def test_remainders_survive_a_sharded_checkpoint(ranks, tmp_path):
+    ranks(sharded_checkpoint, str(tmp_path))

@@ -175,8 +175,15 @@ def test_arguments_defaults_and_their_order_are_torchs(name):
     plain = [(p.name, p.kind, p.default) for p in ours]
     wanted = [(p.name, p.kind, p.default) for p in theirs]
     assert plain[: len(wanted)] == wanted
-    assert [p.name for p in ours[len(wanted) :]] == ["state_dtype", "max_grad_norm"]
-    assert all(p.default is None for p in ours[len(wanted) :])
+    more = {
+        "state_dtype": None,
+        "max_grad_norm": None,
+        "master": None,
+        "rounding": "nearest",
+        "seed": 0,
+        "count_stalled": False,
+    }
+    assert {p.name: p.default for p in ours[len(wanted) :]} == more
 
 
 @pytest.mark.parametrize("name", NAMES)

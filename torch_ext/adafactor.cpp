@@ -4,15 +4,15 @@
 // Rows and columns are those of the indices, so tensors that do not lie in their order are worked on
 // as a copy.
 #include "adamw_options.h"
+#include "weights.h"
 
 namespace
 {
 
 using namespace headroom;
-using Integers = std::vector<int64_t>;
 
 struct Lists {
-    hr_tensor_list params, grads, row_vars, col_vars, variances, exp_avgs, rmss, steps;
+    hr_tensor_list params, grads, row_vars, col_vars, variances, exp_avgs, rmss, residuals, steps;
 };
 
 struct AdafactorOptions {
@@ -53,9 +53,11 @@ const hr_tensor_list *given(const hr_tensor_list &list)
 
 using Shapes = std::vector<hr_adafactor_shape>;
 
-void run(const Lists &lists, const Shapes &shapes, const hr_adafactor_config &config,
-         void *workspace, size_t bytes, const View &like)
+void run(const Lists &lists, const Shapes &shapes, hr_adafactor_config config,
+         const WeightOptions &weight_options, void *workspace, size_t bytes, const View &like)
 {
+    const Weights weights(weight_options, lists.residuals, lists.params.count, like);
+    config.weights = weights.get();
     const Exec exec(like);
     check(hr_adafactor(&lists.params, given(lists.row_vars), given(lists.col_vars),
                        given(lists.variances), given(lists.exp_avgs), given(lists.rmss),
@@ -88,7 +90,7 @@ hr_adafactor_shape shape_of(const View &param, const int64_t *whole)
     return shape;
 }
 
-const int64_t *whole_of(const std::optional<Integers> &wholes, size_t k, size_t count)
+const int64_t *whole_of(const Integers &wholes, size_t k, size_t count)
 {
     if (!wholes)
         return nullptr;
@@ -121,27 +123,26 @@ void add_states(List &list, const Tensors &tensors, const View &first, Staging &
 
 void adafactor_(const Tensors &params, const Tensors &grads, const Tensors &row_vars,
                 const Tensors &col_vars, const Tensors &variances, const Tensors &exp_avgs,
-                const Tensors &rmss, const Tensors &state_steps, bool hf, double lr,
-                double beta2_decay, double eps1, double eps2, double clip_threshold,
+                const Tensors &rmss, const Tensors &state_steps, const Tensors &residuals, bool hf,
+                double lr, double beta2_decay, double eps1, double eps2, double clip_threshold,
                 double weight_decay, double beta1, bool scale_parameter, bool relative_step,
                 bool warmup_init, bool maximize, const OptionalTensor &lr_tensor,
                 const OptionalTensor &grad_scale, const OptionalTensor &found_inf,
-                const OptionalTensor &clip_coef, int64_t phases,
-                const std::optional<Integers> &wholes, const OptionalTensor &workspace)
+                const OptionalTensor &clip_coef, int64_t phases, const Integers &wholes,
+                const OptionalTensor &workspace, int64_t weights_mode, const Integers &weight_seeds,
+                const Integers &places, const OptionalTensor &stalled)
 {
     const size_t count = params.size();
     if (count == 0)
         return;
-    const std::pair<const Tensors &, const char *> optional[] = {{row_vars, "row_vars"},
-                                                                 {col_vars, "col_vars"},
-                                                                 {variances, "variances"},
-                                                                 {exp_avgs, "exp_avgs"},
-                                                                 {rmss, "rmss"}};
+    const std::pair<const Tensors &, const char *> optional[] = {
+        {row_vars, "row_vars"}, {col_vars, "col_vars"}, {variances, "variances"},
+        {exp_avgs, "exp_avgs"}, {rmss, "rmss"},         {residuals, "residuals"}};
     check_count(grads, "grads", count);
     for (const auto &[list, name] : optional)
         check_count(list, name, list.empty() ? 0 : count);
     check_count(state_steps, "state_steps", count);
-    List all_params, all_grads, states[5], steps;
+    List all_params, all_grads, states[6], steps;
     Shapes shapes;
     Staging staging;
     const NoGrad no_grad;
@@ -152,9 +153,11 @@ void adafactor_(const Tensors &params, const Tensors &grads, const Tensors &row_
         check_like(grad, param, first, "grads", k);
         if (!exp_avgs.empty())
             check_like(View(exp_avgs[k]), param, first, "exp_avgs", k);
+        if (!residuals.empty())
+            check_like(View(residuals[k]), param, first, "residuals", k);
         add_row_major(all_params, param, staging, "params", k, true);
         add_row_major(all_grads, grad, staging, "grads", k, false);
-        for (int i = 0; i < 5; i++)
+        for (int i = 0; i < 6; i++)
             add_states(states[i], optional[i].first, first, staging, optional[i].second, k);
         add_step(steps, state_steps[k], first, k);
         shapes.push_back(shape_of(param, whole_of(wholes, k, count)));
@@ -175,22 +178,26 @@ void adafactor_(const Tensors &params, const Tensors &grads, const Tensors &row_
     if (!space.is_with(first) || dtype_of(space.torch_dtype) != HR_F64 || !space.is_contiguous())
         fail("workspace must be a contiguous float64 tensor on " + first.device_name());
     run({all_params.view(), all_grads.view(), states[0].view(), states[1].view(), states[2].view(),
-         states[3].view(), states[4].view(), steps.view()},
-        shapes, config, space.data, static_cast<size_t>(space.numel()) * 8, first);
+         states[3].view(), states[4].view(), states[5].view(), steps.view()},
+        shapes, config, {weights_mode, weight_seeds, places, stalled}, space.data,
+        static_cast<size_t>(space.numel()) * 8, first);
     staging.write_back();
 }
 
 // Parameters of one kind, contiguous. The lists of the table: params, grads; variances unless they
-// are factored; exp_avgs if there is momentum; row_vars, col_vars if they are factored; rmss if
+// are factored; exp_avgs if there is momentum; residuals if the weights have them; row_vars, col_vars if they are factored; rmss if
 // wanted; steps.
 void adafactor_table_(const Tensor &first, const Tensor &table, bool factored, bool momentum,
                       bool with_rms, bool hf, double lr, double beta2_decay, double eps1,
                       double eps2, double clip_threshold, double weight_decay, double beta1,
                       bool scale_parameter, bool relative_step, bool warmup_init, bool maximize,
                       const OptionalTensor &lr_tensor, const OptionalTensor &grad_scale,
-                      const OptionalTensor &found_inf, const OptionalTensor &clip_coef)
+                      const OptionalTensor &found_inf, const OptionalTensor &clip_coef,
+                      int64_t weights_mode, const Integers &weight_seeds, const Integers &places,
+                      const OptionalTensor &stalled)
 {
-    check_table(table, 3 + (factored ? 2 : 1) + momentum + with_rms);
+    const bool completed = has_residuals(weights_mode);
+    check_table(table, 3 + (factored ? 2 : 1) + momentum + completed + with_rms);
     int64_t next = 0;
     const auto take = [&](bool wanted) {
         return wanted ? list_of(table, next++) : hr_tensor_list{};
@@ -200,13 +207,14 @@ void adafactor_table_(const Tensor &first, const Tensor &table, bool factored, b
     lists.grads = take(true);
     lists.variances = take(!factored);
     lists.exp_avgs = take(momentum);
+    lists.residuals = take(completed);
     lists.row_vars = take(factored);
     lists.col_vars = take(factored);
     lists.rmss = take(with_rms);
     lists.steps = take(true);
     const int64_t count = lists.params.count;
     Shapes shapes;
-    Integers rows, cols; // of the variances; none for an empty parameter
+    std::vector<int64_t> rows, cols; // of the variances; none for an empty parameter
     for (int64_t k = 0; k < count; k++) {
         const int64_t numel = lists.params.numel[k];
         if (!factored) {
@@ -229,10 +237,11 @@ void adafactor_table_(const Tensor &first, const Tensor &table, bool factored, b
     const View like(first);
     const size_t bytes = workspace_bytes(shapes);
     const Tensor memory = workspace_of(bytes, first);
-    run(lists, shapes, config_of(options, like), memory.mutable_data_ptr(), bytes, like);
+    run(lists, shapes, config_of(options, like), {weights_mode, weight_seeds, places, stalled},
+        memory.mutable_data_ptr(), bytes, like);
 }
 
-int64_t adafactor_workspace(const Tensors &params, const std::optional<Integers> &wholes)
+int64_t adafactor_workspace(const Tensors &params, const Integers &wholes)
 {
     Shapes shapes;
     for (size_t k = 0; k < params.size(); k++)
@@ -252,10 +261,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
 {
     m.def("adafactor_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] row_vars, "
           "Tensor(c!)[] col_vars, Tensor(d!)[] variances, Tensor(e!)[] exp_avgs, "
-          "Tensor(f!)[] rmss, Tensor(g!)[] state_steps, *, " OPTIONS
-          ", int phases=15, int[]? wholes=None, Tensor(h!)? workspace=None) -> ()");
+          "Tensor(f!)[] rmss, Tensor(g!)[] state_steps, Tensor(h!)[] residuals, *, " OPTIONS
+          ", int phases=15, int[]? wholes=None, Tensor(i!)? workspace=None, " HR_WEIGHT_OPTIONS
+          ") -> ()");
     m.def("_adafactor_table_(Tensor(a!) first, Tensor table, *, bool factored, bool momentum, "
-          "bool with_rms, " OPTIONS ") -> ()");
+          "bool with_rms, " OPTIONS ", " HR_WEIGHT_OPTIONS ") -> ()");
     m.def("_adafactor_workspace(Tensor[] params, int[]? wholes=None) -> int");
 }
 

@@ -4,6 +4,7 @@
 // The codes of a moment have the parameter's shape and are walked in its order in memory, as
 // everything else; the scales of its blocks follow that order too.
 #include "adamw_options.h"
+#include "weights.h"
 
 namespace
 {
@@ -11,7 +12,8 @@ namespace
 using namespace headroom;
 
 struct Lists {
-    List params, grads, exp_avgs, exp_avg_absmaxs, exp_avg_sqs, exp_avg_sq_absmaxs, steps;
+    List params, grads, exp_avgs, exp_avg_absmaxs, exp_avg_sqs, exp_avg_sq_absmaxs, residuals,
+        steps;
 };
 
 void check_codes(const View &view, const char *name, size_t k)
@@ -32,20 +34,24 @@ void add_absmax(List &list, const Tensor &tensor, const View &first, const char 
 }
 
 struct Views {
-    hr_tensor_list params, grads, exp_avgs, exp_avg_sqs, exp_avg_absmaxs, exp_avg_sq_absmaxs, steps;
+    hr_tensor_list params, grads, exp_avgs, exp_avg_sqs, residuals, exp_avg_absmaxs,
+        exp_avg_sq_absmaxs, steps;
 };
 
 struct Options8bit {
     Options adamw;
     int64_t block_size;
     bool bnb_exact;
-    const std::optional<std::vector<int64_t>> &seeds;
+    const Integers &seeds;
 };
 
-void run(const Views &lists, const Options8bit &options, const View &like)
+void run(const Views &lists, const Options8bit &options, const WeightOptions &weight_options,
+         const View &like)
 {
+    const Weights weights(weight_options, lists.residuals, lists.params.count, like);
     hr_adamw8bit_config config = HR_ADAMW8BIT_CONFIG_INIT;
     config.adamw = config_of(options.adamw, like);
+    config.adamw.weights = weights.get();
     config.block_size = static_cast<int32_t>(options.block_size);
     if (config.block_size != options.block_size)
         fail("block_size is " + std::to_string(options.block_size) +
@@ -65,12 +71,14 @@ void run(const Views &lists, const Options8bit &options, const View &like)
 
 void adamw8bit_(const Tensors &params, const Tensors &grads, const Tensors &exp_avgs,
                 const Tensors &exp_avg_absmaxs, const Tensors &exp_avg_sqs,
-                const Tensors &exp_avg_sq_absmaxs, const Tensors &state_steps, double lr,
-                double beta1, double beta2, double weight_decay, double eps, bool maximize,
-                bool decoupled, int64_t block_size, bool skip_nonfinite, bool bnb_exact,
-                const std::optional<std::vector<int64_t>> &seeds, const OptionalTensor &lr_tensor,
-                const OptionalTensor &grad_scale, const OptionalTensor &found_inf,
-                const OptionalTensor &clip_coef)
+                const Tensors &exp_avg_sq_absmaxs, const Tensors &state_steps,
+                const Tensors &residuals, double lr, double beta1, double beta2,
+                double weight_decay, double eps, bool maximize, bool decoupled, int64_t block_size,
+                bool skip_nonfinite, bool bnb_exact, const Integers &seeds,
+                const OptionalTensor &lr_tensor, const OptionalTensor &grad_scale,
+                const OptionalTensor &found_inf, const OptionalTensor &clip_coef,
+                int64_t weights_mode, const Integers &weight_seeds, const Integers &places,
+                const OptionalTensor &stalled)
 {
     const size_t count = params.size();
     if (count == 0)
@@ -81,18 +89,20 @@ void adamw8bit_(const Tensors &params, const Tensors &grads, const Tensors &exp_
     check_count(exp_avg_sqs, "exp_avg_sqs", count);
     check_count(exp_avg_sq_absmaxs, "exp_avg_sq_absmaxs", count);
     check_count(state_steps, "state_steps", count);
+    check_count(residuals, "residuals", residuals.empty() ? 0 : count);
     Lists lists;
     Staging staging;
     const NoGrad no_grad;
     const View first(params[0]);
     for (size_t k = 0; k < count; k++) {
-        const std::vector<Member> members{
-            {View(params[k]), lists.params, "params", true},
-            {View(grads[k]), lists.grads, "grads", false},
-            {View(exp_avgs[k]), lists.exp_avgs, "exp_avgs", true},
-            {View(exp_avg_sqs[k]), lists.exp_avg_sqs, "exp_avg_sqs", true}};
+        std::vector<Member> members{{View(params[k]), lists.params, "params", true},
+                                    {View(grads[k]), lists.grads, "grads", false},
+                                    {View(exp_avgs[k]), lists.exp_avgs, "exp_avgs", true},
+                                    {View(exp_avg_sqs[k]), lists.exp_avg_sqs, "exp_avg_sqs", true}};
         check_codes(members[2].view, "exp_avgs", k);
         check_codes(members[3].view, "exp_avg_sqs", k);
+        if (!residuals.empty())
+            members.push_back({View(residuals[k]), lists.residuals, "residuals", true});
         add_members(members, first, staging, k);
         add_absmax(lists.exp_avg_absmaxs, exp_avg_absmaxs[k], first, "exp_avg_absmaxs", k);
         add_absmax(lists.exp_avg_sq_absmaxs, exp_avg_sq_absmaxs[k], first, "exp_avg_sq_absmaxs", k);
@@ -104,29 +114,34 @@ void adamw8bit_(const Tensors &params, const Tensors &grads, const Tensors &exp_
                               bnb_exact,
                               seeds};
     run({lists.params.view(), lists.grads.view(), lists.exp_avgs.view(), lists.exp_avg_sqs.view(),
-         lists.exp_avg_absmaxs.view(), lists.exp_avg_sq_absmaxs.view(), lists.steps.view()},
-        options, first);
+         lists.residuals.view(), lists.exp_avg_absmaxs.view(), lists.exp_avg_sq_absmaxs.view(),
+         lists.steps.view()},
+        options, {weights_mode, weight_seeds, places, stalled}, first);
     staging.write_back();
 }
 
-// The lists of the table: params, grads, exp_avgs, exp_avg_sqs, exp_avg_absmaxs, exp_avg_sq_absmaxs,
-// steps.
+// The lists of the table: params, grads, exp_avgs, exp_avg_sqs, residuals if there are any,
+// exp_avg_absmaxs, exp_avg_sq_absmaxs, steps.
 void adamw8bit_table_(const Tensor &first, const Tensor &table, double lr, double beta1,
                       double beta2, double weight_decay, double eps, bool maximize, bool decoupled,
                       int64_t block_size, bool skip_nonfinite, bool bnb_exact,
-                      const std::optional<std::vector<int64_t>> &seeds,
-                      const OptionalTensor &lr_tensor, const OptionalTensor &grad_scale,
-                      const OptionalTensor &found_inf, const OptionalTensor &clip_coef)
+                      const Integers &seeds, const OptionalTensor &lr_tensor,
+                      const OptionalTensor &grad_scale, const OptionalTensor &found_inf,
+                      const OptionalTensor &clip_coef, int64_t weights_mode,
+                      const Integers &weight_seeds, const Integers &places,
+                      const OptionalTensor &stalled)
 {
-    check_table(table, 7);
+    const int64_t more = has_residuals(weights_mode);
+    check_table(table, 7 + more);
     const Options8bit options{{lr, beta1, beta2, weight_decay, eps, false, maximize, decoupled,
                                lr_tensor, grad_scale, found_inf, clip_coef, skip_nonfinite},
                               block_size,
                               bnb_exact,
                               seeds};
     run({list_of(table, 0), list_of(table, 1), list_of(table, 2), list_of(table, 3),
-         list_of(table, 4), list_of(table, 5), list_of(table, 6)},
-        options, View(first));
+         more ? list_of(table, 4) : hr_tensor_list{}, list_of(table, 4 + more),
+         list_of(table, 5 + more), list_of(table, 6 + more)},
+        options, {weights_mode, weight_seeds, places, stalled}, View(first));
 }
 
 Tensor dynamic_map(bool is_signed)
@@ -141,7 +156,7 @@ Tensor dynamic_map(bool is_signed)
     "*, float lr, float beta1, float beta2, float weight_decay, float eps, bool maximize, "        \
     "bool decoupled, int block_size=256, bool skip_nonfinite=False, bool bnb_exact=False, "        \
     "int[]? seeds=None, Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None, " \
-    "Tensor? clip_coef=None) -> ()"
+    "Tensor? clip_coef=None, " HR_WEIGHT_OPTIONS ") -> ()"
 
 } // namespace
 
@@ -149,7 +164,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
 {
     m.def("adamw8bit_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
           "Tensor(c!)[] exp_avg_absmaxs, Tensor(d!)[] exp_avg_sqs, "
-          "Tensor(e!)[] exp_avg_sq_absmaxs, Tensor(f!)[] state_steps, " OPTIONS);
+          "Tensor(e!)[] exp_avg_sq_absmaxs, Tensor(f!)[] state_steps, "
+          "Tensor(g!)[] residuals, " OPTIONS);
     m.def("_adamw8bit_table_(Tensor(a!) first, Tensor table, " OPTIONS);
     m.def("dynamic_map(bool is_signed) -> Tensor");
 }

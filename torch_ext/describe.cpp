@@ -39,6 +39,10 @@ int dtype_of(DLDataType type)
         return HR_F64;
     case kDLUInt * 256 + 8:
         return HR_U8;
+    case kDLInt * 256 + 8:
+        return HR_I8;
+    case kDLInt * 256 + 16:
+        return HR_I16;
     default:
         return -1;
     }

@@ -45,6 +45,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used())
         .value("BASELINE", HR_CPU_BASELINE)
         .value("AVX2", HR_CPU_AVX2)
         .value("AVX512", HR_CPU_AVX512)
+        .value("AVX512_VBMI", HR_CPU_AVX512_VBMI)
         .finalize();
     m.def("get_cpu_level", &hr_get_cpu_level, "The instruction set that CPU kernels use now.");
     m.def(

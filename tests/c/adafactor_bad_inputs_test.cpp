@@ -110,6 +110,12 @@ TEST_P(AdafactorBadInputs, Config)
          [](AdafactorRun &r) { r.config.grad_scale = moved(r.config.grad_scale, 1); }},
         {"clip_coef is at",
          [](AdafactorRun &r) { r.config.clip_coef = moved(r.config.clip_coef, 2); }},
+        {"weights->size is 0",
+         [](AdafactorRun &r) {
+             static hr_weights weights = HR_WEIGHTS_INIT;
+             weights.size = 0;
+             r.config.weights = &weights;
+         }},
         {"exec is NULL", [](AdafactorRun &r) { r.exec_argument = nullptr; }},
         {"exec->device is -2", [](AdafactorRun &r) { r.exec.device = -2; }},
         {"workspace is at .*, wanted", [](AdafactorRun &r) { r.workspace = nullptr; }},

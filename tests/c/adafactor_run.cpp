@@ -85,7 +85,7 @@ AdafactorRun::AdafactorRun(Backend &backend, const AdafactorCase &c)
       steps(backend, sizes(shapes, one), counters, c.shift,
             [](size_t k, size_t) { return double(k % 9); }),
       grads(backend, sizes(shapes, numel_of), c.grads, c.shift, c.grad), config(c.config),
-      exec(backend.exec()), shapes_argument(shapes.data())
+      exec(backend.exec()), shapes_argument(shapes.data()), backend_(backend)
 {
     exp_avgs.argument = c.momentum ? &exp_avgs.list : nullptr;
     rmss.argument = c.rmss ? &rmss.list : nullptr;
@@ -98,6 +98,10 @@ AdafactorRun::AdafactorRun(Backend &backend, const AdafactorCase &c)
         return value ? static_cast<const float *>(scalar(*value, HR_F32)) : nullptr;
     };
     config.semantics = c.semantics;
+    if (c.weights) {
+        weights.emplace(backend, *c.weights, params.numel, params.dtype);
+        config.weights = &weights->weights;
+    }
     if (c.lr_on_device) {
         config.lr_dtype = *c.lr_on_device;
         config.lr_ptr = scalar(config.lr, config.lr_dtype);
@@ -148,19 +152,35 @@ bool AdafactorRun::whole() const
                    &workspace_});
 }
 
+std::vector<std::vector<double>> AdafactorRun::weights_as_f32() const
+{
+    std::vector<std::vector<double>> all;
+    const Tensors joined(backend_, params.numel, f32, 0, [](size_t, size_t) { return 77; });
+    EXPECT_EQ(hr_join_weights(&joined.list, &params.list, config.weights, &exec), HR_OK)
+        << hr_last_error();
+    for (size_t k = 0; k < shapes.size(); k++)
+        all.push_back(joined.values(k));
+    return all;
+}
+
 ExactAdafactor::ExactAdafactor(const AdafactorRun &run, const AdafactorCase &c)
 {
     const bool torch = c.semantics == HR_ADAFACTOR_TORCH;
     const hr_adafactor_config &o = c.config;
     long double factor = c.clip_coef.value_or(1) / (long double)c.grad_scale.value_or(1);
     factor = float(o.maximize ? -factor : factor);
+    const auto joined = run.weights ? run.weights_as_f32() : std::vector<std::vector<double>>();
     for (size_t k = 0; k < run.shapes.size(); k++) {
         const Shape s = run.shapes[k];
         const size_t numel = size_t(numel_of(s)), rows = size_t(s.rows), cols = size_t(s.cols);
-        Result r{wide(run.params.values(k)),    Values(numel),
-                 wide(run.row_vars.values(k)),  wide(run.col_vars.values(k)),
-                 wide(run.variances.values(k)), wide(run.exp_avgs.values(k)),
-                 run.rmss.values(k)[0],         run.steps.values(k)[0] + (c.steps ? 1 : 0)};
+        Result r{wide(run.weights ? joined[k] : run.params.values(k)),
+                 Values(numel),
+                 wide(run.row_vars.values(k)),
+                 wide(run.col_vars.values(k)),
+                 wide(run.variances.values(k)),
+                 wide(run.exp_avgs.values(k)),
+                 run.rmss.values(k)[0],
+                 run.steps.values(k)[0] + (c.steps ? 1 : 0)};
         if (numel == 0) {
             results.push_back(r);
             continue;
@@ -247,11 +267,16 @@ void expect_exact(const AdafactorRun &run, const ExactAdafactor &exact, const Ad
     SCOPED_TRACE(testing::PrintToString(c));
     const long double sum = 0x1p-20L, update = 0x1p-18L;
     const auto nothing = [](size_t) { return 0.0L; };
+    const auto joined = c.weights ? run.weights_as_f32() : std::vector<std::vector<double>>();
     for (size_t k = 0; k < run.shapes.size(); k++) {
         const ExactAdafactor::Result &r = exact.results[k];
         const std::string name = " of tensor " + std::to_string(k);
         const auto change = [&](size_t i) { return update * std::fabs(r.changes[i]); };
-        const long double rounding = epsilon_of(run.params.dtype[k]) / 2 + 0x1p-22L;
+        // Of weights: what their mode keeps of them, in the order of hr_weights_mode.
+        const long double kept[] = {0x1p-8L,  0x1p-7L,  0x1p-16L, 0x1p-22L,
+                                    0x1p-22L, 0x1p-15L, 0x1p-15L};
+        const long double rounding =
+            c.weights ? kept[c.weights->mode] : epsilon_of(run.params.dtype[k]) / 2 + 0x1p-22L;
         const long double smallest = run.params.dtype[k] == HR_F16 ? 0x1p-25L : 0x1p-31L;
         expect_near(run.row_vars.values(k), r.row_vars, sum, nothing, "row_var" + name);
         expect_near(run.col_vars.values(k), r.col_vars, sum, nothing, "col_var" + name);
@@ -292,5 +317,6 @@ std::ostream &operator<<(std::ostream &out, const AdafactorCase &c)
     for (const hr_dtype type : c.grads)
         out << " " << names[type];
     return out << ", shift " << c.shift << (c.momentum ? ", momentum" : "")
-               << (c.grad_scale ? ", grad_scale" : "") << (c.clip_coef ? ", clip_coef" : "");
+               << (c.grad_scale ? ", grad_scale" : "") << (c.clip_coef ? ", clip_coef" : "")
+               << (c.weights ? ", weights mode " + std::to_string(c.weights->mode) : "");
 }

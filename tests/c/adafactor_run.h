@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "tensors.h"
+#include "weights_data.h"
 
 struct AdafactorCase {
     std::vector<hr_adafactor_shape> shapes = {{1, 5, 7, 1, 0, 0, 0}};
@@ -14,6 +15,7 @@ struct AdafactorCase {
     std::optional<float> grad_scale, found_inf, clip_coef;
     size_t shift = 0; // elements past an aligned address
     Tensors::Value grad = noise;
+    std::optional<WeightsData::Ask> weights;
     hr_adafactor_config config = HR_ADAFACTOR_HF_INIT; // what is not named above
 };
 
@@ -32,9 +34,11 @@ class AdafactorRun
     std::vector<uint8_t> results() const; // the bytes of what it writes
     std::vector<uint8_t> image() const;   // every byte that the call can reach
     bool whole() const;                   // the guards, those behind the workspace included
+    std::vector<std::vector<double>> weights_as_f32() const; // params, completed by residuals
 
     std::vector<hr_adafactor_shape> shapes;
     Tensors params, row_vars, col_vars, variances, exp_avgs, rmss, steps, grads;
+    std::optional<WeightsData> weights;
     hr_adafactor_config config;
     void *workspace = nullptr;
     size_t workspace_bytes = 0; // exactly what was asked for
@@ -44,6 +48,7 @@ class AdafactorRun
     const hr_exec *exec_argument = &exec;
 
   private:
+    Backend &backend_;
     std::vector<Buffer> scalars_, workspace_;
 };
 

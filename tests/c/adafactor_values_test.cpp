@@ -87,6 +87,19 @@ TEST_P(AdafactorValues, Options)
         }
 }
 
+TEST_P(AdafactorValues, WeightsOf16Bits)
+{
+    for (int mode = HR_WEIGHTS_STOCHASTIC; mode <= HR_WEIGHTS_REMAINDER8_STOCHASTIC; mode++) {
+        AdafactorCase c = of(mode % 2 ? HR_ADAFACTOR_TORCH : HR_ADAFACTOR_HF, kShapes);
+        c.params = {HR_BF16};
+        c.grads = {HR_BF16, HR_F32};
+        c.weights = {hr_weights_mode(mode), mode > 3, mode > 2, size_t(mode % 3)};
+        c.momentum = mode == HR_WEIGHTS_MASTER;
+        c.config.beta1 = 0.9;
+        expect_exact(*backend, c);
+    }
+}
+
 TEST_P(AdafactorValues, GradientsOfEverySize)
 {
     const std::vector<hr_adafactor_shape> shapes = {matrix(20, 90), matrix(3, 3, 20), vector(99)};

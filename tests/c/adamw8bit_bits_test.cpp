@@ -67,6 +67,30 @@ std::vector<Adamw8bitCase> cases()
                     c.bnb_exact = bnb_exact;
                     c.stochastic = !bnb_exact;
                 });
+    for (int mode = HR_WEIGHTS_NEAREST; mode <= HR_WEIGHTS_REMAINDER8_STOCHASTIC; mode++)
+        for (int flags = 0; flags < 4; flags++)
+            add([&](Adamw8bitCase &c) {
+                c.numel = odd;
+                c.numel.push_back(9001); // more than is unpacked at once
+                c.param = {mode < HR_WEIGHTS_REMAINDER16 && flags == 1 ? HR_F16 : HR_BF16};
+                c.grad = {flags == 2 ? HR_BF16 : HR_F32};
+                c.special = flags == 1;
+                c.stochastic = flags == 2;
+                c.shift = flags == 3 ? 3 : 0;
+                c.weights = WeightsData::Ask{hr_weights_mode(mode), c.special, true, c.shift};
+            });
+    // Not counted, so that a loop of their own may take them.
+    for (const hr_weights_mode mode : {HR_WEIGHTS_MASTER, HR_WEIGHTS_REMAINDER16})
+        for (const bool special : {false, true})
+            for (const int32_t block_size : {64, 256})
+                add([&](Adamw8bitCase &c) {
+                    c.numel = {9001, 1, 0, 70, 128, 513, 2000};
+                    c.param = c.grad = {HR_BF16};
+                    c.special = special;
+                    c.block_size = block_size;
+                    c.shift = special ? 3 : 0;
+                    c.weights = WeightsData::Ask{mode, special, false, c.shift};
+                });
     // Larger than a chunk of any kernel, and than the least that is worth a second thread.
     add([](Adamw8bitCase &c) { c.numel = {100003}; });
     add([](Adamw8bitCase &c) {
@@ -103,7 +127,8 @@ TEST(Adamw8bitBits, AreTheSameOnEveryInstructionSetAndThreadCount)
 {
     for (const Adamw8bitCase &c : cases()) {
         const std::vector<uint8_t> expected = baseline(c);
-        for (const hr_cpu_level l : {HR_CPU_BASELINE, HR_CPU_AVX2, HR_CPU_AVX512}) {
+        for (const hr_cpu_level l :
+             {HR_CPU_BASELINE, HR_CPU_AVX2, HR_CPU_AVX512, HR_CPU_AVX512_VBMI}) {
             const CpuLevel level(l);
             if (!level.available)
                 continue;

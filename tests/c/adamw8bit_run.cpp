@@ -102,6 +102,10 @@ Adamw8bitRun::Adamw8bitRun(Backend &backend, const Adamw8bitCase &c)
     adamw.grad_scale = static_cast<const float *>(scalar(backend, c.grad_scale, HR_F32));
     adamw.found_inf = static_cast<const float *>(scalar(backend, c.found_inf, HR_F32));
     adamw.clip_coef = static_cast<const float *>(scalar(backend, c.clip_coef, HR_F32));
+    if (c.weights) {
+        weights.emplace(backend, *c.weights, params.numel, params.dtype);
+        adamw.weights = &weights->weights;
+    }
 }
 
 const void *Adamw8bitRun::scalar(Backend &backend, std::optional<double> value, hr_dtype dtype)
@@ -119,18 +123,29 @@ hr_status Adamw8bitRun::call() const
                         grads.argument, config_argument, exec_argument);
 }
 
+std::vector<const std::vector<Buffer> *> Adamw8bitRun::buffers() const
+{
+    std::vector<const std::vector<Buffer> *> all = {&params.buffers,
+                                                    &exp_avgs.buffers,
+                                                    &exp_avg_absmaxs.buffers,
+                                                    &exp_avg_sqs.buffers,
+                                                    &exp_avg_sq_absmaxs.buffers,
+                                                    &steps.buffers,
+                                                    &grads.buffers,
+                                                    &scalars_};
+    if (weights)
+        all.push_back(&weights->buffers);
+    return all;
+}
+
 std::vector<uint8_t> Adamw8bitRun::image() const
 {
-    return image_of({&params.buffers, &exp_avgs.buffers, &exp_avg_absmaxs.buffers,
-                     &exp_avg_sqs.buffers, &exp_avg_sq_absmaxs.buffers, &steps.buffers,
-                     &grads.buffers, &scalars_});
+    return image_of(buffers());
 }
 
 bool Adamw8bitRun::whole() const
 {
-    return intact({&params.buffers, &exp_avgs.buffers, &exp_avg_absmaxs.buffers,
-                   &exp_avg_sqs.buffers, &exp_avg_sq_absmaxs.buffers, &steps.buffers,
-                   &grads.buffers, &scalars_});
+    return intact(buffers());
 }
 
 std::vector<double> Adamw8bitRun::exp_avg(size_t tensor) const
@@ -172,6 +187,8 @@ std::ostream &operator<<(std::ostream &out, const Adamw8bitCase &c)
     out << (c.decoupled ? "" : ", L2") << (c.maximize ? ", maximize" : "")
         << (c.skip_nonfinite ? ", skip_nonfinite" : "") << (c.bnb_exact ? ", bnb_exact" : "")
         << (c.stochastic ? ", stochastic" : "") << (c.special ? ", special values" : "");
+    if (c.weights)
+        out << ", weights mode " << c.weights->mode;
     out << (c.steps ? ", steps on the device" : "") << (c.lr_on_device ? ", lr on the device" : "");
     return out << (c.grad_scale ? ", grad_scale" : "") << (c.clip_coef ? ", clip_coef" : "");
 }

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "tensors.h"
+#include "weights_data.h"
 
 struct Adamw8bitCase {
     std::vector<int64_t> numel = {600};
@@ -19,7 +20,8 @@ struct Adamw8bitCase {
     std::optional<float> grad_scale, found_inf, clip_coef;
     size_t shift = 0;       // elements past an aligned address,
     uint32_t shifted = ~0u; // of these lists: one bit each, in the order of the call
-    bool special = false;   // NaN, infinities, denormals, huge and tiny values among the data
+    std::optional<WeightsData::Ask> weights;
+    bool special = false; // NaN, infinities, denormals, huge and tiny values among the data
     // What the tensors hold, where not made up.
     Tensors::Value params, grads, exp_avgs, exp_avg_absmaxs, exp_avg_sqs, exp_avg_sq_absmaxs;
 };
@@ -40,10 +42,12 @@ struct Adamw8bitRun {
     hr_adamw8bit_config config = HR_ADAMW8BIT_CONFIG_INIT;
     hr_exec exec;
     std::vector<uint64_t> seeds;
+    std::optional<WeightsData> weights;
     const hr_adamw8bit_config *config_argument = &config;
     const hr_exec *exec_argument = &exec;
 
   private:
+    std::vector<const std::vector<Buffer> *> buffers() const;
     const void *scalar(Backend &backend, std::optional<double> value, hr_dtype dtype);
 
     std::vector<Buffer> scalars_;

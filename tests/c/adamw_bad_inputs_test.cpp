@@ -125,6 +125,50 @@ std::vector<BadInput> bad_configs()
     return all;
 }
 
+// With weights that have everything a mode can ask for.
+AdamwCase good_weights()
+{
+    AdamwCase c = good();
+    c.param = HR_BF16;
+    c.weights = WeightsData::Ask{HR_WEIGHTS_REMAINDER8_STOCHASTIC, true, true};
+    return c;
+}
+
+std::vector<BadInput> bad_weights()
+{
+    std::vector<BadInput> all = {
+        {"weights->size is 0, wanted", [](AdamwRun &r) { r.weights->weights.size = 0; }},
+        {"weights->residuals is NULL, but HR_WEIGHTS_REMAINDER8_STOCHASTIC needs them",
+         [](AdamwRun &r) { r.weights->weights.residuals = nullptr; }},
+        {"weights->residuals is given, but HR_WEIGHTS_STOCHASTIC has none",
+         [](AdamwRun &r) { r.weights->weights.mode = HR_WEIGHTS_STOCHASTIC; }},
+        {"residuals\\[0\\] has dtype i8, but HR_WEIGHTS_REMAINDER16 needs i16",
+         [](AdamwRun &r) { r.weights->weights.mode = HR_WEIGHTS_REMAINDER16; }},
+        {"residuals\\[2\\] has dtype u8", [](AdamwRun &r) { r.weights->dtype[2] = HR_U8; }},
+        {"residuals\\[2\\] is NULL", [](AdamwRun &r) { r.weights->data[2] = nullptr; }},
+        {"residuals->count is 2, wanted 3", [](AdamwRun &r) { r.weights->residuals.count = 2; }},
+        {"weights->seeds is NULL, but HR_WEIGHTS_REMAINDER8_STOCHASTIC needs them",
+         [](AdamwRun &r) { r.weights->weights.seeds = nullptr; }},
+        {"weights->seeds is given, but HR_WEIGHTS_REMAINDER8 has no use",
+         [](AdamwRun &r) { r.weights->weights.mode = HR_WEIGHTS_REMAINDER8; }},
+        {"params\\[2\\] has dtype f16, which HR_WEIGHTS_REMAINDER8_STOCHASTIC does not take",
+         [](AdamwRun &r) { r.dtype[PARAMS][2] = HR_F16; }},
+        {"params\\[0\\] has dtype f32, which", [](AdamwRun &r) { r.dtype[PARAMS][0] = HR_F32; }},
+        {"places\\[1\\] is \\{-1, 37, 1000\\}",
+         [](AdamwRun &r) { r.weights->places[1].offset = -1; }},
+        {"places\\[1\\] is \\{8, 0, 1000\\}", [](AdamwRun &r) { r.weights->places[1].run = 0; }},
+        {"places\\[1\\] is \\{8, 37, -5\\}", [](AdamwRun &r) { r.weights->places[1].stride = -5; }},
+        {"places\\[2\\] reaches past",
+         [](AdamwRun &r) { r.weights->places[2].stride = INT64_MAX / 8; }},
+        {"weights->stalled is at .* not a multiple of 8",
+         [](AdamwRun &r) { r.weights->weights.stalled = moved(r.weights->weights.stalled, 4); }},
+    };
+    for (const int mode : {-1, 7, 1000})
+        all.push_back({"weights->mode is " + std::to_string(mode),
+                       [=](AdamwRun &r) { r.weights->weights.mode = hr_weights_mode(mode); }});
+    return all;
+}
+
 void expect_refused(Backend &backend, const AdamwCase &c, const BadInput &bad)
 {
     SCOPED_TRACE("expecting " + bad.message);
@@ -157,6 +201,14 @@ TEST_P(AdamwBadInputs, Config)
 {
     for (const BadInput &bad : bad_configs())
         expect_refused(*backend, good(), bad);
+}
+
+TEST_P(AdamwBadInputs, Weights)
+{
+    AdamwRun run(*backend, good_weights());
+    EXPECT_EQ(run.call(), HR_OK) << hr_last_error();
+    for (const BadInput &bad : bad_weights())
+        expect_refused(*backend, good_weights(), bad);
 }
 
 // Values in host memory are looked at too; on a device they could not be without waiting for it.

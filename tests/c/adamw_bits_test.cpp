@@ -45,6 +45,33 @@ std::vector<AdamwCase> cases()
                 c.found_inf = 0.0f;
                 c.step = 12345;
             });
+    for (int mode = HR_WEIGHTS_NEAREST; mode <= HR_WEIGHTS_REMAINDER8_STOCHASTIC; mode++)
+        for (const hr_dtype type : {HR_BF16, HR_F16})
+            for (int flags = 0; flags < (type == HR_BF16 ? 8 : 4); flags++) {
+                if (type == HR_F16 && mode >= HR_WEIGHTS_REMAINDER16)
+                    continue;
+                add([&](AdamwCase &c) {
+                    c.numel = odd;
+                    c.param = c.grad = type;
+                    c.special = flags & 2;
+                    c.shift = flags & 4 ? 3 : 0;
+                    c.weights = WeightsData::Ask{hr_weights_mode(mode), c.special, bool(flags & 1),
+                                                 c.shift};
+                    c.amsgrad = flags == 5;
+                    c.skip_nonfinite = flags == 6;
+                    c.state = flags == 4 ? HR_BF16 : HR_F32;
+                });
+            }
+    add([&](AdamwCase &c) {
+        c.numel = odd;
+        c.weights = WeightsData::Ask{HR_WEIGHTS_NEAREST, false, true};
+    });
+    add([&](AdamwCase &c) {
+        c.numel = {100003, 40000};
+        c.param = HR_BF16;
+        c.weights = WeightsData::Ask{HR_WEIGHTS_REMAINDER8_STOCHASTIC, false, true};
+        c.steps = HR_F64;
+    });
     // Larger than a chunk of any kernel, and than the least that is worth a second thread.
     add([](AdamwCase &c) { c.numel = {100003}; });
     add([](AdamwCase &c) {

@@ -80,6 +80,10 @@ AdamwRun::AdamwRun(Backend &backend, const AdamwCase &c) : exec(backend.exec())
     config.grad_scale = float_scalar(c.grad_scale);
     config.found_inf = float_scalar(c.found_inf);
     config.clip_coef = float_scalar(c.clip_coef);
+    if (c.weights) {
+        weights.emplace(backend, *c.weights, numel[PARAMS], dtype[PARAMS]);
+        config.weights = &weights->weights;
+    }
 }
 
 void *AdamwRun::scalar(Backend &backend, double value, hr_dtype dtype)
@@ -108,6 +112,9 @@ std::vector<const Buffer *> AdamwRun::buffers() const
             all.push_back(&buffer);
     for (const Buffer &buffer : scalars_)
         all.push_back(&buffer);
+    if (weights)
+        for (const Buffer &buffer : weights->buffers)
+            all.push_back(&buffer);
     return all;
 }
 
@@ -138,5 +145,8 @@ std::ostream &operator<<(std::ostream &out, const AdamwCase &c)
         << (c.maximize ? ", maximize" : "") << (c.skip_nonfinite ? ", skip_nonfinite" : "");
     out << (c.steps ? ", steps on the device" : "") << (c.lr_on_device ? ", lr on the device" : "");
     out << (c.grad_scale ? ", grad_scale" : "") << (c.clip_coef ? ", clip_coef" : "");
+    if (c.weights)
+        out << ", weights mode " << c.weights->mode << (c.weights->places ? ", cut" : "")
+            << (c.weights->stalled ? ", counted" : "");
     return out << (c.special ? ", special values" : "") << (c.all_types ? ", all types" : "");
 }

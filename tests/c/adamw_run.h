@@ -6,6 +6,7 @@
 
 #include "backend.h"
 #include "elements.h"
+#include "weights_data.h"
 
 enum AdamwList { PARAMS, EXP_AVGS, EXP_AVG_SQS, MAX_EXP_AVG_SQS, STEPS, GRADS, LISTS };
 
@@ -20,6 +21,7 @@ struct AdamwCase {
     size_t shift = 0;                 // elements past an aligned address
     std::optional<AdamwList> spoiled; // this list's first element is `spoil`
     double spoil = 0;
+    std::optional<WeightsData::Ask> weights;
     bool special = false;   // NaN, infinities, denormals, huge and tiny values among the data
     bool all_types = false; // each tensor has the next combination of types
 };
@@ -44,6 +46,7 @@ class AdamwRun
     hr_tensor_list lists[LISTS];
     const hr_tensor_list *list_arguments[LISTS];
     hr_adamw_config config = HR_ADAMW_CONFIG_INIT;
+    std::optional<WeightsData> weights;
     hr_exec exec;
     const hr_adamw_config *config_argument = &config;
     const hr_exec *exec_argument = &exec;

@@ -16,7 +16,7 @@ template <typename Test> void on_every_level(const Backend &backend, const Test 
 {
     if (&backend != &cpu_backend())
         return test();
-    for (const hr_cpu_level l : {HR_CPU_BASELINE, HR_CPU_AVX2, HR_CPU_AVX512}) {
+    for (const hr_cpu_level l : {HR_CPU_BASELINE, HR_CPU_AVX2, HR_CPU_AVX512, HR_CPU_AVX512_VBMI}) {
         const CpuLevel level(l);
         if (level.available) {
             SCOPED_TRACE(l);
