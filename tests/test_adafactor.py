@@ -334,6 +334,21 @@ def test_a_tensor_as_learning_rate(semantics, device):
     assert_same_bits(params, others)
 
 
+def test_the_schedule_of_transformers():
+    from transformers.optimization import AdafactorSchedule
+
+    rates = []
+    for ours in (True, False):
+        params = start()
+        optimizer = make("hf", params, ours, warmup_init=True)
+        schedule = AdafactorSchedule(optimizer)
+        for step in range(3):
+            train(params, optimizer, [step])
+            schedule.step()
+        rates.append([float(rate) for rate in schedule.get_lr()])
+    assert rates[0] == pytest.approx(rates[1], rel=1e-6)
+
+
 def test_memory_says_that_there_is_next_to_none():
     optimizer = ADAFACTOR([torch.nn.Parameter(torch.zeros(1000, 1000))])
     (row,) = optimizer.memory()
