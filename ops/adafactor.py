@@ -430,6 +430,15 @@ class Adafactor(Optimizer):
                 group.setdefault(name, value)
         super().__setstate__(state)
 
+    @staticmethod
+    def _get_lr(group: dict[str, Any], state: dict[str, Any]) -> Any:
+        """What transformers' AdafactorSchedule asks for: the step before clipping."""
+        lr = group["lr"]
+        if group["relative_step"]:
+            first = 1e-6 * state["step"] if group["warmup_init"] else 1e-2
+            lr = min(first, 1 / math.sqrt(state["step"]))
+        return lr * max(group["eps"][1], state["RMS"]) if group["scale_parameter"] else lr
+
     # ---- one step -------------------------------------------------------------------------------
 
     def _table(
