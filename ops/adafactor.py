@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from ._adamw_options import check_list, check_scalars, check_steps, lr_arguments
 from ._registration import FLOATS, complete, require
 from .adamw import _scalar_on
+from .adamw8bit import _sharded_dim
 from .optimizer import Kind, Optimizer
 from .weights import NEAREST, RESIDUALS, check_weights, weights_mode
 
@@ -515,11 +516,6 @@ class Adafactor(Optimizer):
 
 
 # ---- DTensors -----------------------------------------------------------------------------------
-
-
-def _sharded_dim(placement: Placement) -> int | None:
-    """Of a strided shard too, which does not count as one in every torch."""
-    return getattr(placement, "dim", None)
 
 
 def _sharding(param: Tensor) -> tuple[Any, tuple[str | None, ...]] | None:
