@@ -5,9 +5,10 @@ bytes, the header in JSON, the data of the tensors one after the other. ``__meta
 
 - ``crc32``, first, so that it lies at a fixed place: the CRC-32 of length and header, with this
   field as zeros;
-- ``headroom``, a JSON document: ``format`` (:data:`FORMAT`), what the writer put there, ``piece``
-  (a number of bytes), and ``tensors``: for each the CRC-32 of each of its pieces, and its strides
-  if it is dense in another order than the file, which has the order of indices.
+- ``headroom``, a JSON document (:data:`DOCUMENT`): ``format`` (:data:`FORMAT`), the ``tree`` that
+  refers to tensors, ``piece`` (a number of bytes), and ``tensors``: for each the CRC-32 of each of
+  its pieces, and its strides if it is dense in another order than the file, which has the order of
+  indices.
 
 CRC-32 finds every flipped bit and every burst of up to 32. It is in the standard library, keeps up
 with disks, and lets go of the interpreter's lock, so that pieces are summed while others are
@@ -76,6 +77,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DOCUMENT = {"tree": dict, "module_versions": dict, "saved_ns": int, "piece": int, "tensors": dict}
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 ADVICE = {
     errno.ENOSPC: "free space there, or save elsewhere; keep= removes old states",
@@ -423,13 +425,13 @@ class StateFile:
     def _read_header(self) -> tuple[bytes, int]:
         """The header, and where the data begin."""
         begin = os.pread(self._file, 8 + len(PREFIX), 0)
-        if begin[:1] == b"\x80" or begin[:2] == b"PK":
-            raise StateFileError(
-                f"{self.path} is a pickle or a file of torch.save, which is not opened: pickles "
-                "run code. If you trust it, read it with torch.load(weights_only=True) and save "
-                "what is in it with headroom.save_state"
-            )
         if begin[8:] != PREFIX[: len(begin[8:])] or not begin:
+            if begin[:1] == b"\x80" or begin[:2] == b"PK":
+                raise StateFileError(
+                    f"{self.path} is a pickle or a file of torch.save, which is not opened: "
+                    "pickles run code. If you trust it, read it with torch.load(weights_only=True) "
+                    "and save what is in it with headroom.save_state"
+                )
             raise StateFileError(
                 f"{self.path} is no state file of headroom.save_state, or its beginning is "
                 "damaged, or another program has written it anew; safetensors.safe_open may read it"
@@ -459,6 +461,9 @@ class StateFile:
                 f"up to {FORMAT}; it was written by {document.get('headroom', 'a later one')}: "
                 "upgrade"
             )
+        for key, kind in DOCUMENT.items():
+            if not isinstance(document[key], kind):
+                raise TypeError(f"'{key}' is a {type(document[key]).__name__}")
         self._piece, found, end = document["piece"], {}, 0
         if self._piece <= 0:
             raise ValueError(f"pieces of {self._piece} bytes")
