@@ -68,7 +68,7 @@ def headroom_op(data: Rotation) -> Contender:
     import headroom  # noqa: F401  (registers the op)
 
     op = torch.ops.headroom.adamw_.default
-    return Contender(lambda: op(*data.next(), decoupled=True, **HYPER))
+    return Contender(lambda: op(*data.next(), [], decoupled=True, **HYPER))
 
 
 def torch_fused(data: Rotation, work: int | None = None) -> Contender:

@@ -71,7 +71,7 @@ def headroom_op(data: Rotation) -> Contender:
     import headroom  # noqa: F401  (registers the op)
 
     op = torch.ops.headroom.adamw8bit_.default
-    return Contender(lambda: op(*data.next(), decoupled=True, block_size=BLOCK, **HYPER))
+    return Contender(lambda: op(*data.next(), [], decoupled=True, block_size=BLOCK, **HYPER))
 
 
 def optimizer_step(data: Rotation, make: Callable[..., torch.optim.Optimizer]) -> Contender:

@@ -112,7 +112,9 @@ static void adamw8bit_range(void *context, int64_t begin, int64_t end)
         t.exp_avg_sq_absmax = (float *)a->exp_avg_sq_absmaxs->data[k];
         if (config->adamw.weights) {
             const weights_tensor weights = weights_of(config->adamw.weights, a->params, k, step);
-            adamw8bit_run_weights(&t, &weights, from, to, a->grads->dtype[k]);
+            const hr_dtype grad_dtype = a->grads->dtype[k];
+            if (!call->run_weights || !call->run_weights(&t, &weights, from, to, grad_dtype))
+                adamw8bit_run_weights(&t, &weights, from, to, grad_dtype);
         } else {
             call->run(&t, from, to, a->params->dtype[k], a->grads->dtype[k]);
         }
@@ -148,8 +150,11 @@ hr_status adamw8bit_cpu(const adamw8bit_args *args)
 #if defined(__x86_64__) && defined(__GNUC__)
     static const adamw8bit_run_fn runs[] = {adamw8bit_run_baseline, adamw8bit_run_avx2,
                                             adamw8bit_run_avx512, adamw8bit_run_vbmi};
+    static const adamw8bit_run_weights_fn run_weights[] = {NULL, NULL, NULL,
+                                                           adamw8bit_run_weights_vbmi};
 #else
     static const adamw8bit_run_fn runs[] = {adamw8bit_run_baseline};
+    static const adamw8bit_run_weights_fn run_weights[] = {NULL};
 #endif
     const hr_adamw8bit_config *const config = args->config;
     if (config->adamw.found_inf && *config->adamw.found_inf != 0.0f)
@@ -159,7 +164,9 @@ hr_status adamw8bit_cpu(const adamw8bit_args *args)
     const hr_adamw_config *const adamw = &config->adamw;
     const int plain = !adamw->skip_nonfinite && (adamw->decoupled || adamw->weight_decay == 0.0);
     call.rule = config->bnb_exact ? ADAMW8BIT_BNB : plain ? ADAMW8BIT_PLAIN : ADAMW8BIT_ANY;
-    call.run = runs[hr_get_cpu_level()];
+    const hr_cpu_level level = hr_get_cpu_level();
+    call.run = runs[level];
+    call.run_weights = run_weights[level];
     call.tables = adamw8bit_get_tables(config->bnb_exact != 0);
     if (!call.tables)
         return hr_fail(HR_OUT_OF_MEMORY, "hr_adamw8bit: no memory for the tables of the maps");

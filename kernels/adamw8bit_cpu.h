@@ -27,6 +27,8 @@ typedef struct adamw8bit_tensor adamw8bit_tensor;
 /* Updates the blocks of [from, to) of one tensor; `from` is the start of a block. */
 typedef void (*adamw8bit_run_fn)(const adamw8bit_tensor *t, int64_t from, int64_t to,
                                  hr_dtype param_dtype, hr_dtype grad_dtype);
+typedef int (*adamw8bit_run_weights_fn)(const adamw8bit_tensor *t, const weights_tensor *weights,
+                                        int64_t from, int64_t to, hr_dtype grad_dtype);
 
 /* A call. */
 typedef struct adamw8bit_call {
@@ -34,6 +36,7 @@ typedef struct adamw8bit_call {
     adamw8bit_rule rule;
     const adamw8bit_tables *tables;
     adamw8bit_run_fn run;
+    adamw8bit_run_weights_fn run_weights; /* NULL: there is none */
 } adamw8bit_call;
 
 /* A tensor of the call. */
@@ -58,7 +61,7 @@ typedef struct adamw8bit_pending {
     float absmax_m, absmax_v;
     dynamic_scale scale_m, scale_v;
     int vectors;  /* whether vector code may encode it */
-    int negative; /* whether exp_avg_sq may be */
+    int careless; /* whether it may without care, see dynamic_encode_vbmi() */
 } adamw8bit_pending;
 
 #define LANES CPU_STEP /* elements at a time; a block size is a multiple of it */
@@ -137,7 +140,7 @@ HR_INLINE adamw8bit_pending adamw8bit_close(const adamw8bit_tensor *t, int64_t b
     pending.scale_m = dynamic_scale_of(pending.absmax_m);
     pending.scale_v = dynamic_scale_of(pending.absmax_v);
     pending.vectors = 0;
-    pending.negative = 0;
+    pending.careless = 0;
     if (!bnb && !t->call->args->config->seeds) {
         pending.scale_m = adamw8bit_rescale(m, count, pending.scale_m);
         pending.scale_v = adamw8bit_rescale(v, count, pending.scale_v);
@@ -159,5 +162,10 @@ void adamw8bit_run_avx512(const adamw8bit_tensor *t, int64_t from, int64_t to, h
                           hr_dtype grad_dtype);
 void adamw8bit_run_vbmi(const adamw8bit_tensor *t, int64_t from, int64_t to, hr_dtype param_dtype,
                         hr_dtype grad_dtype);
+
+/* The same for weights that are not plain, where there is a faster way than to unpack them. Gives
+ * whether there is. */
+int adamw8bit_run_weights_vbmi(const adamw8bit_tensor *t, const weights_tensor *weights,
+                               int64_t from, int64_t to, hr_dtype grad_dtype);
 
 #endif

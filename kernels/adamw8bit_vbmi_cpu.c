@@ -1,6 +1,6 @@
 /*
  * adamw8bit_vbmi_cpu.c: the loop of 8-bit Adam with AVX-512 and byte permutes: the plain rule, in
- * float32 and bfloat16. Anything else is left to adamw8bit_run_avx512().
+ * float32 and bfloat16, plain or with the rest of a weight beside. Anything else is left to others.
  *
  * The divider is busy for half of the time, so all other work is put beside it: while 64 elements
  * are updated, the moments of the next are decoded, and those of 64 elements two blocks before are
@@ -11,10 +11,17 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 /* ---- Weights: 64 in memory and in four vectors ----------------------------------------------- */
 
+/* Where 64 weights are. */
+typedef struct adamw8bit_weights {
+    void *param, *residual;
+} adamw8bit_weights;
+
 /* Halves of words are read and written faster by turns than in a row. */
-HR_INLINE dynamic_order adamw8bit_order(hr_dtype param_dtype, hr_dtype grad_dtype)
+HR_INLINE dynamic_order adamw8bit_order(hr_dtype param_dtype, hr_dtype grad_dtype,
+                                        hr_weights_mode mode)
 {
-    return param_dtype == HR_BF16 && grad_dtype == HR_BF16 ? DYNAMIC_EVEN_ODD : DYNAMIC_IN_ROW;
+    const int halves = param_dtype == HR_BF16 && grad_dtype == HR_BF16;
+    return halves && mode != HR_WEIGHTS_MASTER ? DYNAMIC_EVEN_ODD : DYNAMIC_IN_ROW;
 }
 
 /* Vectors k and k + 1 of 64 elements, k even. */
@@ -36,20 +43,19 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_load_vbmi(const void *base, int k,
     }
 }
 
-/* hr_store() for 64 elements. Gives 0 if there may be NaN among them. What is rare is not a call:
+/* hr_store() of such two vectors. Gives 0 if there may be NaN in them. What is rare is not a call:
  * across a call a compiler keeps no vector in a register. */
-CPU_AVX512_VBMI_BF16 HR_INLINE int adamw8bit_store_vbmi(void *base, const __m512 x[4],
+CPU_AVX512_VBMI_BF16 HR_INLINE int adamw8bit_store_vbmi(void *base, int k, const __m512 x[2],
                                                         hr_dtype dtype, dynamic_order order)
 {
-    const __mmask16 nan01 = _mm512_cmp_ps_mask(x[0], x[1], _CMP_UNORD_Q);
-    const __mmask16 nan23 = _mm512_cmp_ps_mask(x[2], x[3], _CMP_UNORD_Q);
-    const int no_nan = _kortestz_mask16_u8(nan01, nan23);
     if (dtype == HR_F32) {
-        for (int k = 0; k < 4; k++)
-            _mm512_storeu_ps((float *)base + 16 * k, x[k]);
-        for (int k = 0; __builtin_expect(!no_nan, 0) && k < 4; k++)
-            _mm512_mask_storeu_ps((float *)base + 16 * k,
-                                  _mm512_cmp_ps_mask(x[k], x[k], _CMP_UNORD_Q),
+        float *const to = (float *)base + 16 * k;
+        const __mmask16 nan = _mm512_cmp_ps_mask(x[0], x[1], _CMP_UNORD_Q);
+        const int no_nan = _kortestz_mask16_u8(nan, nan) ? 3 : 0;
+        _mm512_storeu_ps(to, x[0]);
+        _mm512_storeu_ps(to + 16, x[1]);
+        for (int j = 0; __builtin_expect(!no_nan, 0) && j < 2; j++)
+            _mm512_mask_storeu_ps(to + 16 * j, _mm512_cmp_ps_mask(x[j], x[j], _CMP_UNORD_Q),
                                   _mm512_castsi512_ps(_mm512_set1_epi32(0x7FFFFFFF)));
         return no_nan;
     }
@@ -57,33 +63,81 @@ CPU_AVX512_VBMI_BF16 HR_INLINE int adamw8bit_store_vbmi(void *base, const __m512
     const __m512i turns =
         _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                          21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    __mmask32 zero[2]; /* 0, or a denormal, which the conversion takes for 0 */
-    for (int pair = 0; pair < 2; pair++) {
-        __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(x[2 * pair + 1], x[2 * pair]);
-        if (order == DYNAMIC_EVEN_ODD)
-            halves = _mm512_permutexvar_epi16(turns, halves);
-        zero[pair] = _mm512_testn_epi16_mask(halves, _mm512_set1_epi16(0x7FFF));
-        _mm512_storeu_si512((__m512i *)base + pair, halves);
-    }
-    if (__builtin_expect(_kortestz_mask32_u8(zero[0], zero[1]) & no_nan, 1))
-        return 1;
-    for (int pair = 0; pair < 2; pair++) {
+    __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]);
+    if (order == DYNAMIC_EVEN_ODD)
+        halves = _mm512_permutexvar_epi16(turns, halves);
+    /* NaN, and denormals, which the conversion takes for 0. */
+    const __mmask16 special0 = _mm512_fpclass_ps_mask(x[0], 0x01 | 0x80 | 0x20);
+    const __mmask16 special1 = _mm512_fpclass_ps_mask(x[1], 0x01 | 0x80 | 0x20);
+    const int usual = _kortestz_mask16_u8(special0, special1) ? 3 : 0;
+    if (__builtin_expect(!usual, 0)) {
         __m512i words[2];
         for (int j = 0; j < 2; j++) { /* hr_to_bf16() */
-            const __m512 number = x[2 * pair + j];
-            const __m512i bits = _mm512_castps_si512(number), one = _mm512_set1_epi32(1);
+            const __m512i bits = _mm512_castps_si512(x[j]), one = _mm512_set1_epi32(1);
             const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
             const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
             const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
-            const __mmask16 nan = _mm512_cmp_ps_mask(number, number, _CMP_UNORD_Q);
-            words[j] = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7FFF));
+            words[j] = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x[j], x[j], _CMP_UNORD_Q),
+                                             _mm512_set1_epi32(0x7FFF));
         }
-        __m512i halves = _mm512_or_si512(words[0], _mm512_slli_epi32(words[1], 16));
+        halves = _mm512_or_si512(words[0], _mm512_slli_epi32(words[1], 16));
         if (order == DYNAMIC_IN_ROW)
             halves = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(words[0])),
                                         _mm512_cvtepi32_epi16(words[1]), 1);
-        _mm512_storeu_si512((__m512i *)base + pair, halves);
     }
+    _mm512_storeu_si512((uint16_t *)base + 16 * k, halves);
+    return usual;
+}
+
+/* Weights as weights_join() gives them. With REMAINDER16 the order is DYNAMIC_EVEN_ODD. */
+CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_join_vbmi(adamw8bit_weights w, int k, hr_dtype dtype,
+                                                        hr_weights_mode mode, dynamic_order order,
+                                                        __m512 x[2])
+{
+    if (mode == HR_WEIGHTS_MASTER) {
+        adamw8bit_load_vbmi(w.residual, k, HR_F32, order, x);
+    } else if (mode == HR_WEIGHTS_REMAINDER16) {
+        /* The sum's high halves: the params, less one where a residual is negative. */
+        const __m512i residuals = _mm512_loadu_si512((const uint16_t *)w.residual + 16 * k);
+        const __m512i high =
+            _mm512_add_epi16(_mm512_loadu_si512((const uint16_t *)w.param + 16 * k),
+                             _mm512_srai_epi16(residuals, 15));
+        const __m512i low = _mm512_set1_epi32(0xFFFF);
+        x[0] = _mm512_castsi512_ps(
+            _mm512_ternarylogic_epi32(_mm512_slli_epi32(high, 16), residuals, low, 0xF8));
+        x[1] = _mm512_castsi512_ps(
+            _mm512_ternarylogic_epi32(high, _mm512_srli_epi32(residuals, 16), low, 0xDC));
+    } else {
+        adamw8bit_load_vbmi(w.param, k, dtype, order, x);
+    }
+}
+
+/* weights_split() and its stores, as adamw8bit_store_vbmi(). */
+CPU_AVX512_VBMI_BF16 HR_INLINE int adamw8bit_split_vbmi(adamw8bit_weights w, int k,
+                                                        const __m512 x[2], hr_dtype dtype,
+                                                        hr_weights_mode mode, dynamic_order order)
+{
+    if (mode == HR_WEIGHTS_MASTER)
+        return adamw8bit_store_vbmi(w.residual, k, x, HR_F32, order) &
+               adamw8bit_store_vbmi(w.param, k, x, dtype, order);
+    if (mode != HR_WEIGHTS_REMAINDER16)
+        return adamw8bit_store_vbmi(w.param, k, x, dtype, order);
+    const __mmask16 nan = _mm512_cmp_ps_mask(x[0], x[1], _CMP_UNORD_Q);
+    const int no_nan = _kortestz_mask16_u8(nan, nan) ? 3 : 0;
+    __m512i even = _mm512_castps_si512(x[0]), odd = _mm512_castps_si512(x[1]);
+    if (__builtin_expect(!no_nan, 0)) {
+        const __m512i param = _mm512_set1_epi32(0x7FFF0000);
+        even = _mm512_mask_mov_epi32(even, _mm512_cmp_ps_mask(x[0], x[0], _CMP_UNORD_Q), param);
+        odd = _mm512_mask_mov_epi32(odd, _mm512_cmp_ps_mask(x[1], x[1], _CMP_UNORD_Q), param);
+    }
+    const __m512i half = _mm512_set1_epi32(0x8000), low = _mm512_set1_epi32(0xFFFF);
+    const __m512i params =
+        _mm512_ternarylogic_epi32(_mm512_add_epi32(odd, half),
+                                  _mm512_srli_epi32(_mm512_add_epi32(even, half), 16), low, 0xDC);
+    const __m512i residuals =
+        _mm512_ternarylogic_epi32(_mm512_slli_epi32(odd, 16), even, low, 0xF8);
+    _mm512_storeu_si512((uint16_t *)w.param + 16 * k, params);
+    _mm512_storeu_si512((uint16_t *)w.residual + 16 * k, residuals);
     return no_nan;
 }
 
@@ -98,7 +152,7 @@ typedef struct adamw8bit_repeated {
 
 /* Elements to be updated, where their moments go, and the codes that are decoded beside. */
 typedef struct adamw8bit_elements {
-    void *param;
+    adamw8bit_weights weights;
     const void *grad;
     float *m, *v;
     const uint8_t *exp_avg, *exp_avg_sq;
@@ -133,14 +187,16 @@ adamw8bit_decode_vbmi(const adamw8bit_tables *tables, const uint8_t *exp_avg,
  * the parameter. */
 CPU_AVX512_VBMI_BF16 HR_INLINE int
 adamw8bit_update_vbmi(const adamw8bit_tensor *t, const adamw8bit_repeated *c, adamw8bit_elements at,
-                      hr_dtype param_dtype, hr_dtype grad_dtype, adamw8bit_values *values,
-                      const adamw8bit_pending *before, int i, __m512 *largest_m, __m512 *largest_v)
+                      hr_dtype param_dtype, hr_dtype grad_dtype, hr_weights_mode mode,
+                      adamw8bit_values *values, const adamw8bit_pending *before, int i,
+                      __m512 *largest_m, __m512 *largest_v)
 {
     const adamw8bit_tables *const tables = t->call->tables;
-    const dynamic_order order = adamw8bit_order(param_dtype, grad_dtype);
-    __m512 grads[2], params[4], old[2], exp_avgs[4], roots[4];
+    const dynamic_order order = adamw8bit_order(param_dtype, grad_dtype, mode);
+    __m512 grads[2], old[2], params[2], exp_avgs[4], roots[4];
+    __m512i codes_m = _mm512_setzero_si512(), codes_v = _mm512_setzero_si512();
     dynamic_decoding next_m, next_v;
-    dynamic_encoding encoding_m, encoding_v;
+    int numbers = 3;
     dynamic_decode_vbmi(&next_m, &tables->bytes[1], at.exp_avg, 1, order);
     dynamic_decode_vbmi(&next_v, &tables->bytes[0], at.exp_avg_sq, 0, order);
 #pragma GCC unroll 5
@@ -161,29 +217,34 @@ adamw8bit_update_vbmi(const adamw8bit_tensor *t, const adamw8bit_repeated *c, ad
         if (k > 0) { /* when the root is there */
             const __m512 denominator = roots[k - 1] * c->rsqrt_bias2 + c->eps;
             if (k % 2 == 1)
-                adamw8bit_load_vbmi(at.param, k - 1, param_dtype, order, old);
-            params[k - 1] =
+                adamw8bit_join_vbmi(at.weights, k - 1, param_dtype, mode, order, old);
+            params[(k - 1) % 2] =
                 c->keep * old[(k - 1) % 2] - c->step_size * (exp_avgs[k - 1] / denominator);
+            if (k % 2 == 0)
+                numbers &=
+                    adamw8bit_split_vbmi(at.weights, k - 2, params, param_dtype, mode, order);
         }
         if (k < 4) {
             dynamic_decode_byte_vbmi(&next_m, &tables->bytes[1], k, 1);
             dynamic_decode_byte_vbmi(&next_v, &tables->bytes[0], k, 0);
         }
         if (before && k < 4) {
-            dynamic_encode_vbmi(&encoding_m, &tables->cells, k,
-                                _mm512_loadu_ps(before->m + i + 16 * k), c->scale_m, 1, 0);
-            dynamic_encode_vbmi(&encoding_v, &tables->cells, k,
-                                _mm512_loadu_ps(before->v + i + 16 * k), c->scale_v, 0, 0);
+            codes_m = dynamic_encode_vbmi(codes_m, &tables->bytes[1], &tables->cells, k,
+                                          _mm512_loadu_ps(before->m + i + 16 * k), c->scale_m, 1,
+                                          order, 0);
+            codes_v = dynamic_encode_vbmi(codes_v, &tables->bytes[0], &tables->cells, k,
+                                          _mm512_loadu_ps(before->v + i + 16 * k), c->scale_v, 0,
+                                          order, 0);
         }
     }
     dynamic_decoded_vbmi(&next_m, values->m);
     dynamic_decoded_vbmi(&next_v, values->v);
     if (before) {
         const int64_t first = before->begin + i;
-        dynamic_encoded_vbmi(&encoding_m, &tables->bytes[1], 1, order, t->exp_avg + first);
-        dynamic_encoded_vbmi(&encoding_v, &tables->bytes[0], 0, order, t->exp_avg_sq + first);
+        dynamic_encoded_vbmi(codes_m, &tables->bytes[1], 1, t->exp_avg + first);
+        dynamic_encoded_vbmi(codes_v, &tables->bytes[0], 0, t->exp_avg_sq + first);
     }
-    return adamw8bit_store_vbmi(at.param, params, param_dtype, order);
+    return numbers;
 }
 
 /* ---- Blocks ---------------------------------------------------------------------------------- */
@@ -222,24 +283,34 @@ adamw8bit_encode_rest(const adamw8bit_tensor *t, const adamw8bit_pending *p, int
             adamw8bit_encode_each(t, p, i, p->count - i < LANES ? p->count - i : LANES);
             continue;
         }
-        dynamic_encoding encoding_m, encoding_v;
+        __m512i codes_m = _mm512_setzero_si512(), codes_v = _mm512_setzero_si512();
         for (int k = 0; k < 4; k++) {
-            dynamic_encode_vbmi(&encoding_m, &tables->cells, k, _mm512_loadu_ps(p->m + i + 16 * k),
-                                _mm512_set1_ps(p->scale_m.second), 1, 1);
-            dynamic_encode_vbmi(&encoding_v, &tables->cells, k, _mm512_loadu_ps(p->v + i + 16 * k),
-                                _mm512_set1_ps(p->scale_v.second), 0, 1);
+            codes_m = dynamic_encode_vbmi(codes_m, &tables->bytes[1], &tables->cells, k,
+                                          _mm512_loadu_ps(p->m + i + 16 * k),
+                                          _mm512_set1_ps(p->scale_m.second), 1, order, 1);
+            codes_v = dynamic_encode_vbmi(codes_v, &tables->bytes[0], &tables->cells, k,
+                                          _mm512_loadu_ps(p->v + i + 16 * k),
+                                          _mm512_set1_ps(p->scale_v.second), 0, order, 1);
         }
         uint8_t few[2][LANES];
         const int whole = p->count - i >= LANES;
         uint8_t *const exp_avg = t->exp_avg + p->begin + i;
         uint8_t *const exp_avg_sq = t->exp_avg_sq + p->begin + i;
-        dynamic_encoded_vbmi(&encoding_m, &tables->bytes[1], 1, order, whole ? exp_avg : few[1]);
-        dynamic_encoded_vbmi(&encoding_v, &tables->bytes[0], 0, order, whole ? exp_avg_sq : few[0]);
+        dynamic_encoded_vbmi(codes_m, &tables->bytes[1], 1, whole ? exp_avg : few[1]);
+        dynamic_encoded_vbmi(codes_v, &tables->bytes[0], 0, whole ? exp_avg_sq : few[0]);
         if (!whole) {
             memcpy(exp_avg, few[1], (size_t)(p->count - i));
             memcpy(exp_avg_sq, few[0], (size_t)(p->count - i));
         }
     }
+}
+
+/* Fetches 64 elements that are ADAMW8BIT_AHEAD bytes ahead, as cpu_prefetch(). */
+#define ADAMW8BIT_AHEAD 2048
+HR_INLINE void adamw8bit_prefetch(const void *base, int64_t i, int size)
+{
+    for (int byte = 0; byte < 64 * size; byte += 64)
+        __builtin_prefetch((const char *)base + i * size + ADAMW8BIT_AHEAD + byte, 1);
 }
 
 /* The moments of three blocks: one that is updated, one that waits, and one that is encoded. A load
@@ -251,14 +322,61 @@ typedef struct adamw8bit_ring {
     } blocks[3];
 } adamw8bit_ring;
 
-CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor *t, int64_t from,
-                                                          int64_t to, hr_dtype param_dtype,
-                                                          hr_dtype grad_dtype)
+/* adamw8bit_close() for any block. */
+static __attribute__((noinline)) void adamw8bit_close_unusual(const adamw8bit_tensor *t,
+                                                              adamw8bit_pending *p, int64_t block,
+                                                              const float largest[2], int numbers)
+{
+    const int count = (int)cpu_round_up(p->count, LANES);
+    *p = adamw8bit_close(t, p->begin, p->count, block, p->m, p->v,
+                         numbers ? hr_bits(largest[1]) : adamw8bit_largest_of(p->m, count),
+                         numbers ? hr_bits(largest[0]) : adamw8bit_largest_of(p->v, count));
+}
+
+/* Stores the absmaxes of a block. */
+CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_close_vbmi(const adamw8bit_tensor *t,
+                                                         adamw8bit_pending *p, int64_t block,
+                                                         __m512 largest_m, __m512 largest_v,
+                                                         int numbers)
+{
+    /* Lane 0 is of exp_avg_sq, lane 1 of exp_avg. */
+    const __m256 m8 =
+        _mm256_max_ps(_mm512_castps512_ps256(largest_m), _mm512_extractf32x8_ps(largest_m, 1));
+    const __m256 v8 =
+        _mm256_max_ps(_mm512_castps512_ps256(largest_v), _mm512_extractf32x8_ps(largest_v, 1));
+    const __m256 both8 = _mm256_max_ps(_mm256_unpacklo_ps(v8, m8), _mm256_unpackhi_ps(v8, m8));
+    const __m128 both4 = _mm_max_ps(_mm256_castps256_ps128(both8), _mm256_extractf128_ps(both8, 1));
+    const __m128 largest = _mm_max_ps(both4, _mm_movehl_ps(both4, both4));
+    const __mmask8 usual =
+        _mm_mask_cmp_ps_mask(_mm_cmp_ps_mask(largest, _mm_set1_ps(0x1p-64f), _CMP_GE_OQ), largest,
+                             _mm_set_ps(0.0f, 0.0f, 0x1p64f, 1.0f), _CMP_LE_OQ);
+    if (__builtin_expect((usual & numbers) != 3, 0)) {
+        float lanes[4];
+        _mm_storeu_ps(lanes, largest);
+        adamw8bit_close_unusual(t, p, block, lanes, numbers);
+        return;
+    }
+    const __m128 scale = _mm_div_ps(_mm_set1_ps(1.0f), largest);
+    p->scale_v.first = p->scale_m.first = 1.0f;
+    p->scale_v.second = _mm_cvtss_f32(scale);
+    p->scale_m.second = _mm_cvtss_f32(_mm_movehdup_ps(scale));
+    p->absmax_v = t->exp_avg_sq_absmax[block] = _mm_cvtss_f32(largest);
+    p->absmax_m = t->exp_avg_absmax[block] = _mm_cvtss_f32(_mm_movehdup_ps(largest));
+    p->vectors = p->careless = 1;
+}
+
+CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor *t, void *residual,
+                                                          int64_t from, int64_t to,
+                                                          hr_dtype param_dtype, hr_dtype grad_dtype,
+                                                          hr_weights_mode mode)
 {
     const int block_size = t->call->args->config->block_size;
     const int param_size = param_dtype == HR_F32 ? 4 : 2, grad_size = grad_dtype == HR_F32 ? 4 : 2;
+    const int residual_size = mode == HR_WEIGHTS_MASTER        ? 4
+                              : mode == HR_WEIGHTS_REMAINDER16 ? 2
+                                                               : 0;
     const adamw8bit_tables *const tables = t->call->tables;
-    const dynamic_order order = adamw8bit_order(param_dtype, grad_dtype);
+    const dynamic_order order = adamw8bit_order(param_dtype, grad_dtype, mode);
     adamw8bit_repeated c;
     c.grad_factor = _mm512_set1_ps(t->constants.grad_factor);
     c.one_minus_beta1 = _mm512_set1_ps(t->constants.one_minus_beta1);
@@ -285,27 +403,32 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor
         c.absmax_v = _mm512_set1_ps(absmax_v);
         c.scale_m = _mm512_set1_ps(before->scale_m.second);
         c.scale_v = _mm512_set1_ps(before->scale_v.second);
-        /* What is encoded beside must need no care, see dynamic_encode_vbmi(). */
-        const int beside = before->vectors && before->absmax_v <= 1.0f && !before->negative;
-        int numbers = 1, i = 0;
+        const int beside = before->careless;
+        /* As in cpu_prefetch(), but decided once for a block. */
+        const int ahead = to - begin > block_size + ADAMW8BIT_AHEAD;
+        int numbers = 3, i = 0;
         for (; count - i >= LANES; i += LANES) {
-            cpu_prefetch(t->param, begin + i, LANES, to, param_dtype);
-            cpu_prefetch(t->grad, begin + i, LANES, to, grad_dtype);
-            cpu_prefetch(t->exp_avg, (begin + i) / 2, LANES / 2, to / 2, HR_BF16);
-            cpu_prefetch(t->exp_avg_sq, (begin + i) / 2, LANES / 2, to / 2, HR_BF16);
+            if (ahead) {
+                adamw8bit_prefetch(t->param, begin + i, param_size);
+                adamw8bit_prefetch(residual, begin + i, residual_size);
+                adamw8bit_prefetch(t->grad, begin + i, grad_size);
+                adamw8bit_prefetch(t->exp_avg, begin + i, 1);
+                adamw8bit_prefetch(t->exp_avg_sq, begin + i, 1);
+            }
             const int64_t next = to - begin - i >= 2 * LANES ? begin + i + LANES : begin + i;
-            const adamw8bit_elements at = {(char *)t->param + (begin + i) * param_size,
+            const adamw8bit_elements at = {{(char *)t->param + (begin + i) * param_size,
+                                            (char *)residual + (begin + i) * residual_size},
                                            (const char *)t->grad + (begin + i) * grad_size,
                                            m + i,
                                            v + i,
                                            t->exp_avg + next,
                                            t->exp_avg_sq + next};
             if (__builtin_expect(beside, 1)) /* then it is whole */
-                numbers &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, &values,
+                numbers &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, mode, &values,
                                                  before, i, &largest_m, &largest_v);
             else
-                numbers &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, &values, NULL,
-                                                 0, &largest_m, &largest_v);
+                numbers &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, mode, &values,
+                                                 NULL, 0, &largest_m, &largest_v);
         }
         if (!beside || i < before->count)
             adamw8bit_encode_rest(t, before, beside ? i : 0, order);
@@ -313,42 +436,69 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor
             adamw8bit_few few;
             adamw8bit_pad(&few, t, begin + i, count - i, param_size, grad_size);
             adamw8bit_decode_vbmi(tables, few.exp_avg, few.exp_avg_sq, order, &values);
-            const adamw8bit_elements at = {few.param, few.grad,    m + i,
-                                           v + i,     few.exp_avg, few.exp_avg_sq};
-            numbers &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, &values, NULL, 0,
-                                             &largest_m, &largest_v);
+            float residuals[LANES] = {0};
+            memcpy(residuals, (const char *)residual + (begin + i) * residual_size,
+                   (size_t)((count - i) * residual_size));
+            const adamw8bit_elements at = {
+                {few.param, residuals}, few.grad, m + i, v + i, few.exp_avg, few.exp_avg_sq};
+            numbers &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, mode, &values,
+                                             NULL, 0, &largest_m, &largest_v);
             memcpy((char *)t->param + (begin + i) * param_size, few.param,
                    (size_t)((count - i) * param_size));
+            memcpy((char *)residual + (begin + i) * residual_size, residuals,
+                   (size_t)((count - i) * residual_size));
         }
-        uint32_t magnitude_m = hr_bits(_mm512_reduce_max_ps(largest_m));
-        uint32_t magnitude_v = hr_bits(_mm512_reduce_max_ps(largest_v));
-        if (__builtin_expect(!numbers, 0)) {
-            const int padded = (int)cpu_round_up(count, LANES);
-            magnitude_m = adamw8bit_largest_of(m, padded);
-            magnitude_v = adamw8bit_largest_of(v, padded);
-        }
-        pending[turn] = adamw8bit_close(t, begin, count, block, m, v, magnitude_m, magnitude_v);
-        pending[turn].negative = hr_bits(absmax_v) >> 31 != 0;
+        pending[turn].begin = begin;
+        pending[turn].count = count;
+        pending[turn].m = m;
+        pending[turn].v = v;
+        /* A negative scale makes exp_avg_sq negative. */
+        adamw8bit_close_vbmi(t, &pending[turn], block, largest_m, largest_v,
+                             absmax_v >= 0.0f ? numbers : 0);
         turn = turn == 2 ? 0 : turn + 1;
     }
     adamw8bit_encode_rest(t, &pending[turn == 2 ? 0 : turn + 1], 0, order);
     adamw8bit_encode_rest(t, &pending[turn == 0 ? 2 : turn - 1], 0, order);
 }
 
+static int adamw8bit_is_for_vbmi(const adamw8bit_tensor *t, hr_dtype param_dtype,
+                                 hr_dtype grad_dtype)
+{
+    return t->call->rule == ADAMW8BIT_PLAIN && !t->call->args->config->seeds &&
+           t->constants.one_minus_beta1 < 0.5f && param_dtype != HR_F16 && grad_dtype != HR_F16;
+}
+
 CPU_AVX512_VBMI_BF16 void adamw8bit_run_vbmi(const adamw8bit_tensor *t, int64_t from, int64_t to,
                                              hr_dtype param_dtype, hr_dtype grad_dtype)
 {
-    const int plain = t->call->rule == ADAMW8BIT_PLAIN && !t->call->args->config->seeds &&
-                      t->constants.one_minus_beta1 < 0.5f;
-    if (!plain || param_dtype == HR_F16 || grad_dtype == HR_F16)
+    const hr_weights_mode plain = HR_WEIGHTS_NEAREST;
+    char none;
+    if (!adamw8bit_is_for_vbmi(t, param_dtype, grad_dtype))
         adamw8bit_run_avx512(t, from, to, param_dtype, grad_dtype);
     else if (param_dtype == HR_F32 && grad_dtype == HR_F32)
-        adamw8bit_blocks_vbmi(t, from, to, HR_F32, HR_F32);
+        adamw8bit_blocks_vbmi(t, &none, from, to, HR_F32, HR_F32, plain);
     else if (param_dtype == HR_F32)
-        adamw8bit_blocks_vbmi(t, from, to, HR_F32, HR_BF16);
+        adamw8bit_blocks_vbmi(t, &none, from, to, HR_F32, HR_BF16, plain);
     else if (grad_dtype == HR_F32)
-        adamw8bit_blocks_vbmi(t, from, to, HR_BF16, HR_F32);
+        adamw8bit_blocks_vbmi(t, &none, from, to, HR_BF16, HR_F32, plain);
     else
-        adamw8bit_blocks_vbmi(t, from, to, HR_BF16, HR_BF16);
+        adamw8bit_blocks_vbmi(t, &none, from, to, HR_BF16, HR_BF16, plain);
+}
+
+CPU_AVX512_VBMI_BF16 int adamw8bit_run_weights_vbmi(const adamw8bit_tensor *t,
+                                                    const weights_tensor *weights, int64_t from,
+                                                    int64_t to, hr_dtype grad_dtype)
+{
+    if (!adamw8bit_is_for_vbmi(t, weights->dtype, grad_dtype) || weights->stalled ||
+        weights->dtype != HR_BF16 || grad_dtype != HR_BF16)
+        return 0;
+    if (weights->mode == HR_WEIGHTS_MASTER)
+        adamw8bit_blocks_vbmi(t, weights->residual, from, to, HR_BF16, HR_BF16, HR_WEIGHTS_MASTER);
+    else if (weights->mode == HR_WEIGHTS_REMAINDER16)
+        adamw8bit_blocks_vbmi(t, weights->residual, from, to, HR_BF16, HR_BF16,
+                              HR_WEIGHTS_REMAINDER16);
+    else
+        return 0;
+    return 1;
 }
 #endif

@@ -168,16 +168,13 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void dynamic_decoded_vbmi(const dynamic_decoding 
     values[3] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(low1, high1));
 }
 
-/* 64 codes in the making: one vector of numbers at a time, so that other work fits in between. */
-typedef struct dynamic_encoding {
-    __m512i sums[4];
-} dynamic_encoding;
-
-/* Vector k, of numbers y = x * scale. In the unsigned map with `careful` the code is at least 1
- * where x > 0 and else 0; without, x must be at least 0 and y may be 0 only where x is. */
-CPU_AVX512_VBMI_BF16 HR_INLINE void dynamic_encode_vbmi(dynamic_encoding *e, const dynamic_cells *c,
-                                                        int k, __m512 x, __m512 scale,
-                                                        int is_signed, int careful)
+/* Puts the codes of vector k, of numbers y = x * scale, to their places among 64; begin with k = 0.
+ * In the unsigned map with `careful` the code is at least 1 where x > 0 and else 0; without, x must
+ * be at least 0 and y may be 0 only where x is. */
+CPU_AVX512_VBMI_BF16 HR_INLINE __m512i dynamic_encode_vbmi(__m512i codes, const dynamic_bytes *b,
+                                                           const dynamic_cells *c, int k, __m512 x,
+                                                           __m512 scale, int is_signed,
+                                                           dynamic_order order, int careful)
 {
     __m512 y = _mm512_mul_ps(x, scale);
     if (is_signed) {
@@ -190,26 +187,24 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void dynamic_encode_vbmi(dynamic_encoding *e, con
     const __m512i bits = _mm512_castps_si512(y);
     const __m512i cells = _mm512_i32gather_epi32(
         _mm512_srli_epi32(bits, 16), c->cells + (is_signed ? 0 : DYNAMIC_CELLS_UNSIGNED), 4);
-    e->sums[k] = _mm512_add_epi32(cells, bits);
+    const __m512i sums = _mm512_add_epi32(cells, bits);
+    const __m512i places = _mm512_load_si512(b->packing[order]);
+    if (k == 0)
+        return _mm512_permutexvar_epi8(places, sums);
+    const __mmask64 elements =
+        order == DYNAMIC_IN_ROW ? 0xFFFFull << (16 * k) : 0x55555555ull << (k / 2 * 32 + k % 2);
+    return _mm512_mask_permutexvar_epi8(codes, elements, places, sums);
 }
 
-/* Stores the codes. */
-CPU_AVX512_VBMI_BF16 HR_INLINE void dynamic_encoded_vbmi(const dynamic_encoding *e,
-                                                         const dynamic_bytes *b, int is_signed,
-                                                         dynamic_order order, uint8_t *codes)
+/* Stores them. */
+CPU_AVX512_VBMI_BF16 HR_INLINE void dynamic_encoded_vbmi(__m512i codes, const dynamic_bytes *b,
+                                                         int is_signed, uint8_t *to)
 {
-    const __m512i places = _mm512_load_si512(b->packing[order]);
-    __m512i code = _mm512_permutexvar_epi8(places, e->sums[0]);
-    for (int k = 1; k < 4; k++) {
-        const __mmask64 elements =
-            order == DYNAMIC_IN_ROW ? 0xFFFFull << (16 * k) : 0x55555555ull << (k / 2 * 32 + k % 2);
-        code = _mm512_mask_permutexvar_epi8(code, elements, places, e->sums[k]);
-    }
     if (is_signed) {
-        const __mmask64 negative = _mm512_cmplt_epu8_mask(code, dynamic_repeated(b, DYNAMIC_127));
-        code = _mm512_mask_sub_epi8(code, negative, dynamic_repeated(b, DYNAMIC_126), code);
+        const __mmask64 negative = _mm512_cmplt_epu8_mask(codes, dynamic_repeated(b, DYNAMIC_127));
+        codes = _mm512_mask_sub_epi8(codes, negative, dynamic_repeated(b, DYNAMIC_126), codes);
     }
-    _mm512_storeu_si512(codes, code);
+    _mm512_storeu_si512(to, codes);
 }
 #endif
 

@@ -13,25 +13,57 @@ typedef struct hr_random4 {
     uint32_t word[4];
 } hr_random4;
 
-HR_INLINE hr_random4 hr_philox(hr_random4 counter, uint64_t key)
+#define HR_PHILOX_ROUNDS 10
+
+typedef struct hr_philox_key {
+    uint32_t low, high;
+} hr_philox_key;
+
+HR_INLINE hr_philox_key hr_philox_first(uint64_t seed)
 {
-    uint32_t key0 = (uint32_t)key, key1 = (uint32_t)(key >> 32);
-    uint32_t a = counter.word[0], b = counter.word[1], c = counter.word[2], d = counter.word[3];
-    for (int round = 0; round < 10; round++) {
-        const uint64_t product0 = (uint64_t)0xD2511F53u * a;
-        const uint64_t product1 = (uint64_t)0xCD9E8D57u * c;
-        a = (uint32_t)(product1 >> 32) ^ b ^ key0;
-        b = (uint32_t)product1;
-        c = (uint32_t)(product0 >> 32) ^ d ^ key1;
-        d = (uint32_t)product0;
-        key0 += 0x9E3779B9u;
-        key1 += 0xBB67AE85u;
-    }
+    hr_philox_key key;
+    key.low = (uint32_t)seed;
+    key.high = (uint32_t)(seed >> 32);
+    return key;
+}
+
+HR_INLINE hr_philox_key hr_philox_next(hr_philox_key key)
+{
+    key.low += 0x9E3779B9u;
+    key.high += 0xBB67AE85u;
+    return key;
+}
+
+typedef struct hr_philox_state {
+    uint32_t a, b, c, d;
+} hr_philox_state;
+
+HR_INLINE hr_philox_state hr_philox_round(hr_philox_state x, hr_philox_key key)
+{
+    const uint64_t product0 = (uint64_t)0xD2511F53u * x.a;
+    const uint64_t product1 = (uint64_t)0xCD9E8D57u * x.c;
+    x.a = (uint32_t)(product1 >> 32) ^ x.b ^ key.low;
+    x.b = (uint32_t)product1;
+    x.c = (uint32_t)(product0 >> 32) ^ x.d ^ key.high;
+    x.d = (uint32_t)product0;
+    return x;
+}
+
+HR_INLINE hr_random4 hr_philox(hr_random4 counter, uint64_t seed)
+{
+    hr_philox_state x;
+    x.a = counter.word[0];
+    x.b = counter.word[1];
+    x.c = counter.word[2];
+    x.d = counter.word[3];
+    hr_philox_key key = hr_philox_first(seed);
+    for (int round = 0; round < HR_PHILOX_ROUNDS; round++, key = hr_philox_next(key))
+        x = hr_philox_round(x, key);
     hr_random4 random;
-    random.word[0] = a;
-    random.word[1] = b;
-    random.word[2] = c;
-    random.word[3] = d;
+    random.word[0] = x.a;
+    random.word[1] = x.b;
+    random.word[2] = x.c;
+    random.word[3] = x.d;
     return random;
 }
 

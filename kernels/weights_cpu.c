@@ -3,19 +3,64 @@
  */
 #include "weights_cpu.h"
 
-/* The random bits of elements [i, i + count). */
-static inline void weights_fill_random(const weights_tensor *t, int64_t i, int count,
-                                       uint16_t *random)
+#define WEIGHTS_COUNTERS (WEIGHTS_TILE / 8 + 1) /* that the elements of a tile reach */
+
+/* The words of `count` counters from j on: hr_philox() of each, round by round for all of them, so
+ * that a compiler finds vectors. */
+HR_INLINE void weights_philox(const weights_tensor *t, uint64_t j, int count, uint32_t *restrict a,
+                              uint32_t *restrict b, uint32_t *restrict c, uint32_t *restrict d)
 {
-    const weights_start start = weights_start_of(t->place, i);
-    int64_t known = -1;
-    hr_random4 words = {{0, 0, 0, 0}};
-    for (int lane = 0; lane < count; lane++) {
-        const int64_t e = weights_element(t->place, start, (uint32_t)lane);
-        if (e / 8 != known)
-            words = hr_philox(weights_counter(t->step, (uint64_t)(e / 8)), t->seed);
-        known = e / 8;
-        random[lane] = (uint16_t)weights_random(&words, e);
+    for (int i = 0; i < count; i++) {
+        const hr_random4 x = weights_counter(t->step, j + (uint64_t)i);
+        a[i] = x.word[0], b[i] = x.word[1], c[i] = x.word[2], d[i] = x.word[3];
+    }
+    hr_philox_key key = hr_philox_first(t->seed);
+    for (int round = 0; round < HR_PHILOX_ROUNDS; round++, key = hr_philox_next(key))
+        for (int i = 0; i < count; i++) {
+            hr_philox_state x = {a[i], b[i], c[i], d[i]};
+            x = hr_philox_round(x, key);
+            a[i] = x.a, b[i] = x.b, c[i] = x.c, d[i] = x.d;
+        }
+}
+
+/* What a variant is called with; it takes the elements [begin, end). */
+typedef struct weights_move {
+    const weights_tensor *tensor;
+    float *tile;
+    uint16_t *random;
+} weights_move;
+
+/* The random bits of elements [begin, end), which lie together in the whole. */
+HR_INLINE void weights_random_range(void *context, int64_t begin, int64_t end)
+{
+    const weights_move *const move = (const weights_move *)context;
+    const weights_tensor *const t = move->tensor;
+    const int64_t e = weights_element(t->place, weights_start_of(t->place, begin), 0);
+    const int count = (int)(end - begin), skipped = (int)(e % 8);
+    const int counters = (skipped + count + 7) / 8;
+    uint32_t words[4][WEIGHTS_COUNTERS];
+    uint16_t random[WEIGHTS_COUNTERS * 8];
+    weights_philox(t, (uint64_t)(e / 8), counters, words[0], words[1], words[2], words[3]);
+    for (int j = 0; j < counters; j++)
+        for (int word = 0; word < 4; word++) {
+            random[8 * j + 2 * word] = (uint16_t)words[word][j];
+            random[8 * j + 2 * word + 1] = (uint16_t)(words[word][j] >> 16);
+        }
+    memcpy(move->random, random + skipped, (size_t)count * sizeof random[0]);
+}
+
+CPU_VARIANTS(weights_random_range)
+
+/* The random bits of elements [i, i + count). */
+static void weights_fill_random(const weights_tensor *t, int64_t i, int count, uint16_t *random)
+{
+    for (int64_t end = i + count; i < end;) {
+        const int64_t rest = t->place.run - i % t->place.run;
+        const int64_t next = end - i < rest ? end : i + rest;
+        weights_move move = {t, NULL, random};
+        CPU_BEST(weights_random_range)(&move, i, next);
+        random += next - i;
+        i = next;
     }
 }
 
@@ -91,13 +136,6 @@ static inline int64_t weights_count_stalled(const weights_tensor *t, int64_t i, 
     }
     return stalled;
 }
-
-/* What a variant is called with; it takes the elements [begin, end). */
-typedef struct weights_move {
-    const weights_tensor *tensor;
-    float *tile;
-    const uint16_t *random;
-} weights_move;
 
 HR_INLINE void weights_load_range(void *context, int64_t begin, int64_t end)
 {

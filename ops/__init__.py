@@ -6,6 +6,7 @@ optimizers with the names and arguments of :mod:`torch.optim`.
 
 from . import _binaries, amp, optim
 from .accumulate import GradAccumulator, accumulate_
+from .adafactor import adafactor_
 from .adamw import adamw_
 from .adamw8bit import adamw8bit_, dynamic_map
 from .cast_model import cast_model
@@ -16,6 +17,7 @@ from .update_scale import update_scale_
 __all__ = [
     "GradAccumulator",
     "accumulate_",
+    "adafactor_",
     "adamw8bit_",
     "adamw_",
     "amp",

@@ -210,8 +210,8 @@ class Adam8bit(Adam):
     Args:
         params, lr, betas, eps, weight_decay, maximize, foreach, capturable, differentiable, fused,
             decoupled_weight_decay, max_grad_norm, master, rounding, count_stalled: as in
-            :class:`Adam`. With ``master="remainder16"`` a bfloat16 parameter takes 6 bytes with its
-            state, and 4 without, in float32 8.
+            :class:`Adam`. A bfloat16 parameter with ``master="remainder16"`` takes 6 bytes with its
+            state.
         amsgrad: must be False.
         min_8bit_size: parameters with fewer elements (of a DTensor: on all ranks together) have
             float32 moments.

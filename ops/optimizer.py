@@ -502,6 +502,21 @@ class Optimizer(torch.optim.Optimizer):
         return "a parameter"
 
     @torch._disable_dynamo
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as :meth:`torch.optim.Optimizer.state_dict` gives it.
+
+        Collectives have no 16-bit integers, so remainders that are DTensors are given as the
+        bfloat16 numbers with their bits. They mean nothing as numbers, and load as what they are.
+        """
+        state_dict = super().state_dict()
+        for key, entry in state_dict["state"].items():
+            remainder = entry.get("remainder")
+            if isinstance(remainder, DTensor) and remainder.dtype == torch.int16:
+                viewed = _viewed(remainder, torch.bfloat16)
+                state_dict["state"][key] = entry | {"remainder": viewed}
+        return state_dict
+
+    @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state made by ``state_dict()`` of this optimizer or of its torch counterpart.
 
@@ -580,6 +595,8 @@ class Optimizer(torch.optim.Optimizer):
                     f"is a {type(param).__name__}; load sharded states with "
                     "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
                 )
+            if key == "remainder" and value.dtype == torch.bfloat16:  # see state_dict()
+                value = _viewed(value, wanted.weights.dtype)
             if value.dtype not in dtypes:
                 raise ValueError(
                     f"the loaded '{key}' of {name} has dtype {value.dtype}, wanted one of {dtypes}"
@@ -604,6 +621,20 @@ def _counter(value: Any, param: Tensor, name: str) -> Tensor:
     if not 0 <= count.item() < 2**53:
         raise ValueError(f"the loaded 'step' of {name} is {count.item()}, wanted 0 or more")
     return count
+
+
+def _viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bits of a tensor as numbers of another type of the same size."""
+    if not isinstance(tensor, DTensor):
+        return tensor.view(dtype)
+    return DTensor.from_local(
+        tensor.to_local().view(dtype),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def _ordered(value: Tensor, param: Tensor) -> Tensor:

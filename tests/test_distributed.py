@@ -528,3 +528,95 @@ def zero(rank, cls, options):
 @EITHER
 def test_zero_redundancy_optimizer(ranks, cls, options):
     ranks(zero, cls, options)
+
+
+# ---- Weights in 16 bits --------------------------------------------------------------------------
+
+MODES = [
+    dict(master="f32"),
+    dict(master="remainder16"),
+    dict(master="remainder8", rounding="stochastic"),
+    dict(rounding="stochastic", seed=5),
+    dict(rounding="kahan"),
+]
+
+
+def sixteen_bits(rank, cls, options, mode):
+    """Shards of rows, of columns, and uneven ones take the bits of the whole, random ones too."""
+    generator = torch.Generator().manual_seed(3)
+    values = [
+        torch.randn(shape, generator=generator).bfloat16() for shape in [(7, 64), (1, 3), (4, 6, 5)]
+    ]
+    for placement in (Shard(0), Shard(1), Replicate()):
+        single = [torch.nn.Parameter(value.clone()) for value in values]
+        sharded = [
+            torch.nn.Parameter(distribute_tensor(value, mesh(), [placement])) for value in values
+        ]
+        reference, optimizer = cls(single, **options, **mode), cls(sharded, **options, **mode)
+        for _ in range(3):
+            for param, other in zip(single, sharded):
+                param.grad = torch.randn(param.shape, generator=generator).bfloat16()
+                other.grad = distribute_tensor(param.grad, mesh(), [placement])
+            reference.step()
+            optimizer.step()
+        assert_same_bits(whole(sharded), single)
+        exact, joined = (
+            headroom.optim.master_weights(reference),
+            headroom.optim.master_weights(optimizer),
+        )
+        assert_same_bits(whole(joined[p] for p in sharded), [exact[p] for p in single])
+        headroom.optim.load_master_weights(optimizer, joined)
+        again = headroom.optim.master_weights(optimizer)
+        assert_same_bits(whole(again[p] for p in sharded), [exact[p] for p in single])
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(map(str, mode.values())))
+def test_weights_in_16_bits_do_not_depend_on_the_sharding(ranks, mode):
+    ranks(sixteen_bits, ADAMW, OPTIONS, mode)
+
+
+def sharded_checkpoint(rank, path):
+    def make():
+        model = headroom.cast_model(Model(), torch.bfloat16, keep=["second"])
+        fully_shard(model.second, mesh=mesh())  # FSDP2 wants one dtype in what it gathers together
+        model = sharded(model)
+        return model, ADAMW(model.parameters(), **OPTIONS, master="remainder16")
+
+    def steps(model, optimizer, seeds):
+        for seed in seeds:
+            backward(model, rank, seed, torch.bfloat16)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = make()
+    steps(model, optimizer, range(3))
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=path)
+    steps(model, optimizer, range(3, 5))
+    resumed, other = make()
+    state = {"model": resumed.state_dict(), "optimizer": get_optimizer_state_dict(resumed, other)}
+    dcp.load(state, checkpoint_id=path)
+    resumed.load_state_dict(state["model"])
+    set_optimizer_state_dict(resumed, other, state["optimizer"])
+    steps(resumed, other, range(3, 5))
+    assert_same_bits(whole(model.parameters()), whole(resumed.parameters()))
+    weights = [headroom.optim.master_weights(o) for o in (optimizer, other)]
+    assert_same_bits(whole(weights[0].values()), whole(weights[1].values()))
+    # Gathered by collectives, which have no int16, into an optimizer that is not sharded.
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    gathered = get_optimizer_state_dict(model, optimizer, options=full)
+    parameters = whole(model.parameters())
+    if rank == 0:
+        names = [name for name, _ in model.named_parameters()]
+        single = dict(zip(names, map(torch.nn.Parameter, parameters)))
+        last = ADAMW(single.items(), **OPTIONS, master="remainder16")
+        state = {i: gathered["state"][name] for i, name in enumerate(names)}
+        last.load_state_dict({"state": state, "param_groups": last.state_dict()["param_groups"]})
+        joined = headroom.optim.master_weights(last)
+        local = [weights[0][p].to_local() for p in model.parameters()]
+        for one, param in zip(local, single.values()):
+            assert_same_bits([one], [joined[param][: len(one)]])
+
+
+def test_remainders_survive_a_sharded_checkpoint(ranks, tmp_path):
+    ranks(sharded_checkpoint, str(tmp_path))

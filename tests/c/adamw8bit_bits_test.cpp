@@ -79,6 +79,18 @@ std::vector<Adamw8bitCase> cases()
                 c.shift = flags == 3 ? 3 : 0;
                 c.weights = WeightsData::Ask{hr_weights_mode(mode), c.special, true, c.shift};
             });
+    // Not counted, so that a loop of their own may take them.
+    for (const hr_weights_mode mode : {HR_WEIGHTS_MASTER, HR_WEIGHTS_REMAINDER16})
+        for (const bool special : {false, true})
+            for (const int32_t block_size : {64, 256})
+                add([&](Adamw8bitCase &c) {
+                    c.numel = {9001, 1, 0, 70, 128, 513, 2000};
+                    c.param = c.grad = {HR_BF16};
+                    c.special = special;
+                    c.block_size = block_size;
+                    c.shift = special ? 3 : 0;
+                    c.weights = WeightsData::Ask{mode, special, false, c.shift};
+                });
     // Larger than a chunk of any kernel, and than the least that is worth a second thread.
     add([](Adamw8bitCase &c) { c.numel = {100003}; });
     add([](Adamw8bitCase &c) {
