@@ -2,7 +2,7 @@
 
     python examples/convergence.py [--steps N] [--seeds N] [--out FILE.json]
 
-Trains the demo's model on the demo's text, in three settings:
+Trains the demo's model on the demo's text, in these settings:
 
 8-bit moments, and those with heavy-tailed gradients: AdamW, AdamW8bit, and AdamW8bit under the rule
 that lets a small second moment round to zero (`bnb_exact`). Heavy-tailed: every element is
@@ -13,8 +13,11 @@ bf16 weights: every way to store them, with float32 and with 8-bit moments, at a
 1e-4, as models of billions of parameters have it. Most updates are then below 1/512 of their
 weight, which is where rounding to the nearest loses them. (At the demo's 1e-3 few are.)
 
-A mode is close if its mean over the seeds is no further from that of float32 AdamW than the seeds
-of AdamW are apart. With --out, a run that is in the file already is not done again.
+Adafactor: by either rule, beside its original (`transformers` must be installed). It is another
+training than AdamW's.
+
+A mode is close if its mean over the seeds is no further from that of the setting's first than the
+seeds of that are apart. With --out, a run that is in the file already is not done again.
 """
 
 import argparse
@@ -39,15 +42,23 @@ from rungs import BETAS
 SIZE = replace(SIZES["small"], batch=4)
 F32 = rungs.headroom_adamw
 EIGHT_BIT = replace(F32, optimizer="headroom.optim.AdamW8bit")
+ADAFACTOR = replace(
+    F32,
+    optimizer=rungs.adafactor.optimizer,
+    options=rungs.adafactor.options,
+    lr_factor=rungs.adafactor.lr_factor,
+)
+HF = {"scale_parameter": False, "relative_step": False}
+ADAFACTOR_HF = replace(ADAFACTOR, options=HF | {"semantics": "hf"}, lr_factor=1.0)
 
 
 def bf16(rung: rungs.Rung, **options: object) -> rungs.Rung:
-    return replace(rung, weights="bfloat16", options=BETAS | options)
+    return replace(rung, weights="bfloat16", options=rung.options | options)
 
 
 @dataclass(frozen=True)
 class Setting:
-    modes: dict[str, rungs.Rung]  # the first is float32 AdamW
+    modes: dict[str, rungs.Rung]  # the first is what the others are compared with
     worse: tuple[str, ...] = ()  # modes that are expected to fail, which they must
     lr: float = SIZE.lr
     sigma: float = 0.0  # of the gradients' factors
@@ -72,10 +83,24 @@ WEIGHTS = {
     "AdamW8bit, bf16, remainder16": bf16(EIGHT_BIT, master="remainder16"),
     "AdamW8bit, bf16, remainder8": bf16(EIGHT_BIT, master="remainder8"),
 }
+TORCH_RULE = {
+    "torch's Adafactor, f32": replace(ADAFACTOR, optimizer="torch.optim.Adafactor"),
+    "Adafactor, f32": ADAFACTOR,
+    "Adafactor, bf16, remainder16": bf16(ADAFACTOR, master="remainder16"),
+}
+HF_RULE = {
+    "transformers' Adafactor, f32": replace(
+        F32, optimizer="transformers.optimization.Adafactor", options=HF
+    ),
+    "Adafactor, f32": ADAFACTOR_HF,
+    "Adafactor, bf16, remainder16": bf16(ADAFACTOR_HF, master="remainder16"),
+}
 SETTINGS = {
     "as they are": Setting(BIT8),
     "heavy-tailed": Setting(BIT8, worse=("8-bit, code 0 allowed",), sigma=2.0),
     "bf16 weights, lr 1e-4": Setting(WEIGHTS, worse=(NEAREST,), lr=1e-4),
+    "Adafactor, torch's rule, lr 3e-3": Setting(TORCH_RULE, lr=1e-4),
+    "Adafactor, transformers' rule, lr 1e-4": Setting(HF_RULE, lr=1e-4),
 }
 
 

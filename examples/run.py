@@ -49,7 +49,8 @@ class Run:
     def learning_rate(self) -> float:
         """Warm-up, then 1/sqrt. It knows no last step: 50 steps resumed to 100 are 100 steps."""
         step = len(self.losses) + 1
-        return self.size.lr * min(step / WARMUP_STEPS, (WARMUP_STEPS / step) ** 0.5)
+        lr = self.rung.lr_factor * self.size.lr
+        return lr * min(step / WARMUP_STEPS, (WARMUP_STEPS / step) ** 0.5)
 
     def micro_batches(self, text: Tensor, step: int) -> list[tuple[Tensor, Tensor]]:
         pair = data.batch(text, self.seed, step, self.size.batch, self.size.context)

@@ -11,6 +11,7 @@ class Rung:
     title: str  # names it in the table and the chart
     optimizer: str = "torch.optim.AdamW"  # imported by this name
     options: dict = field(default_factory=lambda: BETAS)  # of it, beside those of every rung
+    lr_factor: float = 1.0  # times the learning rate of the size
     accumulate: int = 1  # micro-batches per optimizer step; the tokens of a step stay the same
     checkpoint: bool = False  # recompute each block in the backward pass, save only its input
     autocast: str | None = None  # matrix products in this dtype
@@ -72,6 +73,15 @@ remainder = replace(
     weights="bfloat16",
     autocast=None,
 )
+adafactor = replace(
+    bf16_autocast,
+    key="adafactor",
+    title="bf16 autocast, Adafactor",
+    optimizer="headroom.optim.Adafactor",
+    options={},
+    lr_factor=30.0,  # relative to the size of weights, about 1/30
+    tolerance=None,
+)
 # Release steps in every backward pass, so that a step cannot be made of several.
 whole_batch = replace(
     remainder, key="whole-batch", title="the same, without accumulation", accumulate=1
@@ -96,6 +106,7 @@ LADDER = (
     remainder,
     whole_batch,
     released,
+    adafactor,
     fp16_scaled,
     clipped,
     bf16_weights,

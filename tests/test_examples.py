@@ -48,6 +48,17 @@ def tiny(rung, out, text, **kwargs):
     return train(RUNGS[rung], out, size="tiny", path=text, **kwargs)
 
 
+def state_bytes(rung, shape, in_f32):
+    """Of a parameter, without its step."""
+    numel = shape.numel()
+    if "Adafactor" in rung.optimizer:
+        return 4 * (sum(shape) if len(shape) > 1 else numel)
+    # 4,096 elements and more, which are whole blocks of 256 here, may have 8-bit moments.
+    is_8bit = "8bit" in rung.optimizer and numel >= 4096
+    moments = 2 * numel + numel // 256 * 8 if is_8bit else 8 * numel
+    return moments + (2 * numel if "master" in rung.options and not in_f32 else 0)
+
+
 @pytest.mark.parametrize("rung", RUNGS)
 def test_every_rung_trains_and_counts(rung, tmp_path, text):
     result = tiny(rung, tmp_path, text, steps=2)
@@ -55,21 +66,16 @@ def test_every_rung_trains_and_counts(rung, tmp_path, text):
     assert len(result["losses"]) == 2 and all(0 < loss < 10 for loss in result["losses"])
     assert 0 < result["held_out_bits_per_byte"] < 10
     assert result["tokens_per_second"] > 0 and result["peak_bytes"] > 0
-    used = RUNGS[rung]
-    named = GPT(SIZES["tiny"]).named_parameters()
-    sizes = [(p.numel(), "norm" in name or used.weights == "float32") for name, p in named]
-    weights = [numel * (4 if is_float32 else 2) for numel, is_float32 in sizes]
-    total = sum(numel for numel, _ in sizes)
+    used, counted = RUNGS[rung], result["bytes"]
+    shapes = {name: p.shape for name, p in GPT(SIZES["tiny"]).named_parameters()}
+    in_f32 = {name: "norm" in name or used.weights == "float32" for name in shapes}
+    weights = [shapes[name].numel() * (4 if in_f32[name] else 2) for name in shapes]
+    total = sum(shape.numel() for shape in shapes.values())
     sums = 4 * total if used.sum_in_f32 else 0  # beside the gradients of a micro-batch
-    counted = result["bytes"]
     assert counted["parameters"] == sum(weights)
     assert counted["gradients"] == (max(weights) if used.release else sum(weights) + sums)
-    moments, steps = 8 * total, 8 * len(sizes)
-    if "8bit" in used.optimizer:  # 4,096 elements and more, which are whole blocks of 256 here
-        moments -= sum(n * 6 - n // 256 * 8 for n, _ in sizes if n >= 4096)
-    if "master" in used.options:
-        moments += sum(2 * numel for numel, is_float32 in sizes if not is_float32)
-    assert moments < counted["optimizer state"] <= moments + steps
+    states = sum(state_bytes(used, shapes[name], in_f32[name]) for name in shapes)
+    assert states < counted["optimizer state"] <= states + 8 * len(shapes)  # the steps
     held = sum(counted.values()) - counted["saved activations"]
     assert result["bytes_per_parameter"] == held / total
 
@@ -78,7 +84,9 @@ def test_rungs_reach_the_same_loss_and_save_less(tmp_path, text):
     results = {rung: tiny(rung, tmp_path / rung, text, steps=6) for rung in RUNGS}
     passed, verdict = ladder.same_loss(list(results.values()))
     assert passed, verdict
-    for result in results.values():  # AdamW would hide a wrong scale of the loss from the above
+    for rung, result in results.items():  # AdamW would hide a wrong scale of the loss from the above
+        if rung == "adafactor":
+            continue
         assert result["losses"] == pytest.approx(results["torch"]["losses"], abs=0.02)
     saved = {rung: result["bytes"]["saved activations"] for rung, result in results.items()}
     assert saved["headroom"] == saved["torch"]
