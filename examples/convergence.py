@@ -10,8 +10,8 @@ multiplied by exp(2 z), z standard normal, anew each step. That changes no sign,
 a second moment of zero does not.
 
 bf16 weights: every way to store them, with float32 and with 8-bit moments, at a learning rate of
-1e-4, as models of billions of parameters have it. Most updates are then below 1/512 of their
-weight, which is where rounding to the nearest loses them. (At the demo's 1e-3 few are.)
+1e-4, as models of billions of parameters have it. Three of four updates are then too small for the
+weight they belong to, and rounding to the nearest loses them. (At the demo's 1e-3 one of four is.)
 
 Adafactor: by either rule, beside its original (`transformers` must be installed). It is another
 training than AdamW's.

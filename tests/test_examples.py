@@ -84,9 +84,8 @@ def test_rungs_reach_the_same_loss_and_save_less(tmp_path, text):
     results = {rung: tiny(rung, tmp_path / rung, text, steps=6) for rung in RUNGS}
     passed, verdict = ladder.same_loss(list(results.values()))
     assert passed, verdict
-    for rung, result in results.items():  # AdamW would hide a wrong scale of the loss from the above
-        if rung == "adafactor":
-            continue
+    del results["adafactor"]  # which is another training
+    for result in results.values():  # AdamW would hide a wrong scale of the loss from the above
         assert result["losses"] == pytest.approx(results["torch"]["losses"], abs=0.02)
     saved = {rung: result["bytes"]["saved activations"] for rung, result in results.items()}
     assert saved["headroom"] == saved["torch"]
