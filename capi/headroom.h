@@ -503,7 +503,7 @@ HR_API hr_status hr_adafactor_workspace(size_t *bytes, const hr_adafactor_shape 
                                         int64_t count);
 
 /*
- * params     in/out: f32, bf16 or f16, row-major
+ * params     in/out: f32, bf16 or f16, row-major, stored as config->weights says
  * row_vars   in/out: f32, [batch, rows] where factored, else numel 0; zeros before the first step.
  *            NULL if nothing is factored
  * col_vars   in/out: f32, [batch, cols], likewise
@@ -520,7 +520,7 @@ HR_API hr_status hr_adafactor_workspace(size_t *bytes, const hr_adafactor_shape 
  * Three passes: 4 bytes of gradient and, to scale by RMS(param), 4 of param; 4 of gradient; 4 of
  * gradient and 8 of param. 24 bytes per f32 element, 12 in bf16; without the scale 20 and 10. On the
  * CPU tensors up to 131,072 elements stay in the cache and move 16. On CUDA seven launches per 100
- * tensors.
+ * tensors, ten where there are matrices of at most 64 elements.
  *
  * Phases apart: the same arguments and workspace for each. The workspace begins with arrays of
  * binary64 that the caller adds over the parts of the tensors: [count] sums of param^2 and [count]

@@ -2,7 +2,6 @@
 
 #include "check.h"
 #include "weights_checks.h"
-#include "weights_convert.h"
 
 /* Checks a call, and fills what the kernels take of it: random modes round to nearest here. */
 static hr_status prepare(const char *function, weights_args *a, hr_weights *weights,
@@ -28,8 +27,8 @@ static hr_status convert(const char *function, weights_args *args, const hr_exec
     hr_weights weights = HR_WEIGHTS_INIT;
     HR_TRY(prepare(function, args, &weights, exec));
     if (exec->device == HR_CPU)
-        return weights_convert_cpu(args);
-    HR_RETURN_CUDA(weights_convert_cuda(args, exec), exec);
+        return weights_cpu(args);
+    HR_RETURN_CUDA(weights_cuda(args, exec), exec);
 }
 
 hr_status hr_join_weights(const hr_tensor_list *values, const hr_tensor_list *params,

@@ -7,7 +7,7 @@
 
 #include "adamw8bit.h"
 #include "dynamic_map_cpu.h"
-#include "dynamic_map_vbmi_cpu.h"
+#include "dynamic_map_cpu_vbmi.h"
 #include "weights_cpu.h"
 
 /* The rule of an element. PLAIN is ANY without what few ask for: skip_nonfinite, and decay that is

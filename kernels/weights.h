@@ -209,4 +209,25 @@ HR_INLINE uint32_t weights_random(const hr_random4 *words, int64_t e)
     return ((e & 4 ? high : low) >> (16 * (e & 1))) & 0xFFFFu;
 }
 
+/* ---- The kernels ----------------------------------------------------------------------------- */
+
+/* The arguments of a call, checked. */
+typedef struct weights_args {
+    const hr_tensor_list *values; /* f32 */
+    const hr_tensor_list *params;
+    const hr_weights *weights;
+    int split; /* values to params, else params to values */
+} weights_args;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+hr_status weights_cpu(const weights_args *args);
+hr_status weights_cuda(const weights_args *args, const hr_exec *exec);
+
+#ifdef __cplusplus
+}
+#endif
+
 #endif

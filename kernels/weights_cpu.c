@@ -1,5 +1,6 @@
 /*
- * weights_cpu.c: tiles of weights, compiled once per instruction set for all loops that use them.
+ * weights_cpu.c: tiles of weights, compiled once per instruction set for all loops that use them;
+ * and the loop that only converts a list.
  */
 #include "weights_cpu.h"
 
@@ -173,4 +174,27 @@ void weights_store(const weights_tensor *t, int64_t i, int count, const float *t
         __atomic_fetch_add(t->stalled, weights_count_stalled(t, i, count, tile, random, before),
                            __ATOMIC_RELAXED);
     CPU_BEST(weights_store_range)(&move, i, i + count);
+}
+
+static void weights_range(void *context, int64_t begin, int64_t end)
+{
+    const weights_args *const a = (const weights_args *)context;
+    CPU_FOR_EACH_TENSOR(a->params, begin, end, k, from, to)
+    {
+        const weights_tensor weights = weights_of(a->weights, a->params, k, 0.0);
+        float *const values = (float *)a->values->data[k];
+        for (int64_t i = from; i < to; i += WEIGHTS_TILE) {
+            const int count = to - i < WEIGHTS_TILE ? (int)(to - i) : WEIGHTS_TILE;
+            if (a->split)
+                weights_store(&weights, i, count, values + i, NULL);
+            else
+                weights_load(&weights, i, count, values + i);
+        }
+    }
+}
+
+hr_status weights_cpu(const weights_args *args)
+{
+    hr_parallel_for(0, cpu_total(args->params), CPU_GRAIN, weights_range, (void *)args);
+    return HR_OK;
 }

@@ -13,6 +13,7 @@ from .cast_model import cast_model
 from .clip import clip_grad_norm_, clip_grad_value_
 from .unscale_norm import grad_norm, unscale_norm_
 from .update_scale import update_scale_
+from .weights import join_weights_, split_weights_
 
 __all__ = [
     "GradAccumulator",
@@ -29,7 +30,9 @@ __all__ = [
     "get_include",
     "get_library_dir",
     "grad_norm",
+    "join_weights_",
     "optim",
+    "split_weights_",
     "unscale_norm_",
     "update_scale_",
 ]

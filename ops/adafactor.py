@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from ._adamw_options import check_list, check_scalars, check_steps, lr_arguments
 from ._registration import FLOATS, complete, require
 from .adamw import _scalar_on
+from .adamw8bit import _sharded_dim
 from .optimizer import Kind, Optimizer
 from .weights import NEAREST, RESIDUALS, check_weights, weights_mode
 
@@ -430,6 +431,15 @@ class Adafactor(Optimizer):
                 group.setdefault(name, value)
         super().__setstate__(state)
 
+    @staticmethod
+    def _get_lr(group: dict[str, Any], state: dict[str, Any]) -> Any:
+        """What transformers' AdafactorSchedule asks for: the step before clipping."""
+        lr = group["lr"]
+        if group["relative_step"]:
+            first = 1e-6 * state["step"] if group["warmup_init"] else 1e-2
+            lr = min(first, 1 / math.sqrt(state["step"]))
+        return lr * max(group["eps"][1], state["RMS"]) if group["scale_parameter"] else lr
+
     # ---- one step -------------------------------------------------------------------------------
 
     def _table(
@@ -506,11 +516,6 @@ class Adafactor(Optimizer):
 
 
 # ---- DTensors -----------------------------------------------------------------------------------
-
-
-def _sharded_dim(placement: Placement) -> int | None:
-    """Of a strided shard too, which does not count as one in every torch."""
-    return getattr(placement, "dim", None)
 
 
 def _sharding(param: Tensor) -> tuple[Any, tuple[str | None, ...]] | None:

@@ -363,6 +363,15 @@ class Adam8bit(Adam):
         wanted = group["optim_bits"] == 8 and not group["amsgrad"]  # which a checkpoint may bring
         return int(wanted and param.numel() >= group["min_8bit_size"])
 
+    def _kinds_of(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
+        # Most have a state. Thousands of small parameters are asked in every step.
+        return [
+            int(entry["exp_avg"].dtype is torch.uint8)
+            if entry and "exp_avg" in entry
+            else self._kind_of(param, group)
+            for param, entry in zip(params, map(self.state.get, params))
+        ]
+
     def _kind_of_state(self, entry: dict[str, Any]) -> int:
         return int(getattr(entry.get("exp_avg"), "dtype", None) == torch.uint8)
 

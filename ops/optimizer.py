@@ -126,6 +126,10 @@ class Optimizer(torch.optim.Optimizer):
         """The position in ``_kinds`` of what the state of this parameter consists of."""
         return 0
 
+    def _kinds_of(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
+        """The same of many."""
+        return [self._kind_of(param, group) for param in params]
+
     def _kind_of_state(self, entry: dict[str, Any]) -> int:
         """The same of a state that there is."""
         return 0
@@ -386,14 +390,16 @@ class Optimizer(torch.optim.Optimizer):
         every = self._every_kind(group)
         if len(every) == 1:
             return [(every[0], params, grads)]
-        kinds = [
-            (self._kind_of(param, group), self._weights_mode(param, group)) for param in params
-        ]
+        mode = every[-1].weights
+        weights = [mode if param.dtype in mode.params else NEAREST for param in params]
+        found = list(zip(self._kinds_of(params, group), weights))
+        present = set(found)
         return [
             (kind, list(compress(params, mask)), list(compress(grads, mask)))
             for kind in every
-            if (kind.index, kind.weights) in set(kinds)
-            for mask in [[k == (kind.index, kind.weights) for k in kinds]]
+            for one in [(kind.index, kind.weights)]
+            if one in present
+            for mask in [[one == other for other in found]]
         ]
 
     def _table(

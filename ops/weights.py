@@ -30,10 +30,12 @@ __all__ = [
     "WeightsMode",
     "check_weight_options",
     "check_weights",
+    "join_weights_",
     "load_master_weights",
     "master_weights",
     "mode_of",
     "place_of",
+    "split_weights_",
     "weight_seeds",
     "weights_mode",
 ]
@@ -182,6 +184,44 @@ def _(params, residuals, values, weights_mode):
 
 complete("join_weights_")
 complete("split_weights_")
+
+
+def join_weights_(
+    values: list[Tensor],
+    params: list[Tensor],
+    residuals: Sequence[Tensor] = (),
+    *,
+    master: str | None = None,
+    rounding: str = "nearest",
+) -> None:
+    """Writes weights to float32 tensors, as an optimizer's op reads them.
+
+    Args:
+        values: float32 tensors of the shapes of ``params``, on their device; written.
+        params: what the model has; not changed.
+        residuals: what the mode keeps beside them, as in :func:`adamw_`; not changed.
+        master, rounding: the mode; see :class:`headroom.optim.Adam`.
+
+    Raises:
+        RuntimeError: shapes, devices or dtypes do not fit. Nothing has been written then.
+    """
+    if params:
+        mode = weights_mode(master, rounding)
+        torch.ops.headroom.join_weights_(values, params, list(residuals), mode.number)
+
+
+def split_weights_(
+    params: list[Tensor],
+    residuals: Sequence[Tensor],
+    values: list[Tensor],
+    *,
+    master: str | None = None,
+    rounding: str = "nearest",
+) -> None:
+    """The way back of :func:`join_weights_`: writes ``params`` and ``residuals``, to nearest."""
+    if params:
+        mode = weights_mode(master, rounding)
+        torch.ops.headroom.split_weights_(params, list(residuals), values, mode.number)
 
 
 # ---- What users call -----------------------------------------------------------------------------

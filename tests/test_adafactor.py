@@ -7,6 +7,7 @@ import io
 import headroom
 import pytest
 import torch
+from headroom._table import table_of
 
 from reference import assert_same_bits, bits, scalar
 from test_bad_inputs import assert_untouched, expanded, misaligned, snapshot
@@ -334,6 +335,21 @@ def test_a_tensor_as_learning_rate(semantics, device):
     assert_same_bits(params, others)
 
 
+def test_the_schedule_of_transformers():
+    from transformers.optimization import AdafactorSchedule
+
+    rates = []
+    for ours in (True, False):
+        params = start()
+        optimizer = make("hf", params, ours, warmup_init=True)
+        schedule = AdafactorSchedule(optimizer)
+        for step in range(3):
+            train(params, optimizer, [step])
+            schedule.step()
+        rates.append([float(rate) for rate in schedule.get_lr()])
+    assert rates[0] == pytest.approx(rates[1], rel=1e-6)
+
+
 def test_memory_says_that_there_is_next_to_none():
     optimizer = ADAFACTOR([torch.nn.Parameter(torch.zeros(1000, 1000))])
     (row,) = optimizer.memory()
@@ -389,6 +405,39 @@ def test_opcheck(semantics, device):
         tuple(lists.values()),
         OPTIONS | {"hf": semantics == "hf", "eps1": 1e-30},
     )
+
+
+def table_of_sample(lists):
+    """Of one that is all factored, as the optimizer makes it of its states."""
+    names = "exp_avg", "row", "col", "rms", "step"
+    columns = (lists[name] for name in LISTS[5:6] + LISTS[2:4] + LISTS[6:8])
+    state = {p: dict(zip(names, values)) for p, *values in zip(lists["params"], *columns)}
+    return table_of((lists["params"], lists["grads"]), state, names[:1], names[1:])
+
+
+def test_the_op_on_a_table(device):
+    lists, others, checked = (
+        sample(((6, 7), (4, 3, 3), (70, 90)), device=device) for _ in range(3)
+    )
+    others["grads"] = lists["grads"]
+    options = dict(factored=True, momentum=True, with_rms=True) | OPTIONS
+    for op, arguments, more in (  # a table lets the check write to its tensors
+        ("_adafactor_table_", (checked["params"][0], table_of_sample(checked)), options),
+        ("_adafactor_workspace", (checked["params"],), {}),
+    ):
+        torch.library.opcheck(
+            getattr(torch.ops.headroom, op).default,
+            arguments,
+            more,
+            test_utils=("test_schema", "test_autograd_registration"),
+        )
+    torch.ops.headroom._adafactor_table_(lists["params"][0], table_of_sample(lists), **options)
+    run({name: [] if name == "variances" else column for name, column in others.items()})
+    for name in LISTS[:4] + LISTS[5:]:
+        assert_same_bits(lists[name], others[name])
+    with pytest.raises(RuntimeError, match="table must be"):
+        wrong = table_of_sample(lists)[:-1]
+        torch.ops.headroom._adafactor_table_(lists["params"][0], wrong, **options)
 
 
 def test_the_functional_form(device):

@@ -37,6 +37,7 @@ SCALAR = {
     "adamw8bit_count_kernel",
     "norm_kernel",
     "update_scale_kernel",
+    "weights_kernel",
 }
 
 

@@ -25,8 +25,10 @@ TEST(Runtime, NumbersOfTheInterfaceStay)
     EXPECT_EQ(HR_F64, 6);
     EXPECT_EQ(HR_CPU, -1);
     EXPECT_EQ(sizeof(hr_exec), 16u);
-    EXPECT_EQ(sizeof(hr_adamw_config), 112u);
-    EXPECT_EQ(sizeof(hr_adamw8bit_config), 136u);
+    EXPECT_EQ(sizeof(hr_weights), 48u);
+    EXPECT_EQ(sizeof(hr_place), 24u);
+    EXPECT_EQ(sizeof(hr_adamw_config), 120u);
+    EXPECT_EQ(sizeof(hr_adamw8bit_config), 144u);
 }
 
 TEST(Runtime, VersionAndBuildInfo)

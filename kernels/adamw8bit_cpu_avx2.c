@@ -1,4 +1,4 @@
-/* adamw8bit_avx2_cpu.c: the loop of 8-bit Adam with AVX2. */
+/* adamw8bit_cpu_avx2.c: the loop of 8-bit Adam with AVX2. */
 #include "adamw8bit_cpu.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)

@@ -1,9 +1,8 @@
 /*
- * weights_convert_cuda.cu: the grid. Weights are converted when a model is saved or loaded, not in
+ * weights_cuda.cu: the grid. Weights are converted when a model is saved or loaded, not in
  * every step, so elements go one by one.
  */
 #include "weights.cuh"
-#include "weights_convert.h"
 
 #define THREADS 256
 
@@ -28,7 +27,7 @@ typedef struct weights_launch {
 static_assert(sizeof(weights_launch) <= CUDA_PARAMETER_BYTES, "must fit in a launch");
 
 static __global__ void __launch_bounds__(THREADS)
-    weights_convert_kernel(const weights_launch __grid_constant__ args)
+    weights_kernel(const weights_launch __grid_constant__ args)
 {
     const tensor_record &t = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
     const hr_dtype dtype = (hr_dtype)t.dtype;
@@ -45,7 +44,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-hr_status weights_convert_cuda(const weights_args *args, const hr_exec *exec)
+hr_status weights_cuda(const weights_args *args, const hr_exec *exec)
 {
     weights_launch launch;
     launch.mode = args->weights->mode;
@@ -65,7 +64,7 @@ hr_status weights_convert_cuda(const weights_args *args, const hr_exec *exec)
             blocks += cuda_blocks(t->numel);
         }
         if (blocks > 0)
-            HR_LAUNCH(weights_convert_kernel, blocks, THREADS, 0, exec->stream, launch);
+            HR_LAUNCH(weights_kernel, blocks, THREADS, 0, exec->stream, launch);
         status = cuda_launch_status(args->split ? "hr_split_weights" : "hr_join_weights");
     }
     return status;

@@ -1,12 +1,12 @@
 /*
- * dynamic_map_vbmi_cpu.h: the maps on 64 codes at a time, where bytes can be permuted.
+ * dynamic_map_cpu_vbmi.h: the maps on 64 codes at a time, where bytes can be permuted.
  *
  * A value is looked up byte by byte. A code is looked up by the first 16 bits of the number: the
  * numbers that share them, a cell, have one code or two that are next to each other. Such a table is
  * read by a gather, which takes few of the instructions that compete for the vector units.
  */
-#ifndef HR_DYNAMIC_MAP_VBMI_CPU_H
-#define HR_DYNAMIC_MAP_VBMI_CPU_H
+#ifndef HR_DYNAMIC_MAP_CPU_VBMI_H
+#define HR_DYNAMIC_MAP_CPU_VBMI_H
 
 #include "cpu.h"
 #include "dynamic_map.h"

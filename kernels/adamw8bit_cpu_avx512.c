@@ -1,4 +1,4 @@
-/* adamw8bit_avx512_cpu.c: the loop of 8-bit Adam with AVX-512. */
+/* adamw8bit_cpu_avx512.c: the loop of 8-bit Adam with AVX-512. */
 #include "adamw8bit_cpu.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)

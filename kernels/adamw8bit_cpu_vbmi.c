@@ -1,5 +1,5 @@
 /*
- * adamw8bit_vbmi_cpu.c: the loop of 8-bit Adam with AVX-512 and byte permutes: the plain rule, in
+ * adamw8bit_cpu_vbmi.c: the loop of 8-bit Adam with AVX-512 and byte permutes: the plain rule, in
  * float32 and bfloat16, plain or with the rest of a weight beside. Anything else is left to others.
  *
  * The divider is busy for half of the time, so all other work is put beside it: while 64 elements
