@@ -41,8 +41,8 @@ hr_status adamw_check_steps(const char *function, const hr_tensor_list *steps, i
     return HR_OK;
 }
 
-hr_status adamw_check_values(const char *function, const hr_adamw_config *config,
-                             const hr_tensor_list *steps)
+hr_status adamw_check_scalars(const char *function, const void *lr_ptr, hr_dtype lr_dtype,
+                              const float *grad_scale, const hr_tensor_list *steps)
 {
     for (int64_t k = 0; steps && k < steps->count; k++) {
         const double step = hr_load_scalar(steps->data[k], steps->dtype[k]);
@@ -50,13 +50,20 @@ hr_status adamw_check_values(const char *function, const hr_adamw_config *config
                    "%s: steps[%" PRId64 "] holds %g, wanted 0 or more and below 2^53", function, k,
                    step);
     }
-    if (config->lr_ptr) {
-        const double lr = hr_load_scalar(config->lr_ptr, config->lr_dtype);
+    if (lr_ptr) {
+        const double lr = hr_load_scalar(lr_ptr, lr_dtype);
         HR_REQUIRE(isfinite(lr) && lr >= 0, "%s: *lr_ptr is %g, wanted a finite number >= 0",
                    function, lr);
     }
-    HR_REQUIRE(!config->grad_scale || (isfinite(*config->grad_scale) && *config->grad_scale > 0),
+    HR_REQUIRE(!grad_scale || (isfinite(*grad_scale) && *grad_scale > 0),
                "%s: *grad_scale is %g, wanted a finite number > 0", function,
-               config->grad_scale ? (double)*config->grad_scale : 0.0);
+               grad_scale ? (double)*grad_scale : 0.0);
     return HR_OK;
+}
+
+hr_status adamw_check_values(const char *function, const hr_adamw_config *config,
+                             const hr_tensor_list *steps)
+{
+    return adamw_check_scalars(function, config->lr_ptr, config->lr_dtype, config->grad_scale,
+                               steps);
 }

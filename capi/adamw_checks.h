@@ -12,6 +12,8 @@ hr_status adamw_check_config(const char *function, const char *path, const hr_ad
 hr_status adamw_check_steps(const char *function, const hr_tensor_list *steps, int64_t count);
 
 /* What lies in host memory can be looked at too. */
+hr_status adamw_check_scalars(const char *function, const void *lr_ptr, hr_dtype lr_dtype,
+                              const float *grad_scale, const hr_tensor_list *steps);
 hr_status adamw_check_values(const char *function, const hr_adamw_config *config,
                              const hr_tensor_list *steps);
 

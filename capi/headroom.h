@@ -396,6 +396,148 @@ HR_API hr_status hr_adamw8bit(const hr_tensor_list *params, const hr_tensor_list
                               const hr_tensor_list *grads, const hr_adamw8bit_config *config,
                               const hr_exec *exec);
 
+/* ---- Adafactor ------------------------------------------------------------------------------- */
+
+/*
+ * One step of Adafactor (Shazeer and Stern, arXiv:1804.04235) over a list of parameters, by the rule
+ * of one of two implementations, transformers' and torch's. A tensor of two dimensions or more is
+ * [batch, rows, cols], its last two dimensions and all others; its second moment is kept as a mean
+ * for each row and one for each column, 4 * (1 / rows + 1 / cols) bytes per element. Any other
+ * tensor has a second moment per element, `variance`. With t the step number counted from 1:
+ *
+ *     g = grad * clip_coef / grad_scale              absent factors are 1; maximize: g = -g
+ *     w = t^beta2_decay
+ *                       HR_ADAFACTOR_HF              HR_ADAFACTOR_TORCH
+ *     s                 g^2 + eps1                   g^2
+ *     row_var           (1 - w) * row_var + w * mean of s over the columns       factored
+ *     col_var           (1 - w) * col_var + w * mean of s over the rows          factored
+ *     mean              mean of row_var over rows    the same, but at least eps1
+ *     v                 row_var * col_var / mean                                 factored
+ *     v = variance      (1 - w) * variance + w * s                               not factored
+ *     u                 g / sqrt(v)                  g / sqrt(max(v, eps1^2))
+ *     rho               relative_step:               min(lr, 1 / sqrt(t))
+ *                       min(1e-2, 1 / sqrt(t)),
+ *                       warmup_init: 1e-6 * t for 1e-2; else lr
+ *     alpha             scale_parameter:             rho * max(eps2, RMS(param))
+ *                       the same; else rho
+ *     decay             alpha * weight_decay         lr * weight_decay
+ *
+ *     change = alpha * u / max(1, RMS(u) / clip_threshold)
+ *     with exp_avgs:  exp_avg = beta1 * exp_avg + (1 - beta1) * change;  change = exp_avg
+ *     param = param * (1 - decay) - change
+ *
+ * RMS is the root of the mean square over the tensor, of weights that config->weights has joined.
+ * Statistics are binary32 whatever the types of params and grads; torch's take the type of the
+ * gradient, and it computes in it.
+ *
+ * Sums are in a fixed order without atomics, in binary32 over at most 1,024 elements and then in
+ * binary64; constants are binary64, elements binary32. A device repeats itself bit for bit, on any
+ * instruction set and with any number of threads. The CPU and CUDA add in different orders: their
+ * sums agree to 2^-20, so that updates agree to 2^-18 of their size and parameters to a rounding of
+ * theirs. Tensors of matrices of at most 64 elements have the same row_var and col_var on both.
+ */
+typedef enum hr_adafactor_semantics {
+    HR_ADAFACTOR_HF = 0,   /* transformers.optimization.Adafactor */
+    HR_ADAFACTOR_TORCH = 1 /* torch.optim.Adafactor */
+} hr_adafactor_semantics;
+
+/* The parts of a step, in order. Sums that cross the parts of a tensor on several devices are added
+ * by the caller between them; all other callers ask for HR_ADAFACTOR_ALL. */
+typedef enum hr_adafactor_phases {
+    HR_ADAFACTOR_SUMS = 1,   /* leaves sums of g^2 and param^2 in the workspace */
+    HR_ADAFACTOR_STATES = 2, /* updates row_var and col_var, leaves sums of row_var */
+    HR_ADAFACTOR_NORM = 4,   /* leaves the sum of u^2; updates variance */
+    HR_ADAFACTOR_APPLY = 8,  /* updates params, exp_avgs, rmss and steps */
+    HR_ADAFACTOR_ALL = 15
+} hr_adafactor_phases;
+
+/* The shape of a parameter: batch * rows * cols elements. Not factored: [1, 1, numel]. */
+typedef struct hr_adafactor_shape {
+    int64_t batch, rows, cols;
+    int64_t factored; /* 0 or 1 */
+    /* Of the whole that a tensor is a part of; 0: the same as here. Where whole_rows or whole_cols
+     * is not 0, sums over columns or rows cross parts. */
+    int64_t whole_rows, whole_cols, whole_numel;
+} hr_adafactor_shape;
+
+typedef struct hr_adafactor_config {
+    size_t size; /* sizeof(hr_adafactor_config); set by an INIT macro */
+    hr_adafactor_semantics semantics;
+    double lr;               /* >= 0, finite; ignored if lr_ptr is set, or HF with relative_step */
+    double beta2_decay;      /* <= 0, finite */
+    double eps1;             /* >= 0, finite; TORCH: negative for the epsilon of the param's type */
+    double eps2;             /* >= 0, finite */
+    double clip_threshold;   /* > 0; infinity clips nothing */
+    double weight_decay;     /* >= 0, finite */
+    double beta1;            /* in [0, 1); ignored without an exp_avgs list */
+    int64_t step;            /* t, >= 1; ignored if the call has a `steps` list */
+    int32_t scale_parameter; /* HF only, as the next two */
+    int32_t relative_step;
+    int32_t warmup_init; /* needs relative_step */
+    int32_t maximize;    /* 1: ascend */
+    int32_t phases;      /* of hr_adafactor_phases, added */
+    hr_dtype lr_dtype;   /* HR_F32 or HR_F64: type of *lr_ptr */
+    /* Scalars in the memory of exec's device, or NULL. They are read when the work runs. */
+    const void *lr_ptr;        /* replaces lr */
+    const float *grad_scale;   /* finite and > 0: gradients are divided by it */
+    const float *found_inf;    /* if not 0, the call changes no byte but the workspace's */
+    const float *clip_coef;    /* gradients are multiplied by it */
+    const hr_weights *weights; /* host; how params are stored. NULL: HR_WEIGHTS_NEAREST */
+} hr_adafactor_config;
+
+/* The defaults of the two. Set `step`, or pass a `steps` list. */
+#define HR_ADAFACTOR_HF_INIT                                                                       \
+    {                                                                                              \
+        sizeof(hr_adafactor_config), HR_ADAFACTOR_HF, 0.0, -0.8, 1e-30, 1e-3, 1.0, 0.0, 0.0, 0, 1, \
+            1, 0, 0, HR_ADAFACTOR_ALL, HR_F32, NULL, NULL, NULL, NULL, NULL                        \
+    }
+#define HR_ADAFACTOR_TORCH_INIT                                                                    \
+    {                                                                                              \
+        sizeof(hr_adafactor_config), HR_ADAFACTOR_TORCH, 1e-2, -0.8, -1.0, 1e-3, 1.0, 0.0, 0.0, 0, \
+            1, 1, 0, 0, HR_ADAFACTOR_ALL, HR_F32, NULL, NULL, NULL, NULL, NULL                     \
+    }
+
+/* Bytes of workspace that hr_adafactor needs for parameters of these shapes, host [count]: about 2 %
+ * of those of the largest matrices, up to 4 times those of matrices with few rows or columns. */
+HR_API hr_status hr_adafactor_workspace(size_t *bytes, const hr_adafactor_shape *shapes,
+                                        int64_t count);
+
+/*
+ * params     in/out: f32, bf16 or f16, row-major, stored as config->weights says
+ * row_vars   in/out: f32, [batch, rows] where factored, else numel 0; zeros before the first step.
+ *            NULL if nothing is factored
+ * col_vars   in/out: f32, [batch, cols], likewise
+ * variances  in/out: f32, like the param where not factored, else numel 0; zeros before the first
+ *            step. NULL if everything is factored
+ * exp_avgs   in/out: f32, like the param; zeros before the first step. NULL: no momentum
+ * rmss       out: f32, numel 1 each: RMS(param) before the step, if it is asked for by
+ *            scale_parameter or TORCH. NULL: not wanted
+ * steps      in/out: as for hr_adamw; NULL: all use config->step
+ * grads      in: f32, bf16 or f16, row-major, not changed
+ * shapes     in: host [count]
+ * workspace  scratch memory of exec's device, a multiple of 8 bytes, and its size in bytes
+ *
+ * Three passes: 4 bytes of gradient and, to scale by RMS(param), 4 of param; 4 of gradient; 4 of
+ * gradient and 8 of param. 24 bytes per f32 element, 12 in bf16; without the scale 20 and 10. On the
+ * CPU tensors up to 131,072 elements stay in the cache and move 16. On CUDA seven launches per 100
+ * tensors, ten where there are matrices of at most 64 elements.
+ *
+ * Phases apart: the same arguments and workspace for each. The workspace begins with arrays of
+ * binary64 that the caller adds over the parts of the tensors: [count] sums of param^2 and [count]
+ * of u^2, over all parts; then of the factored tensors that have whole_rows or whole_cols, or more
+ * than 64 elements per matrix, in the order of the list, all matrices' sums of row_var (over parts
+ * of the rows), all rows' sums of g^2 (over parts of the columns) and all columns' (over parts of
+ * the rows). A tensor whose whole_numel, or else numel, is 0 is not changed but for its counter.
+ *
+ * HR_INVALID_ARGUMENT: what hr_adamw names, shapes that do not fit, a workspace that is too small.
+ */
+HR_API hr_status hr_adafactor(const hr_tensor_list *params, const hr_tensor_list *row_vars,
+                              const hr_tensor_list *col_vars, const hr_tensor_list *variances,
+                              const hr_tensor_list *exp_avgs, const hr_tensor_list *rmss,
+                              const hr_tensor_list *steps, const hr_tensor_list *grads,
+                              const hr_adafactor_shape *shapes, const hr_adafactor_config *config,
+                              void *workspace, size_t workspace_bytes, const hr_exec *exec);
+
 /* ---- Unscaling, checking and measuring gradients --------------------------------------------- */
 
 /*

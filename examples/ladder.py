@@ -71,11 +71,13 @@ def same_loss(results: list[dict]) -> tuple[bool, str]:
 def table(results: list[dict]) -> str:
     """A Markdown table, a row for each rung."""
     kinds = list(results[0]["bytes"])
-    head = ["rung", "held-out bits/byte", "tokens/s", "peak MiB", *(f"{k} MiB" for k in kinds)]
+    head = ["rung", "held-out bits/byte", "tokens/s", "bytes/parameter", "peak MiB"]
+    head += [f"{kind} MiB" for kind in kinds]
     rows = [head, ["---"] + ["---:"] * (len(head) - 1)]
     for r in results:
         sizes = [r["peak_bytes"], *(r["bytes"][k] for k in kinds)]
         numbers = [f"{r['held_out_bits_per_byte']:.4f}", f"{r['tokens_per_second']:,.0f}"]
+        numbers.append(f"{r['bytes_per_parameter']:.2f}")
         rows.append([r["title"], *numbers, *(f"{s / 2**20:,.1f}" for s in sizes)])
     widths = [max(map(len, column)) for column in zip(*rows)]
     rows[1] = ["-" * widths[0]] + ["-" * (w - 1) + ":" for w in widths[1:]]

@@ -1,7 +1,9 @@
 """Where a training step's memory goes: counted exactly by kind, and measured as a peak.
 
 Counted, in bytes of distinct storages (a view costs nothing, an allocation is counted once):
-parameters, gradients, optimizer state, and saved activations. Saved activations are the storages
+parameters, gradients, optimizer state, and saved activations. Gradients are those of parameters, at
+the moment when most of them are there: all of them, or about one if they are released. Saved
+activations are the storages
 that autograd was asked to keep for the backward pass, parameters left out, at the moment when most
 of them are alive within one micro-batch. Under checkpointing that is the block inputs kept by the
 forward pass plus the one block that is being recomputed. Under autocast it includes the bf16 copies
@@ -38,6 +40,25 @@ def tensors_in(value) -> Iterable[Tensor]:
     elif isinstance(value, (dict, list, tuple)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(item)
+
+
+def gradient_bytes(run: Callable[[], None], parameters: Iterable[Tensor]) -> int:
+    """Peak bytes of the parameters' gradients while `run()` goes backward."""
+    parameters = list(parameters)
+    peak = 0
+
+    def note(arriving: Tensor) -> None:
+        nonlocal peak
+        there = [p.grad for p in parameters if p.grad is not None]
+        peak = max(peak, bytes_of([*there, arriving]))
+
+    hooks = [p.register_hook(note) for p in parameters]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return peak
 
 
 def saved_bytes(run: Callable[[], None], parameters: Iterable[Tensor]) -> int:

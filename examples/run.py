@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import data
-from memory import bytes_of, saved_bytes, tensors_in
+from memory import bytes_of, gradient_bytes, saved_bytes, tensors_in
 from model import GPT, Size
 from rungs import Rung
 
@@ -25,17 +25,19 @@ class Run:
     def __init__(self, rung: Rung, size: Size, device: torch.device, seed: int):
         torch.manual_seed(seed)
         self.rung, self.size, self.device, self.seed = rung, size, device, seed
-        self.model = GPT(size, checkpoint_blocks=rung.checkpoint)
-        self.model.to(device, getattr(torch, rung.weights))
+        self.model = GPT(size, checkpoint_blocks=rung.checkpoint).to(device)
+        headroom.cast_model(self.model, getattr(torch, rung.weights))
         options = dict(rung.options)
         if rung.max_grad_norm is not None:
             options["max_grad_norm"] = rung.max_grad_norm
-        if rung.weights != "float32":
+        if rung.weights != "float32" and not options.get("master"):  # which has float32 moments
             options["state_dtype"] = torch.float32
         module, name = rung.optimizer.rsplit(".", 1)
         self.optimizer = getattr(import_module(module), name)(
-            self.model.parameters(), lr=size.lr, betas=(0.9, 0.95), weight_decay=0.1, **options
+            self.model.parameters(), lr=size.lr, weight_decay=0.1, **options
         )
+        if rung.release:  # gradients wait for no others, so that one is there at a time
+            headroom.optim.release_gradients(self.model, self.optimizer, bucket_bytes=0)
         self.accumulator = headroom.GradAccumulator(self.model) if rung.sum_in_f32 else None
         self.scaler = headroom.amp.GradScaler(
             device.type, init_scale=2.0**12, enabled=rung.scaler, max_consecutive_skips=10
@@ -47,7 +49,8 @@ class Run:
     def learning_rate(self) -> float:
         """Warm-up, then 1/sqrt. It knows no last step: 50 steps resumed to 100 are 100 steps."""
         step = len(self.losses) + 1
-        return self.size.lr * min(step / WARMUP_STEPS, (WARMUP_STEPS / step) ** 0.5)
+        lr = self.rung.lr_factor * self.size.lr
+        return lr * min(step / WARMUP_STEPS, (WARMUP_STEPS / step) ** 0.5)
 
     def micro_batches(self, text: Tensor, step: int) -> list[tuple[Tensor, Tensor]]:
         pair = data.batch(text, self.seed, step, self.size.batch, self.size.context)
@@ -82,23 +85,29 @@ class Run:
     @torch.no_grad()
     def held_out_loss(self, text: Tensor) -> float:
         """Bits per byte on held-out text, in float32 on every rung: only the training differs."""
-        model = copy.deepcopy(self.model).float().eval()
+        model = headroom.cast_model(copy.deepcopy(self.model), torch.float32).eval()
+        if self.rung.options.get("master"):  # evaluated with all the bits that it trains with
+            model.load_state_dict(headroom.optim.master_weights(self.optimizer, self.model))
         windows = data.held_out(text, HELD_OUT_WINDOWS, self.size.context)
         pairs = zip(*(t.to(self.device).split(4) for t in windows))
         losses = [model(*pair).item() for pair in pairs]
         return sum(losses) / len(losses) * BITS_PER_NAT
 
     def count_bytes(self, text: Tensor) -> dict[str, int]:
-        """Bytes by kind after one more micro-batch, which trains nothing."""
+        """Bytes by kind in one more micro-batch; without gradient release it trains nothing."""
         parameters = list(self.model.parameters())
-        micro_batch = self.micro_batches(text, 0)[0]
-        saved = saved_bytes(lambda: self.forward_backward(*micro_batch), parameters)
+        micro_batch, gradients = self.micro_batches(text, 0)[0], 0
+
+        def run() -> None:
+            nonlocal gradients
+            gradients = gradient_bytes(lambda: self.forward_backward(*micro_batch), parameters)
+
+        saved = saved_bytes(run, parameters)
         if self.accumulator:  # which holds float32 sums beside the gradients of a micro-batch
-            sums = 4 * sum(p.numel() for p in parameters)
-            gradients = sums + bytes_of(parameters)
+            gradients += 4 * sum(p.numel() for p in parameters)
             self.accumulator.finish()
-        else:
-            gradients = bytes_of(p.grad for p in parameters if p.grad is not None)
+        if self.rung.release:
+            self.optimizer.step()  # ends the step that backward was
         counted = {
             "parameters": bytes_of(parameters),
             "gradients": gradients,

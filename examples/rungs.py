@@ -2,19 +2,23 @@
 
 from dataclasses import dataclass, field, replace
 
+BETAS = {"betas": [0.9, 0.95]}
+
 
 @dataclass(frozen=True)
 class Rung:
     key: str  # names the rung on the command line and its folder
     title: str  # names it in the table and the chart
     optimizer: str = "torch.optim.AdamW"  # imported by this name
-    options: dict = field(default_factory=dict)  # of the optimizer, beside those of every rung
+    options: dict = field(default_factory=lambda: BETAS)  # of it, beside those of every rung
+    lr_factor: float = 1.0  # times the learning rate of the size
     accumulate: int = 1  # micro-batches per optimizer step; the tokens of a step stay the same
     checkpoint: bool = False  # recompute each block in the backward pass, save only its input
     autocast: str | None = None  # matrix products in this dtype
     scaler: bool = False  # scale the loss, so that gradients survive in float16
     max_grad_norm: float | None = None  # clip inside the optimizer step, which writes no gradient
-    weights: str = "float32"  # dtype of the parameters; the optimizer's state stays float32
+    weights: str = "float32"  # dtype of the parameters, but those of norms stay float32
+    release: bool = False  # step each parameter in the backward pass, free its gradient at once
     sum_in_f32: bool = False  # add micro-batches' gradients up in float32, whatever their dtype
     tolerance: float | None = 0.0  # allowed distance from the first rung's held-out loss, in bits
     # per byte; None where the training itself is another, so that the loss is shown, not judged
@@ -61,6 +65,28 @@ eight_bit = replace(
     title="+ 8-bit AdamW",
     optimizer="headroom.optim.AdamW8bit",
 )
+remainder = replace(
+    eight_bit,
+    key="remainder",
+    title="+ bf16 weights and remainder",
+    options=BETAS | {"master": "remainder16"},
+    weights="bfloat16",
+    autocast=None,
+)
+adafactor = replace(
+    bf16_autocast,
+    key="adafactor",
+    title="bf16 autocast, Adafactor",
+    optimizer="headroom.optim.Adafactor",
+    options={},
+    lr_factor=30.0,  # relative to the size of weights, about 1/30
+    tolerance=None,
+)
+# Release steps in every backward pass, so that a step cannot be made of several.
+whole_batch = replace(
+    remainder, key="whole-batch", title="the same, without accumulation", accumulate=1
+)
+released = replace(whole_batch, key="release", title="+ gradient release", release=True)
 bf16_weights = replace(
     checkpointing,
     key="bf16-weights",
@@ -77,6 +103,10 @@ LADDER = (
     checkpointing,
     bf16_autocast,
     eight_bit,
+    remainder,
+    whole_batch,
+    released,
+    adafactor,
     fp16_scaled,
     clipped,
     bf16_weights,

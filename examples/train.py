@@ -31,7 +31,7 @@ def train(
     out: Path,
     *,
     size: str = "small",
-    steps: int = 50,
+    steps: int = 30,
     device: str = "cpu",
     path: str | None = None,
     seed: int = 0,
@@ -81,15 +81,18 @@ def train(
             if len(run.losses) % save_every == 0 or len(run.losses) == steps:
                 run.save(checkpoint, identity)
 
+    numel = sum(p.numel() for p in run.model.parameters())
+    held_out_loss, counted = run.held_out_loss(unseen), run.count_bytes(text)
     result = identity | {
         "steps": steps,
         "batch": shape.batch,
         "context": shape.context,
-        "model_parameters": sum(p.numel() for p in run.model.parameters()),
-        "held_out_bits_per_byte": run.held_out_loss(unseen),
+        "model_parameters": numel,
+        "held_out_bits_per_byte": held_out_loss,
         "tokens_per_second": tokens / median(run.seconds),
         "peak_bytes": run.peak_bytes,
-        "bytes": run.count_bytes(text),
+        "bytes": counted,
+        "bytes_per_parameter": (sum(counted.values()) - counted["saved activations"]) / numel,
         "losses": run.losses,
     }
     (out / "result.json").write_text(json.dumps(result, indent=1))
@@ -100,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", help="text file or folder; default: the standard library")
     parser.add_argument("--size", choices=SIZES, help="default: small on the CPU, medium on CUDA")
     parser.add_argument("--device", help="cpu, cuda, cuda:1; default: cuda where there is a GPU")
-    parser.add_argument("--steps", type=int, default=50, help="optimizer steps, default 50")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps, default 30")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="default: runs/demo")
     parser.add_argument("--resume", action="store_true", help="continue what lies in OUT")

@@ -6,17 +6,21 @@ optimizers with the names and arguments of :mod:`torch.optim`.
 
 from . import _binaries, amp, optim
 from .accumulate import GradAccumulator, accumulate_
+from .adafactor import adafactor_
 from .adamw import adamw_
 from .adamw8bit import adamw8bit_, dynamic_map
 from .cast_model import cast_model
 from .clip import clip_grad_norm_, clip_grad_value_
+from .saving import StateFileError, latest, load_state, save_state
 from .unscale_norm import grad_norm, unscale_norm_
 from .update_scale import update_scale_
 from .weights import join_weights_, split_weights_
 
 __all__ = [
     "GradAccumulator",
+    "StateFileError",
     "accumulate_",
+    "adafactor_",
     "adamw8bit_",
     "adamw_",
     "amp",
@@ -29,7 +33,10 @@ __all__ = [
     "get_library_dir",
     "grad_norm",
     "join_weights_",
+    "latest",
+    "load_state",
     "optim",
+    "save_state",
     "split_weights_",
     "unscale_norm_",
     "update_scale_",

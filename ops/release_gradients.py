@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,6 +42,7 @@ def release_gradients(
 
     The training loop stays as it is, ``optimizer.step()`` included, which finishes the step, and
     gives the same bits. Every backward needs a step after it, unless micro-batches are accumulated.
+    It lasts until ``handle.remove()``, or as long as the optimizer is there.
 
     Example::
 
@@ -263,10 +265,18 @@ class ReleaseHandle:
         self._norm = state_dict["norm"]
 
     def _add_hooks(self) -> None:
+        # Weak: torch's hooks on parameters are out of the garbage collector's sight, and would keep
+        # the optimizer, and with it the parameters, for good. The optimizer keeps the handle.
+        method = weakref.WeakMethod(self._ready)
+
+        def ready(param: Tensor) -> None:
+            if (call := method()) is not None:
+                call(param)
+
         for index, group in enumerate(self._optimizer.param_groups):
             for param in group["params"]:
                 if param.requires_grad and param not in self._hooked:
-                    self._hooks.append(param.register_post_accumulate_grad_hook(self._ready))
+                    self._hooks.append(param.register_post_accumulate_grad_hook(ready))
                     self._hooked.add(param)
                 self._places[param] = index
 

@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import gc
 import math
+import weakref
 
 import headroom
 import pytest
@@ -131,12 +133,26 @@ def test_gradients_are_there_one_at_a_time(bucket_bytes, reentrant):
 
     for p in params:
         p.register_post_accumulate_grad_hook(sample)
-    OPTIM.release_gradients(net, OPTIM.AdamW(params), bucket_bytes=bucket_bytes)
+    optimizer = OPTIM.AdamW(params)
+    OPTIM.release_gradients(net, optimizer, bucket_bytes=bucket_bytes)
     loss_of(net, 0).backward()
     assert all(p.grad is None for p in params)
     sizes = [p.nbytes for p in params if p is not net.unused]
     assert max(sizes) <= peak <= max(sizes) + bucket_bytes
     assert peak < sum(sizes) or bucket_bytes > sum(sizes)
+
+
+def test_a_model_and_its_optimizer_are_freed_without_remove():
+    def trained():
+        net = Net()
+        optimizer = OPTIM.AdamW(net.parameters())
+        OPTIM.release_gradients(net, optimizer)
+        train(net, optimizer)
+        return [weakref.ref(kept) for kept in (net.first.weight, optimizer, optimizer._release)]
+
+    refs = trained()
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 3
 
 
 def test_small_parameters_share_a_launch():
@@ -526,7 +542,8 @@ def test_what_does_not_work_says_so():
 
 def test_ddp_is_refused(monkeypatch):
     net = Net()
-    OPTIM.release_gradients(net, OPTIM.AdamW(net.parameters()))
+    optimizer = OPTIM.AdamW(net.parameters())
+    OPTIM.release_gradients(net, optimizer)
     ddp = torch.nn.parallel.DistributedDataParallel
     monkeypatch.setattr(ddp, "_active_ddp_module", object())
     with pytest.raises(RuntimeError, match="under DistributedDataParallel"):
@@ -554,14 +571,16 @@ def test_a_second_gradient_before_the_step_is_an_error():
     with pytest.raises(RuntimeError, match=r"stepped since the last optimizer.step\(\)"):
         loss_of(net, 1).backward()
     assert_same_bits(before.values(), net.state_dict().values())
-    OPTIM.release_gradients(segments, OPTIM.AdamW(segments.parameters()))
+    optimizer = OPTIM.AdamW(segments.parameters())
+    OPTIM.release_gradients(segments, optimizer)
     with pytest.raises(RuntimeError, match="reentrant checkpoints"):
         segments(torch.ones(2, 3, requires_grad=True)).sum().backward()
 
 
 def test_a_value_that_is_still_needed_is_not_stepped_silently():
     net = torch.nn.ParameterDict({"p": torch.ones(3), "q": torch.ones(3)})
-    OPTIM.release_gradients(net, OPTIM.AdamW(net.parameters()), bucket_bytes=0)
+    optimizer = OPTIM.AdamW(net.parameters())
+    OPTIM.release_gradients(net, optimizer, bucket_bytes=0)
     x = net.q * net.p.detach()
     with pytest.raises(RuntimeError, match="inplace operation"):
         (x.exp().sum() + net.p.sum()).backward()
@@ -589,6 +608,7 @@ def test_an_error_in_backward_can_be_finished():
 
 def test_a_sparse_gradient_is_named():
     net = torch.nn.Embedding(5, 3, sparse=True)
-    OPTIM.release_gradients(net, OPTIM.AdamW(net.named_parameters()))
+    optimizer = OPTIM.AdamW(net.named_parameters())
+    OPTIM.release_gradients(net, optimizer)
     with pytest.raises(RuntimeError, match="'weight' has one"):
         net(torch.tensor([1])).sum().backward()

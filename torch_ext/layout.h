@@ -28,9 +28,10 @@ class NoGrad
 class Layout
 {
   public:
-    // The order of `param` in memory if it is dense, else row-major. Fails if elements of `param`
-    // share memory, as those of an expanded tensor do, unless it is only read.
-    Layout(const View &param, const char *name, size_t k, bool only_read = false)
+    // The order of `param` in memory if it is dense and any order will do, else row-major. Fails if
+    // elements of `param` share memory, as those of an expanded tensor do, unless it is only read.
+    Layout(const View &param, const char *name, size_t k, bool only_read = false,
+           bool row_major = false)
         : sizes_(param.sizes, param.sizes + param.dim),
           strides_(param.strides, param.strides + param.dim)
     {
@@ -49,7 +50,7 @@ class Layout
             extent += (sizes_[d] - 1) * strides_[d];
             dense *= sizes_[d];
         }
-        if (is_dense_)
+        if (is_dense_ && !row_major)
             return;
         dense = 1;
         for (size_t d = sizes_.size(); d-- > 0; dense *= sizes_[d])

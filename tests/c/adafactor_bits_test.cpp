@@ -1,0 +1,97 @@
+// hr_adafactor() repeats itself: the same bytes for any number of threads and any instruction set,
+// and on CUDA in any order of threads.
+#include "adafactor_run.h"
+#include "pool.h"
+#ifdef HR_EMULATE
+#include "emulator.h"
+#endif
+
+namespace
+{
+// With a tensor that threads share.
+std::vector<AdafactorCase> cases(int64_t large)
+{
+    std::vector<AdafactorCase> all;
+    const hr_adafactor_config torch = HR_ADAFACTOR_TORCH_INIT;
+    for (int flags = 0; flags < 4; flags++) {
+        AdafactorCase c;
+        c.shapes = {matrix(37, 50),   vector(40001), matrix(large, 300), matrix(3, 3, 700),
+                    matrix(1, large), vector(5),     matrix(6, 11, 9)};
+        if (flags & 1) {
+            c.semantics = HR_ADAFACTOR_TORCH;
+            c.config = torch;
+        }
+        if (flags & 2) {
+            c.params = float_types();
+            c.grads = {HR_BF16, HR_F32};
+            c.shift = 1;
+        }
+        c.momentum = flags == 2;
+        c.config.beta1 = 0.9;
+        all.push_back(c);
+    }
+    return all;
+}
+
+std::vector<uint8_t> results_of(Backend &backend, const AdafactorCase &c)
+{
+    const AdafactorRun run(backend, c);
+    EXPECT_EQ(run.call(), HR_OK) << hr_last_error();
+    EXPECT_TRUE(run.whole()) << c;
+    return run.results();
+}
+} // namespace
+
+TEST(AdafactorBits, AreTheSameOnEveryInstructionSetAndThreadCount)
+{
+    for (const AdafactorCase &c : cases(500)) {
+        std::vector<uint8_t> expected;
+        {
+            const CpuLevel level(HR_CPU_BASELINE);
+            expected = results_of(cpu_backend(), c);
+        }
+        for (const hr_cpu_level l : {HR_CPU_BASELINE, HR_CPU_AVX2, HR_CPU_AVX512}) {
+            const CpuLevel level(l);
+            if (!level.available)
+                continue;
+            for (const int threads : {1, 5}) {
+                const LentPool pool(threads);
+                EXPECT_EQ(results_of(cpu_backend(), c), expected)
+                    << c << ", level " << l << ", " << threads << " threads";
+                EXPECT_GT(Pool::calls, 0) << c;
+            }
+        }
+    }
+}
+
+TEST(AdafactorBits, RepeatOnCuda)
+{
+    if (!cuda_backend())
+        GTEST_SKIP() << "no CUDA device";
+    for (const AdafactorCase &c : cases(70)) {
+        std::vector<uint8_t> first;
+        for (uint64_t seed = 1; seed <= 3; seed++) {
+#ifdef HR_EMULATE
+            hr_emu::set_seed(seed);
+#endif
+            const std::vector<uint8_t> got = results_of(*cuda_backend(), c);
+            if (seed == 1)
+                first = got;
+            EXPECT_EQ(got, first) << c << ", seed " << seed;
+        }
+    }
+}
+
+// Of tiny matrices, whose sums are the same expressions in the same order.
+TEST(AdafactorBits, StatesOfTinyMatricesAreTheSameOnCuda)
+{
+    if (!cuda_backend())
+        GTEST_SKIP() << "no CUDA device";
+    AdafactorCase c;
+    c.shapes = {matrix(3, 3, 100), matrix(1, 1, 33), matrix(8, 8, 17), matrix(5, 2)};
+    const AdafactorRun cpu(cpu_backend(), c), cuda(*cuda_backend(), c);
+    ASSERT_EQ(cpu.call(), HR_OK);
+    ASSERT_EQ(cuda.call(), HR_OK);
+    EXPECT_EQ(image_of({&cpu.row_vars.buffers}), image_of({&cuda.row_vars.buffers}));
+    EXPECT_EQ(image_of({&cpu.col_vars.buffers}), image_of({&cuda.col_vars.buffers}));
+}
