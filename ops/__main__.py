@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .convert import LIBRARIES, convert_state
+from .saving import StateFileError, load_state, save_state
+from .state_file import is_state_file
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OUT = "the file to write; .safetensors: of headroom.save_state, with the optimizer alone"
 WHAT = "the state of an optimizer, a dict with 'state' and 'param_groups'"
 
 
@@ -23,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("convert", help="an optimizer's state to another library's")
     command.add_argument("source", type=Path, metavar="IN", help=f"a file with {WHAT}")
-    command.add_argument("target", type=Path, metavar="OUT", help="the file to write")
+    command.add_argument("target", type=Path, metavar="OUT", help=OUT)
     library = {"choices": LIBRARIES, "metavar": "LIBRARY"}
     command.add_argument("--to", required=True, help=f"one of {', '.join(LIBRARIES)}", **library)
     command.add_argument("--from", dest="from_", help="if the keys do not tell", **library)
@@ -35,7 +36,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
-    except (OSError, ValueError, NotImplementedError, ImportError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        ImportError,
+        NotImplementedError,
+        StateFileError,
+    ) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
 
@@ -62,19 +70,24 @@ def _convert(options: argparse.Namespace) -> int:
         for key in path[:depth]:
             outer = outer[key]
         whole = outer | {path[depth]: whole}
-    unfinished = options.target.with_name(options.target.name + ".unfinished")
-    try:
-        _save(whole, unfinished, options.target.suffix == ".safetensors")
-        os.replace(unfinished, options.target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    if options.target.suffix == ".safetensors":
+        save_state(options.target, optimizer=_Held(state), rng=False)
+    else:
+        unfinished = options.target.with_name(options.target.name + ".unfinished")
+        try:
+            torch.save(whole, unfinished)
+            os.replace(unfinished, options.target)
+        finally:
+            unfinished.unlink(missing_ok=True)
     print(report)
     return 0
 
 
 def _load(path: Path) -> Any:
-    if path.suffix == ".safetensors":
-        return _load_safetensors(path)
+    if is_state_file(path):
+        held = _Held()
+        load_state(path, optimizer=held, rng=False)
+        return held.state
     if not path.exists():
         raise ValueError(f"there is no {path}")
     try:
@@ -113,66 +126,17 @@ def _path(checkpoint: Any, key: str | None) -> list[str]:
     return found
 
 
-def _save(value: Any, path: Path, as_safetensors: bool) -> None:
-    if as_safetensors:
-        _save_safetensors(value, path)
-    else:
-        torch.save(value, path)
+class _Held:
+    """Stands in for an optimizer."""
 
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
 
-# ---- Safetensors: tensors by the path of their keys, the rest as JSON in the metadata ------------
+    def state_dict(self) -> Any:
+        return self.state
 
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError("files in .safetensors need the package safetensors") from error
-    return safetensors
-
-
-def _save_safetensors(state_dict: dict[str, Any], path: Path) -> None:
-    tensors: dict[str, Tensor] = {}
-
-    def taken_out(value: Any, name: str) -> Any:
-        """The value with a marker for each tensor."""
-        if isinstance(value, Tensor):
-            if type(value) is not Tensor or not value.is_contiguous():
-                raise ValueError(
-                    f"{name} is a tensor that safetensors cannot hold; use torch's file"
-                )
-            tensors[name] = value.clone()  # no two may share memory
-            return {"tensor": name}
-        if isinstance(value, dict):
-            return {
-                "dict": [[k, taken_out(v, f"{name}.{k}".lstrip("."))] for k, v in value.items()]
-            }
-        if isinstance(value, (list, tuple)):
-            items = [taken_out(v, f"{name}.{i}") for i, v in enumerate(value)]
-            return {type(value).__name__: items}
-        return {"value": value}
-
-    text = json.dumps(taken_out(state_dict, ""))
-    _safetensors().torch.save_file(tensors, path, metadata={"headroom": text})
-
-
-def _load_safetensors(path: Path) -> Any:
-    with _safetensors().safe_open(path, "pt") as file:
-        text = (file.metadata() or {}).get("headroom")
-        if text is None:
-            raise ValueError(f"{path} has no description of {WHAT}")
-
-        def put_back(value: dict[str, Any]) -> Any:
-            (kind, content), *_ = value.items()
-            if kind == "tensor":
-                return file.get_tensor(content)
-            if kind == "dict":
-                return {key: put_back(inner) for key, inner in content}
-            if kind in ("list", "tuple"):
-                return {"list": list, "tuple": tuple}[kind](map(put_back, content))
-            return content
-
-        return put_back(json.loads(text))
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
 
 
 if __name__ == "__main__":

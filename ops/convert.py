@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from .adamw8bit import ABSMAXS, BLOCK_SIZES, OPTIONS, _is_dense, _zero_absmaxs, dynamic_map
 from .weights import HALVES, RESIDUALS, join_weights_
