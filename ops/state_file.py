@@ -30,7 +30,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -151,6 +151,10 @@ def _in_order(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
+def _threads() -> int:
+    return min(8, os.cpu_count() or 1)
+
+
 def _memory(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
@@ -194,7 +198,7 @@ def write(
                 delay=1,
                 disable=not progress,
             )
-            with bar, ThreadPoolExecutor(1) as pool:
+            with bar, ThreadPoolExecutor(_threads()) as pool:
                 start = len(header)
                 for name, tensor in tensors.items():
                     sums[name] = _write_tensor(file, start, tensor, pool, bar)
@@ -247,29 +251,24 @@ def _dumps(value: Any) -> str:
 
 
 def _write_tensor(
-    file: int, start: int, tensor: Tensor, pool: ThreadPoolExecutor, bar: tqdm
+    file: int, offset: int, tensor: Tensor, pool: ThreadPoolExecutor, bar: tqdm
 ) -> list[int]:
     """Writes the values and returns the sums of their pieces, made beside the writing."""
     if not tensor.nbytes:
         return []
     values = _in_order(tensor)  # held until the sums are there
-    memory, sums = _memory(values), []
+    memory = _memory(values)
+    pieces = [memory[start : start + PIECE] for start in range(0, len(memory), PIECE)]
+    sums = [pool.submit(zlib.crc32, piece) for piece in pieces if len(piece) > SMALL]
     try:
-        for offset in range(0, len(memory), PIECE):
-            piece = memory[offset : offset + PIECE]
-            if len(piece) <= SMALL:
-                sums.append(zlib.crc32(piece))
-                _write(file, start + offset, piece)
-            else:
-                crc = pool.submit(zlib.crc32, piece)
-                try:
-                    _write(file, start + offset, piece)
-                finally:
-                    sums.append(crc.result())
+        for i, piece in enumerate(pieces):
+            _write(file, offset + i * PIECE, piece)
             bar.update(len(piece))
     finally:
+        wait(sums)
+        found = [crc.result() for crc in sums] + [zlib.crc32(p) for p in pieces if len(p) <= SMALL]
         del values
-    return sums
+    return found
 
 
 def _write(file: int, offset: int, data: memoryview) -> None:
@@ -537,7 +536,7 @@ class StateFile:
             delay=1,
             disable=not progress,
         )
-        pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+        pool = ThreadPoolExecutor(_threads())
         try:
             with bar:
                 for size, damaged in pool.map(check, self._spans()):
