@@ -1,4 +1,7 @@
-"""States saved to disk and loaded, beside torch.save and the disk itself."""
+"""States saved to disk and loaded, beside torch.save and the disk itself.
+
+The files lie in TMPDIR, or else in the folder that this is run from.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class Run:
     width: int
     device: torch.device
     folder: tempfile.TemporaryDirectory = field(
-        # Not the system's own folder, which may lie in memory.
+        # Not in /tmp, which may lie in memory.
         default_factory=lambda: tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR", "."))
     )
 

@@ -30,7 +30,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -259,7 +259,7 @@ def _write_tensor(
     values = _in_order(tensor)  # held until the sums are there
     memory = _memory(values)
     pieces = [memory[start : start + PIECE] for start in range(0, len(memory), PIECE)]
-    sums = [pool.submit(zlib.crc32, piece) for piece in pieces if len(piece) > SMALL]
+    sums = [_sum(pool, piece) for piece in pieces if len(piece) > SMALL]
     try:
         for i, piece in enumerate(pieces):
             _write(file, offset + i * PIECE, piece)
@@ -269,6 +269,15 @@ def _write_tensor(
         found = [crc.result() for crc in sums] + [zlib.crc32(p) for p in pieces if len(p) <= SMALL]
         del values
     return found
+
+
+def _sum(pool: ThreadPoolExecutor, piece: memoryview) -> Future[int]:
+    try:
+        return pool.submit(zlib.crc32, piece)
+    except RuntimeError:  # the interpreter is about to end, as in a save by atexit
+        future: Future[int] = Future()
+        future.set_result(zlib.crc32(piece))
+        return future
 
 
 def _write(file: int, offset: int, data: memoryview) -> None:

@@ -753,6 +753,15 @@ def test_a_link_goes_on_pointing_to_the_file(tmp_path):
     assert os.listdir(tmp_path / "real") == ["state"]
 
 
+def test_a_save_at_the_end_of_the_process(path, monkeypatch):
+    """Then no threads can be had."""
+    extra = torch.randn(PIECE // 4)
+    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
+    save_state(path, extra=extra)
+    monkeypatch.undo()
+    assert_same_bits([load_state(path)], [extra])
+
+
 # ---- many files ----------------------------------------------------------------------------------
 
 
