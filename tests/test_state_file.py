@@ -762,6 +762,16 @@ def test_a_save_at_the_end_of_the_process(path, monkeypatch):
     assert_same_bits([load_state(path)], [extra])
 
 
+def test_either_library_sums_alike(path, monkeypatch):
+    isal_zlib = pytest.importorskip("isal.isal_zlib")
+    extra = torch.randn(PIECE // 3)
+    for writer, reader in ((zlib, isal_zlib), (isal_zlib, zlib)):
+        monkeypatch.setattr(state_file, "crc32", writer.crc32)
+        save_state(path, extra=extra)
+        monkeypatch.setattr(state_file, "crc32", reader.crc32)
+        assert_same_bits([load_state(path)], [extra])
+
+
 # ---- many files ----------------------------------------------------------------------------------
 
 
