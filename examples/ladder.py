@@ -111,7 +111,7 @@ def main() -> int:
     print(f"Peak memory: {peaks[0] / 2**20:,.0f} MiB -> {peaks[1] / 2**20:,.0f} MiB.")
     print(f"Table:       {args.out / 'ladder.md'}, {args.out / 'ladder.json'}")
     print(f"Chart:       {args.out / 'ladder.png'}")
-    print(f"Checkpoints: {args.out}/RUNG/checkpoint.pt (go on with --resume --steps N)")
+    print(f"Checkpoints: {args.out}/RUNG/checkpoint.safetensors (go on with --resume --steps N)")
     return 0 if passed else 1
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import os
 import time
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +18,7 @@ from rungs import Rung
 BITS_PER_NAT = 1 / math.log(2)
 WARMUP_STEPS = 20
 HELD_OUT_WINDOWS = 64
+HISTORY = ("losses", "seconds", "peak_bytes")  # what a run remembers of its steps
 
 
 class Run:
@@ -118,35 +118,17 @@ class Run:
         return counted
 
     def save(self, path: Path, identity: dict) -> None:
-        state = {
-            "identity": identity,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "losses": self.losses,
-            "seconds": self.seconds,
-            "peak_bytes": self.peak_bytes,
-            "rng": torch.get_rng_state(),
-        }
-        if self.device.type == "cuda":
-            state["cuda_rng"] = torch.cuda.get_rng_state(self.device)
-        partial = path.with_suffix(".partial")
-        with open(partial, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)  # a crash leaves the old file or the new one, never half of one
+        history = {key: getattr(self, key) for key in HISTORY}
+        headroom.save_state(path, **self.parts(), extra=history | {"identity": identity})
 
     def load(self, path: Path, identity: dict) -> None:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        changed = [key for key in identity if state["identity"].get(key) != identity[key]]
+        saved = headroom.load_state(path, rng=False)  # looks before it changes anything
+        changed = [key for key in identity if saved["identity"].get(key) != identity[key]]
         if changed:
             raise ValueError(f"{path} is of another run: it differs in {', '.join(changed)}")
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.losses, self.seconds = state["losses"], state["seconds"]
-        self.peak_bytes = state["peak_bytes"]
-        torch.set_rng_state(state["rng"])
-        if "cuda_rng" in state:
-            torch.cuda.set_rng_state(state["cuda_rng"], self.device)
+        headroom.load_state(path, **self.parts())
+        for key in HISTORY:
+            setattr(self, key, saved[key])
+
+    def parts(self) -> dict:
+        return dict(model=self.model, optimizer=self.optimizer, scaler=self.scaler)

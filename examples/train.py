@@ -2,9 +2,9 @@
 
     python examples/train.py --rung headroom --steps 200 --out runs/mine
 
-Writes OUT/RUNG/checkpoint.pt as it goes and OUT/RUNG/result.json at the end. With --resume it
-continues from the checkpoint to the same bits as a run that was never stopped (same machine, same
-number of threads).
+Writes OUT/RUNG/checkpoint.safetensors as it goes and OUT/RUNG/result.json at the end. With --resume
+it continues from the checkpoint to the same bits as a run that was never stopped (same machine,
+same number of threads).
 """
 
 import argparse
@@ -57,7 +57,7 @@ def train(
     run = Run(rung, shape, place, seed)
 
     out.mkdir(parents=True, exist_ok=True)
-    checkpoint = out / "checkpoint.pt"
+    checkpoint = out / "checkpoint.safetensors"
     if resume and checkpoint.exists():
         run.load(checkpoint, identity)
         if len(run.losses) > steps:

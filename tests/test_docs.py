@@ -60,8 +60,9 @@ def test_a_snippet_runs_as_it_stands(source, document, line, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("source, name", EXAMPLES)
-def test_an_example_in_a_docstring_runs(source, name):
-    """With a `model` to work on, which the reader is assumed to have."""
+def test_an_example_in_a_docstring_runs(source, name, tmp_path, monkeypatch):
+    """With a `model` to work on, which the reader is assumed to have, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
     exec(
         compile(source, name, "exec"),
         {"torch": torch, "headroom": headroom, "model": torch.nn.Linear(3, 2)},

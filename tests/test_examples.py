@@ -1,15 +1,20 @@
 """The demo: every rung trains, resumes to the same bits, and its bytes are counted right."""
 
+import errno
 import gc
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import headroom
 import pytest
 import torch
+from headroom._json_tree import decode
+from headroom.state_file import StateFile
 from torch.utils.checkpoint import checkpoint
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -63,7 +68,7 @@ def state_bytes(rung, shape, in_f32):
 def test_every_rung_trains_and_counts(rung, tmp_path, text):
     result = tiny(rung, tmp_path, text, steps=2)
     assert json.loads((tmp_path / "result.json").read_text()) == result
-    assert len(result["losses"]) == 2 and all(0 < loss < 10 for loss in result["losses"])
+    assert len(result["extra"]["losses"]) == 2 and all(0 < loss < 10 for loss in result["losses"])
     assert 0 < result["held_out_bits_per_byte"] < 10
     assert result["tokens_per_second"] > 0 and result["peak_bytes"] > 0
     used, counted = RUNGS[rung], result["bytes"]
@@ -96,13 +101,14 @@ def test_rungs_reach_the_same_loss_and_save_less(tmp_path, text):
 def assert_same_run(one, two):
     assert two["optimizer"]["param_groups"] == one["optimizer"]["param_groups"]
     assert two["scaler"] == one["scaler"]
-    pairs = [(two[key], one[key]) for key in ("model", "losses", "rng")]
-    for got, wanted in [*pairs, (two["optimizer"]["state"], one["optimizer"]["state"])]:
-        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    assert two["extra"]["losses"] == one["extra"]["losses"]
+    got, wanted = ([r["model"], r["optimizer"]["state"], r["rng"]["torch"]] for r in (two, one))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
 def load(folder):
-    return torch.load(folder / "checkpoint.pt", weights_only=True)
+    with StateFile(folder / "checkpoint.safetensors") as file:
+        return decode(file.document["tree"], file.view)
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -127,7 +133,7 @@ def test_resume_after_an_interruption(tmp_path, text, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Run, "step", interrupted)
         tiny("headroom", tmp_path / "parts", text, steps=6, save_every=2)
-    assert len(load(tmp_path / "parts")["losses"]) == 4
+    assert len(load(tmp_path / "parts")["extra"]["losses"]) == 4
     tiny("headroom", tmp_path / "parts", text, steps=6, resume=True)
     assert_same_run(load(tmp_path / "whole"), load(tmp_path / "parts"))
 
@@ -143,14 +149,13 @@ def test_resume_refuses_what_it_cannot_continue(tmp_path, text):
 def test_a_crash_while_saving_leaves_the_old_checkpoint(tmp_path, text, monkeypatch):
     tiny("headroom", tmp_path, text, steps=2)
 
-    def crash(state, file):
-        file.write(b"half of a checkpoint")
-        raise OSError("disk full")
+    def crash(file):
+        raise OSError(errno.ENOSPC, "disk full")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
-        patch.setattr(torch, "save", crash)
+        patch.setattr(os, "fsync", crash)
         tiny("headroom", tmp_path, text, steps=4, resume=True)
-    assert len(load(tmp_path)["losses"]) == 2
+    assert len(load(tmp_path)["extra"]["losses"]) == 2
 
 
 def test_saved_bytes_counts_live_storages_once():
@@ -324,7 +329,7 @@ def test_ladder_from_the_command_line(tmp_path, text):
     assert [r["key"] for r in written["rungs"]] == ["torch", "headroom"]
     assert (tmp_path / "ladder.md").read_text() in done.stdout and "PASSED" in done.stdout
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
-    assert all((tmp_path / rung / "checkpoint.pt").exists() for rung in ("torch", "headroom"))
+    assert all(headroom.latest(tmp_path / rung, verify=True) for rung in ("torch", "headroom"))
     refused = run_example("train.py", *args, "--steps", 2, "--seed", 1, "--resume")
     assert refused.returncode == 1 and "differs in seed" in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -27,7 +27,7 @@ import headroom
 import numpy as np
 import pytest
 import torch
-from headroom import StateFileError, load_state, save_state, state_file
+from headroom import StateFileError, load_state, save_state, saving, state_file
 from headroom.state_file import PIECE, PREFIX, StateFile
 from torch import nn
 
@@ -113,6 +113,20 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(name, fresh, path,
     load_state(path, model=other, optimizer=resumed)
     step(other, resumed, 2)  # on the numbers that follow those of the saved generator
     assert_same((model, optimizer), (other, resumed))
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_nothing_that_was_loaded_lies_in_the_file(on_cpu, path, monkeypatch):
+    """Also not when tensors go from the file to another device, and some to the CPU."""
+    monkeypatch.setattr(saving, "_on_cpu", lambda optimizer: on_cpu)
+    model, optimizer = made("adamw8bit-remainder16")
+    step(model, optimizer)
+    save_state(path, model=model, optimizer=optimizer, extra=[torch.ones(5000)])
+    other, resumed = made("adamw8bit-remainder16", seed=5)
+    extra = load_state(path, model=other, optimizer=resumed)
+    path.write_bytes(b"!" * path.stat().st_size)  # into the same file
+    assert_same((model, optimizer), (other, resumed))
+    assert_same_bits(extra, [torch.ones(5000)])
 
 
 def test_everything_of_a_run_comes_back(path, device):
@@ -705,7 +719,7 @@ def test_two_writers(tmp_path):
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(StateFileError, match="being written by another.*rank 0"):
             faults.save(tmp_path, 2.0)
-        assert faults.loaded(tmp_path) == 1.0 and partial.exists()
+        assert faults.loaded(tmp_path) == 1.0 and partial.stat().st_size
     faults.save(tmp_path, 3.0)
     assert faults.loaded(tmp_path) == 3.0 and not partial.exists()
 
@@ -737,6 +751,25 @@ def test_a_link_goes_on_pointing_to_the_file(tmp_path):
     faults.save(tmp_path, 1.0)
     assert (tmp_path / faults.FILE).is_symlink() and faults.loaded(tmp_path) == 1.0
     assert os.listdir(tmp_path / "real") == ["state"]
+
+
+def test_a_save_at_the_end_of_the_process(path, monkeypatch):
+    """Then no threads can be had."""
+    extra = torch.randn(PIECE // 4)
+    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
+    save_state(path, extra=extra)
+    monkeypatch.undo()
+    assert_same_bits([load_state(path)], [extra])
+
+
+def test_either_library_sums_alike(path, monkeypatch):
+    isal_zlib = pytest.importorskip("isal.isal_zlib")
+    extra = torch.randn(PIECE // 3)
+    for writer, reader in ((zlib, isal_zlib), (isal_zlib, zlib)):
+        monkeypatch.setattr(state_file, "crc32", writer.crc32)
+        save_state(path, extra=extra)
+        monkeypatch.setattr(state_file, "crc32", reader.crc32)
+        assert_same_bits([load_state(path)], [extra])
 
 
 # ---- many files ----------------------------------------------------------------------------------
