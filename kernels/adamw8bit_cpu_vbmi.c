@@ -347,9 +347,10 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_close_vbmi(const adamw8bit_tensor 
     const __m256 both8 = _mm256_max_ps(_mm256_unpacklo_ps(v8, m8), _mm256_unpackhi_ps(v8, m8));
     const __m128 both4 = _mm_max_ps(_mm256_castps256_ps128(both8), _mm256_extractf128_ps(both8, 1));
     const __m128 largest = _mm_max_ps(both4, _mm_movehl_ps(both4, both4));
+    /* By more than 1/2 no positive exp_avg_sq is scaled to zero. */
     const __mmask8 usual =
         _mm_mask_cmp_ps_mask(_mm_cmp_ps_mask(largest, _mm_set1_ps(0x1p-64f), _CMP_GE_OQ), largest,
-                             _mm_set_ps(0.0f, 0.0f, 0x1p64f, 1.0f), _CMP_LE_OQ);
+                             _mm_set_ps(0.0f, 0.0f, 0x1p64f, 2.0f), _CMP_LT_OQ);
     if (__builtin_expect((usual & numbers) != 3, 0)) {
         float lanes[4];
         _mm_storeu_ps(lanes, largest);

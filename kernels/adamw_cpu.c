@@ -95,10 +95,6 @@ static void adamw_weights(const adamw_part *p, const weights_tensor *weights, in
     part.param_dtype = HR_F32;
     for (int64_t i = begin; i < end; i += WEIGHTS_TILE) {
         const int count = end - i < WEIGHTS_TILE ? (int)(end - i) : WEIGHTS_TILE;
-        weights_prefetch(weights, i, count, end);
-        cpu_prefetch(p->grad, i, count, end, p->grad_dtype);
-        cpu_prefetch(p->exp_avg, i, count, end, p->state_dtype);
-        cpu_prefetch(p->exp_avg_sq, i, count, end, p->state_dtype);
         part.grad = adamw_at((void *)p->grad, i, p->grad_dtype);
         part.exp_avg = adamw_at(p->exp_avg, i, p->state_dtype);
         part.exp_avg_sq = adamw_at(p->exp_avg_sq, i, p->state_dtype);
@@ -106,7 +102,15 @@ static void adamw_weights(const adamw_part *p, const weights_tensor *weights, in
         weights_load(weights, i, count, tile);
         if (weights->stalled)
             memcpy(before, tile, (size_t)count * sizeof before[0]);
-        CPU_BEST(adamw_part_range)(&part, 0, count);
+        /* Not all at once: there are few places for lines on their way. */
+        for (int j = 0; j < count; j += CPU_STEP) {
+            const int step = count - j < CPU_STEP ? count - j : CPU_STEP;
+            weights_prefetch(weights, i + j, step, end);
+            cpu_prefetch(p->grad, i + j, step, end, p->grad_dtype);
+            cpu_prefetch(p->exp_avg, i + j, step, end, p->state_dtype);
+            cpu_prefetch(p->exp_avg_sq, i + j, step, end, p->state_dtype);
+            CPU_BEST(adamw_part_range)(&part, j, j + step);
+        }
         weights_store(weights, i, count, tile, weights->stalled ? before : NULL);
     }
 }
