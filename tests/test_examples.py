@@ -68,7 +68,7 @@ def state_bytes(rung, shape, in_f32):
 def test_every_rung_trains_and_counts(rung, tmp_path, text):
     result = tiny(rung, tmp_path, text, steps=2)
     assert json.loads((tmp_path / "result.json").read_text()) == result
-    assert len(result["extra"]["losses"]) == 2 and all(0 < loss < 10 for loss in result["losses"])
+    assert len(result["losses"]) == 2 and all(0 < loss < 10 for loss in result["losses"])
     assert 0 < result["held_out_bits_per_byte"] < 10
     assert result["tokens_per_second"] > 0 and result["peak_bytes"] > 0
     used, counted = RUNGS[rung], result["bytes"]
