@@ -72,12 +72,24 @@ def compile_step(optimizer, backend, fullgraph=True):
         {},
         {"amsgrad": True, "maximize": True},
         {"dtype": torch.bfloat16},
+        {"dtype": torch.bfloat16, "master": "remainder16", "count_stalled": True},
+        {"dtype": torch.bfloat16, "rounding": "stochastic"},
         {"state_dtype": torch.bfloat16, "cls": headroom.optim.Adam, "weight_decay": 0.1},
         EIGHT_BIT,
         EIGHT_BIT | {"nonfinite": "skip_element", "stochastic_rounding": True},
         EIGHT_BIT | {"dtype": torch.bfloat16, "max_grad_norm": 1.0},
     ],
-    ids=["default", "amsgrad", "bf16", "state_dtype", "8-bit", "8-bit stochastic", "8-bit clipped"],
+    ids=[
+        "default",
+        "amsgrad",
+        "bf16",
+        "remainder16",
+        "stochastic",
+        "state_dtype",
+        "8-bit",
+        "8-bit stochastic",
+        "8-bit clipped",
+    ],
 )
 def test_compiled_step_has_the_bits_of_the_eager_one(backend, options):
     eager, compiled = pair(**options)
