@@ -4,7 +4,7 @@
 #   bash examples/demo.sh [--data PATH] [--size tiny|small|medium|large|xl] [--device cpu|cuda]
 #                         [--steps N] [--rungs torch,headroom,...] [--out DIR] [--resume]
 #
-# Sets up .venv first. At most 10 minutes on 2 CPU cores, the installation included.
+# Sets up .venv first. About 12 minutes on 2 CPU cores, the installation included.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

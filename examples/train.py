@@ -31,7 +31,7 @@ def train(
     out: Path,
     *,
     size: str = "small",
-    steps: int = 30,
+    steps: int = 50,
     device: str = "cpu",
     path: str | None = None,
     seed: int = 0,
@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", help="text file or folder; default: the standard library")
     parser.add_argument("--size", choices=SIZES, help="default: small on the CPU, medium on CUDA")
     parser.add_argument("--device", help="cpu, cuda, cuda:1; default: cuda where there is a GPU")
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps, default 30")
+    parser.add_argument("--steps", type=int, default=50, help="optimizer steps, default 50")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="default: runs/demo")
     parser.add_argument("--resume", action="store_true", help="continue what lies in OUT")
