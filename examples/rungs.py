@@ -27,7 +27,7 @@ class Rung:
 # In float32 the rungs do the same sums in another order, and training amplifies the rounding:
 # measured 0.00001 bits per byte. 16-bit products round 8,192 to 65,536 times coarser: 0.04 measured
 # after 40 steps, 0.06 after 60, 0.02 and 0.0001 (two seeds) after 100. bf16 weights with 8-bit
-# moments: 0.07 after 50, and 0.12 after 30, when the loss still falls fast: 30 are too few to judge.
+# moments: 0.07 after 50, and 0.12 after 30, when the loss still falls fast: too few to judge.
 # They may be as far off as another seed is, which moves the loss by 0.10.
 F32, HALF = 0.002, 0.10
 
