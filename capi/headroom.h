@@ -81,7 +81,7 @@ typedef enum hr_status {
     HR_UNSUPPORTED = 2,      /* right in principle, not offered by this build or machine */
     HR_CUDA_ERROR = 3,       /* the CUDA runtime refused; hr_last_error() has its words */
     HR_NO_DEVICE = 4,        /* no driver, or no device with that ordinal */
-    HR_OUT_OF_MEMORY = 5,    /* host memory for the call's own bookkeeping ran out */
+    HR_OUT_OF_MEMORY = 5,    /* host memory ran out; no call allocates any so far */
     HR_INTERNAL = 6          /* a bug in Headroom */
 } hr_status;
 

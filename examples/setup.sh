@@ -53,7 +53,16 @@ print(sys.version, version("torch"), version("headroom"))'
     ) 2>/dev/null | sha256sum
 }
 
+# torch with the CUDA libraries is 6 GB installed, and pip unpacks it beside what it has fetched.
+check_space() {
+    local free
+    free=$(df --output=avail -BG "$venv" | tail -n 1 | tr -dc 0-9)
+    "$python" -c 'import torch' 2>/dev/null || [ "$free" -ge 10 ] ||
+        fail "$venv has $free GB of disk left, wanted 10; free some, or choose another disk with VENV="
+}
+
 install() {
+    check_space
     command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null ||
         fail "no C++ compiler found; on Debian and Ubuntu: sudo apt-get install g++"
     # The build runs in this environment and not in pip's isolated one, which would install torch a

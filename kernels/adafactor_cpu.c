@@ -110,7 +110,8 @@ HR_INLINE float *load_params(const adafactor_pass *p, int64_t i, int64_t count, 
 HR_INLINE void prefetch_params(const adafactor_pass *p, int64_t i, int64_t end)
 {
     if (p->config->weights)
-        weights_prefetch(&p->weights, i, CPU_STEP, end);
+        weights_prefetch(p->weights.param, p->weights.residual, i, CPU_STEP, end, p->weights.dtype,
+                         p->weights.mode);
     else
         cpu_prefetch(p->t.param, i, CPU_STEP, end, p->t.param_dtype);
 }

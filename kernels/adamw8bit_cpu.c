@@ -5,8 +5,7 @@
  */
 #include "adamw8bit_cpu.h"
 
-#include <stdatomic.h>
-#include <stdlib.h>
+#include <pthread.h>
 
 /* The codes of the elements [i, i + count) of a block, one by one. */
 void adamw8bit_encode_each(const adamw8bit_tensor *t, const adamw8bit_pending *p, int i, int count)
@@ -121,16 +120,12 @@ static void adamw8bit_range(void *context, int64_t begin, int64_t end)
     }
 }
 
-/* The tables, with `bnb` those of its map: made in the first call and kept. NULL: no memory. */
-static const adamw8bit_tables *adamw8bit_get_tables(int bnb)
+/* The tables, at bnb those of its map. They are static, so that no call can run out of memory. */
+static adamw8bit_tables adamw8bit_kept[2];
+
+static void adamw8bit_fill(int bnb)
 {
-    static _Atomic(adamw8bit_tables *) kept[2];
-    adamw8bit_tables *tables = atomic_load(&kept[bnb]);
-    if (tables)
-        return tables;
-    tables = (adamw8bit_tables *)aligned_alloc(_Alignof(adamw8bit_tables), sizeof *tables);
-    if (!tables)
-        return NULL;
+    adamw8bit_tables *const tables = &adamw8bit_kept[bnb];
     adamw8bit_maps_fill(&tables->maps, bnb);
     for (int is_signed = 0; is_signed < 2; is_signed++) {
         const dynamic_map *const map = &tables->maps.map[is_signed];
@@ -138,11 +133,26 @@ static const adamw8bit_tables *adamw8bit_get_tables(int bnb)
         dynamic_bytes_fill(&tables->bytes[is_signed], map);
     }
     dynamic_cells_fill(&tables->cells, tables->maps.map);
-    adamw8bit_tables *first = NULL;
-    if (atomic_compare_exchange_strong(&kept[bnb], &first, tables))
-        return tables;
-    free(tables); /* another thread was first */
-    return first;
+}
+
+static void adamw8bit_fill_plain(void)
+{
+    adamw8bit_fill(0);
+}
+
+static void adamw8bit_fill_bnb(void)
+{
+    adamw8bit_fill(1);
+}
+
+static const adamw8bit_tables *adamw8bit_get_tables(int bnb)
+{
+    static pthread_once_t plain = PTHREAD_ONCE_INIT, exact = PTHREAD_ONCE_INIT;
+    if (bnb)
+        pthread_once(&exact, adamw8bit_fill_bnb);
+    else
+        pthread_once(&plain, adamw8bit_fill_plain);
+    return &adamw8bit_kept[bnb];
 }
 
 hr_status adamw8bit_cpu(const adamw8bit_args *args)
@@ -168,8 +178,6 @@ hr_status adamw8bit_cpu(const adamw8bit_args *args)
     call.run = runs[level];
     call.run_weights = run_weights[level];
     call.tables = adamw8bit_get_tables(config->bnb_exact != 0);
-    if (!call.tables)
-        return hr_fail(HR_OUT_OF_MEMORY, "hr_adamw8bit: no memory for the tables of the maps");
     hr_parallel_for(0, cpu_total(args->params), CPU_GRAIN, adamw8bit_range, &call);
     for (int64_t k = 0; args->steps && k < args->steps->count; k++) {
         void *const step = args->steps->data[k];

@@ -5,23 +5,25 @@
 #include "adamw.h"
 #include "weights_cpu.h"
 
-/* With constant dtypes, amsgrad and skip this is one vector loop without branches. */
-HR_INLINE void adamw_few(adamw_constants c, void *restrict param, const void *restrict grad,
-                         void *restrict exp_avg, void *restrict exp_avg_sq,
-                         void *restrict max_exp_avg_sq, int64_t begin, int64_t end,
-                         hr_dtype param_dtype, hr_dtype grad_dtype, hr_dtype state_dtype,
-                         int amsgrad, int skip)
+/* With constant dtypes, mode, amsgrad and skip this is one vector loop without branches. */
+HR_INLINE void adamw_few(adamw_constants c, void *restrict param, void *restrict residual,
+                         const void *restrict grad, void *restrict exp_avg,
+                         void *restrict exp_avg_sq, void *restrict max_exp_avg_sq, int64_t begin,
+                         int64_t end, hr_dtype param_dtype, hr_weights_mode mode,
+                         hr_dtype grad_dtype, hr_dtype state_dtype, int amsgrad, int skip)
 {
     for (int64_t i = begin; i < end; i++) {
+        weights_bits bits = weights_bits_at(param, residual, i, param_dtype, mode);
         adamw_values x = {
-            hr_load(param, i, param_dtype),
+            weights_join(bits, param_dtype, mode),
             hr_load(grad, i, grad_dtype),
             hr_load(exp_avg, i, state_dtype),
             hr_load(exp_avg_sq, i, state_dtype),
             amsgrad ? hr_load(max_exp_avg_sq, i, state_dtype) : 0.0f,
         };
         x = adamw_update(c, x, amsgrad, skip);
-        hr_store(param, i, x.param, param_dtype);
+        bits = weights_split(x.param, param_dtype, mode, 0);
+        weights_put_bits(param, residual, i, bits, param_dtype, mode);
         hr_store(exp_avg, i, x.exp_avg, state_dtype);
         hr_store(exp_avg_sq, i, x.exp_avg_sq, state_dtype);
         if (amsgrad)
@@ -29,33 +31,34 @@ HR_INLINE void adamw_few(adamw_constants c, void *restrict param, const void *re
     }
 }
 
-HR_INLINE void adamw_run(adamw_constants c, void *restrict param, const void *restrict grad,
-                         void *restrict exp_avg, void *restrict exp_avg_sq,
-                         void *restrict max_exp_avg_sq, int64_t begin, int64_t end,
-                         hr_dtype param_dtype, hr_dtype grad_dtype, hr_dtype state_dtype,
-                         int amsgrad)
+HR_INLINE void adamw_run(adamw_constants c, void *restrict param, void *restrict residual,
+                         const void *restrict grad, void *restrict exp_avg,
+                         void *restrict exp_avg_sq, void *restrict max_exp_avg_sq, int64_t begin,
+                         int64_t end, hr_dtype param_dtype, hr_weights_mode mode,
+                         hr_dtype grad_dtype, hr_dtype state_dtype, int amsgrad)
 {
     int64_t i = begin;
     for (; end - i >= CPU_STEP; i += CPU_STEP) {
-        cpu_prefetch(param, i, CPU_STEP, end, param_dtype);
+        weights_prefetch(param, residual, i, CPU_STEP, end, param_dtype, mode);
         cpu_prefetch(grad, i, CPU_STEP, end, grad_dtype);
         cpu_prefetch(exp_avg, i, CPU_STEP, end, state_dtype);
         cpu_prefetch(exp_avg_sq, i, CPU_STEP, end, state_dtype);
         if (amsgrad)
             cpu_prefetch(max_exp_avg_sq, i, CPU_STEP, end, state_dtype);
-        adamw_few(c, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, i, i + CPU_STEP, param_dtype,
-                  grad_dtype, state_dtype, amsgrad, 0);
+        adamw_few(c, param, residual, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, i, i + CPU_STEP,
+                  param_dtype, mode, grad_dtype, state_dtype, amsgrad, 0);
     }
-    adamw_few(c, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, i, end, param_dtype, grad_dtype,
-              state_dtype, amsgrad, 0);
+    adamw_few(c, param, residual, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, i, end, param_dtype,
+              mode, grad_dtype, state_dtype, amsgrad, 0);
 }
 
 /* Elements to update, with parameters of a type of their own. */
 typedef struct adamw_part {
     adamw_constants constants;
-    void *param, *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
+    void *param, *residual, *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
     const void *grad;
     hr_dtype param_dtype, grad_dtype, state_dtype;
+    hr_weights_mode mode;
     int skip;
 } adamw_part;
 
@@ -63,22 +66,64 @@ HR_INLINE void adamw_part_range(void *context, int64_t begin, int64_t end)
 {
     const adamw_part *const p = (const adamw_part *)context;
     if (p->skip) { /* asked for seldom, so not compiled for every mix */
-        adamw_few(p->constants, p->param, p->grad, p->exp_avg, p->exp_avg_sq, p->max_exp_avg_sq,
-                  begin, end, p->param_dtype, p->grad_dtype, p->state_dtype,
-                  p->max_exp_avg_sq != NULL, 1);
+        adamw_few(p->constants, p->param, NULL, p->grad, p->exp_avg, p->exp_avg_sq,
+                  p->max_exp_avg_sq, begin, end, p->param_dtype, HR_WEIGHTS_NEAREST, p->grad_dtype,
+                  p->state_dtype, p->max_exp_avg_sq != NULL, 1);
         return;
     }
     FOR_DTYPE(p->param_dtype, P,
               FOR_DTYPE(p->grad_dtype, G,
                         FOR_DTYPE(p->state_dtype, S,
-                                  if (p->max_exp_avg_sq) adamw_run(
-                                      p->constants, p->param, p->grad, p->exp_avg, p->exp_avg_sq,
-                                      p->max_exp_avg_sq, begin, end, P, G, S, 1);
-                                  else adamw_run(p->constants, p->param, p->grad, p->exp_avg,
-                                                 p->exp_avg_sq, NULL, begin, end, P, G, S, 0))))
+                                  if (p->max_exp_avg_sq)
+                                      adamw_run(p->constants, p->param, NULL, p->grad, p->exp_avg,
+                                                p->exp_avg_sq, p->max_exp_avg_sq, begin, end, P,
+                                                HR_WEIGHTS_NEAREST, G, S, 1);
+                                  else adamw_run(p->constants, p->param, NULL, p->grad, p->exp_avg,
+                                                 p->exp_avg_sq, NULL, begin, end, P,
+                                                 HR_WEIGHTS_NEAREST, G, S, 0))))
 }
 
 CPU_VARIANTS(adamw_part_range)
+
+/* Weights that are joined, updated and split in one loop: the mixes that people use. What is given
+ * with `p` must be adamw_is_joined(). */
+HR_INLINE void adamw_joined_as(const adamw_part *p, int64_t begin, int64_t end,
+                               hr_weights_mode mode)
+{
+    if (p->state_dtype == HR_F32)
+        adamw_run(p->constants, p->param, p->residual, p->grad, p->exp_avg, p->exp_avg_sq, NULL,
+                  begin, end, HR_BF16, mode, HR_BF16, HR_F32, 0);
+    else
+        adamw_run(p->constants, p->param, p->residual, p->grad, p->exp_avg, p->exp_avg_sq, NULL,
+                  begin, end, HR_BF16, mode, HR_BF16, HR_BF16, 0);
+}
+
+HR_INLINE void adamw_joined_range(void *context, int64_t begin, int64_t end)
+{
+    const adamw_part *const p = (const adamw_part *)context;
+    switch (p->mode) {
+    case HR_WEIGHTS_MASTER:
+        adamw_joined_as(p, begin, end, HR_WEIGHTS_MASTER);
+        break;
+    case HR_WEIGHTS_KAHAN:
+        adamw_joined_as(p, begin, end, HR_WEIGHTS_KAHAN);
+        break;
+    case HR_WEIGHTS_REMAINDER16:
+        adamw_joined_as(p, begin, end, HR_WEIGHTS_REMAINDER16);
+        break;
+    default:
+        adamw_joined_as(p, begin, end, HR_WEIGHTS_REMAINDER8);
+    }
+}
+
+CPU_VARIANTS(adamw_joined_range)
+
+static int adamw_is_joined(const adamw_part *p, const weights_tensor *weights)
+{
+    return weights->residual && !weights_are_random(weights->mode) && !weights->stalled &&
+           weights->dtype == HR_BF16 && p->grad_dtype == HR_BF16 && p->state_dtype != HR_F16 &&
+           !p->max_exp_avg_sq && !p->skip;
+}
 
 static void *adamw_at(void *base, int64_t i, hr_dtype dtype)
 {
@@ -91,6 +136,12 @@ static void adamw_weights(const adamw_part *p, const weights_tensor *weights, in
 {
     _Alignas(64) float tile[WEIGHTS_TILE], before[WEIGHTS_TILE];
     adamw_part part = *p;
+    part.residual = weights->residual;
+    part.mode = weights->mode;
+    if (adamw_is_joined(p, weights)) {
+        CPU_BEST(adamw_joined_range)(&part, begin, end);
+        return;
+    }
     part.param = tile;
     part.param_dtype = HR_F32;
     for (int64_t i = begin; i < end; i += WEIGHTS_TILE) {
@@ -105,7 +156,8 @@ static void adamw_weights(const adamw_part *p, const weights_tensor *weights, in
         /* Not all at once: there are few places for lines on their way. */
         for (int j = 0; j < count; j += CPU_STEP) {
             const int step = count - j < CPU_STEP ? count - j : CPU_STEP;
-            weights_prefetch(weights, i + j, step, end);
+            weights_prefetch(weights->param, weights->residual, i + j, step, end, weights->dtype,
+                             weights->mode);
             cpu_prefetch(p->grad, i + j, step, end, p->grad_dtype);
             cpu_prefetch(p->exp_avg, i + j, step, end, p->state_dtype);
             cpu_prefetch(p->exp_avg_sq, i + j, step, end, p->state_dtype);

@@ -44,14 +44,15 @@ void weights_load(const weights_tensor *t, int64_t i, int count, float *tile);
 void weights_store(const weights_tensor *t, int64_t i, int count, const float *tile,
                    const float *before);
 
-static inline void weights_prefetch(const weights_tensor *t, int64_t i, int count, int64_t end)
+HR_INLINE void weights_prefetch(const void *param, const void *residual, int64_t i, int count,
+                                int64_t end, hr_dtype dtype, hr_weights_mode mode)
 {
-    const hr_dtype residual = weights_residual_dtype(t->mode, t->dtype);
-    cpu_prefetch(t->param, i, count, end, t->dtype);
-    if (t->residual && residual == HR_I8)
-        cpu_prefetch(t->residual, i / 2, count / 2, end / 2, HR_BF16);
-    else if (t->residual)
-        cpu_prefetch(t->residual, i, count, end, residual);
+    const hr_dtype residuals = weights_residual_dtype(mode, dtype);
+    cpu_prefetch(param, i, count, end, dtype);
+    if (residuals == HR_I8)
+        cpu_prefetch(residual, i / 2, count / 2, end / 2, HR_BF16);
+    else if (residuals != HR_F64)
+        cpu_prefetch(residual, i, count, end, residuals);
 }
 
 #endif

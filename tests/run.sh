@@ -61,4 +61,6 @@ say "C and kernels"
 mkdir -p "$(dirname "$build")"
 c_tests
 say "Python"
-"$venv/bin/python" -m pytest ${1:+-m "not slow"} --durations=10 tests
+# A process for each core, but no more than memory has room for.
+"$venv/bin/python" -m pytest ${1:+-m "not slow"} --durations=10 \
+    --numprocesses auto --maxprocesses 8 --dist loadfile tests

@@ -42,6 +42,15 @@ def test_lower_layers_know_nothing_of_torch(folder):
         assert not [name for name in includes if name.startswith(("torch", "Python", "pybind11"))]
 
 
+@pytest.mark.parametrize("folder", ["kernels", "capi"])
+def test_lower_layers_allocate_nothing(folder):
+    """So that no call can run out of memory half-way: workspace is queried and passed in."""
+    allocators = r"\b(\w*alloc\w*|cudaMalloc\w*|cudaHostAlloc|strn?dup|new|mmap|std::vector)\s*[(<]"
+    for path in (ROOT / folder).iterdir():
+        code = re.sub(r"/\*.*?\*/|//[^\n]*|\"[^\"\n]*\"", "", path.read_text(), flags=re.DOTALL)
+        assert not re.findall(allocators, code), path
+
+
 def test_kernels_do_not_look_up():
     headers = {path.name for path in (ROOT / "capi").glob("*.h")} - {"headroom.h"}
     for path in (ROOT / "kernels").iterdir():
