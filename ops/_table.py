@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._binaries import _C
 
-__all__ = ["table_of"]
+__all__ = ["joined", "table_of"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _ROWS = 3  # address, number of elements, dtype: torch_ext/table.h
@@ -42,3 +42,15 @@ def table_of(
     table = torch.empty(shape, dtype=torch.int64, device="cpu")
     found = _C.describe(table.data_ptr(), _exchange, _PLAIN, lists, state, alike, others)
     return table if found else None
+
+
+def joined(tables: list[Tensor], places: list[Tensor]) -> Tensor:
+    """One table of the same lists, where the entries of each of ``tables`` have these places."""
+    if len(tables) == 1:
+        return tables[0]
+    shape = len(tables[0]), _ROWS, sum(map(len, places))
+    table = torch.empty(shape, dtype=torch.int64, device="cpu")
+    for part, where in zip(tables, places):
+        table[:, :-1, where] = part[:, :-1]
+        table.view(torch.int32)[:, -1, where] = part.view(torch.int32)[:, -1, : len(where)]
+    return table

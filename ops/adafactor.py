@@ -15,7 +15,7 @@ from ._adamw_options import check_list, check_scalars, check_steps, lr_arguments
 from ._registration import FLOATS, complete, require
 from .adamw import _scalar_on
 from .adamw8bit import _sharded_dim
-from .optimizer import Kind, Optimizer
+from .optimizer import Kind, Optimizer, Part
 from .weights import NEAREST, RESIDUALS, check_weights, weights_mode
 
 __all__ = ["Adafactor", "adafactor_"]
@@ -442,12 +442,10 @@ class Adafactor(Optimizer):
 
     # ---- one step -------------------------------------------------------------------------------
 
-    def _table(
-        self, group: dict[str, Any], kind: Kind, params: list[Tensor], grads: list[Tensor]
-    ) -> Tensor | None:
-        if kind.index == FACTORED and not all(map(Tensor.is_contiguous, params)):
+    def _table(self, part: Part) -> Tensor | None:
+        if part.kind.index == FACTORED and not all(map(Tensor.is_contiguous, part.params)):
             return None
-        return super()._table(group, kind, params, grads)
+        return super()._table(part)
 
     def _update(
         self,

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ._registration import FLOATS
-from ._table import table_of
+from ._table import joined, table_of
 from .unscale_norm import Measured, local_part, measure
 from .weights import (
     NEAREST,
@@ -34,7 +34,7 @@ from .weights import (
     weight_seeds,
 )
 
-__all__ = ["FLOATS", "Kind", "Optimizer"]
+__all__ = ["FLOATS", "Kind", "Optimizer", "Part"]
 
 
 def _like(grad: Tensor, param: Tensor) -> Tensor:
@@ -63,6 +63,43 @@ class Kind(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         return (*self.alike, *self.others)
+
+
+class Part(NamedTuple):
+    """The parameters of a group that one op takes."""
+
+    kind: Kind
+    params: list[Tensor]
+    grads: list[Tensor]
+    places: Tensor | None = None  # among the group's parameters with gradients; None: all of them
+
+
+class _Plan(NamedTuple):
+    """What a step does with a group: its parameters with gradients, in parts, with a table of
+    everything for each, or None where not all is plain or there yet."""
+
+    group: dict[str, Any]
+    params: list[Tensor]
+    grads: list[Tensor]
+    parts: list[Part]
+    tables: list[Tensor | None]
+
+
+def _table_of_grads(plans: list[_Plan]) -> Tensor | None:
+    """Of all gradients in their order, if all are plain and on one device."""
+    tables = [table for plan in plans for table in plan.tables]
+    devices = {part.params[0].device for plan in plans for part in plan.parts}
+    if len(devices) != 1 or any(table is None for table in tables):
+        return None
+    places, first = [], 0
+    for plan in plans:
+        for part in plan.parts:
+            own = (
+                torch.arange(len(part.params), device="cpu") if part.places is None else part.places
+            )
+            places.append(first + own)
+        first += len(plan.params)
+    return joined([table[1:2] for table in tables], places)
 
 
 @dataclass
@@ -261,31 +298,42 @@ class Optimizer(torch.optim.Optimizer):
             max_grad_norm = self.defaults.get("max_grad_norm")
         for count in self._stalled.values():
             count.zero_()
-        with torch.no_grad(), self._measured_grads(max_grad_norm):
-            for index, group in enumerate(self.param_groups):
-                if torch.compiler.is_compiling():
-                    self._step_gathered(group)
-                else:
-                    self._step_group(index, group)
+        with torch.no_grad():
+            if torch.compiler.is_compiling():
+                with self._measured_grads(max_grad_norm, []):
+                    for group in self.param_groups:
+                        self._step_gathered(group)
+                return loss
+            plans = [self._plan(group) for group in self.param_groups]
+            with self._measured_grads(max_grad_norm, plans):
+                for index, plan in enumerate(plans):
+                    self._follow(plan, index)
         return loss
 
     @contextlib.contextmanager
-    def _measured_grads(self, max_grad_norm: float | None) -> Iterator[None]:
+    def _measured_grads(self, max_grad_norm: float | None, plans: list[_Plan]) -> Iterator[None]:
         """Lends the step an overflow flag and a clip coefficient, where one is asked for."""
         self.measured = None
         checks = self.check_finite or (self._skips_steps and self.found_inf is None)
         if max_grad_norm is None and not checks:
             yield
             return
-        self.measured_params = [
-            p for group in self.param_groups for p in group["params"] if p.grad is not None
-        ]
-        grads = [_like(param.grad, param) for param in self.measured_params]
+        if torch.compiler.is_compiling():
+            everyone = (param for group in self.param_groups for param in group["params"])
+            self.measured_params = [param for param in everyone if param.grad is not None]
+            grads = [param.grad for param in self.measured_params]
+        else:
+            self.measured_params = [param for plan in plans for param in plan.params]
+            grads = [grad for plan in plans for grad in plan.grads]
+        table = _table_of_grads(plans)
+        if table is None:
+            grads = [_like(grad, param) for grad, param in zip(grads, self.measured_params)]
         try:
             self.measured = measured = measure(
                 grads,
                 max_norm=math.inf if max_grad_norm is None else max_grad_norm,
                 grad_scale=self.grad_scale,
+                table=table,
             )
         except (RuntimeError, NotImplementedError) as error:
             raise self._explained(error, self.measured_params, grads) from error
@@ -338,33 +386,38 @@ class Optimizer(torch.optim.Optimizer):
         nothing: skips, unscales and clips by the attributes ``found_inf``, ``grad_scale`` and
         ``clip_coef`` alone."""
         with torch.no_grad():
-            self._step_group(None, self.param_groups[index] | {"params": params})
+            self._follow(self._plan(self.param_groups[index] | {"params": params}))
 
-    def _step_group(self, index: int | None, group: dict[str, Any]) -> None:
-        """``index`` is None for a part of a group, whose memory the caller has checked."""
+    def _plan(self, group: dict[str, Any]) -> _Plan:
         params = group["params"]
         grads = list(map(attrgetter("grad"), params))
         found = [grad for grad in grads if grad is not None]
         if len(found) < len(grads):
             params = [param for param, grad in zip(params, grads) if grad is not None]
             grads = found
-        if not params:
-            return
-        parts = self._parts(group, params, grads)
+        parts = self._parts(group, params, grads) if params else []
+        return _Plan(group, params, grads, parts, [self._table(part) for part in parts])
+
+    def _follow(self, plan: _Plan, index: int | None = None) -> None:
+        """``index`` is None for a part of a group, whose memory the caller has checked."""
+        group, params, grads, parts, tables = plan
         try:
-            tables = [self._table(group, *part) for part in parts]
+            tables = [
+                self._table_with_states(group, part) if table is None else table
+                for part, table in zip(parts, tables)
+            ]
         except (RuntimeError, NotImplementedError) as error:
             raise self._explained(error, params, grads) from error
         if any(table is None for table in tables):
             self._step_gathered(group)
             return
-        if index is not None:
+        if index is not None and tables:
             addresses = torch.cat([table[0, 0] for table in tables])
             if index not in self._addresses or not torch.equal(self._addresses[index], addresses):
                 self._check_overlap(params)
                 self._addresses[index] = addresses
-        for (kind, params, grads), table in zip(parts, tables):
-            self._apply(group, kind, params, params, grads, table)
+        for part, table in zip(parts, tables):
+            self._apply(group, part.kind, part.params, part.params, part.grads, table)
 
     def _apply(
         self,
@@ -385,33 +438,45 @@ class Optimizer(torch.optim.Optimizer):
 
     def _parts(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
-    ) -> list[tuple[Kind, list[Tensor], list[Tensor]]]:
+    ) -> list[Part]:
         """The parameters and gradients of each kind that there is."""
         every = self._every_kind(group)
         if len(every) == 1:
-            return [(every[0], params, grads)]
+            return [Part(every[0], params, grads)]
         mode = every[-1].weights
-        weights = [mode if param.dtype in mode.params else NEAREST for param in params]
-        found = list(zip(self._kinds_of(params, group), weights))
+        dtypes = () if mode is NEAREST else mode.params
+        found = [
+            2 * index + (param.dtype in dtypes)
+            for index, param in zip(self._kinds_of(params, group), params)
+        ]
+        numbers = {2 * kind.index + (kind.weights is not NEAREST): kind for kind in every}
         present = set(found)
+        if len(present) == 1:
+            return [Part(numbers[found[0]], params, grads)]
+        masks = [(numbers[n], [one == n for one in found]) for n in sorted(present)]
         return [
-            (kind, list(compress(params, mask)), list(compress(grads, mask)))
-            for kind in every
-            for one in [(kind.index, kind.weights)]
-            if one in present
-            for mask in [[one == other for other in found]]
+            Part(
+                kind,
+                list(compress(params, mask)),
+                list(compress(grads, mask)),
+                torch.tensor(list(compress(range(len(mask)), mask)), device="cpu"),
+            )
+            for kind, mask in masks
         ]
 
-    def _table(
-        self, group: dict[str, Any], kind: Kind, params: list[Tensor], grads: list[Tensor]
-    ) -> Tensor | None:
-        names = kind.alike, kind.others
-        table = table_of((params, grads), self.state, *names)
-        if table is None and not all(param in self.state for param in params):
-            for param in params:
-                self._entry(param, group)
-            table = table_of((params, grads), self.state, *names)
-        return table
+    def _table(self, part: Part) -> Tensor | None:
+        try:
+            return table_of((part.params, part.grads), self.state, *part.kind[:2])
+        except (RuntimeError, NotImplementedError):  # the op's own words are better
+            return None
+
+    def _table_with_states(self, group: dict[str, Any], part: Part) -> Tensor | None:
+        """The table, after states are made for those without."""
+        if all(param in self.state for param in part.params):
+            return None
+        for param in part.params:
+            self._entry(param, group)
+        return self._table(part)
 
     def _check_overlap(self, params: list[Tensor]) -> None:
         # Such parameters would be updated twice, and on CUDA at the same time.

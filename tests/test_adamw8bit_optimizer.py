@@ -369,6 +369,19 @@ def test_skip_step_moves_nothing(value, where, on_lists, device):
     assert all(optimizer.state[p]["step"] == 4 for p in params)
 
 
+@pytest.mark.parametrize("where", range(6))
+def test_the_culprit_among_groups_of_both_kinds(where, device):
+    sizes = 5000, 3, 17, 4096, 8, 6000
+    params = [torch.nn.Parameter(torch.randn(n, device=device)) for n in sizes]
+    optimizer = headroom.optim.AdamW8bit([{"params": params[:3]}, {"params": params[3:]}])
+    for bad in (None, where):
+        for k, p in enumerate(params):
+            p.grad = torch.full_like(p, torch.inf if k == bad else 1.0)
+        optimizer.step()
+        assert optimizer.measured.culprit() == bad
+        assert optimizer.measured_params[where] is params[where]
+
+
 @pytest.mark.parametrize("on_lists", [False, True], ids=["table", "lists"])
 @pytest.mark.parametrize("value", BAD)
 def test_skip_element_leaves_the_element_alone(value, on_lists, device):
