@@ -817,10 +817,7 @@ hr_status adafactor_cpu(const adafactor_args *args)
         small += small_weight(args, k);
     }
     hr_parallel_for(0, small, CPU_GRAIN, small_range, &job);
-    for (int64_t k = 0; args->steps && k < count && config->phases & HR_ADAFACTOR_APPLY; k++) {
-        void *const step = args->steps->data[k];
-        const hr_dtype dtype = args->steps->dtype[k];
-        hr_store_scalar(step, hr_load_scalar(step, dtype) + 1.0, dtype);
-    }
+    if (config->phases & HR_ADAFACTOR_APPLY)
+        cpu_count_steps(args->steps);
     return HR_OK;
 }

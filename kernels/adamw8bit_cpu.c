@@ -179,10 +179,6 @@ hr_status adamw8bit_cpu(const adamw8bit_args *args)
     call.run_weights = run_weights[level];
     call.tables = adamw8bit_get_tables(config->bnb_exact != 0);
     hr_parallel_for(0, cpu_total(args->params), CPU_GRAIN, adamw8bit_range, &call);
-    for (int64_t k = 0; args->steps && k < args->steps->count; k++) {
-        void *const step = args->steps->data[k];
-        const hr_dtype dtype = args->steps->dtype[k];
-        hr_store_scalar(step, hr_load_scalar(step, dtype) + 1.0, dtype);
-    }
+    cpu_count_steps(args->steps);
     return HR_OK;
 }

@@ -203,10 +203,6 @@ hr_status adamw_cpu(const adamw_args *args)
     if (args->config->found_inf && *args->config->found_inf != 0.0f)
         return HR_OK;
     hr_parallel_for(0, cpu_total(args->params), CPU_GRAIN, adamw_range, (void *)args);
-    for (int64_t k = 0; args->steps && k < args->steps->count; k++) {
-        void *const step = args->steps->data[k];
-        const hr_dtype dtype = args->steps->dtype[k];
-        hr_store_scalar(step, hr_load_scalar(step, dtype) + 1.0, dtype);
-    }
+    cpu_count_steps(args->steps);
     return HR_OK;
 }

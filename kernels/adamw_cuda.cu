@@ -220,18 +220,6 @@ static __global__ void __launch_bounds__(THREADS, Record::blocks)
             weights_add_stalled(args.stalled, thread.stalled);
 }
 
-/* A launch of its own, after the update: every block of a tensor reads its counter. */
-template <typename Record>
-static __global__ void __launch_bounds__(THREADS)
-    adamw_count_kernel(const adamw_launch<Record> __grid_constant__ args)
-{
-    const uint32_t k = blockIdx.x * THREADS + threadIdx.x;
-    if (k >= args.count || (args.config.found_inf && *args.config.found_inf != 0.0f))
-        return;
-    const hr_dtype dtype = (hr_dtype)args.tensors[k].step_dtype;
-    hr_store_scalar(args.tensors[k].step, hr_load_scalar(args.tensors[k].step, dtype) + 1.0, dtype);
-}
-
 /* Fills the record of tensor k and returns the number of blocks in the launch so far. */
 static uint32_t fill(tensor_record *t, const adamw_args *args, int64_t k, uint32_t blocks)
 {
@@ -274,8 +262,8 @@ template <typename Record> static hr_status launch_all(const adamw_args *args, c
         if (blocks > 0)
             HR_LAUNCH(adamw_kernel<Record>, blocks, THREADS, 0, exec->stream, launch);
         if (args->steps)
-            HR_LAUNCH(adamw_count_kernel<Record>, (launch.count + THREADS - 1) / THREADS, THREADS,
-                      0, exec->stream, launch);
+            HR_LAUNCH(cuda_count_kernel<adamw_launch<Record>>,
+                      (launch.count + THREADS - 1) / THREADS, THREADS, 0, exec->stream, launch);
         status = cuda_launch_status("hr_adamw");
     }
     return status;

@@ -56,6 +56,18 @@ static inline uint32_t cuda_blocks(int64_t numel)
     return (uint32_t)((numel + CUDA_CHUNK - 1) / CUDA_CHUNK);
 }
 
+/* Adds 1 to the step counters of a launch's records. A launch of its own, after the update: every
+ * block of a tensor reads its counter. */
+template <typename Launch>
+static __global__ void cuda_count_kernel(const Launch __grid_constant__ args)
+{
+    const uint32_t k = blockIdx.x * blockDim.x + threadIdx.x;
+    if (k >= args.count || (args.config.found_inf && *args.config.found_inf != 0.0f))
+        return;
+    const hr_dtype dtype = (hr_dtype)args.tensors[k].step_dtype;
+    hr_store_scalar(args.tensors[k].step, hr_load_scalar(args.tensors[k].step, dtype) + 1.0, dtype);
+}
+
 /* Eight consecutive elements as they lie in memory: 16 bytes of a 16-bit type, 32 of f32. Loads are
  * kept apart from conversions so that all loads of a thread are in flight before the first use. */
 typedef struct cuda_pack {
