@@ -89,16 +89,32 @@ CPU_AVX512_VBMI_BF16 HR_INLINE int adamw8bit_store_vbmi(void *base, int k, const
     return usual;
 }
 
-/* Weights as weights_join() gives them. With REMAINDER16 the order is DYNAMIC_EVEN_ODD. */
+/* 32 residuals as 16-bit integers: those of 8 bits are the high halves. */
+CPU_AVX512_VBMI_BF16 HR_INLINE __m512i adamw8bit_residuals_vbmi(const void *residual, int k,
+                                                                hr_weights_mode mode)
+{
+    if (mode == HR_WEIGHTS_REMAINDER16)
+        return _mm512_loadu_si512((const uint16_t *)residual + 16 * k);
+    const __m256i bytes = _mm256_loadu_si256((const __m256i *)((const uint8_t *)residual + 16 * k));
+    return _mm512_slli_epi16(_mm512_cvtepu8_epi16(bytes), 8);
+}
+
+/* Weights as weights_join() gives them. But for a MASTER the order is DYNAMIC_EVEN_ODD. */
 CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_join_vbmi(adamw8bit_weights w, int k, hr_dtype dtype,
                                                         hr_weights_mode mode, dynamic_order order,
                                                         __m512 x[2])
 {
     if (mode == HR_WEIGHTS_MASTER) {
         adamw8bit_load_vbmi(w.residual, k, HR_F32, order, x);
-    } else if (mode == HR_WEIGHTS_REMAINDER16) {
+    } else if (mode == HR_WEIGHTS_KAHAN) {
+        __m512 residuals[2];
+        adamw8bit_load_vbmi(w.param, k, dtype, order, x);
+        adamw8bit_load_vbmi(w.residual, k, dtype, order, residuals);
+        x[0] += residuals[0];
+        x[1] += residuals[1];
+    } else if (mode != HR_WEIGHTS_NEAREST) {
         /* The sum's high halves: the params, less one where a residual is negative. */
-        const __m512i residuals = _mm512_loadu_si512((const uint16_t *)w.residual + 16 * k);
+        const __m512i residuals = adamw8bit_residuals_vbmi(w.residual, k, mode);
         const __m512i high =
             _mm512_add_epi16(_mm512_loadu_si512((const uint16_t *)w.param + 16 * k),
                              _mm512_srai_epi16(residuals, 15));
@@ -120,8 +136,19 @@ CPU_AVX512_VBMI_BF16 HR_INLINE int adamw8bit_split_vbmi(adamw8bit_weights w, int
     if (mode == HR_WEIGHTS_MASTER)
         return adamw8bit_store_vbmi(w.residual, k, x, HR_F32, order) &
                adamw8bit_store_vbmi(w.param, k, x, dtype, order);
-    if (mode != HR_WEIGHTS_REMAINDER16)
+    if (mode == HR_WEIGHTS_NEAREST)
         return adamw8bit_store_vbmi(w.param, k, x, dtype, order);
+    if (mode == HR_WEIGHTS_KAHAN) {
+        const int usual = adamw8bit_store_vbmi(w.param, k, x, dtype, order);
+        __m512 rounded[2];
+        adamw8bit_load_vbmi(w.param, k, dtype, order, rounded);
+        for (int j = 0; j < 2; j++) /* 0 where that is infinite or NaN */
+            rounded[j] = _mm512_maskz_sub_ps(
+                _knot_mask16(_mm512_fpclass_ps_mask(rounded[j], 0x01 | 0x80 | 0x08 | 0x10)), x[j],
+                rounded[j]);
+        adamw8bit_store_vbmi(w.residual, k, rounded, dtype, order);
+        return usual;
+    }
     const __mmask16 nan = _mm512_cmp_ps_mask(x[0], x[1], _CMP_UNORD_Q);
     const int no_nan = _kortestz_mask16_u8(nan, nan) ? 3 : 0;
     __m512i even = _mm512_castps_si512(x[0]), odd = _mm512_castps_si512(x[1]);
@@ -130,6 +157,13 @@ CPU_AVX512_VBMI_BF16 HR_INLINE int adamw8bit_split_vbmi(adamw8bit_weights w, int
         even = _mm512_mask_mov_epi32(even, _mm512_cmp_ps_mask(x[0], x[0], _CMP_UNORD_Q), param);
         odd = _mm512_mask_mov_epi32(odd, _mm512_cmp_ps_mask(x[1], x[1], _CMP_UNORD_Q), param);
     }
+    if (mode == HR_WEIGHTS_REMAINDER8) { /* to 24 bits, to even; a NaN stays as it is */
+        const __m512i one = _mm512_set1_epi32(1), below = _mm512_set1_epi32(0x7F);
+        even = _mm512_add_epi32(_mm512_add_epi32(even, below),
+                                _mm512_and_si512(_mm512_srli_epi32(even, 8), one));
+        odd = _mm512_add_epi32(_mm512_add_epi32(odd, below),
+                               _mm512_and_si512(_mm512_srli_epi32(odd, 8), one));
+    }
     const __m512i half = _mm512_set1_epi32(0x8000), low = _mm512_set1_epi32(0xFFFF);
     const __m512i params =
         _mm512_ternarylogic_epi32(_mm512_add_epi32(odd, half),
@@ -137,7 +171,11 @@ CPU_AVX512_VBMI_BF16 HR_INLINE int adamw8bit_split_vbmi(adamw8bit_weights w, int
     const __m512i residuals =
         _mm512_ternarylogic_epi32(_mm512_slli_epi32(odd, 16), even, low, 0xF8);
     _mm512_storeu_si512((uint16_t *)w.param + 16 * k, params);
-    _mm512_storeu_si512((uint16_t *)w.residual + 16 * k, residuals);
+    if (mode == HR_WEIGHTS_REMAINDER16)
+        _mm512_storeu_si512((uint16_t *)w.residual + 16 * k, residuals);
+    else
+        _mm256_storeu_si256((__m256i *)((uint8_t *)w.residual + 16 * k),
+                            _mm512_cvtepi16_epi8(_mm512_srli_epi16(residuals, 8)));
     return no_nan;
 }
 
@@ -373,9 +411,10 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor
 {
     const int block_size = t->call->args->config->block_size;
     const int param_size = param_dtype == HR_F32 ? 4 : 2, grad_size = grad_dtype == HR_F32 ? 4 : 2;
-    const int residual_size = mode == HR_WEIGHTS_MASTER        ? 4
-                              : mode == HR_WEIGHTS_REMAINDER16 ? 2
-                                                               : 0;
+    const int residual_size = mode == HR_WEIGHTS_MASTER       ? 4
+                              : mode == HR_WEIGHTS_REMAINDER8 ? 1
+                              : mode == HR_WEIGHTS_NEAREST    ? 0
+                                                              : 2;
     const adamw8bit_tables *const tables = t->call->tables;
     const dynamic_order order = adamw8bit_order(param_dtype, grad_dtype, mode);
     adamw8bit_repeated c;
@@ -493,13 +532,22 @@ CPU_AVX512_VBMI_BF16 int adamw8bit_run_weights_vbmi(const adamw8bit_tensor *t,
     if (!adamw8bit_is_for_vbmi(t, weights->dtype, grad_dtype) || weights->stalled ||
         weights->dtype != HR_BF16 || grad_dtype != HR_BF16)
         return 0;
-    if (weights->mode == HR_WEIGHTS_MASTER)
-        adamw8bit_blocks_vbmi(t, weights->residual, from, to, HR_BF16, HR_BF16, HR_WEIGHTS_MASTER);
-    else if (weights->mode == HR_WEIGHTS_REMAINDER16)
-        adamw8bit_blocks_vbmi(t, weights->residual, from, to, HR_BF16, HR_BF16,
-                              HR_WEIGHTS_REMAINDER16);
-    else
+    void *const residual = weights->residual;
+    switch (weights->mode) {
+    case HR_WEIGHTS_MASTER:
+        adamw8bit_blocks_vbmi(t, residual, from, to, HR_BF16, HR_BF16, HR_WEIGHTS_MASTER);
+        return 1;
+    case HR_WEIGHTS_KAHAN:
+        adamw8bit_blocks_vbmi(t, residual, from, to, HR_BF16, HR_BF16, HR_WEIGHTS_KAHAN);
+        return 1;
+    case HR_WEIGHTS_REMAINDER16:
+        adamw8bit_blocks_vbmi(t, residual, from, to, HR_BF16, HR_BF16, HR_WEIGHTS_REMAINDER16);
+        return 1;
+    case HR_WEIGHTS_REMAINDER8:
+        adamw8bit_blocks_vbmi(t, residual, from, to, HR_BF16, HR_BF16, HR_WEIGHTS_REMAINDER8);
+        return 1;
+    default: /* they are random */
         return 0;
-    return 1;
+    }
 }
 #endif
