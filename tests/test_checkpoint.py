@@ -88,11 +88,12 @@ class Run:
             )
 
     def begin(self, step):
-        """The first of two micro-batches, if there are such."""
+        """The first two of three micro-batches, if there are such."""
         self.model.outer.weight.requires_grad_(step != self.frozen)
         if self.how == "accumulator":
-            with self.others["accumulator"].micro_batch(3):
-                modes.loss_of(self.model, modes.batch(100 + step)).backward()
+            for number in (100 + step, 200 + step):
+                with self.others["accumulator"].micro_batch(3):
+                    modes.loss_of(self.model, modes.batch(number)).backward()
 
     def end(self, step):
         loss = modes.loss_of(self.model, modes.batch(step))
@@ -133,7 +134,7 @@ class Run:
 @pytest.mark.parametrize("part", range(STEPS // 2))
 @pytest.mark.parametrize("name", EVERY)
 def test_resume(name, part, memory_path):
-    """By torch's file, by ours and by the live state; with micro-batches in the middle of one."""
+    """By torch's file, by ours and by the live state, also between the micro-batches of a step."""
     whole = Run(name, part, seed=part)
     k = whole.k
     for step in range(k):

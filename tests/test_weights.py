@@ -1,5 +1,6 @@
 """Weights of 16 bits: masters, remainders, Kahan and stochastic rounding."""
 
+import copy
 import math
 
 import headroom
@@ -145,6 +146,14 @@ def test_small_updates_add_up_and_with_nearest_rounding_they_do_not(dtype):
             assert moved in (0.0, pytest.approx(1e-3, rel=0.6))  # an update is 1.3 units of 2^-17
         else:
             assert moved == pytest.approx(1e-3, rel=0.05)
+
+
+def test_a_copy_goes_on_counting():
+    param = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    optimizer = AdamW([param], lr=1e-5, weight_decay=0, count_stalled=True)
+    other = copy.deepcopy(optimizer)
+    train(other.param_groups[0]["params"], other, 1)
+    assert other.stalled_fraction() == 1.0
 
 
 def test_stochastic_rounding_has_no_bias():
