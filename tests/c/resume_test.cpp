@@ -107,10 +107,10 @@ TEST_F(Resume, AdafactorOnAnotherDevice)
     Backend *const cpu = &cpu_backend(), *const cuda = cuda_backend();
     for (const bool torch : {false, true})
         for (const auto &way : every_way()) {
-            if (way && way->mode != HR_WEIGHTS_MASTER && way->mode != HR_WEIGHTS_REMAINDER16)
+            if (way && way->mode != (torch ? HR_WEIGHTS_MASTER : HR_WEIGHTS_REMAINDER16))
                 continue; // what rounds weights to 16 bits makes of a small difference a large one
             AdafactorCase c;
-            c.shapes = {matrix(37, 50), vector(129), matrix(3, 3, 20), vector(5), matrix(1, 70)};
+            c.shapes = {matrix(9, 70), vector(129), matrix(3, 3, 2)};
             if (torch) {
                 c.semantics = HR_ADAFACTOR_TORCH;
                 c.config = HR_ADAFACTOR_TORCH_INIT;
