@@ -6,6 +6,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +109,9 @@ class GradAccumulator:
     A 16-bit parameter refuses a float32 gradient unless its ``grad_dtype`` is None. The constructor
     sets that, for good. In a torch without ``grad_dtype`` the mean is rounded to the parameter's
     dtype, once.
+
+    :meth:`state_dict` and :meth:`load_state_dict` carry what has been summed over a restart in the
+    middle of a step; after :meth:`finish` there is nothing to carry.
     """
 
     def __init__(
@@ -234,6 +238,67 @@ class GradAccumulator:
             param.grad = total if _takes_float32(param) else total.to(param.dtype)
             self._given[param] = weakref.ref(param.grad)
         self._clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums since the last :meth:`finish`, on this rank: with them and the state of the
+        optimizer a run that was saved between two micro-batches goes on to the same bits. The
+        tensors are those of the accumulator, as with optimizers.
+
+        Raises:
+            RuntimeError: a micro-batch runs.
+        """
+        self._check_closed("state_dict()")
+        return {
+            "weight": self._weight,
+            "compensated": self._compensated,
+            "sums": [self._sums.get(param) for param in self._params],
+            "losts": [self._losts.get(param) for param in self._params],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from what :meth:`state_dict` returned for the same parameters, in their order, on
+        whatever device they are. What has been summed here is dropped.
+
+        Raises:
+            RuntimeError: a micro-batch runs.
+            ValueError: the sums do not fit. Nothing has been changed then.
+        """
+        self._check_closed("load_state_dict()")
+        if state_dict["compensated"] != self._compensated:
+            raise ValueError(
+                f"the sums were made with compensated={state_dict['compensated']}, but this "
+                f"accumulator has compensated={self._compensated}"
+            )
+        weight = float(state_dict["weight"])
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"weight must be a finite number >= 0, got {weight}")
+        loaded = {name: self._fitted(name, state_dict[name]) for name in ("sums", "losts")}
+        if self._compensated and loaded["sums"].keys() != loaded["losts"].keys():
+            raise ValueError("losts and sums are not of the same parameters")
+        self._sums, self._losts, self._weight = loaded["sums"], loaded["losts"], weight
+
+    def _fitted(self, name: str, tensors: Sequence[Tensor | None]) -> dict[Tensor, Tensor]:
+        """Loaded tensors by parameter, on its device, or an error."""
+        if len(tensors) != len(self._params):
+            raise ValueError(
+                f"{name} is of {len(tensors)} parameters, but the accumulator has "
+                f"{len(self._params)}"
+            )
+        fitted = {}
+        for k, (tensor, param) in enumerate(zip(tensors, self._params)):
+            if tensor is None:
+                continue
+            if tensor.shape != param.shape or tensor.dtype != torch.float32:
+                raise ValueError(
+                    f"{name}[{k}] is {tensor.dtype} of shape {tuple(tensor.shape)}, wanted float32 "
+                    f"of shape {tuple(param.shape)}"
+                )
+            fitted[param] = tensor.detach().to(param.device)
+        return fitted
+
+    def _check_closed(self, what: str) -> None:
+        if self.is_open:
+            raise RuntimeError(f"{what} inside micro_batch()")
 
     def _clear(self) -> None:
         self._sums, self._losts, self._weight = {}, {}, 0.0

@@ -277,9 +277,6 @@ class Adam(Optimizer):
             group.setdefault("decoupled_weight_decay", False)
             group.setdefault("foreach", None)
             group.setdefault("fused", None)
-            for key in ("state_dtype", "master", "rounding", "seed"):  # torch's do not have them
-                if key in self.__dict__.get("defaults", ()):
-                    group.setdefault(key, self.defaults[key])
             if self._always_decoupled:
                 group["decoupled_weight_decay"] = True
         super().__setstate__(state)

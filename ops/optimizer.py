@@ -610,7 +610,15 @@ class Optimizer(torch.optim.Optimizer):
         finally:
             hook.remove()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_count_stalled": self._count_stalled}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        defaults = self.__dict__.get("defaults", {})
+        for group in state["param_groups"]:  # torch's groups do not have these
+            for key in ("state_dtype", "master", "rounding", "seed"):
+                if key in defaults:
+                    group.setdefault(key, defaults[key])
         restored: defaultdict[Any, Any] = defaultdict(dict)
         groups = {id(p): group for group in state["param_groups"] for p in group["params"]}
         for param, entry in state["state"].items():
@@ -619,6 +627,9 @@ class Optimizer(torch.optim.Optimizer):
             if loading and id(param) in groups:
                 values = self._restored(param, values, groups[id(param)])
             restored[param] = values
+        if "defaults" not in state:  # of a checkpoint, whose options go to the groups
+            for group in state["param_groups"]:
+                check_weight_options(group)
         self._addresses = {}
         self.__dict__.setdefault("_stalled", {})
         super().__setstate__(state | {"state": restored})

@@ -1,5 +1,9 @@
 """What every test file shares: the devices to run on, seeds, torch's settings put back."""
 
+import os
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -26,3 +30,13 @@ def _clean_slate():
     yield
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
+
+
+@pytest.fixture
+def memory_path(tmp_path):
+    """A folder in memory where there is one: for many files that need no disk."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)

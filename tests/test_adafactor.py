@@ -9,6 +9,7 @@ import pytest
 import torch
 from headroom._table import table_of
 
+from modes import WEIGHTS
 from reference import assert_same_bits, bits, scalar
 from test_bad_inputs import assert_untouched, expanded, misaligned, snapshot
 
@@ -545,17 +546,7 @@ def test_compiled(case, backend):
 # ---- Weights in 16 bits --------------------------------------------------------------------------
 
 
-MODES = [
-    {"master": "f32"},
-    {"master": "remainder16"},
-    {"master": "remainder8"},
-    {"master": "remainder8", "rounding": "stochastic"},
-    {"rounding": "kahan"},
-    {"rounding": "stochastic"},
-]
-
-
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(mode.values()))
+@pytest.mark.parametrize("mode", WEIGHTS, ids=lambda mode: "-".join(mode.values()))
 @BOTH
 def test_weights_of_16_bits(semantics, mode, device):
     """With all bits kept a run is that of float32 weights, bit for bit; else it is near."""
@@ -578,19 +569,6 @@ def test_weights_of_16_bits(semantics, mode, device):
             bits_kept = 7 if mode == {"rounding": "stochastic"} else 13
             atol = 20 * 2.0**-bits_kept * max(q.abs().max().item(), 1e-2)
             torch.testing.assert_close(weights[p], q.detach(), rtol=0, atol=atol)
-
-
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(mode.values()))
-def test_checkpoints_of_weights_of_16_bits(mode):
-    params = start(dtype=torch.bfloat16)
-    optimizer = ADAFACTOR(params, **mode)
-    train(params, optimizer, range(2))
-    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    other = ADAFACTOR(others, **mode)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(params, optimizer, range(2, 4))
-    train(others, other, range(2, 4))
-    assert_same_bits(params, others)
 
 
 def test_stalled_weights_are_counted():

@@ -2,17 +2,21 @@
 
 import copy
 import io
+import math
 import random
 
 import headroom
 import pytest
 import torch
+from headroom.weights import NEAREST, mode_of
 from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
 
+import modes
+from modes import EVERY, WEIGHTS, entries
 from reference import FLOATS, assert_same_bits, same_bits
 
 ADAMW, ADAM = headroom.optim.AdamW, headroom.optim.Adam
-ADAMW8BIT = headroom.optim.AdamW8bit
 STEPS = 6
 
 
@@ -42,10 +46,6 @@ def through_file(value, **options):
     return torch.load(file, weights_only=True, **options)
 
 
-def entries(optimizer):
-    return [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
-
-
 def assert_same_run(model, optimizer, other, other_optimizer):
     assert_same_bits(model.parameters(), other.parameters())
     for left, right in zip(entries(optimizer), entries(other_optimizer)):
@@ -55,55 +55,110 @@ def assert_same_run(model, optimizer, other, other_optimizer):
 
 # ---- resuming ------------------------------------------------------------------------------------
 
-OPTIONS = {
-    "default": {},
-    "amsgrad": {"amsgrad": True, "maximize": True},
-    "adam": {"cls": ADAM, "weight_decay": 0.1},
-    "state_dtype": {"state_dtype": torch.bfloat16},
-    "f16 states": {"state_dtype": torch.float16, "amsgrad": True},
-    "bf16": {"dtype": torch.bfloat16},
-    "bf16 with f32 states": {"dtype": torch.bfloat16, "state_dtype": torch.float32},
-    "f16": {"dtype": torch.float16, "eps": 1e-4},
-    "tensor lr": {"lr": torch.tensor(1e-2)},
-    "8 bits": {"cls": ADAMW8BIT, "min_8bit_size": 0},
-    "8 and 32 bits": {"cls": ADAMW8BIT, "min_8bit_size": 10, "dtype": torch.bfloat16},
-    "8 bits, options": {
-        "cls": headroom.optim.Adam8bit,
-        "min_8bit_size": 3,
-        "block_size": 64,
-        "stochastic_rounding": True,
-        "seed": 2**32 - 1,
-        "nonfinite": "skip_element",
-    },
-}
+HOWS = ("plainly", "scaler", "accumulator", "release")
 
 
-@pytest.mark.parametrize("k", range(STEPS))
-@pytest.mark.parametrize("name", OPTIONS)
-def test_resume_at_every_step(name, k):
-    options = {"lr": 1e-2, "weight_decay": 0.1, **OPTIONS[name]}
-    cls, dtype = options.pop("cls", ADAMW), options.pop("dtype", torch.float32)
+class Run:
+    """A model in training with all that has a state, chosen at random for each third of a run."""
 
-    def fresh(seed):
-        model = build(seed, dtype)
-        return model, cls(model.parameters(), **copy.deepcopy(options))
+    def __init__(self, name, part, seed):
+        choose = random.Random(f"{name} {part}")
+        mode = EVERY[name]
+        self.k = part * 2 + choose.randrange(2)  # when it is saved
+        self.how, self.frozen = choose.choice(HOWS), choose.randrange(STEPS)
+        self.model = modes.build(choose.choice(mode.params), seed)
+        clip = choose.choice([None, 0.5])
+        more = {} if clip is None else {"max_grad_norm": clip}
+        self.optimizer = optimizer = mode.make(self.model.parameters(), **more)
+        self.parts = {"model": self.model, "optimizer": optimizer}
+        self.others = {}  # which save_state() does not know
+        if optimizer.param_groups[0]["lr"] is not None:
+            self.parts["scheduler"] = ExponentialLR(optimizer, 0.9)
+        if self.how == "scaler":
+            self.parts["scaler"] = headroom.amp.GradScaler(
+                "cpu", 2.0**8, growth_interval=2, hysteresis=2
+            )
+        if self.how == "accumulator":
+            self.others["accumulator"] = headroom.GradAccumulator(
+                self.model, compensated=choose.random() < 0.5
+            )
+        if self.how == "release":
+            self.others["handle"] = headroom.optim.release_gradients(
+                self.model, optimizer, clip="previous" if clip else None, bucket_bytes=1000
+            )
 
-    model, optimizer = fresh(k)
-    train(model, optimizer, range(k))
-    saved = through_file([model.state_dict(), optimizer.state_dict()])
-    train(model, optimizer, range(k, STEPS))
+    def begin(self, step):
+        """The first two of three micro-batches, if there are such."""
+        self.model.outer.weight.requires_grad_(step != self.frozen)
+        if self.how == "accumulator":
+            for number in (100 + step, 200 + step):
+                with self.others["accumulator"].micro_batch(3):
+                    modes.loss_of(self.model, modes.batch(number)).backward()
 
-    resumed, other = fresh(seed=99)
-    resumed.load_state_dict(saved[0])
-    other.load_state_dict(saved[1])
-    for i, entry in enumerate(entries(other) if k else []):
-        source = saved[1]["state"][i]
-        assert entry["step"] == k and entry["step"].dtype == torch.float64
-        assert {n: v.dtype for n, v in entry.items()} == {n: v.dtype for n, v in source.items()}
-        if cls in (ADAM, ADAMW):
-            assert entry["exp_avg"].dtype == options.get("state_dtype", dtype)
-    train(resumed, other, range(k, STEPS))
-    assert_same_run(model, optimizer, resumed, other)
+    def end(self, step):
+        loss = modes.loss_of(self.model, modes.batch(step))
+        if self.how == "accumulator":
+            with self.others["accumulator"].micro_batch(2):
+                loss.backward()
+            self.others["accumulator"].finish()
+        elif self.how == "scaler":
+            self.parts["scaler"].scale(loss).backward()
+            if step == 2:
+                self.model.mix.grad[0, 0, 0] = math.inf
+            self.parts["scaler"].step(self.optimizer)
+            self.parts["scaler"].update()
+        else:
+            loss.backward()
+        if self.how != "scaler":
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        if "scheduler" in self.parts:
+            self.parts["scheduler"].step()
+
+    def go_on(self, first, live=False):
+        self.end(first)
+        for step in range(first + 1, STEPS):
+            if live:  # what accelerate does with every optimizer at prepare()
+                self.optimizer.load_state_dict(self.optimizer.state_dict())
+            self.begin(step)
+            self.end(step)
+
+    def states(self):
+        return {name: part.state_dict() for name, part in (self.parts | self.others).items()}
+
+    def load(self, states):
+        for name, part in (self.parts | self.others).items():
+            part.load_state_dict(states[name])
+
+
+@pytest.mark.parametrize("part", range(STEPS // 2))
+@pytest.mark.parametrize("name", EVERY)
+def test_resume(name, part, memory_path):
+    """By torch's file, by ours and by the live state, also between the micro-batches of a step."""
+    whole = Run(name, part, seed=part)
+    k = whole.k
+    for step in range(k):
+        whole.begin(step)
+        whole.end(step)
+    whole.begin(k)
+    saved, live = through_file(whole.states()), copy.deepcopy(whole.states())
+    path = memory_path / "state.safetensors"
+    more = {name: other.state_dict() for name, other in whole.others.items()}
+    headroom.save_state(path, **whole.parts, extra=more)
+    whole.go_on(k)
+    for way in ("torch.load", "load_state", "live"):
+        other = Run(name, part, seed=99)
+        other.begin(k)  # has sums, and a state, of its own
+        if way == "load_state":
+            for key, state in headroom.load_state(path, **other.parts).items():
+                other.others[key].load_state_dict(state)
+        else:
+            other.load(saved if way == "torch.load" else live)
+        other.go_on(k, way == "live")
+        assert_same_run(whole.model, whole.optimizer, other.model, other.optimizer)
+        for key in other.parts.keys() - {"model", "optimizer"}:
+            assert whole.parts[key].state_dict() == other.parts[key].state_dict(), way
+    assert all(p.isfinite().all() for p in whole.model.parameters())
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -111,18 +166,20 @@ def test_resume_property(seed):
     """Random options, random groups, frozen parameters, and saves at random steps, often more."""
     choose = random.Random(seed)
     dtype = choose.choice(FLOATS)
-    common = dict(
-        lr=choose.choice([1e-3, 1e-1]),
-        betas=choose.choice([(0.9, 0.999), (0.0, 0.5)]),
-        weight_decay=choose.choice([0.0, 0.1]),
-        eps=1e-4,
-        maximize=choose.choice([False, True]),
-    )
+    cls = choose.choice([ADAM, ADAMW, headroom.optim.AdamW8bit, headroom.optim.Adafactor])
+    weights = [way for way in [{}, *WEIGHTS] if dtype in mode_of(way).params]
     groups = [
-        dict(amsgrad=choose.choice([False, True]), lr=choose.choice([1e-3, 1e-2])) for _ in range(2)
+        {"lr": choose.choice([1e-3, 1e-2]), **choose.choice(weights), "seed": choose.randrange(9)}
+        for _ in range(2)
     ]
-    state_dtype = choose.choice([None, *FLOATS])
-    cls = choose.choice([ADAM, ADAMW])
+    common = {"lr": choose.choice([1e-3, 1e-1]), "weight_decay": choose.choice([0.0, 0.1])}
+    if cls is not headroom.optim.Adafactor:
+        common |= {"betas": choose.choice([(0.9, 0.999), (0.0, 0.5)]), "eps": 1e-4}
+        common["maximize"] = choose.choice([False, True])
+    if cls in (ADAM, ADAMW):
+        common["state_dtype"] = choose.choice([None, *FLOATS])
+        for group in groups:
+            group["amsgrad"] = choose.choice([False, True])
     frozen = choose.randrange(STEPS)
     saves = {step for step in range(STEPS) if choose.random() < 0.4}
 
@@ -130,7 +187,7 @@ def test_resume_property(seed):
         model = build(seed, dtype)
         params = list(model.parameters())
         split = [groups[0] | {"params": params[:1]}, groups[1] | {"params": params[1:]}]
-        return model, cls(split, state_dtype=state_dtype, **common)
+        return model, cls(split, **common)
 
     model, optimizer = fresh()
     resumed, other = fresh()
@@ -144,6 +201,57 @@ def test_resume_property(seed):
             m[2].requires_grad_(step != frozen)
             train(m, o, [step])
     assert_same_run(model, optimizer, resumed, other)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_run_that_moves_between_devices(name, device, memory_path):
+    """From the CPU to another device and back, by either file. Gradients are given. The bits are
+    those of a run that stayed, and for Adafactor, whose sums differ, about its numbers."""
+    start = [p.detach() for p in modes.build(torch.bfloat16).parameters()]
+
+    def on(place, values):
+        params = nn.ParameterList(value.to(place, copy=True) for value in values)
+        return params, EVERY[name].make(params.parameters())
+
+    def go(params, optimizer, steps):
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            for param in params:
+                param.grad = torch.randn(param.shape, generator=generator).to(param)
+            optimizer.step()
+
+    stayed, optimizer = on("cpu", start)
+    go(stayed, optimizer, range(6))
+    moved, other = on("cpu", start)
+    go(moved, other, range(2))
+    through_torch = through_file([moved.state_dict(), other.state_dict()])
+    headroom.save_state(memory_path / "1", model=moved, optimizer=other, progress=False)
+    for way in ("torch", "headroom"):
+        there = on(device, start)
+        if way == "torch":
+            there[0].load_state_dict(through_torch[0])
+            there[1].load_state_dict(through_torch[1])
+        else:
+            headroom.load_state(memory_path / "1", model=there[0], optimizer=there[1])
+        go(*there, range(2, 4))
+        back = on("cpu", start)
+        if way == "torch":
+            saved = through_file([part.state_dict() for part in there])
+            back[0].load_state_dict(saved[0])
+            back[1].load_state_dict(saved[1])
+        else:
+            headroom.save_state(memory_path / "2", model=there[0], optimizer=there[1])
+            headroom.load_state(memory_path / "2", model=back[0], optimizer=back[1])
+        go(*back, range(4, 6))
+        if device == "cpu" or EVERY[name].cls is not headroom.optim.Adafactor:
+            assert_same_run(stayed, optimizer, *back)
+            continue
+        weights = [headroom.optim.master_weights(of) for of in (optimizer, back[1])]
+        for p, q in zip(stayed, back[0]):
+            torch.testing.assert_close(weights[0][p], weights[1][q], rtol=2**-6, atol=1e-3)
+            for key in optimizer.state[p].keys() - set(headroom.weights.RESIDUALS):
+                left, right = optimizer.state[p][key], back[1].state[q][key]
+                torch.testing.assert_close(left, right, rtol=1e-2, atol=1e-6, equal_nan=True)
 
 
 def test_a_later_option_survives_the_file():
@@ -173,23 +281,75 @@ def test_saved_tensors_are_a_snapshot_of_the_file_only():
 # ---- another precision, another memory order -----------------------------------------------------
 
 
-@pytest.mark.parametrize("state", FLOATS)
-@pytest.mark.parametrize("param", FLOATS)
-def test_states_keep_their_dtype_when_the_model_changes_its(param, state):
-    """torch casts states to the dtype of the parameter; ours are loaded byte for byte."""
-    model = build()
-    optimizer = ADAMW(model.parameters(), lr=1e-2, state_dtype=state)
-    train(model, optimizer, range(3))
-    moved = build(seed=5).to(param)
-    moved.load_state_dict({name: p.to(param) for name, p in model.state_dict().items()})
-    other = ADAMW(moved.parameters(), lr=1e-2)
+def fits(mode, target):
+    """Whether what is kept beside weights says something about weights of another precision: a
+    float32 master does of all of 16 bits, and nothing that is kept does of float32."""
+    way = mode_of(mode.options)
+    return way.residual is None or (way.dtype == torch.float32 and target != torch.float32)
+
+
+@pytest.mark.parametrize("target", FLOATS)
+@pytest.mark.parametrize("name", EVERY)
+def test_states_keep_their_dtype_when_the_model_changes_its(name, target):
+    """torch casts states to the dtype of the parameter; ours are loaded byte for byte, or not at
+    all if they complete weights of the other precision."""
+    mode = EVERY[name]
+    its_mode = mode if target in mode.params else mode.plain
+    for dtype in mode.params:
+        if dtype == target:
+            continue
+        model = modes.build(dtype)
+        optimizer = mode.make(model.parameters())
+        modes.train(model, optimizer, range(3))
+        moved = modes.build(target, seed=5)
+        other = its_mode.make(moved.parameters())
+        modes.train(moved, other, range(1))
+        before = copy.deepcopy([moved, other])
+        saved = through_file(optimizer.state_dict())
+        if not fits(mode, target):
+            with pytest.raises(ValueError, match="completes weights|wanted one of"):
+                other.load_state_dict(saved)
+            groups = [o.state_dict()["param_groups"] for o in (other, before[1])]
+            assert groups[0] == groups[1]
+            assert_same_run(moved, other, *before)
+            continue
+        other.load_state_dict(saved)
+        for left, right in zip(entries(optimizer), entries(other)):
+            assert left.keys() == right.keys()
+            assert_same_bits(left.values(), right.values())
+        dtypes = [{key: value.dtype for key, value in e.items()} for e in entries(other)]
+        modes.train(moved, other, range(3, 5))
+        for entry, kept in zip(entries(other), dtypes):
+            assert {key: value.dtype for key, value in entry.items()} == kept
+            assert entry["step"] == 5
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if "remainder" in name])
+def test_options_that_do_not_fit_the_weights_are_refused_before_there_is_a_state(name):
+    saved = EVERY[name].make(modes.build(torch.bfloat16).parameters()).state_dict()
+    model = modes.build(torch.float16)
+    optimizer = EVERY[name].plain.make(model.parameters())
+    groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
+    with pytest.raises(ValueError, match="needs bfloat16 weights"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["param_groups"] == groups
+
+
+@pytest.mark.parametrize("name", [n for n in EVERY if mode_of(EVERY[n].options) is not NEAREST])
+def test_a_checkpoint_without_a_mode_for_weights_leaves_that_of_the_optimizer(name):
+    """As torch's is: what is kept beside the weights starts anew."""
+    mode = EVERY[name]
+    way = mode_of(mode.options)
+    model = modes.build(torch.bfloat16)
+    optimizer = mode.plain.make(model.parameters())
+    modes.train(model, optimizer, range(2))
+    other = mode.make(model.parameters())
     other.load_state_dict(through_file(optimizer.state_dict()))
-    for left, right in zip(entries(optimizer), entries(other)):
-        assert_same_bits(left.values(), right.values())
-    train(moved, other, range(3, 5))
-    for entry in entries(other):
-        assert entry["step"] == 5 and entry["exp_avg"].dtype == state
-    assert all(p.isfinite().all() and p.dtype == param for p in moved.parameters())
+    modes.train(model, other, range(2, 3))
+    assert mode_of(other.param_groups[0]) is way
+    for param in model.parameters():
+        kept = way.residual is not None and param.dtype == torch.bfloat16
+        assert (way.residual in other.state[param]) == kept
 
 
 def test_model_moved_in_place_after_the_optimizer_was_made():
@@ -247,24 +407,19 @@ def test_load_into_another_memory_format(source, into_channels_last):
 # ---- live states ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("state_dtype", [None, *FLOATS])
-def test_live_round_trip_keeps_every_byte(dtype, state_dtype):
+@pytest.mark.parametrize("name", EVERY)
+def test_live_round_trip_keeps_every_byte(name):
     """What accelerate does with every optimizer at prepare()."""
-    model = build(dtype=dtype)
-    optimizer = ADAMW(model.parameters(), lr=1e-2, amsgrad=True, state_dtype=state_dtype)
-    unchanged = build(dtype=dtype)
-    other = ADAMW(unchanged.parameters(), lr=1e-2, amsgrad=True, state_dtype=state_dtype)
+    model = modes.build(torch.bfloat16)
+    optimizer = EVERY[name].make(model.parameters())
     optimizer.load_state_dict(optimizer.state_dict())  # no state yet
-    for step in range(4):
-        train(model, optimizer, [step])
-        train(unchanged, other, [step])
+    for step in range(3):
+        modes.train(model, optimizer, [step])
         before = copy.deepcopy(entries(optimizer))
         optimizer.load_state_dict(optimizer.state_dict())
         for left, right in zip(entries(optimizer), before):
             assert list(left) == list(right)
             assert_same_bits(left.values(), right.values())
-    assert_same_run(model, optimizer, unchanged, other)
 
 
 def sharing(cls):

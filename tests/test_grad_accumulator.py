@@ -350,6 +350,50 @@ def test_nothing_to_accumulate(source):
         ACCUMULATOR(source)
 
 
+def with_sums(compensated=True):
+    """An accumulator in the middle of a step. (That it goes on is tested in test_checkpoint.py.)"""
+    net = model()
+    accumulator = ACCUMULATOR(net, compensated=compensated)
+    for x, y in batches(2)[2]:
+        mse_loss(net(x), y).backward()
+        accumulator.add(weight=3)
+    return accumulator
+
+
+BAD_SUMS = {
+    "plain": (lambda s: s.update(compensated=False), "made with compensated=False"),
+    "weight": (lambda s: s.update(weight=math.nan), "weight must be a finite number >= 0"),
+    "fewer": (lambda s: s["losts"].pop(), "losts is of 3 parameters, but the accumulator has 4"),
+    "shape": (lambda s: s["sums"].reverse(), r"sums\[0\] is .* \(4,\), wanted .* \(32, 8\)"),
+    "dtype": (lambda s: s["sums"].append(s["sums"].pop().half()), r"sums\[3\] is torch.float16"),
+    "one": (lambda s: s["losts"].__setitem__(0, None), "not of the same parameters"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SUMS)
+def test_sums_that_do_not_fit_change_nothing(name):
+    change, words = BAD_SUMS[name]
+    accumulator = with_sums()
+    saved = copy.deepcopy(accumulator.state_dict())
+    kept = copy.deepcopy(saved)
+    change(saved)
+    with pytest.raises(ValueError, match=words):
+        accumulator.load_state_dict(saved)
+    now = accumulator.state_dict()
+    assert now["weight"] == kept["weight"] == 6
+    assert_same_bits([*now["sums"], *now["losts"]], [*kept["sums"], *kept["losts"]])
+
+
+def test_no_state_in_the_middle_of_a_micro_batch():
+    accumulator = with_sums()
+    saved = accumulator.state_dict()
+    with accumulator.micro_batch():
+        with pytest.raises(RuntimeError, match=r"^state_dict\(\) inside micro_batch\(\)"):
+            accumulator.state_dict()
+        with pytest.raises(RuntimeError, match=r"load_state_dict\(\) inside micro_batch\(\)"):
+            accumulator.load_state_dict(saved)
+
+
 def test_memory_is_freed():
     """The sums become the gradients: after zero_grad nothing is left."""
     net = model()

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+import modes
+from modes import EVERY, entries
 from reference import assert_same_bits
 
 ADAMW = headroom.optim.AdamW
@@ -28,13 +30,15 @@ def build():
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
 
 
+def made(name):
+    """A model in two precisions, and its optimizer."""
+    model = modes.build(torch.bfloat16)
+    return model, EVERY[name].make(model.parameters())
+
+
 def batches(count, rows=8):
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(rows, 5, generator=generator) for _ in range(count)]
-
-
-def entries(optimizer):
-    return [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
 
 
 def assert_same_run(model, optimizer, other, other_optimizer):
@@ -227,21 +231,33 @@ def test_accelerate_has_the_bits_of_a_plain_loop(make, accelerator):
     assert optimizer.param_groups[0]["lr"] == other.param_groups[0]["lr"] < 1e-2
 
 
-@OURS
-def test_accelerate_prepares_an_optimizer_that_has_a_state(make, accelerator):
+@pytest.mark.parametrize("name", EVERY)
+def test_accelerate_prepares_moves_saves_and_loads(name, accelerator, tmp_path):
     """prepare() loads the live state_dict into the optimizer that it came from."""
-    data = batches(6)
-    model, optimizer = plain_run(data[:3], make, lr=1e-2)
+    model, optimizer = made(name)
+    modes.train(model, optimizer, range(2))
     before = copy.deepcopy(entries(optimizer))
     model, prepared = accelerator.prepare(model, optimizer)
     for left, right in zip(entries(optimizer), before):
+        assert list(left) == list(right)
         assert_same_bits(left.values(), right.values())
-    for x in data[3:]:
-        prepared.zero_grad()
-        accelerator.backward(model(x).square().mean())
-        prepared.step()
-    whole = plain_run(data, make, lr=1e-2)
-    assert_same_run(model, optimizer, *whole)
+
+    def train(steps):
+        for step in steps:
+            prepared.zero_grad()
+            accelerator.backward(modes.loss_of(model, modes.batch(step)))
+            prepared.step()
+
+    train([2])
+    accelerator.save_state(tmp_path)
+    train(range(3, 6))
+    reference = made(name)
+    modes.train(*reference, range(6))
+    assert_same_run(model, optimizer, *reference)
+    accelerator.load_state(tmp_path)
+    assert all(entry["step"] == 3 for entry in entries(optimizer))
+    train(range(3, 6))
+    assert_same_run(model, optimizer, *reference)
 
 
 def test_accelerate_tells_a_skipped_step(accelerator):
@@ -261,34 +277,9 @@ def test_accelerate_tells_a_skipped_step(accelerator):
     assert all(entry["step"] == 2 for entry in entries(optimizer))
 
 
-@OURS
-def test_accelerate_saves_and_loads(make, accelerator, tmp_path):
-    data = batches(6)
-    model = build()
-    optimizer = make(model.parameters(), lr=1e-2)
-    model, prepared = accelerator.prepare(model, optimizer)
-
-    def train(part):
-        for x in part:
-            prepared.zero_grad()
-            accelerator.backward(model(x).square().mean())
-            prepared.step()
-
-    train(data[:3])
-    accelerator.save_state(tmp_path)
-    train(data[3:])
-    kept = copy.deepcopy((model, optimizer))
-    train(data)
-    accelerator.load_state(tmp_path)
-    assert all(entry["step"] == 3 for entry in entries(optimizer))
-    train(data[3:])
-    assert_same_run(model, optimizer, *kept)
-
-
 # ---- Lightning -----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @OURS
 def test_lightning(make, tmp_path):
     lightning = pytest.importorskip("lightning")
@@ -344,6 +335,42 @@ def test_lightning(make, tmp_path):
     assert_same_bits(reference.parameters(), whole.model.parameters())
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_lightning_resumes(name, tmp_path):
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = modes.build(torch.bfloat16)
+
+        def training_step(self, *_):
+            return modes.loss_of(self.model, modes.batch(self.global_step))
+
+        def configure_optimizers(self):
+            return EVERY[name].make(self.parameters())
+
+    def fit(steps, **options):
+        trainer = lightning.Trainer(
+            max_steps=steps,
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            default_root_dir=tmp_path,
+        )
+        module = Module()
+        trainer.fit(module, torch.utils.data.DataLoader(torch.arange(3)), **options)
+        return trainer, module.model
+
+    fit(3)[0].save_checkpoint(tmp_path / "half.ckpt")
+    trainer, model = fit(6, ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    reference = made(name)
+    modes.train(*reference, range(6))
+    assert_same_run(model, trainer.strategy.optimizers[0], *reference)
+
+
 # ---- PEFT ----------------------------------------------------------------------------------------
 
 
@@ -389,8 +416,8 @@ def test_lora_plus_of_peft_without_bitsandbytes(name, monkeypatch):
 # ---- transformers --------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_trainer_of_transformers(tmp_path):
+def trainer_run(folder, cls, steps, resume=None, dtype=torch.float32, **options):
+    """GPT-2 in small, saved at step 3. Returns the model, the optimizer and the losses."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     config = transformers.GPT2Config(
@@ -407,43 +434,56 @@ def test_trainer_of_transformers(tmp_path):
     )
     tokens = torch.randint(0, 32, (24, 16), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": row, "labels": row} for row in tokens]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.5,
+        save_strategy="steps",
+        save_steps=3,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=0,
+    )
+    torch.manual_seed(0)
+    trainer = transformers.Trainer(
+        transformers.GPT2LMHeadModel(config).to(dtype),
+        arguments,
+        train_dataset=rows,
+        optimizer_cls_and_kwargs=(cls, options),
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    optimizer = trainer.optimizer.optimizer
+    assert type(optimizer) is cls
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return trainer.model, optimizer, losses
 
-    def run(cls, steps, resume=None):
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path / cls.__module__),
-            max_steps=steps,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-            learning_rate=1e-2,
-            lr_scheduler_type="constant",
-            max_grad_norm=0.5,
-            save_strategy="steps",
-            save_steps=3,
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            seed=0,
-        )
-        torch.manual_seed(0)
-        trainer = transformers.Trainer(
-            transformers.GPT2LMHeadModel(config),
-            arguments,
-            train_dataset=rows,
-            optimizer_cls_and_kwargs=(cls, {"lr": 1e-2, "betas": (0.9, 0.95)}),
-        )
-        trainer.train(resume_from_checkpoint=resume)
-        optimizer = trainer.optimizer.optimizer
-        assert type(optimizer) is cls and optimizer.param_groups[0]["betas"] == (0.9, 0.95)
-        losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-        return trainer.model, optimizer, losses
 
-    model, optimizer, losses = run(ADAMW, 6)
-    assert all(entry["step"] == 6 for entry in entries(optimizer))
-    resumed = run(ADAMW, 6, resume=str(tmp_path / ADAMW.__module__ / "checkpoint-3"))
+@pytest.mark.parametrize(
+    "name",
+    ["adamw8bit-remainder16", "adamw-remainder8-stochastic", "adafactor-kahan", "adafactor-hf-lr"],
+)
+def test_trainer_of_transformers_resumes(name, tmp_path):
+    mode = EVERY[name]
+    how = {"cls": mode.cls, "dtype": torch.bfloat16, **mode.options}
+    model, optimizer, _ = trainer_run(tmp_path, steps=5, **how)
+    resumed = trainer_run(tmp_path, steps=5, resume=str(tmp_path / "checkpoint-3"), **how)
+    assert all(entry["step"] == 5 for entry in entries(optimizer))
     assert_same_run(model, optimizer, *resumed[:2])
+
+
+def test_trainer_of_transformers(tmp_path):
+    options = {"lr": 1e-2, "betas": (0.9, 0.95)}
+    model, optimizer, losses = trainer_run(tmp_path / "ours", ADAMW, 6, **options)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+    assert all(entry["step"] == 6 for entry in entries(optimizer))
     # Of the losses, not of the parameters: gradients that are zero but for rounding, as those of
     # the biases of keys are, decide where Adam takes those.
-    theirs = run(torch.optim.AdamW, 6)[2]
+    theirs = trainer_run(tmp_path / "theirs", torch.optim.AdamW, 6, **options)[2]
     assert len(theirs) == 6 and losses[5] < losses[0]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(theirs), rtol=1e-4, atol=0)

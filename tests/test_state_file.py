@@ -32,16 +32,12 @@ from headroom.state_file import PIECE, PREFIX, StateFile
 from torch import nn
 
 import state_file_faults as faults
+from modes import EVERY
 from reference import assert_same_bits
 
 HERE = Path(__file__).parent
-ADAMW, ADAMW8BIT = headroom.optim.AdamW, headroom.optim.AdamW8bit
-OPTIMIZERS = {
-    "adamw": (ADAMW, {}),
-    "adamw-remainder16": (ADAMW, {"master": "remainder16"}),
-    "adamw8bit": (ADAMW8BIT, {"min_8bit_size": 64}),
-    "adamw8bit-remainder16": (ADAMW8BIT, {"min_8bit_size": 64, "master": "remainder16"}),
-}
+ADAMW = headroom.optim.AdamW
+OPTIMIZERS = ["adamw", "adamw-remainder16", "adamw8bit", "adamw8bit-remainder16"]
 
 
 def build(dtype=torch.float32, seed=0):
@@ -50,10 +46,10 @@ def build(dtype=torch.float32, seed=0):
 
 
 def made(name, dtype=None, seed=0):
-    cls, options = OPTIMIZERS[name]
-    dtype = dtype or (torch.bfloat16 if "master" in options else torch.float32)
+    mode = EVERY[name]
+    dtype = dtype or (torch.bfloat16 if "master" in mode.options else torch.float32)
     model = build(dtype, seed)
-    return model, cls(model.parameters(), lr=1e-2, **options)
+    return model, mode.make(model.parameters())
 
 
 def step(model, optimizer, count=1):
@@ -78,16 +74,6 @@ def assert_same(left, right):
     for name in left:
         assert left[name].stride() == right[name].stride(), name
     assert_same_bits(left.values(), right.values())
-
-
-@pytest.fixture
-def memory_path(tmp_path):
-    """A folder in memory where there is one: for thousands of files that need no disk."""
-    if not os.access("/dev/shm", os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
 
 
 @pytest.fixture
@@ -283,11 +269,10 @@ def test_names_that_meet_are_told_apart(path):
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
 def test_channels_last_states_keep_their_order(name, path):
     """The codes of 8-bit moments mean something in their order only."""
-    cls, options = OPTIMIZERS[name]
 
     def fresh():
         model = nn.Conv2d(16, 8, 3).to(memory_format=torch.channels_last)
-        return model, cls(model.parameters(), **options)
+        return model, EVERY[name].make(model.parameters())
 
     model, optimizer = fresh()
     grads = [torch.randn_like(model.weight) for _ in range(3)]

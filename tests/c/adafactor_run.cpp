@@ -147,9 +147,23 @@ std::vector<uint8_t> AdafactorRun::image() const
 
 bool AdafactorRun::whole() const
 {
-    return intact({&params.buffers, &row_vars.buffers, &col_vars.buffers, &variances.buffers,
-                   &exp_avgs.buffers, &rmss.buffers, &steps.buffers, &grads.buffers, &scalars_,
-                   &workspace_});
+    return intact(buffers());
+}
+
+void AdafactorRun::take(const AdafactorRun &other)
+{
+    ::take(buffers(), other.buffers());
+}
+
+std::vector<const std::vector<Buffer> *> AdafactorRun::buffers() const
+{
+    std::vector<const std::vector<Buffer> *> all = {
+        &params.buffers,   &row_vars.buffers, &col_vars.buffers, &variances.buffers,
+        &exp_avgs.buffers, &rmss.buffers,     &steps.buffers,    &grads.buffers,
+        &scalars_,         &workspace_};
+    if (weights)
+        all.push_back(&weights->buffers);
+    return all;
 }
 
 std::vector<std::vector<double>> AdafactorRun::weights_as_f32() const

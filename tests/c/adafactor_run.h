@@ -34,6 +34,7 @@ class AdafactorRun
     std::vector<uint8_t> results() const; // the bytes of what it writes
     std::vector<uint8_t> image() const;   // every byte that the call can reach
     bool whole() const;                   // the guards, those behind the workspace included
+    void take(const AdafactorRun &other); // all that another run of the case has
     std::vector<std::vector<double>> weights_as_f32() const; // params, completed by residuals
 
     std::vector<hr_adafactor_shape> shapes;
@@ -48,6 +49,8 @@ class AdafactorRun
     const hr_exec *exec_argument = &exec;
 
   private:
+    std::vector<const std::vector<Buffer> *> buffers() const;
+
     Backend &backend_;
     std::vector<Buffer> scalars_, workspace_;
 };

@@ -148,6 +148,11 @@ bool Adamw8bitRun::whole() const
     return intact(buffers());
 }
 
+void Adamw8bitRun::take(const Adamw8bitRun &other)
+{
+    ::take(buffers(), other.buffers());
+}
+
 std::vector<double> Adamw8bitRun::exp_avg(size_t tensor) const
 {
     return moments(exp_avgs, exp_avg_absmaxs, tensor, config.block_size, true);

@@ -31,8 +31,9 @@ struct Adamw8bitRun {
     Adamw8bitRun(const Adamw8bitRun &) = delete;
 
     hr_status call() const;
-    std::vector<uint8_t> image() const; // the bytes of every buffer
-    bool whole() const;                 // the guards around them
+    std::vector<uint8_t> image() const;   // the bytes of every buffer
+    bool whole() const;                   // the guards around them
+    void take(const Adamw8bitRun &other); // all that another run of the case has
 
     // The moments as they are now, in binary64: exact products of a map's value and a scale.
     std::vector<double> exp_avg(size_t tensor) const;

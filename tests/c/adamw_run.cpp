@@ -136,6 +136,14 @@ bool AdamwRun::intact() const
     return true;
 }
 
+void AdamwRun::take(const AdamwRun &other)
+{
+    const std::vector<const Buffer *> to = buffers(), from = other.buffers();
+    ASSERT_EQ(to.size(), from.size());
+    for (size_t i = 0; i < to.size(); i++)
+        to[i]->take(*from[i]);
+}
+
 std::ostream &operator<<(std::ostream &out, const AdamwCase &c)
 {
     const char *const names[] = {"f32", "bf16", "f16", "u8", "i8", "i16", "f64"};

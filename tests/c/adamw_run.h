@@ -38,6 +38,7 @@ class AdamwRun
     std::vector<double> values(AdamwList list, size_t tensor) const; // as they are now
     std::vector<uint8_t> image() const;                              // the bytes of every buffer
     bool intact() const;                                             // the guards around them
+    void take(const AdamwRun &other); // all that another run of the case has, wherever it lies
 
     // The arguments; NULL where the case has none.
     std::vector<void *> data[LISTS];

@@ -92,6 +92,13 @@ std::vector<uint8_t> Buffer::content() const
     return {bytes.begin() + before_, bytes.end() - after_};
 }
 
+void Buffer::take(const Buffer &other) const
+{
+    ASSERT_EQ(other.bytes_, bytes_);
+    if (bytes_ > 0)
+        backend_->upload(data(), other.content().data(), bytes_);
+}
+
 bool Buffer::intact() const
 {
     std::vector<uint8_t> bytes = all();

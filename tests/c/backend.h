@@ -35,7 +35,8 @@ class Buffer
 
     void *data() const;
     std::vector<uint8_t> content() const;
-    bool intact() const; // the guards
+    void take(const Buffer &other) const; // its content, from whatever backend
+    bool intact() const;                  // the guards
 
   private:
     std::vector<uint8_t> all() const;

@@ -42,6 +42,17 @@ bool intact(const std::vector<const std::vector<Buffer> *> &groups)
     });
 }
 
+void take(const std::vector<const std::vector<Buffer> *> &to,
+          const std::vector<const std::vector<Buffer> *> &from)
+{
+    ASSERT_EQ(to.size(), from.size());
+    for (size_t i = 0; i < to.size(); i++) {
+        ASSERT_EQ(to[i]->size(), from[i]->size());
+        for (size_t k = 0; k < to[i]->size(); k++)
+            (*to[i])[k].take((*from[i])[k]);
+    }
+}
+
 double noise(uint64_t a, uint64_t b)
 {
     uint64_t x = (a + 1) * 0x9E3779B97F4A7C15u + b * 0xBF58476D1CE4E5B9u;

@@ -32,6 +32,9 @@ class Tensors
 // The bytes of all of them, one after another, and whether all guards are whole.
 std::vector<uint8_t> image_of(const std::vector<const std::vector<Buffer> *> &groups);
 bool intact(const std::vector<const std::vector<Buffer> *> &groups);
+// Copies the content of all, from whatever backend.
+void take(const std::vector<const std::vector<Buffer> *> &to,
+          const std::vector<const std::vector<Buffer> *> &from);
 
 // Uniform in [-1, 1), the same on every machine.
 double noise(uint64_t a, uint64_t b);
