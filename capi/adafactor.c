@@ -164,8 +164,8 @@ hr_status hr_adafactor(const hr_tensor_list *params, const hr_tensor_list *row_v
                        const hr_adafactor_shape *shapes, const hr_adafactor_config *config,
                        void *workspace, size_t workspace_bytes, const hr_exec *exec)
 {
-    const adafactor_args args = {params, row_vars, col_vars, variances, exp_avgs, rmss,
-                                 steps,  grads,    shapes,   config,    workspace};
+    adafactor_args args = {params, row_vars, col_vars, variances, exp_avgs, rmss,
+                           steps,  grads,    shapes,   config,    workspace};
     HR_TRY(check_config(config, steps != NULL));
     HR_TRY(hr_check_exec("hr_adafactor", exec));
     HR_TRY(check_lists(&args));
@@ -174,6 +174,11 @@ hr_status hr_adafactor(const hr_tensor_list *params, const hr_tensor_list *row_v
                workspace_bytes, wanted_bytes);
     HR_REQUIRE(wanted_bytes == 0 || (workspace && (uintptr_t)workspace % 8 == 0),
                "hr_adafactor: workspace is at %p, wanted a multiple of 8 bytes", workspace);
+    /* The trajectory of weights that are stored in parts is that of binary32. */
+    hr_adafactor_config own = *config;
+    if (own.eps1 < 0 && own.weights && own.weights->mode != HR_WEIGHTS_NEAREST)
+        own.eps1 = 0x1p-23;
+    args.config = &own;
     if (exec->device == HR_CPU) {
         HR_TRY(adamw_check_scalars("hr_adafactor", config->lr_ptr, config->lr_dtype,
                                    config->grad_scale, steps));

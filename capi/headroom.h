@@ -428,7 +428,9 @@ HR_API hr_status hr_adamw8bit(const hr_tensor_list *params, const hr_tensor_list
  *
  * RMS is the root of the mean square over the tensor, of weights that config->weights has joined.
  * Statistics are binary32 whatever the types of params and grads; torch's take the type of the
- * gradient, and it computes in it.
+ * gradient, and it computes in it. A negative eps1, in torch's rule, is the epsilon of the param's
+ * type; in any mode of config->weights but HR_WEIGHTS_NEAREST that of binary32, whose trajectory
+ * those weights take.
  *
  * Sums are in a fixed order without atomics, in binary32 over at most 1,024 elements and then in
  * binary64; constants are binary64, elements binary32. A device repeats itself bit for bit, on any
@@ -465,7 +467,7 @@ typedef struct hr_adafactor_config {
     hr_adafactor_semantics semantics;
     double lr;               /* >= 0, finite; ignored if lr_ptr is set, or HF with relative_step */
     double beta2_decay;      /* <= 0, finite */
-    double eps1;             /* >= 0, finite; TORCH: negative for the epsilon of the param's type */
+    double eps1;             /* >= 0, finite; TORCH: negative for the epsilon of the type */
     double eps2;             /* >= 0, finite */
     double clip_threshold;   /* > 0; infinity clips nothing */
     double weight_decay;     /* >= 0, finite */

@@ -233,7 +233,8 @@ class Adafactor(Optimizer):
             the threshold of clipping.
         decay_rate, clip_threshold: the same of ``"hf"``.
         eps: the regularizers of the second moment and of the parameter scale: ``(None, 1e-3)``,
-            where None is the epsilon of the parameter's dtype, and ``(1e-30, 1e-3)``.
+            where None is the epsilon of the parameter's dtype (of float32 with ``master`` or a
+            ``rounding`` that is not to the nearest), and ``(1e-30, 1e-3)``.
         weight_decay: decoupled; times ``lr`` in torch's rule, times the scaled step in the other.
         maximize: of ``"torch"``.
         beta1, scale_parameter, relative_step, warmup_init: of ``"hf"``: momentum (None: none), the
