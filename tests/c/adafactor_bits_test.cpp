@@ -1,10 +1,7 @@
 // hr_adafactor() repeats itself: the same bytes for any number of threads and any instruction set,
 // and on CUDA in any order of threads.
 #include "adafactor_run.h"
-#include "pool.h"
-#ifdef HR_EMULATE
-#include "emulator.h"
-#endif
+#include "bits.h"
 
 namespace
 {
@@ -33,53 +30,17 @@ std::vector<AdafactorCase> cases(int64_t large)
     return all;
 }
 
-std::vector<uint8_t> results_of(Backend &backend, const AdafactorCase &c)
-{
-    const AdafactorRun run(backend, c);
-    EXPECT_EQ(run.call(), HR_OK) << hr_last_error();
-    EXPECT_TRUE(run.whole()) << c;
-    return run.results();
-}
+const auto results = [](const AdafactorRun &run) { return run.results(); };
 } // namespace
 
 TEST(AdafactorBits, AreTheSameOnEveryInstructionSetAndThreadCount)
 {
-    for (const AdafactorCase &c : cases(500)) {
-        std::vector<uint8_t> expected;
-        {
-            const CpuLevel level(HR_CPU_BASELINE);
-            expected = results_of(cpu_backend(), c);
-        }
-        for (const hr_cpu_level l : {HR_CPU_BASELINE, HR_CPU_AVX2, HR_CPU_AVX512}) {
-            const CpuLevel level(l);
-            if (!level.available)
-                continue;
-            for (const int threads : {1, 5}) {
-                const LentPool pool(threads);
-                EXPECT_EQ(results_of(cpu_backend(), c), expected)
-                    << c << ", level " << l << ", " << threads << " threads";
-                EXPECT_GT(Pool::calls, 0) << c;
-            }
-        }
-    }
+    expect_bits_on_the_cpu<AdafactorRun>(cases(500), results);
 }
 
 TEST(AdafactorBits, RepeatOnCuda)
 {
-    if (!cuda_backend())
-        GTEST_SKIP() << "no CUDA device";
-    for (const AdafactorCase &c : cases(70)) {
-        std::vector<uint8_t> first;
-        for (uint64_t seed = 1; seed <= 3; seed++) {
-#ifdef HR_EMULATE
-            hr_emu::set_seed(seed);
-#endif
-            const std::vector<uint8_t> got = results_of(*cuda_backend(), c);
-            if (seed == 1)
-                first = got;
-            EXPECT_EQ(got, first) << c << ", seed " << seed;
-        }
-    }
+    expect_repeats_on_cuda<AdafactorRun>(cases(70), results);
 }
 
 // Of tiny matrices, whose sums are the same expressions in the same order.

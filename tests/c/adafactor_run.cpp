@@ -202,7 +202,9 @@ ExactAdafactor::ExactAdafactor(const AdafactorRun &run, const AdafactorCase &c)
         const long double t = c.steps ? r.step : o.step,
                           w = std::pow(t, (long double)o.beta2_decay);
         const double epsilons[] = {0x1p-23, 0x1p-7, 0x1p-10};
-        const long double eps1 = o.eps1 >= 0 ? o.eps1 : epsilons[run.params.dtype[k]];
+        const bool as_f32 = c.weights && c.weights->mode != HR_WEIGHTS_NEAREST;
+        const long double epsilon = epsilons[as_f32 ? HR_F32 : run.params.dtype[k]];
+        const long double eps1 = o.eps1 >= 0 ? o.eps1 : epsilon;
         const long double added = torch ? 0 : eps1;
         Values g = wide(run.grads.values(k));
         for (long double &x : g)

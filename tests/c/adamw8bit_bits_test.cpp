@@ -1,10 +1,7 @@
 // hr_adamw8bit() gives the same bytes wherever it runs: on any instruction set, with any number of
 // threads, on CUDA in any order of threads. The guards around every buffer stay whole.
 #include "adamw8bit_run.h"
-#include "pool.h"
-#ifdef HR_EMULATE
-#include "emulator.h"
-#endif
+#include "bits.h"
 
 namespace
 {
@@ -80,7 +77,8 @@ std::vector<Adamw8bitCase> cases()
                 c.weights = WeightsData::Ask{hr_weights_mode(mode), c.special, true, c.shift};
             });
     // Not counted, so that a loop of their own may take them.
-    for (const hr_weights_mode mode : {HR_WEIGHTS_MASTER, HR_WEIGHTS_REMAINDER16})
+    for (const hr_weights_mode mode :
+         {HR_WEIGHTS_KAHAN, HR_WEIGHTS_MASTER, HR_WEIGHTS_REMAINDER16, HR_WEIGHTS_REMAINDER8})
         for (const bool special : {false, true})
             for (const int32_t block_size : {64, 256})
                 add([&](Adamw8bitCase &c) {
@@ -106,53 +104,14 @@ std::vector<Adamw8bitCase> cases()
     });
     return all;
 }
-
-std::vector<uint8_t> bytes_after(Backend &backend, const Adamw8bitCase &c)
-{
-    const Adamw8bitRun run(backend, c);
-    EXPECT_EQ(run.call(), HR_OK) << hr_last_error();
-    EXPECT_TRUE(run.whole()) << c;
-    return run.image();
-}
-
-// On the plainest instruction set, without threads.
-std::vector<uint8_t> baseline(const Adamw8bitCase &c)
-{
-    const CpuLevel level(HR_CPU_BASELINE);
-    return bytes_after(cpu_backend(), c);
-}
 } // namespace
 
 TEST(Adamw8bitBits, AreTheSameOnEveryInstructionSetAndThreadCount)
 {
-    for (const Adamw8bitCase &c : cases()) {
-        const std::vector<uint8_t> expected = baseline(c);
-        for (const hr_cpu_level l :
-             {HR_CPU_BASELINE, HR_CPU_AVX2, HR_CPU_AVX512, HR_CPU_AVX512_VBMI}) {
-            const CpuLevel level(l);
-            if (!level.available)
-                continue;
-            EXPECT_EQ(bytes_after(cpu_backend(), c), expected) << c << ", level " << l;
-            for (const int threads : {2, 3, 7}) {
-                const LentPool pool(threads);
-                EXPECT_EQ(bytes_after(cpu_backend(), c), expected)
-                    << c << ", level " << l << ", " << threads << " threads";
-            }
-        }
-    }
+    expect_bits_on_the_cpu<Adamw8bitRun>(cases());
 }
 
 TEST(Adamw8bitBits, AreTheSameOnCuda)
 {
-    if (!cuda_backend())
-        GTEST_SKIP() << "no CUDA device";
-    for (const Adamw8bitCase &c : cases()) {
-        const std::vector<uint8_t> expected = baseline(c);
-        for (uint64_t seed = 1; seed <= 2; seed++) {
-#ifdef HR_EMULATE
-            hr_emu::set_seed(seed);
-#endif
-            EXPECT_EQ(bytes_after(*cuda_backend(), c), expected) << c << ", seed " << seed;
-        }
-    }
+    expect_bits_of_the_cpu<Adamw8bitRun>(cases());
 }

@@ -178,7 +178,7 @@ void expect_refused(Backend &backend, const AdamwCase &c, const BadInput &bad)
     EXPECT_EQ(run.call(), HR_INVALID_ARGUMENT) << hr_last_error();
     EXPECT_TRUE(matches(hr_last_error(), bad.message));
     EXPECT_EQ(run.image(), before);
-    EXPECT_TRUE(run.intact());
+    EXPECT_TRUE(run.whole());
 }
 } // namespace
 

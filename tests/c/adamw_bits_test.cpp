@@ -1,10 +1,7 @@
 // hr_adamw() gives the same bytes wherever it runs: on any instruction set, with any number of
 // threads, on CUDA in any order of threads. The guards around every buffer stay whole.
 #include "adamw_run.h"
-#include "pool.h"
-#ifdef HR_EMULATE
-#include "emulator.h"
-#endif
+#include "bits.h"
 
 namespace
 {
@@ -82,52 +79,14 @@ std::vector<AdamwCase> cases()
     });
     return all;
 }
-
-std::vector<uint8_t> bytes_after(Backend &backend, const AdamwCase &c)
-{
-    const AdamwRun run(backend, c);
-    EXPECT_EQ(run.call(), HR_OK) << hr_last_error();
-    EXPECT_TRUE(run.intact()) << c;
-    return run.image();
-}
-
-// On the plainest instruction set, without threads.
-std::vector<uint8_t> baseline(const AdamwCase &c)
-{
-    const CpuLevel level(HR_CPU_BASELINE);
-    return bytes_after(cpu_backend(), c);
-}
 } // namespace
 
 TEST(AdamwBits, AreTheSameOnEveryInstructionSetAndThreadCount)
 {
-    for (const AdamwCase &c : cases()) {
-        const std::vector<uint8_t> expected = baseline(c);
-        for (const hr_cpu_level l : {HR_CPU_BASELINE, HR_CPU_AVX2, HR_CPU_AVX512}) {
-            const CpuLevel level(l);
-            if (!level.available)
-                continue;
-            EXPECT_EQ(bytes_after(cpu_backend(), c), expected) << c << ", level " << l;
-            for (const int threads : {1, 2, 3, 7}) {
-                const LentPool pool(threads);
-                EXPECT_EQ(bytes_after(cpu_backend(), c), expected)
-                    << c << ", level " << l << ", " << threads << " threads";
-            }
-        }
-    }
+    expect_bits_on_the_cpu<AdamwRun>(cases());
 }
 
 TEST(AdamwBits, AreTheSameOnCuda)
 {
-    if (!cuda_backend())
-        GTEST_SKIP() << "no CUDA device";
-    for (const AdamwCase &c : cases()) {
-        const std::vector<uint8_t> expected = baseline(c);
-        for (uint64_t seed = 1; seed <= 3; seed++) {
-#ifdef HR_EMULATE
-            hr_emu::set_seed(seed);
-#endif
-            EXPECT_EQ(bytes_after(*cuda_backend(), c), expected) << c << ", seed " << seed;
-        }
-    }
+    expect_bits_of_the_cpu<AdamwRun>(cases());
 }

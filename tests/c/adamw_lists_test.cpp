@@ -13,7 +13,7 @@ void expect_independent(Backend &backend, const AdamwCase &c)
     SCOPED_TRACE(testing::PrintToString(c));
     const AdamwRun together(backend, c);
     ASSERT_EQ(together.call(), HR_OK) << hr_last_error();
-    EXPECT_TRUE(together.intact());
+    EXPECT_TRUE(together.whole());
     const AdamwRun one_by_one(cpu_backend(), c);
     for (size_t k = 0; k < c.numel.size(); k++) {
         hr_tensor_list lists[LISTS];

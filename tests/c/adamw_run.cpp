@@ -128,7 +128,7 @@ std::vector<uint8_t> AdamwRun::image() const
     return all;
 }
 
-bool AdamwRun::intact() const
+bool AdamwRun::whole() const
 {
     for (const Buffer *buffer : buffers())
         if (!buffer->intact())

@@ -37,7 +37,7 @@ class AdamwRun
     hr_status call() const;
     std::vector<double> values(AdamwList list, size_t tensor) const; // as they are now
     std::vector<uint8_t> image() const;                              // the bytes of every buffer
-    bool intact() const;                                             // the guards around them
+    bool whole() const;                                              // the guards around them
     void take(const AdamwRun &other); // all that another run of the case has, wherever it lies
 
     // The arguments; NULL where the case has none.

@@ -2,18 +2,11 @@
 // set, on CUDA in any order of threads; and the gradients that it writes are the same everywhere.
 #include <cmath>
 
-#include "pool.h"
+#include "bits.h"
 #include "unscale_norm_run.h"
-#ifdef HR_EMULATE
-#include "emulator.h"
-#endif
 
 namespace
 {
-struct Bytes {
-    std::vector<uint8_t> results, gradients;
-};
-
 std::vector<NormCase> cases(int64_t large)
 {
     std::vector<NormCase> all;
@@ -46,59 +39,20 @@ std::vector<NormCase> cases(int64_t large)
     return all;
 }
 
-Bytes bytes_after(Backend &backend, const NormCase &c)
-{
-    const NormRun run(backend, c);
-    EXPECT_EQ(run.call(), HR_OK) << hr_last_error();
-    EXPECT_TRUE(run.whole()) << c;
-    return {run.results(), run.gradients()};
-}
-
-// On the plainest instruction set, without threads.
-Bytes baseline(const NormCase &c)
-{
-    const CpuLevel level(HR_CPU_BASELINE);
-    return bytes_after(cpu_backend(), c);
-}
+const auto gradients = [](const NormRun &run) { return run.gradients(); };
+const auto both = [](const NormRun &run) { return std::pair(run.results(), run.gradients()); };
 } // namespace
 
 TEST(UnscaleNormBits, AreTheSameOnEveryInstructionSetAndThreadCount)
 {
-    for (const NormCase &c : cases(200003)) {
-        const Bytes expected = baseline(c);
-        for (const hr_cpu_level l : {HR_CPU_BASELINE, HR_CPU_AVX2, HR_CPU_AVX512}) {
-            const CpuLevel level(l);
-            if (!level.available)
-                continue;
-            for (const int threads : {1, 2, 3, 7}) {
-                const LentPool pool(threads);
-                const Bytes got = bytes_after(cpu_backend(), c);
-                EXPECT_GT(Pool::calls, 0) << c;
-                EXPECT_EQ(got.results, expected.results)
-                    << c << ", level " << l << ", " << threads << " threads";
-                EXPECT_EQ(got.gradients, expected.gradients)
-                    << c << ", level " << l << ", " << threads << " threads";
-            }
-        }
-    }
+    expect_bits_on_the_cpu<NormRun>(cases(200003), both);
 }
 
 TEST(UnscaleNormBits, RepeatOnCudaAndWriteWhatTheCpuWrites)
 {
-    if (!cuda_backend())
-        GTEST_SKIP() << "no CUDA device";
-    for (const NormCase &c : cases(33003)) {
-        const Bytes cpu = baseline(c);
-        std::vector<uint8_t> first;
-        for (uint64_t seed = 1; seed <= 3; seed++) {
-#ifdef HR_EMULATE
-            hr_emu::set_seed(seed);
-#endif
-            const Bytes got = bytes_after(*cuda_backend(), c);
-            if (seed == 1)
-                first = got.results;
-            EXPECT_EQ(got.results, first) << c << ", seed " << seed;
-            EXPECT_EQ(got.gradients, cpu.gradients) << c << ", seed " << seed;
-        }
-    }
+    const auto on_the_cpu = [](const NormCase &c, const auto &) {
+        return baseline<NormRun>(c, gradients);
+    };
+    expect_bits_on_cuda<NormRun>(cases(33003), on_the_cpu, gradients);
+    expect_repeats_on_cuda<NormRun>(cases(33003), both);
 }
