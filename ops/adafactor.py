@@ -449,21 +449,15 @@ class Adafactor(Optimizer):
         return super()._table(part)
 
     def _update(
-        self,
-        group: dict[str, Any],
-        kind: Kind,
-        owners: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[list[Tensor]] | Tensor,
+        self, group: dict[str, Any], part: Part, states: list[list[Tensor]] | Tensor
     ) -> None:
-        options = self._options(group, params[0].device)
-        names = kind.names
+        options = self._options(group, part.device)
+        kind, names = part.kind, part.kind.names
         if isinstance(states, Tensor):
-            options |= self._weights_options(group, kind, owners, params[0].device)
-            torch.autograd.graph.increment_version(params)
+            options |= self._weights_options(group, part)
+            torch.autograd.graph.increment_version(part.params)
             torch.ops.headroom._adafactor_table_(
-                params[0],
+                part.params[0],
                 states,
                 factored=kind.index == FACTORED,
                 momentum="exp_avg" in names,
@@ -473,20 +467,20 @@ class Adafactor(Optimizer):
             return
         columns = dict(zip(names, states))
         row, col, variance = NAMES[self.semantics]
-        lists = [params, grads]
+        lists = [part.params, part.grads]
         keys = row, col, variance, "exp_avg", "RMS", "step", kind.weights.residual
         lists += [columns.get(name, []) for name in keys]
         buckets: dict[Any, list[int]] = {}
-        for k, owner in enumerate(owners):
+        for k, owner in enumerate(part.owners):
             buckets.setdefault(_sharding(owner), []).append(k)
         for sharding, where in buckets.items():
             chosen = [[column[k] for k in where] if column else [] for column in lists]
-            some = [owners[k] for k in where]
-            more = options | self._weights_options(group, kind, some, params[0].device)
+            some = part._replace(owners=[part.owners[k] for k in where])
+            more = options | self._weights_options(group, some)
             if sharding is None:
                 torch.ops.headroom.adafactor_(*chosen, **more)
             else:
-                _step_sharded(some, *sharding, chosen, more)
+                _step_sharded(some.owners, *sharding, chosen, more)
 
     def _options(self, group: dict[str, Any], device: torch.device) -> dict[str, Any]:
         """The op's arguments that are not lists."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._adamw_options import check_list, check_scalars, check_steps, lr_arguments
 from ._registration import FLOATS, complete, require
-from .optimizer import Kind, Optimizer
+from .optimizer import Kind, Optimizer, Part
 from .weights import NEAREST, check_weights, weights_mode
 
 __all__ = ["Adam", "AdamW", "adamw_"]
@@ -286,29 +286,22 @@ class Adam(Optimizer):
         return (Kind(("exp_avg", "exp_avg_sq", *maximum), ("step",)),)
 
     def _update(
-        self,
-        group: dict[str, Any],
-        kind: Kind,
-        owners: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[list[Tensor]] | Tensor,
+        self, group: dict[str, Any], part: Part, states: list[list[Tensor]] | Tensor
     ) -> None:
-        options = self._options(group, params[0].device)
-        options |= self._weights_options(group, kind, owners, params[0].device)
+        options = self._options(group, part.device) | self._weights_options(group, part)
         if isinstance(states, Tensor):
-            torch.autograd.graph.increment_version(params)
-            torch.ops.headroom._adamw_table_(params[0], states, **options)
+            torch.autograd.graph.increment_version(part.params)
+            torch.ops.headroom._adamw_table_(part.params[0], states, **options)
             return
-        lists = dict(zip(kind.names, states))
+        lists = dict(zip(part.kind.names, states))
         torch.ops.headroom.adamw_(
-            params,
-            grads,
+            part.params,
+            part.grads,
             lists["exp_avg"],
             lists["exp_avg_sq"],
             lists.get("max_exp_avg_sq", []),
             lists["step"],
-            lists.get(kind.weights.residual, []),
+            lists.get(part.kind.weights.residual, []),
             **options,
         )
 

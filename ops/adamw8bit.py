@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from ._adamw_options import check_list, check_scalars, check_steps, lr_arguments
 from ._registration import FLOATS, complete, require
 from .adamw import Adam
-from .optimizer import Kind
+from .optimizer import Kind, Part
 from .weights import check_weights, weights_mode
 
 __all__ = ["Adam8bit", "AdamW8bit", "adamw8bit_", "dynamic_map"]
@@ -402,32 +402,25 @@ class Adam8bit(Adam):
         return param.shape, (torch.uint8,) if kind == EIGHT_BIT else FLOATS
 
     def _update(
-        self,
-        group: dict[str, Any],
-        kind: Kind,
-        owners: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[list[Tensor]] | Tensor,
+        self, group: dict[str, Any], part: Part, states: list[list[Tensor]] | Tensor
     ) -> None:
-        if kind.index != EIGHT_BIT:
-            super()._update(group, kind, owners, params, grads, states)
+        if part.kind.index != EIGHT_BIT:
+            super()._update(group, part, states)
             return
-        options = self._options(group, params[0].device)
+        options = self._options(group, part.device) | self._weights_options(group, part)
         del options["amsgrad"]
         options |= {
             "block_size": group["block_size"],
             "bnb_exact": group["bnb_exact"],
-            "seeds": self._seeds(group, owners) if group["stochastic_rounding"] else None,
+            "seeds": self._seeds(group, part.owners) if group["stochastic_rounding"] else None,
         }
-        options |= self._weights_options(group, kind, owners, params[0].device)
         if isinstance(states, Tensor):
-            torch.autograd.graph.increment_version(params)
-            torch.ops.headroom._adamw8bit_table_(params[0], states, **options)
+            torch.autograd.graph.increment_version(part.params)
+            torch.ops.headroom._adamw8bit_table_(part.params[0], states, **options)
             return
         exp_avgs, exp_avg_sqs, *residuals, absmaxs, sq_absmaxs, steps = states
-        lists = [params, grads, exp_avgs, exp_avg_sqs, *residuals]
-        lists = [list(column) for column in lists]
+        columns = part.params, part.grads, exp_avgs, exp_avg_sqs, *residuals
+        lists = [list(column) for column in columns]
         views = {}
         for k, tensors in enumerate(zip(*lists)):
             if _is_moved(*tensors):

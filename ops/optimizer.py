@@ -69,9 +69,14 @@ class Part(NamedTuple):
     """The parameters of a group that one op takes."""
 
     kind: Kind
-    params: list[Tensor]
+    owners: list[Tensor]  # the optimizer's parameters
+    params: list[Tensor]  # what of them is on this rank: but for DTensors, the owners
     grads: list[Tensor]
     places: Tensor | None = None  # among the group's parameters with gradients; None: all of them
+
+    @property
+    def device(self) -> torch.device:
+        return self.params[0].device
 
 
 class _Plan(NamedTuple):
@@ -88,7 +93,7 @@ class _Plan(NamedTuple):
 def _table_of_grads(plans: list[_Plan]) -> Tensor | None:
     """Of all gradients in their order, if all are plain and on one device."""
     tables = [table for plan in plans for table in plan.tables]
-    devices = {part.params[0].device for plan in plans for part in plan.parts}
+    devices = {part.device for plan in plans for part in plan.parts}
     if len(devices) != 1 or any(table is None for table in tables):
         return None
     places, first = [], 0
@@ -191,11 +196,9 @@ class Optimizer(torch.optim.Optimizer):
             kind for kind in self._every_kind(group) if kind.index == index and kind.weights is mode
         )
 
-    def _weights_options(
-        self, group: dict[str, Any], kind: Kind, owners: list[Tensor], device: torch.device
-    ) -> dict[str, Any]:
+    def _weights_options(self, group: dict[str, Any], part: Part) -> dict[str, Any]:
         """The op's arguments that say how parameters are stored."""
-        mode = kind.weights
+        mode, owners = part.kind.weights, part.owners
         options: dict[str, Any] = {"weights_mode": mode.number}
         if mode.is_random:
             everyone = (param for group in self.param_groups for param in group["params"])
@@ -205,7 +208,7 @@ class Optimizer(torch.optim.Optimizer):
             if any(isinstance(param, DTensor) for param in owners):
                 options["places"] = [number for param in owners for number in place_of(param)]
         if self._count_stalled:
-            options["stalled"] = self._stalled_on(device)
+            options["stalled"] = self._stalled_on(part.device)
         return options
 
     def _stalled_on(self, device: torch.device) -> Tensor:
@@ -237,17 +240,10 @@ class Optimizer(torch.optim.Optimizer):
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
     def _update(
-        self,
-        group: dict[str, Any],
-        kind: Kind,
-        owners: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[list[Tensor]] | Tensor,
+        self, group: dict[str, Any], part: Part, states: list[list[Tensor]] | Tensor
     ) -> None:
         """Runs the op on parameters of one kind, on one device. ``states`` are the lists of what
-        the kind names, or a table of everything: parameters, gradients, what the kind names.
-        ``owners`` are the optimizer's parameters, of which ``params`` are the local parts."""
+        the kind names, or a table of everything: parameters, gradients, what the kind names."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -379,7 +375,7 @@ class Optimizer(torch.optim.Optimizer):
             for device in dict.fromkeys(where):
                 chosen = [i for i, d in enumerate(where) if d == device]
                 bucket = [[column[i] for i in chosen] for column in (owners, *columns)]
-                self._apply(group, kind, *bucket[:3], bucket[3:])
+                self._apply(group, Part(kind, *bucket[:3]), bucket[3:])
 
     def step_part(self, index: int, params: list[Tensor]) -> None:
         """A step of some parameters of group ``index``, with gradients, and of no other. Measures
@@ -417,24 +413,18 @@ class Optimizer(torch.optim.Optimizer):
                 self._check_overlap(params)
                 self._addresses[index] = addresses
         for part, table in zip(parts, tables):
-            self._apply(group, part.kind, part.params, part.params, part.grads, table)
+            self._apply(group, part, table)
 
     def _apply(
-        self,
-        group: dict[str, Any],
-        kind: Kind,
-        owners: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[list[Tensor]] | Tensor,
+        self, group: dict[str, Any], part: Part, states: list[list[Tensor]] | Tensor
     ) -> None:
         if torch.compiler.is_compiling():
-            self._update(group, kind, owners, params, grads, states)
+            self._update(group, part, states)
             return
         try:
-            self._update(group, kind, owners, params, grads, states)
+            self._update(group, part, states)
         except (RuntimeError, NotImplementedError) as error:
-            raise self._explained(error, owners, grads) from error
+            raise self._explained(error, part.owners, part.grads) from error
 
     def _parts(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
@@ -442,7 +432,7 @@ class Optimizer(torch.optim.Optimizer):
         """The parameters and gradients of each kind that there is."""
         every = self._every_kind(group)
         if len(every) == 1:
-            return [Part(every[0], params, grads)]
+            return [Part(every[0], params, params, grads)]
         mode = every[-1].weights
         dtypes = () if mode is NEAREST else mode.params
         found = [
@@ -452,17 +442,14 @@ class Optimizer(torch.optim.Optimizer):
         numbers = {2 * kind.index + (kind.weights is not NEAREST): kind for kind in every}
         present = set(found)
         if len(present) == 1:
-            return [Part(numbers[found[0]], params, grads)]
+            return [Part(numbers[found[0]], params, params, grads)]
         masks = [(numbers[n], [one == n for one in found]) for n in sorted(present)]
-        return [
-            Part(
-                kind,
-                list(compress(params, mask)),
-                list(compress(grads, mask)),
-                torch.tensor(list(compress(range(len(mask)), mask)), device="cpu"),
-            )
-            for kind, mask in masks
-        ]
+        parts = []
+        for kind, mask in masks:
+            chosen = list(compress(params, mask))
+            places = torch.tensor(list(compress(range(len(mask)), mask)), device="cpu")
+            parts.append(Part(kind, chosen, chosen, list(compress(grads, mask)), places))
+        return parts
 
     def _table(self, part: Part) -> Tensor | None:
         try:
