@@ -1,8 +1,8 @@
-"""Two processes that talk through gloo and run functions for a test, started once per module.
+"""Processes that talk through gloo and run functions for a test, started once per module.
 
 A function runs on every rank as ``function(rank, *arguments)`` and fails by raising, on any rank.
-If a rank fails or does not answer in time, both processes are killed and the next call starts new
-ones: the other rank may be waiting in a collective for ever.
+If a rank fails or does not answer in time, all processes are killed and the next call starts new
+ones: another rank may be waiting in a collective for ever.
 """
 
 import datetime
@@ -19,13 +19,13 @@ WORLD_SIZE = 2
 SECONDS = 60  # a scenario takes less than two; a hang must fail
 
 
-def _serve(rank, rendezvous, pipe):
+def _serve(rank, world_size, rendezvous, pipe):
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{rendezvous}",
         rank=rank,
-        world_size=WORLD_SIZE,
+        world_size=world_size,
         timeout=datetime.timedelta(seconds=SECONDS),
     )
     pipe.send(None)
@@ -42,7 +42,8 @@ def _serve(rank, rendezvous, pipe):
 
 
 class Ranks:
-    def __init__(self):
+    def __init__(self, world_size=WORLD_SIZE):
+        self._world_size = world_size
         self._processes = []
         self._pipes = []
 
@@ -69,9 +70,10 @@ class Ranks:
         handle, rendezvous = tempfile.mkstemp()
         os.close(handle)
         os.remove(rendezvous)  # gloo makes it
-        for rank in range(WORLD_SIZE):
+        for rank in range(self._world_size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, rendezvous, there), daemon=True)
+            arguments = rank, self._world_size, rendezvous, there
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()  # else the death of the process could not be seen
             self._processes.append(process)
@@ -79,8 +81,8 @@ class Ranks:
         self._wait("the start of the processes")
 
     def _wait(self, what):
-        """The failure of the rank that failed first: the other one only reports that it waited."""
-        waiting = dict(zip(self._pipes, range(WORLD_SIZE)))
+        """The failure of the rank that failed first: others only report that they waited."""
+        waiting = dict(zip(self._pipes, range(self._world_size)))
         while waiting:
             ready = wait(waiting, timeout=SECONDS)
             if not ready:
