@@ -37,6 +37,9 @@ from .weights import (
 __all__ = ["FLOATS", "Kind", "Optimizer", "Part"]
 
 
+STATE_DTYPES = {str(dtype): dtype for dtype in FLOATS}
+
+
 def _like(grad: Tensor, param: Tensor) -> Tensor:
     """The gradient of a DTensor, sharded as the DTensor is."""
     if isinstance(param, DTensor) and isinstance(grad, DTensor):
@@ -565,8 +568,13 @@ class Optimizer(torch.optim.Optimizer):
 
         Collectives have no 16-bit integers, so remainders that are DTensors are given as the
         bfloat16 numbers with their bits. They mean nothing as numbers, and load as what they are.
+        ``state_dtype`` is given by name: to gather states torch goes through options, and knows no
+        dtypes there.
         """
         state_dict = super().state_dict()
+        for group in state_dict["param_groups"]:
+            if isinstance(group.get("state_dtype"), torch.dtype):
+                group["state_dtype"] = str(group["state_dtype"])
         for key, entry in state_dict["state"].items():
             remainder = entry.get("remainder")
             if isinstance(remainder, DTensor) and remainder.dtype == torch.int16:
@@ -602,10 +610,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         defaults = self.__dict__.get("defaults", {})
-        for group in state["param_groups"]:  # torch's groups do not have these
-            for key in ("state_dtype", "master", "rounding", "seed"):
+        for group in state["param_groups"]:
+            for key in ("state_dtype", "master", "rounding", "seed"):  # torch's do not have these
                 if key in defaults:
                     group.setdefault(key, defaults[key])
+            if isinstance(named := group.get("state_dtype"), str):
+                if named not in STATE_DTYPES:
+                    raise ValueError(f"state_dtype must be one of {FLOATS}, got {named!r}")
+                group["state_dtype"] = STATE_DTYPES[named]
         restored: defaultdict[Any, Any] = defaultdict(dict)
         groups = {id(p): group for group in state["param_groups"] for p in group["params"]}
         for param, entry in state["state"].items():

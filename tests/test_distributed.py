@@ -467,10 +467,10 @@ def test_checkpoints_of_torch_and_headroom_resume_each_other(ranks, tmp_path, so
     ranks(exchange, tmp_path / "checkpoint", source, target)
 
 
-def reshard(rank):
+def reshard(rank, options):
     """From two shards to one whole and back."""
     model = sharded()
-    optimizer = ADAMW(model.parameters(), **OPTIONS)
+    optimizer = ADAMW(model.parameters(), **OPTIONS, **options)
     train(model, optimizer, rank, range(3))
     full = get_optimizer_state_dict(
         model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -480,14 +480,14 @@ def reshard(rank):
         plain = Model()
         for p, value in zip(plain.parameters(), values):
             p.data.copy_(value)
-        single = ADAMW(plain.parameters(), **OPTIONS)
+        single = ADAMW(plain.parameters(), **OPTIONS, **options)
         set_optimizer_state_dict(
             plain, single, full, options=StateDictOptions(full_state_dict=True)
         )
         names = [name for name, _ in plain.named_parameters()]
         assert_same_bits(states(single, "exp_avg"), [full["state"][n]["exp_avg"] for n in names])
     resumed = sharded()
-    other = ADAMW(resumed.parameters(), **OPTIONS)
+    other = ADAMW(resumed.parameters(), **OPTIONS, **options)
     set_optimizer_state_dict(
         resumed,
         other,
@@ -497,8 +497,9 @@ def reshard(rank):
     assert_same_state(other, optimizer)
 
 
-def test_full_state_dict_reshards(ranks):
-    ranks(reshard)
+@pytest.mark.parametrize("options", [{}, {"state_dtype": torch.bfloat16}], ids=str)
+def test_full_state_dict_reshards(ranks, options):
+    ranks(reshard, options)
 
 
 # ---- ZeRO ----------------------------------------------------------------------------------------
