@@ -5,12 +5,14 @@
 #include "adamw.h"
 #include "weights_cpu.h"
 
-/* With constant dtypes, mode, amsgrad and skip this is one vector loop without branches. */
+/* With constant dtypes, mode, amsgrad and skip this is one vector loop without branches. `random`:
+ * bits for each element, where the mode has any. */
 HR_INLINE void adamw_few(adamw_constants c, void *restrict param, void *restrict residual,
                          const void *restrict grad, void *restrict exp_avg,
                          void *restrict exp_avg_sq, void *restrict max_exp_avg_sq, int64_t begin,
                          int64_t end, hr_dtype param_dtype, hr_weights_mode mode,
-                         hr_dtype grad_dtype, hr_dtype state_dtype, int amsgrad, int skip)
+                         const uint16_t *restrict random, hr_dtype grad_dtype, hr_dtype state_dtype,
+                         int amsgrad, int skip)
 {
     for (int64_t i = begin; i < end; i++) {
         weights_bits bits = weights_bits_at(param, residual, i, param_dtype, mode);
@@ -22,7 +24,8 @@ HR_INLINE void adamw_few(adamw_constants c, void *restrict param, void *restrict
             amsgrad ? hr_load(max_exp_avg_sq, i, state_dtype) : 0.0f,
         };
         x = adamw_update(c, x, amsgrad, skip);
-        bits = weights_split(x.param, param_dtype, mode, 0);
+        bits = weights_split(x.param, param_dtype, mode,
+                             weights_are_random(mode) ? random[i - begin] : 0);
         weights_put_bits(param, residual, i, bits, param_dtype, mode);
         hr_store(exp_avg, i, x.exp_avg, state_dtype);
         hr_store(exp_avg_sq, i, x.exp_avg_sq, state_dtype);
@@ -31,34 +34,37 @@ HR_INLINE void adamw_few(adamw_constants c, void *restrict param, void *restrict
     }
 }
 
+/* Elements [begin, end) of a run that goes on to `last`. */
 HR_INLINE void adamw_run(adamw_constants c, void *restrict param, void *restrict residual,
                          const void *restrict grad, void *restrict exp_avg,
                          void *restrict exp_avg_sq, void *restrict max_exp_avg_sq, int64_t begin,
-                         int64_t end, hr_dtype param_dtype, hr_weights_mode mode,
-                         hr_dtype grad_dtype, hr_dtype state_dtype, int amsgrad)
+                         int64_t end, int64_t last, hr_dtype param_dtype, hr_weights_mode mode,
+                         const uint16_t *restrict random, hr_dtype grad_dtype, hr_dtype state_dtype,
+                         int amsgrad)
 {
     int64_t i = begin;
     for (; end - i >= CPU_STEP; i += CPU_STEP) {
-        weights_prefetch(param, residual, i, CPU_STEP, end, param_dtype, mode);
-        cpu_prefetch(grad, i, CPU_STEP, end, grad_dtype);
-        cpu_prefetch(exp_avg, i, CPU_STEP, end, state_dtype);
-        cpu_prefetch(exp_avg_sq, i, CPU_STEP, end, state_dtype);
+        weights_prefetch(param, residual, i, CPU_STEP, last, param_dtype, mode);
+        cpu_prefetch(grad, i, CPU_STEP, last, grad_dtype);
+        cpu_prefetch(exp_avg, i, CPU_STEP, last, state_dtype);
+        cpu_prefetch(exp_avg_sq, i, CPU_STEP, last, state_dtype);
         if (amsgrad)
-            cpu_prefetch(max_exp_avg_sq, i, CPU_STEP, end, state_dtype);
+            cpu_prefetch(max_exp_avg_sq, i, CPU_STEP, last, state_dtype);
         adamw_few(c, param, residual, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, i, i + CPU_STEP,
-                  param_dtype, mode, grad_dtype, state_dtype, amsgrad, 0);
+                  param_dtype, mode, random, grad_dtype, state_dtype, amsgrad, 0);
+        random = weights_are_random(mode) ? random + CPU_STEP : random;
     }
     adamw_few(c, param, residual, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, i, end, param_dtype,
-              mode, grad_dtype, state_dtype, amsgrad, 0);
+              mode, random, grad_dtype, state_dtype, amsgrad, 0);
 }
 
 /* Elements to update, with parameters of a type of their own. */
 typedef struct adamw_part {
     adamw_constants constants;
-    void *param, *residual, *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
+    void *param, *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
     const void *grad;
     hr_dtype param_dtype, grad_dtype, state_dtype;
-    hr_weights_mode mode;
+    const weights_tensor *weights; /* what is stored of the parameters, for adamw_joined_range() */
     int skip;
 } adamw_part;
 
@@ -67,8 +73,8 @@ HR_INLINE void adamw_part_range(void *context, int64_t begin, int64_t end)
     const adamw_part *const p = (const adamw_part *)context;
     if (p->skip) { /* asked for seldom, so not compiled for every mix */
         adamw_few(p->constants, p->param, NULL, p->grad, p->exp_avg, p->exp_avg_sq,
-                  p->max_exp_avg_sq, begin, end, p->param_dtype, HR_WEIGHTS_NEAREST, p->grad_dtype,
-                  p->state_dtype, p->max_exp_avg_sq != NULL, 1);
+                  p->max_exp_avg_sq, begin, end, p->param_dtype, HR_WEIGHTS_NEAREST, NULL,
+                  p->grad_dtype, p->state_dtype, p->max_exp_avg_sq != NULL, 1);
         return;
     }
     FOR_DTYPE(p->param_dtype, P,
@@ -76,52 +82,74 @@ HR_INLINE void adamw_part_range(void *context, int64_t begin, int64_t end)
                         FOR_DTYPE(p->state_dtype, S,
                                   if (p->max_exp_avg_sq)
                                       adamw_run(p->constants, p->param, NULL, p->grad, p->exp_avg,
-                                                p->exp_avg_sq, p->max_exp_avg_sq, begin, end, P,
-                                                HR_WEIGHTS_NEAREST, G, S, 1);
+                                                p->exp_avg_sq, p->max_exp_avg_sq, begin, end, end,
+                                                P, HR_WEIGHTS_NEAREST, NULL, G, S, 1);
                                   else adamw_run(p->constants, p->param, NULL, p->grad, p->exp_avg,
-                                                 p->exp_avg_sq, NULL, begin, end, P,
-                                                 HR_WEIGHTS_NEAREST, G, S, 0))))
+                                                 p->exp_avg_sq, NULL, begin, end, end, P,
+                                                 HR_WEIGHTS_NEAREST, NULL, G, S, 0))))
 }
 
 CPU_VARIANTS(adamw_part_range)
 
 /* Weights that are joined, updated and split in one loop: the mixes that people use. What is given
- * with `p` must be adamw_is_joined(). */
+ * must be adamw_is_joined(). */
+HR_INLINE void adamw_joined(const adamw_part *p, int64_t begin, int64_t end, hr_weights_mode mode,
+                            hr_dtype state_dtype)
+{
+    uint16_t random[WEIGHTS_TILE];
+    const int64_t step = weights_are_random(mode) ? WEIGHTS_TILE : end - begin;
+    for (int64_t i = begin; i < end; i += step) {
+        const int64_t next = end - i < step ? end : i + step;
+        if (weights_are_random(mode))
+            weights_fill_random(p->weights, i, (int)(next - i), random);
+        adamw_run(p->constants, p->weights->param, p->weights->residual, p->grad, p->exp_avg,
+                  p->exp_avg_sq, NULL, i, next, end, HR_BF16, mode, random, HR_BF16, state_dtype,
+                  0);
+    }
+}
+
 HR_INLINE void adamw_joined_as(const adamw_part *p, int64_t begin, int64_t end,
                                hr_weights_mode mode)
 {
     if (p->state_dtype == HR_F32)
-        adamw_run(p->constants, p->param, p->residual, p->grad, p->exp_avg, p->exp_avg_sq, NULL,
-                  begin, end, HR_BF16, mode, HR_BF16, HR_F32, 0);
+        adamw_joined(p, begin, end, mode, HR_F32);
     else
-        adamw_run(p->constants, p->param, p->residual, p->grad, p->exp_avg, p->exp_avg_sq, NULL,
-                  begin, end, HR_BF16, mode, HR_BF16, HR_BF16, 0);
+        adamw_joined(p, begin, end, mode, HR_BF16);
 }
 
 HR_INLINE void adamw_joined_range(void *context, int64_t begin, int64_t end)
 {
     const adamw_part *const p = (const adamw_part *)context;
-    switch (p->mode) {
-    case HR_WEIGHTS_MASTER:
-        adamw_joined_as(p, begin, end, HR_WEIGHTS_MASTER);
+    switch (p->weights->mode) {
+    case HR_WEIGHTS_STOCHASTIC:
+        adamw_joined_as(p, begin, end, HR_WEIGHTS_STOCHASTIC);
         break;
     case HR_WEIGHTS_KAHAN:
         adamw_joined_as(p, begin, end, HR_WEIGHTS_KAHAN);
         break;
+    case HR_WEIGHTS_MASTER:
+        adamw_joined_as(p, begin, end, HR_WEIGHTS_MASTER);
+        break;
     case HR_WEIGHTS_REMAINDER16:
         adamw_joined_as(p, begin, end, HR_WEIGHTS_REMAINDER16);
         break;
-    default:
+    case HR_WEIGHTS_REMAINDER8:
         adamw_joined_as(p, begin, end, HR_WEIGHTS_REMAINDER8);
+        break;
+    case HR_WEIGHTS_REMAINDER8_STOCHASTIC:
+        adamw_joined_as(p, begin, end, HR_WEIGHTS_REMAINDER8_STOCHASTIC);
+        break;
+    default:
+        break;
     }
 }
 
 CPU_VARIANTS(adamw_joined_range)
 
-static int adamw_is_joined(const adamw_part *p, const weights_tensor *weights)
+static int adamw_is_joined(const adamw_part *p)
 {
-    return weights->residual && !weights_are_random(weights->mode) && !weights->stalled &&
-           weights->dtype == HR_BF16 && p->grad_dtype == HR_BF16 && p->state_dtype != HR_F16 &&
+    return p->weights->mode != HR_WEIGHTS_NEAREST && !p->weights->stalled &&
+           p->weights->dtype == HR_BF16 && p->grad_dtype == HR_BF16 && p->state_dtype != HR_F16 &&
            !p->max_exp_avg_sq && !p->skip;
 }
 
@@ -131,17 +159,11 @@ static void *adamw_at(void *base, int64_t i, hr_dtype dtype)
 }
 
 /* The elements [begin, end) of a tensor whose weights are not plain. */
-static void adamw_weights(const adamw_part *p, const weights_tensor *weights, int64_t begin,
-                          int64_t end)
+static void adamw_weights(const adamw_part *p, int64_t begin, int64_t end)
 {
+    const weights_tensor *const weights = p->weights;
     _Alignas(64) float tile[WEIGHTS_TILE], before[WEIGHTS_TILE];
     adamw_part part = *p;
-    part.residual = weights->residual;
-    part.mode = weights->mode;
-    if (adamw_is_joined(p, weights)) {
-        CPU_BEST(adamw_joined_range)(&part, begin, end);
-        return;
-    }
     part.param = tile;
     part.param_dtype = HR_F32;
     for (int64_t i = begin; i < end; i += WEIGHTS_TILE) {
@@ -191,7 +213,11 @@ static void adamw_range(void *context, int64_t begin, int64_t end)
         part.state_dtype = a->exp_avgs->dtype[k];
         if (a->config->weights) {
             const weights_tensor weights = weights_of(a->config->weights, a->params, k, t);
-            adamw_weights(&part, &weights, from, to);
+            part.weights = &weights;
+            if (adamw_is_joined(&part))
+                CPU_BEST(adamw_joined_range)(&part, from, to);
+            else
+                adamw_weights(&part, from, to);
         } else {
             CPU_BEST(adamw_part_range)(&part, from, to);
         }

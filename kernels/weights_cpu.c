@@ -39,21 +39,23 @@ HR_INLINE void weights_random_range(void *context, int64_t begin, int64_t end)
     const int64_t e = weights_element(t->place, weights_start_of(t->place, begin), 0);
     const int count = (int)(end - begin), skipped = (int)(e % 8);
     const int counters = (skipped + count + 7) / 8;
-    uint32_t words[4][WEIGHTS_COUNTERS];
-    uint16_t random[WEIGHTS_COUNTERS * 8];
-    weights_philox(t, (uint64_t)(e / 8), counters, words[0], words[1], words[2], words[3]);
+    uint32_t a[WEIGHTS_COUNTERS], b[WEIGHTS_COUNTERS], c[WEIGHTS_COUNTERS], d[WEIGHTS_COUNTERS];
+    uint32_t words[WEIGHTS_COUNTERS * 4];
+    weights_philox(t, (uint64_t)(e / 8), counters, a, b, c, d);
     for (int j = 0; j < counters; j++)
-        for (int word = 0; word < 4; word++) {
-            random[8 * j + 2 * word] = (uint16_t)words[word][j];
-            random[8 * j + 2 * word + 1] = (uint16_t)(words[word][j] >> 16);
-        }
+        words[4 * j] = a[j], words[4 * j + 1] = b[j], words[4 * j + 2] = c[j],
+                  words[4 * j + 3] = d[j];
+    uint16_t random[WEIGHTS_COUNTERS * 8]; /* the lower half of a word comes first */
+    for (int j = 0; j < 4 * counters; j++) {
+        random[2 * j] = (uint16_t)words[j];
+        random[2 * j + 1] = (uint16_t)(words[j] >> 16);
+    }
     memcpy(move->random, random + skipped, (size_t)count * sizeof random[0]);
 }
 
 CPU_VARIANTS(weights_random_range)
 
-/* The random bits of elements [i, i + count). */
-static void weights_fill_random(const weights_tensor *t, int64_t i, int count, uint16_t *random)
+void weights_fill_random(const weights_tensor *t, int64_t i, int count, uint16_t *random)
 {
     for (int64_t end = i + count; i < end;) {
         const int64_t rest = t->place.run - i % t->place.run;

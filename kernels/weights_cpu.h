@@ -40,6 +40,9 @@ static inline weights_tensor weights_of(const hr_weights *w, const hr_tensor_lis
 /* The weights [i, i + count) as binary32, count at most WEIGHTS_TILE. */
 void weights_load(const weights_tensor *t, int64_t i, int count, float *tile);
 
+/* The random bits of the weights [i, i + count), 16 for each. */
+void weights_fill_random(const weights_tensor *t, int64_t i, int count, uint16_t *random);
+
 /* Stores them again. `before`: what they were, to count those that stall; NULL if no one asks. */
 void weights_store(const weights_tensor *t, int64_t i, int count, const float *tile,
                    const float *before);

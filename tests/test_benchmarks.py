@@ -99,7 +99,7 @@ def test_contenders_do_the_same_work(contender, dtype, device, monkeypatch):
     moved = (data.params[0] - before).abs().max().item()
     assert moved > 0.01
     error = (data.params[0].double() - expected).abs().max().item()
-    assert error <= 2 * torch.finfo(dtype).eps  # values below 1.5: two roundings
+    assert error <= 8 * torch.finfo(dtype).eps  # values below 1.5; some contenders round often
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
