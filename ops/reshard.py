@@ -91,7 +91,7 @@ class ReshardReport:
 # ---- What was saved ------------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
+class Stored(NamedTuple):
     """A part of a parameter's state, as it was saved."""
 
     key: str  # in the checkpoint
@@ -106,7 +106,7 @@ class _Checkpoint:
         self._reader, self._group = reader, group
         self._metadata = reader.read_metadata()
         prefix = f"{key}." if key else ""
-        self.parts: dict[str, dict[str, Part]] = {}
+        self.parts: dict[str, dict[str, Stored]] = {}
         options: dict[str, Any] = {}
         for name, saved in self._metadata.state_dict_metadata.items():
             what, _, path = name.removeprefix(prefix).partition(".")
@@ -118,7 +118,7 @@ class _Checkpoint:
             fqn, _, part = path.rpartition(".")
             size = getattr(saved, "size", None)
             dtype = None if size is None else saved.properties.dtype
-            self.parts.setdefault(fqn, {})[part] = Part(name, size, dtype)
+            self.parts.setdefault(fqn, {})[part] = Stored(name, size, dtype)
         if not self.parts:
             some = sorted({name.partition(".")[0] for name in self._metadata.state_dict_metadata})
             raise KeyError(f"the checkpoint has no states under {key!r}; it has {some}")
@@ -142,7 +142,7 @@ class _Checkpoint:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(targets, storage_reader=self._reader, process_group=self._group)
 
-    def chunks(self, part: Part) -> list[tuple[tuple[int, ...], tuple[int, ...], str | None]]:
+    def chunks(self, part: Stored) -> list[tuple[tuple[int, ...], tuple[int, ...], str | None]]:
         """The offsets and sizes of the pieces that ranks wrote, in order, and who wrote each."""
         if not hasattr(self, "_writers"):
             self._writers: dict[Any, str] = {}
@@ -184,10 +184,12 @@ class _Gathered:
                 "the state dict is empty on this rank; gather it on all: full_state_dict=True "
                 "without cpu_offload"
             )
-        self.parts: dict[str, dict[str, Part]] = {}
+        self.parts: dict[str, dict[str, Stored]] = {}
         for key, value in self._values.items():
             fqn, _, name = key.rpartition(".")
-            part = Part(key, value.shape, value.dtype) if isinstance(value, Tensor) else Part(key)
+            part = (
+                Stored(key, value.shape, value.dtype) if isinstance(value, Tensor) else Stored(key)
+            )
             if isinstance(value, DTensor):
                 raise ValueError(f"'{key}' is a DTensor; gather it first: full_state_dict=True")
             self.parts.setdefault(fqn, {})[name] = part
@@ -205,7 +207,7 @@ class _Gathered:
             else:
                 target.copy_(value)
 
-    def chunks(self, part: Part) -> None:
+    def chunks(self, part: Stored) -> None:
         return None  # are not known
 
 
@@ -279,7 +281,7 @@ def _has_these_blocks(
 
 
 def _check_shards(
-    saved: _Checkpoint | _Gathered, codes: Part, absmax: Part, what: str, dim: int, ranks: int
+    saved: _Checkpoint | _Gathered, codes: Stored, absmax: Stored, what: str, dim: int, ranks: int
 ) -> None:
     """Refuses codes that were not saved as torch's shards of one dimension, in the order of the
     ranks: scales do not tell."""
@@ -512,7 +514,7 @@ def _read(
 def _target(
     fqn: str,
     name: str,
-    parts: dict[str, Part],
+    parts: dict[str, Stored],
     param: Tensor,
     optimizer: Optimizer,
     options: dict[str, Any],

@@ -115,7 +115,8 @@ def prefix(request, tmp_path_factory):
     if request.param == "python package":
         return HEADER.parents[1]
     build = ROOT / "build" / "c-library"  # kept, so that the next run takes a second
-    options = ["-DHEADROOM_TORCH=OFF", "-DHEADROOM_CUDA=OFF"]
+    # What is installed is looked at, not how fast it is.
+    options = ["-DHEADROOM_TORCH=OFF", "-DHEADROOM_CUDA=OFF", "-DCMAKE_BUILD_TYPE=Debug"]
     run("cmake", "-G", "Ninja", "-S", ROOT, "-B", build, *options)
     run("cmake", "--build", build)
     prefix = tmp_path_factory.mktemp("prefix")
