@@ -101,6 +101,8 @@ bool is_like(const DLTensor &a, const DLTensor &b)
     return true;
 }
 
+constexpr size_t AHEAD = 8; // tensors
+
 enum Kind { LISTED, ALIKE, OTHER }; // in a list, with floats; a state, like the parameter or not
 
 class Table
@@ -113,12 +115,25 @@ class Table
     {
     }
 
+    // Fetches one object, and what another points to, which has been fetched: a tensor's first words
+    // hold the address of its insides. After a step on large tensors nothing of them is in a cache.
+    void prefetch(PyObject *object, PyObject *tensor) const
+    {
+        if (object)
+            __builtin_prefetch(object);
+        if (!tensor || !is_plain(tensor))
+            return;
+        const auto *const words = reinterpret_cast<const uintptr_t *>(tensor);
+        for (const size_t word : {2, 3})
+            for (const size_t line : {0, 64, 128})
+                __builtin_prefetch(reinterpret_cast<const void *>(words[word] + line));
+    }
+
     // Entry k of a list. False if it is not plain, or not like entry k of the first list if it has
     // to be.
     bool add(size_t list, size_t k, PyObject *tensor, Kind kind)
     {
-        auto *const type = reinterpret_cast<PyObject *>(Py_TYPE(tensor));
-        if (std::find(types_.begin(), types_.end(), type) == types_.end())
+        if (!is_plain(tensor))
             return false;
         DLTensor view;
         if (view_of_(tensor, &view) != 0) {
@@ -149,6 +164,12 @@ class Table
     }
 
   private:
+    bool is_plain(PyObject *tensor) const
+    {
+        auto *const type = reinterpret_cast<PyObject *>(Py_TYPE(tensor));
+        return std::find(types_.begin(), types_.end(), type) != types_.end();
+    }
+
     int64_t *const out_;
     const size_t count_;
     const DLPackDLTensorFromPyObjectNoSync view_of_;
@@ -203,19 +224,30 @@ bool describe(uintptr_t address, const py::capsule &exchange, const py::tuple &t
         names.emplace_back(name, ALIKE);
     for (PyObject *const name : items_of(others))
         names.emplace_back(name, OTHER);
-    Table table(address, count, exchange_of(exchange), items_of(types));
+    // Looked up first, then looked at: by then it is known which tensors come next.
+    const size_t rows = columns.size() + names.size();
+    std::vector<PyObject *> tensors;
+    tensors.reserve(count * rows);
     for (size_t k = 0; k < count; k++) {
-        size_t row = 0;
         for (PyObject *const list : columns)
-            if (!table.add(row++, k, PyList_GET_ITEM(list, k), LISTED))
-                return false;
+            tensors.push_back(PyList_GET_ITEM(list, k));
         PyObject *const entry =
             names.empty() ? nullptr : item(state.ptr(), PyList_GET_ITEM(columns[0], k));
         for (const auto &[name, kind] : names) {
             PyObject *const tensor = item(entry, name);
-            if (!tensor || !table.add(row++, k, tensor, kind))
+            if (!tensor)
                 return false;
+            tensors.push_back(tensor);
         }
+    }
+    Table table(address, count, exchange_of(exchange), items_of(types));
+    for (size_t i = 0; i < tensors.size(); i++) {
+        table.prefetch(i + 2 * AHEAD < tensors.size() ? tensors[i + 2 * AHEAD] : nullptr,
+                       i + AHEAD < tensors.size() ? tensors[i + AHEAD] : nullptr);
+        const size_t row = i % rows;
+        const Kind kind = row < columns.size() ? LISTED : names[row - columns.size()].second;
+        if (!table.add(row, i / rows, tensors[i], kind))
+            return false;
     }
     return true;
 }
