@@ -99,7 +99,9 @@ def test_contenders_do_the_same_work(contender, dtype, device, monkeypatch):
     moved = (data.params[0] - before).abs().max().item()
     assert moved > 0.01
     error = (data.params[0].double() - expected).abs().max().item()
-    assert error <= 8 * torch.finfo(dtype).eps  # values below 1.5; some contenders round often
+    # Values below 1.5: two roundings; DeepSpeed's loop rounds more often.
+    roundings = 8 if contender is adamw.deepspeed_cpu else 2
+    assert error <= roundings * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

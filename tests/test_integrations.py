@@ -24,6 +24,14 @@ OURS = pytest.mark.parametrize(  # the second with 8-bit moments for one of four
     ids=["AdamW", "AdamW8bit"],
 )
 
+QUIET = dict(  # options of lightning.Trainer
+    accelerator="cpu",
+    logger=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+    enable_checkpointing=False,
+)
+
 
 def build():
     torch.manual_seed(0)
@@ -302,11 +310,7 @@ def test_lightning(make, tmp_path):
     def trainer(epochs):
         return lightning.Trainer(
             max_epochs=epochs,
-            accelerator="cpu",
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
+            **QUIET,
             gradient_clip_val=0.5,
             default_root_dir=tmp_path,
         )
@@ -353,11 +357,7 @@ def test_lightning_resumes(name, tmp_path):
     def fit(steps, **options):
         trainer = lightning.Trainer(
             max_steps=steps,
-            accelerator="cpu",
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
+            **QUIET,
             default_root_dir=tmp_path,
         )
         module = Module()

@@ -115,6 +115,12 @@ class Table
     {
     }
 
+    bool is_plain(PyObject *tensor) const
+    {
+        auto *const type = reinterpret_cast<PyObject *>(Py_TYPE(tensor));
+        return std::find(types_.begin(), types_.end(), type) != types_.end();
+    }
+
     // Fetches one object, and what another points to, which has been fetched: a tensor's first words
     // hold the address of its insides. After a step on large tensors nothing of them is in a cache.
     void prefetch(PyObject *object, PyObject *tensor) const
@@ -164,12 +170,6 @@ class Table
     }
 
   private:
-    bool is_plain(PyObject *tensor) const
-    {
-        auto *const type = reinterpret_cast<PyObject *>(Py_TYPE(tensor));
-        return std::find(types_.begin(), types_.end(), type) != types_.end();
-    }
-
     int64_t *const out_;
     const size_t count_;
     const DLPackDLTensorFromPyObjectNoSync view_of_;
@@ -224,6 +224,7 @@ bool describe(uintptr_t address, const py::capsule &exchange, const py::tuple &t
         names.emplace_back(name, ALIKE);
     for (PyObject *const name : items_of(others))
         names.emplace_back(name, OTHER);
+    Table table(address, count, exchange_of(exchange), items_of(types));
     // Looked up first, then looked at: by then it is known which tensors come next.
     const size_t rows = columns.size() + names.size();
     std::vector<PyObject *> tensors;
@@ -231,8 +232,10 @@ bool describe(uintptr_t address, const py::capsule &exchange, const py::tuple &t
     for (size_t k = 0; k < count; k++) {
         for (PyObject *const list : columns)
             tensors.push_back(PyList_GET_ITEM(list, k));
-        PyObject *const entry =
-            names.empty() ? nullptr : item(state.ptr(), PyList_GET_ITEM(columns[0], k));
+        PyObject *const first = PyList_GET_ITEM(columns[0], k);
+        if (!table.is_plain(first)) // before the others' states are looked up in vain
+            return false;
+        PyObject *const entry = names.empty() ? nullptr : item(state.ptr(), first);
         for (const auto &[name, kind] : names) {
             PyObject *const tensor = item(entry, name);
             if (!tensor)
@@ -240,7 +243,6 @@ bool describe(uintptr_t address, const py::capsule &exchange, const py::tuple &t
             tensors.push_back(tensor);
         }
     }
-    Table table(address, count, exchange_of(exchange), items_of(types));
     for (size_t i = 0; i < tensors.size(); i++) {
         table.prefetch(i + 2 * AHEAD < tensors.size() ? tensors[i + 2 * AHEAD] : nullptr,
                        i + AHEAD < tensors.size() ? tensors[i + AHEAD] : nullptr);
