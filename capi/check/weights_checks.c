@@ -1,0 +1,82 @@
+#include "capi/check/weights_checks.h"
+
+#include <inttypes.h>
+
+#include "kernels/weights/weights.h"
+
+static const struct {
+    const char *name;
+    unsigned params;
+} modes[] = {
+    {"HR_WEIGHTS_NEAREST", HR_FLOATS},
+    {"HR_WEIGHTS_STOCHASTIC", HR_BIT(HR_BF16) | HR_BIT(HR_F16)},
+    {"HR_WEIGHTS_KAHAN", HR_BIT(HR_BF16) | HR_BIT(HR_F16)},
+    {"HR_WEIGHTS_MASTER", HR_BIT(HR_BF16) | HR_BIT(HR_F16)},
+    {"HR_WEIGHTS_REMAINDER16", HR_BIT(HR_BF16)},
+    {"HR_WEIGHTS_REMAINDER8", HR_BIT(HR_BF16)},
+    {"HR_WEIGHTS_REMAINDER8_STOCHASTIC", HR_BIT(HR_BF16)},
+};
+
+#define MODES ((int)(sizeof modes / sizeof modes[0]))
+
+static hr_status check_residuals(const char *function, const hr_weights *w,
+                                 const hr_tensor_list *params)
+{
+    const hr_dtype none = weights_residual_dtype(w->mode, HR_BF16);
+    HR_REQUIRE((none != HR_F64) == (w->residuals != NULL),
+               "%s: weights->residuals is %s, but %s %s", function, w->residuals ? "given" : "NULL",
+               modes[w->mode].name, w->residuals ? "has none" : "needs them");
+    if (!w->residuals)
+        return HR_OK;
+    const unsigned any =
+        HR_BIT(HR_BF16) | HR_BIT(HR_F16) | HR_BIT(HR_F32) | HR_BIT(HR_I16) | HR_BIT(HR_I8);
+    HR_TRY(hr_check_list(function, "residuals", w->residuals, params->count, params->numel, any));
+    for (int64_t k = 0; k < params->count; k++) {
+        const hr_dtype wanted = weights_residual_dtype(w->mode, params->dtype[k]);
+        HR_REQUIRE(w->residuals->dtype[k] == wanted,
+                   "%s: residuals[%" PRId64 "] has dtype %s, but %s needs %s", function, k,
+                   hr_dtype_name(w->residuals->dtype[k]), modes[w->mode].name,
+                   hr_dtype_name(wanted));
+    }
+    return HR_OK;
+}
+
+static hr_status check_place(const char *function, hr_place place, int64_t numel, int64_t k)
+{
+    HR_REQUIRE(place.offset >= 0 && place.run >= 1 && place.stride >= 0,
+               "%s: places[%" PRId64 "] is {%" PRId64 ", %" PRId64 ", %" PRId64
+               "}, wanted an offset and a stride of 0 or more and a run of 1 or more",
+               function, k, place.offset, place.run, place.stride);
+    const int64_t runs = numel / place.run, bound = INT64_MAX / 4;
+    HR_REQUIRE(place.offset < bound && place.run < bound &&
+                   (runs == 0 || place.stride < bound / runs),
+               "%s: places[%" PRId64 "] reaches past 2^61 elements", function, k);
+    return HR_OK;
+}
+
+hr_status weights_check(const char *function, const hr_weights *w, const hr_tensor_list *params)
+{
+    if (!w)
+        return HR_OK;
+    HR_REQUIRE(w->size == sizeof *w,
+               "%s: weights->size is %zu, wanted %zu; start from "
+               "HR_WEIGHTS_INIT",
+               function, w->size, sizeof *w);
+    const int mode = (int)w->mode;
+    HR_REQUIRE(mode >= 0 && mode < MODES, "%s: weights->mode is %d, not an hr_weights_mode",
+               function, mode);
+    for (int64_t k = 0; k < params->count; k++)
+        HR_REQUIRE(modes[mode].params & HR_BIT(params->dtype[k]),
+                   "%s: params[%" PRId64 "] has dtype %s, which %s does not take", function, k,
+                   hr_dtype_name(params->dtype[k]), modes[mode].name);
+    HR_TRY(check_residuals(function, w, params));
+    HR_REQUIRE(weights_are_random(w->mode) == (w->seeds != NULL),
+               "%s: weights->seeds is %s, but %s %s", function, w->seeds ? "given" : "NULL",
+               modes[mode].name, w->seeds ? "has no use for them" : "needs them");
+    for (int64_t k = 0; w->places && k < params->count; k++)
+        HR_TRY(check_place(function, w->places[k], params->numel[k], k));
+    HR_REQUIRE((uintptr_t)w->stalled % sizeof *w->stalled == 0,
+               "%s: weights->stalled is at %p, which is not a multiple of %zu bytes", function,
+               (void *)w->stalled, sizeof *w->stalled);
+    return HR_OK;
+}

@@ -1,0 +1,30 @@
+#include "kernels/grad/accumulate.h"
+
+#include <math.h>
+
+#include "capi/check/check.h"
+
+hr_status hr_accumulate(const hr_tensor_list *sums, const hr_tensor_list *losts,
+                        const hr_tensor_list *grads, const hr_accumulate_config *config,
+                        const hr_exec *exec)
+{
+    HR_REQUIRE(config, "hr_accumulate: config is NULL");
+    HR_REQUIRE(config->size == sizeof *config,
+               "hr_accumulate: config->size is %zu, wanted %zu; start from "
+               "HR_ACCUMULATE_CONFIG_INIT",
+               config->size, sizeof *config);
+    HR_REQUIRE(config->factor_ptr || isfinite((float)config->factor),
+               "hr_accumulate: factor is %g, wanted a finite binary32", config->factor);
+    HR_TRY(hr_check_scalar("hr_accumulate", "factor_ptr", config->factor_ptr, HR_F32));
+    HR_TRY(hr_check_exec("hr_accumulate", exec));
+    HR_REQUIRE(grads, "hr_accumulate: grads is NULL");
+    const int64_t count = grads->count;
+    HR_TRY(hr_check_list("hr_accumulate", "grads", grads, count, NULL, HR_FLOATS));
+    HR_TRY(hr_check_list("hr_accumulate", "sums", sums, count, grads->numel, HR_BIT(HR_F32)));
+    if (losts)
+        HR_TRY(hr_check_list("hr_accumulate", "losts", losts, count, grads->numel, HR_BIT(HR_F32)));
+    const accumulate_args args = {sums, losts, grads, config};
+    if (exec->device == HR_CPU)
+        return accumulate_cpu(&args);
+    HR_RETURN_CUDA(accumulate_cuda(&args, exec), exec);
+}

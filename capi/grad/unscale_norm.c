@@ -1,0 +1,96 @@
+#include "kernels/grad/unscale_norm.h"
+
+#include <inttypes.h>
+#include <math.h>
+
+#include "capi/check/check.h"
+
+static hr_status check_config(const hr_unscale_norm_config *config)
+{
+    HR_REQUIRE(config, "hr_unscale_norm: config is NULL");
+    HR_REQUIRE(config->size == sizeof *config,
+               "hr_unscale_norm: config->size is %zu, wanted %zu; start from "
+               "HR_UNSCALE_NORM_CONFIG_INIT",
+               config->size, sizeof *config);
+    HR_REQUIRE(config->p > 0, "hr_unscale_norm: p is %g, wanted > 0", config->p);
+    HR_REQUIRE(config->max_norm >= 0, "hr_unscale_norm: max_norm is %g, wanted >= 0",
+               config->max_norm);
+    HR_TRY(hr_check_scalar("hr_unscale_norm", "grad_scale", config->grad_scale, HR_F32));
+    return hr_check_scalar("hr_unscale_norm", "clip_coef", config->clip_coef, HR_F32);
+}
+
+static size_t workspace_bytes_of(const hr_tensor_list *grads)
+{
+    /* A sum and the first chunk per tensor, a sum per chunk, and one that no tensor needs. */
+    return 8 * (size_t)(2 * grads->count + norm_chunks_of_list(grads) + 1);
+}
+
+static norm_order order_of(double p)
+{
+    return p == 2.0 ? NORM_2 : p == 1.0 ? NORM_1 : isinf(p) ? NORM_INF : NORM_P;
+}
+
+/* Of a list that may not have its tensors yet. */
+static hr_status check_sizes(const hr_tensor_list *grads)
+{
+    HR_REQUIRE(grads, "hr_unscale_norm_workspace: grads is NULL");
+    HR_REQUIRE(grads->count >= 0,
+               "hr_unscale_norm_workspace: grads->count is %" PRId64 ", wanted 0 or more",
+               grads->count);
+    HR_REQUIRE(grads->count == 0 || grads->numel,
+               "hr_unscale_norm_workspace: grads->numel is NULL");
+    int64_t total = 0;
+    for (int64_t k = 0; k < grads->count; k++) {
+        const int64_t n = grads->numel[k];
+        HR_REQUIRE(n >= 0,
+                   "hr_unscale_norm_workspace: grads[%" PRId64 "] has numel %" PRId64
+                   ", wanted 0 or more",
+                   k, n);
+        HR_REQUIRE(n <= INT64_MAX / 16 - total,
+                   "hr_unscale_norm_workspace: grads has more than 2^59 elements");
+        total += n;
+    }
+    return HR_OK;
+}
+
+hr_status hr_unscale_norm_workspace(size_t *bytes, const hr_tensor_list *grads)
+{
+    HR_REQUIRE(bytes, "hr_unscale_norm_workspace: bytes is NULL");
+    HR_TRY(check_sizes(grads));
+    *bytes = workspace_bytes_of(grads);
+    return HR_OK;
+}
+
+hr_status hr_unscale_norm(const hr_tensor_list *grads, const hr_unscale_norm_result *result,
+                          const hr_unscale_norm_config *config, void *workspace,
+                          size_t workspace_bytes, const hr_exec *exec)
+{
+    HR_TRY(check_config(config));
+    HR_TRY(hr_check_exec("hr_unscale_norm", exec));
+    HR_REQUIRE(grads, "hr_unscale_norm: grads is NULL");
+    HR_TRY(hr_check_list("hr_unscale_norm", "grads", grads, grads->count, NULL, HR_FLOATS));
+    HR_REQUIRE(result || config->write,
+               "hr_unscale_norm: result is NULL and config->write is 0, so there is nothing to do");
+    HR_REQUIRE(!result || (workspace && (uintptr_t)workspace % 8 == 0),
+               "hr_unscale_norm: workspace is at %p, wanted a multiple of 8 bytes", workspace);
+    HR_REQUIRE(!result || workspace_bytes >= workspace_bytes_of(grads),
+               "hr_unscale_norm: workspace_bytes is %zu, wanted %zu", workspace_bytes,
+               workspace_bytes_of(grads));
+    if (result) {
+        HR_TRY(hr_check_scalar("hr_unscale_norm", "result->norm", result->norm, HR_F32));
+        HR_TRY(hr_check_scalar("hr_unscale_norm", "result->norms", result->norms, HR_F32));
+        HR_TRY(hr_check_scalar("hr_unscale_norm", "result->found_inf", result->found_inf, HR_F32));
+        HR_TRY(hr_check_scalar("hr_unscale_norm", "result->culprit", result->culprit, HR_F64));
+        HR_TRY(hr_check_scalar("hr_unscale_norm", "result->clip_coef", result->clip_coef, HR_F32));
+    }
+    const unscale_norm_args args = {grads, result, config, order_of(config->p),
+                                    result ? workspace : NULL};
+    if (exec->device == HR_CPU) {
+        HR_REQUIRE(!config->grad_scale ||
+                       (isfinite(*config->grad_scale) && *config->grad_scale > 0),
+                   "hr_unscale_norm: *grad_scale is %g, wanted a finite number > 0",
+                   config->grad_scale ? (double)*config->grad_scale : 0.0);
+        return unscale_norm_cpu(&args);
+    }
+    HR_RETURN_CUDA(unscale_norm_cuda(&args, exec), exec);
+}

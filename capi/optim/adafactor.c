@@ -1,0 +1,188 @@
+#include "kernels/optim/adafactor.h"
+
+#include <inttypes.h>
+
+#include "capi/check/adamw_checks.h"
+#include "capi/check/weights_checks.h"
+
+static hr_status check_config(const hr_adafactor_config *config, int has_steps)
+{
+    HR_REQUIRE(config, "hr_adafactor: config is NULL");
+    HR_REQUIRE(config->size == sizeof *config,
+               "hr_adafactor: config->size is %zu, wanted %zu; start from HR_ADAFACTOR_HF_INIT or "
+               "HR_ADAFACTOR_TORCH_INIT",
+               config->size, sizeof *config);
+    const int is_torch = config->semantics == HR_ADAFACTOR_TORCH;
+    HR_REQUIRE(is_torch || config->semantics == HR_ADAFACTOR_HF,
+               "hr_adafactor: semantics is %d, wanted HR_ADAFACTOR_HF or HR_ADAFACTOR_TORCH",
+               (int)config->semantics);
+    HR_REQUIRE(config->lr_ptr || (isfinite(config->lr) && config->lr >= 0),
+               "hr_adafactor: lr is %g, wanted a finite number >= 0", config->lr);
+    HR_REQUIRE(isfinite(config->beta2_decay) && config->beta2_decay <= 0,
+               "hr_adafactor: beta2_decay is %g, wanted a finite number <= 0", config->beta2_decay);
+    HR_REQUIRE(isfinite(config->eps1) && (is_torch || config->eps1 >= 0),
+               "hr_adafactor: eps1 is %g, wanted a finite number%s", config->eps1,
+               is_torch ? "" : " >= 0");
+    HR_REQUIRE(isfinite(config->eps2) && config->eps2 >= 0,
+               "hr_adafactor: eps2 is %g, wanted a finite number >= 0", config->eps2);
+    HR_REQUIRE(config->clip_threshold > 0, "hr_adafactor: clip_threshold is %g, wanted > 0",
+               config->clip_threshold);
+    HR_REQUIRE(isfinite(config->weight_decay) && config->weight_decay >= 0,
+               "hr_adafactor: weight_decay is %g, wanted a finite number >= 0",
+               config->weight_decay);
+    HR_REQUIRE(config->beta1 >= 0 && config->beta1 < 1, "hr_adafactor: beta1 is %g, wanted [0, 1)",
+               config->beta1);
+    HR_REQUIRE(has_steps || config->step >= 1,
+               "hr_adafactor: config->step is %" PRId64 ", wanted 1 or more", config->step);
+    HR_REQUIRE(is_torch || config->relative_step || !config->warmup_init,
+               "hr_adafactor: warmup_init needs relative_step");
+    HR_REQUIRE(config->phases > 0 && config->phases <= HR_ADAFACTOR_ALL,
+               "hr_adafactor: phases is %" PRId32 ", wanted a sum of hr_adafactor_phases",
+               config->phases);
+    HR_TRY(hr_check_scalar("hr_adafactor", "lr_ptr", config->lr_ptr, config->lr_dtype));
+    HR_TRY(hr_check_scalar("hr_adafactor", "grad_scale", config->grad_scale, HR_F32));
+    HR_TRY(hr_check_scalar("hr_adafactor", "found_inf", config->found_inf, HR_F32));
+    return hr_check_scalar("hr_adafactor", "clip_coef", config->clip_coef, HR_F32);
+}
+
+/* Whether the product of three numbers >= 0 is at most 2^59; then it is in *product. */
+static int multiply(int64_t a, int64_t b, int64_t c, int64_t *product)
+{
+    return !__builtin_mul_overflow(a, b, product) &&
+           !__builtin_mul_overflow(*product, c, product) && *product <= INT64_MAX / 16;
+}
+
+static hr_status check_shapes(const char *function, const hr_adafactor_shape *shapes, int64_t count)
+{
+    HR_REQUIRE(shapes || count == 0, "%s: shapes is NULL", function);
+    int64_t total = 0;
+    for (int64_t k = 0; k < count; k++) {
+        const hr_adafactor_shape s = shapes[k];
+        int64_t numel = 0, lines = 0;
+        HR_REQUIRE(s.batch >= 0 && s.rows >= 0 && s.cols >= 0 && s.rows <= INT64_MAX - s.cols &&
+                       multiply(s.batch, s.rows, s.cols, &numel) &&
+                       multiply(s.batch, s.rows + s.cols, 1, &lines),
+                   "%s: shapes[%" PRId64 "] is [%" PRId64 ", %" PRId64 ", %" PRId64
+                   "], wanted numbers >= 0 and at most 2^59 elements",
+                   function, k, s.batch, s.rows, s.cols);
+        HR_REQUIRE(s.factored == 1 || (s.factored == 0 && s.batch == 1 && s.rows == 1),
+                   "%s: shapes[%" PRId64 "] has factored %" PRId64
+                   ", wanted 1, or 0 for [1, 1, numel]",
+                   function, k, s.factored);
+        HR_REQUIRE((s.whole_rows == 0 || s.whole_rows >= s.rows) &&
+                       (s.whole_cols == 0 || s.whole_cols >= s.cols) &&
+                       (s.whole_numel == 0 || s.whole_numel >= numel),
+                   "%s: shapes[%" PRId64 "] is larger than its whole", function, k);
+        HR_REQUIRE(numel <= INT64_MAX / 16 - total && lines <= INT64_MAX / 16 - total - numel,
+                   "%s: shapes has more than 2^59 elements", function);
+        total += numel + lines;
+    }
+    return HR_OK;
+}
+
+static size_t workspace_bytes_of(const hr_adafactor_shape *shapes, int64_t count)
+{
+    const adafactor_extent cpu = adafactor_extent_of(shapes, count, adafactor_cut_cpu);
+    const adafactor_extent cuda = adafactor_extent_of(shapes, count, adafactor_cut_cuda);
+    const size_t a = adafactor_bytes(&cpu, count), b = adafactor_bytes(&cuda, count);
+    return a > b ? a : b;
+}
+
+hr_status hr_adafactor_workspace(size_t *bytes, const hr_adafactor_shape *shapes, int64_t count)
+{
+    HR_REQUIRE(bytes, "hr_adafactor_workspace: bytes is NULL");
+    HR_REQUIRE(count >= 0, "hr_adafactor_workspace: count is %" PRId64 ", wanted 0 or more", count);
+    HR_TRY(check_shapes("hr_adafactor_workspace", shapes, count));
+    *bytes = workspace_bytes_of(shapes, count);
+    return HR_OK;
+}
+
+typedef enum wanted { FACTORED_ROWS, FACTORED_COLS, NOT_FACTORED } wanted;
+
+static int64_t wanted_numel(const hr_adafactor_shape *s, wanted part)
+{
+    return part == NOT_FACTORED    ? (s->factored ? 0 : s->cols)
+           : !s->factored          ? 0
+           : part == FACTORED_ROWS ? s->batch * s->rows
+                                   : s->batch * s->cols;
+}
+
+/* A list of variances, which may be NULL if no shape wants any. */
+static hr_status check_variances(const char *name, const hr_tensor_list *list,
+                                 const adafactor_args *a, wanted part)
+{
+    const int64_t count = a->params->count;
+    if (list)
+        HR_TRY(hr_check_list("hr_adafactor", name, list, count, NULL, HR_BIT(HR_F32)));
+    for (int64_t k = 0; k < count; k++) {
+        const int64_t numel = wanted_numel(&a->shapes[k], part);
+        HR_REQUIRE(list || numel == 0,
+                   "hr_adafactor: %s is NULL, but params[%" PRId64 "] is %sfactored", name, k,
+                   part == NOT_FACTORED ? "not " : "");
+        HR_REQUIRE(!list || list->numel[k] == numel,
+                   "hr_adafactor: %s[%" PRId64 "] has numel %" PRId64 ", wanted %" PRId64, name, k,
+                   list->numel[k], numel);
+    }
+    return HR_OK;
+}
+
+static hr_status check_lists(const adafactor_args *a)
+{
+    const char *const function = "hr_adafactor";
+    HR_REQUIRE(a->params, "hr_adafactor: params is NULL");
+    const int64_t count = a->params->count;
+    HR_TRY(hr_check_list(function, "params", a->params, count, NULL, HR_FLOATS));
+    HR_TRY(weights_check(function, a->config->weights, a->params));
+    HR_TRY(hr_check_list(function, "grads", a->grads, count, a->params->numel, HR_FLOATS));
+    HR_TRY(check_shapes(function, a->shapes, count));
+    for (int64_t k = 0; k < count; k++) {
+        const hr_adafactor_shape s = a->shapes[k];
+        HR_REQUIRE(s.batch * s.rows * s.cols == a->params->numel[k],
+                   "hr_adafactor: shapes[%" PRId64 "] is [%" PRId64 ", %" PRId64 ", %" PRId64
+                   "], but params has numel %" PRId64,
+                   k, s.batch, s.rows, s.cols, a->params->numel[k]);
+    }
+    HR_TRY(check_variances("row_vars", a->row_vars, a, FACTORED_ROWS));
+    HR_TRY(check_variances("col_vars", a->col_vars, a, FACTORED_COLS));
+    HR_TRY(check_variances("variances", a->variances, a, NOT_FACTORED));
+    if (a->exp_avgs)
+        HR_TRY(hr_check_list(function, "exp_avgs", a->exp_avgs, count, a->params->numel,
+                             HR_BIT(HR_F32)));
+    if (a->rmss)
+        HR_TRY(hr_check_list(function, "rmss", a->rmss, count, NULL, HR_BIT(HR_F32)));
+    for (int64_t k = 0; a->rmss && k < count; k++)
+        HR_REQUIRE(a->rmss->numel[k] == 1,
+                   "hr_adafactor: rmss[%" PRId64 "] has numel %" PRId64 ", wanted 1", k,
+                   a->rmss->numel[k]);
+    return adamw_check_steps(function, a->steps, count);
+}
+
+hr_status hr_adafactor(const hr_tensor_list *params, const hr_tensor_list *row_vars,
+                       const hr_tensor_list *col_vars, const hr_tensor_list *variances,
+                       const hr_tensor_list *exp_avgs, const hr_tensor_list *rmss,
+                       const hr_tensor_list *steps, const hr_tensor_list *grads,
+                       const hr_adafactor_shape *shapes, const hr_adafactor_config *config,
+                       void *workspace, size_t workspace_bytes, const hr_exec *exec)
+{
+    adafactor_args args = {params, row_vars, col_vars, variances, exp_avgs, rmss,
+                           steps,  grads,    shapes,   config,    workspace};
+    HR_TRY(check_config(config, steps != NULL));
+    HR_TRY(hr_check_exec("hr_adafactor", exec));
+    HR_TRY(check_lists(&args));
+    const size_t wanted_bytes = workspace_bytes_of(shapes, params->count);
+    HR_REQUIRE(workspace_bytes >= wanted_bytes, "hr_adafactor: workspace_bytes is %zu, wanted %zu",
+               workspace_bytes, wanted_bytes);
+    HR_REQUIRE(wanted_bytes == 0 || (workspace && (uintptr_t)workspace % 8 == 0),
+               "hr_adafactor: workspace is at %p, wanted a multiple of 8 bytes", workspace);
+    /* The trajectory of weights that are stored in parts is that of binary32. */
+    hr_adafactor_config own = *config;
+    if (own.eps1 < 0 && own.weights && own.weights->mode != HR_WEIGHTS_NEAREST)
+        own.eps1 = 0x1p-23;
+    args.config = &own;
+    if (exec->device == HR_CPU) {
+        HR_TRY(adamw_check_scalars("hr_adafactor", config->lr_ptr, config->lr_dtype,
+                                   config->grad_scale, steps));
+        return adafactor_cpu(&args);
+    }
+    HR_RETURN_CUDA(adafactor_cuda(&args, exec), exec);
+}

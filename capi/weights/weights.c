@@ -1,0 +1,46 @@
+#include "kernels/weights/weights.h"
+
+#include "capi/check/check.h"
+#include "capi/check/weights_checks.h"
+
+/* Checks a call, and fills what the kernels take of it: random modes round to nearest here. */
+static hr_status prepare(const char *function, weights_args *a, hr_weights *weights,
+                         const hr_exec *exec)
+{
+    HR_REQUIRE(a->params, "%s: params is NULL", function);
+    HR_REQUIRE(a->weights, "%s: weights is NULL", function);
+    HR_REQUIRE(a->weights->size == sizeof *weights,
+               "%s: weights->size is %zu, wanted %zu; start from HR_WEIGHTS_INIT", function,
+               a->weights->size, sizeof *weights);
+    HR_TRY(hr_check_exec(function, exec));
+    const int64_t count = a->params->count;
+    HR_TRY(hr_check_list(function, "params", a->params, count, NULL, HR_FLOATS));
+    HR_TRY(hr_check_list(function, "values", a->values, count, a->params->numel, HR_BIT(HR_F32)));
+    weights->mode = weights_are_random(a->weights->mode) ? a->weights->mode - 1 : a->weights->mode;
+    weights->residuals = a->weights->residuals;
+    a->weights = weights;
+    return weights_check(function, weights, a->params);
+}
+
+static hr_status convert(const char *function, weights_args *args, const hr_exec *exec)
+{
+    hr_weights weights = HR_WEIGHTS_INIT;
+    HR_TRY(prepare(function, args, &weights, exec));
+    if (exec->device == HR_CPU)
+        return weights_cpu(args);
+    HR_RETURN_CUDA(weights_cuda(args, exec), exec);
+}
+
+hr_status hr_join_weights(const hr_tensor_list *values, const hr_tensor_list *params,
+                          const hr_weights *weights, const hr_exec *exec)
+{
+    weights_args args = {values, params, weights, 0};
+    return convert("hr_join_weights", &args, exec);
+}
+
+hr_status hr_split_weights(const hr_tensor_list *params, const hr_tensor_list *values,
+                           const hr_weights *weights, const hr_exec *exec)
+{
+    weights_args args = {values, params, weights, 1};
+    return convert("hr_split_weights", &args, exec);
+}

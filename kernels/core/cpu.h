@@ -1,0 +1,133 @@
+/*
+ * cpu.h: how a plain C loop becomes a CPU kernel.
+ *
+ * CPU_VARIANTS(loop) compiles one always-inline function once per instruction set, and
+ * CPU_BEST(loop) is the one to run now. This is what __attribute__((target_clones)) does, except
+ * that a test can run every variant the CPU has, which a load-time choice would not allow.
+ */
+#ifndef HR_CPU_H
+#define HR_CPU_H
+
+#include "kernels/core/dtype.h"
+#include "kernels/core/runtime.h"
+
+/* Elements per task: large enough to hide the hand-over, small enough to balance a few threads. */
+#define CPU_GRAIN 32768
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define CPU_AVX2 __attribute__((target("avx2,fma,f16c,bmi,bmi2")))
+#if defined(__clang__)
+#define CPU_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,bmi,bmi2")))
+#else
+#define CPU_AVX512                                                                \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,bmi,bmi2," \
+                          "prefer-vector-width=512")))
+#endif
+/* HR_CPU_AVX512_VBMI: for code beside a loop's AVX-512 variant. */
+#define CPU_AVX512_VBMI_BF16                                                                       \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,fma,f16c,bmi," \
+                          "bmi2")))
+#define CPU_VARIANTS(loop)                                                                     \
+    static void loop##_baseline(void *context, int64_t begin, int64_t end)                     \
+    {                                                                                          \
+        loop(context, begin, end);                                                             \
+    }                                                                                          \
+    CPU_AVX2 static void loop##_avx2(void *context, int64_t begin, int64_t end)                \
+    {                                                                                          \
+        loop(context, begin, end);                                                             \
+    }                                                                                          \
+    CPU_AVX512 static void loop##_avx512(void *context, int64_t begin, int64_t end)            \
+    {                                                                                          \
+        loop(context, begin, end);                                                             \
+    }                                                                                          \
+    static const hr_range_fn loop##_variants[] = {loop##_baseline, loop##_avx2, loop##_avx512, \
+                                                  loop##_avx512};
+#else
+#define CPU_VARIANTS(loop)                                                          \
+    static void loop##_baseline(void *context, int64_t begin, int64_t end)          \
+    {                                                                               \
+        loop(context, begin, end);                                                  \
+    }                                                                               \
+    static const hr_range_fn loop##_variants[] = {loop##_baseline, loop##_baseline, \
+                                                  loop##_baseline};
+#endif
+
+#define CPU_BEST(loop) (loop##_variants[hr_get_cpu_level()])
+
+/* Fetches `count` elements 2 KiB ahead of element i of a run that ends at `end`. A core that converts,
+ * sums or divides between its loads does not look that far ahead by itself, and waits for memory. */
+HR_INLINE void cpu_prefetch(const void *base, int64_t i, int count, int64_t end, hr_dtype dtype)
+{
+    const int size = dtype == HR_F32 ? 4 : 2;
+    if ((end - i) * size <= 2048)
+        return;
+    const char *const ahead = (const char *)base + i * size + 2048;
+    for (int byte = 0; byte < count * size; byte += 64)
+        __builtin_prefetch(ahead + byte, 1);
+}
+
+/* Elements between prefetches. */
+#define CPU_STEP 64
+
+/* The elements of a list, laid end to end. */
+static inline int64_t cpu_total(const hr_tensor_list *list)
+{
+    int64_t total = 0;
+    for (int64_t k = 0; k < list->count; k++)
+        total += list->numel[k];
+    return total;
+}
+
+/* Runs the body for each tensor k of the list with elements in [begin, end) of cpu_total, and
+ * [from, to) are those elements, counted within the tensor. */
+#define CPU_FOR_EACH_TENSOR(list, begin, end, k, from, to)                         \
+    for (int64_t k = 0, first_ = 0, from, to; k < (list)->count && first_ < (end); \
+         first_ += (list)->numel[k++])                                             \
+        if (from = (begin) > first_ ? (begin)-first_ : 0,                          \
+            to = (end)-first_ < (list)->numel[k] ? (end)-first_ : (list)->numel[k], from < to)
+
+/* The same in whole blocks of block_size elements, counted within each tensor: those whose first
+ * element is in [begin, end), so that every block belongs to one range. */
+#define CPU_FOR_EACH_TENSOR_IN_BLOCKS(list, begin, end, block_size, k, from, to)      \
+    for (int64_t k = 0, first_ = 0, from, to; k < (list)->count && first_ < (end);    \
+         first_ += (list)->numel[k++])                                                \
+        if (from = cpu_round_up((begin) > first_ ? (begin)-first_ : 0, (block_size)), \
+            to = cpu_round_up((end)-first_, (block_size)),                            \
+            to = to < (list)->numel[k] ? to : (list)->numel[k], from < to)
+
+static inline int64_t cpu_round_up(int64_t n, int64_t step)
+{
+    return (n + step - 1) / step * step;
+}
+
+/* Adds 1 to each step counter, if there are any: the last thing that a step does. */
+static inline void cpu_count_steps(const hr_tensor_list *steps)
+{
+    for (int64_t k = 0; steps && k < steps->count; k++) {
+        void *const step = steps->data[k];
+        const hr_dtype dtype = steps->dtype[k];
+        hr_store_scalar(step, hr_load_scalar(step, dtype) + 1.0, dtype);
+    }
+}
+
+/* Runs the body with the constant `name` equal to `dtype`, a floating-point type of elements. */
+#define FOR_DTYPE(dtype, name, body)   \
+    switch (dtype) {                   \
+    case HR_BF16: {                    \
+        const hr_dtype name = HR_BF16; \
+        body;                          \
+        break;                         \
+    }                                  \
+    case HR_F16: {                     \
+        const hr_dtype name = HR_F16;  \
+        body;                          \
+        break;                         \
+    }                                  \
+    default: {                         \
+        const hr_dtype name = HR_F32;  \
+        body;                          \
+        break;                         \
+    }                                  \
+    }
+
+#endif

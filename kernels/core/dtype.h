@@ -1,0 +1,130 @@
+/*
+ * dtype.h: what every kernel shares, on the host and on the device: how elements are read and
+ * written. A value is loaded to binary32, computed on, and rounded once on its way back.
+ *
+ * The conversions are plain integer and binary32 arithmetic that compilers vectorise and that never
+ * meets a denormal operand, so they give the same bits on every device and instruction set. A NaN
+ * is always written as the same NaN, because processors differ in the payloads they propagate.
+ */
+#ifndef HR_DTYPE_H
+#define HR_DTYPE_H
+
+#include <stdint.h>
+#include <string.h>
+
+#include "capi/headroom.h"
+
+#if defined(__CUDACC__)
+#define HR_INLINE static __host__ __device__ __forceinline__
+#else
+#define HR_INLINE static inline __attribute__((always_inline, unused))
+#endif
+
+HR_INLINE uint32_t hr_bits(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+HR_INLINE float hr_float(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+HR_INLINE float hr_from_bf16(uint16_t half)
+{
+    return hr_float((uint32_t)half << 16);
+}
+
+HR_INLINE uint16_t hr_to_bf16(float x)
+{
+    const uint32_t bits = hr_bits(x);
+    const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    return (bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FFFu : (uint16_t)rounded;
+}
+
+HR_INLINE float hr_from_f16(uint16_t half)
+{
+#if defined(__CUDA_ARCH__)
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(half));
+    return x;
+#else
+    /* Moves exponent and mantissa into place and rebiases the exponent by 127 - 15. Infinity and
+     * NaN get the rest of the way to exponent 255; a denormal is normalised by a subtraction. */
+    const uint32_t magnitude = (uint32_t)(half & 0x7FFFu) << 13;
+    const uint32_t sign = (uint32_t)(half & 0x8000u) << 16;
+    const uint32_t rebiased = magnitude + (112u << 23);
+    const uint32_t special = rebiased + (112u << 23);
+    const uint32_t denormal = hr_bits(hr_float(rebiased + (1u << 23)) - hr_float(113u << 23));
+    const uint32_t finite = magnitude < (1u << 23) ? denormal : rebiased;
+    return hr_float(sign | (magnitude >= (31u << 23) ? special : finite));
+#endif
+}
+
+HR_INLINE uint16_t hr_to_f16(float x)
+{
+#if defined(__CUDA_ARCH__)
+    uint16_t half;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(x));
+    return half;
+#else
+    /* Below 2^-14 the result is a denormal: adding 0.5 puts its last place at bit 0 of the
+     * mantissa, and the addition rounds. Above, the mantissa is rounded by an integer addition. */
+    const uint32_t bits = hr_bits(x);
+    const uint32_t sign = (bits >> 16) & 0x8000u;
+    const uint32_t magnitude = bits & 0x7FFFFFFFu;
+    const uint32_t denormal = hr_bits(hr_float(magnitude) + 0.5f) - (126u << 23);
+    const uint32_t normal = (magnitude - (112u << 23) + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+    const uint32_t finite = magnitude < (113u << 23) ? denormal : normal;
+    const uint32_t bounded = magnitude >= (143u << 23) ? 0x7C00u : finite;
+    return (uint16_t)(magnitude > 0x7F800000u ? 0x7FFFu : sign | bounded);
+#endif
+}
+
+/* Written with a constant `dtype`, each of these is a single load or store. */
+HR_INLINE float hr_load(const void *base, int64_t i, hr_dtype dtype)
+{
+    switch (dtype) {
+    case HR_BF16:
+        return hr_from_bf16(((const uint16_t *)base)[i]);
+    case HR_F16:
+        return hr_from_f16(((const uint16_t *)base)[i]);
+    default:
+        return ((const float *)base)[i];
+    }
+}
+
+HR_INLINE void hr_store(void *base, int64_t i, float x, hr_dtype dtype)
+{
+    switch (dtype) {
+    case HR_BF16:
+        ((uint16_t *)base)[i] = hr_to_bf16(x);
+        break;
+    case HR_F16:
+        ((uint16_t *)base)[i] = hr_to_f16(x);
+        break;
+    default:
+        ((float *)base)[i] = x != x ? hr_float(0x7FFFFFFFu) : x;
+        break;
+    }
+}
+
+/* A scalar or counter of type f32 or f64, as binary64. */
+HR_INLINE double hr_load_scalar(const void *scalar, hr_dtype dtype)
+{
+    return dtype == HR_F64 ? *(const double *)scalar : (double)*(const float *)scalar;
+}
+
+HR_INLINE void hr_store_scalar(void *scalar, double x, hr_dtype dtype)
+{
+    if (dtype == HR_F64)
+        *(double *)scalar = x;
+    else
+        *(float *)scalar = (float)x;
+}
+
+#endif

@@ -1,0 +1,88 @@
+#include "kernels/core/runtime.h"
+
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static _Thread_local char last_error[512];
+
+hr_status hr_fail(hr_status status, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(last_error, sizeof last_error, format, arguments);
+    va_end(arguments);
+    return status;
+}
+
+const char *hr_last_error(void)
+{
+    return last_error;
+}
+
+static _Atomic(hr_parallel_for_fn) lent_threads;
+
+hr_status hr_set_parallel_for(hr_parallel_for_fn parallel_for)
+{
+    atomic_store(&lent_threads, parallel_for);
+    return HR_OK;
+}
+
+void hr_parallel_for(int64_t begin, int64_t end, int64_t grain, hr_range_fn range, void *context)
+{
+    const hr_parallel_for_fn parallel_for = atomic_load(&lent_threads);
+    if (begin >= end)
+        return;
+    if (parallel_for && end - begin > grain)
+        parallel_for(begin, end, grain, range, context);
+    else
+        range(context, begin, end);
+}
+
+static hr_cpu_level highest_cpu_level(void)
+{
+#if defined(__x86_64__) && defined(__GNUC__)
+    __builtin_cpu_init();
+    const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const int avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    const int vbmi = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
+    return !avx2     ? HR_CPU_BASELINE
+           : !avx512 ? HR_CPU_AVX2
+           : !vbmi   ? HR_CPU_AVX512
+                     : HR_CPU_AVX512_VBMI;
+#else
+    return HR_CPU_BASELINE;
+#endif
+}
+
+static _Atomic int cpu_level = -1; /* until the first use */
+
+hr_cpu_level hr_get_cpu_level(void)
+{
+    static const char *const names[] = {"baseline", "avx2", "avx512", "avx512vbmi"};
+    int level = atomic_load(&cpu_level);
+    if (level >= 0)
+        return (hr_cpu_level)level;
+    level = (int)highest_cpu_level();
+    const char *wanted = getenv("HEADROOM_CPU_LEVEL");
+    for (int i = 0; wanted && i < level; i++)
+        if (strcmp(wanted, names[i]) == 0)
+            level = i;
+    atomic_store(&cpu_level, level);
+    return (hr_cpu_level)level;
+}
+
+hr_status hr_set_cpu_level(hr_cpu_level level)
+{
+    if ((int)level < HR_CPU_BASELINE || (int)level > HR_CPU_AVX512_VBMI)
+        return hr_fail(HR_INVALID_ARGUMENT, "hr_set_cpu_level: level is %d, wanted 0 to 3",
+                       (int)level);
+    if (level > highest_cpu_level())
+        return hr_fail(HR_UNSUPPORTED, "hr_set_cpu_level: level %d, but this CPU goes up to %d",
+                       (int)level, (int)highest_cpu_level());
+    atomic_store(&cpu_level, (int)level);
+    return HR_OK;
+}

@@ -1,0 +1,26 @@
+/* runtime.h: what the library keeps between calls: the last error of each thread, the lent threads,
+ * and the instruction set in use. */
+#ifndef HR_RUNTIME_H
+#define HR_RUNTIME_H
+
+#include "capi/headroom.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Records the message for hr_last_error() and returns `status`, so that it can be returned. */
+hr_status hr_fail(hr_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* Runs on the lent threads; see hr_set_parallel_for. */
+void hr_parallel_for(int64_t begin, int64_t end, int64_t grain, hr_range_fn range, void *context);
+
+/* Makes `device` current for the calling thread and gives the one that was, to be handed back. */
+hr_status hr_cuda_enter(int32_t device, int32_t *previous);
+void hr_cuda_leave(int32_t previous);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

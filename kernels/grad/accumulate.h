@@ -1,0 +1,46 @@
+/*
+ * accumulate.h: gradients added to binary32 buffers, plainly or with compensation (Kahan, Further
+ * remarks on reducing truncation errors, Communications of the ACM 8(1), 1965).
+ */
+#ifndef HR_ACCUMULATE_H
+#define HR_ACCUMULATE_H
+
+#include "kernels/core/dtype.h"
+
+HR_INLINE float accumulate_plain(float sum, float x)
+{
+    return sum + x;
+}
+
+HR_INLINE float accumulate_compensated(float sum, float x, float *lost)
+{
+    const float y = x - *lost;
+    const float t = sum + y;
+    *lost = (t - sum) - y;
+    return t;
+}
+
+HR_INLINE float accumulate_factor(const hr_accumulate_config *config)
+{
+    return config->factor_ptr ? *config->factor_ptr : (float)config->factor;
+}
+
+typedef struct accumulate_args {
+    const hr_tensor_list *sums;
+    const hr_tensor_list *losts; /* NULL: plain */
+    const hr_tensor_list *grads;
+    const hr_accumulate_config *config;
+} accumulate_args;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+hr_status accumulate_cpu(const accumulate_args *args);
+hr_status accumulate_cuda(const accumulate_args *args, const hr_exec *exec);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,123 @@
+/*
+ * adamw.h: Adam and AdamW. The formula of one element, the constants it needs, and the kernels.
+ *
+ * The update is the one documented at hr_adamw in headroom.h. Everything that depends on the step
+ * alone is folded in binary64 by adamw_fold(), on the host or by one thread of a CUDA block, so
+ * that an element costs one square root, one division and a handful of multiplications.
+ *
+ * Adam: a method for stochastic optimization, Kingma and Ba, arXiv:1412.6980.
+ * Decoupled weight decay regularization, Loshchilov and Hutter, arXiv:1711.05101.
+ */
+#ifndef HR_ADAMW_H
+#define HR_ADAMW_H
+
+#include <math.h>
+
+#include "kernels/core/dtype.h"
+
+typedef struct adamw_constants {
+    float beta1, one_minus_beta1;
+    float beta2, one_minus_beta2;
+    float grad_factor; /* clip_coef / grad_scale, negative to maximize */
+    float l2;          /* weight_decay if it is not decoupled, else 0 */
+    float keep;        /* 1 - lr * weight_decay if it is decoupled, else 1 */
+    float step_size;   /* lr / (1 - beta1^t) */
+    float rsqrt_bias2; /* 1 / sqrt(1 - beta2^t) */
+    float eps;
+} adamw_constants;
+
+typedef struct adamw_values {
+    float param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq;
+} adamw_values;
+
+HR_INLINE adamw_values adamw_element(adamw_constants c, adamw_values x, int amsgrad)
+{
+    const float scaled = x.grad * c.grad_factor;
+    /* Not `scaled + l2 * param` alone: 0 * inf would turn an infinite parameter into NaN. */
+    const float grad = c.l2 != 0.0f ? scaled + c.l2 * x.param : scaled;
+    /* From the nearer end towards the other: half the error of the sum of two products. */
+    const float from = c.one_minus_beta1 < 0.5f ? x.exp_avg : grad;
+    const float weight = c.one_minus_beta1 < 0.5f ? c.one_minus_beta1 : -c.beta1;
+    x.exp_avg = from + weight * (grad - x.exp_avg);
+    x.exp_avg_sq = c.beta2 * x.exp_avg_sq + c.one_minus_beta2 * (grad * grad);
+    float second = x.exp_avg_sq;
+    if (amsgrad) {
+        const int keep = x.max_exp_avg_sq >= second || x.max_exp_avg_sq != x.max_exp_avg_sq;
+        x.max_exp_avg_sq = keep ? x.max_exp_avg_sq : second; /* NaN wins on either side */
+        second = x.max_exp_avg_sq;
+    }
+    const float denominator = sqrtf(second) * c.rsqrt_bias2 + c.eps;
+    x.param = c.keep * x.param - c.step_size * (x.exp_avg / denominator);
+    return x;
+}
+
+/* The same, but with `skip_nonfinite` nothing changes where the gradient is not finite. */
+HR_INLINE adamw_values adamw_update(adamw_constants c, adamw_values x, int amsgrad,
+                                    int skip_nonfinite)
+{
+    const adamw_values y = adamw_element(c, x, amsgrad);
+    const uint32_t magnitude = hr_bits(x.grad * c.grad_factor) & 0x7FFFFFFFu;
+    const int stays = skip_nonfinite && magnitude >= 0x7F800000u;
+    x.param = stays ? x.param : y.param;
+    x.exp_avg = stays ? x.exp_avg : y.exp_avg;
+    x.exp_avg_sq = stays ? x.exp_avg_sq : y.exp_avg_sq;
+    x.max_exp_avg_sq = stays ? x.max_exp_avg_sq : y.max_exp_avg_sq;
+    return x;
+}
+
+/* base^exponent by repeated squaring: IEEE products in a fixed order, unlike pow(). */
+HR_INLINE double adamw_power(double base, double exponent)
+{
+    double power = 1.0;
+    for (uint64_t bits = (uint64_t)exponent; bits != 0; bits >>= 1) {
+        if (bits & 1u)
+            power *= base;
+        base *= base;
+    }
+    return power;
+}
+
+/* The constants of step t. Reads the scalars that `config` points to, so it must run where they
+ * live. */
+HR_INLINE adamw_constants adamw_fold(const hr_adamw_config *config, double t)
+{
+    const double lr =
+        config->lr_ptr ? hr_load_scalar(config->lr_ptr, config->lr_dtype) : config->lr;
+    const double clip_coef = config->clip_coef ? (double)*config->clip_coef : 1.0;
+    const double grad_scale = config->grad_scale ? (double)*config->grad_scale : 1.0;
+    const double grad_factor = clip_coef / grad_scale;
+    adamw_constants c;
+    c.beta1 = (float)config->beta1;
+    c.one_minus_beta1 = (float)(1.0 - config->beta1);
+    c.beta2 = (float)config->beta2;
+    c.one_minus_beta2 = (float)(1.0 - config->beta2);
+    c.grad_factor = (float)(config->maximize ? -grad_factor : grad_factor);
+    c.l2 = config->decoupled ? 0.0f : (float)config->weight_decay;
+    c.keep = config->decoupled ? (float)(1.0 - lr * config->weight_decay) : 1.0f;
+    c.step_size = (float)(lr / (1.0 - adamw_power(config->beta1, t)));
+    c.rsqrt_bias2 = (float)(1.0 / sqrt(1.0 - adamw_power(config->beta2, t)));
+    c.eps = (float)config->eps;
+    return c;
+}
+
+/* The arguments of a call, checked. */
+typedef struct adamw_args {
+    const hr_tensor_list *params, *exp_avgs, *exp_avg_sqs;
+    const hr_tensor_list *max_exp_avg_sqs; /* NULL unless amsgrad */
+    const hr_tensor_list *steps;           /* NULL: config->step */
+    const hr_tensor_list *grads;
+    const hr_adamw_config *config;
+} adamw_args;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+hr_status adamw_cpu(const adamw_args *args);
+hr_status adamw_cuda(const adamw_args *args, const hr_exec *exec);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,553 @@
+/*
+ * adamw8bit_cpu_vbmi.c: the loop of 8-bit Adam with AVX-512 and byte permutes: the plain rule, in
+ * float32 and bfloat16, plain or with the rest of a weight beside. Anything else is left to others.
+ *
+ * The divider is busy for half of the time, so all other work is put beside it: while 64 elements
+ * are updated, the moments of the next are decoded, and those of 64 elements two blocks before are
+ * encoded. Two, for the scale of the block that has just ended is not known at once.
+ */
+#include "kernels/optim/adamw8bit_cpu.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+/* ---- Weights: 64 in memory and in four vectors ----------------------------------------------- */
+
+/* Where 64 weights are. */
+typedef struct adamw8bit_weights {
+    void *param, *residual;
+} adamw8bit_weights;
+
+/* Halves of words are read and written faster by turns than in a row. */
+HR_INLINE dynamic_order adamw8bit_order(hr_dtype param_dtype, hr_dtype grad_dtype,
+                                        hr_weights_mode mode)
+{
+    const int halves = param_dtype == HR_BF16 && grad_dtype == HR_BF16;
+    return halves && mode != HR_WEIGHTS_MASTER ? DYNAMIC_EVEN_ODD : DYNAMIC_IN_ROW;
+}
+
+/* Vectors k and k + 1 of 64 elements, k even. */
+CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_load_vbmi(const void *base, int k, hr_dtype dtype,
+                                                        dynamic_order order, __m512 x[2])
+{
+    if (dtype == HR_F32) {
+        x[0] = _mm512_loadu_ps((const float *)base + 16 * k);
+        x[1] = _mm512_loadu_ps((const float *)base + 16 * k + 16);
+    } else if (order == DYNAMIC_EVEN_ODD) {
+        const __m512i halves = _mm512_loadu_si512((const uint16_t *)base + 16 * k);
+        x[0] = _mm512_castsi512_ps(_mm512_slli_epi32(halves, 16));
+        x[1] = _mm512_castsi512_ps(_mm512_and_si512(halves, _mm512_set1_epi32((int)0xFFFF0000u)));
+    } else {
+        for (int j = 0; j < 2; j++) {
+            const __m256i halves = _mm256_loadu_si256((const __m256i *)base + k + j);
+            x[j] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+        }
+    }
+}
+
+/* hr_store() of such two vectors. Gives 0 if there may be NaN in them. What is rare is not a call:
+ * across a call a compiler keeps no vector in a register. */
+CPU_AVX512_VBMI_BF16 HR_INLINE int adamw8bit_store_vbmi(void *base, int k, const __m512 x[2],
+                                                        hr_dtype dtype, dynamic_order order)
+{
+    if (dtype == HR_F32) {
+        float *const to = (float *)base + 16 * k;
+        const __mmask16 nan = _mm512_cmp_ps_mask(x[0], x[1], _CMP_UNORD_Q);
+        const int no_nan = _kortestz_mask16_u8(nan, nan) ? 3 : 0;
+        _mm512_storeu_ps(to, x[0]);
+        _mm512_storeu_ps(to + 16, x[1]);
+        for (int j = 0; __builtin_expect(!no_nan, 0) && j < 2; j++)
+            _mm512_mask_storeu_ps(to + 16 * j, _mm512_cmp_ps_mask(x[j], x[j], _CMP_UNORD_Q),
+                                  _mm512_castsi512_ps(_mm512_set1_epi32(0x7FFFFFFF)));
+        return no_nan;
+    }
+    /* The even elements, then the odd ones, to where they were. */
+    const __m512i turns =
+        _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                         21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]);
+    if (order == DYNAMIC_EVEN_ODD)
+        halves = _mm512_permutexvar_epi16(turns, halves);
+    /* NaN, and denormals, which the conversion takes for 0. */
+    const __mmask16 special0 = _mm512_fpclass_ps_mask(x[0], 0x01 | 0x80 | 0x20);
+    const __mmask16 special1 = _mm512_fpclass_ps_mask(x[1], 0x01 | 0x80 | 0x20);
+    const int usual = _kortestz_mask16_u8(special0, special1) ? 3 : 0;
+    if (__builtin_expect(!usual, 0)) {
+        __m512i words[2];
+        for (int j = 0; j < 2; j++) { /* hr_to_bf16() */
+            const __m512i bits = _mm512_castps_si512(x[j]), one = _mm512_set1_epi32(1);
+            const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
+            const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
+            const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
+            words[j] = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x[j], x[j], _CMP_UNORD_Q),
+                                             _mm512_set1_epi32(0x7FFF));
+        }
+        halves = _mm512_or_si512(words[0], _mm512_slli_epi32(words[1], 16));
+        if (order == DYNAMIC_IN_ROW)
+            halves = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(words[0])),
+                                        _mm512_cvtepi32_epi16(words[1]), 1);
+    }
+    _mm512_storeu_si512((uint16_t *)base + 16 * k, halves);
+    return usual;
+}
+
+/* 32 residuals as 16-bit integers: those of 8 bits are the high halves. */
+CPU_AVX512_VBMI_BF16 HR_INLINE __m512i adamw8bit_residuals_vbmi(const void *residual, int k,
+                                                                hr_weights_mode mode)
+{
+    if (mode == HR_WEIGHTS_REMAINDER16)
+        return _mm512_loadu_si512((const uint16_t *)residual + 16 * k);
+    const __m256i bytes = _mm256_loadu_si256((const __m256i *)((const uint8_t *)residual + 16 * k));
+    return _mm512_slli_epi16(_mm512_cvtepu8_epi16(bytes), 8);
+}
+
+/* Weights as weights_join() gives them. But for a MASTER the order is DYNAMIC_EVEN_ODD. */
+CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_join_vbmi(adamw8bit_weights w, int k, hr_dtype dtype,
+                                                        hr_weights_mode mode, dynamic_order order,
+                                                        __m512 x[2])
+{
+    if (mode == HR_WEIGHTS_MASTER) {
+        adamw8bit_load_vbmi(w.residual, k, HR_F32, order, x);
+    } else if (mode == HR_WEIGHTS_KAHAN) {
+        __m512 residuals[2];
+        adamw8bit_load_vbmi(w.param, k, dtype, order, x);
+        adamw8bit_load_vbmi(w.residual, k, dtype, order, residuals);
+        x[0] += residuals[0];
+        x[1] += residuals[1];
+    } else if (mode != HR_WEIGHTS_NEAREST) {
+        /* The sum's high halves: the params, less one where a residual is negative. */
+        const __m512i residuals = adamw8bit_residuals_vbmi(w.residual, k, mode);
+        const __m512i high =
+            _mm512_add_epi16(_mm512_loadu_si512((const uint16_t *)w.param + 16 * k),
+                             _mm512_srai_epi16(residuals, 15));
+        const __m512i low = _mm512_set1_epi32(0xFFFF);
+        x[0] = _mm512_castsi512_ps(
+            _mm512_ternarylogic_epi32(_mm512_slli_epi32(high, 16), residuals, low, 0xF8));
+        x[1] = _mm512_castsi512_ps(
+            _mm512_ternarylogic_epi32(high, _mm512_srli_epi32(residuals, 16), low, 0xDC));
+    } else {
+        adamw8bit_load_vbmi(w.param, k, dtype, order, x);
+    }
+}
+
+/* weights_split() and its stores, as adamw8bit_store_vbmi(). */
+CPU_AVX512_VBMI_BF16 HR_INLINE int adamw8bit_split_vbmi(adamw8bit_weights w, int k,
+                                                        const __m512 x[2], hr_dtype dtype,
+                                                        hr_weights_mode mode, dynamic_order order)
+{
+    if (mode == HR_WEIGHTS_MASTER)
+        return adamw8bit_store_vbmi(w.residual, k, x, HR_F32, order) &
+               adamw8bit_store_vbmi(w.param, k, x, dtype, order);
+    if (mode == HR_WEIGHTS_NEAREST)
+        return adamw8bit_store_vbmi(w.param, k, x, dtype, order);
+    if (mode == HR_WEIGHTS_KAHAN) {
+        const int usual = adamw8bit_store_vbmi(w.param, k, x, dtype, order);
+        __m512 rounded[2];
+        adamw8bit_load_vbmi(w.param, k, dtype, order, rounded);
+        for (int j = 0; j < 2; j++) /* 0 where that is infinite or NaN */
+            rounded[j] = _mm512_maskz_sub_ps(
+                _knot_mask16(_mm512_fpclass_ps_mask(rounded[j], 0x01 | 0x80 | 0x08 | 0x10)), x[j],
+                rounded[j]);
+        adamw8bit_store_vbmi(w.residual, k, rounded, dtype, order);
+        return usual;
+    }
+    const __mmask16 nan = _mm512_cmp_ps_mask(x[0], x[1], _CMP_UNORD_Q);
+    const int no_nan = _kortestz_mask16_u8(nan, nan) ? 3 : 0;
+    __m512i even = _mm512_castps_si512(x[0]), odd = _mm512_castps_si512(x[1]);
+    if (__builtin_expect(!no_nan, 0)) {
+        const __m512i param = _mm512_set1_epi32(0x7FFF0000);
+        even = _mm512_mask_mov_epi32(even, _mm512_cmp_ps_mask(x[0], x[0], _CMP_UNORD_Q), param);
+        odd = _mm512_mask_mov_epi32(odd, _mm512_cmp_ps_mask(x[1], x[1], _CMP_UNORD_Q), param);
+    }
+    if (mode == HR_WEIGHTS_REMAINDER8) { /* to 24 bits, to even; a NaN stays as it is */
+        const __m512i one = _mm512_set1_epi32(1), below = _mm512_set1_epi32(0x7F);
+        even = _mm512_add_epi32(_mm512_add_epi32(even, below),
+                                _mm512_and_si512(_mm512_srli_epi32(even, 8), one));
+        odd = _mm512_add_epi32(_mm512_add_epi32(odd, below),
+                               _mm512_and_si512(_mm512_srli_epi32(odd, 8), one));
+    }
+    const __m512i half = _mm512_set1_epi32(0x8000), low = _mm512_set1_epi32(0xFFFF);
+    const __m512i params =
+        _mm512_ternarylogic_epi32(_mm512_add_epi32(odd, half),
+                                  _mm512_srli_epi32(_mm512_add_epi32(even, half), 16), low, 0xDC);
+    const __m512i residuals =
+        _mm512_ternarylogic_epi32(_mm512_slli_epi32(odd, 16), even, low, 0xF8);
+    _mm512_storeu_si512((uint16_t *)w.param + 16 * k, params);
+    if (mode == HR_WEIGHTS_REMAINDER16)
+        _mm512_storeu_si512((uint16_t *)w.residual + 16 * k, residuals);
+    else
+        _mm256_storeu_si256((__m256i *)((uint8_t *)w.residual + 16 * k),
+                            _mm512_cvtepi16_epi8(_mm512_srli_epi16(residuals, 8)));
+    return no_nan;
+}
+
+/* ---- 64 elements ----------------------------------------------------------------------------- */
+
+/* What is the same for all elements, repeated once, and not for each vector. */
+typedef struct adamw8bit_repeated {
+    __m512 grad_factor, one_minus_beta1, beta2, one_minus_beta2, rsqrt_bias2, eps, keep, step_size;
+    __m512 absmax_m, absmax_v; /* of the block */
+    __m512 scale_m, scale_v;   /* of the block that is encoded */
+} adamw8bit_repeated;
+
+/* Elements to be updated, where their moments go, and the codes that are decoded beside. */
+typedef struct adamw8bit_elements {
+    adamw8bit_weights weights;
+    const void *grad;
+    float *m, *v;
+    const uint8_t *exp_avg, *exp_avg_sq;
+} adamw8bit_elements;
+
+/* The values of 64 codes of both moments. */
+typedef struct adamw8bit_values {
+    __m512 m[4], v[4];
+} adamw8bit_values;
+
+/* Byte k of the values. */
+CPU_AVX512_VBMI_BF16 HR_INLINE void
+adamw8bit_decode_vbmi(const adamw8bit_tables *tables, const uint8_t *exp_avg,
+                      const uint8_t *exp_avg_sq, dynamic_order order, adamw8bit_values *values)
+{
+    dynamic_decoding m, v;
+    dynamic_decode_vbmi(&m, &tables->bytes[1], exp_avg, 1, order);
+    dynamic_decode_vbmi(&v, &tables->bytes[0], exp_avg_sq, 0, order);
+    for (int k = 0; k < 4; k++) {
+        dynamic_decode_byte_vbmi(&m, &tables->bytes[1], k, 1);
+        dynamic_decode_byte_vbmi(&v, &tables->bytes[0], k, 0);
+    }
+    dynamic_decoded_vbmi(&m, values->m);
+    dynamic_decoded_vbmi(&v, values->v);
+}
+
+/* Updates 64 elements, whose moments are decoded to `values`. Beside, a piece for each vector, the
+ * codes at exp_avg and exp_avg_sq, of elements that come next, are decoded to `values`, and those of
+ * the block `before` are encoded from i on, unless that is NULL.
+ *
+ * The largest magnitudes pass over NaN. Gives 0 if there may be one, for where a moment is NaN so is
+ * the parameter. */
+CPU_AVX512_VBMI_BF16 HR_INLINE int
+adamw8bit_update_vbmi(const adamw8bit_tensor *t, const adamw8bit_repeated *c, adamw8bit_elements at,
+                      hr_dtype param_dtype, hr_dtype grad_dtype, hr_weights_mode mode,
+                      adamw8bit_values *values, const adamw8bit_pending *before, int i,
+                      __m512 *largest_m, __m512 *largest_v)
+{
+    const adamw8bit_tables *const tables = t->call->tables;
+    const dynamic_order order = adamw8bit_order(param_dtype, grad_dtype, mode);
+    __m512 grads[2], old[2], params[2], exp_avgs[4], roots[4];
+    __m512i codes_m = _mm512_setzero_si512(), codes_v = _mm512_setzero_si512();
+    dynamic_decoding next_m, next_v;
+    int numbers = 3;
+    dynamic_decode_vbmi(&next_m, &tables->bytes[1], at.exp_avg, 1, order);
+    dynamic_decode_vbmi(&next_v, &tables->bytes[0], at.exp_avg_sq, 0, order);
+#pragma GCC unroll 5
+    for (int k = 0; k < 5; k++) {
+        if (k < 4) {
+            if (k % 2 == 0)
+                adamw8bit_load_vbmi(at.grad, k, grad_dtype, order, grads);
+            const __m512 g = grads[k % 2] * c->grad_factor;
+            const __m512 m = values->m[k] * c->absmax_m, v = values->v[k] * c->absmax_v;
+            const __m512 exp_avg_sq = c->beta2 * v + c->one_minus_beta2 * (g * g);
+            roots[k] = _mm512_sqrt_ps(exp_avg_sq);
+            exp_avgs[k] = m + c->one_minus_beta1 * (g - m);
+            _mm512_storeu_ps(at.m + 16 * k, exp_avgs[k]);
+            _mm512_storeu_ps(at.v + 16 * k, exp_avg_sq);
+            *largest_m = _mm512_range_ps(*largest_m, exp_avgs[k], 0xB); /* of the magnitudes */
+            *largest_v = _mm512_max_ps(*largest_v, exp_avg_sq);
+        }
+        if (k > 0) { /* when the root is there */
+            const __m512 denominator = roots[k - 1] * c->rsqrt_bias2 + c->eps;
+            if (k % 2 == 1)
+                adamw8bit_join_vbmi(at.weights, k - 1, param_dtype, mode, order, old);
+            params[(k - 1) % 2] =
+                c->keep * old[(k - 1) % 2] - c->step_size * (exp_avgs[k - 1] / denominator);
+            if (k % 2 == 0)
+                numbers &=
+                    adamw8bit_split_vbmi(at.weights, k - 2, params, param_dtype, mode, order);
+        }
+        if (k < 4) {
+            dynamic_decode_byte_vbmi(&next_m, &tables->bytes[1], k, 1);
+            dynamic_decode_byte_vbmi(&next_v, &tables->bytes[0], k, 0);
+        }
+        if (before && k < 4) {
+            codes_m = dynamic_encode_vbmi(codes_m, &tables->bytes[1], &tables->cells, k,
+                                          _mm512_loadu_ps(before->m + i + 16 * k), c->scale_m, 1,
+                                          order, 0);
+            codes_v = dynamic_encode_vbmi(codes_v, &tables->bytes[0], &tables->cells, k,
+                                          _mm512_loadu_ps(before->v + i + 16 * k), c->scale_v, 0,
+                                          order, 0);
+        }
+    }
+    dynamic_decoded_vbmi(&next_m, values->m);
+    dynamic_decoded_vbmi(&next_v, values->v);
+    if (before) {
+        const int64_t first = before->begin + i;
+        dynamic_encoded_vbmi(codes_m, &tables->bytes[1], 1, t->exp_avg + first);
+        dynamic_encoded_vbmi(codes_v, &tables->bytes[0], 0, t->exp_avg_sq + first);
+    }
+    return numbers;
+}
+
+/* ---- Blocks ---------------------------------------------------------------------------------- */
+
+/* The largest magnitude, of NaN too. */
+static __attribute__((noinline)) uint32_t adamw8bit_largest_of(const float *x, int count)
+{
+    uint32_t largest = 0;
+    for (int i = 0; i < count; i++) {
+        const uint32_t magnitude = adamw8bit_magnitude(x[i], 0);
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    return largest;
+}
+
+/* 64 elements that are in `order`, in a row. */
+static void adamw8bit_order_in_row(float *x, dynamic_order order)
+{
+    float in_row[64];
+    for (int k = 0; k < 4; k++)
+        for (int lane = 0; lane < 16; lane++)
+            in_row[dynamic_element(order, k, lane)] = x[16 * k + lane];
+    memcpy(x, in_row, sizeof in_row);
+}
+
+/* Encodes the elements of a block from i on, alone. */
+static __attribute__((noinline)) CPU_AVX512_VBMI_BF16 void
+adamw8bit_encode_rest(const adamw8bit_tensor *t, const adamw8bit_pending *p, int i,
+                      dynamic_order order)
+{
+    const adamw8bit_tables *const tables = t->call->tables;
+    for (; i < p->count; i += LANES) {
+        if (!p->vectors) {
+            adamw8bit_order_in_row(p->m + i, order);
+            adamw8bit_order_in_row(p->v + i, order);
+            adamw8bit_encode_each(t, p, i, p->count - i < LANES ? p->count - i : LANES);
+            continue;
+        }
+        __m512i codes_m = _mm512_setzero_si512(), codes_v = _mm512_setzero_si512();
+        for (int k = 0; k < 4; k++) {
+            codes_m = dynamic_encode_vbmi(codes_m, &tables->bytes[1], &tables->cells, k,
+                                          _mm512_loadu_ps(p->m + i + 16 * k),
+                                          _mm512_set1_ps(p->scale_m.second), 1, order, 1);
+            codes_v = dynamic_encode_vbmi(codes_v, &tables->bytes[0], &tables->cells, k,
+                                          _mm512_loadu_ps(p->v + i + 16 * k),
+                                          _mm512_set1_ps(p->scale_v.second), 0, order, 1);
+        }
+        uint8_t few[2][LANES];
+        const int whole = p->count - i >= LANES;
+        uint8_t *const exp_avg = t->exp_avg + p->begin + i;
+        uint8_t *const exp_avg_sq = t->exp_avg_sq + p->begin + i;
+        dynamic_encoded_vbmi(codes_m, &tables->bytes[1], 1, whole ? exp_avg : few[1]);
+        dynamic_encoded_vbmi(codes_v, &tables->bytes[0], 0, whole ? exp_avg_sq : few[0]);
+        if (!whole) {
+            memcpy(exp_avg, few[1], (size_t)(p->count - i));
+            memcpy(exp_avg_sq, few[0], (size_t)(p->count - i));
+        }
+    }
+}
+
+/* Fetches 64 elements that are ADAMW8BIT_AHEAD bytes ahead, as cpu_prefetch(). */
+#define ADAMW8BIT_AHEAD 2048
+HR_INLINE void adamw8bit_prefetch(const void *base, int64_t i, int size)
+{
+    for (int byte = 0; byte < 64 * size; byte += 64)
+        __builtin_prefetch((const char *)base + i * size + ADAMW8BIT_AHEAD + byte, 1);
+}
+
+/* The moments of three blocks: one that is updated, one that waits, and one that is encoded. A load
+ * waits for an earlier store whose address is the same modulo 4096, so what is encoded lies 1344 or
+ * 1408 bytes before what is stored, modulo 2048. */
+typedef struct adamw8bit_ring {
+    _Alignas(64) struct {
+        float m[ADAMW8BIT_MAX_BLOCK], v[ADAMW8BIT_MAX_BLOCK], apart[704 / 4];
+    } blocks[3];
+} adamw8bit_ring;
+
+/* adamw8bit_close() for any block. */
+static __attribute__((noinline)) void adamw8bit_close_unusual(const adamw8bit_tensor *t,
+                                                              adamw8bit_pending *p, int64_t block,
+                                                              const float largest[2], int numbers)
+{
+    const int count = (int)cpu_round_up(p->count, LANES);
+    *p = adamw8bit_close(t, p->begin, p->count, block, p->m, p->v,
+                         numbers ? hr_bits(largest[1]) : adamw8bit_largest_of(p->m, count),
+                         numbers ? hr_bits(largest[0]) : adamw8bit_largest_of(p->v, count));
+}
+
+/* Stores the absmaxes of a block. */
+CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_close_vbmi(const adamw8bit_tensor *t,
+                                                         adamw8bit_pending *p, int64_t block,
+                                                         __m512 largest_m, __m512 largest_v,
+                                                         int numbers)
+{
+    /* Lane 0 is of exp_avg_sq, lane 1 of exp_avg. */
+    const __m256 m8 =
+        _mm256_max_ps(_mm512_castps512_ps256(largest_m), _mm512_extractf32x8_ps(largest_m, 1));
+    const __m256 v8 =
+        _mm256_max_ps(_mm512_castps512_ps256(largest_v), _mm512_extractf32x8_ps(largest_v, 1));
+    const __m256 both8 = _mm256_max_ps(_mm256_unpacklo_ps(v8, m8), _mm256_unpackhi_ps(v8, m8));
+    const __m128 both4 = _mm_max_ps(_mm256_castps256_ps128(both8), _mm256_extractf128_ps(both8, 1));
+    const __m128 largest = _mm_max_ps(both4, _mm_movehl_ps(both4, both4));
+    /* By more than 1/2 no positive exp_avg_sq is scaled to zero. */
+    const __mmask8 usual =
+        _mm_mask_cmp_ps_mask(_mm_cmp_ps_mask(largest, _mm_set1_ps(0x1p-64f), _CMP_GE_OQ), largest,
+                             _mm_set_ps(0.0f, 0.0f, 0x1p64f, 2.0f), _CMP_LT_OQ);
+    if (__builtin_expect((usual & numbers) != 3, 0)) {
+        float lanes[4];
+        _mm_storeu_ps(lanes, largest);
+        adamw8bit_close_unusual(t, p, block, lanes, numbers);
+        return;
+    }
+    const __m128 scale = _mm_div_ps(_mm_set1_ps(1.0f), largest);
+    p->scale_v.first = p->scale_m.first = 1.0f;
+    p->scale_v.second = _mm_cvtss_f32(scale);
+    p->scale_m.second = _mm_cvtss_f32(_mm_movehdup_ps(scale));
+    p->absmax_v = t->exp_avg_sq_absmax[block] = _mm_cvtss_f32(largest);
+    p->absmax_m = t->exp_avg_absmax[block] = _mm_cvtss_f32(_mm_movehdup_ps(largest));
+    p->vectors = p->careless = 1;
+}
+
+CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor *t, void *residual,
+                                                          int64_t from, int64_t to,
+                                                          hr_dtype param_dtype, hr_dtype grad_dtype,
+                                                          hr_weights_mode mode)
+{
+    const int block_size = t->call->args->config->block_size;
+    const int param_size = param_dtype == HR_F32 ? 4 : 2, grad_size = grad_dtype == HR_F32 ? 4 : 2;
+    const int residual_size = mode == HR_WEIGHTS_MASTER       ? 4
+                              : mode == HR_WEIGHTS_REMAINDER8 ? 1
+                              : mode == HR_WEIGHTS_NEAREST    ? 0
+                                                              : 2;
+    const adamw8bit_tables *const tables = t->call->tables;
+    const dynamic_order order = adamw8bit_order(param_dtype, grad_dtype, mode);
+    adamw8bit_repeated c;
+    c.grad_factor = _mm512_set1_ps(t->constants.grad_factor);
+    c.one_minus_beta1 = _mm512_set1_ps(t->constants.one_minus_beta1);
+    c.beta2 = _mm512_set1_ps(t->constants.beta2);
+    c.one_minus_beta2 = _mm512_set1_ps(t->constants.one_minus_beta2);
+    c.rsqrt_bias2 = _mm512_set1_ps(t->constants.rsqrt_bias2);
+    c.eps = _mm512_set1_ps(t->constants.eps);
+    c.keep = _mm512_set1_ps(t->constants.keep);
+    c.step_size = _mm512_set1_ps(t->constants.step_size);
+    adamw8bit_ring ring;
+    adamw8bit_values values = {0};
+    if (to - from >= LANES)
+        adamw8bit_decode_vbmi(tables, t->exp_avg + from, t->exp_avg_sq + from, order, &values);
+    adamw8bit_pending pending[3] = {{0}, {0}, {0}};
+    int turn = 0; /* of the ring: the block; the one before it was turn - 1, and so on */
+    int64_t block = from / block_size;
+    for (int64_t begin = from; begin < to; begin += block_size, block++) {
+        const int count = to - begin < block_size ? (int)(to - begin) : block_size;
+        adamw8bit_pending *const before = &pending[turn == 2 ? 0 : turn + 1];
+        float *const m = ring.blocks[turn].m, *const v = ring.blocks[turn].v;
+        const float absmax_m = t->exp_avg_absmax[block], absmax_v = t->exp_avg_sq_absmax[block];
+        __m512 largest_m = _mm512_setzero_ps(), largest_v = _mm512_setzero_ps();
+        c.absmax_m = _mm512_set1_ps(absmax_m);
+        c.absmax_v = _mm512_set1_ps(absmax_v);
+        c.scale_m = _mm512_set1_ps(before->scale_m.second);
+        c.scale_v = _mm512_set1_ps(before->scale_v.second);
+        const int beside = before->careless;
+        /* As in cpu_prefetch(), but decided once for a block. */
+        const int ahead = to - begin > block_size + ADAMW8BIT_AHEAD;
+        int numbers = 3, i = 0;
+        for (; count - i >= LANES; i += LANES) {
+            if (ahead) {
+                adamw8bit_prefetch(t->param, begin + i, param_size);
+                adamw8bit_prefetch(residual, begin + i, residual_size);
+                adamw8bit_prefetch(t->grad, begin + i, grad_size);
+                adamw8bit_prefetch(t->exp_avg, begin + i, 1);
+                adamw8bit_prefetch(t->exp_avg_sq, begin + i, 1);
+            }
+            const int64_t next = to - begin - i >= 2 * LANES ? begin + i + LANES : begin + i;
+            const adamw8bit_elements at = {{(char *)t->param + (begin + i) * param_size,
+                                            (char *)residual + (begin + i) * residual_size},
+                                           (const char *)t->grad + (begin + i) * grad_size,
+                                           m + i,
+                                           v + i,
+                                           t->exp_avg + next,
+                                           t->exp_avg_sq + next};
+            if (__builtin_expect(beside, 1)) /* then it is whole */
+                numbers &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, mode, &values,
+                                                 before, i, &largest_m, &largest_v);
+            else
+                numbers &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, mode, &values,
+                                                 NULL, 0, &largest_m, &largest_v);
+        }
+        if (!beside || i < before->count)
+            adamw8bit_encode_rest(t, before, beside ? i : 0, order);
+        if (i < count) {
+            adamw8bit_few few;
+            adamw8bit_pad(&few, t, begin + i, count - i, param_size, grad_size);
+            adamw8bit_decode_vbmi(tables, few.exp_avg, few.exp_avg_sq, order, &values);
+            float residuals[LANES] = {0};
+            memcpy(residuals, (const char *)residual + (begin + i) * residual_size,
+                   (size_t)((count - i) * residual_size));
+            const adamw8bit_elements at = {
+                {few.param, residuals}, few.grad, m + i, v + i, few.exp_avg, few.exp_avg_sq};
+            numbers &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, mode, &values,
+                                             NULL, 0, &largest_m, &largest_v);
+            memcpy((char *)t->param + (begin + i) * param_size, few.param,
+                   (size_t)((count - i) * param_size));
+            memcpy((char *)residual + (begin + i) * residual_size, residuals,
+                   (size_t)((count - i) * residual_size));
+        }
+        pending[turn].begin = begin;
+        pending[turn].count = count;
+        pending[turn].m = m;
+        pending[turn].v = v;
+        /* A negative scale makes exp_avg_sq negative. */
+        adamw8bit_close_vbmi(t, &pending[turn], block, largest_m, largest_v,
+                             absmax_v >= 0.0f ? numbers : 0);
+        turn = turn == 2 ? 0 : turn + 1;
+    }
+    adamw8bit_encode_rest(t, &pending[turn == 2 ? 0 : turn + 1], 0, order);
+    adamw8bit_encode_rest(t, &pending[turn == 0 ? 2 : turn - 1], 0, order);
+}
+
+static int adamw8bit_is_for_vbmi(const adamw8bit_tensor *t, hr_dtype param_dtype,
+                                 hr_dtype grad_dtype)
+{
+    return t->call->rule == ADAMW8BIT_PLAIN && !t->call->args->config->seeds &&
+           t->constants.one_minus_beta1 < 0.5f && param_dtype != HR_F16 && grad_dtype != HR_F16;
+}
+
+CPU_AVX512_VBMI_BF16 void adamw8bit_run_vbmi(const adamw8bit_tensor *t, int64_t from, int64_t to,
+                                             hr_dtype param_dtype, hr_dtype grad_dtype)
+{
+    const hr_weights_mode plain = HR_WEIGHTS_NEAREST;
+    char none;
+    if (!adamw8bit_is_for_vbmi(t, param_dtype, grad_dtype))
+        adamw8bit_run_avx512(t, from, to, param_dtype, grad_dtype);
+    else if (param_dtype == HR_F32 && grad_dtype == HR_F32)
+        adamw8bit_blocks_vbmi(t, &none, from, to, HR_F32, HR_F32, plain);
+    else if (param_dtype == HR_F32)
+        adamw8bit_blocks_vbmi(t, &none, from, to, HR_F32, HR_BF16, plain);
+    else if (grad_dtype == HR_F32)
+        adamw8bit_blocks_vbmi(t, &none, from, to, HR_BF16, HR_F32, plain);
+    else
+        adamw8bit_blocks_vbmi(t, &none, from, to, HR_BF16, HR_BF16, plain);
+}
+
+CPU_AVX512_VBMI_BF16 int adamw8bit_run_weights_vbmi(const adamw8bit_tensor *t,
+                                                    const weights_tensor *weights, int64_t from,
+                                                    int64_t to, hr_dtype grad_dtype)
+{
+    if (!adamw8bit_is_for_vbmi(t, weights->dtype, grad_dtype) || weights->stalled ||
+        weights->dtype != HR_BF16 || grad_dtype != HR_BF16)
+        return 0;
+    void *const residual = weights->residual;
+    switch (weights->mode) {
+    case HR_WEIGHTS_MASTER:
+        adamw8bit_blocks_vbmi(t, residual, from, to, HR_BF16, HR_BF16, HR_WEIGHTS_MASTER);
+        return 1;
+    case HR_WEIGHTS_KAHAN:
+        adamw8bit_blocks_vbmi(t, residual, from, to, HR_BF16, HR_BF16, HR_WEIGHTS_KAHAN);
+        return 1;
+    case HR_WEIGHTS_REMAINDER16:
+        adamw8bit_blocks_vbmi(t, residual, from, to, HR_BF16, HR_BF16, HR_WEIGHTS_REMAINDER16);
+        return 1;
+    case HR_WEIGHTS_REMAINDER8:
+        adamw8bit_blocks_vbmi(t, residual, from, to, HR_BF16, HR_BF16, HR_WEIGHTS_REMAINDER8);
+        return 1;
+    default: /* they are random */
+        return 0;
+    }
+}
+#endif

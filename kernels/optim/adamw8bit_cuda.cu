@@ -1,0 +1,647 @@
+/*
+ * adamw8bit_cuda.cu: the grid. The list travels in the launch parameters; each thread block takes
+ * CUDA_CHUNK consecutive elements of one tensor, and a warp tiles of 256 of them. A thread has 8
+ * elements of a tile, in 2 groups of 4 that lie 128 apart: so every access of a warp is one run of
+ * memory, 16 bytes per thread of f32, 8 of a 16-bit type and 4 of codes. Runs of 16 elements per
+ * thread would have 16-byte accesses of codes, but spread those of parameters over four times the
+ * cache lines, half a sector each. A block's absmax comes from shuffles within the warp, or from
+ * two warps if it has 512 elements. The moments stay in registers between the two passes over a
+ * block, and each byte moves once.
+ *
+ * Decoding reads a table in shared memory: with random codes the lanes of a warp wait for each
+ * other about 3.5 turns, in which the multiprocessor issues 14 instructions. A code's decade, slope
+ * and correction, from which arithmetic would have the same bits, take three tables and ten
+ * instructions. Encoding is that arithmetic, with tables so small that no lane waits.
+ */
+#include "kernels/optim/adamw8bit.h"
+#include "kernels/weights/weights.cuh"
+
+#define THREADS    256
+#define WARP       32
+#define WARPS      (THREADS / WARP)
+#define GROUP      4
+#define GROUPS     2
+#define GROUP_STEP (WARP * GROUP)        /* elements from a thread's group to its next */
+#define TILE       (GROUPS * GROUP_STEP) /* elements of a warp at a time */
+#define EVERY_LANE 0xFFFFFFFFu
+
+static_assert(2 * TILE == ADAMW8BIT_MAX_BLOCK && CUDA_CHUNK % ADAMW8BIT_MAX_BLOCK == 0,
+              "a block is in one tile or two, of one thread block");
+
+/* Which variant of the kernel. */
+enum { NEAREST, STOCHASTIC, BNB };
+
+typedef struct tensor_record {
+    static constexpr bool plain = true;
+    void *param, *step;
+    uint8_t *exp_avg, *exp_avg_sq;
+    float *exp_avg_absmax, *exp_avg_sq_absmax;
+    const void *grad;
+    int64_t numel;
+    uint64_t seed;
+    uint32_t first_block;
+    uint8_t param_dtype, grad_dtype, step_dtype;
+} tensor_record;
+
+/* A tensor whose weights are not plain. */
+struct mode_record : tensor_record {
+    static constexpr bool plain = false;
+    weights_record weights;
+};
+
+/* The constants of a step, by the one rule or the other. */
+typedef struct step_constants {
+    adamw_constants adamw;
+    adamw8bit_bnb_constants bnb;
+} step_constants;
+
+/* What all tensors of a launch share. */
+typedef struct adamw8bit_shared {
+    hr_adamw_config config;
+    step_constants constants; /* unless they depend on device memory */
+    int32_t fold_on_device;
+    int32_t block_shift; /* log2 of the block size */
+    uint32_t count;
+    hr_weights_mode mode;
+    int64_t *stalled;
+} adamw8bit_shared;
+
+template <typename Record> struct adamw8bit_launch : adamw8bit_shared {
+    static constexpr uint32_t max_tensors =
+        (CUDA_PARAMETER_BYTES - sizeof(adamw8bit_shared)) / sizeof(Record);
+    Record tensors[max_tensors];
+};
+
+static_assert(sizeof(adamw8bit_launch<tensor_record>) <= CUDA_PARAMETER_BYTES &&
+                  sizeof(adamw8bit_launch<mode_record>) <= CUDA_PARAMETER_BYTES,
+              "must fit in a launch");
+
+/* ---- Four consecutive elements --------------------------------------------------------------- */
+
+/* As they lie in memory: 16 bytes of f32, 8 of a 16-bit type. */
+typedef struct pack4 {
+    uint32_t words[4];
+} pack4;
+
+/* What addresses or the tensor's end forbid to do in one access goes element by element, in
+ * functions of their own: inlined, their loads would take the registers that all others need. */
+#define SLOW static __device__ __attribute__((noinline))
+
+/* The first `left` elements, and zeros. */
+SLOW pack4 load4_slowly(const void *base, uint32_t i, hr_dtype dtype, int left)
+{
+    pack4 pack = {{0, 0, 0, 0}};
+#pragma unroll
+    for (int e = 0; e < GROUP; e++) {
+        if (e >= left)
+            break;
+        if (dtype == HR_F32)
+            pack.words[e] = ((const uint32_t *)base)[i + e];
+        else
+            pack.words[e / 2] |= (uint32_t)((const uint16_t *)base)[i + e] << (16 * (e % 2));
+    }
+    return pack;
+}
+
+SLOW void store4_slowly(void *base, uint32_t i, hr_dtype dtype, int left, pack4 pack)
+{
+#pragma unroll
+    for (int e = 0; e < GROUP; e++) {
+        if (e >= left)
+            break;
+        if (dtype == HR_F32)
+            ((uint32_t *)base)[i + e] = pack.words[e];
+        else
+            ((uint16_t *)base)[i + e] = (uint16_t)(pack.words[e / 2] >> (16 * (e % 2)));
+    }
+}
+
+/* Codes, the first in the lowest byte; `absent` past the end. */
+SLOW uint32_t load_codes_slowly(const uint8_t *base, uint32_t i, int left, uint32_t absent)
+{
+    uint32_t codes = 0;
+#pragma unroll
+    for (int e = 0; e < GROUP; e++)
+        codes |= (e < left ? base[i + e] : absent) << (8 * e);
+    return codes;
+}
+
+SLOW void store_codes_slowly(uint8_t *base, uint32_t i, int left, uint32_t codes)
+{
+#pragma unroll
+    for (int e = 0; e < GROUP; e++)
+        if (e < left)
+            base[i + e] = (uint8_t)(codes >> (8 * e));
+}
+
+/* `whole`: there are all four, at an address for one access. */
+static __device__ __forceinline__ pack4 load4(const void *base, uint32_t i, hr_dtype dtype,
+                                              bool whole, int left)
+{
+    pack4 pack = {{0, 0, 0, 0}};
+    if (!whole) {
+        pack = load4_slowly(base, i, dtype, left);
+    } else if (dtype == HR_F32) {
+        const uint4 all = *(const uint4 *)((const uint32_t *)base + i);
+        pack = {{all.x, all.y, all.z, all.w}};
+    } else {
+        const uint2 all = *(const uint2 *)((const uint16_t *)base + i);
+        pack = {{all.x, all.y, 0, 0}};
+    }
+    return pack;
+}
+
+static __device__ __forceinline__ void store4(void *base, uint32_t i, hr_dtype dtype, bool whole,
+                                              int left, const pack4 &pack)
+{
+    if (!whole)
+        store4_slowly(base, i, dtype, left, pack);
+    else if (dtype == HR_F32)
+        __stcs((uint4 *)((uint32_t *)base + i),
+               make_uint4(pack.words[0], pack.words[1], pack.words[2], pack.words[3]));
+    else
+        __stcs((uint2 *)((uint16_t *)base + i), make_uint2(pack.words[0], pack.words[1]));
+}
+
+static __device__ __forceinline__ float unpack(const pack4 &pack, int e, hr_dtype dtype)
+{
+    const uint16_t half = (uint16_t)(pack.words[e / 2] >> (16 * (e % 2)));
+    return dtype == HR_F32    ? hr_float(pack.words[e])
+           : dtype == HR_BF16 ? hr_from_bf16(half)
+                              : hr_from_f16(half);
+}
+
+static __device__ __forceinline__ pack4 repack(const float (&x)[GROUP], hr_dtype dtype)
+{
+    pack4 pack = {{0, 0, 0, 0}};
+#pragma unroll
+    for (int e = 0; e < GROUP; e++) {
+        if (dtype == HR_F32)
+            hr_store(pack.words, e, x[e], HR_F32);
+        else
+            pack.words[e / 2] |= (uint32_t)(dtype == HR_BF16 ? hr_to_bf16(x[e]) : hr_to_f16(x[e]))
+                                 << (16 * (e % 2));
+    }
+    return pack;
+}
+
+static __device__ __forceinline__ uint32_t load_codes(const uint8_t *base, uint32_t i, bool whole,
+                                                      int left, int is_signed)
+{
+    return whole ? *(const uint32_t *)(base + i)
+                 : load_codes_slowly(base, i, left, dynamic_zero(is_signed));
+}
+
+static __device__ __forceinline__ void store_codes(uint8_t *base, uint32_t i, bool whole, int left,
+                                                   uint32_t codes)
+{
+    if (whole)
+        __stcs((uint32_t *)(base + i), codes);
+    else
+        store_codes_slowly(base, i, left, codes);
+}
+
+/* Residuals of four weights: the words of pack4, or codes in the first. */
+static __device__ __forceinline__ pack4 load_residuals4(const void *base, uint32_t i,
+                                                        hr_dtype residual, bool whole, int left)
+{
+    pack4 pack = {{0, 0, 0, 0}};
+    if (residual == HR_I8)
+        pack.words[0] = whole ? *(const uint32_t *)((const uint8_t *)base + i)
+                              : load_codes_slowly((const uint8_t *)base, i, left, 0);
+    else if (residual != HR_F64)
+        pack = load4(base, i, residual, whole, left);
+    return pack;
+}
+
+static __device__ __forceinline__ void store_residuals4(void *base, uint32_t i, hr_dtype residual,
+                                                        bool whole, int left, const pack4 &pack)
+{
+    if (residual == HR_I8)
+        store_codes((uint8_t *)base, i, whole, left, pack.words[0]);
+    else if (residual != HR_F64)
+        store4(base, i, residual, whole, left, pack);
+}
+
+/* Bits e of four, of a type of 8, 16 or 32 bits. */
+static __device__ __forceinline__ uint32_t bits_of(const pack4 &pack, int e, hr_dtype dtype)
+{
+    return dtype == HR_F32  ? pack.words[e]
+           : dtype == HR_I8 ? (pack.words[0] >> (8 * e)) & 0xFFu
+                            : (pack.words[e / 2] >> (16 * (e % 2))) & 0xFFFFu;
+}
+
+static __device__ __forceinline__ void put_bits(pack4 &pack, int e, hr_dtype dtype, uint32_t bits)
+{
+    if (dtype == HR_F32)
+        pack.words[e] = bits;
+    else if (dtype == HR_I8)
+        pack.words[0] |= bits << (8 * e);
+    else
+        pack.words[e / 2] |= bits << (16 * (e % 2));
+}
+
+/* ---- A tile ---------------------------------------------------------------------------------- */
+
+/* Moments come in pairs from here on: [0] is exp_avg_sq, [1] is exp_avg, by is_signed. */
+
+/* A thread block's elements: where they begin in memory, so that offsets from there have 32 bits.
+ */
+typedef struct chunk {
+    void *param;
+    const void *grad;
+    uint8_t *codes[2];
+    float *absmax[2];
+    int64_t begin; /* in the tensor */
+    int count;
+    hr_dtype param_dtype, grad_dtype;
+    bool aligned; /* addresses allow one access per group */
+    int block_shift;
+    int skip_nonfinite;
+    uint64_t seed;
+    double step;
+} chunk;
+
+/* What a thread needs for weights that are not plain. */
+typedef struct weights_thread {
+    void *residual; /* of the thread block's elements */
+    const weights_record *record;
+    weights_start start;
+    hr_weights_mode mode;
+    uint32_t stalled; /* weights so far */
+} weights_thread;
+
+/* The larger of each pair over the lanes of a block, in all of them. The upper half of the lanes
+ * takes [1] and the lower [0], so that the pair costs as many shuffles as one number, and one. */
+static __device__ __forceinline__ void largest_of_lanes(uint32_t (&largest)[2], int lanes)
+{
+    const int half = lanes / 2;
+    const bool upper = threadIdx.x & half;
+    uint32_t mine = upper ? largest[1] : largest[0];
+    uint32_t other = upper ? largest[0] : largest[1];
+    mine = max(mine, __shfl_xor_sync(EVERY_LANE, other, half));
+#pragma unroll
+    for (int width = 1; width < WARP / 2; width *= 2)
+        if (width < half)
+            mine = max(mine, __shfl_xor_sync(EVERY_LANE, mine, width));
+    other = __shfl_xor_sync(EVERY_LANE, mine, half);
+    largest[0] = upper ? other : mine;
+    largest[1] = upper ? mine : other;
+}
+
+/* From the largest of each group to the largest of its block, in every lane. A block of 512 is two
+ * tiles, of neighbouring warps. */
+static __device__ __forceinline__ void largest_of_blocks(uint32_t (&largest)[GROUPS][2],
+                                                         int block_shift)
+{
+    if (1 << block_shift < TILE) {
+#pragma unroll
+        for (int j = 0; j < GROUPS; j++)
+            largest_of_lanes(largest[j], (1 << block_shift) / GROUP);
+        return;
+    }
+#pragma unroll
+    for (int s = 0; s < 2; s++)
+        largest[0][s] = max(largest[0][s], largest[1][s]);
+    largest_of_lanes(largest[0], WARP);
+    if (1 << block_shift > TILE) {
+        __shared__ uint32_t tiles[WARPS][2];
+        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+        if (lane < 2)
+            tiles[warp][lane] = lane == 0 ? largest[0][0] : largest[0][1];
+        __syncthreads();
+#pragma unroll
+        for (int s = 0; s < 2; s++)
+            largest[0][s] = max(largest[0][s], tiles[warp ^ 1][s]);
+        __syncthreads(); /* before the next tile's */
+    }
+#pragma unroll
+    for (int s = 0; s < 2; s++)
+        largest[1][s] = largest[0][s];
+}
+
+/* The first pass over a block: new parameters, moments, and the largest of these in each group. All
+ * loads are in flight before the first use. */
+template <int rule, bool plain>
+static __device__ __forceinline__ void
+update(const chunk &c, weights_thread &w, const step_constants &constants,
+       const adamw8bit_maps &maps, uint32_t first, bool whole, float (&moments)[2][GROUPS][GROUP],
+       uint32_t (&largest)[GROUPS][2])
+{
+    const hr_dtype residual = plain ? HR_F64 : weights_residual_dtype(w.mode, c.param_dtype);
+    pack4 params[GROUPS], residuals[GROUPS], grads[GROUPS];
+    uint32_t codes[2][GROUPS];
+    float absmaxs[2][GROUPS];
+#pragma unroll
+    for (int j = 0; j < GROUPS; j++) {
+        const uint32_t i = first + j * GROUP_STEP;
+        const int left = c.count - (int)i;
+        params[j] = load4(c.param, i, c.param_dtype, whole, left);
+        if (!plain)
+            residuals[j] = load_residuals4(w.residual, i, residual, whole, left);
+        grads[j] = load4(c.grad, i, c.grad_dtype, whole, left);
+#pragma unroll
+        for (int s = 0; s < 2; s++) {
+            codes[s][j] = load_codes(c.codes[s], i, whole, left, s);
+            absmaxs[s][j] = whole || left > 0 ? c.absmax[s][i >> c.block_shift] : 0.0f;
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < GROUPS; j++) {
+        const uint32_t i = first + j * GROUP_STEP;
+        const int left = c.count - (int)i;
+        float param[GROUP];
+        pack4 new_params = {{0, 0, 0, 0}}, new_residuals = {{0, 0, 0, 0}};
+        hr_random4 random = {{0, 0, 0, 0}};
+        if (!plain && weights_are_random(w.mode))
+            random = weights_random_of<GROUP>(*w.record, w.start, c.step, i);
+        largest[j][0] = largest[j][1] = 0;
+#pragma unroll
+        for (int e = 0; e < GROUP; e++) {
+            float moment[2];
+#pragma unroll
+            for (int s = 0; s < 2; s++)
+                moment[s] =
+                    adamw8bit_decode(&maps, (uint8_t)(codes[s][j] >> (8 * e)), absmaxs[s][j], s);
+            adamw_values x;
+            weights_bits before = {0, 0};
+            if (plain) {
+                x.param = unpack(params[j], e, c.param_dtype);
+            } else {
+                before.param = bits_of(params[j], e, c.param_dtype);
+                before.residual = residual == HR_F64 ? 0 : bits_of(residuals[j], e, residual);
+                x.param = weights_join(before, c.param_dtype, w.mode);
+            }
+            const float was = x.param;
+            x.grad = unpack(grads[j], e, c.grad_dtype);
+            x.exp_avg = moment[1];
+            x.exp_avg_sq = moment[0];
+            x.max_exp_avg_sq = 0.0f;
+            if (rule == BNB)
+                x = adamw8bit_bnb_element(constants.bnb, x, c.param_dtype);
+            else
+                x = adamw_update(constants.adamw, x, 0, c.skip_nonfinite);
+            param[e] = x.param;
+            if (!plain) {
+                const weights_bits after =
+                    weights_split(x.param, c.param_dtype, w.mode, weights_random(&random, e));
+                put_bits(new_params, e, c.param_dtype, after.param);
+                put_bits(new_residuals, e, residual, after.residual);
+                if (whole || e < left)
+                    w.stalled += weights_stall(before, after, was, x.param);
+            }
+            moment[1] = x.exp_avg;
+            moment[0] = x.exp_avg_sq;
+#pragma unroll
+            for (int s = 0; s < 2; s++) {
+                moments[s][j][e] = moment[s];
+                largest[j][s] = max(largest[j][s], adamw8bit_magnitude(moment[s], rule == BNB));
+            }
+        }
+        if (!plain)
+            store_residuals4(w.residual, i, residual, whole, left, new_residuals);
+        store4(c.param, i, c.param_dtype, whole, left,
+               plain ? repack(param, c.param_dtype) : new_params);
+    }
+}
+
+/* dynamic_encode(), but its last table, the one whose lanes wait for each other, is only asked
+ * about what may be a midpoint: a place close to the middle between two codes, or, where y is
+ * negative, a magnitude next to the one that a decade begins with. */
+static __device__ __forceinline__ int encode(const dynamic_map &map, float y, int is_signed)
+{
+    const int negative = is_signed && y < 0.0f;
+    const float magnitude = negative ? hr_float((hr_bits(y) & 0x7FFFFFFFu) + 1u) : y;
+    const float clamped = fmaxf(magnitude, 0x1p-31f); /* NaN becomes it */
+    const int pair = dynamic_pair(clamped);
+    const float begin = map.begins[pair];
+    const int decade = map.before[pair] + (clamped > begin);
+    const float place = fmaf(clamped, map.slopes[decade], map.offsets[decade]);
+    const float distance = fminf(place, map.lasts[decade]);
+    const float signed_distance = negative ? fmaxf(-distance, -127.0f) : distance;
+    /* An addition that rounds to an integer, and leaves it in the low bits. */
+    const float integer = signed_distance + 0x1.8p23f;
+    const float rest = signed_distance - (integer - 0x1.8p23f);
+    int code = dynamic_zero(is_signed) + (int)(hr_bits(integer) - hr_bits(0x1.8p23f));
+    const bool at_begin = is_signed && hr_bits(clamped) - hr_bits(begin) == 1;
+    if (fabsf(rest) > 0.5f - DYNAMIC_SLACK || at_begin) {
+        code -= rest < 0.0f;
+        code += y > map.thresholds[code];
+    }
+    return code;
+}
+
+/* The code of moment x, which is what adamw8bit_encode() and its variants give. */
+template <int rule>
+static __device__ __forceinline__ uint8_t code_of(const adamw8bit_maps &maps, float x, float absmax,
+                                                  dynamic_scale scale, int is_signed,
+                                                  uint32_t random)
+{
+    if (rule == BNB)
+        return adamw8bit_bnb_encode(&maps, x, absmax, is_signed);
+    if (rule == STOCHASTIC)
+        return adamw8bit_encode_randomly(&maps, x, scale, is_signed, random);
+    const int code = encode(maps.map[is_signed], x * scale.first * scale.second, is_signed);
+    return (uint8_t)(!is_signed && x > 0.0f ? max(code, 1) : code);
+}
+
+/* Both passes over the tile of a warp; `first` is the thread's first element, and `whole` means one
+ * access per group. */
+template <int rule, bool plain>
+static __device__ __forceinline__ void
+update_tile(const chunk &c, weights_thread &w, const step_constants &constants,
+            const adamw8bit_maps &maps, uint32_t first, bool whole)
+{
+    float moments[2][GROUPS][GROUP];
+    uint32_t largest[GROUPS][2];
+    update<rule, plain>(c, w, constants, maps, first, whole, moments, largest);
+    largest_of_blocks(largest, c.block_shift);
+    float absmax[2] = {};
+    dynamic_scale scale[2] = {};
+#pragma unroll
+    for (int j = 0; j < GROUPS; j++) {
+        const uint32_t i = first + j * GROUP_STEP;
+        const int left = c.count - (int)i;
+        const bool begins = (whole || left > 0) && (i & ((1u << c.block_shift) - 1)) == 0;
+        hr_random4 random[GROUP / 2] = {};
+        if (rule == STOCHASTIC)
+#pragma unroll
+            for (int e = 0; e < GROUP; e += 2)
+                random[e / 2] = adamw8bit_random(c.seed, c.step, c.begin + i + e);
+#pragma unroll
+        for (int s = 0; s < 2; s++) {
+            if (j == 0 || 1 << c.block_shift < TILE) {
+                absmax[s] = adamw8bit_absmax(largest[j][s], rule == BNB);
+                scale[s] = dynamic_scale_of(absmax[s]);
+            }
+            if (begins)
+                c.absmax[s][i >> c.block_shift] = absmax[s];
+            uint32_t codes = 0;
+#pragma unroll
+            for (int e = 0; e < GROUP; e++)
+                codes |= (uint32_t)code_of<rule>(maps, moments[s][j][e], absmax[s], scale[s], s,
+                                                 random[e / 2].word[e % 2 * 2 + (s == 0)])
+                         << (8 * e);
+            store_codes(c.codes[s], i, whole, left, codes);
+        }
+    }
+}
+
+/* ---- The kernels ----------------------------------------------------------------------------- */
+
+static __device__ __host__ __forceinline__ step_constants fold(const hr_adamw_config *config,
+                                                               double step, bool bnb)
+{
+    step_constants c = {};
+    if (bnb)
+        c.bnb = adamw8bit_bnb_fold(config, step);
+    else
+        c.adamw = adamw_fold(config, step);
+    return c;
+}
+
+static __device__ __forceinline__ size_t size_of(hr_dtype dtype)
+{
+    return dtype == HR_F32 ? 4 : 2;
+}
+
+/* What of tensor t is this thread block's. */
+static __device__ __forceinline__ chunk chunk_of(const adamw8bit_shared &args,
+                                                 const tensor_record &t)
+{
+    chunk c;
+    c.begin = (int64_t)(blockIdx.x - t.first_block) * CUDA_CHUNK;
+    c.count = (int)(t.numel - c.begin < CUDA_CHUNK ? t.numel - c.begin : CUDA_CHUNK);
+    c.param_dtype = (hr_dtype)t.param_dtype;
+    c.grad_dtype = (hr_dtype)t.grad_dtype;
+    c.aligned = ((uintptr_t)t.param % (GROUP * size_of(c.param_dtype)) |
+                 (uintptr_t)t.grad % (GROUP * size_of(c.grad_dtype)) |
+                 (uintptr_t)t.exp_avg % GROUP | (uintptr_t)t.exp_avg_sq % GROUP) == 0;
+    c.block_shift = args.block_shift;
+    c.skip_nonfinite = args.config.skip_nonfinite;
+    c.param = (char *)t.param + c.begin * size_of(c.param_dtype);
+    c.grad = (const char *)t.grad + c.begin * size_of(c.grad_dtype);
+    c.codes[1] = t.exp_avg + c.begin;
+    c.codes[0] = t.exp_avg_sq + c.begin;
+    c.absmax[1] = t.exp_avg_absmax + (c.begin >> c.block_shift);
+    c.absmax[0] = t.exp_avg_sq_absmax + (c.begin >> c.block_shift);
+    c.seed = t.seed;
+    c.step =
+        t.step ? hr_load_scalar(t.step, (hr_dtype)t.step_dtype) + 1.0 : (double)args.config.step;
+    return c;
+}
+
+/* By the whole thread block, and waits for it. */
+SLOW void fill_maps(adamw8bit_maps *maps, int bnb)
+{
+    for (int phase = 0; phase < 3; phase++) {
+        for (int s = 0; s < 2; s++)
+            dynamic_map_fill(&maps->map[s], s, bnb, phase, (int)threadIdx.x, THREADS);
+        __syncthreads();
+    }
+}
+
+/* As many blocks per multiprocessor as registers allow without a spill: the compiler finds room for
+ * 4 of the longest variant, and for 3 of the others. */
+template <int rule, typename Record>
+static __global__ void __launch_bounds__(THREADS, rule == STOCHASTIC && Record::plain ? 4 : 3)
+    adamw8bit_kernel(const adamw8bit_launch<Record> __grid_constant__ args)
+{
+    __shared__ adamw8bit_maps maps;
+    __shared__ step_constants folded;
+    if (args.config.found_inf && *args.config.found_inf != 0.0f)
+        return;
+    const Record &t = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
+    chunk c = chunk_of(args, t);
+    weights_thread w = {};
+    if constexpr (!Record::plain) {
+        const hr_dtype residual = weights_residual_dtype(args.mode, c.param_dtype);
+        const size_t size = residual == HR_I8 ? 1 : size_of(residual);
+        w.residual = (char *)t.weights.residual + c.begin * size;
+        c.aligned = c.aligned && (uintptr_t)t.weights.residual % (GROUP * size) == 0;
+        w.record = &t.weights;
+        w.mode = args.mode;
+        if (weights_are_random(w.mode))
+            w.start = weights_start_of(t.weights.place, c.begin);
+    }
+    if (threadIdx.x == 0)
+        folded = args.fold_on_device ? fold(&args.config, c.step, rule == BNB) : args.constants;
+    fill_maps(&maps, rule == BNB);
+    for (uint32_t tiles = 0; tiles < (uint32_t)c.count; tiles += WARPS * TILE) {
+        const uint32_t tile = tiles + threadIdx.x / WARP * TILE;
+        if (tile < (uint32_t)c.count || 1 << c.block_shift > TILE)
+            update_tile<rule, Record::plain>(c, w, folded, maps, tile + threadIdx.x % WARP * GROUP,
+                                             c.aligned && tile + TILE <= (uint32_t)c.count);
+    }
+    if constexpr (!Record::plain)
+        if (args.stalled)
+            weights_add_stalled(args.stalled, w.stalled);
+}
+
+/* Fills the record of tensor k and returns the number of blocks in the launch so far. */
+static uint32_t fill(tensor_record *t, const adamw8bit_args *args, int64_t k, uint32_t blocks)
+{
+    t->param = args->params->data[k];
+    t->step = args->steps ? args->steps->data[k] : nullptr;
+    t->exp_avg = (uint8_t *)args->exp_avgs->data[k];
+    t->exp_avg_sq = (uint8_t *)args->exp_avg_sqs->data[k];
+    t->exp_avg_absmax = (float *)args->exp_avg_absmaxs->data[k];
+    t->exp_avg_sq_absmax = (float *)args->exp_avg_sq_absmaxs->data[k];
+    t->grad = args->grads->data[k];
+    t->numel = args->params->numel[k];
+    t->seed = args->config->seeds ? args->config->seeds[k] : 0;
+    t->first_block = blocks;
+    t->param_dtype = (uint8_t)args->params->dtype[k];
+    t->grad_dtype = (uint8_t)args->grads->dtype[k];
+    t->step_dtype = (uint8_t)(args->steps ? args->steps->dtype[k] : HR_F64);
+    return blocks + cuda_blocks(t->numel);
+}
+
+template <typename Record>
+static hr_status launch_all(const adamw8bit_args *args, const hr_exec *exec)
+{
+    const hr_adamw_config *const config = &args->config->adamw;
+    adamw8bit_launch<Record> launch;
+    launch.config = *config;
+    launch.mode = config->weights ? config->weights->mode : HR_WEIGHTS_NEAREST;
+    launch.stalled = config->weights ? config->weights->stalled : nullptr;
+    launch.fold_on_device =
+        args->steps || config->lr_ptr || config->grad_scale || config->clip_coef;
+    if (!launch.fold_on_device)
+        launch.constants = fold(config, (double)config->step, args->config->bnb_exact);
+    for (launch.block_shift = 0; 1 << launch.block_shift < args->config->block_size;)
+        launch.block_shift++;
+    hr_status status = HR_OK;
+    for (int64_t k = 0; k < args->params->count && status == HR_OK;) {
+        uint32_t blocks = 0;
+        launch.count = 0;
+        for (; k < args->params->count && launch.count < launch.max_tensors; k++) {
+            Record *const record = &launch.tensors[launch.count++];
+            blocks = fill(record, args, k, blocks);
+            if constexpr (!Record::plain)
+                record->weights = weights_record_of(config->weights, args->params, k);
+        }
+        if (blocks > 0) {
+            if (args->config->seeds)
+                HR_LAUNCH((adamw8bit_kernel<STOCHASTIC, Record>), blocks, THREADS, 0, exec->stream,
+                          launch);
+            else if (Record::plain && args->config->bnb_exact)
+                HR_LAUNCH((adamw8bit_kernel < Record::plain ? BNB : NEAREST, Record >), blocks,
+                          THREADS, 0, exec->stream, launch);
+            else
+                HR_LAUNCH((adamw8bit_kernel<NEAREST, Record>), blocks, THREADS, 0, exec->stream,
+                          launch);
+        }
+        if (args->steps)
+            HR_LAUNCH(cuda_count_kernel<adamw8bit_launch<Record>>,
+                      (launch.count + THREADS - 1) / THREADS, THREADS, 0, exec->stream, launch);
+        status = cuda_launch_status("hr_adamw8bit");
+    }
+    return status;
+}
+
+hr_status adamw8bit_cuda(const adamw8bit_args *args, const hr_exec *exec)
+{
+    return args->config->adamw.weights ? launch_all<mode_record>(args, exec)
+                                       : launch_all<tensor_record>(args, exec);
+}

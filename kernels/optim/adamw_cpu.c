@@ -1,0 +1,234 @@
+/*
+ * adamw_cpu.c: the loop. One parallel region covers the elements of the whole list, so ten thousand
+ * small tensors cost no more hand-overs than one large one.
+ */
+#include "kernels/optim/adamw.h"
+#include "kernels/weights/weights_cpu.h"
+
+/* With constant dtypes, mode, amsgrad and skip this is one vector loop without branches. `random`:
+ * bits for each element, where the mode has any. */
+HR_INLINE void adamw_few(adamw_constants c, void *restrict param, void *restrict residual,
+                         const void *restrict grad, void *restrict exp_avg,
+                         void *restrict exp_avg_sq, void *restrict max_exp_avg_sq, int64_t begin,
+                         int64_t end, hr_dtype param_dtype, hr_weights_mode mode,
+                         const uint16_t *restrict random, hr_dtype grad_dtype, hr_dtype state_dtype,
+                         int amsgrad, int skip)
+{
+    for (int64_t i = begin; i < end; i++) {
+        weights_bits bits = weights_bits_at(param, residual, i, param_dtype, mode);
+        adamw_values x = {
+            weights_join(bits, param_dtype, mode),
+            hr_load(grad, i, grad_dtype),
+            hr_load(exp_avg, i, state_dtype),
+            hr_load(exp_avg_sq, i, state_dtype),
+            amsgrad ? hr_load(max_exp_avg_sq, i, state_dtype) : 0.0f,
+        };
+        x = adamw_update(c, x, amsgrad, skip);
+        bits = weights_split(x.param, param_dtype, mode,
+                             weights_are_random(mode) ? random[i - begin] : 0);
+        weights_put_bits(param, residual, i, bits, param_dtype, mode);
+        hr_store(exp_avg, i, x.exp_avg, state_dtype);
+        hr_store(exp_avg_sq, i, x.exp_avg_sq, state_dtype);
+        if (amsgrad)
+            hr_store(max_exp_avg_sq, i, x.max_exp_avg_sq, state_dtype);
+    }
+}
+
+/* Elements [begin, end) of a run that goes on to `last`. */
+HR_INLINE void adamw_run(adamw_constants c, void *restrict param, void *restrict residual,
+                         const void *restrict grad, void *restrict exp_avg,
+                         void *restrict exp_avg_sq, void *restrict max_exp_avg_sq, int64_t begin,
+                         int64_t end, int64_t last, hr_dtype param_dtype, hr_weights_mode mode,
+                         const uint16_t *restrict random, hr_dtype grad_dtype, hr_dtype state_dtype,
+                         int amsgrad)
+{
+    int64_t i = begin;
+    for (; end - i >= CPU_STEP; i += CPU_STEP) {
+        weights_prefetch(param, residual, i, CPU_STEP, last, param_dtype, mode);
+        cpu_prefetch(grad, i, CPU_STEP, last, grad_dtype);
+        cpu_prefetch(exp_avg, i, CPU_STEP, last, state_dtype);
+        cpu_prefetch(exp_avg_sq, i, CPU_STEP, last, state_dtype);
+        if (amsgrad)
+            cpu_prefetch(max_exp_avg_sq, i, CPU_STEP, last, state_dtype);
+        adamw_few(c, param, residual, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, i, i + CPU_STEP,
+                  param_dtype, mode, random, grad_dtype, state_dtype, amsgrad, 0);
+        random = weights_are_random(mode) ? random + CPU_STEP : random;
+    }
+    adamw_few(c, param, residual, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, i, end, param_dtype,
+              mode, random, grad_dtype, state_dtype, amsgrad, 0);
+}
+
+/* Elements to update, with parameters of a type of their own. */
+typedef struct adamw_part {
+    adamw_constants constants;
+    void *param, *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
+    const void *grad;
+    hr_dtype param_dtype, grad_dtype, state_dtype;
+    const weights_tensor *weights; /* what is stored of the parameters, for adamw_joined_range() */
+    int skip;
+} adamw_part;
+
+HR_INLINE void adamw_part_range(void *context, int64_t begin, int64_t end)
+{
+    const adamw_part *const p = (const adamw_part *)context;
+    if (p->skip) { /* asked for seldom, so not compiled for every mix */
+        adamw_few(p->constants, p->param, NULL, p->grad, p->exp_avg, p->exp_avg_sq,
+                  p->max_exp_avg_sq, begin, end, p->param_dtype, HR_WEIGHTS_NEAREST, NULL,
+                  p->grad_dtype, p->state_dtype, p->max_exp_avg_sq != NULL, 1);
+        return;
+    }
+    FOR_DTYPE(p->param_dtype, P,
+              FOR_DTYPE(p->grad_dtype, G,
+                        FOR_DTYPE(p->state_dtype, S,
+                                  if (p->max_exp_avg_sq)
+                                      adamw_run(p->constants, p->param, NULL, p->grad, p->exp_avg,
+                                                p->exp_avg_sq, p->max_exp_avg_sq, begin, end, end,
+                                                P, HR_WEIGHTS_NEAREST, NULL, G, S, 1);
+                                  else adamw_run(p->constants, p->param, NULL, p->grad, p->exp_avg,
+                                                 p->exp_avg_sq, NULL, begin, end, end, P,
+                                                 HR_WEIGHTS_NEAREST, NULL, G, S, 0))))
+}
+
+CPU_VARIANTS(adamw_part_range)
+
+/* Weights that are joined, updated and split in one loop: the mixes that people use. What is given
+ * must be adamw_is_joined(). */
+HR_INLINE void adamw_joined(const adamw_part *p, int64_t begin, int64_t end, hr_weights_mode mode,
+                            hr_dtype state_dtype)
+{
+    uint16_t random[WEIGHTS_TILE];
+    const int64_t step = weights_are_random(mode) ? WEIGHTS_TILE : end - begin;
+    for (int64_t i = begin; i < end; i += step) {
+        const int64_t next = end - i < step ? end : i + step;
+        if (weights_are_random(mode))
+            weights_fill_random(p->weights, i, (int)(next - i), random);
+        adamw_run(p->constants, p->weights->param, p->weights->residual, p->grad, p->exp_avg,
+                  p->exp_avg_sq, NULL, i, next, end, HR_BF16, mode, random, HR_BF16, state_dtype,
+                  0);
+    }
+}
+
+HR_INLINE void adamw_joined_as(const adamw_part *p, int64_t begin, int64_t end,
+                               hr_weights_mode mode)
+{
+    if (p->state_dtype == HR_F32)
+        adamw_joined(p, begin, end, mode, HR_F32);
+    else
+        adamw_joined(p, begin, end, mode, HR_BF16);
+}
+
+HR_INLINE void adamw_joined_range(void *context, int64_t begin, int64_t end)
+{
+    const adamw_part *const p = (const adamw_part *)context;
+    switch (p->weights->mode) {
+    case HR_WEIGHTS_STOCHASTIC:
+        adamw_joined_as(p, begin, end, HR_WEIGHTS_STOCHASTIC);
+        break;
+    case HR_WEIGHTS_KAHAN:
+        adamw_joined_as(p, begin, end, HR_WEIGHTS_KAHAN);
+        break;
+    case HR_WEIGHTS_MASTER:
+        adamw_joined_as(p, begin, end, HR_WEIGHTS_MASTER);
+        break;
+    case HR_WEIGHTS_REMAINDER16:
+        adamw_joined_as(p, begin, end, HR_WEIGHTS_REMAINDER16);
+        break;
+    case HR_WEIGHTS_REMAINDER8:
+        adamw_joined_as(p, begin, end, HR_WEIGHTS_REMAINDER8);
+        break;
+    case HR_WEIGHTS_REMAINDER8_STOCHASTIC:
+        adamw_joined_as(p, begin, end, HR_WEIGHTS_REMAINDER8_STOCHASTIC);
+        break;
+    default:
+        break;
+    }
+}
+
+CPU_VARIANTS(adamw_joined_range)
+
+static int adamw_is_joined(const adamw_part *p)
+{
+    return p->weights->mode != HR_WEIGHTS_NEAREST && !p->weights->stalled &&
+           p->weights->dtype == HR_BF16 && p->grad_dtype == HR_BF16 && p->state_dtype != HR_F16 &&
+           !p->max_exp_avg_sq && !p->skip;
+}
+
+static void *adamw_at(void *base, int64_t i, hr_dtype dtype)
+{
+    return base ? (char *)base + i * (dtype == HR_F32 ? 4 : 2) : NULL;
+}
+
+/* The elements [begin, end) of a tensor whose weights are not plain. */
+static void adamw_weights(const adamw_part *p, int64_t begin, int64_t end)
+{
+    const weights_tensor *const weights = p->weights;
+    _Alignas(64) float tile[WEIGHTS_TILE], before[WEIGHTS_TILE];
+    adamw_part part = *p;
+    part.param = tile;
+    part.param_dtype = HR_F32;
+    for (int64_t i = begin; i < end; i += WEIGHTS_TILE) {
+        const int count = end - i < WEIGHTS_TILE ? (int)(end - i) : WEIGHTS_TILE;
+        part.grad = adamw_at((void *)p->grad, i, p->grad_dtype);
+        part.exp_avg = adamw_at(p->exp_avg, i, p->state_dtype);
+        part.exp_avg_sq = adamw_at(p->exp_avg_sq, i, p->state_dtype);
+        part.max_exp_avg_sq = adamw_at(p->max_exp_avg_sq, i, p->state_dtype);
+        weights_load(weights, i, count, tile);
+        if (weights->stalled)
+            memcpy(before, tile, (size_t)count * sizeof before[0]);
+        /* Not all at once: there are few places for lines on their way. */
+        for (int j = 0; j < count; j += CPU_STEP) {
+            const int step = count - j < CPU_STEP ? count - j : CPU_STEP;
+            weights_prefetch(weights->param, weights->residual, i + j, step, end, weights->dtype,
+                             weights->mode);
+            cpu_prefetch(p->grad, i + j, step, end, p->grad_dtype);
+            cpu_prefetch(p->exp_avg, i + j, step, end, p->state_dtype);
+            cpu_prefetch(p->exp_avg_sq, i + j, step, end, p->state_dtype);
+            CPU_BEST(adamw_part_range)(&part, j, j + step);
+        }
+        weights_store(weights, i, count, tile, weights->stalled ? before : NULL);
+    }
+}
+
+/* The elements [begin, end) of the list laid end to end. */
+static void adamw_range(void *context, int64_t begin, int64_t end)
+{
+    const adamw_args *const a = (const adamw_args *)context;
+    adamw_part part = {0};
+    part.skip = a->config->skip_nonfinite;
+    double folded_for = NAN; /* equal to no step */
+    CPU_FOR_EACH_TENSOR(a->params, begin, end, k, from, to)
+    {
+        const double t = a->steps ? hr_load_scalar(a->steps->data[k], a->steps->dtype[k]) + 1.0
+                                  : (double)a->config->step;
+        if (t != folded_for)
+            part.constants = adamw_fold(a->config, t);
+        folded_for = t;
+        part.param = a->params->data[k];
+        part.grad = a->grads->data[k];
+        part.exp_avg = a->exp_avgs->data[k];
+        part.exp_avg_sq = a->exp_avg_sqs->data[k];
+        part.max_exp_avg_sq = a->max_exp_avg_sqs ? a->max_exp_avg_sqs->data[k] : NULL;
+        part.param_dtype = a->params->dtype[k];
+        part.grad_dtype = a->grads->dtype[k];
+        part.state_dtype = a->exp_avgs->dtype[k];
+        if (a->config->weights) {
+            const weights_tensor weights = weights_of(a->config->weights, a->params, k, t);
+            part.weights = &weights;
+            if (adamw_is_joined(&part))
+                CPU_BEST(adamw_joined_range)(&part, from, to);
+            else
+                adamw_weights(&part, from, to);
+        } else {
+            CPU_BEST(adamw_part_range)(&part, from, to);
+        }
+    }
+}
+
+hr_status adamw_cpu(const adamw_args *args)
+{
+    if (args->config->found_inf && *args->config->found_inf != 0.0f)
+        return HR_OK;
+    hr_parallel_for(0, cpu_total(args->params), CPU_GRAIN, adamw_range, (void *)args);
+    cpu_count_steps(args->steps);
+    return HR_OK;
+}

@@ -1,0 +1,212 @@
+/*
+ * dynamic_map_cpu.h: the maps on whole vectors.
+ *
+ * A gather of table entries, or a search, costs more than all else in an optimizer step. But within
+ * a decade code and value are linear functions of each other, and the tables of decades fit in
+ * vector registers. So a value is slope * place + base, off by a few units in the last place, and a
+ * table of differences of 4 bits each puts that right; and a code is the value times a slope,
+ * rounded, where a value so close to a midpoint that this may be wrong is left to dynamic_encode().
+ */
+#ifndef HR_DYNAMIC_MAP_CPU_H
+#define HR_DYNAMIC_MAP_CPU_H
+
+#include "kernels/core/cpu.h"
+#include "kernels/quant/dynamic_map.h"
+
+/* A code is the integer part of a number in [256, 512), whose last 15 bits are the fraction. */
+#define DYNAMIC_FRACTION_BITS 15
+/* How far such a number may be off, in units in the last place; a power of 2. */
+#define DYNAMIC_SLACK_UNITS 4
+/* Half of one to round, and the slack, so that one mask finds what is too close to a midpoint. */
+#define DYNAMIC_OFFSET (256.5f + 0x1p-15f * DYNAMIC_SLACK_UNITS)
+
+typedef struct dynamic_vectors {
+    /* Decoding, by the last 4 bits of the exponent of the place: 4 * (code - 127), or code + 1. */
+    float value_slopes[16], value_bases[16];
+    uint32_t differences[32]; /* for 8 codes each, in units in the last place, from the top bits */
+    /* Encoding: see dynamic_map, and [pair] once a decade has begun there, [16 + pair] before that.
+     * In the unsigned map the last two include DYNAMIC_OFFSET. */
+    float begins[16];
+    float slopes[32], offsets[32], lasts[32];
+} dynamic_vectors;
+
+static inline float dynamic_place(int code, int is_signed)
+{
+    return (float)(is_signed ? 4 * (code - 127) : code + 1);
+}
+
+static inline void dynamic_vectors_fill(dynamic_vectors *v, const dynamic_map *map, int is_signed)
+{
+    const int zero = dynamic_zero(is_signed);
+    memset(v, 0, sizeof *v);
+    for (int n = is_signed ? 1 : 2, code = zero + 1; code < 256; code += n, n *= 2) {
+        const float place = dynamic_place(code, is_signed);
+        const int entry = (int)(hr_bits(place) >> 23) & 15;
+        const float rise = n > 1 && code < 255
+                               ? (map->values[code + n - 1] - map->values[code]) / (float)(n - 1)
+                               : 0.0f;
+        v->value_slopes[entry] = is_signed ? rise / 4.0f : rise;
+        v->value_bases[entry] = map->values[code] - v->value_slopes[entry] * place;
+    }
+    for (int code = 0; code < 256; code++) {
+        const float place = dynamic_place(code, is_signed);
+        const int entry = (int)(hr_bits(place) >> 23) & 15;
+        const float base = place < 0.0f ? -v->value_bases[entry] : v->value_bases[entry];
+        const uint32_t bits = hr_bits(fmaf(v->value_slopes[entry], place, base));
+        const uint32_t difference = hr_bits(map->values[code]) - bits;
+        v->differences[code / 8] |= (difference & 15u) << (28 - code % 8 * 4);
+    }
+    const float offset = is_signed ? 0.0f : DYNAMIC_OFFSET;
+    for (int entry = 0; entry < 32; entry++) {
+        const int pair = entry % 16, decade = map->before[pair] + (entry < 16);
+        v->begins[pair] = map->begins[pair];
+        v->slopes[entry] = map->slopes[decade];
+        v->offsets[entry] = map->offsets[decade] + offset;
+        v->lasts[entry] = map->lasts[decade] + offset;
+    }
+}
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+
+/* The values of 16 codes. */
+CPU_AVX512 HR_INLINE __m512 dynamic_values_avx512(const dynamic_vectors *v, __m128i codes,
+                                                  int is_signed)
+{
+    const __m512i code = _mm512_cvtepu8_epi32(codes);
+    /* The code as the mantissa of 2^25 + 4 * code or 2^23 + code, and a subtraction. */
+    const __m512i magic = _mm512_set1_epi32(is_signed ? 0x4C000000 : 0x4B000000);
+    const __m512 from = _mm512_set1_ps(is_signed ? 0x1p25f + 508.0f : 0x1p23f - 1.0f);
+    const __m512 place = _mm512_sub_ps(_mm512_castsi512_ps(_mm512_or_si512(code, magic)), from);
+    const __m512i entry = _mm512_srli_epi32(_mm512_castps_si512(place), 23);
+    const __m512 slope = _mm512_permutexvar_ps(entry, _mm512_loadu_ps(v->value_slopes));
+    __m512 base = _mm512_permutexvar_ps(entry, _mm512_loadu_ps(v->value_bases));
+    if (is_signed) /* base with the sign of place */
+        base = _mm512_castsi512_ps(
+            _mm512_ternarylogic_epi32(_mm512_castps_si512(base), _mm512_castps_si512(place),
+                                      _mm512_set1_epi32((int)0x80000000u), 0x78));
+    const __m512 near = _mm512_fmadd_ps(slope, place, base);
+    const __m512i differences =
+        _mm512_permutex2var_epi32(_mm512_loadu_si512(v->differences), _mm512_srli_epi32(code, 3),
+                                  _mm512_loadu_si512(v->differences + 16));
+    /* The 4 bits of the code to the top, and down again with their sign. */
+    const __m512i difference =
+        _mm512_srai_epi32(_mm512_rolv_epi32(differences, _mm512_slli_epi32(code, 2)), 28);
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(near), difference));
+}
+
+/* The codes nearest to 16 numbers y, in the low bytes. Where a bit of `sure` is 0 dynamic_encode()
+ * must decide. In the unsigned map the code is at least 1 where x > 0. */
+CPU_AVX512 HR_INLINE __m512i dynamic_codes_avx512(const dynamic_vectors *v, __m512 y, __m512 x,
+                                                  int is_signed, __mmask16 *sure)
+{
+    __m512 magnitude;
+    if (is_signed) {
+        /* The greater of |y| and the other, which NaN becomes. */
+        magnitude = _mm512_range_ps(y, _mm512_set1_ps(0x1p-31f), 0xB);
+    } else {
+        /* At least what gets code 1 where x is positive, whatever y; else 0. */
+        const __mmask16 positive = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ);
+        magnitude = _mm512_maskz_max_ps(positive, y, _mm512_set1_ps(3.25e-7f));
+    }
+    /* 16 + the pair in the last 5 bits, from 2^-31 on. */
+    const __m512i pair = _mm512_srli_epi32(_mm512_castps_si512(magnitude), 24);
+    const __m512 begin = _mm512_permutexvar_ps(pair, _mm512_loadu_ps(v->begins));
+    const __mmask16 begun = _mm512_cmp_ps_mask(magnitude, begin, _CMP_GT_OQ);
+    const __m512i entry = _mm512_mask_add_epi32(pair, begun, pair, _mm512_set1_epi32(16));
+    const __m512 slope =
+        _mm512_permutex2var_ps(_mm512_loadu_ps(v->slopes), entry, _mm512_loadu_ps(v->slopes + 16));
+    const __m512 offset = _mm512_permutex2var_ps(_mm512_loadu_ps(v->offsets), entry,
+                                                 _mm512_loadu_ps(v->offsets + 16));
+    const __m512 last =
+        _mm512_permutex2var_ps(_mm512_loadu_ps(v->lasts), entry, _mm512_loadu_ps(v->lasts + 16));
+    __m512 place = _mm512_min_ps(_mm512_fmadd_ps(magnitude, slope, offset), last);
+    __mmask16 inside = 0xFFFF;
+    if (is_signed) {
+        /* With the sign of y; then what an offset does elsewhere. -1 is not in the map. */
+        place = _mm512_castsi512_ps(
+            _mm512_ternarylogic_epi32(_mm512_castps_si512(place), _mm512_castps_si512(y),
+                                      _mm512_set1_epi32((int)0x80000000u), 0xF8));
+        place = _mm512_add_ps(place, _mm512_set1_ps(127.0f + DYNAMIC_OFFSET));
+        place = _mm512_max_ps(place, _mm512_set1_ps(DYNAMIC_OFFSET));
+        /* Where a decade begins, a negative midpoint has the greater magnitude. */
+        inside = _mm512_cmp_ps_mask(magnitude, begin, _CMP_NEQ_UQ);
+    }
+    const __m512i bits = _mm512_castps_si512(place);
+    const int fraction = (1 << DYNAMIC_FRACTION_BITS) - 2 * DYNAMIC_SLACK_UNITS;
+    *sure = _mm512_mask_test_epi32_mask(inside, bits, _mm512_set1_epi32(fraction));
+    return _mm512_srli_epi32(bits, DYNAMIC_FRACTION_BITS);
+}
+
+/* The same, 8 at a time. Registers hold 8 entries, so a table of 16 is two. */
+CPU_AVX2 HR_INLINE __m256 dynamic_look_up_avx2(const float *table, __m256i entry)
+{
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), entry);
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), entry);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(entry, 28)));
+}
+
+CPU_AVX2 HR_INLINE __m256 dynamic_values_avx2(const dynamic_vectors *v, const uint8_t *codes,
+                                              int is_signed)
+{
+    const __m256i code = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)codes));
+    const __m256i magic = _mm256_set1_epi32(is_signed ? 0x4C000000 : 0x4B000000);
+    const __m256 from = _mm256_set1_ps(is_signed ? 0x1p25f + 508.0f : 0x1p23f - 1.0f);
+    const __m256 place = _mm256_sub_ps(_mm256_castsi256_ps(_mm256_or_si256(code, magic)), from);
+    const __m256i entry = _mm256_srli_epi32(_mm256_castps_si256(place), 23);
+    const __m256 slope = dynamic_look_up_avx2(v->value_slopes, entry);
+    __m256 base = dynamic_look_up_avx2(v->value_bases, entry);
+    if (is_signed)
+        base = _mm256_xor_ps(base, _mm256_and_ps(place, _mm256_set1_ps(-0.0f)));
+    const __m256 near = _mm256_fmadd_ps(slope, place, base);
+    const __m256i group = _mm256_srli_epi32(code, 3);
+    const __m256 low = dynamic_look_up_avx2((const float *)v->differences, group);
+    const __m256 high = dynamic_look_up_avx2((const float *)v->differences + 16, group);
+    const __m256i differences = _mm256_castps_si256(
+        _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(code, 24))));
+    const __m256i bit = _mm256_and_si256(_mm256_slli_epi32(code, 2), _mm256_set1_epi32(28));
+    const __m256i difference = _mm256_srai_epi32(_mm256_sllv_epi32(differences, bit), 28);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(near), difference));
+}
+
+CPU_AVX2 HR_INLINE __m256i dynamic_codes_avx2(const dynamic_map *map, __m256 y, __m256 x,
+                                              int is_signed, int *sure)
+{
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    __m256 magnitude;
+    if (is_signed) {
+        magnitude = _mm256_max_ps(_mm256_andnot_ps(sign, y), _mm256_set1_ps(0x1p-31f));
+    } else {
+        const __m256 positive = _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GT_OQ);
+        magnitude = _mm256_max_ps(y, _mm256_set1_ps(3.25e-7f));
+        magnitude = _mm256_blendv_ps(_mm256_set1_ps(0x1p-31f), magnitude, positive);
+    }
+    const __m256i pair = _mm256_srli_epi32(_mm256_castps_si256(magnitude), 24);
+    const __m256 begin = dynamic_look_up_avx2(map->begins, pair);
+    const __m256i before =
+        _mm256_castps_si256(dynamic_look_up_avx2((const float *)map->before, pair));
+    const __m256 begun = _mm256_cmp_ps(magnitude, begin, _CMP_GT_OQ);
+    const __m256i decade = _mm256_sub_epi32(before, _mm256_castps_si256(begun));
+    const __m256 slope = dynamic_look_up_avx2(map->slopes, decade);
+    const __m256 offset = dynamic_look_up_avx2(map->offsets, decade);
+    const __m256 last = dynamic_look_up_avx2(map->lasts, decade);
+    __m256 place = _mm256_min_ps(_mm256_fmadd_ps(magnitude, slope, offset), last);
+    int inside = 0xFF;
+    if (is_signed) {
+        place = _mm256_or_ps(place, _mm256_and_ps(y, sign));
+        place = _mm256_add_ps(place, _mm256_set1_ps(127.0f + DYNAMIC_OFFSET));
+        place = _mm256_max_ps(place, _mm256_set1_ps(DYNAMIC_OFFSET));
+        inside = _mm256_movemask_ps(_mm256_cmp_ps(magnitude, begin, _CMP_NEQ_UQ));
+    } else {
+        place = _mm256_add_ps(place, _mm256_set1_ps(DYNAMIC_OFFSET));
+    }
+    const __m256i bits = _mm256_castps_si256(place);
+    const int fraction = (1 << DYNAMIC_FRACTION_BITS) - 2 * DYNAMIC_SLACK_UNITS;
+    const __m256i close = _mm256_cmpeq_epi32(_mm256_and_si256(bits, _mm256_set1_epi32(fraction)),
+                                             _mm256_setzero_si256());
+    *sure = inside & ~_mm256_movemask_ps(_mm256_castsi256_ps(close));
+    return _mm256_and_si256(_mm256_srli_epi32(bits, DYNAMIC_FRACTION_BITS), _mm256_set1_epi32(255));
+}
+#endif
+
+#endif

@@ -1,8 +1,0 @@
-#include "runtime.h"
-#include "update_scale.h"
-
-hr_status update_scale_cpu(const update_scale_args *args)
-{
-    update_scale(args);
-    return HR_OK;
-}

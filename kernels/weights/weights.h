@@ -1,0 +1,233 @@
+/*
+ * weights.h: weights of 16 bits, and what they lack of binary32. The formula of one weight: read
+ * from (param, residual) and split into them again. The modes are documented at hr_weights in
+ * headroom.h.
+ */
+#ifndef HR_WEIGHTS_H
+#define HR_WEIGHTS_H
+
+#include "kernels/core/dtype.h"
+#include "kernels/core/random.h"
+
+/* The bits of a weight as they lie in memory, in the low bits of each word. */
+typedef struct weights_bits {
+    uint32_t param, residual;
+} weights_bits;
+
+/* The type of the residuals; HR_F64 where there are none. */
+HR_INLINE hr_dtype weights_residual_dtype(hr_weights_mode mode, hr_dtype param)
+{
+    return mode == HR_WEIGHTS_KAHAN         ? param
+           : mode == HR_WEIGHTS_MASTER      ? HR_F32
+           : mode == HR_WEIGHTS_REMAINDER16 ? HR_I16
+           : mode >= HR_WEIGHTS_REMAINDER8  ? HR_I8
+                                            : HR_F64;
+}
+
+HR_INLINE int weights_are_random(hr_weights_mode mode)
+{
+    return mode == HR_WEIGHTS_STOCHASTIC || mode == HR_WEIGHTS_REMAINDER8_STOCHASTIC;
+}
+
+HR_INLINE float weights_from_half(uint32_t half, hr_dtype dtype)
+{
+    return dtype == HR_BF16 ? hr_from_bf16((uint16_t)half) : hr_from_f16((uint16_t)half);
+}
+
+HR_INLINE uint32_t weights_to_half(float x, hr_dtype dtype)
+{
+    return dtype == HR_BF16 ? hr_to_bf16(x) : hr_to_f16(x);
+}
+
+HR_INLINE float weights_join(weights_bits bits, hr_dtype dtype, hr_weights_mode mode)
+{
+    switch (mode) {
+    case HR_WEIGHTS_KAHAN:
+        return weights_from_half(bits.param, dtype) + weights_from_half(bits.residual, dtype);
+    case HR_WEIGHTS_MASTER:
+        return hr_float(bits.residual);
+    case HR_WEIGHTS_REMAINDER16:
+        return hr_float((bits.param << 16) + (uint32_t)(int32_t)(int16_t)bits.residual);
+    case HR_WEIGHTS_REMAINDER8:
+    case HR_WEIGHTS_REMAINDER8_STOCHASTIC:
+        return hr_float((bits.param << 16) + (uint32_t)((int32_t)(int8_t)bits.residual * 256));
+    default:
+        return dtype == HR_F32 ? hr_float(bits.param) : weights_from_half(bits.param, dtype);
+    }
+}
+
+/* A number up to 2^16 in steps of 2^-24 to f16 at random; `random` has 16 bits. */
+HR_INLINE uint32_t weights_to_f16_randomly(float x, uint32_t random)
+{
+    const uint32_t bits = hr_bits(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
+    const uint32_t normal = (magnitude - (112u << 23) + (random & 0x1FFFu)) >> 13;
+    /* Below 2^-14 the gap is 2^-24. */
+    const float gaps = (magnitude < (113u << 23) ? hr_float(magnitude) : 0.0f) * 0x1p24f;
+    const uint32_t below = (uint32_t)gaps;
+    const uint32_t up = (gaps - (float)below) * 0x1p16f > (float)random;
+    const uint32_t finite = magnitude < (113u << 23) ? below + up : normal;
+    const uint32_t bounded = magnitude >= (143u << 23) ? 0x7C00u : finite;
+    return magnitude > 0x7F800000u ? 0x7FFFu : sign | bounded;
+}
+
+/* `random`: 16 bits, where the mode has any. */
+HR_INLINE weights_bits weights_split(float x, hr_dtype dtype, hr_weights_mode mode, uint32_t random)
+{
+    const uint32_t bits = hr_bits(x);
+    const int is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+    weights_bits split = {0, 0};
+    switch (mode) {
+    case HR_WEIGHTS_KAHAN: {
+        split.param = weights_to_half(x, dtype);
+        const float rounded = weights_from_half(split.param, dtype);
+        const int is_finite = (hr_bits(rounded) & 0x7FFFFFFFu) < 0x7F800000u;
+        split.residual = weights_to_half(is_finite ? x - rounded : 0.0f, dtype);
+        break;
+    }
+    case HR_WEIGHTS_MASTER:
+        split.param = weights_to_half(x, dtype);
+        split.residual = is_nan ? 0x7FFFFFFFu : bits;
+        break;
+    case HR_WEIGHTS_REMAINDER16:
+        split.param = is_nan ? 0x7FFFu : (bits + 0x8000u) >> 16;
+        split.residual = is_nan ? 0u : bits & 0xFFFFu;
+        break;
+    case HR_WEIGHTS_REMAINDER8:
+    case HR_WEIGHTS_REMAINDER8_STOCHASTIC: {
+        const uint32_t half =
+            mode == HR_WEIGHTS_REMAINDER8 ? 0x7Fu + ((bits >> 8) & 1u) : random & 0xFFu;
+        const uint32_t rounded = bits + half;
+        split.param = is_nan ? 0x7FFFu : (rounded + 0x8000u) >> 16;
+        split.residual = is_nan ? 0u : (rounded >> 8) & 0xFFu;
+        break;
+    }
+    case HR_WEIGHTS_STOCHASTIC:
+        split.param = dtype == HR_F16 ? weights_to_f16_randomly(x, random)
+                      : is_nan        ? 0x7FFFu
+                                      : (bits + random) >> 16;
+        break;
+    default:
+        split.param = dtype != HR_F32 ? weights_to_half(x, dtype) : is_nan ? 0x7FFFFFFFu : bits;
+        break;
+    }
+    return split;
+}
+
+/* ---- Memory ---------------------------------------------------------------------------------- */
+
+HR_INLINE uint32_t weights_load_bits(const void *base, int64_t i, hr_dtype dtype)
+{
+    switch (dtype) {
+    case HR_F32:
+        return ((const uint32_t *)base)[i];
+    case HR_I8:
+        return ((const uint8_t *)base)[i];
+    case HR_F64:
+        return 0;
+    default:
+        return ((const uint16_t *)base)[i];
+    }
+}
+
+HR_INLINE void weights_store_bits(void *base, int64_t i, uint32_t bits, hr_dtype dtype)
+{
+    switch (dtype) {
+    case HR_F32:
+        ((uint32_t *)base)[i] = bits;
+        break;
+    case HR_I8:
+        ((uint8_t *)base)[i] = (uint8_t)bits;
+        break;
+    case HR_F64:
+        break;
+    default:
+        ((uint16_t *)base)[i] = (uint16_t)bits;
+        break;
+    }
+}
+
+HR_INLINE weights_bits weights_bits_at(const void *param, const void *residual, int64_t i,
+                                       hr_dtype dtype, hr_weights_mode mode)
+{
+    weights_bits bits;
+    bits.param = weights_load_bits(param, i, dtype);
+    bits.residual = weights_load_bits(residual, i, weights_residual_dtype(mode, dtype));
+    return bits;
+}
+
+HR_INLINE void weights_put_bits(void *param, void *residual, int64_t i, weights_bits bits,
+                                hr_dtype dtype, hr_weights_mode mode)
+{
+    weights_store_bits(param, i, bits.param, dtype);
+    weights_store_bits(residual, i, bits.residual, weights_residual_dtype(mode, dtype));
+}
+
+/* ---- Randomness ------------------------------------------------------------------------------ */
+
+/* Where a part of a tensor begins in the whole: its elements then need no long division. */
+typedef struct weights_start {
+    int64_t run, column; /* the run's first element, and how far into the run */
+} weights_start;
+
+HR_INLINE weights_start weights_start_of(hr_place place, int64_t begin)
+{
+    weights_start start;
+    start.run = place.offset + begin / place.run * place.stride;
+    start.column = begin % place.run;
+    return start;
+}
+
+/* The element of the whole that is `ahead` of the start, less than 2^31. */
+HR_INLINE int64_t weights_element(hr_place place, weights_start start, uint32_t ahead)
+{
+    const int64_t x = start.column + ahead;
+    const int64_t runs = place.run >= INT64_C(1) << 31
+                             ? x >= place.run
+                             : (int64_t)((uint32_t)x / (uint32_t)place.run);
+    return start.run + runs * place.stride + (x - runs * place.run);
+}
+
+/* The counter for elements 8 * j to 8 * j + 7 in step t. The highest bit keeps it apart from the
+ * counters of other uses of the same seed. */
+HR_INLINE hr_random4 weights_counter(double t, uint64_t j)
+{
+    const uint64_t step = (uint64_t)t;
+    hr_random4 counter;
+    counter.word[0] = (uint32_t)j;
+    counter.word[1] = (uint32_t)(j >> 32);
+    counter.word[2] = (uint32_t)step;
+    counter.word[3] = (uint32_t)(step >> 32) | 0x80000000u;
+    return counter;
+}
+
+/* The 16 bits of element e, from the words of its counter: by choices, so that these stay in
+ * registers. */
+HR_INLINE uint32_t weights_random(const hr_random4 *words, int64_t e)
+{
+    const uint32_t low = e & 2 ? words->word[1] : words->word[0];
+    const uint32_t high = e & 2 ? words->word[3] : words->word[2];
+    return ((e & 4 ? high : low) >> (16 * (e & 1))) & 0xFFFFu;
+}
+
+/* ---- The kernels ----------------------------------------------------------------------------- */
+
+/* The arguments of a call, checked. */
+typedef struct weights_args {
+    const hr_tensor_list *values; /* f32 */
+    const hr_tensor_list *params;
+    const hr_weights *weights;
+    int split; /* values to params, else params to values */
+} weights_args;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+hr_status weights_cpu(const weights_args *args);
+hr_status weights_cuda(const weights_args *args, const hr_exec *exec);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

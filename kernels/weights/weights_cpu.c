@@ -1,0 +1,202 @@
+/*
+ * weights_cpu.c: tiles of weights, compiled once per instruction set for all loops that use them;
+ * and the loop that only converts a list.
+ */
+#include "kernels/weights/weights_cpu.h"
+
+#define WEIGHTS_COUNTERS (WEIGHTS_TILE / 8 + 1) /* that the elements of a tile reach */
+
+/* The words of `count` counters from j on: hr_philox() of each, round by round for all of them, so
+ * that a compiler finds vectors. */
+HR_INLINE void weights_philox(const weights_tensor *t, uint64_t j, int count, uint32_t *restrict a,
+                              uint32_t *restrict b, uint32_t *restrict c, uint32_t *restrict d)
+{
+    for (int i = 0; i < count; i++) {
+        const hr_random4 x = weights_counter(t->step, j + (uint64_t)i);
+        a[i] = x.word[0], b[i] = x.word[1], c[i] = x.word[2], d[i] = x.word[3];
+    }
+    hr_philox_key key = hr_philox_first(t->seed);
+    for (int round = 0; round < HR_PHILOX_ROUNDS; round++, key = hr_philox_next(key))
+        for (int i = 0; i < count; i++) {
+            hr_philox_state x = {a[i], b[i], c[i], d[i]};
+            x = hr_philox_round(x, key);
+            a[i] = x.a, b[i] = x.b, c[i] = x.c, d[i] = x.d;
+        }
+}
+
+/* What a variant is called with; it takes the elements [begin, end). */
+typedef struct weights_move {
+    const weights_tensor *tensor;
+    float *tile;
+    uint16_t *random;
+} weights_move;
+
+/* The random bits of elements [begin, end), which lie together in the whole. */
+HR_INLINE void weights_random_range(void *context, int64_t begin, int64_t end)
+{
+    const weights_move *const move = (const weights_move *)context;
+    const weights_tensor *const t = move->tensor;
+    const int64_t e = weights_element(t->place, weights_start_of(t->place, begin), 0);
+    const int count = (int)(end - begin), skipped = (int)(e % 8);
+    const int counters = (skipped + count + 7) / 8;
+    uint32_t a[WEIGHTS_COUNTERS], b[WEIGHTS_COUNTERS], c[WEIGHTS_COUNTERS], d[WEIGHTS_COUNTERS];
+    uint32_t words[WEIGHTS_COUNTERS * 4];
+    weights_philox(t, (uint64_t)(e / 8), counters, a, b, c, d);
+    for (int j = 0; j < counters; j++)
+        words[4 * j] = a[j], words[4 * j + 1] = b[j], words[4 * j + 2] = c[j],
+                  words[4 * j + 3] = d[j];
+    uint16_t random[WEIGHTS_COUNTERS * 8]; /* the lower half of a word comes first */
+    for (int j = 0; j < 4 * counters; j++) {
+        random[2 * j] = (uint16_t)words[j];
+        random[2 * j + 1] = (uint16_t)(words[j] >> 16);
+    }
+    memcpy(move->random, random + skipped, (size_t)count * sizeof random[0]);
+}
+
+CPU_VARIANTS(weights_random_range)
+
+void weights_fill_random(const weights_tensor *t, int64_t i, int count, uint16_t *random)
+{
+    for (int64_t end = i + count; i < end;) {
+        const int64_t rest = t->place.run - i % t->place.run;
+        const int64_t next = end - i < rest ? end : i + rest;
+        weights_move move = {t, NULL, random};
+        CPU_BEST(weights_random_range)(&move, i, next);
+        random += next - i;
+        i = next;
+    }
+}
+
+/* Runs the body with the constants `D` and `M` equal to the type and the mode of a tensor. */
+#define WEIGHTS_FOR_MODE_(dtype_, mode_, body) \
+    {                                          \
+        const hr_dtype D = dtype_;             \
+        const hr_weights_mode M = mode_;       \
+        body;                                  \
+        break;                                 \
+    }
+#define WEIGHTS_FOR_MODE(t, body)                                          \
+    switch ((int)(t)->mode * 4 + (int)(t)->dtype) {                        \
+    case HR_WEIGHTS_NEAREST * 4 + HR_F32:                                  \
+        WEIGHTS_FOR_MODE_(HR_F32, HR_WEIGHTS_NEAREST, body)                \
+    case HR_WEIGHTS_NEAREST * 4 + HR_F16:                                  \
+        WEIGHTS_FOR_MODE_(HR_F16, HR_WEIGHTS_NEAREST, body)                \
+    case HR_WEIGHTS_STOCHASTIC * 4 + HR_F16:                               \
+        WEIGHTS_FOR_MODE_(HR_F16, HR_WEIGHTS_STOCHASTIC, body)             \
+    case HR_WEIGHTS_KAHAN * 4 + HR_F16:                                    \
+        WEIGHTS_FOR_MODE_(HR_F16, HR_WEIGHTS_KAHAN, body)                  \
+    case HR_WEIGHTS_MASTER * 4 + HR_F16:                                   \
+        WEIGHTS_FOR_MODE_(HR_F16, HR_WEIGHTS_MASTER, body)                 \
+    case HR_WEIGHTS_STOCHASTIC * 4 + HR_BF16:                              \
+        WEIGHTS_FOR_MODE_(HR_BF16, HR_WEIGHTS_STOCHASTIC, body)            \
+    case HR_WEIGHTS_KAHAN * 4 + HR_BF16:                                   \
+        WEIGHTS_FOR_MODE_(HR_BF16, HR_WEIGHTS_KAHAN, body)                 \
+    case HR_WEIGHTS_MASTER * 4 + HR_BF16:                                  \
+        WEIGHTS_FOR_MODE_(HR_BF16, HR_WEIGHTS_MASTER, body)                \
+    case HR_WEIGHTS_REMAINDER16 * 4 + HR_BF16:                             \
+        WEIGHTS_FOR_MODE_(HR_BF16, HR_WEIGHTS_REMAINDER16, body)           \
+    case HR_WEIGHTS_REMAINDER8 * 4 + HR_BF16:                              \
+        WEIGHTS_FOR_MODE_(HR_BF16, HR_WEIGHTS_REMAINDER8, body)            \
+    case HR_WEIGHTS_REMAINDER8_STOCHASTIC * 4 + HR_BF16:                   \
+        WEIGHTS_FOR_MODE_(HR_BF16, HR_WEIGHTS_REMAINDER8_STOCHASTIC, body) \
+    default:                                                               \
+        WEIGHTS_FOR_MODE_(HR_BF16, HR_WEIGHTS_NEAREST, body)               \
+    }
+
+HR_INLINE void weights_load_as(const void *restrict param, const void *restrict residual, int64_t i,
+                               int count, float *restrict tile, hr_dtype dtype,
+                               hr_weights_mode mode)
+{
+    for (int lane = 0; lane < count; lane++)
+        tile[lane] =
+            weights_join(weights_bits_at(param, residual, i + lane, dtype, mode), dtype, mode);
+}
+
+HR_INLINE void weights_store_as(void *restrict param, void *restrict residual, int64_t i, int count,
+                                const float *restrict tile, const uint16_t *restrict random,
+                                hr_dtype dtype, hr_weights_mode mode)
+{
+    for (int lane = 0; lane < count; lane++) {
+        const uint32_t word = weights_are_random(mode) ? random[lane] : 0;
+        const weights_bits bits = weights_split(tile[lane], dtype, mode, word);
+        weights_put_bits(param, residual, i + lane, bits, dtype, mode);
+    }
+}
+
+/* How many of the weights that were to change will be stored as they are. */
+static inline int64_t weights_count_stalled(const weights_tensor *t, int64_t i, int count,
+                                            const float *tile, const uint16_t *random,
+                                            const float *before)
+{
+    int64_t stalled = 0;
+    for (int lane = 0; lane < count; lane++) {
+        const weights_bits old =
+            weights_bits_at(t->param, t->residual, i + lane, t->dtype, t->mode);
+        const uint32_t word = weights_are_random(t->mode) ? random[lane] : 0;
+        const weights_bits bits = weights_split(tile[lane], t->dtype, t->mode, word);
+        stalled +=
+            tile[lane] != before[lane] && bits.param == old.param && bits.residual == old.residual;
+    }
+    return stalled;
+}
+
+HR_INLINE void weights_load_range(void *context, int64_t begin, int64_t end)
+{
+    const weights_move *const move = (const weights_move *)context;
+    const weights_tensor *const t = move->tensor;
+    WEIGHTS_FOR_MODE(
+        t, weights_load_as(t->param, t->residual, begin, (int)(end - begin), move->tile, D, M))
+}
+
+HR_INLINE void weights_store_range(void *context, int64_t begin, int64_t end)
+{
+    const weights_move *const move = (const weights_move *)context;
+    const weights_tensor *const t = move->tensor;
+    WEIGHTS_FOR_MODE(t, weights_store_as(t->param, t->residual, begin, (int)(end - begin),
+                                         move->tile, move->random, D, M))
+}
+
+CPU_VARIANTS(weights_load_range)
+CPU_VARIANTS(weights_store_range)
+
+void weights_load(const weights_tensor *t, int64_t i, int count, float *tile)
+{
+    weights_move move = {t, tile, NULL};
+    CPU_BEST(weights_load_range)(&move, i, i + count);
+}
+
+void weights_store(const weights_tensor *t, int64_t i, int count, const float *tile,
+                   const float *before)
+{
+    uint16_t random[WEIGHTS_TILE];
+    weights_move move = {t, (float *)tile, random};
+    if (weights_are_random(t->mode))
+        weights_fill_random(t, i, count, random);
+    if (before)
+        __atomic_fetch_add(t->stalled, weights_count_stalled(t, i, count, tile, random, before),
+                           __ATOMIC_RELAXED);
+    CPU_BEST(weights_store_range)(&move, i, i + count);
+}
+
+static void weights_range(void *context, int64_t begin, int64_t end)
+{
+    const weights_args *const a = (const weights_args *)context;
+    CPU_FOR_EACH_TENSOR(a->params, begin, end, k, from, to)
+    {
+        const weights_tensor weights = weights_of(a->weights, a->params, k, 0.0);
+        float *const values = (float *)a->values->data[k];
+        for (int64_t i = from; i < to; i += WEIGHTS_TILE) {
+            const int count = to - i < WEIGHTS_TILE ? (int)(to - i) : WEIGHTS_TILE;
+            if (a->split)
+                weights_store(&weights, i, count, values + i, NULL);
+            else
+                weights_load(&weights, i, count, values + i);
+        }
+    }
+}
+
+hr_status weights_cpu(const weights_args *args)
+{
+    hr_parallel_for(0, cpu_total(args->params), CPU_GRAIN, weights_range, (void *)args);
+    return HR_OK;
+}

@@ -1,0 +1,61 @@
+/*
+ * weights_cpu.h: weights of any mode for a loop that updates binary32. The loop takes a tile of them
+ * at a time, which stays in the first cache, updates the tile, and puts it back.
+ */
+#ifndef HR_WEIGHTS_CPU_H
+#define HR_WEIGHTS_CPU_H
+
+#include "kernels/core/cpu.h"
+#include "kernels/weights/weights.h"
+
+#define WEIGHTS_TILE 256 /* the most elements of a tile */
+
+/* The weights of one tensor of a call. */
+typedef struct weights_tensor {
+    void *param, *residual;
+    hr_dtype dtype;
+    hr_weights_mode mode;
+    int64_t *stalled;
+    hr_place place;
+    uint64_t seed;
+    double step;
+} weights_tensor;
+
+static inline weights_tensor weights_of(const hr_weights *w, const hr_tensor_list *params,
+                                        int64_t k, double step)
+{
+    const hr_place whole = {0, params->numel[k] > 0 ? params->numel[k] : 1, 0};
+    weights_tensor t;
+    t.param = params->data[k];
+    t.residual = w->residuals ? w->residuals->data[k] : NULL;
+    t.dtype = params->dtype[k];
+    t.mode = w->mode;
+    t.stalled = w->stalled;
+    t.place = w->places ? w->places[k] : whole;
+    t.seed = w->seeds ? w->seeds[k] : 0;
+    t.step = step;
+    return t;
+}
+
+/* The weights [i, i + count) as binary32, count at most WEIGHTS_TILE. */
+void weights_load(const weights_tensor *t, int64_t i, int count, float *tile);
+
+/* The random bits of the weights [i, i + count), 16 for each. */
+void weights_fill_random(const weights_tensor *t, int64_t i, int count, uint16_t *random);
+
+/* Stores them again. `before`: what they were, to count those that stall; NULL if no one asks. */
+void weights_store(const weights_tensor *t, int64_t i, int count, const float *tile,
+                   const float *before);
+
+HR_INLINE void weights_prefetch(const void *param, const void *residual, int64_t i, int count,
+                                int64_t end, hr_dtype dtype, hr_weights_mode mode)
+{
+    const hr_dtype residuals = weights_residual_dtype(mode, dtype);
+    cpu_prefetch(param, i, count, end, dtype);
+    if (residuals == HR_I8)
+        cpu_prefetch(residual, i / 2, count / 2, end / 2, HR_BF16);
+    else if (residuals != HR_F64)
+        cpu_prefetch(residual, i, count, end, residuals);
+}
+
+#endif

@@ -1,2 +1,0 @@
-// The same calls, on the emulator's runtime.
-#include "backend_cuda.cu"

@@ -1,7 +1,0 @@
-// In place of backend_cuda.cu where there is no CUDA compiler.
-#include "backend.h"
-
-Backend *cuda_backend()
-{
-    return nullptr;
-}

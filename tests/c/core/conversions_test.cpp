@@ -1,0 +1,81 @@
+// How elements are loaded and stored, seen through hr_adamw(): with beta1 = 0 the new exp_avg is
+// the gradient, converted. Every 16-bit pattern is loaded; every midpoint between two and its
+// neighbours are stored. Infinity alone cannot be seen so, for the formula multiplies it by 0.
+#include <cmath>
+
+#include "tests/c/harness/backend.h"
+#include "tests/c/harness/elements.h"
+
+using Conversions = OnBackend;
+ON_EVERY_BACKEND(Conversions);
+
+namespace
+{
+std::vector<double> converted(Backend &backend, const std::vector<uint8_t> &grads, hr_dtype from,
+                              hr_dtype to)
+{
+    const int64_t n = int64_t(grads.size() / bytes_of(from));
+    const std::vector<uint8_t> zeros(size_t(n) * 4);
+    const std::vector<uint8_t> states(size_t(n) * bytes_of(to));
+    const Buffer param(backend, zeros), grad(backend, grads), m(backend, states),
+        v(backend, states);
+    const hr_dtype f32 = HR_F32;
+    void *const data[] = {param.data(), grad.data(), m.data(), v.data()};
+    const hr_tensor_list params = {1, &data[0], &n, &f32}, gradients = {1, &data[1], &n, &from};
+    const hr_tensor_list ms = {1, &data[2], &n, &to}, vs = {1, &data[3], &n, &to};
+    hr_adamw_config config = HR_ADAMW_CONFIG_INIT;
+    config.beta1 = 0;
+    config.step = 1;
+    const hr_exec exec = backend.exec();
+    EXPECT_EQ(hr_adamw(&params, &ms, &vs, nullptr, nullptr, &gradients, &config, &exec), HR_OK);
+    return decode(m.content(), to);
+}
+
+void expect_equal(const std::vector<double> &got, const std::vector<double> &wanted)
+{
+    ASSERT_EQ(got.size(), wanted.size());
+    for (size_t i = 0; i < got.size(); i++)
+        ASSERT_TRUE(got[i] == wanted[i] || (std::isnan(got[i]) && std::isnan(wanted[i])))
+            << "element " << i << " is " << got[i] << ", wanted " << wanted[i];
+}
+} // namespace
+
+TEST_P(Conversions, EveryPatternLoads)
+{
+    for (const hr_dtype type : {HR_BF16, HR_F16}) {
+        const int infinity = type == HR_BF16 ? 0x7F80 : 0x7C00;
+        std::vector<uint8_t> patterns;
+        for (int i = 0; i < 65536; i++) {
+            if ((i & 0x7FFF) == infinity)
+                continue;
+            patterns.push_back(uint8_t(i));
+            patterns.push_back(uint8_t(i >> 8));
+        }
+        expect_equal(converted(*backend, patterns, type, HR_F32), decode(patterns, type));
+    }
+}
+
+TEST_P(Conversions, StoresRoundToNearestEven)
+{
+    for (const hr_dtype type : {HR_BF16, HR_F16}) {
+        std::vector<double> values;
+        for (int i = 0; i < 0x7FFF; i++) {
+            const uint16_t low = uint16_t(i), high = uint16_t(i + 1);
+            const double a = decode(reinterpret_cast<const uint8_t *>(&low), type);
+            const double b = decode(reinterpret_cast<const uint8_t *>(&high), type);
+            if (!std::isfinite(a) || !std::isfinite(b))
+                continue;
+            const float middle = float((a + b) / 2);
+            for (const float x : {float(a), std::nextafter(middle, -INFINITY), middle,
+                                  std::nextafter(middle, INFINITY)}) {
+                values.push_back(x);
+                values.push_back(-x);
+            }
+        }
+        for (const double x :
+             {65504.0, 65519.99, 65520.0, 1e5, 3.3895e38, 3.3961e38, 3.4e38, double(NAN)})
+            values.push_back(x);
+        expect_equal(converted(*backend, encode(values, HR_F32), HR_F32, type),
+                     decode(encode(decode(encode(values, HR_F32), HR_F32), type), type));
+    }
+}

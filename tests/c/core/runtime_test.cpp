@@ -1,0 +1,121 @@
+// Statuses, versions, the last error, lent threads, instruction sets.
+#include <gtest/gtest.h>
+
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/c/optim/adamw_run.h"
+#include "tests/c/harness/pool.h"
+
+TEST(Runtime, StatusesHaveNames)
+{
+    std::set<std::string> names;
+    for (int i = HR_OK; i <= HR_INTERNAL; i++)
+        names.insert(hr_status_string(hr_status(i)));
+    EXPECT_EQ(names.size(), 7u);
+    EXPECT_EQ(names.count(hr_status_string(hr_status(99))), 0u);
+    EXPECT_STREQ(hr_status_string(HR_INVALID_ARGUMENT), "invalid argument");
+}
+
+TEST(Runtime, NumbersOfTheInterfaceStay)
+{
+    EXPECT_EQ(HR_INTERNAL, 6);
+    EXPECT_EQ(HR_F64, 6);
+    EXPECT_EQ(HR_CPU, -1);
+    EXPECT_EQ(sizeof(hr_exec), 16u);
+    EXPECT_EQ(sizeof(hr_weights), 48u);
+    EXPECT_EQ(sizeof(hr_place), 24u);
+    EXPECT_EQ(sizeof(hr_adamw_config), 120u);
+    EXPECT_EQ(sizeof(hr_adamw8bit_config), 144u);
+}
+
+TEST(Runtime, VersionAndBuildInfo)
+{
+    EXPECT_EQ(hr_version(), HR_VERSION);
+    const std::string info = hr_build_info();
+    const std::string version = std::to_string(HR_VERSION_MAJOR) + "." +
+                                std::to_string(HR_VERSION_MINOR) + "." +
+                                std::to_string(HR_VERSION_PATCH);
+    EXPECT_EQ(info.find("version=" + version + "; compiler="), 0u) << info;
+    for (const char *key : {"; cuda=", "; archs=", "; cpu="})
+        EXPECT_NE(info.find(key), std::string::npos) << info;
+}
+
+TEST(Runtime, BuildInfoNamesTheInstructionSet)
+{
+    const CpuLevel level(HR_CPU_BASELINE);
+    EXPECT_NE(std::string(hr_build_info()).find("cpu=baseline"), std::string::npos)
+        << hr_build_info();
+}
+
+TEST(Runtime, TheLastErrorBelongsToItsThread)
+{
+    ASSERT_EQ(hr_set_cpu_level(hr_cpu_level(17)), HR_INVALID_ARGUMENT);
+    const std::string mine = hr_last_error();
+    EXPECT_NE(mine.find("17"), std::string::npos) << mine;
+    std::thread([] {
+        EXPECT_STREQ(hr_last_error(), "");
+        ASSERT_EQ(hr_set_cpu_level(hr_cpu_level(18)), HR_INVALID_ARGUMENT);
+        EXPECT_NE(std::string(hr_last_error()).find("18"), std::string::npos);
+    }).join();
+    EXPECT_EQ(hr_last_error(), mine);
+    EXPECT_EQ(hr_set_cpu_level(hr_get_cpu_level()), HR_OK);
+    EXPECT_EQ(hr_last_error(), mine) << "a success leaves it alone";
+}
+
+TEST(Runtime, CpuLevels)
+{
+    const hr_cpu_level best = hr_get_cpu_level();
+    for (int l = HR_CPU_BASELINE; l <= HR_CPU_AVX512_VBMI; l++) {
+        const CpuLevel level{hr_cpu_level(l)};
+        EXPECT_TRUE(level.available || l > best);
+        EXPECT_EQ(hr_get_cpu_level(), level.available ? hr_cpu_level(l) : best);
+    }
+    EXPECT_EQ(hr_get_cpu_level(), best);
+    EXPECT_EQ(hr_set_cpu_level(hr_cpu_level(-1)), HR_INVALID_ARGUMENT);
+}
+
+TEST(Runtime, LentThreadsDoTheWork)
+{
+    AdamwCase c;
+    c.numel = {100003, 5, 0, 200001};
+    for (const int threads : {1, 2, 3, 7}) {
+        const LentPool pool(threads);
+        const AdamwRun run(cpu_backend(), c);
+        ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
+        EXPECT_EQ(Pool::calls, 1) << "one parallel region for the whole list";
+        EXPECT_EQ(Pool::elements, 100003 + 5 + 200001);
+        EXPECT_EQ(Pool::ranges, threads);
+    }
+}
+
+TEST(Runtime, LentThreadsCanBeTakenBack)
+{
+    AdamwCase c;
+    c.numel = {300000};
+    const AdamwRun run(cpu_backend(), c);
+    {
+        const LentPool pool(2);
+    }
+    ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
+    EXPECT_EQ(Pool::calls, 0);
+}
+
+TEST(Runtime, CallsFromSeveralThreadsAtOnce)
+{
+    AdamwCase c;
+    c.numel.assign(20, 1001);
+    const AdamwRun alone(cpu_backend(), c);
+    ASSERT_EQ(alone.call(), HR_OK) << hr_last_error();
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; i++)
+        threads.emplace_back([&] {
+            const AdamwRun run(cpu_backend(), c);
+            EXPECT_EQ(run.call(), HR_OK) << hr_last_error();
+            EXPECT_EQ(run.image(), alone.image());
+        });
+    for (std::thread &thread : threads)
+        thread.join();
+}

@@ -1,0 +1,54 @@
+// Expectations about bugs planted in kernels.
+#pragma once
+
+#include "tests/c/emulator/emulator.h"
+#include "tests/c/harness/matches.h"
+
+// The emulator reports `pattern`, whichever the order of threads.
+#define EXPECT_CAUGHT(statement, pattern)                                        \
+    for (uint64_t seed = 1; seed <= 3; seed++) {                                 \
+        hr_emu::set_seed(seed);                                                  \
+        statement;                                                               \
+        EXPECT_TRUE(matches(hr_emu::take_report(), pattern)) << "seed " << seed; \
+        EXPECT_NE(cudaGetLastError(), cudaSuccess);                              \
+    }
+
+// The same for what only the build that sees every access can find. In the other build, `death` is
+// what the sanitizers die with, or "" if they cannot know.
+#define EXPECT_ACCESS_CAUGHT(statement, pattern, death) \
+    if (hr_emu::sees_accesses()) {                      \
+        EXPECT_CAUGHT(statement, pattern)               \
+    } else if (*death) {                                \
+        EXPECT_DEATH(statement, death);                 \
+    }
+
+#define EXPECT_CLEAN(statement)                                  \
+    for (uint64_t seed = 1; seed <= 3; seed++) {                 \
+        hr_emu::set_seed(seed);                                  \
+        statement;                                               \
+        EXPECT_EQ(hr_emu::take_report(), "") << "seed " << seed; \
+        EXPECT_EQ(cudaGetLastError(), cudaSuccess);              \
+    }
+
+// Device memory for a test, zeroed.
+template <class T> class Device
+{
+  public:
+    explicit Device(size_t count)
+    {
+        EXPECT_EQ(cudaMalloc(&data_, count * sizeof(T)), cudaSuccess);
+        EXPECT_EQ(cudaMemset(data_, 0, count * sizeof(T)), cudaSuccess);
+    }
+    ~Device()
+    {
+        EXPECT_EQ(cudaFree(data_), cudaSuccess);
+    }
+    Device(const Device &) = delete;
+    operator T *() const
+    {
+        return data_;
+    }
+
+  private:
+    T *data_;
+};

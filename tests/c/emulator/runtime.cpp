@@ -1,0 +1,173 @@
+// The calls of the CUDA runtime, as if there were one device.
+#include "tests/c/emulator/machine.h"
+
+#include <algorithm>
+#include <map>
+#include <new>
+#include <utility>
+
+using namespace hr_emu;
+
+namespace
+{
+cudaError_t last_error = cudaSuccess;
+
+cudaError_t result(cudaError_t error)
+{
+    if (error != cudaSuccess)
+        set_last_error(error);
+    return error;
+}
+
+// A transfer may touch only whole allocations where the kind says device.
+bool on_device(const void *pointer, size_t bytes, bool write)
+{
+    Allocation *const a = find_allocation(pointer, bytes);
+    if (a && write) {
+        const auto first =
+            a->written.begin() + (static_cast<const char *>(pointer) - a->range.begin);
+        std::fill(first, first + bytes, true);
+    }
+    return a != nullptr;
+}
+} // namespace
+
+void hr_emu::set_last_error(cudaError_t error)
+{
+    last_error = error;
+}
+
+cudaError_t cudaMalloc(void **pointer, size_t bytes)
+{
+    *pointer = nullptr;
+    if (bytes == 0)
+        return cudaSuccess;
+    try {
+        *pointer = allocate_device(bytes);
+    } catch (const std::bad_alloc &) {
+        return result(cudaErrorMemoryAllocation);
+    }
+    return cudaSuccess;
+}
+
+cudaError_t cudaFree(void *pointer)
+{
+    return result(!pointer || free_device(pointer) ? cudaSuccess : cudaErrorInvalidValue);
+}
+
+cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind)
+{
+    const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+    const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+    if (bytes == 0)
+        return cudaSuccess;
+    const bool found = on_device(to, bytes, true) || !to_device;
+    if (!found || (from_device && !on_device(from, bytes, false)))
+        return result(cudaErrorInvalidValue);
+    memmove(to, from, bytes);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t)
+{
+    return cudaMemcpy(to, from, bytes, kind);
+}
+
+cudaError_t cudaMemset(void *pointer, int value, size_t bytes)
+{
+    if (bytes != 0 && !on_device(pointer, bytes, true))
+        return result(cudaErrorInvalidValue);
+    memset(pointer, value, bytes);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemsetAsync(void *pointer, int value, size_t bytes, cudaStream_t)
+{
+    return cudaMemset(pointer, value, bytes);
+}
+
+// ---- Errors, the device, streams ----------------------------------------------------------------
+
+cudaError_t cudaGetLastError()
+{
+    return std::exchange(last_error, cudaSuccess);
+}
+
+cudaError_t cudaPeekAtLastError()
+{
+    return last_error;
+}
+
+const char *cudaGetErrorName(cudaError_t error)
+{
+    switch (error) {
+    case cudaSuccess:
+        return "cudaSuccess";
+    case cudaErrorInvalidValue:
+        return "cudaErrorInvalidValue";
+    case cudaErrorMemoryAllocation:
+        return "cudaErrorMemoryAllocation";
+    case cudaErrorInvalidConfiguration:
+        return "cudaErrorInvalidConfiguration";
+    case cudaErrorNoDevice:
+        return "cudaErrorNoDevice";
+    case cudaErrorInvalidDevice:
+        return "cudaErrorInvalidDevice";
+    case cudaErrorIllegalAddress:
+        return "cudaErrorIllegalAddress";
+    case cudaErrorLaunchFailure:
+        return "cudaErrorLaunchFailure";
+    }
+    return "an error the emulator does not know";
+}
+
+const char *cudaGetErrorString(cudaError_t error)
+{
+    return cudaGetErrorName(error);
+}
+
+cudaError_t cudaGetDeviceCount(int *count)
+{
+    *count = 1;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int *device)
+{
+    *device = 0;
+    return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device)
+{
+    return result(device == 0 ? cudaSuccess : cudaErrorInvalidDevice);
+}
+
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device)
+{
+    const std::map<cudaDeviceAttr, int> values = {
+        {cudaDevAttrMaxThreadsPerBlock, 1024},
+        {cudaDevAttrMaxSharedMemoryPerBlock, 48 << 10},
+        {cudaDevAttrMaxSharedMemoryPerBlockOptin, 48 << 10},
+        {cudaDevAttrWarpSize, warpSize},
+        {cudaDevAttrMultiProcessorCount, 2},
+        {cudaDevAttrMaxThreadsPerMultiProcessor, 2048},
+        {cudaDevAttrComputeCapabilityMajor, 8},
+        {cudaDevAttrComputeCapabilityMinor, 0},
+    };
+    if (device != 0 || values.count(attribute) == 0)
+        return result(device != 0 ? cudaErrorInvalidDevice : cudaErrorInvalidValue);
+    *value = values.at(attribute);
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceSynchronize()
+{
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t)
+{
+    return cudaSuccess;
+}

@@ -1,0 +1,2 @@
+// The same calls, on the emulator's runtime.
+#include "tests/c/harness/backend_cuda.cu"

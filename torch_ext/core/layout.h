@@ -1,0 +1,116 @@
+// layout.h: tensors of unequal strides made equal. The kernels walk dense memory, so the tensors of
+// one parameter must lie in the same order. Those that do not are worked on as a copy.
+#pragma once
+
+#include "torch_ext/core/tensor.h"
+
+namespace headroom
+{
+
+// Autograd must not see the copies: a parameter is a leaf that requires grad.
+class NoGrad
+{
+  public:
+    NoGrad() : enabled_(aoti_torch_grad_mode_is_enabled())
+    {
+        aoti_torch_grad_mode_set_enabled(false);
+    }
+    ~NoGrad()
+    {
+        aoti_torch_grad_mode_set_enabled(enabled_);
+    }
+    NoGrad(const NoGrad &) = delete;
+
+  private:
+    bool enabled_;
+};
+
+class Layout
+{
+  public:
+    // The order of `param` in memory if it is dense and any order will do, else row-major. Fails if
+    // elements of `param` share memory, as those of an expanded tensor do, unless it is only read.
+    Layout(const View &param, const char *name, size_t k, bool only_read = false,
+           bool row_major = false)
+        : sizes_(param.sizes, param.sizes + param.dim),
+          strides_(param.strides, param.strides + param.dim)
+    {
+        std::vector<size_t> order(sizes_.size());
+        std::iota(order.begin(), order.end(), size_t{0});
+        std::stable_sort(order.begin(), order.end(),
+                         [this](size_t a, size_t b) { return strides_[a] < strides_[b]; });
+        int64_t extent = 1, dense = 1;
+        for (const size_t d : order) {
+            if (sizes_[d] <= 1)
+                continue;
+            if (strides_[d] < extent && !only_read)
+                fail(entry(name, k) + " has elements that share memory (an expanded or overlapping "
+                                      "tensor); give it memory of its own with clone()");
+            is_dense_ = is_dense_ && strides_[d] == dense;
+            extent += (sizes_[d] - 1) * strides_[d];
+            dense *= sizes_[d];
+        }
+        if (is_dense_ && !row_major)
+            return;
+        dense = 1;
+        for (size_t d = sizes_.size(); d-- > 0; dense *= sizes_[d])
+            strides_[d] = dense;
+    }
+
+    bool matches(const View &view) const
+    {
+        for (size_t d = 0; d < sizes_.size(); d++)
+            if (sizes_[d] > 1 && view.strides[d] != strides_[d])
+                return false;
+        return true;
+    }
+
+    // A copy, in this order, of a tensor that has the sizes of the parameter.
+    Tensor copy_of(const View &view) const
+    {
+        AtenTensorHandle handle;
+        TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+            static_cast<int64_t>(sizes_.size()), sizes_.data(), strides_.data(), view.torch_dtype,
+            view.device_type, view.device_index, &handle));
+        Tensor copy(handle);
+        torch::stable::copy_(copy, view.tensor);
+        return copy;
+    }
+
+  private:
+    std::vector<int64_t> sizes_, strides_;
+    bool is_dense_ = true;
+};
+
+// Lays tensors out as a kernel wants them, and remembers which copies to keep alive and which to
+// write back.
+class Staging
+{
+  public:
+    void add(List &list, const View &view, const Layout *layout, const char *name, size_t k,
+             bool written)
+    {
+        if (!layout || layout->matches(view)) {
+            list.add(view, name, k);
+            return;
+        }
+        if (written)
+            Layout(view, name, k); // fails now, not when the copy is written back
+        copies_.push_back(layout->copy_of(view));
+        list.add(View(copies_.back()), name, k);
+        if (written)
+            write_back_.emplace_back(view.tensor, copies_.size() - 1);
+    }
+
+    void write_back()
+    {
+        for (auto &[tensor, copy] : write_back_)
+            torch::stable::copy_(tensor, copies_[copy]);
+    }
+
+  private:
+    Tensors copies_;
+    std::vector<std::pair<Tensor, size_t>> write_back_;
+};
+
+} // namespace headroom

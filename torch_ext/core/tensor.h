@@ -1,0 +1,220 @@
+// tensor.h: from torch tensors to the arguments of the C interface.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <numeric>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "capi/headroom.h"
+#include "torch_ext/core/table.h"
+
+// Lives in libtorch_cuda, which CPU builds of torch do not have.
+extern "C" __attribute__((weak)) AOTITorchError
+aoti_torch_get_current_cuda_stream(int32_t device_index, void **stream);
+
+namespace headroom
+{
+
+using torch::stable::Tensor;
+using Tensors = std::vector<Tensor>;
+using OptionalTensor = std::optional<Tensor>;
+
+// A RuntimeError in Python.
+[[noreturn]] inline void fail(const std::string &message)
+{
+    throw std::runtime_error(message);
+}
+
+inline void check(hr_status status)
+{
+    if (status != HR_OK)
+        fail(std::string(hr_last_error()) + " (" + hr_status_string(status) + ")");
+}
+
+inline std::string entry(const char *name, size_t k)
+{
+    return std::string(name) + "[" + std::to_string(k) + "]";
+}
+
+// Torch's number of a dtype, as the C interface names it; -1 for one it does not know.
+inline int dtype_of(int32_t torch_dtype)
+{
+    static const std::pair<int32_t, hr_dtype> known[] = {
+        {aoti_torch_dtype_float32(), HR_F32}, {aoti_torch_dtype_bfloat16(), HR_BF16},
+        {aoti_torch_dtype_float16(), HR_F16}, {aoti_torch_dtype_float64(), HR_F64},
+        {aoti_torch_dtype_uint8(), HR_U8},    {aoti_torch_dtype_int8(), HR_I8},
+        {aoti_torch_dtype_int16(), HR_I16}};
+    for (const auto &[number, dtype] : known)
+        if (number == torch_dtype)
+            return dtype;
+    return -1;
+}
+
+// What a kernel needs to know of a tensor. Each question to torch is a call into its library, so
+// for lists of thousands of tensors it is asked once.
+struct View {
+    const Tensor &tensor;
+    void *data;
+    int64_t dim, *sizes, *strides;
+    int32_t torch_dtype, device_type, device_index;
+
+    explicit View(const Tensor &t) : tensor(t)
+    {
+        const AtenTensorHandle handle = t.get();
+        const void *address;
+        TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(handle, &address));
+        data = const_cast<void *>(address);
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &dim));
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides));
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &torch_dtype));
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &device_type));
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &device_index));
+    }
+
+    int64_t numel() const
+    {
+        return std::accumulate(sizes, sizes + dim, int64_t{1}, std::multiplies<int64_t>());
+    }
+
+    bool is_contiguous() const
+    {
+        int64_t stride = 1;
+        for (int64_t d = dim; d-- > 0; stride *= sizes[d])
+            if (sizes[d] != 1 && strides[d] != stride)
+                return numel() == 0;
+        return true;
+    }
+
+    bool has_sizes_of(const View &other) const
+    {
+        return dim == other.dim && std::equal(sizes, sizes + dim, other.sizes);
+    }
+
+    bool is_with(const View &other) const
+    {
+        return device_type == other.device_type && device_index == other.device_index;
+    }
+
+    bool is_cuda() const
+    {
+        return device_type == aoti_torch_device_type_cuda();
+    }
+
+    bool is_cpu() const
+    {
+        return device_type == aoti_torch_device_type_cpu();
+    }
+
+    std::string device_name() const
+    {
+        return is_cuda()  ? "cuda:" + std::to_string(device_index)
+               : is_cpu() ? "cpu"
+                          : "another device";
+    }
+};
+
+// The device of a call and its current stream. `like` decides; the guard must outlive the call.
+struct Exec {
+    std::optional<torch::stable::accelerator::DeviceGuard> guard;
+    hr_exec exec;
+
+    explicit Exec(const View &like) : exec{HR_CPU, nullptr}
+    {
+        if (!like.is_cuda())
+            return;
+        guard.emplace(like.device_index);
+        exec.device = like.device_index;
+        if (!aoti_torch_get_current_cuda_stream)
+            fail("this build of torch has no CUDA streams, but got a CUDA tensor");
+        void *stream = nullptr;
+        if (aoti_torch_get_current_cuda_stream(like.device_index, &stream) != 0)
+            fail("torch gave no current CUDA stream");
+        exec.stream = static_cast<hr_stream>(stream);
+    }
+};
+
+// An optional scalar in the memory of the call's device, as the C interface takes it.
+inline const float *scalar_of(const OptionalTensor &tensor, const View &like, const char *name)
+{
+    if (!tensor)
+        return nullptr;
+    const View view(*tensor);
+    if (!view.is_with(like))
+        fail(std::string(name) + " is on " + view.device_name() + ", but the list is on " +
+             like.device_name());
+    if (view.numel() != 1 || dtype_of(view.torch_dtype) != HR_F32)
+        fail(std::string(name) + " must be a float32 tensor of one element");
+    return static_cast<const float *>(view.data);
+}
+
+// Scratch memory on the device of `like`, from torch's allocator and so safe on its current stream.
+inline Tensor workspace_of(size_t bytes, const Tensor &like)
+{
+    const int64_t doubles = static_cast<int64_t>((bytes + 7) / 8);
+    return torch::stable::new_empty(like, {&doubles, 1}, torch::headeronly::ScalarType::Double);
+}
+
+// The parallel arrays behind an hr_tensor_list.
+struct List {
+    std::vector<void *> data;
+    std::vector<int64_t> numel;
+    std::vector<hr_dtype> dtype;
+
+    void reserve(size_t count)
+    {
+        data.reserve(count);
+        numel.reserve(count);
+        dtype.reserve(count);
+    }
+
+    void add(const View &view, const char *name, size_t k)
+    {
+        const int known = dtype_of(view.torch_dtype);
+        if (known < 0)
+            fail(entry(name, k) + " has dtype " +
+                 torch::headeronly::toString(view.tensor.scalar_type()) +
+                 ", wanted float32, bfloat16 or float16");
+        data.push_back(view.data);
+        numel.push_back(view.numel());
+        dtype.push_back(static_cast<hr_dtype>(known));
+    }
+
+    hr_tensor_list view() const
+    {
+        return {static_cast<int64_t>(data.size()), data.data(), numel.data(), dtype.data()};
+    }
+};
+
+// List `index` of a table that headroom._C wrote (table.h); the table must outlive it.
+inline hr_tensor_list list_of(const Tensor &table, int64_t index)
+{
+    const int64_t count = table.size(2);
+    const auto *const rows =
+        static_cast<const int64_t *>(table.const_data_ptr()) + index * ROWS * count;
+    return {count, reinterpret_cast<void *const *>(rows + DATA * count), rows + NUMEL * count,
+            reinterpret_cast<const hr_dtype *>(rows + DTYPE * count)};
+}
+
+inline void check_table(const Tensor &table, int64_t lists)
+{
+    const View view(table);
+    if (!view.is_cpu() || view.torch_dtype != aoti_torch_dtype_int64() || view.dim != 3 ||
+        view.sizes[0] != lists || view.sizes[1] != ROWS || !view.is_contiguous())
+        fail("table must be a contiguous int64 tensor [" + std::to_string(lists) + ", " +
+             std::to_string(int{ROWS}) + ", count] on the CPU");
+}
+
+} // namespace headroom

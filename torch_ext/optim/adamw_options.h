@@ -1,0 +1,110 @@
+// adamw_options.h: what the ops of Adam's rule share: their options, and the checks of their lists.
+#pragma once
+
+#include "torch_ext/core/layout.h"
+
+namespace headroom
+{
+
+struct Options {
+    double lr, beta1, beta2, weight_decay, eps;
+    bool amsgrad, maximize, decoupled;
+    const OptionalTensor &lr_tensor, &grad_scale, &found_inf, &clip_coef;
+    bool skip_nonfinite;
+};
+
+// Where a config with a learning rate finds it: on the device of the call, or read here.
+template <class Config> void set_lr(Config &config, const View &lr, const View &like)
+{
+    const int dtype = dtype_of(lr.torch_dtype);
+    if (lr.numel() != 1)
+        fail("lr_tensor has " + std::to_string(lr.numel()) + " elements, wanted 1");
+    if (dtype != HR_F32 && dtype != HR_F64)
+        fail("lr_tensor must be float32 or float64");
+    config.lr_dtype = static_cast<hr_dtype>(dtype);
+    if (lr.is_with(like))
+        config.lr_ptr = lr.data;
+    else if (lr.is_cpu())
+        config.lr = dtype == HR_F64 ? *static_cast<const double *>(lr.data)
+                                    : *static_cast<const float *>(lr.data);
+    else
+        fail("lr_tensor is on " + lr.device_name() + ", but params[0] is on " + like.device_name() +
+             "; wanted that device or the CPU");
+}
+
+inline hr_adamw_config config_of(const Options &o, const View &like)
+{
+    hr_adamw_config config = HR_ADAMW_CONFIG_INIT;
+    config.lr = o.lr;
+    config.beta1 = o.beta1;
+    config.beta2 = o.beta2;
+    config.weight_decay = o.weight_decay;
+    config.eps = o.eps;
+    config.amsgrad = o.amsgrad;
+    config.maximize = o.maximize;
+    config.decoupled = o.decoupled;
+    config.skip_nonfinite = o.skip_nonfinite;
+    config.grad_scale = scalar_of(o.grad_scale, like, "grad_scale");
+    config.found_inf = scalar_of(o.found_inf, like, "found_inf");
+    config.clip_coef = scalar_of(o.clip_coef, like, "clip_coef");
+    if (o.lr_tensor)
+        set_lr(config, View(*o.lr_tensor), like);
+    return config;
+}
+
+inline void check_count(const Tensors &list, const char *name, size_t count)
+{
+    if (list.size() != count)
+        fail(std::string(name) + " has " + std::to_string(list.size()) + " tensors, wanted " +
+             std::to_string(count));
+}
+
+inline void check_device(const View &view, const View &first, const char *name, size_t k)
+{
+    if (!view.is_with(first))
+        fail(entry(name, k) + " is on " + view.device_name() + ", but params[0] is on " +
+             first.device_name());
+}
+
+inline void check_like(const View &view, const View &param, const View &first, const char *name,
+                       size_t k)
+{
+    if (!view.has_sizes_of(param))
+        fail(entry(name, k) + " has another shape than " + entry("params", k));
+    check_device(view, first, name, k);
+}
+
+// A tensor of the parameter's shape on its way into the list that the kernel takes.
+struct Member {
+    View view;
+    List &list;
+    const char *name;
+    bool written;
+};
+
+// Adds the tensors of parameter k, of which the first is the parameter, all in one memory order.
+inline void add_members(const std::vector<Member> &members, const View &first, Staging &staging,
+                        size_t k)
+{
+    const View &param = members[0].view;
+    bool contiguous = true;
+    for (const Member &member : members) {
+        check_like(member.view, param, first, member.name, k);
+        contiguous = contiguous && member.view.is_contiguous();
+    }
+    std::optional<Layout> layout;
+    if (!contiguous)
+        layout.emplace(param, "params", k);
+    for (const Member &member : members)
+        staging.add(member.list, member.view, layout ? &*layout : nullptr, member.name, k,
+                    member.written);
+}
+
+inline void add_step(List &steps, const Tensor &step, const View &first, size_t k)
+{
+    const View view(step);
+    check_device(view, first, "state_steps", k);
+    steps.add(view, "state_steps", k);
+}
+
+} // namespace headroom

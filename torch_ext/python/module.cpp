@@ -1,0 +1,61 @@
+// module.cpp: headroom._C, host-side objects for Python. It computes nothing on tensors: that is for
+// torch ops.
+#include <algorithm>
+#include <string>
+
+#include <pybind11/native_enum.h>
+#include <pybind11/pybind11.h>
+
+#include "torch_ext/python/describe.h"
+#include "capi/headroom.h"
+
+namespace py = pybind11;
+
+namespace
+{
+
+py::dict build_info()
+{
+    py::dict info;
+    const std::string line = hr_build_info();
+    for (size_t begin = 0; begin < line.size();) {
+        const size_t equals = line.find('=', begin);
+        const size_t end = std::min(line.find("; ", equals), line.size());
+        info[py::str(line.substr(begin, equals - begin))] =
+            line.substr(equals + 1, end - equals - 1);
+        begin = end + 2;
+    }
+    return info;
+}
+
+} // namespace
+
+PYBIND11_MODULE(_C, m, py::mod_gil_not_used())
+{
+    m.doc() = "Host-side objects of Headroom.";
+    m.attr("version") = hr_version();
+    m.def(
+        "describe", &headroom::describe, py::arg("table"), py::arg("exchange"), py::arg("types"),
+        py::arg("lists"), py::arg("state"), py::arg("alike"), py::arg("others"),
+        "Writes addresses, sizes and dtypes of lists of plain tensors; False if one is not plain.");
+    m.def("build_info", &build_info,
+          "What the C library was built with and for: version, compiler, cuda, archs, cpu.");
+    py::native_enum<hr_cpu_level>(m, "CpuLevel", "enum.IntEnum",
+                                  "Instruction sets that CPU kernels are compiled for.")
+        .value("BASELINE", HR_CPU_BASELINE)
+        .value("AVX2", HR_CPU_AVX2)
+        .value("AVX512", HR_CPU_AVX512)
+        .value("AVX512_VBMI", HR_CPU_AVX512_VBMI)
+        .finalize();
+    m.def("get_cpu_level", &hr_get_cpu_level, "The instruction set that CPU kernels use now.");
+    m.def(
+        "set_cpu_level",
+        [](hr_cpu_level level) {
+            if (hr_set_cpu_level(level) != HR_OK)
+                throw py::value_error(hr_last_error());
+        },
+        py::arg("level"),
+        "Chooses the instruction set of CPU kernels, for the whole process. The bits of every "
+        "result "
+        "are the same for all. ValueError where the CPU lacks it.");
+}

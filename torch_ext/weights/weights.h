@@ -1,0 +1,78 @@
+// weights.h: how the parameters of an optimizer's op are stored: see hr_weights.
+#pragma once
+
+#include "torch_ext/core/layout.h"
+
+namespace headroom
+{
+
+using Integers = std::optional<std::vector<int64_t>>;
+
+// The arguments that all such ops have.
+struct WeightOptions {
+    int64_t mode;
+    const Integers &seeds;  // a 64-bit number for each parameter
+    const Integers &places; // offset, run and stride of each
+    const OptionalTensor &stalled;
+};
+
+#define HR_WEIGHT_OPTIONS \
+    "int weights_mode=0, int[]? weight_seeds=None, int[]? places=None, Tensor(z!)? stalled=None"
+
+inline bool has_residuals(int64_t mode)
+{
+    return mode >= HR_WEIGHTS_KAHAN;
+}
+
+// The C interface's form of them; lends its addresses.
+class Weights
+{
+  public:
+    Weights(const WeightOptions &o, const hr_tensor_list &residuals, int64_t count,
+            const View &like)
+        : residuals_(residuals)
+    {
+        weights_.mode = static_cast<hr_weights_mode>(o.mode);
+        if (weights_.mode != o.mode)
+            fail("weights_mode is " + std::to_string(o.mode) + ", wanted 0 to 6");
+        if (residuals.count)
+            weights_.residuals = &residuals_;
+        if (o.seeds) {
+            check_count(*o.seeds, "weight_seeds", count);
+            weights_.seeds = reinterpret_cast<const uint64_t *>(o.seeds->data());
+        }
+        if (o.places) {
+            check_count(*o.places, "places", 3 * count);
+            weights_.places = reinterpret_cast<const hr_place *>(o.places->data());
+        }
+        if (o.stalled) {
+            const View view(*o.stalled);
+            if (!view.is_with(like) || view.numel() != 1 ||
+                view.torch_dtype != aoti_torch_dtype_int64())
+                fail("stalled must be an int64 tensor of one element, with the parameters");
+            weights_.stalled = static_cast<int64_t *>(view.data);
+        }
+    }
+    Weights(const Weights &) = delete;
+
+    // NULL for plain weights, which the kernels take without it.
+    const hr_weights *get() const
+    {
+        const bool plain = weights_.mode == HR_WEIGHTS_NEAREST && !weights_.residuals &&
+                           !weights_.seeds && !weights_.stalled;
+        return plain ? nullptr : &weights_;
+    }
+
+  private:
+    static void check_count(const std::vector<int64_t> &list, const char *name, int64_t count)
+    {
+        if (static_cast<int64_t>(list.size()) != count)
+            fail(std::string(name) + " has " + std::to_string(list.size()) + " numbers, wanted " +
+                 std::to_string(count));
+    }
+
+    hr_tensor_list residuals_;
+    hr_weights weights_ = HR_WEIGHTS_INIT;
+};
+
+} // namespace headroom
