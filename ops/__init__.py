@@ -4,17 +4,18 @@ Importing the package registers the ops ``torch.ops.headroom.*``. :mod:`headroom
 optimizers with the names and arguments of :mod:`torch.optim`.
 """
 
-from . import _binaries, amp, optim
-from .accumulate import GradAccumulator, accumulate_
-from .adafactor import adafactor_
-from .adamw import adamw_
-from .adamw8bit import adamw8bit_, dynamic_map
-from .cast_model import cast_model
-from .clip import clip_grad_norm_, clip_grad_value_
-from .saving import StateFileError, latest, load_state, save_state
-from .unscale_norm import grad_norm, unscale_norm_
-from .update_scale import update_scale_
-from .weights import join_weights_, split_weights_
+from . import amp, optim
+from ._core import binaries
+from .amp.cast_model import cast_model
+from .functional.unscale_norm import grad_norm, unscale_norm_
+from .functional.update_scale import update_scale_
+from .grad.accumulate import GradAccumulator, accumulate_
+from .grad.clip import clip_grad_norm_, clip_grad_value_
+from .optim.adafactor import adafactor_
+from .optim.adam import adamw_
+from .optim.adam8bit import adamw8bit_, dynamic_map
+from .optim.master_weights import join_weights_, split_weights_
+from .state.save import StateFileError, latest, load_state, save_state
 
 __all__ = [
     "GradAccumulator",
@@ -41,21 +42,21 @@ __all__ = [
     "unscale_norm_",
     "update_scale_",
 ]
-__version__ = _binaries.VERSION
+__version__ = binaries.VERSION
 
 
 def build_info() -> dict[str, str]:
     """What the C library was built with and for: version, compiler, cuda, archs, cpu."""
-    if _binaries._C is None:
+    if binaries._C is None:
         raise RuntimeError("headroom._C is missing: the package was built without pybind11")
-    return _binaries._C.build_info()
+    return binaries._C.build_info()
 
 
 def get_include() -> str:
     """The folder of ``headroom.h``."""
-    return str(_binaries.INCLUDE_DIR)
+    return str(binaries.INCLUDE_DIR)
 
 
 def get_library_dir() -> str:
     """The folder of ``libheadroom.so`` and ``libheadroom_torch.so``."""
-    return str(_binaries.LIBRARY_DIR)
+    return str(binaries.LIBRARY_DIR)

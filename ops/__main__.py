@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from .convert import LIBRARIES, convert_state
-from .saving import StateFileError, load_state, save_state
-from .state_file import is_state_file
+from .state.convert import LIBRARIES, convert_state
+from .state.file import is_state_file
+from .state.save import StateFileError, load_state, save_state
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OUT = "the file to write; .safetensors: of headroom.save_state, with the optimizer alone"

@@ -155,7 +155,7 @@ c_tests() {
 
 python_tests() {
     "$python" -c 'import torch; torch.zeros(1, device="cuda")' && # or every test would be skipped
-        "$python" -m pytest -m cuda -p no:cacheprovider -q tests
+        "$python" -m pytest -m cuda -p no:cacheprovider -q tests/python
 }
 
 benchmarks() {
@@ -175,7 +175,7 @@ sanitize() {
         "${line[@]}" "$c_program" --gtest_filter="${SANITIZER_FILTER:-*Cuda*}"
     else # torch's cache would hide accesses beyond the end of a tensor
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${line[@]}" --kernel-name kns=adamw "$python" -m pytest \
-            -m cuda -p no:cacheprovider -q -x -k "${SANITIZER_TESTS:-adamw}" tests
+            -m cuda -p no:cacheprovider -q -x -k "${SANITIZER_TESTS:-adamw}" tests/python
     fi
 }
 

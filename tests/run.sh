@@ -64,4 +64,4 @@ say "Python"
 # A process for each core, but no more than memory has room for. In order: the files of few tests,
 # which xdist would put last, take longest.
 "$venv/bin/python" -m pytest ${1:+-m "not slow"} --durations=10 \
-    --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder tests
+    --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder tests/python

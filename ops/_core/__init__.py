@@ -1,0 +1,1 @@
+"""What every package of Headroom shares. Nothing here is public."""

@@ -1,0 +1,28 @@
+"""Finds the binaries of the package and loads them. Import it before the ops are used."""
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARY_DIR = ROOT / "lib"
+INCLUDE_DIR = ROOT / "include"
+
+try:
+    torch.ops.load_library(LIBRARY_DIR / "libheadroom_torch.so")
+except OSError as error:
+    raise ImportError(
+        f"headroom could not load {LIBRARY_DIR / 'libheadroom_torch.so'}: {error}. It needs "
+        f"torch >= 2.11 (this is {torch.__version__}) and a finished build: in the source folder, "
+        "run `pip install .`"
+    ) from error
+
+# As the library says it, which is where the number is kept.
+_number = ctypes.CDLL(next(map(str, LIBRARY_DIR.glob("libheadroom.so.*")))).hr_version()
+VERSION = f"{_number // 10000}.{_number // 100 % 100}.{_number % 100}"
+
+try:
+    from .. import _C
+except ImportError:  # built without pybind11, or for another Python: all ops work all the same
+    _C = None

@@ -1,0 +1,62 @@
+"""What the ops of Adam's rule share: the learning rate as they take it, and the checks of fakes.
+
+What an op refuses for its tensors when it runs is refused already when it is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .registration import require
+
+__all__ = ["check_list", "check_scalars", "check_steps", "lr_arguments"]
+
+COUNTERS = (torch.float32, torch.float64)  # of step counts and learning rates
+
+
+def lr_arguments(lr: float | Tensor, device: torch.device) -> dict[str, Any]:
+    if torch.compiler.is_compiling() and not isinstance(lr, Tensor):
+        # A float in the call of an op is a constant of the graph, and a schedule would compile anew
+        # every step. A product with a tensor lets torch.compile make it an input.
+        lr = torch.ones((), dtype=torch.float64, device=device) * lr
+    return {"lr": 0.0, "lr_tensor": lr} if isinstance(lr, Tensor) else {"lr": lr}
+
+
+def check_list(
+    name: str,
+    tensors: Sequence[Tensor],
+    params: Sequence[Tensor],
+    dtypes: tuple[torch.dtype, ...],
+    numels: Sequence[int] | None = None,
+) -> None:
+    """Wants one tensor per parameter, on the device of the first one, of the parameter's shape or,
+    if given, of that many elements."""
+    require(len(tensors) == len(params), f"{name} has {len(tensors)} tensors, wanted {len(params)}")
+    for k, (tensor, param) in enumerate(zip(tensors, params)):
+        one, device = f"{name}[{k}]", params[0].device
+        require(tensor.device == device, f"{one} is on {tensor.device}, params[0] on {device}")
+        if numels is None:
+            require(tensor.shape == param.shape, f"{one} has another shape than params[{k}]")
+        else:
+            count = tensor.numel()
+            require(count == numels[k], f"{one} has {count} elements, wanted {numels[k]}")
+        require(tensor.dtype in dtypes, f"{one} is {tensor.dtype}, not among {dtypes}")
+
+
+def check_steps(state_steps: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+    check_list("state_steps", state_steps, params, COUNTERS, [1] * len(params))
+
+
+def check_scalars(options: dict[str, Any]) -> None:
+    for name in ("lr_tensor", "grad_scale", "found_inf", "clip_coef"):
+        if (tensor := options.get(name)) is None:
+            continue
+        dtypes = COUNTERS if name == "lr_tensor" else (torch.float32,)
+        require(
+            tensor.numel() == 1 and tensor.dtype in dtypes,
+            f"{name} must be a tensor of one element with a dtype among {dtypes}",
+        )

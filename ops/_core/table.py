@@ -1,0 +1,56 @@
+"""Lists of plain tensors as numbers, for ops that would spend more on the lists than on the work.
+
+Handing 10,000 small tensors to an op through the dispatcher costs several times what updating them
+does. A table holds their addresses, sizes and dtypes, read through DLPack's C exchange API.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .binaries import _C
+
+__all__ = ["joined", "table_of"]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_ROWS = 3  # address, number of elements, dtype: torch_ext/table.h
+_exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+
+
+def table_of(
+    lists: tuple[list[Tensor], ...],
+    state: dict[Any, Any] | None = None,
+    alike: tuple[str, ...] = (),
+    others: tuple[str, ...] = (),
+) -> Tensor | None:
+    """The table of some lists of tensors, and of the states of the tensors in the first.
+
+    None unless the tensors are plain: contiguous, on one device, of dtypes the kernels know, those
+    of ``lists`` and of the states ``alike`` of one shape per position, the states there. The table
+    holds no tensor: it is to be used at once.
+    """
+    if _C is None or _exchange is None or torch.compiler.is_compiling():
+        return None
+    if torch._C._len_torch_dispatch_stack():
+        return None  # a mode wants to see the tensors
+    if any(any(map(Tensor.is_neg, tensors)) for tensors in lists):
+        return None  # memory holds the negative of the values
+    shape = len(lists) + len(alike) + len(others), _ROWS, len(lists[0])
+    table = torch.empty(shape, dtype=torch.int64, device="cpu")
+    found = _C.describe(table.data_ptr(), _exchange, _PLAIN, lists, state, alike, others)
+    return table if found else None
+
+
+def joined(tables: list[Tensor], places: list[Tensor]) -> Tensor:
+    """One table of the same lists, where the entries of each of ``tables`` have these places."""
+    if len(tables) == 1:
+        return tables[0]
+    shape = len(tables[0]), _ROWS, sum(map(len, places))
+    table = torch.empty(shape, dtype=torch.int64, device="cpu")
+    for part, where in zip(tables, places):
+        table[:, :-1, where] = part[:, :-1]
+        table.view(torch.int32)[:, -1, where] = part.view(torch.int32)[:, -1, : len(where)]
+    return table

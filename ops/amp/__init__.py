@@ -1,0 +1,6 @@
+"""Mixed precision: the loss scaler, and models cast to 16 bits."""
+
+from .cast_model import cast_model
+from .scaler import GradScaler
+
+__all__ = ["GradScaler", "cast_model"]

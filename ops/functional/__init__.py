@@ -1,0 +1,1 @@
+"""The ops of Headroom as functions on lists of tensors."""

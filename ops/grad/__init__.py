@@ -1,0 +1,1 @@
+"""Gradients: clipping, their norm, and their sum over micro-batches."""

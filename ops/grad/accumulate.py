@@ -1,0 +1,350 @@
+"""Gradients summed in float32: the op ``headroom::accumulate_`` and :class:`GradAccumulator`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._core.registration import FLOATS, complete, require
+from ..functional.unscale_norm import local_part, unscale_norm_
+
+__all__ = ["GradAccumulator", "accumulate_"]
+
+BUCKET = 1 << 23  # elements that one reduction over the ranks carries, 32 MiB
+
+
+def accumulate_(
+    sums: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    losts: Sequence[Tensor] = (),
+    factor: float | Tensor = 1.0,
+    zero_grads: bool = False,
+) -> None:
+    """Adds ``factor * grad`` to float32 buffers, for a whole list at once.
+
+    Args:
+        sums: float32 tensors of any shapes and strides, on one device; written.
+        grads: float32, bfloat16 or float16 tensors of the same shapes, on the same device; written
+            only if ``zero_grads``.
+        losts: float32 tensors like ``sums``, zeros at first: with them the sum is compensated
+            (Kahan) and its error does not grow with the number of additions.
+        factor: a number, or a float32 tensor of one element on that device.
+        zero_grads: leave zeros in ``grads``.
+
+    Raises:
+        RuntimeError: an argument does not fit, or a tensor requires grad outside
+            ``torch.no_grad()``; nothing has been written then.
+
+    Rounding and source are documented at ``hr_accumulate`` in ``headroom.h``.
+    """
+    if len(grads) != len(sums):
+        raise RuntimeError(f"grads has {len(grads)} tensors, but sums has {len(sums)}")
+    if not sums:
+        return
+    number = {"factor_tensor": factor} if isinstance(factor, Tensor) else {"factor": factor}
+    torch.ops.headroom.accumulate_(
+        list(sums), list(losts), list(grads), **number, zero_grads=zero_grads
+    )
+
+
+@torch.library.register_fake("headroom::accumulate_")
+def _(sums, losts, grads, *, factor=1.0, factor_tensor=None, zero_grads=False):
+    require(len(grads) == len(sums), f"grads has {len(grads)} tensors, but sums has {len(sums)}")
+    require(len(losts) in (0, len(sums)), f"losts has {len(losts)} tensors, sums {len(sums)}")
+    dtypes = {"sums": FLOATS[:1], "losts": FLOATS[:1], "grads": FLOATS}
+    for name, tensors in {"sums": sums, "losts": losts, "grads": grads}.items():
+        for k, (tensor, total) in enumerate(zip(tensors, sums)):
+            one = f"{name}[{k}]"
+            require(tensor.shape == total.shape, f"{one} has another shape than sums[{k}]")
+            require(tensor.device == sums[0].device, f"{one} is on {tensor.device}")
+            require(tensor.dtype in dtypes[name], f"{one} is {tensor.dtype}, not {dtypes[name]}")
+    if factor_tensor is not None:
+        require(
+            factor_tensor.dtype == torch.float32 and factor_tensor.numel() == 1,
+            "factor_tensor must be a float32 tensor of one element",
+        )
+
+
+complete("accumulate_", lambda given: set() if given.get("zero_grads") else {"grads"})
+
+
+class GradAccumulator:
+    """Sums the gradients of micro-batches in float32, whatever their dtype, and gives their mean.
+
+    ``param.grad`` is emptied after each micro-batch, so the low-precision gradients of two are
+    never added to each other; after :meth:`finish` it holds the float32 mean, which Headroom's
+    optimizers take for parameters of any dtype.
+
+    Example::
+
+        optimizer = headroom.optim.AdamW(model.parameters())
+        accumulator = headroom.GradAccumulator(model)
+        for tokens in (5, 3):  # micro-batches
+            with accumulator.micro_batch(weight=tokens):
+                model(torch.randn(tokens, 3)).square().mean().backward()  # a mean over the tokens
+        accumulator.finish()
+        optimizer.step()
+
+    Or, where a ``with`` does not fit, ``accumulator.add(weight=tokens)`` after each backward, and
+    ``optimizer.zero_grad()`` after the step as ever.
+
+    Args:
+        source: a module, an optimizer, or an iterable of parameters; parameters that do not require
+            grad are left out. A :class:`~torch.nn.parallel.DistributedDataParallel` module runs its
+            micro-batches under ``no_sync()``, and :meth:`finish` takes the mean over the tokens of
+            all ranks. Give the module, not its optimizer, for that.
+        compensated: keep what each addition rounds away (Kahan): 4 more bytes per parameter.
+
+    Memory: 4 bytes per parameter for the sums, from the first micro-batch until the gradients that
+    :meth:`finish` made of them are dropped; and between a backward and the end of its ``with`` the
+    gradients themselves.
+
+    A 16-bit parameter refuses a float32 gradient unless its ``grad_dtype`` is None. The constructor
+    sets that, for good. In a torch without ``grad_dtype`` the mean is rounded to the parameter's
+    dtype, once.
+
+    :meth:`state_dict` and :meth:`load_state_dict` carry what has been summed over a restart in the
+    middle of a step; after :meth:`finish` there is nothing to carry.
+    """
+
+    def __init__(
+        self,
+        source: nn.Module | torch.optim.Optimizer | Iterable[Tensor],
+        *,
+        compensated: bool = False,
+    ) -> None:
+        self._module = source if isinstance(source, nn.Module) else None
+        self._is_ddp = isinstance(source, nn.parallel.DistributedDataParallel)
+        if isinstance(source, nn.Module):
+            params = source.parameters()
+        elif isinstance(source, torch.optim.Optimizer):
+            params = (p for group in source.param_groups for p in group["params"])
+        else:
+            params = [source] if isinstance(source, Tensor) else iter(source)
+        self._params = [p for p in dict.fromkeys(params) if p.requires_grad]
+        if not self._params:
+            raise ValueError("GradAccumulator got no parameters that require grad")
+        for param in self._params:
+            if not _takes_float32(param) and hasattr(param, "grad_dtype"):
+                param.grad_dtype = None
+        self._sums: dict[Tensor, Tensor] = {}
+        self._losts: dict[Tensor, Tensor] = {}
+        self._compensated = compensated
+        self._weight = 0.0
+        self._open: float | None = None  # the weight of the micro-batch that runs
+        self._is_partial = False  # whether the sums have a part of it
+        self._given: dict[Tensor, weakref.ref[Tensor]] = {}  # what the last finish() gave
+
+    @contextlib.contextmanager
+    def micro_batch(self, weight: float = 1.0) -> Iterator[None]:
+        """The forward and backward of one micro-batch; drops the gradients that are there at its
+        start, and calls :meth:`add` at its end. An error inside leaves the micro-batch out (and,
+        with :func:`~headroom.optim.release_gradients`, which has taken a part of it already, all
+        micro-batches since the last :meth:`finish`)."""
+        _check_weight(weight)
+        self._empty()
+        self._open = weight
+        try:
+            # Only DDP's: under that of other wrappers gradients are not those of the parameters.
+            with self._module.no_sync() if self._is_ddp else contextlib.nullcontext():
+                yield
+        except BaseException:
+            self._empty()
+            if self._is_partial:
+                self._clear()
+            raise
+        finally:
+            self._open = None
+            self._is_partial = False
+        self.add(weight)
+
+    @torch.no_grad()
+    def add(self, weight: float = 1.0) -> None:
+        """Takes the gradients of a micro-batch, whose loss is a mean over ``weight`` tokens (or
+        samples: what the big batch's loss is a mean of), and empties ``param.grad``.
+
+        Raises:
+            ValueError: the weight is not a finite number > 0.
+            RuntimeError: ``param.grad`` still is what :meth:`finish` gave, with the micro-batch on
+                top: ``zero_grad()`` was not called after the step.
+        """
+        _check_weight(weight)
+        self._take(self._params, weight)
+        self._weight += weight
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a micro-batch runs."""
+        return self._open is not None
+
+    @torch.no_grad()
+    def take(self, params: Iterable[Tensor]) -> None:
+        """Takes some gradients of the micro-batch that runs, before its end."""
+        assert self._open is not None
+        self._is_partial = True
+        self._take(params, self._open)
+
+    def _take(self, params: Iterable[Tensor], weight: float) -> None:
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for param in params:
+            if param.grad is None:
+                continue
+            if param in self._given and self._given[param]() is param.grad:
+                raise RuntimeError(
+                    "a gradient still holds the mean that finish() gave; call zero_grad() after "
+                    "the step, or use micro_batch()"
+                )
+            by_device.setdefault(param.grad.device, []).append(param)
+        for params in by_device.values():
+            for param in params:
+                if param not in self._sums:
+                    self._sums[param] = torch.zeros_like(param.grad, dtype=torch.float32)
+                    if self._compensated:
+                        self._losts[param] = torch.zeros_like(self._sums[param])
+            accumulate_(
+                [local_part(self._sums[p]) for p in params],
+                [local_part(p.grad) for p in params],
+                losts=[local_part(self._losts[p]) for p in params] if self._compensated else (),
+                factor=float(weight),
+            )
+            for param in params:
+                param.grad = None
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Puts the mean over all micro-batches since the last call into ``param.grad``, in float32.
+
+        A parameter that had no gradient in any of them (on any rank, under DDP) is left without.
+        """
+        if self._weight == 0.0:
+            raise RuntimeError("finish() without a micro-batch since the last one")
+        weight = self._weight
+        if self._is_ddp:
+            weight = self._reduce(self._module.process_group)
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for total in self._sums.values():
+            by_device.setdefault(total.device, []).append(local_part(total))
+        for device, totals in by_device.items():
+            scale = torch.full((), weight, dtype=torch.float32, device=device)
+            unscale_norm_(totals, grad_scale=scale)
+        for param, total in self._sums.items():
+            param.grad = total if _takes_float32(param) else total.to(param.dtype)
+            self._given[param] = weakref.ref(param.grad)
+        self._clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums since the last :meth:`finish`, on this rank: with them and the state of the
+        optimizer a run that was saved between two micro-batches goes on to the same bits. The
+        tensors are those of the accumulator, as with optimizers.
+
+        Raises:
+            RuntimeError: a micro-batch runs.
+        """
+        self._check_closed("state_dict()")
+        return {
+            "weight": self._weight,
+            "compensated": self._compensated,
+            "sums": [self._sums.get(param) for param in self._params],
+            "losts": [self._losts.get(param) for param in self._params],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from what :meth:`state_dict` returned for the same parameters, in their order, on
+        whatever device they are. What has been summed here is dropped.
+
+        Raises:
+            RuntimeError: a micro-batch runs.
+            ValueError: the sums do not fit. Nothing has been changed then.
+        """
+        self._check_closed("load_state_dict()")
+        if state_dict["compensated"] != self._compensated:
+            raise ValueError(
+                f"the sums were made with compensated={state_dict['compensated']}, but this "
+                f"accumulator has compensated={self._compensated}"
+            )
+        weight = float(state_dict["weight"])
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"weight must be a finite number >= 0, got {weight}")
+        loaded = {name: self._fitted(name, state_dict[name]) for name in ("sums", "losts")}
+        if self._compensated and loaded["sums"].keys() != loaded["losts"].keys():
+            raise ValueError("losts and sums are not of the same parameters")
+        self._sums, self._losts, self._weight = loaded["sums"], loaded["losts"], weight
+
+    def _fitted(self, name: str, tensors: Sequence[Tensor | None]) -> dict[Tensor, Tensor]:
+        """Loaded tensors by parameter, on its device, or an error."""
+        if len(tensors) != len(self._params):
+            raise ValueError(
+                f"{name} is of {len(tensors)} parameters, but the accumulator has "
+                f"{len(self._params)}"
+            )
+        fitted = {}
+        for k, (tensor, param) in enumerate(zip(tensors, self._params)):
+            if tensor is None:
+                continue
+            if tensor.shape != param.shape or tensor.dtype != torch.float32:
+                raise ValueError(
+                    f"{name}[{k}] is {tensor.dtype} of shape {tuple(tensor.shape)}, wanted float32 "
+                    f"of shape {tuple(param.shape)}"
+                )
+            fitted[param] = tensor.detach().to(param.device)
+        return fitted
+
+    def _check_closed(self, what: str) -> None:
+        if self.is_open:
+            raise RuntimeError(f"{what} inside micro_batch()")
+
+    def _clear(self) -> None:
+        self._sums, self._losts, self._weight = {}, {}, 0.0
+
+    def _empty(self) -> None:
+        for param in self._params:
+            param.grad = None
+
+    def _reduce(self, group: object) -> float:
+        """Adds up the sums of all ranks, as if they were one batch, and returns its weight."""
+        device = self._params[0].device
+        used = [float(param in self._sums) for param in self._params]
+        shared = torch.tensor([self._weight, *used], dtype=torch.float64).to(device)
+        torch.distributed.all_reduce(shared, group=group)
+        weight, *used = shared.tolist()
+        for param, count in zip(self._params, used):
+            if count and param not in self._sums:
+                self._sums[param] = torch.zeros_like(param, dtype=torch.float32)
+        # Every rank in one order, whichever of its parameters had gradients first.
+        self._sums = {param: self._sums[param] for param in self._params if param in self._sums}
+        for totals in _buckets(self._sums.values()):
+            flat = torch.cat([total.reshape(-1) for total in totals])
+            torch.distributed.all_reduce(flat, group=group)
+            for total, part in zip(totals, flat.split([total.numel() for total in totals])):
+                total.copy_(part.view(total.shape))
+        return weight
+
+
+def _takes_float32(param: Tensor) -> bool:
+    return getattr(param, "grad_dtype", param.dtype) in (torch.float32, None)
+
+
+def _check_weight(weight: float) -> None:
+    if not 0 < weight < math.inf:
+        raise ValueError(f"weight must be a finite number > 0, got {weight}")
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Runs of tensors of one device with up to BUCKET elements, or of one larger tensor."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (size + tensor.numel() > BUCKET or tensor.device != bucket[0].device):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.numel()
+    if bucket:
+        yield bucket

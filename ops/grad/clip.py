@@ -1,0 +1,77 @@
+"""Gradient clipping, with the arguments and results of :mod:`torch.nn.utils`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_value_
+
+from .._core.registration import FLOATS
+from .._core.table import table_of
+from ..functional.unscale_norm import local_part, measure, multiply_
+
+__all__ = ["clip_grad_norm_", "clip_grad_value_"]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scales gradients down so that their norm, as one vector, is at most ``max_norm``.
+
+    As :func:`torch.nn.utils.clip_grad_norm_`, in one pass over the gradients to measure and one to
+    scale, which writes nothing where nothing is to be clipped. To clip without writing the
+    gradients at all, give ``max_grad_norm=`` to the optimizer. Gradients that the kernels do not
+    take (float64, sparse, complex) and orders that are not positive are left to torch.
+
+    Args:
+        parameters: tensors with gradients; DTensors count with all their shards on all ranks. A
+            gradient given twice counts once.
+        max_norm: the largest norm allowed.
+        norm_type: order of the norm, ``"inf"`` and ``math.inf`` included.
+        error_if_nonfinite: raise RuntimeError, before anything is written, if the norm is infinite
+            or NaN. Waits for the device.
+        foreach: accepted for compatibility, without effect.
+
+    Returns:
+        The norm before clipping: 0-dim on the device of the gradients, float32 whatever their dtype
+        (torch's has theirs), and never a DTensor.
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
+    if len(set(map(id, grads))) < len(grads):
+        grads = list({id(grad): grad for grad in grads}.values())
+    ours = norm_type > 0 and max_norm >= 0
+    table = table_of((grads,)) if ours and grads else None
+    if table is None and not (ours and all(map(_is_ours, grads))):
+        return torch.nn.utils.clip_grad_norm_(
+            parameters, max_norm, norm_type, error_if_nonfinite, foreach
+        )
+    measured = measure(grads, p=norm_type, max_norm=max_norm, table=table)
+    if error_if_nonfinite and not measured.norm.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
+            "so it cannot be clipped. To disable this error and scale the gradients by the "
+            "non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+    if table is not None:
+        multiply_(grads, measured.clip_coef, table)
+        return measured.norm
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        by_device.setdefault(grad.device, []).append(local_part(grad))
+    for device, local in by_device.items():
+        multiply_(local, measured.clip_coef.to(device))
+    return measured.norm
+
+
+def _is_ours(grad: Tensor) -> bool:
+    return grad.dtype in FLOATS and grad.layout == torch.strided

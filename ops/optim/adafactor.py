@@ -1,0 +1,605 @@
+"""Adafactor: the op ``headroom::adafactor_`` and the optimizer on top of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from .._core.checks import check_list, check_scalars, check_steps, lr_arguments
+from .._core.registration import FLOATS, complete, require
+from .adam import _scalar_on
+from .adam8bit import _sharded_dim
+from .base import Kind, Optimizer, Part
+from .master_weights import NEAREST, RESIDUALS, check_weights, weights_mode
+
+__all__ = ["Adafactor", "adafactor_"]
+
+FACTORED, VECTOR = 0, 1  # the kinds of states
+SUMS, STATES, NORM, APPLY, ALL = 1, 2, 4, 8, 15  # phases: hr_adafactor_phases
+ROWS, COLS, ELEMENTS = "rows", "cols", "elements"  # what a dimension of a mesh shards
+
+# The options of each rule, as its original names them, and their defaults.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "torch": {
+        "lr": 1e-2,
+        "beta2_decay": -0.8,
+        "eps": (None, 1e-3),
+        "d": 1.0,
+        "weight_decay": 0.0,
+        "foreach": None,
+        "maximize": False,
+    },
+    "hf": {
+        "lr": None,
+        "eps": (1e-30, 1e-3),
+        "clip_threshold": 1.0,
+        "decay_rate": -0.8,
+        "beta1": None,
+        "weight_decay": 0.0,
+        "scale_parameter": True,
+        "relative_step": True,
+        "warmup_init": False,
+    },
+}
+# The states of each: row, column and element variances.
+NAMES = {
+    "torch": ("row_var", "col_var", "variance"),
+    "hf": ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"),
+}
+
+
+def adafactor_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    row_vars: list[Tensor],
+    col_vars: list[Tensor],
+    variances: list[Tensor],
+    exp_avgs: list[Tensor],
+    rmss: list[Tensor],
+    state_steps: list[Tensor],
+    *,
+    semantics: str = "torch",
+    lr: float | Tensor = 0.0,
+    beta2_decay: float = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    clip_threshold: float = 1.0,
+    weight_decay: float = 0.0,
+    beta1: float = 0.0,
+    scale_parameter: bool = True,
+    relative_step: bool = True,
+    warmup_init: bool = False,
+    maximize: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    clip_coef: Tensor | None = None,
+    residuals: Sequence[Tensor] = (),
+    master: str | None = None,
+    rounding: str = "nearest",
+    weight_seeds: Sequence[int] | None = None,
+    places: Sequence[int] | None = None,
+    stalled: Tensor | None = None,
+) -> None:
+    """One step of Adafactor on a list of parameters, in place.
+
+    The functional form of :class:`headroom.optim.Adafactor`. Entry k of every list belongs to
+    parameter k; all lie on one device. A parameter ``[..., rows, cols]`` of two dimensions or more
+    has a variance for each row and each column, any other one a variance per element.
+
+    Args:
+        params: float32, bfloat16 or float16 tensors; updated. Those that do not lie in memory in
+            the order of their indices are worked on as a copy.
+        grads: tensors of the same shapes, each float32, bfloat16 or float16; not changed.
+        row_vars, col_vars: float32, of ``numel / cols`` and ``numel / rows`` elements, empty for a
+            parameter that is not factored; updated. Zeros before the first step. An empty list if
+            none is factored.
+        variances: float32, like params, empty for a parameter that is factored; updated. An empty
+            list if all are.
+        exp_avgs: float32, like params, updated: momentum, with ``beta1``. Empty list: none.
+        rmss: float32 tensors of one element that get the root mean square of the parameter before
+            the step, where the rule asks for it. Empty list: not wanted.
+        state_steps: float32 or float64 tensors of one element, steps done so far; each grows by 1.
+        semantics: ``"torch"`` or ``"hf"``: whose rule.
+        lr: learning rate; a tensor of one element is read on its device.
+        eps: the two regularizers. The first may be None in torch's rule: that of the parameter's
+            dtype.
+        scale_parameter, relative_step, warmup_init: of ``"hf"`` alone.
+        grad_scale: float32 tensor of one element; gradients are divided by it.
+        found_inf: float32 tensor of one element; if it is not 0, nothing changes, steps included.
+        clip_coef: float32 tensor of one element; gradients are multiplied by it.
+        residuals, master, rounding, weight_seeds, places, stalled: how 16-bit parameters are
+            stored, as in :func:`adamw_`.
+
+    Raises:
+        RuntimeError: shapes, devices or dtypes do not fit, an option is out of range, or a tensor
+            requires grad outside ``torch.no_grad()`` (the op has no derivative). The message names
+            the argument. Nothing has been written then.
+
+    The two rules, their source and their rounding are documented at ``hr_adafactor`` in
+    ``headroom.h``.
+    """
+    if not params:
+        return
+    torch.ops.headroom.adafactor_(
+        params,
+        grads,
+        row_vars,
+        col_vars,
+        variances,
+        exp_avgs,
+        rmss,
+        state_steps,
+        list(residuals),
+        hf=_is_hf(semantics),
+        **lr_arguments(lr, params[0].device),
+        beta2_decay=beta2_decay,
+        eps1=-1.0 if eps[0] is None else eps[0],
+        eps2=eps[1],
+        clip_threshold=clip_threshold,
+        weight_decay=weight_decay,
+        beta1=beta1,
+        scale_parameter=scale_parameter,
+        relative_step=relative_step,
+        warmup_init=warmup_init,
+        maximize=maximize,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        clip_coef=clip_coef,
+        weights_mode=weights_mode(master, rounding).number,
+        weight_seeds=None if weight_seeds is None else list(weight_seeds),
+        places=None if places is None else list(places),
+        stalled=stalled,
+    )
+
+
+def _is_hf(semantics: str) -> bool:
+    if semantics not in DEFAULTS:
+        raise ValueError(f"semantics must be 'torch' or 'hf', got {semantics!r}")
+    return semantics == "hf"
+
+
+@torch.library.register_fake("headroom::adafactor_")
+def _(
+    params,
+    grads,
+    row_vars,
+    col_vars,
+    variances,
+    exp_avgs,
+    rmss,
+    state_steps,
+    residuals,
+    *,
+    phases=ALL,
+    workspace=None,
+    **options,
+):
+    f32 = (torch.float32,)
+    check_list("params", params, params, FLOATS)
+    check_list("grads", grads, params, FLOATS)
+    lines = [_lines(param.shape) for param in params]
+    vectors = [param.numel() if param.dim() < 2 else 0 for param in params]
+    for name, tensors, numels in (
+        ("row_vars", row_vars, [rows for rows, _ in lines]),
+        ("col_vars", col_vars, [cols for _, cols in lines]),
+        ("variances", variances, vectors),
+    ):
+        if tensors or any(numels):
+            check_list(name, tensors, params, f32, numels)
+    if exp_avgs:
+        check_list("exp_avgs", exp_avgs, params, f32)
+    if rmss:
+        check_list("rmss", rmss, params, f32, [1] * len(params))
+    check_steps(state_steps, params)
+    check_weights(params, residuals, options)
+    check_scalars(options)
+    require(phases == ALL or workspace is not None, f"phases is {phases}, which needs a workspace")
+
+
+def _lines(shape: Sequence[int]) -> tuple[int, int]:
+    """The numbers of row and of column variances."""
+    if len(shape) < 2:
+        return 0, 0
+    batch = math.prod(shape[:-2])
+    return batch * shape[-2], batch * shape[-1]
+
+
+complete("adafactor_")
+
+
+class Adafactor(Optimizer):
+    r"""Adafactor, fused, by the rule of either implementation that is in use: a drop-in for
+    :class:`torch.optim.Adafactor` (``semantics="torch"``) and for ``transformers``' Adafactor
+    (``semantics="hf"``).
+
+    The second moment of a parameter of two dimensions or more is kept as one number for each row
+    and each column, so that the state takes almost nothing. One op for the factored parameters of a
+    group and one for the others; nothing waits for the device, where both originals wait twice for
+    each parameter. Parameters and gradients may each be float32, bfloat16 or float16; statistics
+    are float32 whatever they are. (torch keeps the statistics of bfloat16 gradients in bfloat16,
+    and computes in it.) DTensors are summed over all ranks that hold a part.
+
+    Args:
+        params: as in every optimizer.
+        lr: learning rate. ``"torch"``: the most that the relative step may be, 1e-2 by default; may
+            be a tensor of one element, which is read on its device when the step runs. ``"hf"``:
+            None with ``relative_step``, else the step.
+        beta2_decay, d: of ``"torch"``, -0.8 and 1: the exponent that beta2 approaches 1 with, and
+            the threshold of clipping.
+        decay_rate, clip_threshold: the same of ``"hf"``.
+        eps: the regularizers of the second moment and of the parameter scale: ``(None, 1e-3)``,
+            where None is the epsilon of the parameter's dtype (of float32 with ``master`` or a
+            ``rounding`` that is not to the nearest), and ``(1e-30, 1e-3)``.
+        weight_decay: decoupled; times ``lr`` in torch's rule, times the scaled step in the other.
+        maximize: of ``"torch"``.
+        beta1, scale_parameter, relative_step, warmup_init: of ``"hf"``: momentum (None: none), the
+            step times the root mean square of the parameter, the step by the schedule of the paper,
+            and its warm-up.
+        foreach: accepted for compatibility, without effect.
+        semantics: whose rule, options, defaults and state keys.
+        max_grad_norm: clip all gradients, as one vector, to this L2 norm; see :meth:`step`.
+        master, rounding, seed, count_stalled: how 16-bit parameters are stored, as in
+            :class:`Adam`.
+
+    The state of a parameter is that of the original: ``step``, and ``row_var`` and ``col_var``, or
+    ``variance`` (``"torch"``); ``exp_avg_sq_row`` and ``exp_avg_sq_col``, or ``exp_avg_sq``, with
+    ``exp_avg`` if there is momentum and ``RMS``, which only ``scale_parameter`` updates (``"hf"``).
+    Checkpoints of one resume the other.
+
+    If ``grad_scale``, ``found_inf`` or ``clip_coef`` is set as an attribute, it does what it does
+    in :class:`Adam`.
+
+    Raises:
+        ValueError: an option is out of range, or belongs to the other rule.
+
+    Adafactor: adaptive learning rates with sublinear memory cost, arXiv:1804.04235.
+
+    Example::
+
+        optimizer = headroom.optim.Adafactor(model.parameters(), lr=1e-2)
+        optimizer = headroom.optim.Adafactor(
+            model.parameters(), lr=1e-3, semantics="hf", scale_parameter=False, relative_step=False
+        )
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor | None = None,
+        beta2_decay: float | None = None,
+        eps: tuple[float | None, float] | None = None,
+        d: float | None = None,
+        weight_decay: float | None = None,
+        *,
+        semantics: str = "torch",
+        foreach: bool | None = None,
+        maximize: bool | None = None,
+        clip_threshold: float | None = None,
+        decay_rate: float | None = None,
+        beta1: float | None = None,
+        scale_parameter: bool | None = None,
+        relative_step: bool | None = None,
+        warmup_init: bool | None = None,
+        max_grad_norm: float | None = None,
+        master: str | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        count_stalled: bool = False,
+    ) -> None:
+        _is_hf(semantics)
+        self.semantics = semantics
+        given = {
+            "lr": lr,
+            "beta2_decay": beta2_decay,
+            "eps": eps,
+            "d": d,
+            "weight_decay": weight_decay,
+            "foreach": foreach,
+            "maximize": maximize,
+            "clip_threshold": clip_threshold,
+            "decay_rate": decay_rate,
+            "beta1": beta1,
+            "scale_parameter": scale_parameter,
+            "relative_step": relative_step,
+            "warmup_init": warmup_init,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        for name in given:
+            if name not in DEFAULTS[semantics]:
+                raise ValueError(f"{name} is no option of semantics={semantics!r}")
+        defaults = DEFAULTS[semantics] | given
+        if max_grad_norm is not None:
+            defaults["max_grad_norm"] = max_grad_norm
+        if weights_mode(master, rounding) is not NEAREST:
+            defaults |= {"master": master, "rounding": rounding, "seed": seed}
+        self._check_options(defaults)
+        super().__init__(params, defaults, count_stalled=count_stalled)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict):
+            self._check_options(self.defaults | param_group)
+        super().add_param_group(param_group)
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        """Refuses what the original refuses, in its words, and what fails later in it."""
+        hf, lr, (eps1, eps2) = self.semantics == "hf", options["lr"], options["eps"]
+        if hf and lr is not None and options["relative_step"]:
+            raise ValueError("Cannot combine manual `lr` and `relative_step=True` options")
+        if hf and options["warmup_init"] and not options["relative_step"]:
+            raise ValueError("`warmup_init=True` requires `relative_step=True`")
+        if lr is None:
+            if not hf or not options["relative_step"]:
+                raise ValueError("lr is None, which needs semantics='hf' and relative_step=True")
+        elif isinstance(lr, Tensor):
+            if lr.numel() != 1:
+                raise ValueError("Tensor lr must be 1-element")
+            if lr.dtype not in (torch.float32, torch.float64):
+                raise ValueError(f"Tensor lr must be float32 or float64, got {lr.dtype}")
+        elif not isinstance(lr, Real):
+            raise TypeError(f"lr must be a number or a Tensor, got {type(lr).__name__}")
+        if lr is not None and not 0.0 <= lr < math.inf:
+            raise ValueError(f"Learning rate should be >= 0 but is: {lr}")
+        decay = "decay_rate" if hf else "beta2_decay"
+        if not -math.inf < options[decay] <= 0.0:
+            raise ValueError(f"{decay} should be <= 0 but is: {options[decay]}")
+        if (hf or eps1 is not None) and not 0.0 <= eps1 < math.inf:
+            raise ValueError(f"epsilon1 should be >= 0 but is: {eps1}")
+        if not 0.0 <= eps2 < math.inf:
+            raise ValueError(f"epsilon2 should be >= 0 but is: {eps2}")
+        if not hf and not 1.0 <= options["d"]:
+            raise ValueError(f"Clipping threshold d should be >= 1 but is: {options['d']}")
+        if hf and not 0.0 < options["clip_threshold"]:
+            raise ValueError(f"clip_threshold should be > 0 but is: {options['clip_threshold']}")
+        if not 0.0 <= options["weight_decay"] < math.inf:
+            raise ValueError(f"weight_decay should be >= 0 but is: {options['weight_decay']}")
+        if hf and options["beta1"] is not None and not 0.0 <= options["beta1"] < 1.0:
+            raise ValueError(f"beta1 should be in [0, 1) but is: {options['beta1']}")
+        limit = options.get("max_grad_norm")
+        if limit is not None and not 0.0 <= limit < math.inf:
+            raise ValueError(f"max_grad_norm must be a finite number >= 0, got {limit}")
+
+    # ---- states ---------------------------------------------------------------------------------
+
+    def _kinds(self, group: dict[str, Any]) -> tuple[Kind, ...]:
+        hf = self.semantics == "hf"
+        row, col, variance = NAMES[self.semantics]
+        momentum = ("exp_avg",) if hf and group["beta1"] is not None else ()
+        others = ("RMS", "step") if hf else ("step",)
+        return Kind(momentum, (row, col, *others)), Kind((variance, *momentum), others)
+
+    def _kind_of(self, param: Tensor, group: dict[str, Any]) -> int:
+        return FACTORED if param.dim() >= 2 else VECTOR
+
+    def _kind_of_state(self, entry: dict[str, Any]) -> int:
+        return VECTOR if NAMES[self.semantics][2] in entry else FACTORED
+
+    def _zeros(self, name: str, param: Tensor, group: dict[str, Any], kind: int) -> Tensor:
+        if name in NAMES[self.semantics][:2]:
+            return _zero_lines(param, self._form(name, param, group, kind)[0], name)
+        if name == "RMS":
+            return _zero_scalar(param)
+        return torch.zeros_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
+
+    def _form(
+        self, name: str, param: Tensor, group: dict[str, Any], kind: int
+    ) -> tuple[torch.Size, tuple[torch.dtype, ...]]:
+        shape = param.shape
+        forms = {
+            "row_var": (*shape[:-1], 1),
+            "col_var": (*shape[:-2], 1, *shape[-1:]),
+            "exp_avg_sq_row": shape[:-1],
+            "exp_avg_sq_col": (*shape[:-2], *shape[-1:]),
+            "RMS": (),
+        }
+        return torch.Size(forms.get(name, shape)), (torch.float32,)
+
+    def _restored(
+        self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
+    ) -> dict[str, Any]:
+        # torch's statistics have the gradient's dtype, and ours are float32 always.
+        widened = {
+            name: value.float()
+            if name not in ("step", *RESIDUALS)
+            and isinstance(value, Tensor)
+            and value.dtype in FLOATS
+            else value
+            for name, value in entry.items()
+        }
+        if "RMS" in widened and not isinstance(widened["RMS"], DTensor):
+            rms = torch.as_tensor(widened["RMS"], dtype=torch.float32).detach()
+            widened["RMS"] = _zero_scalar(param).copy_(rms) if rms.numel() == 1 else rms
+        return super()._restored(param, widened, group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"semantics": self.semantics}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        semantics = state.get("semantics") or self.semantics
+        for group in state["param_groups"]:
+            foreign = set(DEFAULTS["hf"]) ^ set(DEFAULTS["torch"])
+            foreign -= set(DEFAULTS[semantics])
+            if (found := foreign & set(group)) and "decay" not in group:
+                raise ValueError(
+                    f"the loaded state is that of another rule than semantics={semantics!r}: its "
+                    f"groups have {sorted(found)}"
+                )
+            for name, value in DEFAULTS[semantics].items():
+                group.setdefault(name, value)
+        super().__setstate__(state)
+
+    @staticmethod
+    def _get_lr(group: dict[str, Any], state: dict[str, Any]) -> Any:
+        """What transformers' AdafactorSchedule asks for: the step before clipping."""
+        lr = group["lr"]
+        if group["relative_step"]:
+            first = 1e-6 * state["step"] if group["warmup_init"] else 1e-2
+            lr = min(first, 1 / math.sqrt(state["step"]))
+        return lr * max(group["eps"][1], state["RMS"]) if group["scale_parameter"] else lr
+
+    # ---- one step -------------------------------------------------------------------------------
+
+    def _table(self, part: Part) -> Tensor | None:
+        if part.kind.index == FACTORED and not all(map(Tensor.is_contiguous, part.params)):
+            return None
+        return super()._table(part)
+
+    def _update(
+        self, group: dict[str, Any], part: Part, states: list[list[Tensor]] | Tensor
+    ) -> None:
+        options = self._options(group, part.device)
+        kind, names = part.kind, part.kind.names
+        if isinstance(states, Tensor):
+            options |= self._weights_options(group, part)
+            torch.autograd.graph.increment_version(part.params)
+            torch.ops.headroom._adafactor_table_(
+                part.params[0],
+                states,
+                factored=kind.index == FACTORED,
+                momentum="exp_avg" in names,
+                with_rms="RMS" in names,
+                **options,
+            )
+            return
+        columns = dict(zip(names, states))
+        row, col, variance = NAMES[self.semantics]
+        lists = [part.params, part.grads]
+        keys = row, col, variance, "exp_avg", "RMS", "step", kind.weights.residual
+        lists += [columns.get(name, []) for name in keys]
+        buckets: dict[Any, list[int]] = {}
+        for k, owner in enumerate(part.owners):
+            buckets.setdefault(_sharding(owner), []).append(k)
+        for sharding, where in buckets.items():
+            chosen = [[column[k] for k in where] if column else [] for column in lists]
+            some = part._replace(owners=[part.owners[k] for k in where])
+            more = options | self._weights_options(group, some)
+            if sharding is None:
+                torch.ops.headroom.adafactor_(*chosen, **more)
+            else:
+                _step_sharded(some.owners, *sharding, chosen, more)
+
+    def _options(self, group: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        """The op's arguments that are not lists."""
+        hf = self.semantics == "hf"
+        lr = 0.0 if group["lr"] is None else group["lr"]
+        if isinstance(lr, Tensor) and not lr.is_cpu:
+            lr = lr.to(device)
+        eps1, eps2 = group["eps"]
+        return dict(
+            hf=hf,
+            **lr_arguments(lr, device),
+            beta2_decay=group["decay_rate" if hf else "beta2_decay"],
+            eps1=-1.0 if eps1 is None else eps1,
+            eps2=eps2,
+            clip_threshold=group["clip_threshold" if hf else "d"],
+            weight_decay=group["weight_decay"],
+            beta1=group.get("beta1") or 0.0,
+            scale_parameter=group.get("scale_parameter", True),
+            relative_step=group.get("relative_step", True),
+            warmup_init=group.get("warmup_init", False),
+            maximize=group.get("maximize", False),
+            grad_scale=_scalar_on(device, self.grad_scale),
+            found_inf=_scalar_on(device, self.found_inf),
+            clip_coef=_scalar_on(device, self.clip_coef),
+        )
+
+
+# ---- DTensors -----------------------------------------------------------------------------------
+
+
+def _sharding(param: Tensor) -> tuple[Any, tuple[str | None, ...]] | None:
+    """The mesh of a DTensor and what each dimension of it shards; None if every rank has it all."""
+    if not isinstance(param, DTensor):
+        return None
+    roles = []
+    for placement in param.placements:
+        dim = _sharded_dim(placement)
+        from_end = None if dim is None or param.dim() < 2 else param.dim() - dim
+        role = {1: COLS, 2: ROWS}.get(from_end, ELEMENTS)
+        roles.append(None if dim is None else role)
+    return (param.device_mesh, tuple(roles)) if any(roles) else None
+
+
+def _step_sharded(
+    owners: list[Tensor],
+    mesh: Any,
+    roles: tuple[str | None, ...],
+    lists: list[list[Tensor]],
+    options: dict[str, Any],
+) -> None:
+    """A step whose sums are added over the ranks between its phases. Where they lie in the
+    workspace is documented at ``hr_adafactor`` in ``headroom.h``."""
+    params = lists[0]
+    wholes = []
+    for owner in owners:
+        rows, cols = owner.shape[-2:] if owner.dim() >= 2 else (0, 0)
+        wholes += [rows * (ROWS in roles), cols * (COLS in roles), owner.numel()]
+    size = torch.ops.headroom._adafactor_workspace(params, wholes)
+    workspace = torch.empty(size, dtype=torch.float64, device=params[0].device)
+    counts = [len(params)] * 2 + [0, 0, 0]
+    if ROWS in roles or COLS in roles:
+        counts[2] = sum(math.prod(param.shape[:-2]) for param in params)
+        counts[3], counts[4] = map(sum, zip(*(_lines(param.shape) for param in params)))
+    squared_params, squared_updates, row_vars, row_sums, col_sums = workspace[: sum(counts)].split(
+        counts
+    )
+
+    def run(phases: int) -> None:
+        torch.ops.headroom.adafactor_(
+            *lists, **options, phases=phases, wholes=wholes, workspace=workspace
+        )
+
+    def add(sums: Tensor, *over: str) -> None:
+        for dim, role in enumerate(roles):
+            if role in over and sums.numel() > 0:
+                torch.distributed.all_reduce(sums, group=mesh.get_group(dim))
+
+    run(SUMS)
+    add(squared_params, ROWS, COLS, ELEMENTS)
+    add(row_sums, COLS)
+    add(col_sums, ROWS)
+    run(STATES)
+    add(row_vars, ROWS)
+    run(NORM)
+    add(squared_updates, ROWS, COLS, ELEMENTS)
+    run(APPLY)
+
+
+def _zero_scalar(param: Tensor) -> Tensor:
+    """On every rank the same."""
+    zero = torch.zeros((), dtype=torch.float32, device=param.device)
+    if not isinstance(param, DTensor):
+        return zero
+    mesh = param.device_mesh
+    return DTensor.from_local(zero, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _zero_lines(param: Tensor, shape: torch.Size, name: str) -> Tensor:
+    """The variances of rows or columns, sharded as the parameter is in the dimensions they keep."""
+    if not isinstance(param, DTensor):
+        return torch.zeros(shape, dtype=torch.float32, device=param.device)
+    summed = param.dim() - (1 if "row" in name else 2)  # the dimension that is no more
+    is_kept = len(shape) == param.dim()  # with size 1
+    local, placements = list(param.to_local().shape), []
+    local[summed : summed + 1] = [1] if is_kept else []
+    for placement in param.placements:
+        dim = _sharded_dim(placement)
+        if dim == summed:
+            placement = Replicate()
+        elif dim is not None and dim > summed and not is_kept:
+            placement = _moved(placement, dim - 1)
+        placements.append(placement)
+    zeros = torch.zeros(local, dtype=torch.float32, device=param.to_local().device)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        zeros, param.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def _moved(placement: Placement, dim: int) -> Placement:
+    factor = getattr(placement, "split_factor", None)
+    return type(placement)(dim) if factor is None else type(placement)(dim, split_factor=factor)

@@ -1,0 +1,389 @@
+"""Fused Adam and AdamW: the op ``headroom::adamw_`` and the optimizers on top of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._core.checks import check_list, check_scalars, check_steps, lr_arguments
+from .._core.registration import FLOATS, complete, require
+from .base import Kind, Optimizer, Part
+from .master_weights import NEAREST, check_weights, weights_mode
+
+__all__ = ["Adam", "AdamW", "adamw_"]
+
+
+def adamw_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    max_exp_avg_sqs: list[Tensor],
+    state_steps: list[Tensor],
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    amsgrad: bool = False,
+    maximize: bool = False,
+    decoupled: bool = True,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    clip_coef: Tensor | None = None,
+    skip_nonfinite: bool = False,
+    residuals: Sequence[Tensor] = (),
+    master: str | None = None,
+    rounding: str = "nearest",
+    weight_seeds: Sequence[int] | None = None,
+    places: Sequence[int] | None = None,
+    stalled: Tensor | None = None,
+) -> None:
+    """One step of AdamW, or of Adam, on a list of parameters, in place and in one pass.
+
+    The functional form of :class:`headroom.optim.AdamW`, with the argument order of
+    ``torch._fused_adamw_``. Entry k of every list belongs to parameter k; all lie on one device.
+
+    Args:
+        params: float32, bfloat16 or float16 tensors of any shape and strides; updated.
+        grads: tensors of the same shapes, each float32, bfloat16 or float16; not changed.
+        exp_avgs, exp_avg_sqs: first and second moments, shaped like params, float32, bfloat16 or
+            float16, one dtype per parameter; updated. Zeros before the first step.
+        max_exp_avg_sqs: like exp_avg_sqs if ``amsgrad``, else empty; updated.
+        state_steps: float32 or float64 tensors of one element, steps done so far; each grows by 1.
+        lr: learning rate; a tensor of one element is read on its device.
+        decoupled: weight decay as AdamW has it; False adds it to the gradient, as Adam does.
+        grad_scale: float32 tensor of one element; gradients are divided by it.
+        found_inf: float32 tensor of one element; if it is not 0, nothing changes, steps included.
+        clip_coef: float32 tensor of one element; gradients are multiplied by it.
+        skip_nonfinite: parameters and moments stay where the gradient is infinite or NaN.
+        master, rounding: how 16-bit parameters are stored; see :class:`Adam`.
+        residuals: what such a parameter lacks of float32, shaped like params: float32 with
+            ``master="f32"``, int16 with ``"remainder16"``, int8 with ``"remainder8"``, the
+            parameter's dtype with ``rounding="kahan"``, else none; updated.
+        weight_seeds: with ``rounding="stochastic"``, a 64-bit number for each parameter.
+        places: offset, run and stride of each parameter in the whole that it is a part of, for
+            stochastic rounding: element i is ``offset + i // run * stride + i % run`` of it.
+        stalled: int64 tensor of one element; grows by the number of weights that float32 would have
+            moved and that are stored as they were.
+
+    Raises:
+        RuntimeError: shapes, devices or dtypes do not fit, an option is out of range, or a tensor
+            requires grad outside ``torch.no_grad()`` (the op has no derivative). The message names
+            the argument. Nothing has been written then.
+
+    The update, its source and its rounding are documented at ``hr_adamw`` in ``headroom.h``.
+    """
+    if not params:
+        return
+    torch.ops.headroom.adamw_(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        max_exp_avg_sqs,
+        state_steps,
+        list(residuals),
+        **lr_arguments(lr, params[0].device),
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=amsgrad,
+        maximize=maximize,
+        decoupled=decoupled,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        clip_coef=clip_coef,
+        skip_nonfinite=skip_nonfinite,
+        weights_mode=weights_mode(master, rounding).number,
+        weight_seeds=None if weight_seeds is None else list(weight_seeds),
+        places=None if places is None else list(places),
+        stalled=stalled,
+    )
+
+
+@torch.library.register_fake("headroom::adamw_")
+def _(
+    params,
+    grads,
+    exp_avgs,
+    exp_avg_sqs,
+    max_exp_avg_sqs,
+    state_steps,
+    residuals,
+    *,
+    amsgrad,
+    **options,
+):
+    check_list("params", params, params, FLOATS)
+    check_list("grads", grads, params, FLOATS)
+    check_list("exp_avgs", exp_avgs, params, FLOATS)
+    check_list("exp_avg_sqs", exp_avg_sqs, params, FLOATS)
+    check_list("max_exp_avg_sqs", max_exp_avg_sqs, params if amsgrad else [], FLOATS)
+    check_steps(state_steps, params)
+    check_weights(params, residuals, options)
+    for name, tensors in (("exp_avg_sqs", exp_avg_sqs), ("max_exp_avg_sqs", max_exp_avg_sqs)):
+        for k, (tensor, like) in enumerate(zip(tensors, exp_avgs)):
+            require(
+                tensor.dtype == like.dtype,
+                f"{name}[{k}] is {tensor.dtype}, exp_avgs[{k}] {like.dtype}",
+            )
+    check_scalars(options)
+
+
+complete("adamw_")
+
+
+class Adam(Optimizer):
+    r"""Adam, fused: a drop-in for :class:`torch.optim.Adam`.
+
+    One op per parameter group and device reads and writes each byte once, on CPU and CUDA, with the
+    same bits on both. Parameters, gradients and moments may each be float32, bfloat16 or float16;
+    arithmetic is float32. Parameters and gradients of any strides, empty tensors, DTensors and
+    parameters on several devices are handled.
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, maximize: as in :class:`torch.optim.Adam`.
+            ``lr`` may be a tensor of one element; on the parameter's device it is read when the
+            step runs, so that a CUDA graph sees later changes.
+        foreach, fused, capturable: accepted for compatibility, without effect. The step is always
+            fused, and always capturable on CUDA: its counters live on the parameter's device.
+        differentiable: must be False.
+        decoupled_weight_decay: weight decay as in AdamW.
+        state_dtype: dtype of the moments. None: the parameter's, as in torch, or float32 with
+            ``master``.
+        max_grad_norm: clip all gradients, as one vector, to this L2 norm; see :meth:`step`.
+        master: what is kept beside bfloat16 or float16 parameters, so that updates too small for
+            them add up. ``"f32"``: a float32 copy. ``"remainder16"``: the 16 bits that bfloat16
+            lacks, so that the weights are those of a float32 run with the same gradients, bit for
+            bit, in 4 bytes and not 6. ``"remainder8"``: 8 of them, a relative error up to 2^-16.
+            None: nothing. Float32 parameters are as they are, so a model may be mixed.
+        rounding: how parameters are rounded when nothing is kept, or with ``"remainder8"``.
+            ``"nearest"``; ``"stochastic"``, up or down at random, without bias; or ``"kahan"``,
+            which keeps the rounding error, as a second tensor of the parameter's dtype, for the
+            next step.
+        seed: of stochastic rounding, from 0 to 2^32 - 1. What is drawn depends on it, step,
+            parameter and element alone, not on device, threads or sharding.
+        count_stalled: count the weights that each step is too small to move, for
+            :meth:`stalled_fraction`.
+
+    The state of a parameter is ``step`` (float64, counts past 2^24), ``exp_avg``, ``exp_avg_sq``
+    and with ``amsgrad`` ``max_exp_avg_sq``: the keys of torch, so a checkpoint of one resumes the
+    other. ``master`` adds ``master`` or ``remainder``, ``"kahan"`` ``compensation``. Loading never
+    casts a state.
+
+    If ``grad_scale``, ``found_inf`` or ``clip_coef`` is set as an attribute (tensors of one
+    element), the step divides gradients by the first, changes nothing if
+    the second is not 0, and multiplies gradients by the third, without waiting for the device.
+    Gradients themselves are not written.
+    """
+
+    _more_defaults: dict[str, Any] = {}  # options of a subclass, set before this constructor runs
+    _always_decoupled = False  # weight decay, whatever a checkpoint says
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        state_dtype: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        master: str | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        count_stalled: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": tuple(map(_number, betas)),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        if state_dtype is not None:  # else the groups have torch's keys and no other
+            defaults["state_dtype"] = state_dtype
+        if max_grad_norm is not None:
+            defaults["max_grad_norm"] = max_grad_norm
+        if weights_mode(master, rounding) is not NEAREST:
+            defaults |= {"master": master, "rounding": rounding, "seed": seed}
+        defaults |= self._more_defaults
+        self._check_options(defaults)
+        if {isinstance(beta, Tensor) for beta in betas} == {True, False}:
+            raise ValueError("betas must be either both floats or both Tensors")
+        super().__init__(params, defaults, count_stalled=count_stalled)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict):
+            self._check_options(self.defaults | param_group)
+        super().add_param_group(param_group)
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        """Refuses what torch's constructor refuses, in its words, and what fails later in torch."""
+        lr, betas = options["lr"], options["betas"]
+        if isinstance(lr, Tensor):
+            if lr.numel() != 1:
+                raise ValueError("Tensor lr must be 1-element")
+            if lr.dtype not in (torch.float32, torch.float64):
+                raise ValueError(f"Tensor lr must be float32 or float64, got {lr.dtype}")
+        elif not isinstance(lr, Real):
+            raise TypeError(f"lr must be a number or a Tensor, got {type(lr).__name__}")
+        if not 0.0 <= lr < math.inf:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        if not 0.0 <= options["eps"] < math.inf:
+            raise ValueError(f"Invalid epsilon value: {options['eps']}")
+        for index in (0, 1):
+            if not 0.0 <= betas[index] < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {index}: {betas[index]}")
+        if not 0.0 <= options["weight_decay"] < math.inf:
+            raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
+        if options["differentiable"]:
+            raise RuntimeError(
+                f"{type(self).__qualname__} does not support differentiable=True: its step is one "
+                "fused op"
+            )
+        limit = options.get("max_grad_norm")
+        if limit is not None and not 0.0 <= limit < math.inf:
+            raise ValueError(f"max_grad_norm must be a finite number >= 0, got {limit}")
+        if options.get("state_dtype") not in (None, *FLOATS):
+            raise ValueError(f"state_dtype must be one of {FLOATS}, got {options['state_dtype']}")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:  # of older checkpoints
+            for key in ("amsgrad", "maximize", "capturable", "differentiable"):
+                group.setdefault(key, False)
+            group.setdefault("decoupled_weight_decay", False)
+            group.setdefault("foreach", None)
+            group.setdefault("fused", None)
+            if self._always_decoupled:
+                group["decoupled_weight_decay"] = True
+        super().__setstate__(state)
+
+    def _kinds(self, group: dict[str, Any]) -> tuple[Kind, ...]:
+        maximum = ("max_exp_avg_sq",) if group["amsgrad"] else ()
+        return (Kind(("exp_avg", "exp_avg_sq", *maximum), ("step",)),)
+
+    def _update(
+        self, group: dict[str, Any], part: Part, states: list[list[Tensor]] | Tensor
+    ) -> None:
+        options = self._options(group, part.device) | self._weights_options(group, part)
+        if isinstance(states, Tensor):
+            torch.autograd.graph.increment_version(part.params)
+            torch.ops.headroom._adamw_table_(part.params[0], states, **options)
+            return
+        lists = dict(zip(part.kind.names, states))
+        torch.ops.headroom.adamw_(
+            part.params,
+            part.grads,
+            lists["exp_avg"],
+            lists["exp_avg_sq"],
+            lists.get("max_exp_avg_sq", []),
+            lists["step"],
+            lists.get(part.kind.weights.residual, []),
+            **options,
+        )
+
+    def _options(self, group: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        """The op's arguments that are not lists."""
+        beta1, beta2 = group["betas"]
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and not lr.is_cpu:
+            lr = lr.to(device)
+        return dict(
+            **lr_arguments(lr, device),
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=group["amsgrad"],
+            maximize=group["maximize"],
+            decoupled=group["decoupled_weight_decay"],
+            grad_scale=_scalar_on(device, self.grad_scale),
+            found_inf=_scalar_on(device, self.found_inf),
+            clip_coef=_scalar_on(device, self.clip_coef),
+        )
+
+
+class AdamW(Adam):
+    r"""AdamW, fused: a drop-in for :class:`torch.optim.AdamW`.
+
+    :class:`Adam` with decoupled weight decay; arguments, states and behaviour are described there.
+
+    Example::
+
+        optimizer = headroom.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
+    """
+
+    _always_decoupled = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        master: str | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        count_stalled: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+            state_dtype=state_dtype,
+            max_grad_norm=max_grad_norm,
+            master=master,
+            rounding=rounding,
+            seed=seed,
+            count_stalled=count_stalled,
+        )
+
+
+def _scalar_on(device: torch.device, scalar: Tensor | None) -> Tensor | None:
+    return None if scalar is None else scalar.to(device, torch.float32)
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value

@@ -1,0 +1,570 @@
+"""Adam and AdamW with 8-bit moments: the ops ``headroom::adamw8bit_`` and
+``headroom::dynamic_map``, and the optimizers on top of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from .._core.checks import check_list, check_scalars, check_steps, lr_arguments
+from .._core.registration import FLOATS, complete, require
+from .adam import Adam
+from .base import Kind, Part
+from .master_weights import check_weights, weights_mode
+
+__all__ = ["Adam8bit", "AdamW8bit", "adamw8bit_", "dynamic_map"]
+
+BLOCK_SIZES = (64, 128, 256, 512)
+NONFINITE = ("skip_step", "skip_element", "propagate")
+EIGHT_BIT = 1  # among an optimizer's kinds of states; the other is Adam's
+ABSMAXS = ("exp_avg_absmax", "exp_avg_sq_absmax")
+OPTIONS = (  # that Adam does not have
+    "optim_bits",
+    "min_8bit_size",
+    "block_size",
+    "bnb_exact",
+    "stochastic_rounding",
+    "seed",
+    "nonfinite",
+)
+
+
+def adamw8bit_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_absmaxs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    exp_avg_sq_absmaxs: list[Tensor],
+    state_steps: list[Tensor],
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    maximize: bool = False,
+    decoupled: bool = True,
+    block_size: int = 256,
+    skip_nonfinite: bool = False,
+    bnb_exact: bool = False,
+    seeds: Sequence[int] | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    clip_coef: Tensor | None = None,
+    residuals: Sequence[Tensor] = (),
+    master: str | None = None,
+    rounding: str = "nearest",
+    weight_seeds: Sequence[int] | None = None,
+    places: Sequence[int] | None = None,
+    stalled: Tensor | None = None,
+) -> None:
+    """One step of AdamW, or of Adam, with moments of one byte, in place and in one pass.
+
+    A moment is a code of the dynamic map for each element and a float32 scale for each block of
+    ``block_size`` consecutive elements: ``dynamic_map(...)[code] * absmax``. Entry k of every list
+    belongs to parameter k; all lie on one device.
+
+    Args:
+        params: float32, bfloat16 or float16 tensors of any shape and strides; updated. Blocks
+            follow their order in memory if they are dense, else that of their indices.
+        grads: tensors of the same shapes, each float32, bfloat16 or float16; not changed.
+        exp_avgs, exp_avg_sqs: codes of the first and second moments, uint8, shaped like params;
+            fastest with the parameter's strides; updated. Any before the first step.
+        exp_avg_absmaxs, exp_avg_sq_absmaxs: scales of the blocks, contiguous float32 tensors of
+            ``ceil(numel / block_size)`` elements; updated. Zeros before the first step.
+        state_steps: float32 or float64 tensors of one element, steps done so far; each grows by 1.
+        lr: learning rate; a tensor of one element is read on its device.
+        decoupled: weight decay as AdamW has it; False adds it to the gradient, as Adam does.
+        block_size: 64, 128, 256 or 512 elements.
+        skip_nonfinite: parameters and moments stay where the gradient is infinite or NaN. Else such
+            a gradient spoils its block of moments for good.
+        bnb_exact: bitsandbytes' rule, step for step; needs decoupled weight decay, blocks of 256,
+            no seeds, not ``skip_nonfinite``, and plain parameters. It lets a second moment round to
+            zero, and then an update can be thousands of times ``lr``.
+        seeds: a 64-bit number for each parameter: codes are rounded stochastically, and depend on
+            nothing but seed, step, element and values. None: to the nearest.
+        grad_scale: float32 tensor of one element; gradients are divided by it.
+        found_inf: float32 tensor of one element; if it is not 0, nothing changes, steps included.
+        clip_coef: float32 tensor of one element; gradients are multiplied by it.
+        residuals, master, rounding, weight_seeds, places, stalled: how 16-bit parameters are
+            stored, as in :func:`adamw_`.
+
+    Raises:
+        RuntimeError: shapes, devices or dtypes do not fit, an option is out of range, or a tensor
+            requires grad outside ``torch.no_grad()`` (the op has no derivative). The message names
+            the argument. Nothing has been written then.
+
+    The update, its sources and its rounding are documented at ``hr_adamw8bit`` in ``headroom.h``.
+    """
+    if not params:
+        return
+    torch.ops.headroom.adamw8bit_(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_absmaxs,
+        exp_avg_sqs,
+        exp_avg_sq_absmaxs,
+        state_steps,
+        list(residuals),
+        **lr_arguments(lr, params[0].device),
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=maximize,
+        decoupled=decoupled,
+        block_size=block_size,
+        skip_nonfinite=skip_nonfinite,
+        bnb_exact=bnb_exact,
+        seeds=None if seeds is None else [_signed(seed) for seed in seeds],
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        clip_coef=clip_coef,
+        weights_mode=weights_mode(master, rounding).number,
+        weight_seeds=None if weight_seeds is None else list(weight_seeds),
+        places=None if places is None else list(places),
+        stalled=stalled,
+    )
+
+
+def _signed(seed: int) -> int:
+    """The 64 bits of a seed as torch's integers have them."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+@torch.library.register_fake("headroom::adamw8bit_")
+def _(
+    params,
+    grads,
+    exp_avgs,
+    exp_avg_absmaxs,
+    exp_avg_sqs,
+    exp_avg_sq_absmaxs,
+    state_steps,
+    residuals,
+    *,
+    decoupled,
+    block_size=256,
+    skip_nonfinite=False,
+    bnb_exact=False,
+    seeds=None,
+    **options,
+):
+    codes, scales = (torch.uint8,), (torch.float32,)
+    require(block_size in BLOCK_SIZES, f"block_size is {block_size}, wanted one of {BLOCK_SIZES}")
+    require(
+        not bnb_exact or (decoupled and block_size == 256 and not skip_nonfinite and seeds is None),
+        "bnb_exact needs decoupled weight decay, block_size 256, no seeds, not skip_nonfinite",
+    )
+    require(seeds is None or len(seeds) == len(params), "seeds must be as many as params")
+    check_list("params", params, params, FLOATS)
+    check_list("grads", grads, params, FLOATS)
+    check_list("exp_avgs", exp_avgs, params, codes)
+    check_list("exp_avg_sqs", exp_avg_sqs, params, codes)
+    blocks = [-(-param.numel() // block_size) for param in params]
+    for name, absmaxs in (
+        ("exp_avg_absmaxs", exp_avg_absmaxs),
+        ("exp_avg_sq_absmaxs", exp_avg_sq_absmaxs),
+    ):
+        check_list(name, absmaxs, params, scales, blocks)
+        for k, absmax in enumerate(absmaxs):
+            require(absmax.is_contiguous(), f"{name}[{k}] must be contiguous")
+    check_steps(state_steps, params)
+    check_weights(params, residuals, options)
+    check_scalars(options)
+
+
+complete("adamw8bit_")
+
+
+def dynamic_map(signed: bool) -> Tensor:
+    """The values that the 256 codes of 8-bit moments stand for, ascending, float32 ``[256]``.
+
+    The signed map, in [-1, 1], is that of first moments, the unsigned one, in [0, 1], that of
+    second moments. Both are bitsandbytes' to the bit (Dettmers et al., arXiv:2110.02861), so that
+    codes can be exchanged with it. The tensor is new, on the CPU.
+    """
+    return torch.ops.headroom.dynamic_map(signed)
+
+
+@torch.library.register_fake("headroom::dynamic_map")
+def _(is_signed):
+    return torch.empty(256, dtype=torch.float32, device="cpu")
+
+
+class Adam8bit(Adam):
+    r"""Adam with moments of one byte: :class:`Adam` with 2 bytes of state per parameter, not 8.
+
+    A moment is a code of the dynamic map per element and a float32 scale per block of consecutive
+    elements (Dettmers et al., arXiv:2110.02861), bitsandbytes' format. One op updates all the
+    parameters of a group and device. A second moment that is not zero never becomes zero by
+    rounding, so that no update can blow up; see ``hr_adamw8bit`` in ``headroom.h``.
+
+    Args:
+        params, lr, betas, eps, weight_decay, maximize, foreach, capturable, differentiable, fused,
+            decoupled_weight_decay, max_grad_norm, master, rounding, count_stalled: as in
+            :class:`Adam`. A bfloat16 parameter with ``master="remainder16"`` takes 6 bytes with its
+            state.
+        amsgrad: must be False.
+        min_8bit_size: parameters with fewer elements (of a DTensor: on all ranks together) have
+            float32 moments.
+        block_size: elements per scale: 64, 128, 256 or 512. Blocks follow the order in memory at
+            the first step, and those of a DTensor are local to its shard.
+        bnb_exact: bitsandbytes' rule step for step, which lets updates blow up and always decouples
+            the weight decay.
+        stochastic_rounding: round codes up or down at random, without bias, instead of to the
+            nearest. What is drawn depends on ``seed``, step, parameter and element alone.
+        seed: of that, and of ``rounding="stochastic"``, from 0 to 2^32 - 1.
+        nonfinite: what an infinite or NaN gradient does. ``"skip_step"``: the step changes nothing,
+            which costs a pass over the gradients. ``"skip_element"``: the element and its moments
+            stay as they are. ``"propagate"``: the moments of its block become NaN.
+
+    ``optim_bits=32`` in a parameter group, or :meth:`override`, keeps parameters at float32
+    moments. A state that exists is kept as it is, whichever it is.
+
+    The state of a parameter is ``step`` (float64); ``exp_avg`` and ``exp_avg_sq``, uint8 of its
+    shape; ``exp_avg_absmax`` and ``exp_avg_sq_absmax``, float32, the scales of the blocks. With
+    float32 moments it is that of :class:`Adam`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        max_grad_norm: float | None = None,
+        master: str | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        count_stalled: bool = False,
+        min_8bit_size: int = 4096,
+        block_size: int = 256,
+        bnb_exact: bool = False,
+        stochastic_rounding: bool = False,
+        nonfinite: str = "skip_step",
+    ) -> None:
+        self._overrides: dict[Tensor, int] = {}
+        values = 8, min_8bit_size, block_size, bnb_exact, stochastic_rounding, seed, nonfinite
+        self._more_defaults = dict(zip(OPTIONS, values))
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+            max_grad_norm=max_grad_norm,
+            master=master,
+            rounding=rounding,
+            seed=seed,
+            count_stalled=count_stalled,
+        )
+
+    def override(self, target: Tensor | nn.Module, name: str | None = None, *, bits: int) -> None:
+        """Chooses 8-bit or float32 moments for a parameter, whatever its size, before its first
+        step: by tensor, or by module and name, or for all parameters of a module.
+
+        Raises:
+            ValueError: ``bits`` is neither 8 nor 32, the optimizer does not have the parameter, or
+                the parameter has a state already.
+        """
+        if bits not in (8, 32):
+            raise ValueError(f"bits must be 8 or 32, got {bits}")
+        if isinstance(target, nn.Module):
+            chosen = [target.get_parameter(name)] if name else list(target.parameters())
+        else:
+            chosen = [target]
+        mine = {param for group in self.param_groups for param in group["params"]}
+        for param in chosen:
+            if param not in mine:
+                raise ValueError("override() got a parameter that this optimizer does not have")
+            if self.state.get(param):
+                raise ValueError(
+                    f"{self._name_of(param)} has a state already; call override() before its "
+                    "first step"
+                )
+        self._overrides.update(dict.fromkeys(chosen, bits))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_overrides": self._overrides}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        defaults = state.get("defaults") or self.defaults
+        for group in state["param_groups"]:  # of a checkpoint of Adam
+            for key in OPTIONS:
+                group.setdefault(key, defaults[key])
+            group["nonfinite"] = defaults["nonfinite"]  # which holds for all groups
+        super().__setstate__(state)
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        super()._check_options(options)
+        if options["amsgrad"]:
+            raise ValueError(f"{type(self).__qualname__} does not support amsgrad=True")
+        if options["optim_bits"] not in (8, 32):
+            raise ValueError(f"optim_bits must be 8 or 32, got {options['optim_bits']}")
+        if not options["min_8bit_size"] >= 0:
+            raise ValueError(f"min_8bit_size must be >= 0, got {options['min_8bit_size']}")
+        if options["block_size"] not in BLOCK_SIZES:
+            raise ValueError(
+                f"block_size must be one of {BLOCK_SIZES}, got {options['block_size']}"
+            )
+        if not isinstance(options["seed"], int) or not 0 <= options["seed"] < 2**32:
+            raise ValueError(f"seed must be from 0 to 2^32 - 1, got {options['seed']}")
+        if options["nonfinite"] not in NONFINITE:
+            raise ValueError(f"nonfinite must be one of {NONFINITE}, got {options['nonfinite']!r}")
+        if options["bnb_exact"]:
+            if options["block_size"] != 256 or options["stochastic_rounding"]:
+                raise ValueError("bnb_exact=True needs block_size=256, stochastic_rounding=False")
+            if weights_mode(options.get("master"), options.get("rounding", "nearest")).number:
+                raise ValueError("bnb_exact=True has a rounding of its own for weights")
+            if options["nonfinite"] == "skip_element":
+                raise ValueError("bnb_exact=True has a rule of its own for nonfinite elements")
+        if options["nonfinite"] != getattr(self, "defaults", options)["nonfinite"]:
+            raise ValueError("nonfinite holds for all groups: give it to the constructor")
+
+    # ---- one step -------------------------------------------------------------------------------
+
+    @property
+    def _skips_steps(self) -> bool:
+        return self.defaults["nonfinite"] == "skip_step"
+
+    def _kinds(self, group: dict[str, Any]) -> tuple[Kind, ...]:
+        return (*super()._kinds(group), Kind(("exp_avg", "exp_avg_sq"), (*ABSMAXS, "step")))
+
+    def _kind_of(self, param: Tensor, group: dict[str, Any]) -> int:
+        entry = self.state.get(param)
+        if entry and "exp_avg" in entry:
+            return self._kind_of_state(entry)
+        if param in self._overrides:
+            return int(self._overrides[param] == 8)
+        wanted = group["optim_bits"] == 8 and not group["amsgrad"]  # which a checkpoint may bring
+        return int(wanted and param.numel() >= group["min_8bit_size"])
+
+    def _kinds_of(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
+        # Most have a state. Thousands of small parameters are asked in every step.
+        return [
+            int(entry["exp_avg"].dtype is torch.uint8)
+            if entry and "exp_avg" in entry
+            else self._kind_of(param, group)
+            for param, entry in zip(params, map(self.state.get, params))
+        ]
+
+    def _kind_of_state(self, entry: dict[str, Any]) -> int:
+        return int(getattr(entry.get("exp_avg"), "dtype", None) == torch.uint8)
+
+    def _zeros(self, name: str, param: Tensor, group: dict[str, Any], kind: int) -> Tensor:
+        if name.endswith("absmax"):
+            return _zero_absmaxs(param, group["block_size"])
+        dtype = torch.uint8 if kind == EIGHT_BIT else torch.float32
+        return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+
+    def _restored(
+        self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
+    ) -> dict[str, Any]:
+        entry = dict(entry)
+        for name in ABSMAXS:
+            scales = entry.get(name)
+            if isinstance(scales, Tensor) and not isinstance(scales, DTensor):
+                shape = _zero_absmaxs(param, group["block_size"]).shape
+                if scales.shape == (shape.numel(),):  # bitsandbytes has no rows
+                    scales = scales.reshape(shape)
+                entry[name] = scales.contiguous()
+        return super()._restored(param, entry, group)
+
+    def _form(
+        self, name: str, param: Tensor, group: dict[str, Any], kind: int
+    ) -> tuple[torch.Size, tuple[torch.dtype, ...]]:
+        if name.endswith("absmax"):
+            return _zero_absmaxs(param, group["block_size"]).shape, (torch.float32,)
+        return param.shape, (torch.uint8,) if kind == EIGHT_BIT else FLOATS
+
+    def _update(
+        self, group: dict[str, Any], part: Part, states: list[list[Tensor]] | Tensor
+    ) -> None:
+        if part.kind.index != EIGHT_BIT:
+            super()._update(group, part, states)
+            return
+        options = self._options(group, part.device) | self._weights_options(group, part)
+        del options["amsgrad"]
+        options |= {
+            "block_size": group["block_size"],
+            "bnb_exact": group["bnb_exact"],
+            "seeds": self._seeds(group, part.owners) if group["stochastic_rounding"] else None,
+        }
+        if isinstance(states, Tensor):
+            torch.autograd.graph.increment_version(part.params)
+            torch.ops.headroom._adamw8bit_table_(part.params[0], states, **options)
+            return
+        exp_avgs, exp_avg_sqs, *residuals, absmaxs, sq_absmaxs, steps = states
+        columns = part.params, part.grads, exp_avgs, exp_avg_sqs, *residuals
+        lists = [list(column) for column in columns]
+        views = {}
+        for k, tensors in enumerate(zip(*lists)):
+            if _is_moved(*tensors):
+                order = sorted(range(tensors[0].dim()), key=tensors[2].stride, reverse=True)
+                for column, tensor in zip(lists, tensors):
+                    column[k] = tensor.permute(order)
+                views[k] = lists[0][k]
+                lists[0][k] = views[k].contiguous()
+        params, grads, exp_avgs, exp_avg_sqs, *residuals = lists
+        torch.ops.headroom.adamw8bit_(
+            params,
+            grads,
+            exp_avgs,
+            _unpadded(absmaxs, params, group["block_size"]),
+            exp_avg_sqs,
+            _unpadded(sq_absmaxs, params, group["block_size"]),
+            steps,
+            residuals[0] if residuals else [],
+            **options,
+        )
+        for k, view in views.items():
+            view.copy_(params[k])
+
+    def _options(self, group: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        options = super()._options(group, device)
+        options["skip_nonfinite"] = self.defaults["nonfinite"] == "skip_element"
+        options["decoupled"] |= group["bnb_exact"]
+        return options
+
+    def _seeds(self, group: dict[str, Any], params: list[Tensor]) -> list[int]:
+        """Distinct for every parameter, and for every shard of one."""
+        everyone = (param for group in self.param_groups for param in group["params"])
+        places = {param: place for place, param in enumerate(everyone)}
+        keys = [(_shard_of(param) << 20) + places[param] for param in params]
+        return [_signed((group["seed"] << 32) + key % 2**32) for key in keys]
+
+
+class AdamW8bit(Adam8bit):
+    r"""AdamW with moments of one byte: :class:`Adam8bit` with decoupled weight decay.
+
+    Example::
+
+        optimizer = headroom.optim.AdamW8bit(model.parameters(), lr=3e-4, weight_decay=0.1)
+        optimizer.override(model, "weight", bits=32)  # float32 moments for one, if you like
+    """
+
+    _always_decoupled = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        **options: Any,
+    ) -> None:
+        if "decoupled_weight_decay" in options:
+            raise TypeError("AdamW8bit() has no argument 'decoupled_weight_decay'")
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            decoupled_weight_decay=True,
+            **options,
+        )
+
+
+# PEFT's LoRA+ imports bitsandbytes for optimizers whose __name__ is one of bitsandbytes' own.
+Adam8bit.__name__, AdamW8bit.__name__ = "HeadroomAdam8bit", "HeadroomAdamW8bit"
+
+
+def _zero_absmaxs(param: Tensor, block_size: int) -> Tensor:
+    """The scales of a parameter's blocks, [rows, blocks] where its rows are whole blocks.
+
+    Those of a DTensor are a DTensor. If it is sharded by such rows, so are they, and blocks are the
+    same however many ranks there are. Else they are [ranks, 1, ..., blocks], where every rank has
+    as many blocks as the largest shard needs, and the sharded dimension decides how often there is
+    a 1: no other sharding has this shape, so its blocks cannot be mistaken for these by a loader.
+    """
+    row = math.prod(param.shape[1:])
+    by_rows = param.dim() > 1 and row % block_size == 0
+    if not isinstance(param, DTensor):
+        shape = (param.shape[0], row // block_size) if by_rows else -(-param.numel() // block_size)
+        return torch.zeros(shape, dtype=torch.float32, device=param.device)
+    mesh, placements = param.device_mesh, param.placements
+    if by_rows and all(_sharded_dim(p) in (None, 0) for p in placements):
+        shape = torch.Size((param.shape[0], row // block_size))
+        local = torch.Size((param.to_local().shape[0], shape[1]))
+    else:
+        largest, ranks, ones = list(param.shape), 1, 1
+        for placement, size in zip(placements, mesh.shape):
+            if (dim := _sharded_dim(placement)) is not None:
+                largest[dim] = -(-largest[dim] // size)
+                ranks *= size
+                ones += dim
+        blocks = -(-math.prod(largest) // block_size)
+        local = torch.Size((1, *ones * (1,), blocks) if ranks > 1 else (blocks,))
+        shape = torch.Size((ranks, *local[1:])) if ranks > 1 else local
+        placements = [Replicate() if _sharded_dim(p) is None else Shard(0) for p in placements]
+    scales = torch.zeros(local, dtype=torch.float32, device=param.to_local().device)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(scales, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _sharded_dim(placement: Placement) -> int | None:
+    """Of a strided shard too, which does not count as one in every torch."""
+    return getattr(placement, "dim", None)
+
+
+def _is_moved(param: Tensor, *others: Tensor) -> bool:
+    """Whether a parameter's memory order is no longer that of its codes. The op's blocks follow the
+    parameter's order, and those of the state the order in which the codes were made."""
+    return (
+        others[2].stride() != param.stride()
+        and _is_dense(param)
+        and all(other.shape == param.shape for other in others)
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size != 1:
+            if stride != extent:
+                return False
+            extent *= size
+    return True
+
+
+def _unpadded(absmaxs: list[Tensor], params: list[Tensor], block_size: int) -> list[Tensor]:
+    blocks = [-(-param.numel() // block_size) for param in params]
+    return [a if a.numel() <= n else a.flatten()[:n] for a, n in zip(absmaxs, blocks)]
+
+
+def _shard_of(param: Tensor) -> int:
+    """Which shard of a DTensor lies on this rank."""
+    shard = 0
+    if isinstance(param, DTensor):
+        for dim, placement in enumerate(param.placements):
+            if _sharded_dim(placement) is not None:
+                shard = shard * param.device_mesh.size(dim) + param.device_mesh.get_local_rank(dim)
+    return shard

@@ -1,0 +1,1 @@
+"""State on disk and between formats: files, resharding, conversion, comparison."""

@@ -1,0 +1,97 @@
+"""Whether ranks that should hold the same parameters and states do: a checksum of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..functional.unscale_norm import local_part
+
+__all__ = ["check_same_state"]
+
+PIECE = 2**20  # words worked on at a time
+ODD = -0x61C8864680B583EB  # 2^64 divided by the golden ratio, as torch's integers have it
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Tensor:
+    """An int64 of the bits of a tensor, in the order of their indices, on its device. One flipped
+    bit always changes it; other changes go unseen with a chance of about 2^-64."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    whole = data.numel() // 8 * 8
+    parts = [*data[:whole].view(torch.int64).split(PIECE), data[whole:].long()]
+    places = torch.arange(min(PIECE, parts[0].numel() + 8), device=data.device) * ODD
+    total = torch.full((), tensor.numel(), dtype=torch.int64, device=data.device)
+    for part in parts:
+        mixed = part ^ places[: part.numel()]
+        for _ in range(2):  # else two flipped signs would cancel out
+            mixed *= ODD
+            mixed ^= (mixed >> 32).bitwise_and_(0xFFFFFFFF)
+        total = total * ODD + mixed.sum()
+    return total
+
+
+def check_same_state(optimizer: torch.optim.Optimizer, group: Any = None) -> None:
+    """Checks that ranks hold the same parameters and optimizer states, bit for bit: those of DDP
+    must. Every rank calls it.
+
+    Each rank sums up the bits of every tensor, on its device, and waits for it once; what is sent
+    is 8 bytes for each. Takes about as long as reading parameters and states a few times: call it
+    now and then, or where a loss looks wrong.
+
+    Of a DTensor, ranks that hold the same shard are compared: those of a replicated dimension of
+    its mesh. Where each rank has another shard, as with FSDP2 on one dimension, there is nothing to
+    compare.
+
+    Args:
+        optimizer: any, of torch too.
+        group: the process group of the ranks that should agree. None: all.
+
+    Raises:
+        RuntimeError: on every rank, if a parameter or a state differs: the first one, and how ranks
+            differ.
+    """
+    sums: dict[tuple[str, str, Any], Any] = {}
+    for i, options in enumerate(optimizer.param_groups):
+        named = options.get("param_names")
+        for j, param in enumerate(options["params"]):
+            name = f"parameter '{named[j]}'" if named else f"parameter {j} of group {i}"
+            sums[name, "", _shard(param)] = checksum(local_part(param))
+            for key, value in sorted(optimizer.state.get(param, {}).items()):
+                is_tensor = isinstance(value, Tensor)
+                place = name, f"'{key}' of ", _shard(value)
+                sums[place] = checksum(local_part(value)) if is_tensor else repr(value)
+    for device in {value.device for value in sums.values() if isinstance(value, Tensor)}:
+        mine = {
+            place: value
+            for place, value in sums.items()
+            if isinstance(value, Tensor) and value.device == device
+        }
+        sums |= zip(mine, torch.stack(list(mine.values())).tolist())
+    every: list[dict[tuple[str, str, Any], Any]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(every, sums, group=group)
+    for place in dict.fromkeys(place for each in every for place in each):
+        name, what, shard = place
+        found: dict[Any, list[int]] = {}
+        for rank, each in enumerate(every):
+            if shard is None or place in each:
+                found.setdefault(each.get(place), []).append(rank)
+        if len(found) > 1:
+            sides = " and ".join(f"on ranks {ranks}" for ranks in found.values())
+            missing = f"; ranks {found[None]} have none" if None in found else ""
+            raise RuntimeError(f"{what}{name} is not the same {sides}{missing}")
+
+
+def _shard(value: Any) -> Any:
+    """Which part of a tensor lies on this rank. None: all of it."""
+    if not isinstance(value, DTensor) or all(p.is_replicate() for p in value.placements):
+        return None
+    mesh = value.device_mesh
+    parts = zip(value.placements, mesh.get_coordinate())
+    return tuple((str(p), n) for p, n in parts if not p.is_replicate())

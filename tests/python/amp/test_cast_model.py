@@ -1,0 +1,220 @@
+"""headroom.cast_model: 16-bit models with float32 norms, which train, save and resume exactly."""
+
+import copy
+import io
+
+import headroom
+import pytest
+import torch
+from torch import nn
+
+from helpers.reference import assert_same_bits
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class RMSNorm(nn.Module):
+    """As libraries write it, with a buffer and an input by keyword."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.register_buffer("eps", torch.tensor(1e-6))
+        self.seen = []
+
+    def forward(self, x, *, residual):
+        self.seen.append((x.dtype, residual.dtype))
+        return self.weight * x * (x.square().mean(-1, True) + self.eps).rsqrt(), residual
+
+
+class MyRMSNorm(RMSNorm):
+    pass
+
+
+class Net(nn.Module):
+    """A tied head, norms of three kinds, a module with parameters inside of it, an odd buffer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed = nn.Embedding(11, 8)
+        self.norm = nn.LayerNorm(8)
+        self.rms = MyRMSNorm()
+        self.batch = nn.BatchNorm1d(8)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.randn(3))
+        self.register_buffer("count", torch.tensor(7))
+
+    def forward(self, tokens):
+        x = self.norm(self.embed(tokens))
+        x, _ = self.rms(x, residual=x)
+        return self.head(self.block(self.batch(x)))
+
+
+def tokens(step=0):
+    return torch.randint(11, (6,), generator=torch.Generator().manual_seed(step))
+
+
+def dtypes(net):
+    return {name: tensor.dtype for name, tensor in net.state_dict().items()}
+
+
+NORMS = ("norm.", "rms.", "batch.")
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_norms_stay_in_float32(dtype):
+    net, exact = Net(), Net()
+    params = list(net.parameters())
+    assert headroom.cast_model(net, dtype) is net
+    for name, got in dtypes(net).items():
+        integer = name in ("count", "batch.num_batches_tracked")
+        want = torch.int64 if integer else F32 if name.startswith(NORMS) else dtype
+        assert got == want, name
+    assert all(p is q for p, q in zip(params, net.parameters()))
+    assert net.head.weight is net.embed.weight
+    out = net(tokens())
+    assert out.dtype == dtype and net.rms.seen[0] == (F32, F32)
+    torch.testing.assert_close(out.float(), exact(tokens()), rtol=0.05, atol=0.05)
+    out.float().square().mean().backward()
+    assert all(p.grad.dtype == p.dtype for p in net.parameters())
+
+
+@pytest.mark.parametrize(
+    "keep, names, extra",
+    [
+        (lambda net: [net.block], ["block"], {"block.0.weight", "block.0.bias", "block.2.bias"}),
+        (lambda net: ["block.2"], ["block.2"], {"block.2.weight", "block.2.bias"}),
+        (lambda net: "bl?ck.*", ["block.0", "block.1", "block.2"], {"block.0.bias"}),
+        (lambda net: [nn.Linear], ["block.0", "block.2", "head", "embed"], {"embed.weight"}),
+        (lambda net: nn.Embedding, ["embed", "head"], {"embed.weight", "head.weight"}),
+        (lambda net: ["table"], [], {"table"}),
+    ],
+)
+def test_what_is_kept(keep, names, extra):
+    """A tied module is kept with the other, so that the weight has one dtype."""
+    net = Net()
+    headroom.cast_model(net, BF16, keep=keep(net))
+    got = dtypes(net)
+    assert all(got[name] == F32 for name in extra)
+    cast = {name for name, m in net.named_modules() if m._forward_pre_hooks}
+    assert cast == {"norm", "rms", "batch", *names}
+    assert net.head.weight is net.embed.weight
+    assert net(tokens()).dtype == BF16
+
+
+def test_memory_that_is_shared_without_being_one_parameter():
+    net = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in "abcd"})
+    flat = torch.randn(40)
+    net.a.weight = nn.Parameter(flat[:16].view(4, 4))
+    net.b.weight = nn.Parameter(flat[:16].view(4, 4).t())
+    net.c.weight = nn.Parameter(flat[8:24].view(4, 4))
+    net.d.weight = nn.Parameter(flat[24:].view(4, 4))  # of the same storage, and alone
+    values = [p.detach().clone() for p in net.parameters()]
+    headroom.cast_model(net, BF16, keep=["d"])
+    for p, value in zip(net.parameters(), values):
+        dtype = F32 if p is net.d.weight else BF16
+        assert_same_bits([p], [value.to(dtype)])
+    with torch.no_grad():
+        net.a.weight[3, 0] = 42.0
+    assert net.b.weight[0, 3] == 42.0 and net.c.weight[1, 0] == 42.0
+    headroom.cast_model(net, BF16, keep=["b"])
+    assert {p.dtype for p in (net.a.weight, net.b.weight, net.c.weight)} == {F32}
+    assert net.d.weight.dtype == BF16 and net.c.weight[1, 0] == 42.0
+
+
+def test_a_further_call_starts_anew():
+    net = Net()
+    net(tokens()).sum().backward()
+    headroom.cast_model(net, BF16, keep=["block"])
+    headroom.cast_model(net, F16)
+    assert all(p.grad.dtype == p.dtype for p in net.parameters())
+    assert net.block[0].weight.dtype == F16 and not net.block._forward_hooks
+    assert len(net.norm._forward_pre_hooks) == len(net.norm._forward_hooks) == 1
+    assert net(tokens()).dtype == F16
+    headroom.cast_model(net, F32)
+    assert set(dtypes(net).values()) == {F32, torch.int64}
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+
+
+def test_copies_pickles_and_state_dicts():
+    net = headroom.cast_model(Net(), keep=["block.2"])
+    net(tokens())
+    file = io.BytesIO()
+    net.rms.seen.clear()
+    torch.save(net, file)
+    file.seek(0)
+    plain = headroom.cast_model(Net(), keep=["block.2"])
+    plain.load_state_dict(net.state_dict())
+    for other in (copy.deepcopy(net), torch.load(file, weights_only=False), plain):
+        assert dtypes(other) == dtypes(net)
+        assert_same_bits([other.eval()(tokens())], [net.eval()(tokens())])
+
+
+def test_torch_compile():
+    net = headroom.cast_model(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)))
+    x = torch.randn(3, 8).to(BF16)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    assert_same_bits([compiled(x)], [net(x)])
+
+
+def test_torchs_transformer_without_and_with_its_fast_path():
+    layer = headroom.cast_model(nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True))
+    x = torch.randn(2, 3, 8).to(BF16)
+    with torch.no_grad():
+        torch.testing.assert_close(layer.eval()(x), layer.train()(x), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit"])
+def test_a_model_of_two_dtypes_resumes_with_the_same_bits(name):
+    """Each state in its own dtype, through torch.save and weights_only=True."""
+    small = {"min_8bit_size": 8} if name == "AdamW8bit" else {}
+
+    def make():
+        net = headroom.cast_model(Net(), keep=["block.2"])
+        return net, getattr(headroom.optim, name)(net.parameters(), lr=1e-2, **small)
+
+    def train(net, optimizer, steps):
+        for step in steps:
+            nn.functional.cross_entropy(net(tokens(step)).float(), tokens(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    net, optimizer = make()
+    train(net, optimizer, range(3))
+    file = io.BytesIO()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    train(net, optimizer, range(3, 6))
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other, resumed = make()
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    train(other, resumed, range(3, 6))
+    assert_same_bits(net.state_dict().values(), other.state_dict().values())
+    kinds = set()
+    for p, q in zip(net.parameters(), other.parameters()):
+        left, right = optimizer.state[p], resumed.state[q]
+        assert_same_bits(left.values(), right.values())
+        kinds.add((p.dtype, left["exp_avg"].dtype))
+    moments = {torch.uint8} if name == "AdamW8bit" else {BF16}
+    assert kinds >= {(BF16, dtype) for dtype in moments} and {p for p, _ in kinds} == {BF16, F32}
+
+
+@pytest.mark.parametrize(
+    "error, match, options",
+    [
+        (ValueError, "dtype must be one of", {"dtype": torch.float64}),
+        (ValueError, "nothing with the name 'blocks.*'", {"keep": ["blocks.*"]}),
+        (ValueError, "does not have this Linear", {"keep": [nn.Linear(1, 1)]}),
+        (TypeError, "keep wants modules", {"keep": [torch.float32]}),
+    ],
+)
+def test_a_refused_call_changes_nothing(error, match, options):
+    net = Net()
+    before = dtypes(net)
+    with pytest.raises(error, match=match):
+        headroom.cast_model(net, **options)
+    assert dtypes(net) == before and not net.norm._forward_hooks

@@ -1,0 +1,1016 @@
+"""The op headroom::adamw8bit_: its registration, its codes and updates against float64, options,
+tensors of any layout, what it refuses, and that its updates are bounded."""
+
+import io
+import itertools
+import math
+import re
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import headroom
+import pytest
+import torch
+from headroom._core.table import table_of
+from test_adamw_layouts import (
+    channels_last,
+    contiguous,
+    offset,
+    rest_of_storage,
+    sliced,
+    transposed,
+)
+from test_bad_inputs import (
+    assert_untouched,
+    expanded,
+    misaligned,
+    of_dtype,
+    one,
+    option,
+    overlapping,
+    put,
+    snapshot,
+)
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from helpers.reference import (
+    DEFAULTS,
+    FLOATS,
+    adamw64,
+    assert_same_bits,
+    mix_name,
+    name_of,
+    same_bits,
+    scalar,
+    torch_fused,
+    ulps,
+)
+from helpers.reference import sample as f32_sample
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
+
+import bounded_updates  # noqa: E402
+
+NAN, INF = float("nan"), float("inf")
+OPTIONS = {name: value for name, value in DEFAULTS.items() if name != "amsgrad"}
+BNB_EXACT = {"bnb_exact": True}
+TINY = 2.0**-22  # more than any chain of float32 roundings here loses, relative to its terms
+SHAPES = ((31, 17), (256,), (255,), (257,), (1,), (), (40, 100))
+
+
+def published_map(signed):
+    """The dynamic map of arXiv:2110.02861 with 7 exponent bits, in the steps and precisions of
+    bitsandbytes' create_dynamic_map()."""
+    values = [0.0, 1.0]
+    for i in range(7):
+        edges = torch.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1)
+        means = (edges[:-1] + edges[1:]) / 2.0
+        values += (10 ** (i - 6) * means).tolist()
+        values += (-(10 ** (i - 6)) * means).tolist() if signed else []
+    return torch.tensor(sorted(values))
+
+
+MAPS = {signed: published_map(signed).double() for signed in (True, False)}
+
+
+def blocks_of(tensor, block_size):
+    """[blocks, block_size], float64, with zeros after the end."""
+    flat = tensor.detach().cpu().double().flatten()
+    padding = -flat.numel() % block_size
+    return torch.nn.functional.pad(flat, (0, padding)).view(-1, block_size)
+
+
+def decoded(codes, absmax, signed, block_size=256):
+    """The moments that codes stand for, float64, in the shape of the codes."""
+    values = MAPS[signed][codes.cpu().flatten().int()]
+    scales = absmax.cpu().double().repeat_interleave(block_size)[: values.numel()]
+    return (values * scales).view(codes.shape)
+
+
+def nearest(y, signed):
+    """The codes nearest to y, ties to the lower one."""
+    edges = (MAPS[signed][:-1] + MAPS[signed][1:]) / 2
+    return torch.bucketize(y, edges)
+
+
+def encoded(moment, signed, block_size=256):
+    """Codes and scales of a moment. No positive second moment becomes zero."""
+    blocks = blocks_of(moment, block_size)
+    absmax = blocks.abs().amax(1) if blocks.numel() else blocks.new_zeros(0)
+    codes = nearest(blocks / absmax.clamp(min=1e-300)[:, None], signed)
+    if not signed:
+        codes = torch.where(blocks > 0, codes.clamp(min=1), codes)
+    codes = codes.flatten()[: moment.numel()].view(moment.shape)
+    return codes.to(moment.device, torch.uint8), absmax.to(moment.device, torch.float32)
+
+
+@dataclass
+class Sample:
+    """The tensor lists of one call, in the order of the op's arguments."""
+
+    params: list = field(default_factory=list)
+    grads: list = field(default_factory=list)
+    exp_avgs: list = field(default_factory=list)
+    exp_avg_absmaxs: list = field(default_factory=list)
+    exp_avg_sqs: list = field(default_factory=list)
+    exp_avg_sq_absmaxs: list = field(default_factory=list)
+    steps: list = field(default_factory=list)
+
+    def lists(self):
+        return [getattr(self, f.name) for f in fields(self)]
+
+    def tensors(self):
+        return [tensor for column in self.lists() for tensor in column]
+
+    def clone(self):
+        return Sample(*([t.clone() for t in column] for column in self.lists()))
+
+    def shaped(self, function):
+        """With a function applied to the tensors of the parameters' shapes."""
+        p, g, m, m_scales, v, v_scales, steps = self.lists()
+        p, g, m, v = ([function(t) for t in column] for column in (p, g, m, v))
+        return Sample(p, g, m, m_scales, v, v_scales, steps)
+
+    def at(self, where):
+        return Sample(*(column[where] for column in self.lists()))
+
+    def wide(self):
+        """A copy with parameters and gradients in float32."""
+        copy = self.clone()
+        copy.params, copy.grads = ([t.float() for t in c] for c in (copy.params, copy.grads))
+        return copy
+
+
+def sample(shapes=((37, 15), (1,), (64,)), *args, block_size=256, **options):
+    lists = f32_sample(shapes, *args, **options)
+    exp_avgs = [encoded(m, True, block_size) for m in lists.exp_avgs]
+    exp_avg_sqs = [encoded(v, False, block_size) for v in lists.exp_avg_sqs]
+    columns = [list(column) for pairs in (exp_avgs, exp_avg_sqs) for column in zip(*pairs)]
+    return Sample(lists.params, lists.grads, *columns, lists.steps)
+
+
+def run(lists, **options):
+    """One step of the op, in place; returns the lists."""
+    headroom.adamw8bit_(*lists.lists(), **(OPTIONS | options))
+    return lists
+
+
+def moments(lists, k, block_size=256):
+    first = decoded(lists.exp_avgs[k], lists.exp_avg_absmaxs[k], True, block_size)
+    return first, decoded(lists.exp_avg_sqs[k], lists.exp_avg_sq_absmaxs[k], False, block_size)
+
+
+def as_f32(lists, block_size=256):
+    """A sample for the op with float32 moments, of the same values."""
+    out = f32_sample(shapes=())
+    for k, (param, grad) in enumerate(zip(lists.params, lists.grads)):
+        out.params.append(param.float())
+        out.grads.append(grad.float())
+        m, v = moments(lists, k, block_size)
+        out.exp_avgs.append(m.float().to(param.device))
+        out.exp_avg_sqs.append(v.float().to(param.device))
+    out.steps = [step.clone() for step in lists.steps]
+    return out
+
+
+# --- The reference -------------------------------------------------------------------------------
+
+EXACT = OPTIONS | dict(factor=1.0, block_size=256, skip_nonfinite=False, bnb_exact=False)
+
+
+def bnb64(p, g, m, v, t, *, lr, beta1, beta2, weight_decay, eps, maximize, factor, **_):
+    """What bitsandbytes' CUDA kernel does: the decay last, nothing for a bad gradient, and 1 - beta
+    from the float32 beta, which for 0.999 is another number than 0.001."""
+    c1, c2 = 1 - beta1**t, math.sqrt(1 - beta2**t)
+    beta1, beta2 = torch.tensor([beta1, beta2]).tolist()
+    finite = g.isfinite()
+    g = torch.where(finite, g * (-factor if maximize else factor), 0.0)
+    m = torch.where(finite, m * beta1 + (1 - beta1) * g, 0.0)
+    v = torch.where(finite, v * beta2 + (1 - beta2) * g * g, 0.0)
+    new = (p - lr * c2 / c1 * m / (v.sqrt() + c2 * eps)) * (1 - lr * weight_decay)
+    return torch.where(finite, new, p), m, v
+
+
+def step64(before, k, options):
+    """Parameter k and its moments after a step in float64, and how far the moments may be from that
+    in float32."""
+    rule = {name: options[name] for name in (*OPTIONS, "factor")}
+    p, g = before.params[k].cpu().double(), before.grads[k].cpu().double()
+    m, v = moments(before, k, options["block_size"])
+    t = before.steps[k].item() + 1
+    if options["bnb_exact"]:
+        new = bnb64(p, g, m, v, t, **rule)
+    else:
+        new = adamw64(p, g, m, v, v, t, amsgrad=False, **rule)[:3]
+    if options["skip_nonfinite"]:
+        new = [torch.where(g.isfinite(), a, b) for a, b in zip(new, (p, m, v))]
+    finite = g.isfinite()  # others leave nothing to compute
+    g = g.nan_to_num(0, 0, 0).abs() * abs(options["factor"])
+    g += 0 if options["decoupled"] else options["weight_decay"] * p.abs()
+    beta1, beta2 = options["beta1"], options["beta2"]
+    loose = beta1 * m.abs() + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+    return *new, *(TINY * finite * terms for terms in loose)
+
+
+def bnb_codes(blocks, y, signed):
+    codes = nearest(y, signed)
+    if signed:
+        towards = torch.where(blocks > 0, 1, -1)
+        codes = torch.where(MAPS[True][codes].signbit() != blocks.signbit(), codes + towards, codes)
+    return codes
+
+
+def codes_between(blocks, loose, signed, bnb_exact):
+    """The lowest and the highest code that a moment may get if it is wrong by `loose`, and the
+    scales of its blocks."""
+    absmax = blocks.abs().amax(1, keepdim=True)
+    y, loose = (torch.where(absmax > 0, x / absmax, 0.0) for x in (blocks, loose))
+    loose = loose + 4 * TINY * y.abs()
+    ends = []
+    for end, undefined in ((y - loose, 0), (y + loose, 255)):
+        if bnb_exact:
+            codes = torch.where(absmax > 0, bnb_codes(blocks, end, signed), undefined)
+        else:
+            codes = nearest(end, signed)
+            codes = codes if signed else torch.where(blocks > 0, codes.clamp(min=1), codes)
+        ends.append(codes)
+    return *ends, absmax.flatten()
+
+
+def check_moments(got, before, **options):
+    """Holds codes and scales against float64. Few codes may be one of two."""
+    options = EXACT | options
+    unsure = []
+    for k in range(len(before.params)):
+        _, m, v, *loose = step64(before, k, options)
+        for signed, moment, slack in ((True, m, loose[0]), (False, v, loose[1])):
+            name = "exp_avg" if signed else "exp_avg_sq"
+            blocks, slack = (blocks_of(x, options["block_size"]) for x in (moment, slack))
+            *ends, absmax = codes_between(blocks, slack, signed, options["bnb_exact"])
+            codes = getattr(got, f"{name}s")[k].cpu().flatten().int()
+            low, high = (end.flatten()[: codes.numel()] for end in ends)
+            wrong = (codes < low) | (codes > high)
+            assert not wrong.any(), f"{name}s[{k}]: {codes[wrong]}, not {low[wrong]}, {high[wrong]}"
+            scales = getattr(got, f"{name}_absmaxs")[k].cpu().double()
+            assert ((scales - absmax).abs() <= slack.amax(1) + TINY * absmax).all()
+            unsure.append((low != high).double())
+        assert got.steps[k].item() == before.steps[k].item() + 1
+    assert torch.cat(unsure).mean() < 1e-3
+
+
+def check_params(got, before, **options):
+    """float32 parameters are at most twice as far from float64 as torch's with the same moments."""
+    options = EXACT | options
+    exact = torch.cat([step64(before, k, options)[0].flatten() for k in range(len(before.params))])
+    theirs = as_f32(before, options["block_size"])
+    theirs.grads = [grad * options["factor"] for grad in theirs.grads]
+    torch_fused(theirs, amsgrad=False, **{name: options[name] for name in OPTIONS})
+    ours, theirs = (
+        torch.cat([p.cpu().double().flatten() for p in x.params]) for x in (got, theirs)
+    )
+    # One rounding is allowed where torch happens to be exact, and one of the factor.
+    slack = 2**-24 if options["factor"] == 1.0 else 2**-23
+    assert (ours - exact).norm() <= 2 * (theirs - exact).norm() + slack * exact.norm()
+
+
+# --- The schema, the fake and the registrations --------------------------------------------------
+
+
+def opcheck_inputs(device):
+    options = OPTIONS | {"lr": 0.01}
+    for param, grad in itertools.product(FLOATS, FLOATS[:2]):
+        yield sample(param=param, grad=grad, device=device), options
+    yield sample([(0,), (3, 4), ()], device=device), options
+    yield sample(device=device), options | BNB_EXACT
+    yield sample(device=device, block_size=64), options | {"block_size": 64, "seeds": [1, 2, -3]}
+    scalars = {name: scalar(0.5, device) for name in ("lr_tensor", "grad_scale", "clip_coef")}
+    yield sample(device=device), options | scalars | {"found_inf": scalar(0.0, device)}
+    turned = sample([(5, 7), (2, 3, 4)], device=device)
+    yield turned.shaped(lambda t: t.transpose(0, -1)), options
+
+
+def test_opcheck(device):
+    for lists, options in opcheck_inputs(device):
+        torch.library.opcheck(torch.ops.headroom.adamw8bit_.default, (*lists.lists(), []), options)
+
+
+def table(lists):
+    """The lists as the internal op takes them, or None if they are not plain."""
+    names = ("exp_avgs", "exp_avg_sqs", "exp_avg_absmaxs", "exp_avg_sq_absmaxs", "steps")
+    columns = zip(*(getattr(lists, name) for name in names))
+    state = {param: dict(zip(names, row)) for param, row in zip(lists.params, columns)}
+    return table_of((lists.params, lists.grads), state, names[:2], names[2:])
+
+
+def test_opcheck_of_the_table_form(device):
+    """Addresses mean nothing for a fake tensor, and nothing traces them."""
+    lists = sample(device=device)
+    torch.library.opcheck(
+        torch.ops.headroom._adamw8bit_table_.default,
+        (lists.params[0], table(lists)),
+        OPTIONS,
+        test_utils=("test_schema", "test_autograd_registration"),
+    )
+
+
+@pytest.mark.parametrize("options", [{}, BNB_EXACT, {"seeds": [1, 2, 3]}], ids=str)
+def test_the_table_form_does_the_same(options, device):
+    lists = sample(param=torch.bfloat16, device=device).shaped(transposed)
+    by_list = run(lists.clone(), **options)
+    by_table = lists.clone()
+    torch.ops.headroom._adamw8bit_table_(by_table.params[0], table(by_table), **(OPTIONS | options))
+    assert_same_bits(by_table.tensors(), by_list.tensors())
+
+
+def test_the_table_form_refuses():
+    lists = sample()
+    kept = snapshot(lists.tensors())
+    rows = table(lists)
+    op = torch.ops.headroom._adamw8bit_table_
+    for wrong in (rows[:6].contiguous(), rows.int(), rows[:, :2].contiguous()):
+        with pytest.raises(RuntimeError, match="table must be"):
+            op(lists.params[0], wrong, **OPTIONS)
+    with pytest.raises(RuntimeError, match="seeds has 2 numbers, wanted 3"):
+        op(lists.params[0], rows, **OPTIONS, seeds=[1, 2])
+    lists.exp_avgs[0] = lists.exp_avgs[0].float()
+    with pytest.raises(RuntimeError, match=r"exp_avgs\[0\] has dtype f32"):
+        op(lists.params[0], table(lists), **OPTIONS)
+    lists.exp_avgs[0] = lists.exp_avgs[0].byte()
+    assert_untouched((lists.tensors(), kept[1]))
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_opcheck_of_dynamic_map(signed):
+    torch.library.opcheck(torch.ops.headroom.dynamic_map.default, (signed,))
+
+
+def test_the_version_counters_of_all_that_is_written_grow(device):
+    lists = sample(device=device)
+    before = [tensor._version for tensor in lists.tensors()]
+    run(lists)
+    grown = [tensor._version > version for tensor, version in zip(lists.tensors(), before)]
+    assert grown == [column is not lists.grads for column in lists.lists() for _ in column]
+
+
+def test_no_parameters():
+    assert headroom.adamw8bit_([], [], [], [], [], [], [], **OPTIONS) is None
+
+
+# --- The map -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_map_is_the_published_one(signed):
+    with torch.device("meta"):  # a default device changes nothing
+        values = headroom.dynamic_map(signed)
+    assert same_bits(values, published_map(signed))
+    assert values.shape == (256,) and (values.diff() > 0).all()
+    assert values[127 if signed else 0] == 0 and values[-1] == 1
+    values.fill_(7)  # the caller's own
+    assert same_bits(headroom.dynamic_map(signed), published_map(signed))
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_every_code_stays_what_it_is(signed, device):
+    """Decoding and encoding are inverse: with a gradient of zero and beta 1 - 2^-20, the moments
+    shrink by one part in a million and with them their scale."""
+    lists = sample([(256,)], device=device)
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    if signed:
+        lists.exp_avgs[0].copy_(codes)
+    else:
+        lists.exp_avg_sqs[0].copy_(codes)
+    lists.grads[0].zero_()
+    run(lists, beta1=1 - 2**-20, beta2=1 - 2**-20)
+    assert torch.equal(lists.exp_avgs[0] if signed else lists.exp_avg_sqs[0], codes)
+
+
+# --- Accuracy ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_size", [64, 128, 256, 512])
+def test_a_step_against_float64(block_size, device):
+    before = sample(SHAPES, device=device, block_size=block_size)
+    got = run(before.clone(), block_size=block_size)
+    check_moments(got, before, block_size=block_size)
+    check_params(got, before, block_size=block_size)
+    assert_same_bits(got.grads, before.grads)
+
+
+def test_the_first_step(device):
+    """Codes mean nothing while their scales are zero."""
+    before = sample(SHAPES, device=device, steps=-0)
+    for column in (before.exp_avg_absmaxs, before.exp_avg_sq_absmaxs, before.steps):
+        for tensor in column:
+            tensor.zero_()
+    other = before.clone()
+    for codes in (*other.exp_avgs, *other.exp_avg_sqs):
+        codes.zero_()
+    got = run(before.clone())
+    check_moments(got, before)
+    check_params(got, before)
+    assert_same_bits(got.tensors(), run(other).tensors())
+
+
+@pytest.mark.parametrize("bnb_exact", [False, True])
+@pytest.mark.parametrize("mix", list(itertools.product(FLOATS, FLOATS)), ids=mix_name)
+def test_every_mix_of_dtypes(mix, bnb_exact, device):
+    """A mix gives what float32 gives on the same values, rounded once; twice by bitsandbytes, which
+    stores the parameter before it decays it."""
+    before = sample(SHAPES, *mix, device=device)
+    got, wide = (run(x, bnb_exact=bnb_exact) for x in (before.clone(), before.wide()))
+    for param, exact in zip(got.params, wide.params):
+        if bnb_exact and param.dtype != torch.float32:
+            assert ulps(param, exact.to(param.dtype)).max() <= 1
+        else:
+            assert same_bits(param, exact.to(param.dtype))
+    assert_same_bits(sum(got.lists()[2:], []), sum(wide.lists()[2:], []))
+    assert_same_bits(got.grads, before.grads)
+    check_moments(got, before, bnb_exact=bnb_exact)
+
+
+def test_dtypes_may_differ_from_parameter_to_parameter(device):
+    mixes = list(itertools.product(FLOATS, FLOATS))
+    alone = [sample([(300,)], *mix, device=device) for mix in mixes]
+    together = Sample(*(sum(columns, []) for columns in zip(*(x.clone().lists() for x in alone))))
+    run(together)
+    for k, lists in enumerate(alone):
+        assert_same_bits(together.at(slice(k, k + 1)).tensors(), run(lists).tensors())
+
+
+CHANGED = {
+    "no weight decay": {"weight_decay": 0.0},
+    "L2": {"decoupled": False},
+    "L2, maximize": {"decoupled": False, "maximize": True},
+    "maximize": {"maximize": True},
+    "large eps": {"eps": 0.1},
+    "lr 0": {"lr": 0.0},
+    "beta1 0": {"beta1": 0.0},
+    "beta2 0": {"beta2": 0.0},
+    "slow betas": {"beta1": 0.99, "beta2": 0.99999},
+}
+
+
+@pytest.mark.parametrize("steps", [0, 1000])
+@pytest.mark.parametrize("options", CHANGED.values(), ids=CHANGED)
+def test_options(options, steps, device):
+    before = sample(SHAPES, device=device, steps=steps)
+    got = run(before.clone(), **options)
+    check_moments(got, before, **options)
+    check_params(got, before, **options)
+
+
+SCALARS = {
+    "grad_scale": ({"grad_scale": 1024.0}, 1 / 1024),
+    "grad_scale, not a power of 2": ({"grad_scale": 3.0}, 1 / 3),
+    "clip_coef": ({"clip_coef": 0.25}, 0.25),
+    "both": ({"clip_coef": 0.25, "grad_scale": 7.0}, 0.25 / 7),
+    "found_inf 0": ({"found_inf": 0.0}, 1.0),
+}
+
+
+@pytest.mark.parametrize("bnb_exact", [False, True])
+@pytest.mark.parametrize("scalars, factor", SCALARS.values(), ids=SCALARS)
+def test_scalars_on_the_device(scalars, factor, bnb_exact, device):
+    before = sample(SHAPES, device=device)
+    tensors = {name: scalar(value, device) for name, value in scalars.items()}
+    got = run(before.clone(), bnb_exact=bnb_exact, **tensors)
+    check_moments(got, before, factor=factor, bnb_exact=bnb_exact)
+    if not bnb_exact:
+        check_params(got, before, factor=factor)
+
+
+@pytest.mark.parametrize("flag", [1.0, -1.0, INF, NAN, 1e-45])
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+def test_found_inf_changes_no_byte(flag, strided, device):
+    lists = sample(SHAPES, device=device)
+    lists.grads[0][3] = INF
+    if strided:
+        lists = lists.shaped(lambda t: t.t() if t.dim() == 2 else t)
+        lists.grads[0] = lists.grads[0].contiguous()
+    kept = snapshot(lists.tensors())
+    run(lists, found_inf=scalar(flag, device))
+    assert_untouched(kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name_of)
+def test_lr_tensor(dtype, device):
+    before = sample(device=device)
+    for lr in (torch.tensor(0.03, dtype=dtype), torch.tensor([0.03], dtype=dtype, device=device)):
+        by_tensor, by_number = run(before.clone(), lr=lr), run(before.clone(), lr=lr.item())
+        assert_same_bits(by_tensor.tensors(), by_number.tensors())
+        lr.fill_(0.5)  # read anew at every call
+        assert_same_bits(run(by_tensor, lr=lr).tensors(), run(by_number, lr=0.5).tensors())
+
+
+def test_every_tensor_has_its_own_step(device):
+    before = sample([(300,)] * 4, device=device)
+    for step, count in zip(before.steps, (0, 1, 99, 2**24)):
+        step.fill_(count)
+    together = run(before.clone())
+    for k in range(4):
+        alone = run(before.clone().at(slice(k, k + 1)))
+        assert_same_bits(alone.tensors(), together.at(slice(k, k + 1)).tensors())
+    check_moments(together, before)
+
+
+# --- Zeros, and what is not finite ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_a_positive_second_moment_never_becomes_zero(stochastic, device):
+    """Gradients over 24 powers of ten, and exact zeros among them."""
+    lists = sample([(4096,)], device=device, steps=0)
+    grad = lists.grads[0].copy_(10 ** (torch.rand(4096) * 24 - 20))
+    grad[::7] = 0
+    for scales in (*lists.exp_avg_absmaxs, *lists.exp_avg_sq_absmaxs):
+        scales.zero_()
+    second = run(lists.clone(), bnb_exact=True).exp_avg_sqs[0]
+    positive = grad.square() > 0
+    assert (second[positive] == 0).double().mean() > 0.5
+    for _ in range(3):
+        run(lists, seeds=[1] if stochastic else None)
+        assert (lists.exp_avg_sqs[0][positive] > 0).all()
+        assert (lists.exp_avg_sqs[0][grad == 0] == 0).all()
+        assert (lists.exp_avgs[0][grad == 0] == 127).all()
+
+
+@pytest.mark.parametrize("seeds", [None, [5]], ids=["nearest", "stochastic"])
+def test_a_block_of_zeros_stays_zero(seeds, device):
+    lists = sample([(300,)], device=device)
+    lists.grads[0].zero_()
+    for scales in (*lists.exp_avg_absmaxs, *lists.exp_avg_sq_absmaxs):
+        scales.zero_()
+    before = lists.params[0].clone()
+    run(lists, weight_decay=0.0, seeds=seeds)
+    assert (lists.exp_avgs[0] == 127).all() and (lists.exp_avg_sqs[0] == 0).all()
+    assert (lists.exp_avg_absmaxs[0] == 0).all() and (lists.exp_avg_sq_absmaxs[0] == 0).all()
+    assert same_bits(lists.params[0], before)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_a_bad_gradient_spoils_its_block_alone(value, device):
+    before = sample([(1000,)], device=device)
+    bad = before.clone()
+    bad.grads[0][300] = value
+    clean, spoiled = run(before.clone()), run(bad)
+    for name in ("exp_avg_absmaxs", "exp_avg_sq_absmaxs"):
+        scales, others = (getattr(x, name)[0] for x in (spoiled, clean))
+        assert not scales[1].isfinite()
+        assert same_bits(scales[[0, 2, 3]], others[[0, 2, 3]])
+    elsewhere = torch.arange(1000, device=device) != 300
+    assert same_bits(spoiled.params[0][elsewhere], clean.params[0][elsewhere])
+    run(spoiled)
+    block = torch.arange(1000, device=device) // 256 == 1
+    assert torch.equal(spoiled.params[0].isnan(), block)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("rule", ["skip_nonfinite", "bnb_exact"])
+def test_elements_with_bad_gradients_are_left_out(rule, value, device):
+    before = sample(SHAPES, device=device)
+    for grad in before.grads:
+        grad.view(-1)[::5] = value
+    got = run(before.clone(), **{rule: True})
+    check_moments(got, before, **{rule: True})
+    for new, old, grad in zip(got.params, before.params, before.grads):
+        assert same_bits(new.view(-1)[::5], old.view(-1)[::5])
+        assert torch.equal(new != old, grad.isfinite())
+
+
+# --- bitsandbytes' rule --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"weight_decay": 0.0}], ids=str)
+@pytest.mark.parametrize("steps", [0, 1000])
+def test_bnb_exact_against_float64(steps, options, device):
+    before = sample(SHAPES, device=device, steps=steps)
+    got = run(before.clone(), bnb_exact=True, **options)
+    check_moments(got, before, bnb_exact=True, **options)
+    for k, param in enumerate(got.params):
+        old, new = (
+            before.params[k].cpu().double(),
+            step64(before, k, EXACT | options | BNB_EXACT)[0],
+        )
+        assert ((param.cpu() - new).abs() <= TINY * (old.abs() + (new - old).abs())).all()
+
+
+def test_bnb_exact_keeps_a_block_of_zeros(device):
+    """Whatever its codes are, 0 / 0, they stand for zero."""
+    lists = sample([(300,)], device=device)
+    lists.grads[0].zero_()
+    for scales in (*lists.exp_avg_absmaxs, *lists.exp_avg_sq_absmaxs):
+        scales.zero_()
+    before = lists.params[0].clone()
+    for _ in range(2):
+        run(lists, bnb_exact=True, weight_decay=0.0)
+        assert (lists.exp_avg_absmaxs[0] == 0).all() and (lists.exp_avg_sq_absmaxs[0] == 0).all()
+        assert same_bits(lists.params[0], before)
+
+
+# --- Bounded updates -----------------------------------------------------------------------------
+
+
+def test_updates_are_bounded_and_those_of_bnb_exact_are_not():
+    """Heavy-tailed gradients: see examples/bounded_updates.py. [seeds, settings]"""
+    exact, ours, bnb = (bounded_updates.worst(rule, seeds=8) for rule in bounded_updates.RULES)
+    assert (exact < 1.5).all()
+    ratio = ours / exact
+    assert (ratio.quantile(0.5, 0) <= 1.7).all() and (ratio <= 3).all(), ratio
+    mild, *heavy = (bnb / exact).quantile(0.5, 0)
+    assert mild < 3 and all(ratio > 1000 for ratio in heavy), bnb / exact
+
+
+# --- Stochastic rounding -------------------------------------------------------------------------
+
+
+def stochastic(count=1 << 16, y=0.0437, steps=0, seed=1, device="cpu"):
+    """First moments that are y in a block whose largest is 1; the first of each block is that."""
+    grad = torch.full((count,), y)
+    grad[::256] = 1
+    zeros = [torch.zeros(count, dtype=torch.uint8), torch.zeros(-(-count // 256))]
+    step = torch.tensor(float(steps), dtype=torch.float64)
+    tensors = [torch.ones(count), grad * 10, *zeros, *(t.clone() for t in zeros), step]
+    lists = Sample(*([tensor.to(device)] for tensor in tensors))
+    return run(lists, seeds=[seed], weight_decay=0.0)
+
+
+@pytest.mark.parametrize("y", [0.0437, -0.3333, 0.9, 3e-5, -1e-7])
+def test_stochastic_codes_are_neighbours_and_right_on_average(y, device):
+    lists = stochastic(y=y, device=device)
+    codes = lists.exp_avgs[0].cpu()
+    rest = torch.arange(len(codes)) % 256 != 0
+    assert (codes[~rest] == 255).all()
+    values = MAPS[True]
+    y = (lists.grads[0][1] / lists.grads[0][0]).cpu().double().item()
+    high = torch.searchsorted(values, y).item()
+    chance = ((y - values[high - 1]) / (values[high] - values[high - 1])).item()
+    assert set(codes[rest].tolist()) <= {high - 1, high}
+    share = (codes[rest] == high).double().mean().item()
+    deviation = math.sqrt(chance * (1 - chance) / rest.sum().item())
+    assert abs(share - chance) < 5 * deviation + 1e-5
+
+
+def test_stochastic_codes_depend_on_seed_step_and_element_alone(device):
+    codes = stochastic(device=device).exp_avgs[0]
+    assert torch.equal(codes, stochastic(device=device).exp_avgs[0])
+    shorter = stochastic(count=1 << 12, device=device).exp_avgs[0]
+    assert torch.equal(codes[: 1 << 12], shorter)
+    others = {"seed": {"seed": 2}, "step": {"steps": 1}, "high half": {"seed": 1 + 2**63}}
+    for name, options in others.items():
+        same = (codes == stochastic(device=device, **options).exp_avgs[0]).double().mean()
+        assert same < 0.95, name
+    assert (codes[256:512] != codes[512:768]).any()
+
+
+def test_stochastic_codes_do_not_depend_on_the_list(device):
+    before = sample([(500,), (300,), (0,), (4000,)], device=device)
+    together = run(before.clone(), seeds=[7, 2**64 - 1, 3, -1])
+    for k, seed in enumerate([7, -1, 3, 2**64 - 1]):
+        alone = run(before.clone().at(slice(k, k + 1)), seeds=[seed])
+        assert_same_bits(alone.tensors(), together.at(slice(k, k + 1)).tensors())
+
+
+def test_stochastic_rounding_changes_codes_alone(device):
+    """The parameter sees the moments before they are rounded."""
+    before = sample(SHAPES, device=device)
+    nearest, rounded = run(before.clone()), run(before.clone(), seeds=range(len(SHAPES)))
+    for name in ("params", "exp_avg_absmaxs", "exp_avg_sq_absmaxs", "steps"):
+        assert_same_bits(getattr(nearest, name), getattr(rounded, name))
+    for name in ("exp_avgs", "exp_avg_sqs"):
+        far = [
+            (a.int() - b.int()).abs().max().item()
+            for a, b in zip(getattr(nearest, name), getattr(rounded, name))
+        ]
+        assert max(far) == 1, name
+
+
+# --- Layouts -------------------------------------------------------------------------------------
+
+# How the dimensions of a 4-dim parameter lie in memory; what is not dense is taken row by row.
+ORDERS = {
+    contiguous: (0, 1, 2, 3),
+    transposed: (3, 2, 1, 0),
+    channels_last: (0, 2, 3, 1),
+    sliced: (0, 1, 2, 3),
+    offset: (0, 1, 2, 3),
+}
+
+
+@pytest.mark.parametrize("state", ORDERS)
+@pytest.mark.parametrize("grad", ORDERS)
+@pytest.mark.parametrize("param", ORDERS)
+def test_strides_do_not_matter(param, grad, state, device):
+    """Blocks follow the parameter's order in memory, wherever the codes lie."""
+    lists = sample([(3, 4, 5, 7)], device=device, block_size=64)
+    order = ORDERS[param]
+    want = run(lists.shaped(lambda t: t.permute(order).contiguous()).clone(), block_size=64)
+    laid = lists.clone()
+    for layout, column in zip(
+        (param, grad, state, state), lists.lists()[:2] + lists.lists()[2:6:2]
+    ):
+        name = next(f.name for f in fields(lists) if getattr(lists, f.name) is column)
+        setattr(laid, name, [layout(t) for t in column])
+    run(laid, block_size=64)
+    assert_same_bits(laid.shaped(lambda t: t.permute(order)).tensors(), want.tensors())
+    shaped = (laid.params, laid.grads, laid.exp_avgs, laid.exp_avg_sqs)
+    assert all((rest_of_storage(tensor) == 7).all() for (tensor,) in shaped)
+
+
+def test_expanded_gradients(device):
+    lists = sample([(6, 4), (5,), (2, 3, 4)], device=device)
+    lists.grads = [g.flatten()[0].expand(g.shape) for g in lists.grads]
+    dense = lists.clone()
+    dense.grads = [g.contiguous() for g in lists.grads]
+    assert_same_bits(run(lists).params, run(dense).params)
+    assert lists.grads[0].stride() == (0, 0)
+
+
+@pytest.mark.parametrize("position", range(5))
+def test_empty_tensors_anywhere(position, device):
+    full = sample([(7,), (3, 5), (), (333,)], device=device)
+    empty = sample([(0, 3)], device=device)
+    columns = zip(full.clone().lists(), empty.clone().lists())
+    got = run(Sample(*(a[:position] + b + a[position:] for a, b in columns)))
+    want = run(full)
+    for column, expected in zip(got.lists()[:-1], want.lists()):
+        assert column.pop(position).numel() == 0
+        assert_same_bits(column, expected)
+    assert got.steps[position] == empty.steps[0] + 1
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0, 2)])
+def test_an_empty_tensor_alone(shape, device):
+    assert run(sample([shape], device=device)).steps[0] == 4
+
+
+@pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 255, 256, 257, 511, 513, 1021, 4097])
+@pytest.mark.parametrize("block_size", [64, 256])
+def test_sizes(count, block_size, device):
+    """Each block is as if it were alone, whatever lies beside it."""
+    before = sample([(count,)], device=device, block_size=block_size)
+    whole = run(before.clone(), block_size=block_size)
+    for k in range(-(-count // block_size)):
+        part = slice(k * block_size, (k + 1) * block_size)
+        one = before.clone().shaped(lambda t, part=part: t[part])
+        one.exp_avg_absmaxs[0] = one.exp_avg_absmaxs[0][k : k + 1]
+        one.exp_avg_sq_absmaxs[0] = one.exp_avg_sq_absmaxs[0][k : k + 1]
+        run(one, block_size=block_size)
+        for name in ("params", "exp_avgs", "exp_avg_sqs"):
+            assert same_bits(getattr(whole, name)[0][part], getattr(one, name)[0])
+        for name in ("exp_avg_absmaxs", "exp_avg_sq_absmaxs"):
+            assert same_bits(getattr(whole, name)[0][k : k + 1], getattr(one, name)[0])
+
+
+@pytest.mark.parametrize("shift", [1, 3, 7, 15])
+@pytest.mark.parametrize("which", ["params", "grads", "codes", "absmaxs", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+def test_unaligned_storage(dtype, which, shift, device):
+    """Views that start `shift` elements into their memory and end before it does."""
+    lists = sample([(1003,)], dtype, dtype, device=device)
+    want = run(lists.clone())
+    kinds = {
+        "params": ["params"],
+        "grads": ["grads"],
+        "codes": ["exp_avgs", "exp_avg_sqs"],
+        "absmaxs": ["exp_avg_absmaxs", "exp_avg_sq_absmaxs"],
+    }
+    room = {}
+    for name in sum(kinds.values(), []) if which == "all" else kinds[which]:
+        (tensor,) = getattr(lists, name)
+        count = tensor.numel()
+        room[name] = torch.full((count + 16,), 7).to(device, tensor.dtype)
+        view = room[name][shift : shift + count]
+        getattr(lists, name)[0] = view.copy_(tensor)
+    assert_same_bits(run(lists).tensors(), want.tensors())
+    for name, memory in room.items():
+        end = shift + getattr(lists, name)[0].numel()
+        assert (memory[:shift] == 7).all() and (memory[end:] == 7).all()
+
+
+# --- torch.compile -------------------------------------------------------------------------------
+
+
+def step_op(*lists, **options):
+    headroom.adamw8bit_(*lists, **(OPTIONS | options))
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+COMPILED = {
+    "default": {},
+    "bnb_exact": BNB_EXACT,
+    "stochastic": {"seeds": [2**64 - 1, 3, 4]},
+    "L2, skip_nonfinite": {"decoupled": False, "skip_nonfinite": True},
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", COMPILED.values(), ids=COMPILED)
+def test_compiled(backend, options, fresh_dynamo):
+    eager = sample(param=torch.bfloat16)
+    compiled = eager.clone()
+    addresses = [t.data_ptr() for t in compiled.tensors()]
+    step = torch.compile(step_op, backend=backend, fullgraph=True)
+    for lr in (1e-2, 1e-2, 1e-3):
+        step_op(*eager.lists(), lr=lr, **options)
+        step(*compiled.lists(), lr=lr, **options)
+        assert_same_bits(eager.tensors(), compiled.tensors())
+    assert addresses == [t.data_ptr() for t in compiled.tensors()]
+
+
+def test_compiled_with_dynamic_shapes(fresh_dynamo):
+    step = torch.compile(step_op, backend="aot_eager", fullgraph=True, dynamic=True)
+    for n in (5, 90, 300):
+        eager = sample([(n, 3), (n,)])
+        compiled = eager.clone()
+        step_op(*eager.lists())
+        step(*compiled.lists())
+        assert_same_bits(eager.tensors(), compiled.tensors())
+
+
+def test_the_map_in_a_compiled_function(fresh_dynamo):
+    decode = torch.compile(
+        lambda codes: headroom.dynamic_map(True)[codes.int()], backend="aot_eager", fullgraph=True
+    )
+    codes = torch.arange(256, dtype=torch.uint8)
+    assert same_bits(decode(codes), headroom.dynamic_map(True))
+
+
+class Stepper(torch.nn.Module):
+    """An update whose parameters and states are buffers."""
+
+    def __init__(self):
+        super().__init__()
+        for name, (tensor,) in zip("pgmavbt", sample([(20, 30)]).lists()):
+            self.register_buffer(name, tensor)
+
+    def forward(self, grad):
+        step_op(*([t] for t in (self.p, grad, self.m, self.a, self.v, self.b, self.t)))
+        return self.p * 2
+
+
+def test_export():
+    module = Stepper()
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(module, (torch.ones(20, 30),)), file)
+    file.seek(0)
+    exported = torch.export.load(file).module()
+    for _ in range(3):
+        grad = torch.randn(20, 30)
+        assert torch.equal(module(grad), exported(grad))
+    assert_same_bits(module.buffers(), exported.buffers())
+
+
+# --- Bad inputs ----------------------------------------------------------------------------------
+
+
+NAMES = [f.name for f in fields(Sample)]
+SHAPED = ("params", "grads", "exp_avgs", "exp_avg_sqs")
+CODES = ("exp_avgs", "exp_avg_sqs")
+ABSMAXS = ("exp_avg_absmaxs", "exp_avg_sq_absmaxs")
+
+
+def bad_lists():
+    for name in NAMES[1:]:
+        words = f"{'state_steps' if name == 'steps' else name} has 2 tensors"
+        yield f"{name} too short", lambda lists, _, n=name: getattr(lists, n).pop(), words
+    yield "params too short", lambda lists, _: lists.params.pop(), "grads has 3 tensors"
+    for name in NAMES[:-1]:
+        kinds = {torch.float64, torch.int32, torch.bool, torch.int8, torch.complex64, torch.uint8}
+        kinds |= {torch.float32, torch.bfloat16}
+        right = {torch.uint8} if name in CODES else {torch.float32}
+        right |= {torch.bfloat16} if name in ("params", "grads") else set()
+        for dtype in sorted(kinds - right, key=str):
+            yield f"{name} {dtype}", put(name, 2, of_dtype(dtype)), rf"{name}\[2\]"
+    for name in SHAPED:
+        if name != "params":
+            words = rf"{name}\[0\] has another shape than params\[0\]"
+            yield f"{name} of another shape", put(name, 0, lambda t: t.reshape(-1)), words
+            yield f"{name} broadcastable", put(name, 0, lambda t: t[:1]), words
+        if name != "grads":
+            for make in (expanded, overlapping):
+                words = rf"{name}\[0\] has elements that share memory"
+                yield f"{name} {make.__name__}", put(name, 0, make), words
+    for name in ("params", "grads"):
+        yield f"{name} misaligned", put(name, 0, misaligned), rf"{name}\[0\] is at"
+    for name in ABSMAXS:
+        for wrong in (1, 3):
+            words = rf"{name}\[0\] has numel {wrong}, wanted 2"
+            yield f"{name} of {wrong}", put(name, 0, lambda t, n=wrong: t.new_zeros(n)), words
+        words = rf"{name}\[0\] must be float32 and contiguous"
+        yield f"{name} strided", put(name, 0, lambda t: t.new_zeros(4)[::2]), words
+        yield f"{name} expanded", put(name, 0, lambda t: t[:1].expand(2)), words
+        yield f"{name} misaligned", put(name, 0, misaligned), rf"{name}\[0\] is at"
+
+
+def bad_steps():
+    for value in (-1.0, NAN, INF, 2.0**53):
+        make = put("steps", 1, lambda s, v=value: one(v, torch.float64))
+        yield f"step {value}", make, r"steps\[1\]"
+    yield "step of integers", put("steps", 1, of_dtype(torch.int64)), r"steps\[1\]"
+    yield "step of 2", put("steps", 1, lambda s: torch.zeros(2, dtype=s.dtype)), r"steps\[1\]"
+    yield "step of 0", put("steps", 1, lambda s: torch.zeros(0, dtype=s.dtype)), r"steps\[1\]"
+
+
+def bad_options():
+    for name, values in {
+        "lr": (-1.0, NAN, INF),
+        "beta1": (1.0, -0.1, NAN),
+        "beta2": (1.0, -0.1, NAN),
+        "eps": (-1.0, NAN, INF),
+        "weight_decay": (-1.0, NAN, INF),
+        "block_size": (0, -256, 1, 255, 1024, 2**32 + 256),
+    }.items():
+        for value in values:
+            yield f"{name} {value}", option(**{name: value}), f"{name} is"
+    for value in (-1.0, NAN, INF):
+        yield f"lr tensor {value}", option(lr=one(value)), "lr_ptr is"
+    yield "lr tensor of 2", option(lr=torch.ones(2)), "lr_tensor has 2 elements"
+    yield "lr tensor bfloat16", option(lr=one(1.0, torch.bfloat16)), "lr_tensor must be"
+    for value in (0.0, -1.0, NAN, INF):
+        yield f"grad_scale {value}", option(grad_scale=one(value)), "grad_scale is"
+    for name in ("grad_scale", "found_inf", "clip_coef"):
+        wanted = f"{name} must be a float32 tensor of one element"
+        yield f"{name} float64", option(**{name: one(1.0, torch.float64)}), wanted
+        yield f"{name} of 2", option(**{name: torch.ones(2)}), wanted
+    for more in ({"decoupled": False}, {"skip_nonfinite": True}, {"seeds": [1, 2, 3]}):
+        yield f"bnb_exact, {more}", option(bnb_exact=True, **more), "bnb_exact"
+    for seeds in ([], [1], [1, 2, 3, 4]):
+        yield (
+            f"{len(seeds)} seeds",
+            option(seeds=seeds),
+            f"seeds has {len(seeds)} numbers, wanted 3",
+        )
+
+
+BAD_CALLS = [*bad_lists(), *bad_steps(), *bad_options()]
+
+
+@pytest.mark.parametrize(
+    "change, words", [case[1:] for case in BAD_CALLS], ids=[c[0] for c in BAD_CALLS]
+)
+def test_the_op_refuses(change, words):
+    lists, options = sample([(30, 14), (), (5,)]), dict(OPTIONS)
+    change(lists, options)
+    kept = snapshot(lists.tensors())
+    with pytest.raises(RuntimeError, match=words):
+        headroom.adamw8bit_(*lists.lists(), **options)
+    assert_untouched(kept)
+
+
+def test_bnb_exact_refuses_other_blocks():
+    lists = sample([(300,)], block_size=64)
+    kept = snapshot(lists.tensors())
+    with pytest.raises(RuntimeError, match="block_size is 64, but bnb_exact needs 256"):
+        run(lists, block_size=64, bnb_exact=True)
+    assert_untouched(kept)
+
+
+def of_values(name):
+    return re.search(
+        r"nan|inf|-1|2\.0|9007|grad_scale 0|misaligned|beta|eps|decay|overlap|expanded", name
+    )
+
+
+TRACED = [case for case in BAD_CALLS if not of_values(case[0])]
+
+
+@pytest.mark.parametrize("change", [case[1] for case in TRACED], ids=[c[0] for c in TRACED])
+def test_what_eager_mode_refuses_is_refused_while_tracing(change):
+    lists, options = sample([(30, 14), (), (5,)]), dict(OPTIONS)
+    change(lists, options)
+    with FakeTensorMode() as mode, pytest.raises(RuntimeError):
+        columns, options = tree_map_only(torch.Tensor, mode.from_tensor, (lists.lists(), options))
+        headroom.adamw8bit_(*columns, **options)
+
+
+def test_a_derivative_is_refused_and_nothing_is_written():
+    lists = sample([(5,)])
+    lists.params[0].requires_grad_()
+    kept = snapshot(lists.tensors())
+    with pytest.raises(RuntimeError, match="no derivative.*no_grad"):
+        run(lists)
+    assert_untouched(kept)
+    with torch.no_grad():
+        run(lists)
+
+
+def test_the_op_refuses_a_list_on_two_devices(device):
+    if device == "cpu":
+        pytest.skip("needs a second device")
+    for name in NAMES:
+        lists = sample([(30, 14), (5,)], device=device)
+        getattr(lists, name)[1] = getattr(lists, name)[1].cpu()
+        kept = snapshot(lists.tensors())
+        with pytest.raises(RuntimeError, match=r"\[1\] is on"):
+            run(lists)
+        assert_untouched(kept)

@@ -1,0 +1,578 @@
+"""Adafactor: the two rules against their originals and in float64, states of both, layouts, what it
+refuses, torch.compile. Shards are in test_adafactor_distributed.py."""
+
+import copy
+import io
+
+import headroom
+import pytest
+import torch
+from headroom._core.table import table_of
+from test_bad_inputs import assert_untouched, expanded, misaligned, snapshot
+
+from helpers.modes import WEIGHTS
+from helpers.reference import assert_same_bits, bits, scalar
+
+HF = pytest.importorskip("transformers.optimization").Adafactor
+ADAFACTOR = headroom.optim.Adafactor
+TORCH = torch.optim.Adafactor
+SHAPES = ((7, 5), (64, 96), (8, 6, 3, 3), (1, 9), (9, 1), (1, 1), (11,), (), (2, 12, 20), (700, 3))
+MANUAL = {"lr": 1e-3, "relative_step": False}
+CASES = {
+    "torch": ("torch", {}),
+    "torch decay": ("torch", {"lr": 0.05, "weight_decay": 0.1, "maximize": True}),
+    "torch options": ("torch", {"beta2_decay": -0.5, "eps": (1e-3, 1e-2), "d": 1.5}),
+    "hf": ("hf", {}),
+    "hf warm-up": ("hf", {"warmup_init": True, "weight_decay": 0.1}),
+    "hf fine-tuning": ("hf", MANUAL | {"scale_parameter": False, "weight_decay": 0.1}),
+    "hf momentum": ("hf", MANUAL | {"beta1": 0.9, "clip_threshold": 0.5, "decay_rate": -0.6}),
+}
+EACH = pytest.mark.parametrize("semantics, options", CASES.values(), ids=CASES)
+BOTH = pytest.mark.parametrize("semantics", ["torch", "hf"])
+
+
+def make(semantics, params, ours=True, **options):
+    if ours:
+        return ADAFACTOR(params, semantics=semantics, **options)
+    return {"torch": TORCH, "hf": HF}[semantics](params, **options)
+
+
+def start(shapes=SHAPES, dtype=torch.float32, device="cpu"):
+    generator = torch.Generator().manual_seed(3)
+    return [
+        torch.nn.Parameter((0.1 * torch.randn(s, generator=generator)).to(device, dtype))
+        for s in shapes
+    ]
+
+
+def set_grads(params, step):
+    """The same for parameters of every dtype, spread over some powers of ten, some zero."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for p in params:
+        size = torch.rand(p.shape, generator=generator)
+        grad = torch.randn(p.shape, generator=generator) * 10 ** (3 * size - 2) * (size > 0.1)
+        p.grad = grad.bfloat16().to(p.device, p.dtype)
+
+
+def train(params, optimizer, steps):
+    for step in steps:
+        set_grads(params, step)
+        optimizer.step()
+    return params, optimizer
+
+
+def errors(params, exact):
+    return [(p.double() - q.double()).norm().item() for p, q in zip(params, exact)]
+
+
+# ---- The originals -------------------------------------------------------------------------------
+
+
+@EACH
+def test_a_run_of_200_steps(semantics, options, device):
+    """Closer to the rule in float64 than twice what the original is, or within a rounding a step,
+    and with its states."""
+    if semantics == "torch":  # whose default depends on the dtype
+        options = {"eps": (torch.finfo(torch.float32).eps, 1e-3)} | options
+    (params, ours), (theirs, other), (exact, _) = (
+        train(params, make(semantics, params, mine, **options), range(200))
+        for params, mine in (
+            (start(device=device), True),
+            (start(device=device), False),
+            (start(dtype=torch.float64, device=device), False),
+        )
+    )
+    for shape, p, mine, its in zip(SHAPES, exact, errors(params, exact), errors(theirs, exact)):
+        rounding = 2**-24 * 200**0.5 * p.norm().item()
+        assert mine <= max(2 * its, rounding), (shape, mine, its)
+    for p, q in zip(params, theirs):
+        mine, its = ours.state[p], other.state[q]
+        assert mine.keys() == its.keys()
+        for name, value in its.items():
+            if name == "RMS" and not options.get("scale_parameter", True):
+                continue  # which nobody asks for
+            value = torch.as_tensor(value)
+            torch.testing.assert_close(
+                mine[name].double(), value.double(), rtol=1e-5, atol=1e-7, check_device=False
+            )
+            assert mine[name].shape == value.shape
+
+
+def test_bfloat16_as_hf_has_it(device):
+    """hf computes in float32 too: rounding may differ here and there by one."""
+    (params, ours), (theirs, other) = (
+        train(p, make("hf", p, mine), range(50))
+        for p, mine in ((start(dtype=torch.bfloat16, device=device), m) for m in (True, False))
+    )
+    for p, q in zip(params, theirs):
+        apart = (bits(p).int() - bits(q).int()).abs()
+        assert apart.max() <= 2 and (apart > 0).float().mean() < 0.02
+
+
+def test_bfloat16_statistics_are_float32(device):
+    """Where torch has them in bfloat16, ours are those of a float32 run."""
+    params = start(dtype=torch.bfloat16, device=device)
+    optimizer = ADAFACTOR(params, eps=(1e-3, 1e-3))
+    wide = [torch.nn.Parameter(p.detach().float()) for p in params]
+    reference = TORCH(wide, eps=(1e-3, 1e-3))
+    set_grads(params, 0)
+    set_grads(wide, 0)
+    optimizer.step()
+    reference.step()
+    for p, q in zip(params, wide):
+        for name, value in reference.state[q].items():
+            assert optimizer.state[p][name].dtype in (torch.float32, torch.float64)
+            torch.testing.assert_close(optimizer.state[p][name].float(), value, check_device=False)
+        torch.testing.assert_close(p, q.bfloat16(), rtol=2**-7, atol=0)
+
+
+def test_the_epsilon_of_torch_is_that_of_the_dtype():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        eps = torch.finfo(dtype).eps
+        given, default = start(((3, 4), (5,)), dtype), start(((3, 4), (5,)), dtype)
+        for params, optimizer in (
+            (given, ADAFACTOR(given, eps=(eps, 1e-3))),
+            (default, ADAFACTOR(default)),
+        ):
+            for p in params:
+                p.grad = torch.full_like(p, eps / 4)  # so that epsilon decides
+            optimizer.step()
+        assert_same_bits(given, default)
+
+
+# ---- Checkpoints ---------------------------------------------------------------------------------
+
+
+@EACH
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_checkpoints_of_one_resume_the_other(semantics, options, ours_first):
+    params = start()
+    optimizer = make(semantics, params, ours_first, **options)
+    train(params, optimizer, range(3))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    other = make(semantics, others, not ours_first, **options)
+    other.load_state_dict(loaded)
+    train(others, other, range(3, 6))
+    train(params, optimizer, range(3, 6))
+    for p, q in zip(params, others):
+        torch.testing.assert_close(p, q, rtol=2**-20, atol=2**-24)
+
+
+@BOTH
+def test_states_widen_and_survive_a_change_of_precision(semantics):
+    """Statistics that torch kept in bfloat16 become float32, and float32 ones stay."""
+    params = start(dtype=torch.bfloat16)
+    theirs = make(semantics, params, False)
+    train(params, theirs, range(2))
+    ours = make(semantics, params)
+    ours.load_state_dict(theirs.state_dict())
+    for p in params:
+        for name, value in ours.state[p].items():
+            assert value.dtype == (torch.float64 if name == "step" else torch.float32)
+            assert torch.equal(value.float(), torch.as_tensor(theirs.state[p][name]).float())
+    wide = [torch.nn.Parameter(p.detach().float()) for p in params]
+    again = make(semantics, wide)
+    again.load_state_dict(ours.state_dict())
+    for p, q in zip(params, wide):
+        assert_same_bits(ours.state[p].values(), again.state[q].values())
+
+
+@BOTH
+def test_copies_and_pickles_continue(semantics):
+    params = start()
+    optimizer = make(semantics, params)
+    train(params, optimizer, range(2))
+    twins, twin = copy.deepcopy((params, optimizer))
+    assert twin.semantics == semantics
+    train(params, optimizer, range(2, 4))
+    train(twins, twin, range(2, 4))
+    assert_same_bits(params, twins)
+
+
+def test_a_checkpoint_of_the_other_rule_is_refused():
+    params = start(((3, 4), (5,)))
+    ours, hf = make("torch", params), make("hf", params, False)
+    train(params, ours, range(1))
+    train(params, hf, range(1))
+    before = copy.deepcopy(ours.state_dict())
+    with pytest.raises(ValueError, match="another rule than semantics='torch'.*clip_threshold"):
+        ours.load_state_dict(hf.state_dict())
+    assert str(before) == str(ours.state_dict())
+    with pytest.raises(ValueError, match="another rule than semantics='hf'.*beta2_decay"):
+        make("hf", params).load_state_dict(ours.state_dict())
+
+
+def test_a_state_of_another_shape_is_refused():
+    params = start(((3, 4), (5,)))
+    optimizer = make("torch", params)
+    train(params, optimizer, range(1))
+    spoiled = optimizer.state_dict()
+    spoiled["state"][0]["row_var"] = torch.zeros(4, 1)
+    with pytest.raises(ValueError, match=r"'row_var' of parameter 0 of group 0 is \(4, 1\)"):
+        make("torch", params).load_state_dict(spoiled)
+
+
+# ---- Options and layouts -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"semantics": "jax"}, "semantics must be 'torch' or 'hf'"),
+        ({"semantics": "torch", "decay_rate": -0.8}, "decay_rate is no option of .*'torch'"),
+        ({"semantics": "hf", "d": 1.0}, "d is no option of semantics='hf'"),
+        ({"semantics": "hf", "lr": 1e-3}, "Cannot combine manual `lr`"),
+        ({"semantics": "hf", "relative_step": False}, "lr is None"),
+        ({"semantics": "hf", "lr": 1e-3, "relative_step": False, "warmup_init": True}, "warmup"),
+        ({"lr": -1.0}, "Learning rate should be >= 0"),
+        ({"lr": float("nan")}, "Learning rate should be >= 0"),
+        ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
+        ({"beta2_decay": 0.1}, "beta2_decay should be <= 0"),
+        ({"eps": (-1.0, 1e-3)}, "epsilon1 should be >= 0"),
+        ({"eps": (None, -1.0)}, "epsilon2 should be >= 0"),
+        ({"d": 0.5}, "Clipping threshold d should be >= 1"),
+        ({"weight_decay": -1.0}, "weight_decay should be >= 0"),
+        ({"semantics": "hf", "beta1": 1.0}, "beta1 should be in"),
+        ({"semantics": "hf", "clip_threshold": 0.0}, "clip_threshold should be > 0"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm must be"),
+    ],
+    ids=str,
+)
+def test_options_that_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        ADAFACTOR(start(((2, 2),)), **options)
+    if "semantics" not in options:
+        with pytest.raises(ValueError, match=words):
+            ADAFACTOR(start(((2, 2),))).add_param_group({"params": start(((3,),)), **options})
+
+
+def moved(p, how):
+    """The values of a parameter in other memory."""
+    if how == "channels_last":
+        return p.contiguous(memory_format=torch.channels_last)
+    if how == "transposed":
+        return p.transpose(0, 1).contiguous().transpose(0, 1)
+    room = torch.empty(*p.shape[:-1], 2 * p.shape[-1], dtype=p.dtype)
+    return room[..., ::2].copy_(p)
+
+
+@BOTH
+@pytest.mark.parametrize("how", ["channels_last", "transposed", "strided"])
+def test_rows_and_columns_are_those_of_the_indices(how, semantics):
+    plain = start(((6, 5, 3, 3), (4, 7, 1, 5)))
+    others = [torch.nn.Parameter(moved(p.detach(), how)) for p in plain]
+    assert not any(p.is_contiguous() for p in others)
+    optimizers = make(semantics, plain), make(semantics, others)
+    for step in range(3):
+        set_grads(plain, step)
+        for p, q in zip(plain, others):
+            q.grad = moved(p.grad, how) if step else p.grad
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_bits(plain, [p.contiguous() for p in others])
+
+
+@BOTH
+def test_empty_tensors_and_tied_ones(semantics, device):
+    params = start(((0, 4), (3, 0), (2, 3, 0, 5), (0,), (4, 4)), device=device)
+    params[0].requires_grad_()
+    optimizer = make(semantics, [*params, params[-1]])
+    reference = start(((0, 4), (3, 0), (2, 3, 0, 5), (0,), (4, 4)), device=device)[-1:]
+    train(params, optimizer, range(2))
+    other = make(semantics, reference)
+    for step in range(2):
+        set_grads(params, step)
+        reference[0].grad = params[-1].grad
+        other.step()
+    assert_same_bits(params[-1:], reference)
+    assert all(optimizer.state[p]["step"] == 2 for p in params)
+
+
+@BOTH
+def test_clipping_and_scaling(semantics, device):
+    """Gradients divided by a scale and clipped in the step are those divided and clipped before."""
+    params, others = start(device=device), start(device=device)
+    optimizer, other = make(semantics, params, max_grad_norm=1.0), make(semantics, others)
+    optimizer.grad_scale = scalar(1024.0, device)
+    for step in range(3):
+        set_grads(params, step)
+        set_grads(others, step)
+        for p in params:
+            p.grad *= 1024
+        torch.nn.utils.clip_grad_norm_(others, 1.0)
+        optimizer.step()
+        other.step()
+    for p, q in zip(params, others):
+        torch.testing.assert_close(p, q, rtol=2**-18, atol=2**-22)
+
+
+@BOTH
+def test_a_step_with_an_infinite_gradient_changes_nothing(semantics, device):
+    params = start(device=device)
+    optimizer = make(semantics, params)
+    scaler = headroom.amp.GradScaler(device)
+    train(params, optimizer, range(1))
+    kept = snapshot([*params, *(v for p in params for v in optimizer.state[p].values())])
+    set_grads(params, 1)
+    params[0].grad[0, 0] = float("inf")
+    scaler.scale(torch.zeros((), device=device))
+    scaler.step(optimizer)
+    assert_untouched(kept)
+
+
+@BOTH
+def test_a_tensor_as_learning_rate(semantics, device):
+    options = {"relative_step": False} if semantics == "hf" else {}
+    rate = torch.tensor(1e-3, device=device)
+    params, others = start(device=device), start(device=device)
+    optimizer, other = make(semantics, params, lr=rate, **options), None
+    other = make(semantics, others, lr=rate.item(), **options)
+    train(params, optimizer, range(2))
+    train(others, other, range(2))
+    assert_same_bits(params, others)
+
+
+def test_the_schedule_of_transformers():
+    from transformers.optimization import AdafactorSchedule
+
+    rates = []
+    for ours in (True, False):
+        params = start()
+        optimizer = make("hf", params, ours, warmup_init=True)
+        schedule = AdafactorSchedule(optimizer)
+        for step in range(3):
+            train(params, optimizer, [step])
+            schedule.step()
+        rates.append([float(rate) for rate in schedule.get_lr()])
+    assert rates[0] == pytest.approx(rates[1], rel=1e-6)
+
+
+def test_memory_says_that_there_is_next_to_none():
+    optimizer = ADAFACTOR([torch.nn.Parameter(torch.zeros(1000, 1000))])
+    (row,) = optimizer.memory()
+    assert row.bytes_per_parameter < 0.01
+    assert "row_var 4,000" in repr(optimizer)
+
+
+# ---- The op --------------------------------------------------------------------------------------
+
+
+OPTIONS = dict(
+    hf=False,
+    lr=1e-2,
+    beta2_decay=-0.8,
+    eps1=-1.0,
+    eps2=1e-3,
+    clip_threshold=1.0,
+    weight_decay=0.1,
+    beta1=0.9,
+    scale_parameter=True,
+    relative_step=True,
+    warmup_init=False,
+)
+LISTS = "params grads row_vars col_vars variances exp_avgs rmss state_steps residuals".split()
+
+
+def sample(shapes=((6, 7), (5,), (4, 3, 3)), dtype=torch.float32, device="cpu"):
+    """The lists of one call, by name, with everything given."""
+    params = [p.detach() for p in start(shapes, dtype, device)]
+    lists = {name: [] for name in LISTS} | {"params": params}
+    for p in params:
+        factored = p.dim() >= 2
+        row = torch.zeros(p.shape[:-1] if factored else 0, device=device)
+        col = torch.zeros((*p.shape[:-2], *p.shape[-1:]) if factored else 0, device=device)
+        variance = torch.zeros(0 if factored else p.shape, device=device)
+        values = torch.randn_like(p), row, col, variance, torch.zeros_like(p).float()
+        for name, value in zip(LISTS[1:6], values):
+            lists[name].append(value)
+        lists["rmss"].append(torch.zeros((), device=device))
+        lists["state_steps"].append(torch.zeros((), device=device))
+    return lists
+
+
+def run(lists, **options):
+    torch.ops.headroom.adafactor_(*lists.values(), **(OPTIONS | options))
+
+
+@BOTH
+def test_opcheck(semantics, device):
+    lists = sample(device=device)
+    torch.library.opcheck(
+        torch.ops.headroom.adafactor_,
+        tuple(lists.values()),
+        OPTIONS | {"hf": semantics == "hf", "eps1": 1e-30},
+    )
+
+
+def table_of_sample(lists):
+    """Of one that is all factored, as the optimizer makes it of its states."""
+    names = "exp_avg", "row", "col", "rms", "step"
+    columns = (lists[name] for name in LISTS[5:6] + LISTS[2:4] + LISTS[6:8])
+    state = {p: dict(zip(names, values)) for p, *values in zip(lists["params"], *columns)}
+    return table_of((lists["params"], lists["grads"]), state, names[:1], names[1:])
+
+
+def test_the_op_on_a_table(device):
+    lists, others, checked = (
+        sample(((6, 7), (4, 3, 3), (70, 90)), device=device) for _ in range(3)
+    )
+    others["grads"] = lists["grads"]
+    options = dict(factored=True, momentum=True, with_rms=True) | OPTIONS
+    for op, arguments, more in (  # a table lets the check write to its tensors
+        ("_adafactor_table_", (checked["params"][0], table_of_sample(checked)), options),
+        ("_adafactor_workspace", (checked["params"],), {}),
+    ):
+        torch.library.opcheck(
+            getattr(torch.ops.headroom, op).default,
+            arguments,
+            more,
+            test_utils=("test_schema", "test_autograd_registration"),
+        )
+    torch.ops.headroom._adafactor_table_(lists["params"][0], table_of_sample(lists), **options)
+    run({name: [] if name == "variances" else column for name, column in others.items()})
+    for name in LISTS[:4] + LISTS[5:]:
+        assert_same_bits(lists[name], others[name])
+    with pytest.raises(RuntimeError, match="table must be"):
+        wrong = table_of_sample(lists)[:-1]
+        torch.ops.headroom._adafactor_table_(lists["params"][0], wrong, **options)
+
+
+def test_the_functional_form(device):
+    lists = sample(device=device)
+    others = {name: [tensor.clone() for tensor in column] for name, column in lists.items()}
+    run(lists)
+    headroom.adafactor_(*list(others.values())[:-1], lr=1e-2, weight_decay=0.1, beta1=0.9)
+    for column, other in zip(lists.values(), others.values()):
+        assert_same_bits(column, other)
+
+
+def put(name, k, change):
+    return lambda lists, options: lists[name].__setitem__(k, change(lists[name][k]))
+
+
+def bad_calls():
+    for name in LISTS[1:-1]:
+        yield f"{name} too short", lambda lists, _, n=name: lists[n].pop(), f"{name} has 2 tensors"
+    for name in LISTS[:7]:
+        yield f"{name} int", put(name, 0, lambda t: t.int()), rf"{name}\[0\]"
+    for name in ("row_vars", "col_vars", "exp_avgs"):
+        yield f"{name} bf16", put(name, 0, lambda t: t.bfloat16()), rf"{name}\[0\] has dtype bf16"
+    yield "grads of another shape", put("grads", 0, lambda t: t.t()), r"grads\[0\] has another"
+    yield (
+        "row_vars long",
+        put("row_vars", 0, lambda t: torch.zeros(7)),
+        r"row_vars\[0\] has numel 7",
+    )
+    yield "variances", put("variances", 1, lambda t: torch.zeros(4)), r"variances\[1\] has numel 4"
+    yield "no variances", lambda lists, _: lists["variances"].clear(), r"variances is NULL"
+    yield "no rows", lambda lists, _: lists["row_vars"].clear(), r"row_vars is NULL"
+    yield "params expanded", put("params", 0, expanded), r"params\[0\] has elements that share"
+    yield "params misaligned", put("params", 0, misaligned), r"params\[0\] is at"
+    yield "step", put("state_steps", 1, lambda t: torch.tensor(-1.0)), r"steps\[1\] holds -1"
+    for name, value in (
+        ("lr", -1.0),
+        ("beta2_decay", 0.5),
+        ("eps2", -1.0),
+        ("clip_threshold", 0.0),
+        ("weight_decay", -1.0),
+        ("beta1", 1.0),
+        ("phases", 0),
+        ("phases", 16),
+    ):
+        yield (
+            f"{name} {value}",
+            lambda _, o, n=name, v=value: o.update({n: v}),
+            rf"{name} is {value:g}".replace(".", r"\."),
+        )
+    yield "a phase", lambda _, o: o.update(phases=1), "needs a workspace"
+    small = torch.zeros(3, dtype=torch.float64)
+    yield "workspace", lambda _, o: o.update(workspace=small), "workspace_bytes is 24, wanted"
+    yield "f32 workspace", lambda _, o: o.update(workspace=small.float()), "workspace must be"
+    yield "wholes", lambda _, o: o.update(wholes=[1]), "wholes has 1 numbers, wanted 9"
+    yield "small wholes", lambda _, o: o.update(wholes=[1] * 9), r"shapes\[0\] is larger"
+
+
+BAD_CALLS = list(bad_calls())
+
+
+@pytest.mark.parametrize(
+    "change, words", [case[1:] for case in BAD_CALLS], ids=[c[0] for c in BAD_CALLS]
+)
+def test_the_op_refuses(change, words):
+    lists, options = sample(), {}
+    change(lists, options)
+    kept = snapshot([t for column in lists.values() for t in column])
+    with pytest.raises(RuntimeError, match=words):
+        run(lists, **options)
+    assert_untouched(kept)
+
+
+def test_errors_of_a_step_name_the_parameter():
+    params = start(((2, 2), (3,)))
+    optimizer = ADAFACTOR([("weight", params[0]), ("bias", params[1])])
+    set_grads(params, 0)
+    optimizer.step()
+    optimizer.state[params[0]]["row_var"] = torch.zeros(2, 1, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="row_vars.*dtype bf16.*'weight'"):
+        optimizer.step()
+
+
+# ---- torch.compile -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["torch", "hf momentum"])
+def test_compiled(case, backend):
+    torch._dynamo.reset()
+    semantics, options = CASES[case]
+    params, others = start(SHAPES[:8]), start(SHAPES[:8])
+    optimizer, other = (make(semantics, p, **options) for p in (params, others))
+    step = torch.compile(other.step, backend=backend, fullgraph=True)
+    for i in range(3):
+        set_grads(params, i)
+        set_grads(others, i)
+        optimizer.step()
+        step()
+    assert_same_bits(params, others)
+    for p, q in zip(params, others):
+        assert_same_bits(optimizer.state[p].values(), other.state[q].values())
+    torch._dynamo.reset()
+
+
+# ---- Weights in 16 bits --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", WEIGHTS, ids=lambda mode: "-".join(mode.values()))
+@BOTH
+def test_weights_of_16_bits(semantics, mode, device):
+    """With all bits kept a run is that of float32 weights, bit for bit; else it is near."""
+    start16 = start(dtype=torch.bfloat16, device=device)
+    wide = [torch.nn.Parameter(p.detach().float()) for p in start16]
+    optimizer = make(semantics, start16, **mode)
+    reference = make(semantics, wide)
+    for step in range(20):
+        set_grads(start16, step)
+        for p, q in zip(start16, wide):
+            q.grad = p.grad.float()
+        optimizer.step()
+        reference.step()
+    weights = headroom.optim.master_weights(optimizer)
+    for p, q in zip(start16, wide):
+        if mode.get("master") in ("f32", "remainder16"):
+            assert_same_bits([weights[p]], [q])
+        else:
+            bits_kept = 7 if mode == {"rounding": "stochastic"} else 13
+            atol = 20 * 2.0**-bits_kept * max(q.abs().max().item(), 1e-2)
+            torch.testing.assert_close(weights[p], q.detach(), rtol=0, atol=atol)
+
+
+def test_stalled_weights_are_counted():
+    params = [torch.nn.Parameter(torch.ones(20, 30, dtype=torch.bfloat16))]
+    optimizer = ADAFACTOR(params, lr=1e-6, count_stalled=True)
+    set_grads(params, 0)
+    optimizer.step()
+    assert 0.5 < optimizer.stalled_fraction() <= 1

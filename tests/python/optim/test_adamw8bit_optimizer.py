@@ -1,0 +1,451 @@
+"""headroom.optim.Adam8bit and AdamW8bit: arguments, which moments have 8 bits, what they do to
+training, gradients that are not finite. What holds for every optimizer is tested beside AdamW's
+(NAMES in twins.py, EIGHT_BIT in test_compile.py, and so on)."""
+
+import inspect
+
+import headroom
+import pytest
+import torch
+from test_adamw8bit import Sample, check_moments, check_params
+from test_optimizer import BAD_OPTIONS, BAD_PARAMS, parameter, raised, shared, with_grads
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers.reference import FLOATS, assert_same_bits, bits, same_bits
+
+ADAM8BIT, ADAMW8BIT = headroom.optim.Adam8bit, headroom.optim.AdamW8bit
+CLASSES = pytest.mark.parametrize("cls", [ADAM8BIT, ADAMW8BIT], ids=["Adam8bit", "AdamW8bit"])
+THEIRS = {ADAM8BIT: torch.optim.Adam, ADAMW8BIT: torch.optim.AdamW}
+OPTIONS = {
+    "optim_bits": 8,
+    "min_8bit_size": 4096,
+    "block_size": 256,
+    "bnb_exact": False,
+    "stochastic_rounding": False,
+    "seed": 0,
+    "nonfinite": "skip_step",
+}
+LARGE, SMALL = (70, 60), (5, 3)  # with the default min_8bit_size
+BAD = [float("nan"), float("inf"), -float("inf")]
+
+
+class OnLists(TorchDispatchMode):
+    """Lets everything through. A step under it hands the op lists, not addresses."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def is_8bit(optimizer, param):
+    """By the state, once there is one."""
+    assert set(optimizer.state[param]) in (
+        {"step", "exp_avg", "exp_avg_sq"},
+        {"step", "exp_avg", "exp_avg_sq", "exp_avg_absmax", "exp_avg_sq_absmax"},
+    )
+    codes = len(optimizer.state[param]) == 5
+    dtype = torch.uint8 if codes else torch.float32
+    assert all(optimizer.state[param][key].dtype == dtype for key in ("exp_avg", "exp_avg_sq"))
+    return codes
+
+
+def states(optimizer):
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [value for param in params for value in optimizer.state[param].values()]
+
+
+def snapshot(optimizer):
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [bits(tensor).clone() for tensor in (*params, *states(optimizer))]
+
+
+def unchanged(optimizer, before):
+    return all(map(torch.equal, snapshot(optimizer), before))
+
+
+def mixed(device="cpu", shapes=(LARGE, SMALL), dtype=torch.float32, cls=ADAMW8BIT, **options):
+    """Parameters on both sides of the threshold, in one group; always the same values."""
+    generator = torch.Generator().manual_seed(5)
+    values = [torch.randn(shape, generator=generator) for shape in shapes]
+    params = [torch.nn.Parameter(value.to(device, dtype)) for value in values]
+    return params, cls(params, **({"lr": 1e-2, "weight_decay": 0.1} | options))
+
+
+def set_grads(params, seed, dtype=None):
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad_dtype = dtype or p.dtype
+        p.grad = torch.randn(p.shape, generator=generator).to(p.device, dtype or p.dtype)
+
+
+def run(params, optimizer, steps=3):
+    for seed in range(steps):
+        set_grads(params, seed)
+        optimizer.step()
+    return params, optimizer
+
+
+# ---- Construction --------------------------------------------------------------------------------
+
+
+def test_arguments_are_torchs_and_more():
+    ours, adams = (inspect.signature(of).parameters for of in (ADAM8BIT, headroom.optim.Adam))
+    more = [name for name in OPTIONS if name not in ("optim_bits", *adams)]  # the first: of groups
+    assert list(ours) == [name for name in adams if name != "state_dtype"] + more
+    assert {name: ours[name].default for name in more} == {name: OPTIONS[name] for name in more}
+    for name in set(ours) - set(more):
+        assert (ours[name].default, ours[name].kind) == (adams[name].default, adams[name].kind)
+    adamw, wanted = (inspect.signature(of).parameters for of in (ADAMW8BIT, torch.optim.AdamW))
+    for name in list(wanted)[:6]:
+        assert adamw[name].default == wanted[name].default and adamw[name].kind == wanted[name].kind
+
+
+@CLASSES
+def test_groups_have_torchs_keys_and_more(cls):
+    ours, theirs = (of([parameter(2)]) for of in (cls, THEIRS[cls]))
+    assert ours.defaults == theirs.defaults | OPTIONS
+    keys = {key for key in ours.param_groups[0] if key != "params"}
+    assert keys == set(ours.defaults) and isinstance(ours, headroom.optim.Adam)
+
+
+@CLASSES
+@pytest.mark.parametrize("options", BAD_OPTIONS.values(), ids=BAD_OPTIONS)
+def test_bad_options_raise_torchs_errors(cls, options):
+    assert raised(cls, [shared], **options) == raised(THEIRS[cls], [shared], **options)
+
+
+@pytest.mark.parametrize("params", BAD_PARAMS.values(), ids=BAD_PARAMS)
+def test_bad_parameters_raise_torchs_errors(params):
+    assert raised(ADAMW8BIT, params()) == raised(torch.optim.AdamW, params())
+
+
+REFUSED = {
+    "amsgrad": ({"amsgrad": True}, ValueError, "does not support amsgrad=True"),
+    "lr": ({"lr": float("inf")}, ValueError, "learning rate"),
+    "min_8bit_size": ({"min_8bit_size": -1}, ValueError, "min_8bit_size must be >= 0, got -1"),
+    "block_size": ({"block_size": 100}, ValueError, r"block_size must be one of \(64, .*got 100"),
+    "seed": ({"seed": 2**32}, ValueError, r"seed must be from 0 to 2\^32 - 1, got 4294967296"),
+    "seed -1": ({"seed": -1}, ValueError, "seed must be from 0"),
+    "seed 0.5": ({"seed": 0.5}, ValueError, "seed must be from 0"),
+    "nonfinite": ({"nonfinite": "ignore"}, ValueError, "one of .*'skip_step'.*got 'ignore'"),
+    "bnb_exact, blocks": ({"bnb_exact": True, "block_size": 64}, ValueError, "block_size=256"),
+    "bnb_exact, random": (
+        {"bnb_exact": True, "stochastic_rounding": True},
+        ValueError,
+        "stochastic_rounding=False",
+    ),
+    "bnb_exact, elements": (
+        {"bnb_exact": True, "nonfinite": "skip_element"},
+        ValueError,
+        "rule of its own",
+    ),
+    "differentiable": ({"differentiable": True}, RuntimeError, "AdamW8bit .* differentiable=True"),
+    "max_grad_norm": ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm"),
+}
+
+
+@pytest.mark.parametrize("options, error, words", REFUSED.values(), ids=REFUSED)
+def test_bad_options_of_its_own(options, error, words):
+    with pytest.raises(error, match=words):
+        ADAMW8BIT([shared], **options)
+    good = ADAMW8BIT([shared])
+    with pytest.raises(error, match=words):
+        good.add_param_group({"params": [parameter(2)], **options})
+    assert len(good.param_groups) == 1
+
+
+def test_bad_options_of_groups():
+    with pytest.raises(ValueError, match="optim_bits must be 8 or 32, got 16"):
+        ADAMW8BIT([{"params": [shared], "optim_bits": 16}])
+    with pytest.raises(ValueError, match="nonfinite holds for all groups"):
+        ADAMW8BIT([{"params": [shared], "nonfinite": "propagate"}])
+    for cls, name in ((ADAMW8BIT, "decoupled_weight_decay"), (ADAM8BIT, "state_dtype")):
+        with pytest.raises(TypeError, match=name):
+            cls([shared], **{name: None})
+
+
+# ---- Which moments have 8 bits -------------------------------------------------------------------
+
+
+def test_the_size_decides(device):
+    shapes = [(4096,), (4095,), (64, 64), (), (0,), (5000,)]
+    params = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+    groups = [
+        {"params": params[:-1]},
+        {"params": params[-1:], "optim_bits": 32},
+        {"params": [parameter(100, device=device)], "min_8bit_size": 100},
+        {"params": [parameter(99, device=device)], "min_8bit_size": 100},
+    ]
+    optimizer = ADAMW8BIT(groups)
+    params += [group["params"][0] for group in groups[2:]]
+    with_grads(*params)
+    optimizer.step()
+    assert [is_8bit(optimizer, p) for p in params] == [1, 0, 1, 0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("block_size", [64, 128, 256, 512])
+def test_scales_are_one_per_block(block_size, device):
+    shapes = [(1000,), (3, 512), (7, 100), (2, 2, 256)]
+    params, optimizer = mixed(device, shapes, min_8bit_size=0, block_size=block_size)
+    run(params, optimizer, 1)
+    for p in params:
+        for name in ("exp_avg_absmax", "exp_avg_sq_absmax"):
+            scales = optimizer.state[p][name]
+            assert scales.numel() == -(-p.numel() // block_size) and scales.dtype == torch.float32
+            assert scales.is_contiguous() and (scales > 0).all()
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(100, 50)
+        self.head = torch.nn.Linear(50, 100)
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+
+
+OVERRIDES = {
+    "none": (lambda net: [], [True, True, False]),
+    "by tensor": (lambda net: [(net.head.weight, None, 32)], [True, False, False]),
+    "by module and name": (lambda net: [(net, "head.bias", 8)], [True, True, True]),
+    "by module": (lambda net: [(net.head, None, 32)], [True, False, False]),
+    "all": (lambda net: [(net, None, 8)], [True, True, True]),
+    "the last one counts": (
+        lambda net: [(net, None, 32), (net.embedding, "weight", 8)],
+        [True, False, False],
+    ),
+}
+
+
+@pytest.mark.parametrize("make, wanted", OVERRIDES.values(), ids=OVERRIDES)
+def test_override(make, wanted, device):
+    net = Net().to(device)
+    optimizer = ADAMW8BIT(net.parameters())
+    for target, name, bits_wanted in make(net):
+        optimizer.override(target, name, bits=bits_wanted)
+    by_memory = {name for row in optimizer.memory() if "uint8" in row.dtypes for name in row.names}
+    net(torch.arange(100, device=device)).square().mean().backward()
+    optimizer.step()
+    assert [is_8bit(optimizer, p) for p in net.parameters()] == wanted
+    assert len(by_memory) == sum(wanted)
+
+
+def test_override_refuses():
+    net = Net()
+    optimizer = ADAMW8BIT([("embedding", net.embedding.weight)])
+    with pytest.raises(ValueError, match="bits must be 8 or 32, got 16"):
+        optimizer.override(net.embedding, bits=16)
+    for target in (net.head.weight, net, net.head):
+        with pytest.raises(ValueError, match="a parameter that this optimizer does not have"):
+            optimizer.override(target, bits=32)
+    with pytest.raises(AttributeError, match="nothing"):
+        optimizer.override(net, "nothing", bits=32)
+    with_grads(*net.parameters())
+    optimizer.step()
+    assert is_8bit(optimizer, net.embedding.weight)  # the refused ones left nothing behind
+    with pytest.raises(ValueError, match="'embedding' has a state already; call override"):
+        optimizer.override(net.embedding, bits=32)
+
+
+def test_small_parameters_have_the_bits_of_adamw(device):
+    """Beside 8-bit ones in a group, and in bfloat16 with the float32 moments of state_dtype."""
+    for dtype in FLOATS:
+        params, optimizer = run(*mixed(device, dtype=dtype))
+        alike, plain = mixed(device, dtype=dtype, cls=headroom.optim.AdamW, state_dtype=FLOATS[0])
+        run(alike, plain)
+        assert [is_8bit(optimizer, p) for p in params] == [True, False]
+        assert_same_bits([params[1]], [alike[1]])
+        for name, value in plain.state[alike[1]].items():
+            assert same_bits(optimizer.state[params[1]][name], value)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@CLASSES
+def test_moments_and_parameters_against_float64(cls, dtype, device):
+    """A step after three, held to the rule that the op is held to."""
+    adam = cls is ADAM8BIT
+    params, optimizer = run(*mixed(device, [(31, 17), (1000,)], dtype, cls, min_8bit_size=0))
+    before = sample_of(params, optimizer)
+    set_grads(params, 7)
+    before.grads = [p.grad for p in params]
+    optimizer.step()
+    got = sample_of(params, optimizer)
+    check_moments(got, before, decoupled=not adam)
+    if dtype == torch.float32:
+        check_params(got, before, decoupled=not adam)
+
+
+def sample_of(params, optimizer):
+    keys = ("exp_avg", "exp_avg_absmax", "exp_avg_sq", "exp_avg_sq_absmax", "step")
+    values = [[optimizer.state[p][key] for p in params] for key in keys]
+    return Sample([p.detach() for p in params], [p.grad for p in params], *values).clone()
+
+
+@CLASSES
+def test_bnb_exact(cls, device):
+    """Whatever the class: the rule always decouples the decay, of the small parameters too."""
+    params, optimizer = run(*mixed(device, cls=cls, bnb_exact=True, nonfinite="propagate"))
+    large = params[:1]
+    before = sample_of(large, optimizer)
+    set_grads(params, 7)
+    before.grads = [large[0].grad]
+    optimizer.step()
+    got = sample_of(large, optimizer)
+    check_moments(got, before, bnb_exact=True)
+    check_params(got, before, bnb_exact=True)
+    alike, plain = mixed(device, cls=headroom.optim.AdamW)
+    for seed in (0, 1, 2, 7):
+        set_grads(alike, seed)
+        plain.step()
+    assert_same_bits(params[1:], alike[1:])
+
+
+# ---- Trajectories --------------------------------------------------------------------------------
+
+
+def test_training_reaches_the_loss_of_float32_moments(device):
+    """200 steps of a small regression: losses are those with float32 moments to 1% of the first
+    one, and fall by more than a factor of 1000."""
+    losses = {}
+    for cls in (torch.optim.AdamW, ADAMW8BIT):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(
+            torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh()
+        ).append(torch.nn.Linear(64, 1))
+        x = torch.randn(256, 20)
+        y = torch.sin(x[:, :3].sum(1, keepdim=True))
+        net, x, y = net.to(device), x.to(device), y.to(device)
+        small = {"min_8bit_size": 1000} if cls is ADAMW8BIT else {}
+        optimizer = cls(net.parameters(), lr=3e-3, **small)
+        losses[cls] = []
+        for _ in range(200):
+            optimizer.zero_grad()
+            loss = (net(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses[cls].append(loss.detach())
+    assert [is_8bit(optimizer, p) for p in net.parameters()] == [1, 0, 1, 0, 0, 0]
+    theirs, ours = (torch.stack(losses[cls]).double() for cls in losses)
+    assert ours[-1] < ours[0] / 1000
+    assert (ours - theirs).abs().max() < 0.01 * ours[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_tensor_lr_is_that_of_both_kinds(dtype, device):
+    lr = torch.tensor(0.25, dtype=dtype, device=device)
+    params, optimizer = mixed(device, lr=lr)
+    alike, plain = mixed(device, lr=0.25)
+    for k in range(3):
+        set_grads(params, k)
+        set_grads(alike, k)
+        optimizer.step()
+        plain.step()
+        lr.div_(2)
+        plain.param_groups[0]["lr"] /= 2
+    assert_same_bits([*params, *states(optimizer)], [*alike, *states(plain)])
+    assert optimizer.param_groups[0]["lr"] is lr
+
+
+# ---- Gradients that are not finite ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_lists", [False, True], ids=["table", "lists"])
+@pytest.mark.parametrize("where", [0, 1], ids=["in the 8-bit one", "in the small one"])
+@pytest.mark.parametrize("value", BAD)
+def test_skip_step_moves_nothing(value, where, on_lists, device):
+    params, optimizer = run(*mixed(device))
+    before = snapshot(optimizer)
+    set_grads(params, 9)
+    params[where].grad.view(-1)[7] = value
+    if on_lists:
+        with OnLists():
+            optimizer.step()
+    else:
+        optimizer.step()
+    assert unchanged(optimizer, before) and optimizer.state[params[0]]["step"] == 3
+    assert optimizer.measured.found_inf == 1 and optimizer.measured.culprit() == where
+    set_grads(params, 9)
+    optimizer.step()
+    assert all(optimizer.state[p]["step"] == 4 for p in params)
+
+
+@pytest.mark.parametrize("where", range(6))
+def test_the_culprit_among_groups_of_both_kinds(where, device):
+    sizes = 5000, 3, 17, 4096, 8, 6000
+    params = [torch.nn.Parameter(torch.randn(n, device=device)) for n in sizes]
+    optimizer = headroom.optim.AdamW8bit([{"params": params[:3]}, {"params": params[3:]}])
+    for bad in (None, where):
+        for k, p in enumerate(params):
+            p.grad = torch.full_like(p, torch.inf if k == bad else 1.0)
+        optimizer.step()
+        assert optimizer.measured.culprit() == bad
+        assert optimizer.measured_params[where] is params[where]
+
+
+@pytest.mark.parametrize("on_lists", [False, True], ids=["table", "lists"])
+@pytest.mark.parametrize("value", BAD)
+def test_skip_element_leaves_the_element_alone(value, on_lists, device):
+    """In both kinds. Others of its block may round otherwise, so their values are not compared."""
+    params, optimizer = run(*mixed(device, nonfinite="skip_element"))
+    params[0].grad, params[1].grad = torch.randn_like(params[0]), torch.randn_like(params[1])
+    for p in params:
+        p.grad.view(-1)[7] = value
+    before = [p.detach().clone() for p in params]
+    small = {k: v.clone() for k, v in optimizer.state[params[1]].items()}
+    if on_lists:
+        with OnLists():
+            optimizer.step()
+    else:
+        optimizer.step()
+    for p, old in zip(params, before):
+        same = (p == old).flatten()
+        assert same[7] and same.sum() < 0.01 * same.numel() + 2
+        assert optimizer.state[p]["step"] == 4
+    for name in ("exp_avg", "exp_avg_sq"):
+        same = (optimizer.state[params[1]][name] == small[name]).flatten()
+        assert same[7] and same.sum() == 1
+        assert optimizer.state[params[0]][f"{name}_absmax"].isfinite().all()
+
+
+def test_propagate_spoils_the_block(device):
+    params, optimizer = run(*mixed(device, nonfinite="propagate"))
+    set_grads(params, 9)
+    params[0].grad.view(-1)[300] = float("nan")
+    optimizer.step()
+    assert params[0].view(-1)[300].isnan() and params[0].isnan().sum() == 1
+    assert optimizer.state[params[0]]["exp_avg_absmax"].isnan().flatten().nonzero().tolist() == [
+        [1]
+    ]
+    assert params[1].isfinite().all() and optimizer.measured is None
+
+
+@pytest.mark.parametrize("nonfinite", ["skip_step", "skip_element", "propagate"])
+def test_a_given_found_inf_skips_the_step(nonfinite, device):
+    params, optimizer = run(*mixed(device, nonfinite=nonfinite))
+    before = snapshot(optimizer)
+    optimizer.found_inf = torch.ones((), device=device)
+    set_grads(params, 9)
+    optimizer.step()
+    assert unchanged(optimizer, before)
+    optimizer.found_inf.zero_()
+    optimizer.step()
+    assert not unchanged(optimizer, before) and optimizer.found_inf == 0
+
+
+@pytest.mark.parametrize("nonfinite", ["skip_step", "skip_element"])
+def test_max_grad_norm(nonfinite, device):
+    """Clipped as one vector, of both kinds, and a step with a bad gradient changes nothing."""
+    params, optimizer = mixed(device, nonfinite=nonfinite, max_grad_norm=0.5)
+    alike, plain = mixed(device, nonfinite=nonfinite)
+    for k in range(3):
+        set_grads(params, k)
+        set_grads(alike, k)
+        before = headroom.clip_grad_norm_(alike, 0.5)
+        optimizer.step()
+        plain.step()
+        assert optimizer.grad_norm == before
+    assert_same_bits([*params, *states(optimizer)], [*alike, *states(plain)])
+    now = snapshot(optimizer)
+    params[1].grad[0, 0] = float("nan")
+    optimizer.step()
+    assert unchanged(optimizer, now) and optimizer.grad_norm.isnan()

@@ -1,0 +1,623 @@
+"""Optimizers in two processes: DDP, FSDP2, DTensors, distributed checkpoints, ZeRO.
+
+The functions without `test_` in their name run on both ranks (distributed_worker.py). The optimizer
+is element-wise, so a sharded step must give the bits of the same step on the whole tensors.
+"""
+
+import headroom
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from helpers.distributed_worker import WORLD_SIZE, Ranks
+from helpers.reference import assert_same_bits
+
+pytestmark = pytest.mark.gloo
+ADAMW = headroom.optim.AdamW
+OPTIONS = dict(lr=1e-2, weight_decay=0.1)
+EITHER = pytest.mark.parametrize(  # the second with 8-bit moments for two of five parameters
+    "cls, options",
+    [(ADAMW, OPTIONS), (headroom.optim.AdamW8bit, OPTIONS | {"min_8bit_size": 5})],
+    ids=["AdamW", "AdamW8bit"],
+)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
+
+
+class Model(torch.nn.Module):
+    """Parameters of 3, 5, 5, 1 and 1 rows: split over two ranks, some unevenly, and of the last two
+    rank 1 has nothing."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.first = torch.nn.Linear(3, 5)
+        self.second = torch.nn.Linear(5, 1)
+        self.gain = torch.nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x * self.gain)))
+
+
+def mesh():
+    return init_device_mesh("cpu", (WORLD_SIZE,))
+
+
+def sharded(model=None, **policy):
+    return fully_shard(model or Model(), mesh=mesh(), **policy)
+
+
+def backward(model, rank, step, dtype=torch.float32):
+    """Gradients of a batch that is another one on every rank and in every step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    batch = torch.randn(8, 3, generator=generator).to(dtype)
+    model(batch).square().mean().backward()
+
+
+def train(model, optimizer, rank, steps):
+    for step in steps:
+        backward(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(tensors):
+    """Full copies of DTensors; collective."""
+    return [t.full_tensor() if isinstance(t, DTensor) else t.detach().clone() for t in tensors]
+
+
+def states(optimizer, name):
+    return [optimizer.state[p][name] for group in optimizer.param_groups for p in group["params"]]
+
+
+def assert_same_state(left, right, names=("step", "exp_avg", "exp_avg_sq")):
+    for name in names:
+        assert_same_bits(whole(states(left, name)), whole(states(right, name)))
+
+
+# ---- DDP -----------------------------------------------------------------------------------------
+
+
+def ddp(rank, cls, options, as_view):
+    model = DistributedDataParallel(Model(), gradient_as_bucket_view=as_view)
+    optimizer = cls(model.parameters(), **options)
+    single = Model()
+    reference = cls(single.parameters(), **options)
+    for step in range(4):
+        backward(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=not as_view)
+        totals = [torch.zeros_like(p) for p in single.parameters()]
+        for other in range(WORLD_SIZE):
+            single.zero_grad()
+            backward(single, other, step)
+            for total, p in zip(totals, single.parameters()):
+                total += p.grad / WORLD_SIZE  # exact: a power of two
+        for total, p in zip(totals, single.parameters()):
+            p.grad = total
+        reference.step()
+    assert_same_bits(model.parameters(), single.parameters())
+    assert_same_state(optimizer, reference)
+
+
+@EITHER
+@pytest.mark.parametrize("as_view", [False, True])
+def test_ddp_has_the_bits_of_one_process(ranks, cls, options, as_view):
+    ranks(ddp, cls, options, as_view)
+
+
+# ---- FSDP2 ---------------------------------------------------------------------------------------
+
+
+def fsdp(rank, options):
+    model, unsharded = sharded(), Model()
+    optimizer = ADAMW(model.parameters(), **OPTIONS, **options)
+    reference = ADAMW(unsharded.parameters(), **OPTIONS, **options)
+    rows = [p.to_local().shape[0] for p in model.parameters()]
+    assert rows == ([2, 3, 3, 1, 1] if rank == 0 else [1, 2, 2, 0, 0])
+    for step in range(4):
+        backward(model, rank, step)
+        for p, q in zip(model.parameters(), unsharded.parameters()):
+            q.grad = p.grad.full_tensor()
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+    assert_same_bits(whole(model.parameters()), unsharded.parameters())
+    names = ["step", "exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * options.get("amsgrad", False)
+    assert_same_state(optimizer, reference, names)
+    for p in model.parameters():
+        assert type(optimizer.state[p]["step"]) is torch.Tensor
+        for name in names[1:]:
+            state = optimizer.state[p][name]
+            assert isinstance(state, DTensor)
+            assert state.placements == p.placements and state.device_mesh == p.device_mesh
+            assert state.shape == p.shape and state.to_local().shape == p.to_local().shape
+            assert state.dtype == options.get("state_dtype", p.dtype)
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"state_dtype": torch.bfloat16}])
+def test_fsdp2_has_the_bits_of_the_unsharded_step(ranks, options):
+    ranks(fsdp, options)
+
+
+def fsdp_against_torch(rank):
+    model, other = sharded(), sharded()
+    optimizer = ADAMW(model.parameters(), **OPTIONS)
+    theirs = torch.optim.AdamW(other.parameters(), **OPTIONS)
+    train(model, optimizer, rank, range(10))
+    train(other, theirs, rank, range(10))
+    for p, q in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(p.to_local(), q.to_local(), rtol=1e-5, atol=1e-6)
+        for name, state in theirs.state[q].items():
+            ours = optimizer.state[p][name]
+            assert type(ours) is type(state) and ours.shape == state.shape
+            if name != "step":
+                assert ours.placements == state.placements
+                torch.testing.assert_close(ours.to_local(), state.to_local(), rtol=1e-5, atol=1e-7)
+
+
+def test_fsdp2_agrees_with_torch(ranks):
+    ranks(fsdp_against_torch)
+
+
+def mixed_precision(rank, param, compute, grad):
+    """Gradients of another dtype than the parameters: torch's optimizers refuse both ways."""
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=grad)
+    model = sharded(Model().to(param), mp_policy=policy)
+    unsharded = Model().to(param)
+    for p in [*model.parameters(), *unsharded.parameters()]:
+        p.grad_dtype = grad
+    optimizer = ADAMW(model.parameters(), **OPTIONS)
+    reference = ADAMW(unsharded.parameters(), **OPTIONS)
+    for step in range(3):
+        backward(model, rank, step, compute)
+        for p, q in zip(model.parameters(), unsharded.parameters()):
+            assert p.grad.dtype == grad and p.dtype == param
+            q.grad = p.grad.full_tensor()
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+    assert_same_bits(whole(model.parameters()), unsharded.parameters())
+    assert_same_state(optimizer, reference)
+
+
+@pytest.mark.parametrize(
+    "param, compute, grad",
+    [
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16, torch.float32),
+    ],
+)
+def test_fsdp2_mixed_precision(ranks, param, compute, grad):
+    ranks(mixed_precision, param, compute, grad)
+
+
+def clipping(rank):
+    model, unsharded = sharded(), Model()
+    optimizer = ADAMW(model.parameters(), **OPTIONS)
+    reference = ADAMW(unsharded.parameters(), **OPTIONS)
+    for step in range(3):
+        backward(model, rank, step)
+        before = whole(p.grad for p in model.parameters())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        assert norm.full_tensor() > 1e-3
+        for p, q, full in zip(model.parameters(), unsharded.parameters(), before):
+            q.grad = p.grad.full_tensor()
+            assert not torch.equal(q.grad, full)
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+    assert_same_bits(whole(model.parameters()), unsharded.parameters())
+
+
+def test_clip_grad_norm_before_the_step(ranks):
+    ranks(clipping)
+
+
+def released(rank, cls, options, clip):
+    """Parameters of two wrapped modules and of the root, stepped inside backward."""
+    nets, optimizers = [], []
+    for _ in range(2):
+        model = Model()
+        for part in (model.first, model.second):
+            fully_shard(part, mesh=mesh())
+        nets.append(sharded(model))
+        optimizers.append(cls(model.parameters(), **options, max_grad_norm=1e-3 if clip else None))
+    handle = headroom.optim.release_gradients(nets[1], optimizers[1], clip=clip, bucket_bytes=64)
+    for step in range(3):
+        backward(nets[0], rank, step)
+        if clip:
+            with handle.measure():
+                backward(nets[1], rank, step)
+        backward(nets[1], rank, step)
+        assert all(p.grad is None for p in nets[1].parameters())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    if clip:
+        assert optimizers[0].grad_norm > 1e-3
+        norms = [optimizer.grad_norm for optimizer in optimizers]
+        torch.testing.assert_close(*norms, rtol=2**-20, atol=0)
+        for p, q in zip(*(whole(net.parameters()) for net in nets)):
+            torch.testing.assert_close(p, q, rtol=2**-18, atol=2**-18)
+    else:
+        assert_same_bits(*(whole(net.parameters()) for net in nets))
+
+
+@EITHER
+@pytest.mark.parametrize("clip", [None, "two-pass"])
+def test_fsdp2_with_released_gradients(ranks, cls, options, clip):
+    ranks(released, cls, options, clip)
+
+
+def released_into_an_accumulator(rank, wrap):
+    nets, optimizers = [], []
+    for k in range(2):
+        net = DistributedDataParallel(Model()) if wrap == "ddp" else sharded()
+        optimizer = ADAMW(net.parameters(), **OPTIONS, max_grad_norm=1e-3)
+        accumulator = headroom.GradAccumulator(net)
+        if k:
+            headroom.optim.release_gradients(net, optimizer, accumulator=accumulator)
+        for step in range(4):
+            with accumulator.micro_batch(weight=1 + step):
+                backward(net, rank, step)
+            if step % 2:
+                accumulator.finish()
+                optimizer.step()
+                optimizer.zero_grad()
+        nets.append(net)
+        optimizers.append(optimizer)
+    assert_same_bits(*(whole(net.parameters()) for net in nets))
+    assert_same_state(*optimizers)
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_gradients_released_into_an_accumulator(ranks, wrap):
+    ranks(released_into_an_accumulator, wrap)
+
+
+# ---- DTensors made by hand -----------------------------------------------------------------------
+
+PLACEMENTS = {"row": Shard(0), "column": Shard(1), "replicate": Replicate(), "partial": Partial()}
+
+
+def by_hand(rank, param_placement, grad_placement):
+    placement, grad_placement = PLACEMENTS[param_placement], PLACEMENTS[grad_placement]
+    values = torch.randn(2, 5, 3)  # the same on both ranks
+    unsharded = torch.nn.Parameter(values[0].clone())
+    param = torch.nn.Parameter(distribute_tensor(values[0], mesh(), [placement]))
+    optimizer, reference = ADAMW([param], **OPTIONS), ADAMW([unsharded], **OPTIONS)
+    for step in range(3):
+        unsharded.grad = values[1] * (step + 1)
+        if grad_placement.is_partial():
+            local = unsharded.grad * (0.25 if rank == 0 else 0.75)
+            unsharded.grad = unsharded.grad * 0.25 + unsharded.grad * 0.75
+            grad = DTensor.from_local(local, mesh(), [grad_placement])
+        else:
+            grad = distribute_tensor(unsharded.grad, mesh(), [grad_placement])
+        param.grad = grad
+        optimizer.step()
+        reference.step()
+        assert param.grad is grad and grad.placements == (grad_placement,)
+    assert param.placements == (placement,)
+    assert_same_bits(whole([param]), [unsharded])
+    assert_same_state(optimizer, reference)
+    assert optimizer.state[param]["exp_avg"].placements == (placement,)
+
+
+@pytest.mark.parametrize("grad", PLACEMENTS)
+@pytest.mark.parametrize("param", ["row", "column", "replicate"])
+def test_dtensors_made_by_hand(ranks, param, grad):
+    ranks(by_hand, param, grad)
+
+
+def mixed_group(rank):
+    """Plain parameters and DTensors in one group."""
+    values = torch.randn(2, 4, 3)
+    plain = torch.nn.Parameter(values[0].clone())
+    param = torch.nn.Parameter(distribute_tensor(values[0], mesh(), [Shard(0)]))
+    optimizer = ADAMW([plain, param], **OPTIONS)
+    for _ in range(2):
+        plain.grad = values[1].clone()
+        param.grad = distribute_tensor(values[1], mesh(), [Shard(0)])
+        optimizer.step()
+    assert_same_bits(whole([param]), [plain])
+    plain.grad = None
+    optimizer.step()
+    assert optimizer.state[param]["step"] == 3 and optimizer.state[plain]["step"] == 2
+
+
+def test_plain_parameters_and_dtensors_in_one_group(ranks):
+    ranks(mixed_group)
+
+
+def compiled(rank):
+    values = torch.randn(2, 5, 3)
+    unsharded = torch.nn.Parameter(values[0].clone())
+    param = torch.nn.Parameter(distribute_tensor(values[0], mesh(), [Shard(0)]))
+    optimizer, reference = ADAMW([param], **OPTIONS), ADAMW([unsharded], **OPTIONS)
+    step = torch.compile(optimizer.step, backend="aot_eager", fullgraph=True)
+    for k in range(3):
+        unsharded.grad = values[1] * (k + 1)
+        param.grad = distribute_tensor(unsharded.grad, mesh(), [Shard(0)])
+        step()
+        reference.step()
+    assert_same_bits(whole([param]), [unsharded])
+    assert_same_state(optimizer, reference)
+
+
+def test_compiled_step_on_dtensors(ranks):
+    ranks(compiled)
+
+
+# ---- distributed checkpoints ---------------------------------------------------------------------
+
+
+def special(dtype):
+    """Values that a step with lr 0 could spoil: signed zeros, denormals, the largest numbers."""
+    info = torch.finfo(dtype)
+    values = [0.0, -0.0, info.max, info.min, info.tiny, -info.tiny / 2, info.eps, 1.0, -3.0]
+    return torch.tensor(values, dtype=dtype).reshape(9, 1)
+
+
+def initial_state(rank, dtype, lr):
+    param = torch.nn.Parameter(distribute_tensor(special(dtype), mesh(), [Shard(0)]))
+    module = torch.nn.Module()
+    module.weight = param
+    optimizer = ADAMW(module.parameters(), lr=lr, amsgrad=True)
+    loaded = get_optimizer_state_dict(module, optimizer)
+    assert_same_bits(whole([param]), [special(dtype)])
+    assert set(loaded["state"]["weight"]) == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+    assert set(optimizer.state[param]) == set(loaded["state"]["weight"])
+    for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        assert whole([optimizer.state[param][name]])[0].count_nonzero() == 0
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert param.grad is None
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_state_is_created_without_touching_parameters(ranks, dtype, tensor_lr):
+    ranks(initial_state, dtype, torch.tensor(1e-2) if tensor_lr else 1e-2)
+
+
+def saved(model, optimizer, path, **options):
+    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**options))
+    dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=path)
+
+
+def loaded(model, optimizer, path, **options):
+    options = StateDictOptions(**options)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+
+
+def resume(rank, path, options, flatten):
+    model = sharded()
+    optimizer = ADAMW(model.parameters(), **OPTIONS, **options)
+    train(model, optimizer, rank, range(3))
+    saved(model, optimizer, path, flatten_optimizer_state_dict=flatten)
+    train(model, optimizer, rank, range(3, 6))
+
+    resumed = sharded(Model().apply(lambda m: [p.data.zero_() for p in m.parameters()]))
+    other = ADAMW(resumed.parameters(), **OPTIONS, **options)
+    loaded(resumed, other, path, flatten_optimizer_state_dict=flatten)
+    names = ["step", "exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * options.get("amsgrad", False)
+    assert set(other.state[resumed.gain]) == set(names)
+    assert other.state[resumed.gain]["exp_avg"].dtype == options.get("state_dtype", torch.float32)
+    train(resumed, other, rank, range(3, 6))
+    assert_same_bits(whole(resumed.parameters()), whole(model.parameters()))
+    assert_same_state(other, optimizer, names)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"amsgrad": True}, {"state_dtype": torch.bfloat16}],
+    ids=["default", "amsgrad", "state_dtype"],
+)
+def test_resume_from_a_distributed_checkpoint(ranks, tmp_path, options, flatten):
+    ranks(resume, tmp_path / "checkpoint", options, flatten)
+
+
+def exchange(rank, path, source, target):
+    """A checkpoint of one optimizer resumes the other: compared with a run that never changed."""
+    model, unchanged = sharded(), sharded()
+    optimizer = source(model.parameters(), **OPTIONS)
+    reference = target(unchanged.parameters(), **OPTIONS)
+    train(model, optimizer, rank, range(3))
+    train(unchanged, reference, rank, range(6))
+    saved(model, optimizer, path)
+
+    resumed = sharded()
+    other = target(resumed.parameters(), **OPTIONS)
+    loaded(resumed, other, path)
+    assert_same_bits(whole(states(other, "exp_avg")), whole(states(optimizer, "exp_avg")))
+    train(resumed, other, rank, range(3, 6))
+    for p, q in zip(whole(resumed.parameters()), whole(unchanged.parameters())):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert all(step == 6 for step in states(other, "step"))
+
+
+@pytest.mark.parametrize(
+    "source, target", [(torch.optim.AdamW, ADAMW), (ADAMW, torch.optim.AdamW)], ids=["in", "out"]
+)
+def test_checkpoints_of_torch_and_headroom_resume_each_other(ranks, tmp_path, source, target):
+    ranks(exchange, tmp_path / "checkpoint", source, target)
+
+
+def reshard(rank, options):
+    """From two shards to one whole and back."""
+    model = sharded()
+    optimizer = ADAMW(model.parameters(), **OPTIONS, **options)
+    train(model, optimizer, rank, range(3))
+    full = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    values = whole(model.parameters())
+    if rank == 0:  # rank 1 gets an empty dict
+        plain = Model()
+        for p, value in zip(plain.parameters(), values):
+            p.data.copy_(value)
+        single = ADAMW(plain.parameters(), **OPTIONS, **options)
+        set_optimizer_state_dict(
+            plain, single, full, options=StateDictOptions(full_state_dict=True)
+        )
+        names = [name for name, _ in plain.named_parameters()]
+        assert_same_bits(states(single, "exp_avg"), [full["state"][n]["exp_avg"] for n in names])
+    resumed = sharded()
+    other = ADAMW(resumed.parameters(), **OPTIONS, **options)
+    set_optimizer_state_dict(
+        resumed,
+        other,
+        full,
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )
+    assert_same_state(other, optimizer)
+
+
+@pytest.mark.parametrize("options", [{}, {"state_dtype": torch.bfloat16}], ids=str)
+def test_full_state_dict_reshards(ranks, options):
+    ranks(reshard, options)
+
+
+# ---- ZeRO ----------------------------------------------------------------------------------------
+
+
+def zero(rank, cls, options):
+    model, single = Model(), Model()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=cls, **options)
+    reference = cls(single.parameters(), **options)
+    for step in range(4):
+        backward(model, 0, step)
+        backward(single, 0, step)
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+    assert_same_bits(model.parameters(), single.parameters())
+    assert 0 < len(optimizer.optim.state) < len(reference.state)
+    optimizer.consolidate_state_dict(to=0)
+    if rank == 0:
+        whole_state = optimizer.state_dict()
+        resumed = cls(Model().parameters(), **options)
+        resumed.load_state_dict(whole_state)
+        assert_same_state(resumed, reference)
+
+
+@EITHER
+def test_zero_redundancy_optimizer(ranks, cls, options):
+    ranks(zero, cls, options)
+
+
+# ---- Weights in 16 bits --------------------------------------------------------------------------
+
+MODES = [
+    dict(master="f32"),
+    dict(master="remainder16"),
+    dict(master="remainder8", rounding="stochastic"),
+    dict(rounding="stochastic", seed=5),
+    dict(rounding="kahan"),
+]
+
+
+def sixteen_bits(rank, cls, options, mode):
+    """Shards of rows, of columns, and uneven ones take the bits of the whole, random ones too."""
+    generator = torch.Generator().manual_seed(3)
+    values = [
+        torch.randn(shape, generator=generator).bfloat16() for shape in [(7, 64), (1, 3), (4, 6, 5)]
+    ]
+    for placement in (Shard(0), Shard(1), Replicate()):
+        single = [torch.nn.Parameter(value.clone()) for value in values]
+        sharded = [
+            torch.nn.Parameter(distribute_tensor(value, mesh(), [placement])) for value in values
+        ]
+        reference, optimizer = cls(single, **options, **mode), cls(sharded, **options, **mode)
+        for _ in range(3):
+            for param, other in zip(single, sharded):
+                param.grad = torch.randn(param.shape, generator=generator).bfloat16()
+                other.grad = distribute_tensor(param.grad, mesh(), [placement])
+            reference.step()
+            optimizer.step()
+        assert_same_bits(whole(sharded), single)
+        exact, joined = (
+            headroom.optim.master_weights(reference),
+            headroom.optim.master_weights(optimizer),
+        )
+        assert_same_bits(whole(joined[p] for p in sharded), [exact[p] for p in single])
+        headroom.optim.load_master_weights(optimizer, joined)
+        again = headroom.optim.master_weights(optimizer)
+        assert_same_bits(whole(again[p] for p in sharded), [exact[p] for p in single])
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(map(str, mode.values())))
+def test_weights_in_16_bits_do_not_depend_on_the_sharding(ranks, mode):
+    ranks(sixteen_bits, ADAMW, OPTIONS, mode)
+
+
+def sharded_checkpoint(rank, path):
+    def make():
+        model = headroom.cast_model(Model(), torch.bfloat16, keep=["second"])
+        fully_shard(model.second, mesh=mesh())  # FSDP2 wants one dtype in what it gathers together
+        model = sharded(model)
+        return model, ADAMW(model.parameters(), **OPTIONS, master="remainder16")
+
+    def steps(model, optimizer, seeds):
+        for seed in seeds:
+            backward(model, rank, seed, torch.bfloat16)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = make()
+    steps(model, optimizer, range(3))
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=path)
+    steps(model, optimizer, range(3, 5))
+    resumed, other = make()
+    state = {"model": resumed.state_dict(), "optimizer": get_optimizer_state_dict(resumed, other)}
+    dcp.load(state, checkpoint_id=path)
+    resumed.load_state_dict(state["model"])
+    set_optimizer_state_dict(resumed, other, state["optimizer"])
+    steps(resumed, other, range(3, 5))
+    assert_same_bits(whole(model.parameters()), whole(resumed.parameters()))
+    weights = [headroom.optim.master_weights(o) for o in (optimizer, other)]
+    assert_same_bits(whole(weights[0].values()), whole(weights[1].values()))
+    # Gathered by collectives, which have no int16, into an optimizer that is not sharded.
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    gathered = get_optimizer_state_dict(model, optimizer, options=full)
+    parameters = whole(model.parameters())
+    if rank == 0:
+        names = [name for name, _ in model.named_parameters()]
+        single = dict(zip(names, map(torch.nn.Parameter, parameters)))
+        last = ADAMW(single.items(), **OPTIONS, master="remainder16")
+        state = {i: gathered["state"][name] for i, name in enumerate(names)}
+        last.load_state_dict({"state": state, "param_groups": last.state_dict()["param_groups"]})
+        joined = headroom.optim.master_weights(last)
+        local = [weights[0][p].to_local() for p in model.parameters()]
+        for one, param in zip(local, single.values()):
+            assert_same_bits([one], [joined[param][: len(one)]])
+
+
+def test_remainders_survive_a_sharded_checkpoint(ranks, tmp_path):
+    ranks(sharded_checkpoint, str(tmp_path))

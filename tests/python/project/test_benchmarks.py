@@ -1,0 +1,353 @@
+"""The benchmarks: that they run, that contenders do the same work, that the sums are right."""
+
+import importlib
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import headroom
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.append(str(ROOT))
+
+from benchmarks import __main__ as command  # noqa: E402
+from benchmarks import accumulate, adamw, adamw8bit, unscale_norm  # noqa: E402
+from benchmarks._limits import Rotation, cache_bytes, sets_needed  # noqa: E402
+from benchmarks._timing import Contender, Settings, measure, ratios  # noqa: E402
+from benchmarks.harness import Bar, Case, Unavailable, run, run_case  # noqa: E402
+
+CPU = torch.device("cpu")
+FAST = Settings(rounds=3, sample_s=0.0, warmup_s=0.0)
+
+
+def sleeper(seconds, **kwargs):
+    return Contender(lambda: time.sleep(seconds), **kwargs)
+
+
+def make_case(factories, **kwargs):
+    return Case("fake", "sleeps", lambda device: factories, against="rival", **kwargs)
+
+
+@pytest.mark.parametrize("stem", command.STEMS)
+def test_quick_run_covers_every_case(stem, device, tmp_path):
+    path = tmp_path / "results.json"
+    line = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        stem,
+        "--quick",
+        "--threads",
+        "1",
+        "--device",
+        device,
+    ]
+    done = subprocess.run([*line, "--json", str(path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    saved = json.loads(path.read_text())
+    cases = importlib.import_module(f"benchmarks.{stem}").cases
+    expected = [case.name for case in cases(torch.device(device), quick=True)]
+    assert [case["name"] for case in saved["cases"]] == expected
+    for case in saved["cases"]:
+        assert f"\n{case['name']}: " in done.stdout
+        for name, result in case["contenders"].items():
+            assert "unavailable" in result or result["seconds"]["median"] > 0, (case["name"], name)
+        rival = case["contenders"][case["against"]]
+        assert rival["ratio"]["median"] > 0
+        if case["work"]:
+            ours = case["contenders"]["headroom"]
+            assert ours["rate"] == pytest.approx(case["work"] / ours["seconds"]["median"])
+            assert ours["fraction"] == pytest.approx(ours["rate"] / case["limit"]["rate"])
+    assert saved["machine"]["threads"] == 1
+    assert saved["versions"]["torch"] == torch.__version__
+    assert isinstance(saved["versions"]["build_info"], dict)
+
+
+def reference(data, step):
+    """One AdamW step in float64."""
+    h = adamw.HYPER
+    p, g, m, v = (t[0].double() for t in (data.params, data.grads, data.exp_avgs, data.exp_avg_sqs))
+    m, v = m.lerp(g, 1 - h["beta1"]), v * h["beta2"] + g * g * (1 - h["beta2"])
+    update = m / (1 - h["beta1"] ** step) / ((v / (1 - h["beta2"] ** step)).sqrt() + h["eps"])
+    return p * (1 - h["lr"] * h["weight_decay"]) - h["lr"] * update
+
+
+@pytest.mark.parametrize(
+    "contender",
+    [
+        adamw.headroom_op,
+        adamw.torch_fused,
+        adamw.deepspeed_cpu,
+        adamw.torch_foreach,
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_contenders_do_the_same_work(contender, dtype, device, monkeypatch):
+    monkeypatch.setitem(adamw.HYPER, "lr", 0.1)  # moves bf16 parameters by more than a rounding
+    data = adamw.Layout(1, 1000, dtype, dtype).allocate(torch.device(device))
+    before, expected = data.params[0].clone(), reference(data, step=2)
+    try:
+        contender(Rotation([data])).call()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    moved = (data.params[0] - before).abs().max().item()
+    assert moved > 0.01
+    error = (data.params[0].double() - expected).abs().max().item()
+    # Values below 1.5: two roundings; DeepSpeed's loop rounds more often.
+    roundings = 8 if contender is adamw.deepspeed_cpu else 2
+    assert error <= roundings * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_8bit_op_does_the_work_of_adamw(dtype, device, monkeypatch):
+    """On the moments that codes and scales stand for."""
+    monkeypatch.setitem(adamw8bit.HYPER, "lr", 0.1)
+    monkeypatch.setitem(adamw.HYPER, "lr", 0.1)
+    data = adamw8bit.Layout(1, 1000, dtype).allocate(torch.device(device))
+    scales = [absmax[0].repeat_interleave(256)[:1000].double() for absmax in (data[3], data[5])]
+    maps = [headroom.dynamic_map(signed).to(device).double() for signed in (True, False)]
+    codes = data.exp_avgs[0], data.exp_avg_sqs[0]
+    m, v = (values[c.int()] * scale for values, c, scale in zip(maps, codes, scales))
+    wide = adamw.Data(data.params, data.grads, [m], [v], [], [])
+    before, expected = data.params[0].clone(), reference(wide, step=2)
+    adamw8bit.headroom_op(Rotation([data])).call()
+    assert (data.params[0] - before).abs().max() > 0.01
+    error = (data.params[0].double() - expected).abs() / (expected - before).abs().clamp(min=1)
+    assert error.max() <= 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize(
+    "contender",
+    [
+        adamw8bit.headroom_step,
+        adamw8bit.torch_step,
+        adamw8bit.torchao_step,
+        adamw8bit.bitsandbytes_step,
+    ],
+)
+def test_8bit_steps_move_parameters(contender, device):
+    """From moments of zero: by lr against the sign of the gradient, less the decay."""
+    lr, decay = (adamw8bit.CONSTRUCTOR[name] for name in ("lr", "weight_decay"))
+    data = adamw8bit.Layout(2, 5000, torch.float32).allocate(torch.device(device))
+    before = [param.detach().clone() for param in data.params]
+    try:
+        contender(Rotation([data])).call()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    for param, grad, old in zip(data.params, data.grads, before):
+        wanted = old * (1 - lr * decay) - lr * grad.sign()
+        assert (param.detach() - wanted).abs().max() < 1e-3 * lr
+
+
+NORM_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@pytest.mark.parametrize("dtype", NORM_TOLERANCE)
+@pytest.mark.parametrize(
+    "contender",
+    [
+        unscale_norm.headroom_norm,
+        unscale_norm.torch_norm,
+        unscale_norm.headroom_clip,
+        unscale_norm.torch_clip,
+        unscale_norm.torch_clip_loop,
+    ],
+)
+def test_contenders_measure_the_same_norm(contender, dtype, device):
+    data = unscale_norm.Layout(3, 1000, dtype).allocate(torch.device(device))
+    before = [grad.double().clone() for grad in data.grads]
+    expected = torch.cat(before).norm().item()
+    norm = contender(Rotation([data])).call().item()
+    assert norm == pytest.approx(expected, rel=NORM_TOLERANCE[dtype])
+    if "clip" in contender.__name__ and dtype == torch.float32:
+        for grad, old in zip(data.grads, before):
+            ratio = grad.double() / old
+            assert (ratio - unscale_norm.SHRINK).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("contender", [unscale_norm.headroom_unscale, unscale_norm.torch_unscale])
+def test_unscaling_contenders_write(contender, device):
+    data = unscale_norm.Layout(3, 1000, torch.float32).allocate(torch.device(device))
+    before = [grad.clone() for grad in data.grads]
+    contender(Rotation([data])).call()
+    for grad, old in zip(data.grads, before):
+        torch.testing.assert_close(grad, old / unscale_norm.SCALE, rtol=1e-6, atol=0)
+        assert (grad != old).any()
+
+
+@pytest.mark.parametrize(
+    "contender, written",
+    [
+        (unscale_norm.headroom_step, False),
+        (unscale_norm.headroom_explicit_step, True),
+        (lambda data: unscale_norm.torch_step(data, fused=True), True),
+    ],
+)
+def test_steps_move_parameters(contender, written, device):
+    data = unscale_norm.Layout(3, 1000, torch.float32).allocate(torch.device(device))
+    call = contender(Rotation([data])).call
+    params = [param.detach().clone() for param in data.params]
+    grads = [grad.clone() for grad in data.grads]
+    call()
+    for param, old in zip(data.params, params):
+        moved = old * (1 - unscale_norm.LR * 1e-2) - param.detach()
+        assert moved.min() > 0.9 * unscale_norm.LR  # an early step of Adam, all gradients > 0
+    assert all((grad != old).any().item() == written for grad, old in zip(data.grads, grads))
+
+
+@pytest.mark.parametrize("dtype", NORM_TOLERANCE)
+@pytest.mark.parametrize(
+    "contender", [accumulate.headroom_op, accumulate.torch_foreach, accumulate.torch_widened]
+)
+def test_accumulating_contenders_do_the_same_work(contender, dtype, device):
+    data = accumulate.Layout(3, 1000, dtype).allocate(torch.device(device))
+    expected = [s.double() + g.double() for s, g in zip(data.sums, data.grads)]
+    contender(Rotation([data])).call()
+    for total, wanted in zip(data.sums, expected):
+        assert (total.double() - wanted).abs().max() <= torch.finfo(torch.float32).eps * 2
+
+
+def test_new_gradients_have_new_addresses():
+    case = next(c for c in adamw.cases(CPU, quick=True) if c.name.endswith("newgrads"))
+    contender = case.setup(CPU)["torch fused"]()
+    params = contender.call.__self__.param_groups[0]["params"]
+    old = [p.grad.data_ptr() for p in params]
+    contender.prepare()
+    assert all(p.grad.data_ptr() != address for p, address in zip(params, old))
+
+
+def test_bytes_that_have_to_move():
+    f32, bf16 = torch.float32, torch.bfloat16
+    per_element = {(f32, f32): 28, (bf16, bf16): 14, (f32, bf16): 20, (bf16, f32): 22}
+    for (param, moment), count in per_element.items():
+        assert adamw.Layout(3, 7, param, moment).bytes_moved == 21 * count
+
+
+def test_bytes_of_8bit_moments():
+    """The issue's 16 and 10 bytes for each parameter, and 4 scales for each block."""
+    for param, count in ((torch.float32, 16), (torch.bfloat16, 10)):
+        layout = adamw8bit.Layout(3, 700, param)
+        assert layout.bytes_moved == 3 * (700 * count + 3 * 16)
+        data = layout.allocate(CPU)
+        tensors = [tensor for column in data[:-1] for tensor in column]
+        assert layout.bytes_held == sum(tensor.nbytes for tensor in tensors)
+        read = layout.bytes_held
+        written = read - sum(grad.nbytes for grad in data.grads)
+        assert layout.bytes_moved == read + written
+
+
+def test_rotation_is_larger_than_the_cache():
+    for layout in (
+        adamw.Layout(1, 1 << 24, torch.float32, torch.float32),
+        adamw.Layout(1, 1 << 30, torch.bfloat16, torch.bfloat16),
+    ):
+        count = sets_needed(layout.bytes_held, CPU)
+        assert count >= 2 and count * layout.bytes_held >= 4 * cache_bytes(CPU)
+    data = Rotation("abc")
+    assert [data.next() for _ in range(4)] == list("abca")
+
+
+def test_every_round_has_every_contender_in_a_new_order():
+    calls = []
+    contenders = {name: Contender(lambda name=name: calls.append(name)) for name in "abc"}
+    measure(contenders, CPU, Settings(rounds=8, sample_s=0.0, warmup_s=0.0))
+    rounds = [tuple(calls[i : i + 3]) for i in range(len(calls) - 24, len(calls), 3)]
+    assert all(sorted(order) == list("abc") for order in rounds)
+    assert len(set(rounds)) > 1
+
+
+def test_times_are_of_one_call_without_its_preparation():
+    log = []
+
+    def note(what, seconds):
+        log.append(what)
+        time.sleep(seconds)
+
+    contenders = {
+        "short": sleeper(0.001),
+        "long": sleeper(0.03),
+        "prepared": Contender(lambda: note("call", 0.001), lambda: note("prepare", 0.02)),
+    }
+    timings = measure(contenders, CPU, Settings(rounds=3, sample_s=0.02, warmup_s=0.0))
+    assert timings["short"].calls > 1 and timings["long"].calls == 1
+    assert 0.001 <= timings["short"].median < 0.01 < 0.03 <= timings["long"].median
+    assert statistics.median(ratios(timings["long"], timings["short"])) > 2
+    assert 0.001 <= timings["prepared"].median < 0.01
+    assert len(log) > 6 and log == ["prepare", "call"] * (len(log) // 2)
+
+
+def test_bars():
+    bars = [
+        Bar("ratio", 2.0, "cpu"),
+        Bar("ratio", 1000.0, "cpu"),
+        Bar("fraction", 0.5, "cpu"),
+        Bar("ratio", 2.0, "cuda"),
+    ]
+    factories = {"headroom": lambda: sleeper(0.001), "rival": lambda: sleeper(0.02)}
+    case = make_case(factories, work=1000, bars=bars)
+    limit = "sleep", sleeper(0.01, work=1000)
+    found = run_case(case, CPU, FAST, limit)["bars"]
+    assert [bar["met"] for bar in found] == [True, False, True]  # the CUDA bar is not judged
+    factories["headroom"] = lambda: sleeper(0.05)
+    found = run_case(case, CPU, FAST, limit)["bars"]
+    assert [bar["met"] for bar in found] == [False, False, False]
+
+
+def broken():
+    raise ValueError("cannot do it")
+
+
+def missing():
+    raise Unavailable("not installed")
+
+
+def test_a_contender_that_fails_does_not_cost_the_others():
+    case = make_case(
+        {"headroom": broken, "peer": missing, "rival": lambda: sleeper(0.001)},
+        bars=[Bar("ratio", 0.1, "cpu")],
+    )
+    result = run_case(case, CPU, FAST)
+    assert result["contenders"]["headroom"] == {"error": "ValueError: cannot do it"}
+    assert result["contenders"]["peer"] == {"unavailable": "not installed"}
+    assert result["contenders"]["rival"]["seconds"]["median"] >= 0.001
+    assert [bar["met"] for bar in result["bars"]] == [False]
+
+
+def test_flop_bound_case():
+    a = torch.rand(128, 128)
+    case = make_case({"headroom": lambda: Contender(lambda: a @ a)}, work=2 * 128**3, unit="flop")
+    kinds = dict(run([case], CPU, FAST, quick=True))
+    assert kinds["limit"]["best"] == "matmul 128 x 128 x 128 float32"
+    ours = kinds["case"]["contenders"]["headroom"]
+    assert ours["rate"] == pytest.approx(2 * 128**3 / ours["seconds"]["median"])
+    assert math.isfinite(ours["fraction"]) and ours["fraction"] > 0
+
+
+@pytest.mark.parametrize(
+    "ours, arguments, code",
+    [(0.001, ["--check"], 0), (0.02, ["--check"], 1), (0.02, [], 0), (None, [], 1)],
+)
+def test_exit_status(monkeypatch, capsys, ours, arguments, code):
+    make = broken if ours is None else lambda: sleeper(ours)
+    case = make_case(
+        {"headroom": make, "rival": lambda: sleeper(0.005)}, bars=[Bar("ratio", 1.0, "cpu")]
+    )
+    monkeypatch.setattr(adamw, "cases", lambda device, quick: [case])
+    assert command.main(["adamw", "--rounds", "2", *arguments]) == code
+    table = capsys.readouterr().out
+    assert ("NOT MET" in table) == (ours != 0.001)
+
+
+def test_bad_arguments(capsys):
+    for arguments in (["adamw", "--quick", "--check"], ["adamw", "--rounds", "1"], ["nothing"]):
+        with pytest.raises(SystemExit) as stopped:
+            command.main(arguments)
+        assert stopped.value.code == 2
+    with pytest.raises(SystemExit, match="no such case: nosuch"):
+        command.main(["adamw", "--quick", "--cases", "nosuch"])

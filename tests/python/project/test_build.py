@@ -1,0 +1,162 @@
+"""What the build promises, asked of the binaries: exports, dependencies, header, C package."""
+
+import ctypes
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import headroom
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+HEADER = Path(headroom.get_include()) / "headroom.h"
+LIBRARY = Path(headroom.get_library_dir()) / "libheadroom.so.0"
+TORCH_LIBRARY = Path(headroom.get_library_dir()) / "libheadroom_torch.so"
+
+
+# This Python's own programs (cmake, ninja), which are on PATH only if its environment is activated.
+PATH = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+
+
+def run(*command, **env):
+    """Standard output of a command; a failure shows all that it said."""
+    if shutil.which(command[0], path=PATH) is None:
+        pytest.skip(f"needs {command[0]}")
+    command = [str(part) for part in command]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PATH": PATH, **env}
+    )
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def symbols(library, kind):
+    """(type, name) of the dynamic symbols; a name from a versioned library keeps its @VERSION."""
+    lines = run("nm", "-D", f"--{kind}-only", library).splitlines()
+    return {tuple(line.split()[-2:]) for line in lines}
+
+
+def needed(library):
+    return set(re.findall(r"\(NEEDED\).*\[(.+)\]", run("readelf", "-d", library)))
+
+
+# --- Symbols and dependencies -----------------------------------------------------------------
+
+
+def test_only_the_functions_of_the_header_are_exported():
+    declared = set(re.findall(r"^HR_API [^;(]*?\b(\w+)\(", HEADER.read_text(), re.M))
+    assert {name for _, name in symbols(LIBRARY, "defined")} == declared
+    assert all(name.startswith("hr_") for name in declared)
+
+
+def test_the_torch_library_exports_nothing():
+    assert symbols(TORCH_LIBRARY, "defined") == set()
+
+
+def test_the_torch_library_uses_torchs_stable_interface_alone():
+    names = {(kind, name) for kind, name in symbols(TORCH_LIBRARY, "undefined") if "@" not in name}
+    from_torch = {(kind, name) for kind, name in names if re.match(r"aoti_torch_|torch_", name)}
+    others = {name for kind, name in names - from_torch if kind == "U"}
+    strays = {name for name in others if not re.match(r"hr_|_Z(N[KRO]*)?St", name)}  # ours, std::
+    assert from_torch and not strays
+    # A torch for the CPU has no CUDA functions, and the library must load there too.
+    assert {kind for kind, name in from_torch if "_cuda_" in name} == {"w"}
+
+
+def test_dependencies():
+    system = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "libstdc++.so.6", "ld-linux-x86-64.so.2"}
+    system |= {"libdl.so.2", "libpthread.so.0", "librt.so.1", "ld-linux-aarch64.so.1"}
+    assert needed(LIBRARY) <= system
+    assert needed(TORCH_LIBRARY) - system == {"libheadroom.so.0", "libtorch.so"}
+    for library in (LIBRARY, TORCH_LIBRARY):
+        paths = re.findall(r"\((?:RPATH|RUNPATH)\).*\[(.+)\]", run("readelf", "-d", library))
+        assert set(paths) <= {"$ORIGIN"}
+
+
+def test_loads_without_torch_and_answers():
+    code = (
+        "import ctypes, sys; lib = ctypes.CDLL(sys.argv[1]); lib.hr_build_info.restype = "
+        "ctypes.c_char_p; print(lib.hr_version(), lib.hr_build_info().decode())"
+    )
+    version, info = run(sys.executable, "-I", "-c", code, LIBRARY).split(maxsplit=1)
+    major, minor, patch = map(int, headroom.__version__.split("."))
+    assert int(version) == major * 10000 + minor * 100 + patch
+    assert f"version={headroom.__version__};" in info
+
+
+def test_one_version_everywhere():
+    source = (ROOT / "capi" / "headroom.h").read_text()
+    numbers = re.findall(r"^#define HR_VERSION_(?:MAJOR|MINOR|PATCH) +(\d+)", source, re.M)
+    assert headroom.__version__ == importlib.metadata.version("headroom") == ".".join(numbers)
+
+
+# --- The header and the C package -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiler", [("cc", "-xc", "-std=c99"), ("c++", "-xc++", "-std=c++17")])
+def test_the_header_compiles_alone_without_warnings(compiler, tmp_path):
+    source = tmp_path / "alone"
+    source.write_text(
+        "#include <headroom.h>\n#include <headroom.h>\n"
+        "int main(void) { hr_adamw_config c = HR_ADAMW_CONFIG_INIT; return c.size == 0; }\n"
+    )
+    flags = ["-pedantic", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
+    run(*compiler, *flags, f"-I{HEADER.parent}", source)
+
+
+@pytest.fixture(scope="module")
+def prefix(request, tmp_path_factory):
+    """Where header, library, CMake package and pkg-config file are installed."""
+    if request.param == "python package":
+        return HEADER.parents[1]
+    build = ROOT / "build" / "c-library"  # kept, so that the next run takes a second
+    # What is installed is looked at, not how fast it is.
+    options = ["-DHEADROOM_TORCH=OFF", "-DHEADROOM_CUDA=OFF", "-DCMAKE_BUILD_TYPE=Debug"]
+    run("cmake", "-G", "Ninja", "-S", ROOT, "-B", build, *options)
+    run("cmake", "--build", build)
+    prefix = tmp_path_factory.mktemp("prefix")
+    run("cmake", "--install", build, "--prefix", prefix)
+    return prefix
+
+
+both_prefixes = pytest.mark.parametrize(
+    "prefix",
+    ["python package", pytest.param("cmake --install", marks=pytest.mark.slow)],
+    indirect=True,
+)
+
+
+def largest_error(output):
+    return float(re.search(r"largest error of a coefficient: (\S+)", output)[1])
+
+
+@both_prefixes
+def test_c_program_through_pkg_config(prefix, tmp_path):
+    folder = str(prefix / "lib" / "pkgconfig")
+    flags = run("pkg-config", "--cflags", "--libs", "headroom", PKG_CONFIG_PATH=folder).split()
+    program = tmp_path / "least_squares"
+    source = ROOT / "examples" / "c" / "least_squares.c"
+    strict = ["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror"]
+    run("cc", *strict, source, *flags, "-lm", "-o", program)
+    assert largest_error(run(program, LD_LIBRARY_PATH=str(prefix / "lib"))) < 1e-4
+
+
+@both_prefixes
+def test_c_program_through_find_package(prefix, tmp_path):
+    source = ROOT / "examples" / "c"
+    run("cmake", "-S", source, "-B", tmp_path, "-G", "Ninja", f"-DCMAKE_PREFIX_PATH={prefix}")
+    run("cmake", "--build", tmp_path)
+    assert largest_error(run(tmp_path / "least_squares")) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", ["cmake --install"], indirect=True)
+def test_a_build_for_the_cpu_says_so(prefix):
+    library = ctypes.CDLL(str(prefix / "lib" / "libheadroom.so"))
+    library.hr_build_info.restype = ctypes.c_char_p
+    assert b"cuda=none; archs=;" in library.hr_build_info()

@@ -1,0 +1,388 @@
+"""The demo: every rung trains, resumes to the same bits, and its bytes are counted right."""
+
+import errno
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import headroom
+import pytest
+import torch
+from headroom.state.file import StateFile
+from headroom.state.tree import decode
+from torch.utils.checkpoint import checkpoint
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import convergence  # noqa: E402
+import data  # noqa: E402
+import ladder  # noqa: E402
+import memory  # noqa: E402
+from model import GPT, SIZES, Size  # noqa: E402
+from run import Run  # noqa: E402
+from rungs import BETAS, RUNGS  # noqa: E402
+from train import train  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def torch_settings():
+    """`train` is a program's main function and changes torch's settings for the whole process."""
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A folder of small text files: quicker to read than the standard library."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        lines = (f"def f{i}_{j}(x): return x + {i * j}\n" for j in range(40))
+        (folder / f"part{i:02}.txt").write_text("".join(lines))
+    return str(folder)
+
+
+def tiny(rung, out, text, **kwargs):
+    return train(RUNGS[rung], out, size="tiny", path=text, **kwargs)
+
+
+def state_bytes(rung, shape, in_f32):
+    """Of a parameter, without its step."""
+    numel = shape.numel()
+    if "Adafactor" in rung.optimizer:
+        return 4 * (sum(shape) if len(shape) > 1 else numel)
+    # 4,096 elements and more, which are whole blocks of 256 here, may have 8-bit moments.
+    is_8bit = "8bit" in rung.optimizer and numel >= 4096
+    moments = 2 * numel + numel // 256 * 8 if is_8bit else 8 * numel
+    return moments + (2 * numel if "master" in rung.options and not in_f32 else 0)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_every_rung_trains_and_counts(rung, tmp_path, text):
+    result = tiny(rung, tmp_path, text, steps=2)
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    assert len(result["losses"]) == 2 and all(0 < loss < 10 for loss in result["losses"])
+    assert 0 < result["held_out_bits_per_byte"] < 10
+    assert result["tokens_per_second"] > 0 and result["peak_bytes"] > 0
+    used, counted = RUNGS[rung], result["bytes"]
+    shapes = {name: p.shape for name, p in GPT(SIZES["tiny"]).named_parameters()}
+    in_f32 = {name: "norm" in name or used.weights == "float32" for name in shapes}
+    weights = [shapes[name].numel() * (4 if in_f32[name] else 2) for name in shapes]
+    total = sum(shape.numel() for shape in shapes.values())
+    sums = 4 * total if used.sum_in_f32 else 0  # beside the gradients of a micro-batch
+    assert counted["parameters"] == sum(weights)
+    assert counted["gradients"] == (max(weights) if used.release else sum(weights) + sums)
+    states = sum(state_bytes(used, shapes[name], in_f32[name]) for name in shapes)
+    assert states < counted["optimizer state"] <= states + 8 * len(shapes)  # the steps
+    held = sum(counted.values()) - counted["saved activations"]
+    assert result["bytes_per_parameter"] == held / total
+
+
+def test_rungs_reach_the_same_loss_and_save_less(tmp_path, text):
+    results = {rung: tiny(rung, tmp_path / rung, text, steps=6) for rung in RUNGS}
+    passed, verdict = ladder.same_loss(list(results.values()))
+    assert passed, verdict
+    del results["adafactor"]  # which is another training
+    for result in results.values():  # AdamW would hide a wrong scale of the loss from the above
+        assert result["losses"] == pytest.approx(results["torch"]["losses"], abs=0.02)
+    saved = {rung: result["bytes"]["saved activations"] for rung, result in results.items()}
+    assert saved["headroom"] == saved["torch"]
+    assert 3.5 < saved["headroom"] / saved["accumulate"] <= 4
+    assert saved["checkpoint"] < 0.8 * saved["accumulate"]
+
+
+def assert_same_run(one, two):
+    assert two["optimizer"]["param_groups"] == one["optimizer"]["param_groups"]
+    assert two["scaler"] == one["scaler"]
+    assert two["extra"]["losses"] == one["extra"]["losses"]
+    got, wanted = ([r["model"], r["optimizer"]["state"], r["rng"]["torch"]] for r in (two, one))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+def load(folder):
+    with StateFile(folder / "checkpoint.safetensors") as file:
+        return decode(file.document["tree"], file.view)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_resume_continues_to_the_same_bits(rung, tmp_path, text):
+    whole = tiny(rung, tmp_path / "whole", text, steps=6)
+    tiny(rung, tmp_path / "parts", text, steps=3)
+    parts = tiny(rung, tmp_path / "parts", text, steps=6, resume=True)
+    assert_same_run(load(tmp_path / "whole"), load(tmp_path / "parts"))
+    for key in ("losses", "held_out_bits_per_byte", "bytes"):
+        assert parts[key] == whole[key]
+
+
+def test_resume_after_an_interruption(tmp_path, text, monkeypatch):
+    tiny("headroom", tmp_path / "whole", text, steps=6)
+    step = Run.step
+
+    def interrupted(self, text):
+        if len(self.losses) == 5:
+            raise KeyboardInterrupt
+        step(self, text)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Run, "step", interrupted)
+        tiny("headroom", tmp_path / "parts", text, steps=6, save_every=2)
+    assert len(load(tmp_path / "parts")["extra"]["losses"]) == 4
+    tiny("headroom", tmp_path / "parts", text, steps=6, resume=True)
+    assert_same_run(load(tmp_path / "whole"), load(tmp_path / "parts"))
+
+
+def test_resume_refuses_what_it_cannot_continue(tmp_path, text):
+    tiny("headroom", tmp_path, text, steps=2)
+    with pytest.raises(ValueError, match="differs in seed"):
+        tiny("headroom", tmp_path, text, steps=4, seed=1, resume=True)
+    with pytest.raises(ValueError, match="step 2, past --steps 1"):
+        tiny("headroom", tmp_path, text, steps=1, resume=True)
+
+
+def test_a_crash_while_saving_leaves_the_old_checkpoint(tmp_path, text, monkeypatch):
+    tiny("headroom", tmp_path, text, steps=2)
+
+    def crash(file):
+        raise OSError(errno.ENOSPC, "disk full")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
+        patch.setattr(os, "fsync", crash)
+        tiny("headroom", tmp_path, text, steps=4, resume=True)
+    assert len(load(tmp_path)["extra"]["losses"]) == 2
+
+
+def test_saved_bytes_counts_live_storages_once():
+    n = 1000
+    x = torch.randn(n)
+    w = torch.nn.Parameter(torch.randn(n))
+
+    def chain():  # the product saves x and w, exp its result, sin its input, which is the same
+        (x * w).exp().sin().sum().backward()
+
+    assert memory.saved_bytes(chain, [w]) == 2 * 4 * n  # x and exp's result
+    assert memory.saved_bytes(lambda: (chain(), chain()), [w]) == 2 * 4 * n  # one after the other
+
+    def halves():  # two views of one storage: all of it stays, once
+        a, b = (x * w).chunk(2)
+        (a.sin() + b.cos()).sum().backward()
+
+    assert memory.saved_bytes(halves, [w]) == 2 * 4 * n  # x and the product
+
+
+def test_saved_bytes_sees_inside_checkpoints():
+    n, blocks = 1000, 5
+    w = torch.nn.Parameter(torch.randn(n))
+
+    def block(x):
+        return x.sin().sin().sin()  # saves its input and two results
+
+    def run():
+        x = w * 1.0
+        for _ in range(blocks):
+            x = checkpoint(block, x, use_reentrant=False)
+        x.sum().backward()
+
+    # Every block's input, and the inside of the one that is recomputed.
+    assert memory.saved_bytes(run, [w]) == (blocks + 2) * 4 * n
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the resident peak is read from /proc")
+def test_peak_memory_sees_a_passing_allocation():
+    peak = memory.PeakMemory(torch.device("cpu"))
+    kept = torch.ones(8 << 20, dtype=torch.uint8)
+    torch.ones(64 << 20, dtype=torch.uint8)
+    assert 70 << 20 < peak.read() < 90 << 20
+    peak.restart()
+    assert peak.read() < 30 << 20
+    del kept
+
+
+def live_bytes(known):
+    """Of all tensors that Python knows of and their gradients, but those in `known`."""
+    tensors = dense_tensors()
+    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+    return memory.bytes_of(t for t in tensors if t.untyped_storage().data_ptr() not in known)
+
+
+def dense_tensors():
+    """Other tests leave sparse and fake ones, which have no storage to ask."""
+    plain = torch.Tensor, torch.nn.Parameter
+    found = [t for t in gc.get_objects() if type(t) in plain]
+    return [t for t in found if t.layout == torch.strided and t.device.type == "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("rung", "master", "most"),
+    [
+        ("whole-batch", "remainder16", 8.1),
+        ("release", "remainder16", 6.1),
+        ("whole-batch", "remainder8", 7.1),
+    ],
+)
+def test_bytes_per_parameter_in_training(rung, master, most, text):
+    """Weights, gradients and state, at every moment of a backward pass and after it. Of these
+    parameters no one is large beside the others together, and a sequence is short."""
+    text, _ = data.load(text, 2)
+    gc.collect()
+    known = {t.untyped_storage().data_ptr() for t in dense_tensors()}
+    size = Size(layers=32, width=256, heads=4, context=2, batch=1, lr=1e-3)
+    rung = replace(RUNGS[rung], options=BETAS | {"master": master})
+    run = Run(rung, size, torch.device("cpu"), 0)
+    run.step(text)
+    peak = 0
+
+    def sample(_):
+        nonlocal peak
+        peak = max(peak, live_bytes(known))
+
+    parameters = dict(run.model.named_parameters())
+    for name in ("head.weight", "blocks.31.up.weight", "blocks.12.qkv.weight", "token.weight"):
+        parameters[name].register_hook(sample)
+    run.step(text)
+    sample(None)
+    per_parameter = peak / sum(p.numel() for p in parameters.values())
+    assert most - 1 < per_parameter <= most
+
+
+def test_data_is_split_by_file_and_repeats(tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i}.txt").write_bytes(bytes([i + 1]) * 100)
+    (tmp_path / "binary").write_bytes(b"\0\1" * 100)
+    train_text, test_text = data.load(str(tmp_path), 16)
+    sides = [set(t.tolist()) - {ord("\n")} for t in (train_text, test_text)]
+    assert len(sides[0] - {ord("\n")}) == 37 and len(sides[1]) == 2  # file 9 is all line ends
+    assert not sides[0] & sides[1]
+    first, again = (data.batch(train_text, 0, 7, 4, 16) for _ in range(2))
+    assert torch.equal(first[0], again[0]) and torch.equal(first[0][:, 1:], first[1][:, :-1])
+    assert not torch.equal(first[0], data.batch(train_text, 0, 8, 4, 16)[0])
+    assert not torch.equal(first[0], data.batch(train_text, 1, 7, 4, 16)[0])
+
+
+def test_data_from_one_file_and_from_none(tmp_path):
+    file = tmp_path / "text"
+    file.write_bytes(bytes(range(200)) * 10)
+    train_text, test_text = data.load(str(file), 16)
+    assert len(train_text) == 1900 and len(test_text) == 100
+    library, held_out = data.load(None, 256)
+    assert len(library) > 1 << 20 and len(held_out) > 1 << 14
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        data.load(str(tmp_path / "absent"), 16)
+    with pytest.raises(ValueError, match="100 bytes of held-out text, but one sequence needs 257"):
+        data.load(str(file), 256)
+
+
+def report(title, loss, tolerance=0.01):
+    kinds = ("parameters", "gradients", "optimizer state", "saved activations")
+    return {
+        "title": title,
+        "held_out_bits_per_byte": loss,
+        "tolerance": tolerance,
+        "tokens_per_second": 1234.5,
+        "peak_bytes": 10 << 20,
+        "bytes": {kind: (i + 1) << 20 for i, kind in enumerate(kinds)},
+        "bytes_per_parameter": 16.04,
+        "model_parameters": 1000,
+        "batch": 4,
+        "context": 32,
+        "steps": 2,
+        "device": "cpu",
+    }
+
+
+@pytest.mark.parametrize("loss", [2.02, 1.98, float("nan"), float("inf")])
+def test_ladder_fails_when_a_rung_reaches_another_loss(loss, tmp_path, monkeypatch, capsys):
+    losses = {"torch": 2.0, "headroom": 2.005, "bf16": loss}
+    monkeypatch.setattr(ladder, "run_rung", lambda key, args: report(key, losses[key]))
+    argv = ["ladder.py", "--out", str(tmp_path), "--rungs"]
+    monkeypatch.setattr(sys, "argv", [*argv, "torch,headroom"])
+    assert ladder.main() == 0
+    assert "PASSED" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*argv, "torch,headroom,bf16"])
+    assert ladder.main() == 1
+    out = capsys.readouterr().out
+    assert "FAILED" in out and out.count("OTHER LOSS") == 1
+
+
+def test_ladder_fails_when_the_first_rung_diverged():
+    assert not ladder.same_loss([report("torch", float("nan"))])[0]
+
+
+def test_table_holds_the_numbers():
+    rows = ladder.table([report("torch", 2.0), report("a longer title", 1.5)]).splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert len({len(row) for row in rows}) == 1  # aligned
+    assert cells[0][:4] == ["rung", "held-out bits/byte", "tokens/s", "bytes/parameter"]
+    assert cells[2][1:] == ["2.0000", "1,234", "16.04", "10.0", "1.0", "2.0", "3.0", "4.0"]
+    assert cells[3][0] == "a longer title"
+
+
+def run_example(name, *args):
+    command = [sys.executable, str(EXAMPLES / name), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_ladder_from_the_command_line(tmp_path, text):
+    args = ("--size", "tiny", "--device", "cpu", "--data", text, "--out", tmp_path)
+    done = run_example("ladder.py", *args, "--rungs", "torch,headroom", "--steps", 2)
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "ladder.json").read_text())
+    assert [r["key"] for r in written["rungs"]] == ["torch", "headroom"]
+    assert (tmp_path / "ladder.md").read_text() in done.stdout and "PASSED" in done.stdout
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    assert all(headroom.latest(tmp_path / rung, verify=True) for rung in ("torch", "headroom"))
+    refused = run_example("train.py", *args, "--steps", 2, "--seed", 1, "--resume")
+    assert refused.returncode == 1 and "differs in seed" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_before_and_after_reach_the_same_loss():
+    done = run_example("before_after.py")
+    assert done.returncode == 0, done.stderr
+    before, after = (float(line.split()[1]) for line in done.stdout.splitlines())
+    assert after == pytest.approx(before, rel=1e-3)
+
+
+def test_convergence_tells_a_second_moment_of_zero_from_others(monkeypatch, text):
+    """With weights of 32 x 32 and so 8-bit everywhere; a few steps are enough to blow up."""
+    monkeypatch.setattr(convergence, "SIZE", SIZES["tiny"])
+    setting = replace(convergence.SETTINGS["heavy-tailed"], lr=SIZES["tiny"].lr)
+    exact, *others = convergence.BIT8.values()
+    rungs = [exact] + [replace(r, options=r.options | {"min_8bit_size": 0}) for r in others]
+    f32, eight_bit, code_0 = (convergence.held_out(setting, r, 0, 12, text) for r in rungs)
+    assert abs(eight_bit - f32) < 0.3 < code_0 - f32
+    as_they_are = replace(setting, sigma=0.0)  # the gradients were widened above
+    assert convergence.held_out(as_they_are, exact, 0, 12, text) != f32
+
+
+@pytest.mark.parametrize("fails", [None, "bf16, Kahan", convergence.NEAREST])
+def test_convergence_judges_every_mode_and_goes_on(fails, monkeypatch, tmp_path, capsys):
+    """Modes that should fail diverge, those that should not are exact; one may do the opposite."""
+    out, calls = tmp_path / "table.json", []
+
+    def held_out(setting, rung, seed, *_):
+        mode = next(m for m, r in setting.modes.items() if r is rung)
+        calls.append(seed)
+        return math.inf if (mode in setting.worse) != (mode == fails) else 2.0 + seed
+
+    monkeypatch.setattr(convergence, "held_out", held_out)
+    modes = sum(len(setting.modes) for setting in convergence.SETTINGS.values())
+    for seeds in (1, 3):
+        arguments = ["--steps", "2", "--seeds", str(seeds), "--out", str(out)]
+        monkeypatch.setattr(sys, "argv", ["convergence.py", *arguments])
+        with pytest.raises(SystemExit) as exit:
+            convergence.main()
+        assert exit.value.code == (fails is not None)
+    assert sorted(calls) == [0] * modes + [1] * modes + [2] * modes  # none twice
+    table = json.loads(out.read_text())["bits_per_byte"]
+    assert table["heavy-tailed"]["AdamW8bit"] == [2.0, 3.0, 4.0]
+    assert table["heavy-tailed"]["8-bit, code 0 allowed"] == [None] * 3
+    text = capsys.readouterr().out
+    assert "seeds of f32 differ by 2.000" in text
+    assert ("NOT CLOSE" in text or "NOT VISIBLY WORSE" in text) == (fails is not None)

@@ -1,0 +1,89 @@
+"""An op is one stem in every layer. This names what is missing of one."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+OPS = {
+    path.name.removesuffix("_cpu.c"): path.parent.name
+    for path in sorted((ROOT / "kernels").glob("*/*_cpu.c"))
+}
+LAYERS = ["kernels", "capi", "torch_ext", "ops"]  # each knows only the ones to its left
+
+
+def sources(folder):
+    return [path for path in (ROOT / folder).rglob("*") if path.is_file()]
+
+
+def included(path):
+    return re.findall(r'^ *#include\s+[<"]([^>"]+)', path.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("op, family", OPS.items())
+def test_every_layer_has_the_stem(op, family):
+    patterns = [
+        f"kernels/{family}/{op}.h",
+        f"kernels/{family}/{op}_cuda.cu",
+        f"capi/{family}/{op}.c",
+        f"torch_ext/{family}/{op}.cpp",
+        f"tests/c/{family}/{op}*.cpp",
+        f"tests/python/*/test_{op}.py",
+        f"benchmarks/{op}.py",
+    ]
+    assert not [pattern for pattern in patterns if not list(ROOT.glob(pattern))]
+
+
+def test_files_of_c_have_names_of_their_own():
+    """An include names its file from the root, and a report or a debugger by its name alone."""
+    kinds = {".c", ".cpp", ".cu", ".cuh", ".h"}
+    for layer in ("kernels", "capi", "torch_ext", "tests/c"):
+        names = [path.name for path in sources(layer) if path.suffix in kinds]
+        assert sorted(names) == sorted(set(names))
+
+
+@pytest.mark.parametrize("layer", LAYERS[:3])
+def test_includes_are_relative_to_the_root_and_go_one_way(layer):
+    allowed = ("capi/headroom.h", *(f"{one}/" for one in LAYERS[: LAYERS.index(layer) + 1]))
+    if layer == "torch_ext":
+        allowed = ("capi/headroom.h", "torch_ext/")
+    for path in sources(layer):
+        ours = [name for name in included(path) if (ROOT / name).is_file()]
+        assert not [name for name in ours if not name.startswith(allowed)], path
+        quoted = re.findall(r'^ *#include\s+"([^"]+)', path.read_text(), re.MULTILINE)
+        assert not [name for name in quoted if not (ROOT / name).is_file()], path
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_is_documented(op):
+    assert re.search(rf"\bhr_{op}\b", (ROOT / "capi/headroom.h").read_text())
+    assert re.search(rf"^\| `{op}` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert f"`hr_{op}`" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("folder", ["kernels", "capi"])
+def test_lower_layers_know_nothing_of_torch(folder):
+    foreign = ("torch/", "Python", "pybind11")
+    for path in sources(folder):
+        assert not [name for name in included(path) if name.startswith(foreign)], path
+
+
+@pytest.mark.parametrize("folder", ["kernels", "capi"])
+def test_lower_layers_allocate_nothing(folder):
+    """So that no call can run out of memory half-way: workspace is queried and passed in."""
+    allocators = r"\b(\w*alloc\w*|cudaMalloc\w*|cudaHostAlloc|strn?dup|new|mmap|std::vector)\s*[(<]"
+    for path in sources(folder):
+        code = re.sub(r"/\*.*?\*/|//[^\n]*|\"[^\"\n]*\"", "", path.read_text(), flags=re.DOTALL)
+        assert not re.findall(allocators, code), path
+
+
+def test_every_op_is_opchecked():
+    import headroom  # noqa: F401  (registers the ops)
+
+    schemas = (schema.name for schema in torch._C._jit_get_all_schemas())
+    ops = {name.removeprefix("headroom::") for name in schemas if name.startswith("headroom::")}
+    texts = [path.read_text() for path in (ROOT / "tests/python").glob("*/test_*.py")]
+    checked = "\n".join(text for text in texts if "opcheck(" in text)
+    assert ops and not [op for op in sorted(ops) if not re.search(rf"\b{op}\b", checked)]

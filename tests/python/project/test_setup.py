@@ -1,0 +1,104 @@
+"""setup.py: which CUDA compiler a build uses, and where there is none, NVIDIA's from PyPI."""
+
+import ctypes
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def setup(monkeypatch, tmp_path):
+    """setup.py as pip imports it, on a machine without nvcc."""
+    spec = importlib.util.spec_from_file_location("headroom_setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name in ("HEADROOM_CUDA", "HEADROOM_CUDA_ARCHS", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(module, "installed", lambda package: None)
+    return module
+
+
+def fake_nvcc(folder, release):
+    folder.mkdir(exist_ok=True)
+    nvcc = folder / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
+    nvcc.chmod(0o755)
+    return str(nvcc)
+
+
+def test_the_compiler_becomes_a_requirement_where_there_is_none(setup, monkeypatch):
+    wanted = {re.split("[=<>]", r)[0] for r in setup.cuda_requirements()}
+    assert wanted == {*setup.CUDA_COMPILER, *setup.CUDA_RUNTIME}
+    monkeypatch.setenv("HEADROOM_CUDA", "0")
+    assert setup.cuda_requirements() == []
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_pip_hears_of_the_requirement(setup, monkeypatch, kind):
+    hook = f"get_requires_for_build_{kind}"
+    monkeypatch.setattr(setup.build_meta, hook, lambda settings: ["from-setuptools"])
+    assert getattr(setup, hook)() == ["from-setuptools", *setup.cuda_requirements()]
+
+
+@pytest.mark.parametrize("release, good", [("11.8", False), ("12.8", True), ("13.0", True)])
+def test_an_nvcc_from_12_8_on_is_used(setup, monkeypatch, tmp_path, release, good):
+    on_path = fake_nvcc(tmp_path, release)
+    assert setup.system_nvcc() == (on_path if good else None)
+    assert bool(setup.cuda_requirements()) is not good
+    in_home = fake_nvcc(tmp_path / "bin", release)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert setup.system_nvcc() == (in_home if good else None)
+
+
+def test_cuda_can_be_demanded_and_refused(setup, monkeypatch, tmp_path):
+    assert setup.cmake_options(tmp_path)["HEADROOM_CUDA"] == "OFF"
+    monkeypatch.setenv("HEADROOM_CUDA", "1")
+    with pytest.raises(SystemExit, match="HEADROOM_CUDA=1, but there is no CUDA compiler"):
+        setup.cmake_options(tmp_path)
+    nvcc = fake_nvcc(tmp_path, "13.0")
+    assert setup.cmake_options(tmp_path)["CMAKE_CUDA_COMPILER"] == nvcc
+    monkeypatch.setenv("HEADROOM_CUDA", "0")
+    assert "CMAKE_CUDA_COMPILER" not in setup.cmake_options(tmp_path)
+
+
+def test_archs_can_be_narrowed(setup, monkeypatch, tmp_path):
+    fake_nvcc(tmp_path, "13.0")
+    assert setup.cmake_options(tmp_path)["HEADROOM_CUDA_ARCHS"] == "75;80;86;90;100;120"
+    monkeypatch.setenv("HEADROOM_CUDA_ARCHS", "90")
+    assert setup.cmake_options(tmp_path)["HEADROOM_CUDA_ARCHS"] == "90"
+
+
+@pytest.mark.slow
+def test_nvidias_compiler_from_pypi_builds_the_library(setup, tmp_path):
+    environment = ROOT / ".venv-nvcc"  # kept for the next run
+    python = environment / "bin" / "python"
+    env = {**os.environ, "PATH": f"{python.parent}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+
+    def run(*command):
+        command = [str(part) for part in command]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    if not python.exists():
+        run(sys.executable, "-m", "venv", environment)
+    tools = ["setuptools>=77.0.3", "cmake>=3.24", "ninja", *setup.cuda_requirements()]
+    run(python, "-m", "pip", "install", "--quiet", *tools)
+    assert run(python, "-c", "import setup; print(setup.system_nvcc())") == "None\n"
+    code = "import pathlib, setup; print(setup.pypi_nvcc(pathlib.Path('toolkit').resolve()))"
+    nvcc = run(python, "-c", code).strip()
+    options = ["-DHEADROOM_TORCH=OFF", "-DHEADROOM_CUDA=ON", "-DHEADROOM_CUDA_ARCHS=90"]
+    options += [f"-DCMAKE_CUDA_COMPILER={nvcc}", "-DCMAKE_BUILD_TYPE=Debug"]  # which is quick
+    run("cmake", "-G", "Ninja", "-S", ROOT, "-B", "build", *options)
+    run("cmake", "--build", "build")
+    library = ctypes.CDLL(str(tmp_path / "build" / "libheadroom.so"))
+    library.hr_build_info.restype = ctypes.c_char_p
+    assert b"cuda=13.0; archs=90;" in library.hr_build_info()
