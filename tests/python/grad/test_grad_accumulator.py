@@ -7,7 +7,7 @@ import weakref
 import headroom
 import pytest
 import torch
-from headroom.grad import accumulate
+from headroom.grad import accumulate as accumulate_module
 from torch.nn.functional import cross_entropy, mse_loss
 
 from helpers.reference import FLOATS, assert_same_bits
@@ -306,7 +306,7 @@ def test_parameters_whose_grad_dtype_cannot_be_set(monkeypatch):
         param.grad, wide.grad = grad.clone(), grad.clone()
         accumulator.add()
         other.add()
-    monkeypatch.setattr(accumulate, "_takes_float32", lambda param: False)
+    monkeypatch.setattr(accumulate_module, "_takes_float32", lambda param: False)
     accumulator.finish()
     monkeypatch.undo()
     other.finish()
