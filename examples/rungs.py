@@ -1,5 +1,6 @@
 """The rungs of the memory ladder. Each one with a + is the rung above it with one thing changed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 BETAS = {"betas": [0.9, 0.95]}
@@ -85,7 +86,7 @@ adafactor = replace(
 )
 # Release steps in every backward pass, so that a step cannot be made of several.
 whole_batch = replace(
-    remainder, key="whole-batch", title="the same, without accumulation", accumulate=1
+    remainder, key="whole-batch", title="+ whole batch at once", accumulate=1
 )
 released = replace(whole_batch, key="release", title="+ gradient release", release=True)
 bf16_weights = replace(
@@ -113,3 +114,20 @@ LADDER = (
     bf16_weights,
 )
 RUNGS = {rung.key: rung for rung in LADDER}
+STORY = ("torch", "headroom", "checkpoint", "8bit", "release")  # what the demo shows by default
+
+
+def chosen(keys: Sequence[str]) -> list[Rung]:
+    """The rungs of these keys, in the order of the ladder. A rung with a + whose forerunners are left
+    out is titled with what they change as well."""
+    rungs, skipped = [], []
+    for rung in LADDER:
+        added = rung.title.removeprefix("+ ")
+        starts_anew = added == rung.title
+        if rung.key in keys:
+            title = rung.title if starts_anew else "+ " + ", ".join([*skipped, added])
+            rungs.append(replace(rung, title=title))
+            skipped = []
+        else:
+            skipped = [] if starts_anew else [*skipped, added]
+    return rungs
