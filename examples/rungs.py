@@ -85,9 +85,7 @@ adafactor = replace(
     tolerance=None,
 )
 # Release steps in every backward pass, so that a step cannot be made of several.
-whole_batch = replace(
-    remainder, key="whole-batch", title="+ whole batch at once", accumulate=1
-)
+whole_batch = replace(remainder, key="whole-batch", title="+ whole batch at once", accumulate=1)
 released = replace(whole_batch, key="release", title="+ gradient release", release=True)
 bf16_weights = replace(
     checkpointing,
@@ -118,8 +116,8 @@ STORY = ("torch", "headroom", "checkpoint", "8bit", "release")  # what the demo 
 
 
 def chosen(keys: Sequence[str]) -> list[Rung]:
-    """The rungs of these keys, in the order of the ladder. A rung with a + whose forerunners are left
-    out is titled with what they change as well."""
+    """Returns the rungs of these keys, in the order of the ladder. The title of a rung with a + also
+    names what the rungs that are left out before it change."""
     rungs, skipped = [], []
     for rung in LADDER:
         added = rung.title.removeprefix("+ ")
