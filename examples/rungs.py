@@ -116,7 +116,7 @@ STORY = ("torch", "headroom", "checkpoint", "8bit", "release")  # what the demo 
 
 
 def chosen(keys: Sequence[str]) -> list[Rung]:
-    """Returns the rungs of these keys, in the order of the ladder. The title of a rung with a + also
+    """Returns the rungs of these keys, in the order of the ladder. The title of one with a + also
     names what the rungs that are left out before it change."""
     rungs, skipped = [], []
     for rung in LADDER:
