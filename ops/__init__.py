@@ -9,7 +9,7 @@ from .accumulate import GradAccumulator, accumulate_
 from .adafactor import adafactor_
 from .adamw import adamw_
 from .adamw8bit import adamw8bit_, dynamic_map
-from .cast_model import cast_model
+from .cast_model import cast_model, cast_report
 from .clip import clip_grad_norm_, clip_grad_value_
 from .saving import StateFileError, latest, load_state, save_state
 from .unscale_norm import grad_norm, unscale_norm_
@@ -26,6 +26,7 @@ __all__ = [
     "amp",
     "build_info",
     "cast_model",
+    "cast_report",
     "clip_grad_norm_",
     "clip_grad_value_",
     "dynamic_map",
