@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["hostile", "main", "mutated", "snapshot"]
+__all__ = ["changed_tensor", "hostile", "hostile_tensor", "main", "mutated", "snapshot"]
 
 HANG = 120  # seconds that one case may take
 
