@@ -441,9 +441,39 @@ class Adafactor(Optimizer):
             lr = min(first, 1 / math.sqrt(state["step"]))
         return lr * max(group["eps"][1], state["RMS"]) if group["scale_parameter"] else lr
 
+    def _check_shapes(self, params: Sequence[Tensor]) -> None:
+        """Refuses statistics of a shape that a parameter had before its data was replaced. The op
+        asks for numbers of elements alone."""
+        wanted: dict[torch.Size, tuple[tuple[str, torch.Size | None], ...]] = {}
+        for param in params:
+            entry, shape = self.state.get(param), param.shape
+            if not entry:
+                continue
+            if shape not in wanted:
+                row, col, variance = NAMES[self.semantics]
+                own = (row, col) if param.dim() >= 2 else (variance,)
+                wanted[shape] = tuple(
+                    (name, self._form(name, param, {}, 0)[0] if name in own else None)
+                    for name in (row, col, variance)
+                )
+            for name, size in wanted[shape]:
+                value = entry.get(name)
+                if isinstance(value, Tensor) and value.shape != size:
+                    raise RuntimeError(
+                        f"the state of {self._name_of(param)} is that of another shape: its "
+                        f"'{name}' has shape {tuple(value.shape)}, but the parameter now has shape "
+                        f"{tuple(shape)}; delete optimizer.state[parameter] to start its "
+                        "statistics anew"
+                    )
+
+    def _entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        self._check_shapes([param])
+        return super()._entry(param, group)
+
     # ---- one step -------------------------------------------------------------------------------
 
     def _table(self, part: Part) -> Tensor | None:
+        self._check_shapes(part.params)
         if part.kind.index == FACTORED and not all(map(Tensor.is_contiguous, part.params)):
             return None
         return super()._table(part)
