@@ -614,3 +614,22 @@ def test_statistics_of_another_shape_are_refused(before, after, semantics, trans
     del optimizer.state[param]
     optimizer.step()
     assert optimizer.state[param]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"eps": 1e-3}, ValueError, "eps must be two numbers, got 0.001"),
+        ({"eps": (1e-3,)}, ValueError, "eps must be two numbers"),
+        ({"eps": ("a", 1e-3)}, TypeError, r"eps\[0\] must be a number or None, got 'a'"),
+        ({"eps": (None, None)}, TypeError, r"eps\[1\] must be a number, got None"),
+        ({"eps": (None, 1e-3), "semantics": "hf"}, TypeError, r"eps\[0\] must be a number, got"),
+        ({"weight_decay": "0.1"}, TypeError, "weight_decay must be a number, got '0.1'"),
+        ({"d": "1"}, TypeError, "d must be a number"),
+        ({"beta2_decay": "a"}, TypeError, "beta2_decay must be a number"),
+        ({"beta1": "a", "semantics": "hf"}, TypeError, "beta1 must be a number or None"),
+    ],
+)
+def test_options_of_another_kind(options, error, words):
+    with pytest.raises(error, match=words):
+        ADAFACTOR([torch.nn.Parameter(torch.ones(2))], **options)
