@@ -24,6 +24,9 @@ OPTIMIZERS = {
         OPTIM.Adam, weight_decay=0.1, amsgrad=True, maximize=True, state_dtype=torch.bfloat16
     ),
     "AdamW8bit": functools.partial(OPTIM.AdamW8bit, lr=1e-2, min_8bit_size=10),
+    "AdamW8bit, skip_step": functools.partial(
+        OPTIM.AdamW8bit, lr=1e-2, min_8bit_size=10, nonfinite="skip_step"
+    ),
     "AdamW8bit, skip_element": functools.partial(
         OPTIM.AdamW8bit,
         lr=1e-2,
@@ -352,7 +355,7 @@ def test_a_scaler(make, make_scaler, bucket_bytes):
 
 
 @BUCKETS
-@pytest.mark.parametrize("make", [OPTIMIZERS["AdamW8bit"]])
+@pytest.mark.parametrize("make", [OPTIMIZERS["AdamW8bit, skip_step"]])
 def test_skip_step_skips_a_parameter(make, bucket_bytes):
     nets, optimizers, _ = pair(make, bucket_bytes=bucket_bytes)
     for net, optimizer in zip(nets, optimizers):
@@ -364,6 +367,8 @@ def test_skip_step_skips_a_parameter(make, bucket_bytes):
             net.norm.weight.grad = None
         optimizer.step()
     assert_equal(nets, optimizers)
+    with pytest.warns(UserWarning, match="1 steps were skipped .* that of parameter 2 of group 1"):
+        assert optimizers[1].skipped_steps == 1
 
 
 def clipped_by_previous(net, optimizer, steps, norm=None):
@@ -509,10 +514,10 @@ def test_what_does_not_work_says_so():
             for match, optimizer, options in [
                 ("does not go with scaler=", OPTIM.AdamW(params), {"scaler": SCALER()}),
                 ("does not go with clip=", clipping, {"clip": "previous"}),
-                ("nonfinite='propagate'", OPTIM.AdamW8bit(params), {}),
+                ("nonfinite='propagate'", OPTIM.AdamW8bit(params, nonfinite="skip_step"), {}),
                 (
                     "are torch.uint8",
-                    OPTIM.AdamW8bit(params, min_8bit_size=0, nonfinite="propagate"),
+                    OPTIM.AdamW8bit(params, min_8bit_size=0),
                     {},
                 ),
                 ("are torch.bfloat16", OPTIM.AdamW(params, state_dtype=torch.bfloat16), {}),
