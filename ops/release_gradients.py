@@ -229,7 +229,7 @@ class ReleaseHandle:
     @property
     def _sums_over_ranks(self) -> bool:
         """Whether gradients are those of this rank alone, for the accumulator to reduce."""
-        return self._accumulator is not None and self._accumulator._is_ddp
+        return self._accumulator is not None and self._accumulator.sums_over_ranks
 
     @property
     def _max_norm(self) -> float | None:
