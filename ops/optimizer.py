@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, islice, pairwise
+from numbers import Real
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -45,6 +46,27 @@ def _like(grad: Tensor, param: Tensor) -> Tensor:
     if isinstance(param, DTensor) and isinstance(grad, DTensor):
         return grad.redistribute(placements=param.placements)
     return grad
+
+
+def _check_max_grad_norm(limit: Any) -> None:
+    if limit is not None and not isinstance(limit, Real):
+        raise TypeError(f"max_grad_norm must be a number or None, got {type(limit).__name__}")
+    if limit is not None and not limit >= 0:
+        raise ValueError(f"max_grad_norm must be a number >= 0, got {limit}")
+
+
+def _common_max_grad_norm(groups: Sequence[dict[str, Any]]) -> float | None:
+    """The limit that all parameter groups have."""
+    limits = [group.get("max_grad_norm") for group in groups]
+    for index, limit in enumerate(limits):
+        if limit != limits[0]:
+            raise ValueError(
+                "max_grad_norm clips the gradients of all parameter groups as one vector, so all "
+                f"groups must have the same, but group 0 has {limits[0]} and group {index} has "
+                f"{limit}; to clip groups one by one, leave it out and call "
+                "headroom.clip_grad_norm_ for each"
+            )
+    return limits[0] if limits else None
 
 
 class _Kept:
@@ -156,6 +178,7 @@ class Optimizer(torch.optim.Optimizer):
         self._count_stalled = count_stalled
         self._stalled: dict[torch.device, Tensor] = {}  # in the last step, by device
         self._addresses: dict[int, Tensor] = {}  # where a group's parameters lay at the last step
+        _check_max_grad_norm(defaults.get("max_grad_norm"))
         super().__init__(params, defaults)
 
     @property
@@ -251,9 +274,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as :meth:`torch.optim.Optimizer.add_param_group` does. A parameter given
-        twice in it is kept once."""
+        twice in it is kept once, and a group without ``max_grad_norm`` gets that of the others."""
         if isinstance(param_group, dict):
             check_weight_options(self.defaults | param_group)
+            if self.param_groups and "max_grad_norm" in self.param_groups[0]:
+                param_group.setdefault("max_grad_norm", self.param_groups[0]["max_grad_norm"])
+            options = self.defaults | param_group
+            _check_max_grad_norm(options.get("max_grad_norm"))
+            _common_max_grad_norm([*self.param_groups, options])
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         unique = list(dict.fromkeys(group["params"]))
@@ -277,13 +305,16 @@ class Optimizer(torch.optim.Optimizer):
             closure: reevaluates the model and returns the loss; called with gradients enabled.
             max_grad_norm: clip the gradients of all groups, as one vector, to this L2 norm. They
                 are read twice and not written; a step with an infinite or NaN gradient changes
-                nothing.
-                ``optimizer.grad_norm`` is the norm before clipping. None: the constructor's.
+                nothing. ``optimizer.grad_norm`` is the norm before clipping. 0 makes all gradients
+                0, as :func:`torch.nn.utils.clip_grad_norm_` does (some trainers mean by it that
+                nothing is clipped); infinity measures and clips nothing. None: what the parameter
+                groups have, all of them the same.
 
         Returns:
             What the closure returned, or None.
 
         Raises:
+            ValueError: the groups have different ``max_grad_norm``. Nothing has been written then.
             RuntimeError: an op refuses its tensors or options. It has written nothing then; those
                 before it are done: a group takes one op for each kind of state and device.
         """
@@ -294,7 +325,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if max_grad_norm is None:
-            max_grad_norm = self.defaults.get("max_grad_norm")
+            max_grad_norm = self._max_grad_norm
         for count in self._stalled.values():
             count.zero_()
         with torch.no_grad():
@@ -346,6 +377,11 @@ class Optimizer(torch.optim.Optimizer):
             yield
         finally:
             self.found_inf, self.clip_coef = given
+
+    @property
+    def _max_grad_norm(self) -> float | None:
+        """What a step clips to, if it is not told otherwise."""
+        return _common_max_grad_norm(self.param_groups)
 
     def _init_group(self, group: dict[str, Any], *columns: list[Tensor]) -> None:
         # torch.compile knows this method by name: it runs it, does not trace it, and takes the
@@ -611,7 +647,8 @@ class Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         defaults = self.__dict__.get("defaults", {})
         for group in state["param_groups"]:
-            for key in ("state_dtype", "master", "rounding", "seed"):  # torch's do not have these
+            # Torch's do not have these.
+            for key in ("state_dtype", "master", "rounding", "seed", "max_grad_norm"):
                 if key in defaults:
                     group.setdefault(key, defaults[key])
             if isinstance(named := group.get("state_dtype"), str):
@@ -629,6 +666,8 @@ class Optimizer(torch.optim.Optimizer):
         if "defaults" not in state:  # of a checkpoint, whose options go to the groups
             for group in state["param_groups"]:
                 check_weight_options(group)
+                _check_max_grad_norm(group.get("max_grad_norm"))
+            _common_max_grad_norm(state["param_groups"])
         self._addresses = {}
         self.__dict__.setdefault("_stalled", {})
         super().__setstate__(state | {"state": restored})
