@@ -249,7 +249,8 @@ class Adafactor(Optimizer):
             and its warm-up.
         foreach: accepted for compatibility, without effect.
         semantics: whose rule, options, defaults and state keys.
-        max_grad_norm: clip all gradients, as one vector, to this L2 norm; see :meth:`step`.
+        max_grad_norm: clip the gradients of all groups, as one vector, to this L2 norm; see
+            :meth:`step`. It is the same in all parameter groups.
         master, rounding, seed, count_stalled: how 16-bit parameters are stored, as in
             :class:`Adam`.
 
@@ -370,9 +371,6 @@ class Adafactor(Optimizer):
             raise ValueError(f"weight_decay should be >= 0 but is: {options['weight_decay']}")
         if hf and options["beta1"] is not None and not 0.0 <= options["beta1"] < 1.0:
             raise ValueError(f"beta1 should be in [0, 1) but is: {options['beta1']}")
-        limit = options.get("max_grad_norm")
-        if limit is not None and not 0.0 <= limit < math.inf:
-            raise ValueError(f"max_grad_norm must be a finite number >= 0, got {limit}")
 
     # ---- states ---------------------------------------------------------------------------------
 

@@ -166,7 +166,8 @@ class Adam(Optimizer):
         decoupled_weight_decay: weight decay as in AdamW.
         state_dtype: dtype of the moments. None: the parameter's, as in torch, or float32 with
             ``master``.
-        max_grad_norm: clip all gradients, as one vector, to this L2 norm; see :meth:`step`.
+        max_grad_norm: clip the gradients of all groups, as one vector, to this L2 norm; see
+            :meth:`step`. It is the same in all parameter groups.
         master: what is kept beside bfloat16 or float16 parameters, so that updates too small for
             them add up. ``"f32"``: a float32 copy. ``"remainder16"``: the 16 bits that bfloat16
             lacks, so that the weights are those of a float32 run with the same gradients, bit for
@@ -270,9 +271,6 @@ class Adam(Optimizer):
                 f"{type(self).__qualname__} does not support differentiable=True: its step is one "
                 "fused op"
             )
-        limit = options.get("max_grad_norm")
-        if limit is not None and not 0.0 <= limit < math.inf:
-            raise ValueError(f"max_grad_norm must be a finite number >= 0, got {limit}")
         if options.get("state_dtype") not in (None, *FLOATS):
             raise ValueError(f"state_dtype must be one of {FLOATS}, got {options['state_dtype']}")
 

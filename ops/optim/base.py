@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, islice
+from numbers import Real
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -75,6 +76,27 @@ def _like(grad: Tensor, param: Tensor) -> Tensor:
     if isinstance(param, DTensor) and isinstance(grad, DTensor):
         return grad.redistribute(placements=param.placements)
     return grad
+
+
+def _check_max_grad_norm(limit: Any) -> None:
+    if limit is not None and not isinstance(limit, Real):
+        raise TypeError(f"max_grad_norm must be a number or None, got {type(limit).__name__}")
+    if limit is not None and not limit >= 0:
+        raise ValueError(f"max_grad_norm must be a number >= 0, got {limit}")
+
+
+def _common_max_grad_norm(groups: Sequence[dict[str, Any]]) -> float | None:
+    """The limit that all parameter groups have."""
+    limits = [group.get("max_grad_norm") for group in groups]
+    for index, limit in enumerate(limits):
+        if limit != limits[0]:
+            raise ValueError(
+                "max_grad_norm clips the gradients of all parameter groups as one vector, so all "
+                f"groups must have the same, but group 0 has {limits[0]} and group {index} has "
+                f"{limit}; to clip groups one by one, leave it out and call "
+                "headroom.clip_grad_norm_ for each"
+            )
+    return limits[0] if limits else None
 
 
 class _Kept:
@@ -191,6 +213,7 @@ class Optimizer(torch.optim.Optimizer):
         self._warned: set[str] = set()  # what of
         self._late_skips = LateCounts()
         self._places: list[Any] = []  # where the parameters lay at the last step
+        _check_max_grad_norm(defaults.get("max_grad_norm"))
         super().__init__(params, defaults)
 
     @property
@@ -295,7 +318,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as :meth:`torch.optim.Optimizer.add_param_group` does. A parameter given
-        twice in it is kept once.
+        twice in it is kept once, and a group without ``max_grad_norm`` gets that of the others.
 
         Raises:
             TypeError, ValueError: an option or a parameter does not fit. No group is added then.
@@ -303,9 +326,13 @@ class Optimizer(torch.optim.Optimizer):
         if isinstance(param_group, dict):
             if not isinstance(param_group.get("params"), (Tensor, set, type(None))):
                 param_group["params"] = list(param_group["params"])  # checked, then taken
+            if self.param_groups and "max_grad_norm" in self.param_groups[0]:
+                param_group.setdefault("max_grad_norm", self.param_groups[0]["max_grad_norm"])
             options = self.defaults | param_group
             self._check_options(options)
             check_weight_options(options)
+            _check_max_grad_norm(options.get("max_grad_norm"))
+            _common_max_grad_norm([*self.param_groups, options])
             self._check_params(options.get("params"))
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -361,13 +388,16 @@ class Optimizer(torch.optim.Optimizer):
             closure: reevaluates the model and returns the loss; called with gradients enabled.
             max_grad_norm: clip the gradients of all groups, as one vector, to this L2 norm. They
                 are read twice and not written; a step with an infinite or NaN gradient changes
-                nothing.
-                ``optimizer.grad_norm`` is the norm before clipping. None: the constructor's.
+                nothing. ``optimizer.grad_norm`` is the norm before clipping. 0 makes all gradients
+                0, as :func:`torch.nn.utils.clip_grad_norm_` does (some trainers mean by it that
+                nothing is clipped); infinity measures and clips nothing. None: what the parameter
+                groups have, all of them the same.
 
         Returns:
             What the closure returned, or None.
 
         Raises:
+            ValueError: the groups have different ``max_grad_norm``. Nothing has been written then.
             RuntimeError: an op refuses its tensors or options. It has written nothing then; those
                 before it are done: a group takes one op for each kind of state and device.
         """
@@ -378,7 +408,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if max_grad_norm is None:
-            max_grad_norm = self.defaults.get("max_grad_norm")
+            max_grad_norm = self._max_grad_norm
         for count in self._stalled.values():
             count.zero_()
         with torch.no_grad():
@@ -497,6 +527,11 @@ class Optimizer(torch.optim.Optimizer):
             yield
         finally:
             self.found_inf, self.clip_coef = given
+
+    @property
+    def _max_grad_norm(self) -> float | None:
+        """What a step clips to, if it is not told otherwise."""
+        return _common_max_grad_norm(self.param_groups)
 
     def _init_group(self, group: dict[str, Any], *columns: list[Tensor]) -> None:
         # torch.compile knows this method by name: it runs it, does not trace it, and takes the
@@ -782,7 +817,8 @@ class Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         defaults = self.__dict__.get("defaults", {})
         for group in state["param_groups"]:
-            for key in ("state_dtype", "master", "rounding", "seed"):  # torch's do not have these
+            # Torch's do not have these.
+            for key in ("state_dtype", "master", "rounding", "seed", "max_grad_norm"):
                 if key in defaults:
                     group.setdefault(key, defaults[key])
             if isinstance(named := group.get("state_dtype"), str):
@@ -803,6 +839,10 @@ class Optimizer(torch.optim.Optimizer):
             if loading and id(param) in groups:
                 values = self._restored(param, values, groups[id(param)])
             restored[param] = values
+        if "defaults" not in state:  # of a checkpoint, whose options go to the groups
+            for group in state["param_groups"]:
+                _check_max_grad_norm(group.get("max_grad_norm"))
+            _common_max_grad_norm(state["param_groups"])
         self._places, self._late_skips = [], LateCounts()
         for name, value in (("_stalled", {}), ("_skips", {}), ("_warned", set())):
             self.__dict__.setdefault(name, value)

@@ -162,16 +162,9 @@ class ReleaseHandle:
                 )
         if self._clip not in CLIPS:
             raise ValueError(f"clip must be one of {CLIPS}, got {self._clip!r}")
-        if self._clip is not None and self._max_norm is None:
-            raise ValueError(f"clip={self._clip!r} needs an optimizer with max_grad_norm")
-        if self._accumulator is not None:
-            if self._clip is not None:
-                raise ValueError("clip is for steps inside backward; with an accumulator, leave it")
-        elif self._clip is None and self._max_norm is not None:
-            raise ValueError(
-                "the optimizer has max_grad_norm: say clip='previous' or clip='two-pass', or give "
-                "an accumulator"
-            )
+        self._check_clip()
+        if self._accumulator is not None and self._clip is not None:
+            raise ValueError("clip is for steps inside backward; with an accumulator, leave it")
         if not self._bucket_bytes >= 0:
             raise ValueError(f"bucket_bytes must be >= 0, got {self._bucket_bytes}")
         if self._accumulator is not None:
@@ -184,6 +177,16 @@ class ReleaseHandle:
             self._check_states()
         # A step of a part does not look beyond it.
         optimizer._check_overlap([p for group in optimizer.param_groups for p in group["params"]])
+
+    def _check_clip(self) -> None:
+        """Whether the optimizer's ``max_grad_norm``, which may change, is what clip is for."""
+        if self._clip is not None and self._max_norm is None:
+            raise ValueError(f"clip={self._clip!r} needs an optimizer with max_grad_norm")
+        if self._clip is None and self._accumulator is None and self._max_norm is not None:
+            raise ValueError(
+                "the optimizer has max_grad_norm: say clip='previous' or clip='two-pass', or give "
+                "an accumulator"
+            )
 
     def _check_states(self) -> None:
         optimizer, wanted = self._optimizer, "accumulate_into_state=True"
@@ -224,11 +227,11 @@ class ReleaseHandle:
     @property
     def _sums_over_ranks(self) -> bool:
         """Whether gradients are those of this rank alone, for the accumulator to reduce."""
-        return self._accumulator is not None and self._accumulator._is_ddp
+        return self._accumulator is not None and self._accumulator.sums_over_ranks
 
     @property
     def _max_norm(self) -> float | None:
-        return self._optimizer.defaults.get("max_grad_norm")
+        return self._optimizer._max_grad_norm
 
     # ---- life -----------------------------------------------------------------------------------
 
@@ -307,6 +310,8 @@ class ReleaseHandle:
             self._wait(param)
 
     def _check_step(self) -> None:
+        if not self._seen:
+            self._check_clip()
         if self._clip == "two-pass" and self._verdict is None:
             raise RuntimeError("clip='two-pass' needs a backward under measure() before this one")
         if self._shares and self._share is None:

@@ -328,6 +328,26 @@ def test_finish_needs_a_micro_batch():
         accumulator.finish()
 
 
+def test_weights_that_are_no_numbers():
+    accumulator = ACCUMULATOR(model())
+    for weight in ("a", None, torch.ones(2)):
+        with pytest.raises(TypeError, match="weight must be a number, got"):
+            with accumulator.micro_batch(weight):
+                pytest.fail("entered")
+        with pytest.raises(TypeError, match="weight must be a number, got"):
+            accumulator.add(weight)
+
+
+def test_weights_that_are_tensors():
+    net = model()
+    accumulator = ACCUMULATOR(net)
+    for tokens in (torch.tensor(3), torch.tensor([5.0])):
+        with accumulator.micro_batch(tokens):
+            mse_loss(net(torch.ones(1, 8)), torch.ones(1, 4)).backward()
+    assert type(accumulator.state_dict()["weight"]) is float
+    assert accumulator.state_dict()["weight"] == 8
+
+
 @pytest.mark.parametrize("weight", [0, -1, math.nan, math.inf])
 def test_weights_that_are_none(weight):
     net = model()

@@ -391,7 +391,8 @@ def test_clipping_by_the_previous_norm(make, bucket_bytes):
     make = functools.partial(make, max_grad_norm=0.5)
     nets = Net(), Net()
     optimizers = [make(groups(net)) for net in nets]
-    del optimizers[0].defaults["max_grad_norm"]
+    for group in optimizers[0].param_groups:
+        group["max_grad_norm"] = None
     options, saved = dict(clip="previous", bucket_bytes=bucket_bytes), {"norm": None}
     norm = clipped_by_previous(nets[0], optimizers[0], range(4))
     for steps in (range(2), range(2, 4)):  # resumed in between
@@ -488,6 +489,18 @@ def test_two_passes_clip_and_skip_exactly(make, make_scaler, retain):
 
 
 # ---- What it refuses -----------------------------------------------------------------------------
+
+
+def test_a_limit_that_comes_later_is_not_passed_over():
+    """Loaded or set in the groups, where a step would clip by it."""
+    net = Net()
+    optimizer = OPTIM.AdamW(net.parameters())
+    OPTIM.release_gradients(net, optimizer)
+    kept = copy.deepcopy(net.state_dict())
+    optimizer.param_groups[0]["max_grad_norm"] = 0.5
+    with pytest.raises(ValueError, match="the optimizer has max_grad_norm: say clip="):
+        loss_of(net, 0).backward()
+    assert_same_bits(net.state_dict().values(), kept.values())
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
