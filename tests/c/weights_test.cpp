@@ -160,4 +160,11 @@ TEST_P(Weights, BadInputs)
             EXPECT_TRUE(matches(hr_last_error(), split ? "hr_split" : "hr_join"));
             EXPECT_EQ(run.image(), before);
         }
+    for (const bool split : {false, true}) {
+        Call run(cpu_backend(), HR_WEIGHTS_REMAINDER16, HR_BF16);
+        run.exec.device = 1000;
+        const hr_status got = split ? run.split() : run.join();
+        EXPECT_TRUE(got == HR_NO_DEVICE || got == HR_UNSUPPORTED) << got;
+        EXPECT_TRUE(matches(hr_last_error(), "exec->device is 1000"));
+    }
 }
