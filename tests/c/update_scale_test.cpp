@@ -174,6 +174,24 @@ TEST_P(UpdateScale, Rows)
     }
 }
 
+// As torch's: the scale grows where the tracker becomes the interval, which from above it does not.
+TEST_P(UpdateScale, ATrackerAboveTheIntervalOnlyCounts)
+{
+    for (const int32_t growth : {3, 4, 100, INT32_MAX - 5}) {
+        Start start;
+        start.growth = growth;
+        UpdateScaleRun run(*backend, start);
+        run.config.growth_interval = 3;
+        for (int i = 1; i <= 5; i++)
+            run.step(0);
+        EXPECT_EQ(run.scale_now(), 65536) << growth;
+        EXPECT_EQ(run.growth_now(), growth + 5);
+        run.step(1); // an overflow begins again
+        EXPECT_EQ(run.scale_now(), 32768);
+        EXPECT_EQ(run.growth_now(), 0);
+    }
+}
+
 TEST_P(UpdateScale, AnyNonzeroFlagIsAnOverflow)
 {
     for (const float found : {1.0f, -1.0f, 1e-45f, INFINITY, float(NAN)}) {
