@@ -219,6 +219,14 @@ def test_every_page_is_linked_from_an_index():
     assert not [page for page in PAGES if ROOT / page not in linked]
 
 
+def test_every_folder_is_explained():
+    """In CONTRIBUTING: what belongs there and what does not."""
+    layers = ["kernels", "capi", "torch_ext", "ops", "tests/c", "tests/python"]
+    folders = {path.parent.name for layer in layers for path in (ROOT / layer).glob("*/*.*")}
+    text = read("CONTRIBUTING.md")
+    assert not [name for name in sorted(folders) if not re.search(rf"`[\w/]*\b{name}/?`", text)]
+
+
 def test_the_readme_is_short():
     assert len(read("README.md").splitlines()) <= LONGEST_README
 
