@@ -1,4 +1,4 @@
-"""`python -m benchmarks STEM`: runs the cases of one stem and prints a table."""
+"""Runs the benchmark cases of one stem and prints a table: `python -m benchmarks STEM`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("stem", choices=STEMS)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--cases", nargs="+", metavar="CASE", help="only these")
-    parser.add_argument("--list", action="store_true", help="print the cases and leave")
+    parser.add_argument("--cases", nargs="+", metavar="CASE", help="run only these")
+    parser.add_argument("--list", action="store_true", help="print the cases and exit")
     parser.add_argument("--rounds", type=int, default=30, help="samples of each contender")
     parser.add_argument("--threads", type=int, help="torch's CPU threads")
     parser.add_argument("--json", type=pathlib.Path, metavar="PATH", help="save the results")
     parser.add_argument("--check", action="store_true", help="exit 1 if a bar is not met")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that it runs")
     options = parser.parse_args(arguments)
     if options.check and options.quick:
         parser.error("--quick times nothing that --check could judge")

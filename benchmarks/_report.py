@@ -1,4 +1,4 @@
-"""The table on the terminal, and what the JSON says about the machine and the versions."""
+"""Prints the table, and collects what the JSON records about the machine and the versions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Interleaved timing: every round calls every contender once, in random order.
+"""Times contenders interleaved: every round calls every contender once, in random order.
 
-A slow spell of the machine then hits all contenders alike, and the ratio within one round is worth
-more than the ratio of two medians.
+A slow phase of the machine then affects all contenders alike, and ratios within one round are more
+reliable than the ratio of two medians.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Timing:
 
 
 def _once(contender: Contender, calls: int, device: torch.device) -> float:
-    """Seconds that `calls` calls take, without their preparation."""
+    """Returns the seconds that `calls` calls take, without their preparation."""
     if contender.prepare is not None:
         total = 0.0
         for _ in range(calls):
@@ -110,5 +110,5 @@ def measure(
 
 
 def ratios(over: Timing, under: Timing) -> list[float]:
-    """Per round, the time of `over` divided by the time of `under`."""
+    """Returns, for each round, the time of `over` divided by the time of `under`."""
     return [a / b for a, b in zip(over.seconds, under.seconds)]

@@ -1,4 +1,4 @@
-"""Gradients added to f32 buffers."""
+"""Times adding gradients to f32 buffers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def headroom_op(data: Rotation, zero_grads: bool = False) -> Contender:
 
 
 def torch_foreach(data: Rotation, zero_grads: bool = False) -> Contender:
-    """The plain sum, whether ours is compensated or not: torch has no other."""
+    """Torch's sum, which is not compensated even where ours is: torch has no other."""
 
     def call():
         d = data.next()
@@ -68,7 +68,7 @@ def torch_foreach(data: Rotation, zero_grads: bool = False) -> Contender:
 
 
 def torch_widened(data: Rotation) -> Contender:
-    """Through an f32 copy of each gradient: on the CPU the faster way where dtypes differ."""
+    """Torch's sum of an f32 copy of each gradient, which is faster on the CPU if dtypes differ."""
 
     def call():
         d = data.next()

@@ -1,5 +1,5 @@
-"""Adafactor: the whole `step()` beside both originals, by the rule of each: one large matrix, the
-tensors of a convolutional network, and many small ones."""
+"""Times Adafactor's `step()` by both rules beside their originals: on one large matrix, on the
+tensors of a convolutional network, and on many small tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .harness import Bar, Case, Contender, Rotation, Unavailable, filled, sets_n
 
 F32, BF16 = torch.float32, torch.bfloat16
 HF, FOR_LOOP, FOREACH = "transformers", "torch for-loop", "torch foreach"
-# A residual network's: stem, blocks of 3 x 3 and 1 x 1, their norms, and the classifier.
+# Of a residual network: stem, blocks of 3 x 3 and 1 x 1, their norms, and the classifier.
 CONVOLUTIONS = (
     (64, 3, 7, 7),
     *((256, 256, 3, 3),) * 6,
@@ -62,7 +62,7 @@ class Layout:
 
 
 def optimizer_step(data: Rotation, make: Callable[..., torch.optim.Optimizer]) -> Contender:
-    """`step()` of an optimizer with states of its own for each set of the rotation."""
+    """Times `step()` of an optimizer that has its own states for each set of the rotation."""
     optimizers = {}
     for d in data.sets:
         params = [torch.nn.Parameter(param) for param in d.params]

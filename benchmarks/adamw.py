@@ -1,4 +1,4 @@
-"""Fused AdamW: the op on large tensors, and the whole `step()` on many tiny ones."""
+"""Times AdamW: the op on large tensors, and the whole `step()` on many tiny ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
 class Data(NamedTuple):
-    """One set of tensors that an AdamW step works on, in the order of the ops' arguments."""
+    """One set of tensors for an AdamW step, in the order of the ops' arguments."""
 
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
@@ -107,9 +107,10 @@ def deepspeed_cpu(data: Rotation) -> Contender:
 
 
 def large(name: str, what: str, layout: Layout, *bars: Bar, against: Layout | None = None) -> Case:
-    """The op on data from memory.
+    """A case of the op on data that is not in the cache.
 
-    `against` is the layout given to torch's fused op where it cannot take ours: it wants one dtype.
+    `against` is the layout that torch's fused op gets if it does not support ours, which has two
+    dtypes.
     """
     rival = "torch fused" if against is None else "torch fused f32"
 
@@ -138,7 +139,7 @@ def tiny_op(name: str, what: str, layout: Layout) -> Case:
 
 
 def tiny_step(name: str, what: str, layout: Layout, *bars: Bar, new_grads: bool) -> Case:
-    """`optimizer.step()` with the gradients of the last step, or with new ones, which also have new
+    """A case of `optimizer.step()`, with the gradients of the last step, or with new ones at new
     addresses, as after `zero_grad()` and a backward pass."""
 
     def setup(device):
@@ -146,7 +147,7 @@ def tiny_step(name: str, what: str, layout: Layout, *bars: Bar, new_grads: bool)
         params = [torch.nn.Parameter(p) for p in data.params]
 
         def assign_grads():
-            # All are made before the first old one is freed, so that none gets its old place back.
+            # All are allocated before the first old one is freed, so that no address is reused.
             for p, g in zip(params, [g.clone() for g in data.grads]):
                 p.grad = g
 

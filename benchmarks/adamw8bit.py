@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments: the op on large tensors, and the whole `step()` on many small ones."""
+"""Times AdamW with 8-bit moments: the op on large tensors, `step()` on many small ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FUSED, TORCHAO, BNB = "torch fused f32", "torchao 8-bit", "bitsandbytes 8-bit"
 
 
 class Data(NamedTuple):
-    """One set of tensors that a step works on, in the order of the op's arguments."""
+    """One set of tensors for a step, in the order of the op's arguments."""
 
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
@@ -75,7 +75,7 @@ def headroom_op(data: Rotation) -> Contender:
 
 
 def optimizer_step(data: Rotation, make: Callable[..., torch.optim.Optimizer]) -> Contender:
-    """`step()` of an optimizer with states of its own for each set of the rotation."""
+    """Times `step()` of an optimizer that has its own states for each set of the rotation."""
     optimizers = {}
     for d in data.sets:
         params = [torch.nn.Parameter(param) for param in d.params]
@@ -114,7 +114,8 @@ def bitsandbytes_step(data: Rotation) -> Contender:
 
 
 def large(name: str, what: str, layout: Layout, *bars: Bar) -> Case:
-    """The op on data from memory. Torch has no 8-bit moments: it gets its fastest, all float32."""
+    """A case of the op on data that is not in the cache. Torch, which has no 8-bit moments, runs
+    its fastest step, all float32."""
     fused = adamw.Layout(layout.tensors, layout.numel, F32, F32)
 
     def setup(device):
@@ -130,8 +131,8 @@ def large(name: str, what: str, layout: Layout, *bars: Bar) -> Case:
 
 
 def many_step(name: str, what: str, layout: Layout, *bars: Bar) -> Case:
-    """`optimizer.step()`. Without torchao, whose moments are 8-bit only where blocks divide the
-    size."""
+    """A case of `optimizer.step()`. It leaves out torchao, whose moments are 8-bit only if the
+    block size divides the number of elements."""
 
     def setup(device):
         data = layout.rotation(device)
@@ -150,7 +151,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     f32, bf16 = Layout(1, n, F32), Layout(1, n, BF16)
     many = Layout(20 if quick else 10_000, 5_000, F32)
     one = f"one tensor of {n:,}, 8-bit moments"
-    # On CPUs that have AVX2 alone 0.6 of the bars is good.
+    # On CPUs with AVX2 and no AVX-512, 0.6 of these bars is good.
     f32_bars = [
         Bar("ratio", 1.2, "cpu"),
         Bar("ratio", 30.0, "cpu", TORCHAO),

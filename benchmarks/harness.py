@@ -31,12 +31,12 @@ __all__ = [
 
 
 class Unavailable(Exception):
-    """Raised by a factory when an optional peer is not installed: reported, but not a failure."""
+    """Raised by a factory if an optional peer is not installed. It is reported, not a failure."""
 
 
 @dataclass
 class Bar:
-    """What the subject has to reach on one kind of device.
+    """The result that a case aims at on one kind of device.
 
     kind "ratio": time of `against`, or else `Case.against`, over time of `Case.subject`; not judged
     where that peer is not installed.
@@ -53,9 +53,9 @@ class Bar:
 class Case:
     """`setup(device)` allocates the data and returns contender factories by name.
 
-    `work` is the least that one call has to do. With unit "byte": the bytes moved through memory,
-    each input read once and each output written once. With unit "flop": the floating-point
-    operations, in `dtype`. None where neither limits the call, as with many tiny tensors.
+    `work` is the least that one call has to do. With unit "byte", it counts bytes moved through
+    memory, each input read once and each output written once. With unit "flop", it counts the
+    floating-point operations, in `dtype`. None if neither limits the call, as with tiny tensors.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Case:
 
 
 def sized(largest: int, bytes_per_element: int, device: torch.device) -> int:
-    """`largest` elements, halved until they take at most a quarter of the memory."""
+    """Returns `largest`, halved until so many elements take at most a quarter of the memory."""
     while largest * bytes_per_element > memory_bytes(device) // 4:
         largest //= 2
     return largest
@@ -131,7 +131,7 @@ def _bars(case: Case, device: torch.device, contenders: dict) -> list[dict]:
 def run_case(
     case: Case, device: torch.device, settings: Settings, limit: tuple[str, Contender] | None = None
 ) -> dict:
-    """Times one case. The limit, when given, takes part in every round like a contender."""
+    """Times one case. The limit, if given, takes part in every round as a contender does."""
     contenders: dict[str, Contender] = {}
     result: dict[str, dict] = {}
     for name, factory in case.setup(device).items():

@@ -1,6 +1,6 @@
-"""States saved to disk and loaded, beside torch.save and the disk itself.
+"""Times saving and loading states, beside torch.save and plain writes to the disk.
 
-The files lie in TMPDIR, or else in the folder that this is run from.
+The files are in TMPDIR, or else in the current folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WRITTEN_AT_ONCE = 8 << 20
 
 @dataclass
 class Run:
-    """A model with AdamW's states, and a folder for files of them."""
+    """A model with AdamW's states, and a folder for its files."""
 
     layers: int
     width: int
@@ -71,7 +71,7 @@ class Run:
 
     @contextlib.contextmanager
     def replaced(self, name: str) -> Iterator[BinaryIO]:
-        """A file that survives a crash, as users write it by hand."""
+        """Opens a file that survives a crash, in the way that users write by hand."""
         with open(self.path("partial"), "wb", buffering=0) as file:
             yield file
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Unscaling, checking, measuring and clipping gradients, alone and in a mixed precision step."""
+"""Times unscaling, checking, measuring and clipping gradients, alone and in a scaled step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .harness import Bar, Case, Contender, Rotation, filled, sets_needed
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
-# Every call must write what it would write in training, but values have to stay in range over
-# thousands of calls: so each shrinks its gradients, by little.
+# Every call must write as much as in training, but values have to stay in range over thousands of
+# calls. So each call shrinks its gradients by very little.
 SHRINK = 1 - 2.0**-16
 SCALE = 1 + 2.0**-23
 LR = 1e-4
@@ -26,7 +26,7 @@ class Data:
     norm: float
 
     def max_norm(self, clips: bool = True) -> float:
-        """Just below the norm of the gradients, so that the next call clips, or well above."""
+        """Returns a limit just below the norm, so that the next call clips, or well above it."""
         if not clips:
             return 2 * self.norm
         self.norm *= SHRINK
@@ -55,7 +55,8 @@ class Layout:
         return Data(params, grads, norm)
 
     def rotation(self, device: torch.device, tensors_used: int = 1) -> Rotation:
-        """`tensors_used`: what a call touches, in gradients' sizes; 0: too little to rotate."""
+        """`tensors_used` is what a call touches, in sizes of the gradients, or 0 if two sets are
+        enough because that is so little."""
         count = sets_needed(tensors_used * self.grad_bytes, device) if tensors_used else 2
         return Rotation([self.allocate(device) for _ in range(count)])
 
@@ -136,7 +137,7 @@ def _step(
     make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
     clip: Callable[..., torch.Tensor] | None,
 ) -> Contender:
-    """Unscales and clips, explicitly or in the step; steps; updates the scale."""
+    """Times a step with a scaler: unscaling, clipping, update, and the update of the scale."""
     device = data.sets[0].grads[0].device
     optimizers = {id(d): make(d.params) for d in data.sets}
     scaler = kind(device.type, init_scale=SCALE, growth_interval=1 << 30)
@@ -199,7 +200,7 @@ def unscale_case(name: str, layout: Layout, *bars: Bar) -> Case:
 def clip_case(
     name: str, layout: Layout, *bars: Bar, clips: bool = True, tiny: bool = False
 ) -> Case:
-    """In place: two reads and a write, or one read where there is nothing to clip."""
+    """A case of clipping in place: two reads and a write, or one read if the norm is small."""
 
     def setup(device):
         data = layout.rotation(device, 0 if tiny else 1)
@@ -217,10 +218,11 @@ def clip_case(
 
 
 def step_case(name: str, layout: Layout, *bars: Bar, explicit: bool = False) -> Case:
-    """With `explicit`, unscale_() and clip_grad_norm_() as a loop written for torch calls them.
+    """A case of a whole step. With `explicit`, unscale_() and clip_grad_norm_() are called as in a
+    loop written for torch.
 
-    The work is that of a step which reads gradients twice, once for the norm and once for the
-    update, and writes none.
+    The work counts two reads of the gradients, one for the norm and one for the update, and no
+    write.
     """
 
     def setup(device):

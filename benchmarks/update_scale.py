@@ -1,4 +1,4 @@
-"""The update of a loss scale: one launch, so this measures the overhead of a call."""
+"""Times the update of a loss scale. It is one launch, so this measures the overhead of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""AdamW on bfloat16 weights that keep what rounding takes off: the ops on a large tensor."""
+"""Times AdamW on bfloat16 weights with each way of keeping what rounding drops: the ops on a large
+tensor."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def optimi_step(data: Rotation) -> Contender:
 
 
 def case(name: str, what: str, layout: Layout, *bars: Bar) -> Case:
-    """Torch has no such modes: it gets its fastest, all float32."""
+    """A case of the op. Torch, which has no such modes, runs its fastest step, all float32."""
     fused = adamw.Layout(1, layout.numel, F32, F32)
 
     def setup(device):

@@ -1,4 +1,4 @@
-"""The same training loop before and after: what changes for a user, and that the loss does not."""
+"""The same training loop before and after: what a user changes; the loss stays the same."""
 
 import headroom
 import torch

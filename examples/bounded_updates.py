@@ -1,11 +1,12 @@
-"""Why a second moment must not round to zero: the largest update of Adam with 8-bit moments.
+"""Shows why a second moment must not round to zero: the largest update of Adam with 8-bit moments.
 
-One block of 256 elements gets gradients of one scale per element, as a layer gets whose inputs are
-of unequal size: g_i ~ N(0, 1) * 1e-3 * s_i with log s_i ~ N(0, sigma^2). Adam's updates are bounded
-by about lr, whatever the gradients. They no longer are when a second moment that is small beside
-its block's largest is stored as zero, as bitsandbytes' rule may: the next step divides by eps.
+The gradients of one block of 256 elements have a scale of their own per element, as in a layer
+whose inputs differ in size: g_i ~ N(0, 1) * 1e-3 * s_i with log s_i ~ N(0, sigma^2). Adam's updates
+are bounded by about lr, whatever the gradients. The bound is lost if a second moment that is small
+beside the largest of its block is stored as zero, as bitsandbytes' rule allows: the next step then
+divides by eps.
 
-    python examples/bounded_updates.py OUT.png      # prints a table too, over several seeds
+    python examples/bounded_updates.py OUT.png      # also prints a table over several seeds
 """
 
 import argparse

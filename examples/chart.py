@@ -1,4 +1,4 @@
-"""The ladder as a picture: where each rung's memory goes, and what it reaches."""
+"""Draws the memory ladder: the memory of each rung by kind, its loss and its speed."""
 
 import textwrap
 from pathlib import Path
@@ -8,7 +8,7 @@ import matplotlib
 matplotlib.use("Agg")  # writes files, needs no display
 import matplotlib.pyplot as plt
 
-# Okabe and Ito's colors, told apart by color-blind readers too.
+# Okabe and Ito's colors, which color-blind readers can tell apart.
 COLORS = {
     "parameters": "#0072B2",
     "gradients": "#56B4E9",

@@ -1,23 +1,25 @@
-"""Does training with less memory end where float32 AdamW does?
+"""Compares the held-out loss of training with less memory with that of float32 AdamW.
 
     python examples/convergence.py [--steps N] [--seeds N] [--out FILE.json]
 
 Trains the demo's model on the demo's text, in these settings:
 
-8-bit moments, and those with heavy-tailed gradients: AdamW, AdamW8bit, and AdamW8bit under the rule
-that lets a small second moment round to zero (`bnb_exact`). Heavy-tailed: every element is
-multiplied by exp(2 z), z standard normal, anew each step. That changes no sign, and AdamW takes it;
-a second moment of zero does not.
+8-bit moments, with ordinary and with heavy-tailed gradients: AdamW, AdamW8bit, and AdamW8bit under
+the rule that lets a small second moment round to zero (`bnb_exact`). Heavy-tailed means that every
+element is multiplied by exp(2 z), z standard normal, drawn anew each step. This changes no sign,
+and AdamW trains on; with a second moment of zero the run diverges.
 
 bf16 weights: every way to store them, with float32 and with 8-bit moments, at a learning rate of
-1e-4, as models of billions of parameters have it. Three of four updates are then too small for the
-weight they belong to, and rounding to the nearest loses them. (At the demo's 1e-3 one of four is.)
+1e-4, which is usual for models of billions of parameters. Three of four updates are then too small
+for the weight they belong to, and rounding to nearest loses them. (At the demo's 1e-3 it is one of
+four.)
 
-Adafactor: by either rule, beside its original (`transformers` must be installed). It is another
-training than AdamW's.
+Adafactor: by either rule, beside its original (`transformers` must be installed). Its loss is not
+compared with AdamW's.
 
-A mode is close if its mean over the seeds is no further from that of the setting's first than the
-seeds of that are apart. With --out, a run that is in the file already is not done again.
+A mode is close if its mean over the seeds differs from that of the setting's first mode by no more
+than the seeds of the first mode differ from each other. With --out, runs that the file has already
+are not repeated.
 """
 
 import argparse
@@ -184,9 +186,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", help="text file or folder; default: the standard library")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--steps", type=int, default=150, help="optimizer steps of a run")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each mode")
+    parser.add_argument("--out", type=Path, help="file that keeps the losses")
     args = parser.parse_args()
     results = Results(args.steps, args.out)
     cells = [(s, m, k) for s in SETTINGS for m in SETTINGS[s].modes for k in range(args.seeds)]

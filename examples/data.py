@@ -1,7 +1,7 @@
-"""Bytes to train on: the Python standard library's own sources, or any text the user names.
+"""Loads bytes to train on: the Python standard library's own sources, or any text the user names.
 
 A batch is a pure function of (text, seed, step), so every rung sees the same data whatever its
-memory settings are, and a resumed run sees what the uninterrupted run would have seen.
+memory settings, and a resumed run sees the data of the uninterrupted one.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-HELD_OUT_SHARE = 20  # one file in 20 (of a single file: its last 20th) is never trained on
+HELD_OUT_SHARE = 20  # one file in 20 (of a single file, its last 20th) is held out
 SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
 
 

@@ -1,4 +1,4 @@
-"""Climb down the memory ladder: train every rung in a process of its own, then compare.
+"""Trains every rung of the memory ladder in a process of its own, then compares them.
 
     python examples/ladder.py --out runs/demo
 

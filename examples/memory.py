@@ -1,19 +1,18 @@
-"""Where a training step's memory goes: counted exactly by kind, and measured as a peak.
+"""Counts the memory of a training step by kind, and measures its peak.
 
-Counted, in bytes of distinct storages (a view costs nothing, an allocation is counted once):
-parameters, gradients, optimizer state, and saved activations. Gradients are those of parameters, at
-the moment when most of them are there: all of them, or about one if they are released. Saved
-activations are the storages
-that autograd was asked to keep for the backward pass, parameters left out, at the moment when most
-of them are alive within one micro-batch. Under checkpointing that is the block inputs kept by the
-forward pass plus the one block that is being recomputed. Under autocast it includes the bf16 copies
-of the weights, which the backward pass keeps as well.
+Counted, in bytes of distinct storages (a view costs nothing, an allocation is counted once), are
+parameters, gradients, optimizer state and saved activations. Gradients of parameters are counted at
+the moment when most of them exist: all of them, or about one if they are released. Saved
+activations are the storages that autograd keeps for the backward pass, without parameters, at the
+moment when most of them are alive within one micro-batch. Under checkpointing these are the block
+inputs that the forward pass kept and the activations of the one block that is being recomputed.
+Under autocast they include the bf16 copies of the weights, which the backward pass keeps as well.
 
-Measured: on CUDA the allocator's peak; on the CPU the resident peak of the process. Both above what
-the process held after a first step was done and thrown away. The peak also holds what lives only
-for a moment, such as gradients of activations and the inside of an operation. It can be less than
-the sum of the four, which reach their own peaks at different moments: gradients grow while saved
-activations are released.
+The measured peak is the allocator's on CUDA, and that of the process's resident memory on the CPU,
+above what the process held after a first step that was thrown away. It includes what lives only for
+a moment, such as gradients of activations and the buffers inside an operation. It can be less than
+the sum of the four kinds, which reach their own peaks at different moments: gradients grow while
+saved activations are released.
 """
 
 import ctypes
@@ -34,7 +33,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def tensors_in(value) -> Iterable[Tensor]:
-    """Every tensor in nested dicts, lists and tuples, such as an optimizer's state."""
+    """Yields every tensor in nested dicts, lists and tuples, such as an optimizer's state."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):

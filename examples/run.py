@@ -30,13 +30,13 @@ class Run:
         options = dict(rung.options)
         if rung.max_grad_norm is not None:
             options["max_grad_norm"] = rung.max_grad_norm
-        if rung.weights != "float32" and not options.get("master"):  # which has float32 moments
+        if rung.weights != "float32" and not options.get("master"):  # master=: float32 moments
             options["state_dtype"] = torch.float32
         module, name = rung.optimizer.rsplit(".", 1)
         self.optimizer = getattr(import_module(module), name)(
             self.model.parameters(), lr=size.lr, weight_decay=0.1, **options
         )
-        if rung.release:  # gradients wait for no others, so that one is there at a time
+        if rung.release:  # buckets of one gradient, so that one exists at a time
             headroom.optim.release_gradients(self.model, self.optimizer, bucket_bytes=0)
         self.accumulator = headroom.GradAccumulator(self.model) if rung.sum_in_f32 else None
         self.scaler = headroom.amp.GradScaler(
@@ -47,7 +47,8 @@ class Run:
         self.peak_bytes = 0
 
     def learning_rate(self) -> float:
-        """Warm-up, then 1/sqrt. It knows no last step: 50 steps resumed to 100 are 100 steps."""
+        """Warm-up, then 1/sqrt. It does not depend on --steps, so 50 steps resumed to 100 are the
+        same as 100 steps."""
         step = len(self.losses) + 1
         lr = self.rung.lr_factor * self.size.lr
         return lr * min(step / WARMUP_STEPS, (WARMUP_STEPS / step) ** 0.5)
@@ -61,7 +62,7 @@ class Run:
         with torch.autocast(self.device.type, dtype, enabled=self.rung.autocast is not None):
             loss = self.model(tokens, targets)
         part = loss.detach() / self.rung.accumulate
-        if self.accumulator:  # which takes the mean over micro-batches by itself
+        if self.accumulator:  # it computes the mean over micro-batches by itself
             with self.accumulator.micro_batch():
                 loss.backward()
         else:
@@ -86,7 +87,7 @@ class Run:
     def held_out_loss(self, text: Tensor) -> float:
         """Bits per byte on held-out text, in float32 on every rung: only the training differs."""
         model = headroom.cast_model(copy.deepcopy(self.model), torch.float32).eval()
-        if self.rung.options.get("master"):  # evaluated with all the bits that it trains with
+        if self.rung.options.get("master"):  # evaluate with all the bits that are trained
             model.load_state_dict(headroom.optim.master_weights(self.optimizer, self.model))
         windows = data.held_out(text, HELD_OUT_WINDOWS, self.size.context)
         pairs = zip(*(t.to(self.device).split(4) for t in windows))
@@ -94,7 +95,7 @@ class Run:
         return sum(losses) / len(losses) * BITS_PER_NAT
 
     def count_bytes(self, text: Tensor) -> dict[str, int]:
-        """Bytes by kind in one more micro-batch; without gradient release it trains nothing."""
+        """Counts bytes by kind in one more micro-batch. Only gradient release makes it a step."""
         parameters = list(self.model.parameters())
         micro_batch, gradients = self.micro_batches(text, 0)[0], 0
 
@@ -103,11 +104,11 @@ class Run:
             gradients = gradient_bytes(lambda: self.forward_backward(*micro_batch), parameters)
 
         saved = saved_bytes(run, parameters)
-        if self.accumulator:  # which holds float32 sums beside the gradients of a micro-batch
+        if self.accumulator:  # it holds float32 sums beside the gradients of a micro-batch
             gradients += 4 * sum(p.numel() for p in parameters)
             self.accumulator.finish()
         if self.rung.release:
-            self.optimizer.step()  # ends the step that backward was
+            self.optimizer.step()  # finishes the step that backward did
         counted = {
             "parameters": bytes_of(parameters),
             "gradients": gradients,
@@ -122,7 +123,7 @@ class Run:
         headroom.save_state(path, **self.parts(), extra=history | {"identity": identity})
 
     def load(self, path: Path, identity: dict) -> None:
-        saved = headroom.load_state(path, rng=False)  # looks before it changes anything
+        saved = headroom.load_state(path, rng=False)  # checked before anything is changed
         changed = [key for key in identity if saved["identity"].get(key) != identity[key]]
         if changed:
             raise ValueError(f"{path} is of another run: it differs in {', '.join(changed)}")

@@ -1,4 +1,4 @@
-"""The rungs of the memory ladder. Each one with a + is the rung above it with one thing changed."""
+"""Lists the rungs of the memory ladder. A rung with a + is the rung above it with one change."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ class Rung:
     key: str  # names the rung on the command line and its folder
     title: str  # names it in the table and the chart
     optimizer: str = "torch.optim.AdamW"  # imported by this name
-    options: dict = field(default_factory=lambda: BETAS)  # of it, beside those of every rung
+    options: dict = field(default_factory=lambda: BETAS)  # beside those that every rung has
     lr_factor: float = 1.0  # times the learning rate of the size
     accumulate: int = 1  # micro-batches per optimizer step; the tokens of a step stay the same
     checkpoint: bool = False  # recompute each block in the backward pass, save only its input
@@ -22,14 +22,14 @@ class Rung:
     release: bool = False  # step each parameter in the backward pass, free its gradient at once
     sum_in_f32: bool = False  # add micro-batches' gradients up in float32, whatever their dtype
     tolerance: float | None = 0.0  # allowed distance from the first rung's held-out loss, in bits
-    # per byte; None where the training itself is another, so that the loss is shown, not judged
+    # per byte; None where the training itself differs, so that the loss is shown but not judged
 
 
-# In float32 the rungs do the same sums in another order, and training amplifies the rounding:
-# measured 0.00001 bits per byte. 16-bit products round 8,192 to 65,536 times coarser: 0.04 measured
-# after 40 steps, 0.06 after 60, 0.02 and 0.0001 (two seeds) after 100. bf16 weights with 8-bit
-# moments: 0.07 after 50, and 0.12 after 30, when the loss still falls fast: too few to judge.
-# They may be as far off as another seed is, which moves the loss by 0.10.
+# In float32 the rungs compute the same sums in another order, and training amplifies the rounding:
+# by 0.00001 bits per byte as measured. 16-bit products round 8,192 to 65,536 times more coarsely:
+# 0.04 measured after 40 steps, 0.06 after 60, 0.02 and 0.0001 (two seeds) after 100. bf16 weights
+# with 8-bit moments: 0.07 after 50 steps, and 0.12 after 30, when the loss still falls too fast to
+# judge. These rungs may be as far off as another seed is, which moves the loss by 0.10.
 F32, HALF = 0.002, 0.10
 
 torch_adamw = Rung("torch", "torch AdamW")
@@ -84,7 +84,7 @@ adafactor = replace(
     lr_factor=30.0,  # relative to the size of weights, about 1/30
     tolerance=None,
 )
-# Release steps in every backward pass, so that a step cannot be made of several.
+# Gradient release steps in every backward pass, so a step cannot consist of several.
 whole_batch = replace(remainder, key="whole-batch", title="+ whole batch at once", accumulate=1)
 released = replace(whole_batch, key="release", title="+ gradient release", release=True)
 bf16_weights = replace(

@@ -1,4 +1,4 @@
-"""Train a byte-level GPT on one rung of the memory ladder.
+"""Trains a byte-level GPT on one rung of the memory ladder.
 
     python examples/train.py --rung headroom --steps 200 --out runs/mine
 
@@ -104,9 +104,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=SIZES, help="default: small on the CPU, medium on CUDA")
     parser.add_argument("--device", help="cpu, cuda, cuda:1; default: cuda where there is a GPU")
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps, default 50")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches, default 0")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="default: runs/demo")
-    parser.add_argument("--resume", action="store_true", help="continue what lies in OUT")
+    parser.add_argument("--resume", action="store_true", help="continue from a checkpoint in OUT")
 
 
 def settings(args: argparse.Namespace) -> dict:
@@ -127,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rung", choices=RUNGS, default="headroom")
+    parser.add_argument("--rung", choices=RUNGS, default="headroom", help="default: headroom")
     add_arguments(parser)
     args = parser.parse_args()
     try:

@@ -15,22 +15,22 @@ from .state.file import is_state_file
 from .state.save import StateFileError, load_state, save_state
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-OUT = "the file to write; .safetensors: of headroom.save_state, with the optimizer alone"
+OUT = "the file to write; *.safetensors becomes a file of headroom.save_state with the optimizer"
 WHAT = "the state of an optimizer, a dict with 'state' and 'param_groups'"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m headroom", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser("convert", help="an optimizer's state to another library's")
+    command = commands.add_parser("convert", help="convert an optimizer state for a library")
     command.add_argument("source", type=Path, metavar="IN", help=f"a file with {WHAT}")
     command.add_argument("target", type=Path, metavar="OUT", help=OUT)
     library = {"choices": LIBRARIES, "metavar": "LIBRARY"}
     command.add_argument("--to", required=True, help=f"one of {', '.join(LIBRARIES)}", **library)
-    command.add_argument("--from", dest="from_", help="if the keys do not tell", **library)
-    command.add_argument("--key", help="where it is in the file, as in 'optimizer' or 'a.b'")
-    command.add_argument("--param-dtype", choices=DTYPES, help="of the model")
-    command.add_argument("--block-size", type=int, help="of 8-bit moments")
+    command.add_argument("--from", dest="from_", help="IN's library, if not recognized", **library)
+    command.add_argument("--key", help="the state's place in IN: 'optimizer', 'a.b'")
+    command.add_argument("--param-dtype", choices=DTYPES, help="dtype of the parameters")
+    command.add_argument("--block-size", type=int, help="elements per scale of 8-bit moments")
     command.add_argument("--min-8bit-size", type=int, default=4096)
     command.set_defaults(run=_convert)
     options = parser.parse_args(arguments)

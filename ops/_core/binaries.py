@@ -18,11 +18,11 @@ except OSError as error:
         "run `pip install .`"
     ) from error
 
-# As the library says it, which is where the number is kept.
+# The library is the one place where the version number is kept.
 _number = ctypes.CDLL(next(map(str, LIBRARY_DIR.glob("libheadroom.so.*")))).hr_version()
 VERSION = f"{_number // 10000}.{_number // 100 % 100}.{_number % 100}"
 
 try:
     from .. import _C
-except ImportError:  # built without pybind11, or for another Python: all ops work all the same
+except ImportError:  # built without pybind11, or for another Python: the ops still work
     _C = None

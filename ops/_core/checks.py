@@ -1,6 +1,6 @@
-"""What the ops of Adam's rule share: the learning rate as they take it, and the checks of fakes.
+"""Passes the learning rate to the optimizer ops, and checks the arguments of their fakes.
 
-What an op refuses for its tensors when it runs is refused already when it is traced.
+A fake refuses while an op is traced what the op would refuse when it runs.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def check_list(
     dtypes: tuple[torch.dtype, ...],
     numels: Sequence[int] | None = None,
 ) -> None:
-    """Wants one tensor per parameter, on the device of the first one, of the parameter's shape or,
-    if given, of that many elements."""
+    """Requires one tensor per parameter, on the device of the first parameter, with the parameter's
+    shape or, if ``numels`` is given, with that many elements."""
     require(len(tensors) == len(params), f"{name} has {len(tensors)} tensors, wanted {len(params)}")
     for k, (tensor, param) in enumerate(zip(tensors, params)):
         one, device = f"{name}[{k}]", params[0].device

@@ -1,4 +1,4 @@
-"""What ops registered from C++ lack: version counters, and an error instead of a lost gradient."""
+"""Completes ops registered from C++: version counters, an error where a gradient would be lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _library = torch.library.Library("headroom", "IMPL")
 
 
 def require(condition: bool, message: str) -> None:
-    """For fakes: what an op refuses when it runs is refused when it is traced."""
+    """Raises in a fake, while an op is traced, the error that the op would raise when it runs."""
     if not condition:
         raise RuntimeError(message)
 
@@ -31,11 +31,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def complete(name: str, spared: Callable[[dict[str, Any]], set[str]] = lambda given: set()) -> None:
-    """Makes ``headroom::name`` bump the version of what its schema says it writes, and refuse
-    tensors that require grad outside ``torch.no_grad()``.
+    """Makes ``headroom::name`` bump the version counters of the tensors that its schema marks as
+    written, and refuse tensors that require grad outside ``torch.no_grad()``.
 
-    ``spared`` takes the arguments of a call and names those that this call does not write, whatever
-    the schema says.
+    ``spared`` gets the arguments of a call and returns the names of those that this call does not
+    write although the schema marks them.
     """
     op = getattr(torch.ops.headroom, name).default
     arguments = op._schema.arguments

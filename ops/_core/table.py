@@ -1,7 +1,7 @@
-"""Lists of plain tensors as numbers, for ops that would spend more on the lists than on the work.
+"""Tables of the addresses of tensors, for ops on thousands of small ones.
 
-Handing 10,000 small tensors to an op through the dispatcher costs several times what updating them
-does. A table holds their addresses, sizes and dtypes, read through DLPack's C exchange API.
+Passing 10,000 small tensors to an op through the dispatcher takes several times as long as updating
+them. A table holds their addresses, sizes and dtypes, read through DLPack's C exchange API.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ def table_of(
     alike: tuple[str, ...] = (),
     others: tuple[str, ...] = (),
 ) -> Tensor | None:
-    """The table of some lists of tensors, and of the states of the tensors in the first.
+    """Returns a table of lists of tensors and of states of the tensors in the first list.
 
-    None unless the tensors are plain: contiguous, on one device, of dtypes the kernels know, those
-    of ``lists`` and of the states ``alike`` of one shape per position, the states there. The table
-    holds no tensor: it is to be used at once.
+    Returns None unless every tensor is a contiguous ``Tensor`` or ``Parameter`` of a dtype that the
+    kernels support, all lie on one device, all states exist, and the tensors at one position of
+    ``lists`` and of the states ``alike`` have the same shape. The states ``others`` may have other
+    shapes. The table keeps no tensor alive, so use it at once.
     """
     if _C is None or _exchange is None or torch.compiler.is_compiling():
         return None
@@ -45,7 +46,7 @@ def table_of(
 
 
 def joined(tables: list[Tensor], places: list[Tensor]) -> Tensor:
-    """One table of the same lists, where the entries of each of ``tables`` have these places."""
+    """Merges tables of the same lists: entry i of ``tables[k]`` goes to ``places[k][i]``."""
     if len(tables) == 1:
         return tables[0]
     shape = len(tables[0]), _ROWS, sum(map(len, places))

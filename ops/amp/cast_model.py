@@ -113,7 +113,7 @@ def cast_model(
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """The tensors that a cast concerns, each time that a module has one."""
+    """Yields the tensors that may be cast, once for every module that holds them."""
     for prefix, module in model.named_modules():
         own = [*module.named_parameters(recurse=False, remove_duplicate=False)]
         own += module.named_buffers(recurse=False, remove_duplicate=False)
@@ -197,7 +197,7 @@ def _shared(tensors: list[tuple[nn.Module, str, Tensor]]) -> list[list[tuple[nn.
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Its first byte in its storage, and the one behind its last."""
+    """Returns its first byte in its storage, and the byte after its last one."""
     start = tensor.storage_offset()
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     end = start + (steps + 1 if tensor.numel() else 0)
@@ -218,7 +218,7 @@ def _spread(kept: set[nn.Module], shared: list[list[tuple[nn.Module, Tensor]]]) 
 
 @torch.no_grad()
 def _cast(tensors: list[Tensor], dtype: torch.dtype) -> None:
-    """Casts tensors that overlap in memory, which they do afterwards too."""
+    """Casts tensors that overlap in memory so that they still overlap in the same way."""
     tensors = list(dict.fromkeys(tensors))
     if {tensor.dtype for tensor in tensors} == {dtype}:
         return

@@ -43,9 +43,9 @@ class GradScaler(torch.amp.GradScaler):
             than this, with the history of the scale and the name of the culprit. On CUDA the count
             is read without waiting, so the error may come a few steps late. None: never.
         synchronize: ask the device before calling ``optimizer.step()`` and skip the call, as torch
-            does for optimizers that are not fused. For code that sees a skipped step by the call
-            not being made. :meth:`step` then returns what the call returned, or None. (Code that
-            passes a closure to :meth:`step`, as accelerate does, gets this without asking.)
+            does for optimizers that are not fused. For code that detects a skipped step by the
+            missing call. :meth:`step` then returns what the call returned, or None. (Code that
+            passes a closure to :meth:`step`, as accelerate does, gets this behavior anyway.)
 
     Example::
 
@@ -112,10 +112,10 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError(f"max_consecutive_skips must be >= 0, got {limit}")
 
     def _forget(self) -> None:
-        """What belongs to the running process and not to a checkpoint."""
+        """Resets what belongs to the running process and is not saved."""
         self._hysteresis_tracker: Tensor | None = None
         # Optimizer, parameters and index of the first gradient that is not finite, for each check
-        # since the last update, and for those up to it.
+        # since the last update, and for the checks before it.
         self._culprits: list[tuple[torch.optim.Optimizer, list[Tensor], Tensor]] = []
         self._last_culprits: list[tuple[torch.optim.Optimizer, list[Tensor], Tensor]] = []
         self._skips: Tensor | None = None  # overflows in a row
@@ -137,7 +137,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        # Torch's name: its unscale_() and its step() of fused optimizers call this one.
+        # The name is torch's: its unscale_(), and its step() with fused optimizers, call this.
         params = [p for group in optimizer.param_groups for p in group["params"]]
         params = [p for p in params if p.grad is not None]
         if any(p.grad.layout != torch.strided or p.grad.dtype not in FLOATS for p in params):
@@ -268,12 +268,13 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     def culprit(self) -> str | None:
-        """The parameter with the first gradient that is not finite, among the checks since the last
-        :meth:`update`, or before any, of those up to it. None if all gradients were finite.
+        """Returns the parameter with the first gradient that is not finite, or None if all are.
 
-        By name where the optimizer was given ``model.named_parameters()``, else by its place in the
-        optimizer. Waits for the device. Of sharded gradients this rank knows its own shards only;
-        gradients that the kernels do not take (float64, sparse) are not told apart.
+        Considers the checks since the last :meth:`update` or, if there were none, the checks before
+        it. Gives the parameter's name if the optimizer was made with ``model.named_parameters()``,
+        else its position in the optimizer. Waits for the device. Of a sharded gradient, looks at
+        the shard of this rank; does not see gradients that the kernels do not support (float64,
+        sparse).
         """
         for optimizer, members, index in self._culprits or self._last_culprits:
             if (first := int(index)) >= 0:
@@ -283,7 +284,7 @@ class GradScaler(torch.amp.GradScaler):
     # ---- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's keys, and ``hysteresis_tracker``; torch's scaler loads it too."""
+        """Returns torch's keys and ``hysteresis_tracker``; torch's scaler loads it too."""
         state = super().state_dict()
         return state | {"hysteresis_tracker": self._hysteresis_count()} if state else state
 

@@ -1,5 +1,5 @@
-"""Gradients unscaled, checked for overflow and measured in one pass: ``headroom::unscale_norm_``
-and ``headroom::grad_norm``, and :func:`measure` for gradients of several devices and ranks."""
+"""Unscales, checks and measures gradients in one pass: the ops ``headroom::unscale_norm_`` and
+``headroom::grad_norm``, and :func:`measure` for gradients on several devices and ranks."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def unscale_norm_(
         grads: float32, bfloat16 or float16 tensors of any shapes and strides on one device; written
             unless the factor is 1.
         norm, norms, found_inf, clip: float32 outputs on that device, of 1, ``len(grads)``, 1 and 1
-            elements; what is left out is not measured. ``found_inf`` becomes 1 if a result is
-            infinite or NaN and is not touched otherwise; ``clip`` becomes
+            elements; an output that is left out is not computed. ``found_inf`` becomes 1 if a
+            result is infinite or NaN and does not change otherwise; ``clip`` becomes
             ``min(1, max_norm / (norm + 1e-6))``.
         culprit: int64 output of one element: the first gradient with such a result, or -1.
         grad_scale, clip_coef: float32 tensors of one element on that device.
@@ -50,7 +50,7 @@ def unscale_norm_(
         RuntimeError: an argument does not fit, or a tensor requires grad outside
             ``torch.no_grad()``; nothing has been written then.
 
-    Without gradients nothing is written. Rounding and order are documented at ``hr_unscale_norm``
+    With an empty list nothing is written. Rounding and order are documented at ``hr_unscale_norm``
     in ``headroom.h``.
     """
     _run(
@@ -119,7 +119,7 @@ def _run(write: bool, grads: Sequence[Tensor], table: Tensor | None = None, **op
 
 
 def multiply_(grads: Sequence[Tensor], factor: Tensor, table: Tensor | None = None) -> None:
-    """Multiplies gradients by a float32 tensor of one element; a 1 writes nothing."""
+    """Multiplies gradients by a float32 tensor of one element; a factor of 1 writes nothing."""
     _run(True, grads, table, clip_coef=factor)
 
 
@@ -159,7 +159,7 @@ class Measured:
 
 
 def shard_groups(grad: Tensor) -> tuple[Any, ...]:
-    """The process groups over which the parts of a gradient make it whole."""
+    """The process groups whose ranks hold different shards of a gradient."""
     if not isinstance(grad, DTensor):
         return ()
     mesh = grad.device_mesh
@@ -167,7 +167,7 @@ def shard_groups(grad: Tensor) -> tuple[Any, ...]:
 
 
 def local_part(grad: Tensor) -> Tensor:
-    """The part of a DTensor that lies on this rank; any other tensor as it is."""
+    """Returns the shard of a DTensor on this rank, and any other tensor unchanged."""
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
@@ -189,7 +189,7 @@ def is_plain(tensors: Iterable[Tensor]) -> bool:
 
 
 def _buckets(grads: Sequence[Tensor]) -> dict[tuple, list[int]]:
-    """Which gradients one call can measure: by device and the groups that hold the other parts."""
+    """Groups gradients that one call can measure: by device and by the groups of their shards."""
     buckets: dict[tuple, list[int]] = {}
     for i, grad in enumerate(grads):
         buckets.setdefault((grad.device, *shard_groups(grad)), []).append(i)
@@ -204,11 +204,11 @@ def measure(
     grad_scale: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Measured:
-    """The norm of gradients over all their devices and ranks, and whether all are finite.
+    """Measures the norm of gradients over all their devices and ranks, and whether all are finite.
 
-    Reads each gradient once and writes none. DTensors count with all their shards, so the result is
-    the same on every rank, and every rank must call. ``grad_scale`` divides the gradients. Their
-    ``table``, if the caller has it, saves time.
+    Reads each gradient once and writes none. A DTensor counts with all its shards, so the result is
+    the same on every rank, and every rank must call. ``grad_scale`` divides the gradients. Passing
+    the ``table`` of the gradients, if the caller has one, saves time.
     """
     if not grads:
         return Measured(*(torch.tensor(x, dtype=torch.float32) for x in (0.0, 0.0, 1.0)))
@@ -251,7 +251,7 @@ def measure(
 def _over_ranks(
     norm: Tensor, found_inf: Tensor, p: float, groups: Iterable[Any]
 ) -> tuple[Tensor, Tensor]:
-    """The norm over ranks that hold different parts, in float64, and the flag of any of them."""
+    """Combines norms (in float64) and flags of ranks that hold different shards."""
     norm, found = norm.double(), found_inf.double()
     if math.isinf(p):
         # A maximum may lose a NaN, so it travels as a flag of its own.

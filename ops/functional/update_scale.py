@@ -1,4 +1,4 @@
-"""The update of a dynamic loss scale on the device: the op ``headroom::update_scale_``."""
+"""Updates a dynamic loss scale on the device: the op ``headroom::update_scale_``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def update_scale_(
     hysteresis: int = 1,
     hysteresis_tracker: Tensor | None = None,
 ) -> None:
-    """Lowers the scale after an overflow, raises it after ``growth_interval`` steps without one.
+    """Lowers the scale after an overflow; raises it after ``growth_interval`` steps without one.
 
     Args:
         scale: float32, one element; written.

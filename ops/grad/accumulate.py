@@ -124,11 +124,11 @@ class GradAccumulator:
     gradients themselves.
 
     A 16-bit parameter refuses a float32 gradient unless its ``grad_dtype`` is None. The constructor
-    sets that, for good. In a torch without ``grad_dtype`` the mean is rounded to the parameter's
+    sets it, permanently. In a torch without ``grad_dtype`` the mean is rounded to the parameter's
     dtype, once.
 
-    :meth:`state_dict` and :meth:`load_state_dict` carry what has been summed over a restart in the
-    middle of a step; after :meth:`finish` there is nothing to carry.
+    :meth:`state_dict` and :meth:`load_state_dict` carry the sums over a restart in the middle of a
+    step; after :meth:`finish` the sums are empty.
     """
 
     def __init__(
@@ -158,17 +158,17 @@ class GradAccumulator:
         self._weight = 0.0
         # Weights of micro-batches whose gradients were averaged over the ranks before they had it.
         self._late: list[float] = []
-        self._open: float | None = None  # the weight of the micro-batch that runs
+        self._open: float | None = None  # weight of the running micro-batch, or None
         self._unit: float | None = None  # the weight that FSDP2's gradients are multiples of
-        self._is_partial = False  # whether the sums have a part of it
-        self._given: dict[Tensor, weakref.ref[Tensor]] = {}  # what the last finish() gave
+        self._is_partial = False  # whether the sums hold a part of it already
+        self._given: dict[Tensor, weakref.ref[Tensor]] = {}  # gradients that the last finish() set
 
     @contextlib.contextmanager
     def micro_batch(self, weight: float = 1.0) -> Iterator[None]:
-        """The forward and backward of one micro-batch; drops the gradients that are there at its
-        start, and calls :meth:`add` at its end. An error inside leaves the micro-batch out (and,
-        with :func:`~headroom.optim.release_gradients`, which has taken a part of it already, all
-        micro-batches since the last :meth:`finish`)."""
+        """Encloses the forward and backward pass of one micro-batch. Drops existing gradients at
+        its start, and calls :meth:`add` at its end. An error inside drops the micro-batch, or, with
+        :func:`~headroom.optim.release_gradients`, which may have added a part of it already, all
+        micro-batches since the last :meth:`finish`."""
         weight = _checked_weight(weight)
         self._empty()
         weighting = self._ranks.weighting
@@ -196,14 +196,14 @@ class GradAccumulator:
 
     @torch.no_grad()
     def add(self, weight: float = 1.0) -> None:
-        """Takes the gradients of a micro-batch, whose loss is a mean over ``weight`` tokens (or
-        samples: what the big batch's loss is a mean of), and empties ``param.grad``.
+        """Adds the gradients of a micro-batch, whose loss is a mean over ``weight`` tokens (or
+        samples, if the loss of the whole batch is a mean over samples), and clears ``param.grad``.
 
         Raises:
             TypeError, ValueError: the weight is not a finite number > 0.
-            RuntimeError: ``param.grad`` still is what :meth:`finish` gave, with the micro-batch on
-                top: ``zero_grad()`` was not called after the step. Or several ranks train, and
-                nothing says how their gradients come together.
+            RuntimeError: ``param.grad`` is still the mean that :meth:`finish` set, plus this
+                micro-batch: ``zero_grad()`` was not called after the step. Or several ranks train,
+                and nothing says how their gradients are reduced.
         """
         weight = _checked_weight(weight)
         self._ranks.check_known()
@@ -217,7 +217,7 @@ class GradAccumulator:
 
     @property
     def is_open(self) -> bool:
-        """Whether a micro-batch runs."""
+        """Whether a micro-batch is running."""
         return self._open is not None
 
     @property
@@ -227,7 +227,7 @@ class GradAccumulator:
 
     @torch.no_grad()
     def take(self, params: Iterable[Tensor]) -> None:
-        """Takes some gradients of the micro-batch that runs, before its end."""
+        """Adds some gradients of the running micro-batch to the sums before it ends."""
         assert self._open is not None
         self._is_partial = True
         self._take(params, self._open)
@@ -272,9 +272,9 @@ class GradAccumulator:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Puts the mean over all micro-batches since the last call into ``param.grad``, in float32.
+        """Sets ``param.grad`` to the float32 mean over all micro-batches since the last call.
 
-        A parameter that had no gradient in any of them (on any rank, under DDP) is left without.
+        A parameter without a gradient in all of them (on all ranks, under DDP) gets none.
         """
         if self._weight == 0.0:
             raise RuntimeError("finish() without a micro-batch since the last one")
@@ -309,12 +309,12 @@ class GradAccumulator:
         self._clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums since the last :meth:`finish`, on this rank: with them and the state of the
-        optimizer a run that was saved between two micro-batches goes on to the same bits. The
-        tensors are those of the accumulator, as with optimizers.
+        """Returns the sums since the last :meth:`finish`, on this rank. A run that loads them and
+        the optimizer's state between two micro-batches continues with the same bits. The tensors
+        are the accumulator's own, not copies, as with optimizers.
 
         Raises:
-            RuntimeError: a micro-batch runs.
+            RuntimeError: a micro-batch is running.
         """
         self._check_closed("state_dict()")
         return {
@@ -326,11 +326,11 @@ class GradAccumulator:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` returned for the same parameters, in their order, on
-        whatever device they are. What has been summed here is dropped.
+        """Loads what :meth:`state_dict` returned for the same parameters in the same order, on any
+        device. Replaces the sums of this accumulator.
 
         Raises:
-            RuntimeError: a micro-batch runs.
+            RuntimeError: a micro-batch is running.
             ValueError: the sums do not fit. Nothing has been changed then.
         """
         self._check_closed("load_state_dict()")
@@ -349,7 +349,7 @@ class GradAccumulator:
         self._late = [float(weight) for weight in state_dict.get("late", ())]
 
     def _fitted(self, name: str, tensors: Sequence[Tensor | None]) -> dict[Tensor, Tensor]:
-        """Loaded tensors by parameter, on its device, or an error."""
+        """Returns loaded tensors by parameter, on its device; raises if one does not fit."""
         if len(tensors) != len(self._params):
             raise ValueError(
                 f"{name} is of {len(tensors)} parameters, but the accumulator has "
@@ -383,7 +383,7 @@ class GradAccumulator:
         for param, count in zip(self._params, used):
             if count and param not in self._sums:
                 self._sums[param] = torch.zeros_like(param, dtype=torch.float32)
-        # Every rank in one order, whichever of its parameters had gradients first.
+        # The same order on every rank, whichever of its parameters had gradients first.
         self._sums = {param: self._sums[param] for param in self._params if param in self._sums}
         (group,) = self._ranks.groups
         for totals in _buckets(map(local_part, self._sums.values())):
@@ -408,7 +408,8 @@ def _checked_weight(weight: float | Tensor) -> float:
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of tensors of one device with up to BUCKET elements, or of one larger tensor."""
+    """Yields buckets of consecutive tensors of one device: up to BUCKET elements, or one larger
+    tensor."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

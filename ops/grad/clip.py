@@ -27,10 +27,11 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales gradients down so that their norm, as one vector, is at most ``max_norm``.
 
-    As :func:`torch.nn.utils.clip_grad_norm_`, in one pass over the gradients to measure and one to
-    scale, which writes nothing where nothing is to be clipped. To clip without writing the
-    gradients at all, give ``max_grad_norm=`` to the optimizer. Gradients that the kernels do not
-    take (float64, sparse, complex) and orders that are not positive are left to torch.
+    Takes the arguments of :func:`torch.nn.utils.clip_grad_norm_`, and reads the gradients in one
+    pass to measure and one to scale; the second writes nothing if the norm is within the limit. To
+    clip without writing the gradients at all, give ``max_grad_norm=`` to the optimizer. Gradients
+    that the kernels do not support (float64, sparse, complex) and norms of order 0 or below are
+    passed on to torch.
 
     Args:
         parameters: tensors with gradients; DTensors count with all their shards on all ranks. A
@@ -42,8 +43,8 @@ def clip_grad_norm_(
         foreach: accepted for compatibility, without effect.
 
     Returns:
-        The norm before clipping: 0-dim on the device of the gradients, float32 whatever their dtype
-        (torch's has theirs), and never a DTensor.
+        The norm before clipping: 0-dim, on the device of the gradients, never a DTensor, and
+        float32 (torch's norm has the dtype of the gradients).
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     max_norm, norm_type = float(max_norm), float(norm_type)
