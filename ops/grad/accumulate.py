@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from .._core.registration import FLOATS, complete, require
 from ..functional.unscale_norm import local_part, unscale_norm_
-from ._ranks import Ranks, checksum
+from .ranks import Ranks, checksum
 
 __all__ = ["GradAccumulator", "accumulate_"]
 
