@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from .._core import binaries
 from ..optim.adam8bit import Adam8bit, dynamic_map
 from ..optim.base import Optimizer
 from .file import (

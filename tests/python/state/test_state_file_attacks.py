@@ -19,8 +19,9 @@ import torch
 from headroom import StateFileError, load_state, save_state, saving, state_file
 from headroom.__main__ import main
 from headroom.state.file import PIECE, PREFIX, SMALL, StateFile
-from reference import assert_same_bits
 from torch import nn
+
+from helpers.reference import assert_same_bits
 
 DRIVER = Path(__file__).parent / "fuzz" / "state_files.py"
 
