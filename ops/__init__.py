@@ -7,15 +7,18 @@ optimizers with the names and arguments of :mod:`torch.optim`.
 from . import amp, optim
 from ._core import binaries
 from .amp.cast_model import cast_model, cast_report
+from .functional.accumulate import accumulate_
+from .functional.adafactor import adafactor_
+from .functional.adamw import adamw_
+from .functional.adamw8bit import adamw8bit_
+from .functional.dynamic_map import dynamic_map
 from .functional.unscale_norm import grad_norm, unscale_norm_
 from .functional.update_scale import update_scale_
-from .grad.accumulate import GradAccumulator, accumulate_
+from .functional.weights import join_weights_, split_weights_
+from .grad.accumulate import GradAccumulator
 from .grad.clip import clip_grad_norm_, clip_grad_value_
-from .optim.adafactor import adafactor_
-from .optim.adam import adamw_
-from .optim.adam8bit import adamw8bit_, dynamic_map
-from .optim.master_weights import join_weights_, split_weights_
-from .state.save import StateFileError, latest, load_state, save_state
+from .state.file import StateFileError
+from .state.save import latest, load_state, save_state
 
 __all__ = [
     "GradAccumulator",

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from .state.convert import LIBRARIES, convert_state
-from .state.file import is_state_file, replacing
-from .state.save import StateFileError, load_state, save_state
+from .state.file import StateFileError, is_state_file, replacing
+from .state.save import load_state, save_state
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OUT = "the file to write; *.safetensors becomes a file of headroom.save_state with the optimizer"

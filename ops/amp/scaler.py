@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from .._core.dtensor import local_part, shard_groups
 from .._core.registration import FLOATS
 from .._core.skips import LateCounts
-from ..functional.unscale_norm import any_rank, local_part, shard_groups, unscale_norm_
+from ..functional.unscale_norm import unscale_norm_
 from ..functional.update_scale import update_scale_
+from ..grad.norm import any_rank
 from ..optim.base import Optimizer
 
 __all__ = ["GradScaler"]

@@ -1,1 +1,26 @@
-"""The ops of Headroom as functions on lists of tensors."""
+"""The ops of Headroom as functions on lists of tensors, without an optimizer object.
+
+The optimizers are built from these. Each has a page of its own contract in ``headroom.h``.
+"""
+
+from .accumulate import accumulate_
+from .adafactor import adafactor_
+from .adamw import adamw_
+from .adamw8bit import adamw8bit_
+from .dynamic_map import dynamic_map
+from .unscale_norm import grad_norm, unscale_norm_
+from .update_scale import update_scale_
+from .weights import join_weights_, split_weights_
+
+__all__ = [
+    "accumulate_",
+    "adafactor_",
+    "adamw8bit_",
+    "adamw_",
+    "dynamic_map",
+    "grad_norm",
+    "join_weights_",
+    "split_weights_",
+    "unscale_norm_",
+    "update_scale_",
+]

@@ -1,4 +1,4 @@
-"""Adafactor: the op ``headroom::adafactor_`` and the optimizer on top of it."""
+"""Adafactor, by the rule of torch or of transformers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .._core.checks import (
-    check_list,
     check_number,
     check_pair,
-    check_scalars,
-    check_steps,
     lr_arguments,
 )
-from .._core.registration import FLOATS, complete, require
+from .._core.registration import FLOATS
+from .._core.weight_modes import NEAREST, RESIDUALS, weights_mode
+from ..functional.adafactor import APPLY, NORM, STATES, SUMS, is_hf, lines_of
 from .adam import _scalar_on
 from .adam8bit import _sharded_dim
 from .base import Kind, Optimizer, Part
-from .master_weights import NEAREST, RESIDUALS, check_weights, weights_mode
 
-__all__ = ["Adafactor", "adafactor_"]
+__all__ = ["Adafactor"]
 
 FACTORED, VECTOR = 0, 1  # the kinds of states
-SUMS, STATES, NORM, APPLY, ALL = 1, 2, 4, 8, 15  # phases: hr_adafactor_phases
 ROWS, COLS, ELEMENTS = "rows", "cols", "elements"  # what a dimension of a mesh shards
 
 # The options of each rule, as its original names them, and their defaults.
@@ -59,164 +56,6 @@ NAMES = {
     "torch": ("row_var", "col_var", "variance"),
     "hf": ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"),
 }
-
-
-def adafactor_(
-    params: list[Tensor],
-    grads: list[Tensor],
-    row_vars: list[Tensor],
-    col_vars: list[Tensor],
-    variances: list[Tensor],
-    exp_avgs: list[Tensor],
-    rmss: list[Tensor],
-    state_steps: list[Tensor],
-    *,
-    semantics: str = "torch",
-    lr: float | Tensor = 0.0,
-    beta2_decay: float = -0.8,
-    eps: tuple[float | None, float] = (None, 1e-3),
-    clip_threshold: float = 1.0,
-    weight_decay: float = 0.0,
-    beta1: float = 0.0,
-    scale_parameter: bool = True,
-    relative_step: bool = True,
-    warmup_init: bool = False,
-    maximize: bool = False,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    clip_coef: Tensor | None = None,
-    residuals: Sequence[Tensor] = (),
-    master: str | None = None,
-    rounding: str = "nearest",
-    weight_seeds: Sequence[int] | None = None,
-    places: Sequence[int] | None = None,
-    stalled: Tensor | None = None,
-) -> None:
-    """One step of Adafactor on a list of parameters, in place.
-
-    The functional form of :class:`headroom.optim.Adafactor`. Entry k of every list belongs to
-    parameter k; all lie on one device. A parameter ``[..., rows, cols]`` of two dimensions or more
-    has a variance for each row and each column, any other one a variance per element.
-
-    Args:
-        params: float32, bfloat16 or float16 tensors; updated. Those that do not lie in memory in
-            the order of their indices are worked on as a copy.
-        grads: tensors of the same shapes, each float32, bfloat16 or float16; not changed.
-        row_vars, col_vars: float32, of ``numel / cols`` and ``numel / rows`` elements, empty for a
-            parameter that is not factored; updated. Zeros before the first step. An empty list if
-            none is factored.
-        variances: float32, like params, empty for a parameter that is factored; updated. An empty
-            list if all are.
-        exp_avgs: float32, like params, updated: momentum, with ``beta1``. Empty list: none.
-        rmss: float32 tensors of one element that get the root mean square of the parameter before
-            the step, where the rule asks for it. Empty list: not wanted.
-        state_steps: float32 or float64 tensors of one element, steps done so far; each grows by 1.
-        semantics: ``"torch"`` or ``"hf"``: whose rule.
-        lr: learning rate; a tensor of one element is read on its device.
-        eps: the two regularizers. The first may be None in torch's rule: that of the parameter's
-            dtype.
-        scale_parameter, relative_step, warmup_init: of ``"hf"`` alone.
-        grad_scale: float32 tensor of one element; gradients are divided by it.
-        found_inf: float32 tensor of one element; if it is not 0, nothing changes, steps included.
-        clip_coef: float32 tensor of one element; gradients are multiplied by it.
-        residuals, master, rounding, weight_seeds, places, stalled: how 16-bit parameters are
-            stored, as in :func:`adamw_`.
-
-    Raises:
-        RuntimeError: shapes, devices or dtypes do not fit, an option is out of range, or a tensor
-            requires grad outside ``torch.no_grad()`` (the op has no derivative). The message names
-            the argument. Nothing has been written then.
-
-    The two rules, their source and their rounding are documented at ``hr_adafactor`` in
-    ``headroom.h``.
-    """
-    if not params:
-        return
-    torch.ops.headroom.adafactor_(
-        params,
-        grads,
-        row_vars,
-        col_vars,
-        variances,
-        exp_avgs,
-        rmss,
-        state_steps,
-        list(residuals),
-        hf=_is_hf(semantics),
-        **lr_arguments(lr, params[0].device),
-        beta2_decay=beta2_decay,
-        eps1=-1.0 if eps[0] is None else eps[0],
-        eps2=eps[1],
-        clip_threshold=clip_threshold,
-        weight_decay=weight_decay,
-        beta1=beta1,
-        scale_parameter=scale_parameter,
-        relative_step=relative_step,
-        warmup_init=warmup_init,
-        maximize=maximize,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        clip_coef=clip_coef,
-        weights_mode=weights_mode(master, rounding).number,
-        weight_seeds=None if weight_seeds is None else list(weight_seeds),
-        places=None if places is None else list(places),
-        stalled=stalled,
-    )
-
-
-def _is_hf(semantics: str) -> bool:
-    if semantics not in DEFAULTS:
-        raise ValueError(f"semantics must be 'torch' or 'hf', got {semantics!r}")
-    return semantics == "hf"
-
-
-@torch.library.register_fake("headroom::adafactor_")
-def _(
-    params,
-    grads,
-    row_vars,
-    col_vars,
-    variances,
-    exp_avgs,
-    rmss,
-    state_steps,
-    residuals,
-    *,
-    phases=ALL,
-    workspace=None,
-    **options,
-):
-    f32 = (torch.float32,)
-    check_list("params", params, params, FLOATS)
-    check_list("grads", grads, params, FLOATS)
-    lines = [_lines(param.shape) for param in params]
-    vectors = [param.numel() if param.dim() < 2 else 0 for param in params]
-    for name, tensors, numels in (
-        ("row_vars", row_vars, [rows for rows, _ in lines]),
-        ("col_vars", col_vars, [cols for _, cols in lines]),
-        ("variances", variances, vectors),
-    ):
-        if tensors or any(numels):
-            check_list(name, tensors, params, f32, numels)
-    if exp_avgs:
-        check_list("exp_avgs", exp_avgs, params, f32)
-    if rmss:
-        check_list("rmss", rmss, params, f32, [1] * len(params))
-    check_steps(state_steps, params)
-    check_weights(params, residuals, options)
-    check_scalars(options)
-    require(phases == ALL or workspace is not None, f"phases is {phases}, which needs a workspace")
-
-
-def _lines(shape: Sequence[int]) -> tuple[int, int]:
-    """The numbers of row and of column variances."""
-    if len(shape) < 2:
-        return 0, 0
-    batch = math.prod(shape[:-2])
-    return batch * shape[-2], batch * shape[-1]
-
-
-complete("adafactor_")
 
 
 class Adafactor(Optimizer):
@@ -299,7 +138,7 @@ class Adafactor(Optimizer):
         seed: int = 0,
         count_stalled: bool = False,
     ) -> None:
-        _is_hf(semantics)
+        is_hf(semantics)
         self.semantics = semantics
         given = {
             "lr": lr,
@@ -582,7 +421,7 @@ def _step_sharded(
     counts = [len(params)] * 2 + [0, 0, 0]
     if ROWS in roles or COLS in roles:
         counts[2] = sum(math.prod(param.shape[:-2]) for param in params)
-        counts[3], counts[4] = map(sum, zip(*(_lines(param.shape) for param in params)))
+        counts[3], counts[4] = map(sum, zip(*(lines_of(param.shape) for param in params)))
     squared_params, squared_updates, row_vars, row_sums, col_sums = workspace[: sum(counts)].split(
         counts
     )

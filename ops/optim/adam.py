@@ -1,4 +1,4 @@
-"""Fused Adam and AdamW: the op ``headroom::adamw_`` and the optimizers on top of it."""
+"""Adam and AdamW, fused: drop-ins for torch's."""
 
 from __future__ import annotations
 
@@ -11,141 +11,15 @@ import torch
 from torch import Tensor
 
 from .._core.checks import (
-    check_list,
     check_number,
     check_pair,
-    check_scalars,
-    check_steps,
     lr_arguments,
 )
-from .._core.registration import FLOATS, complete, require
+from .._core.registration import FLOATS
+from .._core.weight_modes import NEAREST, weights_mode
 from .base import Kind, Optimizer, Part
-from .master_weights import NEAREST, check_weights, weights_mode
 
-__all__ = ["Adam", "AdamW", "adamw_"]
-
-
-def adamw_(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    max_exp_avg_sqs: list[Tensor],
-    state_steps: list[Tensor],
-    *,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    eps: float,
-    amsgrad: bool = False,
-    maximize: bool = False,
-    decoupled: bool = True,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    clip_coef: Tensor | None = None,
-    skip_nonfinite: bool = False,
-    residuals: Sequence[Tensor] = (),
-    master: str | None = None,
-    rounding: str = "nearest",
-    weight_seeds: Sequence[int] | None = None,
-    places: Sequence[int] | None = None,
-    stalled: Tensor | None = None,
-) -> None:
-    """One step of AdamW, or of Adam, on a list of parameters, in place and in one pass.
-
-    The functional form of :class:`headroom.optim.AdamW`, with the argument order of
-    ``torch._fused_adamw_``. Entry k of every list belongs to parameter k; all lie on one device.
-
-    Args:
-        params: float32, bfloat16 or float16 tensors of any shape and strides; updated.
-        grads: tensors of the same shapes, each float32, bfloat16 or float16; not changed.
-        exp_avgs, exp_avg_sqs: first and second moments, shaped like params, float32, bfloat16 or
-            float16, one dtype per parameter; updated. Zeros before the first step.
-        max_exp_avg_sqs: like exp_avg_sqs if ``amsgrad``, else empty; updated.
-        state_steps: float32 or float64 tensors of one element, steps done so far; each grows by 1.
-        lr: learning rate; a tensor of one element is read on its device.
-        decoupled: weight decay as AdamW has it; False adds it to the gradient, as Adam does.
-        grad_scale: float32 tensor of one element; gradients are divided by it.
-        found_inf: float32 tensor of one element; if it is not 0, nothing changes, steps included.
-        clip_coef: float32 tensor of one element; gradients are multiplied by it.
-        skip_nonfinite: parameters and moments stay where the gradient is infinite or NaN.
-        master, rounding: how 16-bit parameters are stored; see :class:`Adam`.
-        residuals: what such a parameter lacks of float32, shaped like params: float32 with
-            ``master="f32"``, int16 with ``"remainder16"``, int8 with ``"remainder8"``, the
-            parameter's dtype with ``rounding="kahan"``, else none; updated.
-        weight_seeds: with ``rounding="stochastic"``, a 64-bit number for each parameter.
-        places: offset, run and stride of each parameter in the whole that it is a part of, for
-            stochastic rounding: element i is ``offset + i // run * stride + i % run`` of it.
-        stalled: int64 tensor of one element; grows by the number of weights that float32 would have
-            moved and that are stored as they were.
-
-    Raises:
-        RuntimeError: shapes, devices or dtypes do not fit, an option is out of range, or a tensor
-            requires grad outside ``torch.no_grad()`` (the op has no derivative). The message names
-            the argument. Nothing has been written then.
-
-    The update, its source and its rounding are documented at ``hr_adamw`` in ``headroom.h``.
-    """
-    if not params:
-        return
-    torch.ops.headroom.adamw_(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        max_exp_avg_sqs,
-        state_steps,
-        list(residuals),
-        **lr_arguments(lr, params[0].device),
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=amsgrad,
-        maximize=maximize,
-        decoupled=decoupled,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        clip_coef=clip_coef,
-        skip_nonfinite=skip_nonfinite,
-        weights_mode=weights_mode(master, rounding).number,
-        weight_seeds=None if weight_seeds is None else list(weight_seeds),
-        places=None if places is None else list(places),
-        stalled=stalled,
-    )
-
-
-@torch.library.register_fake("headroom::adamw_")
-def _(
-    params,
-    grads,
-    exp_avgs,
-    exp_avg_sqs,
-    max_exp_avg_sqs,
-    state_steps,
-    residuals,
-    *,
-    amsgrad,
-    **options,
-):
-    check_list("params", params, params, FLOATS)
-    check_list("grads", grads, params, FLOATS)
-    check_list("exp_avgs", exp_avgs, params, FLOATS)
-    check_list("exp_avg_sqs", exp_avg_sqs, params, FLOATS)
-    check_list("max_exp_avg_sqs", max_exp_avg_sqs, params if amsgrad else [], FLOATS)
-    check_steps(state_steps, params)
-    check_weights(params, residuals, options)
-    for name, tensors in (("exp_avg_sqs", exp_avg_sqs), ("max_exp_avg_sqs", max_exp_avg_sqs)):
-        for k, (tensor, like) in enumerate(zip(tensors, exp_avgs)):
-            require(
-                tensor.dtype == like.dtype,
-                f"{name}[{k}] is {tensor.dtype}, exp_avgs[{k}] {like.dtype}",
-            )
-    check_scalars(options)
-
-
-complete("adamw_")
+__all__ = ["Adam", "AdamW"]
 
 
 class Adam(Optimizer):

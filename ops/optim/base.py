@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from .._core.dtensor import local_part
 from .._core.overlap import overlapping, place_in_memory
 from .._core.registration import FLOATS
 from .._core.skips import LateCounts, count_step, new_counts
 from .._core.table import joined, table_of
-from ..functional.unscale_norm import Measured, local_part, measure
-from .master_weights import (
+from .._core.weight_modes import (
     NEAREST,
     RESIDUALS,
     WeightsMode,
@@ -38,8 +38,9 @@ from .master_weights import (
     place_of,
     weight_seeds,
 )
+from ..grad.norm import Measured, measure
 
-__all__ = ["FLOATS", "Kind", "Optimizer", "Part"]
+__all__ = ["Kind", "Optimizer", "Part"]
 
 
 STATE_DTYPES = {str(dtype): dtype for dtype in FLOATS}

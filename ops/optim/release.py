@@ -15,8 +15,11 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from ..functional.unscale_norm import Measured, grad_norm, is_plain, local_part, measure
-from ..grad.accumulate import GradAccumulator, accumulate_
+from .._core.dtensor import local_part
+from ..functional.accumulate import accumulate_
+from ..functional.unscale_norm import grad_norm
+from ..grad.accumulate import GradAccumulator
+from ..grad.norm import Measured, is_plain, measure
 from .adam import Adam
 from .base import Optimizer, _like
 from .master_weights import headroom_optimizer

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..functional.unscale_norm import local_part
+from .._core.dtensor import local_part
 
 __all__ = ["check_same_state"]
 

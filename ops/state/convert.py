@@ -18,8 +18,11 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from .._core.registration import FLOATS
-from ..optim.adam8bit import ABSMAXS, BLOCK_SIZES, OPTIONS, _is_dense, _zero_absmaxs, dynamic_map
-from ..optim.master_weights import HALVES, RESIDUALS, join_weights_
+from .._core.weight_modes import HALVES, RESIDUALS
+from ..functional.adamw8bit import BLOCK_SIZES
+from ..functional.dynamic_map import dynamic_map
+from ..functional.weights import join_weights_
+from ..optim.adam8bit import ABSMAXS, OPTIONS, _is_dense, _zero_absmaxs
 
 __all__ = ["LIBRARIES", "Converted", "Loss", "Report", "convert_state"]
 

@@ -28,8 +28,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ..functional.unscale_norm import local_part
-from ..optim.adam8bit import ABSMAXS, _is_dense, _sharded_dim, _zero_absmaxs, dynamic_map
+from .._core.dtensor import local_part
+from ..functional.dynamic_map import dynamic_map
+from ..optim.adam8bit import ABSMAXS, _is_dense, _sharded_dim, _zero_absmaxs
 from ..optim.base import Optimizer
 from ..optim.master_weights import headroom_optimizer
 from .convert import _flat, _pieces, encode

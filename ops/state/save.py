@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from .._core import binaries
-from ..optim.adam8bit import Adam8bit, dynamic_map
+from ..functional.dynamic_map import dynamic_map
+from ..optim.adam8bit import Adam8bit
 from ..optim.base import Optimizer
 from .file import (
     MALFORMED,
@@ -41,7 +42,7 @@ from .file import (
 )
 from .tree import decode, encode, tensor_names
 
-__all__ = ["StateFileError", "latest", "load_state", "save_state"]
+__all__ = ["latest", "load_state", "save_state"]
 
 PathLike = str | os.PathLike[str]
 

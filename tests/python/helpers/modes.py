@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import headroom
 import torch
+from headroom._core.weight_modes import mode_of
 from headroom.optim import Adafactor, Adam, Adam8bit, AdamW, AdamW8bit
-from headroom.optim.master_weights import mode_of
 from torch import nn
 from torch.nn.functional import cross_entropy
 

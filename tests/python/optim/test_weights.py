@@ -6,6 +6,7 @@ import math
 import headroom
 import pytest
 import torch
+from headroom._core import weight_modes
 from headroom.optim import AdamW, AdamW8bit, load_master_weights, master_weights
 
 from helpers.modes import WEIGHTS as MODES
@@ -340,7 +341,7 @@ def test_a_checkpoint_of_a_plain_optimizer_starts_the_remainders_at_zero():
 @pytest.mark.parametrize("mode", MODES, ids=name_of)
 def test_opcheck(mode):
     params = [value.clone() for value in start()[:2]]
-    kept = headroom.optim.master_weights.weights_mode(**mode)
+    kept = weight_modes.weights_mode(**mode)
     residuals = [torch.zeros_like(p, dtype=kept.dtype) for p in params] if kept.residual else []
     options = dict(
         lr=1e-3,

@@ -8,7 +8,7 @@ import random
 import headroom
 import pytest
 import torch
-from headroom.optim.master_weights import NEAREST, mode_of
+from headroom._core.weight_modes import NEAREST, RESIDUALS, mode_of
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -249,7 +249,7 @@ def test_a_run_that_moves_between_devices(name, device, memory_path):
         weights = [headroom.optim.master_weights(of) for of in (optimizer, back[1])]
         for p, q in zip(stayed, back[0]):
             torch.testing.assert_close(weights[0][p], weights[1][q], rtol=2**-6, atol=1e-3)
-            for key in optimizer.state[p].keys() - set(headroom.optim.master_weights.RESIDUALS):
+            for key in optimizer.state[p].keys() - set(RESIDUALS):
                 left, right = optimizer.state[p][key], back[1].state[q][key]
                 torch.testing.assert_close(left, right, rtol=1e-2, atol=1e-6, equal_nan=True)
 

@@ -1,0 +1,134 @@
+"""The ways to store 16-bit weights: what ``master=`` and ``rounding=`` of an optimizer mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from .registration import FLOATS
+
+__all__ = [
+    "HALVES",
+    "MASTERS",
+    "MODES",
+    "NEAREST",
+    "RESIDUALS",
+    "ROUNDINGS",
+    "WeightsMode",
+    "check_weight_options",
+    "mode_of",
+    "place_of",
+    "weight_seeds",
+    "weights_mode",
+]
+
+MASTERS = (None, "f32", "remainder16", "remainder8")
+
+
+ROUNDINGS = ("nearest", "stochastic", "kahan")
+
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+RESIDUALS = ("compensation", "master", "remainder")  # their names in a parameter's state
+
+
+class WeightsMode(NamedTuple):
+    """How the parameters of a group are stored."""
+
+    number: int  # hr_weights_mode
+    residual: str | None = None  # its name in the state
+    dtype: torch.dtype | None = None  # of the residual; None: the parameter's
+    params: tuple[torch.dtype, ...] = HALVES  # that it is for
+    is_random: bool = False
+
+
+NEAREST = WeightsMode(0, params=FLOATS)
+
+
+MODES = {
+    (None, "nearest"): NEAREST,
+    (None, "stochastic"): WeightsMode(1, is_random=True),
+    (None, "kahan"): WeightsMode(2, "compensation"),
+    ("f32", "nearest"): WeightsMode(3, "master", torch.float32),
+    ("remainder16", "nearest"): WeightsMode(4, "remainder", torch.int16, HALVES[:1]),
+    ("remainder8", "nearest"): WeightsMode(5, "remainder", torch.int8, HALVES[:1]),
+    ("remainder8", "stochastic"): WeightsMode(6, "remainder", torch.int8, HALVES[:1], True),
+}
+
+
+def weights_mode(master: str | None = None, rounding: str = "nearest") -> WeightsMode:
+    """The mode of two options.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
+    if master not in MASTERS:
+        raise ValueError(f"master must be one of {MASTERS}, got {master!r}")
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding must be one of {ROUNDINGS}, got {rounding!r}")
+    if (master, rounding) not in MODES:
+        raise ValueError(
+            f"master={master!r} does not go with rounding={rounding!r}: it leaves nothing to round "
+            "so. Stochastic rounding goes with master=None or 'remainder8', Kahan with master=None"
+        )
+    return MODES[master, rounding]
+
+
+def mode_of(group: dict[str, Any]) -> WeightsMode:
+    """Of a group's parameters of 16 bits; those in float32 are as they are."""
+    return weights_mode(group.get("master"), group.get("rounding", "nearest"))
+
+
+def check_weight_options(options: dict[str, Any]) -> None:
+    """Refuses options of a group that do not fit each other, or its parameters."""
+    mode = mode_of(options)
+    seed = options.get("seed", 0)
+    if not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be from 0 to 2^32 - 1, got {seed}")
+    params = options.get("params", ())
+    params = [params] if isinstance(params, Tensor) else params
+    for param in params if isinstance(params, Sequence) else ():
+        param = param[1] if isinstance(param, tuple) else param
+        if isinstance(param, Tensor) and param.dtype in HALVES and param.dtype not in mode.params:
+            raise ValueError(
+                f"master={options.get('master')!r} needs bfloat16 weights: float16 has fewer "
+                f"exponents than float32, so 16 bits more do not complete it. Got {param.dtype}; "
+                "use master='f32'"
+            )
+
+
+def weight_seeds(seed: int, places: Iterable[int]) -> list[int]:
+    """Distinct for every parameter, by its place in the optimizer: the same on all ranks."""
+    return [((seed << 32) + place % 2**32 + 2**63) % 2**64 - 2**63 for place in places]
+
+
+def place_of(param: Tensor) -> tuple[int, int, int]:
+    """Where the local elements of a parameter are in the whole: hr_place."""
+    if not isinstance(param, DTensor):
+        return 0, max(param.numel(), 1), 0
+    local, offsets = compute_local_shape_and_global_offset(
+        param.shape, param.device_mesh, param.placements
+    )
+    cut = [dim for dim, size in enumerate(param.shape) if local[dim] != size]
+    if not cut or 0 in local:
+        return 0, max(math.prod(local), 1), 0
+    last = cut[-1]
+    if any(math.prod(param.shape[:dim]) > 1 for dim in cut[:-1]):
+        raise NotImplementedError(
+            "stochastic rounding takes DTensors that are sharded along one dimension, or along the "
+            f"first and another; got {param.placements}"
+        )
+    inner = math.prod(param.shape[last + 1 :])
+    row = 0  # how many rows of the dimensions before the last cut one lie before the shard
+    for dim in range(last):
+        row = row * param.shape[dim] + offsets[dim]
+    stride = param.shape[last] * inner
+    return row * stride + offsets[last] * inner, local[last] * inner, stride

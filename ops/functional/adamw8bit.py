@@ -1,0 +1,169 @@
+"""Steps Adam and AdamW with 8-bit moments on lists of tensors: the op ``headroom::adamw8bit_``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._core.checks import check_list, check_scalars, check_steps, lr_arguments
+from .._core.registration import FLOATS, complete, require
+from .._core.weight_modes import weights_mode
+from .weights import check_weights
+
+__all__ = ["BLOCK_SIZES", "adamw8bit_"]
+
+BLOCK_SIZES = (64, 128, 256, 512)
+
+
+def adamw8bit_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_absmaxs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    exp_avg_sq_absmaxs: list[Tensor],
+    state_steps: list[Tensor],
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    maximize: bool = False,
+    decoupled: bool = True,
+    block_size: int = 256,
+    skip_nonfinite: bool = False,
+    bnb_exact: bool = False,
+    seeds: Sequence[int] | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    clip_coef: Tensor | None = None,
+    residuals: Sequence[Tensor] = (),
+    master: str | None = None,
+    rounding: str = "nearest",
+    weight_seeds: Sequence[int] | None = None,
+    places: Sequence[int] | None = None,
+    stalled: Tensor | None = None,
+) -> None:
+    """One step of AdamW, or of Adam, with moments of one byte, in place and in one pass.
+
+    A moment is a code of the dynamic map for each element and a float32 scale for each block of
+    ``block_size`` consecutive elements: ``dynamic_map(...)[code] * absmax``. Entry k of every list
+    belongs to parameter k; all lie on one device.
+
+    Args:
+        params: float32, bfloat16 or float16 tensors of any shape and strides; updated. Blocks
+            follow their order in memory if they are dense, else that of their indices.
+        grads: tensors of the same shapes, each float32, bfloat16 or float16; not changed.
+        exp_avgs, exp_avg_sqs: codes of the first and second moments, uint8, shaped like params;
+            fastest with the parameter's strides; updated. Any before the first step.
+        exp_avg_absmaxs, exp_avg_sq_absmaxs: scales of the blocks, contiguous float32 tensors of
+            ``ceil(numel / block_size)`` elements; updated. Zeros before the first step.
+        state_steps: float32 or float64 tensors of one element, steps done so far; each grows by 1.
+        lr: learning rate; a tensor of one element is read on its device.
+        decoupled: weight decay as AdamW has it; False adds it to the gradient, as Adam does.
+        block_size: 64, 128, 256 or 512 elements.
+        skip_nonfinite: parameters and moments stay where the gradient is infinite or NaN. Else such
+            a gradient spoils its block of moments for good.
+        bnb_exact: the rule of bitsandbytes' CUDA kernels, step for step; needs decoupled weight
+            decay, blocks of 256, no seeds, not ``skip_nonfinite``, and plain parameters. It lets a
+            second moment round to zero, and then an update can be thousands of times ``lr``.
+            (bitsandbytes on a CPU quantizes more coarsely: of the squares of 65,536 normal numbers
+            about 2,000 get another code.)
+        seeds: a 64-bit number for each parameter: codes are rounded stochastically, and depend on
+            nothing but seed, step, element and values. None: to the nearest.
+        grad_scale: float32 tensor of one element; gradients are divided by it.
+        found_inf: float32 tensor of one element; if it is not 0, nothing changes, steps included.
+        clip_coef: float32 tensor of one element; gradients are multiplied by it.
+        residuals, master, rounding, weight_seeds, places, stalled: how 16-bit parameters are
+            stored, as in :func:`adamw_`.
+
+    Raises:
+        RuntimeError: shapes, devices or dtypes do not fit, an option is out of range, or a tensor
+            requires grad outside ``torch.no_grad()`` (the op has no derivative). The message names
+            the argument. Nothing has been written then.
+
+    The update, its sources and its rounding are documented at ``hr_adamw8bit`` in ``headroom.h``.
+    """
+    if not params:
+        return
+    torch.ops.headroom.adamw8bit_(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_absmaxs,
+        exp_avg_sqs,
+        exp_avg_sq_absmaxs,
+        state_steps,
+        list(residuals),
+        **lr_arguments(lr, params[0].device),
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=maximize,
+        decoupled=decoupled,
+        block_size=block_size,
+        skip_nonfinite=skip_nonfinite,
+        bnb_exact=bnb_exact,
+        seeds=None if seeds is None else [signed(seed) for seed in seeds],
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        clip_coef=clip_coef,
+        weights_mode=weights_mode(master, rounding).number,
+        weight_seeds=None if weight_seeds is None else list(weight_seeds),
+        places=None if places is None else list(places),
+        stalled=stalled,
+    )
+
+
+def signed(seed: int) -> int:
+    """The 64 bits of a seed as torch's integers have them."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+@torch.library.register_fake("headroom::adamw8bit_")
+def _(
+    params,
+    grads,
+    exp_avgs,
+    exp_avg_absmaxs,
+    exp_avg_sqs,
+    exp_avg_sq_absmaxs,
+    state_steps,
+    residuals,
+    *,
+    decoupled,
+    block_size=256,
+    skip_nonfinite=False,
+    bnb_exact=False,
+    seeds=None,
+    **options,
+):
+    codes, scales = (torch.uint8,), (torch.float32,)
+    require(block_size in BLOCK_SIZES, f"block_size is {block_size}, wanted one of {BLOCK_SIZES}")
+    require(
+        not bnb_exact or (decoupled and block_size == 256 and not skip_nonfinite and seeds is None),
+        "bnb_exact needs decoupled weight decay, block_size 256, no seeds, not skip_nonfinite",
+    )
+    require(seeds is None or len(seeds) == len(params), "seeds must be as many as params")
+    check_list("params", params, params, FLOATS)
+    check_list("grads", grads, params, FLOATS)
+    check_list("exp_avgs", exp_avgs, params, codes)
+    check_list("exp_avg_sqs", exp_avg_sqs, params, codes)
+    blocks = [-(-param.numel() // block_size) for param in params]
+    for name, absmaxs in (
+        ("exp_avg_absmaxs", exp_avg_absmaxs),
+        ("exp_avg_sq_absmaxs", exp_avg_sq_absmaxs),
+    ):
+        check_list(name, absmaxs, params, scales, blocks)
+        for k, absmax in enumerate(absmaxs):
+            require(absmax.is_contiguous(), f"{name}[{k}] must be contiguous")
+    check_steps(state_steps, params)
+    check_weights(params, residuals, options)
+    check_scalars(options)
+
+
+complete("adamw8bit_")

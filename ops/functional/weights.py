@@ -1,0 +1,98 @@
+"""Joins 16-bit weights and their residuals to float32, and splits them: the ops
+``headroom::join_weights_`` and ``headroom::split_weights_``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._core.checks import check_list
+from .._core.registration import FLOATS, complete, require
+from .._core.weight_modes import HALVES, MODES, weights_mode
+
+__all__ = ["check_weights", "join_weights_", "split_weights_"]
+
+
+def check_weights(params: list[Tensor], residuals: list[Tensor], options: dict[str, Any]) -> None:
+    """For fakes of optimizers' ops."""
+    number = options.get("weights_mode", 0)
+    mode = next((mode for mode in MODES.values() if mode.number == number), None)
+    require(mode is not None, f"weights_mode is {number}, wanted 0 to 6")
+    wanted = params if mode.residual else []
+    dtypes = (mode.dtype,) if mode.dtype else HALVES
+    check_list("params", params, params, mode.params)
+    check_list("residuals", residuals, wanted, dtypes)
+    seeds, places = options.get("weight_seeds"), options.get("places")
+    require(
+        (len(seeds) if seeds is not None else 0) == (len(params) if mode.is_random else 0),
+        "weight_seeds must be as many as params for a stochastic mode, else None",
+    )
+    require(places is None or len(places) == 3 * len(params), "places must be 3 for each parameter")
+    stalled = options.get("stalled")
+    require(
+        stalled is None or (stalled.numel() == 1 and stalled.dtype == torch.int64),
+        "stalled must be an int64 tensor of one element",
+    )
+
+
+def _check(values, params, residuals):
+    check_list("params", params, params, FLOATS)
+    check_list("values", values, params, (torch.float32,))
+    require(len(residuals) in (0, len(params)), "residuals must be none, or as many as params")
+
+
+@torch.library.register_fake("headroom::join_weights_")
+def _(values, params, residuals, weights_mode):
+    _check(values, params, residuals)
+
+
+@torch.library.register_fake("headroom::split_weights_")
+def _(params, residuals, values, weights_mode):
+    _check(values, params, residuals)
+
+
+complete("join_weights_")
+
+
+complete("split_weights_")
+
+
+def join_weights_(
+    values: list[Tensor],
+    params: list[Tensor],
+    residuals: Sequence[Tensor] = (),
+    *,
+    master: str | None = None,
+    rounding: str = "nearest",
+) -> None:
+    """Writes weights to float32 tensors, as an optimizer's op reads them.
+
+    Args:
+        values: float32 tensors of the shapes of ``params``, on their device; written.
+        params: what the model has; not changed.
+        residuals: what the mode keeps beside them, as in :func:`adamw_`; not changed.
+        master, rounding: the mode; see :class:`headroom.optim.Adam`.
+
+    Raises:
+        RuntimeError: shapes, devices or dtypes do not fit. Nothing has been written then.
+    """
+    if params:
+        mode = weights_mode(master, rounding)
+        torch.ops.headroom.join_weights_(values, params, list(residuals), mode.number)
+
+
+def split_weights_(
+    params: list[Tensor],
+    residuals: Sequence[Tensor],
+    values: list[Tensor],
+    *,
+    master: str | None = None,
+    rounding: str = "nearest",
+) -> None:
+    """The way back of :func:`join_weights_`: writes ``params`` and ``residuals``, to nearest."""
+    if params:
+        mode = weights_mode(master, rounding)
+        torch.ops.headroom.split_weights_(params, list(residuals), values, mode.number)
