@@ -10,8 +10,9 @@ struct WeightsData {
         size_t shift = 0;                     // elements past an aligned address
     };
 
+    // `params` hold tensors of these sizes and types.
     WeightsData(Backend &backend, const Ask &ask, const std::vector<int64_t> &numel,
-                const std::vector<hr_dtype> &params);
+                const std::vector<hr_dtype> &types, const std::vector<Buffer> &params);
     WeightsData(const WeightsData &) = delete;
 
     // The residuals, and the counter if it was asked for.

@@ -16,7 +16,8 @@ struct Call {
     Call(Backend &backend, hr_weights_mode mode, hr_dtype dtype, size_t shift = 0)
         : values(backend, kNumel, {HR_F32}, shift, value),
           params(backend, kNumel, {dtype}, shift, [](size_t, size_t) { return 3.0; }),
-          weights(backend, {mode, false, false, shift}, kNumel, params.dtype), exec(backend.exec())
+          weights(backend, {mode, false, false, shift}, kNumel, params.dtype, params.buffers),
+          exec(backend.exec())
     {
     }
 
