@@ -188,6 +188,26 @@ HR_API hr_status hr_set_cpu_level(hr_cpu_level level);
  * KAHAN keeps what rounding took off as a number of the param's type, and adds it in the next step
  * (Kahan, doi:10.1145/363707.363723). A NaN has residual 0.
  *
+ * Someone else may write params between two calls: a pruning mask, a checkpoint, a clamp, an
+ * average. Their residuals are then those of other weights. What was written counts: a residual that
+ * belongs to no weight of its param is dropped when it is read, and the others are small.
+ *
+ *     mode          a residual is dropped where                  a written param is read as
+ *     MASTER        param is not its rounding, ties to even      itself
+ *     KAHAN         it is more than half a unit in the last      itself, or up to half a unit in its
+ *                   place of param; any but 0 at a zero          last place beside; 0 as 0
+ *     REMAINDER16,  it would make a NaN of a param that is       up to half a unit in its last place
+ *     REMAINDER8    none: negative at 0, positive at infinity    beside; 0 as less than 2^-134
+ *
+ * So a finite param is read as a finite number and a NaN as NaN. An infinity is read as itself, but
+ * with a negative remainder as a number that is too large for bf16, for so hr_split_weights() stores
+ * that. A call that changes no weight, as with lr 0, leaves written params as they are; with KAHAN one
+ * may move to its neighbour, where the residual is half a unit or param a power of two. A weight that
+ * nobody else wrote keeps its residual always. hr_split_weights() sets weights exactly.
+ *
+ * A step reads and writes params and residuals in every mode. MASTER reads params for this comparison
+ * alone: 12 bytes for each weight and not 10.
+ *
  * Stochastic rounding: x between neighbours a < x < b becomes b with probability (x - a) / (b - a),
  * in steps of 2^-16, from Philox4x32-10 (Salmon et al., doi:10.1145/2063384.2063405) keyed by the
  * tensor's seed and counting by step and element. Where tensors are parts of a whole, `places` tells
@@ -231,6 +251,8 @@ typedef struct hr_weights {
  * values   join: out, split: in; f32
  * params   join: in, split: out
  * weights  mode, and residuals: join: in, split: out. A stochastic mode rounds to nearest here
+ *
+ * A NaN among the values is written as one NaN, 0x7FFFFFFF.
  *
  * HR_INVALID_ARGUMENT and the others: as for hr_adamw.
  */

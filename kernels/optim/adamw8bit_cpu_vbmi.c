@@ -43,6 +43,17 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_load_vbmi(const void *base, int k,
     }
 }
 
+/* hr_to_bf16(), in the low halves of words. */
+CPU_AVX512_VBMI_BF16 HR_INLINE __m512i adamw8bit_to_bf16_vbmi(__m512 x)
+{
+    const __m512i bits = _mm512_castps_si512(x), one = _mm512_set1_epi32(1);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
+    const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
+    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
+    return _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q),
+                                 _mm512_set1_epi32(0x7FFF));
+}
+
 /* hr_store() of such two vectors. Gives 0 if there may be NaN in them. What is rare is not a call:
  * across a call a compiler keeps no vector in a register. */
 CPU_AVX512_VBMI_BF16 HR_INLINE int adamw8bit_store_vbmi(void *base, int k, const __m512 x[2],
@@ -71,15 +82,7 @@ CPU_AVX512_VBMI_BF16 HR_INLINE int adamw8bit_store_vbmi(void *base, int k, const
     const __mmask16 special1 = _mm512_fpclass_ps_mask(x[1], 0x01 | 0x80 | 0x20);
     const int usual = _kortestz_mask16_u8(special0, special1) ? 3 : 0;
     if (__builtin_expect(!usual, 0)) {
-        __m512i words[2];
-        for (int j = 0; j < 2; j++) { /* hr_to_bf16() */
-            const __m512i bits = _mm512_castps_si512(x[j]), one = _mm512_set1_epi32(1);
-            const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
-            const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
-            const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
-            words[j] = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x[j], x[j], _CMP_UNORD_Q),
-                                             _mm512_set1_epi32(0x7FFF));
-        }
+        const __m512i words[2] = {adamw8bit_to_bf16_vbmi(x[0]), adamw8bit_to_bf16_vbmi(x[1])};
         halves = _mm512_or_si512(words[0], _mm512_slli_epi32(words[1], 16));
         if (order == DYNAMIC_IN_ROW)
             halves = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(words[0])),
@@ -99,6 +102,27 @@ CPU_AVX512_VBMI_BF16 HR_INLINE __m512i adamw8bit_residuals_vbmi(const void *resi
     return _mm512_slli_epi16(_mm512_cvtepu8_epi16(bytes), 8);
 }
 
+/* Takes from the params those of two vectors of masters whose rounding they are not. The fast
+ * conversion takes denormals for 0, so those are looked at with the rare ones that differ. */
+CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_join_master_vbmi(const void *param, int k,
+                                                               __m512 x[2])
+{
+    const uint16_t *const from = (const uint16_t *)param + 16 * k;
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]);
+    const __mmask32 differ = _mm512_cmpneq_epi16_mask(halves, _mm512_loadu_si512(from));
+    const __mmask16 denormal =
+        _kor_mask16(_mm512_fpclass_ps_mask(x[0], 0x20), _mm512_fpclass_ps_mask(x[1], 0x20));
+    if (__builtin_expect(!_kortestz_mask32_u8(differ, denormal), 0))
+        for (int j = 0; j < 2; j++) {
+            const __m512i params =
+                _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from + j));
+            const __mmask16 written =
+                _mm512_cmpneq_epi32_mask(adamw8bit_to_bf16_vbmi(x[j]), params);
+            x[j] = _mm512_castsi512_ps(
+                _mm512_mask_slli_epi32(_mm512_castps_si512(x[j]), written, params, 16));
+        }
+}
+
 /* Weights as weights_join() gives them. But for a MASTER the order is DYNAMIC_EVEN_ODD. */
 CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_join_vbmi(adamw8bit_weights w, int k, hr_dtype dtype,
                                                         hr_weights_mode mode, dynamic_order order,
@@ -106,23 +130,35 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_join_vbmi(adamw8bit_weights w, int
 {
     if (mode == HR_WEIGHTS_MASTER) {
         adamw8bit_load_vbmi(w.residual, k, HR_F32, order, x);
+        adamw8bit_join_master_vbmi(w.param, k, x);
     } else if (mode == HR_WEIGHTS_KAHAN) {
         __m512 residuals[2];
         adamw8bit_load_vbmi(w.param, k, dtype, order, x);
         adamw8bit_load_vbmi(w.residual, k, dtype, order, residuals);
-        x[0] += residuals[0];
-        x[1] += residuals[1];
+        for (int j = 0; j < 2; j++) { /* weights_join_kahan() */
+            const __m512 power =
+                _mm512_and_ps(x[j], _mm512_castsi512_ps(_mm512_set1_epi32(0x7F800000)));
+            const __m512 halves =
+                _mm512_mul_ps(_mm512_abs_ps(residuals[j]), _mm512_set1_ps(0x1p8f));
+            x[j] = _mm512_mask_add_ps(x[j], _mm512_cmp_ps_mask(halves, power, _CMP_LE_OQ), x[j],
+                                      residuals[j]);
+        }
     } else if (mode != HR_WEIGHTS_NEAREST) {
         /* The sum's high halves: the params, less one where a residual is negative. */
         const __m512i residuals = adamw8bit_residuals_vbmi(w.residual, k, mode);
-        const __m512i high =
-            _mm512_add_epi16(_mm512_loadu_si512((const uint16_t *)w.param + 16 * k),
-                             _mm512_srai_epi16(residuals, 15));
+        const __m512i params = _mm512_loadu_si512((const uint16_t *)w.param + 16 * k);
+        const __m512i high = _mm512_add_epi16(params, _mm512_srai_epi16(residuals, 15));
         const __m512i low = _mm512_set1_epi32(0xFFFF);
-        x[0] = _mm512_castsi512_ps(
-            _mm512_ternarylogic_epi32(_mm512_slli_epi32(high, 16), residuals, low, 0xF8));
-        x[1] = _mm512_castsi512_ps(
-            _mm512_ternarylogic_epi32(high, _mm512_srli_epi32(residuals, 16), low, 0xDC));
+        const __m512i even =
+            _mm512_ternarylogic_epi32(_mm512_slli_epi32(high, 16), residuals, low, 0xF8);
+        const __m512i odd =
+            _mm512_ternarylogic_epi32(high, _mm512_srli_epi32(residuals, 16), low, 0xDC);
+        /* A sum that is NaN is not taken. */
+        const __m512 sums[2] = {_mm512_castsi512_ps(even), _mm512_castsi512_ps(odd)};
+        x[0] = _mm512_castsi512_ps(_mm512_mask_slli_epi32(
+            even, _mm512_cmp_ps_mask(sums[0], sums[0], _CMP_UNORD_Q), params, 16));
+        x[1] = _mm512_castsi512_ps(_mm512_mask_andnot_epi32(
+            odd, _mm512_cmp_ps_mask(sums[1], sums[1], _CMP_UNORD_Q), low, params));
     } else {
         adamw8bit_load_vbmi(w.param, k, dtype, order, x);
     }

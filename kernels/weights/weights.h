@@ -39,18 +39,48 @@ HR_INLINE uint32_t weights_to_half(float x, hr_dtype dtype)
     return dtype == HR_BF16 ? hr_to_bf16(x) : hr_to_f16(x);
 }
 
+/* A param may have been written since weights_split() made its residual: by a pruning mask, a
+ * checkpoint, a clamp. What was written counts, so each mode drops a residual that weights_split()
+ * makes for no weight of this param. Weights that were split are joined as if there were no rule. */
+
+/* Drops a residual that is larger than half a unit in the last place of the param. Zeros have then
+ * none but 0, and no sum of finite numbers overflows. */
+HR_INLINE float weights_join_kahan(float param, float residual, hr_dtype dtype)
+{
+    const float power = hr_float(hr_bits(param) & 0x7F800000u); /* of two, of the param */
+    const float magnitude = hr_float(hr_bits(residual) & 0x7FFFFFFFu);
+    const float halves = magnitude * (dtype == HR_BF16 ? 0x1p8f : 0x1p11f);
+    return halves <= power ? param + residual : param;
+}
+
+/* Drops a residual that would make a NaN of a param that is none: a negative one of a zero, whose
+ * sum wraps to the other sign, and a positive one of an infinity. */
+HR_INLINE float weights_join_remainder(uint32_t param, int32_t residual)
+{
+    const float sum = hr_float((param << 16) + (uint32_t)residual);
+    return sum != sum ? hr_float(param << 16) : sum;
+}
+
+/* Drops a master whose rounding the param is not. */
+HR_INLINE float weights_join_master(uint32_t param, float master, hr_dtype dtype)
+{
+    return weights_to_half(master, dtype) == param ? master : weights_from_half(param, dtype);
+}
+
+/* Which NaN it gives for a NaN is left open. */
 HR_INLINE float weights_join(weights_bits bits, hr_dtype dtype, hr_weights_mode mode)
 {
     switch (mode) {
     case HR_WEIGHTS_KAHAN:
-        return weights_from_half(bits.param, dtype) + weights_from_half(bits.residual, dtype);
+        return weights_join_kahan(weights_from_half(bits.param, dtype),
+                                  weights_from_half(bits.residual, dtype), dtype);
     case HR_WEIGHTS_MASTER:
-        return hr_float(bits.residual);
+        return weights_join_master(bits.param, hr_float(bits.residual), dtype);
     case HR_WEIGHTS_REMAINDER16:
-        return hr_float((bits.param << 16) + (uint32_t)(int32_t)(int16_t)bits.residual);
+        return weights_join_remainder(bits.param, (int16_t)bits.residual);
     case HR_WEIGHTS_REMAINDER8:
     case HR_WEIGHTS_REMAINDER8_STOCHASTIC:
-        return hr_float((bits.param << 16) + (uint32_t)((int32_t)(int8_t)bits.residual * 256));
+        return weights_join_remainder(bits.param, (int8_t)bits.residual * 256);
     default:
         return dtype == HR_F32 ? hr_float(bits.param) : weights_from_half(bits.param, dtype);
     }

@@ -191,6 +191,8 @@ static void weights_range(void *context, int64_t begin, int64_t end)
                 weights_store(&weights, i, count, values + i, NULL);
             else
                 weights_load(&weights, i, count, values + i);
+            for (int64_t j = i; !a->split && j < i + count; j++)
+                hr_store(values, j, values[j], HR_F32); /* a NaN as the one that is written */
         }
     }
 }

@@ -39,7 +39,7 @@ static __global__ void __launch_bounds__(THREADS)
             weights_put_bits(t.param, t.residual, i, bits, dtype, args.mode);
         } else {
             const weights_bits bits = weights_bits_at(t.param, t.residual, i, dtype, args.mode);
-            t.values[i] = weights_join(bits, dtype, args.mode);
+            hr_store(t.values, i, weights_join(bits, dtype, args.mode), HR_F32);
         }
     }
 }

@@ -99,7 +99,7 @@ AdafactorRun::AdafactorRun(Backend &backend, const AdafactorCase &c)
     };
     config.semantics = c.semantics;
     if (c.weights) {
-        weights.emplace(backend, *c.weights, params.numel, params.dtype);
+        weights.emplace(backend, *c.weights, params.numel, params.dtype, params.buffers);
         config.weights = &weights->weights;
     }
     if (c.lr_on_device) {

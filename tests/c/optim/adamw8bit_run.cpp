@@ -98,7 +98,7 @@ Adamw8bitRun::Adamw8bitRun(Backend &backend, const Adamw8bitCase &c)
     adamw.found_inf = static_cast<const float *>(scalar(backend, c.found_inf, HR_F32));
     adamw.clip_coef = static_cast<const float *>(scalar(backend, c.clip_coef, HR_F32));
     if (c.weights) {
-        weights.emplace(backend, *c.weights, params.numel, params.dtype);
+        weights.emplace(backend, *c.weights, params.numel, params.dtype, params.buffers);
         adamw.weights = &weights->weights;
     }
 }

@@ -84,7 +84,7 @@ AdamwRun::AdamwRun(Backend &backend, const AdamwCase &c) : exec(backend.exec())
     config.found_inf = float_scalar(c.found_inf);
     config.clip_coef = float_scalar(c.clip_coef);
     if (c.weights) {
-        weights.emplace(backend, *c.weights, numel[PARAMS], dtype[PARAMS]);
+        weights.emplace(backend, *c.weights, numel[PARAMS], dtype[PARAMS], tensors_[PARAMS]);
         config.weights = &weights->weights;
     }
 }

@@ -1,19 +1,38 @@
 #include "tests/c/weights/weights_data.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 
 #include "tests/c/harness/elements.h"
 #include "tests/c/harness/tensors.h"
 
+namespace
+{
+// A master of a param: one that rounds to it, or nearly so, a tie, or one of another weight.
+float master_of(double param, hr_dtype type, double noise, size_t i)
+{
+    const float x = float(param);
+    const int half = type == HR_BF16 ? 0x8000 : 0x1000; // of a unit in the last place
+    const double off[] = {noise, 1.01 * noise, noise < 0 ? -1.0 : 1.0, 0};
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    bits += uint32_t(int(std::lround(off[i % 4] * half)));
+    float master;
+    std::memcpy(&master, &bits, sizeof master);
+    return i % 5 == 4 ? float(noise * (i % 3 ? 1 : 1e-39)) : master;
+}
+} // namespace
+
 WeightsData::WeightsData(Backend &backend, const Ask &ask, const std::vector<int64_t> &sizes,
-                         const std::vector<hr_dtype> &params)
+                         const std::vector<hr_dtype> &types, const std::vector<Buffer> &params)
     : numel(sizes)
 {
     const hr_weights_mode mode = ask.mode;
     const bool plain = mode == HR_WEIGHTS_NEAREST || mode == HR_WEIGHTS_STOCHASTIC;
     const bool random = mode == HR_WEIGHTS_STOCHASTIC || mode == HR_WEIGHTS_REMAINDER8_STOCHASTIC;
     for (size_t k = 0; k < numel.size(); k++) {
-        const hr_dtype type = mode == HR_WEIGHTS_KAHAN         ? params[k]
+        const hr_dtype type = mode == HR_WEIGHTS_KAHAN         ? types[k]
                               : mode == HR_WEIGHTS_MASTER      ? HR_F32
                               : mode == HR_WEIGHTS_REMAINDER16 ? HR_I16
                                                                : HR_I8;
@@ -21,8 +40,13 @@ WeightsData::WeightsData(Backend &backend, const Ask &ask, const std::vector<int
         std::vector<uint8_t> content(plain ? 0 : size_t(numel[k]) * bytes_of(type));
         for (size_t i = 0; i < content.size() && any_bits; i++)
             content[i] = uint8_t(128 * (noise(90 + k, i) + 1));
-        for (size_t i = 0; i < content.size() && !any_bits; i += bytes_of(type))
-            encode((mode == HR_WEIGHTS_KAHAN ? 1e-3 : 1) * noise(90 + k, i), &content[i], type);
+        const std::vector<double> values = decode(params[k].content(), types[k]);
+        for (size_t i = 0; i < content.size() && !any_bits; i += bytes_of(type)) {
+            const double x = noise(90 + k, i);
+            const size_t j = i / bytes_of(type);
+            const bool is_master = mode == HR_WEIGHTS_MASTER;
+            encode(is_master ? master_of(values[j], types[k], x, j) : 1e-3 * x, &content[i], type);
+        }
         if (ask.zero_residuals)
             std::fill(content.begin(), content.end(), uint8_t(0));
         buffers.emplace_back(backend, content, ask.shift * bytes_of(type));

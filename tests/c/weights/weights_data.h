@@ -11,8 +11,9 @@ struct WeightsData {
         bool zero_residuals = false;
     };
 
+    // `params` hold tensors of these sizes and types.
     WeightsData(Backend &backend, const Ask &ask, const std::vector<int64_t> &numel,
-                const std::vector<hr_dtype> &params);
+                const std::vector<hr_dtype> &types, const std::vector<Buffer> &params);
     WeightsData(const WeightsData &) = delete;
 
     // The residuals, and the counter if it was asked for.

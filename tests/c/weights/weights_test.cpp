@@ -19,7 +19,8 @@ struct Call {
         : values(backend, kNumel, {HR_F32}, shifted & 1 ? shift : 0, value),
           params(backend, kNumel, {dtype}, shifted & 2 ? shift : 0,
                  [](size_t, size_t) { return 3.0; }),
-          weights(backend, {mode, false, false, shifted & 4 ? shift : 0}, kNumel, params.dtype),
+          weights(backend, {mode, false, false, shifted & 4 ? shift : 0}, kNumel, params.dtype,
+                  params.buffers),
           exec(backend.exec())
     {
     }
