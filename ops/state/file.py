@@ -141,6 +141,9 @@ MALFORMED = (
 class StateFileError(RuntimeError):
     """A state file is damaged, is none, or is being written by someone else."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message, 1000))  # it may quote the file
+
 
 # ---- tensors -------------------------------------------------------------------------------------
 
@@ -960,7 +963,7 @@ class StateFile:
         return spans
 
 
-def shortened(value: object) -> str:
+def shortened(value: object, length: int = 200) -> str:
     """What is said of a value that comes from a file, and may be long."""
     text = str(value)
-    return text if len(text) <= 200 else text[:200] + "..."
+    return text if len(text) <= length else text[:length] + "..."

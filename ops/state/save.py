@@ -568,7 +568,8 @@ class _Filled:
             ("has what the model lacks:", shapes.keys() - own.keys()),
         ):
             if self._strict and names:
-                shown = ", ".join(map(repr, sorted(names)[:5])) + ", ..." * (len(names) > 5)
+                first = ", ".join(shortened(repr(name), 100) for name in sorted(names)[:5])
+                shown = first + ", ..." * (len(names) > 5)
                 raise ValueError(f"{what} {words} {shown}; strict=False loads the rest")
         for key in own.keys() & shapes.keys():
             here, shape = own[key], shapes[key]
@@ -585,7 +586,8 @@ class _Filled:
                 continue
             if here.shape != shape:
                 raise ValueError(
-                    f"'{key}' in {what} has shape {tuple(shape)}, the model's {tuple(here.shape)}"
+                    f"'{key}' in {what} has shape {shortened(tuple(shape))}, the model's "
+                    f"{tuple(here.shape)}"
                 )
             if _is_plain(here):
                 check_storage(here, f"{key} of the model")
@@ -681,7 +683,7 @@ def _generators() -> dict[str, Any]:
 def _checked_generators(file: StateFile, states: Any) -> list[Callable[[], None]]:
     """What puts the generators back. Each state was given to a generator that nobody uses, so that
     none can fail once other things are changed."""
-    if not states:
+    if states is None:
         return []
     try:
         version, words, gauss = states["python"]
