@@ -3,14 +3,14 @@
 The optimizers are built from these. Each has a page of its own contract in ``headroom.h``.
 """
 
-from ..grad.accumulate import accumulate_
-from ..optim.adafactor import adafactor_
-from ..optim.adam import adamw_
-from ..optim.adam8bit import adamw8bit_
-from ..optim.master_weights import join_weights_, split_weights_
+from .accumulate import accumulate_
+from .adafactor import adafactor_
+from .adamw import adamw_
+from .adamw8bit import adamw8bit_
 from .dynamic_map import dynamic_map
 from .unscale_norm import grad_norm, unscale_norm_
 from .update_scale import update_scale_
+from .weights import join_weights_, split_weights_
 
 __all__ = [
     "accumulate_",

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._core.checks import check_list, check_scalars, check_steps, lr_arguments
 from .._core.registration import FLOATS, complete, require
 from .._core.weight_modes import weights_mode
-from ..optim.master_weights import check_weights
+from .weights import check_weights
 
 __all__ = ["BLOCK_SIZES", "adamw8bit_"]
 

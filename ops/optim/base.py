@@ -828,7 +828,7 @@ class Optimizer(torch.optim.Optimizer):
                 if named not in STATE_DTYPES:
                     raise ValueError(f"state_dtype must be one of {FLOATS}, got {named!r}")
                 group["state_dtype"] = STATE_DTYPES[named]
-        if "defaults" not in state:  # of a checkpoint, whose options go to the groups
+        if "defaults" not in state:  # of a checkpoint
             for index, group in enumerate(state["param_groups"]):
                 self._check_loaded(index, group)
         restored: defaultdict[Any, Any] = defaultdict(dict)
@@ -842,8 +842,9 @@ class Optimizer(torch.optim.Optimizer):
             if loading and id(param) in groups:
                 values = self._restored(param, values, groups[id(param)])
             restored[param] = values
-        if "defaults" not in state:  # of a checkpoint, whose options go to the groups
+        if "defaults" not in state:  # after states, which say more of modes that do not fit
             for group in state["param_groups"]:
+                check_weight_options(group)
                 _check_max_grad_norm(group.get("max_grad_norm"))
             _common_max_grad_norm(state["param_groups"])
         self._places, self._late_skips = [], LateCounts()
@@ -860,7 +861,6 @@ class Optimizer(torch.optim.Optimizer):
         if missing:
             raise ValueError(f"{place} has no {', '.join(map(repr, missing))}")
         try:
-            check_weight_options(group)
             self._check_options(group)
         except (TypeError, ValueError, RuntimeError) as error:
             raise type(error)(f"{place}: {error}") from error

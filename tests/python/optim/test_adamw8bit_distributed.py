@@ -269,7 +269,8 @@ def test_fsdp2_mixed_precision(ranks):
 def skip(rank, scaled, bad_rank):
     """A NaN in one shard: no byte moves on any rank, with a scaler or without."""
     model = sharded()
-    optimizer = ADAMW8BIT(model.parameters(), **OPTIONS)
+    nonfinite = "propagate" if scaled else "skip_step"
+    optimizer = ADAMW8BIT(model.parameters(), **OPTIONS, nonfinite=nonfinite)
     scaler = headroom.amp.GradScaler("cpu", enabled=scaled)
     scaler.scale(torch.zeros(()))
     for step, bad in enumerate([False, True, False]):
