@@ -93,6 +93,7 @@ def cmake_options(build):
         "Python_EXECUTABLE": sys.executable,
         "HEADROOM_CUDA": "ON" if nvcc else "OFF",
         "HEADROOM_TORCH": "ON",
+        "HEADROOM_TESTS": "OFF",  # tests/run.sh adds them to this build
     }
     if nvcc:
         options["CMAKE_CUDA_COMPILER"] = nvcc

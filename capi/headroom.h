@@ -341,7 +341,9 @@ HR_API hr_status hr_adamw(const hr_tensor_list *params, const hr_tensor_list *ex
  * exceptions above hold here too, and what is below the lowest code gets that: the mean of the
  * codes is y but for a positive exp_avg_sq below code 1, and an exp_avg below -0.993 * absmax.
  *
- * bnb_exact: bitsandbytes' rule, in its order of operations, without contraction:
+ * bnb_exact: the rule of bitsandbytes' CUDA kernels, in their order of operations, without
+ * contraction. (Its CPU quantizer is coarser: of the squares of 65,536 normal numbers about 2,000
+ * get another code.)
  *
  *     a gradient that is not finite:  exp_avg = exp_avg_sq = 0, param stays
  *     exp_avg_sq = exp_avg_sq * beta2 + (1 - beta2) * g * g;  exp_avg likewise

@@ -1,5 +1,6 @@
 """Draws the memory ladder: the memory of each rung by kind, its loss and its speed."""
 
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -47,7 +48,7 @@ def draw(results: list[dict], path: Path) -> None:
     column(held, 1.55, "held-out\nbits/byte", losses)
     column(held, 1.9, "tokens\nper second", [f"{r['tokens_per_second']:,.0f}" for r in results])
 
-    whole.set_yticks(rows, [r["title"] for r in results])
+    whole.set_yticks(rows, [textwrap.fill(r["title"], 28) for r in results])
     whole.set_ylim(len(results) - 0.5, -0.5)
     whole.set_xlabel(f"{name} in a step, by kind", color=FAINT, fontsize=8.5)
     held.set_xlabel("bytes per parameter, activations left out", color=FAINT, fontsize=8.5)

@@ -13,12 +13,13 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
 
 from chart import draw
-from rungs import RUNGS
+from rungs import RUNGS, STORY, Rung, chosen
 from train import add_arguments, settings
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -29,8 +30,9 @@ ENVIRONMENT = {
 }
 
 
-def run_rung(key: str, args: argparse.Namespace) -> dict:
-    command = [sys.executable, str(TRAIN), "--rung", key, "--out", str(args.out)]
+def run_rung(rung: Rung, args: argparse.Namespace) -> dict:
+    started = time.monotonic()
+    command = [sys.executable, str(TRAIN), "--rung", rung.key, "--out", str(args.out)]
     for name, value in settings(args).items():
         name = "--data" if name == "path" else f"--{name}"
         if isinstance(value, bool):
@@ -42,24 +44,26 @@ def run_rung(key: str, args: argparse.Namespace) -> dict:
     except KeyboardInterrupt:
         done = False
     if not done:
-        sys.exit(f"Rung {key} did not finish. The same command with --resume goes on from there.")
-    return json.loads((args.out / key / "result.json").read_text())
+        sys.exit(f"Rung {rung.key} did not finish. The same command with --resume continues it.")
+    result = json.loads((args.out / rung.key / "result.json").read_text())
+    return result | {"title": rung.title, "seconds": time.monotonic() - started}
 
 
 def same_loss(results: list[dict]) -> tuple[bool, str]:
     """Whether all rungs reach the first one's held-out loss within their tolerances, in words."""
     first, passed, lines = results[0], True, []
+    width = max(len(result["title"]) for result in results)
     for result in results[1:]:
         off = result["held_out_bits_per_byte"] - first["held_out_bits_per_byte"]
         if result["tolerance"] is None:
             passed &= math.isfinite(off)
-            lines.append(f"{result['title']:27} {off:+.5f} bits per byte (another training)")
+            lines.append(f"{result['title']:{width}} {off:+.5f} bits per byte (another training)")
             continue
         good = math.isfinite(off) and abs(off) <= result["tolerance"]
         passed &= good
         verdict = "same loss" if good else "OTHER LOSS"
         allowed = f"allowed: {result['tolerance']:g}"
-        lines.append(f"{result['title']:27} {off:+.5f} bits per byte ({allowed})  {verdict}")
+        lines.append(f"{result['title']:{width}} {off:+.5f} bits per byte ({allowed})  {verdict}")
     passed &= math.isfinite(first["held_out_bits_per_byte"])
     verdict = (
         "PASSED: every judged rung reaches" if passed else "FAILED: not every judged rung reaches"
@@ -71,12 +75,13 @@ def same_loss(results: list[dict]) -> tuple[bool, str]:
 def table(results: list[dict]) -> str:
     """A Markdown table, a row for each rung."""
     kinds = list(results[0]["bytes"])
-    head = ["rung", "held-out bits/byte", "tokens/s", "bytes/parameter", "peak MiB"]
+    head = ["rung", "time s", "held-out bits/byte", "tokens/s", "bytes/parameter", "peak MiB"]
     head += [f"{kind} MiB" for kind in kinds]
     rows = [head, ["---"] + ["---:"] * (len(head) - 1)]
     for r in results:
         sizes = [r["peak_bytes"], *(r["bytes"][k] for k in kinds)]
-        numbers = [f"{r['held_out_bits_per_byte']:.4f}", f"{r['tokens_per_second']:,.0f}"]
+        numbers = [f"{r['seconds']:.0f}", f"{r['held_out_bits_per_byte']:.4f}"]
+        numbers.append(f"{r['tokens_per_second']:,.0f}")
         numbers.append(f"{r['bytes_per_parameter']:.2f}")
         rows.append([r["title"], *numbers, *(f"{s / 2**20:,.1f}" for s in sizes)])
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -89,14 +94,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rungs", help=f"some of {','.join(RUNGS)}; default: all")
+    parser.add_argument(
+        "--rungs", default=",".join(STORY), help=f"all, or some of {','.join(RUNGS)} (%(default)s)"
+    )
     add_arguments(parser)
     args = parser.parse_args()
-    keys = args.rungs.split(",") if args.rungs else list(RUNGS)
+    keys = list(RUNGS) if args.rungs == "all" else args.rungs.split(",")
     if unknown := [key for key in keys if key not in RUNGS]:
-        parser.error(f"--rungs: no rung {unknown[0]!r}; there are {', '.join(RUNGS)}")
+        parser.error(f"--rungs: no rung {unknown[0]!r}; wanted all or some of {', '.join(RUNGS)}")
 
-    results = [run_rung(key, args) for key in keys]
+    results = [run_rung(rung, args) for rung in chosen(keys)]
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     machine = {"machine": platform.machine(), "threads": torch.get_num_threads()}
     report = {"versions": versions, "machine": machine, "rungs": results}

@@ -1,5 +1,6 @@
 """Lists the rungs of the memory ladder. A rung with a + is the rung above it with one change."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 BETAS = {"betas": [0.9, 0.95]}
@@ -84,9 +85,7 @@ adafactor = replace(
     tolerance=None,
 )
 # Gradient release steps in every backward pass, so a step cannot consist of several.
-whole_batch = replace(
-    remainder, key="whole-batch", title="the same, without accumulation", accumulate=1
-)
+whole_batch = replace(remainder, key="whole-batch", title="+ whole batch at once", accumulate=1)
 released = replace(whole_batch, key="release", title="+ gradient release", release=True)
 bf16_weights = replace(
     checkpointing,
@@ -113,3 +112,20 @@ LADDER = (
     bf16_weights,
 )
 RUNGS = {rung.key: rung for rung in LADDER}
+STORY = ("torch", "headroom", "checkpoint", "8bit", "release")  # what the demo shows by default
+
+
+def chosen(keys: Sequence[str]) -> list[Rung]:
+    """Returns the rungs of these keys, in the order of the ladder. The title of one with a + also
+    names what the rungs that are left out before it change."""
+    rungs, skipped = [], []
+    for rung in LADDER:
+        added = rung.title.removeprefix("+ ")
+        starts_anew = added == rung.title
+        if rung.key in keys:
+            title = rung.title if starts_anew else "+ " + ", ".join([*skipped, added])
+            rungs.append(replace(rung, title=title))
+            skipped = []
+        else:
+            skipped = [] if starts_anew else [*skipped, added]
+    return rungs

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Makes or updates the virtual environment of the demo and the tests, and installs Headroom in it.
 #
-#   bash examples/setup.sh
+#   bash examples/setup.sh            what the demo and the tests need
+#   bash examples/setup.sh demo       what the demo needs: built for the CPU alone where no driver
+#                                     could run the code for GPUs
 #
 # Needs Python >= 3.10 and a C++ compiler. Running it again is quick while no source has changed.
 # PYTHON chooses the Python that makes the environment, VENV the folder (default: .venv).
@@ -10,6 +12,18 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$(realpath -m "${VENV:-$root/.venv}")
 python=$venv/bin/python
+
+goal=${1:-test}
+extras=demo,test
+asked_for="${HEADROOM_CUDA:-} ${HEADROOM_CUDA_ARCHS:-}"
+case $goal in
+demo)
+    extras=demo
+    [ -e /dev/nvidiactl ] || [ -e /dev/dxg ] || export HEADROOM_CUDA="${HEADROOM_CUDA:-0}"
+    ;;
+test) ;;
+*) echo "usage: setup.sh [demo]" >&2 && exit 2 ;;
+esac
 
 say() { printf '== %s\n' "$*"; }
 fail() { printf 'setup.sh: %s\n' "$*" >&2; exit 1; }
@@ -45,7 +59,7 @@ make_venv() {
 fingerprint() {
     (
         cd "$root"
-        echo "${HEADROOM_CUDA:-} ${HEADROOM_CUDA_ARCHS:-}"
+        echo "$asked_for"
         "$python" -c 'import sys; from importlib.metadata import version
 print(sys.version, version("torch"), version("headroom"))'
         find capi kernels torch_ext ops setup.py pyproject.toml CMakeLists.txt examples/setup.sh \
@@ -76,17 +90,18 @@ project = build.ProjectBuilder('.', runner=hooks.quiet_subprocess_runner)"
     "$python" -c "$load; print(*project.get_requires_for_build('wheel'), sep='\n')" >"$list"
     pip --quiet -r "$list"
     say "building and installing Headroom"
-    pip --no-build-isolation ".[demo,test]"
+    pip --quiet --no-build-isolation ".[$extras]"
 }
 
 [ -x "$python" ] && "$python" -m pip --version >/dev/null 2>&1 || make_venv
-stamp=$venv/headroom.sha256
+stamp=$venv/headroom-$goal.sha256
 if [ "$(cat "$stamp" 2>/dev/null)" = "$(fingerprint)" ]; then
     say "Headroom in $venv is up to date"
 else
-    rm -f "$stamp"
+    rm -f "$venv"/headroom-*.sha256
     started=$SECONDS
     (cd "$root" && install)
-    fingerprint >"$stamp"
+    fingerprint >"$venv/headroom-demo.sha256" # what the tests need serves the demo too
+    [ "$goal" = demo ] || fingerprint >"$stamp"
     say "environment ready in $((SECONDS - started)) s: $venv"
 fi

@@ -6,7 +6,7 @@ optimizers with the names and arguments of :mod:`torch.optim`.
 
 from . import amp, optim
 from ._core import binaries
-from .amp.cast_model import cast_model
+from .amp.cast_model import cast_model, cast_report
 from .functional.unscale_norm import grad_norm, unscale_norm_
 from .functional.update_scale import update_scale_
 from .grad.accumulate import GradAccumulator, accumulate_
@@ -27,6 +27,7 @@ __all__ = [
     "amp",
     "build_info",
     "cast_model",
+    "cast_report",
     "clip_grad_norm_",
     "clip_grad_value_",
     "dynamic_map",

@@ -9,14 +9,22 @@
 
 /* The next `count` elements, unscaled, in x. A loop of its own, so that it is vectorised as a
  * whole: the conversion to binary16 is not when binary64 sums share its loop. */
-HR_INLINE void unscale_few(void *restrict grad, int64_t begin, int count, float factor,
-                           hr_dtype dtype, int write, float *restrict x)
+HR_INLINE void unscale_few_as(void *restrict grad, int64_t begin, int count, float factor,
+                              hr_dtype dtype, int write, float *restrict x)
 {
     for (int lane = 0; lane < count; lane++) {
         x[lane] = hr_load(grad, begin + lane, dtype) * factor;
         if (write)
             hr_store(grad, begin + lane, x[lane], dtype);
     }
+}
+
+/* Where dtype and write are constants, so is the choice here; else it is made once for the lot. */
+HR_INLINE void unscale_few(void *restrict grad, int64_t begin, int count, float factor,
+                           hr_dtype dtype, int write, float *restrict x)
+{
+    FOR_DTYPE(dtype, D, if (write) unscale_few_as(grad, begin, count, factor, D, 1, x);
+              else unscale_few_as(grad, begin, count, factor, D, 0, x))
 }
 
 HR_INLINE double unscale_chunk(void *restrict grad, int64_t begin, int64_t end, float factor,
@@ -47,32 +55,25 @@ HR_INLINE void scale_chunk(void *restrict grad, int64_t begin, int64_t end, floa
         hr_store(grad, i, hr_load(grad, i, dtype) * factor, dtype);
 }
 
-#define CHUNK_OF(dtype, order, write) \
-    unscale_chunk(grad, begin, end, factor, p, dtype, order, write)
-#define CHUNK_OF_ORDER(dtype, order) (write ? CHUNK_OF(dtype, order, 1) : CHUNK_OF(dtype, order, 0))
-#define CHUNK_OF_DTYPE(dtype)                              \
-    (order == NORM_2     ? CHUNK_OF_ORDER(dtype, NORM_2)   \
-     : order == NORM_1   ? CHUNK_OF_ORDER(dtype, NORM_1)   \
-     : order == NORM_INF ? CHUNK_OF_ORDER(dtype, NORM_INF) \
-                         : CHUNK_OF_ORDER(dtype, NORM_P))
-
 HR_INLINE double unscale_dispatch(void *grad, int64_t begin, int64_t end, float factor, double p,
                                   hr_dtype dtype, norm_order order, int write)
 {
-    return dtype == HR_F32    ? CHUNK_OF_DTYPE(HR_F32)
-           : dtype == HR_BF16 ? CHUNK_OF_DTYPE(HR_BF16)
-                              : CHUNK_OF_DTYPE(HR_F16);
+    switch (order) {
+    case NORM_2:
+        FOR_DTYPE(dtype, D,
+                  return write ? unscale_chunk(grad, begin, end, factor, p, D, NORM_2, 1)
+                               : unscale_chunk(grad, begin, end, factor, p, D, NORM_2, 0))
+    case NORM_1:
+        return unscale_chunk(grad, begin, end, factor, p, dtype, NORM_1, write);
+    case NORM_INF:
+        return unscale_chunk(grad, begin, end, factor, p, dtype, NORM_INF, write);
+    default:
+        return unscale_chunk(grad, begin, end, factor, p, dtype, NORM_P, write);
+    }
 }
 
-HR_INLINE void scale_dispatch(void *grad, int64_t begin, int64_t end, float factor, hr_dtype dtype)
-{
-    if (dtype == HR_F32)
-        scale_chunk(grad, begin, end, factor, HR_F32);
-    else if (dtype == HR_BF16)
-        scale_chunk(grad, begin, end, factor, HR_BF16);
-    else
-        scale_chunk(grad, begin, end, factor, HR_F16);
-}
+HR_INLINE void scale_dispatch(void *grad, int64_t begin, int64_t end, float factor, hr_dtype dtype){
+    FOR_DTYPE(dtype, D, scale_chunk(grad, begin, end, factor, D))}
 
 /* The chunks whose first element is in [begin, end) of cpu_total. */
 HR_INLINE void unscale_norm_range(void *context, int64_t begin, int64_t end)

@@ -8,14 +8,13 @@
  */
 
 /* Updates LANES elements. Their new moments go to m and v, the largest magnitudes of each lane to
- * the last two. */
-LOOP_TARGET HR_INLINE void LOOP_NAME(update)(const adamw8bit_tensor *t, void *restrict param,
-                                             const void *restrict grad, const uint8_t *exp_avg,
-                                             const uint8_t *exp_avg_sq, float absmax_m,
-                                             float absmax_v, float *restrict m, float *restrict v,
-                                             uint32_t *restrict largest_m,
-                                             uint32_t *restrict largest_v, hr_dtype param_dtype,
-                                             hr_dtype grad_dtype, adamw8bit_rule rule)
+ * the last two. `rounded_to` is the dtype that the parameters have in memory. */
+LOOP_TARGET HR_INLINE void
+LOOP_NAME(update)(const adamw8bit_tensor *t, void *restrict param, const void *restrict grad,
+                  const uint8_t *exp_avg, const uint8_t *exp_avg_sq, float absmax_m, float absmax_v,
+                  float *restrict m, float *restrict v, uint32_t *restrict largest_m,
+                  uint32_t *restrict largest_v, hr_dtype param_dtype, hr_dtype grad_dtype,
+                  hr_dtype rounded_to, adamw8bit_rule rule)
 {
     const int bnb = rule == ADAMW8BIT_BNB;
     LOOP_NAME(decode)(t->call, exp_avg, absmax_m, 1, m);
@@ -23,7 +22,7 @@ LOOP_TARGET HR_INLINE void LOOP_NAME(update)(const adamw8bit_tensor *t, void *re
     for (int lane = 0; lane < LANES; lane++) {
         adamw_values x = {hr_load(param, lane, param_dtype), hr_load(grad, lane, grad_dtype),
                           m[lane], v[lane], 0.0f};
-        x = adamw8bit_apply(t, x, param_dtype, rule);
+        x = adamw8bit_apply(t, x, rounded_to, rule);
         hr_store(param, lane, x.param, param_dtype);
         m[lane] = x.exp_avg;
         v[lane] = x.exp_avg_sq;
@@ -34,9 +33,31 @@ LOOP_TARGET HR_INLINE void LOOP_NAME(update)(const adamw8bit_tensor *t, void *re
     }
 }
 
-/* The blocks of [from, to) of one tensor; `from` is the start of a block. */
+/* Does the same for any dtypes, by way of LANES values of binary32. */
+LOOP_TARGET HR_INLINE void LOOP_NAME(update_any)(const adamw8bit_tensor *t, void *restrict param,
+                                                 const void *restrict grad, const uint8_t *exp_avg,
+                                                 const uint8_t *exp_avg_sq, float absmax_m,
+                                                 float absmax_v, float *restrict m,
+                                                 float *restrict v, uint32_t *restrict largest_m,
+                                                 uint32_t *restrict largest_v, hr_dtype param_dtype,
+                                                 hr_dtype grad_dtype, adamw8bit_rule rule)
+{
+    _Alignas(64) float params[LANES], grads[LANES];
+    FOR_DTYPE(param_dtype, P,
+              for (int lane = 0; lane < LANES; lane++) params[lane] = hr_load(param, lane, P))
+    FOR_DTYPE(grad_dtype, G,
+              for (int lane = 0; lane < LANES; lane++) grads[lane] = hr_load(grad, lane, G))
+    LOOP_NAME(update)
+    (t, params, grads, exp_avg, exp_avg_sq, absmax_m, absmax_v, m, v, largest_m, largest_v, HR_F32,
+     HR_F32, param_dtype, rule);
+    FOR_DTYPE(param_dtype, P,
+              for (int lane = 0; lane < LANES; lane++) hr_store(param, lane, params[lane], P))
+}
+
+/* Updates the blocks of [from, to) of one tensor; `from` is the start of a block. `literal` tells
+ * that the dtypes are constants. */
 LOOP_TARGET HR_INLINE void LOOP_NAME(blocks)(const adamw8bit_tensor *t, int64_t from, int64_t to,
-                                             hr_dtype param_dtype, hr_dtype grad_dtype,
+                                             hr_dtype param_dtype, hr_dtype grad_dtype, int literal,
                                              adamw8bit_rule rule)
 {
     const int block_size = t->call->args->config->block_size;
@@ -66,10 +87,17 @@ LOOP_TARGET HR_INLINE void LOOP_NAME(blocks)(const adamw8bit_tensor *t, int64_t 
             }
             void *const param = (char *)t->param + (begin + i) * param_size;
             const void *const grad = (const char *)t->grad + (begin + i) * grad_size;
-            LOOP_NAME(update)
-            (t, partial ? few.param : param, partial ? few.grad : grad,
-             partial ? few.exp_avg : exp_avg + i, partial ? few.exp_avg_sq : exp_avg_sq + i,
-             absmax_m, absmax_v, m + i, v + i, largest_m, largest_v, param_dtype, grad_dtype, rule);
+            void *const params = partial ? few.param : param;
+            const void *const grads = partial ? few.grad : grad;
+            const uint8_t *const codes_m = partial ? few.exp_avg : exp_avg + i;
+            const uint8_t *const codes_v = partial ? few.exp_avg_sq : exp_avg_sq + i;
+            if (literal)
+                LOOP_NAME(update)
+            (t, params, grads, codes_m, codes_v, absmax_m, absmax_v, m + i, v + i, largest_m,
+             largest_v, param_dtype, grad_dtype, param_dtype, rule);
+            else LOOP_NAME(update_any)(t, params, grads, codes_m, codes_v, absmax_m, absmax_v,
+                                       m + i, v + i, largest_m, largest_v, param_dtype, grad_dtype,
+                                       rule);
             if (partial)
                 memcpy(param, few.param, (size_t)((count - i) * param_size));
             if (encoded < last.count) {
@@ -86,20 +114,21 @@ LOOP_TARGET HR_INLINE void LOOP_NAME(blocks)(const adamw8bit_tensor *t, int64_t 
         LOOP_NAME(encode)(t, &last, i, last.count - i < LANES ? last.count - i : LANES);
 }
 
+/* The dtypes that people train with have a loop of their own; one for each of the 27 mixes and rules
+ * would take a minute to compile. */
 LOOP_TARGET void LOOP_NAME(run)(const adamw8bit_tensor *t, int64_t from, int64_t to,
                                 hr_dtype param_dtype, hr_dtype grad_dtype)
 {
-    FOR_DTYPE(param_dtype, P,
-              FOR_DTYPE(
-                  grad_dtype, G, switch (t->call->rule) {
-                      case ADAMW8BIT_PLAIN:
-                          LOOP_NAME(blocks)(t, from, to, P, G, ADAMW8BIT_PLAIN);
-                          break;
-                      case ADAMW8BIT_ANY:
-                          LOOP_NAME(blocks)(t, from, to, P, G, ADAMW8BIT_ANY);
-                          break;
-                      case ADAMW8BIT_BNB:
-                          LOOP_NAME(blocks)(t, from, to, P, G, ADAMW8BIT_BNB);
-                          break;
-                  }))
+    if (t->call->rule == ADAMW8BIT_BNB)
+        LOOP_NAME(blocks)(t, from, to, param_dtype, grad_dtype, 0, ADAMW8BIT_BNB);
+    else if (t->call->rule == ADAMW8BIT_ANY)
+        LOOP_NAME(blocks)(t, from, to, param_dtype, grad_dtype, 0, ADAMW8BIT_ANY);
+    else if (param_dtype == HR_F32 && grad_dtype == HR_F32)
+        LOOP_NAME(blocks)(t, from, to, HR_F32, HR_F32, 1, ADAMW8BIT_PLAIN);
+    else if (param_dtype == HR_F32 && grad_dtype == HR_BF16)
+        LOOP_NAME(blocks)(t, from, to, HR_F32, HR_BF16, 1, ADAMW8BIT_PLAIN);
+    else if (param_dtype == HR_BF16 && grad_dtype == HR_BF16)
+        LOOP_NAME(blocks)(t, from, to, HR_BF16, HR_BF16, 1, ADAMW8BIT_PLAIN);
+    else
+        LOOP_NAME(blocks)(t, from, to, param_dtype, grad_dtype, 0, ADAMW8BIT_PLAIN);
 }

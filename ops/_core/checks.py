@@ -6,6 +6,7 @@ A fake refuses while an op is traced what the op would refuse when it runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,9 +14,27 @@ from torch import Tensor
 
 from .registration import require
 
-__all__ = ["check_list", "check_scalars", "check_steps", "lr_arguments"]
+__all__ = [
+    "check_list",
+    "check_number",
+    "check_pair",
+    "check_scalars",
+    "check_steps",
+    "lr_arguments",
+]
 
 COUNTERS = (torch.float32, torch.float64)  # of step counts and learning rates
+
+
+def check_number(name: str, value: Any, wanted: str = "a number") -> None:
+    """Refuses an option of an optimizer that is none, before it is compared with one."""
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} must be {wanted}, got {value!r}")
+
+
+def check_pair(name: str, value: Any) -> None:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+        raise ValueError(f"{name} must be two numbers, got {value!r}")
 
 
 def lr_arguments(lr: float | Tensor, device: torch.device) -> dict[str, Any]:

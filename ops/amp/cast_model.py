@@ -1,9 +1,11 @@
-"""Models in 16 bits with some modules in float32: :func:`cast_model`."""
+"""Models in 16 bits with some modules in float32: :func:`cast_model`, :func:`cast_report`."""
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,17 +17,30 @@ from torch.utils._pytree import tree_map_only
 
 from .._core.registration import FLOATS
 
-__all__ = ["cast_model"]
+__all__ = ["CastReport", "cast_model", "cast_report"]
 
 CASTABLE = (*FLOATS, torch.float64)
 # By name, because libraries write their own: LlamaRMSNorm, T5LayerNorm.
 NORMS = ("*RMSNorm", "*LayerNorm", "*GroupNorm", "*BatchNorm?d", "*InstanceNorm?d")
+# Constants that are multiplied by a position, a distance or a time step of thousands, which
+# multiplies their rounding errors too, and tables made from them. Tables of embeddings that are
+# added to activations (``positional_embedding``, ``pe``) are not among them: 16 bits are as good
+# for them as for activations, and a sum with float32 would turn the activations into float32.
+WIDE = (
+    *("*freq*", "*timescale*", "theta", "thetas", "omega", "omegas", "bands"),
+    *("position", "positions", "position_ids", "*angles"),
+    *("cos", "sin", "*_cos", "*_sin", "cos_*", "sin_*"),
+    *("*alibi*", "slopes"),
+    *("*timesteps*", "*alphas*", "betas", "sigmas"),
+)
 
 
 def cast_model(
     model: nn.Module,
     dtype: torch.dtype = torch.bfloat16,
     keep: Iterable[nn.Module | type[nn.Module] | str] = (),
+    *,
+    cast: Iterable[str] = (),
 ) -> nn.Module:
     """Casts a model's parameters and buffers in place, and keeps its norms in float32.
 
@@ -33,6 +48,15 @@ def cast_model(
     that are named so (``LlamaRMSNorm``), and what ``keep`` says, with all that is inside. A kept
     module computes in float32: its inputs are cast to float32 and its outputs to ``dtype``, so the
     modules around it need not know.
+
+    Buffers that hold frequencies or positions stay in float32, too: a position of 8,191 times the
+    ``inv_freq`` of RoPE in bfloat16 is an angle that is wrong by up to 1.46 rad. They are known by
+    their names: ``*freq*``, ``*timescale*``, ``theta``, ``omega``, ``bands``, ``positions``,
+    ``position_ids``, ``*angles``, ``cos`` and ``sin`` (also ``cos_*``, ``*_sin``, ...),
+    ``*alibi*``, ``slopes``, and the noise schedules ``*timesteps*``, ``*alphas*``, ``betas`` and
+    ``sigmas``. The same holds for parameters of these names that do not require gradients. Their
+    modules are not changed. :func:`cast_report` lists the buffers of a model, to see those that
+    are named otherwise.
 
     Parameters stay the same objects, so an optimizer may have been made before; tensors that share
     memory go on sharing it, and if one of them is kept, all are, with their modules. Hooks do the
@@ -44,7 +68,7 @@ def cast_model(
 
     Example::
 
-        headroom.cast_model(model, torch.bfloat16, keep=[torch.nn.Embedding])
+        headroom.cast_model(model, torch.bfloat16)  # keep=["lm_head", torch.nn.Embedding]
         optimizer = headroom.optim.AdamW(model.parameters(), state_dtype=torch.float32)
 
     Args:
@@ -53,15 +77,18 @@ def cast_model(
         dtype: bfloat16, float16 or float32. Integer and complex tensors stay as they are.
         keep: modules, classes of modules, and names, with ``*``, ``?`` and ``[...]`` as in
             :mod:`fnmatch`. A name is that of a module, or of a parameter or buffer
-            (``"*.inv_freq"``), which then stays in float32 without a cast around its module.
+            (``"*.latent_mean"``), which then stays in float32 without a cast around its module.
+        cast: names of buffers to cast although they are named like frequencies or positions. A
+            model whose own code multiplies activations by a float32 buffer, and does not cast the
+            product back, fails at the next matrix product; this is the way out.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: a dtype that is not one of the three, or something to keep that the model does
-            not have.
-        TypeError: ``keep`` has something else, or the model has DTensors already.
+        ValueError: a dtype that is not one of the three, or something to keep or to cast that the
+            model does not have.
+        TypeError: ``keep`` or ``cast`` has something else, or the model has DTensors already.
 
     What it cannot do: the outputs of a kept last layer come in ``dtype``, too; a module that uses
     another's weight directly, as ``F.linear(x, self.embedding.weight)``, gets that in its dtype.
@@ -69,11 +96,13 @@ def cast_model(
     if dtype not in FLOATS:
         raise ValueError(f"dtype must be one of {FLOATS}, got {dtype}")
     keep = [keep] if isinstance(keep, (str, type, nn.Module)) else list(keep)
+    cast = [cast] if isinstance(cast, str) else list(cast)
     tensors = list(_tensors(model))
     for _, name, tensor in tensors:
         if isinstance(tensor, DTensor):
             raise TypeError(f"'{name}' is a DTensor: call cast_model() before fully_shard()")
     kept, kept_tensors = _chosen(model, tensors, keep)
+    kept_tensors |= _wide(tensors, cast)
     shared = _shared(tensors)
     _spread(kept, shared)
     for users in shared:
@@ -111,6 +140,8 @@ def _chosen(
                 raise ValueError(f"keep: the model has nothing with the name {one!r}")
         elif isinstance(one, type) and issubclass(one, nn.Module):
             mine = {module for _, module in modules if isinstance(module, one)}
+            if not mine:
+                raise ValueError(f"keep: the model has no module of the class {one.__name__}")
         elif isinstance(one, nn.Module):
             mine = {module for _, module in modules if module is one}
             if not mine:
@@ -119,6 +150,26 @@ def _chosen(
             raise TypeError(f"keep wants modules, their classes and names, got {one!r}")
         roots |= mine
     return {inner for root in roots for inner in root.modules()}, found
+
+
+def _wide(tensors: list[tuple[nn.Module, str, Tensor]], cast: list[str]) -> set[Tensor]:
+    """The float32 tensors that stay so because they hold frequencies or positions."""
+    named = {}
+    for _, name, tensor in tensors:
+        last = name.rpartition(".")[2]
+        # One that is in 16 bits already has been rounded, or was meant so.
+        wide = tensor.dtype in (torch.float32, torch.float64) and not tensor.requires_grad
+        if wide and any(fnmatchcase(last, pattern) for pattern in WIDE):
+            named[name] = tensor
+    cast_too = set()
+    for one in cast:
+        if not isinstance(one, str):
+            raise TypeError(f"cast wants names of buffers, got {one!r}")
+        found = {name for name in named if fnmatchcase(name, one)}
+        if not found and not any(fnmatchcase(name, one) for _, name, _ in tensors):
+            raise ValueError(f"cast: the model has no parameter or buffer with the name {one!r}")
+        cast_too |= found
+    return {tensor for name, tensor in named.items() if name not in cast_too}
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -184,6 +235,69 @@ def _cast(tensors: list[Tensor], dtype: torch.dtype) -> None:
         tensor.data = value
         if grad is not None:
             tensor.grad = grad.to(dtype)
+
+
+# ---- What a model is now -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CastReport:
+    """The dtypes of a model, as :func:`cast_report` found them."""
+
+    parameters: dict[torch.dtype, int]
+    """Elements of parameters in each dtype. A tied parameter counts once."""
+    modules: dict[str, str]
+    """Names and classes of the modules that compute in float32 behind casts."""
+    buffers: dict[str, torch.dtype]
+    """Every floating-point buffer, by its name."""
+
+    def __str__(self) -> str:
+        lines = [f"parameters: {_by_dtype(self.parameters)}"]
+        classes = Counter(self.modules.values())
+        lines += [f"in float32 behind casts: {_counted(classes)}"] if classes else []
+        inside = tuple(f"{name}." for name in self.modules)
+        outside = {
+            name: dtype for name, dtype in self.buffers.items() if not name.startswith(inside)
+        }
+        if len(outside) < len(self.buffers):
+            lines.append(f"buffers of those modules: {len(self.buffers) - len(outside)}")
+        lines += [f"buffer {name}: {_short(dtype)}" for name, dtype in outside.items()]
+        return "\n".join(lines)
+
+
+def cast_report(model: nn.Module) -> CastReport:
+    """The dtypes of a model's parameters and of each floating-point buffer, before or after
+    :func:`cast_model`. Printed, it shows which buffers were cast and which stayed in float32.
+
+    Example::
+
+        headroom.cast_model(model, torch.bfloat16)
+        print(headroom.cast_report(model))
+    """
+    parameters: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        parameters[parameter.dtype] += parameter.numel()
+    modules = {
+        name: type(module).__name__
+        for name, module in model.named_modules()
+        if any(_is_ours(hook) for hook in module._forward_pre_hooks.values())
+    }
+    named = model.named_buffers(remove_duplicate=False)
+    buffers = {name: buffer.dtype for name, buffer in named if buffer.is_floating_point()}
+    return CastReport(dict(parameters), modules, buffers)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _by_dtype(elements: dict[torch.dtype, int]) -> str:
+    counts = (f"{count:,} in {_short(dtype)}" for dtype, count in elements.items())
+    return ", ".join(counts) or "none"
+
+
+def _counted(classes: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in classes.items())
 
 
 # ---- Hooks: functions of this module, so that copies and pickles of a model have them ------------

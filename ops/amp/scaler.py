@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from .._core.registration import FLOATS
+from .._core.skips import LateCounts
 from ..functional.unscale_norm import any_rank, local_part, shard_groups, unscale_norm_
 from ..functional.update_scale import update_scale_
 from ..optim.base import Optimizer
@@ -119,7 +120,7 @@ class GradScaler(torch.amp.GradScaler):
         self._last_culprits: list[tuple[torch.optim.Optimizer, list[Tensor], Tensor]] = []
         self._skips: Tensor | None = None  # overflows in a row
         self._scales: deque[Tensor] = deque(maxlen=HISTORY)
-        self._pending: deque[tuple[Any, Tensor]] = deque()  # counts on their way to the host
+        self._pending = LateCounts()
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
@@ -250,16 +251,8 @@ class GradScaler(torch.amp.GradScaler):
         skips = 0 if self._skips is None else self._skips
         self._skips = (skips + 1) * (found_inf != 0)
         self._scales.append(scale.clone())
-        if scale.is_cuda:
-            count = torch.empty((), dtype=self._skips.dtype, pin_memory=True)
-            count.copy_(self._skips, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._pending.append((event, count))
-        else:
-            self._pending.append((None, self._skips))
-        while self._pending and (self._pending[0][0] is None or self._pending[0][0].query()):
-            count = int(self._pending.popleft()[1])
+        self._pending.send(self._skips)
+        for count in self._pending.arrived():
             if count > limit:
                 self._pending.clear()
                 raise RuntimeError(self._report(count, limit))

@@ -98,6 +98,9 @@ def grad_norm(
 
 
 def _run(write: bool, grads: Sequence[Tensor], table: Tensor | None = None, **options: Any) -> None:
+    if isinstance(grads, Tensor):
+        raise TypeError("grads must be a list of tensors, got a Tensor")
+    grads = list(grads)
     if not grads:
         return
     outputs = [options.get(name) for name in ("norm", "norms", "found_inf", "culprit", "clip")]
@@ -105,7 +108,7 @@ def _run(write: bool, grads: Sequence[Tensor], table: Tensor | None = None, **op
     if table is None and not (
         torch.is_grad_enabled() and any(map(attrgetter("requires_grad"), (*grads, *written)))
     ):
-        table = table_of((list(grads),))
+        table = table_of((grads,))
     if table is None:
         op = torch.ops.headroom.unscale_norm_ if write else torch.ops.headroom.grad_norm
         op(grads, **options)

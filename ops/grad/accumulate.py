@@ -6,13 +6,16 @@ import contextlib
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .._core.registration import FLOATS, complete, require
 from ..functional.unscale_norm import local_part, unscale_norm_
+from ._ranks import Ranks, checksum
 
 __all__ = ["GradAccumulator", "accumulate_"]
 
@@ -44,14 +47,13 @@ def accumulate_(
 
     Rounding and source are documented at ``hr_accumulate`` in ``headroom.h``.
     """
+    sums, losts, grads = list(sums), list(losts), list(grads)
     if len(grads) != len(sums):
         raise RuntimeError(f"grads has {len(grads)} tensors, but sums has {len(sums)}")
     if not sums:
         return
     number = {"factor_tensor": factor} if isinstance(factor, Tensor) else {"factor": factor}
-    torch.ops.headroom.accumulate_(
-        list(sums), list(losts), list(grads), **number, zero_grads=zero_grads
-    )
+    torch.ops.headroom.accumulate_(sums, losts, grads, **number, zero_grads=zero_grads)
 
 
 @torch.library.register_fake("headroom::accumulate_")
@@ -97,10 +99,25 @@ class GradAccumulator:
 
     Args:
         source: a module, an optimizer, or an iterable of parameters; parameters that do not require
-            grad are left out. A :class:`~torch.nn.parallel.DistributedDataParallel` module runs its
-            micro-batches under ``no_sync()``, and :meth:`finish` takes the mean over the tokens of
-            all ranks. Give the module, not its optimizer, for that.
+            grad are left out. On several ranks, give the module.
         compensated: keep what each addition rounds away (Kahan): 4 more bytes per parameter.
+        process_group: the ranks over which :meth:`finish` adds up gradients that nobody else
+            reduces; ``"local"`` if each rank trains for itself. None finds DDP and FSDP2.
+
+    **On several ranks** the mean is that over the tokens of all ranks, whatever the weight of each:
+
+    - :class:`~torch.nn.parallel.DistributedDataParallel` runs micro-batches under ``no_sync()``,
+      and :meth:`finish` adds up the sums of the ranks. The source is the DDP module, or the module
+      in it, which may be wrapped later.
+    - FSDP2 averages the gradients of each backward over the ranks, so :meth:`micro_batch`
+      multiplies them before that, each rank by its weight over the largest of the first
+      micro-batch; where the factor is not 1, 16-bit gradients are rounded once more. Make the
+      accumulator after ``fully_shard(model)``, and give it the module. With
+      ``set_gradient_divide_factor`` the mean is divided as FSDP2 was told.
+    - Where gradients have been averaged before the weight was known (:meth:`add` after a backward
+      that reduces, FSDP2 with an optimizer as the source, FSDP1), the weights must be the same on
+      all ranks, and :meth:`finish` raises if they are not.
+    - If several ranks run and nothing of this is found, the first micro-batch raises.
 
     Memory: 4 bytes per parameter for the sums, from the first micro-batch until the gradients that
     :meth:`finish` made of them are dropped; and between a backward and the end of its ``with`` the
@@ -119,9 +136,8 @@ class GradAccumulator:
         source: nn.Module | torch.optim.Optimizer | Iterable[Tensor],
         *,
         compensated: bool = False,
+        process_group: torch.distributed.ProcessGroup | str | None = None,
     ) -> None:
-        self._module = source if isinstance(source, nn.Module) else None
-        self._is_ddp = isinstance(source, nn.parallel.DistributedDataParallel)
         if isinstance(source, nn.Module):
             params = source.parameters()
         elif isinstance(source, torch.optim.Optimizer):
@@ -131,6 +147,8 @@ class GradAccumulator:
         self._params = [p for p in dict.fromkeys(params) if p.requires_grad]
         if not self._params:
             raise ValueError("GradAccumulator got no parameters that require grad")
+        module = source if isinstance(source, nn.Module) else None
+        self._ranks = Ranks(module, self._params, process_group)
         for param in self._params:
             if not _takes_float32(param) and hasattr(param, "grad_dtype"):
                 param.grad_dtype = None
@@ -138,7 +156,10 @@ class GradAccumulator:
         self._losts: dict[Tensor, Tensor] = {}
         self._compensated = compensated
         self._weight = 0.0
+        # Weights of micro-batches whose gradients were averaged over the ranks before they had it.
+        self._late: list[float] = []
         self._open: float | None = None  # weight of the running micro-batch, or None
+        self._unit: float | None = None  # the weight that FSDP2's gradients are multiples of
         self._is_partial = False  # whether the sums hold a part of it already
         self._given: dict[Tensor, weakref.ref[Tensor]] = {}  # gradients that the last finish() set
 
@@ -148,13 +169,19 @@ class GradAccumulator:
         its start, and calls :meth:`add` at its end. An error inside drops the micro-batch, or, with
         :func:`~headroom.optim.release_gradients`, which may have added a part of it already, all
         micro-batches since the last :meth:`finish`."""
-        _check_weight(weight)
+        weight = _checked_weight(weight)
         self._empty()
+        weighting = self._ranks.weighting
+        if weighting is not None:
+            if self._unit is None:
+                self._unit = self._ranks.largest(weight)
+            weighting.factor = weight / self._unit
         self._open = weight
         try:
-            # For DDP alone: under no_sync() of other wrappers, param.grad is not the gradient.
-            with self._module.no_sync() if self._is_ddp else contextlib.nullcontext():
+            with self._ranks.micro_batch():
                 yield
+            with torch.no_grad():
+                self._take(self._params, weight)
         except BaseException:
             self._empty()
             if self._is_partial:
@@ -163,7 +190,9 @@ class GradAccumulator:
         finally:
             self._open = None
             self._is_partial = False
-        self.add(weight)
+            if weighting is not None:
+                weighting.factor = 1.0
+        self._count(weight, late=self._ranks.averages and weighting is None)
 
     @torch.no_grad()
     def add(self, weight: float = 1.0) -> None:
@@ -171,18 +200,30 @@ class GradAccumulator:
         samples, if the loss of the whole batch is a mean over samples), and clears ``param.grad``.
 
         Raises:
-            ValueError: the weight is not a finite number > 0.
+            TypeError, ValueError: the weight is not a finite number > 0.
             RuntimeError: ``param.grad`` is still the mean that :meth:`finish` set, plus this
-                micro-batch: ``zero_grad()`` was not called after the step.
+                micro-batch: ``zero_grad()`` was not called after the step. Or several ranks train,
+                and it is not known how their gradients are combined.
         """
-        _check_weight(weight)
+        weight = _checked_weight(weight)
+        self._ranks.check_known()
         self._take(self._params, weight)
+        self._count(weight, late=self._ranks.averages or self._ranks.averaged_by_ddp)
+
+    def _count(self, weight: float, late: bool) -> None:
         self._weight += weight
+        if late:
+            self._late.append(weight)
 
     @property
     def is_open(self) -> bool:
         """Whether a micro-batch is running."""
         return self._open is not None
+
+    @property
+    def sums_over_ranks(self) -> bool:
+        """Whether gradients are those of this rank alone, and :meth:`finish` adds them up."""
+        return self._ranks.sums
 
     @torch.no_grad()
     def take(self, params: Iterable[Tensor]) -> None:
@@ -192,7 +233,8 @@ class GradAccumulator:
         self._take(params, self._open)
 
     def _take(self, params: Iterable[Tensor], weight: float) -> None:
-        by_device: dict[torch.device, list[Tensor]] = {}
+        weighting = self._ranks.weighting if self.is_open else None
+        calls: dict[tuple[torch.device, float], list[Tensor]] = {}
         for param in params:
             if param.grad is None:
                 continue
@@ -201,8 +243,19 @@ class GradAccumulator:
                     "a gradient still holds the mean that finish() gave; call zero_grad() after "
                     "the step, or use micro_batch()"
                 )
-            by_device.setdefault(param.grad.device, []).append(param)
-        for params in by_device.values():
+            factor = weight
+            if weighting is not None and isinstance(param, DTensor):
+                if weighting.factor != 1.0 and param not in weighting.weighted:
+                    raise RuntimeError(
+                        "FSDP2 has averaged a gradient that had not got this rank's weight, since "
+                        "its module's forward ran without hooks (compiled before the accumulator "
+                        "was made, or called by another name); give all ranks the same weight, or "
+                        "make the accumulator before the first forward"
+                    )
+                weighting.weighted.discard(param)
+                factor = self._unit  # the rest of the weight is in the gradient
+            calls.setdefault((param.grad.device, factor), []).append(param)
+        for (_, factor), params in calls.items():
             for param in params:
                 if param not in self._sums:
                     self._sums[param] = torch.zeros_like(param.grad, dtype=torch.float32)
@@ -212,7 +265,7 @@ class GradAccumulator:
                 [local_part(self._sums[p]) for p in params],
                 [local_part(p.grad) for p in params],
                 losts=[local_part(self._losts[p]) for p in params] if self._compensated else (),
-                factor=float(weight),
+                factor=factor,
             )
             for param in params:
                 param.grad = None
@@ -225,13 +278,29 @@ class GradAccumulator:
         """
         if self._weight == 0.0:
             raise RuntimeError("finish() without a micro-batch since the last one")
-        weight = self._weight
-        if self._is_ddp:
-            weight = self._reduce(self._module.process_group)
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for total in self._sums.values():
-            by_device.setdefault(total.device, []).append(local_part(total))
-        for device, totals in by_device.items():
+        ranks = self._ranks
+        weight, late = self._weight, 0.0
+        if ranks.groups:
+            used = [float(param in self._sums) for param in self._params]
+            weight, late, *used = ranks.reduced([weight, len(self._late), *used])
+        if late and not ranks.agree(checksum(self._late)):
+            raise RuntimeError(
+                "the weights of micro-batches differ between ranks, but their gradients had been "
+                "averaged over the ranks before the accumulator had the weights. Give it the "
+                "module, GradAccumulator(model), and run forward and backward in "
+                "micro_batch(weight)"
+            )
+        if ranks.sums:
+            self._reduce(used)
+        if ranks.averages:
+            weight /= ranks.size
+        by_device: dict[tuple[torch.device, float], list[Tensor]] = {}
+        for param, total in self._sums.items():
+            # What FSDP2 does not reduce, parameters that it was told to ignore, is this rank's.
+            own = ranks.averages and ranks.weighting is not None and not isinstance(param, DTensor)
+            key = total.device, self._weight if own else weight
+            by_device.setdefault(key, []).append(local_part(total))
+        for (device, weight), totals in by_device.items():
             scale = torch.full((), weight, dtype=torch.float32, device=device)
             unscale_norm_(totals, grad_scale=scale)
         for param, total in self._sums.items():
@@ -250,6 +319,7 @@ class GradAccumulator:
         self._check_closed("state_dict()")
         return {
             "weight": self._weight,
+            "late": list(self._late),
             "compensated": self._compensated,
             "sums": [self._sums.get(param) for param in self._params],
             "losts": [self._losts.get(param) for param in self._params],
@@ -276,6 +346,7 @@ class GradAccumulator:
         if self._compensated and loaded["sums"].keys() != loaded["losts"].keys():
             raise ValueError("losts and sums are not of the same parameters")
         self._sums, self._losts, self._weight = loaded["sums"], loaded["losts"], weight
+        self._late = [float(weight) for weight in state_dict.get("late", ())]
 
     def _fitted(self, name: str, tensors: Sequence[Tensor | None]) -> dict[Tensor, Tensor]:
         """Returns loaded tensors by parameter, on its device; raises if one does not fit."""
@@ -301,39 +372,39 @@ class GradAccumulator:
             raise RuntimeError(f"{what} inside micro_batch()")
 
     def _clear(self) -> None:
-        self._sums, self._losts, self._weight = {}, {}, 0.0
+        self._sums, self._losts, self._weight, self._late = {}, {}, 0.0, []
 
     def _empty(self) -> None:
         for param in self._params:
             param.grad = None
 
-    def _reduce(self, group: object) -> float:
-        """Adds up the sums of all ranks, as if they were one batch, and returns its weight."""
-        device = self._params[0].device
-        used = [float(param in self._sums) for param in self._params]
-        shared = torch.tensor([self._weight, *used], dtype=torch.float64).to(device)
-        torch.distributed.all_reduce(shared, group=group)
-        weight, *used = shared.tolist()
+    def _reduce(self, used: Sequence[float]) -> None:
+        """Adds up the sums of all ranks. ``used`` says how many ranks have one of a parameter."""
         for param, count in zip(self._params, used):
             if count and param not in self._sums:
                 self._sums[param] = torch.zeros_like(param, dtype=torch.float32)
         # The same order on every rank, whichever of its parameters had gradients first.
         self._sums = {param: self._sums[param] for param in self._params if param in self._sums}
-        for totals in _buckets(self._sums.values()):
+        (group,) = self._ranks.groups
+        for totals in _buckets(map(local_part, self._sums.values())):
             flat = torch.cat([total.reshape(-1) for total in totals])
             torch.distributed.all_reduce(flat, group=group)
             for total, part in zip(totals, flat.split([total.numel() for total in totals])):
                 total.copy_(part.view(total.shape))
-        return weight
 
 
 def _takes_float32(param: Tensor) -> bool:
     return getattr(param, "grad_dtype", param.dtype) in (torch.float32, None)
 
 
-def _check_weight(weight: float) -> None:
+def _checked_weight(weight: float | Tensor) -> float:
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        weight = weight.item()
+    if not isinstance(weight, Real):
+        raise TypeError(f"weight must be a number, got {type(weight).__name__}")
     if not 0 < weight < math.inf:
         raise ValueError(f"weight must be a finite number > 0, got {weight}")
+    return float(weight)
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -7,6 +7,7 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_  # even if it is replaced later
 from torch.nn.utils import clip_grad_value_
 
 from .._core.registration import FLOATS
@@ -53,9 +54,7 @@ def clip_grad_norm_(
     ours = norm_type > 0 and max_norm >= 0
     table = table_of((grads,)) if ours and grads else None
     if table is None and not (ours and all(map(_is_ours, grads))):
-        return torch.nn.utils.clip_grad_norm_(
-            parameters, max_norm, norm_type, error_if_nonfinite, foreach
-        )
+        return torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     measured = measure(grads, p=norm_type, max_norm=max_norm, table=table)
     if error_if_nonfinite and not measured.norm.isfinite():
         raise RuntimeError(

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from .._core.checks import check_list, check_scalars, check_steps, lr_arguments
+from .._core.checks import (
+    check_list,
+    check_number,
+    check_pair,
+    check_scalars,
+    check_steps,
+    lr_arguments,
+)
 from .._core.registration import FLOATS, complete, require
 from .adam import _scalar_on
 from .adam8bit import _sharded_dim
@@ -242,7 +249,8 @@ class Adafactor(Optimizer):
             and its warm-up.
         foreach: accepted for compatibility, without effect.
         semantics: whose rule, options, defaults and state keys.
-        max_grad_norm: clip all gradients, as one vector, to this L2 norm; see :meth:`step`.
+        max_grad_norm: clip the gradients of all groups, as one vector, to this L2 norm; see
+            :meth:`step`. It is the same in all parameter groups.
         master, rounding, seed, count_stalled: how 16-bit parameters are stored, as in
             :class:`Adam`.
 
@@ -320,14 +328,11 @@ class Adafactor(Optimizer):
         self._check_options(defaults)
         super().__init__(params, defaults, count_stalled=count_stalled)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if isinstance(param_group, dict):
-            self._check_options(self.defaults | param_group)
-        super().add_param_group(param_group)
-
     def _check_options(self, options: dict[str, Any]) -> None:
         """Refuses what the original refuses, in its words, and what fails later in it."""
-        hf, lr, (eps1, eps2) = self.semantics == "hf", options["lr"], options["eps"]
+        hf, lr = self.semantics == "hf", options["lr"]
+        check_pair("eps", options["eps"])
+        eps1, eps2 = options["eps"]
         if hf and lr is not None and options["relative_step"]:
             raise ValueError("Cannot combine manual `lr` and `relative_step=True` options")
         if hf and options["warmup_init"] and not options["relative_step"]:
@@ -344,7 +349,14 @@ class Adafactor(Optimizer):
             raise TypeError(f"lr must be a number or a Tensor, got {type(lr).__name__}")
         if lr is not None and not 0.0 <= lr < math.inf:
             raise ValueError(f"Learning rate should be >= 0 but is: {lr}")
-        decay = "decay_rate" if hf else "beta2_decay"
+        decay, threshold = ("decay_rate", "clip_threshold") if hf else ("beta2_decay", "d")
+        for name in (decay, threshold, "weight_decay"):
+            check_number(name, options[name])
+        if hf or eps1 is not None:
+            check_number("eps[0]", eps1, "a number" if hf else "a number or None")
+        check_number("eps[1]", eps2)
+        if hf and options["beta1"] is not None:
+            check_number("beta1", options["beta1"], "a number or None")
         if not -math.inf < options[decay] <= 0.0:
             raise ValueError(f"{decay} should be <= 0 but is: {options[decay]}")
         if (hf or eps1 is not None) and not 0.0 <= eps1 < math.inf:
@@ -359,9 +371,6 @@ class Adafactor(Optimizer):
             raise ValueError(f"weight_decay should be >= 0 but is: {options['weight_decay']}")
         if hf and options["beta1"] is not None and not 0.0 <= options["beta1"] < 1.0:
             raise ValueError(f"beta1 should be in [0, 1) but is: {options['beta1']}")
-        limit = options.get("max_grad_norm")
-        if limit is not None and not 0.0 <= limit < math.inf:
-            raise ValueError(f"max_grad_norm must be a finite number >= 0, got {limit}")
 
     # ---- states ---------------------------------------------------------------------------------
 
@@ -428,8 +437,8 @@ class Adafactor(Optimizer):
                     f"the loaded state is that of another rule than semantics={semantics!r}: its "
                     f"groups have {sorted(found)}"
                 )
-            for name, value in DEFAULTS[semantics].items():
-                group.setdefault(name, value)
+            if semantics == "torch":
+                group.setdefault("foreach", None)  # as torch's loader does
         super().__setstate__(state)
 
     @staticmethod
@@ -441,9 +450,39 @@ class Adafactor(Optimizer):
             lr = min(first, 1 / math.sqrt(state["step"]))
         return lr * max(group["eps"][1], state["RMS"]) if group["scale_parameter"] else lr
 
+    def _check_shapes(self, params: Sequence[Tensor]) -> None:
+        """Refuses statistics of a shape that a parameter had before its data was replaced. The op
+        asks for numbers of elements alone."""
+        wanted: dict[torch.Size, tuple[tuple[str, torch.Size | None], ...]] = {}
+        for param in params:
+            entry, shape = self.state.get(param), param.shape
+            if not entry:
+                continue
+            if shape not in wanted:
+                row, col, variance = NAMES[self.semantics]
+                own = (row, col) if param.dim() >= 2 else (variance,)
+                wanted[shape] = tuple(
+                    (name, self._form(name, param, {}, 0)[0] if name in own else None)
+                    for name in (row, col, variance)
+                )
+            for name, size in wanted[shape]:
+                value = entry.get(name)
+                if isinstance(value, Tensor) and value.shape != size:
+                    raise RuntimeError(
+                        f"the state of {self._name_of(param)} is that of another shape: its "
+                        f"'{name}' has shape {tuple(value.shape)}, but the parameter now has shape "
+                        f"{tuple(shape)}; delete optimizer.state[parameter] to start its "
+                        "statistics anew"
+                    )
+
+    def _entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        self._check_shapes([param])
+        return super()._entry(param, group)
+
     # ---- one step -------------------------------------------------------------------------------
 
     def _table(self, part: Part) -> Tensor | None:
+        self._check_shapes(part.params)
         if part.kind.index == FACTORED and not all(map(Tensor.is_contiguous, part.params)):
             return None
         return super()._table(part)

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.checks import check_list, check_scalars, check_steps, lr_arguments
+from .._core.checks import (
+    check_list,
+    check_number,
+    check_pair,
+    check_scalars,
+    check_steps,
+    lr_arguments,
+)
 from .._core.registration import FLOATS, complete, require
 from .base import Kind, Optimizer, Part
 from .master_weights import NEAREST, check_weights, weights_mode
@@ -159,7 +166,8 @@ class Adam(Optimizer):
         decoupled_weight_decay: weight decay as in AdamW.
         state_dtype: dtype of the moments. None: the parameter's, as in torch, or float32 with
             ``master``.
-        max_grad_norm: clip all gradients, as one vector, to this L2 norm; see :meth:`step`.
+        max_grad_norm: clip the gradients of all groups, as one vector, to this L2 norm; see
+            :meth:`step`. It is the same in all parameter groups.
         master: what is kept beside bfloat16 or float16 parameters, so that updates too small for
             them add up. ``"f32"``: a float32 copy. ``"remainder16"``: the 16 bits that bfloat16
             lacks, so that the weights are those of a float32 run with the same gradients, bit for
@@ -176,13 +184,13 @@ class Adam(Optimizer):
 
     The state of a parameter is ``step`` (float64, counts past 2^24), ``exp_avg``, ``exp_avg_sq``
     and with ``amsgrad`` ``max_exp_avg_sq``: the keys of torch, so a checkpoint of one resumes the
-    other. ``master`` adds ``master`` or ``remainder``, ``"kahan"`` ``compensation``. Loading never
-    casts a state.
+    other (but torch must not be given one with 8-bit moments: see :class:`Adam8bit`). ``master``
+    adds ``master`` or ``remainder``, ``"kahan"`` ``compensation``. Loading never casts a state.
 
     If ``grad_scale``, ``found_inf`` or ``clip_coef`` is set as an attribute (tensors of one
     element), the step divides gradients by the first, changes nothing if
     the second is not 0, and multiplies gradients by the third, without waiting for the device.
-    Gradients themselves are not written.
+    Gradients themselves are not written. :attr:`skipped_steps` says how many steps were skipped.
     """
 
     _more_defaults: dict[str, Any] = {}  # options of a subclass, set before this constructor runs
@@ -212,7 +220,7 @@ class Adam(Optimizer):
     ) -> None:
         defaults = {
             "lr": lr,
-            "betas": tuple(map(_number, betas)),
+            "betas": _numbers(betas),
             "eps": eps,
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
@@ -231,14 +239,9 @@ class Adam(Optimizer):
             defaults |= {"master": master, "rounding": rounding, "seed": seed}
         defaults |= self._more_defaults
         self._check_options(defaults)
-        if {isinstance(beta, Tensor) for beta in betas} == {True, False}:
+        if len({isinstance(beta, Tensor) for beta in betas}) > 1:
             raise ValueError("betas must be either both floats or both Tensors")
         super().__init__(params, defaults, count_stalled=count_stalled)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if isinstance(param_group, dict):
-            self._check_options(self.defaults | param_group)
-        super().add_param_group(param_group)
 
     def _check_options(self, options: dict[str, Any]) -> None:
         """Refuses what torch's constructor refuses, in its words, and what fails later in torch."""
@@ -252,11 +255,15 @@ class Adam(Optimizer):
             raise TypeError(f"lr must be a number or a Tensor, got {type(lr).__name__}")
         if not 0.0 <= lr < math.inf:
             raise ValueError(f"Invalid learning rate: {lr}")
+        check_number("eps", options["eps"])
         if not 0.0 <= options["eps"] < math.inf:
             raise ValueError(f"Invalid epsilon value: {options['eps']}")
+        check_pair("betas", betas)
         for index in (0, 1):
+            check_number(f"betas[{index}]", betas[index])
             if not 0.0 <= betas[index] < 1.0:
                 raise ValueError(f"Invalid beta parameter at index {index}: {betas[index]}")
+        check_number("weight_decay", options["weight_decay"])
         if not 0.0 <= options["weight_decay"] < math.inf:
             raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
         if options["differentiable"]:
@@ -264,9 +271,6 @@ class Adam(Optimizer):
                 f"{type(self).__qualname__} does not support differentiable=True: its step is one "
                 "fused op"
             )
-        limit = options.get("max_grad_norm")
-        if limit is not None and not 0.0 <= limit < math.inf:
-            raise ValueError(f"max_grad_norm must be a finite number >= 0, got {limit}")
         if options.get("state_dtype") not in (None, *FLOATS):
             raise ValueError(f"state_dtype must be one of {FLOATS}, got {options['state_dtype']}")
 
@@ -385,5 +389,8 @@ def _scalar_on(device: torch.device, scalar: Tensor | None) -> Tensor | None:
     return None if scalar is None else scalar.to(device, torch.float32)
 
 
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
+def _numbers(betas: Any) -> Any:
+    """Betas may be tensors of one element, as in torch. What is no sequence is refused later."""
+    if not isinstance(betas, Sequence) or isinstance(betas, str):
+        return betas
+    return tuple(beta.item() if isinstance(beta, Tensor) else beta for beta in betas)

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from .._core.checks import check_list, check_scalars, check_steps, lr_arguments
+from .._core.checks import (
+    check_list,
+    check_number,
+    check_scalars,
+    check_steps,
+    lr_arguments,
+)
+from .._core.overlap import is_dense as _is_dense
 from .._core.registration import FLOATS, complete, require
 from .adam import Adam
 from .base import Kind, Part
@@ -84,9 +91,11 @@ def adamw8bit_(
         block_size: 64, 128, 256 or 512 elements.
         skip_nonfinite: parameters and moments stay where the gradient is infinite or NaN. Else such
             a gradient spoils its block of moments for good.
-        bnb_exact: bitsandbytes' rule, step for step; needs decoupled weight decay, blocks of 256,
-            no seeds, not ``skip_nonfinite``, and plain parameters. It lets a second moment round to
-            zero, and then an update can be thousands of times ``lr``.
+        bnb_exact: the rule of bitsandbytes' CUDA kernels, step for step; needs decoupled weight
+            decay, blocks of 256, no seeds, not ``skip_nonfinite``, and plain parameters. It lets a
+            second moment round to zero, and then an update can be thousands of times ``lr``.
+            (bitsandbytes on a CPU quantizes more coarsely: of the squares of 65,536 normal numbers
+            about 2,000 get another code.)
         seeds: a 64-bit number for each parameter: codes are rounded stochastically, and depend on
             nothing but seed, step, element and values. None: to the nearest.
         grad_scale: float32 tensor of one element; gradients are divided by it.
@@ -217,21 +226,30 @@ class Adam8bit(Adam):
             float32 moments.
         block_size: elements per scale: 64, 128, 256 or 512. Blocks follow the order in memory at
             the first step, and those of a DTensor are local to its shard.
-        bnb_exact: bitsandbytes' rule step for step, which lets updates blow up and always decouples
-            the weight decay.
+        bnb_exact: the rule of bitsandbytes' CUDA kernels step for step, which lets updates blow up
+            and always decouples the weight decay. (On a CPU bitsandbytes quantizes more coarsely:
+            of the squares of 65,536 normal numbers about 2,000 get another code.)
         stochastic_rounding: round codes up or down at random, without bias, instead of to the
             nearest. What is drawn depends on ``seed``, step, parameter and element alone.
         seed: of that, and of ``rounding="stochastic"``, from 0 to 2^32 - 1.
-        nonfinite: what an infinite or NaN gradient does. ``"skip_step"``: the step changes nothing,
-            which costs a pass over the gradients. ``"skip_element"``: the element and its moments
-            stay as they are. ``"propagate"``: the moments of its block become NaN.
+        nonfinite: what an infinite or NaN gradient does. ``"propagate"``: the weight becomes NaN,
+            as in torch, and with it the moments of its block. ``"skip_element"``: the element and
+            its moments stay as they are. ``"skip_step"``: the step changes nothing, which costs a
+            pass over the gradients. With ``max_grad_norm`` or a scaler, which look at the gradients
+            anyway, the step changes nothing whichever it is.
 
     ``optim_bits=32`` in a parameter group, or :meth:`override`, keeps parameters at float32
     moments. A state that exists is kept as it is, whichever it is.
 
     The state of a parameter is ``step`` (float64); ``exp_avg`` and ``exp_avg_sq``, uint8 of its
     shape; ``exp_avg_absmax`` and ``exp_avg_sq_absmax``, float32, the scales of the blocks. With
-    float32 moments it is that of :class:`Adam`.
+    float32 moments it is that of :class:`Adam`. Checkpoints of ``torch.optim.Adam`` and AdamW load;
+    the other way :class:`Adam` refuses 8-bit moments, but torch's classes take the codes for
+    numbers without an error: do not load such a checkpoint with them.
+
+    ``torch.distributed.checkpoint.load`` refuses 8-bit moments that another number of ranks saved
+    if the blocks of their shards differ ("Size mismatch" of an ``absmax``);
+    :func:`headroom.optim.load_sharded` loads them.
     """
 
     def __init__(
@@ -258,7 +276,7 @@ class Adam8bit(Adam):
         block_size: int = 256,
         bnb_exact: bool = False,
         stochastic_rounding: bool = False,
-        nonfinite: str = "skip_step",
+        nonfinite: str = "propagate",
     ) -> None:
         self._overrides: dict[Tensor, int] = {}
         values = 8, min_8bit_size, block_size, bnb_exact, stochastic_rounding, seed, nonfinite
@@ -319,17 +337,22 @@ class Adam8bit(Adam):
             group["nonfinite"] = defaults["nonfinite"]  # which holds for all groups
         super().__setstate__(state)
 
+    def _check_loaded(self, index: int, group: dict[str, Any]) -> None:
+        # A checkpoint of Adam may bring amsgrad: its parameters then stay at float32 moments.
+        super()._check_loaded(index, group | {"amsgrad": False})
+
     def _check_options(self, options: dict[str, Any]) -> None:
         super()._check_options(options)
         if options["amsgrad"]:
             raise ValueError(f"{type(self).__qualname__} does not support amsgrad=True")
         if options["optim_bits"] not in (8, 32):
             raise ValueError(f"optim_bits must be 8 or 32, got {options['optim_bits']}")
+        check_number("min_8bit_size", options["min_8bit_size"])
         if not options["min_8bit_size"] >= 0:
             raise ValueError(f"min_8bit_size must be >= 0, got {options['min_8bit_size']}")
-        if options["block_size"] not in BLOCK_SIZES:
+        if not isinstance(options["block_size"], int) or options["block_size"] not in BLOCK_SIZES:
             raise ValueError(
-                f"block_size must be one of {BLOCK_SIZES}, got {options['block_size']}"
+                f"block_size must be one of {BLOCK_SIZES}, as an int, got {options['block_size']!r}"
             )
         if not isinstance(options["seed"], int) or not 0 <= options["seed"] < 2**32:
             raise ValueError(f"seed must be from 0 to 2^32 - 1, got {options['seed']}")
@@ -543,16 +566,6 @@ def _is_moved(param: Tensor, *others: Tensor) -> bool:
         and _is_dense(param)
         and all(other.shape == param.shape for other in others)
     )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    extent = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size != 1:
-            if stride != extent:
-                return False
-            extent *= size
-    return True
 
 
 def _unpadded(absmaxs: list[Tensor], params: list[Tensor], block_size: int) -> list[Tensor]:

@@ -10,18 +10,23 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import compress, islice, pairwise
+from itertools import compress, islice
+from numbers import Real
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
+from .._core.overlap import overlapping, place_in_memory
 from .._core.registration import FLOATS
+from .._core.skips import LateCounts, count_step, new_counts
 from .._core.table import joined, table_of
 from ..functional.unscale_norm import Measured, local_part, measure
 from .master_weights import (
@@ -38,6 +43,32 @@ __all__ = ["FLOATS", "Kind", "Optimizer", "Part"]
 
 
 STATE_DTYPES = {str(dtype): dtype for dtype in FLOATS}
+KEPT = (  # attributes that copies and pickles have, beside torch's
+    "_count_stalled",
+    "_stalled",
+    "_skips",
+    "_warned",
+    "check_finite",
+    "clip_coef",
+    "found_inf",
+    "grad_norm",
+    "grad_scale",
+    "max_consecutive_skips",
+    "measured",
+    "measured_params",
+)
+NONNEGATIVE = (  # states that are means of squares, or magnitudes
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "exp_avg_absmax",
+    "exp_avg_sq_absmax",
+    "row_var",
+    "col_var",
+    "variance",
+    "exp_avg_sq_row",
+    "exp_avg_sq_col",
+    "RMS",
+)
 
 
 def _like(grad: Tensor, param: Tensor) -> Tensor:
@@ -45,6 +76,27 @@ def _like(grad: Tensor, param: Tensor) -> Tensor:
     if isinstance(param, DTensor) and isinstance(grad, DTensor):
         return grad.redistribute(placements=param.placements)
     return grad
+
+
+def _check_max_grad_norm(limit: Any) -> None:
+    if limit is not None and not isinstance(limit, Real):
+        raise TypeError(f"max_grad_norm must be a number or None, got {type(limit).__name__}")
+    if limit is not None and not limit >= 0:
+        raise ValueError(f"max_grad_norm must be a number >= 0, got {limit}")
+
+
+def _common_max_grad_norm(groups: Sequence[dict[str, Any]]) -> float | None:
+    """The limit that all parameter groups have."""
+    limits = [group.get("max_grad_norm") for group in groups]
+    for index, limit in enumerate(limits):
+        if limit != limits[0]:
+            raise ValueError(
+                "max_grad_norm clips the gradients of all parameter groups as one vector, so all "
+                f"groups must have the same, but group 0 has {limits[0]} and group {index} has "
+                f"{limit}; to clip groups one by one, leave it out and call "
+                "headroom.clip_grad_norm_ for each"
+            )
+    return limits[0] if limits else None
 
 
 class _Kept:
@@ -148,6 +200,8 @@ class Optimizer(torch.optim.Optimizer):
     measured: Measured | None = None
     _count_stalled = False
     measured_params: Sequence[Tensor] = ()
+    max_consecutive_skips = 10  # skipped steps in a row before a warning
+    _steps_unseen = 0  # that could have been skipped, since the count was last sent to the host
     _release: Any = None  # the ReleaseHandle that steps parameters inside backward, if there is one
 
     def __init__(
@@ -155,8 +209,17 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         self._count_stalled = count_stalled
         self._stalled: dict[torch.device, Tensor] = {}  # in the last step, by device
-        self._addresses: dict[int, Tensor] = {}  # where a group's parameters lay at the last step
+        self._skips: dict[torch.device, Tensor] = {}  # new_counts() by device
+        self._warned: set[str] = set()  # what of
+        self._late_skips = LateCounts()
+        self._places: list[Any] = []  # where the parameters lay at the last step
+        _check_max_grad_norm(defaults.get("max_grad_norm"))
         super().__init__(params, defaults)
+
+    @property
+    def _class_name(self) -> str:
+        """As users know it. ``__name__`` is another one for 8-bit moments: see adamw8bit.py."""
+        return type(self).__qualname__.rpartition(".")[2]
 
     @property
     def _skips_steps(self) -> bool:
@@ -232,7 +295,11 @@ class Optimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "stalled_fraction() needs an optimizer that counts: make it with count_stalled=True"
             )
-        stepped = sum(local_part(param).numel() for param, entry in self.state.items() if entry)
+        stepped = sum(
+            local_part(param).numel()
+            for param, entry in self.state.items()
+            if entry and isinstance(param, Tensor)
+        )
         if not stepped:
             raise RuntimeError("stalled_fraction() comes after a step that updated parameters")
         return sum(int(count) for count in self._stalled.values()) / stepped
@@ -251,9 +318,22 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as :meth:`torch.optim.Optimizer.add_param_group` does. A parameter given
-        twice in it is kept once."""
+        twice in it is kept once, and a group without ``max_grad_norm`` gets that of the others.
+
+        Raises:
+            TypeError, ValueError: an option or a parameter does not fit. No group is added then.
+        """
         if isinstance(param_group, dict):
-            check_weight_options(self.defaults | param_group)
+            if not isinstance(param_group.get("params"), (Tensor, set, type(None))):
+                param_group["params"] = list(param_group["params"])  # checked, then taken
+            if self.param_groups and "max_grad_norm" in self.param_groups[0]:
+                param_group.setdefault("max_grad_norm", self.param_groups[0]["max_grad_norm"])
+            options = self.defaults | param_group
+            self._check_options(options)
+            check_weight_options(options)
+            _check_max_grad_norm(options.get("max_grad_norm"))
+            _common_max_grad_norm([*self.param_groups, options])
+            self._check_params(options.get("params"))
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         unique = list(dict.fromkeys(group["params"]))
@@ -262,9 +342,40 @@ class Optimizer(torch.optim.Optimizer):
                 names = dict(zip(reversed(group["params"]), reversed(group["param_names"])))
                 group["param_names"] = [names[param] for param in unique]
             group["params"] = unique
-        if self._count_stalled:
-            for param in unique:  # before a step is traced
-                self._stalled_on(param.device)
+        for device in {param.device for param in unique}:  # before a step is traced or captured
+            if self._count_stalled:
+                self._stalled_on(device)
+            if device.type != "meta":
+                self._skips_on(device)
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        """Refuses options of a group that are out of range, or do not fit each other."""
+
+    def _check_params(self, params: Any) -> None:
+        params = [params] if isinstance(params, Tensor) else params
+        for i, param in enumerate(params if isinstance(params, list) else ()):
+            name = f"parameter {i} of its group"
+            if isinstance(param, tuple) and len(param) == 2:
+                name, param = f"parameter '{param[0]}'", param[1]
+            # Tensors that take no gradient, such as quantized weights, may come along.
+            if isinstance(param, Tensor) and param.requires_grad:
+                if (words := self._refusal(param, name)) is not None:
+                    raise ValueError(words)
+
+    def _refusal(self, param: Tensor, name: str) -> str | None:
+        """Why no parameter of this dtype can be stepped, or None."""
+        if param.is_complex():
+            return (
+                f"{self._class_name} does not support complex parameters, but {name} is complex; "
+                "optimize torch.view_as_real of it"
+            )
+        if param.dtype in FLOATS:
+            return None
+        kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+        return (
+            f"{self._class_name} takes parameters in {kinds}, but {name} is in {param.dtype}; "
+            "convert it, for instance with model.float(), or give it to an optimizer of torch.optim"
+        )
 
     # ---- one step -------------------------------------------------------------------------------
 
@@ -277,13 +388,16 @@ class Optimizer(torch.optim.Optimizer):
             closure: reevaluates the model and returns the loss; called with gradients enabled.
             max_grad_norm: clip the gradients of all groups, as one vector, to this L2 norm. They
                 are read twice and not written; a step with an infinite or NaN gradient changes
-                nothing.
-                ``optimizer.grad_norm`` is the norm before clipping. None: the constructor's.
+                nothing. ``optimizer.grad_norm`` is the norm before clipping. 0 makes all gradients
+                0, as :func:`torch.nn.utils.clip_grad_norm_` does (some trainers mean by it that
+                nothing is clipped); infinity measures and clips nothing. None: what the parameter
+                groups have, all of them the same.
 
         Returns:
             What the closure returned, or None.
 
         Raises:
+            ValueError: the groups have different ``max_grad_norm``. Nothing has been written then.
             RuntimeError: an op refuses its tensors or options. It has written nothing then; those
                 before it are done: a group takes one op for each kind of state and device.
         """
@@ -294,7 +408,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if max_grad_norm is None:
-            max_grad_norm = self.defaults.get("max_grad_norm")
+            max_grad_norm = self._max_grad_norm
         for count in self._stalled.values():
             count.zero_()
         with torch.no_grad():
@@ -302,12 +416,79 @@ class Optimizer(torch.optim.Optimizer):
                 with self._measured_grads(max_grad_norm, []):
                     for group in self.param_groups:
                         self._step_gathered(group)
+                    self._count_step(self.found_inf)
                 return loss
             plans = [self._plan(group) for group in self.param_groups]
+            self._check_memory(plans)
             with self._measured_grads(max_grad_norm, plans):
-                for index, plan in enumerate(plans):
-                    self._follow(plan, index)
+                for plan in plans:
+                    self._follow(plan)
+                self._count_step(self.found_inf)
         return loss
+
+    # ---- skipped steps --------------------------------------------------------------------------
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps changed nothing because a gradient was infinite or NaN: of those that
+        looked, since they clip, have a scaler, or were told to. The count is kept on the device;
+        reading it waits for the device. The first time that it is not 0, a warning names the first
+        parameter whose gradient is not finite, if the last step was skipped or gradients are there
+        still; on this rank, if they are sharded.
+
+        A step that a scaler does not call does not count. Without waiting, a warning comes after
+        about ``max_consecutive_skips`` skipped steps in a row (10, an attribute to set).
+        """
+        skipped = sum(int(counts[0]) for counts in self._skips.values())
+        if skipped:
+            self._warn_of_skips("read", f"{skipped:,} steps were")
+        return skipped
+
+    def _skips_on(self, device: torch.device) -> Tensor:
+        if device not in self._skips:
+            self._skips[device] = new_counts(device)
+        return self._skips[device]
+
+    def _count_step(self, found_inf: Tensor | None) -> None:
+        if found_inf is None:
+            return
+        counts = self._skips_on(found_inf.device)
+        count_step(counts, found_inf)
+        if torch.compiler.is_compiling():
+            return
+        self._steps_unseen += 1
+        if self._steps_unseen >= self.max_consecutive_skips:
+            self._steps_unseen = 0
+            self._late_skips.send(counts[1])
+        for skipped in self._late_skips.arrived():
+            if skipped >= self.max_consecutive_skips:
+                self._warn_of_skips("in a row", f"the last {skipped:,} steps were all")
+
+    def _warn_of_skips(self, occasion: str, words: str) -> None:
+        if occasion in self._warned:
+            return
+        self._warned.add(occasion)
+        name = self._culprit()
+        culprit = f"; the first that is not finite now is that of {name}" if name else ""
+        warnings.warn(
+            f"{words} skipped because gradients were infinite or NaN{culprit}. A skipped step "
+            "changes nothing. Look for a NaN in the data or the forward pass, or lower the "
+            "learning rate",
+            stacklevel=3,
+        )
+
+    def _culprit(self) -> str | None:
+        """The parameter with the first gradient that is not finite: in the last step, or now."""
+        if self.measured is not None and (place := self.measured.culprit()) is not None:
+            return self._name_of(self.measured_params[place])
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.grad.layout == torch.strided:
+                    if not local_part(param.grad).isfinite().all():
+                        return self._name_of(param)
+        return None
+
+    # ---- one step, in parts ---------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _measured_grads(self, max_grad_norm: float | None, plans: list[_Plan]) -> Iterator[None]:
@@ -346,6 +527,11 @@ class Optimizer(torch.optim.Optimizer):
             yield
         finally:
             self.found_inf, self.clip_coef = given
+
+    @property
+    def _max_grad_norm(self) -> float | None:
+        """What a step clips to, if it is not told otherwise."""
+        return _common_max_grad_norm(self.param_groups)
 
     def _init_group(self, group: dict[str, Any], *columns: list[Tensor]) -> None:
         # torch.compile knows this method by name: it runs it, does not trace it, and takes the
@@ -397,8 +583,7 @@ class Optimizer(torch.optim.Optimizer):
         parts = self._parts(group, params, grads) if params else []
         return _Plan(group, params, grads, parts, [self._table(part) for part in parts])
 
-    def _follow(self, plan: _Plan, index: int | None = None) -> None:
-        """``index`` is None for a part of a group, whose memory the caller has checked."""
+    def _follow(self, plan: _Plan) -> None:
         group, params, grads, parts, tables = plan
         try:
             tables = [
@@ -410,11 +595,6 @@ class Optimizer(torch.optim.Optimizer):
         if any(table is None for table in tables):
             self._step_gathered(group)
             return
-        if index is not None and tables:
-            addresses = torch.cat([table[0, 0] for table in tables])
-            if index not in self._addresses or not torch.equal(self._addresses[index], addresses):
-                self._check_overlap(params)
-                self._addresses[index] = addresses
         for part, table in zip(parts, tables):
             self._apply(group, part, table)
 
@@ -468,36 +648,47 @@ class Optimizer(torch.optim.Optimizer):
             self._entry(param, group)
         return self._table(part)
 
+    def _check_memory(self, plans: list[_Plan]) -> None:
+        """Refuses parameters that share memory, if they lie elsewhere than at the last step."""
+        places: list[Any] = []
+        for plan in plans:
+            if any(table is None for table in plan.tables):
+                places.append(list(map(place_in_memory, plan.params)))
+            else:  # addresses and sizes
+                places += [table[0, :2] for table in plan.tables]
+        before = self._places
+        same = len(places) == len(before) and all(
+            torch.equal(now, then)
+            if isinstance(now, Tensor) and isinstance(then, Tensor)
+            else type(now) is type(then) and now == then
+            for now, then in zip(places, before)
+        )
+        if not same:
+            self._check_overlap([param for plan in plans for param in plan.params])
+            self._places = places
+
     def _check_overlap(self, params: list[Tensor]) -> None:
         # Such parameters would be updated twice, and on CUDA at the same time.
-        runs = sorted(
-            (param.device.index or 0, param.data_ptr(), param.nbytes, i)
-            for i, param in enumerate(params)
-            if param.is_contiguous() and param.data_ptr()
-        )
-        for (device, start, size, i), (next_device, next_start, _, j) in pairwise(runs):
-            if device == next_device and next_start < start + size:
-                raise ValueError(
-                    f"{self._name_of(params[i])} and {self._name_of(params[j])} share memory; give "
-                    "the optimizer one of them, or the same Parameter for both"
-                )
+        if (pair := overlapping(params)) is not None:
+            first, second = (self._name_of(params[i]) for i in pair)
+            raise ValueError(
+                f"{first} and {second} share memory; give the optimizer one of them, or the same "
+                "Parameter for both"
+            )
 
     def _explained(
         self, error: Exception, params: Sequence[Tensor], grads: Sequence[Tensor]
     ) -> Exception:
         """The error of an op on these parameters, with the name of the one that it speaks of."""
-        name = type(self).__name__
+        name = self._class_name
         for param, grad in zip(params, grads):
             if grad.layout != torch.strided or param.layout != torch.strided:
                 return RuntimeError(
                     f"{name} does not support sparse gradients, but {self._name_of(param)} has "
                     "one; use sparse=False in its module, or torch.optim.SparseAdam for it"
                 )
-            if grad.is_complex() or param.is_complex():
-                return RuntimeError(
-                    f"{name} does not support complex parameters, but {self._name_of(param)} is "
-                    "complex; optimize torch.view_as_real of it"
-                )
+            if (words := self._refusal(param, self._name_of(param))) is not None:
+                return RuntimeError(words)
             if param.device.type not in ("cpu", "cuda"):
                 return RuntimeError(
                     f"{name} runs on the CPU and on CUDA devices, but {self._name_of(param)} is on "
@@ -513,6 +704,8 @@ class Optimizer(torch.optim.Optimizer):
     def _entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter, made of zeros where it has none."""
         kind = self._whole_kind(param, group, self._kind_of(param, group))
+        if not self.state.get(param) and self._refusal(param, "") is not None:
+            raise RuntimeError(self._refusal(param, self._name_of(param)))
         entry = self.state[param]
         for name in kind.names:
             if name not in entry:
@@ -531,10 +724,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def memory(self) -> list[StateMemory]:
         """What the state takes on this rank, by kind of state. Parameters that have not had a step
-        count with what they will have."""
+        count with what they will have; those that have no state and require no gradient, and those
+        of lazy modules before their first forward, do not count."""
         kinds: dict[tuple[str, ...], StateMemory] = {}
         for group in self.param_groups:
             for param in group["params"]:
+                will_step = param.requires_grad or param.grad is not None
+                if is_lazy(param) or not (self.state.get(param) or will_step):
+                    continue
                 kind = self._whole_kind(param, group, self._kind_of(param, group))
                 entry, local = self.state.get(param, {}), local_part(param)
                 parts = {
@@ -552,7 +749,8 @@ class Optimizer(torch.optim.Optimizer):
         return list(kinds.values())
 
     def __repr__(self) -> str:
-        return "\n".join([super().__repr__(), *map(str, self.memory())])
+        options = super().__repr__().removeprefix(type(self).__name__)
+        return "\n".join([self._class_name + options, *map(str, self.memory())])
 
     def _name_of(self, param: Tensor) -> str:
         for i, group in enumerate(self.param_groups):
@@ -576,7 +774,7 @@ class Optimizer(torch.optim.Optimizer):
             if isinstance(group.get("state_dtype"), torch.dtype):
                 group["state_dtype"] = str(group["state_dtype"])
         for key, entry in state_dict["state"].items():
-            remainder = entry.get("remainder")
+            remainder = entry.get("remainder") if isinstance(entry, dict) else None
             if isinstance(remainder, DTensor) and remainder.dtype == torch.int16:
                 viewed = _viewed(remainder, torch.bfloat16)
                 state_dict["state"][key] = entry | {"remainder": viewed}
@@ -589,11 +787,18 @@ class Optimizer(torch.optim.Optimizer):
         States keep the dtype they were saved in, whatever the dtype of the parameters, and move to
         the parameter's device. If something does not fit, the error says which parameter and what,
         and the optimizer stays as it was.
+
+        Raises:
+            TypeError, ValueError: an option of a group is missing or out of range; or a state is
+                missing, has another shape or dtype, or values that no training gives: a second
+                moment below 0, or a scale of 8-bit codes below 0, infinite or NaN.
         """
 
         def keep_states(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
             entries = {
                 key: {name: _Kept(value) for name, value in entry.items()}
+                if isinstance(entry, dict)
+                else entry
                 for key, entry in loaded["state"].items()
             }
             return loaded | {"state": entries}
@@ -606,21 +811,29 @@ class Optimizer(torch.optim.Optimizer):
             hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_count_stalled": self._count_stalled}
+        kept = {name: self.__dict__[name] for name in KEPT if name in self.__dict__}
+        return super().__getstate__() | kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         defaults = self.__dict__.get("defaults", {})
         for group in state["param_groups"]:
-            for key in ("state_dtype", "master", "rounding", "seed"):  # torch's do not have these
+            # Torch's do not have these.
+            for key in ("state_dtype", "master", "rounding", "seed", "max_grad_norm"):
                 if key in defaults:
                     group.setdefault(key, defaults[key])
             if isinstance(named := group.get("state_dtype"), str):
                 if named not in STATE_DTYPES:
                     raise ValueError(f"state_dtype must be one of {FLOATS}, got {named!r}")
                 group["state_dtype"] = STATE_DTYPES[named]
+        if "defaults" not in state:  # of a checkpoint, whose options go to the groups
+            for index, group in enumerate(state["param_groups"]):
+                self._check_loaded(index, group)
         restored: defaultdict[Any, Any] = defaultdict(dict)
         groups = {id(p): group for group in state["param_groups"] for p in group["params"]}
         for param, entry in state["state"].items():
+            if not isinstance(entry, dict):  # of no parameter, as others may keep there
+                restored[param] = entry
+                continue
             values = {k: v.value if isinstance(v, _Kept) else v for k, v in entry.items()}
             loading = any(isinstance(value, _Kept) for value in entry.values())
             if loading and id(param) in groups:
@@ -628,10 +841,26 @@ class Optimizer(torch.optim.Optimizer):
             restored[param] = values
         if "defaults" not in state:  # of a checkpoint, whose options go to the groups
             for group in state["param_groups"]:
-                check_weight_options(group)
-        self._addresses = {}
-        self.__dict__.setdefault("_stalled", {})
+                _check_max_grad_norm(group.get("max_grad_norm"))
+            _common_max_grad_norm(state["param_groups"])
+        self._places, self._late_skips = [], LateCounts()
+        for name, value in (("_stalled", {}), ("_skips", {}), ("_warned", set())):
+            self.__dict__.setdefault(name, value)
         super().__setstate__(state | {"state": restored})
+
+    def _check_loaded(self, index: int, group: dict[str, Any]) -> None:
+        """Refuses a group of a checkpoint whose options a step could not use."""
+        place = f"param_groups[{index}] of the loaded state"
+        # Torch's groups lack the first, and torch itself adds the second to the defaults.
+        wanted = self.defaults.keys() - {"max_grad_norm", "differentiable"}
+        missing = sorted(wanted - group.keys())
+        if missing:
+            raise ValueError(f"{place} has no {', '.join(map(repr, missing))}")
+        try:
+            check_weight_options(group)
+            self._check_options(group)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise type(error)(f"{place}: {error}") from error
 
     def _restored(
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
@@ -666,9 +895,15 @@ class Optimizer(torch.optim.Optimizer):
                 shape, dtypes = self._form(key, param, group, wanted.index)
             if not isinstance(value, Tensor) or value.shape != shape:
                 got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                hint = ""
+                if key.endswith("absmax") and max(len(shape), getattr(value, "ndim", 0)) > 2:
+                    hint = (
+                        "; these 8-bit blocks are local to shards: headroom.optim.load_sharded() "
+                        "loads what another number of ranks saved"
+                    )
                 raise ValueError(
                     f"the loaded '{key}' of {name} is {got}, wanted a tensor of shape "
-                    f"{tuple(shape)}"
+                    f"{tuple(shape)}{hint}"
                 )
             if isinstance(value, DTensor) != isinstance(param, DTensor):
                 raise ValueError(
@@ -682,6 +917,8 @@ class Optimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"the loaded '{key}' of {name} has dtype {value.dtype}, wanted one of {dtypes}"
                 )
+            if key in NONNEGATIVE and value.dtype != torch.uint8:
+                _check_values(key, value, name)
             value = value.detach().to(param.device)
             # Codes stay in the order in which their scales were made.
             ordered = key in wanted.alike and value.dtype != torch.uint8
@@ -702,6 +939,21 @@ def _counter(value: Any, param: Tensor, name: str) -> Tensor:
     if not 0 <= count.item() < 2**53:
         raise ValueError(f"the loaded 'step' of {name} is {count.item()}, wanted 0 or more")
     return count
+
+
+def _check_values(key: str, value: Tensor, name: str) -> None:
+    """Refuses what would make the weights NaN: the step takes square roots and products of it."""
+    local = local_part(value).detach()
+    if local.is_meta:
+        return
+    bad, wanted = local < 0, "0 or more"
+    if key.endswith("absmax"):  # an infinite one makes zeros NaN
+        bad, wanted = bad | ~local.isfinite(), "0 or more, and finite"
+    if bad.any():
+        raise ValueError(
+            f"the loaded '{key}' of {name} has {int(bad.sum()):,} elements such as "
+            f"{local[bad][0].item():g}, wanted {wanted}"
+        )
 
 
 def _viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:

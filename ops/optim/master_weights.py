@@ -31,6 +31,7 @@ __all__ = [
     "check_weight_options",
     "check_weights",
     "join_weights_",
+    "headroom_optimizer",
     "load_master_weights",
     "master_weights",
     "mode_of",
@@ -227,20 +228,42 @@ def split_weights_(
 # ---- What users call -----------------------------------------------------------------------------
 
 
+def headroom_optimizer(optimizer: Any, caller: str) -> Optimizer:
+    """The optimizer itself, or the one in a wrapper, such as the one that accelerate makes.
+
+    Raises:
+        TypeError: it is none of :mod:`headroom.optim`.
+    """
+    inner = optimizer
+    while not hasattr(inner, "_weights_mode") and hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    if hasattr(inner, "_weights_mode"):
+        return inner
+    kind = type(inner)
+    raise TypeError(
+        f"{caller}() wants an optimizer of headroom.optim, got "
+        f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
 def master_weights(optimizer: Optimizer, model: nn.Module | None = None) -> dict[Any, Tensor]:
     """The weights of an optimizer's parameters as float32: those that its next step starts from.
 
     To evaluate or save a model without the rounding of its 16-bit weights.
 
     Args:
-        optimizer: one of :mod:`headroom.optim`.
+        optimizer: one of :mod:`headroom.optim`, or accelerate's wrapper of it.
         model: whose parameters they are.
 
     Returns:
         With ``model``, a state dict of it: its parameters as float32 tensors, detached copies, and
         its buffers as they are. Without, a dict from each parameter of the optimizer to its
         float32 tensor. DTensors stay DTensors.
+
+    Raises:
+        TypeError: the optimizer is none of :mod:`headroom.optim`.
     """
+    optimizer = headroom_optimizer(optimizer, "master_weights")
     joined: dict[Any, Tensor] = {}
     with torch.no_grad():
         for param, mode, residual in _weights(optimizer):
@@ -269,15 +292,17 @@ def load_master_weights(
     of :func:`master_weights`. Nothing is lost that the optimizer's mode can keep.
 
     Args:
-        optimizer: one of :mod:`headroom.optim`.
+        optimizer: one of :mod:`headroom.optim`, or accelerate's wrapper of it.
         weights: what :func:`master_weights` returned, for these parameters or this model. With
             ``model``, entries for buffers are copied too.
         model: whose names ``weights`` has.
 
     Raises:
+        TypeError: the optimizer is none of :mod:`headroom.optim`.
         KeyError: a parameter of the optimizer is missing from ``weights``.
         ValueError: a shape does not fit. Nothing has been changed then.
     """
+    optimizer = headroom_optimizer(optimizer, "load_master_weights")
     if model is not None:
         tensors = model.state_dict(keep_vars=True)
         missing = [name for name in tensors if name not in weights]

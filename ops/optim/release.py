@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..functional.unscale_norm import Measured, grad_norm, is_plain, local_part, measure
 from ..grad.accumulate import GradAccumulator, accumulate_
 from .adam import Adam
 from .base import Optimizer, _like
+from .master_weights import headroom_optimizer
 
 __all__ = ["ReleaseHandle", "release_gradients"]
 
@@ -56,7 +56,7 @@ def release_gradients(
 
     Args:
         model: the module whose parameters the optimizer has, all that require grad.
-        optimizer: one of Headroom's.
+        optimizer: one of Headroom's, or accelerate's wrapper of it.
         scaler: the loop's :class:`headroom.amp.GradScaler` or :class:`torch.amp.GradScaler`.
             Gradients are unscaled by the step itself.
         clip: how to clip to the optimizer's ``max_grad_norm``, which needs the norm of all
@@ -114,7 +114,7 @@ class ReleaseHandle:
         accumulate_into_state: bool,
         bucket_bytes: int,
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer = headroom_optimizer(optimizer, "release_gradients")
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._clip = clip
         self._accumulator = accumulator
@@ -137,15 +137,10 @@ class ReleaseHandle:
         self._add_hooks()
         if not self._sums_over_ranks:
             self._hooks.append(model.register_forward_pre_hook(_refuse_ddp))
-        optimizer._release = self
+        self._optimizer._release = self
 
     def _check(self, model: nn.Module) -> None:
         optimizer = self._optimizer
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                "release_gradients() wants an optimizer of headroom.optim, got "
-                f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-            )
         refused = [FullyShardedDataParallel, DistributedDataParallel]
         if self._sums_over_ranks:
             refused.remove(DistributedDataParallel)
@@ -167,16 +162,9 @@ class ReleaseHandle:
                 )
         if self._clip not in CLIPS:
             raise ValueError(f"clip must be one of {CLIPS}, got {self._clip!r}")
-        if self._clip is not None and self._max_norm is None:
-            raise ValueError(f"clip={self._clip!r} needs an optimizer with max_grad_norm")
-        if self._accumulator is not None:
-            if self._clip is not None:
-                raise ValueError("clip is for steps inside backward; with an accumulator, leave it")
-        elif self._clip is None and self._max_norm is not None:
-            raise ValueError(
-                "the optimizer has max_grad_norm: say clip='previous' or clip='two-pass', or give "
-                "an accumulator"
-            )
+        self._check_clip()
+        if self._accumulator is not None and self._clip is not None:
+            raise ValueError("clip is for steps inside backward; with an accumulator, leave it")
         if not self._bucket_bytes >= 0:
             raise ValueError(f"bucket_bytes must be >= 0, got {self._bucket_bytes}")
         if self._accumulator is not None:
@@ -187,8 +175,18 @@ class ReleaseHandle:
                 )
         if self._into_state:
             self._check_states()
-        for group in optimizer.param_groups:  # a step of a part does not look beyond it
-            optimizer._check_overlap([p for p in group["params"] if not isinstance(p, DTensor)])
+        # A step of a part does not look beyond it.
+        optimizer._check_overlap([p for group in optimizer.param_groups for p in group["params"]])
+
+    def _check_clip(self) -> None:
+        """Whether the optimizer's ``max_grad_norm``, which may change, is what clip is for."""
+        if self._clip is not None and self._max_norm is None:
+            raise ValueError(f"clip={self._clip!r} needs an optimizer with max_grad_norm")
+        if self._clip is None and self._accumulator is None and self._max_norm is not None:
+            raise ValueError(
+                "the optimizer has max_grad_norm: say clip='previous' or clip='two-pass', or give "
+                "an accumulator"
+            )
 
     def _check_states(self) -> None:
         optimizer, wanted = self._optimizer, "accumulate_into_state=True"
@@ -199,7 +197,7 @@ class ReleaseHandle:
                     "or taken back; use an accumulator without it"
                 )
         if not isinstance(optimizer, Adam):
-            raise TypeError(f"{wanted} wants Adam or AdamW, got {type(optimizer).__name__}")
+            raise TypeError(f"{wanted} wants Adam or AdamW, got {optimizer._class_name}")
         if optimizer.defaults.get("nonfinite", "propagate") != "propagate":
             raise ValueError(
                 f"{wanted} needs nonfinite='propagate': what a moment has cannot be taken back"
@@ -229,11 +227,11 @@ class ReleaseHandle:
     @property
     def _sums_over_ranks(self) -> bool:
         """Whether gradients are those of this rank alone, for the accumulator to reduce."""
-        return self._accumulator is not None and self._accumulator._is_ddp
+        return self._accumulator is not None and self._accumulator.sums_over_ranks
 
     @property
     def _max_norm(self) -> float | None:
-        return self._optimizer.defaults.get("max_grad_norm")
+        return self._optimizer._max_grad_norm
 
     # ---- life -----------------------------------------------------------------------------------
 
@@ -312,6 +310,8 @@ class ReleaseHandle:
             self._wait(param)
 
     def _check_step(self) -> None:
+        if not self._seen:
+            self._check_clip()
         if self._clip == "two-pass" and self._verdict is None:
             raise RuntimeError("clip='two-pass' needs a backward under measure() before this one")
         if self._shares and self._share is None:
@@ -621,6 +621,8 @@ class ReleaseHandle:
                 self._norm = torch.where(norm.isfinite(), norm, before.to(norm.device))
         optimizer.measured = measured
         optimizer.measured_params = [param for params, _ in self._norms for param in params]
+        if measured is not None:
+            optimizer._count_step(measured.found_inf)
 
 
 @contextlib.contextmanager

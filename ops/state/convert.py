@@ -7,7 +7,8 @@ there. What the target cannot keep is measured by reading back what was written.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
+from .._core.registration import FLOATS
 from ..optim.adam8bit import ABSMAXS, BLOCK_SIZES, OPTIONS, _is_dense, _zero_absmaxs, dynamic_map
 from ..optim.master_weights import HALVES, RESIDUALS, join_weights_
 
@@ -26,6 +28,8 @@ BNB_BLOCK_SIZES = (256, 2048, 4096, 1024, 512, 128, 64)  # 2048 before 0.44
 FLASH_GROUP = 32
 PIECE = 2**20  # elements worked on at a time
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "row", "col", "variance")  # which are not negative
+STEPS = 2.0**53  # the largest counter that Headroom steps from, and that a float64 counts exactly
 
 
 # ---- 8-bit moments -------------------------------------------------------------------------------
@@ -42,12 +46,16 @@ class Codes:
     values: Tensor | None = None  # the map; None: dynamic_map()
 
     def __post_init__(self) -> None:
+        if type(self.block_size) is not int or self.block_size < 1:
+            raise ValueError(f"has blocks of {_shown(self.block_size)} elements, wanted 1 or more")
         blocks = -(-self.codes.numel() // self.block_size)
         if self.absmax.numel() != blocks or self.codes.dtype != torch.uint8:
             raise ValueError(
                 f"has {self.absmax.numel()} scales and codes of {self.codes.dtype}, wanted "
                 f"{blocks} and torch.uint8"
             )
+        if self.values is not None and self.values.shape != (256,):
+            raise ValueError(f"has a map of shape {tuple(self.values.shape)}, wanted (256,)")
 
     @property
     def shape(self) -> torch.Size:
@@ -90,6 +98,14 @@ def encode(moment: Tensor, block_size: int, is_signed: bool) -> Codes:
             nearest[(x > 0) & (nearest == 0)] = 1
         codes[part], absmax[blocks] = nearest.to(torch.uint8), largest
     return Codes(_shaped(codes, moment), absmax, block_size, is_signed)
+
+
+def _is_finite(numbers: Tensor, is_signed: bool) -> bool:
+    """Whether all are finite, and not negative unless signed."""
+    if not numbers.numel():
+        return True
+    low, high = (number.item() for number in torch.aminmax(numbers))  # a NaN spreads to both
+    return (low > -math.inf if is_signed else low >= 0) and high < math.inf
 
 
 def _thresholds(is_signed: bool) -> Tensor:
@@ -237,7 +253,7 @@ def _read_adam(entry: dict[str, Any], context: Context) -> State:
         elif hasattr(value, "codes"):
             if type(value).__name__ != "OptimState8bit":
                 raise ValueError(f"has an {type(value).__name__}, which is not of 8 bits")
-            size = value.codes.numel() // value.scale.numel()
+            size = value.codes.numel() // max(1, value.scale.numel())
             moments[name] = Codes(
                 value.codes, value.scale, size, is_signed, _other_map(value.qmap, is_signed)
             )
@@ -297,8 +313,11 @@ def _read_flashoptim(entry: dict[str, Any], context: Context) -> State:
 
 def _read_torch_adafactor(entry: dict[str, Any], context: Context) -> State:
     moments = {name: entry[name + "_var"] for name in ("row", "col") if name + "_var" in entry}
-    if "row" in moments:
-        moments = {"row": moments["row"].squeeze(-1), "col": moments["col"].squeeze(-2)}
+    if moments:
+        row, col = moments["row"], moments["col"]
+        if row.shape[-1:] != (1,) or col.shape[-2:-1] != (1,):
+            raise ValueError(f"has row_var of {tuple(row.shape)} and col_var of {tuple(col.shape)}")
+        moments = {"row": row.squeeze(-1), "col": col.squeeze(-2)}
     else:
         moments = {"variance": entry["variance"]}
     return State(entry["step"], moments)
@@ -366,7 +385,10 @@ def _codes(
     ):
         return moment
     value = _float(moment)
-    return encode(value if any_order else value.contiguous(), block_size, is_signed)
+    codes = encode(value if any_order else value.contiguous(), block_size, is_signed)
+    if not _is_finite(codes.absmax, False):
+        raise ValueError("has a moment that is not finite, which 8 bits cannot hold")
+    return codes
 
 
 def _write_bitsandbytes(state: State, context: Context) -> dict[str, Any]:
@@ -708,10 +730,13 @@ def convert_state(
         bits, codes are those that :func:`headroom.adamw8bit_` would store.
 
     Raises:
-        ValueError: the state is of no known library, cannot be that of ``to``, or is malformed. The
-            message names the parameter.
+        ValueError: an argument is not one of those above, or the state is of no known library,
+            cannot be that of ``to``, or is malformed: its counters must be whole numbers from 0 to
+            2^53, its second moments and scales not negative and no NaN. The message names the
+            parameter. Nothing is changed.
         NotImplementedError: a state is a DTensor; gather it first, with ``full_state_dict=True`` of
             torch.distributed.checkpoint.
+        ImportError: ``to="torchao-8bit"`` without torchao.
 
     Example::
 
@@ -724,34 +749,32 @@ def convert_state(
     decoupled, is_live = None, isinstance(source, torch.optim.Optimizer)
     if isinstance(source, torch.optim.Optimizer):
         decoupled = _decouples(source)
-        params = params or [param for group in source.param_groups for param in group["params"]]
+        if params is None:
+            params = [param for group in source.param_groups for param in group["params"]]
         source = source.state_dict()
-    if not {"state", "param_groups"} <= source.keys():
-        raise ValueError(f"a state dict has 'state' and 'param_groups', this {sorted(source)}")
-    from_ = from_ or detect(source)
+    keys = _keys(source)
+    from_ = detect(source) if from_ is None else from_
     for name in (from_, to):
-        if name not in LIBRARIES:
-            raise ValueError(f"there is no {name!r}; the libraries are {', '.join(LIBRARIES)}")
+        if not isinstance(name, str) or name not in LIBRARIES:
+            raise ValueError(
+                f"there is no {_shown(name)}; the libraries are {', '.join(LIBRARIES)}"
+            )
     if LIBRARIES[from_].is_adafactor != LIBRARIES[to].is_adafactor:
         raise ValueError(f"a state of {from_} cannot be that of {to}: Adam is not Adafactor")
-    if block_size is not None and block_size not in BLOCK_SIZES:
-        raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block_size}")
+    if block_size is not None and (type(block_size) is not int or block_size not in BLOCK_SIZES):
+        raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {_shown(block_size)}")
+    if type(min_8bit_size) is not int or min_8bit_size < 0:
+        raise ValueError(f"min_8bit_size must be a number of elements, got {_shown(min_8bit_size)}")
+    if param_dtype is not None and param_dtype not in (*FLOATS, torch.float64):
+        raise ValueError(f"param_dtype must be a floating-point dtype, got {_shown(param_dtype)}")
+    named = _named_params(params, keys)
     reader, target, report = LIBRARIES[from_], LIBRARIES[to], Report(from_, to)
-
-    keys = [key for group in source["param_groups"] for key in group["params"]]
-    if params is not None and not isinstance(params, Mapping):
-        params = list(params)
-        if len(params) != len(keys):
-            raise ValueError(f"the groups have {len(keys)} parameters, params {len(params)}")
-        params = dict(zip(keys, params))
-    for key in source["state"].keys() - set(keys):
-        raise ValueError(f"there is a state of {key!r}, which is in no group")
     entries, groups = {}, []
     with tqdm(total=len(source["state"]), unit="state", disable=not progress) as bar:
-        for group in source["param_groups"]:
+        for index, group in enumerate(source["param_groups"]):
             contexts = {}
             for key in group["params"]:
-                param = (params or {}).get(key)
+                param = named.get(key)
                 dtype = param_dtype if param is None else param.dtype
                 contexts[key] = Context(group, param, dtype, casts=target.casts)
             states = {
@@ -761,18 +784,179 @@ def convert_state(
             }
             if is_live:
                 states = {key: state.copied() for key, state in states.items()}
-            new = _target_group(group, to, states, report.notes, decoupled)
+            with _described(f"the options of group {index}", group):
+                _check_options(group, target.is_adafactor)
+                new = _target_group(group, to, states, report.notes, decoupled)
             size = block_size or _block_size(states)
             if to == "headroom-8bit":
                 new["block_size"] = size
             for key, state in states.items():
                 context = contexts[key]
                 context.group, context.min_8bit_size, context.block_size = new, min_8bit_size, size
-                entries[key] = target.write(state, context)
-                report.losses += _losses(key, state, target.read(entries[key], context))
+                with _described(f"the state of parameter {key}", source["state"][key]):
+                    entries[key] = target.write(state, context)
+                    report.losses += _losses(key, state, target.read(entries[key], context))
                 bar.update()
             groups.append(new)
     return Converted({"state": entries, "param_groups": groups}, report)
+
+
+# ---- Checks --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _described(what: str, held: dict[Any, Any]) -> Iterator[None]:
+    """Turns an error into a ValueError that says where it was. Values of any kind can stand where
+    numbers and tensors belong, and each fails in a way of its own."""
+    try:
+        yield
+    except (ImportError, NotImplementedError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, KeyError):
+            said = f"has no {error}"
+        elif isinstance(error, (ValueError, RuntimeError)):
+            said = str(error)
+        else:
+            said = f"cannot be read: {type(error).__name__}: {error}"
+        raise ValueError(f"{what} {said}; it has {sorted(map(str, held))}") from error
+
+
+def _keys(source: Any) -> list[Any]:
+    """The parameters' keys of a state dict, in order, if it has the form of one."""
+    if not isinstance(source, Mapping) or not {"state", "param_groups"} <= source.keys():
+        found = sorted(map(str, source)) if isinstance(source, Mapping) else type(source).__name__
+        raise ValueError(f"a state dict has 'state' and 'param_groups', this {found}")
+    state, groups = source["state"], source["param_groups"]
+    if not isinstance(state, Mapping) or not isinstance(groups, (list, tuple)):
+        raise ValueError(
+            "'state' must be a dict and 'param_groups' a list, got "
+            f"{type(state).__name__} and {type(groups).__name__}"
+        )
+    keys: list[Any] = []
+    for index, group in enumerate(groups):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
+            raise ValueError(f"group {index} must be a dict with a list 'params'")
+        keys += group["params"]
+    for key in keys:
+        if not isinstance(key, (int, str)):
+            raise ValueError(
+                f"the key of a parameter must be a number or a name, got {_shown(key)}"
+            )
+    if len(set(keys)) < len(keys):
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"parameter {twice!r} is in the groups twice")
+    for key in state.keys() - set(keys):
+        raise ValueError(f"there is a state of {key!r}, which is in no group")
+    for key, entry in state.items():
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"the state of parameter {key} is a {type(entry).__name__}, no dict")
+    return keys
+
+
+def _named_params(params: Any, keys: list[Any]) -> Mapping[Any, Tensor]:
+    """The parameters by their keys."""
+    if params is None:
+        return {}
+    if not isinstance(params, Mapping):
+        if isinstance(params, Tensor) or not isinstance(params, Iterable):
+            raise ValueError(f"params must be parameters, got a {type(params).__name__}")
+        params = list(params)
+        if len(params) != len(keys):
+            raise ValueError(f"the groups have {len(keys)} parameters, params {len(params)}")
+        params = dict(zip(keys, params))
+    for key, param in params.items():
+        if not isinstance(param, Tensor):
+            raise ValueError(f"params: that of {key!r} is a {type(param).__name__}, no tensor")
+    return params
+
+
+def _shown(value: Any) -> str:
+    """A value for a message: what is long, or has no memory to print, by its type."""
+    is_short = value is None or isinstance(value, (bool, int, float, str, torch.dtype))
+    return repr(value) if is_short else f"a {type(value).__name__}"
+
+
+def _check_options(group: Mapping[str, Any], is_adafactor: bool) -> None:
+    _check_tensors(group)
+    lr = group["lr"]
+    if lr is None and is_adafactor:
+        return
+    number = _number(lr)
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise ValueError(f"have an lr of {_shown(lr)}, wanted a number")
+    if not 0 <= number < math.inf:
+        raise ValueError(f"have an lr of {number}, wanted a finite number >= 0")
+
+
+def _check_tensors(value: Any) -> None:
+    """Every tensor in an entry has memory that can be read."""
+    if isinstance(value, Mapping):
+        for inner in value.values():
+            _check_tensors(inner)
+    elif hasattr(value, "codes"):  # torchao's, of several tensors
+        for name in ("codes", "scale", "qmap"):
+            _check_tensors(getattr(value, name, None))
+    elif isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_meta:
+            raise ValueError(f"has a tensor without data: {value.layout} on {value.device}")
+        last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
+        needed = (value.storage_offset() + last + 1) * value.element_size()
+        if value.numel() and value.untyped_storage().nbytes() < needed:
+            raise ValueError("has a tensor whose memory has been freed")
+
+
+def _checked_step(step: Any) -> float:
+    number = _number(step)
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise ValueError(f"has a step of {_shown(step)}, wanted a number")
+    if not 0 <= number <= STEPS or number != int(number):
+        raise ValueError(f"has a step of {number}, wanted a whole number from 0 to 2^53")
+    return number
+
+
+def _check_moments(moments: dict[str, Tensor | Codes]) -> None:
+    for name, moment in moments.items():
+        if isinstance(moment, Codes):
+            if not _is_finite(moment.absmax, False):
+                raise ValueError(f"has scales of '{name}' that are negative or not finite")
+            if moment.values is not None and not _is_finite(moment.values, True):
+                raise ValueError(f"has a map of '{name}' with values that are not finite")
+            continue
+        if not isinstance(moment, Tensor) or not moment.is_floating_point():
+            kind = moment.dtype if isinstance(moment, Tensor) else type(moment).__name__
+            raise ValueError(f"has an '{name}' of {kind}, without scales")
+        # A NaN is the smallest for min(). Infinity is an overflow, and gives updates of 0.
+        if name in SQUARES and moment.numel() and not moment.min() >= 0:
+            raise ValueError(f"has an '{name}' with negative elements, or NaN")
+
+
+def _check_adam_shapes(moments: dict[str, Tensor | Codes], param: Tensor | None) -> None:
+    shapes = {moment.shape for moment in moments.values()}
+    if not set(moments) >= set(MOMENTS[:2]) or len(shapes) != 1:
+        raise ValueError(
+            f"has moments {sorted(moments)}, of shapes {sorted(map(tuple, shapes))}; wanted "
+            f"{MOMENTS[:2]} of one shape"
+        )
+    if param is not None and shapes != {param.shape}:
+        raise ValueError(
+            f"has moments of shape {tuple(shapes.pop())}, the parameter {tuple(param.shape)}"
+        )
+
+
+def _check_adafactor_shapes(moments: dict[str, Tensor | Codes], param: Tensor | None) -> None:
+    found = {name: tuple(moment.shape) for name, moment in moments.items()}
+    row, col = found.get("row"), found.get("col")
+    if row is not None or col is not None:
+        if not row or not col or row[:-1] != col[:-1]:
+            raise ValueError(f"has statistics of rows {row} and of columns {col}")
+        found["variance"] = (*row, col[-1])
+    if "variance" not in found:
+        raise ValueError("has neither a 'variance' nor statistics of rows and columns")
+    if param is not None and found["variance"] != tuple(param.shape):
+        raise ValueError(
+            f"is of a parameter of shape {found['variance']}, this one has {tuple(param.shape)}"
+        )
 
 
 def _decouples(optimizer: torch.optim.Optimizer) -> bool | None:
@@ -791,29 +975,18 @@ def _state(key: Any, entry: Any, reader: Library, context: Context) -> State:
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict and "
             "StateDictOptions(full_state_dict=True)"
         )
-    try:
+    with _described(f"the state of parameter {key}", entry):
+        _check_tensors(entry)
+        if {*RESIDUALS, "error_bits"} & entry.keys():
+            _check_tensors(context.param)
         state = reader.read(entry, context)
-    except (KeyError, ValueError, RuntimeError) as error:
-        what = f"has no {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f"the state of parameter {key} {what}; it has {sorted(entry)}") from error
-    if state.step is None:
-        raise ValueError(f"the state of parameter {key} has no 'step'; it has {sorted(entry)}")
-    state.step = _number(state.step)
+        if state.step is None:
+            raise KeyError("step")
+        state.step = _checked_step(state.step)
+        _check_moments(state.moments)
+        check = _check_adafactor_shapes if reader.is_adafactor else _check_adam_shapes
+        check(state.moments, context.param)
     state.others = [name for name in entry if name not in KEYS]
-    shapes = {moment.shape for name, moment in state.moments.items() if name in MOMENTS}
-    for name, moment in state.moments.items():
-        if not isinstance(moment, Codes) and not moment.is_floating_point():
-            raise ValueError(f"the '{name}' of parameter {key} is {moment.dtype}, without scales")
-    if not reader.is_adafactor and (len(state.moments) < 2 or len(shapes) != 1):
-        raise ValueError(
-            f"the moments of parameter {key} are {sorted(state.moments)}, of shapes "
-            f"{sorted(map(tuple, shapes))}; wanted {MOMENTS[:2]} of one shape"
-        )
-    if context.param is not None and shapes - {context.param.shape}:
-        raise ValueError(
-            f"the moments of parameter {key} have shape {tuple(shapes.pop())}, the parameter "
-            f"{tuple(context.param.shape)}"
-        )
     return state
 
 

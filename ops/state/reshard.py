@@ -31,6 +31,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from ..functional.unscale_norm import local_part
 from ..optim.adam8bit import ABSMAXS, _is_dense, _sharded_dim, _zero_absmaxs, dynamic_map
 from ..optim.base import Optimizer
+from ..optim.master_weights import headroom_optimizer
 from .convert import _flat, _pieces, encode
 
 __all__ = ["Recut", "ReshardReport", "load_sharded"]
@@ -390,7 +391,7 @@ def load_sharded(
         checkpoint: the folder, or a reader of what is elsewhere; or the full state dict that
             ``get_optimizer_state_dict`` gathers with ``full_state_dict=True``, on every rank.
         model: whose parameters ``optimizer`` has; plain, or sharded by FSDP2 or by hand.
-        optimizer: one of :mod:`headroom.optim`, fresh or not.
+        optimizer: one of :mod:`headroom.optim`, fresh or not, or accelerate's wrapper of it.
         key: under which name the states were saved, with dots between nested ones.
         options: of ``set_optimizer_state_dict``. ``strict=False`` takes parameters that have no
             saved state.
@@ -400,6 +401,7 @@ def load_sharded(
         What became of 8-bit moments that were saved in other blocks: :class:`ReshardReport`.
 
     Raises:
+        TypeError: the optimizer is none of :mod:`headroom.optim`.
         KeyError: the checkpoint has no states under ``key``.
         ValueError: a state does not fit; or an 8-bit moment whose blocks would change is, or was,
             sharded by other than rows, or by several dimensions of a mesh. The message names the
@@ -418,8 +420,7 @@ def load_sharded(
         dcp.save({"optimizer": state}, checkpoint_id="checkpoint", no_dist=True)
         print(headroom.optim.load_sharded("checkpoint", model, optimizer))
     """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"load_sharded() takes headroom's optimizers, got {type(optimizer)}")
+    optimizer = headroom_optimizer(optimizer, "load_sharded")
     is_fresh = not optimizer.state
     try:
         saved: _Checkpoint | _Gathered

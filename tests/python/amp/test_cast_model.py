@@ -105,6 +105,116 @@ def test_what_is_kept(keep, names, extra):
     assert net(tokens()).dtype == BF16
 
 
+# ---- Frequencies and positions -------------------------------------------------------------------
+
+POSITION = 8191  # the last of a context of 8,192
+
+
+def llama(positions, **changes):
+    """transformers' Llama with random weights, so large that attention looks at positions."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8192},
+        **{"attn_implementation": "sdpa", "initializer_range": 0.2, **changes},
+    )
+    torch.manual_seed(3)
+    model = transformers.LlamaForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randint(64, (1, len(positions)), generator=generator)
+
+    @torch.no_grad()
+    def outputs(model):
+        return model(input_ids=tokens, position_ids=torch.tensor([positions])).logits.double()
+
+    return model, outputs
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_the_angles_of_a_llama_stay_those_of_float32(dtype):
+    """Against angles in float64, and outputs against those of the float32 model."""
+    positions = list(range(0, 8192, 89))
+    exact, outputs = llama(positions)
+    model = headroom.cast_model(copy.deepcopy(exact), dtype)
+    rope = model.model.rotary_emb
+    assert rope.inv_freq.dtype == rope.original_inv_freq.dtype == F32
+    power = torch.arange(0, 32, 2, dtype=torch.float64) / 32
+    angles = POSITION * 10000.0**-power
+
+    def phase_error(rope):
+        cos, sin = rope(torch.zeros((), dtype=F32), torch.tensor([[POSITION]]))
+        turned = torch.atan2(sin.double(), cos.double())[0, 0, :16] - angles
+        return torch.atan2(turned.sin(), turned.cos()).abs().max().item()
+
+    # float32 rounds the frequency and the angle, each by 2^-24 of an angle of 8,191.
+    assert phase_error(rope) < 2 * POSITION * 2.0**-24
+    plain = copy.deepcopy(exact).to(dtype)
+    assert phase_error(plain.model.rotary_emb) > (1 if dtype == BF16 else 0.2)
+    wanted = outputs(exact)
+
+    def error(model):
+        return ((outputs(model) - wanted).norm() / wanted.norm()).item()
+
+    assert error(model) < (0.05 if dtype == BF16 else 0.006)
+    assert error(model) < error(plain) / 4
+    report = headroom.cast_report(model)
+    assert report.buffers == {
+        "model.rotary_emb.inv_freq": F32,
+        "model.rotary_emb.original_inv_freq": F32,
+    }
+    assert "buffer model.rotary_emb.inv_freq: float32" in str(report)
+
+
+class Odd(nn.Module):
+    """Buffers as other libraries name them."""
+
+    WIDE = ("inv_freq", "freqs", "theta", "bands", "cos_cached", "emb_sin", "sin", "alphas_cumprod")
+    NARROW = ("pe", "positional_embedding", "running_mean", "e_score_correction_bias", "embed_pos")
+
+    def __init__(self):
+        super().__init__()
+        for i, name in enumerate(self.WIDE + self.NARROW):
+            self.register_buffer(name, torch.rand(3), persistent=i % 2 == 0)
+        self.register_buffer("position_ids", torch.arange(3))
+        self.register_buffer("freqs_cis", torch.ones(3, dtype=torch.complex64))
+        self.register_buffer("sin_16", torch.ones(3, dtype=F16))
+        self.slopes = nn.Parameter(torch.rand(3), requires_grad=False)
+        self.sigmas = nn.Parameter(torch.rand(3))
+
+
+def test_buffers_that_stay_by_their_names():
+    net = nn.Sequential(Odd(), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    before = {name: getattr(net[0], name).clone() for name in Odd.WIDE}
+    headroom.cast_model(net, BF16)
+    for name in Odd.WIDE:
+        assert_same_bits([getattr(net[0], name)], [before[name]])
+    assert all(getattr(net[0], name).dtype == BF16 for name in (*Odd.NARROW, "sigmas", "sin_16"))
+    assert net[0].slopes.dtype == F32
+    assert net[0].position_ids.dtype == torch.int64
+    assert net[0].freqs_cis.dtype == torch.complex64
+    assert not net[0]._forward_hooks and not net[0]._forward_pre_hooks
+    report = headroom.cast_report(net)
+    wide, narrow = {f"0.{name}" for name in Odd.WIDE}, {f"0.{name}" for name in Odd.NARROW}
+    statistics = {"1.running_mean", "1.running_var"}
+    assert report.buffers == {
+        **dict.fromkeys(wide | statistics, F32),
+        **dict.fromkeys(narrow | {"0.sin_16"}, BF16),
+    }
+    assert report.modules == {"1": "BatchNorm1d"}
+    assert report.parameters == {F32: 3 + 2 * 3, BF16: 3 + 3 * 3 + 3}
+    text = str(report)
+    assert text.startswith("parameters: 9 in float32, 15 in bfloat16\n")
+    assert "in float32 behind casts: 1 BatchNorm1d\nbuffers of those modules: 2\n" in text
+    assert "buffer 0.pe: bfloat16" in text and "running_var" not in text
+    headroom.cast_model(net, BF16, cast=["0.*sin", "0.freqs"])
+    wide -= (cast := {"0.emb_sin", "0.sin", "0.freqs"})
+    got = headroom.cast_report(net).buffers
+    assert {name for name, dtype in got.items() if dtype == F32} == wide | statistics
+    assert all(got[name] == BF16 for name in cast)
+    headroom.cast_model(net, F32)
+    assert set(headroom.cast_report(net).buffers.values()) == {F32}
+
+
 def test_memory_that_is_shared_without_being_one_parameter():
     net = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in "abcd"})
     flat = torch.randn(40)
@@ -209,7 +319,10 @@ def test_a_model_of_two_dtypes_resumes_with_the_same_bits(name):
         (ValueError, "dtype must be one of", {"dtype": torch.float64}),
         (ValueError, "nothing with the name 'blocks.*'", {"keep": ["blocks.*"]}),
         (ValueError, "does not have this Linear", {"keep": [nn.Linear(1, 1)]}),
+        (ValueError, "no module of the class Conv2d", {"keep": [nn.Linear, nn.Conv2d]}),
+        (ValueError, "no parameter or buffer with the name 'x.freqs'", {"cast": "x.freqs"}),
         (TypeError, "keep wants modules", {"keep": [torch.float32]}),
+        (TypeError, "cast wants names", {"cast": [nn.Linear]}),
     ],
 )
 def test_a_refused_call_changes_nothing(error, match, options):

@@ -79,6 +79,15 @@ def calls(device):
 
 
 @pytest.mark.parametrize("name", ["unscale_norm_", "grad_norm"])
+def test_any_iterable_of_gradients_but_a_tensor(name):
+    op, norm, grads = getattr(headroom, name), torch.zeros(()), [torch.ones(4), torch.ones(12)]
+    op((grad for grad in grads), norm=norm)
+    assert norm == 4
+    with pytest.raises(TypeError, match="grads must be a list of tensors, got a Tensor"):
+        op(grads[0], norm=norm)
+
+
+@pytest.mark.parametrize("name", ["unscale_norm_", "grad_norm"])
 def test_opcheck(name, device):
     op = getattr(torch.ops.headroom, name).default
     for args, kwargs in calls(device):

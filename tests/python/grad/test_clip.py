@@ -4,6 +4,7 @@ Torch adds squares in float32 and rounds the norm and the coefficient to the dty
 ours is held against float64 to one rounding, and against torch's to torch's own error.
 """
 
+import copy
 import math
 import re
 import warnings
@@ -295,10 +296,135 @@ def test_gradients_that_cannot_be_measured_are_named():
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
-def test_bad_max_grad_norm(value):
-    with pytest.raises(ValueError, match="max_grad_norm must be a finite number >= 0"):
-        headroom.optim.AdamW(parameters(), max_grad_norm=value)
+EVERY = [*OPTIMIZERS, headroom.optim.AdamW8bit, headroom.optim.Adafactor]
+
+
+@pytest.mark.parametrize("cls", EVERY)
+def test_a_limit_of_a_group_is_used_or_refused(cls):
+    """The norm is that of all groups, so they have one limit: that of their options."""
+    first, second, given = parameters(), parameters(), dict(lr=0.1, max_grad_norm=0.3)
+    want = cls(groups(first), **given)
+    got = cls([group | {"max_grad_norm": 0.3} for group in groups(second)], lr=0.1)
+    assert [group["max_grad_norm"] for group in got.param_groups] == [0.3] * 3
+    for optimizer in (want, got):
+        optimizer.step()
+    assert_same_bits(first, second)
+    for groups_ in ([{}, {"max_grad_norm": 0.3}], [{"max_grad_norm": 0.5}, {"max_grad_norm": 0.3}]):
+        params = parameters()
+        with pytest.raises(ValueError, match="but group 0 has .* and group 1 has 0.3"):
+            cls([{"params": params[k::2]} | group for k, group in enumerate(groups_)])
+
+
+@pytest.mark.parametrize("cls", EVERY)
+def test_limits_set_in_the_groups_later(cls):
+    first, second = parameters(), parameters()
+    want = cls(groups(first), lr=0.1, max_grad_norm=0.3)
+    got = cls(groups(second), lr=0.1, max_grad_norm=7.0)
+    kept = [bits(p).clone() for p in second]
+    got.param_groups[1]["max_grad_norm"] = 0.3
+    with pytest.raises(ValueError, match="group 0 has 7.0 and group 1 has 0.3"):
+        got.step()
+    assert all(torch.equal(bits(p), k) for p, k in zip(second, kept)) and not got.state
+    for group in got.param_groups:
+        group["max_grad_norm"] = 0.3
+    for optimizer in (want, got):
+        optimizer.step()
+    assert_same_bits(first, second)
+    for group in got.param_groups:
+        group["max_grad_norm"] = None
+    got.step()
+    got.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    assert got.param_groups[-1]["max_grad_norm"] is None
+    assert got.measured is None or cls is headroom.optim.AdamW8bit
+
+
+@pytest.mark.parametrize("saved", [0.3, None])
+@pytest.mark.parametrize("cls", EVERY)
+def test_the_limit_after_loading_is_what_the_groups_show(cls, saved):
+    """That of the checkpoint, or, where it has none, the constructor's."""
+    first, second = parameters(), parameters()
+    source = cls(groups(first), lr=0.1, max_grad_norm=saved)
+    source.step()
+    target = cls(groups(second), lr=0.1, max_grad_norm=7.0)
+    target.load_state_dict(copy.deepcopy(source.state_dict()))
+    assert [group["max_grad_norm"] for group in target.param_groups] == [saved or 7.0] * 3
+    with torch.no_grad():
+        for p, q in zip(first, second):
+            q.copy_(p)
+    source.step(max_grad_norm=saved or 7.0)
+    target.step()
+    assert_same_bits(first, second)
+    bad = source.state_dict()
+    bad["param_groups"][1]["max_grad_norm"] = 0.9
+    with pytest.raises(ValueError, match="and group 1 has 0.9"):
+        target.load_state_dict(bad)
+    assert [group["max_grad_norm"] for group in target.param_groups] == [saved or 7.0] * 3
+
+
+def test_a_limit_of_zero_is_that_of_torch_and_infinity_only_measures():
+    for limit in (0.0, math.inf):
+        ours, theirs = parameters(), parameters()
+        fused = headroom.optim.AdamW(ours, lr=0.1, max_grad_norm=limit)
+        plain = headroom.optim.AdamW(theirs, lr=0.1)
+        fused.step()
+        norm = torch_clip(theirs, limit)
+        plain.step()
+        torch.testing.assert_close(fused.grad_norm, norm, rtol=16 * ULP, atol=0)
+        assert_same_bits(ours, theirs)
+        assert (plain.state[theirs[0]]["exp_avg"] == 0).all() == (limit == 0.0)
+
+
+@pytest.mark.parametrize("name", ["found_inf", "clip_coef", "both"])
+@pytest.mark.parametrize("cls", EVERY)
+def test_step_scalars_beside_max_grad_norm(cls, name):
+    """A given flag still skips the step, and a given coefficient multiplies that of the clip."""
+    ours, theirs = parameters(), parameters()
+    fused, plain = cls(groups(ours), lr=0.1, max_grad_norm=0.3), cls(groups(theirs), lr=0.1)
+    given = torch.tensor(0.25)
+    for flag in (0.0, 1.0):
+        if name != "clip_coef":
+            fused.found_inf = torch.tensor(flag)
+        if name != "found_inf":
+            fused.clip_coef = given
+        before = [bits(p).clone() for p in ours]
+        fused.step()
+        if name != "clip_coef" and flag:
+            assert all(torch.equal(bits(p), k) for p, k in zip(ours, before))
+            assert fused.found_inf == 1 and fused.grad_norm.isfinite()
+            continue
+        coef = (0.3 / (headroom_norm(theirs) + 1e-6)).clamp(max=1.0).float()
+        plain.clip_coef = coef if name == "found_inf" else coef * given
+        plain.step()
+        assert_same_bits(ours, theirs)
+        assert fused.clip_coef is (None if name == "found_inf" else given)  # as it was
+
+
+def headroom_norm(params):
+    norm = torch.zeros(())
+    headroom.grad_norm(grads(params), norm=norm)
+    return norm.double()
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan])
+@pytest.mark.parametrize("cls", EVERY)
+def test_bad_max_grad_norm(cls, value):
+    with pytest.raises(ValueError, match="max_grad_norm must be a number >= 0"):
+        cls(parameters(), max_grad_norm=value)
+    with pytest.raises(ValueError, match="max_grad_norm must be a number >= 0"):
+        cls([{"params": parameters(), "max_grad_norm": value}])
+    with pytest.raises(TypeError, match="max_grad_norm must be a number or None, got str"):
+        cls(parameters(), max_grad_norm="1")
+
+
+def test_clipping_that_stands_in_for_torchs(monkeypatch):
+    """Gradients that the kernels do not take go to torch's own, not to what was put in its place,
+    which is ours again."""
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", headroom.clip_grad_norm_)
+    monkeypatch.setattr(torch.nn.utils.clip_grad, "clip_grad_norm_", headroom.clip_grad_norm_)
+    ours, theirs = parameters([torch.float64]), parameters([torch.float64])
+    norm = torch.nn.utils.clip_grad_norm_(ours, 0.3)
+    assert norm == torch_clip(theirs, 0.3)
+    assert_same_bits(grads(ours), grads(theirs))
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan])

@@ -7,7 +7,7 @@ import weakref
 import headroom
 import pytest
 import torch
-from headroom.grad import accumulate
+from headroom.grad import accumulate as accumulate_module
 from torch.nn.functional import cross_entropy, mse_loss
 
 from helpers.reference import FLOATS, assert_same_bits
@@ -306,7 +306,7 @@ def test_parameters_whose_grad_dtype_cannot_be_set(monkeypatch):
         param.grad, wide.grad = grad.clone(), grad.clone()
         accumulator.add()
         other.add()
-    monkeypatch.setattr(accumulate, "_takes_float32", lambda param: False)
+    monkeypatch.setattr(accumulate_module, "_takes_float32", lambda param: False)
     accumulator.finish()
     monkeypatch.undo()
     other.finish()
@@ -326,6 +326,26 @@ def test_finish_needs_a_micro_batch():
     accumulator = accumulate(net, batches(2)[2])
     with pytest.raises(RuntimeError, match=r"finish\(\) without a micro-batch"):
         accumulator.finish()
+
+
+def test_weights_that_are_no_numbers():
+    accumulator = ACCUMULATOR(model())
+    for weight in ("a", None, torch.ones(2)):
+        with pytest.raises(TypeError, match="weight must be a number, got"):
+            with accumulator.micro_batch(weight):
+                pytest.fail("entered")
+        with pytest.raises(TypeError, match="weight must be a number, got"):
+            accumulator.add(weight)
+
+
+def test_weights_that_are_tensors():
+    net = model()
+    accumulator = ACCUMULATOR(net)
+    for tokens in (torch.tensor(3), torch.tensor([5.0])):
+        with accumulator.micro_batch(tokens):
+            mse_loss(net(torch.ones(1, 8)), torch.ones(1, 4)).backward()
+    assert type(accumulator.state_dict()["weight"]) is float
+    assert accumulator.state_dict()["weight"] == 8
 
 
 @pytest.mark.parametrize("weight", [0, -1, math.nan, math.inf])

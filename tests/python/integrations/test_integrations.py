@@ -268,6 +268,41 @@ def test_accelerate_prepares_moves_saves_and_loads(name, accelerator, tmp_path):
     assert_same_run(model, optimizer, *reference)
 
 
+def test_what_takes_an_optimizer_takes_the_one_that_accelerate_wraps(accelerator):
+    model = build().to(torch.bfloat16)
+    optimizer = ADAMW(model.parameters(), lr=1e-2, master="remainder16")
+    model, prepared = accelerator.prepare(model, optimizer)
+    assert type(prepared) is not ADAMW
+    with headroom.optim.release_gradients(model, prepared):
+        accelerator.backward(model(batches(1)[0].bfloat16()).square().mean())
+        prepared.step()
+    weights = headroom.optim.master_weights(prepared, model)
+    for ours, plain in zip(
+        weights.values(), headroom.optim.master_weights(optimizer, model).values()
+    ):
+        assert ours.dtype == torch.float32 and torch.equal(ours, plain)
+    doubled = {name: 2 * weight for name, weight in weights.items()}
+    headroom.optim.load_master_weights(prepared, doubled, model)
+    for name, weight in headroom.optim.master_weights(optimizer, model).items():
+        assert torch.equal(weight, doubled[name])
+
+
+@pytest.mark.parametrize("other", [torch.optim.AdamW, dict], ids=["torch's", "no optimizer"])
+def test_what_takes_an_optimizer_refuses_others(other):
+    model = build()
+    thing = other(model.named_parameters())
+    for function, args in (
+        ("master_weights", (thing, model)),
+        ("load_master_weights", (thing, {}, model)),
+        ("load_sharded", ({}, model, thing)),
+        ("release_gradients", (model, thing)),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"{function}\(\) wants an optimizer of headroom.optim"
+        ):
+            getattr(headroom.optim, function)(*args)
+
+
 def test_accelerate_tells_a_skipped_step(accelerator):
     model, optimizer = build(), None
     optimizer = ADAMW(model.parameters(), lr=1e-2)
@@ -407,6 +442,7 @@ def test_lora_plus_of_peft_without_bitsandbytes(name, monkeypatch):
     }
     assert {"lora_B" in name: lr for name, lr in rates.items()} == {True: 16e-3, False: 1e-3}
     assert {v["exp_avg"].dtype for v in optimizer.state.values()} == {torch.uint8}
+    assert repr(optimizer).startswith(f"{name} (")  # what users read
     # Of a class with the name of bitsandbytes', the same call fails.
     alike = type(name, (cls,), {})
     with pytest.raises(ImportError, match="bitsandbytes"):

@@ -576,3 +576,60 @@ def test_stalled_weights_are_counted():
     set_grads(params, 0)
     optimizer.step()
     assert 0.5 < optimizer.stalled_fraction() <= 1
+
+
+@pytest.mark.parametrize("semantics", ["torch", "hf"])
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ((8, 4), (4, 8)),
+        ((8, 4), (32,)),
+        ((32,), (8, 4)),
+        ((32,), (16,)),
+        ((8, 8), (64,)),
+        ((2, 3, 4), (6, 8)),  # as many rows and columns
+        ((2, 3, 4), (4, 6, 2)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("transposed", [False, True], ids=["table", "lists"])
+def test_statistics_of_another_shape_are_refused(before, after, semantics, transposed, device):
+    """After ``weight.data`` was replaced. AdamW raises, too."""
+    other = torch.nn.Parameter(torch.randn(5, 3, device=device))
+    param = torch.nn.Parameter(torch.randn(before, device=device))
+    optimizer = ADAFACTOR([("other", other), ("weight", param)], semantics=semantics)
+    other.grad, param.grad = torch.randn_like(other), torch.randn_like(param)
+    optimizer.step()
+    param.grad = None
+    param.data = torch.randn(after, device=device)
+    if transposed:
+        other.data = other.data.t().contiguous().t()
+    other.grad, param.grad = torch.randn_like(other), torch.randn_like(param)
+    tensors = [other, param, *(t for entry in optimizer.state.values() for t in entry.values())]
+    kept = [tensor.detach().clone() for tensor in tensors]
+    with pytest.raises(RuntimeError, match=r"parameter 'weight'.*shape"):
+        optimizer.step()
+    assert all(map(torch.equal, tensors, kept))
+    assert sum(map(len, optimizer.state.values())) == len(kept) - 2  # nothing was made
+    del optimizer.state[param]
+    optimizer.step()
+    assert optimizer.state[param]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"eps": 1e-3}, ValueError, "eps must be two numbers, got 0.001"),
+        ({"eps": (1e-3,)}, ValueError, "eps must be two numbers"),
+        ({"eps": ("a", 1e-3)}, TypeError, r"eps\[0\] must be a number or None, got 'a'"),
+        ({"eps": (None, None)}, TypeError, r"eps\[1\] must be a number, got None"),
+        ({"eps": (None, 1e-3), "semantics": "hf"}, TypeError, r"eps\[0\] must be a number, got"),
+        ({"weight_decay": "0.1"}, TypeError, "weight_decay must be a number, got '0.1'"),
+        ({"d": "1"}, TypeError, "d must be a number"),
+        ({"beta2_decay": "a"}, TypeError, "beta2_decay must be a number"),
+        ({"beta1": "a", "semantics": "hf"}, TypeError, "beta1 must be a number or None"),
+    ],
+)
+def test_options_of_another_kind(options, error, words):
+    with pytest.raises(error, match=words):
+        ADAFACTOR([torch.nn.Parameter(torch.ones(2))], **options)

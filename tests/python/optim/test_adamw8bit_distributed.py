@@ -146,7 +146,14 @@ def fsdp(rank, options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"nonfinite": "skip_element"}, {"max_grad_norm": 1e9}, {"bnb_exact": True}]
+    "options",
+    [
+        {},
+        {"nonfinite": "skip_element"},
+        {"nonfinite": "skip_step"},
+        {"max_grad_norm": 1e9},
+        {"bnb_exact": True},
+    ],
 )
 def test_fsdp2_has_the_bits_of_one_process(ranks, options):
     ranks(fsdp, options)

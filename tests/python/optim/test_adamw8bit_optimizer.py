@@ -23,7 +23,7 @@ OPTIONS = {
     "bnb_exact": False,
     "stochastic_rounding": False,
     "seed": 0,
-    "nonfinite": "skip_step",
+    "nonfinite": "propagate",
 }
 LARGE, SMALL = (70, 60), (5, 3)  # with the default min_8bit_size
 BAD = [float("nan"), float("inf"), -float("inf")]
@@ -122,6 +122,8 @@ REFUSED = {
     "amsgrad": ({"amsgrad": True}, ValueError, "does not support amsgrad=True"),
     "lr": ({"lr": float("inf")}, ValueError, "learning rate"),
     "min_8bit_size": ({"min_8bit_size": -1}, ValueError, "min_8bit_size must be >= 0, got -1"),
+    "min_8bit_size None": ({"min_8bit_size": None}, TypeError, "min_8bit_size must be a number"),
+    "block_size 256.0": ({"block_size": 256.0}, ValueError, r"as an int, got 256\.0"),
     "block_size": ({"block_size": 100}, ValueError, r"block_size must be one of \(64, .*got 100"),
     "seed": ({"seed": 2**32}, ValueError, r"seed must be from 0 to 2\^32 - 1, got 4294967296"),
     "seed -1": ({"seed": -1}, ValueError, "seed must be from 0"),
@@ -157,7 +159,7 @@ def test_bad_options_of_groups():
     with pytest.raises(ValueError, match="optim_bits must be 8 or 32, got 16"):
         ADAMW8BIT([{"params": [shared], "optim_bits": 16}])
     with pytest.raises(ValueError, match="nonfinite holds for all groups"):
-        ADAMW8BIT([{"params": [shared], "nonfinite": "propagate"}])
+        ADAMW8BIT([{"params": [shared], "nonfinite": "skip_step"}])
     for cls, name in ((ADAMW8BIT, "decoupled_weight_decay"), (ADAM8BIT, "state_dtype")):
         with pytest.raises(TypeError, match=name):
             cls([shared], **{name: None})
@@ -353,7 +355,7 @@ def test_a_tensor_lr_is_that_of_both_kinds(dtype, device):
 @pytest.mark.parametrize("where", [0, 1], ids=["in the 8-bit one", "in the small one"])
 @pytest.mark.parametrize("value", BAD)
 def test_skip_step_moves_nothing(value, where, on_lists, device):
-    params, optimizer = run(*mixed(device))
+    params, optimizer = run(*mixed(device, nonfinite="skip_step"))
     before = snapshot(optimizer)
     set_grads(params, 9)
     params[where].grad.view(-1)[7] = value
@@ -373,7 +375,8 @@ def test_skip_step_moves_nothing(value, where, on_lists, device):
 def test_the_culprit_among_groups_of_both_kinds(where, device):
     sizes = 5000, 3, 17, 4096, 8, 6000
     params = [torch.nn.Parameter(torch.randn(n, device=device)) for n in sizes]
-    optimizer = headroom.optim.AdamW8bit([{"params": params[:3]}, {"params": params[3:]}])
+    groups = [{"params": params[:3]}, {"params": params[3:]}]
+    optimizer = headroom.optim.AdamW8bit(groups, nonfinite="skip_step")
     for bad in (None, where):
         for k, p in enumerate(params):
             p.grad = torch.full_like(p, torch.inf if k == bad else 1.0)
@@ -408,7 +411,7 @@ def test_skip_element_leaves_the_element_alone(value, on_lists, device):
 
 
 def test_propagate_spoils_the_block(device):
-    params, optimizer = run(*mixed(device, nonfinite="propagate"))
+    params, optimizer = run(*mixed(device))  # the default
     set_grads(params, 9)
     params[0].grad.view(-1)[300] = float("nan")
     optimizer.step()
@@ -432,7 +435,7 @@ def test_a_given_found_inf_skips_the_step(nonfinite, device):
     assert not unchanged(optimizer, before) and optimizer.found_inf == 0
 
 
-@pytest.mark.parametrize("nonfinite", ["skip_step", "skip_element"])
+@pytest.mark.parametrize("nonfinite", ["skip_step", "skip_element", "propagate"])
 def test_max_grad_norm(nonfinite, device):
     """Clipped as one vector, of both kinds, and a step with a bad gradient changes nothing."""
     params, optimizer = mixed(device, nonfinite=nonfinite, max_grad_norm=0.5)

@@ -372,3 +372,93 @@ def test_keys_of_others_are_carried_along(device):
     saved["state"][0]["note"] = torch.arange(3)
     optimizer.load_state_dict(saved)
     assert torch.equal(optimizer.state_dict()["state"][0]["note"], torch.arange(3))
+
+
+# --- Bad values and options ----------------------------------------------------------------------
+
+
+def element(key, value):
+    def edit(saved):
+        saved["state"][0][key].view(-1)[-1] = value
+
+    return edit
+
+
+def option(name, value):
+    return lambda saved: saved["param_groups"][0].update({name: value})
+
+
+def no_option(name):
+    return lambda saved: saved["param_groups"][0].pop(name)
+
+
+NAN, INF = float("nan"), float("inf")
+SECOND = r"'{}' of parameter 0 of group 0 has 1 elements such as {}, wanted 0 or more"
+ADAM_OPTIONS = [
+    (option("lr", None), TypeError, r"param_groups\[0\] of the loaded state: lr must be"),
+    (
+        option("lr", NAN),
+        ValueError,
+        r"param_groups\[0\] of the loaded state: Invalid learning rate",
+    ),
+    (option("betas", (0.9,)), ValueError, "betas must be two numbers"),
+    (option("betas", "ab"), ValueError, "betas must be two numbers"),
+    (option("eps", None), TypeError, "eps must be a number"),
+    (option("weight_decay", "0.1"), TypeError, "weight_decay must be a number"),
+    (option("weight_decay", -1.0), ValueError, "weight_decay"),
+    (no_option("lr"), ValueError, r"param_groups\[0\] of the loaded state has no 'lr'"),
+    (no_option("eps"), ValueError, "has no 'eps'"),
+    (no_option("betas"), ValueError, "has no 'betas'"),
+]
+ADAMW = (headroom.optim.AdamW, {"amsgrad": True})
+EIGHT = (headroom.optim.AdamW8bit, {"min_8bit_size": 0})
+TORCH = (headroom.optim.Adafactor, {})
+HF = (headroom.optim.Adafactor, {"semantics": "hf"})
+SPOILED = [
+    *((ADAMW, *case) for case in ADAM_OPTIONS),
+    (ADAMW, element("exp_avg_sq", -1.0), ValueError, SECOND.format("exp_avg_sq", "-1")),
+    (ADAMW, element("max_exp_avg_sq", -INF), ValueError, SECOND.format("max_exp_avg_sq", "-inf")),
+    (EIGHT, element("exp_avg_absmax", NAN), ValueError, SECOND.format("exp_avg_absmax", "nan")),
+    (EIGHT, element("exp_avg_absmax", -1.0), ValueError, SECOND.format("exp_avg_absmax", "-1")),
+    (EIGHT, element("exp_avg_sq_absmax", INF), ValueError, "such as inf, wanted .* and finite"),
+    (EIGHT, element("exp_avg_sq_absmax", -2.0), ValueError, "such as -2"),
+    (EIGHT, option("block_size", 100), ValueError, "block_size must be one of"),
+    (EIGHT, option("block_size", 256.0), ValueError, "block_size must be one of"),
+    (EIGHT, option("min_8bit_size", "a"), TypeError, "min_8bit_size must be a number"),
+    (EIGHT, option("optim_bits", 4), ValueError, "optim_bits must be 8 or 32"),
+    (TORCH, element("row_var", -1.0), ValueError, SECOND.format("row_var", "-1")),
+    (TORCH, element("col_var", -1.0), ValueError, SECOND.format("col_var", "-1")),
+    (HF, element("exp_avg_sq_row", -1.0), ValueError, SECOND.format("exp_avg_sq_row", "-1")),
+    (HF, element("RMS", -1.0), ValueError, SECOND.format("RMS", "-1")),
+    (TORCH, option("lr", None), ValueError, r"param_groups\[0\] of the loaded state: lr is None"),
+    (TORCH, option("eps", 1e-3), ValueError, "eps must be two numbers, got 0.001"),
+    (TORCH, option("d", "1"), TypeError, "d must be a number"),
+    (TORCH, no_option("lr"), ValueError, "has no 'lr'"),
+    (TORCH, no_option("d"), ValueError, "has no 'd'"),
+    (HF, option("lr", 1e-3), ValueError, "Cannot combine manual"),
+    (HF, option("decay_rate", None), TypeError, "decay_rate must be a number"),
+    (HF, no_option("eps"), ValueError, "has no 'eps'"),
+]
+
+
+@pytest.mark.parametrize("made, edit, error, words", SPOILED)
+def test_values_and_options_that_no_step_could_use_are_refused(made, edit, error, words, device):
+    cls, options = made
+    optimizer = trained(cls, device=device, **options)
+    saved = copy.deepcopy(optimizer.state_dict())
+    edit(saved)
+    before, groups = frozen_bits(optimizer), copy.deepcopy(optimizer.state_dict()["param_groups"])
+    with pytest.raises(error, match=words):
+        optimizer.load_state_dict(saved)
+    assert equal_bits(before, frozen_bits(optimizer))
+    assert optimizer.state_dict()["param_groups"] == groups
+
+
+def test_values_that_a_run_can_have_load(device):
+    """Zeros of both signs, and a NaN that a gradient brought, which torch loads as well."""
+    optimizer = trained(headroom.optim.AdamW, device=device)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["exp_avg_sq"].view(-1)[:3] = torch.tensor([0.0, -0.0, NAN])
+    saved["state"][0]["exp_avg"].view(-1)[0] = -NAN
+    optimizer.load_state_dict(saved)
+    assert states(optimizer)[0]["exp_avg_sq"].isnan().sum() == 1

@@ -24,6 +24,9 @@ OPTIMIZERS = {
         OPTIM.Adam, weight_decay=0.1, amsgrad=True, maximize=True, state_dtype=torch.bfloat16
     ),
     "AdamW8bit": functools.partial(OPTIM.AdamW8bit, lr=1e-2, min_8bit_size=10),
+    "AdamW8bit, skip_step": functools.partial(
+        OPTIM.AdamW8bit, lr=1e-2, min_8bit_size=10, nonfinite="skip_step"
+    ),
     "AdamW8bit, skip_element": functools.partial(
         OPTIM.AdamW8bit,
         lr=1e-2,
@@ -352,7 +355,7 @@ def test_a_scaler(make, make_scaler, bucket_bytes):
 
 
 @BUCKETS
-@pytest.mark.parametrize("make", [OPTIMIZERS["AdamW8bit"]])
+@pytest.mark.parametrize("make", [OPTIMIZERS["AdamW8bit, skip_step"]])
 def test_skip_step_skips_a_parameter(make, bucket_bytes):
     nets, optimizers, _ = pair(make, bucket_bytes=bucket_bytes)
     for net, optimizer in zip(nets, optimizers):
@@ -364,6 +367,8 @@ def test_skip_step_skips_a_parameter(make, bucket_bytes):
             net.norm.weight.grad = None
         optimizer.step()
     assert_equal(nets, optimizers)
+    with pytest.warns(UserWarning, match="1 steps were skipped .* that of parameter 2 of group 1"):
+        assert optimizers[1].skipped_steps == 1
 
 
 def clipped_by_previous(net, optimizer, steps, norm=None):
@@ -386,7 +391,8 @@ def test_clipping_by_the_previous_norm(make, bucket_bytes):
     make = functools.partial(make, max_grad_norm=0.5)
     nets = Net(), Net()
     optimizers = [make(groups(net)) for net in nets]
-    del optimizers[0].defaults["max_grad_norm"]
+    for group in optimizers[0].param_groups:
+        group["max_grad_norm"] = None
     options, saved = dict(clip="previous", bucket_bytes=bucket_bytes), {"norm": None}
     norm = clipped_by_previous(nets[0], optimizers[0], range(4))
     for steps in (range(2), range(2, 4)):  # resumed in between
@@ -485,6 +491,18 @@ def test_two_passes_clip_and_skip_exactly(make, make_scaler, retain):
 # ---- What it refuses -----------------------------------------------------------------------------
 
 
+def test_a_limit_that_comes_later_is_not_passed_over():
+    """Loaded or set in the groups, where a step would clip by it."""
+    net = Net()
+    optimizer = OPTIM.AdamW(net.parameters())
+    OPTIM.release_gradients(net, optimizer)
+    kept = copy.deepcopy(net.state_dict())
+    optimizer.param_groups[0]["max_grad_norm"] = 0.5
+    with pytest.raises(ValueError, match="the optimizer has max_grad_norm: say clip="):
+        loss_of(net, 0).backward()
+    assert_same_bits(net.state_dict().values(), kept.values())
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 def test_what_does_not_work_says_so():
     net = Net()
@@ -509,10 +527,10 @@ def test_what_does_not_work_says_so():
             for match, optimizer, options in [
                 ("does not go with scaler=", OPTIM.AdamW(params), {"scaler": SCALER()}),
                 ("does not go with clip=", clipping, {"clip": "previous"}),
-                ("nonfinite='propagate'", OPTIM.AdamW8bit(params), {}),
+                ("nonfinite='propagate'", OPTIM.AdamW8bit(params, nonfinite="skip_step"), {}),
                 (
                     "are torch.uint8",
-                    OPTIM.AdamW8bit(params, min_8bit_size=0, nonfinite="propagate"),
+                    OPTIM.AdamW8bit(params, min_8bit_size=0),
                     {},
                 ),
                 ("are torch.bfloat16", OPTIM.AdamW(params, state_dtype=torch.bfloat16), {}),

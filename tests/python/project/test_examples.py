@@ -26,7 +26,7 @@ import ladder  # noqa: E402
 import memory  # noqa: E402
 from model import GPT, SIZES, Size  # noqa: E402
 from run import Run  # noqa: E402
-from rungs import BETAS, RUNGS  # noqa: E402
+from rungs import BETAS, RUNGS, chosen  # noqa: E402
 from train import train  # noqa: E402
 
 
@@ -293,13 +293,23 @@ def report(title, loss, tolerance=0.01):
         "context": 32,
         "steps": 2,
         "device": "cpu",
+        "seconds": 3.2,
     }
+
+
+def test_a_rung_is_titled_with_what_is_left_out_before_it():
+    titles = {rung.key: rung.title for rung in chosen(["torch", "checkpoint", "8bit", "fp16"])}
+    assert titles["torch"] == "torch AdamW"
+    assert titles["checkpoint"] == "+ gradient accumulation, checkpointing"
+    assert titles["8bit"] == "+ bf16 autocast, 8-bit AdamW"
+    assert titles["fp16"] == RUNGS["fp16"].title
+    assert chosen(list(RUNGS)) == list(RUNGS.values())
 
 
 @pytest.mark.parametrize("loss", [2.02, 1.98, float("nan"), float("inf")])
 def test_ladder_fails_when_a_rung_reaches_another_loss(loss, tmp_path, monkeypatch, capsys):
     losses = {"torch": 2.0, "headroom": 2.005, "bf16": loss}
-    monkeypatch.setattr(ladder, "run_rung", lambda key, args: report(key, losses[key]))
+    monkeypatch.setattr(ladder, "run_rung", lambda rung, args: report(rung.key, losses[rung.key]))
     argv = ["ladder.py", "--out", str(tmp_path), "--rungs"]
     monkeypatch.setattr(sys, "argv", [*argv, "torch,headroom"])
     assert ladder.main() == 0
@@ -318,8 +328,8 @@ def test_table_holds_the_numbers():
     rows = ladder.table([report("torch", 2.0), report("a longer title", 1.5)]).splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert len({len(row) for row in rows}) == 1  # aligned
-    assert cells[0][:4] == ["rung", "held-out bits/byte", "tokens/s", "bytes/parameter"]
-    assert cells[2][1:] == ["2.0000", "1,234", "16.04", "10.0", "1.0", "2.0", "3.0", "4.0"]
+    assert cells[0][:3] == ["rung", "time s", "held-out bits/byte"]
+    assert cells[2][1:] == ["3", "2.0000", "1,234", "16.04", "10.0", "1.0", "2.0", "3.0", "4.0"]
     assert cells[3][0] == "a longer title"
 
 

@@ -1,0 +1,103 @@
+"""How tensors lie in memory: side by side, or over one another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .functional.unscale_norm import local_part
+
+__all__ = ["is_dense", "overlapping", "place_in_memory"]
+
+
+class _Span(NamedTuple):
+    """The bytes from the first element of a tensor to its last."""
+
+    device: tuple[str, int]
+    start: int
+    stop: int
+    index: int  # among the tensors
+
+
+def place_in_memory(tensor: Tensor) -> tuple[Any, ...]:
+    """Changes if the memory of a tensor does. Of a DTensor, that of its local part."""
+    local = local_part(tensor)
+    return _address(local), local.shape, local.stride() if local.layout == torch.strided else None
+
+
+def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+    """The positions of two tensors that have an element in common, or None. Views of one buffer
+    that lie side by side, or between one another's elements, have none."""
+    local = [local_part(tensor) for tensor in tensors]
+    spans = sorted(span for i, tensor in enumerate(local) for span in _span(i, tensor))
+    for cluster in _clusters(spans):
+        if len(cluster) > 1 and (found := _overlapping_in(cluster, local)) is not None:
+            return min(found), max(found)
+    return None
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie side by side in memory, in any order of the dimensions."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size != 1:
+            if stride != extent:
+                return False
+            extent *= size
+    return True
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr() if tensor.layout == torch.strided else 0
+    except RuntimeError:  # a subclass that has no memory of its own
+        return 0
+
+
+def _span(index: int, tensor: Tensor) -> Iterable[_Span]:
+    start = _address(tensor)
+    if not start or not tensor.numel():
+        return
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
+    device = tensor.device.type, tensor.device.index or 0
+    yield _Span(device, start, start + (last + 1) * tensor.element_size(), index)
+
+
+def _clusters(spans: Iterable[_Span]) -> Iterable[list[_Span]]:
+    """Runs of spans, each of which begins before those ahead of it have all ended."""
+    cluster: list[_Span] = []
+    stop = 0
+    for span in spans:
+        if cluster and (span.device != cluster[0].device or span.start >= stop):
+            yield cluster
+            cluster = []
+        stop = max(stop, span.stop) if cluster else span.stop
+        cluster.append(span)
+    yield cluster
+
+
+def _overlapping_in(cluster: list[_Span], tensors: list[Tensor]) -> tuple[int, int] | None:
+    dense: _Span | None = None  # the one without gaps that ends last
+    for span in cluster:
+        if dense is not None and span.start < dense.stop:
+            return dense.index, span.index
+        if is_dense(tensors[span.index]):
+            dense = span
+    # Some have gaps: a map of the memory says whose each place is.
+    first, stop = cluster[0].start, max(span.stop for span in cluster)
+    sizes = [tensors[span.index].element_size() for span in cluster]
+    unit = math.gcd(*sizes, *(span.start - first for span in cluster))
+    owners = torch.zeros((stop - first) // unit, dtype=torch.int32, device="cpu")
+    for place, (span, size) in enumerate(zip(cluster, sizes), 1):
+        tensor, parts = tensors[span.index], size // unit
+        shape = *tensor.shape, parts
+        strides = *(stride * parts for stride in tensor.stride()), 1
+        mine = owners.as_strided(shape, strides, (span.start - first) // unit)
+        if (other := int(mine.max())) > 0:
+            return cluster[other - 1].index, span.index
+        mine.fill_(place)
+    return None

@@ -1,0 +1,541 @@
+"""Fuzzes the C ABI through ctypes: right calls with one to three arguments made wrong.
+
+A call that fails returns a status that is known, leaves a message that begins with the function's
+name, and changes no byte. One that succeeds writes inside of its tensors alone. What C cannot see
+is left out: addresses that are no memory, and arrays or tensors that are shorter than all that
+describes them says.
+"""
+
+import ctypes
+import math
+import random
+import sys
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint64,
+    c_void_p,
+)
+from pathlib import Path
+
+import headroom
+import numpy
+import torch
+from tests.python.fuzz._driver import main
+
+LIBRARY = ctypes.CDLL(str(Path(headroom.get_library_dir()) / "libheadroom.so.0"))
+LIBRARY.hr_last_error.restype = c_char_p
+LIBRARY.hr_status_string.restype = c_char_p
+OK, INTERNAL = 0, 6
+F32, BF16, F16, U8, I8, I16, F64 = range(7)
+DTYPES = {F32: torch.float32, BF16: torch.bfloat16, F16: torch.float16, F64: torch.float64}
+FLOATS = (F32, BF16, F16)
+LISTS = 16  # entries that the arrays of every list have, however many it says
+LARGEST = 320  # elements of a tensor; its memory is large enough for any dtype
+GAP = 64  # bytes between tensors, which nobody may write
+CPU_ONLY = headroom.build_info()["cuda"] == "none" or not torch.cuda.is_available()
+
+
+class TensorList(Structure):
+    _fields_ = [
+        ("count", c_int64),
+        ("data", POINTER(c_void_p)),
+        ("numel", POINTER(c_int64)),
+        ("dtype", POINTER(c_int32)),
+    ]
+
+
+class Exec(Structure):
+    _fields_ = [("device", c_int32), ("stream", c_void_p)]
+
+
+class Place(Structure):
+    _fields_ = [("offset", c_int64), ("run", c_int64), ("stride", c_int64)]
+
+
+class Weights(Structure):
+    _fields_ = [
+        ("size", c_size_t),
+        ("mode", c_int32),
+        ("residuals", POINTER(TensorList)),
+        ("seeds", POINTER(c_uint64)),
+        ("places", POINTER(Place)),
+        ("stalled", c_void_p),
+    ]
+
+
+class AdamW(Structure):
+    _fields_ = [
+        ("size", c_size_t),
+        *((name, c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")),
+        ("step", c_int64),
+        *((name, c_int32) for name in ("decoupled", "amsgrad", "maximize", "skip_nonfinite")),
+        ("lr_dtype", c_int32),
+        *((name, c_void_p) for name in ("lr_ptr", "grad_scale", "found_inf", "clip_coef")),
+        ("weights", POINTER(Weights)),
+    ]
+
+
+class AdamW8bit(Structure):
+    _fields_ = [
+        ("size", c_size_t),
+        ("adamw", AdamW),
+        ("block_size", c_int32),
+        ("bnb_exact", c_int32),
+        ("seeds", POINTER(c_uint64)),
+    ]
+
+
+class Shape(Structure):
+    _fields_ = [
+        (name, c_int64)
+        for name in (
+            *("batch", "rows", "cols", "factored"),
+            *("whole_rows", "whole_cols", "whole_numel"),
+        )
+    ]
+
+
+class Adafactor(Structure):
+    _fields_ = [
+        ("size", c_size_t),
+        ("semantics", c_int32),
+        *((name, c_double) for name in ("lr", "beta2_decay", "eps1", "eps2", "clip_threshold")),
+        *((name, c_double) for name in ("weight_decay", "beta1")),
+        ("step", c_int64),
+        *((name, c_int32) for name in ("scale_parameter", "relative_step", "warmup_init")),
+        *((name, c_int32) for name in ("maximize", "phases", "lr_dtype")),
+        *((name, c_void_p) for name in ("lr_ptr", "grad_scale", "found_inf", "clip_coef")),
+        ("weights", POINTER(Weights)),
+    ]
+
+
+class UnscaleNorm(Structure):
+    _fields_ = [
+        ("size", c_size_t),
+        ("p", c_double),
+        ("max_norm", c_double),
+        ("write", c_int32),
+        ("grad_scale", c_void_p),
+        ("clip_coef", c_void_p),
+    ]
+
+
+class NormResult(Structure):
+    _fields_ = [(name, c_void_p) for name in ("norm", "norms", "found_inf", "culprit", "clip_coef")]
+
+
+class UpdateScale(Structure):
+    _fields_ = [
+        ("size", c_size_t),
+        *((name, c_double) for name in ("growth_factor", "backoff_factor")),
+        *((name, c_double) for name in ("min_scale", "max_scale")),
+        ("growth_interval", c_int32),
+        ("hysteresis", c_int32),
+    ]
+
+
+class Accumulate(Structure):
+    _fields_ = [
+        ("size", c_size_t),
+        ("factor", c_double),
+        ("factor_ptr", c_void_p),
+        ("zero_grads", c_int32),
+    ]
+
+
+# ---- Memory --------------------------------------------------------------------------------------
+
+ARENA = numpy.zeros(1 << 20, numpy.uint8)
+BASE = ARENA.ctypes.data
+
+
+class Memory:
+    """Hands out parts of the arena, filled with numbers, and knows which bytes are anyone's."""
+
+    def __init__(self, rng: random.Random):
+        self.rng, self.used, self.parts = rng, GAP - BASE % GAP, []
+
+    def take(self, size: int, values: bytes = b"") -> int:
+        start = self.used
+        ARENA[start - GAP : start + size + 2 * GAP] = 0xA5
+        self.used += -(-size // GAP) * GAP + GAP
+        assert self.used < ARENA.size
+        self.parts.append((start, size))
+        ARENA[start : start + size] = 0
+        ARENA[start : start + len(values)] = numpy.frombuffer(values, numpy.uint8)
+        return BASE + start
+
+    def scalar(self, value, kind=c_float) -> int:
+        return self.take(8, bytes(kind(value)))
+
+    def all(self) -> bytes:
+        return ARENA[: self.used].tobytes()
+
+    def gaps(self) -> bytes:
+        ends = [0, *(start + size for start, size in self.parts)]
+        begins = [*(start for start, _ in self.parts), self.used]
+        return b"".join(ARENA[end:begin].tobytes() for end, begin in zip(ends, begins))
+
+
+def values(rng: random.Random, dtype: int, numel: int) -> bytes:
+    if numel == 0:
+        return b""
+    if dtype in (U8, I8, I16):
+        return rng.randbytes(numel * (2 if dtype == I16 else 1))
+    numbers = torch.empty(numel).uniform_(0.5, 1.5)
+    return numbers.to(DTYPES[dtype]).view(torch.uint8).numpy().tobytes()
+
+
+class List:
+    """A tensor list whose arrays have LISTS entries."""
+
+    def __init__(self, memory: Memory, dtypes: list[int], numels: list[int], fill=values):
+        self.memory = memory
+        self.data = (c_void_p * LISTS)()
+        self.numel, self.dtype = (c_int64 * LISTS)(), (c_int32 * LISTS)()
+        for k, (dtype, numel) in enumerate(zip(dtypes, numels)):
+            where = memory.take(8 * LARGEST, fill(memory.rng, dtype, numel))
+            self.data[k], self.numel[k], self.dtype[k] = where, numel, dtype
+        self.c = TensorList(len(numels), self.data, self.numel, self.dtype)
+
+    def spoil(self, rng: random.Random) -> None:
+        k = rng.randrange(max(1, self.c.count if 0 < self.c.count <= LISTS else 1))
+        kind = rng.randrange(6)
+        if kind == 0:
+            self.c.count = rng.choice([-1, 0, 1, self.c.count + 1, LISTS, -(2**63)])
+        elif kind == 1:
+            name, array = rng.choice([("data", c_void_p), ("numel", c_int64), ("dtype", c_int32)])
+            setattr(self.c, name, POINTER(array)())
+        elif kind == 2:
+            where = self.data[k]
+            self.data[k] = where and rng.choice([None, where + rng.choice([1, 2, 4, 8])])
+        elif kind == 3:
+            self.numel[k] = rng.choice(
+                [-1, 0, 1, self.numel[k] + 1, -(2**63), 2**59, 2**60, 2**63 - 1]
+            )
+        elif kind == 4:
+            self.dtype[k] = rng.choice([*range(7), -1, 7, 2**31 - 1, -(2**31)])
+        else:
+            self.data[k] = self.data[0]
+
+
+# ---- Calls ---------------------------------------------------------------------------------------
+
+
+class Call:
+    """One call: the lists and structs that it gets, to be spoiled, and its arguments."""
+
+    def __init__(self, name: str, arguments: list, lists=(), structs=(), arrays=()):
+        self.name, self.arguments = name, arguments
+        self.lists, self.structs, self.arrays = list(lists), list(structs), list(arrays)
+
+    def spoil(self, rng: random.Random) -> None:
+        kinds = [self.spoil_argument]
+        kinds += [lambda r: r.choice(self.lists).spoil(r)] * 3 if self.lists else []
+        kinds += [lambda r: spoil_struct(r, r.choice(self.structs))] * 3 if self.structs else []
+        kinds += [lambda r: spoil_array(r, r.choice(self.arrays))] if self.arrays else []
+        rng.choice(kinds)(rng)
+
+    def spoil_argument(self, rng: random.Random) -> None:
+        k = rng.randrange(len(self.arguments))
+        value = self.arguments[k]
+        if isinstance(value, c_size_t):
+            value.value = rng.choice([0, 1, value.value // 2, max(0, value.value - 1)])
+        elif isinstance(value, c_void_p):
+            value.value = value.value and rng.choice([None, value.value + rng.choice([1, 2, 4])])
+        elif isinstance(value, c_int64):
+            value.value = rng.choice([-1, 0, value.value - 1, -(2**63)])
+        elif isinstance(value, c_int32):
+            value.value = rng.choice([-1, 0, 1, 2, 7, -(2**31), 2**31 - 1])
+        else:
+            self.arguments[k] = None
+
+    def run(self) -> int:
+        arguments = [each.c if isinstance(each, List) else each for each in self.arguments]
+        passed = [
+            byref(each) if isinstance(each, (Structure, ctypes.Array)) else each
+            for each in arguments
+        ]
+        return getattr(LIBRARY, self.name)(*passed)
+
+
+DOUBLES = (0.0, 1.0, -1.0, 0.5, 2.0, 1e-300, 5e-324, 1e300, math.nan, math.inf, -math.inf)
+INTEGERS = (0, 1, 2, -1, 3, 15, 16, 64, 255, 256, 2**31 - 1, -(2**31))
+
+
+def spoil_struct(rng: random.Random, struct: Structure) -> None:
+    name, kind = rng.choice(struct._fields_)[:2]
+    value = getattr(struct, name)
+    if name == "size":
+        struct.size = rng.choice([0, 1, 8, struct.size - 8, struct.size + 8, 2**63])
+    elif name == "device":
+        struct.device = rng.choice([-2, -(2**31), 10**6, *([0, 1] if CPU_ONLY else [])])
+    elif name == "stream":
+        struct.stream = rng.choice([None, 8])
+    elif kind is c_double:
+        setattr(struct, name, rng.choice(DOUBLES))
+    elif kind is c_int32:
+        setattr(struct, name, rng.choice(INTEGERS))
+    elif kind is c_int64:
+        setattr(struct, name, rng.choice([*INTEGERS, 2**40, 2**63 - 1, -(2**63)]))
+    elif kind is c_void_p:
+        setattr(struct, name, value and rng.choice([None, value + rng.choice([1, 2, 4])]))
+    elif not isinstance(value, Structure):  # a pointer to a struct or an array
+        setattr(struct, name, kind())
+
+
+def spoil_array(rng: random.Random, array: ctypes.Array) -> None:
+    spoil_struct(rng, array[rng.randrange(3)])
+
+
+def exec_() -> Exec:
+    return Exec(-1, None)
+
+
+def sizes(rng: random.Random) -> list[int]:
+    return [rng.choice([0, 1, 5, 64, 65, 256, 300]) for _ in range(rng.randrange(4))]
+
+
+def scalars(rng: random.Random, memory: Memory, config: Structure) -> None:
+    if rng.random() < 0.3:
+        config.lr_dtype = rng.choice([F32, F64])
+        config.lr_ptr = memory.scalar(1e-3, c_float if config.lr_dtype == F32 else c_double)
+    for name, value in (("grad_scale", 2.0), ("found_inf", 0.0), ("clip_coef", 0.5)):
+        if rng.random() < 0.3:
+            setattr(config, name, memory.scalar(rng.choice([value, value, 0.0, math.nan, -1.0])))
+
+
+def weights(rng: random.Random, memory: Memory, numels: list[int], dtypes: list[int]):
+    """A struct of weights of some mode, its list of residuals, and the dtypes that it wants."""
+    mode = rng.randrange(7)
+    dtypes = list(dtypes) if mode == 0 else [BF16] * len(numels)
+    residual = {2: BF16, 3: F32, 4: I16, 5: I8, 6: I8}.get(mode)
+    w = Weights(ctypes.sizeof(Weights), mode, None, None, None, None)
+    residuals, places = None, None
+    if residual is not None:
+        residuals = List(memory, [residual] * len(numels), numels)
+        w.residuals = ctypes.pointer(residuals.c)
+    if mode in (1, 6):
+        w.seeds = (c_uint64 * LISTS)(*(rng.getrandbits(64) for _ in range(LISTS)))
+    if rng.random() < 0.3:
+        places = (Place * LISTS)(*(Place(3, 4, 9) for _ in range(LISTS)))
+        w.places = places
+    if rng.random() < 0.3:
+        w.stalled = memory.scalar(0, c_int64)
+    return w, residuals, places, dtypes
+
+
+def steps(rng: random.Random, memory: Memory, count: int):
+    def counter(rng, dtype, numel):
+        number = rng.choice([0.0, 3.0, 3.0, 3.0, -1.0, math.nan, math.inf, 2.0**24, 2.0**53])
+        return bytes((c_float if dtype == F32 else c_double)(number))
+
+    if rng.random() < 0.5:
+        return None
+    return List(memory, [rng.choice([F32, F64]) for _ in range(count)], [1] * count, counter)
+
+
+def adam_parts(rng: random.Random, memory: Memory, config: AdamW):
+    numels = sizes(rng)
+    dtypes = [rng.choice(FLOATS) for _ in numels]
+    config.size = ctypes.sizeof(AdamW)
+    config.lr, config.beta1, config.beta2, config.eps = 1e-3, 0.9, 0.999, 1e-8
+    config.weight_decay, config.step, config.decoupled = 0.01, 1, 1
+    scalars(rng, memory, config)
+    structs, lists, arrays = [config], [], []
+    if rng.random() < 0.5:
+        w, residuals, places, dtypes = weights(rng, memory, numels, dtypes)
+        config.weights = ctypes.pointer(w)
+        structs.append(w)
+        lists += [residuals] if residuals else []
+        arrays += [places] if places else []
+        config._keep = w
+    params = List(memory, dtypes, numels)
+    grads = List(memory, [rng.choice(FLOATS) for _ in numels], numels)
+    counters = steps(rng, memory, len(numels))
+    lists += [params, grads, *([counters] if counters else [])]
+    return numels, params, grads, counters, structs, lists, arrays
+
+
+def adamw(rng: random.Random, memory: Memory) -> Call:
+    config = AdamW()
+    numels, params, grads, counters, structs, lists, arrays = adam_parts(rng, memory, config)
+    kinds = [rng.choice(FLOATS) for _ in numels]
+    config.amsgrad = rng.randrange(2)
+    moments = [List(memory, kinds, numels) for _ in range(2 + config.amsgrad)]
+    maxima = moments[2] if config.amsgrad else None
+    where = exec_()
+    arguments = [params, *moments[:2], maxima, counters, grads, config, where]
+    return Call("hr_adamw", arguments, [*lists, *moments], [*structs, where], arrays)
+
+
+def adamw8bit(rng: random.Random, memory: Memory) -> Call:
+    config = AdamW8bit(ctypes.sizeof(AdamW8bit))
+    numels, params, grads, counters, structs, lists, arrays = adam_parts(rng, memory, config.adamw)
+    config.block_size = rng.choice([64, 128, 256, 512])
+    if rng.random() < 0.3:
+        config.seeds = (c_uint64 * LISTS)(*range(LISTS))
+    elif rng.random() < 0.2:
+        config.bnb_exact = 1
+    blocks = [-(-n // config.block_size) for n in numels]
+    moments = [
+        List(memory, [dtype] * len(numels), count)
+        for _ in range(2)
+        for dtype, count in ((U8, numels), (F32, blocks))
+    ]
+    where = exec_()
+    arguments = [params, *moments, counters, grads, config, where]
+    structs = [*structs, config, where]
+    return Call("hr_adamw8bit", arguments, [*lists, *moments], structs, arrays)
+
+
+def adafactor(rng: random.Random, memory: Memory) -> Call:
+    count = rng.randrange(4)
+    shapes = (Shape * LISTS)()
+    for k in range(LISTS):
+        batch, rows, cols = rng.choice([(1, 1, 7), (1, 8, 9), (2, 3, 4), (1, 70, 4), (1, 0, 5)])
+        factored = int(rows != 1 and rng.random() < 0.8)
+        if not factored:
+            batch, rows, cols = 1, 1, batch * rows * cols
+        shapes[k] = Shape(batch, rows, cols, factored, 0, 0, 0)
+    used = shapes[:count]
+    numels = [s.batch * s.rows * s.cols for s in used]
+    config = Adafactor(ctypes.sizeof(Adafactor), rng.randrange(2), 1e-2, -0.8, 1e-30, 1e-3, 1.0)
+    config.step, config.scale_parameter, config.phases = 1, 1, 15
+    config.relative_step = rng.randrange(2)
+    scalars(rng, memory, config)
+    structs, lists, arrays = [config], [], [shapes]
+    dtypes = [rng.choice(FLOATS) for _ in numels]
+    if rng.random() < 0.4:
+        w, residuals, places, dtypes = weights(rng, memory, numels, dtypes)
+        config.weights = ctypes.pointer(w)
+        config._keep = w
+        structs.append(w)
+        lists += [residuals] if residuals else []
+        arrays += [places] if places else []
+    f32 = [F32] * count
+    params = List(memory, dtypes, numels)
+    rows = List(memory, f32, [s.batch * s.rows * s.factored for s in used])
+    cols = List(memory, f32, [s.batch * s.cols * s.factored for s in used])
+    variances = List(memory, f32, [n * (1 - s.factored) for n, s in zip(numels, used)])
+    averages = List(memory, f32, numels) if rng.random() < 0.5 else None
+    roots = List(memory, f32, [1] * count) if rng.random() < 0.5 else None
+    counters = steps(rng, memory, count)
+    grads = List(memory, [rng.choice(FLOATS) for _ in numels], numels)
+    needed = c_size_t()
+    assert LIBRARY.hr_adafactor_workspace(byref(needed), byref(shapes), c_int64(count)) == OK
+    workspace = c_void_p(memory.take(max(needed.value, 8)))
+    where = exec_()
+    optional = [each for each in (averages, roots, counters) if each]
+    arguments = [
+        *(params, rows, cols, variances, averages, roots, counters, grads, shapes, config),
+        *(workspace, needed, where),
+    ]
+    lists += [params, rows, cols, variances, grads, *optional]
+    return Call("hr_adafactor", arguments, lists, [*structs, where], arrays)
+
+
+def unscale_norm(rng: random.Random, memory: Memory) -> Call:
+    numels = sizes(rng)
+    grads = List(memory, [rng.choice(FLOATS) for _ in numels], numels)
+    config = UnscaleNorm(ctypes.sizeof(UnscaleNorm), rng.choice([1.0, 2.0, 3.0, math.inf]), 1.0)
+    config.write = rng.randrange(2)
+    for name in ("grad_scale", "clip_coef"):
+        if rng.random() < 0.3:
+            setattr(config, name, memory.scalar(rng.choice([2.0, 2.0, 0.0, math.nan])))
+    result = NormResult()
+    for name, _ in NormResult._fields_:
+        if rng.random() < 0.6:
+            setattr(result, name, memory.take(8 * LISTS))
+    needed = c_size_t()
+    assert LIBRARY.hr_unscale_norm_workspace(byref(needed), byref(grads.c)) == OK
+    workspace, where = c_void_p(memory.take(max(needed.value, 8))), exec_()
+    arguments = [grads, result, config, workspace, needed, where]
+    return Call("hr_unscale_norm", arguments, [grads], [config, result, where])
+
+
+def update_scale(rng: random.Random, memory: Memory) -> Call:
+    config = UpdateScale(ctypes.sizeof(UpdateScale), 2.0, 0.5, 0.0, 1e300, 2000, 1)
+    pointers = [
+        c_void_p(memory.scalar(value, kind))
+        for value, kind in ((65536.0, c_float), (5, c_int32), (1, c_int32), (1.0, c_float))
+    ]
+    where = exec_()
+    return Call("hr_update_scale", [*pointers, config, where], structs=[config, where])
+
+
+def accumulate(rng: random.Random, memory: Memory) -> Call:
+    numels = sizes(rng)
+    sums, losts = (List(memory, [F32] * len(numels), numels) for _ in range(2))
+    grads = List(memory, [rng.choice(FLOATS) for _ in numels], numels)
+    config = Accumulate(ctypes.sizeof(Accumulate), 0.5, None, rng.randrange(2))
+    if rng.random() < 0.3:
+        config.factor_ptr = memory.scalar(rng.choice([0.5, math.nan]))
+    where = exec_()
+    arguments = [sums, losts if rng.random() < 0.5 else None, grads, config, where]
+    return Call("hr_accumulate", arguments, [sums, losts, grads], [config, where])
+
+
+def join_weights(rng: random.Random, memory: Memory) -> Call:
+    numels = sizes(rng)
+    w, residuals, places, dtypes = weights(rng, memory, numels, [BF16] * len(numels))
+    wide, params = List(memory, [F32] * len(numels), numels), List(memory, dtypes, numels)
+    name, pair = rng.choice(
+        [("hr_join_weights", [wide, params]), ("hr_split_weights", [params, wide])]
+    )
+    where = exec_()
+    lists = [wide, params, *([residuals] if residuals else [])]
+    arrays = [places] if places else []
+    return Call(name, [*pair, w, where], lists, [w, where], arrays)
+
+
+def workspace(rng: random.Random, memory: Memory) -> Call:
+    grads = List(memory, [F32, BF16], [5, 300])
+    return Call("hr_unscale_norm_workspace", [c_size_t(77), grads], [grads])
+
+
+def adafactor_workspace(rng: random.Random, memory: Memory) -> Call:
+    shapes = (Shape * LISTS)(*(Shape(1, 8, 9, 1) for _ in range(LISTS)))
+    arguments = [c_size_t(77), shapes, c_int64(3)]
+    return Call("hr_adafactor_workspace", arguments, arrays=[shapes])
+
+
+def dynamic_map(rng: random.Random, memory: Memory) -> Call:
+    return Call("hr_dynamic_map", [c_void_p(memory.take(1024 + 16)), c_int32(rng.randrange(2))])
+
+
+CALLS = (adamw, adamw, adamw8bit, adamw8bit, adafactor, adafactor, unscale_norm, update_scale)
+CALLS = (*CALLS, accumulate, join_weights, workspace, adafactor_workspace, dynamic_map)
+
+
+def case(rng: random.Random) -> str:
+    memory = Memory(rng)
+    call = rng.choice(CALLS)(rng, memory)
+    spoiled = rng.randrange(4)
+    for _ in range(spoiled):
+        call.spoil(rng)
+    if "workspace" in call.name and isinstance(call.arguments[0], c_size_t):
+        call.arguments[0] = byref(call.arguments[0])
+    before, gaps = memory.all(), memory.gaps()
+    status = call.run()
+    name = LIBRARY.hr_status_string(status).decode()
+    assert 0 <= status < INTERNAL, f"{call.name} returned {status} ({name})"
+    if status == OK:
+        assert memory.gaps() == gaps, f"{call.name} wrote outside of its tensors"
+        return "accepted"
+    message = LIBRARY.hr_last_error().decode()
+    assert message.startswith(f"{call.name}: "), f"{call.name} said {message!r}"
+    assert memory.all() == before, f"{call.name} failed and wrote: {message}"
+    return "refused"
+
+
+if __name__ == "__main__":
+    sys.exit(main(case))

@@ -1,0 +1,55 @@
+"""A few seconds of each fuzz driver, with a seed that stays. A longer run by hand finds more:
+``python -m tests.python.fuzz.convert --seconds 600 --seed 7``."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[2]
+DRIVERS = sorted(path.stem for path in FOLDER.glob("[!_]*.py") if path.stem != "test_fuzz")
+SECONDS = 4
+FEWEST = 50  # cases: with fewer a driver tries nothing to speak of
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_driver_finds_nothing(driver):
+    line = [sys.executable, "-m", f"tests.python.fuzz.{driver}", "--seconds", str(SECONDS)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    tried = re.search(r"^([\d,]+) cases in", done.stdout, re.MULTILINE)
+    assert tried and int(tried[1].replace(",", "")) >= FEWEST, done.stdout
+    print(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        ("assert number != 7, 'seven'", "case 7 failed"),
+        ("if number == 7: os.kill(os.getpid(), 11)", "case 7 ended the process with SIGSEGV"),
+    ],
+)
+def test_the_loop_names_the_case_that_fails(body, said, tmp_path):
+    (tmp_path / "fake.py").write_text(
+        "import itertools, os, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from tests.python.fuzz._driver import main\n"
+        "numbers = itertools.count()\n"
+        "def case(rng):\n"
+        "    number = next(numbers)\n"
+        f"    {body}\n"
+        "    return 'accepted'\n"
+        "sys.exit(main(case, sys.argv[1:]))\n"
+    )
+    line = [sys.executable, "fake.py", "--cases", "9"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and said in done.stdout
+    assert "--seed 0 --first 7 --cases 1" in done.stdout
+    line = [sys.executable, "fake.py", "--cases", "7"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "7 cases in" in done.stdout

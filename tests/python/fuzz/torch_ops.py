@@ -1,0 +1,287 @@
+"""Fuzzes the torch ops: right calls with one to three tensors or options made wrong.
+
+A call is refused with RuntimeError and no byte of any tensor has changed; or it is taken, no byte
+outside of what the schema says is written has changed, and no tensor without data was among those
+with data.
+"""
+
+import math
+import random
+import sys
+
+import headroom  # noqa: F401  (registers the ops)
+import torch
+from tests.python.fuzz._driver import changed_tensor, hostile_tensor, main
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = ((3, 4), (), (5,), (0,), (64,), (70, 5), (2, 3, 4))
+PAD = 8  # elements on both sides of a tensor, which nobody may write
+NUMBERS = (0.0, 1.0, -1.0, 0.5, 1e-300, 1e300, math.nan, math.inf, -math.inf)
+INTEGERS = (0, 1, 2, 3, 6, 7, -1, 15, 64, 255, 256, 512, 2**31 - 1, 2**62, -(2**63))
+
+
+def tensor(rng: random.Random, shape: tuple, dtype: torch.dtype) -> Tensor:
+    numel = math.prod(shape)
+    if dtype.is_floating_point:
+        memory = torch.empty(numel + 2 * PAD).uniform_(0.5, 1.5).to(dtype)
+    else:
+        memory = torch.randint(0, 100, (numel + 2 * PAD,)).to(dtype)
+    return memory[PAD : PAD + numel].view(shape)
+
+
+class Call:
+    def __init__(self, name: str, lists: dict, **options):
+        self.op = getattr(torch.ops.headroom, name).default
+        self.lists, self.options = lists, options
+        self.kinds = {argument.name: argument for argument in self.op._schema.arguments}
+
+    def spoil(self, rng: random.Random) -> None:
+        if rng.random() < 0.6:
+            self.spoil_list(rng, rng.choice(list(self.lists)))
+        else:
+            self.spoil_option(rng, rng.choice([n for n in self.kinds if n not in self.lists]))
+
+    def spoil_list(self, rng: random.Random, name: str) -> None:
+        value = self.lists[name]
+        if not isinstance(value, list):
+            self.lists[name] = other_tensor(rng, value)
+            return
+        kind = rng.randrange(8)
+        if kind == 0 and value:
+            value.pop(rng.randrange(len(value)))
+        elif kind == 1:
+            value.append(hostile_tensor(rng))
+        elif kind == 2:
+            value.reverse()
+        elif kind == 3 and value:
+            others = [t for each in self.lists.values() if isinstance(each, list) for t in each]
+            value[rng.randrange(len(value))] = rng.choice(others)
+        elif value:
+            k = rng.randrange(len(value))
+            value[k] = other_tensor(rng, value[k])
+
+    def spoil_option(self, rng: random.Random, name: str) -> None:
+        kind = str(self.kinds[name].type)
+        if kind in ("Tensor", "Optional[Tensor]"):
+            given = self.options.get(name)
+            scalar = given if given is not None else torch.ones(())
+            makes = (lambda: None, lambda: other_tensor(rng, scalar), lambda: hostile_tensor(rng))
+            self.options[name] = rng.choice(makes)()
+        elif kind == "float":
+            self.options[name] = rng.choice(NUMBERS)
+        elif kind == "bool":
+            self.options[name] = rng.choice([True, False])
+        elif kind == "int":
+            self.options[name] = rng.choice(INTEGERS)
+        else:
+            self.options[name] = rng.choice(
+                [None, [], [rng.choice(INTEGERS) for _ in range(rng.randrange(9))]]
+            )
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        found = []
+        for name, value in (self.lists | self.options).items():
+            values = value if isinstance(value, list) else [value]
+            found += [(name, each) for each in values if isinstance(each, Tensor)]
+        return found
+
+    def run(self) -> None:
+        with torch.set_grad_enabled(False):
+            self.op(*self.lists.values(), **self.options)
+
+
+def other_tensor(rng: random.Random, tensor: Tensor) -> Tensor:
+    return hostile_tensor(rng) if rng.random() < 0.25 else changed_tensor(rng, tensor)
+
+
+# ---- Right calls ---------------------------------------------------------------------------------
+
+
+def weights(rng: random.Random, shapes: list) -> tuple[list, dict, list | None]:
+    """Residuals, options and the parameters' dtypes of a mode of storing weights."""
+    mode = rng.choice([0, 0, 1, 2, 3, 4, 5, 6])
+    bf16 = torch.bfloat16
+    kinds = {2: bf16, 3: torch.float32, 4: torch.int16, 5: torch.int8, 6: torch.int8}
+    residuals = [tensor(rng, shape, kinds[mode]) for shape in shapes] if mode in kinds else []
+    options = {"weights_mode": mode}
+    if mode in (1, 6):
+        options["weight_seeds"] = [rng.getrandbits(62) for _ in shapes]
+    if rng.random() < 0.2:
+        options["stalled"] = tensor(rng, (), torch.int64)
+    return residuals, options, [bf16] * len(shapes) if mode else None
+
+
+def scalars(rng: random.Random, names: tuple) -> dict:
+    values = {"grad_scale": 2.0, "found_inf": 0.0, "clip_coef": 0.5, "lr_tensor": 1e-3}
+    return {
+        name: tensor(rng, (), torch.float32).fill_(values[name])
+        for name in names
+        if rng.random() < 0.25
+    }
+
+
+def parts(rng: random.Random) -> tuple:
+    """Shapes, parameters, gradients, counters, residuals and options of an optimizer's op."""
+    shapes = [rng.choice(SHAPES) for _ in range(rng.randrange(4))]
+    residuals, options, dtypes = weights(rng, shapes)
+    dtypes = dtypes or [rng.choice(FLOATS) for _ in shapes]
+    params = [tensor(rng, shape, dtype) for shape, dtype in zip(shapes, dtypes)]
+    grads = [tensor(rng, shape, rng.choice(FLOATS)) for shape in shapes]
+    counters = [torch.tensor(3.0, dtype=rng.choice([torch.float32, torch.float64])) for _ in shapes]
+    options |= scalars(rng, ("grad_scale", "found_inf", "clip_coef", "lr_tensor"))
+    return shapes, params, grads, counters, residuals, options
+
+
+ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8}
+ADAM |= {"maximize": False, "decoupled": True}
+
+
+def adamw(rng: random.Random) -> Call:
+    shapes, params, grads, counters, residuals, options = parts(rng)
+    kinds, amsgrad = [rng.choice(FLOATS) for _ in shapes], rng.random() < 0.3
+    moments = [[tensor(rng, s, d) for s, d in zip(shapes, kinds)] for _ in range(3)]
+    names = ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
+    lists = {"params": params, "grads": grads, **dict(zip(names, moments))}
+    lists["max_exp_avg_sqs"] = moments[2] if amsgrad else []
+    lists |= {"state_steps": counters, "residuals": residuals}
+    return Call("adamw_", lists, amsgrad=amsgrad, **ADAM, **options)
+
+
+def adamw8bit(rng: random.Random) -> Call:
+    shapes, params, grads, counters, residuals, options = parts(rng)
+    size = rng.choice([64, 128, 256, 512])
+    lists = {"params": params, "grads": grads}
+    for name in ("exp_avg", "exp_avg_sq"):
+        lists[f"{name}s"] = [tensor(rng, shape, torch.uint8) for shape in shapes]
+        lists[f"{name}_absmaxs"] = [
+            tensor(rng, (-(-math.prod(shape) // size),), torch.float32) for shape in shapes
+        ]
+    lists |= {"state_steps": counters, "residuals": residuals}
+    return Call("adamw8bit_", lists, block_size=size, **ADAM, **options)
+
+
+def adafactor(rng: random.Random) -> Call:
+    shapes, params, grads, counters, residuals, options = parts(rng)
+    f32 = torch.float32
+    factored = [len(shape) > 1 for shape in shapes]
+    momentum, with_rms = rng.random() < 0.5, rng.random() < 0.5
+    lists = {"params": params, "grads": grads}
+    lists["row_vars"] = [
+        tensor(rng, shape[:-1] if f else (0,), f32) for shape, f in zip(shapes, factored)
+    ]
+    lists["col_vars"] = [
+        tensor(rng, (*shape[:-2], shape[-1]) if f else (0,), f32)
+        for shape, f in zip(shapes, factored)
+    ]
+    lists["variances"] = [
+        tensor(rng, (0,) if f else shape, f32) for shape, f in zip(shapes, factored)
+    ]
+    lists["exp_avgs"] = [tensor(rng, shape, f32) for shape in shapes] if momentum else []
+    lists["rmss"] = [tensor(rng, (), f32) for _ in shapes] if with_rms else []
+    lists |= {"state_steps": counters, "residuals": residuals}
+    rule = {"hf": rng.random() < 0.5, "lr": 1e-2, "beta2_decay": -0.8, "eps1": 1e-30, "eps2": 1e-3}
+    rule |= {"clip_threshold": 1.0, "weight_decay": 0.0, "beta1": 0.9 if momentum else 0.0}
+    rule |= {"scale_parameter": True, "relative_step": True, "warmup_init": False}
+    return Call("adafactor_", lists, **rule, **options)
+
+
+def unscale_norm(rng: random.Random) -> Call:
+    grads = [tensor(rng, rng.choice(SHAPES), rng.choice(FLOATS)) for _ in range(rng.randrange(4))]
+    options = scalars(rng, ("grad_scale", "clip_coef"))
+    kinds = {"norm": (), "norms": (len(grads),), "found_inf": (), "culprit": (), "clip": ()}
+    for name, shape in kinds.items():
+        if rng.random() < 0.5:
+            dtype = torch.int64 if name == "culprit" else torch.float32
+            options[name] = tensor(rng, shape, dtype)
+    name = rng.choice(["unscale_norm_", "grad_norm"])
+    return Call(name, {"grads": grads}, p=rng.choice([1.0, 2.0, math.inf]), **options)
+
+
+def update_scale(rng: random.Random) -> Call:
+    kinds = (torch.float32, torch.int32, torch.int32, torch.float32)
+    names = ("scale", "growth_tracker", "hysteresis_tracker", "found_inf")
+    return Call("update_scale_", {n: tensor(rng, (), kind) for n, kind in zip(names, kinds)})
+
+
+def accumulate(rng: random.Random) -> Call:
+    shapes = [rng.choice(SHAPES) for _ in range(rng.randrange(4))]
+    sums, losts = ([tensor(rng, shape, torch.float32) for shape in shapes] for _ in range(2))
+    grads = [tensor(rng, shape, rng.choice(FLOATS)) for shape in shapes]
+    lists = {"sums": sums, "losts": losts if rng.random() < 0.5 else [], "grads": grads}
+    options = {"zero_grads": rng.random() < 0.5}
+    if rng.random() < 0.3:
+        options["factor_tensor"] = tensor(rng, (), torch.float32)
+    return Call("accumulate_", lists, **options)
+
+
+def join_weights(rng: random.Random) -> Call:
+    shapes = [rng.choice(SHAPES) for _ in range(rng.randrange(4))]
+    residuals, options, dtypes = weights(rng, shapes)
+    params = [tensor(rng, shape, torch.bfloat16) for shape in shapes]
+    values = [tensor(rng, shape, torch.float32) for shape in shapes]
+    mode = options["weights_mode"]
+    if rng.random() < 0.5:
+        lists = {"values": values, "params": params, "residuals": residuals}
+        return Call("join_weights_", lists, weights_mode=mode)
+    lists = {"params": params, "residuals": residuals, "values": values}
+    return Call("split_weights_", lists, weights_mode=mode)
+
+
+CALLS = (adamw, adamw, adamw8bit, adamw8bit, adafactor, adafactor, unscale_norm, update_scale)
+CALLS = (*CALLS, accumulate, join_weights)
+
+# ---- One case ------------------------------------------------------------------------------------
+
+
+def has_data(tensor: Tensor) -> bool:
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return False
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0  # not freed
+
+
+def memory(tensor: Tensor) -> bytes:
+    """All bytes of its storage, its own and those of others."""
+    storage = tensor.untyped_storage()
+    return bytes(torch.empty(0, dtype=torch.uint8).set_(storage).tolist())
+
+
+def case(rng: random.Random) -> str:
+    call = rng.choice(CALLS)(rng)
+    for _ in range(rng.choice([0, 1, 1, 2, 3])):
+        call.spoil(rng)
+    given = call.tensors()
+    real = [(name, each) for name, each in given if has_data(each)]
+    before = {each.untyped_storage()._cdata: memory(each) for _, each in real}
+    where = {each.untyped_storage()._cdata: each for _, each in real}
+    try:
+        call.run()
+    except RuntimeError as error:
+        for key, each in where.items():
+            assert memory(each) == before[key], f"{call.op} failed and wrote: {error}"
+        assert str(error), f"{call.op} failed without a word"
+        return "refused"
+    without = [name for name, each in given if not has_data(each)]
+    if real and any(each.numel() for _, each in real):
+        assert not without, f"{call.op} took {without}, which have no data"
+    written = [each for name, each in real if call.kinds[name].is_write]
+    allowed = {key: bytearray(len(content)) for key, content in before.items()}
+    for each in written:
+        mark(each, allowed[each.untyped_storage()._cdata])
+    for key, each in where.items():
+        for now, then, may in zip(memory(each), before[key], allowed[key]):
+            assert now == then or may, f"{call.op} wrote outside of what its schema says"
+    return "accepted"
+
+
+def mark(tensor: Tensor, allowed: bytearray) -> None:
+    """Marks the bytes of a tensor's elements in its storage."""
+    positions = torch.arange(len(allowed) // tensor.element_size())
+    own = positions.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    for position in own.flatten().tolist():
+        start = position * tensor.element_size()
+        allowed[start : start + tensor.element_size()] = b"\1" * tensor.element_size()
+
+
+if __name__ == "__main__":
+    sys.exit(main(case))
