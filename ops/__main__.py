@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .state.convert import LIBRARIES, convert_state
-from .state.file import is_state_file
+from .state.file import is_state_file, replacing
 from .state.save import StateFileError, load_state, save_state
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -73,12 +73,8 @@ def _convert(options: argparse.Namespace) -> int:
     if options.target.suffix == ".safetensors":
         save_state(options.target, optimizer=_Held(state), rng=False)
     else:
-        unfinished = options.target.with_name(options.target.name + ".unfinished")
-        try:
-            torch.save(whole, unfinished)
-            os.replace(unfinished, options.target)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with replacing(options.target) as file, os.fdopen(os.dup(file), "wb") as stream:
+            torch.save(whole, stream)
     print(report)
     return 0
 

@@ -27,7 +27,8 @@ hr_status adamw_check_config(const char *function, const char *path, const hr_ad
     HR_TRY(hr_check_scalar(function, "lr_ptr", config->lr_ptr, config->lr_dtype));
     HR_TRY(hr_check_scalar(function, "grad_scale", config->grad_scale, HR_F32));
     HR_TRY(hr_check_scalar(function, "found_inf", config->found_inf, HR_F32));
-    return hr_check_scalar(function, "clip_coef", config->clip_coef, HR_F32);
+    HR_TRY(hr_check_scalar(function, "clip_coef", config->clip_coef, HR_F32));
+    return HR_OK;
 }
 
 hr_status adamw_check_steps(const char *function, const hr_tensor_list *steps, int64_t count)

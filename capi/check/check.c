@@ -77,7 +77,7 @@ hr_status hr_check_exec(const char *function, const hr_exec *exec)
     HR_REQUIRE(exec->device >= HR_CPU, "%s: exec->device is %d, wanted HR_CPU (%d) or an ordinal",
                function, exec->device, HR_CPU);
 #if !HR_WITH_CUDA
-    if (exec->device != HR_CPU)
+    if (!HR_CHECK_PASSES(exec->device == HR_CPU))
         return hr_fail(HR_UNSUPPORTED, "%s: exec->device is %d, but this build has no CUDA part",
                        function, exec->device);
 #endif

@@ -16,7 +16,8 @@ static hr_status check_config(const hr_unscale_norm_config *config)
     HR_REQUIRE(config->max_norm >= 0, "hr_unscale_norm: max_norm is %g, wanted >= 0",
                config->max_norm);
     HR_TRY(hr_check_scalar("hr_unscale_norm", "grad_scale", config->grad_scale, HR_F32));
-    return hr_check_scalar("hr_unscale_norm", "clip_coef", config->clip_coef, HR_F32);
+    HR_TRY(hr_check_scalar("hr_unscale_norm", "clip_coef", config->clip_coef, HR_F32));
+    return HR_OK;
 }
 
 static size_t workspace_bytes_of(const hr_tensor_list *grads)

@@ -42,7 +42,8 @@ static hr_status check_config(const hr_adafactor_config *config, int has_steps)
     HR_TRY(hr_check_scalar("hr_adafactor", "lr_ptr", config->lr_ptr, config->lr_dtype));
     HR_TRY(hr_check_scalar("hr_adafactor", "grad_scale", config->grad_scale, HR_F32));
     HR_TRY(hr_check_scalar("hr_adafactor", "found_inf", config->found_inf, HR_F32));
-    return hr_check_scalar("hr_adafactor", "clip_coef", config->clip_coef, HR_F32);
+    HR_TRY(hr_check_scalar("hr_adafactor", "clip_coef", config->clip_coef, HR_F32));
+    return HR_OK;
 }
 
 /* Whether the product of three numbers >= 0 is at most 2^59; then it is in *product. */
@@ -154,7 +155,8 @@ static hr_status check_lists(const adafactor_args *a)
         HR_REQUIRE(a->rmss->numel[k] == 1,
                    "hr_adafactor: rmss[%" PRId64 "] has numel %" PRId64 ", wanted 1", k,
                    a->rmss->numel[k]);
-    return adamw_check_steps(function, a->steps, count);
+    HR_TRY(adamw_check_steps(function, a->steps, count));
+    return HR_OK;
 }
 
 hr_status hr_adafactor(const hr_tensor_list *params, const hr_tensor_list *row_vars,

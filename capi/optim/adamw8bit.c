@@ -59,7 +59,8 @@ static hr_status check_lists(const adamw8bit_args *a)
     HR_TRY(check_absmaxs("exp_avg_sq_absmaxs", a->exp_avg_sq_absmaxs, a->params, size));
     HR_TRY(adamw_check_steps("hr_adamw8bit", a->steps, count));
     HR_TRY(weights_check("hr_adamw8bit", a->config->adamw.weights, a->params));
-    return hr_check_list("hr_adamw8bit", "grads", a->grads, count, numel, HR_FLOATS);
+    HR_TRY(hr_check_list("hr_adamw8bit", "grads", a->grads, count, numel, HR_FLOATS));
+    return HR_OK;
 }
 
 hr_status hr_adamw8bit(const hr_tensor_list *params, const hr_tensor_list *exp_avgs,

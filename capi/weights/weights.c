@@ -19,7 +19,8 @@ static hr_status prepare(const char *function, weights_args *a, hr_weights *weig
     weights->mode = weights_are_random(a->weights->mode) ? a->weights->mode - 1 : a->weights->mode;
     weights->residuals = a->weights->residuals;
     a->weights = weights;
-    return weights_check(function, weights, a->params);
+    HR_TRY(weights_check(function, weights, a->params));
+    return HR_OK;
 }
 
 static hr_status convert(const char *function, weights_args *args, const hr_exec *exec)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .functional.unscale_norm import local_part
 
@@ -52,8 +53,10 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
+    if tensor.layout != torch.strided or isinstance(tensor, FakeTensor):
+        return 0
     try:
-        return tensor.data_ptr() if tensor.layout == torch.strided else 0
+        return tensor.data_ptr()
     except RuntimeError:  # a subclass that has no memory of its own
         return 0
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from .._core.registration import FLOATS, complete, require
 from ..functional.unscale_norm import local_part, unscale_norm_
-from ._ranks import Ranks, checksum
+from .ranks import Ranks, checksum
 
 __all__ = ["GradAccumulator", "accumulate_"]
 
@@ -203,7 +203,7 @@ class GradAccumulator:
             TypeError, ValueError: the weight is not a finite number > 0.
             RuntimeError: ``param.grad`` is still the mean that :meth:`finish` set, plus this
                 micro-batch: ``zero_grad()`` was not called after the step. Or several ranks train,
-                and it is not known how their gradients are combined.
+                and nothing says how their gradients are reduced.
         """
         weight = _checked_weight(weight)
         self._ranks.check_known()

@@ -441,7 +441,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         skipped = sum(int(counts[0]) for counts in self._skips.values())
         if skipped:
-            self._warn_of_skips("read", f"{skipped:,} steps were")
+            self._warn_of_skips("read", f"{skipped:,} steps were", stacklevel=3)
         return skipped
 
     def _skips_on(self, device: torch.device) -> Tensor:
@@ -462,9 +462,11 @@ class Optimizer(torch.optim.Optimizer):
             self._late_skips.send(counts[1])
         for skipped in self._late_skips.arrived():
             if skipped >= self.max_consecutive_skips:
-                self._warn_of_skips("in a row", f"the last {skipped:,} steps were all")
+                self._warn_of_skips(
+                    "in a row", f"the last {skipped:,} steps were all", stacklevel=5
+                )
 
-    def _warn_of_skips(self, occasion: str, words: str) -> None:
+    def _warn_of_skips(self, occasion: str, words: str, stacklevel: int) -> None:
         if occasion in self._warned:
             return
         self._warned.add(occasion)
@@ -474,7 +476,7 @@ class Optimizer(torch.optim.Optimizer):
             f"{words} skipped because gradients were infinite or NaN{culprit}. A skipped step "
             "changes nothing. Look for a NaN in the data or the forward pass, or lower the "
             "learning rate",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
 
     def _culprit(self) -> str | None:

@@ -5,6 +5,9 @@ bytes, the header in JSON, the data of the tensors one after the other. ``__meta
 
 - ``crc32``, first, so that it lies at a fixed place: the CRC-32 of length and header, with this
   field as zeros;
+- ``sequence``, behind it, in 16 digits: higher than that of any state file that was in the folder
+  when this one was saved. It orders the files of a folder whatever the clock does. Files of format
+  1 have none, and count as older than all that have one;
 - ``headroom``, a JSON document (:data:`DOCUMENT`): ``format`` (:data:`FORMAT`), the ``tree`` that
   refers to tensors, ``piece`` (a number of bytes), and ``tensors``: for each the CRC-32 of each of
   its pieces, and its strides if it is dense in another order than the file, which has the order of
@@ -13,6 +16,11 @@ bytes, the header in JSON, the data of the tensors one after the other. ``__meta
 CRC-32 finds every flipped bit and every burst of up to 32. It is in the standard library, keeps up
 with disks, and lets go of the interpreter's lock, so that pieces are summed while others are
 written or read. Where the package isal is installed, its CRC-32 keeps up with memory.
+
+What is summed is what is written, and what is read: every piece is copied to memory that belongs to
+the save before it is summed and written, so that a thread that goes on training does no harm, and
+read to memory that belongs to the load before it is checked and used, so that no other process can
+change it in between. Nothing is mapped.
 """
 
 from __future__ import annotations
@@ -22,13 +30,14 @@ import ctypes
 import errno
 import fcntl
 import json
-import mmap
 import os
+import re
 import secrets
 import stat
 import struct
 import threading
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from math import prod
@@ -46,23 +55,32 @@ except ImportError:
     from zlib import crc32
 
 __all__ = [
+    "MALFORMED",
     "StateFile",
     "StateFileError",
+    "check_storage",
     "check_tensor",
     "identity",
     "is_state_file",
     "partial_of",
     "remove_partial",
+    "replacing",
+    "shortened",
     "write",
 ]
 
-FORMAT = 1
+FORMAT = 2
 PIECE = 8 << 20
-BLOCK = 1 << 20  # read at a time: stays in the cache until it is summed
-SMALL = 1 << 18  # summed where it is: handing it to a thread would take longer
+BLOCK = 1 << 20  # copied or read at a time: stays in the cache until it is summed
+SMALL = 1 << 18  # summed by the thread that writes: handing it to another would take longer
 LONGEST_HEADER = 100_000_000  # safetensors' own limit
+MOST_VALUES = 1 << 22  # in a header: some 300 MB of Python objects at worst
+MOST_DIMS = 64  # torch's loops have no more
+DEEPEST = 400  # brackets in each other in a header; Python's own limit is 1,000 calls
 PREFIX = b'{"__metadata__":{"crc32":"'
 ZEROS = b"0" * 8
+BEFORE_SEQUENCE = b'","sequence":"'
+SEQUENCE_DIGITS = 16
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -83,6 +101,15 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 DOCUMENT = {"tree": dict, "module_versions": dict, "saved_ns": int, "piece": int, "tensors": dict}
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
+NO_MODES = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP)  # of file systems without permissions
+KINDS_OF_FILES = (
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISLNK, "a link"),
+    (stat.S_ISDIR, "a folder"),
+)
 ADVICE = {
     errno.ENOSPC: "free space there, or save elsewhere; keep= removes old states",
     errno.EDQUOT: "free some of your quota, or save elsewhere; keep= removes old states",
@@ -90,11 +117,25 @@ ADVICE = {
     errno.EACCES: "save in a folder that you may write to",
     errno.EPERM: "save in a folder that you may write to",
     errno.EROFS: "save in a folder that you may write to",
-    errno.ENOENT: "make the folder first",
+    errno.ENOENT: "save in a folder that stays",
     errno.ENOTDIR: "save in a folder",
     errno.EISDIR: "give the name of a file",
+    errno.EEXIST: "remove it if nobody needs it, or save under another name",
+    errno.ELOOP: "save under another name",
     errno.EIO: "the storage fails; save elsewhere, and look after it",
 }
+
+
+# What reading a header that someone has made up may raise.
+MALFORMED = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class StateFileError(RuntimeError):
@@ -105,7 +146,8 @@ class StateFileError(RuntimeError):
 
 
 def check_tensor(tensor: Tensor, name: str) -> None:
-    """Raises TypeError for a tensor that is not one run of plain numbers."""
+    """Raises TypeError for a tensor that is not one run of plain numbers, and ValueError for one
+    whose numbers have been freed."""
     if isinstance(tensor, DTensor):
         raise TypeError(
             f"'{name}' is a DTensor: a state file holds whole tensors. Save sharded states with "
@@ -116,6 +158,8 @@ def check_tensor(tensor: Tensor, name: str) -> None:
         raise TypeError(
             f"'{name}' is a {type(tensor).__name__}, which wraps other tensors; save those"
         )
+    if tensor.is_nested:
+        raise TypeError(f"'{name}' is a nested tensor; save the list of tensors of its unbind()")
     if tensor.layout != torch.strided:
         raise TypeError(f"'{name}' is sparse ({tensor.layout}); save tensor.to_dense()")
     if tensor.device.type == "meta":
@@ -124,6 +168,27 @@ def check_tensor(tensor: Tensor, name: str) -> None:
         raise TypeError(f"'{name}' is complex; save torch.view_as_real of it")
     if tensor.dtype not in NAMES:
         raise TypeError(f"'{name}' is {tensor.dtype}, which safetensors files do not hold")
+    if tensor.dim() > MOST_DIMS:
+        raise TypeError(f"'{name}' has {tensor.dim()} dimensions; save tensor.flatten()")
+    check_storage(tensor, name)
+
+
+def check_storage(tensor: Tensor, name: str) -> None:
+    """Raises for a tensor whose storage is shorter than the tensor, as after
+    ``untyped_storage().resize_(0)``: torch reads and writes such a one without looking."""
+    if not tensor.numel():
+        return
+    storage = tensor.untyped_storage()
+    if storage.device.type != tensor.device.type:
+        raise TypeError(f"'{name}' is a {type(tensor).__name__}, which has no values")
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    wanted = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    if storage.nbytes() < wanted:
+        raise ValueError(
+            f"the storage of '{name}' has {storage.nbytes():,} bytes, and the tensor lies in "
+            f"{wanted:,}: it has been freed or resized, as by untyped_storage().resize_(0); give "
+            "it memory again first"
+        )
 
 
 def identity(tensor: Tensor) -> Any:
@@ -170,44 +235,77 @@ def write(
     path: str, document: dict[str, Any], tensors: dict[str, Tensor], *, progress: bool = True
 ) -> None:
     """Writes a state file beside ``path`` and then puts it there, as one step that has happened or
-    not, whatever fails. At no time is more than one tensor copied.
+    not, whatever fails. At no time is more copied than one tensor and some pieces.
 
     Raises:
-        OSError: the system refuses; the message says what became of the old file and what to do.
+        OSError: the system refuses, or what is at ``path`` is no file; the message says what became
+            of the old file and what to do.
         StateFileError: another process or thread is writing this file.
         TypeError: a tensor is none that a file can hold.
-        ValueError: too many tensors.
+        ValueError: too many tensors or values, or a tensor whose memory has been freed.
     """
     for name, tensor in tensors.items():
         check_tensor(tensor, name)
-    path = os.path.realpath(path)  # a link goes on pointing to the file
-    # Larger elements first: every tensor is then aligned to its elements.
-    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    # Larger elements first: every tensor is then aligned to its elements. Detached, so that a
+    # thread that gives a parameter another tensor meanwhile does not change this one.
+    tensors = {
+        name: tensor.detach()
+        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    }
     sums = {name: [0] * -(-tensor.nbytes // PIECE) for name, tensor in tensors.items()}
-    header = _header(document, tensors, sums)
+    header = _header(document, tensors, sums, 0)
     if len(header) > LONGEST_HEADER:
         raise ValueError(
             f"{len(tensors):,} tensors make a header of {len(header):,} bytes, and a safetensors "
             f"file allows {LONGEST_HEADER:,}; save the parts in several files"
         )
+    if _rough_count(header) > MOST_VALUES:
+        try:
+            _parsed(header[8:])
+        except ValueError as error:
+            raise ValueError(
+                f"the header would not be read again: {error}; save long lists of numbers as "
+                "tensors, and the parts in several files"
+            ) from None
     size = len(header) + sum(tensor.nbytes for tensor in tensors.values())
+    with replacing(path, size) as file:
+        sequence = _next_sequence(os.path.dirname(os.path.realpath(path)))
+        bar = tqdm(
+            total=size,
+            desc=f"saving {os.path.basename(path)}",
+            unit="B",
+            unit_scale=True,
+            delay=1,
+            disable=not progress,
+        )
+        with bar, ThreadPoolExecutor(_threads()) as pool:
+            copier = _Copier(file, pool, bar)
+            start = len(header)
+            for name, tensor in tensors.items():
+                sums[name] = copier.write(start, tensor)
+                start += tensor.nbytes
+        _write(file, 0, memoryview(_header(document, tensors, sums, sequence)))
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str], size: int | None = None) -> Iterator[int]:
+    """A new file, open for writing, that takes the place of the one at ``path`` when the block ends
+    without an error, as one step that has happened or not. Its folder is made if it is missing. It
+    has the permissions of the file that it replaces. ``size`` is for the message.
+
+    Raises:
+        OSError: the system refuses, or what is at ``path`` is no file; the message says what became
+            of the old file and what to do.
+        StateFileError: another process or thread is writing this file.
+    """
+    path = os.path.realpath(path)  # a link goes on pointing to the file
     replaced = False
     try:
-        with _partial(path) as (file, partial):
-            bar = tqdm(
-                total=size,
-                desc=f"saving {os.path.basename(path)}",
-                unit="B",
-                unit_scale=True,
-                delay=1,
-                disable=not progress,
-            )
-            with bar, ThreadPoolExecutor(_threads()) as pool:
-                start = len(header)
-                for name, tensor in tensors.items():
-                    sums[name] = _write_tensor(file, start, tensor, pool, bar)
-                    start += tensor.nbytes
-            _write(file, 0, memoryview(_header(document, tensors, sums)))
+        old = _replaceable(path)
+        _make_folder(os.path.dirname(path))
+        with _partial(path, old) as (file, partial):
+            yield file
+            _keep_permissions(file, old)
             os.fsync(file)
             os.replace(partial, path)
             replaced = True
@@ -217,16 +315,89 @@ def write(
         if replaced:
             fate = "it is the new state, but might not survive a power cut; save again"
         else:
-            old = "is as it was" if os.path.exists(path) else "does not exist"
+            old_one = "is as it was" if os.path.lexists(path) else "does not exist"
             advice = ADVICE.get(error.errno, "save elsewhere")
-            fate = f"not written ({size:,} bytes), so that it {old}; {advice}"
+            count = "" if size is None else f" ({size:,} bytes)"
+            fate = f"not written{count}, so that it {old_one}; {advice}"
         raise OSError(error.errno, f"{reason}: {fate}", path) from error
 
 
+def _replaceable(path: str) -> os.stat_result | None:
+    """What is known of the file that will be replaced, if there is one."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    _check_regular(status, "a save replaces files only")
+    return status
+
+
+def _check_regular(status: os.stat_result, rule: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = next((name for is_, name in KINDS_OF_FILES if is_(status.st_mode)), "no file")
+        raise FileExistsError(errno.EEXIST, f"There is {kind}, and {rule}")
+
+
+def _make_folder(folder: str) -> None:
+    missing = []
+    while not os.path.isdir(folder) and folder != os.path.dirname(folder):
+        missing.append(folder)
+        folder = os.path.dirname(folder)
+    for made in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # by another process; if it is a file, see below
+            os.mkdir(made)
+        _sync_folder(os.path.dirname(made))
+
+
+def _keep_permissions(file: int, old: os.stat_result | None) -> None:
+    """Gives a new file the mode, and where that is allowed the owners, of the one it replaces."""
+    if old is None:
+        return
+    new = os.fstat(file)
+    if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
+        with contextlib.suppress(OSError):
+            os.fchown(file, old.st_uid, old.st_gid)
+    if stat.S_IMODE(new.st_mode) != stat.S_IMODE(old.st_mode) & 0o777:
+        try:
+            os.fchmod(file, stat.S_IMODE(old.st_mode) & 0o777)
+        except OSError as error:
+            if error.errno not in NO_MODES:
+                raise
+
+
+def _next_sequence(folder: str) -> int:
+    """A number higher than that of any state file in a folder."""
+    highest = 0
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.name.startswith("."):
+                highest = max(highest, _stored_sequence(entry.path))
+    return min(highest + 1, 10**SEQUENCE_DIGITS - 1)
+
+
+def _stored_sequence(path: str) -> int:
+    """The number in a header, whose checksum is not looked at: a number that is too high does no
+    harm here, and this is done for every file of the folder."""
+    begin = b""
+    with contextlib.suppress(OSError):
+        if os.path.isfile(path):
+            with open(path, "rb", buffering=0) as file:
+                begin = file.read(8 + len(PREFIX) + 8 + len(BEFORE_SEQUENCE) + SEQUENCE_DIGITS)
+    if begin[8:].startswith(PREFIX) and begin[8 + len(PREFIX) + 8 :].startswith(BEFORE_SEQUENCE):
+        digits = begin[-SEQUENCE_DIGITS:]
+        return int(digits) if digits.isdigit() else 0
+    return 0
+
+
 def _header(
-    document: dict[str, Any], tensors: dict[str, Tensor], sums: dict[str, list[int]]
+    document: dict[str, Any],
+    tensors: dict[str, Tensor],
+    sums: dict[str, list[int]],
+    sequence: int,
 ) -> bytes:
-    """Length and header. Its length does not depend on the sums."""
+    """Length and header. Its length does not depend on the sums, nor on the number."""
     notes: dict[str, dict[str, Any]] = {}
     entries: dict[str, dict[str, Any]] = {}
     start = 0
@@ -241,7 +412,12 @@ def _header(
         }
         start += tensor.nbytes
     whole = {"format": FORMAT, **document, "piece": PIECE, "tensors": notes}
-    metadata = {"crc32": ZEROS.decode(), "format": "pt", "headroom": _dumps(whole)}
+    metadata = {
+        "crc32": ZEROS.decode(),
+        "sequence": f"{sequence:0{SEQUENCE_DIGITS}d}",
+        "format": "pt",
+        "headroom": _dumps(whole),
+    }
     text = _dumps({"__metadata__": metadata, **entries}).encode()
     text += b" " * (-len(text) % 8)
     header = bytearray(struct.pack("<Q", len(text)) + text)
@@ -254,34 +430,114 @@ def _dumps(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def _write_tensor(
-    file: int, offset: int, tensor: Tensor, pool: ThreadPoolExecutor, bar: tqdm
-) -> list[int]:
-    """Writes the values and returns the sums of their pieces, made beside the writing."""
-    if not tensor.nbytes:
-        return []
-    values = _in_order(tensor)  # held until the sums are there
-    memory = _memory(values)
-    pieces = [memory[start : start + PIECE] for start in range(0, len(memory), PIECE)]
-    sums = [_sum(pool, piece) for piece in pieces if len(piece) > SMALL]
-    try:
-        for i, piece in enumerate(pieces):
-            _write(file, offset + i * PIECE, piece)
-            bar.update(len(piece))
-    finally:
-        wait(sums)
-        found = [crc.result() for crc in sums] + [crc32(p) for p in pieces if len(p) <= SMALL]
-        del values
+def _rough_count(text: bytes) -> int:
+    """At least as many as there are values in a JSON text."""
+    return 1 + sum(map(text.count, (b",", b":", b"[", b"{")))
+
+
+def _parsed(header: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The entries of a header and its document. A few bytes of JSON can make hundreds in memory, so
+    the values and brackets are counted before they are made.
+
+    Raises:
+        ValueError: it is malformed, or has more values than a header may have.
+        RecursionError: the interpreter's stack is nearly full.
+    """
+    entries = _parsed_object(header)
+    metadata = entries.pop("__metadata__")
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("headroom"), str):
+        raise ValueError("'__metadata__' has no 'headroom'")
+    document = _parsed_object(metadata["headroom"].encode("utf-8", "surrogatepass"))
+    sequence = metadata.get("sequence", "0")
+    if not isinstance(sequence, str) or not re.fullmatch(r"[0-9]{1,16}", sequence):
+        raise ValueError("'sequence' is no number")
+    return entries, document | {"sequence": int(sequence)}
+
+
+def _parsed_object(text: bytes) -> dict[str, Any]:
+    # The text without its strings. Escapes go first, so that a quote then is the end of a string.
+    bare = text.replace(rb"\\", b"").replace(rb"\"", b"")
+    count = bare.count(b'"') // 2  # before each string is a comma, a colon or a bracket
+    if count <= MOST_VALUES:
+        bare = re.sub(rb'"[^"]*"', b"", bare)
+        count = _rough_count(bare)
+    if count > MOST_VALUES:
+        raise ValueError(f"it has {count:,} values, and {MOST_VALUES:,} are allowed")
+    brackets = bare.translate(None, bytes(set(range(256)) - set(b"[]{}")))
+    for _ in range(DEEPEST):
+        inner = brackets.replace(b"[]", b"").replace(b"{}", b"")
+        if len(inner) == len(brackets):
+            break
+        brackets = inner
+    if brackets:
+        raise ValueError(f"its brackets do not match, or more than {DEEPEST} are in each other")
+    found = json.loads(text.decode("utf-8", "surrogatepass"), parse_constant=_no_constant)
+    if not isinstance(found, dict):
+        raise ValueError("it is no object")
     return found
 
 
-def _sum(pool: ThreadPoolExecutor, piece: memoryview) -> Future[int]:
-    try:
-        return pool.submit(crc32, piece)
-    except RuntimeError:  # the interpreter is about to end, as in a save by atexit
-        future: Future[int] = Future()
-        future.set_result(crc32(piece))
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+class _Copier:
+    """Writes tensors from copies of their pieces, and sums the copies: what is written is what the
+    checksum is of, also while another thread changes the tensor. The next pieces are copied and
+    summed by threads while one is written."""
+
+    def __init__(self, file: int, pool: ThreadPoolExecutor, bar: tqdm) -> None:
+        self._file, self._pool, self._bar = file, pool, bar
+        self._free: list[Any] = []
+        self._ahead = min(_threads(), 3)
+
+    def write(self, offset: int, tensor: Tensor) -> list[int]:
+        """Writes the values and returns the sums of their pieces."""
+        if not tensor.nbytes:
+            return []
+        values = _in_order(tensor)  # held until all of it is copied
+        start, stop = values.data_ptr(), values.data_ptr() + values.nbytes
+        sums: list[int] = []
+        ahead: deque[Future[tuple[Any, memoryview, int]]] = deque()
+        try:
+            for piece in range(start, stop, PIECE):
+                ahead.append(self._copied(piece, min(PIECE, stop - piece)))
+                if len(ahead) > self._ahead:
+                    sums.append(self._written(offset + len(sums) * PIECE, ahead.popleft()))
+            while ahead:
+                sums.append(self._written(offset + len(sums) * PIECE, ahead.popleft()))
+        finally:
+            wait(ahead)
+            del values
+        return sums
+
+    def _copied(self, address: int, size: int) -> Future[tuple[Any, memoryview, int]]:
+        buffer = (self._free or [(ctypes.c_char * min(size, PIECE))()]).pop()
+        if len(buffer) < size:
+            buffer = (ctypes.c_char * size)()
+        if size > SMALL:
+            with contextlib.suppress(RuntimeError):  # the interpreter is about to end, as in atexit
+                return self._pool.submit(_copy, buffer, address, size)
+        future: Future[tuple[Any, memoryview, int]] = Future()
+        future.set_result(_copy(buffer, address, size))
         return future
+
+    def _written(self, offset: int, future: Future[tuple[Any, memoryview, int]]) -> int:
+        buffer, copy, crc = future.result()
+        _write(self._file, offset, copy)
+        self._bar.update(len(copy))
+        self._free.append(buffer)
+        return crc
+
+
+def _copy(buffer: Any, address: int, size: int) -> tuple[Any, memoryview, int]:
+    """The buffer, the part of it that the bytes at an address were copied to, and their sum."""
+    copy, crc = memoryview(buffer).cast("B")[:size], 0
+    for start in range(0, size, BLOCK):
+        block = copy[start : start + BLOCK]
+        ctypes.memmove(ctypes.addressof(buffer) + start, address + start, len(block))
+        crc = crc32(block, crc)
+    return buffer, copy, crc
 
 
 def _write(file: int, offset: int, data: memoryview) -> None:
@@ -291,14 +547,14 @@ def _write(file: int, offset: int, data: memoryview) -> None:
 
 
 @contextlib.contextmanager
-def _partial(path: str) -> Iterator[tuple[int, str]]:
-    """An empty file beside ``path``, as descriptor and name, which is gone afterwards unless it was
-    renamed. Its name is always the same, so that what a killed process left is used again, and its
-    lock tells that from a file that is being written: locks end with their process."""
+def _partial(path: str, old: os.stat_result | None) -> Iterator[tuple[int, str]]:
+    """A new file beside ``path``, as descriptor and name, which is gone afterwards unless it was
+    renamed. Its name is always the same, so that what a killed process left is found and removed,
+    and a lock tells that from a file that is being written: locks end with their process."""
     folder, name = os.path.split(path)
-    file, partial = _locked(os.path.join(folder, partial_of(name)), path)
+    mode = 0o666 if old is None else stat.S_IMODE(old.st_mode) & 0o777 | 0o600
+    file, partial = _created(os.path.join(folder, partial_of(name)), mode, path)
     try:
-        os.ftruncate(file, 0)
         yield file, partial
     except BaseException:
         with contextlib.suppress(OSError):
@@ -315,33 +571,65 @@ def partial_of(name: str) -> str:
     return f".{name}.partial"
 
 
-def _locked(partial: str, path: str) -> tuple[int, str]:
-    while True:
-        file = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(file, partial):  # else another writer has renamed it meanwhile
-                return file, partial
-        except BlockingIOError:
-            os.close(file)
-            raise StateFileError(
-                f"{path} is being written by another process or thread; it stays as it is until "
-                "then. Let only one save (with several ranks: rank 0), or give each a name of its "
-                "own"
-            ) from None
-        except OSError as error:
-            os.close(file)
-            if error.errno not in NO_LOCKS:
+def _created(partial: str, mode: int, path: str) -> tuple[int, str]:
+    """A file that did not exist, locked. Nothing that has this name already is ever written to, be
+    it a link to another file, a pipe, or a file that someone else has open."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    try:
+        while True:
+            try:
+                file = os.open(partial, flags, mode)
+            except FileExistsError:
+                _remove_left(partial)
+                continue
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(file, partial):  # else another writer took it for one that was left
+                    return file, partial
+            except BaseException as error:
+                with contextlib.suppress(OSError):
+                    if not isinstance(error, BlockingIOError) and _is_at(file, partial):
+                        os.unlink(partial)
+                os.close(file)
                 raise
-            # A file system without locks, where only the name can keep writers apart.
-            name = f"{partial}.{secrets.token_hex(4)}"
-            return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), name
+            os.close(file)
+    except BlockingIOError:
+        raise StateFileError(
+            f"{path} is being written by another process or thread; it stays as it is until "
+            "then. Let only one save (with several ranks: rank 0), or give each a name of its "
+            "own"
+        ) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    # A file system without locks, where only the name can keep writers apart.
+    name = f"{partial}.{secrets.token_hex(4)}"
+    return os.open(name, flags, mode), name
+
+
+def _remove_left(partial: str) -> None:
+    """Removes what a killed process left under this name.
+
+    Raises:
+        BlockingIOError: it is being written.
+        FileExistsError: it is no file of ours.
+    """
+    try:
+        _check_regular(os.stat(partial, follow_symlinks=False), f"{partial} must be a file")
+        file = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return  # another writer was faster
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_at(file, partial):
+            os.unlink(partial)
+    finally:
         os.close(file)
 
 
 def _is_at(file: int, path: str | os.PathLike[str]) -> bool:
     try:
-        return os.path.samestat(os.fstat(file), os.stat(path))
+        return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
         return False
 
@@ -349,13 +637,7 @@ def _is_at(file: int, path: str | os.PathLike[str]) -> bool:
 def remove_partial(path: str | os.PathLike[str]) -> None:
     """Removes what a killed process left of a file, but nothing that is being written."""
     with contextlib.suppress(OSError):
-        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(file, path):
-                os.unlink(path)
-        finally:
-            os.close(file)
+        _remove_left(os.fspath(path))
 
 
 def _sync_folder(folder: str) -> None:
@@ -376,13 +658,17 @@ def _sync_folder(folder: str) -> None:
 
 
 def is_state_file(path: str | os.PathLike[str]) -> bool:
-    """Whether a file begins as a state file does, be it in order or not."""
+    """Whether a file begins as a state file does, be it in order or not.
+
+    Raises:
+        OSError: there is something that cannot be looked at.
+    """
     try:
-        if not os.path.isfile(path):
+        if not stat.S_ISREG(os.stat(path).st_mode):
             return False
-        with open(path, "rb") as file:
+        with open(path, "rb", buffering=0) as file:
             return file.read(8 + len(PREFIX))[8:] == PREFIX
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
@@ -403,6 +689,7 @@ class StateFile:
         path: as given.
         document: what was written with it.
         entries: what there is to know of each tensor, by name.
+        sequence: its number among the files of its folder; 0 if it is of format 1.
 
     Raises:
         OSError: it cannot be opened or read.
@@ -411,19 +698,22 @@ class StateFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        self._map: mmap.mmap | None = None
-        self._base = 0
         self._file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block
         try:
             status = os.fstat(self._file)
             if not stat.S_ISREG(status.st_mode):
                 raise StateFileError(f"{self.path} is not a file")
-            self._size = status.st_size
+            self._size, self._changed_ns = status.st_size, status.st_mtime_ns
             header, self._data = self._read_header()
             try:
                 self.document, self.entries = self._parse(header)
-            except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-                raise StateFileError(f"the header of {self.path} is malformed: {error}") from error
+            except StateFileError:
+                raise
+            except MALFORMED as error:
+                raise StateFileError(
+                    f"the header of {self.path} is malformed: {shortened(error)}"
+                ) from error
+            self.sequence: int = self.document["sequence"]
         except BaseException:
             os.close(self._file)
             raise
@@ -432,7 +722,7 @@ class StateFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._file)  # tensors keep the map that they lie in
+        os.close(self._file)
 
     def _read_header(self) -> tuple[bytes, int]:
         """The header, and where the data begin."""
@@ -452,7 +742,7 @@ class StateFile:
         if len(begin) < 8 + len(PREFIX) or length > self._size - 8 or length > LONGEST_HEADER:
             raise StateFileError(
                 f"the header of {self.path} is damaged or cut off: the file has {self._size:,} "
-                f"bytes. {self._advice()}"
+                f"bytes. {self.advice}"
             )
         header = bytearray(os.pread(self._file, 8 + length, 0))
         field = 8 + len(PREFIX)
@@ -460,13 +750,14 @@ class StateFile:
         header[field : field + 8] = ZEROS
         if stored != f"{crc32(header):08x}".encode():
             raise StateFileError(
-                f"the header of {self.path} is damaged: its checksum is wrong. {self._advice()}"
+                f"the header of {self.path} is damaged: its checksum is wrong. {self.advice}"
             )
         return bytes(header[8:]), 8 + length
 
     def _parse(self, header: bytes) -> tuple[dict[str, Any], dict[str, Entry]]:
-        entries = json.loads(header)
-        document = json.loads(entries.pop("__metadata__")["headroom"])
+        entries, document = _parsed(header)
+        if type(document["format"]) is not int or document["format"] < 1:
+            raise ValueError("'format' is no number")
         if document["format"] > FORMAT:
             raise StateFileError(
                 f"{self.path} has format {document['format']} and this version of Headroom reads "
@@ -474,7 +765,7 @@ class StateFile:
                 "upgrade"
             )
         for key, kind in DOCUMENT.items():
-            if not isinstance(document[key], kind):
+            if type(document[key]) is not kind:
                 raise TypeError(f"'{key}' is a {type(document[key]).__name__}")
         self._piece, found, end = document["piece"], {}, 0
         if self._piece <= 0:
@@ -482,18 +773,25 @@ class StateFile:
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             notes, (start, stop) = document["tensors"][name], entry["data_offsets"]
             dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-            if start != end or any(not isinstance(n, int) or n < 0 for n in shape):
+            stride = tuple(notes["stride"]) if "stride" in notes else None
+            for number in (start, stop, *shape, *(stride or ())):
+                if type(number) is not int or not 0 <= number < 2**63:
+                    raise ValueError(f"'{name}' has a size or an offset that is none")
+            if len(shape) > MOST_DIMS:
+                raise ValueError(f"'{name}' has {len(shape)} dimensions")
+            if start != end:
                 raise ValueError(f"'{name}' does not follow the tensor before it")
             if stop - start != prod(shape) * dtype.itemsize:
                 raise ValueError(f"'{name}' has {stop - start:,} bytes, but shape {shape}")
             sums = tuple(int(crc, 16) for crc in notes["crc32"])
             if len(sums) != -(-(stop - start) // self._piece):
                 raise ValueError(f"'{name}' has {len(sums)} checksums")
-            stride = tuple(notes["stride"]) if "stride" in notes else None
             if stride is not None:
                 dense = torch.empty_strided(shape, stride, device="meta")
                 if not torch.ops.aten.is_non_overlapping_and_dense(dense):
                     raise ValueError(f"'{name}' has strides {stride}")
+            elif start == stop:
+                torch.empty(shape, dtype=dtype, device="meta")  # raises for sizes too large
             found[name] = Entry(dtype, shape, self._data + start, stop - start, sums, stride)
             end = stop
         if self._size != self._data + end:
@@ -502,22 +800,112 @@ class StateFile:
             where = f" in '{cut[0]}'" if cut else ""
             raise StateFileError(
                 f"{self.path} is {what}{where}: it has {self._size:,} bytes, wanted "
-                f"{self._data + end:,}. {self._advice()}"
+                f"{self._data + end:,}. {self.advice}"
             )
         return document, found
 
-    def _advice(self) -> str:
+    @property
+    def advice(self) -> str:
+        """What to do if it is damaged."""
         folder = os.path.dirname(self.path) or "."
-        return f"Load another one: headroom.latest({folder!r}, verify=True) finds the newest whole"
+        return f"Load another one: headroom.latest({folder!r}) finds the newest that is whole"
 
-    def read(self, names: Iterable[str] = (), *, progress: bool = True) -> dict[str, Tensor]:
-        """Reads the file once, checks all of it, and returns the tensors of these names.
+    def read(
+        self, names: Iterable[str] = (), *, but: Collection[str] = (), progress: bool = True
+    ) -> dict[str, Tensor]:
+        """Reads the file once, checks all of it, and returns the tensors of these names, in memory
+        of their own. Tensors named in ``but`` are neither read nor checked.
 
         Raises:
             StateFileError: a tensor, whichever, is not what was saved.
         """
-        found = {name: torch.empty(e.shape, dtype=e.dtype) for name, e in self._only(names)}
-        targets = {name: _memory(tensor) for name, tensor in found.items()}
+        found = {}
+        for name in names:
+            entry = self.check_has(name)
+            found[name] = self._empty([name], entry.shape, entry.dtype)
+        targets = {name: _memory(tensor) for name, tensor in found.items() if tensor.nbytes}
+        others = [name for name in self.entries if name not in but]
+        with self._bar("reading", others, progress) as bar:
+            self._verify(others, targets, bar, "Nothing was loaded. " + self.advice)
+        return {name: self.strided(name, tensor) for name, tensor in found.items()}
+
+    def batches(
+        self, names: Iterable[str], effect: Callable[[], str], *, progress: bool = True
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yields tensors of these names, each checked as it is read, in memory that is overwritten
+        by the next: one, or as many as fit in a piece. They are in the order of their indices.
+
+        Raises:
+            StateFileError: a tensor is not what was saved; ``effect`` returns what the error says
+                of the consequences.
+        """
+        batches: list[dict[str, int]] = []  # names, and where they begin in the buffer
+        end, longest = 0, 0
+        for name in (names := list(names)):
+            size = self.check_has(name).size
+            if not batches or end + size > PIECE:
+                batches.append({})
+                end = 0
+            batches[-1][name] = end
+            end += -(-size // 64) * 64  # aligned, for vectors
+            longest = max(longest, end)
+        buffer = self._empty(names[:1], (longest,), torch.uint8)
+        with self._bar("loading", names, progress) as bar:
+            for batch in batches:
+                found, targets = {}, {}
+                for name, start in batch.items():
+                    entry = self.entries[name]
+                    span = buffer[start : start + entry.size]
+                    targets[name] = _memory(span) if entry.size else memoryview(b"")
+                    found[name] = span.view(entry.dtype).view(entry.shape)
+                self._verify(batch, targets, bar, effect)
+                yield found
+
+    def check_unchanged(self) -> None:
+        """Raises StateFileError if someone has written to the file since it was opened."""
+        status = os.fstat(self._file)
+        if (status.st_size, status.st_mtime_ns) != (self._size, self._changed_ns):
+            raise StateFileError(
+                f"{self.path} was changed while it was read. Nothing was loaded. {self.advice}"
+            )
+
+    def strided(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor that was read, in the memory order in which it was saved."""
+        stride = self.entries[name].stride
+        if stride is None:
+            return tensor
+        return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
+
+    def check_has(self, name: str) -> Entry:
+        """Returns the entry of a tensor that the document refers to."""
+        if name not in self.entries:
+            raise StateFileError(f"{self.path} refers to '{name}', which is not in it")
+        return self.entries[name]
+
+    def _empty(self, names: list[str], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        try:
+            return torch.empty(shape, dtype=dtype)
+        except RuntimeError as error:  # a file with holes can be of any size
+            raise StateFileError(f"no memory for {names} of {self.path}: {error}") from error
+
+    def _bar(self, what: str, names: Iterable[str], progress: bool) -> tqdm:
+        return tqdm(
+            total=sum(self.entries[name].size for name in names),
+            desc=f"{what} {os.path.basename(self.path)}",
+            unit="B",
+            unit_scale=True,
+            delay=1,
+            disable=not progress,
+        )
+
+    def _verify(
+        self,
+        names: Iterable[str],
+        targets: dict[str, memoryview],
+        bar: tqdm,
+        effect: str | Callable[[], str],
+    ) -> None:
+        """Reads tensors, into their targets where they have one, and checks what was read."""
         local = threading.local()
 
         def check(span: list[tuple[str, int, int, int]]) -> tuple[int, str | None]:
@@ -541,69 +929,38 @@ class StateFile:
                 total += size
             return total, None
 
-        bar = tqdm(
-            total=self._size - self._data,
-            desc=f"reading {os.path.basename(self.path)}",
-            unit="B",
-            unit_scale=True,
-            delay=1,
-            disable=not progress,
-        )
-        pool = ThreadPoolExecutor(_threads())
+        spans = self._spans(names)
+        pool = ThreadPoolExecutor(_threads()) if len(spans) > 1 else None
         try:
-            with bar:
-                for size, damaged in pool.map(check, self._spans()):
-                    if damaged is not None:
-                        raise StateFileError(
-                            f"'{damaged}' is damaged in {self.path}: its checksum is wrong. "
-                            f"Nothing was loaded. {self._advice()}"
-                        )
-                    bar.update(size)
+            for size, damaged in pool.map(check, spans) if pool else map(check, spans):
+                if damaged is not None:
+                    raise StateFileError(
+                        f"'{damaged}' is damaged in {self.path}: its checksum is wrong. "
+                        f"{effect if isinstance(effect, str) else effect()}"
+                    )
+                bar.update(size)
         finally:
-            pool.shutdown(cancel_futures=True)
-        return {name: self._strided(name, tensor) for name, tensor in found.items()}
+            if pool:
+                pool.shutdown(cancel_futures=True)
 
-    def _only(self, names: Iterable[str]) -> Iterator[tuple[str, Entry]]:
-        for name in names:
-            if name not in self.entries:
-                raise StateFileError(f"{self.path} refers to '{name}', which is not in it")
-            yield name, self.entries[name]
-
-    def _spans(self) -> Iterator[list[tuple[str, int, int, int]]]:
+    def _spans(self, names: Iterable[str]) -> list[list[tuple[str, int, int, int]]]:
         """Name, offset, size and sum of all pieces, in lists of about as many bytes."""
-        span, total = [], 0
-        for name, entry in self.entries.items():
+        spans: list[list[tuple[str, int, int, int]]] = []
+        total = PIECE
+        for name in names:
+            entry = self.entries[name]
             for i, crc in enumerate(entry.sums):
+                if total >= PIECE:
+                    spans.append([])
+                    total = 0
                 offset = i * self._piece
                 size = min(self._piece, entry.size - offset)
-                span.append((name, offset, size, crc))
+                spans[-1].append((name, offset, size, crc))
                 total += size
-                if total >= PIECE:
-                    yield span
-                    span, total = [], 0
-        if span:
-            yield span
+        return spans
 
-    def view(self, name: str, *, strided: bool = True) -> Tensor:
-        """A tensor that lies in the file and takes no memory of its own until it is written to.
-        With ``strided``, one that was not in the order of its indices is a copy in its order."""
-        entry = self.entries[name]
-        if not entry.size:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        if self._map is None:
-            self._map = mmap.mmap(self._file, 0, access=mmap.ACCESS_COPY)
-            self._base = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
-        count = entry.size // entry.dtype.itemsize
-        flat = torch.frombuffer(self._map, dtype=entry.dtype, count=count, offset=entry.start)
-        tensor = flat.view(entry.shape)
-        return self._strided(name, tensor) if strided else tensor
 
-    def _strided(self, name: str, tensor: Tensor) -> Tensor:
-        stride = self.entries[name].stride
-        if stride is None:
-            return tensor
-        return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the file."""
-        return tensor.device.type == "cpu" and 0 <= tensor.data_ptr() - self._base < self._size
+def shortened(value: object) -> str:
+    """What is said of a value that comes from a file, and may be long."""
+    text = str(value)
+    return text if len(text) <= 200 else text[:200] + "..."

@@ -1,14 +1,19 @@
 """Values as JSON and back: what ``state_dict()`` methods return, with the tensors kept elsewhere.
 
 JSON has no tuples, no keys that are not strings, no infinities. What it lacks is an object with the
-key ``"$"``, which names the kind.
+key ``"$"``, which names the kind. Every value comes back as what it was, with its very class; what
+cannot is refused, with the keys that lead to it, and so are subclasses.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
+import datetime
 import math
+import pathlib
 import sys
+import types
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,12 +23,33 @@ from torch import Tensor
 
 __all__ = ["decode", "encode", "tensor_names"]
 
+DEEPEST = 100  # of containers in each other
+LARGEST = 8192  # bits of an integer, which Python reads up to 4,300 digits of
+
 SEQUENCES = {tuple: "tuple", torch.Size: "size"}
 MAPPINGS = {dict: "dict", OrderedDict: "ordered_dict", Counter: "counter"}
-KINDS = {name: kind for kind, name in (*SEQUENCES.items(), *MAPPINGS.items())}
+SETS = {set: "set", frozenset: "frozenset"}
+NAMESPACES = {argparse.Namespace: "argparse_namespace", types.SimpleNamespace: "namespace"}
+PATHS = {
+    pathlib.PosixPath: "path",
+    pathlib.PurePosixPath: "pure_posix_path",
+    pathlib.PureWindowsPath: "pure_windows_path",
+}
+TIMES = {datetime.date: "date", datetime.datetime: "datetime", datetime.time: "time"}
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+KINDS = {
+    name: kind
+    for kinds in (SEQUENCES, MAPPINGS, SETS, NAMESPACES, PATHS, TIMES)
+    for kind, name in kinds.items()
+}
+INSTEAD = "save what it is made of, such as vars(), str() or list() of it"
 
 
-def encode(value: Any, path: str, keep: Callable[[Tensor, str], str]) -> Any:
+def encode(value: Any, path: str, keep: Callable[[Tensor, str], str], depth: int = 0) -> Any:
     """``value`` as JSON takes it. ``keep`` stores a tensor and returns its name.
 
     Raises:
@@ -31,23 +57,40 @@ def encode(value: Any, path: str, keep: Callable[[Tensor, str], str]) -> Any:
             names it by ``path`` and its keys.
     """
     kind = type(value)
-    if value is None or kind in (bool, int, str):
+    if value is None or kind in (bool, str):
+        return value
+    if kind is int:
+        if value.bit_length() > LARGEST:
+            raise TypeError(f"'{path}' is a number of {value.bit_length():,} bits; save a tensor")
         return value
     if kind is float:
         return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
+    if depth > DEEPEST:
+        raise TypeError(f"'{path}' contains itself, or is nested too deeply")
+
+    def inner(item: Any, key: Any, keep: Callable[[Tensor, str], str] = keep) -> Any:
+        return encode(item, f"{path}.{key}", keep, depth + 1)
+
     if kind is list:
-        return [encode(item, f"{path}.{i}", keep) for i, item in enumerate(value)]
+        return [inner(item, i) for i, item in enumerate(value)]
     if kind in SEQUENCES:
-        items = [encode(item, f"{path}.{i}", keep) for i, item in enumerate(value)]
-        return {"$": SEQUENCES[kind], "items": items}
+        return {"$": SEQUENCES[kind], "items": [inner(item, i) for i, item in enumerate(value)]}
+    if kind in SETS:
+        items = [inner(item, "*", _no_element) for item in value]
+        return {"$": SETS[kind], "items": sorted(items, key=repr)}
     if kind in MAPPINGS:
         if kind is dict and "$" not in value and all(type(key) is str for key in value):
-            return {key: encode(item, f"{path}.{key}", keep) for key, item in value.items()}
-        pairs = [
-            [encode(key, f"{path}.{key}", _no_key), encode(item, f"{path}.{key}", keep)]
-            for key, item in value.items()
-        ]
+            return {key: inner(item, key) for key, item in value.items()}
+        pairs = [[inner(key, key, _no_key), inner(item, key)] for key, item in value.items()]
         return {"$": MAPPINGS[kind], "items": pairs}
+    if kind in NAMESPACES:
+        return {"$": NAMESPACES[kind], "items": encode(vars(value), path, keep, depth + 1)}
+    if kind in PATHS:
+        return {"$": PATHS[kind], "path": str(value)}
+    if kind in TIMES:
+        return _time(value, path)
+    if kind is datetime.timedelta:
+        return {"$": "timedelta", "parts": [value.days, value.seconds, value.microseconds]}
     if kind in (bytes, bytearray):
         return {"$": kind.__name__, "base64": base64.b64encode(value).decode()}
     if kind is torch.dtype:
@@ -65,24 +108,52 @@ def encode(value: Any, path: str, keep: Callable[[Tensor, str], str]) -> Any:
         return {"$": "numpy", "name": keep(tensor, path), "scalar": scalar}
     raise TypeError(
         f"'{path}' is a {kind.__module__}.{kind.__qualname__}, which a state file does not hold: "
-        "it takes tensors, numbers, strings, bytes, None, dtypes, devices, NumPy arrays, and "
-        "lists, tuples and dicts of those"
+        "it takes tensors, numbers, strings, bytes, None, paths, dates and times, dtypes, devices, "
+        f"NumPy arrays, and lists, tuples, sets, dicts and namespaces of those; {INSTEAD}"
     )
+
+
+def _time(value: Any, path: str) -> dict[str, Any]:
+    """A date or a time of day; with the offset of its zone where it has one."""
+    found = {"$": TIMES[type(value)], "iso": value.isoformat()}
+    zone = getattr(value, "tzinfo", None)
+    if zone is not None:
+        offset = zone.utcoffset(None) if type(zone) is datetime.timezone else None
+        if offset is None or repr(zone) != repr(datetime.timezone(offset)):
+            raise TypeError(
+                f"'{path}' has the time zone {zone!r}, and a state file holds offsets only: save "
+                "value.astimezone(datetime.timezone.utc), or value.isoformat()"
+            )
+    if getattr(value, "fold", 0):
+        found["fold"] = 1
+    return found
 
 
 def _no_key(tensor: Tensor, path: str) -> str:
     raise TypeError(f"a key of '{path}' is a tensor, which a state file does not hold")
 
 
+def _no_element(tensor: Tensor, path: str) -> str:
+    raise TypeError(f"an element of the set '{path.removesuffix('.*')}' is a tensor: save a list")
+
+
 def tensor_names(value: Any) -> Iterator[str]:
-    """The names under which :func:`encode` kept the tensors of what it returned."""
-    if isinstance(value, dict):
-        if value.get("$") in ("tensor", "numpy"):
-            yield value["name"]
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            yield from tensor_names(item)
+    """The names under which :func:`encode` kept the tensors of what it returned.
+
+    Raises:
+        ValueError: a name is none.
+    """
+    rest = [value]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, dict):
+            if value.get("$") in ("tensor", "numpy"):
+                if not isinstance(value.get("name"), str):
+                    raise ValueError("a tensor has no name")
+                yield value["name"]
+            rest.extend(value.values())
+        elif isinstance(value, list):
+            rest.extend(value)
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
@@ -90,6 +161,7 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
 
     Raises:
         ValueError: nothing that ``encode`` makes.
+        RecursionError: the interpreter's stack is nearly full.
     """
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
@@ -99,8 +171,11 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         return {key: decode(item, tensor) for key, item in value.items()}
     try:
         return _special(value, tensor)
-    except (AttributeError, KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"a value of kind {value['$']!r} is malformed: {error}") from error
+    except RecursionError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, RuntimeError) as error:
+        kind = repr(value["$"])[:100]
+        raise ValueError(f"a value of kind {kind} is malformed: {error}") from error
 
 
 def _special(value: dict[str, Any], tensor: Callable[[str], Tensor]) -> Any:
@@ -112,10 +187,9 @@ def _special(value: dict[str, Any], tensor: Callable[[str], Tensor]) -> Any:
     if name in ("bytes", "bytearray"):
         return {"bytes": bytes, "bytearray": bytearray}[name](base64.b64decode(value["base64"]))
     if name == "dtype":
-        dtype = getattr(torch, value["name"])
-        if not isinstance(dtype, torch.dtype):
+        if value["name"] not in DTYPES:
             raise ValueError(f"{value['name']!r} is not a dtype")
-        return dtype
+        return DTYPES[value["name"]]
     if name == "device":
         return torch.device(value["name"])
     if name == "numpy":
@@ -127,4 +201,21 @@ def _special(value: dict[str, Any], tensor: Callable[[str], Tensor]) -> Any:
     if kind in MAPPINGS:
         pairs = [(decode(key, tensor), decode(item, tensor)) for key, item in value["items"]]
         return kind(dict(pairs)) if kind is Counter else kind(pairs)
+    if kind in SETS:
+        return kind(decode(item, tensor) for item in value["items"])
+    if kind in NAMESPACES:
+        return _namespace(kind, decode(value["items"], tensor))
+    if kind in PATHS:
+        return kind(value["path"])
+    if kind in TIMES:
+        found = kind.fromisoformat(value["iso"])
+        return found.replace(fold=value["fold"]) if "fold" in value else found
+    if name == "timedelta":
+        return datetime.timedelta(*value["parts"])
     raise ValueError(f"there is no kind {name!r} in this version of Headroom")
+
+
+def _namespace(kind: Any, items: dict[str, Any]) -> Any:
+    found = kind()
+    vars(found).update(items)
+    return found

@@ -77,6 +77,33 @@ TEST(Runtime, CpuLevels)
     EXPECT_EQ(hr_set_cpu_level(hr_cpu_level(-1)), HR_INVALID_ARGUMENT);
 }
 
+// In processes of their own, because the variable is read once.
+TEST(RuntimeDeathTest, TheEnvironmentChoosesTheCpuLevel)
+{
+    GTEST_FLAG_SET(death_test_style, "threadsafe");
+    const char *const names[] = {"baseline", "avx2", "avx512", "avx512vbmi"};
+    for (const char *value : {"baseline", "avx2", "avx512", "avx512vbmi", "", "AVX2", "avx", "2"}) {
+        SCOPED_TRACE(value);
+        setenv("HEADROOM_CPU_LEVEL", value, 1);
+        // The level that is used, and the highest that this processor has.
+        const auto print_levels = [&] {
+            const hr_cpu_level used = hr_get_cpu_level();
+            int highest = HR_CPU_AVX512_VBMI;
+            while (hr_set_cpu_level(hr_cpu_level(highest)) != HR_OK)
+                highest--;
+            int wanted = highest; // where the value names no level, or one above it
+            for (int level = HR_CPU_BASELINE; level < highest; level++)
+                if (std::string(value) == names[level])
+                    wanted = level;
+            hr_set_cpu_level(used);
+            fprintf(stderr, "%s; used %d, wanted %d\n", hr_build_info(), used, wanted);
+            exit(used == wanted ? 0 : 1);
+        };
+        EXPECT_EXIT(print_levels(), testing::ExitedWithCode(0), "cpu=");
+    }
+    unsetenv("HEADROOM_CPU_LEVEL");
+}
+
 TEST(Runtime, LentThreadsDoTheWork)
 {
     AdamwCase c;

@@ -30,7 +30,15 @@
         EXPECT_EQ(cudaGetLastError(), cudaSuccess);              \
     }
 
-// Device memory for a test, zeroed.
+// The host's view of an element of device memory.
+template <class T> T on_host(const T *device)
+{
+    T value;
+    EXPECT_EQ(cudaMemcpy(&value, device, sizeof value, cudaMemcpyDeviceToHost), cudaSuccess);
+    return value;
+}
+
+// Device memory for a test, zeroed. An index gives the host's view of an element.
 template <class T> class Device
 {
   public:
@@ -47,6 +55,10 @@ template <class T> class Device
     operator T *() const
     {
         return data_;
+    }
+    template <class Index> T operator[](Index i) const
+    {
+        return on_host(data_ + i);
     }
 
   private:

@@ -129,10 +129,13 @@ void run(const Launch &launch)
     std::vector<uint32_t> blocks(launch.grid.x * launch.grid.y * launch.grid.z);
     std::iota(blocks.begin(), blocks.end(), 0u);
     std::shuffle(blocks.begin(), blocks.end(), machine.random);
-    enter_shared();
-    for (size_t i = 0; i < blocks.size() && !machine.failed; i++)
-        run_block(blocks[i]);
-    leave_shared();
+    {
+        const DeviceMemoryOpen open;
+        enter_shared();
+        for (size_t i = 0; i < blocks.size() && !machine.failed; i++)
+            run_block(blocks[i]);
+        leave_shared();
+    }
     if (!machine.failed)
         check_device_guards();
     if (machine.failed) { // some fibers stopped in the middle of a thread

@@ -11,8 +11,9 @@
 //     race                   two threads, same byte, no barrier between, at least one writes
 //     uninitialised read     of shared or device memory
 //     misaligned access
+//     access by the host     to device memory, outside launches and copies
 //
-// The last four need every load and store to be seen: compile the .cu with
+// The four before the last need every load and store to be seen: compile the .cu with
 // `-fsanitize=thread,alignment,bounds` and link hooks.cpp in place of the sanitizers' runtimes.
 // Without that, memory is filled with NaN (0xFF) before use and has guards at both ends, and
 // AddressSanitizer and UBSan see what they can.
@@ -34,9 +35,9 @@
 
 namespace hr_emu
 {
-// The order of threads and blocks follows from the seed alone. At the start it is that of the
-// environment variable HEADROOM_EMULATOR_SEED, or 1.
+// The order of threads and blocks follows from the seed and the launches since it was set alone.
 void set_seed(uint64_t seed);
+uint64_t default_seed(); // of the environment variable HEADROOM_EMULATOR_SEED, or 1
 
 // Everything reported since the last call, "" if nothing was. A test that does not ask hides a bug,
 // so the test program asks after each test.

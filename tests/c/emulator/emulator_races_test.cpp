@@ -138,5 +138,5 @@ TEST(Races, AFenceAndAnAtomicPublish)
         "race on device memory", "");
     cudaMemset(ticket, 0, 4);
     EXPECT_CLEAN(HR_LAUNCH(last_block<true>, 9, 1, 0, nullptr, partial, ticket, out));
-    EXPECT_EQ(*out, 36);
+    EXPECT_EQ(out[0], 36);
 }

@@ -40,7 +40,10 @@ std::vector<unsigned> order_of(uint64_t seed)
     Device<unsigned> order(192), next(1);
     hr_emu::set_seed(seed);
     HR_LAUNCH(note_order, 3, 64, 0, nullptr, order, next);
-    return {order + 0, order + 192};
+    std::vector<unsigned> all;
+    for (int i = 0; i < 192; i++)
+        all.push_back(order[i]);
+    return all;
 }
 } // namespace
 
@@ -74,7 +77,7 @@ TEST(EmulatedRuntime, MemoryStartsAsNaNAndIsAligned)
     ASSERT_EQ(cudaMalloc(&data, 12), cudaSuccess);
     EXPECT_EQ(reinterpret_cast<uintptr_t>(data) % 256, 0u);
     for (int i = 0; i < 3; i++)
-        EXPECT_TRUE(std::isnan(data[i]));
+        EXPECT_TRUE(std::isnan(on_host(data + i)));
     EXPECT_EQ(cudaFree(data), cudaSuccess);
     EXPECT_EQ(cudaFree(data), cudaErrorInvalidValue);
     EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidValue);

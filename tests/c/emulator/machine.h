@@ -35,8 +35,6 @@ struct Thread {
     bool fenced; // since its last atomic: the next one publishes what the block has written
 };
 
-uint64_t default_seed(); // HEADROOM_EMULATOR_SEED, or 1
-
 struct Machine {
     const Launch *launch;
     uint64_t launches; // so far; the number of the current one
@@ -75,6 +73,9 @@ class OutOfKernel
 // Records the problem, with the place in the grid and the seed; the launch has then failed.
 void report(const std::string &problem, cudaError_t error = cudaErrorLaunchFailure);
 
+// Records what the host did wrong.
+void report_host(const std::string &problem, cudaError_t error);
+
 // Leaves the thread for good if the launch has failed. The fiber's stack is reused without running
 // destructors, so nothing on it may own memory.
 void stop_if_failed();
@@ -107,17 +108,36 @@ Range static_shared();
 Range dynamic_shared_range();
 void begin_shared(size_t dynamic_bytes); // both, filled with NaN
 void check_shared_guards();              // after a block
-void check_device_guards();              // after a launch
+
+// Fills `bytes` bytes with NaN and puts guards around them, which later tell of a write.
+constexpr size_t kGuard = 256;
+void prepare(char *begin, size_t bytes);
+void check_guards(const char *begin, size_t bytes, const char *kind);
+
+// ---- device_memory.cpp --------------------------------------------------------------------------
+
+// Device memory that the host may touch, for as long as this lives.
+class DeviceMemoryOpen
+{
+  public:
+    DeviceMemoryOpen();
+    ~DeviceMemoryOpen();
+    DeviceMemoryOpen(const DeviceMemoryOpen &) = delete;
+};
+void close_device_memory(); // after an access of the host was reported, for which it was opened
+void check_device_guards(); // after a launch
 
 // The allocation that holds all the bytes, or nullptr. `written` has one flag per byte.
 struct Allocation {
     Range range;
-    std::unique_ptr<char[]> memory;
     std::vector<bool> written;
 };
 Allocation *find_allocation(const void *address, size_t bytes);
 void *allocate_device(size_t bytes);
 bool free_device(const void *pointer); // false if it is not the begin of an allocation
+
+// The same byte at an address where the host may always touch it; elsewhere the address itself.
+void *always_open(const void *address);
 
 void set_last_error(cudaError_t error); // runtime.cpp
 } // namespace hr_emu

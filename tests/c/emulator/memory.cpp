@@ -1,54 +1,24 @@
-// Device and shared memory: filled with NaN, with guards at both ends.
+// Shared memory: filled with NaN, with guards at both ends.
 #include "tests/c/emulator/asan.h"
 #include "tests/c/emulator/machine.h"
 
 #include <link.h>
 
 #include <algorithm>
-#include <map>
-#include <utility>
 
 namespace hr_emu
 {
 namespace
 {
-constexpr size_t kGuard = 256, kAlignment = 256; // cudaMalloc's alignment
 constexpr char kGuardByte = char(0xC5);
+constexpr size_t kAlignment = 256;
 constexpr int kPoison = 0xFF; // a NaN in every floating-point format, and a bad index
 
-std::map<const char *, Allocation> allocations; // by begin
-Allocation dynamic;
-
-Allocation allocate(size_t bytes)
-{
-    Allocation a;
-    a.memory.reset(new char[kAlignment + kGuard + bytes + kGuard]);
-    const uintptr_t first = reinterpret_cast<uintptr_t>(a.memory.get()) + kGuard;
-    a.range = {reinterpret_cast<char *>((first + kAlignment - 1) / kAlignment * kAlignment), bytes};
-    a.written.resize(bytes);
-    memset(a.range.begin, kPoison, bytes);
-    memset(a.range.begin - kGuard, kGuardByte, kGuard);
-    memset(a.range.begin + bytes, kGuardByte, kGuard);
-#ifdef HR_EMU_ASAN
-    __asan_poison_memory_region(a.range.begin - kGuard, kGuard);
-    __asan_poison_memory_region(a.range.begin + bytes, kGuard);
-#endif
-    return a;
-}
-
-void check_guards_of(const Allocation &a, const char *kind)
-{
-#ifdef HR_EMU_ASAN
-    (void)a, (void)kind; // it saw the access
-#else
-    const char *const begin = a.range.begin, *const end = begin + a.range.bytes;
-    const auto intact = [](char c) { return c == kGuardByte; };
-    if (!std::all_of(begin - kGuard, begin, intact))
-        report(std::string("out-of-bounds write: the guard before ") + kind + " was overwritten");
-    else if (!std::all_of(end, end + kGuard, intact))
-        report(std::string("out-of-bounds write: the guard after ") + kind + " was overwritten");
-#endif
-}
+// Of the running block.
+struct Dynamic {
+    std::unique_ptr<char[]> memory;
+    Range range;
+} dynamic;
 
 // __shared__ variables: the thread-local block of this program. What of it belongs to the host is
 // put back after the launch; no host code that could use it runs meanwhile.
@@ -111,39 +81,39 @@ void begin_shared(size_t dynamic_bytes)
         memset(dynamic.range.begin, kPoison, dynamic_bytes);
         return;
     }
-    dynamic = allocate(dynamic_bytes);
+    dynamic.memory.reset(new char[kAlignment + kGuard + dynamic_bytes + kGuard]);
+    const uintptr_t first = reinterpret_cast<uintptr_t>(dynamic.memory.get()) + kGuard;
+    dynamic.range = {reinterpret_cast<char *>((first + kAlignment - 1) / kAlignment * kAlignment),
+                     dynamic_bytes};
+    prepare(dynamic.range.begin, dynamic_bytes);
+#ifdef HR_EMU_ASAN
+    __asan_poison_memory_region(dynamic.range.begin - kGuard, kGuard);
+    __asan_poison_memory_region(dynamic.range.begin + dynamic_bytes, kGuard);
+#endif
 }
 
 void check_shared_guards()
 {
-    check_guards_of(dynamic, "dynamic shared memory");
+    check_guards(dynamic.range.begin, dynamic.range.bytes, "dynamic shared memory");
 }
 
-void check_device_guards()
+void prepare(char *begin, size_t bytes)
 {
-    for (const auto &[begin, a] : allocations)
-        check_guards_of(a, "an allocation");
+    memset(begin - kGuard, kGuardByte, kGuard);
+    memset(begin, kPoison, bytes);
+    memset(begin + bytes, kGuardByte, kGuard);
 }
 
-void *allocate_device(size_t bytes)
+void check_guards(const char *begin, size_t bytes, const char *kind)
 {
-    Allocation a = allocate(bytes);
-    char *const begin = a.range.begin;
-    allocations[begin] = std::move(a);
-    return begin;
-}
-
-bool free_device(const void *pointer)
-{
-    return allocations.erase(static_cast<const char *>(pointer)) != 0;
-}
-
-Allocation *find_allocation(const void *address, size_t bytes)
-{
-    auto next = allocations.upper_bound(static_cast<const char *>(address));
-    if (next == allocations.begin())
-        return nullptr;
-    Allocation &a = std::prev(next)->second;
-    return a.range.holds(address, bytes) ? &a : nullptr;
+#ifdef HR_EMU_ASAN
+    (void)begin, (void)bytes, (void)kind; // it saw the access
+#else
+    const auto intact = [](char c) { return c == kGuardByte; };
+    if (!std::all_of(begin - kGuard, begin, intact))
+        report(std::string("out-of-bounds write: the guard before ") + kind + " was overwritten");
+    else if (!std::all_of(begin + bytes, begin + bytes + kGuard, intact))
+        report(std::string("out-of-bounds write: the guard after ") + kind + " was overwritten");
+#endif
 }
 } // namespace hr_emu

@@ -15,6 +15,7 @@ std::string reports;
 
 std::string take_report()
 {
+    close_device_memory();
     return std::exchange(reports, {});
 }
 
@@ -26,6 +27,12 @@ void report(const std::string &problem, cudaError_t error)
     reports += "; HEADROOM_EMULATOR_SEED=" + std::to_string(machine.seed) + " repeats the order\n";
     set_last_error(error);
     machine.failed = true;
+}
+
+void report_host(const std::string &problem, cudaError_t error)
+{
+    reports += problem + "\n";
+    set_last_error(error);
 }
 
 void stop_if_failed()

@@ -64,7 +64,7 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind 
     const bool found = on_device(to, bytes, true) || !to_device;
     if (!found || (from_device && !on_device(from, bytes, false)))
         return result(cudaErrorInvalidValue);
-    memmove(to, from, bytes);
+    memmove(always_open(to), always_open(from), bytes);
     return cudaSuccess;
 }
 
@@ -76,9 +76,11 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
 
 cudaError_t cudaMemset(void *pointer, int value, size_t bytes)
 {
-    if (bytes != 0 && !on_device(pointer, bytes, true))
+    if (bytes == 0)
+        return cudaSuccess;
+    if (!on_device(pointer, bytes, true))
         return result(cudaErrorInvalidValue);
-    memset(pointer, value, bytes);
+    memset(always_open(pointer), value, bytes);
     return cudaSuccess;
 }
 

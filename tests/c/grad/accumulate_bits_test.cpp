@@ -19,6 +19,19 @@ std::vector<AccumulateCase> cases()
         c.factor = 0.3;
         all.push_back(c);
     }
+    // Every list alone at an odd address, by 4 or 8 bytes of f32 and 2, 4 or 8 of the others.
+    for (const int list : {0, 1, 2})
+        for (const size_t shift : {1, 2, 4})
+            for (const bool f32 : {false, true}) {
+                AccumulateCase c;
+                c.numel = {257, 64, 40001};
+                c.types = {f32 ? HR_F32 : HR_BF16};
+                c.compensated = true;
+                c.zero_grads = shift == 2;
+                c.shift = f32 && shift == 4 ? 3 : shift;
+                c.shifted = 1u << list;
+                all.push_back(c);
+            }
     return all;
 }
 } // namespace

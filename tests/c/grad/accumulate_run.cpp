@@ -21,10 +21,11 @@ Tensors::Value values(size_t role, bool special, double size)
 } // namespace
 
 AccumulateRun::AccumulateRun(Backend &backend, const AccumulateCase &c)
-    : sums(backend, c.numel, {HR_F32}, c.shift, values(SUMS, c.special, 10)),
-      losts(backend, c.compensated ? c.numel : std::vector<int64_t>(), {HR_F32}, c.shift,
+    : sums(backend, c.numel, {HR_F32}, shift_of(c, 0), values(SUMS, c.special, 10)),
+      losts(backend, c.compensated ? c.numel : std::vector<int64_t>(), {HR_F32}, shift_of(c, 1),
             values(LOSTS, c.special, 1e-7)),
-      grads(backend, c.numel, c.types, c.shift, values(GRADS, c.special, 1)), exec(backend.exec())
+      grads(backend, c.numel, c.types, shift_of(c, 2), values(GRADS, c.special, 1)),
+      exec(backend.exec())
 {
     if (!c.compensated)
         losts.argument = nullptr;
@@ -60,7 +61,8 @@ std::ostream &operator<<(std::ostream &out, const AccumulateCase &c)
     out << c.numel.size() << " tensors";
     for (const hr_dtype type : c.types)
         out << " " << names[type];
-    out << ", shift " << c.shift << (c.compensated ? ", compensated" : "");
+    out << ", shift " << c.shift << " of lists " << c.shifted
+        << (c.compensated ? ", compensated" : "");
     out << (c.zero_grads ? ", zero_grads" : "") << (c.factor ? ", factor" : "");
     return out << (c.factor_on_device ? ", factor on the device" : "")
                << (c.special ? ", special values" : "");

@@ -11,8 +11,9 @@ struct AccumulateCase {
     bool compensated = false, zero_grads = false;
     std::optional<double> factor;
     std::optional<float> factor_on_device;
-    size_t shift = 0;     // elements past an aligned address
-    bool special = false; // NaN, infinities, denormals, huge and tiny values among the data
+    size_t shift = 0;       // elements past an aligned address,
+    uint32_t shifted = ~0u; // of these lists: one bit each, in the order of the call
+    bool special = false;   // NaN, infinities, denormals, huge and tiny values among the data
 };
 
 class AccumulateRun

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "capi/headroom.h"
@@ -20,6 +21,16 @@ class Backend
                           size_t bytes) = 0; // waits for the device first
     // Whether a read or write just past an allocation is noticed by itself.
     virtual bool sees_overruns() const = 0;
+
+    // Of an emulated device: the order in which its threads run, and what it has noticed since it
+    // was last asked, with file and line. Here and not in the test cases, because these are
+    // compiled once for all programs.
+    virtual void set_seed(uint64_t) {}
+    virtual void set_default_seed() {}
+    virtual std::string take_report()
+    {
+        return {};
+    }
 };
 
 Backend &cpu_backend();

@@ -1,29 +1,29 @@
-// Runs the tests, and fails every test that leaves a report of the emulator unread.
-#include <gtest/gtest.h>
-
-#ifdef HR_EMULATE
-#include "tests/c/emulator/emulator.h"
+// Runs the tests, each in the order of threads that the environment asks for, and fails every test
+// that leaves a report of the emulator unread.
+#include "tests/c/harness/backend.h"
 
 namespace
 {
 class UnreadReports : public testing::EmptyTestEventListener
 {
+    void OnTestStart(const testing::TestInfo &) override
+    {
+        if (cuda_backend())
+            cuda_backend()->set_default_seed();
+    }
+
     void OnTestEnd(const testing::TestInfo &) override
     {
-        const std::string report = hr_emu::take_report();
+        const std::string report = cuda_backend() ? cuda_backend()->take_report() : "";
         if (!report.empty())
             ADD_FAILURE() << "the emulator reported:\n" << report;
     }
 };
 } // namespace
-#endif
 
 int main(int argc, char **argv)
 {
     testing::InitGoogleTest(&argc, argv);
-#ifdef HR_EMULATE
-    auto &listeners = testing::UnitTest::GetInstance()->listeners();
-    listeners.Append(new UnreadReports);
-#endif
+    testing::UnitTest::GetInstance()->listeners().Append(new UnreadReports);
     return RUN_ALL_TESTS();
 }

@@ -24,6 +24,17 @@ template <class Run> void expect_refused(Run &run, const BadInput<Run> &bad)
     EXPECT_TRUE(run.whole());
 }
 
+// On a device that no machine has.
+template <class Run> void expect_no_such_device(Run &run)
+{
+    const std::vector<uint8_t> before = run.image();
+    run.exec.device = 1000;
+    const hr_status got = run.call();
+    EXPECT_TRUE(got == HR_NO_DEVICE || got == HR_UNSUPPORTED) << got;
+    EXPECT_TRUE(matches(hr_last_error(), "exec->device is 1000"));
+    EXPECT_EQ(run.image(), before);
+}
+
 template <class T> T *moved(T *pointer, size_t bytes)
 {
     return reinterpret_cast<T *>(reinterpret_cast<uintptr_t>(pointer) + bytes);

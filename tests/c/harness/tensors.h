@@ -29,6 +29,12 @@ class Tensors
     std::vector<Buffer> buffers;
 };
 
+// The shift of one list of a case: `shifted` has a bit for each list, in the order of the call.
+template <class Case> size_t shift_of(const Case &c, int list)
+{
+    return c.shifted >> list & 1 ? c.shift : 0;
+}
+
 // The bytes of all of them, one after another, and whether all guards are whole.
 std::vector<uint8_t> image_of(const std::vector<const std::vector<Buffer> *> &groups);
 bool intact(const std::vector<const std::vector<Buffer> *> &groups);

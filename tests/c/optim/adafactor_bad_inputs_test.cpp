@@ -21,6 +21,7 @@ AdafactorCase good()
     c.config.lr = 0.5;
     c.config.relative_step = 0;
     c.grad_scale = 2.0f;
+    c.found_inf = 0.0f;
     c.clip_coef = 0.5f;
     return c;
 }
@@ -108,6 +109,8 @@ TEST_P(AdafactorBadInputs, Config)
          [](AdafactorRun &r) { r.config.lr_ptr = moved((char *)r.config.lr_ptr, 1); }},
         {"grad_scale is at",
          [](AdafactorRun &r) { r.config.grad_scale = moved(r.config.grad_scale, 1); }},
+        {"found_inf is at",
+         [](AdafactorRun &r) { r.config.found_inf = moved(r.config.found_inf, 3); }},
         {"clip_coef is at",
          [](AdafactorRun &r) { r.config.clip_coef = moved(r.config.clip_coef, 2); }},
         {"weights->size is 0",
@@ -160,11 +163,21 @@ TEST(AdafactorBadInputsOnTheCpu, Values)
     }
 }
 
+TEST(AdafactorBadInputsOnTheCpu, ADeviceThatDoesNotExist)
+{
+    AdafactorRun run(cpu_backend(), good());
+    expect_no_such_device(run);
+}
+
 TEST(AdafactorWorkspaceBadInputs, AreRefused)
 {
     size_t bytes = 77;
     const hr_adafactor_shape negative = matrix(-1, 2), huge = matrix(INT64_MAX, 2);
-    EXPECT_EQ(hr_adafactor_workspace(nullptr, &huge, 1), HR_INVALID_ARGUMENT);
+    const hr_adafactor_shape good = matrix(2, 2);
+    EXPECT_EQ(hr_adafactor_workspace(nullptr, &good, 1), HR_INVALID_ARGUMENT);
+    const hr_adafactor_shape two[] = {matrix(INT64_MAX / 32, 1), matrix(INT64_MAX / 32, 1)};
+    EXPECT_EQ(hr_adafactor_workspace(&bytes, two, 2), HR_INVALID_ARGUMENT);
+    EXPECT_TRUE(matches(hr_last_error(), "shapes has more than 2\\^59 elements"));
     EXPECT_EQ(hr_adafactor_workspace(&bytes, nullptr, 1), HR_INVALID_ARGUMENT);
     EXPECT_EQ(hr_adafactor_workspace(&bytes, &huge, -1), HR_INVALID_ARGUMENT);
     EXPECT_EQ(hr_adafactor_workspace(&bytes, &negative, 1), HR_INVALID_ARGUMENT);

@@ -74,17 +74,17 @@ Shape vector(int64_t numel)
 }
 
 AdafactorRun::AdafactorRun(Backend &backend, const AdafactorCase &c)
-    : shapes(c.shapes), params(backend, sizes(shapes, numel_of), c.params, c.shift,
+    : shapes(c.shapes), params(backend, sizes(shapes, numel_of), c.params, shift_of(c, 0),
                                [](size_t k, size_t i) { return 0.5 * noise(k + 40, i); }),
-      row_vars(backend, sizes(shapes, rows_of), f32, c.shift, variance),
-      col_vars(backend, sizes(shapes, cols_of), f32, c.shift, variance),
-      variances(backend, sizes(shapes, variances_of), f32, c.shift, variance),
-      exp_avgs(backend, sizes(shapes, numel_of), f32, c.shift,
+      row_vars(backend, sizes(shapes, rows_of), f32, shift_of(c, 1), variance),
+      col_vars(backend, sizes(shapes, cols_of), f32, shift_of(c, 2), variance),
+      variances(backend, sizes(shapes, variances_of), f32, shift_of(c, 3), variance),
+      exp_avgs(backend, sizes(shapes, numel_of), f32, shift_of(c, 4),
                [](size_t k, size_t i) { return 1e-3 * noise(k + 50, i); }),
-      rmss(backend, sizes(shapes, one), f32, c.shift, [](size_t, size_t) { return 77; }),
-      steps(backend, sizes(shapes, one), counters, c.shift,
-            [](size_t k, size_t) { return double(k % 9); }),
-      grads(backend, sizes(shapes, numel_of), c.grads, c.shift, c.grad), config(c.config),
+      rmss(backend, sizes(shapes, one), f32, shift_of(c, 5), [](size_t, size_t) { return 77; }),
+      steps(backend, sizes(shapes, one), counters, shift_of(c, 6),
+            [&](size_t k, size_t) { return c.counted + double(k % 9); }),
+      grads(backend, sizes(shapes, numel_of), c.grads, shift_of(c, 7), c.grad), config(c.config),
       exec(backend.exec()), shapes_argument(shapes.data()), backend_(backend)
 {
     exp_avgs.argument = c.momentum ? &exp_avgs.list : nullptr;
@@ -332,7 +332,8 @@ std::ostream &operator<<(std::ostream &out, const AdafactorCase &c)
     out << ", grads";
     for (const hr_dtype type : c.grads)
         out << " " << names[type];
-    return out << ", shift " << c.shift << (c.momentum ? ", momentum" : "")
+    return out << ", shift " << c.shift << " of lists " << c.shifted
+               << (c.momentum ? ", momentum" : "") << (c.counted ? ", late" : "")
                << (c.grad_scale ? ", grad_scale" : "") << (c.clip_coef ? ", clip_coef" : "")
                << (c.weights ? ", weights mode " + std::to_string(c.weights->mode) : "");
 }

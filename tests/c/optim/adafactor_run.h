@@ -11,9 +11,11 @@ struct AdafactorCase {
     std::vector<hr_dtype> params = {HR_F32}, grads = {HR_F32};
     hr_adafactor_semantics semantics = HR_ADAFACTOR_HF;
     bool momentum = false, rmss = true, steps = true;
+    double counted = 0; // what every counter has above those made up
     std::optional<hr_dtype> lr_on_device;
     std::optional<float> grad_scale, found_inf, clip_coef;
-    size_t shift = 0; // elements past an aligned address
+    size_t shift = 0;       // elements past an aligned address,
+    uint32_t shifted = ~0u; // of these lists: one bit each, in the order of the call
     Tensors::Value grad = noise;
     std::optional<WeightsData::Ask> weights;
     hr_adafactor_config config = HR_ADAFACTOR_HF_INIT; // what is not named above

@@ -1,7 +1,9 @@
 // hr_adafactor() against the rule in long double: both semantics, every option, every shape.
+#include <algorithm>
 #include <cmath>
 
 #include "tests/c/optim/adafactor_run.h"
+#include "tests/c/harness/pool.h"
 
 using AdafactorValues = OnBackend;
 ON_EVERY_BACKEND(AdafactorValues);
@@ -39,6 +41,31 @@ TEST_P(AdafactorValues, Defaults)
         }
 }
 
+// By 4 or 8 bytes of f32 and 2 or 8 of the others.
+TEST_P(AdafactorValues, EveryListAloneAtAnOddAddress)
+{
+    for (const hr_dtype type : {HR_F32, HR_BF16})
+        for (const size_t shift : {1, type == HR_F32 ? 2 : 4})
+            for (int list = 0; list < 8; list++) {
+                AdafactorCase c =
+                    of(HR_ADAFACTOR_HF, {matrix(33, 64), matrix(20, 72, 2), matrix(3, 3, 20),
+                                         vector(500), matrix(9, 7)});
+                c.params = c.grads = {type};
+                c.momentum = true;
+                c.config.beta1 = 0.9;
+                c.shift = shift;
+                c.shifted = 1u << list;
+                expect_exact(*backend, c);
+            }
+    for (int mode = HR_WEIGHTS_KAHAN; mode <= HR_WEIGHTS_REMAINDER8; mode++)
+        for (const size_t shift : {1, 2, 4}) {
+            AdafactorCase c = of(HR_ADAFACTOR_HF, {matrix(33, 64), matrix(3, 3, 20), vector(500)});
+            c.params = c.grads = {HR_BF16};
+            c.weights = {hr_weights_mode(mode), false, false, shift};
+            expect_exact(*backend, c);
+        }
+}
+
 TEST_P(AdafactorValues, Types)
 {
     for (const auto semantics : {HR_ADAFACTOR_HF, HR_ADAFACTOR_TORCH})
@@ -72,6 +99,12 @@ TEST_P(AdafactorValues, Options)
         [](AdafactorCase &c) { c.momentum = true, c.config.beta1 = 0.9; },
         [](AdafactorCase &c) { c.momentum = true, c.config.beta1 = 0.2, c.config.maximize = 1; },
         [](AdafactorCase &c) { c.steps = c.rmss = false, c.config.step = 17; },
+        // Past the 10,000 steps after which relative steps are shorter than 1 / 100.
+        [](AdafactorCase &c) { c.counted = 12345; },
+        [](AdafactorCase &c) { c.counted = 1e6, c.config.lr = 0.5; },
+        [](AdafactorCase &c) { c.counted = 54321, c.config.warmup_init = 1; },
+        [](AdafactorCase &c) { c.steps = false, c.config.step = 20000; },
+        [](AdafactorCase &c) { c.counted = 54321, c.config.relative_step = 0, c.config.lr = 0.05; },
         [](AdafactorCase &c) { c.grad_scale = 65536.0f, c.clip_coef = 0.3f; },
         [](AdafactorCase &c) { c.grad_scale = 3.0f, c.config.maximize = 1; },
         [](AdafactorCase &c) { c.lr_on_device = HR_F64, c.config.relative_step = 0; },
@@ -111,6 +144,19 @@ TEST_P(AdafactorValues, GradientsOfEverySize)
         }
 }
 
+TEST_P(AdafactorValues, ZeroGradientsOf16BitWeights)
+{
+    for (const auto semantics : {HR_ADAFACTOR_HF, HR_ADAFACTOR_TORCH})
+        for (int mode = HR_WEIGHTS_NEAREST; mode <= HR_WEIGHTS_REMAINDER8; mode++) {
+            AdafactorCase c = of(semantics, {matrix(20, 90), matrix(3, 3, 20), vector(99)});
+            c.params = c.grads = {HR_BF16};
+            c.grad = [](size_t, size_t) { return 0; };
+            c.weights = {hr_weights_mode(mode), false, false, 0};
+            c.config.weight_decay = 0.1;
+            expect_exact(*backend, c);
+        }
+}
+
 TEST_P(AdafactorValues, NothingChangesOnFoundInf)
 {
     AdafactorCase c = of(HR_ADAFACTOR_HF, kShapes);
@@ -125,15 +171,50 @@ TEST_P(AdafactorValues, NothingChangesOnFoundInf)
 
 TEST_P(AdafactorValues, ANonfiniteGradientReachesItsTensorAlone)
 {
-    for (const double bad : {double(INFINITY), double(NAN)}) {
-        AdafactorCase c = of(HR_ADAFACTOR_HF, {matrix(30, 20), matrix(30, 20)});
-        c.grad = [=](size_t k, size_t i) { return k == 0 && i == 7 ? bad : noise(k, i); };
-        AdafactorRun run(*backend, c);
-        ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
-        EXPECT_TRUE(std::isnan(run.params.values(0)[7]));
-        for (const double x : run.params.values(1))
-            EXPECT_TRUE(std::isfinite(x));
-    }
+    for (const auto semantics : {HR_ADAFACTOR_HF, HR_ADAFACTOR_TORCH})
+        for (const double bad : {double(INFINITY), -double(INFINITY), double(NAN)})
+            for (const auto &shape : {matrix(30, 20), matrix(3, 3, 4), vector(40)}) {
+                AdafactorCase c = of(semantics, {shape, shape});
+                c.grad = [=](size_t k, size_t i) { return k == 0 && i == 7 ? bad : noise(k, i); };
+                AdafactorRun run(*backend, c);
+                ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
+                EXPECT_TRUE(std::isnan(run.params.values(0)[7])) << testing::PrintToString(c);
+                for (const double x : run.params.values(1))
+                    EXPECT_TRUE(std::isfinite(x));
+            }
+}
+
+// torch's max(1.0, NaN) is 1, so that a NaN stops only what its variances reach: of a vector itself,
+// of a matrix all, because the mean of the rows is among them. HF's clamp keeps a NaN.
+TEST_P(AdafactorValues, WhereANaNEnds)
+{
+    const auto nans_of = [&](hr_adafactor_semantics semantics, const hr_adafactor_shape &shape) {
+        AdafactorCase c = of(semantics, {shape});
+        c.grad = [=](size_t k, size_t i) { return i == 7 ? NAN : noise(k, i); };
+        const AdafactorRun run(*backend, c);
+        EXPECT_EQ(run.call(), HR_OK) << hr_last_error();
+        const std::vector<double> values = run.params.values(0);
+        return std::count_if(values.begin(), values.end(), [](double x) { return std::isnan(x); });
+    };
+    EXPECT_EQ(nans_of(HR_ADAFACTOR_TORCH, vector(40)), 1);
+    EXPECT_EQ(nans_of(HR_ADAFACTOR_TORCH, matrix(30, 20)), 600);
+    EXPECT_EQ(nans_of(HR_ADAFACTOR_TORCH, matrix(3, 3, 4)), 9);
+    EXPECT_EQ(nans_of(HR_ADAFACTOR_HF, vector(40)), 40);
+    EXPECT_EQ(nans_of(HR_ADAFACTOR_HF, matrix(3, 3, 4)), 36);
+}
+
+// Batches whose matrices are cut into several blocks of rows and of columns, and end inside the
+// runs that sums are taken over; tiny ones that end inside a block.
+TEST(AdafactorValuesOnTheCpu, LargeBatches)
+{
+    for (const auto semantics : {HR_ADAFACTOR_HF, HR_ADAFACTOR_TORCH})
+        for (const int threads : {1, 3}) {
+            const LentPool pool(threads);
+            AdafactorCase c = of(semantics, {matrix(700, 100, 3), matrix(45, 1500, 2),
+                                             matrix(13, 4099, 2), matrix(3, 3, 9001)});
+            c.grads = {threads == 1 ? HR_F32 : HR_BF16};
+            expect_exact(cpu_backend(), c);
+        }
 }
 
 // More tensors than one launch holds.

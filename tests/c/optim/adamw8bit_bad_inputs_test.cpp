@@ -168,7 +168,30 @@ TEST_P(Adamw8bitBadInputs, WhatBnbExactExcludes)
         {{"bnb_exact needs decoupled", [](Call &r) { r.config.adamw.decoupled = 0; }},
          {"block_size is 128, but bnb_exact needs 256", [](Call &r) { r.config.block_size = 128; }},
          {"bnb_exact excludes skip_nonfinite", [](Call &r) { r.config.adamw.skip_nonfinite = 1; }},
-         {"bnb_exact excludes seeds", [](Call &r) { r.config.seeds = r.seeds.data(); }}});
+         {"bnb_exact excludes seeds", [](Call &r) { r.config.seeds = r.seeds.data(); }},
+         {"bnb_exact excludes weights", [](Call &r) {
+              static const hr_weights weights = HR_WEIGHTS_INIT;
+              r.config.adamw.weights = &weights;
+          }}});
+}
+
+TEST_P(Adamw8bitBadInputs, Weights)
+{
+    Adamw8bitCase c = good();
+    c.param = {HR_BF16};
+    c.weights = WeightsData::Ask{HR_WEIGHTS_REMAINDER8_STOCHASTIC, true, true};
+    const Call run(*backend, c);
+    EXPECT_EQ(run.call(), HR_OK) << hr_last_error();
+    expect_all_refused(
+        *backend, c,
+        {{"weights->size is 0, wanted", [](Call &r) { r.weights->weights.size = 0; }},
+         {"weights->mode is 7", [](Call &r) { r.weights->weights.mode = hr_weights_mode(7); }},
+         {"weights->residuals is NULL", [](Call &r) { r.weights->weights.residuals = nullptr; }},
+         {"residuals\\[2\\] is NULL", [](Call &r) { r.weights->data[2] = nullptr; }},
+         {"weights->seeds is NULL", [](Call &r) { r.weights->weights.seeds = nullptr; }},
+         {"params\\[2\\] has dtype f16, which HR_WEIGHTS_REMAINDER8_STOCHASTIC does not take",
+          [](Call &r) { r.params.dtype[2] = HR_F16; }},
+         {"places\\[1\\] is \\{8, 0, 1000\\}", [](Call &r) { r.weights->places[1].run = 0; }}});
 }
 
 // Values in host memory are looked at too; on a device they could not be without waiting for it.
@@ -192,12 +215,7 @@ TEST(Adamw8bitBadInputsOnTheCpu, Values)
 TEST(Adamw8bitBadInputsOnTheCpu, ADeviceThatDoesNotExist)
 {
     Call run(cpu_backend(), good());
-    const std::vector<uint8_t> before = run.image();
-    run.exec.device = 1000;
-    const hr_status got = run.call();
-    EXPECT_TRUE(got == HR_NO_DEVICE || got == HR_UNSUPPORTED) << got;
-    EXPECT_TRUE(matches(hr_last_error(), "exec->device is 1000"));
-    EXPECT_EQ(run.image(), before);
+    expect_no_such_device(run);
 }
 
 TEST(DynamicMap, NeedsSomewhereToWrite)

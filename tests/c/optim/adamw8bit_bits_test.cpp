@@ -41,7 +41,7 @@ std::vector<Adamw8bitCase> cases()
     for (const hr_dtype type : float_types())
         for (size_t shift = 0; shift < 8; shift++)
             for (const uint32_t shifted : {~0u, 1u, 2u, 8u, 64u})
-                if (shifted == ~0u || shift % 4 == 1)
+                if (shifted == ~0u || (shift % 4 != 0 && shift < 6))
                     add([&](Adamw8bitCase &c) {
                         c.numel = odd;
                         c.param = c.grad = {type};
@@ -76,6 +76,19 @@ std::vector<Adamw8bitCase> cases()
                 c.shift = flags == 3 ? 3 : 0;
                 c.weights = WeightsData::Ask{hr_weights_mode(mode), c.special, true, c.shift};
             });
+    // Residuals alone at an odd address, and the other lists alone beside them.
+    for (const hr_weights_mode mode : {HR_WEIGHTS_STOCHASTIC, HR_WEIGHTS_KAHAN, HR_WEIGHTS_MASTER,
+                                       HR_WEIGHTS_REMAINDER16, HR_WEIGHTS_REMAINDER8})
+        for (const uint32_t shifted : {0u, 1u, 2u, 8u, 64u})
+            for (const size_t shift : {1, 2})
+                if (shifted == 0 || shift == 1)
+                    add([&](Adamw8bitCase &c) {
+                        c.numel = {600, 513};
+                        c.param = c.grad = {HR_BF16};
+                        c.shift = shift;
+                        c.shifted = shifted;
+                        c.weights = WeightsData::Ask{mode, false, false, shifted == 0 ? shift : 0};
+                    });
     // Not counted, so that a loop of their own may take them.
     for (const hr_weights_mode mode :
          {HR_WEIGHTS_KAHAN, HR_WEIGHTS_MASTER, HR_WEIGHTS_REMAINDER16, HR_WEIGHTS_REMAINDER8})
@@ -89,6 +102,28 @@ std::vector<Adamw8bitCase> cases()
                     c.shift = special ? 3 : 0;
                     c.weights = WeightsData::Ask{mode, special, false, c.shift};
                 });
+    // Weights that are rounded at random beside small blocks, more than are unpacked at once.
+    for (const hr_weights_mode mode : {HR_WEIGHTS_STOCHASTIC, HR_WEIGHTS_REMAINDER8_STOCHASTIC})
+        for (const bool f16 : {false, true})
+            if (!f16 || mode == HR_WEIGHTS_STOCHASTIC)
+                add([&](Adamw8bitCase &c) {
+                    c.numel = {9001, 70};
+                    c.block_size = 64;
+                    c.param = c.grad = {f16 ? HR_F16 : HR_BF16};
+                    c.stochastic = f16;
+                    c.weights = WeightsData::Ask{mode};
+                });
+    // Scales above 2^64 and below 2^-64, where they are divided by in two steps.
+    for (const double size : {1e25, 1e-25})
+        for (const bool stochastic : {false, true})
+            add([&](Adamw8bitCase &c) {
+                c.numel = {600, 33};
+                c.stochastic = stochastic;
+                c.exp_avg_absmaxs = c.exp_avg_sq_absmaxs = [=](size_t k, size_t i) {
+                    return size * (2 + noise(k, i));
+                };
+                c.grads = [=](size_t k, size_t i) { return std::min(size, 1.0) * noise(k, i); };
+            });
     // Larger than a chunk of any kernel, and than the least that is worth a second thread.
     add([](Adamw8bitCase &c) { c.numel = {100003}; });
     add([](Adamw8bitCase &c) {

@@ -40,11 +40,6 @@ Tensors::Value any_gradient(const Adamw8bitCase &c, uint64_t kind)
                     [](double u) { return std::copysign(std::exp(14 * std::fabs(u) - 10), u); });
 }
 
-size_t shift_of(const Adamw8bitCase &c, int list)
-{
-    return c.shifted >> list & 1 ? c.shift : 0;
-}
-
 std::vector<int64_t> blocks_of(const Adamw8bitCase &c)
 {
     std::vector<int64_t> blocks;

@@ -21,7 +21,7 @@ template <class T>
 Updated adamw_rule(const AdamwCase &c, const hr_adamw_config &h, double t, T p, T g, T m, T v,
                    T v_max)
 {
-    const double lr = c.lr_on_device == HR_F32 ? double(float(1e-2)) : 1e-2;
+    const double lr = c.lr_on_device == HR_F32 ? double(float(c.lr)) : c.lr;
     const double factor =
         (c.maximize ? -1 : 1) * double(c.clip_coef.value_or(1)) / double(c.grad_scale.value_or(1));
     g = g * T(factor);
@@ -151,4 +151,44 @@ TEST_P(AdamwAccuracy, FirstAndLateSteps)
         c.steps = HR_F64;
         expect_accurate(*backend, c);
     }
+    for (const int64_t step : {(int64_t(1) << 32) + 1, (int64_t(1) << 52) + 3}) {
+        AdamwCase c;
+        c.numel = {257};
+        c.step = step;
+        expect_accurate(*backend, c);
+        c.steps = HR_F64;
+        expect_accurate(*backend, c);
+    }
+}
+
+TEST_P(AdamwAccuracy, CountersOfEitherTypeBesideEachOther)
+{
+    AdamwCase c;
+    c.numel = {9, 33, 0, 17};
+    c.steps = HR_F64;
+    c.mixed_counters = true;
+    c.step = 1;
+    expect_accurate(*backend, c);
+}
+
+// From moments of 1 the first step moves a parameter of 0 by lr / (1 - beta1), rounded once.
+TEST_P(AdamwAccuracy, TheDigitsOfLrThatBinary32Lacks)
+{
+    int differ = 0; // of those whose step would be another one if lr were rounded before
+    for (const double lr : {0.1, 1e-3 / 3, 3e-4 / 7, 1.7e-5, 0.3, 2.2e-3})
+        for (const std::optional<hr_dtype> on_device : {std::optional<hr_dtype>(), {HR_F64}}) {
+            AdamwCase c;
+            c.lr = lr;
+            c.lr_on_device = on_device;
+            c.step = 1;
+            c.value = [](AdamwList list, size_t, size_t) { return list == PARAMS ? 0 : 1; };
+            AdamwRun run(*backend, c);
+            run.config.eps = run.config.weight_decay = 0;
+            run.config.beta2 = 0;
+            ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
+            const double correction = 1 - run.config.beta1;
+            EXPECT_EQ(run.values(PARAMS, 0)[0], -double(float(lr / correction))) << lr;
+            differ += float(lr / correction) != float(double(float(lr)) / correction);
+        }
+    EXPECT_GE(differ, 4);
 }

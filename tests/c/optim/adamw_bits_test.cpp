@@ -31,6 +31,57 @@ std::vector<AdamwCase> cases()
                 c.shift = shift;
                 c.special = shift % 2;
             });
+    // Every list alone at an odd address, by 4 or 8 bytes of f32 and 2 or 8 of the others.
+    for (const AdamwList list : {PARAMS, EXP_AVGS, EXP_AVG_SQS, MAX_EXP_AVG_SQS, GRADS})
+        for (const hr_dtype type : {HR_F32, HR_BF16})
+            for (const size_t shift : {1, type == HR_F32 ? 2 : 4})
+                add([&](AdamwCase &c) {
+                    c.numel = {257, 64};
+                    c.param = c.grad = c.state = type;
+                    c.shift = shift;
+                    c.shifted = 1u << list;
+                    c.amsgrad = list == MAX_EXP_AVG_SQS || shift == 1;
+                });
+    // The same of 16-bit weights, and of their residuals.
+    const auto add_shifted = [&](hr_weights_mode mode, uint32_t shifted, size_t shift) {
+        add([&](AdamwCase &c) {
+            c.numel = {257, 64};
+            c.param = c.grad = HR_BF16;
+            c.shift = shift;
+            c.shifted = shifted;
+            c.weights = WeightsData::Ask{mode, false, false, shifted == 0 ? shift : 0};
+        });
+    };
+    for (const AdamwList list : {PARAMS, EXP_AVGS, EXP_AVG_SQS, GRADS})
+        for (const hr_weights_mode mode : {HR_WEIGHTS_STOCHASTIC, HR_WEIGHTS_REMAINDER16})
+            for (const size_t shift : {1, 4})
+                add_shifted(mode, 1u << list, shift);
+    for (int mode = HR_WEIGHTS_KAHAN; mode <= HR_WEIGHTS_REMAINDER8; mode++)
+        for (const size_t shift : {1, 2, 4})
+            add_shifted(hr_weights_mode(mode), 0, shift);
+    // States of every type and amsgrad beside 16-bit weights, in the loops that are not counted.
+    for (int mode = HR_WEIGHTS_NEAREST; mode <= HR_WEIGHTS_REMAINDER8_STOCHASTIC; mode++)
+        for (const hr_dtype type : {HR_BF16, HR_F16})
+            for (int flags = 0; flags < 3; flags++)
+                if (type == HR_BF16 || mode < HR_WEIGHTS_REMAINDER16)
+                    add([&](AdamwCase &c) {
+                        c.numel = {257, 64};
+                        c.param = c.grad = type;
+                        c.state = flags == 0 ? HR_F16 : flags == 1 ? HR_BF16 : HR_F32;
+                        c.amsgrad = flags != 0;
+                        c.special = flags == 2;
+                        c.weights = WeightsData::Ask{hr_weights_mode(mode)};
+                    });
+    // Counters of either type beside each other, and past 2^32.
+    for (const int64_t step : {int64_t(7), (int64_t(1) << 32) + 5})
+        add([&](AdamwCase &c) {
+            c.numel = {257, 64, 33};
+            c.param = HR_BF16;
+            c.mixed_counters = true;
+            c.steps = HR_F64;
+            c.step = step;
+            c.weights = WeightsData::Ask{HR_WEIGHTS_STOCHASTIC};
+        });
     for (const hr_dtype counter : {HR_F32, HR_F64})
         for (const hr_dtype lr : {HR_F32, HR_F64})
             add([&](AdamwCase &c) {

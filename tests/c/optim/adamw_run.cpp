@@ -45,16 +45,19 @@ AdamwRun::AdamwRun(Backend &backend, const AdamwCase &c) : exec(backend.exec())
         const AdamwList list = AdamwList(l);
         const bool given = list == STEPS ? bool(c.steps) : list != MAX_EXP_AVG_SQS || c.amsgrad;
         for (size_t k = 0; k < c.numel.size(); k++) {
-            const hr_dtype type =
-                c.all_types && every[l] ? next_type(types[l], k / every[l]) : types[l];
+            const hr_dtype type = list == STEPS && c.mixed_counters && k % 2 ? HR_F32
+                                  : c.all_types && every[l] ? next_type(types[l], k / every[l])
+                                                            : types[l];
             const size_t n = list == STEPS ? 1 : size_t(c.numel[k]);
             std::vector<double> content(given ? n : 0);
             for (size_t i = 0; i < content.size(); i++)
-                content[i] =
-                    list == STEPS ? double(c.step - 1 + int64_t(k)) : value(list, k, i, c.special);
+                content[i] = list == STEPS ? double(c.step - 1 + int64_t(k))
+                             : c.value     ? c.value(list, k, i)
+                                           : value(list, k, i, c.special);
             if (c.spoiled == list && k == 0)
                 content.at(0) = c.spoil;
-            tensors_[l].emplace_back(backend, encode(content, type), c.shift * bytes_of(type));
+            tensors_[l].emplace_back(backend, encode(content, type),
+                                     shift_of(c, l) * bytes_of(type));
             data[l].push_back(tensors_[l].back().data());
             numel[l].push_back(int64_t(n));
             dtype[l].push_back(type);
@@ -62,7 +65,7 @@ AdamwRun::AdamwRun(Backend &backend, const AdamwCase &c) : exec(backend.exec())
         lists[l] = {int64_t(c.numel.size()), data[l].data(), numel[l].data(), dtype[l].data()};
         list_arguments[l] = given ? &lists[l] : nullptr;
     }
-    config.lr = 1e-2;
+    config.lr = c.lr;
     config.weight_decay = 0.1;
     config.step = c.step;
     config.decoupled = c.decoupled;
@@ -148,10 +151,12 @@ std::ostream &operator<<(std::ostream &out, const AdamwCase &c)
 {
     const char *const names[] = {"f32", "bf16", "f16", "u8", "i8", "i16", "f64"};
     out << c.numel.size() << " tensors, " << names[c.param] << " parameters, " << names[c.grad]
-        << " gradients, " << names[c.state] << " states, shift " << c.shift << ", step " << c.step;
+        << " gradients, " << names[c.state] << " states, shift " << c.shift << " of lists "
+        << c.shifted << ", step " << c.step;
     out << (c.amsgrad ? ", amsgrad" : "") << (c.decoupled ? "" : ", L2")
         << (c.maximize ? ", maximize" : "") << (c.skip_nonfinite ? ", skip_nonfinite" : "");
-    out << (c.steps ? ", steps on the device" : "") << (c.lr_on_device ? ", lr on the device" : "");
+    out << (c.steps ? ", steps on the device" : "") << (c.mixed_counters ? " of two types" : "")
+        << (c.lr_on_device ? ", lr on the device" : "");
     out << (c.grad_scale ? ", grad_scale" : "") << (c.clip_coef ? ", clip_coef" : "");
     if (c.weights)
         out << ", weights mode " << c.weights->mode << (c.weights->places ? ", cut" : "")

@@ -2,10 +2,11 @@
 // spoil.
 #pragma once
 
+#include <functional>
 #include <optional>
 
 #include "tests/c/harness/backend.h"
-#include "tests/c/harness/elements.h"
+#include "tests/c/harness/tensors.h"
 #include "tests/c/weights/weights_data.h"
 
 enum AdamwList { PARAMS, EXP_AVGS, EXP_AVG_SQS, MAX_EXP_AVG_SQS, STEPS, GRADS, LISTS };
@@ -18,10 +19,15 @@ struct AdamwCase {
     std::optional<hr_dtype> steps; // counters on the device
     std::optional<hr_dtype> lr_on_device;
     std::optional<float> grad_scale, found_inf, clip_coef;
-    size_t shift = 0;                 // elements past an aligned address
+    size_t shift = 0;                 // elements past an aligned address,
+    uint32_t shifted = ~0u;           // of these lists: one bit each, in the order of AdamwList
     std::optional<AdamwList> spoiled; // this list's first element is `spoil`
     double spoil = 0;
     std::optional<WeightsData::Ask> weights;
+    bool mixed_counters = false; // the second and every other one is f32
+    double lr = 1e-2;
+    // What the lists hold, where not made up; the counters hold the step before.
+    std::function<double(AdamwList list, size_t tensor, size_t i)> value;
     bool special = false;   // NaN, infinities, denormals, huge and tiny values among the data
     bool all_types = false; // each tensor has the next combination of types
 };

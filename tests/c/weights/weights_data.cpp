@@ -1,5 +1,7 @@
 #include "tests/c/weights/weights_data.h"
 
+#include <algorithm>
+
 #include "tests/c/harness/elements.h"
 #include "tests/c/harness/tensors.h"
 
@@ -21,6 +23,8 @@ WeightsData::WeightsData(Backend &backend, const Ask &ask, const std::vector<int
             content[i] = uint8_t(128 * (noise(90 + k, i) + 1));
         for (size_t i = 0; i < content.size() && !any_bits; i += bytes_of(type))
             encode((mode == HR_WEIGHTS_KAHAN ? 1e-3 : 1) * noise(90 + k, i), &content[i], type);
+        if (ask.zero_residuals)
+            std::fill(content.begin(), content.end(), uint8_t(0));
         buffers.emplace_back(backend, content, ask.shift * bytes_of(type));
         data.push_back(buffers.back().data());
         dtype.push_back(type);

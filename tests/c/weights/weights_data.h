@@ -8,6 +8,7 @@ struct WeightsData {
         hr_weights_mode mode = HR_WEIGHTS_NEAREST;
         bool places = false, stalled = false; // cut from wholes; count
         size_t shift = 0;                     // elements past an aligned address
+        bool zero_residuals = false;
     };
 
     WeightsData(Backend &backend, const Ask &ask, const std::vector<int64_t> &numel,

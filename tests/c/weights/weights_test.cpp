@@ -13,10 +13,14 @@ const std::vector<int64_t> kNumel = {1, 7, 0, 257, 20001};
 
 // A call on values spread over the exponents, with NaN, infinities and denormals among them.
 struct Call {
-    Call(Backend &backend, hr_weights_mode mode, hr_dtype dtype, size_t shift = 0)
-        : values(backend, kNumel, {HR_F32}, shift, value),
-          params(backend, kNumel, {dtype}, shift, [](size_t, size_t) { return 3.0; }),
-          weights(backend, {mode, false, false, shift}, kNumel, params.dtype), exec(backend.exec())
+    // `shifted` has a bit for values, params and residuals.
+    Call(Backend &backend, hr_weights_mode mode, hr_dtype dtype, size_t shift = 0,
+         unsigned shifted = 7)
+        : values(backend, kNumel, {HR_F32}, shifted & 1 ? shift : 0, value),
+          params(backend, kNumel, {dtype}, shifted & 2 ? shift : 0,
+                 [](size_t, size_t) { return 3.0; }),
+          weights(backend, {mode, false, false, shifted & 4 ? shift : 0}, kNumel, params.dtype),
+          exec(backend.exec())
     {
     }
 
@@ -120,14 +124,15 @@ TEST_P(Weights, AreKeptToTheErrorOfTheirMode)
 
 TEST_P(Weights, HaveTheBitsOfTheCpu)
 {
-    for (const Mode &m : kModes) {
-        Call here(*backend, m.mode, m.dtype), there(cpu_backend(), m.mode, m.dtype);
-        for (Call *run : {&here, &there}) {
-            ASSERT_EQ(run->split(), HR_OK) << hr_last_error();
-            ASSERT_EQ(run->join(), HR_OK) << hr_last_error();
+    for (const Mode &m : kModes)
+        for (const unsigned shifted : {0, 1, 2, 4, 7}) { // every list alone at an odd address
+            Call here(*backend, m.mode, m.dtype, 1, shifted), there(cpu_backend(), m.mode, m.dtype);
+            for (Call *run : {&here, &there}) {
+                ASSERT_EQ(run->split(), HR_OK) << hr_last_error();
+                ASSERT_EQ(run->join(), HR_OK) << hr_last_error();
+            }
+            EXPECT_EQ(here.image(), there.image()) << m.mode << ", shifted " << shifted;
         }
-        EXPECT_EQ(here.image(), there.image()) << m.mode;
-    }
 }
 
 TEST_P(Weights, BadInputs)
@@ -160,4 +165,11 @@ TEST_P(Weights, BadInputs)
             EXPECT_TRUE(matches(hr_last_error(), split ? "hr_split" : "hr_join"));
             EXPECT_EQ(run.image(), before);
         }
+    for (const bool split : {false, true}) {
+        Call run(cpu_backend(), HR_WEIGHTS_REMAINDER16, HR_BF16);
+        run.exec.device = 1000;
+        const hr_status got = split ? run.split() : run.join();
+        EXPECT_TRUE(got == HR_NO_DEVICE || got == HR_UNSUPPORTED) << got;
+        EXPECT_TRUE(matches(hr_last_error(), "exec->device is 1000"));
+    }
 }

@@ -8,6 +8,10 @@ import headroom
 import pytest
 import torch
 from test_compile import compile_step
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from helpers.distributed_worker import WORLD_SIZE, Ranks
 
 CLASSES = [
     headroom.optim.Adam,
@@ -177,3 +181,42 @@ def test_copies_keep_the_count(device):
     other = copy.deepcopy(optimizer)
     step(params, optimizer, NAN)
     assert (counted(other), counted(optimizer)) == (1, 2)
+
+
+# ---- sharded -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
+
+
+def sharded(rank):
+    """A NaN in the shard of one rank skips the step of all, and all count it."""
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    whole = torch.ones(4, 3)
+    params = [torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])) for _ in range(2)]
+    optimizer = headroom.optim.AdamW([*zip("ab", params)], max_grad_norm=1.0)
+    for bad in (False, True, True):
+        for p in params:
+            p.grad = distribute_tensor(whole, mesh, [Shard(0)])
+        if bad and rank == 1:
+            params[1].grad.to_local()[1, 1] = NAN
+        optimizer.step()
+    assert optimizer.state[params[0]]["step"] == 1
+    with pytest.warns(UserWarning, match=r"'b'\. A" if rank == 1 else r"NaN\. A"):
+        assert optimizer.skipped_steps == 2
+    view = torch.nn.Parameter(
+        DTensor.from_local(params[0].to_local().detach()[1:], mesh, [Shard(0)], run_check=False)
+    )
+    view.grad = torch.ones_like(view)
+    optimizer.add_param_group({"params": [("c", view)]})
+    with pytest.raises(ValueError, match="'a' and parameter 'c' share memory"):
+        optimizer.step()
+
+
+@pytest.mark.gloo
+def test_ranks_count_alike(ranks):
+    ranks(sharded)

@@ -186,6 +186,30 @@ def test_stochastic_rounding_depends_on_seed_and_step_and_nothing_else():
     assert not all(torch.equal(a, b) for a, b in zip(first, other))
 
 
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_every_parameter_draws_its_own_in_all_groups(eight_bit):
+    def step(groups):
+        values = torch.linspace(0.5, 1.5, 4096).bfloat16()
+        params = [torch.nn.Parameter(values.clone()) for _ in range(4)]
+        ends = [0, *groups, 4]
+        parts = [dict(params=params[a:b]) for a, b in zip(ends, ends[1:])]
+        if eight_bit:
+            optimizer = AdamW8bit(parts, lr=1e-3, stochastic_rounding=True, **EIGHT_BIT)
+        else:
+            optimizer = AdamW(parts, lr=1e-3, rounding="stochastic")
+        for param in params:
+            param.grad = torch.linspace(-1, 1, 4096).bfloat16()
+        optimizer.step()
+        if eight_bit:
+            return [optimizer.state[param]["exp_avg"].clone() for param in params]
+        return [param.detach() for param in params]
+
+    together, apart = step([]), step([1, 3])
+    assert all(torch.equal(a, b) for a, b in zip(together, apart))
+    pairs = [(a, b) for a in range(4) for b in range(a)]
+    assert not any(torch.equal(apart[a], apart[b]) for a, b in pairs)
+
+
 @pytest.mark.parametrize("rows", [1, 17, 32])
 def test_the_bits_do_not_depend_on_how_a_tensor_is_cut(rows):
     whole = torch.nn.Parameter(start()[0].clone())

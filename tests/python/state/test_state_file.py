@@ -5,7 +5,9 @@
 writes the files of this format in tests/states anew.
 """
 
+import argparse
 import copy
+import datetime
 import errno
 import fcntl
 import json
@@ -17,11 +19,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import types
 import warnings
 import weakref
 import zlib
 from collections import Counter, OrderedDict
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from zoneinfo import ZoneInfo
 
 import headroom
 import numpy as np
@@ -32,6 +36,7 @@ from headroom.state import file as state_file
 from headroom.state import save as saving
 from headroom.state.file import PIECE, PREFIX, StateFile
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from helpers import state_file_faults as faults
 from helpers.modes import EVERY
@@ -103,10 +108,15 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(name, fresh, path,
     assert_same((model, optimizer), (other, resumed))
 
 
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_nothing_that_was_loaded_lies_in_the_file(on_cpu, path, monkeypatch):
-    """Also not when tensors go from the file to another device, and some to the CPU."""
-    monkeypatch.setattr(saving, "_on_cpu", lambda optimizer: on_cpu)
+@pytest.mark.parametrize("piece", [PIECE, 100], ids=["held", "one by one"])
+@pytest.mark.parametrize("moved", [False, True])
+def test_nothing_that_was_loaded_lies_in_the_file(moved, piece, path, monkeypatch):
+    """Also not when states go from the file to another device, one by one, and the model is filled
+    one by one."""
+    for module in (saving, state_file):
+        monkeypatch.setattr(module, "PIECE", piece)
+    if moved:
+        monkeypatch.setattr(saving, "_on_cpu", lambda device: False)
     model, optimizer = made("adamw8bit-remainder16")
     step(model, optimizer)
     save_state(path, model=model, optimizer=optimizer, extra=[torch.ones(5000)])
@@ -183,6 +193,20 @@ VALUES = {
     "mappings": [OrderedDict(b=1, a=2), Counter({3: 2, 5: 1})],
     "torch": [torch.bfloat16, torch.device("cuda:1"), torch.Size([2, 3])],
     "numpy": [np.float64(0.1), np.int8(-3), np.bool_(True), np.uint32(7)],
+    "sets": [{3, "a", (1, 2), None}, set(), frozenset({b"x"}), {frozenset({1}): 2}],
+    "paths": [Path("/a/\u00fc"), PurePosixPath("b"), PureWindowsPath(r"c:\d"), {Path("k"): 1}],
+    "times": [
+        datetime.datetime(2024, 2, 29, 1, 2, 3, 4),
+        datetime.datetime(2024, 10, 27, 2, 30, fold=1, tzinfo=datetime.timezone.utc),
+        datetime.datetime(1, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=-3.5))),
+        datetime.date(1999, 12, 31),
+        datetime.time(23, 59, 59, 999999),
+        datetime.timedelta(days=-1, seconds=5, microseconds=7),
+    ],
+    "namespaces": [
+        argparse.Namespace(lr=0.1, out=Path("runs"), more=argparse.Namespace()),
+        types.SimpleNamespace(**{"$": 1, "items": [{2}]}),
+    ],
 }
 
 
@@ -191,6 +215,10 @@ def same(left, right):
         return False
     if isinstance(left, dict):
         return [*left] == [*right] and all(map(same, left.values(), right.values()))
+    if isinstance(left, (set, frozenset)):  # whose order is not their own
+        return left == right
+    if isinstance(left, datetime.datetime) and left.fold != right.fold:
+        return False
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(same, left, right))
     return left == right and str(left) == str(right)
@@ -353,7 +381,7 @@ def test_safetensors_reads_the_file(name, path):
 
 
 def test_at_most_one_tensor_is_copied(path, monkeypatch):
-    """None of those that lie in order on the CPU, nor any of a model that is loaded."""
+    """Of those that are saved, and of a model that is loaded."""
     real, live, most = torch.empty, set(), 0
 
     def counted(*args, **kwargs):
@@ -372,9 +400,38 @@ def test_at_most_one_tensor_is_copied(path, monkeypatch):
     save_state(path, extra=[tensor.t() for tensor in ordered], rng=False)
     assert most == 1
     save_state(path, model=model, rng=False)
+    for module in (saving, state_file):
+        monkeypatch.setattr(module, "PIECE", 100)  # models are larger than what is held
     most = 0
     load_state(path, model=other)
-    assert most == 0
+    assert most == 1
+    assert_same_bits(other.state_dict().values(), model.state_dict().values())
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_save_and_of_a_load(tmp_path):
+    """In processes of their own, since what they took is counted by the system: one tensor of 64 MB
+    and what is copied ahead."""
+    code = f"""
+import resource, sys, torch, headroom
+model = torch.nn.ParameterList(torch.zeros(16 << 20).normal_() for _ in range(8))
+headroom.save_state({str(tmp_path / "0")!r}, model=torch.nn.Linear(2, 2), rng=False)
+headroom.load_state({str(tmp_path / "0")!r}, model=torch.nn.Linear(2, 2))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if sys.argv[1] == "save":
+    headroom.save_state({str(tmp_path / "1")!r}, model=model)
+else:
+    headroom.load_state({str(tmp_path / "1")!r}, model=model)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+    for what, limit in (("save", 32 + 16), ("load", 64 + 32)):
+        done = subprocess.run([sys.executable, "-c", code, what], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert float(done.stdout) < limit, what
+
+
+class Subclassed(argparse.Namespace):
+    pass
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -384,7 +441,14 @@ def test_at_most_one_tensor_is_copied(path, monkeypatch):
     "value, message",
     [
         (lambda: 0, "'extra.k.1' is a builtins.function"),
-        ({1, 2}, "'extra.k.1' is a builtins.set"),
+        ({"a": range(3)}, "'extra.k.1.a' is a builtins.range"),
+        ({"a": 2**9000}, "'extra.k.1.a' is a number of 9,001 bits"),
+        (Subclassed(a=1), "'extra.k.1' is a .*Subclassed.*such as vars"),
+        ({torch.zeros(2)}, "an element of the set 'extra.k.1' is a tensor"),
+        (datetime.datetime.now(ZoneInfo("UTC")), "'extra.k.1' has the time zone.*isoformat"),
+        (torch.zeros([1] * 65), "'extra.k.1' has 65 dimensions"),
+        (FakeTensorMode().from_tensor(torch.zeros(2)), "'extra.k.1' is a FakeTensor"),
+        (torch.nested.nested_tensor([torch.ones(2)]), "'extra.k.1' is a nested tensor"),
         (np.array(["a"]), "'extra.k.1' is a NumPy array that torch cannot hold"),
         (torch.zeros(2, device="meta"), "'extra.k.1' is on the meta device"),
         (torch.eye(2).to_sparse(), "'extra.k.1' is sparse"),
@@ -485,7 +549,7 @@ def changed(name, **fields):
 
 BAD_HEADERS = {
     "no time": (lambda h, d: d.update(saved_ns="now"), "'saved_ns' is a str"),
-    "later": (lambda h, d: d.update(format=2), "format 2.*upgrade"),
+    "later": (lambda h, d: d.update(format=3), "format 3.*upgrade"),
     "overlap": (changed("extra.1", data_offsets=[0, 16]), "'extra.1'"),
     "hole": (changed("extra.1", data_offsets=[20, 36]), "does not follow"),
     "past the end": (changed("extra.1", shape=[400], data_offsets=[16, 1616]), "'extra.1'"),
@@ -682,9 +746,10 @@ def test_a_file_system_without_locks(memory_path):
     assert faults.loaded(memory_path) == 2.0
 
 
-def test_a_folder_that_is_missing_or_not_writable(tmp_path):
-    with pytest.raises(FileNotFoundError, match="make the folder first"):
-        faults.save(tmp_path / "none", 1.0)
+def test_a_folder_that_is_none_or_not_writable(tmp_path):
+    with pytest.raises(NotADirectoryError, match="not exist; save in a folder"):
+        (tmp_path / "file").touch()
+        faults.save(tmp_path / "file" / "folder", 1.0)
     if os.geteuid() == 0:
         pytest.skip("root may write anywhere")
     faults.save(tmp_path, 1.0)
@@ -786,17 +851,136 @@ def test_keep_and_latest(tmp_path):
     assert left == {"step-1.safetensors", "step-11.safetensors"}  # the damaged one is left alone
 
 
-def test_latest_can_look_at_everything(tmp_path):
+def test_latest_looks_at_everything(tmp_path):
     for i in (1, 2):
         save_state(tmp_path / f"{i}", extra=torch.randn(100), rng=False)
     data = bytearray((tmp_path / "2").read_bytes())
     data[-1] ^= 1
     (tmp_path / "2").write_bytes(data)
+    with pytest.warns(UserWarning, match="'extra' is damaged"):
+        assert headroom.latest(tmp_path) == tmp_path / "1"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert headroom.latest(tmp_path) == tmp_path / "2"
-    with pytest.warns(UserWarning, match="'extra' is damaged"):
-        assert headroom.latest(tmp_path, verify=True) == tmp_path / "1"
+        assert headroom.latest(tmp_path, verify=False) == tmp_path / "2"
+
+
+def test_the_order_is_that_of_saving_whatever_the_clock_and_the_names_say(tmp_path, monkeypatch):
+    """The clock is set back, and then stands still; a lower step is saved later; files are touched
+    and renamed."""
+    times = iter([9000, 8000, 7000, 10, 10, 10])
+    monkeypatch.setattr(saving.time, "time_ns", lambda: next(times))
+    for number in (8, 9, 10, 3, 4):
+        path = tmp_path / f"step-{number}.safetensors"
+        save_state(path, extra=number, rng=False, keep=3)
+        assert headroom.latest(tmp_path) == path
+    assert set(os.listdir(tmp_path)) == {f"step-{n}.safetensors" for n in (10, 3, 4)}
+    os.utime(tmp_path / "step-10.safetensors")
+    path = path.rename(tmp_path / "step-0.safetensors")
+    assert headroom.latest(tmp_path) == path
+    save_state(tmp_path / "another.safetensors", extra=1, rng=False)
+    assert headroom.latest(tmp_path) == tmp_path / "another.safetensors"
+
+
+def test_files_without_a_number_count_as_older_and_go_by_their_times(tmp_path):
+    """Those of format 1."""
+    for i, name in enumerate(OPTIMIZERS):
+        data = state_of(name, 1).read_bytes()
+        (tmp_path / f"{9 - i}").write_bytes(data)
+    times = {}
+    for path in tmp_path.iterdir():
+        with StateFile(path) as file:
+            assert file.sequence == 0
+            times[file.document["saved_ns"]] = path
+    assert len(times) == 4 and headroom.latest(tmp_path) == times[max(times)]
+    save_state(tmp_path / "0", extra=0)
+    assert headroom.latest(tmp_path) == tmp_path / "0"
+
+
+def test_the_highest_number_there_is(tmp_path):
+    save_state(tmp_path / "1", extra=1)
+    data = (tmp_path / "1").read_bytes()
+    data = data.replace(b'"sequence":"0000000000000001"', b'"sequence":"9999999999999999"')
+    (tmp_path / "1").write_bytes(data)
+    signed(tmp_path / "1", lambda header, document: None)
+    save_state(tmp_path / "2", extra=2)
+    assert headroom.latest(tmp_path) == tmp_path / "2"
+
+
+def test_latest_of_a_folder_that_is_missing(tmp_path):
+    assert headroom.latest(tmp_path / "none") is None
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        headroom.latest(tmp_path / "file")
+
+
+def test_latest_does_not_say_that_there_is_none_where_files_cannot_be_read(tmp_path, monkeypatch):
+    """A run would begin anew beside its states."""
+    save_state(tmp_path / "1.safetensors", extra=1)
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / "dangling").symlink_to("nothing")
+    (tmp_path / "loop").symlink_to("loop")  # cannot be read, not even by root
+    with pytest.warns(UserWarning, match="passed over.*symbolic links.*loop"):
+        assert headroom.latest(tmp_path) == tmp_path / "1.safetensors"
+    (tmp_path / "1.safetensors").unlink()
+    with pytest.raises(OSError, match="1 file in .*symbolic links") as error:
+        headroom.latest(tmp_path)
+    assert error.value.errno == errno.ELOOP
+    (tmp_path / "loop").unlink()
+    assert headroom.latest(tmp_path) is None
+
+    save_state(tmp_path / "1.safetensors", extra=torch.ones(9))
+    for at, number in (("open", errno.EACCES), ("preadv", errno.EIO)):
+        real = getattr(os, at)
+
+        def failing(file, *args, at=at, real=real, number=number):
+            if at == "preadv" or ".safetensors" in str(file):
+                raise OSError(number, os.strerror(number), str(file))
+            return real(file, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, at, failing)
+            with pytest.raises(OSError, match=os.strerror(number)):
+                headroom.latest(tmp_path)
+    assert headroom.latest(tmp_path) == tmp_path / "1.safetensors"
+
+
+def test_latest_does_not_say_that_there_is_none_where_all_are_damaged(tmp_path):
+    for i in range(2):
+        save_state(tmp_path / f"{i}.safetensors", extra=torch.ones(9))
+        os.truncate(tmp_path / f"{i}.safetensors", 900)
+    with pytest.raises(StateFileError, match="2 files in .*none that is a whole state.*cut off"):
+        headroom.latest(tmp_path)
+
+
+def test_the_folder_is_made(tmp_path, monkeypatch):
+    """And its name is on the disk before the file's."""
+    synced = []
+    real = state_file._sync_folder
+    monkeypatch.setattr(state_file, "_sync_folder", lambda f: (synced.append(f), real(f)))
+    path = tmp_path / "a" / "b" / "1.safetensors"
+    save_state(path, extra=1)
+    assert load_state(path) == 1
+    assert synced == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]
+
+
+def test_what_is_written_is_synced_before_it_is_renamed_and_its_folder_after(path, monkeypatch):
+    calls, real = [], {name: getattr(os, name) for name in ("pwrite", "fsync", "replace")}
+
+    def recorded(name):
+        def call(file, *args):
+            target = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else file
+            calls.append((name, os.path.basename(target)))
+            return real[name](file, *args)
+
+        return call
+
+    for name in real:
+        monkeypatch.setattr(os, name, recorded(name))
+    save_state(path, extra=[torch.ones(5), torch.ones(PIECE // 2)])
+    partial = state_file.partial_of(path.name)
+    end = [("fsync", partial), ("replace", partial), ("fsync", path.parent.name)]
+    assert calls[-3:] == end and set(calls[:-3]) == {("pwrite", partial)}
+    assert load_state(path)[0].tolist() == [1] * 5
 
 
 # ---- files of earlier versions -------------------------------------------------------------------

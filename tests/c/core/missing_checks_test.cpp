@@ -1,0 +1,112 @@
+// Every check of the C interface is needed: with any one of them taken away, a test of bad inputs
+// fails. The list of checks comes from the sources themselves (check_sites.h), so a new check without
+// a bad input fails here. Each is taken away in a process of its own, which may also crash.
+#include <gtest/gtest.h>
+
+#include <fcntl.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "tests/c/harness/check_sites.h"
+
+extern "C" hr_check_site *const __start_hr_checks[];
+extern "C" hr_check_site *const __stop_hr_checks[];
+
+namespace
+{
+constexpr char kVariable[] = "HEADROOM_TESTS_WITHOUT_CHECK";
+constexpr char kBadInputs[] = "*BadInputs*:*ADeviceThatDoesNotExist:*NeedsSomewhereToWrite";
+constexpr unsigned kSeconds = 20; // for a process that no longer ends
+
+size_t sites()
+{
+    return size_t(__stop_hr_checks - __start_hr_checks);
+}
+
+std::string file_of(size_t site)
+{
+    const std::string path = __start_hr_checks[site]->file;
+    return path.substr(path.rfind('/') + 1);
+}
+
+// In the process that the test starts: before main().
+const bool switched_off = [] {
+    const char *const site = std::getenv(kVariable);
+    if (!site)
+        return false;
+    const size_t number = std::strtoul(site, nullptr, 10);
+    if (number < sites()) // else none
+        __start_hr_checks[number]->off = 1;
+    alarm(kSeconds);
+    return true;
+}();
+
+bool passes_without(size_t site, const std::string &tests)
+{
+    std::string filter = "--gtest_filter=" + tests, variable = kVariable;
+    variable += "=" + std::to_string(site);
+    std::string program = "headroom_tests", fast = "--gtest_fail_fast";
+    char *arguments[] = {program.data(), filter.data(), fast.data(), nullptr};
+    std::vector<char *> environment;
+    for (char **entry = environ; *entry; entry++)
+        environment.push_back(*entry);
+    environment.push_back(variable.data());
+    environment.push_back(nullptr);
+    posix_spawn_file_actions_t actions;
+    posix_spawn_file_actions_init(&actions);
+    for (const int file : {STDOUT_FILENO, STDERR_FILENO})
+        posix_spawn_file_actions_addopen(&actions, file, "/dev/null", O_WRONLY, 0);
+    pid_t child = 0;
+    const int error =
+        posix_spawn(&child, "/proc/self/exe", &actions, nullptr, arguments, environment.data());
+    posix_spawn_file_actions_destroy(&actions);
+    int status = -1;
+    EXPECT_EQ(error, 0);
+    EXPECT_EQ(waitpid(child, &status, 0), child);
+    return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+std::vector<std::string> files()
+{
+    std::set<std::string> all;
+    for (size_t i = 0; i < sites(); i++)
+        all.insert(file_of(i));
+    return {all.begin(), all.end()};
+}
+
+class MissingChecks : public testing::TestWithParam<std::string>
+{
+};
+} // namespace
+
+TEST_P(MissingChecks, AreNoticed)
+{
+    size_t last = sites();
+    for (size_t i = 0; i < sites(); i++) {
+        if (file_of(i) != GetParam())
+            continue;
+        last = i;
+        EXPECT_FALSE(passes_without(i, kBadInputs))
+            << "no test notices when the check in " << __start_hr_checks[i]->file << ":"
+            << __start_hr_checks[i]->line << " is taken away";
+    }
+    ASSERT_LT(last, sites());
+}
+
+INSTANTIATE_TEST_SUITE_P(Files, MissingChecks, testing::ValuesIn(files()), [](const auto &info) {
+    return info.param.substr(0, info.param.rfind('.'));
+});
+
+// The tests pass with every check in place, so that a failure above is the missing check's.
+TEST(MissingChecksAlone, NoneIsMissingOtherwise)
+{
+    EXPECT_GT(sites(), 100u);
+    EXPECT_FALSE(switched_off);
+    EXPECT_TRUE(passes_without(sites(), kBadInputs));
+}

@@ -1,0 +1,444 @@
+"""State files against what others do to them: paths that are no files, threads and processes that
+write meanwhile, headers that someone has made up, storage that is gone."""
+
+import copy
+import json
+import os
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import headroom
+import numpy as np
+import pytest
+import torch
+from headroom import StateFileError, load_state, save_state, saving, state_file
+from headroom.__main__ import main
+from headroom.state.file import PIECE, PREFIX, SMALL, StateFile
+from torch import nn
+
+from helpers.reference import assert_same_bits
+
+DRIVER = Path(__file__).parent / "fuzz" / "state_files.py"
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "step-1.safetensors"
+
+
+def trained(seed=0, width=8):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
+    optimizer = headroom.optim.AdamW(model.parameters())
+    model(torch.randn(4, width)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def values(model, optimizer):
+    return [
+        *model.state_dict().values(),
+        *(t for entry in optimizer.state_dict()["state"].values() for t in entry.values()),
+    ]
+
+
+# ---- paths ---------------------------------------------------------------------------------------
+
+
+def fifo(path):
+    os.mkfifo(path)
+
+
+def device(path):
+    try:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("making a device needs root")
+
+
+def unix_socket(path):
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+def save(path):
+    save_state(path, extra=1)
+
+
+def convert(path):
+    """The other command that writes a file at a place that it is given."""
+    source = path.parent / "source.pt"
+    _, optimizer = trained()
+    torch.save(optimizer.state_dict(), source)
+    try:
+        if main(["convert", str(source), str(path), "--to", "torch"]):
+            raise OSError("see above")
+    finally:
+        source.unlink()
+
+
+@pytest.mark.parametrize("write", [save, convert])
+@pytest.mark.parametrize("make", [fifo, device, unix_socket, os.mkdir])
+def test_what_is_no_file_is_not_replaced(make, write, tmp_path):
+    path = tmp_path / "x"
+    make(path)
+    before = os.lstat(path)
+    with pytest.raises(OSError):
+        write(path)
+    assert os.path.samestat(before, os.lstat(path)) and os.listdir(tmp_path) == ["x"]
+    if write is save and make is not os.mkdir:
+        with pytest.raises(FileExistsError, match="a save replaces files only.*is as it was"):
+            save(path)
+
+
+@pytest.mark.parametrize("write", [save, convert])
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666, 0o400])
+def test_a_file_that_is_replaced_keeps_its_permissions(mode, write, path):
+    write(path)
+    umask = os.umask(0o022)
+    try:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+        path.chmod(mode)
+        write(path)
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+    finally:
+        os.umask(umask)
+
+
+def test_a_file_that_is_replaced_keeps_its_owner(path):
+    if os.geteuid():
+        pytest.skip("giving files away needs root")
+    save(path)
+    os.chown(path, 1234, 1235)
+    save(path)
+    assert (path.stat().st_uid, path.stat().st_gid) == (1234, 1235)
+
+
+@pytest.mark.parametrize("link", ["symbolic", "dangling", "hard", "open file", "pipe"])
+def test_what_lies_at_the_partial_path_is_not_written_to(link, path):
+    other = path.with_name("precious")
+    other.write_text("precious")
+    partial = path.with_name(state_file.partial_of(path.name))
+    if link == "symbolic":
+        partial.symlink_to(other)
+    elif link == "dangling":
+        partial.symlink_to("not yet")
+    elif link == "hard":
+        os.link(other, partial)
+    elif link == "pipe":
+        os.mkfifo(partial)
+    else:
+        partial.touch()
+    with open(other if link != "open file" else partial, "rb") as file:
+        if link in ("hard", "open file"):  # names that may be taken away, but no more
+            save(path)
+            assert load_state(path) == 1 and not partial.exists()
+        else:
+            with pytest.raises(FileExistsError, match="partial must be a file.*does not exist"):
+                save(path)
+            assert os.path.lexists(partial) and not path.exists()
+        assert file.read() in (b"precious", b"")
+    assert other.read_text() == "precious" and not path.with_name("not yet").exists()
+
+
+# ---- threads and processes that write meanwhile --------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [5, SMALL // 4 + 1, PIECE // 4 * 2 + 3])
+def test_weights_that_change_during_a_save_make_a_file_that_loads(count, path, monkeypatch):
+    """Whatever is written last is changed as soon as the system has been asked to write."""
+    tensor = torch.zeros(count)
+    real = os.pwrite
+
+    def changing(file, data, offset):
+        tensor.add_(1)
+        return real(file, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", changing)
+    save_state(path, extra=[torch.zeros(9), tensor], rng=False)
+    monkeypatch.undo()
+    assert load_state(path)[1].shape == tensor.shape
+
+
+def test_a_parameter_that_gets_another_tensor_during_a_save(path, monkeypatch):
+    param = nn.Parameter(torch.arange(6.0))
+    real = state_file._next_sequence
+
+    def changing(folder):
+        param.data = torch.zeros(3, 4).t()
+        return real(folder)
+
+    monkeypatch.setattr(state_file, "_next_sequence", changing)
+    save_state(path, extra=[param], rng=False)
+    assert load_state(path)[0].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def damage_end(path):
+    with open(path, "r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"!!!!")
+
+
+def cut_off(path):
+    os.truncate(path, 3000)
+
+
+@pytest.mark.parametrize("change", [damage_end, cut_off])
+@pytest.mark.parametrize("piece", [PIECE, 100], ids=["held", "one by one"])
+@pytest.mark.parametrize("target", ["cpu", "device"])
+def test_a_file_that_changes_behind_the_checks_changes_nothing(
+    change, piece, target, path, monkeypatch
+):
+    """What was mapped gave a SIGBUS, or other numbers."""
+    for module in (saving, state_file):
+        monkeypatch.setattr(module, "PIECE", piece)
+    if target == "device":
+        monkeypatch.setattr(saving, "_on_cpu", lambda device: False)
+    saved, other = trained(), trained(1)
+    save_state(path, model=saved[0], optimizer=saved[1])
+    os.utime(path, ns=(10**9, 10**9))  # clocks of files are coarse
+    before = copy.deepcopy(other)
+    real = StateFile.read
+
+    def read(self, *args, **options):
+        found = real(self, *args, **options)
+        change(self.path)
+        return found
+
+    monkeypatch.setattr(StateFile, "read", read)
+    rng = torch.get_rng_state()
+    with pytest.raises(StateFileError, match="changed while it was read. Nothing was loaded"):
+        load_state(path, model=other[0], optimizer=other[1])
+    assert_same_bits(values(*other), values(*before))
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_a_file_that_changes_while_a_model_is_filled_is_noticed(path, monkeypatch):
+    """No place is left then to have what was there before, but the error says so."""
+    for module in (saving, state_file):
+        monkeypatch.setattr(module, "PIECE", 100)
+    saved, other = trained(), trained(1)
+    save_state(path, model=saved[0], optimizer=saved[1])
+    before = copy.deepcopy(other)
+    real = StateFile.check_unchanged
+
+    def change(self):
+        real(self)
+        with StateFile(path) as file:
+            last = list(saving._in_file(file, {n for n in file.entries if "model" in n}))[-1]
+            start = file.entries[last].start
+        with open(path, "r+b") as file:
+            file.seek(start)
+            file.write(b"!!")
+
+    monkeypatch.setattr(StateFile, "check_unchanged", change)
+    with pytest.raises(StateFileError, match="damaged.*6 of 7 tensors of the model are loaded"):
+        load_state(path, model=other[0], optimizer=other[1])
+    assert_same_bits(values(nn.Module(), other[1]), values(nn.Module(), before[1]))
+
+
+class Hooked(nn.Linear):
+    """Saves its weight negated, as modules do that keep it in another form."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.register_load_state_dict_pre_hook(self.back)
+        self.register_state_dict_post_hook(self.there)
+
+    @staticmethod
+    def there(module, state, prefix, _):
+        state[prefix + "weight"] = -state[prefix + "weight"]
+
+    @staticmethod
+    def back(module, state, prefix, *_):
+        state[prefix + "weight"] = -state[prefix + "weight"]
+
+
+class Loading(nn.Module):
+    """Reads what it saves by itself."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.scale = value
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "scale"] = torch.tensor([self.scale])
+
+    def _load_from_state_dict(self, state_dict, prefix, *_):
+        self.scale = state_dict[prefix + "scale"].item()
+
+
+@pytest.mark.parametrize("piece", [PIECE, 10], ids=["held", "one by one"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_modules_that_load_in_ways_of_their_own(compiled, piece, path, monkeypatch):
+    def build(value):
+        model = nn.Sequential(
+            Hooked(), Loading(value), nn.BatchNorm1d(3), nn.LazyLinear(2), nn.Embedding(4, 2)
+        )
+        model.shared = model[4]
+        model[2].num_batches_tracked += int(value)
+        if value == 1.0:
+            model[3](torch.zeros(1, 3))
+        return torch.compile(model) if compiled else model
+
+    for module in (saving, state_file):
+        monkeypatch.setattr(module, "PIECE", piece)
+    one, two = build(1.0), build(2.0)
+    save_state(path, model=one)
+    load_state(path, model=two)
+    assert_same_bits(two.state_dict().values(), one.state_dict().values())
+    inner = getattr(two, "_orig_mod", two)
+    assert inner[1].scale == 1 and inner[2].num_batches_tracked == 1
+
+
+def test_another_kind_of_generator_is_refused_before_anything_changes(path):
+    saved, other = trained(), trained(1)
+    save_state(path, model=saved[0], optimizer=saved[1])
+    before, rng = copy.deepcopy(other), torch.get_rng_state()
+    kept = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(0))
+        with pytest.raises(ValueError, match="was a MT19937 .* is a PCG64 here.*rng=False"):
+            load_state(path, model=other[0], optimizer=other[1])
+        assert_same_bits(values(*other), values(*before))
+        assert torch.equal(torch.get_rng_state(), rng)
+        load_state(path, model=other[0], rng=False)
+        save_state(path)
+        drawn = np.random.random()
+        load_state(path)
+        assert np.random.random() == drawn
+    finally:
+        np.random.set_bit_generator(kept)
+
+
+# ---- storage that is gone ------------------------------------------------------------------------
+
+
+def freed(tensor):
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def cut(tensor):
+    tensor.untyped_storage().resize_(tensor.nbytes - 1)
+    return tensor
+
+
+@pytest.mark.parametrize("shorten", [freed, cut])
+def test_freed_storage_is_refused(shorten, path):
+    """In a process of its own it was a SIGSEGV."""
+    save(path)
+    model, optimizer = trained()
+    shorten(model[0].weight.data)
+    with pytest.raises(ValueError, match="storage of 'model.0.weight' has .* bytes"):
+        save_state(path, model=model)
+    model, optimizer = trained()
+    shorten(optimizer.state[model[0].weight]["exp_avg"])
+    with pytest.raises(ValueError, match="storage of 'optimizer.state.0.exp_avg' has"):
+        save_state(path, optimizer=optimizer)
+    for tensor in (torch.ones(9), torch.ones(3, 4).t(), torch.ones(2, 9)[1, 1:]):
+        with pytest.raises(ValueError, match="storage of 'extra.a' .*been freed"):
+            save_state(path, extra={"a": shorten(tensor)})
+    assert load_state(path) == 1
+    freed(torch.ones(0))
+    save_state(path, extra=freed(torch.ones(0)))
+
+
+@pytest.mark.parametrize("piece", [PIECE, 100], ids=["held", "one by one"])
+def test_a_model_without_storage_is_not_filled(piece, path, monkeypatch):
+    for module in (saving, state_file):
+        monkeypatch.setattr(module, "PIECE", piece)
+    saved, other = trained(), trained(1)
+    save_state(path, model=saved[0], optimizer=saved[1])
+    before = copy.deepcopy(other)
+    freed(other[0][1].weight.data)
+    with pytest.raises(ValueError, match="storage of '1.weight of the model' has 0 bytes"):
+        load_state(path, model=other[0], optimizer=other[1])
+    del other[0][1].weight, before[0][1].weight
+    assert_same_bits(values(*other)[:6], values(*before)[:6])
+
+
+# ---- headers that someone has made up ------------------------------------------------------------
+
+
+def with_header(text, data=b""):
+    """A file with a header of any text, and a checksum that fits."""
+    begin = bytearray(struct.pack("<Q", len(text)) + text)
+    begin[8 + len(PREFIX) :][:8] = b"0" * 8
+    field = 8 + len(PREFIX)
+    begin[field : field + 8] = f"{zlib.crc32(begin):08x}".encode()
+    return bytes(begin) + data
+
+
+def with_document(document):
+    metadata = {"crc32": "0" * 8, "sequence": "0" * 16, "headroom": document}
+    return with_header(json.dumps({"__metadata__": metadata}, separators=(",", ":")).encode())
+
+
+BOMBS = {
+    "lists": "[" + "[]," * (8 << 20) + "[]]",
+    "objects": "[" + '{"":0},' * (5 << 20) + "0]",
+    "strings": "[" + '"ab",' * (5 << 20) + "0]",
+    "depth": "[" * (30 << 20),
+    "closed depth": "[" * 5000 + "]" * 5000,
+    "hidden in strings": '["]",' * 5000 + '["["' + ',"["]' * 5000 + "]",
+    "number": "1" * (30 << 20),
+}
+
+
+def test_a_bomb_takes_no_more_memory_than_some_files(tmp_path):
+    """In a process of its own, whose memory the system counts; it took gigabytes."""
+    for name, bomb in BOMBS.items():
+        (tmp_path / f"{name} 1").write_bytes(with_document('{"tree":' + bomb + "}"))
+        header = PREFIX + b'00000000"},"a":' + bomb.encode() + b"}"
+        (tmp_path / f"{name} 2").write_bytes(with_header(header))
+    code = f"""
+import os, resource, headroom
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for path in os.scandir({str(tmp_path)!r}):
+    try:
+        headroom.load_state(path)
+    except headroom.StateFileError as error:
+        assert len(str(error)) < 1000
+        print(path.name)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *refused, memory = done.stdout.splitlines()
+    assert len(refused) == 2 * len(BOMBS) and int(memory) < 400
+
+
+def test_more_values_than_a_header_may_have_are_refused_by_the_save(path, monkeypatch):
+    monkeypatch.setattr(state_file, "MOST_VALUES", 1000)
+    save_state(path, extra=[0] * 900, rng=False)
+    save_state(path, extra="[,:{" * 1000, rng=False)
+    assert load_state(path) == "[,:{" * 1000
+    with pytest.raises(ValueError, match="has 1,0.. values, and 1,000 .*lists of numbers as tens"):
+        save_state(path, extra=[0] * 1000, rng=False)
+    assert load_state(path) == "[,:{" * 1000
+
+
+def test_a_nesting_is_bounded_for_saves_as_for_loads(path):
+    value = {}
+    for _ in range(97):
+        value = {"$": value}  # which takes most brackets
+    save_state(path, extra=value)
+    assert load_state(path) == value
+    for _ in range(10):
+        value = {"$": value}
+    with pytest.raises(TypeError, match="contains itself, or is nested too deeply"):
+        save_state(path, extra=value)
+
+
+def test_fuzz(memory_path):
+    """A few seconds of the driver, which says more of itself."""
+    line = [sys.executable, str(DRIVER), "--seconds", "6", "--folder", str(memory_path)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout.split()[0].replace(",", "")) >= 10  # on a busy machine
