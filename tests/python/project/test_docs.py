@@ -209,8 +209,7 @@ def test_files_that_are_named_exist(document):
     for path, heading in links(document):
         assert path.exists(), f"{document} links to {path}"
         assert not heading or heading in headings(path), f"{document}: {path.name} has no {heading}"
-    scripts = re.findall(r"\bbash ([\w./-]+\.sh)", read(document))
-    scripts += re.findall(r"\bpython ([\w./-]+\.py)", read(document))
+    scripts = re.findall(r"\b(?:bash|python) ([\w.-]+/[\w./-]+\.(?:sh|py))", read(document))
     assert not [name for name in scripts if not (ROOT / name).exists()]
 
 
