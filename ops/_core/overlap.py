@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .functional.unscale_norm import local_part
+from .dtensor import local_part
 
 __all__ = ["is_dense", "overlapping", "place_in_memory"]
 
