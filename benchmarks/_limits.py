@@ -49,9 +49,10 @@ def memory_bytes(device: torch.device) -> int:
 def sets_needed(set_bytes: int, device: torch.device) -> int:
     """How many data sets make a rotation four times as large as the last-level cache.
 
-    At most 64: sets that would need more are too small to measure the memory with.
+    One does if it is as large itself: a call then finds nothing of the call before. At most 64:
+    sets that would need more are too small to measure the memory with.
     """
-    return min(64, max(2, -(-4 * cache_bytes(device) // set_bytes)))
+    return min(64, -(-4 * cache_bytes(device) // set_bytes))
 
 
 def filled(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
