@@ -1,4 +1,4 @@
-"""Measures what the machine can do, beside the contenders: memory streams and a matrix product."""
+"""What the machine can do: memory streams and a matrix product, measured beside the contenders."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ._timing import Contender
 class Rotation:
     """Hands out the next of several equal data sets, so that no call finds its data in the cache.
 
-    All contenders of a case share one rotation, so a call gets the set that has not been used for
-    the longest time by any of them.
+    All contenders of a case share one rotation: the set that a call gets is the one whose last use
+    lies furthest back, whoever used it.
     """
 
     def __init__(self, sets: Sequence):
@@ -47,11 +47,12 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def sets_needed(set_bytes: int, device: torch.device) -> int:
-    """Returns how many data sets make a rotation four times as large as the last-level cache.
+    """How many data sets make a rotation four times as large as the last-level cache.
 
-    At most 64: smaller sets, which would need more, measure the overhead and not the memory.
+    One does if it is as large itself: a call then finds nothing of the call before. At most 64:
+    sets that would need more are too small to measure the memory with.
     """
-    return min(64, max(2, -(-4 * cache_bytes(device) // set_bytes)))
+    return min(64, -(-4 * cache_bytes(device) // set_bytes))
 
 
 def filled(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -61,12 +62,11 @@ def filled(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
 
 
 def streams(numel: int, device: torch.device) -> dict[str, Contender]:
-    """Returns memory streams over f32 arrays: on CUDA a copy, on the CPU several mixes of reads and
-    writes.
+    """Memory streams over f32 arrays: on CUDA the copy, on the CPU several mixes.
 
-    A store to a line that is not in the cache reads the line first, so on a CPU a copy can move
-    three bytes for every two that are counted; an update in place does not. The fastest stream is
-    the limit.
+    A plain store to a line that is not in the cache reads the line first, so on a CPU a copy can
+    move three bytes for every two that are counted. An update in place does not pay that. The
+    fastest stream is taken as the limit.
     """
     size = 4 * numel
     count = 4 * sets_needed(4 * size, device)
@@ -123,7 +123,7 @@ def streams(numel: int, device: torch.device) -> dict[str, Contender]:
 
 
 def product(size: int, dtype: torch.dtype, device: torch.device) -> dict[str, Contender]:
-    """Returns a square matrix product on random data, whose rate is what torch's GEMM reaches."""
+    """A square matrix product on random data: the FLOP rate that torch's own GEMM reaches."""
     a, b = (filled(size * size, dtype, device).reshape(size, size) for _ in range(2))
     out = torch.empty_like(a)
     name = f"matmul {size} x {size} x {size} {str(dtype).removeprefix('torch.')}"

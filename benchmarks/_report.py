@@ -124,23 +124,25 @@ def _bar(bar: dict, quick: bool) -> str:
 def show_case(case: dict, quick: bool) -> None:
     unit, scale = UNITS[case["unit"]]
     print(f"\n{case['name']}: {case['what']}")
+    over = f"x {case['subject']}"
+    wide, names = max(11, len(over) + 2), max(18, *map(len, case["contenders"])) + 1
     print(
-        f"  {'':<18}{'ms':>10}{'quartiles':>21}{unit:>9}{'of limit':>10}"
-        f"{'x ' + case['subject']:>11}{'quartiles':>15}  bar"
+        f"  {'':<{names}}{'ms':>10}{'quartiles':>21}{unit:>9}{'of limit':>10}"
+        f"{over:>{wide}}{'quartiles':>15}  bar"
     )
     for name, result in case["contenders"].items():
         if "seconds" not in result:
-            print(f"  {name:<18}{result.get('error') or result.get('unavailable')}")
+            print(f"  {name:<{names}}{result.get('error') or result.get('unavailable')}")
             continue
         q1, median, q3 = (result["seconds"][key] * 1e3 for key in ("q1", "median", "q3"))
         rate = f"{result['rate'] / scale:.1f}" if result["rate"] else "-"
         fraction = f"{result['fraction']:.2f}" if "fraction" in result else "-"
         ratio = result.get("ratio")
-        line = f"  {name:<18}{median:10.3f}{f'{q1:.3f} - {q3:.3f}':>21}{rate:>9}{fraction:>10}"
+        line = f"  {name:<{names}}{median:10.3f}{f'{q1:.3f} - {q3:.3f}':>21}{rate:>9}{fraction:>10}"
         if ratio:
             spread = f"{ratio['q1']:.2f} - {ratio['q3']:.2f}" if name != case["subject"] else ""
-            line += f"{ratio['median']:11.2f}{spread:>15}"
+            line += f"{ratio['median']:{wide}.2f}{spread:>15}"
         else:
-            line += f"{'-':>11}{'':>15}"
+            line += f"{'-':>{wide}}{'':>15}"
         bars = [_bar(bar, quick) for bar in case["bars"] if bar["row"] == name]
         print((line + "  " + "; ".join(bars)).rstrip(), flush=True)

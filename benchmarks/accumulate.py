@@ -1,13 +1,15 @@
-"""Times adding gradients to f32 buffers."""
+"""Gradients added to f32 buffers: a GradAccumulator on a model, the op alone beside it."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from .harness import Bar, Case, Contender, Rotation, filled, sets_needed
+from ._model import OP_ONLY, Shapes, filled_like, model_for
+from .harness import Bar, Case, Contender, Rotation, sets_needed
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -20,28 +22,31 @@ class Data(NamedTuple):
 
 @dataclass
 class Layout:
-    tensors: int
-    numel: int
+    shapes: Shapes
     dtype: torch.dtype
     compensated: bool = False
     zero_grads: bool = False
+
+    @property
+    def numel(self) -> int:
+        return sum(map(math.prod, self.shapes))
 
     @property
     def bytes_moved(self) -> int:
         """Reads the gradients and the sums, and writes the sums."""
         per_element = self.dtype.itemsize * (2 if self.zero_grads else 1)
         per_element += 2 * 4 * (2 if self.compensated else 1)
-        return self.tensors * self.numel * per_element
+        return self.numel * per_element
 
     def allocate(self, device: torch.device) -> Data:
         def tensors(dtype):
-            return [filled(self.numel, dtype, device) for _ in range(self.tensors)]
+            return filled_like(self.shapes, dtype, device)
 
         losts = [t.zero_() for t in tensors(F32)] if self.compensated else []
         return Data(tensors(F32), losts, tensors(self.dtype))
 
     def rotation(self, device: torch.device) -> Rotation:
-        held = self.tensors * self.numel * (4 + self.dtype.itemsize)
+        held = self.numel * (4 + self.dtype.itemsize)
         return Rotation([self.allocate(device) for _ in range(sets_needed(held, device))])
 
 
@@ -55,8 +60,27 @@ def headroom_op(data: Rotation, zero_grads: bool = False) -> Contender:
     return Contender(call)
 
 
+def headroom_add(data: Rotation, compensated: bool = False) -> Contender:
+    """`GradAccumulator.add()`, which takes each gradient from its parameter."""
+    import headroom
+
+    pairs = {}
+    for d in data.sets:
+        params = [torch.nn.Parameter(grad.clone()) for grad in d.grads]
+        pairs[id(d)] = params, headroom.GradAccumulator(params, compensated=compensated)
+    chosen = None
+
+    def give():
+        nonlocal chosen
+        chosen = data.next()
+        for param, grad in zip(pairs[id(chosen)][0], chosen.grads):
+            param.grad = grad
+
+    return Contender(lambda: pairs[id(chosen)][1].add(), prepare=give)
+
+
 def torch_foreach(data: Rotation, zero_grads: bool = False) -> Contender:
-    """Torch's sum, which is not compensated even where ours is: torch has no other."""
+    """The plain sum, whether ours is compensated or not: torch has no other."""
 
     def call():
         d = data.next()
@@ -68,7 +92,7 @@ def torch_foreach(data: Rotation, zero_grads: bool = False) -> Contender:
 
 
 def torch_widened(data: Rotation) -> Contender:
-    """Torch's sum of an f32 copy of each gradient, which is faster on the CPU if dtypes differ."""
+    """Through an f32 copy of each gradient: on the CPU the faster way where dtypes differ."""
 
     def call():
         d = data.next()
@@ -82,7 +106,8 @@ def case(name: str, what: str, layout: Layout, *bars: Bar) -> Case:
     def setup(device):
         data = layout.rotation(device)
         factories = {
-            "headroom": lambda: headroom_op(data, layout.zero_grads),
+            "headroom": lambda: headroom_add(data, layout.compensated),
+            OP_ONLY: lambda: headroom_op(data, layout.zero_grads),
             "torch": lambda: torch_foreach(data, layout.zero_grads),
         }
         if layout.dtype != F32 and not layout.zero_grads:
@@ -93,20 +118,20 @@ def case(name: str, what: str, layout: Layout, *bars: Bar) -> Case:
 
 
 def cases(device: torch.device, quick: bool) -> list[Case]:
-    n = 1 << 10 if quick else 1 << 20
-    some = f"20 tensors of {n:,}"
+    whole = model_for(device, quick)
+    shapes, some = whole.shapes, f"add() on {whole}"
     return [
-        case("bf16", f"{some}, bf16 to f32", Layout(20, n, BF16), Bar("fraction", 0.85, "cpu")),
-        case("f16", f"{some}, f16 to f32", Layout(20, n, F16)),
-        case("f32", f"{some}, f32 to f32", Layout(20, n, F32)),
+        case("bf16", f"{some}, bf16 to f32", Layout(shapes, BF16), Bar("fraction", 0.85, "cpu")),
+        case("f16", f"{some}, f16 to f32", Layout(shapes, F16)),
+        case("f32", f"{some}, f32 to f32", Layout(shapes, F32)),
         case(
             "bf16-zeroed",
-            f"{some}, bf16 to f32, the gradients zeroed",
-            Layout(20, n, BF16, zero_grads=True),
+            f"{some}, bf16 to f32, the gradients zeroed (add(): dropped)",
+            Layout(shapes, BF16, zero_grads=True),
         ),
         case(
             "bf16-compensated",
             f"{some}, bf16 to f32, compensated (torch: plain)",
-            Layout(20, n, BF16, compensated=True),
+            Layout(shapes, BF16, compensated=True),
         ),
     ]

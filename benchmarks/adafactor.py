@@ -1,19 +1,20 @@
-"""Times Adafactor's `step()` by both rules beside their originals: on one large matrix, on the
-tensors of a convolutional network, and on many small tensors."""
+"""Adafactor: the whole `step()` beside both originals, by the rule of each: on a language model,
+on the tensors of a convolutional network, and on many small ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from .harness import Bar, Case, Contender, Rotation, Unavailable, filled, sets_needed, sized
+from ._model import Shapes, filled_like, model_for, optimizer_step
+from .harness import Bar, Case, Contender, Rotation, Unavailable, sets_needed
 
 F32, BF16 = torch.float32, torch.bfloat16
 HF, FOR_LOOP, FOREACH = "transformers", "torch for-loop", "torch foreach"
-# Of a residual network: stem, blocks of 3 x 3 and 1 x 1, their norms, and the classifier.
+# A residual network's: stem, blocks of 3 x 3 and 1 x 1, their norms, and the classifier.
 CONVOLUTIONS = (
     (64, 3, 7, 7),
     *((256, 256, 3, 3),) * 6,
@@ -30,12 +31,12 @@ class Data(NamedTuple):
 
 @dataclass
 class Layout:
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: Shapes
     dtype: torch.dtype
 
     @property
     def numel(self) -> int:
-        return sum(torch.Size(shape).numel() for shape in self.shapes)
+        return sum(map(math.prod, self.shapes))
 
     @property
     def bytes_held(self) -> int:
@@ -47,29 +48,12 @@ class Layout:
         return 6 * self.numel * self.dtype.itemsize
 
     def allocate(self, device: torch.device) -> Data:
-        def tensors():
-            return [
-                filled(torch.Size(shape).numel(), self.dtype, device).view(shape)
-                for shape in self.shapes
-            ]
-
-        return Data(tensors(), tensors())
+        return Data(*(filled_like(self.shapes, self.dtype, device) for _ in range(2)))
 
     def rotation(self, device: torch.device) -> Rotation:
         return Rotation(
             [self.allocate(device) for _ in range(sets_needed(self.bytes_held, device))]
         )
-
-
-def optimizer_step(data: Rotation, make: Callable[..., torch.optim.Optimizer]) -> Contender:
-    """Times `step()` of an optimizer that has its own states for each set of the rotation."""
-    optimizers = {}
-    for d in data.sets:
-        params = [torch.nn.Parameter(param) for param in d.params]
-        for param, grad in zip(params, d.grads):
-            param.grad = grad
-        optimizers[id(d)] = make(params)
-    return Contender(lambda: optimizers[id(data.next())].step())
 
 
 def headroom_step(data: Rotation, semantics: str) -> Contender:
@@ -106,9 +90,7 @@ def case(name: str, what: str, layout: Layout, *bars: Bar, moved: bool = True) -
 
 
 def cases(device: torch.device, quick: bool) -> list[Case]:
-    n = 1 << 14 if quick else sized(1 << (28 if device.type == "cuda" else 25), 4 * 16, device)
-    cols = min(8192, n)
-    large = ((n // cols, cols),)
+    whole = model_for(device, quick)
     convolutions = Layout(CONVOLUTIONS[-2:] if quick else CONVOLUTIONS, F32)
     small = Layout(((64, 64), (64,)) * (10 if quick else 1000), F32)
     bars = [
@@ -116,10 +98,14 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         Bar("ratio", 13.0, "cpu", FOR_LOOP),
         Bar("fraction", 0.8, "cuda"),
     ]
-    one = f"one tensor of {n // cols:,} x {cols:,}"
+    step = f"step() on {whole}"
     return [
-        case("f32", f"{one}, f32", Layout(large, F32), *bars),
-        case("bf16", f"{one}, bf16", Layout(large, BF16)),
-        case("convolutions", f"{len(convolutions.shapes)} tensors of a network", convolutions),
-        case("small", f"{len(small.shapes):,} small tensors, f32", small, moved=False),
+        case("f32", f"{step}, f32", Layout(whole.shapes, F32), *bars),
+        case("bf16", f"{step}, bf16", Layout(whole.shapes, BF16)),
+        case(
+            "convolutions",
+            f"step() on the {len(convolutions.shapes)} tensors of a network",
+            convolutions,
+        ),
+        case("small", f"step() on {len(small.shapes):,} small tensors, f32", small, moved=False),
     ]

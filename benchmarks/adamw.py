@@ -1,7 +1,8 @@
-"""Times AdamW: the op on large tensors, and the whole `step()` on many tiny ones."""
+"""AdamW: the whole `step()` on a model and on many tiny tensors, the op alone beside it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch.optim.adamw import adamw as torch_adamw
 
-from .harness import Bar, Case, Contender, Rotation, Unavailable, filled, sets_needed, sized
+from ._model import OP_ONLY, Shapes, filled_like, model_for, optimizer_step
+from .harness import Bar, Case, Contender, Rotation, Unavailable, sets_needed
 
 HYPER = {
     "lr": 1e-3,
@@ -21,10 +23,11 @@ HYPER = {
     "maximize": False,
 }
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+FUSED, FOREACH = "torch fused", "torch foreach"
 
 
 class Data(NamedTuple):
-    """One set of tensors for an AdamW step, in the order of the ops' arguments."""
+    """One set of tensors that an AdamW step works on, in the order of the ops' arguments."""
 
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
@@ -36,25 +39,28 @@ class Data(NamedTuple):
 
 @dataclass
 class Layout:
-    tensors: int
-    numel: int
+    shapes: Shapes
     param: torch.dtype
     moment: torch.dtype
 
     @property
+    def numel(self) -> int:
+        return sum(map(math.prod, self.shapes))
+
+    @property
     def bytes_held(self) -> int:
-        return self.tensors * self.numel * 2 * (self.param.itemsize + self.moment.itemsize)
+        return self.numel * 2 * (self.param.itemsize + self.moment.itemsize)
 
     @property
     def bytes_moved(self) -> int:
         """Reads parameter, gradient and both moments; writes all but the gradient."""
-        return self.tensors * self.numel * (3 * self.param.itemsize + 4 * self.moment.itemsize)
+        return self.numel * (3 * self.param.itemsize + 4 * self.moment.itemsize)
 
     def allocate(self, device: torch.device) -> Data:
         def tensors(dtype):
-            return [filled(self.numel, dtype, device) for _ in range(self.tensors)]
+            return filled_like(self.shapes, dtype, device)
 
-        steps = [torch.ones((), device=device) for _ in range(self.tensors)]
+        steps = [torch.ones((), device=device) for _ in self.shapes]
         moments = tensors(self.moment), tensors(self.moment)
         return Data(tensors(self.param), tensors(self.param), *moments, [], steps)
 
@@ -64,6 +70,17 @@ class Layout:
         )
 
 
+def headroom_step(data: Rotation, state_dtype: torch.dtype | None = None) -> Contender:
+    import headroom
+
+    options = {} if state_dtype is None else {"state_dtype": state_dtype}
+    return optimizer_step(data, lambda params: headroom.optim.AdamW(params, **options))
+
+
+def torch_step(data: Rotation, work: int | None = None, **kind: bool) -> Contender:
+    return optimizer_step(data, lambda params: torch.optim.AdamW(params, **kind), work)
+
+
 def headroom_op(data: Rotation) -> Contender:
     import headroom  # noqa: F401  (registers the op)
 
@@ -71,13 +88,13 @@ def headroom_op(data: Rotation) -> Contender:
     return Contender(lambda: op(*data.next(), [], decoupled=True, **HYPER))
 
 
-def torch_fused(data: Rotation, work: int | None = None) -> Contender:
+def torch_fused(data: Rotation) -> Contender:
     def call():
         d = data.next()
         torch._foreach_add_(d.steps, 1)  # torch.optim counts before it calls the op
         torch._fused_adamw_(*d, **HYPER)
 
-    return Contender(call, work=work)
+    return Contender(call)
 
 
 def torch_foreach(data: Rotation) -> Contender:
@@ -106,23 +123,28 @@ def deepspeed_cpu(data: Rotation) -> Contender:
     return Contender(lambda: optimizers[id(data.next())].step())
 
 
-def large(name: str, what: str, layout: Layout, *bars: Bar, against: Layout | None = None) -> Case:
-    """A case of the op on data that is not in the cache.
+def model(name: str, what: str, layout: Layout, *bars: Bar, against: Layout | None = None) -> Case:
+    """`step()` of each optimizer with its defaults. Moments of another dtype than the parameters
+    are the one option that is given.
 
-    `against` is the layout that torch's fused op gets if it does not support ours, which has two
-    dtypes.
+    `against` is the layout given to torch's fused step where it cannot take ours: it wants one
+    dtype.
     """
-    rival = "torch fused" if against is None else "torch fused f32"
+    rival = FUSED if against is None else f"{FUSED} f32"
+    state_dtype = None if layout.moment == layout.param else layout.moment
 
     def setup(device):
         data = layout.rotation(device)
         theirs = data if against is None else against.rotation(device)
+        work = (against or layout).bytes_moved
         factories = {
-            "headroom": lambda: headroom_op(data),
-            rival: lambda: torch_fused(theirs, (against or layout).bytes_moved),
+            "headroom": lambda: headroom_step(data, state_dtype),
+            OP_ONLY: lambda: headroom_op(data),
+            rival: lambda: torch_step(theirs, work, fused=True),
         }
         if against is None:
-            factories["torch foreach"] = lambda: torch_foreach(data)
+            factories[f"{FUSED}, op only"] = lambda: torch_fused(data)
+            factories[FOREACH] = lambda: torch_step(data, foreach=True)
         if layout.moment in (layout.param, F32):
             factories["deepspeed"] = lambda: deepspeed_cpu(data)
         return factories
@@ -131,15 +153,17 @@ def large(name: str, what: str, layout: Layout, *bars: Bar, against: Layout | No
 
 
 def tiny_op(name: str, what: str, layout: Layout) -> Case:
+    rival = f"{FUSED}, op only"
+
     def setup(device):
         data = Rotation([layout.allocate(device) for _ in range(2)])
-        return {"headroom": lambda: headroom_op(data), "torch fused": lambda: torch_fused(data)}
+        return {OP_ONLY: lambda: headroom_op(data), rival: lambda: torch_fused(data)}
 
-    return Case(name, what, setup, "torch fused")
+    return Case(name, what, setup, rival, subject=OP_ONLY)
 
 
 def tiny_step(name: str, what: str, layout: Layout, *bars: Bar, new_grads: bool) -> Case:
-    """A case of `optimizer.step()`, with the gradients of the last step, or with new ones at new
+    """`optimizer.step()` with the gradients of the last step, or with new ones, which also have new
     addresses, as after `zero_grad()` and a backward pass."""
 
     def setup(device):
@@ -147,7 +171,7 @@ def tiny_step(name: str, what: str, layout: Layout, *bars: Bar, new_grads: bool)
         params = [torch.nn.Parameter(p) for p in data.params]
 
         def assign_grads():
-            # All are allocated before the first old one is freed, so that no address is reused.
+            # All are made before the first old one is freed, so that none gets its old place back.
             for p, g in zip(params, [g.clone() for g in data.grads]):
                 p.grad = g
 
@@ -161,39 +185,36 @@ def tiny_step(name: str, what: str, layout: Layout, *bars: Bar, new_grads: bool)
 
             return contender(lambda: headroom.optim.AdamW(params))
 
-        def torch_step(**kind):
+        def torch_kind(**kind):
             return contender(lambda: torch.optim.AdamW(params, **kind))
 
         factories = {
             "headroom": headroom_step,
-            "torch fused": lambda: torch_step(fused=True),
-            "torch foreach": lambda: torch_step(foreach=True),
+            FUSED: lambda: torch_kind(fused=True),
+            FOREACH: lambda: torch_kind(foreach=True),
         }
         if device.type == "cpu":  # on CUDA it is 100,000 launches a step
-            factories["torch for-loop"] = lambda: torch_step(foreach=False)
+            factories["torch for-loop"] = lambda: torch_kind(foreach=False)
         return factories
 
-    return Case(name, what, setup, "torch fused", bars=bars)
+    return Case(name, what, setup, FUSED, bars=bars)
 
 
 def cases(device: torch.device, quick: bool) -> list[Case]:
-    cuda = device.type == "cuda"
-    n = 1 << 14 if quick else sized(1 << (28 if cuda else 25), 2 * 32, device)
-    f32, bf16, f16 = (Layout(1, n, dtype, dtype) for dtype in (F32, BF16, F16))
-    f32_bf16, bf16_f32 = Layout(1, n, F32, BF16), Layout(1, n, BF16, F32)
-    some = Layout(20, 1 << 10 if quick else 1 << 20, F32, F32)
-    many = Layout(40 if quick else 10_000, 64, F32, F32)
+    whole = model_for(device, quick)
+    f32, bf16, f16 = (Layout(whole.shapes, dtype, dtype) for dtype in (F32, BF16, F16))
+    f32_bf16, bf16_f32 = Layout(whole.shapes, F32, BF16), Layout(whole.shapes, BF16, F32)
+    many = Layout(((64,),) * (40 if quick else 10_000), F32, F32)
 
     f32_bars = Bar("ratio", 0.97, "cpu"), Bar("ratio", 1.15, "cuda"), Bar("fraction", 0.93, "cuda")
     bf16_bar, mixed_bar, step_bar = (Bar("ratio", least, "cpu") for least in (1.3, 1.2, 4.0))
-    one, tiny = f"one tensor of {n:,}", f"{many.tensors:,} f32 tensors of 64"
+    step, tiny = f"step() on {whole}", f"{len(many.shapes):,} f32 tensors of 64"
     return [
-        large("f32", f"{one}, all f32", f32, *f32_bars),
-        large("bf16", f"{one}, all bf16", bf16, bf16_bar),
-        large("f32-bf16moments", f"{one}, f32, bf16 moments", f32_bf16, mixed_bar, against=f32),
-        large("bf16-f32moments", f"{one}, bf16, f32 moments", bf16_f32, against=f32),
-        large("f16", f"{one}, all f16", f16),
-        large("f32-20x1M", f"20 tensors of {some.numel:,}, all f32", some),
+        model("f32", f"{step}, all f32", f32, *f32_bars),
+        model("bf16", f"{step}, all bf16", bf16, bf16_bar),
+        model("f32-bf16moments", f"{step}, f32, bf16 moments", f32_bf16, mixed_bar, against=f32),
+        model("bf16-f32moments", f"{step}, bf16, f32 moments", bf16_f32, against=f32),
+        model("f16", f"{step}, all f16", f16),
         tiny_step("step-10000x64", f"step() on {tiny}", many, step_bar, new_grads=False),
         tiny_step(
             "step-10000x64-newgrads",

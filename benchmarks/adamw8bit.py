@@ -1,25 +1,26 @@
-"""Times AdamW with 8-bit moments: the op on large tensors, `step()` on many small ones."""
+"""AdamW with 8-bit moments: the whole `step()` on a model and on many small tensors, the op alone
+beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from . import adamw
-from .harness import Bar, Case, Contender, Rotation, Unavailable, filled, sets_needed, sized
+from ._model import OP_ONLY, Shapes, filled_like, model_for, optimizer_step
+from .harness import Bar, Case, Contender, Rotation, Unavailable, filled, sets_needed
 
-BLOCK = 256
+BLOCK, SMALLEST = 256, 4096  # the optimizers' defaults: smaller tensors keep float32 moments
 HYPER = {name: value for name, value in adamw.HYPER.items() if name != "amsgrad"}
-CONSTRUCTOR = {"lr": HYPER["lr"], "weight_decay": HYPER["weight_decay"]}
 F32, BF16 = torch.float32, torch.bfloat16
 FUSED, TORCHAO, BNB = "torch fused f32", "torchao 8-bit", "bitsandbytes 8-bit"
 
 
 class Data(NamedTuple):
-    """One set of tensors for a step, in the order of the op's arguments."""
+    """One set of tensors that a step works on, in the order of the op's arguments."""
 
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
@@ -32,34 +33,49 @@ class Data(NamedTuple):
 
 @dataclass
 class Layout:
-    tensors: int
-    numel: int
+    shapes: Shapes
     param: torch.dtype
 
     @property
+    def numels(self) -> list[int]:
+        return [math.prod(shape) for shape in self.shapes]
+
+    @property
     def blocks(self) -> int:
-        return -(-self.numel // BLOCK)
+        return sum(-(-numel // BLOCK) for numel in self.numels)
 
     @property
     def bytes_held(self) -> int:
-        return self.tensors * (2 * self.numel * (self.param.itemsize + 1) + 8 * self.blocks)
+        return 2 * sum(self.numels) * (self.param.itemsize + 1) + 8 * self.blocks
 
     @property
     def bytes_moved(self) -> int:
-        """Reads parameter, gradient, codes and scales; writes all but the gradient."""
-        return self.tensors * (self.numel * (3 * self.param.itemsize + 4) + 16 * self.blocks)
+        """Of the op. Reads parameter, gradient, codes and scales; writes all but the gradient."""
+        return sum(self.numels) * (3 * self.param.itemsize + 4) + 16 * self.blocks
+
+    @property
+    def large(self) -> Layout:
+        """The tensors that have 8-bit moments."""
+        large = tuple(s for s, numel in zip(self.shapes, self.numels) if numel >= SMALLEST)
+        return Layout(large, self.param)
+
+    @property
+    def bytes_of_step(self) -> int:
+        small = tuple(s for s, numel in zip(self.shapes, self.numels) if numel < SMALLEST)
+        return self.large.bytes_moved + adamw.Layout(small, self.param, F32).bytes_moved
 
     def allocate(self, device: torch.device) -> Data:
-        def floats(numel, dtype):
-            return [filled(numel, dtype, device) for _ in range(self.tensors)]
+        def floats(dtype):
+            return filled_like(self.shapes, dtype, device)
 
         def moment():
-            codes = torch.randint(256, (self.tensors, self.numel), dtype=torch.uint8, device=device)
-            return list(codes), floats(self.blocks, F32)
+            codes = [
+                torch.randint(256, shape, dtype=torch.uint8, device=device) for shape in self.shapes
+            ]
+            return codes, [filled(-(-numel // BLOCK), F32, device) for numel in self.numels]
 
-        steps = [torch.ones((), device=device) for _ in range(self.tensors)]
-        params, grads = floats(self.numel, self.param), floats(self.numel, self.param)
-        return Data(params, grads, *moment(), *moment(), steps)
+        steps = [torch.ones((), device=device) for _ in self.shapes]
+        return Data(floats(self.param), floats(self.param), *moment(), *moment(), steps)
 
     def rotation(self, device: torch.device) -> Rotation:
         return Rotation(
@@ -67,34 +83,26 @@ class Layout:
         )
 
 
-def headroom_op(data: Rotation) -> Contender:
+def headroom_op(data: Rotation, work: int | None = None) -> Contender:
+    """On the tensors that a step would give to the op."""
     import headroom  # noqa: F401  (registers the op)
 
     op = torch.ops.headroom.adamw8bit_.default
-    return Contender(lambda: op(*data.next(), [], decoupled=True, block_size=BLOCK, **HYPER))
-
-
-def optimizer_step(data: Rotation, make: Callable[..., torch.optim.Optimizer]) -> Contender:
-    """Times `step()` of an optimizer that has its own states for each set of the rotation."""
-    optimizers = {}
+    lists = {}
     for d in data.sets:
-        params = [torch.nn.Parameter(param) for param in d.params]
-        for param, grad in zip(params, d.grads):
-            param.grad = grad
-        optimizers[id(d)] = make(params, **CONSTRUCTOR)
-    return Contender(lambda: optimizers[id(data.next())].step())
+        large = [k for k, param in enumerate(d.params) if param.numel() >= SMALLEST]
+        chosen = large or range(len(d.params))
+        lists[id(d)] = [[column[k] for k in chosen] for column in d]
+    return Contender(
+        lambda: op(*lists[id(data.next())], [], decoupled=True, block_size=BLOCK, **HYPER),
+        work=work,
+    )
 
 
 def headroom_step(data: Rotation) -> Contender:
     import headroom
 
     return optimizer_step(data, headroom.optim.AdamW8bit)
-
-
-def torch_step(data: Rotation) -> Contender:
-    return optimizer_step(
-        data, lambda *args, **options: torch.optim.AdamW(*args, fused=True, **options)
-    )
 
 
 def torchao_step(data: Rotation) -> Contender:
@@ -113,32 +121,31 @@ def bitsandbytes_step(data: Rotation) -> Contender:
     return optimizer_step(data, AdamW8bit)
 
 
-def large(name: str, what: str, layout: Layout, *bars: Bar) -> Case:
-    """A case of the op on data that is not in the cache. Torch, which has no 8-bit moments, runs
-    its fastest step, all float32."""
-    fused = adamw.Layout(layout.tensors, layout.numel, F32, F32)
+def model(name: str, what: str, layout: Layout, *bars: Bar) -> Case:
+    """`step()` with the defaults. Torch has no 8-bit moments: it gets its fastest, all float32."""
+    fused = adamw.Layout(layout.shapes, F32, F32)
 
     def setup(device):
         data, wide = layout.rotation(device), fused.rotation(device)
         return {
-            "headroom": lambda: headroom_op(data),
-            FUSED: lambda: adamw.torch_fused(wide, fused.bytes_moved),
+            "headroom": lambda: headroom_step(data),
+            OP_ONLY: lambda: headroom_op(data, layout.large.bytes_moved),
+            FUSED: lambda: adamw.torch_step(wide, fused.bytes_moved, fused=True),
             TORCHAO: lambda: torchao_step(data),
             BNB: lambda: bitsandbytes_step(data),
         }
 
-    return Case(name, what, setup, FUSED, layout.bytes_moved, bars=bars)
+    return Case(name, what, setup, FUSED, layout.bytes_of_step, bars=bars)
 
 
 def many_step(name: str, what: str, layout: Layout, *bars: Bar) -> Case:
-    """A case of `optimizer.step()`. It leaves out torchao, whose moments are 8-bit only if the
-    block size divides the number of elements."""
+    """Without torchao, whose moments are 8-bit only where blocks divide the size."""
 
     def setup(device):
         data = layout.rotation(device)
         return {
             "headroom": lambda: headroom_step(data),
-            FUSED: lambda: torch_step(data),
+            FUSED: lambda: adamw.torch_step(data, fused=True),
             BNB: lambda: bitsandbytes_step(data),
         }
 
@@ -146,27 +153,26 @@ def many_step(name: str, what: str, layout: Layout, *bars: Bar) -> Case:
 
 
 def cases(device: torch.device, quick: bool) -> list[Case]:
-    cuda = device.type == "cuda"
-    n = 1 << 14 if quick else sized(1 << (28 if cuda else 25), 4 * 16, device)
-    f32, bf16 = Layout(1, n, F32), Layout(1, n, BF16)
-    many = Layout(20 if quick else 10_000, 5_000, F32)
-    one = f"one tensor of {n:,}, 8-bit moments"
-    # On CPUs with AVX2 and no AVX-512, 0.6 of these bars is good.
+    whole = model_for(device, quick)
+    f32, bf16 = Layout(whole.shapes, F32), Layout(whole.shapes, BF16)
+    many = Layout(((5_000,),) * (20 if quick else 10_000), F32)
+    step = f"step() on {whole}, 8-bit moments"
+    # On CPUs that have AVX2 alone 0.6 of the bars is good.
     f32_bars = [
-        Bar("ratio", 1.2, "cpu"),
+        Bar("ratio", 1.0, "cpu"),
         Bar("ratio", 30.0, "cpu", TORCHAO),
         Bar("ratio", 60.0, "cpu", BNB),
     ]
     bf16_bars = [
-        Bar("ratio", 1.5, "cpu"),
+        Bar("ratio", 1.0, "cpu"),
         Bar("ratio", 60.0, "cpu", BNB),
         Bar("fraction", 0.85, "cuda"),
         Bar("ratio", 2.0, "cuda", TORCHAO),
         Bar("ratio", 2.0, "cuda", BNB),
     ]
-    what = f"step() on {many.tensors:,} f32 tensors of {many.numel:,}"
+    what = f"step() on {len(many.shapes):,} f32 tensors of 5,000"
     return [
-        large("f32", f"{one}, f32 parameters", f32, *f32_bars),
-        large("bf16", f"{one}, bf16 parameters", bf16, *bf16_bars),
+        model("f32", f"{step}, f32 parameters", f32, *f32_bars),
+        model("bf16", f"{step}, bf16 parameters", bf16, *bf16_bars),
         many_step("step-10000x5000", what, many, Bar("ratio", 60.0, "cpu", BNB)),
     ]

@@ -140,6 +140,8 @@ def run_case(
             contenders[name] = factory()
             if contenders[name].work is None:
                 contenders[name].work = case.work
+            if contenders[name].prepare is not None:
+                contenders[name].prepare()
             contenders[name].call()
         except Unavailable as reason:
             result[name] = {"unavailable": str(reason)}

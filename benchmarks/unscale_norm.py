@@ -1,19 +1,22 @@
-"""Times unscaling, checking, measuring and clipping gradients, alone and in a scaled step."""
+"""Mixed precision steps and clipping of a model as users call them; the ops alone beside them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from .harness import Bar, Case, Contender, Rotation, filled, sets_needed
+from ._model import OP_ONLY, Shapes, filled_like, model_for
+from .harness import Bar, Case, Contender, Rotation, sets_needed
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+TORCH_OP = "torch, op only"
 
-# Every call must write as much as in training, but values have to stay in range over thousands of
-# calls. So each call shrinks its gradients by very little.
+# Every call must write what it would write in training, but values have to stay in range over
+# thousands of calls: so each shrinks its gradients, by little.
 SHRINK = 1 - 2.0**-16
 SCALE = 1 + 2.0**-23
 LR = 1e-4
@@ -26,7 +29,7 @@ class Data:
     norm: float
 
     def max_norm(self, clips: bool = True) -> float:
-        """Returns a limit just below the norm, so that the next call clips, or well above it."""
+        """Just below the norm of the gradients, so that the next call clips, or well above."""
         if not clips:
             return 2 * self.norm
         self.norm *= SHRINK
@@ -35,28 +38,25 @@ class Data:
 
 @dataclass
 class Layout:
-    tensors: int
-    numel: int
+    shapes: Shapes
     dtype: torch.dtype
 
     @property
     def grad_bytes(self) -> int:
-        return self.tensors * self.numel * self.dtype.itemsize
+        return sum(map(math.prod, self.shapes)) * self.dtype.itemsize
 
     def allocate(self, device: torch.device) -> Data:
-        def tensor():
-            return filled(self.numel, self.dtype, device)
+        def tensors():
+            return filled_like(self.shapes, self.dtype, device)
 
-        params = [torch.nn.Parameter(tensor()) for _ in range(self.tensors)]
-        for param in params:
-            param.grad = tensor()
-        grads = [param.grad for param in params]
+        params, grads = [torch.nn.Parameter(tensor) for tensor in tensors()], tensors()
+        for param, grad in zip(params, grads):
+            param.grad = grad
         norm = torch.stack([g.float().norm() for g in grads]).norm().item()
         return Data(params, grads, norm)
 
     def rotation(self, device: torch.device, tensors_used: int = 1) -> Rotation:
-        """`tensors_used` is what a call touches, in sizes of the gradients, or 0 if two sets are
-        enough because that is so little."""
+        """`tensors_used`: what a call touches, in gradients' sizes; 0: too little to rotate."""
         count = sets_needed(tensors_used * self.grad_bytes, device) if tensors_used else 2
         return Rotation([self.allocate(device) for _ in range(count)])
 
@@ -137,7 +137,7 @@ def _step(
     make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
     clip: Callable[..., torch.Tensor] | None,
 ) -> Contender:
-    """Times a step with a scaler: unscaling, clipping, update, and the update of the scale."""
+    """Unscales and clips, explicitly or in the step; steps; updates the scale."""
     device = data.sets[0].grads[0].device
     optimizers = {id(d): make(d.params) for d in data.sets}
     scaler = kind(device.type, init_scale=SCALE, growth_interval=1 << 30)
@@ -182,25 +182,25 @@ def torch_step(data: Rotation, **kind: bool) -> Contender:
 def norm_case(name: str, layout: Layout, *bars: Bar) -> Case:
     def setup(device):
         data = layout.rotation(device)
-        return {"headroom": lambda: headroom_norm(data), "torch": lambda: torch_norm(data)}
+        return {OP_ONLY: lambda: headroom_norm(data), TORCH_OP: lambda: torch_norm(data)}
 
     what = f"global L2 norm of {_describe(layout)}"
-    return Case(name, what, setup, "torch", layout.grad_bytes, bars=bars)
+    return Case(name, what, setup, TORCH_OP, layout.grad_bytes, bars=bars, subject=OP_ONLY)
 
 
 def unscale_case(name: str, layout: Layout, *bars: Bar) -> Case:
     def setup(device):
         data = layout.rotation(device)
-        return {"headroom": lambda: headroom_unscale(data), "torch": lambda: torch_unscale(data)}
+        return {OP_ONLY: lambda: headroom_unscale(data), TORCH_OP: lambda: torch_unscale(data)}
 
-    what = f"{_describe(layout)} unscaled and checked"
-    return Case(name, what, setup, "torch", 2 * layout.grad_bytes, bars=bars)
+    what, work = f"{_describe(layout)} unscaled and checked", 2 * layout.grad_bytes
+    return Case(name, what, setup, TORCH_OP, work, bars=bars, subject=OP_ONLY)
 
 
 def clip_case(
     name: str, layout: Layout, *bars: Bar, clips: bool = True, tiny: bool = False
 ) -> Case:
-    """A case of clipping in place: two reads and a write, or one read if the norm is small."""
+    """In place: two reads and a write, or one read where there is nothing to clip."""
 
     def setup(device):
         data = layout.rotation(device, 0 if tiny else 1)
@@ -218,11 +218,10 @@ def clip_case(
 
 
 def step_case(name: str, layout: Layout, *bars: Bar, explicit: bool = False) -> Case:
-    """A case of a whole step. With `explicit`, unscale_() and clip_grad_norm_() are called as in a
-    loop written for torch.
+    """With `explicit`, unscale_() and clip_grad_norm_() as a loop written for torch calls them.
 
-    The work counts two reads of the gradients, one for the norm and one for the update, and no
-    write.
+    The work is that of a step which reads gradients twice, once for the norm and once for the
+    update, and writes none.
     """
 
     def setup(device):
@@ -241,16 +240,16 @@ def step_case(name: str, layout: Layout, *bars: Bar, explicit: bool = False) -> 
 
 def _describe(layout: Layout) -> str:
     dtype = str(layout.dtype).removeprefix("torch.")
-    return f"{layout.tensors:,} {dtype} tensors of {layout.numel:,}"
+    return f"{sum(map(math.prod, layout.shapes)):,} {dtype} in {len(layout.shapes):,} tensors"
 
 
 def cases(device: torch.device, quick: bool) -> list[Case]:
-    n = 1 << 10 if quick else 1 << 20
-    f32, bf16, f16 = (Layout(20, n, dtype) for dtype in (F32, BF16, F16))
-    many = Layout(40 if quick else 10_000, 64, F32)
+    shapes = model_for(device, quick).shapes
+    f32, bf16, f16 = (Layout(shapes, dtype) for dtype in (F32, BF16, F16))
+    many = Layout(((64,),) * (40 if quick else 10_000), F32)
     return [
-        step_case("step-20x1M", f32, Bar("ratio", 1.5, "cpu")),
-        step_case("step-20x1M-explicit", f32, Bar("ratio", 1.5, "cpu"), explicit=True),
+        step_case("step", f32, Bar("ratio", 1.5, "cpu")),
+        step_case("step-explicit", f32, Bar("ratio", 1.5, "cpu"), explicit=True),
         clip_case("clip-f32", f32, Bar("ratio", 2.0, "cpu")),
         clip_case("clip-f32-within", f32, Bar("ratio", 2.0, "cpu"), clips=False),
         clip_case("clip-bf16", bf16),

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT))
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import accumulate, adamw, adamw8bit, unscale_norm  # noqa: E402
+from benchmarks import accumulate, adafactor, adamw, adamw8bit, unscale_norm, weights  # noqa: E402
 from benchmarks._limits import Rotation, cache_bytes, sets_needed  # noqa: E402
 from benchmarks._timing import Contender, Settings, measure, ratios  # noqa: E402
 from benchmarks.harness import Bar, Case, Unavailable, run, run_case  # noqa: E402
@@ -61,7 +61,7 @@ def test_quick_run_covers_every_case(stem, device, tmp_path):
         rival = case["contenders"][case["against"]]
         assert rival["ratio"]["median"] > 0
         if case["work"]:
-            ours = case["contenders"]["headroom"]
+            ours = case["contenders"][case["subject"]]
             assert ours["rate"] == pytest.approx(case["work"] / ours["seconds"]["median"])
             assert ours["fraction"] == pytest.approx(ours["rate"] / case["limit"]["rate"])
     assert saved["machine"]["threads"] == 1
@@ -90,7 +90,7 @@ def reference(data, step):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_contenders_do_the_same_work(contender, dtype, device, monkeypatch):
     monkeypatch.setitem(adamw.HYPER, "lr", 0.1)  # moves bf16 parameters by more than a rounding
-    data = adamw.Layout(1, 1000, dtype, dtype).allocate(torch.device(device))
+    data = adamw.Layout(((1000,),), dtype, dtype).allocate(torch.device(device))
     before, expected = data.params[0].clone(), reference(data, step=2)
     try:
         contender(Rotation([data])).call()
@@ -109,7 +109,7 @@ def test_the_8bit_op_does_the_work_of_adamw(dtype, device, monkeypatch):
     """On the moments that codes and scales stand for."""
     monkeypatch.setitem(adamw8bit.HYPER, "lr", 0.1)
     monkeypatch.setitem(adamw.HYPER, "lr", 0.1)
-    data = adamw8bit.Layout(1, 1000, dtype).allocate(torch.device(device))
+    data = adamw8bit.Layout(((1000,),), dtype).allocate(torch.device(device))
     scales = [absmax[0].repeat_interleave(256)[:1000].double() for absmax in (data[3], data[5])]
     maps = [headroom.dynamic_map(signed).to(device).double() for signed in (True, False)]
     codes = data.exp_avgs[0], data.exp_avg_sqs[0]
@@ -125,16 +125,18 @@ def test_the_8bit_op_does_the_work_of_adamw(dtype, device, monkeypatch):
 @pytest.mark.parametrize(
     "contender",
     [
+        adamw.headroom_step,
+        lambda data: adamw.torch_step(data, fused=True),
+        lambda data: adamw.torch_step(data, foreach=True),
         adamw8bit.headroom_step,
-        adamw8bit.torch_step,
         adamw8bit.torchao_step,
         adamw8bit.bitsandbytes_step,
     ],
 )
-def test_8bit_steps_move_parameters(contender, device):
+def test_steps_move_parameters_by_their_defaults(contender, device):
     """From moments of zero: by lr against the sign of the gradient, less the decay."""
-    lr, decay = (adamw8bit.CONSTRUCTOR[name] for name in ("lr", "weight_decay"))
-    data = adamw8bit.Layout(2, 5000, torch.float32).allocate(torch.device(device))
+    lr, decay = 1e-3, 1e-2  # the defaults of all
+    data = adamw8bit.Layout(((5000,),) * 2, torch.float32).allocate(torch.device(device))
     before = [param.detach().clone() for param in data.params]
     try:
         contender(Rotation([data])).call()
@@ -160,7 +162,7 @@ NORM_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3
     ],
 )
 def test_contenders_measure_the_same_norm(contender, dtype, device):
-    data = unscale_norm.Layout(3, 1000, dtype).allocate(torch.device(device))
+    data = unscale_norm.Layout(((1000,),) * 3, dtype).allocate(torch.device(device))
     before = [grad.double().clone() for grad in data.grads]
     expected = torch.cat(before).norm().item()
     norm = contender(Rotation([data])).call().item()
@@ -173,7 +175,7 @@ def test_contenders_measure_the_same_norm(contender, dtype, device):
 
 @pytest.mark.parametrize("contender", [unscale_norm.headroom_unscale, unscale_norm.torch_unscale])
 def test_unscaling_contenders_write(contender, device):
-    data = unscale_norm.Layout(3, 1000, torch.float32).allocate(torch.device(device))
+    data = unscale_norm.Layout(((1000,),) * 3, torch.float32).allocate(torch.device(device))
     before = [grad.clone() for grad in data.grads]
     contender(Rotation([data])).call()
     for grad, old in zip(data.grads, before):
@@ -190,7 +192,7 @@ def test_unscaling_contenders_write(contender, device):
     ],
 )
 def test_steps_move_parameters(contender, written, device):
-    data = unscale_norm.Layout(3, 1000, torch.float32).allocate(torch.device(device))
+    data = unscale_norm.Layout(((1000,),) * 3, torch.float32).allocate(torch.device(device))
     call = contender(Rotation([data])).call
     params = [param.detach().clone() for param in data.params]
     grads = [grad.clone() for grad in data.grads]
@@ -206,11 +208,27 @@ def test_steps_move_parameters(contender, written, device):
     "contender", [accumulate.headroom_op, accumulate.torch_foreach, accumulate.torch_widened]
 )
 def test_accumulating_contenders_do_the_same_work(contender, dtype, device):
-    data = accumulate.Layout(3, 1000, dtype).allocate(torch.device(device))
+    data = accumulate.Layout(((1000,),) * 3, dtype).allocate(torch.device(device))
     expected = [s.double() + g.double() for s, g in zip(data.sums, data.grads)]
     contender(Rotation([data])).call()
     for total, wanted in zip(data.sums, expected):
         assert (total.double() - wanted).abs().max() <= torch.finfo(torch.float32).eps * 2
+
+
+@pytest.mark.parametrize(
+    "stem",
+    [adamw, adamw8bit, adafactor, weights, unscale_norm, accumulate],
+    ids=lambda m: m.__name__,
+)
+def test_what_is_compared_first_is_what_a_user_calls(stem):
+    """A row of an op alone is named so, and stands beside the call, or in a case of ops alone."""
+    for case in stem.cases(CPU, quick=True):
+        names = list(case.setup(CPU))
+        alone = [name for name in names if name.endswith("op only")]
+        if case.subject == "headroom":
+            assert names[0] == "headroom" and not case.against.endswith("op only"), case.name
+        else:
+            assert alone == names == [case.subject, case.against], case.name
 
 
 def test_new_gradients_have_new_addresses():
@@ -226,13 +244,13 @@ def test_bytes_that_have_to_move():
     f32, bf16 = torch.float32, torch.bfloat16
     per_element = {(f32, f32): 28, (bf16, bf16): 14, (f32, bf16): 20, (bf16, f32): 22}
     for (param, moment), count in per_element.items():
-        assert adamw.Layout(3, 7, param, moment).bytes_moved == 21 * count
+        assert adamw.Layout(((7,),) * 3, param, moment).bytes_moved == 21 * count
 
 
 def test_bytes_of_8bit_moments():
     """The issue's 16 and 10 bytes for each parameter, and 4 scales for each block."""
     for param, count in ((torch.float32, 16), (torch.bfloat16, 10)):
-        layout = adamw8bit.Layout(3, 700, param)
+        layout = adamw8bit.Layout(((700,),) * 3, param)
         assert layout.bytes_moved == 3 * (700 * count + 3 * 16)
         data = layout.allocate(CPU)
         tensors = [tensor for column in data[:-1] for tensor in column]
@@ -244,11 +262,11 @@ def test_bytes_of_8bit_moments():
 
 def test_rotation_is_larger_than_the_cache():
     for layout in (
-        adamw.Layout(1, 1 << 24, torch.float32, torch.float32),
-        adamw.Layout(1, 1 << 30, torch.bfloat16, torch.bfloat16),
+        adamw.Layout(((1 << 24,),), torch.float32, torch.float32),
+        adamw.Layout(((1 << 30,),), torch.bfloat16, torch.bfloat16),
     ):
         count = sets_needed(layout.bytes_held, CPU)
-        assert count >= 2 and count * layout.bytes_held >= 4 * cache_bytes(CPU)
+        assert count * layout.bytes_held >= 4 * cache_bytes(CPU)
     data = Rotation("abc")
     assert [data.next() for _ in range(4)] == list("abca")
 
