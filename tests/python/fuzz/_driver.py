@@ -96,7 +96,6 @@ def _loop(case: Callable, prog: str, options: argparse.Namespace, at: mmap.mmap)
         at[:8] = struct.pack("q", number)
         rng = random.Random(f"{options.seed}/{number}")
         torch.manual_seed(rng.getrandbits(32))
-        tried += 1
         try:
             outcomes[case(rng)] += 1
         except Exception:  # an AssertionError, or what the code under test should not have raised
@@ -104,7 +103,11 @@ def _loop(case: Callable, prog: str, options: argparse.Namespace, at: mmap.mmap)
             print(f"case {number:,} failed; {_again(prog, options, number)}")
             traceback.print_exc(file=sys.stdout)
             if failures >= options.failures:
+                tried += 1
                 break
+        tried += 1
+        if tried == 1:
+            begin = time.monotonic()  # the first case also makes what all share
     seconds = time.monotonic() - begin
     found = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(outcomes.items()))
     print(f"{tried:,} cases in {seconds:.1f} s, seed {options.seed}: {found or 'none passed'}")
