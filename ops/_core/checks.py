@@ -70,7 +70,9 @@ def check_steps(state_steps: Sequence[Tensor], params: Sequence[Tensor]) -> None
     check_list("state_steps", state_steps, params, COUNTERS, [1] * len(params))
 
 
-def check_scalars(options: dict[str, Any]) -> None:
+def check_scalars(options: dict[str, Any], params: Sequence[Tensor]) -> None:
+    """Wants the scalars where the op reads them. One on the meta device brings a call of real
+    tensors here, which would do nothing and say nothing."""
     for name in ("lr_tensor", "grad_scale", "found_inf", "clip_coef"):
         if (tensor := options.get(name)) is None:
             continue
@@ -78,4 +80,11 @@ def check_scalars(options: dict[str, Any]) -> None:
         require(
             tensor.numel() == 1 and tensor.dtype in dtypes,
             f"{name} must be a tensor of one element with a dtype among {dtypes}",
+        )
+        where = {tensor.device for tensor in params[:1]}
+        if name == "lr_tensor":
+            where.add(torch.device("cpu"))
+        require(
+            not params or tensor.device in where,
+            f"{name} is on {tensor.device}, wanted {' or '.join(map(str, where))}, of params[0]",
         )

@@ -59,8 +59,10 @@ def _(sums, losts, grads, *, factor=1.0, factor_tensor=None, zero_grads=False):
             require(tensor.dtype in dtypes[name], f"{one} is {tensor.dtype}, not {dtypes[name]}")
     if factor_tensor is not None:
         require(
-            factor_tensor.dtype == torch.float32 and factor_tensor.numel() == 1,
-            "factor_tensor must be a float32 tensor of one element",
+            factor_tensor.dtype == torch.float32
+            and factor_tensor.numel() == 1
+            and all(factor_tensor.device == total.device for total in sums[:1]),
+            "factor_tensor must be a float32 tensor of one element, on the device of sums[0]",
         )
 
 

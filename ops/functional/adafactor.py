@@ -161,7 +161,11 @@ def _(
         check_list("rmss", rmss, params, f32, [1] * len(params))
     check_steps(state_steps, params)
     check_weights(params, residuals, options)
-    check_scalars(options)
+    check_scalars(options, params)
+    require(
+        workspace is None or not params or workspace.device == params[0].device,
+        "workspace must be on the device of params[0]",
+    )
     require(phases == ALL or workspace is not None, f"phases is {phases}, which needs a workspace")
 
 

@@ -132,7 +132,7 @@ def _(
                 tensor.dtype == like.dtype,
                 f"{name}[{k}] is {tensor.dtype}, exp_avgs[{k}] {like.dtype}",
             )
-    check_scalars(options)
+    check_scalars(options, params)
 
 
 complete("adamw_")

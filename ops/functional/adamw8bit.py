@@ -163,7 +163,7 @@ def _(
             require(absmax.is_contiguous(), f"{name}[{k}] must be contiguous")
     check_steps(state_steps, params)
     check_weights(params, residuals, options)
-    check_scalars(options)
+    check_scalars(options, params)
 
 
 complete("adamw8bit_")

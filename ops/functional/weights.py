@@ -33,8 +33,13 @@ def check_weights(params: list[Tensor], residuals: list[Tensor], options: dict[s
     require(places is None or len(places) == 3 * len(params), "places must be 3 for each parameter")
     stalled = options.get("stalled")
     require(
-        stalled is None or (stalled.numel() == 1 and stalled.dtype == torch.int64),
-        "stalled must be an int64 tensor of one element",
+        stalled is None
+        or (
+            stalled.numel() == 1
+            and stalled.dtype == torch.int64
+            and all(stalled.device == param.device for param in params[:1])
+        ),
+        "stalled must be an int64 tensor of one element, with the parameters",
     )
 
 
@@ -42,6 +47,9 @@ def _check(values, params, residuals):
     check_list("params", params, params, FLOATS)
     check_list("values", values, params, (torch.float32,))
     require(len(residuals) in (0, len(params)), "residuals must be none, or as many as params")
+    if residuals:
+        dtypes = (torch.float32, torch.int16, torch.int8, *HALVES)
+        check_list("residuals", residuals, params, dtypes)
 
 
 @torch.library.register_fake("headroom::join_weights_")
