@@ -16,7 +16,7 @@
  *     hr_tensor_list exp_avgs = {1, ms, numel, f32}, exp_avg_sqs = {1, vs, numel, f32};
  *     hr_exec cpu = {HR_CPU, NULL};
  *     hr_adamw_config config = HR_ADAMW_CONFIG_INIT;
- *     config.step = 1;
+ *     config.step.t = 1;
  *     if (hr_adamw(&params, &exp_avgs, &exp_avg_sqs, NULL, NULL, &gradients, &config, &cpu))
  *         fprintf(stderr, "%s\n", hr_last_error());
  *
@@ -25,6 +25,9 @@
  * Arguments   come in the order outputs, inputs, sizes, config, exec. A pointer is to memory of the
  *             device that `exec` names unless its comment says "host". Sizes count elements and are
  *             64 bits wide. `[n]` after a name gives its shape.
+ * Configs     start with their size, which an INIT macro sets. A smaller one, of an older header, is
+ *             accepted with the macro's values for the members that it lacks; a larger one, of a
+ *             newer header than the library's, is refused.
  * Checks      all happen before the first write: a call that fails leaves all memory as it was.
  * Errors      every function that can fail returns an hr_status; hr_last_error() then says which
  *             argument, what was got and what was wanted. Nothing exits, prints or throws.
@@ -61,7 +64,7 @@ extern "C" {
 /* ---- Version --------------------------------------------------------------------------------- */
 
 #define HR_VERSION_MAJOR 0
-#define HR_VERSION_MINOR 1
+#define HR_VERSION_MINOR 2
 #define HR_VERSION_PATCH 0
 #define HR_VERSION       (HR_VERSION_MAJOR * 10000 + HR_VERSION_MINOR * 100 + HR_VERSION_PATCH)
 
@@ -81,7 +84,6 @@ typedef enum hr_status {
     HR_UNSUPPORTED = 2,      /* right in principle, not offered by this build or machine */
     HR_CUDA_ERROR = 3,       /* the CUDA runtime refused; hr_last_error() has its words */
     HR_NO_DEVICE = 4,        /* no driver, or no device with that ordinal */
-    HR_OUT_OF_MEMORY = 5,    /* host memory ran out; no call allocates any so far */
     HR_INTERNAL = 6          /* a bug in Headroom */
 } hr_status;
 
@@ -239,6 +241,39 @@ HR_API hr_status hr_join_weights(const hr_tensor_list *values, const hr_tensor_l
 HR_API hr_status hr_split_weights(const hr_tensor_list *params, const hr_tensor_list *values,
                                   const hr_weights *weights, const hr_exec *exec);
 
+/* ---- The scalars of an optimizer's step ------------------------------------------------------ */
+
+/*
+ * What every optimizer's step has, whatever its rule. With t the step number counted from 1, and
+ * absent factors 1, the rules below start from
+ *
+ *     g = grad * clip_coef / grad_scale                               maximize: g = -g
+ *
+ * with the factor folded once in binary64 and rounded to binary32. A pointer in the memory of exec's
+ * device is read when the work runs, so a captured graph sees what it holds then. It can be NULL.
+ */
+typedef struct hr_step_config {
+    double lr;               /* >= 0, finite; ignored if lr_ptr is set */
+    int64_t t;               /* >= 1; ignored if the call has a `steps` list */
+    const void *lr_ptr;      /* device [1], lr_dtype: replaces lr */
+    const float *clip_coef;  /* device [1]: gradients are multiplied by it */
+    const float *grad_scale; /* device [1], finite and > 0: gradients are divided by it */
+    const float *found_inf;  /* device [1]: if not 0, the call changes nothing but its workspace */
+    const hr_weights *weights; /* host; how params are stored. NULL: HR_WEIGHTS_NEAREST */
+    hr_dtype lr_dtype;         /* HR_F32 or HR_F64: type of *lr_ptr */
+    int32_t maximize;          /* 1: ascend */
+    int32_t skip_nonfinite; /* 1: where g is infinite or NaN, the parameter and its moments stay */
+    int32_t reserved[5];    /* 0: room for members to come, as other structs hold this one */
+} hr_step_config;
+
+#define HR_STEP_CONFIG_INIT(lr)                            \
+    {                                                      \
+        lr, 0, NULL, NULL, NULL, NULL, NULL, HR_F32, 0, 0, \
+        {                                                  \
+            0                                              \
+        }                                                  \
+    }
+
 /* ---- Adam and AdamW -------------------------------------------------------------------------- */
 
 /*
@@ -246,7 +281,7 @@ HR_API hr_status hr_split_weights(const hr_tensor_list *params, const hr_tensor_
  * arXiv:1711.05101) over a list of parameters. For each element, with t the step number counted
  * from 1:
  *
- *     g = grad * clip_coef / grad_scale                 absent factors are 1; maximize: g = -g
+ *     g = grad, scaled as at hr_step_config
  *     decoupled:      param = param * (1 - lr * weight_decay)
  *     not decoupled:  g = g + weight_decay * param
  *     exp_avg    = beta1 * exp_avg    + (1 - beta1) * g
@@ -262,30 +297,19 @@ HR_API hr_status hr_split_weights(const hr_tensor_list *params, const hr_tensor_
  * same bits on every device.
  */
 typedef struct hr_adamw_config {
-    size_t size;            /* sizeof(hr_adamw_config); set by HR_ADAMW_CONFIG_INIT */
-    double lr;              /* >= 0, finite; ignored if lr_ptr is set */
-    double beta1, beta2;    /* in [0, 1) */
-    double eps;             /* >= 0, finite */
-    double weight_decay;    /* >= 0, finite */
-    int64_t step;           /* t, >= 1; ignored if the call has a `steps` list */
-    int32_t decoupled;      /* 1: AdamW's weight decay. 0: Adam's, added to the gradient (L2) */
-    int32_t amsgrad;        /* 1: needs the max_exp_avg_sqs list */
-    int32_t maximize;       /* 1: ascend */
-    int32_t skip_nonfinite; /* 1: where g is infinite or NaN, the parameter and its moments stay */
-    hr_dtype lr_dtype;      /* HR_F32 or HR_F64: type of *lr_ptr */
-    /* Scalars in the memory of exec's device, or NULL. They are read when the work runs. */
-    const void *lr_ptr;        /* replaces lr */
-    const float *grad_scale;   /* finite and > 0: gradients are divided by it */
-    const float *found_inf;    /* if not 0, the call changes no byte, counters included */
-    const float *clip_coef;    /* gradients are multiplied by it */
-    const hr_weights *weights; /* host; how params are stored. NULL: HR_WEIGHTS_NEAREST */
+    size_t size; /* sizeof(hr_adamw_config); set by HR_ADAMW_CONFIG_INIT */
+    hr_step_config step;
+    double beta1, beta2; /* in [0, 1) */
+    double eps;          /* >= 0, finite */
+    double weight_decay; /* >= 0, finite */
+    int32_t decoupled;   /* 1: AdamW's weight decay. 0: Adam's, added to the gradient (L2) */
+    int32_t amsgrad;     /* 1: needs the max_exp_avg_sqs list */
 } hr_adamw_config;
 
-/* torch.optim.AdamW's defaults. Set `step`, or pass a `steps` list. */
-#define HR_ADAMW_CONFIG_INIT                                                                      \
-    {                                                                                             \
-        sizeof(hr_adamw_config), 1e-3, 0.9, 0.999, 1e-8, 1e-2, 0, 1, 0, 0, 0, HR_F32, NULL, NULL, \
-            NULL, NULL, NULL                                                                      \
+/* torch.optim.AdamW's defaults. Set `step.t`, or pass a `steps` list. */
+#define HR_ADAMW_CONFIG_INIT                                                             \
+    {                                                                                    \
+        sizeof(hr_adamw_config), HR_STEP_CONFIG_INIT(1e-3), 0.9, 0.999, 1e-8, 1e-2, 1, 0 \
     }
 
 /*
@@ -295,7 +319,7 @@ typedef struct hr_adamw_config {
  * max_exp_avg_sqs  in/out: dtype of exp_avgs; NULL unless config->amsgrad
  * steps            in/out: numel 1 each, f32 or f64: how many steps the parameter has had. The call
  *                  uses t = step + 1 and stores t. An f32 counter ends at 2^24, f64 at 2^53.
- *                  An empty parameter's counter counts too. NULL: all use config->step
+ *                  An empty parameter's counter counts too. NULL: all use config->step.t
  * grads            in: f32, bf16 or f16, not changed (unscaled gradients are not written back)
  *
  * The types may differ between lists and from parameter to parameter. On CUDA the whole list is one
@@ -303,7 +327,7 @@ typedef struct hr_adamw_config {
  * Reads and writes each byte once: 28 bytes per parameter in f32, 14 in bf16.
  *
  * HR_INVALID_ARGUMENT: a NULL or misaligned pointer, lists of unequal count or numel, a dtype not
- * named above, a config value outside its range, config->size of another version; on the CPU also a
+ * named above, a config value outside its range, a config->size of a newer header; on the CPU also a
  * counter, *lr_ptr or *grad_scale outside its range, which a call on CUDA cannot look at.
  * HR_NO_DEVICE, HR_UNSUPPORTED: exec->device does not exist, or the build has no CUDA part.
  */
@@ -379,7 +403,7 @@ HR_API hr_status hr_dynamic_map(float *values, int32_t is_signed);
  * exp_avg_absmaxs     in/out: f32, ceil(numel / block_size) elements; zeros before the first step
  * exp_avg_sqs         in/out: u8, codes of the unsigned map
  * exp_avg_sq_absmaxs  in/out: f32, like exp_avg_absmaxs
- * steps               in/out: as for hr_adamw; NULL: all use config->adamw.step
+ * steps               in/out: as for hr_adamw; NULL: all use config->adamw.step.t
  * grads               in: f32, bf16 or f16, not changed
  *
  * The types of params and grads may differ between them and from parameter to parameter. On CUDA
@@ -405,7 +429,7 @@ HR_API hr_status hr_adamw8bit(const hr_tensor_list *params, const hr_tensor_list
  * for each row and one for each column, 4 * (1 / rows + 1 / cols) bytes per element. Any other
  * tensor has a second moment per element, `variance`. With t the step number counted from 1:
  *
- *     g = grad * clip_coef / grad_scale              absent factors are 1; maximize: g = -g
+ *     g = grad, scaled as at hr_step_config
  *     w = t^beta2_decay
  *                       HR_ADAFACTOR_HF              HR_ADAFACTOR_TORCH
  *     s                 g^2 + eps1                   g^2
@@ -426,10 +450,10 @@ HR_API hr_status hr_adamw8bit(const hr_tensor_list *params, const hr_tensor_list
  *     with exp_avgs:  exp_avg = beta1 * exp_avg + (1 - beta1) * change;  change = exp_avg
  *     param = param * (1 - decay) - change
  *
- * RMS is the root of the mean square over the tensor, of weights that config->weights has joined.
+ * RMS is the root of the mean square over the tensor, of weights that config->step.weights has joined.
  * Statistics are binary32 whatever the types of params and grads; torch's take the type of the
  * gradient, and it computes in it. A negative eps1, in torch's rule, is the epsilon of the param's
- * type; in any mode of config->weights but HR_WEIGHTS_NEAREST that of binary32, whose trajectory
+ * type; in any mode of config->step.weights but HR_WEIGHTS_NEAREST that of binary32, whose trajectory
  * those weights take.
  *
  * Sums are in a fixed order without atomics, in binary32 over at most 1,024 elements and then in
@@ -463,40 +487,31 @@ typedef struct hr_adafactor_shape {
 } hr_adafactor_shape;
 
 typedef struct hr_adafactor_config {
-    size_t size; /* sizeof(hr_adafactor_config); set by an INIT macro */
+    size_t size;         /* sizeof(hr_adafactor_config); set by an INIT macro */
+    hr_step_config step; /* its lr: ignored if HF with relative_step; skip_nonfinite must be 0 */
     hr_adafactor_semantics semantics;
-    double lr;               /* >= 0, finite; ignored if lr_ptr is set, or HF with relative_step */
+    int32_t phases;          /* of hr_adafactor_phases, added */
     double beta2_decay;      /* <= 0, finite */
     double eps1;             /* >= 0, finite; TORCH: negative for the epsilon of the type */
     double eps2;             /* >= 0, finite */
     double clip_threshold;   /* > 0; infinity clips nothing */
     double weight_decay;     /* >= 0, finite */
     double beta1;            /* in [0, 1); ignored without an exp_avgs list */
-    int64_t step;            /* t, >= 1; ignored if the call has a `steps` list */
     int32_t scale_parameter; /* HF only, as the next two */
     int32_t relative_step;
     int32_t warmup_init; /* needs relative_step */
-    int32_t maximize;    /* 1: ascend */
-    int32_t phases;      /* of hr_adafactor_phases, added */
-    hr_dtype lr_dtype;   /* HR_F32 or HR_F64: type of *lr_ptr */
-    /* Scalars in the memory of exec's device, or NULL. They are read when the work runs. */
-    const void *lr_ptr;        /* replaces lr */
-    const float *grad_scale;   /* finite and > 0: gradients are divided by it */
-    const float *found_inf;    /* if not 0, the call changes no byte but the workspace's */
-    const float *clip_coef;    /* gradients are multiplied by it */
-    const hr_weights *weights; /* host; how params are stored. NULL: HR_WEIGHTS_NEAREST */
 } hr_adafactor_config;
 
-/* The defaults of the two. Set `step`, or pass a `steps` list. */
-#define HR_ADAFACTOR_HF_INIT                                                                       \
-    {                                                                                              \
-        sizeof(hr_adafactor_config), HR_ADAFACTOR_HF, 0.0, -0.8, 1e-30, 1e-3, 1.0, 0.0, 0.0, 0, 1, \
-            1, 0, 0, HR_ADAFACTOR_ALL, HR_F32, NULL, NULL, NULL, NULL, NULL                        \
+/* The defaults of the two. Set `step.t`, or pass a `steps` list. */
+#define HR_ADAFACTOR_HF_INIT                                                                      \
+    {                                                                                             \
+        sizeof(hr_adafactor_config), HR_STEP_CONFIG_INIT(0.0), HR_ADAFACTOR_HF, HR_ADAFACTOR_ALL, \
+            -0.8, 1e-30, 1e-3, 1.0, 0.0, 0.0, 1, 1, 0                                             \
     }
-#define HR_ADAFACTOR_TORCH_INIT                                                                    \
-    {                                                                                              \
-        sizeof(hr_adafactor_config), HR_ADAFACTOR_TORCH, 1e-2, -0.8, -1.0, 1e-3, 1.0, 0.0, 0.0, 0, \
-            1, 1, 0, 0, HR_ADAFACTOR_ALL, HR_F32, NULL, NULL, NULL, NULL, NULL                     \
+#define HR_ADAFACTOR_TORCH_INIT                                                     \
+    {                                                                               \
+        sizeof(hr_adafactor_config), HR_STEP_CONFIG_INIT(1e-2), HR_ADAFACTOR_TORCH, \
+            HR_ADAFACTOR_ALL, -0.8, -1.0, 1e-3, 1.0, 0.0, 0.0, 1, 1, 0              \
     }
 
 /* Bytes of workspace that hr_adafactor needs for parameters of these shapes, host [count]: about 2 %
@@ -505,7 +520,7 @@ HR_API hr_status hr_adafactor_workspace(size_t *bytes, const hr_adafactor_shape 
                                         int64_t count);
 
 /*
- * params     in/out: f32, bf16 or f16, row-major, stored as config->weights says
+ * params     in/out: f32, bf16 or f16, row-major, stored as config->step.weights says
  * row_vars   in/out: f32, [batch, rows] where factored, else numel 0; zeros before the first step.
  *            NULL if nothing is factored
  * col_vars   in/out: f32, [batch, cols], likewise
@@ -514,7 +529,7 @@ HR_API hr_status hr_adafactor_workspace(size_t *bytes, const hr_adafactor_shape 
  * exp_avgs   in/out: f32, like the param; zeros before the first step. NULL: no momentum
  * rmss       out: f32, numel 1 each: RMS(param) before the step, if it is asked for by
  *            scale_parameter or TORCH. NULL: not wanted
- * steps      in/out: as for hr_adamw; NULL: all use config->step
+ * steps      in/out: as for hr_adamw; NULL: all use config->step.t
  * grads      in: f32, bf16 or f16, row-major, not changed
  * shapes     in: host [count]
  * workspace  scratch memory of exec's device, a multiple of 8 bytes, and its size in bytes

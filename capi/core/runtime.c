@@ -36,8 +36,6 @@ const char *hr_status_string(hr_status status)
         return "CUDA error";
     case HR_NO_DEVICE:
         return "no such device";
-    case HR_OUT_OF_MEMORY:
-        return "out of memory";
     case HR_INTERNAL:
         return "internal error";
     }

@@ -59,19 +59,14 @@ HR_INLINE void scale_chunk(void *restrict grad, int64_t begin, int64_t end, floa
 HR_INLINE double unscale_dispatch(void *grad, int64_t begin, int64_t end, float factor, double p,
                                   hr_dtype dtype, norm_order order, int write)
 {
-    return dtype == HR_F32    ? CHUNK_OF_DTYPE(HR_F32)
-           : dtype == HR_BF16 ? CHUNK_OF_DTYPE(HR_BF16)
-                              : CHUNK_OF_DTYPE(HR_F16);
+    double sum = 0.0;
+    FOR_DTYPE(dtype, D, sum = CHUNK_OF_DTYPE(D))
+    return sum;
 }
 
 HR_INLINE void scale_dispatch(void *grad, int64_t begin, int64_t end, float factor, hr_dtype dtype)
 {
-    if (dtype == HR_F32)
-        scale_chunk(grad, begin, end, factor, HR_F32);
-    else if (dtype == HR_BF16)
-        scale_chunk(grad, begin, end, factor, HR_BF16);
-    else
-        scale_chunk(grad, begin, end, factor, HR_F16);
+    FOR_DTYPE(dtype, D, scale_chunk(grad, begin, end, factor, D))
 }
 
 /* The chunks whose first element is in [begin, end) of cpu_total. */

@@ -22,20 +22,11 @@
 
 #include <math.h>
 
-#include "kernels/core/dtype.h"
+#include "kernels/core/step.h"
 
 /* ---- The rule -------------------------------------------------------------------------------- */
 
 /* These read the scalars that `config` points to, so they must run where those live. */
-
-/* clip_coef / grad_scale, negative to maximize. */
-HR_INLINE float adafactor_grad_factor(const hr_adafactor_config *config)
-{
-    const double clip_coef = config->clip_coef ? (double)*config->clip_coef : 1.0;
-    const double grad_scale = config->grad_scale ? (double)*config->grad_scale : 1.0;
-    const double factor = clip_coef / grad_scale;
-    return (float)(config->maximize ? -factor : factor);
-}
 
 /* 1 - beta2_t: the part of the new square in a variance. */
 HR_INLINE double adafactor_weight(const hr_adafactor_config *config, double t)
@@ -52,13 +43,13 @@ HR_INLINE adafactor_rates adafactor_fold(const hr_adafactor_config *config, doub
 {
     const double relative = 1.0 / sqrt(t);
     adafactor_rates r;
-    r.lr = config->lr_ptr ? hr_load_scalar(config->lr_ptr, config->lr_dtype) : config->lr;
+    r.lr = step_lr(&config->step);
     double most = r.lr;
     if (config->semantics == HR_ADAFACTOR_HF && config->relative_step)
         most = config->warmup_init ? 1e-6 * t : 1e-2;
     const int is_relative = config->semantics == HR_ADAFACTOR_TORCH || config->relative_step;
     r.rho = is_relative && relative < most ? relative : most;
-    r.grad_factor = adafactor_grad_factor(config);
+    r.grad_factor = step_grad_factor(&config->step);
     return r;
 }
 
@@ -185,7 +176,7 @@ HR_INLINE float adafactor_apply(adafactor_step s, float param, float update, flo
 typedef struct adafactor_args {
     const hr_tensor_list *params, *row_vars, *col_vars, *variances;
     const hr_tensor_list *exp_avgs, *rmss; /* or NULL */
-    const hr_tensor_list *steps;           /* NULL: config->step */
+    const hr_tensor_list *steps;           /* NULL: config->step.t */
     const hr_tensor_list *grads;
     const hr_adafactor_shape *shapes;
     const hr_adafactor_config *config;
@@ -377,7 +368,7 @@ typedef struct adafactor_tensor {
 /* The number of the step, counted from 1. */
 HR_INLINE double adafactor_time(const adafactor_tensor *t, const hr_adafactor_config *config)
 {
-    return t->step ? hr_load_scalar(t->step, t->step_dtype) + 1.0 : (double)config->step;
+    return step_number(&config->step, t->step, t->step_dtype);
 }
 
 HR_INLINE double adafactor_mean_of(const adafactor_tensor *t, const hr_adafactor_config *config,
@@ -414,10 +405,10 @@ static inline adafactor_tensor adafactor_tensor_of(const adafactor_args *a, int6
     t.variance = (float *)adafactor_data(a->variances, k);
     t.exp_avg = (float *)adafactor_data(a->exp_avgs, k);
     t.rms = (float *)adafactor_data(a->rmss, k);
-    t.step = a->steps ? a->steps->data[k] : NULL;
+    t.step = step_counter(a->steps, k);
     t.param_dtype = a->params->dtype[k];
     t.grad_dtype = a->grads->dtype[k];
-    t.step_dtype = a->steps ? a->steps->dtype[k] : HR_F64;
+    t.step_dtype = step_counter_dtype(a->steps, k);
     t.kind = adafactor_kind_of(&a->shapes[k]);
     t.shape = a->shapes[k];
     t.shape.whole_rows = t.shape.whole_rows ? t.shape.whole_rows : t.shape.rows;

@@ -31,7 +31,7 @@ typedef struct adafactor_pass {
     adafactor_tensor t;
     adafactor_rates rates;
     double weight, eps1;
-    weights_tensor weights; /* if config->weights */
+    weights_tensor weights; /* if config->step.weights */
 } adafactor_pass;
 
 typedef struct adafactor_job {
@@ -101,7 +101,7 @@ HR_INLINE void convert_back(void *restrict x, int64_t i, int64_t count, const fl
  * memory, or in the tile, and then they are to be stored. */
 HR_INLINE float *load_params(const adafactor_pass *p, int64_t i, int64_t count, float *tile)
 {
-    if (!p->config->weights)
+    if (!p->config->step.weights)
         return (float *)as_floats(p->t.param, i, count, tile, p->t.param_dtype);
     weights_load(&p->weights, i, (int)count, tile);
     return tile;
@@ -109,7 +109,7 @@ HR_INLINE float *load_params(const adafactor_pass *p, int64_t i, int64_t count, 
 
 HR_INLINE void prefetch_params(const adafactor_pass *p, int64_t i, int64_t end)
 {
-    if (p->config->weights)
+    if (p->config->step.weights)
         weights_prefetch(p->weights.param, p->weights.residual, i, CPU_STEP, end, p->weights.dtype,
                          p->weights.mode);
     else
@@ -120,7 +120,7 @@ HR_INLINE void prefetch_params(const adafactor_pass *p, int64_t i, int64_t end)
 HR_INLINE void store_params(const adafactor_pass *p, int64_t i, int64_t count, const float *tile,
                             const float *before)
 {
-    if (p->config->weights)
+    if (p->config->step.weights)
         weights_store(&p->weights, i, (int)count, tile, p->weights.stalled ? before : NULL);
     else if (p->t.param_dtype != HR_F32)
         FOR_DTYPE(p->t.param_dtype, P, convert_back(p->t.param, i, count, tile, P))
@@ -463,7 +463,7 @@ HR_INLINE void apply_rows(const adafactor_pass *p, adafactor_step s, const adafa
                           int is_vector)
 {
     const adafactor_tensor *const t = &p->t;
-    const int counts = p->config->weights && p->weights.stalled;
+    const int counts = p->config->step.weights && p->weights.stalled;
     float grads[CPU_STEP], params[CPU_STEP], before[CPU_STEP];
     IN_STEPS(0, cols, at, n)
     {
@@ -699,8 +699,8 @@ static adafactor_pass pass_of(const adafactor_job *job, int64_t k, adafactor_cut
     const double time = adafactor_time(&p.t, a->config);
     p.rates = adafactor_fold(a->config, time);
     p.weight = adafactor_weight(a->config, time);
-    if (a->config->weights)
-        p.weights = weights_of(a->config->weights, a->params, k, time);
+    if (a->config->step.weights)
+        p.weights = weights_of(a->config->step.weights, a->params, k, time);
     return p;
 }
 
@@ -804,7 +804,7 @@ hr_status adafactor_cpu(const adafactor_args *args)
     const int64_t count = args->params->count;
     adafactor_extent before = {0, 0, 0, 0, 0, 0};
     int64_t small = 0;
-    if (config->found_inf && *config->found_inf != 0.0f)
+    if (step_is_skipped(&config->step))
         return HR_OK;
     adafactor_job job = {args, adafactor_extent_of(args->shapes, count, adafactor_cut_cpu)};
     for (int64_t k = 0; k < count; k++) {
@@ -818,6 +818,6 @@ hr_status adafactor_cpu(const adafactor_args *args)
     }
     hr_parallel_for(0, small, CPU_GRAIN, small_range, &job);
     if (config->phases & HR_ADAFACTOR_APPLY)
-        cpu_count_steps(args->steps);
+        step_count_all(args->steps);
     return HR_OK;
 }

@@ -7,49 +7,38 @@
  * accesses where every address of the tensor allows them, else one by one.
  */
 #include "kernels/optim/adafactor.h"
+#include "kernels/core/reduce.cuh"
 #include "kernels/weights/weights.cuh"
 
 #define THREADS 256
 #define ROWS    8 /* of a thread, in a block of a matrix */
 #define STRANDS 8 /* threads that add up the parts of one row or column */
 
-typedef struct tensor_record {
+typedef struct adafactor_record {
     adafactor_tensor t;
-    weights_record weights; /* if config.weights */
-    uint32_t first_block;
-} tensor_record;
+    weights_record weights; /* if config.step.weights */
+    int64_t numel;
+    uint32_t first_block; /* in one launch after another */
+} adafactor_record;
 
-#define MAX_TENSORS \
-    ((CUDA_PARAMETER_BYTES - sizeof(hr_adafactor_config) - 32) / sizeof(tensor_record))
-
-typedef struct adafactor_launch {
+typedef struct adafactor_shared {
     hr_adafactor_config config; /* its `weights` only says whether there are any */
     hr_weights_mode mode;
     int64_t *stalled;
-    uint32_t count;
-    tensor_record tensors[MAX_TENSORS];
-} adafactor_launch;
+} adafactor_shared;
 
-static_assert(sizeof(adafactor_launch) <= CUDA_PARAMETER_BYTES, "must fit in a launch");
+typedef list_launch<adafactor_shared, adafactor_record> adafactor_launch;
 
 static __device__ __forceinline__ bool is_skipped(const adafactor_launch &args)
 {
-    return args.config.found_inf && *args.config.found_inf != 0.0f;
+    return step_is_skipped(&args.config.step);
 }
 
 /* ---- Sums within a block --------------------------------------------------------------------- */
 
-/* The sum over the block, in thread 0, always in the same order. */
 static __device__ __forceinline__ double sum_of_block(double sum)
 {
-    __shared__ double sums[THREADS];
-    sums[threadIdx.x] = sum;
-    for (int width = THREADS / 2; width > 0; width /= 2) {
-        __syncthreads();
-        if ((int)threadIdx.x < width)
-            sums[threadIdx.x] += sums[threadIdx.x + width];
-    }
-    return sums[0]; /* of use to thread 0, who wrote it */
+    return reduce_block<THREADS>(sum, reduce_add());
 }
 
 static __device__ __forceinline__ float sum_of_eight(const float (&x)[8])
@@ -64,10 +53,10 @@ static __device__ __forceinline__ void load_eight(float (&x)[8], const void *bas
                                                   int count, bool vector, hr_dtype dtype)
 {
     if (vector && count == 8) {
-        const cuda_pack pack = cuda_load8(base, i, dtype);
+        const pack<8> all = pack_load<8>(base, i, dtype);
 #pragma unroll
         for (int j = 0; j < 8; j++)
-            x[j] = cuda_unpack(pack, j, dtype);
+            x[j] = pack_get(all, j, dtype);
     } else {
 #pragma unroll
         for (int j = 0; j < 8; j++)
@@ -79,7 +68,7 @@ static __device__ __forceinline__ void store_eight(void *base, int64_t i, const 
                                                    int count, bool vector, hr_dtype dtype)
 {
     if (vector && count == 8) {
-        cuda_store8(base, i, cuda_repack(x, dtype), dtype);
+        pack_store(base, i, pack_of(x, dtype), dtype);
     } else {
 #pragma unroll
         for (int j = 0; j < 8; j++)
@@ -218,7 +207,7 @@ static __device__ __forceinline__ void tiny_variances(const hr_adafactor_config 
                                                       int64_t to, double weight)
 {
     const double added = adafactor_added(&config, adafactor_eps1(&config, t.param_dtype));
-    const float factor = adafactor_grad_factor(&config);
+    const float factor = step_grad_factor(&config.step);
     const int rows = (int)t.shape.rows, cols = (int)t.shape.cols, numel = rows * cols;
     for (int64_t m = from / numel + threadIdx.x; m < to / numel; m += THREADS) {
         for (int r = 0; r < rows; r++)
@@ -235,11 +224,11 @@ static __global__ void __launch_bounds__(THREADS, 3)
 {
     if (is_skipped(args))
         return;
-    const tensor_record &record = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
+    const adafactor_record &record = list_find(args.tensors, args.count);
     const adafactor_tensor &t = record.t;
     const uint32_t block = blockIdx.x - record.first_block;
-    const float factor = adafactor_grad_factor(&args.config);
-    const bool scaled = adafactor_is_scaled(&args.config) && !args.config.weights;
+    const float factor = step_grad_factor(&args.config.step);
+    const bool scaled = adafactor_is_scaled(&args.config) && !args.config.step.weights;
     double sum = 0.0;
     if (t.kind == ADAFACTOR_MATRIX) {
         if (scaled)
@@ -263,7 +252,7 @@ static __global__ void __launch_bounds__(THREADS)
     __shared__ double weight;
     if (is_skipped(args))
         return;
-    const tensor_record &record = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
+    const adafactor_record &record = list_find(args.tensors, args.count);
     int64_t from, to;
     adafactor_run_of(&record.t.shape, &record.t.cut, blockIdx.x - record.first_block, &from, &to);
     if (threadIdx.x == 0)
@@ -281,7 +270,7 @@ static __global__ void __launch_bounds__(THREADS)
     __shared__ double sums[THREADS];
     if (is_skipped(args))
         return;
-    const tensor_record &record = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
+    const adafactor_record &record = list_find(args.tensors, args.count);
     const adafactor_tensor &t = record.t;
     const int64_t rows = t.shape.batch * t.shape.rows, lines = adafactor_lines(&t);
     const int64_t line = (int64_t)(blockIdx.x - record.first_block) * (THREADS / STRANDS) +
@@ -325,7 +314,7 @@ static __global__ void __launch_bounds__(THREADS)
 {
     if (is_skipped(args))
         return;
-    const tensor_record &record = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
+    const adafactor_record &record = list_find(args.tensors, args.count);
     const adafactor_tensor &t = record.t;
     const int64_t matrix = blockIdx.x - record.first_block;
     if (t.kind == ADAFACTOR_MATRIX && t.shape.batch > 0 &&
@@ -367,7 +356,7 @@ static __device__ __forceinline__ block_constants constants_of(const hr_adafacto
     const double time = adafactor_time(&t, &config);
     block_constants c;
     c.bound = adafactor_bound(&config, eps1);
-    c.grad_factor = adafactor_grad_factor(&config);
+    c.grad_factor = step_grad_factor(&config.step);
     c.mean = t.kind == ADAFACTOR_MATRIX ? adafactor_mean_of(&t, &config, eps1, matrix)
                                         : adafactor_least_mean(&config, eps1);
     c.added = (float)adafactor_added(&config, eps1);
@@ -490,7 +479,7 @@ static __device__ __forceinline__ void updates_of_block(const adafactor_launch &
     __shared__ float row_factors[ROWS * THREADS];
     if (is_skipped(args))
         return;
-    const tensor_record &record = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
+    const adafactor_record &record = list_find(args.tensors, args.count);
     const adafactor_tensor &t = record.t;
     const uint32_t block = blockIdx.x - record.first_block;
     const bool is_matrix = t.kind == ADAFACTOR_MATRIX;
@@ -565,7 +554,7 @@ static __device__ __forceinline__ void updates_of_tiny_block(const adafactor_lau
     __shared__ block_constants shared;
     if (is_skipped(args))
         return;
-    const tensor_record &record = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
+    const adafactor_record &record = list_find(args.tensors, args.count);
     const adafactor_tensor &t = record.t;
     const uint32_t block = blockIdx.x - record.first_block;
     if (threadIdx.x == 0)
@@ -624,7 +613,7 @@ static __global__ void __launch_bounds__(THREADS)
 {
     if (is_skipped(args))
         return;
-    const tensor_record &record = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
+    const adafactor_record &record = list_find(args.tensors, args.count);
     const adafactor_tensor &t = record.t;
     const uint32_t block = blockIdx.x - record.first_block;
     adafactor_place place = {};
@@ -674,7 +663,7 @@ static __global__ void __launch_bounds__(THREADS)
     __shared__ double time;
     if (is_skipped(args))
         return;
-    const tensor_record &record = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
+    const adafactor_record &record = list_find(args.tensors, args.count);
     const adafactor_tensor &t = record.t;
     const uint32_t block = blockIdx.x - record.first_block;
     const bool is_matrix = t.kind == ADAFACTOR_MATRIX;
@@ -759,7 +748,7 @@ static __global__ void __launch_bounds__(THREADS)
     if (t.rms && t.shape.whole_numel > 0 && adafactor_is_scaled(&args.config))
         hr_store(t.rms, 0, (float)sqrt(*t.squared_param / (double)t.shape.whole_numel), HR_F32);
     if (t.step)
-        hr_store_scalar(t.step, hr_load_scalar(t.step, t.step_dtype) + 1.0, t.step_dtype);
+        step_count(t.step, t.step_dtype);
 }
 
 /* ---- Launches -------------------------------------------------------------------------------- */
@@ -811,7 +800,7 @@ static void launch_phases(adafactor_launch *launch, hr_stream stream)
     if (phases & HR_ADAFACTOR_SUMS) {
         launch_blocks(launch, adafactor_sums_kernel, blocks_of_elements, stream);
         launch_blocks(launch, adafactor_tiny_sums_kernel, blocks_of_tiny, stream);
-        if (launch->config.weights && adafactor_is_scaled(&launch->config))
+        if (launch->config.step.weights && adafactor_is_scaled(&launch->config))
             launch_blocks(launch, adafactor_weights_sums_kernel, blocks_of_elements, stream);
     }
     if (phases & (HR_ADAFACTOR_SUMS | HR_ADAFACTOR_STATES)) {
@@ -824,7 +813,7 @@ static void launch_phases(adafactor_launch *launch, hr_stream stream)
         HR_LAUNCH(adafactor_total_kernel, launch->count, THREADS, 0, stream, *launch);
     }
     if (phases & HR_ADAFACTOR_APPLY) {
-        if (launch->config.weights) {
+        if (launch->config.step.weights) {
             launch_blocks(launch, adafactor_weights_apply_kernel, blocks_of_elements, stream);
         } else {
             launch_blocks(launch, adafactor_apply_kernel, blocks_of_others, stream);
@@ -841,22 +830,17 @@ hr_status adafactor_cuda(const adafactor_args *args, const hr_exec *exec)
     const adafactor_extent all = adafactor_extent_of(args->shapes, count, adafactor_cut_cuda);
     adafactor_extent before = {0, 0, 0, 0, 0, 0};
     adafactor_launch launch;
-    const hr_weights *const weights = args->config->weights;
+    const hr_weights *const weights = args->config->step.weights;
     launch.config = *args->config;
     launch.mode = weights ? weights->mode : HR_WEIGHTS_NEAREST;
     launch.stalled = weights ? weights->stalled : nullptr;
-    hr_status status = HR_OK;
-    for (int64_t k = 0; k < count && status == HR_OK;) {
-        for (launch.count = 0; k < count && launch.count < MAX_TENSORS; k++) {
-            const adafactor_cut cut = adafactor_cut_cuda(&args->shapes[k]);
-            tensor_record *const record = &launch.tensors[launch.count++];
-            record->t = adafactor_tensor_of(args, k, cut, &before, &all);
-            if (weights)
-                record->weights = weights_record_of(weights, args->params, k);
-            adafactor_add(&before, &args->shapes[k], &cut);
-        }
-        launch_phases(&launch, exec->stream);
-        status = cuda_launch_status("hr_adafactor");
-    }
-    return status;
+    const auto fill = [&](adafactor_record &record, int64_t k) {
+        const adafactor_cut cut = adafactor_cut_cuda(&args->shapes[k]);
+        record.t = adafactor_tensor_of(args, k, cut, &before, &all);
+        if (weights)
+            record.weights = weights_record_of(weights, args->params, k);
+        adafactor_add(&before, &args->shapes[k], &cut);
+    };
+    const auto queue = [&](uint32_t, int64_t) { launch_phases(&launch, exec->stream); };
+    return list_launch_all(&launch, args->params, "hr_adafactor", fill, queue);
 }

@@ -31,15 +31,14 @@ typedef struct adamw8bit_bnb_constants {
  * binary64, and the rest as it does. */
 HR_INLINE adamw8bit_bnb_constants adamw8bit_bnb_fold(const hr_adamw_config *config, double t)
 {
-    const double lr =
-        config->lr_ptr ? hr_load_scalar(config->lr_ptr, config->lr_dtype) : config->lr;
+    const double lr = step_lr(&config->step);
     const double root = sqrt(1.0 - adamw_power(config->beta2, t));
     adamw8bit_bnb_constants c;
     c.beta1 = (float)config->beta1;
     c.one_minus_beta1 = 1.0f - c.beta1;
     c.beta2 = (float)config->beta2;
     c.one_minus_beta2 = 1.0f - c.beta2;
-    c.grad_factor = adamw_fold(config, t).grad_factor;
+    c.grad_factor = step_grad_factor(&config->step);
     c.keep = 1.0f - (float)lr * (float)config->weight_decay;
     c.step_size = (float)(-lr * root / (1.0 - adamw_power(config->beta1, t)));
     c.eps = (float)(root * config->eps);
@@ -49,9 +48,7 @@ HR_INLINE adamw8bit_bnb_constants adamw8bit_bnb_fold(const hr_adamw_config *conf
 /* x rounded to its type in memory. */
 HR_INLINE float adamw8bit_round(float x, hr_dtype dtype)
 {
-    return dtype == HR_BF16  ? hr_from_bf16(hr_to_bf16(x))
-           : dtype == HR_F16 ? hr_from_f16(hr_to_f16(x))
-                             : x;
+    return dtype == HR_F32 ? x : hr_from_half(hr_to_half(x, dtype), dtype);
 }
 
 HR_INLINE adamw_values adamw8bit_bnb_element(adamw8bit_bnb_constants c, adamw_values x,
@@ -154,7 +151,7 @@ HR_INLINE uint8_t adamw8bit_bnb_encode(const adamw8bit_maps *maps, float x, floa
 /* The arguments of a call, checked. */
 typedef struct adamw8bit_args {
     const hr_tensor_list *params, *exp_avgs, *exp_avg_absmaxs, *exp_avg_sqs, *exp_avg_sq_absmaxs;
-    const hr_tensor_list *steps; /* NULL: config->adamw.step */
+    const hr_tensor_list *steps; /* NULL: config->adamw.step.t */
     const hr_tensor_list *grads;
     const hr_adamw8bit_config *config;
 } adamw8bit_args;

@@ -95,8 +95,7 @@ static void adamw8bit_range(void *context, int64_t begin, int64_t end)
     t.step = NAN; /* equal to no step */
     CPU_FOR_EACH_TENSOR_IN_BLOCKS(a->params, begin, end, config->block_size, k, from, to)
     {
-        const double step = a->steps ? hr_load_scalar(a->steps->data[k], a->steps->dtype[k]) + 1.0
-                                     : (double)config->adamw.step;
+        const double step = step_number_of(&config->adamw.step, a->steps, k);
         if (step != t.step) {
             t.constants = adamw_fold(&config->adamw, step);
             t.bnb = adamw8bit_bnb_fold(&config->adamw, step);
@@ -109,8 +108,9 @@ static void adamw8bit_range(void *context, int64_t begin, int64_t end)
         t.exp_avg_sq = (uint8_t *)a->exp_avg_sqs->data[k];
         t.exp_avg_absmax = (float *)a->exp_avg_absmaxs->data[k];
         t.exp_avg_sq_absmax = (float *)a->exp_avg_sq_absmaxs->data[k];
-        if (config->adamw.weights) {
-            const weights_tensor weights = weights_of(config->adamw.weights, a->params, k, step);
+        if (config->adamw.step.weights) {
+            const weights_tensor weights =
+                weights_of(config->adamw.step.weights, a->params, k, step);
             const hr_dtype grad_dtype = a->grads->dtype[k];
             if (!call->run_weights || !call->run_weights(&t, &weights, from, to, grad_dtype))
                 adamw8bit_run_weights(&t, &weights, from, to, grad_dtype);
@@ -167,18 +167,19 @@ hr_status adamw8bit_cpu(const adamw8bit_args *args)
     static const adamw8bit_run_weights_fn run_weights[] = {NULL};
 #endif
     const hr_adamw8bit_config *const config = args->config;
-    if (config->adamw.found_inf && *config->adamw.found_inf != 0.0f)
+    if (step_is_skipped(&config->adamw.step))
         return HR_OK;
     adamw8bit_call call;
     call.args = args;
     const hr_adamw_config *const adamw = &config->adamw;
-    const int plain = !adamw->skip_nonfinite && (adamw->decoupled || adamw->weight_decay == 0.0);
+    const int plain =
+        !adamw->step.skip_nonfinite && (adamw->decoupled || adamw->weight_decay == 0.0);
     call.rule = config->bnb_exact ? ADAMW8BIT_BNB : plain ? ADAMW8BIT_PLAIN : ADAMW8BIT_ANY;
     const hr_cpu_level level = hr_get_cpu_level();
     call.run = runs[level];
     call.run_weights = run_weights[level];
     call.tables = adamw8bit_get_tables(config->bnb_exact != 0);
     hr_parallel_for(0, cpu_total(args->params), CPU_GRAIN, adamw8bit_range, &call);
-    cpu_count_steps(args->steps);
+    step_count_all(args->steps);
     return HR_OK;
 }

@@ -99,7 +99,7 @@ HR_INLINE adamw_values adamw8bit_apply(const adamw8bit_tensor *t, adamw_values x
     if (rule == ADAMW8BIT_BNB)
         return adamw8bit_bnb_element(t->bnb, x, param_dtype);
     if (rule == ADAMW8BIT_ANY)
-        return adamw_update(t->constants, x, 0, t->call->args->config->adamw.skip_nonfinite);
+        return adamw_update(t->constants, x, 0, t->call->args->config->adamw.step.skip_nonfinite);
     adamw_constants c = t->constants;
     c.l2 = 0.0f;
     return adamw_element(c, x, 0);

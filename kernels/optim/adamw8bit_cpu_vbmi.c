@@ -513,16 +513,13 @@ CPU_AVX512_VBMI_BF16 void adamw8bit_run_vbmi(const adamw8bit_tensor *t, int64_t 
 {
     const hr_weights_mode plain = HR_WEIGHTS_NEAREST;
     char none;
-    if (!adamw8bit_is_for_vbmi(t, param_dtype, grad_dtype))
+    if (!adamw8bit_is_for_vbmi(t, param_dtype, grad_dtype)) {
         adamw8bit_run_avx512(t, from, to, param_dtype, grad_dtype);
-    else if (param_dtype == HR_F32 && grad_dtype == HR_F32)
-        adamw8bit_blocks_vbmi(t, &none, from, to, HR_F32, HR_F32, plain);
-    else if (param_dtype == HR_F32)
-        adamw8bit_blocks_vbmi(t, &none, from, to, HR_F32, HR_BF16, plain);
-    else if (grad_dtype == HR_F32)
-        adamw8bit_blocks_vbmi(t, &none, from, to, HR_BF16, HR_F32, plain);
-    else
-        adamw8bit_blocks_vbmi(t, &none, from, to, HR_BF16, HR_BF16, plain);
+        return;
+    }
+    FOR_F32_OR_BF16(param_dtype, P,
+                    FOR_F32_OR_BF16(grad_dtype, G,
+                                    adamw8bit_blocks_vbmi(t, &none, from, to, P, G, plain)))
 }
 
 CPU_AVX512_VBMI_BF16 int adamw8bit_run_weights_vbmi(const adamw8bit_tensor *t,

@@ -31,7 +31,7 @@ static_assert(2 * TILE == ADAMW8BIT_MAX_BLOCK && CUDA_CHUNK % ADAMW8BIT_MAX_BLOC
 /* Which variant of the kernel. */
 enum { NEAREST, STOCHASTIC, BNB };
 
-typedef struct tensor_record {
+typedef struct adamw8bit_record {
     static constexpr bool plain = true;
     void *param, *step;
     uint8_t *exp_avg, *exp_avg_sq;
@@ -41,10 +41,10 @@ typedef struct tensor_record {
     uint64_t seed;
     uint32_t first_block;
     uint8_t param_dtype, grad_dtype, step_dtype;
-} tensor_record;
+} adamw8bit_record;
 
 /* A tensor whose weights are not plain. */
-struct mode_record : tensor_record {
+struct adamw8bit_mode_record : adamw8bit_record {
     static constexpr bool plain = false;
     weights_record weights;
 };
@@ -61,184 +61,32 @@ typedef struct adamw8bit_shared {
     step_constants constants; /* unless they depend on device memory */
     int32_t fold_on_device;
     int32_t block_shift; /* log2 of the block size */
-    uint32_t count;
     hr_weights_mode mode;
     int64_t *stalled;
 } adamw8bit_shared;
 
-template <typename Record> struct adamw8bit_launch : adamw8bit_shared {
-    static constexpr uint32_t max_tensors =
-        (CUDA_PARAMETER_BYTES - sizeof(adamw8bit_shared)) / sizeof(Record);
-    Record tensors[max_tensors];
-};
+template <typename Record> using adamw8bit_launch = list_launch<adamw8bit_shared, Record>;
 
-static_assert(sizeof(adamw8bit_launch<tensor_record>) <= CUDA_PARAMETER_BYTES &&
-                  sizeof(adamw8bit_launch<mode_record>) <= CUDA_PARAMETER_BYTES,
-              "must fit in a launch");
-
-/* ---- Four consecutive elements --------------------------------------------------------------- */
-
-/* As they lie in memory: 16 bytes of f32, 8 of a 16-bit type. */
-typedef struct pack4 {
-    uint32_t words[4];
-} pack4;
-
-/* What addresses or the tensor's end forbid to do in one access goes element by element, in
- * functions of their own: inlined, their loads would take the registers that all others need. */
-#define SLOW static __device__ __attribute__((noinline))
-
-/* The first `left` elements, and zeros. */
-SLOW pack4 load4_slowly(const void *base, uint32_t i, hr_dtype dtype, int left)
+/* Residuals of four weights; bytes are in the first word. */
+static __device__ __forceinline__ pack<4> load_residuals(const void *base, uint32_t i,
+                                                         hr_dtype residual, bool whole, int left)
 {
-    pack4 pack = {{0, 0, 0, 0}};
-#pragma unroll
-    for (int e = 0; e < GROUP; e++) {
-        if (e >= left)
-            break;
-        if (dtype == HR_F32)
-            pack.words[e] = ((const uint32_t *)base)[i + e];
-        else
-            pack.words[e / 2] |= (uint32_t)((const uint16_t *)base)[i + e] << (16 * (e % 2));
-    }
-    return pack;
-}
-
-SLOW void store4_slowly(void *base, uint32_t i, hr_dtype dtype, int left, pack4 pack)
-{
-#pragma unroll
-    for (int e = 0; e < GROUP; e++) {
-        if (e >= left)
-            break;
-        if (dtype == HR_F32)
-            ((uint32_t *)base)[i + e] = pack.words[e];
-        else
-            ((uint16_t *)base)[i + e] = (uint16_t)(pack.words[e / 2] >> (16 * (e % 2)));
-    }
-}
-
-/* Codes, the first in the lowest byte; `absent` past the end. */
-SLOW uint32_t load_codes_slowly(const uint8_t *base, uint32_t i, int left, uint32_t absent)
-{
-    uint32_t codes = 0;
-#pragma unroll
-    for (int e = 0; e < GROUP; e++)
-        codes |= (e < left ? base[i + e] : absent) << (8 * e);
-    return codes;
-}
-
-SLOW void store_codes_slowly(uint8_t *base, uint32_t i, int left, uint32_t codes)
-{
-#pragma unroll
-    for (int e = 0; e < GROUP; e++)
-        if (e < left)
-            base[i + e] = (uint8_t)(codes >> (8 * e));
-}
-
-/* `whole`: there are all four, at an address for one access. */
-static __device__ __forceinline__ pack4 load4(const void *base, uint32_t i, hr_dtype dtype,
-                                              bool whole, int left)
-{
-    pack4 pack = {{0, 0, 0, 0}};
-    if (!whole) {
-        pack = load4_slowly(base, i, dtype, left);
-    } else if (dtype == HR_F32) {
-        const uint4 all = *(const uint4 *)((const uint32_t *)base + i);
-        pack = {{all.x, all.y, all.z, all.w}};
-    } else {
-        const uint2 all = *(const uint2 *)((const uint16_t *)base + i);
-        pack = {{all.x, all.y, 0, 0}};
-    }
-    return pack;
-}
-
-static __device__ __forceinline__ void store4(void *base, uint32_t i, hr_dtype dtype, bool whole,
-                                              int left, const pack4 &pack)
-{
-    if (!whole)
-        store4_slowly(base, i, dtype, left, pack);
-    else if (dtype == HR_F32)
-        __stcs((uint4 *)((uint32_t *)base + i),
-               make_uint4(pack.words[0], pack.words[1], pack.words[2], pack.words[3]));
-    else
-        __stcs((uint2 *)((uint16_t *)base + i), make_uint2(pack.words[0], pack.words[1]));
-}
-
-static __device__ __forceinline__ float unpack(const pack4 &pack, int e, hr_dtype dtype)
-{
-    const uint16_t half = (uint16_t)(pack.words[e / 2] >> (16 * (e % 2)));
-    return dtype == HR_F32    ? hr_float(pack.words[e])
-           : dtype == HR_BF16 ? hr_from_bf16(half)
-                              : hr_from_f16(half);
-}
-
-static __device__ __forceinline__ pack4 repack(const float (&x)[GROUP], hr_dtype dtype)
-{
-    pack4 pack = {{0, 0, 0, 0}};
-#pragma unroll
-    for (int e = 0; e < GROUP; e++) {
-        if (dtype == HR_F32)
-            hr_store(pack.words, e, x[e], HR_F32);
-        else
-            pack.words[e / 2] |= (uint32_t)(dtype == HR_BF16 ? hr_to_bf16(x[e]) : hr_to_f16(x[e]))
-                                 << (16 * (e % 2));
-    }
-    return pack;
-}
-
-static __device__ __forceinline__ uint32_t load_codes(const uint8_t *base, uint32_t i, bool whole,
-                                                      int left, int is_signed)
-{
-    return whole ? *(const uint32_t *)(base + i)
-                 : load_codes_slowly(base, i, left, dynamic_zero(is_signed));
-}
-
-static __device__ __forceinline__ void store_codes(uint8_t *base, uint32_t i, bool whole, int left,
-                                                   uint32_t codes)
-{
-    if (whole)
-        __stcs((uint32_t *)(base + i), codes);
-    else
-        store_codes_slowly(base, i, left, codes);
-}
-
-/* Residuals of four weights: the words of pack4, or codes in the first. */
-static __device__ __forceinline__ pack4 load_residuals4(const void *base, uint32_t i,
-                                                        hr_dtype residual, bool whole, int left)
-{
-    pack4 pack = {{0, 0, 0, 0}};
+    pack<4> residuals = {};
     if (residual == HR_I8)
-        pack.words[0] = whole ? *(const uint32_t *)((const uint8_t *)base + i)
-                              : load_codes_slowly((const uint8_t *)base, i, left, 0);
+        residuals.words[0] = pack_load_bytes((const uint8_t *)base, i, whole, left, 0);
     else if (residual != HR_F64)
-        pack = load4(base, i, residual, whole, left);
-    return pack;
+        residuals = pack_load<4>(base, i, residual, whole, left);
+    return residuals;
 }
 
-static __device__ __forceinline__ void store_residuals4(void *base, uint32_t i, hr_dtype residual,
-                                                        bool whole, int left, const pack4 &pack)
+static __device__ __forceinline__ void store_residuals(void *base, uint32_t i, hr_dtype residual,
+                                                       bool whole, int left,
+                                                       const pack<4> &residuals)
 {
     if (residual == HR_I8)
-        store_codes((uint8_t *)base, i, whole, left, pack.words[0]);
+        pack_store_bytes((uint8_t *)base, i, whole, left, residuals.words[0]);
     else if (residual != HR_F64)
-        store4(base, i, residual, whole, left, pack);
-}
-
-/* Bits e of four, of a type of 8, 16 or 32 bits. */
-static __device__ __forceinline__ uint32_t bits_of(const pack4 &pack, int e, hr_dtype dtype)
-{
-    return dtype == HR_F32  ? pack.words[e]
-           : dtype == HR_I8 ? (pack.words[0] >> (8 * e)) & 0xFFu
-                            : (pack.words[e / 2] >> (16 * (e % 2))) & 0xFFFFu;
-}
-
-static __device__ __forceinline__ void put_bits(pack4 &pack, int e, hr_dtype dtype, uint32_t bits)
-{
-    if (dtype == HR_F32)
-        pack.words[e] = bits;
-    else if (dtype == HR_I8)
-        pack.words[0] |= bits << (8 * e);
-    else
-        pack.words[e / 2] |= bits << (16 * (e % 2));
+        pack_store<4>(base, i, residual, whole, left, residuals);
 }
 
 /* ---- A tile ---------------------------------------------------------------------------------- */
@@ -329,20 +177,20 @@ update(const chunk &c, weights_thread &w, const step_constants &constants,
        uint32_t (&largest)[GROUPS][2])
 {
     const hr_dtype residual = plain ? HR_F64 : weights_residual_dtype(w.mode, c.param_dtype);
-    pack4 params[GROUPS], residuals[GROUPS], grads[GROUPS];
+    pack<GROUP> params[GROUPS], residuals[GROUPS], grads[GROUPS];
     uint32_t codes[2][GROUPS];
     float absmaxs[2][GROUPS];
 #pragma unroll
     for (int j = 0; j < GROUPS; j++) {
         const uint32_t i = first + j * GROUP_STEP;
         const int left = c.count - (int)i;
-        params[j] = load4(c.param, i, c.param_dtype, whole, left);
+        params[j] = pack_load<GROUP>(c.param, i, c.param_dtype, whole, left);
         if (!plain)
-            residuals[j] = load_residuals4(w.residual, i, residual, whole, left);
-        grads[j] = load4(c.grad, i, c.grad_dtype, whole, left);
+            residuals[j] = load_residuals(w.residual, i, residual, whole, left);
+        grads[j] = pack_load<GROUP>(c.grad, i, c.grad_dtype, whole, left);
 #pragma unroll
         for (int s = 0; s < 2; s++) {
-            codes[s][j] = load_codes(c.codes[s], i, whole, left, s);
+            codes[s][j] = pack_load_bytes(c.codes[s], i, whole, left, dynamic_zero(s));
             absmaxs[s][j] = whole || left > 0 ? c.absmax[s][i >> c.block_shift] : 0.0f;
         }
     }
@@ -351,7 +199,7 @@ update(const chunk &c, weights_thread &w, const step_constants &constants,
         const uint32_t i = first + j * GROUP_STEP;
         const int left = c.count - (int)i;
         float param[GROUP];
-        pack4 new_params = {{0, 0, 0, 0}}, new_residuals = {{0, 0, 0, 0}};
+        pack<GROUP> new_params = {}, new_residuals = {};
         hr_random4 random = {{0, 0, 0, 0}};
         if (!plain && weights_are_random(w.mode))
             random = weights_random_of<GROUP>(*w.record, w.start, c.step, i);
@@ -366,14 +214,14 @@ update(const chunk &c, weights_thread &w, const step_constants &constants,
             adamw_values x;
             weights_bits before = {0, 0};
             if (plain) {
-                x.param = unpack(params[j], e, c.param_dtype);
+                x.param = pack_get(params[j], e, c.param_dtype);
             } else {
-                before.param = bits_of(params[j], e, c.param_dtype);
-                before.residual = residual == HR_F64 ? 0 : bits_of(residuals[j], e, residual);
+                before.param = pack_bits(params[j], e, c.param_dtype);
+                before.residual = residual == HR_F64 ? 0 : pack_bits(residuals[j], e, residual);
                 x.param = weights_join(before, c.param_dtype, w.mode);
             }
             const float was = x.param;
-            x.grad = unpack(grads[j], e, c.grad_dtype);
+            x.grad = pack_get(grads[j], e, c.grad_dtype);
             x.exp_avg = moment[1];
             x.exp_avg_sq = moment[0];
             x.max_exp_avg_sq = 0.0f;
@@ -385,8 +233,8 @@ update(const chunk &c, weights_thread &w, const step_constants &constants,
             if (!plain) {
                 const weights_bits after =
                     weights_split(x.param, c.param_dtype, w.mode, weights_random(&random, e));
-                put_bits(new_params, e, c.param_dtype, after.param);
-                put_bits(new_residuals, e, residual, after.residual);
+                pack_put_bits(new_params, e, c.param_dtype, after.param);
+                pack_put_bits(new_residuals, e, residual, after.residual);
                 if (whole || e < left)
                     w.stalled += weights_stall(before, after, was, x.param);
             }
@@ -399,9 +247,9 @@ update(const chunk &c, weights_thread &w, const step_constants &constants,
             }
         }
         if (!plain)
-            store_residuals4(w.residual, i, residual, whole, left, new_residuals);
-        store4(c.param, i, c.param_dtype, whole, left,
-               plain ? repack(param, c.param_dtype) : new_params);
+            store_residuals(w.residual, i, residual, whole, left, new_residuals);
+        pack_store<GROUP>(c.param, i, c.param_dtype, whole, left,
+                          plain ? pack_of(param, c.param_dtype) : new_params);
     }
 }
 
@@ -482,7 +330,7 @@ update_tile(const chunk &c, weights_thread &w, const step_constants &constants,
                 codes |= (uint32_t)code_of<rule>(maps, moments[s][j][e], absmax[s], scale[s], s,
                                                  random[e / 2].word[e % 2 * 2 + (s == 0)])
                          << (8 * e);
-            store_codes(c.codes[s], i, whole, left, codes);
+            pack_store_bytes(c.codes[s], i, whole, left, codes);
         }
     }
 }
@@ -507,18 +355,18 @@ static __device__ __forceinline__ size_t size_of(hr_dtype dtype)
 
 /* What of tensor t is this thread block's. */
 static __device__ __forceinline__ chunk chunk_of(const adamw8bit_shared &args,
-                                                 const tensor_record &t)
+                                                 const adamw8bit_record &t)
 {
     chunk c;
-    c.begin = (int64_t)(blockIdx.x - t.first_block) * CUDA_CHUNK;
-    c.count = (int)(t.numel - c.begin < CUDA_CHUNK ? t.numel - c.begin : CUDA_CHUNK);
+    c.begin = list_begin(t);
+    c.count = (int)(list_end(t, c.begin) - c.begin);
     c.param_dtype = (hr_dtype)t.param_dtype;
     c.grad_dtype = (hr_dtype)t.grad_dtype;
     c.aligned = ((uintptr_t)t.param % (GROUP * size_of(c.param_dtype)) |
                  (uintptr_t)t.grad % (GROUP * size_of(c.grad_dtype)) |
                  (uintptr_t)t.exp_avg % GROUP | (uintptr_t)t.exp_avg_sq % GROUP) == 0;
     c.block_shift = args.block_shift;
-    c.skip_nonfinite = args.config.skip_nonfinite;
+    c.skip_nonfinite = args.config.step.skip_nonfinite;
     c.param = (char *)t.param + c.begin * size_of(c.param_dtype);
     c.grad = (const char *)t.grad + c.begin * size_of(c.grad_dtype);
     c.codes[1] = t.exp_avg + c.begin;
@@ -526,13 +374,12 @@ static __device__ __forceinline__ chunk chunk_of(const adamw8bit_shared &args,
     c.absmax[1] = t.exp_avg_absmax + (c.begin >> c.block_shift);
     c.absmax[0] = t.exp_avg_sq_absmax + (c.begin >> c.block_shift);
     c.seed = t.seed;
-    c.step =
-        t.step ? hr_load_scalar(t.step, (hr_dtype)t.step_dtype) + 1.0 : (double)args.config.step;
+    c.step = step_number(&args.config.step, t.step, (hr_dtype)t.step_dtype);
     return c;
 }
 
 /* By the whole thread block, and waits for it. */
-SLOW void fill_maps(adamw8bit_maps *maps, int bnb)
+PACK_SLOW void fill_maps(adamw8bit_maps *maps, int bnb)
 {
     for (int phase = 0; phase < 3; phase++) {
         for (int s = 0; s < 2; s++)
@@ -549,9 +396,9 @@ static __global__ void __launch_bounds__(THREADS, rule == STOCHASTIC && Record::
 {
     __shared__ adamw8bit_maps maps;
     __shared__ step_constants folded;
-    if (args.config.found_inf && *args.config.found_inf != 0.0f)
+    if (step_is_skipped(&args.config.step))
         return;
-    const Record &t = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
+    const Record &t = list_find(args.tensors, args.count);
     chunk c = chunk_of(args, t);
     weights_thread w = {};
     if constexpr (!Record::plain) {
@@ -578,23 +425,32 @@ static __global__ void __launch_bounds__(THREADS, rule == STOCHASTIC && Record::
             weights_add_stalled(args.stalled, w.stalled);
 }
 
-/* Fills the record of tensor k and returns the number of blocks in the launch so far. */
-static uint32_t fill(tensor_record *t, const adamw8bit_args *args, int64_t k, uint32_t blocks)
+static void fill(adamw8bit_record &t, const adamw8bit_args *args, int64_t k)
 {
-    t->param = args->params->data[k];
-    t->step = args->steps ? args->steps->data[k] : nullptr;
-    t->exp_avg = (uint8_t *)args->exp_avgs->data[k];
-    t->exp_avg_sq = (uint8_t *)args->exp_avg_sqs->data[k];
-    t->exp_avg_absmax = (float *)args->exp_avg_absmaxs->data[k];
-    t->exp_avg_sq_absmax = (float *)args->exp_avg_sq_absmaxs->data[k];
-    t->grad = args->grads->data[k];
-    t->numel = args->params->numel[k];
-    t->seed = args->config->seeds ? args->config->seeds[k] : 0;
-    t->first_block = blocks;
-    t->param_dtype = (uint8_t)args->params->dtype[k];
-    t->grad_dtype = (uint8_t)args->grads->dtype[k];
-    t->step_dtype = (uint8_t)(args->steps ? args->steps->dtype[k] : HR_F64);
-    return blocks + cuda_blocks(t->numel);
+    t.param = args->params->data[k];
+    t.step = step_counter(args->steps, k);
+    t.exp_avg = (uint8_t *)args->exp_avgs->data[k];
+    t.exp_avg_sq = (uint8_t *)args->exp_avg_sqs->data[k];
+    t.exp_avg_absmax = (float *)args->exp_avg_absmaxs->data[k];
+    t.exp_avg_sq_absmax = (float *)args->exp_avg_sq_absmaxs->data[k];
+    t.grad = args->grads->data[k];
+    t.seed = args->config->seeds ? args->config->seeds[k] : 0;
+    t.param_dtype = (uint8_t)args->params->dtype[k];
+    t.grad_dtype = (uint8_t)args->grads->dtype[k];
+    t.step_dtype = (uint8_t)step_counter_dtype(args->steps, k);
+}
+
+template <typename Record>
+static void queue_update(const adamw8bit_launch<Record> &launch, const hr_adamw8bit_config *config,
+                         uint32_t blocks, hr_stream stream)
+{
+    if (config->seeds)
+        HR_LAUNCH((adamw8bit_kernel<STOCHASTIC, Record>), blocks, THREADS, 0, stream, launch);
+    else if (Record::plain && config->bnb_exact)
+        HR_LAUNCH((adamw8bit_kernel<(Record::plain ? BNB : NEAREST), Record>), blocks, THREADS, 0,
+                  stream, launch);
+    else
+        HR_LAUNCH((adamw8bit_kernel<NEAREST, Record>), blocks, THREADS, 0, stream, launch);
 }
 
 template <typename Record>
@@ -603,45 +459,30 @@ static hr_status launch_all(const adamw8bit_args *args, const hr_exec *exec)
     const hr_adamw_config *const config = &args->config->adamw;
     adamw8bit_launch<Record> launch;
     launch.config = *config;
-    launch.mode = config->weights ? config->weights->mode : HR_WEIGHTS_NEAREST;
-    launch.stalled = config->weights ? config->weights->stalled : nullptr;
-    launch.fold_on_device =
-        args->steps || config->lr_ptr || config->grad_scale || config->clip_coef;
+    launch.mode = config->step.weights ? config->step.weights->mode : HR_WEIGHTS_NEAREST;
+    launch.stalled = config->step.weights ? config->step.weights->stalled : nullptr;
+    launch.fold_on_device = step_is_on_device(&config->step, args->steps);
     if (!launch.fold_on_device)
-        launch.constants = fold(config, (double)config->step, args->config->bnb_exact);
+        launch.constants = fold(config, (double)config->step.t, args->config->bnb_exact);
     for (launch.block_shift = 0; 1 << launch.block_shift < args->config->block_size;)
         launch.block_shift++;
-    hr_status status = HR_OK;
-    for (int64_t k = 0; k < args->params->count && status == HR_OK;) {
-        uint32_t blocks = 0;
-        launch.count = 0;
-        for (; k < args->params->count && launch.count < launch.max_tensors; k++) {
-            Record *const record = &launch.tensors[launch.count++];
-            blocks = fill(record, args, k, blocks);
-            if constexpr (!Record::plain)
-                record->weights = weights_record_of(config->weights, args->params, k);
-        }
-        if (blocks > 0) {
-            if (args->config->seeds)
-                HR_LAUNCH((adamw8bit_kernel<STOCHASTIC, Record>), blocks, THREADS, 0, exec->stream,
-                          launch);
-            else if (Record::plain && args->config->bnb_exact)
-                HR_LAUNCH((adamw8bit_kernel < Record::plain ? BNB : NEAREST, Record >), blocks,
-                          THREADS, 0, exec->stream, launch);
-            else
-                HR_LAUNCH((adamw8bit_kernel<NEAREST, Record>), blocks, THREADS, 0, exec->stream,
-                          launch);
-        }
+    const auto fill_record = [=](Record &record, int64_t k) {
+        fill(record, args, k);
+        if constexpr (!Record::plain)
+            record.weights = weights_record_of(config->step.weights, args->params, k);
+    };
+    const auto queue = [&](uint32_t blocks, int64_t) {
+        if (blocks > 0)
+            queue_update(launch, args->config, blocks, exec->stream);
         if (args->steps)
-            HR_LAUNCH(cuda_count_kernel<adamw8bit_launch<Record>>,
+            HR_LAUNCH(list_count_kernel<adamw8bit_launch<Record>>,
                       (launch.count + THREADS - 1) / THREADS, THREADS, 0, exec->stream, launch);
-        status = cuda_launch_status("hr_adamw8bit");
-    }
-    return status;
+    };
+    return list_launch_all(&launch, args->params, "hr_adamw8bit", fill_record, queue);
 }
 
 hr_status adamw8bit_cuda(const adamw8bit_args *args, const hr_exec *exec)
 {
-    return args->config->adamw.weights ? launch_all<mode_record>(args, exec)
-                                       : launch_all<tensor_record>(args, exec);
+    return args->config->adamw.step.weights ? launch_all<adamw8bit_mode_record>(args, exec)
+                                            : launch_all<adamw8bit_record>(args, exec);
 }

@@ -33,7 +33,7 @@ SCALAR = {
     "adafactor_tiny_apply_kernel",
     "adafactor_weights_sums_kernel",
     "adafactor_weights_apply_kernel",
-    "cuda_count_kernel",
+    "list_count_kernel",
     "norm_kernel",
     "update_scale_kernel",
     "weights_kernel",
