@@ -15,6 +15,11 @@ const char *hr_dtype_name(hr_dtype dtype)
     return (unsigned)dtype < DTYPES ? dtypes[dtype].name : "not an hr_dtype";
 }
 
+size_t hr_dtype_bytes(hr_dtype dtype)
+{
+    return (unsigned)dtype < DTYPES ? dtypes[dtype].bytes : 0;
+}
+
 static const char *set_name(unsigned allowed_dtypes)
 {
     return allowed_dtypes == HR_FLOATS        ? "f32, bf16 or f16"

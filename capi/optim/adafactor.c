@@ -1,4 +1,4 @@
-#include "kernels/optim/adafactor.h"
+#include "kernels/optim/adafactor_plan.h"
 
 #include <inttypes.h>
 #include <string.h>

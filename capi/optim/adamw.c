@@ -2,7 +2,7 @@
 
 #include <inttypes.h>
 
-#include "capi/check/adamw.h"
+#include "capi/check/adamw_checks.h"
 #include "capi/check/step.h"
 #include "capi/check/weights_checks.h"
 

@@ -3,12 +3,14 @@
 #include <inttypes.h>
 #include <string.h>
 
-#include "capi/check/adamw.h"
+#include "capi/check/adamw_checks.h"
+#include "capi/check/quant.h"
 #include "capi/check/step.h"
 #include "capi/check/weights_checks.h"
 
-/* Copies the config of a caller, whose header may be older, over `own`, which holds the defaults. The
- * two structs in it have sizes of their own: what follows the inner one begins where that ends. */
+/* Copies the config of a caller, whose header may be older, over `own`, which holds the defaults.
+ * The two structs in it have sizes of their own: what follows the inner one begins where that ends.
+ * */
 static hr_status copy_config(hr_adamw8bit_config *own, const hr_adamw8bit_config *config,
                              int has_steps)
 {
@@ -47,22 +49,6 @@ static hr_status check_config(const hr_adamw8bit_config *config)
     return HR_OK;
 }
 
-/* One scale per block of each parameter. */
-static hr_status check_absmaxs(const char *name, const hr_tensor_list *list,
-                               const hr_tensor_list *params, int32_t block_size)
-{
-    HR_TRY(hr_check_list("hr_adamw8bit", name, list, params->count, NULL, HR_BIT(HR_F32)));
-    for (int64_t k = 0; k < params->count; k++) {
-        const int64_t numel = params->numel[k];
-        const int64_t blocks = numel / block_size + (numel % block_size != 0);
-        HR_REQUIRE(list->numel[k] == blocks,
-                   "hr_adamw8bit: %s[%" PRId64 "] has numel %" PRId64 ", wanted %" PRId64
-                   ", one per %" PRId32 " elements",
-                   name, k, list->numel[k], blocks, block_size);
-    }
-    return HR_OK;
-}
-
 static hr_status check_lists(const adamw8bit_args *a)
 {
     HR_REQUIRE(a->params, "hr_adamw8bit: params is NULL");
@@ -71,10 +57,12 @@ static hr_status check_lists(const adamw8bit_args *a)
     HR_TRY(hr_check_list("hr_adamw8bit", "params", a->params, count, NULL, HR_FLOATS));
     const int64_t *const numel = a->params->numel;
     HR_TRY(hr_check_list("hr_adamw8bit", "exp_avgs", a->exp_avgs, count, numel, HR_BIT(HR_U8)));
-    HR_TRY(check_absmaxs("exp_avg_absmaxs", a->exp_avg_absmaxs, a->params, size));
+    HR_TRY(quant_check_absmaxs("hr_adamw8bit", "exp_avg_absmaxs", a->exp_avg_absmaxs, a->params,
+                               size));
     HR_TRY(
         hr_check_list("hr_adamw8bit", "exp_avg_sqs", a->exp_avg_sqs, count, numel, HR_BIT(HR_U8)));
-    HR_TRY(check_absmaxs("exp_avg_sq_absmaxs", a->exp_avg_sq_absmaxs, a->params, size));
+    HR_TRY(quant_check_absmaxs("hr_adamw8bit", "exp_avg_sq_absmaxs", a->exp_avg_sq_absmaxs,
+                               a->params, size));
     HR_TRY(step_check_steps("hr_adamw8bit", a->steps, count));
     HR_TRY(weights_check("hr_adamw8bit", a->config->adamw.step.weights, a->params));
     return hr_check_list("hr_adamw8bit", "grads", a->grads, count, numel, HR_FLOATS);
@@ -109,12 +97,4 @@ hr_status hr_adamw8bit(const hr_tensor_list *params, const hr_tensor_list *exp_a
         return adamw8bit_cpu(&args);
     }
     HR_RETURN_CUDA(adamw8bit_cuda(&args, exec), exec);
-}
-
-hr_status hr_dynamic_map(float *values, int32_t is_signed)
-{
-    HR_REQUIRE(values, "hr_dynamic_map: values is NULL");
-    for (int code = 0; code < 256; code++)
-        values[code] = dynamic_value(code, is_signed != 0);
-    return HR_OK;
 }

@@ -52,10 +52,11 @@
                                                   loop##_baseline};
 #endif
 
-#define CPU_BEST(loop) (loop##_variants[hr_get_cpu_level()])
+#define CPU_BEST(loop) (loop##_variants[runtime_cpu_level()])
 
-/* Fetches `count` elements 2 KiB ahead of element i of a run that ends at `end`. A core that converts,
- * sums or divides between its loads does not look that far ahead by itself, and waits for memory. */
+/* Fetches `count` elements 2 KiB ahead of element i of a run that ends at `end`. A core that
+ * converts, sums or divides between its loads does not look that far ahead by itself, and waits for
+ * memory. */
 HR_INLINE void cpu_prefetch(const void *base, int64_t i, int count, int64_t end, hr_dtype dtype)
 {
     const int size = dtype == HR_F32 ? 4 : 2;

@@ -3,8 +3,8 @@
  * tensor; each thread block takes CUDA_CHUNK consecutive elements of one tensor.
  *
  * A record is a struct of the op with the members `numel` and `first_block`, and whatever else the
- * kernel needs of a tensor. list_launch_all() fills those two, asks the op for the rest, and queues a
- * launch for as many tensors as the parameters hold.
+ * kernel needs of a tensor. list_launch_all() fills those two, asks the op for the rest, and queues
+ * a launch for as many tensors as the parameters hold.
  */
 #ifndef HR_LIST_CUH
 #define HR_LIST_CUH
@@ -18,8 +18,8 @@
 /* How many elements one block takes. */
 #define CUDA_CHUNK 16384
 
-/* What a kernel over a list is given: `Shared`, what all tensors have in common, and the records. The
- * most that fit, because a smaller number would be another instance of every kernel. */
+/* What a kernel over a list is given: `Shared`, what all tensors have in common, and the records.
+ * The most that fit, because a smaller number would be another instance of every kernel. */
 template <typename Shared, typename Record> struct list_launch : Shared {
     static constexpr uint32_t capacity =
         (CUDA_PARAMETER_BYTES - sizeof(Shared) - 8) / sizeof(Record);
@@ -32,20 +32,22 @@ static inline uint32_t list_blocks(int64_t numel)
     return (uint32_t)((numel + CUDA_CHUNK - 1) / CUDA_CHUNK);
 }
 
-/* The record of the tensor that this block works on: the last one that starts at or before the block.
- * Records of empty tensors start where the next one does, so they are never the last. */
+/* Which record's tensor a block works on: the last one that starts at or before it. Records of
+ * empty tensors start where the next one does, so they are never the last. An index, because from a
+ * reference the compiler makes code that spills. */
 template <typename Record>
-static __device__ __forceinline__ const Record &list_find(const Record *records, uint32_t count)
+static __device__ __forceinline__ uint32_t list_find(const Record *records, uint32_t count,
+                                                     uint32_t block)
 {
     uint32_t low = 0, high = count;
     while (high - low > 1) {
         const uint32_t middle = (low + high) / 2;
-        if (records[middle].first_block <= blockIdx.x)
+        if (records[middle].first_block <= block)
             low = middle;
         else
             high = middle;
     }
-    return records[low];
+    return low;
 }
 
 /* The block's elements of a tensor: the first, and the one after the last. */
@@ -60,7 +62,8 @@ static __device__ __forceinline__ int64_t list_end(const Record &t, int64_t begi
     return t.numel - begin < CUDA_CHUNK ? t.numel : begin + CUDA_CHUNK;
 }
 
-/* Where groups of eight end, if the addresses, or-ed together, allow 16-byte accesses; else `begin`. */
+/* Where groups of eight end, if the addresses, or-ed together, allow 16-byte accesses; else
+ * `begin`. */
 static __device__ __forceinline__ int64_t list_vector_end(uintptr_t addresses, int64_t begin,
                                                           int64_t end)
 {

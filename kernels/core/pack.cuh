@@ -1,7 +1,7 @@
 /*
- * pack.cuh: N consecutive elements of a thread, 4 or 8, as they lie in memory: a word each of f32, half
- * a word of a 16-bit type. Loads are kept apart from conversions so that all loads of a thread are in
- * flight before the first use.
+ * pack.cuh: N consecutive elements of a thread, 4 or 8, as they lie in memory: a word each of f32,
+ * half a word of a 16-bit type. Loads are kept apart from conversions so that all loads of a thread
+ * are in flight before the first use.
  */
 #ifndef HR_PACK_CUH
 #define HR_PACK_CUH
@@ -36,8 +36,8 @@ static __device__ __forceinline__ pack<N> pack_load(const void *base, Index i, h
     return p;
 }
 
-/* __stcs, because plain stores of a vector that was put together from words come out of the compiler
- * as scalar ones; and what an optimizer writes is not read again soon. */
+/* __stcs, because plain stores of a vector that was put together from words come out of the
+ * compiler as scalar ones; and what an optimizer writes is not read again soon. */
 template <int N, typename Index>
 static __device__ __forceinline__ void pack_store(void *base, Index i, const pack<N> &p,
                                                   hr_dtype dtype)
@@ -102,7 +102,7 @@ static __device__ __forceinline__ pack<N> pack_of(const float (&x)[N], hr_dtype 
     return p;
 }
 
-/* ---- What addresses or the tensor's end forbid to do in one access ---------------------------- */
+/* ---- What addresses or the tensor's end forbid to do in one access --------------------------- */
 
 /* Element by element, in functions of their own: inlined, their loads would take the registers that
  * all others need. */

@@ -64,7 +64,7 @@ static __device__ __forceinline__ void add_eight(const sum_record &t, float fact
 static __global__ void __launch_bounds__(THREADS)
     accumulate_kernel(const accumulate_launch __grid_constant__ args)
 {
-    const sum_record &t = list_find(args.tensors, args.count);
+    const sum_record &t = args.tensors[list_find(args.tensors, args.count, blockIdx.x)];
     const float factor = accumulate_factor(&args.config);
     const uintptr_t addresses = (uintptr_t)t.sum | (uintptr_t)t.lost | (uintptr_t)t.grad;
     const int64_t begin = list_begin(t), end = list_end(t, begin);

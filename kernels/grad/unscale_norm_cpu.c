@@ -64,10 +64,8 @@ HR_INLINE double unscale_dispatch(void *grad, int64_t begin, int64_t end, float 
     return sum;
 }
 
-HR_INLINE void scale_dispatch(void *grad, int64_t begin, int64_t end, float factor, hr_dtype dtype)
-{
-    FOR_DTYPE(dtype, D, scale_chunk(grad, begin, end, factor, D))
-}
+HR_INLINE void scale_dispatch(void *grad, int64_t begin, int64_t end, float factor, hr_dtype dtype){
+    FOR_DTYPE(dtype, D, scale_chunk(grad, begin, end, factor, D))}
 
 /* The chunks whose first element is in [begin, end) of cpu_total. */
 HR_INLINE void unscale_norm_range(void *context, int64_t begin, int64_t end)

@@ -69,7 +69,7 @@ static __device__ __forceinline__ double sum_of_squares(const float (&x)[8])
 static __global__ void __launch_bounds__(THREADS)
     unscale_norm_kernel(const unscale_launch __grid_constant__ args)
 {
-    const grad_record &t = list_find(args.tensors, args.count);
+    const grad_record &t = args.tensors[list_find(args.tensors, args.count, blockIdx.x)];
     const float factor = unscale_factor(&args.config);
     const bool write = args.config.write && factor != 1.0f;
     if (!args.sums && !write)

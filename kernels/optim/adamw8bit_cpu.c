@@ -10,7 +10,7 @@
 /* The codes of the elements [i, i + count) of a block, one by one. */
 void adamw8bit_encode_each(const adamw8bit_tensor *t, const adamw8bit_pending *p, int i, int count)
 {
-    const adamw8bit_maps *const maps = &t->call->tables->maps;
+    const quant_maps *const maps = &t->call->tables->maps;
     uint8_t *const exp_avg = t->exp_avg + p->begin + i;
     uint8_t *const exp_avg_sq = t->exp_avg_sq + p->begin + i;
     const float *const m = p->m + i, *const v = p->v + i;
@@ -25,13 +25,13 @@ void adamw8bit_encode_each(const adamw8bit_tensor *t, const adamw8bit_pending *p
             random[pair] = adamw8bit_random(t->seed, t->step, t->first + p->begin + i + 2 * pair);
         for (int lane = 0; lane < count; lane++) {
             const uint32_t *const words = &random[lane / 2].word[lane % 2 * 2];
-            exp_avg[lane] = adamw8bit_encode_randomly(maps, m[lane], p->scale_m, 1, words[0]);
-            exp_avg_sq[lane] = adamw8bit_encode_randomly(maps, v[lane], p->scale_v, 0, words[1]);
+            exp_avg[lane] = quant_encode_randomly(maps, m[lane], p->scale_m, 1, words[0]);
+            exp_avg_sq[lane] = quant_encode_randomly(maps, v[lane], p->scale_v, 0, words[1]);
         }
     } else {
         for (int lane = 0; lane < count; lane++) {
-            exp_avg[lane] = adamw8bit_encode(maps, m[lane], p->scale_m, 1);
-            exp_avg_sq[lane] = adamw8bit_encode(maps, v[lane], p->scale_v, 0);
+            exp_avg[lane] = quant_encode(maps, m[lane], p->scale_m, 1);
+            exp_avg_sq[lane] = quant_encode(maps, v[lane], p->scale_v, 0);
         }
     }
 }
@@ -40,7 +40,7 @@ HR_INLINE void adamw8bit_decode_baseline(const adamw8bit_call *call, const uint8
                                          float absmax, int is_signed, float *x)
 {
     for (int lane = 0; lane < LANES; lane++)
-        x[lane] = adamw8bit_decode(&call->tables->maps, codes[lane], absmax, is_signed);
+        x[lane] = quant_decode(&call->tables->maps, codes[lane], absmax, is_signed);
 }
 
 HR_INLINE void adamw8bit_encode_baseline(const adamw8bit_tensor *t, const adamw8bit_pending *p,
@@ -126,7 +126,7 @@ static adamw8bit_tables adamw8bit_kept[2];
 static void adamw8bit_fill(int bnb)
 {
     adamw8bit_tables *const tables = &adamw8bit_kept[bnb];
-    adamw8bit_maps_fill(&tables->maps, bnb);
+    quant_maps_fill(&tables->maps, bnb);
     for (int is_signed = 0; is_signed < 2; is_signed++) {
         const dynamic_map *const map = &tables->maps.map[is_signed];
         dynamic_vectors_fill(&tables->vectors[is_signed], map, is_signed);
@@ -175,7 +175,7 @@ hr_status adamw8bit_cpu(const adamw8bit_args *args)
     const int plain =
         !adamw->step.skip_nonfinite && (adamw->decoupled || adamw->weight_decay == 0.0);
     call.rule = config->bnb_exact ? ADAMW8BIT_BNB : plain ? ADAMW8BIT_PLAIN : ADAMW8BIT_ANY;
-    const hr_cpu_level level = hr_get_cpu_level();
+    const hr_cpu_level level = runtime_cpu_level();
     call.run = runs[level];
     call.run_weights = run_weights[level];
     call.tables = adamw8bit_get_tables(config->bnb_exact != 0);

@@ -12,8 +12,12 @@
  * other about 3.5 turns, in which the multiprocessor issues 14 instructions. A code's decade, slope
  * and correction, from which arithmetic would have the same bits, take three tables and ten
  * instructions. Encoding is that arithmetic, with tables so small that no lane waits.
+ *
+ * All of one kernel, whose parts share its registers: so it is longer than a file should be.
  */
 #include "kernels/optim/adamw8bit.h"
+#include "kernels/core/reduce.cuh"
+#include "kernels/quant/quantize_blocks.cuh"
 #include "kernels/weights/weights.cuh"
 
 #define THREADS    256
@@ -23,7 +27,6 @@
 #define GROUPS     2
 #define GROUP_STEP (WARP * GROUP)        /* elements from a thread's group to its next */
 #define TILE       (GROUPS * GROUP_STEP) /* elements of a warp at a time */
-#define EVERY_LANE 0xFFFFFFFFu
 
 static_assert(2 * TILE == ADAMW8BIT_MAX_BLOCK && CUDA_CHUNK % ADAMW8BIT_MAX_BLOCK == 0,
               "a block is in one tile or two, of one thread block");
@@ -67,28 +70,6 @@ typedef struct adamw8bit_shared {
 
 template <typename Record> using adamw8bit_launch = list_launch<adamw8bit_shared, Record>;
 
-/* Residuals of four weights; bytes are in the first word. */
-static __device__ __forceinline__ pack<4> load_residuals(const void *base, uint32_t i,
-                                                         hr_dtype residual, bool whole, int left)
-{
-    pack<4> residuals = {};
-    if (residual == HR_I8)
-        residuals.words[0] = pack_load_bytes((const uint8_t *)base, i, whole, left, 0);
-    else if (residual != HR_F64)
-        residuals = pack_load<4>(base, i, residual, whole, left);
-    return residuals;
-}
-
-static __device__ __forceinline__ void store_residuals(void *base, uint32_t i, hr_dtype residual,
-                                                       bool whole, int left,
-                                                       const pack<4> &residuals)
-{
-    if (residual == HR_I8)
-        pack_store_bytes((uint8_t *)base, i, whole, left, residuals.words[0]);
-    else if (residual != HR_F64)
-        pack_store<4>(base, i, residual, whole, left, residuals);
-}
-
 /* ---- A tile ---------------------------------------------------------------------------------- */
 
 /* Moments come in pairs from here on: [0] is exp_avg_sq, [1] is exp_avg, by is_signed. */
@@ -119,24 +100,6 @@ typedef struct weights_thread {
     uint32_t stalled; /* weights so far */
 } weights_thread;
 
-/* The larger of each pair over the lanes of a block, in all of them. The upper half of the lanes
- * takes [1] and the lower [0], so that the pair costs as many shuffles as one number, and one. */
-static __device__ __forceinline__ void largest_of_lanes(uint32_t (&largest)[2], int lanes)
-{
-    const int half = lanes / 2;
-    const bool upper = threadIdx.x & half;
-    uint32_t mine = upper ? largest[1] : largest[0];
-    uint32_t other = upper ? largest[0] : largest[1];
-    mine = max(mine, __shfl_xor_sync(EVERY_LANE, other, half));
-#pragma unroll
-    for (int width = 1; width < WARP / 2; width *= 2)
-        if (width < half)
-            mine = max(mine, __shfl_xor_sync(EVERY_LANE, mine, width));
-    other = __shfl_xor_sync(EVERY_LANE, mine, half);
-    largest[0] = upper ? other : mine;
-    largest[1] = upper ? mine : other;
-}
-
 /* From the largest of each group to the largest of its block, in every lane. A block of 512 is two
  * tiles, of neighbouring warps. */
 static __device__ __forceinline__ void largest_of_blocks(uint32_t (&largest)[GROUPS][2],
@@ -145,13 +108,13 @@ static __device__ __forceinline__ void largest_of_blocks(uint32_t (&largest)[GRO
     if (1 << block_shift < TILE) {
 #pragma unroll
         for (int j = 0; j < GROUPS; j++)
-            largest_of_lanes(largest[j], (1 << block_shift) / GROUP);
+            reduce_lanes_max(largest[j], (1 << block_shift) / GROUP);
         return;
     }
 #pragma unroll
     for (int s = 0; s < 2; s++)
         largest[0][s] = max(largest[0][s], largest[1][s]);
-    largest_of_lanes(largest[0], WARP);
+    reduce_lanes_max(largest[0], WARP);
     if (1 << block_shift > TILE) {
         __shared__ uint32_t tiles[WARPS][2];
         const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -172,8 +135,8 @@ static __device__ __forceinline__ void largest_of_blocks(uint32_t (&largest)[GRO
  * loads are in flight before the first use. */
 template <int rule, bool plain>
 static __device__ __forceinline__ void
-update(const chunk &c, weights_thread &w, const step_constants &constants,
-       const adamw8bit_maps &maps, uint32_t first, bool whole, float (&moments)[2][GROUPS][GROUP],
+update(const chunk &c, weights_thread &w, const step_constants &constants, const quant_maps &maps,
+       uint32_t first, bool whole, float (&moments)[2][GROUPS][GROUP],
        uint32_t (&largest)[GROUPS][2])
 {
     const hr_dtype residual = plain ? HR_F64 : weights_residual_dtype(w.mode, c.param_dtype);
@@ -186,7 +149,7 @@ update(const chunk &c, weights_thread &w, const step_constants &constants,
         const int left = c.count - (int)i;
         params[j] = pack_load<GROUP>(c.param, i, c.param_dtype, whole, left);
         if (!plain)
-            residuals[j] = load_residuals(w.residual, i, residual, whole, left);
+            residuals[j] = weights_load_residuals(w.residual, i, residual, whole, left);
         grads[j] = pack_load<GROUP>(c.grad, i, c.grad_dtype, whole, left);
 #pragma unroll
         for (int s = 0; s < 2; s++) {
@@ -210,7 +173,7 @@ update(const chunk &c, weights_thread &w, const step_constants &constants,
 #pragma unroll
             for (int s = 0; s < 2; s++)
                 moment[s] =
-                    adamw8bit_decode(&maps, (uint8_t)(codes[s][j] >> (8 * e)), absmaxs[s][j], s);
+                    quant_decode(&maps, (uint8_t)(codes[s][j] >> (8 * e)), absmaxs[s][j], s);
             adamw_values x;
             weights_bits before = {0, 0};
             if (plain) {
@@ -243,54 +206,27 @@ update(const chunk &c, weights_thread &w, const step_constants &constants,
 #pragma unroll
             for (int s = 0; s < 2; s++) {
                 moments[s][j][e] = moment[s];
-                largest[j][s] = max(largest[j][s], adamw8bit_magnitude(moment[s], rule == BNB));
+                largest[j][s] = max(largest[j][s], quant_magnitude(moment[s], rule == BNB));
             }
         }
         if (!plain)
-            store_residuals(w.residual, i, residual, whole, left, new_residuals);
+            weights_store_residuals(w.residual, i, residual, whole, left, new_residuals);
         pack_store<GROUP>(c.param, i, c.param_dtype, whole, left,
                           plain ? pack_of(param, c.param_dtype) : new_params);
     }
 }
 
-/* dynamic_encode(), but its last table, the one whose lanes wait for each other, is only asked
- * about what may be a midpoint: a place close to the middle between two codes, or, where y is
- * negative, a magnitude next to the one that a decade begins with. */
-static __device__ __forceinline__ int encode(const dynamic_map &map, float y, int is_signed)
-{
-    const int negative = is_signed && y < 0.0f;
-    const float magnitude = negative ? hr_float((hr_bits(y) & 0x7FFFFFFFu) + 1u) : y;
-    const float clamped = fmaxf(magnitude, 0x1p-31f); /* NaN becomes it */
-    const int pair = dynamic_pair(clamped);
-    const float begin = map.begins[pair];
-    const int decade = map.before[pair] + (clamped > begin);
-    const float place = fmaf(clamped, map.slopes[decade], map.offsets[decade]);
-    const float distance = fminf(place, map.lasts[decade]);
-    const float signed_distance = negative ? fmaxf(-distance, -127.0f) : distance;
-    /* An addition that rounds to an integer, and leaves it in the low bits. */
-    const float integer = signed_distance + 0x1.8p23f;
-    const float rest = signed_distance - (integer - 0x1.8p23f);
-    int code = dynamic_zero(is_signed) + (int)(hr_bits(integer) - hr_bits(0x1.8p23f));
-    const bool at_begin = is_signed && hr_bits(clamped) - hr_bits(begin) == 1;
-    if (fabsf(rest) > 0.5f - DYNAMIC_SLACK || at_begin) {
-        code -= rest < 0.0f;
-        code += y > map.thresholds[code];
-    }
-    return code;
-}
-
-/* The code of moment x, which is what adamw8bit_encode() and its variants give. */
+/* The code of moment x, which is what quant_encode() and its variants give. */
 template <int rule>
-static __device__ __forceinline__ uint8_t code_of(const adamw8bit_maps &maps, float x, float absmax,
+static __device__ __forceinline__ uint8_t code_of(const quant_maps &maps, float x, float absmax,
                                                   dynamic_scale scale, int is_signed,
                                                   uint32_t random)
 {
     if (rule == BNB)
         return adamw8bit_bnb_encode(&maps, x, absmax, is_signed);
     if (rule == STOCHASTIC)
-        return adamw8bit_encode_randomly(&maps, x, scale, is_signed, random);
-    const int code = encode(maps.map[is_signed], x * scale.first * scale.second, is_signed);
-    return (uint8_t)(!is_signed && x > 0.0f ? max(code, 1) : code);
+        return quant_encode_randomly(&maps, x, scale, is_signed, random);
+    return quant_encode_cuda(maps.map[is_signed], x, scale, is_signed);
 }
 
 /* Both passes over the tile of a warp; `first` is the thread's first element, and `whole` means one
@@ -298,7 +234,7 @@ static __device__ __forceinline__ uint8_t code_of(const adamw8bit_maps &maps, fl
 template <int rule, bool plain>
 static __device__ __forceinline__ void
 update_tile(const chunk &c, weights_thread &w, const step_constants &constants,
-            const adamw8bit_maps &maps, uint32_t first, bool whole)
+            const quant_maps &maps, uint32_t first, bool whole)
 {
     float moments[2][GROUPS][GROUP];
     uint32_t largest[GROUPS][2];
@@ -319,7 +255,7 @@ update_tile(const chunk &c, weights_thread &w, const step_constants &constants,
 #pragma unroll
         for (int s = 0; s < 2; s++) {
             if (j == 0 || 1 << c.block_shift < TILE) {
-                absmax[s] = adamw8bit_absmax(largest[j][s], rule == BNB);
+                absmax[s] = quant_absmax(largest[j][s], rule == BNB);
                 scale[s] = dynamic_scale_of(absmax[s]);
             }
             if (begins)
@@ -378,27 +314,17 @@ static __device__ __forceinline__ chunk chunk_of(const adamw8bit_shared &args,
     return c;
 }
 
-/* By the whole thread block, and waits for it. */
-PACK_SLOW void fill_maps(adamw8bit_maps *maps, int bnb)
-{
-    for (int phase = 0; phase < 3; phase++) {
-        for (int s = 0; s < 2; s++)
-            dynamic_map_fill(&maps->map[s], s, bnb, phase, (int)threadIdx.x, THREADS);
-        __syncthreads();
-    }
-}
-
 /* As many blocks per multiprocessor as registers allow without a spill: the compiler finds room for
  * 4 of the longest variant, and for 3 of the others. */
 template <int rule, typename Record>
 static __global__ void __launch_bounds__(THREADS, rule == STOCHASTIC && Record::plain ? 4 : 3)
     adamw8bit_kernel(const adamw8bit_launch<Record> __grid_constant__ args)
 {
-    __shared__ adamw8bit_maps maps;
+    __shared__ quant_maps maps;
     __shared__ step_constants folded;
     if (step_is_skipped(&args.config.step))
         return;
-    const Record &t = list_find(args.tensors, args.count);
+    const Record &t = args.tensors[list_find(args.tensors, args.count, blockIdx.x)];
     chunk c = chunk_of(args, t);
     weights_thread w = {};
     if constexpr (!Record::plain) {
@@ -413,7 +339,7 @@ static __global__ void __launch_bounds__(THREADS, rule == STOCHASTIC && Record::
     }
     if (threadIdx.x == 0)
         folded = args.fold_on_device ? fold(&args.config, c.step, rule == BNB) : args.constants;
-    fill_maps(&maps, rule == BNB);
+    quant_fill_maps<THREADS>(&maps, 0, 1, rule == BNB);
     for (uint32_t tiles = 0; tiles < (uint32_t)c.count; tiles += WARPS * TILE) {
         const uint32_t tile = tiles + threadIdx.x / WARP * TILE;
         if (tile < (uint32_t)c.count || 1 << c.block_shift > TILE)

@@ -167,7 +167,7 @@ static __global__ void __launch_bounds__(THREADS, Record::blocks)
     __shared__ double step;
     if (step_is_skipped(&args.config.step))
         return;
-    const Record &t = list_find(args.tensors, args.count);
+    const Record &t = args.tensors[list_find(args.tensors, args.count, blockIdx.x)];
     adamw_constants constants = args.constants;
     if (args.fold_on_device || !Record::plain) {
         if (threadIdx.x == 0) {

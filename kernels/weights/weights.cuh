@@ -121,6 +121,28 @@ static __device__ __forceinline__ void weights_store8(void *param, void *residua
                       residual_dtype);
 }
 
+/* Residuals of four weights; bytes are in the first word. */
+static __device__ __forceinline__ pack<4>
+weights_load_residuals(const void *base, uint32_t i, hr_dtype residual, bool whole, int left)
+{
+    pack<4> residuals = {};
+    if (residual == HR_I8)
+        residuals.words[0] = pack_load_bytes((const uint8_t *)base, i, whole, left, 0);
+    else if (residual != HR_F64)
+        residuals = pack_load<4>(base, i, residual, whole, left);
+    return residuals;
+}
+
+static __device__ __forceinline__ void weights_store_residuals(void *base, uint32_t i,
+                                                               hr_dtype residual, bool whole,
+                                                               int left, const pack<4> &residuals)
+{
+    if (residual == HR_I8)
+        pack_store_bytes((uint8_t *)base, i, whole, left, residuals.words[0]);
+    else if (residual != HR_F64)
+        pack_store<4>(base, i, residual, whole, left, residuals);
+}
+
 /* Whether a weight that was to change is stored as it was. */
 static __device__ __forceinline__ uint32_t weights_stall(weights_bits before, weights_bits after,
                                                          float was, float is)

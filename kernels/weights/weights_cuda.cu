@@ -25,7 +25,7 @@ typedef list_launch<weights_shared, weight_record> weights_launch;
 static __global__ void __launch_bounds__(THREADS)
     weights_kernel(const weights_launch __grid_constant__ args)
 {
-    const weight_record &t = list_find(args.tensors, args.count);
+    const weight_record &t = args.tensors[list_find(args.tensors, args.count, blockIdx.x)];
     const hr_dtype dtype = (hr_dtype)t.dtype;
     const int64_t begin = list_begin(t), end = list_end(t, begin);
     for (int64_t i = begin + threadIdx.x; i < end; i += THREADS) {

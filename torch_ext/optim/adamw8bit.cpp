@@ -1,5 +1,5 @@
-// adamw8bit.cpp: headroom::adamw8bit_, its form for tensors that are described already
-// (describe.cpp), and headroom::dynamic_map.
+// adamw8bit.cpp: headroom::adamw8bit_, and its form for tensors that are described already
+// (describe.cpp).
 //
 // The codes of a moment have the parameter's shape and are walked in its order in memory, as
 // everything else; the scales of its blocks follow that order too.
@@ -142,14 +142,6 @@ void adamw8bit_table_(const Tensor &first, const Tensor &table, double lr, doubl
         options, {weights_mode, weight_seeds, places, stalled}, View(first));
 }
 
-Tensor dynamic_map(bool is_signed)
-{
-    const int64_t size = 256;
-    Tensor values = torch::stable::empty({&size, 1}, torch::headeronly::ScalarType::Float);
-    check(hr_dynamic_map(static_cast<float *>(values.mutable_data_ptr()), is_signed));
-    return values;
-}
-
 #define OPTIONS                                                                                    \
     "*, float lr, float beta1, float beta2, float weight_decay, float eps, bool maximize, "        \
     "bool decoupled, int block_size=256, bool skip_nonfinite=False, bool bnb_exact=False, "        \
@@ -165,7 +157,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
           "Tensor(e!)[] exp_avg_sq_absmaxs, Tensor(f!)[] state_steps, "
           "Tensor(g!)[] residuals, " OPTIONS);
     m.def("_adamw8bit_table_(Tensor(a!) first, Tensor table, " OPTIONS);
-    m.def("dynamic_map(bool is_signed) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(headroom, CPU, m)
@@ -178,10 +169,4 @@ STABLE_TORCH_LIBRARY_IMPL(headroom, CUDA, m)
 {
     m.impl("adamw8bit_", TORCH_BOX(&adamw8bit_));
     m.impl("_adamw8bit_table_", TORCH_BOX(&adamw8bit_table_));
-}
-
-// The map has no tensor argument that could name a device.
-STABLE_TORCH_LIBRARY_IMPL(headroom, CompositeExplicitAutograd, m)
-{
-    m.impl("dynamic_map", TORCH_BOX(&dynamic_map));
 }

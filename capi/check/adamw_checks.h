@@ -1,6 +1,6 @@
-/* adamw.h: what the entry points with Adam's rule check of hr_adamw_config. */
-#ifndef HR_CHECK_ADAMW_H
-#define HR_CHECK_ADAMW_H
+/* adamw_checks.h: what the entry points with Adam's rule check of hr_adamw_config. */
+#ifndef HR_ADAMW_CHECKS_H
+#define HR_ADAMW_CHECKS_H
 
 #include "capi/check/check.h"
 

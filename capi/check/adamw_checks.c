@@ -1,4 +1,4 @@
-#include "capi/check/adamw.h"
+#include "capi/check/adamw_checks.h"
 
 #include <math.h>
 
