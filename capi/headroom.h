@@ -4,6 +4,37 @@
  * Headroom holds the kernels of memory-lean training: optimizer steps and what goes with them, on
  * the CPU and on CUDA devices, behind plain C functions. Nothing here knows of PyTorch or Python.
  *
+ * Contents
+ * --------
+ * Version, status, element types, where to run, lists of tensors, CPU threads and instruction sets;
+ * then, each with its formula, its config and its functions:
+ *
+ *     Weights in 16 bits        hr_join_weights, hr_split_weights
+ *     Blocks of 8-bit codes     hr_quantize_blocks, hr_dequantize_blocks, hr_dynamic_map
+ *     Scalars of a step         hr_step_config, which every optimizer's config holds
+ *     Adam and AdamW            hr_adamw
+ *       with 8-bit moments      hr_adamw8bit
+ *     Adafactor                 hr_adafactor, hr_adafactor_workspace
+ *     Gradients: unscale, norm  hr_unscale_norm, hr_unscale_norm_workspace
+ *     The loss scale            hr_update_scale
+ *     Gradient accumulation     hr_accumulate
+ *
+ * Words
+ * -----
+ * moment      a running average of gradients (first) or of their squares (second)
+ * absmax      the largest magnitude in a block of elements, which is the block's scale
+ * residual    what a 16-bit parameter lacks of its binary32 weight, in a tensor of its own
+ * whole       a tensor before it was cut into parts, as over the ranks of a distributed run
+ * place       where the elements of a part lie in the whole: columns 2 to 4 of a matrix with 8
+ *             columns are {offset 2, run 3, stride 8}
+ * scalar      one number in device memory, behind a pointer
+ *
+ * What is stable
+ * --------------
+ * Before 1.0 a minor version may change anything here, and its library has another name. Within a
+ * minor version functions stay, configs grow only at their end, and numbers of enums keep their
+ * meaning. A trajectory (the bits that a rule gives) changes only with a line in the CHANGELOG.
+ *
  * In one minute
  * -------------
  *     #include <headroom.h>              // cc program.c $(pkg-config --cflags --libs headroom)
@@ -16,7 +47,7 @@
  *     hr_tensor_list exp_avgs = {1, ms, numel, f32}, exp_avg_sqs = {1, vs, numel, f32};
  *     hr_exec cpu = {HR_CPU, NULL};
  *     hr_adamw_config config = HR_ADAMW_CONFIG_INIT;
- *     config.step = 1;
+ *     config.step.t = 1;
  *     if (hr_adamw(&params, &exp_avgs, &exp_avg_sqs, NULL, NULL, &gradients, &config, &cpu))
  *         fprintf(stderr, "%s\n", hr_last_error());
  *
@@ -25,6 +56,9 @@
  * Arguments   come in the order outputs, inputs, sizes, config, exec. A pointer is to memory of the
  *             device that `exec` names unless its comment says "host". Sizes count elements and are
  *             64 bits wide. `[n]` after a name gives its shape.
+ * Configs     start with their size, which an INIT macro sets. A smaller one, of an older header, is
+ *             accepted with the macro's values for the members that it lacks; a larger one, of a
+ *             newer header than the library's, is refused.
  * Checks      all happen before the first write: a call that fails leaves all memory as it was.
  * Errors      every function that can fail returns an hr_status; hr_last_error() then says which
  *             argument, what was got and what was wanted. Nothing exits, prints or throws.
@@ -61,7 +95,7 @@ extern "C" {
 /* ---- Version --------------------------------------------------------------------------------- */
 
 #define HR_VERSION_MAJOR 0
-#define HR_VERSION_MINOR 1
+#define HR_VERSION_MINOR 2
 #define HR_VERSION_PATCH 0
 #define HR_VERSION       (HR_VERSION_MAJOR * 10000 + HR_VERSION_MINOR * 100 + HR_VERSION_PATCH)
 
@@ -81,7 +115,6 @@ typedef enum hr_status {
     HR_UNSUPPORTED = 2,      /* right in principle, not offered by this build or machine */
     HR_CUDA_ERROR = 3,       /* the CUDA runtime refused; hr_last_error() has its words */
     HR_NO_DEVICE = 4,        /* no driver, or no device with that ordinal */
-    HR_OUT_OF_MEMORY = 5,    /* host memory ran out; no call allocates any so far */
     HR_INTERNAL = 6          /* a bug in Headroom */
 } hr_status;
 
@@ -103,6 +136,12 @@ typedef enum hr_dtype {
     HR_I16 = 5,
     HR_F64 = 6 /* IEEE binary64; counters and learning rates only */
 } hr_dtype;
+
+/* Bytes per element; 0 for what is not an hr_dtype. */
+HR_API size_t hr_dtype_size(hr_dtype dtype);
+
+/* How many blocks of block_size elements there are in numel elements; the last may be short. */
+HR_API int64_t hr_block_count(int64_t numel, int64_t block_size);
 
 /* ---- Where to run ---------------------------------------------------------------------------- */
 
@@ -164,9 +203,9 @@ HR_API hr_status hr_set_cpu_level(hr_cpu_level level);
 /* ---- Weights in 16 bits ---------------------------------------------------------------------- */
 
 /*
- * How an optimizer reads the weights of a list as binary32 and writes them back. bf16 keeps 8 bits
- * of a weight, so an update below 1/256 of it is lost to rounding. A mode either rounds without bias
- * or keeps what rounding took off in a second tensor, the residual:
+ * hr_weights: how an optimizer reads the weights of a list as binary32 and writes them back. bf16
+ * keeps 8 bits of a weight, so an update below 1/256 of it is lost to rounding. A mode either
+ * rounds without bias or keeps what rounding took off in a second tensor, the residual:
  *
  *     mode                              params      residual    what is kept of a weight
  *     HR_WEIGHTS_NEAREST                any         none        param alone
@@ -210,8 +249,8 @@ HR_API hr_status hr_set_cpu_level(hr_cpu_level level);
  *
  * Stochastic rounding: x between neighbours a < x < b becomes b with probability (x - a) / (b - a),
  * in steps of 2^-16, from Philox4x32-10 (Salmon et al., doi:10.1145/2063384.2063405) keyed by the
- * tensor's seed and counting by step and element. Where tensors are parts of a whole, `places` tells
- * which, so that the bits do not depend on how it was cut.
+ * tensor's seed and counting by step and element. Where tensors are parts of a whole, `places`
+ * tells which, so that the bits do not depend on how it was cut.
  */
 typedef enum hr_weights_mode {
     HR_WEIGHTS_NEAREST = 0,
@@ -246,7 +285,8 @@ typedef struct hr_weights {
     }
 
 /*
- * The weights as binary32, and back: for evaluation, and to save or load them without loss.
+ * hr_join_weights, hr_split_weights: the weights as binary32, and back: for evaluation, and to save
+ * or load them without loss.
  *
  * values   join: out, split: in; f32
  * params   join: in, split: out
@@ -261,14 +301,95 @@ HR_API hr_status hr_join_weights(const hr_tensor_list *values, const hr_tensor_l
 HR_API hr_status hr_split_weights(const hr_tensor_list *params, const hr_tensor_list *values,
                                   const hr_weights *weights, const hr_exec *exec);
 
+/* ---- Blocks of 8-bit codes ------------------------------------------------------------------- */
+
+/* The 256 values of a map, ascending, in [-1, 1] (is_signed) or [0, 1]: bitsandbytes' to the bit.
+ * Host memory. */
+HR_API hr_status hr_dynamic_map(float *values, int32_t is_signed);
+
+/*
+ * hr_quantize_blocks, hr_dequantize_blocks: numbers as codes of the dynamic map (Dettmers et al.,
+ * arXiv:2110.02861), one byte per element, with one binary32 scale per block of `block_size`
+ * consecutive elements.
+ *
+ *     absmax[b] = the largest |x| of block b             NaN if one is not finite
+ *     code[i]   = the code nearest to y = x[i] / absmax, ties to the lower code
+ *     x'[i]     = map[code[i]] * absmax[i / block_size]
+ *
+ * The quotient is the product with the rounded reciprocal. In the unsigned map a positive x never
+ * gets code 0, which means zero, and what is negative gets it; zero stays zero. These are the codes
+ * that hr_adamw8bit stores for its moments. The error of x' is at most half the gap between two
+ * values of the map times absmax. Same bits on the CPU and on CUDA.
+ */
+typedef struct hr_quantize_config {
+    size_t size;        /* sizeof(hr_quantize_config) */
+    int32_t is_signed;  /* 1: the signed map. 0: the unsigned one, for numbers >= 0 */
+    int32_t block_size; /* a power of two from 64 to 4096 */
+} hr_quantize_config;
+
+#define HR_QUANTIZE_CONFIG_INIT            \
+    {                                      \
+        sizeof(hr_quantize_config), 1, 256 \
+    }
+
+/*
+ * codes    quantize: out, dequantize: in; u8
+ * absmaxs  likewise; f32, hr_block_count(numel, block_size) elements
+ * values   the other way round; f32, bf16 or f16
+ *
+ * On CUDA one launch per 800 tensors.
+ *
+ * HR_INVALID_ARGUMENT and the others: as for hr_adamw.
+ */
+HR_API hr_status hr_quantize_blocks(const hr_tensor_list *codes, const hr_tensor_list *absmaxs,
+                                    const hr_tensor_list *values, const hr_quantize_config *config,
+                                    const hr_exec *exec);
+HR_API hr_status hr_dequantize_blocks(const hr_tensor_list *values, const hr_tensor_list *codes,
+                                      const hr_tensor_list *absmaxs,
+                                      const hr_quantize_config *config, const hr_exec *exec);
+
+/* ---- The scalars of an optimizer's step ------------------------------------------------------ */
+
+/*
+ * hr_step_config: what every optimizer's step has, whatever its rule. With t the step number
+ * counted from 1, and absent factors 1, the rules below start from
+ *
+ *     g = grad * clip_coef / grad_scale                               maximize: g = -g
+ *
+ * with the factor folded once in binary64 and rounded to binary32. A pointer in the memory of
+ * exec's device is read when the work runs, so a captured graph sees what it holds then. It can be
+ * NULL.
+ */
+typedef struct hr_step_config {
+    double lr;               /* >= 0, finite; ignored if lr_ptr is set */
+    int64_t t;               /* >= 1; ignored if the call has a `steps` list */
+    const void *lr_ptr;      /* device [1], lr_dtype: replaces lr */
+    const float *clip_coef;  /* device [1]: gradients are multiplied by it */
+    const float *grad_scale; /* device [1], finite and > 0: gradients are divided by it */
+    const float *found_inf;  /* device [1]: if not 0, the call changes nothing but its workspace */
+    const hr_weights *weights; /* host; how params are stored. NULL: HR_WEIGHTS_NEAREST */
+    hr_dtype lr_dtype;         /* HR_F32 or HR_F64: type of *lr_ptr */
+    int32_t maximize;          /* 1: ascend */
+    int32_t skip_nonfinite; /* 1: where g is infinite or NaN, the parameter and its moments stay */
+    int32_t reserved[5];    /* 0: room for members to come, as other structs hold this one */
+} hr_step_config;
+
+#define HR_STEP_CONFIG_INIT(lr)                            \
+    {                                                      \
+        lr, 0, NULL, NULL, NULL, NULL, NULL, HR_F32, 0, 0, \
+        {                                                  \
+            0                                              \
+        }                                                  \
+    }
+
 /* ---- Adam and AdamW -------------------------------------------------------------------------- */
 
 /*
- * One step of Adam (Kingma and Ba, arXiv:1412.6980) or AdamW (Loshchilov and Hutter,
+ * hr_adamw: one step of Adam (Kingma and Ba, arXiv:1412.6980) or AdamW (Loshchilov and Hutter,
  * arXiv:1711.05101) over a list of parameters. For each element, with t the step number counted
  * from 1:
  *
- *     g = grad * clip_coef / grad_scale                 absent factors are 1; maximize: g = -g
+ *     g = grad, scaled as at hr_step_config
  *     decoupled:      param = param * (1 - lr * weight_decay)
  *     not decoupled:  g = g + weight_decay * param
  *     exp_avg    = beta1 * exp_avg    + (1 - beta1) * g
@@ -284,30 +405,19 @@ HR_API hr_status hr_split_weights(const hr_tensor_list *params, const hr_tensor_
  * same bits on every device.
  */
 typedef struct hr_adamw_config {
-    size_t size;            /* sizeof(hr_adamw_config); set by HR_ADAMW_CONFIG_INIT */
-    double lr;              /* >= 0, finite; ignored if lr_ptr is set */
-    double beta1, beta2;    /* in [0, 1) */
-    double eps;             /* >= 0, finite */
-    double weight_decay;    /* >= 0, finite */
-    int64_t step;           /* t, >= 1; ignored if the call has a `steps` list */
-    int32_t decoupled;      /* 1: AdamW's weight decay. 0: Adam's, added to the gradient (L2) */
-    int32_t amsgrad;        /* 1: needs the max_exp_avg_sqs list */
-    int32_t maximize;       /* 1: ascend */
-    int32_t skip_nonfinite; /* 1: where g is infinite or NaN, the parameter and its moments stay */
-    hr_dtype lr_dtype;      /* HR_F32 or HR_F64: type of *lr_ptr */
-    /* Scalars in the memory of exec's device, or NULL. They are read when the work runs. */
-    const void *lr_ptr;        /* replaces lr */
-    const float *grad_scale;   /* finite and > 0: gradients are divided by it */
-    const float *found_inf;    /* if not 0, the call changes no byte, counters included */
-    const float *clip_coef;    /* gradients are multiplied by it */
-    const hr_weights *weights; /* host; how params are stored. NULL: HR_WEIGHTS_NEAREST */
+    size_t size; /* sizeof(hr_adamw_config); set by HR_ADAMW_CONFIG_INIT */
+    hr_step_config step;
+    double beta1, beta2; /* in [0, 1) */
+    double eps;          /* >= 0, finite */
+    double weight_decay; /* >= 0, finite */
+    int32_t decoupled;   /* 1: AdamW's weight decay. 0: Adam's, added to the gradient (L2) */
+    int32_t amsgrad;     /* 1: needs the max_exp_avg_sqs list */
 } hr_adamw_config;
 
-/* torch.optim.AdamW's defaults. Set `step`, or pass a `steps` list. */
-#define HR_ADAMW_CONFIG_INIT                                                                      \
-    {                                                                                             \
-        sizeof(hr_adamw_config), 1e-3, 0.9, 0.999, 1e-8, 1e-2, 0, 1, 0, 0, 0, HR_F32, NULL, NULL, \
-            NULL, NULL, NULL                                                                      \
+/* torch.optim.AdamW's defaults. Set `step.t`, or pass a `steps` list. */
+#define HR_ADAMW_CONFIG_INIT                                                             \
+    {                                                                                    \
+        sizeof(hr_adamw_config), HR_STEP_CONFIG_INIT(1e-3), 0.9, 0.999, 1e-8, 1e-2, 1, 0 \
     }
 
 /*
@@ -317,7 +427,7 @@ typedef struct hr_adamw_config {
  * max_exp_avg_sqs  in/out: dtype of exp_avgs; NULL unless config->amsgrad
  * steps            in/out: numel 1 each, f32 or f64: how many steps the parameter has had. The call
  *                  uses t = step + 1 and stores t. An f32 counter ends at 2^24, f64 at 2^53.
- *                  An empty parameter's counter counts too. NULL: all use config->step
+ *                  An empty parameter's counter counts too. NULL: all use config->step.t
  * grads            in: f32, bf16 or f16, not changed (unscaled gradients are not written back)
  *
  * The types may differ between lists and from parameter to parameter. On CUDA the whole list is one
@@ -325,8 +435,8 @@ typedef struct hr_adamw_config {
  * Reads and writes each byte once: 28 bytes per parameter in f32, 14 in bf16.
  *
  * HR_INVALID_ARGUMENT: a NULL or misaligned pointer, lists of unequal count or numel, a dtype not
- * named above, a config value outside its range, config->size of another version; on the CPU also a
- * counter, *lr_ptr or *grad_scale outside its range, which a call on CUDA cannot look at.
+ * named above, a config value outside its range, a config->size of a newer header; on the CPU also
+ * a counter, *lr_ptr or *grad_scale outside its range, which a call on CUDA cannot look at.
  * HR_NO_DEVICE, HR_UNSUPPORTED: exec->device does not exist, or the build has no CUDA part.
  */
 HR_API hr_status hr_adamw(const hr_tensor_list *params, const hr_tensor_list *exp_avgs,
@@ -337,9 +447,9 @@ HR_API hr_status hr_adamw(const hr_tensor_list *params, const hr_tensor_list *ex
 /* ---- Adam and AdamW with 8-bit moments ------------------------------------------------------- */
 
 /*
- * One step of hr_adamw's rule over parameters whose two moments take one byte each: a code of the
- * dynamic map (Dettmers et al., arXiv:2110.02861) per element and one binary32 scale per block of
- * `block_size` consecutive elements. 2.03 bytes of state per parameter at 256.
+ * hr_adamw8bit: one step of hr_adamw's rule over parameters whose two moments take one byte each: a
+ * code of the dynamic map (Dettmers et al., arXiv:2110.02861) per element and one binary32 scale
+ * per block of `block_size` consecutive elements. 2.03 bytes of state per parameter at 256.
  *
  *     exp_avg[i]    = signed_map[code[i]]   * absmax[i / block_size]
  *     exp_avg_sq[i] = unsigned_map[code[i]] * absmax[i / block_size]
@@ -394,16 +504,13 @@ typedef struct hr_adamw8bit_config {
         sizeof(hr_adamw8bit_config), HR_ADAMW_CONFIG_INIT, 256, 0, NULL \
     }
 
-/* The 256 values of a map, ascending, in [-1, 1] (is_signed) or [0, 1]. Host memory. */
-HR_API hr_status hr_dynamic_map(float *values, int32_t is_signed);
-
 /*
  * params              in/out: f32, bf16 or f16
  * exp_avgs            in/out: u8, codes of the signed map; before the first step any, with absmax 0
- * exp_avg_absmaxs     in/out: f32, ceil(numel / block_size) elements; zeros before the first step
+ * exp_avg_absmaxs     in/out: f32, hr_block_count(numel, block_size) elements; zeros at first
  * exp_avg_sqs         in/out: u8, codes of the unsigned map
  * exp_avg_sq_absmaxs  in/out: f32, like exp_avg_absmaxs
- * steps               in/out: as for hr_adamw; NULL: all use config->adamw.step
+ * steps               in/out: as for hr_adamw; NULL: all use config->adamw.step.t
  * grads               in: f32, bf16 or f16, not changed
  *
  * The types of params and grads may differ between them and from parameter to parameter. On CUDA
@@ -423,13 +530,14 @@ HR_API hr_status hr_adamw8bit(const hr_tensor_list *params, const hr_tensor_list
 /* ---- Adafactor ------------------------------------------------------------------------------- */
 
 /*
- * One step of Adafactor (Shazeer and Stern, arXiv:1804.04235) over a list of parameters, by the rule
- * of one of two implementations, transformers' and torch's. A tensor of two dimensions or more is
- * [batch, rows, cols], its last two dimensions and all others; its second moment is kept as a mean
- * for each row and one for each column, 4 * (1 / rows + 1 / cols) bytes per element. Any other
- * tensor has a second moment per element, `variance`. With t the step number counted from 1:
+ * hr_adafactor: one step of Adafactor (Shazeer and Stern, arXiv:1804.04235) over a list of
+ * parameters, by the rule of one of two implementations, transformers' and torch's. A tensor of two
+ * dimensions or more is [batch, rows, cols], its last two dimensions and all others; its second
+ * moment is kept as a mean for each row and one for each column, 4 * (1 / rows + 1 / cols) bytes
+ * per element. Any other tensor has a second moment per element, `variance`. With t the step number
+ * counted from 1:
  *
- *     g = grad * clip_coef / grad_scale              absent factors are 1; maximize: g = -g
+ *     g = grad, scaled as at hr_step_config
  *     w = t^beta2_decay
  *                       HR_ADAFACTOR_HF              HR_ADAFACTOR_TORCH
  *     s                 g^2 + eps1                   g^2
@@ -450,11 +558,11 @@ HR_API hr_status hr_adamw8bit(const hr_tensor_list *params, const hr_tensor_list
  *     with exp_avgs:  exp_avg = beta1 * exp_avg + (1 - beta1) * change;  change = exp_avg
  *     param = param * (1 - decay) - change
  *
- * RMS is the root of the mean square over the tensor, of weights that config->weights has joined.
- * Statistics are binary32 whatever the types of params and grads; torch's take the type of the
- * gradient, and it computes in it. A negative eps1, in torch's rule, is the epsilon of the param's
- * type; in any mode of config->weights but HR_WEIGHTS_NEAREST that of binary32, whose trajectory
- * those weights take.
+ * RMS is the root of the mean square over the tensor, of weights that config->step.weights has
+ * joined. Statistics are binary32 whatever the types of params and grads; torch's take the type of
+ * the gradient, and it computes in it. A negative eps1, in torch's rule, is the epsilon of the
+ * param's type; in any mode of config->step.weights but HR_WEIGHTS_NEAREST that of binary32, whose
+ * trajectory those weights take.
  *
  * Sums are in a fixed order without atomics, in binary32 over at most 1,024 elements and then in
  * binary64; constants are binary64, elements binary32. A device repeats itself bit for bit, on any
@@ -487,49 +595,40 @@ typedef struct hr_adafactor_shape {
 } hr_adafactor_shape;
 
 typedef struct hr_adafactor_config {
-    size_t size; /* sizeof(hr_adafactor_config); set by an INIT macro */
+    size_t size;         /* sizeof(hr_adafactor_config); set by an INIT macro */
+    hr_step_config step; /* its lr: ignored if HF with relative_step; skip_nonfinite must be 0 */
     hr_adafactor_semantics semantics;
-    double lr;               /* >= 0, finite; ignored if lr_ptr is set, or HF with relative_step */
+    int32_t phases;          /* of hr_adafactor_phases, added */
     double beta2_decay;      /* <= 0, finite */
     double eps1;             /* >= 0, finite; TORCH: negative for the epsilon of the type */
     double eps2;             /* >= 0, finite */
     double clip_threshold;   /* > 0; infinity clips nothing */
     double weight_decay;     /* >= 0, finite */
     double beta1;            /* in [0, 1); ignored without an exp_avgs list */
-    int64_t step;            /* t, >= 1; ignored if the call has a `steps` list */
     int32_t scale_parameter; /* HF only, as the next two */
     int32_t relative_step;
     int32_t warmup_init; /* needs relative_step */
-    int32_t maximize;    /* 1: ascend */
-    int32_t phases;      /* of hr_adafactor_phases, added */
-    hr_dtype lr_dtype;   /* HR_F32 or HR_F64: type of *lr_ptr */
-    /* Scalars in the memory of exec's device, or NULL. They are read when the work runs. */
-    const void *lr_ptr;        /* replaces lr */
-    const float *grad_scale;   /* finite and > 0: gradients are divided by it */
-    const float *found_inf;    /* if not 0, the call changes no byte but the workspace's */
-    const float *clip_coef;    /* gradients are multiplied by it */
-    const hr_weights *weights; /* host; how params are stored. NULL: HR_WEIGHTS_NEAREST */
 } hr_adafactor_config;
 
-/* The defaults of the two. Set `step`, or pass a `steps` list. */
-#define HR_ADAFACTOR_HF_INIT                                                                       \
-    {                                                                                              \
-        sizeof(hr_adafactor_config), HR_ADAFACTOR_HF, 0.0, -0.8, 1e-30, 1e-3, 1.0, 0.0, 0.0, 0, 1, \
-            1, 0, 0, HR_ADAFACTOR_ALL, HR_F32, NULL, NULL, NULL, NULL, NULL                        \
+/* The defaults of the two. Set `step.t`, or pass a `steps` list. */
+#define HR_ADAFACTOR_HF_INIT                                                                      \
+    {                                                                                             \
+        sizeof(hr_adafactor_config), HR_STEP_CONFIG_INIT(0.0), HR_ADAFACTOR_HF, HR_ADAFACTOR_ALL, \
+            -0.8, 1e-30, 1e-3, 1.0, 0.0, 0.0, 1, 1, 0                                             \
     }
-#define HR_ADAFACTOR_TORCH_INIT                                                                    \
-    {                                                                                              \
-        sizeof(hr_adafactor_config), HR_ADAFACTOR_TORCH, 1e-2, -0.8, -1.0, 1e-3, 1.0, 0.0, 0.0, 0, \
-            1, 1, 0, 0, HR_ADAFACTOR_ALL, HR_F32, NULL, NULL, NULL, NULL, NULL                     \
+#define HR_ADAFACTOR_TORCH_INIT                                                     \
+    {                                                                               \
+        sizeof(hr_adafactor_config), HR_STEP_CONFIG_INIT(1e-2), HR_ADAFACTOR_TORCH, \
+            HR_ADAFACTOR_ALL, -0.8, -1.0, 1e-3, 1.0, 0.0, 0.0, 1, 1, 0              \
     }
 
-/* Bytes of workspace that hr_adafactor needs for parameters of these shapes, host [count]: about 2 %
- * of those of the largest matrices, up to 4 times those of matrices with few rows or columns. */
+/* Bytes of workspace that hr_adafactor needs for parameters of these shapes, host [count]: about 2
+ * % of those of the largest matrices, up to 4 times those of matrices with few rows or columns. */
 HR_API hr_status hr_adafactor_workspace(size_t *bytes, const hr_adafactor_shape *shapes,
                                         int64_t count);
 
 /*
- * params     in/out: f32, bf16 or f16, row-major, stored as config->weights says
+ * params     in/out: f32, bf16 or f16, row-major, stored as config->step.weights says
  * row_vars   in/out: f32, [batch, rows] where factored, else numel 0; zeros before the first step.
  *            NULL if nothing is factored
  * col_vars   in/out: f32, [batch, cols], likewise
@@ -538,15 +637,26 @@ HR_API hr_status hr_adafactor_workspace(size_t *bytes, const hr_adafactor_shape 
  * exp_avgs   in/out: f32, like the param; zeros before the first step. NULL: no momentum
  * rmss       out: f32, numel 1 each: RMS(param) before the step, if it is asked for by
  *            scale_parameter or TORCH. NULL: not wanted
- * steps      in/out: as for hr_adamw; NULL: all use config->step
+ * steps      in/out: as for hr_adamw; NULL: all use config->step.t
  * grads      in: f32, bf16 or f16, row-major, not changed
  * shapes     in: host [count]
  * workspace  scratch memory of exec's device, a multiple of 8 bytes, and its size in bytes
  *
  * Three passes: 4 bytes of gradient and, to scale by RMS(param), 4 of param; 4 of gradient; 4 of
- * gradient and 8 of param. 24 bytes per f32 element, 12 in bf16; without the scale 20 and 10. On the
- * CPU tensors up to 131,072 elements stay in the cache and move 16. On CUDA seven launches per 100
- * tensors, ten where there are matrices of at most 64 elements.
+ * gradient and 8 of param. 24 bytes per f32 element, 12 in bf16; without the scale 20 and 10. On
+ * the CPU tensors up to 131,072 elements stay in the cache and move 16. On CUDA seven launches per
+ * 100 tensors, ten where there are matrices of at most 64 elements.
+ *
+ * A call for one matrix of 512 x 256, on the CPU:
+ *
+ *     hr_adafactor_shape shape = {1, 512, 256, 1, 0, 0, 0};
+ *     hr_adafactor_config config = HR_ADAFACTOR_HF_INIT;
+ *     size_t bytes;
+ *     hr_adafactor_workspace(&bytes, &shape, 1);
+ *     void *workspace = malloc(bytes);
+ *     config.step.t = 1;                        // lists: params and grads of numel 512 * 256,
+ *     hr_adafactor(&params, &row_vars, &col_vars, // row_vars of 512 and col_vars of 256, f32
+ *                  NULL, NULL, NULL, NULL, &grads, &shape, &config, workspace, bytes, &cpu);
  *
  * Phases apart: the same arguments and workspace for each. The workspace begins with arrays of
  * binary64 that the caller adds over the parts of the tensors: [count] sums of param^2 and [count]
@@ -567,14 +677,15 @@ HR_API hr_status hr_adafactor(const hr_tensor_list *params, const hr_tensor_list
 /* ---- Unscaling, checking and measuring gradients --------------------------------------------- */
 
 /*
- * One pass over a list of gradients, each x replaced in thought, or in memory if `write` is set, by
+ * hr_unscale_norm: one pass over a list of gradients. For each gradient x let
  *
  *     x' = x * (clip_coef / grad_scale)                  absent factors are 1
  *
- * with the factor folded in binary64 and rounded to binary32 once; a factor of 1 writes nothing.
+ * with the factor folded in binary64 and rounded to binary32 once. If `write` is set, x' is stored
+ * in the place of x; a factor of 1 stores nothing.
  *
- * They are measured before x' is rounded to its dtype: with S_k the sum of |x'|^p over tensor k (or
- * the maximum of |x'| if p is infinite),
+ * The norms are those of x' before it is rounded to its dtype: with S_k the sum of |x'|^p over
+ * tensor k (or the maximum of |x'| if p is infinite),
  *
  *     norms[k]  = S_k^(1/p)             norm = (S_0 + S_1 + ...)^(1/p)   (or the maximum)
  *     found_inf = 1 if any x' is infinite or NaN, else not written, so that calls can share a flag
@@ -637,8 +748,8 @@ HR_API hr_status hr_unscale_norm(const hr_tensor_list *grads, const hr_unscale_n
 /* ---- The loss scale -------------------------------------------------------------------------- */
 
 /*
- * The update of a dynamic loss scale (Micikevicius et al., arXiv:1710.03740), on the device, after
- * a step:
+ * hr_update_scale: the update of a dynamic loss scale (Micikevicius et al., arXiv:1710.03740), on
+ * the device, after a step:
  *
  *     found_inf != 0:  growth_tracker = 0;  hysteresis_tracker = hysteresis_tracker - 1
  *                      if hysteresis_tracker <= 0: scale = max(scale * backoff_factor, min_scale)
@@ -677,7 +788,8 @@ HR_API hr_status hr_update_scale(float *scale, int32_t *growth_tracker, int32_t 
 /* ---- Gradient accumulation ------------------------------------------------------------------- */
 
 /*
- * Adds a list of gradients to buffers of binary32, with x = grad * factor (absent: grad):
+ * hr_accumulate: adds a list of gradients to buffers of binary32, with x = grad * factor (absent:
+ * grad):
  *
  *     sum = sum + x                                            plain
  *     y = x - lost;  t = sum + y;  lost = (t - sum) - y;  sum = t       with `lost` (Kahan, 1965)

@@ -1,6 +1,7 @@
 #include "capi/check/check.h"
 
 #include <inttypes.h>
+#include <string.h>
 
 static const struct {
     const char *name;
@@ -14,6 +15,11 @@ const char *hr_dtype_name(hr_dtype dtype)
     return (unsigned)dtype < DTYPES ? dtypes[dtype].name : "not an hr_dtype";
 }
 
+size_t hr_dtype_bytes(hr_dtype dtype)
+{
+    return (unsigned)dtype < DTYPES ? dtypes[dtype].bytes : 0;
+}
+
 static const char *set_name(unsigned allowed_dtypes)
 {
     return allowed_dtypes == HR_FLOATS        ? "f32, bf16 or f16"
@@ -21,6 +27,19 @@ static const char *set_name(unsigned allowed_dtypes)
            : allowed_dtypes == HR_BIT(HR_U8)  ? "u8"
            : allowed_dtypes == HR_SCALARS     ? "f32 or f64"
                                               : "another type";
+}
+
+hr_status hr_copy_config(const char *function, const char *path, void *own, size_t own_size,
+                         const void *config, size_t least, const char *init)
+{
+    size_t size = 0;
+    memcpy(&size, config, sizeof size);
+    HR_REQUIRE(size >= least && size <= own_size && size % 4 == 0,
+               "%s: %ssize is %zu, wanted %zu, or %zu or more of an older header; start from %s",
+               function, path, size, own_size, least, init);
+    memcpy(own, config, size);
+    memcpy(own, &own_size, sizeof own_size);
+    return HR_OK;
 }
 
 hr_status hr_check_list(const char *function, const char *name, const hr_tensor_list *list,

@@ -46,8 +46,18 @@
 #define HR_FLOATS     (HR_BIT(HR_F32) | HR_BIT(HR_BF16) | HR_BIT(HR_F16))
 #define HR_SCALARS    (HR_BIT(HR_F32) | HR_BIT(HR_F64))
 
+/* Bytes of an element; 0 for what is not an hr_dtype. */
+size_t hr_dtype_bytes(hr_dtype dtype);
+
 /* "f32" and the like, for any value. */
 const char *hr_dtype_name(hr_dtype dtype);
+
+/* Copies the config of a caller, whose header may be older, over `own`, which holds the defaults of
+ * the macro `init`. `path` is what the caller writes before a member, such as "config->", and
+ * `least` is the smallest size. A struct grows at its end, and never into padding, so that its size
+ * tells which members there are. */
+hr_status hr_copy_config(const char *function, const char *path, void *own, size_t own_size,
+                         const void *config, size_t least, const char *init);
 
 /* Each list has a readable description of `count` tensors, aligned, of the allowed dtypes, with
  * `numel` elements each (NULL: any number that is not negative). */

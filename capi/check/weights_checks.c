@@ -54,14 +54,20 @@ static hr_status check_place(const char *function, hr_place place, int64_t numel
     return HR_OK;
 }
 
+hr_status weights_copy(const char *function, hr_weights *own, const hr_weights **weights)
+{
+    if (!*weights)
+        return HR_OK;
+    HR_TRY(hr_copy_config(function, "weights->", own, sizeof *own, *weights,
+                          offsetof(hr_weights, residuals), "HR_WEIGHTS_INIT"));
+    *weights = own;
+    return HR_OK;
+}
+
 hr_status weights_check(const char *function, const hr_weights *w, const hr_tensor_list *params)
 {
     if (!w)
         return HR_OK;
-    HR_REQUIRE(w->size == sizeof *w,
-               "%s: weights->size is %zu, wanted %zu; start from "
-               "HR_WEIGHTS_INIT",
-               function, w->size, sizeof *w);
     const int mode = (int)w->mode;
     HR_REQUIRE(mode >= 0 && mode < MODES, "%s: weights->mode is %d, not an hr_weights_mode",
                function, mode);

@@ -1,6 +1,6 @@
 #include <stdio.h>
 
-#include "capi/headroom.h"
+#include "capi/check/check.h"
 
 #if !defined(HR_BUILD_COMPILER)
 #define HR_BUILD_COMPILER "unknown"
@@ -15,11 +15,10 @@ int32_t hr_version(void)
 
 const char *hr_build_info(void)
 {
-    static const char *const levels[] = {"baseline", "avx2", "avx512", "avx512vbmi"};
     static _Thread_local char info[512];
     snprintf(info, sizeof info, "version=%d.%d.%d; compiler=%s; cuda=%s; archs=%s; cpu=%s",
              HR_VERSION_MAJOR, HR_VERSION_MINOR, HR_VERSION_PATCH, HR_BUILD_COMPILER, HR_BUILD_CUDA,
-             HR_BUILD_ARCHS, levels[hr_get_cpu_level()]);
+             HR_BUILD_ARCHS, runtime_cpu_level_name(runtime_cpu_level()));
     return info;
 }
 
@@ -36,10 +35,41 @@ const char *hr_status_string(hr_status status)
         return "CUDA error";
     case HR_NO_DEVICE:
         return "no such device";
-    case HR_OUT_OF_MEMORY:
-        return "out of memory";
     case HR_INTERNAL:
         return "internal error";
     }
     return "unknown status";
+}
+
+size_t hr_dtype_size(hr_dtype dtype)
+{
+    return hr_dtype_bytes(dtype);
+}
+
+const char *hr_last_error(void)
+{
+    return runtime_last_error();
+}
+
+hr_status hr_set_parallel_for(hr_parallel_for_fn parallel_for)
+{
+    runtime_lend_threads(parallel_for);
+    return HR_OK;
+}
+
+hr_cpu_level hr_get_cpu_level(void)
+{
+    return runtime_cpu_level();
+}
+
+hr_status hr_set_cpu_level(hr_cpu_level level)
+{
+    const hr_cpu_level highest = runtime_highest_cpu_level();
+    HR_REQUIRE((int)level >= HR_CPU_BASELINE && (int)level <= HR_CPU_AVX512_VBMI,
+               "hr_set_cpu_level: level is %d, wanted 0 to 3", (int)level);
+    if (level > highest)
+        return hr_fail(HR_UNSUPPORTED, "hr_set_cpu_level: level %d, but this CPU goes up to %d",
+                       (int)level, (int)highest);
+    runtime_set_cpu_level(level);
+    return HR_OK;
 }

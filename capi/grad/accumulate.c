@@ -9,13 +9,12 @@ hr_status hr_accumulate(const hr_tensor_list *sums, const hr_tensor_list *losts,
                         const hr_exec *exec)
 {
     HR_REQUIRE(config, "hr_accumulate: config is NULL");
-    HR_REQUIRE(config->size == sizeof *config,
-               "hr_accumulate: config->size is %zu, wanted %zu; start from "
-               "HR_ACCUMULATE_CONFIG_INIT",
-               config->size, sizeof *config);
-    HR_REQUIRE(config->factor_ptr || isfinite((float)config->factor),
-               "hr_accumulate: factor is %g, wanted a finite binary32", config->factor);
-    HR_TRY(hr_check_scalar("hr_accumulate", "factor_ptr", config->factor_ptr, HR_F32));
+    hr_accumulate_config own = HR_ACCUMULATE_CONFIG_INIT;
+    HR_TRY(hr_copy_config("hr_accumulate", "config->", &own, sizeof own, config,
+                          offsetof(hr_accumulate_config, factor), "HR_ACCUMULATE_CONFIG_INIT"));
+    HR_REQUIRE(own.factor_ptr || isfinite((float)own.factor),
+               "hr_accumulate: factor is %g, wanted a finite binary32", own.factor);
+    HR_TRY(hr_check_scalar("hr_accumulate", "factor_ptr", own.factor_ptr, HR_F32));
     HR_TRY(hr_check_exec("hr_accumulate", exec));
     HR_REQUIRE(grads, "hr_accumulate: grads is NULL");
     const int64_t count = grads->count;
@@ -23,7 +22,7 @@ hr_status hr_accumulate(const hr_tensor_list *sums, const hr_tensor_list *losts,
     HR_TRY(hr_check_list("hr_accumulate", "sums", sums, count, grads->numel, HR_BIT(HR_F32)));
     if (losts)
         HR_TRY(hr_check_list("hr_accumulate", "losts", losts, count, grads->numel, HR_BIT(HR_F32)));
-    const accumulate_args args = {sums, losts, grads, config};
+    const accumulate_args args = {sums, losts, grads, &own};
     if (exec->device == HR_CPU)
         return accumulate_cpu(&args);
     HR_RETURN_CUDA(accumulate_cuda(&args, exec), exec);

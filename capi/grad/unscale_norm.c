@@ -3,20 +3,17 @@
 #include <inttypes.h>
 #include <math.h>
 
-#include "capi/check/check.h"
+#include "capi/check/step.h"
 
-static hr_status check_config(const hr_unscale_norm_config *config)
+static hr_status check_config(hr_unscale_norm_config *own, const hr_unscale_norm_config *config)
 {
     HR_REQUIRE(config, "hr_unscale_norm: config is NULL");
-    HR_REQUIRE(config->size == sizeof *config,
-               "hr_unscale_norm: config->size is %zu, wanted %zu; start from "
-               "HR_UNSCALE_NORM_CONFIG_INIT",
-               config->size, sizeof *config);
-    HR_REQUIRE(config->p > 0, "hr_unscale_norm: p is %g, wanted > 0", config->p);
-    HR_REQUIRE(config->max_norm >= 0, "hr_unscale_norm: max_norm is %g, wanted >= 0",
-               config->max_norm);
-    HR_TRY(hr_check_scalar("hr_unscale_norm", "grad_scale", config->grad_scale, HR_F32));
-    HR_TRY(hr_check_scalar("hr_unscale_norm", "clip_coef", config->clip_coef, HR_F32));
+    HR_TRY(hr_copy_config("hr_unscale_norm", "config->", own, sizeof *own, config,
+                          offsetof(hr_unscale_norm_config, p), "HR_UNSCALE_NORM_CONFIG_INIT"));
+    HR_REQUIRE(own->p > 0, "hr_unscale_norm: p is %g, wanted > 0", own->p);
+    HR_REQUIRE(own->max_norm >= 0, "hr_unscale_norm: max_norm is %g, wanted >= 0", own->max_norm);
+    HR_TRY(hr_check_scalar("hr_unscale_norm", "grad_scale", own->grad_scale, HR_F32));
+    HR_TRY(hr_check_scalar("hr_unscale_norm", "clip_coef", own->clip_coef, HR_F32));
     return HR_OK;
 }
 
@@ -66,11 +63,12 @@ hr_status hr_unscale_norm(const hr_tensor_list *grads, const hr_unscale_norm_res
                           const hr_unscale_norm_config *config, void *workspace,
                           size_t workspace_bytes, const hr_exec *exec)
 {
-    HR_TRY(check_config(config));
+    hr_unscale_norm_config own = HR_UNSCALE_NORM_CONFIG_INIT;
+    HR_TRY(check_config(&own, config));
     HR_TRY(hr_check_exec("hr_unscale_norm", exec));
     HR_REQUIRE(grads, "hr_unscale_norm: grads is NULL");
     HR_TRY(hr_check_list("hr_unscale_norm", "grads", grads, grads->count, NULL, HR_FLOATS));
-    HR_REQUIRE(result || config->write,
+    HR_REQUIRE(result || own.write,
                "hr_unscale_norm: result is NULL and config->write is 0, so there is nothing to do");
     HR_REQUIRE(!result || (workspace && (uintptr_t)workspace % 8 == 0),
                "hr_unscale_norm: workspace is at %p, wanted a multiple of 8 bytes", workspace);
@@ -84,13 +82,10 @@ hr_status hr_unscale_norm(const hr_tensor_list *grads, const hr_unscale_norm_res
         HR_TRY(hr_check_scalar("hr_unscale_norm", "result->culprit", result->culprit, HR_F64));
         HR_TRY(hr_check_scalar("hr_unscale_norm", "result->clip_coef", result->clip_coef, HR_F32));
     }
-    const unscale_norm_args args = {grads, result, config, order_of(config->p),
+    const unscale_norm_args args = {grads, result, &own, order_of(own.p),
                                     result ? workspace : NULL};
     if (exec->device == HR_CPU) {
-        HR_REQUIRE(!config->grad_scale ||
-                       (isfinite(*config->grad_scale) && *config->grad_scale > 0),
-                   "hr_unscale_norm: *grad_scale is %g, wanted a finite number > 0",
-                   config->grad_scale ? (double)*config->grad_scale : 0.0);
+        HR_TRY(step_check_grad_scale("hr_unscale_norm", own.grad_scale));
         return unscale_norm_cpu(&args);
     }
     HR_RETURN_CUDA(unscale_norm_cuda(&args, exec), exec);

@@ -1,23 +1,38 @@
-#include "kernels/optim/adafactor.h"
+#include "kernels/optim/adafactor_plan.h"
 
 #include <inttypes.h>
+#include <string.h>
 
-#include "capi/check/adamw_checks.h"
+#include "capi/check/step.h"
 #include "capi/check/weights_checks.h"
+
+/* The defaults are those of the semantics that the config names. */
+static hr_status copy_config(hr_adafactor_config *own, const hr_adafactor_config *config)
+{
+    const hr_adafactor_config of_torch = HR_ADAFACTOR_TORCH_INIT;
+    HR_TRY(hr_copy_config("hr_adafactor", "config->", own, sizeof *own, config,
+                          offsetof(hr_adafactor_config, phases),
+                          "HR_ADAFACTOR_HF_INIT or HR_ADAFACTOR_TORCH_INIT"));
+    const size_t size = config->size;
+    if (own->semantics == HR_ADAFACTOR_TORCH) {
+        *own = of_torch;
+        memcpy((char *)own + sizeof size, (const char *)config + sizeof size, size - sizeof size);
+    }
+    return HR_OK;
+}
 
 static hr_status check_config(const hr_adafactor_config *config, int has_steps)
 {
-    HR_REQUIRE(config, "hr_adafactor: config is NULL");
-    HR_REQUIRE(config->size == sizeof *config,
-               "hr_adafactor: config->size is %zu, wanted %zu; start from HR_ADAFACTOR_HF_INIT or "
-               "HR_ADAFACTOR_TORCH_INIT",
-               config->size, sizeof *config);
     const int is_torch = config->semantics == HR_ADAFACTOR_TORCH;
     HR_REQUIRE(is_torch || config->semantics == HR_ADAFACTOR_HF,
                "hr_adafactor: semantics is %d, wanted HR_ADAFACTOR_HF or HR_ADAFACTOR_TORCH",
                (int)config->semantics);
-    HR_REQUIRE(config->lr_ptr || (isfinite(config->lr) && config->lr >= 0),
-               "hr_adafactor: lr is %g, wanted a finite number >= 0", config->lr);
+    HR_TRY(step_check_config("hr_adafactor", "config->", &config->step, has_steps));
+    HR_REQUIRE(!config->step.skip_nonfinite,
+               "hr_adafactor: config->step.skip_nonfinite is %" PRId32
+               ", wanted 0: a sum over a row has every element in it; measure the gradients first "
+               "and pass found_inf",
+               config->step.skip_nonfinite);
     HR_REQUIRE(isfinite(config->beta2_decay) && config->beta2_decay <= 0,
                "hr_adafactor: beta2_decay is %g, wanted a finite number <= 0", config->beta2_decay);
     HR_REQUIRE(isfinite(config->eps1) && (is_torch || config->eps1 >= 0),
@@ -32,17 +47,11 @@ static hr_status check_config(const hr_adafactor_config *config, int has_steps)
                config->weight_decay);
     HR_REQUIRE(config->beta1 >= 0 && config->beta1 < 1, "hr_adafactor: beta1 is %g, wanted [0, 1)",
                config->beta1);
-    HR_REQUIRE(has_steps || config->step >= 1,
-               "hr_adafactor: config->step is %" PRId64 ", wanted 1 or more", config->step);
     HR_REQUIRE(is_torch || config->relative_step || !config->warmup_init,
                "hr_adafactor: warmup_init needs relative_step");
     HR_REQUIRE(config->phases > 0 && config->phases <= HR_ADAFACTOR_ALL,
                "hr_adafactor: phases is %" PRId32 ", wanted a sum of hr_adafactor_phases",
                config->phases);
-    HR_TRY(hr_check_scalar("hr_adafactor", "lr_ptr", config->lr_ptr, config->lr_dtype));
-    HR_TRY(hr_check_scalar("hr_adafactor", "grad_scale", config->grad_scale, HR_F32));
-    HR_TRY(hr_check_scalar("hr_adafactor", "found_inf", config->found_inf, HR_F32));
-    HR_TRY(hr_check_scalar("hr_adafactor", "clip_coef", config->clip_coef, HR_F32));
     return HR_OK;
 }
 
@@ -133,7 +142,7 @@ static hr_status check_lists(const adafactor_args *a)
     HR_REQUIRE(a->params, "hr_adafactor: params is NULL");
     const int64_t count = a->params->count;
     HR_TRY(hr_check_list(function, "params", a->params, count, NULL, HR_FLOATS));
-    HR_TRY(weights_check(function, a->config->weights, a->params));
+    HR_TRY(weights_check(function, a->config->step.weights, a->params));
     HR_TRY(hr_check_list(function, "grads", a->grads, count, a->params->numel, HR_FLOATS));
     HR_TRY(check_shapes(function, a->shapes, count));
     for (int64_t k = 0; k < count; k++) {
@@ -155,7 +164,7 @@ static hr_status check_lists(const adafactor_args *a)
         HR_REQUIRE(a->rmss->numel[k] == 1,
                    "hr_adafactor: rmss[%" PRId64 "] has numel %" PRId64 ", wanted 1", k,
                    a->rmss->numel[k]);
-    HR_TRY(adamw_check_steps(function, a->steps, count));
+    HR_TRY(step_check_steps(function, a->steps, count));
     return HR_OK;
 }
 
@@ -166,9 +175,14 @@ hr_status hr_adafactor(const hr_tensor_list *params, const hr_tensor_list *row_v
                        const hr_adafactor_shape *shapes, const hr_adafactor_config *config,
                        void *workspace, size_t workspace_bytes, const hr_exec *exec)
 {
-    adafactor_args args = {params, row_vars, col_vars, variances, exp_avgs, rmss,
-                           steps,  grads,    shapes,   config,    workspace};
-    HR_TRY(check_config(config, steps != NULL));
+    hr_adafactor_config own = HR_ADAFACTOR_HF_INIT;
+    hr_weights own_weights = HR_WEIGHTS_INIT;
+    const adafactor_args args = {params, row_vars, col_vars, variances, exp_avgs, rmss,
+                                 steps,  grads,    shapes,   &own,      workspace};
+    HR_REQUIRE(config, "hr_adafactor: config is NULL");
+    HR_TRY(copy_config(&own, config));
+    HR_TRY(check_config(&own, steps != NULL));
+    HR_TRY(weights_copy("hr_adafactor", &own_weights, &own.step.weights));
     HR_TRY(hr_check_exec("hr_adafactor", exec));
     HR_TRY(check_lists(&args));
     const size_t wanted_bytes = workspace_bytes_of(shapes, params->count);
@@ -177,13 +191,10 @@ hr_status hr_adafactor(const hr_tensor_list *params, const hr_tensor_list *row_v
     HR_REQUIRE(wanted_bytes == 0 || (workspace && (uintptr_t)workspace % 8 == 0),
                "hr_adafactor: workspace is at %p, wanted a multiple of 8 bytes", workspace);
     /* The trajectory of weights that are stored in parts is that of binary32. */
-    hr_adafactor_config own = *config;
-    if (own.eps1 < 0 && own.weights && own.weights->mode != HR_WEIGHTS_NEAREST)
+    if (own.eps1 < 0 && own.step.weights && own.step.weights->mode != HR_WEIGHTS_NEAREST)
         own.eps1 = 0x1p-23;
-    args.config = &own;
     if (exec->device == HR_CPU) {
-        HR_TRY(adamw_check_scalars("hr_adafactor", config->lr_ptr, config->lr_dtype,
-                                   config->grad_scale, steps));
+        HR_TRY(step_check_values("hr_adafactor", &own.step, steps));
         return adafactor_cpu(&args);
     }
     HR_RETURN_CUDA(adafactor_cuda(&args, exec), exec);

@@ -1,18 +1,37 @@
 #include "kernels/optim/adamw8bit.h"
 
 #include <inttypes.h>
+#include <string.h>
 
 #include "capi/check/adamw_checks.h"
+#include "capi/check/quant.h"
+#include "capi/check/step.h"
 #include "capi/check/weights_checks.h"
 
-static hr_status check_config(const hr_adamw8bit_config *config, int has_steps)
+/* Copies the config of a caller, whose header may be older, over `own`, which holds the defaults.
+ * The two structs in it have sizes of their own: what follows the inner one begins where that ends.
+ * */
+static hr_status copy_config(hr_adamw8bit_config *own, const hr_adamw8bit_config *config,
+                             int has_steps)
 {
-    HR_REQUIRE(config, "hr_adamw8bit: config is NULL");
-    HR_REQUIRE(config->size == sizeof *config,
-               "hr_adamw8bit: config->size is %zu, wanted %zu; start from "
-               "HR_ADAMW8BIT_CONFIG_INIT",
-               config->size, sizeof *config);
-    HR_TRY(adamw_check_config("hr_adamw8bit", "config->adamw.", &config->adamw, has_steps));
+    const size_t begin = offsetof(hr_adamw8bit_config, adamw), size = config->size;
+    const size_t most = sizeof *own - offsetof(hr_adamw8bit_config, block_size);
+    size_t end = begin + offsetof(hr_adamw_config, beta1);
+    if (size >= end) {
+        HR_TRY(adamw_check_config("hr_adamw8bit", "config->adamw.", &own->adamw, &config->adamw,
+                                  has_steps));
+        end = begin + config->adamw.size;
+    }
+    HR_REQUIRE(size >= end && size - end <= most && size % 4 == 0,
+               "hr_adamw8bit: config->size is %zu, wanted %zu, or %zu or more of an older header; "
+               "start from HR_ADAMW8BIT_CONFIG_INIT",
+               size, sizeof *own, end);
+    memcpy(&own->block_size, (const char *)config + end, size - end);
+    return HR_OK;
+}
+
+static hr_status check_config(const hr_adamw8bit_config *config)
+{
     HR_REQUIRE(!config->adamw.amsgrad, "hr_adamw8bit: amsgrad is %d, wanted 0",
                config->adamw.amsgrad);
     const int32_t size = config->block_size;
@@ -23,25 +42,10 @@ static hr_status check_config(const hr_adamw8bit_config *config, int has_steps)
     HR_REQUIRE(config->adamw.decoupled, "hr_adamw8bit: bnb_exact needs decoupled to be 1");
     HR_REQUIRE(size == 256, "hr_adamw8bit: block_size is %" PRId32 ", but bnb_exact needs 256",
                size);
-    HR_REQUIRE(!config->adamw.skip_nonfinite, "hr_adamw8bit: bnb_exact excludes skip_nonfinite");
+    HR_REQUIRE(!config->adamw.step.skip_nonfinite,
+               "hr_adamw8bit: bnb_exact excludes skip_nonfinite");
     HR_REQUIRE(!config->seeds, "hr_adamw8bit: bnb_exact excludes seeds");
-    HR_REQUIRE(!config->adamw.weights, "hr_adamw8bit: bnb_exact excludes weights");
-    return HR_OK;
-}
-
-/* One scale per block of each parameter. */
-static hr_status check_absmaxs(const char *name, const hr_tensor_list *list,
-                               const hr_tensor_list *params, int32_t block_size)
-{
-    HR_TRY(hr_check_list("hr_adamw8bit", name, list, params->count, NULL, HR_BIT(HR_F32)));
-    for (int64_t k = 0; k < params->count; k++) {
-        const int64_t numel = params->numel[k];
-        const int64_t blocks = numel / block_size + (numel % block_size != 0);
-        HR_REQUIRE(list->numel[k] == blocks,
-                   "hr_adamw8bit: %s[%" PRId64 "] has numel %" PRId64 ", wanted %" PRId64
-                   ", one per %" PRId32 " elements",
-                   name, k, list->numel[k], blocks, block_size);
-    }
+    HR_REQUIRE(!config->adamw.step.weights, "hr_adamw8bit: bnb_exact excludes weights");
     return HR_OK;
 }
 
@@ -53,12 +57,14 @@ static hr_status check_lists(const adamw8bit_args *a)
     HR_TRY(hr_check_list("hr_adamw8bit", "params", a->params, count, NULL, HR_FLOATS));
     const int64_t *const numel = a->params->numel;
     HR_TRY(hr_check_list("hr_adamw8bit", "exp_avgs", a->exp_avgs, count, numel, HR_BIT(HR_U8)));
-    HR_TRY(check_absmaxs("exp_avg_absmaxs", a->exp_avg_absmaxs, a->params, size));
+    HR_TRY(quant_check_absmaxs("hr_adamw8bit", "exp_avg_absmaxs", a->exp_avg_absmaxs, a->params,
+                               size));
     HR_TRY(
         hr_check_list("hr_adamw8bit", "exp_avg_sqs", a->exp_avg_sqs, count, numel, HR_BIT(HR_U8)));
-    HR_TRY(check_absmaxs("exp_avg_sq_absmaxs", a->exp_avg_sq_absmaxs, a->params, size));
-    HR_TRY(adamw_check_steps("hr_adamw8bit", a->steps, count));
-    HR_TRY(weights_check("hr_adamw8bit", a->config->adamw.weights, a->params));
+    HR_TRY(quant_check_absmaxs("hr_adamw8bit", "exp_avg_sq_absmaxs", a->exp_avg_sq_absmaxs,
+                               a->params, size));
+    HR_TRY(step_check_steps("hr_adamw8bit", a->steps, count));
+    HR_TRY(weights_check("hr_adamw8bit", a->config->adamw.step.weights, a->params));
     HR_TRY(hr_check_list("hr_adamw8bit", "grads", a->grads, count, numel, HR_FLOATS));
     return HR_OK;
 }
@@ -69,6 +75,8 @@ hr_status hr_adamw8bit(const hr_tensor_list *params, const hr_tensor_list *exp_a
                        const hr_tensor_list *grads, const hr_adamw8bit_config *config,
                        const hr_exec *exec)
 {
+    hr_adamw8bit_config own = HR_ADAMW8BIT_CONFIG_INIT;
+    hr_weights own_weights = HR_WEIGHTS_INIT;
     const adamw8bit_args args = {
         .params = params,
         .exp_avgs = exp_avgs,
@@ -77,22 +85,17 @@ hr_status hr_adamw8bit(const hr_tensor_list *params, const hr_tensor_list *exp_a
         .exp_avg_sq_absmaxs = exp_avg_sq_absmaxs,
         .steps = steps,
         .grads = grads,
-        .config = config,
+        .config = &own,
     };
-    HR_TRY(check_config(config, steps != NULL));
+    HR_REQUIRE(config, "hr_adamw8bit: config is NULL");
+    HR_TRY(copy_config(&own, config, steps != NULL));
+    HR_TRY(check_config(&own));
+    HR_TRY(weights_copy("hr_adamw8bit", &own_weights, &own.adamw.step.weights));
     HR_TRY(hr_check_exec("hr_adamw8bit", exec));
     HR_TRY(check_lists(&args));
     if (exec->device == HR_CPU) {
-        HR_TRY(adamw_check_values("hr_adamw8bit", &config->adamw, steps));
+        HR_TRY(step_check_values("hr_adamw8bit", &own.adamw.step, steps));
         return adamw8bit_cpu(&args);
     }
     HR_RETURN_CUDA(adamw8bit_cuda(&args, exec), exec);
-}
-
-hr_status hr_dynamic_map(float *values, int32_t is_signed)
-{
-    HR_REQUIRE(values, "hr_dynamic_map: values is NULL");
-    for (int code = 0; code < 256; code++)
-        values[code] = dynamic_value(code, is_signed != 0);
-    return HR_OK;
 }

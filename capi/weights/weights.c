@@ -9,16 +9,15 @@ static hr_status prepare(const char *function, weights_args *a, hr_weights *weig
 {
     HR_REQUIRE(a->params, "%s: params is NULL", function);
     HR_REQUIRE(a->weights, "%s: weights is NULL", function);
-    HR_REQUIRE(a->weights->size == sizeof *weights,
-               "%s: weights->size is %zu, wanted %zu; start from HR_WEIGHTS_INIT", function,
-               a->weights->size, sizeof *weights);
+    HR_TRY(weights_copy(function, weights, &a->weights));
     HR_TRY(hr_check_exec(function, exec));
     const int64_t count = a->params->count;
     HR_TRY(hr_check_list(function, "params", a->params, count, NULL, HR_FLOATS));
     HR_TRY(hr_check_list(function, "values", a->values, count, a->params->numel, HR_BIT(HR_F32)));
-    weights->mode = weights_are_random(a->weights->mode) ? a->weights->mode - 1 : a->weights->mode;
-    weights->residuals = a->weights->residuals;
-    a->weights = weights;
+    weights->mode = weights_nearest(weights->mode);
+    weights->seeds = NULL;
+    weights->places = NULL;
+    weights->stalled = NULL;
     HR_TRY(weights_check(function, weights, a->params));
     return HR_OK;
 }

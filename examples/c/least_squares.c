@@ -79,8 +79,8 @@ int main(void)
         if (step == 1 || step % 100 == 0)
             printf("step %3d  loss %.3e\n", step, value);
 
-        config.step = step;
-        config.lr = 0.05 * (1.0 - (double)step / (STEPS + 1));
+        config.step.t = step;
+        config.step.lr = 0.05 * (1.0 - (double)step / (STEPS + 1));
         hr_status status =
             hr_adamw(&param_list, &m_list, &v_list, NULL, NULL, &grad_list, &config, &cpu);
         if (status != HR_OK) {

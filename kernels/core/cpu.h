@@ -52,10 +52,11 @@
                                                   loop##_baseline};
 #endif
 
-#define CPU_BEST(loop) (loop##_variants[hr_get_cpu_level()])
+#define CPU_BEST(loop) (loop##_variants[runtime_cpu_level()])
 
-/* Fetches `count` elements 2 KiB ahead of element i of a run that ends at `end`. A core that converts,
- * sums or divides between its loads does not look that far ahead by itself, and waits for memory. */
+/* Fetches `count` elements 2 KiB ahead of element i of a run that ends at `end`. A core that
+ * converts, sums or divides between its loads does not look that far ahead by itself, and waits for
+ * memory. */
 HR_INLINE void cpu_prefetch(const void *base, int64_t i, int count, int64_t end, hr_dtype dtype)
 {
     const int size = dtype == HR_F32 ? 4 : 2;
@@ -100,17 +101,8 @@ static inline int64_t cpu_round_up(int64_t n, int64_t step)
     return (n + step - 1) / step * step;
 }
 
-/* Adds 1 to each step counter, if there are any: the last thing that a step does. */
-static inline void cpu_count_steps(const hr_tensor_list *steps)
-{
-    for (int64_t k = 0; steps && k < steps->count; k++) {
-        void *const step = steps->data[k];
-        const hr_dtype dtype = steps->dtype[k];
-        hr_store_scalar(step, hr_load_scalar(step, dtype) + 1.0, dtype);
-    }
-}
-
-/* Runs the body with the constant `name` equal to `dtype`, a floating-point type of elements. */
+/* Runs the body with the constant `name` equal to `dtype`, a floating-point type of elements. The
+ * second is for loops that have no form for f16. */
 #define FOR_DTYPE(dtype, name, body)   \
     switch (dtype) {                   \
     case HR_BF16: {                    \
@@ -128,6 +120,15 @@ static inline void cpu_count_steps(const hr_tensor_list *steps)
         body;                          \
         break;                         \
     }                                  \
+    }
+
+#define FOR_F32_OR_BF16(dtype, name, body) \
+    if ((dtype) == HR_F32) {               \
+        const hr_dtype name = HR_F32;      \
+        body;                              \
+    } else {                               \
+        const hr_dtype name = HR_BF16;     \
+        body;                              \
     }
 
 #endif

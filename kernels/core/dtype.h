@@ -85,6 +85,17 @@ HR_INLINE uint16_t hr_to_f16(float x)
 #endif
 }
 
+/* The same for either type of 16 bits. */
+HR_INLINE float hr_from_half(uint16_t half, hr_dtype dtype)
+{
+    return dtype == HR_BF16 ? hr_from_bf16(half) : hr_from_f16(half);
+}
+
+HR_INLINE uint16_t hr_to_half(float x, hr_dtype dtype)
+{
+    return dtype == HR_BF16 ? hr_to_bf16(x) : hr_to_f16(x);
+}
+
 /* Written with a constant `dtype`, each of these is a single load or store. */
 HR_INLINE float hr_load(const void *base, int64_t i, hr_dtype dtype)
 {

@@ -17,17 +17,16 @@ hr_status hr_fail(hr_status status, const char *format, ...)
     return status;
 }
 
-const char *hr_last_error(void)
+const char *runtime_last_error(void)
 {
     return last_error;
 }
 
 static _Atomic(hr_parallel_for_fn) lent_threads;
 
-hr_status hr_set_parallel_for(hr_parallel_for_fn parallel_for)
+void runtime_lend_threads(hr_parallel_for_fn parallel_for)
 {
     atomic_store(&lent_threads, parallel_for);
-    return HR_OK;
 }
 
 void hr_parallel_for(int64_t begin, int64_t end, int64_t grain, hr_range_fn range, void *context)
@@ -41,7 +40,7 @@ void hr_parallel_for(int64_t begin, int64_t end, int64_t grain, hr_range_fn rang
         range(context, begin, end);
 }
 
-static hr_cpu_level highest_cpu_level(void)
+hr_cpu_level runtime_highest_cpu_level(void)
 {
 #if defined(__x86_64__) && defined(__GNUC__)
     __builtin_cpu_init();
@@ -58,31 +57,29 @@ static hr_cpu_level highest_cpu_level(void)
 #endif
 }
 
-static _Atomic int cpu_level = -1; /* until the first use */
-
-hr_cpu_level hr_get_cpu_level(void)
+const char *runtime_cpu_level_name(hr_cpu_level level)
 {
     static const char *const names[] = {"baseline", "avx2", "avx512", "avx512vbmi"};
-    int level = atomic_load(&cpu_level);
-    if (level >= 0)
-        return (hr_cpu_level)level;
-    level = (int)highest_cpu_level();
+    return names[level];
+}
+
+static _Atomic int cpu_level = -1; /* until the first use */
+
+hr_cpu_level runtime_cpu_level(void)
+{
+    const int known = atomic_load(&cpu_level);
+    if (known >= 0)
+        return (hr_cpu_level)known;
+    int level = (int)runtime_highest_cpu_level();
     const char *wanted = getenv("HEADROOM_CPU_LEVEL");
     for (int i = 0; wanted && i < level; i++)
-        if (strcmp(wanted, names[i]) == 0)
+        if (strcmp(wanted, runtime_cpu_level_name((hr_cpu_level)i)) == 0)
             level = i;
     atomic_store(&cpu_level, level);
     return (hr_cpu_level)level;
 }
 
-hr_status hr_set_cpu_level(hr_cpu_level level)
+void runtime_set_cpu_level(hr_cpu_level level)
 {
-    if ((int)level < HR_CPU_BASELINE || (int)level > HR_CPU_AVX512_VBMI)
-        return hr_fail(HR_INVALID_ARGUMENT, "hr_set_cpu_level: level is %d, wanted 0 to 3",
-                       (int)level);
-    if (level > highest_cpu_level())
-        return hr_fail(HR_UNSUPPORTED, "hr_set_cpu_level: level %d, but this CPU goes up to %d",
-                       (int)level, (int)highest_cpu_level());
     atomic_store(&cpu_level, (int)level);
-    return HR_OK;
 }

@@ -15,6 +15,14 @@ hr_status hr_fail(hr_status status, const char *format, ...) __attribute__((form
 /* Runs on the lent threads; see hr_set_parallel_for. */
 void hr_parallel_for(int64_t begin, int64_t end, int64_t grain, hr_range_fn range, void *context);
 
+/* What the public functions of the same purpose read and write. */
+const char *runtime_last_error(void);
+void runtime_lend_threads(hr_parallel_for_fn parallel_for); /* NULL: none */
+hr_cpu_level runtime_highest_cpu_level(void);               /* that this CPU has */
+hr_cpu_level runtime_cpu_level(void);                       /* in use */
+void runtime_set_cpu_level(hr_cpu_level level);             /* at most the highest */
+const char *runtime_cpu_level_name(hr_cpu_level level);
+
 /* Makes `device` current for the calling thread and gives the one that was, to be handed back. */
 hr_status hr_cuda_enter(int32_t device, int32_t *previous);
 void hr_cuda_leave(int32_t previous);

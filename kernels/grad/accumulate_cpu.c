@@ -50,12 +50,7 @@ HR_INLINE void accumulate_tensor(const accumulate_args *a, int64_t k, int64_t be
     void *const grad = a->grads->data[k];
     const int zero_grads = a->config->zero_grads;
     const float factor = accumulate_factor(a->config);
-    if (a->grads->dtype[k] == HR_F32)
-        RUN_COMPENSATED(HR_F32);
-    else if (a->grads->dtype[k] == HR_BF16)
-        RUN_COMPENSATED(HR_BF16);
-    else
-        RUN_COMPENSATED(HR_F16);
+    FOR_DTYPE(a->grads->dtype[k], D, RUN_COMPENSATED(D))
 }
 
 HR_INLINE void accumulate_range(void *context, int64_t begin, int64_t end)

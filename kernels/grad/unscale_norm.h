@@ -15,7 +15,7 @@
 
 #include <math.h>
 
-#include "kernels/core/dtype.h"
+#include "kernels/core/step.h"
 
 /* The orders with a loop of their own. */
 typedef enum norm_order { NORM_2, NORM_1, NORM_INF, NORM_P } norm_order;
@@ -57,9 +57,7 @@ HR_INLINE double norm_of(double sum, norm_order order, double p)
 /* What gradients are multiplied by. */
 HR_INLINE float unscale_factor(const hr_unscale_norm_config *config)
 {
-    const double clip_coef = config->clip_coef ? (double)*config->clip_coef : 1.0;
-    const double grad_scale = config->grad_scale ? (double)*config->grad_scale : 1.0;
-    return (float)(clip_coef / grad_scale);
+    return (float)step_scale(config->clip_coef, config->grad_scale);
 }
 
 typedef struct unscale_norm_args {

@@ -5,7 +5,9 @@
  */
 #include <limits.h>
 
-#include "kernels/core/cuda.cuh"
+#include "kernels/core/list.cuh"
+#include "kernels/core/pack.cuh"
+#include "kernels/core/reduce.cuh"
 #include "kernels/grad/unscale_norm.h"
 
 #define THREADS       256
@@ -21,35 +23,24 @@ typedef struct grad_record {
     uint32_t dtype;
 } grad_record;
 
-#define MAX_TENSORS \
-    ((CUDA_PARAMETER_BYTES - sizeof(hr_unscale_norm_config) - 64) / sizeof(grad_record))
-
-typedef struct unscale_launch {
+typedef struct unscale_shared {
     hr_unscale_norm_config config;
     double *sums;         /* [chunks] of the list, or NULL: nothing to measure */
     int64_t *first_chunk; /* [count] */
     int64_t chunk_offset; /* of this launch in the list */
     int64_t first_tensor; /* likewise */
     norm_order order;
-    uint32_t count;
-    grad_record tensors[MAX_TENSORS];
-} unscale_launch;
+} unscale_shared;
 
-static_assert(sizeof(unscale_launch) <= CUDA_PARAMETER_BYTES, "must fit in a launch");
+typedef list_launch<unscale_shared, grad_record> unscale_launch;
 
-/* The sum over the block, in thread 0. The order is that of a tree, always the same. */
-template <int threads>
-static __device__ __forceinline__ double sum_of_block(double sum, norm_order order)
-{
-    __shared__ double sums[threads];
-    sums[threadIdx.x] = sum;
-    for (int width = threads / 2; width > 0; width /= 2) {
-        __syncthreads();
-        if ((int)threadIdx.x < width)
-            sums[threadIdx.x] = norm_combine(sums[threadIdx.x], sums[threadIdx.x + width], order);
+struct reduce_norm {
+    norm_order order;
+    __device__ __forceinline__ double operator()(double a, double b) const
+    {
+        return norm_combine(a, b, order);
     }
-    return threadIdx.x == 0 ? sums[0] : 0.0;
-}
+};
 
 /* Eight squares. Where none can overflow binary32 or matter and underflow, they are added there,
  * because many GPUs have one binary64 unit per 64 of binary32. Each passes 4 roundings on its way
@@ -78,24 +69,23 @@ static __device__ __forceinline__ double sum_of_squares(const float (&x)[8])
 static __global__ void __launch_bounds__(THREADS)
     unscale_norm_kernel(const unscale_launch __grid_constant__ args)
 {
-    const grad_record &t = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
+    const grad_record &t = args.tensors[list_find(args.tensors, args.count, blockIdx.x)];
     const float factor = unscale_factor(&args.config);
     const bool write = args.config.write && factor != 1.0f;
     if (!args.sums && !write)
         return;
     const hr_dtype dtype = (hr_dtype)t.dtype;
-    const int64_t begin = (int64_t)(blockIdx.x - t.first_block) * CUDA_CHUNK;
-    const int64_t end = t.numel - begin < CUDA_CHUNK ? t.numel : begin + CUDA_CHUNK;
-    const int64_t vector_end = (uintptr_t)t.grad % 16 == 0 ? begin + (end - begin) / 8 * 8 : begin;
+    const int64_t begin = list_begin(t), end = list_end(t, begin);
+    const int64_t vector_end = list_vector_end((uintptr_t)t.grad, begin, end);
     double sum = 0.0;
     for (int64_t i = begin + threadIdx.x * 8; i < vector_end; i += THREADS * 8) {
-        const cuda_pack pack = cuda_load8(t.grad, i, dtype);
+        const pack<8> grads = pack_load<8>(t.grad, i, dtype);
         float x[8];
 #pragma unroll
         for (int j = 0; j < 8; j++)
-            x[j] = cuda_unpack(pack, j, dtype) * factor;
+            x[j] = pack_get(grads, j, dtype) * factor;
         if (write)
-            cuda_store8(t.grad, i, cuda_repack(x, dtype), dtype);
+            pack_store(t.grad, i, pack_of(x, dtype), dtype);
         if (args.order == NORM_2) {
             sum += sum_of_squares(x);
         } else {
@@ -111,7 +101,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
     if (!args.sums)
         return;
-    sum = sum_of_block<THREADS>(sum, args.order);
+    sum = reduce_block<THREADS>(sum, reduce_norm{args.order});
     if (threadIdx.x == 0)
         args.sums[args.chunk_offset + blockIdx.x] = sum;
     for (uint32_t k = threadIdx.x; blockIdx.x == 0 && k < args.count; k += THREADS)
@@ -162,33 +152,10 @@ static __global__ void __launch_bounds__(FINAL_THREADS)
         if (!isfinite(args.tensor_sums[k]))
             atomicMin(&culprit, (long long)k);
     }
-    total = sum_of_block<FINAL_THREADS>(total, args.order);
+    total = reduce_block<FINAL_THREADS>(total, reduce_norm{args.order});
     if (threadIdx.x == 0)
         norm_store(&args.result, &args.config, args.order, total,
                    culprit == LLONG_MAX ? -1 : (int64_t)culprit);
-}
-
-/* Queues the launches that cover the list and returns how many chunks they have. */
-static int64_t launch_list(unscale_launch *launch, const hr_tensor_list *grads, hr_stream stream)
-{
-    launch->chunk_offset = 0;
-    for (int64_t k = 0; k < grads->count;) {
-        uint32_t blocks = 0;
-        launch->count = 0;
-        launch->first_tensor = k;
-        for (; k < grads->count && launch->count < MAX_TENSORS; k++) {
-            grad_record *const t = &launch->tensors[launch->count++];
-            t->grad = grads->data[k];
-            t->numel = grads->numel[k];
-            t->first_block = blocks;
-            t->dtype = (uint32_t)grads->dtype[k];
-            blocks += cuda_blocks(t->numel);
-        }
-        /* A launch of empty tensors has a block too: it tells where their chunks would be. */
-        HR_LAUNCH(unscale_norm_kernel, blocks > 0 ? blocks : 1, THREADS, 0, stream, *launch);
-        launch->chunk_offset += blocks;
-    }
-    return launch->chunk_offset;
 }
 
 hr_status unscale_norm_cuda(const unscale_norm_args *args, const hr_exec *exec)
@@ -199,17 +166,29 @@ hr_status unscale_norm_cuda(const unscale_norm_args *args, const hr_exec *exec)
     launch.order = args->order;
     launch.first_chunk = (int64_t *)args->workspace;
     launch.sums = args->result ? (double *)args->workspace + 2 * count : nullptr;
-    const int64_t chunks = launch_list(&launch, args->grads, exec->stream);
-    if (args->result) {
+    launch.chunk_offset = 0;
+    const auto fill = [=](grad_record &t, int64_t k) {
+        t.grad = args->grads->data[k];
+        t.dtype = (uint32_t)args->grads->dtype[k];
+    };
+    const auto queue = [&](uint32_t blocks, int64_t first) {
+        launch.first_tensor = first;
+        /* A launch of empty tensors has a block too: it tells where their chunks would be. */
+        HR_LAUNCH(unscale_norm_kernel, blocks > 0 ? blocks : 1, THREADS, 0, exec->stream, launch);
+        launch.chunk_offset += blocks;
+    };
+    const hr_status status = list_launch_all(&launch, args->grads, "hr_unscale_norm", fill, queue);
+    if (args->result && status == HR_OK) {
         const norm_launch final = {*args->config,
                                    *args->result,
                                    launch.sums,
                                    launch.first_chunk,
                                    (double *)args->workspace + count,
-                                   chunks,
+                                   launch.chunk_offset,
                                    count,
                                    args->order};
         HR_LAUNCH(norm_kernel, 1, FINAL_THREADS, 0, exec->stream, final);
+        return cuda_launch_status("hr_unscale_norm");
     }
-    return cuda_launch_status("hr_unscale_norm");
+    return status;
 }

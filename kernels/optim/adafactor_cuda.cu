@@ -6,87 +6,9 @@
  * many take 8 rows each, every groups-th row. Eight elements per thread and turn, in 16-byte
  * accesses where every address of the tensor allows them, else one by one.
  */
-#include "kernels/optim/adafactor.h"
-#include "kernels/weights/weights.cuh"
-
-#define THREADS 256
-#define ROWS    8 /* of a thread, in a block of a matrix */
-#define STRANDS 8 /* threads that add up the parts of one row or column */
-
-typedef struct tensor_record {
-    adafactor_tensor t;
-    weights_record weights; /* if config.weights */
-    uint32_t first_block;
-} tensor_record;
-
-#define MAX_TENSORS \
-    ((CUDA_PARAMETER_BYTES - sizeof(hr_adafactor_config) - 32) / sizeof(tensor_record))
-
-typedef struct adafactor_launch {
-    hr_adafactor_config config; /* its `weights` only says whether there are any */
-    hr_weights_mode mode;
-    int64_t *stalled;
-    uint32_t count;
-    tensor_record tensors[MAX_TENSORS];
-} adafactor_launch;
-
-static_assert(sizeof(adafactor_launch) <= CUDA_PARAMETER_BYTES, "must fit in a launch");
-
-static __device__ __forceinline__ bool is_skipped(const adafactor_launch &args)
-{
-    return args.config.found_inf && *args.config.found_inf != 0.0f;
-}
-
-/* ---- Sums within a block --------------------------------------------------------------------- */
-
-/* The sum over the block, in thread 0, always in the same order. */
-static __device__ __forceinline__ double sum_of_block(double sum)
-{
-    __shared__ double sums[THREADS];
-    sums[threadIdx.x] = sum;
-    for (int width = THREADS / 2; width > 0; width /= 2) {
-        __syncthreads();
-        if ((int)threadIdx.x < width)
-            sums[threadIdx.x] += sums[threadIdx.x + width];
-    }
-    return sums[0]; /* of use to thread 0, who wrote it */
-}
-
-static __device__ __forceinline__ float sum_of_eight(const float (&x)[8])
-{
-    return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
-}
-
-/* ---- Eight elements -------------------------------------------------------------------------- */
-
-/* Elements [i, i + count), count at most 8; zeros in the place of those that are not there. */
-static __device__ __forceinline__ void load_eight(float (&x)[8], const void *base, int64_t i,
-                                                  int count, bool vector, hr_dtype dtype)
-{
-    if (vector && count == 8) {
-        const cuda_pack pack = cuda_load8(base, i, dtype);
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-            x[j] = cuda_unpack(pack, j, dtype);
-    } else {
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-            x[j] = j < count ? hr_load(base, i + j, dtype) : 0.0f;
-    }
-}
-
-static __device__ __forceinline__ void store_eight(void *base, int64_t i, const float (&x)[8],
-                                                   int count, bool vector, hr_dtype dtype)
-{
-    if (vector && count == 8) {
-        cuda_store8(base, i, cuda_repack(x, dtype), dtype);
-    } else {
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-            if (j < count)
-                hr_store(base, i + j, x[j], dtype);
-    }
-}
+#include "kernels/optim/adafactor_tiny.cuh"
+#include "kernels/optim/adafactor_totals.cuh"
+#include "kernels/optim/adafactor_weights.cuh"
 
 /* The columns and rows of a thread in a block of a matrix. */
 typedef struct thread_place {
@@ -200,46 +122,16 @@ static __device__ __forceinline__ void sums_of_matrix(const adafactor_tensor &t,
     }
 }
 
-/* The variances of a row (`stride` 1) or column of a tiny matrix. */
-static __device__ __forceinline__ void tiny_line(float *variance, const adafactor_tensor &t,
-                                                 int64_t first, int length, int stride,
-                                                 float factor, double added, double weight)
-{
-    float sum = 0.0f;
-    for (int e = 0; e < length; e++) {
-        const float g = hr_load(t.grad, first + e * stride, t.grad_dtype) * factor;
-        sum += g * g;
-    }
-    *variance = adafactor_variance(*variance, (double)sum / length + added, weight);
-}
-
-static __device__ __forceinline__ void tiny_variances(const hr_adafactor_config &config,
-                                                      const adafactor_tensor &t, int64_t from,
-                                                      int64_t to, double weight)
-{
-    const double added = adafactor_added(&config, adafactor_eps1(&config, t.param_dtype));
-    const float factor = adafactor_grad_factor(&config);
-    const int rows = (int)t.shape.rows, cols = (int)t.shape.cols, numel = rows * cols;
-    for (int64_t m = from / numel + threadIdx.x; m < to / numel; m += THREADS) {
-        for (int r = 0; r < rows; r++)
-            tiny_line(&t.row_var[m * rows + r], t, m * numel + r * cols, cols, 1, factor, added,
-                      weight);
-        for (int c = 0; c < cols; c++)
-            tiny_line(&t.col_var[m * cols + c], t, m * numel + c, rows, cols, factor, added,
-                      weight);
-    }
-}
-
 static __global__ void __launch_bounds__(THREADS, 3)
     adafactor_sums_kernel(const adafactor_launch __grid_constant__ args)
 {
     if (is_skipped(args))
         return;
-    const tensor_record &record = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
+    const adafactor_record &record = args.tensors[list_find(args.tensors, args.count, blockIdx.x)];
     const adafactor_tensor &t = record.t;
     const uint32_t block = blockIdx.x - record.first_block;
-    const float factor = adafactor_grad_factor(&args.config);
-    const bool scaled = adafactor_is_scaled(&args.config) && !args.config.weights;
+    const float factor = step_grad_factor(&args.config.step);
+    const bool scaled = adafactor_is_scaled(&args.config) && !args.config.step.weights;
     double sum = 0.0;
     if (t.kind == ADAFACTOR_MATRIX) {
         if (scaled)
@@ -256,132 +148,7 @@ static __global__ void __launch_bounds__(THREADS, 3)
         t.blocks_of_params[block] = sum;
 }
 
-/* What tiny matrices need besides. */
-static __global__ void __launch_bounds__(THREADS)
-    adafactor_tiny_sums_kernel(const adafactor_launch __grid_constant__ args)
-{
-    __shared__ double weight;
-    if (is_skipped(args))
-        return;
-    const tensor_record &record = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
-    int64_t from, to;
-    adafactor_run_of(&record.t.shape, &record.t.cut, blockIdx.x - record.first_block, &from, &to);
-    if (threadIdx.x == 0)
-        weight = adafactor_weight(&args.config, adafactor_time(&record.t, &args.config));
-    __syncthreads();
-    tiny_variances(args.config, record.t, from, to, weight);
-}
-
-/* ---- Rows and columns ------------------------------------------------------------------------ */
-
-/* THREADS / STRANDS lines of all rows, then all columns, of a tensor of matrices. */
-static __global__ void __launch_bounds__(THREADS)
-    adafactor_lines_kernel(const adafactor_launch __grid_constant__ args)
-{
-    __shared__ double sums[THREADS];
-    if (is_skipped(args))
-        return;
-    const tensor_record &record = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
-    const adafactor_tensor &t = record.t;
-    const int64_t rows = t.shape.batch * t.shape.rows, lines = adafactor_lines(&t);
-    const int64_t line = (int64_t)(blockIdx.x - record.first_block) * (THREADS / STRANDS) +
-                         threadIdx.x % (THREADS / STRANDS);
-    const int strand = (int)threadIdx.x / (THREADS / STRANDS);
-    const bool is_row = line < rows;
-    const int64_t c = line - rows;
-    double *const total = is_row ? t.row_sums + line : t.col_sums + c;
-    if (args.config.phases & HR_ADAFACTOR_SUMS) {
-        const int64_t parts = is_row ? t.cut.col_blocks : t.cut.row_blocks;
-        const int64_t stride = is_row ? 1 : t.shape.cols;
-        const double *const part =
-            is_row ? t.row_parts + line * parts
-                   : t.col_parts + c / t.shape.cols * parts * stride + c % t.shape.cols;
-        double sum = 0.0;
-        for (int64_t i = strand; i < parts && line < lines; i += STRANDS)
-            sum += part[i * stride];
-        sums[threadIdx.x] = sum;
-        for (int width = THREADS / 2; width >= THREADS / STRANDS; width /= 2) {
-            __syncthreads();
-            if ((int)threadIdx.x < width)
-                sums[threadIdx.x] += sums[threadIdx.x + width];
-        }
-        if (strand == 0 && line < lines)
-            *total = sums[threadIdx.x];
-    }
-    if (!(args.config.phases & HR_ADAFACTOR_STATES) || strand != 0 || line >= lines)
-        return;
-    const double added = adafactor_added(&args.config, adafactor_eps1(&args.config, t.param_dtype));
-    const double weight = adafactor_weight(&args.config, adafactor_time(&t, &args.config));
-    const double length = (double)(is_row ? t.shape.whole_cols : t.shape.whole_rows);
-    float *const variance = is_row ? t.row_var + line : t.col_var + c;
-    *variance = adafactor_variance(*variance, *total / length + added, weight);
-    if (!is_row)
-        t.col_factors[c] = adafactor_column_factor(*variance);
-}
-
-/* A block per matrix, and the first of a tensor for its parameters too. */
-static __global__ void __launch_bounds__(THREADS)
-    adafactor_means_kernel(const adafactor_launch __grid_constant__ args)
-{
-    if (is_skipped(args))
-        return;
-    const tensor_record &record = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
-    const adafactor_tensor &t = record.t;
-    const int64_t matrix = blockIdx.x - record.first_block;
-    if (t.kind == ADAFACTOR_MATRIX && t.shape.batch > 0 &&
-        args.config.phases & HR_ADAFACTOR_STATES) {
-        double sum = 0.0;
-        for (int64_t r = threadIdx.x; r < t.shape.rows; r += THREADS)
-            sum += (double)t.row_var[matrix * t.shape.rows + r];
-        sum = sum_of_block(sum);
-        if (threadIdx.x == 0)
-            t.means[matrix] = sum;
-    }
-    if (matrix == 0 && args.config.phases & HR_ADAFACTOR_SUMS) {
-        double sum = 0.0;
-        for (int64_t i = threadIdx.x; i < t.cut.blocks; i += THREADS)
-            sum += t.blocks_of_params[i];
-        __syncthreads(); /* before the sums of the block are used again */
-        sum = sum_of_block(sum);
-        if (threadIdx.x == 0)
-            *t.squared_param = sum;
-    }
-}
-
 /* ---- Updates --------------------------------------------------------------------------------- */
-
-/* What the elements of a block have in common. */
-typedef struct block_constants {
-    adafactor_step step;
-    double mean;
-    float bound, grad_factor;
-    float weight, keep, added; /* of the variances of a vector */
-} block_constants;
-
-/* By one thread, which hands them to the others. */
-static __device__ __forceinline__ block_constants constants_of(const hr_adafactor_config &config,
-                                                               const adafactor_tensor &t,
-                                                               int64_t matrix, bool is_norm)
-{
-    const double eps1 = adafactor_eps1(&config, t.param_dtype);
-    const double time = adafactor_time(&t, &config);
-    block_constants c;
-    c.bound = adafactor_bound(&config, eps1);
-    c.grad_factor = adafactor_grad_factor(&config);
-    c.mean = t.kind == ADAFACTOR_MATRIX ? adafactor_mean_of(&t, &config, eps1, matrix)
-                                        : adafactor_least_mean(&config, eps1);
-    c.added = (float)adafactor_added(&config, eps1);
-    c.weight = c.keep = 0.0f;
-    if (!is_norm) {
-        c.step = adafactor_step_of(&config, adafactor_fold(&config, time), *t.squared_param,
-                                   *t.squared_update, (double)t.shape.whole_numel);
-    } else if (t.kind == ADAFACTOR_VECTOR) {
-        const double weight = adafactor_weight(&config, time);
-        c.weight = (float)weight;
-        c.keep = (float)(1.0 - weight);
-    }
-    return c;
-}
 
 /* Eight updates, from a row and the factors of the columns. */
 static __device__ __forceinline__ void updates_of(float (&update)[8], const adafactor_row &row,
@@ -490,7 +257,7 @@ static __device__ __forceinline__ void updates_of_block(const adafactor_launch &
     __shared__ float row_factors[ROWS * THREADS];
     if (is_skipped(args))
         return;
-    const tensor_record &record = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
+    const adafactor_record &record = args.tensors[list_find(args.tensors, args.count, blockIdx.x)];
     const adafactor_tensor &t = record.t;
     const uint32_t block = blockIdx.x - record.first_block;
     const bool is_matrix = t.kind == ADAFACTOR_MATRIX;
@@ -519,247 +286,16 @@ static __device__ __forceinline__ void updates_of_block(const adafactor_launch &
     }
 }
 
-/* A thread takes a matrix. Unrolled, the loops would take more registers than there are. */
-template <bool is_norm>
-static __device__ __forceinline__ double tiny_updates(const adafactor_tensor &t, int64_t from,
-                                                      int64_t to, const block_constants &c)
-{
-    const int rows = (int)t.shape.rows, cols = (int)t.shape.cols, numel = rows * cols;
-    double sum = 0.0;
-    for (int64_t m = from / numel + threadIdx.x; m < to / numel; m += THREADS) {
-        const float *const row_var = t.row_var + m * rows, *const col_var = t.col_var + m * cols;
-        double mean = 0.0;
-        float squares = 0.0f;
-#pragma unroll 1
-        for (int r = 0; r < rows; r++)
-            mean += (double)row_var[r];
-        mean /= rows;
-        mean = mean < c.mean ? c.mean : mean;
-#pragma unroll 1
-        for (int r = 0; r < rows; r++) {
-            const adafactor_row row =
-                adafactor_row_of(adafactor_row_factor(row_var[r], mean), c.bound, c.grad_factor);
-#pragma unroll 1
-            for (int e = 0; e < cols; e++) {
-                const int64_t i = m * numel + r * cols + e;
-                const float update = adafactor_update(row, hr_load(t.grad, i, t.grad_dtype),
-                                                      adafactor_column_factor(col_var[e]));
-                squares += update * update;
-                if (is_norm)
-                    continue;
-                const float x = hr_load(t.param, i, t.param_dtype);
-                hr_store(t.param, i,
-                         adafactor_apply(c.step, x, update, t.exp_avg ? t.exp_avg + i : nullptr),
-                         t.param_dtype);
-            }
-        }
-        sum += (double)squares;
-    }
-    return sum;
-}
-
-/* Their own kernels, because more registers would be in use at once than there are. */
-template <bool is_norm>
-static __device__ __forceinline__ void updates_of_tiny_block(const adafactor_launch &args)
-{
-    __shared__ block_constants shared;
-    if (is_skipped(args))
-        return;
-    const tensor_record &record = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
-    const adafactor_tensor &t = record.t;
-    const uint32_t block = blockIdx.x - record.first_block;
-    if (threadIdx.x == 0)
-        shared = constants_of(args.config, t, 0, is_norm);
-    __syncthreads();
-    int64_t from, to;
-    adafactor_run_of(&t.shape, &t.cut, block, &from, &to);
-    double sum = tiny_updates<is_norm>(t, from, to, shared);
-    if (is_norm) {
-        sum = sum_of_block(sum);
-        if (threadIdx.x == 0)
-            t.blocks_of_updates[block] = sum;
-    }
-}
-
-static __global__ void __launch_bounds__(THREADS)
-    adafactor_tiny_norm_kernel(const adafactor_launch __grid_constant__ args)
-{
-    updates_of_tiny_block<true>(args);
-}
-
-static __global__ void __launch_bounds__(THREADS)
-    adafactor_tiny_apply_kernel(const adafactor_launch __grid_constant__ args)
-{
-    updates_of_tiny_block<false>(args);
-}
-
 static __global__ void __launch_bounds__(THREADS)
     adafactor_norm_kernel(const adafactor_launch __grid_constant__ args)
 {
     updates_of_block<true>(args);
 }
 
-/* ---- Weights that are not plain, one by one -------------------------------------------------- */
-
-/* Element `l` of the block, and how many there are. */
-static __device__ __forceinline__ int64_t element_of_block(const adafactor_tensor &t,
-                                                           const adafactor_place &place,
-                                                           int64_t from, int64_t l)
-{
-    if (t.kind != ADAFACTOR_MATRIX)
-        return from + l;
-    return place.first + l / place.cols * t.shape.cols + l % place.cols;
-}
-
-static __device__ __forceinline__ int64_t count_of_block(const adafactor_tensor &t,
-                                                         const adafactor_place &place, int64_t from,
-                                                         int64_t to)
-{
-    return t.kind == ADAFACTOR_MATRIX ? place.rows * place.cols : to - from;
-}
-
-/* The sum of the squares of the weights, joined. */
-static __global__ void __launch_bounds__(THREADS)
-    adafactor_weights_sums_kernel(const adafactor_launch __grid_constant__ args)
-{
-    if (is_skipped(args))
-        return;
-    const tensor_record &record = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
-    const adafactor_tensor &t = record.t;
-    const uint32_t block = blockIdx.x - record.first_block;
-    adafactor_place place = {};
-    int64_t from = 0, to = 0;
-    if (t.kind == ADAFACTOR_MATRIX)
-        place = adafactor_place_of(&t.shape, &t.cut, block);
-    else
-        adafactor_run_of(&t.shape, &t.cut, block, &from, &to);
-    double sum = 0.0;
-    for (int64_t l = threadIdx.x; l < count_of_block(t, place, from, to); l += THREADS) {
-        const float x = weights_join(weights_bits_at(t.param, record.weights.residual,
-                                                     element_of_block(t, place, from, l),
-                                                     t.param_dtype, args.mode),
-                                     t.param_dtype, args.mode);
-        sum += (double)(x * x);
-    }
-    sum = sum_of_block(sum);
-    if (threadIdx.x == 0)
-        t.blocks_of_params[block] = sum;
-}
-
-/* The row and the column factor of element i of tiny matrices. */
-static __device__ __forceinline__ float tiny_row_factor(const adafactor_tensor &t, int64_t i,
-                                                        double least)
-{
-    const int64_t rows = t.shape.rows, cols = t.shape.cols;
-    const float *const row_var = t.row_var + i / (rows * cols) * rows;
-    double mean = 0.0;
-#pragma unroll 1
-    for (int64_t r = 0; r < rows; r++)
-        mean += (double)row_var[r];
-    mean /= (double)rows;
-    return adafactor_row_factor(row_var[i / cols % rows], mean < least ? least : mean);
-}
-
-static __device__ __forceinline__ float tiny_column_factor(const adafactor_tensor &t, int64_t i)
-{
-    const int64_t numel = t.shape.rows * t.shape.cols;
-    return adafactor_column_factor(t.col_var[i / numel * t.shape.cols + i % t.shape.cols]);
-}
-
-static __global__ void __launch_bounds__(THREADS)
-    adafactor_weights_apply_kernel(const adafactor_launch __grid_constant__ args)
-{
-    __shared__ block_constants shared;
-    __shared__ float row_factors[ROWS * THREADS];
-    __shared__ double time;
-    if (is_skipped(args))
-        return;
-    const tensor_record &record = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
-    const adafactor_tensor &t = record.t;
-    const uint32_t block = blockIdx.x - record.first_block;
-    const bool is_matrix = t.kind == ADAFACTOR_MATRIX;
-    adafactor_place place = {};
-    int64_t from = 0, to = 0;
-    if (is_matrix)
-        place = adafactor_place_of(&t.shape, &t.cut, block);
-    else
-        adafactor_run_of(&t.shape, &t.cut, block, &from, &to);
-    if (threadIdx.x == 0) {
-        shared = constants_of(args.config, t, place.matrix, false);
-        time = adafactor_time(&t, &args.config);
-    }
-    __syncthreads();
-    if (is_matrix) {
-        const float *const variances = t.row_var + place.matrix * t.shape.rows + place.row;
-        for (int r = (int)threadIdx.x; r < place.rows; r += THREADS)
-            row_factors[r] = adafactor_row_factor(variances[r], shared.mean);
-        __syncthreads();
-    }
-    void *const residual = record.weights.residual;
-    uint32_t stalled = 0;
-    for (int64_t l = threadIdx.x; l < count_of_block(t, place, from, to); l += THREADS) {
-        const int64_t i = element_of_block(t, place, from, l);
-        const float row = is_matrix                  ? row_factors[l / place.cols]
-                          : t.kind == ADAFACTOR_TINY ? tiny_row_factor(t, i, shared.mean)
-                                                     : 1.0f;
-        const float column =
-            is_matrix ? t.col_factors[place.matrix * t.shape.cols + place.col + l % place.cols]
-            : t.kind == ADAFACTOR_TINY ? tiny_column_factor(t, i)
-                                       : 1.0f / sqrtf(t.variance[i]);
-        const float update =
-            adafactor_update(adafactor_row_of(row, shared.bound, shared.grad_factor),
-                             hr_load(t.grad, i, t.grad_dtype), column);
-        const weights_bits before = weights_bits_at(t.param, residual, i, t.param_dtype, args.mode);
-        const float was = weights_join(before, t.param_dtype, args.mode);
-        const float is =
-            adafactor_apply(shared.step, was, update, t.exp_avg ? t.exp_avg + i : nullptr);
-        const uint32_t random =
-            weights_are_random(args.mode)
-                ? weights_random_at(record.weights, weights_start_of(record.weights.place, i), time,
-                                    0)
-                : 0;
-        const weights_bits after = weights_split(is, t.param_dtype, args.mode, random);
-        weights_put_bits(t.param, residual, i, after, t.param_dtype, args.mode);
-        stalled += weights_stall(before, after, was, is);
-    }
-    if (args.stalled)
-        weights_add_stalled(args.stalled, stalled);
-}
-
-/* A block per tensor. */
-static __global__ void __launch_bounds__(THREADS)
-    adafactor_total_kernel(const adafactor_launch __grid_constant__ args)
-{
-    if (is_skipped(args))
-        return;
-    const adafactor_tensor &t = args.tensors[blockIdx.x].t;
-    double sum = 0.0;
-    for (int64_t i = threadIdx.x; i < t.cut.blocks; i += THREADS)
-        sum += t.blocks_of_updates[i];
-    sum = sum_of_block(sum);
-    if (threadIdx.x == 0)
-        *t.squared_update = sum;
-}
-
 static __global__ void __launch_bounds__(THREADS)
     adafactor_apply_kernel(const adafactor_launch __grid_constant__ args)
 {
     updates_of_block<false>(args);
-}
-
-/* A thread per tensor. A launch of its own, after the update: every block of a tensor reads its
- * counter. */
-static __global__ void __launch_bounds__(THREADS)
-    adafactor_count_kernel(const adafactor_launch __grid_constant__ args)
-{
-    const uint32_t k = blockIdx.x * THREADS + threadIdx.x;
-    if (k >= args.count || is_skipped(args))
-        return;
-    const adafactor_tensor &t = args.tensors[k].t;
-    if (t.rms && t.shape.whole_numel > 0 && adafactor_is_scaled(&args.config))
-        hr_store(t.rms, 0, (float)sqrt(*t.squared_param / (double)t.shape.whole_numel), HR_F32);
-    if (t.step)
-        hr_store_scalar(t.step, hr_load_scalar(t.step, t.step_dtype) + 1.0, t.step_dtype);
 }
 
 /* ---- Launches -------------------------------------------------------------------------------- */
@@ -811,7 +347,7 @@ static void launch_phases(adafactor_launch *launch, hr_stream stream)
     if (phases & HR_ADAFACTOR_SUMS) {
         launch_blocks(launch, adafactor_sums_kernel, blocks_of_elements, stream);
         launch_blocks(launch, adafactor_tiny_sums_kernel, blocks_of_tiny, stream);
-        if (launch->config.weights && adafactor_is_scaled(&launch->config))
+        if (launch->config.step.weights && adafactor_is_scaled(&launch->config))
             launch_blocks(launch, adafactor_weights_sums_kernel, blocks_of_elements, stream);
     }
     if (phases & (HR_ADAFACTOR_SUMS | HR_ADAFACTOR_STATES)) {
@@ -824,7 +360,7 @@ static void launch_phases(adafactor_launch *launch, hr_stream stream)
         HR_LAUNCH(adafactor_total_kernel, launch->count, THREADS, 0, stream, *launch);
     }
     if (phases & HR_ADAFACTOR_APPLY) {
-        if (launch->config.weights) {
+        if (launch->config.step.weights) {
             launch_blocks(launch, adafactor_weights_apply_kernel, blocks_of_elements, stream);
         } else {
             launch_blocks(launch, adafactor_apply_kernel, blocks_of_others, stream);
@@ -841,22 +377,17 @@ hr_status adafactor_cuda(const adafactor_args *args, const hr_exec *exec)
     const adafactor_extent all = adafactor_extent_of(args->shapes, count, adafactor_cut_cuda);
     adafactor_extent before = {0, 0, 0, 0, 0, 0};
     adafactor_launch launch;
-    const hr_weights *const weights = args->config->weights;
+    const hr_weights *const weights = args->config->step.weights;
     launch.config = *args->config;
     launch.mode = weights ? weights->mode : HR_WEIGHTS_NEAREST;
     launch.stalled = weights ? weights->stalled : nullptr;
-    hr_status status = HR_OK;
-    for (int64_t k = 0; k < count && status == HR_OK;) {
-        for (launch.count = 0; k < count && launch.count < MAX_TENSORS; k++) {
-            const adafactor_cut cut = adafactor_cut_cuda(&args->shapes[k]);
-            tensor_record *const record = &launch.tensors[launch.count++];
-            record->t = adafactor_tensor_of(args, k, cut, &before, &all);
-            if (weights)
-                record->weights = weights_record_of(weights, args->params, k);
-            adafactor_add(&before, &args->shapes[k], &cut);
-        }
-        launch_phases(&launch, exec->stream);
-        status = cuda_launch_status("hr_adafactor");
-    }
-    return status;
+    const auto fill = [&](adafactor_record &record, int64_t k) {
+        const adafactor_cut cut = adafactor_cut_cuda(&args->shapes[k]);
+        record.t = adafactor_tensor_of(args, k, cut, &before, &all);
+        if (weights)
+            record.weights = weights_record_of(weights, args->params, k);
+        adafactor_add(&before, &args->shapes[k], &cut);
+    };
+    const auto queue = [&](uint32_t, int64_t) { launch_phases(&launch, exec->stream); };
+    return list_launch_all(&launch, args->params, "hr_adafactor", fill, queue);
 }

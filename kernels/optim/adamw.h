@@ -13,7 +13,7 @@
 
 #include <math.h>
 
-#include "kernels/core/dtype.h"
+#include "kernels/core/step.h"
 
 typedef struct adamw_constants {
     float beta1, one_minus_beta1;
@@ -81,17 +81,13 @@ HR_INLINE double adamw_power(double base, double exponent)
  * live. */
 HR_INLINE adamw_constants adamw_fold(const hr_adamw_config *config, double t)
 {
-    const double lr =
-        config->lr_ptr ? hr_load_scalar(config->lr_ptr, config->lr_dtype) : config->lr;
-    const double clip_coef = config->clip_coef ? (double)*config->clip_coef : 1.0;
-    const double grad_scale = config->grad_scale ? (double)*config->grad_scale : 1.0;
-    const double grad_factor = clip_coef / grad_scale;
+    const double lr = step_lr(&config->step);
     adamw_constants c;
     c.beta1 = (float)config->beta1;
     c.one_minus_beta1 = (float)(1.0 - config->beta1);
     c.beta2 = (float)config->beta2;
     c.one_minus_beta2 = (float)(1.0 - config->beta2);
-    c.grad_factor = (float)(config->maximize ? -grad_factor : grad_factor);
+    c.grad_factor = step_grad_factor(&config->step);
     c.l2 = config->decoupled ? 0.0f : (float)config->weight_decay;
     c.keep = config->decoupled ? (float)(1.0 - lr * config->weight_decay) : 1.0f;
     c.step_size = (float)(lr / (1.0 - adamw_power(config->beta1, t)));
@@ -104,7 +100,7 @@ HR_INLINE adamw_constants adamw_fold(const hr_adamw_config *config, double t)
 typedef struct adamw_args {
     const hr_tensor_list *params, *exp_avgs, *exp_avg_sqs;
     const hr_tensor_list *max_exp_avg_sqs; /* NULL unless amsgrad */
-    const hr_tensor_list *steps;           /* NULL: config->step */
+    const hr_tensor_list *steps;           /* NULL: config->step.t */
     const hr_tensor_list *grads;
     const hr_adamw_config *config;
 } adamw_args;

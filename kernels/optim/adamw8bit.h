@@ -11,7 +11,7 @@
 #define HR_ADAMW8BIT_H
 
 #include "kernels/optim/adamw.h"
-#include "kernels/quant/dynamic_map.h"
+#include "kernels/quant/quantize_blocks.h"
 #include "kernels/core/random.h"
 
 #define ADAMW8BIT_MAX_BLOCK 512
@@ -31,15 +31,14 @@ typedef struct adamw8bit_bnb_constants {
  * binary64, and the rest as it does. */
 HR_INLINE adamw8bit_bnb_constants adamw8bit_bnb_fold(const hr_adamw_config *config, double t)
 {
-    const double lr =
-        config->lr_ptr ? hr_load_scalar(config->lr_ptr, config->lr_dtype) : config->lr;
+    const double lr = step_lr(&config->step);
     const double root = sqrt(1.0 - adamw_power(config->beta2, t));
     adamw8bit_bnb_constants c;
     c.beta1 = (float)config->beta1;
     c.one_minus_beta1 = 1.0f - c.beta1;
     c.beta2 = (float)config->beta2;
     c.one_minus_beta2 = 1.0f - c.beta2;
-    c.grad_factor = adamw_fold(config, t).grad_factor;
+    c.grad_factor = step_grad_factor(&config->step);
     c.keep = 1.0f - (float)lr * (float)config->weight_decay;
     c.step_size = (float)(-lr * root / (1.0 - adamw_power(config->beta1, t)));
     c.eps = (float)(root * config->eps);
@@ -49,9 +48,7 @@ HR_INLINE adamw8bit_bnb_constants adamw8bit_bnb_fold(const hr_adamw_config *conf
 /* x rounded to its type in memory. */
 HR_INLINE float adamw8bit_round(float x, hr_dtype dtype)
 {
-    return dtype == HR_BF16  ? hr_from_bf16(hr_to_bf16(x))
-           : dtype == HR_F16 ? hr_from_f16(hr_to_f16(x))
-                             : x;
+    return dtype == HR_F32 ? x : hr_from_half(hr_to_half(x, dtype), dtype);
 }
 
 HR_INLINE adamw_values adamw8bit_bnb_element(adamw8bit_bnb_constants c, adamw_values x,
@@ -69,60 +66,7 @@ HR_INLINE adamw_values adamw8bit_bnb_element(adamw8bit_bnb_constants c, adamw_va
     return x;
 }
 
-/* ---- The absmax of a block ------------------------------------------------------------------- */
-
-/* A block's absmax is the largest of these as integers, in any order: NaN is above infinity, which
- * is above all numbers. bitsandbytes' fmaxf() passes over NaN. */
-HR_INLINE uint32_t adamw8bit_magnitude(float x, int bnb)
-{
-    const uint32_t bits = hr_bits(x) & 0x7FFFFFFFu;
-    return bnb && bits > 0x7F800000u ? 0u : bits;
-}
-
-/* The absmax, from that integer. NaN if it is not finite: infinity times the code of zero would be
- * NaN and times another infinity, which stops an element silently. */
-HR_INLINE float adamw8bit_absmax(uint32_t magnitude, int bnb)
-{
-    return hr_float(!bnb && magnitude >= 0x7F800000u ? 0x7FFFFFFFu : magnitude);
-}
-
 /* ---- The codes of an element ----------------------------------------------------------------- */
-
-/* Both maps, [0] for exp_avg_sq and [1] for exp_avg: indexed by is_signed. */
-typedef struct adamw8bit_maps {
-    dynamic_map map[2];
-} adamw8bit_maps;
-
-HR_INLINE void adamw8bit_maps_fill(adamw8bit_maps *maps, int bnb)
-{
-    for (int phase = 0; phase < 3; phase++)
-        for (int is_signed = 0; is_signed < 2; is_signed++)
-            dynamic_map_fill(&maps->map[is_signed], is_signed, bnb, phase, 0, 1);
-}
-
-HR_INLINE float adamw8bit_decode(const adamw8bit_maps *maps, uint8_t code, float absmax,
-                                 int is_signed)
-{
-    return maps->map[is_signed].values[code] * absmax;
-}
-
-/* The code of the moment x: the nearest, but a positive exp_avg_sq never that of zero. */
-HR_INLINE uint8_t adamw8bit_encode(const adamw8bit_maps *maps, float x, dynamic_scale scale,
-                                   int is_signed)
-{
-    const float y = x * scale.first * scale.second;
-    const int code = dynamic_encode(&maps->map[is_signed], y, is_signed);
-    return (uint8_t)(!is_signed && x > 0.0f && code == 0 ? 1 : code);
-}
-
-/* The same with stochastic rounding. */
-HR_INLINE uint8_t adamw8bit_encode_randomly(const adamw8bit_maps *maps, float x,
-                                            dynamic_scale scale, int is_signed, uint32_t random)
-{
-    const float y = x * scale.first * scale.second;
-    const int code = dynamic_encode_randomly(&maps->map[is_signed], y, is_signed, random);
-    return (uint8_t)(!is_signed && x > 0.0f && code == 0 ? 1 : code);
-}
 
 /* The random words of elements i and i + 1, i even, of a tensor in step t: for exp_avg and
  * exp_avg_sq of the first, then of the second. */
@@ -139,8 +83,7 @@ HR_INLINE hr_random4 adamw8bit_random(uint64_t seed, double t, int64_t i)
 
 /* bitsandbytes' code, from maps filled with bnb. A comparison with NaN, 0 / 0 above all, leads its
  * search to code 0; and then the signs of code and moment are compared as bits. */
-HR_INLINE uint8_t adamw8bit_bnb_encode(const adamw8bit_maps *maps, float x, float absmax,
-                                       int is_signed)
+HR_INLINE uint8_t adamw8bit_bnb_encode(const quant_maps *maps, float x, float absmax, int is_signed)
 {
     const float y = x / absmax;
     const int code = y != y ? 0 : dynamic_encode(&maps->map[is_signed], y, is_signed);
@@ -154,7 +97,7 @@ HR_INLINE uint8_t adamw8bit_bnb_encode(const adamw8bit_maps *maps, float x, floa
 /* The arguments of a call, checked. */
 typedef struct adamw8bit_args {
     const hr_tensor_list *params, *exp_avgs, *exp_avg_absmaxs, *exp_avg_sqs, *exp_avg_sq_absmaxs;
-    const hr_tensor_list *steps; /* NULL: config->adamw.step */
+    const hr_tensor_list *steps; /* NULL: config->adamw.step.t */
     const hr_tensor_list *grads;
     const hr_adamw8bit_config *config;
 } adamw8bit_args;

@@ -10,7 +10,7 @@
 /* The codes of the elements [i, i + count) of a block, one by one. */
 void adamw8bit_encode_each(const adamw8bit_tensor *t, const adamw8bit_pending *p, int i, int count)
 {
-    const adamw8bit_maps *const maps = &t->call->tables->maps;
+    const quant_maps *const maps = &t->call->tables->maps;
     uint8_t *const exp_avg = t->exp_avg + p->begin + i;
     uint8_t *const exp_avg_sq = t->exp_avg_sq + p->begin + i;
     const float *const m = p->m + i, *const v = p->v + i;
@@ -25,13 +25,13 @@ void adamw8bit_encode_each(const adamw8bit_tensor *t, const adamw8bit_pending *p
             random[pair] = adamw8bit_random(t->seed, t->step, t->first + p->begin + i + 2 * pair);
         for (int lane = 0; lane < count; lane++) {
             const uint32_t *const words = &random[lane / 2].word[lane % 2 * 2];
-            exp_avg[lane] = adamw8bit_encode_randomly(maps, m[lane], p->scale_m, 1, words[0]);
-            exp_avg_sq[lane] = adamw8bit_encode_randomly(maps, v[lane], p->scale_v, 0, words[1]);
+            exp_avg[lane] = quant_encode_randomly(maps, m[lane], p->scale_m, 1, words[0]);
+            exp_avg_sq[lane] = quant_encode_randomly(maps, v[lane], p->scale_v, 0, words[1]);
         }
     } else {
         for (int lane = 0; lane < count; lane++) {
-            exp_avg[lane] = adamw8bit_encode(maps, m[lane], p->scale_m, 1);
-            exp_avg_sq[lane] = adamw8bit_encode(maps, v[lane], p->scale_v, 0);
+            exp_avg[lane] = quant_encode(maps, m[lane], p->scale_m, 1);
+            exp_avg_sq[lane] = quant_encode(maps, v[lane], p->scale_v, 0);
         }
     }
 }
@@ -40,7 +40,7 @@ HR_INLINE void adamw8bit_decode_baseline(const adamw8bit_call *call, const uint8
                                          float absmax, int is_signed, float *x)
 {
     for (int lane = 0; lane < LANES; lane++)
-        x[lane] = adamw8bit_decode(&call->tables->maps, codes[lane], absmax, is_signed);
+        x[lane] = quant_decode(&call->tables->maps, codes[lane], absmax, is_signed);
 }
 
 HR_INLINE void adamw8bit_encode_baseline(const adamw8bit_tensor *t, const adamw8bit_pending *p,
@@ -95,8 +95,7 @@ static void adamw8bit_range(void *context, int64_t begin, int64_t end)
     t.step = NAN; /* equal to no step */
     CPU_FOR_EACH_TENSOR_IN_BLOCKS(a->params, begin, end, config->block_size, k, from, to)
     {
-        const double step = a->steps ? hr_load_scalar(a->steps->data[k], a->steps->dtype[k]) + 1.0
-                                     : (double)config->adamw.step;
+        const double step = step_number_of(&config->adamw.step, a->steps, k);
         if (step != t.step) {
             t.constants = adamw_fold(&config->adamw, step);
             t.bnb = adamw8bit_bnb_fold(&config->adamw, step);
@@ -109,8 +108,9 @@ static void adamw8bit_range(void *context, int64_t begin, int64_t end)
         t.exp_avg_sq = (uint8_t *)a->exp_avg_sqs->data[k];
         t.exp_avg_absmax = (float *)a->exp_avg_absmaxs->data[k];
         t.exp_avg_sq_absmax = (float *)a->exp_avg_sq_absmaxs->data[k];
-        if (config->adamw.weights) {
-            const weights_tensor weights = weights_of(config->adamw.weights, a->params, k, step);
+        if (config->adamw.step.weights) {
+            const weights_tensor weights =
+                weights_of(config->adamw.step.weights, a->params, k, step);
             const hr_dtype grad_dtype = a->grads->dtype[k];
             if (!call->run_weights || !call->run_weights(&t, &weights, from, to, grad_dtype))
                 adamw8bit_run_weights(&t, &weights, from, to, grad_dtype);
@@ -126,7 +126,7 @@ static adamw8bit_tables adamw8bit_kept[2];
 static void adamw8bit_fill(int bnb)
 {
     adamw8bit_tables *const tables = &adamw8bit_kept[bnb];
-    adamw8bit_maps_fill(&tables->maps, bnb);
+    quant_maps_fill(&tables->maps, bnb);
     for (int is_signed = 0; is_signed < 2; is_signed++) {
         const dynamic_map *const map = &tables->maps.map[is_signed];
         dynamic_vectors_fill(&tables->vectors[is_signed], map, is_signed);
@@ -167,18 +167,19 @@ hr_status adamw8bit_cpu(const adamw8bit_args *args)
     static const adamw8bit_run_weights_fn run_weights[] = {NULL};
 #endif
     const hr_adamw8bit_config *const config = args->config;
-    if (config->adamw.found_inf && *config->adamw.found_inf != 0.0f)
+    if (step_is_skipped(&config->adamw.step))
         return HR_OK;
     adamw8bit_call call;
     call.args = args;
     const hr_adamw_config *const adamw = &config->adamw;
-    const int plain = !adamw->skip_nonfinite && (adamw->decoupled || adamw->weight_decay == 0.0);
+    const int plain =
+        !adamw->step.skip_nonfinite && (adamw->decoupled || adamw->weight_decay == 0.0);
     call.rule = config->bnb_exact ? ADAMW8BIT_BNB : plain ? ADAMW8BIT_PLAIN : ADAMW8BIT_ANY;
-    const hr_cpu_level level = hr_get_cpu_level();
+    const hr_cpu_level level = runtime_cpu_level();
     call.run = runs[level];
     call.run_weights = run_weights[level];
     call.tables = adamw8bit_get_tables(config->bnb_exact != 0);
     hr_parallel_for(0, cpu_total(args->params), CPU_GRAIN, adamw8bit_range, &call);
-    cpu_count_steps(args->steps);
+    step_count_all(args->steps);
     return HR_OK;
 }

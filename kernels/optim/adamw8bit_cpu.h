@@ -1,6 +1,6 @@
 /*
- * adamw8bit_cpu.h: what the CPU loops of 8-bit Adam share. There is one for each instruction set, in
- * a file of its own; adamw8bit_cpu.c chooses among them.
+ * adamw8bit_cpu.h: what the CPU loops of 8-bit Adam share. There is one for each instruction set,
+ * in a file of its own; adamw8bit_cpu.c chooses among them.
  */
 #ifndef HR_ADAMW8BIT_CPU_H
 #define HR_ADAMW8BIT_CPU_H
@@ -16,7 +16,7 @@ typedef enum adamw8bit_rule { ADAMW8BIT_PLAIN, ADAMW8BIT_ANY, ADAMW8BIT_BNB } ad
 
 /* The maps in all their forms, the vectors and the bytes by is_signed. */
 typedef struct adamw8bit_tables {
-    adamw8bit_maps maps;
+    quant_maps maps;
     dynamic_vectors vectors[2];
     dynamic_bytes bytes[2];
     dynamic_cells cells;
@@ -99,7 +99,7 @@ HR_INLINE adamw_values adamw8bit_apply(const adamw8bit_tensor *t, adamw_values x
     if (rule == ADAMW8BIT_BNB)
         return adamw8bit_bnb_element(t->bnb, x, param_dtype);
     if (rule == ADAMW8BIT_ANY)
-        return adamw_update(t->constants, x, 0, t->call->args->config->adamw.skip_nonfinite);
+        return adamw_update(t->constants, x, 0, t->call->args->config->adamw.step.skip_nonfinite);
     adamw_constants c = t->constants;
     c.l2 = 0.0f;
     return adamw_element(c, x, 0);
@@ -135,8 +135,8 @@ HR_INLINE adamw8bit_pending adamw8bit_close(const adamw8bit_tensor *t, int64_t b
     pending.count = count;
     pending.m = m;
     pending.v = v;
-    pending.absmax_m = adamw8bit_absmax(magnitude_m, bnb);
-    pending.absmax_v = adamw8bit_absmax(magnitude_v, bnb);
+    pending.absmax_m = quant_absmax(magnitude_m, bnb);
+    pending.absmax_v = quant_absmax(magnitude_v, bnb);
     pending.scale_m = dynamic_scale_of(pending.absmax_m);
     pending.scale_v = dynamic_scale_of(pending.absmax_v);
     pending.vectors = 0;

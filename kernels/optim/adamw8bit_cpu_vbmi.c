@@ -254,11 +254,11 @@ adamw8bit_decode_vbmi(const adamw8bit_tables *tables, const uint8_t *exp_avg,
 }
 
 /* Updates 64 elements, whose moments are decoded to `values`. Beside, a piece for each vector, the
- * codes at exp_avg and exp_avg_sq, of elements that come next, are decoded to `values`, and those of
- * the block `before` are encoded from i on, unless that is NULL.
+ * codes at exp_avg and exp_avg_sq, of elements that come next, are decoded to `values`, and those
+ * of the block `before` are encoded from i on, unless that is NULL.
  *
- * The largest magnitudes pass over NaN. Gives 0 if there may be one, for where a moment is NaN so is
- * the parameter. */
+ * The largest magnitudes pass over NaN. Gives 0 if there may be one, for where a moment is NaN so
+ * is the parameter. */
 CPU_AVX512_VBMI_BF16 HR_INLINE int
 adamw8bit_update_vbmi(const adamw8bit_tensor *t, const adamw8bit_repeated *c, adamw8bit_elements at,
                       hr_dtype param_dtype, hr_dtype grad_dtype, hr_weights_mode mode,
@@ -328,7 +328,7 @@ static __attribute__((noinline)) uint32_t adamw8bit_largest_of(const float *x, i
 {
     uint32_t largest = 0;
     for (int i = 0; i < count; i++) {
-        const uint32_t magnitude = adamw8bit_magnitude(x[i], 0);
+        const uint32_t magnitude = quant_magnitude(x[i], 0);
         largest = magnitude > largest ? magnitude : largest;
     }
     return largest;
@@ -549,16 +549,13 @@ CPU_AVX512_VBMI_BF16 void adamw8bit_run_vbmi(const adamw8bit_tensor *t, int64_t 
 {
     const hr_weights_mode plain = HR_WEIGHTS_NEAREST;
     char none;
-    if (!adamw8bit_is_for_vbmi(t, param_dtype, grad_dtype))
+    if (!adamw8bit_is_for_vbmi(t, param_dtype, grad_dtype)) {
         adamw8bit_run_avx512(t, from, to, param_dtype, grad_dtype);
-    else if (param_dtype == HR_F32 && grad_dtype == HR_F32)
-        adamw8bit_blocks_vbmi(t, &none, from, to, HR_F32, HR_F32, plain);
-    else if (param_dtype == HR_F32)
-        adamw8bit_blocks_vbmi(t, &none, from, to, HR_F32, HR_BF16, plain);
-    else if (grad_dtype == HR_F32)
-        adamw8bit_blocks_vbmi(t, &none, from, to, HR_BF16, HR_F32, plain);
-    else
-        adamw8bit_blocks_vbmi(t, &none, from, to, HR_BF16, HR_BF16, plain);
+        return;
+    }
+    FOR_F32_OR_BF16(
+        param_dtype, P,
+        FOR_F32_OR_BF16(grad_dtype, G, adamw8bit_blocks_vbmi(t, &none, from, to, P, G, plain)))
 }
 
 CPU_AVX512_VBMI_BF16 int adamw8bit_run_weights_vbmi(const adamw8bit_tensor *t,

@@ -12,8 +12,12 @@
  * other about 3.5 turns, in which the multiprocessor issues 14 instructions. A code's decade, slope
  * and correction, from which arithmetic would have the same bits, take three tables and ten
  * instructions. Encoding is that arithmetic, with tables so small that no lane waits.
+ *
+ * All of one kernel, whose parts share its registers: so it is longer than a file should be.
  */
 #include "kernels/optim/adamw8bit.h"
+#include "kernels/core/reduce.cuh"
+#include "kernels/quant/quantize_blocks.cuh"
 #include "kernels/weights/weights.cuh"
 
 #define THREADS    256
@@ -23,7 +27,6 @@
 #define GROUPS     2
 #define GROUP_STEP (WARP * GROUP)        /* elements from a thread's group to its next */
 #define TILE       (GROUPS * GROUP_STEP) /* elements of a warp at a time */
-#define EVERY_LANE 0xFFFFFFFFu
 
 static_assert(2 * TILE == ADAMW8BIT_MAX_BLOCK && CUDA_CHUNK % ADAMW8BIT_MAX_BLOCK == 0,
               "a block is in one tile or two, of one thread block");
@@ -31,7 +34,7 @@ static_assert(2 * TILE == ADAMW8BIT_MAX_BLOCK && CUDA_CHUNK % ADAMW8BIT_MAX_BLOC
 /* Which variant of the kernel. */
 enum { NEAREST, STOCHASTIC, BNB };
 
-typedef struct tensor_record {
+typedef struct adamw8bit_record {
     static constexpr bool plain = true;
     void *param, *step;
     uint8_t *exp_avg, *exp_avg_sq;
@@ -41,10 +44,10 @@ typedef struct tensor_record {
     uint64_t seed;
     uint32_t first_block;
     uint8_t param_dtype, grad_dtype, step_dtype;
-} tensor_record;
+} adamw8bit_record;
 
 /* A tensor whose weights are not plain. */
-struct mode_record : tensor_record {
+struct adamw8bit_mode_record : adamw8bit_record {
     static constexpr bool plain = false;
     weights_record weights;
 };
@@ -61,185 +64,11 @@ typedef struct adamw8bit_shared {
     step_constants constants; /* unless they depend on device memory */
     int32_t fold_on_device;
     int32_t block_shift; /* log2 of the block size */
-    uint32_t count;
     hr_weights_mode mode;
     int64_t *stalled;
 } adamw8bit_shared;
 
-template <typename Record> struct adamw8bit_launch : adamw8bit_shared {
-    static constexpr uint32_t max_tensors =
-        (CUDA_PARAMETER_BYTES - sizeof(adamw8bit_shared)) / sizeof(Record);
-    Record tensors[max_tensors];
-};
-
-static_assert(sizeof(adamw8bit_launch<tensor_record>) <= CUDA_PARAMETER_BYTES &&
-                  sizeof(adamw8bit_launch<mode_record>) <= CUDA_PARAMETER_BYTES,
-              "must fit in a launch");
-
-/* ---- Four consecutive elements --------------------------------------------------------------- */
-
-/* As they lie in memory: 16 bytes of f32, 8 of a 16-bit type. */
-typedef struct pack4 {
-    uint32_t words[4];
-} pack4;
-
-/* What addresses or the tensor's end forbid to do in one access goes element by element, in
- * functions of their own: inlined, their loads would take the registers that all others need. */
-#define SLOW static __device__ __attribute__((noinline))
-
-/* The first `left` elements, and zeros. */
-SLOW pack4 load4_slowly(const void *base, uint32_t i, hr_dtype dtype, int left)
-{
-    pack4 pack = {{0, 0, 0, 0}};
-#pragma unroll
-    for (int e = 0; e < GROUP; e++) {
-        if (e >= left)
-            break;
-        if (dtype == HR_F32)
-            pack.words[e] = ((const uint32_t *)base)[i + e];
-        else
-            pack.words[e / 2] |= (uint32_t)((const uint16_t *)base)[i + e] << (16 * (e % 2));
-    }
-    return pack;
-}
-
-SLOW void store4_slowly(void *base, uint32_t i, hr_dtype dtype, int left, pack4 pack)
-{
-#pragma unroll
-    for (int e = 0; e < GROUP; e++) {
-        if (e >= left)
-            break;
-        if (dtype == HR_F32)
-            ((uint32_t *)base)[i + e] = pack.words[e];
-        else
-            ((uint16_t *)base)[i + e] = (uint16_t)(pack.words[e / 2] >> (16 * (e % 2)));
-    }
-}
-
-/* Codes, the first in the lowest byte; `absent` past the end. */
-SLOW uint32_t load_codes_slowly(const uint8_t *base, uint32_t i, int left, uint32_t absent)
-{
-    uint32_t codes = 0;
-#pragma unroll
-    for (int e = 0; e < GROUP; e++)
-        codes |= (e < left ? base[i + e] : absent) << (8 * e);
-    return codes;
-}
-
-SLOW void store_codes_slowly(uint8_t *base, uint32_t i, int left, uint32_t codes)
-{
-#pragma unroll
-    for (int e = 0; e < GROUP; e++)
-        if (e < left)
-            base[i + e] = (uint8_t)(codes >> (8 * e));
-}
-
-/* `whole`: there are all four, at an address for one access. */
-static __device__ __forceinline__ pack4 load4(const void *base, uint32_t i, hr_dtype dtype,
-                                              bool whole, int left)
-{
-    pack4 pack = {{0, 0, 0, 0}};
-    if (!whole) {
-        pack = load4_slowly(base, i, dtype, left);
-    } else if (dtype == HR_F32) {
-        const uint4 all = *(const uint4 *)((const uint32_t *)base + i);
-        pack = {{all.x, all.y, all.z, all.w}};
-    } else {
-        const uint2 all = *(const uint2 *)((const uint16_t *)base + i);
-        pack = {{all.x, all.y, 0, 0}};
-    }
-    return pack;
-}
-
-static __device__ __forceinline__ void store4(void *base, uint32_t i, hr_dtype dtype, bool whole,
-                                              int left, const pack4 &pack)
-{
-    if (!whole)
-        store4_slowly(base, i, dtype, left, pack);
-    else if (dtype == HR_F32)
-        __stcs((uint4 *)((uint32_t *)base + i),
-               make_uint4(pack.words[0], pack.words[1], pack.words[2], pack.words[3]));
-    else
-        __stcs((uint2 *)((uint16_t *)base + i), make_uint2(pack.words[0], pack.words[1]));
-}
-
-static __device__ __forceinline__ float unpack(const pack4 &pack, int e, hr_dtype dtype)
-{
-    const uint16_t half = (uint16_t)(pack.words[e / 2] >> (16 * (e % 2)));
-    return dtype == HR_F32    ? hr_float(pack.words[e])
-           : dtype == HR_BF16 ? hr_from_bf16(half)
-                              : hr_from_f16(half);
-}
-
-static __device__ __forceinline__ pack4 repack(const float (&x)[GROUP], hr_dtype dtype)
-{
-    pack4 pack = {{0, 0, 0, 0}};
-#pragma unroll
-    for (int e = 0; e < GROUP; e++) {
-        if (dtype == HR_F32)
-            hr_store(pack.words, e, x[e], HR_F32);
-        else
-            pack.words[e / 2] |= (uint32_t)(dtype == HR_BF16 ? hr_to_bf16(x[e]) : hr_to_f16(x[e]))
-                                 << (16 * (e % 2));
-    }
-    return pack;
-}
-
-static __device__ __forceinline__ uint32_t load_codes(const uint8_t *base, uint32_t i, bool whole,
-                                                      int left, int is_signed)
-{
-    return whole ? *(const uint32_t *)(base + i)
-                 : load_codes_slowly(base, i, left, dynamic_zero(is_signed));
-}
-
-static __device__ __forceinline__ void store_codes(uint8_t *base, uint32_t i, bool whole, int left,
-                                                   uint32_t codes)
-{
-    if (whole)
-        __stcs((uint32_t *)(base + i), codes);
-    else
-        store_codes_slowly(base, i, left, codes);
-}
-
-/* Residuals of four weights: the words of pack4, or codes in the first. */
-static __device__ __forceinline__ pack4 load_residuals4(const void *base, uint32_t i,
-                                                        hr_dtype residual, bool whole, int left)
-{
-    pack4 pack = {{0, 0, 0, 0}};
-    if (residual == HR_I8)
-        pack.words[0] = whole ? *(const uint32_t *)((const uint8_t *)base + i)
-                              : load_codes_slowly((const uint8_t *)base, i, left, 0);
-    else if (residual != HR_F64)
-        pack = load4(base, i, residual, whole, left);
-    return pack;
-}
-
-static __device__ __forceinline__ void store_residuals4(void *base, uint32_t i, hr_dtype residual,
-                                                        bool whole, int left, const pack4 &pack)
-{
-    if (residual == HR_I8)
-        store_codes((uint8_t *)base, i, whole, left, pack.words[0]);
-    else if (residual != HR_F64)
-        store4(base, i, residual, whole, left, pack);
-}
-
-/* Bits e of four, of a type of 8, 16 or 32 bits. */
-static __device__ __forceinline__ uint32_t bits_of(const pack4 &pack, int e, hr_dtype dtype)
-{
-    return dtype == HR_F32  ? pack.words[e]
-           : dtype == HR_I8 ? (pack.words[0] >> (8 * e)) & 0xFFu
-                            : (pack.words[e / 2] >> (16 * (e % 2))) & 0xFFFFu;
-}
-
-static __device__ __forceinline__ void put_bits(pack4 &pack, int e, hr_dtype dtype, uint32_t bits)
-{
-    if (dtype == HR_F32)
-        pack.words[e] = bits;
-    else if (dtype == HR_I8)
-        pack.words[0] |= bits << (8 * e);
-    else
-        pack.words[e / 2] |= bits << (16 * (e % 2));
-}
+template <typename Record> using adamw8bit_launch = list_launch<adamw8bit_shared, Record>;
 
 /* ---- A tile ---------------------------------------------------------------------------------- */
 
@@ -271,24 +100,6 @@ typedef struct weights_thread {
     uint32_t stalled; /* weights so far */
 } weights_thread;
 
-/* The larger of each pair over the lanes of a block, in all of them. The upper half of the lanes
- * takes [1] and the lower [0], so that the pair costs as many shuffles as one number, and one. */
-static __device__ __forceinline__ void largest_of_lanes(uint32_t (&largest)[2], int lanes)
-{
-    const int half = lanes / 2;
-    const bool upper = threadIdx.x & half;
-    uint32_t mine = upper ? largest[1] : largest[0];
-    uint32_t other = upper ? largest[0] : largest[1];
-    mine = max(mine, __shfl_xor_sync(EVERY_LANE, other, half));
-#pragma unroll
-    for (int width = 1; width < WARP / 2; width *= 2)
-        if (width < half)
-            mine = max(mine, __shfl_xor_sync(EVERY_LANE, mine, width));
-    other = __shfl_xor_sync(EVERY_LANE, mine, half);
-    largest[0] = upper ? other : mine;
-    largest[1] = upper ? mine : other;
-}
-
 /* From the largest of each group to the largest of its block, in every lane. A block of 512 is two
  * tiles, of neighbouring warps. */
 static __device__ __forceinline__ void largest_of_blocks(uint32_t (&largest)[GROUPS][2],
@@ -297,13 +108,13 @@ static __device__ __forceinline__ void largest_of_blocks(uint32_t (&largest)[GRO
     if (1 << block_shift < TILE) {
 #pragma unroll
         for (int j = 0; j < GROUPS; j++)
-            largest_of_lanes(largest[j], (1 << block_shift) / GROUP);
+            reduce_lanes_max(largest[j], (1 << block_shift) / GROUP);
         return;
     }
 #pragma unroll
     for (int s = 0; s < 2; s++)
         largest[0][s] = max(largest[0][s], largest[1][s]);
-    largest_of_lanes(largest[0], WARP);
+    reduce_lanes_max(largest[0], WARP);
     if (1 << block_shift > TILE) {
         __shared__ uint32_t tiles[WARPS][2];
         const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -324,25 +135,25 @@ static __device__ __forceinline__ void largest_of_blocks(uint32_t (&largest)[GRO
  * loads are in flight before the first use. */
 template <int rule, bool plain>
 static __device__ __forceinline__ void
-update(const chunk &c, weights_thread &w, const step_constants &constants,
-       const adamw8bit_maps &maps, uint32_t first, bool whole, float (&moments)[2][GROUPS][GROUP],
+update(const chunk &c, weights_thread &w, const step_constants &constants, const quant_maps &maps,
+       uint32_t first, bool whole, float (&moments)[2][GROUPS][GROUP],
        uint32_t (&largest)[GROUPS][2])
 {
     const hr_dtype residual = plain ? HR_F64 : weights_residual_dtype(w.mode, c.param_dtype);
-    pack4 params[GROUPS], residuals[GROUPS], grads[GROUPS];
+    pack<GROUP> params[GROUPS], residuals[GROUPS], grads[GROUPS];
     uint32_t codes[2][GROUPS];
     float absmaxs[2][GROUPS];
 #pragma unroll
     for (int j = 0; j < GROUPS; j++) {
         const uint32_t i = first + j * GROUP_STEP;
         const int left = c.count - (int)i;
-        params[j] = load4(c.param, i, c.param_dtype, whole, left);
+        params[j] = pack_load<GROUP>(c.param, i, c.param_dtype, whole, left);
         if (!plain)
-            residuals[j] = load_residuals4(w.residual, i, residual, whole, left);
-        grads[j] = load4(c.grad, i, c.grad_dtype, whole, left);
+            residuals[j] = weights_load_residuals(w.residual, i, residual, whole, left);
+        grads[j] = pack_load<GROUP>(c.grad, i, c.grad_dtype, whole, left);
 #pragma unroll
         for (int s = 0; s < 2; s++) {
-            codes[s][j] = load_codes(c.codes[s], i, whole, left, s);
+            codes[s][j] = pack_load_bytes(c.codes[s], i, whole, left, dynamic_zero(s));
             absmaxs[s][j] = whole || left > 0 ? c.absmax[s][i >> c.block_shift] : 0.0f;
         }
     }
@@ -351,7 +162,7 @@ update(const chunk &c, weights_thread &w, const step_constants &constants,
         const uint32_t i = first + j * GROUP_STEP;
         const int left = c.count - (int)i;
         float param[GROUP];
-        pack4 new_params = {{0, 0, 0, 0}}, new_residuals = {{0, 0, 0, 0}};
+        pack<GROUP> new_params = {}, new_residuals = {};
         hr_random4 random = {{0, 0, 0, 0}};
         if (!plain && weights_are_random(w.mode))
             random = weights_random_of<GROUP>(*w.record, w.start, c.step, i);
@@ -362,18 +173,18 @@ update(const chunk &c, weights_thread &w, const step_constants &constants,
 #pragma unroll
             for (int s = 0; s < 2; s++)
                 moment[s] =
-                    adamw8bit_decode(&maps, (uint8_t)(codes[s][j] >> (8 * e)), absmaxs[s][j], s);
+                    quant_decode(&maps, (uint8_t)(codes[s][j] >> (8 * e)), absmaxs[s][j], s);
             adamw_values x;
             weights_bits before = {0, 0};
             if (plain) {
-                x.param = unpack(params[j], e, c.param_dtype);
+                x.param = pack_get(params[j], e, c.param_dtype);
             } else {
-                before.param = bits_of(params[j], e, c.param_dtype);
-                before.residual = residual == HR_F64 ? 0 : bits_of(residuals[j], e, residual);
+                before.param = pack_bits(params[j], e, c.param_dtype);
+                before.residual = residual == HR_F64 ? 0 : pack_bits(residuals[j], e, residual);
                 x.param = weights_join(before, c.param_dtype, w.mode);
             }
             const float was = x.param;
-            x.grad = unpack(grads[j], e, c.grad_dtype);
+            x.grad = pack_get(grads[j], e, c.grad_dtype);
             x.exp_avg = moment[1];
             x.exp_avg_sq = moment[0];
             x.max_exp_avg_sq = 0.0f;
@@ -385,8 +196,8 @@ update(const chunk &c, weights_thread &w, const step_constants &constants,
             if (!plain) {
                 const weights_bits after =
                     weights_split(x.param, c.param_dtype, w.mode, weights_random(&random, e));
-                put_bits(new_params, e, c.param_dtype, after.param);
-                put_bits(new_residuals, e, residual, after.residual);
+                pack_put_bits(new_params, e, c.param_dtype, after.param);
+                pack_put_bits(new_residuals, e, residual, after.residual);
                 if (whole || e < left)
                     w.stalled += weights_stall(before, after, was, x.param);
             }
@@ -395,54 +206,27 @@ update(const chunk &c, weights_thread &w, const step_constants &constants,
 #pragma unroll
             for (int s = 0; s < 2; s++) {
                 moments[s][j][e] = moment[s];
-                largest[j][s] = max(largest[j][s], adamw8bit_magnitude(moment[s], rule == BNB));
+                largest[j][s] = max(largest[j][s], quant_magnitude(moment[s], rule == BNB));
             }
         }
         if (!plain)
-            store_residuals4(w.residual, i, residual, whole, left, new_residuals);
-        store4(c.param, i, c.param_dtype, whole, left,
-               plain ? repack(param, c.param_dtype) : new_params);
+            weights_store_residuals(w.residual, i, residual, whole, left, new_residuals);
+        pack_store<GROUP>(c.param, i, c.param_dtype, whole, left,
+                          plain ? pack_of(param, c.param_dtype) : new_params);
     }
 }
 
-/* dynamic_encode(), but its last table, the one whose lanes wait for each other, is only asked
- * about what may be a midpoint: a place close to the middle between two codes, or, where y is
- * negative, a magnitude next to the one that a decade begins with. */
-static __device__ __forceinline__ int encode(const dynamic_map &map, float y, int is_signed)
-{
-    const int negative = is_signed && y < 0.0f;
-    const float magnitude = negative ? hr_float((hr_bits(y) & 0x7FFFFFFFu) + 1u) : y;
-    const float clamped = fmaxf(magnitude, 0x1p-31f); /* NaN becomes it */
-    const int pair = dynamic_pair(clamped);
-    const float begin = map.begins[pair];
-    const int decade = map.before[pair] + (clamped > begin);
-    const float place = fmaf(clamped, map.slopes[decade], map.offsets[decade]);
-    const float distance = fminf(place, map.lasts[decade]);
-    const float signed_distance = negative ? fmaxf(-distance, -127.0f) : distance;
-    /* An addition that rounds to an integer, and leaves it in the low bits. */
-    const float integer = signed_distance + 0x1.8p23f;
-    const float rest = signed_distance - (integer - 0x1.8p23f);
-    int code = dynamic_zero(is_signed) + (int)(hr_bits(integer) - hr_bits(0x1.8p23f));
-    const bool at_begin = is_signed && hr_bits(clamped) - hr_bits(begin) == 1;
-    if (fabsf(rest) > 0.5f - DYNAMIC_SLACK || at_begin) {
-        code -= rest < 0.0f;
-        code += y > map.thresholds[code];
-    }
-    return code;
-}
-
-/* The code of moment x, which is what adamw8bit_encode() and its variants give. */
+/* The code of moment x, which is what quant_encode() and its variants give. */
 template <int rule>
-static __device__ __forceinline__ uint8_t code_of(const adamw8bit_maps &maps, float x, float absmax,
+static __device__ __forceinline__ uint8_t code_of(const quant_maps &maps, float x, float absmax,
                                                   dynamic_scale scale, int is_signed,
                                                   uint32_t random)
 {
     if (rule == BNB)
         return adamw8bit_bnb_encode(&maps, x, absmax, is_signed);
     if (rule == STOCHASTIC)
-        return adamw8bit_encode_randomly(&maps, x, scale, is_signed, random);
-    const int code = encode(maps.map[is_signed], x * scale.first * scale.second, is_signed);
-    return (uint8_t)(!is_signed && x > 0.0f ? max(code, 1) : code);
+        return quant_encode_randomly(&maps, x, scale, is_signed, random);
+    return quant_encode_cuda(maps.map[is_signed], x, scale, is_signed);
 }
 
 /* Both passes over the tile of a warp; `first` is the thread's first element, and `whole` means one
@@ -450,7 +234,7 @@ static __device__ __forceinline__ uint8_t code_of(const adamw8bit_maps &maps, fl
 template <int rule, bool plain>
 static __device__ __forceinline__ void
 update_tile(const chunk &c, weights_thread &w, const step_constants &constants,
-            const adamw8bit_maps &maps, uint32_t first, bool whole)
+            const quant_maps &maps, uint32_t first, bool whole)
 {
     float moments[2][GROUPS][GROUP];
     uint32_t largest[GROUPS][2];
@@ -471,7 +255,7 @@ update_tile(const chunk &c, weights_thread &w, const step_constants &constants,
 #pragma unroll
         for (int s = 0; s < 2; s++) {
             if (j == 0 || 1 << c.block_shift < TILE) {
-                absmax[s] = adamw8bit_absmax(largest[j][s], rule == BNB);
+                absmax[s] = quant_absmax(largest[j][s], rule == BNB);
                 scale[s] = dynamic_scale_of(absmax[s]);
             }
             if (begins)
@@ -482,7 +266,7 @@ update_tile(const chunk &c, weights_thread &w, const step_constants &constants,
                 codes |= (uint32_t)code_of<rule>(maps, moments[s][j][e], absmax[s], scale[s], s,
                                                  random[e / 2].word[e % 2 * 2 + (s == 0)])
                          << (8 * e);
-            store_codes(c.codes[s], i, whole, left, codes);
+            pack_store_bytes(c.codes[s], i, whole, left, codes);
         }
     }
 }
@@ -507,18 +291,18 @@ static __device__ __forceinline__ size_t size_of(hr_dtype dtype)
 
 /* What of tensor t is this thread block's. */
 static __device__ __forceinline__ chunk chunk_of(const adamw8bit_shared &args,
-                                                 const tensor_record &t)
+                                                 const adamw8bit_record &t)
 {
     chunk c;
-    c.begin = (int64_t)(blockIdx.x - t.first_block) * CUDA_CHUNK;
-    c.count = (int)(t.numel - c.begin < CUDA_CHUNK ? t.numel - c.begin : CUDA_CHUNK);
+    c.begin = list_begin(t);
+    c.count = (int)(list_end(t, c.begin) - c.begin);
     c.param_dtype = (hr_dtype)t.param_dtype;
     c.grad_dtype = (hr_dtype)t.grad_dtype;
     c.aligned = ((uintptr_t)t.param % (GROUP * size_of(c.param_dtype)) |
                  (uintptr_t)t.grad % (GROUP * size_of(c.grad_dtype)) |
                  (uintptr_t)t.exp_avg % GROUP | (uintptr_t)t.exp_avg_sq % GROUP) == 0;
     c.block_shift = args.block_shift;
-    c.skip_nonfinite = args.config.skip_nonfinite;
+    c.skip_nonfinite = args.config.step.skip_nonfinite;
     c.param = (char *)t.param + c.begin * size_of(c.param_dtype);
     c.grad = (const char *)t.grad + c.begin * size_of(c.grad_dtype);
     c.codes[1] = t.exp_avg + c.begin;
@@ -526,19 +310,8 @@ static __device__ __forceinline__ chunk chunk_of(const adamw8bit_shared &args,
     c.absmax[1] = t.exp_avg_absmax + (c.begin >> c.block_shift);
     c.absmax[0] = t.exp_avg_sq_absmax + (c.begin >> c.block_shift);
     c.seed = t.seed;
-    c.step =
-        t.step ? hr_load_scalar(t.step, (hr_dtype)t.step_dtype) + 1.0 : (double)args.config.step;
+    c.step = step_number(&args.config.step, t.step, (hr_dtype)t.step_dtype);
     return c;
-}
-
-/* By the whole thread block, and waits for it. */
-SLOW void fill_maps(adamw8bit_maps *maps, int bnb)
-{
-    for (int phase = 0; phase < 3; phase++) {
-        for (int s = 0; s < 2; s++)
-            dynamic_map_fill(&maps->map[s], s, bnb, phase, (int)threadIdx.x, THREADS);
-        __syncthreads();
-    }
 }
 
 /* As many blocks per multiprocessor as registers allow without a spill: the compiler finds room for
@@ -547,11 +320,11 @@ template <int rule, typename Record>
 static __global__ void __launch_bounds__(THREADS, rule == STOCHASTIC && Record::plain ? 4 : 3)
     adamw8bit_kernel(const adamw8bit_launch<Record> __grid_constant__ args)
 {
-    __shared__ adamw8bit_maps maps;
+    __shared__ quant_maps maps;
     __shared__ step_constants folded;
-    if (args.config.found_inf && *args.config.found_inf != 0.0f)
+    if (step_is_skipped(&args.config.step))
         return;
-    const Record &t = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
+    const Record &t = args.tensors[list_find(args.tensors, args.count, blockIdx.x)];
     chunk c = chunk_of(args, t);
     weights_thread w = {};
     if constexpr (!Record::plain) {
@@ -566,7 +339,7 @@ static __global__ void __launch_bounds__(THREADS, rule == STOCHASTIC && Record::
     }
     if (threadIdx.x == 0)
         folded = args.fold_on_device ? fold(&args.config, c.step, rule == BNB) : args.constants;
-    fill_maps(&maps, rule == BNB);
+    quant_fill_maps<THREADS>(&maps, 0, 1, rule == BNB);
     for (uint32_t tiles = 0; tiles < (uint32_t)c.count; tiles += WARPS * TILE) {
         const uint32_t tile = tiles + threadIdx.x / WARP * TILE;
         if (tile < (uint32_t)c.count || 1 << c.block_shift > TILE)
@@ -578,23 +351,32 @@ static __global__ void __launch_bounds__(THREADS, rule == STOCHASTIC && Record::
             weights_add_stalled(args.stalled, w.stalled);
 }
 
-/* Fills the record of tensor k and returns the number of blocks in the launch so far. */
-static uint32_t fill(tensor_record *t, const adamw8bit_args *args, int64_t k, uint32_t blocks)
+static void fill(adamw8bit_record &t, const adamw8bit_args *args, int64_t k)
 {
-    t->param = args->params->data[k];
-    t->step = args->steps ? args->steps->data[k] : nullptr;
-    t->exp_avg = (uint8_t *)args->exp_avgs->data[k];
-    t->exp_avg_sq = (uint8_t *)args->exp_avg_sqs->data[k];
-    t->exp_avg_absmax = (float *)args->exp_avg_absmaxs->data[k];
-    t->exp_avg_sq_absmax = (float *)args->exp_avg_sq_absmaxs->data[k];
-    t->grad = args->grads->data[k];
-    t->numel = args->params->numel[k];
-    t->seed = args->config->seeds ? args->config->seeds[k] : 0;
-    t->first_block = blocks;
-    t->param_dtype = (uint8_t)args->params->dtype[k];
-    t->grad_dtype = (uint8_t)args->grads->dtype[k];
-    t->step_dtype = (uint8_t)(args->steps ? args->steps->dtype[k] : HR_F64);
-    return blocks + cuda_blocks(t->numel);
+    t.param = args->params->data[k];
+    t.step = step_counter(args->steps, k);
+    t.exp_avg = (uint8_t *)args->exp_avgs->data[k];
+    t.exp_avg_sq = (uint8_t *)args->exp_avg_sqs->data[k];
+    t.exp_avg_absmax = (float *)args->exp_avg_absmaxs->data[k];
+    t.exp_avg_sq_absmax = (float *)args->exp_avg_sq_absmaxs->data[k];
+    t.grad = args->grads->data[k];
+    t.seed = args->config->seeds ? args->config->seeds[k] : 0;
+    t.param_dtype = (uint8_t)args->params->dtype[k];
+    t.grad_dtype = (uint8_t)args->grads->dtype[k];
+    t.step_dtype = (uint8_t)step_counter_dtype(args->steps, k);
+}
+
+template <typename Record>
+static void queue_update(const adamw8bit_launch<Record> &launch, const hr_adamw8bit_config *config,
+                         uint32_t blocks, hr_stream stream)
+{
+    if (config->seeds)
+        HR_LAUNCH((adamw8bit_kernel<STOCHASTIC, Record>), blocks, THREADS, 0, stream, launch);
+    else if (Record::plain && config->bnb_exact)
+        HR_LAUNCH((adamw8bit_kernel<(Record::plain ? BNB : NEAREST), Record>), blocks, THREADS, 0,
+                  stream, launch);
+    else
+        HR_LAUNCH((adamw8bit_kernel<NEAREST, Record>), blocks, THREADS, 0, stream, launch);
 }
 
 template <typename Record>
@@ -603,45 +385,30 @@ static hr_status launch_all(const adamw8bit_args *args, const hr_exec *exec)
     const hr_adamw_config *const config = &args->config->adamw;
     adamw8bit_launch<Record> launch;
     launch.config = *config;
-    launch.mode = config->weights ? config->weights->mode : HR_WEIGHTS_NEAREST;
-    launch.stalled = config->weights ? config->weights->stalled : nullptr;
-    launch.fold_on_device =
-        args->steps || config->lr_ptr || config->grad_scale || config->clip_coef;
+    launch.mode = config->step.weights ? config->step.weights->mode : HR_WEIGHTS_NEAREST;
+    launch.stalled = config->step.weights ? config->step.weights->stalled : nullptr;
+    launch.fold_on_device = step_is_on_device(&config->step, args->steps);
     if (!launch.fold_on_device)
-        launch.constants = fold(config, (double)config->step, args->config->bnb_exact);
+        launch.constants = fold(config, (double)config->step.t, args->config->bnb_exact);
     for (launch.block_shift = 0; 1 << launch.block_shift < args->config->block_size;)
         launch.block_shift++;
-    hr_status status = HR_OK;
-    for (int64_t k = 0; k < args->params->count && status == HR_OK;) {
-        uint32_t blocks = 0;
-        launch.count = 0;
-        for (; k < args->params->count && launch.count < launch.max_tensors; k++) {
-            Record *const record = &launch.tensors[launch.count++];
-            blocks = fill(record, args, k, blocks);
-            if constexpr (!Record::plain)
-                record->weights = weights_record_of(config->weights, args->params, k);
-        }
-        if (blocks > 0) {
-            if (args->config->seeds)
-                HR_LAUNCH((adamw8bit_kernel<STOCHASTIC, Record>), blocks, THREADS, 0, exec->stream,
-                          launch);
-            else if (Record::plain && args->config->bnb_exact)
-                HR_LAUNCH((adamw8bit_kernel < Record::plain ? BNB : NEAREST, Record >), blocks,
-                          THREADS, 0, exec->stream, launch);
-            else
-                HR_LAUNCH((adamw8bit_kernel<NEAREST, Record>), blocks, THREADS, 0, exec->stream,
-                          launch);
-        }
+    const auto fill_record = [=](Record &record, int64_t k) {
+        fill(record, args, k);
+        if constexpr (!Record::plain)
+            record.weights = weights_record_of(config->step.weights, args->params, k);
+    };
+    const auto queue = [&](uint32_t blocks, int64_t) {
+        if (blocks > 0)
+            queue_update(launch, args->config, blocks, exec->stream);
         if (args->steps)
-            HR_LAUNCH(cuda_count_kernel<adamw8bit_launch<Record>>,
+            HR_LAUNCH(list_count_kernel<adamw8bit_launch<Record>>,
                       (launch.count + THREADS - 1) / THREADS, THREADS, 0, exec->stream, launch);
-        status = cuda_launch_status("hr_adamw8bit");
-    }
-    return status;
+    };
+    return list_launch_all(&launch, args->params, "hr_adamw8bit", fill_record, queue);
 }
 
 hr_status adamw8bit_cuda(const adamw8bit_args *args, const hr_exec *exec)
 {
-    return args->config->adamw.weights ? launch_all<mode_record>(args, exec)
-                                       : launch_all<tensor_record>(args, exec);
+    return args->config->adamw.step.weights ? launch_all<adamw8bit_mode_record>(args, exec)
+                                            : launch_all<adamw8bit_record>(args, exec);
 }

@@ -26,8 +26,8 @@ LOOP_NAME(update)(const adamw8bit_tensor *t, void *restrict param, const void *r
         hr_store(param, lane, x.param, param_dtype);
         m[lane] = x.exp_avg;
         v[lane] = x.exp_avg_sq;
-        const uint32_t magnitude_m = adamw8bit_magnitude(x.exp_avg, bnb);
-        const uint32_t magnitude_v = adamw8bit_magnitude(x.exp_avg_sq, bnb);
+        const uint32_t magnitude_m = quant_magnitude(x.exp_avg, bnb);
+        const uint32_t magnitude_v = quant_magnitude(x.exp_avg_sq, bnb);
         largest_m[lane] = magnitude_m > largest_m[lane] ? magnitude_m : largest_m[lane];
         largest_v[lane] = magnitude_v > largest_v[lane] ? magnitude_v : largest_v[lane];
     }

@@ -261,12 +261,11 @@ static void adamw_range(void *context, int64_t begin, int64_t end)
 {
     const adamw_args *const a = (const adamw_args *)context;
     adamw_part part = {0};
-    part.skip = a->config->skip_nonfinite;
+    part.skip = a->config->step.skip_nonfinite;
     double folded_for = NAN; /* equal to no step */
     CPU_FOR_EACH_TENSOR(a->params, begin, end, k, from, to)
     {
-        const double t = a->steps ? hr_load_scalar(a->steps->data[k], a->steps->dtype[k]) + 1.0
-                                  : (double)a->config->step;
+        const double t = step_number_of(&a->config->step, a->steps, k);
         if (t != folded_for)
             part.constants = adamw_fold(a->config, t);
         folded_for = t;
@@ -278,8 +277,8 @@ static void adamw_range(void *context, int64_t begin, int64_t end)
         part.param_dtype = a->params->dtype[k];
         part.grad_dtype = a->grads->dtype[k];
         part.state_dtype = a->exp_avgs->dtype[k];
-        if (a->config->weights) {
-            const weights_tensor weights = weights_of(a->config->weights, a->params, k, t);
+        if (a->config->step.weights) {
+            const weights_tensor weights = weights_of(a->config->step.weights, a->params, k, t);
             part.weights = &weights;
             if (adamw_is_joined(&part))
                 CPU_BEST(adamw_joined_range)(&part, from, to);
@@ -293,9 +292,9 @@ static void adamw_range(void *context, int64_t begin, int64_t end)
 
 hr_status adamw_cpu(const adamw_args *args)
 {
-    if (args->config->found_inf && *args->config->found_inf != 0.0f)
+    if (step_is_skipped(&args->config->step))
         return HR_OK;
     hr_parallel_for(0, cpu_total(args->params), CPU_GRAIN, adamw_range, (void *)args);
-    cpu_count_steps(args->steps);
+    step_count_all(args->steps);
     return HR_OK;
 }

@@ -12,7 +12,7 @@
 
 #define THREADS 256
 
-typedef struct tensor_record {
+typedef struct adamw_record {
     static constexpr bool plain = true;
     static constexpr int blocks =
         0; /* at least, on a multiprocessor; 0: for the compiler to choose */
@@ -21,10 +21,10 @@ typedef struct tensor_record {
     int64_t numel;
     uint32_t first_block;
     uint8_t param_dtype, grad_dtype, state_dtype, step_dtype;
-} tensor_record;
+} adamw_record;
 
 /* A tensor whose weights are not plain. */
-struct mode_record : tensor_record {
+struct adamw_mode_record : adamw_record {
     static constexpr bool plain = false;
     static constexpr int blocks = 3;
     weights_record weights;
@@ -35,20 +35,11 @@ typedef struct adamw_shared {
     hr_adamw_config config;
     adamw_constants constants; /* unless they depend on device memory */
     int32_t fold_on_device;
-    uint32_t count;
     hr_weights_mode mode;
     int64_t *stalled;
 } adamw_shared;
 
-template <typename Record> struct adamw_launch : adamw_shared {
-    static constexpr uint32_t max_tensors =
-        (CUDA_PARAMETER_BYTES - sizeof(adamw_shared)) / sizeof(Record);
-    Record tensors[max_tensors];
-};
-
-static_assert(sizeof(adamw_launch<tensor_record>) <= CUDA_PARAMETER_BYTES &&
-                  sizeof(adamw_launch<mode_record>) <= CUDA_PARAMETER_BYTES,
-              "must fit in a launch");
+template <typename Record> using adamw_launch = list_launch<adamw_shared, Record>;
 
 /* What a thread needs for weights that are not plain. */
 typedef struct adamw_thread {
@@ -94,41 +85,41 @@ static __device__ __forceinline__ void update_one(const Record &t, adamw_constan
         hr_store(t.max_exp_avg_sq, i, x.max_exp_avg_sq, state);
 }
 
-static __device__ __forceinline__ void update_eight(const tensor_record &t, adamw_constants c,
+static __device__ __forceinline__ void update_eight(const adamw_record &t, adamw_constants c,
                                                     adamw_thread &, int64_t i)
 {
     const hr_dtype state = (hr_dtype)t.state_dtype, param = (hr_dtype)t.param_dtype;
     const hr_dtype grad = (hr_dtype)t.grad_dtype;
     const int amsgrad = t.max_exp_avg_sq != nullptr;
-    const cuda_pack params = cuda_load8(t.param, i, param);
-    const cuda_pack grads = cuda_load8(t.grad, i, grad);
-    const cuda_pack exp_avgs = cuda_load8(t.exp_avg, i, state);
-    const cuda_pack exp_avg_sqs = cuda_load8(t.exp_avg_sq, i, state);
-    const cuda_pack maxima = amsgrad ? cuda_load8(t.max_exp_avg_sq, i, state) : exp_avg_sqs;
+    const pack<8> params = pack_load<8>(t.param, i, param);
+    const pack<8> grads = pack_load<8>(t.grad, i, grad);
+    const pack<8> exp_avgs = pack_load<8>(t.exp_avg, i, state);
+    const pack<8> exp_avg_sqs = pack_load<8>(t.exp_avg_sq, i, state);
+    const pack<8> maxima = amsgrad ? pack_load<8>(t.max_exp_avg_sq, i, state) : exp_avg_sqs;
     float new_param[8], new_exp_avg[8], new_exp_avg_sq[8], new_max[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         adamw_values x;
-        x.param = cuda_unpack(params, j, param);
-        x.grad = cuda_unpack(grads, j, grad);
-        x.exp_avg = cuda_unpack(exp_avgs, j, state);
-        x.exp_avg_sq = cuda_unpack(exp_avg_sqs, j, state);
-        x.max_exp_avg_sq = cuda_unpack(maxima, j, state);
+        x.param = pack_get(params, j, param);
+        x.grad = pack_get(grads, j, grad);
+        x.exp_avg = pack_get(exp_avgs, j, state);
+        x.exp_avg_sq = pack_get(exp_avg_sqs, j, state);
+        x.max_exp_avg_sq = pack_get(maxima, j, state);
         x = adamw_element(c, x, amsgrad);
         new_param[j] = x.param;
         new_exp_avg[j] = x.exp_avg;
         new_exp_avg_sq[j] = x.exp_avg_sq;
         new_max[j] = x.max_exp_avg_sq;
     }
-    cuda_store8(t.param, i, cuda_repack(new_param, param), param);
-    cuda_store8(t.exp_avg, i, cuda_repack(new_exp_avg, state), state);
-    cuda_store8(t.exp_avg_sq, i, cuda_repack(new_exp_avg_sq, state), state);
+    pack_store(t.param, i, pack_of(new_param, param), param);
+    pack_store(t.exp_avg, i, pack_of(new_exp_avg, state), state);
+    pack_store(t.exp_avg_sq, i, pack_of(new_exp_avg_sq, state), state);
     if (amsgrad)
-        cuda_store8(t.max_exp_avg_sq, i, cuda_repack(new_max, state), state);
+        pack_store(t.max_exp_avg_sq, i, pack_of(new_max, state), state);
 }
 
 /* For params of 16 bits, without amsgrad. */
-static __device__ __forceinline__ void update_eight(const mode_record &t, adamw_constants c,
+static __device__ __forceinline__ void update_eight(const adamw_mode_record &t, adamw_constants c,
                                                     adamw_thread &thread, int64_t i)
 {
     const hr_dtype state = (hr_dtype)t.state_dtype, param = (hr_dtype)t.param_dtype;
@@ -140,10 +131,10 @@ static __device__ __forceinline__ void update_eight(const mode_record &t, adamw_
         random = weights_random_of<8>(t.weights, thread.start, thread.step,
                                       (uint32_t)(i - thread.begin));
     const weights_pack old = weights_load8(t.param, t.weights.residual, i, residual);
-    const cuda_pack grads = cuda_load8(t.grad, i, grad);
-    const cuda_pack exp_avgs = cuda_load8(t.exp_avg, i, state);
-    const cuda_pack exp_avg_sqs = cuda_load8(t.exp_avg_sq, i, state);
-    weights_pack pack = {{0}, {0}};
+    const pack<8> grads = pack_load<8>(t.grad, i, grad);
+    const pack<8> exp_avgs = pack_load<8>(t.exp_avg, i, state);
+    const pack<8> exp_avg_sqs = pack_load<8>(t.exp_avg_sq, i, state);
+    weights_pack fresh = {{0}, {0}};
     float new_exp_avg[8], new_exp_avg_sq[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) {
@@ -151,20 +142,20 @@ static __device__ __forceinline__ void update_eight(const mode_record &t, adamw_
         const float was = weights_join(before, param, mode);
         adamw_values x;
         x.param = was;
-        x.grad = cuda_unpack(grads, j, grad);
-        x.exp_avg = cuda_unpack(exp_avgs, j, state);
-        x.exp_avg_sq = cuda_unpack(exp_avg_sqs, j, state);
+        x.grad = pack_get(grads, j, grad);
+        x.exp_avg = pack_get(exp_avgs, j, state);
+        x.exp_avg_sq = pack_get(exp_avg_sqs, j, state);
         x.max_exp_avg_sq = 0.0f;
         x = adamw_element(c, x, 0);
         new_exp_avg[j] = x.exp_avg;
         new_exp_avg_sq[j] = x.exp_avg_sq;
         const weights_bits after = weights_split(x.param, param, mode, weights_random(&random, j));
-        weights_put8(pack, j, after, residual);
+        weights_put8(fresh, j, after, residual);
         thread.stalled += weights_stall(before, after, was, x.param);
     }
-    weights_store8(t.param, t.weights.residual, i, pack, residual);
-    cuda_store8(t.exp_avg, i, cuda_repack(new_exp_avg, state), state);
-    cuda_store8(t.exp_avg_sq, i, cuda_repack(new_exp_avg_sq, state), state);
+    weights_store8(t.param, t.weights.residual, i, fresh, residual);
+    pack_store(t.exp_avg, i, pack_of(new_exp_avg, state), state);
+    pack_store(t.exp_avg_sq, i, pack_of(new_exp_avg_sq, state), state);
 }
 
 template <typename Record>
@@ -174,20 +165,18 @@ static __global__ void __launch_bounds__(THREADS, Record::blocks)
     __shared__ adamw_constants folded;
     __shared__ weights_start start; /* of the block's elements, and the step: for random numbers */
     __shared__ double step;
-    if (args.config.found_inf && *args.config.found_inf != 0.0f)
+    if (step_is_skipped(&args.config.step))
         return;
-    const Record &t = args.tensors[cuda_find(args.tensors, args.count, blockIdx.x)];
+    const Record &t = args.tensors[list_find(args.tensors, args.count, blockIdx.x)];
     adamw_constants constants = args.constants;
     if (args.fold_on_device || !Record::plain) {
         if (threadIdx.x == 0) {
-            const double t_step = t.step ? hr_load_scalar(t.step, (hr_dtype)t.step_dtype) + 1.0
-                                         : (double)args.config.step;
+            const double t_step = step_number(&args.config.step, t.step, (hr_dtype)t.step_dtype);
             folded = Record::plain || args.fold_on_device ? adamw_fold(&args.config, t_step)
                                                           : args.constants;
             if constexpr (!Record::plain) {
                 step = t_step;
-                start = weights_start_of(t.weights.place,
-                                         (int64_t)(blockIdx.x - t.first_block) * CUDA_CHUNK);
+                start = weights_start_of(t.weights.place, list_begin(t));
             }
         }
         __syncthreads();
@@ -197,8 +186,7 @@ static __global__ void __launch_bounds__(THREADS, Record::blocks)
                           (uintptr_t)t.exp_avg_sq | (uintptr_t)t.max_exp_avg_sq;
     if constexpr (!Record::plain) /* eight of an i8 residual are 8 bytes */
         addresses |= (uintptr_t)t.weights.residual << (args.mode >= HR_WEIGHTS_REMAINDER8);
-    const int64_t begin = (int64_t)(blockIdx.x - t.first_block) * CUDA_CHUNK;
-    const int64_t end = t.numel - begin < CUDA_CHUNK ? t.numel : begin + CUDA_CHUNK;
+    const int64_t begin = list_begin(t), end = list_end(t, begin);
     adamw_thread thread = {};
     if constexpr (!Record::plain) {
         thread.mode = args.mode;
@@ -207,35 +195,31 @@ static __global__ void __launch_bounds__(THREADS, Record::blocks)
         thread.begin = begin;
     }
     /* To keep the old values of eight elements as well takes more registers than there are. */
-    int vectors = addresses % 16 == 0 && !args.config.skip_nonfinite;
+    int vectors = addresses % 16 == 0 && !args.config.step.skip_nonfinite;
     if constexpr (!Record::plain)
         vectors = vectors && t.param_dtype != HR_F32 && !t.max_exp_avg_sq;
     const int64_t vector_end = vectors ? begin + (end - begin) / 8 * 8 : begin;
     for (int64_t i = begin + threadIdx.x * 8; i < vector_end; i += THREADS * 8)
         update_eight(t, constants, thread, i);
     for (int64_t i = vector_end + threadIdx.x; i < end; i += THREADS)
-        update_one(t, constants, args.config.skip_nonfinite, thread, i);
+        update_one(t, constants, args.config.step.skip_nonfinite, thread, i);
     if constexpr (!Record::plain)
         if (args.stalled)
             weights_add_stalled(args.stalled, thread.stalled);
 }
 
-/* Fills the record of tensor k and returns the number of blocks in the launch so far. */
-static uint32_t fill(tensor_record *t, const adamw_args *args, int64_t k, uint32_t blocks)
+static void fill(adamw_record &t, const adamw_args *args, int64_t k)
 {
-    t->param = args->params->data[k];
-    t->grad = args->grads->data[k];
-    t->exp_avg = args->exp_avgs->data[k];
-    t->exp_avg_sq = args->exp_avg_sqs->data[k];
-    t->max_exp_avg_sq = args->max_exp_avg_sqs ? args->max_exp_avg_sqs->data[k] : nullptr;
-    t->step = args->steps ? args->steps->data[k] : nullptr;
-    t->numel = args->params->numel[k];
-    t->first_block = blocks;
-    t->param_dtype = (uint8_t)args->params->dtype[k];
-    t->grad_dtype = (uint8_t)args->grads->dtype[k];
-    t->state_dtype = (uint8_t)args->exp_avgs->dtype[k];
-    t->step_dtype = (uint8_t)(args->steps ? args->steps->dtype[k] : HR_F64);
-    return blocks + cuda_blocks(t->numel);
+    t.param = args->params->data[k];
+    t.grad = args->grads->data[k];
+    t.exp_avg = args->exp_avgs->data[k];
+    t.exp_avg_sq = args->exp_avg_sqs->data[k];
+    t.max_exp_avg_sq = args->max_exp_avg_sqs ? args->max_exp_avg_sqs->data[k] : nullptr;
+    t.step = step_counter(args->steps, k);
+    t.param_dtype = (uint8_t)args->params->dtype[k];
+    t.grad_dtype = (uint8_t)args->grads->dtype[k];
+    t.state_dtype = (uint8_t)args->exp_avgs->dtype[k];
+    t.step_dtype = (uint8_t)step_counter_dtype(args->steps, k);
 }
 
 template <typename Record> static hr_status launch_all(const adamw_args *args, const hr_exec *exec)
@@ -243,34 +227,28 @@ template <typename Record> static hr_status launch_all(const adamw_args *args, c
     const hr_adamw_config *const config = args->config;
     adamw_launch<Record> launch;
     launch.config = *config;
-    launch.fold_on_device =
-        args->steps || config->lr_ptr || config->grad_scale || config->clip_coef;
-    launch.mode = config->weights ? config->weights->mode : HR_WEIGHTS_NEAREST;
-    launch.stalled = config->weights ? config->weights->stalled : nullptr;
+    launch.fold_on_device = step_is_on_device(&config->step, args->steps);
+    launch.mode = config->step.weights ? config->step.weights->mode : HR_WEIGHTS_NEAREST;
+    launch.stalled = config->step.weights ? config->step.weights->stalled : nullptr;
     if (!launch.fold_on_device)
-        launch.constants = adamw_fold(config, (double)config->step);
-    hr_status status = HR_OK;
-    for (int64_t k = 0; k < args->params->count && status == HR_OK;) {
-        uint32_t blocks = 0;
-        launch.count = 0;
-        for (; k < args->params->count && launch.count < launch.max_tensors; k++) {
-            Record *const record = &launch.tensors[launch.count++];
-            blocks = fill(record, args, k, blocks);
-            if constexpr (!Record::plain)
-                record->weights = weights_record_of(config->weights, args->params, k);
-        }
+        launch.constants = adamw_fold(config, (double)config->step.t);
+    const auto fill_record = [=](Record &record, int64_t k) {
+        fill(record, args, k);
+        if constexpr (!Record::plain)
+            record.weights = weights_record_of(config->step.weights, args->params, k);
+    };
+    const auto queue = [&](uint32_t blocks, int64_t) {
         if (blocks > 0)
             HR_LAUNCH(adamw_kernel<Record>, blocks, THREADS, 0, exec->stream, launch);
         if (args->steps)
-            HR_LAUNCH(cuda_count_kernel<adamw_launch<Record>>,
+            HR_LAUNCH(list_count_kernel<adamw_launch<Record>>,
                       (launch.count + THREADS - 1) / THREADS, THREADS, 0, exec->stream, launch);
-        status = cuda_launch_status("hr_adamw");
-    }
-    return status;
+    };
+    return list_launch_all(&launch, args->params, "hr_adamw", fill_record, queue);
 }
 
 hr_status adamw_cuda(const adamw_args *args, const hr_exec *exec)
 {
-    return args->config->weights ? launch_all<mode_record>(args, exec)
-                                 : launch_all<tensor_record>(args, exec);
+    return args->config->step.weights ? launch_all<adamw_mode_record>(args, exec)
+                                      : launch_all<adamw_record>(args, exec);
 }

@@ -4,7 +4,8 @@
 #ifndef HR_WEIGHTS_CUH
 #define HR_WEIGHTS_CUH
 
-#include "kernels/core/cuda.cuh"
+#include "kernels/core/list.cuh"
+#include "kernels/core/pack.cuh"
 #include "kernels/weights/weights.h"
 
 /* What a tensor's record adds where weights are not plain. */
@@ -41,15 +42,10 @@ static __device__ __forceinline__ weights_pack weights_load8(const void *param,
         pack.residuals[0] = bytes.x;
         pack.residuals[1] = bytes.y;
     } else if (residual_dtype != HR_F64) {
-        const cuda_pack words = cuda_load8(residual, i, residual_dtype);
-        pack.residuals[0] = words.low.x;
-        pack.residuals[1] = words.low.y;
-        pack.residuals[2] = words.low.z;
-        pack.residuals[3] = words.low.w;
-        pack.residuals[4] = words.high.x;
-        pack.residuals[5] = words.high.y;
-        pack.residuals[6] = words.high.z;
-        pack.residuals[7] = words.high.w;
+        const ::pack<8> words = pack_load<8>(residual, i, residual_dtype);
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            pack.residuals[j] = words.words[j];
     }
     return pack;
 }
@@ -121,9 +117,30 @@ static __device__ __forceinline__ void weights_store8(void *param, void *residua
     if (residual_dtype == HR_I8)
         __stcs((uint2 *)((uint8_t *)residual + i), make_uint2(r[0], r[1]));
     else if (residual_dtype != HR_F64)
-        cuda_store8(residual, i,
-                    {make_uint4(r[0], r[1], r[2], r[3]), make_uint4(r[4], r[5], r[6], r[7])},
-                    residual_dtype);
+        pack_store<8>(residual, i, {{r[0], r[1], r[2], r[3], r[4], r[5], r[6], r[7]}},
+                      residual_dtype);
+}
+
+/* Residuals of four weights; bytes are in the first word. */
+static __device__ __forceinline__ pack<4>
+weights_load_residuals(const void *base, uint32_t i, hr_dtype residual, bool whole, int left)
+{
+    pack<4> residuals = {};
+    if (residual == HR_I8)
+        residuals.words[0] = pack_load_bytes((const uint8_t *)base, i, whole, left, 0);
+    else if (residual != HR_F64)
+        residuals = pack_load<4>(base, i, residual, whole, left);
+    return residuals;
+}
+
+static __device__ __forceinline__ void weights_store_residuals(void *base, uint32_t i,
+                                                               hr_dtype residual, bool whole,
+                                                               int left, const pack<4> &residuals)
+{
+    if (residual == HR_I8)
+        pack_store_bytes((uint8_t *)base, i, whole, left, residuals.words[0]);
+    else if (residual != HR_F64)
+        pack_store<4>(base, i, residual, whole, left, residuals);
 }
 
 /* Whether a weight that was to change is stored as it was. */

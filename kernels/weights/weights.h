@@ -29,14 +29,22 @@ HR_INLINE int weights_are_random(hr_weights_mode mode)
     return mode == HR_WEIGHTS_STOCHASTIC || mode == HR_WEIGHTS_REMAINDER8_STOCHASTIC;
 }
 
+/* The mode of the same residuals that rounds to nearest. */
+HR_INLINE hr_weights_mode weights_nearest(hr_weights_mode mode)
+{
+    return mode == HR_WEIGHTS_STOCHASTIC              ? HR_WEIGHTS_NEAREST
+           : mode == HR_WEIGHTS_REMAINDER8_STOCHASTIC ? HR_WEIGHTS_REMAINDER8
+                                                      : mode;
+}
+
 HR_INLINE float weights_from_half(uint32_t half, hr_dtype dtype)
 {
-    return dtype == HR_BF16 ? hr_from_bf16((uint16_t)half) : hr_from_f16((uint16_t)half);
+    return hr_from_half((uint16_t)half, dtype);
 }
 
 HR_INLINE uint32_t weights_to_half(float x, hr_dtype dtype)
 {
-    return dtype == HR_BF16 ? hr_to_bf16(x) : hr_to_f16(x);
+    return hr_to_half(x, dtype);
 }
 
 /* A param may have been written since weights_split() made its residual: by a pruning mask, a

@@ -42,7 +42,7 @@ def complete(name: str, spared: Callable[[dict[str, Any]], set[str]] = lambda gi
     positional = [argument.name for argument in arguments if not argument.kwarg_only]
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
-    def before(keyset: torch._C.DispatchKeySet, *args: Any, **options: Any) -> None:
+    def before(keyset: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
         given = dict(zip(positional, args)) | options
         if torch.is_grad_enabled() and any(
             tensor.requires_grad for value in given.values() for tensor in _tensors(value)
@@ -55,6 +55,6 @@ def complete(name: str, spared: Callable[[dict[str, Any]], set[str]] = lambda gi
         torch.autograd.graph.increment_version(
             [t for key in written if key not in skipped for t in _tensors(given.get(key))]
         )
-        op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **options)
+        return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **options)
 
     _library.impl(name, before, "ADInplaceOrView", with_keyset=True)

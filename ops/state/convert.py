@@ -21,6 +21,7 @@ from .._core.registration import FLOATS
 from .._core.weight_modes import HALVES, RESIDUALS
 from ..functional.adamw8bit import BLOCK_SIZES
 from ..functional.dynamic_map import dynamic_map
+from ..functional.quantize_blocks import quantize_blocks
 from ..functional.weights import join_weights_
 from ..optim.adam8bit import ABSMAXS, OPTIONS, _is_dense, _zero_absmaxs
 
@@ -80,27 +81,8 @@ class Codes:
 
 def encode(moment: Tensor, block_size: int, is_signed: bool) -> Codes:
     """The codes and scales that the kernels store for a moment: see hr_adamw8bit in headroom.h."""
-    moment = moment.float()
-    flat, zero = _flat(moment), 127 if is_signed else 0
-    thresholds = _thresholds(is_signed).to(flat.device)
-    codes = torch.empty(flat.shape, dtype=torch.uint8, device=flat.device)
-    absmax = torch.empty(-(-flat.numel() // block_size), dtype=torch.float32, device=flat.device)
-    for part, blocks in _pieces(flat.numel(), block_size):
-        x = flat[part]
-        rows = torch.nn.functional.pad(x, (0, -x.numel() % block_size)).view(-1, block_size)
-        largest = rows.abs().amax(1)
-        largest = largest.masked_fill(~largest.isfinite(), math.nan)
-        first = torch.ones_like(largest)
-        first = first.masked_fill(largest < 2.0**-64, 2.0**64)
-        first = first.masked_fill(largest > 2.0**64, 2.0**-64)
-        second = (1 / (largest * first)).masked_fill(largest == 0, 0)
-        y = (rows * first[:, None] * second[:, None]).flatten()[: x.numel()]
-        nearest = torch.searchsorted(thresholds, y, out_int32=True)
-        nearest[y.isnan()] = zero
-        if not is_signed:  # what is positive never becomes zero
-            nearest[(x > 0) & (nearest == 0)] = 1
-        codes[part], absmax[blocks] = nearest.to(torch.uint8), largest
-    return Codes(_shaped(codes, moment), absmax, block_size, is_signed)
+    codes, absmax = quantize_blocks(moment.float(), is_signed=is_signed, block_size=block_size)
+    return Codes(codes, absmax, block_size, is_signed)
 
 
 def _is_finite(numbers: Tensor, is_signed: bool) -> bool:
@@ -109,15 +91,6 @@ def _is_finite(numbers: Tensor, is_signed: bool) -> bool:
         return True
     low, high = (number.item() for number in torch.aminmax(numbers))  # a NaN spreads to both
     return (low > -math.inf if is_signed else low >= 0) and high < math.inf
-
-
-def _thresholds(is_signed: bool) -> Tensor:
-    """The largest number that gets each code but the last: a midpoint goes to the lower code."""
-    values = dynamic_map(is_signed).double()
-    midpoints = (values[:-1] + values[1:]) / 2  # exact
-    rounded = midpoints.float()
-    below = torch.nextafter(rounded, torch.full_like(rounded, -math.inf))
-    return torch.where(rounded > midpoints, below, rounded)
 
 
 def _pieces(numel: int, block_size: int) -> Iterable[tuple[slice, slice]]:

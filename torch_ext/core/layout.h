@@ -65,14 +65,20 @@ class Layout
         return true;
     }
 
-    // A copy, in this order, of a tensor that has the sizes of the parameter.
-    Tensor copy_of(const View &view) const
+    // A new tensor in this order, on the device of `like`.
+    Tensor empty(int32_t torch_dtype, const View &like) const
     {
         AtenTensorHandle handle;
         TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-            static_cast<int64_t>(sizes_.size()), sizes_.data(), strides_.data(), view.torch_dtype,
-            view.device_type, view.device_index, &handle));
-        Tensor copy(handle);
+            static_cast<int64_t>(sizes_.size()), sizes_.data(), strides_.data(), torch_dtype,
+            like.device_type, like.device_index, &handle));
+        return Tensor(handle);
+    }
+
+    // A copy, in this order, of a tensor that has the sizes of the parameter.
+    Tensor copy_of(const View &view) const
+    {
+        Tensor copy = empty(view.torch_dtype, view);
         torch::stable::copy_(copy, view.tensor);
         return copy;
     }

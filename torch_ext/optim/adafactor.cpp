@@ -16,17 +16,17 @@ struct Lists {
 };
 
 struct AdafactorOptions {
+    StepOptions step;
     bool hf;
-    double lr, beta2_decay, eps1, eps2, clip_threshold, weight_decay, beta1;
-    bool scale_parameter, relative_step, warmup_init, maximize;
-    const OptionalTensor &lr_tensor, &grad_scale, &found_inf, &clip_coef;
+    double beta2_decay, eps1, eps2, clip_threshold, weight_decay, beta1;
+    bool scale_parameter, relative_step, warmup_init;
 };
 
 hr_adafactor_config config_of(const AdafactorOptions &o, const View &like)
 {
     const hr_adafactor_config hf = HR_ADAFACTOR_HF_INIT, torch = HR_ADAFACTOR_TORCH_INIT;
     hr_adafactor_config config = o.hf ? hf : torch;
-    config.lr = o.lr;
+    set_step(config.step, o.step, like);
     config.beta2_decay = o.beta2_decay;
     config.eps1 = o.eps1;
     config.eps2 = o.eps2;
@@ -36,12 +36,6 @@ hr_adafactor_config config_of(const AdafactorOptions &o, const View &like)
     config.scale_parameter = o.scale_parameter;
     config.relative_step = o.relative_step;
     config.warmup_init = o.warmup_init;
-    config.maximize = o.maximize;
-    config.grad_scale = scalar_of(o.grad_scale, like, "grad_scale");
-    config.found_inf = scalar_of(o.found_inf, like, "found_inf");
-    config.clip_coef = scalar_of(o.clip_coef, like, "clip_coef");
-    if (o.lr_tensor)
-        set_lr(config, View(*o.lr_tensor), like);
     return config;
 }
 
@@ -57,7 +51,7 @@ void run(const Lists &lists, const Shapes &shapes, hr_adafactor_config config,
          const WeightOptions &weight_options, void *workspace, size_t bytes, const View &like)
 {
     const Weights weights(weight_options, lists.residuals, lists.params.count, like);
-    config.weights = weights.get();
+    config.step.weights = weights.get();
     const Exec exec(like);
     check(hr_adafactor(&lists.params, given(lists.row_vars), given(lists.col_vars),
                        given(lists.variances), given(lists.exp_avgs), given(lists.rmss),
@@ -162,10 +156,10 @@ void adafactor_(const Tensors &params, const Tensors &grads, const Tensors &row_
         add_step(steps, state_steps[k], first, k);
         shapes.push_back(shape_of(param, whole_of(wholes, k, count)));
     }
+    const StepOptions step{lr, maximize, false, lr_tensor, grad_scale, found_inf, clip_coef};
     const AdafactorOptions options{
-        hf,           lr,         beta2_decay,     eps1,          eps2,        clip_threshold,
-        weight_decay, beta1,      scale_parameter, relative_step, warmup_init, maximize,
-        lr_tensor,    grad_scale, found_inf,       clip_coef};
+        step,         hf,    beta2_decay,     eps1,          eps2,       clip_threshold,
+        weight_decay, beta1, scale_parameter, relative_step, warmup_init};
     hr_adafactor_config config = config_of(options, first);
     if (phases < 1 || phases > HR_ADAFACTOR_ALL)
         fail("phases is " + std::to_string(phases) + ", wanted 1 to 15");
@@ -230,10 +224,10 @@ void adafactor_table_(const Tensor &first, const Tensor &table, bool factored, b
     }
     lists.row_vars.numel = rows.data();
     lists.col_vars.numel = cols.data();
+    const StepOptions step{lr, maximize, false, lr_tensor, grad_scale, found_inf, clip_coef};
     const AdafactorOptions options{
-        hf,           lr,         beta2_decay,     eps1,          eps2,        clip_threshold,
-        weight_decay, beta1,      scale_parameter, relative_step, warmup_init, maximize,
-        lr_tensor,    grad_scale, found_inf,       clip_coef};
+        step,         hf,    beta2_decay,     eps1,          eps2,       clip_threshold,
+        weight_decay, beta1, scale_parameter, relative_step, warmup_init};
     const View like(first);
     const size_t bytes = workspace_bytes(shapes);
     const Tensor memory = workspace_of(bytes, first);

@@ -20,7 +20,7 @@ void run(const Views &lists, const Options &options, const WeightOptions &weight
 {
     const Weights weights(weight_options, lists.residuals, lists.params.count, like);
     hr_adamw_config config = config_of(options, like);
-    config.weights = weights.get();
+    config.step.weights = weights.get();
     const Exec exec(like);
     check(hr_adamw(&lists.params, &lists.exp_avgs, &lists.exp_avg_sqs,
                    options.amsgrad ? &lists.max_exp_avg_sqs : nullptr, &lists.steps, &lists.grads,
@@ -62,9 +62,9 @@ void adamw_(const Tensors &params, const Tensors &grads, const Tensors &exp_avgs
         add_members(members, first, staging, k);
         add_step(lists.steps, state_steps[k], first, k);
     }
-    const Options options{lr,        beta1,     beta2,         weight_decay, eps,
-                          amsgrad,   maximize,  decoupled,     lr_tensor,    grad_scale,
-                          found_inf, clip_coef, skip_nonfinite};
+    const StepOptions step{lr,         maximize,  skip_nonfinite, lr_tensor,
+                           grad_scale, found_inf, clip_coef};
+    const Options options{step, beta1, beta2, weight_decay, eps, amsgrad, decoupled};
     run({lists.params.view(), lists.grads.view(), lists.exp_avgs.view(), lists.exp_avg_sqs.view(),
          lists.max_exp_avg_sqs.view(), lists.residuals.view(), lists.steps.view()},
         options, {weights_mode, weight_seeds, places, stalled}, first);
@@ -82,9 +82,9 @@ void adamw_table_(const Tensor &first, const Tensor &table, double lr, double be
 {
     const int64_t lists = 5 + amsgrad + has_residuals(weights_mode);
     check_table(table, lists);
-    const Options options{lr,        beta1,     beta2,         weight_decay, eps,
-                          amsgrad,   maximize,  decoupled,     lr_tensor,    grad_scale,
-                          found_inf, clip_coef, skip_nonfinite};
+    const StepOptions step{lr,         maximize,  skip_nonfinite, lr_tensor,
+                           grad_scale, found_inf, clip_coef};
+    const Options options{step, beta1, beta2, weight_decay, eps, amsgrad, decoupled};
     const hr_tensor_list none = {};
     run({list_of(table, 0), list_of(table, 1), list_of(table, 2), list_of(table, 3),
          amsgrad ? list_of(table, 4) : none,

@@ -1,5 +1,5 @@
-// adamw8bit.cpp: headroom::adamw8bit_, its form for tensors that are described already
-// (describe.cpp), and headroom::dynamic_map.
+// adamw8bit.cpp: headroom::adamw8bit_, and its form for tensors that are described already
+// (describe.cpp).
 //
 // The codes of a moment have the parameter's shape and are walked in its order in memory, as
 // everything else; the scales of its blocks follow that order too.
@@ -51,7 +51,7 @@ void run(const Views &lists, const Options8bit &options, const WeightOptions &we
     const Weights weights(weight_options, lists.residuals, lists.params.count, like);
     hr_adamw8bit_config config = HR_ADAMW8BIT_CONFIG_INIT;
     config.adamw = config_of(options.adamw, like);
-    config.adamw.weights = weights.get();
+    config.adamw.step.weights = weights.get();
     config.block_size = static_cast<int32_t>(options.block_size);
     if (config.block_size != options.block_size)
         fail("block_size is " + std::to_string(options.block_size) +
@@ -108,11 +108,10 @@ void adamw8bit_(const Tensors &params, const Tensors &grads, const Tensors &exp_
         add_absmax(lists.exp_avg_sq_absmaxs, exp_avg_sq_absmaxs[k], first, "exp_avg_sq_absmaxs", k);
         add_step(lists.steps, state_steps[k], first, k);
     }
-    const Options8bit options{{lr, beta1, beta2, weight_decay, eps, false, maximize, decoupled,
-                               lr_tensor, grad_scale, found_inf, clip_coef, skip_nonfinite},
-                              block_size,
-                              bnb_exact,
-                              seeds};
+    const StepOptions step{lr,         maximize,  skip_nonfinite, lr_tensor,
+                           grad_scale, found_inf, clip_coef};
+    const Options8bit options{
+        {step, beta1, beta2, weight_decay, eps, false, decoupled}, block_size, bnb_exact, seeds};
     run({lists.params.view(), lists.grads.view(), lists.exp_avgs.view(), lists.exp_avg_sqs.view(),
          lists.residuals.view(), lists.exp_avg_absmaxs.view(), lists.exp_avg_sq_absmaxs.view(),
          lists.steps.view()},
@@ -133,23 +132,14 @@ void adamw8bit_table_(const Tensor &first, const Tensor &table, double lr, doubl
 {
     const int64_t more = has_residuals(weights_mode);
     check_table(table, 7 + more);
-    const Options8bit options{{lr, beta1, beta2, weight_decay, eps, false, maximize, decoupled,
-                               lr_tensor, grad_scale, found_inf, clip_coef, skip_nonfinite},
-                              block_size,
-                              bnb_exact,
-                              seeds};
+    const StepOptions step{lr,         maximize,  skip_nonfinite, lr_tensor,
+                           grad_scale, found_inf, clip_coef};
+    const Options8bit options{
+        {step, beta1, beta2, weight_decay, eps, false, decoupled}, block_size, bnb_exact, seeds};
     run({list_of(table, 0), list_of(table, 1), list_of(table, 2), list_of(table, 3),
          more ? list_of(table, 4) : hr_tensor_list{}, list_of(table, 4 + more),
          list_of(table, 5 + more), list_of(table, 6 + more)},
         options, {weights_mode, weight_seeds, places, stalled}, View(first));
-}
-
-Tensor dynamic_map(bool is_signed)
-{
-    const int64_t size = 256;
-    Tensor values = torch::stable::empty({&size, 1}, torch::headeronly::ScalarType::Float);
-    check(hr_dynamic_map(static_cast<float *>(values.mutable_data_ptr()), is_signed));
-    return values;
 }
 
 #define OPTIONS                                                                                    \
@@ -167,7 +157,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
           "Tensor(e!)[] exp_avg_sq_absmaxs, Tensor(f!)[] state_steps, "
           "Tensor(g!)[] residuals, " OPTIONS);
     m.def("_adamw8bit_table_(Tensor(a!) first, Tensor table, " OPTIONS);
-    m.def("dynamic_map(bool is_signed) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(headroom, CPU, m)
@@ -180,10 +169,4 @@ STABLE_TORCH_LIBRARY_IMPL(headroom, CUDA, m)
 {
     m.impl("adamw8bit_", TORCH_BOX(&adamw8bit_));
     m.impl("_adamw8bit_table_", TORCH_BOX(&adamw8bit_table_));
-}
-
-// The map has no tensor argument that could name a device.
-STABLE_TORCH_LIBRARY_IMPL(headroom, CompositeExplicitAutograd, m)
-{
-    m.impl("dynamic_map", TORCH_BOX(&dynamic_map));
 }

@@ -2,53 +2,27 @@
 #pragma once
 
 #include "torch_ext/core/layout.h"
+#include "torch_ext/core/step.h"
 
 namespace headroom
 {
 
 struct Options {
-    double lr, beta1, beta2, weight_decay, eps;
-    bool amsgrad, maximize, decoupled;
-    const OptionalTensor &lr_tensor, &grad_scale, &found_inf, &clip_coef;
-    bool skip_nonfinite;
+    StepOptions step;
+    double beta1, beta2, weight_decay, eps;
+    bool amsgrad, decoupled;
 };
-
-// Where a config with a learning rate finds it: on the device of the call, or read here.
-template <class Config> void set_lr(Config &config, const View &lr, const View &like)
-{
-    const int dtype = dtype_of(lr.torch_dtype);
-    if (lr.numel() != 1)
-        fail("lr_tensor has " + std::to_string(lr.numel()) + " elements, wanted 1");
-    if (dtype != HR_F32 && dtype != HR_F64)
-        fail("lr_tensor must be float32 or float64");
-    config.lr_dtype = static_cast<hr_dtype>(dtype);
-    if (lr.is_with(like))
-        config.lr_ptr = lr.data;
-    else if (lr.is_cpu())
-        config.lr = dtype == HR_F64 ? *static_cast<const double *>(lr.data)
-                                    : *static_cast<const float *>(lr.data);
-    else
-        fail("lr_tensor is on " + lr.device_name() + ", but params[0] is on " + like.device_name() +
-             "; wanted that device or the CPU");
-}
 
 inline hr_adamw_config config_of(const Options &o, const View &like)
 {
     hr_adamw_config config = HR_ADAMW_CONFIG_INIT;
-    config.lr = o.lr;
+    set_step(config.step, o.step, like);
     config.beta1 = o.beta1;
     config.beta2 = o.beta2;
     config.weight_decay = o.weight_decay;
     config.eps = o.eps;
     config.amsgrad = o.amsgrad;
-    config.maximize = o.maximize;
     config.decoupled = o.decoupled;
-    config.skip_nonfinite = o.skip_nonfinite;
-    config.grad_scale = scalar_of(o.grad_scale, like, "grad_scale");
-    config.found_inf = scalar_of(o.found_inf, like, "found_inf");
-    config.clip_coef = scalar_of(o.clip_coef, like, "clip_coef");
-    if (o.lr_tensor)
-        set_lr(config, View(*o.lr_tensor), like);
     return config;
 }
 

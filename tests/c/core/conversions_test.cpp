@@ -25,7 +25,7 @@ std::vector<double> converted(Backend &backend, const std::vector<uint8_t> &grad
     const hr_tensor_list ms = {1, &data[2], &n, &to}, vs = {1, &data[3], &n, &to};
     hr_adamw_config config = HR_ADAMW_CONFIG_INIT;
     config.beta1 = 0;
-    config.step = 1;
+    config.step.t = 1;
     const hr_exec exec = backend.exec();
     EXPECT_EQ(hr_adamw(&params, &ms, &vs, nullptr, nullptr, &gradients, &config, &exec), HR_OK);
     return decode(m.content(), to);

@@ -18,7 +18,7 @@ AdafactorCase good()
     c.shapes = {vector(5), matrix(0, 3), matrix(20, 15)};
     c.momentum = true;
     c.lr_on_device = HR_F32;
-    c.config.lr = 0.5;
+    c.config.step.lr = 0.5;
     c.config.relative_step = 0;
     c.grad_scale = 2.0f;
     c.found_inf = 0.0f;
@@ -73,7 +73,7 @@ TEST_P(AdafactorBadInputs, Lists)
          {"rmss\\[1\\] is NULL", [](AdafactorRun &r) { r.rmss.data[1] = nullptr; }},
          {"steps\\[1\\] has numel 2", [](AdafactorRun &r) { r.steps.numel[1] = 2; }},
          {"steps\\[1\\] has dtype bf16", [](AdafactorRun &r) { r.steps.dtype[1] = HR_BF16; }},
-         {"config->step is 0", [](AdafactorRun &r) { r.steps.argument = nullptr; }}});
+         {"config->step.t is 0", [](AdafactorRun &r) { r.steps.argument = nullptr; }}});
 }
 
 TEST_P(AdafactorBadInputs, Shapes)
@@ -104,20 +104,22 @@ TEST_P(AdafactorBadInputs, Config)
         {"warmup_init needs relative_step", [](AdafactorRun &r) { r.config.warmup_init = 1; }},
         {"phases is 0", [](AdafactorRun &r) { r.config.phases = 0; }},
         {"phases is 16", [](AdafactorRun &r) { r.config.phases = 16; }},
-        {"lr_ptr has dtype bf16", [](AdafactorRun &r) { r.config.lr_dtype = HR_BF16; }},
+        {"config->step.skip_nonfinite is 1, wanted 0",
+         [](AdafactorRun &r) { r.config.step.skip_nonfinite = 1; }},
+        {"lr_ptr has dtype bf16", [](AdafactorRun &r) { r.config.step.lr_dtype = HR_BF16; }},
         {"lr_ptr is at",
-         [](AdafactorRun &r) { r.config.lr_ptr = moved((char *)r.config.lr_ptr, 1); }},
+         [](AdafactorRun &r) { r.config.step.lr_ptr = moved((char *)r.config.step.lr_ptr, 1); }},
         {"grad_scale is at",
-         [](AdafactorRun &r) { r.config.grad_scale = moved(r.config.grad_scale, 1); }},
+         [](AdafactorRun &r) { r.config.step.grad_scale = moved(r.config.step.grad_scale, 1); }},
         {"found_inf is at",
-         [](AdafactorRun &r) { r.config.found_inf = moved(r.config.found_inf, 3); }},
+         [](AdafactorRun &r) { r.config.step.found_inf = moved(r.config.step.found_inf, 3); }},
         {"clip_coef is at",
-         [](AdafactorRun &r) { r.config.clip_coef = moved(r.config.clip_coef, 2); }},
+         [](AdafactorRun &r) { r.config.step.clip_coef = moved(r.config.step.clip_coef, 2); }},
         {"weights->size is 0",
          [](AdafactorRun &r) {
              static hr_weights weights = HR_WEIGHTS_INIT;
              weights.size = 0;
-             r.config.weights = &weights;
+             r.config.step.weights = &weights;
          }},
         {"exec is NULL", [](AdafactorRun &r) { r.exec_argument = nullptr; }},
         {"exec->device is -2", [](AdafactorRun &r) { r.exec.device = -2; }},
@@ -130,12 +132,16 @@ TEST_P(AdafactorBadInputs, Config)
                          const std::vector<double> &values) {
         for (const double value : values)
             all.push_back({std::string(name) + " is ", [=](AdafactorRun &r) {
-                               r.config.lr_ptr = nullptr;
-                               r.config.lr = 0;
+                               r.config.step.lr_ptr = nullptr;
+                               r.config.step.lr = 0;
                                r.config.*member = value;
                            }});
     };
-    add("lr", &hr_adafactor_config::lr, {-1, INFINITY, NAN});
+    for (const double lr : {-1.0, double(INFINITY), double(NAN)})
+        all.push_back({"lr is ", [=](AdafactorRun &r) {
+                           r.config.step.lr_ptr = nullptr;
+                           r.config.step.lr = lr;
+                       }});
     add("beta2_decay", &hr_adafactor_config::beta2_decay, {0.1, -INFINITY, NAN});
     add("eps1", &hr_adafactor_config::eps1, {-1, INFINITY, NAN});
     add("eps2", &hr_adafactor_config::eps2, {-1, INFINITY, NAN});
@@ -158,7 +164,7 @@ TEST(AdafactorBadInputsOnTheCpu, Values)
     }
     for (const double lr : {-1.0, double(NAN)}) {
         AdafactorCase c = good();
-        c.config.lr = lr;
+        c.config.step.lr = lr;
         refused(c, "\\*lr_ptr is .*, wanted a finite number >= 0");
     }
 }

@@ -100,16 +100,16 @@ AdafactorRun::AdafactorRun(Backend &backend, const AdafactorCase &c)
     config.semantics = c.semantics;
     if (c.weights) {
         weights.emplace(backend, *c.weights, params.numel, params.dtype, params.buffers);
-        config.weights = &weights->weights;
+        config.step.weights = &weights->weights;
     }
     if (c.lr_on_device) {
-        config.lr_dtype = *c.lr_on_device;
-        config.lr_ptr = scalar(config.lr, config.lr_dtype);
-        config.lr = -1;
+        config.step.lr_dtype = *c.lr_on_device;
+        config.step.lr_ptr = scalar(config.step.lr, config.step.lr_dtype);
+        config.step.lr = -1;
     }
-    config.grad_scale = f32_scalar(c.grad_scale);
-    config.found_inf = f32_scalar(c.found_inf);
-    config.clip_coef = f32_scalar(c.clip_coef);
+    config.step.grad_scale = f32_scalar(c.grad_scale);
+    config.step.found_inf = f32_scalar(c.found_inf);
+    config.step.clip_coef = f32_scalar(c.clip_coef);
     EXPECT_EQ(hr_adafactor_workspace(&workspace_bytes, shapes.data(), int64_t(shapes.size())),
               HR_OK)
         << hr_last_error();
@@ -170,7 +170,7 @@ std::vector<std::vector<double>> AdafactorRun::weights_as_f32() const
 {
     std::vector<std::vector<double>> all;
     const Tensors joined(backend_, params.numel, f32, 0, [](size_t, size_t) { return 77; });
-    EXPECT_EQ(hr_join_weights(&joined.list, &params.list, config.weights, &exec), HR_OK)
+    EXPECT_EQ(hr_join_weights(&joined.list, &params.list, config.step.weights, &exec), HR_OK)
         << hr_last_error();
     for (size_t k = 0; k < shapes.size(); k++)
         all.push_back(joined.values(k));
@@ -182,7 +182,7 @@ ExactAdafactor::ExactAdafactor(const AdafactorRun &run, const AdafactorCase &c)
     const bool torch = c.semantics == HR_ADAFACTOR_TORCH;
     const hr_adafactor_config &o = c.config;
     long double factor = c.clip_coef.value_or(1) / (long double)c.grad_scale.value_or(1);
-    factor = float(o.maximize ? -factor : factor);
+    factor = float(o.step.maximize ? -factor : factor);
     const auto joined = run.weights ? run.weights_as_f32() : std::vector<std::vector<double>>();
     for (size_t k = 0; k < run.shapes.size(); k++) {
         const Shape s = run.shapes[k];
@@ -199,7 +199,7 @@ ExactAdafactor::ExactAdafactor(const AdafactorRun &run, const AdafactorCase &c)
             results.push_back(r);
             continue;
         }
-        const long double t = c.steps ? r.step : o.step,
+        const long double t = c.steps ? r.step : o.step.t,
                           w = std::pow(t, (long double)o.beta2_decay);
         const double epsilons[] = {0x1p-23, 0x1p-7, 0x1p-10};
         const bool as_f32 = c.weights && c.weights->mode != HR_WEIGHTS_NEAREST;
@@ -242,7 +242,7 @@ ExactAdafactor::ExactAdafactor(const AdafactorRun &run, const AdafactorCase &c)
             r.rms = rms;
         for (size_t i = 0; i < numel; i++)
             g[i] /= std::sqrt(torch ? std::max(v[i], eps1 * eps1) : v[i]);
-        const long double relative = 1 / std::sqrt(t), lr = o.lr;
+        const long double relative = 1 / std::sqrt(t), lr = o.step.lr;
         const long double rho = torch              ? std::min(lr, relative)
                                 : !o.relative_step ? lr
                                 : o.warmup_init    ? std::min(1e-6L * t, relative)

@@ -85,31 +85,35 @@ TEST_P(AdafactorValues, Options)
     const std::vector<hr_adafactor_shape> shapes = {matrix(33, 70), matrix(4, 4, 20), vector(77)};
     const std::vector<std::function<void(AdafactorCase &)>> options = {
         [](AdafactorCase &c) { c.config.weight_decay = 0.1; },
-        [](AdafactorCase &c) { c.config.maximize = 1, c.config.weight_decay = 0.1; },
+        [](AdafactorCase &c) { c.config.step.maximize = 1, c.config.weight_decay = 0.1; },
         [](AdafactorCase &c) { c.config.clip_threshold = 1e-3; },
         [](AdafactorCase &c) { c.config.clip_threshold = INFINITY; },
         [](AdafactorCase &c) { c.config.beta2_decay = 0; },
         [](AdafactorCase &c) { c.config.beta2_decay = -0.3, c.config.eps2 = 10; },
         [](AdafactorCase &c) { c.config.eps1 = 0.5, c.config.eps2 = 0; },
-        [](AdafactorCase &c) { c.config.relative_step = 0, c.config.lr = 1e-3; },
+        [](AdafactorCase &c) { c.config.relative_step = 0, c.config.step.lr = 1e-3; },
         [](AdafactorCase &c) {
-            c.config.relative_step = c.config.scale_parameter = 0, c.config.lr = 1e-3;
+            c.config.relative_step = c.config.scale_parameter = 0, c.config.step.lr = 1e-3;
         },
         [](AdafactorCase &c) { c.config.warmup_init = 1; },
         [](AdafactorCase &c) { c.momentum = true, c.config.beta1 = 0.9; },
-        [](AdafactorCase &c) { c.momentum = true, c.config.beta1 = 0.2, c.config.maximize = 1; },
-        [](AdafactorCase &c) { c.steps = c.rmss = false, c.config.step = 17; },
+        [](AdafactorCase &c) {
+            c.momentum = true, c.config.beta1 = 0.2, c.config.step.maximize = 1;
+        },
+        [](AdafactorCase &c) { c.steps = c.rmss = false, c.config.step.t = 17; },
         // Past the 10,000 steps after which relative steps are shorter than 1 / 100.
         [](AdafactorCase &c) { c.counted = 12345; },
-        [](AdafactorCase &c) { c.counted = 1e6, c.config.lr = 0.5; },
+        [](AdafactorCase &c) { c.counted = 1e6, c.config.step.lr = 0.5; },
         [](AdafactorCase &c) { c.counted = 54321, c.config.warmup_init = 1; },
-        [](AdafactorCase &c) { c.steps = false, c.config.step = 20000; },
-        [](AdafactorCase &c) { c.counted = 54321, c.config.relative_step = 0, c.config.lr = 0.05; },
+        [](AdafactorCase &c) { c.steps = false, c.config.step.t = 20000; },
+        [](AdafactorCase &c) {
+            c.counted = 54321, c.config.relative_step = 0, c.config.step.lr = 0.05;
+        },
         [](AdafactorCase &c) { c.grad_scale = 65536.0f, c.clip_coef = 0.3f; },
-        [](AdafactorCase &c) { c.grad_scale = 3.0f, c.config.maximize = 1; },
+        [](AdafactorCase &c) { c.grad_scale = 3.0f, c.config.step.maximize = 1; },
         [](AdafactorCase &c) { c.lr_on_device = HR_F64, c.config.relative_step = 0; },
         [](AdafactorCase &c) {
-            c.lr_on_device = HR_F32, c.config.lr = 0.125, c.config.relative_step = 0;
+            c.lr_on_device = HR_F32, c.config.step.lr = 0.125, c.config.relative_step = 0;
         },
     };
     for (const auto semantics : {HR_ADAFACTOR_HF, HR_ADAFACTOR_TORCH})

@@ -115,21 +115,23 @@ TEST_P(Adamw8bitBadInputs, Config)
         {"config->size is 0, wanted", [](Call &r) { r.config.size = 0; }},
         {"config->size is .*, wanted", [](Call &r) { r.config.size = sizeof(hr_adamw_config); }},
         {"config->adamw.size is 999, wanted", [](Call &r) { r.config.adamw.size = 999; }},
-        {"config->adamw.step is 0, wanted 1",
+        {"config->adamw.step.t is 0, wanted 1",
          [](Call &r) {
              r.steps.argument = nullptr;
-             r.config.adamw.step = 0;
+             r.config.adamw.step.t = 0;
          }},
         {"amsgrad is 1, wanted 0", [](Call &r) { r.config.adamw.amsgrad = 1; }},
-        {"lr_ptr has dtype bf16", [](Call &r) { r.config.adamw.lr_dtype = HR_BF16; }},
+        {"lr_ptr has dtype bf16", [](Call &r) { r.config.adamw.step.lr_dtype = HR_BF16; }},
         {"lr_ptr is at .* not a multiple of 4",
-         [](Call &r) { r.config.adamw.lr_ptr = moved(r.config.adamw.clip_coef, 1); }},
+         [](Call &r) { r.config.adamw.step.lr_ptr = moved(r.config.adamw.step.clip_coef, 1); }},
         {"grad_scale is at .* not a multiple of 4",
-         [](Call &r) { r.config.adamw.grad_scale = moved(r.config.adamw.grad_scale, 1); }},
+         [](Call &r) {
+             r.config.adamw.step.grad_scale = moved(r.config.adamw.step.grad_scale, 1);
+         }},
         {"found_inf is at .* not a multiple of 4",
-         [](Call &r) { r.config.adamw.found_inf = moved(r.config.adamw.found_inf, 2); }},
+         [](Call &r) { r.config.adamw.step.found_inf = moved(r.config.adamw.step.found_inf, 2); }},
         {"clip_coef is at .* not a multiple of 4",
-         [](Call &r) { r.config.adamw.clip_coef = moved(r.config.adamw.clip_coef, 3); }},
+         [](Call &r) { r.config.adamw.step.clip_coef = moved(r.config.adamw.step.clip_coef, 3); }},
         {"exec is NULL", [](Call &r) { r.exec_argument = nullptr; }},
         {"exec->device is -2", [](Call &r) { r.exec.device = -2; }},
     };
@@ -141,7 +143,6 @@ TEST_P(Adamw8bitBadInputs, Config)
         double hr_adamw_config::*member;
         std::vector<double> values;
     } numbers[] = {
-        {"lr is .*, wanted a finite number >= 0", &hr_adamw_config::lr, {-1e-3, NAN, INFINITY}},
         {"beta1 is .*, wanted \\[0, 1\\)", &hr_adamw_config::beta1, {-0.1, 1, NAN, INFINITY}},
         {"beta2 is .*, wanted \\[0, 1\\)", &hr_adamw_config::beta2, {-0.1, 1, NAN, INFINITY}},
         {"eps is .*, wanted a finite number >= 0", &hr_adamw_config::eps, {-1e-8, NAN, INFINITY}},
@@ -149,6 +150,9 @@ TEST_P(Adamw8bitBadInputs, Config)
          &hr_adamw_config::weight_decay,
          {-1, NAN, INFINITY}},
     };
+    for (const double lr : {-1e-3, double(NAN), double(INFINITY)})
+        all.push_back({"lr is .*, wanted a finite number >= 0",
+                       [=](Call &r) { r.config.adamw.step.lr = lr; }});
     for (const auto &number : numbers)
         for (const double value : number.values)
             all.push_back(
@@ -167,11 +171,12 @@ TEST_P(Adamw8bitBadInputs, WhatBnbExactExcludes)
         *backend, c,
         {{"bnb_exact needs decoupled", [](Call &r) { r.config.adamw.decoupled = 0; }},
          {"block_size is 128, but bnb_exact needs 256", [](Call &r) { r.config.block_size = 128; }},
-         {"bnb_exact excludes skip_nonfinite", [](Call &r) { r.config.adamw.skip_nonfinite = 1; }},
+         {"bnb_exact excludes skip_nonfinite",
+          [](Call &r) { r.config.adamw.step.skip_nonfinite = 1; }},
          {"bnb_exact excludes seeds", [](Call &r) { r.config.seeds = r.seeds.data(); }},
          {"bnb_exact excludes weights", [](Call &r) {
               static const hr_weights weights = HR_WEIGHTS_INIT;
-              r.config.adamw.weights = &weights;
+              r.config.adamw.step.weights = &weights;
           }}});
 }
 

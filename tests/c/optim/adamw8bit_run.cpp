@@ -77,29 +77,29 @@ Adamw8bitRun::Adamw8bitRun(Backend &backend, const Adamw8bitCase &c)
         seeds.push_back(0x9E3779B97F4A7C15u * (k + 1));
     steps.argument = c.steps ? &steps.list : nullptr;
     config.block_size = c.block_size;
-    config.adamw.skip_nonfinite = c.skip_nonfinite;
+    config.adamw.step.skip_nonfinite = c.skip_nonfinite;
     config.bnb_exact = c.bnb_exact;
     config.seeds = c.stochastic ? seeds.data() : nullptr;
     hr_adamw_config &adamw = config.adamw;
-    adamw.lr = c.lr;
+    adamw.step.lr = c.lr;
     adamw.beta1 = c.beta1;
     adamw.beta2 = c.beta2;
     adamw.eps = c.eps;
     adamw.weight_decay = c.weight_decay;
-    adamw.step = c.step;
+    adamw.step.t = c.step;
     adamw.decoupled = c.decoupled;
-    adamw.maximize = c.maximize;
+    adamw.step.maximize = c.maximize;
     if (c.lr_on_device) {
-        adamw.lr_ptr = scalar(backend, c.lr, *c.lr_on_device);
-        adamw.lr_dtype = *c.lr_on_device;
-        adamw.lr = -1; // not looked at
+        adamw.step.lr_ptr = scalar(backend, c.lr, *c.lr_on_device);
+        adamw.step.lr_dtype = *c.lr_on_device;
+        adamw.step.lr = -1; // not looked at
     }
-    adamw.grad_scale = static_cast<const float *>(scalar(backend, c.grad_scale, HR_F32));
-    adamw.found_inf = static_cast<const float *>(scalar(backend, c.found_inf, HR_F32));
-    adamw.clip_coef = static_cast<const float *>(scalar(backend, c.clip_coef, HR_F32));
+    adamw.step.grad_scale = static_cast<const float *>(scalar(backend, c.grad_scale, HR_F32));
+    adamw.step.found_inf = static_cast<const float *>(scalar(backend, c.found_inf, HR_F32));
+    adamw.step.clip_coef = static_cast<const float *>(scalar(backend, c.clip_coef, HR_F32));
     if (c.weights) {
         weights.emplace(backend, *c.weights, params.numel, params.dtype, params.buffers);
-        adamw.weights = &weights->weights;
+        adamw.step.weights = &weights->weights;
     }
 }
 

@@ -88,7 +88,7 @@ TEST_P(Adamw8bitScalars, AHundredStepsInARow)
     on_device.steps = HR_F64;
     Adamw8bitRun a(*backend, on_device), b(cpu_backend(), on_host);
     for (int step = 1; step <= 100; step++) {
-        b.config.adamw.step = step;
+        b.config.adamw.step.t = step;
         ASSERT_EQ(a.call(), HR_OK) << hr_last_error();
         ASSERT_EQ(b.call(), HR_OK) << hr_last_error();
     }

@@ -118,7 +118,7 @@ TEST_P(Adamw8bitSpecial, UpdatesStayBounded)
                 grad[i] = scale[i] * normal();
             const std::vector<uint8_t> bytes = encode(grad, HR_F32);
             backend->upload(run.grads.data[0], bytes.data(), bytes.size());
-            run.config.adamw.step = step;
+            run.config.adamw.step.t = step;
             EXPECT_EQ(run.call(), HR_OK) << hr_last_error();
             const std::vector<double> now = run.params.values(0);
             for (size_t i = 0; step > 20 && i < 256; i++)

@@ -81,28 +81,30 @@ std::vector<BadInput> bad_configs()
         {"config is NULL", [](AdamwRun &r) { r.config_argument = nullptr; }},
         {"config->size is 0, wanted", [](AdamwRun &r) { r.config.size = 0; }},
         {"config->size is 999, wanted", [](AdamwRun &r) { r.config.size = 999; }},
-        {"config->step is 0, wanted 1",
+        {"config->step.t is 0, wanted 1",
          [](AdamwRun &r) {
              r.list_arguments[STEPS] = nullptr;
-             r.config.step = 0;
+             r.config.step.t = 0;
          }},
-        {"config->step is -3, wanted 1",
+        {"config->step.t is -3, wanted 1",
          [](AdamwRun &r) {
              r.list_arguments[STEPS] = nullptr;
-             r.config.step = -3;
+             r.config.step.t = -3;
          }},
-        {"lr_ptr has dtype bf16", [](AdamwRun &r) { r.config.lr_dtype = HR_BF16; }},
+        {"config->step.reserved\\[3\\] is 7, wanted 0",
+         [](AdamwRun &r) { r.config.step.reserved[3] = 7; }},
+        {"lr_ptr has dtype bf16", [](AdamwRun &r) { r.config.step.lr_dtype = HR_BF16; }},
         {"lr_ptr is at .* not a multiple of 8",
          [](AdamwRun &r) {
-             r.config.lr_ptr = moved(r.config.clip_coef, 4);
-             r.config.lr_dtype = HR_F64;
+             r.config.step.lr_ptr = moved(r.config.step.clip_coef, 4);
+             r.config.step.lr_dtype = HR_F64;
          }},
         {"grad_scale is at .* not a multiple of 4",
-         [](AdamwRun &r) { r.config.grad_scale = moved(r.config.grad_scale, 1); }},
+         [](AdamwRun &r) { r.config.step.grad_scale = moved(r.config.step.grad_scale, 1); }},
         {"found_inf is at .* not a multiple of 4",
-         [](AdamwRun &r) { r.config.found_inf = moved(r.config.found_inf, 2); }},
+         [](AdamwRun &r) { r.config.step.found_inf = moved(r.config.step.found_inf, 2); }},
         {"clip_coef is at .* not a multiple of 4",
-         [](AdamwRun &r) { r.config.clip_coef = moved(r.config.clip_coef, 3); }},
+         [](AdamwRun &r) { r.config.step.clip_coef = moved(r.config.step.clip_coef, 3); }},
         {"exec is NULL", [](AdamwRun &r) { r.exec_argument = nullptr; }},
         {"exec->device is -2", [](AdamwRun &r) { r.exec.device = -2; }},
     };
@@ -111,7 +113,6 @@ std::vector<BadInput> bad_configs()
         double hr_adamw_config::*member;
         std::vector<double> values;
     } numbers[] = {
-        {"lr is .*, wanted a finite number >= 0", &hr_adamw_config::lr, {-1e-3, NAN, INFINITY}},
         {"beta1 is .*, wanted \\[0, 1\\)", &hr_adamw_config::beta1, {-0.1, 1, NAN, INFINITY}},
         {"beta2 is .*, wanted \\[0, 1\\)", &hr_adamw_config::beta2, {-0.1, 1, NAN, INFINITY}},
         {"eps is .*, wanted a finite number >= 0", &hr_adamw_config::eps, {-1e-8, NAN, INFINITY}},
@@ -119,6 +120,9 @@ std::vector<BadInput> bad_configs()
          &hr_adamw_config::weight_decay,
          {-1, NAN, INFINITY}},
     };
+    for (const double lr : {-1e-3, double(NAN), double(INFINITY)})
+        all.push_back(
+            {"lr is .*, wanted a finite number >= 0", [=](AdamwRun &r) { r.config.step.lr = lr; }});
     for (const auto &number : numbers)
         for (const double value : number.values)
             all.push_back({number.message, [=](AdamwRun &r) { r.config.*number.member = value; }});

@@ -65,27 +65,27 @@ AdamwRun::AdamwRun(Backend &backend, const AdamwCase &c) : exec(backend.exec())
         lists[l] = {int64_t(c.numel.size()), data[l].data(), numel[l].data(), dtype[l].data()};
         list_arguments[l] = given ? &lists[l] : nullptr;
     }
-    config.lr = c.lr;
+    config.step.lr = c.lr;
     config.weight_decay = 0.1;
-    config.step = c.step;
+    config.step.t = c.step;
     config.decoupled = c.decoupled;
     config.amsgrad = c.amsgrad;
-    config.maximize = c.maximize;
-    config.skip_nonfinite = c.skip_nonfinite;
+    config.step.maximize = c.maximize;
+    config.step.skip_nonfinite = c.skip_nonfinite;
     if (c.lr_on_device) {
-        config.lr_ptr = scalar(backend, config.lr, *c.lr_on_device);
-        config.lr_dtype = *c.lr_on_device;
-        config.lr = -1; // not looked at
+        config.step.lr_ptr = scalar(backend, config.step.lr, *c.lr_on_device);
+        config.step.lr_dtype = *c.lr_on_device;
+        config.step.lr = -1; // not looked at
     }
     const auto float_scalar = [&](std::optional<float> value) {
         return value ? static_cast<const float *>(scalar(backend, *value, HR_F32)) : nullptr;
     };
-    config.grad_scale = float_scalar(c.grad_scale);
-    config.found_inf = float_scalar(c.found_inf);
-    config.clip_coef = float_scalar(c.clip_coef);
+    config.step.grad_scale = float_scalar(c.grad_scale);
+    config.step.found_inf = float_scalar(c.found_inf);
+    config.step.clip_coef = float_scalar(c.clip_coef);
     if (c.weights) {
         weights.emplace(backend, *c.weights, numel[PARAMS], dtype[PARAMS], tensors_[PARAMS]);
-        config.weights = &weights->weights;
+        config.step.weights = &weights->weights;
     }
 }
 

@@ -85,7 +85,7 @@ TEST_P(AdamwScalars, TwoHundredStepsInARow)
     on_device.steps = HR_F64;
     AdamwRun a(*backend, on_device), b(cpu_backend(), on_host);
     for (int step = 1; step <= 200; step++) {
-        b.config.step = step;
+        b.config.step.t = step;
         ASSERT_EQ(a.call(), HR_OK) << hr_last_error();
         ASSERT_EQ(b.call(), HR_OK) << hr_last_error();
     }

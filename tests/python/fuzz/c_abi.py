@@ -71,15 +71,23 @@ class Weights(Structure):
     ]
 
 
+class Step(Structure):
+    _fields_ = [
+        ("lr", c_double),
+        ("t", c_int64),
+        *((name, c_void_p) for name in ("lr_ptr", "clip_coef", "grad_scale", "found_inf")),
+        ("weights", POINTER(Weights)),
+        *((name, c_int32) for name in ("lr_dtype", "maximize", "skip_nonfinite")),
+        ("reserved", c_int32 * 5),
+    ]
+
+
 class AdamW(Structure):
     _fields_ = [
         ("size", c_size_t),
-        *((name, c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")),
-        ("step", c_int64),
-        *((name, c_int32) for name in ("decoupled", "amsgrad", "maximize", "skip_nonfinite")),
-        ("lr_dtype", c_int32),
-        *((name, c_void_p) for name in ("lr_ptr", "grad_scale", "found_inf", "clip_coef")),
-        ("weights", POINTER(Weights)),
+        ("step", Step),
+        *((name, c_double) for name in ("beta1", "beta2", "eps", "weight_decay")),
+        *((name, c_int32) for name in ("decoupled", "amsgrad")),
     ]
 
 
@@ -106,14 +114,11 @@ class Shape(Structure):
 class Adafactor(Structure):
     _fields_ = [
         ("size", c_size_t),
-        ("semantics", c_int32),
-        *((name, c_double) for name in ("lr", "beta2_decay", "eps1", "eps2", "clip_threshold")),
+        ("step", Step),
+        *((name, c_int32) for name in ("semantics", "phases")),
+        *((name, c_double) for name in ("beta2_decay", "eps1", "eps2", "clip_threshold")),
         *((name, c_double) for name in ("weight_decay", "beta1")),
-        ("step", c_int64),
         *((name, c_int32) for name in ("scale_parameter", "relative_step", "warmup_init")),
-        *((name, c_int32) for name in ("maximize", "phases", "lr_dtype")),
-        *((name, c_void_p) for name in ("lr_ptr", "grad_scale", "found_inf", "clip_coef")),
-        ("weights", POINTER(Weights)),
     ]
 
 
@@ -304,13 +309,14 @@ def sizes(rng: random.Random) -> list[int]:
     return [rng.choice([0, 1, 5, 64, 65, 256, 300]) for _ in range(rng.randrange(4))]
 
 
-def scalars(rng: random.Random, memory: Memory, config: Structure) -> None:
+def scalars(rng: random.Random, memory: Memory, step: Step) -> None:
+    step.lr, step.t, step.lr_dtype = 1e-3, 1, F32
     if rng.random() < 0.3:
-        config.lr_dtype = rng.choice([F32, F64])
-        config.lr_ptr = memory.scalar(1e-3, c_float if config.lr_dtype == F32 else c_double)
+        step.lr_dtype = rng.choice([F32, F64])
+        step.lr_ptr = memory.scalar(1e-3, c_float if step.lr_dtype == F32 else c_double)
     for name, value in (("grad_scale", 2.0), ("found_inf", 0.0), ("clip_coef", 0.5)):
         if rng.random() < 0.3:
-            setattr(config, name, memory.scalar(rng.choice([value, value, 0.0, math.nan, -1.0])))
+            setattr(step, name, memory.scalar(rng.choice([value, value, 0.0, math.nan, -1.0])))
 
 
 def weights(rng: random.Random, memory: Memory, numels: list[int], dtypes: list[int]):
@@ -347,13 +353,13 @@ def adam_parts(rng: random.Random, memory: Memory, config: AdamW):
     numels = sizes(rng)
     dtypes = [rng.choice(FLOATS) for _ in numels]
     config.size = ctypes.sizeof(AdamW)
-    config.lr, config.beta1, config.beta2, config.eps = 1e-3, 0.9, 0.999, 1e-8
-    config.weight_decay, config.step, config.decoupled = 0.01, 1, 1
-    scalars(rng, memory, config)
-    structs, lists, arrays = [config], [], []
+    config.beta1, config.beta2, config.eps = 0.9, 0.999, 1e-8
+    config.weight_decay, config.decoupled = 0.01, 1
+    scalars(rng, memory, config.step)
+    structs, lists, arrays = [config, config.step], [], []
     if rng.random() < 0.5:
         w, residuals, places, dtypes = weights(rng, memory, numels, dtypes)
-        config.weights = ctypes.pointer(w)
+        config.step.weights = ctypes.pointer(w)
         structs.append(w)
         lists += [residuals] if residuals else []
         arrays += [places] if places else []
@@ -408,15 +414,16 @@ def adafactor(rng: random.Random, memory: Memory) -> Call:
         shapes[k] = Shape(batch, rows, cols, factored, 0, 0, 0)
     used = shapes[:count]
     numels = [s.batch * s.rows * s.cols for s in used]
-    config = Adafactor(ctypes.sizeof(Adafactor), rng.randrange(2), 1e-2, -0.8, 1e-30, 1e-3, 1.0)
-    config.step, config.scale_parameter, config.phases = 1, 1, 15
+    config = Adafactor(ctypes.sizeof(Adafactor))
+    config.semantics, config.phases, config.scale_parameter = rng.randrange(2), 15, 1
+    config.beta2_decay, config.eps1, config.eps2, config.clip_threshold = -0.8, 1e-30, 1e-3, 1.0
     config.relative_step = rng.randrange(2)
-    scalars(rng, memory, config)
-    structs, lists, arrays = [config], [], [shapes]
+    scalars(rng, memory, config.step)
+    structs, lists, arrays = [config, config.step], [], [shapes]
     dtypes = [rng.choice(FLOATS) for _ in numels]
     if rng.random() < 0.4:
         w, residuals, places, dtypes = weights(rng, memory, numels, dtypes)
-        config.weights = ctypes.pointer(w)
+        config.step.weights = ctypes.pointer(w)
         config._keep = w
         structs.append(w)
         lists += [residuals] if residuals else []

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 HEADER = Path(headroom.get_include()) / "headroom.h"
-LIBRARY = Path(headroom.get_library_dir()) / "libheadroom.so.0"
+LIBRARY = Path(headroom.get_library_dir()) / "libheadroom.so.0.2"
 TORCH_LIBRARY = Path(headroom.get_library_dir()) / "libheadroom_torch.so"
 
 
@@ -72,7 +72,7 @@ def test_dependencies():
     system = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "libstdc++.so.6", "ld-linux-x86-64.so.2"}
     system |= {"libdl.so.2", "libpthread.so.0", "librt.so.1", "ld-linux-aarch64.so.1"}
     assert needed(LIBRARY) <= system
-    assert needed(TORCH_LIBRARY) - system == {"libheadroom.so.0", "libtorch.so"}
+    assert needed(TORCH_LIBRARY) - system == {"libheadroom.so.0.2", "libtorch.so"}
     for library in (LIBRARY, TORCH_LIBRARY):
         paths = re.findall(r"\((?:RPATH|RUNPATH)\).*\[(.+)\]", run("readelf", "-d", library))
         assert set(paths) <= {"$ORIGIN"}
@@ -135,15 +135,38 @@ def largest_error(output):
     return float(re.search(r"largest error of a coefficient: (\S+)", output)[1])
 
 
+C_EXAMPLES = sorted(path.stem for path in (ROOT / "examples" / "c").glob("*.c"))
+SKIPPED = 77  # what a program returns where there is no CUDA device
+
+
+def run_example(program, **environment):
+    """Runs a program of examples/c, which checks its own results. Skips where it does."""
+    result = subprocess.run([program], capture_output=True, text=True, env=os.environ | environment)
+    if result.returncode == SKIPPED:
+        pytest.skip(result.stdout.strip())
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("name", C_EXAMPLES)
 @both_prefixes
-def test_c_program_through_pkg_config(prefix, tmp_path):
+def test_c_program_through_pkg_config(prefix, name, tmp_path):
     folder = str(prefix / "lib" / "pkgconfig")
     flags = run("pkg-config", "--cflags", "--libs", "headroom", PKG_CONFIG_PATH=folder).split()
-    program = tmp_path / "least_squares"
-    source = ROOT / "examples" / "c" / "least_squares.c"
+    program = tmp_path / name
+    source = ROOT / "examples" / "c" / f"{name}.c"
     strict = ["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror"]
+    if "cuda" in name:
+        cuda = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+        if not (cuda / "include" / "cuda_runtime_api.h").exists():
+            pytest.skip("no CUDA toolkit")
+        flags += ["-isystem", cuda / "include", f"-L{cuda / 'lib64'}", "-lcudart"]
     run("cc", *strict, source, *flags, "-lm", "-o", program)
-    assert largest_error(run(program, LD_LIBRARY_PATH=str(prefix / "lib"))) < 1e-4
+    path = os.environ.get("LD_LIBRARY_PATH", "")
+    libraries = [str(prefix / "lib"), "/usr/local/cuda/lib64", path]
+    output = run_example(program, LD_LIBRARY_PATH=":".join(libraries))
+    if name == "least_squares":
+        assert largest_error(output) < 1e-4
 
 
 @both_prefixes

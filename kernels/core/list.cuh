@@ -1,0 +1,108 @@
+/*
+ * list.cuh: a list of tensors on a grid. The list travels in the launch parameters, as a record per
+ * tensor; each thread block takes CUDA_CHUNK consecutive elements of one tensor.
+ *
+ * A record is a struct of the op with the members `numel` and `first_block`, and whatever else the
+ * kernel needs of a tensor. list_launch_all() fills those two, asks the op for the rest, and queues
+ * a launch for as many tensors as the parameters hold.
+ */
+#ifndef HR_LIST_CUH
+#define HR_LIST_CUH
+
+#include "kernels/core/cuda.cuh"
+#include "kernels/core/step.h"
+
+/* Launch parameters hold this many bytes (CUDA 12.1 and later). */
+#define CUDA_PARAMETER_BYTES 32764
+
+/* How many elements one block takes. */
+#define CUDA_CHUNK 16384
+
+/* What a kernel over a list is given: `Shared`, what all tensors have in common, and the records.
+ * The most that fit, because a smaller number would be another instance of every kernel. */
+template <typename Shared, typename Record> struct list_launch : Shared {
+    static constexpr uint32_t capacity =
+        (CUDA_PARAMETER_BYTES - sizeof(Shared) - 8) / sizeof(Record);
+    uint32_t count;
+    Record tensors[capacity];
+};
+
+static inline uint32_t list_blocks(int64_t numel)
+{
+    return (uint32_t)((numel + CUDA_CHUNK - 1) / CUDA_CHUNK);
+}
+
+/* Which record's tensor a block works on: the last one that starts at or before it. Records of
+ * empty tensors start where the next one does, so they are never the last. An index, because from a
+ * reference the compiler makes code that spills. */
+template <typename Record>
+static __device__ __forceinline__ uint32_t list_find(const Record *records, uint32_t count,
+                                                     uint32_t block)
+{
+    uint32_t low = 0, high = count;
+    while (high - low > 1) {
+        const uint32_t middle = (low + high) / 2;
+        if (records[middle].first_block <= block)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* The block's elements of a tensor: the first, and the one after the last. */
+template <typename Record> static __device__ __forceinline__ int64_t list_begin(const Record &t)
+{
+    return (int64_t)(blockIdx.x - t.first_block) * CUDA_CHUNK;
+}
+
+template <typename Record>
+static __device__ __forceinline__ int64_t list_end(const Record &t, int64_t begin)
+{
+    return t.numel - begin < CUDA_CHUNK ? t.numel : begin + CUDA_CHUNK;
+}
+
+/* Where groups of eight end, if the addresses, or-ed together, allow 16-byte accesses; else
+ * `begin`. */
+static __device__ __forceinline__ int64_t list_vector_end(uintptr_t addresses, int64_t begin,
+                                                          int64_t end)
+{
+    return addresses % 16 == 0 ? begin + (end - begin) / 8 * 8 : begin;
+}
+
+/* For every tensor k of the list calls fill(record, k), and for each group of tensors that fit in a
+ * launch queue(blocks, k) with the first of them; `blocks` may be 0. */
+template <typename Launch, typename Fill, typename Queue>
+static inline hr_status list_launch_all(Launch *launch, const hr_tensor_list *list,
+                                        const char *function, Fill fill, Queue queue)
+{
+    static_assert(sizeof(Launch) <= CUDA_PARAMETER_BYTES, "must fit in a launch");
+    hr_status status = HR_OK;
+    for (int64_t k = 0; k < list->count && status == HR_OK;) {
+        const int64_t first = k;
+        uint32_t blocks = 0;
+        launch->count = 0;
+        for (; k < list->count && launch->count < Launch::capacity; k++) {
+            auto &record = launch->tensors[launch->count++];
+            record.numel = list->numel[k];
+            record.first_block = blocks;
+            fill(record, k);
+            blocks += list_blocks(list->numel[k]);
+        }
+        queue(blocks, first);
+        status = cuda_launch_status(function);
+    }
+    return status;
+}
+
+/* Counts the step for a launch's records. A launch of its own, after the update: every block of a
+ * tensor reads its counter. */
+template <typename Launch>
+static __global__ void list_count_kernel(const Launch __grid_constant__ args)
+{
+    const uint32_t k = blockIdx.x * blockDim.x + threadIdx.x;
+    if (k < args.count && !step_is_skipped(&args.config.step))
+        step_count(args.tensors[k].step, (hr_dtype)args.tensors[k].step_dtype);
+}
+
+#endif

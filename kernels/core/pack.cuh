@@ -1,0 +1,196 @@
+/*
+ * pack.cuh: N consecutive elements of a thread, 4 or 8, as they lie in memory: a word each of f32,
+ * half a word of a 16-bit type. Loads are kept apart from conversions so that all loads of a thread
+ * are in flight before the first use.
+ */
+#ifndef HR_PACK_CUH
+#define HR_PACK_CUH
+
+#include "kernels/core/cuda.cuh"
+
+template <int N> struct pack {
+    static_assert(N == 4 || N == 8, "one access of a 16-bit type");
+    uint32_t words[N];
+};
+
+/* At an address that is a multiple of the size of N 16-bit elements. */
+template <int N, typename Index>
+static __device__ __forceinline__ pack<N> pack_load(const void *base, Index i, hr_dtype dtype)
+{
+    pack<N> p = {};
+    if (dtype == HR_F32) {
+        const uint4 *const vectors = (const uint4 *)((const uint32_t *)base + i);
+#pragma unroll
+        for (int v = 0; v < N / 4; v++) {
+            const uint4 x = vectors[v];
+            p.words[4 * v] = x.x, p.words[4 * v + 1] = x.y;
+            p.words[4 * v + 2] = x.z, p.words[4 * v + 3] = x.w;
+        }
+    } else if constexpr (N == 8) {
+        const uint4 x = *(const uint4 *)((const uint16_t *)base + i);
+        p.words[0] = x.x, p.words[1] = x.y, p.words[2] = x.z, p.words[3] = x.w;
+    } else {
+        const uint2 x = *(const uint2 *)((const uint16_t *)base + i);
+        p.words[0] = x.x, p.words[1] = x.y;
+    }
+    return p;
+}
+
+/* __stcs, because plain stores of a vector that was put together from words come out of the
+ * compiler as scalar ones; and what an optimizer writes is not read again soon. */
+template <int N, typename Index>
+static __device__ __forceinline__ void pack_store(void *base, Index i, const pack<N> &p,
+                                                  hr_dtype dtype)
+{
+    if (dtype == HR_F32) {
+        uint4 *const vectors = (uint4 *)((uint32_t *)base + i);
+#pragma unroll
+        for (int v = 0; v < N / 4; v++)
+            __stcs(vectors + v, make_uint4(p.words[4 * v], p.words[4 * v + 1], p.words[4 * v + 2],
+                                           p.words[4 * v + 3]));
+    } else if constexpr (N == 8) {
+        __stcs((uint4 *)((uint16_t *)base + i),
+               make_uint4(p.words[0], p.words[1], p.words[2], p.words[3]));
+    } else {
+        __stcs((uint2 *)((uint16_t *)base + i), make_uint2(p.words[0], p.words[1]));
+    }
+}
+
+/* The bits of element e, of a type of 8, 16 or 32 bits. */
+template <int N>
+static __device__ __forceinline__ uint32_t pack_bits(const pack<N> &p, int e, hr_dtype dtype)
+{
+    return dtype == HR_F32  ? p.words[e]
+           : dtype == HR_I8 ? (p.words[e / 4] >> (8 * (e % 4))) & 0xFFu
+                            : (p.words[e / 2] >> (16 * (e % 2))) & 0xFFFFu;
+}
+
+/* Puts them into a pack of zeros. */
+template <int N>
+static __device__ __forceinline__ void pack_put_bits(pack<N> &p, int e, hr_dtype dtype,
+                                                     uint32_t bits)
+{
+    if (dtype == HR_F32)
+        p.words[e] = bits;
+    else if (dtype == HR_I8)
+        p.words[e / 4] |= bits << (8 * (e % 4));
+    else
+        p.words[e / 2] |= bits << (16 * (e % 2));
+}
+
+/* Element e as binary32. */
+template <int N>
+static __device__ __forceinline__ float pack_get(const pack<N> &p, int e, hr_dtype dtype)
+{
+    if (dtype == HR_F32)
+        return hr_float(p.words[e]);
+    return hr_from_half((uint16_t)(p.words[e / 2] >> (16 * (e % 2))), dtype);
+}
+
+/* N numbers, rounded to their type. */
+template <int N>
+static __device__ __forceinline__ pack<N> pack_of(const float (&x)[N], hr_dtype dtype)
+{
+    pack<N> p = {};
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+        if (dtype == HR_F32)
+            hr_store(p.words, e, x[e], HR_F32);
+        else
+            p.words[e / 2] |= (uint32_t)hr_to_half(x[e], dtype) << (16 * (e % 2));
+    }
+    return p;
+}
+
+/* ---- What addresses or the tensor's end forbid to do in one access --------------------------- */
+
+/* Element by element, in functions of their own: inlined, their loads would take the registers that
+ * all others need. */
+#define PACK_SLOW static __device__ __attribute__((noinline))
+
+/* The first `left` elements, and zeros. */
+template <int N>
+PACK_SLOW pack<N> pack_load_slowly(const void *base, uint32_t i, hr_dtype dtype, int left)
+{
+    pack<N> p = {};
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+        if (e >= left)
+            break;
+        if (dtype == HR_F32)
+            p.words[e] = ((const uint32_t *)base)[i + e];
+        else
+            p.words[e / 2] |= (uint32_t)((const uint16_t *)base)[i + e] << (16 * (e % 2));
+    }
+    return p;
+}
+
+template <int N>
+PACK_SLOW void pack_store_slowly(void *base, uint32_t i, hr_dtype dtype, int left, pack<N> p)
+{
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+        if (e >= left)
+            break;
+        if (dtype == HR_F32)
+            ((uint32_t *)base)[i + e] = p.words[e];
+        else
+            ((uint16_t *)base)[i + e] = (uint16_t)(p.words[e / 2] >> (16 * (e % 2)));
+    }
+}
+
+/* Four bytes, the first in the lowest of the word; `absent` past the end. */
+template <int N>
+PACK_SLOW uint32_t pack_load_bytes_slowly(const uint8_t *base, uint32_t i, int left,
+                                          uint32_t absent)
+{
+    uint32_t bytes = 0;
+#pragma unroll
+    for (int e = 0; e < N; e++)
+        bytes |= (e < left ? base[i + e] : absent) << (8 * e);
+    return bytes;
+}
+
+template <int N>
+PACK_SLOW void pack_store_bytes_slowly(uint8_t *base, uint32_t i, int left, uint32_t bytes)
+{
+#pragma unroll
+    for (int e = 0; e < N; e++)
+        if (e < left)
+            base[i + e] = (uint8_t)(bytes >> (8 * e));
+}
+
+/* `whole`: there are all N, at an address for one access; else there are `left`. */
+template <int N>
+static __device__ __forceinline__ pack<N> pack_load(const void *base, uint32_t i, hr_dtype dtype,
+                                                    bool whole, int left)
+{
+    return whole ? pack_load<N>(base, i, dtype) : pack_load_slowly<N>(base, i, dtype, left);
+}
+
+template <int N>
+static __device__ __forceinline__ void pack_store(void *base, uint32_t i, hr_dtype dtype,
+                                                  bool whole, int left, const pack<N> &p)
+{
+    if (whole)
+        pack_store(base, i, p, dtype);
+    else
+        pack_store_slowly(base, i, dtype, left, p);
+}
+
+static __device__ __forceinline__ uint32_t pack_load_bytes(const uint8_t *base, uint32_t i,
+                                                           bool whole, int left, uint32_t absent)
+{
+    return whole ? *(const uint32_t *)(base + i) : pack_load_bytes_slowly<4>(base, i, left, absent);
+}
+
+static __device__ __forceinline__ void pack_store_bytes(uint8_t *base, uint32_t i, bool whole,
+                                                        int left, uint32_t bytes)
+{
+    if (whole)
+        __stcs((uint32_t *)(base + i), bytes);
+    else
+        pack_store_bytes_slowly<4>(base, i, left, bytes);
+}
+
+#endif
