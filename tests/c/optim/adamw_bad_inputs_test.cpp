@@ -142,6 +142,7 @@ std::vector<BadInput> bad_weights()
 {
     std::vector<BadInput> all = {
         {"weights->size is 0, wanted", [](AdamwRun &r) { r.weights->weights.size = 0; }},
+        {"weights->size is 999, wanted", [](AdamwRun &r) { r.weights->weights.size = 999; }},
         {"weights->residuals is NULL, but HR_WEIGHTS_REMAINDER8_STOCHASTIC needs them",
          [](AdamwRun &r) { r.weights->weights.residuals = nullptr; }},
         {"weights->residuals is given, but HR_WEIGHTS_STOCHASTIC has none",
@@ -162,11 +163,29 @@ std::vector<BadInput> bad_weights()
          [](AdamwRun &r) { r.weights->places[1].offset = -1; }},
         {"places\\[1\\] is \\{8, 0, 1000\\}", [](AdamwRun &r) { r.weights->places[1].run = 0; }},
         {"places\\[1\\] is \\{8, 37, -5\\}", [](AdamwRun &r) { r.weights->places[1].stride = -5; }},
-        {"places\\[2\\] reaches past",
-         [](AdamwRun &r) { r.weights->places[2].stride = INT64_MAX / 8; }},
+        {"places\\[0\\] is \\{-1, 37, 1000\\}",
+         [](AdamwRun &r) { r.weights->places[0].offset = -1; }},
+        {"places\\[0\\] reaches past",
+         [](AdamwRun &r) { r.weights->places[0].offset = INT64_MAX / 4; }},
+        {"places\\[0\\] reaches past",
+         [](AdamwRun &r) { r.weights->places[0].run = INT64_MAX / 4; }},
+        {"places\\[2\\] reaches past", // by the least; there are 300 / 37 = 8 runs
+         [](AdamwRun &r) { r.weights->places[2].stride = INT64_MAX / 4 / 8; }},
         {"weights->stalled is at .* not a multiple of 8",
          [](AdamwRun &r) { r.weights->weights.stalled = moved(r.weights->weights.stalled, 4); }},
     };
+    const char *const names[] = {
+        "HR_WEIGHTS_NEAREST has none",           "HR_WEIGHTS_STOCHASTIC has none",
+        "HR_WEIGHTS_KAHAN needs them",           "HR_WEIGHTS_MASTER needs them",
+        "HR_WEIGHTS_REMAINDER16 needs them",     "HR_WEIGHTS_REMAINDER8 needs them",
+        "HR_WEIGHTS_REMAINDER8_STOCHASTIC needs"};
+    for (int mode = HR_WEIGHTS_NEAREST; mode <= HR_WEIGHTS_REMAINDER8_STOCHASTIC; mode++)
+        all.push_back(
+            {std::string("weights->residuals is .*, but ") + names[mode], [=](AdamwRun &r) {
+                 r.weights->weights.mode = hr_weights_mode(mode);
+                 if (mode >= HR_WEIGHTS_KAHAN)
+                     r.weights->weights.residuals = nullptr;
+             }});
     for (const int mode : {-1, 7, 1000})
         all.push_back({"weights->mode is " + std::to_string(mode),
                        [=](AdamwRun &r) { r.weights->weights.mode = hr_weights_mode(mode); }});
