@@ -2,8 +2,9 @@
 and ``headroom::split_weights_``.
 
 A bfloat16 weight has 8 bits, so an update below 1/256 of it is lost. ``master`` keeps what rounding
-took off in a second tensor, the residual; ``rounding`` says how to round. The modes and their
-errors are documented at ``hr_weights`` in ``headroom.h``.
+took off in a second tensor, the residual; ``rounding`` says how to round. The modes, their errors
+and what becomes of a weight that something else writes between two steps are documented at
+``hr_weights`` in ``headroom.h``.
 """
 
 from __future__ import annotations
@@ -230,7 +231,8 @@ def split_weights_(
 def master_weights(optimizer: Optimizer, model: nn.Module | None = None) -> dict[Any, Tensor]:
     """The weights of an optimizer's parameters as float32: those that its next step starts from.
 
-    To evaluate or save a model without the rounding of its 16-bit weights.
+    To evaluate or save a model without the rounding of its 16-bit weights. Where a parameter was
+    written since the last step, it is what was written: see :class:`headroom.optim.Adam`.
 
     Args:
         optimizer: one of :mod:`headroom.optim`.
@@ -266,7 +268,8 @@ def load_master_weights(
     optimizer: Optimizer, weights: Mapping[Any, Tensor], model: nn.Module | None = None
 ) -> None:
     """Sets parameters, and what the optimizer keeps beside them, from float32 weights: the way back
-    of :func:`master_weights`. Nothing is lost that the optimizer's mode can keep.
+    of :func:`master_weights`. Nothing is lost that the optimizer's mode can keep, and nothing is
+    left of the old weights, as there may be after writing to the parameters alone.
 
     Args:
         optimizer: one of :mod:`headroom.optim`.

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md"]
-MUST_SHOW_CODE = ["README.md"]
+PAGES = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *PAGES]
+MUST_SHOW_CODE = ["README.md", *PAGES]
 
 
 def read(document):
@@ -85,7 +86,9 @@ def test_files_that_are_named_exist(document):
     text = read(document)
     links = re.findall(r"\]\((?!\w+:|#)([^)#\s]+)[^)]*\)", text)
     scripts = re.findall(r"\bbash ([\w./-]+\.sh)", text)
-    missing = [name for name in (*links, *scripts) if not (ROOT / name).exists()]
+    here = (ROOT / document).parent
+    missing = [name for name in links if not (here / name).exists()]
+    missing += [name for name in scripts if not (ROOT / name).exists()]
     assert not missing
 
 
