@@ -61,6 +61,14 @@ class Adam(Optimizer):
     other (but torch must not be given one with 8-bit moments: see :class:`Adam8bit`). ``master``
     adds ``master`` or ``remainder``, ``"kahan"`` ``compensation``. Loading never casts a state.
 
+    Parameters that something else writes between two steps count as written, in every mode: pruning
+    masks, ``load_state_dict`` of the model, clamping, averages that are swapped in. ``"f32"`` takes
+    the parameter where it is not the rounding of its copy; to compare them, a step reads 2 bytes
+    more for each weight. ``"kahan"`` and the remainders may start up to half a unit in the last
+    place beside what was written, but from 0 at a weight set to 0 (a remainder below 2^-134 is
+    left). ``load_master_weights`` sets weights exactly. If only the optimizer's state is loaded,
+    the weights are those of the model.
+
     If ``grad_scale``, ``found_inf`` or ``clip_coef`` is set as an attribute (tensors of one
     element), the step divides gradients by the first, changes nothing if
     the second is not 0, and multiplies gradients by the third, without waiting for the device.

@@ -238,7 +238,7 @@ def _read_adam(entry: dict[str, Any], context: Context) -> State:
     step = entry.get("step", context.group.get("step"))
     residual = {name: entry[name] for name in RESIDUALS if name in entry}
     weights = residual.get("master")
-    if weights is None and residual and context.param is not None:
+    if residual and context.param is not None and context.param.dtype in HALVES:
         weights = torch.empty_like(context.param, dtype=torch.float32)
         mode = {name: context.group[name] for name in ("master", "rounding")}
         join_weights_([weights], [context.param.detach()], list(residual.values()), **mode)
