@@ -36,7 +36,8 @@ def headroom_optimizer(optimizer: Any, caller: str) -> Optimizer:
 def master_weights(optimizer: Optimizer, model: nn.Module | None = None) -> dict[Any, Tensor]:
     """The weights of an optimizer's parameters as float32: those that its next step starts from.
 
-    To evaluate or save a model without the rounding of its 16-bit weights.
+    To evaluate or save a model without the rounding of its 16-bit weights. Where a parameter was
+    written since the last step, it is what was written: see :class:`headroom.optim.Adam`.
 
     Args:
         optimizer: one of :mod:`headroom.optim`, or accelerate's wrapper of it.
@@ -76,7 +77,8 @@ def load_master_weights(
     optimizer: Optimizer, weights: Mapping[Any, Tensor], model: nn.Module | None = None
 ) -> None:
     """Sets parameters, and what the optimizer keeps beside them, from float32 weights: the way back
-    of :func:`master_weights`. Nothing is lost that the optimizer's mode can keep.
+    of :func:`master_weights`. Nothing is lost that the optimizer's mode can keep, and nothing is
+    left of the old weights, as there may be after writing to the parameters alone.
 
     Args:
         optimizer: one of :mod:`headroom.optim`, or accelerate's wrapper of it.

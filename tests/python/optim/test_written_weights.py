@@ -6,9 +6,10 @@ import headroom
 import pytest
 import torch
 from headroom.optim import Adafactor, AdamW, AdamW8bit, convert_state, master_weights
-from modes import WEIGHTS
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+
+from helpers.modes import WEIGHTS
 
 OPTIMIZERS = [
     (AdamW, {"state_dtype": torch.float32}),
@@ -146,7 +147,9 @@ def test_what_was_written_counts(cls, options, way, dtype, write, tmp_path):
         write(model, tmp_path)
     written = written_weights(model)
     residuals = {
-        param: {k: v.clone() for k, v in entry.items() if k in headroom.weights.RESIDUALS}
+        param: {
+            k: v.clone() for k, v in entry.items() if k in headroom.optim.master_weights.RESIDUALS
+        }
         for param, entry in optimizer.state.items()
     }
     assert_read_as_written(optimizer, written, way)
