@@ -5,6 +5,7 @@ import copy
 import headroom
 import pytest
 import torch
+from headroom._core.weight_modes import RESIDUALS
 from headroom.optim import Adafactor, AdamW, AdamW8bit, convert_state, master_weights
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -147,9 +148,7 @@ def test_what_was_written_counts(cls, options, way, dtype, write, tmp_path):
         write(model, tmp_path)
     written = written_weights(model)
     residuals = {
-        param: {
-            k: v.clone() for k, v in entry.items() if k in headroom.optim.master_weights.RESIDUALS
-        }
+        param: {k: v.clone() for k, v in entry.items() if k in RESIDUALS}
         for param, entry in optimizer.state.items()
     }
     assert_read_as_written(optimizer, written, way)
