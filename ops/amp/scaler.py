@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -292,10 +293,16 @@ class GradScaler(torch.amp.GradScaler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this scaler or of torch's. A scale outside this scaler's bounds is moved
-        to the nearest one."""
+        to the nearest one.
+
+        Raises:
+            ValueError: a value is missing or is none that a scaler has, such as a scale that is
+                NaN or infinite. The scaler stays as it was.
+        """
         if not self._enabled:
             return
-        if "scale" in state_dict:
+        if state_dict:  # torch's error about an empty one is better
+            _check_state(state_dict)
             bounded = min(max(state_dict["scale"], self._min_scale), self._max_scale)
             state_dict = state_dict | {"scale": bounded}
         super().load_state_dict(state_dict)
@@ -314,6 +321,28 @@ class GradScaler(torch.amp.GradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget()
+
+
+WANTED = {  # what a state holds: its type, the least value, the bound it stays below, in words
+    "scale": (Real, 0, 2.0**128, ">= 0 that float32 has"),
+    "growth_factor": (Real, math.nextafter(1, 2), math.inf, "> 1"),
+    "backoff_factor": (Real, math.nextafter(0, 1), 1, "> 0 and < 1"),
+    "growth_interval": (Integral, 1, 2**31, ">= 1"),
+    "_growth_tracker": (Integral, 0, 2**31, ">= 0"),
+    "hysteresis_tracker": (Integral, -(2**31), 2**31, "of 32 bits"),
+}
+
+
+def _check_state(state_dict: dict[str, Any]) -> None:
+    for key, (kind, low, high, words) in WANTED.items():
+        if key not in state_dict and key == "hysteresis_tracker":
+            continue  # torch's
+        value = state_dict.get(key)
+        if not isinstance(value, kind) or not low <= value < high:
+            what = "a finite number" if kind is Real else "an integer"
+            raise ValueError(
+                f"the loaded state of the scaler has {key}={value!r}, wanted {what} {words}"
+            )
 
 
 def _name_of(optimizer: torch.optim.Optimizer, param: Tensor) -> str:

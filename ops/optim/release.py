@@ -337,13 +337,20 @@ class ReleaseHandle:
         optimizer_state["found_inf_per_device"] = {scale.device: self._flag}
 
     def _check_unseen(self, param: Tensor | None = None) -> None:
-        if param in self._seen if param is not None else self._seen:
-            name = self._optimizer._name_of(next(iter(self._seen)) if param is None else param)
-            raise RuntimeError(
-                f"{name} has been stepped since the last optimizer.step(), and its gradient is "
-                "gone. Call step() after every backward(), sum micro-batches in a GradAccumulator, "
-                "and do not use a parameter in several reentrant checkpoints"
-            )
+        if param not in self._seen if param is not None else not self._seen:
+            return
+        name = self._optimizer._name_of(next(iter(self._seen)) if param is None else param)
+        what = "has got a gradient since the last optimizer.step()"
+        if param is not None:
+            waits = any(param in bucket for bucket in self._buckets.values())
+            first = "waits to be stepped" if waits else "has been stepped, and is gone"
+            if not waits:  # else step() would step the second by itself
+                param.grad = None
+            what = f"got a second gradient before optimizer.step(): the first {first}"
+        raise RuntimeError(
+            f"{name} {what}. Call step() after every backward(), sum micro-batches in a "
+            "GradAccumulator, and do not use a parameter in several reentrant checkpoints"
+        )
 
     def _wait(self, param: Tensor) -> None:
         """Puts a parameter into a bucket, and empties the bucket if it is full."""

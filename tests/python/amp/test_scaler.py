@@ -578,6 +578,49 @@ def test_a_loaded_scale_is_moved_into_the_bounds():
     assert scaler.get_scale() == 2.0**17
 
 
+BAD_STATES = {
+    "scale": [math.nan, math.inf, -1.0, 1e39, "1", None],
+    "growth_factor": [1.0, math.nan, math.inf],
+    "backoff_factor": [0.0, 1.0, math.nan],
+    "growth_interval": [0, 2.5, 2**31],
+    "_growth_tracker": [-1, "0"],
+    "hysteresis_tracker": [1.5, 2**40, None],
+}
+BAD_PAIRS = [(key, value) for key, values in BAD_STATES.items() for value in values]
+
+
+@pytest.mark.parametrize("live", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize("key, value", BAD_PAIRS, ids=str)
+def test_a_loaded_state_that_no_scaler_has_changes_nothing(key, value, live):
+    scaler = start(Scaler("cpu", hysteresis=2)) if live else Scaler("cpu", hysteresis=2)
+    kept = scaler.state_dict()
+    with pytest.raises(ValueError, match=f"the loaded state of the scaler has {key}="):
+        scaler.load_state_dict(kept | {key: value})
+    assert scaler.state_dict() == kept
+    if key != "hysteresis_tracker":
+        with pytest.raises(ValueError, match=f"has {key}=None"):
+            scaler.load_state_dict({k: v for k, v in kept.items() if k != key})
+
+
+def test_hysteresis_restored_into_a_used_scaler():
+    """What counts is the loaded number of overflows, on the device too: the scale falls when that
+    of the original does."""
+    params = parameters()
+    first, second = (Scaler("cpu", hysteresis=3, growth_interval=50) for _ in range(2))
+    run(first, OURS(params), params, [1])
+    others = parameters()
+    run(second, OURS(others), others, [1, 1, 1, 1])
+    saved = first.state_dict()
+    assert saved["hysteresis_tracker"] == 2 and second.state_dict()["hysteresis_tracker"] < 0
+    second.load_state_dict(saved)
+    assert second.state_dict() == saved
+    for scaler in (first, second):
+        fresh = parameters()
+        assert run(scaler, OURS(fresh), fresh, [1, 1, 1]) == [2.0**16, 2.0**16, 2.0**15]
+    second.load_state_dict(TorchScaler("cpu").state_dict())  # which counts none
+    assert second.state_dict()["hysteresis_tracker"] == 3
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
 def test_a_copy_goes_on_as_the_original(copied):
     params = parameters()

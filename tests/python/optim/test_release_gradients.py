@@ -4,6 +4,9 @@ import copy
 import functools
 import gc
 import math
+import os
+import subprocess
+import sys
 import weakref
 
 import headroom
@@ -489,6 +492,80 @@ def test_two_passes_clip_and_skip_exactly(make, make_scaler, retain):
         assert all(count == (3 if make_scaler else 4) for count in steps)
 
 
+@pytest.mark.parametrize("make_scaler", [SCALER, TORCH_SCALER], ids=["ours", "torch"])
+@pytest.mark.parametrize("bucket_bytes", [0, 200])
+def test_an_overflow_in_the_first_bucket_alone_lowers_the_scale(make_scaler, bucket_bytes):
+    """Buckets behind it are finite, and do not take the flag back."""
+    net, scaler = Net(), make_scaler()
+    optimizer = OPTIM.AdamW(net.parameters(), lr=1e-2)
+    OPTIM.release_gradients(net, optimizer, scaler=scaler, bucket_bytes=bucket_bytes)
+    net.last.bias.register_hook(lambda grad: grad * math.inf)  # whose gradient comes first
+    before = copy.deepcopy(net.state_dict())
+    scaler.scale(loss_of(net, 0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**7
+    changed = {k for k, v in net.state_dict().items() if not torch.equal(v, before[k])}
+    assert changed == before.keys() - {"last.bias", "unused"}
+
+
+@pytest.mark.parametrize("clip", ["previous", "two-pass"])
+@EVERY
+def test_a_norm_below_the_limit_scales_nothing_up(make, clip):
+    """The bits of the step without a limit."""
+    nets, optimizers = [Net(), Net()], []
+    for net, limit in zip(nets, (None, 1e3)):
+        optimizers.append(make(groups(net), max_grad_norm=limit))
+    handle = OPTIM.release_gradients(nets[1], optimizers[1], clip=clip)
+    for step in range(3):
+        for net, optimizer in zip(nets, optimizers):
+            if net is nets[1] and clip == "two-pass":
+                with handle.measure():
+                    loss_of(net, step).backward()
+            loss_of(net, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert 0 < optimizers[1].grad_norm < 1e3
+    assert_equal(nets, optimizers)
+
+
+@pytest.mark.parametrize("clip", ["previous", "two-pass"])
+@pytest.mark.parametrize("flag", [0.0, 1.0])
+def test_step_scalars_of_the_optimizer_beside_clipping(flag, clip):
+    """A flag that is set on the optimizer skips, and its coefficient multiplies that of the clip,
+    as in an ordinary step."""
+    nets = Net(), Net()
+    optimizers = [OPTIM.AdamW(n.parameters(), lr=1e-2, max_grad_norm=0.05) for n in nets]
+    handle = OPTIM.release_gradients(nets[1], optimizers[1], clip=clip)
+    before = copy.deepcopy(nets[1].state_dict())
+    for step in range(2):
+        for net, optimizer in zip(nets, optimizers):
+            optimizer.clip_coef = torch.tensor(0.25)
+            optimizer.found_inf = torch.tensor(flag)
+            if net is nets[1] and clip == "two-pass":
+                with handle.measure():
+                    loss_of(net, 0).backward()
+            if clip == "previous" and step == 0:  # as if nothing were clipped
+                optimizers[0].param_groups[0]["max_grad_norm"] = math.inf
+            loss_of(net, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert (optimizer.clip_coef, optimizer.found_inf) == (0.25, flag)
+            optimizers[0].param_groups[0]["max_grad_norm"] = 0.05
+        if flag:
+            assert_same_bits(before.values(), nets[1].state_dict().values())
+        if clip == "previous":
+            break  # the second step's norms differ
+    for name, value in nets[0].state_dict().items():
+        torch.testing.assert_close(nets[1].state_dict()[name], value, rtol=2**-18, atol=2**-20)
+    exps = [
+        [o.state[p]["exp_avg"] for p in n.parameters() if o.state.get(p)]
+        for o, n in zip(optimizers, nets)
+    ]
+    for left, right in zip(*exps):
+        torch.testing.assert_close(left, right, rtol=2**-18, atol=1e-9)
+
+
 # ---- What it refuses -----------------------------------------------------------------------------
 
 
@@ -587,13 +664,66 @@ def test_a_second_gradient_before_the_step_is_an_error():
     OPTIM.release_gradients(net, optimizer)
     loss_of(net, 0).backward()
     before = copy.deepcopy(net.state_dict())
-    with pytest.raises(RuntimeError, match=r"stepped since the last optimizer.step\(\)"):
+    with pytest.raises(RuntimeError, match=r"second gradient .*: the first has been stepped"):
         loss_of(net, 1).backward()
     assert_same_bits(before.values(), net.state_dict().values())
     optimizer = OPTIM.AdamW(segments.parameters())
     OPTIM.release_gradients(segments, optimizer)
     with pytest.raises(RuntimeError, match="reentrant checkpoints"):
         segments(torch.ones(2, 3, requires_grad=True)).sum().backward()
+
+
+class Nested(torch.autograd.Function):
+    """A backward inside backward, with a gradient of the same parameters."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad():
+            ctx.layer(torch.ones(2, 3)).sum().backward()
+        return grad, None
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 1 << 22])
+def test_a_nested_backward_with_the_same_parameters_is_an_error(bucket_bytes):
+    """Which says whether the first gradient was stepped or waits in the bucket. After it, training
+    goes on."""
+    layer = torch.nn.Linear(3, 3)
+    optimizer = OPTIM.AdamW(layer.parameters())
+    OPTIM.release_gradients(layer, optimizer, bucket_bytes=bucket_bytes)
+    before = copy.deepcopy(layer.state_dict())
+    first = "waits to be stepped" if bucket_bytes else "has been stepped, and is gone"
+    with pytest.raises(RuntimeError, match=f"second gradient .*: the first {first}"):
+        layer(Nested.apply(torch.ones(2, 3, requires_grad=True), layer)).sum().backward()
+    stepped = [not torch.equal(p, before[name]) for name, p in layer.named_parameters()]
+    assert stepped == [not bucket_bytes] * 2
+    optimizer.step()
+    assert all(entry["step"] == 1 for entry in optimizer.state.values())
+    layer(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert all(entry["step"] == 2 for entry in optimizer.state.values())
+
+
+def test_exit_after_a_nested_backward():
+    """An interpreter that ends with the error prints it, and no more of C++."""
+    script = """
+import headroom, sys, torch
+sys.path.insert(0, sys.argv[1])
+from test_release_gradients import Nested
+layer = torch.nn.Linear(3, 3)
+optimizer = headroom.optim.AdamW(layer.parameters())
+headroom.optim.release_gradients(layer, optimizer)
+layer(Nested.apply(torch.ones(2, 3, requires_grad=True), layer)).sum().backward()
+"""
+    here = os.path.dirname(__file__)
+    command = [sys.executable, "-c", script, here]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "the first waits to be stepped" in done.stderr
+    assert "terminate called" not in done.stderr
 
 
 def test_a_value_that_is_still_needed_is_not_stepped_silently():
