@@ -23,7 +23,7 @@ from headroom.state import save as saving
 from headroom.state.file import PIECE, PREFIX, SMALL, StateFile
 from torch import nn
 
-from helpers.reference import assert_same_bits
+from helpers.bits import assert_same_bits
 
 DRIVER = Path(__file__).resolve().parents[1] / "fuzz" / "state_files.py"
 
