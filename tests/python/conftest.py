@@ -1,4 +1,5 @@
-"""What every test file shares: the devices to run on, seeds, torch's settings put back."""
+"""What every test file shares: the devices to run on, processes that talk through gloo, seeds, and
+torch's settings put back."""
 
 import os
 import tempfile
@@ -6,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from helpers.ranks import Ranks
 
 
 def _devices():
@@ -18,6 +21,14 @@ def _devices():
 def device(request):
     """Runs the test once per kind of device. `-m cuda` selects exactly the runs on a GPU."""
     return request.param
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Runs a function on every rank of two processes: ``ranks(function, *arguments)``."""
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.reference import assert_same_bits
+from helpers.bits import assert_same_bits
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

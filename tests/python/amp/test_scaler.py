@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.amp import GradScaler as TorchScaler
 
-from helpers.reference import assert_same_bits, bits
+from helpers.bits import assert_same_bits, bits
 
 Scaler = headroom.amp.GradScaler
 OURS = headroom.optim.AdamW

@@ -1,6 +1,6 @@
 """Clipping, scaling and accumulation over two processes: DDP, FSDP2, DTensors of any placement.
 
-The functions without `test_` in their name run on both ranks (distributed_worker.py).
+The functions without `test_` in their name run on both ranks (helpers/ranks.py).
 """
 
 import contextlib
@@ -16,29 +16,19 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers.distributed_worker import WORLD_SIZE, Ranks
-from helpers.reference import assert_same_bits, bits
+from helpers.bits import assert_same_bits, bits
+from helpers.mesh import mesh, whole
+from helpers.ranks import WORLD_SIZE
 
 pytestmark = pytest.mark.gloo
 ADAMW = headroom.optim.AdamW
 CLOSE = dict(rtol=2**-21, atol=2**-24)
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
-
-
 def make_model():
     """Layers of 5, 5, 1 and 1 rows: uneven shards, and nothing of the last on rank 1."""
     torch.manual_seed(7)
     return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
-
-
-def mesh():
-    return init_device_mesh("cpu", (WORLD_SIZE,))
 
 
 def batch(seed, size=8):
@@ -49,11 +39,6 @@ def batch(seed, size=8):
 def backward(model, seed, factor=1.0):
     x, y = batch(seed)
     (factor * mse_loss(model(x), y)).backward()
-
-
-def whole(tensors):
-    """Full copies of DTensors; collective."""
-    return [t.full_tensor() if isinstance(t, DTensor) else t.detach().clone() for t in tensors]
 
 
 def grads(model):

@@ -7,7 +7,9 @@ import pytest
 import torch
 from headroom._core.binaries import _C
 
-from helpers.reference import FLOATS, assert_same_bits, bits
+from helpers.bits import assert_same_bits, bits
+from helpers.layouts import contiguous, offset, sliced, transposed
+from helpers.samples import FLOATS
 
 SHAPES = ((37, 5), (), (1,), (0, 3), (16385,), (64,))
 
@@ -171,21 +173,7 @@ def test_no_tensors():
 # ---- Layouts and the same bits -------------------------------------------------------------------
 
 
-def transposed(t):
-    return t.t().contiguous().t()
-
-
-def sliced(t):
-    wide = torch.full((t.shape[0], 2 * t.shape[1]), 7.0).to(t)
-    wide[:, ::2] = t
-    return wide[:, ::2]
-
-
-def offset(t):
-    return torch.cat([t.new_full((1,), 7.0), t.reshape(-1)])[1:].view(t.shape)
-
-
-LAYOUTS = [torch.clone, transposed, sliced, offset]
+LAYOUTS = [contiguous, transposed, sliced, offset]
 
 
 @pytest.mark.parametrize("grad", LAYOUTS)

@@ -4,24 +4,19 @@ import headroom
 import pytest
 import torch
 
-from helpers.reference import (
+from helpers.bits import assert_same_bits, bits, same_bits, ulps
+from helpers.reference import error, reference_step, torch_fused
+from helpers.samples import (
     DEFAULTS,
     FLOATS,
     MIXES,
     Sample,
-    assert_same_bits,
-    bits,
-    error,
     mix_name,
     name_of,
-    reference_step,
     run,
-    same_bits,
     sample,
     scalar,
     table,
-    torch_fused,
-    ulps,
 )
 
 OPS = sorted(

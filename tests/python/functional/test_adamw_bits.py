@@ -5,19 +5,9 @@ import pytest
 import torch
 from headroom._core.binaries import _C
 
-from helpers.reference import (
-    FLOATS,
-    MIXES,
-    Sample,
-    assert_same_bits,
-    bits,
-    mix_name,
-    name_of,
-    run,
-    same_bits,
-    sample,
-    torch_fused,
-)
+from helpers.bits import assert_same_bits, bits, same_bits
+from helpers.reference import torch_fused
+from helpers.samples import FLOATS, MIXES, Sample, mix_name, name_of, run, sample
 
 # --- Rounding ------------------------------------------------------------------------------------
 

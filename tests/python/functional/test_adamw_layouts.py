@@ -4,50 +4,20 @@ import headroom
 import pytest
 import torch
 
-from helpers.reference import Sample, assert_same_bits, name_of, run, same_bits, sample
+from helpers.bits import assert_same_bits, same_bits
+from helpers.layouts import (
+    LAYOUTS,
+    offset,
+    rest_of_storage,
+)
+from helpers.samples import Sample, name_of, run, sample
+
+EVERY = [*LAYOUTS.values(), offset]
 
 
-def contiguous(tensor):
-    return tensor.contiguous()
-
-
-def transposed(tensor):
-    """The same values, with the dimensions in reverse order in memory."""
-    axes = list(reversed(range(tensor.dim())))
-    return tensor.permute(axes).contiguous().permute(axes)
-
-
-def channels_last(tensor):
-    return tensor.contiguous(memory_format=torch.channels_last)
-
-
-def sliced(tensor):
-    """Every second column of a larger tensor, whose other columns hold 7."""
-    wide = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1] + 1), 7.0).to(tensor)
-    view = wide[..., 1::2]
-    view.copy_(tensor)
-    return view
-
-
-def offset(tensor):
-    """Contiguous, but starting at element 3 of its storage."""
-    return torch.cat([tensor.new_full((3,), 7.0), tensor.reshape(-1)])[3:].view(tensor.shape)
-
-
-LAYOUTS = [contiguous, transposed, channels_last, sliced, offset]
-
-
-def rest_of_storage(tensor):
-    """The elements of the storage that the tensor does not show."""
-    storage = tensor.new_empty(0).set_(tensor.untyped_storage())
-    shown = torch.zeros(storage.numel(), dtype=torch.bool, device=tensor.device)
-    shown.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
-    return storage[~shown]
-
-
-@pytest.mark.parametrize("state", LAYOUTS)
-@pytest.mark.parametrize("grad", LAYOUTS)
-@pytest.mark.parametrize("param", LAYOUTS)
+@pytest.mark.parametrize("state", EVERY)
+@pytest.mark.parametrize("grad", EVERY)
+@pytest.mark.parametrize("param", EVERY)
 def test_strides_do_not_matter(param, grad, state, device):
     lists = sample([(3, 4, 5, 2)], device=device, amsgrad=True)
     want = run(lists.clone(), amsgrad=True)

@@ -10,41 +10,28 @@ import weakref
 import headroom
 import pytest
 import torch
-from headroom import _overlap
+from headroom._core import overlap
 
-from helpers.reference import DEFAULTS, bits, sample, table
+from helpers.bad_inputs import (
+    INF,
+    NAN,
+    assert_untouched,
+    expanded,
+    meta,
+    misaligned,
+    of_dtype,
+    one,
+    option,
+    overlapping,
+    put,
+    quantized,
+    snapshot,
+    sparse,
+)
+from helpers.samples import DEFAULTS, sample, table
 from helpers.twins import Twins
 
-NAN, INF = float("nan"), float("inf")
-
-
-def snapshot(tensors):
-    """The bits of strided tensors that have some; others cannot be written."""
-    real = [
-        t for t in tensors if t.layout == torch.strided and not t.is_quantized and not t.is_meta
-    ]
-    return real, [bits(t).clone() for t in real]
-
-
-def assert_untouched(kept):
-    assert all(torch.equal(bits(now), then) for now, then in zip(*kept))
-
-
 # --- The op --------------------------------------------------------------------------------------
-
-
-def put(name, k, make):
-    """Replaces tensor k of a list by make(tensor)."""
-
-    def change(lists, options):
-        column = getattr(lists, name)
-        column[k] = make(column[k])
-
-    return change
-
-
-def option(**values):
-    return lambda lists, options: options.update(values)
 
 
 def drop(name):
@@ -57,39 +44,6 @@ def both(*changes):
             each(lists, options)
 
     return change
-
-
-def one(value, dtype=torch.float32, shape=()):
-    return torch.full(shape, value, dtype=dtype)
-
-
-def expanded(tensor):
-    return tensor[:1].expand(tensor.shape)
-
-
-def overlapping(tensor):
-    return tensor.flatten().as_strided(tensor.shape, (1, 1))
-
-
-def misaligned(tensor):
-    memory = bytearray(tensor.numel() * 4 + 1)
-    return torch.frombuffer(memory, dtype=torch.float32, offset=1).view(tensor.shape)
-
-
-def of_dtype(dtype):
-    return lambda tensor: tensor.to(dtype)
-
-
-def quantized(tensor):
-    return torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
-
-
-def sparse(tensor):
-    return tensor.to_sparse()
-
-
-def meta(tensor):
-    return tensor.to("meta")
 
 
 def bad_list_lengths():
@@ -482,7 +436,7 @@ def test_overlapping_agrees_with_a_list_of_all_bytes():
             for pair in itertools.combinations(range(len(views)), 2)
             if places[pair[0]] & places[pair[1]]
         }
-        got = _overlap.overlapping(views)
+        got = overlap.overlapping(views)
         assert got in wanted or (got is None and not wanted)
         found += got is not None
     assert 50 < found < 350

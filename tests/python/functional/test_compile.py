@@ -11,7 +11,9 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.reference import DEFAULTS, FLOATS, assert_same_bits, sample
+from helpers.bits import assert_same_bits
+from helpers.compiled import compile_step
+from helpers.samples import DEFAULTS, FLOATS, sample
 
 INDUCTOR = pytest.param("inductor", marks=pytest.mark.slow)
 BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
@@ -56,10 +58,6 @@ def assert_same_run(eager, compiled):
     for p, q in zip(eager[0], compiled[0]):
         assert_same_bits(eager[1].state[p].values(), compiled[1].state[q].values())
         assert eager[1].state[p].keys() == compiled[1].state[q].keys()
-
-
-def compile_step(optimizer, backend, fullgraph=True):
-    return torch.compile(lambda: optimizer.step(), backend=backend, fullgraph=fullgraph)
 
 
 # ---- optimizer.step() ----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ contract of headroom.h; on CUDA 4 units in the last place for p = 2).
 """
 
 import math
+from functools import partial
 
 import headroom
 import numpy as np
@@ -13,7 +14,9 @@ import torch
 from headroom._core.binaries import _C
 from headroom._core.table import table_of
 
-from helpers.reference import FLOATS, assert_same_bits, bits, same_bits
+from helpers.bits import assert_same_bits, bits, same_bits
+from helpers.layouts import offset, sliced, transposed
+from helpers.samples import FLOATS
 
 SHAPES = ((37, 5), (), (1,), (16385,), (64,))
 ORDERS = (2.0, 1.0, 3.0, 0.5, math.inf)
@@ -329,21 +332,10 @@ def test_unusual_but_finite(value, device):
 # ---- Layouts -------------------------------------------------------------------------------------
 
 
-def sliced(t):
-    wide = torch.full((*t.shape[:-1], 2 * t.shape[-1]), math.nan).to(t)
-    view = wide[..., ::2]
-    view.copy_(t)
-    return view
-
-
-def offset(t):
-    return torch.cat([t.new_full((1,), math.nan), t.reshape(-1)])[1:].view(t.shape)
-
-
 LAYOUTS = {
-    "transposed": lambda t: t.t().contiguous().t(),
-    "sliced": sliced,
-    "unaligned": offset,
+    "transposed": transposed,
+    "sliced": partial(sliced, fill=math.nan),
+    "unaligned": partial(offset, fill=math.nan),
     "reversed rows": lambda t: t.contiguous()[:, ::3],
 }
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.reference import bits
+from helpers.bits import bits
 
 MAX = float(np.finfo(np.float32).max)
 

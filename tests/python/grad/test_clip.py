@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_ as torch_clip
 
-from helpers.reference import FLOATS, assert_same_bits, bits
+from helpers.bits import assert_same_bits, bits
+from helpers.samples import FLOATS
 
 SHAPES = ((37, 5), (), (1,), (4097,), (64,))
 ORDERS = (2.0, 1.0, 3.0, math.inf)

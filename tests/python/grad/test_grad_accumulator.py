@@ -10,7 +10,8 @@ import torch
 from headroom.grad import accumulate as accumulate_module
 from torch.nn.functional import cross_entropy, mse_loss
 
-from helpers.reference import FLOATS, assert_same_bits
+from helpers.bits import assert_same_bits
+from helpers.samples import FLOATS
 
 ACCUMULATOR = headroom.GradAccumulator
 

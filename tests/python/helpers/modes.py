@@ -13,6 +13,8 @@ from headroom.optim import Adafactor, Adam, Adam8bit, AdamW, AdamW8bit
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from helpers import training
+
 WEIGHTS = [  # how weights of 16 bits are stored, if not rounded to the nearest
     dict(master="f32"),
     dict(master="remainder16"),
@@ -125,11 +127,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Any) -> None:
-    """The data of a step depends on nothing but its number."""
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, batch(step)).backward()
-        optimizer.step()
+    training.train(optimizer, steps, lambda step: loss_of(model, batch(step)).backward())
 
 
 def entries(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from helpers import modes
+from helpers.bits import assert_same_bits
 from helpers.modes import EVERY, entries
-from helpers.reference import assert_same_bits
 
 ADAMW = headroom.optim.AdamW
 OURS = pytest.mark.parametrize(  # the second with 8-bit moments for one of four parameters

@@ -8,10 +8,12 @@ import headroom
 import pytest
 import torch
 from headroom._core.table import table_of
-from test_bad_inputs import assert_untouched, expanded, misaligned, snapshot
 
+from helpers import training
+from helpers.bad_inputs import assert_untouched, expanded, misaligned, snapshot
+from helpers.bits import assert_same_bits, bits
 from helpers.modes import WEIGHTS
-from helpers.reference import assert_same_bits, bits, scalar
+from helpers.samples import scalar
 
 HF = pytest.importorskip("transformers.optimization").Adafactor
 ADAFACTOR = headroom.optim.Adafactor
@@ -55,9 +57,7 @@ def set_grads(params, step):
 
 
 def train(params, optimizer, steps):
-    for step in steps:
-        set_grads(params, step)
-        optimizer.step()
+    training.train(optimizer, steps, lambda step: set_grads(params, step))
     return params, optimizer
 
 

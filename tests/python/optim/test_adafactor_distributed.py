@@ -1,6 +1,6 @@
 """Adafactor in two processes: sums over the ranks that hold the parts of a DTensor.
 
-The functions without `test_` in their name run on both ranks (distributed_worker.py). Sums are
+The functions without `test_` in their name run on both ranks (helpers/ranks.py). Sums are
 added in another order than in one process, so a sharded run is that of one process to rounding.
 """
 
@@ -15,15 +15,14 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from helpers.distributed_worker import WORLD_SIZE, Ranks
+from helpers.mesh import RESUMMED, mesh
+from helpers.ranks import WORLD_SIZE
 
 pytestmark = pytest.mark.gloo
 ADAFACTOR = headroom.optim.Adafactor
-CLOSE = {"rtol": 2**-17, "atol": 2**-22}
 OPTIONS = {
     "torch": {"semantics": "torch", "weight_decay": 0.1},
     "hf": {"semantics": "hf"},
@@ -46,17 +45,6 @@ PARTS = [
     ((1,), 0),
     ((30, 20), None),
 ]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
-
-
-def mesh():
-    return init_device_mesh("cpu", (WORLD_SIZE,))
 
 
 def values(seed):
@@ -88,7 +76,7 @@ def step(sharded, single, seed):
 
 def assert_close(sharded, single):
     for k, (p, q) in enumerate(zip(sharded[0], single[0])):
-        torch.testing.assert_close(full(p), q, **CLOSE, msg=lambda m, k=k: f"{PARTS[k]}: {m}")
+        torch.testing.assert_close(full(p), q, **RESUMMED, msg=lambda m, k=k: f"{PARTS[k]}: {m}")
         mine, its = sharded[1].state[p], single[1].state[q]
         assert mine.keys() == its.keys()
         for name, value in its.items():
@@ -96,7 +84,7 @@ def assert_close(sharded, single):
             torch.testing.assert_close(
                 full(mine[name]),
                 value,
-                **CLOSE,
+                **RESUMMED,
                 msg=lambda m, k=k, n=name: f"{n}, {PARTS[k]}: {m}",
             )
 
@@ -133,7 +121,7 @@ def sixteen_bits(rank, options, mode, differing):
     its = torch.cat([joined[1][p].flatten() for p in wholes])
     moved = mine - torch.cat([v.bfloat16().float().flatten() for v in values(0)])
     assert moved.abs().mean() > 2e-5
-    wrong = ~torch.isclose(mine, its, **CLOSE)
+    wrong = ~torch.isclose(mine, its, **RESUMMED)
     assert wrong.float().mean() <= differing
     torch.testing.assert_close(mine, its, rtol=2**-7, atol=2**-12)  # one step of bfloat16
 
@@ -185,7 +173,7 @@ def checkpoint(rank, options, folder):
             opt.step()
             opt.zero_grad()
         for p, q in zip(model.parameters(), single.parameters()):
-            torch.testing.assert_close(full(p), q, **CLOSE)
+            torch.testing.assert_close(full(p), q, **RESUMMED)
 
     train()
     train()

@@ -1,6 +1,6 @@
 """AdamW8bit in two processes: FSDP2, DTensors, distributed checkpoints.
 
-The functions without `test_` in their name run on both ranks (distributed_worker.py). Blocks are
+The functions without `test_` in their name run on both ranks (helpers/ranks.py). Blocks are
 local to a shard. Where rows are whole blocks and shards are rows, blocks are those of one process,
 and so are all bits.
 """
@@ -11,7 +11,6 @@ import headroom
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from test_distributed import loaded, saved, special, whole
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -22,21 +21,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from helpers.distributed_worker import WORLD_SIZE, Ranks
-from helpers.reference import assert_same_bits, bits
+from helpers import training
+from helpers.bits import assert_same_bits, bits, special
+from helpers.dcp import loaded, saved
+from helpers.mesh import mesh, whole
+from helpers.ranks import WORLD_SIZE
 
 pytestmark = pytest.mark.gloo
 ADAMW8BIT = headroom.optim.AdamW8bit
 OPTIONS = dict(lr=1e-2, weight_decay=0.1, min_8bit_size=1000)
 CODES = "step", "exp_avg", "exp_avg_sq", "exp_avg_absmax", "exp_avg_sq_absmax"
 FLOATS = CODES[:3]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
 
 
 class Model(torch.nn.Module):
@@ -62,10 +57,6 @@ WHOLE_ROWS = "even.weight", "uneven", "one"
 SMALL = "small.weight", "small.bias"
 
 
-def mesh():
-    return init_device_mesh("cpu", (WORLD_SIZE,))
-
-
 def sharded(model=None, **policy):
     return fully_shard(model or Model(), mesh=mesh(), **policy)
 
@@ -77,10 +68,7 @@ def backward(model, seed, dtype=torch.float32):
 
 
 def train(model, optimizer, steps):
-    for step in steps:
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.step()
+    training.train(optimizer, steps, lambda step: backward(model, step))
 
 
 def named(model):

@@ -6,54 +6,21 @@ import math
 import headroom
 import pytest
 import torch
-from test_adamw8bit_optimizer import ADAMW8BIT, OnLists, is_8bit, mixed, set_grads, states
 
-from helpers.reference import FLOATS, assert_same_bits, same_bits
-
-SHAPE = (24, 16, 5, 5)  # 9600 elements: 8 bits, and blocks that rows and channels do not divide
-
-
-def channels_last(values):
-    return values.contiguous(memory_format=torch.channels_last)
-
-
-def transposed(values):
-    return values.transpose(0, 3).contiguous().transpose(0, 3)
-
-
-def sliced(values):
-    """Every second of a larger tensor: no memory of its own."""
-    room = torch.full((*values.shape, 2), 7.0, dtype=values.dtype, device=values.device)
-    room[..., 0] = values
-    return room[..., 0]
-
-
-LAYOUTS = {
-    "contiguous": lambda values: values.clone(memory_format=torch.contiguous_format),
-    "channels_last": channels_last,
-    "transposed": transposed,
-    "sliced": sliced,
-}
-
-
-def grads(steps=4):
-    """Of sizes that differ from place to place, so that a scale of the wrong block shows."""
-    generator = torch.Generator().manual_seed(3)
-    sizes = 10 ** torch.randn(SHAPE, generator=generator)
-    return [torch.randn(SHAPE, generator=generator) * sizes for _ in range(steps)]
-
-
-def start():
-    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(4))
-
-
-def trained(param, values, **options):
-    optimizer = ADAMW8BIT([param], lr=1e-2, **options)
-    for grad in values:
-        param.grad = grad.to(param.device, param.dtype)
-        optimizer.step()
-    assert is_8bit(optimizer, param)
-    return optimizer
+from helpers.bits import assert_same_bits, same_bits
+from helpers.layouts import LAYOUTS, rest_of_storage
+from helpers.optimizers8bit import (
+    ADAMW8BIT,
+    OnLists,
+    grads,
+    is_8bit,
+    mixed,
+    set_grads,
+    start,
+    states,
+    trained,
+)
+from helpers.samples import FLOATS
 
 
 def in_memory_order(tensor):
@@ -81,8 +48,7 @@ def test_layouts(layout, grad_layout, dtype, device):
         mine = mine.permute(*order).contiguous() if mine.shape == param.shape else mine
         assert same_bits(mine, value), name
     if not dense:
-        room = param.detach().as_strided((*SHAPE, 2), (*param.stride(), 1))
-        assert (room[..., 1] == 7).all()
+        assert (rest_of_storage(param.detach()) == 7).all()
 
 
 @pytest.mark.parametrize("later", [name for name in LAYOUTS if name != "sliced"])

@@ -1,20 +1,32 @@
 """headroom.optim.Adam8bit and AdamW8bit: arguments, which moments have 8 bits, what they do to
 training, gradients that are not finite. What holds for every optimizer is tested beside AdamW's
-(NAMES in twins.py, EIGHT_BIT in test_compile.py, and so on)."""
+(NAMES in helpers/twins.py, EIGHT_BIT in test_compile.py, and so on)."""
 
 import inspect
 
 import headroom
 import pytest
 import torch
-from test_adamw8bit import Sample, check_moments, check_params
-from test_optimizer import BAD_OPTIONS, BAD_PARAMS, parameter, raised, shared, with_grads
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.reference import FLOATS, assert_same_bits, bits, same_bits
+from helpers.bad_arguments import BAD_OPTIONS, BAD_PARAMS, raised, shared
+from helpers.bits import assert_same_bits, same_bits
+from helpers.optimizers8bit import (
+    ADAM8BIT,
+    ADAMW8BIT,
+    CLASSES,
+    OnLists,
+    is_8bit,
+    mixed,
+    run,
+    set_grads,
+    snapshot,
+    states,
+    unchanged,
+)
+from helpers.parameters import parameter, with_grads
+from helpers.reference8bit import Sample, check_moments, check_params
+from helpers.samples import FLOATS
 
-ADAM8BIT, ADAMW8BIT = headroom.optim.Adam8bit, headroom.optim.AdamW8bit
-CLASSES = pytest.mark.parametrize("cls", [ADAM8BIT, ADAMW8BIT], ids=["Adam8bit", "AdamW8bit"])
 THEIRS = {ADAM8BIT: torch.optim.Adam, ADAMW8BIT: torch.optim.AdamW}
 OPTIONS = {
     "optim_bits": 8,
@@ -25,63 +37,7 @@ OPTIONS = {
     "seed": 0,
     "nonfinite": "propagate",
 }
-LARGE, SMALL = (70, 60), (5, 3)  # with the default min_8bit_size
 BAD = [float("nan"), float("inf"), -float("inf")]
-
-
-class OnLists(TorchDispatchMode):
-    """Lets everything through. A step under it hands the op lists, not addresses."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
-def is_8bit(optimizer, param):
-    """By the state, once there is one."""
-    assert set(optimizer.state[param]) in (
-        {"step", "exp_avg", "exp_avg_sq"},
-        {"step", "exp_avg", "exp_avg_sq", "exp_avg_absmax", "exp_avg_sq_absmax"},
-    )
-    codes = len(optimizer.state[param]) == 5
-    dtype = torch.uint8 if codes else torch.float32
-    assert all(optimizer.state[param][key].dtype == dtype for key in ("exp_avg", "exp_avg_sq"))
-    return codes
-
-
-def states(optimizer):
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [value for param in params for value in optimizer.state[param].values()]
-
-
-def snapshot(optimizer):
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [bits(tensor).clone() for tensor in (*params, *states(optimizer))]
-
-
-def unchanged(optimizer, before):
-    return all(map(torch.equal, snapshot(optimizer), before))
-
-
-def mixed(device="cpu", shapes=(LARGE, SMALL), dtype=torch.float32, cls=ADAMW8BIT, **options):
-    """Parameters on both sides of the threshold, in one group; always the same values."""
-    generator = torch.Generator().manual_seed(5)
-    values = [torch.randn(shape, generator=generator) for shape in shapes]
-    params = [torch.nn.Parameter(value.to(device, dtype)) for value in values]
-    return params, cls(params, **({"lr": 1e-2, "weight_decay": 0.1} | options))
-
-
-def set_grads(params, seed, dtype=None):
-    generator = torch.Generator().manual_seed(seed)
-    for p in params:
-        p.grad_dtype = dtype or p.dtype
-        p.grad = torch.randn(p.shape, generator=generator).to(p.device, dtype or p.dtype)
-
-
-def run(params, optimizer, steps=3):
-    for seed in range(steps):
-        set_grads(params, seed)
-        optimizer.step()
-    return params, optimizer
 
 
 # ---- Construction --------------------------------------------------------------------------------

@@ -7,26 +7,28 @@ import re
 import headroom
 import pytest
 import torch
-from test_adamw8bit_layouts import LAYOUTS, grads, start
-from test_adamw8bit_layouts import trained as trained_on
-from test_adamw8bit_optimizer import (
+
+from helpers.bits import assert_same_bits, same_bits
+from helpers.layouts import LAYOUTS
+from helpers.optimizers8bit import (
     ADAM8BIT,
     ADAMW8BIT,
     CLASSES,
     LARGE,
     OnLists,
+    grads,
     is_8bit,
     mixed,
     run,
     set_grads,
     snapshot,
+    start,
     states,
     unchanged,
 )
-from test_optimizer import through_pickle, through_save
-from test_optimizer_state import through_file
-
-from helpers.reference import FLOATS, assert_same_bits, same_bits
+from helpers.optimizers8bit import trained as trained_on
+from helpers.roundtrip import through_file, through_pickle, through_save
+from helpers.samples import FLOATS
 
 ADAMW = headroom.optim.AdamW
 F32 = {"step", "exp_avg", "exp_avg_sq"}

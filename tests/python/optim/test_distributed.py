@@ -1,6 +1,6 @@
 """Optimizers in two processes: DDP, FSDP2, DTensors, distributed checkpoints, ZeRO.
 
-The functions without `test_` in their name run on both ranks (distributed_worker.py). The optimizer
+The functions without `test_` in their name run on both ranks (helpers/ranks.py). The optimizer
 is element-wise, so a sharded step must give the bits of the same step on the whole tensors.
 """
 
@@ -13,14 +13,16 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers.distributed_worker import WORLD_SIZE, Ranks
-from helpers.reference import assert_same_bits
+from helpers import training
+from helpers.bits import assert_same_bits, special
+from helpers.dcp import loaded, saved
+from helpers.mesh import mesh, whole
+from helpers.ranks import WORLD_SIZE
 
 pytestmark = pytest.mark.gloo
 ADAMW = headroom.optim.AdamW
@@ -30,13 +32,6 @@ EITHER = pytest.mark.parametrize(  # the second with 8-bit moments for two of fi
     [(ADAMW, OPTIONS), (headroom.optim.AdamW8bit, OPTIONS | {"min_8bit_size": 5})],
     ids=["AdamW", "AdamW8bit"],
 )
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
 
 
 class Model(torch.nn.Module):
@@ -54,10 +49,6 @@ class Model(torch.nn.Module):
         return self.second(torch.tanh(self.first(x * self.gain)))
 
 
-def mesh():
-    return init_device_mesh("cpu", (WORLD_SIZE,))
-
-
 def sharded(model=None, **policy):
     return fully_shard(model or Model(), mesh=mesh(), **policy)
 
@@ -70,15 +61,7 @@ def backward(model, rank, step, dtype=torch.float32):
 
 
 def train(model, optimizer, rank, steps):
-    for step in steps:
-        backward(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def whole(tensors):
-    """Full copies of DTensors; collective."""
-    return [t.full_tensor() if isinstance(t, DTensor) else t.detach().clone() for t in tensors]
+    training.train(optimizer, steps, lambda step: backward(model, rank, step))
 
 
 def states(optimizer, name):
@@ -369,13 +352,6 @@ def test_compiled_step_on_dtensors(ranks):
 # ---- distributed checkpoints ---------------------------------------------------------------------
 
 
-def special(dtype):
-    """Values that a step with lr 0 could spoil: signed zeros, denormals, the largest numbers."""
-    info = torch.finfo(dtype)
-    values = [0.0, -0.0, info.max, info.min, info.tiny, -info.tiny / 2, info.eps, 1.0, -3.0]
-    return torch.tensor(values, dtype=dtype).reshape(9, 1)
-
-
 def initial_state(rank, dtype, lr):
     param = torch.nn.Parameter(distribute_tensor(special(dtype), mesh(), [Shard(0)]))
     module = torch.nn.Module()
@@ -395,22 +371,6 @@ def initial_state(rank, dtype, lr):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_state_is_created_without_touching_parameters(ranks, dtype, tensor_lr):
     ranks(initial_state, dtype, torch.tensor(1e-2) if tensor_lr else 1e-2)
-
-
-def saved(model, optimizer, path, **options):
-    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**options))
-    dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=path)
-
-
-def loaded(model, optimizer, path, **options):
-    options = StateDictOptions(**options)
-    state = {
-        "model": model.state_dict(),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
-    }
-    dcp.load(state, checkpoint_id=path)
-    model.load_state_dict(state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
 
 
 def resume(rank, path, options, flatten):

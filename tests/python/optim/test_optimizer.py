@@ -2,8 +2,6 @@
 
 import copy
 import inspect
-import io
-import pickle
 import warnings
 from functools import partial
 
@@ -11,7 +9,12 @@ import headroom
 import pytest
 import torch
 
-from helpers.reference import DEFAULTS, Sample, bits, reference_step
+from helpers.bad_arguments import BAD_OPTIONS, BAD_PARAMS, raised, shared
+from helpers.bits import bits
+from helpers.parameters import parameter, with_grads
+from helpers.reference import reference_step
+from helpers.roundtrip import through_pickle, through_save
+from helpers.samples import DEFAULTS, Sample
 from helpers.twins import NAMES as TWINS
 from helpers.twins import Twins
 
@@ -25,16 +28,6 @@ OURS = pytest.mark.parametrize(
 
 def pair(name):
     return getattr(headroom.optim, name), getattr(torch.optim, name)
-
-
-def parameter(*shape, **options):
-    return torch.nn.Parameter(torch.randn(*shape, **options))
-
-
-def with_grads(*params):
-    for p in params:
-        p.grad = torch.randn_like(p)
-    return list(params)
 
 
 # --- Trajectories --------------------------------------------------------------------------------
@@ -193,45 +186,6 @@ def test_groups_and_defaults_have_torchs_keys(name):
     mine, its = ({**group, "params": None} for o in (ours, theirs) for group in o.param_groups)
     assert mine == its
     assert isinstance(ours, torch.optim.Optimizer)
-
-
-BAD_OPTIONS = {
-    "lr -1": {"lr": -1.0},
-    "lr nan": {"lr": float("nan")},
-    "lr of 2 elements": {"lr": torch.tensor([1e-3, 1e-3])},
-    "lr negative tensor": {"lr": torch.tensor(-1.0)},
-    "beta1 1": {"betas": (1.0, 0.999)},
-    "beta1 -0.1": {"betas": (-0.1, 0.999)},
-    "beta2 nan": {"betas": (0.9, float("nan"))},
-    "beta2 2": {"betas": (0.9, 2.0)},
-    "beta number and tensor": {"betas": (0.9, torch.tensor(0.99))},
-    "beta tensor and number": {"betas": (torch.tensor(0.9), 0.99)},
-    "eps -1": {"eps": -1.0},
-    "eps nan": {"eps": float("nan")},
-    "weight_decay -1": {"weight_decay": -1},
-    "weight_decay nan": {"weight_decay": float("nan")},
-}
-shared = torch.nn.Parameter(torch.ones(2))
-BAD_PARAMS = {
-    "a tensor": lambda: shared,
-    "none": lambda: [],
-    "an exhausted generator": lambda: (p for p in ()),
-    "numbers": lambda: [1.0],
-    "None": lambda: [None],
-    "a non-leaf": lambda: [shared * 2],
-    "the same in two groups": lambda: [{"params": [shared]}, {"params": shared}],
-    "a group without params": lambda: [{"lr": 1.0}],
-    "a group that is a list": lambda: [{"params": [shared]}, [shared]],
-    "a set in a group": lambda: [{"params": {shared}}],
-    "names on some": lambda: [("weight", shared), parameter(2)],
-    "names on some groups": lambda: [{"params": [("a", shared)]}, {"params": [parameter(2)]}],
-}
-
-
-def raised(function, *args, **kwargs):
-    with pytest.raises((ValueError, TypeError, RuntimeError, KeyError)) as caught:
-        function(*args, **kwargs)
-    return type(caught.value), str(caught.value)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -648,17 +602,6 @@ def test_torchs_grad_scaler(name, device):
 
 
 # --- Copies --------------------------------------------------------------------------------------
-
-
-def through_pickle(thing):
-    return pickle.loads(pickle.dumps(thing))
-
-
-def through_save(thing):
-    file = io.BytesIO()
-    torch.save(thing, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle, through_save])

@@ -10,7 +10,8 @@ import headroom
 import pytest
 import torch
 
-from helpers.reference import DEFAULTS, bits
+from helpers.bits import bits
+from helpers.samples import DEFAULTS
 from helpers.twins import CLOSE, NAMES, Twins
 
 

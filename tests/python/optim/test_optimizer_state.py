@@ -1,24 +1,17 @@
 """Optimizer states through save and load: to and from torch, without casts, or not at all."""
 
 import copy
-import io
 
 import headroom
 import pytest
 import torch
 
-from helpers.reference import FLOATS, bits
+from helpers.bits import bits
+from helpers.roundtrip import through_file
+from helpers.samples import FLOATS
 from helpers.twins import CLOSE, Twins
 
 NAMES = ["Adam", "AdamW"]
-
-
-def through_file(state):
-    """Saved and loaded as checkpoints should be: without unpickling code."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def trained(optimizer_class, steps=3, dtype=torch.float32, device="cpu", **options):

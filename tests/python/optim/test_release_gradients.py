@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from helpers.reference import assert_same_bits
+from helpers.bits import assert_same_bits
 
 OPTIM = headroom.optim
 SCALER = functools.partial(headroom.amp.GradScaler, "cpu", init_scale=2.0**8, growth_interval=2)

@@ -7,11 +7,10 @@ import warnings
 import headroom
 import pytest
 import torch
-from test_compile import compile_step
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from helpers.distributed_worker import WORLD_SIZE, Ranks
+from helpers.compiled import compile_step
+from helpers.mesh import mesh
 
 CLASSES = [
     headroom.optim.Adam,
@@ -186,22 +185,15 @@ def test_copies_keep_the_count(device):
 # ---- sharded -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
-
-
 def sharded(rank):
     """A NaN in the shard of one rank skips the step of all, and all count it."""
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    here = mesh()
     whole = torch.ones(4, 3)
-    params = [torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])) for _ in range(2)]
+    params = [torch.nn.Parameter(distribute_tensor(whole, here, [Shard(0)])) for _ in range(2)]
     optimizer = headroom.optim.AdamW([*zip("ab", params)], max_grad_norm=1.0)
     for bad in (False, True, True):
         for p in params:
-            p.grad = distribute_tensor(whole, mesh, [Shard(0)])
+            p.grad = distribute_tensor(whole, here, [Shard(0)])
         if bad and rank == 1:
             params[1].grad.to_local()[1, 1] = NAN
         optimizer.step()
@@ -209,7 +201,7 @@ def sharded(rank):
     with pytest.warns(UserWarning, match=r"'b'\. A" if rank == 1 else r"NaN\. A"):
         assert optimizer.skipped_steps == 2
     view = torch.nn.Parameter(
-        DTensor.from_local(params[0].to_local().detach()[1:], mesh, [Shard(0)], run_check=False)
+        DTensor.from_local(params[0].to_local().detach()[1:], here, [Shard(0)], run_check=False)
     )
     view.grad = torch.ones_like(view)
     optimizer.add_param_group({"params": [("c", view)]})

@@ -9,6 +9,7 @@ import torch
 from headroom._core import weight_modes
 from headroom.optim import AdamW, AdamW8bit, load_master_weights, master_weights
 
+from helpers import training
 from helpers.modes import WEIGHTS as MODES
 
 SHAPES = [(33, 7), (64,), (1, 1), (0, 3), (130, 5, 2)]
@@ -31,12 +32,14 @@ def parameters(values, dtype=torch.bfloat16):
 
 def train(params, optimizer, steps, seed=1, first=0):
     """The same gradients for parameters of any dtype: bfloat16 numbers."""
-    for step in range(first, first + steps):
+
+    def backward(step):
         generator = torch.Generator().manual_seed(1000 * seed + step)
         for param in params:
             grad = torch.randn(param.shape, generator=generator).bfloat16()
             param.grad = grad.to(param.dtype)
-        optimizer.step()
+
+    training.train(optimizer, range(first, first + steps), backward)
 
 
 def nearest_away(weights):

@@ -56,6 +56,19 @@ def test_includes_are_relative_to_the_root_and_go_one_way(layer):
         assert not [name for name in quoted if not (ROOT / name).is_file()], path
 
 
+def test_no_test_imports_another():
+    """What tests share is in helpers, so that any of them can be moved, or run alone."""
+    importing = re.compile(r"^\s*(?:from|import) +[\w.]*\btest_\w+", re.MULTILINE)
+    for path in (ROOT / "tests/python").rglob("*.py"):
+        assert not importing.findall(path.read_text()), path
+
+
+def test_tests_have_names_of_their_own():
+    """They are modules beside one another, and a report names them by the file alone."""
+    names = [path.name for path in (ROOT / "tests/python").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_every_op_is_documented(op):
     assert re.search(rf"\bhr_{op}\b", (ROOT / "capi/headroom.h").read_text())

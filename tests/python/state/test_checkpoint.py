@@ -12,9 +12,11 @@ from headroom._core.weight_modes import NEAREST, RESIDUALS, mode_of
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
-from helpers import modes
+from helpers import modes, training
+from helpers.bits import assert_same_bits, same_bits
 from helpers.modes import EVERY, WEIGHTS, entries
-from helpers.reference import FLOATS, assert_same_bits, same_bits
+from helpers.roundtrip import through_file
+from helpers.samples import FLOATS
 
 ADAMW, ADAM = headroom.optim.AdamW, headroom.optim.Adam
 STEPS = 6
@@ -28,22 +30,15 @@ def build(seed=0, dtype=torch.float32, convolution=False):
 
 
 def train(model, optimizer, steps):
-    """Data of a step depends on nothing but its number."""
     convolution = isinstance(model[0], nn.Conv2d)
     dtype = next(model.parameters()).dtype
-    for step in steps:
+
+    def backward(step):
         generator = torch.Generator().manual_seed(step)
         x = torch.randn((2, 3, 5, 5) if convolution else (8, 5), generator=generator)
-        optimizer.zero_grad()
         model(x.to(dtype)).square().mean().backward()
-        optimizer.step()
 
-
-def through_file(value, **options):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True, **options)
+    training.train(optimizer, steps, backward)
 
 
 def assert_same_run(model, optimizer, other, other_optimizer):

@@ -9,9 +9,10 @@ import pytest
 import torch
 from headroom.__main__ import main
 from headroom.state.convert import LIBRARIES, encode
-from test_optimizer_state import through_file
 
-from helpers.reference import FLOATS, assert_same_bits, same_bits
+from helpers.bits import assert_same_bits, same_bits
+from helpers.roundtrip import through_file
+from helpers.samples import FLOATS
 
 ADAMW, ADAMW8BIT = headroom.optim.AdamW, headroom.optim.AdamW8bit
 convert = headroom.optim.convert_state

@@ -1,6 +1,6 @@
 """States saved by some ranks and loaded by others: FSDP2 through torch's distributed checkpoint.
 
-The functions without `test_` in their name run on every rank (distributed_worker.py); one process
+The functions without `test_` in their name run on every rank (helpers/ranks.py); one process
 is this one, without a process group. A step computes with the moments that are stored, element by
 element: where they have the bits that were saved, the next step has the bits of a run that was
 never resharded.
@@ -16,16 +16,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from headroom.state.reshard import load_sharded
-from test_adafactor_distributed import CLOSE
-from test_distributed import whole
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from helpers.distributed_worker import Ranks
-from helpers.reference import assert_same_bits, bits
+from helpers.bits import assert_same_bits, bits
+from helpers.mesh import RESUMMED, whole
+from helpers.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 EIGHT = headroom.optim.AdamW8bit
@@ -230,7 +229,7 @@ def load(rank, case, path, old_ranks):
     for name in SHAPES:
         ours, theirs = then[name, "weight"], after[name, "weight"]
         if "adafactor" in case:  # sums in another order
-            close = CLOSE if ours.dtype == torch.float32 else dict(rtol=2**-7, atol=0)
+            close = RESUMMED if ours.dtype == torch.float32 else dict(rtol=2**-7, atol=0)
             torch.testing.assert_close(ours, theirs, **close)
             continue
         inside = same.get(name, torch.ones(SHAPES[name], dtype=torch.bool))

@@ -1,6 +1,6 @@
 """Ranks that should hold the same: a checksum of every parameter and state.
 
-The functions without `test_` in their name run on both ranks (distributed_worker.py).
+The functions without `test_` in their name run on both ranks (helpers/ranks.py).
 """
 
 import re
@@ -13,21 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers.distributed_worker import Ranks
-
 EIGHT = headroom.optim.AdamW8bit
 OPTIMIZERS = {
     "AdamW8bit": lambda params: EIGHT(params, min_8bit_size=0, master="remainder16"),
     "Adafactor": headroom.optim.Adafactor,
     "torch": torch.optim.AdamW,
 }
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
 
 
 def flip(tensor, place=-1, bit=0):

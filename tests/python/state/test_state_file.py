@@ -39,8 +39,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from helpers import state_file_faults as faults
+from helpers.bits import assert_same_bits
 from helpers.modes import EVERY
-from helpers.reference import assert_same_bits
 
 STATES = Path(__file__).resolve().parents[2] / "states"
 ADAMW = headroom.optim.AdamW

@@ -22,7 +22,7 @@ from headroom.state import save as saving
 from headroom.state.file import PIECE, PREFIX, SMALL, StateFile
 from torch import nn
 
-from helpers.reference import assert_same_bits
+from helpers.bits import assert_same_bits
 
 
 @pytest.fixture
