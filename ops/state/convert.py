@@ -730,7 +730,7 @@ def convert_state(
         Nothing is lost between Headroom, torch, bitsandbytes 32-bit, apex, DeepSpeed and
         ``"flashoptim-float"`` if parameters are float32; nor between the 8-bit forms of Headroom,
         bitsandbytes and torchao with equal blocks; nor from 8 bits to float32. From float32 to 8
-        bits, codes are those that :func:`headroom.adamw8bit_` would store.
+        bits, codes are those that :func:`headroom.functional.adamw8bit_` would store.
 
     Raises:
         ValueError: an argument is not one of those above, or the state is of no known library,

@@ -27,7 +27,8 @@ from pathlib import Path
 import headroom
 import numpy as np
 import torch
-from headroom import StateFileError, state_file
+from headroom import StateFileError
+from headroom.state import file as state_file
 from headroom.state.file import PREFIX
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR

@@ -213,7 +213,7 @@ def mix_name(mix):
 
 def run(lists, **options):
     """One step of the op, in place; returns the lists."""
-    headroom.adamw_(*lists.lists(), **(DEFAULTS | options))
+    headroom.functional.adamw_(*lists.lists(), **(DEFAULTS | options))
     return lists
 
 

@@ -16,8 +16,10 @@ import headroom
 import numpy as np
 import pytest
 import torch
-from headroom import StateFileError, load_state, save_state, saving, state_file
+from headroom import StateFileError, load_state, save_state
 from headroom.__main__ import main
+from headroom.state import file as state_file
+from headroom.state import save as saving
 from headroom.state.file import PIECE, PREFIX, SMALL, StateFile
 from torch import nn
 
