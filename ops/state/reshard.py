@@ -33,7 +33,7 @@ from ..functional.dynamic_map import dynamic_map
 from ..optim.adam8bit import ABSMAXS, _zero_absmaxs
 from ..optim.base import Optimizer
 from ..optim.master_weights import headroom_optimizer
-from .convert import _flat, _pieces, encode
+from .convert.codes import encode, flattened, pieces
 
 __all__ = ["Recut", "ReshardReport", "load_sharded"]
 
@@ -317,7 +317,7 @@ def _recut(
 ) -> tuple[int, int, float, float]:
     """Changes codes in place from the blocks whose scales are ``saved``, of all old shards, to the
     blocks of this shard, and writes ``scales`` of these, zeros before. The numbers of a Recut."""
-    first, local = _first_element(codes), _flat(local_part(codes))
+    first, local = _first_element(codes), flattened(local_part(codes))
     row = math.prod(codes.shape[1:])
     ranks, blocks = (saved.shape[0], saved.shape[-1]) if saved.dim() > 2 else (1, saved.numel())
     shard = max(1, -(-codes.shape[0] // ranks) * row)  # elements of an old one
@@ -325,7 +325,7 @@ def _recut(
     values = dynamic_map(is_signed).to(local.device)
     pad = torch.nn.functional.pad
     kept, requantised, error, largest = 0, 0, 0.0, 0.0
-    for part, places in _pieces(local.numel(), block_size):
+    for part, places in pieces(local.numel(), block_size):
         place = torch.arange(first + part.start, first + part.stop, device=local.device)
         old = place // shard
         scale = saved[old * blocks + (place - old * shard) // block_size]

@@ -8,7 +8,8 @@ import headroom
 import pytest
 import torch
 from headroom.__main__ import main
-from headroom.state.convert import LIBRARIES, encode
+from headroom.state.convert import LIBRARIES
+from headroom.state.convert.codes import encode
 from test_optimizer_state import through_file
 
 from helpers.reference import FLOATS, assert_same_bits, same_bits
