@@ -163,6 +163,7 @@ if __name__ == "__main__":
         license="BSD-3-Clause",
         package_dir={"headroom": "ops"},
         packages=["headroom"] + [f"headroom.{name}" for name in find_packages("ops")],
+        package_data={"headroom": ["py.typed"]},
         ext_modules=[Extension("headroom._C", sources=[])],
         cmdclass={"build_ext": CMakeBuild, "build_py": CleanBuildPy},
     )

@@ -55,7 +55,7 @@ def headroom_op(data: Rotation, zero_grads: bool = False) -> Contender:
 
     def call():
         d = data.next()
-        headroom.accumulate_(d.sums, d.grads, losts=d.losts, zero_grads=zero_grads)
+        headroom.functional.accumulate_(d.sums, d.grads, losts=d.losts, zero_grads=zero_grads)
 
     return Contender(call)
 

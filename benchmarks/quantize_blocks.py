@@ -19,7 +19,7 @@ def torch_quantize(data: Rotation) -> Contender:
     """A search in the borders between the codes, as one would write it in torch."""
     import headroom
 
-    table = headroom.dynamic_map(True)
+    table = headroom.functional.dynamic_map(True)
     borders = ((table[1:] + table[:-1]) / 2).to(data.next().device)
 
     def call():

@@ -70,7 +70,7 @@ def headroom_norm(data: Rotation) -> Contender:
     norm = torch.zeros((), device=data.sets[0].grads[0].device)
 
     def call():
-        headroom.grad_norm(data.next().grads, norm=norm)
+        headroom.functional.grad_norm(data.next().grads, norm=norm)
         return norm
 
     return Contender(call)
@@ -93,7 +93,9 @@ def headroom_unscale(data: Rotation) -> Contender:
 
     factor, found_inf = _scalars(data)
     return Contender(
-        lambda: headroom.unscale_norm_(data.next().grads, clip_coef=factor, found_inf=found_inf)
+        lambda: headroom.functional.unscale_norm_(
+            data.next().grads, clip_coef=factor, found_inf=found_inf
+        )
     )
 
 

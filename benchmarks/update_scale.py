@@ -17,7 +17,7 @@ def headroom_op(device: torch.device) -> Contender:
     import headroom
 
     state = _state(device)
-    return Contender(lambda: headroom.update_scale_(*state, growth_interval=1 << 30))
+    return Contender(lambda: headroom.functional.update_scale_(*state, growth_interval=1 << 30))
 
 
 def torch_op(device: torch.device) -> Contender:

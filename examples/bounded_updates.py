@@ -66,9 +66,11 @@ def largest_updates(rule: str, grads: Tensor) -> Tensor:
         for param in params:
             param.zero_()
         if RULES[rule] is None:
-            headroom.adamw_(params, list(now), *moments, [], steps, **HYPER)
+            headroom.functional.adamw_(params, list(now), *moments, [], steps, **HYPER)
         else:
-            headroom.adamw8bit_(params, list(now), *moments, steps, **RULES[rule], **HYPER)
+            headroom.functional.adamw8bit_(
+                params, list(now), *moments, steps, **RULES[rule], **HYPER
+            )
         largest[t] = torch.stack([param.abs().amax() for param in params])
     return largest
 

@@ -1,52 +1,74 @@
 """Headroom: train bigger models on the GPU you have.
 
-Importing the package registers the ops ``torch.ops.headroom.*``. :mod:`headroom.optim` holds
-optimizers with the names and arguments of :mod:`torch.optim`.
+Importing the package registers the ops ``torch.ops.headroom.*``, which :mod:`headroom.functional`
+calls. Everything else is imported when it is first used: :mod:`headroom.optim` holds optimizers
+with the names and arguments of :mod:`torch.optim`, :mod:`headroom.amp` loss scaling and 16-bit
+models, and :mod:`headroom.state` files of a run's state.
 """
 
-from . import amp, optim
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from . import functional  # registers the ops
 from ._core import binaries
-from .amp.cast_model import cast_model, cast_report
-from .functional.accumulate import accumulate_
-from .functional.adafactor import adafactor_
-from .functional.adamw import adamw_
-from .functional.adamw8bit import adamw8bit_
-from .functional.dynamic_map import dynamic_map
-from .functional.unscale_norm import grad_norm, unscale_norm_
-from .functional.update_scale import update_scale_
-from .functional.weights import join_weights_, split_weights_
-from .grad.accumulate import GradAccumulator
-from .grad.clip import clip_grad_norm_, clip_grad_value_
-from .state.file import StateFileError
-from .state.save import latest, load_state, save_state
+from ._core.lazy import lazy
+
+if TYPE_CHECKING:
+    from . import amp, optim, state
+    from .amp.cast_model import cast_model, cast_report
+    from .grad.accumulate import GradAccumulator
+    from .grad.clip import clip_grad_norm_, clip_grad_value_
+    from .grad.norm import grad_norm
+    from .optim import release_gradients
+    from .state import StateFileError, latest, load_state, save_state
+else:
+    __getattr__ = lazy(
+        __name__,
+        {
+            "GradAccumulator": ".grad.accumulate",
+            "StateFileError": ".state",
+            "amp": ".amp",
+            "cast_model": ".amp.cast_model",
+            "cast_report": ".amp.cast_model",
+            "clip_grad_norm_": ".grad.clip",
+            "clip_grad_value_": ".grad.clip",
+            "grad": ".grad",
+            "grad_norm": ".grad.norm",
+            "latest": ".state",
+            "load_state": ".state",
+            "optim": ".optim",
+            "release_gradients": ".optim",
+            "save_state": ".state",
+            "state": ".state",
+        },
+    )
 
 __all__ = [
     "GradAccumulator",
     "StateFileError",
-    "accumulate_",
-    "adafactor_",
-    "adamw8bit_",
-    "adamw_",
     "amp",
     "build_info",
     "cast_model",
     "cast_report",
     "clip_grad_norm_",
     "clip_grad_value_",
-    "dynamic_map",
+    "functional",
     "get_include",
     "get_library_dir",
     "grad_norm",
-    "join_weights_",
     "latest",
     "load_state",
     "optim",
+    "release_gradients",
     "save_state",
-    "split_weights_",
-    "unscale_norm_",
-    "update_scale_",
+    "state",
 ]
 __version__ = binaries.VERSION
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
 
 
 def build_info() -> dict[str, str]:

@@ -51,6 +51,7 @@ style() {
     fi
     "$venv/bin/ruff" check .
     "$venv/bin/ruff" format --check .
+    "$venv/bin/basedpyright" --pythonpath "$venv/bin/python"
 }
 
 # The C tests join the build that the package was made in, so that what both need is compiled once.

@@ -1,13 +1,65 @@
-"""Answers where the shards of DTensors lie."""
+"""Answers how DTensors are sharded, and which elements of the whole a rank has."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = ["local_part", "shard_groups"]
+__all__ = [
+    "first_row",
+    "local_part",
+    "moved_shard",
+    "place_of",
+    "shard_groups",
+    "shard_number",
+    "sharded_dim",
+    "slices_of",
+]
+
+
+def sharded_dim(placement: Placement) -> int | None:
+    """The dimension that a placement shards, or None. A strided shard, which does not count as a
+    shard in every version of torch, has one too."""
+    return getattr(placement, "dim", None)
+
+
+def moved_shard(placement: Placement, dim: int) -> Placement:
+    """The same kind of shard, of another dimension."""
+    factor = getattr(placement, "split_factor", None)
+    return type(placement)(dim) if factor is None else type(placement)(dim, split_factor=factor)
+
+
+def shard_number(param: Tensor) -> int:
+    """The number of the shard on this rank, counted over the mesh in the order of its dimensions;
+    0 for a tensor that is no DTensor."""
+    number = 0
+    if isinstance(param, DTensor):
+        for dim, placement in enumerate(param.placements):
+            if sharded_dim(placement) is not None:
+                size, rank = param.device_mesh.size(dim), param.device_mesh.get_local_rank(dim)
+                number = number * size + rank
+    return number
+
+
+def _local_shape_and_offsets(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+
+
+def slices_of(tensor: DTensor) -> tuple[slice, ...]:
+    """The elements of the whole tensor that this rank has, as an index into it."""
+    where = zip(*_local_shape_and_offsets(tensor))
+    return tuple(slice(offset, offset + size) for size, offset in where)
+
+
+def first_row(tensor: Tensor) -> int:
+    """The number of the first local row in the whole tensor."""
+    return _local_shape_and_offsets(tensor)[1][0] if isinstance(tensor, DTensor) else 0
 
 
 def shard_groups(grad: Tensor) -> tuple[Any, ...]:
@@ -21,3 +73,25 @@ def shard_groups(grad: Tensor) -> tuple[Any, ...]:
 def local_part(grad: Tensor) -> Tensor:
     """Returns the shard of a DTensor on this rank, and any other tensor unchanged."""
     return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def place_of(param: Tensor) -> tuple[int, int, int]:
+    """Where the local elements of a parameter lie in the whole one: the fields of hr_place."""
+    if not isinstance(param, DTensor):
+        return 0, max(param.numel(), 1), 0
+    local, offsets = _local_shape_and_offsets(param)
+    cut = [dim for dim, size in enumerate(param.shape) if local[dim] != size]
+    if not cut or 0 in local:
+        return 0, max(math.prod(local), 1), 0
+    last = cut[-1]
+    if any(math.prod(param.shape[:dim]) > 1 for dim in cut[:-1]):
+        raise NotImplementedError(
+            "stochastic rounding takes DTensors that are sharded along one dimension, or along the "
+            f"first and another; got {param.placements}"
+        )
+    inner = math.prod(param.shape[last + 1 :])
+    row = 0  # how many rows of the dimensions before the last cut one lie before the shard
+    for dim in range(last):
+        row = row * param.shape[dim] + offsets[dim]
+    stride = param.shape[last] * inner
+    return row * stride + offsets[last] * inner, local[last] * inner, stride

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from .registration import FLOATS
 
@@ -23,7 +20,6 @@ __all__ = [
     "WeightsMode",
     "check_weight_options",
     "mode_of",
-    "place_of",
     "weight_seeds",
     "weights_mode",
 ]
@@ -108,27 +104,3 @@ def check_weight_options(options: dict[str, Any]) -> None:
 def weight_seeds(seed: int, places: Iterable[int]) -> list[int]:
     """Distinct for every parameter, by its place in the optimizer: the same on all ranks."""
     return [((seed << 32) + place % 2**32 + 2**63) % 2**64 - 2**63 for place in places]
-
-
-def place_of(param: Tensor) -> tuple[int, int, int]:
-    """Where the local elements of a parameter are in the whole: hr_place."""
-    if not isinstance(param, DTensor):
-        return 0, max(param.numel(), 1), 0
-    local, offsets = compute_local_shape_and_global_offset(
-        param.shape, param.device_mesh, param.placements
-    )
-    cut = [dim for dim, size in enumerate(param.shape) if local[dim] != size]
-    if not cut or 0 in local:
-        return 0, max(math.prod(local), 1), 0
-    last = cut[-1]
-    if any(math.prod(param.shape[:dim]) > 1 for dim in cut[:-1]):
-        raise NotImplementedError(
-            "stochastic rounding takes DTensors that are sharded along one dimension, or along the "
-            f"first and another; got {param.placements}"
-        )
-    inner = math.prod(param.shape[last + 1 :])
-    row = 0  # how many rows of the dimensions before the last cut one lie before the shard
-    for dim in range(last):
-        row = row * param.shape[dim] + offsets[dim]
-    stride = param.shape[last] * inner
-    return row * stride + offsets[last] * inner, local[last] * inner, stride

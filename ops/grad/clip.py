@@ -11,10 +11,9 @@ from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_  # even if i
 from torch.nn.utils import clip_grad_value_
 
 from .._core.dtensor import local_part
-from .._core.registration import FLOATS
 from .._core.table import table_of
 from ..functional.unscale_norm import multiply_
-from .norm import measure
+from .norm import is_ours, measure
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_"]
 
@@ -55,7 +54,7 @@ def clip_grad_norm_(
         grads = list({id(grad): grad for grad in grads}.values())
     ours = norm_type > 0 and max_norm >= 0
     table = table_of((grads,)) if ours and grads else None
-    if table is None and not (ours and all(map(_is_ours, grads))):
+    if table is None and not (ours and all(map(is_ours, grads))):
         return torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     measured = measure(grads, p=norm_type, max_norm=max_norm, table=table)
     if error_if_nonfinite and not measured.norm.isfinite():
@@ -73,7 +72,3 @@ def clip_grad_norm_(
     for device, local in by_device.items():
         multiply_(local, measured.clip_coef.to(device))
     return measured.norm
-
-
-def _is_ours(grad: Tensor) -> bool:
-    return grad.dtype in FLOATS and grad.layout == torch.strided

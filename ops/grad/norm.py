@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import get_total_norm
 
 from .._core.dtensor import local_part, shard_groups
+from .._core.registration import FLOATS
+from .._core.table import table_of
 from ..functional.unscale_norm import run
 
-__all__ = ["Measured", "any_rank", "is_plain", "measure"]
+__all__ = ["Measured", "any_rank", "grad_norm", "is_ours", "is_plain", "measure"]
 
 
 @dataclass
@@ -31,6 +34,71 @@ class Measured:
         """The first gradient on this rank that is not finite, or None. Waits for the device."""
         found = [where[i] for where, index in self.culprits if (i := int(index)) >= 0]
         return min(found) if found else None
+
+
+@torch.no_grad()
+def grad_norm(params_or_grads: Tensor | Iterable[Tensor], norm_type: float | str = 2.0) -> Tensor:
+    """Returns the norm of gradients as one vector, and changes none.
+
+    Reads each gradient once. Gradients that the kernels do not support (float64, sparse, complex)
+    and norms of order 0 or below are passed on to :func:`torch.nn.utils.get_total_norm`.
+
+    Example::
+
+        model(torch.randn(4, 3)).square().mean().backward()
+        print(headroom.grad_norm(model.parameters()))
+
+    Args:
+        params_or_grads: parameters, whose ``.grad`` counts (those without one are left out), or
+            gradients. A parameter is an ``nn.Parameter``, or a leaf tensor that requires grad.
+            DTensors count with all their shards on all ranks, and every rank must call. A gradient
+            given twice counts once.
+        norm_type: order of the norm, ``"inf"`` and ``math.inf`` included.
+
+    Returns:
+        The norm: 0-dim, on the device of the first gradient, never a DTensor, and float32 (what is
+        passed on to torch has the dtype of the gradients). Of no gradients it is 0, on the CPU.
+
+    Raises:
+        TypeError: an argument is no tensor and no iterable of tensors.
+    """
+    norm_type = float(norm_type)
+    grads = _gradients(params_or_grads)
+    table = table_of((grads,)) if grads and norm_type > 0 else None
+    if table is None and not (norm_type > 0 and all(map(is_ours, grads))):
+        norm = get_total_norm(grads, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return measure(grads, p=norm_type, table=table).norm
+
+
+def _gradients(params_or_grads: Any) -> list[Tensor]:
+    wanted = "grad_norm() wants parameters or gradients: a tensor or an iterable of tensors"
+    if isinstance(params_or_grads, Tensor):
+        params_or_grads = [params_or_grads]
+    if isinstance(params_or_grads, torch.nn.Module):
+        raise TypeError(f"{wanted}, got a module; give its parameters()")
+    if not isinstance(params_or_grads, Iterable) or isinstance(params_or_grads, (str, bytes)):
+        raise TypeError(f"{wanted}, got {type(params_or_grads).__name__}")
+    grads: dict[int, Tensor] = {}
+    for index, tensor in enumerate(params_or_grads):
+        if not isinstance(tensor, Tensor):
+            advice = "; named_parameters() gives pairs, parameters() tensors"
+            raise TypeError(
+                f"{wanted}, but item {index} is a {type(tensor).__name__}"
+                f"{advice if isinstance(tensor, tuple) else ''}"
+            )
+        is_param = isinstance(tensor, torch.nn.Parameter) or (
+            tensor.requires_grad and tensor.is_leaf
+        )
+        grad = tensor.grad if is_param else tensor
+        if grad is not None:
+            grads[id(grad)] = grad
+    return list(grads.values())
+
+
+def is_ours(grad: Tensor) -> bool:
+    """Whether the kernels measure a gradient of this dtype and layout."""
+    return grad.dtype in FLOATS and grad.layout == torch.strided
 
 
 def _summed(grad: Tensor) -> Tensor:

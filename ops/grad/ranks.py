@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+from .._core.fsdp import fsdp_class
 
 __all__ = ["Ranks", "Weighting", "checksum"]
 
@@ -40,8 +41,9 @@ class Ranks:
         self._device = params[0].device
         modules = () if module is None else tuple(module.modules())
         self.ddp = _first(modules, DistributedDataParallel)
-        fsdp1 = _first(modules, FullyShardedDataParallel)
-        wrapper = fsdp1 or _first(modules, FSDPModule) or (group == LOCAL and self.ddp)
+        fsdp1 = _first(modules, fsdp_class("FullyShardedDataParallel"))
+        fsdp2 = _first(modules, fsdp_class("FSDPModule"))
+        wrapper = fsdp1 or fsdp2 or (group == LOCAL and self.ddp)
         if group is not None and wrapper:
             raise ValueError(
                 f"process_group={group!r} contradicts {type(wrapper).__name__}, which puts the "
@@ -61,8 +63,7 @@ class Ranks:
             self.averages = fsdp1 is not None
             if fsdp1 is not None:
                 self._mesh_groups = (fsdp1.process_group,)
-        has_fsdp2 = self.averages and any(isinstance(m, FSDPModule) for m in modules)
-        self.weighting = Weighting(module) if has_fsdp2 else None
+        self.weighting = Weighting(module) if self.averages and fsdp2 is not None else None
         self._looked = False  # for DDP, in a forward
 
     @property
@@ -173,7 +174,7 @@ class Weighting:
         self._handles = handles
         method = weakref.WeakMethod(self._unshard)  # else the module would keep this for good
         for module in root.modules():
-            if isinstance(module, FSDPModule):
+            if isinstance(module, fsdp_class("FSDPModule")):
                 handles.append(module.register_forward_pre_hook(partial(_call, method)))
         weakref.finalize(self, _remove, handles)
 
@@ -209,7 +210,7 @@ def _remove(handles: list[Any]) -> None:
         handle.remove()
 
 
-def _first(modules: Iterable[nn.Module], cls: type) -> Any:
+def _first(modules: Iterable[nn.Module], cls: type | tuple[type, ...]) -> Any:
     return next((module for module in modules if isinstance(module, cls)), None)
 
 

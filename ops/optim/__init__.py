@@ -1,13 +1,24 @@
 """Optimizers with the names and arguments of :mod:`torch.optim`."""
 
-from ..state.compare import check_same_state
-from ..state.convert import convert_state
-from ..state.reshard import load_sharded
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .._core.lazy import lazy
 from .adafactor import Adafactor
 from .adam import Adam, AdamW
 from .adam8bit import Adam8bit, AdamW8bit
+from .base import Optimizer, StateMemory
 from .master_weights import load_master_weights, master_weights
 from .release import ReleaseHandle, release_gradients
+
+if TYPE_CHECKING:
+    from ..state import check_same_state, convert_state, load_sharded
+else:  # the package of states needs this one
+    __getattr__ = lazy(
+        __name__,
+        dict.fromkeys(("check_same_state", "convert_state", "load_sharded"), "..state"),
+    )
 
 __all__ = [
     "Adafactor",
@@ -15,7 +26,9 @@ __all__ = [
     "Adam8bit",
     "AdamW",
     "AdamW8bit",
+    "Optimizer",
     "ReleaseHandle",
+    "StateMemory",
     "check_same_state",
     "convert_state",
     "load_master_weights",
@@ -23,3 +36,7 @@ __all__ = [
     "master_weights",
     "release_gradients",
 ]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from .._core.checks import (
     check_number,
     check_pair,
     lr_arguments,
 )
+from .._core.dtensor import moved_shard, sharded_dim
 from .._core.registration import FLOATS
 from .._core.weight_modes import NEAREST, RESIDUALS, weights_mode
 from ..functional.adafactor import APPLY, NORM, STATES, SUMS, is_hf, lines_of
 from .adam import _scalar_on
-from .adam8bit import _sharded_dim
 from .base import Kind, Optimizer, Part
 
 __all__ = ["Adafactor"]
@@ -395,7 +395,7 @@ def _sharding(param: Tensor) -> tuple[Any, tuple[str | None, ...]] | None:
         return None
     roles = []
     for placement in param.placements:
-        dim = _sharded_dim(placement)
+        dim = sharded_dim(placement)
         from_end = None if dim is None or param.dim() < 2 else param.dim() - dim
         role = {1: COLS, 2: ROWS}.get(from_end, ELEMENTS)
         roles.append(None if dim is None else role)
@@ -465,19 +465,14 @@ def _zero_lines(param: Tensor, shape: torch.Size, name: str) -> Tensor:
     local, placements = list(param.to_local().shape), []
     local[summed : summed + 1] = [1] if is_kept else []
     for placement in param.placements:
-        dim = _sharded_dim(placement)
+        dim = sharded_dim(placement)
         if dim == summed:
             placement = Replicate()
         elif dim is not None and dim > summed and not is_kept:
-            placement = _moved(placement, dim - 1)
+            placement = moved_shard(placement, dim - 1)
         placements.append(placement)
     zeros = torch.zeros(local, dtype=torch.float32, device=param.to_local().device)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         zeros, param.device_mesh, placements, run_check=False, shape=shape, stride=stride
     )
-
-
-def _moved(placement: Placement, dim: int) -> Placement:
-    factor = getattr(placement, "split_factor", None)
-    return type(placement)(dim) if factor is None else type(placement)(dim, split_factor=factor)

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .._core.checks import (
     check_number,
 )
+from .._core.dtensor import shard_number, sharded_dim
 from .._core.overlap import is_dense as _is_dense
 from .._core.registration import FLOATS
 from .._core.weight_modes import weights_mode
@@ -304,7 +305,7 @@ class Adam8bit(Adam):
         """Distinct for every parameter, and for every shard of one."""
         everyone = (param for group in self.param_groups for param in group["params"])
         places = {param: place for place, param in enumerate(everyone)}
-        keys = [(_shard_of(param) << 20) + places[param] for param in params]
+        keys = [(shard_number(param) << 20) + places[param] for param in params]
         return [signed((group["seed"] << 32) + key % 2**32) for key in keys]
 
 
@@ -361,28 +362,23 @@ def _zero_absmaxs(param: Tensor, block_size: int) -> Tensor:
         shape = (param.shape[0], row // block_size) if by_rows else -(-param.numel() // block_size)
         return torch.zeros(shape, dtype=torch.float32, device=param.device)
     mesh, placements = param.device_mesh, param.placements
-    if by_rows and all(_sharded_dim(p) in (None, 0) for p in placements):
+    if by_rows and all(sharded_dim(p) in (None, 0) for p in placements):
         shape = torch.Size((param.shape[0], row // block_size))
         local = torch.Size((param.to_local().shape[0], shape[1]))
     else:
         largest, ranks, ones = list(param.shape), 1, 1
         for placement, size in zip(placements, mesh.shape):
-            if (dim := _sharded_dim(placement)) is not None:
+            if (dim := sharded_dim(placement)) is not None:
                 largest[dim] = -(-largest[dim] // size)
                 ranks *= size
                 ones += dim
         blocks = -(-math.prod(largest) // block_size)
         local = torch.Size((1, *ones * (1,), blocks) if ranks > 1 else (blocks,))
         shape = torch.Size((ranks, *local[1:])) if ranks > 1 else local
-        placements = [Replicate() if _sharded_dim(p) is None else Shard(0) for p in placements]
+        placements = [Replicate() if sharded_dim(p) is None else Shard(0) for p in placements]
     scales = torch.zeros(local, dtype=torch.float32, device=param.to_local().device)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(scales, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def _sharded_dim(placement: Placement) -> int | None:
-    """Of a strided shard too, which does not count as one in every torch."""
-    return getattr(placement, "dim", None)
 
 
 def _is_moved(param: Tensor, *others: Tensor) -> bool:
@@ -398,13 +394,3 @@ def _is_moved(param: Tensor, *others: Tensor) -> bool:
 def _unpadded(absmaxs: list[Tensor], params: list[Tensor], block_size: int) -> list[Tensor]:
     blocks = [-(-param.numel() // block_size) for param in params]
     return [a if a.numel() <= n else a.flatten()[:n] for a, n in zip(absmaxs, blocks)]
-
-
-def _shard_of(param: Tensor) -> int:
-    """Which shard of a DTensor lies on this rank."""
-    shard = 0
-    if isinstance(param, DTensor):
-        for dim, placement in enumerate(param.placements):
-            if _sharded_dim(placement) is not None:
-                shard = shard * param.device_mesh.size(dim) + param.device_mesh.get_local_rank(dim)
-    return shard

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from .._core.dtensor import local_part
+from .._core.dtensor import local_part, place_of
 from .._core.overlap import overlapping, place_in_memory
 from .._core.registration import FLOATS
 from .._core.skips import LateCounts, count_step, new_counts
@@ -35,7 +35,6 @@ from .._core.weight_modes import (
     WeightsMode,
     check_weight_options,
     mode_of,
-    place_of,
     weight_seeds,
 )
 from ..grad.norm import Measured, measure

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from .._core.dtensor import local_part
+from .._core.fsdp import fsdp_class
 from ..functional.accumulate import accumulate_
 from ..functional.unscale_norm import grad_norm
 from ..grad.accumulate import GradAccumulator
@@ -144,11 +144,11 @@ class ReleaseHandle:
 
     def _check(self, model: nn.Module) -> None:
         optimizer = self._optimizer
-        refused = [FullyShardedDataParallel, DistributedDataParallel]
-        if self._sums_over_ranks:
-            refused.remove(DistributedDataParallel)
+        refused = fsdp_class("FullyShardedDataParallel")
+        if not self._sums_over_ranks:
+            refused += (DistributedDataParallel,)
         for module in model.modules():
-            if isinstance(module, tuple(refused)):
+            if isinstance(module, refused):
                 raise TypeError(
                     f"release_gradients() does not work with {type(module).__name__}, which "
                     "reduces gradients after the parameters have got them; use FSDP2's "

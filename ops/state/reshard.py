@@ -26,14 +26,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from .._core.dtensor import local_part
+from .._core.dtensor import first_row, local_part, sharded_dim, slices_of
+from .._core.overlap import is_dense
 from ..functional.dynamic_map import dynamic_map
-from ..optim.adam8bit import ABSMAXS, _is_dense, _sharded_dim, _zero_absmaxs
+from ..optim.adam8bit import ABSMAXS, _zero_absmaxs
 from ..optim.base import Optimizer
 from ..optim.master_weights import headroom_optimizer
-from .convert import _flat, _pieces, encode
+from .convert.codes import encode, flattened, pieces
 
 __all__ = ["Recut", "ReshardReport", "load_sharded"]
 
@@ -202,10 +202,7 @@ class _Gathered:
             if target is None:
                 targets[key] = value
             elif isinstance(target, DTensor):
-                mesh, placements = target.device_mesh, target.placements
-                where = zip(*compute_local_shape_and_global_offset(target.shape, mesh, placements))
-                local = value[tuple(slice(offset, offset + size) for size, offset in where)]
-                target.to_local().copy_(local)
+                target.to_local().copy_(value[slices_of(target)])
             else:
                 target.copy_(value)
 
@@ -242,7 +239,7 @@ def _has_these_blocks(
     if isinstance(param, DTensor):
         sizes = param.device_mesh.shape
         cut = [p for p, size in zip(param.placements, sizes) if size > 1]
-        dims = [dim for dim in map(_sharded_dim, cut) if dim is not None]
+        dims = [dim for dim in map(sharded_dim, cut) if dim is not None]
         if len(dims) > 1:
             raise ValueError(
                 f"{what} has 8-bit blocks that are local to a shard, and {param.placements} shard "
@@ -268,7 +265,7 @@ def _has_these_blocks(
             f"scales of shape {tuple(wanted)}; blocks reshard from rows to rows only"
         )
     row = math.prod(param.shape[1:])
-    if param.shape[0] > 1 and (param.stride(0) != row or not _is_dense(param)):
+    if param.shape[0] > 1 and (param.stride(0) != row or not is_dense(param)):
         raise ValueError(
             f"{what} was saved in other 8-bit blocks, and '{fqn}' has strides {param.stride()}: "
             "blocks reshard where rows lie one after another in memory"
@@ -311,13 +308,8 @@ def _check_shards(
 
 
 def _first_element(tensor: Tensor) -> int:
-    """Where the local rows of a tensor begin in the whole."""
-    if not isinstance(tensor, DTensor):
-        return 0
-    _, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return offsets[0] * math.prod(tensor.shape[1:])
+    """Where the local rows of a tensor begin in the whole one."""
+    return first_row(tensor) * math.prod(tensor.shape[1:])
 
 
 def _recut(
@@ -325,7 +317,7 @@ def _recut(
 ) -> tuple[int, int, float, float]:
     """Changes codes in place from the blocks whose scales are ``saved``, of all old shards, to the
     blocks of this shard, and writes ``scales`` of these, zeros before. The numbers of a Recut."""
-    first, local = _first_element(codes), _flat(local_part(codes))
+    first, local = _first_element(codes), flattened(local_part(codes))
     row = math.prod(codes.shape[1:])
     ranks, blocks = (saved.shape[0], saved.shape[-1]) if saved.dim() > 2 else (1, saved.numel())
     shard = max(1, -(-codes.shape[0] // ranks) * row)  # elements of an old one
@@ -333,7 +325,7 @@ def _recut(
     values = dynamic_map(is_signed).to(local.device)
     pad = torch.nn.functional.pad
     kept, requantised, error, largest = 0, 0, 0.0, 0.0
-    for part, places in _pieces(local.numel(), block_size):
+    for part, places in pieces(local.numel(), block_size):
         place = torch.arange(first + part.start, first + part.stop, device=local.device)
         old = place // shard
         scale = saved[old * blocks + (place - old * shard) // block_size]
@@ -385,8 +377,8 @@ def load_sharded(
     their blocks are local to a shard, and refuses these. This takes them too. A new block that lies
     in one old block keeps its codes and its scale, bit for bit; one that lies across several is
     dequantised and quantised again, to the nearest codes, which costs at most the largest step of
-    the map (see :func:`headroom.dynamic_map`) times the new scale, and makes no second moment zero.
-    The report says how many there were, and a warning on the first rank if any.
+    the map (see :func:`headroom.functional.dynamic_map`) times the new scale, and makes no second
+    moment zero. The report says how many there were, and a warning on the first rank if any.
 
     Args:
         checkpoint: the folder, or a reader of what is elsewhere; or the full state dict that

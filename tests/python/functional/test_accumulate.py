@@ -33,7 +33,7 @@ def clone(columns):
 
 def run(columns, **options):
     sums, losts, grads = columns
-    headroom.accumulate_(sums, grads, losts=losts, **options)
+    headroom.functional.accumulate_(sums, grads, losts=losts, **options)
     return columns
 
 
@@ -146,7 +146,9 @@ def test_the_compensated_sum_stays_exact_over_10_000_additions(device):
     exact, size = (torch.zeros(512, dtype=torch.float64, device=device) for _ in range(2))
     for _ in range(10_000):
         x = (torch.rand(512, generator=generator) + 0.1).to(device)
-        headroom.accumulate_([plain, total], [x, x], losts=[torch.zeros_like(lost), lost])
+        headroom.functional.accumulate_(
+            [plain, total], [x, x], losts=[torch.zeros_like(lost), lost]
+        )
         exact += x.double()
         size += x.double().abs()
     error = ((total - exact).abs() / size).max().item()
@@ -160,14 +162,14 @@ def test_a_sum_that_cancels(device):
     total, lost, plain = (torch.zeros(1, device=device) for _ in range(3))
     one, tiny = torch.ones(1, device=device), torch.full((1,), 2.0**-25, device=device)
     for x in (one, *[tiny] * 1000, -one):
-        headroom.accumulate_([total], [x], losts=[lost])
-        headroom.accumulate_([plain], [x])
+        headroom.functional.accumulate_([total], [x], losts=[lost])
+        headroom.functional.accumulate_([plain], [x])
     assert plain == 0
     assert total.item() - lost.item() == pytest.approx(1000 * 2.0**-25, rel=1e-6)
 
 
 def test_no_tensors():
-    assert headroom.accumulate_([], []) is None
+    assert headroom.functional.accumulate_([], []) is None
 
 
 # ---- Layouts and the same bits -------------------------------------------------------------------
@@ -190,7 +192,9 @@ def test_strides_do_not_matter(total, lost, grad, device):
 
 def test_expanded_gradients_are_read(device):
     total = torch.zeros(4, 5, device=device)
-    headroom.accumulate_([total], [torch.ones((), device=device).expand(4, 5)], factor=3.0)
+    headroom.functional.accumulate_(
+        [total], [torch.ones((), device=device).expand(4, 5)], factor=3.0
+    )
     assert total.eq(3).all()
 
 

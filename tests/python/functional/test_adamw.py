@@ -240,4 +240,4 @@ def test_counters(dtype, before, after, device):
 
 
 def test_no_parameters():
-    assert headroom.adamw_([], [], [], [], [], [], **DEFAULTS) is None
+    assert headroom.functional.adamw_([], [], [], [], [], [], **DEFAULTS) is None

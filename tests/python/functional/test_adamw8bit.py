@@ -136,7 +136,7 @@ def test_the_version_counters_of_all_that_is_written_grow(device):
 
 
 def test_no_parameters():
-    assert headroom.adamw8bit_([], [], [], [], [], [], [], **OPTIONS) is None
+    assert headroom.functional.adamw8bit_([], [], [], [], [], [], [], **OPTIONS) is None
 
 
 # --- The map -------------------------------------------------------------------------------------
@@ -145,12 +145,12 @@ def test_no_parameters():
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_map_is_the_published_one(signed):
     with torch.device("meta"):  # a default device changes nothing
-        values = headroom.dynamic_map(signed)
+        values = headroom.functional.dynamic_map(signed)
     assert same_bits(values, published_map(signed))
     assert values.shape == (256,) and (values.diff() > 0).all()
     assert values[127 if signed else 0] == 0 and values[-1] == 1
     values.fill_(7)  # the caller's own
-    assert same_bits(headroom.dynamic_map(signed), published_map(signed))
+    assert same_bits(headroom.functional.dynamic_map(signed), published_map(signed))
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -575,7 +575,7 @@ def test_unaligned_storage(dtype, which, shift, device):
 
 
 def step_op(*lists, **options):
-    headroom.adamw8bit_(*lists, **(OPTIONS | options))
+    headroom.functional.adamw8bit_(*lists, **(OPTIONS | options))
 
 
 @pytest.fixture
@@ -620,10 +620,12 @@ def test_compiled_with_dynamic_shapes(fresh_dynamo):
 
 def test_the_map_in_a_compiled_function(fresh_dynamo):
     decode = torch.compile(
-        lambda codes: headroom.dynamic_map(True)[codes.int()], backend="aot_eager", fullgraph=True
+        lambda codes: headroom.functional.dynamic_map(True)[codes.int()],
+        backend="aot_eager",
+        fullgraph=True,
     )
     codes = torch.arange(256, dtype=torch.uint8)
-    assert same_bits(decode(codes), headroom.dynamic_map(True))
+    assert same_bits(decode(codes), headroom.functional.dynamic_map(True))
 
 
 class Stepper(torch.nn.Module):
@@ -744,7 +746,7 @@ def test_the_op_refuses(change, words):
     change(lists, options)
     kept = snapshot(lists.tensors())
     with pytest.raises(RuntimeError, match=words):
-        headroom.adamw8bit_(*lists.lists(), **options)
+        headroom.functional.adamw8bit_(*lists.lists(), **options)
     assert_untouched(kept)
 
 
@@ -771,7 +773,7 @@ def test_what_eager_mode_refuses_is_refused_while_tracing(change):
     change(lists, options)
     with FakeTensorMode() as mode, pytest.raises(RuntimeError):
         columns, options = tree_map_only(torch.Tensor, mode.from_tensor, (lists.lists(), options))
-        headroom.adamw8bit_(*columns, **options)
+        headroom.functional.adamw8bit_(*columns, **options)
 
 
 def test_a_derivative_is_refused_and_nothing_is_written():

@@ -124,7 +124,7 @@ def test_the_op_refuses(change, words):
     change(lists, options)
     kept = snapshot(lists.tensors())
     with pytest.raises(RuntimeError, match=words):
-        headroom.adamw_(*lists.lists(), **options)
+        headroom.functional.adamw_(*lists.lists(), **options)
     assert_untouched(kept)
 
 
@@ -139,7 +139,7 @@ def test_the_op_refuses_tensors_that_are_not_plain(make, name):
     getattr(lists, name)[0] = make(getattr(lists, name)[0])
     kept = snapshot(lists.tensors())
     with pytest.raises((RuntimeError, NotImplementedError)):
-        headroom.adamw_(*lists.lists(), **DEFAULTS)
+        headroom.functional.adamw_(*lists.lists(), **DEFAULTS)
     assert_untouched(kept)
 
 
@@ -151,11 +151,11 @@ def test_the_op_refuses_a_list_on_two_devices(device):
         getattr(lists, name)[1] = getattr(lists, name)[1].cpu()
         kept = snapshot(lists.tensors())
         with pytest.raises(RuntimeError, match=r"\[1\]|state_steps"):
-            headroom.adamw_(*lists.lists(), **DEFAULTS)
+            headroom.functional.adamw_(*lists.lists(), **DEFAULTS)
         assert_untouched(kept)
     lists = sample(device=device)
     with pytest.raises(RuntimeError, match="grad_scale is on cpu"):
-        headroom.adamw_(*lists.lists(), **DEFAULTS, grad_scale=one(1.0))
+        headroom.functional.adamw_(*lists.lists(), **DEFAULTS, grad_scale=one(1.0))
 
 
 @pytest.mark.parametrize("value", ["1e-3", None, [1.0], 1j], ids=repr)
@@ -164,7 +164,7 @@ def test_the_op_refuses_what_is_not_a_number(name, value):
     lists = sample()
     kept = snapshot(lists.tensors())
     with pytest.raises((TypeError, RuntimeError)):
-        headroom.adamw_(*lists.lists(), **(DEFAULTS | {name: value}))
+        headroom.functional.adamw_(*lists.lists(), **(DEFAULTS | {name: value}))
     assert_untouched(kept)
 
 
@@ -524,7 +524,7 @@ def test_any_clip_coef_is_a_factor(value, device):
     scaled = lists.clone()
     scaled.grads = [grad * value for grad in scaled.grads]
     clip = torch.full((), value, device=device)
-    headroom.adamw_(*lists.lists(), **DEFAULTS, clip_coef=clip)
-    headroom.adamw_(*scaled.lists(), **DEFAULTS)
+    headroom.functional.adamw_(*lists.lists(), **DEFAULTS, clip_coef=clip)
+    headroom.functional.adamw_(*scaled.lists(), **DEFAULTS)
     for a, b in zip(lists.params, scaled.params):
         torch.testing.assert_close(a, b, equal_nan=True, rtol=2**-22, atol=2**-24)

@@ -263,7 +263,9 @@ def test_whole_training_step_as_one_graph(backend):
             return (torch.tanh(x @ params[0] + params[1]) - y).square().mean()
 
         grads, value = torch.func.grad_and_value(loss)(params)
-        headroom.adamw_(params, list(grads), exp_avgs, exp_avg_sqs, [], steps, **DEFAULTS)
+        headroom.functional.adamw_(
+            params, list(grads), exp_avgs, exp_avg_sqs, [], steps, **DEFAULTS
+        )
         return value
 
     def lists():
@@ -286,7 +288,7 @@ def test_whole_training_step_as_one_graph(backend):
 
 
 def step_op(*lists, **options):
-    headroom.adamw_(*lists, **(DEFAULTS | options))
+    headroom.functional.adamw_(*lists, **(DEFAULTS | options))
 
 
 def step_views(flat, grads, exp_avg, exp_avg_sq, steps):
@@ -295,7 +297,9 @@ def step_views(flat, grads, exp_avg, exp_avg_sq, steps):
     def views(tensor):
         return [tensor[:3], tensor[3:, ::2], tensor[3:, 1::2].t()]
 
-    headroom.adamw_(views(flat), grads, views(exp_avg), views(exp_avg_sq), [], steps, **DEFAULTS)
+    headroom.functional.adamw_(
+        views(flat), grads, views(exp_avg), views(exp_avg_sq), [], steps, **DEFAULTS
+    )
     return flat * 2
 
 
@@ -410,17 +414,19 @@ WRONG = {
 def test_what_eager_mode_refuses_is_refused_while_tracing(wrong):
     lists, options = WRONG[wrong]()
     with pytest.raises(RuntimeError) as eager:
-        headroom.adamw_(*lists, **options)
+        headroom.functional.adamw_(*lists, **options)
     with FakeTensorMode() as mode, pytest.raises(RuntimeError) as fake:
         lists, options = torch.utils._pytree.tree_map_only(
             torch.Tensor, mode.from_tensor, (lists, options)
         )
-        headroom.adamw_(*lists, **options)
+        headroom.functional.adamw_(*lists, **options)
     assert type(fake.value) is type(eager.value)
     lists, options = WRONG[wrong]()
     with pytest.raises(TorchRuntimeError):
         torch.compile(
-            lambda: headroom.adamw_(*lists, **options), backend="aot_eager", fullgraph=True
+            lambda: headroom.functional.adamw_(*lists, **options),
+            backend="aot_eager",
+            fullgraph=True,
         )()
 
 
@@ -428,10 +434,10 @@ def test_fakes_on_another_device():
     with FakeTensorMode():
         lists, options = changed()
         lists = [[t.to("cuda") for t in column] for column in lists]
-        headroom.adamw_(*lists, **options)  # needs no GPU
+        headroom.functional.adamw_(*lists, **options)  # needs no GPU
         lists[1] = [lists[1][0].cpu()]
         with pytest.raises(RuntimeError, match=r"grads\[0\] is on cpu"):
-            headroom.adamw_(*lists, **options)
+            headroom.functional.adamw_(*lists, **options)
 
 
 def test_a_step_on_fake_tensors():
@@ -459,7 +465,7 @@ class Stepper(torch.nn.Module):
         self.register_buffer("t", torch.zeros((), dtype=torch.float64))
 
     def forward(self, grad):
-        headroom.adamw_([self.p], [grad], [self.m], [self.v], [], [self.t], **DEFAULTS)
+        headroom.functional.adamw_([self.p], [grad], [self.m], [self.v], [], [self.t], **DEFAULTS)
         return self.p * 2
 
 
@@ -492,7 +498,7 @@ def test_export_refuses_a_wrong_shape():
 def op_on(param, grad, steps=None):
     like = torch.zeros_like(param)
     steps = torch.zeros(()) if steps is None else steps
-    headroom.adamw_([param], [grad], [like], [like.clone()], [], [steps], **DEFAULTS)
+    headroom.functional.adamw_([param], [grad], [like], [like.clone()], [], [steps], **DEFAULTS)
     return param
 
 
@@ -599,7 +605,7 @@ def test_dispatch_modes_see_every_tensor():
         ((_, args),) = [call for call in log.calls if call[0].startswith("headroom")]
         states = logged[1].state[logged[0][0]]
         assert args[2][0] is states["exp_avg"] and args[5][0] is states["step"]
-        assert log.calls[-2][0] == "headroom.adamw_.default" or k == 0
+        assert log.calls[-2][0] == "headroom.functional.adamw_.default" or k == 0
         assert_same_run(eager, logged)
     set_grads(eager[0], logged[0], seed=9)
     eager[1].step()

@@ -25,20 +25,20 @@ STEP_SCALARS = ("lr", "grad_scale", "found_inf", "clip_coef", "stalled")
 
 def adamw():
     args = (lists(), lists(), lists(), [x.abs() for x in lists()], [], steps())
-    return headroom.adamw_, args, ADAM
+    return headroom.functional.adamw_, args, ADAM
 
 
 def adamw8bit():
     codes = [[torch.zeros(4, 3, dtype=torch.uint8) for _ in range(2)] for _ in range(2)]
     scales = [[torch.ones(1) for _ in range(2)] for _ in range(2)]
     args = (lists(), lists(), codes[0], scales[0], codes[1], scales[1], steps())
-    return headroom.adamw8bit_, args, ADAM
+    return headroom.functional.adamw8bit_, args, ADAM
 
 
 def adafactor():
     rows, cols = ([torch.ones(n) for _ in range(2)] for n in (4, 3))
     args = (lists(), lists(), rows, cols, [], [], [], steps())
-    return headroom.adafactor_, args, dict(lr=0.1)
+    return headroom.functional.adafactor_, args, dict(lr=0.1)
 
 
 def norm():
@@ -46,16 +46,16 @@ def norm():
 
 
 def unscale():
-    return headroom.unscale_norm_, (lists(),), dict(grad_scale=torch.full((), 2.0))
+    return headroom.functional.unscale_norm_, (lists(),), dict(grad_scale=torch.full((), 2.0))
 
 
 def accumulate():
-    return headroom.accumulate_, (lists(), lists()), {}
+    return headroom.functional.accumulate_, (lists(), lists()), {}
 
 
 def update_scale():
     one = torch.ones((), dtype=torch.int32)
-    return headroom.update_scale_, (torch.ones(()), one, torch.ones(())), {}
+    return headroom.functional.update_scale_, (torch.ones(()), one, torch.ones(())), {}
 
 
 RESULTS = ("norm", "found_inf", "culprit", "clip", "grad_scale", "clip_coef")

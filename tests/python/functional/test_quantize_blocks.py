@@ -16,7 +16,7 @@ def data(*shape, dtype=torch.float32, is_signed=True, seed=0):
 
 def reference(values, is_signed, block_size):
     """The nearest value of the map for each element of a flat tensor, in float64."""
-    table = headroom.dynamic_map(is_signed).double()
+    table = headroom.functional.dynamic_map(is_signed).double()
     absmax = torch.stack([part.abs().max() for part in values.double().split(block_size)])
     scales = absmax.repeat_interleave(block_size)[: values.numel()]
     y = values.double() / scales.masked_fill(scales == 0, 1)
@@ -36,7 +36,7 @@ def test_nearest(dtype, is_signed, block_size, device):
     ours = (decoded.cpu().double() - values.cpu().double()).abs()
     best = (exact - values.cpu().double()).abs()
     scales = scales.repeat_interleave(block_size)[:5000]
-    least = headroom.dynamic_map(False)[1].item() if not is_signed else 0.0
+    least = headroom.functional.dynamic_map(False)[1].item() if not is_signed else 0.0
     assert (ours <= best + scales * (2.0**-23 + least)).all()
     if not is_signed:
         assert (decoded.cpu()[values.cpu() > 0] > 0).all()

@@ -20,7 +20,7 @@ from helpers.samples import FLOATS
 
 SHAPES = ((37, 5), (), (1,), (16385,), (64,))
 ORDERS = (2.0, 1.0, 3.0, 0.5, math.inf)
-UNSCALE, MEASURE = headroom.unscale_norm_, headroom.grad_norm
+UNSCALE, MEASURE = headroom.functional.unscale_norm_, headroom.functional.grad_norm
 OPS = pytest.mark.parametrize("op", [UNSCALE, MEASURE], ids=["unscale_norm_", "grad_norm"])
 EVERY_CHECK = (
     "test_schema",
@@ -83,7 +83,11 @@ def calls(device):
 
 @pytest.mark.parametrize("name", ["unscale_norm_", "grad_norm"])
 def test_any_iterable_of_gradients_but_a_tensor(name):
-    op, norm, grads = getattr(headroom, name), torch.zeros(()), [torch.ones(4), torch.ones(12)]
+    op, norm, grads = (
+        getattr(headroom.functional, name),
+        torch.zeros(()),
+        [torch.ones(4), torch.ones(12)],
+    )
     op((grad for grad in grads), norm=norm)
     assert norm == 4
     with pytest.raises(TypeError, match="grads must be a list of tensors, got a Tensor"):

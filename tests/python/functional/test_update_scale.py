@@ -27,7 +27,7 @@ class State:
 
     def update(self, found_inf, **options):
         found = scalar(found_inf, self.scale.device)
-        headroom.update_scale_(
+        headroom.functional.update_scale_(
             self.scale, self.growth, found, hysteresis_tracker=self.patience, **options
         )
 
@@ -69,7 +69,7 @@ def test_what_is_written_grows_a_version(device):
     state, found = State(device=device), scalar(0.0, device)
     tensors = (state.scale, state.growth, state.patience, found)
     before = [t._version for t in tensors]
-    headroom.update_scale_(*tensors[:2], found, hysteresis_tracker=state.patience)
+    headroom.functional.update_scale_(*tensors[:2], found, hysteresis_tracker=state.patience)
     assert [t._version > v for t, v in zip(tensors, before)] == [True, True, True, False]
 
 
@@ -160,7 +160,7 @@ def test_a_minimum_keeps_the_scale_above_zero(device):
 
 def test_without_a_hysteresis_tracker(device):
     scale, growth = scalar(8.0, device), scalar(5, device, torch.int32)
-    headroom.update_scale_(scale, growth, scalar(1.0, device))
+    headroom.functional.update_scale_(scale, growth, scalar(1.0, device))
     assert scale == 4 and growth == 0
 
 
@@ -196,5 +196,5 @@ def test_bad_inputs_change_no_byte(spoiled, message):
     tensors = [t for t in options.values() if isinstance(t, torch.Tensor)]
     before = [bits(t).clone() for t in tensors]
     with pytest.raises(RuntimeError, match=message):
-        headroom.update_scale_(**options)
+        headroom.functional.update_scale_(**options)
     assert all(torch.equal(bits(t), b) for t, b in zip(tensors, before))

@@ -108,7 +108,7 @@ def sample(shapes=((37, 15), (1,), (64,)), *args, block_size=256, **options):
 
 def run(lists, **options):
     """One step of the op, in place; returns the lists."""
-    headroom.adamw8bit_(*lists.lists(), **(OPTIONS | options))
+    headroom.functional.adamw8bit_(*lists.lists(), **(OPTIONS | options))
     return lists
 
 

@@ -123,5 +123,5 @@ def table(lists):
 
 def run(lists, **options):
     """One step of the op, in place; returns the lists."""
-    headroom.adamw_(*lists.lists(), **(DEFAULTS | options))
+    headroom.functional.adamw_(*lists.lists(), **(DEFAULTS | options))
     return lists

@@ -46,7 +46,7 @@ class Loop8bit(torch.optim.Optimizer):
                     state["step"] = torch.zeros((), dtype=torch.float64, device=param.device)
                 names = ("exp_avg", "exp_avg_absmax", "exp_avg_sq", "exp_avg_sq_absmax", "step")
                 lists = [[param], [param.grad], *([state[name]] for name in names)]
-                headroom.adamw8bit_(*lists, beta1=beta1, beta2=beta2, **options)
+                headroom.functional.adamw8bit_(*lists, beta1=beta1, beta2=beta2, **options)
 
 
 class Twins:

@@ -203,7 +203,7 @@ def test_random_codes_do_not_depend_on_who_else_steps(device):
 
 def test_random_codes_lie_beside_the_nearest(device):
     """And on average nothing is gained or lost: the mean of many is that of the moment itself."""
-    values = headroom.dynamic_map(True).double()
+    values = headroom.functional.dynamic_map(True).double()
     grad = torch.full((50, 100), 0.3, device=device)
     grad[0, ::9] = 1.0  # the largest of their blocks
     param = torch.nn.Parameter(torch.zeros(50, 100, device=device))

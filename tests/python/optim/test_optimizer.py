@@ -117,7 +117,7 @@ def test_state_dtype(param, state, device):
         p.grad = torch.randn_like(p)
         lists.grads[0] = p.grad
         optimizer.step()
-        headroom.adamw_(*lists.lists(), **DEFAULTS)
+        headroom.functional.adamw_(*lists.lists(), **DEFAULTS)
     assert torch.equal(bits(p), bits(lists.params[0]))
     assert {optimizer.state[p][key].dtype for key in ("exp_avg", "exp_avg_sq")} == {state}
     assert optimizer.state[p]["step"].dtype == torch.float64

@@ -237,7 +237,7 @@ def test_gradients_of_another_dtype_at_one_address(device):
             memory.normal_()
         param.grad = grad
         optimizer.step()
-        headroom.adamw_(lists[0], [grad], lists[1], lists[2], [], [step], **DEFAULTS)
+        headroom.functional.adamw_(lists[0], [grad], lists[1], lists[2], [], [step], **DEFAULTS)
         assert torch.equal(bits(param), bits(lists[0][0]))
 
 

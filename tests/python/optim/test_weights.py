@@ -223,7 +223,7 @@ def test_the_bits_do_not_depend_on_how_a_tensor_is_cut(rows):
     def step(params, grads, places):
         states = [[torch.zeros_like(p) for p in params] for _ in range(2)]
         steps = [torch.zeros(()) for _ in params]
-        headroom.adamw_(
+        headroom.functional.adamw_(
             params,
             grads,
             *states,

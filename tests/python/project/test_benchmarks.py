@@ -111,7 +111,7 @@ def test_the_8bit_op_does_the_work_of_adamw(dtype, device, monkeypatch):
     monkeypatch.setitem(adamw.HYPER, "lr", 0.1)
     data = adamw8bit.Layout(((1000,),), dtype).allocate(torch.device(device))
     scales = [absmax[0].repeat_interleave(256)[:1000].double() for absmax in (data[3], data[5])]
-    maps = [headroom.dynamic_map(signed).to(device).double() for signed in (True, False)]
+    maps = [headroom.functional.dynamic_map(signed).to(device).double() for signed in (True, False)]
     codes = data.exp_avgs[0], data.exp_avg_sqs[0]
     m, v = (values[c.int()] * scale for values, c, scale in zip(maps, codes, scales))
     wide = adamw.Data(data.params, data.grads, [m], [v], [], [])

@@ -97,7 +97,7 @@ def stored_by_the_kernel(x, block_size):
     absmaxs = [torch.zeros(-(-n // block_size)) for _ in range(2)]
     lists = [[codes[0]], [absmaxs[0]], [codes[1]], [absmaxs[1]], [torch.zeros(())]]
     options = dict(lr=0.0, beta1=0.0, beta2=0.0, weight_decay=0.0, eps=1.0, block_size=block_size)
-    headroom.adamw8bit_([torch.zeros(n)], [x], *lists, **options)
+    headroom.functional.adamw8bit_([torch.zeros(n)], [x], *lists, **options)
     return codes, absmaxs
 
 
@@ -107,7 +107,7 @@ def test_codes_are_those_that_the_kernel_stores(block_size):
     generator = torch.Generator().manual_seed(2)
     spread = 10.0 ** (-8 * torch.rand(8 * 512, generator=generator))
     x = torch.randn(spread.shape, generator=generator) * spread
-    values = headroom.dynamic_map(True)
+    values = headroom.functional.dynamic_map(True)
     x[512:767], x[767] = (values[1:] + values[:-1]) / 2, 1.0
     x[1024:1536] = 0
     x[1536:2048] *= 1e-39
@@ -351,7 +351,9 @@ def old_bitsandbytes(params, block_size, qmap=None):
                 1, 256, param.shape, dtype=torch.uint8, generator=generator
             )
             state[i][f"absmax{j}"] = torch.rand(blocks, generator=generator)
-            state[i][f"qmap{j}"] = headroom.dynamic_map(is_signed) if qmap is None else qmap
+            state[i][f"qmap{j}"] = (
+                headroom.functional.dynamic_map(is_signed) if qmap is None else qmap
+            )
     group = dict(
         lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, params=[*range(len(params))]
     )
@@ -366,7 +368,7 @@ def test_old_states_of_bitsandbytes(block_size, qmap):
     entry = source["state"][0]
     state, report = convert(source, "torch")
     for name, j, is_signed in (("exp_avg", 1, True), ("exp_avg_sq", 2, False)):
-        values = headroom.dynamic_map(is_signed) if qmap is None else qmap
+        values = headroom.functional.dynamic_map(is_signed) if qmap is None else qmap
         scales = entry[f"absmax{j}"].repeat_interleave(block_size)[:9000].view(90, 100)
         wanted = values[entry[f"state{j}"].int()] * scales
         assert same_bits(state["state"][0][name], wanted)

@@ -118,7 +118,7 @@ def decoded(entry, name, block_size):
     codes, scales = entry[name], entry[f"{name}_absmax"]
     local, of_block = (t.to_local() if isinstance(t, DTensor) else t for t in (codes, scales))
     scale = of_block.flatten().repeat_interleave(block_size)[: local.numel()].view(local.shape)
-    value = headroom.dynamic_map(name == "exp_avg")[local.long()] * scale
+    value = headroom.functional.dynamic_map(name == "exp_avg")[local.long()] * scale
     pair = [value, scale]
     if isinstance(codes, DTensor):
         mesh, places = codes.device_mesh, codes.placements
@@ -210,7 +210,7 @@ def load(rank, case, path, old_ranks):
             scales = now[name, f"{key} scale"], was[name, f"{key} scale"]
             assert_same_bits([value[inside]], [was[name, key][inside]])
             assert_same_bits(*([scale[inside]] for scale in scales))
-            largest_step = headroom.dynamic_map(key == "exp_avg").diff().max()
+            largest_step = headroom.functional.dynamic_map(key == "exp_avg").diff().max()
             errors = (value - was[name, key]).abs()
             assert (errors <= largest_step * scales[0]).all()
             if key == "exp_avg_sq":

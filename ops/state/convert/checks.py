@@ -1,0 +1,175 @@
+"""Refuses states that are malformed, before they are converted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .codes import Codes, is_finite, shown
+from .neutral import MOMENTS, SQUARES, number_of
+
+__all__ = [
+    "check_adafactor_shapes",
+    "check_adam_shapes",
+    "check_moments",
+    "check_options",
+    "check_tensors",
+    "checked_step",
+    "described",
+    "keys_of",
+    "named_params",
+]
+
+STEPS = 2.0**53  # the largest counter that Headroom steps from, and that a float64 counts exactly
+
+
+@contextmanager
+def described(what: str, held: dict[Any, Any]) -> Iterator[None]:
+    """Turns an error into a ValueError that says where it was. Values of any kind can stand where
+    numbers and tensors belong, and each fails in a way of its own."""
+    try:
+        yield
+    except (ImportError, NotImplementedError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, KeyError):
+            said = f"has no {error}"
+        elif isinstance(error, (ValueError, RuntimeError)):
+            said = str(error)
+        else:
+            said = f"cannot be read: {type(error).__name__}: {error}"
+        raise ValueError(f"{what} {said}; it has {sorted(map(str, held))}") from error
+
+
+def keys_of(source: Any) -> list[Any]:
+    """The parameters' keys of a state dict, in order, if it has the form of one."""
+    if not isinstance(source, Mapping) or not {"state", "param_groups"} <= source.keys():
+        found = sorted(map(str, source)) if isinstance(source, Mapping) else type(source).__name__
+        raise ValueError(f"a state dict has 'state' and 'param_groups', this {found}")
+    state, groups = source["state"], source["param_groups"]
+    if not isinstance(state, Mapping) or not isinstance(groups, (list, tuple)):
+        raise ValueError(
+            "'state' must be a dict and 'param_groups' a list, got "
+            f"{type(state).__name__} and {type(groups).__name__}"
+        )
+    keys: list[Any] = []
+    for index, group in enumerate(groups):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
+            raise ValueError(f"group {index} must be a dict with a list 'params'")
+        keys += group["params"]
+    for key in keys:
+        if not isinstance(key, (int, str)):
+            raise ValueError(f"the key of a parameter must be a number or a name, got {shown(key)}")
+    if len(set(keys)) < len(keys):
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"parameter {twice!r} is in the groups twice")
+    for key in state.keys() - set(keys):
+        raise ValueError(f"there is a state of {key!r}, which is in no group")
+    for key, entry in state.items():
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"the state of parameter {key} is a {type(entry).__name__}, no dict")
+    return keys
+
+
+def named_params(params: Any, keys: list[Any]) -> Mapping[Any, Tensor]:
+    """The parameters by their keys."""
+    if params is None:
+        return {}
+    if not isinstance(params, Mapping):
+        if isinstance(params, Tensor) or not isinstance(params, Iterable):
+            raise ValueError(f"params must be parameters, got a {type(params).__name__}")
+        params = list(params)
+        if len(params) != len(keys):
+            raise ValueError(f"the groups have {len(keys)} parameters, params {len(params)}")
+        params = dict(zip(keys, params))
+    for key, param in params.items():
+        if not isinstance(param, Tensor):
+            raise ValueError(f"params: that of {key!r} is a {type(param).__name__}, no tensor")
+    return params
+
+
+def check_options(group: Mapping[str, Any], is_adafactor: bool) -> None:
+    check_tensors(group)
+    lr = group["lr"]
+    if lr is None and is_adafactor:
+        return
+    number = number_of(lr)
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise ValueError(f"have an lr of {shown(lr)}, wanted a number")
+    if not 0 <= number < math.inf:
+        raise ValueError(f"have an lr of {number}, wanted a finite number >= 0")
+
+
+def check_tensors(value: Any) -> None:
+    """Every tensor in an entry has memory that can be read."""
+    if isinstance(value, Mapping):
+        for inner in value.values():
+            check_tensors(inner)
+    elif hasattr(value, "codes"):  # torchao's, of several tensors
+        for name in ("codes", "scale", "qmap"):
+            check_tensors(getattr(value, name, None))
+    elif isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_meta:
+            raise ValueError(f"has a tensor without data: {value.layout} on {value.device}")
+        last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
+        needed = (value.storage_offset() + last + 1) * value.element_size()
+        if value.numel() and value.untyped_storage().nbytes() < needed:
+            raise ValueError("has a tensor whose memory has been freed")
+
+
+def checked_step(step: Any) -> float:
+    number = number_of(step)
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise ValueError(f"has a step of {shown(step)}, wanted a number")
+    if not 0 <= number <= STEPS or number != int(number):
+        raise ValueError(f"has a step of {number}, wanted a whole number from 0 to 2^53")
+    return number
+
+
+def check_moments(moments: dict[str, Tensor | Codes]) -> None:
+    for name, moment in moments.items():
+        if isinstance(moment, Codes):
+            if not is_finite(moment.absmax, False):
+                raise ValueError(f"has scales of '{name}' that are negative or not finite")
+            if moment.values is not None and not is_finite(moment.values, True):
+                raise ValueError(f"has a map of '{name}' with values that are not finite")
+            continue
+        if not isinstance(moment, Tensor) or not moment.is_floating_point():
+            kind = moment.dtype if isinstance(moment, Tensor) else type(moment).__name__
+            raise ValueError(f"has an '{name}' of {kind}, without scales")
+        # A NaN is the smallest for min(). Infinity is an overflow, and gives updates of 0.
+        if name in SQUARES and moment.numel() and not moment.min() >= 0:
+            raise ValueError(f"has an '{name}' with negative elements, or NaN")
+
+
+def check_adam_shapes(moments: dict[str, Tensor | Codes], param: Tensor | None) -> None:
+    shapes = {moment.shape for moment in moments.values()}
+    if not set(moments) >= set(MOMENTS[:2]) or len(shapes) != 1:
+        raise ValueError(
+            f"has moments {sorted(moments)}, of shapes {sorted(map(tuple, shapes))}; wanted "
+            f"{MOMENTS[:2]} of one shape"
+        )
+    if param is not None and shapes != {param.shape}:
+        raise ValueError(
+            f"has moments of shape {tuple(shapes.pop())}, the parameter {tuple(param.shape)}"
+        )
+
+
+def check_adafactor_shapes(moments: dict[str, Tensor | Codes], param: Tensor | None) -> None:
+    found = {name: tuple(moment.shape) for name, moment in moments.items()}
+    row, col = found.get("row"), found.get("col")
+    if row is not None or col is not None:
+        if not row or not col or row[:-1] != col[:-1]:
+            raise ValueError(f"has statistics of rows {row} and of columns {col}")
+        found["variance"] = (*row, col[-1])
+    if "variance" not in found:
+        raise ValueError("has neither a 'variance' nor statistics of rows and columns")
+    if param is not None and found["variance"] != tuple(param.shape):
+        raise ValueError(
+            f"is of a parameter of shape {found['variance']}, this one has {tuple(param.shape)}"
+        )

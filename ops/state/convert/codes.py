@@ -1,0 +1,137 @@
+"""8-bit moments: a code for each element, and a scale for each block of elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._core.overlap import is_dense
+from ...functional.dynamic_map import dynamic_map
+from ...functional.quantize_blocks import quantize_blocks
+
+__all__ = [
+    "Codes",
+    "codes_of",
+    "encode",
+    "flattened",
+    "floats_of",
+    "is_finite",
+    "other_map",
+    "pieces",
+    "shown",
+    "unflattened",
+]
+
+PIECE = 2**20  # elements worked on at a time
+
+
+@dataclass
+class Codes:
+    """A moment in 8 bits: a code per element, a scale per block of elements in memory order."""
+
+    codes: Tensor  # uint8
+    absmax: Tensor  # float32, flat
+    block_size: int
+    is_signed: bool
+    values: Tensor | None = None  # the map; None: dynamic_map()
+
+    def __post_init__(self) -> None:
+        if type(self.block_size) is not int or self.block_size < 1:
+            raise ValueError(f"has blocks of {shown(self.block_size)} elements, wanted 1 or more")
+        blocks = -(-self.codes.numel() // self.block_size)
+        if self.absmax.numel() != blocks or self.codes.dtype != torch.uint8:
+            raise ValueError(
+                f"has {self.absmax.numel()} scales and codes of {self.codes.dtype}, wanted "
+                f"{blocks} and torch.uint8"
+            )
+        if self.values is not None and self.values.shape != (256,):
+            raise ValueError(f"has a map of shape {tuple(self.values.shape)}, wanted (256,)")
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    def clone(self) -> Codes:
+        return replace(self, codes=self.codes.clone(), absmax=self.absmax.clone())
+
+    def decode(self) -> Tensor:
+        values = dynamic_map(self.is_signed) if self.values is None else self.values
+        values, codes = values.to(self.codes.device), flattened(self.codes)
+        out = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+        for part, blocks in pieces(codes.numel(), self.block_size):
+            scales = self.absmax[blocks].repeat_interleave(self.block_size)
+            part_codes = codes[part].int()
+            out[part] = values.index_select(0, part_codes) * scales[: part_codes.numel()]
+        return unflattened(out, self.codes)
+
+
+def encode(moment: Tensor, block_size: int, is_signed: bool) -> Codes:
+    """The codes and scales that the kernels store for a moment: see hr_adamw8bit in headroom.h."""
+    codes, absmax = quantize_blocks(moment.float(), is_signed=is_signed, block_size=block_size)
+    return Codes(codes, absmax, block_size, is_signed)
+
+
+def codes_of(
+    moment: Tensor | Codes, block_size: int, is_signed: bool, any_order: bool = False
+) -> Codes:
+    """As they are, if that is possible."""
+    if (
+        isinstance(moment, Codes)
+        and (moment.block_size == block_size)
+        and moment.values is None
+        and (any_order or moment.codes.is_contiguous())
+    ):
+        return moment
+    value = floats_of(moment)
+    codes = encode(value if any_order else value.contiguous(), block_size, is_signed)
+    if not is_finite(codes.absmax, False):
+        raise ValueError("has a moment that is not finite, which 8 bits cannot hold")
+    return codes
+
+
+def floats_of(moment: Tensor | Codes) -> Tensor:
+    return moment.decode() if isinstance(moment, Codes) else moment
+
+
+def is_finite(numbers: Tensor, is_signed: bool) -> bool:
+    """Whether all are finite, and not negative unless signed."""
+    if not numbers.numel():
+        return True
+    low, high = (number.item() for number in torch.aminmax(numbers))  # a NaN spreads to both
+    return (low > -math.inf if is_signed else low >= 0) and high < math.inf
+
+
+def other_map(values: Tensor, is_signed: bool) -> Tensor | None:
+    """A map that is not ours: bitsandbytes 0.36 to 0.41 had such."""
+    return None if torch.equal(values.cpu(), dynamic_map(is_signed)) else values
+
+
+def pieces(numel: int, block_size: int) -> Iterable[tuple[slice, slice]]:
+    """Slices of the elements, and of the blocks that they are."""
+    step = max(1, PIECE // block_size)
+    for first in range(0, -(-numel // block_size), step):
+        elements = slice(first * block_size, min(numel, (first + step) * block_size))
+        yield elements, slice(first, first + step)
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """The elements in memory order, or in that of their indices if there are gaps."""
+    if not is_dense(tensor):
+        tensor = tensor.contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def unflattened(flat: Tensor, like: Tensor) -> Tensor:
+    """The way back of :func:`flattened`."""
+    return flat.as_strided(like.shape, like.stride()) if is_dense(like) else flat.view(like.shape)
+
+
+def shown(value: Any) -> str:
+    """A value for a message: what is long, or has no memory to print, by its type."""
+    is_short = value is None or isinstance(value, (bool, int, float, str, torch.dtype))
+    return repr(value) if is_short else f"a {type(value).__name__}"

@@ -1,0 +1,182 @@
+"""Converts the state of an optimizer: :func:`convert_state`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+from ..._core.registration import FLOATS
+from ..._core.weight_modes import RESIDUALS
+from ...functional.adamw8bit import BLOCK_SIZES
+from .checks import (
+    check_adafactor_shapes,
+    check_adam_shapes,
+    check_moments,
+    check_options,
+    check_tensors,
+    checked_step,
+    described,
+    keys_of,
+    named_params,
+)
+from .codes import Codes, shown
+from .libraries import KEYS, LIBRARIES, detect
+from .neutral import Context, Library, State
+from .options import decouples, target_group
+from .report import Report, losses
+
+__all__ = ["Converted", "convert_state"]
+
+
+class Converted(NamedTuple):
+    """What :func:`convert_state` returns."""
+
+    state_dict: dict[str, Any]
+    report: Report
+
+
+@torch.no_grad()
+def convert_state(
+    source: dict[str, Any] | torch.optim.Optimizer,
+    to: str,
+    *,
+    from_: str | None = None,
+    params: Iterable[Tensor] | Mapping[Any, Tensor] | None = None,
+    param_dtype: torch.dtype | None = None,
+    block_size: int | None = None,
+    min_8bit_size: int = 4096,
+    progress: bool = False,
+) -> Converted:
+    """The state of an optimizer in the form of another library, to resume training there.
+
+    Args:
+        source: an optimizer, or what its ``state_dict()`` returned. Not changed.
+        to: for whom. ``"headroom"`` and ``"headroom-8bit"``: Adam and AdamW of
+            :mod:`headroom.optim`, and their 8-bit forms. ``"torch"``. ``"bitsandbytes"``: 32-bit;
+            ``"bitsandbytes-8bit"``, and ``"bitsandbytes-8bit-flat"`` for releases before 2026.
+            ``"torchao-8bit"``. ``"apex"``: FusedAdam. ``"deepspeed"``: DeepSpeedCPUAdam.
+            ``"flashoptim"``, with its 8-bit moments, and ``"flashoptim-float"``.
+            ``"torch-adafactor"`` and ``"transformers-adafactor"``, which
+            Headroom's Adafactor loads too. Adam's state is none of Adafactor's.
+        from_: one of these, if the keys of ``source`` do not tell.
+        params: the parameters, in the order of the groups, or by their keys in the state; an
+            optimizer has them. They are needed to carry over what is kept beside 16-bit weights,
+            except for a float32 master copy.
+        param_dtype: their dtype, if they are not there. Many loaders cast states to it: with it,
+            the report says what that loses. FlashOptim's states depend on it.
+        block_size: of 8-bit moments. None: that of the source if the target has it, else 256.
+        min_8bit_size: tensors with fewer elements get moments of 32 bits; codes stay codes.
+        progress: show a progress bar.
+
+    Returns:
+        The state dict, for ``load_state_dict`` of the target, and a :class:`Report` of what was
+        lost. Parts that are the same in both libraries are those of a ``source`` that is a state
+        dict, not copies.
+
+        Nothing is lost between Headroom, torch, bitsandbytes 32-bit, apex, DeepSpeed and
+        ``"flashoptim-float"`` if parameters are float32; nor between the 8-bit forms of Headroom,
+        bitsandbytes and torchao with equal blocks; nor from 8 bits to float32. From float32 to 8
+        bits, codes are those that :func:`headroom.functional.adamw8bit_` would store.
+
+    Raises:
+        ValueError: an argument is not one of those above, or the state is of no known library,
+            cannot be that of ``to``, or is malformed: its counters must be whole numbers from 0 to
+            2^53, its second moments and scales not negative and no NaN. The message names the
+            parameter. Nothing is changed.
+        NotImplementedError: a state is a DTensor; gather it first, with ``full_state_dict=True`` of
+            torch.distributed.checkpoint.
+        ImportError: ``to="torchao-8bit"`` without torchao.
+
+    Example::
+
+        old = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        new = headroom.optim.AdamW8bit(model.parameters(), lr=1e-3)
+        state, report = headroom.optim.convert_state(old, to="headroom-8bit")
+        new.load_state_dict(state)
+        print(report)
+    """
+    decoupled, is_live = None, isinstance(source, torch.optim.Optimizer)
+    if isinstance(source, torch.optim.Optimizer):
+        decoupled = decouples(source)
+        if params is None:
+            params = [param for group in source.param_groups for param in group["params"]]
+        source = source.state_dict()
+    keys = keys_of(source)
+    from_ = detect(source) if from_ is None else from_
+    for name in (from_, to):
+        if not isinstance(name, str) or name not in LIBRARIES:
+            raise ValueError(f"there is no {shown(name)}; the libraries are {', '.join(LIBRARIES)}")
+    if LIBRARIES[from_].is_adafactor != LIBRARIES[to].is_adafactor:
+        raise ValueError(f"a state of {from_} cannot be that of {to}: Adam is not Adafactor")
+    if block_size is not None and (type(block_size) is not int or block_size not in BLOCK_SIZES):
+        raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {shown(block_size)}")
+    if type(min_8bit_size) is not int or min_8bit_size < 0:
+        raise ValueError(f"min_8bit_size must be a number of elements, got {shown(min_8bit_size)}")
+    if param_dtype is not None and param_dtype not in (*FLOATS, torch.float64):
+        raise ValueError(f"param_dtype must be a floating-point dtype, got {shown(param_dtype)}")
+    named = named_params(params, keys)
+    reader, target, report = LIBRARIES[from_], LIBRARIES[to], Report(from_, to)
+    entries, groups = {}, []
+    with tqdm(total=len(source["state"]), unit="state", disable=not progress) as bar:
+        for index, group in enumerate(source["param_groups"]):
+            contexts = {}
+            for key in group["params"]:
+                param = named.get(key)
+                dtype = param_dtype if param is None else param.dtype
+                contexts[key] = Context(group, param, dtype, casts=target.casts)
+            states = {
+                key: _state(key, source["state"][key], reader, contexts[key])
+                for key in group["params"]
+                if source["state"].get(key)
+            }
+            if is_live:
+                states = {key: state.copied() for key, state in states.items()}
+            with described(f"the options of group {index}", group):
+                check_options(group, target.is_adafactor)
+                new = target_group(group, to, states, report.notes, decoupled)
+            size = block_size or _block_size(states)
+            if to == "headroom-8bit":
+                new["block_size"] = size
+            for key, state in states.items():
+                context = contexts[key]
+                context.group, context.min_8bit_size, context.block_size = new, min_8bit_size, size
+                with described(f"the state of parameter {key}", source["state"][key]):
+                    entries[key] = target.write(state, context)
+                    report.losses += losses(key, state, target.read(entries[key], context))
+                bar.update()
+            groups.append(new)
+    return Converted({"state": entries, "param_groups": groups}, report)
+
+
+def _state(key: Any, entry: Any, reader: Library, context: Context) -> State:
+    if any(isinstance(value, DTensor) for value in entry.values()):
+        raise NotImplementedError(
+            f"the state of parameter {key} is a DTensor; gather it first, with "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict and "
+            "StateDictOptions(full_state_dict=True)"
+        )
+    with described(f"the state of parameter {key}", entry):
+        check_tensors(entry)
+        if {*RESIDUALS, "error_bits"} & entry.keys():
+            check_tensors(context.param)
+        state = reader.read(entry, context)
+        if state.step is None:
+            raise KeyError("step")
+        state.step = checked_step(state.step)
+        check_moments(state.moments)
+        check = check_adafactor_shapes if reader.is_adafactor else check_adam_shapes
+        check(state.moments, context.param)
+    state.others = [name for name in entry if name not in KEYS]
+    return state
+
+
+def _block_size(states: dict[Any, State]) -> int:
+    """That of the codes of a group, if it is one that Headroom has."""
+    moments = [moment for state in states.values() for moment in state.moments.values()]
+    sizes = {moment.block_size for moment in moments if isinstance(moment, Codes)}
+    return sizes.pop() if len(sizes) == 1 and sizes <= set(BLOCK_SIZES) else 256

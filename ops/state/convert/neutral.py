@@ -1,0 +1,97 @@
+"""The neutral form of a state, which readers of each library make and writers take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._core.weight_modes import HALVES
+from .codes import Codes
+
+__all__ = [
+    "Context",
+    "Library",
+    "MOMENTS",
+    "SQUARES",
+    "State",
+    "cast",
+    "is_byte",
+    "number_of",
+    "step64",
+]
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "row", "col", "variance")  # which are not negative
+
+
+@dataclass
+class State:
+    """The state of one parameter, whoever's it was."""
+
+    step: float
+    moments: dict[str, Tensor | Codes]  # MOMENTS, or Adafactor's exp_avg, row, col, variance
+    residual: dict[str, Tensor] = field(default_factory=dict)  # beside 16-bit weights, our form
+    weights: Tensor | None = None  # in float32, with the residual, if it is known
+    others: list[str] = field(default_factory=list)  # parts that nobody else has
+
+    def copied(self) -> State:
+        moments = {name: moment.clone() for name, moment in self.moments.items()}
+        residual = {name: tensor.clone() for name, tensor in self.residual.items()}
+        return replace(self, moments=moments, residual=residual)
+
+
+@dataclass
+class Context:
+    """What a reader or writer may need beside the state."""
+
+    group: dict[str, Any]
+    param: Tensor | None
+    dtype: torch.dtype | None  # of the parameter
+    block_size: int = 256
+    min_8bit_size: int = 4096
+    casts: bool = False  # the target's loader casts to the parameter's dtype
+
+    def is_8bit(self, moment: Tensor | Codes) -> bool:
+        return isinstance(moment, Codes) or moment.numel() >= self.min_8bit_size
+
+    def with_param(self, weights: Tensor | None) -> Context:
+        """A 16-bit parameter is the rounding of its float32 weights."""
+        if self.param is None and weights is not None and self.dtype in HALVES:
+            self.param = weights.to(self.dtype)
+        return self
+
+
+class Library(NamedTuple):
+    """Where states come from and go to."""
+
+    read: Callable[[dict[str, Any], Context], State]
+    write: Callable[[State, Context], dict[str, Any]]
+    options: dict[str, Any]  # of a group, beside what all have, with defaults
+    more: tuple[str, ...] = ()  # options that are carried over if there are any
+    casts: bool = False  # the loader casts states to the parameter's dtype
+    is_adafactor: bool = False
+
+
+def number_of(value: Any) -> Any:
+    """A number from a tensor of one element: of float32, the shortest that it is."""
+    if not isinstance(value, Tensor):
+        return value
+    number = value.item()
+    short = float(f"{number:.7g}") if isinstance(number, float) else number
+    return short if torch.tensor(short, dtype=value.dtype).item() == number else number
+
+
+def cast(moment: Tensor, context: Context) -> Tensor:
+    return moment.to(context.dtype) if context.casts and context.dtype else moment
+
+
+def step64(state: State) -> Tensor:
+    return torch.tensor(float(state.step), dtype=torch.float64)
+
+
+def is_byte(residual: dict[str, Tensor]) -> bool:
+    return any(tensor.dtype == torch.int8 for tensor in residual.values())

@@ -1,0 +1,87 @@
+"""The options of a parameter group, as another library names them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .libraries import LIBRARIES, PRIVATE
+from .neutral import State, is_byte, number_of
+
+__all__ = ["decouples", "target_group"]
+
+
+def decouples(optimizer: torch.optim.Optimizer) -> bool | None:
+    """Whether an optimizer decouples weight decay, if it does not say so in its groups."""
+    # DeepSpeed and apex, torchao, FlashOptim.
+    for name in ("adam_w_mode", "is_adamw", "_decoupled"):
+        if hasattr(optimizer, name):
+            return bool(getattr(optimizer, name))
+    return True if type(optimizer).__module__.startswith("bitsandbytes") else None
+
+
+def target_group(
+    group: dict[str, Any],
+    to: str,
+    states: dict[Any, State],
+    notes: list[str],
+    decoupled: bool | None,
+) -> dict[str, Any]:
+    """The options of a group, as the target has them."""
+    target, source = LIBRARIES[to], dict(group)
+    if decoupled is not None:
+        source.setdefault("decoupled_weight_decay", decoupled)
+    own = (*target.options, *target.more)
+    new = {**target.options, **{k: v for k, v in source.items() if k not in PRIVATE or k in own}}
+    new["lr"] = number_of(source["lr"])
+    if target.is_adafactor:
+        _translate_adafactor(source, new, to, notes)
+    for name in ("maximize", "amsgrad"):
+        if source.get(name) and name not in own:
+            notes.append(f"{to} has no {name}, which the source was run with")
+    if source.get("bias_correction", True) is False and "bias_correction" not in own:
+        notes.append(f"{to} corrects the bias of moments, which the source did not")
+    if "decoupled_weight_decay" in own and "decoupled_weight_decay" not in source:
+        if source.get("weight_decay"):
+            notes.append("the state does not say whether weight decay is Adam's or AdamW's")
+    if to == "torchao-8bit":
+        new["lr"] = torch.tensor(new["lr"], dtype=torch.float32)
+    if to == "apex":
+        new["step"] = max((int(state.step) for state in states.values()), default=0)
+    _say_what_completes_weights(new, own, [s for s in states.values() if s.weights is not None])
+    return new
+
+
+def _say_what_completes_weights(
+    new: dict[str, Any], own: tuple[str, ...], states: list[State]
+) -> None:
+    """``states`` are those with known float32 weights beside 16-bit ones."""
+    if "master" in own and any("error_bits" in state.residual for state in states):
+        new |= {"master": "f32", "rounding": "nearest", "seed": 0}
+    if "master_bytewidth" in own and "master_bytewidth" not in new and states:
+        new["master_bytewidth"] = 3 if any(is_byte(state.residual) for state in states) else 4
+
+
+def _translate_adafactor(
+    source: dict[str, Any], new: dict[str, Any], to: str, notes: list[str]
+) -> None:
+    """Between the two rules. Their first epsilons mean different things."""
+    is_hf = "decay_rate" in source
+    if is_hf == (to == "transformers-adafactor"):
+        return
+    if is_hf:
+        new |= {"beta2_decay": source["decay_rate"], "d": source["clip_threshold"]}
+        new |= {"eps": (None, source["eps"][1]), "lr": 1e-2 if new["lr"] is None else new["lr"]}
+        if not source["relative_step"] or not source["scale_parameter"] or source["warmup_init"]:
+            notes.append("torch's rule always has relative steps, scaled, and no warm-up")
+    else:
+        new |= {"decay_rate": source["beta2_decay"], "clip_threshold": source["d"]}
+        new["eps"] = (1e-30, source["eps"][1])
+        if new["lr"] == 1e-2:  # what relative steps begin with
+            new["lr"] = None
+        else:
+            new["relative_step"] = False
+            notes.append("the learning rate is constant, where torch's rule bounds it by 1/sqrt(t)")
+    if source.get("weight_decay"):
+        notes.append("the two rules of Adafactor scale weight decay differently")
