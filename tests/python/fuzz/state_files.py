@@ -1,10 +1,10 @@
 """State files made up by chance: each loads, or is refused with one of the errors that are
 documented and with nothing changed.
 
-    python tests/fuzz/state_files.py [--seconds 60] [--seed 0] [--first N]
+    python -m tests.python.fuzz.state_files [--seconds 60] [--seed 0] [--first N]
 
-prints how many were tried, refused and loaded, or the number of one that fails: --first starts
-there.
+prints how many cases there were, refused and loaded, or the number of one that fails: --first
+starts there.
 """
 
 import argparse
@@ -242,7 +242,8 @@ def main() -> int:
                 print(f"failed: --seed {options.seed} --first {number}", file=sys.stderr)
                 return 1
             tried += 1
-    print(f"{tried:,} tried: {refused:,} refused, {tried - refused:,} loaded")
+    seconds = options.seconds
+    print(f"{tried:,} cases in {seconds:g} s: {refused:,} refused, {tried - refused:,} loaded")
     return 0
 
 
