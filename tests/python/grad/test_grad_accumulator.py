@@ -373,7 +373,7 @@ def test_nothing_to_accumulate(source):
 
 
 def with_sums(compensated=True):
-    """An accumulator in the middle of a step. (That it goes on is tested in test_checkpoint.py.)"""
+    """An accumulator in the middle of a step. (That it goes on is tested in test_resume.py.)"""
     net = model()
     accumulator = ACCUMULATOR(net, compensated=compensated)
     for x, y in batches(2)[2]:

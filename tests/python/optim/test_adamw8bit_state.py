@@ -1,5 +1,5 @@
 """What Adam8bit and AdamW8bit hold: states through save and load, in copies, in reports, and after
-an error. Resuming at every step is tested in test_checkpoint.py."""
+an error. Resuming at every step is tested in test_resume.py."""
 
 import copy
 import re
