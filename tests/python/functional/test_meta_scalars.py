@@ -5,7 +5,7 @@ import headroom
 import pytest
 import torch
 
-from helpers.reference import bits
+from helpers.bits import bits
 
 F32 = torch.float32
 

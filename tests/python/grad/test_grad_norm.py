@@ -5,9 +5,10 @@ import math
 import headroom
 import pytest
 import torch
-from helpers.distributed_worker import WORLD_SIZE, Ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from helpers.ranks import WORLD_SIZE
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -102,9 +103,5 @@ def sharded(rank):
 
 
 @pytest.mark.gloo
-def test_shards_of_all_ranks_count():
-    ranks = Ranks()
-    try:
-        ranks(sharded)
-    finally:
-        ranks.close()
+def test_shards_of_all_ranks_count(ranks):
+    ranks(sharded)

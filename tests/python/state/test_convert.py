@@ -8,7 +8,8 @@ import headroom
 import pytest
 import torch
 from headroom.__main__ import main
-from headroom.state.convert import LIBRARIES, encode
+from headroom.state.convert import LIBRARIES
+from headroom.state.convert.codes import encode
 
 from helpers.bits import assert_same_bits, same_bits
 from helpers.roundtrip import through_file
