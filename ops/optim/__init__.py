@@ -6,7 +6,9 @@ from ..state.reshard import load_sharded
 from .adafactor import Adafactor
 from .adam import Adam, AdamW
 from .adam8bit import Adam8bit, AdamW8bit
+from .base import Optimizer
 from .master_weights import load_master_weights, master_weights
+from .memory import StateMemory
 from .release import ReleaseHandle, release_gradients
 
 __all__ = [
@@ -15,7 +17,9 @@ __all__ = [
     "Adam8bit",
     "AdamW",
     "AdamW8bit",
+    "Optimizer",
     "ReleaseHandle",
+    "StateMemory",
     "check_same_state",
     "convert_state",
     "load_master_weights",

@@ -10,7 +10,7 @@ import weakref
 import headroom
 import pytest
 import torch
-from headroom import _overlap
+from headroom._core import overlap
 
 from helpers.reference import DEFAULTS, bits, sample, table
 from helpers.twins import Twins
@@ -482,7 +482,7 @@ def test_overlapping_agrees_with_a_list_of_all_bytes():
             for pair in itertools.combinations(range(len(views)), 2)
             if places[pair[0]] & places[pair[1]]
         }
-        got = _overlap.overlapping(views)
+        got = overlap.overlapping(views)
         assert got in wanted or (got is None and not wanted)
         found += got is not None
     assert 50 < found < 350
