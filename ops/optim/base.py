@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._core.weight_modes import check_weight_options
 from ..grad.norm import Measured
-from .loading import complete_groups, export_state, keep_states, restored_states
+from .loading import KEPT, complete_groups, export_state, keep_states, restored_states
 from .measuring import first_nonfinite, with_measured
 from .memory import StateMemory, state_memory
 from .options import check_max_grad_norm, common_max_grad_norm, keep_unique
@@ -27,19 +27,6 @@ from .states import StatefulOptimizer
 from .weights import StalledWeights, stalled_fraction, weights_arguments
 
 __all__ = ["Optimizer"]
-
-KEPT = (  # attributes that copies and pickles have, beside torch's
-    "_skips",
-    "_stalled",
-    "check_finite",
-    "clip_coef",
-    "found_inf",
-    "grad_norm",
-    "grad_scale",
-    "max_consecutive_skips",
-    "measured",
-    "measured_params",
-)
 
 
 class Optimizer(StatefulOptimizer):

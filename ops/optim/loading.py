@@ -19,9 +19,21 @@ from .._core.registration import FLOATS
 from .._core.weight_modes import RESIDUALS
 from .states import Layout, Slot, StatefulOptimizer
 
-__all__ = ["complete_groups", "export_state", "keep_states", "restored_states"]
+__all__ = ["KEPT", "complete_groups", "export_state", "keep_states", "restored_states"]
 
 STATE_DTYPES = {str(dtype): dtype for dtype in FLOATS}
+KEPT = (  # attributes that copies and pickles have, beside torch's
+    "_skips",
+    "_stalled",
+    "check_finite",
+    "clip_coef",
+    "found_inf",
+    "grad_norm",
+    "grad_scale",
+    "max_consecutive_skips",
+    "measured",
+    "measured_params",
+)
 NONNEGATIVE = (  # states that are means of squares, or magnitudes
     "exp_avg_sq",
     "max_exp_avg_sq",
