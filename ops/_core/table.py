@@ -23,15 +23,15 @@ _exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 def table_of(
     lists: tuple[list[Tensor], ...],
     state: dict[Any, Any] | None = None,
-    alike: tuple[str, ...] = (),
-    others: tuple[str, ...] = (),
+    param_like: tuple[str, ...] = (),
+    extra: tuple[str, ...] = (),
 ) -> Tensor | None:
     """Returns a table of lists of tensors and of states of the tensors in the first list.
 
     Returns None unless every tensor is a contiguous ``Tensor`` or ``Parameter`` of a dtype that the
     kernels support, all lie on one device, all states exist, and the tensors at one position of
-    ``lists`` and of the states ``alike`` have the same shape. The states ``others`` may have other
-    shapes. The table keeps no tensor alive, so use it at once.
+    ``lists`` and of the states ``param_like`` have the same shape. The states ``extra`` may have
+    other shapes. The table keeps no tensor alive, so use it at once.
     """
     if _C is None or _exchange is None or torch.compiler.is_compiling():
         return None
@@ -39,9 +39,9 @@ def table_of(
         return None  # a mode wants to see the tensors
     if any(any(map(Tensor.is_neg, tensors)) for tensors in lists):
         return None  # memory holds the negative of the values
-    shape = len(lists) + len(alike) + len(others), _ROWS, len(lists[0])
+    shape = len(lists) + len(param_like) + len(extra), _ROWS, len(lists[0])
     table = torch.empty(shape, dtype=torch.int64, device="cpu")
-    found = _C.describe(table.data_ptr(), _exchange, _PLAIN, lists, state, alike, others)
+    found = _C.describe(table.data_ptr(), _exchange, _PLAIN, lists, state, param_like, extra)
     return table if found else None
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from .._core.dtensor import local_part, shard_groups
+from .._core.names import bare_name_of
 from .._core.registration import FLOATS
 from .._core.skips import LateCounts
 from ..functional.unscale_norm import unscale_norm_
@@ -281,7 +282,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         for optimizer, members, index in self._culprits or self._last_culprits:
             if (first := int(index)) >= 0:
-                return _name_of(optimizer, members[first])
+                return bare_name_of(optimizer.param_groups, members[first])
         return None
 
     # ---- state ----------------------------------------------------------------------------------
@@ -343,12 +344,3 @@ def _check_state(state_dict: dict[str, Any]) -> None:
             raise ValueError(
                 f"the loaded state of the scaler has {key}={value!r}, wanted {what} {words}"
             )
-
-
-def _name_of(optimizer: torch.optim.Optimizer, param: Tensor) -> str:
-    for i, group in enumerate(optimizer.param_groups):
-        for j, other in enumerate(group["params"]):
-            if other is param:
-                names = group.get("param_names")
-                return names[j] if names else f"parameter {j} of group {i}"
-    return "a parameter that the optimizer no longer has"

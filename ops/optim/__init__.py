@@ -8,8 +8,9 @@ from .._core.lazy import lazy
 from .adafactor import Adafactor
 from .adam import Adam, AdamW
 from .adam8bit import Adam8bit, AdamW8bit
-from .base import Optimizer, StateMemory
+from .base import Optimizer
 from .master_weights import load_master_weights, master_weights
+from .memory import StateMemory
 from .release import ReleaseHandle, release_gradients
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -20,12 +21,15 @@ from .._core.dtensor import moved_shard, sharded_dim
 from .._core.registration import FLOATS
 from .._core.weight_modes import NEAREST, RESIDUALS, weights_mode
 from ..functional.adafactor import APPLY, NORM, STATES, SUMS, is_hf, lines_of
-from .adam import _scalar_on
-from .base import Kind, Optimizer, Part
+from .base import Optimizer
+from .options import own_arguments
+from .plan import Bucket
+from .scalars import StepScalars
+from .states import STEP, Layout, Slot
 
 __all__ = ["Adafactor"]
 
-FACTORED, VECTOR = 0, 1  # the kinds of states
+FACTORED, VECTOR = 0, 1  # the layouts of states
 ROWS, COLS, ELEMENTS = "rows", "cols", "elements"  # what a dimension of a mesh shards
 
 # The options of each rule, as its original names them, and their defaults.
@@ -56,6 +60,20 @@ NAMES = {
     "torch": ("row_var", "col_var", "variance"),
     "hf": ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"),
 }
+
+
+class _Default:
+    """Stands for the default that an option has in each rule, and shows it in the signature."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        of = (f"{rule}: {own[self.name]}" for rule, own in DEFAULTS.items() if self.name in own)
+        return f"<{', '.join(of)}>"
+
+
+BY_RULE: dict[str, Any] = {name: _Default(name) for own in DEFAULTS.values() for name in own}
 
 
 class Adafactor(Optimizer):
@@ -117,45 +135,36 @@ class Adafactor(Optimizer):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor | None = None,
-        beta2_decay: float | None = None,
-        eps: tuple[float | None, float] | None = None,
-        d: float | None = None,
-        weight_decay: float | None = None,
+        lr: float | Tensor | None = BY_RULE["lr"],
+        beta2_decay: float = BY_RULE["beta2_decay"],
+        eps: tuple[float | None, float] = BY_RULE["eps"],
+        d: float = BY_RULE["d"],
+        weight_decay: float = BY_RULE["weight_decay"],
         *,
         semantics: str = "torch",
         foreach: bool | None = None,
-        maximize: bool | None = None,
-        clip_threshold: float | None = None,
-        decay_rate: float | None = None,
+        maximize: bool = BY_RULE["maximize"],
+        clip_threshold: float = BY_RULE["clip_threshold"],
+        decay_rate: float = BY_RULE["decay_rate"],
         beta1: float | None = None,
-        scale_parameter: bool | None = None,
-        relative_step: bool | None = None,
-        warmup_init: bool | None = None,
+        scale_parameter: bool = BY_RULE["scale_parameter"],
+        relative_step: bool = BY_RULE["relative_step"],
+        warmup_init: bool = BY_RULE["warmup_init"],
         max_grad_norm: float | None = None,
         master: str | None = None,
         rounding: str = "nearest",
         seed: int = 0,
         count_stalled: bool = False,
     ) -> None:
+        arguments = own_arguments(locals())
         is_hf(semantics)
         self.semantics = semantics
+        options = set().union(*DEFAULTS.values())
         given = {
-            "lr": lr,
-            "beta2_decay": beta2_decay,
-            "eps": eps,
-            "d": d,
-            "weight_decay": weight_decay,
-            "foreach": foreach,
-            "maximize": maximize,
-            "clip_threshold": clip_threshold,
-            "decay_rate": decay_rate,
-            "beta1": beta1,
-            "scale_parameter": scale_parameter,
-            "relative_step": relative_step,
-            "warmup_init": warmup_init,
+            name: value
+            for name, value in arguments.items()
+            if name in options and value is not None and not isinstance(value, _Default)
         }
-        given = {name: value for name, value in given.items() if value is not None}
         for name in given:
             if name not in DEFAULTS[semantics]:
                 raise ValueError(f"{name} is no option of semantics={semantics!r}")
@@ -213,40 +222,21 @@ class Adafactor(Optimizer):
 
     # ---- states ---------------------------------------------------------------------------------
 
-    def _kinds(self, group: dict[str, Any]) -> tuple[Kind, ...]:
+    def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
         hf = self.semantics == "hf"
         row, col, variance = NAMES[self.semantics]
-        momentum = ("exp_avg",) if hf and group["beta1"] is not None else ()
-        others = ("RMS", "step") if hf else ("step",)
-        return Kind(momentum, (row, col, *others)), Kind((variance, *momentum), others)
+        momentum = (_float32("exp_avg"),) if hf and group["beta1"] is not None else ()
+        extra = (RMS, STEP) if hf else (STEP,)
+        factored = Layout((*momentum, LINES[row], LINES[col], *extra))
+        return factored, Layout((_float32(variance), *momentum, *extra))
 
-    def _kind_of(self, param: Tensor, group: dict[str, Any]) -> int:
+    def _layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
         return FACTORED if param.dim() >= 2 else VECTOR
 
-    def _kind_of_state(self, entry: dict[str, Any]) -> int:
+    def _layout_index_of_state(self, entry: dict[str, Any]) -> int:
         return VECTOR if NAMES[self.semantics][2] in entry else FACTORED
 
-    def _zeros(self, name: str, param: Tensor, group: dict[str, Any], kind: int) -> Tensor:
-        if name in NAMES[self.semantics][:2]:
-            return _zero_lines(param, self._form(name, param, group, kind)[0], name)
-        if name == "RMS":
-            return _zero_scalar(param)
-        return torch.zeros_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
-
-    def _form(
-        self, name: str, param: Tensor, group: dict[str, Any], kind: int
-    ) -> tuple[torch.Size, tuple[torch.dtype, ...]]:
-        shape = param.shape
-        forms = {
-            "row_var": (*shape[:-1], 1),
-            "col_var": (*shape[:-2], 1, *shape[-1:]),
-            "exp_avg_sq_row": shape[:-1],
-            "exp_avg_sq_col": (*shape[:-2], *shape[-1:]),
-            "RMS": (),
-        }
-        return torch.Size(forms.get(name, shape)), (torch.float32,)
-
-    def _restored(
+    def _translated(
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
     ) -> dict[str, Any]:
         # torch's statistics have the gradient's dtype, and ours are float32 always.
@@ -261,7 +251,7 @@ class Adafactor(Optimizer):
         if "RMS" in widened and not isinstance(widened["RMS"], DTensor):
             rms = torch.as_tensor(widened["RMS"], dtype=torch.float32).detach()
             widened["RMS"] = _zero_scalar(param).copy_(rms) if rms.numel() == 1 else rms
-        return super()._restored(param, widened, group)
+        return widened
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"semantics": self.semantics}
@@ -301,7 +291,7 @@ class Adafactor(Optimizer):
                 row, col, variance = NAMES[self.semantics]
                 own = (row, col) if param.dim() >= 2 else (variance,)
                 wanted[shape] = tuple(
-                    (name, self._form(name, param, {}, 0)[0] if name in own else None)
+                    (name, _shape_of(name, param) if name in own else None)
                     for name in (row, col, variance)
                 )
             for name, size in wanted[shape]:
@@ -320,24 +310,28 @@ class Adafactor(Optimizer):
 
     # ---- one step -------------------------------------------------------------------------------
 
-    def _table(self, part: Part) -> Tensor | None:
-        self._check_shapes(part.params)
-        if part.kind.index == FACTORED and not all(map(Tensor.is_contiguous, part.params)):
+    def _table(self, bucket: Bucket) -> Tensor | None:
+        self._check_shapes(bucket.params)
+        if bucket.layout.index == FACTORED and not all(map(Tensor.is_contiguous, bucket.params)):
             return None
-        return super()._table(part)
+        return super()._table(bucket)
 
     def _update(
-        self, group: dict[str, Any], part: Part, states: list[list[Tensor]] | Tensor
+        self,
+        group: dict[str, Any],
+        bucket: Bucket,
+        states: list[list[Tensor]] | Tensor,
+        scalars: StepScalars,
     ) -> None:
-        options = self._options(group, part.device)
-        kind, names = part.kind, part.kind.names
+        options = self._options(group, bucket.device, scalars)
+        layout, names = bucket.layout, bucket.layout.names
         if isinstance(states, Tensor):
-            options |= self._weights_options(group, part)
-            torch.autograd.graph.increment_version(part.params)
+            options |= self._weights_options(group, bucket)
+            torch.autograd.graph.increment_version(bucket.params)
             torch.ops.headroom._adafactor_table_(
-                part.params[0],
+                bucket.params[0],
                 states,
-                factored=kind.index == FACTORED,
+                factored=layout.index == FACTORED,
                 momentum="exp_avg" in names,
                 with_rms="RMS" in names,
                 **options,
@@ -345,22 +339,24 @@ class Adafactor(Optimizer):
             return
         columns = dict(zip(names, states))
         row, col, variance = NAMES[self.semantics]
-        lists = [part.params, part.grads]
-        keys = row, col, variance, "exp_avg", "RMS", "step", kind.weights.residual
+        lists = [bucket.params, bucket.grads]
+        keys = row, col, variance, "exp_avg", "RMS", "step", layout.weights.residual
         lists += [columns.get(name, []) for name in keys]
-        buckets: dict[Any, list[int]] = {}
-        for k, owner in enumerate(part.owners):
-            buckets.setdefault(_sharding(owner), []).append(k)
-        for sharding, where in buckets.items():
+        by_sharding: dict[Any, list[int]] = {}
+        for k, owner in enumerate(bucket.owners):
+            by_sharding.setdefault(_sharding(owner), []).append(k)
+        for sharding, where in by_sharding.items():
             chosen = [[column[k] for k in where] if column else [] for column in lists]
-            some = part._replace(owners=[part.owners[k] for k in where])
+            some = bucket._replace(owners=[bucket.owners[k] for k in where])
             more = options | self._weights_options(group, some)
             if sharding is None:
                 torch.ops.headroom.adafactor_(*chosen, **more)
             else:
                 _step_sharded(some.owners, *sharding, chosen, more)
 
-    def _options(self, group: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    def _options(
+        self, group: dict[str, Any], device: torch.device, scalars: StepScalars
+    ) -> dict[str, Any]:
         """The op's arguments that are not lists."""
         hf = self.semantics == "hf"
         lr = 0.0 if group["lr"] is None else group["lr"]
@@ -380,9 +376,7 @@ class Adafactor(Optimizer):
             relative_step=group.get("relative_step", True),
             warmup_init=group.get("warmup_init", False),
             maximize=group.get("maximize", False),
-            grad_scale=_scalar_on(device, self.grad_scale),
-            found_inf=_scalar_on(device, self.found_inf),
-            clip_coef=_scalar_on(device, self.clip_coef),
+            **scalars.on(device),
         )
 
 
@@ -456,8 +450,9 @@ def _zero_scalar(param: Tensor) -> Tensor:
     return DTensor.from_local(zero, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def _zero_lines(param: Tensor, shape: torch.Size, name: str) -> Tensor:
+def _zero_lines(name: str, param: Tensor) -> Tensor:
     """The variances of rows or columns, sharded as the parameter is in the dimensions they keep."""
+    shape = _shape_of(name, param)
     if not isinstance(param, DTensor):
         return torch.zeros(shape, dtype=torch.float32, device=param.device)
     summed = param.dim() - (1 if "row" in name else 2)  # the dimension that is no more
@@ -476,3 +471,33 @@ def _zero_lines(param: Tensor, shape: torch.Size, name: str) -> Tensor:
     return DTensor.from_local(
         zeros, param.device_mesh, placements, run_check=False, shape=shape, stride=stride
     )
+
+
+# ---- the tensors of a state ---------------------------------------------------------------------
+
+
+def _shape_of(name: str, param: Tensor) -> torch.Size:
+    shape = param.shape
+    shapes = {
+        "row_var": (*shape[:-1], 1),
+        "col_var": (*shape[:-2], 1, *shape[-1:]),
+        "exp_avg_sq_row": shape[:-1],
+        "exp_avg_sq_col": (*shape[:-2], *shape[-1:]),
+    }
+    return torch.Size(shapes.get(name, shape))
+
+
+def _no_dimensions(param: Tensor) -> tuple[int, ...]:
+    return ()
+
+
+def _float32(name: str) -> Slot:
+    return Slot(name, dtype=torch.float32)
+
+
+LINES = {
+    name: Slot(name, partial(_shape_of, name), torch.float32, first=partial(_zero_lines, name))
+    for names in NAMES.values()
+    for name in names[:2]
+}
+RMS = Slot("RMS", _no_dimensions, torch.float32, first=_zero_scalar)

@@ -17,7 +17,11 @@ from .._core.checks import (
 )
 from .._core.registration import FLOATS
 from .._core.weight_modes import NEAREST, weights_mode
-from .base import Kind, Optimizer, Part
+from .base import Optimizer
+from .options import own_arguments
+from .plan import Bucket
+from .scalars import StepScalars
+from .states import STEP, Layout, Slot
 
 __all__ = ["Adam", "AdamW"]
 
@@ -100,25 +104,16 @@ class Adam(Optimizer):
         seed: int = 0,
         count_stalled: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": _numbers(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
-        if state_dtype is not None:  # else the groups have torch's keys and no other
-            defaults["state_dtype"] = state_dtype
-        if max_grad_norm is not None:
-            defaults["max_grad_norm"] = max_grad_norm
-        if weights_mode(master, rounding) is not NEAREST:
-            defaults |= {"master": master, "rounding": rounding, "seed": seed}
+        defaults = own_arguments(locals()) | {"betas": _numbers(betas)}
+        for name in ("params", "count_stalled"):
+            del defaults[name]
+        # Groups have torch's keys and no other, unless an option of Headroom is used.
+        for name in ("state_dtype", "max_grad_norm"):
+            if defaults[name] is None:
+                del defaults[name]
+        if weights_mode(master, rounding) is NEAREST:
+            for name in ("master", "rounding", "seed"):
+                del defaults[name]
         defaults |= self._more_defaults
         self._check_options(defaults)
         if len({isinstance(beta, Tensor) for beta in betas}) > 1:
@@ -167,31 +162,40 @@ class Adam(Optimizer):
                 group["decoupled_weight_decay"] = True
         super().__setstate__(state)
 
-    def _kinds(self, group: dict[str, Any]) -> tuple[Kind, ...]:
-        maximum = ("max_exp_avg_sq",) if group["amsgrad"] else ()
-        return (Kind(("exp_avg", "exp_avg_sq", *maximum), ("step",)),)
+    def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
+        dtype = group.get("state_dtype") or (torch.float32 if group.get("master") else None)
+        names = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
+        moments = (Slot(name, dtype=dtype, loads=FLOATS) for name in names)
+        return (Layout((*moments, STEP)),)
 
     def _update(
-        self, group: dict[str, Any], part: Part, states: list[list[Tensor]] | Tensor
+        self,
+        group: dict[str, Any],
+        bucket: Bucket,
+        states: list[list[Tensor]] | Tensor,
+        scalars: StepScalars,
     ) -> None:
-        options = self._options(group, part.device) | self._weights_options(group, part)
+        options = self._options(group, bucket.device, scalars)
+        options |= self._weights_options(group, bucket)
         if isinstance(states, Tensor):
-            torch.autograd.graph.increment_version(part.params)
-            torch.ops.headroom._adamw_table_(part.params[0], states, **options)
+            torch.autograd.graph.increment_version(bucket.params)
+            torch.ops.headroom._adamw_table_(bucket.params[0], states, **options)
             return
-        lists = dict(zip(part.kind.names, states))
+        lists = dict(zip(bucket.layout.names, states))
         torch.ops.headroom.adamw_(
-            part.params,
-            part.grads,
+            bucket.params,
+            bucket.grads,
             lists["exp_avg"],
             lists["exp_avg_sq"],
             lists.get("max_exp_avg_sq", []),
             lists["step"],
-            lists.get(part.kind.weights.residual, []),
+            lists.get(bucket.layout.weights.residual, []),
             **options,
         )
 
-    def _options(self, group: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    def _options(
+        self, group: dict[str, Any], device: torch.device, scalars: StepScalars
+    ) -> dict[str, Any]:
         """The op's arguments that are not lists."""
         beta1, beta2 = group["betas"]
         lr = group["lr"]
@@ -206,9 +210,7 @@ class Adam(Optimizer):
             amsgrad=group["amsgrad"],
             maximize=group["maximize"],
             decoupled=group["decoupled_weight_decay"],
-            grad_scale=_scalar_on(device, self.grad_scale),
-            found_inf=_scalar_on(device, self.found_inf),
-            clip_coef=_scalar_on(device, self.clip_coef),
+            **scalars.on(device),
         )
 
 
@@ -245,30 +247,7 @@ class AdamW(Adam):
         seed: int = 0,
         count_stalled: bool = False,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=True,
-            state_dtype=state_dtype,
-            max_grad_norm=max_grad_norm,
-            master=master,
-            rounding=rounding,
-            seed=seed,
-            count_stalled=count_stalled,
-        )
-
-
-def _scalar_on(device: torch.device, scalar: Tensor | None) -> Tensor | None:
-    return None if scalar is None else scalar.to(device, torch.float32)
+        super().__init__(**own_arguments(locals()), decoupled_weight_decay=True)
 
 
 def _numbers(betas: Any) -> Any:

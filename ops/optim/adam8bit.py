@@ -14,23 +14,26 @@ from .._core.checks import (
 )
 from .._core.dtensor import shard_number, sharded_dim
 from .._core.overlap import is_dense as _is_dense
-from .._core.registration import FLOATS
 from .._core.weight_modes import weights_mode
 from ..functional.adamw8bit import BLOCK_SIZES, signed
 from .adam import Adam
-from .base import Kind, Part
+from .options import own_arguments
+from .plan import Bucket
+from .scalars import StepScalars
+from .states import STEP, Layout, Slot
 
 __all__ = ["Adam8bit", "AdamW8bit"]
 
 NONFINITE = ("skip_step", "skip_element", "propagate")
-EIGHT_BIT = 1  # among an optimizer's kinds of states; the other is Adam's
+CODE_ROUNDINGS = ("nearest", "stochastic")
+EIGHT_BIT = 1  # among an optimizer's layouts; the other is Adam's
 ABSMAXS = ("exp_avg_absmax", "exp_avg_sq_absmax")
 OPTIONS = (  # that Adam does not have
     "optim_bits",
     "min_8bit_size",
     "block_size",
     "bnb_exact",
-    "stochastic_rounding",
+    "code_rounding",
     "seed",
     "nonfinite",
 )
@@ -57,8 +60,8 @@ class Adam8bit(Adam):
         bnb_exact: the rule of bitsandbytes' CUDA kernels step for step, which lets updates blow up
             and always decouples the weight decay. (On a CPU bitsandbytes quantizes more coarsely:
             of the squares of 65,536 normal numbers about 2,000 get another code.)
-        stochastic_rounding: round codes up or down at random, without bias, instead of to the
-            nearest. What is drawn depends on ``seed``, step, parameter and element alone.
+        code_rounding: ``"nearest"``, or ``"stochastic"``: round codes up or down at random, without
+            bias. What is drawn depends on ``seed``, step, parameter and element alone.
         seed: of that, and of ``rounding="stochastic"``, from 0 to 2^32 - 1.
         nonfinite: what an infinite or NaN gradient does. ``"propagate"``: the weight becomes NaN,
             as in torch, and with it the moments of its block. ``"skip_element"``: the element and
@@ -103,31 +106,14 @@ class Adam8bit(Adam):
         min_8bit_size: int = 4096,
         block_size: int = 256,
         bnb_exact: bool = False,
-        stochastic_rounding: bool = False,
+        code_rounding: str = "nearest",
         nonfinite: str = "propagate",
     ) -> None:
+        given = own_arguments(locals())
         self._overrides: dict[Tensor, int] = {}
-        values = 8, min_8bit_size, block_size, bnb_exact, stochastic_rounding, seed, nonfinite
-        self._more_defaults = dict(zip(OPTIONS, values))
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=decoupled_weight_decay,
-            max_grad_norm=max_grad_norm,
-            master=master,
-            rounding=rounding,
-            seed=seed,
-            count_stalled=count_stalled,
-        )
+        own = {name: given.pop(name) for name in OPTIONS if name in given and name != "seed"}
+        self._more_defaults = {"optim_bits": 8, "seed": seed} | own
+        super().__init__(**given)
 
     def override(self, target: Tensor | nn.Module, name: str | None = None, *, bits: int) -> None:
         """Chooses 8-bit or float32 moments for a parameter, whatever its size, before its first
@@ -159,7 +145,9 @@ class Adam8bit(Adam):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         defaults = state.get("defaults") or self.defaults
-        for group in state["param_groups"]:  # of a checkpoint of Adam
+        for group in state["param_groups"]:
+            if (old := group.pop("stochastic_rounding", None)) is not None:  # of Headroom 0.1.0
+                group.setdefault("code_rounding", "stochastic" if old else "nearest")
             for key in OPTIONS:
                 group.setdefault(key, defaults[key])
             group["nonfinite"] = defaults["nonfinite"]  # which holds for all groups
@@ -184,11 +172,15 @@ class Adam8bit(Adam):
             )
         if not isinstance(options["seed"], int) or not 0 <= options["seed"] < 2**32:
             raise ValueError(f"seed must be from 0 to 2^32 - 1, got {options['seed']}")
+        if options["code_rounding"] not in CODE_ROUNDINGS:
+            raise ValueError(
+                f"code_rounding must be one of {CODE_ROUNDINGS}, got {options['code_rounding']!r}"
+            )
         if options["nonfinite"] not in NONFINITE:
             raise ValueError(f"nonfinite must be one of {NONFINITE}, got {options['nonfinite']!r}")
         if options["bnb_exact"]:
-            if options["block_size"] != 256 or options["stochastic_rounding"]:
-                raise ValueError("bnb_exact=True needs block_size=256, stochastic_rounding=False")
+            if options["block_size"] != 256 or options["code_rounding"] != "nearest":
+                raise ValueError("bnb_exact=True needs block_size=256, code_rounding='nearest'")
             if weights_mode(options.get("master"), options.get("rounding", "nearest")).number:
                 raise ValueError("bnb_exact=True has a rounding of its own for weights")
             if options["nonfinite"] == "skip_element":
@@ -202,37 +194,40 @@ class Adam8bit(Adam):
     def _skips_steps(self) -> bool:
         return self.defaults["nonfinite"] == "skip_step"
 
-    def _kinds(self, group: dict[str, Any]) -> tuple[Kind, ...]:
-        return (*super()._kinds(group), Kind(("exp_avg", "exp_avg_sq"), (*ABSMAXS, "step")))
+    def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
+        plain = Layout(
+            tuple(
+                slot if slot is STEP else slot._replace(dtype=torch.float32)
+                for slot in super()._layouts(group)[0].slots
+            )
+        )
+        scales = _Scales(group["block_size"])
+        codes = (Slot(name, dtype=torch.uint8) for name in ("exp_avg", "exp_avg_sq"))
+        absmaxs = (Slot(name, scales.shape, torch.float32, first=scales.zeros) for name in ABSMAXS)
+        return plain, Layout((*codes, *absmaxs, STEP))
 
-    def _kind_of(self, param: Tensor, group: dict[str, Any]) -> int:
+    def _layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
         entry = self.state.get(param)
         if entry and "exp_avg" in entry:
-            return self._kind_of_state(entry)
+            return self._layout_index_of_state(entry)
         if param in self._overrides:
             return int(self._overrides[param] == 8)
         wanted = group["optim_bits"] == 8 and not group["amsgrad"]  # which a checkpoint may bring
         return int(wanted and param.numel() >= group["min_8bit_size"])
 
-    def _kinds_of(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
+    def _layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
         # Most have a state. Thousands of small parameters are asked in every step.
         return [
             int(entry["exp_avg"].dtype is torch.uint8)
             if entry and "exp_avg" in entry
-            else self._kind_of(param, group)
+            else self._layout_index(param, group)
             for param, entry in zip(params, map(self.state.get, params))
         ]
 
-    def _kind_of_state(self, entry: dict[str, Any]) -> int:
+    def _layout_index_of_state(self, entry: dict[str, Any]) -> int:
         return int(getattr(entry.get("exp_avg"), "dtype", None) == torch.uint8)
 
-    def _zeros(self, name: str, param: Tensor, group: dict[str, Any], kind: int) -> Tensor:
-        if name.endswith("absmax"):
-            return _zero_absmaxs(param, group["block_size"])
-        dtype = torch.uint8 if kind == EIGHT_BIT else torch.float32
-        return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-
-    def _restored(
+    def _translated(
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
     ) -> dict[str, Any]:
         entry = dict(entry)
@@ -243,34 +238,33 @@ class Adam8bit(Adam):
                 if scales.shape == (shape.numel(),):  # bitsandbytes has no rows
                     scales = scales.reshape(shape)
                 entry[name] = scales.contiguous()
-        return super()._restored(param, entry, group)
-
-    def _form(
-        self, name: str, param: Tensor, group: dict[str, Any], kind: int
-    ) -> tuple[torch.Size, tuple[torch.dtype, ...]]:
-        if name.endswith("absmax"):
-            return _zero_absmaxs(param, group["block_size"]).shape, (torch.float32,)
-        return param.shape, (torch.uint8,) if kind == EIGHT_BIT else FLOATS
+        return entry
 
     def _update(
-        self, group: dict[str, Any], part: Part, states: list[list[Tensor]] | Tensor
+        self,
+        group: dict[str, Any],
+        bucket: Bucket,
+        states: list[list[Tensor]] | Tensor,
+        scalars: StepScalars,
     ) -> None:
-        if part.kind.index != EIGHT_BIT:
-            super()._update(group, part, states)
+        if bucket.layout.index != EIGHT_BIT:
+            super()._update(group, bucket, states, scalars)
             return
-        options = self._options(group, part.device) | self._weights_options(group, part)
+        options = self._options(group, bucket.device, scalars)
+        options |= self._weights_options(group, bucket)
         del options["amsgrad"]
+        is_random = group["code_rounding"] == "stochastic"
         options |= {
             "block_size": group["block_size"],
             "bnb_exact": group["bnb_exact"],
-            "seeds": self._seeds(group, part.owners) if group["stochastic_rounding"] else None,
+            "seeds": self._seeds(group, bucket.owners) if is_random else None,
         }
         if isinstance(states, Tensor):
-            torch.autograd.graph.increment_version(part.params)
-            torch.ops.headroom._adamw8bit_table_(part.params[0], states, **options)
+            torch.autograd.graph.increment_version(bucket.params)
+            torch.ops.headroom._adamw8bit_table_(bucket.params[0], states, **options)
             return
         exp_avgs, exp_avg_sqs, *residuals, absmaxs, sq_absmaxs, steps = states
-        columns = part.params, part.grads, exp_avgs, exp_avg_sqs, *residuals
+        columns = bucket.params, bucket.grads, exp_avgs, exp_avg_sqs, *residuals
         lists = [list(column) for column in columns]
         views = {}
         for k, tensors in enumerate(zip(*lists)):
@@ -295,8 +289,10 @@ class Adam8bit(Adam):
         for k, view in views.items():
             view.copy_(params[k])
 
-    def _options(self, group: dict[str, Any], device: torch.device) -> dict[str, Any]:
-        options = super()._options(group, device)
+    def _options(
+        self, group: dict[str, Any], device: torch.device, scalars: StepScalars
+    ) -> dict[str, Any]:
+        options = super()._options(group, device, scalars)
         options["skip_nonfinite"] = self.defaults["nonfinite"] == "skip_element"
         options["decoupled"] |= group["bnb_exact"]
         return options
@@ -328,20 +324,24 @@ class AdamW8bit(Adam8bit):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        **options: Any,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        max_grad_norm: float | None = None,
+        master: str | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        count_stalled: bool = False,
+        min_8bit_size: int = 4096,
+        block_size: int = 256,
+        bnb_exact: bool = False,
+        code_rounding: str = "nearest",
+        nonfinite: str = "propagate",
     ) -> None:
-        if "decoupled_weight_decay" in options:
-            raise TypeError("AdamW8bit() has no argument 'decoupled_weight_decay'")
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            decoupled_weight_decay=True,
-            **options,
-        )
+        super().__init__(**own_arguments(locals()), decoupled_weight_decay=True)
 
 
 # PEFT's LoRA+ imports bitsandbytes for optimizers whose __name__ is one of bitsandbytes' own.
@@ -379,6 +379,19 @@ def _zero_absmaxs(param: Tensor, block_size: int) -> Tensor:
     scales = torch.zeros(local, dtype=torch.float32, device=param.to_local().device)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(scales, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+class _Scales:
+    """The shape and the first values of the scales of blocks of one size."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    def shape(self, param: Tensor) -> torch.Size:
+        return self.zeros(param).shape
+
+    def zeros(self, param: Tensor) -> Tensor:
+        return _zero_absmaxs(param, self.block_size)
 
 
 def _is_moved(param: Tensor, *others: Tensor) -> bool:

@@ -21,8 +21,10 @@ from ..functional.unscale_norm import grad_norm
 from ..grad.accumulate import GradAccumulator
 from ..grad.norm import Measured, is_plain, measure
 from .adam import Adam
-from .base import Optimizer, _like
+from .base import Optimizer
 from .master_weights import headroom_optimizer
+from .plan import check_overlap, like_param
+from .run import explained
 
 __all__ = ["ReleaseHandle", "release_gradients"]
 
@@ -179,7 +181,7 @@ class ReleaseHandle:
         if self._into_state:
             self._check_states()
         # A step of a part does not look beyond it.
-        optimizer._check_overlap([p for group in optimizer.param_groups for p in group["params"]])
+        check_overlap(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
 
     def _check_clip(self) -> None:
         """Whether the optimizer's ``max_grad_norm``, which may change, is what clip is for."""
@@ -225,7 +227,7 @@ class ReleaseHandle:
         if part in optimizer.state.get(param, ()):
             return optimizer.state[param][part].dtype
         like = torch.empty_like(local_part(param), device="meta")
-        return optimizer._zeros(part, like, group, optimizer._kind_of(param, group)).dtype
+        return optimizer._layout(param, group).slot(part).new(like).dtype
 
     @property
     def _sums_over_ranks(self) -> bool:
@@ -426,18 +428,14 @@ class ReleaseHandle:
         coef: Tensor | None,
     ) -> None:
         optimizer = self._optimizer
-        given = {name: optimizer.__dict__.get(name) for name in ("found_inf", "clip_coef")}
-        if found_inf is not None and given["found_inf"] is not None:
-            found_inf = torch.maximum(found_inf, given["found_inf"].to(found_inf.device))
-        if coef is not None and given["clip_coef"] is not None:
-            coef = coef * given["clip_coef"].to(coef.device)
-        lent = {"grad_scale": scale, "found_inf": found_inf, "clip_coef": coef}
-        with _lent(optimizer, {name: value for name, value in lent.items() if value is not None}):
-            by_group: dict[int, list[Tensor]] = {}
-            for param in params:
-                by_group.setdefault(self._places[param], []).append(param)
-            for index, members in by_group.items():
-                optimizer.step_part(index, members)
+        scalars = optimizer._scalars.joined(found_inf, coef)
+        if scale is not None:
+            scalars = scalars._replace(grad_scale=scale)
+        by_group: dict[int, list[Tensor]] = {}
+        for param in params:
+            by_group.setdefault(self._places[param], []).append(param)
+        for index, members in by_group.items():
+            optimizer.step_part(index, members, scalars)
 
     @property
     def _scale(self) -> Tensor | None:
@@ -449,7 +447,7 @@ class ReleaseHandle:
 
     def _measured(self, params: list[Tensor]) -> Tensor:
         """The norm of each gradient, of all its shards, infinite or NaN if an element is."""
-        grads, scale = [_like(param.grad, param) for param in params], self._scale
+        grads, scale = [like_param(param.grad, param) for param in params], self._scale
         try:
             if is_plain(grads):
                 device = grads[0].device
@@ -461,7 +459,7 @@ class ReleaseHandle:
                 parts = [measure([grad], grad_scale=scale).norm for grad in grads]
                 norms = torch.stack([part.to(home) for part in parts])
         except (RuntimeError, NotImplementedError) as error:
-            raise self._optimizer._explained(error, params, grads) from error
+            raise explained(self._optimizer, error, params, grads) from error
         self._norms.append((params, norms))
         return norms
 
@@ -585,7 +583,7 @@ class ReleaseHandle:
             entry = optimizer._entry(param, group)
             beta1, beta2 = map(float, group["betas"])
             share = -self._share if group["maximize"] else self._share
-            grad = local_part(_like(param.grad, param))
+            grad = local_part(like_param(param.grad, param))
             accumulate_([local_part(entry["exp_avg"])], [grad], factor=share * (1 - beta1) / beta1)
             grad = grad.float()
             value = share * share * (1 - beta2) / beta2
@@ -633,19 +631,6 @@ class ReleaseHandle:
         optimizer.measured_params = [param for params, _ in self._norms for param in params]
         if measured is not None:
             optimizer._count_step(measured.found_inf)
-
-
-@contextlib.contextmanager
-def _lent(thing: Any, attributes: dict[str, Any]) -> Iterator[None]:
-    """Attributes that an object has for a while."""
-    before = {name: thing.__dict__[name] for name in attributes if name in thing.__dict__}
-    thing.__dict__.update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            del thing.__dict__[name]
-        thing.__dict__.update(before)
 
 
 def _refuse_ddp(module: nn.Module, args: Any) -> None:

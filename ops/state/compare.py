@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._core.dtensor import local_part
+from .._core.names import named_params
 
 __all__ = ["check_same_state"]
 
@@ -58,15 +59,12 @@ def check_same_state(optimizer: torch.optim.Optimizer, group: Any = None) -> Non
             differ.
     """
     sums: dict[tuple[str, str, Any], Any] = {}
-    for i, options in enumerate(optimizer.param_groups):
-        named = options.get("param_names")
-        for j, param in enumerate(options["params"]):
-            name = f"parameter '{named[j]}'" if named else f"parameter {j} of group {i}"
-            sums[name, "", _shard(param)] = checksum(local_part(param))
-            for key, value in sorted(optimizer.state.get(param, {}).items()):
-                is_tensor = isinstance(value, Tensor)
-                place = name, f"'{key}' of ", _shard(value)
-                sums[place] = checksum(local_part(value)) if is_tensor else repr(value)
+    for param, name in named_params(optimizer.param_groups):
+        sums[name, "", _shard(param)] = checksum(local_part(param))
+        for key, value in sorted(optimizer.state.get(param, {}).items()):
+            is_tensor = isinstance(value, Tensor)
+            place = name, f"'{key}' of ", _shard(value)
+            sums[place] = checksum(local_part(value)) if is_tensor else repr(value)
     for device in {value.device for value in sums.values() if isinstance(value, Tensor)}:
         mine = {
             place: value

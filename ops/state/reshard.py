@@ -523,7 +523,8 @@ def _target(
     if name in ABSMAXS:
         zeros = _zero_absmaxs(param, options["block_size"])
     else:
-        zeros = optimizer._part(name, param, options, optimizer._kind_of_state(parts))
+        layout = optimizer._layout(param, options, optimizer._layout_index_of_state(parts))
+        zeros = layout.slot(name).new(param)
     if zeros.shape != part.size:
         raise ValueError(
             f"the saved '{name}' of '{fqn}' has shape {tuple(part.size)}, wanted "

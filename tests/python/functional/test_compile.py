@@ -75,7 +75,7 @@ def assert_same_run(eager, compiled):
         {"state_dtype": torch.bfloat16, "cls": headroom.optim.Adam, "weight_decay": 0.1},
         EIGHT_BIT,
         EIGHT_BIT | {"nonfinite": "skip_step"},
-        EIGHT_BIT | {"nonfinite": "skip_element", "stochastic_rounding": True},
+        EIGHT_BIT | {"nonfinite": "skip_element", "code_rounding": "stochastic"},
         EIGHT_BIT | {"dtype": torch.bfloat16, "max_grad_norm": 1.0},
     ],
     ids=[

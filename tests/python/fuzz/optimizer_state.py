@@ -26,7 +26,7 @@ KINDS = [
     (OPTIM.AdamW, {"master": "f32"}, BF16),
     (OPTIM.AdamW, {"rounding": "stochastic"}, BF16),
     (OPTIM.AdamW8bit, {"min_8bit_size": 16}, F32),
-    (OPTIM.AdamW8bit, {"min_8bit_size": 16, "block_size": 64, "stochastic_rounding": True}, F32),
+    (OPTIM.AdamW8bit, {"min_8bit_size": 16, "block_size": 64, "code_rounding": "stochastic"}, F32),
     (OPTIM.Adam8bit, {"min_8bit_size": 16, "master": "remainder8"}, BF16),
     (OPTIM.Adafactor, {}, F32),
     (OPTIM.Adafactor, {"semantics": "hf", "beta1": 0.9}, F32),

@@ -73,11 +73,11 @@ EVERY = (
         ),
         "adam8bit-stochastic": Mode(
             Adam8bit,
-            SMALL | {"block_size": 128, "stochastic_rounding": True, "nonfinite": "propagate"},
+            SMALL | {"block_size": 128, "code_rounding": "stochastic", "nonfinite": "propagate"},
         ),
         "adamw8bit-stochastic-both": Mode(
             AdamW8bit,
-            SMALL | {"stochastic_rounding": True, "rounding": "stochastic", "seed": 2**32 - 1},
+            SMALL | {"code_rounding": "stochastic", "rounding": "stochastic", "seed": 2**32 - 1},
         ),
         "adamw8bit-bnb": Mode(AdamW8bit, SMALL | {"bnb_exact": True}),
         "adafactor-maximize": Mode(Adafactor, {"lr": torch.tensor(1e-2), "maximize": True}),

@@ -290,7 +290,7 @@ def randomness(rank):
     row = torch.randn(1, 2048, generator=torch.Generator().manual_seed(1))
     param = torch.nn.Parameter(distribute_tensor(row.repeat(2, 1), mesh(), [Shard(0)]))
     param.grad = distribute_tensor(row.repeat(2, 1), mesh(), [Shard(0)])
-    optimizer = ADAMW8BIT([param], min_8bit_size=0, stochastic_rounding=True)
+    optimizer = ADAMW8BIT([param], min_8bit_size=0, code_rounding="stochastic")
     optimizer.step()
     first, second = optimizer.state[param]["exp_avg"].full_tensor()
     assert 0.1 < (first != second).float().mean() < 0.9
@@ -358,7 +358,7 @@ def test_state_is_created_without_touching_parameters(ranks, dtype):
 
 
 def resume(rank, path, flatten):
-    options = OPTIONS | {"stochastic_rounding": True, "seed": 5}
+    options = OPTIONS | {"code_rounding": "stochastic", "seed": 5}
     model = sharded()
     optimizer = ADAMW8BIT(model.parameters(), **options)
     train(model, optimizer, range(3))

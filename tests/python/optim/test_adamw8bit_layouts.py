@@ -70,7 +70,7 @@ def test_a_parameter_that_is_moved_between_steps(first, later, device):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("options", [{}, {"stochastic_rounding": True}], ids=["", "stochastic"])
+@pytest.mark.parametrize("options", [{}, {"code_rounding": "stochastic"}], ids=["", "stochastic"])
 def test_table_and_lists_give_the_same_bits(options, dtype, device):
     one, two = (
         mixed(device, ((70, 60), (5, 3), (0, 9), (), (5000,)), dtype, **options) for _ in "12"
@@ -89,7 +89,7 @@ def test_threads_do_not_matter():
     for threads in (1, 2):
         torch.set_num_threads(threads)
         shapes = ((300, 1000), (3, 3), (5000,))
-        params, optimizer = mixed("cpu", shapes, stochastic_rounding=True, max_grad_norm=1.0)
+        params, optimizer = mixed("cpu", shapes, code_rounding="stochastic", max_grad_norm=1.0)
         for seed in range(2):
             set_grads(params, seed)
             optimizer.step()
@@ -169,7 +169,7 @@ def rounded(seed, device, shapes=((70, 60), (70, 60)), order=1, on_lists=False, 
     generator = torch.Generator().manual_seed(0)
     value, *grads = (torch.randn(shapes[0], generator=generator).to(device) for _ in range(3))
     params = [torch.nn.Parameter(value.clone()) for _ in shapes]
-    optimizer = ADAMW8BIT(params[::order], seed=seed, stochastic_rounding=True, **options)
+    optimizer = ADAMW8BIT(params[::order], seed=seed, code_rounding="stochastic", **options)
     for grad in grads:
         for p in params:
             p.grad = grad.clone()
@@ -192,7 +192,7 @@ def test_random_codes_do_not_depend_on_who_else_steps(device):
     """A parameter without gradient, in this step, keeps its place."""
     codes = {}
     for absent in (False, True):
-        params, optimizer = mixed(device, ((70, 60), (80, 60)), stochastic_rounding=True)
+        params, optimizer = mixed(device, ((70, 60), (80, 60)), code_rounding="stochastic")
         set_grads(params, 0)
         if absent:
             params[0].grad = None
@@ -207,7 +207,7 @@ def test_random_codes_lie_beside_the_nearest(device):
     grad = torch.full((50, 100), 0.3, device=device)
     grad[0, ::9] = 1.0  # the largest of their blocks
     param = torch.nn.Parameter(torch.zeros(50, 100, device=device))
-    optimizer = ADAMW8BIT([param], stochastic_rounding=True)
+    optimizer = ADAMW8BIT([param], code_rounding="stochastic")
     param.grad = grad
     grad[:, ::50] = 1.0
     optimizer.step()

@@ -33,7 +33,7 @@ OPTIONS = {
     "min_8bit_size": 4096,
     "block_size": 256,
     "bnb_exact": False,
-    "stochastic_rounding": False,
+    "code_rounding": "nearest",
     "seed": 0,
     "nonfinite": "propagate",
 }
@@ -87,9 +87,9 @@ REFUSED = {
     "nonfinite": ({"nonfinite": "ignore"}, ValueError, "one of .*'skip_step'.*got 'ignore'"),
     "bnb_exact, blocks": ({"bnb_exact": True, "block_size": 64}, ValueError, "block_size=256"),
     "bnb_exact, random": (
-        {"bnb_exact": True, "stochastic_rounding": True},
+        {"bnb_exact": True, "code_rounding": "stochastic"},
         ValueError,
-        "stochastic_rounding=False",
+        "code_rounding='nearest'",
     ),
     "bnb_exact, elements": (
         {"bnb_exact": True, "nonfinite": "skip_element"},

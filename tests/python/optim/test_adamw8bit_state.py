@@ -128,7 +128,7 @@ def test_a_state_of_8_bits_stays_so_whatever_the_options_say(how, device):
 
 def test_options_of_groups_come_with_the_checkpoint(device):
     """But for what holds for the whole optimizer."""
-    options = {"block_size": 64, "seed": 3, "stochastic_rounding": True, "nonfinite": "propagate"}
+    options = {"block_size": 64, "seed": 3, "code_rounding": "stochastic", "nonfinite": "propagate"}
     params, optimizer = run(*mixed(device, **options))
     others, loaded = fresh_like(params, nonfinite="skip_step")
     loaded.load_state_dict(through_file(optimizer.state_dict()))
@@ -270,7 +270,7 @@ def test_a_state_that_does_not_fit_changes_nothing(change, words, device):
 @CLASSES
 def test_a_copy_goes_on_alone(cls, duplicate, device):
     """With its options, and with what override() chose, of parameters without a state too."""
-    options = {"block_size": 128, "stochastic_rounding": True, "seed": 9, "max_grad_norm": 1.0}
+    options = {"block_size": 128, "code_rounding": "stochastic", "seed": 9, "max_grad_norm": 1.0}
     params, optimizer = mixed(device, (LARGE, (5, 3), (80, 60), (9,)), cls=cls, **options)
     optimizer.override(params[2], bits=32)
     optimizer.override(params[3], bits=8)

@@ -35,7 +35,7 @@ OPTIMIZERS = {
         lr=1e-2,
         min_8bit_size=0,
         nonfinite="skip_element",
-        stochastic_rounding=True,
+        code_rounding="stochastic",
     ),
 }
 EVERY = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=list(OPTIMIZERS))

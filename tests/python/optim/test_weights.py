@@ -59,7 +59,7 @@ EIGHT_BIT = dict(min_8bit_size=64)
         (AdamW, {}),
         (AdamW, dict(amsgrad=True, weight_decay=0.3, maximize=True)),
         (AdamW8bit, EIGHT_BIT),
-        (AdamW8bit, dict(EIGHT_BIT, stochastic_rounding=True, nonfinite="skip_element")),
+        (AdamW8bit, dict(EIGHT_BIT, code_rounding="stochastic", nonfinite="skip_element")),
     ],
 )
 def test_weights_follow_those_of_float32_bit_for_bit(of, mode, options):
@@ -198,7 +198,7 @@ def test_every_parameter_draws_its_own_in_all_groups(eight_bit):
         ends = [0, *groups, 4]
         parts = [dict(params=params[a:b]) for a, b in zip(ends, ends[1:])]
         if eight_bit:
-            optimizer = AdamW8bit(parts, lr=1e-3, stochastic_rounding=True, **EIGHT_BIT)
+            optimizer = AdamW8bit(parts, lr=1e-3, code_rounding="stochastic", **EIGHT_BIT)
         else:
             optimizer = AdamW(parts, lr=1e-3, rounding="stochastic")
         for param in params:

@@ -1,0 +1,222 @@
+"""Carries the state of an optimizer through ``state_dict()``, loading, copies and pickles.
+
+torch's loader would cast every state to the dtype of its parameter. Here a state keeps the dtype it
+was saved in, and what no training gives is refused before anything changes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .._core.dtensor import local_part
+from .._core.names import param_names
+from .._core.registration import FLOATS
+from .._core.weight_modes import RESIDUALS
+from .states import Layout, Slot, StatefulOptimizer
+
+__all__ = ["KEPT", "complete_groups", "export_state", "keep_states", "restored_states"]
+
+STATE_DTYPES = {str(dtype): dtype for dtype in FLOATS}
+KEPT = (  # attributes that copies and pickles have, beside torch's
+    "_skips",
+    "_stalled",
+    "check_finite",
+    "clip_coef",
+    "found_inf",
+    "grad_norm",
+    "grad_scale",
+    "max_consecutive_skips",
+    "measured",
+    "measured_params",
+)
+NONNEGATIVE = (  # states that are means of squares, or magnitudes
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "exp_avg_absmax",
+    "exp_avg_sq_absmax",
+    "row_var",
+    "col_var",
+    "variance",
+    "exp_avg_sq_row",
+    "exp_avg_sq_col",
+    "RMS",
+)
+
+
+class Kept:
+    """Carries a state through torch's loader, which would cast a bare tensor to the dtype of its
+    parameter (``Optimizer._process_value_according_to_param_policy``)."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def keep_states(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+    """A hook before loading: puts every state into a :class:`Kept`."""
+    entries = {
+        key: {name: Kept(value) for name, value in entry.items()}
+        if isinstance(entry, dict)
+        else entry
+        for key, entry in loaded["state"].items()
+    }
+    return loaded | {"state": entries}
+
+
+def export_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Gives dtypes by name, and remainders that are DTensors as bfloat16 numbers."""
+    for group in state_dict["param_groups"]:
+        if isinstance(group.get("state_dtype"), torch.dtype):
+            group["state_dtype"] = str(group["state_dtype"])
+    for key, entry in state_dict["state"].items():
+        remainder = entry.get("remainder") if isinstance(entry, dict) else None
+        if isinstance(remainder, DTensor) and remainder.dtype == torch.int16:
+            viewed = _viewed(remainder, torch.bfloat16)
+            state_dict["state"][key] = entry | {"remainder": viewed}
+    return state_dict
+
+
+def complete_groups(groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
+    """Adds the options that groups of torch's optimizers lack, and reads dtypes."""
+    for group in groups:
+        for key in ("state_dtype", "master", "rounding", "seed", "max_grad_norm"):
+            if key in defaults:
+                group.setdefault(key, defaults[key])
+        if isinstance(named := group.get("state_dtype"), str):
+            if named not in STATE_DTYPES:
+                raise ValueError(f"state_dtype must be one of {FLOATS}, got {named!r}")
+            group["state_dtype"] = STATE_DTYPES[named]
+
+
+def restored_states(
+    optimizer: StatefulOptimizer, state: dict[str, Any]
+) -> defaultdict[Any, dict[str, Any]]:
+    """Returns the states in what ``__setstate__`` got. Those that are loaded, and not copied or
+    unpickled, are checked first."""
+    restored: defaultdict[Any, Any] = defaultdict(dict)
+    groups = {id(p): group for group in state["param_groups"] for p in group["params"]}
+    names: dict[Tensor, str] | None = None
+    for param, entry in state["state"].items():
+        if not isinstance(entry, dict):  # of no parameter, as others may keep there
+            restored[param] = entry
+            continue
+        values = {k: v.value if isinstance(v, Kept) else v for k, v in entry.items()}
+        loading = any(isinstance(value, Kept) for value in entry.values())
+        if loading and id(param) in groups:
+            names = param_names(optimizer.param_groups) if names is None else names
+            group = groups[id(param)]
+            values = optimizer._translated(param, values, group)
+            values = _restored(optimizer, param, values, group, names[param])
+        restored[param] = values
+    return restored
+
+
+def _restored(
+    optimizer: StatefulOptimizer,
+    param: Tensor,
+    entry: dict[str, Any],
+    group: dict[str, Any],
+    name: str,
+) -> dict[str, Any]:
+    """A loaded state on the device and in the memory order of its parameter, or an error."""
+    layout = optimizer._layout(param, group, optimizer._layout_index_of_state(entry))
+    unknown = [key for key in RESIDUALS if key in entry and key not in layout.names]
+    if unknown:
+        raise ValueError(
+            f"the loaded state of {name} has a '{unknown[0]}', which completes weights that "
+            f"were stored in another way than these, in {param.dtype} with "
+            f"master={group.get('master')!r}; carry weights over with master_weights() and "
+            "load_master_weights()"
+        )
+    restored = dict(entry)
+    for key in layout.names:
+        if key in entry:
+            restored[key] = _checked(entry[key], layout, layout.slot(key), param, name)
+        elif key not in RESIDUALS:  # a state without one leaves the weights as they are
+            raise ValueError(f"the loaded state of {name} has no '{key}'; it has {sorted(entry)}")
+    return restored
+
+
+def _checked(value: Any, layout: Layout, slot: Slot, param: Tensor, name: str) -> Tensor:
+    key = slot.name
+    if key == "step":
+        return _counter(value, param, name)
+    shape, dtypes = slot.shape_for(param), slot.dtypes_for(param)
+    if not isinstance(value, Tensor) or value.shape != shape:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        hint = ""
+        if key.endswith("absmax") and max(len(shape), getattr(value, "ndim", 0)) > 2:
+            hint = (
+                "; these 8-bit blocks are local to shards: headroom.optim.load_sharded() "
+                "loads what another number of ranks saved"
+            )
+        raise ValueError(
+            f"the loaded '{key}' of {name} is {got}, wanted a tensor of shape {tuple(shape)}{hint}"
+        )
+    if isinstance(value, DTensor) != isinstance(param, DTensor):
+        raise ValueError(
+            f"the loaded '{key}' of {name} is a {type(value).__name__}, but the parameter "
+            f"is a {type(param).__name__}; load sharded states with "
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+        )
+    if key == "remainder" and value.dtype == torch.bfloat16:  # see export_state()
+        value = _viewed(value, layout.weights.dtype)
+    if value.dtype not in dtypes:
+        raise ValueError(
+            f"the loaded '{key}' of {name} has dtype {value.dtype}, wanted one of {dtypes}"
+        )
+    if key in NONNEGATIVE and value.dtype != torch.uint8:
+        _check_values(key, value, name)
+    value = value.detach().to(param.device)
+    # Codes stay in the order in which their scales were made.
+    return _ordered(value, param) if slot.shape is None and value.dtype != torch.uint8 else value
+
+
+def _counter(value: Any, param: Tensor, name: str) -> Tensor:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"the loaded 'step' of {name} has {value.numel()} elements, wanted 1")
+    count = torch.as_tensor(value).detach().reshape(()).to(param.device, torch.float64)
+    if not 0 <= count.item() < 2**53:
+        raise ValueError(f"the loaded 'step' of {name} is {count.item()}, wanted 0 or more")
+    return count
+
+
+def _check_values(key: str, value: Tensor, name: str) -> None:
+    """Refuses what would make the weights NaN: the step takes square roots and products of it."""
+    local = local_part(value).detach()
+    if local.is_meta:
+        return
+    bad, wanted = local < 0, "0 or more"
+    if key.endswith("absmax"):  # an infinite one makes zeros NaN
+        bad, wanted = bad | ~local.isfinite(), "0 or more, and finite"
+    if bad.any():
+        raise ValueError(
+            f"the loaded '{key}' of {name} has {int(bad.sum()):,} elements such as "
+            f"{local[bad][0].item():g}, wanted {wanted}"
+        )
+
+
+def _viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bits of a tensor as numbers of another type of the same size."""
+    if not isinstance(tensor, DTensor):
+        return tensor.view(dtype)
+    return DTensor.from_local(
+        tensor.to_local().view(dtype),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def _ordered(value: Tensor, param: Tensor) -> Tensor:
+    """A state in the memory order of its parameter."""
+    if isinstance(value, DTensor) or value.stride() == param.stride():
+        return value
+    ordered = torch.empty_like(param, dtype=value.dtype, memory_format=torch.preserve_format)
+    return ordered.copy_(value)

@@ -1,0 +1,46 @@
+"""Checks what the parameter groups of all optimizers have: ``max_grad_norm`` and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+__all__ = ["check_max_grad_norm", "common_max_grad_norm", "keep_unique", "own_arguments"]
+
+
+def own_arguments(scope: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a constructor from its ``locals()``, taken in its first line."""
+    return {name: value for name, value in scope.items() if name not in ("self", "__class__")}
+
+
+def check_max_grad_norm(limit: Any) -> None:
+    if limit is not None and not isinstance(limit, Real):
+        raise TypeError(f"max_grad_norm must be a number or None, got {type(limit).__name__}")
+    if limit is not None and not limit >= 0:
+        raise ValueError(f"max_grad_norm must be a number >= 0, got {limit}")
+
+
+def common_max_grad_norm(groups: Sequence[dict[str, Any]]) -> float | None:
+    """Returns the limit of all parameter groups, which must be the same."""
+    limits = [group.get("max_grad_norm") for group in groups]
+    for index, limit in enumerate(limits):
+        check_max_grad_norm(limit)
+        if limit != limits[0]:
+            raise ValueError(
+                "max_grad_norm clips the gradients of all parameter groups as one vector, so all "
+                f"groups must have the same, but group 0 has {limits[0]} and group {index} has "
+                f"{limit}; to clip groups one by one, leave it out and call "
+                "headroom.clip_grad_norm_ for each"
+            )
+    return limits[0] if limits else None
+
+
+def keep_unique(group: dict[str, Any]) -> None:
+    """Drops parameters that a group has already, with their names."""
+    unique = list(dict.fromkeys(group["params"]))
+    if len(unique) < len(group["params"]):
+        if "param_names" in group:
+            names = dict(zip(reversed(group["params"]), reversed(group["param_names"])))
+            group["param_names"] = [names[param] for param in unique]
+        group["params"] = unique

@@ -1,0 +1,122 @@
+"""Runs the op of an optimizer on the buckets of a plan, or on lists of tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._core.dtensor import local_part
+from .plan import Bucket, Plan, like_param, tables_with_states
+from .scalars import StepScalars
+from .states import StatefulOptimizer
+
+__all__ = ["explained", "fill_columns", "follow", "step_gathered"]
+
+
+def follow(optimizer: Any, plan: Plan, scalars: StepScalars) -> None:
+    """Steps the parameters of a plan. States that are missing are made first."""
+    try:
+        tables = tables_with_states(optimizer, plan)
+    except (RuntimeError, NotImplementedError) as error:
+        raise explained(optimizer, error, plan.params, plan.grads) from error
+    if any(table is None for table in tables):
+        step_gathered(optimizer, plan.group, scalars)
+        return
+    for bucket, table in zip(plan.buckets, tables):
+        _update(optimizer, plan.group, bucket, table, scalars)
+
+
+def step_gathered(optimizer: Any, group: dict[str, Any], scalars: StepScalars) -> None:
+    """Steps the parameters of a group by an op that takes lists of tensors."""
+    for bucket, states in _gathered(optimizer, group):
+        _update(optimizer, group, bucket, states, scalars)
+
+
+def _update(
+    optimizer: Any,
+    group: dict[str, Any],
+    bucket: Bucket,
+    states: list[list[Tensor]] | Tensor,
+    scalars: StepScalars,
+) -> None:
+    if torch.compiler.is_compiling():
+        optimizer._update(group, bucket, states, scalars)
+        return
+    try:
+        optimizer._update(group, bucket, states, scalars)
+    except (RuntimeError, NotImplementedError) as error:
+        raise explained(optimizer, error, bucket.owners, bucket.grads) from error
+
+
+def fill_columns(
+    optimizer: StatefulOptimizer, group: dict[str, Any], columns: Sequence[list[Tensor]]
+) -> None:
+    """Fills lists with the parameters that have gradients, the gradients and the states, which are
+    made if missing. There are such lists for each layout of the group, one after the other."""
+    rest = iter(columns)
+    every = optimizer._every_layout(group)
+    lists = {
+        (layout.index, layout.weights): (layout, list(islice(rest, 2 + len(layout.slots))))
+        for layout in every
+    }
+    for param in group["params"]:
+        if param.grad is None:
+            continue
+        key = optimizer._layout_index(param, group), optimizer._weights_mode(param, group)
+        layout, chosen = lists[key]
+        entry = optimizer._entry(param, group)
+        values = (param, param.grad, *(entry[name] for name in layout.names))
+        for value, column in zip(values, chosen):
+            column.append(value)
+
+
+def _gathered(optimizer: Any, group: dict[str, Any]) -> list[tuple[Bucket, list[list[Tensor]]]]:
+    """The buckets of a group with their states as lists of tensors, by layout and device."""
+    every = optimizer._every_layout(group)
+    lists: list[list[list[Tensor]]] = [[[] for _ in range(2 + len(one.slots))] for one in every]
+    optimizer._init_group(group, *(column for columns in lists for column in columns))
+    for params, grads, *_ in lists:
+        if any(param.device.type not in ("cpu", "cuda") for param in params):
+            raise explained(optimizer, NotImplementedError(), params, grads)
+    buckets = []
+    for layout, (owners, grads, *states) in zip(every, lists):
+        grads = [like_param(grad, param) for grad, param in zip(grads, owners)]
+        columns = [list(map(local_part, column)) for column in (owners, grads, *states)]
+        where = [param.device for param in owners]
+        for device in dict.fromkeys(where):
+            chosen = [i for i, d in enumerate(where) if d == device]
+            members = [[column[i] for i in chosen] for column in (owners, *columns)]
+            buckets.append((Bucket(layout, *members[:3]), members[3:]))
+    return buckets
+
+
+def explained(
+    optimizer: StatefulOptimizer,
+    error: Exception,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+) -> Exception:
+    """The error of an op on these parameters, with the name of the one that it speaks of."""
+    ours = optimizer._class_name
+    for param, grad in zip(params, grads):
+        if grad.layout != torch.strided or param.layout != torch.strided:
+            return RuntimeError(
+                f"{ours} does not support sparse gradients, but {optimizer._name_of(param)} has "
+                "one; use sparse=False in its module, or torch.optim.SparseAdam for it"
+            )
+        if optimizer._refusal(param, "") is not None:
+            return RuntimeError(optimizer._refusal(param, optimizer._name_of(param)))
+        if param.device.type not in ("cpu", "cuda"):
+            return RuntimeError(
+                f"{ours} runs on the CPU and on CUDA devices, but {optimizer._name_of(param)} is "
+                f"on {param.device}"
+            )
+    place = re.search(r"\[(\d+)\]", str(error))
+    if type(error) is not RuntimeError or place is None or int(place[1]) >= len(params):
+        return error
+    return RuntimeError(f"{error}; index {place[1]} is {optimizer._name_of(params[int(place[1])])}")

@@ -1,0 +1,74 @@
+"""How parameters of 16 bits are stored: the arguments of an op, and a count of stalled weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .._core.dtensor import local_part
+from .._core.dtensor import place_of
+from .._core.weight_modes import weight_seeds
+from .plan import Bucket
+
+__all__ = ["StalledWeights", "stalled_fraction", "weights_arguments"]
+
+
+class StalledWeights:
+    """Counts the weights that a step was too small to move, on each device."""
+
+    def __init__(self) -> None:
+        self._counts: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """Returns the count on a device, made at the first call."""
+        if device not in self._counts:
+            self._counts[device] = torch.zeros((), dtype=torch.int64, device=device)
+        return self._counts[device]
+
+    def restart(self) -> None:
+        for count in self._counts.values():
+            count.zero_()
+
+    def total(self) -> int:
+        """Returns the sum over the devices. Waits for them."""
+        return sum(int(count) for count in self._counts.values())
+
+
+def stalled_fraction(stalled: StalledWeights | None, state: dict[Any, Any]) -> float:
+    """Returns the share of stalled weights among those that have a state."""
+    if stalled is None:
+        raise RuntimeError(
+            "stalled_fraction() needs an optimizer that counts: make it with count_stalled=True"
+        )
+    stepped = sum(
+        local_part(param).numel()
+        for param, entry in state.items()
+        if entry and isinstance(param, Tensor)
+    )
+    if not stepped:
+        raise RuntimeError("stalled_fraction() comes after a step that updated parameters")
+    return stalled.total() / stepped
+
+
+def weights_arguments(
+    groups: list[dict[str, Any]],
+    group: dict[str, Any],
+    bucket: Bucket,
+    stalled: StalledWeights | None,
+) -> dict[str, Any]:
+    """Returns the arguments of an op that say how the parameters of a bucket are stored."""
+    mode, owners = bucket.layout.weights, bucket.owners
+    options: dict[str, Any] = {"weights_mode": mode.number}
+    if mode.is_random:
+        everyone = (param for one in groups for param in one["params"])
+        places = {param: place for place, param in enumerate(everyone)}
+        seeds = weight_seeds(group.get("seed", 0), (places[param] for param in owners))
+        options["weight_seeds"] = seeds
+        if any(isinstance(param, DTensor) for param in owners):
+            options["places"] = [number for param in owners for number in place_of(param)]
+    if stalled is not None:
+        options["stalled"] = stalled.on(bucket.device)
+    return options
