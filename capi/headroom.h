@@ -290,11 +290,11 @@ typedef struct hr_weights {
  *
  * values   join: out, split: in; f32
  * params   join: in, split: out
- * weights  mode, and residuals: join: in, split: out. A stochastic mode rounds to nearest here
+ * weights  its mode and its residuals (join: in, split: out). A stochastic mode rounds to nearest
  *
  * A NaN among the values is written as one NaN, 0x7FFFFFFF.
  *
- * HR_INVALID_ARGUMENT and the others: as for hr_adamw.
+ * Errors: those of hr_adamw.
  */
 HR_API hr_status hr_join_weights(const hr_tensor_list *values, const hr_tensor_list *params,
                                  const hr_weights *weights, const hr_exec *exec);
@@ -339,7 +339,7 @@ typedef struct hr_quantize_config {
  *
  * On CUDA one launch per 800 tensors.
  *
- * HR_INVALID_ARGUMENT and the others: as for hr_adamw.
+ * Errors: those of hr_adamw.
  */
 HR_API hr_status hr_quantize_blocks(const hr_tensor_list *codes, const hr_tensor_list *absmaxs,
                                     const hr_tensor_list *values, const hr_quantize_config *config,
@@ -518,7 +518,7 @@ typedef struct hr_adamw8bit_config {
  * one small launch each. Reads and writes each byte once: 16.06 bytes per parameter in f32, 10.06
  * in bf16.
  *
- * HR_INVALID_ARGUMENT and the others: as for hr_adamw.
+ * Errors: those of hr_adamw.
  */
 HR_API hr_status hr_adamw8bit(const hr_tensor_list *params, const hr_tensor_list *exp_avgs,
                               const hr_tensor_list *exp_avg_absmaxs,
@@ -665,7 +665,7 @@ HR_API hr_status hr_adafactor_workspace(size_t *bytes, const hr_adafactor_shape 
  * of the rows), all rows' sums of g^2 (over parts of the columns) and all columns' (over parts of
  * the rows). A tensor whose whole_numel, or else numel, is 0 is not changed but for its counter.
  *
- * HR_INVALID_ARGUMENT: what hr_adamw names, shapes that do not fit, a workspace that is too small.
+ * Errors: those of hr_adamw; also shapes that do not fit, and a workspace that is too small.
  */
 HR_API hr_status hr_adafactor(const hr_tensor_list *params, const hr_tensor_list *row_vars,
                               const hr_tensor_list *col_vars, const hr_tensor_list *variances,
@@ -717,7 +717,7 @@ typedef struct hr_unscale_norm_config {
         sizeof(hr_unscale_norm_config), 2.0, 0.0, 0, NULL, NULL \
     }
 
-/* Where the measurements go, in the memory of exec's device. What is NULL is not asked for. */
+/* Where to store the measurements, in the memory of exec's device. NULL: not wanted. */
 typedef struct hr_unscale_norm_result {
     float *norm;      /* [1] */
     float *norms;     /* [count] */
@@ -738,8 +738,8 @@ HR_API hr_status hr_unscale_norm_workspace(size_t *bytes, const hr_tensor_list *
  * On CUDA one launch per 1,300 tensors and one small one. Reads each gradient once, and writes it
  * once if asked.
  *
- * HR_INVALID_ARGUMENT: what hr_adamw names, a workspace that is too small, nothing to do (neither
- * write nor result).
+ * Errors: those of hr_adamw; also a workspace that is too small, and a call that has nothing to do
+ * (neither write nor result).
  */
 HR_API hr_status hr_unscale_norm(const hr_tensor_list *grads, const hr_unscale_norm_result *result,
                                  const hr_unscale_norm_config *config, void *workspace,

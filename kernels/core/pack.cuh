@@ -8,74 +8,117 @@
 
 #include "kernels/core/cuda.cuh"
 
-template <int N> struct pack {
-    static_assert(N == 4 || N == 8, "one access of a 16-bit type");
-    uint32_t words[N];
+template <int N> struct pack;
+
+/* Eight are two vectors and four are an array: with the other form of either, kernels of some GPUs
+ * take more registers, or spill. */
+template <> struct pack<4> {
+    uint32_t words[4];
 };
+
+template <> struct pack<8> {
+    uint4 low, high;
+};
+
+/* Word w. The words are copied out, so that w unrolls to registers. */
+template <int N> static __device__ __forceinline__ uint32_t pack_word(const pack<N> &p, int w)
+{
+    if constexpr (N == 8) {
+        const uint32_t words[8] = {p.low.x,  p.low.y,  p.low.z,  p.low.w,
+                                   p.high.x, p.high.y, p.high.z, p.high.w};
+        return words[w];
+    } else {
+        return p.words[w];
+    }
+}
+
+template <int N> static __device__ __forceinline__ pack<N> pack_from(const uint32_t (&words)[N])
+{
+    pack<N> p;
+    if constexpr (N == 8) {
+        p.low = make_uint4(words[0], words[1], words[2], words[3]);
+        p.high = make_uint4(words[4], words[5], words[6], words[7]);
+    } else {
+#pragma unroll
+        for (int w = 0; w < 4; w++)
+            p.words[w] = words[w];
+    }
+    return p;
+}
 
 /* At an address that is a multiple of the size of N 16-bit elements. */
 template <int N, typename Index>
 static __device__ __forceinline__ pack<N> pack_load(const void *base, Index i, hr_dtype dtype)
 {
-    pack<N> p = {};
-    if (dtype == HR_F32) {
-        const uint4 *const vectors = (const uint4 *)((const uint32_t *)base + i);
-#pragma unroll
-        for (int v = 0; v < N / 4; v++) {
-            const uint4 x = vectors[v];
-            p.words[4 * v] = x.x, p.words[4 * v + 1] = x.y;
-            p.words[4 * v + 2] = x.z, p.words[4 * v + 3] = x.w;
+    if constexpr (N == 8) {
+        pack<8> p;
+        if (dtype == HR_F32) {
+            const uint4 *const vectors = (const uint4 *)((const float *)base + i);
+            p.low = vectors[0];
+            p.high = vectors[1];
+        } else {
+            p.low = *(const uint4 *)((const uint16_t *)base + i);
+            p.high = p.low;
         }
-    } else if constexpr (N == 8) {
-        const uint4 x = *(const uint4 *)((const uint16_t *)base + i);
-        p.words[0] = x.x, p.words[1] = x.y, p.words[2] = x.z, p.words[3] = x.w;
+        return p;
     } else {
-        const uint2 x = *(const uint2 *)((const uint16_t *)base + i);
-        p.words[0] = x.x, p.words[1] = x.y;
+        pack<4> p = {{0, 0, 0, 0}};
+        if (dtype == HR_F32) {
+            const uint4 x = *(const uint4 *)((const float *)base + i);
+            p = {{x.x, x.y, x.z, x.w}};
+        } else {
+            const uint2 x = *(const uint2 *)((const uint16_t *)base + i);
+            p = {{x.x, x.y, 0, 0}};
+        }
+        return p;
     }
-    return p;
 }
 
 /* __stcs, because plain stores of a vector that was put together from words come out of the
  * compiler as scalar ones; and what an optimizer writes is not read again soon. */
-template <int N, typename Index>
-static __device__ __forceinline__ void pack_store(void *base, Index i, const pack<N> &p,
-                                                  hr_dtype dtype)
+template <typename Index>
+static __device__ __forceinline__ void pack_store(void *base, Index i, pack<8> p, hr_dtype dtype)
 {
     if (dtype == HR_F32) {
-        uint4 *const vectors = (uint4 *)((uint32_t *)base + i);
-#pragma unroll
-        for (int v = 0; v < N / 4; v++)
-            __stcs(vectors + v, make_uint4(p.words[4 * v], p.words[4 * v + 1], p.words[4 * v + 2],
-                                           p.words[4 * v + 3]));
-    } else if constexpr (N == 8) {
-        __stcs((uint4 *)((uint16_t *)base + i),
-               make_uint4(p.words[0], p.words[1], p.words[2], p.words[3]));
+        uint4 *const vectors = (uint4 *)((float *)base + i);
+        __stcs(vectors, p.low);
+        __stcs(vectors + 1, p.high);
     } else {
-        __stcs((uint2 *)((uint16_t *)base + i), make_uint2(p.words[0], p.words[1]));
+        __stcs((uint4 *)((uint16_t *)base + i), p.low);
     }
+}
+
+template <typename Index>
+static __device__ __forceinline__ void pack_store(void *base, Index i, const pack<4> &p,
+                                                  hr_dtype dtype)
+{
+    if (dtype == HR_F32)
+        __stcs((uint4 *)((float *)base + i),
+               make_uint4(p.words[0], p.words[1], p.words[2], p.words[3]));
+    else
+        __stcs((uint2 *)((uint16_t *)base + i), make_uint2(p.words[0], p.words[1]));
 }
 
 /* The bits of element e, of a type of 8, 16 or 32 bits. */
 template <int N>
 static __device__ __forceinline__ uint32_t pack_bits(const pack<N> &p, int e, hr_dtype dtype)
 {
-    return dtype == HR_F32  ? p.words[e]
-           : dtype == HR_I8 ? (p.words[e / 4] >> (8 * (e % 4))) & 0xFFu
-                            : (p.words[e / 2] >> (16 * (e % 2))) & 0xFFFFu;
+    return dtype == HR_F32  ? pack_word(p, e)
+           : dtype == HR_I8 ? (pack_word(p, e / 4) >> (8 * (e % 4))) & 0xFFu
+                            : (pack_word(p, e / 2) >> (16 * (e % 2))) & 0xFFFFu;
 }
 
-/* Puts them into a pack of zeros. */
+/* Puts them into words that were zeros. */
 template <int N>
-static __device__ __forceinline__ void pack_put_bits(pack<N> &p, int e, hr_dtype dtype,
+static __device__ __forceinline__ void pack_put_bits(uint32_t (&words)[N], int e, hr_dtype dtype,
                                                      uint32_t bits)
 {
     if (dtype == HR_F32)
-        p.words[e] = bits;
+        words[e] = bits;
     else if (dtype == HR_I8)
-        p.words[e / 4] |= bits << (8 * (e % 4));
+        words[e / 4] |= bits << (8 * (e % 4));
     else
-        p.words[e / 2] |= bits << (16 * (e % 2));
+        words[e / 2] |= bits << (16 * (e % 2));
 }
 
 /* Element e as binary32. */
@@ -83,25 +126,24 @@ template <int N>
 static __device__ __forceinline__ float pack_get(const pack<N> &p, int e, hr_dtype dtype)
 {
     if (dtype == HR_F32)
-        return hr_float(p.words[e]);
-    return hr_from_half((uint16_t)(p.words[e / 2] >> (16 * (e % 2))), dtype);
+        return hr_float(pack_word(p, e));
+    return hr_from_half((uint16_t)(pack_word(p, e / 2) >> (16 * (e % 2))), dtype);
 }
 
 /* N numbers, rounded to their type. */
 template <int N>
 static __device__ __forceinline__ pack<N> pack_of(const float (&x)[N], hr_dtype dtype)
 {
-    pack<N> p = {};
+    uint32_t words[N] = {0};
 #pragma unroll
     for (int e = 0; e < N; e++) {
         if (dtype == HR_F32)
-            hr_store(p.words, e, x[e], HR_F32);
+            hr_store(words, e, x[e], HR_F32);
         else
-            p.words[e / 2] |= (uint32_t)hr_to_half(x[e], dtype) << (16 * (e % 2));
+            words[e / 2] |= (uint32_t)hr_to_half(x[e], dtype) << (16 * (e % 2));
     }
-    return p;
+    return pack_from(words);
 }
-
 /* ---- What addresses or the tensor's end forbid to do in one access --------------------------- */
 
 /* Element by element, in functions of their own: inlined, their loads would take the registers that
@@ -112,17 +154,17 @@ static __device__ __forceinline__ pack<N> pack_of(const float (&x)[N], hr_dtype 
 template <int N>
 PACK_SLOW pack<N> pack_load_slowly(const void *base, uint32_t i, hr_dtype dtype, int left)
 {
-    pack<N> p = {};
+    uint32_t words[N] = {0};
 #pragma unroll
     for (int e = 0; e < N; e++) {
         if (e >= left)
             break;
         if (dtype == HR_F32)
-            p.words[e] = ((const uint32_t *)base)[i + e];
+            words[e] = ((const uint32_t *)base)[i + e];
         else
-            p.words[e / 2] |= (uint32_t)((const uint16_t *)base)[i + e] << (16 * (e % 2));
+            words[e / 2] |= (uint32_t)((const uint16_t *)base)[i + e] << (16 * (e % 2));
     }
-    return p;
+    return pack_from(words);
 }
 
 template <int N>
@@ -133,9 +175,9 @@ PACK_SLOW void pack_store_slowly(void *base, uint32_t i, hr_dtype dtype, int lef
         if (e >= left)
             break;
         if (dtype == HR_F32)
-            ((uint32_t *)base)[i + e] = p.words[e];
+            ((uint32_t *)base)[i + e] = pack_word(p, e);
         else
-            ((uint16_t *)base)[i + e] = (uint16_t)(p.words[e / 2] >> (16 * (e % 2)));
+            ((uint16_t *)base)[i + e] = (uint16_t)(pack_word(p, e / 2) >> (16 * (e % 2)));
     }
 }
 

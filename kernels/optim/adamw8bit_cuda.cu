@@ -162,7 +162,7 @@ update(const chunk &c, weights_thread &w, const step_constants &constants, const
         const uint32_t i = first + j * GROUP_STEP;
         const int left = c.count - (int)i;
         float param[GROUP];
-        pack<GROUP> new_params = {}, new_residuals = {};
+        uint32_t new_params[GROUP] = {0}, new_residuals[GROUP] = {0};
         hr_random4 random = {{0, 0, 0, 0}};
         if (!plain && weights_are_random(w.mode))
             random = weights_random_of<GROUP>(*w.record, w.start, c.step, i);
@@ -210,9 +210,9 @@ update(const chunk &c, weights_thread &w, const step_constants &constants, const
             }
         }
         if (!plain)
-            weights_store_residuals(w.residual, i, residual, whole, left, new_residuals);
+            weights_store_residuals(w.residual, i, residual, whole, left, pack_from(new_residuals));
         pack_store<GROUP>(c.param, i, c.param_dtype, whole, left,
-                          plain ? pack_of(param, c.param_dtype) : new_params);
+                          plain ? pack_of(param, c.param_dtype) : pack_from(new_params));
     }
 }
 

@@ -176,13 +176,8 @@ HR_INLINE void adamw_joined(const adamw_part *p, int64_t begin, int64_t end, hr_
 }
 
 HR_INLINE void adamw_joined_as(const adamw_part *p, int64_t begin, int64_t end,
-                               hr_weights_mode mode)
-{
-    if (p->state_dtype == HR_F32)
-        adamw_joined(p, begin, end, mode, HR_F32);
-    else
-        adamw_joined(p, begin, end, mode, HR_BF16);
-}
+                               hr_weights_mode mode){
+    FOR_F32_OR_BF16(p->state_dtype, S, adamw_joined(p, begin, end, mode, S))}
 
 HR_INLINE void adamw_joined_range(void *context, int64_t begin, int64_t end)
 {

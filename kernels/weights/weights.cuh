@@ -45,7 +45,7 @@ static __device__ __forceinline__ weights_pack weights_load8(const void *param,
         const ::pack<8> words = pack_load<8>(residual, i, residual_dtype);
 #pragma unroll
         for (int j = 0; j < 8; j++)
-            pack.residuals[j] = words.words[j];
+            pack.residuals[j] = pack_word(words, j);
     }
     return pack;
 }
@@ -117,8 +117,7 @@ static __device__ __forceinline__ void weights_store8(void *param, void *residua
     if (residual_dtype == HR_I8)
         __stcs((uint2 *)((uint8_t *)residual + i), make_uint2(r[0], r[1]));
     else if (residual_dtype != HR_F64)
-        pack_store<8>(residual, i, {{r[0], r[1], r[2], r[3], r[4], r[5], r[6], r[7]}},
-                      residual_dtype);
+        pack_store(residual, i, pack_from(pack.residuals), residual_dtype);
 }
 
 /* Residuals of four weights; bytes are in the first word. */
