@@ -140,8 +140,8 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_join_vbmi(adamw8bit_weights w, int
                 _mm512_and_ps(x[j], _mm512_castsi512_ps(_mm512_set1_epi32(0x7F800000)));
             const __m512 halves =
                 _mm512_mul_ps(_mm512_abs_ps(residuals[j]), _mm512_set1_ps(0x1p8f));
-            x[j] = _mm512_mask_add_ps(x[j], _mm512_cmp_ps_mask(halves, power, _CMP_LE_OQ), x[j],
-                                      residuals[j]);
+            x[j] +=
+                _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(halves, power, _CMP_LE_OQ), residuals[j]);
         }
     } else if (mode != HR_WEIGHTS_NEAREST) {
         /* The sum's high halves: the params, less one where a residual is negative. */

@@ -58,7 +58,7 @@ HR_INLINE float weights_join_kahan(float param, float residual, hr_dtype dtype)
     const float power = hr_float(hr_bits(param) & 0x7F800000u); /* of two, of the param */
     const float magnitude = hr_float(hr_bits(residual) & 0x7FFFFFFFu);
     const float halves = magnitude * (dtype == HR_BF16 ? 0x1p8f : 0x1p11f);
-    return halves <= power ? param + residual : param;
+    return param + (halves <= power ? residual : 0.0f);
 }
 
 /* Drops a residual that would make a NaN of a param that is none: a negative one of a zero, whose
