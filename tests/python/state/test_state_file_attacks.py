@@ -25,7 +25,7 @@ from torch import nn
 
 from helpers.reference import assert_same_bits
 
-DRIVER = Path(__file__).parent / "fuzz" / "state_files.py"
+DRIVER = Path(__file__).resolve().parents[1] / "fuzz" / "state_files.py"
 
 
 @pytest.fixture
