@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._core.dtensor import local_part
-from .._core.dtensor import place_of
+from .._core.dtensor import local_part, place_of
 from .._core.weight_modes import weight_seeds
 from .plan import Bucket
 
