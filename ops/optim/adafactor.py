@@ -250,7 +250,8 @@ class Adafactor(Optimizer):
         }
         if "RMS" in widened and not isinstance(widened["RMS"], DTensor):
             rms = torch.as_tensor(widened["RMS"], dtype=torch.float32).detach()
-            widened["RMS"] = _zero_scalar(param).copy_(rms) if rms.numel() == 1 else rms
+            is_number = rms.numel() == 1 and rms.layout == torch.strided and not rms.is_meta
+            widened["RMS"] = _zero_scalar(param).copy_(rms.reshape(())) if is_number else rms
         return widened
 
     def __getstate__(self) -> dict[str, Any]:

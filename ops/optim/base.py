@@ -18,7 +18,7 @@ from ..grad.norm import Measured
 from .loading import KEPT, complete_groups, export_state, keep_states, restored_states
 from .measuring import first_nonfinite, with_measured
 from .memory import StateMemory, state_memory
-from .options import check_max_grad_norm, common_max_grad_norm, keep_unique
+from .options import check_max_grad_norm, check_types, common_max_grad_norm, keep_unique
 from .plan import Bucket, check_memory, plan_group, table_of_bucket
 from .run import fill_columns, follow, step_gathered
 from .scalars import StepScalars
@@ -263,6 +263,8 @@ class Optimizer(StatefulOptimizer):
                 missing, has another shape or dtype, or values that no training gives: a second
                 moment below 0, or a scale of 8-bit codes below 0, infinite or NaN.
         """
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"the state dict is a {type(state_dict).__name__}, not a dict")
         # Registered last, so that the user's own hooks see tensors as they are.
         hook = self.register_load_state_dict_pre_hook(keep_states)
         try:
@@ -297,7 +299,9 @@ class Optimizer(StatefulOptimizer):
         missing = sorted(wanted - group.keys())
         if missing:
             raise ValueError(f"{place} has no {', '.join(map(repr, missing))}")
+        check_types(group, self.defaults, place)
         try:
             self._check_options(group)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise type(error)(f"{place}: {error}") from error
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{place}: {error}") from error

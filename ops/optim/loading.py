@@ -7,6 +7,7 @@ was saved in, and what no training gives is refused before anything changes.
 from __future__ import annotations
 
 from collections import defaultdict
+from numbers import Real
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from .._core.dtensor import local_part
 from .._core.names import param_names
+from .._core.overlap import is_dense
 from .._core.registration import FLOATS
 from .._core.weight_modes import RESIDUALS
 from .states import Layout, Slot, StatefulOptimizer
@@ -48,6 +50,9 @@ NONNEGATIVE = (  # states that are means of squares, or magnitudes
 )
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # which Adam's op takes in one dtype
+
+
 class Kept:
     """Carries a state through torch's loader, which would cast a bare tensor to the dtype of its
     parameter (``Optimizer._process_value_according_to_param_policy``)."""
@@ -57,7 +62,8 @@ class Kept:
 
 
 def keep_states(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
-    """A hook before loading: puts every state into a :class:`Kept`."""
+    """A hook before loading: checks the form, and puts every state into a :class:`Kept`."""
+    _check_form(loaded)
     entries = {
         key: {name: Kept(value) for name, value in entry.items()}
         if isinstance(entry, dict)
@@ -65,6 +71,23 @@ def keep_states(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
         for key, entry in loaded["state"].items()
     }
     return loaded | {"state": entries}
+
+
+def _check_form(loaded: dict[str, Any]) -> None:
+    for key, kind in (("state", dict), ("param_groups", list)):
+        if key not in loaded:
+            raise KeyError(f"the loaded state dict has no '{key}'")
+        if not isinstance(loaded[key], kind):
+            what = type(loaded[key]).__name__
+            raise TypeError(f"'{key}' of the loaded state dict is a {what}, not a {kind.__name__}")
+    for index, group in enumerate(loaded["param_groups"]):
+        place = f"param_groups[{index}] of the loaded state dict"
+        if not isinstance(group, dict):
+            raise TypeError(f"{place} is a {type(group).__name__}, not a dict")
+        if not isinstance(group.get("params"), (list, tuple)):
+            raise TypeError(f"{place} has no list 'params'")
+        if odd := [key for key in group if not isinstance(key, str)]:
+            raise TypeError(f"{place} has an option named {odd[0]!r}, wanted a string")
 
 
 def export_state(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -102,6 +125,11 @@ def restored_states(
     names: dict[Tensor, str] | None = None
     for param, entry in state["state"].items():
         if not isinstance(entry, dict):  # of no parameter, as others may keep there
+            if id(param) in groups:
+                name = param_names(optimizer.param_groups).get(param, "a parameter")
+                raise ValueError(
+                    f"the loaded state of {name} is of type {type(entry).__name__}, wanted a dict"
+                )
             restored[param] = entry
             continue
         values = {k: v.value if isinstance(v, Kept) else v for k, v in entry.items()}
@@ -138,6 +166,11 @@ def _restored(
             restored[key] = _checked(entry[key], layout, layout.slot(key), param, name)
         elif key not in RESIDUALS:  # a state without one leaves the weights as they are
             raise ValueError(f"the loaded state of {name} has no '{key}'; it has {sorted(entry)}")
+    moments = {restored[key].dtype for key in MOMENTS if key in layout.names}
+    if len(moments - {torch.uint8}) > 1:
+        raise ValueError(
+            f"the loaded moments of {name} have several dtypes: {', '.join(map(str, moments))}"
+        )
     return restored
 
 
@@ -157,6 +190,7 @@ def _checked(value: Any, layout: Layout, slot: Slot, param: Tensor, name: str) -
         raise ValueError(
             f"the loaded '{key}' of {name} is {got}, wanted a tensor of shape {tuple(shape)}{hint}"
         )
+    _check_memory(key, value, param, name)
     if isinstance(value, DTensor) != isinstance(param, DTensor):
         raise ValueError(
             f"the loaded '{key}' of {name} is a {type(value).__name__}, but the parameter "
@@ -172,17 +206,41 @@ def _checked(value: Any, layout: Layout, slot: Slot, param: Tensor, name: str) -
     if key in NONNEGATIVE and value.dtype != torch.uint8:
         _check_values(key, value, name)
     value = value.detach().to(param.device)
+    if not isinstance(value, DTensor) and not is_dense(value):
+        value = value.contiguous()  # elements that share memory cannot be stepped
     # Codes stay in the order in which their scales were made.
     return _ordered(value, param) if slot.shape is None and value.dtype != torch.uint8 else value
 
 
 def _counter(value: Any, param: Tensor, name: str) -> Tensor:
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(f"the loaded 'step' of {name} has {value.numel()} elements, wanted 1")
+    if not isinstance(value, (Tensor, Real)):
+        raise ValueError(f"the loaded 'step' of {name} is of type {type(value).__name__}")
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise ValueError(
+                f"the loaded 'step' of {name} has {value.numel()} elements of {value.dtype}, "
+                "wanted 1 number"
+            )
+        _check_memory("step", value, param, name)
     count = torch.as_tensor(value).detach().reshape(()).to(param.device, torch.float64)
     if not 0 <= count.item() < 2**53:
         raise ValueError(f"the loaded 'step' of {name} is {count.item()}, wanted 0 or more")
     return count
+
+
+def _check_memory(key: str, value: Tensor, param: Tensor, name: str) -> None:
+    """Refuses what has no elements to read: sparse tensors, those on the meta device, and those
+    whose storage was freed, which torch reads without looking."""
+    local = local_part(value)
+    if local.layout != torch.strided or (local.is_meta and not local_part(param).is_meta):
+        what = "on the meta device" if local.is_meta else f"of layout {local.layout}"
+        raise ValueError(f"the loaded '{key}' of {name} is {what}, wanted a dense tensor")
+    if local.is_meta or not local.numel():
+        return
+    last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride()))
+    wanted = (local.storage_offset() + last + 1) * local.element_size()
+    if local.untyped_storage().nbytes() < wanted:
+        raise ValueError(f"the loaded '{key}' of {name} has no memory: its storage was freed")
 
 
 def _check_values(key: str, value: Tensor, name: str) -> None:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["check_max_grad_norm", "common_max_grad_norm", "keep_unique", "own_arguments"]
+import torch
+
+__all__ = [
+    "check_max_grad_norm",
+    "check_types",
+    "common_max_grad_norm",
+    "keep_unique",
+    "own_arguments",
+]
 
 
 def own_arguments(scope: dict[str, Any]) -> dict[str, Any]:
@@ -34,6 +42,22 @@ def common_max_grad_norm(groups: Sequence[dict[str, Any]]) -> float | None:
                 "headroom.clip_grad_norm_ for each"
             )
     return limits[0] if limits else None
+
+
+def check_types(group: dict[str, Any], defaults: dict[str, Any], place: str) -> None:
+    """Refuses a loaded group with options that are not of the kind that the optimizer has."""
+    for key in ("master", "rounding"):
+        if not isinstance(group.get(key), (str, type(None))):
+            got = type(group[key]).__name__
+            raise TypeError(f"{place} has {key} of type {got}, wanted a string or None")
+    dtype = group.get("state_dtype")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{place} has state_dtype of type {type(dtype).__name__}, wanted a dtype")
+    for key, default in defaults.items():
+        if isinstance(default, bool) and not (
+            isinstance(group.get(key, default), Integral) and group.get(key, default) in (0, 1)
+        ):
+            raise TypeError(f"{place} has {key}={group[key]!r}, wanted True or False")
 
 
 def keep_unique(group: dict[str, Any]) -> None:

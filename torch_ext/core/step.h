@@ -20,6 +20,7 @@ inline void set_lr(hr_step_config &step, const View &lr, const View &like)
         fail("lr_tensor has " + std::to_string(lr.numel()) + " elements, wanted 1");
     if (dtype != HR_F32 && dtype != HR_F64)
         fail("lr_tensor must be float32 or float64");
+    require_memory(lr, "lr_tensor");
     step.lr_dtype = static_cast<hr_dtype>(dtype);
     if (lr.is_with(like))
         step.lr_ptr = lr.data;

@@ -146,6 +146,15 @@ struct Exec {
     }
 };
 
+// The C interface takes NULL for an argument that is left out, which a freed tensor must not become.
+inline void require_memory(const View &view, const char *name)
+{
+    if (!view.data && view.numel() > 0)
+        fail(std::string(name) +
+             " has no memory: its storage was freed. Pass a tensor that has its "
+             "elements, or leave the argument out");
+}
+
 // An optional scalar in the memory of the call's device, as the C interface takes it.
 inline const float *scalar_of(const OptionalTensor &tensor, const View &like, const char *name)
 {
@@ -157,6 +166,7 @@ inline const float *scalar_of(const OptionalTensor &tensor, const View &like, co
              like.device_name());
     if (view.numel() != 1 || dtype_of(view.torch_dtype) != HR_F32)
         fail(std::string(name) + " must be a float32 tensor of one element");
+    require_memory(view, name);
     return static_cast<const float *>(view.data);
 }
 

@@ -17,6 +17,7 @@ T *result_of(const OptionalTensor &tensor, int64_t numel, const View &like, cons
         !view.is_contiguous())
         fail(std::string(name) + " must be a contiguous " + (sizeof(T) == 4 ? "float32" : "int64") +
              " tensor of " + std::to_string(numel) + " elements on " + like.device_name());
+    require_memory(view, name);
     return static_cast<T *>(view.data);
 }
 

@@ -12,6 +12,7 @@ int32_t *tracker_of(const Tensor &tensor, const View &like, const char *name)
     if (!view.is_with(like) || view.numel() != 1 || view.torch_dtype != aoti_torch_dtype_int32())
         fail(std::string(name) + " must be an int32 tensor of one element on " +
              like.device_name());
+    require_memory(view, name);
     return static_cast<int32_t *>(view.data);
 }
 

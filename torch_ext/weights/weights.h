@@ -50,6 +50,7 @@ class Weights
             if (!view.is_with(like) || view.numel() != 1 ||
                 view.torch_dtype != aoti_torch_dtype_int64())
                 fail("stalled must be an int64 tensor of one element, with the parameters");
+            require_memory(view, "stalled");
             weights_.stalled = static_cast<int64_t *>(view.data);
         }
     }

@@ -42,7 +42,7 @@ def adafactor():
 
 
 def norm():
-    return headroom.grad_norm, (lists(),), dict(norm=torch.zeros(()))
+    return headroom.functional.grad_norm, (lists(),), dict(norm=torch.zeros(()))
 
 
 def unscale():

@@ -30,7 +30,7 @@ import numpy
 import torch
 from tests.python.fuzz._driver import main
 
-LIBRARY = ctypes.CDLL(str(Path(headroom.get_library_dir()) / "libheadroom.so.0"))
+LIBRARY = ctypes.CDLL(str(next(Path(headroom.get_library_dir()).glob("libheadroom.so.*"))))
 LIBRARY.hr_last_error.restype = c_char_p
 LIBRARY.hr_status_string.restype = c_char_p
 OK, INTERNAL = 0, 6

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import headroom
 import pytest
@@ -16,6 +17,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from helpers.bits import assert_same_bits
+from helpers.training import Nested
 
 OPTIM = headroom.optim
 SCALER = functools.partial(headroom.amp.GradScaler, "cpu", init_scale=2.0**8, growth_interval=2)
@@ -673,21 +675,6 @@ def test_a_second_gradient_before_the_step_is_an_error():
         segments(torch.ones(2, 3, requires_grad=True)).sum().backward()
 
 
-class Nested(torch.autograd.Function):
-    """A backward inside backward, with a gradient of the same parameters."""
-
-    @staticmethod
-    def forward(ctx, x, layer):
-        ctx.layer = layer
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        with torch.enable_grad():
-            ctx.layer(torch.ones(2, 3)).sum().backward()
-        return grad, None
-
-
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 22])
 def test_a_nested_backward_with_the_same_parameters_is_an_error(bucket_bytes):
     """Which says whether the first gradient was stepped or waits in the bucket. After it, training
@@ -711,17 +698,16 @@ def test_a_nested_backward_with_the_same_parameters_is_an_error(bucket_bytes):
 def test_exit_after_a_nested_backward():
     """An interpreter that ends with the error prints it, and no more of C++."""
     script = """
-import headroom, sys, torch
-sys.path.insert(0, sys.argv[1])
-from test_release_gradients import Nested
+import headroom, torch
+from helpers.training import Nested
 layer = torch.nn.Linear(3, 3)
 optimizer = headroom.optim.AdamW(layer.parameters())
 headroom.optim.release_gradients(layer, optimizer)
 layer(Nested.apply(torch.ones(2, 3, requires_grad=True), layer)).sum().backward()
 """
-    here = os.path.dirname(__file__)
-    command = [sys.executable, "-c", script, here]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 1 and "the first waits to be stepped" in done.stderr
     assert "terminate called" not in done.stderr
 
