@@ -69,6 +69,15 @@ TEST(Runtime, TheLastErrorBelongsToItsThread)
     EXPECT_EQ(hr_last_error(), mine) << "a success leaves it alone";
 }
 
+TEST(RuntimeBadInputs, CpuLevels)
+{
+    const hr_cpu_level before = hr_get_cpu_level();
+    for (const int level : {-1, 4, 17}) {
+        EXPECT_EQ(hr_set_cpu_level(hr_cpu_level(level)), HR_INVALID_ARGUMENT);
+        EXPECT_EQ(hr_get_cpu_level(), before);
+    }
+}
+
 TEST(Runtime, CpuLevels)
 {
     const hr_cpu_level best = hr_get_cpu_level();

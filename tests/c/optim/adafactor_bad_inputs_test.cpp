@@ -121,6 +121,12 @@ TEST_P(AdafactorBadInputs, Config)
              weights.size = 0;
              r.config.step.weights = &weights;
          }},
+        {"weights->mode is 7",
+         [](AdafactorRun &r) {
+             static hr_weights weights = HR_WEIGHTS_INIT;
+             weights.mode = hr_weights_mode(7);
+             r.config.step.weights = &weights;
+         }},
         {"exec is NULL", [](AdafactorRun &r) { r.exec_argument = nullptr; }},
         {"exec->device is -2", [](AdafactorRun &r) { r.exec.device = -2; }},
         {"workspace is at .*, wanted", [](AdafactorRun &r) { r.workspace = nullptr; }},

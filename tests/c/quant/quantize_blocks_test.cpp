@@ -188,6 +188,14 @@ TEST_P(QuantizeBlocks, BadInputs)
     }
 }
 
+TEST(QuantizeBlocksOnTheCpu, ADeviceThatDoesNotExist)
+{
+    QuantizeCase c;
+    c.numel = {7, 0, 300};
+    QuantizeRun run(cpu_backend(), c);
+    expect_no_such_device(run);
+}
+
 TEST(QuantizeBlocksHelpers, SizesAndCounts)
 {
     EXPECT_EQ(hr_block_count(0, 256), 0);
