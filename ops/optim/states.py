@@ -132,9 +132,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if not self.state.get(param) and self._refusal(param, "") is not None:
             raise RuntimeError(self._refusal(param, self._name_of(param)))
         entry = self.state[param]
-        for slot in layout.slots:
-            if slot.name not in entry:
-                entry[slot.name] = slot.new(param)
+        for name in layout.names:
+            if name not in entry:
+                entry[name] = layout.slot(name).new(param)
         return entry
 
     def _name_of(self, param: Tensor) -> str:
