@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .dtensor import local_part
 
-__all__ = ["is_dense", "overlapping", "place_in_memory"]
+__all__ = ["is_dense", "overlapping", "place_in_memory", "spanned_bytes"]
 
 
 class _Span(NamedTuple):
@@ -39,6 +39,13 @@ def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
         if len(cluster) > 1 and (found := _overlapping_in(cluster, local)) is not None:
             return min(found), max(found)
     return None
+
+
+def spanned_bytes(tensor: Tensor) -> int:
+    """Returns the bytes that a strided tensor with elements needs of its storage, which is shorter
+    after ``untyped_storage().resize_(0)``: torch reads and writes such a tensor without looking."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return (tensor.storage_offset() + last + 1) * tensor.element_size()
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from .._core.dtensor import local_part
 from .._core.names import param_names
-from .._core.overlap import is_dense
+from .._core.overlap import is_dense, spanned_bytes
 from .._core.registration import FLOATS
 from .._core.weight_modes import RESIDUALS
 from .states import Layout, Slot, StatefulOptimizer
@@ -237,9 +237,7 @@ def _check_memory(key: str, value: Tensor, param: Tensor, name: str) -> None:
         raise ValueError(f"the loaded '{key}' of {name} is {what}, wanted a dense tensor")
     if local.is_meta or not local.numel():
         return
-    last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride()))
-    wanted = (local.storage_offset() + last + 1) * local.element_size()
-    if local.untyped_storage().nbytes() < wanted:
+    if local.untyped_storage().nbytes() < spanned_bytes(local):
         raise ValueError(f"the loaded '{key}' of {name} has no memory: its storage was freed")
 
 

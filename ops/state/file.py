@@ -49,6 +49,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tqdm import tqdm
 
+from .._core.overlap import spanned_bytes
+
 try:
     from isal.isal_zlib import crc32  # the same sums, several times as fast
 except ImportError:
@@ -184,8 +186,7 @@ def check_storage(tensor: Tensor, name: str) -> None:
     storage = tensor.untyped_storage()
     if storage.device.type != tensor.device.type:
         raise TypeError(f"'{name}' is a {type(tensor).__name__}, which has no values")
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    wanted = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    wanted = spanned_bytes(tensor)
     if storage.nbytes() < wanted:
         raise ValueError(
             f"the storage of '{name}' has {storage.nbytes():,} bytes, and the tensor lies in "

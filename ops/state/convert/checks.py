@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._core.overlap import spanned_bytes
 from .codes import Codes, is_finite, shown
 from .neutral import MOMENTS, SQUARES, number_of
 
@@ -116,9 +117,7 @@ def check_tensors(value: Any) -> None:
     elif isinstance(value, Tensor):
         if value.layout != torch.strided or value.is_meta:
             raise ValueError(f"has a tensor without data: {value.layout} on {value.device}")
-        last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
-        needed = (value.storage_offset() + last + 1) * value.element_size()
-        if value.numel() and value.untyped_storage().nbytes() < needed:
+        if value.numel() and value.untyped_storage().nbytes() < spanned_bytes(value):
             raise ValueError("has a tensor whose memory has been freed")
 
 
