@@ -6,6 +6,7 @@ was saved in, and what no training gives is refused before anything changes.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from numbers import Real
 from typing import Any
@@ -244,10 +245,15 @@ def _check_memory(key: str, value: Tensor, param: Tensor, name: str) -> None:
 def _check_values(key: str, value: Tensor, name: str) -> None:
     """Refuses what would make the weights NaN: the step takes square roots and products of it."""
     local = local_part(value).detach()
-    if local.is_meta:
+    if local.is_meta or not local.numel():
+        return
+    finite = key.endswith("absmax")  # an infinite one makes zeros NaN
+    # One pass without a temporary tensor answers for all states but those with NaNs.
+    lowest, highest = local.aminmax()
+    if lowest >= 0 and (not finite or highest < math.inf):
         return
     bad, wanted = local < 0, "0 or more"
-    if key.endswith("absmax"):  # an infinite one makes zeros NaN
+    if finite:
         bad, wanted = bad | ~local.isfinite(), "0 or more, and finite"
     if bad.any():
         raise ValueError(
