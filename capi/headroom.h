@@ -9,7 +9,7 @@
  * Version, status, element types, where to run, lists of tensors, CPU threads and instruction sets;
  * then, each with its formula, its config and its functions:
  *
- *     Weights in 16 bits        hr_join_weights, hr_split_weights
+ *     Weights in 16 bits        hr_join_weights, hr_split_weights, hr_get_weights_mode_info
  *     Blocks of 8-bit codes     hr_quantize_blocks, hr_dequantize_blocks, hr_dynamic_map
  *     Scalars of a step         hr_step_config, which every optimizer's config holds
  *     Adam and AdamW            hr_adamw
@@ -261,6 +261,21 @@ typedef enum hr_weights_mode {
     HR_WEIGHTS_REMAINDER8 = 5,
     HR_WEIGHTS_REMAINDER8_STOCHASTIC = 6
 } hr_weights_mode;
+
+/* A row of the table above. */
+typedef struct hr_weights_mode_info {
+    const char *name;         /* such as "HR_WEIGHTS_KAHAN" */
+    uint32_t params;          /* bit 1 << dtype is set for each hr_dtype that a param may have */
+    int32_t has_residuals;    /* 1: hr_weights.residuals is needed. 0: it must be NULL */
+    int32_t residual_is_like; /* 1: a residual has the type of its param */
+    hr_dtype residual;        /* the type of all residuals, unless residual_is_like is 1 */
+    int32_t is_random;        /* 1: hr_weights.seeds is needed. 0: it must be NULL */
+    hr_weights_mode nearest;  /* the mode with the same residuals that rounds to nearest */
+} hr_weights_mode_info;
+
+/* What a mode takes and needs, in memory that stays valid; NULL for what is not an
+ * hr_weights_mode. */
+HR_API const hr_weights_mode_info *hr_get_weights_mode_info(hr_weights_mode mode);
 
 /* Element i of a tensor is element offset + i / run * stride + i % run of the whole. */
 typedef struct hr_place {

@@ -3,6 +3,7 @@
 #define HR_CHECK_H
 
 #include "capi/headroom.h"
+#include "kernels/core/dtype.h"
 #include "kernels/core/runtime.h"
 
 /* Whether a check passes. The tests define it, to take the checks away one at a time and see that
@@ -40,11 +41,6 @@
 #else
 #define HR_RETURN_CUDA(launch, exec) return HR_INTERNAL
 #endif
-
-/* Sets of dtypes, one bit each. */
-#define HR_BIT(dtype) (1u << (dtype))
-#define HR_FLOATS     (HR_BIT(HR_F32) | HR_BIT(HR_BF16) | HR_BIT(HR_F16))
-#define HR_SCALARS    (HR_BIT(HR_F32) | HR_BIT(HR_F64))
 
 /* Bytes of an element; 0 for what is not an hr_dtype. */
 size_t hr_dtype_bytes(hr_dtype dtype);

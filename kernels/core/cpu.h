@@ -59,7 +59,7 @@
  * memory. */
 HR_INLINE void cpu_prefetch(const void *base, int64_t i, int count, int64_t end, hr_dtype dtype)
 {
-    const int size = dtype == HR_F32 ? 4 : 2;
+    const int size = hr_element_size(dtype);
     if ((end - i) * size <= 2048)
         return;
     const char *const ahead = (const char *)base + i * size + 2048;

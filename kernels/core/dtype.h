@@ -20,6 +20,17 @@
 #define HR_INLINE static inline __attribute__((always_inline, unused))
 #endif
 
+/* Sets of types, one bit each. */
+#define HR_BIT(dtype) (1u << (dtype))
+#define HR_FLOATS     (HR_BIT(HR_F32) | HR_BIT(HR_BF16) | HR_BIT(HR_F16))
+#define HR_SCALARS    (HR_BIT(HR_F32) | HR_BIT(HR_F64))
+
+/* Bytes of an element. */
+HR_INLINE int hr_element_size(hr_dtype dtype)
+{
+    return dtype == HR_F64 ? 8 : dtype == HR_F32 ? 4 : dtype == HR_U8 || dtype == HR_I8 ? 1 : 2;
+}
+
 HR_INLINE uint32_t hr_bits(float x)
 {
     uint32_t bits;

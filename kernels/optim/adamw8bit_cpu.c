@@ -73,7 +73,7 @@ static void adamw8bit_run_weights(const adamw8bit_tensor *t, const weights_tenso
         adamw8bit_tensor part = *t;
         part.first = i;
         part.param = unpacked;
-        part.grad = (const char *)t->grad + i * (grad_dtype == HR_F32 ? 4 : 2);
+        part.grad = (const char *)t->grad + i * hr_element_size(grad_dtype);
         part.exp_avg += i;
         part.exp_avg_sq += i;
         part.exp_avg_absmax += i / block_size;

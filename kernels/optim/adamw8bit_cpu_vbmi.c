@@ -7,212 +7,14 @@
  * encoded. Two, for the scale of the block that has just ended is not known at once.
  */
 #include "kernels/optim/adamw8bit_cpu.h"
+#include "kernels/weights/weights_cpu_vbmi.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
-/* ---- Weights: 64 in memory and in four vectors ----------------------------------------------- */
-
-/* Where 64 weights are. */
-typedef struct adamw8bit_weights {
-    void *param, *residual;
-} adamw8bit_weights;
-
 /* Halves of words are read and written faster by turns than in a row. */
-HR_INLINE dynamic_order adamw8bit_order(hr_dtype param_dtype, hr_dtype grad_dtype,
-                                        hr_weights_mode mode)
+HR_INLINE cpu_order adamw8bit_order(hr_dtype param_dtype, hr_dtype grad_dtype, hr_weights_mode mode)
 {
     const int halves = param_dtype == HR_BF16 && grad_dtype == HR_BF16;
-    return halves && mode != HR_WEIGHTS_MASTER ? DYNAMIC_EVEN_ODD : DYNAMIC_IN_ROW;
-}
-
-/* Vectors k and k + 1 of 64 elements, k even. */
-CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_load_vbmi(const void *base, int k, hr_dtype dtype,
-                                                        dynamic_order order, __m512 x[2])
-{
-    if (dtype == HR_F32) {
-        x[0] = _mm512_loadu_ps((const float *)base + 16 * k);
-        x[1] = _mm512_loadu_ps((const float *)base + 16 * k + 16);
-    } else if (order == DYNAMIC_EVEN_ODD) {
-        const __m512i halves = _mm512_loadu_si512((const uint16_t *)base + 16 * k);
-        x[0] = _mm512_castsi512_ps(_mm512_slli_epi32(halves, 16));
-        x[1] = _mm512_castsi512_ps(_mm512_and_si512(halves, _mm512_set1_epi32((int)0xFFFF0000u)));
-    } else {
-        for (int j = 0; j < 2; j++) {
-            const __m256i halves = _mm256_loadu_si256((const __m256i *)base + k + j);
-            x[j] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
-        }
-    }
-}
-
-/* hr_to_bf16(), in the low halves of words. */
-CPU_AVX512_VBMI_BF16 HR_INLINE __m512i adamw8bit_to_bf16_vbmi(__m512 x)
-{
-    const __m512i bits = _mm512_castps_si512(x), one = _mm512_set1_epi32(1);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
-    const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
-    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
-    return _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q),
-                                 _mm512_set1_epi32(0x7FFF));
-}
-
-/* hr_store() of such two vectors. Gives 0 if there may be NaN in them. What is rare is not a call:
- * across a call a compiler keeps no vector in a register. */
-CPU_AVX512_VBMI_BF16 HR_INLINE int adamw8bit_store_vbmi(void *base, int k, const __m512 x[2],
-                                                        hr_dtype dtype, dynamic_order order)
-{
-    if (dtype == HR_F32) {
-        float *const to = (float *)base + 16 * k;
-        const __mmask16 nan = _mm512_cmp_ps_mask(x[0], x[1], _CMP_UNORD_Q);
-        const int no_nan = _kortestz_mask16_u8(nan, nan) ? 3 : 0;
-        _mm512_storeu_ps(to, x[0]);
-        _mm512_storeu_ps(to + 16, x[1]);
-        for (int j = 0; __builtin_expect(!no_nan, 0) && j < 2; j++)
-            _mm512_mask_storeu_ps(to + 16 * j, _mm512_cmp_ps_mask(x[j], x[j], _CMP_UNORD_Q),
-                                  _mm512_castsi512_ps(_mm512_set1_epi32(0x7FFFFFFF)));
-        return no_nan;
-    }
-    /* The even elements, then the odd ones, to where they were. */
-    const __m512i turns =
-        _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                         21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]);
-    if (order == DYNAMIC_EVEN_ODD)
-        halves = _mm512_permutexvar_epi16(turns, halves);
-    /* NaN, and denormals, which the conversion takes for 0. */
-    const __mmask16 special0 = _mm512_fpclass_ps_mask(x[0], 0x01 | 0x80 | 0x20);
-    const __mmask16 special1 = _mm512_fpclass_ps_mask(x[1], 0x01 | 0x80 | 0x20);
-    const int usual = _kortestz_mask16_u8(special0, special1) ? 3 : 0;
-    if (__builtin_expect(!usual, 0)) {
-        const __m512i words[2] = {adamw8bit_to_bf16_vbmi(x[0]), adamw8bit_to_bf16_vbmi(x[1])};
-        halves = _mm512_or_si512(words[0], _mm512_slli_epi32(words[1], 16));
-        if (order == DYNAMIC_IN_ROW)
-            halves = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(words[0])),
-                                        _mm512_cvtepi32_epi16(words[1]), 1);
-    }
-    _mm512_storeu_si512((uint16_t *)base + 16 * k, halves);
-    return usual;
-}
-
-/* 32 residuals as 16-bit integers: those of 8 bits are the high halves. */
-CPU_AVX512_VBMI_BF16 HR_INLINE __m512i adamw8bit_residuals_vbmi(const void *residual, int k,
-                                                                hr_weights_mode mode)
-{
-    if (mode == HR_WEIGHTS_REMAINDER16)
-        return _mm512_loadu_si512((const uint16_t *)residual + 16 * k);
-    const __m256i bytes = _mm256_loadu_si256((const __m256i *)((const uint8_t *)residual + 16 * k));
-    return _mm512_slli_epi16(_mm512_cvtepu8_epi16(bytes), 8);
-}
-
-/* Takes from the params those of two vectors of masters whose rounding they are not. The fast
- * conversion takes denormals for 0, so those are looked at with the rare ones that differ. */
-CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_join_master_vbmi(const void *param, int k,
-                                                               __m512 x[2])
-{
-    const uint16_t *const from = (const uint16_t *)param + 16 * k;
-    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]);
-    const __mmask32 differ = _mm512_cmpneq_epi16_mask(halves, _mm512_loadu_si512(from));
-    const __mmask16 denormal =
-        _kor_mask16(_mm512_fpclass_ps_mask(x[0], 0x20), _mm512_fpclass_ps_mask(x[1], 0x20));
-    if (__builtin_expect(!_kortestz_mask32_u8(differ, denormal), 0))
-        for (int j = 0; j < 2; j++) {
-            const __m512i params =
-                _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from + j));
-            const __mmask16 written =
-                _mm512_cmpneq_epi32_mask(adamw8bit_to_bf16_vbmi(x[j]), params);
-            x[j] = _mm512_castsi512_ps(
-                _mm512_mask_slli_epi32(_mm512_castps_si512(x[j]), written, params, 16));
-        }
-}
-
-/* Weights as weights_join() gives them. But for a MASTER the order is DYNAMIC_EVEN_ODD. */
-CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_join_vbmi(adamw8bit_weights w, int k, hr_dtype dtype,
-                                                        hr_weights_mode mode, dynamic_order order,
-                                                        __m512 x[2])
-{
-    if (mode == HR_WEIGHTS_MASTER) {
-        adamw8bit_load_vbmi(w.residual, k, HR_F32, order, x);
-        adamw8bit_join_master_vbmi(w.param, k, x);
-    } else if (mode == HR_WEIGHTS_KAHAN) {
-        __m512 residuals[2];
-        adamw8bit_load_vbmi(w.param, k, dtype, order, x);
-        adamw8bit_load_vbmi(w.residual, k, dtype, order, residuals);
-        for (int j = 0; j < 2; j++) { /* weights_join_kahan() */
-            const __m512 power =
-                _mm512_and_ps(x[j], _mm512_castsi512_ps(_mm512_set1_epi32(0x7F800000)));
-            const __m512 halves =
-                _mm512_mul_ps(_mm512_abs_ps(residuals[j]), _mm512_set1_ps(0x1p8f));
-            x[j] +=
-                _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(halves, power, _CMP_LE_OQ), residuals[j]);
-        }
-    } else if (mode != HR_WEIGHTS_NEAREST) {
-        /* The sum's high halves: the params, less one where a residual is negative. */
-        const __m512i residuals = adamw8bit_residuals_vbmi(w.residual, k, mode);
-        const __m512i params = _mm512_loadu_si512((const uint16_t *)w.param + 16 * k);
-        const __m512i high = _mm512_add_epi16(params, _mm512_srai_epi16(residuals, 15));
-        const __m512i low = _mm512_set1_epi32(0xFFFF);
-        const __m512i even =
-            _mm512_ternarylogic_epi32(_mm512_slli_epi32(high, 16), residuals, low, 0xF8);
-        const __m512i odd =
-            _mm512_ternarylogic_epi32(high, _mm512_srli_epi32(residuals, 16), low, 0xDC);
-        /* A sum that is NaN is not taken. */
-        const __m512 sums[2] = {_mm512_castsi512_ps(even), _mm512_castsi512_ps(odd)};
-        x[0] = _mm512_castsi512_ps(_mm512_mask_slli_epi32(
-            even, _mm512_cmp_ps_mask(sums[0], sums[0], _CMP_UNORD_Q), params, 16));
-        x[1] = _mm512_castsi512_ps(_mm512_mask_andnot_epi32(
-            odd, _mm512_cmp_ps_mask(sums[1], sums[1], _CMP_UNORD_Q), low, params));
-    } else {
-        adamw8bit_load_vbmi(w.param, k, dtype, order, x);
-    }
-}
-
-/* weights_split() and its stores, as adamw8bit_store_vbmi(). */
-CPU_AVX512_VBMI_BF16 HR_INLINE int adamw8bit_split_vbmi(adamw8bit_weights w, int k,
-                                                        const __m512 x[2], hr_dtype dtype,
-                                                        hr_weights_mode mode, dynamic_order order)
-{
-    if (mode == HR_WEIGHTS_MASTER)
-        return adamw8bit_store_vbmi(w.residual, k, x, HR_F32, order) &
-               adamw8bit_store_vbmi(w.param, k, x, dtype, order);
-    if (mode == HR_WEIGHTS_NEAREST)
-        return adamw8bit_store_vbmi(w.param, k, x, dtype, order);
-    if (mode == HR_WEIGHTS_KAHAN) {
-        const int usual = adamw8bit_store_vbmi(w.param, k, x, dtype, order);
-        __m512 rounded[2];
-        adamw8bit_load_vbmi(w.param, k, dtype, order, rounded);
-        for (int j = 0; j < 2; j++) /* 0 where that is infinite or NaN */
-            rounded[j] = _mm512_maskz_sub_ps(
-                _knot_mask16(_mm512_fpclass_ps_mask(rounded[j], 0x01 | 0x80 | 0x08 | 0x10)), x[j],
-                rounded[j]);
-        adamw8bit_store_vbmi(w.residual, k, rounded, dtype, order);
-        return usual;
-    }
-    const __mmask16 nan = _mm512_cmp_ps_mask(x[0], x[1], _CMP_UNORD_Q);
-    const int no_nan = _kortestz_mask16_u8(nan, nan) ? 3 : 0;
-    __m512i even = _mm512_castps_si512(x[0]), odd = _mm512_castps_si512(x[1]);
-    if (__builtin_expect(!no_nan, 0)) {
-        const __m512i param = _mm512_set1_epi32(0x7FFF0000);
-        even = _mm512_mask_mov_epi32(even, _mm512_cmp_ps_mask(x[0], x[0], _CMP_UNORD_Q), param);
-        odd = _mm512_mask_mov_epi32(odd, _mm512_cmp_ps_mask(x[1], x[1], _CMP_UNORD_Q), param);
-    }
-    if (mode == HR_WEIGHTS_REMAINDER8) { /* to 24 bits, to even; a NaN stays as it is */
-        const __m512i one = _mm512_set1_epi32(1), below = _mm512_set1_epi32(0x7F);
-        even = _mm512_add_epi32(_mm512_add_epi32(even, below),
-                                _mm512_and_si512(_mm512_srli_epi32(even, 8), one));
-        odd = _mm512_add_epi32(_mm512_add_epi32(odd, below),
-                               _mm512_and_si512(_mm512_srli_epi32(odd, 8), one));
-    }
-    const __m512i half = _mm512_set1_epi32(0x8000), low = _mm512_set1_epi32(0xFFFF);
-    const __m512i params =
-        _mm512_ternarylogic_epi32(_mm512_add_epi32(odd, half),
-                                  _mm512_srli_epi32(_mm512_add_epi32(even, half), 16), low, 0xDC);
-    const __m512i residuals =
-        _mm512_ternarylogic_epi32(_mm512_slli_epi32(odd, 16), even, low, 0xF8);
-    _mm512_storeu_si512((uint16_t *)w.param + 16 * k, params);
-    if (mode == HR_WEIGHTS_REMAINDER16)
-        _mm512_storeu_si512((uint16_t *)w.residual + 16 * k, residuals);
-    else
-        _mm256_storeu_si256((__m256i *)((uint8_t *)w.residual + 16 * k),
-                            _mm512_cvtepi16_epi8(_mm512_srli_epi16(residuals, 8)));
-    return no_nan;
+    return halves && mode != HR_WEIGHTS_MASTER ? CPU_EVEN_ODD : CPU_IN_ROW;
 }
 
 /* ---- 64 elements ----------------------------------------------------------------------------- */
@@ -226,7 +28,7 @@ typedef struct adamw8bit_repeated {
 
 /* Elements to be updated, where their moments go, and the codes that are decoded beside. */
 typedef struct adamw8bit_elements {
-    adamw8bit_weights weights;
+    weights_address weights;
     const void *grad;
     float *m, *v;
     const uint8_t *exp_avg, *exp_avg_sq;
@@ -238,9 +40,10 @@ typedef struct adamw8bit_values {
 } adamw8bit_values;
 
 /* Byte k of the values. */
-CPU_AVX512_VBMI_BF16 HR_INLINE void
-adamw8bit_decode_vbmi(const adamw8bit_tables *tables, const uint8_t *exp_avg,
-                      const uint8_t *exp_avg_sq, dynamic_order order, adamw8bit_values *values)
+CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_decode_vbmi(const adamw8bit_tables *tables,
+                                                          const uint8_t *exp_avg,
+                                                          const uint8_t *exp_avg_sq,
+                                                          cpu_order order, adamw8bit_values *values)
 {
     dynamic_decoding m, v;
     dynamic_decode_vbmi(&m, &tables->bytes[1], exp_avg, 1, order);
@@ -266,7 +69,7 @@ adamw8bit_update_vbmi(const adamw8bit_tensor *t, const adamw8bit_repeated *c, ad
                       __m512 *largest_m, __m512 *largest_v)
 {
     const adamw8bit_tables *const tables = t->call->tables;
-    const dynamic_order order = adamw8bit_order(param_dtype, grad_dtype, mode);
+    const cpu_order order = adamw8bit_order(param_dtype, grad_dtype, mode);
     __m512 grads[2], old[2], params[2], exp_avgs[4], roots[4];
     __m512i codes_m = _mm512_setzero_si512(), codes_v = _mm512_setzero_si512();
     dynamic_decoding next_m, next_v;
@@ -277,7 +80,7 @@ adamw8bit_update_vbmi(const adamw8bit_tensor *t, const adamw8bit_repeated *c, ad
     for (int k = 0; k < 5; k++) {
         if (k < 4) {
             if (k % 2 == 0)
-                adamw8bit_load_vbmi(at.grad, k, grad_dtype, order, grads);
+                cpu_load_vbmi(at.grad, k, grad_dtype, order, grads);
             const __m512 g = grads[k % 2] * c->grad_factor;
             const __m512 m = values->m[k] * c->absmax_m, v = values->v[k] * c->absmax_v;
             const __m512 exp_avg_sq = c->beta2 * v + c->one_minus_beta2 * (g * g);
@@ -291,12 +94,11 @@ adamw8bit_update_vbmi(const adamw8bit_tensor *t, const adamw8bit_repeated *c, ad
         if (k > 0) { /* when the root is there */
             const __m512 denominator = roots[k - 1] * c->rsqrt_bias2 + c->eps;
             if (k % 2 == 1)
-                adamw8bit_join_vbmi(at.weights, k - 1, param_dtype, mode, order, old);
+                weights_join_vbmi(at.weights, k - 1, param_dtype, mode, order, old);
             params[(k - 1) % 2] =
                 c->keep * old[(k - 1) % 2] - c->step_size * (exp_avgs[k - 1] / denominator);
             if (k % 2 == 0)
-                numbers &=
-                    adamw8bit_split_vbmi(at.weights, k - 2, params, param_dtype, mode, order);
+                numbers &= weights_split_vbmi(at.weights, k - 2, params, param_dtype, mode, order);
         }
         if (k < 4) {
             dynamic_decode_byte_vbmi(&next_m, &tables->bytes[1], k, 1);
@@ -335,19 +137,18 @@ static __attribute__((noinline)) uint32_t adamw8bit_largest_of(const float *x, i
 }
 
 /* 64 elements that are in `order`, in a row. */
-static void adamw8bit_order_in_row(float *x, dynamic_order order)
+static void adamw8bit_order_in_row(float *x, cpu_order order)
 {
     float in_row[64];
     for (int k = 0; k < 4; k++)
         for (int lane = 0; lane < 16; lane++)
-            in_row[dynamic_element(order, k, lane)] = x[16 * k + lane];
+            in_row[cpu_element(order, k, lane)] = x[16 * k + lane];
     memcpy(x, in_row, sizeof in_row);
 }
 
 /* Encodes the elements of a block from i on, alone. */
 static __attribute__((noinline)) CPU_AVX512_VBMI_BF16 void
-adamw8bit_encode_rest(const adamw8bit_tensor *t, const adamw8bit_pending *p, int i,
-                      dynamic_order order)
+adamw8bit_encode_rest(const adamw8bit_tensor *t, const adamw8bit_pending *p, int i, cpu_order order)
 {
     const adamw8bit_tables *const tables = t->call->tables;
     for (; i < p->count; i += LANES) {
@@ -446,13 +247,10 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor
                                                           hr_weights_mode mode)
 {
     const int block_size = t->call->args->config->block_size;
-    const int param_size = param_dtype == HR_F32 ? 4 : 2, grad_size = grad_dtype == HR_F32 ? 4 : 2;
-    const int residual_size = mode == HR_WEIGHTS_MASTER       ? 4
-                              : mode == HR_WEIGHTS_REMAINDER8 ? 1
-                              : mode == HR_WEIGHTS_NEAREST    ? 0
-                                                              : 2;
+    const int param_size = hr_element_size(param_dtype), grad_size = hr_element_size(grad_dtype);
+    const int residual_size = weights_residual_size(mode, param_dtype);
     const adamw8bit_tables *const tables = t->call->tables;
-    const dynamic_order order = adamw8bit_order(param_dtype, grad_dtype, mode);
+    const cpu_order order = adamw8bit_order(param_dtype, grad_dtype, mode);
     adamw8bit_repeated c;
     c.grad_factor = _mm512_set1_ps(t->constants.grad_factor);
     c.one_minus_beta1 = _mm512_set1_ps(t->constants.one_minus_beta1);

@@ -61,7 +61,7 @@ LOOP_TARGET HR_INLINE void LOOP_NAME(blocks)(const adamw8bit_tensor *t, int64_t 
                                              adamw8bit_rule rule)
 {
     const int block_size = t->call->args->config->block_size;
-    const int param_size = param_dtype == HR_F32 ? 4 : 2, grad_size = grad_dtype == HR_F32 ? 4 : 2;
+    const int param_size = hr_element_size(param_dtype), grad_size = hr_element_size(grad_dtype);
     adamw8bit_moments moments;    /* of this block and of the one before */
     adamw8bit_pending last = {0}; /* the one before */
     int64_t block = from / block_size;

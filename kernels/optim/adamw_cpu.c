@@ -182,28 +182,8 @@ HR_INLINE void adamw_joined_as(const adamw_part *p, int64_t begin, int64_t end,
 HR_INLINE void adamw_joined_range(void *context, int64_t begin, int64_t end)
 {
     const adamw_part *const p = (const adamw_part *)context;
-    switch (p->weights->mode) {
-    case HR_WEIGHTS_STOCHASTIC:
-        adamw_joined_as(p, begin, end, HR_WEIGHTS_STOCHASTIC);
-        break;
-    case HR_WEIGHTS_KAHAN:
-        adamw_joined_as(p, begin, end, HR_WEIGHTS_KAHAN);
-        break;
-    case HR_WEIGHTS_MASTER:
-        adamw_joined_as(p, begin, end, HR_WEIGHTS_MASTER);
-        break;
-    case HR_WEIGHTS_REMAINDER16:
-        adamw_joined_as(p, begin, end, HR_WEIGHTS_REMAINDER16);
-        break;
-    case HR_WEIGHTS_REMAINDER8:
-        adamw_joined_as(p, begin, end, HR_WEIGHTS_REMAINDER8);
-        break;
-    case HR_WEIGHTS_REMAINDER8_STOCHASTIC:
-        adamw_joined_as(p, begin, end, HR_WEIGHTS_REMAINDER8_STOCHASTIC);
-        break;
-    default:
-        break;
-    }
+    WEIGHTS_FOR_MODE(p->weights->mode,
+                     if (M != HR_WEIGHTS_NEAREST) adamw_joined_as(p, begin, end, M))
 }
 
 CPU_VARIANTS(adamw_joined_range)
@@ -217,7 +197,7 @@ static int adamw_is_joined(const adamw_part *p)
 
 static void *adamw_at(void *base, int64_t i, hr_dtype dtype)
 {
-    return base ? (char *)base + i * (dtype == HR_F32 ? 4 : 2) : NULL;
+    return base ? (char *)base + i * hr_element_size(dtype) : NULL;
 }
 
 /* The elements [begin, end) of a tensor whose weights are not plain. */

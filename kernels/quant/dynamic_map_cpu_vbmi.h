@@ -8,18 +8,8 @@
 #ifndef HR_DYNAMIC_MAP_CPU_VBMI_H
 #define HR_DYNAMIC_MAP_CPU_VBMI_H
 
-#include "kernels/core/cpu.h"
+#include "kernels/core/cpu_vbmi.h"
 #include "kernels/quant/dynamic_map.h"
-
-/* The order of 64 elements in four vectors: 16 after 16, or the even and the odd ones of the first
- * 32, then of the others, as halves of words are. */
-typedef enum dynamic_order { DYNAMIC_IN_ROW, DYNAMIC_EVEN_ODD } dynamic_order;
-
-/* The element in lane `lane` of vector k. */
-HR_INLINE int dynamic_element(dynamic_order order, int k, int lane)
-{
-    return order == DYNAMIC_IN_ROW ? 16 * k + lane : 32 * (k / 2) + 2 * lane + k % 2;
-}
 
 /* The tables of one map. */
 typedef struct dynamic_bytes {
@@ -86,7 +76,7 @@ static inline void dynamic_bytes_fill(dynamic_bytes *b, const dynamic_map *map)
     for (int order = 0; order < 2; order++)
         for (int k = 0; k < 4; k++)
             for (int lane = 0; lane < 16; lane++) {
-                const int element = dynamic_element((dynamic_order)order, k, lane);
+                const int element = cpu_element((cpu_order)order, k, lane);
                 b->unpacking[order][lane / 4 * 16 + k * 4 + lane % 4] = (uint8_t)element;
                 b->packing[order][element] = (uint8_t)(4 * lane + 2);
             }
@@ -113,7 +103,7 @@ typedef struct dynamic_decoding {
 
 CPU_AVX512_VBMI_BF16 HR_INLINE void dynamic_decode_vbmi(dynamic_decoding *d, const dynamic_bytes *b,
                                                         const uint8_t *codes, int is_signed,
-                                                        dynamic_order order)
+                                                        cpu_order order)
 {
     const __m512i elements = _mm512_load_si512(b->unpacking[order]);
     const __m512i code = _mm512_permutexvar_epi8(elements, _mm512_loadu_si512(codes));
@@ -174,7 +164,7 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void dynamic_decoded_vbmi(const dynamic_decoding 
 CPU_AVX512_VBMI_BF16 HR_INLINE __m512i dynamic_encode_vbmi(__m512i codes, const dynamic_bytes *b,
                                                            const dynamic_cells *c, int k, __m512 x,
                                                            __m512 scale, int is_signed,
-                                                           dynamic_order order, int careful)
+                                                           cpu_order order, int careful)
 {
     __m512 y = _mm512_mul_ps(x, scale);
     if (is_signed) {
@@ -192,7 +182,7 @@ CPU_AVX512_VBMI_BF16 HR_INLINE __m512i dynamic_encode_vbmi(__m512i codes, const 
     if (k == 0)
         return _mm512_permutexvar_epi8(places, sums);
     const __mmask64 elements =
-        order == DYNAMIC_IN_ROW ? 0xFFFFull << (16 * k) : 0x55555555ull << (k / 2 * 32 + k % 2);
+        order == CPU_IN_ROW ? 0xFFFFull << (16 * k) : 0x55555555ull << (k / 2 * 32 + k % 2);
     return _mm512_mask_permutexvar_epi8(codes, elements, places, sums);
 }
 

@@ -8,34 +8,12 @@
 
 #include "kernels/core/dtype.h"
 #include "kernels/core/random.h"
+#include "kernels/weights/weights_modes.h"
 
 /* The bits of a weight as they lie in memory, in the low bits of each word. */
 typedef struct weights_bits {
     uint32_t param, residual;
 } weights_bits;
-
-/* The type of the residuals; HR_F64 where there are none. */
-HR_INLINE hr_dtype weights_residual_dtype(hr_weights_mode mode, hr_dtype param)
-{
-    return mode == HR_WEIGHTS_KAHAN         ? param
-           : mode == HR_WEIGHTS_MASTER      ? HR_F32
-           : mode == HR_WEIGHTS_REMAINDER16 ? HR_I16
-           : mode >= HR_WEIGHTS_REMAINDER8  ? HR_I8
-                                            : HR_F64;
-}
-
-HR_INLINE int weights_are_random(hr_weights_mode mode)
-{
-    return mode == HR_WEIGHTS_STOCHASTIC || mode == HR_WEIGHTS_REMAINDER8_STOCHASTIC;
-}
-
-/* The mode of the same residuals that rounds to nearest. */
-HR_INLINE hr_weights_mode weights_nearest(hr_weights_mode mode)
-{
-    return mode == HR_WEIGHTS_STOCHASTIC              ? HR_WEIGHTS_NEAREST
-           : mode == HR_WEIGHTS_REMAINDER8_STOCHASTIC ? HR_WEIGHTS_REMAINDER8
-                                                      : mode;
-}
 
 HR_INLINE float weights_from_half(uint32_t half, hr_dtype dtype)
 {

@@ -68,40 +68,8 @@ void weights_fill_random(const weights_tensor *t, int64_t i, int count, uint16_t
 }
 
 /* Runs the body with the constants `D` and `M` equal to the type and the mode of a tensor. */
-#define WEIGHTS_FOR_MODE_(dtype_, mode_, body) \
-    {                                          \
-        const hr_dtype D = dtype_;             \
-        const hr_weights_mode M = mode_;       \
-        body;                                  \
-        break;                                 \
-    }
-#define WEIGHTS_FOR_MODE(t, body)                                          \
-    switch ((int)(t)->mode * 4 + (int)(t)->dtype) {                        \
-    case HR_WEIGHTS_NEAREST * 4 + HR_F32:                                  \
-        WEIGHTS_FOR_MODE_(HR_F32, HR_WEIGHTS_NEAREST, body)                \
-    case HR_WEIGHTS_NEAREST * 4 + HR_F16:                                  \
-        WEIGHTS_FOR_MODE_(HR_F16, HR_WEIGHTS_NEAREST, body)                \
-    case HR_WEIGHTS_STOCHASTIC * 4 + HR_F16:                               \
-        WEIGHTS_FOR_MODE_(HR_F16, HR_WEIGHTS_STOCHASTIC, body)             \
-    case HR_WEIGHTS_KAHAN * 4 + HR_F16:                                    \
-        WEIGHTS_FOR_MODE_(HR_F16, HR_WEIGHTS_KAHAN, body)                  \
-    case HR_WEIGHTS_MASTER * 4 + HR_F16:                                   \
-        WEIGHTS_FOR_MODE_(HR_F16, HR_WEIGHTS_MASTER, body)                 \
-    case HR_WEIGHTS_STOCHASTIC * 4 + HR_BF16:                              \
-        WEIGHTS_FOR_MODE_(HR_BF16, HR_WEIGHTS_STOCHASTIC, body)            \
-    case HR_WEIGHTS_KAHAN * 4 + HR_BF16:                                   \
-        WEIGHTS_FOR_MODE_(HR_BF16, HR_WEIGHTS_KAHAN, body)                 \
-    case HR_WEIGHTS_MASTER * 4 + HR_BF16:                                  \
-        WEIGHTS_FOR_MODE_(HR_BF16, HR_WEIGHTS_MASTER, body)                \
-    case HR_WEIGHTS_REMAINDER16 * 4 + HR_BF16:                             \
-        WEIGHTS_FOR_MODE_(HR_BF16, HR_WEIGHTS_REMAINDER16, body)           \
-    case HR_WEIGHTS_REMAINDER8 * 4 + HR_BF16:                              \
-        WEIGHTS_FOR_MODE_(HR_BF16, HR_WEIGHTS_REMAINDER8, body)            \
-    case HR_WEIGHTS_REMAINDER8_STOCHASTIC * 4 + HR_BF16:                   \
-        WEIGHTS_FOR_MODE_(HR_BF16, HR_WEIGHTS_REMAINDER8_STOCHASTIC, body) \
-    default:                                                               \
-        WEIGHTS_FOR_MODE_(HR_BF16, HR_WEIGHTS_NEAREST, body)               \
-    }
+#define WEIGHTS_FOR_TENSOR(t, body) \
+    WEIGHTS_FOR_MODE((t)->mode, FOR_DTYPE((t)->dtype, D, if (weights_take(M, D)) body))
 
 HR_INLINE void weights_load_as(const void *restrict param, const void *restrict residual, int64_t i,
                                int count, float *restrict tile, hr_dtype dtype,
@@ -144,7 +112,7 @@ HR_INLINE void weights_load_range(void *context, int64_t begin, int64_t end)
 {
     const weights_move *const move = (const weights_move *)context;
     const weights_tensor *const t = move->tensor;
-    WEIGHTS_FOR_MODE(
+    WEIGHTS_FOR_TENSOR(
         t, weights_load_as(t->param, t->residual, begin, (int)(end - begin), move->tile, D, M))
 }
 
@@ -152,8 +120,8 @@ HR_INLINE void weights_store_range(void *context, int64_t begin, int64_t end)
 {
     const weights_move *const move = (const weights_move *)context;
     const weights_tensor *const t = move->tensor;
-    WEIGHTS_FOR_MODE(t, weights_store_as(t->param, t->residual, begin, (int)(end - begin),
-                                         move->tile, move->random, D, M))
+    WEIGHTS_FOR_TENSOR(t, weights_store_as(t->param, t->residual, begin, (int)(end - begin),
+                                           move->tile, move->random, D, M))
 }
 
 CPU_VARIANTS(weights_load_range)

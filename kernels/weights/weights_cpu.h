@@ -52,9 +52,7 @@ HR_INLINE void weights_prefetch(const void *param, const void *residual, int64_t
 {
     const hr_dtype residuals = weights_residual_dtype(mode, dtype);
     cpu_prefetch(param, i, count, end, dtype);
-    if (residuals == HR_I8)
-        cpu_prefetch(residual, i / 2, count / 2, end / 2, HR_BF16);
-    else if (residuals != HR_F64)
+    if (residuals != WEIGHTS_NO_RESIDUAL)
         cpu_prefetch(residual, i, count, end, residuals);
 }
 

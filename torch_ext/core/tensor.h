@@ -24,6 +24,19 @@
 extern "C" __attribute__((weak)) AOTITorchError
 aoti_torch_get_current_cuda_stream(int32_t device_index, void **stream);
 
+// Begins the function that registers ops with m.impl(), for tensors on the CPU and for those on CUDA.
+#define HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)               \
+    static void implement_ops(auto &m);                \
+    STABLE_TORCH_LIBRARY_IMPL(headroom, CPU, library)  \
+    {                                                  \
+        implement_ops(library);                        \
+    }                                                  \
+    STABLE_TORCH_LIBRARY_IMPL(headroom, CUDA, library) \
+    {                                                  \
+        implement_ops(library);                        \
+    }                                                  \
+    static void implement_ops(auto &m)
+
 namespace headroom
 {
 

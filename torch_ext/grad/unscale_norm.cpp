@@ -132,15 +132,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
     m.def("_grad_norm_table(Tensor first, Tensor table, " ARGUMENTS);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(headroom, CPU, m)
-{
-    m.impl("unscale_norm_", TORCH_BOX(&unscale_norm_));
-    m.impl("grad_norm", TORCH_BOX(&grad_norm));
-    m.impl("_unscale_norm_table_", TORCH_BOX(&unscale_norm_table_));
-    m.impl("_grad_norm_table", TORCH_BOX(&grad_norm_table));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(headroom, CUDA, m)
+HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)
 {
     m.impl("unscale_norm_", TORCH_BOX(&unscale_norm_));
     m.impl("grad_norm", TORCH_BOX(&grad_norm));

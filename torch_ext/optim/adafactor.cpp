@@ -3,7 +3,8 @@
 //
 // Rows and columns are those of the indices, so tensors that do not lie in their order are worked on
 // as a copy.
-#include "torch_ext/optim/adamw_options.h"
+#include "torch_ext/core/members.h"
+#include "torch_ext/core/step.h"
 #include "torch_ext/weights/weights.h"
 
 namespace
@@ -50,7 +51,8 @@ using Shapes = std::vector<hr_adafactor_shape>;
 void run(const Lists &lists, const Shapes &shapes, hr_adafactor_config config,
          const WeightOptions &weight_options, void *workspace, size_t bytes, const View &like)
 {
-    const Weights weights(weight_options, lists.residuals, lists.params.count, like);
+    const Weights weights(weight_options, lists.residuals, static_cast<size_t>(lists.params.count),
+                          like);
     config.step.weights = weights.get();
     const Exec exec(like);
     check(hr_adafactor(&lists.params, given(lists.row_vars), given(lists.col_vars),
@@ -88,9 +90,7 @@ const int64_t *whole_of(const Integers &wholes, size_t k, size_t count)
 {
     if (!wholes)
         return nullptr;
-    if (wholes->size() != 3 * count)
-        fail("wholes has " + std::to_string(wholes->size()) + " numbers, wanted " +
-             std::to_string(3 * count));
+    check_count(*wholes, "wholes", 3 * count);
     return wholes->data() + 3 * k;
 }
 
@@ -263,14 +263,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
     m.def("_adafactor_workspace(Tensor[] params, int[]? wholes=None) -> int");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(headroom, CPU, m)
-{
-    m.impl("adafactor_", TORCH_BOX(&adafactor_));
-    m.impl("_adafactor_table_", TORCH_BOX(&adafactor_table_));
-    m.impl("_adafactor_workspace", TORCH_BOX(&adafactor_workspace));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(headroom, CUDA, m)
+HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)
 {
     m.impl("adafactor_", TORCH_BOX(&adafactor_));
     m.impl("_adafactor_table_", TORCH_BOX(&adafactor_table_));

@@ -1,4 +1,5 @@
 // adamw.cpp: headroom::adamw_, and its form for tensors that are described already (describe.cpp).
+#include "torch_ext/core/members.h"
 #include "torch_ext/optim/adamw_options.h"
 #include "torch_ext/weights/weights.h"
 
@@ -18,7 +19,8 @@ struct Views {
 void run(const Views &lists, const Options &options, const WeightOptions &weight_options,
          const View &like)
 {
-    const Weights weights(weight_options, lists.residuals, lists.params.count, like);
+    const Weights weights(weight_options, lists.residuals, static_cast<size_t>(lists.params.count),
+                          like);
     hr_adamw_config config = config_of(options, like);
     config.step.weights = weights.get();
     const Exec exec(like);
@@ -108,13 +110,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
     m.def("_adamw_table_(Tensor(a!) first, Tensor table, " OPTIONS);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(headroom, CPU, m)
-{
-    m.impl("adamw_", TORCH_BOX(&adamw_));
-    m.impl("_adamw_table_", TORCH_BOX(&adamw_table_));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(headroom, CUDA, m)
+HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)
 {
     m.impl("adamw_", TORCH_BOX(&adamw_));
     m.impl("_adamw_table_", TORCH_BOX(&adamw_table_));

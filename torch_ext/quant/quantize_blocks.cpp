@@ -76,13 +76,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
           "Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(headroom, CPU, m)
-{
-    m.impl("quantize_blocks", TORCH_BOX(&quantize_blocks));
-    m.impl("dequantize_blocks", TORCH_BOX(&dequantize_blocks));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(headroom, CUDA, m)
+HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)
 {
     m.impl("quantize_blocks", TORCH_BOX(&quantize_blocks));
     m.impl("dequantize_blocks", TORCH_BOX(&dequantize_blocks));

@@ -1,7 +1,7 @@
 // weights.h: how the parameters of an optimizer's op are stored: see hr_weights.
 #pragma once
 
-#include "torch_ext/core/layout.h"
+#include "torch_ext/core/members.h"
 
 namespace headroom
 {
@@ -19,22 +19,29 @@ struct WeightOptions {
 #define HR_WEIGHT_OPTIONS \
     "int weights_mode=0, int[]? weight_seeds=None, int[]? places=None, Tensor(z!)? stalled=None"
 
+// The facts of a mode; null for a number that is none.
+inline const hr_weights_mode_info *mode_info(int64_t mode)
+{
+    const bool fits = mode >= 0 && mode <= INT32_MAX;
+    return fits ? hr_get_weights_mode_info(static_cast<hr_weights_mode>(mode)) : nullptr;
+}
+
 inline bool has_residuals(int64_t mode)
 {
-    return mode >= HR_WEIGHTS_KAHAN;
+    const hr_weights_mode_info *const info = mode_info(mode);
+    return info && info->has_residuals;
 }
 
 // The C interface's form of them; lends its addresses.
 class Weights
 {
   public:
-    Weights(const WeightOptions &o, const hr_tensor_list &residuals, int64_t count,
-            const View &like)
+    Weights(const WeightOptions &o, const hr_tensor_list &residuals, size_t count, const View &like)
         : residuals_(residuals)
     {
+        if (!mode_info(o.mode))
+            fail("weights_mode is " + std::to_string(o.mode) + ", not an hr_weights_mode");
         weights_.mode = static_cast<hr_weights_mode>(o.mode);
-        if (weights_.mode != o.mode)
-            fail("weights_mode is " + std::to_string(o.mode) + ", wanted 0 to 6");
         if (residuals.count)
             weights_.residuals = &residuals_;
         if (o.seeds) {
@@ -65,13 +72,6 @@ class Weights
     }
 
   private:
-    static void check_count(const std::vector<int64_t> &list, const char *name, int64_t count)
-    {
-        if (static_cast<int64_t>(list.size()) != count)
-            fail(std::string(name) + " has " + std::to_string(list.size()) + " numbers, wanted " +
-                 std::to_string(count));
-    }
-
     hr_tensor_list residuals_;
     hr_weights weights_ = HR_WEIGHTS_INIT;
 };
