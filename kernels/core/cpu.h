@@ -70,6 +70,18 @@ HR_INLINE void cpu_prefetch(const void *base, int64_t i, int count, int64_t end,
 /* Elements between prefetches. */
 #define CPU_STEP 64
 
+/* Runs `loop` on the elements [from, to) of [begin, end), CPU_STEP at a time: a whole step after
+ * `fetch`, then what remains. */
+#define CPU_IN_STEPS(begin, end, from, to, fetch, loop)    \
+    int64_t from = (begin);                                \
+    for (; (end) - (from) >= CPU_STEP; from += CPU_STEP) { \
+        const int64_t to = (from) + CPU_STEP;              \
+        fetch;                                             \
+        loop;                                              \
+    }                                                      \
+    const int64_t to = (end);                              \
+    loop
+
 /* The elements of a list, laid end to end. */
 static inline int64_t cpu_total(const hr_tensor_list *list)
 {
@@ -87,8 +99,26 @@ static inline int64_t cpu_total(const hr_tensor_list *list)
         if (from = (begin) > first_ ? (begin)-first_ : 0,                          \
             to = (end)-first_ < (list)->numel[k] ? (end)-first_ : (list)->numel[k], from < to)
 
-/* The same in whole blocks of block_size elements, counted within each tensor: those whose first
- * element is in [begin, end), so that every block belongs to one range. */
+/* Defines op_cpu(args): op_tensor(args, k, from, to) for every tensor k of args->list, in one parallel
+ * region for the whole list. */
+#define CPU_LIST_OP(op, list)                                                                     \
+    HR_INLINE void op##_range(void *context, int64_t begin, int64_t end)                          \
+    {                                                                                             \
+        const op##_args *const args = (const op##_args *)context;                                 \
+        CPU_FOR_EACH_TENSOR(args->list, begin, end, k, from, to)                                  \
+        {                                                                                         \
+            op##_tensor(args, k, from, to);                                                       \
+        }                                                                                         \
+    }                                                                                             \
+    CPU_VARIANTS(op##_range)                                                                      \
+    hr_status op##_cpu(const op##_args *args)                                                     \
+    {                                                                                             \
+        hr_parallel_for(0, cpu_total(args->list), CPU_GRAIN, CPU_BEST(op##_range), (void *)args); \
+        return HR_OK;                                                                             \
+    }
+
+/* CPU_FOR_EACH_TENSOR in whole blocks of block_size elements, counted within each tensor: those whose
+ * first element is in [begin, end), so that every block belongs to one range. */
 #define CPU_FOR_EACH_TENSOR_IN_BLOCKS(list, begin, end, block_size, k, from, to)      \
     for (int64_t k = 0, first_ = 0, from, to; k < (list)->count && first_ < (end);    \
          first_ += (list)->numel[k++])                                                \
@@ -120,6 +150,16 @@ static inline int64_t cpu_round_up(int64_t n, int64_t step)
         body;                          \
         break;                         \
     }                                  \
+    }
+
+/* The same for a condition: `name` is 1 or 0. */
+#define FOR_FLAG(condition, name, body) \
+    if (condition) {                    \
+        const int name = 1;             \
+        body;                           \
+    } else {                            \
+        const int name = 0;             \
+        body;                           \
     }
 
 #define FOR_F32_OR_BF16(dtype, name, body) \

@@ -20,6 +20,24 @@ HR_INLINE float accumulate_compensated(float sum, float x, float *lost)
     return t;
 }
 
+/* Element i. Written with constants from `dtype` on. */
+HR_INLINE void accumulate_element(float *sum, float *lost, void *grad, int64_t i, float factor,
+                                  hr_dtype dtype, int compensated, int zero_grads)
+{
+    const float x = hr_load(grad, i, dtype) * factor;
+    float total;
+    if (compensated) {
+        float rest = lost[i];
+        total = accumulate_compensated(sum[i], x, &rest);
+        hr_store(lost, i, rest, HR_F32);
+    } else {
+        total = accumulate_plain(sum[i], x);
+    }
+    hr_store(sum, i, total, HR_F32);
+    if (zero_grads)
+        hr_store(grad, i, 0.0f, dtype);
+}
+
 HR_INLINE float accumulate_factor(const hr_accumulate_config *config)
 {
     return config->factor_ptr ? *config->factor_ptr : (float)config->factor;

@@ -51,15 +51,17 @@ def check_list(
     params: Sequence[Tensor],
     dtypes: tuple[torch.dtype, ...],
     numels: Sequence[int] | None = None,
+    leader: str = "params",
 ) -> None:
     """Requires one tensor per parameter, on the device of the first parameter, with the parameter's
-    shape or, if ``numels`` is given, with that many elements."""
+    shape or, if ``numels`` is given, with that many elements. ``leader`` is what the parameters are
+    called."""
     require(len(tensors) == len(params), f"{name} has {len(tensors)} tensors, wanted {len(params)}")
     for k, (tensor, param) in enumerate(zip(tensors, params)):
         one, device = f"{name}[{k}]", params[0].device
-        require(tensor.device == device, f"{one} is on {tensor.device}, params[0] on {device}")
+        require(tensor.device == device, f"{one} is on {tensor.device}, {leader}[0] on {device}")
         if numels is None:
-            require(tensor.shape == param.shape, f"{one} has another shape than params[{k}]")
+            require(tensor.shape == param.shape, f"{one} has another shape than {leader}[{k}]")
         else:
             count = tensor.numel()
             require(count == numels[k], f"{one} has {count} elements, wanted {numels[k]}")

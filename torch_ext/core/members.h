@@ -18,22 +18,24 @@ template <typename T> void check_count(const std::vector<T> &list, const char *n
              std::to_string(count));
 }
 
-inline void check_device(const View &view, const View &first, const char *name, size_t k)
+// `leader` is the list that the others are measured against, `first` its first tensor.
+inline void check_device(const View &view, const View &first, const char *name, size_t k,
+                         const char *leader = "params")
 {
     if (!view.is_with(first))
-        fail(entry(name, k) + " is on " + view.device_name() + ", but params[0] is on " +
+        fail(entry(name, k) + " is on " + view.device_name() + ", but " + leader + "[0] is on " +
              first.device_name());
 }
 
-inline void check_like(const View &view, const View &param, const View &first, const char *name,
-                       size_t k)
+inline void check_like(const View &view, const View &leading, const View &first, const char *name,
+                       size_t k, const char *leader = "params")
 {
-    if (!view.has_sizes_of(param))
-        fail(entry(name, k) + " has another shape than " + entry("params", k));
-    check_device(view, first, name, k);
+    if (!view.has_sizes_of(leading))
+        fail(entry(name, k) + " has another shape than " + entry(leader, k));
+    check_device(view, first, name, k, leader);
 }
 
-// A tensor of the parameter's shape on its way into the list that the kernel takes.
+// A tensor on its way into the list that the kernel takes.
 struct Member {
     View view;
     List &list;
@@ -41,19 +43,19 @@ struct Member {
     bool written;
 };
 
-// Adds the tensors of parameter k, of which the first is the parameter, all in one memory order.
+// Adds tensor k of every list. All have the shape of the first, and are laid out in one memory order.
 inline void add_members(const std::vector<Member> &members, const View &first, Staging &staging,
                         size_t k)
 {
-    const View &param = members[0].view;
+    const Member &leading = members[0];
     bool contiguous = true;
     for (const Member &member : members) {
-        check_like(member.view, param, first, member.name, k);
+        check_like(member.view, leading.view, first, member.name, k, leading.name);
         contiguous = contiguous && member.view.is_contiguous();
     }
     std::optional<Layout> layout;
     if (!contiguous)
-        layout.emplace(param, "params", k);
+        layout.emplace(leading.view, leading.name, k);
     for (const Member &member : members)
         staging.add(member.list, member.view, layout ? &*layout : nullptr, member.name, k,
                     member.written);

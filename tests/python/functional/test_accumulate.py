@@ -231,7 +231,7 @@ CASES = {
     "float64 gradient": (put(2, 5, torch.zeros(64).double()), r"grads\[5\]"),
     "another shape": (put(2, 5, torch.zeros(8, 8)), r"grads\[5\] .* another shape"),
     "fewer gradients": (lambda c, o: c[2].pop(), "grads has 5 tensors, but sums has 6"),
-    "fewer rests": (lambda c, o: c[1].pop(), "losts 5"),
+    "fewer rests": (lambda c, o: c[1].pop(), "losts has 5"),
     "expanded sum": (put(0, 5, torch.zeros(1).expand(64)), "share memory"),
     "expanded gradient to zero": (
         lambda c, o: (put(2, 5, torch.zeros(1).expand(64))(c, o), o.update(zero_grads=True)),
