@@ -19,24 +19,6 @@ typedef struct accumulate_shared {
 
 typedef list_launch<accumulate_shared, sum_record> accumulate_launch;
 
-static __device__ __forceinline__ void add_one(const sum_record &t, float factor, int zero_grads,
-                                               int64_t i)
-{
-    const hr_dtype dtype = (hr_dtype)t.dtype;
-    const float x = hr_load(t.grad, i, dtype) * factor;
-    float total;
-    if (t.lost) {
-        float lost = t.lost[i];
-        total = accumulate_compensated(t.sum[i], x, &lost);
-        hr_store(t.lost, i, lost, HR_F32);
-    } else {
-        total = accumulate_plain(t.sum[i], x);
-    }
-    hr_store(t.sum, i, total, HR_F32);
-    if (zero_grads)
-        hr_store(t.grad, i, 0.0f, dtype);
-}
-
 static __device__ __forceinline__ void add_eight(const sum_record &t, float factor, int zero_grads,
                                                  int64_t i)
 {
@@ -72,7 +54,8 @@ static __global__ void __launch_bounds__(THREADS)
     for (int64_t i = begin + threadIdx.x * 8; i < vector_end; i += THREADS * 8)
         add_eight(t, factor, args.config.zero_grads, i);
     for (int64_t i = vector_end + threadIdx.x; i < end; i += THREADS)
-        add_one(t, factor, args.config.zero_grads, i);
+        accumulate_element(t.sum, t.lost, t.grad, i, factor, (hr_dtype)t.dtype, t.lost != nullptr,
+                           args.config.zero_grads);
 }
 
 hr_status accumulate_cuda(const accumulate_args *args, const hr_exec *exec)
