@@ -213,6 +213,12 @@ class ListOpSuite:
             lists[name][5] = torch.zeros(1).expand(64)
             self.expect_refused(lists, option("cpu"), "share memory")
 
+    def test_a_scalar_on_meta_is_refused(self):
+        """Torch then runs the fake, which computes nothing."""
+        for name in LIST_OPS[self.name].scalars:
+            option = {name.removesuffix("_tensor"): torch.ones((), device="meta")}
+            self.expect_refused(self.lists(), option, "meta|device")
+
     def test_bad_options_change_no_byte(self):
         for message, options in self.bad_options.items():
             for option in options:
