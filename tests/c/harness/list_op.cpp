@@ -28,7 +28,8 @@ testing::AssertionResult is_close(double got, double wanted, hr_dtype dtype, dou
     // Below `least` the format has no more bits to be precise with.
     const double least = dtype == HR_F16 ? 0x1p-14 : 0x1p-126;
     const double unit = epsilon_of(dtype) * std::max(std::fabs(wanted), least);
-    if (same || (std::isnan(got) && std::isnan(wanted)) || std::fabs(got - wanted) <= ulps * unit)
+    const bool near = ulps > 0 && std::fabs(got - wanted) <= ulps * unit;
+    if (same || near || (std::isnan(got) && std::isnan(wanted)))
         return testing::AssertionSuccess();
     return testing::AssertionFailure() << got << ", wanted " << wanted;
 }
