@@ -1,6 +1,6 @@
 // How elements are loaded and stored, seen through hr_adamw(): with beta1 = 0 the new exp_avg is
 // the gradient, converted. Every 16-bit pattern is loaded; every midpoint between two and its
-// neighbours are stored. Infinity alone cannot be seen so, for the formula multiplies it by 0.
+// neighbors are stored. Infinity alone cannot be seen so, for the formula multiplies it by 0.
 #include <cmath>
 
 #include "tests/c/harness/backend.h"

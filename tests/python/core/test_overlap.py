@@ -122,7 +122,7 @@ def test_two_parameters_in_one_memory_are_refused(device):
     assert (memory == 1).all()
 
 
-def test_neighbours_in_one_memory_are_fine(device):
+def test_neighbors_in_one_memory_are_fine(device):
     """As in a flat buffer that holds a whole model."""
     memory = torch.ones(6, device=device)
     params = [torch.nn.Parameter(part) for part in memory.split([3, 3])]
