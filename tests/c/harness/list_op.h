@@ -22,10 +22,9 @@ struct ListOf {
 
 struct ListCase {
     std::vector<int64_t> numel = {5};
-    std::optional<hr_dtype>
-        type;           // of every list that takes it; else tensors have all combinations,
-    size_t first = 0;   // beginning with this one
-    unsigned flags = 0; // a set of the op's own
+    std::optional<hr_dtype> type; // of all lists that take it; else tensors have every combination,
+    size_t first = 0;             // beginning with this one
+    unsigned flags = 0;           // a set of the op's own
     std::optional<double> factor; // absent: what the config has from the beginning
     bool on_device = false;       // the factor
     size_t shift = 0;             // elements past an aligned address,
@@ -35,11 +34,12 @@ struct ListCase {
 
 std::ostream &operator<<(std::ostream &out, const ListCase &c);
 
-// The types of the tensors of a list, if `before` combinations of types come before each of its own.
+// The types of the tensors of a list. Each of them comes `before` times in a row, which is how many
+// combinations the lists before it have.
 std::vector<hr_dtype> types_of(const ListCase &c, const ListOf &list, size_t before);
 
-// As `got`: to the bit if `ulps` is 0 (any NaN is like any other), else to so many units in the last
-// place of its type.
+// Whether `got` is what was wanted: to the bit if `ulps` is 0, else to that many units in the last
+// place of its type. Any NaN is like any other.
 testing::AssertionResult is_close(double got, double wanted, hr_dtype dtype, double ulps);
 
 template <class Op>
