@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from .._core.dtensor import local_part, shard_groups
+from .._core.grouping import grouped
 from .._core.names import bare_name_of
 from .._core.registration import FLOATS
 from .._core.skips import LateCounts
@@ -148,11 +149,8 @@ class GradScaler(torch.amp.GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if not allow_fp16 and any(p.grad.dtype == torch.float16 for p in params):
             raise ValueError("Attempting to unscale FP16 gradients.")
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for param in params:
-            by_device.setdefault(param.grad.device, []).append(param)
         flags = {}
-        for device, members in by_device.items():
+        for device, members in grouped(params, lambda param: param.grad.device).items():
             flags[device] = torch.zeros((), dtype=torch.float32, device=device)
             culprit = torch.full((), -1, dtype=torch.int64, device=device)
             with torch.no_grad():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._core.dtensor import local_part
+from .._core.grouping import grouped
 from ..functional.accumulate import accumulate_
 from ..functional.unscale_norm import unscale_norm_
 from .ranks import Ranks, checksum
@@ -180,7 +181,7 @@ class GradAccumulator:
 
     def _take(self, params: Iterable[Tensor], weight: float) -> None:
         weighting = self._ranks.weighting if self.is_open else None
-        calls: dict[tuple[torch.device, float], list[Tensor]] = {}
+        factors: dict[Tensor, float] = {}
         for param in params:
             if param.grad is None:
                 continue
@@ -200,7 +201,8 @@ class GradAccumulator:
                     )
                 weighting.weighted.discard(param)
                 factor = self._unit  # the rest of the weight is in the gradient
-            calls.setdefault((param.grad.device, factor), []).append(param)
+            factors[param] = factor
+        calls = grouped(factors, lambda param: (param.grad.device, factors[param]))
         for (_, factor), params in calls.items():
             for param in params:
                 if param not in self._sums:
@@ -240,15 +242,17 @@ class GradAccumulator:
             self._reduce(used)
         if ranks.averages:
             weight /= ranks.size
-        by_device: dict[tuple[torch.device, float], list[Tensor]] = {}
-        for param, total in self._sums.items():
-            # What FSDP2 does not reduce, parameters that it was told to ignore, is this rank's.
+
+        def divisor(param: Tensor) -> float:
+            # FSDP2 does not reduce parameters that it was told to ignore: their sums are this
+            # rank's.
             own = ranks.averages and ranks.weighting is not None and not isinstance(param, DTensor)
-            key = total.device, self._weight if own else weight
-            by_device.setdefault(key, []).append(local_part(total))
-        for (device, weight), totals in by_device.items():
-            scale = torch.full((), weight, dtype=torch.float32, device=device)
-            unscale_norm_(totals, grad_scale=scale)
+            return self._weight if own else weight
+
+        calls = grouped(self._sums, lambda param: (self._sums[param].device, divisor(param)))
+        for (device, total), params in calls.items():
+            scale = torch.full((), total, dtype=torch.float32, device=device)
+            unscale_norm_([local_part(self._sums[p]) for p in params], grad_scale=scale)
         for param, total in self._sums.items():
             param.grad = total if _takes_float32(param) else total.to(param.dtype)
             self._given[param] = weakref.ref(param.grad)

@@ -14,11 +14,20 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import get_total_norm
 
 from .._core.dtensor import local_part, shard_groups
+from .._core.grouping import grouped
 from .._core.registration import FLOATS
 from .._core.table import table_of
 from ..functional.unscale_norm import run
 
-__all__ = ["Measured", "any_rank", "grad_norm", "is_ours", "is_plain", "measure"]
+__all__ = [
+    "Measured",
+    "any_rank",
+    "clip_coef",
+    "grad_norm",
+    "is_ours",
+    "is_plain",
+    "measure",
+]
 
 
 @dataclass
@@ -119,11 +128,9 @@ def is_plain(tensors: Iterable[Tensor]) -> bool:
 
 
 def _buckets(grads: Sequence[Tensor]) -> dict[tuple, list[int]]:
-    """Groups gradients that one call can measure: by device and by the groups of their shards."""
-    buckets: dict[tuple, list[int]] = {}
-    for i, grad in enumerate(grads):
-        buckets.setdefault((grad.device, *shard_groups(grad)), []).append(i)
-    return buckets
+    """Returns the positions of gradients that one call can measure, by their device and by the
+    groups of their shards."""
+    return grouped(range(len(grads)), lambda i: (grads[i].device, *shard_groups(grads[i])))
 
 
 def measure(
@@ -174,8 +181,12 @@ def measure(
         parts.append((norm.to(home).double(), found_inf.to(home)))
     norm = torch.linalg.vector_norm(torch.stack([part[0] for part in parts]), p)
     found_inf = torch.stack([part[1] for part in parts]).amax()
-    clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return Measured(norm.float(), found_inf, clip.float(), culprits)
+    return Measured(norm.float(), found_inf, clip_coef(norm, max_norm).float(), culprits)
+
+
+def clip_coef(norm: Tensor, max_norm: float) -> Tensor:
+    """Returns the factor that clips gradients of this norm, as :mod:`torch.nn.utils` does."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def _over_ranks(

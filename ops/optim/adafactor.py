@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from .._core.checks import (
-    check_number,
-    check_pair,
-    lr_arguments,
-)
+from .._core.checks import check_number, check_pair, lr_arguments
 from .._core.dtensor import moved_shard, sharded_dim
+from .._core.grouping import grouped
 from .._core.registration import FLOATS
 from .._core.weight_modes import NEAREST, RESIDUALS, weights_mode
 from ..functional.adafactor import APPLY, NORM, STATES, SUMS, is_hf, lines_of
@@ -343,10 +340,8 @@ class Adafactor(Optimizer):
         lists = [bucket.params, bucket.grads]
         keys = row, col, variance, "exp_avg", "RMS", "step", layout.weights.residual
         lists += [columns.get(name, []) for name in keys]
-        by_sharding: dict[Any, list[int]] = {}
-        for k, owner in enumerate(bucket.owners):
-            by_sharding.setdefault(_sharding(owner), []).append(k)
-        for sharding, where in by_sharding.items():
+        positions = range(len(bucket.owners))
+        for sharding, where in grouped(positions, lambda k: _sharding(bucket.owners[k])).items():
             chosen = [[column[k] for k in where] if column else [] for column in lists]
             some = bucket._replace(owners=[bucket.owners[k] for k in where])
             more = options | self._weights_options(group, some)

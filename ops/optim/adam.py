@@ -10,11 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.checks import (
-    check_number,
-    check_pair,
-    lr_arguments,
-)
+from .._core.checks import check_number, check_pair, lr_arguments
 from .._core.registration import FLOATS
 from .._core.weight_modes import NEAREST, weights_mode
 from .base import Optimizer

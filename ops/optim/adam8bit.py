@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from .._core.checks import (
-    check_number,
-)
-from .._core.dtensor import shard_number, sharded_dim
-from .._core.overlap import is_dense as _is_dense
+from .._core.checks import check_number
+from .._core.dtensor import shard_number
+from .._core.overlap import is_dense
 from .._core.weight_modes import weights_mode
 from ..functional.adamw8bit import BLOCK_SIZES, signed
 from .adam import Adam
+from .block_scales import ABSMAXS, BlockScales, unpadded, zero_absmaxs
 from .options import own_arguments
 from .plan import Bucket
 from .scalars import StepScalars
@@ -27,7 +25,6 @@ __all__ = ["Adam8bit", "AdamW8bit"]
 NONFINITE = ("skip_step", "skip_element", "propagate")
 CODE_ROUNDINGS = ("nearest", "stochastic")
 EIGHT_BIT = 1  # among an optimizer's layouts; the other is Adam's
-ABSMAXS = ("exp_avg_absmax", "exp_avg_sq_absmax")
 OPTIONS = (  # that Adam does not have
     "optim_bits",
     "min_8bit_size",
@@ -201,7 +198,7 @@ class Adam8bit(Adam):
                 for slot in super()._layouts(group)[0].slots
             )
         )
-        scales = _Scales(group["block_size"])
+        scales = BlockScales(group["block_size"])
         codes = (Slot(name, dtype=torch.uint8) for name in ("exp_avg", "exp_avg_sq"))
         absmaxs = (Slot(name, scales.shape, torch.float32, first=scales.zeros) for name in ABSMAXS)
         return plain, Layout((*codes, *absmaxs, STEP))
@@ -234,7 +231,7 @@ class Adam8bit(Adam):
         for name in ABSMAXS:
             scales = entry.get(name)
             if isinstance(scales, Tensor) and not isinstance(scales, DTensor):
-                shape = _zero_absmaxs(param, group["block_size"]).shape
+                shape = zero_absmaxs(param, group["block_size"]).shape
                 if scales.shape == (shape.numel(),):  # bitsandbytes has no rows
                     scales = scales.reshape(shape)
                 entry[name] = scales.contiguous()
@@ -279,9 +276,9 @@ class Adam8bit(Adam):
             params,
             grads,
             exp_avgs,
-            _unpadded(absmaxs, params, group["block_size"]),
+            unpadded(absmaxs, params, group["block_size"]),
             exp_avg_sqs,
-            _unpadded(sq_absmaxs, params, group["block_size"]),
+            unpadded(sq_absmaxs, params, group["block_size"]),
             steps,
             residuals[0] if residuals else [],
             **options,
@@ -344,66 +341,11 @@ class AdamW8bit(Adam8bit):
         super().__init__(**own_arguments(locals()), decoupled_weight_decay=True)
 
 
-# PEFT's LoRA+ imports bitsandbytes for optimizers whose __name__ is one of bitsandbytes' own.
-Adam8bit.__name__, AdamW8bit.__name__ = "HeadroomAdam8bit", "HeadroomAdamW8bit"
-
-
-def _zero_absmaxs(param: Tensor, block_size: int) -> Tensor:
-    """The scales of a parameter's blocks, [rows, blocks] where its rows are whole blocks.
-
-    Those of a DTensor are a DTensor. If it is sharded by such rows, so are they, and blocks are the
-    same however many ranks there are. Else they are [ranks, 1, ..., blocks], where every rank has
-    as many blocks as the largest shard needs, and the sharded dimension decides how often there is
-    a 1: no other sharding has this shape, so its blocks cannot be mistaken for these by a loader.
-    """
-    row = math.prod(param.shape[1:])
-    by_rows = param.dim() > 1 and row % block_size == 0
-    if not isinstance(param, DTensor):
-        shape = (param.shape[0], row // block_size) if by_rows else -(-param.numel() // block_size)
-        return torch.zeros(shape, dtype=torch.float32, device=param.device)
-    mesh, placements = param.device_mesh, param.placements
-    if by_rows and all(sharded_dim(p) in (None, 0) for p in placements):
-        shape = torch.Size((param.shape[0], row // block_size))
-        local = torch.Size((param.to_local().shape[0], shape[1]))
-    else:
-        largest, ranks, ones = list(param.shape), 1, 1
-        for placement, size in zip(placements, mesh.shape):
-            if (dim := sharded_dim(placement)) is not None:
-                largest[dim] = -(-largest[dim] // size)
-                ranks *= size
-                ones += dim
-        blocks = -(-math.prod(largest) // block_size)
-        local = torch.Size((1, *ones * (1,), blocks) if ranks > 1 else (blocks,))
-        shape = torch.Size((ranks, *local[1:])) if ranks > 1 else local
-        placements = [Replicate() if sharded_dim(p) is None else Shard(0) for p in placements]
-    scales = torch.zeros(local, dtype=torch.float32, device=param.to_local().device)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(scales, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-class _Scales:
-    """The shape and the first values of the scales of blocks of one size."""
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-
-    def shape(self, param: Tensor) -> torch.Size:
-        return self.zeros(param).shape
-
-    def zeros(self, param: Tensor) -> Tensor:
-        return _zero_absmaxs(param, self.block_size)
-
-
 def _is_moved(param: Tensor, *others: Tensor) -> bool:
-    """Whether a parameter's memory order is no longer that of its codes. The op's blocks follow the
-    parameter's order, and those of the state the order in which the codes were made."""
+    """Returns whether a parameter's memory order is no longer that of its codes. The op's blocks
+    follow the parameter's order, and the state's blocks the order in which the codes were made."""
     return (
         others[2].stride() != param.stride()
-        and _is_dense(param)
+        and is_dense(param)
         and all(other.shape == param.shape for other in others)
     )
-
-
-def _unpadded(absmaxs: list[Tensor], params: list[Tensor], block_size: int) -> list[Tensor]:
-    blocks = [-(-param.numel() // block_size) for param in params]
-    return [a if a.numel() <= n else a.flatten()[:n] for a, n in zip(absmaxs, blocks)]

@@ -18,7 +18,12 @@ from ..grad.norm import Measured
 from .loading import KEPT, complete_groups, export_state, keep_states, restored_states
 from .measuring import first_nonfinite, with_measured
 from .memory import StateMemory, state_memory
-from .options import check_max_grad_norm, check_types, common_max_grad_norm, keep_unique
+from .options import (
+    check_loaded_group,
+    check_max_grad_norm,
+    common_max_grad_norm,
+    keep_unique,
+)
 from .plan import Bucket, check_memory, plan_group, table_of_bucket
 from .run import fill_columns, follow, step_gathered
 from .scalars import StepScalars
@@ -97,9 +102,8 @@ class Optimizer(StatefulOptimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         keep_unique(group)
-        for device in {
-            param.device for param in group["params"]
-        }:  # before a step is traced or captured
+        # Counts are made here, before a step is traced or captured.
+        for device in {param.device for param in group["params"]}:
             if self._stalled is not None:
                 self._stalled.on(device)
             if device.type != "meta":
@@ -236,8 +240,7 @@ class Optimizer(StatefulOptimizer):
         return state_memory(self)
 
     def __repr__(self) -> str:
-        options = super().__repr__().removeprefix(type(self).__name__)
-        return "\n".join([self._class_name + options, *map(str, self.memory())])
+        return "\n".join([super().__repr__(), *map(str, self.memory())])
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
@@ -293,15 +296,4 @@ class Optimizer(StatefulOptimizer):
 
     def _check_loaded(self, index: int, group: dict[str, Any]) -> None:
         """Refuses a group of a checkpoint whose options a step could not use."""
-        place = f"param_groups[{index}] of the loaded state"
-        # Torch's groups lack the first, and torch itself adds the second to the defaults.
-        wanted = self.defaults.keys() - {"max_grad_norm", "differentiable"}
-        missing = sorted(wanted - group.keys())
-        if missing:
-            raise ValueError(f"{place} has no {', '.join(map(repr, missing))}")
-        check_types(group, self.defaults, place)
-        try:
-            self._check_options(group)
-        except (TypeError, ValueError, RuntimeError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"{place}: {error}") from error
+        check_loaded_group(group, self.defaults, self._check_options, index)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 
 __all__ = [
+    "check_loaded_group",
     "check_max_grad_norm",
-    "check_types",
     "common_max_grad_norm",
     "keep_unique",
     "own_arguments",
@@ -44,8 +44,29 @@ def common_max_grad_norm(groups: Sequence[dict[str, Any]]) -> float | None:
     return limits[0] if limits else None
 
 
-def check_types(group: dict[str, Any], defaults: dict[str, Any], place: str) -> None:
-    """Refuses a loaded group with options that are not of the kind that the optimizer has."""
+def check_loaded_group(
+    group: dict[str, Any],
+    defaults: dict[str, Any],
+    check: Callable[[dict[str, Any]], None],
+    index: int,
+) -> None:
+    """Refuses a group of a checkpoint that lacks an option of ``defaults``, has one of another
+    type, or does not pass ``check``."""
+    place = f"param_groups[{index}] of the loaded state"
+    # Torch's groups lack the first, and torch itself adds the second to the defaults.
+    wanted = defaults.keys() - {"max_grad_norm", "differentiable"}
+    missing = sorted(wanted - group.keys())
+    if missing:
+        raise ValueError(f"{place} has no {', '.join(map(repr, missing))}")
+    _check_types(group, defaults, place)
+    try:
+        check(group)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{place}: {error}") from error
+
+
+def _check_types(group: dict[str, Any], defaults: dict[str, Any], place: str) -> None:
     for key in ("master", "rounding"):
         if not isinstance(group.get(key), (str, type(None))):
             got = type(group[key]).__name__

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._core.dtensor import local_part
+from .._core.grouping import positions_by_device
 from .plan import Bucket, Plan, like_param, tables_with_states
 from .scalars import StepScalars
 from .states import StatefulOptimizer
@@ -87,9 +88,7 @@ def _gathered(optimizer: Any, group: dict[str, Any]) -> list[tuple[Bucket, list[
     for layout, (owners, grads, *states) in zip(every, lists):
         grads = [like_param(grad, param) for grad, param in zip(grads, owners)]
         columns = [list(map(local_part, column)) for column in (owners, grads, *states)]
-        where = [param.device for param in owners]
-        for device in dict.fromkeys(where):
-            chosen = [i for i, d in enumerate(where) if d == device]
+        for chosen in positions_by_device(owners).values():
             members = [[column[i] for i in chosen] for column in (owners, *columns)]
             buckets.append((Bucket(layout, *members[:3]), members[3:]))
     return buckets
@@ -102,7 +101,7 @@ def explained(
     grads: Sequence[Tensor],
 ) -> Exception:
     """The error of an op on these parameters, with the name of the one that it speaks of."""
-    ours = optimizer._class_name
+    ours = type(optimizer).__name__
     for param, grad in zip(params, grads):
         if grad.layout != torch.strided or param.layout != torch.strided:
             return RuntimeError(

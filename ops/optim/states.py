@@ -140,23 +140,18 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def _name_of(self, param: Tensor) -> str:
         return name_of(self.param_groups, param)
 
-    @property
-    def _class_name(self) -> str:
-        """As users know it. ``__name__`` is another one for 8-bit moments: see adam8bit.py."""
-        return type(self).__qualname__.rpartition(".")[2]
-
     def _refusal(self, param: Tensor, name: str) -> str | None:
         """Why no parameter of this dtype can be stepped, or None."""
         if param.is_complex():
             return (
-                f"{self._class_name} does not support complex parameters, but {name} is complex; "
-                "optimize torch.view_as_real of it"
+                f"{type(self).__name__} does not support complex parameters, but {name} is "
+                "complex; optimize torch.view_as_real of it"
             )
         if param.dtype in FLOATS:
             return None
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
         return (
-            f"{self._class_name} takes parameters in {dtypes}, but {name} is in {param.dtype}; "
+            f"{type(self).__name__} takes parameters in {dtypes}, but {name} is in {param.dtype}; "
             "convert it, for instance with model.float(), or give it to an optimizer of torch.optim"
         )
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from tqdm import tqdm
 
+from ..._core.progress import progress_bar
 from ..._core.registration import FLOATS
 from ..._core.weight_modes import RESIDUALS
 from ...functional.adamw8bit import BLOCK_SIZES
@@ -122,7 +122,7 @@ def convert_state(
     named = named_params(params, keys)
     reader, target, report = LIBRARIES[from_], LIBRARIES[to], Report(from_, to)
     entries, groups = {}, []
-    with tqdm(total=len(source["state"]), unit="state", disable=not progress) as bar:
+    with progress_bar(len(source["state"]), None, unit="state", shown=progress) as bar:
         for index, group in enumerate(source["param_groups"]):
             contexts = {}
             for key in group["params"]:

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...optim.adam8bit import ABSMAXS, OPTIONS, _zero_absmaxs
+from ...optim.adam8bit import OPTIONS
+from ...optim.block_scales import ABSMAXS, zero_absmaxs
 from .adam import TORCH_OPTIONS, read_adam
 from .codes import codes_of, floats_of
 from .neutral import MOMENTS, Context, Library, State, step64
@@ -36,7 +37,7 @@ def _write_headroom_8bit(state: State, context: Context) -> dict[str, Any]:
     for name, absmax in zip(MOMENTS, ABSMAXS):
         codes = codes_of(state.moments[name], context.block_size, name == "exp_avg", any_order=True)
         entry[name] = codes.codes
-        shape = _zero_absmaxs(codes.codes, context.block_size).shape
+        shape = zero_absmaxs(codes.codes, context.block_size).shape
         entry[absmax] = codes.absmax.view(shape)
     return entry | our_residual(state)
 

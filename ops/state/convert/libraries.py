@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..._core.weight_modes import RESIDUALS
-from ...optim.adam8bit import ABSMAXS
+from ...optim.block_scales import ABSMAXS
 from . import (
     adam,
     apex,

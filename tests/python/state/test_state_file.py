@@ -32,9 +32,10 @@ import numpy as np
 import pytest
 import torch
 from headroom import StateFileError, load_state, save_state
-from headroom.state import file as state_file
-from headroom.state import save as saving
-from headroom.state.file import PIECE, PREFIX, StateFile
+from headroom._core import atomic
+from headroom.state import load, save
+from headroom.state.file import StateFile, layout
+from headroom.state.file.layout import PIECE, PREFIX
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -113,10 +114,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(name, fresh, path,
 def test_nothing_that_was_loaded_lies_in_the_file(moved, piece, path, monkeypatch):
     """Also not when states go from the file to another device, one by one, and the model is filled
     one by one."""
-    for module in (saving, state_file):
-        monkeypatch.setattr(module, "PIECE", piece)
+    monkeypatch.setattr(layout, "PIECE", piece)
     if moved:
-        monkeypatch.setattr(saving, "_on_cpu", lambda device: False)
+        monkeypatch.setattr(load, "_on_cpu", lambda device: False)
     model, optimizer = made("adamw8bit-remainder16")
     step(model, optimizer)
     save_state(path, model=model, optimizer=optimizer, extra=[torch.ones(5000)])
@@ -239,7 +239,7 @@ def test_nan_and_arrays_come_back(path):
     assert extra["none"].shape == (0, 2)
 
 
-@pytest.mark.parametrize("dtype", state_file.NAMES)
+@pytest.mark.parametrize("dtype", layout.NAMES)
 def test_tensors_of_every_dtype_and_shape(dtype, path, device):
     def make(*shape):
         numbers = torch.randint(0, 2, shape) if dtype == torch.bool else torch.randint(0, 99, shape)
@@ -376,7 +376,7 @@ def test_safetensors_reads_the_file(name, path):
     assert metadata["format"] == "pt"
     document = json.loads(metadata["headroom"])
     group = document["tree"]["optimizer"]["param_groups"][0]
-    assert document["format"] == state_file.FORMAT and group["lr"] == 1e-2
+    assert document["format"] == layout.FORMAT and group["lr"] == 1e-2
     assert ("maps_crc32" in document) == (group.get("block_size") == 256) == ("8bit" in name)
 
 
@@ -400,8 +400,7 @@ def test_at_most_one_tensor_is_copied(path, monkeypatch):
     save_state(path, extra=[tensor.t() for tensor in ordered], rng=False)
     assert most == 1
     save_state(path, model=model, rng=False)
-    for module in (saving, state_file):
-        monkeypatch.setattr(module, "PIECE", 100)  # models are larger than what is held
+    monkeypatch.setattr(layout, "PIECE", 100)  # models are larger than what is held
     most = 0
     load_state(path, model=other)
     assert most == 1
@@ -720,9 +719,7 @@ def test_an_error_of_any_call_leaves_the_old_file_and_says_what_to_do(number, me
                 assert name == "close" and at > renamed
             except OSError as error:
                 assert error.errno == number and faults.FILE in str(error)
-                wanted = (
-                    "save again" if at > renamed else state_file.ADVICE.get(number, "elsewhere")
-                )
+                wanted = "save again" if at > renamed else atomic.ADVICE.get(number, "elsewhere")
                 assert wanted in str(error) and os.strerror(number) in str(error)
                 left = [file.stat().st_size for file in memory_path.glob(".*")]
                 assert forever or not any(left)
@@ -764,7 +761,7 @@ def test_a_folder_that_is_none_or_not_writable(tmp_path):
 
 def test_two_writers(tmp_path):
     faults.save(tmp_path, 1.0)
-    partial = tmp_path / state_file.partial_of(faults.FILE)
+    partial = tmp_path / atomic.partial_of(faults.FILE)
     with open(partial, "wb") as file:
         file.write(b"what a killed process left" * 1000)
         file.flush()
@@ -818,9 +815,9 @@ def test_either_library_sums_alike(path, monkeypatch):
     isal_zlib = pytest.importorskip("isal.isal_zlib")
     extra = torch.randn(PIECE // 3)
     for writer, reader in ((zlib, isal_zlib), (isal_zlib, zlib)):
-        monkeypatch.setattr(state_file, "crc32", writer.crc32)
+        monkeypatch.setattr(layout, "crc32", writer.crc32)
         save_state(path, extra=extra)
-        monkeypatch.setattr(state_file, "crc32", reader.crc32)
+        monkeypatch.setattr(layout, "crc32", reader.crc32)
         assert_same_bits([load_state(path)], [extra])
 
 
@@ -833,7 +830,7 @@ def test_keep_and_latest(tmp_path):
     for name in others:
         (tmp_path / name).write_text("not a state")
     save_state(tmp_path / "best-1.safetensors", extra="best", rng=False)
-    (tmp_path / state_file.partial_of("step-0.safetensors")).write_text("left by a kill")
+    (tmp_path / atomic.partial_of("step-0.safetensors")).write_text("left by a kill")
     for i in range(8, 12):
         path = tmp_path / f"step-{i}.safetensors"
         save_state(path, extra=i, keep=3, rng=False)
@@ -868,7 +865,7 @@ def test_the_order_is_that_of_saving_whatever_the_clock_and_the_names_say(tmp_pa
     """The clock is set back, and then stands still; a lower step is saved later; files are touched
     and renamed."""
     times = iter([9000, 8000, 7000, 10, 10, 10])
-    monkeypatch.setattr(saving.time, "time_ns", lambda: next(times))
+    monkeypatch.setattr(save.time, "time_ns", lambda: next(times))
     for number in (8, 9, 10, 3, 4):
         path = tmp_path / f"step-{number}.safetensors"
         save_state(path, extra=number, rng=False, keep=3)
@@ -955,8 +952,8 @@ def test_latest_does_not_say_that_there_is_none_where_all_are_damaged(tmp_path):
 def test_the_folder_is_made(tmp_path, monkeypatch):
     """And its name is on the disk before the file's."""
     synced = []
-    real = state_file._sync_folder
-    monkeypatch.setattr(state_file, "_sync_folder", lambda f: (synced.append(f), real(f)))
+    real = atomic._sync_folder
+    monkeypatch.setattr(atomic, "_sync_folder", lambda f: (synced.append(f), real(f)))
     path = tmp_path / "a" / "b" / "1.safetensors"
     save_state(path, extra=1)
     assert load_state(path) == 1
@@ -977,7 +974,7 @@ def test_what_is_written_is_synced_before_it_is_renamed_and_its_folder_after(pat
     for name in real:
         monkeypatch.setattr(os, name, recorded(name))
     save_state(path, extra=[torch.ones(5), torch.ones(PIECE // 2)])
-    partial = state_file.partial_of(path.name)
+    partial = atomic.partial_of(path.name)
     end = [("fsync", partial), ("replace", partial), ("fsync", path.parent.name)]
     assert calls[-3:] == end and set(calls[:-3]) == {("pwrite", partial)}
     assert load_state(path)[0].tolist() == [1] * 5
@@ -996,11 +993,11 @@ def stored(name):
     return model, optimizer
 
 
-def state_of(name, version=state_file.FORMAT):
+def state_of(name, version=layout.FORMAT):
     return STATES / f"format{version}-{name}.safetensors"
 
 
-@pytest.mark.parametrize("version", range(1, state_file.FORMAT + 1))
+@pytest.mark.parametrize("version", range(1, layout.FORMAT + 1))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_files_of_every_version_load(name, version):
     model, optimizer = made(name, seed=5)
