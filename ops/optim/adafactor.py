@@ -6,17 +6,18 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import ParamsT
 
 from .._core.checks import check_number, check_pair, lr_arguments
 from .._core.dtensor import moved_shard, sharded_dim
 from .._core.grouping import grouped
 from .._core.registration import FLOATS
-from .._core.weight_modes import NEAREST, RESIDUALS, weights_mode
+from .._core.weight_modes import NEAREST, RESIDUALS, Master, Rounding, weights_mode
 from ..functional.adafactor import APPLY, NORM, STATES, SUMS, is_hf, lines_of
 from .base import Optimizer
 from .options import own_arguments
@@ -131,14 +132,14 @@ class Adafactor(Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor | None = BY_RULE["lr"],
         beta2_decay: float = BY_RULE["beta2_decay"],
         eps: tuple[float | None, float] = BY_RULE["eps"],
         d: float = BY_RULE["d"],
         weight_decay: float = BY_RULE["weight_decay"],
         *,
-        semantics: str = "torch",
+        semantics: Literal["torch", "hf"] = "torch",
         foreach: bool | None = None,
         maximize: bool = BY_RULE["maximize"],
         clip_threshold: float = BY_RULE["clip_threshold"],
@@ -148,8 +149,8 @@ class Adafactor(Optimizer):
         relative_step: bool = BY_RULE["relative_step"],
         warmup_init: bool = BY_RULE["warmup_init"],
         max_grad_norm: float | None = None,
-        master: str | None = None,
-        rounding: str = "nearest",
+        master: Master | None = None,
+        rounding: Rounding = "nearest",
         seed: int = 0,
         count_stalled: bool = False,
     ) -> None:

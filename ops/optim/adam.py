@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from .._core.checks import check_number, check_pair, lr_arguments
 from .._core.registration import FLOATS
-from .._core.weight_modes import NEAREST, weights_mode
+from .._core.weight_modes import NEAREST, Master, Rounding, weights_mode
 from .base import Optimizer
 from .options import own_arguments
 from .plan import Bucket
@@ -80,7 +81,7 @@ class Adam(Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -95,8 +96,8 @@ class Adam(Optimizer):
         decoupled_weight_decay: bool = False,
         state_dtype: torch.dtype | None = None,
         max_grad_norm: float | None = None,
-        master: str | None = None,
-        rounding: str = "nearest",
+        master: Master | None = None,
+        rounding: Rounding = "nearest",
         seed: int = 0,
         count_stalled: bool = False,
     ) -> None:
@@ -224,7 +225,7 @@ class AdamW(Adam):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -238,8 +239,8 @@ class AdamW(Adam):
         fused: bool | None = None,
         state_dtype: torch.dtype | None = None,
         max_grad_norm: float | None = None,
-        master: str | None = None,
-        rounding: str = "nearest",
+        master: Master | None = None,
+        rounding: Rounding = "nearest",
         seed: int = 0,
         count_stalled: bool = False,
     ) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import ParamsT
 
 from .._core.checks import check_number
 from .._core.dtensor import shard_number
 from .._core.overlap import is_dense
-from .._core.weight_modes import weights_mode
+from .._core.weight_modes import Master, Rounding, weights_mode
 from ..functional.adamw8bit import BLOCK_SIZES, signed
 from .adam import Adam
 from .block_scales import ABSMAXS, BlockScales, unpadded, zero_absmaxs
@@ -22,8 +23,9 @@ from .states import STEP, Layout, Slot
 
 __all__ = ["Adam8bit", "AdamW8bit"]
 
-NONFINITE = ("skip_step", "skip_element", "propagate")
-CODE_ROUNDINGS = ("nearest", "stochastic")
+Nonfinite = Literal["skip_step", "skip_element", "propagate"]
+CodeRounding = Literal["nearest", "stochastic"]
+NONFINITE, CODE_ROUNDINGS = get_args(Nonfinite), get_args(CodeRounding)
 EIGHT_BIT = 1  # among an optimizer's layouts; the other is Adam's
 OPTIONS = (  # that Adam does not have
     "optim_bits",
@@ -82,7 +84,7 @@ class Adam8bit(Adam):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -96,15 +98,15 @@ class Adam8bit(Adam):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         max_grad_norm: float | None = None,
-        master: str | None = None,
-        rounding: str = "nearest",
+        master: Master | None = None,
+        rounding: Rounding = "nearest",
         seed: int = 0,
         count_stalled: bool = False,
         min_8bit_size: int = 4096,
         block_size: int = 256,
         bnb_exact: bool = False,
-        code_rounding: str = "nearest",
-        nonfinite: str = "propagate",
+        code_rounding: CodeRounding = "nearest",
+        nonfinite: Nonfinite = "propagate",
     ) -> None:
         given = own_arguments(locals())
         self._overrides: dict[Tensor, int] = {}
@@ -315,7 +317,7 @@ class AdamW8bit(Adam8bit):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -328,15 +330,15 @@ class AdamW8bit(Adam8bit):
         differentiable: bool = False,
         fused: bool | None = None,
         max_grad_norm: float | None = None,
-        master: str | None = None,
-        rounding: str = "nearest",
+        master: Master | None = None,
+        rounding: Rounding = "nearest",
         seed: int = 0,
         count_stalled: bool = False,
         min_8bit_size: int = 4096,
         block_size: int = 256,
         bnb_exact: bool = False,
-        code_rounding: str = "nearest",
-        nonfinite: str = "propagate",
+        code_rounding: CodeRounding = "nearest",
+        nonfinite: Nonfinite = "propagate",
     ) -> None:
         super().__init__(**own_arguments(locals()), decoupled_weight_decay=True)
 

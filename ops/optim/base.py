@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from .._core.weight_modes import check_weight_options
 from ..grad.norm import Measured
@@ -52,7 +53,7 @@ class Optimizer(StatefulOptimizer):
     _release: Any = None  # the ReleaseHandle that steps parameters inside backward, if there is one
 
     def __init__(
-        self, params: Any, defaults: dict[str, Any], *, count_stalled: bool = False
+        self, params: ParamsT, defaults: dict[str, Any], *, count_stalled: bool = False
     ) -> None:
         self._stalled = StalledWeights() if count_stalled else None
         self._skips = SkippedSteps()

@@ -38,7 +38,9 @@ def checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def check_same_state(optimizer: torch.optim.Optimizer, group: Any = None) -> None:
+def check_same_state(
+    optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+) -> None:
     """Checks that ranks hold the same parameters and optimizer states, bit for bit: those of DDP
     must. Every rank calls it.
 

@@ -37,7 +37,7 @@ def load_sharded(
     *,
     key: str = "optimizer",
     options: StateDictOptions | None = None,
-    process_group: Any = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> ReshardReport:
     """Loads the states of an optimizer that were saved by any number of ranks.
 
