@@ -27,17 +27,19 @@ COUNTERS = (torch.float32, torch.float64)  # of step counts and learning rates
 
 
 def check_number(name: str, value: Any, wanted: str = "a number") -> None:
-    """Refuses an option of an optimizer that is none, before it is compared with one."""
+    """Refuses an option of an optimizer that is not a number, before it is compared with one."""
     if not isinstance(value, Real):
         raise TypeError(f"{name} must be {wanted}, got {value!r}")
 
 
 def check_pair(name: str, value: Any) -> None:
+    """Refuses an option of an optimizer that is not a sequence of two."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
         raise ValueError(f"{name} must be two numbers, got {value!r}")
 
 
 def lr_arguments(lr: float | Tensor, device: torch.device) -> dict[str, Any]:
+    """Returns the arguments of an op for a learning rate that is a number or a tensor."""
     if torch.compiler.is_compiling() and not isinstance(lr, Tensor):
         # A float in the call of an op is a constant of the graph, and a schedule would compile anew
         # every step. A product with a tensor lets torch.compile make it an input.
@@ -67,12 +69,13 @@ def check_list(
 
 
 def check_steps(state_steps: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+    """Requires a step counter of one element for each parameter."""
     check_list("state_steps", state_steps, params, COUNTERS, [1] * len(params))
 
 
 def check_scalars(options: dict[str, Any], params: Sequence[Tensor]) -> None:
-    """Wants the scalars where the op reads them. One on the meta device brings a call of real
-    tensors here, which would do nothing and say nothing."""
+    """Requires scalars on the device where the op reads them. A scalar on the meta device sends a
+    call with real tensors to the fake, which would otherwise do nothing and raise nothing."""
     for name in ("lr_tensor", "grad_scale", "found_inf", "clip_coef"):
         if (tensor := options.get(name)) is None:
             continue

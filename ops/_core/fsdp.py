@@ -1,4 +1,4 @@
-"""The classes of FSDP, without importing it: a model has one only if someone has."""
+"""Finds the classes of FSDP without importing it: a model has one only if its module is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways to store 16-bit weights: what ``master=`` and ``rounding=`` of an optimizer mean."""
+"""The modes of storing 16-bit weights, which ``master=`` and ``rounding=`` of an optimizer choose."""
 
 from __future__ import annotations
 

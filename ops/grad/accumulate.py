@@ -25,11 +25,12 @@ BUCKET = 1 << 23  # elements that one reduction over the ranks carries, 32 MiB
 
 
 class GradAccumulator:
-    """Sums the gradients of micro-batches in float32, whatever their dtype, and gives their mean.
+    """Sums the gradients of micro-batches in float32, whatever their dtype, and returns their mean
+    in ``param.grad``.
 
-    ``param.grad`` is emptied after each micro-batch, so the low-precision gradients of two are
-    never added to each other; after :meth:`finish` it holds the float32 mean, which Headroom's
-    optimizers take for parameters of any dtype.
+    Each micro-batch leaves ``param.grad`` empty, so that gradients in low precision are never added
+    to each other. After :meth:`finish` it holds the float32 mean, which Headroom's optimizers take
+    for parameters of any dtype.
 
     Example::
 
@@ -41,17 +42,17 @@ class GradAccumulator:
         accumulator.finish()
         optimizer.step()
 
-    Or, where a ``with`` does not fit, ``accumulator.add(weight=tokens)`` after each backward, and
-    ``optimizer.zero_grad()`` after the step as ever.
+    Where a ``with`` does not fit, call ``accumulator.add(weight=tokens)`` after each backward, and
+    ``optimizer.zero_grad()`` after the step as usual.
 
     Args:
         source: a module, an optimizer, or an iterable of parameters; parameters that do not require
             grad are left out. On several ranks, give the module.
-        compensated: keep what each addition rounds away (Kahan): 4 more bytes per parameter.
-        process_group: the ranks over which :meth:`finish` adds up gradients that nobody else
+        compensated: keep the rounding error of each addition (Kahan): 4 more bytes per parameter.
+        process_group: the ranks over which :meth:`finish` adds up gradients that nothing else
             reduces; ``"local"`` if each rank trains for itself. None finds DDP and FSDP2.
 
-    **On several ranks** the mean is that over the tokens of all ranks, whatever the weight of each:
+    **On several ranks** the mean is over the tokens of all ranks, whatever the weight of each:
 
     - :class:`~torch.nn.parallel.DistributedDataParallel` runs micro-batches under ``no_sync()``,
       and :meth:`finish` adds up the sums of the ranks. The source is the DDP module, or the module
@@ -64,11 +65,11 @@ class GradAccumulator:
     - Where gradients have been averaged before the weight was known (:meth:`add` after a backward
       that reduces, FSDP2 with an optimizer as the source, FSDP1), the weights must be the same on
       all ranks, and :meth:`finish` raises if they are not.
-    - If several ranks run and nothing of this is found, the first micro-batch raises.
+    - If several ranks run and none of these is found, the first micro-batch raises.
 
     Memory: 4 bytes per parameter for the sums, from the first micro-batch until the gradients that
-    :meth:`finish` made of them are dropped; and between a backward and the end of its ``with`` the
-    gradients themselves.
+    :meth:`finish` made of them are dropped, and the gradients themselves between a backward and the
+    end of its ``with``.
 
     A 16-bit parameter refuses a float32 gradient unless its ``grad_dtype`` is None. The constructor
     sets it, permanently. In a torch without ``grad_dtype`` the mean is rounded to the parameter's
@@ -103,7 +104,7 @@ class GradAccumulator:
         self._losts: dict[Tensor, Tensor] = {}
         self._compensated = compensated
         self._weight = 0.0
-        # Weights of micro-batches whose gradients were averaged over the ranks before they had it.
+        # Weights of micro-batches whose gradients were averaged over the ranks before them.
         self._late: list[float] = []
         self._open: float | None = None  # weight of the running micro-batch, or None
         self._unit: float | None = None  # the weight that FSDP2's gradients are multiples of
@@ -113,7 +114,7 @@ class GradAccumulator:
     @contextlib.contextmanager
     def micro_batch(self, weight: float = 1.0) -> Iterator[None]:
         """Encloses the forward and backward pass of one micro-batch. Drops existing gradients at
-        its start, and calls :meth:`add` at its end. An error inside drops the micro-batch, or, with
+        its start, and adds the new ones at its end. An error inside drops the micro-batch, or, with
         :func:`~headroom.optim.release_gradients`, which may have added a part of it already, all
         micro-batches since the last :meth:`finish`."""
         weight = _checked_weight(weight)
@@ -169,7 +170,7 @@ class GradAccumulator:
 
     @property
     def sums_over_ranks(self) -> bool:
-        """Whether gradients are those of this rank alone, and :meth:`finish` adds them up."""
+        """Whether backward leaves gradients to this rank, and :meth:`finish` adds them up."""
         return self._ranks.sums
 
     @torch.no_grad()
@@ -194,7 +195,7 @@ class GradAccumulator:
             if weighting is not None and isinstance(param, DTensor):
                 if weighting.factor != 1.0 and param not in weighting.weighted:
                     raise RuntimeError(
-                        "FSDP2 has averaged a gradient that had not got this rank's weight, since "
+                        "FSDP2 has averaged a gradient before it had this rank's weight, since "
                         "its module's forward ran without hooks (compiled before the accumulator "
                         "was made, or called by another name); give all ranks the same weight, or "
                         "make the accumulator before the first forward"
@@ -234,7 +235,7 @@ class GradAccumulator:
         if late and not ranks.agree(checksum(self._late)):
             raise RuntimeError(
                 "the weights of micro-batches differ between ranks, but their gradients had been "
-                "averaged over the ranks before the accumulator had the weights. Give it the "
+                "averaged over the ranks before the accumulator knew the weights. Give it the "
                 "module, GradAccumulator(model), and run forward and backward in "
                 "micro_batch(weight)"
             )
@@ -329,7 +330,7 @@ class GradAccumulator:
             param.grad = None
 
     def _reduce(self, used: Sequence[float]) -> None:
-        """Adds up the sums of all ranks. ``used`` says how many ranks have one of a parameter."""
+        """Adds up the sums of all ranks. ``used``: how many ranks have a sum of each parameter."""
         for param, count in zip(self._params, used):
             if count and param not in self._sums:
                 self._sums[param] = torch.zeros_like(param, dtype=torch.float32)

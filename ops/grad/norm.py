@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass
 class Measured:
-    """What :func:`measure` found, on the device of the first gradient, without waiting for it."""
+    """The results of :func:`measure`, on the device of the first gradient."""
 
     norm: Tensor  # float32, 0-dim
     found_inf: Tensor  # float32, 0-dim: 1 if any gradient on any rank is infinite or NaN, else 0
@@ -40,7 +40,8 @@ class Measured:
     culprits: list[tuple[Sequence[int], Tensor]] = field(default_factory=list)
 
     def culprit(self) -> int | None:
-        """The first gradient on this rank that is not finite, or None. Waits for the device."""
+        """Returns the position of the first gradient on this rank that is not finite, or None.
+        Waits for the device."""
         found = [where[i] for where, index in self.culprits if (i := int(index)) >= 0]
         return min(found) if found else None
 
@@ -106,12 +107,12 @@ def _gradients(params_or_grads: Any) -> list[Tensor]:
 
 
 def is_ours(grad: Tensor) -> bool:
-    """Whether the kernels measure a gradient of this dtype and layout."""
+    """Returns whether the kernels measure a gradient of this dtype and layout."""
     return grad.dtype in FLOATS and grad.layout == torch.strided
 
 
 def _summed(grad: Tensor) -> Tensor:
-    # The norm of a sum is not that of the summands.
+    # The norm of a sum does not follow from the norms of its terms.
     if not isinstance(grad, DTensor) or not any(p.is_partial() for p in grad.placements):
         return grad
     return grad.redistribute(
@@ -120,7 +121,8 @@ def _summed(grad: Tensor) -> Tensor:
 
 
 def is_plain(tensors: Iterable[Tensor]) -> bool:
-    """Whether all lie on one device and none is a DTensor. Cheap for thousands of small tensors."""
+    """Returns whether all tensors lie on one device and none is a DTensor. Quick for thousands of
+    small tensors."""
     tensors = list(tensors)
     return len(set(map(attrgetter("device"), tensors))) <= 1 and not any(
         issubclass(kind, DTensor) for kind in set(map(type, tensors))

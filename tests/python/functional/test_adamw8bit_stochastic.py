@@ -27,7 +27,7 @@ def stochastic(count=1 << 16, y=0.0437, steps=0, seed=1, device="cpu"):
 
 
 @pytest.mark.parametrize("y", [0.0437, -0.3333, 0.9, 3e-5, -1e-7])
-def test_stochastic_codes_are_neighbours_and_right_on_average(y, device):
+def test_stochastic_codes_are_neighbors_and_right_on_average(y, device):
     lists = stochastic(y=y, device=device)
     codes = lists.exp_avgs[0].cpu()
     rest = torch.arange(len(codes)) % 256 != 0
