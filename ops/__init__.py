@@ -75,17 +75,17 @@ def __dir__() -> list[str]:
 
 
 def build_info() -> dict[str, str]:
-    """What the C library was built with and for: version, compiler, cuda, archs, cpu."""
+    """Returns what the C library was built with and for: version, compiler, cuda, archs, cpu."""
     if binaries._C is None:
         raise RuntimeError("headroom._C is missing: the package was built without pybind11")
     return binaries._C.build_info()
 
 
 def get_include() -> str:
-    """The folder of ``headroom.h``."""
+    """Returns the folder of ``headroom.h``."""
     return str(binaries.INCLUDE_DIR)
 
 
 def get_library_dir() -> str:
-    """The folder of ``libheadroom.so`` and ``libheadroom_torch.so``."""
+    """Returns the folder of ``libheadroom.so`` and ``libheadroom_torch.so``."""
     return str(binaries.LIBRARY_DIR)

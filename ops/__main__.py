@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    """Loads without running code, converts, and writes OUT at once or not at all."""
+    """Loads IN without running code, converts it, and writes OUT whole or not at all."""
     checkpoint = _load(options.source)
     path = _path(checkpoint, options.key)
     source = checkpoint
@@ -103,7 +103,7 @@ def _load(path: Path) -> Any:
 
 
 def _path(checkpoint: Any, key: str | None) -> list[str]:
-    """The keys that lead to the state of the optimizer."""
+    """Returns the keys that lead to the state of the optimizer."""
 
     def is_state(value: Any) -> bool:
         return isinstance(value, dict) and {"state", "param_groups"} <= value.keys()

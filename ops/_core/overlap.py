@@ -25,7 +25,7 @@ class _Span(NamedTuple):
 
 
 def place_in_memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Returns a value that changes if the memory of a tensor, or of a DTensor's local part, does."""
+    """Returns a value that changes if the memory of a tensor, or of a DTensor's shard, does."""
     local = local_part(tensor)
     return _address(local), local.shape, local.stride() if local.layout == torch.strided else None
 

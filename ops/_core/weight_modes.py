@@ -1,4 +1,4 @@
-"""The modes of storing 16-bit weights, which ``master=`` and ``rounding=`` of an optimizer choose."""
+"""The modes of storing 16-bit weights: ``master=`` and ``rounding=`` of an optimizer."""
 
 from __future__ import annotations
 

@@ -31,24 +31,24 @@ LIVE = ("_hysteresis_tracker", "_culprits", "_last_culprits", "_skips", "_scales
 class GradScaler(torch.amp.GradScaler):
     """Loss scaling with torch's arguments, methods, errors and state, and bounds on the scale.
 
-    With Headroom's optimizers a step reads every gradient twice and writes none: one pass checks
-    and, if the optimizer clips, measures; the second updates. Nothing waits for the device: a step
-    with an overflow is skipped on the device (weights, moments and counters keep their bytes), and
-    :meth:`step` returns the flag, a float32 tensor that is 1 then and 0 otherwise. Gradients stay
-    scaled, skipped or not, unless :meth:`unscale_` was called. Other optimizers are treated as
-    torch treats them: gradients are unscaled in place, and a skipped step is a call not made.
+    With Headroom's optimizers a step reads every gradient twice and writes none: the first pass
+    checks and, if the optimizer clips, measures; the second updates. Nothing waits for the device:
+    a step with an overflow is skipped on the device (weights, moments and counters keep their
+    bytes), and :meth:`step` returns the flag, a float32 tensor that is 1 after an overflow and 0
+    otherwise. Gradients stay scaled, unless :meth:`unscale_` was called. Other optimizers are
+    treated as torch treats them: gradients are unscaled in place, and a skipped step is not called.
 
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
         min_scale, max_scale: bounds of the scale. Torch has no minimum, and its scale can fall to
-            0, where every step is skipped for good; the default keeps its inverse finite.
-        hysteresis: overflows, since the scale last grew, before it falls (Megatron-LM's rule; 1 is
-            torch's).
+            0, after which every step is skipped; the default keeps the inverse of the scale finite.
+        hysteresis: the number of overflows since the scale last grew at which it falls
+            (Megatron-LM's rule; 1 is torch's).
         max_consecutive_skips: raise RuntimeError from :meth:`update` after more overflows in a row
             than this, with the history of the scale and the name of the culprit. On CUDA the count
             is read without waiting, so the error may come a few steps late. None: never.
         synchronize: ask the device before calling ``optimizer.step()`` and skip the call, as torch
-            does for optimizers that are not fused. For code that detects a skipped step by the
+            does for optimizers that are not fused, for code that detects a skipped step by the
             missing call. :meth:`step` then returns what the call returned, or None. (Code that
             passes a closure to :meth:`step`, as accelerate does, gets this behavior anyway.)
 
@@ -295,8 +295,8 @@ class GradScaler(torch.amp.GradScaler):
         to the nearest one.
 
         Raises:
-            ValueError: a value is missing or is none that a scaler has, such as a scale that is
-                NaN or infinite. The scaler stays as it was.
+            ValueError: a value is missing, or is not one that a scaler can have, such as a scale
+                that is NaN or infinite. The scaler stays as it was.
         """
         if not self._enabled:
             return
@@ -322,7 +322,7 @@ class GradScaler(torch.amp.GradScaler):
         self._forget()
 
 
-WANTED = {  # what a state holds: its type, the least value, the bound it stays below, in words
+WANTED = {  # the values of a state: type, smallest value, upper bound (excluded), in words
     "scale": (Real, 0, 2.0**128, ">= 0 that float32 has"),
     "growth_factor": (Real, math.nextafter(1, 2), math.inf, "> 1"),
     "backoff_factor": (Real, math.nextafter(0, 1), 1, "> 0 and < 1"),

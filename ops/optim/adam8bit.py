@@ -27,7 +27,7 @@ Nonfinite = Literal["skip_step", "skip_element", "propagate"]
 CodeRounding = Literal["nearest", "stochastic"]
 NONFINITE, CODE_ROUNDINGS = get_args(Nonfinite), get_args(CodeRounding)
 EIGHT_BIT = 1  # among an optimizer's layouts; the other is Adam's
-OPTIONS = (  # that Adam does not have
+OPTIONS = (  # which Adam lacks
     "optim_bits",
     "min_8bit_size",
     "block_size",
@@ -39,12 +39,13 @@ OPTIONS = (  # that Adam does not have
 
 
 class Adam8bit(Adam):
-    r"""Adam with moments of one byte: :class:`Adam` with 2 bytes of state per parameter, not 8.
+    r"""Adam with moments of one byte: :class:`Adam` with 2 bytes of state per parameter instead of
+    8.
 
     A moment is a code of the dynamic map per element and a float32 scale per block of consecutive
-    elements (Dettmers et al., arXiv:2110.02861), bitsandbytes' format. One op updates all the
-    parameters of a group and device. A second moment that is not zero never becomes zero by
-    rounding, so that no update can blow up; see ``hr_adamw8bit`` in ``headroom.h``.
+    elements (Dettmers et al., arXiv:2110.02861), bitsandbytes' format. One op updates all
+    parameters of a group and device. Rounding never makes a nonzero second moment zero, so that no
+    update can blow up; see ``hr_adamw8bit`` in ``headroom.h``.
 
     Args:
         params, lr, betas, eps, weight_decay, maximize, foreach, capturable, differentiable, fused,
@@ -52,30 +53,30 @@ class Adam8bit(Adam):
             :class:`Adam`. A bfloat16 parameter with ``master="remainder16"`` takes 6 bytes with its
             state.
         amsgrad: must be False.
-        min_8bit_size: parameters with fewer elements (of a DTensor: on all ranks together) have
-            float32 moments.
+        min_8bit_size: parameters with fewer elements than this have float32 moments. The elements
+            of a DTensor are counted on all ranks together.
         block_size: elements per scale: 64, 128, 256 or 512. Blocks follow the order in memory at
-            the first step, and those of a DTensor are local to its shard.
+            the first step, and the blocks of a DTensor are local to its shard.
         bnb_exact: the rule of bitsandbytes' CUDA kernels step for step, which lets updates blow up
             and always decouples the weight decay. (On a CPU bitsandbytes quantizes more coarsely:
             of the squares of 65,536 normal numbers about 2,000 get another code.)
         code_rounding: ``"nearest"``, or ``"stochastic"``: round codes up or down at random, without
-            bias. What is drawn depends on ``seed``, step, parameter and element alone.
-        seed: of that, and of ``rounding="stochastic"``, from 0 to 2^32 - 1.
+            bias. The random numbers depend on ``seed``, step, parameter and element alone.
+        seed: the seed of random rounding, of codes and of weights, from 0 to 2^32 - 1.
         nonfinite: what an infinite or NaN gradient does. ``"propagate"``: the weight becomes NaN,
-            as in torch, and with it the moments of its block. ``"skip_element"``: the element and
-            its moments stay as they are. ``"skip_step"``: the step changes nothing, which costs a
-            pass over the gradients. With ``max_grad_norm`` or a scaler, which look at the gradients
-            anyway, the step changes nothing whichever it is.
+            as in torch, and so do the moments of its block. ``"skip_element"``: the element and its
+            moments stay as they are. ``"skip_step"``: the step changes nothing, which costs a pass
+            over the gradients. With ``max_grad_norm`` or a scaler, which read the gradients anyway,
+            the step changes nothing in each of the three.
 
-    ``optim_bits=32`` in a parameter group, or :meth:`override`, keeps parameters at float32
-    moments. A state that exists is kept as it is, whichever it is.
+    ``optim_bits=32`` in a parameter group, or :meth:`override`, chooses float32 moments for
+    parameters. An existing state keeps its format.
 
     The state of a parameter is ``step`` (float64); ``exp_avg`` and ``exp_avg_sq``, uint8 of its
-    shape; ``exp_avg_absmax`` and ``exp_avg_sq_absmax``, float32, the scales of the blocks. With
-    float32 moments it is that of :class:`Adam`. Checkpoints of ``torch.optim.Adam`` and AdamW load;
-    the other way :class:`Adam` refuses 8-bit moments, but torch's classes take the codes for
-    numbers without an error: do not load such a checkpoint with them.
+    shape; ``exp_avg_absmax`` and ``exp_avg_sq_absmax``, float32, the scales of the blocks. A state
+    with float32 moments is that of :class:`Adam`. Checkpoints of ``torch.optim.Adam`` and AdamW
+    load. In the other direction, :class:`Adam` refuses 8-bit moments, but torch's classes take the
+    codes for numbers without an error: do not load such a checkpoint into them.
 
     ``torch.distributed.checkpoint.load`` refuses 8-bit moments that another number of ranks saved
     if the blocks of their shards differ ("Size mismatch" of an ``absmax``);
@@ -115,8 +116,9 @@ class Adam8bit(Adam):
         super().__init__(**given)
 
     def override(self, target: Tensor | nn.Module, name: str | None = None, *, bits: int) -> None:
-        """Chooses 8-bit or float32 moments for a parameter, whatever its size, before its first
-        step: by tensor, or by module and name, or for all parameters of a module.
+        """Chooses 8-bit or float32 moments for a parameter of any size, before its first step. The
+        target is a tensor, a module and the name of a parameter in it, or a module with all its
+        parameters.
 
         Raises:
             ValueError: ``bits`` is neither 8 nor 32, the optimizer does not have the parameter, or
@@ -149,7 +151,7 @@ class Adam8bit(Adam):
                 group.setdefault("code_rounding", "stochastic" if old else "nearest")
             for key in OPTIONS:
                 group.setdefault(key, defaults[key])
-            group["nonfinite"] = defaults["nonfinite"]  # which holds for all groups
+            group["nonfinite"] = defaults["nonfinite"]  # which is the same in all groups
         super().__setstate__(state)
 
     def _check_loaded(self, index: int, group: dict[str, Any]) -> None:
@@ -215,7 +217,7 @@ class Adam8bit(Adam):
         return int(wanted and param.numel() >= group["min_8bit_size"])
 
     def _layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
-        # Most have a state. Thousands of small parameters are asked in every step.
+        # Most have a state. Every step asks for thousands of small parameters.
         return [
             int(entry["exp_avg"].dtype is torch.uint8)
             if entry and "exp_avg" in entry
@@ -297,7 +299,7 @@ class Adam8bit(Adam):
         return options
 
     def _seeds(self, group: dict[str, Any], params: list[Tensor]) -> list[int]:
-        """Distinct for every parameter, and for every shard of one."""
+        """Returns a seed for every parameter, distinct for each shard of one."""
         everyone = (param for group in self.param_groups for param in group["params"])
         places = {param: place for place, param in enumerate(everyone)}
         keys = [(shard_number(param) << 20) + places[param] for param in params]

@@ -1,4 +1,4 @@
-"""Checks what the parameter groups of all optimizers have: ``max_grad_norm`` and parameters."""
+"""Checks the options and parameters that the groups of all optimizers have."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def own_arguments(scope: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_max_grad_norm(limit: Any) -> None:
+    """Refuses a limit that is neither None nor a number of 0 or more."""
     if limit is not None and not isinstance(limit, Real):
         raise TypeError(f"max_grad_norm must be a number or None, got {type(limit).__name__}")
     if limit is not None and not limit >= 0:
@@ -67,6 +68,7 @@ def check_loaded_group(
 
 
 def _check_types(group: dict[str, Any], defaults: dict[str, Any], place: str) -> None:
+    """Refuses options of other types than the optimizer's."""
     for key in ("master", "rounding"):
         if not isinstance(group.get(key), (str, type(None))):
             got = type(group[key]).__name__
@@ -82,7 +84,7 @@ def _check_types(group: dict[str, Any], defaults: dict[str, Any], place: str) ->
 
 
 def keep_unique(group: dict[str, Any]) -> None:
-    """Drops parameters that a group has already, with their names."""
+    """Drops parameters that occur twice in a group, with their names."""
     unique = list(dict.fromkeys(group["params"]))
     if len(unique) < len(group["params"]):
         if "param_names" in group:

@@ -20,7 +20,7 @@ __all__ = ["explained", "fill_columns", "follow", "step_gathered"]
 
 
 def follow(optimizer: Any, plan: Plan, scalars: StepScalars) -> None:
-    """Steps the parameters of a plan. States that are missing are made first."""
+    """Steps the parameters of a plan. Makes missing states first."""
     try:
         tables = tables_with_states(optimizer, plan)
     except (RuntimeError, NotImplementedError) as error:
@@ -57,8 +57,8 @@ def _update(
 def fill_columns(
     optimizer: StatefulOptimizer, group: dict[str, Any], columns: Sequence[list[Tensor]]
 ) -> None:
-    """Fills lists with the parameters that have gradients, the gradients and the states, which are
-    made if missing. There are such lists for each layout of the group, one after the other."""
+    """Fills lists with the parameters that have gradients, the gradients, and the states, which it
+    makes if they are missing. Each layout of the group has such lists, one layout after another."""
     rest = iter(columns)
     every = optimizer._every_layout(group)
     lists = {
@@ -77,7 +77,8 @@ def fill_columns(
 
 
 def _gathered(optimizer: Any, group: dict[str, Any]) -> list[tuple[Bucket, list[list[Tensor]]]]:
-    """The buckets of a group with their states as lists of tensors, by layout and device."""
+    """Returns the buckets of a group by layout and device, with their states as lists of
+    tensors."""
     every = optimizer._every_layout(group)
     lists: list[list[list[Tensor]]] = [[[] for _ in range(2 + len(one.slots))] for one in every]
     optimizer._init_group(group, *(column for columns in lists for column in columns))
@@ -100,7 +101,8 @@ def explained(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
 ) -> Exception:
-    """The error of an op on these parameters, with the name of the one that it speaks of."""
+    """Returns the error of an op on these parameters, with the name of the parameter that it is
+    about."""
     ours = type(optimizer).__name__
     for param, grad in zip(params, grads):
         if grad.layout != torch.strided or param.layout != torch.strided:

@@ -35,7 +35,7 @@ class FilledModel:
         self._file, self._name, self._model, self._strict = file, name, model, strict
         self._tree = file.document["tree"][name]
         if not isinstance(self._tree, dict):
-            raise StateFileError(f"'{name}' of {file.path} is no state")
+            raise StateFileError(f"'{name}' of {file.path} is not a state")
         self.held = set(names_in(file, name))
         stored = {key: of for key, item in self._tree.items() if (of := _tensor_of(item))}
         if "$" not in self._tree:  # else it has keys that are not names
@@ -52,12 +52,12 @@ class FilledModel:
             self.held = set(tensor_names(others))
 
     def take(self, tensors: dict[str, Tensor]) -> None:
-        """Takes the tensors that it holds, and decodes what is no tensor."""
+        """Takes the tensors that it holds, and decodes the rest."""
         self._tensors = {name: tensors[name] for name in self.held}
         others = {key: item for key, item in self._tree.items() if key not in self._targets}
         self._others = decoded(self._file, self._name, tensors.__getitem__, others)
         if not isinstance(self._others, dict):
-            raise StateFileError(f"'{self._name}' of {self._file.path} is no state")
+            raise StateFileError(f"'{self._name}' of {self._file.path} is not a state")
         if "$" in self._tree:
             self._check_fit({k: getattr(v, "shape", None) for k, v in self._others.items()})
         versions = self._file.document["module_versions"].get(self._name)
@@ -119,7 +119,7 @@ class FilledModel:
             if not isinstance(here, Tensor):
                 continue
             if shape is None and isinstance(self._model, nn.Module):
-                raise ValueError(f"'{key}' in {what} is no tensor, and the model's is one")
+                raise ValueError(f"'{key}' in {what} is not a tensor, but the model's is")
             if shape is None or is_lazy(here):
                 continue
             if here.shape != shape:
@@ -179,7 +179,7 @@ def _versions(file: StateFile, versions: Any) -> OrderedDict[str, dict[str, Any]
     if not isinstance(versions, dict) or not all(isinstance(v, dict) for v in versions.values()):
         raise StateFileError(f"the versions of modules in {file.path} are malformed")
     if not all(type(v.get("version")) in (int, type(None)) for v in versions.values()):
-        raise StateFileError(f"the versions of modules in {file.path} are no numbers")
+        raise StateFileError(f"the versions of modules in {file.path} are not numbers")
     found = OrderedDict(versions)
     for name, version in found.items():  # how a load went, not what was saved
         found[name] = {k: v for k, v in version.items() if k != "assign_to_params_buffers"}

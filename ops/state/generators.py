@@ -43,7 +43,7 @@ def checked_generators(file: StateFile, states: Any) -> list[Callable[[], None]]
         python = (version, tuple(words.tolist()), gauss)
         random.Random(0).setstate(python)
         if gauss is not None and type(gauss) is not float:
-            raise ValueError("Python's last normal number is none")
+            raise ValueError("Python's last normal number is not a number")
         torch.Generator().set_state(states["torch"])
         put = [
             functools.partial(random.setstate, python),

@@ -104,7 +104,7 @@ def load_state(
         states = {name: decoded(file, name, tensors.__getitem__) for name in kept}
         for part, name, _ in wanted:
             if part != "model" and not isinstance(states[name], dict):
-                raise StateFileError(f"'{name}' of {file.path} is no state")
+                raise StateFileError(f"'{name}' of {file.path} is not a state")
         generators = checked_generators(file, states.get("rng"))
         for filled in models.values():
             filled.take(tensors)

@@ -1,4 +1,5 @@
-"""FlashOptim's AdamW: 8-bit or float moments, weights of 24 or 32 bits (arXiv:2602.23349)."""
+"""Reads and writes states of FlashOptim's AdamW: 8-bit or float moments, weights of 24 or 32 bits
+(arXiv:2602.23349)."""
 
 from __future__ import annotations
 

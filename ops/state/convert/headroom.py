@@ -1,4 +1,4 @@
-"""Headroom's Adam and AdamW, and their 8-bit forms."""
+"""Writes states of Headroom's Adam and AdamW, and of their 8-bit forms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _write_headroom(state: State, context: Context) -> dict[str, Any]:
 
 
 def _write_headroom_8bit(state: State, context: Context) -> dict[str, Any]:
-    # With amsgrad, which has no form of 8 bits, the moments stay in float32.
+    # With amsgrad, which has no 8-bit form, the moments stay in float32.
     if "max_exp_avg_sq" in state.moments or not context.is_8bit(state.moments["exp_avg"]):
         return _write_headroom(state, context)
     entry: dict[str, Any] = {"step": step64(state)}

@@ -111,7 +111,7 @@ def parsed(text: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     document = _parsed_object(metadata["headroom"].encode("utf-8", "surrogatepass"))
     sequence = metadata.get("sequence", "0")
     if not isinstance(sequence, str) or not re.fullmatch(r"[0-9]{1,16}", sequence):
-        raise ValueError("'sequence' is no number")
+        raise ValueError("'sequence' is not a number")
     return entries, document | {"sequence": int(sequence)}
 
 
@@ -136,7 +136,7 @@ def checked_entries(
         stride = tuple(notes["stride"]) if "stride" in notes else None
         for number in (start, stop, *shape, *(stride or ())):
             if type(number) is not int or not 0 <= number < 2**63:
-                raise ValueError(f"'{name}' has a size or an offset that is none")
+                raise ValueError(f"'{name}' has a size or an offset out of range")
         if len(shape) > layout.MOST_DIMS:
             raise ValueError(f"'{name}' has {len(shape)} dimensions")
         if start != end:
@@ -176,9 +176,9 @@ def _parsed_object(text: bytes) -> dict[str, Any]:
         raise ValueError(f"its brackets do not match, or more than {DEEPEST} are in each other")
     found = json.loads(text.decode("utf-8", "surrogatepass"), parse_constant=_no_constant)
     if not isinstance(found, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     return found
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

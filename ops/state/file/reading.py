@@ -98,7 +98,7 @@ class StateFile:
                     "and save what is in it with headroom.save_state"
                 )
             raise StateFileError(
-                f"{self.path} is no state file of headroom.save_state, or its beginning is "
+                f"{self.path} is not a state file of headroom.save_state, or its beginning is "
                 "damaged, or another program has written it anew; safetensors.safe_open may read it"
             )
         length = struct.unpack("<Q", begin[:8])[0] if len(begin) >= 8 else 0
@@ -118,7 +118,7 @@ class StateFile:
     def _parse(self, header: bytes) -> tuple[dict[str, Any], dict[str, Entry]]:
         entries, document = parsed(header)
         if type(document["format"]) is not int or document["format"] < 1:
-            raise ValueError("'format' is no number")
+            raise ValueError("'format' is not a number")
         if document["format"] > layout.FORMAT:
             raise StateFileError(
                 f"{self.path} has format {document['format']} and this version of Headroom reads "

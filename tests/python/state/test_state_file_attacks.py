@@ -27,11 +27,6 @@ from torch import nn
 from helpers.bits import assert_same_bits
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "step-1.safetensors"
-
-
 def trained(seed=0, width=8):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
