@@ -43,7 +43,7 @@ def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
 
 def spanned_bytes(tensor: Tensor) -> int:
     """Returns the bytes that a strided tensor with elements needs of its storage, which is shorter
-    after ``untyped_storage().resize_(0)``: torch reads and writes such a tensor without looking."""
+    after ``untyped_storage().resize_(0)``: torch reads and writes such a tensor without a check."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return (tensor.storage_offset() + last + 1) * tensor.element_size()
 

@@ -22,10 +22,10 @@ from ..functional.unscale_norm import run
 __all__ = [
     "Measured",
     "any_rank",
+    "are_local",
     "clip_coef",
     "grad_norm",
     "is_ours",
-    "is_plain",
     "measure",
 ]
 
@@ -120,7 +120,7 @@ def _summed(grad: Tensor) -> Tensor:
     )
 
 
-def is_plain(tensors: Iterable[Tensor]) -> bool:
+def are_local(tensors: Iterable[Tensor]) -> bool:
     """Returns whether all tensors lie on one device and none is a DTensor. Quick for thousands of
     small tensors."""
     tensors = list(tensors)
@@ -152,7 +152,7 @@ def measure(
     if not grads:
         return Measured(*(torch.tensor(x, dtype=torch.float32) for x in (0.0, 0.0, 1.0)))
     home = grads[0].device
-    if table is not None or is_plain(grads):
+    if table is not None or are_local(grads):
         buckets = {(home,): range(len(grads))}
     else:
         grads = [_summed(grad) for grad in grads]

@@ -256,7 +256,7 @@ class Adafactor(Optimizer):
             foreign -= set(DEFAULTS[semantics])
             if (found := foreign & set(group)) and "decay" not in group:
                 raise ValueError(
-                    f"the loaded state is that of another rule than semantics={semantics!r}: its "
+                    f"the loaded state belongs to another rule than semantics={semantics!r}: its "
                     f"groups have {sorted(found)}"
                 )
             if semantics == "torch":

@@ -196,7 +196,7 @@ class Adam8bit(Adam):
         return self.defaults["nonfinite"] == "skip_step"
 
     def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
-        plain = Layout(
+        as_adam = Layout(
             tuple(
                 slot if slot is STEP else slot._replace(dtype=torch.float32)
                 for slot in super()._layouts(group)[0].slots
@@ -205,7 +205,7 @@ class Adam8bit(Adam):
         scales = BlockScales(group["block_size"])
         codes = (Slot(name, dtype=torch.uint8) for name in ("exp_avg", "exp_avg_sq"))
         absmaxs = (Slot(name, scales.shape, torch.float32, first=scales.zeros) for name in ABSMAXS)
-        return plain, Layout((*codes, *absmaxs, STEP))
+        return as_adam, Layout((*codes, *absmaxs, STEP))
 
     def _layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
         entry = self.state.get(param)

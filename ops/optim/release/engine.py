@@ -132,8 +132,8 @@ class Engine:
 
     @torch.no_grad()
     def finish(self) -> bool:
-        """Finishes the step that backward has begun, and returns whether it had begun one. Steps
-        the parameters whose gradients are still there, whoever set them."""
+        """Finishes the step that backward has begun, and returns whether it had begun one. Also
+        steps parameters whose gradients were set in another way."""
         self.add_hooks()
         if not self._strategy.has_begun:
             return False

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...functional.unscale_norm import grad_norm
-from ...grad.norm import Measured, clip_coef, is_plain, measure
+from ...grad.norm import Measured, are_local, clip_coef, measure
 from ..base import Optimizer
 from ..plan import like_param
 from ..run import explained
@@ -35,7 +35,7 @@ class Norms:
         """Returns the norm of each gradient, infinite or NaN if one of its elements is."""
         grads, scale = [like_param(param.grad, param) for param in params], grad_scale
         try:
-            if is_plain(grads):
+            if are_local(grads):
                 device = grads[0].device
                 norms = torch.zeros(len(grads), dtype=torch.float32, device=device)
                 scale = None if scale is None else scale.to(device, torch.float32)

@@ -1,7 +1,7 @@
 """The container of saved states: a safetensors file with a checksum for every byte.
 
-The layout is that of safetensors, so any tool can read the tensors: the length of the header in 8
-bytes, the header in JSON, the data of the tensors one after the other. ``__metadata__`` holds
+The file has the layout of safetensors, so any tool can read the tensors: the length of the header
+in 8 bytes, the header in JSON, the data of the tensors one after the other. ``__metadata__`` holds
 
 - ``crc32``, first, so that it lies at a fixed place: the CRC-32 of length and header, computed with
   zeros in this field;

@@ -152,7 +152,7 @@ class StateFile:
         of their own. Tensors named in ``but`` are neither read nor checked.
 
         Raises:
-            StateFileError: a tensor, whichever, is not what was saved.
+            StateFileError: any tensor of the file differs from what was saved.
         """
         found = {}
         for name in names:
