@@ -62,6 +62,13 @@ static __device__ __forceinline__ int64_t list_end(const Record &t, int64_t begi
     return t.numel - begin < CUDA_CHUNK ? t.numel : begin + CUDA_CHUNK;
 }
 
+/* The address of element i; NULL if there is no tensor. */
+static __device__ __forceinline__ void *list_address(const void *base, int64_t i, hr_dtype dtype)
+{
+    const int size = dtype == HR_F32 ? 4 : dtype == HR_I8 ? 1 : 2;
+    return base ? (char *)base + i * size : nullptr;
+}
+
 /* Where groups of eight end, if the addresses, or-ed together, allow 16-byte accesses; else
  * `begin`. */
 static __device__ __forceinline__ int64_t list_vector_end(uintptr_t addresses, int64_t begin,

@@ -30,14 +30,28 @@ typedef struct adamw_values {
     float param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq;
 } adamw_values;
 
-HR_INLINE adamw_values adamw_element(adamw_constants c, adamw_values x, int amsgrad)
+/* What of the constants decides between formulas, so that a kernel can look at it once for many
+ * elements. */
+HR_INLINE int adamw_has_l2(adamw_constants c)
+{
+    return c.l2 != 0.0f;
+}
+
+HR_INLINE int adamw_is_slow(adamw_constants c)
+{
+    return c.one_minus_beta1 < 0.5f;
+}
+
+/* `l2` and `slow` are what the two functions above give. */
+HR_INLINE adamw_values adamw_element_of(adamw_constants c, adamw_values x, int amsgrad, int l2,
+                                        int slow)
 {
     const float scaled = x.grad * c.grad_factor;
     /* Not `scaled + l2 * param` alone: 0 * inf would turn an infinite parameter into NaN. */
-    const float grad = c.l2 != 0.0f ? scaled + c.l2 * x.param : scaled;
+    const float grad = l2 ? scaled + c.l2 * x.param : scaled;
     /* From the nearer end towards the other: half the error of the sum of two products. */
-    const float from = c.one_minus_beta1 < 0.5f ? x.exp_avg : grad;
-    const float weight = c.one_minus_beta1 < 0.5f ? c.one_minus_beta1 : -c.beta1;
+    const float from = slow ? x.exp_avg : grad;
+    const float weight = slow ? c.one_minus_beta1 : -c.beta1;
     x.exp_avg = from + weight * (grad - x.exp_avg);
     x.exp_avg_sq = c.beta2 * x.exp_avg_sq + c.one_minus_beta2 * (grad * grad);
     float second = x.exp_avg_sq;
@@ -49,6 +63,11 @@ HR_INLINE adamw_values adamw_element(adamw_constants c, adamw_values x, int amsg
     const float denominator = sqrtf(second) * c.rsqrt_bias2 + c.eps;
     x.param = c.keep * x.param - c.step_size * (x.exp_avg / denominator);
     return x;
+}
+
+HR_INLINE adamw_values adamw_element(adamw_constants c, adamw_values x, int amsgrad)
+{
+    return adamw_element_of(c, x, amsgrad, adamw_has_l2(c), adamw_is_slow(c));
 }
 
 /* The same, but with `skip_nonfinite` nothing changes where the gradient is not finite. */
