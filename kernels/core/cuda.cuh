@@ -15,13 +15,6 @@
 #define HR_DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) type name[]
 #endif
 
-/* Tells the compiler what always holds here, so that it need not test it. */
-#define HR_ASSUME(condition)         \
-    do {                             \
-        if (!(condition))            \
-            __builtin_unreachable(); \
-    } while (0)
-
 #include "kernels/core/dtype.h"
 #include "kernels/core/runtime.h"
 

@@ -89,6 +89,18 @@ static __device__ __forceinline__ int pack_opaque(int i)
     return i;
 }
 
+/* The same for an address, in the global memory. */
+template <typename T> static __device__ __forceinline__ T *pack_opaque(T *p)
+{
+#if defined(__CUDA_ARCH__)
+    size_t address = __cvta_generic_to_global(p);
+    asm("" : "+l"(address));
+    return (T *)__cvta_global_to_generic(address);
+#else
+    return p;
+#endif
+}
+
 /* __stcs, because plain stores of a vector that was put together from words come out of the
  * compiler as scalar ones; and what an optimizer writes is not read again soon. */
 template <typename Index>
@@ -204,7 +216,7 @@ static __device__ __forceinline__ pack<N> pack_of(const float (&x)[N], hr_dtype 
 
 /* Element by element, in functions of their own: inlined, their loads would take the registers that
  * all others need. */
-#define PACK_SLOW static __device__ __attribute__((noinline))
+#define PACK_SLOW static __device__ __attribute__((noinline, unused))
 
 /* The first `left` elements, and zeros. */
 template <int N>
@@ -238,21 +250,19 @@ PACK_SLOW void pack_store_slowly(void *base, int i, hr_dtype dtype, int left, pa
 }
 
 /* Four bytes, the first in the lowest of the word; `absent` past the end. */
-template <int N>
 PACK_SLOW uint32_t pack_load_bytes_slowly(const uint8_t *base, int i, int left, uint32_t absent)
 {
     uint32_t bytes = 0;
 #pragma unroll
-    for (int e = 0; e < N; e++)
+    for (int e = 0; e < 4; e++)
         bytes |= (e < left ? base[i + e] : absent) << (8 * e);
     return bytes;
 }
 
-template <int N>
 PACK_SLOW void pack_store_bytes_slowly(uint8_t *base, int i, int left, uint32_t bytes)
 {
 #pragma unroll
-    for (int e = 0; e < N; e++)
+    for (int e = 0; e < 4; e++)
         if (e < left)
             base[i + e] = (uint8_t)(bytes >> (8 * e));
 }
@@ -275,19 +285,49 @@ static __device__ __forceinline__ void pack_store(void *base, int i, hr_dtype dt
         pack_store_slowly(base, i, dtype, left, p);
 }
 
-static __device__ __forceinline__ uint32_t pack_load_bytes(const uint8_t *base, int i, bool whole,
-                                                           int left, uint32_t absent)
+/* Byte e of the words. */
+template <int N>
+static __device__ __forceinline__ uint32_t pack_byte(const uint32_t (&bytes)[N], int e)
 {
-    return whole ? *(const uint32_t *)(base + i) : pack_load_bytes_slowly<4>(base, i, left, absent);
+#if defined(__CUDA_ARCH__)
+    return __byte_perm(bytes[e / 4], 0, 0x4440 | e % 4);
+#else
+    return bytes[e / 4] >> (8 * (e % 4)) & 0xFFu;
+#endif
 }
 
-static __device__ __forceinline__ void pack_store_bytes(uint8_t *base, int i, bool whole, int left,
-                                                        uint32_t bytes)
+/* N bytes, 4 or 8. */
+template <int N>
+static __device__ __forceinline__ void pack_load_bytes(const uint8_t *base, int i, bool whole,
+                                                       int left, uint32_t absent,
+                                                       uint32_t (&bytes)[N / 4])
 {
-    if (whole)
-        __stcs((uint32_t *)(base + i), bytes);
-    else
-        pack_store_bytes_slowly<4>(base, i, left, bytes);
+    if (!whole) {
+#pragma unroll
+        for (int w = 0; w < N / 4; w++)
+            bytes[w] = pack_load_bytes_slowly(base, i + 4 * w, left - 4 * w, absent);
+    } else if constexpr (N == 8) {
+        const uint2 two = *(const uint2 *)(base + i);
+        bytes[0] = two.x;
+        bytes[1] = two.y;
+    } else {
+        bytes[0] = *(const uint32_t *)(base + i);
+    }
+}
+
+template <int N>
+static __device__ __forceinline__ void pack_store_bytes(uint8_t *base, int i, bool whole, int left,
+                                                        const uint32_t (&bytes)[N / 4])
+{
+    if (!whole) {
+#pragma unroll
+        for (int w = 0; w < N / 4; w++)
+            pack_store_bytes_slowly(base, i + 4 * w, left - 4 * w, bytes[w]);
+    } else if constexpr (N == 8) {
+        __stcs((uint2 *)(base + i), make_uint2(bytes[0], bytes[1]));
+    } else {
+        __stcs((uint32_t *)(base + i), bytes[0]);
+    }
 }
 
 #endif

@@ -65,16 +65,11 @@ HR_INLINE adamw_values adamw_element_of(adamw_constants c, adamw_values x, int a
     return x;
 }
 
-HR_INLINE adamw_values adamw_element(adamw_constants c, adamw_values x, int amsgrad)
-{
-    return adamw_element_of(c, x, amsgrad, adamw_has_l2(c), adamw_is_slow(c));
-}
-
 /* The same, but with `skip_nonfinite` nothing changes where the gradient is not finite. */
-HR_INLINE adamw_values adamw_update(adamw_constants c, adamw_values x, int amsgrad,
-                                    int skip_nonfinite)
+HR_INLINE adamw_values adamw_update_of(adamw_constants c, adamw_values x, int amsgrad,
+                                       int skip_nonfinite, int l2, int slow)
 {
-    const adamw_values y = adamw_element(c, x, amsgrad);
+    const adamw_values y = adamw_element_of(c, x, amsgrad, l2, slow);
     const uint32_t magnitude = hr_bits(x.grad * c.grad_factor) & 0x7FFFFFFFu;
     const int stays = skip_nonfinite && magnitude >= 0x7F800000u;
     x.param = stays ? x.param : y.param;
@@ -82,6 +77,12 @@ HR_INLINE adamw_values adamw_update(adamw_constants c, adamw_values x, int amsgr
     x.exp_avg_sq = stays ? x.exp_avg_sq : y.exp_avg_sq;
     x.max_exp_avg_sq = stays ? x.max_exp_avg_sq : y.max_exp_avg_sq;
     return x;
+}
+
+HR_INLINE adamw_values adamw_update(adamw_constants c, adamw_values x, int amsgrad,
+                                    int skip_nonfinite)
+{
+    return adamw_update_of(c, x, amsgrad, skip_nonfinite, adamw_has_l2(c), adamw_is_slow(c));
 }
 
 /* base^exponent by repeated squaring: IEEE products in a fixed order, unlike pow(). */

@@ -163,14 +163,14 @@ static __device__ __forceinline__ void update_one(const adamw_chunk &chunk, cons
     x.max_exp_avg_sq = kind.amsgrad ? hr_load(chunk.max_exp_avg_sq, i, kind.state) : 0.0f;
     if constexpr (plain) {
         x.param = hr_load(chunk.param, i, kind.param);
-        x = adamw_update(c, x, kind.amsgrad, kind.skip);
+        x = adamw_update_of(c, x, kind.amsgrad, kind.skip, kind.l2, kind.slow);
         hr_store(chunk.param, i, x.param, kind.param);
     } else {
         const weights_bits before =
             weights_bits_at(chunk.param, chunk.residual, i, kind.param, kind.mode);
         const float was = weights_join(before, kind.param, kind.mode);
         x.param = was;
-        x = adamw_update(c, x, kind.amsgrad, kind.skip);
+        x = adamw_update_of(c, x, kind.amsgrad, kind.skip, kind.l2, kind.slow);
         const uint32_t random =
             weights_are_random(kind.mode)
                 ? weights_random_at(*thread.record, thread.start, thread.step, (uint32_t)i)

@@ -33,30 +33,26 @@ template <int N> struct weights_pack {
     pack<N> params, residuals;
 };
 
-/* `whole`: there are all N, at addresses for one access; else there are `left`. Residuals of eight
- * bytes need all. */
+/* `whole`: there are all N, at addresses for one access; else there are `left`. */
 template <int N>
 static __device__ __forceinline__ weights_pack<N>
 weights_load(const void *param, const void *residual, int i, hr_dtype dtype, hr_weights_mode mode,
              bool whole, int left)
 {
     const hr_dtype residual_dtype = weights_residual_dtype(mode, dtype);
-    uint32_t bytes[N] = {0};
     weights_pack<N> w;
     w.params = pack_load<N>(param, i, dtype, whole, left);
-    if (residual_dtype == HR_I8) {
-        if constexpr (N == 8) {
-            const uint2 two = *(const uint2 *)((const uint8_t *)residual + i);
-            bytes[0] = two.x;
-            bytes[1] = two.y;
-        } else {
-            bytes[0] = pack_load_bytes((const uint8_t *)residual, i, whole, left, 0);
+    if (residual_dtype == HR_I8 || residual_dtype == HR_F64) {
+        uint32_t words[N] = {0}, bytes[N / 4];
+        if (residual_dtype == HR_I8) {
+            pack_load_bytes<N>((const uint8_t *)residual, i, whole, left, 0, bytes);
+#pragma unroll
+            for (int word = 0; word < N / 4; word++)
+                words[word] = bytes[word];
         }
-        w.residuals = pack_from(bytes);
-    } else if (residual_dtype != HR_F64) {
-        w.residuals = pack_load<N>(residual, i, residual_dtype, whole, left);
+        w.residuals = pack_from(words);
     } else {
-        w.residuals = pack_from(bytes);
+        w.residuals = pack_load<N>(residual, i, residual_dtype, whole, left);
     }
     return w;
 }
@@ -69,11 +65,11 @@ static __device__ __forceinline__ void weights_store(void *param, void *residual
     const hr_dtype residual_dtype = weights_residual_dtype(mode, dtype);
     pack_store<N>(param, i, dtype, whole, left, w.params);
     if (residual_dtype == HR_I8) {
-        if constexpr (N == 8)
-            __stcs((uint2 *)((uint8_t *)residual + i),
-                   make_uint2(pack_word(w.residuals, 0), pack_word(w.residuals, 1)));
-        else
-            pack_store_bytes((uint8_t *)residual, i, whole, left, pack_word(w.residuals, 0));
+        uint32_t bytes[N / 4];
+#pragma unroll
+        for (int word = 0; word < N / 4; word++)
+            bytes[word] = pack_word(w.residuals, word);
+        pack_store_bytes<N>((uint8_t *)residual, i, whole, left, bytes);
     } else if (residual_dtype != HR_F64) {
         pack_store<N>(residual, i, residual_dtype, whole, left, w.residuals);
     }
@@ -188,28 +184,6 @@ static __device__ __forceinline__ hr_random4 weights_random_of(const weights_rec
             random.word[word] |= j / 2 == word ? bits : 0;
     }
     return random;
-}
-
-/* Residuals of four weights; bytes are in the first word. */
-static __device__ __forceinline__ pack<4>
-weights_load_residuals(const void *base, int i, hr_dtype residual, bool whole, int left)
-{
-    pack<4> residuals = {};
-    if (residual == HR_I8)
-        residuals.words[0] = pack_load_bytes((const uint8_t *)base, i, whole, left, 0);
-    else if (residual != HR_F64)
-        residuals = pack_load<4>(base, i, residual, whole, left);
-    return residuals;
-}
-
-static __device__ __forceinline__ void weights_store_residuals(void *base, int i, hr_dtype residual,
-                                                               bool whole, int left,
-                                                               const pack<4> &residuals)
-{
-    if (residual == HR_I8)
-        pack_store_bytes((uint8_t *)base, i, whole, left, residuals.words[0]);
-    else if (residual != HR_F64)
-        pack_store<4>(base, i, residual, whole, left, residuals);
 }
 
 /* Whether a weight that was to change is stored as it was. */
