@@ -14,6 +14,7 @@
  * One thread of each block folds the constants in binary64 if steps are counted in device memory,
  * while the others copy the tables; adamw_cuda.cu says why it is not done once per call.
  */
+#include "kernels/core/count.cuh"
 #include "kernels/optim/adamw8bit_tile.cuh"
 
 static_assert(2 * TILE == ADAMW8BIT_MAX_BLOCK && CUDA_CHUNK % ADAMW8BIT_MAX_BLOCK == 0,
@@ -47,7 +48,8 @@ typedef struct adamw8bit_shared {
     int64_t *stalled;
 } adamw8bit_shared;
 
-template <typename Record> using adamw8bit_launch = list_launch<adamw8bit_shared, Record>;
+template <typename Record, uint32_t number>
+using adamw8bit_launch = list_launch<adamw8bit_shared, Record, number>;
 
 /* ---- A chunk --------------------------------------------------------------------------------- */
 
@@ -129,9 +131,9 @@ static __device__ __forceinline__ adamw8bit_chunk chunk_of(const adamw8bit_share
     return c;
 }
 
-template <int rule, typename Record>
+template <int rule, typename Record, uint32_t number>
 static __global__ void __launch_bounds__(THREADS, 3)
-    adamw8bit_kernel(const adamw8bit_launch<Record> __grid_constant__ args)
+    adamw8bit_kernel(const adamw8bit_launch<Record, number> __grid_constant__ args)
 {
     constexpr bool plain = Record::plain;
     __shared__ quant_tables tables;
@@ -198,30 +200,17 @@ static void fill(adamw8bit_record &t, const adamw8bit_args *args, int64_t k)
     t.step_dtype = (uint8_t)step_counter_dtype(args->steps, k);
 }
 
-template <typename Record>
-static void queue_update(const adamw8bit_launch<Record> &launch, const hr_adamw8bit_config *config,
-                         uint32_t blocks, hr_stream stream)
-{
-    if (config->seeds)
-        HR_LAUNCH((adamw8bit_kernel<STOCHASTIC, Record>), blocks, THREADS, 0, stream, launch);
-    else if (Record::plain && config->bnb_exact)
-        HR_LAUNCH((adamw8bit_kernel<(Record::plain ? BNB : NEAREST), Record>), blocks, THREADS, 0,
-                  stream, launch);
-    else
-        HR_LAUNCH((adamw8bit_kernel<NEAREST, Record>), blocks, THREADS, 0, stream, launch);
-}
-
-template <typename Record>
+template <int rule, typename Record, uint32_t number>
 static hr_status launch_all(const adamw8bit_args *args, const hr_exec *exec)
 {
     const hr_adamw_config *const config = &args->config->adamw;
-    adamw8bit_launch<Record> launch;
+    adamw8bit_launch<Record, number> launch;
     launch.config = *config;
     launch.mode = config->step.weights ? config->step.weights->mode : HR_WEIGHTS_NEAREST;
     launch.stalled = config->step.weights ? config->step.weights->stalled : nullptr;
     launch.fold_on_device = step_is_on_device(&config->step, args->steps);
     if (!launch.fold_on_device)
-        launch.constants = fold(config, (double)config->step.t, args->config->bnb_exact);
+        launch.constants = fold(config, (double)config->step.t, rule == BNB);
     for (launch.block_shift = 0; 1 << launch.block_shift < args->config->block_size;)
         launch.block_shift++;
     const auto fill_record = [=](Record &record, int64_t k) {
@@ -229,18 +218,26 @@ static hr_status launch_all(const adamw8bit_args *args, const hr_exec *exec)
         if constexpr (!Record::plain)
             record.weights = weights_record_of(config->step.weights, args->params, k);
     };
-    const auto queue = [&](uint32_t blocks, int64_t) {
+    const auto queue = [&](uint32_t blocks, int64_t first) {
         if (blocks > 0)
-            queue_update(launch, args->config, blocks, exec->stream);
-        if (args->steps)
-            HR_LAUNCH(list_count_kernel<adamw8bit_launch<Record>>,
-                      (launch.count + THREADS - 1) / THREADS, THREADS, 0, exec->stream, launch);
+            HR_LAUNCH((adamw8bit_kernel<rule, Record, number>), blocks, THREADS, 0, exec->stream,
+                      launch);
+        list_count(&config->step, args->steps, first, first + launch.count, exec->stream);
     };
     return list_launch_all(&launch, args->params, "hr_adamw8bit", fill_record, queue);
 }
 
 hr_status adamw8bit_cuda(const adamw8bit_args *args, const hr_exec *exec)
 {
-    return args->config->adamw.step.weights ? launch_all<adamw8bit_mode_record>(args, exec)
-                                            : launch_all<adamw8bit_record>(args, exec);
+    const bool stochastic = args->config->seeds;
+    if (args->config->adamw.step.weights)
+        return stochastic ? launch_all<STOCHASTIC, adamw8bit_mode_record, LIST_MOST>(args, exec)
+                          : launch_all<NEAREST, adamw8bit_mode_record, LIST_MOST>(args, exec);
+    if (stochastic)
+        return launch_all<STOCHASTIC, adamw8bit_record, LIST_MOST>(args, exec);
+    if (args->config->bnb_exact)
+        return launch_all<BNB, adamw8bit_record, LIST_MOST>(args, exec);
+    return args->params->count <= LIST_FEW
+               ? launch_all<NEAREST, adamw8bit_record, LIST_FEW>(args, exec)
+               : launch_all<NEAREST, adamw8bit_record, LIST_MOST>(args, exec);
 }

@@ -14,6 +14,7 @@
  * blocks of the multiprocessor keep its memory busy. A launch of its own that folds once per tensor
  * would need memory to leave its results in, and ops allocate none.
  */
+#include "kernels/core/count.cuh"
 #include "kernels/optim/adamw.h"
 #include "kernels/weights/weights.cuh"
 
@@ -46,7 +47,8 @@ typedef struct adamw_shared {
     int64_t *stalled;
 } adamw_shared;
 
-template <typename Record> using adamw_launch = list_launch<adamw_shared, Record>;
+template <typename Record, uint32_t number>
+using adamw_launch = list_launch<adamw_shared, Record, number>;
 
 /* What the elements of a block have in common. Where a call site gives literals, the tests of them
  * fold away. */
@@ -277,9 +279,9 @@ static __device__ __forceinline__ adamw_chunk chunk_of(const adamw_record &t)
     return chunk;
 }
 
-template <typename Record>
+template <typename Record, uint32_t number>
 static __global__ void __launch_bounds__(THREADS, 3)
-    adamw_kernel(const adamw_launch<Record> __grid_constant__ args)
+    adamw_kernel(const adamw_launch<Record, number> __grid_constant__ args)
 {
     constexpr bool plain = Record::plain;
     __shared__ adamw_constants folded;
@@ -351,10 +353,11 @@ static void fill(adamw_record &t, const adamw_args *args, int64_t k)
     t.step_dtype = (uint8_t)step_counter_dtype(args->steps, k);
 }
 
-template <typename Record> static hr_status launch_all(const adamw_args *args, const hr_exec *exec)
+template <typename Record, uint32_t number>
+static hr_status launch_all(const adamw_args *args, const hr_exec *exec)
 {
     const hr_adamw_config *const config = args->config;
-    adamw_launch<Record> launch;
+    adamw_launch<Record, number> launch;
     launch.config = *config;
     launch.fold_on_device = step_is_on_device(&config->step, args->steps);
     launch.mode = config->step.weights ? config->step.weights->mode : HR_WEIGHTS_NEAREST;
@@ -366,18 +369,18 @@ template <typename Record> static hr_status launch_all(const adamw_args *args, c
         if constexpr (!Record::plain)
             record.weights = weights_record_of(config->step.weights, args->params, k);
     };
-    const auto queue = [&](uint32_t blocks, int64_t) {
+    const auto queue = [&](uint32_t blocks, int64_t first) {
         if (blocks > 0)
-            HR_LAUNCH(adamw_kernel<Record>, blocks, THREADS, 0, exec->stream, launch);
-        if (args->steps)
-            HR_LAUNCH(list_count_kernel<adamw_launch<Record>>,
-                      (launch.count + THREADS - 1) / THREADS, THREADS, 0, exec->stream, launch);
+            HR_LAUNCH((adamw_kernel<Record, number>), blocks, THREADS, 0, exec->stream, launch);
+        list_count(&config->step, args->steps, first, first + launch.count, exec->stream);
     };
     return list_launch_all(&launch, args->params, "hr_adamw", fill_record, queue);
 }
 
 hr_status adamw_cuda(const adamw_args *args, const hr_exec *exec)
 {
-    return args->config->step.weights ? launch_all<adamw_mode_record>(args, exec)
-                                      : launch_all<adamw_record>(args, exec);
+    if (args->config->step.weights)
+        return launch_all<adamw_mode_record, LIST_MOST>(args, exec);
+    return args->params->count <= LIST_FEW ? launch_all<adamw_record, LIST_FEW>(args, exec)
+                                           : launch_all<adamw_record, LIST_MOST>(args, exec);
 }

@@ -28,7 +28,7 @@ typedef struct quantize_shared {
 typedef list_launch<quantize_shared, quantize_record> quantize_launch;
 
 template <int is_signed>
-static __global__ void __launch_bounds__(THREADS)
+static __global__ void __launch_bounds__(THREADS, 4)
     quantize_blocks_kernel(const quantize_launch __grid_constant__ args)
 {
     __shared__ quant_tables tables;
