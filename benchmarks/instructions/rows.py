@@ -1,0 +1,100 @@
+"""The loops that have a budget: which kernel, which mix of dtypes, and how long a turn may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .disassembly import Instruction, Key, kernel_name
+from .loops import Turn, hot_loops
+
+# Opcodes that come with a type of 16 bits.
+F16 = ("HADD2.F32", "F2F.F16", "F2FP.F16", "F2FP.PACK")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A mix of dtypes in a kernel. The numbers that change with the kernels are the last two."""
+
+    kernel: str
+    mix: str
+    traffic: float  # bytes of memory per element
+    loads: float  # bytes that a thread loads per element; more than is moved where lanes share them
+    stores: float
+    # Elements of a turn: how many of these opcodes there are, over how many an element takes.
+    marker: tuple[str, ...]
+    per_element: float
+    budget: dict[str, float] = field(default_factory=dict)  # instructions per element, by arch
+    wanted: float | None = None  # on a Hopper GPU
+    f16: bool = False
+
+    def elements(self, turn: Turn) -> float:
+        return turn.count(*self.marker) / self.per_element
+
+    def fits(self, turn: Turn) -> bool:
+        """Whether this is a turn over elements of the row's dtypes."""
+        if turn.bytes("load") * self.stores != turn.bytes("store") * self.loads:
+            return False
+        elements = self.elements(turn)
+        return (
+            elements >= 1
+            and turn.bytes("load") == self.loads * elements
+            and turn.bytes("store") == self.stores * elements
+            and (turn.count(*F16) > 0) == self.f16
+        )
+
+
+SQRT = ("MUFU.RSQ",)
+
+# The budgets are what the kernels take today and 3 % for other versions of the compiler. After a
+# change of a kernel `python -m benchmarks.instructions` prints what it takes now.
+ADAMW = {"90": 74, "86": 74, "75": 74}
+ADAMW8BIT = {"90": 149, "86": 149}
+ROWS = [
+    Row("adamw_kernel", "f32", 28, 16, 12, SQRT, 1, ADAMW, 55),
+    Row("adamw_kernel", "all bf16", 14, 8, 6, SQRT, 1, ADAMW, 58),
+    Row("adamw_kernel", "bf16, f32 moments", 22, 12, 10, SQRT, 1, ADAMW, 58),
+    Row("adamw_kernel", "remainder16, f32 moments", 26, 14, 12, SQRT, 1, ADAMW, 75),
+    Row("adamw8bit_kernel", "f32", 16.06, 12, 6, SQRT, 1, ADAMW8BIT, 80),
+    Row("adamw8bit_kernel", "bf16", 10.06, 8, 4, SQRT, 1, {"90": 242, "86": 248}, 75),
+    Row("adamw8bit_kernel", "remainder16", 14.06, 10, 6, SQRT, 1, ADAMW8BIT, 95),
+]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A row in the device code of one architecture."""
+
+    row: Row
+    turn: Turn
+
+    @property
+    def elements(self) -> float:
+        return self.row.elements(self.turn)
+
+    @property
+    def instructions(self) -> float:
+        return len(self.turn.instructions) / self.elements
+
+    @property
+    def branches(self) -> float:
+        return self.turn.branches / self.elements
+
+
+def find(code: dict[Key, list[Instruction]]) -> dict[tuple[str, str, str], Found]:
+    """Returns the shortest loop for each row: {(arch, kernel, mix): Found}.
+
+    A loop for any mix of dtypes also fits rows that have an instance of their own, and is longer.
+    """
+    found: dict[tuple[str, str, str], Found] = {}
+    kernels = {row.kernel for row in ROWS}
+    for (arch, symbol), instructions in code.items():
+        if (name := kernel_name(symbol)) not in kernels:
+            continue
+        for turn in (turn for loop in hot_loops(instructions) for turn in loop):
+            for row in ROWS:
+                key = arch, row.kernel, row.mix
+                if row.kernel == name and row.fits(turn):
+                    fresh = Found(row, turn)
+                    if key not in found or fresh.instructions < found[key].instructions:
+                        found[key] = fresh
+    return found
