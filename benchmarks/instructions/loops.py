@@ -1,12 +1,12 @@
 """Hot loops of device code, and what a thread does in one turn of them.
 
-A hot loop is an innermost loop that accesses global memory: loops within it that do not are part of
-it. Where a kernel has none, the whole kernel is one turn. Of all ways through a turn that make the
-same accesses, the shortest counts: what is left out are blocks that call a function (roots and
-divisions of denormal numbers, accesses one by one) and the longer sides of branches, so the figure
-is right for loops whose dtypes are literal and a lower bound for those that test them per element.
-Inner loops count once. Of an access or branch under a predicate both ways are followed; under one
-that the loop does not change, the same way each time.
+A hot loop is one that accesses global memory. Where a kernel has none, it is one turn. Of all
+ways through a turn that make the same accesses, the shortest counts: what is left out are blocks
+that call a function (roots and divisions of denormal numbers, accesses one by one) and the longer
+sides of branches, so the figure is right for loops whose dtypes are literal and a lower bound for
+those that test them per element. Loops within a loop count once, if the way leads through them. Of
+an access or branch under a predicate both ways are followed; under one that the loop does not
+change, the same way each time.
 """
 
 from __future__ import annotations
@@ -286,12 +286,7 @@ def hot_loops(code: list[Instruction]) -> list[list[Turn]]:
         return any(i.access for block in blocks for i in flow.block(block))
 
     loops = {header: body for header, body in flow.loops().items() if accesses(body)}
-    inner = {
-        header: body
-        for header, body in loops.items()
-        if not any(other != header and other in body for other in loops)
-    }
-    found = [flow.turns(header, body, True) for header, body in inner.items()]
+    found = [flow.turns(header, body, True) for header, body in loops.items()]
     if not found:
         found = [flow.turns(0, set(flow.order), False)]
     return [sorted(turns, key=lambda turn: len(turn.instructions)) for turns in found if turns]

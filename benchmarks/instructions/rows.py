@@ -36,19 +36,23 @@ class Row:
             return False
         elements = self.elements(turn)
         return (
-            elements >= 1
+            elements in POWERS_OF_TWO
             and turn.bytes("load") == self.loads * elements
             and turn.bytes("store") == self.stores * elements
             and (turn.count(*F16) > 0) == self.f16
         )
 
 
-SQRT = ("MUFU.RSQ",)
+POWERS_OF_TWO = {2**n for n in range(10)}
+SQRT, SQUARE, FACTOR = ("MUFU.RSQ",), ("FFMA",), ("FMUL",)
 
 # The budgets are what the kernels take today and 3 % for other versions of the compiler. After a
 # change of a kernel `python -m benchmarks.instructions` prints what it takes now.
 ADAMW = {"90": 74, "86": 74, "75": 74}
 ADAMW8BIT = {"90": 149, "86": 149}
+F32_NORM, NORM = {"90": 4, "86": 4, "75": 4.1}, {"90": 4.8, "86": 4.9, "75": 5}
+UNSCALE = {"90": 8.3, "86": 8.3, "75": 9.4}
+SUM, COMPENSATED = {"90": 7.1, "86": 7.1, "75": 7.4}, {"90": 14, "86": 14, "75": 15.5}
 ROWS = [
     Row("adamw_kernel", "f32", 28, 16, 12, SQRT, 1, ADAMW, 55),
     Row("adamw_kernel", "all bf16", 14, 8, 6, SQRT, 1, ADAMW, 58),
@@ -57,6 +61,14 @@ ROWS = [
     Row("adamw8bit_kernel", "f32", 16.06, 12, 6, SQRT, 1, ADAMW8BIT, 80),
     Row("adamw8bit_kernel", "bf16", 10.06, 8, 4, SQRT, 1, {"90": 242, "86": 248}, 75),
     Row("adamw8bit_kernel", "remainder16", 14.06, 10, 6, SQRT, 1, ADAMW8BIT, 95),
+    Row("unscale_norm_kernel", "f32, norm", 4, 4, 0, SQUARE, 0.5, F32_NORM),
+    Row("unscale_norm_kernel", "bf16, norm", 2, 2, 0, SQUARE, 0.5, NORM, 6),
+    Row("unscale_norm_kernel", "f16, norm", 2, 2, 0, SQUARE, 0.5, NORM, 6, f16=True),
+    Row("unscale_norm_kernel", "f16, norm and unscale", 4, 2, 2, SQUARE, 0.5, UNSCALE, f16=True),
+    Row("accumulate_kernel", "f32", 12, 8, 4, FACTOR, 1, {"90": 6.1, "86": 6.1, "75": 6.4}),
+    Row("accumulate_kernel", "bf16", 10, 6, 4, FACTOR, 1, SUM),
+    Row("accumulate_kernel", "f16", 10, 6, 4, FACTOR, 1, SUM, f16=True),
+    Row("accumulate_kernel", "bf16, compensated", 18, 10, 8, FACTOR, 1, COMPENSATED),
 ]
 
 
@@ -79,11 +91,17 @@ class Found:
     def branches(self) -> float:
         return self.turn.branches / self.elements
 
+    @property
+    def rank(self) -> tuple[float, float]:
+        return -self.elements, self.instructions
+
 
 def find(code: dict[Key, list[Instruction]]) -> dict[tuple[str, str, str], Found]:
-    """Returns the shortest loop for each row: {(arch, kernel, mix): Found}.
+    """Returns the main loop of each row: {(arch, kernel, mix): Found}.
 
-    A loop for any mix of dtypes also fits rows that have an instance of their own, and is longer.
+    That is the one with most elements per turn, because others do what is left of a tensor, and of
+    those the shortest, because a loop for any mix of dtypes fits rows that have an instance too. A
+    number of elements that is no power of two comes from a way through a loop in the loop.
     """
     found: dict[tuple[str, str, str], Found] = {}
     kernels = {row.kernel for row in ROWS}
@@ -91,10 +109,8 @@ def find(code: dict[Key, list[Instruction]]) -> dict[tuple[str, str, str], Found
         if (name := kernel_name(symbol)) not in kernels:
             continue
         for turn in (turn for loop in hot_loops(instructions) for turn in loop):
-            for row in ROWS:
-                key = arch, row.kernel, row.mix
-                if row.kernel == name and row.fits(turn):
-                    fresh = Found(row, turn)
-                    if key not in found or fresh.instructions < found[key].instructions:
-                        found[key] = fresh
+            for row in (row for row in ROWS if row.kernel == name and row.fits(turn)):
+                key, fresh = (arch, name, row.mix), Found(row, turn)
+                if key not in found or fresh.rank < found[key].rank:
+                    found[key] = fresh
     return found

@@ -43,6 +43,7 @@ SCALAR = {
     "list_count_kernel",
     "norm_kernel",
     "quantize_blocks_kernel",
+    "tensor_sums_kernel",
     "update_scale_kernel",
     "weights_kernel",
 }
