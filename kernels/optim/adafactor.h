@@ -96,6 +96,18 @@ HR_INLINE float adafactor_column_factor(float variance)
     return (float)(1.0 / sqrt((double)variance));
 }
 
+/* Those of a tiny matrix, whose rows and columns are so short that every pass over the elements makes
+ * them anew: in binary32, which many GPUs have 64 times as much of. */
+HR_INLINE float adafactor_tiny_row_factor(float variance, float root_of_mean)
+{
+    return root_of_mean / sqrtf(variance);
+}
+
+HR_INLINE float adafactor_tiny_column_factor(float variance)
+{
+    return 1.0f / sqrtf(variance);
+}
+
 /* What the elements of a row have in common: a gradient times min(factor * column, bound) is its
  * update. Holds the factor of the gradient too, without its sign, which is that of the step. */
 typedef struct adafactor_row {

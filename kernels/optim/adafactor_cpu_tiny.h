@@ -55,11 +55,14 @@ HR_INLINE void tiny_factors(const adafactor_pass *p, tiny_matrices *m)
         means[lane] /= m->rows;
         means[lane] = means[lane] < least ? least : means[lane];
     }
+    float roots[LANES];
+    for (int lane = 0; lane < LANES; lane++)
+        roots[lane] = sqrtf((float)means[lane]);
     for (int r = 0; r < m->rows; r++)
         for (int lane = 0; lane < LANES; lane++)
-            rows[r * LANES + lane] = adafactor_row_factor(rows[r * LANES + lane], means[lane]);
+            rows[r * LANES + lane] = adafactor_tiny_row_factor(rows[r * LANES + lane], roots[lane]);
     for (int i = 0; i < m->cols * LANES; i++)
-        cols[i] = adafactor_column_factor(cols[i]);
+        cols[i] = adafactor_tiny_column_factor(cols[i]);
 }
 
 /* Turns the gradients into updates. */

@@ -104,25 +104,34 @@ HR_INLINE adafactor_cut adafactor_cut_cuda(const hr_adafactor_shape *shape)
     return adafactor_cut_matrix(shape, 256 / lanes * 8, lanes * 8);
 }
 
-/* Where block i of a matrix lies. */
+/* Where a block of a matrix lies. */
 typedef struct adafactor_place {
     int64_t matrix, row_block, row, rows, col_block, col, cols;
     int64_t first; /* element */
 } adafactor_place;
 
-HR_INLINE adafactor_place adafactor_place_of(const hr_adafactor_shape *shape,
-                                             const adafactor_cut *cut, int64_t i)
+HR_INLINE adafactor_place adafactor_place_at(const hr_adafactor_shape *shape,
+                                             const adafactor_cut *cut, int64_t matrix,
+                                             int64_t row_block, int64_t col_block)
 {
     adafactor_place b;
-    b.col_block = i % cut->col_blocks;
-    b.row_block = i / cut->col_blocks % cut->row_blocks;
-    b.matrix = i / cut->col_blocks / cut->row_blocks;
+    b.col_block = col_block;
+    b.row_block = row_block;
+    b.matrix = matrix;
     b.row = b.row_block * cut->block_rows;
     b.col = b.col_block * cut->block_cols;
     b.rows = shape->rows - b.row < cut->block_rows ? shape->rows - b.row : cut->block_rows;
     b.cols = shape->cols - b.col < cut->block_cols ? shape->cols - b.col : cut->block_cols;
     b.first = (b.matrix * shape->rows + b.row) * shape->cols + b.col;
     return b;
+}
+
+HR_INLINE adafactor_place adafactor_place_of(const hr_adafactor_shape *shape,
+                                             const adafactor_cut *cut, int64_t i)
+{
+    const int64_t row_block = i / cut->col_blocks;
+    return adafactor_place_at(shape, cut, row_block / cut->row_blocks, row_block % cut->row_blocks,
+                              i % cut->col_blocks);
 }
 
 /* The elements of block i of what is no matrix: [*from, *to). */

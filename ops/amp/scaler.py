@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from .._core.capture import is_capturing, refuse_in_capture
 from .._core.dtensor import local_part, shard_groups
 from .._core.names import bare_name_of
 from .._core.registration import FLOATS
@@ -45,7 +46,8 @@ class GradScaler(torch.amp.GradScaler):
             torch's).
         max_consecutive_skips: raise RuntimeError from :meth:`update` after more overflows in a row
             than this, with the history of the scale and the name of the culprit. On CUDA the count
-            is read without waiting, so the error may come a few steps late. None: never.
+            is read without waiting, so the error may come a few steps late. Replays of a CUDA graph
+            count, but do not raise: the next :meth:`update` that is not captured does. None: never.
         synchronize: ask the device before calling ``optimizer.step()`` and skip the call, as torch
             does for optimizers that are not fused. For code that detects a skipped step by the
             missing call. :meth:`step` then returns what the call returned, or None. (Code that
@@ -127,10 +129,13 @@ class GradScaler(torch.amp.GradScaler):
         self._pending = LateCounts()
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        refuse_in_capture("the loss scale")
         super()._lazy_init_scale_growth_tracker(dev)
         self._hysteresis_tracker = torch.full(
             (), self._init_hysteresis_tracker, dtype=torch.int32, device=dev
         )
+        if self._max_consecutive_skips is not None:
+            self._skips = torch.zeros((), dtype=torch.int64, device=dev)
 
     # ---- unscale_ and step ----------------------------------------------------------------------
 
@@ -252,8 +257,12 @@ class GradScaler(torch.amp.GradScaler):
             self._watch(found_inf, scale, self._max_consecutive_skips)
 
     def _watch(self, found_inf: Tensor, scale: Tensor, limit: int) -> None:
-        skips = 0 if self._skips is None else self._skips
-        self._skips = (skips + 1) * (found_inf != 0)
+        if self._skips is None:
+            refuse_in_capture("the number of skipped steps")
+            self._skips = torch.zeros((), dtype=torch.int64, device=scale.device)
+        self._skips.add_(1).mul_(found_inf != 0)  # in place, so that replays of a graph count on
+        if is_capturing():  # a graph knows no host
+            return
         self._scales.append(scale.clone())
         self._pending.send(self._skips)
         for count in self._pending.arrived():

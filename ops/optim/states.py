@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._core.capture import refuse_in_capture
 from .._core.names import name_of
 from .._core.registration import FLOATS
 from .._core.weight_modes import NEAREST, WeightsMode, mode_of
@@ -131,10 +132,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
         layout = self._layout(param, group)
         if not self.state.get(param) and self._refusal(param, "") is not None:
             raise RuntimeError(self._refusal(param, self._name_of(param)))
+        missing = [name for name in layout.names if name not in self.state.get(param, ())]
+        if missing:
+            refuse_in_capture(f"{', '.join(missing)} of {self._name_of(param)}")
         entry = self.state[param]
-        for name in layout.names:
-            if name not in entry:
-                entry[name] = layout.slot(name).new(param)
+        for name in missing:
+            entry[name] = layout.slot(name).new(param)
         return entry
 
     def _name_of(self, param: Tensor) -> str:
