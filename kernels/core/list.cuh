@@ -19,7 +19,8 @@
 
 /* As many tensors as launch parameters hold; and a number for a launch of few tensors, such as one
  * per parameter while a backward pass goes on, which then passes hundreds of bytes and not 32 KB.
- * More numbers would each be another instance of a kernel, for a part of a microsecond. */
+ * More numbers would each be another instance of a kernel, for a part of a microsecond: instances
+ * share no code, because ptxas copies even a function that is not inlined into each of them. */
 #define LIST_MOST 0
 #define LIST_FEW  8
 

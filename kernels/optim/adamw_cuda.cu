@@ -255,10 +255,11 @@ static __device__ __forceinline__ void update_mode(const adamw_chunk &chunk, con
         switch (kind.mode * 16 + kind.state) {
             KIND(4, HR_WEIGHTS_REMAINDER16, HR_F32);
             KIND(8, HR_WEIGHTS_REMAINDER16, HR_BF16);
+            KIND(4, HR_WEIGHTS_STOCHASTIC, HR_F32);
+            KIND(8, HR_WEIGHTS_STOCHASTIC, HR_BF16);
         default:
             break;
         }
-    /* Eight in a run, which take as many random numbers as four. */
     update_chunk<false, 4, 1>(chunk, kind, c, thread, whole);
 #undef KIND
 }
