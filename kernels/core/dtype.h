@@ -20,18 +20,33 @@
 #define HR_INLINE static inline __attribute__((always_inline, unused))
 #endif
 
-HR_INLINE uint32_t hr_bits(float x)
+/* What a table that the compiler computes is made with. */
+#if defined(__cplusplus)
+#define HR_CONSTEXPR constexpr HR_INLINE
+#else
+#define HR_CONSTEXPR HR_INLINE
+#endif
+
+HR_CONSTEXPR uint32_t hr_bits(float x)
 {
+#if defined(__cplusplus)
+    return __builtin_bit_cast(uint32_t, x);
+#else
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return bits;
+#endif
 }
 
-HR_INLINE float hr_float(uint32_t bits)
+HR_CONSTEXPR float hr_float(uint32_t bits)
 {
+#if defined(__cplusplus)
+    return __builtin_bit_cast(float, bits);
+#else
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
+#endif
 }
 
 HR_INLINE float hr_from_bf16(uint16_t half)
@@ -41,9 +56,15 @@ HR_INLINE float hr_from_bf16(uint16_t half)
 
 HR_INLINE uint16_t hr_to_bf16(float x)
 {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    uint16_t half; /* rounds to nearest even, keeps denormals, and gives 0x7FFF for a NaN */
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(x));
+    return half;
+#else
     const uint32_t bits = hr_bits(x);
     const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
     return (bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FFFu : (uint16_t)rounded;
+#endif
 }
 
 HR_INLINE float hr_from_f16(uint16_t half)

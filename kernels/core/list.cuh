@@ -10,7 +10,6 @@
 #define HR_LIST_CUH
 
 #include "kernels/core/cuda.cuh"
-#include "kernels/core/step.h"
 
 /* Launch parameters hold this many bytes (CUDA 12.1 and later). */
 #define CUDA_PARAMETER_BYTES 32764
@@ -18,11 +17,17 @@
 /* How many elements one block takes. */
 #define CUDA_CHUNK 16384
 
-/* What a kernel over a list is given: `Shared`, what all tensors have in common, and the records.
- * The most that fit, because a smaller number would be another instance of every kernel. */
-template <typename Shared, typename Record> struct list_launch : Shared {
+/* As many tensors as launch parameters hold; and a number for a launch of few tensors, such as one
+ * per parameter while a backward pass goes on, which then passes hundreds of bytes and not 32 KB.
+ * More numbers would each be another instance of a kernel, for a part of a microsecond. */
+#define LIST_MOST 0
+#define LIST_FEW  8
+
+/* What a kernel over a list is given: `Shared`, what all tensors have in common, and the records. */
+template <typename Shared, typename Record, uint32_t number = LIST_MOST>
+struct list_launch : Shared {
     static constexpr uint32_t capacity =
-        (CUDA_PARAMETER_BYTES - sizeof(Shared) - 8) / sizeof(Record);
+        number == LIST_MOST ? (CUDA_PARAMETER_BYTES - sizeof(Shared) - 8) / sizeof(Record) : number;
     uint32_t count;
     Record tensors[capacity];
 };
@@ -62,6 +67,13 @@ static __device__ __forceinline__ int64_t list_end(const Record &t, int64_t begi
     return t.numel - begin < CUDA_CHUNK ? t.numel : begin + CUDA_CHUNK;
 }
 
+/* The address of element i; NULL if there is no tensor. */
+static __device__ __forceinline__ void *list_address(const void *base, int64_t i, hr_dtype dtype)
+{
+    const int size = dtype == HR_F32 ? 4 : dtype == HR_I8 ? 1 : 2;
+    return base ? (char *)base + i * size : nullptr;
+}
+
 /* Where groups of eight end, if the addresses, or-ed together, allow 16-byte accesses; else
  * `begin`. */
 static __device__ __forceinline__ int64_t list_vector_end(uintptr_t addresses, int64_t begin,
@@ -93,16 +105,6 @@ static inline hr_status list_launch_all(Launch *launch, const hr_tensor_list *li
         status = cuda_launch_status(function);
     }
     return status;
-}
-
-/* Counts the step for a launch's records. A launch of its own, after the update: every block of a
- * tensor reads its counter. */
-template <typename Launch>
-static __global__ void list_count_kernel(const Launch __grid_constant__ args)
-{
-    const uint32_t k = blockIdx.x * blockDim.x + threadIdx.x;
-    if (k < args.count && !step_is_skipped(&args.config.step))
-        step_count(args.tensors[k].step, (hr_dtype)args.tensors[k].step_dtype);
 }
 
 #endif

@@ -30,14 +30,28 @@ typedef struct adamw_values {
     float param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq;
 } adamw_values;
 
-HR_INLINE adamw_values adamw_element(adamw_constants c, adamw_values x, int amsgrad)
+/* What of the constants decides between formulas, so that a kernel can look at it once for many
+ * elements. */
+HR_INLINE int adamw_has_l2(adamw_constants c)
+{
+    return c.l2 != 0.0f;
+}
+
+HR_INLINE int adamw_is_slow(adamw_constants c)
+{
+    return c.one_minus_beta1 < 0.5f;
+}
+
+/* `l2` and `slow` are what the two functions above give. */
+HR_INLINE adamw_values adamw_element_of(adamw_constants c, adamw_values x, int amsgrad, int l2,
+                                        int slow)
 {
     const float scaled = x.grad * c.grad_factor;
     /* Not `scaled + l2 * param` alone: 0 * inf would turn an infinite parameter into NaN. */
-    const float grad = c.l2 != 0.0f ? scaled + c.l2 * x.param : scaled;
+    const float grad = l2 ? scaled + c.l2 * x.param : scaled;
     /* From the nearer end towards the other: half the error of the sum of two products. */
-    const float from = c.one_minus_beta1 < 0.5f ? x.exp_avg : grad;
-    const float weight = c.one_minus_beta1 < 0.5f ? c.one_minus_beta1 : -c.beta1;
+    const float from = slow ? x.exp_avg : grad;
+    const float weight = slow ? c.one_minus_beta1 : -c.beta1;
     x.exp_avg = from + weight * (grad - x.exp_avg);
     x.exp_avg_sq = c.beta2 * x.exp_avg_sq + c.one_minus_beta2 * (grad * grad);
     float second = x.exp_avg_sq;
@@ -52,10 +66,10 @@ HR_INLINE adamw_values adamw_element(adamw_constants c, adamw_values x, int amsg
 }
 
 /* The same, but with `skip_nonfinite` nothing changes where the gradient is not finite. */
-HR_INLINE adamw_values adamw_update(adamw_constants c, adamw_values x, int amsgrad,
-                                    int skip_nonfinite)
+HR_INLINE adamw_values adamw_update_of(adamw_constants c, adamw_values x, int amsgrad,
+                                       int skip_nonfinite, int l2, int slow)
 {
-    const adamw_values y = adamw_element(c, x, amsgrad);
+    const adamw_values y = adamw_element_of(c, x, amsgrad, l2, slow);
     const uint32_t magnitude = hr_bits(x.grad * c.grad_factor) & 0x7FFFFFFFu;
     const int stays = skip_nonfinite && magnitude >= 0x7F800000u;
     x.param = stays ? x.param : y.param;
@@ -63,6 +77,12 @@ HR_INLINE adamw_values adamw_update(adamw_constants c, adamw_values x, int amsgr
     x.exp_avg_sq = stays ? x.exp_avg_sq : y.exp_avg_sq;
     x.max_exp_avg_sq = stays ? x.max_exp_avg_sq : y.max_exp_avg_sq;
     return x;
+}
+
+HR_INLINE adamw_values adamw_update(adamw_constants c, adamw_values x, int amsgrad,
+                                    int skip_nonfinite)
+{
+    return adamw_update_of(c, x, amsgrad, skip_nonfinite, adamw_has_l2(c), adamw_is_slow(c));
 }
 
 /* base^exponent by repeated squaring: IEEE products in a fixed order, unlike pow(). */

@@ -81,15 +81,22 @@ HR_INLINE hr_random4 adamw8bit_random(uint64_t seed, double t, int64_t i)
     return hr_philox(counter, seed);
 }
 
-/* bitsandbytes' code, from maps filled with bnb. A comparison with NaN, 0 / 0 above all, leads its
- * search to code 0; and then the signs of code and moment are compared as bits. */
-HR_INLINE uint8_t adamw8bit_bnb_encode(const quant_maps *maps, float x, float absmax, int is_signed)
+/* bitsandbytes' code of a moment x, from that of its quotient y. A comparison with NaN, 0 / 0 above
+ * all, leads its search to code 0; and then the signs of code and moment are compared as bits. */
+HR_INLINE uint8_t adamw8bit_bnb_code(int nearest, float x, float y, int is_signed)
 {
-    const float y = x / absmax;
-    const int code = y != y ? 0 : dynamic_encode(&maps->map[is_signed], y, is_signed);
+    const int code = y != y ? 0 : nearest;
     const int negative = x == x && hr_bits(x) >> 31 != 0; /* the sign of a NaN depends on the CPU */
     const int differs = is_signed && (code < 127) != negative;
     return (uint8_t)(code + (differs ? (x > 0.0f ? 1 : -1) : 0)); /* 0 - 1 is 255 */
+}
+
+/* From maps filled with bnb. */
+HR_INLINE uint8_t adamw8bit_bnb_encode(const quant_maps *maps, float x, float absmax, int is_signed)
+{
+    const float y = x / absmax;
+    return adamw8bit_bnb_code(y != y ? 0 : dynamic_encode(&maps->map[is_signed], y, is_signed), x,
+                              y, is_signed);
 }
 
 /* ---- The kernels ----------------------------------------------------------------------------- */

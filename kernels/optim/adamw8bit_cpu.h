@@ -102,7 +102,7 @@ HR_INLINE adamw_values adamw8bit_apply(const adamw8bit_tensor *t, adamw_values x
         return adamw_update(t->constants, x, 0, t->call->args->config->adamw.step.skip_nonfinite);
     adamw_constants c = t->constants;
     c.l2 = 0.0f;
-    return adamw_element(c, x, 0);
+    return adamw_element_of(c, x, 0, adamw_has_l2(c), adamw_is_slow(c));
 }
 
 HR_INLINE uint32_t adamw8bit_largest(const uint32_t *magnitudes)

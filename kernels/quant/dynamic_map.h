@@ -17,14 +17,15 @@
 
 #include "kernels/core/dtype.h"
 
-/* Border i of the n parts of [0.1, 1]. */
-HR_INLINE float dynamic_border(int i, int n)
+/* Border i of the n parts of [0.1, 1]. A product and a sum that are exact in binary64, so that the
+ * one rounding is that of fmaf(). */
+HR_CONSTEXPR float dynamic_border(int i, int n)
 {
-    const float width = (1.0f - 0.1f) / (float)n; /* n is a power of 2 */
-    return 2 * i < n ? fmaf(width, (float)i, 0.1f) : fmaf(-width, (float)(n - i), 1.0f);
+    const double width = (1.0f - 0.1f) / (float)n; /* n is a power of 2 */
+    return (float)(2 * i < n ? width * i + 0.1f : 1.0 - width * (n - i));
 }
 
-HR_INLINE float dynamic_power_of_10(int exponent)
+HR_CONSTEXPR float dynamic_power_of_10(int exponent)
 {
     return exponent == 0    ? 1.0f
            : exponent == -1 ? 1e-1f
@@ -36,13 +37,13 @@ HR_INLINE float dynamic_power_of_10(int exponent)
 }
 
 /* The code of zero. */
-HR_INLINE int dynamic_zero(int is_signed)
+HR_CONSTEXPR int dynamic_zero(int is_signed)
 {
     return is_signed ? 127 : 0;
 }
 
 /* The value of a code, 0 to 255. */
-HR_INLINE float dynamic_value(int code, int is_signed)
+HR_CONSTEXPR float dynamic_value(int code, int is_signed)
 {
     const int distance = code - dynamic_zero(is_signed);
     const int magnitude = distance < 0 ? -distance : distance; /* counts the values from 0 up */
@@ -66,7 +67,7 @@ HR_INLINE float dynamic_value(int code, int is_signed)
  * With `bnb` it is the one of bitsandbytes' search, which rounds the midpoint and whose last step
  * compares with an even code: from there up it asks for more than the midpoint, and down for less.
  */
-HR_INLINE float dynamic_threshold(int code, float low, float high, int bnb)
+HR_CONSTEXPR float dynamic_threshold(int code, float low, float high, int bnb)
 {
     const float sum = low + high, midpoint = sum / 2.0f;
     /* The error of the sum, exact (Knuth): which side of the midpoint its rounding lies on. */

@@ -78,6 +78,47 @@ TEST_P(QuantizeBlocks, NearestCodesAndLargestMagnitudes)
     }
 }
 
+// On either side of every place where a kernel's table could change the answer: numbers with up to 8
+// bits of mantissa, and the midpoints between codes. Blocks begin with 1, so the numbers are their
+// own quotients.
+TEST_P(QuantizeBlocks, EveryCellAndEveryBorder)
+{
+    std::vector<float> edges = {0.0f, 0x1p-149f, 0x1p-126f, 1.0f};
+    for (int i = 256; i < 512; i++)
+        for (int exponent = -40; exponent < -8; exponent++)
+            edges.push_back(std::ldexp(float(i), exponent));
+    for (const bool is_signed : {true, false})
+        for (size_t code = 0; code < 255; code++)
+            edges.push_back(std::fabs(
+                float((dynamic_map(is_signed)[code] + dynamic_map(is_signed)[code + 1]) / 2)));
+    std::vector<float> numbers;
+    for (const float edge : edges)
+        for (const float x :
+             {edge, std::nextafter(edge, 0.0f), std::nextafter(std::nextafter(edge, 2.0f), 2.0f),
+              std::nextafter(edge, 2.0f)})
+            if (std::fabs(x) <= 1)
+                numbers.insert(numbers.end(), {x, -x});
+    for (const bool is_signed : {true, false}) {
+        QuantizeCase c;
+        c.numel = {int64_t(numbers.size() + numbers.size() / 4095 + 1)};
+        c.is_signed = is_signed;
+        c.block_size = 4096;
+        c.value = [&](size_t, size_t i) {
+            const float x = i % 4096 == 0 ? 1.0f : numbers[i - i / 4096 - 1];
+            return double(is_signed ? x : std::fabs(x));
+        };
+        const QuantizeRun run(*backend, c);
+        ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
+        const std::vector<double> values = run.values.values(0), codes = run.codes.values(0);
+        for (size_t i = 0; i < values.size(); i++) {
+            int code = nearest(dynamic_map(is_signed), values[i]);
+            if (!is_signed && values[i] > 0 && code == 0)
+                code = 1;
+            ASSERT_EQ(codes[i], code) << values[i];
+        }
+    }
+}
+
 TEST_P(QuantizeBlocks, DecodeIsTheMapTimesTheScale)
 {
     for (const QuantizeCase &c : cases()) {
