@@ -74,14 +74,6 @@ static __device__ __forceinline__ void *list_address(const void *base, int64_t i
     return base ? (char *)base + i * size : nullptr;
 }
 
-/* Where groups of eight end, if the addresses, or-ed together, allow 16-byte accesses; else
- * `begin`. */
-static __device__ __forceinline__ int64_t list_vector_end(uintptr_t addresses, int64_t begin,
-                                                          int64_t end)
-{
-    return addresses % 16 == 0 ? begin + (end - begin) / 8 * 8 : begin;
-}
-
 /* For every tensor k of the list calls fill(record, k), and for each group of tensors that fit in a
  * launch queue(blocks, k) with the first of them; `blocks` may be 0. */
 template <typename Launch, typename Fill, typename Queue>

@@ -12,9 +12,9 @@
 #include "kernels/core/cuda.cuh"
 #include "kernels/quant/quantize_blocks.h"
 
-/* Of the unsigned map (0) and the signed one (1): below 2^EXPONENT there is no threshold but that of
- * zero, and MANTISSA bits make cells narrow enough. Cells reach up to 1 and a little more, as far as
- * rounding takes a quotient. */
+/* Of the unsigned map (0) and the signed one (1): the bits of mantissa that make cells narrow enough,
+ * and as bits of binary32 the power of two up to which all numbers are in the first cell. Cells
+ * reach up to 1 and a little more, as far as rounding takes a quotient. */
 template <int is_signed> struct quant_cells {
     static constexpr int mantissa = is_signed ? 6 : 7, shift = 23 - mantissa;
     static constexpr uint32_t least = (uint32_t)(127 - (is_signed ? 22 : 23)) << 23;
