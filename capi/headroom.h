@@ -735,7 +735,7 @@ HR_API hr_status hr_unscale_norm_workspace(size_t *bytes, const hr_tensor_list *
  * result     out: host struct of device pointers; NULL with config->write: multiply, do not measure
  * workspace  scratch memory of exec's device, a multiple of 8 bytes; NULL if result is NULL
  *
- * On CUDA one launch per 1,300 tensors and one small one. Reads each gradient once, and writes it
+ * On CUDA one launch per 1,300 tensors and two small ones. Reads each gradient once, and writes it
  * once if asked.
  *
  * Errors: those of hr_adamw; also a workspace that is too small, and a call that has nothing to do

@@ -77,7 +77,9 @@ class Instruction:
 
     @cached_property
     def predicates(self) -> frozenset[str]:
-        """Predicates among its operands."""
+        """Predicates among its operands, named or, where they are all restored at once, not."""
+        if self.name == "R2P":
+            return frozenset(f"P{n}" for n in range(7))
         return frozenset(re.findall(r"\bU?P\d\b", self.operands))
 
     @cached_property

@@ -270,7 +270,7 @@ class _Ways:
         last, following = self.flow.block(block)[-1], self.flow.next[block]
         found = []
         for state in self.states_after(start, block):
-            if last.target is None or len(following) < 2 or "," in last.operands:
+            if not last.guard or len(following) < 2 or "," in last.operands:
                 found += [(other, state) for other in following]
                 continue
             for taken, decided in self.decide(state, last.guard):
