@@ -1,10 +1,12 @@
 """Builds the binaries with CMake. Also the PEP 517 backend: setuptools' own, plus one requirement.
 
 Where no nvcc >= 12.8 is installed, NVIDIA's compiler packages from PyPI become build requirements.
+They are of CUDA 13, and what they build needs driver R580; a toolkit 12.8 or 12.9 builds for R530.
 HEADROOM_CUDA=0 builds for the CPU only, HEADROOM_CUDA=1 fails without a CUDA compiler;
 HEADROOM_CUDA_ARCHS="90" builds device code for fewer GPUs; MAX_JOBS limits the parallel jobs.
 """
 
+import importlib.util
 import os
 import re
 import shutil
@@ -20,6 +22,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+TOOLKITS = Path("/usr/local")  # where NVIDIA's installers put them
 CUDA_COMPILER = ["nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm"]
 CUDA_RUNTIME = ["nvidia-cuda-runtime", "nvidia-cuda-cccl"]
 
@@ -31,21 +34,47 @@ def installed(package):
     return min(found, key=lambda d: [int(n) for n in re.findall(r"\d+", d.version)], default=None)
 
 
-def system_nvcc():
-    """The nvcc of CUDA_HOME or PATH, if it knows every GPU we build for (>= 12.8)."""
-    home = os.environ.get("CUDA_HOME")
-    nvcc = shutil.which("nvcc", path=os.path.join(home, "bin")) if home else None
-    nvcc = nvcc or shutil.which("nvcc")
-    if nvcc is None:
-        return None
+def torch_cuda_major():
+    """The major version of CUDA that the torch here was built with, or None."""
+    torch = importlib.util.find_spec("torch")
+    text = Path(torch.origin).with_name("version.py").read_text() if torch else ""
+    found = re.search(r"^cuda\b.*= *['\"](\d+)\.", text, re.M)
+    return int(found[1]) if found else None
+
+
+def is_recent(nvcc):
+    """Whether an nvcc knows every GPU we build for (>= 12.8)."""
     text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     release = re.search(r"release (\d+)\.(\d+)", text)
-    return nvcc if release and (int(release[1]), int(release[2])) >= (12, 8) else None
+    return bool(release and (int(release[1]), int(release[2])) >= (12, 8))
+
+
+def system_nvcc():
+    """A recent nvcc of CUDA_HOME, of the toolkits for the torch here, or of PATH.
+
+    A runtime of CUDA 13 needs driver R580. Who has a torch for CUDA 12 may have an older one, and
+    gets a build that runs there if a toolkit 12.8 or 12.9 is installed.
+    """
+    home = os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc", path=os.path.join(home, "bin")) if home else None
+    if nvcc is None and torch_cuda_major() == 12:
+        found = sorted(TOOLKITS.glob("cuda-12.*/bin/nvcc"), reverse=True)
+        nvcc = next((str(one) for one in found if is_recent(one)), None)
+    nvcc = nvcc or shutil.which("nvcc")
+    return nvcc if nvcc and is_recent(nvcc) else None
 
 
 def cuda_requirements():
     if os.environ.get("HEADROOM_CUDA") == "0" or system_nvcc():
         return []
+    if torch_cuda_major() == 12:
+        print(
+            "headroom: this torch is built for CUDA 12, and the compiler that is fetched for the "
+            "build is of CUDA 13: the result needs driver R580 or newer. For an older driver, from "
+            "R530 on, install a CUDA toolkit 12.8 or 12.9 (PyPI has no nvcc before 13.0) and set "
+            "CUDA_HOME.",
+            file=sys.stderr,
+        )
     # A runtime that torch has pinned stays as it is: the 13.0 compiler works with any 13.x.
     runtime = [p for p in CUDA_RUNTIME if not installed(p)]
     return [f"{p}==13.0.*" for p in CUDA_COMPILER + runtime]

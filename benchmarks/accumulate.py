@@ -2,62 +2,30 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import torch
 
-from ._model import OP_ONLY, Shapes, filled_like, model_for
-from .harness import Bar, Case, Contender, Rotation, sets_needed
+from ._lists import Lists, list_case, on_next
+from ._model import OP_ONLY, Shapes, model_for
+from .harness import Bar, Case, Contender, Rotation, SameWork
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
-class Data(NamedTuple):
-    sums: list[torch.Tensor]
-    losts: list[torch.Tensor]
-    grads: list[torch.Tensor]
-
-
-@dataclass
-class Layout:
-    shapes: Shapes
-    dtype: torch.dtype
-    compensated: bool = False
-    zero_grads: bool = False
-
-    @property
-    def numel(self) -> int:
-        return sum(map(math.prod, self.shapes))
-
-    @property
-    def bytes_moved(self) -> int:
-        """Reads the gradients and the sums, and writes the sums."""
-        per_element = self.dtype.itemsize * (2 if self.zero_grads else 1)
-        per_element += 2 * 4 * (2 if self.compensated else 1)
-        return self.numel * per_element
-
-    def allocate(self, device: torch.device) -> Data:
-        def tensors(dtype):
-            return filled_like(self.shapes, dtype, device)
-
-        losts = [t.zero_() for t in tensors(F32)] if self.compensated else []
-        return Data(tensors(F32), losts, tensors(self.dtype))
-
-    def rotation(self, device: torch.device) -> Rotation:
-        held = self.numel * (4 + self.dtype.itemsize)
-        return Rotation([self.allocate(device) for _ in range(sets_needed(held, device))])
+def lists(shapes: Shapes, dtype: torch.dtype, compensated=False, zero_grads=False) -> Lists:
+    dtypes = {"sums": F32, "losts": F32 if compensated else None, "grads": dtype}
+    passes = {"sums": 2, "losts": 2, "grads": 2 if zero_grads else 1}
+    return Lists(shapes, dtypes, passes, zeros={"losts"})
 
 
 def headroom_op(data: Rotation, zero_grads: bool = False) -> Contender:
-    import headroom
+    from headroom.functional import accumulate_
 
-    def call():
-        d = data.next()
-        headroom.functional.accumulate_(d.sums, d.grads, losts=d.losts, zero_grads=zero_grads)
+    def call(d):
+        accumulate_(d.sums, d.grads, losts=d.losts, zero_grads=zero_grads)
 
-    return Contender(call)
+    return on_next(data, call)
 
 
 def headroom_add(data: Rotation, compensated: bool = False) -> Contender:
@@ -82,56 +50,47 @@ def headroom_add(data: Rotation, compensated: bool = False) -> Contender:
 def torch_foreach(data: Rotation, zero_grads: bool = False) -> Contender:
     """The plain sum, whether ours is compensated or not: torch has no other."""
 
-    def call():
-        d = data.next()
+    def call(d):
         torch._foreach_add_(d.sums, d.grads)
         if zero_grads:
             torch._foreach_zero_(d.grads)
 
-    return Contender(call)
+    return on_next(data, call)
 
 
 def torch_widened(data: Rotation) -> Contender:
     """Through an f32 copy of each gradient: on the CPU the faster way where dtypes differ."""
-
-    def call():
-        d = data.next()
-        for total, grad in zip(d.sums, d.grads):
-            total.add_(grad.float())
-
-    return Contender(call)
+    return on_next(data, lambda d: [s.add_(g.float()) for s, g in zip(d.sums, d.grads)])
 
 
-def case(name: str, what: str, layout: Layout, *bars: Bar) -> Case:
-    def setup(device):
-        data = layout.rotation(device)
-        factories = {
-            "headroom": lambda: headroom_add(data, layout.compensated),
-            OP_ONLY: lambda: headroom_op(data, layout.zero_grads),
-            "torch": lambda: torch_foreach(data, layout.zero_grads),
-        }
-        if layout.dtype != F32 and not layout.zero_grads:
-            factories["torch, widened"] = lambda: torch_widened(data)
-        return factories
-
-    return Case(name, what, setup, "torch", layout.bytes_moved, bars=bars)
+SAME_WORK = SameWork(
+    [headroom_op, torch_foreach, torch_widened],
+    [lists(((1000,),) * 3, dtype) for dtype in (F32, BF16, F16)],
+    expected=lambda d: [s.double() + g.double() for s, g in zip(d.sums, d.grads)],
+    left=lambda d: d.sums,
+    tolerance=2 * torch.finfo(F32).eps,
+)
 
 
 def cases(device: torch.device, quick: bool) -> list[Case]:
-    whole = model_for(device, quick)
-    shapes, some = whole.shapes, f"add() on {whole}"
+    model = model_for(device, quick)
+
+    def case(name, what, dtype, *bars, compensated=False, zero_grads=False):
+        contenders = {
+            "headroom": partial(headroom_add, compensated=compensated),
+            OP_ONLY: partial(headroom_op, zero_grads=zero_grads),
+            "torch": partial(torch_foreach, zero_grads=zero_grads),
+        }
+        if dtype != F32 and not zero_grads:
+            contenders["torch, widened"] = torch_widened
+        of = lists(model.shapes, dtype, compensated, zero_grads)
+        return list_case(name, f"add() on {model}, {what}", of, contenders, *bars)
+
+    zeroed, compensated = "the gradients zeroed (add(): dropped)", "compensated (torch: plain)"
     return [
-        case("bf16", f"{some}, bf16 to f32", Layout(shapes, BF16), Bar("fraction", 0.85, "cpu")),
-        case("f16", f"{some}, f16 to f32", Layout(shapes, F16)),
-        case("f32", f"{some}, f32 to f32", Layout(shapes, F32)),
-        case(
-            "bf16-zeroed",
-            f"{some}, bf16 to f32, the gradients zeroed (add(): dropped)",
-            Layout(shapes, BF16, zero_grads=True),
-        ),
-        case(
-            "bf16-compensated",
-            f"{some}, bf16 to f32, compensated (torch: plain)",
-            Layout(shapes, BF16, compensated=True),
-        ),
+        case("bf16", "bf16 to f32", BF16, Bar("fraction", 0.85, "cpu")),
+        case("f16", "f16 to f32", F16),
+        case("f32", "f32 to f32", F32),
+        case("bf16-zeroed", f"bf16 to f32, {zeroed}", BF16, zero_grads=True),
+        case("bf16-compensated", f"bf16 to f32, {compensated}", BF16, compensated=True),
     ]

@@ -10,6 +10,7 @@ import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ __all__ = [
     "Case",
     "Contender",
     "Rotation",
+    "SameWork",
     "Settings",
     "Unavailable",
     "filled",
@@ -67,6 +69,19 @@ class Case:
     dtype: torch.dtype = torch.float32
     bars: Sequence[Bar] = ()
     subject: str = "headroom"
+
+
+@dataclass
+class SameWork:
+    """Contenders that must do the same work. A test finds it where a stem has it as `SAME_WORK`: it
+    calls each contender on data of its own from each of the `layouts`, and wants what `expected`
+    gave in float64 before the call, within `tolerance`."""
+
+    contenders: Sequence[Callable[[Rotation], Contender]]
+    layouts: Sequence[Any]  # with allocate(device)
+    expected: Callable[[Any], list[torch.Tensor]]
+    left: Callable[[Any], list[torch.Tensor]]
+    tolerance: float
 
 
 def sized(largest: int, bytes_per_element: int, device: torch.device) -> int:

@@ -222,8 +222,8 @@ def clip_case(
 def step_case(name: str, layout: Layout, *bars: Bar, explicit: bool = False) -> Case:
     """With `explicit`, unscale_() and clip_grad_norm_() as a loop written for torch calls them.
 
-    The work counts the bytes of a step which reads gradients twice, once for the norm and once for the
-    update, and writes none.
+    The work counts the bytes of a step that reads gradients twice, once for the norm and once
+    for the update, and writes none.
     """
 
     def setup(device):

@@ -3,7 +3,8 @@
 Importing the package registers the ops ``torch.ops.headroom.*``, which :mod:`headroom.functional`
 calls. Everything else is imported when it is first used: :mod:`headroom.optim` holds optimizers
 with the names and arguments of :mod:`torch.optim`, :mod:`headroom.amp` loss scaling and 16-bit
-models, and :mod:`headroom.state` files of a run's state.
+models, :mod:`headroom.state` files of a run's state, and :mod:`headroom.integrations` what other
+libraries' training loops need.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ._core import binaries
 from ._core.lazy import lazy
 
 if TYPE_CHECKING:
-    from . import amp, optim, state
+    from . import amp, integrations, optim, state
     from .amp.cast_model import cast_model, cast_report
     from .grad.accumulate import GradAccumulator
     from .grad.clip import clip_grad_norm_, clip_grad_value_
@@ -35,6 +36,7 @@ else:
             "clip_grad_value_": ".grad.clip",
             "grad": ".grad",
             "grad_norm": ".grad.norm",
+            "integrations": ".integrations",
             "latest": ".state",
             "load_state": ".state",
             "optim": ".optim",
@@ -57,6 +59,7 @@ __all__ = [
     "get_include",
     "get_library_dir",
     "grad_norm",
+    "integrations",
     "latest",
     "load_state",
     "optim",
@@ -72,17 +75,17 @@ def __dir__() -> list[str]:
 
 
 def build_info() -> dict[str, str]:
-    """What the C library was built with and for: version, compiler, cuda, archs, cpu."""
+    """Returns what the C library was built with and for: version, compiler, cuda, archs, cpu."""
     if binaries._C is None:
         raise RuntimeError("headroom._C is missing: the package was built without pybind11")
     return binaries._C.build_info()
 
 
 def get_include() -> str:
-    """The folder of ``headroom.h``."""
+    """Returns the folder of ``headroom.h``."""
     return str(binaries.INCLUDE_DIR)
 
 
 def get_library_dir() -> str:
-    """The folder of ``libheadroom.so`` and ``libheadroom_torch.so``."""
+    """Returns the folder of ``libheadroom.so`` and ``libheadroom_torch.so``."""
     return str(binaries.LIBRARY_DIR)

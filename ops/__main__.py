@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from ._core.atomic import BusyFileError, replacing
 from .state.convert import LIBRARIES, convert_state
-from .state.file import StateFileError, is_state_file, replacing
-from .state.save import load_state, save_state
+from .state.file import StateFileError, is_state_file
+from .state.load import load_state
+from .state.save import save_state
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OUT = "the file to write; *.safetensors becomes a file of headroom.save_state with the optimizer"
@@ -42,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         TypeError,
         ImportError,
         NotImplementedError,
+        BusyFileError,
         StateFileError,
     ) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
@@ -49,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    """Loads without running code, converts, and writes OUT at once or not at all."""
+    """Loads IN without running code, converts it, and writes OUT whole or not at all."""
     checkpoint = _load(options.source)
     path = _path(checkpoint, options.key)
     source = checkpoint
@@ -100,7 +103,7 @@ def _load(path: Path) -> Any:
 
 
 def _path(checkpoint: Any, key: str | None) -> list[str]:
-    """The keys that lead to the state of the optimizer."""
+    """Returns the keys that lead to the state of the optimizer."""
 
     def is_state(value: Any) -> bool:
         return isinstance(value, dict) and {"state", "param_groups"} <= value.keys()

@@ -1,3 +1,4 @@
+/* adamw_checks.c: checks hr_adamw_config. */
 #include "capi/check/adamw_checks.h"
 
 #include <math.h>

@@ -1,3 +1,4 @@
+/* check.c: checks of lists, scalars, configs and execs, and the table of types, hr_dtype_size(). */
 #include "capi/check/check.h"
 
 #include <inttypes.h>
@@ -15,7 +16,7 @@ const char *hr_dtype_name(hr_dtype dtype)
     return (unsigned)dtype < DTYPES ? dtypes[dtype].name : "not an hr_dtype";
 }
 
-size_t hr_dtype_bytes(hr_dtype dtype)
+size_t hr_dtype_size(hr_dtype dtype)
 {
     return (unsigned)dtype < DTYPES ? dtypes[dtype].bytes : 0;
 }

@@ -1,12 +1,13 @@
-/* check.h: the two lines that entry points are made of, and the checks that many share. */
+/* check.h: the macros that entry points are made of, and the checks that several of them share. */
 #ifndef HR_CHECK_H
 #define HR_CHECK_H
 
 #include "capi/headroom.h"
+#include "kernels/core/dtype.h"
 #include "kernels/core/runtime.h"
 
-/* Whether a check passes. The tests define it, to take the checks away one at a time and see that
- * this is noticed. */
+/* Whether a check passes. A test defines it to switch checks off one by one, and sees that other
+ * tests then fail. */
 #if !defined(HR_CHECK_PASSES)
 #define HR_CHECK_PASSES(condition) (condition)
 #endif
@@ -18,7 +19,7 @@
             return hr_fail(HR_INVALID_ARGUMENT, __VA_ARGS__); \
     } while (0)
 
-/* Returns the status of a call unless it is HR_OK. */
+/* Returns the status of the call from the function, unless it is HR_OK. */
 #define HR_TRY(call)                                  \
     do {                                              \
         const hr_status hr_try_status = (call);       \
@@ -26,8 +27,8 @@
             return hr_try_status;                     \
     } while (0)
 
-/* Ends an entry point with the status of `launch`, made with exec's device current. Without a CUDA
- * part it is not reached, because hr_check_exec has refused. */
+/* Ends an entry point: evaluates `launch` while exec's device is current and returns its status. In
+ * a build without CUDA it is never reached, because hr_check_exec() refuses the device. */
 #if HR_WITH_CUDA
 #define HR_RETURN_CUDA(launch, exec)                         \
     do {                                                     \
@@ -41,33 +42,26 @@
 #define HR_RETURN_CUDA(launch, exec) return HR_INTERNAL
 #endif
 
-/* Sets of dtypes, one bit each. */
-#define HR_BIT(dtype) (1u << (dtype))
-#define HR_FLOATS     (HR_BIT(HR_F32) | HR_BIT(HR_BF16) | HR_BIT(HR_F16))
-#define HR_SCALARS    (HR_BIT(HR_F32) | HR_BIT(HR_F64))
-
-/* Bytes of an element; 0 for what is not an hr_dtype. */
-size_t hr_dtype_bytes(hr_dtype dtype);
-
-/* "f32" and the like, for any value. */
+/* The name of a type, such as "f32"; also for a value that is not an hr_dtype. */
 const char *hr_dtype_name(hr_dtype dtype);
 
-/* Copies the config of a caller, whose header may be older, over `own`, which holds the defaults of
- * the macro `init`. `path` is what the caller writes before a member, such as "config->", and
- * `least` is the smallest size. A struct grows at its end, and never into padding, so that its size
- * tells which members there are. */
+/* Copies a caller's config, whose header may be older, over `own`, which holds the defaults of the
+ * macro `init`. Refuses a size below `least` or above own_size. `path` comes before the name of a
+ * member in messages, such as "config->". A struct grows at its end and never into padding, so that
+ * its size tells which members it has. */
 hr_status hr_copy_config(const char *function, const char *path, void *own, size_t own_size,
                          const void *config, size_t least, const char *init);
 
-/* Each list has a readable description of `count` tensors, aligned, of the allowed dtypes, with
+/* Checks that a list describes `count` tensors of the allowed types, at aligned addresses, with
  * `numel` elements each (NULL: any number that is not negative). */
 hr_status hr_check_list(const char *function, const char *name, const hr_tensor_list *list,
                         int64_t count, const int64_t *numel, unsigned allowed_dtypes);
 
-/* A scalar in device memory: NULL is allowed, a misaligned address is not. */
+/* Checks the type and the alignment of a scalar in device memory, which may be NULL. */
 hr_status hr_check_scalar(const char *function, const char *name, const void *scalar,
                           hr_dtype dtype);
 
+/* Checks that exec names the CPU, or a CUDA device in a build with CUDA. */
 hr_status hr_check_exec(const char *function, const hr_exec *exec);
 
 #endif

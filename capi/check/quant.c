@@ -1,3 +1,4 @@
+/* quant.c: checks lists of scales. */
 #include "capi/check/quant.h"
 
 #include <inttypes.h>

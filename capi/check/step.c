@@ -1,3 +1,4 @@
+/* step.c: checks hr_step_config, its scalars and its counters. */
 #include "capi/check/step.h"
 
 #include <inttypes.h>

@@ -1,31 +1,17 @@
+/* weights_checks.c: checks hr_weights. */
 #include "capi/check/weights_checks.h"
 
 #include <inttypes.h>
 
 #include "kernels/weights/weights.h"
 
-static const struct {
-    const char *name;
-    unsigned params;
-} modes[] = {
-    {"HR_WEIGHTS_NEAREST", HR_FLOATS},
-    {"HR_WEIGHTS_STOCHASTIC", HR_BIT(HR_BF16) | HR_BIT(HR_F16)},
-    {"HR_WEIGHTS_KAHAN", HR_BIT(HR_BF16) | HR_BIT(HR_F16)},
-    {"HR_WEIGHTS_MASTER", HR_BIT(HR_BF16) | HR_BIT(HR_F16)},
-    {"HR_WEIGHTS_REMAINDER16", HR_BIT(HR_BF16)},
-    {"HR_WEIGHTS_REMAINDER8", HR_BIT(HR_BF16)},
-    {"HR_WEIGHTS_REMAINDER8_STOCHASTIC", HR_BIT(HR_BF16)},
-};
-
-#define MODES ((int)(sizeof modes / sizeof modes[0]))
-
 static hr_status check_residuals(const char *function, const hr_weights *w,
                                  const hr_tensor_list *params)
 {
-    const hr_dtype none = weights_residual_dtype(w->mode, HR_BF16);
-    HR_REQUIRE((none != HR_F64) == (w->residuals != NULL),
+    const hr_weights_mode_info *const info = hr_get_weights_mode_info(w->mode);
+    HR_REQUIRE(info->has_residuals == (w->residuals != NULL),
                "%s: weights->residuals is %s, but %s %s", function, w->residuals ? "given" : "NULL",
-               modes[w->mode].name, w->residuals ? "has none" : "needs them");
+               info->name, w->residuals ? "has none" : "needs them");
     if (!w->residuals)
         return HR_OK;
     const unsigned any =
@@ -35,8 +21,7 @@ static hr_status check_residuals(const char *function, const hr_weights *w,
         const hr_dtype wanted = weights_residual_dtype(w->mode, params->dtype[k]);
         HR_REQUIRE(w->residuals->dtype[k] == wanted,
                    "%s: residuals[%" PRId64 "] has dtype %s, but %s needs %s", function, k,
-                   hr_dtype_name(w->residuals->dtype[k]), modes[w->mode].name,
-                   hr_dtype_name(wanted));
+                   hr_dtype_name(w->residuals->dtype[k]), info->name, hr_dtype_name(wanted));
     }
     return HR_OK;
 }
@@ -68,17 +53,16 @@ hr_status weights_check(const char *function, const hr_weights *w, const hr_tens
 {
     if (!w)
         return HR_OK;
-    const int mode = (int)w->mode;
-    HR_REQUIRE(mode >= 0 && mode < MODES, "%s: weights->mode is %d, not an hr_weights_mode",
-               function, mode);
+    const hr_weights_mode_info *const info = hr_get_weights_mode_info(w->mode);
+    HR_REQUIRE(info, "%s: weights->mode is %d, not an hr_weights_mode", function, (int)w->mode);
     for (int64_t k = 0; k < params->count; k++)
-        HR_REQUIRE(modes[mode].params & HR_BIT(params->dtype[k]),
+        HR_REQUIRE(info->params & HR_BIT(params->dtype[k]),
                    "%s: params[%" PRId64 "] has dtype %s, which %s does not take", function, k,
-                   hr_dtype_name(params->dtype[k]), modes[mode].name);
+                   hr_dtype_name(params->dtype[k]), info->name);
     HR_TRY(check_residuals(function, w, params));
-    HR_REQUIRE(weights_are_random(w->mode) == (w->seeds != NULL),
-               "%s: weights->seeds is %s, but %s %s", function, w->seeds ? "given" : "NULL",
-               modes[mode].name, w->seeds ? "has no use for them" : "needs them");
+    HR_REQUIRE(info->is_random == (w->seeds != NULL), "%s: weights->seeds is %s, but %s %s",
+               function, w->seeds ? "given" : "NULL", info->name,
+               w->seeds ? "has no use for them" : "needs them");
     for (int64_t k = 0; w->places && k < params->count; k++)
         HR_TRY(check_place(function, w->places[k], params->numel[k], k));
     HR_REQUIRE((uintptr_t)w->stalled % sizeof *w->stalled == 0,

@@ -1,3 +1,5 @@
+/* runtime.c: the public functions that start no work: version, status, sizes, threads and
+ * levels. */
 #include <stdio.h>
 
 #include "capi/check/check.h"
@@ -41,9 +43,9 @@ const char *hr_status_string(hr_status status)
     return "unknown status";
 }
 
-size_t hr_dtype_size(hr_dtype dtype)
+int64_t hr_block_count(int64_t numel, int64_t block_size)
 {
-    return hr_dtype_bytes(dtype);
+    return numel <= 0 || block_size <= 0 ? 0 : numel / block_size + (numel % block_size != 0);
 }
 
 const char *hr_last_error(void)

@@ -1,3 +1,5 @@
+/* unscale_norm.c: hr_unscale_norm and the size of its workspace: checks, then the kernel of the
+ * device. */
 #include "kernels/grad/unscale_norm.h"
 
 #include <inttypes.h>
@@ -28,7 +30,7 @@ static norm_order order_of(double p)
     return p == 2.0 ? NORM_2 : p == 1.0 ? NORM_1 : isinf(p) ? NORM_INF : NORM_P;
 }
 
-/* Of a list that may not have its tensors yet. */
+/* Checks a list that may not have its addresses and types yet. */
 static hr_status check_sizes(const hr_tensor_list *grads)
 {
     HR_REQUIRE(grads, "hr_unscale_norm_workspace: grads is NULL");

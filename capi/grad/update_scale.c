@@ -1,3 +1,4 @@
+/* update_scale.c: hr_update_scale: checks, then the kernel of the device. */
 #include "kernels/grad/update_scale.h"
 
 #include <math.h>

@@ -1,3 +1,5 @@
+/* adafactor.c: hr_adafactor and the size of its workspace: checks, then the kernel of the
+ * device. */
 #include "kernels/optim/adafactor_plan.h"
 
 #include <inttypes.h>
@@ -6,7 +8,7 @@
 #include "capi/check/step.h"
 #include "capi/check/weights_checks.h"
 
-/* The defaults are those of the semantics that the config names. */
+/* Copies the config, with the defaults of the semantics that it names. */
 static hr_status copy_config(hr_adafactor_config *own, const hr_adafactor_config *config)
 {
     const hr_adafactor_config of_torch = HR_ADAFACTOR_TORCH_INIT;
@@ -55,7 +57,7 @@ static hr_status check_config(const hr_adafactor_config *config, int has_steps)
     return HR_OK;
 }
 
-/* Whether the product of three numbers >= 0 is at most 2^59; then it is in *product. */
+/* Whether the product of three numbers >= 0 is at most 2^59; *product is then the product. */
 static int multiply(int64_t a, int64_t b, int64_t c, int64_t *product)
 {
     return !__builtin_mul_overflow(a, b, product) &&
@@ -117,7 +119,7 @@ static int64_t wanted_numel(const hr_adafactor_shape *s, wanted part)
                                    : s->batch * s->cols;
 }
 
-/* A list of variances, which may be NULL if no shape wants any. */
+/* Checks a list of variances, which may be NULL if no parameter needs them. */
 static hr_status check_variances(const char *name, const hr_tensor_list *list,
                                  const adafactor_args *a, wanted part)
 {
@@ -190,7 +192,7 @@ hr_status hr_adafactor(const hr_tensor_list *params, const hr_tensor_list *row_v
                workspace_bytes, wanted_bytes);
     HR_REQUIRE(wanted_bytes == 0 || (workspace && (uintptr_t)workspace % 8 == 0),
                "hr_adafactor: workspace is at %p, wanted a multiple of 8 bytes", workspace);
-    /* The trajectory of weights that are stored in parts is that of binary32. */
+    /* Weights with a mode take the steps of binary32. */
     if (own.eps1 < 0 && own.step.weights && own.step.weights->mode != HR_WEIGHTS_NEAREST)
         own.eps1 = 0x1p-23;
     if (exec->device == HR_CPU) {

@@ -1,3 +1,4 @@
+/* adamw.c: hr_adamw: checks, then the kernel of the device. */
 #include "kernels/optim/adamw.h"
 
 #include <inttypes.h>

@@ -1,3 +1,4 @@
+/* adamw8bit.c: hr_adamw8bit: checks, then the kernel of the device. */
 #include "kernels/optim/adamw8bit.h"
 
 #include <inttypes.h>
@@ -8,9 +9,9 @@
 #include "capi/check/step.h"
 #include "capi/check/weights_checks.h"
 
-/* Copies the config of a caller, whose header may be older, over `own`, which holds the defaults.
- * The two structs in it have sizes of their own: what follows the inner one begins where that ends.
- * */
+/* Copies a caller's config, whose header may be older, over `own`, which holds the defaults. The
+ * outer and the inner struct have sizes of their own: members after the inner one begin where it
+ * ends. */
 static hr_status copy_config(hr_adamw8bit_config *own, const hr_adamw8bit_config *config,
                              int has_steps)
 {

@@ -1,3 +1,5 @@
+/* quantize_blocks.c: hr_quantize_blocks and hr_dequantize_blocks: checks, then the kernel of the
+ * device. */
 #include "kernels/quant/quantize_blocks.h"
 
 #include <inttypes.h>
@@ -17,35 +19,35 @@ static hr_status check_config(const char *function, hr_quantize_config *own,
     return HR_OK;
 }
 
-static hr_status convert(const char *function, quantize_args *a, const hr_quantize_config *config,
+static hr_status convert(const char *function, quantize_args args, const hr_quantize_config *config,
                          const hr_exec *exec)
 {
     hr_quantize_config own = HR_QUANTIZE_CONFIG_INIT;
     HR_TRY(check_config(function, &own, config));
     HR_TRY(hr_check_exec(function, exec));
-    HR_REQUIRE(a->values, "%s: values is NULL", function);
-    const int64_t count = a->values->count;
-    HR_TRY(hr_check_list(function, "values", a->values, count, NULL, HR_FLOATS));
-    HR_TRY(hr_check_list(function, "codes", a->codes, count, a->values->numel, HR_BIT(HR_U8)));
-    HR_TRY(quant_check_absmaxs(function, "absmaxs", a->absmaxs, a->values, own.block_size));
-    a->config = &own;
+    HR_REQUIRE(args.values, "%s: values is NULL", function);
+    const int64_t count = args.values->count;
+    HR_TRY(hr_check_list(function, "values", args.values, count, NULL, HR_FLOATS));
+    HR_TRY(hr_check_list(function, "codes", args.codes, count, args.values->numel, HR_BIT(HR_U8)));
+    HR_TRY(quant_check_absmaxs(function, "absmaxs", args.absmaxs, args.values, own.block_size));
+    args.config = &own;
     if (exec->device == HR_CPU)
-        return quantize_blocks_cpu(a);
-    HR_RETURN_CUDA(quantize_blocks_cuda(a, exec), exec);
+        return quantize_blocks_cpu(&args);
+    HR_RETURN_CUDA(quantize_blocks_cuda(&args, exec), exec);
 }
 
 hr_status hr_quantize_blocks(const hr_tensor_list *codes, const hr_tensor_list *absmaxs,
                              const hr_tensor_list *values, const hr_quantize_config *config,
                              const hr_exec *exec)
 {
-    quantize_args args = {codes, absmaxs, values, NULL, 0};
-    return convert("hr_quantize_blocks", &args, config, exec);
+    const quantize_args args = {codes, absmaxs, values, NULL, 0};
+    return convert("hr_quantize_blocks", args, config, exec);
 }
 
 hr_status hr_dequantize_blocks(const hr_tensor_list *values, const hr_tensor_list *codes,
                                const hr_tensor_list *absmaxs, const hr_quantize_config *config,
                                const hr_exec *exec)
 {
-    quantize_args args = {codes, absmaxs, values, NULL, 1};
-    return convert("hr_dequantize_blocks", &args, config, exec);
+    const quantize_args args = {codes, absmaxs, values, NULL, 1};
+    return convert("hr_dequantize_blocks", args, config, exec);
 }

@@ -1,9 +1,26 @@
+/* weights.c: hr_join_weights, hr_split_weights and the table of modes: checks, then the kernel of
+ * the device. */
 #include "kernels/weights/weights.h"
 
 #include "capi/check/check.h"
 #include "capi/check/weights_checks.h"
 
-/* Checks a call, and fills what the kernels take of it: random modes round to nearest here. */
+const hr_weights_mode_info *hr_get_weights_mode_info(hr_weights_mode mode)
+{
+#define INFO(context, mode_, params_, residual_, is_random_, nearest_) \
+    [HR_WEIGHTS_##mode_] = {"HR_WEIGHTS_" #mode_,                      \
+                            params_,                                   \
+                            (residual_) != WEIGHTS_NO_RESIDUAL,        \
+                            (residual_) == WEIGHTS_LIKE_PARAM,         \
+                            residual_,                                 \
+                            is_random_,                                \
+                            HR_WEIGHTS_##nearest_},
+    static const hr_weights_mode_info infos[] = {WEIGHTS_MODES(INFO, )};
+#undef INFO
+    return (unsigned)mode < sizeof infos / sizeof infos[0] ? &infos[mode] : NULL;
+}
+
+/* Checks a call, and replaces its weights by a copy without seeds, whose mode rounds to nearest. */
 static hr_status prepare(const char *function, weights_args *a, hr_weights *weights,
                          const hr_exec *exec)
 {
@@ -14,7 +31,8 @@ static hr_status prepare(const char *function, weights_args *a, hr_weights *weig
     const int64_t count = a->params->count;
     HR_TRY(hr_check_list(function, "params", a->params, count, NULL, HR_FLOATS));
     HR_TRY(hr_check_list(function, "values", a->values, count, a->params->numel, HR_BIT(HR_F32)));
-    weights->mode = weights_nearest(weights->mode);
+    const hr_weights_mode_info *const info = hr_get_weights_mode_info(weights->mode);
+    weights->mode = info ? info->nearest : weights->mode;
     weights->seeds = NULL;
     weights->places = NULL;
     weights->stalled = NULL;

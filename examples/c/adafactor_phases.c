@@ -1,6 +1,7 @@
 /*
- * Adafactor on a matrix whose rows lie on two ranks: between the phases of a step the ranks add up
- * what crosses them. Both are in this process; a real program would call its all-reduce instead.
+ * adafactor_phases.c: Adafactor on a matrix whose rows are sharded over two ranks. Between the
+ * phases of a step the ranks add the sums that cross them. Here both ranks are in one process; a
+ * real program would call its all-reduce instead.
  *
  *     cc -std=c99 adafactor_phases.c $(pkg-config --cflags --libs headroom) -lm -o adafactor_phases
  */
@@ -46,7 +47,7 @@ static void part_step(part *p, int step, int phases)
                        &config, p->workspace, p->bytes, &cpu));
 }
 
-/* Adds `count` numbers of the workspaces, from `first` on, over the ranks. */
+/* Adds the numbers [first, first + count) of the workspaces over the ranks. */
 static void all_reduce(part *parts, int first, int count)
 {
     for (int i = first; i < first + count; i++) {
@@ -65,7 +66,8 @@ int main(void)
     for (int i = 0; i < ROWS * COLS; i++)
         whole_param[i] = param[i] = next_random(&seed);
 
-    /* whole_rows: sums over rows cross parts. Each rank has all columns. */
+    /* The ranks share the rows, so whole_rows is set. Each rank has all columns, so whole_cols is
+     * 0. */
     const hr_adafactor_shape of_whole = {1, ROWS, COLS, 1, 0, 0, 0};
     const hr_adafactor_shape of_rank = {1, LOCAL, COLS, 1, ROWS, 0, ROWS * COLS};
     static part whole, parts[RANKS];
@@ -73,7 +75,8 @@ int main(void)
     for (int rank = 0; rank < RANKS; rank++)
         part_init(&parts[rank], of_rank, param + rank * LOCAL * COLS, grad + rank * LOCAL * COLS);
 
-    /* The workspace of one matrix: param^2, u^2, row_var; then g^2 of each row and each column. */
+    /* The numbers in the workspace of one matrix: sums of param^2, u^2 and row_var, then sums of
+     * g^2 of each row and each column. */
     enum {
         PARAM_SQUARES,
         UPDATE_SQUARES,

@@ -1,5 +1,6 @@
 /*
- * AdamW with moments of 8 bits: 2.03 bytes of state per weight instead of 8.
+ * adamw8bit.c: AdamW with 8-bit moments. With blocks of 256 the state takes 2.03 bytes per weight
+ * instead of 8.
  *
  *     cc -std=c99 adamw8bit.c $(pkg-config --cflags --libs headroom) -lm -o adamw8bit
  */
@@ -13,7 +14,8 @@ int main(void)
     problem_fill(&p);
     const hr_exec cpu = {HR_CPU, NULL};
 
-    /* A code per weight and a scale per block; scales of zero say that the moments are zero. */
+    /* Each moment has a code per weight and a scale per block. Scales of zero make all moments
+     * zero. */
     float weight[FEATURES] = {0}, grad[FEATURES];
     uint8_t m[FEATURES] = {0}, v[FEATURES] = {0};
     const int64_t blocks = hr_block_count(FEATURES, BLOCK_SIZE);
@@ -43,7 +45,7 @@ int main(void)
                            &cpu));
     }
 
-    /* What the codes stand for. */
+    /* Decodes the second moments. */
     float moment[FEATURES];
     one_tensor moment_tensor = {moment, FEATURES, HR_F32};
     const hr_tensor_list moments = list_of(&moment_tensor);

@@ -1,6 +1,7 @@
 /*
- * AdamW on a CUDA stream: the step is queued behind the copy of the gradient, and the host waits only
- * when it reads the weights. Ends with 77, which says "skipped", where there is no CUDA device.
+ * adamw_cuda.c: AdamW on a CUDA stream. The step is queued behind the copy of the gradient, and the
+ * host waits only when it reads the weights. Returns 77, which means "skipped", if there is no CUDA
+ * device.
  *
  *     cc -std=c99 adamw_cuda.c $(pkg-config --cflags --libs headroom) -lcudart -lm -o adamw_cuda
  */

@@ -1,5 +1,6 @@
 /*
- * Fits y = X w + b by least squares with AdamW on the CPU: the whole use of headroom.h in one page.
+ * least_squares.c: fits y = X w + b by least squares with AdamW on the CPU: a complete program that
+ * uses headroom.h.
  *
  *     cc -std=c99 least_squares.c $(pkg-config --cflags --libs headroom) -lm -o least_squares
  */

@@ -1,4 +1,4 @@
-/* problem.h: what the examples share: a small least-squares problem, y = X w. */
+/* problem.h: a small least-squares problem, y = X w, and helpers that the examples share. */
 #ifndef PROBLEM_H
 #define PROBLEM_H
 
@@ -52,7 +52,8 @@ static inline float problem_loss(const problem *p, const float *weight, float sc
     return sum;
 }
 
-/* A list of one tensor: pointers to its members must outlive the call. */
+/* A tensor that list_of() makes a list of. It must outlive the list, which points to its
+ * members. */
 typedef struct one_tensor {
     void *data;
     int64_t numel;
@@ -65,7 +66,7 @@ static inline hr_tensor_list list_of(one_tensor *tensor)
     return list;
 }
 
-/* Ends the program with the library's words if a call failed. */
+/* Ends the program with the library's message if a call failed. */
 static inline void check(hr_status status)
 {
     if (status == HR_OK)

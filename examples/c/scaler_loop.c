@@ -1,7 +1,7 @@
 /*
- * Gradients in f16 with a dynamic loss scale: unscale, look for overflow and clip in one pass, step
- * unless there was one, then update the scale. Nothing waits for the device: on CUDA the same loop
- * would hold pointers to device memory.
+ * scaler_loop.c: f16 gradients with a dynamic loss scale. One pass measures the gradients and looks
+ * for an overflow, the step is skipped if there was one, and then the scale is updated. Nothing
+ * waits for the device: on CUDA the same loop would use pointers to device memory.
  *
  *     cc -std=c99 scaler_loop.c $(pkg-config --cflags --libs headroom) -lm -o scaler_loop
  */
@@ -9,7 +9,7 @@
 
 enum { STEPS = 400 };
 
-/* f16 from f32, by a call of the library: unscaling by 1 would not write, so the weights' way. */
+/* Rounds f32 to f16, with the call that splits weights: C99 has no type for f16. */
 static void to_f16(uint16_t *half, float *values, const hr_exec *exec)
 {
     one_tensor half_tensor = {half, FEATURES, HR_F16}, value_tensor = {values, FEATURES, HR_F32};
@@ -33,7 +33,7 @@ int main(void)
 
     float scale = 1048576.0f, norm, found_inf, clip_coef;
     int32_t growth_tracker = 0;
-    double step_count = 0; /* of the steps that were taken: skipped ones do not count */
+    double step_count = 0; /* of the steps that were not skipped */
     one_tensor step_tensor = {&step_count, 1, HR_F64};
     const hr_tensor_list steps = list_of(&step_tensor);
 
@@ -47,7 +47,7 @@ int main(void)
 
     hr_adamw_config config = HR_ADAMW_CONFIG_INIT;
     config.weight_decay = 0;
-    config.step.grad_scale = &scale; /* the gradients stay scaled: AdamW reads them once */
+    config.step.grad_scale = &scale; /* AdamW unscales the gradients as it reads them */
     config.step.found_inf = &found_inf;
     config.step.clip_coef = &clip_coef;
     hr_update_scale_config update = HR_UPDATE_SCALE_CONFIG_INIT;

@@ -10,7 +10,6 @@
 #define HR_LIST_CUH
 
 #include "kernels/core/cuda.cuh"
-#include "kernels/core/step.h"
 
 /* Launch parameters hold this many bytes (CUDA 12.1 and later). */
 #define CUDA_PARAMETER_BYTES 32764
@@ -18,11 +17,18 @@
 /* How many elements one block takes. */
 #define CUDA_CHUNK 16384
 
-/* What a kernel over a list is given: `Shared`, what all tensors have in common, and the records.
- * The most that fit, because a smaller number would be another instance of every kernel. */
-template <typename Shared, typename Record> struct list_launch : Shared {
+/* As many tensors as launch parameters hold; and a number for a launch of few tensors, such as one
+ * per parameter while a backward pass goes on, which then passes hundreds of bytes and not 32 KB.
+ * More numbers would each be another instance of a kernel, for a part of a microsecond: instances
+ * share no code, because ptxas copies even a function that is not inlined into each of them. */
+#define LIST_MOST 0
+#define LIST_FEW  8
+
+/* What a kernel over a list is given: `Shared`, what all tensors have in common, and the records. */
+template <typename Shared, typename Record, uint32_t number = LIST_MOST>
+struct list_launch : Shared {
     static constexpr uint32_t capacity =
-        (CUDA_PARAMETER_BYTES - sizeof(Shared) - 8) / sizeof(Record);
+        number == LIST_MOST ? (CUDA_PARAMETER_BYTES - sizeof(Shared) - 8) / sizeof(Record) : number;
     uint32_t count;
     Record tensors[capacity];
 };
@@ -62,12 +68,31 @@ static __device__ __forceinline__ int64_t list_end(const Record &t, int64_t begi
     return t.numel - begin < CUDA_CHUNK ? t.numel : begin + CUDA_CHUNK;
 }
 
-/* Where groups of eight end, if the addresses, or-ed together, allow 16-byte accesses; else
- * `begin`. */
-static __device__ __forceinline__ int64_t list_vector_end(uintptr_t addresses, int64_t begin,
-                                                          int64_t end)
+/* The address of element i; NULL if there is no tensor. */
+static __device__ __forceinline__ void *list_address(const void *base, int64_t i, hr_dtype dtype)
 {
-    return addresses % 16 == 0 ? begin + (end - begin) / 8 * 8 : begin;
+    const int size = dtype == HR_F32 ? 4 : dtype == HR_I8 ? 1 : 2;
+    return base ? (char *)base + i * size : nullptr;
+}
+
+/* Calls few(first) for each of the thread's groups of four elements below `end`, a block's groups lying
+ * side by side, and many(first) for `in_flight` groups at once where there are as many; then one(i) for
+ * the elements from `end` to `count`. */
+template <int threads, int in_flight, typename Many, typename Few, typename One>
+static __device__ __forceinline__ void list_in_groups(int end, int count, Many many, Few few,
+                                                      One one)
+{
+    constexpr int group = 4 * threads;
+    int i = (int)threadIdx.x * 4;
+#pragma unroll 1
+    for (; i + (in_flight - 1) * group < end; i += in_flight * group)
+        many(i);
+#pragma unroll 1
+    for (; i < end; i += group)
+        few(i);
+#pragma unroll 1
+    for (i = end + (int)threadIdx.x; i < count; i += threads)
+        one(i);
 }
 
 /* For every tensor k of the list calls fill(record, k), and for each group of tensors that fit in a
@@ -93,16 +118,6 @@ static inline hr_status list_launch_all(Launch *launch, const hr_tensor_list *li
         status = cuda_launch_status(function);
     }
     return status;
-}
-
-/* Counts the step for a launch's records. A launch of its own, after the update: every block of a
- * tensor reads its counter. */
-template <typename Launch>
-static __global__ void list_count_kernel(const Launch __grid_constant__ args)
-{
-    const uint32_t k = blockIdx.x * blockDim.x + threadIdx.x;
-    if (k < args.count && !step_is_skipped(&args.config.step))
-        step_count(args.tensors[k].step, (hr_dtype)args.tensors[k].step_dtype);
 }
 
 #endif

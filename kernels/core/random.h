@@ -1,6 +1,6 @@
 /*
- * random.h: Philox4x32-10, random numbers that are a function of a counter and a key, the same on
- * every device and in any order.
+ * random.h: the random numbers of Philox4x32-10. They are a function of a counter and a key alone,
+ * so they are the same on every device and in any order.
  *
  * Parallel random numbers: as easy as 1, 2, 3, Salmon et al., doi:10.1145/2063384.2063405.
  */

@@ -1,3 +1,4 @@
+/* runtime.c: the last error of each thread, the lent threads and the instruction set in use. */
 #include "kernels/core/runtime.h"
 
 #include <stdarg.h>
@@ -63,7 +64,7 @@ const char *runtime_cpu_level_name(hr_cpu_level level)
     return names[level];
 }
 
-static _Atomic int cpu_level = -1; /* until the first use */
+static _Atomic int cpu_level = -1; /* not chosen before the first use */
 
 hr_cpu_level runtime_cpu_level(void)
 {

@@ -7,17 +7,27 @@
 
 #include "kernels/core/dtype.h"
 
-HR_INLINE float accumulate_plain(float sum, float x)
+/* The new sum. `compensated` is a constant; without it nothing is read or written at `lost`. */
+HR_INLINE float accumulate_sum(float sum, float x, float *lost, int compensated)
 {
-    return sum + x;
+    const float y = compensated ? x - *lost : x;
+    const float t = sum + y;
+    if (compensated)
+        *lost = (t - sum) - y;
+    return t;
 }
 
-HR_INLINE float accumulate_compensated(float sum, float x, float *lost)
+/* Element i. Written with constants from `dtype` on. */
+HR_INLINE void accumulate_element(float *sum, float *lost, void *grad, int64_t i, float factor,
+                                  hr_dtype dtype, int compensated, int zero_grads)
 {
-    const float y = x - *lost;
-    const float t = sum + y;
-    *lost = (t - sum) - y;
-    return t;
+    const float x = hr_load(grad, i, dtype) * factor;
+    float rest = compensated ? lost[i] : 0.0f;
+    hr_store(sum, i, accumulate_sum(sum[i], x, &rest, compensated), HR_F32);
+    if (compensated)
+        hr_store(lost, i, rest, HR_F32);
+    if (zero_grads)
+        hr_store(grad, i, 0.0f, dtype);
 }
 
 HR_INLINE float accumulate_factor(const hr_accumulate_config *config)

@@ -1,84 +1,89 @@
-/* accumulate_cuda.cu: the grid, as in adamw_cuda.cu. */
+/*
+ * accumulate_cuda.cu: the grid. The loop has an instance for each dtype, with compensation and
+ * without, chosen once per block; all loads of a turn are in flight before the first is used.
+ */
 #include "kernels/grad/accumulate.h"
 #include "kernels/core/list.cuh"
 #include "kernels/core/pack.cuh"
 
 #define THREADS 256
 
+/* A tensor; and in a block, from the block's first element on. */
 typedef struct sum_record {
     float *sum, *lost;
     void *grad;
     int64_t numel;
-    uint32_t first_block;
-    uint32_t dtype;
+    uint32_t first_block, dtype;
 } sum_record;
 
-typedef struct accumulate_shared {
-    hr_accumulate_config config;
-} accumulate_shared;
+typedef list_launch<hr_accumulate_config, sum_record> accumulate_launch;
 
-typedef list_launch<accumulate_shared, sum_record> accumulate_launch;
-
-static __device__ __forceinline__ void add_one(const sum_record &t, float factor, int zero_grads,
-                                               int64_t i)
+/* Four elements of each of `count` groups, the first at `first`. */
+template <hr_dtype dtype, int compensated, int count>
+static __device__ __forceinline__ void add_groups(const sum_record &t, float factor, int zero_grads,
+                                                  int first)
 {
-    const hr_dtype dtype = (hr_dtype)t.dtype;
-    const float x = hr_load(t.grad, i, dtype) * factor;
-    float total;
-    if (t.lost) {
-        float lost = t.lost[i];
-        total = accumulate_compensated(t.sum[i], x, &lost);
-        hr_store(t.lost, i, lost, HR_F32);
-    } else {
-        total = accumulate_plain(t.sum[i], x);
-    }
-    hr_store(t.sum, i, total, HR_F32);
-    if (zero_grads)
-        hr_store(t.grad, i, 0.0f, dtype);
-}
-
-static __device__ __forceinline__ void add_eight(const sum_record &t, float factor, int zero_grads,
-                                                 int64_t i)
-{
-    const hr_dtype dtype = (hr_dtype)t.dtype;
-    const pack<8> grads = pack_load<8>(t.grad, i, dtype);
-    const pack<8> sums = pack_load<8>(t.sum, i, HR_F32);
-    const pack<8> losts = t.lost ? pack_load<8>(t.lost, i, HR_F32) : sums;
-    float total[8], lost[8];
+    pack<4> grads[count], sums[count], losts[count];
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        const float x = pack_get(grads, j, dtype) * factor;
-        const float sum = pack_get(sums, j, HR_F32);
-        lost[j] = pack_get(losts, j, HR_F32);
-        total[j] = t.lost ? accumulate_compensated(sum, x, &lost[j]) : accumulate_plain(sum, x);
+    for (int k = 0; k < count; k++) {
+        const int i = first + k * 4 * THREADS;
+        grads[k] = pack_load<4>(t.grad, i, dtype);
+        sums[k] = pack_load<4>(t.sum, i, HR_F32);
+        if (compensated)
+            losts[k] = pack_load<4>(t.lost, i, HR_F32);
     }
-    pack_store(t.sum, i, pack_of(total, HR_F32), HR_F32);
-    if (t.lost)
-        pack_store(t.lost, i, pack_of(lost, HR_F32), HR_F32);
-    if (zero_grads) {
-        const float zeros[8] = {0};
-        pack_store(t.grad, i, pack_of(zeros, dtype), dtype);
+#pragma unroll
+    for (int k = 0; k < count; k++) {
+        const int i = first + k * 4 * THREADS;
+        float total[4], lost[4] = {};
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float x = pack_get(grads[k], e, dtype) * factor;
+            if (compensated)
+                lost[e] = pack_get(losts[k], e, HR_F32);
+            total[e] = accumulate_sum(pack_get(sums[k], e, HR_F32), x, &lost[e], compensated);
+        }
+        pack_store(t.sum, i, pack_of(total, HR_F32), HR_F32);
+        if (compensated)
+            pack_store(t.lost, i, pack_of(lost, HR_F32), HR_F32);
+        if (zero_grads)
+            pack_store(t.grad, i, pack<4>{{0, 0, 0, 0}}, dtype);
     }
 }
 
-static __global__ void __launch_bounds__(THREADS)
+template <hr_dtype dtype, int compensated>
+static __device__ __forceinline__ void add_chunk(const sum_record &t, float factor, int zero_grads,
+                                                 int count)
+{
+    constexpr int many = compensated ? 2 : 4;
+    const uintptr_t addresses = (uintptr_t)t.sum | (uintptr_t)t.lost | (uintptr_t)t.grad;
+    list_in_groups<THREADS, many>(
+        addresses % 16 == 0 ? count / 4 * 4 : 0, count,
+        [&](int i) { add_groups<dtype, compensated, many>(t, factor, zero_grads, i); },
+        [&](int i) { add_groups<dtype, compensated, 1>(t, factor, zero_grads, i); },
+        [&](int i) {
+            accumulate_element(t.sum, t.lost, t.grad, i, factor, dtype, compensated, zero_grads);
+        });
+}
+
+static __global__ void __launch_bounds__(THREADS, 4)
     accumulate_kernel(const accumulate_launch __grid_constant__ args)
 {
-    const sum_record &t = args.tensors[list_find(args.tensors, args.count, blockIdx.x)];
-    const float factor = accumulate_factor(&args.config);
-    const uintptr_t addresses = (uintptr_t)t.sum | (uintptr_t)t.lost | (uintptr_t)t.grad;
-    const int64_t begin = list_begin(t), end = list_end(t, begin);
-    const int64_t vector_end = list_vector_end(addresses, begin, end);
-    for (int64_t i = begin + threadIdx.x * 8; i < vector_end; i += THREADS * 8)
-        add_eight(t, factor, args.config.zero_grads, i);
-    for (int64_t i = vector_end + threadIdx.x; i < end; i += THREADS)
-        add_one(t, factor, args.config.zero_grads, i);
+    sum_record t = args.tensors[list_find(args.tensors, args.count, blockIdx.x)];
+    const hr_dtype dtype = (hr_dtype)t.dtype;
+    const int64_t begin = list_begin(t);
+    const int count = (int)(list_end(t, begin) - begin);
+    t.sum += begin;
+    t.lost = t.lost ? t.lost + begin : nullptr;
+    t.grad = (char *)t.grad + begin * hr_element_size(dtype);
+    const float factor = accumulate_factor(&args);
+    FOR_FLAG(t.lost, C, FOR_DTYPE(dtype, D, (add_chunk<D, C>(t, factor, args.zero_grads, count))))
 }
 
 hr_status accumulate_cuda(const accumulate_args *args, const hr_exec *exec)
 {
     accumulate_launch launch;
-    launch.config = *args->config;
+    (hr_accumulate_config &)launch = *args->config;
     const auto fill = [=](sum_record &t, int64_t k) {
         t.sum = (float *)args->sums->data[k];
         t.lost = args->losts ? (float *)args->losts->data[k] : nullptr;

@@ -1,10 +1,11 @@
 /*
- * unscale_norm.h: unscale, check and measure gradients in one pass.
+ * unscale_norm.h: unscales, checks and measures gradients in one pass; see hr_unscale_norm in
+ * headroom.h.
  *
- * A list is cut into chunks of consecutive elements of one tensor. Each chunk leaves one binary64
- * number in the workspace: the sum of |x|^p over its elements, or their maximum. A second step adds
- * the chunks of a tensor, then the tensors, always in the same order, so the result does not depend
- * on who computed which chunk.
+ * A list is cut into chunks of consecutive elements of one tensor. Each chunk writes one binary64
+ * number to the workspace: the sum of |x|^p over its elements, or their maximum. A second step adds
+ * the chunks of each tensor, then the tensors, always in the same order, so the result does not
+ * depend on which thread computed which chunk.
  *
  * The square of a binary32 number is exact in binary64, and no sum of 2^59 of them overflows or
  * loses small terms to underflow, so the norm needs no scaling, and is not finite exactly if an
@@ -17,10 +18,10 @@
 
 #include "kernels/core/step.h"
 
-/* The orders with a loop of their own. */
+/* The orders that have a loop of their own, and all others. */
 typedef enum norm_order { NORM_2, NORM_1, NORM_INF, NORM_P } norm_order;
 
-/* What the chunks add up or compare: |x|^p, and |x| for the maximum. */
+/* The term of an element: |x|^p, or |x| for the maximum. */
 HR_INLINE double norm_term(float x, norm_order order, double p)
 {
     const double magnitude = fabs((double)x);
@@ -54,7 +55,7 @@ HR_INLINE double norm_of(double sum, norm_order order, double p)
     }
 }
 
-/* What gradients are multiplied by. */
+/* The factor that gradients are multiplied by. */
 HR_INLINE float unscale_factor(const hr_unscale_norm_config *config)
 {
     return (float)step_scale(config->clip_coef, config->grad_scale);
@@ -83,8 +84,8 @@ HR_INLINE int64_t norm_chunks_of_list(const hr_tensor_list *list)
     return chunks;
 }
 
-/* Stores what the sums of the tensors, visited in order, amount to. By hr_store, because of two NaN
- * each instruction set keeps another. */
+/* Stores the results over all tensors. Uses hr_store(), which makes all NaNs equal, because
+ * instruction sets differ in which of two NaNs a sum keeps. */
 HR_INLINE void norm_store(const hr_unscale_norm_result *result,
                           const hr_unscale_norm_config *config, norm_order order, double total,
                           int64_t culprit)

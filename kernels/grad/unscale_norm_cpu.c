@@ -1,14 +1,14 @@
 /*
- * unscale_norm_cpu.c: the loop. A chunk is summed in LANES interleaved sums, whatever the width of
- * a vector, so every instruction set adds in the same order.
+ * unscale_norm_cpu.c: the CPU loop of hr_unscale_norm. A chunk is added in LANES interleaved sums,
+ * whatever the width of a vector, so every instruction set adds in the same order.
  */
 #include "kernels/core/cpu.h"
 #include "kernels/grad/unscale_norm.h"
 
 #define LANES 32
 
-/* The next `count` elements, unscaled, in x. A loop of its own, so that it is vectorised as a
- * whole: the conversion to binary16 is not when binary64 sums share its loop. */
+/* Unscales `count` elements to x. This is a loop of its own because a compiler does not vectorize
+ * the conversion to f16 in a loop that also adds in binary64. */
 HR_INLINE void unscale_few_as(void *restrict grad, int64_t begin, int count, float factor,
                               hr_dtype dtype, int write, float *restrict x)
 {
@@ -19,7 +19,8 @@ HR_INLINE void unscale_few_as(void *restrict grad, int64_t begin, int count, flo
     }
 }
 
-/* Where dtype and write are constants, so is the choice here; else it is made once for the lot. */
+/* Calls unscale_few_as() with constants; the choice costs nothing if dtype and write are
+ * constants. */
 HR_INLINE void unscale_few(void *restrict grad, int64_t begin, int count, float factor,
                            hr_dtype dtype, int write, float *restrict x)
 {
@@ -75,7 +76,7 @@ HR_INLINE double unscale_dispatch(void *grad, int64_t begin, int64_t end, float 
 HR_INLINE void scale_dispatch(void *grad, int64_t begin, int64_t end, float factor, hr_dtype dtype){
     FOR_DTYPE(dtype, D, scale_chunk(grad, begin, end, factor, D))}
 
-/* The chunks whose first element is in [begin, end) of cpu_total. */
+/* Runs over the chunks whose first element is in [begin, end), with the tensors laid end to end. */
 HR_INLINE void unscale_norm_range(void *context, int64_t begin, int64_t end)
 {
     const unscale_norm_args *a = (const unscale_norm_args *)context;

@@ -1,6 +1,6 @@
 /*
- * update_scale.h: the update of a dynamic loss scale, documented at hr_update_scale in headroom.h.
- * Mixed precision training, Micikevicius et al., arXiv:1710.03740.
+ * update_scale.h: updates a dynamic loss scale; the rule is documented at hr_update_scale in
+ * headroom.h. Mixed precision training, Micikevicius et al., arXiv:1710.03740.
  */
 #ifndef HR_UPDATE_SCALE_H
 #define HR_UPDATE_SCALE_H

@@ -1,3 +1,4 @@
+/* update_scale_cpu.c: the update of the loss scale on the CPU. */
 #include "kernels/core/runtime.h"
 #include "kernels/grad/update_scale.h"
 

@@ -44,6 +44,17 @@ static __device__ __forceinline__ float sum_of_eight(const float (&x)[8])
     return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
 }
 
+/* Where a block of a matrix lies. A launch has fewer than 2^32 blocks, and division of 64 bits takes
+ * a hundred instructions. */
+static __device__ __forceinline__ adafactor_place place_of_block(const adafactor_tensor &t,
+                                                                 uint32_t block)
+{
+    const uint32_t col_blocks = (uint32_t)t.cut.col_blocks, row_blocks = (uint32_t)t.cut.row_blocks;
+    const uint32_t row_block = block / col_blocks, matrix = row_block / row_blocks;
+    return adafactor_place_at(&t.shape, &t.cut, matrix, row_block - matrix * row_blocks,
+                              block - row_block * col_blocks);
+}
+
 /* ---- Eight elements -------------------------------------------------------------------------- */
 
 /* Elements [i, i + count), count at most 8; zeros in the place of those that are not there. */

@@ -1,6 +1,6 @@
 /*
- * adafactor.h: Adafactor. The rule, its constants, and the kernels. The rule is the one documented
- * at hr_adafactor in headroom.h; how a call goes about it is in adafactor_plan.h.
+ * adafactor.h: Adafactor: the rule, its constants, and the kernels. The rule is documented at
+ * hr_adafactor in headroom.h; adafactor_plan.h has the order in which a call computes it.
  *
  * Adafactor: adaptive learning rates with sublinear memory cost, Shazeer and Stern,
  * arXiv:1804.04235.
@@ -12,9 +12,9 @@
 
 #include "kernels/core/step.h"
 
-/* These read the scalars that `config` points to, so they must run where those live. */
+/* adafactor_fold() reads the scalars that `config` points to, so it must run where these live. */
 
-/* 1 - beta2_t: the part of the new square in a variance. */
+/* 1 - beta2_t: the weight of the new square in a variance. */
 HR_INLINE double adafactor_weight(const hr_adafactor_config *config, double t)
 {
     return pow(t, config->beta2_decay);
@@ -39,20 +39,21 @@ HR_INLINE adafactor_rates adafactor_fold(const hr_adafactor_config *config, doub
     return r;
 }
 
-/* Whether the step is scaled by the parameter. */
+/* Whether the step is scaled by RMS(param). */
 HR_INLINE int adafactor_is_scaled(const hr_adafactor_config *config)
 {
     return config->semantics == HR_ADAFACTOR_TORCH || config->scale_parameter;
 }
 
-/* eps1 of a tensor: torch's default is that of the parameter's type. */
+/* eps1 of a tensor. A negative eps1 stands for the epsilon of the param's type, as torch's default
+ * does. */
 HR_INLINE double adafactor_eps1(const hr_adafactor_config *config, hr_dtype param)
 {
     const double eps = param == HR_F32 ? 0x1p-23 : param == HR_BF16 ? 0x1p-7 : 0x1p-10;
     return config->eps1 >= 0 ? config->eps1 : eps;
 }
 
-/* What the mean of the row variances is at least, and what is added to squares. */
+/* The least value of the mean of the row variances, and the number that is added to squares. */
 HR_INLINE double adafactor_least_mean(const hr_adafactor_config *config, double eps1)
 {
     return config->semantics == HR_ADAFACTOR_TORCH ? eps1 : -INFINITY;
@@ -63,7 +64,7 @@ HR_INLINE double adafactor_added(const hr_adafactor_config *config, double eps1)
     return config->semantics == HR_ADAFACTOR_HF ? eps1 : 0.0;
 }
 
-/* The largest factor of a gradient: 1 / sqrt(variance), where torch bounds the variance. */
+/* The largest factor 1 / sqrt(variance) of a gradient, which torch bounds. */
 HR_INLINE float adafactor_bound(const hr_adafactor_config *config, double eps1)
 {
     return config->semantics == HR_ADAFACTOR_TORCH ? (float)(1.0 / eps1) : INFINITY;
@@ -77,7 +78,7 @@ HR_INLINE float adafactor_variance(float variance, double mean, double weight)
     return (float)(from + part * change);
 }
 
-/* That of an element of a vector; at most one of `weight` and `keep` is below 0.5. */
+/* The variance of an element of a vector; at most one of `weight` and `keep` is below 0.5. */
 HR_INLINE float adafactor_element_variance(float variance, float square, float weight, float keep)
 {
     const float change = square - variance;
@@ -96,8 +97,20 @@ HR_INLINE float adafactor_column_factor(float variance)
     return (float)(1.0 / sqrt((double)variance));
 }
 
-/* What the elements of a row have in common: a gradient times min(factor * column, bound) is its
- * update. Holds the factor of the gradient too, without its sign, which is that of the step. */
+/* The factors of a tiny matrix, whose rows and columns are so short that every pass over the elements
+ * computes them again: in binary32, which many GPUs compute 64 times as fast as binary64. */
+HR_INLINE float adafactor_tiny_row_factor(float variance, float root_of_mean)
+{
+    return root_of_mean / sqrtf(variance);
+}
+
+HR_INLINE float adafactor_tiny_column_factor(float variance)
+{
+    return 1.0f / sqrtf(variance);
+}
+
+/* The constants of a row: the update of an element is its gradient times min(factor * column,
+ * bound). Both include the magnitude of the gradient's factor; adafactor_step holds its sign. */
 typedef struct adafactor_row {
     float factor, bound;
 } adafactor_row;
@@ -131,7 +144,7 @@ HR_INLINE adafactor_step adafactor_step_of(const hr_adafactor_config *config, ad
         const double rms = sqrt(squared_param / numel);
         alpha *= rms > config->eps2 ? rms : config->eps2;
     }
-    /* The two differ in what they make of a NaN. */
+    /* The two implementations treat a NaN differently. */
     const double over = sqrt(squared_update / numel) / config->clip_threshold;
     const double clip = is_torch ? (over > 1.0 ? over : 1.0) : (over < 1.0 ? 1.0 : over);
     adafactor_step s;
@@ -142,7 +155,7 @@ HR_INLINE adafactor_step adafactor_step_of(const hr_adafactor_config *config, ad
     return s;
 }
 
-/* `exp_avg` is read and written if there is momentum. */
+/* The new parameter. `exp_avg` is updated; NULL: no momentum. */
 HR_INLINE float adafactor_apply(adafactor_step s, float param, float update, float *exp_avg)
 {
     float change = s.step * update;
@@ -152,14 +165,14 @@ HR_INLINE float adafactor_apply(adafactor_step s, float param, float update, flo
         const float weight = s.one_minus_beta1 < 0.5f ? s.one_minus_beta1 : -s.beta1;
         change = *exp_avg = from + weight * (change - *exp_avg);
     }
-    /* Not `param * (1 - decay)`: rounded, 1 - decay would be off the same way in every step. Nor
+    /* Not `param * (1 - decay)`: the rounding error of 1 - decay would add up over the steps. Nor
      * `decay * param` alone: 0 * inf would turn an infinite parameter into NaN. */
     return param - (s.decay != 0.0f ? s.decay * param + change : change);
 }
 
 /* ---- The kernels ----------------------------------------------------------------------------- */
 
-/* The arguments of a call, checked. */
+/* The checked arguments of a call. */
 typedef struct adafactor_args {
     const hr_tensor_list *params, *row_vars, *col_vars, *variances;
     const hr_tensor_list *exp_avgs, *rmss; /* or NULL */

@@ -1,13 +1,13 @@
 /*
- * adafactor_cpu.c: the loops. A tensor that fits in the cache goes through all phases on one thread
- * before the next; a larger one is cut into blocks that all threads share, pass by pass: parameters
- * backwards, gradients forwards, backwards again, and both forwards, so that each pass begins with
- * what is still in the cache of the processor.
+ * adafactor_cpu.c: the CPU step of Adafactor. A tensor that fits in the cache goes through all
+ * phases on one thread before the next tensor. A larger one is cut into blocks, which all threads
+ * share, pass by pass. The passes read parameters backwards, gradients forwards, gradients
+ * backwards, and both forwards, so that each begins with elements that are still in the cache.
  */
 #include "kernels/optim/adafactor_cpu_rows.h"
 #include "kernels/optim/adafactor_cpu_tiny.h"
 
-/* Elements that one thread takes through all phases. */
+/* Most elements of a tensor that one thread takes through all phases. */
 #define SMALL (1 << 17)
 
 typedef struct adafactor_job {
@@ -118,7 +118,7 @@ HR_INLINE void block_of_apply(const adafactor_pass *p, tensor_constants c, int64
 
 /* ---- Rows and columns ------------------------------------------------------------------------ */
 
-/* Lines [begin, end) of the rows, or the columns, of all matrices of a tensor. */
+/* The rows, or the columns, of all matrices of a tensor. */
 typedef struct lines {
     double *sums;
     float *variances, *factors; /* NULL for rows */
@@ -161,8 +161,8 @@ HR_INLINE void sum_columns(const adafactor_tensor *t, int64_t begin, int64_t end
     }
 }
 
-/* Adds up what the blocks left, and updates the variances: lines [begin, end) of all rows, then all
- * columns, of a tensor of matrices. */
+/* Adds the partial sums of the blocks and updates the variances, for lines [begin, end) of a tensor
+ * of matrices: all rows, then all columns. */
 HR_INLINE void adafactor_lines_range(void *context, int64_t begin, int64_t end)
 {
     const adafactor_pass *const p = (const adafactor_pass *)context;
@@ -187,7 +187,7 @@ HR_INLINE void adafactor_lines_range(void *context, int64_t begin, int64_t end)
 
 CPU_VARIANTS(adafactor_lines_range)
 
-/* The sums over a tensor, and over its rows, in order. */
+/* Adds the sums over a tensor, and the variances of the rows of each matrix, in a fixed order. */
 static void finish_sums(const adafactor_pass *p)
 {
     const adafactor_tensor *const t = &p->t;
@@ -237,8 +237,8 @@ static adafactor_pass pass_of(const adafactor_job *job, int64_t k, adafactor_cut
     return p;
 }
 
-/* What a tensor that one thread takes weighs, so that even an empty one has a place; 0 for others.
- * */
+/* The share of a small tensor when small tensors are dealt to threads: at least 1, so that an empty
+ * one is dealt too. 0 for a large tensor. */
 static int64_t small_weight(const adafactor_args *a, int64_t k)
 {
     return a->params->numel[k] <= SMALL ? a->params->numel[k] + 1 : 0;
@@ -249,7 +249,7 @@ typedef struct adafactor_blocks {
     stage stage;
 } adafactor_blocks;
 
-/* One phase of blocks [begin, end) of a tensor. */
+/* Runs one phase for the blocks [begin, end) of a tensor. */
 HR_INLINE void adafactor_blocks_range(void *context, int64_t begin, int64_t end)
 {
     const adafactor_pass *const p = ((const adafactor_blocks *)context)->pass;
@@ -285,7 +285,7 @@ static void run_here(int64_t begin, int64_t end, int64_t grain, hr_range_fn rang
         range(context, begin, end);
 }
 
-/* The phases of a tensor that the call asks for. */
+/* Runs the phases of a tensor that the config asks for. */
 static void run_phases(const adafactor_pass *p, hr_parallel_for_fn parallel_for)
 {
     const int phases = p->t.shape.whole_numel > 0 ? p->config->phases : 0;
@@ -313,7 +313,8 @@ static void run_phases(const adafactor_pass *p, hr_parallel_for_fn parallel_for)
     }
 }
 
-/* All phases of the small tensors that begin in [begin, end) of their weights laid end to end. */
+/* Runs all phases of the small tensors that begin in [begin, end), with their shares laid end to
+ * end. */
 static void small_range(void *context, int64_t begin, int64_t end)
 {
     const adafactor_job *const job = (const adafactor_job *)context;

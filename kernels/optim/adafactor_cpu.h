@@ -1,9 +1,9 @@
 /*
- * adafactor_cpu.h: what the CPU loops of Adafactor share: a tensor in a call, sums over lanes, and
- * elements on their way between memory and the loops.
+ * adafactor_cpu.h: shared by the CPU loops of Adafactor: a tensor in a call, sums over lanes, and
+ * loads and stores of elements.
  *
- * Sums are binary32 in LANES interleaved lanes over RUN elements, then binary64, so that every
- * instruction set and number of threads adds in the same order.
+ * RUN elements are added in binary32 in LANES interleaved sums, and these are added in binary64, so
+ * that every instruction set and number of threads adds in the same order.
  */
 #ifndef HR_ADAFACTOR_CPU_H
 #define HR_ADAFACTOR_CPU_H
@@ -14,7 +14,7 @@
 #define LANES 32
 #define RUN   1024
 
-/* Rows that are read at the same time: a core waits less for memory that it reads in several
+/* Rows that are read at the same time: a core waits less for memory if it reads from several
  * places. */
 #define TOGETHER 4
 
@@ -44,7 +44,7 @@ HR_INLINE double sum_of_lanes(const float *lanes)
     return sums[0];
 }
 
-/* Runs `few`, an expression of i and count, over [0, end): LANES elements at a time. */
+/* Runs `few`, an expression of i and count, over [0, end), LANES elements at a time. */
 #define IN_LANES(end, few)                     \
     do {                                       \
         int64_t i = 0;                         \
@@ -58,7 +58,8 @@ HR_INLINE double sum_of_lanes(const float *lanes)
         }                                      \
     } while (0)
 
-/* Runs the body for runs [from, to) of [0, end), and STEPS for steps [at, at + n) of a run. */
+/* IN_RUNS runs the body for each run [from, to) of [0, end), and IN_STEPS for each step [at, at +
+ * n) of a run. */
 #define IN_RUNS(end, from, to) \
     for (int64_t from = 0, to; to = (end)-from < RUN ? (end) : from + RUN, from < (end); from = to)
 #define IN_STEPS(from, to, at, n) \
@@ -71,7 +72,8 @@ HR_INLINE void convert(const void *restrict x, int64_t i, int64_t count, float *
         tile[lane] = hr_load(x, i + lane, dtype);
 }
 
-/* Elements [i, i + count), at most CPU_STEP of them, as they lie in memory, or in the tile. */
+/* The elements [i, i + count) in binary32, at most CPU_STEP of them: their address in memory if
+ * they are f32, else the tile, filled with them. */
 HR_INLINE const float *as_floats(const void *x, int64_t i, int64_t count, float *tile,
                                  hr_dtype dtype)
 {
@@ -91,8 +93,9 @@ HR_INLINE void convert_back(void *restrict x, int64_t i, int64_t count, const fl
         hr_store(x, i + lane, tile[lane], dtype);
 }
 
-/* The parameters [i, i + count), at most CPU_STEP of them, to be read or updated: where they lie in
- * memory, or in the tile, and then they are to be stored. */
+/* The parameters [i, i + count) in binary32, at most CPU_STEP of them: their address in memory if
+ * they are f32, else the tile, filled with them. After an update, store_params() stores those of a
+ * tile. */
 HR_INLINE float *load_params(const adafactor_pass *p, int64_t i, int64_t count, float *tile)
 {
     if (!p->config->step.weights)
@@ -110,7 +113,7 @@ HR_INLINE void prefetch_params(const adafactor_pass *p, int64_t i, int64_t end)
         cpu_prefetch(p->t.param, i, CPU_STEP, end, p->t.param_dtype);
 }
 
-/* `before`: what they were, if someone counts those that stall. */
+/* `before`: the parameters before the update, to count those that stall. */
 HR_INLINE void store_params(const adafactor_pass *p, int64_t i, int64_t count, const float *tile,
                             const float *before)
 {

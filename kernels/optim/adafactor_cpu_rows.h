@@ -1,4 +1,4 @@
-/* adafactor_cpu_rows.h: the passes over rows of a matrix, and over a vector, which is one row. */
+/* adafactor_cpu_rows.h: the phases of rows of a matrix, and of a vector, which is one row. */
 #ifndef HR_ADAFACTOR_CPU_ROWS_H
 #define HR_ADAFACTOR_CPU_ROWS_H
 
@@ -54,7 +54,7 @@ HR_INLINE void square_4_rows_few(const float *restrict xa, const float *restrict
     }
 }
 
-/* Writes a sum for each of one or four rows, and adds to those of the columns. */
+/* Writes the sum of squares of each of one or four rows, and adds to the sums of the columns. */
 HR_INLINE void square_rows(const adafactor_pass *p, int64_t first, int rows, int64_t cols,
                            double *sums, float *columns)
 {
@@ -111,7 +111,7 @@ HR_INLINE void sums_of_block(const adafactor_pass *p, adafactor_place b)
 
 /* ---- Updates --------------------------------------------------------------------------------- */
 
-/* What the elements of a tensor have in common. */
+/* The constants of a tensor's elements. */
 typedef struct tensor_constants {
     adafactor_step step;
     float bound, grad_factor;
@@ -127,7 +127,7 @@ HR_INLINE void norm_few(adafactor_row row, const float *restrict grad,
     }
 }
 
-/* Updates the variances of elements too. */
+/* norm_few() for a vector, whose variances it updates too. */
 HR_INLINE void vector_norm_few(tensor_constants c, adafactor_row row, const float *restrict grad,
                                float *restrict variance, int count, float *restrict lanes)
 {
@@ -141,8 +141,8 @@ HR_INLINE void vector_norm_few(tensor_constants c, adafactor_row row, const floa
     }
 }
 
-/* The sum of the squares of the updates of up to TOGETHER rows. `factors`: of columns; or NULL for
- * a vector, whose variances are updated. */
+/* The sum of the squares of the updates of up to TOGETHER rows. `factors`: those of the columns, or
+ * NULL for a vector, whose variances are updated. */
 HR_INLINE double norm_of_rows(const adafactor_tensor *t, tensor_constants c,
                               const adafactor_row *of_rows, int64_t first, int rows, int64_t cols,
                               const float *factors)
@@ -173,7 +173,7 @@ HR_INLINE double norm_of_rows(const adafactor_tensor *t, tensor_constants c,
     return sum;
 }
 
-/* `factors`: of columns; of a vector, its variances. */
+/* `factors`: those of the columns, or the variances of a vector. */
 HR_INLINE void apply_few(adafactor_step s, adafactor_row row, float *restrict param,
                          const float *restrict grad, float *restrict exp_avg,
                          const float *restrict factors, int64_t count, int is_vector, int momentum)
@@ -202,7 +202,8 @@ HR_INLINE void apply_any(adafactor_step s, adafactor_row row, float *param, cons
         apply_few(s, row, param, grad, NULL, factors, count, 0, 0);
 }
 
-/* Up to TOGETHER rows. `factors`: of columns; of a vector, its variances. */
+/* Updates the parameters of up to TOGETHER rows. `factors`: those of the columns, or the variances
+ * of a vector. */
 HR_INLINE void apply_rows(const adafactor_pass *p, adafactor_step s, const adafactor_row *of_rows,
                           int64_t first, int rows, int64_t cols, const float *factors,
                           int is_vector)

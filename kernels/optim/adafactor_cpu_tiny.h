@@ -1,18 +1,18 @@
-/* adafactor_cpu_tiny.h: the passes over tiny matrices, LANES of them side by side. */
+/* adafactor_cpu_tiny.h: the phases of tiny matrices, LANES of them side by side. */
 #ifndef HR_ADAFACTOR_CPU_TINY_H
 #define HR_ADAFACTOR_CPU_TINY_H
 
 #include "kernels/optim/adafactor_cpu.h"
 
 typedef struct tiny_matrices {
-    int64_t first;                             /* matrix */
-    int count;                                 /* of them */
-    int rows, cols;                            /* of each */
+    int64_t first;                             /* the first matrix */
+    int count;                                 /* how many matrices */
+    int rows, cols;                            /* of each matrix */
     float grads[ADAFACTOR_TINY_NUMEL * LANES]; /* [rows, cols, LANES] */
     float row_factors[ADAFACTOR_TINY_NUMEL * LANES], col_factors[ADAFACTOR_TINY_NUMEL * LANES];
 } tiny_matrices;
 
-/* Element e of each matrix; of those that are not there, 0. */
+/* Loads element e of each matrix to out[e]; lanes without a matrix get 0. */
 HR_INLINE void tiny_load(const void *restrict x, int64_t first, int count, int numel, float factor,
                          float *restrict out, hr_dtype dtype)
 {
@@ -24,7 +24,8 @@ HR_INLINE void tiny_load(const void *restrict x, int64_t first, int count, int n
         }
 }
 
-/* Updates the variances of rows (across 1) or columns from the gradients. */
+/* Updates the variances of the rows, or of the columns, from the gradients. Line l has elements
+ * l * line_stride + e * stride. */
 HR_INLINE void tiny_variances(const adafactor_pass *p, const tiny_matrices *m, float *variances,
                               int lines, int line_stride, int length, int stride)
 {
@@ -55,11 +56,14 @@ HR_INLINE void tiny_factors(const adafactor_pass *p, tiny_matrices *m)
         means[lane] /= m->rows;
         means[lane] = means[lane] < least ? least : means[lane];
     }
+    float roots[LANES];
+    for (int lane = 0; lane < LANES; lane++)
+        roots[lane] = sqrtf((float)means[lane]);
     for (int r = 0; r < m->rows; r++)
         for (int lane = 0; lane < LANES; lane++)
-            rows[r * LANES + lane] = adafactor_row_factor(rows[r * LANES + lane], means[lane]);
+            rows[r * LANES + lane] = adafactor_tiny_row_factor(rows[r * LANES + lane], roots[lane]);
     for (int i = 0; i < m->cols * LANES; i++)
-        cols[i] = adafactor_column_factor(cols[i]);
+        cols[i] = adafactor_tiny_column_factor(cols[i]);
 }
 
 /* Turns the gradients into updates. */
@@ -93,8 +97,8 @@ HR_INLINE void tiny_apply(const adafactor_pass *p, const tiny_matrices *m, adafa
     }
 }
 
-/* One phase of elements [begin, end), which are whole matrices. Gives the sum of the squares of the
- * updates. */
+/* Runs one phase for the elements [begin, end), which are entire matrices. STAGE_NORM returns the
+ * sum of the squares of the updates. */
 HR_INLINE double tiny_run(const adafactor_pass *p, stage stage, adafactor_step s, int64_t begin,
                           int64_t end)
 {

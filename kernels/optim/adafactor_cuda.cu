@@ -1,45 +1,11 @@
 /*
  * adafactor_cuda.cu: the grids. Each phase is a launch over the blocks of all tensors and a small
  * one that adds up what they left. The list travels in the launch parameters.
- *
- * In a block of a matrix, `lanes` threads side by side take 8 columns each, and the groups of so
- * many take 8 rows each, every groups-th row. Eight elements per thread and turn, in 16-byte
- * accesses where every address of the tensor allows them, else one by one.
  */
+#include "kernels/optim/adafactor_matrix.cuh"
 #include "kernels/optim/adafactor_tiny.cuh"
 #include "kernels/optim/adafactor_totals.cuh"
 #include "kernels/optim/adafactor_weights.cuh"
-
-/* The columns and rows of a thread in a block of a matrix. */
-typedef struct thread_place {
-    adafactor_place block;
-    int lanes, lane, group;
-    int count;      /* of columns, 0 to 8 */
-    bool vector;    /* whether rows begin at multiples of 16 bytes */
-    int64_t column; /* in the matrix */
-} thread_place;
-
-static __device__ __forceinline__ thread_place place_of_thread(const adafactor_tensor &t,
-                                                               uint32_t block)
-{
-    thread_place p;
-    p.block = adafactor_place_of(&t.shape, &t.cut, block);
-    p.lanes = (int)(t.cut.block_cols / 8);
-    p.lane = (int)threadIdx.x % p.lanes;
-    p.group = (int)threadIdx.x / p.lanes;
-    const int64_t left = p.block.cols - p.lane * 8;
-    p.count = left >= 8 ? 8 : left > 0 ? (int)left : 0;
-    p.column = p.block.col + p.lane * 8;
-    p.vector = ((uintptr_t)t.param | (uintptr_t)t.grad | (uintptr_t)t.exp_avg) % 16 == 0 &&
-               t.shape.cols % 8 == 0;
-    return p;
-}
-
-/* The row that the thread takes j-th, and whether it is there. */
-static __device__ __forceinline__ int row_of_thread(const thread_place &p, int j)
-{
-    return j * (THREADS / p.lanes) + p.group;
-}
 
 /* ---- Sums ------------------------------------------------------------------------------------ */
 
@@ -59,72 +25,10 @@ static __device__ __forceinline__ double squares_of_run(const void *x, int64_t f
     return sum;
 }
 
-/* The thread's sum of the squares of param. */
-static __device__ __forceinline__ double params_of_matrix(const adafactor_tensor &t, uint32_t block)
-{
-    const thread_place p = place_of_thread(t, block);
-    float sum = 0.0f;
-    for (int j = 0; j < ROWS; j++) {
-        const int row = row_of_thread(p, j);
-        float x[8];
-        load_eight(x, t.param, p.block.first + p.lane * 8 + row * t.shape.cols,
-                   row < p.block.rows ? p.count : 0, p.vector, t.param_dtype);
-#pragma unroll
-        for (int c = 0; c < 8; c++)
-            x[c] *= x[c];
-        sum += sum_of_eight(x);
-    }
-    return (double)sum;
-}
-
-/* Leaves the sums of squares of the block's rows and columns. */
-static __device__ __forceinline__ void sums_of_matrix(const adafactor_tensor &t, uint32_t block,
-                                                      float factor)
-{
-    __shared__ float sums[8 * THREADS];
-    const thread_place p = place_of_thread(t, block);
-    const int64_t first = p.block.first + p.lane * 8;
-    float columns[8] = {0};
-    for (int j = 0; j < ROWS; j++) {
-        const int row = row_of_thread(p, j);
-        float x[8];
-        load_eight(x, t.grad, first + row * t.shape.cols, row < p.block.rows ? p.count : 0,
-                   p.vector, t.grad_dtype);
-#pragma unroll
-        for (int c = 0; c < 8; c++) {
-            const float g = x[c] * factor;
-            x[c] = g * g;
-            columns[c] += x[c];
-        }
-        float sum = sum_of_eight(x);
-        for (int width = p.lanes / 2; width > 0; width /= 2)
-            sum += __shfl_xor_sync(0xFFFFFFFFu, sum, width);
-        if (p.lane == 0 && row < p.block.rows)
-            t.row_parts[(p.block.matrix * t.shape.rows + p.block.row + row) * t.cut.col_blocks +
-                        p.block.col_block] = (double)sum;
-    }
-#pragma unroll
-    for (int c = 0; c < 8; c++)
-        sums[c * THREADS + threadIdx.x] = columns[c];
-    for (int width = THREADS / 2; width >= p.lanes; width /= 2) {
-        __syncthreads();
-        if ((int)threadIdx.x < width) {
-#pragma unroll
-            for (int c = 0; c < 8; c++)
-                sums[c * THREADS + threadIdx.x] += sums[c * THREADS + threadIdx.x + width];
-        }
-    }
-    double *const parts =
-        t.col_parts + (p.block.matrix * t.cut.row_blocks + p.block.row_block) * t.shape.cols;
-    if (p.group == 0) {
-        for (int c = 0; c < p.count; c++)
-            parts[p.column + c] = (double)sums[c * THREADS + threadIdx.x];
-    }
-}
-
 static __global__ void __launch_bounds__(THREADS, 3)
     adafactor_sums_kernel(const adafactor_launch __grid_constant__ args)
 {
+    __shared__ float sums[8 * THREADS]; /* of columns */
     if (is_skipped(args))
         return;
     const adafactor_record &record = args.tensors[list_find(args.tensors, args.count, blockIdx.x)];
@@ -134,9 +38,12 @@ static __global__ void __launch_bounds__(THREADS, 3)
     const bool scaled = adafactor_is_scaled(&args.config) && !args.config.step.weights;
     double sum = 0.0;
     if (t.kind == ADAFACTOR_MATRIX) {
-        if (scaled)
-            sum = params_of_matrix(t, block);
-        sums_of_matrix(t, block, factor);
+        const thread_place p = place_of_thread(t, block);
+        float *const columns = sums;
+        sum = by_kind(t, p, [&](auto kind) {
+            return scaled ? sums_of_matrix<decltype(kind), true>(t, p, factor, columns)
+                          : sums_of_matrix<decltype(kind), false>(t, p, factor, columns);
+        });
     } else {
         int64_t from, to;
         adafactor_run_of(&t.shape, &t.cut, block, &from, &to);
@@ -159,15 +66,6 @@ static __device__ __forceinline__ void updates_of(float (&update)[8], const adaf
         update[j] = adafactor_update(row, grad[j], columns[j]);
 }
 
-static __device__ __forceinline__ float square_of(const float (&update)[8], int count)
-{
-    float squares[8];
-#pragma unroll
-    for (int j = 0; j < 8; j++)
-        squares[j] = j < count ? update[j] * update[j] : 0.0f;
-    return sum_of_eight(squares);
-}
-
 static __device__ __forceinline__ void apply_eight(const adafactor_tensor &t, adafactor_step step,
                                                    const float (&update)[8], int64_t i, int count,
                                                    bool vector)
@@ -187,33 +85,6 @@ static __device__ __forceinline__ void apply_eight(const adafactor_tensor &t, ad
             x[j] = adafactor_apply(step, x[j], update[j], nullptr);
     }
     store_eight(t.param, i, x, count, vector, t.param_dtype);
-}
-
-template <bool is_norm>
-static __device__ __forceinline__ double matrix_updates(const adafactor_tensor &t, uint32_t block,
-                                                        const block_constants &c,
-                                                        const float *row_factors)
-{
-    const thread_place p = place_of_thread(t, block);
-    const int64_t first = p.block.first + p.lane * 8;
-    float columns[8], sum = 0.0f;
-    load_eight(columns, t.col_factors, p.block.matrix * t.shape.cols + p.column, p.count, false,
-               HR_F32);
-    for (int j = 0; j < ROWS; j++) {
-        const int row = row_of_thread(p, j);
-        if (row >= p.block.rows)
-            break;
-        const int64_t i = first + row * t.shape.cols;
-        float grad[8], update[8];
-        load_eight(grad, t.grad, i, p.count, p.vector, t.grad_dtype);
-        updates_of(update, adafactor_row_of(row_factors[row], c.bound, c.grad_factor), grad,
-                   columns);
-        if (is_norm)
-            sum += square_of(update, p.count);
-        else
-            apply_eight(t, c.step, update, i, p.count, p.vector);
-    }
-    return (double)sum;
 }
 
 template <bool is_norm>
@@ -257,23 +128,30 @@ static __device__ __forceinline__ void updates_of_block(const adafactor_launch &
     __shared__ float row_factors[ROWS * THREADS];
     if (is_skipped(args))
         return;
-    const adafactor_record &record = args.tensors[list_find(args.tensors, args.count, blockIdx.x)];
+    /* The norm goes backwards: the gradients that the sums read last may still be in the cache, and
+     * those that it reads last are the first that are applied. */
+    const uint32_t index = is_norm ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const adafactor_record &record = args.tensors[list_find(args.tensors, args.count, index)];
     const adafactor_tensor &t = record.t;
-    const uint32_t block = blockIdx.x - record.first_block;
+    const uint32_t block = index - record.first_block;
     const bool is_matrix = t.kind == ADAFACTOR_MATRIX;
-    const adafactor_place place =
-        is_matrix ? adafactor_place_of(&t.shape, &t.cut, block) : adafactor_place{};
+    const thread_place p = is_matrix ? place_of_thread(t, block) : thread_place{};
     if (threadIdx.x == 0)
-        shared = constants_of(args.config, t, place.matrix, is_norm);
+        shared = constants_of(args.config, t, p.block.matrix, is_norm);
     __syncthreads();
     const block_constants c = shared;
     double sum;
     if (is_matrix) {
-        const float *const variances = t.row_var + place.matrix * t.shape.rows + place.row;
-        for (int r = (int)threadIdx.x; r < place.rows; r += THREADS)
+        const float *const variances = t.row_var + p.block.matrix * t.shape.rows + p.block.row;
+        for (int r = (int)threadIdx.x; r < p.block.rows; r += THREADS)
             row_factors[r] = adafactor_row_factor(variances[r], c.mean);
         __syncthreads();
-        sum = matrix_updates<is_norm>(t, block, c, row_factors);
+        const float *const factors = row_factors;
+        sum = by_kind(t, p, [&](auto kind) {
+            if (!is_norm && t.exp_avg)
+                return matrix_updates<decltype(kind), is_norm, !is_norm>(t, p, c, factors);
+            return matrix_updates<decltype(kind), is_norm, false>(t, p, c, factors);
+        });
     } else {
         int64_t from, to;
         adafactor_run_of(&t.shape, &t.cut, block, &from, &to);
@@ -292,7 +170,7 @@ static __global__ void __launch_bounds__(THREADS)
     updates_of_block<true>(args);
 }
 
-static __global__ void __launch_bounds__(THREADS)
+static __global__ void __launch_bounds__(THREADS, 3)
     adafactor_apply_kernel(const adafactor_launch __grid_constant__ args)
 {
     updates_of_block<false>(args);

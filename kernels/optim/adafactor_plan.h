@@ -2,18 +2,19 @@
  * adafactor_plan.h: how a call of Adafactor is cut into blocks, and what the passes leave in the
  * workspace.
  *
- * A step is four phases, because each needs sums of what the one before has made, over whole rows,
- * columns and tensors:
+ * A step has four phases, because each needs sums over whole rows, columns and tensors of what the
+ * previous phase computed:
  *
  *     sums    reads grad and param: sum of grad^2 per row and per column, sum of param^2
  *     states  updates the variances of rows and columns: no pass over elements
  *     norm    reads grad: sum of update^2
  *     apply   reads grad and param, writes param
  *
- * Blocks leave partial sums in the workspace, and these are added in a fixed order. A tensor is one
- * of three kinds. A matrix [batch, rows, cols] is cut into blocks of rows and columns. Tiny
- * matrices, as those of convolutions, are too many for sums of their own in memory: their rows and
- * columns are summed and updated at once in the first phase. A vector has a variance per element.
+ * Blocks write partial sums to the workspace, which are then added in a fixed order. There are
+ * three kinds of tensors. A matrix [batch, rows, cols] is cut into blocks of rows and columns. Tiny
+ * matrices, such as those of convolutions, are too many to have sums in memory: the first phase
+ * sums their rows and columns and updates the variances at once. A vector has a variance per
+ * element.
  */
 #ifndef HR_ADAFACTOR_PLAN_H
 #define HR_ADAFACTOR_PLAN_H
@@ -35,8 +36,8 @@ HR_INLINE adafactor_kind adafactor_kind_of(const hr_adafactor_shape *shape)
                                                                          : ADAFACTOR_MATRIX;
 }
 
-/* How a tensor is cut. A block of a matrix is block_rows x block_cols of it; one of a vector, or of
- * tiny matrices, is a run of block_cols elements. */
+/* How a tensor is cut. A block of a matrix has block_rows x block_cols elements; a block of a
+ * vector, or of tiny matrices, is a run of block_cols elements. */
 typedef struct adafactor_cut {
     int64_t block_rows, block_cols;
     int64_t row_blocks, col_blocks; /* of each matrix */
@@ -53,7 +54,7 @@ HR_INLINE int64_t adafactor_max(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-/* A cut of what is no matrix, into blocks of about `size` elements. */
+/* Cuts a vector or tiny matrices into blocks of about `size` elements. */
 HR_INLINE adafactor_cut adafactor_cut_run(const hr_adafactor_shape *shape, int64_t size)
 {
     const int64_t matrix = shape->factored ? adafactor_max(shape->rows * shape->cols, 1) : 1;
@@ -74,8 +75,8 @@ HR_INLINE adafactor_cut adafactor_cut_matrix(const hr_adafactor_shape *shape, in
 
 #define ADAFACTOR_CPU_COLS 4096
 
-/* At least 32,768 elements, and at most 64 blocks of rows, so that the partial sums of columns are
- * few beside the elements. */
+/* Blocks have at least 32,768 elements, and a matrix has at most 64 blocks of rows, so that the
+ * partial sums of columns are few compared with the elements. */
 HR_INLINE adafactor_cut adafactor_cut_cpu(const hr_adafactor_shape *shape)
 {
     if (adafactor_kind_of(shape) != ADAFACTOR_MATRIX)
@@ -87,7 +88,8 @@ HR_INLINE adafactor_cut adafactor_cut_cpu(const hr_adafactor_shape *shape)
     return adafactor_cut_matrix(shape, (rows + 3) / 4 * 4, cols);
 }
 
-/* A block is 256 threads that take 8 rows of 8 columns each: `lanes` of them side by side. */
+/* A CUDA block has 256 threads, which take 8 rows of 8 columns each; `lanes` of them are side by
+ * side. */
 HR_INLINE int64_t adafactor_lanes(int64_t cols)
 {
     int64_t lanes = 1;
@@ -104,19 +106,20 @@ HR_INLINE adafactor_cut adafactor_cut_cuda(const hr_adafactor_shape *shape)
     return adafactor_cut_matrix(shape, 256 / lanes * 8, lanes * 8);
 }
 
-/* Where block i of a matrix lies. */
+/* Where a block of a matrix lies. */
 typedef struct adafactor_place {
     int64_t matrix, row_block, row, rows, col_block, col, cols;
     int64_t first; /* element */
 } adafactor_place;
 
-HR_INLINE adafactor_place adafactor_place_of(const hr_adafactor_shape *shape,
-                                             const adafactor_cut *cut, int64_t i)
+HR_INLINE adafactor_place adafactor_place_at(const hr_adafactor_shape *shape,
+                                             const adafactor_cut *cut, int64_t matrix,
+                                             int64_t row_block, int64_t col_block)
 {
     adafactor_place b;
-    b.col_block = i % cut->col_blocks;
-    b.row_block = i / cut->col_blocks % cut->row_blocks;
-    b.matrix = i / cut->col_blocks / cut->row_blocks;
+    b.col_block = col_block;
+    b.row_block = row_block;
+    b.matrix = matrix;
     b.row = b.row_block * cut->block_rows;
     b.col = b.col_block * cut->block_cols;
     b.rows = shape->rows - b.row < cut->block_rows ? shape->rows - b.row : cut->block_rows;
@@ -125,7 +128,15 @@ HR_INLINE adafactor_place adafactor_place_of(const hr_adafactor_shape *shape,
     return b;
 }
 
-/* The elements of block i of what is no matrix: [*from, *to). */
+HR_INLINE adafactor_place adafactor_place_of(const hr_adafactor_shape *shape,
+                                             const adafactor_cut *cut, int64_t i)
+{
+    const int64_t row_block = i / cut->col_blocks;
+    return adafactor_place_at(shape, cut, row_block / cut->row_blocks, row_block % cut->row_blocks,
+                              i % cut->col_blocks);
+}
+
+/* The elements [*from, *to) of block i of a vector or of tiny matrices. */
 HR_INLINE void adafactor_run_of(const hr_adafactor_shape *shape, const adafactor_cut *cut,
                                 int64_t i, int64_t *from, int64_t *to)
 {
@@ -136,18 +147,18 @@ HR_INLINE void adafactor_run_of(const hr_adafactor_shape *shape, const adafactor
 
 /* ---- The workspace --------------------------------------------------------------------------- */
 
-/* Numbers of things, of the tensors so far or of all. The workspace holds, in binary64 and in this
- * order (the first five are documented at hr_adafactor, for those who add them over ranks):
+/* Sizes that add up over tensors. The workspace holds these arrays, in binary64 and in this order;
+ * the first five are documented at hr_adafactor, for callers that add them over ranks:
  *
  *     [tensors]  sum of param^2
  *     [tensors]  sum of update^2
  *     [matrices] sum of the row variances
  *     [rows]     sum of grad^2
  *     [cols]     sum of grad^2
- *     [blocks]   of the sum of param^2
- *     [blocks]   of the sum of update^2
- *     [row_parts], [col_parts]  of those of rows and columns
- *     [cols]     factors, binary32
+ *     [blocks]   partial sums of param^2
+ *     [blocks]   partial sums of update^2
+ *     [row_parts], [col_parts]  partial sums of grad^2 of rows and columns
+ *     [cols]     factors of columns, in binary32
  */
 typedef struct adafactor_extent {
     int64_t matrices, rows, cols, blocks, row_parts, col_parts;
@@ -193,7 +204,7 @@ typedef struct adafactor_tensor {
     void *step;     /* or NULL */
     hr_dtype param_dtype, grad_dtype, step_dtype;
     adafactor_kind kind;
-    hr_adafactor_shape shape; /* with whole numbers of rows, columns and elements */
+    hr_adafactor_shape shape; /* its whole_* members are never 0, except for an empty tensor */
     adafactor_cut cut;
     double *squared_param, *squared_update;       /* [1] */
     double *means;                                /* [batch]: sums of row variances */
@@ -228,7 +239,8 @@ static inline void *adafactor_data(const hr_tensor_list *list, int64_t k)
     return list && list->numel[k] > 0 ? list->data[k] : NULL;
 }
 
-/* Tensor k. `before` is the extent of those before it, `all` that of all. */
+/* Describes tensor k. `before` is the extent of the tensors before it, `all` that of all
+ * tensors. */
 static inline adafactor_tensor adafactor_tensor_of(const adafactor_args *a, int64_t k,
                                                    adafactor_cut cut,
                                                    const adafactor_extent *before,

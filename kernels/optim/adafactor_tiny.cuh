@@ -65,16 +65,16 @@ static __device__ __forceinline__ double tiny_updates(const adafactor_tensor &t,
         for (int r = 0; r < rows; r++)
             mean += (double)row_var[r];
         mean /= rows;
-        mean = mean < c.mean ? c.mean : mean;
+        const float root = sqrtf((float)(mean < c.mean ? c.mean : mean));
 #pragma unroll 1
         for (int r = 0; r < rows; r++) {
-            const adafactor_row row =
-                adafactor_row_of(adafactor_row_factor(row_var[r], mean), c.bound, c.grad_factor);
+            const adafactor_row row = adafactor_row_of(adafactor_tiny_row_factor(row_var[r], root),
+                                                       c.bound, c.grad_factor);
 #pragma unroll 1
             for (int e = 0; e < cols; e++) {
                 const int64_t i = m * numel + r * cols + e;
                 const float update = adafactor_update(row, hr_load(t.grad, i, t.grad_dtype),
-                                                      adafactor_column_factor(col_var[e]));
+                                                      adafactor_tiny_column_factor(col_var[e]));
                 squares += update * update;
                 if (is_norm)
                     continue;
@@ -112,7 +112,7 @@ static __device__ __forceinline__ void updates_of_tiny_block(const adafactor_lau
     }
 }
 
-static __global__ void __launch_bounds__(THREADS)
+static __global__ void __launch_bounds__(THREADS, 3)
     adafactor_tiny_norm_kernel(const adafactor_launch __grid_constant__ args)
 {
     updates_of_tiny_block<true>(args);

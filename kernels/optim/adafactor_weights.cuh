@@ -36,7 +36,7 @@ static __global__ void __launch_bounds__(THREADS)
     adafactor_place place = {};
     int64_t from = 0, to = 0;
     if (t.kind == ADAFACTOR_MATRIX)
-        place = adafactor_place_of(&t.shape, &t.cut, block);
+        place = place_of_block(t, block);
     else
         adafactor_run_of(&t.shape, &t.cut, block, &from, &to);
     double sum = 0.0;
@@ -63,13 +63,14 @@ static __device__ __forceinline__ float tiny_row_factor(const adafactor_tensor &
     for (int64_t r = 0; r < rows; r++)
         mean += (double)row_var[r];
     mean /= (double)rows;
-    return adafactor_row_factor(row_var[i / cols % rows], mean < least ? least : mean);
+    return adafactor_tiny_row_factor(row_var[i / cols % rows],
+                                     sqrtf((float)(mean < least ? least : mean)));
 }
 
 static __device__ __forceinline__ float tiny_column_factor(const adafactor_tensor &t, int64_t i)
 {
     const int64_t numel = t.shape.rows * t.shape.cols;
-    return adafactor_column_factor(t.col_var[i / numel * t.shape.cols + i % t.shape.cols]);
+    return adafactor_tiny_column_factor(t.col_var[i / numel * t.shape.cols + i % t.shape.cols]);
 }
 
 static __global__ void __launch_bounds__(THREADS)
@@ -87,7 +88,7 @@ static __global__ void __launch_bounds__(THREADS)
     adafactor_place place = {};
     int64_t from = 0, to = 0;
     if (is_matrix)
-        place = adafactor_place_of(&t.shape, &t.cut, block);
+        place = place_of_block(t, block);
     else
         adafactor_run_of(&t.shape, &t.cut, block, &from, &to);
     if (threadIdx.x == 0) {

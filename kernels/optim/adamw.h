@@ -1,9 +1,9 @@
 /*
- * adamw.h: Adam and AdamW. The formula of one element, the constants it needs, and the kernels.
+ * adamw.h: Adam and AdamW: the formula of one element, the constants it needs, and the kernels.
  *
- * The update is the one documented at hr_adamw in headroom.h. Everything that depends on the step
- * alone is folded in binary64 by adamw_fold(), on the host or by one thread of a CUDA block, so
- * that an element costs one square root, one division and a handful of multiplications.
+ * The update is documented at hr_adamw in headroom.h. adamw_fold() computes everything that depends
+ * on the step alone in binary64, on the host or in one thread of a CUDA block, so that an element
+ * costs one square root, one division and a handful of multiplications.
  *
  * Adam: a method for stochastic optimization, Kingma and Ba, arXiv:1412.6980.
  * Decoupled weight decay regularization, Loshchilov and Hutter, arXiv:1711.05101.
@@ -30,14 +30,28 @@ typedef struct adamw_values {
     float param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq;
 } adamw_values;
 
-HR_INLINE adamw_values adamw_element(adamw_constants c, adamw_values x, int amsgrad)
+/* What of the constants decides between formulas, so that a kernel can look at it once for many
+ * elements. */
+HR_INLINE int adamw_has_l2(adamw_constants c)
+{
+    return c.l2 != 0.0f;
+}
+
+HR_INLINE int adamw_is_slow(adamw_constants c)
+{
+    return c.one_minus_beta1 < 0.5f;
+}
+
+/* `l2` and `slow` are what the two functions above give. */
+HR_INLINE adamw_values adamw_element_of(adamw_constants c, adamw_values x, int amsgrad, int l2,
+                                        int slow)
 {
     const float scaled = x.grad * c.grad_factor;
     /* Not `scaled + l2 * param` alone: 0 * inf would turn an infinite parameter into NaN. */
-    const float grad = c.l2 != 0.0f ? scaled + c.l2 * x.param : scaled;
+    const float grad = l2 ? scaled + c.l2 * x.param : scaled;
     /* From the nearer end towards the other: half the error of the sum of two products. */
-    const float from = c.one_minus_beta1 < 0.5f ? x.exp_avg : grad;
-    const float weight = c.one_minus_beta1 < 0.5f ? c.one_minus_beta1 : -c.beta1;
+    const float from = slow ? x.exp_avg : grad;
+    const float weight = slow ? c.one_minus_beta1 : -c.beta1;
     x.exp_avg = from + weight * (grad - x.exp_avg);
     x.exp_avg_sq = c.beta2 * x.exp_avg_sq + c.one_minus_beta2 * (grad * grad);
     float second = x.exp_avg_sq;
@@ -51,11 +65,12 @@ HR_INLINE adamw_values adamw_element(adamw_constants c, adamw_values x, int amsg
     return x;
 }
 
-/* The same, but with `skip_nonfinite` nothing changes where the gradient is not finite. */
-HR_INLINE adamw_values adamw_update(adamw_constants c, adamw_values x, int amsgrad,
-                                    int skip_nonfinite)
+/* adamw_element_of(), except that with `skip_nonfinite` an element whose gradient is not finite
+ * stays. */
+HR_INLINE adamw_values adamw_update_of(adamw_constants c, adamw_values x, int amsgrad,
+                                       int skip_nonfinite, int l2, int slow)
 {
-    const adamw_values y = adamw_element(c, x, amsgrad);
+    const adamw_values y = adamw_element_of(c, x, amsgrad, l2, slow);
     const uint32_t magnitude = hr_bits(x.grad * c.grad_factor) & 0x7FFFFFFFu;
     const int stays = skip_nonfinite && magnitude >= 0x7F800000u;
     x.param = stays ? x.param : y.param;
@@ -63,6 +78,12 @@ HR_INLINE adamw_values adamw_update(adamw_constants c, adamw_values x, int amsgr
     x.exp_avg_sq = stays ? x.exp_avg_sq : y.exp_avg_sq;
     x.max_exp_avg_sq = stays ? x.max_exp_avg_sq : y.max_exp_avg_sq;
     return x;
+}
+
+HR_INLINE adamw_values adamw_update(adamw_constants c, adamw_values x, int amsgrad,
+                                    int skip_nonfinite)
+{
+    return adamw_update_of(c, x, amsgrad, skip_nonfinite, adamw_has_l2(c), adamw_is_slow(c));
 }
 
 /* base^exponent by repeated squaring: IEEE products in a fixed order, unlike pow(). */
@@ -77,7 +98,7 @@ HR_INLINE double adamw_power(double base, double exponent)
     return power;
 }
 
-/* The constants of step t. Reads the scalars that `config` points to, so it must run where they
+/* The constants of step t. Reads the scalars that `config` points to, so it must run where these
  * live. */
 HR_INLINE adamw_constants adamw_fold(const hr_adamw_config *config, double t)
 {
@@ -96,7 +117,7 @@ HR_INLINE adamw_constants adamw_fold(const hr_adamw_config *config, double t)
     return c;
 }
 
-/* The arguments of a call, checked. */
+/* The checked arguments of a call. */
 typedef struct adamw_args {
     const hr_tensor_list *params, *exp_avgs, *exp_avg_sqs;
     const hr_tensor_list *max_exp_avg_sqs; /* NULL unless amsgrad */

@@ -1,9 +1,10 @@
 /*
- * adamw8bit.h: Adam and AdamW with 8-bit moments. The formula of one element and of one block, the
- * constants, and the kernels. The rule is documented at hr_adamw8bit in headroom.h.
+ * adamw8bit.h: Adam and AdamW with 8-bit moments: bitsandbytes' formula of one element, the random
+ * numbers of its codes, and the kernels. The rule is documented at hr_adamw8bit in headroom.h;
+ * hr_adamw's formula is in adamw.h, and that of codes in quantize_blocks.h.
  *
- * A block is updated in two passes: one over its elements, which decodes, updates and takes the
- * largest magnitudes, and one that encodes, for a code depends on the whole block.
+ * A block is updated in two passes. The first decodes and updates the elements and finds the
+ * largest magnitudes; the second encodes, because a code depends on the scale of the whole block.
  *
  * 8-bit optimizers via block-wise quantization, Dettmers et al., arXiv:2110.02861.
  */
@@ -27,8 +28,8 @@ typedef struct adamw8bit_bnb_constants {
     float eps;       /* eps * sqrt(1 - beta2^t) */
 } adamw8bit_bnb_constants;
 
-/* bitsandbytes folds in binary32 with fast powers. Here what depends on the step is folded in
- * binary64, and the rest as it does. */
+/* bitsandbytes folds in binary32 with fast powers. Here constants that depend on the step are
+ * folded in binary64, and the others as bitsandbytes does. */
 HR_INLINE adamw8bit_bnb_constants adamw8bit_bnb_fold(const hr_adamw_config *config, double t)
 {
     const double lr = step_lr(&config->step);
@@ -68,8 +69,8 @@ HR_INLINE adamw_values adamw8bit_bnb_element(adamw8bit_bnb_constants c, adamw_va
 
 /* ---- The codes of an element ----------------------------------------------------------------- */
 
-/* The random words of elements i and i + 1, i even, of a tensor in step t: for exp_avg and
- * exp_avg_sq of the first, then of the second. */
+/* The random words of elements i and i + 1 of a tensor in step t, i even: for exp_avg and
+ * exp_avg_sq of element i, then for those of element i + 1. */
 HR_INLINE hr_random4 adamw8bit_random(uint64_t seed, double t, int64_t i)
 {
     const uint64_t step = (uint64_t)t, pair = (uint64_t)i / 2;
@@ -81,20 +82,28 @@ HR_INLINE hr_random4 adamw8bit_random(uint64_t seed, double t, int64_t i)
     return hr_philox(counter, seed);
 }
 
-/* bitsandbytes' code, from maps filled with bnb. A comparison with NaN, 0 / 0 above all, leads its
- * search to code 0; and then the signs of code and moment are compared as bits. */
-HR_INLINE uint8_t adamw8bit_bnb_encode(const quant_maps *maps, float x, float absmax, int is_signed)
+/* bitsandbytes' code of a moment x, from the code that is nearest to its quotient y. Its search gives
+ * a NaN, such as 0 / 0, code 0. It then compares the sign bits of code and moment, and moves a code by
+ * one if they differ. */
+HR_INLINE uint8_t adamw8bit_bnb_code(int nearest, float x, float y, int is_signed)
 {
-    const float y = x / absmax;
-    const int code = y != y ? 0 : dynamic_encode(&maps->map[is_signed], y, is_signed);
+    const int code = y != y ? 0 : nearest;
     const int negative = x == x && hr_bits(x) >> 31 != 0; /* the sign of a NaN depends on the CPU */
     const int differs = is_signed && (code < 127) != negative;
     return (uint8_t)(code + (differs ? (x > 0.0f ? 1 : -1) : 0)); /* 0 - 1 is 255 */
 }
 
+/* The same from maps that were filled with `bnb`. */
+HR_INLINE uint8_t adamw8bit_bnb_encode(const quant_maps *maps, float x, float absmax, int is_signed)
+{
+    const float y = x / absmax;
+    return adamw8bit_bnb_code(y != y ? 0 : dynamic_encode(&maps->map[is_signed], y, is_signed), x,
+                              y, is_signed);
+}
+
 /* ---- The kernels ----------------------------------------------------------------------------- */
 
-/* The arguments of a call, checked. */
+/* The checked arguments of a call. */
 typedef struct adamw8bit_args {
     const hr_tensor_list *params, *exp_avgs, *exp_avg_absmaxs, *exp_avg_sqs, *exp_avg_sq_absmaxs;
     const hr_tensor_list *steps; /* NULL: config->adamw.step.t */

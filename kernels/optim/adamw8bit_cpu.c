@@ -1,13 +1,12 @@
 /*
- * adamw8bit_cpu.c: the loop over the list, and over its blocks where there is no better one. One
- * parallel region covers the blocks of the whole list, so ten thousand small tensors cost no more
- * hand-overs than one large one.
+ * adamw8bit_cpu.c: the CPU step of 8-bit Adam: the loop over the tensors of a list, the choice of
+ * the loop over blocks, and the baseline of that loop. One parallel region covers the blocks of the
+ * whole list, so ten thousand small tensors are handed to threads as often as one large tensor.
  */
 #include "kernels/optim/adamw8bit_cpu.h"
 
 #include <pthread.h>
 
-/* The codes of the elements [i, i + count) of a block, one by one. */
 void adamw8bit_encode_each(const adamw8bit_tensor *t, const adamw8bit_pending *p, int i, int count)
 {
     const quant_maps *const maps = &t->call->tables->maps;
@@ -53,11 +52,12 @@ HR_INLINE void adamw8bit_encode_baseline(const adamw8bit_tensor *t, const adamw8
 #define LOOP_NAME(name) adamw8bit_##name##_baseline
 #include "kernels/optim/adamw8bit_loop.h"
 
-/* Weights that are not plain are unpacked and updated so many at a time: few enough for the first
- * cache, many enough that the blocks at the ends, whose encoding has nothing beside it, are few. */
+/* Elements that are joined and updated at a time if weights have a mode: few enough for the
+ * first-level cache, and so many that few blocks are the last of a run, whose encoding overlaps
+ * with nothing. */
 #define ADAMW8BIT_UNPACKED 4096
 
-/* The blocks of [from, to), whose weights are not plain. */
+/* Updates the blocks of [from, to) of a tensor with any mode of weights. */
 static void adamw8bit_run_weights(const adamw8bit_tensor *t, const weights_tensor *weights,
                                   int64_t from, int64_t to, hr_dtype grad_dtype)
 {
@@ -73,7 +73,7 @@ static void adamw8bit_run_weights(const adamw8bit_tensor *t, const weights_tenso
         adamw8bit_tensor part = *t;
         part.first = i;
         part.param = unpacked;
-        part.grad = (const char *)t->grad + i * (grad_dtype == HR_F32 ? 4 : 2);
+        part.grad = (const char *)t->grad + i * hr_element_size(grad_dtype);
         part.exp_avg += i;
         part.exp_avg_sq += i;
         part.exp_avg_absmax += i / block_size;
@@ -120,7 +120,8 @@ static void adamw8bit_range(void *context, int64_t begin, int64_t end)
     }
 }
 
-/* The tables, at bnb those of its map. They are static, so that no call can run out of memory. */
+/* The tables, [1] with bitsandbytes' thresholds. They are static, so that no call can run out of
+ * memory. */
 static adamw8bit_tables adamw8bit_kept[2];
 
 static void adamw8bit_fill(int bnb)

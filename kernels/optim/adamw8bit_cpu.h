@@ -1,6 +1,6 @@
 /*
- * adamw8bit_cpu.h: what the CPU loops of 8-bit Adam share. There is one for each instruction set,
- * in a file of its own; adamw8bit_cpu.c chooses among them.
+ * adamw8bit_cpu.h: shared by the CPU loops of 8-bit Adam. Each instruction set has a loop, in a
+ * file of its own; adamw8bit_cpu.c chooses among them.
  */
 #ifndef HR_ADAMW8BIT_CPU_H
 #define HR_ADAMW8BIT_CPU_H
@@ -10,11 +10,12 @@
 #include "kernels/quant/dynamic_map_cpu_vbmi.h"
 #include "kernels/weights/weights_cpu.h"
 
-/* The rule of an element. PLAIN is ANY without what few ask for: skip_nonfinite, and decay that is
- * not decoupled. */
+/* The rule of an element. ANY is hr_adamw's rule with all its options, and PLAIN is the same
+ * without the rare ones: skip_nonfinite, and weight decay that is not decoupled. BNB is for
+ * bnb_exact. */
 typedef enum adamw8bit_rule { ADAMW8BIT_PLAIN, ADAMW8BIT_ANY, ADAMW8BIT_BNB } adamw8bit_rule;
 
-/* The maps in all their forms, the vectors and the bytes by is_signed. */
+/* The tables of both maps. `vectors` and `bytes` are indexed by is_signed. */
 typedef struct adamw8bit_tables {
     quant_maps maps;
     dynamic_vectors vectors[2];
@@ -27,6 +28,8 @@ typedef struct adamw8bit_tensor adamw8bit_tensor;
 /* Updates the blocks of [from, to) of one tensor; `from` is the start of a block. */
 typedef void (*adamw8bit_run_fn)(const adamw8bit_tensor *t, int64_t from, int64_t to,
                                  hr_dtype param_dtype, hr_dtype grad_dtype);
+/* The same for weights of another mode than HR_WEIGHTS_NEAREST, without unpacking them first.
+ * Returns 0 if it has no loop for these weights, else 1. */
 typedef int (*adamw8bit_run_weights_fn)(const adamw8bit_tensor *t, const weights_tensor *weights,
                                         int64_t from, int64_t to, hr_dtype grad_dtype);
 
@@ -36,7 +39,7 @@ typedef struct adamw8bit_call {
     adamw8bit_rule rule;
     const adamw8bit_tables *tables;
     adamw8bit_run_fn run;
-    adamw8bit_run_weights_fn run_weights; /* NULL: there is none */
+    adamw8bit_run_weights_fn run_weights; /* or NULL */
 } adamw8bit_call;
 
 /* A tensor of the call. */
@@ -50,24 +53,24 @@ struct adamw8bit_tensor {
     adamw8bit_bnb_constants bnb;
     uint64_t seed;
     double step;
-    int64_t first; /* where this begins in the tensor that random numbers are counted in */
+    int64_t first; /* the element at which the pointers begin, for random numbers */
 };
 
-/* A block that is updated and not encoded yet. */
+/* A block that has been updated and not encoded yet. */
 typedef struct adamw8bit_pending {
     int64_t begin;
     int count;
     float *m, *v;
     float absmax_m, absmax_v;
     dynamic_scale scale_m, scale_v;
-    int vectors;  /* whether vector code may encode it */
-    int careless; /* whether it may without care, see dynamic_encode_vbmi() */
+    int vectors;   /* 1: vector code may encode it */
+    int no_clamps; /* 1: dynamic_encode_vbmi() needs no clamps for its second moments */
 } adamw8bit_pending;
 
-#define LANES CPU_STEP /* elements at a time; a block size is a multiple of it */
+#define LANES CPU_STEP /* elements at a time; every block size is a multiple of it */
 
-/* The moments of two blocks. A load waits for an earlier store whose address is the same modulo
- * 4096, so the second block is not that far from the first. */
+/* The moments of two blocks. A load waits for an earlier store to an address that is equal modulo
+ * 4096, so `apart` keeps the two blocks from lying that far apart. */
 typedef struct adamw8bit_moments {
     _Alignas(64) float m0[ADAMW8BIT_MAX_BLOCK];
     float v0[ADAMW8BIT_MAX_BLOCK];
@@ -76,7 +79,7 @@ typedef struct adamw8bit_moments {
     float v1[ADAMW8BIT_MAX_BLOCK];
 } adamw8bit_moments;
 
-/* Fewer elements than LANES, and zeros. */
+/* Fewer than LANES elements, padded with zeros. */
 typedef struct adamw8bit_few {
     float param[LANES], grad[LANES];
     uint8_t exp_avg[LANES], exp_avg_sq[LANES];
@@ -102,7 +105,7 @@ HR_INLINE adamw_values adamw8bit_apply(const adamw8bit_tensor *t, adamw_values x
         return adamw_update(t->constants, x, 0, t->call->args->config->adamw.step.skip_nonfinite);
     adamw_constants c = t->constants;
     c.l2 = 0.0f;
-    return adamw_element(c, x, 0);
+    return adamw_element_of(c, x, 0, adamw_has_l2(c), adamw_is_slow(c));
 }
 
 HR_INLINE uint32_t adamw8bit_largest(const uint32_t *magnitudes)
@@ -113,7 +116,8 @@ HR_INLINE uint32_t adamw8bit_largest(const uint32_t *magnitudes)
     return largest;
 }
 
-/* Multiplies a block by a first factor that is large, which loses nothing: vector code has none. */
+/* Multiplies a block by the scale's first factor if that is large, which loses nothing, and makes
+ * the factor 1: vector code applies only the second factor. */
 HR_INLINE dynamic_scale adamw8bit_rescale(float *x, int count, dynamic_scale scale)
 {
     if (__builtin_expect(scale.first > 1.0f, 0)) {
@@ -124,7 +128,7 @@ HR_INLINE dynamic_scale adamw8bit_rescale(float *x, int count, dynamic_scale sca
     return scale;
 }
 
-/* Stores the absmaxes of a block. */
+/* Ends the update of a block: stores its absmaxes and returns the block for encoding. */
 HR_INLINE adamw8bit_pending adamw8bit_close(const adamw8bit_tensor *t, int64_t begin, int count,
                                             int64_t block, float *m, float *v, uint32_t magnitude_m,
                                             uint32_t magnitude_v)
@@ -140,7 +144,7 @@ HR_INLINE adamw8bit_pending adamw8bit_close(const adamw8bit_tensor *t, int64_t b
     pending.scale_m = dynamic_scale_of(pending.absmax_m);
     pending.scale_v = dynamic_scale_of(pending.absmax_v);
     pending.vectors = 0;
-    pending.careless = 0;
+    pending.no_clamps = 0;
     if (!bnb && !t->call->args->config->seeds) {
         pending.scale_m = adamw8bit_rescale(m, count, pending.scale_m);
         pending.scale_v = adamw8bit_rescale(v, count, pending.scale_v);
@@ -151,7 +155,7 @@ HR_INLINE adamw8bit_pending adamw8bit_close(const adamw8bit_tensor *t, int64_t b
     return pending;
 }
 
-/* The codes of the elements [i, i + count) of a block, one by one. */
+/* Encodes the elements [i, i + count) of a block one by one. */
 void adamw8bit_encode_each(const adamw8bit_tensor *t, const adamw8bit_pending *p, int i, int count);
 
 void adamw8bit_run_baseline(const adamw8bit_tensor *t, int64_t from, int64_t to,
@@ -163,8 +167,6 @@ void adamw8bit_run_avx512(const adamw8bit_tensor *t, int64_t from, int64_t to, h
 void adamw8bit_run_vbmi(const adamw8bit_tensor *t, int64_t from, int64_t to, hr_dtype param_dtype,
                         hr_dtype grad_dtype);
 
-/* The same for weights that are not plain, where there is a faster way than to unpack them. Gives
- * whether there is. */
 int adamw8bit_run_weights_vbmi(const adamw8bit_tensor *t, const weights_tensor *weights,
                                int64_t from, int64_t to, hr_dtype grad_dtype);
 

@@ -1,4 +1,5 @@
-/* adamw8bit_cpu_avx2.c: the loop of 8-bit Adam with AVX2. */
+/* adamw8bit_cpu_avx2.c: the loop of adamw8bit_loop.h with AVX2, which encodes 8 moments at a
+ * time. */
 #include "kernels/optim/adamw8bit_cpu.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -12,7 +13,7 @@ CPU_AVX2 HR_INLINE void adamw8bit_decode_avx2(const adamw8bit_call *call, const 
     }
 }
 
-/* The codes of 8 moments. Gives the lanes that are not sure. */
+/* Encodes 8 moments. Returns the lanes whose codes are not sure. */
 CPU_AVX2 HR_INLINE int adamw8bit_encode_moment_avx2(const adamw8bit_tensor *t, const float *x,
                                                     float scale, int is_signed, uint8_t *codes)
 {

@@ -1,4 +1,5 @@
-/* adamw8bit_cpu_avx512.c: the loop of 8-bit Adam with AVX-512. */
+/* adamw8bit_cpu_avx512.c: the loop of adamw8bit_loop.h with AVX-512, which encodes 16 moments at a
+ * time. */
 #include "kernels/optim/adamw8bit_cpu.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -13,7 +14,7 @@ CPU_AVX512 HR_INLINE void adamw8bit_decode_avx512(const adamw8bit_call *call, co
     }
 }
 
-/* Gives the lanes whose codes are not sure. */
+/* Encodes the moments of the lanes `there`. Returns the lanes whose codes are not sure. */
 CPU_AVX512 HR_INLINE uint32_t adamw8bit_encode_moment_avx512(const adamw8bit_tensor *t,
                                                              const float *x, __mmask16 there,
                                                              float scale, int is_signed,

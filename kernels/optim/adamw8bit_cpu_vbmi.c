@@ -1,246 +1,52 @@
 /*
- * adamw8bit_cpu_vbmi.c: the loop of 8-bit Adam with AVX-512 and byte permutes: the plain rule, in
- * float32 and bfloat16, plain or with the rest of a weight beside. Anything else is left to others.
+ * adamw8bit_cpu_vbmi.c: a loop of 8-bit Adam of its own for AVX-512 with byte permutes. It takes
+ * the rule ADAMW8BIT_PLAIN with f32 and bf16, and bf16 weights of the modes that do not round at
+ * random. Everything else goes to the AVX-512 loop.
  *
- * The divider is busy for half of the time, so all other work is put beside it: while 64 elements
- * are updated, the moments of the next are decoded, and those of 64 elements two blocks before are
- * encoded. Two, for the scale of the block that has just ended is not known at once.
+ * The divider is busy for half of the time, so all other work overlaps with it: while 64 elements
+ * are updated, the moments of the next 64 are decoded, and 64 elements of the block before the
+ * previous one are encoded. Not of the previous one, because its scale is not known in time.
  */
 #include "kernels/optim/adamw8bit_cpu.h"
+#include "kernels/weights/weights_cpu_vbmi.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
-/* ---- Weights: 64 in memory and in four vectors ----------------------------------------------- */
-
-/* Where 64 weights are. */
-typedef struct adamw8bit_weights {
-    void *param, *residual;
-} adamw8bit_weights;
-
-/* Halves of words are read and written faster by turns than in a row. */
-HR_INLINE dynamic_order adamw8bit_order(hr_dtype param_dtype, hr_dtype grad_dtype,
-                                        hr_weights_mode mode)
+/* The order of the elements in vectors. bf16 is read and written faster by even and odd
+ * elements. */
+HR_INLINE cpu_order adamw8bit_order(hr_dtype param_dtype, hr_dtype grad_dtype, hr_weights_mode mode)
 {
     const int halves = param_dtype == HR_BF16 && grad_dtype == HR_BF16;
-    return halves && mode != HR_WEIGHTS_MASTER ? DYNAMIC_EVEN_ODD : DYNAMIC_IN_ROW;
-}
-
-/* Vectors k and k + 1 of 64 elements, k even. */
-CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_load_vbmi(const void *base, int k, hr_dtype dtype,
-                                                        dynamic_order order, __m512 x[2])
-{
-    if (dtype == HR_F32) {
-        x[0] = _mm512_loadu_ps((const float *)base + 16 * k);
-        x[1] = _mm512_loadu_ps((const float *)base + 16 * k + 16);
-    } else if (order == DYNAMIC_EVEN_ODD) {
-        const __m512i halves = _mm512_loadu_si512((const uint16_t *)base + 16 * k);
-        x[0] = _mm512_castsi512_ps(_mm512_slli_epi32(halves, 16));
-        x[1] = _mm512_castsi512_ps(_mm512_and_si512(halves, _mm512_set1_epi32((int)0xFFFF0000u)));
-    } else {
-        for (int j = 0; j < 2; j++) {
-            const __m256i halves = _mm256_loadu_si256((const __m256i *)base + k + j);
-            x[j] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
-        }
-    }
-}
-
-/* hr_to_bf16(), in the low halves of words. */
-CPU_AVX512_VBMI_BF16 HR_INLINE __m512i adamw8bit_to_bf16_vbmi(__m512 x)
-{
-    const __m512i bits = _mm512_castps_si512(x), one = _mm512_set1_epi32(1);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
-    const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
-    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
-    return _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q),
-                                 _mm512_set1_epi32(0x7FFF));
-}
-
-/* hr_store() of such two vectors. Gives 0 if there may be NaN in them. What is rare is not a call:
- * across a call a compiler keeps no vector in a register. */
-CPU_AVX512_VBMI_BF16 HR_INLINE int adamw8bit_store_vbmi(void *base, int k, const __m512 x[2],
-                                                        hr_dtype dtype, dynamic_order order)
-{
-    if (dtype == HR_F32) {
-        float *const to = (float *)base + 16 * k;
-        const __mmask16 nan = _mm512_cmp_ps_mask(x[0], x[1], _CMP_UNORD_Q);
-        const int no_nan = _kortestz_mask16_u8(nan, nan) ? 3 : 0;
-        _mm512_storeu_ps(to, x[0]);
-        _mm512_storeu_ps(to + 16, x[1]);
-        for (int j = 0; __builtin_expect(!no_nan, 0) && j < 2; j++)
-            _mm512_mask_storeu_ps(to + 16 * j, _mm512_cmp_ps_mask(x[j], x[j], _CMP_UNORD_Q),
-                                  _mm512_castsi512_ps(_mm512_set1_epi32(0x7FFFFFFF)));
-        return no_nan;
-    }
-    /* The even elements, then the odd ones, to where they were. */
-    const __m512i turns =
-        _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                         21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]);
-    if (order == DYNAMIC_EVEN_ODD)
-        halves = _mm512_permutexvar_epi16(turns, halves);
-    /* NaN, and denormals, which the conversion takes for 0. */
-    const __mmask16 special0 = _mm512_fpclass_ps_mask(x[0], 0x01 | 0x80 | 0x20);
-    const __mmask16 special1 = _mm512_fpclass_ps_mask(x[1], 0x01 | 0x80 | 0x20);
-    const int usual = _kortestz_mask16_u8(special0, special1) ? 3 : 0;
-    if (__builtin_expect(!usual, 0)) {
-        const __m512i words[2] = {adamw8bit_to_bf16_vbmi(x[0]), adamw8bit_to_bf16_vbmi(x[1])};
-        halves = _mm512_or_si512(words[0], _mm512_slli_epi32(words[1], 16));
-        if (order == DYNAMIC_IN_ROW)
-            halves = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(words[0])),
-                                        _mm512_cvtepi32_epi16(words[1]), 1);
-    }
-    _mm512_storeu_si512((uint16_t *)base + 16 * k, halves);
-    return usual;
-}
-
-/* 32 residuals as 16-bit integers: those of 8 bits are the high halves. */
-CPU_AVX512_VBMI_BF16 HR_INLINE __m512i adamw8bit_residuals_vbmi(const void *residual, int k,
-                                                                hr_weights_mode mode)
-{
-    if (mode == HR_WEIGHTS_REMAINDER16)
-        return _mm512_loadu_si512((const uint16_t *)residual + 16 * k);
-    const __m256i bytes = _mm256_loadu_si256((const __m256i *)((const uint8_t *)residual + 16 * k));
-    return _mm512_slli_epi16(_mm512_cvtepu8_epi16(bytes), 8);
-}
-
-/* Takes from the params those of two vectors of masters whose rounding they are not. The fast
- * conversion takes denormals for 0, so those are looked at with the rare ones that differ. */
-CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_join_master_vbmi(const void *param, int k,
-                                                               __m512 x[2])
-{
-    const uint16_t *const from = (const uint16_t *)param + 16 * k;
-    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]);
-    const __mmask32 differ = _mm512_cmpneq_epi16_mask(halves, _mm512_loadu_si512(from));
-    const __mmask16 denormal =
-        _kor_mask16(_mm512_fpclass_ps_mask(x[0], 0x20), _mm512_fpclass_ps_mask(x[1], 0x20));
-    if (__builtin_expect(!_kortestz_mask32_u8(differ, denormal), 0))
-        for (int j = 0; j < 2; j++) {
-            const __m512i params =
-                _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from + j));
-            const __mmask16 written =
-                _mm512_cmpneq_epi32_mask(adamw8bit_to_bf16_vbmi(x[j]), params);
-            x[j] = _mm512_castsi512_ps(
-                _mm512_mask_slli_epi32(_mm512_castps_si512(x[j]), written, params, 16));
-        }
-}
-
-/* Weights as weights_join() gives them. But for a MASTER the order is DYNAMIC_EVEN_ODD. */
-CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_join_vbmi(adamw8bit_weights w, int k, hr_dtype dtype,
-                                                        hr_weights_mode mode, dynamic_order order,
-                                                        __m512 x[2])
-{
-    if (mode == HR_WEIGHTS_MASTER) {
-        adamw8bit_load_vbmi(w.residual, k, HR_F32, order, x);
-        adamw8bit_join_master_vbmi(w.param, k, x);
-    } else if (mode == HR_WEIGHTS_KAHAN) {
-        __m512 residuals[2];
-        adamw8bit_load_vbmi(w.param, k, dtype, order, x);
-        adamw8bit_load_vbmi(w.residual, k, dtype, order, residuals);
-        for (int j = 0; j < 2; j++) { /* weights_join_kahan() */
-            const __m512 power =
-                _mm512_and_ps(x[j], _mm512_castsi512_ps(_mm512_set1_epi32(0x7F800000)));
-            const __m512 halves =
-                _mm512_mul_ps(_mm512_abs_ps(residuals[j]), _mm512_set1_ps(0x1p8f));
-            x[j] +=
-                _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(halves, power, _CMP_LE_OQ), residuals[j]);
-        }
-    } else if (mode != HR_WEIGHTS_NEAREST) {
-        /* The sum's high halves: the params, less one where a residual is negative. */
-        const __m512i residuals = adamw8bit_residuals_vbmi(w.residual, k, mode);
-        const __m512i params = _mm512_loadu_si512((const uint16_t *)w.param + 16 * k);
-        const __m512i high = _mm512_add_epi16(params, _mm512_srai_epi16(residuals, 15));
-        const __m512i low = _mm512_set1_epi32(0xFFFF);
-        const __m512i even =
-            _mm512_ternarylogic_epi32(_mm512_slli_epi32(high, 16), residuals, low, 0xF8);
-        const __m512i odd =
-            _mm512_ternarylogic_epi32(high, _mm512_srli_epi32(residuals, 16), low, 0xDC);
-        /* A sum that is NaN is not taken. */
-        const __m512 sums[2] = {_mm512_castsi512_ps(even), _mm512_castsi512_ps(odd)};
-        x[0] = _mm512_castsi512_ps(_mm512_mask_slli_epi32(
-            even, _mm512_cmp_ps_mask(sums[0], sums[0], _CMP_UNORD_Q), params, 16));
-        x[1] = _mm512_castsi512_ps(_mm512_mask_andnot_epi32(
-            odd, _mm512_cmp_ps_mask(sums[1], sums[1], _CMP_UNORD_Q), low, params));
-    } else {
-        adamw8bit_load_vbmi(w.param, k, dtype, order, x);
-    }
-}
-
-/* weights_split() and its stores, as adamw8bit_store_vbmi(). */
-CPU_AVX512_VBMI_BF16 HR_INLINE int adamw8bit_split_vbmi(adamw8bit_weights w, int k,
-                                                        const __m512 x[2], hr_dtype dtype,
-                                                        hr_weights_mode mode, dynamic_order order)
-{
-    if (mode == HR_WEIGHTS_MASTER)
-        return adamw8bit_store_vbmi(w.residual, k, x, HR_F32, order) &
-               adamw8bit_store_vbmi(w.param, k, x, dtype, order);
-    if (mode == HR_WEIGHTS_NEAREST)
-        return adamw8bit_store_vbmi(w.param, k, x, dtype, order);
-    if (mode == HR_WEIGHTS_KAHAN) {
-        const int usual = adamw8bit_store_vbmi(w.param, k, x, dtype, order);
-        __m512 rounded[2];
-        adamw8bit_load_vbmi(w.param, k, dtype, order, rounded);
-        for (int j = 0; j < 2; j++) /* 0 where that is infinite or NaN */
-            rounded[j] = _mm512_maskz_sub_ps(
-                _knot_mask16(_mm512_fpclass_ps_mask(rounded[j], 0x01 | 0x80 | 0x08 | 0x10)), x[j],
-                rounded[j]);
-        adamw8bit_store_vbmi(w.residual, k, rounded, dtype, order);
-        return usual;
-    }
-    const __mmask16 nan = _mm512_cmp_ps_mask(x[0], x[1], _CMP_UNORD_Q);
-    const int no_nan = _kortestz_mask16_u8(nan, nan) ? 3 : 0;
-    __m512i even = _mm512_castps_si512(x[0]), odd = _mm512_castps_si512(x[1]);
-    if (__builtin_expect(!no_nan, 0)) {
-        const __m512i param = _mm512_set1_epi32(0x7FFF0000);
-        even = _mm512_mask_mov_epi32(even, _mm512_cmp_ps_mask(x[0], x[0], _CMP_UNORD_Q), param);
-        odd = _mm512_mask_mov_epi32(odd, _mm512_cmp_ps_mask(x[1], x[1], _CMP_UNORD_Q), param);
-    }
-    if (mode == HR_WEIGHTS_REMAINDER8) { /* to 24 bits, to even; a NaN stays as it is */
-        const __m512i one = _mm512_set1_epi32(1), below = _mm512_set1_epi32(0x7F);
-        even = _mm512_add_epi32(_mm512_add_epi32(even, below),
-                                _mm512_and_si512(_mm512_srli_epi32(even, 8), one));
-        odd = _mm512_add_epi32(_mm512_add_epi32(odd, below),
-                               _mm512_and_si512(_mm512_srli_epi32(odd, 8), one));
-    }
-    const __m512i half = _mm512_set1_epi32(0x8000), low = _mm512_set1_epi32(0xFFFF);
-    const __m512i params =
-        _mm512_ternarylogic_epi32(_mm512_add_epi32(odd, half),
-                                  _mm512_srli_epi32(_mm512_add_epi32(even, half), 16), low, 0xDC);
-    const __m512i residuals =
-        _mm512_ternarylogic_epi32(_mm512_slli_epi32(odd, 16), even, low, 0xF8);
-    _mm512_storeu_si512((uint16_t *)w.param + 16 * k, params);
-    if (mode == HR_WEIGHTS_REMAINDER16)
-        _mm512_storeu_si512((uint16_t *)w.residual + 16 * k, residuals);
-    else
-        _mm256_storeu_si256((__m256i *)((uint8_t *)w.residual + 16 * k),
-                            _mm512_cvtepi16_epi8(_mm512_srli_epi16(residuals, 8)));
-    return no_nan;
+    return halves && mode != HR_WEIGHTS_MASTER ? CPU_EVEN_ODD : CPU_IN_ROW;
 }
 
 /* ---- 64 elements ----------------------------------------------------------------------------- */
 
-/* What is the same for all elements, repeated once, and not for each vector. */
+/* Constants, broadcast once instead of for each vector. */
 typedef struct adamw8bit_repeated {
     __m512 grad_factor, one_minus_beta1, beta2, one_minus_beta2, rsqrt_bias2, eps, keep, step_size;
     __m512 absmax_m, absmax_v; /* of the block */
     __m512 scale_m, scale_v;   /* of the block that is encoded */
 } adamw8bit_repeated;
 
-/* Elements to be updated, where their moments go, and the codes that are decoded beside. */
+/* The addresses of 64 elements: weights and gradients, where the new moments go, and the codes of
+ * the next elements, which are decoded meanwhile. */
 typedef struct adamw8bit_elements {
-    adamw8bit_weights weights;
+    weights_address weights;
     const void *grad;
     float *m, *v;
     const uint8_t *exp_avg, *exp_avg_sq;
 } adamw8bit_elements;
 
-/* The values of 64 codes of both moments. */
+/* 64 decoded values of each moment, without their scales. */
 typedef struct adamw8bit_values {
     __m512 m[4], v[4];
 } adamw8bit_values;
 
-/* Byte k of the values. */
-CPU_AVX512_VBMI_BF16 HR_INLINE void
-adamw8bit_decode_vbmi(const adamw8bit_tables *tables, const uint8_t *exp_avg,
-                      const uint8_t *exp_avg_sq, dynamic_order order, adamw8bit_values *values)
+/* Decodes 64 codes of each moment. */
+CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_decode_vbmi(const adamw8bit_tables *tables,
+                                                          const uint8_t *exp_avg,
+                                                          const uint8_t *exp_avg_sq,
+                                                          cpu_order order, adamw8bit_values *values)
 {
     dynamic_decoding m, v;
     dynamic_decode_vbmi(&m, &tables->bytes[1], exp_avg, 1, order);
@@ -253,12 +59,12 @@ adamw8bit_decode_vbmi(const adamw8bit_tables *tables, const uint8_t *exp_avg,
     dynamic_decoded_vbmi(&v, values->v);
 }
 
-/* Updates 64 elements, whose moments are decoded to `values`. Beside, a piece for each vector, the
- * codes at exp_avg and exp_avg_sq, of elements that come next, are decoded to `values`, and those
- * of the block `before` are encoded from i on, unless that is NULL.
+/* Updates 64 elements, whose decoded moments are in `values`. Meanwhile, a part for each vector,
+ * decodes the codes at exp_avg and exp_avg_sq, of the elements that come next, to `values`, and
+ * encodes 64 elements of the block `before` from i on, unless that is NULL.
  *
- * The largest magnitudes pass over NaN. Gives 0 if there may be one, for where a moment is NaN so
- * is the parameter. */
+ * The largest magnitudes leave out NaNs. Returns 0 if a moment may be NaN, else 3: where a moment
+ * is NaN, so is the parameter, and its store sees that. */
 CPU_AVX512_VBMI_BF16 HR_INLINE int
 adamw8bit_update_vbmi(const adamw8bit_tensor *t, const adamw8bit_repeated *c, adamw8bit_elements at,
                       hr_dtype param_dtype, hr_dtype grad_dtype, hr_weights_mode mode,
@@ -266,18 +72,18 @@ adamw8bit_update_vbmi(const adamw8bit_tensor *t, const adamw8bit_repeated *c, ad
                       __m512 *largest_m, __m512 *largest_v)
 {
     const adamw8bit_tables *const tables = t->call->tables;
-    const dynamic_order order = adamw8bit_order(param_dtype, grad_dtype, mode);
+    const cpu_order order = adamw8bit_order(param_dtype, grad_dtype, mode);
     __m512 grads[2], old[2], params[2], exp_avgs[4], roots[4];
     __m512i codes_m = _mm512_setzero_si512(), codes_v = _mm512_setzero_si512();
     dynamic_decoding next_m, next_v;
-    int numbers = 3;
+    int no_nan = 3;
     dynamic_decode_vbmi(&next_m, &tables->bytes[1], at.exp_avg, 1, order);
     dynamic_decode_vbmi(&next_v, &tables->bytes[0], at.exp_avg_sq, 0, order);
 #pragma GCC unroll 5
     for (int k = 0; k < 5; k++) {
         if (k < 4) {
             if (k % 2 == 0)
-                adamw8bit_load_vbmi(at.grad, k, grad_dtype, order, grads);
+                cpu_load_vbmi(at.grad, k, grad_dtype, order, grads);
             const __m512 g = grads[k % 2] * c->grad_factor;
             const __m512 m = values->m[k] * c->absmax_m, v = values->v[k] * c->absmax_v;
             const __m512 exp_avg_sq = c->beta2 * v + c->one_minus_beta2 * (g * g);
@@ -288,15 +94,14 @@ adamw8bit_update_vbmi(const adamw8bit_tensor *t, const adamw8bit_repeated *c, ad
             *largest_m = _mm512_range_ps(*largest_m, exp_avgs[k], 0xB); /* of the magnitudes */
             *largest_v = _mm512_max_ps(*largest_v, exp_avg_sq);
         }
-        if (k > 0) { /* when the root is there */
+        if (k > 0) { /* one vector later, when the square root is ready */
             const __m512 denominator = roots[k - 1] * c->rsqrt_bias2 + c->eps;
             if (k % 2 == 1)
-                adamw8bit_join_vbmi(at.weights, k - 1, param_dtype, mode, order, old);
+                weights_join_vbmi(at.weights, k - 1, param_dtype, mode, order, old);
             params[(k - 1) % 2] =
                 c->keep * old[(k - 1) % 2] - c->step_size * (exp_avgs[k - 1] / denominator);
             if (k % 2 == 0)
-                numbers &=
-                    adamw8bit_split_vbmi(at.weights, k - 2, params, param_dtype, mode, order);
+                no_nan &= weights_split_vbmi(at.weights, k - 2, params, param_dtype, mode, order);
         }
         if (k < 4) {
             dynamic_decode_byte_vbmi(&next_m, &tables->bytes[1], k, 1);
@@ -318,12 +123,12 @@ adamw8bit_update_vbmi(const adamw8bit_tensor *t, const adamw8bit_repeated *c, ad
         dynamic_encoded_vbmi(codes_m, &tables->bytes[1], 1, t->exp_avg + first);
         dynamic_encoded_vbmi(codes_v, &tables->bytes[0], 0, t->exp_avg_sq + first);
     }
-    return numbers;
+    return no_nan;
 }
 
 /* ---- Blocks ---------------------------------------------------------------------------------- */
 
-/* The largest magnitude, of NaN too. */
+/* The largest magnitude, where a NaN counts as larger than any number. */
 static __attribute__((noinline)) uint32_t adamw8bit_largest_of(const float *x, int count)
 {
     uint32_t largest = 0;
@@ -334,20 +139,19 @@ static __attribute__((noinline)) uint32_t adamw8bit_largest_of(const float *x, i
     return largest;
 }
 
-/* 64 elements that are in `order`, in a row. */
-static void adamw8bit_order_in_row(float *x, dynamic_order order)
+/* Moves 64 elements from `order` to the order in memory. */
+static void adamw8bit_order_in_row(float *x, cpu_order order)
 {
     float in_row[64];
     for (int k = 0; k < 4; k++)
         for (int lane = 0; lane < 16; lane++)
-            in_row[dynamic_element(order, k, lane)] = x[16 * k + lane];
+            in_row[cpu_element(order, k, lane)] = x[16 * k + lane];
     memcpy(x, in_row, sizeof in_row);
 }
 
-/* Encodes the elements of a block from i on, alone. */
+/* Encodes the elements of a block from i on, without an update to overlap with. */
 static __attribute__((noinline)) CPU_AVX512_VBMI_BF16 void
-adamw8bit_encode_rest(const adamw8bit_tensor *t, const adamw8bit_pending *p, int i,
-                      dynamic_order order)
+adamw8bit_encode_rest(const adamw8bit_tensor *t, const adamw8bit_pending *p, int i, cpu_order order)
 {
     const adamw8bit_tables *const tables = t->call->tables;
     for (; i < p->count; i += LANES) {
@@ -379,7 +183,7 @@ adamw8bit_encode_rest(const adamw8bit_tensor *t, const adamw8bit_pending *p, int
     }
 }
 
-/* Fetches 64 elements that are ADAMW8BIT_AHEAD bytes ahead, as cpu_prefetch(). */
+/* Prefetches 64 elements ADAMW8BIT_AHEAD bytes ahead, as cpu_prefetch() does. */
 #define ADAMW8BIT_AHEAD 2048
 HR_INLINE void adamw8bit_prefetch(const void *base, int64_t i, int size)
 {
@@ -388,32 +192,32 @@ HR_INLINE void adamw8bit_prefetch(const void *base, int64_t i, int size)
 }
 
 /* The moments of three blocks: one that is updated, one that waits, and one that is encoded. A load
- * waits for an earlier store whose address is the same modulo 4096, so what is encoded lies 1344 or
- * 1408 bytes before what is stored, modulo 2048. */
+ * waits for an earlier store to an address that is equal modulo 4096. With the gap `apart`, the
+ * moments that are encoded lie 1344 or 1408 bytes before those that are stored, modulo 2048. */
 typedef struct adamw8bit_ring {
     _Alignas(64) struct {
         float m[ADAMW8BIT_MAX_BLOCK], v[ADAMW8BIT_MAX_BLOCK], apart[704 / 4];
     } blocks[3];
 } adamw8bit_ring;
 
-/* adamw8bit_close() for any block. */
+/* adamw8bit_close() for a block with a NaN, or with scales that are large, small or infinite. */
 static __attribute__((noinline)) void adamw8bit_close_unusual(const adamw8bit_tensor *t,
                                                               adamw8bit_pending *p, int64_t block,
-                                                              const float largest[2], int numbers)
+                                                              const float largest[2], int no_nan)
 {
     const int count = (int)cpu_round_up(p->count, LANES);
     *p = adamw8bit_close(t, p->begin, p->count, block, p->m, p->v,
-                         numbers ? hr_bits(largest[1]) : adamw8bit_largest_of(p->m, count),
-                         numbers ? hr_bits(largest[0]) : adamw8bit_largest_of(p->v, count));
+                         no_nan ? hr_bits(largest[1]) : adamw8bit_largest_of(p->m, count),
+                         no_nan ? hr_bits(largest[0]) : adamw8bit_largest_of(p->v, count));
 }
 
-/* Stores the absmaxes of a block. */
+/* Ends the update of a block: stores its absmaxes and fills *p for encoding. */
 CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_close_vbmi(const adamw8bit_tensor *t,
                                                          adamw8bit_pending *p, int64_t block,
                                                          __m512 largest_m, __m512 largest_v,
-                                                         int numbers)
+                                                         int no_nan)
 {
-    /* Lane 0 is of exp_avg_sq, lane 1 of exp_avg. */
+    /* Lane 0 holds the absmax of exp_avg_sq, lane 1 that of exp_avg. */
     const __m256 m8 =
         _mm256_max_ps(_mm512_castps512_ps256(largest_m), _mm512_extractf32x8_ps(largest_m, 1));
     const __m256 v8 =
@@ -421,14 +225,15 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_close_vbmi(const adamw8bit_tensor 
     const __m256 both8 = _mm256_max_ps(_mm256_unpacklo_ps(v8, m8), _mm256_unpackhi_ps(v8, m8));
     const __m128 both4 = _mm_max_ps(_mm256_castps256_ps128(both8), _mm256_extractf128_ps(both8, 1));
     const __m128 largest = _mm_max_ps(both4, _mm_movehl_ps(both4, both4));
-    /* By more than 1/2 no positive exp_avg_sq is scaled to zero. */
+    /* If the absmax of exp_avg_sq is below 2, its reciprocal is above 1/2, which scales no positive
+     * number to zero: then encoding needs no clamps. */
     const __mmask8 usual =
         _mm_mask_cmp_ps_mask(_mm_cmp_ps_mask(largest, _mm_set1_ps(0x1p-64f), _CMP_GE_OQ), largest,
                              _mm_set_ps(0.0f, 0.0f, 0x1p64f, 2.0f), _CMP_LT_OQ);
-    if (__builtin_expect((usual & numbers) != 3, 0)) {
+    if (__builtin_expect((usual & no_nan) != 3, 0)) {
         float lanes[4];
         _mm_storeu_ps(lanes, largest);
-        adamw8bit_close_unusual(t, p, block, lanes, numbers);
+        adamw8bit_close_unusual(t, p, block, lanes, no_nan);
         return;
     }
     const __m128 scale = _mm_div_ps(_mm_set1_ps(1.0f), largest);
@@ -437,7 +242,7 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_close_vbmi(const adamw8bit_tensor 
     p->scale_m.second = _mm_cvtss_f32(_mm_movehdup_ps(scale));
     p->absmax_v = t->exp_avg_sq_absmax[block] = _mm_cvtss_f32(largest);
     p->absmax_m = t->exp_avg_absmax[block] = _mm_cvtss_f32(_mm_movehdup_ps(largest));
-    p->vectors = p->careless = 1;
+    p->vectors = p->no_clamps = 1;
 }
 
 CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor *t, void *residual,
@@ -446,13 +251,10 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor
                                                           hr_weights_mode mode)
 {
     const int block_size = t->call->args->config->block_size;
-    const int param_size = param_dtype == HR_F32 ? 4 : 2, grad_size = grad_dtype == HR_F32 ? 4 : 2;
-    const int residual_size = mode == HR_WEIGHTS_MASTER       ? 4
-                              : mode == HR_WEIGHTS_REMAINDER8 ? 1
-                              : mode == HR_WEIGHTS_NEAREST    ? 0
-                                                              : 2;
+    const int param_size = hr_element_size(param_dtype), grad_size = hr_element_size(grad_dtype);
+    const int residual_size = weights_residual_size(mode, param_dtype);
     const adamw8bit_tables *const tables = t->call->tables;
-    const dynamic_order order = adamw8bit_order(param_dtype, grad_dtype, mode);
+    const cpu_order order = adamw8bit_order(param_dtype, grad_dtype, mode);
     adamw8bit_repeated c;
     c.grad_factor = _mm512_set1_ps(t->constants.grad_factor);
     c.one_minus_beta1 = _mm512_set1_ps(t->constants.one_minus_beta1);
@@ -467,7 +269,7 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor
     if (to - from >= LANES)
         adamw8bit_decode_vbmi(tables, t->exp_avg + from, t->exp_avg_sq + from, order, &values);
     adamw8bit_pending pending[3] = {{0}, {0}, {0}};
-    int turn = 0; /* of the ring: the block; the one before it was turn - 1, and so on */
+    int turn = 0; /* the place of this block in the ring; the previous block has turn - 1 */
     int64_t block = from / block_size;
     for (int64_t begin = from; begin < to; begin += block_size, block++) {
         const int count = to - begin < block_size ? (int)(to - begin) : block_size;
@@ -479,10 +281,10 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor
         c.absmax_v = _mm512_set1_ps(absmax_v);
         c.scale_m = _mm512_set1_ps(before->scale_m.second);
         c.scale_v = _mm512_set1_ps(before->scale_v.second);
-        const int beside = before->careless;
-        /* As in cpu_prefetch(), but decided once for a block. */
+        const int overlaps = before->no_clamps;
+        /* The bound of cpu_prefetch(), checked once per block. */
         const int ahead = to - begin > block_size + ADAMW8BIT_AHEAD;
-        int numbers = 3, i = 0;
+        int no_nan = 3, i = 0;
         for (; count - i >= LANES; i += LANES) {
             if (ahead) {
                 adamw8bit_prefetch(t->param, begin + i, param_size);
@@ -499,15 +301,15 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor
                                            v + i,
                                            t->exp_avg + next,
                                            t->exp_avg_sq + next};
-            if (__builtin_expect(beside, 1)) /* then it is whole */
-                numbers &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, mode, &values,
-                                                 before, i, &largest_m, &largest_v);
+            if (__builtin_expect(overlaps, 1)) /* `before` is then a full block */
+                no_nan &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, mode, &values,
+                                                before, i, &largest_m, &largest_v);
             else
-                numbers &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, mode, &values,
-                                                 NULL, 0, &largest_m, &largest_v);
+                no_nan &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, mode, &values,
+                                                NULL, 0, &largest_m, &largest_v);
         }
-        if (!beside || i < before->count)
-            adamw8bit_encode_rest(t, before, beside ? i : 0, order);
+        if (!overlaps || i < before->count)
+            adamw8bit_encode_rest(t, before, overlaps ? i : 0, order);
         if (i < count) {
             adamw8bit_few few;
             adamw8bit_pad(&few, t, begin + i, count - i, param_size, grad_size);
@@ -517,8 +319,8 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor
                    (size_t)((count - i) * residual_size));
             const adamw8bit_elements at = {
                 {few.param, residuals}, few.grad, m + i, v + i, few.exp_avg, few.exp_avg_sq};
-            numbers &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, mode, &values,
-                                             NULL, 0, &largest_m, &largest_v);
+            no_nan &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, mode, &values, NULL,
+                                            0, &largest_m, &largest_v);
             memcpy((char *)t->param + (begin + i) * param_size, few.param,
                    (size_t)((count - i) * param_size));
             memcpy((char *)residual + (begin + i) * residual_size, residuals,
@@ -528,9 +330,9 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor
         pending[turn].count = count;
         pending[turn].m = m;
         pending[turn].v = v;
-        /* A negative scale makes exp_avg_sq negative. */
+        /* A negative absmax makes exp_avg_sq negative, and its largest magnitude wrong. */
         adamw8bit_close_vbmi(t, &pending[turn], block, largest_m, largest_v,
-                             absmax_v >= 0.0f ? numbers : 0);
+                             absmax_v >= 0.0f ? no_nan : 0);
         turn = turn == 2 ? 0 : turn + 1;
     }
     adamw8bit_encode_rest(t, &pending[turn == 2 ? 0 : turn + 1], 0, order);
@@ -547,7 +349,7 @@ static int adamw8bit_is_for_vbmi(const adamw8bit_tensor *t, hr_dtype param_dtype
 CPU_AVX512_VBMI_BF16 void adamw8bit_run_vbmi(const adamw8bit_tensor *t, int64_t from, int64_t to,
                                              hr_dtype param_dtype, hr_dtype grad_dtype)
 {
-    const hr_weights_mode plain = HR_WEIGHTS_NEAREST;
+    const hr_weights_mode M = HR_WEIGHTS_NEAREST;
     char none;
     if (!adamw8bit_is_for_vbmi(t, param_dtype, grad_dtype)) {
         adamw8bit_run_avx512(t, from, to, param_dtype, grad_dtype);
@@ -555,7 +357,7 @@ CPU_AVX512_VBMI_BF16 void adamw8bit_run_vbmi(const adamw8bit_tensor *t, int64_t 
     }
     FOR_F32_OR_BF16(
         param_dtype, P,
-        FOR_F32_OR_BF16(grad_dtype, G, adamw8bit_blocks_vbmi(t, &none, from, to, P, G, plain)))
+        FOR_F32_OR_BF16(grad_dtype, G, adamw8bit_blocks_vbmi(t, &none, from, to, P, G, M)))
 }
 
 CPU_AVX512_VBMI_BF16 int adamw8bit_run_weights_vbmi(const adamw8bit_tensor *t,
@@ -566,21 +368,18 @@ CPU_AVX512_VBMI_BF16 int adamw8bit_run_weights_vbmi(const adamw8bit_tensor *t,
         weights->dtype != HR_BF16 || grad_dtype != HR_BF16)
         return 0;
     void *const residual = weights->residual;
+#define RUN_MODE(mode)                                                        \
+    case mode:                                                                \
+        adamw8bit_blocks_vbmi(t, residual, from, to, HR_BF16, HR_BF16, mode); \
+        return 1;
     switch (weights->mode) {
-    case HR_WEIGHTS_MASTER:
-        adamw8bit_blocks_vbmi(t, residual, from, to, HR_BF16, HR_BF16, HR_WEIGHTS_MASTER);
-        return 1;
-    case HR_WEIGHTS_KAHAN:
-        adamw8bit_blocks_vbmi(t, residual, from, to, HR_BF16, HR_BF16, HR_WEIGHTS_KAHAN);
-        return 1;
-    case HR_WEIGHTS_REMAINDER16:
-        adamw8bit_blocks_vbmi(t, residual, from, to, HR_BF16, HR_BF16, HR_WEIGHTS_REMAINDER16);
-        return 1;
-    case HR_WEIGHTS_REMAINDER8:
-        adamw8bit_blocks_vbmi(t, residual, from, to, HR_BF16, HR_BF16, HR_WEIGHTS_REMAINDER8);
-        return 1;
-    default: /* they are random */
+        RUN_MODE(HR_WEIGHTS_MASTER)
+        RUN_MODE(HR_WEIGHTS_KAHAN)
+        RUN_MODE(HR_WEIGHTS_REMAINDER16)
+        RUN_MODE(HR_WEIGHTS_REMAINDER8)
+    default: /* modes that round at random, and those without a form in weights_cpu_vbmi.h */
         return 0;
     }
+#undef RUN_MODE
 }
 #endif

@@ -1,38 +1,24 @@
 /*
  * adamw8bit_cuda.cu: the grid. The list travels in the launch parameters; each thread block takes
- * CUDA_CHUNK consecutive elements of one tensor, and a warp tiles of 256 of them. A thread has 8
- * elements of a tile, in 2 groups of 4 that lie 128 apart: so every access of a warp is one run of
- * memory, 16 bytes per thread of f32, 8 of a 16-bit type and 4 of codes. Runs of 16 elements per
- * thread would have 16-byte accesses of codes, but spread those of parameters over four times the
- * cache lines, half a sector each. A block's absmax comes from shuffles within the warp, or from
- * two warps if it has 512 elements. The moments stay in registers between the two passes over a
- * block, and each byte moves once.
+ * CUDA_CHUNK consecutive elements of one tensor, and its warps a tile each at a time.
  *
  * Decoding reads a table in shared memory: with random codes the lanes of a warp wait for each
- * other about 3.5 turns, in which the multiprocessor issues 14 instructions. A code's decade, slope
- * and correction, from which arithmetic would have the same bits, take three tables and ten
- * instructions. Encoding is that arithmetic, with tables so small that no lane waits.
+ * other about 3.5 turns. A code's decade, slope and correction, from which arithmetic would have
+ * the same bits, take three tables and ten instructions. Encoding takes two more tables, of a byte
+ * per cell and of thresholds: see quantize_blocks.cuh.
  *
- * All of one kernel, whose parts share its registers: so it is longer than a file should be.
+ * Dtypes and options are the same for the whole block: the mixes that people use, in blocks of 256,
+ * have instances of the loop with literals in their place, and one instance looks at them as it
+ * goes, which also serves what is left of a tensor after its last whole tile.
+ *
+ * One thread of each block folds the constants in binary64 if steps are counted in device memory,
+ * while the others copy the tables; adamw_cuda.cu says why it is not done once per call.
  */
-#include "kernels/optim/adamw8bit.h"
-#include "kernels/core/reduce.cuh"
-#include "kernels/quant/quantize_blocks.cuh"
-#include "kernels/weights/weights.cuh"
-
-#define THREADS    256
-#define WARP       32
-#define WARPS      (THREADS / WARP)
-#define GROUP      4
-#define GROUPS     2
-#define GROUP_STEP (WARP * GROUP)        /* elements from a thread's group to its next */
-#define TILE       (GROUPS * GROUP_STEP) /* elements of a warp at a time */
+#include "kernels/core/count.cuh"
+#include "kernels/optim/adamw8bit_tile.cuh"
 
 static_assert(2 * TILE == ADAMW8BIT_MAX_BLOCK && CUDA_CHUNK % ADAMW8BIT_MAX_BLOCK == 0,
               "a block is in one tile or two, of one thread block");
-
-/* Which variant of the kernel. */
-enum { NEAREST, STOCHASTIC, BNB };
 
 typedef struct adamw8bit_record {
     static constexpr bool plain = true;
@@ -52,12 +38,6 @@ struct adamw8bit_mode_record : adamw8bit_record {
     weights_record weights;
 };
 
-/* The constants of a step, by the one rule or the other. */
-typedef struct step_constants {
-    adamw_constants adamw;
-    adamw8bit_bnb_constants bnb;
-} step_constants;
-
 /* What all tensors of a launch share. */
 typedef struct adamw8bit_shared {
     hr_adamw_config config;
@@ -68,206 +48,53 @@ typedef struct adamw8bit_shared {
     int64_t *stalled;
 } adamw8bit_shared;
 
-template <typename Record> using adamw8bit_launch = list_launch<adamw8bit_shared, Record>;
+template <typename Record, uint32_t number>
+using adamw8bit_launch = list_launch<adamw8bit_shared, Record, number>;
 
-/* ---- A tile ---------------------------------------------------------------------------------- */
+/* ---- A chunk --------------------------------------------------------------------------------- */
 
-/* Moments come in pairs from here on: [0] is exp_avg_sq, [1] is exp_avg, by is_signed. */
-
-/* A thread block's elements: where they begin in memory, so that offsets from there have 32 bits.
- */
-typedef struct chunk {
-    void *param;
-    const void *grad;
-    uint8_t *codes[2];
-    float *absmax[2];
-    int64_t begin; /* in the tensor */
-    int count;
-    hr_dtype param_dtype, grad_dtype;
-    bool aligned; /* addresses allow one access per group */
-    int block_shift;
-    int skip_nonfinite;
-    uint64_t seed;
-    double step;
-} chunk;
-
-/* What a thread needs for weights that are not plain. */
-typedef struct weights_thread {
-    void *residual; /* of the thread block's elements */
-    const weights_record *record;
-    weights_start start;
-    hr_weights_mode mode;
-    uint32_t stalled; /* weights so far */
-} weights_thread;
-
-/* From the largest of each group to the largest of its block, in every lane. A block of 512 is two
- * tiles, of neighbouring warps. */
-static __device__ __forceinline__ void largest_of_blocks(uint32_t (&largest)[GROUPS][2],
-                                                         int block_shift)
-{
-    if (1 << block_shift < TILE) {
-#pragma unroll
-        for (int j = 0; j < GROUPS; j++)
-            reduce_lanes_max(largest[j], (1 << block_shift) / GROUP);
-        return;
-    }
-#pragma unroll
-    for (int s = 0; s < 2; s++)
-        largest[0][s] = max(largest[0][s], largest[1][s]);
-    reduce_lanes_max(largest[0], WARP);
-    if (1 << block_shift > TILE) {
-        __shared__ uint32_t tiles[WARPS][2];
-        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-        if (lane < 2)
-            tiles[warp][lane] = lane == 0 ? largest[0][0] : largest[0][1];
-        __syncthreads();
-#pragma unroll
-        for (int s = 0; s < 2; s++)
-            largest[0][s] = max(largest[0][s], tiles[warp ^ 1][s]);
-        __syncthreads(); /* before the next tile's */
-    }
-#pragma unroll
-    for (int s = 0; s < 2; s++)
-        largest[1][s] = largest[0][s];
-}
-
-/* The first pass over a block: new parameters, moments, and the largest of these in each group. All
- * loads are in flight before the first use. */
-template <int rule, bool plain>
+/* Whole tiles in blocks of 256, from the first to element `end`. */
+template <int rule, bool plain, int GROUP>
 static __device__ __forceinline__ void
-update(const chunk &c, weights_thread &w, const step_constants &constants, const quant_maps &maps,
-       uint32_t first, bool whole, float (&moments)[2][GROUPS][GROUP],
-       uint32_t (&largest)[GROUPS][2])
+update_tiles(const adamw8bit_chunk &c, const adamw8bit_kind kind, adamw8bit_thread &thread,
+             const step_constants &constants, const quant_tables &tables, int end)
 {
-    const hr_dtype residual = plain ? HR_F64 : weights_residual_dtype(w.mode, c.param_dtype);
-    pack<GROUP> params[GROUPS], residuals[GROUPS], grads[GROUPS];
-    uint32_t codes[2][GROUPS];
-    float absmaxs[2][GROUPS];
-#pragma unroll
-    for (int j = 0; j < GROUPS; j++) {
-        const uint32_t i = first + j * GROUP_STEP;
-        const int left = c.count - (int)i;
-        params[j] = pack_load<GROUP>(c.param, i, c.param_dtype, whole, left);
-        if (!plain)
-            residuals[j] = weights_load_residuals(w.residual, i, residual, whole, left);
-        grads[j] = pack_load<GROUP>(c.grad, i, c.grad_dtype, whole, left);
-#pragma unroll
-        for (int s = 0; s < 2; s++) {
-            codes[s][j] = pack_load_bytes(c.codes[s], i, whole, left, dynamic_zero(s));
-            absmaxs[s][j] = whole || left > 0 ? c.absmax[s][i >> c.block_shift] : 0.0f;
-        }
-    }
-#pragma unroll
-    for (int j = 0; j < GROUPS; j++) {
-        const uint32_t i = first + j * GROUP_STEP;
-        const int left = c.count - (int)i;
-        float param[GROUP];
-        uint32_t new_params[GROUP] = {0}, new_residuals[GROUP] = {0};
-        hr_random4 random = {{0, 0, 0, 0}};
-        if (!plain && weights_are_random(w.mode))
-            random = weights_random_of<GROUP>(*w.record, w.start, c.step, i);
-        largest[j][0] = largest[j][1] = 0;
-#pragma unroll
-        for (int e = 0; e < GROUP; e++) {
-            float moment[2];
-#pragma unroll
-            for (int s = 0; s < 2; s++)
-                moment[s] =
-                    quant_decode(&maps, (uint8_t)(codes[s][j] >> (8 * e)), absmaxs[s][j], s);
-            adamw_values x;
-            weights_bits before = {0, 0};
-            if (plain) {
-                x.param = pack_get(params[j], e, c.param_dtype);
-            } else {
-                before.param = pack_bits(params[j], e, c.param_dtype);
-                before.residual = residual == HR_F64 ? 0 : pack_bits(residuals[j], e, residual);
-                x.param = weights_join(before, c.param_dtype, w.mode);
-            }
-            const float was = x.param;
-            x.grad = pack_get(grads[j], e, c.grad_dtype);
-            x.exp_avg = moment[1];
-            x.exp_avg_sq = moment[0];
-            x.max_exp_avg_sq = 0.0f;
-            if (rule == BNB)
-                x = adamw8bit_bnb_element(constants.bnb, x, c.param_dtype);
-            else
-                x = adamw_update(constants.adamw, x, 0, c.skip_nonfinite);
-            param[e] = x.param;
-            if (!plain) {
-                const weights_bits after =
-                    weights_split(x.param, c.param_dtype, w.mode, weights_random(&random, e));
-                pack_put_bits(new_params, e, c.param_dtype, after.param);
-                pack_put_bits(new_residuals, e, residual, after.residual);
-                if (whole || e < left)
-                    w.stalled += weights_stall(before, after, was, x.param);
-            }
-            moment[1] = x.exp_avg;
-            moment[0] = x.exp_avg_sq;
-#pragma unroll
-            for (int s = 0; s < 2; s++) {
-                moments[s][j][e] = moment[s];
-                largest[j][s] = max(largest[j][s], quant_magnitude(moment[s], rule == BNB));
-            }
-        }
-        if (!plain)
-            weights_store_residuals(w.residual, i, residual, whole, left, pack_from(new_residuals));
-        pack_store<GROUP>(c.param, i, c.param_dtype, whole, left,
-                          plain ? pack_of(param, c.param_dtype) : pack_from(new_params));
-    }
+#pragma unroll 1
+    for (int tile = (int)threadIdx.x / WARP * TILE; tile < end; tile += WARPS * TILE)
+        update_tile<rule, plain, GROUP, TILE / WARP / GROUP>(
+            c, kind, thread, constants, tables, pack_opaque(tile + (int)threadIdx.x % WARP * GROUP),
+            true);
 }
 
-/* The code of moment x, which is what quant_encode() and its variants give. */
-template <int rule>
-static __device__ __forceinline__ uint8_t code_of(const quant_maps &maps, float x, float absmax,
-                                                  dynamic_scale scale, int is_signed,
-                                                  uint32_t random)
-{
-    if (rule == BNB)
-        return adamw8bit_bnb_encode(&maps, x, absmax, is_signed);
-    if (rule == STOCHASTIC)
-        return quant_encode_randomly(&maps, x, scale, is_signed, random);
-    return quant_encode_cuda(maps.map[is_signed], x, scale, is_signed);
-}
-
-/* Both passes over the tile of a warp; `first` is the thread's first element, and `whole` means one
- * access per group. */
+/* Updates the first `end` elements, which are whole tiles, if there is an instance for their kind.
+ * Else returns false. */
 template <int rule, bool plain>
-static __device__ __forceinline__ void
-update_tile(const chunk &c, weights_thread &w, const step_constants &constants,
-            const quant_maps &maps, uint32_t first, bool whole)
+static __device__ __forceinline__ bool
+update_with_literals(const adamw8bit_chunk &c, const adamw8bit_kind kind, adamw8bit_thread &thread,
+                     const step_constants &constants, const quant_tables &tables, int end)
 {
-    float moments[2][GROUPS][GROUP];
-    uint32_t largest[GROUPS][2];
-    update<rule, plain>(c, w, constants, maps, first, whole, moments, largest);
-    largest_of_blocks(largest, c.block_shift);
-    float absmax[2] = {};
-    dynamic_scale scale[2] = {};
-#pragma unroll
-    for (int j = 0; j < GROUPS; j++) {
-        const uint32_t i = first + j * GROUP_STEP;
-        const int left = c.count - (int)i;
-        const bool begins = (whole || left > 0) && (i & ((1u << c.block_shift) - 1)) == 0;
-        hr_random4 random[GROUP / 2] = {};
-        if (rule == STOCHASTIC)
-#pragma unroll
-            for (int e = 0; e < GROUP; e += 2)
-                random[e / 2] = adamw8bit_random(c.seed, c.step, c.begin + i + e);
-#pragma unroll
-        for (int s = 0; s < 2; s++) {
-            if (j == 0 || 1 << c.block_shift < TILE) {
-                absmax[s] = quant_absmax(largest[j][s], rule == BNB);
-                scale[s] = dynamic_scale_of(absmax[s]);
-            }
-            if (begins)
-                c.absmax[s][i >> c.block_shift] = absmax[s];
-            uint32_t codes = 0;
-#pragma unroll
-            for (int e = 0; e < GROUP; e++)
-                codes |= (uint32_t)code_of<rule>(maps, moments[s][j][e], absmax[s], scale[s], s,
-                                                 random[e / 2].word[e % 2 * 2 + (s == 0)])
-                         << (8 * e);
-            pack_store_bytes(c.codes[s], i, whole, left, codes);
-        }
+    if (rule != NEAREST || kind.block_shift != 8 || kind.skip || kind.counts_stalled || kind.l2 ||
+        !kind.slow || kind.param != kind.grad)
+        return false;
+    if constexpr (plain) {
+        constexpr hr_weights_mode mode = HR_WEIGHTS_NEAREST;
+        if (kind.param == HR_F32)
+            update_tiles<rule, plain, 4>(c, {HR_F32, HR_F32, mode, 8, false, false, false, true},
+                                         thread, constants, tables, end);
+        else if (kind.param == HR_BF16)
+            update_tiles<rule, plain, 8>(c, {HR_BF16, HR_BF16, mode, 8, false, false, false, true},
+                                         thread, constants, tables, end);
+        else
+            update_tiles<rule, plain, 8>(c, {HR_F16, HR_F16, mode, 8, false, false, false, true},
+                                         thread, constants, tables, end);
+        return true;
+    } else {
+        constexpr hr_weights_mode mode = HR_WEIGHTS_REMAINDER16;
+        if (kind.mode != mode) /* which only takes bf16 */
+            return false;
+        update_tiles<rule, plain, 8>(c, {HR_BF16, HR_BF16, mode, 8, false, false, false, true},
+                                     thread, constants, tables, end);
+        return true;
     }
 }
 
@@ -284,71 +111,78 @@ static __device__ __host__ __forceinline__ step_constants fold(const hr_adamw_co
     return c;
 }
 
-static __device__ __forceinline__ size_t size_of(hr_dtype dtype)
-{
-    return dtype == HR_F32 ? 4 : 2;
-}
-
 /* What of tensor t is this thread block's. */
-static __device__ __forceinline__ chunk chunk_of(const adamw8bit_shared &args,
-                                                 const adamw8bit_record &t)
+static __device__ __forceinline__ adamw8bit_chunk chunk_of(const adamw8bit_shared &args,
+                                                           const adamw8bit_record &t)
 {
-    chunk c;
-    c.begin = list_begin(t);
-    c.count = (int)(list_end(t, c.begin) - c.begin);
-    c.param_dtype = (hr_dtype)t.param_dtype;
-    c.grad_dtype = (hr_dtype)t.grad_dtype;
-    c.aligned = ((uintptr_t)t.param % (GROUP * size_of(c.param_dtype)) |
-                 (uintptr_t)t.grad % (GROUP * size_of(c.grad_dtype)) |
-                 (uintptr_t)t.exp_avg % GROUP | (uintptr_t)t.exp_avg_sq % GROUP) == 0;
-    c.block_shift = args.block_shift;
-    c.skip_nonfinite = args.config.step.skip_nonfinite;
-    c.param = (char *)t.param + c.begin * size_of(c.param_dtype);
-    c.grad = (const char *)t.grad + c.begin * size_of(c.grad_dtype);
-    c.codes[1] = t.exp_avg + c.begin;
-    c.codes[0] = t.exp_avg_sq + c.begin;
-    c.absmax[1] = t.exp_avg_absmax + (c.begin >> c.block_shift);
-    c.absmax[0] = t.exp_avg_sq_absmax + (c.begin >> c.block_shift);
+    const int64_t begin = list_begin(t);
+    adamw8bit_chunk c;
+    c.begin = begin;
+    c.count = (int)(list_end(t, begin) - begin);
+    c.param = pack_opaque(list_address(t.param, begin, (hr_dtype)t.param_dtype));
+    c.grad = pack_opaque(list_address(t.grad, begin, (hr_dtype)t.grad_dtype));
+    c.residual = nullptr;
+    c.codes[1] = pack_opaque(t.exp_avg + begin);
+    c.codes[0] = pack_opaque(t.exp_avg_sq + begin);
+    c.absmax[1] = pack_opaque(t.exp_avg_absmax + (begin >> args.block_shift));
+    c.absmax[0] = pack_opaque(t.exp_avg_sq_absmax + (begin >> args.block_shift));
     c.seed = t.seed;
     c.step = step_number(&args.config.step, t.step, (hr_dtype)t.step_dtype);
     return c;
 }
 
-/* As many blocks per multiprocessor as registers allow without a spill: the compiler finds room for
- * 4 of the longest variant, and for 3 of the others. */
-template <int rule, typename Record>
-static __global__ void __launch_bounds__(THREADS, rule == STOCHASTIC && Record::plain ? 4 : 3)
-    adamw8bit_kernel(const adamw8bit_launch<Record> __grid_constant__ args)
+template <int rule, typename Record, uint32_t number>
+static __global__ void __launch_bounds__(THREADS, 3)
+    adamw8bit_kernel(const adamw8bit_launch<Record, number> __grid_constant__ args)
 {
-    __shared__ quant_maps maps;
+    constexpr bool plain = Record::plain;
+    __shared__ quant_tables tables;
     __shared__ step_constants folded;
     if (step_is_skipped(&args.config.step))
         return;
     const Record &t = args.tensors[list_find(args.tensors, args.count, blockIdx.x)];
-    chunk c = chunk_of(args, t);
-    weights_thread w = {};
-    if constexpr (!Record::plain) {
-        const hr_dtype residual = weights_residual_dtype(args.mode, c.param_dtype);
-        const size_t size = residual == HR_I8 ? 1 : size_of(residual);
-        w.residual = (char *)t.weights.residual + c.begin * size;
-        c.aligned = c.aligned && (uintptr_t)t.weights.residual % (GROUP * size) == 0;
-        w.record = &t.weights;
-        w.mode = args.mode;
-        if (weights_are_random(w.mode))
-            w.start = weights_start_of(t.weights.place, c.begin);
-    }
+    adamw8bit_chunk c = chunk_of(args, t);
     if (threadIdx.x == 0)
         folded = args.fold_on_device ? fold(&args.config, c.step, rule == BNB) : args.constants;
-    quant_fill_maps<THREADS>(&maps, 0, 1, rule == BNB);
-    for (uint32_t tiles = 0; tiles < (uint32_t)c.count; tiles += WARPS * TILE) {
-        const uint32_t tile = tiles + threadIdx.x / WARP * TILE;
-        if (tile < (uint32_t)c.count || 1 << c.block_shift > TILE)
-            update_tile<rule, Record::plain>(c, w, folded, maps, tile + threadIdx.x % WARP * GROUP,
-                                             c.aligned && tile + TILE <= (uint32_t)c.count);
+    quant_copy_tables<THREADS, rule == BNB>(&tables);
+    const step_constants constants = folded;
+    adamw8bit_kind kind;
+    kind.param = (hr_dtype)t.param_dtype;
+    kind.grad = (hr_dtype)t.grad_dtype;
+    kind.mode = args.mode;
+    kind.block_shift = args.block_shift;
+    kind.skip = args.config.step.skip_nonfinite;
+    kind.counts_stalled = args.stalled != nullptr;
+    kind.l2 = rule != BNB && adamw_has_l2(constants.adamw);
+    kind.slow = rule != BNB && adamw_is_slow(constants.adamw);
+    adamw8bit_thread thread = {};
+    /* Groups of 8 are one access too where types have 16 bits. */
+    uintptr_t addresses = (uintptr_t)t.param | (uintptr_t)t.grad |
+                          ((uintptr_t)t.exp_avg | (uintptr_t)t.exp_avg_sq) << 1;
+    if constexpr (!plain) {
+        const hr_dtype residual = weights_residual_dtype(kind.mode, kind.param);
+        c.residual = list_address(t.weights.residual, c.begin, residual);
+        addresses |= (uintptr_t)t.weights.residual << (residual == HR_I8 ? 1 : 0);
+        thread.record = &t.weights;
+        if (weights_are_random(kind.mode))
+            thread.start = weights_start_of(t.weights.place, c.begin);
     }
-    if constexpr (!Record::plain)
+    const bool aligned = addresses % 16 == 0;
+    int first = aligned ? c.count / TILE * TILE : 0;
+    if (first > 0 && !update_with_literals<rule, plain>(c, kind, thread, constants, tables, first))
+        first = 0;
+        /* Both tiles of a block of 512 meet at its barrier, so warps whose tile is empty come too. */
+#pragma unroll 1
+    for (; first < c.count; first += WARPS * TILE) {
+        const int tile = first + (int)threadIdx.x / WARP * TILE;
+        if (tile < c.count || 1 << kind.block_shift > TILE)
+            update_tile<rule, plain, 4, 2>(c, kind, thread, constants, tables,
+                                           pack_opaque(tile + (int)threadIdx.x % WARP * 4),
+                                           aligned && tile + TILE <= c.count);
+    }
+    if constexpr (!plain)
         if (args.stalled)
-            weights_add_stalled(args.stalled, w.stalled);
+            weights_add_stalled(args.stalled, thread.stalled);
 }
 
 static void fill(adamw8bit_record &t, const adamw8bit_args *args, int64_t k)
@@ -366,30 +200,17 @@ static void fill(adamw8bit_record &t, const adamw8bit_args *args, int64_t k)
     t.step_dtype = (uint8_t)step_counter_dtype(args->steps, k);
 }
 
-template <typename Record>
-static void queue_update(const adamw8bit_launch<Record> &launch, const hr_adamw8bit_config *config,
-                         uint32_t blocks, hr_stream stream)
-{
-    if (config->seeds)
-        HR_LAUNCH((adamw8bit_kernel<STOCHASTIC, Record>), blocks, THREADS, 0, stream, launch);
-    else if (Record::plain && config->bnb_exact)
-        HR_LAUNCH((adamw8bit_kernel<(Record::plain ? BNB : NEAREST), Record>), blocks, THREADS, 0,
-                  stream, launch);
-    else
-        HR_LAUNCH((adamw8bit_kernel<NEAREST, Record>), blocks, THREADS, 0, stream, launch);
-}
-
-template <typename Record>
+template <int rule, typename Record, uint32_t number>
 static hr_status launch_all(const adamw8bit_args *args, const hr_exec *exec)
 {
     const hr_adamw_config *const config = &args->config->adamw;
-    adamw8bit_launch<Record> launch;
+    adamw8bit_launch<Record, number> launch;
     launch.config = *config;
     launch.mode = config->step.weights ? config->step.weights->mode : HR_WEIGHTS_NEAREST;
     launch.stalled = config->step.weights ? config->step.weights->stalled : nullptr;
     launch.fold_on_device = step_is_on_device(&config->step, args->steps);
     if (!launch.fold_on_device)
-        launch.constants = fold(config, (double)config->step.t, args->config->bnb_exact);
+        launch.constants = fold(config, (double)config->step.t, rule == BNB);
     for (launch.block_shift = 0; 1 << launch.block_shift < args->config->block_size;)
         launch.block_shift++;
     const auto fill_record = [=](Record &record, int64_t k) {
@@ -397,18 +218,26 @@ static hr_status launch_all(const adamw8bit_args *args, const hr_exec *exec)
         if constexpr (!Record::plain)
             record.weights = weights_record_of(config->step.weights, args->params, k);
     };
-    const auto queue = [&](uint32_t blocks, int64_t) {
+    const auto queue = [&](uint32_t blocks, int64_t first) {
         if (blocks > 0)
-            queue_update(launch, args->config, blocks, exec->stream);
-        if (args->steps)
-            HR_LAUNCH(list_count_kernel<adamw8bit_launch<Record>>,
-                      (launch.count + THREADS - 1) / THREADS, THREADS, 0, exec->stream, launch);
+            HR_LAUNCH((adamw8bit_kernel<rule, Record, number>), blocks, THREADS, 0, exec->stream,
+                      launch);
+        list_count(&config->step, args->steps, first, first + launch.count, exec->stream);
     };
     return list_launch_all(&launch, args->params, "hr_adamw8bit", fill_record, queue);
 }
 
 hr_status adamw8bit_cuda(const adamw8bit_args *args, const hr_exec *exec)
 {
-    return args->config->adamw.step.weights ? launch_all<adamw8bit_mode_record>(args, exec)
-                                            : launch_all<adamw8bit_record>(args, exec);
+    const bool stochastic = args->config->seeds;
+    if (args->config->adamw.step.weights)
+        return stochastic ? launch_all<STOCHASTIC, adamw8bit_mode_record, LIST_MOST>(args, exec)
+                          : launch_all<NEAREST, adamw8bit_mode_record, LIST_MOST>(args, exec);
+    if (stochastic)
+        return launch_all<STOCHASTIC, adamw8bit_record, LIST_MOST>(args, exec);
+    if (args->config->bnb_exact)
+        return launch_all<BNB, adamw8bit_record, LIST_MOST>(args, exec);
+    return args->params->count <= LIST_FEW
+               ? launch_all<NEAREST, adamw8bit_record, LIST_FEW>(args, exec)
+               : launch_all<NEAREST, adamw8bit_record, LIST_MOST>(args, exec);
 }

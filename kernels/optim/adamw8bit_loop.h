@@ -1,14 +1,16 @@
 /*
- * adamw8bit_loop.h: the loop over the blocks of a list, compiled once per instruction set: included
- * with LOOP_TARGET, the attribute that selects it, and LOOP_NAME(name), which tells them apart.
+ * adamw8bit_loop.h: the loop over the blocks of a tensor, compiled once per instruction set. A file
+ * that includes it defines LOOP_TARGET, the attribute that selects the instruction set, and
+ * LOOP_NAME(name), which makes its functions' names unique, and the functions LOOP_NAME(decode) and
+ * LOOP_NAME(encode).
  *
- * The codes of a block can be chosen only when all its elements are updated. Encoding one block
- * alternates with updating the next, a vector at a time, so that the permutations of the one run
- * beside the divisions of the other.
+ * A block can be encoded only after all its elements are updated. So encoding a block alternates
+ * with updating the next one, LANES elements at a time: the permutations of one overlap with the
+ * divisions of the other.
  */
 
-/* Updates LANES elements. Their new moments go to m and v, the largest magnitudes of each lane to
- * the last two. `rounded_to` is the dtype that the parameters have in memory. */
+/* Updates LANES elements. Writes their new moments to m and v, and raises the largest magnitude of
+ * each lane. `rounded_to` is the type that the parameters have in memory. */
 LOOP_TARGET HR_INLINE void
 LOOP_NAME(update)(const adamw8bit_tensor *t, void *restrict param, const void *restrict grad,
                   const uint8_t *exp_avg, const uint8_t *exp_avg_sq, float absmax_m, float absmax_v,
@@ -33,7 +35,8 @@ LOOP_NAME(update)(const adamw8bit_tensor *t, void *restrict param, const void *r
     }
 }
 
-/* Does the same for any dtypes, by way of LANES values of binary32. */
+/* Like LOOP_NAME(update), for types that are not constants: converts LANES elements to binary32 and
+ * back. */
 LOOP_TARGET HR_INLINE void LOOP_NAME(update_any)(const adamw8bit_tensor *t, void *restrict param,
                                                  const void *restrict grad, const uint8_t *exp_avg,
                                                  const uint8_t *exp_avg_sq, float absmax_m,
@@ -54,16 +57,16 @@ LOOP_TARGET HR_INLINE void LOOP_NAME(update_any)(const adamw8bit_tensor *t, void
               for (int lane = 0; lane < LANES; lane++) hr_store(param, lane, params[lane], P))
 }
 
-/* Updates the blocks of [from, to) of one tensor; `from` is the start of a block. `literal` tells
- * that the dtypes are constants. */
+/* Updates the blocks of [from, to) of one tensor; `from` is the start of a block. `literal`: the
+ * types are constants. */
 LOOP_TARGET HR_INLINE void LOOP_NAME(blocks)(const adamw8bit_tensor *t, int64_t from, int64_t to,
                                              hr_dtype param_dtype, hr_dtype grad_dtype, int literal,
                                              adamw8bit_rule rule)
 {
     const int block_size = t->call->args->config->block_size;
-    const int param_size = param_dtype == HR_F32 ? 4 : 2, grad_size = grad_dtype == HR_F32 ? 4 : 2;
-    adamw8bit_moments moments;    /* of this block and of the one before */
-    adamw8bit_pending last = {0}; /* the one before */
+    const int param_size = hr_element_size(param_dtype), grad_size = hr_element_size(grad_dtype);
+    adamw8bit_moments moments;    /* of this block and of the previous one */
+    adamw8bit_pending last = {0}; /* the previous block */
     int64_t block = from / block_size;
     for (int64_t begin = from; begin < to; begin += block_size, block++) {
         const int count = to - begin < block_size ? (int)(to - begin) : block_size;
@@ -75,15 +78,15 @@ LOOP_TARGET HR_INLINE void LOOP_NAME(blocks)(const adamw8bit_tensor *t, int64_t 
         uint32_t largest_m[LANES] = {0}, largest_v[LANES] = {0};
         int i = 0, encoded = 0;
         for (; i < count; i += LANES) {
-            adamw8bit_few few; /* what is less than LANES is padded with zeros */
+            adamw8bit_few few; /* fewer than LANES elements are padded with zeros */
             const int partial = count - i < LANES;
             if (partial)
                 adamw8bit_pad(&few, t, begin + i, count - i, param_size, grad_size);
             else {
                 cpu_prefetch(t->param, begin + i, LANES, to, param_dtype);
                 cpu_prefetch(t->grad, begin + i, LANES, to, grad_dtype);
-                cpu_prefetch(t->exp_avg, (begin + i) / 2, LANES / 2, to / 2, HR_BF16);
-                cpu_prefetch(t->exp_avg_sq, (begin + i) / 2, LANES / 2, to / 2, HR_BF16);
+                cpu_prefetch(t->exp_avg, begin + i, LANES, to, HR_U8);
+                cpu_prefetch(t->exp_avg_sq, begin + i, LANES, to, HR_U8);
             }
             void *const param = (char *)t->param + (begin + i) * param_size;
             const void *const grad = (const char *)t->grad + (begin + i) * grad_size;
@@ -114,7 +117,7 @@ LOOP_TARGET HR_INLINE void LOOP_NAME(blocks)(const adamw8bit_tensor *t, int64_t 
         LOOP_NAME(encode)(t, &last, i, last.count - i < LANES ? last.count - i : LANES);
 }
 
-/* The dtypes that people train with have a loop of their own; one for each of the 27 mixes and rules
+/* The common mixes of types have a loop of their own. A loop for each of the 27 mixes and rules
  * would take a minute to compile. */
 LOOP_TARGET void LOOP_NAME(run)(const adamw8bit_tensor *t, int64_t from, int64_t to,
                                 hr_dtype param_dtype, hr_dtype grad_dtype)

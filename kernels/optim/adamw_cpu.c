@@ -1,12 +1,12 @@
 /*
- * adamw_cpu.c: the loop. One parallel region covers the elements of the whole list, so ten thousand
- * small tensors cost no more hand-overs than one large one.
+ * adamw_cpu.c: the CPU step of Adam and AdamW. One parallel region covers the elements of the whole
+ * list, so ten thousand small tensors are handed to threads as often as one large tensor.
  */
 #include "kernels/optim/adamw.h"
 #include "kernels/weights/weights_cpu.h"
 
-/* With constant dtypes, mode, amsgrad and skip this is one vector loop without branches. `random`:
- * bits for each element, where the mode has any. */
+/* Updates the elements [begin, end). With constant types, mode, amsgrad and skip this is one vector
+ * loop without branches. `random`: 16 bits for each element, if the mode rounds at random. */
 HR_INLINE void adamw_few(adamw_constants c, void *restrict param, void *restrict residual,
                          const void *restrict grad, void *restrict exp_avg,
                          void *restrict exp_avg_sq, void *restrict max_exp_avg_sq, int64_t begin,
@@ -34,7 +34,7 @@ HR_INLINE void adamw_few(adamw_constants c, void *restrict param, void *restrict
     }
 }
 
-/* Elements [begin, end) of a run that goes on to `last`, without amsgrad. */
+/* Updates the elements [begin, end), without amsgrad, and prefetches up to `last`. */
 HR_INLINE void adamw_run(adamw_constants c, void *restrict param, void *restrict residual,
                          const void *restrict grad, void *restrict exp_avg,
                          void *restrict exp_avg_sq, int64_t begin, int64_t end, int64_t last,
@@ -55,17 +55,17 @@ HR_INLINE void adamw_run(adamw_constants c, void *restrict param, void *restrict
               random, grad_dtype, state_dtype, 0, 0);
 }
 
-/* Elements to update, with parameters of a type of their own. */
+/* The tensors of one parameter, and the constants of its step. */
 typedef struct adamw_part {
     adamw_constants constants;
     void *param, *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
     const void *grad;
     hr_dtype param_dtype, grad_dtype, state_dtype;
-    const weights_tensor *weights; /* what is stored of the parameters, for adamw_joined_range() */
+    const weights_tensor *weights; /* for adamw_joined_range() and adamw_weights() */
     int skip;
 } adamw_part;
 
-/* Values [i, i + count) to a tile of binary32, and back. */
+/* Convert the elements [i, i + count) to a tile of binary32, and back. */
 HR_INLINE void adamw_to_tile(const void *restrict base, int64_t i, int count, hr_dtype dtype,
                              float *restrict tile)
 {
@@ -78,9 +78,9 @@ HR_INLINE void adamw_from_tile(void *restrict base, int64_t i, int count, hr_dty
     FOR_DTYPE(dtype, D, for (int j = 0; j < count; j++) hr_store(base, i + j, tile[j], D))
 }
 
-/* Any mix of dtypes, and steps that leave out elements whose gradient is not finite: by way of tiles
- * of binary32, which stay in the first cache. A loop for each of the 54 mixes would take minutes to
- * compile and a megabyte. */
+/* Updates any mix of types, with amsgrad and skip: converts tiles to binary32, which stay in the
+ * first-level cache. A loop for each of the 54 mixes would take minutes to compile and a
+ * megabyte. */
 HR_INLINE void adamw_by_tiles(const adamw_part *p, int64_t begin, int64_t end)
 {
     enum { PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, TILES };
@@ -119,7 +119,7 @@ HR_INLINE void adamw_as(const adamw_part *p, int64_t begin, int64_t end, hr_dtyp
               param, HR_WEIGHTS_NEAREST, NULL, grad, state);
 }
 
-/* The mixes that people train with have a loop of their own. */
+/* A number for each mix of types. The common ones have a loop of their own. */
 #define ADAMW_MIX(param, grad, state) ((param) | (grad) << 4 | (state) << 8)
 
 HR_INLINE void adamw_part_range(void *context, int64_t begin, int64_t end)
@@ -129,38 +129,28 @@ HR_INLINE void adamw_part_range(void *context, int64_t begin, int64_t end)
         adamw_by_tiles(p, begin, end);
         return;
     }
+#define ADAMW_CASE(param, grad, state)               \
+    case ADAMW_MIX(param, grad, state):              \
+        adamw_as(p, begin, end, param, grad, state); \
+        break;
     switch (ADAMW_MIX(p->param_dtype, p->grad_dtype, p->state_dtype)) {
-    case ADAMW_MIX(HR_F32, HR_F32, HR_F32):
-        adamw_as(p, begin, end, HR_F32, HR_F32, HR_F32);
-        break;
-    case ADAMW_MIX(HR_F32, HR_F32, HR_BF16):
-        adamw_as(p, begin, end, HR_F32, HR_F32, HR_BF16);
-        break;
-    case ADAMW_MIX(HR_F32, HR_BF16, HR_F32):
-        adamw_as(p, begin, end, HR_F32, HR_BF16, HR_F32);
-        break;
-    case ADAMW_MIX(HR_BF16, HR_BF16, HR_F32):
-        adamw_as(p, begin, end, HR_BF16, HR_BF16, HR_F32);
-        break;
-    case ADAMW_MIX(HR_BF16, HR_BF16, HR_BF16):
-        adamw_as(p, begin, end, HR_BF16, HR_BF16, HR_BF16);
-        break;
-    case ADAMW_MIX(HR_F16, HR_F16, HR_F32):
-        adamw_as(p, begin, end, HR_F16, HR_F16, HR_F32);
-        break;
-    case ADAMW_MIX(HR_F16, HR_F16, HR_F16):
-        adamw_as(p, begin, end, HR_F16, HR_F16, HR_F16);
-        break;
+        ADAMW_CASE(HR_F32, HR_F32, HR_F32)
+        ADAMW_CASE(HR_F32, HR_F32, HR_BF16)
+        ADAMW_CASE(HR_F32, HR_BF16, HR_F32)
+        ADAMW_CASE(HR_BF16, HR_BF16, HR_F32)
+        ADAMW_CASE(HR_BF16, HR_BF16, HR_BF16)
+        ADAMW_CASE(HR_F16, HR_F16, HR_F32)
+        ADAMW_CASE(HR_F16, HR_F16, HR_F16)
     default:
         adamw_by_tiles(p, begin, end);
         break;
     }
+#undef ADAMW_CASE
 }
 
 CPU_VARIANTS(adamw_part_range)
 
-/* Weights that are joined, updated and split in one loop: the mixes that people use. What is given
- * must be adamw_is_joined(). */
+/* Joins, updates and splits weights in one loop, which needs adamw_is_joined(). */
 HR_INLINE void adamw_joined(const adamw_part *p, int64_t begin, int64_t end, hr_weights_mode mode,
                             hr_dtype state_dtype)
 {
@@ -182,32 +172,13 @@ HR_INLINE void adamw_joined_as(const adamw_part *p, int64_t begin, int64_t end,
 HR_INLINE void adamw_joined_range(void *context, int64_t begin, int64_t end)
 {
     const adamw_part *const p = (const adamw_part *)context;
-    switch (p->weights->mode) {
-    case HR_WEIGHTS_STOCHASTIC:
-        adamw_joined_as(p, begin, end, HR_WEIGHTS_STOCHASTIC);
-        break;
-    case HR_WEIGHTS_KAHAN:
-        adamw_joined_as(p, begin, end, HR_WEIGHTS_KAHAN);
-        break;
-    case HR_WEIGHTS_MASTER:
-        adamw_joined_as(p, begin, end, HR_WEIGHTS_MASTER);
-        break;
-    case HR_WEIGHTS_REMAINDER16:
-        adamw_joined_as(p, begin, end, HR_WEIGHTS_REMAINDER16);
-        break;
-    case HR_WEIGHTS_REMAINDER8:
-        adamw_joined_as(p, begin, end, HR_WEIGHTS_REMAINDER8);
-        break;
-    case HR_WEIGHTS_REMAINDER8_STOCHASTIC:
-        adamw_joined_as(p, begin, end, HR_WEIGHTS_REMAINDER8_STOCHASTIC);
-        break;
-    default:
-        break;
-    }
+    WEIGHTS_FOR_MODE(p->weights->mode,
+                     if (M != HR_WEIGHTS_NEAREST) adamw_joined_as(p, begin, end, M))
 }
 
 CPU_VARIANTS(adamw_joined_range)
 
+/* Whether adamw_joined_range() has a loop for these weights: the common mixes of types. */
 static int adamw_is_joined(const adamw_part *p)
 {
     return p->weights->mode != HR_WEIGHTS_NEAREST && !p->weights->stalled &&
@@ -217,10 +188,10 @@ static int adamw_is_joined(const adamw_part *p)
 
 static void *adamw_at(void *base, int64_t i, hr_dtype dtype)
 {
-    return base ? (char *)base + i * (dtype == HR_F32 ? 4 : 2) : NULL;
+    return base ? (char *)base + i * hr_element_size(dtype) : NULL;
 }
 
-/* The elements [begin, end) of a tensor whose weights are not plain. */
+/* Updates the elements [begin, end) of a tensor with any mode of weights, by tiles of binary32. */
 static void adamw_weights(const adamw_part *p, int64_t begin, int64_t end)
 {
     const weights_tensor *const weights = p->weights;
@@ -237,7 +208,7 @@ static void adamw_weights(const adamw_part *p, int64_t begin, int64_t end)
         weights_load(weights, i, count, tile);
         if (weights->stalled)
             memcpy(before, tile, (size_t)count * sizeof before[0]);
-        /* Not all at once: there are few places for lines on their way. */
+        /* A few at a time, because a core can wait for few cache lines at once. */
         for (int j = 0; j < count; j += CPU_STEP) {
             const int step = count - j < CPU_STEP ? count - j : CPU_STEP;
             weights_prefetch(weights->param, weights->residual, i + j, step, end, weights->dtype,
@@ -251,7 +222,7 @@ static void adamw_weights(const adamw_part *p, int64_t begin, int64_t end)
     }
 }
 
-/* The elements [begin, end) of the list laid end to end. */
+/* Updates the elements [begin, end) of the tensors of the list laid end to end. */
 static void adamw_range(void *context, int64_t begin, int64_t end)
 {
     const adamw_args *const a = (const adamw_args *)context;

@@ -1,21 +1,30 @@
 /*
- * adamw_cuda.cu: the grid. The list travels in the launch parameters; each block takes CUDA_CHUNK
- * consecutive elements of one tensor. Eight elements per thread and turn, in 16-byte accesses where
- * every address of the tensor allows them, else one by one.
+ * adamw_cuda.cu: the grid. The list travels in the launch parameters; each thread block takes
+ * CUDA_CHUNK consecutive elements of one tensor, in tiles of a warp where every address of the
+ * tensor allows vector accesses, and the rest one by one.
  *
- * Dtypes are looked at once per eight elements and are the same for the whole block, so one kernel
- * serves every mix of them; the floor is the memory's bandwidth, not the instructions. Another one
- * serves weights that are not plain, so that these need not carry what that takes.
+ * Dtypes and options are the same for the whole block. The mixes that people use have instances of
+ * the loops with literals in their place, and one instance looks at them as it goes: a switch per
+ * block, instead of a branch per element and array. All loads of a tile are issued before the first
+ * use. Another kernel serves weights that are not plain, so that the first need not carry what that
+ * takes.
+ *
+ * Where steps are counted in device memory, one thread of each block folds the constants in binary64.
+ * That takes a few microseconds, of the forty that a block of f32 lives; meanwhile the two other
+ * blocks of the multiprocessor keep its memory busy. A launch of its own that folds once per tensor
+ * would need memory to leave its results in, and ops allocate none.
  */
+#include "kernels/core/count.cuh"
 #include "kernels/optim/adamw.h"
 #include "kernels/weights/weights.cuh"
 
 #define THREADS 256
+#define WARP    32
+#define WARPS   (THREADS / WARP)
+#define TILE    256 /* elements of a warp at a time */
 
 typedef struct adamw_record {
     static constexpr bool plain = true;
-    static constexpr int blocks =
-        0; /* at least, on a multiprocessor; 0: for the compiler to choose */
     void *param, *exp_avg, *exp_avg_sq, *max_exp_avg_sq, *step;
     const void *grad;
     int64_t numel;
@@ -26,7 +35,6 @@ typedef struct adamw_record {
 /* A tensor whose weights are not plain. */
 struct adamw_mode_record : adamw_record {
     static constexpr bool plain = false;
-    static constexpr int blocks = 3;
     weights_record weights;
 };
 
@@ -39,129 +47,244 @@ typedef struct adamw_shared {
     int64_t *stalled;
 } adamw_shared;
 
-template <typename Record> using adamw_launch = list_launch<adamw_shared, Record>;
+template <typename Record, uint32_t number>
+using adamw_launch = list_launch<adamw_shared, Record, number>;
+
+/* What the elements of a block have in common. Where a call site gives literals, the tests of them
+ * fold away. */
+typedef struct adamw_kind {
+    hr_dtype param, grad, state;
+    hr_weights_mode mode;
+    bool amsgrad, skip, counts_stalled;
+    bool l2, slow; /* as in adamw_element_of() */
+} adamw_kind;
+
+/* A thread block's elements: where they begin in memory, so that offsets from there have 32 bits.
+ */
+typedef struct adamw_chunk {
+    void *param, *exp_avg, *exp_avg_sq, *max_exp_avg_sq, *residual;
+    const void *grad;
+    int count;
+} adamw_chunk;
 
 /* What a thread needs for weights that are not plain. */
 typedef struct adamw_thread {
-    hr_weights_mode mode;
-    double step; /* for random numbers, and the block's first element */
+    const weights_record *record;
     weights_start start;
-    int64_t begin;
+    double step;      /* for random numbers */
     uint32_t stalled; /* weights so far */
 } adamw_thread;
 
-template <typename Record>
-static __device__ __forceinline__ void update_one(const Record &t, adamw_constants c, int skip,
-                                                  adamw_thread &thread, int64_t i)
+/* ---- A tile ---------------------------------------------------------------------------------- */
+
+/* GROUPS * GROUP elements of a thread, in groups that lie a warp's access apart, so that every
+ * access of a warp is one run of memory. All loads are in flight before the first use. */
+template <bool plain, int GROUP, int GROUPS>
+static __device__ __forceinline__ void update_tile(const adamw_chunk &chunk, const adamw_kind kind,
+                                                   const adamw_constants &c, adamw_thread &thread,
+                                                   int first)
 {
-    const hr_dtype state = (hr_dtype)t.state_dtype, param = (hr_dtype)t.param_dtype;
-    const int amsgrad = t.max_exp_avg_sq != nullptr;
+    pack<GROUP> params[GROUPS], grads[GROUPS], exp_avgs[GROUPS], exp_avg_sqs[GROUPS],
+        maxima[GROUPS];
+    weights_pack<GROUP> weights[GROUPS];
+#pragma unroll
+    for (int j = 0; j < GROUPS; j++) {
+        const int i = first + j * WARP * GROUP;
+        if constexpr (plain)
+            params[j] = pack_load<GROUP>(chunk.param, i, kind.param);
+        else
+            weights[j] = weights_load<GROUP>(chunk.param, chunk.residual, i, kind.param, kind.mode,
+                                             true, GROUP);
+        grads[j] = pack_load<GROUP>(chunk.grad, i, kind.grad);
+        exp_avgs[j] = pack_load<GROUP>(chunk.exp_avg, i, kind.state);
+        exp_avg_sqs[j] = pack_load<GROUP>(chunk.exp_avg_sq, i, kind.state);
+        if (kind.amsgrad)
+            maxima[j] = pack_load<GROUP>(chunk.max_exp_avg_sq, i, kind.state);
+    }
+    pack_all_loaded();
+#pragma unroll
+    for (int j = 0; j < GROUPS; j++) {
+        const int i = first + j * WARP * GROUP;
+        float param[GROUP], grad[GROUP], exp_avg[GROUP], exp_avg_sq[GROUP], maximum[GROUP];
+        hr_random4 random = {{0, 0, 0, 0}};
+        if constexpr (plain)
+            pack_floats(params[j], kind.param, param);
+        else
+            weights_join_all(weights[j], kind.param, kind.mode, param);
+        if (!plain && weights_are_random(kind.mode))
+            random =
+                weights_random_of<GROUP>(*thread.record, thread.start, thread.step, (uint32_t)i);
+        pack_floats(grads[j], kind.grad, grad);
+        pack_floats(exp_avgs[j], kind.state, exp_avg);
+        pack_floats(exp_avg_sqs[j], kind.state, exp_avg_sq);
+        if (kind.amsgrad)
+            pack_floats(maxima[j], kind.state, maximum);
+#pragma unroll
+        for (int e = 0; e < GROUP; e++) {
+            adamw_values x;
+            x.param = param[e];
+            x.grad = grad[e];
+            x.exp_avg = exp_avg[e];
+            x.exp_avg_sq = exp_avg_sq[e];
+            x.max_exp_avg_sq = kind.amsgrad ? maximum[e] : 0.0f;
+            x = adamw_element_of(c, x, kind.amsgrad, kind.l2, kind.slow);
+            param[e] = x.param;
+            exp_avg[e] = x.exp_avg;
+            exp_avg_sq[e] = x.exp_avg_sq;
+            maximum[e] = x.max_exp_avg_sq;
+        }
+        if constexpr (plain) {
+            pack_store(chunk.param, i, pack_of(param, kind.param), kind.param);
+        } else {
+            const weights_pack<GROUP> after =
+                weights_split_all(param, kind.param, kind.mode, random);
+            weights_store<GROUP>(chunk.param, chunk.residual, i, kind.param, kind.mode, true, GROUP,
+                                 after);
+            if (kind.counts_stalled)
+                thread.stalled +=
+                    weights_stalled(weights[j], after, param, kind.param, kind.mode, GROUP);
+        }
+        pack_store(chunk.exp_avg, i, pack_of(exp_avg, kind.state), kind.state);
+        pack_store(chunk.exp_avg_sq, i, pack_of(exp_avg_sq, kind.state), kind.state);
+        if (kind.amsgrad)
+            pack_store(chunk.max_exp_avg_sq, i, pack_of(maximum, kind.state), kind.state);
+    }
+}
+
+/* ---- Element by element ---------------------------------------------------------------------- */
+
+template <bool plain>
+static __device__ __forceinline__ void update_one(const adamw_chunk &chunk, const adamw_kind kind,
+                                                  const adamw_constants &c, adamw_thread &thread,
+                                                  int i)
+{
     adamw_values x;
-    x.grad = hr_load(t.grad, i, (hr_dtype)t.grad_dtype);
-    x.exp_avg = hr_load(t.exp_avg, i, state);
-    x.exp_avg_sq = hr_load(t.exp_avg_sq, i, state);
-    x.max_exp_avg_sq = amsgrad ? hr_load(t.max_exp_avg_sq, i, state) : 0.0f;
-    if constexpr (Record::plain) {
-        x.param = hr_load(t.param, i, param);
-        x = adamw_update(c, x, amsgrad, skip);
-        hr_store(t.param, i, x.param, param);
+    x.grad = hr_load(chunk.grad, i, kind.grad);
+    x.exp_avg = hr_load(chunk.exp_avg, i, kind.state);
+    x.exp_avg_sq = hr_load(chunk.exp_avg_sq, i, kind.state);
+    x.max_exp_avg_sq = kind.amsgrad ? hr_load(chunk.max_exp_avg_sq, i, kind.state) : 0.0f;
+    if constexpr (plain) {
+        x.param = hr_load(chunk.param, i, kind.param);
+        x = adamw_update_of(c, x, kind.amsgrad, kind.skip, kind.l2, kind.slow);
+        hr_store(chunk.param, i, x.param, kind.param);
     } else {
-        void *const residual = t.weights.residual;
-        const weights_bits before = weights_bits_at(t.param, residual, i, param, thread.mode);
-        const float was = weights_join(before, param, thread.mode);
+        const weights_bits before =
+            weights_bits_at(chunk.param, chunk.residual, i, kind.param, kind.mode);
+        const float was = weights_join(before, kind.param, kind.mode);
         x.param = was;
-        x = adamw_update(c, x, amsgrad, skip);
-        const uint32_t random = weights_are_random(thread.mode)
-                                    ? weights_random_at(t.weights, thread.start, thread.step,
-                                                        (uint32_t)(i - thread.begin))
-                                    : 0;
-        const weights_bits after = weights_split(x.param, param, thread.mode, random);
-        weights_put_bits(t.param, residual, i, after, param, thread.mode);
+        x = adamw_update_of(c, x, kind.amsgrad, kind.skip, kind.l2, kind.slow);
+        const uint32_t random =
+            weights_are_random(kind.mode)
+                ? weights_random_at(*thread.record, thread.start, thread.step, (uint32_t)i)
+                : 0;
+        const weights_bits after = weights_split(x.param, kind.param, kind.mode, random);
+        weights_put_bits(chunk.param, chunk.residual, i, after, kind.param, kind.mode);
         thread.stalled += weights_stall(before, after, was, x.param);
     }
-    hr_store(t.exp_avg, i, x.exp_avg, state);
-    hr_store(t.exp_avg_sq, i, x.exp_avg_sq, state);
-    if (amsgrad)
-        hr_store(t.max_exp_avg_sq, i, x.max_exp_avg_sq, state);
+    hr_store(chunk.exp_avg, i, x.exp_avg, kind.state);
+    hr_store(chunk.exp_avg_sq, i, x.exp_avg_sq, kind.state);
+    if (kind.amsgrad)
+        hr_store(chunk.max_exp_avg_sq, i, x.max_exp_avg_sq, kind.state);
 }
 
-static __device__ __forceinline__ void update_eight(const adamw_record &t, adamw_constants c,
-                                                    adamw_thread &, int64_t i)
+/* ---- A chunk --------------------------------------------------------------------------------- */
+
+/* The first `whole` elements in tiles, and the rest one by one. */
+template <bool plain, int GROUP, int GROUPS>
+static __device__ __forceinline__ void update_chunk(const adamw_chunk &chunk, const adamw_kind kind,
+                                                    const adamw_constants &c, adamw_thread &thread,
+                                                    int whole)
 {
-    const hr_dtype state = (hr_dtype)t.state_dtype, param = (hr_dtype)t.param_dtype;
-    const hr_dtype grad = (hr_dtype)t.grad_dtype;
-    const int amsgrad = t.max_exp_avg_sq != nullptr;
-    const pack<8> params = pack_load<8>(t.param, i, param);
-    const pack<8> grads = pack_load<8>(t.grad, i, grad);
-    const pack<8> exp_avgs = pack_load<8>(t.exp_avg, i, state);
-    const pack<8> exp_avg_sqs = pack_load<8>(t.exp_avg_sq, i, state);
-    const pack<8> maxima = amsgrad ? pack_load<8>(t.max_exp_avg_sq, i, state) : exp_avg_sqs;
-    float new_param[8], new_exp_avg[8], new_exp_avg_sq[8], new_max[8];
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-        adamw_values x;
-        x.param = pack_get(params, j, param);
-        x.grad = pack_get(grads, j, grad);
-        x.exp_avg = pack_get(exp_avgs, j, state);
-        x.exp_avg_sq = pack_get(exp_avg_sqs, j, state);
-        x.max_exp_avg_sq = pack_get(maxima, j, state);
-        x = adamw_element(c, x, amsgrad);
-        new_param[j] = x.param;
-        new_exp_avg[j] = x.exp_avg;
-        new_exp_avg_sq[j] = x.exp_avg_sq;
-        new_max[j] = x.max_exp_avg_sq;
-    }
-    pack_store(t.param, i, pack_of(new_param, param), param);
-    pack_store(t.exp_avg, i, pack_of(new_exp_avg, state), state);
-    pack_store(t.exp_avg_sq, i, pack_of(new_exp_avg_sq, state), state);
-    if (amsgrad)
-        pack_store(t.max_exp_avg_sq, i, pack_of(new_max, state), state);
+    constexpr int tile = WARP * GROUP * GROUPS;
+    static_assert(TILE % tile == 0, "whole tiles of 256 are whole tiles of this size");
+#pragma unroll 1
+    for (int first = (int)threadIdx.x / WARP * tile; first < whole; first += WARPS * tile)
+        update_tile<plain, GROUP, GROUPS>(chunk, kind, c, thread,
+                                          pack_opaque(first + (int)threadIdx.x % WARP * GROUP));
+#pragma unroll 1
+    for (int i = whole + (int)threadIdx.x; i < chunk.count; i += THREADS)
+        update_one<plain>(chunk, kind, c, thread, pack_opaque(i));
 }
 
-/* For params of 16 bits, without amsgrad. */
-static __device__ __forceinline__ void update_eight(const adamw_mode_record &t, adamw_constants c,
-                                                    adamw_thread &thread, int64_t i)
+/* A kind as a number, to switch on. */
+static constexpr __device__ int kind_number(hr_dtype param, hr_dtype grad, hr_dtype state)
 {
-    const hr_dtype state = (hr_dtype)t.state_dtype, param = (hr_dtype)t.param_dtype;
-    const hr_dtype grad = (hr_dtype)t.grad_dtype;
-    const hr_weights_mode mode = thread.mode;
-    const hr_dtype residual = weights_residual_dtype(mode, param);
-    hr_random4 random = {{0, 0, 0, 0}};
-    if (weights_are_random(mode))
-        random = weights_random_of<8>(t.weights, thread.start, thread.step,
-                                      (uint32_t)(i - thread.begin));
-    const weights_pack old = weights_load8(t.param, t.weights.residual, i, residual);
-    const pack<8> grads = pack_load<8>(t.grad, i, grad);
-    const pack<8> exp_avgs = pack_load<8>(t.exp_avg, i, state);
-    const pack<8> exp_avg_sqs = pack_load<8>(t.exp_avg_sq, i, state);
-    weights_pack fresh = {{0}, {0}};
-    float new_exp_avg[8], new_exp_avg_sq[8];
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-        const weights_bits before = weights_get8(old, j, residual);
-        const float was = weights_join(before, param, mode);
-        adamw_values x;
-        x.param = was;
-        x.grad = pack_get(grads, j, grad);
-        x.exp_avg = pack_get(exp_avgs, j, state);
-        x.exp_avg_sq = pack_get(exp_avg_sqs, j, state);
-        x.max_exp_avg_sq = 0.0f;
-        x = adamw_element(c, x, 0);
-        new_exp_avg[j] = x.exp_avg;
-        new_exp_avg_sq[j] = x.exp_avg_sq;
-        const weights_bits after = weights_split(x.param, param, mode, weights_random(&random, j));
-        weights_put8(fresh, j, after, residual);
-        thread.stalled += weights_stall(before, after, was, x.param);
-    }
-    weights_store8(t.param, t.weights.residual, i, fresh, residual);
-    pack_store(t.exp_avg, i, pack_of(new_exp_avg, state), state);
-    pack_store(t.exp_avg_sq, i, pack_of(new_exp_avg_sq, state), state);
+    return param * 256 + grad * 16 + state;
 }
 
-template <typename Record>
-static __global__ void __launch_bounds__(THREADS, Record::blocks)
-    adamw_kernel(const adamw_launch<Record> __grid_constant__ args)
+static __device__ __forceinline__ bool is_common(const adamw_kind kind)
 {
+    return !kind.amsgrad && !kind.skip && !kind.counts_stalled && !kind.l2 && kind.slow;
+}
+
+/* The kinds that people use have instances of their own; one more serves all others. */
+static __device__ __forceinline__ void update_plain(const adamw_chunk &chunk, const adamw_kind kind,
+                                                    const adamw_constants &c, adamw_thread &thread,
+                                                    int whole)
+{
+#define KIND(group, param, grad, state)                                                           \
+    case kind_number(param, grad, state):                                                         \
+        return update_chunk<true, group, 8 / group>(                                              \
+            chunk, {param, grad, state, HR_WEIGHTS_NEAREST, false, false, false, false, true}, c, \
+            thread, whole)
+    if (is_common(kind))
+        switch (kind_number(kind.param, kind.grad, kind.state)) {
+            KIND(4, HR_F32, HR_F32, HR_F32);
+            KIND(8, HR_BF16, HR_BF16, HR_BF16);
+            KIND(4, HR_BF16, HR_BF16, HR_F32);
+            KIND(8, HR_F16, HR_F16, HR_F16);
+            KIND(4, HR_F16, HR_F16, HR_F32);
+            KIND(4, HR_F32, HR_F32, HR_BF16);
+        default:
+            break;
+        }
+    update_chunk<true, 4, 1>(chunk, kind, c, thread, whole);
+#undef KIND
+}
+
+static __device__ __forceinline__ void update_mode(const adamw_chunk &chunk, const adamw_kind kind,
+                                                   const adamw_constants &c, adamw_thread &thread,
+                                                   int whole)
+{
+#define KIND(group, mode, state)                                                                 \
+    case mode * 16 + state:                                                                      \
+        return update_chunk<false, group, 8 / group>(                                            \
+            chunk, {HR_BF16, HR_BF16, state, mode, false, false, false, false, true}, c, thread, \
+            whole)
+    if (is_common(kind) && kind.param == HR_BF16 && kind.grad == HR_BF16)
+        switch (kind.mode * 16 + kind.state) {
+            KIND(4, HR_WEIGHTS_REMAINDER16, HR_F32);
+            KIND(8, HR_WEIGHTS_REMAINDER16, HR_BF16);
+            KIND(4, HR_WEIGHTS_STOCHASTIC, HR_F32);
+            KIND(8, HR_WEIGHTS_STOCHASTIC, HR_BF16);
+        default:
+            break;
+        }
+    update_chunk<false, 4, 1>(chunk, kind, c, thread, whole);
+#undef KIND
+}
+
+/* ---- The kernels ----------------------------------------------------------------------------- */
+
+static __device__ __forceinline__ adamw_chunk chunk_of(const adamw_record &t)
+{
+    const int64_t begin = list_begin(t);
+    adamw_chunk chunk;
+    chunk.param = list_address(t.param, begin, (hr_dtype)t.param_dtype);
+    chunk.grad = list_address(t.grad, begin, (hr_dtype)t.grad_dtype);
+    chunk.exp_avg = list_address(t.exp_avg, begin, (hr_dtype)t.state_dtype);
+    chunk.exp_avg_sq = list_address(t.exp_avg_sq, begin, (hr_dtype)t.state_dtype);
+    chunk.max_exp_avg_sq = list_address(t.max_exp_avg_sq, begin, (hr_dtype)t.state_dtype);
+    chunk.residual = nullptr;
+    chunk.count = (int)(list_end(t, begin) - begin);
+    return chunk;
+}
+
+template <typename Record, uint32_t number>
+static __global__ void __launch_bounds__(THREADS, 3)
+    adamw_kernel(const adamw_launch<Record, number> __grid_constant__ args)
+{
+    constexpr bool plain = Record::plain;
     __shared__ adamw_constants folded;
     __shared__ weights_start start; /* of the block's elements, and the step: for random numbers */
     __shared__ double step;
@@ -169,12 +292,12 @@ static __global__ void __launch_bounds__(THREADS, Record::blocks)
         return;
     const Record &t = args.tensors[list_find(args.tensors, args.count, blockIdx.x)];
     adamw_constants constants = args.constants;
-    if (args.fold_on_device || !Record::plain) {
+    if (args.fold_on_device || !plain) {
         if (threadIdx.x == 0) {
             const double t_step = step_number(&args.config.step, t.step, (hr_dtype)t.step_dtype);
-            folded = Record::plain || args.fold_on_device ? adamw_fold(&args.config, t_step)
-                                                          : args.constants;
-            if constexpr (!Record::plain) {
+            folded =
+                plain || args.fold_on_device ? adamw_fold(&args.config, t_step) : args.constants;
+            if constexpr (!plain) {
                 step = t_step;
                 start = weights_start_of(t.weights.place, list_begin(t));
             }
@@ -182,28 +305,37 @@ static __global__ void __launch_bounds__(THREADS, Record::blocks)
         __syncthreads();
         constants = folded;
     }
+    adamw_kind kind;
+    kind.param = (hr_dtype)t.param_dtype;
+    kind.grad = (hr_dtype)t.grad_dtype;
+    kind.state = (hr_dtype)t.state_dtype;
+    kind.mode = args.mode;
+    kind.amsgrad = t.max_exp_avg_sq != nullptr;
+    kind.skip = args.config.step.skip_nonfinite;
+    kind.counts_stalled = args.stalled != nullptr;
+    kind.l2 = adamw_has_l2(constants);
+    kind.slow = adamw_is_slow(constants);
+    adamw_chunk chunk = chunk_of(t);
+    adamw_thread thread = {};
     uintptr_t addresses = (uintptr_t)t.param | (uintptr_t)t.grad | (uintptr_t)t.exp_avg |
                           (uintptr_t)t.exp_avg_sq | (uintptr_t)t.max_exp_avg_sq;
-    if constexpr (!Record::plain) /* eight of an i8 residual are 8 bytes */
-        addresses |= (uintptr_t)t.weights.residual << (args.mode >= HR_WEIGHTS_REMAINDER8);
-    const int64_t begin = list_begin(t), end = list_end(t, begin);
-    adamw_thread thread = {};
-    if constexpr (!Record::plain) {
-        thread.mode = args.mode;
-        thread.step = step;
+    /* To keep the old values of a tile as well takes more registers than there are. */
+    bool vectors = !kind.skip;
+    if constexpr (!plain) {
+        const hr_dtype residual = weights_residual_dtype(kind.mode, kind.param);
+        chunk.residual = list_address(t.weights.residual, list_begin(t), residual);
+        thread.record = &t.weights;
         thread.start = start;
-        thread.begin = begin;
+        thread.step = step;
+        addresses |= (uintptr_t)t.weights.residual << (residual == HR_I8 ? 1 : 0);
+        vectors = vectors && kind.param != HR_F32 && !kind.amsgrad;
     }
-    /* To keep the old values of eight elements as well takes more registers than there are. */
-    int vectors = addresses % 16 == 0 && !args.config.step.skip_nonfinite;
-    if constexpr (!Record::plain)
-        vectors = vectors && t.param_dtype != HR_F32 && !t.max_exp_avg_sq;
-    const int64_t vector_end = vectors ? begin + (end - begin) / 8 * 8 : begin;
-    for (int64_t i = begin + threadIdx.x * 8; i < vector_end; i += THREADS * 8)
-        update_eight(t, constants, thread, i);
-    for (int64_t i = vector_end + threadIdx.x; i < end; i += THREADS)
-        update_one(t, constants, args.config.step.skip_nonfinite, thread, i);
-    if constexpr (!Record::plain)
+    const int whole = vectors && addresses % 16 == 0 ? chunk.count / TILE * TILE : 0;
+    if constexpr (plain)
+        update_plain(chunk, kind, constants, thread, whole);
+    else
+        update_mode(chunk, kind, constants, thread, whole);
+    if constexpr (!plain)
         if (args.stalled)
             weights_add_stalled(args.stalled, thread.stalled);
 }
@@ -222,10 +354,11 @@ static void fill(adamw_record &t, const adamw_args *args, int64_t k)
     t.step_dtype = (uint8_t)step_counter_dtype(args->steps, k);
 }
 
-template <typename Record> static hr_status launch_all(const adamw_args *args, const hr_exec *exec)
+template <typename Record, uint32_t number>
+static hr_status launch_all(const adamw_args *args, const hr_exec *exec)
 {
     const hr_adamw_config *const config = args->config;
-    adamw_launch<Record> launch;
+    adamw_launch<Record, number> launch;
     launch.config = *config;
     launch.fold_on_device = step_is_on_device(&config->step, args->steps);
     launch.mode = config->step.weights ? config->step.weights->mode : HR_WEIGHTS_NEAREST;
@@ -237,18 +370,18 @@ template <typename Record> static hr_status launch_all(const adamw_args *args, c
         if constexpr (!Record::plain)
             record.weights = weights_record_of(config->step.weights, args->params, k);
     };
-    const auto queue = [&](uint32_t blocks, int64_t) {
+    const auto queue = [&](uint32_t blocks, int64_t first) {
         if (blocks > 0)
-            HR_LAUNCH(adamw_kernel<Record>, blocks, THREADS, 0, exec->stream, launch);
-        if (args->steps)
-            HR_LAUNCH(list_count_kernel<adamw_launch<Record>>,
-                      (launch.count + THREADS - 1) / THREADS, THREADS, 0, exec->stream, launch);
+            HR_LAUNCH((adamw_kernel<Record, number>), blocks, THREADS, 0, exec->stream, launch);
+        list_count(&config->step, args->steps, first, first + launch.count, exec->stream);
     };
     return list_launch_all(&launch, args->params, "hr_adamw", fill_record, queue);
 }
 
 hr_status adamw_cuda(const adamw_args *args, const hr_exec *exec)
 {
-    return args->config->step.weights ? launch_all<adamw_mode_record>(args, exec)
-                                      : launch_all<adamw_record>(args, exec);
+    if (args->config->step.weights)
+        return launch_all<adamw_mode_record, LIST_MOST>(args, exec);
+    return args->params->count <= LIST_FEW ? launch_all<adamw_record, LIST_FEW>(args, exec)
+                                           : launch_all<adamw_record, LIST_MOST>(args, exec);
 }

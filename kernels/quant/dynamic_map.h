@@ -1,14 +1,14 @@
 /*
- * dynamic_map.h: the dynamic map of 8 bits, between codes and values.
+ * dynamic_map.h: the dynamic map of 8 bits: the value of a code, and the code of a value.
  *
- * A map has 256 values in [-1, 1] (signed) or [0, 1]. Seven decades, the first from 1e-7 to 1e-6
- * and the last from 0.1 to 1, are cut into n equal parts each, whose middles are the values; n is
- * 1, 2, .. 64 in the signed map, 2, 4, .. 128 in the other. To these come 0 and 1. A code counts
- * them in ascending order, so that 127 is the signed 0.
+ * A map has 256 values in [-1, 1] (signed) or [0, 1] (unsigned). Seven decades, the first from 1e-7
+ * to 1e-6 and the last from 0.1 to 1, are cut into n equal parts each, and the midpoints of the
+ * parts are values; n is 1, 2, .. 64 in the signed map and 2, 4, .. 128 in the unsigned one. 0 and
+ * 1 are values too. Codes number the values in ascending order, so 127 is the code of the signed 0.
  *
- * 8-bit optimizers via block-wise quantization, Dettmers et al., arXiv:2110.02861. The values are
- * those of bitsandbytes' create_dynamic_map() to the bit, hence its roundings: torch.linspace in
- * binary32, counted from the nearer end, then the mean of neighbours, then the power of ten.
+ * 8-bit optimizers via block-wise quantization, Dettmers et al., arXiv:2110.02861. The values equal
+ * those of bitsandbytes' create_dynamic_map() to the bit, which fixes the roundings: torch.linspace
+ * in binary32, counted from the nearer end, then the mean of neighbors, then the power of ten.
  */
 #ifndef HR_DYNAMIC_MAP_H
 #define HR_DYNAMIC_MAP_H
@@ -17,14 +17,15 @@
 
 #include "kernels/core/dtype.h"
 
-/* Border i of the n parts of [0.1, 1]. */
-HR_INLINE float dynamic_border(int i, int n)
+/* Border i, 0 to n, between the n parts of [0.1, 1]. Product and sum are exact in binary64, so that
+ * the one rounding is that of fmaf(). */
+HR_CONSTEXPR float dynamic_border(int i, int n)
 {
-    const float width = (1.0f - 0.1f) / (float)n; /* n is a power of 2 */
-    return 2 * i < n ? fmaf(width, (float)i, 0.1f) : fmaf(-width, (float)(n - i), 1.0f);
+    const double width = (1.0f - 0.1f) / (float)n; /* n is a power of 2 */
+    return (float)(2 * i < n ? width * i + 0.1f : 1.0 - width * (n - i));
 }
 
-HR_INLINE float dynamic_power_of_10(int exponent)
+HR_CONSTEXPR float dynamic_power_of_10(int exponent)
 {
     return exponent == 0    ? 1.0f
            : exponent == -1 ? 1e-1f
@@ -36,17 +37,18 @@ HR_INLINE float dynamic_power_of_10(int exponent)
 }
 
 /* The code of zero. */
-HR_INLINE int dynamic_zero(int is_signed)
+HR_CONSTEXPR int dynamic_zero(int is_signed)
 {
     return is_signed ? 127 : 0;
 }
 
 /* The value of a code, 0 to 255. */
-HR_INLINE float dynamic_value(int code, int is_signed)
+HR_CONSTEXPR float dynamic_value(int code, int is_signed)
 {
     const int distance = code - dynamic_zero(is_signed);
-    const int magnitude = distance < 0 ? -distance : distance; /* counts the values from 0 up */
-    const int place = is_signed ? magnitude : magnitude + 1;   /* n + the part in its decade */
+    const int magnitude =
+        distance < 0 ? -distance : distance;                 /* 0 for the value 0, 1 for the next */
+    const int place = is_signed ? magnitude : magnitude + 1; /* n + the number of the part */
     const int least = is_signed ? 1 : 2;
     if (place < least)
         return 0.0f;
@@ -60,16 +62,17 @@ HR_INLINE float dynamic_value(int code, int is_signed)
     return distance < 0 ? -value : value;
 }
 
-/* The largest number that gets `code` and not the next one, by their values: the midpoint, or the
- * number before it.
+/* The largest number that gets `code` and not the next code, given the values of both: the midpoint
+ * of the values, or the largest binary32 below it.
  *
- * With `bnb` it is the one of bitsandbytes' search, which rounds the midpoint and whose last step
- * compares with an even code: from there up it asks for more than the midpoint, and down for less.
+ * With `bnb`, the threshold that bitsandbytes' search uses: it rounds the midpoint, and as its last
+ * step starts from an even code, a number must be above the midpoint to move up and below to move
+ * down.
  */
-HR_INLINE float dynamic_threshold(int code, float low, float high, int bnb)
+HR_CONSTEXPR float dynamic_threshold(int code, float low, float high, int bnb)
 {
     const float sum = low + high, midpoint = sum / 2.0f;
-    /* The error of the sum, exact (Knuth): which side of the midpoint its rounding lies on. */
+    /* The exact error of the sum (Knuth) tells on which side of the midpoint its rounding lies. */
     const float part = sum - low;
     const float lost = (low - (sum - part)) + (high - part);
     const int before = bnb ? code % 2 != 0 : lost < 0.0f;
@@ -77,16 +80,16 @@ HR_INLINE float dynamic_threshold(int code, float low, float high, int bnb)
     return before ? hr_float(midpoint > 0.0f ? bits - 1u : bits + 1u) : midpoint;
 }
 
-/* A map as tables, for who encodes many. Within a decade a code is a linear function of the value,
- * so a multiplication finds it, or its neighbour. Pairs of binades number 16 from 2^-32 to 1, and
+/* The tables of a map. Within a decade a code is a linear function of the value, so a
+ * multiplication finds the code or its neighbor. There are 16 pairs of binades from 2^-32 to 1, and
  * at most one decade begins in each. */
 #define DYNAMIC_DECADES 9 /* 0, the seven, and 1 */
 typedef struct dynamic_map {
     float values[256];
     float thresholds[256];
-    float begins[16];   /* of a pair of binades: where a decade begins, or infinity */
-    int32_t before[16]; /* of a pair of binades: the decade there before that */
-    /* of a decade: code - code of zero = min(|y| * slope + offset, last) */
+    float begins[16];   /* by pair of binades: where a decade begins in it, or infinity */
+    int32_t before[16]; /* by pair of binades: the decade before that */
+    /* By decade: code - code of zero = min(|y| * slope + offset, last). */
     float slopes[16], offsets[16], lasts[16];
 } dynamic_map;
 
@@ -97,7 +100,7 @@ HR_INLINE int dynamic_pair(float y)
 }
 
 /* Fills entries first, first + stride, .. of the tables of one phase, so that threads can share the
- * work: all entries with 0 and 1, phases 0, 1 and 2 one after another. */
+ * work. One thread passes first 0 and stride 1. Phases 0, 1 and 2 must follow one another. */
 HR_INLINE void dynamic_map_fill(dynamic_map *map, int is_signed, int bnb, int phase, int first,
                                 int stride)
 {
@@ -132,15 +135,15 @@ HR_INLINE void dynamic_map_fill(dynamic_map *map, int is_signed, int bnb, int ph
     }
 }
 
-/* How far the multiplication may be off, and more: in codes. */
+/* A bound of the error of the multiplication, in codes. */
 #define DYNAMIC_SLACK 0x1p-12f
 
-/* The code nearest to y, -1 <= y < 2, in the sense of map->thresholds. That of NaN, and of what is
- * negative in the unsigned map, is that of zero. */
+/* The code nearest to y, -1 <= y < 2, as map->thresholds decides. A NaN gets the code of zero, and
+ * so does a negative y in the unsigned map. */
 HR_INLINE int dynamic_encode(const dynamic_map *map, float y, int is_signed)
 {
     const int negative = is_signed && y < 0.0f;
-    /* A midpoint goes to the lower code, so a negative one to the greater magnitude. */
+    /* A midpoint gets the lower code, so a negative midpoint gets the greater magnitude. */
     const float magnitude = negative ? hr_float((hr_bits(y) & 0x7FFFFFFFu) + 1u) : y;
     const float clamped = magnitude > 0x1p-31f ? magnitude : 0x1p-31f;
     const int pair = dynamic_pair(clamped);
@@ -148,14 +151,15 @@ HR_INLINE int dynamic_encode(const dynamic_map *map, float y, int is_signed)
     const float place = clamped * map->slopes[decade] + map->offsets[decade];
     const float distance = place < map->lasts[decade] ? place : map->lasts[decade];
     const float least = distance < 127.0f ? -distance : -127.0f; /* -1 is not in the map */
-    /* The lower of the two codes that it can be: the next integer, by cutting what is positive. */
+    /* The lower of the two codes that are possible: rounded up, by truncating a positive number. */
     const float lower = (negative ? least : distance) - (0.5f + DYNAMIC_SLACK);
     const int code = dynamic_zero(is_signed) + (int)(lower + 256.0f) - 255;
     return code + (y > map->thresholds[code]);
 }
 
-/* One of the two codes next to y: a < y < b gets b with probability (y - a) / (b - a), up to
- * 2^-24. `random` is uniform in all 32 bits. Below the least value there is only that. */
+/* Rounds y to one of the two codes next to it: a < y < b gets b with probability (y - a) / (b - a),
+ * to within 2^-24. `random` is uniform in all 32 bits. A y below the lowest value gets the lowest
+ * code. */
 HR_INLINE int dynamic_encode_randomly(const dynamic_map *map, float y, int is_signed,
                                       uint32_t random)
 {
@@ -168,8 +172,9 @@ HR_INLINE int dynamic_encode_randomly(const dynamic_map *map, float y, int is_si
     return below + (uniform * (high - low) < y - low);
 }
 
-/* The two factors of y = (x * first) * second, x / absmax but for the roundings of second and y.
- * The first keeps the reciprocal of any absmax, denormal or huge, a normal number. */
+/* The two factors of y = (x * first) * second, which is x / absmax but for the roundings of
+ * `second` and y. `first` keeps the reciprocal a normal number, even if absmax is denormal or
+ * huge. */
 typedef struct dynamic_scale {
     float first, second;
 } dynamic_scale;

@@ -1,11 +1,14 @@
 /*
- * dynamic_map_cpu.h: the maps on whole vectors.
+ * dynamic_map_cpu.h: encodes and decodes vectors of 8 or 16 numbers, with AVX2 and AVX-512.
  *
- * A gather of table entries, or a search, costs more than all else in an optimizer step. But within
- * a decade code and value are linear functions of each other, and the tables of decades fit in
- * vector registers. So a value is slope * place + base, off by a few units in the last place, and a
- * table of differences of 4 bits each puts that right; and a code is the value times a slope,
- * rounded, where a value so close to a midpoint that this may be wrong is left to dynamic_encode().
+ * Gathering table entries, or a search, would cost more than the rest of an optimizer step. But
+ * within a decade code and value are linear functions of each other, and the tables of decades fit
+ * in vector registers. So a value is slope * place + base, with an error of a few units in the last
+ * place that a table of 4-bit differences corrects. And a code is the value times a slope, rounded;
+ * where a value is so close to a midpoint that this may be wrong, dynamic_encode() decides.
+ *
+ * The codes are those of quant_encode() in quantize_blocks.h, which names the tests that compare
+ * them.
  */
 #ifndef HR_DYNAMIC_MAP_CPU_H
 #define HR_DYNAMIC_MAP_CPU_H
@@ -15,17 +18,21 @@
 
 /* A code is the integer part of a number in [256, 512), whose last 15 bits are the fraction. */
 #define DYNAMIC_FRACTION_BITS 15
-/* How far such a number may be off, in units in the last place; a power of 2. */
+/* A bound of the error of such a number, in units in the last place; a power of 2. */
 #define DYNAMIC_SLACK_UNITS 4
-/* Half of one to round, and the slack, so that one mask finds what is too close to a midpoint. */
+/* Adds 1/2 to round, and the bound, so that one mask finds numbers too close to a midpoint. */
 #define DYNAMIC_OFFSET (256.5f + 0x1p-15f * DYNAMIC_SLACK_UNITS)
+/* A number that gets code 1 of the unsigned map, far from its borders: for a positive x whose
+ * quotient is so small that it would get code 0, which means zero (quant_keep_positive()). */
+#define DYNAMIC_LEAST_POSITIVE 3.25e-7f
 
 typedef struct dynamic_vectors {
-    /* Decoding, by the last 4 bits of the exponent of the place: 4 * (code - 127), or code + 1. */
+    /* Decoding, indexed by the last 4 bits of the exponent of dynamic_place(). */
     float value_slopes[16], value_bases[16];
-    uint32_t differences[32]; /* for 8 codes each, in units in the last place, from the top bits */
-    /* Encoding: see dynamic_map, and [pair] once a decade has begun there, [16 + pair] before that.
-     * In the unsigned map the last two include DYNAMIC_OFFSET. */
+    uint32_t
+        differences[32]; /* of 8 codes each, in units in the last place, from the top bits down */
+    /* Encoding: as in dynamic_map, but indexed by pair of binades: [pair] after a decade has begun
+     * in it, [16 + pair] before. In the unsigned map offsets and lasts include DYNAMIC_OFFSET. */
     float begins[16];
     float slopes[32], offsets[32], lasts[32];
 } dynamic_vectors;
@@ -69,19 +76,19 @@ static inline void dynamic_vectors_fill(dynamic_vectors *v, const dynamic_map *m
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 
-/* The values of 16 codes. */
+/* Decodes 16 codes, without their scale. */
 CPU_AVX512 HR_INLINE __m512 dynamic_values_avx512(const dynamic_vectors *v, __m128i codes,
                                                   int is_signed)
 {
     const __m512i code = _mm512_cvtepu8_epi32(codes);
-    /* The code as the mantissa of 2^25 + 4 * code or 2^23 + code, and a subtraction. */
+    /* Makes the code the mantissa of 2^25 + 4 * code or 2^23 + code, and subtracts. */
     const __m512i magic = _mm512_set1_epi32(is_signed ? 0x4C000000 : 0x4B000000);
     const __m512 from = _mm512_set1_ps(is_signed ? 0x1p25f + 508.0f : 0x1p23f - 1.0f);
     const __m512 place = _mm512_sub_ps(_mm512_castsi512_ps(_mm512_or_si512(code, magic)), from);
     const __m512i entry = _mm512_srli_epi32(_mm512_castps_si512(place), 23);
     const __m512 slope = _mm512_permutexvar_ps(entry, _mm512_loadu_ps(v->value_slopes));
     __m512 base = _mm512_permutexvar_ps(entry, _mm512_loadu_ps(v->value_bases));
-    if (is_signed) /* base with the sign of place */
+    if (is_signed) /* gives base the sign of place */
         base = _mm512_castsi512_ps(
             _mm512_ternarylogic_epi32(_mm512_castps_si512(base), _mm512_castps_si512(place),
                                       _mm512_set1_epi32((int)0x80000000u), 0x78));
@@ -89,25 +96,26 @@ CPU_AVX512 HR_INLINE __m512 dynamic_values_avx512(const dynamic_vectors *v, __m1
     const __m512i differences =
         _mm512_permutex2var_epi32(_mm512_loadu_si512(v->differences), _mm512_srli_epi32(code, 3),
                                   _mm512_loadu_si512(v->differences + 16));
-    /* The 4 bits of the code to the top, and down again with their sign. */
+    /* Moves the 4 bits of the code to the top, and down again with their sign. */
     const __m512i difference =
         _mm512_srai_epi32(_mm512_rolv_epi32(differences, _mm512_slli_epi32(code, 2)), 28);
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(near), difference));
 }
 
-/* The codes nearest to 16 numbers y, in the low bytes. Where a bit of `sure` is 0 dynamic_encode()
- * must decide. In the unsigned map the code is at least 1 where x > 0. */
+/* The codes nearest to 16 numbers y, in the low bytes of words. Where a bit of `sure` is 0,
+ * dynamic_encode() must decide. In the unsigned map the code is at least 1 where x > 0, and 0
+ * elsewhere. */
 CPU_AVX512 HR_INLINE __m512i dynamic_codes_avx512(const dynamic_vectors *v, __m512 y, __m512 x,
                                                   int is_signed, __mmask16 *sure)
 {
     __m512 magnitude;
     if (is_signed) {
-        /* The greater of |y| and the other, which NaN becomes. */
+        /* The greater of |y| and 2^-31; a NaN becomes 2^-31. */
         magnitude = _mm512_range_ps(y, _mm512_set1_ps(0x1p-31f), 0xB);
     } else {
-        /* At least what gets code 1 where x is positive, whatever y; else 0. */
+        /* At least DYNAMIC_LEAST_POSITIVE where x is positive, even if y is 0; else 0. */
         const __mmask16 positive = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ);
-        magnitude = _mm512_maskz_max_ps(positive, y, _mm512_set1_ps(3.25e-7f));
+        magnitude = _mm512_maskz_max_ps(positive, y, _mm512_set1_ps(DYNAMIC_LEAST_POSITIVE));
     }
     /* 16 + the pair in the last 5 bits, from 2^-31 on. */
     const __m512i pair = _mm512_srli_epi32(_mm512_castps_si512(magnitude), 24);
@@ -138,7 +146,8 @@ CPU_AVX512 HR_INLINE __m512i dynamic_codes_avx512(const dynamic_vectors *v, __m5
     return _mm512_srli_epi32(bits, DYNAMIC_FRACTION_BITS);
 }
 
-/* The same, 8 at a time. Registers hold 8 entries, so a table of 16 is two. */
+/* The AVX2 forms take 8 numbers at a time. A register holds 8 entries, so a table of 16 takes
+ * two. */
 CPU_AVX2 HR_INLINE __m256 dynamic_look_up_avx2(const float *table, __m256i entry)
 {
     const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), entry);
@@ -178,7 +187,7 @@ CPU_AVX2 HR_INLINE __m256i dynamic_codes_avx2(const dynamic_map *map, __m256 y, 
         magnitude = _mm256_max_ps(_mm256_andnot_ps(sign, y), _mm256_set1_ps(0x1p-31f));
     } else {
         const __m256 positive = _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GT_OQ);
-        magnitude = _mm256_max_ps(y, _mm256_set1_ps(3.25e-7f));
+        magnitude = _mm256_max_ps(y, _mm256_set1_ps(DYNAMIC_LEAST_POSITIVE));
         magnitude = _mm256_blendv_ps(_mm256_set1_ps(0x1p-31f), magnitude, positive);
     }
     const __m256i pair = _mm256_srli_epi32(_mm256_castps_si256(magnitude), 24);

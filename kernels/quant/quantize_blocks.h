@@ -1,7 +1,12 @@
 /*
- * quantize_blocks.h: numbers as codes of the dynamic map, with one scale per block. The formula of
- * a block and of an element, which the step of 8-bit Adam shares, and the kernels. The rule is
+ * quantize_blocks.h: the formula that turns a block of numbers into codes of the dynamic map and a
+ * scale, which the step of 8-bit Adam shares, and the kernels that apply it to lists. The rule is
  * documented at hr_quantize_blocks in headroom.h.
+ *
+ * Vector code repeats quant_encode(): dynamic_codes_avx2() and _avx512() in dynamic_map_cpu.h,
+ * dynamic_encode_vbmi() in dynamic_map_cpu_vbmi.h and quant_encode_cuda() in quantize_blocks.cuh.
+ * Tests compare them on either side of every border between two codes, and for positive numbers of
+ * every size: tests/c/quant/dynamic_map_test.cpp and tests/python/functional/test_cpu_levels.py.
  *
  * 8-bit optimizers via block-wise quantization, Dettmers et al., arXiv:2110.02861.
  */
@@ -15,16 +20,18 @@
 
 /* ---- The absmax of a block ------------------------------------------------------------------- */
 
-/* A block's absmax is the largest of these as integers, in any order: NaN is above infinity, which
- * is above all numbers. bitsandbytes' fmaxf() passes over NaN. */
+/* The magnitude of x as an integer. The largest of a block gives its absmax, in whatever order they
+ * are compared: a NaN is above infinity, which is above all numbers. With `bnb` NaNs are passed
+ * over, as bitsandbytes' fmaxf() does. */
 HR_INLINE uint32_t quant_magnitude(float x, int bnb)
 {
     const uint32_t bits = hr_bits(x) & 0x7FFFFFFFu;
     return bnb && bits > 0x7F800000u ? 0u : bits;
 }
 
-/* The absmax, from that integer. NaN if it is not finite: infinity times the code of zero would be
- * NaN and times another infinity, which stops an element silently. */
+/* The absmax, from the largest magnitude. An absmax that is not finite becomes NaN: infinity would
+ * decode the code of zero to NaN and all others to infinity, and an element whose second moment is
+ * infinite would silently stop. */
 HR_INLINE float quant_absmax(uint32_t magnitude, int bnb)
 {
     return hr_float(!bnb && magnitude >= 0x7F800000u ? 0x7FFFFFFFu : magnitude);
@@ -32,7 +39,7 @@ HR_INLINE float quant_absmax(uint32_t magnitude, int bnb)
 
 /* ---- The codes of an element ----------------------------------------------------------------- */
 
-/* Both maps, [0] for exp_avg_sq and [1] for exp_avg: indexed by is_signed. */
+/* Both maps, indexed by is_signed: [0] is for second moments, [1] for first. */
 typedef struct quant_maps {
     dynamic_map map[2];
 } quant_maps;
@@ -49,30 +56,37 @@ HR_INLINE float quant_decode(const quant_maps *maps, uint8_t code, float absmax,
     return maps->map[is_signed].values[code] * absmax;
 }
 
-/* The code of the moment x: the nearest, but a positive exp_avg_sq never that of zero. */
+/* The code of x, from the code that its quotient gets: in the unsigned map a positive x gets at
+ * least code 1, because code 0 means zero. */
+HR_INLINE uint8_t quant_keep_positive(int code, float x, int is_signed)
+{
+    return (uint8_t)(!is_signed && x > 0.0f && code == 0 ? 1 : code);
+}
+
+/* The code of x, rounded to nearest. */
 HR_INLINE uint8_t quant_encode(const quant_maps *maps, float x, dynamic_scale scale, int is_signed)
 {
     const float y = x * scale.first * scale.second;
     const int code = dynamic_encode(&maps->map[is_signed], y, is_signed);
-    return (uint8_t)(!is_signed && x > 0.0f && code == 0 ? 1 : code);
+    return quant_keep_positive(code, x, is_signed);
 }
 
-/* The same with stochastic rounding. */
+/* The code of x, rounded at random. */
 HR_INLINE uint8_t quant_encode_randomly(const quant_maps *maps, float x, dynamic_scale scale,
                                         int is_signed, uint32_t random)
 {
     const float y = x * scale.first * scale.second;
     const int code = dynamic_encode_randomly(&maps->map[is_signed], y, is_signed, random);
-    return (uint8_t)(!is_signed && x > 0.0f && code == 0 ? 1 : code);
+    return quant_keep_positive(code, x, is_signed);
 }
 
 /* ---- The kernels ----------------------------------------------------------------------------- */
 
-/* The arguments of a call, checked. */
+/* The checked arguments of a call. */
 typedef struct quantize_args {
     const hr_tensor_list *codes, *absmaxs, *values;
     const hr_quantize_config *config;
-    int decode; /* codes to values, else values to codes */
+    int decode; /* 1: codes to values. 0: values to codes */
 } quantize_args;
 
 #ifdef __cplusplus

@@ -1,12 +1,13 @@
 /*
- * quantize_blocks_cpu.c: the loop. One parallel region covers the blocks of the whole list.
+ * quantize_blocks_cpu.c: the CPU loops of hr_quantize_blocks and hr_dequantize_blocks. One parallel
+ * region covers the blocks of the whole list.
  */
 #include <pthread.h>
 
 #include "kernels/core/cpu.h"
 #include "kernels/quant/quantize_blocks.h"
 
-/* The maps are static, so that no call can run out of memory. */
+/* Filled once. The maps are static, so that no call can run out of memory. */
 static quant_maps kept_maps;
 
 static void fill_maps(void)
@@ -28,7 +29,7 @@ HR_INLINE void store_few(void *restrict x, int64_t i, int count, const float *re
         hr_store(x, i + lane, tile[lane], dtype);
 }
 
-/* Elements [i, i + count) of tensor k, which are a block. */
+/* Quantizes the elements [i, i + count) of tensor k, which are one block. */
 HR_INLINE void quantize_block(const quantize_args *a, int64_t k, int64_t i, int count)
 {
     const int is_signed = a->config->is_signed != 0;

@@ -27,12 +27,12 @@ typedef struct quantize_shared {
 
 typedef list_launch<quantize_shared, quantize_record> quantize_launch;
 
-static __global__ void __launch_bounds__(THREADS)
+template <int is_signed>
+static __global__ void __launch_bounds__(THREADS, 4)
     quantize_blocks_kernel(const quantize_launch __grid_constant__ args)
 {
-    __shared__ quant_maps maps;
-    quant_fill_maps<THREADS>(&maps, args.is_signed, args.is_signed, 0);
-    const dynamic_map &map = maps.map[args.is_signed];
+    __shared__ quant_tables tables;
+    quant_copy_tables<THREADS, 0>(&tables);
     const quantize_record &t = args.tensors[list_find(args.tensors, args.count, blockIdx.x)];
     const hr_dtype dtype = (hr_dtype)t.dtype;
     const int64_t begin = list_begin(t), end = list_end(t, begin);
@@ -50,8 +50,11 @@ static __global__ void __launch_bounds__(THREADS)
         const dynamic_scale scale = dynamic_scale_of(absmax);
         if (lane == 0)
             t.absmax[first / args.block_size] = absmax;
-        for (int64_t i = first + lane; i < last; i += WARP)
-            t.codes[i] = quant_encode_cuda(map, hr_load(t.values, i, dtype), scale, args.is_signed);
+#pragma unroll 1
+        for (int64_t i = first + lane; i < last; i += WARP) {
+            const float y = quant_quotient<is_signed>(hr_load(t.values, i, dtype), scale);
+            t.codes[i] = (uint8_t)quant_code<is_signed>(tables, y);
+        }
     }
 }
 
@@ -60,7 +63,7 @@ static __global__ void __launch_bounds__(THREADS)
 {
     __shared__ float values[256];
     for (int code = (int)threadIdx.x; code < 256; code += THREADS)
-        values[code] = dynamic_value(code, args.is_signed);
+        values[code] = quant_nearest_tables.values[args.is_signed][code];
     __syncthreads();
     const quantize_record &t = args.tensors[list_find(args.tensors, args.count, blockIdx.x)];
     const int64_t begin = list_begin(t), end = list_end(t, begin);
@@ -83,8 +86,10 @@ hr_status quantize_blocks_cuda(const quantize_args *args, const hr_exec *exec)
     const auto queue = [&](uint32_t blocks, int64_t) {
         if (blocks > 0 && args->decode)
             HR_LAUNCH(dequantize_blocks_kernel, blocks, THREADS, 0, exec->stream, launch);
+        else if (blocks > 0 && launch.is_signed)
+            HR_LAUNCH(quantize_blocks_kernel<1>, blocks, THREADS, 0, exec->stream, launch);
         else if (blocks > 0)
-            HR_LAUNCH(quantize_blocks_kernel, blocks, THREADS, 0, exec->stream, launch);
+            HR_LAUNCH(quantize_blocks_kernel<0>, blocks, THREADS, 0, exec->stream, launch);
     };
     return list_launch_all(&launch, args->values,
                            args->decode ? "hr_dequantize_blocks" : "hr_quantize_blocks", fill,

@@ -26,39 +26,130 @@ static inline weights_record weights_record_of(const hr_weights *w, const hr_ten
     return record;
 }
 
-/* Eight weights as they lie in memory, params of 16 bits. */
-typedef struct weights_pack {
-    uint32_t params[4], residuals[8];
-} weights_pack;
+/* ---- Weights in registers -------------------------------------------------------------------- */
 
-static __device__ __forceinline__ weights_pack weights_load8(const void *param,
-                                                             const void *residual, int64_t i,
-                                                             hr_dtype residual_dtype)
+/* N weights as they lie in memory, 4 or 8. Residuals of a byte fill the first words. */
+template <int N> struct weights_pack {
+    pack<N> params, residuals;
+};
+
+/* `whole`: there are all N, at addresses for one access; else there are `left`. */
+template <int N>
+static __device__ __forceinline__ weights_pack<N>
+weights_load(const void *param, const void *residual, int i, hr_dtype dtype, hr_weights_mode mode,
+             bool whole, int left)
 {
-    const uint4 params = *(const uint4 *)((const uint16_t *)param + i);
-    weights_pack pack = {{params.x, params.y, params.z, params.w}, {0}};
-    if (residual_dtype == HR_I8) {
-        const uint2 bytes = *(const uint2 *)((const uint8_t *)residual + i);
-        pack.residuals[0] = bytes.x;
-        pack.residuals[1] = bytes.y;
-    } else if (residual_dtype != HR_F64) {
-        const ::pack<8> words = pack_load<8>(residual, i, residual_dtype);
+    const hr_dtype residual_dtype = weights_residual_dtype(mode, dtype);
+    weights_pack<N> w;
+    w.params = pack_load<N>(param, i, dtype, whole, left);
+    if (residual_dtype == HR_I8 || residual_dtype == HR_F64) {
+        uint32_t words[N] = {0}, bytes[N / 4];
+        if (residual_dtype == HR_I8) {
+            pack_load_bytes<N>((const uint8_t *)residual, i, whole, left, 0, bytes);
 #pragma unroll
-        for (int j = 0; j < 8; j++)
-            pack.residuals[j] = pack_word(words, j);
+            for (int word = 0; word < N / 4; word++)
+                words[word] = bytes[word];
+        }
+        w.residuals = pack_from(words);
+    } else {
+        w.residuals = pack_load<N>(residual, i, residual_dtype, whole, left);
     }
-    return pack;
+    return w;
 }
 
-static __device__ __forceinline__ weights_bits weights_get8(const weights_pack &pack, int j,
-                                                            hr_dtype residual)
+template <int N>
+static __device__ __forceinline__ void weights_store(void *param, void *residual, int i,
+                                                     hr_dtype dtype, hr_weights_mode mode,
+                                                     bool whole, int left, const weights_pack<N> &w)
 {
+    const hr_dtype residual_dtype = weights_residual_dtype(mode, dtype);
+    pack_store<N>(param, i, dtype, whole, left, w.params);
+    if (residual_dtype == HR_I8) {
+        uint32_t bytes[N / 4];
+#pragma unroll
+        for (int word = 0; word < N / 4; word++)
+            bytes[word] = pack_word(w.residuals, word);
+        pack_store_bytes<N>((uint8_t *)residual, i, whole, left, bytes);
+    } else if (residual_dtype != HR_F64) {
+        pack_store<N>(residual, i, residual_dtype, whole, left, w.residuals);
+    }
+}
+
+template <int N>
+static __device__ __forceinline__ weights_bits weights_get(const weights_pack<N> &w, int e,
+                                                           hr_dtype dtype, hr_weights_mode mode)
+{
+    const hr_dtype residual_dtype = weights_residual_dtype(mode, dtype);
     weights_bits bits;
-    bits.param = (pack.params[j / 2] >> (16 * (j % 2))) & 0xFFFFu;
-    bits.residual = residual == HR_F32  ? pack.residuals[j]
-                    : residual == HR_I8 ? (pack.residuals[j / 4] >> (8 * (j % 4))) & 0xFFu
-                                        : (pack.residuals[j / 2] >> (16 * (j % 2))) & 0xFFFFu;
+    bits.param = pack_bits(w.params, e, dtype);
+    bits.residual = residual_dtype == HR_F64 ? 0 : pack_bits(w.residuals, e, residual_dtype);
     return bits;
+}
+
+/* Calls f(dtype, mode) with literals, so that both are looked at once and not per weight. */
+template <typename F>
+static __device__ __forceinline__ void weights_with_literals(hr_dtype dtype, hr_weights_mode mode,
+                                                             F f)
+{
+    if (dtype == HR_F32)
+        return f(HR_F32, HR_WEIGHTS_NEAREST);
+    if (dtype == HR_F16)
+        return mode == HR_WEIGHTS_KAHAN        ? f(HR_F16, HR_WEIGHTS_KAHAN)
+               : mode == HR_WEIGHTS_MASTER     ? f(HR_F16, HR_WEIGHTS_MASTER)
+               : mode == HR_WEIGHTS_STOCHASTIC ? f(HR_F16, HR_WEIGHTS_STOCHASTIC)
+                                               : f(HR_F16, HR_WEIGHTS_NEAREST);
+    switch (mode) {
+    case HR_WEIGHTS_KAHAN:
+        return f(HR_BF16, HR_WEIGHTS_KAHAN);
+    case HR_WEIGHTS_MASTER:
+        return f(HR_BF16, HR_WEIGHTS_MASTER);
+    case HR_WEIGHTS_STOCHASTIC:
+        return f(HR_BF16, HR_WEIGHTS_STOCHASTIC);
+    case HR_WEIGHTS_REMAINDER16:
+        return f(HR_BF16, HR_WEIGHTS_REMAINDER16);
+    case HR_WEIGHTS_REMAINDER8:
+        return f(HR_BF16, HR_WEIGHTS_REMAINDER8);
+    case HR_WEIGHTS_REMAINDER8_STOCHASTIC:
+        return f(HR_BF16, HR_WEIGHTS_REMAINDER8_STOCHASTIC);
+    default:
+        return f(HR_BF16, HR_WEIGHTS_NEAREST);
+    }
+}
+
+/* N weights as binary32. */
+template <int N>
+static __device__ __forceinline__ void weights_join_all(const weights_pack<N> &w, hr_dtype dtype,
+                                                        hr_weights_mode mode, float (&x)[N])
+{
+    weights_with_literals(dtype, mode, [&](hr_dtype literal, hr_weights_mode literal_mode) {
+#pragma unroll
+        for (int e = 0; e < N; e++)
+            x[e] = weights_join(weights_get(w, e, literal, literal_mode), literal, literal_mode);
+    });
+}
+
+/* And back; `random` has 16 bits per weight, if the mode needs any. */
+template <int N>
+static __device__ __forceinline__ weights_pack<N>
+weights_split_all(const float (&x)[N], hr_dtype dtype, hr_weights_mode mode,
+                  const hr_random4 &random)
+{
+    uint32_t params[N] = {0}, residuals[N] = {0};
+    weights_with_literals(dtype, mode, [&](hr_dtype literal, hr_weights_mode literal_mode) {
+        const hr_dtype residual = weights_residual_dtype(literal_mode, literal);
+#pragma unroll
+        for (int e = 0; e < N; e++) {
+            const weights_bits bits =
+                weights_split(x[e], literal, literal_mode, weights_random(&random, e));
+            pack_put_bits(params, e, literal, bits.param);
+            if (residual != HR_F64)
+                pack_put_bits(residuals, e, residual, bits.residual);
+        }
+    });
+    weights_pack<N> w;
+    w.params = pack_from(params);
+    w.residuals = pack_from(residuals);
+    return w;
 }
 
 /* The random bits of an element, so many past the start. */
@@ -95,58 +186,28 @@ static __device__ __forceinline__ hr_random4 weights_random_of(const weights_rec
     return random;
 }
 
-/* Puts weight j of eight into what is to be stored: params of 16 bits. */
-static __device__ __forceinline__ void weights_put8(weights_pack &pack, int j, weights_bits bits,
-                                                    hr_dtype residual)
-{
-    pack.params[j / 2] |= bits.param << (16 * (j % 2));
-    if (residual == HR_F32)
-        pack.residuals[j] = bits.residual;
-    else if (residual == HR_I8)
-        pack.residuals[j / 4] |= bits.residual << (8 * (j % 4));
-    else
-        pack.residuals[j / 2] |= bits.residual << (16 * (j % 2));
-}
-
-static __device__ __forceinline__ void weights_store8(void *param, void *residual, int64_t i,
-                                                      const weights_pack &pack,
-                                                      hr_dtype residual_dtype)
-{
-    const uint32_t *const p = pack.params, *const r = pack.residuals;
-    __stcs((uint4 *)((uint16_t *)param + i), make_uint4(p[0], p[1], p[2], p[3]));
-    if (residual_dtype == HR_I8)
-        __stcs((uint2 *)((uint8_t *)residual + i), make_uint2(r[0], r[1]));
-    else if (residual_dtype != HR_F64)
-        pack_store(residual, i, pack_from(pack.residuals), residual_dtype);
-}
-
-/* Residuals of four weights; bytes are in the first word. */
-static __device__ __forceinline__ pack<4>
-weights_load_residuals(const void *base, uint32_t i, hr_dtype residual, bool whole, int left)
-{
-    pack<4> residuals = {};
-    if (residual == HR_I8)
-        residuals.words[0] = pack_load_bytes((const uint8_t *)base, i, whole, left, 0);
-    else if (residual != HR_F64)
-        residuals = pack_load<4>(base, i, residual, whole, left);
-    return residuals;
-}
-
-static __device__ __forceinline__ void weights_store_residuals(void *base, uint32_t i,
-                                                               hr_dtype residual, bool whole,
-                                                               int left, const pack<4> &residuals)
-{
-    if (residual == HR_I8)
-        pack_store_bytes((uint8_t *)base, i, whole, left, residuals.words[0]);
-    else if (residual != HR_F64)
-        pack_store<4>(base, i, residual, whole, left, residuals);
-}
-
 /* Whether a weight that was to change is stored as it was. */
 static __device__ __forceinline__ uint32_t weights_stall(weights_bits before, weights_bits after,
                                                          float was, float is)
 {
     return is != was && before.param == after.param && before.residual == after.residual;
+}
+
+/* How many of the first `count` weights that were to change, to `is`, are stored as they were. */
+template <int N>
+static __device__ __forceinline__ uint32_t weights_stalled(const weights_pack<N> &before,
+                                                           const weights_pack<N> &after,
+                                                           const float (&is)[N], hr_dtype dtype,
+                                                           hr_weights_mode mode, int count)
+{
+    float was[N];
+    weights_join_all(before, dtype, mode, was);
+    uint32_t stalled = 0;
+#pragma unroll
+    for (int e = 0; e < N; e++)
+        stalled += e < count && weights_stall(weights_get(before, e, dtype, mode),
+                                              weights_get(after, e, dtype, mode), was[e], is[e]);
+    return stalled;
 }
 
 /* Adds the threads' counts, a warp at a time; all threads of a warp come here. */

@@ -1,41 +1,20 @@
 /*
- * weights.h: weights of 16 bits, and what they lack of binary32. The formula of one weight: read
- * from (param, residual) and split into them again. The modes are documented at hr_weights in
- * headroom.h.
+ * weights.h: the formula of one 16-bit weight: joined from (param, residual) to binary32, and split
+ * into them again. The modes are documented at hr_weights in headroom.h; weights_modes.h has their
+ * facts. weights_cpu_vbmi.h repeats join and split on vectors; tests/python/functional/
+ * test_cpu_levels.py compares the two for every param.
  */
 #ifndef HR_WEIGHTS_H
 #define HR_WEIGHTS_H
 
 #include "kernels/core/dtype.h"
 #include "kernels/core/random.h"
+#include "kernels/weights/weights_modes.h"
 
-/* The bits of a weight as they lie in memory, in the low bits of each word. */
+/* A weight as it is stored. The bits of each part are the low bits of the word. */
 typedef struct weights_bits {
     uint32_t param, residual;
 } weights_bits;
-
-/* The type of the residuals; HR_F64 where there are none. */
-HR_INLINE hr_dtype weights_residual_dtype(hr_weights_mode mode, hr_dtype param)
-{
-    return mode == HR_WEIGHTS_KAHAN         ? param
-           : mode == HR_WEIGHTS_MASTER      ? HR_F32
-           : mode == HR_WEIGHTS_REMAINDER16 ? HR_I16
-           : mode >= HR_WEIGHTS_REMAINDER8  ? HR_I8
-                                            : HR_F64;
-}
-
-HR_INLINE int weights_are_random(hr_weights_mode mode)
-{
-    return mode == HR_WEIGHTS_STOCHASTIC || mode == HR_WEIGHTS_REMAINDER8_STOCHASTIC;
-}
-
-/* The mode of the same residuals that rounds to nearest. */
-HR_INLINE hr_weights_mode weights_nearest(hr_weights_mode mode)
-{
-    return mode == HR_WEIGHTS_STOCHASTIC              ? HR_WEIGHTS_NEAREST
-           : mode == HR_WEIGHTS_REMAINDER8_STOCHASTIC ? HR_WEIGHTS_REMAINDER8
-                                                      : mode;
-}
 
 HR_INLINE float weights_from_half(uint32_t half, hr_dtype dtype)
 {
@@ -47,35 +26,35 @@ HR_INLINE uint32_t weights_to_half(float x, hr_dtype dtype)
     return hr_to_half(x, dtype);
 }
 
-/* A param may have been written since weights_split() made its residual: by a pruning mask, a
- * checkpoint, a clamp. What was written counts, so each mode drops a residual that weights_split()
- * makes for no weight of this param. Weights that were split are joined as if there were no rule. */
+/* Other code may write a param after weights_split() made its residual: a pruning mask, a
+ * checkpoint, a clamp. The written param counts, so each mode drops a residual that weights_split()
+ * never makes for this param. The rules below do not change weights that were split. */
 
-/* Drops a residual that is larger than half a unit in the last place of the param. Zeros have then
- * none but 0, and no sum of finite numbers overflows. */
+/* Drops a residual that is larger than half a unit in the last place of the param. So the residual
+ * of a zero is dropped unless it is 0, and no sum of finite numbers overflows. */
 HR_INLINE float weights_join_kahan(float param, float residual, hr_dtype dtype)
 {
-    const float power = hr_float(hr_bits(param) & 0x7F800000u); /* of two, of the param */
+    const float power = hr_float(hr_bits(param) & 0x7F800000u); /* of two, at most |param| */
     const float magnitude = hr_float(hr_bits(residual) & 0x7FFFFFFFu);
     const float halves = magnitude * (dtype == HR_BF16 ? 0x1p8f : 0x1p11f);
     return param + (halves <= power ? residual : 0.0f);
 }
 
-/* Drops a residual that would make a NaN of a param that is none: a negative one of a zero, whose
- * sum wraps to the other sign, and a positive one of an infinity. */
+/* Drops a residual that would turn a number into a NaN: a negative residual of a zero, whose sum
+ * wraps to the other sign, and a positive residual of an infinity. */
 HR_INLINE float weights_join_remainder(uint32_t param, int32_t residual)
 {
     const float sum = hr_float((param << 16) + (uint32_t)residual);
     return sum != sum ? hr_float(param << 16) : sum;
 }
 
-/* Drops a master whose rounding the param is not. */
+/* Drops a master weight that does not round to the param. */
 HR_INLINE float weights_join_master(uint32_t param, float master, hr_dtype dtype)
 {
     return weights_to_half(master, dtype) == param ? master : weights_from_half(param, dtype);
 }
 
-/* Which NaN it gives for a NaN is left open. */
+/* The weight in binary32. The payload of a NaN is unspecified. */
 HR_INLINE float weights_join(weights_bits bits, hr_dtype dtype, hr_weights_mode mode)
 {
     switch (mode) {
@@ -94,7 +73,7 @@ HR_INLINE float weights_join(weights_bits bits, hr_dtype dtype, hr_weights_mode 
     }
 }
 
-/* A number up to 2^16 in steps of 2^-24 to f16 at random; `random` has 16 bits. */
+/* Rounds x to f16 at random; `random` has 16 bits. */
 HR_INLINE uint32_t weights_to_f16_randomly(float x, uint32_t random)
 {
     const uint32_t bits = hr_bits(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
@@ -108,7 +87,7 @@ HR_INLINE uint32_t weights_to_f16_randomly(float x, uint32_t random)
     return magnitude > 0x7F800000u ? 0x7FFFu : sign | bounded;
 }
 
-/* `random`: 16 bits, where the mode has any. */
+/* Splits a weight. `random`: 16 random bits, if the mode rounds at random. */
 HR_INLINE weights_bits weights_split(float x, hr_dtype dtype, hr_weights_mode mode, uint32_t random)
 {
     const uint32_t bits = hr_bits(x);
@@ -202,9 +181,10 @@ HR_INLINE void weights_put_bits(void *param, void *residual, int64_t i, weights_
 
 /* ---- Randomness ------------------------------------------------------------------------------ */
 
-/* Where a part of a tensor begins in the whole: its elements then need no long division. */
+/* Where a range of a part's elements begins in the whole. With it, the elements of the range need
+ * no 64-bit division. */
 typedef struct weights_start {
-    int64_t run, column; /* the run's first element, and how far into the run */
+    int64_t run, column; /* the first element of the run, and the offset in the run */
 } weights_start;
 
 HR_INLINE weights_start weights_start_of(hr_place place, int64_t begin)
@@ -215,7 +195,7 @@ HR_INLINE weights_start weights_start_of(hr_place place, int64_t begin)
     return start;
 }
 
-/* The element of the whole that is `ahead` of the start, less than 2^31. */
+/* The element of the whole that is `ahead` elements of the part after the start; ahead < 2^31. */
 HR_INLINE int64_t weights_element(hr_place place, weights_start start, uint32_t ahead)
 {
     const int64_t x = start.column + ahead;
@@ -225,8 +205,8 @@ HR_INLINE int64_t weights_element(hr_place place, weights_start start, uint32_t 
     return start.run + runs * place.stride + (x - runs * place.run);
 }
 
-/* The counter for elements 8 * j to 8 * j + 7 in step t. The highest bit keeps it apart from the
- * counters of other uses of the same seed. */
+/* The Philox counter for elements 8 * j to 8 * j + 7 in step t. Its highest bit is set, which keeps
+ * it apart from the counters that other uses of the same seed take. */
 HR_INLINE hr_random4 weights_counter(double t, uint64_t j)
 {
     const uint64_t step = (uint64_t)t;
@@ -238,8 +218,8 @@ HR_INLINE hr_random4 weights_counter(double t, uint64_t j)
     return counter;
 }
 
-/* The 16 bits of element e, from the words of its counter: by choices, so that these stay in
- * registers. */
+/* The 16 random bits of element e, from the words of its counter. Selects instead of indexing, so
+ * that the words stay in registers. */
 HR_INLINE uint32_t weights_random(const hr_random4 *words, int64_t e)
 {
     const uint32_t low = e & 2 ? words->word[1] : words->word[0];
@@ -249,12 +229,12 @@ HR_INLINE uint32_t weights_random(const hr_random4 *words, int64_t e)
 
 /* ---- The kernels ----------------------------------------------------------------------------- */
 
-/* The arguments of a call, checked. */
+/* The checked arguments of a call. */
 typedef struct weights_args {
     const hr_tensor_list *values; /* f32 */
     const hr_tensor_list *params;
     const hr_weights *weights;
-    int split; /* values to params, else params to values */
+    int split; /* 1: values to params. 0: params to values */
 } weights_args;
 
 #ifdef __cplusplus

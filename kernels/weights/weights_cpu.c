@@ -1,13 +1,13 @@
 /*
- * weights_cpu.c: tiles of weights, compiled once per instruction set for all loops that use them;
- * and the loop that only converts a list.
+ * weights_cpu.c: loads and stores tiles of weights, compiled once per instruction set for all loops
+ * that use them; and the loop of hr_join_weights and hr_split_weights.
  */
 #include "kernels/weights/weights_cpu.h"
 
-#define WEIGHTS_COUNTERS (WEIGHTS_TILE / 8 + 1) /* that the elements of a tile reach */
+#define WEIGHTS_COUNTERS (WEIGHTS_TILE / 8 + 1) /* most Philox counters that a tile needs */
 
-/* The words of `count` counters from j on: hr_philox() of each, round by round for all of them, so
- * that a compiler finds vectors. */
+/* Computes hr_philox() of `count` counters from j on. Each round runs over all counters before the
+ * next, so that a compiler can vectorize it. */
 HR_INLINE void weights_philox(const weights_tensor *t, uint64_t j, int count, uint32_t *restrict a,
                               uint32_t *restrict b, uint32_t *restrict c, uint32_t *restrict d)
 {
@@ -24,14 +24,14 @@ HR_INLINE void weights_philox(const weights_tensor *t, uint64_t j, int count, ui
         }
 }
 
-/* What a variant is called with; it takes the elements [begin, end). */
+/* The context of the loops below, which run over the elements [begin, end). */
 typedef struct weights_move {
     const weights_tensor *tensor;
     float *tile;
     uint16_t *random;
 } weights_move;
 
-/* The random bits of elements [begin, end), which lie together in the whole. */
+/* Writes the random bits of the elements [begin, end), which lie together in the whole. */
 HR_INLINE void weights_random_range(void *context, int64_t begin, int64_t end)
 {
     const weights_move *const move = (const weights_move *)context;
@@ -68,40 +68,8 @@ void weights_fill_random(const weights_tensor *t, int64_t i, int count, uint16_t
 }
 
 /* Runs the body with the constants `D` and `M` equal to the type and the mode of a tensor. */
-#define WEIGHTS_FOR_MODE_(dtype_, mode_, body) \
-    {                                          \
-        const hr_dtype D = dtype_;             \
-        const hr_weights_mode M = mode_;       \
-        body;                                  \
-        break;                                 \
-    }
-#define WEIGHTS_FOR_MODE(t, body)                                          \
-    switch ((int)(t)->mode * 4 + (int)(t)->dtype) {                        \
-    case HR_WEIGHTS_NEAREST * 4 + HR_F32:                                  \
-        WEIGHTS_FOR_MODE_(HR_F32, HR_WEIGHTS_NEAREST, body)                \
-    case HR_WEIGHTS_NEAREST * 4 + HR_F16:                                  \
-        WEIGHTS_FOR_MODE_(HR_F16, HR_WEIGHTS_NEAREST, body)                \
-    case HR_WEIGHTS_STOCHASTIC * 4 + HR_F16:                               \
-        WEIGHTS_FOR_MODE_(HR_F16, HR_WEIGHTS_STOCHASTIC, body)             \
-    case HR_WEIGHTS_KAHAN * 4 + HR_F16:                                    \
-        WEIGHTS_FOR_MODE_(HR_F16, HR_WEIGHTS_KAHAN, body)                  \
-    case HR_WEIGHTS_MASTER * 4 + HR_F16:                                   \
-        WEIGHTS_FOR_MODE_(HR_F16, HR_WEIGHTS_MASTER, body)                 \
-    case HR_WEIGHTS_STOCHASTIC * 4 + HR_BF16:                              \
-        WEIGHTS_FOR_MODE_(HR_BF16, HR_WEIGHTS_STOCHASTIC, body)            \
-    case HR_WEIGHTS_KAHAN * 4 + HR_BF16:                                   \
-        WEIGHTS_FOR_MODE_(HR_BF16, HR_WEIGHTS_KAHAN, body)                 \
-    case HR_WEIGHTS_MASTER * 4 + HR_BF16:                                  \
-        WEIGHTS_FOR_MODE_(HR_BF16, HR_WEIGHTS_MASTER, body)                \
-    case HR_WEIGHTS_REMAINDER16 * 4 + HR_BF16:                             \
-        WEIGHTS_FOR_MODE_(HR_BF16, HR_WEIGHTS_REMAINDER16, body)           \
-    case HR_WEIGHTS_REMAINDER8 * 4 + HR_BF16:                              \
-        WEIGHTS_FOR_MODE_(HR_BF16, HR_WEIGHTS_REMAINDER8, body)            \
-    case HR_WEIGHTS_REMAINDER8_STOCHASTIC * 4 + HR_BF16:                   \
-        WEIGHTS_FOR_MODE_(HR_BF16, HR_WEIGHTS_REMAINDER8_STOCHASTIC, body) \
-    default:                                                               \
-        WEIGHTS_FOR_MODE_(HR_BF16, HR_WEIGHTS_NEAREST, body)               \
-    }
+#define WEIGHTS_FOR_TENSOR(t, body) \
+    WEIGHTS_FOR_MODE((t)->mode, FOR_DTYPE((t)->dtype, D, if (weights_take(M, D)) body))
 
 HR_INLINE void weights_load_as(const void *restrict param, const void *restrict residual, int64_t i,
                                int count, float *restrict tile, hr_dtype dtype,
@@ -123,7 +91,7 @@ HR_INLINE void weights_store_as(void *restrict param, void *restrict residual, i
     }
 }
 
-/* How many of the weights that were to change will be stored as they are. */
+/* Counts the weights whose value changed and whose stored bits will not. */
 static inline int64_t weights_count_stalled(const weights_tensor *t, int64_t i, int count,
                                             const float *tile, const uint16_t *random,
                                             const float *before)
@@ -144,7 +112,7 @@ HR_INLINE void weights_load_range(void *context, int64_t begin, int64_t end)
 {
     const weights_move *const move = (const weights_move *)context;
     const weights_tensor *const t = move->tensor;
-    WEIGHTS_FOR_MODE(
+    WEIGHTS_FOR_TENSOR(
         t, weights_load_as(t->param, t->residual, begin, (int)(end - begin), move->tile, D, M))
 }
 
@@ -152,8 +120,8 @@ HR_INLINE void weights_store_range(void *context, int64_t begin, int64_t end)
 {
     const weights_move *const move = (const weights_move *)context;
     const weights_tensor *const t = move->tensor;
-    WEIGHTS_FOR_MODE(t, weights_store_as(t->param, t->residual, begin, (int)(end - begin),
-                                         move->tile, move->random, D, M))
+    WEIGHTS_FOR_TENSOR(t, weights_store_as(t->param, t->residual, begin, (int)(end - begin),
+                                           move->tile, move->random, D, M))
 }
 
 CPU_VARIANTS(weights_load_range)
@@ -192,7 +160,7 @@ static void weights_range(void *context, int64_t begin, int64_t end)
             else
                 weights_load(&weights, i, count, values + i);
             for (int64_t j = i; !a->split && j < i + count; j++)
-                hr_store(values, j, values[j], HR_F32); /* a NaN as the one that is written */
+                hr_store(values, j, values[j], HR_F32); /* writes every NaN as the same NaN */
         }
     }
 }

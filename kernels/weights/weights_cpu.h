@@ -1,6 +1,6 @@
 /*
- * weights_cpu.h: weights of any mode for a loop that updates binary32. The loop takes a tile of them
- * at a time, which stays in the first cache, updates the tile, and puts it back.
+ * weights_cpu.h: weights of any mode for a loop that updates binary32. The loop loads a tile of
+ * weights, which stays in the first-level cache, updates it, and stores it again.
  */
 #ifndef HR_WEIGHTS_CPU_H
 #define HR_WEIGHTS_CPU_H
@@ -8,7 +8,7 @@
 #include "kernels/core/cpu.h"
 #include "kernels/weights/weights.h"
 
-#define WEIGHTS_TILE 256 /* the most elements of a tile */
+#define WEIGHTS_TILE 256 /* most elements of a tile */
 
 /* The weights of one tensor of a call. */
 typedef struct weights_tensor {
@@ -37,13 +37,14 @@ static inline weights_tensor weights_of(const hr_weights *w, const hr_tensor_lis
     return t;
 }
 
-/* The weights [i, i + count) as binary32, count at most WEIGHTS_TILE. */
+/* Loads the weights [i, i + count) as binary32; count is at most WEIGHTS_TILE. */
 void weights_load(const weights_tensor *t, int64_t i, int count, float *tile);
 
-/* The random bits of the weights [i, i + count), 16 for each. */
+/* Writes the 16 random bits of each of the weights [i, i + count). */
 void weights_fill_random(const weights_tensor *t, int64_t i, int count, uint16_t *random);
 
-/* Stores them again. `before`: what they were, to count those that stall; NULL if no one asks. */
+/* Stores the weights [i, i + count) from a tile. `before`: their values before the update, to count
+ * those that stall (hr_weights.stalled); NULL: do not count. */
 void weights_store(const weights_tensor *t, int64_t i, int count, const float *tile,
                    const float *before);
 
@@ -52,9 +53,7 @@ HR_INLINE void weights_prefetch(const void *param, const void *residual, int64_t
 {
     const hr_dtype residuals = weights_residual_dtype(mode, dtype);
     cpu_prefetch(param, i, count, end, dtype);
-    if (residuals == HR_I8)
-        cpu_prefetch(residual, i / 2, count / 2, end / 2, HR_BF16);
-    else if (residuals != HR_F64)
+    if (residuals != WEIGHTS_NO_RESIDUAL)
         cpu_prefetch(residual, i, count, end, residuals);
 }
 

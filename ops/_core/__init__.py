@@ -1,1 +1,1 @@
-"""What every package of Headroom shares. Nothing here is public."""
+"""Parts that the packages of Headroom share. Nothing here is public."""

@@ -27,17 +27,19 @@ COUNTERS = (torch.float32, torch.float64)  # of step counts and learning rates
 
 
 def check_number(name: str, value: Any, wanted: str = "a number") -> None:
-    """Refuses an option of an optimizer that is none, before it is compared with one."""
+    """Refuses an option of an optimizer that is not a number, before it is compared with one."""
     if not isinstance(value, Real):
         raise TypeError(f"{name} must be {wanted}, got {value!r}")
 
 
 def check_pair(name: str, value: Any) -> None:
+    """Refuses an option of an optimizer that is not a sequence of two."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
         raise ValueError(f"{name} must be two numbers, got {value!r}")
 
 
 def lr_arguments(lr: float | Tensor, device: torch.device) -> dict[str, Any]:
+    """Returns the arguments of an op for a learning rate that is a number or a tensor."""
     if torch.compiler.is_compiling() and not isinstance(lr, Tensor):
         # A float in the call of an op is a constant of the graph, and a schedule would compile anew
         # every step. A product with a tensor lets torch.compile make it an input.
@@ -51,15 +53,17 @@ def check_list(
     params: Sequence[Tensor],
     dtypes: tuple[torch.dtype, ...],
     numels: Sequence[int] | None = None,
+    leader: str = "params",
 ) -> None:
     """Requires one tensor per parameter, on the device of the first parameter, with the parameter's
-    shape or, if ``numels`` is given, with that many elements."""
+    shape or, if ``numels`` is given, with that many elements. ``leader`` is what the parameters are
+    called."""
     require(len(tensors) == len(params), f"{name} has {len(tensors)} tensors, wanted {len(params)}")
     for k, (tensor, param) in enumerate(zip(tensors, params)):
         one, device = f"{name}[{k}]", params[0].device
-        require(tensor.device == device, f"{one} is on {tensor.device}, params[0] on {device}")
+        require(tensor.device == device, f"{one} is on {tensor.device}, {leader}[0] on {device}")
         if numels is None:
-            require(tensor.shape == param.shape, f"{one} has another shape than params[{k}]")
+            require(tensor.shape == param.shape, f"{one} has another shape than {leader}[{k}]")
         else:
             count = tensor.numel()
             require(count == numels[k], f"{one} has {count} elements, wanted {numels[k]}")
@@ -67,12 +71,13 @@ def check_list(
 
 
 def check_steps(state_steps: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+    """Requires a step counter of one element for each parameter."""
     check_list("state_steps", state_steps, params, COUNTERS, [1] * len(params))
 
 
 def check_scalars(options: dict[str, Any], params: Sequence[Tensor]) -> None:
-    """Wants the scalars where the op reads them. One on the meta device brings a call of real
-    tensors here, which would do nothing and say nothing."""
+    """Requires scalars on the device where the op reads them. A scalar on the meta device sends a
+    call with real tensors to the fake, which would otherwise do nothing and raise nothing."""
     for name in ("lr_tensor", "grad_scale", "found_inf", "clip_coef"):
         if (tensor := options.get(name)) is None:
             continue

@@ -1,4 +1,4 @@
-"""Answers how DTensors are sharded, and which elements of the whole a rank has."""
+"""Says how DTensors are sharded, and which elements of the whole tensor a rank has."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ __all__ = [
 
 
 def sharded_dim(placement: Placement) -> int | None:
-    """The dimension that a placement shards, or None. A strided shard, which does not count as a
-    shard in every version of torch, has one too."""
+    """Returns the dimension that a placement shards, or None. A strided shard, which is not a Shard
+    in every version of torch, has a dimension too."""
     return getattr(placement, "dim", None)
 
 
 def moved_shard(placement: Placement, dim: int) -> Placement:
-    """The same kind of shard, of another dimension."""
+    """Returns the same kind of shard, of another dimension."""
     factor = getattr(placement, "split_factor", None)
     return type(placement)(dim) if factor is None else type(placement)(dim, split_factor=factor)
 
 
 def shard_number(param: Tensor) -> int:
-    """The number of the shard on this rank, counted over the mesh in the order of its dimensions;
-    0 for a tensor that is no DTensor."""
+    """Returns the number of the shard on this rank, counted over the mesh in the order of its
+    dimensions, and 0 for a tensor that is not a DTensor."""
     number = 0
     if isinstance(param, DTensor):
         for dim, placement in enumerate(param.placements):
@@ -52,18 +52,18 @@ def _local_shape_and_offsets(tensor: DTensor) -> tuple[tuple[int, ...], tuple[in
 
 
 def slices_of(tensor: DTensor) -> tuple[slice, ...]:
-    """The elements of the whole tensor that this rank has, as an index into it."""
+    """Returns the elements of the whole tensor that this rank has, as an index into it."""
     where = zip(*_local_shape_and_offsets(tensor))
     return tuple(slice(offset, offset + size) for size, offset in where)
 
 
 def first_row(tensor: Tensor) -> int:
-    """The number of the first local row in the whole tensor."""
+    """Returns the number of the first local row in the whole tensor."""
     return _local_shape_and_offsets(tensor)[1][0] if isinstance(tensor, DTensor) else 0
 
 
 def shard_groups(grad: Tensor) -> tuple[Any, ...]:
-    """The process groups whose ranks hold different shards of a gradient."""
+    """Returns the process groups whose ranks hold different shards of a gradient."""
     if not isinstance(grad, DTensor):
         return ()
     mesh = grad.device_mesh
@@ -76,7 +76,8 @@ def local_part(grad: Tensor) -> Tensor:
 
 
 def place_of(param: Tensor) -> tuple[int, int, int]:
-    """Where the local elements of a parameter lie in the whole one: the fields of hr_place."""
+    """Returns where the local elements of a parameter lie in the whole one: the fields of
+    ``hr_place`` in ``headroom.h``."""
     if not isinstance(param, DTensor):
         return 0, max(param.numel(), 1), 0
     local, offsets = _local_shape_and_offsets(param)

@@ -1,4 +1,4 @@
-"""The classes of FSDP, without importing it: a model has one only if someone has."""
+"""Finds the classes of FSDP without importing it: only a program that did can have such a model."""
 
 from __future__ import annotations
 

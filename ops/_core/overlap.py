@@ -1,4 +1,4 @@
-"""How tensors lie in memory: side by side, or over one another."""
+"""Says how tensors lie in memory: dense, side by side, or overlapping."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class _Span(NamedTuple):
 
 
 def place_in_memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Changes if the memory of a tensor does. Of a DTensor, that of its local part."""
+    """Returns a value that changes if the memory of a tensor, or of a DTensor's shard, does."""
     local = local_part(tensor)
     return _address(local), local.shape, local.stride() if local.layout == torch.strided else None
 
 
 def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-    """The positions of two tensors that have an element in common, or None. Views of one buffer
-    that lie side by side, or between one another's elements, have none."""
+    """Returns the positions of two tensors that have an element in common, or None. Views of one
+    buffer that lie side by side, or between one another's elements, have none."""
     local = [local_part(tensor) for tensor in tensors]
     spans = sorted(span for i, tensor in enumerate(local) for span in _span(i, tensor))
     for cluster in _clusters(spans):
@@ -43,13 +43,13 @@ def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
 
 def spanned_bytes(tensor: Tensor) -> int:
     """Returns the bytes that a strided tensor with elements needs of its storage, which is shorter
-    after ``untyped_storage().resize_(0)``: torch reads and writes such a tensor without looking."""
+    after ``untyped_storage().resize_(0)``: torch reads and writes such a tensor without a check."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return (tensor.storage_offset() + last + 1) * tensor.element_size()
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie side by side in memory, in any order of the dimensions."""
+    """Returns whether the elements lie side by side in memory, in any order of the dimensions."""
     extent = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size != 1:
@@ -78,7 +78,7 @@ def _span(index: int, tensor: Tensor) -> Iterable[_Span]:
 
 
 def _clusters(spans: Iterable[_Span]) -> Iterable[list[_Span]]:
-    """Runs of spans, each of which begins before those ahead of it have all ended."""
+    """Yields runs of sorted spans, each of which begins before all spans ahead of it have ended."""
     cluster: list[_Span] = []
     stop = 0
     for span in spans:
@@ -97,7 +97,7 @@ def _overlapping_in(cluster: list[_Span], tensors: list[Tensor]) -> tuple[int, i
             return dense.index, span.index
         if is_dense(tensors[span.index]):
             dense = span
-    # Some have gaps: a map of the memory says whose each place is.
+    # Some have gaps: a map of the memory holds the owner of each place.
     first, stop = cluster[0].start, max(span.stop for span in cluster)
     sizes = [tensors[span.index].element_size() for span in cluster]
     unit = math.gcd(*sizes, *(span.start - first for span in cluster))

@@ -1,4 +1,8 @@
-"""Completes ops registered from C++: version counters, an error where a gradient would be lost."""
+"""Completes ops that are registered from C++.
+
+:func:`complete` is for ops without a derivative: it bumps version counters, and raises where a
+gradient would be lost. :func:`differentiable` is for ops with one.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from torch import Tensor
 
 from . import binaries  # noqa: F401  (registers the ops)
 
-__all__ = ["FLOATS", "complete", "require"]
+__all__ = ["FLOATS", "complete", "differentiable", "require"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels read and write
 
@@ -58,3 +62,45 @@ def complete(name: str, spared: Callable[[dict[str, Any]], set[str]] = lambda gi
         return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **options)
 
     _library.impl(name, before, "ADInplaceOrView", with_keyset=True)
+
+
+def differentiable(
+    name: str,
+    *,
+    fake: Callable[..., Any],
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+    flops: Callable[..., int] | None = None,
+) -> None:
+    """Gives ``headroom::name`` its fake, its gradient and its count of floating-point operations.
+
+    The profiler shows the gradient as ``headroom::name_backward``, and around the op, from the
+    second call on, ``headroom::name_forward``. If ``backward`` calls an op of
+    its own, give that op to :func:`complete`, so that a second derivative raises.
+
+    Args:
+        name: an op that writes none of its arguments.
+        fake: takes the op's arguments and returns empty tensors of the shapes, dtypes and strides
+            of its results.
+        setup_context: ``setup_context(ctx, inputs, output)`` saves what ``backward`` needs; it gets
+            ``keyword_only_inputs`` too if the schema has such arguments.
+        backward: ``backward(ctx, *grads)`` returns a gradient, or None, for each positional
+            argument.
+        flops: takes the shapes of the arguments, and ``out_shape``; for
+            :class:`torch.utils.flop_counter.FlopCounterMode`. None for ops that multiply no
+            matrices.
+    """
+    qualified = f"headroom::{name}"
+
+    def named_context(ctx: Any, **given: Any) -> None:
+        # torch calls both GeneratedBackwardFor_headroom_..., and users see that in a profile.
+        type(ctx).__name__ = f"{qualified}_backward"
+        type(ctx)._forward_cls.__name__ = f"{qualified}_forward"
+        setup_context(ctx, **given)
+
+    torch.library.register_fake(qualified, fake)
+    torch.library.register_autograd(qualified, backward, setup_context=named_context)
+    if flops is not None:
+        from torch.utils.flop_counter import register_flop_formula  # heavy, and few ops need it
+
+        register_flop_formula(getattr(torch.ops.headroom, name))(flops)

@@ -1,4 +1,4 @@
-"""Counts of skipped steps: kept on the device, and read by the host without waiting for it."""
+"""Counts skipped steps on the device. The host reads the counts without waiting for it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["LateCounts", "count_step", "new_counts"]
 
 
 def new_counts(device: torch.device) -> Tensor:
-    """Int64 zeros: the steps that were skipped, and those of them that were the last in a row."""
+    """Returns int64 zeros: the number of skipped steps, and of skipped steps in a row up to now."""
     return torch.zeros(2, dtype=torch.int64, device=device)
 
 
 def count_step(counts: Tensor, found_inf: Tensor) -> None:
-    """Counts a step that was skipped if ``found_inf`` is not 0. Waits for nothing if both lie on
-    one device."""
+    """Counts a step as skipped if ``found_inf`` is not 0. Does not wait if both lie on one
+    device."""
     skipped = found_inf.detach().reshape(()).to(counts.device) != 0
     counts.add_(skipped)
     counts[1:].mul_(skipped)
@@ -32,8 +32,8 @@ class LateCounts:
         self._pending: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, count: Tensor) -> None:
-        """Sets out with the value that the count has now. Does nothing in the capture of a CUDA
-        graph, which knows no host."""
+        """Begins to copy the present value of a count. Does nothing while a CUDA graph is captured,
+        which cannot copy to the host."""
         if not count.is_cuda:
             self._pending.append((None, count.clone()))
         elif not torch.cuda.is_current_stream_capturing():
@@ -44,7 +44,7 @@ class LateCounts:
             self._pending.append((event, copy))
 
     def arrived(self) -> Iterator[int]:
-        """The counts that have arrived, in their order."""
+        """Yields the counts that have arrived, in their order."""
         while self._pending:
             event, count = self._pending[0]
             if event is not None and (

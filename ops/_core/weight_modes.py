@@ -1,9 +1,9 @@
-"""The ways to store 16-bit weights: what ``master=`` and ``rounding=`` of an optimizer mean."""
+"""The modes of storing 16-bit weights: ``master=`` and ``rounding=`` of an optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -14,9 +14,11 @@ __all__ = [
     "HALVES",
     "MASTERS",
     "MODES",
+    "Master",
     "NEAREST",
     "RESIDUALS",
     "ROUNDINGS",
+    "Rounding",
     "WeightsMode",
     "check_weight_options",
     "mode_of",
@@ -24,15 +26,11 @@ __all__ = [
     "weights_mode",
 ]
 
-MASTERS = (None, "f32", "remainder16", "remainder8")
-
-
-ROUNDINGS = ("nearest", "stochastic", "kahan")
-
-
+Master = Literal["f32", "remainder16", "remainder8"]  # or None
+Rounding = Literal["nearest", "stochastic", "kahan"]
+MASTERS = (None, *get_args(Master))
+ROUNDINGS = get_args(Rounding)
 HALVES = (torch.bfloat16, torch.float16)
-
-
 RESIDUALS = ("compensation", "master", "remainder")  # their names in a parameter's state
 
 
@@ -42,13 +40,11 @@ class WeightsMode(NamedTuple):
     number: int  # hr_weights_mode
     residual: str | None = None  # its name in the state
     dtype: torch.dtype | None = None  # of the residual; None: the parameter's
-    params: tuple[torch.dtype, ...] = HALVES  # that it is for
+    params: tuple[torch.dtype, ...] = HALVES  # the dtypes of parameters that it is for
     is_random: bool = False
 
 
 NEAREST = WeightsMode(0, params=FLOATS)
-
-
 MODES = {
     (None, "nearest"): NEAREST,
     (None, "stochastic"): WeightsMode(1, is_random=True),
@@ -61,7 +57,7 @@ MODES = {
 
 
 def weights_mode(master: str | None = None, rounding: str = "nearest") -> WeightsMode:
-    """The mode of two options.
+    """Returns the mode of two options.
 
     Raises:
         ValueError: there is no such mode.
@@ -79,7 +75,7 @@ def weights_mode(master: str | None = None, rounding: str = "nearest") -> Weight
 
 
 def mode_of(group: dict[str, Any]) -> WeightsMode:
-    """Of a group's parameters of 16 bits; those in float32 are as they are."""
+    """Returns the mode of a group's 16-bit parameters. Float32 parameters need none."""
     return weights_mode(group.get("master"), group.get("rounding", "nearest"))
 
 
@@ -102,5 +98,6 @@ def check_weight_options(options: dict[str, Any]) -> None:
 
 
 def weight_seeds(seed: int, places: Iterable[int]) -> list[int]:
-    """Distinct for every parameter, by its place in the optimizer: the same on all ranks."""
+    """Returns a seed for every parameter, distinct by its place in the optimizer, which is the same
+    on all ranks."""
     return [((seed << 32) + place % 2**32 + 2**63) % 2**64 - 2**63 for place in places]

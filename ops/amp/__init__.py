@@ -1,4 +1,4 @@
-"""Mixed precision: the loss scaler, and models cast to 16 bits."""
+"""Mixed precision: scales the loss, and casts models to 16 bits."""
 
 from .cast_model import cast_model
 from .scaler import GradScaler

@@ -1,4 +1,4 @@
-"""Models in 16 bits with some modules in float32: :func:`cast_model`, :func:`cast_report`."""
+"""Casts models to 16 bits with some modules in float32: :func:`cast_model`, :func:`cast_report`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .._core.registration import FLOATS
 __all__ = ["CastReport", "cast_model", "cast_report"]
 
 CASTABLE = (*FLOATS, torch.float64)
-# By name, because libraries write their own: LlamaRMSNorm, T5LayerNorm.
+# By name, because libraries have classes of their own: LlamaRMSNorm, T5LayerNorm.
 NORMS = ("*RMSNorm", "*LayerNorm", "*GroupNorm", "*BatchNorm?d", "*InstanceNorm?d")
 # Constants that are multiplied by a position, a distance or a time step of thousands, which
 # multiplies their rounding errors too, and tables made from them. Tables of embeddings that are
@@ -44,25 +44,25 @@ def cast_model(
 ) -> nn.Module:
     """Casts a model's parameters and buffers in place, and keeps its norms in float32.
 
-    Kept are BatchNorm, InstanceNorm, LayerNorm, GroupNorm and RMSNorm, classes of other libraries
-    that are named so (``LlamaRMSNorm``), and what ``keep`` says, with all that is inside. A kept
-    module computes in float32: its inputs are cast to float32 and its outputs to ``dtype``, so the
-    modules around it need not know.
+    It keeps BatchNorm, InstanceNorm, LayerNorm, GroupNorm and RMSNorm, classes of other libraries
+    with such names (``LlamaRMSNorm``), and the modules that ``keep`` names, with all modules inside
+    them. A kept module computes in float32: its inputs are cast to float32 and its outputs to
+    ``dtype``, so that the modules around it work as before.
 
-    Buffers that hold frequencies or positions stay in float32, too: a position of 8,191 times the
-    ``inv_freq`` of RoPE in bfloat16 is an angle that is wrong by up to 1.46 rad. They are known by
+    Buffers that hold frequencies or positions stay in float32 too: a position of 8,191 times the
+    ``inv_freq`` of RoPE in bfloat16 is an angle that is wrong by up to 1.46 rad. They are found by
     their names: ``*freq*``, ``*timescale*``, ``theta``, ``omega``, ``bands``, ``positions``,
     ``position_ids``, ``*angles``, ``cos`` and ``sin`` (also ``cos_*``, ``*_sin``, ...),
     ``*alibi*``, ``slopes``, and the noise schedules ``*timesteps*``, ``*alphas*``, ``betas`` and
     ``sigmas``. The same holds for parameters of these names that do not require gradients. Their
-    modules are not changed. :func:`cast_report` lists the buffers of a model, to see those that
-    are named otherwise.
+    modules do not change. :func:`cast_report` lists the buffers of a model, to find buffers with
+    other names.
 
-    Parameters stay the same objects, so an optimizer may have been made before; tensors that share
-    memory go on sharing it, and if one of them is kept, all are, with their modules. Hooks do the
-    casts: ``state_dict()`` has the same keys as before, in two dtypes, ``torch.compile`` sees
-    through them, and copies and pickles of the model have them too. A further call starts anew, so
-    ``cast_model(model, torch.float32)`` takes everything back, except the bits that 16 do not have.
+    Parameters stay the same objects, so the optimizer may already exist. Tensors that share memory
+    still share it, and if one of them is kept, all are, with their modules. Hooks do the casts:
+    ``state_dict()`` has the same keys as before, in two dtypes, ``torch.compile`` traces them, and
+    copies and pickles of the model have them too. A further call starts anew, so that
+    ``cast_model(model, torch.float32)`` undoes everything except the loss of bits.
 
     Call it before :func:`~headroom.optim.release_gradients` and other hooks on parameters.
 
@@ -127,7 +127,7 @@ def _chosen(
     tensors: list[tuple[nn.Module, str, Tensor]],
     keep: list[nn.Module | type[nn.Module] | str],
 ) -> tuple[set[nn.Module], set[Tensor]]:
-    """The modules that are kept, those inside of them too, and the tensors."""
+    """Returns the modules that are kept, with the modules inside them, and the tensors."""
     modules = list(model.named_modules(remove_duplicate=False))
     roots = {module for _, module in modules if _is_norm(module)}
     found = set()
@@ -153,11 +153,11 @@ def _chosen(
 
 
 def _wide(tensors: list[tuple[nn.Module, str, Tensor]], cast: list[str]) -> set[Tensor]:
-    """The float32 tensors that stay so because they hold frequencies or positions."""
+    """Returns the tensors that stay in float32 because they hold frequencies or positions."""
     named = {}
     for _, name, tensor in tensors:
         last = name.rpartition(".")[2]
-        # One that is in 16 bits already has been rounded, or was meant so.
+        # A tensor in 16 bits has been rounded already, or is meant to be in 16 bits.
         wide = tensor.dtype in (torch.float32, torch.float64) and not tensor.requires_grad
         if wide and any(fnmatchcase(last, pattern) for pattern in WIDE):
             named[name] = tensor
@@ -179,8 +179,8 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _shared(tensors: list[tuple[nn.Module, str, Tensor]]) -> list[list[tuple[nn.Module, Tensor]]]:
-    """Tensors that overlap in memory, with their modules. (Those of a file or of a flat buffer may
-    have one storage and not overlap.)"""
+    """Returns groups of tensors that overlap in memory, with their modules. (Tensors of one file or
+    flat buffer may have one storage and not overlap.)"""
     runs = sorted(
         (tensor.untyped_storage()._cdata, *_extent(tensor), index)
         for index, (_, _, tensor) in enumerate(tensors)
@@ -237,7 +237,7 @@ def _cast(tensors: list[Tensor], dtype: torch.dtype) -> None:
             tensor.grad = grad.to(dtype)
 
 
-# ---- What a model is now -------------------------------------------------------------------------
+# ---- what a model is now -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -266,8 +266,8 @@ class CastReport:
 
 
 def cast_report(model: nn.Module) -> CastReport:
-    """The dtypes of a model's parameters and of each floating-point buffer, before or after
-    :func:`cast_model`. Printed, it shows which buffers were cast and which stayed in float32.
+    """Returns the dtypes of a model's parameters and of each floating-point buffer, before or after
+    :func:`cast_model`. Its text shows which buffers were cast and which stayed in float32.
 
     Example::
 

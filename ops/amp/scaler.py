@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from .._core.capture import is_capturing, refuse_in_capture
 from .._core.dtensor import local_part, shard_groups
+from .._core.grouping import grouped
 from .._core.names import bare_name_of
 from .._core.registration import FLOATS
 from .._core.skips import LateCounts
@@ -30,24 +32,25 @@ LIVE = ("_hysteresis_tracker", "_culprits", "_last_culprits", "_skips", "_scales
 class GradScaler(torch.amp.GradScaler):
     """Loss scaling with torch's arguments, methods, errors and state, and bounds on the scale.
 
-    With Headroom's optimizers a step reads every gradient twice and writes none: one pass checks
-    and, if the optimizer clips, measures; the second updates. Nothing waits for the device: a step
-    with an overflow is skipped on the device (weights, moments and counters keep their bytes), and
-    :meth:`step` returns the flag, a float32 tensor that is 1 then and 0 otherwise. Gradients stay
-    scaled, skipped or not, unless :meth:`unscale_` was called. Other optimizers are treated as
-    torch treats them: gradients are unscaled in place, and a skipped step is a call not made.
+    With Headroom's optimizers a step reads every gradient twice and writes none: the first pass
+    checks and, if the optimizer clips, measures; the second updates. Nothing waits for the device:
+    a step with an overflow is skipped on the device (weights, moments and counters keep their
+    bytes), and :meth:`step` returns the flag, a float32 tensor that is 1 after an overflow and 0
+    otherwise. Gradients stay scaled, unless :meth:`unscale_` was called. Other optimizers are
+    treated as torch treats them: gradients are unscaled in place, and a skipped step is not called.
 
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
         min_scale, max_scale: bounds of the scale. Torch has no minimum, and its scale can fall to
-            0, where every step is skipped for good; the default keeps its inverse finite.
-        hysteresis: overflows, since the scale last grew, before it falls (Megatron-LM's rule; 1 is
-            torch's).
+            0, after which every step is skipped; the default keeps the inverse of the scale finite.
+        hysteresis: the number of overflows since the scale last grew at which it falls
+            (Megatron-LM's rule; 1 is torch's).
         max_consecutive_skips: raise RuntimeError from :meth:`update` after more overflows in a row
             than this, with the history of the scale and the name of the culprit. On CUDA the count
-            is read without waiting, so the error may come a few steps late. None: never.
+            is read without waiting, so the error may come a few steps late. Replays of a CUDA graph
+            count, but do not raise: the next :meth:`update` that is not captured does. None: never.
         synchronize: ask the device before calling ``optimizer.step()`` and skip the call, as torch
-            does for optimizers that are not fused. For code that detects a skipped step by the
+            does for optimizers that are not fused, for code that detects a skipped step by the
             missing call. :meth:`step` then returns what the call returned, or None. (Code that
             passes a closure to :meth:`step`, as accelerate does, gets this behavior anyway.)
 
@@ -127,10 +130,13 @@ class GradScaler(torch.amp.GradScaler):
         self._pending = LateCounts()
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        refuse_in_capture("the loss scale")
         super()._lazy_init_scale_growth_tracker(dev)
         self._hysteresis_tracker = torch.full(
             (), self._init_hysteresis_tracker, dtype=torch.int32, device=dev
         )
+        if self._max_consecutive_skips is not None:
+            self._skips = torch.zeros((), dtype=torch.int64, device=dev)
 
     # ---- unscale_ and step ----------------------------------------------------------------------
 
@@ -148,11 +154,8 @@ class GradScaler(torch.amp.GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if not allow_fp16 and any(p.grad.dtype == torch.float16 for p in params):
             raise ValueError("Attempting to unscale FP16 gradients.")
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for param in params:
-            by_device.setdefault(param.grad.device, []).append(param)
         flags = {}
-        for device, members in by_device.items():
+        for device, members in grouped(params, lambda param: param.grad.device).items():
             flags[device] = torch.zeros((), dtype=torch.float32, device=device)
             culprit = torch.full((), -1, dtype=torch.int64, device=device)
             with torch.no_grad():
@@ -252,8 +255,12 @@ class GradScaler(torch.amp.GradScaler):
             self._watch(found_inf, scale, self._max_consecutive_skips)
 
     def _watch(self, found_inf: Tensor, scale: Tensor, limit: int) -> None:
-        skips = 0 if self._skips is None else self._skips
-        self._skips = (skips + 1) * (found_inf != 0)
+        if self._skips is None:
+            refuse_in_capture("the number of skipped steps")
+            self._skips = torch.zeros((), dtype=torch.int64, device=scale.device)
+        self._skips.add_(1).mul_(found_inf != 0)  # in place, so that replays of a graph count on
+        if is_capturing():  # a graph knows no host
+            return
         self._scales.append(scale.clone())
         self._pending.send(self._skips)
         for count in self._pending.arrived():
@@ -297,8 +304,8 @@ class GradScaler(torch.amp.GradScaler):
         to the nearest one.
 
         Raises:
-            ValueError: a value is missing or is none that a scaler has, such as a scale that is
-                NaN or infinite. The scaler stays as it was.
+            ValueError: a value is missing, or is not one that a scaler can have, such as a scale
+                that is NaN or infinite. The scaler stays as it was.
         """
         if not self._enabled:
             return
@@ -324,7 +331,7 @@ class GradScaler(torch.amp.GradScaler):
         self._forget()
 
 
-WANTED = {  # what a state holds: its type, the least value, the bound it stays below, in words
+WANTED = {  # the values of a state: type, smallest value, upper bound (excluded), in words
     "scale": (Real, 0, 2.0**128, ">= 0 that float32 has"),
     "growth_factor": (Real, math.nextafter(1, 2), math.inf, "> 1"),
     "backoff_factor": (Real, math.nextafter(0, 1), 1, "> 0 and < 1"),

@@ -1,6 +1,6 @@
 """The ops of Headroom as functions on lists of tensors, without an optimizer object.
 
-The optimizers are built from these. Each has a page of its own contract in ``headroom.h``.
+The optimizers are built from these. ``headroom.h`` documents the contract of each.
 """
 
 from .accumulate import accumulate_

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._core.registration import FLOATS, complete, require
+from .._core.list_ops import list_op
+from .._core.registration import FLOATS
 
 __all__ = ["accumulate_"]
 
@@ -46,24 +47,10 @@ def accumulate_(
     torch.ops.headroom.accumulate_(sums, losts, grads, **number, zero_grads=zero_grads)
 
 
-@torch.library.register_fake("headroom::accumulate_")
-def _(sums, losts, grads, *, factor=1.0, factor_tensor=None, zero_grads=False):
-    require(len(grads) == len(sums), f"grads has {len(grads)} tensors, but sums has {len(sums)}")
-    require(len(losts) in (0, len(sums)), f"losts has {len(losts)} tensors, sums {len(sums)}")
-    dtypes = {"sums": FLOATS[:1], "losts": FLOATS[:1], "grads": FLOATS}
-    for name, tensors in {"sums": sums, "losts": losts, "grads": grads}.items():
-        for k, (tensor, total) in enumerate(zip(tensors, sums)):
-            one = f"{name}[{k}]"
-            require(tensor.shape == total.shape, f"{one} has another shape than sums[{k}]")
-            require(tensor.device == sums[0].device, f"{one} is on {tensor.device}")
-            require(tensor.dtype in dtypes[name], f"{one} is {tensor.dtype}, not {dtypes[name]}")
-    if factor_tensor is not None:
-        require(
-            factor_tensor.dtype == torch.float32
-            and factor_tensor.numel() == 1
-            and all(factor_tensor.device == total.device for total in sums[:1]),
-            "factor_tensor must be a float32 tensor of one element, on the device of sums[0]",
-        )
-
-
-complete("accumulate_", lambda given: set() if given.get("zero_grads") else {"grads"})
+list_op(
+    "accumulate_",
+    {"sums": FLOATS[:1], "losts": FLOATS[:1], "grads": FLOATS},
+    may_be_empty={"losts"},
+    scalars={"factor_tensor"},
+    spared=lambda given: set() if given.get("zero_grads") else {"grads"},
+)

@@ -49,35 +49,37 @@ def adafactor_(
     places: Sequence[int] | None = None,
     stalled: Tensor | None = None,
 ) -> None:
-    """One step of Adafactor on a list of parameters, in place.
+    """Steps Adafactor on a list of parameters, in place.
 
     The functional form of :class:`headroom.optim.Adafactor`. Entry k of every list belongs to
     parameter k; all lie on one device. A parameter ``[..., rows, cols]`` of two dimensions or more
     has a variance for each row and each column, any other one a variance per element.
 
     Args:
-        params: float32, bfloat16 or float16 tensors; updated. Those that do not lie in memory in
-            the order of their indices are worked on as a copy.
+        params: float32, bfloat16 or float16 tensors; updated. A parameter that is not contiguous
+            is copied for the step.
         grads: tensors of the same shapes, each float32, bfloat16 or float16; not changed.
-        row_vars, col_vars: float32, of ``numel / cols`` and ``numel / rows`` elements, empty for a
-            parameter that is not factored; updated. Zeros before the first step. An empty list if
-            none is factored.
-        variances: float32, like params, empty for a parameter that is factored; updated. An empty
-            list if all are.
-        exp_avgs: float32, like params, updated: momentum, with ``beta1``. Empty list: none.
-        rmss: float32 tensors of one element that get the root mean square of the parameter before
-            the step, where the rule asks for it. Empty list: not wanted.
-        state_steps: float32 or float64 tensors of one element, steps done so far; each grows by 1.
-        semantics: ``"torch"`` or ``"hf"``: whose rule.
+        row_vars, col_vars: float32 tensors of ``numel / cols`` and ``numel / rows`` elements, empty
+            for a parameter that is not factored; updated. Zeros before the first step. An empty
+            list if no parameter is factored.
+        variances: float32 tensors shaped like params, empty for a factored parameter; updated. An
+            empty list if all parameters are factored.
+        exp_avgs: float32 tensors shaped like params, the momentum of ``beta1``; updated. An empty
+            list for no momentum.
+        rmss: float32 tensors of one element that receive the root mean square of the parameter
+            before the step, if the rule needs it. An empty list to leave it out.
+        state_steps: float32 or float64 tensors of one element, the steps before this one; each
+            grows by 1.
+        semantics: ``"torch"`` or ``"hf"``: the implementation whose rule is used.
         lr: learning rate; a tensor of one element is read on its device.
-        eps: the two regularizers. The first may be None in torch's rule: that of the parameter's
-            dtype.
-        scale_parameter, relative_step, warmup_init: of ``"hf"`` alone.
+        eps: the two regularizers. The first may be None in torch's rule: the epsilon of the
+            parameter's dtype.
+        scale_parameter, relative_step, warmup_init: options of ``"hf"`` only.
         grad_scale: float32 tensor of one element; gradients are divided by it.
         found_inf: float32 tensor of one element; if it is not 0, nothing changes, steps included.
         clip_coef: float32 tensor of one element; gradients are multiplied by it.
-        residuals, master, rounding, weight_seeds, places, stalled: how 16-bit parameters are
-            stored, as in :func:`adamw_`.
+        residuals, master, rounding, weight_seeds, places, stalled: the storage of 16-bit
+            parameters, as in :func:`adamw_`.
 
     Raises:
         RuntimeError: shapes, devices or dtypes do not fit, an option is out of range, or a tensor
@@ -122,6 +124,7 @@ def adafactor_(
 
 
 def is_hf(semantics: str) -> bool:
+    """Returns whether the rule is that of transformers. Refuses names of no rule."""
     if semantics not in ("torch", "hf"):
         raise ValueError(f"semantics must be 'torch' or 'hf', got {semantics!r}")
     return semantics == "hf"
@@ -170,7 +173,7 @@ def _(
 
 
 def lines_of(shape: Sequence[int]) -> tuple[int, int]:
-    """The numbers of row and of column variances."""
+    """Returns the numbers of row and of column variances."""
     if len(shape) < 2:
         return 0, 0
     batch = math.prod(shape[:-2])

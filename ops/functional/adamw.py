@@ -42,7 +42,7 @@ def adamw_(
     places: Sequence[int] | None = None,
     stalled: Tensor | None = None,
 ) -> None:
-    """One step of AdamW, or of Adam, on a list of parameters, in place and in one pass.
+    """Steps AdamW, or Adam, on a list of parameters, in place and in one pass.
 
     The functional form of :class:`headroom.optim.AdamW`, with the argument order of
     ``torch._fused_adamw_``. Entry k of every list belongs to parameter k; all lie on one device.
@@ -53,22 +53,24 @@ def adamw_(
         exp_avgs, exp_avg_sqs: first and second moments, shaped like params, float32, bfloat16 or
             float16, one dtype per parameter; updated. Zeros before the first step.
         max_exp_avg_sqs: like exp_avg_sqs if ``amsgrad``, else empty; updated.
-        state_steps: float32 or float64 tensors of one element, steps done so far; each grows by 1.
+        state_steps: float32 or float64 tensors of one element, the steps before this one; each
+            grows by 1.
         lr: learning rate; a tensor of one element is read on its device.
-        decoupled: weight decay as AdamW has it; False adds it to the gradient, as Adam does.
+        decoupled: decay weights as AdamW does; False adds the decay to the gradient, as Adam does.
         grad_scale: float32 tensor of one element; gradients are divided by it.
         found_inf: float32 tensor of one element; if it is not 0, nothing changes, steps included.
         clip_coef: float32 tensor of one element; gradients are multiplied by it.
-        skip_nonfinite: parameters and moments stay where the gradient is infinite or NaN.
-        master, rounding: how 16-bit parameters are stored; see :class:`Adam`.
-        residuals: what such a parameter lacks of float32, shaped like params: float32 with
+        skip_nonfinite: leave parameters and moments as they are where the gradient is infinite or
+            NaN.
+        master, rounding: the mode of 16-bit parameters; see :class:`Adam`.
+        residuals: the tensors that the mode keeps beside them, shaped like params: float32 with
             ``master="f32"``, int16 with ``"remainder16"``, int8 with ``"remainder8"``, the
             parameter's dtype with ``rounding="kahan"``, else none; updated.
         weight_seeds: with ``rounding="stochastic"``, a 64-bit number for each parameter.
-        places: offset, run and stride of each parameter in the whole that it is a part of, for
+        places: offset, run and stride of each parameter in the tensor that it is a shard of, for
             stochastic rounding: element i is ``offset + i // run * stride + i % run`` of it.
         stalled: int64 tensor of one element; grows by the number of weights that float32 would have
-            moved and that are stored as they were.
+            moved and whose stored value did not change.
 
     Raises:
         RuntimeError: shapes, devices or dtypes do not fit, an option is out of range, or a tensor

@@ -47,7 +47,7 @@ def adamw8bit_(
     places: Sequence[int] | None = None,
     stalled: Tensor | None = None,
 ) -> None:
-    """One step of AdamW, or of Adam, with moments of one byte, in place and in one pass.
+    """Steps AdamW, or Adam, with moments of one byte, in place and in one pass.
 
     A moment is a code of the dynamic map for each element and a float32 scale for each block of
     ``block_size`` consecutive elements: ``dynamic_map(...)[code] * absmax``. Entry k of every list
@@ -55,30 +55,33 @@ def adamw8bit_(
 
     Args:
         params: float32, bfloat16 or float16 tensors of any shape and strides; updated. Blocks
-            follow their order in memory if they are dense, else that of their indices.
+            follow the order in memory of a dense tensor, else the order of the indices.
         grads: tensors of the same shapes, each float32, bfloat16 or float16; not changed.
         exp_avgs, exp_avg_sqs: codes of the first and second moments, uint8, shaped like params;
-            fastest with the parameter's strides; updated. Any before the first step.
+            fastest with the parameter's strides; updated. Their values before the first step do
+            not matter.
         exp_avg_absmaxs, exp_avg_sq_absmaxs: scales of the blocks, contiguous float32 tensors of
             ``ceil(numel / block_size)`` elements; updated. Zeros before the first step.
-        state_steps: float32 or float64 tensors of one element, steps done so far; each grows by 1.
+        state_steps: float32 or float64 tensors of one element, the steps before this one; each
+            grows by 1.
         lr: learning rate; a tensor of one element is read on its device.
-        decoupled: weight decay as AdamW has it; False adds it to the gradient, as Adam does.
+        decoupled: decay weights as AdamW does; False adds the decay to the gradient, as Adam does.
         block_size: 64, 128, 256 or 512 elements.
-        skip_nonfinite: parameters and moments stay where the gradient is infinite or NaN. Else such
-            a gradient spoils its block of moments for good.
+        skip_nonfinite: leave parameters and moments as they are where the gradient is infinite or
+            NaN. Otherwise such a gradient makes the moments of its block NaN for good.
         bnb_exact: the rule of bitsandbytes' CUDA kernels, step for step; needs decoupled weight
-            decay, blocks of 256, no seeds, not ``skip_nonfinite``, and plain parameters. It lets a
-            second moment round to zero, and then an update can be thousands of times ``lr``.
+            decay, blocks of 256, no seeds, no ``skip_nonfinite``, and no ``master`` or
+            ``rounding``. It lets a second moment round to zero, and then an update can be thousands
+            of times ``lr``.
             (bitsandbytes on a CPU quantizes more coarsely: of the squares of 65,536 normal numbers
             about 2,000 get another code.)
-        seeds: a 64-bit number for each parameter: codes are rounded stochastically, and depend on
-            nothing but seed, step, element and values. None: to the nearest.
+        seeds: a 64-bit number for each parameter: codes are rounded stochastically, and depend only
+            on seed, step, element and values. None: codes are rounded to nearest.
         grad_scale: float32 tensor of one element; gradients are divided by it.
         found_inf: float32 tensor of one element; if it is not 0, nothing changes, steps included.
         clip_coef: float32 tensor of one element; gradients are multiplied by it.
-        residuals, master, rounding, weight_seeds, places, stalled: how 16-bit parameters are
-            stored, as in :func:`adamw_`.
+        residuals, master, rounding, weight_seeds, places, stalled: the storage of 16-bit
+            parameters, as in :func:`adamw_`.
 
     Raises:
         RuntimeError: shapes, devices or dtypes do not fit, an option is out of range, or a tensor
@@ -120,7 +123,7 @@ def adamw8bit_(
 
 
 def signed(seed: int) -> int:
-    """The 64 bits of a seed as torch's integers have them."""
+    """Returns the 64 bits of a seed as a signed integer, which torch takes."""
     return (seed + 2**63) % 2**64 - 2**63
 
 

@@ -1,4 +1,4 @@
-"""Gives the values of the codes of 8-bit moments: the op ``headroom::dynamic_map``."""
+"""Returns the values of the codes of 8-bit moments: the op ``headroom::dynamic_map``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["dynamic_map"]
 
 
 def dynamic_map(signed: bool) -> Tensor:
-    """The values that the 256 codes of 8-bit moments stand for, ascending, float32 ``[256]``.
+    """Returns the values of the 256 codes of 8-bit moments, ascending, float32 ``[256]``.
 
-    The signed map, in [-1, 1], is that of first moments, the unsigned one, in [0, 1], that of
-    second moments. Both are bitsandbytes' to the bit (Dettmers et al., arXiv:2110.02861), so that
+    The signed map, in [-1, 1], is for first moments, the unsigned one, in [0, 1], for second
+    moments. Both have the bits of bitsandbytes' maps (Dettmers et al., arXiv:2110.02861), so that
     codes can be exchanged with it. The tensor is new, on the CPU.
     """
     return torch.ops.headroom.dynamic_map(signed)

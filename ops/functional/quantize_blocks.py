@@ -1,4 +1,5 @@
-"""Blocks of 8-bit codes: ``headroom::quantize_blocks`` and ``headroom::dequantize_blocks``."""
+"""Quantizes blocks of numbers to 8-bit codes, and back: the ops ``headroom::quantize_blocks`` and
+``headroom::dequantize_blocks``."""
 
 from __future__ import annotations
 
@@ -18,17 +19,18 @@ def quantize_blocks(
     """Returns the nearest codes of the dynamic map, and the largest magnitude of each block.
 
     These are the codes and scales that 8-bit Adam stores for its moments: ``map[code] * absmax``
-    with :func:`headroom.dynamic_map`. A positive number never gets the unsigned code of zero.
+    with the map of :func:`headroom.functional.dynamic_map`. A positive number never gets the
+    unsigned code of zero.
 
     Args:
         values: float32, bfloat16 or float16, of any shape.
-        is_signed: the map of first moments, in [-1, 1]; else that of second moments, in [0, 1],
+        is_signed: use the map of first moments, in [-1, 1]; else that of second moments, in [0, 1],
             for numbers that are not negative.
-        block_size: a power of two from 64 to 4096. Blocks are counted in memory order, or in that
-            of the indices if ``values`` has gaps in memory. The last may be short.
+        block_size: a power of two from 64 to 4096. Blocks follow the order in memory of a dense
+            tensor, else the order of the indices. The last may be short.
 
     Returns:
-        uint8 codes with the shape and strides of ``values`` (contiguous if it has gaps), and
+        uint8 codes with the shape and strides of ``values`` (contiguous if it is not dense), and
         float32 ``[blocks]``, NaN where a value of the block is not finite.
 
     Raises:
@@ -63,7 +65,8 @@ def _check_block_size(block_size: int) -> None:
 
 
 def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """A new tensor in the memory order of ``like``, or contiguous if that has gaps."""
+    """Returns a new tensor in the memory order of ``like``, or a contiguous one if that is not
+    dense."""
     order = sorted(range(like.dim()), key=like.stride)
     dense = 1
     for d in order:

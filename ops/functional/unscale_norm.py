@@ -35,13 +35,14 @@ def unscale_norm_(
         grads: float32, bfloat16 or float16 tensors of any shapes and strides on one device; written
             unless the factor is 1.
         norm, norms, found_inf, clip: float32 outputs on that device, of 1, ``len(grads)``, 1 and 1
-            elements; an output that is left out is not computed. ``found_inf`` becomes 1 if a
+            elements; outputs that are left out are not computed. ``found_inf`` becomes 1 if a
             result is infinite or NaN and does not change otherwise; ``clip`` becomes
             ``min(1, max_norm / (norm + 1e-6))``.
-        culprit: int64 output of one element: the first gradient with such a result, or -1.
+        culprit: int64 output of one element: the number of the first gradient with a result that is
+            infinite or NaN, or -1.
         grad_scale, clip_coef: float32 tensors of one element on that device.
         p: order of the norms, > 0 or infinite.
-        max_norm: for ``clip``.
+        max_norm: the limit of ``clip``.
 
     Raises:
         RuntimeError: an argument does not fit, or a tensor requires grad outside
@@ -78,7 +79,7 @@ def grad_norm(
     p: float = 2.0,
     max_norm: float = 0.0,
 ) -> None:
-    """:func:`unscale_norm_` that measures and leaves the gradients as they are."""
+    """Measures what :func:`unscale_norm_` measures, and leaves the gradients as they are."""
     run(
         False,
         grads,
@@ -95,6 +96,8 @@ def grad_norm(
 
 
 def run(write: bool, grads: Sequence[Tensor], table: Tensor | None = None, **options: Any) -> None:
+    """Runs the op that writes the gradients or the op that only measures, through a table of their
+    addresses if one can be made."""
     if isinstance(grads, Tensor):
         raise TypeError("grads must be a list of tensors, got a Tensor")
     grads = list(grads)

@@ -25,16 +25,18 @@ def update_scale_(
     hysteresis: int = 1,
     hysteresis_tracker: Tensor | None = None,
 ) -> None:
-    """Lowers the scale after an overflow; raises it after ``growth_interval`` steps without one.
+    """Lowers a loss scale after an overflow, and raises it after ``growth_interval`` steps without
+    overflow.
 
     Args:
         scale: float32, one element; written.
         growth_tracker: int32, one element: steps since the last change; written.
-        found_inf: float32, one element: not 0 after an overflow.
+        found_inf: float32, one element; not 0 after an overflow.
         growth_factor, backoff_factor, growth_interval: as in :class:`torch.amp.GradScaler`.
-        min_scale, max_scale: the scale stays between them.
-        hysteresis: overflows, since the scale last grew, before it falls.
-        hysteresis_tracker: int32, one element, ``hysteresis`` at first; needed if that is not 1.
+        min_scale, max_scale: bounds of the scale.
+        hysteresis: the number of overflows since the scale last grew at which it falls.
+        hysteresis_tracker: int32, one element, ``hysteresis`` at first; needed if that is not 1;
+            written.
 
     Raises:
         RuntimeError: an argument does not fit; nothing has been written then.

@@ -1,4 +1,4 @@
-"""Joins 16-bit weights and their residuals to float32, and splits them: the ops
+"""Joins 16-bit weights and their residuals to float32 numbers, and splits them again: the ops
 ``headroom::join_weights_`` and ``headroom::split_weights_``."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["check_weights", "join_weights_", "split_weights_"]
 
 
 def check_weights(params: list[Tensor], residuals: list[Tensor], options: dict[str, Any]) -> None:
-    """For fakes of optimizers' ops."""
+    """Checks the arguments of an optimizer's op for 16-bit parameters, in its fake."""
     number = options.get("weights_mode", 0)
     mode = next((mode for mode in MODES.values() if mode.number == number), None)
     require(mode is not None, f"weights_mode is {number}, wanted 0 to 6")
@@ -76,12 +76,12 @@ def join_weights_(
     master: str | None = None,
     rounding: str = "nearest",
 ) -> None:
-    """Writes weights to float32 tensors, as an optimizer's op reads them.
+    """Writes the float32 numbers that 16-bit weights and their residuals stand for.
 
     Args:
         values: float32 tensors of the shapes of ``params``, on their device; written.
-        params: what the model has; not changed.
-        residuals: what the mode keeps beside them, as in :func:`adamw_`; not changed.
+        params: the weights of the model; not changed.
+        residuals: the tensors that the mode keeps beside them, as in :func:`adamw_`; not changed.
         master, rounding: the mode; see :class:`headroom.optim.Adam`.
 
     Raises:
@@ -100,7 +100,8 @@ def split_weights_(
     master: str | None = None,
     rounding: str = "nearest",
 ) -> None:
-    """The way back of :func:`join_weights_`: writes ``params`` and ``residuals``, to nearest."""
+    """Writes ``params`` and ``residuals`` from float32 numbers, rounded to nearest: the inverse of
+    :func:`join_weights_`."""
     if params:
         mode = weights_mode(master, rounding)
         torch.ops.headroom.split_weights_(params, list(residuals), values, mode.number)

@@ -1,1 +1,1 @@
-"""Gradients: clipping, their norm, and their sum over micro-batches."""
+"""Clips gradients, measures their norm, and sums them over micro-batches."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._core.dtensor import local_part
+from .._core.grouping import grouped
 from ..functional.accumulate import accumulate_
 from ..functional.unscale_norm import unscale_norm_
 from .ranks import Ranks, checksum
@@ -24,11 +25,12 @@ BUCKET = 1 << 23  # elements that one reduction over the ranks carries, 32 MiB
 
 
 class GradAccumulator:
-    """Sums the gradients of micro-batches in float32, whatever their dtype, and gives their mean.
+    """Sums the gradients of micro-batches in float32, whatever their dtype, and returns their mean
+    in ``param.grad``.
 
-    ``param.grad`` is emptied after each micro-batch, so the low-precision gradients of two are
-    never added to each other; after :meth:`finish` it holds the float32 mean, which Headroom's
-    optimizers take for parameters of any dtype.
+    Each micro-batch leaves ``param.grad`` empty, so that gradients in low precision are never added
+    to each other. After :meth:`finish` it holds the float32 mean, which Headroom's optimizers take
+    for parameters of any dtype.
 
     Example::
 
@@ -40,17 +42,17 @@ class GradAccumulator:
         accumulator.finish()
         optimizer.step()
 
-    Or, where a ``with`` does not fit, ``accumulator.add(weight=tokens)`` after each backward, and
-    ``optimizer.zero_grad()`` after the step as ever.
+    Where a ``with`` does not fit, call ``accumulator.add(weight=tokens)`` after each backward, and
+    ``optimizer.zero_grad()`` after the step as usual.
 
     Args:
         source: a module, an optimizer, or an iterable of parameters; parameters that do not require
             grad are left out. On several ranks, give the module.
-        compensated: keep what each addition rounds away (Kahan): 4 more bytes per parameter.
-        process_group: the ranks over which :meth:`finish` adds up gradients that nobody else
+        compensated: keep the rounding error of each addition (Kahan): 4 more bytes per parameter.
+        process_group: the ranks over which :meth:`finish` adds up gradients that nothing else
             reduces; ``"local"`` if each rank trains for itself. None finds DDP and FSDP2.
 
-    **On several ranks** the mean is that over the tokens of all ranks, whatever the weight of each:
+    **On several ranks** the mean is over the tokens of all ranks, whatever the weight of each:
 
     - :class:`~torch.nn.parallel.DistributedDataParallel` runs micro-batches under ``no_sync()``,
       and :meth:`finish` adds up the sums of the ranks. The source is the DDP module, or the module
@@ -63,11 +65,11 @@ class GradAccumulator:
     - Where gradients have been averaged before the weight was known (:meth:`add` after a backward
       that reduces, FSDP2 with an optimizer as the source, FSDP1), the weights must be the same on
       all ranks, and :meth:`finish` raises if they are not.
-    - If several ranks run and nothing of this is found, the first micro-batch raises.
+    - If several ranks run and none of these is found, the first micro-batch raises.
 
     Memory: 4 bytes per parameter for the sums, from the first micro-batch until the gradients that
-    :meth:`finish` made of them are dropped; and between a backward and the end of its ``with`` the
-    gradients themselves.
+    :meth:`finish` made of them are dropped, and the gradients themselves between a backward and the
+    end of its ``with``.
 
     A 16-bit parameter refuses a float32 gradient unless its ``grad_dtype`` is None. The constructor
     sets it, permanently. In a torch without ``grad_dtype`` the mean is rounded to the parameter's
@@ -102,7 +104,7 @@ class GradAccumulator:
         self._losts: dict[Tensor, Tensor] = {}
         self._compensated = compensated
         self._weight = 0.0
-        # Weights of micro-batches whose gradients were averaged over the ranks before they had it.
+        # Weights of micro-batches whose gradients were averaged over the ranks before them.
         self._late: list[float] = []
         self._open: float | None = None  # weight of the running micro-batch, or None
         self._unit: float | None = None  # the weight that FSDP2's gradients are multiples of
@@ -112,7 +114,7 @@ class GradAccumulator:
     @contextlib.contextmanager
     def micro_batch(self, weight: float = 1.0) -> Iterator[None]:
         """Encloses the forward and backward pass of one micro-batch. Drops existing gradients at
-        its start, and calls :meth:`add` at its end. An error inside drops the micro-batch, or, with
+        its start, and adds the new ones at its end. An error inside drops the micro-batch, or, with
         :func:`~headroom.optim.release_gradients`, which may have added a part of it already, all
         micro-batches since the last :meth:`finish`."""
         weight = _checked_weight(weight)
@@ -168,7 +170,7 @@ class GradAccumulator:
 
     @property
     def sums_over_ranks(self) -> bool:
-        """Whether gradients are those of this rank alone, and :meth:`finish` adds them up."""
+        """Whether backward leaves gradients to this rank, and :meth:`finish` adds them up."""
         return self._ranks.sums
 
     @torch.no_grad()
@@ -180,7 +182,7 @@ class GradAccumulator:
 
     def _take(self, params: Iterable[Tensor], weight: float) -> None:
         weighting = self._ranks.weighting if self.is_open else None
-        calls: dict[tuple[torch.device, float], list[Tensor]] = {}
+        factors: dict[Tensor, float] = {}
         for param in params:
             if param.grad is None:
                 continue
@@ -193,14 +195,15 @@ class GradAccumulator:
             if weighting is not None and isinstance(param, DTensor):
                 if weighting.factor != 1.0 and param not in weighting.weighted:
                     raise RuntimeError(
-                        "FSDP2 has averaged a gradient that had not got this rank's weight, since "
+                        "FSDP2 has averaged a gradient before it had this rank's weight, since "
                         "its module's forward ran without hooks (compiled before the accumulator "
                         "was made, or called by another name); give all ranks the same weight, or "
                         "make the accumulator before the first forward"
                     )
                 weighting.weighted.discard(param)
                 factor = self._unit  # the rest of the weight is in the gradient
-            calls.setdefault((param.grad.device, factor), []).append(param)
+            factors[param] = factor
+        calls = grouped(factors, lambda param: (param.grad.device, factors[param]))
         for (_, factor), params in calls.items():
             for param in params:
                 if param not in self._sums:
@@ -232,7 +235,7 @@ class GradAccumulator:
         if late and not ranks.agree(checksum(self._late)):
             raise RuntimeError(
                 "the weights of micro-batches differ between ranks, but their gradients had been "
-                "averaged over the ranks before the accumulator had the weights. Give it the "
+                "averaged over the ranks before the accumulator knew the weights. Give it the "
                 "module, GradAccumulator(model), and run forward and backward in "
                 "micro_batch(weight)"
             )
@@ -240,15 +243,17 @@ class GradAccumulator:
             self._reduce(used)
         if ranks.averages:
             weight /= ranks.size
-        by_device: dict[tuple[torch.device, float], list[Tensor]] = {}
-        for param, total in self._sums.items():
-            # What FSDP2 does not reduce, parameters that it was told to ignore, is this rank's.
+
+        def divisor(param: Tensor) -> float:
+            # FSDP2 does not reduce parameters that it was told to ignore: their sums are this
+            # rank's.
             own = ranks.averages and ranks.weighting is not None and not isinstance(param, DTensor)
-            key = total.device, self._weight if own else weight
-            by_device.setdefault(key, []).append(local_part(total))
-        for (device, weight), totals in by_device.items():
-            scale = torch.full((), weight, dtype=torch.float32, device=device)
-            unscale_norm_(totals, grad_scale=scale)
+            return self._weight if own else weight
+
+        calls = grouped(self._sums, lambda param: (self._sums[param].device, divisor(param)))
+        for (device, total), params in calls.items():
+            scale = torch.full((), total, dtype=torch.float32, device=device)
+            unscale_norm_([local_part(self._sums[p]) for p in params], grad_scale=scale)
         for param, total in self._sums.items():
             param.grad = total if _takes_float32(param) else total.to(param.dtype)
             self._given[param] = weakref.ref(param.grad)
@@ -325,7 +330,7 @@ class GradAccumulator:
             param.grad = None
 
     def _reduce(self, used: Sequence[float]) -> None:
-        """Adds up the sums of all ranks. ``used`` says how many ranks have one of a parameter."""
+        """Adds up the sums of all ranks. ``used``: how many ranks have a sum of each parameter."""
         for param, count in zip(self._params, used):
             if count and param not in self._sums:
                 self._sums[param] = torch.zeros_like(param, dtype=torch.float32)

@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_  # even if i
 from torch.nn.utils import clip_grad_value_
 
 from .._core.dtensor import local_part
+from .._core.grouping import by_device
 from .._core.table import table_of
 from ..functional.unscale_norm import multiply_
 from .norm import is_ours, measure
@@ -66,9 +67,6 @@ def clip_grad_norm_(
     if table is not None:
         multiply_(grads, measured.clip_coef, table)
         return measured.norm
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        by_device.setdefault(grad.device, []).append(local_part(grad))
-    for device, local in by_device.items():
-        multiply_(local, measured.clip_coef.to(device))
+    for device, members in by_device(grads).items():
+        multiply_(list(map(local_part, members)), measured.clip_coef.to(device))
     return measured.norm

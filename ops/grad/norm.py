@@ -14,16 +14,25 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import get_total_norm
 
 from .._core.dtensor import local_part, shard_groups
+from .._core.grouping import grouped
 from .._core.registration import FLOATS
 from .._core.table import table_of
 from ..functional.unscale_norm import run
 
-__all__ = ["Measured", "any_rank", "grad_norm", "is_ours", "is_plain", "measure"]
+__all__ = [
+    "Measured",
+    "any_rank",
+    "are_local",
+    "clip_coef",
+    "grad_norm",
+    "is_ours",
+    "measure",
+]
 
 
 @dataclass
 class Measured:
-    """What :func:`measure` found, on the device of the first gradient, without waiting for it."""
+    """The results of :func:`measure`, on the device of the first gradient."""
 
     norm: Tensor  # float32, 0-dim
     found_inf: Tensor  # float32, 0-dim: 1 if any gradient on any rank is infinite or NaN, else 0
@@ -31,7 +40,8 @@ class Measured:
     culprits: list[tuple[Sequence[int], Tensor]] = field(default_factory=list)
 
     def culprit(self) -> int | None:
-        """The first gradient on this rank that is not finite, or None. Waits for the device."""
+        """Returns the position of the first gradient on this rank that is not finite, or None.
+        Waits for the device."""
         found = [where[i] for where, index in self.culprits if (i := int(index)) >= 0]
         return min(found) if found else None
 
@@ -97,12 +107,12 @@ def _gradients(params_or_grads: Any) -> list[Tensor]:
 
 
 def is_ours(grad: Tensor) -> bool:
-    """Whether the kernels measure a gradient of this dtype and layout."""
+    """Returns whether the kernels measure a gradient of this dtype and layout."""
     return grad.dtype in FLOATS and grad.layout == torch.strided
 
 
 def _summed(grad: Tensor) -> Tensor:
-    # The norm of a sum is not that of the summands.
+    # The norm of a sum does not follow from the norms of its terms.
     if not isinstance(grad, DTensor) or not any(p.is_partial() for p in grad.placements):
         return grad
     return grad.redistribute(
@@ -110,8 +120,9 @@ def _summed(grad: Tensor) -> Tensor:
     )
 
 
-def is_plain(tensors: Iterable[Tensor]) -> bool:
-    """Whether all lie on one device and none is a DTensor. Cheap for thousands of small tensors."""
+def are_local(tensors: Iterable[Tensor]) -> bool:
+    """Returns whether all tensors lie on one device and none is a DTensor. Quick for thousands of
+    small tensors."""
     tensors = list(tensors)
     return len(set(map(attrgetter("device"), tensors))) <= 1 and not any(
         issubclass(kind, DTensor) for kind in set(map(type, tensors))
@@ -119,11 +130,9 @@ def is_plain(tensors: Iterable[Tensor]) -> bool:
 
 
 def _buckets(grads: Sequence[Tensor]) -> dict[tuple, list[int]]:
-    """Groups gradients that one call can measure: by device and by the groups of their shards."""
-    buckets: dict[tuple, list[int]] = {}
-    for i, grad in enumerate(grads):
-        buckets.setdefault((grad.device, *shard_groups(grad)), []).append(i)
-    return buckets
+    """Returns the positions of gradients that one call can measure, by their device and by the
+    groups of their shards."""
+    return grouped(range(len(grads)), lambda i: (grads[i].device, *shard_groups(grads[i])))
 
 
 def measure(
@@ -143,7 +152,7 @@ def measure(
     if not grads:
         return Measured(*(torch.tensor(x, dtype=torch.float32) for x in (0.0, 0.0, 1.0)))
     home = grads[0].device
-    if table is not None or is_plain(grads):
+    if table is not None or are_local(grads):
         buckets = {(home,): range(len(grads))}
     else:
         grads = [_summed(grad) for grad in grads]
@@ -174,8 +183,12 @@ def measure(
         parts.append((norm.to(home).double(), found_inf.to(home)))
     norm = torch.linalg.vector_norm(torch.stack([part[0] for part in parts]), p)
     found_inf = torch.stack([part[1] for part in parts]).amax()
-    clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return Measured(norm.float(), found_inf, clip.float(), culprits)
+    return Measured(norm.float(), found_inf, clip_coef(norm, max_norm).float(), culprits)
+
+
+def clip_coef(norm: Tensor, max_norm: float) -> Tensor:
+    """Returns the factor that clips gradients of this norm, as :mod:`torch.nn.utils` does."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def _over_ranks(

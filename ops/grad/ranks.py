@@ -1,8 +1,8 @@
-"""How the gradients of several ranks become one mean: what DDP and FSDP2 do, found from the model.
+"""Finds out from a model how the gradients of several ranks become one mean: by DDP or FSDP2.
 
-Under DDP the gradients of a micro-batch stay those of this rank, and their sums are added up over
-the ranks once. FSDP2 averages the gradients of each backward over the ranks before anyone sees
-them, so weights that differ between ranks have to be in the gradients before that.
+Under DDP each rank keeps the gradients of its micro-batches, and the sums are added up over the
+ranks once. FSDP2 averages the gradients of each backward over the ranks at once, so weights that
+differ between ranks must be in the gradients before that.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ LOCAL = "local"
 
 
 class Ranks:
-    """The ranks that share the work on a model, and what happens to their gradients in backward.
+    """The ranks that share the work on a model, and the fate of their gradients in backward.
 
-    ``ddp`` is the DistributedDataParallel module, known from the start or found in the first
-    forward; ``averages`` says whether backward gives gradients that are averaged over the ranks.
+    Attributes:
+        ddp: the DistributedDataParallel module, given or found in the first forward.
+        averages: whether the gradients that backward gives are averaged over the ranks.
+        weighting: what puts a rank's weight into gradients that FSDP2 averages.
     """
 
     def __init__(self, module: nn.Module | None, params: Sequence[Tensor], group: Any) -> None:
@@ -46,8 +48,8 @@ class Ranks:
         wrapper = fsdp1 or fsdp2 or (group == LOCAL and self.ddp)
         if group is not None and wrapper:
             raise ValueError(
-                f"process_group={group!r} contradicts {type(wrapper).__name__}, which puts the "
-                "gradients of its ranks together; leave process_group out"
+                f"process_group={group!r} contradicts {type(wrapper).__name__}, which reduces the "
+                "gradients of its ranks; leave process_group out"
             )
         sharded = [param for param in params if isinstance(param, DTensor)]
         # Of parameters on several meshes (experts, say), the mesh with all ranks counts.
@@ -68,14 +70,14 @@ class Ranks:
 
     @property
     def sums(self) -> bool:
-        """Whether finish() adds up the sums of the ranks: gradients are those of this rank."""
+        """Whether finish() adds up the sums of the ranks, as each has its own gradients."""
         return isinstance(self._given, dist.ProcessGroup) or (
             self._given is None and self.ddp is not None and not self.averages
         )
 
     @property
     def groups(self) -> tuple[Any, ...]:
-        """The process groups over which gradients are put together, one after another."""
+        """The process groups over which gradients are reduced, one after another."""
         if isinstance(self._given, dist.ProcessGroup):
             return (self._given,)
         if self.averages:
@@ -84,34 +86,34 @@ class Ranks:
 
     @property
     def averaged_by_ddp(self) -> bool:
-        """Whether DDP has averaged the gradients of the backward behind us, which did not run in
+        """Whether DDP has averaged the gradients of the last backward, which did not run in
         :meth:`micro_batch`."""
-        # The second is what the last forward noted, which may have run under no_sync().
+        # The last forward, which may have run under no_sync(), set the second.
         ddp = self.ddp
         return ddp is not None and ddp.require_backward_grad_sync and ddp.require_forward_param_sync
 
     def check_known(self, more: str = "") -> None:
-        """Raises if there are several ranks and nothing says what becomes of their gradients."""
+        """Raises if there are several ranks and nothing tells how their gradients are reduced."""
         if self._given is not None or self.ddp is not None or self.averages:
             return
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return
         raise RuntimeError(
-            f"{dist.get_world_size()} ranks train, and nothing says how their gradients come "
-            f"together{more}. Give the accumulator the wrapped module, GradAccumulator(ddp_model), "
+            f"{dist.get_world_size()} ranks train, and nothing says how their gradients are "
+            f"reduced{more}. Give the accumulator the wrapped module, GradAccumulator(ddp_model), "
             "or make it after fully_shard(model); or give process_group=, the ranks over which "
-            "finish() adds up gradients that nobody else reduces; or process_group='local' if each "
-            "rank trains for itself"
+            "finish() adds up gradients that nothing else reduces; or process_group='local' if "
+            "each rank trains for itself"
         )
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """A forward and backward whose gradients DDP leaves to this rank."""
+        """Encloses a forward and backward after which each rank has its own gradients."""
         looks = not (self._looked or self._given == LOCAL or self.ddp or self.averages)
         looks = looks and dist.is_available() and dist.is_initialized()
         with contextlib.ExitStack() as stack:
             if self.ddp is not None:
-                # Only DDP's: under that of other wrappers gradients are not the parameters'.
+                # DDP's only: other wrappers' no_sync() keeps gradients elsewhere.
                 stack.enter_context(self.ddp.no_sync())
             elif looks and self._module is not None:
                 hook = self._module.register_forward_pre_hook(partial(self._look, stack))
@@ -123,7 +125,7 @@ class Ranks:
             self.check_known(": the forward did not run in a DistributedDataParallel module")
 
     def _look(self, stack: contextlib.ExitStack, module: nn.Module, args: Any) -> None:
-        """The model's forward: notes the DDP module that was made of the model later."""
+        """A hook before the model's forward: finds a DDP module that wraps it since."""
         if torch.compiler.is_compiling() or self.ddp is not None:
             return
         self.ddp = DistributedDataParallel._get_active_ddp_module()
@@ -131,7 +133,8 @@ class Ranks:
             stack.enter_context(self.ddp.no_sync())
 
     def reduced(self, values: Sequence[float], op: Any = None) -> list[float]:
-        """Numbers added up over the ranks, or reduced by another op. Waits for the device."""
+        """Returns numbers added up over the ranks, or reduced by another op. Waits for the
+        device."""
         groups = self.groups
         if not groups:
             return list(values)
@@ -148,11 +151,11 @@ class Ranks:
         return size
 
     def largest(self, value: float) -> float:
-        """The largest value of any rank."""
+        """Returns the largest value of any rank."""
         return self.reduced([value], dist.ReduceOp.MAX)[0]
 
     def agree(self, value: float) -> bool:
-        """Whether all ranks have the same value."""
+        """Returns whether all ranks have the same value."""
         high, low = self.reduced([value, -value], dist.ReduceOp.MAX)
         return high == -low
 
@@ -163,7 +166,7 @@ class Weighting:
     def __init__(self, root: nn.Module) -> None:
         self.factor = 1.0
         self.weighted: set[Tensor] = set()  # sharded parameters whose gradients have the factor
-        self._unsharded: dict[Tensor, Tensor] = {}  # what stands in for each in a forward
+        self._unsharded: dict[Tensor, Tensor] = {}  # the whole parameter of each in a forward
         self._sharded = {
             (owner, name): param
             for owner in root.modules()
@@ -179,7 +182,7 @@ class Weighting:
         weakref.finalize(self, _remove, handles)
 
     def _unshard(self, module: nn.Module) -> None:
-        """After FSDP2's own hook: the module's parameters are whole."""
+        """A hook after FSDP2's own, which has made the module's parameters whole."""
         for owner in module.modules():
             for name, param in owner._parameters.items():
                 sharded = self._sharded.get((owner, name))
@@ -215,5 +218,5 @@ def _first(modules: Iterable[nn.Module], cls: type | tuple[type, ...]) -> Any:
 
 
 def checksum(numbers: Iterable[float]) -> float:
-    """A number that differs, as good as surely, where lists of numbers differ."""
+    """Returns a number that almost surely differs for lists of numbers that differ."""
     return float(zlib.crc32(repr(list(numbers)).encode()))

@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import ParamsT
 
-from .._core.checks import (
-    check_number,
-    check_pair,
-    lr_arguments,
-)
-from .._core.dtensor import moved_shard, sharded_dim
+from .._core.checks import check_number, check_pair, lr_arguments
+from .._core.grouping import grouped
 from .._core.registration import FLOATS
-from .._core.weight_modes import NEAREST, RESIDUALS, weights_mode
-from ..functional.adafactor import APPLY, NORM, STATES, SUMS, is_hf, lines_of
+from .._core.weight_modes import NEAREST, RESIDUALS, Master, Rounding, weights_mode
+from ..functional.adafactor import is_hf
+from .adafactor_sharding import sharding_of, step_sharded
+from .adafactor_state import LINES, NAMES, RMS, float32_slot, shape_of, zero_scalar
 from .base import Optimizer
 from .options import own_arguments
 from .plan import Bucket
 from .scalars import StepScalars
-from .states import STEP, Layout, Slot
+from .states import STEP, Layout
 
 __all__ = ["Adafactor"]
 
 FACTORED, VECTOR = 0, 1  # the layouts of states
-ROWS, COLS, ELEMENTS = "rows", "cols", "elements"  # what a dimension of a mesh shards
 
-# The options of each rule, as its original names them, and their defaults.
+# The options of each rule with their defaults, named as in the original.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "torch": {
         "lr": 1e-2,
@@ -55,15 +52,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "warmup_init": False,
     },
 }
-# The states of each: row, column and element variances.
-NAMES = {
-    "torch": ("row_var", "col_var", "variance"),
-    "hf": ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"),
-}
 
 
 class _Default:
-    """Stands for the default that an option has in each rule, and shows it in the signature."""
+    """Stands for the default of an option in each rule, and shows it in the signature."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -77,38 +69,38 @@ BY_RULE: dict[str, Any] = {name: _Default(name) for own in DEFAULTS.values() for
 
 
 class Adafactor(Optimizer):
-    r"""Adafactor, fused, by the rule of either implementation that is in use: a drop-in for
+    r"""Adafactor, fused, following torch or transformers: a drop-in for
     :class:`torch.optim.Adafactor` (``semantics="torch"``) and for ``transformers``' Adafactor
     (``semantics="hf"``).
 
-    The second moment of a parameter of two dimensions or more is kept as one number for each row
-    and each column, so that the state takes almost nothing. One op for the factored parameters of a
-    group and one for the others; nothing waits for the device, where both originals wait twice for
+    The second moment of a parameter of two dimensions or more is stored as one number for each row
+    and each column, so that the state takes almost no memory. One op steps the factored parameters
+    of a group and one the others; no step waits for the device, while both originals wait twice for
     each parameter. Parameters and gradients may each be float32, bfloat16 or float16; statistics
-    are float32 whatever they are. (torch keeps the statistics of bfloat16 gradients in bfloat16,
-    and computes in it.) DTensors are summed over all ranks that hold a part.
+    are always float32. (torch keeps the statistics of bfloat16 gradients in bfloat16, and computes
+    in it.) Sums over a DTensor include all ranks that hold a part.
 
     Args:
-        params: as in every optimizer.
-        lr: learning rate. ``"torch"``: the most that the relative step may be, 1e-2 by default; may
-            be a tensor of one element, which is read on its device when the step runs. ``"hf"``:
-            None with ``relative_step``, else the step.
-        beta2_decay, d: of ``"torch"``, -0.8 and 1: the exponent that beta2 approaches 1 with, and
-            the threshold of clipping.
-        decay_rate, clip_threshold: the same of ``"hf"``.
-        eps: the regularizers of the second moment and of the parameter scale: ``(None, 1e-3)``,
-            where None is the epsilon of the parameter's dtype (of float32 with ``master`` or a
-            ``rounding`` that is not to the nearest), and ``(1e-30, 1e-3)``.
+        params: parameters, or groups of them, as in every optimizer of torch.
+        lr: learning rate. In ``"torch"``, the upper bound of the relative step, 1e-2 by default; it
+            may be a tensor of one element, which is read on its device when the step runs. In
+            ``"hf"``, None with ``relative_step``, else the step.
+        beta2_decay, d: options of ``"torch"``: the exponent with which beta2 approaches 1 (-0.8),
+            and the threshold of clipping (1).
+        decay_rate, clip_threshold: the names of these two options in ``"hf"``.
+        eps: the regularizers of the second moment and of the parameter scale. In ``"torch"``
+            ``(None, 1e-3)``, where None is the epsilon of the parameter's dtype (of float32 with
+            ``master`` or a ``rounding`` other than nearest); in ``"hf"`` ``(1e-30, 1e-3)``.
         weight_decay: decoupled; times ``lr`` in torch's rule, times the scaled step in the other.
-        maximize: of ``"torch"``.
-        beta1, scale_parameter, relative_step, warmup_init: of ``"hf"``: momentum (None: none), the
-            step times the root mean square of the parameter, the step by the schedule of the paper,
-            and its warm-up.
+        maximize: an option of ``"torch"``.
+        beta1, scale_parameter, relative_step, warmup_init: options of ``"hf"``: momentum (None: no
+            momentum), the step times the root mean square of the parameter, the step by the
+            schedule of the paper, and its warm-up.
         foreach: accepted for compatibility, without effect.
-        semantics: whose rule, options, defaults and state keys.
+        semantics: the implementation whose rule, options, defaults and state keys are used.
         max_grad_norm: clip the gradients of all groups, as one vector, to this L2 norm; see
-            :meth:`step`. It is the same in all parameter groups.
-        master, rounding, seed, count_stalled: how 16-bit parameters are stored, as in
+            :meth:`step`. All parameter groups have the same.
+        master, rounding, seed, count_stalled: the storage of 16-bit parameters, as in
             :class:`Adam`.
 
     The state of a parameter is that of the original: ``step``, and ``row_var`` and ``col_var``, or
@@ -116,8 +108,8 @@ class Adafactor(Optimizer):
     ``exp_avg`` if there is momentum and ``RMS``, which only ``scale_parameter`` updates (``"hf"``).
     Checkpoints of one resume the other.
 
-    If ``grad_scale``, ``found_inf`` or ``clip_coef`` is set as an attribute, it does what it does
-    in :class:`Adam`.
+    The attributes ``grad_scale``, ``found_inf`` and ``clip_coef`` mean what they mean in
+    :class:`Adam`.
 
     Raises:
         ValueError: an option is out of range, or belongs to the other rule.
@@ -134,14 +126,14 @@ class Adafactor(Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor | None = BY_RULE["lr"],
         beta2_decay: float = BY_RULE["beta2_decay"],
         eps: tuple[float | None, float] = BY_RULE["eps"],
         d: float = BY_RULE["d"],
         weight_decay: float = BY_RULE["weight_decay"],
         *,
-        semantics: str = "torch",
+        semantics: Literal["torch", "hf"] = "torch",
         foreach: bool | None = None,
         maximize: bool = BY_RULE["maximize"],
         clip_threshold: float = BY_RULE["clip_threshold"],
@@ -151,8 +143,8 @@ class Adafactor(Optimizer):
         relative_step: bool = BY_RULE["relative_step"],
         warmup_init: bool = BY_RULE["warmup_init"],
         max_grad_norm: float | None = None,
-        master: str | None = None,
-        rounding: str = "nearest",
+        master: Master | None = None,
+        rounding: Rounding = "nearest",
         seed: int = 0,
         count_stalled: bool = False,
     ) -> None:
@@ -167,7 +159,7 @@ class Adafactor(Optimizer):
         }
         for name in given:
             if name not in DEFAULTS[semantics]:
-                raise ValueError(f"{name} is no option of semantics={semantics!r}")
+                raise ValueError(f"{name} is not an option of semantics={semantics!r}")
         defaults = DEFAULTS[semantics] | given
         if max_grad_norm is not None:
             defaults["max_grad_norm"] = max_grad_norm
@@ -177,7 +169,7 @@ class Adafactor(Optimizer):
         super().__init__(params, defaults, count_stalled=count_stalled)
 
     def _check_options(self, options: dict[str, Any]) -> None:
-        """Refuses what the original refuses, in its words, and what fails later in it."""
+        """Refuses what the original refuses, with its messages, and what it refuses later."""
         hf, lr = self.semantics == "hf", options["lr"]
         check_pair("eps", options["eps"])
         eps1, eps2 = options["eps"]
@@ -225,10 +217,10 @@ class Adafactor(Optimizer):
     def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
         hf = self.semantics == "hf"
         row, col, variance = NAMES[self.semantics]
-        momentum = (_float32("exp_avg"),) if hf and group["beta1"] is not None else ()
+        momentum = (float32_slot("exp_avg"),) if hf and group["beta1"] is not None else ()
         extra = (RMS, STEP) if hf else (STEP,)
         factored = Layout((*momentum, LINES[row], LINES[col], *extra))
-        return factored, Layout((_float32(variance), *momentum, *extra))
+        return factored, Layout((float32_slot(variance), *momentum, *extra))
 
     def _layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
         return FACTORED if param.dim() >= 2 else VECTOR
@@ -239,7 +231,7 @@ class Adafactor(Optimizer):
     def _translated(
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
     ) -> dict[str, Any]:
-        # torch's statistics have the gradient's dtype, and ours are float32 always.
+        # torch's statistics have the gradient's dtype, and ours are always float32.
         widened = {
             name: value.float()
             if name not in ("step", *RESIDUALS)
@@ -251,7 +243,7 @@ class Adafactor(Optimizer):
         if "RMS" in widened and not isinstance(widened["RMS"], DTensor):
             rms = torch.as_tensor(widened["RMS"], dtype=torch.float32).detach()
             is_number = rms.numel() == 1 and rms.layout == torch.strided and not rms.is_meta
-            widened["RMS"] = _zero_scalar(param).copy_(rms.reshape(())) if is_number else rms
+            widened["RMS"] = zero_scalar(param).copy_(rms.reshape(())) if is_number else rms
         return widened
 
     def __getstate__(self) -> dict[str, Any]:
@@ -264,7 +256,7 @@ class Adafactor(Optimizer):
             foreign -= set(DEFAULTS[semantics])
             if (found := foreign & set(group)) and "decay" not in group:
                 raise ValueError(
-                    f"the loaded state is that of another rule than semantics={semantics!r}: its "
+                    f"the loaded state belongs to another rule than semantics={semantics!r}: its "
                     f"groups have {sorted(found)}"
                 )
             if semantics == "torch":
@@ -273,7 +265,7 @@ class Adafactor(Optimizer):
 
     @staticmethod
     def _get_lr(group: dict[str, Any], state: dict[str, Any]) -> Any:
-        """What transformers' AdafactorSchedule asks for: the step before clipping."""
+        """Returns the step before clipping, for transformers' AdafactorSchedule."""
         lr = group["lr"]
         if group["relative_step"]:
             first = 1e-6 * state["step"] if group["warmup_init"] else 1e-2
@@ -282,7 +274,7 @@ class Adafactor(Optimizer):
 
     def _check_shapes(self, params: Sequence[Tensor]) -> None:
         """Refuses statistics of a shape that a parameter had before its data was replaced. The op
-        asks for numbers of elements alone."""
+        checks numbers of elements only."""
         wanted: dict[torch.Size, tuple[tuple[str, torch.Size | None], ...]] = {}
         for param in params:
             entry, shape = self.state.get(param), param.shape
@@ -292,7 +284,7 @@ class Adafactor(Optimizer):
                 row, col, variance = NAMES[self.semantics]
                 own = (row, col) if param.dim() >= 2 else (variance,)
                 wanted[shape] = tuple(
-                    (name, _shape_of(name, param) if name in own else None)
+                    (name, shape_of(name, param) if name in own else None)
                     for name in (row, col, variance)
                 )
             for name, size in wanted[shape]:
@@ -343,22 +335,20 @@ class Adafactor(Optimizer):
         lists = [bucket.params, bucket.grads]
         keys = row, col, variance, "exp_avg", "RMS", "step", layout.weights.residual
         lists += [columns.get(name, []) for name in keys]
-        by_sharding: dict[Any, list[int]] = {}
-        for k, owner in enumerate(bucket.owners):
-            by_sharding.setdefault(_sharding(owner), []).append(k)
-        for sharding, where in by_sharding.items():
+        positions = range(len(bucket.owners))
+        for sharding, where in grouped(positions, lambda k: sharding_of(bucket.owners[k])).items():
             chosen = [[column[k] for k in where] if column else [] for column in lists]
             some = bucket._replace(owners=[bucket.owners[k] for k in where])
             more = options | self._weights_options(group, some)
             if sharding is None:
                 torch.ops.headroom.adafactor_(*chosen, **more)
             else:
-                _step_sharded(some.owners, *sharding, chosen, more)
+                step_sharded(some.owners, *sharding, chosen, more)
 
     def _options(
         self, group: dict[str, Any], device: torch.device, scalars: StepScalars
     ) -> dict[str, Any]:
-        """The op's arguments that are not lists."""
+        """Returns the op's arguments that are not lists."""
         hf = self.semantics == "hf"
         lr = 0.0 if group["lr"] is None else group["lr"]
         if isinstance(lr, Tensor) and not lr.is_cpu:
@@ -379,126 +369,3 @@ class Adafactor(Optimizer):
             maximize=group.get("maximize", False),
             **scalars.on(device),
         )
-
-
-# ---- DTensors -----------------------------------------------------------------------------------
-
-
-def _sharding(param: Tensor) -> tuple[Any, tuple[str | None, ...]] | None:
-    """The mesh of a DTensor and what each dimension of it shards; None if every rank has it all."""
-    if not isinstance(param, DTensor):
-        return None
-    roles = []
-    for placement in param.placements:
-        dim = sharded_dim(placement)
-        from_end = None if dim is None or param.dim() < 2 else param.dim() - dim
-        role = {1: COLS, 2: ROWS}.get(from_end, ELEMENTS)
-        roles.append(None if dim is None else role)
-    return (param.device_mesh, tuple(roles)) if any(roles) else None
-
-
-def _step_sharded(
-    owners: list[Tensor],
-    mesh: Any,
-    roles: tuple[str | None, ...],
-    lists: list[list[Tensor]],
-    options: dict[str, Any],
-) -> None:
-    """A step whose sums are added over the ranks between its phases. Where they lie in the
-    workspace is documented at ``hr_adafactor`` in ``headroom.h``."""
-    params = lists[0]
-    wholes = []
-    for owner in owners:
-        rows, cols = owner.shape[-2:] if owner.dim() >= 2 else (0, 0)
-        wholes += [rows * (ROWS in roles), cols * (COLS in roles), owner.numel()]
-    size = torch.ops.headroom._adafactor_workspace(params, wholes)
-    workspace = torch.empty(size, dtype=torch.float64, device=params[0].device)
-    counts = [len(params)] * 2 + [0, 0, 0]
-    if ROWS in roles or COLS in roles:
-        counts[2] = sum(math.prod(param.shape[:-2]) for param in params)
-        counts[3], counts[4] = map(sum, zip(*(lines_of(param.shape) for param in params)))
-    squared_params, squared_updates, row_vars, row_sums, col_sums = workspace[: sum(counts)].split(
-        counts
-    )
-
-    def run(phases: int) -> None:
-        torch.ops.headroom.adafactor_(
-            *lists, **options, phases=phases, wholes=wholes, workspace=workspace
-        )
-
-    def add(sums: Tensor, *over: str) -> None:
-        for dim, role in enumerate(roles):
-            if role in over and sums.numel() > 0:
-                torch.distributed.all_reduce(sums, group=mesh.get_group(dim))
-
-    run(SUMS)
-    add(squared_params, ROWS, COLS, ELEMENTS)
-    add(row_sums, COLS)
-    add(col_sums, ROWS)
-    run(STATES)
-    add(row_vars, ROWS)
-    run(NORM)
-    add(squared_updates, ROWS, COLS, ELEMENTS)
-    run(APPLY)
-
-
-def _zero_scalar(param: Tensor) -> Tensor:
-    """On every rank the same."""
-    zero = torch.zeros((), dtype=torch.float32, device=param.device)
-    if not isinstance(param, DTensor):
-        return zero
-    mesh = param.device_mesh
-    return DTensor.from_local(zero, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def _zero_lines(name: str, param: Tensor) -> Tensor:
-    """The variances of rows or columns, sharded as the parameter is in the dimensions they keep."""
-    shape = _shape_of(name, param)
-    if not isinstance(param, DTensor):
-        return torch.zeros(shape, dtype=torch.float32, device=param.device)
-    summed = param.dim() - (1 if "row" in name else 2)  # the dimension that is no more
-    is_kept = len(shape) == param.dim()  # with size 1
-    local, placements = list(param.to_local().shape), []
-    local[summed : summed + 1] = [1] if is_kept else []
-    for placement in param.placements:
-        dim = sharded_dim(placement)
-        if dim == summed:
-            placement = Replicate()
-        elif dim is not None and dim > summed and not is_kept:
-            placement = moved_shard(placement, dim - 1)
-        placements.append(placement)
-    zeros = torch.zeros(local, dtype=torch.float32, device=param.to_local().device)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        zeros, param.device_mesh, placements, run_check=False, shape=shape, stride=stride
-    )
-
-
-# ---- the tensors of a state ---------------------------------------------------------------------
-
-
-def _shape_of(name: str, param: Tensor) -> torch.Size:
-    shape = param.shape
-    shapes = {
-        "row_var": (*shape[:-1], 1),
-        "col_var": (*shape[:-2], 1, *shape[-1:]),
-        "exp_avg_sq_row": shape[:-1],
-        "exp_avg_sq_col": (*shape[:-2], *shape[-1:]),
-    }
-    return torch.Size(shapes.get(name, shape))
-
-
-def _no_dimensions(param: Tensor) -> tuple[int, ...]:
-    return ()
-
-
-def _float32(name: str) -> Slot:
-    return Slot(name, dtype=torch.float32)
-
-
-LINES = {
-    name: Slot(name, partial(_shape_of, name), torch.float32, first=partial(_zero_lines, name))
-    for names in NAMES.values()
-    for name in names[:2]
-}
-RMS = Slot("RMS", _no_dimensions, torch.float32, first=_zero_scalar)

@@ -9,14 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
-from .._core.checks import (
-    check_number,
-    check_pair,
-    lr_arguments,
-)
+from .._core.checks import check_number, check_pair, lr_arguments
 from .._core.registration import FLOATS
-from .._core.weight_modes import NEAREST, weights_mode
+from .._core.weight_modes import NEAREST, Master, Rounding, weights_mode
 from .base import Optimizer
 from .options import own_arguments
 from .plan import Bucket
@@ -39,52 +36,52 @@ class Adam(Optimizer):
             ``lr`` may be a tensor of one element; on the parameter's device it is read when the
             step runs, so that a CUDA graph sees later changes.
         foreach, fused, capturable: accepted for compatibility, without effect. The step is always
-            fused, and always capturable on CUDA: its counters live on the parameter's device.
+            fused, and always capturable on CUDA: its counters are on the parameter's device.
         differentiable: must be False.
         decoupled_weight_decay: weight decay as in AdamW.
         state_dtype: dtype of the moments. None: the parameter's, as in torch, or float32 with
             ``master``.
         max_grad_norm: clip the gradients of all groups, as one vector, to this L2 norm; see
-            :meth:`step`. It is the same in all parameter groups.
-        master: what is kept beside bfloat16 or float16 parameters, so that updates too small for
-            them add up. ``"f32"``: a float32 copy. ``"remainder16"``: the 16 bits that bfloat16
+            :meth:`step`. All parameter groups have the same.
+        master: master weights beside bfloat16 or float16 parameters, so that updates too small for
+            16 bits add up. ``"f32"``: a float32 copy. ``"remainder16"``: the 16 bits that bfloat16
             lacks, so that the weights are those of a float32 run with the same gradients, bit for
-            bit, in 4 bytes and not 6. ``"remainder8"``: 8 of them, a relative error up to 2^-16.
-            None: nothing. Float32 parameters are as they are, so a model may be mixed.
-        rounding: how parameters are rounded when nothing is kept, or with ``"remainder8"``.
+            bit, in 4 bytes instead of 6. ``"remainder8"``: 8 of these bits, a relative error up to
+            2^-16. None: no master weights. Float32 parameters need none, so a model may be mixed.
+        rounding: how parameters are rounded without master weights, or with ``"remainder8"``.
             ``"nearest"``; ``"stochastic"``, up or down at random, without bias; or ``"kahan"``,
             which keeps the rounding error, as a second tensor of the parameter's dtype, for the
             next step.
-        seed: of stochastic rounding, from 0 to 2^32 - 1. What is drawn depends on it, step,
-            parameter and element alone, not on device, threads or sharding.
+        seed: the seed of stochastic rounding, from 0 to 2^32 - 1. The random numbers depend on it,
+            step, parameter and element alone, not on device, threads or sharding.
         count_stalled: count the weights that each step is too small to move, for
             :meth:`stalled_fraction`.
 
     The state of a parameter is ``step`` (float64, counts past 2^24), ``exp_avg``, ``exp_avg_sq``
     and with ``amsgrad`` ``max_exp_avg_sq``: the keys of torch, so a checkpoint of one resumes the
-    other (but torch must not be given one with 8-bit moments: see :class:`Adam8bit`). ``master``
-    adds ``master`` or ``remainder``, ``"kahan"`` ``compensation``. Loading never casts a state.
+    other (but do not load 8-bit moments into torch's: see :class:`Adam8bit`). ``master`` adds
+    ``master`` or ``remainder``, ``"kahan"`` adds ``compensation``. Loading never casts a state.
 
-    Parameters that something else writes between two steps count as written, in every mode: pruning
-    masks, ``load_state_dict`` of the model, clamping, averages that are swapped in. ``"f32"`` takes
+    Parameters may be written between two steps, in every mode: by pruning masks, by
+    ``load_state_dict`` of the model, by clamping, by averages that are swapped in. ``"f32"`` takes
     the parameter where it is not the rounding of its copy; to compare them, a step reads 2 bytes
     more for each weight. ``"kahan"`` and the remainders may start up to half a unit in the last
-    place beside what was written, but from 0 at a weight set to 0 (a remainder below 2^-134 is
-    left). ``load_master_weights`` sets weights exactly. If only the optimizer's state is loaded,
-    the weights are those of the model.
+    place from the value that was written, but exactly from 0 at a weight set to 0 (a remainder
+    below 2^-134 stays). ``load_master_weights`` sets weights exactly. If only the optimizer's state
+    is loaded, the weights are those of the model.
 
     If ``grad_scale``, ``found_inf`` or ``clip_coef`` is set as an attribute (tensors of one
-    element), the step divides gradients by the first, changes nothing if
-    the second is not 0, and multiplies gradients by the third, without waiting for the device.
-    Gradients themselves are not written. :attr:`skipped_steps` says how many steps were skipped.
+    element), the step divides gradients by the first, changes nothing if the second is not 0, and
+    multiplies gradients by the third, without waiting for the device. Gradients themselves are not
+    written. :attr:`skipped_steps` counts the skipped steps.
     """
 
     _more_defaults: dict[str, Any] = {}  # options of a subclass, set before this constructor runs
-    _always_decoupled = False  # weight decay, whatever a checkpoint says
+    _always_decoupled = False  # whether weight decay is AdamW's even if a checkpoint has Adam's
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -99,8 +96,8 @@ class Adam(Optimizer):
         decoupled_weight_decay: bool = False,
         state_dtype: torch.dtype | None = None,
         max_grad_norm: float | None = None,
-        master: str | None = None,
-        rounding: str = "nearest",
+        master: Master | None = None,
+        rounding: Rounding = "nearest",
         seed: int = 0,
         count_stalled: bool = False,
     ) -> None:
@@ -121,7 +118,8 @@ class Adam(Optimizer):
         super().__init__(params, defaults, count_stalled=count_stalled)
 
     def _check_options(self, options: dict[str, Any]) -> None:
-        """Refuses what torch's constructor refuses, in its words, and what fails later in torch."""
+        """Refuses what torch's constructor refuses, with its messages, and what torch refuses
+        later."""
         lr, betas = options["lr"], options["betas"]
         if isinstance(lr, Tensor):
             if lr.numel() != 1:
@@ -196,7 +194,7 @@ class Adam(Optimizer):
     def _options(
         self, group: dict[str, Any], device: torch.device, scalars: StepScalars
     ) -> dict[str, Any]:
-        """The op's arguments that are not lists."""
+        """Returns the op's arguments that are not lists."""
         beta1, beta2 = group["betas"]
         lr = group["lr"]
         if isinstance(lr, Tensor) and not lr.is_cpu:
@@ -217,7 +215,7 @@ class Adam(Optimizer):
 class AdamW(Adam):
     r"""AdamW, fused: a drop-in for :class:`torch.optim.AdamW`.
 
-    :class:`Adam` with decoupled weight decay; arguments, states and behaviour are described there.
+    This is :class:`Adam` with decoupled weight decay, with its arguments and states.
 
     Example::
 
@@ -228,7 +226,7 @@ class AdamW(Adam):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -242,8 +240,8 @@ class AdamW(Adam):
         fused: bool | None = None,
         state_dtype: torch.dtype | None = None,
         max_grad_norm: float | None = None,
-        master: str | None = None,
-        rounding: str = "nearest",
+        master: Master | None = None,
+        rounding: Rounding = "nearest",
         seed: int = 0,
         count_stalled: bool = False,
     ) -> None:
@@ -251,7 +249,8 @@ class AdamW(Adam):
 
 
 def _numbers(betas: Any) -> Any:
-    """Betas may be tensors of one element, as in torch. What is no sequence is refused later."""
+    """Returns betas as numbers: they may be tensors of one element, as in torch. Returns a value
+    that is not a sequence as it is; it is refused later."""
     if not isinstance(betas, Sequence) or isinstance(betas, str):
         return betas
     return tuple(beta.item() if isinstance(beta, Tensor) else beta for beta in betas)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import ParamsT
 
-from .._core.checks import (
-    check_number,
-)
-from .._core.dtensor import shard_number, sharded_dim
-from .._core.overlap import is_dense as _is_dense
-from .._core.weight_modes import weights_mode
+from .._core.checks import check_number
+from .._core.dtensor import shard_number
+from .._core.overlap import is_dense
+from .._core.weight_modes import Master, Rounding, weights_mode
 from ..functional.adamw8bit import BLOCK_SIZES, signed
 from .adam import Adam
+from .block_scales import ABSMAXS, BlockScales, unpadded, zero_absmaxs
 from .options import own_arguments
 from .plan import Bucket
 from .scalars import StepScalars
@@ -24,11 +23,11 @@ from .states import STEP, Layout, Slot
 
 __all__ = ["Adam8bit", "AdamW8bit"]
 
-NONFINITE = ("skip_step", "skip_element", "propagate")
-CODE_ROUNDINGS = ("nearest", "stochastic")
+Nonfinite = Literal["skip_step", "skip_element", "propagate"]
+CodeRounding = Literal["nearest", "stochastic"]
+NONFINITE, CODE_ROUNDINGS = get_args(Nonfinite), get_args(CodeRounding)
 EIGHT_BIT = 1  # among an optimizer's layouts; the other is Adam's
-ABSMAXS = ("exp_avg_absmax", "exp_avg_sq_absmax")
-OPTIONS = (  # that Adam does not have
+OPTIONS = (  # which Adam lacks
     "optim_bits",
     "min_8bit_size",
     "block_size",
@@ -40,12 +39,13 @@ OPTIONS = (  # that Adam does not have
 
 
 class Adam8bit(Adam):
-    r"""Adam with moments of one byte: :class:`Adam` with 2 bytes of state per parameter, not 8.
+    r"""Adam with moments of one byte: :class:`Adam` with 2 bytes of state per parameter instead of
+    8.
 
     A moment is a code of the dynamic map per element and a float32 scale per block of consecutive
-    elements (Dettmers et al., arXiv:2110.02861), bitsandbytes' format. One op updates all the
-    parameters of a group and device. A second moment that is not zero never becomes zero by
-    rounding, so that no update can blow up; see ``hr_adamw8bit`` in ``headroom.h``.
+    elements (Dettmers et al., arXiv:2110.02861), bitsandbytes' format. One op updates all
+    parameters of a group and device. Rounding never makes a nonzero second moment zero, so that no
+    update can blow up; see ``hr_adamw8bit`` in ``headroom.h``.
 
     Args:
         params, lr, betas, eps, weight_decay, maximize, foreach, capturable, differentiable, fused,
@@ -53,30 +53,30 @@ class Adam8bit(Adam):
             :class:`Adam`. A bfloat16 parameter with ``master="remainder16"`` takes 6 bytes with its
             state.
         amsgrad: must be False.
-        min_8bit_size: parameters with fewer elements (of a DTensor: on all ranks together) have
-            float32 moments.
+        min_8bit_size: parameters with fewer elements than this have float32 moments. The elements
+            of a DTensor are counted on all ranks together.
         block_size: elements per scale: 64, 128, 256 or 512. Blocks follow the order in memory at
-            the first step, and those of a DTensor are local to its shard.
+            the first step, and the blocks of a DTensor are local to its shard.
         bnb_exact: the rule of bitsandbytes' CUDA kernels step for step, which lets updates blow up
             and always decouples the weight decay. (On a CPU bitsandbytes quantizes more coarsely:
             of the squares of 65,536 normal numbers about 2,000 get another code.)
         code_rounding: ``"nearest"``, or ``"stochastic"``: round codes up or down at random, without
-            bias. What is drawn depends on ``seed``, step, parameter and element alone.
-        seed: of that, and of ``rounding="stochastic"``, from 0 to 2^32 - 1.
+            bias. The random numbers depend on ``seed``, step, parameter and element alone.
+        seed: the seed of random rounding, of codes and of weights, from 0 to 2^32 - 1.
         nonfinite: what an infinite or NaN gradient does. ``"propagate"``: the weight becomes NaN,
-            as in torch, and with it the moments of its block. ``"skip_element"``: the element and
-            its moments stay as they are. ``"skip_step"``: the step changes nothing, which costs a
-            pass over the gradients. With ``max_grad_norm`` or a scaler, which look at the gradients
-            anyway, the step changes nothing whichever it is.
+            as in torch, and so do the moments of its block. ``"skip_element"``: the element and its
+            moments stay as they are. ``"skip_step"``: the step changes nothing, which costs a pass
+            over the gradients. With ``max_grad_norm`` or a scaler, which read the gradients anyway,
+            the step changes nothing in each of the three.
 
-    ``optim_bits=32`` in a parameter group, or :meth:`override`, keeps parameters at float32
-    moments. A state that exists is kept as it is, whichever it is.
+    ``optim_bits=32`` in a parameter group, or :meth:`override`, chooses float32 moments for
+    parameters. An existing state keeps its format.
 
     The state of a parameter is ``step`` (float64); ``exp_avg`` and ``exp_avg_sq``, uint8 of its
-    shape; ``exp_avg_absmax`` and ``exp_avg_sq_absmax``, float32, the scales of the blocks. With
-    float32 moments it is that of :class:`Adam`. Checkpoints of ``torch.optim.Adam`` and AdamW load;
-    the other way :class:`Adam` refuses 8-bit moments, but torch's classes take the codes for
-    numbers without an error: do not load such a checkpoint with them.
+    shape; ``exp_avg_absmax`` and ``exp_avg_sq_absmax``, float32, the scales of the blocks. A state
+    with float32 moments is that of :class:`Adam`. Checkpoints of ``torch.optim.Adam`` and AdamW
+    load. In the other direction, :class:`Adam` refuses 8-bit moments, but torch's classes take the
+    codes for numbers without an error: do not load such a checkpoint into them.
 
     ``torch.distributed.checkpoint.load`` refuses 8-bit moments that another number of ranks saved
     if the blocks of their shards differ ("Size mismatch" of an ``absmax``);
@@ -85,7 +85,7 @@ class Adam8bit(Adam):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -99,15 +99,15 @@ class Adam8bit(Adam):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         max_grad_norm: float | None = None,
-        master: str | None = None,
-        rounding: str = "nearest",
+        master: Master | None = None,
+        rounding: Rounding = "nearest",
         seed: int = 0,
         count_stalled: bool = False,
         min_8bit_size: int = 4096,
         block_size: int = 256,
         bnb_exact: bool = False,
-        code_rounding: str = "nearest",
-        nonfinite: str = "propagate",
+        code_rounding: CodeRounding = "nearest",
+        nonfinite: Nonfinite = "propagate",
     ) -> None:
         given = own_arguments(locals())
         self._overrides: dict[Tensor, int] = {}
@@ -116,8 +116,9 @@ class Adam8bit(Adam):
         super().__init__(**given)
 
     def override(self, target: Tensor | nn.Module, name: str | None = None, *, bits: int) -> None:
-        """Chooses 8-bit or float32 moments for a parameter, whatever its size, before its first
-        step: by tensor, or by module and name, or for all parameters of a module.
+        """Chooses 8-bit or float32 moments for a parameter of any size, before its first step. The
+        target is a tensor, a module and the name of a parameter in it, or a module with all its
+        parameters.
 
         Raises:
             ValueError: ``bits`` is neither 8 nor 32, the optimizer does not have the parameter, or
@@ -150,7 +151,7 @@ class Adam8bit(Adam):
                 group.setdefault("code_rounding", "stochastic" if old else "nearest")
             for key in OPTIONS:
                 group.setdefault(key, defaults[key])
-            group["nonfinite"] = defaults["nonfinite"]  # which holds for all groups
+            group["nonfinite"] = defaults["nonfinite"]  # which is the same in all groups
         super().__setstate__(state)
 
     def _check_loaded(self, index: int, group: dict[str, Any]) -> None:
@@ -195,16 +196,16 @@ class Adam8bit(Adam):
         return self.defaults["nonfinite"] == "skip_step"
 
     def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
-        plain = Layout(
+        as_adam = Layout(
             tuple(
                 slot if slot is STEP else slot._replace(dtype=torch.float32)
                 for slot in super()._layouts(group)[0].slots
             )
         )
-        scales = _Scales(group["block_size"])
+        scales = BlockScales(group["block_size"])
         codes = (Slot(name, dtype=torch.uint8) for name in ("exp_avg", "exp_avg_sq"))
         absmaxs = (Slot(name, scales.shape, torch.float32, first=scales.zeros) for name in ABSMAXS)
-        return plain, Layout((*codes, *absmaxs, STEP))
+        return as_adam, Layout((*codes, *absmaxs, STEP))
 
     def _layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
         entry = self.state.get(param)
@@ -216,7 +217,7 @@ class Adam8bit(Adam):
         return int(wanted and param.numel() >= group["min_8bit_size"])
 
     def _layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
-        # Most have a state. Thousands of small parameters are asked in every step.
+        # Most have a state. Every step asks for thousands of small parameters.
         return [
             int(entry["exp_avg"].dtype is torch.uint8)
             if entry and "exp_avg" in entry
@@ -234,7 +235,7 @@ class Adam8bit(Adam):
         for name in ABSMAXS:
             scales = entry.get(name)
             if isinstance(scales, Tensor) and not isinstance(scales, DTensor):
-                shape = _zero_absmaxs(param, group["block_size"]).shape
+                shape = zero_absmaxs(param, group["block_size"]).shape
                 if scales.shape == (shape.numel(),):  # bitsandbytes has no rows
                     scales = scales.reshape(shape)
                 entry[name] = scales.contiguous()
@@ -279,9 +280,9 @@ class Adam8bit(Adam):
             params,
             grads,
             exp_avgs,
-            _unpadded(absmaxs, params, group["block_size"]),
+            unpadded(absmaxs, params, group["block_size"]),
             exp_avg_sqs,
-            _unpadded(sq_absmaxs, params, group["block_size"]),
+            unpadded(sq_absmaxs, params, group["block_size"]),
             steps,
             residuals[0] if residuals else [],
             **options,
@@ -298,7 +299,7 @@ class Adam8bit(Adam):
         return options
 
     def _seeds(self, group: dict[str, Any], params: list[Tensor]) -> list[int]:
-        """Distinct for every parameter, and for every shard of one."""
+        """Returns a seed for every parameter, distinct for each shard of one."""
         everyone = (param for group in self.param_groups for param in group["params"])
         places = {param: place for place, param in enumerate(everyone)}
         keys = [(shard_number(param) << 20) + places[param] for param in params]
@@ -318,7 +319,7 @@ class AdamW8bit(Adam8bit):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -331,79 +332,24 @@ class AdamW8bit(Adam8bit):
         differentiable: bool = False,
         fused: bool | None = None,
         max_grad_norm: float | None = None,
-        master: str | None = None,
-        rounding: str = "nearest",
+        master: Master | None = None,
+        rounding: Rounding = "nearest",
         seed: int = 0,
         count_stalled: bool = False,
         min_8bit_size: int = 4096,
         block_size: int = 256,
         bnb_exact: bool = False,
-        code_rounding: str = "nearest",
-        nonfinite: str = "propagate",
+        code_rounding: CodeRounding = "nearest",
+        nonfinite: Nonfinite = "propagate",
     ) -> None:
         super().__init__(**own_arguments(locals()), decoupled_weight_decay=True)
 
 
-# PEFT's LoRA+ imports bitsandbytes for optimizers whose __name__ is one of bitsandbytes' own.
-Adam8bit.__name__, AdamW8bit.__name__ = "HeadroomAdam8bit", "HeadroomAdamW8bit"
-
-
-def _zero_absmaxs(param: Tensor, block_size: int) -> Tensor:
-    """The scales of a parameter's blocks, [rows, blocks] where its rows are whole blocks.
-
-    Those of a DTensor are a DTensor. If it is sharded by such rows, so are they, and blocks are the
-    same however many ranks there are. Else they are [ranks, 1, ..., blocks], where every rank has
-    as many blocks as the largest shard needs, and the sharded dimension decides how often there is
-    a 1: no other sharding has this shape, so its blocks cannot be mistaken for these by a loader.
-    """
-    row = math.prod(param.shape[1:])
-    by_rows = param.dim() > 1 and row % block_size == 0
-    if not isinstance(param, DTensor):
-        shape = (param.shape[0], row // block_size) if by_rows else -(-param.numel() // block_size)
-        return torch.zeros(shape, dtype=torch.float32, device=param.device)
-    mesh, placements = param.device_mesh, param.placements
-    if by_rows and all(sharded_dim(p) in (None, 0) for p in placements):
-        shape = torch.Size((param.shape[0], row // block_size))
-        local = torch.Size((param.to_local().shape[0], shape[1]))
-    else:
-        largest, ranks, ones = list(param.shape), 1, 1
-        for placement, size in zip(placements, mesh.shape):
-            if (dim := sharded_dim(placement)) is not None:
-                largest[dim] = -(-largest[dim] // size)
-                ranks *= size
-                ones += dim
-        blocks = -(-math.prod(largest) // block_size)
-        local = torch.Size((1, *ones * (1,), blocks) if ranks > 1 else (blocks,))
-        shape = torch.Size((ranks, *local[1:])) if ranks > 1 else local
-        placements = [Replicate() if sharded_dim(p) is None else Shard(0) for p in placements]
-    scales = torch.zeros(local, dtype=torch.float32, device=param.to_local().device)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(scales, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-class _Scales:
-    """The shape and the first values of the scales of blocks of one size."""
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-
-    def shape(self, param: Tensor) -> torch.Size:
-        return self.zeros(param).shape
-
-    def zeros(self, param: Tensor) -> Tensor:
-        return _zero_absmaxs(param, self.block_size)
-
-
 def _is_moved(param: Tensor, *others: Tensor) -> bool:
-    """Whether a parameter's memory order is no longer that of its codes. The op's blocks follow the
-    parameter's order, and those of the state the order in which the codes were made."""
+    """Returns whether a parameter's memory order is no longer that of its codes. The op's blocks
+    follow the parameter's order, and the state's blocks the order in which the codes were made."""
     return (
         others[2].stride() != param.stride()
-        and _is_dense(param)
+        and is_dense(param)
         and all(other.shape == param.shape for other in others)
     )
-
-
-def _unpadded(absmaxs: list[Tensor], params: list[Tensor], block_size: int) -> list[Tensor]:
-    blocks = [-(-param.numel() // block_size) for param in params]
-    return [a if a.numel() <= n else a.flatten()[:n] for a, n in zip(absmaxs, blocks)]

@@ -1,8 +1,8 @@
-"""The base of Headroom's optimizers: fused steps over whole groups, and states never cast.
+"""The base of Headroom's optimizers: a fused step over each group, and states that are never cast.
 
 A subclass declares the state of its parameters (states.py) and runs one op for the parameters of a
-group that lie on one device (plan.py). The parts of a step that are ideas of their own are in
-measuring.py, skips.py, loading.py and memory.py.
+group on one device (plan.py). Other parts of a step are in measuring.py, skips.py, loading.py and
+memory.py.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from .._core.weight_modes import check_weight_options
 from ..grad.norm import Measured
 from .loading import KEPT, complete_groups, export_state, keep_states, restored_states
 from .measuring import first_nonfinite, with_measured
 from .memory import StateMemory, state_memory
-from .options import check_max_grad_norm, check_types, common_max_grad_norm, keep_unique
+from .options import (
+    check_loaded_group,
+    check_max_grad_norm,
+    common_max_grad_norm,
+    keep_unique,
+)
 from .plan import Bucket, check_memory, plan_group, table_of_bucket
 from .run import fill_columns, follow, step_gathered
 from .scalars import StepScalars
@@ -38,7 +44,7 @@ class Optimizer(StatefulOptimizer):
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     clip_coef: Tensor | None = None
-    check_finite = False  # whether a step looks for gradients that are not finite by itself
+    check_finite = False  # whether a step itself looks for gradients that are not finite
     grad_norm: Tensor | None = None  # of the last step that measured it
     measured: Measured | None = None
     measured_params: Sequence[Tensor] = ()
@@ -47,7 +53,7 @@ class Optimizer(StatefulOptimizer):
     _release: Any = None  # the ReleaseHandle that steps parameters inside backward, if there is one
 
     def __init__(
-        self, params: Any, defaults: dict[str, Any], *, count_stalled: bool = False
+        self, params: ParamsT, defaults: dict[str, Any], *, count_stalled: bool = False
     ) -> None:
         self._stalled = StalledWeights() if count_stalled else None
         self._skips = SkippedSteps()
@@ -57,7 +63,8 @@ class Optimizer(StatefulOptimizer):
 
     @property
     def _skips_steps(self) -> bool:
-        """Whether a step with gradients that are not finite changes nothing, whoever calls it."""
+        """Whether a step with gradients that are not finite changes nothing, even without a
+        scaler."""
         return False
 
     def _update(
@@ -68,18 +75,18 @@ class Optimizer(StatefulOptimizer):
         scalars: StepScalars,
     ) -> None:
         """Runs the op on a bucket. ``states`` are the lists that its layout names, or a table of
-        everything: parameters, gradients, and what the layout names."""
+        parameters, gradients and states."""
         raise NotImplementedError
 
     def _translated(
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
     ) -> dict[str, Any]:
-        """A loaded state of another library in the form of this optimizer, before it is checked."""
+        """Returns a loaded state of another library in the form of this optimizer, unchecked."""
         return entry
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group as :meth:`torch.optim.Optimizer.add_param_group` does. A parameter given
-        twice in it is kept once, and a group without ``max_grad_norm`` gets that of the others.
+        """Adds a group as :meth:`torch.optim.Optimizer.add_param_group` does. A parameter that it
+        names twice is kept once, and a group without ``max_grad_norm`` gets that of the others.
 
         Raises:
             TypeError, ValueError: an option or a parameter does not fit. No group is added then.
@@ -97,9 +104,8 @@ class Optimizer(StatefulOptimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         keep_unique(group)
-        for device in {
-            param.device for param in group["params"]
-        }:  # before a step is traced or captured
+        # Counts are made here, before a step is traced or captured.
+        for device in {param.device for param in group["params"]}:
             if self._stalled is not None:
                 self._stalled.on(device)
             if device.type != "meta":
@@ -120,17 +126,17 @@ class Optimizer(StatefulOptimizer):
             max_grad_norm: clip the gradients of all groups, as one vector, to this L2 norm. They
                 are read twice and not written; a step with an infinite or NaN gradient changes
                 nothing. ``optimizer.grad_norm`` is the norm before clipping. 0 makes all gradients
-                0, as :func:`torch.nn.utils.clip_grad_norm_` does (some trainers mean by it that
-                nothing is clipped); infinity measures and clips nothing. None: what the parameter
-                groups have, all of them the same.
+                0, as :func:`torch.nn.utils.clip_grad_norm_` does (in some trainers it turns
+                clipping off); infinity measures and clips nothing. None: the limit of the parameter
+                groups.
 
         Returns:
             What the closure returned, or None.
 
         Raises:
             ValueError: the groups have different ``max_grad_norm``. Nothing has been written then.
-            RuntimeError: an op refuses its tensors or options. It has written nothing then; those
-                before it are done: a group takes one op for each kind of state and device.
+            RuntimeError: an op refuses its tensors or options. It has written nothing then, but
+                ops before it have: a group takes one op for each layout of states and device.
         """
         if self._release is not None and self._release.finish(closure, max_grad_norm):
             return None
@@ -160,7 +166,7 @@ class Optimizer(StatefulOptimizer):
         return loss
 
     def step_part(self, index: int, params: list[Tensor], scalars: StepScalars) -> None:
-        """A step of some parameters of group ``index``, with gradients, and of no other. Measures
+        """Steps some parameters of group ``index``, which have gradients, and no others. Measures
         nothing: skips, unscales and clips by ``scalars`` alone."""
         with torch.no_grad():
             plan = plan_group(self, self.param_groups[index] | {"params": params})
@@ -172,7 +178,7 @@ class Optimizer(StatefulOptimizer):
 
     @property
     def _max_grad_norm(self) -> float | None:
-        """What a step clips to, if it is not told otherwise."""
+        """The norm that a step clips to by default."""
         return common_max_grad_norm(self.param_groups)
 
     def _init_group(self, group: dict[str, Any], *columns: list[Tensor]) -> None:
@@ -187,8 +193,8 @@ class Optimizer(StatefulOptimizer):
         return weights_arguments(self.param_groups, group, bucket, self._stalled)
 
     def stalled_fraction(self) -> float:
-        """The share of weights that the last step was too small to move: float32 would have moved
-        them, but rounding left what is stored of them as it was. Of DTensors, on this rank.
+        """Returns the share of weights that the last step was too small to move: float32 would have
+        moved them, but rounding left their stored value as it was. Counts the shards of this rank.
 
         Waits for the device.
 
@@ -201,14 +207,14 @@ class Optimizer(StatefulOptimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps changed nothing because a gradient was infinite or NaN: of those that
-        looked, since they clip, have a scaler, or were told to. The count is kept on the device;
-        reading it waits for the device. The first time that it is not 0, a warning names the first
-        parameter whose gradient is not finite, if the last step was skipped or gradients are there
-        still; on this rank, if they are sharded.
+        """The number of steps that changed nothing because a gradient was infinite or NaN. Steps
+        look for such gradients if they clip, have a scaler, or were told to. The count is on the
+        device, and reading it waits for the device. The first time that it is not 0, a warning
+        names the first parameter whose gradient is not finite, if the last step was skipped or
+        gradients still exist; of sharded gradients, on this rank.
 
-        A step that a scaler does not call does not count. Without waiting, a warning comes after
-        about ``max_consecutive_skips`` skipped steps in a row (10, an attribute to set).
+        A step that a scaler does not call does not count. After about ``max_consecutive_skips``
+        skipped steps in a row (10, an attribute to set) a warning comes without waiting.
         """
         skipped = self._skips.total()
         if skipped:
@@ -230,23 +236,21 @@ class Optimizer(StatefulOptimizer):
     # ---- states ---------------------------------------------------------------------------------
 
     def memory(self) -> list[StateMemory]:
-        """What the state takes on this rank, by its dtypes. Parameters that have not had a step
-        count with what they will have; those that have no state and require no gradient, and those
-        of lazy modules before their first forward, do not count."""
+        """Returns the bytes of the state on this rank, by its dtypes. Parameters before their first
+        step count with the state that they will have. Parameters without a state that require no
+        gradient, and those of lazy modules before their first forward, do not count."""
         return state_memory(self)
 
     def __repr__(self) -> str:
-        options = super().__repr__().removeprefix(type(self).__name__)
-        return "\n".join([self._class_name + options, *map(str, self.memory())])
+        return "\n".join([super().__repr__(), *map(str, self.memory())])
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
-        """The state, as :meth:`torch.optim.Optimizer.state_dict` gives it.
+        """Returns the state as :meth:`torch.optim.Optimizer.state_dict` does.
 
-        Collectives have no 16-bit integers, so remainders that are DTensors are given as the
-        bfloat16 numbers with their bits. They mean nothing as numbers, and load as what they are.
-        ``state_dtype`` is given by name: to gather states torch goes through options, and knows no
-        dtypes there.
+        Collectives have no 16-bit integers, so remainders that are DTensors become the bfloat16
+        numbers with the same bits; loading turns them back. ``state_dtype`` becomes a name: torch
+        gathers options too, and takes no dtypes there.
         """
         return export_state(super().state_dict())
 
@@ -255,17 +259,17 @@ class Optimizer(StatefulOptimizer):
         """Loads a state made by ``state_dict()`` of this optimizer or of its torch counterpart.
 
         States keep the dtype they were saved in, whatever the dtype of the parameters, and move to
-        the parameter's device. If something does not fit, the error says which parameter and what,
-        and the optimizer stays as it was.
+        the parameter's device. If something does not fit, the error names the parameter and the
+        reason, and the optimizer stays as it was.
 
         Raises:
             TypeError, ValueError: an option of a group is missing or out of range; or a state is
-                missing, has another shape or dtype, or values that no training gives: a second
-                moment below 0, or a scale of 8-bit codes below 0, infinite or NaN.
+                missing, has another shape or dtype, or values that training never makes: a second
+                moment below 0, or a scale of 8-bit codes that is below 0, infinite or NaN.
         """
         if not isinstance(state_dict, dict):
             raise TypeError(f"the state dict is a {type(state_dict).__name__}, not a dict")
-        # Registered last, so that the user's own hooks see tensors as they are.
+        # Registered last, so that the user's own hooks see tensors.
         hook = self.register_load_state_dict_pre_hook(keep_states)
         try:
             super().load_state_dict(state_dict)
@@ -283,7 +287,7 @@ class Optimizer(StatefulOptimizer):
             for index, group in enumerate(groups):
                 self._check_loaded(index, group)
         restored = restored_states(self, state)
-        if is_checkpoint:  # after states, which say more of modes that do not fit
+        if is_checkpoint:  # after the states, whose errors tell more of modes that do not fit
             for group in groups:
                 check_weight_options(group)
             common_max_grad_norm(groups)
@@ -293,15 +297,4 @@ class Optimizer(StatefulOptimizer):
 
     def _check_loaded(self, index: int, group: dict[str, Any]) -> None:
         """Refuses a group of a checkpoint whose options a step could not use."""
-        place = f"param_groups[{index}] of the loaded state"
-        # Torch's groups lack the first, and torch itself adds the second to the defaults.
-        wanted = self.defaults.keys() - {"max_grad_norm", "differentiable"}
-        missing = sorted(wanted - group.keys())
-        if missing:
-            raise ValueError(f"{place} has no {', '.join(map(repr, missing))}")
-        check_types(group, self.defaults, place)
-        try:
-            self._check_options(group)
-        except (TypeError, ValueError, RuntimeError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"{place}: {error}") from error
+        check_loaded_group(group, self.defaults, self._check_options, index)

@@ -1,7 +1,7 @@
 """Carries the state of an optimizer through ``state_dict()``, loading, copies and pickles.
 
-torch's loader would cast every state to the dtype of its parameter. Here a state keeps the dtype it
-was saved in, and what no training gives is refused before anything changes.
+torch's loader would cast every state to the dtype of its parameter. Here a state keeps the dtype in
+which it was saved, and values that training never makes are refused before anything changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .states import Layout, Slot, StatefulOptimizer
 __all__ = ["KEPT", "complete_groups", "export_state", "keep_states", "restored_states"]
 
 STATE_DTYPES = {str(dtype): dtype for dtype in FLOATS}
-KEPT = (  # attributes that copies and pickles have, beside torch's
+KEPT = (  # attributes that copies and pickles have, beyond torch's
     "_skips",
     "_stalled",
     "check_finite",
@@ -49,8 +49,6 @@ NONNEGATIVE = (  # states that are means of squares, or magnitudes
     "exp_avg_sq_col",
     "RMS",
 )
-
-
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # which Adam's op takes in one dtype
 
 
@@ -63,7 +61,7 @@ class Kept:
 
 
 def keep_states(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
-    """A hook before loading: checks the form, and puts every state into a :class:`Kept`."""
+    """A hook before loading: checks the form, and wraps every state in a :class:`Kept`."""
     _check_form(loaded)
     entries = {
         key: {name: Kept(value) for name, value in entry.items()}
@@ -92,7 +90,7 @@ def _check_form(loaded: dict[str, Any]) -> None:
 
 
 def export_state(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Gives dtypes by name, and remainders that are DTensors as bfloat16 numbers."""
+    """Replaces dtypes by their names, and remainders that are DTensors by bfloat16 numbers."""
     for group in state_dict["param_groups"]:
         if isinstance(group.get("state_dtype"), torch.dtype):
             group["state_dtype"] = str(group["state_dtype"])
@@ -105,7 +103,8 @@ def export_state(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def complete_groups(groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
-    """Adds the options that groups of torch's optimizers lack, and reads dtypes."""
+    """Adds the options that groups of torch's optimizers lack, and replaces names of dtypes by
+    dtypes."""
     for group in groups:
         for key in ("state_dtype", "master", "rounding", "seed", "max_grad_norm"):
             if key in defaults:
@@ -119,13 +118,13 @@ def complete_groups(groups: list[dict[str, Any]], defaults: dict[str, Any]) -> N
 def restored_states(
     optimizer: StatefulOptimizer, state: dict[str, Any]
 ) -> defaultdict[Any, dict[str, Any]]:
-    """Returns the states in what ``__setstate__`` got. Those that are loaded, and not copied or
-    unpickled, are checked first."""
+    """Returns the states in the argument of ``__setstate__``. States that are loaded, rather than
+    copied or unpickled, are checked first."""
     restored: defaultdict[Any, Any] = defaultdict(dict)
     groups = {id(p): group for group in state["param_groups"] for p in group["params"]}
     names: dict[Tensor, str] | None = None
     for param, entry in state["state"].items():
-        if not isinstance(entry, dict):  # of no parameter, as others may keep there
+        if not isinstance(entry, dict):  # not of a parameter: other code may keep things there
             if id(param) in groups:
                 name = param_names(optimizer.param_groups).get(param, "a parameter")
                 raise ValueError(
@@ -151,13 +150,13 @@ def _restored(
     group: dict[str, Any],
     name: str,
 ) -> dict[str, Any]:
-    """A loaded state on the device and in the memory order of its parameter, or an error."""
+    """Returns a loaded state on the device and in the memory order of its parameter, or raises."""
     layout = optimizer._layout(param, group, optimizer._layout_index_of_state(entry))
     unknown = [key for key in RESIDUALS if key in entry and key not in layout.names]
     if unknown:
         raise ValueError(
-            f"the loaded state of {name} has a '{unknown[0]}', which completes weights that "
-            f"were stored in another way than these, in {param.dtype} with "
+            f"the loaded state of {name} has a '{unknown[0]}', which belongs to weights that "
+            f"were stored in another mode than these, in {param.dtype} with "
             f"master={group.get('master')!r}; carry weights over with master_weights() and "
             "load_master_weights()"
         )
@@ -230,8 +229,8 @@ def _counter(value: Any, param: Tensor, name: str) -> Tensor:
 
 
 def _check_memory(key: str, value: Tensor, param: Tensor, name: str) -> None:
-    """Refuses what has no elements to read: sparse tensors, those on the meta device, and those
-    whose storage was freed, which torch reads without looking."""
+    """Refuses tensors without elements to read: sparse ones, those on the meta device, and those
+    whose storage was freed, which torch reads without a check."""
     local = local_part(value)
     if local.layout != torch.strided or (local.is_meta and not local_part(param).is_meta):
         what = "on the meta device" if local.is_meta else f"of layout {local.layout}"
@@ -243,7 +242,8 @@ def _check_memory(key: str, value: Tensor, param: Tensor, name: str) -> None:
 
 
 def _check_values(key: str, value: Tensor, name: str) -> None:
-    """Refuses what would make the weights NaN: the step takes square roots and products of it."""
+    """Refuses values that would make the weights NaN: the step takes their square roots and
+    products."""
     local = local_part(value).detach()
     if local.is_meta or not local.numel():
         return
@@ -263,7 +263,7 @@ def _check_values(key: str, value: Tensor, name: str) -> None:
 
 
 def _viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bits of a tensor as numbers of another type of the same size."""
+    """Returns the bits of a tensor as numbers of another dtype of the same size."""
     if not isinstance(tensor, DTensor):
         return tensor.view(dtype)
     return DTensor.from_local(
@@ -277,7 +277,7 @@ def _viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _ordered(value: Tensor, param: Tensor) -> Tensor:
-    """A state in the memory order of its parameter."""
+    """Returns a state in the memory order of its parameter."""
     if isinstance(value, DTensor) or value.stride() == param.stride():
         return value
     ordered = torch.empty_like(param, dtype=value.dtype, memory_format=torch.preserve_format)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,10 @@ __all__ = ["headroom_optimizer", "load_master_weights", "master_weights"]
 
 
 def headroom_optimizer(optimizer: Any, caller: str) -> Optimizer:
-    """The optimizer itself, or the one in a wrapper, such as the one that accelerate makes.
+    """Returns the optimizer itself, or the one inside a wrapper such as accelerate's.
 
     Raises:
-        TypeError: it is none of :mod:`headroom.optim`.
+        TypeError: it is not one of :mod:`headroom.optim`.
     """
     inner = optimizer
     while not hasattr(inner, "_weights_mode") and hasattr(inner, "optimizer"):
@@ -33,15 +33,24 @@ def headroom_optimizer(optimizer: Any, caller: str) -> Optimizer:
     )
 
 
-def master_weights(optimizer: Optimizer, model: nn.Module | None = None) -> dict[Any, Tensor]:
-    """The weights of an optimizer's parameters as float32: those that its next step starts from.
+@overload
+def master_weights(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]: ...
 
-    To evaluate or save a model without the rounding of its 16-bit weights. Where a parameter was
-    written since the last step, it is what was written: see :class:`headroom.optim.Adam`.
+
+@overload
+def master_weights(optimizer: Optimizer, model: None = None) -> dict[Tensor, Tensor]: ...
+
+
+def master_weights(optimizer: Optimizer, model: nn.Module | None = None) -> dict[Any, Tensor]:
+    """Returns the weights of an optimizer's parameters as float32, from which its next step starts.
+
+    Use it to evaluate or save a model without the rounding of its 16-bit weights. For a parameter
+    that was written since the last step, it returns what was written: see
+    :class:`headroom.optim.Adam`.
 
     Args:
         optimizer: one of :mod:`headroom.optim`, or accelerate's wrapper of it.
-        model: whose parameters they are.
+        model: the module whose parameters they are.
 
     Returns:
         With ``model``, a state dict of it: its parameters as float32 tensors, detached copies, and
@@ -49,7 +58,7 @@ def master_weights(optimizer: Optimizer, model: nn.Module | None = None) -> dict
         float32 tensor. DTensors stay DTensors.
 
     Raises:
-        TypeError: the optimizer is none of :mod:`headroom.optim`.
+        TypeError: the optimizer is not one of :mod:`headroom.optim`.
     """
     optimizer = headroom_optimizer(optimizer, "master_weights")
     joined: dict[Any, Tensor] = {}
@@ -76,18 +85,18 @@ def master_weights(optimizer: Optimizer, model: nn.Module | None = None) -> dict
 def load_master_weights(
     optimizer: Optimizer, weights: Mapping[Any, Tensor], model: nn.Module | None = None
 ) -> None:
-    """Sets parameters, and what the optimizer keeps beside them, from float32 weights: the way back
-    of :func:`master_weights`. Nothing is lost that the optimizer's mode can keep, and nothing is
-    left of the old weights, as there may be after writing to the parameters alone.
+    """Sets parameters, and what the optimizer keeps beside them, from float32 weights: the inverse
+    of :func:`master_weights`. It keeps all bits that the optimizer's mode can hold, and none of the
+    old weights, which may remain in part after a write to the parameters alone.
 
     Args:
         optimizer: one of :mod:`headroom.optim`, or accelerate's wrapper of it.
-        weights: what :func:`master_weights` returned, for these parameters or this model. With
+        weights: what :func:`master_weights` returned for these parameters or this model. With
             ``model``, entries for buffers are copied too.
-        model: whose names ``weights`` has.
+        model: the module whose names ``weights`` has.
 
     Raises:
-        TypeError: the optimizer is none of :mod:`headroom.optim`.
+        TypeError: the optimizer is not one of :mod:`headroom.optim`.
         KeyError: a parameter of the optimizer is missing from ``weights``.
         ValueError: a shape does not fit. Nothing has been changed then.
     """

@@ -1,4 +1,4 @@
-"""Measures the gradients of a step before it: whether all are finite, and how much to clip."""
+"""Measures the gradients before a step: whether all are finite, and the factor that clips them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def with_measured(
     optimizer: Any, scalars: StepScalars, max_grad_norm: float | None, plans: list[Plan]
 ) -> StepScalars:
     """Returns the scalars of a step that is skipped if a gradient is not finite, and clipped if
-    ``max_grad_norm`` is a number. Sets the optimizer's attributes that show what was measured."""
+    ``max_grad_norm`` is a number. Sets the optimizer's attributes that show the results."""
     if torch.compiler.is_compiling():
         everyone = (param for group in optimizer.param_groups for param in group["params"])
         optimizer.measured_params = [param for param in everyone if param.grad is not None]

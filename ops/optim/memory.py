@@ -38,8 +38,8 @@ class StateMemory:
 
 
 def state_memory(optimizer: StatefulOptimizer) -> list[StateMemory]:
-    """Returns what the state takes on this rank. Parameters that have not had a step count with
-    what they will have."""
+    """Returns the bytes of the state on this rank. Parameters before their first step count with
+    the state that they will have."""
     rows: dict[tuple[str, ...], StateMemory] = {}
     names = param_names(optimizer.param_groups)
     for group in optimizer.param_groups:

@@ -1,16 +1,16 @@
-"""Checks what the parameter groups of all optimizers have: ``max_grad_norm`` and parameters."""
+"""Checks the options and parameters that the groups of all optimizers have."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 
 __all__ = [
+    "check_loaded_group",
     "check_max_grad_norm",
-    "check_types",
     "common_max_grad_norm",
     "keep_unique",
     "own_arguments",
@@ -23,6 +23,7 @@ def own_arguments(scope: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_max_grad_norm(limit: Any) -> None:
+    """Refuses a limit that is neither None nor a number of 0 or more."""
     if limit is not None and not isinstance(limit, Real):
         raise TypeError(f"max_grad_norm must be a number or None, got {type(limit).__name__}")
     if limit is not None and not limit >= 0:
@@ -44,8 +45,30 @@ def common_max_grad_norm(groups: Sequence[dict[str, Any]]) -> float | None:
     return limits[0] if limits else None
 
 
-def check_types(group: dict[str, Any], defaults: dict[str, Any], place: str) -> None:
-    """Refuses a loaded group with options that are not of the kind that the optimizer has."""
+def check_loaded_group(
+    group: dict[str, Any],
+    defaults: dict[str, Any],
+    check: Callable[[dict[str, Any]], None],
+    index: int,
+) -> None:
+    """Refuses a group of a checkpoint that lacks an option of ``defaults``, has one of another
+    type, or does not pass ``check``."""
+    place = f"param_groups[{index}] of the loaded state"
+    # Torch's groups lack the first, and torch itself adds the second to the defaults.
+    wanted = defaults.keys() - {"max_grad_norm", "differentiable"}
+    missing = sorted(wanted - group.keys())
+    if missing:
+        raise ValueError(f"{place} has no {', '.join(map(repr, missing))}")
+    _check_types(group, defaults, place)
+    try:
+        check(group)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{place}: {error}") from error
+
+
+def _check_types(group: dict[str, Any], defaults: dict[str, Any], place: str) -> None:
+    """Refuses options of other types than the optimizer's."""
     for key in ("master", "rounding"):
         if not isinstance(group.get(key), (str, type(None))):
             got = type(group[key]).__name__
@@ -61,7 +84,7 @@ def check_types(group: dict[str, Any], defaults: dict[str, Any], place: str) -> 
 
 
 def keep_unique(group: dict[str, Any]) -> None:
-    """Drops parameters that a group has already, with their names."""
+    """Drops parameters that occur twice in a group, with their names."""
     unique = list(dict.fromkeys(group["params"]))
     if len(unique) < len(group["params"]):
         if "param_names" in group:

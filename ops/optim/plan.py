@@ -33,11 +33,11 @@ __all__ = [
 
 
 class Bucket(NamedTuple):
-    """The parameters of a group that one op takes."""
+    """The parameters of a group that one op takes: all have states of one layout."""
 
     layout: Layout
     owners: list[Tensor]  # the optimizer's parameters
-    params: list[Tensor]  # the parts of them on this rank: except for DTensors, the owners
+    params: list[Tensor]  # their shards on this rank; the owners themselves if not sharded
     grads: list[Tensor]
     positions: Tensor | None = None  # among the group's parameters with gradients; None: all
 
@@ -47,8 +47,8 @@ class Bucket(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a step does with a group: its parameters with gradients, in buckets, with a table for
-    each, or None where a table cannot be made or states are missing."""
+    """The plan of a step for a group: its parameters with gradients, in buckets, and a table for
+    each bucket, or None if a table cannot be made or states are missing."""
 
     group: dict[str, Any]
     params: list[Tensor]
@@ -58,13 +58,14 @@ class Plan(NamedTuple):
 
 
 def like_param(grad: Tensor, param: Tensor) -> Tensor:
-    """The gradient of a DTensor, sharded as the DTensor is."""
+    """Returns a gradient, resharded as its parameter if that is a DTensor."""
     if isinstance(param, DTensor) and isinstance(grad, DTensor):
         return grad.redistribute(placements=param.placements)
     return grad
 
 
 def plan_group(optimizer: StatefulOptimizer, group: dict[str, Any]) -> Plan:
+    """Returns the plan of a step for a group."""
     params = group["params"]
     grads = list(map(attrgetter("grad"), params))
     found = [grad for grad in grads if grad is not None]
@@ -79,7 +80,7 @@ def plan_group(optimizer: StatefulOptimizer, group: dict[str, Any]) -> Plan:
 def _buckets(
     optimizer: StatefulOptimizer, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
 ) -> list[Bucket]:
-    """The parameters and gradients of each layout that occurs."""
+    """Returns a bucket for each layout among the parameters."""
     every = optimizer._every_layout(group)
     if len(every) == 1:
         return [Bucket(every[0], params, params, grads)]
@@ -103,16 +104,17 @@ def _buckets(
 
 
 def table_of_bucket(optimizer: StatefulOptimizer, bucket: Bucket) -> Tensor | None:
+    """Returns the table of a bucket, or None if it needs the list path or has no states yet."""
     layout = bucket.layout
     try:
         lists = bucket.params, bucket.grads
         return table_of(lists, optimizer.state, layout.param_like, layout.extra)
-    except (RuntimeError, NotImplementedError):  # the op's own words are better
+    except (RuntimeError, NotImplementedError):  # the op's own error is better
         return None
 
 
 def tables_with_states(optimizer: StatefulOptimizer, plan: Plan) -> list[Tensor | None]:
-    """The plan's tables, after missing states are made."""
+    """Returns the tables of a plan, after it has made missing states."""
     tables = list(plan.tables)
     for i, bucket in enumerate(plan.buckets):
         if tables[i] is None and any(param not in optimizer.state for param in bucket.params):
@@ -123,7 +125,8 @@ def tables_with_states(optimizer: StatefulOptimizer, plan: Plan) -> list[Tensor 
 
 
 def table_of_grads(plans: list[Plan]) -> Tensor | None:
-    """A table of all gradients in their order, if every bucket has one and the device is one."""
+    """Returns a table of all gradients in their order, or None unless every bucket has a table and
+    all lie on one device."""
     tables = [table for plan in plans for table in plan.tables]
     devices = {bucket.device for plan in plans for bucket in plan.buckets}
     if len(devices) != 1 or any(table is None for table in tables):
@@ -142,8 +145,8 @@ def table_of_grads(plans: list[Plan]) -> Tensor | None:
 
 
 def check_memory(optimizer: StatefulOptimizer, plans: list[Plan], before: list[Any]) -> list[Any]:
-    """Returns where the parameters of a step lie. If that is not where they lay before, refuses
-    parameters that share memory."""
+    """Returns where the parameters of a step lie in memory. If that has changed, refuses parameters
+    that share memory."""
     places: list[Any] = []
     for plan in plans:
         if any(table is None for table in plan.tables):

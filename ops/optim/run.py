@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._core.dtensor import local_part
+from .._core.grouping import positions_by_device
 from .plan import Bucket, Plan, like_param, tables_with_states
 from .scalars import StepScalars
 from .states import StatefulOptimizer
@@ -19,7 +20,7 @@ __all__ = ["explained", "fill_columns", "follow", "step_gathered"]
 
 
 def follow(optimizer: Any, plan: Plan, scalars: StepScalars) -> None:
-    """Steps the parameters of a plan. States that are missing are made first."""
+    """Steps the parameters of a plan. Makes missing states first."""
     try:
         tables = tables_with_states(optimizer, plan)
     except (RuntimeError, NotImplementedError) as error:
@@ -56,8 +57,8 @@ def _update(
 def fill_columns(
     optimizer: StatefulOptimizer, group: dict[str, Any], columns: Sequence[list[Tensor]]
 ) -> None:
-    """Fills lists with the parameters that have gradients, the gradients and the states, which are
-    made if missing. There are such lists for each layout of the group, one after the other."""
+    """Fills lists with the parameters that have gradients, the gradients, and the states, which it
+    makes if they are missing. Each layout of the group has such lists, one layout after another."""
     rest = iter(columns)
     every = optimizer._every_layout(group)
     lists = {
@@ -76,7 +77,8 @@ def fill_columns(
 
 
 def _gathered(optimizer: Any, group: dict[str, Any]) -> list[tuple[Bucket, list[list[Tensor]]]]:
-    """The buckets of a group with their states as lists of tensors, by layout and device."""
+    """Returns the buckets of a group by layout and device, with their states as lists of
+    tensors."""
     every = optimizer._every_layout(group)
     lists: list[list[list[Tensor]]] = [[[] for _ in range(2 + len(one.slots))] for one in every]
     optimizer._init_group(group, *(column for columns in lists for column in columns))
@@ -87,9 +89,7 @@ def _gathered(optimizer: Any, group: dict[str, Any]) -> list[tuple[Bucket, list[
     for layout, (owners, grads, *states) in zip(every, lists):
         grads = [like_param(grad, param) for grad, param in zip(grads, owners)]
         columns = [list(map(local_part, column)) for column in (owners, grads, *states)]
-        where = [param.device for param in owners]
-        for device in dict.fromkeys(where):
-            chosen = [i for i, d in enumerate(where) if d == device]
+        for chosen in positions_by_device(owners).values():
             members = [[column[i] for i in chosen] for column in (owners, *columns)]
             buckets.append((Bucket(layout, *members[:3]), members[3:]))
     return buckets
@@ -101,8 +101,9 @@ def explained(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
 ) -> Exception:
-    """The error of an op on these parameters, with the name of the one that it speaks of."""
-    ours = optimizer._class_name
+    """Returns the error of an op on these parameters, with the name of the parameter that it is
+    about."""
+    ours = type(optimizer).__name__
     for param, grad in zip(params, grads):
         if grad.layout != torch.strided or param.layout != torch.strided:
             return RuntimeError(

@@ -1,4 +1,4 @@
-"""What a step knows of all gradients together: their scale, whether to skip, how much to clip."""
+"""The scalars of a step: the scale of its gradients, whether to skip, how much to clip."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ __all__ = ["SkippedSteps"]
 
 
 class SkippedSteps:
-    """Counts of skipped steps on each device, which reach the host late."""
+    """Counts skipped steps on each device. The counts reach the host late."""
 
     def __init__(self) -> None:
         self._counts: dict[torch.device, Tensor] = {}  # new_counts() by device
@@ -54,7 +54,7 @@ class SkippedSteps:
             return
         self._warned.add(occasion)
         name = culprit()
-        of = f"; the first that is not finite now is that of {name}" if name else ""
+        of = f"; the first gradient that is not finite now is that of {name}" if name else ""
         warnings.warn(
             f"{words} skipped because gradients were infinite or NaN{of}. A skipped step "
             "changes nothing. Look for a NaN in the data or the forward pass, or lower the "

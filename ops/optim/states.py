@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._core.capture import refuse_in_capture
 from .._core.names import name_of
 from .._core.registration import FLOATS
 from .._core.weight_modes import NEAREST, WeightsMode, mode_of
@@ -23,7 +24,7 @@ class Slot(NamedTuple):
     shape: Callable[[Tensor], Sequence[int]] | None = None  # of a parameter; None: its own
     dtype: torch.dtype | None = None  # None: the parameter's
     loads: tuple[torch.dtype, ...] | None = None  # dtypes that may be loaded; None: ``dtype`` only
-    first: Callable[[Tensor], Tensor] | None = None  # the value before step 1; None: zeros
+    first: Callable[[Tensor], Tensor] | None = None  # its value before step 1; None: zeros
 
     def new(self, param: Tensor) -> Tensor:
         """Returns the tensor that a parameter has before its first step."""
@@ -54,7 +55,7 @@ STEP = Slot("step", _scalar_shape, torch.float64)  # counts past 2^24
 
 
 class Layout(NamedTuple):
-    """The state of the parameters that one op takes."""
+    """The tensors in the state of each parameter that one op takes."""
 
     slots: tuple[Slot, ...]
     weights: WeightsMode = NEAREST  # how the parameters are stored
@@ -67,7 +68,7 @@ class Layout(NamedTuple):
 
     @property
     def extra(self) -> tuple[str, ...]:
-        """The names of the others."""
+        """The names of the tensors with other shapes."""
         return tuple(slot.name for slot in self.slots if slot.shape is not None)
 
     @property
@@ -76,11 +77,12 @@ class Layout(NamedTuple):
         return (*self.param_like, *self.extra)
 
     def slot(self, name: str) -> Slot:
-        """The declaration of a tensor. One that is not declared is like the parameter."""
+        """Returns the declaration of a tensor. A tensor that is not declared has the parameter's
+        shape and dtype."""
         return next((slot for slot in self.slots if slot.name == name), Slot(name))
 
     def with_weights(self, mode: WeightsMode) -> Layout:
-        """Returns the layout of 16-bit parameters that are stored by this mode."""
+        """Returns the layout of 16-bit parameters that are stored in this mode."""
         slots = self.slots
         if mode.residual:
             first = _float32_copy if mode.residual == "master" else None
@@ -93,11 +95,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
     and, if there are several, the three methods that choose one."""
 
     def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
-        """The states that parameters of a group may have, apart from how 16-bit ones are stored."""
+        """Returns the layouts that states in a group may have, without the residuals of weights."""
         raise NotImplementedError
 
     def _layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
-        """The position in ``_layouts`` of this parameter's state."""
+        """Returns the position in ``_layouts`` of this parameter's state."""
         return 0
 
     def _layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
@@ -109,7 +111,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return 0
 
     def _every_layout(self, group: dict[str, Any]) -> tuple[Layout, ...]:
-        """``_layouts`` and, if the group has a mode for 16-bit weights, those with that mode."""
+        """Returns ``_layouts`` and, if the group has a mode for 16-bit weights, the layouts with
+        that mode."""
         layouts = tuple(one._replace(index=i) for i, one in enumerate(self._layouts(group)))
         mode = mode_of(group)
         if mode is NEAREST:
@@ -121,42 +124,39 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return mode if param.dtype in mode.params else NEAREST
 
     def _layout(self, param: Tensor, group: dict[str, Any], index: int | None = None) -> Layout:
-        """The layout of a parameter's state."""
+        """Returns the layout of a parameter's state."""
         index = self._layout_index(param, group) if index is None else index
         layout, mode = self._layouts(group)[index], self._weights_mode(param, group)
         return (layout if mode is NEAREST else layout.with_weights(mode))._replace(index=index)
 
     def _entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """The state of a parameter. Tensors that it lacks are made first."""
+        """Returns the state of a parameter, after it has made missing tensors."""
         layout = self._layout(param, group)
         if not self.state.get(param) and self._refusal(param, "") is not None:
             raise RuntimeError(self._refusal(param, self._name_of(param)))
+        missing = [name for name in layout.names if name not in self.state.get(param, ())]
+        if missing:
+            refuse_in_capture(f"{', '.join(missing)} of {self._name_of(param)}")
         entry = self.state[param]
-        for name in layout.names:
-            if name not in entry:
-                entry[name] = layout.slot(name).new(param)
+        for name in missing:
+            entry[name] = layout.slot(name).new(param)
         return entry
 
     def _name_of(self, param: Tensor) -> str:
         return name_of(self.param_groups, param)
 
-    @property
-    def _class_name(self) -> str:
-        """As users know it. ``__name__`` is another one for 8-bit moments: see adam8bit.py."""
-        return type(self).__qualname__.rpartition(".")[2]
-
     def _refusal(self, param: Tensor, name: str) -> str | None:
-        """Why no parameter of this dtype can be stepped, or None."""
+        """Returns an error for a parameter whose dtype cannot be stepped, or None."""
         if param.is_complex():
             return (
-                f"{self._class_name} does not support complex parameters, but {name} is complex; "
-                "optimize torch.view_as_real of it"
+                f"{type(self).__name__} does not support complex parameters, but {name} is "
+                "complex; optimize torch.view_as_real of it"
             )
         if param.dtype in FLOATS:
             return None
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
         return (
-            f"{self._class_name} takes parameters in {dtypes}, but {name} is in {param.dtype}; "
+            f"{type(self).__name__} takes parameters in {dtypes}, but {name} is in {param.dtype}; "
             "convert it, for instance with model.float(), or give it to an optimizer of torch.optim"
         )
 

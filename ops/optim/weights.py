@@ -1,4 +1,4 @@
-"""How parameters of 16 bits are stored: the arguments of an op, and a count of stalled weights."""
+"""Passes the mode of 16-bit parameters to an op, and counts stalled weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StalledWeights:
 
 
 def stalled_fraction(stalled: StalledWeights | None, state: dict[Any, Any]) -> float:
-    """Returns the share of stalled weights among those that have a state."""
+    """Returns the share of stalled weights among the weights that have a state."""
     if stalled is None:
         raise RuntimeError(
             "stalled_fraction() needs an optimizer that counts: make it with count_stalled=True"
@@ -58,7 +58,8 @@ def weights_arguments(
     bucket: Bucket,
     stalled: StalledWeights | None,
 ) -> dict[str, Any]:
-    """Returns the arguments of an op that say how the parameters of a bucket are stored."""
+    """Returns the arguments of an op for the mode in which the parameters of a bucket are
+    stored."""
     mode, owners = bucket.layout.weights, bucket.owners
     options: dict[str, Any] = {"weights_mode": mode.number}
     if mode.is_random:

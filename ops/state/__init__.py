@@ -1,6 +1,6 @@
-"""States of a run: files that survive, conversion from and to other libraries, other ranks.
+"""States of a run: files with checksums, conversion between libraries, and resharding.
 
-What a function needs is imported when it is first used.
+Each function is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from .compare import check_same_state
     from .convert import Converted, Loss, Report, convert_state
     from .file import StateFileError
+    from .load import load_state
+    from .newest import latest
     from .reshard import ReshardReport, load_sharded
-    from .save import latest, load_state, save_state
+    from .save import save_state
 else:
     __getattr__ = lazy(
         __name__,
@@ -26,9 +28,9 @@ else:
             "StateFileError": ".file",
             "check_same_state": ".compare",
             "convert_state": ".convert",
-            "latest": ".save",
+            "latest": ".newest",
             "load_sharded": ".reshard",
-            "load_state": ".save",
+            "load_state": ".load",
             "save_state": ".save",
         },
     )

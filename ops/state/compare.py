@@ -1,4 +1,4 @@
-"""Whether ranks that should hold the same parameters and states do: a checksum of each."""
+"""Compares checksums of parameters and states that should be the same on several ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from .._core.names import named_params
 __all__ = ["check_same_state"]
 
 PIECE = 2**20  # words worked on at a time
-ODD = -0x61C8864680B583EB  # 2^64 divided by the golden ratio, as torch's integers have it
+ODD = -0x61C8864680B583EB  # 2^64 divided by the golden ratio, as a signed integer
 
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """An int64 of the bits of a tensor, in the order of their indices, on its device. One flipped
-    bit always changes it; other changes go unseen with a chance of about 2^-64."""
+    """Returns an int64 checksum of the bits of a tensor, in the order of their indices, on its
+    device. One flipped bit always changes it; other changes escape it with a chance of about
+    2^-64."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if data.storage_offset() % 8:
         data = data.clone()
@@ -31,32 +32,34 @@ def checksum(tensor: Tensor) -> Tensor:
     total = torch.full((), tensor.numel(), dtype=torch.int64, device=data.device)
     for part in parts:
         mixed = part ^ places[: part.numel()]
-        for _ in range(2):  # else two flipped signs would cancel out
+        for _ in range(2):  # after one round, two flipped signs would cancel out
             mixed *= ODD
             mixed ^= (mixed >> 32).bitwise_and_(0xFFFFFFFF)
         total = total * ODD + mixed.sum()
     return total
 
 
-def check_same_state(optimizer: torch.optim.Optimizer, group: Any = None) -> None:
-    """Checks that ranks hold the same parameters and optimizer states, bit for bit: those of DDP
-    must. Every rank calls it.
+def check_same_state(
+    optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+) -> None:
+    """Checks that ranks hold the same parameters and optimizer states, bit for bit, as they must
+    under DDP. Every rank must call.
 
-    Each rank sums up the bits of every tensor, on its device, and waits for it once; what is sent
-    is 8 bytes for each. Takes about as long as reading parameters and states a few times: call it
-    now and then, or where a loss looks wrong.
+    Each rank sums the bits of every tensor, on its device, waits for the device once, and sends 8
+    bytes for each tensor. It takes about as long as reading parameters and states a few times: call
+    it now and then, or when a loss looks wrong.
 
-    Of a DTensor, ranks that hold the same shard are compared: those of a replicated dimension of
-    its mesh. Where each rank has another shard, as with FSDP2 on one dimension, there is nothing to
-    compare.
+    For a DTensor, it compares the ranks that hold the same shard: those along a replicated
+    dimension of the mesh. If each rank has another shard, as with FSDP2 on one dimension, it
+    compares nothing.
 
     Args:
-        optimizer: any, of torch too.
-        group: the process group of the ranks that should agree. None: all.
+        optimizer: any optimizer, of torch too.
+        group: the process group of the ranks that should agree. None: all ranks.
 
     Raises:
-        RuntimeError: on every rank, if a parameter or a state differs: the first one, and how ranks
-            differ.
+        RuntimeError: a parameter or a state differs. It is raised on every rank, and names the
+            first difference and its ranks.
     """
     sums: dict[tuple[str, str, Any], Any] = {}
     for param, name in named_params(optimizer.param_groups):
@@ -87,7 +90,7 @@ def check_same_state(optimizer: torch.optim.Optimizer, group: Any = None) -> Non
 
 
 def _shard(value: Any) -> Any:
-    """Which part of a tensor lies on this rank. None: all of it."""
+    """Returns which part of a tensor is on this rank, or None if it is the whole tensor."""
     if not isinstance(value, DTensor) or all(p.is_replicate() for p in value.placements):
         return None
     mesh = value.device_mesh

@@ -1,8 +1,8 @@
-"""Values as JSON and back: what ``state_dict()`` methods return, with the tensors kept elsewhere.
+"""Turns the results of ``state_dict()`` methods into JSON and back. Tensors are stored elsewhere.
 
-JSON has no tuples, no keys that are not strings, no infinities. What it lacks is an object with the
-key ``"$"``, which names the kind. Every value comes back as what it was, with its very class; what
-cannot is refused, with the keys that lead to it, and so are subclasses.
+JSON has no tuples, no keys that are not strings, no infinities. Values that it lacks become objects
+with the key ``"$"``, which names their kind. Every value comes back as it was, with the same class;
+other values and subclasses are refused, with the keys that lead to them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 __all__ = ["decode", "encode", "tensor_names"]
 
-DEEPEST = 100  # of containers in each other
+DEEPEST = 100  # containers inside one another
 LARGEST = 8192  # bits of an integer, which Python reads up to 4,300 digits of
 
 SEQUENCES = {tuple: "tuple", torch.Size: "size"}
@@ -50,11 +50,11 @@ INSTEAD = "save what it is made of, such as vars(), str() or list() of it"
 
 
 def encode(value: Any, path: str, keep: Callable[[Tensor, str], str], depth: int = 0) -> Any:
-    """``value`` as JSON takes it. ``keep`` stores a tensor and returns its name.
+    """Returns a value in a form that JSON takes. ``keep`` stores a tensor and returns its name.
 
     Raises:
-        TypeError: something in it is not among what :func:`decode` can make again. The message
-            names it by ``path`` and its keys.
+        TypeError: it contains something that :func:`decode` cannot restore. The message names it by
+            ``path`` and its keys.
     """
     kind = type(value)
     if value is None or kind in (bool, str):
@@ -114,7 +114,7 @@ def encode(value: Any, path: str, keep: Callable[[Tensor, str], str], depth: int
 
 
 def _time(value: Any, path: str) -> dict[str, Any]:
-    """A date or a time of day; with the offset of its zone where it has one."""
+    """Returns the encoded form of a date or a time, with the offset of its zone if it has one."""
     found = {"$": TIMES[type(value)], "iso": value.isoformat()}
     zone = getattr(value, "tzinfo", None)
     if zone is not None:
@@ -138,10 +138,10 @@ def _no_element(tensor: Tensor, path: str) -> str:
 
 
 def tensor_names(value: Any) -> Iterator[str]:
-    """The names under which :func:`encode` kept the tensors of what it returned.
+    """Yields the names under which :func:`encode` stored the tensors of an encoded value.
 
     Raises:
-        ValueError: a name is none.
+        ValueError: a tensor has no name.
     """
     rest = [value]
     while rest:
@@ -157,10 +157,10 @@ def tensor_names(value: Any) -> Iterator[str]:
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """What :func:`encode` was given. ``tensor`` returns the tensor of a name.
+    """Returns the value that :func:`encode` was given. ``tensor`` returns the tensor of a name.
 
     Raises:
-        ValueError: nothing that ``encode`` makes.
+        ValueError: ``encode`` does not make such a value.
         RecursionError: the interpreter's stack is nearly full.
     """
     if isinstance(value, list):

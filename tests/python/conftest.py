@@ -44,6 +44,15 @@ def _clean_slate():
 
 
 @pytest.fixture
+def fresh_dynamo():
+    """Nothing is compiled yet, and graphs are counted from 0."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def memory_path(tmp_path):
     """A folder in memory where there is one: for many files that need no disk."""
     if not os.access("/dev/shm", os.W_OK):

@@ -1,5 +1,6 @@
-// layout.h: tensors of unequal strides made equal. The kernels walk dense memory, so the tensors of
-// one parameter must lie in the same order. Those that do not are worked on as a copy.
+// layout.h: gives the tensors of a parameter one memory order. The kernels walk dense memory, so
+// all tensors of a parameter must have the same strides; those that have others are copied, and the
+// copies are written back.
 #pragma once
 
 #include "torch_ext/core/tensor.h"
@@ -7,7 +8,8 @@
 namespace headroom
 {
 
-// Autograd must not see the copies: a parameter is a leaf that requires grad.
+// Turns autograd off in a scope. It must not see the copies: a parameter is a leaf that requires
+// grad.
 class NoGrad
 {
   public:
@@ -25,11 +27,12 @@ class NoGrad
     bool enabled_;
 };
 
+// The sizes of a parameter, and the strides that all its tensors get.
 class Layout
 {
   public:
-    // The order of `param` in memory if it is dense and any order will do, else row-major. Fails if
-    // elements of `param` share memory, as those of an expanded tensor do, unless it is only read.
+    // Takes the strides of `param` if it is dense and `row_major` is false, else row-major strides.
+    // Fails if elements of `param` share memory, as in an expanded tensor, unless it is only read.
     Layout(const View &param, const char *name, size_t k, bool only_read = false,
            bool row_major = false)
         : sizes_(param.sizes, param.sizes + param.dim),
@@ -65,7 +68,7 @@ class Layout
         return true;
     }
 
-    // A new tensor in this order, on the device of `like`.
+    // Returns a new tensor in this order on the device of `like`.
     Tensor empty(int32_t torch_dtype, const View &like) const
     {
         AtenTensorHandle handle;
@@ -75,7 +78,7 @@ class Layout
         return Tensor(handle);
     }
 
-    // A copy, in this order, of a tensor that has the sizes of the parameter.
+    // Returns a copy in this order of a tensor that has the sizes of the parameter.
     Tensor copy_of(const View &view) const
     {
         Tensor copy = empty(view.torch_dtype, view);
@@ -88,8 +91,8 @@ class Layout
     bool is_dense_ = true;
 };
 
-// Lays tensors out as a kernel wants them, and remembers which copies to keep alive and which to
-// write back.
+// Copies tensors whose layout does not match, keeps the copies alive during the call, and writes
+// those that the kernel has written back to their tensors.
 class Staging
 {
   public:
@@ -101,7 +104,7 @@ class Staging
             return;
         }
         if (written)
-            Layout(view, name, k); // fails now, not when the copy is written back
+            Layout(view, name, k); // fails now if it cannot be written back
         copies_.push_back(layout->copy_of(view));
         list.add(View(copies_.back()), name, k);
         if (written)

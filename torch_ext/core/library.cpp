@@ -1,5 +1,5 @@
-// library.cpp: what happens once when the library is loaded: torch's threads are lent to the C
-// kernels, so that a process has one pool of them.
+// library.cpp: lends torch's threads to the C kernels when the library is loaded, so that a process
+// has one pool of threads.
 #include "torch_ext/core/tensor.h"
 
 namespace

@@ -1,4 +1,4 @@
-// step.h: hr_step_config from the arguments that every optimizer's op has.
+// step.h: fills hr_step_config from the arguments that every optimizer's op has.
 #pragma once
 
 #include "torch_ext/core/tensor.h"
@@ -12,7 +12,8 @@ struct StepOptions {
     const OptionalTensor &lr_tensor, &grad_scale, &found_inf, &clip_coef;
 };
 
-// The learning rate of a tensor: on the device of the call, or read here.
+// Sets the learning rate from a tensor: its address if it is on the device of the call, its value
+// if it is on the CPU.
 inline void set_lr(hr_step_config &step, const View &lr, const View &like)
 {
     const int dtype = dtype_of(lr.torch_dtype);

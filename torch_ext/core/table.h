@@ -1,5 +1,6 @@
-// table.h: the lists of a call as plain numbers, int64 [lists, ROWS, count], which headroom._C writes
-// and the ops read in place. Its row of dtypes holds hr_dtype, of 32 bits, in its first half.
+// table.h: the layout of a table of lists: int64 [lists, ROWS, count], with the address, the number
+// of elements and the type of every tensor. headroom._C writes it and the ops read it in place. The
+// row of types is an array of hr_dtype, of 32 bits each, in the first half of the row.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// tensor.h: from torch tensors to the arguments of the C interface.
+// tensor.h: turns torch tensors into arguments of the C interface: views, lists, scalars,
+// workspace, the device and its stream; and registers ops.
 #pragma once
 
 #include <algorithm>
@@ -20,9 +21,23 @@
 #include "capi/headroom.h"
 #include "torch_ext/core/table.h"
 
-// Lives in libtorch_cuda, which CPU builds of torch do not have.
+// Weak, because it is in libtorch_cuda, which CPU builds of torch do not have.
 extern "C" __attribute__((weak)) AOTITorchError
 aoti_torch_get_current_cuda_stream(int32_t device_index, void **stream);
+
+// Begins the function that registers ops with m.impl(), for tensors on the CPU and for those on
+// CUDA.
+#define HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)               \
+    static void implement_ops(auto &m);                \
+    STABLE_TORCH_LIBRARY_IMPL(headroom, CPU, library)  \
+    {                                                  \
+        implement_ops(library);                        \
+    }                                                  \
+    STABLE_TORCH_LIBRARY_IMPL(headroom, CUDA, library) \
+    {                                                  \
+        implement_ops(library);                        \
+    }                                                  \
+    static void implement_ops(auto &m)
 
 namespace headroom
 {
@@ -31,24 +46,26 @@ using torch::stable::Tensor;
 using Tensors = std::vector<Tensor>;
 using OptionalTensor = std::optional<Tensor>;
 
-// A RuntimeError in Python.
+// Throws, which becomes a RuntimeError in Python.
 [[noreturn]] inline void fail(const std::string &message)
 {
     throw std::runtime_error(message);
 }
 
+// Fails with the library's message unless the status is HR_OK.
 inline void check(hr_status status)
 {
     if (status != HR_OK)
         fail(std::string(hr_last_error()) + " (" + hr_status_string(status) + ")");
 }
 
+// The name of entry k of a list, for messages.
 inline std::string entry(const char *name, size_t k)
 {
     return std::string(name) + "[" + std::to_string(k) + "]";
 }
 
-// Torch's number of a dtype, as the C interface names it; -1 for one it does not know.
+// The hr_dtype of torch's number of a dtype, or -1 if the C interface has no such type.
 inline int dtype_of(int32_t torch_dtype)
 {
     static const std::pair<int32_t, hr_dtype> known[] = {
@@ -62,8 +79,8 @@ inline int dtype_of(int32_t torch_dtype)
     return -1;
 }
 
-// What a kernel needs to know of a tensor. Each question to torch is a call into its library, so
-// for lists of thousands of tensors it is asked once.
+// The facts of a tensor that a kernel needs. Each is a call into torch, so for lists of thousands
+// of tensors they are read once.
 struct View {
     const Tensor &tensor;
     void *data;
@@ -126,7 +143,8 @@ struct View {
     }
 };
 
-// The device of a call and its current stream. `like` decides; the guard must outlive the call.
+// The device of `like` and its current stream, for a call. Must outlive the call, because it keeps
+// the device current.
 struct Exec {
     std::optional<torch::stable::accelerator::DeviceGuard> guard;
     hr_exec exec;
@@ -146,7 +164,8 @@ struct Exec {
     }
 };
 
-// The C interface takes NULL for an argument that is left out, which a freed tensor must not become.
+// Fails if the storage of a tensor was freed: the C interface would take its NULL for an argument
+// that is left out.
 inline void require_memory(const View &view, const char *name)
 {
     if (!view.data && view.numel() > 0)
@@ -155,7 +174,7 @@ inline void require_memory(const View &view, const char *name)
              "elements, or leave the argument out");
 }
 
-// An optional scalar in the memory of the call's device, as the C interface takes it.
+// The address of an optional float32 scalar on the call's device, or NULL.
 inline const float *scalar_of(const OptionalTensor &tensor, const View &like, const char *name)
 {
     if (!tensor)
@@ -170,7 +189,8 @@ inline const float *scalar_of(const OptionalTensor &tensor, const View &like, co
     return static_cast<const float *>(view.data);
 }
 
-// Scratch memory on the device of `like`, from torch's allocator and so safe on its current stream.
+// Allocates workspace on the device of `like`. It comes from torch's allocator, so it is safe to
+// free it before the current stream has run the work.
 inline Tensor workspace_of(size_t bytes, const Tensor &like)
 {
     const int64_t doubles = static_cast<int64_t>((bytes + 7) / 8);
@@ -208,7 +228,7 @@ struct List {
     }
 };
 
-// List `index` of a table that headroom._C wrote (table.h); the table must outlive it.
+// List `index` of a table that headroom._C wrote (table.h). The table must outlive the list.
 inline hr_tensor_list list_of(const Tensor &table, int64_t index)
 {
     const int64_t count = table.size(2);
@@ -218,6 +238,7 @@ inline hr_tensor_list list_of(const Tensor &table, int64_t index)
             reinterpret_cast<const hr_dtype *>(rows + DTYPE * count)};
 }
 
+// Fails unless the table has the shape of `lists` lists.
 inline void check_table(const Tensor &table, int64_t lists)
 {
     const View view(table);

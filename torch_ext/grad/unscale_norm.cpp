@@ -1,4 +1,5 @@
-// unscale_norm.cpp: headroom::unscale_norm_, and headroom::grad_norm, which leaves gradients alone.
+// unscale_norm.cpp: registers headroom::unscale_norm_ and headroom::grad_norm, which does not
+// change the gradients; and for each the fast path that takes a table of addresses (describe.cpp).
 #include "torch_ext/core/layout.h"
 
 namespace
@@ -94,7 +95,7 @@ void grad_norm(const Tensors &grads, const OptionalTensor &norm, const OptionalT
     run(grads, {norm, norms, found_inf, culprit, clip, grad_scale, clip_coef, p, max_norm, false});
 }
 
-// For tensors that are described already (describe.cpp): the table's one list.
+// The table holds one list, the gradients.
 void unscale_norm_table_(const Tensor &first, const Tensor &table, const OptionalTensor &norm,
                          const OptionalTensor &norms, const OptionalTensor &found_inf,
                          const OptionalTensor &culprit, const OptionalTensor &clip,
@@ -132,15 +133,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
     m.def("_grad_norm_table(Tensor first, Tensor table, " ARGUMENTS);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(headroom, CPU, m)
-{
-    m.impl("unscale_norm_", TORCH_BOX(&unscale_norm_));
-    m.impl("grad_norm", TORCH_BOX(&grad_norm));
-    m.impl("_unscale_norm_table_", TORCH_BOX(&unscale_norm_table_));
-    m.impl("_grad_norm_table", TORCH_BOX(&grad_norm_table));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(headroom, CUDA, m)
+HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)
 {
     m.impl("unscale_norm_", TORCH_BOX(&unscale_norm_));
     m.impl("grad_norm", TORCH_BOX(&grad_norm));

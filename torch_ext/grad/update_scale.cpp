@@ -1,4 +1,4 @@
-// update_scale.cpp: headroom::update_scale_.
+// update_scale.cpp: registers headroom::update_scale_.
 #include "torch_ext/core/tensor.h"
 
 namespace
@@ -49,12 +49,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
           "float max_scale=1.7976931348623157e308, int hysteresis=1) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(headroom, CPU, m)
-{
-    m.impl("update_scale_", TORCH_BOX(&update_scale_));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(headroom, CUDA, m)
+HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)
 {
     m.impl("update_scale_", TORCH_BOX(&update_scale_));
 }

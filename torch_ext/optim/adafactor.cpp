@@ -1,9 +1,10 @@
-// adafactor.cpp: headroom::adafactor_, its form for tensors that are described already
-// (describe.cpp), and the size of its workspace.
+// adafactor.cpp: registers headroom::adafactor_, headroom::_adafactor_table_, the fast path that
+// takes a table of addresses (describe.cpp) instead of lists of tensors, and
+// headroom::_adafactor_workspace.
 //
-// Rows and columns are those of the indices, so tensors that do not lie in their order are worked on
-// as a copy.
-#include "torch_ext/optim/adamw_options.h"
+// Rows and columns are the last two dimensions, so tensors that are not contiguous are copied.
+#include "torch_ext/core/members.h"
+#include "torch_ext/core/step.h"
 #include "torch_ext/weights/weights.h"
 
 namespace
@@ -39,7 +40,7 @@ hr_adafactor_config config_of(const AdafactorOptions &o, const View &like)
     return config;
 }
 
-// A list that may be missing.
+// A list, or NULL if it is empty.
 const hr_tensor_list *given(const hr_tensor_list &list)
 {
     return list.count > 0 ? &list : nullptr;
@@ -50,7 +51,8 @@ using Shapes = std::vector<hr_adafactor_shape>;
 void run(const Lists &lists, const Shapes &shapes, hr_adafactor_config config,
          const WeightOptions &weight_options, void *workspace, size_t bytes, const View &like)
 {
-    const Weights weights(weight_options, lists.residuals, lists.params.count, like);
+    const Weights weights(weight_options, lists.residuals, static_cast<size_t>(lists.params.count),
+                          like);
     config.step.weights = weights.get();
     const Exec exec(like);
     check(hr_adafactor(&lists.params, given(lists.row_vars), given(lists.col_vars),
@@ -88,13 +90,11 @@ const int64_t *whole_of(const Integers &wholes, size_t k, size_t count)
 {
     if (!wholes)
         return nullptr;
-    if (wholes->size() != 3 * count)
-        fail("wholes has " + std::to_string(wholes->size()) + " numbers, wanted " +
-             std::to_string(3 * count));
+    check_count(*wholes, "wholes", 3 * count);
     return wholes->data() + 3 * k;
 }
 
-// Row-major, as a copy where need be.
+// Adds a tensor in row-major order, as a copy if it is not contiguous.
 void add_row_major(List &list, const View &view, Staging &staging, const char *name, size_t k,
                    bool written)
 {
@@ -104,7 +104,7 @@ void add_row_major(List &list, const View &view, Staging &staging, const char *n
     staging.add(list, view, layout ? &*layout : nullptr, name, k, written);
 }
 
-// States, of which a list may be empty.
+// Adds entry k of a list of states, which may be empty.
 void add_states(List &list, const Tensors &tensors, const View &first, Staging &staging,
                 const char *name, size_t k)
 {
@@ -178,9 +178,9 @@ void adafactor_(const Tensors &params, const Tensors &grads, const Tensors &row_
     staging.write_back();
 }
 
-// Parameters of one kind, contiguous. The lists of the table: params, grads; variances unless they
-// are factored; exp_avgs if there is momentum; residuals if the weights have them; row_vars, col_vars if they are factored; rmss if
-// wanted; steps.
+// The parameters are contiguous, and all are factored or none is. The table holds params, grads,
+// variances unless factored, exp_avgs if momentum, residuals if the mode has them, row_vars and
+// col_vars if factored, rmss if with_rms, steps.
 void adafactor_table_(const Tensor &first, const Tensor &table, bool factored, bool momentum,
                       bool with_rms, bool hf, double lr, double beta2_decay, double eps1,
                       double eps2, double clip_threshold, double weight_decay, double beta1,
@@ -208,7 +208,7 @@ void adafactor_table_(const Tensor &first, const Tensor &table, bool factored, b
     lists.steps = take(true);
     const int64_t count = lists.params.count;
     Shapes shapes;
-    std::vector<int64_t> rows, cols; // of the variances; none for an empty parameter
+    std::vector<int64_t> rows, cols; // sizes of the variances; 0 for an empty parameter
     for (int64_t k = 0; k < count; k++) {
         const int64_t numel = lists.params.numel[k];
         if (!factored) {
@@ -217,7 +217,7 @@ void adafactor_table_(const Tensor &first, const Tensor &table, bool factored, b
         }
         rows.push_back(numel > 0 ? lists.row_vars.numel[k] : 0);
         cols.push_back(numel > 0 ? lists.col_vars.numel[k] : 0);
-        // [batch, rows, cols] from batch * rows * cols, batch * rows and batch * cols.
+        // Solves for [batch, rows, cols], given batch * rows * cols, batch * rows and batch * cols.
         const int64_t r = cols.back() ? numel / cols.back() : 0;
         const int64_t c = rows.back() ? numel / rows.back() : 0;
         shapes.push_back({numel > 0 && r * c > 0 ? numel / (r * c) : 0, r, c, 1, 0, 0, 0});
@@ -263,14 +263,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
     m.def("_adafactor_workspace(Tensor[] params, int[]? wholes=None) -> int");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(headroom, CPU, m)
-{
-    m.impl("adafactor_", TORCH_BOX(&adafactor_));
-    m.impl("_adafactor_table_", TORCH_BOX(&adafactor_table_));
-    m.impl("_adafactor_workspace", TORCH_BOX(&adafactor_workspace));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(headroom, CUDA, m)
+HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)
 {
     m.impl("adafactor_", TORCH_BOX(&adafactor_));
     m.impl("_adafactor_table_", TORCH_BOX(&adafactor_table_));

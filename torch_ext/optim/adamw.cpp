@@ -1,4 +1,6 @@
-// adamw.cpp: headroom::adamw_, and its form for tensors that are described already (describe.cpp).
+// adamw.cpp: registers headroom::adamw_, and headroom::_adamw_table_, the fast path that takes a
+// table of addresses (describe.cpp) instead of lists of tensors.
+#include "torch_ext/core/members.h"
 #include "torch_ext/optim/adamw_options.h"
 #include "torch_ext/weights/weights.h"
 
@@ -18,7 +20,8 @@ struct Views {
 void run(const Views &lists, const Options &options, const WeightOptions &weight_options,
          const View &like)
 {
-    const Weights weights(weight_options, lists.residuals, lists.params.count, like);
+    const Weights weights(weight_options, lists.residuals, static_cast<size_t>(lists.params.count),
+                          like);
     hr_adamw_config config = config_of(options, like);
     config.step.weights = weights.get();
     const Exec exec(like);
@@ -71,8 +74,8 @@ void adamw_(const Tensors &params, const Tensors &grads, const Tensors &exp_avgs
     staging.write_back();
 }
 
-// The lists of the table: params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad,
-// residuals if there are any, steps.
+// The table holds params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad, residuals if
+// the mode has them, steps.
 void adamw_table_(const Tensor &first, const Tensor &table, double lr, double beta1, double beta2,
                   double weight_decay, double eps, bool amsgrad, bool maximize, bool decoupled,
                   const OptionalTensor &lr_tensor, const OptionalTensor &grad_scale,
@@ -108,13 +111,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
     m.def("_adamw_table_(Tensor(a!) first, Tensor table, " OPTIONS);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(headroom, CPU, m)
-{
-    m.impl("adamw_", TORCH_BOX(&adamw_));
-    m.impl("_adamw_table_", TORCH_BOX(&adamw_table_));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(headroom, CUDA, m)
+HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)
 {
     m.impl("adamw_", TORCH_BOX(&adamw_));
     m.impl("_adamw_table_", TORCH_BOX(&adamw_table_));

@@ -1,8 +1,9 @@
-// adamw8bit.cpp: headroom::adamw8bit_, and its form for tensors that are described already
-// (describe.cpp).
+// adamw8bit.cpp: registers headroom::adamw8bit_, and headroom::_adamw8bit_table_, the fast path
+// that takes a table of addresses (describe.cpp) instead of lists of tensors.
 //
-// The codes of a moment have the parameter's shape and are walked in its order in memory, as
-// everything else; the scales of its blocks follow that order too.
+// The codes of a moment have the parameter's shape. Blocks are counted in the parameter's memory
+// order.
+#include "torch_ext/core/members.h"
 #include "torch_ext/optim/adamw_options.h"
 #include "torch_ext/weights/weights.h"
 
@@ -23,7 +24,7 @@ void check_codes(const View &view, const char *name, size_t k)
              torch::headeronly::toString(view.tensor.scalar_type()) + ", wanted uint8");
 }
 
-// How many scales there are is for the C interface to check.
+// Adds a list of scales. The C interface checks how many there are.
 void add_absmax(List &list, const Tensor &tensor, const View &first, const char *name, size_t k)
 {
     const View view(tensor);
@@ -48,7 +49,8 @@ struct Options8bit {
 void run(const Views &lists, const Options8bit &options, const WeightOptions &weight_options,
          const View &like)
 {
-    const Weights weights(weight_options, lists.residuals, lists.params.count, like);
+    const Weights weights(weight_options, lists.residuals, static_cast<size_t>(lists.params.count),
+                          like);
     hr_adamw8bit_config config = HR_ADAMW8BIT_CONFIG_INIT;
     config.adamw = config_of(options.adamw, like);
     config.adamw.step.weights = weights.get();
@@ -58,10 +60,7 @@ void run(const Views &lists, const Options8bit &options, const WeightOptions &we
              ", wanted 64, 128, 256 or 512");
     config.bnb_exact = options.bnb_exact;
     if (options.seeds) {
-        const size_t count = options.seeds->size();
-        if (static_cast<int64_t>(count) != lists.params.count)
-            fail("seeds has " + std::to_string(count) + " numbers, wanted " +
-                 std::to_string(lists.params.count));
+        check_count(*options.seeds, "seeds", static_cast<size_t>(lists.params.count));
         config.seeds = reinterpret_cast<const uint64_t *>(options.seeds->data());
     }
     const Exec exec(like);
@@ -119,7 +118,7 @@ void adamw8bit_(const Tensors &params, const Tensors &grads, const Tensors &exp_
     staging.write_back();
 }
 
-// The lists of the table: params, grads, exp_avgs, exp_avg_sqs, residuals if there are any,
+// The table holds params, grads, exp_avgs, exp_avg_sqs, residuals if the mode has them,
 // exp_avg_absmaxs, exp_avg_sq_absmaxs, steps.
 void adamw8bit_table_(const Tensor &first, const Tensor &table, double lr, double beta1,
                       double beta2, double weight_decay, double eps, bool maximize, bool decoupled,
@@ -159,13 +158,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
     m.def("_adamw8bit_table_(Tensor(a!) first, Tensor table, " OPTIONS);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(headroom, CPU, m)
-{
-    m.impl("adamw8bit_", TORCH_BOX(&adamw8bit_));
-    m.impl("_adamw8bit_table_", TORCH_BOX(&adamw8bit_table_));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(headroom, CUDA, m)
+HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)
 {
     m.impl("adamw8bit_", TORCH_BOX(&adamw8bit_));
     m.impl("_adamw8bit_table_", TORCH_BOX(&adamw8bit_table_));

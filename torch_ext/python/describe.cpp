@@ -1,10 +1,11 @@
-// describe.cpp: thousands of plain tensors looked at without the dispatcher.
+// describe.cpp: reads addresses, sizes and types of thousands of tensors without torch's
+// dispatcher.
 //
-// To hand a list of tensors to an op costs more than to update small ones. DLPack's exchange API
-// (`__dlpack_c_exchange_api__`) lends a view of a tensor for the price of a function call, so
-// what an op needs to know is read with it, every time anew: nothing is remembered that could have
-// changed. It serves the plain case alone. Whatever is not plain goes to the op as a list, which
-// has an answer or an error for everything.
+// Passing a list of tensors to an op costs more than updating small ones. DLPack's exchange API
+// (`__dlpack_c_exchange_api__`) gives a view of a tensor for the price of a function call. It is
+// read anew in every step, so nothing that could have changed is remembered. Only tensors that need
+// no copy are described; for all others the caller passes lists to the op, which copies, or fails
+// with a message.
 #include <algorithm>
 #include <functional>
 #include <numeric>
@@ -48,7 +49,7 @@ int dtype_of(DLDataType type)
     }
 }
 
-// The stride of dimension d, row-major where none are given.
+// The stride of dimension d; a view without strides is row-major.
 int64_t stride_of(const DLTensor &view, int32_t d)
 {
     if (view.strides)
@@ -71,7 +72,7 @@ bool is_contiguous(const DLTensor &view)
     return true;
 }
 
-// Whether the elements fill a run of memory, in whatever order of the dimensions.
+// Whether the elements lie together in memory, in any order of the dimensions.
 bool is_dense(const DLTensor &view)
 {
     if (is_empty(view) || is_contiguous(view))
@@ -90,7 +91,7 @@ bool is_dense(const DLTensor &view)
     return true;
 }
 
-// Whether two tensors have the same shape and lie in the same order.
+// Whether two tensors have the same shape and the same memory order.
 bool is_like(const DLTensor &a, const DLTensor &b)
 {
     if (a.ndim != b.ndim || !std::equal(a.shape, a.shape + a.ndim, b.shape))
@@ -101,9 +102,11 @@ bool is_like(const DLTensor &a, const DLTensor &b)
     return true;
 }
 
-constexpr size_t AHEAD = 8; // tensors
+constexpr size_t AHEAD = 8; // tensors to prefetch
 
-enum Kind { LISTED, ALIKE, OTHER }; // in a list, with floats; a state, like the parameter or not
+// A tensor of a list, which has a floating-point type; a state with the shape and the memory order
+// of its parameter; any other state.
+enum Kind { LISTED, PARAM_LIKE, EXTRA };
 
 class Table
 {
@@ -115,19 +118,21 @@ class Table
     {
     }
 
-    bool is_plain(PyObject *tensor) const
+    // Whether the type of a tensor is one of those that can be described.
+    bool knows(PyObject *tensor) const
     {
         auto *const type = reinterpret_cast<PyObject *>(Py_TYPE(tensor));
         return std::find(types_.begin(), types_.end(), type) != types_.end();
     }
 
-    // Fetches one object, and what another points to, which has been fetched: a tensor's first words
-    // hold the address of its insides. After a step on large tensors nothing of them is in a cache.
+    // Prefetches an object, and the memory that another object, prefetched earlier, points to: the
+    // first words of a tensor hold the address of its implementation. After a step on large tensors
+    // none of them is in a cache.
     void prefetch(PyObject *object, PyObject *tensor) const
     {
         if (object)
             __builtin_prefetch(object);
-        if (!tensor || !is_plain(tensor))
+        if (!tensor || !knows(tensor))
             return;
         const auto *const words = reinterpret_cast<const uintptr_t *>(tensor);
         for (const size_t word : {2, 3})
@@ -135,15 +140,15 @@ class Table
                 __builtin_prefetch(reinterpret_cast<const void *>(words[word] + line));
     }
 
-    // Entry k of a list. False if it is not plain, or not like entry k of the first list if it has
-    // to be.
+    // Writes entry k of a list. False if the tensor cannot be described, or does not have the
+    // layout of entry k of the first list although its kind needs it.
     bool add(size_t list, size_t k, PyObject *tensor, Kind kind)
     {
-        if (!is_plain(tensor))
+        if (!knows(tensor))
             return false;
         DLTensor view;
         if (view_of_(tensor, &view) != 0) {
-            PyErr_Clear(); // the op's own words are better
+            PyErr_Clear(); // the op will fail with a better message
             return false;
         }
         if (list == 0)
@@ -156,7 +161,7 @@ class Table
             view.device.device_type != device_.device_type ||
             view.device.device_id != device_.device_id)
             return false;
-        if (list == 0 || kind == OTHER ? !is_dense(view) : !is_like(view, like_))
+        if (list == 0 || kind == EXTRA ? !is_dense(view) : !is_like(view, like_))
             return false;
         int64_t numel = 1;
         for (int32_t d = 0; d < view.ndim; d++)
@@ -197,7 +202,7 @@ std::vector<PyObject *> items_of(const py::tuple &tuple)
     return items;
 }
 
-// A value of a dict, or null; borrowed.
+// A borrowed value of a dict, or null.
 PyObject *item(PyObject *dict, PyObject *key)
 {
     if (!dict || !PyDict_Check(dict))
@@ -211,8 +216,8 @@ PyObject *item(PyObject *dict, PyObject *key)
 } // namespace
 
 bool describe(uintptr_t address, const py::capsule &exchange, const py::tuple &types,
-              const py::tuple &lists, const py::object &state, const py::tuple &alike,
-              const py::tuple &others)
+              const py::tuple &lists, const py::object &state, const py::tuple &param_like,
+              const py::tuple &extra)
 {
     const std::vector<PyObject *> columns = items_of(lists);
     const size_t count = py::len(lists[0]);
@@ -220,12 +225,13 @@ bool describe(uintptr_t address, const py::capsule &exchange, const py::tuple &t
         if (!PyList_CheckExact(list) || static_cast<size_t>(PyList_GET_SIZE(list)) != count)
             return false;
     std::vector<std::pair<PyObject *, Kind>> names;
-    for (PyObject *const name : items_of(alike))
-        names.emplace_back(name, ALIKE);
-    for (PyObject *const name : items_of(others))
-        names.emplace_back(name, OTHER);
+    for (PyObject *const name : items_of(param_like))
+        names.emplace_back(name, PARAM_LIKE);
+    for (PyObject *const name : items_of(extra))
+        names.emplace_back(name, EXTRA);
     Table table(address, count, exchange_of(exchange), items_of(types));
-    // Looked up first, then looked at: by then it is known which tensors come next.
+    // All tensors are looked up before the first is read, so that prefetching knows which come
+    // next.
     const size_t rows = columns.size() + names.size();
     std::vector<PyObject *> tensors;
     tensors.reserve(count * rows);
@@ -233,7 +239,7 @@ bool describe(uintptr_t address, const py::capsule &exchange, const py::tuple &t
         for (PyObject *const list : columns)
             tensors.push_back(PyList_GET_ITEM(list, k));
         PyObject *const first = PyList_GET_ITEM(columns[0], k);
-        if (!table.is_plain(first)) // before the others' states are looked up in vain
+        if (!table.knows(first)) // saves looking up the states of the others
             return false;
         PyObject *const entry = names.empty() ? nullptr : item(state.ptr(), first);
         for (const auto &[name, kind] : names) {

@@ -1,5 +1,5 @@
-// module.cpp: headroom._C, host-side objects for Python. It computes nothing on tensors: that is for
-// torch ops.
+// module.cpp: headroom._C, host-side objects for Python. Nothing here computes on tensors; torch
+// ops do.
 #include <algorithm>
 #include <string>
 
@@ -34,10 +34,11 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used())
 {
     m.doc() = "Host-side objects of Headroom.";
     m.attr("version") = hr_version();
-    m.def(
-        "describe", &headroom::describe, py::arg("table"), py::arg("exchange"), py::arg("types"),
-        py::arg("lists"), py::arg("state"), py::arg("alike"), py::arg("others"),
-        "Writes addresses, sizes and dtypes of lists of plain tensors; False if one is not plain.");
+    m.def("describe", &headroom::describe, py::arg("table"), py::arg("exchange"), py::arg("types"),
+          py::arg("lists"), py::arg("state"), py::arg("param_like"), py::arg("extra"),
+          "Writes addresses, sizes and dtypes of tensors to a table. False if a tensor is missing, "
+          "has "
+          "gaps in memory, or is of a type, a device or a layout that needs the op's lists.");
     m.def("build_info", &build_info,
           "What the C library was built with and for: version, compiler, cuda, archs, cpu.");
     py::native_enum<hr_cpu_level>(m, "CpuLevel", "enum.IntEnum",
@@ -55,7 +56,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used())
                 throw py::value_error(hr_last_error());
         },
         py::arg("level"),
-        "Chooses the instruction set of CPU kernels, for the whole process. The bits of every "
-        "result "
-        "are the same for all. ValueError where the CPU lacks it.");
+        "Chooses the instruction set of CPU kernels, for the whole process. All give the same "
+        "bits. "
+        "Raises ValueError if the CPU lacks it.");
 }

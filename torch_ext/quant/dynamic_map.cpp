@@ -1,4 +1,4 @@
-// dynamic_map.cpp: headroom::dynamic_map.
+// dynamic_map.cpp: registers headroom::dynamic_map.
 #include "torch_ext/core/tensor.h"
 
 namespace
@@ -21,7 +21,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
     m.def("dynamic_map(bool is_signed) -> Tensor");
 }
 
-// The map has no tensor argument that could name a device.
+// For all devices, because no tensor argument names one.
 STABLE_TORCH_LIBRARY_IMPL(headroom, CompositeExplicitAutograd, m)
 {
     m.impl("dynamic_map", TORCH_BOX(&dynamic_map));

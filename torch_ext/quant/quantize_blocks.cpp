@@ -1,7 +1,7 @@
-// quantize_blocks.cpp: headroom::quantize_blocks and headroom::dequantize_blocks.
+// quantize_blocks.cpp: registers headroom::quantize_blocks and headroom::dequantize_blocks.
 //
-// Blocks are counted in memory order, as those of an optimizer's moments are; a tensor with gaps in
-// memory is read in the order of its indices.
+// Blocks are counted in memory order, as in an optimizer's moments. A tensor with gaps in memory is
+// counted in row-major order.
 #include <tuple>
 
 #include "torch_ext/core/layout.h"
@@ -76,13 +76,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
           "Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(headroom, CPU, m)
-{
-    m.impl("quantize_blocks", TORCH_BOX(&quantize_blocks));
-    m.impl("dequantize_blocks", TORCH_BOX(&dequantize_blocks));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(headroom, CUDA, m)
+HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)
 {
     m.impl("quantize_blocks", TORCH_BOX(&quantize_blocks));
     m.impl("dequantize_blocks", TORCH_BOX(&dequantize_blocks));

@@ -1,7 +1,5 @@
-// weights.cpp: headroom::join_weights_ and headroom::split_weights_.
+// weights.cpp: registers headroom::join_weights_ and headroom::split_weights_.
 #include "torch_ext/weights/weights.h"
-
-#include "torch_ext/optim/adamw_options.h"
 
 namespace
 {
@@ -59,13 +57,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
           "int weights_mode) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(headroom, CPU, m)
-{
-    m.impl("join_weights_", TORCH_BOX(&join_weights_));
-    m.impl("split_weights_", TORCH_BOX(&split_weights_));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(headroom, CUDA, m)
+HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)
 {
     m.impl("join_weights_", TORCH_BOX(&join_weights_));
     m.impl("split_weights_", TORCH_BOX(&split_weights_));

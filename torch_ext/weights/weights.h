@@ -1,14 +1,14 @@
-// weights.h: how the parameters of an optimizer's op are stored: see hr_weights.
+// weights.h: fills hr_weights from the arguments that every op with 16-bit weights has.
 #pragma once
 
-#include "torch_ext/core/layout.h"
+#include "torch_ext/core/members.h"
 
 namespace headroom
 {
 
 using Integers = std::optional<std::vector<int64_t>>;
 
-// The arguments that all such ops have.
+// The arguments of an op.
 struct WeightOptions {
     int64_t mode;
     const Integers &seeds;  // a 64-bit number for each parameter
@@ -19,22 +19,30 @@ struct WeightOptions {
 #define HR_WEIGHT_OPTIONS \
     "int weights_mode=0, int[]? weight_seeds=None, int[]? places=None, Tensor(z!)? stalled=None"
 
-inline bool has_residuals(int64_t mode)
+// The facts of a mode, or null if the number is not a mode.
+inline const hr_weights_mode_info *mode_info(int64_t mode)
 {
-    return mode >= HR_WEIGHTS_KAHAN;
+    const bool fits = mode >= 0 && mode <= INT32_MAX;
+    return fits ? hr_get_weights_mode_info(static_cast<hr_weights_mode>(mode)) : nullptr;
 }
 
-// The C interface's form of them; lends its addresses.
+// Whether a mode has residuals; false if the number is not a mode.
+inline bool has_residuals(int64_t mode)
+{
+    const hr_weights_mode_info *const info = mode_info(mode);
+    return info && info->has_residuals;
+}
+
+// The same for the C interface, which points into this object and the arguments.
 class Weights
 {
   public:
-    Weights(const WeightOptions &o, const hr_tensor_list &residuals, int64_t count,
-            const View &like)
+    Weights(const WeightOptions &o, const hr_tensor_list &residuals, size_t count, const View &like)
         : residuals_(residuals)
     {
+        if (!mode_info(o.mode))
+            fail("weights_mode is " + std::to_string(o.mode) + ", not an hr_weights_mode");
         weights_.mode = static_cast<hr_weights_mode>(o.mode);
-        if (weights_.mode != o.mode)
-            fail("weights_mode is " + std::to_string(o.mode) + ", wanted 0 to 6");
         if (residuals.count)
             weights_.residuals = &residuals_;
         if (o.seeds) {
@@ -56,7 +64,8 @@ class Weights
     }
     Weights(const Weights &) = delete;
 
-    // NULL for plain weights, which the kernels take without it.
+    // NULL if the weights are params alone, rounded to nearest, because kernels are faster without
+    // it.
     const hr_weights *get() const
     {
         const bool plain = weights_.mode == HR_WEIGHTS_NEAREST && !weights_.residuals &&
@@ -65,13 +74,6 @@ class Weights
     }
 
   private:
-    static void check_count(const std::vector<int64_t> &list, const char *name, int64_t count)
-    {
-        if (static_cast<int64_t>(list.size()) != count)
-            fail(std::string(name) + " has " + std::to_string(list.size()) + " numbers, wanted " +
-                 std::to_string(count));
-    }
-
     hr_tensor_list residuals_;
     hr_weights weights_ = HR_WEIGHTS_INIT;
 };

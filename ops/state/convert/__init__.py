@@ -1,7 +1,7 @@
-"""Optimizer states from one library to another: what a checkpoint needs to resume elsewhere.
+"""Converts optimizer states between libraries, so that a checkpoint of one resumes in another.
 
-A reader for each library takes the state of one parameter to a neutral form, a writer takes it from
-there. What the target cannot keep is measured by reading back what was written.
+Each library has a reader, from the state of one parameter to a neutral form, and a writer. Reading
+back what was written measures what the target cannot keep.
 """
 
 from .conversion import Converted, convert_state

@@ -1,4 +1,4 @@
-"""torch's Adam and AdamW, and the keys of their states, which most libraries have."""
+"""Reads and writes states of torch's Adam and AdamW, whose keys most libraries have."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ TORCH_OPTIONS = {
 
 
 def read_adam(entry: dict[str, Any], context: Context) -> State:
-    """torch's keys: torch, Headroom, torchao, DeepSpeed, and apex, whose step is in the group."""
+    """Reads a state with torch's keys: of torch, Headroom, torchao, DeepSpeed, and apex, whose step
+    is in the group."""
     moments: dict[str, Tensor | Codes] = {}
     for name in MOMENTS:
         value = entry.get(name)

@@ -1,4 +1,4 @@
-"""apex's FusedAdam, whose step is the group's."""
+"""Writes states of apex's FusedAdam, whose step is in the group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["LIBRARIES", "write_apex"]
 
 
 def write_apex(state: State, context: Context) -> dict[str, Any]:
-    # The step is the group's.
+    # The step is in the group.
     entry = write_torch(state, context)
     return {name: entry[name] for name in MOMENTS[:2]}
 

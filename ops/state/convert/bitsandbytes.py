@@ -1,4 +1,5 @@
-"""bitsandbytes' Adam and AdamW: 32-bit, 8-bit, and 8-bit as releases before 2026 save it."""
+"""Reads and writes states of bitsandbytes' Adam and AdamW: 32-bit, 8-bit, and the 8-bit form of
+releases before 2026."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ STEPS = 2.0**53  # the largest counter that Headroom steps from, and that a floa
 
 @contextmanager
 def described(what: str, held: dict[Any, Any]) -> Iterator[None]:
-    """Turns an error into a ValueError that says where it was. Values of any kind can stand where
-    numbers and tensors belong, and each fails in a way of its own."""
+    """Turns an error into a ValueError that says where it was. Forged values can fail in many
+    ways."""
     try:
         yield
     except (ImportError, NotImplementedError, MemoryError, torch.OutOfMemoryError):
@@ -48,7 +48,7 @@ def described(what: str, held: dict[Any, Any]) -> Iterator[None]:
 
 
 def keys_of(source: Any) -> list[Any]:
-    """The parameters' keys of a state dict, in order, if it has the form of one."""
+    """Returns the parameters' keys of a state dict, in order. Refuses what is not a state dict."""
     if not isinstance(source, Mapping) or not {"state", "param_groups"} <= source.keys():
         found = sorted(map(str, source)) if isinstance(source, Mapping) else type(source).__name__
         raise ValueError(f"a state dict has 'state' and 'param_groups', this {found}")
@@ -73,12 +73,14 @@ def keys_of(source: Any) -> list[Any]:
         raise ValueError(f"there is a state of {key!r}, which is in no group")
     for key, entry in state.items():
         if not isinstance(entry, Mapping):
-            raise ValueError(f"the state of parameter {key} is a {type(entry).__name__}, no dict")
+            raise ValueError(
+                f"the state of parameter {key} is a {type(entry).__name__}, not a dict"
+            )
     return keys
 
 
 def named_params(params: Any, keys: list[Any]) -> Mapping[Any, Tensor]:
-    """The parameters by their keys."""
+    """Returns the parameters by their keys."""
     if params is None:
         return {}
     if not isinstance(params, Mapping):
@@ -90,11 +92,12 @@ def named_params(params: Any, keys: list[Any]) -> Mapping[Any, Tensor]:
         params = dict(zip(keys, params))
     for key, param in params.items():
         if not isinstance(param, Tensor):
-            raise ValueError(f"params: that of {key!r} is a {type(param).__name__}, no tensor")
+            raise ValueError(f"params: {key!r} is a {type(param).__name__}, not a tensor")
     return params
 
 
 def check_options(group: Mapping[str, Any], is_adafactor: bool) -> None:
+    """Refuses options of a group without a learning rate, or with tensors that have no memory."""
     check_tensors(group)
     lr = group["lr"]
     if lr is None and is_adafactor:
@@ -107,7 +110,7 @@ def check_options(group: Mapping[str, Any], is_adafactor: bool) -> None:
 
 
 def check_tensors(value: Any) -> None:
-    """Every tensor in an entry has memory that can be read."""
+    """Refuses an entry with a tensor whose memory cannot be read."""
     if isinstance(value, Mapping):
         for inner in value.values():
             check_tensors(inner)
@@ -122,6 +125,7 @@ def check_tensors(value: Any) -> None:
 
 
 def checked_step(step: Any) -> float:
+    """Returns a step counter as a number. Refuses what is not a whole number from 0 to 2^53."""
     number = number_of(step)
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise ValueError(f"has a step of {shown(step)}, wanted a number")
@@ -131,6 +135,7 @@ def checked_step(step: Any) -> float:
 
 
 def check_moments(moments: dict[str, Tensor | Codes]) -> None:
+    """Refuses moments with values that training never makes."""
     for name, moment in moments.items():
         if isinstance(moment, Codes):
             if not is_finite(moment.absmax, False):
@@ -141,12 +146,13 @@ def check_moments(moments: dict[str, Tensor | Codes]) -> None:
         if not isinstance(moment, Tensor) or not moment.is_floating_point():
             kind = moment.dtype if isinstance(moment, Tensor) else type(moment).__name__
             raise ValueError(f"has an '{name}' of {kind}, without scales")
-        # A NaN is the smallest for min(). Infinity is an overflow, and gives updates of 0.
+        # min() of a NaN is NaN. Infinity comes from an overflow, and gives updates of 0.
         if name in SQUARES and moment.numel() and not moment.min() >= 0:
             raise ValueError(f"has an '{name}' with negative elements, or NaN")
 
 
 def check_adam_shapes(moments: dict[str, Tensor | Codes], param: Tensor | None) -> None:
+    """Refuses moments that do not have one shape, the parameter's."""
     shapes = {moment.shape for moment in moments.values()}
     if not set(moments) >= set(MOMENTS[:2]) or len(shapes) != 1:
         raise ValueError(
@@ -160,6 +166,7 @@ def check_adam_shapes(moments: dict[str, Tensor | Codes], param: Tensor | None) 
 
 
 def check_adafactor_shapes(moments: dict[str, Tensor | Codes], param: Tensor | None) -> None:
+    """Refuses statistics of rows and columns that do not fit each other, or the parameter."""
     found = {name: tuple(moment.shape) for name, moment in moments.items()}
     row, col = found.get("row"), found.get("col")
     if row is not None or col is not None:

@@ -1,4 +1,4 @@
-"""8-bit moments: a code for each element, and a scale for each block of elements."""
+"""Holds 8-bit moments: a code for each element, and a scale for each block of elements."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class Codes:
 
 
 def encode(moment: Tensor, block_size: int, is_signed: bool) -> Codes:
-    """The codes and scales that the kernels store for a moment: see hr_adamw8bit in headroom.h."""
+    """Returns the codes and scales that the kernels store for a moment: see ``hr_adamw8bit`` in
+    ``headroom.h``."""
     codes, absmax = quantize_blocks(moment.float(), is_signed=is_signed, block_size=block_size)
     return Codes(codes, absmax, block_size, is_signed)
 
@@ -79,7 +80,8 @@ def encode(moment: Tensor, block_size: int, is_signed: bool) -> Codes:
 def codes_of(
     moment: Tensor | Codes, block_size: int, is_signed: bool, any_order: bool = False
 ) -> Codes:
-    """As they are, if that is possible."""
+    """Returns a moment as codes in blocks of one size. Keeps codes that are in such blocks already.
+    With ``any_order`` they may be in any order of memory."""
     if (
         isinstance(moment, Codes)
         and (moment.block_size == block_size)
@@ -95,11 +97,12 @@ def codes_of(
 
 
 def floats_of(moment: Tensor | Codes) -> Tensor:
+    """Returns a moment as numbers."""
     return moment.decode() if isinstance(moment, Codes) else moment
 
 
 def is_finite(numbers: Tensor, is_signed: bool) -> bool:
-    """Whether all are finite, and not negative unless signed."""
+    """Returns whether all numbers are finite and, unless signed, not negative."""
     if not numbers.numel():
         return True
     low, high = (number.item() for number in torch.aminmax(numbers))  # a NaN spreads to both
@@ -107,12 +110,12 @@ def is_finite(numbers: Tensor, is_signed: bool) -> bool:
 
 
 def other_map(values: Tensor, is_signed: bool) -> Tensor | None:
-    """A map that is not ours: bitsandbytes 0.36 to 0.41 had such."""
+    """Returns a map if it is not Headroom's, else None: bitsandbytes 0.36 to 0.41 had others."""
     return None if torch.equal(values.cpu(), dynamic_map(is_signed)) else values
 
 
 def pieces(numel: int, block_size: int) -> Iterable[tuple[slice, slice]]:
-    """Slices of the elements, and of the blocks that they are."""
+    """Yields slices of the elements, and of their blocks, that are worked on together."""
     step = max(1, PIECE // block_size)
     for first in range(0, -(-numel // block_size), step):
         elements = slice(first * block_size, min(numel, (first + step) * block_size))
@@ -120,18 +123,18 @@ def pieces(numel: int, block_size: int) -> Iterable[tuple[slice, slice]]:
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """The elements in memory order, or in that of their indices if there are gaps."""
+    """Returns the elements of a dense tensor in memory order, else in the order of the indices."""
     if not is_dense(tensor):
         tensor = tensor.contiguous()
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def unflattened(flat: Tensor, like: Tensor) -> Tensor:
-    """The way back of :func:`flattened`."""
+    """Returns the inverse of :func:`flattened`."""
     return flat.as_strided(like.shape, like.stride()) if is_dense(like) else flat.view(like.shape)
 
 
 def shown(value: Any) -> str:
-    """A value for a message: what is long, or has no memory to print, by its type."""
+    """Returns a value for a message. A long value, or one without memory, is shown by its type."""
     is_short = value is None or isinstance(value, (bool, int, float, str, torch.dtype))
     return repr(value) if is_short else f"a {type(value).__name__}"

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from tqdm import tqdm
 
+from ..._core.progress import progress_bar
 from ..._core.registration import FLOATS
 from ..._core.weight_modes import RESIDUALS
 from ...functional.adamw8bit import BLOCK_SIZES
@@ -34,7 +34,7 @@ __all__ = ["Converted", "convert_state"]
 
 
 class Converted(NamedTuple):
-    """What :func:`convert_state` returns."""
+    """The result of :func:`convert_state`."""
 
     state_dict: dict[str, Any]
     report: Report
@@ -52,31 +52,32 @@ def convert_state(
     min_8bit_size: int = 4096,
     progress: bool = False,
 ) -> Converted:
-    """The state of an optimizer in the form of another library, to resume training there.
+    """Returns the state of an optimizer in the form of another library, to resume training there.
 
     Args:
-        source: an optimizer, or what its ``state_dict()`` returned. Not changed.
-        to: for whom. ``"headroom"`` and ``"headroom-8bit"``: Adam and AdamW of
+        source: an optimizer, or the result of its ``state_dict()``. Not changed.
+        to: the library. ``"headroom"`` and ``"headroom-8bit"``: Adam and AdamW of
             :mod:`headroom.optim`, and their 8-bit forms. ``"torch"``. ``"bitsandbytes"``: 32-bit;
             ``"bitsandbytes-8bit"``, and ``"bitsandbytes-8bit-flat"`` for releases before 2026.
             ``"torchao-8bit"``. ``"apex"``: FusedAdam. ``"deepspeed"``: DeepSpeedCPUAdam.
             ``"flashoptim"``, with its 8-bit moments, and ``"flashoptim-float"``.
-            ``"torch-adafactor"`` and ``"transformers-adafactor"``, which
-            Headroom's Adafactor loads too. Adam's state is none of Adafactor's.
-        from_: one of these, if the keys of ``source`` do not tell.
-        params: the parameters, in the order of the groups, or by their keys in the state; an
-            optimizer has them. They are needed to carry over what is kept beside 16-bit weights,
-            except for a float32 master copy.
-        param_dtype: their dtype, if they are not there. Many loaders cast states to it: with it,
-            the report says what that loses. FlashOptim's states depend on it.
-        block_size: of 8-bit moments. None: that of the source if the target has it, else 256.
+            ``"torch-adafactor"`` and ``"transformers-adafactor"``, which Headroom's Adafactor loads
+            too. States of Adam and of Adafactor do not convert to each other.
+        from_: the library of ``source``, if its keys do not tell.
+        params: the parameters, in the order of the groups, or by their keys in the state; not
+            needed for an optimizer, which has them. They are needed to convert what an optimizer
+            keeps beside 16-bit weights, except for a float32 master copy.
+        param_dtype: the dtype of the parameters, if they are not given. Many loaders cast states to
+            it; the report then includes that loss. FlashOptim's states depend on it.
+        block_size: elements per scale of 8-bit moments. None: that of the source if the target has
+            such blocks, else 256.
         min_8bit_size: tensors with fewer elements get moments of 32 bits; codes stay codes.
         progress: show a progress bar.
 
     Returns:
         The state dict, for ``load_state_dict`` of the target, and a :class:`Report` of what was
-        lost. Parts that are the same in both libraries are those of a ``source`` that is a state
-        dict, not copies.
+        lost. Parts that are the same in both libraries are not copied if ``source`` is a state
+        dict.
 
         Nothing is lost between Headroom, torch, bitsandbytes 32-bit, apex, DeepSpeed and
         ``"flashoptim-float"`` if parameters are float32; nor between the 8-bit forms of Headroom,
@@ -85,9 +86,9 @@ def convert_state(
 
     Raises:
         ValueError: an argument is not one of those above, or the state is of no known library,
-            cannot be that of ``to``, or is malformed: its counters must be whole numbers from 0 to
-            2^53, its second moments and scales not negative and no NaN. The message names the
-            parameter. Nothing is changed.
+            does not convert to ``to``, or is malformed: its counters must be whole numbers from 0
+            to 2^53, its second moments and scales must not be negative or NaN. The message names
+            the parameter. Nothing has changed then.
         NotImplementedError: a state is a DTensor; gather it first, with ``full_state_dict=True`` of
             torch.distributed.checkpoint.
         ImportError: ``to="torchao-8bit"`` without torchao.
@@ -122,7 +123,7 @@ def convert_state(
     named = named_params(params, keys)
     reader, target, report = LIBRARIES[from_], LIBRARIES[to], Report(from_, to)
     entries, groups = {}, []
-    with tqdm(total=len(source["state"]), unit="state", disable=not progress) as bar:
+    with progress_bar(len(source["state"]), None, unit="state", shown=progress) as bar:
         for index, group in enumerate(source["param_groups"]):
             contexts = {}
             for key in group["params"]:
@@ -176,7 +177,7 @@ def _state(key: Any, entry: Any, reader: Library, context: Context) -> State:
 
 
 def _block_size(states: dict[Any, State]) -> int:
-    """That of the codes of a group, if it is one that Headroom has."""
+    """Returns the block size of the codes of a group if Headroom has it, else 256."""
     moments = [moment for state in states.values() for moment in state.moments.values()]
     sizes = {moment.block_size for moment in moments if isinstance(moment, Codes)}
     return sizes.pop() if len(sizes) == 1 and sizes <= set(BLOCK_SIZES) else 256

@@ -1,4 +1,4 @@
-"""DeepSpeed's DeepSpeedCPUAdam."""
+"""Writes states of DeepSpeed's DeepSpeedCPUAdam."""
 
 from __future__ import annotations
 

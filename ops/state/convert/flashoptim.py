@@ -1,4 +1,5 @@
-"""FlashOptim's AdamW: 8-bit or float moments, weights of 24 or 32 bits (arXiv:2602.23349)."""
+"""Reads and writes states of FlashOptim's AdamW: 8-bit or float moments, weights of 24 or 32 bits
+(arXiv:2602.23349)."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def _encode_flash(moment: Tensor, is_signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def _half_ulp(param: Tensor) -> Tensor:
-    """Half the distance to a 16-bit number's neighbours, in float64."""
+    """Returns half the distance between a 16-bit number and the next one, in float64."""
     mantissa, bias, mask = (7, 127, 0xFF) if param.dtype == torch.bfloat16 else (10, 15, 0x1F)
     exponent = ((param.view(torch.int16).int() >> mantissa) & mask).clamp(min=1)
     one = torch.ones_like(exponent, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Headroom's Adam and AdamW, and their 8-bit forms."""
+"""Writes states of Headroom's Adam and AdamW, and of their 8-bit forms."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...optim.adam8bit import ABSMAXS, OPTIONS, _zero_absmaxs
+from ...optim.adam8bit import OPTIONS
+from ...optim.block_scales import ABSMAXS, zero_absmaxs
 from .adam import TORCH_OPTIONS, read_adam
 from .codes import codes_of, floats_of
 from .neutral import MOMENTS, Context, Library, State, step64
@@ -29,14 +30,14 @@ def _write_headroom(state: State, context: Context) -> dict[str, Any]:
 
 
 def _write_headroom_8bit(state: State, context: Context) -> dict[str, Any]:
-    # With amsgrad, which has no form of 8 bits, the moments stay in float32.
+    # With amsgrad, which has no 8-bit form, the moments stay in float32.
     if "max_exp_avg_sq" in state.moments or not context.is_8bit(state.moments["exp_avg"]):
         return _write_headroom(state, context)
     entry: dict[str, Any] = {"step": step64(state)}
     for name, absmax in zip(MOMENTS, ABSMAXS):
         codes = codes_of(state.moments[name], context.block_size, name == "exp_avg", any_order=True)
         entry[name] = codes.codes
-        shape = _zero_absmaxs(codes.codes, context.block_size).shape
+        shape = zero_absmaxs(codes.codes, context.block_size).shape
         entry[absmax] = codes.absmax.view(shape)
     return entry | our_residual(state)
 

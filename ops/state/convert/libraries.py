@@ -1,11 +1,11 @@
-"""The libraries that states come from and go to, and which one a state is of."""
+"""Lists the libraries that states come from and go to, and detects the library of a state."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..._core.weight_modes import RESIDUALS
-from ...optim.adam8bit import ABSMAXS
+from ...optim.block_scales import ABSMAXS
 from . import (
     adam,
     apex,
@@ -33,7 +33,7 @@ LIBRARIES: dict[str, Library] = (
     | torch_adafactor.LIBRARIES
     | transformers_adafactor.LIBRARIES
 )
-# The parts of states that readers know, and options that somebody has and others do not know.
+# The parts of states that readers know, and the options that only some libraries have.
 KEYS = {
     *("step", "RMS", "error_bits", BNB_WRAPPER, *MOMENTS, *ABSMAXS, *RESIDUALS),
     *(f"{name}{i}" for name in ("state", "absmax", "qmap") for i in (1, 2)),
@@ -44,7 +44,7 @@ PRIVATE = {key for library in LIBRARIES.values() for key in (*library.options, *
 
 
 def detect(state_dict: dict[str, Any]) -> str:
-    """The name of the library that a state dict is from, by its keys."""
+    """Returns the name of the library that a state dict is from, by its keys."""
     entries = [entry for entry in state_dict["state"].values() if entry]
     keys = {key for entry in entries for key in entry}
     options = {key for group in state_dict["param_groups"] for key in group}
@@ -62,7 +62,7 @@ def detect(state_dict: dict[str, Any]) -> str:
         return "torchao-8bit"
     if entries and not {"exp_avg", "exp_avg_sq"} <= keys:
         raise ValueError(
-            f"no library is known that has states of the keys {sorted(map(str, keys))}; the "
+            f"no known library has states with the keys {sorted(map(str, keys))}; the "
             f"libraries are {', '.join(LIBRARIES)}"
         )
     return "apex" if entries and "step" not in keys and "step" in options else "torch"

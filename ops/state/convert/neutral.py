@@ -1,4 +1,4 @@
-"""The neutral form of a state, which readers of each library make and writers take."""
+"""Defines the neutral form of a state, which readers make and writers take."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = [
 ]
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "row", "col", "variance")  # which are not negative
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "row", "col", "variance")  # never negative
 
 
 @dataclass
 class State:
-    """The state of one parameter, whoever's it was."""
+    """The state of one parameter, of any library."""
 
     step: float
     moments: dict[str, Tensor | Codes]  # MOMENTS, or Adafactor's exp_avg, row, col, variance
-    residual: dict[str, Tensor] = field(default_factory=dict)  # beside 16-bit weights, our form
-    weights: Tensor | None = None  # in float32, with the residual, if it is known
-    others: list[str] = field(default_factory=list)  # parts that nobody else has
+    residual: dict[str, Tensor] = field(default_factory=dict)  # of 16-bit weights
+    weights: Tensor | None = None  # in float32, joined with the residual, if they are known
+    others: list[str] = field(default_factory=list)  # parts that no other library has
 
     def copied(self) -> State:
         moments = {name: moment.clone() for name, moment in self.moments.items()}
@@ -46,7 +46,7 @@ class State:
 
 @dataclass
 class Context:
-    """What a reader or writer may need beside the state."""
+    """What a reader or writer may need besides the state."""
 
     group: dict[str, Any]
     param: Tensor | None
@@ -59,25 +59,27 @@ class Context:
         return isinstance(moment, Codes) or moment.numel() >= self.min_8bit_size
 
     def with_param(self, weights: Tensor | None) -> Context:
-        """A 16-bit parameter is the rounding of its float32 weights."""
+        """Completes a context without the parameter: a 16-bit parameter is the rounding of its
+        float32 weights."""
         if self.param is None and weights is not None and self.dtype in HALVES:
             self.param = weights.to(self.dtype)
         return self
 
 
 class Library(NamedTuple):
-    """Where states come from and go to."""
+    """A library that states come from and go to."""
 
     read: Callable[[dict[str, Any], Context], State]
     write: Callable[[State, Context], dict[str, Any]]
-    options: dict[str, Any]  # of a group, beside what all have, with defaults
-    more: tuple[str, ...] = ()  # options that are carried over if there are any
+    options: dict[str, Any]  # those of a group that not all libraries have, with defaults
+    more: tuple[str, ...] = ()  # options that are carried over if the source has them
     casts: bool = False  # the loader casts states to the parameter's dtype
     is_adafactor: bool = False
 
 
 def number_of(value: Any) -> Any:
-    """A number from a tensor of one element: of float32, the shortest that it is."""
+    """Returns the number in a tensor of one element. For float32, it is the shortest decimal number
+    that rounds to it."""
     if not isinstance(value, Tensor):
         return value
     number = value.item()

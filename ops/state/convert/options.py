@@ -1,4 +1,4 @@
-"""The options of a parameter group, as another library names them."""
+"""Translates the options of a parameter group to another library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["decouples", "target_group"]
 
 
 def decouples(optimizer: torch.optim.Optimizer) -> bool | None:
-    """Whether an optimizer decouples weight decay, if it does not say so in its groups."""
+    """Returns whether an optimizer decouples weight decay, if its groups do not say so."""
     # DeepSpeed and apex, torchao, FlashOptim.
     for name in ("adam_w_mode", "is_adamw", "_decoupled"):
         if hasattr(optimizer, name):
@@ -28,7 +28,7 @@ def target_group(
     notes: list[str],
     decoupled: bool | None,
 ) -> dict[str, Any]:
-    """The options of a group, as the target has them."""
+    """Returns the options of a group as the target has them."""
     target, source = LIBRARIES[to], dict(group)
     if decoupled is not None:
         source.setdefault("decoupled_weight_decay", decoupled)
@@ -49,14 +49,13 @@ def target_group(
         new["lr"] = torch.tensor(new["lr"], dtype=torch.float32)
     if to == "apex":
         new["step"] = max((int(state.step) for state in states.values()), default=0)
-    _say_what_completes_weights(new, own, [s for s in states.values() if s.weights is not None])
+    _set_weights_options(new, own, [s for s in states.values() if s.weights is not None])
     return new
 
 
-def _say_what_completes_weights(
-    new: dict[str, Any], own: tuple[str, ...], states: list[State]
-) -> None:
-    """``states`` are those with known float32 weights beside 16-bit ones."""
+def _set_weights_options(new: dict[str, Any], own: tuple[str, ...], states: list[State]) -> None:
+    """Sets the options that say what is kept beside 16-bit weights. ``states`` are those whose
+    float32 weights are known."""
     if "master" in own and any("error_bits" in state.residual for state in states):
         new |= {"master": "f32", "rounding": "nearest", "seed": 0}
     if "master_bytewidth" in own and "master_bytewidth" not in new and states:
@@ -66,7 +65,7 @@ def _say_what_completes_weights(
 def _translate_adafactor(
     source: dict[str, Any], new: dict[str, Any], to: str, notes: list[str]
 ) -> None:
-    """Between the two rules. Their first epsilons mean different things."""
+    """Translates between the two rules. Their first epsilons mean different things."""
     is_hf = "decay_rate" in source
     if is_hf == (to == "transformers-adafactor"):
         return
@@ -78,7 +77,7 @@ def _translate_adafactor(
     else:
         new |= {"decay_rate": source["beta2_decay"], "clip_threshold": source["d"]}
         new["eps"] = (1e-30, source["eps"][1])
-        if new["lr"] == 1e-2:  # what relative steps begin with
+        if new["lr"] == 1e-2:  # with which relative steps begin
             new["lr"] = None
         else:
             new["relative_step"] = False

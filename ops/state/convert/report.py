@@ -1,4 +1,4 @@
-"""What a conversion lost, measured by reading back what was written."""
+"""Reports what a conversion lost, measured by reading back what was written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Loss", "Report", "losses"]
 
 @dataclass
 class Loss:
-    """What the conversion did to one part of the state of one parameter."""
+    """The effect of the conversion on one part of the state of one parameter."""
 
     param: Any  # its key in the state dict
     name: str  # "exp_avg", "step", ...
@@ -32,7 +32,7 @@ class Loss:
 
 @dataclass
 class Report:
-    """What a conversion lost, part by part, and what else to know."""
+    """What a conversion lost, part by part, with notes."""
 
     source: str
     target: str
@@ -64,6 +64,7 @@ class Report:
 
 
 def losses(key: Any, before: State, after: State) -> Iterable[Loss]:
+    """Yields what became of each part of a state."""
     yield _loss(key, "step", step64(before), step64(after))
     for name, moment in before.moments.items():
         yield _loss(key, name, moment, after.moments.get(name))

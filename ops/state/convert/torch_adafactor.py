@@ -1,4 +1,4 @@
-"""torch's Adafactor."""
+"""Reads and writes states of torch's Adafactor."""
 
 from __future__ import annotations
 

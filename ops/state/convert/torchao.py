@@ -1,4 +1,4 @@
-"""torchao's 8-bit Adam and AdamW."""
+"""Writes states of torchao's 8-bit Adam and AdamW."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' Adafactor."""
+"""Reads and writes states of transformers' Adafactor."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 // refused.
 #include <cstring>
 
-#include "tests/c/grad/accumulate_run.h"
 #include "tests/c/grad/unscale_norm_run.h"
 #include "tests/c/harness/refused.h"
 #include "tests/c/optim/adafactor_run.h"
@@ -11,13 +10,6 @@
 
 namespace
 {
-
-// The first `size` bytes of a config, as a caller with an older header has them: then nothing of it.
-template <class Config> void cut(Config &config, size_t size)
-{
-    config.size = size;
-    memset(reinterpret_cast<char *>(&config) + size, 0xEE, sizeof config - size);
-}
 
 // Both calls succeed and leave the same bytes.
 template <class Run> void expect_same(const Run &a, const Run &b)
@@ -39,7 +31,6 @@ TEST(Configs, OfAnOlderHeaderHaveDefaults)
 {
     const AdamwCase adamw;
     const AdafactorCase adafactor;
-    const AccumulateCase accumulate;
     const NormCase norm;
     for (const size_t size :
          {offsetof(hr_adamw_config, beta1), offsetof(hr_adamw_config, amsgrad)}) {
@@ -64,13 +55,6 @@ TEST(Configs, OfAnOlderHeaderHaveDefaults)
             cut(b.config, size);
             expect_same(a, b);
         }
-    {
-        AccumulateRun a(cpu_backend(), accumulate), b(cpu_backend(), accumulate);
-        a.config = HR_ACCUMULATE_CONFIG_INIT;
-        cut(b.config, offsetof(hr_accumulate_config, factor_ptr));
-        b.config.factor = 1.0;
-        expect_same(a, b);
-    }
     NormRun a(cpu_backend(), norm), b(cpu_backend(), norm);
     a.config = HR_UNSCALE_NORM_CONFIG_INIT;
     b.config.p = 2.0;
@@ -103,13 +87,11 @@ TEST(Configs, OfANewerHeaderAreRefused)
     AdamwRun adamw(cpu_backend(), AdamwCase());
     Adamw8bitRun adamw8bit(cpu_backend(), Adamw8bitCase());
     AdafactorRun adafactor(cpu_backend(), AdafactorCase());
-    AccumulateRun accumulate(cpu_backend(), AccumulateCase());
     NormRun norm(cpu_backend(), NormCase());
     for (const size_t more : {4, 8, 1000}) {
         expect_size_is_refused(adamw, sizeof adamw.config + more);
         expect_size_is_refused(adamw8bit, sizeof adamw8bit.config + more);
         expect_size_is_refused(adafactor, sizeof adafactor.config + more);
-        expect_size_is_refused(accumulate, sizeof accumulate.config + more);
         expect_size_is_refused(norm, sizeof norm.config + more);
     }
 }

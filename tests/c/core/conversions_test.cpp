@@ -1,7 +1,9 @@
 // How elements are loaded and stored, seen through hr_adamw(): with beta1 = 0 the new exp_avg is
 // the gradient, converted. Every 16-bit pattern is loaded; every midpoint between two and its
-// neighbours are stored. Infinity alone cannot be seen so, for the formula multiplies it by 0.
+// neighbors are stored. Infinity and the sign of zero cannot be seen so, for the formula multiplies
+// by 0 and adds.
 #include <cmath>
+#include <cstring>
 
 #include "tests/c/harness/backend.h"
 #include "tests/c/harness/elements.h"
@@ -29,6 +31,30 @@ std::vector<double> converted(Backend &backend, const std::vector<uint8_t> &grad
     const hr_exec exec = backend.exec();
     EXPECT_EQ(hr_adamw(&params, &ms, &vs, nullptr, nullptr, &gradients, &config, &exec), HR_OK);
     return decode(m.content(), to);
+}
+
+// The numbers with these bits as bf16; with a shift the addresses allow no vectors.
+std::vector<uint16_t> stored(Backend &backend, const std::vector<uint32_t> &patterns, size_t shift)
+{
+    const int64_t n = int64_t(patterns.size());
+    std::vector<uint8_t> grads(patterns.size() * 4);
+    memcpy(grads.data(), patterns.data(), grads.size());
+    const Buffer param(backend, std::vector<uint8_t>(grads.size())), grad(backend, grads, shift);
+    const Buffer m(backend, std::vector<uint8_t>(grads.size() / 2));
+    const Buffer v(backend, std::vector<uint8_t>(grads.size() / 2));
+    const hr_dtype f32 = HR_F32, bf16 = HR_BF16;
+    void *const data[] = {param.data(), grad.data(), m.data(), v.data()};
+    const hr_tensor_list params = {1, &data[0], &n, &f32}, gradients = {1, &data[1], &n, &f32};
+    const hr_tensor_list ms = {1, &data[2], &n, &bf16}, vs = {1, &data[3], &n, &bf16};
+    hr_adamw_config config = HR_ADAMW_CONFIG_INIT;
+    config.beta1 = 0;
+    config.step.t = 1;
+    const hr_exec exec = backend.exec();
+    EXPECT_EQ(hr_adamw(&params, &ms, &vs, nullptr, nullptr, &gradients, &config, &exec), HR_OK);
+    const std::vector<uint8_t> content = m.content();
+    std::vector<uint16_t> halves(patterns.size());
+    memcpy(halves.data(), content.data(), content.size());
+    return halves;
 }
 
 void expect_equal(const std::vector<double> &got, const std::vector<double> &wanted)
@@ -78,4 +104,27 @@ TEST_P(Conversions, StoresRoundToNearestEven)
         expect_equal(converted(*backend, encode(values, HR_F32), HR_F32, type),
                      decode(encode(decode(encode(values, HR_F32), HR_F32), type), type));
     }
+}
+
+// On a GPU, every number there is, in pairs and one by one: two instructions of its own.
+TEST_P(Conversions, EveryNumberRoundsToBfloat16)
+{
+    if (backend != cuda_backend() || backend->sees_overruns())
+        GTEST_SKIP() << "the CPU and the emulator take the formula that this compares with";
+    const auto rounded = [](uint32_t bits) {
+        const uint32_t magnitude = bits & 0x7FFFFFFFu; // of infinity and -0 see above
+        if (bits == 0x80000000u)
+            return 0u;
+        return magnitude >= 0x7F800000u ? 0x7FFFu : (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
+    };
+    const uint32_t step = 1u << 24;
+    std::vector<uint32_t> patterns(step);
+    for (const size_t shift : {0, 4})
+        for (uint32_t part = 0; part < 256; part++) {
+            for (uint32_t i = 0; i < step; i++)
+                patterns[i] = part * step + i;
+            const std::vector<uint16_t> got = stored(*backend, patterns, shift);
+            for (uint32_t i = 0; i < step; i++)
+                ASSERT_EQ(got[i], rounded(patterns[i])) << std::hex << patterns[i];
+        }
 }

@@ -9,7 +9,7 @@
 //     bad warp mask          a lane outside the mask, or a shuffle from a lane that takes no part
 //     out-of-bounds access   outside cudaMalloc'ed, shared, local and parameter memory
 //     race                   two threads, same byte, no barrier between, at least one writes
-//     uninitialised read     of shared or device memory
+//     uninitialized read     of shared or device memory
 //     misaligned access
 //     access by the host     to device memory, outside launches and copies
 //

@@ -144,11 +144,11 @@ __global__ void sum_unwritten(float *out, unsigned written)
     out[threadIdx.x] = sum;
 }
 
-TEST(Uninitialised, SharedMemory)
+TEST(Uninitialized, SharedMemory)
 {
     Device<float> out(32);
     EXPECT_ACCESS_CAUGHT(HR_LAUNCH(sum_unwritten, 2, 32, 0, nullptr, out, 31u),
-                         "uninitialised read of shared memory", "");
+                         "uninitialized read of shared memory", "");
     if (!hr_emu::sees_accesses()) { // then it is seen in the result
         HR_LAUNCH(sum_unwritten, 1, 32, 0, nullptr, out, 31u);
         EXPECT_TRUE(std::isnan(out[0]));
@@ -157,14 +157,14 @@ TEST(Uninitialised, SharedMemory)
     EXPECT_EQ(out[0], 32);
 }
 
-TEST(Uninitialised, DeviceMemory)
+TEST(Uninitialized, DeviceMemory)
 {
     float *fresh;
     Device<float> out(64);
     cudaMalloc(&fresh, 256);
     EXPECT_TRUE(std::isnan(on_host(fresh)));
     EXPECT_ACCESS_CAUGHT(HR_LAUNCH(copy, 1, 64, 0, nullptr, fresh, out, 64),
-                         "uninitialised read of device memory", "");
+                         "uninitialized read of device memory", "");
     cudaMemset(fresh, 0, 256);
     EXPECT_CLEAN(HR_LAUNCH(copy, 1, 64, 0, nullptr, fresh, out, 64));
     cudaFree(fresh);

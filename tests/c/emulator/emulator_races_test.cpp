@@ -18,7 +18,7 @@ TEST(Races, MissingBarrierIsCaught)
     // With some orders a thread meets a value that is not there yet, with others one that may
     // change.
     EXPECT_ACCESS_CAUGHT(HR_LAUNCH(reverse<false>, 1, 64, 0, nullptr, data),
-                         "race on |uninitialised read of shared memory", "");
+                         "race on |uninitialized read of shared memory", "");
 }
 
 template <bool kSecondBarrier> __global__ void shift(float *data)
@@ -75,7 +75,7 @@ TEST(Races, SyncwarpOrdersAWarpAndNoMore)
 {
     Device<int> data(64);
     EXPECT_ACCESS_CAUGHT(HR_LAUNCH(within_warp<false>, 1, 64, 0, nullptr, data),
-                         "race|uninitialised", "");
+                         "race|uninitialized", "");
     EXPECT_CLEAN(HR_LAUNCH(within_warp<true>, 1, 64, 0, nullptr, data));
 }
 

@@ -157,10 +157,10 @@ void check(const void *address, size_t bytes, bool write, bool atomic, const voi
             if (shared && slot.block != machine.block)
                 slot = Access{};
         const bool reads = !write || atomic;
-        const bool initialised =
+        const bool initialized =
             shared ? byte.write.code != nullptr : allocation->written[p - allocation->range.begin];
-        if (reads && !initialised && !machine.failed)
-            report(std::string("uninitialised read of ") + space_name + " memory:\n    " +
+        if (reads && !initialized && !machine.failed)
+            report(std::string("uninitialized read of ") + space_name + " memory:\n    " +
                    describe(now, write));
         check_race(byte.write, true, now, write, space_name);
         for (const Access &slot : byte.read)

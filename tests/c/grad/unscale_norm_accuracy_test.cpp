@@ -196,7 +196,7 @@ TEST_P(UnscaleNormAccuracy, ManyEqualElements)
     }
 }
 
-// Eight values whose roundings in binary32 all go the same way: the worst that neighbours can do
+// Eight values whose roundings in binary32 all go the same way: the worst that neighbors can do
 // to a sum of squares.
 TEST_P(UnscaleNormAccuracy, RoundingsThatAllGoTheSameWay)
 {

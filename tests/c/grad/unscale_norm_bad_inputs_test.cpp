@@ -1,111 +1,87 @@
 // Every argument that hr_unscale_norm() refuses: the status, the words, and that no byte changed.
 #include <cmath>
 
-#include "tests/c/harness/refused.h"
 #include "tests/c/grad/unscale_norm_run.h"
-
-using UnscaleNormBadInputs = OnBackend;
-ON_EVERY_BACKEND(UnscaleNormBadInputs);
+#include "tests/c/harness/suites.h"
 
 namespace
 {
-using Bad = BadInput<NormRun>;
+struct UnscaleNorm {
+    using Case = NormCase;
+    using Run = NormRun;
 
-// Everything given, so that everything can be spoiled.
-NormCase good()
-{
-    NormCase c;
-    c.numel = {5, 0, 300};
-    c.write = true;
-    c.grad_scale = 2.0f;
-    c.clip_coef = 0.5f;
-    return c;
-}
-
-void expect_all_refused(Backend &backend, const std::vector<Bad> &all)
-{
-    for (const Bad &bad : all) {
-        NormRun run(backend, good());
-        expect_refused(run, bad);
+    static void expect(Backend &backend, const Case &c)
+    {
+        expect_exact(backend, c);
     }
-}
-} // namespace
 
-TEST_P(UnscaleNormBadInputs, TheCallIsGoodBefore)
-{
-    expect_exact(*backend, good());
-}
+    // Everything given, so that everything can be spoiled.
+    static Case everything()
+    {
+        Case c;
+        c.numel = {5, 0, 300};
+        c.write = true;
+        c.grad_scale = 2.0f;
+        c.clip_coef = 0.5f;
+        return c;
+    }
 
-TEST_P(UnscaleNormBadInputs, List)
-{
-    expect_all_refused(*backend, bad_lists(&NormRun::grads, "grads", "f32, bf16 or f16", true));
-    expect_all_refused(*backend,
-                       {{"grads is NULL", [](NormRun &r) { r.grads.argument = nullptr; }}});
-}
+    static std::vector<ListRule<Run>> rules()
+    {
+        return {{"grads", &Run::grads, float_types(), ListRule<Run>::ALONE}};
+    }
 
-TEST_P(UnscaleNormBadInputs, Config)
-{
-    std::vector<Bad> all = {
-        {"config is NULL", [](NormRun &r) { r.config_argument = nullptr; }},
-        {"config->size is 0, wanted", [](NormRun &r) { r.config.size = 0; }},
-        {"config->size is 999, wanted", [](NormRun &r) { r.config.size = 999; }},
-        {"grad_scale is at .* not a multiple of 4",
-         [](NormRun &r) { r.config.grad_scale = moved(r.config.grad_scale, 1); }},
-        {"clip_coef is at .* not a multiple of 4",
-         [](NormRun &r) { r.config.clip_coef = moved(r.config.clip_coef, 2); }},
-        {"exec is NULL", [](NormRun &r) { r.exec_argument = nullptr; }},
-        {"exec->device is -2", [](NormRun &r) { r.exec.device = -2; }},
-    };
-    for (const double p : {0.0, -1.0, -double(INFINITY), double(NAN)})
-        all.push_back({"[^a-z]p is .*, wanted > 0", [=](NormRun &r) { r.config.p = p; }});
-    for (const double max_norm : {-1.0, -double(INFINITY), double(NAN)})
-        all.push_back(
-            {"max_norm is .*, wanted >= 0", [=](NormRun &r) { r.config.max_norm = max_norm; }});
-    expect_all_refused(*backend, all);
-}
-
-TEST_P(UnscaleNormBadInputs, ResultAndWorkspace)
-{
-    expect_all_refused(
-        *backend,
-        {
+    static BadInputs<Run> refused()
+    {
+        const BadInputs<Run> all = {
+            {"grad_scale is at .* not a multiple of 4",
+             [](Run &r) { r.config.grad_scale = moved(r.config.grad_scale, 1); }},
+            {"clip_coef is at .* not a multiple of 4",
+             [](Run &r) { r.config.clip_coef = moved(r.config.clip_coef, 2); }},
             {"result->norm is at .* multiple of 4",
-             [](NormRun &r) { r.result.norm = moved(r.result.norm, 1); }},
+             [](Run &r) { r.result.norm = moved(r.result.norm, 1); }},
             {"result->norms is at .* multiple of 4",
-             [](NormRun &r) { r.result.norms = moved(r.result.norms, 2); }},
+             [](Run &r) { r.result.norms = moved(r.result.norms, 2); }},
             {"result->found_inf is at .* multiple of 4",
-             [](NormRun &r) { r.result.found_inf = moved(r.result.found_inf, 3); }},
+             [](Run &r) { r.result.found_inf = moved(r.result.found_inf, 3); }},
             {"result->culprit is at .* multiple of 8",
-             [](NormRun &r) { r.result.culprit = moved(r.result.culprit, 4); }},
+             [](Run &r) { r.result.culprit = moved(r.result.culprit, 4); }},
             {"result->clip_coef is at .* multiple of 4",
-             [](NormRun &r) { r.result.clip_coef = moved(r.result.clip_coef, 1); }},
-            {"workspace is .*, wanted", [](NormRun &r) { r.workspace = nullptr; }},
+             [](Run &r) { r.result.clip_coef = moved(r.result.clip_coef, 1); }},
+            {"workspace is .*, wanted", [](Run &r) { r.workspace = nullptr; }},
             {"workspace is at .*, wanted a multiple of 8",
-             [](NormRun &r) { r.workspace = moved(static_cast<char *>(r.workspace), 4); }},
-            {"workspace_bytes is .*, wanted", [](NormRun &r) { r.workspace_bytes--; }},
-            {"workspace_bytes is 0, wanted", [](NormRun &r) { r.workspace_bytes = 0; }},
+             [](Run &r) { r.workspace = moved(static_cast<char *>(r.workspace), 4); }},
+            {"workspace_bytes is .*, wanted", [](Run &r) { r.workspace_bytes--; }},
+            {"workspace_bytes is 0, wanted", [](Run &r) { r.workspace_bytes = 0; }},
             {"result is NULL and config->write is 0",
-             [](NormRun &r) {
+             [](Run &r) {
                  r.result_argument = nullptr;
                  r.config.write = 0;
              }},
+        };
+        return joined<Run>({
+            all,
+            bad_numbers<Run>("[^a-z]p is .*, wanted > 0",
+                             [](Run &r) -> double & { return r.config.p; },
+                             {0.0, -1.0, -INFINITY, NAN}),
+            bad_numbers<Run>("max_norm is .*, wanted >= 0",
+                             [](Run &r) -> double & { return r.config.max_norm; },
+                             {-1.0, -INFINITY, NAN}),
         });
-}
+    }
+};
+} // namespace
+
+BAD_INPUTS_SUITE(UnscaleNorm);
 
 TEST(UnscaleNormBadInputsOnTheCpu, Values)
 {
-    NormCase c = good();
+    NormCase c = UnscaleNorm::everything();
     for (const float scale : {0.0f, -1.0f, float(NAN), float(INFINITY)}) {
         c.grad_scale = scale;
         NormRun run(cpu_backend(), c);
         expect_refused(run, {"\\*grad_scale is .*, wanted a finite number > 0", [](NormRun &) {}});
     }
-}
-
-TEST(UnscaleNormBadInputsOnTheCpu, ADeviceThatDoesNotExist)
-{
-    NormRun run(cpu_backend(), good());
-    expect_no_such_device(run);
 }
 
 TEST(UnscaleNormWorkspaceBadInputs, AreRefused)

@@ -58,6 +58,11 @@ hr_status NormRun::call() const
                            workspace_bytes, exec_argument);
 }
 
+std::vector<Tensors *> NormRun::lists()
+{
+    return {&grads};
+}
+
 template <class T> std::vector<T> NormRun::output(size_t i) const
 {
     const std::vector<uint8_t> bytes = outputs_[i].content();

@@ -33,6 +33,7 @@ class NormRun
     NormRun(const NormRun &) = delete;
 
     hr_status call() const;
+    std::vector<Tensors *> lists();
 
     float norm() const;
     std::vector<float> norms() const;

@@ -34,8 +34,8 @@ TEST_P(UnscaleNormSpecial, AtEveryPlaceOfATensor)
         }
 }
 
-// Beside values of every size, for a kernel that looks at the size of the neighbours first.
-TEST_P(UnscaleNormSpecial, BesideNeighboursOfAnySize)
+// Beside values of every size, for a kernel that looks at the size of the neighbors first.
+TEST_P(UnscaleNormSpecial, BesideNeighborsOfAnySize)
 {
     for (const double size : {0., 1e-30, 1., 1e30})
         for (const double value : kValues)

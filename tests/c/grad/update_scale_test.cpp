@@ -233,10 +233,7 @@ TEST_P(UpdateScale, ManyOverflowsEndAtZeroOrTheMinimum)
 TEST_P(UpdateScale, BadInputs)
 {
     using Run = UpdateScaleRun;
-    std::vector<BadInput<Run>> all = {
-        {"config is NULL", [](Run &r) { r.config_argument = nullptr; }},
-        {"config->size is 0, wanted", [](Run &r) { r.config.size = 0; }},
-        {"config->size is 999, wanted", [](Run &r) { r.config.size = 999; }},
+    BadInputs<Run> all = {
         {": scale is NULL", [](Run &r) { r.scale = nullptr; }},
         {": growth_tracker is NULL", [](Run &r) { r.growth = nullptr; }},
         {": found_inf is NULL", [](Run &r) { r.found_inf = nullptr; }},
@@ -251,26 +248,23 @@ TEST_P(UpdateScale, BadInputs)
              r.config.min_scale = 2;
              r.config.max_scale = 1;
          }},
-        {"exec is NULL", [](Run &r) { r.exec_argument = nullptr; }},
-        {"exec->device is -2", [](Run &r) { r.exec.device = -2; }},
     };
-    const struct {
-        const char *message;
-        double hr_update_scale_config::*member;
-        std::vector<double> values;
-    } numbers[] = {
-        {"growth_factor is", &hr_update_scale_config::growth_factor, {1, 0.5, -2, NAN}},
-        {"backoff_factor is", &hr_update_scale_config::backoff_factor, {0, 1, 1.5, -0.5, NAN}},
-        {"min_scale is", &hr_update_scale_config::min_scale, {-1, NAN, INFINITY, 1e39}},
-        {"max_scale", &hr_update_scale_config::max_scale, {-1, 0, NAN}},
+    const auto numbers = [&](const char *message, double hr_update_scale_config::*member,
+                             const std::vector<double> &values) {
+        all = joined<Run>(
+            {all, bad_numbers<Run>(
+                      message, [=](Run &r) -> double & { return r.config.*member; }, values)});
     };
-    for (const auto &number : numbers)
-        for (const double value : number.values)
-            all.push_back({number.message, [=](Run &r) { r.config.*number.member = value; }});
+    using Config = hr_update_scale_config;
+    numbers("growth_factor is", &Config::growth_factor, {1, 0.5, -2, NAN});
+    numbers("backoff_factor is", &Config::backoff_factor, {0, 1, 1.5, -0.5, NAN});
+    numbers("min_scale is", &Config::min_scale, {-1, NAN, INFINITY, 1e39});
+    numbers("max_scale", &Config::max_scale, {-1, 0, NAN});
     for (const int value : {0, -1}) {
         all.push_back({"growth_interval is", [=](Run &r) { r.config.growth_interval = value; }});
         all.push_back({"hysteresis is", [=](Run &r) { r.config.hysteresis = value; }});
     }
+    all = joined<Run>({all, bad_config_or_exec<Run>()});
     Start start;
     start.hysteresis = 2;
     for (const auto &bad : all) {

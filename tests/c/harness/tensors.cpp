@@ -23,6 +23,15 @@ std::vector<double> Tensors::values(size_t tensor) const
     return decode(buffers[tensor].content(), dtype[tensor]);
 }
 
+std::vector<Tensors *> given_lists(std::deque<Tensors> &all)
+{
+    std::vector<Tensors *> given;
+    for (Tensors &list : all)
+        if (list.argument)
+            given.push_back(&list);
+    return given;
+}
+
 std::vector<uint8_t> image_of(const std::vector<const std::vector<Buffer> *> &groups)
 {
     std::vector<uint8_t> all;
@@ -72,7 +81,32 @@ double ulps(float got, long double exact)
     return double(std::fabs(got - exact) / std::ldexp(1.0L, exponent - 23));
 }
 
+Tensors::Value made_up(size_t list, bool special, double size)
+{
+    return [=](size_t k, size_t i) {
+        constexpr double kSpecial[] = {NAN,  INFINITY, -INFINITY, 1e-40, -3e-41, 1e30,
+                                       3e38, -1e-30,   0,         -0.0,  7e-6,   -3e38};
+        const size_t role = (list + 1) * 1000000;
+        const double x = noise(role + k, i);
+        if (special && noise(role + k, i + 500000) < -0.3)
+            return kSpecial[size_t((x + 1) * 6)];
+        return x * size;
+    };
+}
+
 std::vector<hr_dtype> float_types()
 {
     return {HR_F32, HR_BF16, HR_F16};
+}
+
+std::string words_of(const std::vector<hr_dtype> &types)
+{
+    const char *const names[] = {"f32", "bf16", "f16", "u8", "i8", "i16", "f64"};
+    std::string words;
+    for (size_t i = 0; i < types.size(); i++)
+        words += (i == 0                 ? ""
+                  : i + 1 < types.size() ? ", "
+                                         : " or ") +
+                 std::string(names[types[i]]);
+    return words;
 }

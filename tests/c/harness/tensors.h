@@ -1,7 +1,9 @@
 // A list of tensors in the memory of a backend, filled by a function, as an argument of a call.
 #pragma once
 
+#include <deque>
 #include <functional>
+#include <string>
 
 #include "tests/c/harness/backend.h"
 #include "tests/c/harness/elements.h"
@@ -29,6 +31,9 @@ class Tensors
     std::vector<Buffer> buffers;
 };
 
+// Those whose argument is not NULL.
+std::vector<Tensors *> given_lists(std::deque<Tensors> &all);
+
 // The shift of one list of a case: `shifted` has a bit for each list, in the order of the call.
 template <class Case> size_t shift_of(const Case &c, int list)
 {
@@ -49,4 +54,9 @@ double noise(uint64_t a, uint64_t b);
 // the exact value rounds to the infinity that was got; infinite where only one is such.
 double ulps(float got, long double exact);
 
+// Noise in [-size, size), different for each list; `special`: with NaN, infinities, denormals, huge
+// and tiny values among it.
+Tensors::Value made_up(size_t list, bool special, double size);
+
 std::vector<hr_dtype> float_types();
+std::string words_of(const std::vector<hr_dtype> &types); // "f32, bf16 or f16"

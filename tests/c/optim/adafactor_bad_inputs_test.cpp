@@ -2,13 +2,14 @@
 #include <cmath>
 
 #include "tests/c/optim/adafactor_run.h"
-#include "tests/c/harness/refused.h"
+#include "tests/c/optim/step_suites.h"
 
 using AdafactorBadInputs = OnBackend;
 ON_EVERY_BACKEND(AdafactorBadInputs);
 
 namespace
 {
+using Rule = ListRule<AdafactorRun>;
 using Bad = BadInput<AdafactorRun>;
 
 // Everything given, so that everything can be spoiled.
@@ -28,10 +29,7 @@ AdafactorCase good()
 
 void expect_all_refused(Backend &backend, const std::vector<Bad> &all)
 {
-    for (const Bad &bad : all) {
-        AdafactorRun run(backend, good());
-        expect_refused(run, bad);
-    }
+    expect_all_refused(backend, good(), all);
 }
 
 // What is refused of a list of variances.
@@ -57,23 +55,20 @@ TEST_P(AdafactorBadInputs, TheCallIsGoodBefore)
 
 TEST_P(AdafactorBadInputs, Lists)
 {
-    const std::string floats = "f32, bf16 or f16";
-    expect_all_refused(*backend, bad_lists(&AdafactorRun::params, "params", floats, true));
-    expect_all_refused(*backend, bad_lists(&AdafactorRun::grads, "grads", floats, false));
+    const std::vector<Rule> rules = {{"params", &AdafactorRun::params, float_types(), Rule::ALONE},
+                                     {"grads", &AdafactorRun::grads, float_types()}};
+    expect_all_refused(*backend, bad_lists(rules));
     expect_all_refused(*backend, bad_variances(&AdafactorRun::row_vars, "row_vars", 2));
     expect_all_refused(*backend, bad_variances(&AdafactorRun::col_vars, "col_vars", 2));
     expect_all_refused(*backend, bad_variances(&AdafactorRun::variances, "variances", 0));
     expect_all_refused(
         *backend,
-        {{"params is NULL", [](AdafactorRun &r) { r.params.argument = nullptr; }},
-         {"grads is NULL", [](AdafactorRun &r) { r.grads.argument = nullptr; }},
-         {"exp_avgs\\[2\\] has dtype f16", [](AdafactorRun &r) { r.exp_avgs.dtype[2] = HR_F16; }},
+        {{"exp_avgs\\[2\\] has dtype f16", [](AdafactorRun &r) { r.exp_avgs.dtype[2] = HR_F16; }},
          {"exp_avgs\\[2\\] has numel 5", [](AdafactorRun &r) { r.exp_avgs.numel[2] = 5; }},
          {"rmss\\[1\\] has numel 2", [](AdafactorRun &r) { r.rmss.numel[1] = 2; }},
          {"rmss\\[1\\] is NULL", [](AdafactorRun &r) { r.rmss.data[1] = nullptr; }},
          {"steps\\[1\\] has numel 2", [](AdafactorRun &r) { r.steps.numel[1] = 2; }},
-         {"steps\\[1\\] has dtype bf16", [](AdafactorRun &r) { r.steps.dtype[1] = HR_BF16; }},
-         {"config->step.t is 0", [](AdafactorRun &r) { r.steps.argument = nullptr; }}});
+         {"steps\\[1\\] has dtype bf16", [](AdafactorRun &r) { r.steps.dtype[1] = HR_BF16; }}});
 }
 
 TEST_P(AdafactorBadInputs, Shapes)
@@ -98,23 +93,12 @@ TEST_P(AdafactorBadInputs, Shapes)
 TEST_P(AdafactorBadInputs, Config)
 {
     std::vector<Bad> all = {
-        {"config is NULL", [](AdafactorRun &r) { r.config_argument = nullptr; }},
-        {"config->size is 0, wanted", [](AdafactorRun &r) { r.config.size = 0; }},
         {"semantics is 2", [](AdafactorRun &r) { r.config.semantics = hr_adafactor_semantics(2); }},
         {"warmup_init needs relative_step", [](AdafactorRun &r) { r.config.warmup_init = 1; }},
         {"phases is 0", [](AdafactorRun &r) { r.config.phases = 0; }},
         {"phases is 16", [](AdafactorRun &r) { r.config.phases = 16; }},
         {"config->step.skip_nonfinite is 1, wanted 0",
          [](AdafactorRun &r) { r.config.step.skip_nonfinite = 1; }},
-        {"lr_ptr has dtype bf16", [](AdafactorRun &r) { r.config.step.lr_dtype = HR_BF16; }},
-        {"lr_ptr is at",
-         [](AdafactorRun &r) { r.config.step.lr_ptr = moved((char *)r.config.step.lr_ptr, 1); }},
-        {"grad_scale is at",
-         [](AdafactorRun &r) { r.config.step.grad_scale = moved(r.config.step.grad_scale, 1); }},
-        {"found_inf is at",
-         [](AdafactorRun &r) { r.config.step.found_inf = moved(r.config.step.found_inf, 3); }},
-        {"clip_coef is at",
-         [](AdafactorRun &r) { r.config.step.clip_coef = moved(r.config.step.clip_coef, 2); }},
         {"weights->size is 0",
          [](AdafactorRun &r) {
              static hr_weights weights = HR_WEIGHTS_INIT;
@@ -127,8 +111,6 @@ TEST_P(AdafactorBadInputs, Config)
              weights.mode = hr_weights_mode(7);
              r.config.step.weights = &weights;
          }},
-        {"exec is NULL", [](AdafactorRun &r) { r.exec_argument = nullptr; }},
-        {"exec->device is -2", [](AdafactorRun &r) { r.exec.device = -2; }},
         {"workspace is at .*, wanted", [](AdafactorRun &r) { r.workspace = nullptr; }},
         {"workspace is at .*, wanted a multiple of 8",
          [](AdafactorRun &r) { r.workspace = moved(static_cast<char *>(r.workspace), 4); }},
@@ -143,11 +125,6 @@ TEST_P(AdafactorBadInputs, Config)
                                r.config.*member = value;
                            }});
     };
-    for (const double lr : {-1.0, double(INFINITY), double(NAN)})
-        all.push_back({"lr is ", [=](AdafactorRun &r) {
-                           r.config.step.lr_ptr = nullptr;
-                           r.config.step.lr = lr;
-                       }});
     add("beta2_decay", &hr_adafactor_config::beta2_decay, {0.1, -INFINITY, NAN});
     add("eps1", &hr_adafactor_config::eps1, {-1, INFINITY, NAN});
     add("eps2", &hr_adafactor_config::eps2, {-1, INFINITY, NAN});
@@ -155,6 +132,11 @@ TEST_P(AdafactorBadInputs, Config)
     add("weight_decay", &hr_adafactor_config::weight_decay, {-1, INFINITY, NAN});
     add("beta1", &hr_adafactor_config::beta1, {1, -0.1, NAN});
     expect_all_refused(*backend, all);
+    expect_all_refused(
+        *backend,
+        bad_step<AdafactorRun>([](AdafactorRun &r) -> hr_step_config & { return r.config.step; },
+                               [](AdafactorRun &r) -> Tensors & { return r.steps; }));
+    expect_all_refused(*backend, bad_config_or_exec<AdafactorRun>());
 }
 
 TEST(AdafactorBadInputsOnTheCpu, Values)

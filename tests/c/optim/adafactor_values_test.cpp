@@ -41,6 +41,24 @@ TEST_P(AdafactorValues, Defaults)
         }
 }
 
+// Matrices of blocks that CUDA takes whole, by instances for params and grads of one type, beside
+// blocks that end early.
+TEST_P(AdafactorValues, WholeBlocks)
+{
+    for (const hr_dtype type : float_types())
+        for (const bool momentum : {false, true}) {
+            AdafactorCase c = of(momentum ? HR_ADAFACTOR_HF : HR_ADAFACTOR_TORCH,
+                                 {matrix(128, 512), matrix(64, 256, 2), matrix(70, 264)});
+            c.params = c.grads = {type};
+            c.momentum = momentum;
+            c.config.beta1 = 0.9;
+            c.config.step.lr = 1e-2;
+            c.config.scale_parameter = type != HR_F32;
+            c.config.relative_step = type != HR_F32;
+            expect_exact(*backend, c);
+        }
+}
+
 // By 4 or 8 bytes of f32 and 2 or 8 of the others.
 TEST_P(AdafactorValues, EveryListAloneAtAnOddAddress)
 {

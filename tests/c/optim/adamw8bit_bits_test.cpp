@@ -1,7 +1,7 @@
 // hr_adamw8bit() gives the same bytes wherever it runs: on any instruction set, with any number of
 // threads, on CUDA in any order of threads. The guards around every buffer stay whole.
 #include "tests/c/optim/adamw8bit_run.h"
-#include "tests/c/harness/bits.h"
+#include "tests/c/harness/suites.h"
 
 namespace
 {
@@ -141,12 +141,4 @@ std::vector<Adamw8bitCase> cases()
 }
 } // namespace
 
-TEST(Adamw8bitBits, AreTheSameOnEveryInstructionSetAndThreadCount)
-{
-    expect_bits_on_the_cpu<Adamw8bitRun>(cases());
-}
-
-TEST(Adamw8bitBits, AreTheSameOnCuda)
-{
-    expect_bits_of_the_cpu<Adamw8bitRun>(cases());
-}
+BITS_SUITE(Adamw8bit, Adamw8bitRun, cases());

@@ -18,7 +18,7 @@ float rounded(float x, hr_dtype dtype)
     return float(decode(bytes, dtype));
 }
 
-// A bisection that ends at an even code, and then its neighbour on the side of y.
+// A bisection that ends at an even code, and then its neighbor on the side of y.
 int search(bool is_signed, float y)
 {
     const auto value = [&](int code) { return float(dynamic_map(is_signed)[size_t(code)]); };

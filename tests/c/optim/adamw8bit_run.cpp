@@ -118,6 +118,15 @@ hr_status Adamw8bitRun::call() const
                         grads.argument, config_argument, exec_argument);
 }
 
+std::vector<Tensors *> Adamw8bitRun::lists()
+{
+    std::vector<Tensors *> given = {&params,      &exp_avgs,           &exp_avg_absmaxs,
+                                    &exp_avg_sqs, &exp_avg_sq_absmaxs, &grads};
+    if (steps.argument)
+        given.push_back(&steps);
+    return given;
+}
+
 std::vector<const std::vector<Buffer> *> Adamw8bitRun::buffers() const
 {
     std::vector<const std::vector<Buffer> *> all = {&params.buffers,

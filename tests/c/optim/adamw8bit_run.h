@@ -31,6 +31,7 @@ struct Adamw8bitRun {
     Adamw8bitRun(const Adamw8bitRun &) = delete;
 
     hr_status call() const;
+    std::vector<Tensors *> lists();       // those that it was given
     std::vector<uint8_t> image() const;   // the bytes of every buffer
     bool whole() const;                   // the guards around them
     void take(const Adamw8bitRun &other); // all that another run of the case has

@@ -91,14 +91,14 @@ TEST_P(Adamw8bitStochastic, IsUnbiased)
                 continue;
             }
             expect_about(sum(up2), n, second.chance);
-            // The two choices of an element know nothing of each other, nor do neighbours'.
-            double both = 0, neighbours = 0;
+            // The two choices of an element know nothing of each other, nor do neighbors'.
+            double both = 0, neighbors = 0;
             for (size_t i = 0; i < up1.size(); i++) {
                 both += up1[i] && up2[i];
-                neighbours += i > 0 && up1[i] && up1[i - 1];
+                neighbors += i > 0 && up1[i] && up1[i - 1];
             }
             expect_about(both, n, first.chance * second.chance);
-            expect_about(neighbours / 2, n / 2, first.chance * first.chance);
+            expect_about(neighbors / 2, n / 2, first.chance * first.chance);
         }
 }
 

@@ -87,7 +87,7 @@ void expect_accurate(Backend &backend, const AdamwCase &c)
                                      T(before[EXP_AVGS][i]), T(before[EXP_AVG_SQS][i]), v_max);
             };
             const Updated exact = rule(double()), plain = rule(float());
-            const auto type = [&](int l) { return run.dtype[l][k]; };
+            const auto type = [&](int l) { return run.tensors[size_t(l)].dtype[k]; };
             error[PARAMS].add(after[PARAMS][i], plain.param.value, exact.param, type(PARAMS));
             error[EXP_AVGS].add(after[EXP_AVGS][i], plain.exp_avg.value, exact.exp_avg,
                                 type(EXP_AVGS));

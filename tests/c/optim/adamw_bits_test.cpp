@@ -1,7 +1,7 @@
 // hr_adamw() gives the same bytes wherever it runs: on any instruction set, with any number of
 // threads, on CUDA in any order of threads. The guards around every buffer stay whole.
 #include "tests/c/optim/adamw_run.h"
-#include "tests/c/harness/bits.h"
+#include "tests/c/harness/suites.h"
 
 namespace
 {
@@ -132,12 +132,4 @@ std::vector<AdamwCase> cases()
 }
 } // namespace
 
-TEST(AdamwBits, AreTheSameOnEveryInstructionSetAndThreadCount)
-{
-    expect_bits_on_the_cpu<AdamwRun>(cases());
-}
-
-TEST(AdamwBits, AreTheSameOnCuda)
-{
-    expect_bits_of_the_cpu<AdamwRun>(cases());
-}
+BITS_SUITE(Adamw, AdamwRun, cases());

@@ -1,7 +1,7 @@
 #include "tests/c/optim/adamw_run.h"
 
+#include <algorithm>
 #include <cmath>
-#include <limits>
 
 const char *const adamw_list_names[LISTS] = {"params",          "exp_avgs", "exp_avg_sqs",
                                              "max_exp_avg_sqs", "steps",    "grads"};
@@ -44,26 +44,25 @@ AdamwRun::AdamwRun(Backend &backend, const AdamwCase &c) : exec(backend.exec())
     for (int l = 0; l < LISTS; l++) {
         const AdamwList list = AdamwList(l);
         const bool given = list == STEPS ? bool(c.steps) : list != MAX_EXP_AVG_SQS || c.amsgrad;
-        for (size_t k = 0; k < c.numel.size(); k++) {
-            const hr_dtype type = list == STEPS && c.mixed_counters && k % 2 ? HR_F32
-                                  : c.all_types && every[l] ? next_type(types[l], k / every[l])
-                                                            : types[l];
-            const size_t n = list == STEPS ? 1 : size_t(c.numel[k]);
-            std::vector<double> content(given ? n : 0);
-            for (size_t i = 0; i < content.size(); i++)
-                content[i] = list == STEPS ? double(c.step - 1 + int64_t(k))
-                             : c.value     ? c.value(list, k, i)
-                                           : value(list, k, i, c.special);
-            if (c.spoiled == list && k == 0)
-                content.at(0) = c.spoil;
-            tensors_[l].emplace_back(backend, encode(content, type),
-                                     shift_of(c, l) * bytes_of(type));
-            data[l].push_back(tensors_[l].back().data());
-            numel[l].push_back(int64_t(n));
-            dtype[l].push_back(type);
-        }
-        lists[l] = {int64_t(c.numel.size()), data[l].data(), numel[l].data(), dtype[l].data()};
-        list_arguments[l] = given ? &lists[l] : nullptr;
+        std::vector<hr_dtype> type_of;
+        for (size_t k = 0; k < std::max<size_t>(c.numel.size(), 1); k++)
+            type_of.push_back(list == STEPS && c.mixed_counters && k % 2 ? HR_F32
+                              : c.all_types && every[l] ? next_type(types[l], k / every[l])
+                                                        : types[l]);
+        const auto element = [&](size_t k, size_t i) {
+            return c.spoiled == list && k == 0 && i == 0 ? c.spoil
+                   : list == STEPS                       ? double(c.step - 1 + int64_t(k))
+                   : c.value                             ? c.value(list, k, i)
+                                                         : value(list, k, i, c.special);
+        };
+        const std::vector<int64_t> ones(c.numel.size(), 1), none;
+        tensors.emplace_back(backend,
+                             !given          ? none
+                             : list == STEPS ? ones
+                                             : c.numel,
+                             type_of, shift_of(c, l), element);
+        if (!given)
+            tensors.back().argument = nullptr;
     }
     config.step.lr = c.lr;
     config.weight_decay = 0.1;
@@ -84,7 +83,8 @@ AdamwRun::AdamwRun(Backend &backend, const AdamwCase &c) : exec(backend.exec())
     config.step.found_inf = float_scalar(c.found_inf);
     config.step.clip_coef = float_scalar(c.clip_coef);
     if (c.weights) {
-        weights.emplace(backend, *c.weights, numel[PARAMS], dtype[PARAMS], tensors_[PARAMS]);
+        const Tensors &params = tensors[PARAMS];
+        weights.emplace(backend, *c.weights, params.numel, params.dtype, params.buffers);
         config.step.weights = &weights->weights;
     }
 }
@@ -97,54 +97,46 @@ void *AdamwRun::scalar(Backend &backend, double value, hr_dtype dtype)
 
 hr_status AdamwRun::call() const
 {
-    const auto &l = list_arguments;
-    return hr_adamw(l[PARAMS], l[EXP_AVGS], l[EXP_AVG_SQS], l[MAX_EXP_AVG_SQS], l[STEPS], l[GRADS],
-                    config_argument, exec_argument);
+    const auto argument = [this](AdamwList list) { return tensors[list].argument; };
+    return hr_adamw(argument(PARAMS), argument(EXP_AVGS), argument(EXP_AVG_SQS),
+                    argument(MAX_EXP_AVG_SQS), argument(STEPS), argument(GRADS), config_argument,
+                    exec_argument);
 }
 
 std::vector<double> AdamwRun::values(AdamwList list, size_t tensor) const
 {
-    return decode(tensors_[list][tensor].content(), dtype[list][tensor]);
+    return tensors[list].argument ? tensors[list].values(tensor) : std::vector<double>();
 }
 
-std::vector<const Buffer *> AdamwRun::buffers() const
+std::vector<Tensors *> AdamwRun::lists()
 {
-    std::vector<const Buffer *> all;
-    for (const auto &list : tensors_)
-        for (const Buffer &buffer : list)
-            all.push_back(&buffer);
-    for (const Buffer &buffer : scalars_)
-        all.push_back(&buffer);
+    return given_lists(tensors);
+}
+
+std::vector<const std::vector<Buffer> *> AdamwRun::buffers() const
+{
+    std::vector<const std::vector<Buffer> *> all;
+    for (const Tensors &list : tensors)
+        all.push_back(&list.buffers);
+    all.push_back(&scalars_);
     if (weights)
-        for (const Buffer &buffer : weights->buffers)
-            all.push_back(&buffer);
+        all.push_back(&weights->buffers);
     return all;
 }
 
 std::vector<uint8_t> AdamwRun::image() const
 {
-    std::vector<uint8_t> all;
-    for (const Buffer *buffer : buffers()) {
-        const std::vector<uint8_t> bytes = buffer->content();
-        all.insert(all.end(), bytes.begin(), bytes.end());
-    }
-    return all;
+    return image_of(buffers());
 }
 
 bool AdamwRun::whole() const
 {
-    for (const Buffer *buffer : buffers())
-        if (!buffer->intact())
-            return false;
-    return true;
+    return intact(buffers());
 }
 
 void AdamwRun::take(const AdamwRun &other)
 {
-    const std::vector<const Buffer *> to = buffers(), from = other.buffers();
-    ASSERT_EQ(to.size(), from.size());
-    for (size_t i = 0; i < to.size(); i++)
-        to[i]->take(*from[i]);
+    ::take(buffers(), other.buffers());
 }
 
 std::ostream &operator<<(std::ostream &out, const AdamwCase &c)

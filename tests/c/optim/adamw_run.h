@@ -2,10 +2,10 @@
 // spoil.
 #pragma once
 
+#include <deque>
 #include <functional>
 #include <optional>
 
-#include "tests/c/harness/backend.h"
 #include "tests/c/harness/tensors.h"
 #include "tests/c/weights/weights_data.h"
 
@@ -42,16 +42,12 @@ class AdamwRun
 
     hr_status call() const;
     std::vector<double> values(AdamwList list, size_t tensor) const; // as they are now
+    std::vector<Tensors *> lists();                                  // those that it was given
     std::vector<uint8_t> image() const;                              // the bytes of every buffer
     bool whole() const;                                              // the guards around them
     void take(const AdamwRun &other); // all that another run of the case has, wherever it lies
 
-    // The arguments; NULL where the case has none.
-    std::vector<void *> data[LISTS];
-    std::vector<int64_t> numel[LISTS];
-    std::vector<hr_dtype> dtype[LISTS];
-    hr_tensor_list lists[LISTS];
-    const hr_tensor_list *list_arguments[LISTS];
+    std::deque<Tensors> tensors; // by AdamwList; the argument is NULL where the case has none
     hr_adamw_config config = HR_ADAMW_CONFIG_INIT;
     std::optional<WeightsData> weights;
     hr_exec exec;
@@ -59,10 +55,10 @@ class AdamwRun
     const hr_exec *exec_argument = &exec;
 
   private:
-    std::vector<const Buffer *> buffers() const;
+    std::vector<const std::vector<Buffer> *> buffers() const;
     void *scalar(Backend &backend, double value, hr_dtype dtype);
 
-    std::vector<Buffer> tensors_[LISTS], scalars_;
+    std::vector<Buffer> scalars_;
 };
 
 // "bf16 parameters, f32 gradients, ...", for messages.

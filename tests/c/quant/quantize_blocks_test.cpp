@@ -2,8 +2,7 @@
 // stores, and between the CPU's instruction sets and CUDA.
 #include <cmath>
 
-#include "tests/c/harness/pool.h"
-#include "tests/c/harness/refused.h"
+#include "tests/c/harness/suites.h"
 #include "tests/c/optim/adamw8bit_run.h"
 #include "tests/c/quant/quantize_blocks_run.h"
 
@@ -74,6 +73,47 @@ TEST_P(QuantizeBlocks, NearestCodesAndLargestMagnitudes)
                     ASSERT_EQ(codes[i], code) << values[i] << " of " << largest;
                 }
             }
+        }
+    }
+}
+
+// On either side of every place where a kernel's table could change the answer: numbers with up to 8
+// bits of mantissa, and the midpoints between codes. Blocks begin with 1, so the numbers are their
+// own quotients.
+TEST_P(QuantizeBlocks, EveryCellAndEveryBorder)
+{
+    std::vector<float> edges = {0.0f, 0x1p-149f, 0x1p-126f, 1.0f};
+    for (int i = 256; i < 512; i++)
+        for (int exponent = -40; exponent < -8; exponent++)
+            edges.push_back(std::ldexp(float(i), exponent));
+    for (const bool is_signed : {true, false})
+        for (size_t code = 0; code < 255; code++)
+            edges.push_back(std::fabs(
+                float((dynamic_map(is_signed)[code] + dynamic_map(is_signed)[code + 1]) / 2)));
+    std::vector<float> numbers;
+    for (const float edge : edges)
+        for (const float x :
+             {edge, std::nextafter(edge, 0.0f), std::nextafter(std::nextafter(edge, 2.0f), 2.0f),
+              std::nextafter(edge, 2.0f)})
+            if (std::fabs(x) <= 1)
+                numbers.insert(numbers.end(), {x, -x});
+    for (const bool is_signed : {true, false}) {
+        QuantizeCase c;
+        c.numel = {int64_t(numbers.size() + numbers.size() / 4095 + 1)};
+        c.is_signed = is_signed;
+        c.block_size = 4096;
+        c.value = [&](size_t, size_t i) {
+            const float x = i % 4096 == 0 ? 1.0f : numbers[i - i / 4096 - 1];
+            return double(is_signed ? x : std::fabs(x));
+        };
+        const QuantizeRun run(*backend, c);
+        ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
+        const std::vector<double> values = run.values.values(0), codes = run.codes.values(0);
+        for (size_t i = 0; i < values.size(); i++) {
+            int code = nearest(dynamic_map(is_signed), values[i]);
+            if (!is_signed && values[i] > 0 && code == 0)
+                code = 1;
+            ASSERT_EQ(codes[i], code) << values[i];
         }
     }
 }
@@ -157,44 +197,43 @@ TEST_P(QuantizeBlocks, SameBitsOnEveryInstructionSetAndDevice)
     }
 }
 
-TEST_P(QuantizeBlocks, BadInputs)
+namespace
 {
-    QuantizeCase c;
-    c.numel = {7, 0, 300};
-    std::vector<BadInput<QuantizeRun>> all =
-        bad_lists(&QuantizeRun::values, "values", "f32, bf16 or f16", true);
-    const std::vector<BadInput<QuantizeRun>> more = {
-        {"config is NULL", [](QuantizeRun &r) { r.config_argument = nullptr; }},
-        {"config->size is 0, wanted", [](QuantizeRun &r) { r.config.size = 0; }},
-        {"config->size is 999, wanted", [](QuantizeRun &r) { r.config.size = 999; }},
-        {"exec is NULL", [](QuantizeRun &r) { r.exec_argument = nullptr; }},
-        {"exec->device is -2", [](QuantizeRun &r) { r.exec.device = -2; }},
-        {"values is NULL", [](QuantizeRun &r) { r.values.argument = nullptr; }},
-        {"codes is NULL", [](QuantizeRun &r) { r.codes.argument = nullptr; }},
-        {"absmaxs is NULL", [](QuantizeRun &r) { r.absmaxs.argument = nullptr; }},
-        {"codes\\[2\\] has dtype i8 .*wanted u8", [](QuantizeRun &r) { r.codes.dtype[2] = HR_I8; }},
-        {"codes\\[2\\] has numel 299, wanted 300", [](QuantizeRun &r) { r.codes.numel[2] = 299; }},
-        {"absmaxs\\[2\\] has numel 1, wanted 2, one per 256",
-         [](QuantizeRun &r) { r.absmaxs.numel[2] = 1; }},
-        {"absmaxs\\[0\\] has dtype bf16", [](QuantizeRun &r) { r.absmaxs.dtype[0] = HR_BF16; }},
-    };
-    all.insert(all.end(), more.begin(), more.end());
-    for (const int32_t size : {0, -256, 1, 32, 96, 255, 8192, INT32_MIN})
-        all.push_back({"block_size is " + std::to_string(size) + ", wanted a power of two",
-                       [=](QuantizeRun &r) { r.config.block_size = size; }});
-    for (const BadInput<QuantizeRun> &bad : all) {
-        QuantizeRun run(*backend, c);
-        expect_refused(run, bad);
-    }
-}
+struct Quantize {
+    using Case = QuantizeCase;
+    using Run = QuantizeRun;
 
-TEST(QuantizeBlocksOnTheCpu, ADeviceThatDoesNotExist)
-{
-    QuantizeCase c;
-    c.numel = {7, 0, 300};
-    QuantizeRun run(cpu_backend(), c);
-    expect_no_such_device(run);
-}
+    static void expect(Backend &backend, const Case &c)
+    {
+        const Run run(backend, c);
+        EXPECT_EQ(run.call(), HR_OK) << hr_last_error();
+    }
+    static Case everything()
+    {
+        Case c;
+        c.numel = {7, 0, 300};
+        return c;
+    }
+    static std::vector<ListRule<Run>> rules()
+    {
+        using Rule = ListRule<Run>;
+        return {{"values", &Run::values, float_types(), Rule::LEADS},
+                {"codes", &Run::codes, {HR_U8}},
+                {"absmaxs", &Run::absmaxs, {HR_F32}, Rule::MEASURED, false, 2}};
+    }
+    static BadInputs<Run> refused()
+    {
+        BadInputs<Run> all = {{"absmaxs\\[2\\] has numel 1, wanted 2, one per 256",
+                               [](Run &r) { r.absmaxs.numel[2] = 1; }}};
+        for (const int32_t size : {0, -256, 1, 32, 96, 255, 8192, INT32_MIN})
+            all.push_back({"block_size is " + std::to_string(size) + ", wanted a power of two",
+                           [=](Run &r) { r.config.block_size = size; }});
+        return all;
+    }
+};
+} // namespace
+
+BAD_INPUTS_SUITE(Quantize);
 
 TEST(QuantizeBlocksHelpers, SizesAndCounts)
 {

@@ -198,7 +198,8 @@ void write(Backend &backend, const Lists &lists, hr_dtype dtype, bool stale, boo
 
 Lists lists_of(const AdamwRun &run)
 {
-    return {run.data[PARAMS], *run.weights, run.numel[PARAMS]};
+    const Tensors &params = run.tensors[PARAMS];
+    return {params.data, *run.weights, params.numel};
 }
 
 template <class Run> Lists lists_of(const Run &run)

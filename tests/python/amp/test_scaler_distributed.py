@@ -514,7 +514,7 @@ def nothing_known(rank, how):
     ddp = model if how == "no ddp" else DistributedDataParallel(model)
     source = {"optimizer": ADAMW(model.parameters()), "list": list(model.parameters())}
     accumulator = headroom.GradAccumulator(source.get(how, model))
-    words = "2 ranks train, and nothing says how their gradients come together"
+    words = "2 ranks train, and nothing says how their gradients are reduced"
     with pytest.raises(RuntimeError, match=words):
         if how == "add":
             backward(ddp, rank)

@@ -23,7 +23,7 @@ OVERLAPS = {  # of 16 numbers
     "one in the other": lambda flat: (flat, flat[5:7]),
     "as_strided": lambda flat: (flat.as_strided((3, 2), (4, 1)), flat.as_strided((2, 3), (5, 2))),
 }
-NEIGHBOURS = {
+NEIGHBORS = {
     "halves": halves,
     "columns": lambda flat: tuple(flat.view(4, 4).unbind(1)),
     "transposed blocks": lambda flat: tuple(half.view(2, 4).t() for half in halves(flat)),
@@ -53,7 +53,7 @@ def test_overlapping_parameters_are_refused(views, name, apart, device):
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["in a group", "in groups"])
-@pytest.mark.parametrize("views", NEIGHBOURS.values(), ids=NEIGHBOURS)
+@pytest.mark.parametrize("views", NEIGHBORS.values(), ids=NEIGHBORS)
 def test_views_side_by_side_are_fine(views, apart, device):
     flat = torch.ones(16, device=device)
     params, optimizer = of_views(views(flat), apart)
@@ -122,7 +122,7 @@ def test_two_parameters_in_one_memory_are_refused(device):
     assert (memory == 1).all()
 
 
-def test_neighbours_in_one_memory_are_fine(device):
+def test_neighbors_in_one_memory_are_fine(device):
     """As in a flat buffer that holds a whole model."""
     memory = torch.ones(6, device=device)
     params = [torch.nn.Parameter(part) for part in memory.split([3, 3])]

@@ -1,6 +1,6 @@
 """The ops headroom::unscale_norm_ and headroom::grad_norm: values, flags, layouts, the same bits.
 
-Norms are held against float64: the exact norm rounded to float32, or a neighbour of it (the
+Norms are held against float64: the exact norm rounded to float32, or a neighbor of it (the
 contract of headroom.h; on CUDA 4 units in the last place for p = 2).
 """
 

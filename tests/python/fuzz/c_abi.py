@@ -10,6 +10,7 @@ import ctypes
 import math
 import random
 import sys
+from collections.abc import Callable
 from ctypes import (
     POINTER,
     Structure,
@@ -29,6 +30,7 @@ import headroom
 import numpy
 import torch
 from tests.python.fuzz._driver import main
+from tests.python.fuzz._header import ListFunction, list_functions
 
 LIBRARY = ctypes.CDLL(str(next(Path(headroom.get_library_dir()).glob("libheadroom.so.*"))))
 LIBRARY.hr_last_error.restype = c_char_p
@@ -147,13 +149,8 @@ class UpdateScale(Structure):
     ]
 
 
-class Accumulate(Structure):
-    _fields_ = [
-        ("size", c_size_t),
-        ("factor", c_double),
-        ("factor_ptr", c_void_p),
-        ("zero_grads", c_int32),
-    ]
+class Quantize(Structure):
+    _fields_ = [("size", c_size_t), ("is_signed", c_int32), ("block_size", c_int32)]
 
 
 # ---- Memory --------------------------------------------------------------------------------------
@@ -479,16 +476,48 @@ def update_scale(rng: random.Random, memory: Memory) -> Call:
     return Call("hr_update_scale", [*pointers, config, where], structs=[config, where])
 
 
-def accumulate(rng: random.Random, memory: Memory) -> Call:
+def quantize_blocks(rng: random.Random, memory: Memory) -> Call:
+    size = rng.choice([64, 128, 256])
+    config, where = Quantize(ctypes.sizeof(Quantize), rng.randrange(2), size), exec_()
     numels = sizes(rng)
-    sums, losts = (List(memory, [F32] * len(numels), numels) for _ in range(2))
-    grads = List(memory, [rng.choice(FLOATS) for _ in numels], numels)
-    config = Accumulate(ctypes.sizeof(Accumulate), 0.5, None, rng.randrange(2))
-    if rng.random() < 0.3:
-        config.factor_ptr = memory.scalar(rng.choice([0.5, math.nan]))
-    where = exec_()
-    arguments = [sums, losts if rng.random() < 0.5 else None, grads, config, where]
-    return Call("hr_accumulate", arguments, [sums, losts, grads], [config, where])
+    codes = List(memory, [U8] * len(numels), numels)
+    absmaxs = List(memory, [F32] * len(numels), [-(-numel // size) for numel in numels])
+    values = List(memory, [rng.choice(FLOATS) for _ in numels], numels)
+    name, lists = rng.choice(
+        [
+            ("hr_quantize_blocks", [codes, absmaxs, values]),
+            ("hr_dequantize_blocks", [values, codes, absmaxs]),
+        ]
+    )
+    return Call(name, [*lists, config, where], lists, [config, where])
+
+
+def of_lists(function: ListFunction) -> Callable[[random.Random, Memory], Call]:
+    """Calls of a function that headroom.h alone describes."""
+
+    def make(rng: random.Random, memory: Memory) -> Call:
+        numels = sizes(rng)
+        lists = {
+            name: List(memory, [rng.choice(types) for _ in numels], numels)
+            for name, types in function.lists.items()
+        }
+        given = [
+            None if name in function.may_be_null and rng.random() < 0.5 else each
+            for name, each in lists.items()
+        ]
+        config, where = function.config(size=ctypes.sizeof(function.config)), exec_()
+        for name, kind in function.config._fields_[1:]:
+            if kind is c_void_p and rng.random() < 0.3:
+                setattr(config, name, memory.scalar(rng.choice([0.5, math.nan])))
+            elif kind is c_int32 and function.defaults[name] in (0, 1):
+                setattr(config, name, rng.randrange(2))
+            elif kind is not c_void_p:
+                default = function.defaults[name]
+                setattr(config, name, default if kind is c_double else int(default))
+        structs = [config, where]
+        return Call(function.name, [*given, *structs], [each for each in given if each], structs)
+
+    return make
 
 
 def join_weights(rng: random.Random, memory: Memory) -> Call:
@@ -520,7 +549,10 @@ def dynamic_map(rng: random.Random, memory: Memory) -> Call:
 
 
 CALLS = (adamw, adamw, adamw8bit, adamw8bit, adafactor, adafactor, unscale_norm, update_scale)
-CALLS = (*CALLS, accumulate, join_weights, workspace, adafactor_workspace, dynamic_map)
+CALLS = (*CALLS, quantize_blocks, join_weights, workspace, adafactor_workspace, dynamic_map)
+WRITTEN = {"hr_quantize_blocks", "hr_dequantize_blocks"}  # whose lists differ in size
+DERIVED = [of_lists(f) for name, f in list_functions().items() if name not in WRITTEN]
+CALLS = (*CALLS, *DERIVED)
 
 
 def case(rng: random.Random) -> str:

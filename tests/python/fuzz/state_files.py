@@ -20,8 +20,7 @@ import headroom
 import numpy as np
 import torch
 from headroom import StateFileError
-from headroom.state import file as state_file
-from headroom.state.file import PREFIX
+from headroom.state.file.layout import FORMAT, PREFIX
 from tests.python.fuzz._driver import main
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -204,7 +203,7 @@ class Target:
 
 @functools.cache
 def target() -> Target:
-    assert state_file.FORMAT == 2, "look whether the new format is made up well"
+    assert FORMAT == 2, "look whether the new format is made up well"
     return Target()
 
 

@@ -2,15 +2,21 @@
 ``python -m tests.python.fuzz.convert --seconds 600 --seed 7``."""
 
 import os
+import random
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[2]
+sys.path.append(str(ROOT))
+
+from tests.python.fuzz import _header, c_abi, torch_ops  # noqa: E402
+
 DRIVERS = sorted(path.stem for path in FOLDER.glob("[!_]*.py") if path.stem != "test_fuzz")
 SECONDS = 4
 FEWEST = 20  # cases: with fewer a driver tries nothing to speak of
@@ -25,6 +31,22 @@ def test_a_driver_finds_nothing(driver):
     tried = re.search(r"^([\d,]+) cases in", done.stdout, re.MULTILINE)
     assert tried and int(tried[1].replace(",", "")) >= FEWEST, done.stdout
     print(done.stdout)
+
+
+def test_every_function_is_called():
+    """What takes lists of one size and a config is found in the header; the others are written."""
+    rng = random.Random(0)
+    called = {make(rng, c_abi.Memory(rng)).name for make in c_abi.CALLS for _ in range(20)}
+    declared = set(_header.status_functions(_header.HEADER.read_text()))
+    assert called == declared - {"hr_set_parallel_for", "hr_set_cpu_level"}
+
+
+def test_every_op_that_writes_is_called():
+    rng = random.Random(0)
+    called = {make(rng).op._schema.name for make in torch_ops.CALLS for _ in range(20)}
+    ops = {schema.name for schema in torch._C._jit_get_all_schemas()}
+    writing = {name for name in ops if re.fullmatch(r"headroom::[a-z]\w*_", name)}
+    assert called == writing | {"headroom::grad_norm"}
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ with data.
 import math
 import random
 import sys
+from collections.abc import Callable
 
-import headroom  # noqa: F401  (registers the ops)
+import headroom.functional  # noqa: F401  (registers the ops)
 import torch
+from headroom._core.list_ops import LIST_OPS, ListOp
 from tests.python.fuzz._driver import changed_tensor, hostile_tensor, main
 from torch import Tensor
 
@@ -204,15 +206,26 @@ def update_scale(rng: random.Random) -> Call:
     return Call("update_scale_", {n: tensor(rng, (), kind) for n, kind in zip(names, kinds)})
 
 
-def accumulate(rng: random.Random) -> Call:
-    shapes = [rng.choice(SHAPES) for _ in range(rng.randrange(4))]
-    sums, losts = ([tensor(rng, shape, torch.float32) for shape in shapes] for _ in range(2))
-    grads = [tensor(rng, shape, rng.choice(FLOATS)) for shape in shapes]
-    lists = {"sums": sums, "losts": losts if rng.random() < 0.5 else [], "grads": grads}
-    options = {"zero_grads": rng.random() < 0.5}
-    if rng.random() < 0.3:
-        options["factor_tensor"] = tensor(rng, (), torch.float32)
-    return Call("accumulate_", lists, **options)
+def of_lists(op: ListOp) -> Callable[[random.Random], Call]:
+    """Calls of an element-wise op, from what it says of its lists, and from its schema."""
+
+    def make(rng: random.Random) -> Call:
+        shapes = [rng.choice(SHAPES) for _ in range(rng.randrange(4))]
+        lists = {
+            name: []
+            if name in op.may_be_empty and rng.random() < 0.5
+            else [tensor(rng, shape, rng.choice(dtypes)) for shape in shapes]
+            for name, dtypes in op.lists.items()
+        }
+        call = Call(op.name, lists)
+        for name, argument in call.kinds.items():
+            if str(argument.type) == "bool":
+                call.options[name] = rng.random() < 0.5
+            elif name in op.scalars and rng.random() < 0.3:
+                call.options[name] = tensor(rng, (), torch.float32)
+        return call
+
+    return make
 
 
 def join_weights(rng: random.Random) -> Call:
@@ -229,7 +242,7 @@ def join_weights(rng: random.Random) -> Call:
 
 
 CALLS = (adamw, adamw, adamw8bit, adamw8bit, adafactor, adafactor, unscale_norm, update_scale)
-CALLS = (*CALLS, accumulate, join_weights)
+CALLS = (*CALLS, join_weights, *map(of_lists, LIST_OPS.values()))
 
 # ---- One case ------------------------------------------------------------------------------------
 

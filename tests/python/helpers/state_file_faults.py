@@ -16,17 +16,19 @@ from pathlib import Path
 
 import headroom
 import torch
-from headroom.state import file as state_file
+from headroom._core import atomic
+from headroom.state.file import reading, sequence, writing
 
 CALLS = (
     *("open", "close", "stat", "fstat", "fchmod", "mkdir"),
     *("pwrite", "fsync", "replace", "unlink"),
 )
 FILE = "step-2.safetensors"
+MODULES = atomic, reading, sequence, writing  # which call the system
 
 
 class Shim:
-    """Stands for the modules `os` and `fcntl` in `headroom.state.file`, and counts their calls.
+    """Stands for the modules `os` and `fcntl` in MODULES, and counts their calls.
 
     The call `at` does what `fault` says: an errno is raised, "kill" kills before the call, "killed"
     after it, "half" in the middle of a write, and "short" writes half of it. With `forever`, an
@@ -67,11 +69,15 @@ class Shim:
         return call
 
     def __enter__(self):
-        state_file.os = state_file.fcntl = self
+        for module in MODULES:
+            module.os = self
+        atomic.fcntl = self
         return self
 
     def __exit__(self, *_):
-        state_file.os, state_file.fcntl = os, fcntl
+        for module in MODULES:
+            module.os = os
+        atomic.fcntl = fcntl
 
 
 def model_of(value):

@@ -1,7 +1,6 @@
 """Loops that others wrote: GradScaler, schedulers, accelerate, Lightning, transformers' Trainer."""
 
 import copy
-import sys
 from functools import partial
 
 import headroom
@@ -404,49 +403,6 @@ def test_lightning_resumes(name, tmp_path):
     reference = made(name)
     modes.train(*reference, range(6))
     assert_same_run(model, trainer.strategy.optimizers[0], *reference)
-
-
-# ---- PEFT ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["Adam8bit", "AdamW8bit"])
-def test_lora_plus_of_peft_without_bitsandbytes(name, monkeypatch):
-    """It imports bitsandbytes for classes that are called as bitsandbytes' are."""
-    peft = pytest.importorskip("peft")
-    from peft.optimizers import create_loraplus_optimizer
-
-    for module in [module for module in sys.modules if module.startswith("bitsandbytes")]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    cls = getattr(headroom.optim, name)
-    base = nn.Sequential(nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 3))
-    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["0"], r=8))
-    optimizer = create_loraplus_optimizer(
-        model, cls, lr=1e-3, loraplus_lr_ratio=16.0, nonfinite="skip_element"
-    )
-    assert type(optimizer) is cls and optimizer.defaults["nonfinite"] == "skip_element"
-    x = torch.randn(8, 600)
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-    rates = {
-        name: group["lr"]
-        for name, p in model.named_parameters()
-        for group in optimizer.param_groups
-        if any(p is other for other in group["params"])
-    }
-    assert {"lora_B" in name: lr for name, lr in rates.items()} == {True: 16e-3, False: 1e-3}
-    assert {v["exp_avg"].dtype for v in optimizer.state.values()} == {torch.uint8}
-    assert repr(optimizer).startswith(f"{name} (")  # what users read
-    # Of a class with the name of bitsandbytes', the same call fails.
-    alike = type(name, (cls,), {})
-    with pytest.raises(ImportError, match="bitsandbytes"):
-        create_loraplus_optimizer(model, alike, lr=1e-3, loraplus_lr_ratio=16.0)
 
 
 # ---- transformers --------------------------------------------------------------------------------

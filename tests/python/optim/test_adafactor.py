@@ -223,8 +223,8 @@ def test_a_state_of_another_shape_is_refused():
     "options, words",
     [
         ({"semantics": "jax"}, "semantics must be 'torch' or 'hf'"),
-        ({"semantics": "torch", "decay_rate": -0.8}, "decay_rate is no option of .*'torch'"),
-        ({"semantics": "hf", "d": 1.0}, "d is no option of semantics='hf'"),
+        ({"semantics": "torch", "decay_rate": -0.8}, "decay_rate is not an option of .*'torch'"),
+        ({"semantics": "hf", "d": 1.0}, "d is not an option of semantics='hf'"),
         ({"semantics": "hf", "lr": 1e-3}, "Cannot combine manual `lr`"),
         ({"semantics": "hf", "relative_step": False}, "lr is None"),
         ({"semantics": "hf", "lr": 1e-3, "relative_step": False, "warmup_init": True}, "warmup"),

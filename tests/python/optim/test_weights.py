@@ -320,7 +320,7 @@ def test_bad_parameters_and_states():
         AdamW(params, count_stalled=True).stalled_fraction()
     train(params, optimizer, 1)
     full = AdamW(parameters(start(), torch.float32), master="remainder16")
-    with pytest.raises(ValueError, match="'remainder', which completes weights"):
+    with pytest.raises(ValueError, match="'remainder', which belongs to weights"):
         full.load_state_dict(optimizer.state_dict())
     weights = master_weights(optimizer)
     with pytest.raises(ValueError, match="a weight has shape"):

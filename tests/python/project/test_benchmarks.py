@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT))
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import accumulate, adafactor, adamw, adamw8bit, unscale_norm, weights  # noqa: E402
+from benchmarks import adamw, adamw8bit, unscale_norm  # noqa: E402
 from benchmarks._limits import Rotation, cache_bytes, sets_needed  # noqa: E402
 from benchmarks._timing import Contender, Settings, measure, ratios  # noqa: E402
 from benchmarks.harness import Bar, Case, Unavailable, run, run_case  # noqa: E402
@@ -203,26 +203,32 @@ def test_steps_move_parameters(contender, written, device):
     assert all((grad != old).any().item() == written for grad, old in zip(data.grads, grads))
 
 
-@pytest.mark.parametrize("dtype", NORM_TOLERANCE)
-@pytest.mark.parametrize(
-    "contender", [accumulate.headroom_op, accumulate.torch_foreach, accumulate.torch_widened]
-)
-def test_accumulating_contenders_do_the_same_work(contender, dtype, device):
-    data = accumulate.Layout(((1000,),) * 3, dtype).allocate(torch.device(device))
-    expected = [s.double() + g.double() for s, g in zip(data.sums, data.grads)]
-    contender(Rotation([data])).call()
-    for total, wanted in zip(data.sums, expected):
-        assert (total.double() - wanted).abs().max() <= torch.finfo(torch.float32).eps * 2
+def same_work():
+    for stem in command.STEMS:
+        work = getattr(importlib.import_module(f"benchmarks.{stem}"), "SAME_WORK", None)
+        for contender in work.contenders if work else ():
+            for k in range(len(work.layouts)):
+                yield pytest.param(work, contender, k, id=f"{stem}-{contender.__name__}-{k}")
 
 
-@pytest.mark.parametrize(
-    "stem",
-    [adamw, adamw8bit, adafactor, weights, unscale_norm, accumulate],
-    ids=lambda m: m.__name__,
-)
+@pytest.mark.parametrize("work, contender, k", list(same_work()))
+def test_contenders_of_a_stem_do_the_same_work(work, contender, k, device):
+    data = work.layouts[k].allocate(torch.device(device))
+    before = [tensor.clone() for tensor in work.left(data)]
+    expected = work.expected(data)
+    try:
+        contender(Rotation([data])).call()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    for got, wanted, old in zip(work.left(data), expected, before):
+        assert (got.double() - wanted).abs().max() <= work.tolerance
+        assert (got != old).any()
+
+
+@pytest.mark.parametrize("stem", command.STEMS)
 def test_what_is_compared_first_is_what_a_user_calls(stem):
     """A row of an op alone is named so, and stands beside the call, or in a case of ops alone."""
-    for case in stem.cases(CPU, quick=True):
+    for case in importlib.import_module(f"benchmarks.{stem}").cases(CPU, quick=True):
         names = list(case.setup(CPU))
         alone = [name for name in names if name.endswith("op only")]
         if case.subject == "headroom":

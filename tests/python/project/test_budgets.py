@@ -1,14 +1,21 @@
-"""Static budgets of the device code, read from the installed library with triton's cuobjdump."""
+"""Static budgets of the device code, read from the installed library with cuobjdump."""
 
 import ctypes
-import importlib.util
+import functools
 import re
-import subprocess
-from collections import Counter, defaultdict
+import sys
+from collections import Counter
 from pathlib import Path
 
 import headroom
 import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.append(str(ROOT))
+
+from benchmarks.instructions import disassembly  # noqa: E402
+from benchmarks.instructions.disassembly import MissingTool, kernel_name  # noqa: E402
+from benchmarks.instructions.rows import ROWS, find  # noqa: E402
 
 LIBRARY = Path(headroom.get_library_dir()) / "libheadroom.so.0.2"
 
@@ -37,6 +44,7 @@ SCALAR = {
     "list_count_kernel",
     "norm_kernel",
     "quantize_blocks_kernel",
+    "tensor_sums_kernel",
     "update_scale_kernel",
     "weights_kernel",
 }
@@ -55,49 +63,34 @@ ARCHS = [arch for arch in build_info()["archs"].split(";") if arch]
 pytestmark = pytest.mark.skipif(not ARCHS, reason="the library is built for the CPU only")
 
 
-def cuobjdump(*options):
-    triton = importlib.util.find_spec("triton")
-    if triton is None:
-        pytest.skip("needs triton, which brings cuobjdump")
-    tool = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    command = [tool, *options, LIBRARY]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def dumped(read, *arguments):
+    try:
+        return read(LIBRARY, *arguments)
+    except MissingTool as error:
+        pytest.skip(str(error))
 
 
-def kernel_name(symbol):
-    """adamw_kernel of _Z12adamw_kernel12adamw_launch."""
-    mangled = re.match(r"_ZL?(\d+)(\w+)", symbol)
-    return mangled[2][: int(mangled[1])] if mangled else symbol
+@functools.cache
+def cuobjdump(option):
+    return dumped(disassembly.dump, option)
 
 
 @pytest.fixture(scope="module")
 def resources():
     """{(arch, symbol): {"REG": ..., "STACK": ..., "LOCAL": ...}}"""
-    found, arch = {}, None
-    text = cuobjdump("--dump-resource-usage")
-    for match in re.finditer(r"arch = sm_(\d+)|Function (\S+):\s*(REG:.*)", text):
-        if match[1]:
-            arch = match[1]
-        else:
-            usage = re.findall(r"(REG|STACK|LOCAL):(\d+)", match[3])
-            found[arch, match[2]] = {name: int(value) for name, value in usage}
-    return found
+    return dumped(disassembly.resources)
 
 
 @pytest.fixture(scope="module")
-def instructions():
+def code():
+    """{(arch, symbol): instructions}"""
+    return dumped(disassembly.instructions)
+
+
+@pytest.fixture(scope="module")
+def instructions(code):
     """{(arch, symbol): Counter of opcodes such as LDG.E.128}"""
-    found, arch, symbol = defaultdict(Counter), None, None
-    opcode = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)"
-    pattern = rf"arch = sm_(\d+)|Function : (\S+)|{opcode}"
-    for match in re.finditer(pattern, cuobjdump("-sass"), re.M):
-        if match[1]:
-            arch = match[1]
-        elif match[2]:
-            symbol = match[2]
-        else:
-            found[arch, symbol][match[3]] += 1
-    return found
+    return {key: Counter(i.opcode for i in listing) for key, listing in code.items()}
 
 
 def test_every_source_has_device_code_for_every_arch():
@@ -106,7 +99,39 @@ def test_every_source_has_device_code_for_every_arch():
     assert len(set(machine_code.values())) == 1, machine_code
     ptx = Counter(re.findall(r"sm_(\d+)\.ptx", cuobjdump("--list-ptx")))
     newest = max(ARCHS, key=int)
-    assert ptx == {newest: machine_code[newest]}
+    assert ptx == {arch: machine_code[arch] for arch in {newest, "100"} & set(ARCHS)}
+
+
+# What GPUs run: machine code of their major version, not newer than they are, or else the newest
+# PTX that is not, which the driver compiles at the first start.
+RUNS = {
+    "7.5": "sm_75",
+    "8.0": "sm_80",
+    "8.6": "sm_86",
+    "8.7": "sm_86",
+    "8.9": "sm_86",
+    "9.0": "sm_90",
+    "10.0": "sm_100",
+    "10.3": "sm_100",
+    "11.0": "PTX of 100",
+    "12.0": "sm_120",
+    "12.1": "sm_120",
+    "13.0": "PTX of 120",
+    "7.0": None,
+}
+
+
+@pytest.mark.skipif(len(ARCHS) < 6, reason="the library is built for fewer GPUs")
+@pytest.mark.parametrize("capability, wanted", RUNS.items())
+def test_what_a_gpu_runs(capability, wanted):
+    major, minor = map(int, capability.split("."))
+    number = 10 * major + minor
+    code = {int(arch) for arch in re.findall(r"sm_(\d+)\.cubin", cuobjdump("--list-elf"))}
+    ptx = {int(arch) for arch in re.findall(r"sm_(\d+)\.ptx", cuobjdump("--list-ptx"))}
+    own = [arch for arch in code if arch // 10 == major and arch <= number]
+    older = [arch for arch in ptx if arch <= number]
+    found = f"sm_{max(own)}" if own else f"PTX of {max(older)}" if older else None
+    assert found == wanted
 
 
 def test_every_kernel_is_there_for_every_arch(resources, instructions):
@@ -140,3 +165,20 @@ def test_vector_loads_and_stores(instructions, access):
         and not any(re.match(rf"{access}\..*\b(128|256)\b", op) for op in opcodes)
     ]
     assert not without
+
+
+def test_instructions_per_element(code):
+    """Every loop that `python -m benchmarks.instructions` prints, beside its budget."""
+    archs = {arch for row in ROWS for arch in row.budget}
+    found = find({key: listing for key, listing in code.items() if key[0] in archs})
+    missing, over = [], []
+    for row in ROWS:
+        for arch, most in row.budget.items():
+            if arch not in ARCHS:
+                continue
+            one = found.get((arch, row.kernel, row.mix))
+            if one is None:
+                missing.append(f"{row.kernel}, {row.mix}, sm_{arch}")
+            elif one.instructions > most:
+                over.append(f"{row.kernel}, {row.mix}, sm_{arch}: {one.instructions:.1f} > {most}")
+    assert not missing and not over

@@ -109,6 +109,42 @@ def test_the_header_compiles_alone_without_warnings(compiler, tmp_path):
     run(*compiler, *flags, f"-I{HEADER.parent}", source)
 
 
+def blocks_of_code(text):
+    """The programs in the comments of a header: indented text that calls a function of it."""
+    blocks = re.findall(r"(?:^ \*(?:     .*)?\n)+", text, re.MULTILINE)
+    blocks = [re.sub(r"^ \*(?:     )?", "", block, flags=re.MULTILINE) for block in blocks]
+    return [block for block in blocks if "hr_last_error()" in block]
+
+
+@pytest.mark.parametrize("compiler", [("cc", "-xc", "-std=c99"), ("c++", "-xc++", "-std=c++17")])
+def test_the_calls_in_the_header_compile_and_run(compiler, tmp_path):
+    """As they stand, in one function each, beside what their text says that the program has."""
+    blocks = blocks_of_code(HEADER.read_text())
+    assert len(blocks) == 2 and "hr_adafactor(" in blocks[1]
+    given = """
+        static float a[512 * 256], b[512 * 256], c[512], d[256];
+        void *param = a, *grad = b, *row_var = c, *col_var = d;
+        for (int i = 0; i < 512 * 256; i++) { a[i] = 1; b[i] = (float)(i % 7) - 3; }
+    """
+    moved = ["weight[0] < 1", "a[0] != 1 && c[0] > 0 && d[0] > 0"]
+    functions, includes = "", {"headroom.h", "stdio.h", "stdlib.h"}
+    for number, (block, wanted) in enumerate(zip(blocks, moved, strict=True)):
+        includes |= set(re.findall(r"#include <(.+?)>", block))
+        block = re.sub(r"^#include.*", "", block, flags=re.MULTILINE)
+        body = (given if number else "") + block + f"return !({wanted});"
+        functions += f"static int run{number}(void) {{ {body} }}\n"
+    source, program = tmp_path / "calls", tmp_path / "program"
+    source.write_text(
+        "".join(f"#include <{name}>\n" for name in sorted(includes))
+        + functions
+        + "int main(void) { return run0() || run1(); }\n"
+    )
+    flags = ["-pedantic", "-Wall", "-Wextra", "-Werror", f"-I{HEADER.parent}"]
+    library = [f"-L{LIBRARY.parent}", f"-Wl,-rpath,{LIBRARY.parent}"]
+    run(*compiler, *flags, source, *library, "-lheadroom", "-o", program)
+    run(program)
+
+
 @pytest.fixture(scope="module")
 def prefix(request, tmp_path_factory):
     """Where header, library, CMake package and pkg-config file are installed."""

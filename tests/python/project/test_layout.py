@@ -29,11 +29,30 @@ def test_every_layer_has_the_stem(op, family):
         f"kernels/{family}/{op}_cuda.cu",
         f"capi/{family}/{op}.c",
         f"torch_ext/{family}/{op}.cpp",
-        f"tests/c/{family}/{op}*.cpp",
+        f"ops/functional/{op}.py",
+        f"tests/c/{family}/{op}*_test.cpp",
         f"tests/python/*/test_{op}.py",
         f"benchmarks/{op}.py",
     ]
-    assert not [pattern for pattern in patterns if not list(ROOT.glob(pattern))]
+    missing = [pattern for pattern in patterns if not list(ROOT.glob(pattern))]
+    assert not missing, f"{op} lacks {', '.join(missing)}"
+
+
+def test_a_list_op_costs_what_contributing_says():
+    """The table there is of the op to copy: its files, and the lines of them and of the edits."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    measure = re.search(r"at most (\d+) files, (\d+) edits\s+and (\d+) lines", text)
+    files = re.findall(r"^\| \d+ \| `(.+?)` \| (\d+) \|", text, re.MULTILINE)
+    edits, lines = re.search(r"^\| \| edits: (.+?) \| (\d+) \|", text, re.MULTILINE).groups()
+    total = re.search(r"(\d+) files, (\d+) edits\*\* \| \*\*(\d+)\*\*", text)
+    assert [int(total[1]), int(total[2])] == [len(files), edits.count("`") // 2]
+    assert int(total[3]) == sum(int(stated) for _, stated in files) + int(lines)
+    assert all(int(is_) <= int(limit) for is_, limit in zip(total.groups(), measure.groups()))
+    for path, stated in files:
+        count = len((ROOT / path).read_text().splitlines())
+        assert abs(count - int(stated)) <= 5, f"{path} has {count} lines, the table says {stated}"
+    for shared in ("project/test_benchmarks.py", "fuzz/c_abi.py", "fuzz/torch_ops.py"):
+        assert "accumulate" not in (ROOT / "tests/python" / shared).read_text(), shared
 
 
 def test_files_of_c_have_names_of_their_own():
@@ -98,5 +117,5 @@ def test_every_op_is_opchecked():
     schemas = (schema.name for schema in torch._C._jit_get_all_schemas())
     ops = {name.removeprefix("headroom::") for name in schemas if name.startswith("headroom::")}
     texts = [path.read_text() for path in (ROOT / "tests/python").glob("*/test_*.py")]
-    checked = "\n".join(text for text in texts if "opcheck(" in text)
+    checked = "\n".join(text for text in texts if re.search(r"opcheck\(|\(ListOpSuite\)", text))
     assert ops and not [op for op in sorted(ops) if not re.search(rf"\b{op}\b", checked)]

@@ -6,9 +6,11 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -23,6 +25,7 @@ def setup(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(module, "installed", lambda package: None)
+    monkeypatch.setattr(module, "TOOLKITS", tmp_path / "toolkits")
     return module
 
 
@@ -56,6 +59,48 @@ def test_an_nvcc_from_12_8_on_is_used(setup, monkeypatch, tmp_path, release, goo
     in_home = fake_nvcc(tmp_path / "bin", release)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert setup.system_nvcc() == (in_home if good else None)
+
+
+@pytest.mark.parametrize("torchs, wanted", [(12, "12.9"), (13, "13.0"), (None, "13.0")])
+def test_a_torch_for_cuda_12_gets_a_toolkit_that_runs_on_its_drivers(
+    setup, monkeypatch, tmp_path, torchs, wanted
+):
+    monkeypatch.setattr(setup, "torch_cuda_major", lambda: torchs)
+    nvccs = {"13.0": fake_nvcc(tmp_path, "13.0")}
+    for release in ("12.4", "12.8", "12.9", "13.0"):
+        folder = tmp_path / "toolkits" / f"cuda-{release}" / "bin"
+        folder.mkdir(parents=True)
+        found = fake_nvcc(folder, release)
+        nvccs.setdefault(release, found)
+    assert setup.system_nvcc() == nvccs[wanted]
+    home = fake_nvcc(tmp_path / "bin", "13.0")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))  # what the user names goes first
+    assert setup.system_nvcc() == home
+
+
+@pytest.mark.parametrize("torchs, told", [(12, True), (13, False)])
+def test_the_driver_that_a_build_will_need_is_told(setup, monkeypatch, capsys, torchs, told):
+    monkeypatch.setattr(setup, "torch_cuda_major", lambda: torchs)
+    assert setup.cuda_requirements()
+    assert ("needs driver R580" in capsys.readouterr().err) is told
+
+
+def test_torchs_cuda_is_read_without_importing_it(setup, monkeypatch, tmp_path):
+    if torch.version.cuda is None:
+        assert setup.torch_cuda_major() is None
+    else:
+        assert setup.torch_cuda_major() == int(torch.version.cuda.split(".")[0])
+    spec = types.SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(setup.importlib.util, "find_spec", lambda name: spec)
+    for text, major in [
+        ("cuda: Optional[str] = '12.9'", 12),
+        ("cuda: str | None = None", None),
+        ('cuda = "13.0"', 13),
+    ]:
+        (tmp_path / "version.py").write_text(f"debug = False\n{text}\nhip = None\n")
+        assert setup.torch_cuda_major() == major
+    monkeypatch.setattr(setup.importlib.util, "find_spec", lambda name: None)
+    assert setup.torch_cuda_major() is None
 
 
 def test_cuda_can_be_demanded_and_refused(setup, monkeypatch, tmp_path):

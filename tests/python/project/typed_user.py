@@ -4,8 +4,10 @@ from pathlib import Path
 
 import headroom
 import torch
+from headroom.integrations.peft import create_loraplus_optimizer
 from headroom.optim import Optimizer, StateMemory
-from headroom.state import Report, convert_state, save_state
+from headroom.state import Report, ReshardReport, convert_state, save_state
+from peft import PeftModel
 from torch import Tensor, nn
 
 
@@ -34,6 +36,44 @@ def release(model: nn.Module) -> bool:
     return active
 
 
+def release_in_two_passes(model: nn.Module, loss: Tensor) -> None:
+    optimizer = headroom.optim.AdamW(model.parameters(), max_grad_norm=1.0)
+    with headroom.release_gradients(model, optimizer, clip="two-pass") as handle:
+        with handle.measure():
+            loss.backward()
+
+
+def every_optimizer(model: nn.Module) -> list[Optimizer]:
+    groups = [{"params": list(model.parameters()), "lr": 1e-2}]
+    return [
+        headroom.optim.Adam(model.named_parameters(), amsgrad=True),
+        headroom.optim.AdamW(groups, master="remainder16", lr=torch.tensor(1e-3)),
+        headroom.optim.Adam8bit(model.parameters(), nonfinite="skip_step"),
+        headroom.optim.AdamW8bit(
+            model.parameters(), rounding="stochastic", code_rounding="stochastic", seed=3
+        ),
+        headroom.optim.Adafactor(model.parameters(), semantics="hf", relative_step=True),
+    ]
+
+
+def weights(model: nn.Module, optimizer: Optimizer) -> None:
+    by_name: dict[str, Tensor] = headroom.optim.master_weights(optimizer, model)
+    by_param: dict[Tensor, Tensor] = headroom.optim.master_weights(optimizer)
+    headroom.optim.load_master_weights(optimizer, by_name, model)
+    headroom.optim.load_master_weights(optimizer, by_param)
+
+
+def sharded(path: Path, model: nn.Module, optimizer: Optimizer) -> bool:
+    report: ReshardReport = headroom.optim.load_sharded(path, model, optimizer)
+    headroom.optim.check_same_state(optimizer)
+    return report.is_lossless
+
+
+def lora(model: PeftModel) -> headroom.optim.AdamW8bit:
+    cls = headroom.optim.AdamW8bit
+    return create_loraplus_optimizer(model, cls, lr=1e-3, loraplus_lr_ratio=16.0)
+
+
 def memory(optimizer: Optimizer) -> list[StateMemory]:
     return optimizer.memory()
 
@@ -46,7 +86,9 @@ def convert(old: torch.optim.Optimizer, new: Optimizer) -> bool:
 
 
 def save(path: Path, model: nn.Module, optimizer: Optimizer) -> Path | None:
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     save_state(path, model=model, optimizer=optimizer, keep=3)
+    save_state(path, model=[model], optimizer=[optimizer], scheduler=scheduler)
     headroom.load_state(path, model=model, optimizer=optimizer)
     found: Path | None = headroom.latest(path.parent)
     return found
@@ -68,9 +110,15 @@ def step(params: list[Tensor], grads: list[Tensor], lists: list[list[Tensor]]) -
     print(version, info)
 
 
-def wrong() -> None:
+def wrong(model: nn.Module, optimizer: Optimizer) -> None:
     """Misspelled names and wrong arguments are found: each comment here would be one too many."""
     headroom.optim.AdamW([], lr="fast")  # pyright: ignore[reportArgumentType]
+    headroom.optim.AdamW(3)  # pyright: ignore[reportArgumentType]
+    headroom.optim.AdamW([], master="f16")  # pyright: ignore[reportArgumentType]
+    headroom.optim.AdamW8bit([], code_rounding="up")  # pyright: ignore[reportArgumentType]
+    headroom.optim.Adafactor([], semantics="paper")  # pyright: ignore[reportArgumentType]
+    headroom.release_gradients(model, optimizer, clip="on")  # pyright: ignore[reportArgumentType]
+    headroom.save_state("state-1", model=3)  # pyright: ignore[reportArgumentType]
     headroom.grad_norm(3)  # pyright: ignore[reportArgumentType]
     headroom.adamw_  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
     headroom.optim.Adamw  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018

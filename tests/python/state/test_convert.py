@@ -583,12 +583,12 @@ def test_other_bad_inputs():
     for wrong in (3, ps[0]):
         with pytest.raises(ValueError, match="params must be parameters"):
             convert(state, "torch", params=wrong)
-    with pytest.raises(ValueError, match="params: that of 1 is a str, no tensor"):
+    with pytest.raises(ValueError, match="params: 1 is a str, not a tensor"):
         convert(state, "torch", params=[ps[0], "x", ps[2]])
     for wrong in (None, [], 3, {"state": {}, "param_groups": None}):
         with pytest.raises(ValueError, match="'state'"):
             convert(wrong, "torch")
-    with pytest.raises(ValueError, match="parameter 1 is a int, no dict"):
+    with pytest.raises(ValueError, match="parameter 1 is a int, not a dict"):
         convert(state | {"state": state["state"] | {1: 7}}, "torch")
     for wrong in (["torch"], None, {}):
         with pytest.raises(ValueError, match="there is no .*; the libraries are"):
@@ -601,7 +601,7 @@ def test_other_bad_inputs():
         convert(state, "torch", params=ps[::-1])
     with pytest.raises(ValueError, match="the groups have 3 parameters, params 2"):
         convert(state, "torch", params=ps[:2])
-    with pytest.raises(ValueError, match="no library is known that has states of the keys"):
+    with pytest.raises(ValueError, match="no known library has states with the keys"):
         convert(torch_sgd(), "torch")
     lion = old_bitsandbytes(ps, 256)
     del lion["state"][0]["state2"]
@@ -688,7 +688,7 @@ def test_a_command_that_fails_writes_nothing(tmp_path, capsys):
         ("missing", "there is no"),
         ("garbage", "cannot be loaded"),
         ("empty", "0 of the state of an optimizer"),
-        ("sgd", "no library is known"),
+        ("sgd", "no known library has states"),
     ):
         arguments = [str(tmp_path / f"{name}.pt"), str(tmp_path / "out.pt"), "--to", "torch"]
         assert main(["convert", *arguments]) == 1

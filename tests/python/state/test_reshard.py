@@ -218,7 +218,7 @@ def load(rank, case, path, old_ranks):
             if counts and old_ranks != ranks:
                 expected.add((name, key))
                 moment = moments[name, key]
-                assert [moment.kept, moment.requantised] == counts, (name, key)
+                assert [moment.kept, moment.requantized] == counts, (name, key)
                 assert moment.error == errors.max()
         elif not key.endswith(" scale"):
             assert_same_bits([value], [was[name, key]])
@@ -274,9 +274,9 @@ def full(rank, path, words):
 
 def test_a_full_state_dict_says_the_same(run, tmp_path):
     run(4, save, "8-bit", tmp_path, False)
-    words = "20 blocks kept their bits, 40 lie across old blocks and were quantised again, by up to"
+    words = "20 blocks kept their bits, 40 lie across old blocks and were quantized again, by up to"
     run(1, full, tmp_path, words)
-    run(2, full, tmp_path, "quantised again, by up to")
+    run(2, full, tmp_path, "quantized again, by up to")
 
 
 # ---- What is refused -----------------------------------------------------------------------------

@@ -17,17 +17,14 @@ import pytest
 import torch
 from headroom import StateFileError, load_state, save_state
 from headroom.__main__ import main
-from headroom.state import file as state_file
-from headroom.state import save as saving
-from headroom.state.file import PIECE, PREFIX, SMALL, StateFile
+from headroom._core import atomic
+from headroom.state import load
+from headroom.state.file import StateFile, layout, writing
+from headroom.state.file.layout import PIECE, PREFIX, SMALL
+from headroom.state.parts import in_file
 from torch import nn
 
 from helpers.bits import assert_same_bits
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "step-1.safetensors"
 
 
 def trained(seed=0, width=8):
@@ -122,7 +119,7 @@ def test_a_file_that_is_replaced_keeps_its_owner(path):
 def test_what_lies_at_the_partial_path_is_not_written_to(link, path):
     other = path.with_name("precious")
     other.write_text("precious")
-    partial = path.with_name(state_file.partial_of(path.name))
+    partial = path.with_name(atomic.partial_of(path.name))
     if link == "symbolic":
         partial.symlink_to(other)
     elif link == "dangling":
@@ -166,13 +163,13 @@ def test_weights_that_change_during_a_save_make_a_file_that_loads(count, path, m
 
 def test_a_parameter_that_gets_another_tensor_during_a_save(path, monkeypatch):
     param = nn.Parameter(torch.arange(6.0))
-    real = state_file._next_sequence
+    real = writing.next_sequence
 
     def changing(folder):
         param.data = torch.zeros(3, 4).t()
         return real(folder)
 
-    monkeypatch.setattr(state_file, "_next_sequence", changing)
+    monkeypatch.setattr(writing, "next_sequence", changing)
     save_state(path, extra=[param], rng=False)
     assert load_state(path)[0].tolist() == [0, 1, 2, 3, 4, 5]
 
@@ -194,10 +191,9 @@ def test_a_file_that_changes_behind_the_checks_changes_nothing(
     change, piece, target, path, monkeypatch
 ):
     """What was mapped gave a SIGBUS, or other numbers."""
-    for module in (saving, state_file):
-        monkeypatch.setattr(module, "PIECE", piece)
+    monkeypatch.setattr(layout, "PIECE", piece)
     if target == "device":
-        monkeypatch.setattr(saving, "_on_cpu", lambda device: False)
+        monkeypatch.setattr(load, "_on_cpu", lambda device: False)
     saved, other = trained(), trained(1)
     save_state(path, model=saved[0], optimizer=saved[1])
     os.utime(path, ns=(10**9, 10**9))  # clocks of files are coarse
@@ -219,8 +215,7 @@ def test_a_file_that_changes_behind_the_checks_changes_nothing(
 
 def test_a_file_that_changes_while_a_model_is_filled_is_noticed(path, monkeypatch):
     """No place is left then to have what was there before, but the error says so."""
-    for module in (saving, state_file):
-        monkeypatch.setattr(module, "PIECE", 100)
+    monkeypatch.setattr(layout, "PIECE", 100)
     saved, other = trained(), trained(1)
     save_state(path, model=saved[0], optimizer=saved[1])
     before = copy.deepcopy(other)
@@ -229,7 +224,7 @@ def test_a_file_that_changes_while_a_model_is_filled_is_noticed(path, monkeypatc
     def change(self):
         real(self)
         with StateFile(path) as file:
-            last = list(saving._in_file(file, {n for n in file.entries if "model" in n}))[-1]
+            last = list(in_file(file, {n for n in file.entries if "model" in n}))[-1]
             start = file.entries[last].start
         with open(path, "r+b") as file:
             file.seek(start)
@@ -285,8 +280,7 @@ def test_modules_that_load_in_ways_of_their_own(compiled, piece, path, monkeypat
             model[3](torch.zeros(1, 3))
         return torch.compile(model) if compiled else model
 
-    for module in (saving, state_file):
-        monkeypatch.setattr(module, "PIECE", piece)
+    monkeypatch.setattr(layout, "PIECE", piece)
     one, two = build(1.0), build(2.0)
     save_state(path, model=one)
     load_state(path, model=two)
@@ -350,8 +344,7 @@ def test_freed_storage_is_refused(shorten, path):
 
 @pytest.mark.parametrize("piece", [PIECE, 100], ids=["held", "one by one"])
 def test_a_model_without_storage_is_not_filled(piece, path, monkeypatch):
-    for module in (saving, state_file):
-        monkeypatch.setattr(module, "PIECE", piece)
+    monkeypatch.setattr(layout, "PIECE", piece)
     saved, other = trained(), trained(1)
     save_state(path, model=saved[0], optimizer=saved[1])
     before = copy.deepcopy(other)
@@ -414,7 +407,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 
 
 def test_more_values_than_a_header_may_have_are_refused_by_the_save(path, monkeypatch):
-    monkeypatch.setattr(state_file, "MOST_VALUES", 1000)
+    monkeypatch.setattr(layout, "MOST_VALUES", 1000)
     save_state(path, extra=[0] * 900, rng=False)
     save_state(path, extra="[,:{" * 1000, rng=False)
     assert load_state(path) == "[,:{" * 1000

@@ -1,0 +1,1 @@
+"""Instructions per element in the device code: `python -m benchmarks.instructions`."""

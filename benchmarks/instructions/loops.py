@@ -1,0 +1,292 @@
+"""Hot loops of device code, and what a thread does in one turn of them.
+
+A hot loop is one that accesses global memory. Where a kernel has none, it is one turn. Of all
+ways through a turn that make the same accesses, the shortest counts: what is left out are blocks
+that call a function (roots and divisions of denormal numbers, accesses one by one) and the longer
+sides of branches, so the figure is right for loops whose dtypes are literal and a lower bound for
+those that test them per element. Loops within a loop count once, if the way leads through them. Of
+an access or branch under a predicate both ways are followed; under one that the loop does not
+change, the same way each time.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+from functools import cached_property
+
+from .disassembly import Instruction
+
+Access = tuple[str, int]  # ("load" or "store", bytes of a thread)
+Signature = tuple[tuple[Access, int], ...]
+State = tuple  # see _Ways
+Arrival = tuple[int, int, State]
+
+MOST_WAYS = 100  # through a turn; of more, those with the fewest instructions
+READERS = ("BRA", "SEL", "FSEL", "USEL", "FMNMX", "VOTE", "BREAK")  # of predicates, which they keep
+BRANCHES = ("BRA", "JMP")
+LEAVING = ("EXIT", "RET", "KILL", "BRX", "JMX")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a loop: the instructions in their order."""
+
+    instructions: list[Instruction]
+    signature: Signature
+    is_loop: bool
+
+    def bytes(self, kind: str) -> int:
+        """What a thread loads or stores in a turn."""
+        return sum(size * count for (of, size), count in self.signature if of == kind)
+
+    def accesses(self, kind: str) -> str:
+        """Such as 4x16: four accesses of 16 bytes."""
+        parts = [f"{count}x{size}" for (of, size), count in self.signature[::-1] if of == kind]
+        return "+".join(parts) or "-"
+
+    def count(self, *names: str) -> int:
+        """How many opcodes begin with one of the names."""
+        return sum(i.opcode.startswith(names) for i in self.instructions)
+
+    @cached_property
+    def branches(self) -> int:
+        return self.count("BRA", "BRX")
+
+    @cached_property
+    def flights(self) -> list[int]:
+        """How many loads are in flight each time that the thread has to wait for one of them.
+
+        A loop is followed from its first load on, twice, because compilers move the loads for the
+        next turn to the end of one.
+        """
+        code = list(self.instructions)
+        if self.is_loop:
+            loads = [n for n, i in enumerate(code) if i.access and i.access[0] == "load"]
+            code = code[loads[0] :] + code[: loads[0]] if loads else code
+        waits: list[int] = []
+        flying: list[frozenset[int]] = []
+        for instruction in code:
+            if any(instruction.read & registers for registers in flying):
+                waits.append(len(flying))
+                flying = []
+            if instruction.written:
+                flying.append(instruction.written)
+        if flying:
+            waits.append(len(flying))
+        return waits
+
+
+class _Flow:
+    """Blocks of instructions between branches, and how they follow each other."""
+
+    def __init__(self, code: list[Instruction]):
+        self.code = code
+        addresses = [i.address for i in code]
+        at = {address: n for n, address in enumerate(addresses)}
+        starts = {0}
+        for n, instruction in enumerate(code):
+            if instruction.target in at:
+                starts.add(at[instruction.target])
+            if instruction.target is not None or instruction.name in (*LEAVING, *BRANCHES):
+                starts.add(n + 1)
+        self.starts = sorted(s for s in starts if s < len(code))
+        self.ends = [*self.starts[1:], len(code)]
+        self.next = [self._following(b, at) for b in range(len(self.starts))]
+        self.order = self._postorder()[::-1]
+        self._dominators()
+
+    def block(self, n: int) -> list[Instruction]:
+        return self.code[self.starts[n] : self.ends[n]]
+
+    def _following(self, b: int, at: dict[int, int]) -> list[int]:
+        last = self.code[self.ends[b] - 1]
+        found = []
+        if last.target in at:
+            found.append(bisect.bisect_right(self.starts, at[last.target]) - 1)
+        # A branch can have a second predicate among its operands, or be one of divergent threads.
+        leaves = last.name in (*LEAVING, *BRANCHES) and not last.guard
+        if last.name == "BRA" and ("," in last.operands or "DIV" in last.opcode):
+            leaves = False
+        if not leaves and self.ends[b] < len(self.code):
+            found.append(b + 1)
+        return found
+
+    def _postorder(self) -> list[int]:
+        seen, done = {0}, []
+        stack = [(0, iter(self.next[0]))]
+        while stack:
+            block, following = stack[-1]
+            for other in following:
+                if other not in seen:
+                    seen.add(other)
+                    stack.append((other, iter(self.next[other])))
+                    break
+            else:
+                done.append(block)
+                stack.pop()
+        return done
+
+    def _dominators(self) -> None:
+        self.rank = rank = {block: n for n, block in enumerate(self.order)}
+        before: dict[int, list[int]] = {block: [] for block in self.order}
+        for block in self.order:
+            for other in self.next[block]:
+                before[other].append(block)
+        nearest = {0: 0}
+        changed = True
+        while changed:
+            changed = False
+            for block in self.order[1:]:
+                known = [p for p in before[block] if p in nearest]
+                found = known[0]
+                for other in known[1:]:
+                    while found != other:
+                        if rank[found] > rank[other]:
+                            found = nearest[found]
+                        else:
+                            other = nearest[other]
+                changed |= nearest.get(block) != found
+                nearest[block] = found
+        self.before, self.nearest = before, nearest
+
+    def dominates(self, a: int, b: int) -> bool:
+        while b != a and b != 0:
+            b = self.nearest[b]
+        return a == b
+
+    def loops(self) -> dict[int, set[int]]:
+        """The blocks of each loop, by the block that it begins with."""
+        found: dict[int, set[int]] = {}
+        for block in self.order:
+            for header in self.next[block]:
+                if not self.dominates(header, block):
+                    continue
+                body = found.setdefault(header, {header})
+                stack = [block]
+                while stack:
+                    if (one := stack.pop()) not in body:
+                        body.add(one)
+                        stack += self.before[one]
+        return found
+
+    def turns(self, header: int, body: set[int], is_loop: bool) -> list[Turn]:
+        """The shortest way through a turn for each set of accesses that a turn can make."""
+        counted = _Ways(self, body)
+        # By block: {state on entry: (length so far, the block before, its state on entry)}
+        ways: dict[int, dict[State, tuple[int, int, State]]] = {
+            header: {counted.start: (0, -1, ())}
+        }
+        ends: dict[State, tuple[int, int, State]] = {}
+        for block in self.order:
+            if block not in body or block not in ways or counted.is_cold(block):
+                continue
+            arrivals = sorted(ways[block].items(), key=lambda item: item[1][0])[:MOST_WAYS]
+            is_end = header in self.next[block] if is_loop else self.block(block)[-1].name == "EXIT"
+            for start, (cost, _, _) in arrivals:
+                arrival = (cost + counted.length[block], block, start)
+                for state in counted.states_after(start, block):
+                    if is_end and (state not in ends or arrival[0] < ends[state][0]):
+                        ends[state] = arrival
+                for other, state in counted.leaving(start, block):
+                    if other not in body or self.rank[other] <= self.rank[block]:
+                        continue  # it leaves the loop, or begins another turn
+                    table = ways.setdefault(other, {})
+                    if state not in table or arrival[0] < table[state][0]:
+                        table[state] = arrival
+        shortest: dict[Signature, tuple[State, Arrival]] = {}
+        for state, end in ends.items():
+            signature = counted.signature(state)
+            if signature and (signature not in shortest or end[0] < shortest[signature][1][0]):
+                shortest[signature] = state, end
+        return [
+            Turn(self._instructions(ways, end), signature, is_loop)
+            for signature, (_, end) in shortest.items()
+        ]
+
+    def _instructions(self, ways, end) -> list[Instruction]:
+        blocks = []
+        _, block, start = end
+        while block >= 0:
+            blocks.append(block)
+            _, block, start = ways[block][start]
+        return [i for block in reversed(blocks) for i in self.block(block) if i.name != "NOP"]
+
+
+class _Ways:
+    """What happens to a state on its way through the blocks of a turn. A state is how many accesses
+    of each kind were made, and what was decided about predicates that stay the same in the loop."""
+
+    def __init__(self, flow: _Flow, body: set[int]):
+        self.flow = flow
+        code = [i for block in body for i in flow.block(block)]
+        self.kinds = sorted({i.access for i in code if i.access})
+        written = {p for i in code if i.name not in READERS for p in i.predicates}
+        self.fixed = sorted({i.guard.strip("!") for i in code if i.guard} - written - {"PT", "UPT"})
+        self.start: State = (0,) * len(self.kinds) + (None,) * len(self.fixed)
+        self.length = {b: sum(i.name != "NOP" for i in flow.block(b)) for b in body}
+        self._known: dict[tuple[State, int], list[State]] = {}
+
+    def signature(self, state: State) -> Signature:
+        return tuple((kind, count) for kind, count in zip(self.kinds, state) if count)
+
+    def is_cold(self, block: int) -> bool:
+        return any(i.name == "CALL" and i.target is None for i in self.flow.block(block))
+
+    def decide(self, state: State, guard: str) -> list[tuple[bool, State]]:
+        """Whether a predicate holds: as decided before, or both."""
+        if not guard or guard.endswith("PT"):
+            return [(not guard.startswith("!"), state)]
+        if guard.strip("!") not in self.fixed:
+            return [(True, state), (False, state)]
+        place = len(self.kinds) + self.fixed.index(guard.strip("!"))
+        holds = not guard.startswith("!")
+        if state[place] is not None:
+            return [(state[place] == holds, state)]
+        return [
+            (taken, (*state[:place], taken == holds, *state[place + 1 :]))
+            for taken in (True, False)
+        ]
+
+    def states_after(self, start: State, block: int) -> list[State]:
+        """The states at the end of a block, before its branch."""
+        if (start, block) in self._known:
+            return self._known[start, block]
+        found = [start]
+        for instruction in self.flow.block(block):
+            if instruction.access is None:
+                continue
+            place = self.kinds.index(instruction.access)
+            found = [
+                (*s[:place], s[place] + taken, *s[place + 1 :])
+                for state in found
+                for taken, s in self.decide(state, instruction.guard)
+            ]
+        self._known[start, block] = found = list(dict.fromkeys(found))
+        return found
+
+    def leaving(self, start: State, block: int) -> list[tuple[int, State]]:
+        """The blocks that can follow, and the states on entry there."""
+        last, following = self.flow.block(block)[-1], self.flow.next[block]
+        found = []
+        for state in self.states_after(start, block):
+            if not last.guard or len(following) < 2 or "," in last.operands:
+                found += [(other, state) for other in following]
+                continue
+            for taken, decided in self.decide(state, last.guard):
+                found.append((following[0 if taken else 1], decided))
+        return found
+
+
+def hot_loops(code: list[Instruction]) -> list[list[Turn]]:
+    """Returns the turns of each hot loop of a kernel, the shortest first."""
+    flow = _Flow(code)
+
+    def accesses(blocks) -> bool:
+        return any(i.access for block in blocks for i in flow.block(block))
+
+    loops = {header: body for header, body in flow.loops().items() if accesses(body)}
+    found = [flow.turns(header, body, True) for header, body in loops.items()]
+    if not found:
+        found = [flow.turns(0, set(flow.order), False)]
+    return [sorted(turns, key=lambda turn: len(turn.instructions)) for turns in found if turns]

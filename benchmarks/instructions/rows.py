@@ -1,0 +1,138 @@
+"""The loops that have a budget: which kernel, which mix of dtypes, and how long a turn may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .disassembly import Instruction, Key, kernel_name
+from .loops import Turn, hot_loops
+from .model import DEVICES
+
+# Opcodes that come with a type of 16 bits.
+F16 = ("HADD2.F32", "F2F.F16", "F2FP.F16", "F2FP.PACK")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A mix of dtypes in a kernel. The numbers that change with the kernels are the last two."""
+
+    kernel: str
+    mix: str
+    traffic: float  # bytes of memory per element
+    loads: float  # bytes that a thread loads per element; more than is moved where lanes share them
+    stores: float
+    # Elements of a turn: how many of these opcodes there are, over how many an element takes.
+    marker: tuple[str, ...]
+    per_element: float
+    budget: dict[str, float] = field(default_factory=dict)  # instructions per element, by arch
+    wanted: float | None = None  # on a Hopper GPU
+    f16: bool = False
+
+    def elements(self, turn: Turn) -> float:
+        return turn.count(*self.marker) / self.per_element
+
+    def fits(self, turn: Turn) -> bool:
+        """Whether this is a turn over elements of the row's dtypes."""
+        if turn.bytes("load") * self.stores != turn.bytes("store") * self.loads:
+            return False
+        elements = self.elements(turn)
+        return (
+            elements in POWERS_OF_TWO
+            and turn.bytes("load") == self.loads * elements
+            and turn.bytes("store") == self.stores * elements
+            and (turn.count(*F16) > 0) == self.f16
+        )
+
+
+POWERS_OF_TWO = {2**n for n in range(10)}
+SQRT, SQUARE, FACTOR, ADD = ("MUFU.RSQ",), ("FFMA",), ("FMUL",), ("FADD",)
+
+
+def evenly(instructions: float) -> dict[str, float]:
+    """A budget that is the same on all devices of the model."""
+    return {device.arch: instructions for device in DEVICES}
+
+
+# The budgets are what the kernels take today and 3 % for other versions of the compiler. After a
+# change of a kernel `python -m benchmarks.instructions` prints what it takes now.
+ADAMW, REMAINDER16 = {"90": 43.9, "86": 44.1}, {"90": 59.2, "86": 59.3, "75": 61.1}
+ADAMW8BIT = {"90": 77, "86": 74.2, "75": 85}
+F32_NORM, NORM = evenly(4.1), evenly(4.9)
+REMAINDER16_8BIT = {"90": 91, "86": 87.6, "75": 91.3}
+UNSCALE_BF16 = {"90": 6.2, "86": 6.2, "75": 13.5}
+UNSCALE = {"90": 8.3, "86": 8.3, "75": 9.4}
+SUM, COMPENSATED = {"90": 7.1, "86": 7.1, "75": 7.4}, {"90": 14, "86": 14, "75": 15.5}
+ROWS = [
+    Row("adamw_kernel", "f32", 28, 16, 12, SQRT, 1, ADAMW | {"75": 45.5}, 55),
+    Row("adamw_kernel", "all bf16", 14, 8, 6, SQRT, 1, ADAMW | {"75": 65.8}, 58),
+    Row("adamw_kernel", "all f16", 14, 8, 6, SQRT, 1, ADAMW | {"75": 47.2}, 58, f16=True),
+    Row("adamw_kernel", "bf16, f32 moments", 22, 12, 10, SQRT, 1, ADAMW | {"75": 53.2}, 58),
+    Row("adamw_kernel", "f16, f32 moments", 22, 12, 10, SQRT, 1, ADAMW | {"75": 47}, 58, f16=True),
+    Row("adamw_kernel", "f32, bf16 moments", 20, 12, 8, SQRT, 1, ADAMW | {"75": 58.9}),
+    Row("adamw_kernel", "remainder16", 18, 10, 8, SQRT, 1, REMAINDER16 | {"75": 73.4}, 75),
+    Row("adamw_kernel", "remainder16, f32 moments", 26, 14, 12, SQRT, 1, REMAINDER16, 75),
+    Row("adamw8bit_kernel", "f32", 16.06, 11, 6, SQRT, 1, {"90": 80, "86": 77.4, "75": 81}, 80),
+    Row("adamw8bit_kernel", "bf16", 10.06, 7, 4, SQRT, 1, ADAMW8BIT, 75),
+    Row("adamw8bit_kernel", "f16", 10.06, 7, 4, SQRT, 1, ADAMW8BIT | {"75": 79}, 75, f16=True),
+    Row("adamw8bit_kernel", "remainder16", 14.06, 9, 6, SQRT, 1, REMAINDER16_8BIT, 95),
+    Row("unscale_norm_kernel", "f32, norm", 4, 4, 0, SQUARE, 0.5, F32_NORM),
+    Row("unscale_norm_kernel", "bf16, norm", 2, 2, 0, SQUARE, 0.5, NORM, 6),
+    Row("unscale_norm_kernel", "f16, norm", 2, 2, 0, SQUARE, 0.5, NORM, 6, f16=True),
+    Row("unscale_norm_kernel", "bf16, norm and unscale", 4, 2, 2, SQUARE, 0.5, UNSCALE_BF16),
+    Row("unscale_norm_kernel", "f16, norm and unscale", 4, 2, 2, SQUARE, 0.5, UNSCALE, f16=True),
+    Row("accumulate_kernel", "f32", 12, 8, 4, FACTOR, 1, {"90": 6.1, "86": 6.1, "75": 6.4}),
+    Row("accumulate_kernel", "bf16", 10, 6, 4, FACTOR, 1, SUM),
+    Row("accumulate_kernel", "f16", 10, 6, 4, FACTOR, 1, SUM, f16=True),
+    Row("accumulate_kernel", "bf16, compensated", 18, 10, 8, FACTOR, 1, COMPENSATED),
+    Row("adafactor_sums_kernel", "f32", 8, 8, 0, FACTOR, 3, evenly(9.4)),
+    Row("adafactor_sums_kernel", "bf16", 4, 4, 0, FACTOR, 3, evenly(11)),
+    Row("adafactor_norm_kernel", "f32", 4, 4, 0, ADD, 1, evenly(7.2)),
+    Row("adafactor_norm_kernel", "bf16", 2, 2, 0, ADD, 1, evenly(8.2)),
+    Row("adafactor_apply_kernel", "f32", 12, 8, 4, ADD, 1, evenly(10.9)),
+    Row("adafactor_apply_kernel", "bf16", 6, 4, 2, ADD, 1, {"90": 11, "86": 11, "75": 18.3}),
+    Row("adafactor_apply_kernel", "f16", 6, 4, 2, ADD, 1, {"90": 11, "86": 11, "75": 12}, f16=True),
+]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A row in the device code of one architecture."""
+
+    row: Row
+    turn: Turn
+
+    @property
+    def elements(self) -> float:
+        return self.row.elements(self.turn)
+
+    @property
+    def instructions(self) -> float:
+        return len(self.turn.instructions) / self.elements
+
+    @property
+    def branches(self) -> float:
+        return self.turn.branches / self.elements
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        return -self.elements, self.instructions
+
+
+def find(code: dict[Key, list[Instruction]]) -> dict[tuple[str, str, str], Found]:
+    """Returns the main loop of each row: {(arch, kernel, mix): Found}.
+
+    That is the one with most elements per turn, because others do what is left of a tensor, and of
+    those the shortest, because a loop for any mix of dtypes fits rows that have an instance too. A
+    number of elements that is no power of two comes from a way through a loop in the loop.
+    """
+    found: dict[tuple[str, str, str], Found] = {}
+    kernels = {row.kernel for row in ROWS}
+    for (arch, symbol), instructions in code.items():
+        if (name := kernel_name(symbol)) not in kernels:
+            continue
+        for turn in (turn for loop in hot_loops(instructions) for turn in loop):
+            for row in (row for row in ROWS if row.kernel == name and row.fits(turn)):
+                key, fresh = (arch, name, row.mix), Found(row, turn)
+                if key not in found or fresh.rank < found[key].rank:
+                    found[key] = fresh
+    return found

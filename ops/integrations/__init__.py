@@ -1,0 +1,19 @@
+"""What only another library's training loop needs. Each module is imported when it is first used,
+and names the package that it needs if that is missing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .._core.lazy import lazy
+
+if TYPE_CHECKING:
+    from . import peft
+else:
+    __getattr__ = lazy(__name__, {"peft": ".peft"})
+
+__all__ = ["peft"]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,70 @@
+"""The numbers and names of the layout of state files, and their checksum.
+
+Use them as attributes of this module, ``layout.PIECE``: tests replace some of them.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+try:
+    from isal.isal_zlib import crc32  # the same sums, several times as fast
+except ImportError:
+    from zlib import crc32
+
+__all__ = [
+    "BEFORE_SEQUENCE",
+    "BLOCK",
+    "DOCUMENT",
+    "DTYPES",
+    "FORMAT",
+    "LONGEST_HEADER",
+    "MOST_DIMS",
+    "MOST_VALUES",
+    "NAMES",
+    "PIECE",
+    "PREFIX",
+    "SEQUENCE_DIGITS",
+    "SMALL",
+    "ZEROS",
+    "crc32",
+    "threads",
+]
+
+FORMAT = 2
+PIECE = 8 << 20  # bytes that have a checksum
+BLOCK = 1 << 20  # bytes copied or read at a time: they stay in the cache until they are summed
+SMALL = 1 << 18  # summed by the thread that writes: handing it to another would take longer
+LONGEST_HEADER = 100_000_000  # safetensors' own limit
+MOST_VALUES = 1 << 22  # in a header: some 300 MB of Python objects at worst
+MOST_DIMS = 64  # torch's loops have no more
+PREFIX = b'{"__metadata__":{"crc32":"'
+ZEROS = b"0" * 8
+BEFORE_SEQUENCE = b'","sequence":"'
+SEQUENCE_DIGITS = 16
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DOCUMENT = {"tree": dict, "module_versions": dict, "saved_ns": int, "piece": int, "tensors": dict}
+
+
+def threads() -> int:
+    """Returns how many threads copy, read and sum."""
+    return min(8, os.cpu_count() or 1)

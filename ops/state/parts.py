@@ -1,0 +1,70 @@
+"""The parts of a run's state: objects that save and load themselves, and their encoded states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .file import MALFORMED, StateFile, StateFileError, shortened
+from .tree import decode, encode, tensor_names
+
+__all__ = ["Part", "Stateful", "decoded", "encoded", "in_file", "named_objects", "names_in"]
+
+
+class Stateful(Protocol):
+    """An object that gives its state and takes it back."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+Part = Stateful | Sequence[Stateful] | None
+
+
+def named_objects(part: str, objects: Part) -> list[tuple[str, Any]]:
+    """Returns the objects of a part, with their names in the file."""
+    if objects is None:
+        return []
+    many = isinstance(objects, (list, tuple))
+    named = [(f"{part}.{i}", o) for i, o in enumerate(objects)] if many else [(part, objects)]
+    for name, one in named:
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(one, method, None)):
+                raise TypeError(
+                    f"{name} is a {type(one).__name__} without {method}(); give the object itself, "
+                    "not its state, and values as extra="
+                )
+    return named
+
+
+def encoded(value: Any, name: str, add: Callable[[Tensor, str], str]) -> Any:
+    """Returns a value as JSON takes it. ``add`` stores a tensor and returns its name."""
+    try:
+        return encode(value, name, add)
+    except RecursionError:
+        raise TypeError(f"'{name}' contains itself, or is nested too deeply") from None
+
+
+def decoded(file: StateFile, name: str, tensors: Callable[[str], Tensor], tree: Any = None) -> Any:
+    """Returns the state with this name in a file, or that of ``tree``, which is a part of it."""
+    try:
+        return decode(file.document["tree"].get(name) if tree is None else tree, tensors)
+    except MALFORMED as error:
+        what = f"'{name}' of {file.path} cannot be read: {shortened(error)}"
+        raise StateFileError(what) from error
+
+
+def names_in(file: StateFile, part: str) -> Iterable[str]:
+    """Returns the names of the tensors of a part."""
+    try:
+        return list(tensor_names(file.document["tree"].get(part)))
+    except MALFORMED as error:
+        raise StateFileError(f"'{part}' of {file.path} cannot be read: {error}") from error
+
+
+def in_file(file: StateFile, names: set[str]) -> list[str]:
+    """Returns the names in the order of the file, and behind them those that it lacks."""
+    return [name for name in file.entries if name in names] + sorted(names - file.entries.keys())

@@ -1,0 +1,113 @@
+"""Ops with a gradient: a small one, registered here, and what `differentiable` gives it."""
+
+import pytest
+import torch
+from headroom._core.registration import complete, differentiable
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+ROWS, INNER, COLS = 5, 7, 3
+
+
+@pytest.fixture(scope="module")
+def scaled_rows():
+    """``scale[:, None] * (x @ weight)``, whose gradient is an op of its own."""
+    library = torch.library.Library("headroom", "FRAGMENT")
+    library.define("test_scaled_rows(Tensor x, Tensor weight, Tensor scale) -> Tensor")
+    library.define(
+        "test_scaled_rows_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale)"
+        " -> (Tensor, Tensor, Tensor)"
+    )
+
+    def forward(x, weight, scale):
+        return (x @ weight).mul_(scale[:, None])
+
+    def backward_op(grad, x, weight, scale):
+        scaled = grad * scale[:, None]
+        return scaled @ weight.t(), x.t() @ scaled, ((x @ weight) * grad).sum(1)
+
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    def backward(ctx, grad):
+        return torch.ops.headroom.test_scaled_rows_backward(grad, *ctx.saved_tensors)
+
+    def flops(x, weight, scale, *, out_shape, **_):
+        return 2 * out_shape[0] * out_shape[1] * x[1]
+
+    library.impl("test_scaled_rows", forward, "CPU")
+    library.impl("test_scaled_rows_backward", backward_op, "CPU")
+    differentiable(
+        "test_scaled_rows",
+        fake=lambda x, weight, scale: x.new_empty(len(x), weight.shape[1]),
+        setup_context=setup_context,
+        backward=backward,
+        flops=flops,
+    )
+    torch.library.register_fake(
+        "headroom::test_scaled_rows_backward",
+        lambda grad, *inputs: tuple(torch.empty_like(tensor) for tensor in inputs),
+    )
+    complete("test_scaled_rows_backward")
+    yield torch.ops.headroom.test_scaled_rows
+    library._destroy()
+
+
+@pytest.fixture
+def arguments():
+    generator = torch.Generator().manual_seed(0)
+    shapes = (ROWS, INNER), (INNER, COLS), (ROWS,)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in shapes
+    ]
+
+
+def test_opcheck_of_test_scaled_rows(scaled_rows, arguments):
+    torch.library.opcheck(scaled_rows.default, arguments)
+
+
+def test_opcheck_of_test_scaled_rows_backward(scaled_rows, arguments):
+    grad = torch.ones(ROWS, COLS, dtype=torch.float64)
+    arguments = [tensor.detach() for tensor in arguments]
+    op = torch.ops.headroom.test_scaled_rows_backward.default
+    torch.library.opcheck(op, (grad, *arguments))
+
+
+def test_gradients_are_those_of_finite_differences(scaled_rows, arguments):
+    assert torch.autograd.gradcheck(scaled_rows, arguments)
+
+
+def test_the_profiler_shows_names_that_can_be_read(scaled_rows, arguments):
+    scaled_rows(*arguments)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        out = scaled_rows(*arguments)
+        assert out.grad_fn.name() == "headroom::test_scaled_rows_backward"
+        out.sum().backward()
+    names = {event.key for event in profiled.key_averages()}
+    name = "headroom::test_scaled_rows"
+    evaluated = f"autograd::engine::evaluate_function: {name}_backward"
+    assert {name, f"{name}_backward", evaluated} <= names
+    assert not [shown for shown in names if "Generated" in shown]
+
+
+def test_floating_point_operations_are_counted(scaled_rows, arguments):
+    with FlopCounterMode(display=False) as counter:
+        scaled_rows(*arguments)
+    assert counter.get_total_flops() == 2 * ROWS * INNER * COLS
+
+
+def test_it_compiles_as_one_graph(scaled_rows, arguments):
+    compiled = torch.compile(lambda *given: scaled_rows(*given).square().sum(), fullgraph=True)
+    grads = [
+        torch.autograd.grad(function(*arguments), arguments)
+        for function in (lambda *given: scaled_rows(*given).square().sum(), compiled)
+    ]
+    for expected, got in zip(*grads):
+        torch.testing.assert_close(got, expected)
+
+
+def test_a_second_derivative_raises(scaled_rows, arguments):
+    loss = scaled_rows(*arguments).square().sum()
+    with pytest.raises(RuntimeError, match="test_scaled_rows_backward has no derivative"):
+        torch.autograd.grad(loss, arguments, create_graph=True)

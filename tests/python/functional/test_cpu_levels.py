@@ -1,0 +1,134 @@
+"""Formulas that vector code repeats: exhaustively, or over every case of rounding, the same bits on
+each instruction set as on the baseline, whose loop calls the shared inline functions.
+
+The two places of each: weights_join() and weights_split() in kernels/weights/weights.h and
+weights_cpu_vbmi.h; quant_encode() in kernels/quant/quantize_blocks.h and dynamic_map_cpu*.h.
+"""
+
+import pytest
+import torch
+from headroom import _C
+from headroom._core.weight_modes import MODES
+
+from helpers.reference8bit import MAPS, nearest
+
+BLOCK = 64
+PARAMS = torch.arange(2**16, dtype=torch.int32).to(torch.int16)  # every bf16, as bits
+# Residuals around 0, the ends and the ties of 16 and of 8 bits.
+EDGES = [0, 1, 127, 128, 129, 255, 256, 2**14, 2**15 - 129, 2**15 - 128, 2**15 - 1]
+MODE_NAMES = {
+    "kahan": (None, "kahan"),
+    "master": ("f32", "nearest"),
+    "remainder16": ("remainder16", "nearest"),
+    "remainder8": ("remainder8", "nearest"),
+}
+
+
+@pytest.fixture
+def levels():
+    """The instruction sets above the baseline; the one in use is put back afterwards."""
+    if _C is None:
+        pytest.skip("headroom._C is not built")
+    before, found = _C.get_cpu_level(), []
+    for level in _C.CpuLevel:
+        try:
+            _C.set_cpu_level(level)
+        except ValueError:
+            continue
+        found.append(level)
+    if found == [_C.CpuLevel.BASELINE]:
+        pytest.skip("this CPU has one instruction set only")
+    yield found[1:]
+    _C.set_cpu_level(before)
+
+
+def step(level, param, grad, residual=None, mode=0, **options):
+    """What one step writes: param, residual, codes and scales, from moments of zero."""
+    _C.set_cpu_level(level)
+    param = param.clone()
+    residuals = [] if residual is None else [residual.clone()]
+    numel, blocks = param.numel(), -(-param.numel() // BLOCK)
+    codes = [torch.zeros(numel, dtype=torch.uint8) for _ in range(2)]
+    scales = [torch.zeros(blocks) for _ in range(2)]
+    defaults = {"lr": 0.0, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
+    torch.ops.headroom.adamw8bit_(
+        [param], [grad], codes[:1], scales[:1], codes[1:], scales[1:], [torch.zeros(1)], residuals,
+        **{**defaults, **options}, maximize=False, decoupled=True, block_size=BLOCK,
+        weights_mode=mode,
+    )  # fmt: skip
+    return [param, *residuals, *codes, *scales]
+
+
+def assert_same_bits(got, wanted):
+    for one, other in zip(got, wanted, strict=True):
+        width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[one.element_size()]
+        assert torch.equal(one.view(width), other.view(width))
+
+
+def residuals_of(name):
+    """For every param, in rows: the residuals that a join or a split may treat in its own way."""
+    if name == "remainder8":
+        return torch.arange(-128, 128, dtype=torch.int8).expand(2**16, -1)
+    if name == "remainder16":
+        edges = torch.tensor([s * e for e in EDGES for s in (1, -1)] + [-(2**15)])
+        return edges.to(torch.int16).expand(2**16, -1)
+    if name == "master":  # the params that round to nearest, the ties and what is beside them
+        low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, -1, -0x8000, -0x8001])
+        return ((PARAMS.to(torch.int64) << 16)[:, None] + low).to(torch.int32).view(torch.float32)
+    # Kahan: from nothing to more than half a unit in the last place, which is 2^-8 of the power
+    # of two below the param, with infinity and NaN.
+    power = (PARAMS.view(torch.bfloat16).float().view(torch.int32) & 0x7F800000).view(torch.float32)
+    halves = torch.tensor([0.0, 2.0**-9, 1 - 2.0**-8, 1, 1 + 2.0**-7, 2, 256, float("inf")])
+    halves = torch.cat([halves, -halves, torch.tensor([float("nan")])])
+    tiny = torch.tensor([2.0**-133, -(2.0**-133), 2.0**-126]).expand(2**16, -1)
+    return torch.cat([(power * 2.0**-8)[:, None] * halves, tiny], 1).bfloat16()
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3], ids=["as they are", "to be rounded"])
+@pytest.mark.parametrize("name", MODE_NAMES)
+def test_weights_of_every_param_are_joined_and_split_alike(name, weight_decay, levels):
+    residual = residuals_of(name)
+    param = PARAMS[:, None].expand_as(residual)
+    if weight_decay:  # beside one another: params with one kind of residual, else one param's
+        param, residual = param.T, residual.T
+    param, residual = param.reshape(-1).view(torch.bfloat16), residual.reshape(-1)
+    grad = torch.zeros_like(param)
+    options = {"lr": 0.1 if weight_decay else 0.0, "weight_decay": weight_decay}
+    mode = MODES[MODE_NAMES[name]].number
+    wanted = step(_C.CpuLevel.BASELINE, param, grad, residual, mode, **options)
+    for level in levels:
+        assert_same_bits(step(level, param, grad, residual, mode, **options), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_params_of_every_rounding_are_stored_alike(dtype, levels):
+    """Every bf16 as a gradient, and weights of every bf16 that decay to what must be rounded."""
+    grad = PARAMS.view(torch.bfloat16)
+    grad = torch.where(grad.isfinite(), grad, 0).to(dtype)
+    param = PARAMS.flip(0).contiguous().view(torch.bfloat16).to(dtype)
+    for options in ({}, {"lr": 0.1, "weight_decay": 0.3}):
+        wanted = step(_C.CpuLevel.BASELINE, param, grad, **options)
+        for level in levels:
+            assert_same_bits(step(level, param, grad, **options), wanted)
+
+
+@pytest.mark.parametrize("largest", [1.0, 1.5, 2.0**-60, 2.0**60], ids=str)
+def test_no_positive_second_moment_gets_the_code_of_zero(largest, levels):
+    """With beta2 0 the second moment is the square of the gradient. Each block holds its largest
+    and squares of every size below: of 2^-149 to 1 times it, and those beside each border."""
+    edges = ((MAPS[False][:-1] + MAPS[False][1:]) / 2).sqrt().float()
+    beside = torch.cat([edges, *(edges.nextafter(torch.tensor(x)) for x in (0.0, 2.0))])
+    every = (torch.arange(2**15, 2**15 + 0x3F80, dtype=torch.int32) << 16).view(torch.float32)
+    ratios = torch.cat([every.abs(), beside])
+    ratios = torch.nn.functional.pad(ratios, (0, -ratios.numel() % (BLOCK - 1)))
+    grad = torch.nn.functional.pad(ratios.view(-1, BLOCK - 1) * largest, (1, 0), value=largest)
+    grad = grad.flatten()
+    moment = grad * grad
+    absmax = (moment.view(-1, BLOCK).amax(1)).repeat_interleave(BLOCK)
+    wanted = nearest((moment * (1 / absmax)).double(), False)
+    wanted = torch.where(moment > 0, wanted.clamp(min=1), wanted)
+    for level in (_C.CpuLevel.BASELINE, *levels):
+        codes = step(level, torch.zeros_like(grad), grad, beta2=0.0)[2]
+        if 2.0**-32 < largest < 2.0**32:  # else the reciprocal is taken in two steps
+            assert torch.equal(codes.long(), wanted)
+        assert torch.equal(codes == 0, moment == 0)

@@ -1,0 +1,78 @@
+"""The functions of headroom.h that take lists of tensors, one config and an exec: their arguments,
+as their contracts and declarations say. c_abi.py calls them from that alone."""
+
+from __future__ import annotations
+
+import re
+from ctypes import Structure, c_double, c_int32, c_int64, c_size_t, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+
+HEADER = Path(__file__).resolve().parents[3] / "capi/headroom.h"
+KINDS = {
+    "size_t": c_size_t,
+    "double": c_double,
+    "int64_t": c_int64,
+    "int32_t": c_int32,
+    "const float *": c_void_p,
+}
+DTYPES = ("f32", "bf16", "f16", "u8", "i8", "i16", "f64")  # in the order of hr_dtype
+
+
+@dataclass
+class ListFunction:
+    name: str
+    lists: dict[str, list[int]]  # the types that each takes
+    may_be_null: set[str]
+    config: type[Structure]
+    defaults: dict[str, float]  # what the INIT macro gives, but for the size and what is NULL
+
+
+def status_functions(text: str) -> dict[str, list[str]]:
+    """The declarations: the parameters of each function that returns a status."""
+    found = re.findall(r"^HR_API hr_status (hr_\w+)\((.*?)\);", text, re.MULTILINE | re.DOTALL)
+    return {name: re.split(r",\s*", re.sub(r"\s+", " ", body)) for name, body in found}
+
+
+def list_functions() -> dict[str, ListFunction]:
+    text = HEADER.read_text()
+    found = {}
+    for name, parameters in status_functions(text).items():
+        shape = (
+            r"(const hr_tensor_list \*\w+;)+const (hr_\w+_config) \*config;const hr_exec \*exec;"
+        )
+        if match := re.fullmatch(shape, "".join(f"{each};" for each in parameters)):
+            lists = [each.split("*")[1] for each in parameters[:-2]]
+            config = _config(text, match[2])
+            if config is not None:
+                contract = text[: text.index(f"hr_status {name}(")].rpartition("/*")[2]
+                found[name] = _function(name, lists, contract, *config)
+    return found
+
+
+def _config(text: str, name: str) -> tuple[type[Structure], dict[str, float]] | None:
+    body = re.search(rf"typedef struct {name} {{(.*?)}} {name};", text, re.DOTALL)
+    code = re.sub(r"/\*.*?\*/", "", body[1], flags=re.DOTALL)
+    members = re.findall(r"([\w ]+?(?: \*| ))(\w+);", code)
+    kinds = [(member, KINDS.get(kind.strip())) for kind, member in members]
+    if None in (kind for _, kind in kinds):  # it holds structs: a call of it has to be written
+        return None
+    macro = re.search(rf"#define {name.upper()}_INIT.*?{{(.*?)}}", text, re.DOTALL)
+    values = [value.strip() for value in macro[1].replace("\\", "").split(",")]
+    pairs = [(member, value) for (member, _), value in zip(kinds, values)]
+    defaults = {member: float(value) for member, value in pairs[1:] if value != "NULL"}
+    return type(name, (Structure,), {"_fields_": kinds}), defaults
+
+
+def _function(name, lists, contract, config, defaults) -> ListFunction:
+    types, may_be_null = {}, set()
+    for each in lists:
+        words = re.search(rf"^ \* {each} +(.*?)(?=^ \* \w+  |^ \*$|\Z)", contract, re.M | re.DOTALL)
+        assert words, f"the contract of {name} does not say what {each} is"
+        types[each] = [
+            DTYPES.index(word) for word in re.findall(rf"\b({'|'.join(DTYPES)})\b", words[1])
+        ]
+        assert types[each], f"the contract of {name} does not say which types {each} has"
+        if "NULL" in words[1]:
+            may_be_null.add(each)
+    return ListFunction(name, types, may_be_null, config, defaults)

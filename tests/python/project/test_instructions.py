@@ -1,0 +1,135 @@
+"""benchmarks.instructions: what it finds in a listing that was counted by hand."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.append(str(ROOT))
+
+from benchmarks.instructions import __main__ as command  # noqa: E402
+from benchmarks.instructions import disassembly, rows  # noqa: E402
+from benchmarks.instructions.loops import hot_loops  # noqa: E402
+from benchmarks.instructions.model import Device  # noqa: E402
+
+# A loop over four f32 elements, whose square root calls a function for denormal numbers, and which
+# threads that have diverged go through elsewhere. Then one over single elements.
+LISTING = """
+arch = sm_90
+		Function : _Z11root_kernel4args
+        /*0000*/                   LDC R1, c[0x0][0x28] ;      /* 0x00000a00ff017b82 */
+                                                               /* 0x000fc60000000800 */
+        /*0010*/              @!P1 BRA 0x120 ;
+        /*0020*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0030*/                   LDG.E.128 R8, desc[UR4][R12.64] ;
+        /*0040*/                   FADD R4, R4, R8 ;
+        /*0050*/                   MUFU.RSQ R16, R4 ;
+        /*0060*/               @P0 BRA 0x0a0 ;
+        /*0070*/                   MOV R20, 0x90 ;
+        /*0080*/                   CALL.REL.NOINC 0x1d0 ;
+        /*0090*/                   BRA 0xc0 ;
+        /*00a0*/                   FMUL R4, R4, R16 ;
+        /*00b0*/               @P2 STG.E.128 desc[UR4][R14.64], R4 ;
+        /*00c0*/                   STG.E.128 desc[UR4][R12.64], R4 ;
+        /*00d0*/                   IADD3 R2, R2, 0x1000, RZ ;
+        /*00e0*/                   NOP ;
+        /*00e8*/                   BRA.DIV ~URZ 0x1f0 ;
+        /*00f0*/                   ISETP.LT.AND P0, PT, R2, R3, PT ;
+        /*0100*/              @!P0 CALL.REL.NOINC 0x120 ;
+        /*0110*/                   BRA 0x20 ;
+        /*0120*/                   LDG.E R4, desc[UR4][R2.64] ;
+        /*0130*/                   FMUL R4, R4, R4 ;
+        /*0140*/                   STG.E desc[UR4][R2.64], R4 ;
+        /*0150*/               @P1 BRA 0x120 ;
+        /*0160*/                   EXIT ;
+        /*01d0*/                   MUFU.RSQ R0, R0 ;
+        /*01e0*/                   RET.REL.NODEC R20 0x0 ;
+        /*01f0*/                   CALL.REL.NOINC 0x1d0 ;
+        /*0200*/                   BRA 0xf0 ;
+"""
+EXTRA = "        /*0048*/                   FMUL R5, R5, R5 ;\n"
+
+
+@pytest.fixture
+def listing(monkeypatch):
+    texts = [LISTING]
+    monkeypatch.setattr(disassembly, "dump", lambda library, *options: texts[0])
+
+    def read(text=LISTING):
+        texts[0] = text
+        return disassembly.instructions(Path("libheadroom.so"))
+
+    return read
+
+
+def worse(text):
+    """The listing with one more instruction in the hot loop."""
+    lines = text.splitlines(keepends=True)
+    at = next(n for n, line in enumerate(lines) if "/*0050*/" in line)
+    return "".join([*lines[:at], EXTRA, *lines[at:]])
+
+
+def test_the_hot_loop_without_its_cold_parts(listing):
+    (key, code), *others = listing().items()
+    assert key == ("90", "_Z11root_kernel4args") and not others
+    vector, scalar = sorted(hot_loops(code), key=lambda loop: -loop[0].bytes("load"))
+    # With the store under P2 and without it: predicated or not, an instruction is issued.
+    assert {turn.accesses("store") for turn in vector} == {"1x16", "2x16"}
+    for turn in vector:
+        assert len(turn.instructions) == 13
+        assert turn.branches == 3 and turn.accesses("load") == "2x16"
+        assert turn.flights == [2]  # both loads before the first use
+        assert turn.count("MUFU.RSQ") == 1
+    assert [(len(t.instructions), t.accesses("load"), t.flights) for t in scalar] == [
+        (4, "1x4", [1])
+    ]
+
+
+def test_a_load_that_waits_for_another(listing):
+    later = LISTING.replace("R12.64] ;\n        /*0040*/", "R4.64] ;\n        /*0040*/")
+    (code,) = listing(later).values()
+    assert max(hot_loops(code), key=lambda loop: loop[0].bytes("load"))[0].flights == [1, 1]
+
+
+def test_a_longer_loop_exceeds_its_budget(listing, monkeypatch):
+    row = rows.Row("root_kernel", "f32", 12, 8, 4, ("MUFU.RSQ",), 0.25, {"90": 3.25})
+    monkeypatch.setattr(rows, "ROWS", [row])
+    found = rows.find(listing())["90", "root_kernel", "f32"]
+    assert found.elements == 4 and found.instructions == 13 / 4 <= row.budget["90"]
+    found = rows.find(listing(worse(LISTING)))["90", "root_kernel", "f32"]
+    assert found.instructions == 14 / 4 > row.budget["90"]
+
+
+def test_the_model():
+    """A GPU of one multiprocessor at 1 GHz whose memory brings 32 bytes per ns."""
+    device = Device("small", "90", 1, 1e9, 32e9, "")
+    assert device.needed(instructions=48, traffic=16) == 2 * 48 / 32
+    assert device.fraction(48, 16) == 1
+    assert device.fraction(96, 16) == 0.5
+
+
+def test_every_row_has_a_name_of_its_own():
+    names = [(row.kernel, row.mix) for row in rows.ROWS]
+    assert len(set(names)) == len(names)
+
+
+def test_the_command(listing, monkeypatch, capsys):
+    row = rows.Row("root_kernel", "f32", 12, 8, 4, ("MUFU.RSQ",), 0.25, {"90": 3.25}, 2.5)
+    for module in (rows, command):
+        monkeypatch.setattr(module, "ROWS", [row])
+    listing()
+    assert command.main(["--library", "libheadroom.so"]) == 0
+    (line,) = [li for li in capsys.readouterr().out.splitlines() if li.startswith("  root f32")][:1]
+    assert line.split()[2:6] == ["12", "3.2", "3.25", "2.5"]
+    listing("")
+    assert command.main(["--library", "libheadroom.so"]) == 1
+    assert "no device code" in capsys.readouterr().err
+
+
+def test_a_missing_disassembler_is_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(disassembly.importlib.util, "find_spec", lambda name: None)
+    assert command.main(["--library", "libheadroom.so"]) == 1
+    assert "no cuobjdump" in capsys.readouterr().err
