@@ -9,6 +9,22 @@ import pytest
 import torch
 
 from helpers.ranks import Ranks
+from helpers.sampling import sample
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--sample",
+        action="store_true",
+        help="of each test, run cases until every value of every parameter occurred once",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k, so that what they leave is sampled
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--sample"):
+        items[:], left_out = sample(items)
+        config.hook.pytest_deselected(items=left_out)
 
 
 def _devices():

@@ -97,6 +97,7 @@ def test_floating_point_operations_are_counted(scaled_rows, arguments):
     assert counter.get_total_flops() == 2 * ROWS * INNER * COLS
 
 
+@pytest.mark.slow
 def test_it_compiles_as_one_graph(scaled_rows, arguments):
     compiled = torch.compile(lambda *given: scaled_rows(*given).square().sum(), fullgraph=True)
     grads = [

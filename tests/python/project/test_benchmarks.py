@@ -34,7 +34,12 @@ def make_case(factories, **kwargs):
     return Case("fake", "sleeps", lambda device: factories, against="rival", **kwargs)
 
 
-@pytest.mark.parametrize("stem", command.STEMS)
+SLOW = {"adafactor", "adamw8bit"}  # whose peers compile for long
+
+
+@pytest.mark.parametrize(
+    "stem", [pytest.param(s, marks=pytest.mark.slow) if s in SLOW else s for s in command.STEMS]
+)
 def test_quick_run_covers_every_case(stem, device, tmp_path):
     path = tmp_path / "results.json"
     line = [

@@ -338,6 +338,7 @@ def run_example(name, *args):
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_ladder_from_the_command_line(tmp_path, text):
     args = ("--size", "tiny", "--device", "cpu", "--data", text, "--out", tmp_path)
     done = run_example("ladder.py", *args, "--rungs", "torch,headroom", "--steps", 2)

@@ -116,6 +116,7 @@ def test_a_second_call_builds_nothing_and_runs_what_it_is_asked_for(gpu):
     assert "pip install" in (gpu.folder / "calls").read_text()
 
 
+@pytest.mark.slow
 def test_a_pytest_that_hangs_still_reports(gpu):
     code, said, _ = gpu("20", "pytest", HANGS="1")
     assert code == 1

@@ -383,6 +383,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.slow
 def test_a_bomb_takes_no_more_memory_than_some_files(tmp_path):
     """In a process of its own, whose memory the system counts; it took gigabytes."""
     for name, bomb in BOMBS.items():
