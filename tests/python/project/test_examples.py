@@ -353,6 +353,7 @@ def test_ladder_from_the_command_line(tmp_path, text):
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.slow
 def test_before_and_after_reach_the_same_loss():
     done = run_example("before_after.py")
     assert done.returncode == 0, done.stderr
