@@ -26,7 +26,7 @@ static __device__ __forceinline__ double reduce_block(double x, Combine combine)
     return threadIdx.x == 0 ? values[0] : 0.0;
 }
 
-/* The larger of each pair over `lanes` neighbouring lanes of a warp, in all of them. The upper half of the lanes
+/* The larger of each pair over `lanes` neighboring lanes of a warp, in all of them. The upper half of the lanes
  * takes [1] and the lower [0], so that the pair costs as many shuffles as one number, and one. */
 static __device__ __forceinline__ void reduce_lanes_max(uint32_t (&largest)[2], int lanes)
 {

@@ -67,7 +67,7 @@ template <int GROUP, int GROUPS> struct adamw8bit_moments {
 };
 
 /* From the largest of each group to the largest of its block, in every lane. A block of 512 is two
- * tiles, of neighbouring warps. */
+ * tiles, of neighboring warps. */
 template <int GROUP, int GROUPS>
 static __device__ __forceinline__ void largest_of_blocks(uint32_t (&largest)[GROUPS][2],
                                                          int block_shift)
