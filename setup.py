@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parent
 TOOLKITS = Path("/usr/local")  # where NVIDIA's installers put them
 CUDA_COMPILER = ["nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm"]
 CUDA_RUNTIME = ["nvidia-cuda-runtime", "nvidia-cuda-cccl"]
+# Its headers are used if it is there, as it is with every torch for CUDA; nothing links to it.
+CUBLAS = "nvidia-cublas"
 
 
 def installed(package):
@@ -98,6 +100,7 @@ def pypi_nvcc(folder):
     if not all(packages):
         return None
     shutil.rmtree(folder, ignore_errors=True)
+    packages += [p for p in [installed(CUBLAS)] if p]
     for file in (f for p in packages for f in p.files):
         if file.parts[:2] == ("nvidia", "cu13"):
             link = folder.joinpath(*file.parts[2:])
@@ -190,8 +193,9 @@ if __name__ == "__main__":
     setup(
         version=version(),
         license="BSD-3-Clause",
-        package_dir={"headroom": "ops"},
-        packages=["headroom"] + [f"headroom.{name}" for name in find_packages("ops")],
+        package_dir={"headroom": "ops", "headroom_pytest": "ops/memory/pytest_plugin"},
+        packages=["headroom", "headroom_pytest"]
+        + [f"headroom.{name}" for name in find_packages("ops", exclude=["memory.pytest_plugin"])],
         package_data={"headroom": ["py.typed"]},
         ext_modules=[Extension("headroom._C", sources=[])],
         cmdclass={"build_ext": CMakeBuild, "build_py": CleanBuildPy},

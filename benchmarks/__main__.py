@@ -44,7 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
         torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     quick = options.quick
-    cases = importlib.import_module(f".{options.stem}", __package__).cases(device, quick)
+    module = importlib.import_module(f".{options.stem}", __package__)
+    cases = module.cases(device, quick)
     if options.list:
         for case in cases:
             print(f"{case.name:<28}{case.what}")
@@ -55,6 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
             sys.exit(f"no such case: {', '.join(sorted(unknown))} (--list shows them)")
         cases = [case for case in cases if case.name in options.cases]
 
+    if hasattr(module, "compare"):  # bytes, and not times
+        return module.compare(options, cases)
     torch.manual_seed(0)
     head = _report.header(options.stem, device, quick)
     _report.show_header(head)

@@ -116,8 +116,11 @@ def show_limit(limit: dict) -> None:
 
 
 def _bar(bar: dict, quick: bool) -> str:
-    what = "" if bar["kind"] == "ratio" else " of limit"
     verdict = "" if quick else ", met" if bar["met"] else ", NOT MET"
+    if "at_most" in bar:
+        value = "nothing" if bar["value"] is None else f"{bar['value']:.3f}"
+        return f"{value} <= {bar['at_most']:g} of {bar['of']}{verdict}"
+    what = "" if bar["kind"] == "ratio" else " of limit"
     return f">= {bar['at_least']:g}{what}{verdict}"
 
 
@@ -144,5 +147,20 @@ def show_case(case: dict, quick: bool) -> None:
             line += f"{ratio['median']:{wide}.2f}{spread:>15}"
         else:
             line += f"{'-':>{wide}}{'':>15}"
-        bars = [_bar(bar, quick) for bar in case["bars"] if bar["row"] == name]
+        timed = ("ratio", "fraction", "time")
+        bars = [_bar(b, quick) for b in case["bars"] if b["row"] == name and b["kind"] in timed]
         print((line + "  " + "; ".join(bars)).rstrip(), flush=True)
+    _show_counts(case, names, quick)
+
+
+def _show_counts(case: dict, names: int, quick: bool) -> None:
+    counted = {n: r["counts"] for n, r in case["contenders"].items() if "counts" in r}
+    for kind in next(iter(counted.values()), ()):
+        print(f"  {'':<{names}}{kind:>21}{'x ' + case['against']:>15}  bar")
+        for name, counts in counted.items():
+            share = (
+                counts[kind] / counted[case["against"]][kind] if case["against"] in counted else 0
+            )
+            bars = [b for b in case["bars"] if b["row"] == name and b["kind"] == kind]
+            line = f"  {name:<{names}}{counts[kind]:21,.0f}{share:15.3f}"
+            print((line + "  " + "; ".join(_bar(b, quick) for b in bars)).rstrip(), flush=True)

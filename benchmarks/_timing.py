@@ -18,11 +18,13 @@ import torch
 
 @dataclass
 class Contender:
-    """One way to do the work. `prepare` runs before every call and is not timed."""
+    """One way to do the work. `prepare` runs before every call and is not timed. `counts` is called
+    once behind the timing, for what is counted in the place of being timed, such as bytes."""
 
     call: Callable[[], object]
     prepare: Callable[[], object] | None = None
     work: int | None = None  # least bytes (or FLOPs) of one call, where it differs from the case's
+    counts: Callable[[], dict[str, float]] | None = None
 
 
 @dataclass

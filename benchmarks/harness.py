@@ -24,6 +24,7 @@ __all__ = [
     "Rotation",
     "SameWork",
     "Settings",
+    "Share",
     "Unavailable",
     "filled",
     "run",
@@ -52,6 +53,21 @@ class Bar:
 
 
 @dataclass
+class Share:
+    """The result that one row aims at, beside another row of the case, on one kind of device.
+
+    kind "time": the time of `row` over that of `of`, the median of the ratios within a round; or
+    the name of something that their contenders count. Not judged where a row is not installed.
+    """
+
+    kind: str
+    row: str
+    of: str
+    at_most: float
+    device: str
+
+
+@dataclass
 class Case:
     """`setup(device)` allocates the data and returns contender factories by name.
 
@@ -67,7 +83,7 @@ class Case:
     work: int | None = None
     unit: str = "byte"
     dtype: torch.dtype = torch.float32
-    bars: Sequence[Bar] = ()
+    bars: Sequence[Bar | Share] = ()
     subject: str = "headroom"
 
 
@@ -119,10 +135,28 @@ def _limits(case: Case, device: torch.device, quick: bool) -> dict[str, Contende
     return product(size, case.dtype, device)
 
 
-def _bars(case: Case, device: torch.device, contenders: dict) -> list[dict]:
+def _share(bar: Share, contenders: dict, timings: dict[str, Timing]) -> float | None:
+    if bar.kind == "time":
+        if bar.row not in timings or bar.of not in timings:
+            return None
+        return statistics.median(ratios(timings[bar.row], timings[bar.of]))
+    counts = [contenders[name].get("counts", {}).get(bar.kind) for name in (bar.row, bar.of)]
+    return None if None in counts else counts[0] / counts[1]
+
+
+def _bars(
+    case: Case, device: torch.device, contenders: dict, timings: dict[str, Timing]
+) -> list[dict]:
     found = []
     for bar in case.bars:
         if bar.device != device.type:
+            continue
+        if isinstance(bar, Share):
+            if any("unavailable" in contenders[name] for name in (bar.row, bar.of)):
+                continue
+            value = _share(bar, contenders, timings)
+            met = value is not None and value <= bar.at_most
+            found.append({**vars(bar), "value": value, "met": met})
             continue
         row = (bar.against or case.against) if bar.kind == "ratio" else case.subject
         result = contenders.get(row, {})
@@ -175,6 +209,8 @@ def run_case(
             result[name]["fraction"] = timings[name].rate / ceiling.rate
         if subject is not None:
             result[name]["ratio"] = _summary(ratios(timings[name], subject))
+        if contenders[name].counts is not None:
+            result[name]["counts"] = contenders[name].counts()
     return {
         "name": case.name,
         "what": case.what,
@@ -184,7 +220,7 @@ def run_case(
         "unit": case.unit,
         "limit": {"name": limit[0], **_result(ceiling)} if ceiling is not None else None,
         "contenders": result,
-        "bars": _bars(case, device, result),
+        "bars": _bars(case, device, result, timings),
     }
 
 

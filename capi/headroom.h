@@ -2,8 +2,8 @@
  * headroom.h: the C interface of Headroom, and its textbook.
  *
  * Headroom trains models in less memory. This header declares its kernels as C functions: optimizer
- * steps, 16-bit weights, gradient norms, loss scaling and gradient accumulation, on the CPU and on
- * CUDA devices. It needs neither PyTorch nor Python.
+ * steps, 16-bit weights, gradient norms, loss scaling, gradient accumulation and the layers of
+ * transformers, on the CPU and on CUDA devices. It needs neither PyTorch nor Python.
  *
  * Contents
  * --------
@@ -19,6 +19,13 @@
  *     Gradients: unscale, norm  hr_unscale_norm, hr_unscale_norm_workspace
  *     The loss scale            hr_update_scale
  *     Gradient accumulation     hr_accumulate
+ *     Matrix products           hr_gemm, hr_gemm_workspace, hr_set_gemm
+ *     Norms of rows             hr_norm_forward, hr_norm_backward, hr_norm_workspace
+ *     Gated linear units        hr_glu_forward, hr_glu_backward
+ *     Rotary embeddings         hr_rope
+ *     The MLP block             hr_mlp_forward, hr_mlp_backward, hr_mlp_query
+ *     Cross entropy             hr_cross_entropy_forward, hr_cross_entropy_backward,
+ *                               hr_cross_entropy_reduce
  *
  * Words
  * -----
@@ -888,6 +895,583 @@ typedef struct hr_accumulate_config {
 HR_API hr_status hr_accumulate(const hr_tensor_list *sums, const hr_tensor_list *losts,
                                const hr_tensor_list *grads, const hr_accumulate_config *config,
                                const hr_exec *exec);
+
+/* ---- Matrices of rows ------------------------------------------------------------------------ */
+
+/* A matrix of rows that lie `stride` elements apart, stride >= cols or rows <= 1. The elements of a
+ * row are consecutive. */
+typedef struct hr_rows {
+    void *data;
+    int64_t stride;
+} hr_rows;
+
+/* ---- Matrix products ------------------------------------------------------------------------- */
+
+/* What happens to x = alpha op(A) op(B) + beta C + bias before it is stored, or beside it.
+ * gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))): Hendrycks and Gimpel,
+ * arXiv:1606.08415. */
+typedef enum hr_gemm_epilogue {
+    HR_GEMM_NONE = 0,
+    HR_GEMM_GELU = 1,   /* C = gelu(x); aux = x, if there is aux */
+    HR_GEMM_DGELU = 2,  /* C = x * gelu'(aux); bias_gradient[n] = sums of C over m, if wanted */
+    HR_GEMM_BGRADA = 3, /* bias_gradient[m] = sums of op(A) over k */
+    HR_GEMM_BGRADB = 4  /* bias_gradient[n] = sums of op(B) over k */
+} hr_gemm_epilogue;
+
+typedef struct hr_gemm_config {
+    size_t size;         /* sizeof(hr_gemm_config) */
+    hr_dtype dtype;      /* f32, bf16 or f16: of A and B */
+    hr_dtype out_dtype;  /* f32, or dtype: of C, bias, aux and bias_gradient */
+    int32_t transpose_a; /* 1: A is stored as [k, m], and op(A) is its transpose */
+    int32_t transpose_b; /* 1: B is stored as [n, k] */
+    double alpha, beta;  /* finite in binary32 */
+    int64_t batch;       /* 0 or more products with the same sizes; 1 with an epilogue */
+    int64_t batch_stride_a, batch_stride_b, batch_stride_c; /* elements from one to the next */
+    hr_gemm_epilogue epilogue;
+    /* On CUDA, as torch.backends.cuda.matmul has them; the CPU has no use for them. */
+    int32_t allow_tf32;                        /* f32: factors may be rounded to 11 bits */
+    int32_t allow_reduced_precision_reduction; /* 16 bits: parts of sums may be rounded to them */
+    int32_t deterministic;                     /* same bits each time, at some cost */
+    hr_rows aux;         /* [m, n]: out for HR_GEMM_GELU (NULL data: not wanted), in for _DGELU */
+    void *bias_gradient; /* out; NULL for other epilogues */
+} hr_gemm_config;
+
+#define HR_GEMM_CONFIG_INIT                                                                        \
+    {                                                                                              \
+        sizeof(hr_gemm_config), HR_F32, HR_F32, 0, 0, 1.0, 0.0, 1, 0, 0, 0, HR_GEMM_NONE, 0, 0, 0, \
+            {NULL, 0}, NULL                                                                        \
+    }
+
+/*
+ * hr_gemm: multiplies matrices, in row-major order:
+ *
+ *     C[m, n] = alpha op(A)[m, k] op(B)[k, n] + beta C[m, n] + bias[n]
+ *
+ * Sums are binary32, and C is rounded once. beta 0 does not read C; k 0 or alpha 0 reads neither A
+ * nor B and leaves beta C + bias. If there are several products, all add the same bias.
+ *
+ * c          out, and in if beta is not 0: [m, n]; batches must not overlap each other
+ * a, b       in: op(A) is [m, k] and op(B) [k, n]. A batch stride of 0 repeats a matrix. Neither may
+ *            overlap C; this is refused where it is certain, and otherwise not checked
+ * bias       in: [n], or NULL; NULL with HR_GEMM_DGELU, _BGRADA and _BGRADB. The last two also need
+ *            m and n of 1 or more and an alpha that is not 0
+ * workspace  device memory of exec's device at a multiple of 256 bytes, or NULL with 0 bytes. With
+ *            fewer bytes than hr_gemm_workspace() says there are fewer algorithms to choose from.
+ *            The CPU needs none
+ *
+ * CPU: a product that the host lent with hr_set_gemm(), else a blocked loop, whose bits depend on
+ * neither the threads nor the instruction set. CUDA: cuBLASLt, which is looked for at the first
+ * product: in the process (PyTorch brings it), then where the system and the wheels of NVIDIA have
+ * it. The first product on a device creates a handle of cuBLASLt, and should not be captured in a
+ * CUDA graph. Epilogues need what cuBLASLt needs for them: aux at a multiple of 16 bytes with a
+ * stride that is a multiple of 8.
+ *
+ * Errors: HR_UNSUPPORTED if there is no cuBLASLt, or if it has no algorithm for a product.
+ */
+HR_API hr_status hr_gemm(const hr_rows *c, const hr_rows *a, const hr_rows *b, const void *bias,
+                         int64_t m, int64_t n, int64_t k, const hr_gemm_config *config,
+                         void *workspace, size_t workspace_bytes, const hr_exec *exec);
+
+/* Bytes of workspace with which hr_gemm() has every algorithm to choose from: 0 on the CPU. */
+HR_API hr_status hr_gemm_workspace(size_t *bytes, int64_t m, int64_t n, int64_t k,
+                                   const hr_gemm_config *config, const hr_exec *exec);
+
+/* Computes what hr_gemm() was called for, with m, n, k and batch of 1 or more and without an
+ * epilogue, and returns HR_OK; or writes nothing and returns HR_UNSUPPORTED, after which Headroom's
+ * own loop does it. Other results are those of the call. */
+typedef hr_status (*hr_gemm_fn)(void *context, const hr_rows *c, const hr_rows *a, const hr_rows *b,
+                                const void *bias, int64_t m, int64_t n, int64_t k,
+                                const hr_gemm_config *config);
+
+/* Lends the host's matrix product to the CPU, for the whole process; NULL returns to Headroom's own
+ * loop. `context` is passed on. */
+HR_API hr_status hr_set_gemm(hr_gemm_fn gemm, void *context);
+
+/* ---- Norms of rows --------------------------------------------------------------------------- */
+
+typedef enum hr_norm_kind {
+    HR_NORM_RMS = 0,  /* Zhang and Sennrich, arXiv:1910.07467 */
+    HR_NORM_LAYER = 1 /* Ba et al., arXiv:1607.06450 */
+} hr_norm_kind;
+
+/* Where a value is rounded to the dtype of the rows on its way to y. Models differ in it. */
+typedef enum hr_norm_casting {
+    HR_NORM_ONCE = 0, /* y alone, as torch and Gemma do */
+    HR_NORM_LLAMA =
+        1, /* also the normed value, before the weight multiplies it; HR_NORM_RMS only */
+    HR_NORM_NARROW = 2 /* also the reciprocal of the root, before that; HR_NORM_RMS only */
+} hr_norm_casting;
+
+typedef struct hr_norm_config {
+    size_t size; /* sizeof(hr_norm_config) */
+    hr_norm_kind kind;
+    hr_norm_casting casting;
+    hr_dtype dtype;        /* f32, bf16 or f16: of all rows */
+    hr_dtype weight_dtype; /* f32, bf16 or f16: of weight, bias and their gradients */
+    double eps;            /* >= 0, finite */
+    double offset;         /* finite; added to the weight: 0, or 1 for Gemma */
+} hr_norm_config;
+
+#define HR_NORM_CONFIG_INIT                                                          \
+    {                                                                                \
+        sizeof(hr_norm_config), HR_NORM_RMS, HR_NORM_ONCE, HR_F32, HR_F32, 1e-6, 0.0 \
+    }
+
+/*
+ * hr_norm_forward: normalizes each row x of `cols` elements, with an addition before it if there is
+ * a residual:
+ *
+ *     sum  = x + residual, rounded; x = sum                 with `residual`
+ *     mean = sum of x / cols                                HR_NORM_LAYER; else 0
+ *     rstd = 1 / sqrt(sum of (x - mean)^2 / cols + eps)
+ *     hat  = (x - mean) * rstd
+ *     y    = hat * (weight + offset) + bias
+ *
+ * All of it is binary32, and config->casting says what is rounded besides y. The sums are added in
+ * an order that depends on cols alone: each device repeats itself bit for bit, for any number of
+ * threads; the CPU and CUDA agree to a few units in the last place.
+ *
+ * y         out: [rows, cols]
+ * sum       out: [rows, cols]; NULL without residual. May be x or residual
+ * mean      out: f32 [rows]; NULL for HR_NORM_RMS, and where it is not wanted
+ * rstd      out: f32 [rows], or NULL
+ * x         in: [rows, cols]
+ * residual  in: [rows, cols], or NULL
+ * weight    in: [cols]; NULL counts as ones, to which no offset is added
+ * bias      in: [cols], or NULL; NULL for HR_NORM_RMS
+ *
+ * rows may be 0; cols is 1 or more, and on CUDA at most 2^29, or HR_UNSUPPORTED is returned. y may be
+ * x. No other output may overlap an input (not checked).
+ */
+HR_API hr_status hr_norm_forward(const hr_rows *y, const hr_rows *sum, float *mean, float *rstd,
+                                 const hr_rows *x, const hr_rows *residual, const void *weight,
+                                 const void *bias, int64_t rows, int64_t cols,
+                                 const hr_norm_config *config, const hr_exec *exec);
+
+/*
+ * hr_norm_backward: from the gradient dy of y to those of x, weight and bias, in the same pass:
+ *
+ *     g       = dy * (weight + offset)
+ *     dx      = rstd * (g - hat * mean of (g * hat) - mean of g) + dsum     no mean of g for RMS
+ *     dweight = sum over rows of dy * hat
+ *     dbias   = sum over rows of dy
+ *
+ * With `residual` in the forward call, x is its sum, dsum the gradient that reached the sum, and dx
+ * the gradient of both addends. hat is rounded as it was in the forward call. dweight and dbias are
+ * added in binary32 over fixed groups of rows, and the groups in binary64 in a fixed order.
+ *
+ * dx              out: [rows, cols], or NULL. May be dy or dsum
+ * dweight, dbias  out: [cols], or NULL
+ * y               out: [rows, cols]: what the forward call wrote, so that it need not have been
+ *                 kept; or NULL
+ * dy              in: [rows, cols]; NULL if y alone is wanted
+ * dsum            in: [rows, cols], or NULL
+ * x, weight, bias in: as in the forward call; bias is read for y alone
+ * mean, rstd      in: what the forward call wrote; mean is NULL for HR_NORM_RMS
+ * workspace       at a multiple of 8 bytes, of as many bytes as hr_norm_workspace() says
+ */
+HR_API hr_status hr_norm_backward(const hr_rows *dx, void *dweight, void *dbias, const hr_rows *y,
+                                  const hr_rows *dy, const hr_rows *dsum, const hr_rows *x,
+                                  const void *weight, const void *bias, const float *mean,
+                                  const float *rstd, int64_t rows, int64_t cols,
+                                  const hr_norm_config *config, void *workspace,
+                                  size_t workspace_bytes, const hr_exec *exec);
+
+/* Bytes of workspace for hr_norm_backward() with dweight or dbias; without either it needs none. */
+HR_API hr_status hr_norm_workspace(size_t *bytes, int64_t rows, int64_t cols,
+                                   const hr_norm_config *config);
+
+/* ---- Gated linear units ---------------------------------------------------------------------- */
+
+typedef enum hr_activation {
+    HR_SILU = 0,        /* x / (1 + e^-x) */
+    HR_GELU = 1,        /* x (1 + erf(x / sqrt(2))) / 2; Hendrycks and Gimpel, arXiv:1606.08415 */
+    HR_GELU_TANH = 2,   /* x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2 */
+    HR_RELU = 3,        /* max(x, 0) */
+    HR_RELU_SQUARED = 4 /* max(x, 0)^2; So et al., arXiv:2109.08668 */
+} hr_activation;
+
+typedef struct hr_glu_config {
+    size_t size; /* sizeof(hr_glu_config) */
+    hr_activation activation;
+    hr_dtype dtype; /* f32, bf16 or f16: of all rows */
+} hr_glu_config;
+
+#define HR_GLU_CONFIG_INIT                     \
+    {                                          \
+        sizeof(hr_glu_config), HR_SILU, HR_F32 \
+    }
+
+/*
+ * hr_glu_forward: the product of an activated gate and another projection, or an activation alone;
+ * Shazeer, arXiv:2002.05202:
+ *
+ *     h = act(gate) * up         h = act(gate) if up is NULL
+ *
+ * in binary32, rounded once: the same bits on every device. Where act(x) / x is below the smallest
+ * normal number of binary32, SiLU and both GELUs are -0 and their slopes 0, at -infinity too.
+ *
+ * h         out: [rows, cols]. May be gate or up
+ * gate      in: [rows, cols]
+ * up        in: [rows, cols], or NULL. Projections that lie side by side, [rows, gate | up], are two
+ *           matrices with a stride of 2 * cols
+ *
+ * rows may be 0; cols is 1 or more. A matrix may be the same as another where it says so; else an
+ * output may not overlap anything (not checked).
+ */
+HR_API hr_status hr_glu_forward(const hr_rows *h, const hr_rows *gate, const hr_rows *up,
+                                int64_t rows, int64_t cols, const hr_glu_config *config,
+                                const hr_exec *exec);
+
+/*
+ * hr_glu_backward: from the gradient dh of h to those of gate and up, and h again, in one pass:
+ *
+ *     dgate = dh * up * act'(gate)
+ *     dup   = dh * act(gate)
+ *     h     = act(gate) * up      the bits of the forward call
+ *
+ * The slope of both ReLUs at 0 is 0, and dgate is 0 wherever the slope of a ReLU is.
+ *
+ * dgate     out: [rows, cols]. May be gate, up or dh
+ * dup       out: [rows, cols]; NULL without up. May be up, gate or dh
+ * h         out: [rows, cols], so that it need not have been kept; or NULL. May be dh, gate or up
+ * dh        in: [rows, cols]
+ * gate, up  in: as in the forward call
+ */
+HR_API hr_status hr_glu_backward(const hr_rows *dgate, const hr_rows *dup, const hr_rows *h,
+                                 const hr_rows *dh, const hr_rows *gate, const hr_rows *up,
+                                 int64_t rows, int64_t cols, const hr_glu_config *config,
+                                 const hr_exec *exec);
+
+/* ---- Rotary embeddings ----------------------------------------------------------------------- */
+
+/* Vectors of head_dim consecutive elements, one for each head of each token of each batch. Strides
+ * are >= 0 and count elements, so that [batch, tokens, heads, head_dim], [batch, heads, tokens,
+ * head_dim] and the parts of a packed product of query, key and value are all read in place. */
+typedef struct hr_heads {
+    void *data;
+    int64_t batch_stride, token_stride, head_stride;
+} hr_heads;
+
+typedef struct hr_rope_shape {
+    int64_t batch, tokens, q_heads, k_heads; /* >= 0; k_heads is 0 without k */
+    int64_t head_dim;                        /* >= 1 */
+    int64_t table_rows;                      /* >= 0: positions that cos and sin have */
+} hr_rope_shape;
+
+typedef struct hr_rope_config {
+    size_t size;          /* sizeof(hr_rope_config) */
+    hr_dtype dtype;       /* f32, bf16 or f16: of q, k and the results */
+    hr_dtype table_dtype; /* f32, bf16 or f16: of cos and sin */
+    int32_t interleaved;  /* 1: pairs are neighbors, as in GPT-J; 0: halves, as in Llama */
+    int32_t inverse;      /* 1: rotates backwards, which is the gradient */
+    int64_t rotary_dim;   /* even, in [2, head_dim]; 0: head_dim */
+    int64_t offset;       /* >= 0: position of the first token; ignored with `positions` */
+    int64_t batch_step;   /* >= 0: what a batch adds to it; 0 unless each has rows of its own */
+} hr_rope_config;
+
+#define HR_ROPE_CONFIG_INIT                                   \
+    {                                                         \
+        sizeof(hr_rope_config), HR_F32, HR_F32, 0, 0, 0, 0, 0 \
+    }
+
+/*
+ * hr_rope: rotates pairs of elements of queries and keys by angles that grow with the position of
+ * their token (Su et al., arXiv:2104.09864). With p the position and n = rotary_dim / 2, pair i of a
+ * vector x is (x[i], x[i + n]), or (x[2i], x[2i + 1]) if config->interleaved, and
+ *
+ *     first'  = first * cos[p][i] - second * sin[p][i]         sin counts as -sin
+ *     second' = second * cos[p][i] + first * sin[p][i]         if config->inverse
+ *     p       = positions[batch][token], or else offset + batch * batch_step + token
+ *
+ * for 0 <= i < n. It is computed in binary32 and rounded once. Elements from rotary_dim on are
+ * copied. The gradient of q is the rotation of the gradient of q_out with `inverse`.
+ *
+ * q_out      out: [batch, tokens, q_heads, head_dim]; its elements do not share memory
+ * k_out      out: [batch, tokens, k_heads, head_dim]; NULL without k
+ * q, k       in: like q_out and k_out; k may be NULL
+ * cos, sin   in: [table_rows, n], also the first columns of wider rows: where a table has both
+ *            halves of rotary_dim columns alike, the first is read
+ * positions  in: int64 [batch, tokens], with the stride from batch to batch, or stride 0 if all
+ *            batches have the same; or NULL
+ *
+ * q_out may be q, and k_out may be k, if their strides are the same too: the rotation is then in
+ * place. No output may otherwise overlap an input or the other output (not checked).
+ *
+ * Errors: HR_INVALID_ARGUMENT if a position has no row in the tables. Positions in the memory of a
+ * CUDA device are not looked at before the call; there, a token whose position has no row gets NaN
+ * in place of its rotated elements, and nothing outside of the tables is read.
+ */
+HR_API hr_status hr_rope(const hr_heads *q_out, const hr_heads *k_out, const hr_heads *q,
+                         const hr_heads *k, const hr_rows *cos, const hr_rows *sin,
+                         const hr_rows *positions, const hr_rope_shape *shape,
+                         const hr_rope_config *config, const hr_exec *exec);
+
+/* ---- The MLP block --------------------------------------------------------------------------- */
+
+/*
+ * hr_mlp_forward, hr_mlp_backward: the feed-forward half of a transformer block, and its gradients,
+ * as one call each. For x [tokens, hidden] and `features` inner features,
+ *
+ *     normed    = norm(x)                                     hr_norm_forward
+ *     gate, up  = normed * gate_up^T + gate_up_bias           hr_gemm
+ *     activated = act(gate) * up          gated;  else act(gate)     hr_glu_forward
+ *     y         = activated * down^T + down_bias + x          `+ x` with config->residual
+ *
+ * Matrices lie as torch's Linear has them, [outputs, inputs]. x is added to the product before it is
+ * rounded; on the CPU, down_bias is added to x first.
+ *
+ * What is kept between the two calls is the caller's choice. Backward evaluates again what it needs
+ * and was not kept, and every choice gives the same gradients to the bit, on one device with one
+ * tile_tokens:
+ *
+ *     HR_MLP_SAVE_ALL      normed, gate, up, activated      nothing is evaluated again
+ *     HR_MLP_SAVE_GATE_UP  gate, up                         norm and activation are: no product
+ *     HR_MLP_SAVE_INPUT    nothing                          also the product of gate and up
+ *
+ * Each also keeps x, in the caller's memory, and the 4 bytes per token of the norm's statistics, 8
+ * for HR_NORM_LAYER. Buffers are left out if only gradients that are not wanted need them.
+ *
+ * Both calls take `tile_tokens` tokens at a time, so that the workspace does not grow with the
+ * number of tokens. Gradients of 16-bit matrices are added over the tiles in binary32.
+ */
+typedef enum hr_mlp_save {
+    HR_MLP_SAVE_ALL = 0,
+    HR_MLP_SAVE_GATE_UP = 1,
+    HR_MLP_SAVE_INPUT = 2
+} hr_mlp_save;
+
+typedef struct hr_mlp_config {
+    size_t size; /* sizeof(hr_mlp_config) */
+    hr_norm_kind norm;
+    hr_norm_casting casting;
+    hr_activation activation;
+    hr_dtype dtype;      /* f32, bf16 or f16: of rows, matrices, their biases and gradients */
+    hr_dtype norm_dtype; /* f32, bf16 or f16: of norm_weight, norm_bias and their gradients */
+    int32_t gated;       /* 1: act(gate) * up. 0: there is no up */
+    int32_t residual;    /* 1: x is added to the result */
+    double eps;          /* of the norm: >= 0, finite */
+    double offset;       /* added to norm_weight: 0, or 1 for Gemma */
+    int64_t tile_tokens; /* tokens taken at a time, >= 0. 0: about 4,096, or all of them where that
+                            takes no more memory */
+    int32_t allow_tf32;  /* this and the next two: as in hr_gemm_config */
+    int32_t allow_reduced_precision_reduction;
+    int32_t deterministic;
+    int32_t reserved; /* 0 */
+} hr_mlp_config;
+
+#define HR_MLP_CONFIG_INIT                                                                     \
+    {                                                                                          \
+        sizeof(hr_mlp_config), HR_NORM_RMS, HR_NORM_ONCE, HR_SILU, HR_F32, HR_F32, 1, 1, 1e-6, \
+            0.0, 0, 0, 0, 0, 0                                                                 \
+    }
+
+/* The weights of a block, which are only read, or their gradients. Biases may be NULL, norm_weight
+ * too: it then counts as ones, to which no offset is added. A gradient that is not wanted is
+ * NULL. */
+typedef struct hr_mlp_params {
+    void *norm_weight; /* [hidden] */
+    void *norm_bias;   /* [hidden]; HR_NORM_LAYER only */
+    hr_rows gate_up;   /* gated: [2 * features, hidden], the rows of gate first; else, or with `up`,
+                          [features, hidden] */
+    hr_rows up;        /* [features, hidden], if gate and up are two matrices */
+    hr_rows down;      /* [hidden, features] */
+    void *gate_up_bias, *up_bias, *down_bias; /* as long as their matrices have rows */
+} hr_mlp_params;
+
+/* What forward keeps for backward: dense rows. NULL: not kept. */
+typedef struct hr_mlp_saved {
+    float *mean;     /* [tokens]; HR_NORM_LAYER only */
+    float *rstd;     /* [tokens] */
+    void *normed;    /* [tokens, hidden] */
+    void *gate_up;   /* [tokens, 2 * features], gate first; [tokens, features] if not gated */
+    void *activated; /* [tokens, features] */
+} hr_mlp_saved;
+
+/* The gradients that backward is to compute: a sum of these. */
+typedef enum hr_mlp_wanted {
+    HR_MLP_X = 1,
+    HR_MLP_NORM_WEIGHT = 2,
+    HR_MLP_NORM_BIAS = 4,
+    HR_MLP_GATE_UP = 8,       /* both matrices, if there are two */
+    HR_MLP_GATE_UP_BIAS = 16, /* both biases */
+    HR_MLP_DOWN = 32,
+    HR_MLP_DOWN_BIAS = 64
+} hr_mlp_wanted;
+
+typedef struct hr_mlp_needs {
+    size_t mean, rstd, normed, gate_up, activated; /* bytes to keep; 0: not needed */
+    size_t forward_workspace, backward_workspace;  /* bytes */
+    int64_t tile_tokens;                           /* the ones that are used */
+    int32_t reads_x;                               /* whether backward reads x */
+} hr_mlp_needs;
+
+/*
+ * hr_mlp_query: says what to keep and how much workspace to allocate. `wanted` is a sum of
+ * hr_mlp_wanted; 0 is inference, which keeps nothing.
+ *
+ * needs   out: host
+ *
+ * Errors: HR_INVALID_ARGUMENT if an argument breaks its contract.
+ */
+HR_API hr_status hr_mlp_query(hr_mlp_needs *needs, int64_t tokens, int64_t hidden, int64_t features,
+                              hr_mlp_save save, uint32_t wanted, const hr_mlp_config *config,
+                              const hr_exec *exec);
+
+/*
+ * hr_mlp_forward:
+ *
+ * y          out: [tokens, hidden]. May be x if nothing is kept
+ * saved      out: host struct of the buffers to fill. NULL: nothing is kept
+ * x          in: [tokens, hidden]
+ * params     in: host struct
+ * workspace  at a multiple of 16 bytes, of as many bytes as hr_mlp_query() says for these buffers
+ *
+ * tokens may be 0; hidden and features are 1 or more.
+ *
+ * Errors: HR_INVALID_ARGUMENT, and what hr_gemm returns where a device has no library of products.
+ */
+HR_API hr_status hr_mlp_forward(const hr_rows *y, const hr_mlp_saved *saved, const hr_rows *x,
+                                const hr_mlp_params *params, int64_t tokens, int64_t hidden,
+                                int64_t features, const hr_mlp_config *config, void *workspace,
+                                size_t workspace_bytes, const hr_exec *exec);
+
+/*
+ * hr_mlp_backward: from the gradient dy of y to those of x and the weights. It writes neither what
+ * was kept nor dy, so it can run again.
+ *
+ * dx         out: [tokens, hidden], or NULL. Not NULL if a gradient of the norm is wanted, which
+ *            passes through it. May be dy if it may be overwritten and config->residual is 0
+ * grads      out: host struct. Gradients are written, not added to
+ * dy         in: [tokens, hidden]
+ * x          in: as in the forward call; NULL if hr_mlp_query() says that it is not read
+ * params     in: as in the forward call
+ * saved      in: what the forward call kept. rstd, and mean for HR_NORM_LAYER, are needed where x
+ *            is read; other buffers that are NULL are evaluated again
+ * workspace  as for hr_mlp_forward()
+ *
+ * Errors: as for hr_mlp_forward.
+ */
+HR_API hr_status hr_mlp_backward(const hr_rows *dx, const hr_mlp_params *grads, const hr_rows *dy,
+                                 const hr_rows *x, const hr_mlp_params *params,
+                                 const hr_mlp_saved *saved, int64_t tokens, int64_t hidden,
+                                 int64_t features, const hr_mlp_config *config, void *workspace,
+                                 size_t workspace_bytes, const hr_exec *exec);
+
+/* ---- Cross entropy --------------------------------------------------------------------------- */
+
+typedef enum hr_cross_entropy_reduction {
+    HR_REDUCE_SUM = 0,
+    HR_REDUCE_MEAN = 1,        /* NaN if no row counts, as in torch */
+    HR_REDUCE_MEAN_OR_ZERO = 2 /* 0 if no row counts */
+} hr_cross_entropy_reduction;
+
+typedef struct hr_cross_entropy_config {
+    size_t size;
+    hr_dtype dtype;       /* f32, bf16 or f16: of logits */
+    hr_dtype grad_dtype;  /* of grad: the same, or bf16 or f16 where logits are f32 */
+    int32_t target_bytes; /* 8: targets are int64_t; 4: int32_t */
+    hr_cross_entropy_reduction reduction; /* for hr_cross_entropy_reduce alone */
+    int64_t ignore_index;   /* rows with this target count for nothing; may be any number */
+    double label_smoothing; /* in [0, 1] */
+    double softcap;         /* > 0; 0: none */
+    double z_loss;          /* >= 0, finite; 0: none */
+} hr_cross_entropy_config;
+
+#define HR_CROSS_ENTROPY_CONFIG_INIT                                                            \
+    {                                                                                           \
+        sizeof(hr_cross_entropy_config), HR_F32, HR_F32, 8, HR_REDUCE_MEAN, -100, 0.0, 0.0, 0.0 \
+    }
+
+/*
+ * hr_cross_entropy_forward: the cross entropy of each row of logits with its target y, from 0 to
+ * classes - 1:
+ *
+ *     z    = softcap * tanh(logit / softcap)                               with a softcap
+ *     lse  = log of the sum of exp(z)
+ *     loss = (1 - s) * w_y * (lse - z_y)
+ *            + s / classes * sum over j of w_j * (lse - z_j)               s: label_smoothing
+ *            + z_loss * lse^2
+ *
+ * w is 1 without `weight`. A row is read once. Exponentials are binary32, relative to the largest
+ * logit of the row; the loss is put together in binary64 and rounded once, so that a small loss is
+ * as exact as the sum of exponentials is. Sums are added in an order that depends on the number of
+ * classes (on CUDA also on the address of the row): each device repeats itself bit for bit, for any
+ * number of threads. Sources: Milakov and Gimelshein, arXiv:1805.02867; label smoothing: Szegedy et
+ * al., arXiv:1512.00567; z-loss: Chowdhery et al., arXiv:2204.02311; softcap: Gemma Team,
+ * arXiv:2408.00118.
+ *
+ * loss      out: f32 [rows]; 0 for ignored rows
+ * lse       out: f32 [rows]; 0 for ignored rows, which are not read
+ * lse_low   out: f32 [rows]: what rounding to binary32 took off lse, or NULL. With it the gradient
+ *           of logits around 60 is 10 times as exact
+ * argmax    out: [rows]: the first class with the largest z, -1 for ignored rows; NULL: not wanted
+ * logits    in: [rows, classes]. Minus infinity stands for a class that is masked
+ * target    in: [rows], int64_t or int32_t as config->target_bytes says
+ * weight    in: f32 [classes], or NULL
+ *
+ * rows may be 0; classes is 1 or more. A row whose logits are all minus infinity, or that has a NaN
+ * or plus infinity, has the loss NaN.
+ *
+ * Errors: HR_INVALID_ARGUMENT on the CPU if a target is neither ignore_index nor a class. On CUDA,
+ * where nobody waits for the targets, such a row has the loss NaN, and its gradient is NaN; nothing
+ * is read outside of the logits and the weights. The three functions do the same.
+ */
+HR_API hr_status hr_cross_entropy_forward(float *loss, float *lse, float *lse_low, int64_t *argmax,
+                                          const hr_rows *logits, const void *target,
+                                          const float *weight, int64_t rows, int64_t classes,
+                                          const hr_cross_entropy_config *config,
+                                          const hr_exec *exec);
+
+/*
+ * hr_cross_entropy_backward: the gradient of the logits, with p_j = exp(z_j - lse):
+ *
+ *     a    = dloss * factors[0];  b = dloss * factors[1]
+ *     dz_j = p_j * (a * ((1 - s) * w_y + s / classes * sum of w) + b * 2 * z_loss * lse)
+ *            - a * s / classes * w_j - a * (1 - s) * w_y if j is y
+ *     grad = dz * (1 - tanh(logit / softcap)^2)                            with a softcap
+ *
+ * At the target p_y - 1 is computed without cancellation. A probability below 2^-126 counts as 0.
+ * Rows that are ignored get zeros. Each logit is read once, each gradient written once.
+ *
+ * grad      out: [rows, classes], in config->grad_dtype. May be the logits: grad->data is then
+ *           logits->data, and the rows begin at the same addresses. Otherwise no overlap
+ * dloss     in: f32: the gradient of the loss of row i is dloss[i * dloss_stride]
+ * dloss_stride  1, or any other number of 0 or more; 0: one number for all rows
+ * factors   in: f32 [2] from hr_cross_entropy_reduce(), or NULL for ones
+ * logits, target, weight  in: as in the forward call
+ * lse, lse_low            in: what it wrote; lse_low may be NULL for zeros
+ */
+HR_API hr_status hr_cross_entropy_backward(const hr_rows *grad, const float *dloss,
+                                           int64_t dloss_stride, const float *factors,
+                                           const hr_rows *logits, const void *target,
+                                           const float *weight, const float *lse,
+                                           const float *lse_low, int64_t rows, int64_t classes,
+                                           const hr_cross_entropy_config *config,
+                                           const hr_exec *exec);
+
+/*
+ * hr_cross_entropy_reduce: the sum or the mean of the losses, on the device, and the factors with
+ * which hr_cross_entropy_backward() gives the gradient of it. With D the sum of w_y and n the
+ * number of rows that are not ignored,
+ *
+ *     result  = sum of loss                                                 HR_REDUCE_SUM
+ *     result  = sum of (loss - z_loss * lse^2) / D + sum of z_loss * lse^2 / n     otherwise
+ *     factors = 1, 1                  or            1 / D, 1 / n
+ *
+ * Sums are binary64, in a fixed order. The factors depend on the targets alone, so that they can be
+ * had before there is a loss.
+ *
+ * result   out: f32 [1], or NULL
+ * factors  out: f32 [2], or NULL
+ * loss     in: f32 [rows]; NULL if result is
+ * lse      in: f32 [rows]; NULL if result is, or without a z_loss
+ */
+HR_API hr_status hr_cross_entropy_reduce(float *result, float *factors, const float *loss,
+                                         const float *lse, const void *target, const float *weight,
+                                         int64_t rows, int64_t classes,
+                                         const hr_cross_entropy_config *config,
+                                         const hr_exec *exec);
 
 #ifdef __cplusplus
 }

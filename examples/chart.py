@@ -1,4 +1,4 @@
-"""Draws the memory ladder: the memory of each rung by kind, its loss and its speed."""
+"""Draws the memory ladder: the memory of each rung by kind, its measured peak and its loss."""
 
 import textwrap
 from pathlib import Path
@@ -15,83 +15,107 @@ COLORS = {
     "optimizer state": "#009E73",
     "saved activations": "#E69F00",
 }
-PER_PARAMETER = [kind for kind in COLORS if kind != "saved activations"]
 INK, FAINT = "#24292f", "#6e7781"
-WIDTH, ROW, TOP, BOTTOM = 12, 0.4, 1.15, 0.6  # inches
-LEFT, SPLIT, NEXT, RIGHT = 0.215, 0.545, 0.635, 0.825  # edges of the two panels, in widths
+WIDTH, ROW, HEAD, TOP, BOTTOM = 12, 0.42, 0.62, 1.3, 0.55  # inches; HEAD: of a part, in rows
+LEFT, RIGHT = 0.275, 0.655  # edges of the bars, in widths of the figure
+COLUMNS = (1.19, 1.345, 1.52, 1.69, 1.88)  # right edges of the numbers, in widths of the bars
+
+
+def part(rung: dict) -> str:
+    """What a rung belongs to: whose it is, and what becomes of the loss."""
+    if rung["tolerance"] is None:
+        return "another training, shown without a verdict"
+    if rung["optimizer"].startswith("torch."):
+        own_means = rung["checkpoint"] or rung["accumulate"] > 1
+        return "torch, with its own means" if own_means else "torch"
+    if rung["same_bits"] is not None:
+        return "Headroom, the same losses to the last bit at every level"
+    exact = rung["weights"] == "float32" and "8bit" not in rung["optimizer"]
+    if exact and not rung["autocast"]:
+        return "Headroom, the same arithmetic"
+    return "Headroom, rounded to 16 and 8 bits: as close as another seed"
+
+
+def places(results: list[dict]) -> tuple[list[float], dict[float, str]]:
+    """Heights of the rungs, and of the headings above those that begin another part."""
+    rows, heads, last, place = [], {}, None, -1.0
+    for result in results:
+        place += 1
+        if part(result) != last:
+            last = part(result)
+            place += HEAD
+            heads[place - HEAD / 2 - 0.5] = last
+        rows.append(place)
+    return rows, heads
 
 
 def draw(results: list[dict], path: Path) -> None:
+    one = results[0]
     large = max(r["peak_bytes"] for r in results) >= 2**32
     unit, name, digits = (2**30, "GiB", 1) if large else (2**20, "MiB", 0)
-    height = TOP + ROW * len(results) + BOTTOM
+    rows, heads = places(results)
+    height = TOP + ROW * (rows[-1] + 1) + BOTTOM
     figure = plt.figure(figsize=(WIDTH, height), dpi=160)
-    panels = figure.subplots(
-        1, 2, sharey=True,
-        gridspec_kw={
-            "left": LEFT, "right": RIGHT, "top": 1 - TOP / height, "bottom": BOTTOM / height,
-            "width_ratios": (SPLIT - LEFT, RIGHT - NEXT),
-            "wspace": 2 * (NEXT - SPLIT) / (SPLIT - LEFT + RIGHT - NEXT),
-        },
-    )  # fmt: skip
-    whole, held = panels
-    rows = range(len(results))
-    bars(whole, [{k: r["bytes"][k] / unit for k in COLORS} for r in results])
+    axes = figure.add_axes((LEFT, BOTTOM / height, RIGHT - LEFT, 1 - (TOP + BOTTOM) / height))
+
+    ends = [0.0] * len(rows)
+    for kind, color in COLORS.items():
+        sizes = [r["bytes"][kind] / unit for r in results]
+        axes.barh(rows, sizes, left=ends, height=0.64, color=color, label=kind)
+        ends = [end + size for end, size in zip(ends, sizes)]
     peaks = [r["peak_bytes"] / unit for r in results]
-    whole.scatter(peaks, rows, marker="D", s=26, color=INK, zorder=3, label="measured peak")
-    sizes = [{k: r["bytes"][k] / r["model_parameters"] for k in PER_PARAMETER} for r in results]
-    bars(held, sizes)
+    axes.scatter(peaks, rows, marker="D", s=26, color=INK, zorder=3, label="measured peak")
 
-    column(whole, 1.2, "measured\npeak", [f"{peak:,.{digits}f} {name}" for peak in peaks])
-    column(held, 1.21, "bytes per\nparameter", [f"{sum(row.values()):.1f}" for row in sizes])
-    losses = [f"{r['held_out_bits_per_byte']:.3f}" for r in results]
-    column(held, 1.55, "held-out\nbits/byte", losses)
-    column(held, 1.9, "tokens\nper second", [f"{r['tokens_per_second']:,.0f}" for r in results])
+    shares = [r["peak_bytes"] / one["peak_bytes"] for r in results]
+    texts = {
+        "measured\npeak": [f"{peak:,.{digits}f} {name}" for peak in peaks],
+        "of torch\nalone" if part(one) == "torch" else "of the\nfirst": [
+            f"{share:.0%}" for share in shares
+        ],
+        "bytes per\nparameter": [f"{r['bytes_per_parameter']:.1f}" for r in results],
+        "held-out\nbits/byte": [f"{r['held_out_bits_per_byte']:.3f}" for r in results],
+        "tokens\nper second": [f"{r['tokens_per_second']:,.0f}" for r in results],
+    }
+    place = {"transform": axes.get_yaxis_transform(), "va": "center"}
+    for x, (head, column) in zip(COLUMNS, texts.items()):
+        axes.text(x, -0.75, head, color=FAINT, fontsize=8.5, **place | {"va": "bottom"}, ha="right")
+        weight = "bold" if head.startswith("of ") else "normal"
+        for row, text in zip(rows, column):
+            axes.text(x, row, text, color=INK, fontsize=10, fontweight=weight, ha="right", **place)
+    for row, head in heads.items():
+        start = (0.012 - LEFT) / (RIGHT - LEFT)
+        axes.text(start, row, head, color=FAINT, fontsize=9, style="italic", **place)
+        axes.plot((start, COLUMNS[-1]), (row - 0.31,) * 2, color="#d0d7de", linewidth=0.7,
+                  transform=place["transform"], clip_on=False)  # fmt: skip
 
-    whole.set_yticks(rows, [textwrap.fill(r["title"], 28) for r in results])
-    whole.set_ylim(len(results) - 0.5, -0.5)
-    whole.set_xlabel(f"{name} in a step, by kind", color=FAINT, fontsize=8.5)
-    held.set_xlabel("bytes per parameter, activations left out", color=FAINT, fontsize=8.5)
-    for axes in panels:
-        axes.tick_params(length=0, colors=FAINT, labelsize=8.5)
-        axes.grid(axis="x", color="#d0d7de", linewidth=0.7)
-        axes.set_axisbelow(True)
-        axes.spines[:].set_visible(False)
-    whole.tick_params(axis="y", labelcolor=INK, labelsize=10.5)
-    held.tick_params(axis="y", labelleft=False)
-    title = (
-        "The same training, less memory: {:,.1f}M parameters, {} x {} bytes a step, {} steps, {}"
-    )
-    one = results[0]
-    shape = (one["model_parameters"] / 1e6, one["batch"], one["context"], one["steps"])
-    figure.text(
-        0.012, 1 - 0.14 / height, title.format(*shape, one["device"].upper()),
-        va="top", fontsize=11.5, fontweight="bold", color=INK,
+    axes.set_yticks(rows, [textwrap.fill(r["title"], 34, break_on_hyphens=False) for r in results])
+    axes.set_ylim(rows[-1] + 0.5, -0.5)
+    axes.set_xlim(0, 1.04 * max(*ends, *peaks))
+    axes.set_xlabel(
+        f"{name} in a step: bars are counted, by kind; the peak is that of the process",
+        color=FAINT, fontsize=8.5,
     )  # fmt: skip
+    axes.tick_params(length=0, colors=FAINT, labelsize=8.5)
+    axes.tick_params(axis="y", labelcolor=INK, labelsize=10)
+    axes.grid(axis="x", color="#d0d7de", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[:].set_visible(False)
+
+    title = f"The same model, data and steps in {min(shares):.0%} of the memory"
     figure.text(
-        0.012, 0.13 / height, "A rung with + keeps\nthe changes above it.",
-        va="bottom", fontsize=8.5, color=FAINT,
+        0.012, 1 - 0.14 / height, title, va="top", fontsize=13, fontweight="bold", color=INK
+    )
+    model = f"A GPT of {one['model_parameters'] / 1e6:,.1f}M parameters"
+    steps = f"{one['steps']} steps of {one['batch']} x {one['context']} bytes"
+    figure.text(
+        0.012, 1 - 0.42 / height,
+        f"{model}, {steps}, {one['device'].upper()}. A rung with + keeps the changes above it.",
+        va="top", fontsize=9.5, color=FAINT,
     )  # fmt: skip
     figure.legend(
-        *whole.get_legend_handles_labels(),
-        loc="upper left", bbox_to_anchor=(0.004, 1 - 0.36 / height), ncols=5, frameon=False,
+        *axes.get_legend_handles_labels(),
+        loc="upper left", bbox_to_anchor=(0.004, 1 - 0.6 / height), ncols=5, frameon=False,
         fontsize=9, handlelength=1, handleheight=1, columnspacing=1.6, labelcolor=INK,
     )  # fmt: skip
     figure.savefig(path, facecolor="white")
     plt.close(figure)
-
-
-def bars(axes: plt.Axes, rows: list[dict[str, float]]) -> None:
-    ends = [0.0] * len(rows)
-    for kind in rows[0]:
-        sizes = [row[kind] for row in rows]
-        axes.barh(range(len(rows)), sizes, left=ends, height=0.62, color=COLORS[kind], label=kind)
-        ends = [end + size for end, size in zip(ends, sizes)]
-
-
-def column(axes: plt.Axes, x: float, head: str, texts: list[str]) -> None:
-    """Right-aligned at x, in widths of the axes."""
-    place = {"transform": axes.get_yaxis_transform(), "ha": "right"}
-    axes.text(x, -0.6, head, color=FAINT, fontsize=8.5, va="bottom", **place)
-    for row, text in enumerate(texts):
-        axes.text(x, row, text, color=INK, fontsize=10, va="center", **place)

@@ -47,7 +47,7 @@ EIGHT_BIT = replace(F32, optimizer="headroom.optim.AdamW8bit")
 ADAFACTOR = replace(
     F32,
     optimizer=rungs.adafactor.optimizer,
-    options=rungs.adafactor.options,
+    options={},
     lr_factor=rungs.adafactor.lr_factor,
 )
 HF = {"scale_parameter": False, "relative_step": False}

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Trains a small GPT on this machine's Python sources, once per rung of the memory ladder.
+# Trains a small GPT on this machine's Python sources, once per rung of the memory ladder: in plain
+# torch, and with more and more of Headroom.
 #
 #   bash examples/demo.sh [--data PATH] [--size tiny|small|medium|large|xl] [--device cpu|cuda]
-#                         [--steps N] [--rungs all|torch,headroom,...] [--out DIR] [--resume]
+#                         [--steps N] [--rungs all|torch,L1,L5,...] [--out DIR] [--resume]
 #
-# Sets up .venv first. About 6 minutes on 2 CPU cores, the installation included.
+# Sets up .venv first. 6 to 10 minutes on 2 CPU cores, the installation included.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

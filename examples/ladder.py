@@ -3,7 +3,8 @@
     python examples/ladder.py --out runs/demo
 
 Writes ladder.json, ladder.md (the table) and ladder.png (the chart) to OUT, and exits with 1 if a
-rung's held-out loss is further from the first rung's than rungs.py allows.
+rung's held-out loss is further from the first rung's than rungs.py allows, or if rungs that compute
+the same differ in a bit of a loss.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import math
 import os
 import platform
+import resource
 import subprocess
 import sys
 import time
@@ -31,7 +33,7 @@ ENVIRONMENT = {
 
 
 def run_rung(rung: Rung, args: argparse.Namespace) -> dict:
-    started = time.monotonic()
+    started, used = time.monotonic(), cpu_seconds()
     command = [sys.executable, str(TRAIN), "--rung", rung.key, "--out", str(args.out)]
     for name, value in settings(args).items():
         name = "--data" if name == "path" else f"--{name}"
@@ -46,24 +48,43 @@ def run_rung(rung: Rung, args: argparse.Namespace) -> dict:
     if not done:
         sys.exit(f"Rung {rung.key} did not finish. The same command with --resume continues it.")
     result = json.loads((args.out / rung.key / "result.json").read_text())
-    return result | {"title": rung.title, "seconds": time.monotonic() - started}
+    times = {"seconds": time.monotonic() - started, "cpu_seconds": cpu_seconds() - used}
+    return result | {"title": rung.title} | times
+
+
+def cpu_seconds() -> float:
+    """Of the processes that have been started and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def same_loss(results: list[dict]) -> tuple[bool, str]:
-    """Whether all rungs reach the first one's held-out loss within their tolerances, in words."""
+    """Whether all rungs reach the first one's held-out loss within their tolerances, and blocks
+    have the same gradients and losses to the last bit at every level; and in words."""
     first, passed, lines = results[0], True, []
     width = max(len(result["title"]) for result in results)
+    same: dict[str, dict] = {}  # the first rung of each arithmetic
     for result in results[1:]:
         off = result["held_out_bits_per_byte"] - first["held_out_bits_per_byte"]
+        line = f"{result['title']:{width}} {off:+.5f} bits per byte"
         if result["tolerance"] is None:
             passed &= math.isfinite(off)
-            lines.append(f"{result['title']:{width}} {off:+.5f} bits per byte (another training)")
+            lines.append(f"{line} (another training)")
             continue
         good = math.isfinite(off) and abs(off) <= result["tolerance"]
-        passed &= good
         verdict = "same loss" if good else "OTHER LOSS"
-        allowed = f"allowed: {result['tolerance']:g}"
-        lines.append(f"{result['title']:{width}} {off:+.5f} bits per byte ({allowed})  {verdict}")
+        if result["same_bits"] is not None:
+            other = same.setdefault(result["same_bits"], result)
+            keys = "losses", "held_out_bits_per_byte"
+            if other is not result:
+                equal = all(other[key] == result[key] for key in keys)
+                verdict += f", {'same bits as' if equal else 'OTHER BITS THAN'} {other['key']}"
+                good &= equal
+        if result["gradients_of_L0"] is not None:
+            good &= result["gradients_of_L0"]
+            verdict += f", {'' if result['gradients_of_L0'] else 'NOT '}the gradients of L0"
+        passed &= good
+        lines.append(f"{line} (allowed: {result['tolerance']:g})  {verdict}")
     passed &= math.isfinite(first["held_out_bits_per_byte"])
     verdict = (
         "PASSED: every judged rung reaches" if passed else "FAILED: not every judged rung reaches"

@@ -6,6 +6,8 @@ the moment when most of them exist: all of them, or about one if they are releas
 activations are the storages that autograd keeps for the backward pass, without parameters, at the
 moment when most of them are alive within one micro-batch. Under checkpointing these are the block
 inputs that the forward pass kept and the activations of the one block that is being recomputed.
+The same holds for Headroom's blocks, whose hooks drop tensors: one that is dropped counts while it
+is alive, and again from when it has been computed again until it is released.
 Under autocast they include the bf16 copies of the weights, which the backward pass keeps as well.
 
 The measured peak is the allocator's on CUDA, and that of the process's resident memory on the CPU,

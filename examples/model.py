@@ -1,7 +1,9 @@
-"""A byte-level GPT: the plain pre-norm transformer that every rung of the ladder trains."""
+"""A byte-level GPT, the model that every rung trains: in plain torch, and of Headroom's blocks."""
 
 from dataclasses import dataclass
 
+import headroom
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -83,3 +85,51 @@ class GPT(nn.Module):
                 x = block(x)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+# What a parameter of GPT is called in HeadroomGPT, in which `blocks.3`, `norm` and `head` are too.
+RENAMED = {
+    "token": "embedding.tokens",
+    "position": "embedding.positions",
+    "norm1": "attention_norm",
+    "qkv": "attention.qkv",
+    "out": "attention.out",
+    "norm2": "mlp_norm",
+    "up": "mlp.up",
+    "down": "mlp.down",
+}
+
+
+class HeadroomGPT(headroom.nn.Transformer):
+    """The same function of the same weights, which keeps for the backward pass what `save` says."""
+
+    def __init__(self, size: Size, save: str):
+        config = headroom.nn.TransformerConfig(
+            vocab_size=VOCAB,
+            hidden_size=size.width,
+            layers=size.layers,
+            heads=size.heads,
+            features=4 * size.width,
+            norm="layer",
+            norm_eps=1e-5,
+            activation="gelu_tanh",
+            gated=False,
+            qkv_bias=True,
+            out_bias=True,
+            mlp_bias=True,
+            positions="learned",
+            max_positions=size.context,
+        )
+        super().__init__(config, save=save, device="meta")  # the weights come from the other model
+        weights = GPT(size).state_dict()
+        self.load_state_dict({renamed(name): weights[name] for name in weights}, assign=True)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """As that of GPT. The gradient of the logits takes their place in memory."""
+        logits = super().forward(tokens)
+        in_place = torch.is_grad_enabled()
+        return headroom.functional.cross_entropy(logits, targets, inplace_backward=in_place)
+
+
+def renamed(name: str) -> str:
+    return ".".join(RENAMED.get(part, part) for part in name.split("."))

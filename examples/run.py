@@ -12,7 +12,7 @@ from torch import Tensor
 
 import data
 from memory import bytes_of, gradient_bytes, saved_bytes, tensors_in
-from model import GPT, Size
+from model import GPT, HeadroomGPT, Size
 from rungs import Rung
 
 BITS_PER_NAT = 1 / math.log(2)
@@ -25,13 +25,18 @@ class Run:
     def __init__(self, rung: Rung, size: Size, device: torch.device, seed: int):
         torch.manual_seed(seed)
         self.rung, self.size, self.device, self.seed = rung, size, device, seed
-        self.model = GPT(size, checkpoint_blocks=rung.checkpoint).to(device)
-        headroom.cast_model(self.model, getattr(torch, rung.weights))
+        self.accumulate = min(rung.accumulate, size.batch)
+        dtype = getattr(torch, rung.weights)
+        if rung.save is None:
+            self.model = GPT(size, checkpoint_blocks=rung.checkpoint).to(device)
+            headroom.cast_model(self.model, dtype)
+        else:  # norms of Headroom compute in float32 whatever they are given
+            self.model = HeadroomGPT(size, rung.save).to(device, dtype)
         options = dict(rung.options)
         if rung.max_grad_norm is not None:
             options["max_grad_norm"] = rung.max_grad_norm
-        if rung.weights != "float32" and not options.get("master"):  # master=: float32 moments
-            options["state_dtype"] = torch.float32
+        if rung.weights != "float32" and rung.optimizer == "headroom.optim.AdamW":
+            options.setdefault("state_dtype", None if "master" in options else torch.float32)
         module, name = rung.optimizer.rsplit(".", 1)
         self.optimizer = getattr(import_module(module), name)(
             self.model.parameters(), lr=size.lr, weight_decay=0.1, **options
@@ -55,18 +60,18 @@ class Run:
 
     def micro_batches(self, text: Tensor, step: int) -> list[tuple[Tensor, Tensor]]:
         pair = data.batch(text, self.seed, step, self.size.batch, self.size.context)
-        return list(zip(*(t.to(self.device).chunk(self.rung.accumulate) for t in pair)))
+        return list(zip(*(t.to(self.device).chunk(self.accumulate) for t in pair)))
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         dtype = getattr(torch, self.rung.autocast or "bfloat16")
         with torch.autocast(self.device.type, dtype, enabled=self.rung.autocast is not None):
             loss = self.model(tokens, targets)
-        part = loss.detach() / self.rung.accumulate
+        part = loss.detach() / self.accumulate
         if self.accumulator:  # it computes the mean over micro-batches by itself
             with self.accumulator.micro_batch():
                 loss.backward()
         else:
-            self.scaler.scale(loss / self.rung.accumulate).backward()
+            self.scaler.scale(loss / self.accumulate).backward()
         return part
 
     def step(self, text: Tensor) -> None:
@@ -93,6 +98,19 @@ class Run:
         pairs = zip(*(t.to(self.device).split(4) for t in windows))
         losses = [model(*pair).item() for pair in pairs]
         return sum(losses) / len(losses) * BITS_PER_NAT
+
+    def gradients_of_l0(self, text: Tensor) -> bool | None:
+        """Whether the gradients of a micro-batch have the bits that they have where blocks keep
+        everything; None for a model without a level, or without gradients after backward."""
+        if self.rung.save is None or self.rung.release:
+            return None
+        gradients = []
+        for level in ("L0", self.rung.save):
+            self.model.save = level
+            self.forward_backward(*self.micro_batches(text, 0)[0])
+            gradients.append([p.grad for p in self.model.parameters()])
+            self.optimizer.zero_grad()
+        return all(map(torch.equal, *gradients))
 
     def count_bytes(self, text: Tensor) -> dict[str, int]:
         """Counts bytes by kind in one more micro-batch. Only gradient release makes it a step."""

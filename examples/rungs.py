@@ -13,85 +13,105 @@ class Rung:
     optimizer: str = "torch.optim.AdamW"  # imported by this name
     options: dict = field(default_factory=lambda: BETAS)  # beside those that every rung has
     lr_factor: float = 1.0  # times the learning rate of the size
+    save: str | None = None  # the model of Headroom's blocks, and their level; None: plain torch
     accumulate: int = 1  # micro-batches per optimizer step; the tokens of a step stay the same
-    checkpoint: bool = False  # recompute each block in the backward pass, save only its input
+    checkpoint: bool = False  # plain torch: recompute each block from its input, by torch
     autocast: str | None = None  # matrix products in this dtype
     scaler: bool = False  # scale the loss, so that gradients survive in float16
     max_grad_norm: float | None = None  # clip inside the optimizer step, which writes no gradient
-    weights: str = "float32"  # dtype of the parameters, but those of norms stay float32
+    weights: str = "float32"  # dtype of the parameters; in plain torch, norms stay float32
     release: bool = False  # step each parameter in the backward pass, free its gradient at once
     sum_in_f32: bool = False  # add micro-batches' gradients up in float32, whatever their dtype
     tolerance: float | None = 0.0  # allowed distance from the first rung's held-out loss, in bits
     # per byte; None where the training itself differs, so that the loss is shown but not judged
+    same_bits: str | None = None  # rungs with the same name here have the same losses to the bit
 
 
 # In float32 the rungs compute the same sums in another order, and training amplifies the rounding:
 # by 0.00001 bits per byte as measured. 16-bit products round 8,192 to 65,536 times more coarsely:
 # 0.04 measured after 40 steps, 0.06 after 60, 0.02 and 0.0001 (two seeds) after 100. bf16 weights
-# with 8-bit moments: 0.07 after 50 steps, and 0.12 after 30, when the loss still falls too fast to
-# judge. These rungs may be as far off as another seed is, which moves the loss by 0.10.
+# with 8-bit moments: 0.01 after 40 steps, 0.07 after 50, and 0.12 after 30, when the loss still
+# falls too fast to judge. They may be as far off as another seed is, which moves the loss by 0.10.
 F32, HALF = 0.002, 0.10
 
-torch_adamw = Rung("torch", "torch AdamW")
+torch_adamw = Rung("torch", "torch alone")
 headroom_adamw = replace(
     torch_adamw,
     key="headroom",
-    title="Headroom AdamW",
+    title="+ Headroom's AdamW",
     optimizer="headroom.optim.AdamW",
     tolerance=F32,
 )
-accumulation = replace(
-    headroom_adamw, key="accumulate", title="+ gradient accumulation", accumulate=4
-)
-checkpointing = replace(accumulation, key="checkpoint", title="+ checkpointing", checkpoint=True)
-bf16_autocast = replace(
-    checkpointing, key="bf16", title="+ bf16 autocast", autocast="bfloat16", tolerance=HALF
-)
-fp16_scaled = replace(
-    bf16_autocast,
-    key="fp16",
-    title="fp16 autocast, loss scaling",
-    autocast="float16",
-    scaler=True,
-)
-clipped = replace(
-    bf16_autocast,
-    key="clip",
-    title="bf16 autocast, clipped to 1",
-    max_grad_norm=1.0,
-    tolerance=None,
-)
+level0 = replace(headroom_adamw, key="L0", title="+ its blocks", save="L0", same_bits="blocks")
+level1 = replace(level0, key="L1", title="+ L1: no product again", save="L1")
+level2 = replace(level0, key="L2", title="+ L2: one product again", save="L2")
+level5 = replace(level0, key="L5", title="+ L5: whole blocks again", save="L5")
 eight_bit = replace(
-    bf16_autocast,
+    level5,
     key="8bit",
-    title="+ 8-bit AdamW",
+    title="+ 8-bit moments",
     optimizer="headroom.optim.AdamW8bit",
+    tolerance=HALF,
+    same_bits=None,
+)
+bf16_weights = replace(
+    eight_bit,
+    key="bf16",
+    title="+ bf16 weights",
+    weights="bfloat16",
+    options=BETAS | {"rounding": "stochastic"},
+)
+everything = replace(bf16_weights, key="everything", title="+ micro-batches", accumulate=8)
+released = replace(
+    bf16_weights, key="release", title="the same, gradient release instead", release=True
 )
 remainder = replace(
-    eight_bit,
+    everything,
     key="remainder",
-    title="+ bf16 weights and remainder",
+    title="everything, weights with remainder",
     options=BETAS | {"master": "remainder16"},
-    weights="bfloat16",
-    autocast=None,
+)
+# What torch can do by itself: beside the rungs above it shows what is Headroom's.
+checkpointing = replace(
+    torch_adamw,
+    key="checkpoint",
+    title="torch's checkpointing, micro-batches",
+    checkpoint=True,
+    accumulate=everything.accumulate,
+    tolerance=F32,
 )
 adafactor = replace(
-    bf16_autocast,
+    everything,
     key="adafactor",
-    title="bf16 autocast, Adafactor",
+    title="everything, Adafactor",
     optimizer="headroom.optim.Adafactor",
-    options={},
+    options={"rounding": "stochastic"},
     lr_factor=30.0,  # relative to the size of weights, about 1/30
     tolerance=None,
 )
-# Gradient release steps in every backward pass, so a step cannot consist of several.
-whole_batch = replace(remainder, key="whole-batch", title="+ whole batch at once", accumulate=1)
-released = replace(whole_batch, key="release", title="+ gradient release", release=True)
-bf16_weights = replace(
-    checkpointing,
-    key="bf16-weights",
+fp16_scaled = replace(
+    level5,
+    key="fp16",
+    title="L5, fp16 autocast, loss scaling",
+    autocast="float16",
+    scaler=True,
+    tolerance=HALF,
+    same_bits=None,
+)
+clipped = replace(
+    headroom_adamw,
+    key="clip",
+    title="bf16 autocast, clipped to 1",
+    autocast="bfloat16",
+    max_grad_norm=1.0,
+    tolerance=None,
+)
+summed_in_f32 = replace(
+    headroom_adamw,
+    key="f32-sums",
     title="bf16 weights, f32 sums",
     weights="bfloat16",
+    accumulate=4,
     sum_in_f32=True,
     tolerance=None,
 )
@@ -99,20 +119,23 @@ bf16_weights = replace(
 LADDER = (
     torch_adamw,
     headroom_adamw,
-    accumulation,
-    checkpointing,
-    bf16_autocast,
+    level0,
+    level1,
+    level2,
+    level5,
     eight_bit,
-    remainder,
-    whole_batch,
+    bf16_weights,
+    everything,
+    checkpointing,
     released,
+    remainder,
     adafactor,
     fp16_scaled,
     clipped,
-    bf16_weights,
+    summed_in_f32,
 )
 RUNGS = {rung.key: rung for rung in LADDER}
-STORY = ("torch", "headroom", "checkpoint", "8bit", "release")  # what the demo shows by default
+STORY = ("torch", "L1", "L2", "L5", "everything", "checkpoint")  # what the demo shows by default
 
 
 def chosen(keys: Sequence[str]) -> list[Rung]:

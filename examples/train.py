@@ -31,7 +31,7 @@ def train(
     out: Path,
     *,
     size: str = "small",
-    steps: int = 50,
+    steps: int = 28,
     device: str = "cpu",
     path: str | None = None,
     seed: int = 0,
@@ -91,6 +91,7 @@ def train(
         "held_out_bits_per_byte": held_out_loss,
         "tokens_per_second": tokens / median(run.seconds),
         "peak_bytes": run.peak_bytes,
+        "gradients_of_L0": run.gradients_of_l0(text),
         "bytes": counted,
         "bytes_per_parameter": (sum(counted.values()) - counted["saved activations"]) / numel,
         "losses": run.losses,
@@ -103,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", help="text file or folder; default: the standard library")
     parser.add_argument("--size", choices=SIZES, help="default: small on the CPU, medium on CUDA")
     parser.add_argument("--device", help="cpu, cuda, cuda:1; default: cuda where there is a GPU")
-    parser.add_argument("--steps", type=int, default=50, help="optimizer steps, default 50")
+    parser.add_argument("--steps", type=int, default=28, help="optimizer steps, default 28")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches, default 0")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="default: runs/demo")
     parser.add_argument("--resume", action="store_true", help="continue from a checkpoint in OUT")

@@ -3,8 +3,11 @@
 Importing the package registers the ops ``torch.ops.headroom.*``, which :mod:`headroom.functional`
 calls. Everything else is imported when it is first used: :mod:`headroom.optim` holds optimizers
 with the names and arguments of :mod:`torch.optim`, :mod:`headroom.amp` loss scaling and 16-bit
-models, :mod:`headroom.state` files of a run's state, and :mod:`headroom.integrations` what other
-libraries' training loops need.
+models, :mod:`headroom.nn` blocks that decide what they keep, :mod:`headroom.checkpointing`
+recomputed activations, :mod:`headroom.patching` the same for models that exist,
+:mod:`headroom.memory` where bytes go, :mod:`headroom.planning` where they will go,
+:mod:`headroom.state` files of a run's state, and :mod:`headroom.integrations` what other libraries'
+training loops need.
 """
 
 from __future__ import annotations
@@ -16,12 +19,15 @@ from ._core import binaries
 from ._core.lazy import lazy
 
 if TYPE_CHECKING:
-    from . import amp, integrations, optim, state
+    from . import amp, integrations, memory, nn, optim, patching, planning, state
     from .amp.cast_model import cast_model, cast_report
+    from .checkpointing import checkpoint, checkpoint_every, checkpoint_sequential
     from .grad.accumulate import GradAccumulator
     from .grad.clip import clip_grad_norm_, clip_grad_value_
     from .grad.norm import grad_norm
     from .optim import release_gradients
+    from .patching import patch, unpatch
+    from .planning import fits, max_batch, plan
     from .state import StateFileError, latest, load_state, save_state
 else:
     __getattr__ = lazy(
@@ -32,17 +38,29 @@ else:
             "amp": ".amp",
             "cast_model": ".amp.cast_model",
             "cast_report": ".amp.cast_model",
+            "checkpoint": ".checkpointing",
+            "checkpoint_every": ".checkpointing",
+            "checkpoint_sequential": ".checkpointing",
             "clip_grad_norm_": ".grad.clip",
             "clip_grad_value_": ".grad.clip",
+            "fits": ".planning",
             "grad": ".grad",
             "grad_norm": ".grad.norm",
             "integrations": ".integrations",
             "latest": ".state",
             "load_state": ".state",
+            "max_batch": ".planning",
+            "memory": ".memory",
+            "nn": ".nn",
             "optim": ".optim",
+            "patch": ".patching",
+            "patching": ".patching",
+            "plan": ".planning",
+            "planning": ".planning",
             "release_gradients": ".optim",
             "save_state": ".state",
             "state": ".state",
+            "unpatch": ".patching",
         },
     )
 
@@ -53,8 +71,12 @@ __all__ = [
     "build_info",
     "cast_model",
     "cast_report",
+    "checkpoint",
+    "checkpoint_every",
+    "checkpoint_sequential",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "fits",
     "functional",
     "get_include",
     "get_library_dir",
@@ -62,10 +84,18 @@ __all__ = [
     "integrations",
     "latest",
     "load_state",
+    "max_batch",
+    "memory",
+    "nn",
     "optim",
+    "patch",
+    "patching",
+    "plan",
+    "planning",
     "release_gradients",
     "save_state",
     "state",
+    "unpatch",
 ]
 __version__ = binaries.VERSION
 

@@ -46,6 +46,7 @@ class Row:
 
 POWERS_OF_TWO = {2**n for n in range(10)}
 SQRT, SQUARE, FACTOR, ADD = ("MUFU.RSQ",), ("FFMA",), ("FMUL",), ("FADD",)
+LOGISTIC = ("FFMA", "MUFU")
 
 
 def evenly(instructions: float) -> dict[str, float]:
@@ -62,6 +63,10 @@ REMAINDER16_8BIT = {"90": 91, "86": 87.6, "75": 91.3}
 UNSCALE_BF16 = {"90": 6.2, "86": 6.2, "75": 13.5}
 UNSCALE = {"90": 8.3, "86": 8.3, "75": 9.4}
 SUM, COMPENSATED = {"90": 7.1, "86": 7.1, "75": 7.4}, {"90": 14, "86": 14, "75": 15.5}
+SOFTMAX = {"90": 20, "86": 20}
+EXP, FORWARD, BACKWARD = ("FFMA",), "cross_entropy_forward_kernel", "cross_entropy_backward_kernel"
+GLU, GLU_BACK = {"90": 33.2, "86": 33.4, "75": 36.2}, {"90": 49.9, "86": 48.6, "75": 51.3}
+NORM_Y = {"90": 11.9, "86": 11.9, "75": 18.9}
 ROWS = [
     Row("adamw_kernel", "f32", 28, 16, 12, SQRT, 1, ADAMW | {"75": 45.5}, 55),
     Row("adamw_kernel", "all bf16", 14, 8, 6, SQRT, 1, ADAMW | {"75": 65.8}, 58),
@@ -84,6 +89,9 @@ ROWS = [
     Row("accumulate_kernel", "bf16", 10, 6, 4, FACTOR, 1, SUM),
     Row("accumulate_kernel", "f16", 10, 6, 4, FACTOR, 1, SUM, f16=True),
     Row("accumulate_kernel", "bf16, compensated", 18, 10, 8, FACTOR, 1, COMPENSATED),
+    Row("rope_kernel", "f32", 8, 4, 4, ADD, 1, evenly(6.3)),
+    Row("rope_kernel", "bf16", 4, 2, 2, ADD, 1, {"90": 5.7, "86": 5.7, "75": 12.9}),
+    Row("rope_kernel", "f16", 4, 2, 2, ADD, 1, {"90": 5.7, "86": 5.7, "75": 6.7}, f16=True),
     Row("adafactor_sums_kernel", "f32", 8, 8, 0, FACTOR, 3, evenly(9.4)),
     Row("adafactor_sums_kernel", "bf16", 4, 4, 0, FACTOR, 3, evenly(11)),
     Row("adafactor_norm_kernel", "f32", 4, 4, 0, ADD, 1, evenly(7.2)),
@@ -91,6 +99,26 @@ ROWS = [
     Row("adafactor_apply_kernel", "f32", 12, 8, 4, ADD, 1, evenly(10.9)),
     Row("adafactor_apply_kernel", "bf16", 6, 4, 2, ADD, 1, {"90": 11, "86": 11, "75": 18.3}),
     Row("adafactor_apply_kernel", "f16", 6, 4, 2, ADD, 1, {"90": 11, "86": 11, "75": 12}, f16=True),
+    Row(FORWARD, "f32", 4, 4, 0, EXP, 8, {"90": 19, "86": 19, "75": 20.1}),
+    Row(FORWARD, "bf16", 2, 2, 0, EXP, 8, SOFTMAX | {"75": 21.1}),
+    Row(FORWARD, "f16", 2, 2, 0, EXP, 8, SOFTMAX | {"75": 21.1}, f16=True),
+    Row(BACKWARD, "f32", 8, 4, 4, EXP, 8, {"90": 20.5, "86": 20.5, "75": 21.7}),
+    Row(BACKWARD, "bf16", 4, 2, 2, EXP, 8, SOFTMAX | {"75": 27.9}),
+    Row(BACKWARD, "f16", 4, 2, 2, EXP, 8, SOFTMAX | {"75": 21.7}, f16=True),
+    Row(BACKWARD, "f32 to bf16", 6, 4, 2, EXP, 8, SOFTMAX | {"75": 27.9}),
+    Row("glu_kernel", "silu, f32", 12, 8, 4, SQUARE, 10, GLU),
+    Row("glu_kernel", "silu, bf16", 6, 4, 2, SQUARE, 10, GLU | {"75": 42.4}, 36),
+    Row("glu_kernel", "silu, f16", 6, 4, 2, SQUARE, 10, GLU, 36, f16=True),
+    Row("glu_kernel", "silu, f32, backward", 20, 12, 8, LOGISTIC, 12, GLU_BACK),
+    Row("glu_kernel", "silu, bf16, backward", 10, 6, 4, LOGISTIC, 12, GLU_BACK | {"75": 63.8}, 60),
+    Row("glu_kernel", "silu, f16, backward", 10, 6, 4, LOGISTIC, 12, GLU_BACK, 60, f16=True),
+    # RMS norms: y from a row and its weights; and the pass of a gradient that finds its means, a
+    # loop where rows do not fit in registers. The next pass has too many ways to be found.
+    Row("norm_forward_kernel", "f32", 8, 8, 4, FACTOR, 2, evenly(11.1)),
+    Row("norm_forward_kernel", "bf16", 4, 4, 2, FACTOR, 2, NORM_Y),
+    Row("norm_forward_kernel", "f16", 4, 4, 2, FACTOR, 2, NORM_Y | {"75": 12.3}, f16=True),
+    Row("norm_backward_long_kernel", "f32, means", 8, 12, 0, FACTOR, 3, evenly(11.9)),
+    Row("norm_backward_long_kernel", "bf16, means", 4, 6, 0, FACTOR, 3, evenly(13.5)),
 ]
 
 

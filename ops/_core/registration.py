@@ -6,15 +6,18 @@ gradient would be lost. :func:`differentiable` is for ops with one.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 
 from . import binaries  # noqa: F401  (registers the ops)
 
-__all__ = ["FLOATS", "complete", "differentiable", "require"]
+__all__ = ["FLOATS", "complete", "differentiable", "refuse_derivative", "require"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels read and write
 
@@ -64,6 +67,80 @@ def complete(name: str, spared: Callable[[dict[str, Any]], set[str]] = lambda gi
     _library.impl(name, before, "ADInplaceOrView", with_keyset=True)
 
 
+@contextlib.contextmanager
+def _outer_gradients() -> Iterator[None]:
+    """Lets the outer of nested transforms of ``torch.func`` differentiate what runs in here, where
+    an autograd function has turned gradients off.
+    """
+    if torch._C._are_functorch_transforms_active():
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            yield
+    else:
+        yield
+
+
+def _is_dual(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _autograd_kernel(
+    name: str, setup_context: Callable[..., None], backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns the kernel of ``headroom::name`` that records its gradient.
+
+    ``torch.library.register_autograd`` makes one too, but it does not work under the transforms of
+    ``torch.func``, drops tangents silently, and names its nodes after itself.
+    """
+    op = getattr(torch.ops.headroom, name).default
+    positional = [argument for argument in op._schema.arguments if not argument.kwarg_only]
+    by_name = {a.name: a.default_value for a in op._schema.arguments if a.kwarg_only}
+
+    def run(keyset: torch._C.DispatchKeySet, args: tuple, options: dict[str, Any]) -> Any:
+        return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **options)
+
+    # What is not an argument of the op comes last, so that ctx.needs_input_grad counts the op's.
+    # A backward pass never changes the context: several threads may run through one graph.
+    def forward(ctx: Any, *given: Any) -> Any:
+        *args, keyset, options = given
+        with torch._C._AutoDispatchBelowAutograd():
+            with _outer_gradients():
+                output = run(keyset, tuple(args), options)
+            named = {"keyword_only_inputs": by_name | options} if by_name else {}
+            setup_context(ctx, inputs=tuple(args), output=output, **named)
+        return output
+
+    def backward_of_all(ctx: Any, *grads: Any) -> tuple:
+        result = backward(ctx, *grads)
+        return *(result if isinstance(result, tuple) else (result,)), None, None
+
+    # A function of a single level sees tensors as this level of torch.func wraps them; `run` hands
+    # them to the level below, as the kernels of torch's own ops do.
+    function = type(
+        f"headroom::{name}_forward",
+        (torch.autograd.function._SingleLevelFunction,),
+        {"forward": staticmethod(forward), "backward": staticmethod(backward_of_all)},
+    )
+    function._backward_cls.__name__ = f"headroom::{name}_backward"  # what a profile shows
+
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(map(_is_dual, _tensors([*args]))):
+            raise NotImplementedError(
+                f"headroom::{name} has no forward-mode derivative; use torch.func.vjp or .grad, "
+                "or torch's own op"
+            )
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            with torch._C._AutoDispatchBelowAutograd():
+                return run(keyset, args, options)
+        # The dispatcher leaves out arguments at the end that have their default values.
+        args += tuple(argument.default_value for argument in positional[len(args) :])
+        if not torch._C._are_functorch_transforms_active():
+            return function.apply(*args, keyset, options)
+        with enable_single_level_autograd_function():
+            return function.apply(*args, keyset, options)
+
+    return kernel
+
+
 def differentiable(
     name: str,
     *,
@@ -74,33 +151,47 @@ def differentiable(
 ) -> None:
     """Gives ``headroom::name`` its fake, its gradient and its count of floating-point operations.
 
-    The profiler shows the gradient as ``headroom::name_backward``, and around the op, from the
-    second call on, ``headroom::name_forward``. If ``backward`` calls an op of
-    its own, give that op to :func:`complete`, so that a second derivative raises.
+    The gradient works in ``backward()``, ``torch.autograd.grad`` and under ``torch.func.grad``,
+    ``vjp``, ``jacrev`` and ``vmap`` of them (one call per sample); ``jvp`` raises. The profiler
+    shows it as ``headroom::name_backward``. If ``backward`` calls an op of its own, give that op to
+    :func:`refuse_derivative`, so that a second derivative raises.
 
     Args:
-        name: an op that writes none of its arguments.
+        name: an op that writes none of its arguments and takes no lists of tensors.
         fake: takes the op's arguments and returns empty tensors of the shapes, dtypes and strides
             of its results.
         setup_context: ``setup_context(ctx, inputs, output)`` saves what ``backward`` needs; it gets
-            ``keyword_only_inputs`` too if the schema has such arguments.
+            ``keyword_only_inputs`` too if the schema has such arguments. Tensors are saved with
+            ``ctx.save_for_backward`` alone, so that hooks and checkpoints see them.
         backward: ``backward(ctx, *grads)`` returns a gradient, or None, for each positional
-            argument.
+            argument. It reads ``ctx.saved_tensors`` once, because each reading unpacks them again.
         flops: takes the shapes of the arguments, and ``out_shape``; for
             :class:`torch.utils.flop_counter.FlopCounterMode`. None for ops that multiply no
             matrices.
     """
-    qualified = f"headroom::{name}"
-
-    def named_context(ctx: Any, **given: Any) -> None:
-        # torch calls both GeneratedBackwardFor_headroom_..., and users see that in a profile.
-        type(ctx).__name__ = f"{qualified}_backward"
-        type(ctx)._forward_cls.__name__ = f"{qualified}_forward"
-        setup_context(ctx, **given)
-
-    torch.library.register_fake(qualified, fake)
-    torch.library.register_autograd(qualified, backward, setup_context=named_context)
+    torch.library.register_fake(f"headroom::{name}", fake)
+    kernel = _autograd_kernel(name, setup_context, backward)
+    _library.impl(name, kernel, "Autograd", with_keyset=True)
     if flops is not None:
         from torch.utils.flop_counter import register_flop_formula  # heavy, and few ops need it
 
         register_flop_formula(getattr(torch.ops.headroom, name))(flops)
+
+
+def refuse_derivative(
+    name: str, *, fake: Callable[..., Any], flops: Callable[..., int] | None = None
+) -> None:
+    """Gives ``headroom::name``, which computes a gradient, its fake, its FLOPs and, as its own
+    derivative, an error. So ``create_graph=True`` works until someone asks for the second
+    derivative.
+    """
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            f"headroom::{name} has no derivative, so a second derivative cannot be computed; use "
+            "torch's own op where one is needed"
+        )
+
+    differentiable(
+        name, fake=fake, setup_context=lambda ctx, **_: None, backward=backward, flops=flops
+    )

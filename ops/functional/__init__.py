@@ -1,14 +1,21 @@
-"""The ops of Headroom as functions on lists of tensors, without an optimizer object.
+"""The ops of Headroom as functions: steps on lists of tensors, and layers with gradients.
 
-The optimizers are built from these. ``headroom.h`` documents the contract of each.
+The optimizers and :mod:`headroom.nn` are built from these. ``headroom.h`` documents the contract of
+each.
 """
 
+from . import mlp  # noqa: F401  (an op that headroom.nn offers)
 from .accumulate import accumulate_
 from .adafactor import adafactor_
 from .adamw import adamw_
 from .adamw8bit import adamw8bit_
+from .cross_entropy import cross_entropy
 from .dynamic_map import dynamic_map
+from .gemm import gemm
+from .glu import glu
+from .norm import layer_norm, rms_norm
 from .quantize_blocks import dequantize_blocks, quantize_blocks
+from .rope import rope, rope_tables
 from .unscale_norm import grad_norm, unscale_norm_
 from .update_scale import update_scale_
 from .weights import join_weights_, split_weights_
@@ -18,11 +25,18 @@ __all__ = [
     "adafactor_",
     "adamw8bit_",
     "adamw_",
+    "cross_entropy",
     "dequantize_blocks",
     "dynamic_map",
+    "gemm",
+    "glu",
     "grad_norm",
     "join_weights_",
+    "layer_norm",
     "quantize_blocks",
+    "rms_norm",
+    "rope",
+    "rope_tables",
     "split_weights_",
     "unscale_norm_",
     "update_scale_",

@@ -74,6 +74,21 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
     return cudaMemcpy(to, from, bytes, kind);
 }
 
+cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch,
+                              size_t bytes, size_t rows, cudaMemcpyKind kind, cudaStream_t)
+{
+    if (to_pitch < bytes || from_pitch < bytes)
+        return result(cudaErrorInvalidValue);
+    for (size_t i = 0; i < rows; i++) {
+        const cudaError_t error =
+            cudaMemcpy(static_cast<char *>(to) + i * to_pitch,
+                       static_cast<const char *>(from) + i * from_pitch, bytes, kind);
+        if (error != cudaSuccess)
+            return error;
+    }
+    return cudaSuccess;
+}
+
 cudaError_t cudaMemset(void *pointer, int value, size_t bytes)
 {
     if (bytes == 0)

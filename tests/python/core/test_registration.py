@@ -1,5 +1,9 @@
 """Ops with a gradient: a small one, registered here, and what `differentiable` gives it."""
 
+import sys
+import threading
+
+import headroom
 import pytest
 import torch
 from headroom._core.registration import complete, differentiable
@@ -112,3 +116,31 @@ def test_a_second_derivative_raises(scaled_rows, arguments):
     loss = scaled_rows(*arguments).square().sum()
     with pytest.raises(RuntimeError, match="test_scaled_rows_backward has no derivative"):
         torch.autograd.grad(loss, arguments, create_graph=True)
+
+
+def test_threads_may_run_backward_through_one_graph():
+    x = torch.randn(64, 8, requires_grad=True)
+    weight = torch.ones(8, requires_grad=True)
+    y = headroom.functional.rms_norm(x, weight).sum()
+    wanted = torch.autograd.grad(y, (x, weight), retain_graph=True)
+    wrong = []
+
+    def run():
+        for _ in range(100):
+            try:
+                got = torch.autograd.grad(y, (x, weight), retain_graph=True, allow_unused=True)
+                assert all(map(torch.equal, got, wanted))
+            except Exception as error:
+                wrong.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=run) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong

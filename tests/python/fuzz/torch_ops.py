@@ -47,7 +47,7 @@ class Call:
     def spoil_list(self, rng: random.Random, name: str) -> None:
         value = self.lists[name]
         if not isinstance(value, list):
-            self.lists[name] = other_tensor(rng, value)
+            self.lists[name] = hostile_tensor(rng) if value is None else other_tensor(rng, value)
             return
         kind = rng.randrange(8)
         if kind == 0 and value:
@@ -241,8 +241,22 @@ def join_weights(rng: random.Random) -> Call:
     return Call("split_weights_", lists, weights_mode=mode)
 
 
+def cross_entropy_backward(rng: random.Random) -> Call:
+    f32, classes = torch.float32, rng.choice([1, 5, 70])
+    rows = rng.choice([(), (3,), (0,), (2, 3)])
+    logits = tensor(rng, (*rows, classes), rng.choice(FLOATS))
+    target = tensor(rng, rows, rng.choice([torch.int32, torch.int64])).remainder_(classes)
+    lists = {"dloss": tensor(rng, rng.choice([(), rows]), f32), "logits": logits, "target": target}
+    lists["weight"] = tensor(rng, (classes,), f32) if rng.random() < 0.5 else None
+    lists |= {name: tensor(rng, rows, f32) for name in ("lse", "lse_low")}
+    lists["factors"] = tensor(rng, rng.choice([(0,), (2,)]), f32)
+    rule = {"ignore_index": rng.choice([-100, 0]), "label_smoothing": rng.choice([0.0, 0.1])}
+    rule |= {"softcap": rng.choice([0.0, 30.0]), "z_loss": rng.choice([0.0, 1e-4])}
+    return Call("cross_entropy_backward_", lists, **rule)
+
+
 CALLS = (adamw, adamw, adamw8bit, adamw8bit, adafactor, adafactor, unscale_norm, update_scale)
-CALLS = (*CALLS, join_weights, *map(of_lists, LIST_OPS.values()))
+CALLS = (*CALLS, join_weights, cross_entropy_backward, *map(of_lists, LIST_OPS.values()))
 
 # ---- One case ------------------------------------------------------------------------------------
 

@@ -13,7 +13,9 @@ FLOORS = {
             ["_core"],
             ["functional"],
             ["optim", "grad", "amp", "nn", "loss"],
-            ["checkpoint", "state", "memory"],
+            ["checkpointing", "state", "memory"],
+            ["patching"],
+            ["planning"],
             ["integrations"],
         ]
     )

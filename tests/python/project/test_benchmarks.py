@@ -18,9 +18,10 @@ sys.path.append(str(ROOT))
 
 from benchmarks import __main__ as command  # noqa: E402
 from benchmarks import adamw, adamw8bit, unscale_norm  # noqa: E402
+from benchmarks._layers import held_bytes  # noqa: E402
 from benchmarks._limits import Rotation, cache_bytes, sets_needed  # noqa: E402
 from benchmarks._timing import Contender, Settings, measure, ratios  # noqa: E402
-from benchmarks.harness import Bar, Case, Unavailable, run, run_case  # noqa: E402
+from benchmarks.harness import Bar, Case, Share, Unavailable, run, run_case  # noqa: E402
 
 CPU = torch.device("cpu")
 FAST = Settings(rounds=3, sample_s=0.0, warmup_s=0.0)
@@ -34,33 +35,38 @@ def make_case(factories, **kwargs):
     return Case("fake", "sleeps", lambda device: factories, against="rival", **kwargs)
 
 
-SLOW = {"adafactor", "adamw8bit"}  # whose peers compile for long
+TIMED = [stem for stem in command.STEMS if stem != "plan"]  # the others compare bytes
+SLOW = {"adafactor", "adamw8bit", "block", "gemm", "weights"}  # whose peers or cases take long
+
+
+@pytest.fixture
+def one_thread():
+    """The command sets how many threads torch uses."""
+    threads = torch.get_num_threads()
+    yield ["--threads", "1"]
+    torch.set_num_threads(threads)
+
+
+def test_the_command_runs_by_itself(tmp_path):
+    line = [sys.executable, "-m", "benchmarks", "update_scale", "--quick"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
-    "stem", [pytest.param(s, marks=pytest.mark.slow) if s in SLOW else s for s in command.STEMS]
+    "stem", [pytest.param(s, marks=pytest.mark.slow) if s in SLOW else s for s in TIMED]
 )
-def test_quick_run_covers_every_case(stem, device, tmp_path):
+def test_quick_run_covers_every_case(stem, device, tmp_path, one_thread, capsys):
     path = tmp_path / "results.json"
-    line = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        stem,
-        "--quick",
-        "--threads",
-        "1",
-        "--device",
-        device,
-    ]
-    done = subprocess.run([*line, "--json", str(path)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    line = [stem, "--quick", "--device", device, "--json", str(path), *one_thread]
+    assert command.main(line) == 0
+    printed = capsys.readouterr().out
     saved = json.loads(path.read_text())
     cases = importlib.import_module(f"benchmarks.{stem}").cases
     expected = [case.name for case in cases(torch.device(device), quick=True)]
     assert [case["name"] for case in saved["cases"]] == expected
     for case in saved["cases"]:
-        assert f"\n{case['name']}: " in done.stdout
+        assert f"\n{case['name']}: " in printed
         for name, result in case["contenders"].items():
             assert "unavailable" in result or result["seconds"]["median"] > 0, (case["name"], name)
         rival = case["contenders"][case["against"]]
@@ -209,7 +215,7 @@ def test_steps_move_parameters(contender, written, device):
 
 
 def same_work():
-    for stem in command.STEMS:
+    for stem in TIMED:
         work = getattr(importlib.import_module(f"benchmarks.{stem}"), "SAME_WORK", None)
         for contender in work.contenders if work else ():
             for k in range(len(work.layouts)):
@@ -230,7 +236,7 @@ def test_contenders_of_a_stem_do_the_same_work(work, contender, k, device):
         assert (got != old).any()
 
 
-@pytest.mark.parametrize("stem", command.STEMS)
+@pytest.mark.parametrize("stem", TIMED)
 def test_what_is_compared_first_is_what_a_user_calls(stem):
     """A row of an op alone is named so, and stands beside the call, or in a case of ops alone."""
     for case in importlib.import_module(f"benchmarks.{stem}").cases(CPU, quick=True):
@@ -326,6 +332,33 @@ def test_bars():
     factories["headroom"] = lambda: sleeper(0.05)
     found = run_case(case, CPU, FAST, limit)["bars"]
     assert [bar["met"] for bar in found] == [False, False, False]
+
+
+def test_shares_of_rows_in_another():
+    def counting(seconds, count):
+        return lambda: sleeper(seconds, counts=lambda: {"bytes": count})
+
+    factories = {"headroom": counting(0.001, 40), "rival": counting(0.02, 100), "peer": missing}
+    bars = [
+        Share("time", "headroom", "rival", 0.5, "cpu"),
+        Share("time", "rival", "headroom", 1.0, "cpu"),
+        Share("bytes", "headroom", "rival", 0.4, "cpu"),
+        Share("bytes", "headroom", "rival", 0.39, "cpu"),
+        Share("colors", "headroom", "rival", 0.5, "cpu"),  # which nobody counts
+        Share("time", "peer", "rival", 1.0, "cpu"),
+        Share("time", "headroom", "rival", 1.0, "cuda"),
+    ]
+    found = run_case(make_case(factories, bars=bars), CPU, FAST)
+    assert [bar["met"] for bar in found["bars"]] == [True, False, True, False, False]
+    assert found["bars"][2]["value"] == 0.4
+    assert found["contenders"]["rival"]["counts"] == {"bytes": 100}
+
+
+def test_bytes_that_a_call_holds(device):
+    """What lives with the result, and the most in between."""
+    call = lambda: torch.ones(1000, device=device).add(1)[:1]  # noqa: E731
+    held, peak = held_bytes(call, torch.device(device))
+    assert 4000 <= held < 4000 + 600 and 8000 <= peak < 8000 + 1200
 
 
 def broken():

@@ -26,6 +26,7 @@ REGISTERS = {
     "adafactor_sums_kernel": 80,
     "adamw_kernel": 80,
     "adamw8bit_kernel": 80,
+    "norm_backward_long_kernel": 128,  # 512 threads a block, for rows longer than 8,192
 }
 REGISTERS_OF_OTHERS = 64
 # Kernels that handle a few values per tensor; all others must have 128-bit loads and stores.
@@ -40,8 +41,13 @@ SCALAR = {
     "adafactor_tiny_apply_kernel",
     "adafactor_weights_sums_kernel",
     "adafactor_weights_apply_kernel",
+    "cross_entropy_reduce_kernel",
     "dequantize_blocks_kernel",
+    "gemm_without_product_kernel",  # where there is nothing to multiply
     "list_count_kernel",
+    "norm_add_groups_kernel",
+    "norm_backward_single_kernel",
+    "norm_forward_single_kernel",
     "norm_kernel",
     "quantize_blocks_kernel",
     "tensor_sums_kernel",
@@ -50,7 +56,8 @@ SCALAR = {
 }
 
 
-READERS = {"adafactor_sums_kernel"}  # of elements, which they do not write
+# Of elements, which they do not write.
+READERS = {"adafactor_sums_kernel", "cross_entropy_forward_kernel"}
 
 
 def build_info():
@@ -162,6 +169,7 @@ def test_vector_loads_and_stores(instructions, access):
         key
         for key, opcodes in instructions.items()
         if kernel_name(key[1]) not in (SCALAR if access == "LDG" else SCALAR | READERS)
+        and "rope_kernelILi1E" not in key[1]  # element by element, at addresses that need it
         and not any(re.match(rf"{access}\..*\b(128|256)\b", op) for op in opcodes)
     ]
     assert not without

@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[3]
 OPS = {
     path.name.removesuffix("_cpu.c"): path.parent.name
     for path in sorted((ROOT / "kernels").glob("*/*_cpu.c"))
+    if path.parent.name != "core"
 }
 LAYERS = ["kernels", "capi", "torch_ext", "ops"]  # each knows only the ones to its left
 
@@ -90,9 +91,10 @@ def test_tests_have_names_of_their_own():
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_op_is_documented(op):
-    assert re.search(rf"\bhr_{op}\b", (ROOT / "capi/headroom.h").read_text())
+    function = rf"hr_{op}(_forward)?"
+    assert re.search(rf"\b{function}\b", (ROOT / "capi/headroom.h").read_text())
     assert re.search(rf"^\| `{op}` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert f"`hr_{op}`" in (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(rf"`{function}`", (ROOT / "CHANGELOG.md").read_text())
 
 
 @pytest.mark.parametrize("folder", ["kernels", "capi"])

@@ -41,7 +41,7 @@ def test_only_public_names_are_shown():
     assert not [name for name in raw if hasattr(headroom, name)]
 
 
-@pytest.mark.parametrize("package", ["", "optim", "state", "amp", "functional"])
+@pytest.mark.parametrize("package", ["", "optim", "state", "amp", "functional", "nn", "memory"])
 def test_every_name_is_there(package):
     module = getattr(headroom, package) if package else headroom
     assert sorted(module.__all__) == module.__all__

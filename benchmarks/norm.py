@@ -1,0 +1,81 @@
+"""Norms of rows: forward and backward through autograd, beside torch's own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._layers import trained
+from .harness import Bar, Case, Rotation, filled, sets_needed
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+class Rows(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    dy: Tensor
+
+
+def rows(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Rows:
+    count, cols = shape
+    x, dy = (filled(count * cols, dtype, device).view(shape) for _ in range(2))
+    weight, bias = (filled(cols, dtype, device).requires_grad_() for _ in range(2))
+    return Rows(x.requires_grad_(), weight, bias, dy)
+
+
+def headroom_rms(d: Rows) -> Tensor:
+    from headroom.functional import rms_norm
+
+    return rms_norm(d.x, d.weight, 1e-6, casting="once")
+
+
+def headroom_layer(d: Rows) -> Tensor:
+    from headroom.functional import layer_norm
+
+    return layer_norm(d.x, d.weight, d.bias)
+
+
+def torch_rms(d: Rows) -> Tensor:
+    return F.rms_norm(d.x, d.weight.shape, d.weight, 1e-6)
+
+
+def torch_layer(d: Rows) -> Tensor:
+    return F.layer_norm(d.x, d.weight.shape, d.weight, d.bias)
+
+
+def cases(device: torch.device, quick: bool) -> list[Case]:
+    def case(kind: str, dtype: torch.dtype, shape: tuple[int, int]) -> Case:
+        ours, theirs, inputs = {
+            "rms": (headroom_rms, torch_rms, 2),
+            "layer": (headroom_layer, torch_layer, 3),
+        }[kind]
+        used = (7, 96) if quick else shape
+        numel = used[0] * used[1]
+
+        def setup(device):
+            held = 2 * numel * dtype.itemsize
+            sets = range(sets_needed(held, device))
+            data = Rotation([rows(used, dtype, device) for _ in sets])
+            return {
+                "headroom": lambda: trained(data, ours, lambda d: d[:inputs], lambda d: d.dy),
+                "torch": lambda: trained(data, theirs, lambda d: d[:inputs], lambda d: d.dy),
+            }
+
+        # Forward reads x and writes y; backward reads x and dy and writes dx.
+        work = 5 * numel * dtype.itemsize
+        bars = [Bar("ratio", 2.0, "cpu")]
+        name = "f32" if dtype == F32 else "bf16"
+        what = f"{kind}_norm forward and backward on {used[0]:,} x {used[1]:,}, {name}"
+        return Case(f"{kind}-{name}-{shape[1]}", what, setup, "torch", work, bars=bars)
+
+    return [
+        case(kind, dtype, shape)
+        for kind in ("rms", "layer")
+        for dtype in (F32, BF16)
+        for shape in ((4096, 2048), (512, 8192))
+    ]

@@ -1,0 +1,218 @@
+#include "capi/nn/mlp_plan.h"
+
+/* A tile is large enough for the products to be worth reading and writing the gradients of the
+ * matrices once for each, and a multiple of what kernels of products take at a time. */
+#define TILE_TOKENS  INT64_C(4096)
+#define TILE_QUANTUM INT64_C(128)
+
+static int64_t divided_up(int64_t a, int64_t b)
+{
+    return a / b + (a % b != 0);
+}
+
+static int is_narrow(const hr_mlp_config *config)
+{
+    return config->dtype != HR_F32;
+}
+
+/* The choice depends on neither what is kept nor what is wanted: the bits of products may depend on
+ * the number of rows. */
+static int64_t chosen_tile(const mlp_sizes *s, const hr_mlp_config *config)
+{
+    if (config->tile_tokens > 0)
+        return config->tile_tokens < s->tokens ? config->tile_tokens : s->tokens;
+    const double token = (double)(s->width + s->features + s->hidden) * (double)s->element;
+    const double sums =
+        is_narrow(config) ? 4.0 * (double)(s->width + s->features) * (double)s->hidden : 0;
+    if ((double)s->tokens * token <= (double)TILE_TOKENS * token + sums)
+        return s->tokens;
+    const int64_t even = divided_up(s->tokens, divided_up(s->tokens, TILE_TOKENS));
+    return divided_up(even, TILE_QUANTUM) * TILE_QUANTUM;
+}
+
+mlp_sizes mlp_sizes_of(int64_t tokens, int64_t hidden, int64_t features,
+                       const hr_mlp_config *config)
+{
+    mlp_sizes s = {.tokens = tokens,
+                   .hidden = hidden,
+                   .features = features,
+                   .width = config->gated ? 2 * features : features,
+                   .element = hr_dtype_size(config->dtype)};
+    const int64_t tile = chosen_tile(&s, config);
+    s.tile = tile > 0 ? tile : 1;
+    s.tiles = divided_up(tokens, s.tile);
+    if (s.tiles == 0)
+        s.tiles = 1; /* of no tokens: it writes gradients of zero */
+    return s;
+}
+
+hr_norm_config mlp_norm_config(const hr_mlp_config *config)
+{
+    hr_norm_config norm = HR_NORM_CONFIG_INIT;
+    norm.kind = config->norm;
+    norm.casting = config->casting;
+    norm.dtype = config->dtype;
+    norm.weight_dtype = config->norm_dtype;
+    norm.eps = config->eps;
+    norm.offset = config->offset;
+    return norm;
+}
+
+hr_gemm_config mlp_gemm_config(const hr_mlp_config *config)
+{
+    hr_gemm_config gemm = HR_GEMM_CONFIG_INIT;
+    gemm.dtype = config->dtype;
+    gemm.out_dtype = config->dtype;
+    gemm.allow_tf32 = config->allow_tf32;
+    gemm.allow_reduced_precision_reduction = config->allow_reduced_precision_reduction;
+    gemm.deterministic = config->deterministic;
+    return gemm;
+}
+
+uint32_t mlp_kept(hr_mlp_save save, uint32_t wanted)
+{
+    const uint32_t through = wanted & MLP_THROUGH, down = wanted & HR_MLP_DOWN;
+    uint32_t kept = 0;
+    if (through && save != HR_MLP_SAVE_INPUT)
+        kept |= MLP_GATE_UP;
+    /* Without a gradient through the activation, its result takes less than gate and up. */
+    if (down && (save == HR_MLP_SAVE_ALL || (save == HR_MLP_SAVE_GATE_UP && !through)))
+        kept |= MLP_ACTIVATED;
+    if ((wanted & HR_MLP_GATE_UP) && save == HR_MLP_SAVE_ALL)
+        kept |= MLP_NORMED;
+    if (mlp_reads_x(wanted, kept))
+        kept |= MLP_STATISTICS;
+    return kept;
+}
+
+uint32_t mlp_evaluated(uint32_t wanted, uint32_t kept)
+{
+    uint32_t needed = 0;
+    if (wanted & HR_MLP_DOWN)
+        needed |= MLP_ACTIVATED;
+    if ((wanted & MLP_THROUGH) || (needed & ~kept & MLP_ACTIVATED))
+        needed |= MLP_GATE_UP;
+    if ((wanted & HR_MLP_GATE_UP) || (needed & ~kept & MLP_GATE_UP))
+        needed |= MLP_NORMED;
+    return needed;
+}
+
+int mlp_reads_x(uint32_t wanted, uint32_t kept)
+{
+    return (wanted & (HR_MLP_X | HR_MLP_NORM_WEIGHT | HR_MLP_NORM_BIAS)) ||
+           (mlp_evaluated(wanted, kept) & ~kept & MLP_NORMED);
+}
+
+/* ---- Where things lie ------------------------------------------------------------------------ */
+
+static size_t take(mlp_layout *layout, int wanted, int64_t rows, int64_t cols, size_t element)
+{
+    if (!wanted)
+        return MLP_NONE;
+    const size_t at = layout->bytes, bytes = (size_t)rows * (size_t)cols * element;
+    layout->bytes += (bytes + MLP_ALIGNMENT - 1) / MLP_ALIGNMENT * MLP_ALIGNMENT;
+    return at;
+}
+
+static hr_status widen(size_t *most, int64_t m, int64_t n, int64_t k, const hr_gemm_config *config,
+                       const hr_exec *exec)
+{
+    size_t bytes = 0;
+    const hr_status status = hr_gemm_workspace(&bytes, m, n, k, config, exec);
+    if (bytes > *most)
+        *most = bytes;
+    return status;
+}
+
+/* All products get the same amount, because what it is may decide how they are computed. */
+static hr_status product_bytes(size_t *most, const mlp_sizes *s, const hr_mlp_config *config,
+                               const hr_exec *exec)
+{
+    hr_gemm_config gemm = mlp_gemm_config(config);
+    const int64_t shapes[][3] = {
+        {s->tile, s->width, s->hidden},    {s->tile, s->hidden, s->features},
+        {s->tile, s->features, s->hidden}, {s->tile, s->hidden, s->width},
+        {s->width, s->hidden, s->tile},    {s->hidden, s->features, s->tile}};
+    *most = 0;
+    for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
+        const hr_status status = widen(most, shapes[i][0], shapes[i][1], shapes[i][2], &gemm, exec);
+        if (status != HR_OK)
+            return status;
+    }
+    return HR_OK;
+}
+
+static mlp_layout empty_layout(void)
+{
+    return (mlp_layout){.normed = MLP_NONE,
+                        .gate_up = MLP_NONE,
+                        .inner = MLP_NONE,
+                        .gate_up_grad = MLP_NONE,
+                        .gate_up_sum = MLP_NONE,
+                        .down_sum = MLP_NONE,
+                        .gate_up_bias_sum = MLP_NONE,
+                        .down_bias_sum = MLP_NONE,
+                        .addend = MLP_NONE,
+                        .column = MLP_NONE,
+                        .norm = MLP_NONE,
+                        .product = MLP_NONE};
+}
+
+static hr_status finish(mlp_layout *layout, const mlp_sizes *s, const hr_mlp_config *config,
+                        const hr_exec *exec)
+{
+    const hr_status status = product_bytes(&layout->product_bytes, s, config, exec);
+    layout->product = take(layout, layout->product_bytes > 0, 1, (int64_t)layout->product_bytes, 1);
+    layout->bytes += MLP_ALIGNMENT;
+    return status;
+}
+
+hr_status mlp_forward_layout(mlp_layout *layout, const mlp_sizes *s, uint32_t kept,
+                             const hr_mlp_config *config, const hr_exec *exec)
+{
+    *layout = empty_layout();
+    layout->normed = take(layout, !(kept & MLP_NORMED), s->tile, s->hidden, s->element);
+    layout->gate_up = take(layout, !(kept & MLP_GATE_UP), s->tile, s->width, s->element);
+    layout->inner = take(layout, !(kept & MLP_ACTIVATED), s->tile, s->features, s->element);
+    return finish(layout, s, config, exec);
+}
+
+hr_status mlp_backward_layout(mlp_layout *layout, const mlp_sizes *s, uint32_t wanted,
+                              uint32_t kept, const hr_mlp_config *config, const hr_exec *exec)
+{
+    *layout = empty_layout();
+    const uint32_t again = mlp_evaluated(wanted, kept) & ~kept;
+    const int through = (wanted & MLP_THROUGH) != 0, several = s->tiles > 1;
+    const int sums = several && is_narrow(config);
+    const int64_t widest = s->width > s->hidden ? s->width : s->hidden;
+    layout->normed = take(layout, again & MLP_NORMED, s->tile, s->hidden, s->element);
+    layout->gate_up = take(layout, again & MLP_GATE_UP, s->tile, s->width, s->element);
+    layout->inner =
+        take(layout, through || (again & MLP_ACTIVATED), s->tile, s->features, s->element);
+    layout->gate_up_grad = layout->gate_up;
+    if (through && layout->gate_up == MLP_NONE)
+        layout->gate_up_grad = take(layout, 1, s->tile, s->width, s->element);
+    layout->gate_up_sum = take(layout, sums && (wanted & HR_MLP_GATE_UP), s->width, s->hidden, 4);
+    layout->down_sum = take(layout, sums && (wanted & HR_MLP_DOWN), s->hidden, s->features, 4);
+    const uint32_t gate_up_bias = wanted & HR_MLP_GATE_UP_BIAS;
+    const uint32_t down_bias = wanted & HR_MLP_DOWN_BIAS;
+    layout->gate_up_bias_sum = take(layout, several && gate_up_bias, 1, s->width, 4);
+    layout->down_bias_sum = take(layout, several && down_bias, 1, s->hidden, 4);
+    layout->addend = take(layout, several && (gate_up_bias || down_bias), 1, widest, 4);
+    /* Of two matrices of gate and up, one may have no gradient where its bias has one. */
+    layout->column =
+        take(layout, gate_up_bias || (down_bias && !(wanted & HR_MLP_DOWN)), 1, widest, 4);
+    /* The norm is the last, so its scratch memory may lie where the tiles did. */
+    if (wanted & (HR_MLP_NORM_WEIGHT | HR_MLP_NORM_BIAS)) {
+        const hr_norm_config norm = mlp_norm_config(config);
+        const hr_status status =
+            hr_norm_workspace(&layout->norm_bytes, s->tokens, s->hidden, &norm);
+        if (status != HR_OK)
+            return status;
+        layout->norm = 0;
+        if (layout->bytes < layout->norm_bytes)
+            layout->bytes =
+                (layout->norm_bytes + MLP_ALIGNMENT - 1) / MLP_ALIGNMENT * MLP_ALIGNMENT;
+    }
+    return finish(layout, s, config, exec);
+}

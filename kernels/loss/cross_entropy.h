@@ -1,0 +1,248 @@
+/*
+ * cross_entropy.h: the formulas of a row of logits: see hr_cross_entropy_forward in headroom.h.
+ *
+ * The elements of a row are binary32. What there is one of in a row is binary64, because a loss is
+ * the small difference of two logits, and the gradient at a target that is almost certain the small
+ * difference of two probabilities.
+ */
+#ifndef HR_CROSS_ENTROPY_H
+#define HR_CROSS_ENTROPY_H
+
+#include <math.h>
+
+#include "kernels/core/dtype.h"
+#include "kernels/core/math.h"
+
+typedef struct cross_entropy_args {
+    hr_rows logits, grad;
+    const void *target;
+    const float *weight;
+    float *loss, *lse, *lse_low; /* NULL where absent, here and below */
+    int64_t *argmax;
+    const float *dloss, *factors;
+    int64_t dloss_stride;
+    float *result, *new_factors; /* of a reduction */
+    double weight_sum;           /* of all classes; computed here for the CPU alone */
+    int64_t rows, classes;
+    hr_cross_entropy_config config;
+} cross_entropy_args;
+
+/* ---- Targets --------------------------------------------------------------------------------- */
+
+HR_INLINE int64_t ce_target(const cross_entropy_args *a, int64_t row)
+{
+    return a->config.target_bytes == 8 ? ((const int64_t *)a->target)[row]
+                                       : ((const int32_t *)a->target)[row];
+}
+
+HR_INLINE int ce_is_ignored(const cross_entropy_args *a, int64_t target)
+{
+    return target == a->config.ignore_index;
+}
+
+HR_INLINE int ce_is_class(const cross_entropy_args *a, int64_t target)
+{
+    return target >= 0 && target < a->classes;
+}
+
+/* The weight of a row. A target that is no class makes sums of weights NaN. */
+HR_INLINE double ce_weight(const cross_entropy_args *a, int64_t target)
+{
+    if (ce_is_ignored(a, target))
+        return 0.0;
+    if (!ce_is_class(a, target))
+        return NAN;
+    return a->weight ? (double)a->weight[target] : 1.0;
+}
+
+/* ---- binary64: once per row ------------------------------------------------------------------ */
+
+/* 2^k for k in [-1022, 1023]. */
+HR_INLINE double ce_power(int64_t k)
+{
+    const uint64_t bits = (uint64_t)(k + 1023) << 52;
+    double power;
+    memcpy(&power, &bits, sizeof power);
+    return power;
+}
+
+/* exp(x) - 1 to a few units in the last place, for x up to 700. */
+HR_INLINE double ce_expm1(double x)
+{
+    if (x != x || x < -700.0)
+        return x != x ? x : -1.0;
+    const double k = floor(x * 1.4426950408889634 + 0.5);
+    const double r = (x - k * 0.693147180369123816490) - k * 1.90821492927058770002e-10;
+    double series = 1.0; /* (exp(r) - 1) / r */
+    for (int n = 15; n > 1; n--)
+        series = 1.0 + series * r / n;
+    const double power = ce_power((int64_t)k);
+    return power * (r * series) + (power - 1.0);
+}
+
+/* The logarithm of x >= 0 that is a normal number or 0. */
+HR_INLINE double ce_log(double x)
+{
+    if (!(x > 0.0))
+        return x == 0.0 ? -INFINITY : x;
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    int64_t k = (int64_t)(bits >> 52) - 1023;
+    bits = (bits & 0xFFFFFFFFFFFFFu) | 0x3FF0000000000000u;
+    double fraction;
+    memcpy(&fraction, &bits, sizeof fraction);
+    if (fraction > 1.4142135623730951) {
+        fraction *= 0.5;
+        k++;
+    }
+    const double t = (fraction - 1.0) / (fraction + 1.0), square = t * t;
+    double series = 0.0; /* atanh(t) / t */
+    for (int n = 23; n >= 1; n -= 2)
+        series = series * square + 1.0 / n;
+    return (double)k * 0.6931471805599453 + 2.0 * t * series;
+}
+
+/* The log-sum-exp of a row from its largest logit and the sum of exp(z - top). */
+HR_INLINE double ce_lse(float top, double sum)
+{
+    return (double)top + ce_log(sum);
+}
+
+/* The loss of a row. `weighted`: the sum of weight * z; `weights`: of weights. */
+HR_INLINE float ce_loss(const hr_cross_entropy_config *config, double lse, double z, double weight,
+                        double weights, double weighted, int64_t classes)
+{
+    const double smoothing = config->label_smoothing;
+    double loss = (1.0 - smoothing) * weight * (lse - z);
+    if (smoothing > 0.0)
+        loss += smoothing / (double)classes * (weights * lse - weighted);
+    if (config->z_loss != 0.0)
+        loss += config->z_loss * lse * lse;
+    return (float)loss;
+}
+
+/* The row of a gradient: grad = p * exp(z - lse) - w * weight, but at the target. */
+typedef struct ce_row {
+    float high, low; /* lse */
+    float p, w;
+    double target, others, each; /* p is target + others, and w is each */
+} ce_row;
+
+HR_INLINE ce_row ce_row_of(const cross_entropy_args *a, int64_t row, double weight, double weights)
+{
+    const double smoothing = a->config.label_smoothing;
+    const double dloss = (double)a->dloss[row * a->dloss_stride];
+    const double part = dloss * (a->factors ? (double)a->factors[0] : 1.0);
+    const double z_part = dloss * (a->factors ? (double)a->factors[1] : 1.0);
+    ce_row r;
+    r.high = a->lse[row];
+    r.low = a->lse_low ? a->lse_low[row] : 0.0f;
+    r.target = part * (1.0 - smoothing) * weight;
+    r.others = 0.0;
+    r.each = smoothing > 0.0 ? part * smoothing / (double)a->classes : 0.0;
+    if (smoothing > 0.0)
+        r.others = r.each * weights;
+    if (a->config.z_loss != 0.0)
+        r.others += z_part * 2.0 * a->config.z_loss * ((double)r.high + (double)r.low);
+    r.p = (float)(r.target + r.others);
+    r.w = (float)r.each;
+    return r;
+}
+
+/* The gradient at the target, whose logit is z before and `capped` after the softcap. */
+HR_INLINE float ce_target_gradient(const ce_row *r, float capped, double weight, double slope)
+{
+    const double less = ce_expm1(((double)capped - (double)r->high) - (double)r->low); /* p - 1 */
+    const double gradient = r->target * less + r->others * (1.0 + less) - r->each * weight;
+    return (float)(gradient * slope);
+}
+
+/* ---- binary32: each element ------------------------------------------------------------------ */
+
+/* e^x for x up to 88, in half the instructions of hr_exp: with x = n ln 2 + r it is 2^n (1 + (e^r -
+ * 1)), where what rounding took off ln 2 is left out, which is |x| 2^-29 of the result. What is less
+ * than the least normal number is 0, also for minus infinity; a NaN stays one. */
+HR_INLINE float ce_exp(float x)
+{
+    /* Adding `shift` rounds to an integer, and leaves n + 127, the exponent of 2^n, in the low bits. */
+    const float shift = 0x1.8p+23f + 127.0f, bounded = hr_at_least(x, -88.0f);
+    const float shifted = fmaf(bounded, 0x1.715476p+0f, shift);
+    const float less = hr_expm1_near_0(fmaf(shifted - shift, -0x1.62e430p-1f, bounded));
+    const float power = hr_float(hr_bits(shifted) << 23);
+    return fmaf(less, power, power);
+}
+
+HR_INLINE float ce_probability(float z, float high, float low)
+{
+    return ce_exp((z - high) - low);
+}
+
+/* The derivative of the softcap, from tanh(z / cap). */
+HR_INLINE float ce_slope(float tanh)
+{
+    return (1.0f - tanh) * (1.0f + tanh);
+}
+
+/* What exponents are taken relative to: finite even while all logits were minus infinity. */
+HR_INLINE float ce_base(float top)
+{
+    return top == -INFINITY ? 0.0f : top;
+}
+
+/* ---- The reduction --------------------------------------------------------------------------- */
+
+typedef struct ce_totals {
+    double loss, z_loss, weight, count;
+} ce_totals;
+
+HR_INLINE void ce_count(const cross_entropy_args *a, int64_t row, ce_totals *totals)
+{
+    const int64_t target = ce_target(a, row);
+    if (ce_is_ignored(a, target))
+        return;
+    totals->weight += ce_weight(a, target);
+    totals->count += 1.0;
+    if (!a->loss)
+        return;
+    const double lse = a->config.z_loss != 0.0 ? (double)a->lse[row] : 0.0;
+    const double z_loss = a->config.z_loss * lse * lse;
+    totals->loss += (double)a->loss[row] - z_loss;
+    totals->z_loss += z_loss;
+}
+
+/* Writes what is wanted of a reduction. */
+HR_INLINE void ce_finish(const cross_entropy_args *a, const ce_totals *totals)
+{
+    double factor = 1.0, z_factor = 1.0;
+    if (a->config.reduction != HR_REDUCE_SUM) {
+        factor = 1.0 / totals->weight;
+        z_factor = 1.0 / totals->count;
+        if (a->config.reduction == HR_REDUCE_MEAN_OR_ZERO && totals->count == 0.0)
+            factor = z_factor = 0.0;
+    }
+    if (a->new_factors) {
+        a->new_factors[0] = (float)factor;
+        a->new_factors[1] = (float)z_factor;
+    }
+    if (!a->result)
+        return;
+    double result = totals->loss * factor; /* 0 times infinity, a NaN, where nothing is counted */
+    if (a->config.z_loss != 0.0)
+        result += totals->z_loss * z_factor;
+    *a->result = (float)result;
+}
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+hr_status cross_entropy_forward_cpu(cross_entropy_args *args);
+hr_status cross_entropy_backward_cpu(cross_entropy_args *args);
+hr_status cross_entropy_reduce_cpu(const cross_entropy_args *args);
+hr_status cross_entropy_forward_cuda(const cross_entropy_args *args, const hr_exec *exec);
+hr_status cross_entropy_backward_cuda(const cross_entropy_args *args, const hr_exec *exec);
+hr_status cross_entropy_reduce_cuda(const cross_entropy_args *args, const hr_exec *exec);
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,59 @@
+/*
+ * gemm.h: matrix products and their epilogues: see hr_gemm in headroom.h.
+ */
+#ifndef HR_GEMM_H
+#define HR_GEMM_H
+
+#include "kernels/core/math.h"
+
+typedef struct gemm_args {
+    hr_rows c, a, b;
+    const void *bias; /* NULL where absent */
+    int64_t m, n, k;  /* k is 0 if alpha is */
+    hr_gemm_config config;
+    void *workspace;
+    size_t workspace_bytes;
+} gemm_args;
+
+/* alpha * sum + beta * C + bias. An absent bias is -0, the number whose addition changes none. */
+#define GEMM_NO_BIAS (-0.0f)
+
+HR_INLINE float gemm_value(float sum, float alpha, float beta, float c, float bias)
+{
+    const float product = alpha * sum;
+    return (beta == 0.0f ? product : product + beta * c) + bias;
+}
+
+/* gelu(x), approximated by tanh, and its derivative. */
+#define GEMM_GELU_SCALE 0.7978845608028654f /* sqrt(2 / pi) */
+#define GEMM_GELU_CUBIC 0.044715f
+
+HR_INLINE float gemm_gelu_tanh(float x)
+{
+    return hr_tanh(GEMM_GELU_SCALE * (x + GEMM_GELU_CUBIC * (x * x * x)));
+}
+
+HR_INLINE float gemm_gelu(float x)
+{
+    return 0.5f * x * (1.0f + gemm_gelu_tanh(x));
+}
+
+HR_INLINE float gemm_gelu_slope(float x)
+{
+    const float t = gemm_gelu_tanh(x);
+    const float inner = GEMM_GELU_SCALE * (1.0f + 3.0f * GEMM_GELU_CUBIC * (x * x));
+    return 0.5f * (1.0f + t) + 0.5f * x * ((1.0f - t) * (1.0f + t)) * inner;
+}
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+hr_status gemm_cpu(const gemm_args *args);
+hr_status gemm_cuda(const gemm_args *args, const hr_exec *exec);
+hr_status gemm_workspace_cuda(size_t *bytes);   /* of the current device */
+void gemm_lend(hr_gemm_fn gemm, void *context); /* NULL: none */
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,329 @@
+/*
+ * gemm_cpu.c: the lent product, or the blocked loop. A task computes a tile of C: it packs the parts
+ * of A and B that it needs as binary32, KC of the k terms at a time, into slivers that the
+ * innermost loop reads from end to end, and keeps the sums in the fastest caches. An element's terms
+ * are added in an order that depends on k alone, each with one rounding: so neither the number of
+ * threads nor the shape of the innermost block, which follows the instruction set, changes a bit.
+ */
+#include <pthread.h>
+
+#include "kernels/core/rows_cpu.h"
+#include "kernels/nn/gemm.h"
+
+#define SIDE 128 /* of a tile of C */
+#define KC   256
+
+/* At multiples of a cache line: a vector across two lines takes twice as long to load. */
+typedef struct gemm_tile {
+    _Alignas(64) float a[SIDE * KC]; /* slivers of MR rows, [k][MR] each */
+    _Alignas(64) float b[SIDE * KC]; /* slivers of NR columns, [k][NR] each */
+    _Alignas(64) float sums[SIDE * SIDE];
+} gemm_tile;
+
+/* Packs `count` columns of rows [k0, k0 + kc) of x. Columns that a sliver lacks are zeros. */
+HR_INLINE void pack_columns(float *restrict packed, const hr_rows *x, int64_t k0, int64_t j0,
+                            int kc, int count, int width, hr_dtype dtype)
+{
+    float buffer[SIDE];
+    for (int p = 0; p < kc; p++) {
+        const float *const row = tile_in(buffer, row_at(x, k0 + p, dtype), j0, count, dtype);
+        for (int s = 0; s < count; s += width) {
+            float *const restrict to = packed + s * kc + p * width;
+            if (count - s >= width)
+                for (int j = 0; j < width; j++)
+                    to[j] = row[s + j];
+            else
+                for (int j = 0; j < width; j++)
+                    to[j] = j < count - s ? row[s + j] : 0.0f;
+        }
+    }
+}
+
+/* Packs `count` rows from j0 on, columns [k0, k0 + kc), of x: the rows become columns. */
+HR_INLINE void pack_rows(float *restrict packed, const hr_rows *x, int64_t k0, int64_t j0, int kc,
+                         int count, int width, hr_dtype dtype)
+{
+    enum { ROWS = 4 };
+    float buffers[ROWS][KC];
+    static const float zeros[KC];
+    for (int s = 0; s < count; s += ROWS) {
+        const float *rows[ROWS];
+        for (int j = 0; j < ROWS; j++)
+            rows[j] = s + j < count
+                          ? tile_in(buffers[j], row_at(x, j0 + s + j, dtype), k0, kc, dtype)
+                          : zeros;
+        float *const restrict to = packed + s / width * width * kc + s % width;
+        const float *const r0 = rows[0], *const r1 = rows[1], *const r2 = rows[2],
+                           *const r3 = rows[3];
+        for (int p = 0; p < kc; p++) {
+            to[p * width] = r0[p];
+            to[p * width + 1] = r1[p];
+            to[p * width + 2] = r2[p];
+            to[p * width + 3] = r3[p];
+        }
+    }
+    for (int j = (count + ROWS - 1) / ROWS * ROWS; j % width != 0; j++)
+        for (int p = 0; p < kc; p++)
+            packed[j / width * width * kc + p * width + j % width] = 0.0f;
+}
+
+/* Adds the products of kc terms to ROWS x COLS sums. The size of the block must be a constant of the
+ * source, or the compiler leaves it in memory. */
+#define MICRO(ROWS, COLS)                                                               \
+    HR_INLINE void micro_##ROWS##x##COLS(float *restrict sums, const float *restrict a, \
+                                         const float *restrict b, int kc)               \
+    {                                                                                   \
+        float block[ROWS][COLS];                                                        \
+        for (int i = 0; i < ROWS; i++)                                                  \
+            for (int j = 0; j < COLS; j++)                                              \
+                block[i][j] = 0.0f;                                                     \
+        for (int p = 0; p < kc; p++)                                                    \
+            for (int i = 0; i < ROWS; i++)                                              \
+                for (int j = 0; j < COLS; j++)                                          \
+                    block[i][j] = fmaf(a[p * ROWS + i], b[p * COLS + j], block[i][j]);  \
+        for (int i = 0; i < ROWS; i++)                                                  \
+            for (int j = 0; j < COLS; j++)                                              \
+                sums[i * SIDE + j] += block[i][j];                                      \
+    }
+MICRO(4, 8)
+MICRO(4, 16)
+MICRO(8, 32)
+
+/* How many tiles a product has. */
+typedef struct gemm_grid {
+    int64_t rows, cols;
+} gemm_grid;
+
+HR_INLINE gemm_grid grid_of(const gemm_args *a)
+{
+    return (gemm_grid){(a->m + SIDE - 1) / SIDE, (a->n + SIDE - 1) / SIDE};
+}
+
+HR_INLINE int part(int64_t begin, int64_t end, int side)
+{
+    return end - begin < side ? (int)(end - begin) : side;
+}
+
+/* The matrix `index` of a batch. */
+HR_INLINE hr_rows in_batch(const hr_rows *x, int64_t index, int64_t batch_stride, hr_dtype dtype)
+{
+    return (hr_rows){(char *)x->data + index * batch_stride * hr_element_size(dtype), x->stride};
+}
+
+/* Multiplies, for the tile at [i0, j0) of [rows, cols] elements. */
+HR_INLINE void tile_sums(gemm_tile *tile, const hr_rows *a, const hr_rows *b, const gemm_args *args,
+                         int64_t i0, int64_t j0, int rows, int cols, const int MR, const int NR,
+                         void (*micro)(float *, const float *, const float *, int))
+{
+    const hr_gemm_config *const config = &args->config;
+    memset(tile->sums, 0, sizeof(float) * SIDE * (size_t)cpu_round_up(rows, MR));
+    for (int64_t k0 = 0; k0 < args->k; k0 += KC) {
+        const int kc = part(k0, args->k, KC);
+        if (config->transpose_a)
+            pack_columns(tile->a, a, k0, i0, kc, rows, MR, config->dtype);
+        else
+            pack_rows(tile->a, a, k0, i0, kc, rows, MR, config->dtype);
+        if (config->transpose_b)
+            pack_rows(tile->b, b, k0, j0, kc, cols, NR, config->dtype);
+        else
+            pack_columns(tile->b, b, k0, j0, kc, cols, NR, config->dtype);
+        for (int j = 0; j < cols; j += NR)
+            for (int i = 0; i < rows; i += MR)
+                micro(tile->sums + i * SIDE + j, tile->a + i * kc, tile->b + j * kc, kc);
+    }
+}
+
+/* Turns a row of sums into a row of C, whose first element is at j0. */
+HR_INLINE void finish_row(const gemm_args *args, const hr_rows *c, const float *sums, int64_t i,
+                          int64_t j0, int cols)
+{
+    const hr_gemm_config *const config = &args->config;
+    const hr_dtype dtype = config->out_dtype;
+    const float alpha = (float)config->alpha, beta = (float)config->beta;
+    void *const row = row_at(c, i, dtype);
+    float before[SIDE], bias_in[SIDE], out[SIDE];
+    const float *const old = beta != 0.0f ? tile_in(before, row, j0, cols, dtype) : sums;
+    const float *const bias = args->bias ? tile_in(bias_in, args->bias, j0, cols, dtype) : NULL;
+    if (bias)
+        for (int j = 0; j < cols; j++)
+            out[j] = gemm_value(sums[j], alpha, beta, old[j], bias[j]);
+    else
+        for (int j = 0; j < cols; j++)
+            out[j] = gemm_value(sums[j], alpha, beta, old[j], GEMM_NO_BIAS);
+    if (config->epilogue == HR_GEMM_GELU) {
+        if (config->aux.data)
+            tile_out(row_at(&config->aux, i, dtype), out, j0, cols, dtype);
+        for (int j = 0; j < cols; j++)
+            out[j] = gemm_gelu(out[j]);
+    } else if (config->epilogue == HR_GEMM_DGELU) {
+        const float *const aux = tile_in(before, row_at(&config->aux, i, dtype), j0, cols, dtype);
+        for (int j = 0; j < cols; j++)
+            out[j] *= gemm_gelu_slope(aux[j]);
+    }
+    tile_out(row, out, j0, cols, dtype);
+}
+
+HR_INLINE void multiply_tiles(void *context, int64_t begin, int64_t end, const int MR, const int NR,
+                              void (*micro)(float *, const float *, const float *, int))
+{
+    const gemm_args *const args = (const gemm_args *)context;
+    const hr_gemm_config *const config = &args->config;
+    const gemm_grid grid = grid_of(args);
+    gemm_tile tile;
+    for (int64_t t = begin; t < end; t++) {
+        const int64_t index = t / (grid.rows * grid.cols);
+        const int64_t i0 = t / grid.cols % grid.rows * SIDE, j0 = t % grid.cols * SIDE;
+        const int rows = part(i0, args->m, SIDE), cols = part(j0, args->n, SIDE);
+        const hr_rows a = in_batch(&args->a, index, config->batch_stride_a, config->dtype);
+        const hr_rows b = in_batch(&args->b, index, config->batch_stride_b, config->dtype);
+        const hr_rows c = in_batch(&args->c, index, config->batch_stride_c, config->out_dtype);
+        tile_sums(&tile, &a, &b, args, i0, j0, rows, cols, MR, NR, micro);
+        for (int i = 0; i < rows; i++)
+            finish_row(args, &c, tile.sums + i * SIDE, i0 + i, j0, cols);
+    }
+}
+
+/* Blocks that the registers of each instruction set hold: 16 of its vectors, or 8. */
+static void multiply_baseline(void *context, int64_t begin, int64_t end)
+{
+    multiply_tiles(context, begin, end, 4, 8, micro_4x8);
+}
+#if defined(__x86_64__) && defined(__GNUC__)
+CPU_AVX2 static void multiply_avx2(void *context, int64_t begin, int64_t end)
+{
+    multiply_tiles(context, begin, end, 4, 16, micro_4x16);
+}
+CPU_AVX512 static void multiply_avx512(void *context, int64_t begin, int64_t end)
+{
+    multiply_tiles(context, begin, end, 8, 32, micro_8x32);
+}
+static const hr_range_fn multiply_variants[] = {multiply_baseline, multiply_avx2, multiply_avx512,
+                                                multiply_avx512};
+#else
+static const hr_range_fn multiply_variants[] = {multiply_baseline};
+#endif
+
+/* ---- Gradients of a bias --------------------------------------------------------------------- */
+
+/* A matrix [rows, cols], and where its sums over the rows or the columns go. */
+typedef struct gemm_sums {
+    hr_rows x;
+    int64_t rows, cols;
+    hr_dtype dtype, out_dtype;
+    void *out;
+} gemm_sums;
+
+HR_INLINE void sum_columns(void *context, int64_t begin, int64_t end)
+{
+    const gemm_sums *const s = (const gemm_sums *)context;
+    double total[SIDE];
+    float buffer[SIDE];
+    for (int64_t j0 = begin; j0 < end; j0 += SIDE) {
+        const int n = part(j0, end, SIDE);
+        for (int j = 0; j < n; j++)
+            total[j] = 0.0;
+        for (int64_t i = 0; i < s->rows; i++) {
+            const float *const row = tile_in(buffer, row_at(&s->x, i, s->dtype), j0, n, s->dtype);
+            for (int j = 0; j < n; j++)
+                total[j] += (double)row[j];
+        }
+        for (int j = 0; j < n; j++)
+            hr_store(s->out, j0 + j, (float)total[j], s->out_dtype);
+    }
+}
+
+HR_INLINE void sum_rows(void *context, int64_t begin, int64_t end)
+{
+    const gemm_sums *const s = (const gemm_sums *)context;
+    float buffer[SIDE];
+    for (int64_t i = begin; i < end; i++) {
+        double total = 0.0;
+        for (int64_t j0 = 0; j0 < s->cols; j0 += SIDE) {
+            const int n = part(j0, s->cols, SIDE);
+            const float *const row = tile_in(buffer, row_at(&s->x, i, s->dtype), j0, n, s->dtype);
+            for (int j = 0; j < n; j++)
+                total += (double)row[j];
+        }
+        hr_store(s->out, i, (float)total, s->out_dtype);
+    }
+}
+
+CPU_VARIANTS(sum_columns)
+CPU_VARIANTS(sum_rows)
+
+static void write_bias_gradient(const gemm_args *args)
+{
+    const hr_gemm_config *const config = &args->config;
+    gemm_sums s = {
+        .dtype = config->dtype, .out_dtype = config->out_dtype, .out = config->bias_gradient};
+    int over_rows = 1;
+    if (config->epilogue == HR_GEMM_DGELU) {
+        s.x = args->c, s.rows = args->m, s.cols = args->n, s.dtype = config->out_dtype;
+    } else if (config->epilogue == HR_GEMM_BGRADA) {
+        over_rows = config->transpose_a;
+        s.x = args->a, s.rows = over_rows ? args->k : args->m;
+        s.cols = over_rows ? args->m : args->k;
+    } else {
+        over_rows = !config->transpose_b;
+        s.x = args->b, s.rows = over_rows ? args->k : args->n;
+        s.cols = over_rows ? args->n : args->k;
+    }
+    if (over_rows)
+        hr_parallel_for(0, s.cols, SIDE, CPU_BEST(sum_columns), &s);
+    else
+        hr_parallel_for(0, s.rows, SIDE, CPU_BEST(sum_rows), &s);
+}
+
+/* ---- The lent product ------------------------------------------------------------------------ */
+
+typedef struct lent_product {
+    hr_gemm_fn gemm;
+    void *context;
+} lent_product;
+
+static lent_product lent;
+static pthread_mutex_t lent_mutex = PTHREAD_MUTEX_INITIALIZER;
+
+void gemm_lend(hr_gemm_fn gemm, void *context)
+{
+    pthread_mutex_lock(&lent_mutex);
+    lent = (lent_product){gemm, context};
+    pthread_mutex_unlock(&lent_mutex);
+}
+
+static lent_product lent_now(void)
+{
+    pthread_mutex_lock(&lent_mutex);
+    const lent_product now = lent;
+    pthread_mutex_unlock(&lent_mutex);
+    return now;
+}
+
+/* Whether the host computed the product. Sums of a factor are then still to be written. */
+static hr_status ask_host(const gemm_args *args)
+{
+    hr_gemm_config config = args->config;
+    if (config.epilogue == HR_GEMM_BGRADA || config.epilogue == HR_GEMM_BGRADB) {
+        config.epilogue = HR_GEMM_NONE;
+        config.bias_gradient = NULL;
+    }
+    const lent_product now = lent_now();
+    if (!now.gemm || config.epilogue != HR_GEMM_NONE)
+        return HR_UNSUPPORTED;
+    return now.gemm(now.context, &args->c, &args->a, &args->b, args->bias, args->m, args->n,
+                    args->k, &config);
+}
+
+hr_status gemm_cpu(const gemm_args *args)
+{
+    const gemm_grid grid = grid_of(args);
+    const int64_t tiles = grid.rows * grid.cols * args->config.batch;
+    const hr_status status = tiles > 0 && args->k > 0 ? ask_host(args) : HR_UNSUPPORTED;
+    if (status != HR_OK && status != HR_UNSUPPORTED)
+        return status;
+    if (status == HR_UNSUPPORTED)
+        hr_parallel_for(0, tiles, 1, CPU_BEST(multiply), (void *)args);
+    if (args->config.bias_gradient)
+        write_bias_gradient(args);
+    return HR_OK;
+}

@@ -1,0 +1,64 @@
+"""What ops on rows share: dtypes under autocast, and the checks of their fakes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .registration import FLOATS, require
+
+__all__ = ["autocast_dtype", "check_rows", "promoted"]
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Returns the dtype of ``torch.autocast`` where it is on, or None."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def promoted(x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns both in the wider of their dtypes under ``torch.autocast``, where products come in 16
+    bits and their sums with others in 32; elsewhere as they are, for the op to check.
+    """
+    if x.dtype == other.dtype or autocast_dtype(x.device.type) is None:
+        return x, other
+    dtype = torch.promote_types(x.dtype, other.dtype)
+    return x.to(dtype), other.to(dtype)
+
+
+def check_rows(
+    x: Tensor,
+    like_x: dict[str, Tensor | None],
+    vectors: dict[str, Tensor | None],
+    x_name: str = "x",
+) -> None:
+    """Raises, while an op on rows is traced, what the op would raise when it runs.
+
+    Args:
+        x: ``[..., cols]``, of a dtype that kernels take.
+        like_x: tensors of the shape, dtype and device of ``x``, by the names of their arguments.
+        vectors: tensors ``[cols]`` on its device, all of one dtype.
+        x_name: what the op calls ``x``.
+    """
+    require(x.dim() > 0, f"{x_name} has no dimensions, wanted [..., cols]")
+    require(x.dtype in FLOATS, f"{x_name} has dtype {x.dtype}, wanted one of {FLOATS}")
+    for name, tensor in like_x.items():
+        if tensor is None:
+            continue
+        require(tensor.shape == x.shape, f"{name} has another shape than {x_name}")
+        require(
+            tensor.device == x.device,
+            f"{name} is on {tensor.device}, but {x_name} is on {x.device}",
+        )
+        require(
+            tensor.dtype == x.dtype, f"{name} has dtype {tensor.dtype}, but {x_name} has {x.dtype}"
+        )
+    given = {name: tensor for name, tensor in vectors.items() if tensor is not None}
+    for name, tensor in given.items():
+        require(
+            tensor.shape == x.shape[-1:] and tensor.device == x.device,
+            f"{name} must be a tensor [{x.shape[-1]}] on {x.device}",
+        )
+        require(tensor.dtype in FLOATS, f"{name} has dtype {tensor.dtype}, wanted one of {FLOATS}")
+    require(len({t.dtype for t in given.values()}) <= 1, "bias has another dtype than weight")

@@ -1,0 +1,125 @@
+"""What a function must find as it was, to compute the same again: the states of random generators,
+the settings that choose kernels, and the parameters of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp import is_autocast_available
+from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
+
+__all__ = ["Parameters", "Random", "Settings", "is_plain"]
+
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # a fake has memory of its own, which is counted
+
+
+def is_plain(x: Any) -> bool:
+    """Returns whether ``x`` is a Tensor, a Parameter or a fake of one, and of no other subclass."""
+    return type(x) in _PLAIN
+
+
+class Random:
+    """The states of the generators that a function may draw from, now."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        devices = {x.device for x in tensors if x.device.type == "cuda"}
+        self._cpu = torch.get_rng_state()
+        self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
+
+    def moved(self) -> bool:
+        """Returns whether something may have been drawn since."""
+        if self._cuda and torch.cuda.is_current_stream_capturing():
+            return True  # while a graph is captured, the state does not show it
+        return not torch.equal(self._cpu, torch.get_rng_state()) or any(
+            not torch.equal(state, torch.cuda.get_rng_state(device))
+            for device, state in self._cuda.items()
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        with torch.random.fork_rng(devices=[d.index for d in self._cuda], device_type="cuda"):
+            torch.set_rng_state(self._cpu)
+            for device, state in self._cuda.items():
+                torch.cuda.set_rng_state(state, device)
+            yield
+
+
+def _autocast(kind: str) -> tuple[Any, ...]:
+    return (
+        kind,
+        torch.get_autocast_dtype(kind),
+        torch.is_autocast_enabled(kind),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+def _backends() -> tuple[Any, ...]:
+    cuda = torch.backends.cuda  # where the choice is that holds on every device
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        torch._C._get_sdp_priority_order(),
+    )
+
+
+class Settings:
+    """What decides which kernels run, now: autocast, and the choice of
+    :func:`torch.nn.attention.sdpa_kernel`."""
+
+    def __init__(self, kinds: Iterable[str]) -> None:
+        self._autocast = [_autocast(kind) for kind in kinds if is_autocast_available(kind)]
+        self._backends, self._chosen = _backends(), _cur_sdpa_kernel_backends(with_priority=True)
+
+    def hold(self) -> bool:
+        """Returns whether they are in force."""
+        return self._backends == _backends() and all(
+            options == _autocast(options[0]) for options in self._autocast
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for options in self._autocast:
+                if options != _autocast(options[0]):
+                    stack.enter_context(torch.autocast(*options))
+            if self._backends != _backends():
+                stack.enter_context(sdpa_kernel(self._chosen, set_priority=True))
+            yield
+
+
+class Parameters:
+    """The parameters of modules as they are now, to find out whether they are the same later.
+
+    Neither DTensors nor other subclasses are looked at. FSDP2 frees and allocates the memory of a
+    parameter, but leaves its storage and its version, so those are compared.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module | None]) -> None:
+        self._seen = [
+            (part, name, p, p.untyped_storage(), p._version)
+            for module in modules
+            if module is not None
+            for part in module.modules()
+            for name, p in part._parameters.items()
+            if is_plain(p) and not p.is_inference()
+        ]
+
+    def changed(self) -> str | None:
+        """Returns which parameter has been replaced or changed, and how, or None."""
+        for part, name, p, storage, version in self._seen:
+            now = part._parameters.get(name)
+            if now is not p and not is_plain(now) and now is not None:
+                continue
+            what = f"parameter {name} of {type(part).__name__}"
+            if now is not p or p.untyped_storage()._cdata != storage._cdata:
+                return f"{what} has been replaced"
+            if p._version != version:
+                return f"{what} is at version {p._version}, wanted version {version}"
+        return None

@@ -1,0 +1,141 @@
+"""Checkpointed regions: torch's, with a check of what is recomputed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
+
+from .verify import verified_region, verified_results
+
+__all__ = ["checkpoint", "checkpoint_sequential"]
+
+
+def checkpoint(
+    function: Callable[..., Any] | None = None,
+    *args: Any,
+    use_reentrant: bool = False,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    verify: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Returns ``function(*args, **kwargs)``, and keeps its inputs instead of its activations.
+
+    The backward pass calls the function again. All but ``verify`` goes to
+    :func:`torch.utils.checkpoint.checkpoint`, whose documentation says the rest.
+
+    Args:
+        function: the region; with None the result is a decorator.
+        use_reentrant: torch's older way, which drops everything and has more limits. Unlike in
+            torch, False unless given.
+        preserve_rng_state: restores the generators for the second call, so that dropout drops the
+            same elements.
+        context_fn: returns two context managers, for the first and for the second call.
+        determinism_check: "default" compares shapes, dtypes and devices, "none" nothing.
+        debug: has an error show the operators of both calls.
+        early_stop: ends the second call as soon as everything needed has been computed.
+        verify: also compares values. Every tensor that is dropped is read once for its checksums,
+            and once more when it has been recomputed; what differs raises in the backward pass.
+            With ``use_reentrant`` the results are compared. Costs 0.1 % of the bytes that are
+            dropped, and waits for the device in the backward pass.
+
+    Raises:
+        RecomputeError: with ``verify``, in the backward pass: names the module whose operation
+            saved the tensor, the tensor, and the elements among which the first difference is.
+        RuntimeError: with ``verify``, while torch.compile traces the call.
+    """
+    options: dict[str, Any] = {"use_reentrant": use_reentrant}
+    if not preserve_rng_state:
+        options["preserve_rng_state"] = False
+    if determinism_check != "default":
+        options["determinism_check"] = determinism_check
+    if debug:
+        options["debug"] = True
+    if not early_stop:
+        options["early_stop"] = False
+    if context_fn is not noop_context_fn:
+        options["context_fn"] = context_fn
+    if function is None:
+        options |= {"verify": verify} | kwargs
+        return lambda f: functools.wraps(f)(functools.partial(_called, f, options))
+    if not verify:
+        return torch_checkpoint(function, *args, **options, **kwargs)
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "checkpoint: verify=True compares values, which torch.compile does not trace; use it "
+            "in eager mode, and verify=False in the compiled function"
+        )
+    if use_reentrant:
+        return torch_checkpoint(verified_results(function), *args, **options, **kwargs)
+    options["context_fn"] = functools.partial(_verified_contexts, function, context_fn)
+    return torch_checkpoint(function, *args, **options, **kwargs)
+
+
+def _called(function: Callable[..., Any], options: dict[str, Any], *args: Any, **kw: Any) -> Any:
+    return checkpoint(function, *args, **options, **kw)
+
+
+def _verified_contexts(
+    function: Callable[..., Any], context_fn: Callable[[], tuple[Any, Any]]
+) -> tuple[Any, Any]:
+    first, second = context_fn()
+
+    @contextmanager
+    def verified() -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(verified_region(function))
+            stack.enter_context(first)
+            yield
+
+    return verified(), second
+
+
+def _run(modules: Sequence[Callable[[Any], Any]], x: Any) -> Any:
+    for module in modules:
+        x = module(x)
+    return x
+
+
+def checkpoint_sequential(
+    functions: nn.Sequential | Sequence[Callable[[Any], Any]],
+    segments: int,
+    input: Any,
+    use_reentrant: bool = False,
+    **options: Any,
+) -> Any:
+    """Returns the result of ``functions`` called one after the other, checkpointed in segments.
+
+    Args:
+        functions: a Sequential, or a list of functions of one argument.
+        segments: how many segments of ``len(functions) // segments`` functions there are. The
+            last has the rest too, and keeps its activations, because the backward pass starts
+            with it.
+        input: the argument of the first function.
+        use_reentrant: as in :func:`checkpoint`.
+        **options: options of :func:`checkpoint`, ``verify`` among them.
+
+    Raises:
+        ValueError: ``segments`` is not from 1 to the number of functions.
+        RecomputeError: as in :func:`checkpoint`.
+    """
+    modules = list(functions.children()) if isinstance(functions, nn.Sequential) else [*functions]
+    if not 1 <= segments <= max(1, len(modules)):
+        raise ValueError(
+            f"segments is {segments}, wanted 1 to {max(1, len(modules))}, the number of functions"
+        )
+    size = len(modules) // segments
+    options["use_reentrant"] = use_reentrant
+    for start in range(0, size * (segments - 1), size):
+        run = functools.partial(_run, modules[start : start + size])
+        input = checkpoint(run, input, **options)
+    return _run(modules[size * (segments - 1) :], input)

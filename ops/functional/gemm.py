@@ -1,0 +1,172 @@
+"""Matrix products with gradients: ``headroom::gemm``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._core.registration import FLOATS, differentiable, require
+from .._core.rows import autocast_dtype
+
+__all__ = ["gemm"]
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    c: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns ``alpha * op(a) @ op(b) + beta * c + bias``, summed in float32 and rounded once.
+
+    Gives gradients of a, b, c and bias, by products of its own, so that they can be differentiated
+    again. Under autocast, tensors are cast as ``torch.matmul`` casts them.
+
+    Args:
+        a: float32, bfloat16 or float16 ``[m, k]``, or ``[batch, m, k]``. Transposed and expanded
+            views are read where they lie.
+        b: of the same dtype, ``[k, n]`` or ``[batch, k, n]``.
+        transpose_a, transpose_b: whether ``a`` is ``[k, m]``, and ``b`` is ``[n, k]``.
+        alpha, beta: factors; a ``beta`` of 0 does not read ``c``.
+        c: of the shape and dtype of the result; it is not written.
+        bias: ``[n]``, of the dtype of the result.
+        out_dtype: of the result: that of ``a``, which is the default, or float32.
+
+    Returns:
+        A contiguous tensor ``[m, n]`` or ``[batch, m, n]``.
+
+    Raises:
+        ValueError: ``out_dtype`` is neither.
+        RuntimeError: another argument does not fit, or a CUDA tensor was given and there is no
+            cuBLASLt.
+
+    On CUDA it follows ``torch.backends.cuda.matmul`` and ``torch.use_deterministic_algorithms``.
+    The formula is documented at ``hr_gemm`` in ``headroom.h``.
+    """
+    device = a.device.type
+    lowered = autocast_dtype(device)
+    if lowered is not None:
+        a, b = _cast(a, lowered), _cast(b, lowered)
+        c, bias = (_cast(tensor, out_dtype or a.dtype) for tensor in (c, bias))
+    if out_dtype not in (None, a.dtype, torch.float32):
+        wanted = "torch.float32" if a.dtype == torch.float32 else f"{a.dtype} or torch.float32"
+        raise ValueError(f"out_dtype is {out_dtype}, wanted {wanted}")
+    return torch.ops.headroom.gemm(
+        a,
+        b,
+        c,
+        bias,
+        transpose_a,
+        transpose_b,
+        alpha,
+        beta if c is not None else 0.0,
+        out_dtype == torch.float32,
+        matmul_precision(a.dtype) if device == "cuda" else 0,
+    )
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return tensor.to(dtype) if tensor is not None and tensor.dtype in FLOATS else tensor
+
+
+def matmul_precision(dtype: torch.dtype) -> int:
+    """What torch's settings allow cuBLAS, as the bits that the op takes."""
+    matmul = torch.backends.cuda.matmul
+    reduced = {
+        torch.bfloat16: lambda: matmul.allow_bf16_reduced_precision_reduction,
+        torch.float16: lambda: matmul.allow_fp16_reduced_precision_reduction,
+    }.get(dtype, lambda: False)
+    return (
+        (dtype == torch.float32 and matmul.fp32_precision == "tf32")
+        + 2 * bool(reduced())
+        + 4 * torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def _sizes(x: Any, transpose: bool) -> tuple:
+    """The batch, rows and columns of op(x)."""
+    *batch, rows, cols = x
+    return (batch, cols, rows) if transpose else (batch, rows, cols)
+
+
+def _fake(a, b, c, bias, transpose_a, transpose_b, alpha, beta, float32_out, precision):
+    for name, x in (("a", a), ("b", b)):
+        require(x.dim() in (2, 3), f"{name} has {x.dim()} dimensions, wanted 2 or 3")
+    require(a.dtype in FLOATS, f"a has dtype {a.dtype}, wanted one of {FLOATS}")
+    require(a.dtype == b.dtype, f"b has dtype {b.dtype}, but a has {a.dtype}")
+    require(a.device == b.device, f"b is on {b.device}, but a is on {a.device}")
+    batch, m, k = _sizes(a.shape, transpose_a)
+    other_batch, other_k, n = _sizes(b.shape, transpose_b)
+    require(
+        batch == other_batch and k == other_k,
+        f"a and b do not fit: op(a) is {[*batch, m, k]}, op(b) is {[*other_batch, other_k, n]}",
+    )
+    out = a.new_empty((*batch, m, n), dtype=torch.float32 if float32_out else a.dtype)
+    if c is not None:
+        require(
+            c.shape == out.shape and c.dtype == out.dtype and c.device == out.device,
+            "c must have the sizes, dtype and device of the result",
+        )
+    if bias is not None:
+        require(
+            bias.dim() == 1
+            and bias.shape[0] == n
+            and bias.dtype == out.dtype
+            and bias.device == out.device,
+            f"bias must be a tensor [{n}] with the dtype and device of the result",
+        )
+    return out
+
+
+def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    a, b, _, _, *ctx.options = inputs
+    wanted = ctx.needs_input_grad
+    ctx.save_for_backward(a if wanted[1] else None, b if wanted[0] else None)
+    ctx.dtype = a.dtype
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple:
+    a, b = ctx.saved_tensors
+    transpose_a, transpose_b, alpha, beta, _, precision = ctx.options
+    wanted = ctx.needs_input_grad
+    g = grad.to(ctx.dtype)
+
+    def product(x: Tensor, y: Tensor, transpose_x: bool, transpose_y: bool) -> Tensor:
+        options = transpose_x, transpose_y, alpha, 0.0, False, precision
+        return torch.ops.headroom.gemm(x, y, None, None, *options)
+
+    da = db = dc = dbias = None
+    if wanted[0]:
+        da = (
+            product(b, g, transpose_b, True)
+            if transpose_a
+            else product(g, b, False, not transpose_b)
+        )
+    if wanted[1]:
+        db = (
+            product(g, a, True, transpose_a)
+            if transpose_b
+            else product(a, g, not transpose_a, False)
+        )
+    if wanted[2]:
+        dc = grad * beta
+    if wanted[3]:
+        dbias = grad.sum(tuple(range(grad.dim() - 1)))
+    return da, db, dc, dbias, *[None] * len(ctx.options)
+
+
+def _flops(a_shape, b_shape, c_shape, bias_shape, transpose_a, transpose_b, *_, **__) -> int:
+    batch, m, k = _sizes(a_shape, transpose_a)
+    _, _, n = _sizes(b_shape, transpose_b)
+    return 2 * m * n * k * (batch[0] if batch else 1)
+
+
+differentiable("gemm", fake=_fake, setup_context=_setup, backward=_backward, flops=_flops)

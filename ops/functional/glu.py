@@ -1,0 +1,86 @@
+"""Gated linear units and activations with gradients: ``headroom::glu``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._core.registration import differentiable, refuse_derivative, require
+from .._core.rows import check_rows, promoted
+
+__all__ = ["glu"]
+
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu_squared": 4}
+
+
+def glu(
+    gate: Tensor, up: Tensor | None = None, activation: str = "silu", *, packed: bool = False
+) -> Tensor:
+    """Returns ``activation(gate) * up``, or ``activation(gate)`` without ``up``.
+
+    Keeps gate and up alone for the backward pass, which reads each once and writes both gradients.
+    Everything between is float32, and the result is rounded once: the same bits on every device.
+
+    Args:
+        gate: float32, bfloat16 or float16 ``[..., cols]``, of any strides.
+        up: like ``gate``; None for the activation alone.
+        activation: "silu" (SwiGLU), "gelu" (GeGLU, with erf), "gelu_tanh", "relu" (ReGLU) or
+            "relu_squared".
+        packed: whether ``gate`` is ``[..., 2 * cols]`` and holds gate and up side by side, as one
+            matrix product gives them. Its gradient is then one tensor too.
+
+    Returns:
+        A contiguous tensor ``[..., cols]``, of the dtype of ``gate``.
+
+    Raises:
+        ValueError: ``activation`` is none of the five, or ``up`` is given with ``packed``.
+        RuntimeError: another argument does not fit.
+
+    The formula and its source are documented at ``hr_glu_forward`` in ``headroom.h``.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}, wanted one of {', '.join(ACTIVATIONS)}")
+    if packed and up is not None:
+        raise ValueError("up is given, but with packed=True the second half of gate is up")
+    if up is not None:
+        gate, up = promoted(gate, up)
+    return torch.ops.headroom.glu(gate, up, ACTIVATIONS[activation], packed)
+
+
+def _empty_h(gate: Tensor, up: Tensor | None, packed: bool, dh: Tensor | None = None) -> Tensor:
+    check_rows(gate, {"up": up}, {}, "gate")
+    cols = gate.shape[-1]
+    require(not packed or cols % 2 == 0, f"gate has {cols} columns, wanted an even number")
+    h = gate.new_empty((*gate.shape[:-1], cols // 2) if packed else gate.shape)
+    check_rows(h, {"dh": dh}, {}, "h")
+    return h
+
+
+def _fake_glu(gate, up, activation, packed):
+    return _empty_h(gate, up, packed)
+
+
+def _fake_glu_backward(dh, gate, up, activation, packed, want_h):
+    h = _empty_h(gate, up, packed, dh)
+    nothing = gate.new_empty((0,))
+    dgate = gate.new_empty(gate.shape)
+    dup = nothing if up is None else gate.new_empty(gate.shape)
+    return dgate, dup, h if want_h else gate.new_empty((0,))
+
+
+def _setup_glu(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    gate, up, ctx.activation, ctx.packed = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _backward_glu(ctx: Any, dh: Tensor) -> tuple:
+    gate, up = ctx.saved_tensors
+    dgate, dup, _ = torch.ops.headroom.glu_backward(dh, gate, up, ctx.activation, ctx.packed, False)
+    wanted = ctx.needs_input_grad
+    return dgate if wanted[0] else None, dup if wanted[1] else None, None, None
+
+
+differentiable("glu", fake=_fake_glu, setup_context=_setup_glu, backward=_backward_glu)
+refuse_derivative("glu_backward", fake=_fake_glu_backward)

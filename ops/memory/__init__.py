@@ -1,0 +1,33 @@
+"""Memory of training steps: who owns it, when, and how much at the peak.
+
+:func:`track` measures steps while they run, :func:`assert_peak_below`, :func:`assert_no_growth` and
+:func:`compare` are for tests and experiments. :mod:`headroom.memory.events` is what measuring,
+planning and reporting share: allocations and :class:`Timeline`.
+"""
+
+from .checks import assert_no_growth, assert_peak_below, compare
+from .events import KINDS, PHASES, Allocation, Owner, Span, Timeline
+from .saved import saved
+from .sizes import format_bytes, parse_bytes
+from .snapshot import load_snapshot
+from .track import Tracked, track
+from .watch import tensors_in
+
+__all__ = [
+    "Allocation",
+    "KINDS",
+    "Owner",
+    "PHASES",
+    "Span",
+    "Timeline",
+    "Tracked",
+    "assert_no_growth",
+    "assert_peak_below",
+    "compare",
+    "format_bytes",
+    "load_snapshot",
+    "parse_bytes",
+    "saved",
+    "tensors_in",
+    "track",
+]

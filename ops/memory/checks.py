@@ -1,0 +1,305 @@
+"""Assertions about memory, and a comparison of two variants: for tests and experiments."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .events import Allocation, Timeline
+from .sizes import format_bytes, parse_bytes
+from .stream import Note, resolve
+from .track import Tracked, checked, device_of, recorder_of
+
+__all__ = [
+    "Comparison",
+    "GrowthError",
+    "PeakMemoryError",
+    "Variant",
+    "assert_no_growth",
+    "assert_peak_below",
+    "compare",
+]
+
+
+class PeakMemoryError(AssertionError):
+    """More memory was live at once than allowed. :attr:`timeline` holds who owned it."""
+
+    def __init__(self, message: str, timeline: Timeline) -> None:
+        super().__init__(message)
+        self.timeline = timeline
+
+
+class GrowthError(AssertionError):
+    """Each step left memory behind. :attr:`allocations` holds what is left."""
+
+    def __init__(self, message: str, allocations: list[Allocation]) -> None:
+        super().__init__(message)
+        self.allocations = allocations
+
+
+class assert_peak_below(contextlib.ContextDecorator):  # noqa: N801
+    """Raises if more than ``limit`` bytes are live at once in the block or function.
+
+    Example::
+
+        with headroom.memory.assert_peak_below("1 MiB"):
+            torch.ones(1000, 100).sum()
+
+        @headroom.memory.assert_peak_below("1 MiB")
+        def step():
+            torch.ones(1000, 100).sum()
+
+        step()
+
+    and for pytest ``@pytest.mark.peak_memory("1 MiB")``, with the same arguments.
+
+    What existed before is not counted, except for what belongs to the model and the optimizer if
+    they are given. Of an error within the block nothing is hidden: it is raised as it is.
+
+    Args:
+        limit: bytes, or text such as ``"2 GiB"``.
+        model, optimizer: as in :func:`track`; they are counted, and named in the report.
+        device: to look at; that of the model, else the CPU.
+        top: how many owners the report names.
+
+    Raises:
+        PeakMemoryError: an AssertionError whose text shows kinds and owners at the peak.
+    """
+
+    def __init__(
+        self,
+        limit: int | float | str,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+        *,
+        device: torch.device | str | None = None,
+        top: int = 10,
+    ) -> None:
+        self.limit = parse_bytes(limit)
+        self._optimizers = [] if model is None else checked(model, optimizer)
+        self._model, self._top = nn.Module() if model is None else model, top
+        self._device = device_of(self._model, "cpu" if device is None and model is None else device)
+        self._tracked: Tracked | None = None
+
+    def _recreate_cm(self) -> assert_peak_below:
+        arguments = self._model, self._optimizers
+        return type(self)(self.limit, *arguments, device=self._device, top=self._top)
+
+    def __enter__(self) -> Tracked:
+        self._tracked = Tracked(self._model, self._optimizers, self._device, None, True)
+        return self._tracked.__enter__()
+
+    def __exit__(self, kind: Any, *raised: Any) -> None:
+        __tracebackhide__ = True
+        assert self._tracked is not None
+        self._tracked.__exit__(kind, *raised)
+        peak = self._tracked.peak_bytes
+        if kind is None and peak > self.limit:
+            over = format_bytes(peak - self.limit)
+            raise PeakMemoryError(
+                f"{format_bytes(peak)} were live at once, {over} more than the limit of "
+                f"{format_bytes(self.limit)}\n\n{self._tracked.timeline.table(self._top)}",
+                self._tracked.timeline,
+            )
+
+
+def assert_no_growth(
+    step: Callable[[], Any] | None = None,
+    *,
+    steps: int = 5,
+    warmup: int = 2,
+    tolerance: int | str = 0,
+    device: torch.device | str = "cpu",
+) -> Any:
+    """Runs a step again and again, and raises if each time leaves more memory behind.
+
+    Example::
+
+        headroom.memory.assert_no_growth(lambda: torch.ones(100).sum(), steps=5)
+
+        @headroom.memory.assert_no_growth(steps=5)
+        def test_a_step():
+            torch.ones(100).sum()
+
+    What a later step frees or replaces is no growth, neither is what only the warm-up makes, such
+    as an optimizer's state. The return values are dropped.
+
+    Args:
+        step: a function without arguments; without it, a decorator is returned.
+        steps: how many are compared, at least 2.
+        warmup: how many run before.
+        tolerance: bytes per step that may stay.
+        device: whose memory to look at.
+
+    Raises:
+        GrowthError: an AssertionError that names the lines that allocated what stays.
+    """
+    if steps < 2 or warmup < 0:
+        raise ValueError(f"steps={steps}, warmup={warmup}; wanted at least 2 and 0")
+    if step is None:
+
+        def decorator(function: Callable[..., Any]) -> Callable[..., None]:
+            @functools.wraps(function)
+            def run(*args: Any, **kwargs: Any) -> None:
+                assert_no_growth(
+                    lambda: function(*args, **kwargs),
+                    steps=steps,
+                    warmup=warmup,
+                    tolerance=tolerance,
+                    device=device,
+                )
+
+            return run
+
+        return decorator
+    timeline = _repeated(step, warmup + steps, torch.device(device))
+    # The last step's may be freed by the next, as those of each step before were.
+    left = [
+        a for a in timeline.allocations if a.end is None and warmup <= a.step < warmup + steps - 1
+    ]
+    per_step = sum(a.bytes for a in left) / (steps - 1)
+    if per_step > parse_bytes(tolerance):
+        raise GrowthError(_growth(left, per_step, steps - 1), left)
+    return None
+
+
+def _repeated(step: Callable[[], Any], steps: int, device: torch.device) -> Timeline:
+    recorder = recorder_of(device)
+    # A note begins a step, and the next note ends it.
+    notes = [Note(phase="other", ends_step=True) for _ in range(steps)]
+    recorder.start()
+    try:
+        for number in range(steps):
+            recorder.mark(number)
+            step()
+    finally:
+        recorder.stop()
+    return resolve([], recorder.events(), notes, str(device))
+
+
+def _growth(left: list[Allocation], per_step: float, steps: int) -> str:
+    groups: dict[tuple[str | None, tuple[str, ...]], list[Allocation]] = {}
+    for a in left:
+        groups.setdefault((a.op, a.stack), []).append(a)
+    lines = [f"each of {steps} steps left {format_bytes(per_step)} behind, on average"]
+    ordered = sorted(groups.items(), key=lambda item: -sum(a.bytes for a in item[1]))
+    for (op, stack), group in ordered[:5]:
+        size = format_bytes(sum(a.bytes for a in group))
+        in_steps = len({a.step for a in group})
+        lines.append(f"  {size} in {len(group)} pieces, of {in_steps} steps, by {op or 'Python'}")
+        lines += [f"      {line}" for line in stack] or ["      (no line of Python)"]
+    if len(ordered) > 5:
+        lines.append(f"  and {len(ordered) - 5} more")
+    return "\n".join(lines)
+
+
+@dataclass
+class Variant:
+    """One side of a comparison."""
+
+    name: str
+    timeline: Timeline
+    seconds: float
+    """The median time of a call, without anything that looks on."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that are live at once, above what existed before the call."""
+        return self.timeline.peak_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that stay after the call: what it returned is dropped before."""
+        return sum(a.bytes for a in self.timeline.allocations if a.end is None)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all allocations together."""
+        return sum(a.bytes for a in self.timeline.allocations)
+
+
+@dataclass
+class Comparison:
+    """What :func:`compare` returns; ``print`` it."""
+
+    a: Variant
+    b: Variant
+
+    def __str__(self) -> str:
+        sides = self.a, self.b
+        names = [side.name if len(side.name) <= 16 else side.name[:13] + "..." for side in sides]
+        lines = [f"{'':<24}{names[0]:>17}{names[1]:>17}{'ratio':>9}"]
+
+        def row(name: str, values: list[float], show: Callable[[float], str]) -> None:
+            ratio = f"{values[1] / values[0]:.2f}" if values[0] else "-"
+            lines.append(f"{name:<24}{show(values[0]):>17}{show(values[1]):>17}{ratio:>9}")
+
+        row("peak", [side.peak_bytes for side in sides], format_bytes)
+        kinds = [side.timeline.most_by_kind for side in sides]
+        for kind in kinds[0]:
+            if any(sizes[kind] for sizes in kinds):
+                row(f"  most {kind}", [sizes[kind] for sizes in kinds], format_bytes)
+        row("kept after the call", [side.kept_bytes for side in sides], format_bytes)
+        row("allocated in all", [side.allocated_bytes for side in sides], format_bytes)
+        row("allocations", [len(s.timeline.allocations) for s in sides], lambda n: f"{n:,.0f}")
+        row("time", [side.seconds for side in sides], lambda s: f"{1000 * s:.2f} ms")
+        return "\n".join(lines)
+
+
+def compare(
+    fn_a: Callable[[], Any],
+    fn_b: Callable[[], Any],
+    *,
+    repeats: int = 5,
+    warmup: int = 1,
+    names: tuple[str, str] | None = None,
+    device: torch.device | str = "cpu",
+) -> Comparison:
+    """Runs two functions and returns the bytes and the time of each, side by side.
+
+    Example::
+
+        x = torch.randn(256, 256)
+        both = headroom.memory.compare(lambda: x + x, lambda: x.clone().add_(x))
+        print(both)
+
+    Each is called without arguments, ``warmup`` times, once while its memory is recorded, and then
+    in turns ``repeats`` times for its time.
+    """
+    if repeats < 1 or warmup < 0:
+        raise ValueError(f"repeats={repeats}, warmup={warmup}; wanted at least 1 and 0")
+    place, functions = torch.device(device), (fn_a, fn_b)
+    labels = names or tuple(
+        getattr(fn, "__name__", type(fn).__name__).replace("<lambda>", "lambda") for fn in functions
+    )
+    timelines = []
+    for fn in functions:
+        for _ in range(warmup):
+            fn()
+        tracked = Tracked(nn.Module(), [], device_of(nn.Module(), place), None, True)
+        with tracked:
+            fn()
+        timelines.append(tracked.timeline)
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(repeats):
+        for fn, found in zip(functions, seconds):
+            _wait_for(place)
+            start = time.perf_counter()
+            fn()
+            _wait_for(place)
+            found.append(time.perf_counter() - start)
+    sides = [Variant(*each) for each in zip(labels, timelines, map(statistics.median, seconds))]
+    return Comparison(*sides)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,72 @@
+"""Records what torch's CUDA allocator does, from its own trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from . import snapshot
+from .stream import Event
+
+__all__ = ["CudaRecorder"]
+
+ENTRIES = 1_000_000  # events that are kept; torch keeps all by default, in gigabytes
+
+
+class CudaRecorder:
+    """Records from :meth:`start` to :meth:`stop`, on one device, of all threads.
+
+    Only torch's allocator is seen: neither the CUDA context nor what NCCL and other libraries
+    allocate by themselves. A trace that the user records is ended by it.
+    """
+
+    def __init__(self, device: torch.device, stacks: bool = True) -> None:
+        self._device, self._stacks = device, stacks
+        self._annotate = getattr(torch._C, "_cuda_annotateMemory", None)
+        self._anchor: torch.Tensor | None = None
+        self._last = ""
+        self._found: dict[str, Any] = {}
+        self.remarks: list[str] = []
+
+    def start(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._anchor = torch.empty(1, dtype=torch.uint8, device=self._device)
+        torch.cuda.memory._record_memory_history(
+            enabled="all",
+            context="alloc" if self._stacks else None,
+            stacks="python",
+            max_entries=ENTRIES,
+            clear_history=True,
+        )
+
+    def mark(self, number: int) -> None:
+        """Takes a place among the events."""
+        text = self._last = f"{snapshot.MARK}{number}"
+        if self._annotate is not None and self._anchor is not None:
+            self._annotate(self._anchor.data_ptr(), text)
+        elif hasattr(torch.cuda.memory, "_set_memory_metadata"):
+            torch.cuda.memory._set_memory_metadata(text)
+
+    def stop(self) -> None:
+        """Ends the recording."""
+        if self._annotate is None and hasattr(torch.cuda.memory, "_set_memory_metadata"):
+            # The last marks are those of the next allocation.
+            torch.cuda.memory._set_memory_metadata(self._last)
+            torch.empty(1, dtype=torch.uint8, device=self._device)
+        torch.cuda.synchronize(self._device)
+        try:
+            self._found = torch.cuda.memory._snapshot(self._device)
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
+            if self._annotate is None and hasattr(torch.cuda.memory, "_set_memory_metadata"):
+                torch.cuda.memory._set_memory_metadata("")
+            self._anchor = None
+
+    def events(self, modules: Mapping[int, str] | None = None) -> list[Event]:
+        """Returns what was recorded, in order. Modules are told by the notes alone."""
+        index = self._device.index or 0
+        if len(self._found["device_traces"][index]) >= ENTRIES:
+            self.remarks.append(f"Only the last {ENTRIES:,} events were kept: track fewer steps.")
+        return snapshot.events_of(self._found, index)

@@ -1,0 +1,137 @@
+"""Joins what an allocator did with what the tensors were, into a timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .events import KINDS, Allocation, Span, Timeline
+
+__all__ = ["Event", "Label", "Note", "resolve"]
+
+_PRIORITY = {kind: place for place, kind in enumerate(KINDS)}
+
+
+@dataclass(slots=True)
+class Event:
+    """One thing that a recorder saw, in the order in which they happened."""
+
+    action: str
+    """"alloc", "free", or "mark" for a note, whose number is then the address."""
+    address: int
+    bytes: int = 0
+    op: str | None = None
+    module: str | None = None
+    phase: str | None = None
+    """The phase, where the recorder knows it by itself."""
+    stack: tuple[str, ...] = ()
+
+
+class Label(NamedTuple):
+    """What the memory at an address is, at the moment of a note."""
+
+    address: int
+    bytes: int
+    kind: str
+    module: str | None = None
+    name: str | None = None
+    stack: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Note:
+    """What was known at a moment, which a mark with its number holds a place for."""
+
+    labels: list[Label] = field(default_factory=list)
+    freed: int | None = None
+    """Address of memory that was there before the recorder, and has been freed."""
+    phase: str | None = None
+    """The phase that begins here."""
+    module: str | None = None
+    """The module that runs from here, where the recorder does not know it by itself."""
+    ends_step: bool = False
+    """The step ends with the next phase."""
+
+
+class _Resolver:
+    def __init__(self, notes: Sequence[Note]) -> None:
+        self._notes = notes
+        self._live: dict[int, Allocation] = {}
+        self._index = 0  # of the last event
+        self._step, self._has_stepped = 0, False
+        self._phase = "other"
+        self._module: str | None = None
+        self.allocations: list[Allocation] = []
+        self.spans: list[Span] = [Span(0, 0, "other")]
+
+    def see(self, event: Event) -> None:
+        if event.action == "mark":
+            self.note(self._notes[event.address])
+            return
+        phase = event.phase or self._phase
+        if event.phase in ("backward", "optimizer"):
+            self._phase = event.phase  # until a note says otherwise
+        self._index += 1
+        if (self._step, phase) != self.spans[-1][1:]:
+            self.spans.append(Span(self._index, self._step, phase))
+        # What was there before the recorder is freed without an event: its place is taken then.
+        before = self._live.pop(event.address, None)
+        if before is not None:
+            before.end = self._index
+        if event.action == "alloc":
+            self._add(event.address, event.bytes, event, phase)
+
+    def _add(self, address: int, size: int, event: Event | None, phase: str) -> Allocation:
+        found = Allocation(len(self.allocations), size, self._index, phase=phase, step=self._step)
+        if event is not None:
+            found.op, found.stack = event.op, event.stack
+            found.module = self._module if event.module is None else event.module
+        self.allocations.append(found)
+        self._live[address] = found
+        return found
+
+    def note(self, note: Note) -> None:
+        for label in note.labels:
+            found = self._live.get(label.address)
+            if found is None:
+                found = self._add(label.address, label.bytes, None, self._phase)
+            if _PRIORITY[label.kind] < _PRIORITY[found.kind]:
+                found.kind = label.kind
+                found.stack = found.stack or label.stack
+                if label.name is not None:
+                    found.module, found.op = label.module, label.name
+        if note.freed is not None:
+            before = self._live.pop(note.freed, None)
+            if before is not None:
+                self._index += 1
+                before.end = self._index
+        if note.module is not None:
+            self._module = note.module
+        if note.phase is not None:
+            if note.phase not in ("forward", "backward"):
+                self._module = None
+            self._phase = note.phase
+            if self._has_stepped:
+                self._step, self._has_stepped = self._step + 1, False
+        if note.ends_step:
+            self._phase, self._has_stepped = "other", True
+
+
+def resolve(
+    before: Iterable[Label],
+    events: Iterable[Event],
+    notes: Sequence[Note],
+    device: str = "cpu",
+    remarks: Sequence[str] = (),
+) -> Timeline:
+    """Returns the timeline of what was there before, and of what the events did to it.
+
+    A label holds for the whole life of the memory that is at its address at the moment of its note.
+    If several do, the first of their kinds in :data:`KINDS` counts.
+    """
+    resolver = _Resolver(notes)
+    resolver.note(Note(list(before)))
+    for event in events:
+        resolver.see(event)
+    return Timeline(resolver.allocations, resolver.spans, device, list(remarks))

@@ -1,0 +1,33 @@
+"""Blocks of a model that decide what they keep for the backward pass."""
+
+from __future__ import annotations
+
+from . import functional
+from .attention import Attention, Pattern, Rotation, attention_pattern
+from .block import LAYOUTS, LEVELS, Block
+from .config import TransformerConfig
+from .hf import config_from_hf, state_from_hf, state_to_hf, transformer_from_hf
+from .mlp import MLP
+from .norms import LayerNorm, RMSNorm
+from .transformer import Embedding, Transformer
+
+__all__ = [
+    "Attention",
+    "Block",
+    "Embedding",
+    "LAYOUTS",
+    "LEVELS",
+    "LayerNorm",
+    "MLP",
+    "Pattern",
+    "RMSNorm",
+    "Rotation",
+    "Transformer",
+    "TransformerConfig",
+    "attention_pattern",
+    "config_from_hf",
+    "functional",
+    "state_from_hf",
+    "state_to_hf",
+    "transformer_from_hf",
+]

@@ -1,0 +1,146 @@
+"""A transformer block that decides how much of it is kept for the backward pass."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import Tensor, nn
+
+from .attention import Attention, Pattern, Rotation
+from .config import check_probabilities
+from .fused import fused_mlp, is_fusible
+from .mlp import MLP
+from .steps import LEVELS, AttentionSteps, BlockSteps, MLPSteps, run_steps, save_level
+
+__all__ = ["LAYOUTS", "LEVELS", "Block", "save_level"]
+
+LAYOUTS = ("pre", "post", "sandwich", "parallel")
+
+
+class Block(nn.Module):
+    """A transformer block with a dial: how much of it is kept for the backward pass.
+
+    Whatever is kept, gradients have the same bits: what was dropped is computed again by the same
+    operations. A Block calls the modules in its halves, and not the halves, whose own hooks do not
+    run. Per token, with h = hidden size, a = heads * head_dim, k = kv_heads * head_dim, f =
+    features, g = 2 with a gate and 1 without, in elements, and for layout "pre":
+
+    ======  =================================================================================
+    level   kept
+    ======  =================================================================================
+    "L0"    everything that torch's autograd keeps
+    "L1"    2 h + 2 a + 2 k + g f: the inputs of both halves; q, k and v in front of the rotation;
+            the result of attention; gate and up. No product is computed again.
+    "L2"    2 h + 2 a + 2 k: gate and up are computed again
+    "L3"    2 h + a: q, k and v too
+    "L4"    h + a: the input of the MLP too, by the product behind attention
+    "L5"    h: attention too, so that only the input of the block is kept
+    ======  =================================================================================
+
+    All but L0 and L5 also keep what attention keeps beside q, k, v and its result: 4 bytes per head
+    with FlashAttention. With layout "post" or "sandwich", L1 to L4 keep the inputs of the two norms
+    behind the halves (h each), which are computed again from L4 and from L5 on. With "parallel",
+    L4 is L3. Dropout keeps nothing from L1 on.
+
+    Within a checkpoint, which drops everything anyway, and where torch does not allow hooks on
+    saved tensors, a block runs as at L0. While torch.compile traces it, which decides by itself
+    what is kept, L5 is :func:`torch.utils.checkpoint.checkpoint`, and the other levels hold in the
+    MLP alone.
+
+    The MLP of layout "pre" is :func:`headroom.nn.functional.mlp_block`, unless it has dropout, its
+    modules have been replaced or have hooks, or autocast is on. It also keeps 4 bytes per token,
+    or 8 with a LayerNorm.
+
+    Args:
+        attention, mlp: the halves.
+        norms: ``attention_norm`` and ``mlp_norm`` are in front of the halves, or behind the sums of
+            layout "post"; ``attention_post_norm`` and ``mlp_post_norm`` are behind the halves, in
+            front of the sums, with layout "sandwich". Layout "parallel" has no ``mlp_norm``.
+        layout: "pre": ``x = x + half(norm(x))`` twice; "post": ``x = norm(x + half(x))``;
+            "sandwich": ``x = x + post_norm(half(norm(x)))``; "parallel": ``x + attention(norm(x)) +
+            mlp(norm(x))``.
+        dropout: behind each half.
+        save: the level; it may be changed at any time by assigning to ``save``.
+    """
+
+    def __init__(
+        self,
+        attention: Attention,
+        mlp: MLP,
+        norms: dict[str, nn.Module],
+        *,
+        layout: str = "pre",
+        dropout: float = 0.0,
+        save: str = "L0",
+    ) -> None:
+        super().__init__()
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout is {layout!r}, wanted one of {', '.join(LAYOUTS)}")
+        wanted = ["attention_norm"]
+        wanted += [] if layout == "parallel" else ["mlp_norm"]
+        wanted += ["attention_post_norm", "mlp_post_norm"] if layout == "sandwich" else []
+        if sorted(norms) != sorted(wanted):
+            raise ValueError(
+                f"Block: norms are {', '.join(norms)}, wanted {', '.join(wanted)} for layout "
+                f"{layout!r}"
+            )
+        check_probabilities("Block", dropout=dropout)
+        self.layout, self.dropout = layout, dropout
+        self.attention, self.mlp = attention, mlp
+        for name, norm in norms.items():
+            self.add_module(name, norm)
+        self.save = save
+
+    @property
+    def save(self) -> str:
+        return LEVELS[self._level]
+
+    @save.setter
+    def save(self, name: str) -> None:
+        self._level = save_level(name)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation | None = None,
+        mask: Tensor | Pattern | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the next ``x``; the arguments are those of :class:`Attention`."""
+        pattern = self.attention.pattern(x, mask, cu_seqlens)
+        tables = (*(rotation or ()), None, None, None)[:3]
+        return run_steps(functools.partial(self._steps, pattern, x), self._level, x, *tables)
+
+    def _steps(self, pattern: Pattern, x: Tensor) -> BlockSteps:
+        attention, mlp = self.attention, self.mlp
+        drops = self.dropout if self.training else 0.0
+        fusible = self.layout == "pre" and is_fusible(self.mlp_norm, mlp, x)
+        return BlockSteps(
+            self.layout,
+            AttentionSteps(
+                (attention.qkv,),
+                attention.split,
+                (attention.q_norm, attention.k_norm),
+                lambda run, q, k, v: attention.attend(q, k, v, pattern),
+                attention.merge,
+                attention.out,
+                random=type(attention) is not Attention,
+                draws=attention.training and attention.dropout > 0,
+            ),
+            MLPSteps(
+                (mlp.first,),
+                mlp.activate,
+                mlp.down,
+                random=type(mlp) is not MLP,
+                fused=functools.partial(fused_mlp, self.mlp_norm, mlp) if fusible else None,
+            ),
+            self.attention_norm,
+            getattr(self, "mlp_norm", None),
+            getattr(self, "attention_post_norm", None),
+            getattr(self, "mlp_post_norm", None),
+            drops,
+            drops,
+        )
+
+    def extra_repr(self) -> str:
+        return f"layout={self.layout}, dropout={self.dropout}, save={self.save}"

@@ -1,0 +1,119 @@
+"""Blocks as functions of their weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._core.rows import autocast_dtype
+from ..functional.gemm import matmul_precision
+from ..functional.mlp import ACTIVATIONS, NORMS, SAVES, wanted_gradients
+from ..functional.norm import CASTINGS
+
+__all__ = ["mlp_block"]
+
+
+def mlp_block(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    *,
+    up_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    norm: str = "rms",
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str | None = None,
+    activation: str = "silu",
+    residual: bool = True,
+    save: str = "gate_up",
+    tile_tokens: int = 0,
+) -> Tensor:
+    """Returns ``x + (act(normed @ gate.T) * (normed @ up.T)) @ down.T`` with ``normed = norm(x)``.
+
+    This is the feed-forward half of a transformer block as one op. In training it keeps what
+    ``save`` says and evaluates the rest again in the backward pass, which gives the same gradients,
+    bit for bit, whatever is kept. Both passes take a tile of tokens at a time, so that their
+    scratch memory does not grow with the number of tokens. Without gradients nothing is kept.
+
+    Args:
+        x: float32, bfloat16 or float16 ``[..., hidden]``, of any strides.
+        norm_weight: ``[hidden]`` in any of these dtypes, or None for ones.
+        gate_up_weight: ``[2 * features, hidden]``, the rows of the gate first; or the gate alone,
+            ``[features, hidden]``, with ``up_weight``, or for a block without a gate, which is
+            ``act(normed @ gate_up.T) @ down.T``.
+        down_weight: ``[hidden, features]``. Matrices have the dtype of ``x``.
+        up_weight: ``[features, hidden]``, where it is a matrix of its own.
+        norm_bias: ``[hidden]``, with ``norm="layer"``.
+        gate_up_bias, up_bias, down_bias: added to the products: as long as their matrices have
+            rows.
+        norm: "rms" or "layer".
+        eps: of the norm: added to the mean of squares, or to the variance.
+        offset: added to ``norm_weight``; 1.0 for Gemma.
+        casting: as in :func:`headroom.functional.rms_norm`; None is "llama" for an RMS norm and
+            "once" for a layer norm.
+        activation: "silu", "gelu", "gelu_tanh", "relu" or "relu_squared".
+        residual: whether ``x`` is added. It is added to the product before that is rounded.
+        save: what is kept besides ``x`` and the statistics of its rows, per token and in elements:
+            "all" keeps ``hidden + 3 * features`` and evaluates nothing again; "gate_up" keeps
+            ``2 * features`` and evaluates the norm and the activation again, but no product;
+            "input" keeps nothing, and the first product is computed again as well. Weights without
+            ``requires_grad`` get no gradient, and what only that would need is not kept.
+        tile_tokens: how many tokens are taken at a time; 0: about 4,096, or all of them where that
+            takes no more memory.
+
+    Under autocast ``x`` and the matrices are cast to its dtype, as in
+    ``torch.nn.functional.linear``, and so is the result; the norm's weights stay as they are.
+
+    Returns:
+        A contiguous tensor like ``x``.
+
+    Raises:
+        ValueError: a name is none of those listed.
+        RuntimeError: another argument does not fit.
+
+    The formula and the kinds of memory are documented at ``hr_mlp_forward`` in ``headroom.h``.
+    """
+    if casting is None:
+        casting = "llama" if norm == "rms" else "once"
+    tensors = (
+        *(x, norm_weight, norm_bias, gate_up_weight, up_weight, down_weight),
+        *(gate_up_bias, up_bias, down_bias),
+    )
+    device, dtype = x.device.type, x.dtype
+    lowered = autocast_dtype(device)
+    if lowered is not None:
+        dtype, tensors = lowered, _cast(tensors, lowered)
+    # A tensor of one level of torch.func does not say whether another level differentiates it.
+    every = torch._C._are_functorch_transforms_active()
+    needs = [tensor is not None and (every or tensor.requires_grad) for tensor in tensors]
+    return torch.ops.headroom.mlp_block(
+        *tensors,
+        _one_of(NORMS, "norm", norm),
+        _one_of(CASTINGS, "casting", casting),
+        eps,
+        offset,
+        _one_of(ACTIVATIONS, "activation", activation),
+        residual,
+        tile_tokens,
+        _one_of(SAVES, "save", save),
+        wanted_gradients(needs) if torch.is_grad_enabled() else 0,
+        matmul_precision(dtype) if device == "cuda" else 0,
+    )[0]
+
+
+def _one_of(names: dict[str, int], argument: str, name: str) -> int:
+    if name not in names:
+        raise ValueError(f"{argument} is {name!r}, wanted one of {', '.join(names)}")
+    return names[name]
+
+
+def _cast(tensors: tuple[Tensor | None, ...], dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """All but the weights of the norm, which are the second and the third."""
+    x, *norm, gate_up, up, down, gate_up_bias, up_bias, down_bias = tensors
+    others = (gate_up, up, down, gate_up_bias, up_bias, down_bias)
+    return x.to(dtype), *norm, *(t if t is None else t.to(dtype) for t in others)

@@ -1,0 +1,79 @@
+"""When the feed-forward half of a block can be the one op that mlp_block is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .._core.rows import autocast_dtype
+from .functional import mlp_block
+from .mlp import MLP
+from .norms import LayerNorm, RMSNorm
+
+__all__ = ["can_fuse", "fused_mlp", "is_fusible", "is_known", "is_untouched", "known"]
+
+known: set[Any] = {nn.Linear, RMSNorm, LayerNorm}  # and functions; they draw no random numbers
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Whether calling the module does nothing but what its class says, or a known function in place
+    of its ``forward``."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return False
+    if module._backward_hooks or module._backward_pre_hooks:
+        return False
+    own = vars(module).get("forward")
+    return own is None or getattr(own, "func", None) in known
+
+
+def is_known(module: nn.Module | None) -> bool:
+    """Whether the module is one of those that draw no random numbers, and not an adapter or the
+    like in the place of one. None is."""
+    if module is None:
+        return True
+    return (type(module) in known or "forward" in vars(module)) and is_untouched(module)
+
+
+def can_fuse(x: Tensor, linears: tuple[nn.Module, ...], others: tuple[nn.Module, ...]) -> bool:
+    """Returns whether ``mlp_block`` can read the weights of these Linears and modules.
+
+    Not with autocast, which adds in the dtype of x; nor where other modules have taken the place of
+    Linears, such as adapters, or of their weights, such as those of tensor parallelism.
+    """
+    return (
+        autocast_dtype(x.device.type) is None
+        and all(type(linear) is nn.Linear for linear in linears)
+        and all(is_untouched(module) for module in (*others, *linears))
+        and all(type(linear.weight) in (nn.Parameter, FakeTensor) for linear in linears)
+        and all(linear.weight.dtype == x.dtype for linear in linears)
+    )
+
+
+def is_fusible(norm: nn.Module, mlp: nn.Module, x: Tensor) -> bool:
+    """Returns whether :func:`fused_mlp` is ``x + mlp(norm(x))``."""
+    if type(norm) not in (RMSNorm, LayerNorm) or type(mlp) is not MLP:
+        return False
+    return can_fuse(x, (mlp.first, mlp.down), (norm, mlp))
+
+
+def fused_mlp(norm: nn.Module, mlp: MLP, x: Tensor, save: str) -> Tensor:
+    """Returns ``x + mlp(norm(x))``. ``save`` is what ``mlp_block`` calls so."""
+    rms = isinstance(norm, RMSNorm)
+    assert isinstance(norm, (RMSNorm, LayerNorm))
+    return mlp_block(
+        x,
+        norm.weight,
+        mlp.first.weight,
+        mlp.down.weight,
+        norm_bias=None if rms else norm.bias,
+        gate_up_bias=mlp.first.bias,
+        down_bias=mlp.down.bias,
+        norm="rms" if rms else "layer",
+        eps=norm.epsilon if rms else norm.eps,
+        offset=norm.offset if rms else 0.0,
+        casting=norm.casting if rms else "once",
+        activation=mlp.activation,
+        save=save,
+    )

@@ -1,0 +1,273 @@
+"""The repeated blocks of a model, and which level each of them gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import noop_context_fn
+
+from .._core.recompute import inside_checkpoint
+from ..checkpointing import checkpoint
+from ..checkpointing.every import repeated_blocks
+from ..nn import LEVELS, Block
+from .changes import Changes
+from .report import PatchReport
+
+__all__ = ["Options", "PatchedLayer", "chosen_levels", "find_blocks"]
+
+KNOWN = "Llama, Qwen2, Qwen3, Mistral, Gemma 1 to 3, Phi-3, GPT-2 and BERT of transformers"
+
+CHECKPOINT_OPTIONS = inspect.signature(checkpoint).parameters.values()
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What patch() was asked for, besides the levels.
+
+    Attributes:
+        norms, glu, rope: whether these are swapped.
+        checkpoint: options of :func:`headroom.checkpoint`, for blocks at L5 that are checkpointed.
+    """
+
+    norms: bool = True
+    glu: bool = True
+    rope: bool = True
+    checkpoint: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        wanted = [p.name for p in CHECKPOINT_OPTIONS if p.kind == p.KEYWORD_ONLY]
+        if wrong := sorted(self.checkpoint.keys() - set(wanted)):
+            raise ValueError(
+                f"headroom.patch: checkpoint_options has {wrong[0]!r}, wanted options of "
+                f"headroom.checkpoint: {', '.join(wanted)}"
+            )
+
+
+class PatchedLayer(Protocol):
+    """One repeated block of a model.
+
+    Attributes:
+        name: of the module in the model, as in ``named_modules()``.
+        module: the block.
+        levels: those that it can be set to.
+    """
+
+    name: str
+    levels: Sequence[str]
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    def patch(
+        self, level: str | None, options: Options, changes: Changes, report: PatchReport
+    ) -> None:
+        """Sets ``level``, or leaves what the block keeps as it is if that is None, and swaps what
+        ``options`` asks for inside the block. Says so in the report. The generic part looks
+        afterwards at norms and gated units in the block that have neither been changed nor
+        claimed."""
+        ...
+
+
+@dataclasses.dataclass
+class HeadroomBlock:
+    """A block of :mod:`headroom.nn`, which has the dial already."""
+
+    name: str
+    module: Block
+    levels: Sequence[str] = LEVELS
+
+    def patch(
+        self, level: str | None, options: Options, changes: Changes, report: PatchReport
+    ) -> None:
+        if level is not None:
+            changes.set(self.module, "save", level)
+            report.set_level(self.name, self.module, level)
+
+
+@dataclasses.dataclass
+class AnyBlock:
+    """A block of a class that nothing is known of: it keeps everything, or its inputs alone."""
+
+    name: str
+    module: nn.Module
+    levels: Sequence[str] = ("L0", "L5")
+
+    def patch(
+        self, level: str | None, options: Options, changes: Changes, report: PatchReport
+    ) -> None:
+        if level is None:
+            return
+        module = self.module
+        run = functools.partial(_checkpointed, module, dict(options.checkpoint))
+        if _has_seam(module):
+            # Transformers then passes no caches, which a second run would write to again.
+            changes.set(module, "gradient_checkpointing", level == "L5")
+            changes.set(module, "_gradient_checkpointing_func", run)
+        elif level == "L5":
+            forward = functools.partial(_forward, module, run, vars(module).get("forward"))
+            changes.set(module, "forward", forward)
+        report.set_level(self.name, module, level)
+
+
+def _has_seam(module: nn.Module) -> bool:
+    """Whether a block is one of transformers that checkpoints itself when it is told to."""
+    return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
+
+
+def _forward(
+    module: nn.Module,
+    checkpointed: Callable[..., Any],
+    own: Callable[..., Any] | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The forward of a block at L5."""
+    run = functools.partial(type(module).forward, module) if own is None else own
+    return (checkpointed if module.training else _call)(run, *args, **kwargs)
+
+
+def _call(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return run(*args, **kwargs)
+
+
+def _checkpointed(
+    module: nn.Module,
+    options: dict[str, Any],
+    run: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Returns ``run(*args, **kwargs)``, the forward of ``module``, and keeps its inputs alone."""
+    if not torch.is_grad_enabled():
+        return run(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        return checkpoint(run, *args, **options, **kwargs)
+    if inside_checkpoint() or torch._C._are_functorch_transforms_active():
+        # It is computed again already, or a checkpoint cannot have its hooks.
+        return run(*args, **kwargs)
+    if not options.get("use_reentrant") and _batch_norms(module):
+        contexts = options.get("context_fn", noop_context_fn)
+        options = options | {"context_fn": functools.partial(_contexts, module, contexts)}
+    return checkpoint(run, *args, **options, **kwargs)
+
+
+def _batch_norms(module: nn.Module) -> list[_BatchNorm]:
+    return [
+        part
+        for part in module.modules()
+        if isinstance(part, _BatchNorm) and part.training and part.track_running_stats
+    ]
+
+
+def _contexts(module: nn.Module, context_fn: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    first, second = context_fn()
+
+    @contextmanager
+    def without_statistics() -> Iterator[None]:
+        """The second run does not move the running statistics a second time."""
+        held = [
+            (norm, norm.momentum, norm.num_batches_tracked, norm.num_batches_tracked.clone())
+            for norm in _batch_norms(module)
+            if norm.num_batches_tracked is not None
+        ]
+        for norm, *_ in held:
+            norm.momentum = 0.0
+        try:
+            with second:
+                yield
+        finally:
+            for norm, momentum, counter, count in held:
+                norm.momentum = momentum
+                counter.copy_(count)
+
+    return first, without_statistics()
+
+
+def find_blocks(model: nn.Module) -> list[PatchedLayer]:
+    """Returns the blocks of :mod:`headroom.nn` in a model, or else its repeated blocks."""
+    ours: list[PatchedLayer] = [
+        HeadroomBlock(name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, Block)
+    ]
+    return ours or [AnyBlock(name, module) for name, module in _called_blocks(model)]
+
+
+def _called_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The repeated blocks, and where these are lists, which are not called, those in them."""
+    for name, module in repeated_blocks(model):
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            yield from ((f"{name}.{inner}", block) for inner, block in _called_blocks(module))
+        elif not isinstance(module, torch.jit.ScriptModule):
+            yield name, module
+
+
+def chosen_levels(
+    save: str | Sequence[str | None] | Mapping[str | int, str] | None,
+    layers: Sequence[PatchedLayer],
+    model: nn.Module,
+) -> list[str | None]:
+    """Returns the level of each block, or None for those that stay as they are.
+
+    Raises:
+        ValueError: ``save`` does not fit the blocks.
+    """
+    if save is None:
+        return [None] * len(layers)
+    kind = type(model).__name__
+    if not layers:
+        raise ValueError(
+            f"headroom.patch: save is {save!r}, but {kind} has no repeated blocks: no ModuleList "
+            "or Sequential of two or more modules of one class; patch it without save, or use "
+            "headroom.checkpoint in its forward"
+        )
+    if isinstance(save, str):
+        levels: list[str | None] = [save] * len(layers)
+    elif isinstance(save, Mapping):
+        levels = _from_mapping(save, layers, kind)
+    elif not isinstance(save, Sequence):
+        raise ValueError(f"headroom.patch: save is {save!r}, wanted levels, such as 'L5'")
+    else:
+        levels = [*save]
+        if len(levels) != len(layers):
+            raise ValueError(
+                f"headroom.patch: save has {len(levels)} levels, wanted {len(layers)}, one for "
+                f"each block of {kind}, from {layers[0].name} to {layers[-1].name}"
+            )
+    for layer, level in zip(layers, levels):
+        if level is not None and level not in LEVELS:
+            raise ValueError(
+                f"headroom.patch: save is {level!r} for {layer.name}, wanted one of "
+                f"{', '.join(LEVELS)}"
+            )
+        if level is not None and level not in layer.levels:
+            raise ValueError(
+                f"headroom.patch: save is {level} for {layer.name}, a "
+                f"{type(layer.module).__name__}, which can be at {' or '.join(layer.levels)}; the "
+                f"levels between are for blocks of headroom.nn and of {KNOWN}"
+            )
+    return levels
+
+
+def _from_mapping(
+    save: Mapping[str | int, str], layers: Sequence[PatchedLayer], kind: str
+) -> list[str | None]:
+    places: dict[str | int, int] = {layer.name: k for k, layer in enumerate(layers)}
+    places |= {k: k for k in range(len(layers))}
+    levels: list[str | None] = [None] * len(layers)
+    for key, level in save.items():
+        if key not in places:
+            raise ValueError(
+                f"headroom.patch: save has {key!r}, which is no block of {kind}; wanted a number "
+                f"below {len(layers)} or a name from {layers[0].name} to {layers[-1].name}"
+            )
+        levels[places[key]] = level
+    return levels

@@ -1,0 +1,115 @@
+"""Sets attributes of modules so that all of it can be undone, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Changes", "is_patched", "restore"]
+
+RECORD = "_headroom_patch"  # the attribute of a module that says what patch() set on it
+ABSENT = "absent"  # stands for an attribute that only the class had, or nothing
+
+
+class _Record:
+    """What was set on one module: for each name what had been there, and what is there now.
+
+    It lives on the module, so that a copy of a patched model, or a part of one, can be unpatched
+    too: deep copies and pickles keep the two values beside the attribute itself.
+    """
+
+    def __init__(self) -> None:
+        self.before: dict[str, tuple[str, Any]] = {}
+        self.now: dict[str, Any] = {}
+
+
+def _get(module: nn.Module, name: str) -> tuple[str, Any]:
+    """Returns where an attribute is kept, and its value."""
+    if _is_property(module, name):
+        return "property", getattr(module, name)
+    attributes = vars(module)
+    return ("instance", attributes[name]) if name in attributes else (ABSENT, None)
+
+
+def _put(module: nn.Module, name: str, held: tuple[str, Any]) -> None:
+    kind, value = held
+    if kind == "property":
+        setattr(module, name, value)
+    elif kind == ABSENT:
+        vars(module).pop(name, None)
+    else:
+        vars(module)[name] = value
+
+
+def _is_property(module: nn.Module, name: str) -> bool:
+    return isinstance(getattr(type(module), name, None), property)
+
+
+class Changes:
+    """A log of what one call of patch() did, which can be taken back."""
+
+    def __init__(self) -> None:
+        self._log: list[tuple[nn.Module, str, tuple[str, Any]]] = []
+
+    def set(self, module: nn.Module, name: str, value: Any) -> None:
+        """Sets an attribute of the instance, such as a ``forward``, or a property of its class.
+
+        A ``forward`` should be a :func:`functools.partial` of a function of a module and of the
+        module: it is then copied, pickled and compiled with it. Parameters, buffers and modules
+        cannot be set, because the ``state_dict`` shall stay as it is.
+        """
+        for kind in ("_parameters", "_buffers", "_modules"):
+            if name in getattr(module, kind):
+                raise ValueError(f"Changes.set: {name} is in {kind} of {type(module).__name__}")
+        record = vars(module).get(RECORD)
+        if record is None:
+            record = _Record()
+            self._write(module, RECORD, ("instance", record))
+        before = _get(module, name)
+        kind = "property" if before[0] == "property" else "instance"
+        self._write(module, name, (kind, value))
+        record.before.setdefault(name, before)
+        record.now[name] = value
+
+    def _write(self, module: nn.Module, name: str, held: tuple[str, Any]) -> None:
+        self._log.append((module, name, _get(module, name)))
+        _put(module, name, held)
+
+    def restore(self, module: nn.Module) -> None:
+        """Gives a module back what it had before patch() ever set anything on it."""
+        record = vars(module).get(RECORD)
+        if record is None:
+            return
+        for name, held in record.before.items():
+            self._write(module, name, held)
+        self._write(module, RECORD, (ABSENT, None))
+
+    def rollback(self) -> None:
+        """Takes back everything that was done through this log."""
+        while self._log:
+            module, name, held = self._log.pop()
+            _put(module, name, held)
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Returns whether patch() has set something on this module itself."""
+    return RECORD in vars(module)
+
+
+def restore(modules: Iterable[tuple[str, nn.Module]], changes: Changes) -> None:
+    """Restores named modules, or raises before the first change if something set one of their
+    attributes again, after patch(): what it did would be lost, or would call what is gone."""
+    patched = [(name, module) for name, module in modules if is_patched(module)]
+    for name, module in patched:
+        record = vars(module)[RECORD]
+        for attribute, value in record.now.items():
+            if attribute != "forward" or vars(module).get(attribute) is value:
+                continue
+            raise RuntimeError(
+                f"headroom.patch: {attribute} of {name or type(module).__name__} was replaced by "
+                "something else after it was patched; remove that first"
+            )
+    for _, module in patched:
+        changes.restore(module)

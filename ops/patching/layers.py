@@ -1,0 +1,104 @@
+"""The forward of a layer of transformers with the dial: its modules in the steps of a Block."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.fused import is_untouched
+from ..nn.steps import run_steps
+from .calls import takes
+from .parts import Call, Dial, Family
+
+__all__ = ["layer_forward"]
+
+UNKNOWN = ("encoder_hidden_states", "encoder_attention_mask", "output_attentions")
+NOT_FOR_ATTENTION = {
+    *("attention_mask", "position_embeddings", "encoder_hidden_states", "encoder_attention_mask"),
+    "output_attentions",
+}
+CAPTURE = "install_output_capuring_hook"  # so spelled in transformers
+
+
+def layer_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Takes the place of a layer's ``forward``. What it does not know it leaves to that."""
+    dial: Dial = self._headroom_dial
+    family = dial.family
+    given = dict(zip(family.arguments, args)) | kwargs
+    if not _is_known(self, family, given):
+        return type(self).forward(self, *args, **kwargs)
+    x = given.pop("hidden_states")
+    cache = given.pop("past_key_values", None)
+    if getattr(self, "gradient_checkpointing", False) and self.training:
+        # As GradientCheckpointingLayer does, whose wrapper is on the forward of the class.
+        if cache is not None or given.get("use_cache"):
+            _warn_of_cache(self, "gradient checkpointing")
+            given["use_cache"] = False
+        run = functools.partial(_run, self, 0, None, given)
+        return self._gradient_checkpointing_func(run, x)
+    level = dial.level
+    if cache is not None and level > 0 and torch.is_grad_enabled():
+        if self.training and cache.get_seq_length(_index(self, family)) == 0:
+            _warn_of_cache(self, "save levels")
+            given["use_cache"], cache = False, None
+        else:
+            level = 0  # what a cache takes is changed by it, and cannot be computed again
+    return _run(self, level, cache, given, x)
+
+
+def _index(layer: Any, family: Family) -> int:
+    halves: tuple[Any, ...] = family.halves(layer)
+    return next(half.layer_idx for half in halves if hasattr(half, "layer_idx"))
+
+
+def _is_known(layer: Any, family: Family, given: dict[str, Any]) -> bool:
+    """Whether the steps of the family compute what the layer's own forward does."""
+    for name in UNKNOWN:
+        if given.get(name) is not None and given[name] is not False:
+            return False
+    if not takes(given.get("hidden_states"), (3,)):
+        return False
+    if family.rotates and given.get("position_embeddings") is None:
+        return False
+    for half in family.halves(layer):
+        if type(half).__module__ != family.module or "forward" in vars(half):
+            return False
+        if not is_untouched(half) and not _only_captures(half):
+            return False
+    return family.supports(layer)
+
+
+def _only_captures(half: nn.Module) -> bool:
+    """Whether a module has no hooks but those by which transformers collects attentions, and now
+    collects none."""
+    hooks = [*half._forward_pre_hooks.values(), *half._backward_hooks.values()]
+    hooks += [*half._backward_pre_hooks.values(), *half._forward_hooks.values()]
+    if not all(getattr(hook, "__qualname__", "").startswith(CAPTURE) for hook in hooks):
+        return False
+    from transformers.utils import output_capturing
+
+    collected = output_capturing._active_collector.get()
+    return not any(key.endswith("attentions") for key in collected or ())
+
+
+def _warn_of_cache(layer: nn.Module, what: str) -> None:
+    """Says that keys and values are not cached, as transformers does where it checkpoints."""
+    if not torch.compiler.is_compiling():
+        from transformers.utils import logging
+
+        logging.get_logger("transformers.modeling_layers").warning_once(
+            f"Caching is incompatible with {what} in {type(layer).__name__}. "
+            "Setting `past_key_values=None`."
+        )
+
+
+def _run(layer: Any, level: int, cache: Any, given: dict[str, Any], x: Tensor) -> Tensor:
+    dial: Dial = layer._headroom_dial
+    tables = given["position_embeddings"] if dial.family.rotates else ()
+    options = {name: value for name, value in given.items() if name not in NOT_FOR_ATTENTION}
+    call = Call(dial, x, given.get("attention_mask"), cache, options)
+    steps = functools.partial(dial.family.steps, layer, call)
+    return run_steps(steps, level, x, *tables)

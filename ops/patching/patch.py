@@ -1,0 +1,86 @@
+"""Changes a model that exists in place, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from . import families, generic
+from .blocks import Options, chosen_levels, find_blocks
+from .changes import Changes, restore
+from .report import PatchReport
+
+__all__ = ["patch", "unpatch"]
+
+
+def patch(
+    model: nn.Module,
+    save: str | Sequence[str | None] | Mapping[str | int, str] | None = None,
+    *,
+    norms: bool = True,
+    glu: bool = True,
+    rope: bool = True,
+    checkpoint_options: Mapping[str, Any] | None = None,
+) -> PatchReport:
+    """Gives a model Headroom's norms, gated units and blocks with a dial, in place.
+
+    Parameters, their names and the ``state_dict`` stay as they are; only attributes of module
+    instances are set, and :func:`unpatch` removes them. A second call starts anew. If the call
+    raises, the model is as it was before it.
+
+    Args:
+        model: any module. Blocks of :mod:`headroom.nn` and of the architectures of transformers
+            that :mod:`headroom.patching.families` knows have all levels. In any other model norms
+            and gated units are recognized by what they compute, and repeated blocks, which are the
+            members of a ModuleList or Sequential of one class, can be at L0 or at L5.
+        save: what blocks keep for the backward pass: one level for all, one per block, or levels
+            by the name or the number of a block. L0 keeps everything, L5 the input alone. None,
+            also for a block that is not named, leaves blocks as they are, but is L1 for layers of
+            those architectures of transformers: the leanest level that costs nothing, at which
+            norms, rotations and activations are computed again, but no product.
+        norms: whether norms are swapped.
+        glu: whether gated units are swapped.
+        rope: whether rotary embeddings are swapped, in known architectures.
+        checkpoint_options: options of :func:`headroom.checkpoint` for blocks at L5, such as
+            ``context_fn`` or ``verify``; only for those that have no other levels.
+
+    Returns:
+        What was done: ``print(report)``, ``report.undo()``.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: ``save`` asks for levels that the blocks cannot have, or the model has none; or
+            ``checkpoint_options`` has a name that is none of its options.
+        RuntimeError: the model was patched before, and a ``forward`` replaced since.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"headroom.patch: model is {model!r}, wanted an instance of nn.Module")
+    options = Options(norms=norms, glu=glu, rope=rope, checkpoint=checkpoint_options or {})
+    report, changes = PatchReport(model), Changes()
+    try:
+        restore(model.named_modules(), changes)
+        known = families.find_layers(model)
+        if known is None:
+            layers = find_blocks(model)
+        else:
+            report.architecture, layers = known
+        levels = chosen_levels(save, layers, model)
+        for layer, level in zip(layers, levels):
+            layer.patch(level, options, changes, report)
+        generic.swap_modules(model, options, changes, report)
+    except BaseException:
+        changes.rollback()
+        raise
+    return report
+
+
+def unpatch(model: nn.Module) -> None:
+    """Removes what :func:`patch` set on a model or on parts of it. A model that is not patched
+    stays as it is.
+
+    Raises:
+        RuntimeError: something else has replaced a ``forward`` since; nothing is changed.
+    """
+    restore(model.named_modules(), Changes())

@@ -1,0 +1,132 @@
+"""What patch() did to a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+
+from torch import nn
+
+from .changes import Changes, restore
+
+__all__ = ["Left", "PatchReport", "Swap"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Swap:
+    """A module that runs other code now.
+
+    Attributes:
+        name: of the module in the model.
+        kind: what it is, such as "RMSNorm" or "GLU".
+        was: its class.
+        now: the function that it calls.
+    """
+
+    name: str
+    kind: str
+    was: str
+    now: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """A module that looked like something to swap, and why it was left as it is."""
+
+    name: str
+    was: str
+    reason: str
+
+
+class PatchReport:
+    """What patch() did to a model.
+
+    Attributes:
+        model: the class of the model.
+        architecture: how it is known, or None for one that is not.
+        swapped: the modules that run other code, by name; one module may be swapped in several
+            ways, so the values are lists of :class:`Swap`.
+        levels: the level of each block whose level was set, by name.
+        left: the modules that were recognized but left alone, and why.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = type(model).__name__
+        self.architecture: str | None = None
+        self.swapped: dict[str, list[Swap]] = {}
+        self.levels: dict[str, str] = {}
+        self.left: list[Left] = []
+        self._root = weakref.ref(model)  # a report keeps no model alive
+        self._blocks: dict[str, str] = {}
+        self._claimed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def swap(self, name: str, module: nn.Module, kind: str, now: str) -> None:
+        """Notes that ``module`` calls the function ``now``."""
+        one = Swap(name, kind, type(module).__name__, now)
+        self.swapped.setdefault(name, []).append(one)
+
+    def leave(self, name: str, module: nn.Module, reason: str) -> None:
+        """Notes why ``module`` was left alone."""
+        self.left.append(Left(name, type(module).__name__, reason))
+
+    def claim(self, *modules: nn.Module) -> None:
+        """Says that a layer does what these modules do by itself: nothing else changes them."""
+        self._claimed.update(modules)
+
+    def is_claimed(self, module: nn.Module) -> bool:
+        return module in self._claimed
+
+    def set_level(self, name: str, module: nn.Module, level: str) -> None:
+        """Notes the level of a block."""
+        self.levels[name] = level
+        self._blocks[name] = type(module).__name__
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything was changed."""
+        return bool(self.swapped or self.levels)
+
+    def undo(self) -> None:
+        """Does what :func:`headroom.unpatch` does to the model."""
+        model = self._root()
+        if model is not None:
+            restore(model.named_modules(), Changes())
+
+    def __str__(self) -> str:
+        known = self.architecture or "not an architecture that Headroom knows"
+        lines = [f"headroom.patch: {self.model} ({known})"]
+        groups: dict[tuple[str, str, str], list[str]] = {}
+        for swaps in self.swapped.values():
+            for one in swaps:
+                groups.setdefault((one.kind, one.was, one.now), []).append(one.name)
+        for (kind, was, now), names in groups.items():
+            what = kind if kind == was else f"{kind} ({was})"
+            lines.append(f"  {len(names)} {what} -> {now}")
+        lines += self._level_lines()
+        reasons: dict[tuple[str, str], list[str]] = {}
+        for left in self.left:
+            reasons.setdefault((left.was, left.reason), []).append(left.name)
+        for (was, reason), names in reasons.items():
+            where = names[0] if len(names) == 1 else f"{names[0]} and others"
+            lines.append(f"  left alone: {len(names)} {was} ({where}): {reason}")
+        if not self.changed:
+            lines.append("  nothing was recognized, and nothing was changed")
+        return "\n".join(lines)
+
+    def _level_lines(self) -> list[str]:
+        groups: dict[tuple[str, str], list[str]] = {}
+        for name, level in self.levels.items():
+            groups.setdefault((self._blocks[name], level), []).append(name)
+        lines = []
+        for (block, level), names in groups.items():
+            where = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+            plural = "block" if len(names) == 1 else "blocks"
+            lines.append(f"  {len(names)} {plural} ({block}) at {level}: {where}")
+        return lines
+
+    def __repr__(self) -> str:
+        swaps = sum(len(swaps) for swaps in self.swapped.values())
+        return (
+            f"PatchReport({self.model}: {swaps} swapped, {len(self.levels)} levels, "
+            f"{len(self.left)} left alone)"
+        )

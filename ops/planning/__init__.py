@@ -1,0 +1,12 @@
+"""Predicts the memory of a training step before it runs: :func:`headroom.plan`.
+
+``headroom.plan`` is a function. Importing a package of that name would replace it: hence the name
+of this one.
+"""
+
+from .advice import Advice
+from .api import fits, max_batch, plan
+from .errors import PlanError
+from .result import DeviceShare, Plan
+
+__all__ = ["Advice", "DeviceShare", "Plan", "PlanError", "fits", "max_batch", "plan"]

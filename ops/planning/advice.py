@@ -1,0 +1,230 @@
+"""What would make a step smaller: each change is planned again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..memory.sizes import format_bytes
+from ..nn.block import LEVELS, Block
+from ..optim import Adafactor, AdamW, AdamW8bit
+from .errors import PlanError
+from .result import Plan
+from .steps import Setup
+
+__all__ = ["Advice", "advise"]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change, and what it is worth by itself.
+
+    Attributes:
+        name: of the change.
+        bytes: how much less the process takes on its device.
+        time: the cost in time, in words.
+        source: where the cost is from.
+        code: lines to paste.
+        plan: with the change.
+    """
+
+    name: str
+    bytes: int
+    time: str
+    source: str
+    code: str
+    plan: Plan
+
+    def __str__(self) -> str:
+        code = "\n".join(f"    {line}" for line in self.code.splitlines())
+        return f"{self.name}: {format_bytes(self.bytes)} less, {self.time}\n{code}"
+
+
+class AdviceList(list):  # noqa: D101
+    """Advice, the most bytes first."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "Nothing known would make the peak smaller."
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class _Change:
+    name: str
+    setup: Setup
+    time: str
+    source: str
+    code: str
+
+
+def advise(
+    setup: Setup, plan: Plan, again: Callable[[Setup], Plan], top: int | None = None
+) -> AdviceList:
+    """Returns the changes that make the plan smaller, each planned by itself."""
+    found = AdviceList()
+    for change in _changes(setup, plan):
+        try:
+            other = again(change.setup)
+        except (PlanError, ValueError, TypeError):
+            continue  # it does not fit this model
+        saved = plan.total_bytes - other.total_bytes
+        if saved > 0:
+            found.append(Advice(change.name, saved, change.time, change.source, change.code, other))
+    found.sort(key=lambda advice: -advice.bytes)
+    del found[len(found) if top is None else top :]
+    return found
+
+
+def _changes(setup: Setup, plan: Plan) -> Iterator[_Change]:
+    optimizer = setup.optimizer
+    options = _options(optimizer)
+    given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+    given = f", {given}" if given else ""
+    if optimizer is not None:
+        yield from _of_optimizer(setup, options, given)
+    yield from _of_activations(setup)
+    if _is_headroom(optimizer) and not setup.release and setup.max_grad_norm is None:
+        yield _Change(
+            "release gradients",
+            setup.but(release=True),
+            "no slower",
+            "the same updates, in the backward pass",
+            "handle = headroom.release_gradients(model, optimizer)",
+        )
+    size = _samples(setup.batch)
+    if setup.accumulation == 1 and size is not None and size % 2 == 0:
+        from .batches import resized
+
+        yield _Change(
+            "two micro-batches of half the size",
+            setup.but(batch=resized(setup.batch, size // 2), accumulation=2),
+            "about as fast while a half still fills the device",
+            "the same products, in two halves",
+            "for part in halves(batch):  # then one optimizer.step()\n"
+            "    (loss_of(model, part) / 2).backward()",
+        )
+
+
+def _of_optimizer(setup: Setup, options: dict[str, Any], given: str) -> Iterator[_Change]:
+    kind = _kind(setup.optimizer)
+    if kind in ("Adam", "AdamW") and not _is_headroom(setup.optimizer):
+        yield _Change(
+            "headroom.optim.AdamW",
+            setup.but(optimizer=_maker(AdamW, options)),
+            "faster: one pass over the parameters",
+            "README, table of optimizers",
+            f"optimizer = headroom.optim.AdamW(model.parameters(){given})",
+        )
+    if kind in ("Adam", "AdamW"):
+        yield _Change(
+            "headroom.optim.AdamW8bit",
+            setup.but(optimizer=_maker(AdamW8bit, options)),
+            "no slower: 8-bit states are fewer bytes to move",
+            "README, table of optimizers",
+            f"optimizer = headroom.optim.AdamW8bit(model.parameters(){given})",
+        )
+        yield _Change(
+            "headroom.optim.Adafactor",
+            setup.but(optimizer=_maker(Adafactor, {})),
+            "no slower, but another optimizer: the learning rate is to be found again",
+            "Shazeer and Stern 2018",
+            "optimizer = headroom.optim.Adafactor(model.parameters())",
+        )
+    dtypes = {p.dtype for p in setup.model.parameters() if p.requires_grad}
+    if kind in ("Adam", "AdamW", "AdamW8bit") and dtypes == {torch.float32} and not setup.scaler:
+        keep = {key: value for key, value in options.items() if key != "master"}
+        maker = AdamW8bit if kind == "AdamW8bit" else AdamW
+        yield _Change(
+            "parameters in bfloat16 with a 16-bit remainder",
+            setup.but(
+                dtype=torch.bfloat16,
+                amp=None,
+                optimizer=_maker(maker, keep | {"master": "remainder16"}),
+            ),
+            "faster: 16-bit products",
+            "the remainder keeps the bits of float32 weights; docs/weights-16bit.md",
+            "headroom.cast_model(model, torch.bfloat16)\n"
+            f"optimizer = headroom.optim.{maker.__name__}(model.parameters(), "
+            'master="remainder16"' + given + ")",
+        )
+
+
+def _of_activations(setup: Setup) -> Iterator[_Change]:
+    blocks = [module for module in setup.model.modules() if isinstance(module, Block)]
+    costs = {"L1": "about as fast", "L2": "about 6 % slower", "L3": "about 7 % slower"}
+    costs |= {"L4": "about 8 % slower", "L5": "about 25 % slower"}
+    if blocks and setup.checkpoint_every is None:
+        now = (
+            max(LEVELS.index(block.save) for block in blocks)
+            if setup.save is None
+            else (LEVELS.index(setup.save))
+        )
+        for level in LEVELS[now + 1 :]:
+            yield _Change(
+                f"save={level!r} in all blocks",
+                setup.but(save=level),
+                costs[level],
+                "products done again, of those of a Llama block: docs/blocks.md",
+                f'for block in model.blocks:\n    block.save = "{level}"',
+            )
+    if setup.checkpoint_every is None:
+        for every, cost in ((1, "about 33 % slower"), (2, "about 17 % slower")):
+            yield _Change(
+                f"checkpoint_every(model, {every})",
+                setup.but(checkpoint_every=every),
+                cost,
+                "a second forward pass of the blocks: a third of their products",
+                f"headroom.checkpoint_every(model, {every})",
+            )
+
+
+def _is_headroom(optimizer: Any) -> bool:
+    kind = (
+        type(optimizer)
+        if hasattr(optimizer, "param_groups")
+        else getattr(optimizer, "func", optimizer)
+    )
+    return getattr(kind, "__module__", "").startswith("headroom")
+
+
+def _kind(optimizer: Any) -> str:
+    kind = (
+        type(optimizer)
+        if hasattr(optimizer, "param_groups")
+        else getattr(optimizer, "func", optimizer)
+    )
+    return getattr(kind, "__name__", "")
+
+
+def _options(optimizer: Any) -> dict[str, Any]:
+    """The options of Adam that differ from the defaults, of the first group."""
+    if not hasattr(optimizer, "param_groups"):
+        found = getattr(optimizer, "keywords", {})
+    else:
+        found = optimizer.param_groups[0]
+    usual = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    return {
+        key: found[key]
+        for key, value in usual.items()
+        if key in found and isinstance(found[key], (int, float, tuple)) and found[key] != value
+    }
+
+
+def _maker(kind: Any, options: dict[str, Any]) -> Callable[[list[nn.Parameter]], Any]:
+    def make(params: list[nn.Parameter]) -> Any:
+        return kind(params, **options)
+
+    make.__name__, make.__module__ = kind.__name__, kind.__module__
+    return make
+
+
+def _samples(batch: Any) -> int | None:
+    from .copies import tensors_in
+
+    first = next((x for x in tensors_in(batch) if x.dim()), None)
+    return None if first is None else first.shape[0]

@@ -1,0 +1,159 @@
+"""``headroom.plan``, ``headroom.fits`` and ``headroom.max_batch``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..memory.sizes import parse_bytes
+from .advice import advise
+from .batches import resized
+from .checks import check_setup
+from .device import device_share
+from .result import Plan
+from .steps import Setup
+from .trace import trace
+
+__all__ = ["fits", "max_batch", "plan"]
+
+
+def plan(
+    model: Any,
+    optimizer: Any = None,
+    sample_batch: Any = None,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    forward: Callable[[nn.Module, Any], Tensor] | None = None,
+    device: str | torch.device | None = None,
+    amp: torch.dtype | None = None,
+    save: str | None = None,
+    checkpoint_every: int | None = None,
+    accumulation: int = 1,
+    release: bool | int = False,
+    scaler: bool = False,
+    max_grad_norm: float | None = None,
+    measure: bool = False,
+) -> Plan:
+    """Returns the memory that training steps will need, without taking it.
+
+    Two steps run on fake tensors, and no GPU is needed. Nothing is computed, except that a plan for
+    the CPU runs each convolution and 16-bit product once on zeros, of up to 64 MiB, to see its
+    scratch memory. The model, optimizer, batch and random numbers stay as they are.
+
+    Args:
+        model: a module, on any one device, the meta device included; a function that makes one, or
+            its name as ``"module:function"``; or a configuration of transformers, as an object, a
+            folder or a JSON file.
+        optimizer: of the model's parameters; or a function that makes one from a list of
+            parameters, such as a class or a :func:`functools.partial`. None: no step.
+        sample_batch: what the model takes. A dict gives named arguments, a tuple or list arguments
+            in order. With ``loss``, the last of a tuple is the target.
+        loss: of the output and the target: ``loss(model(*inputs), target)``; for a dict of the
+            output and the dict. None: the output's ``loss``, or the output itself.
+        forward: instead of ``loss``, all that computes it: ``forward(model, sample_batch)``.
+        device: "cuda" or "cpu", where the steps will run. None: where the model is.
+        amp: a dtype to run the forward pass and the loss in, under :class:`torch.autocast`.
+        save: a save level for the blocks of :mod:`headroom.nn`.
+        checkpoint_every: as in :func:`headroom.checkpoint_every`.
+        accumulation: micro-batches per step, each as large as ``sample_batch``.
+        release: gradients are released in the backward pass by
+            :func:`headroom.release_gradients`; with several micro-batches, summed by a
+            :class:`headroom.GradAccumulator` that takes them. A number is its ``bucket_bytes``.
+        scaler: losses are scaled by a :class:`torch.amp.GradScaler`.
+        max_grad_norm: gradients are clipped to this norm before the step, by
+            :func:`headroom.clip_grad_norm_`.
+        measure: runs two real steps under :func:`headroom.memory.track` instead, on copies.
+
+    Raises:
+        PlanError: an operation asks for values that fakes do not have, has no fake kernel, or
+            raises. Says which one, and in which module.
+        TypeError, ValueError: an argument does not fit; says which one, and what was wanted.
+    """
+    setup = check_setup(
+        Setup(
+            model,
+            optimizer,
+            sample_batch,
+            loss,
+            forward,
+            device=device,  # type: ignore[arg-type]
+            amp=amp,
+            scaler=scaler,
+            save=save,
+            accumulation=accumulation,
+            release=release,
+            checkpoint_every=checkpoint_every,
+            max_grad_norm=max_grad_norm,
+        )
+    )
+    if measure:
+        from .measured import measured
+
+        return measured(setup)
+    return made(setup)
+
+
+def made(setup: Setup) -> Plan:
+    """Returns the plan of a setup that was checked."""
+    timeline = trace(setup)
+    share = device_share(timeline)
+    model = type(setup.model).__name__
+    return Plan(
+        timeline, share, model, setup.described(), lambda of, top: advise(setup, of, made, top)
+    )
+
+
+def fits(
+    model: Any,
+    optimizer: Any = None,
+    sample_batch: Any = None,
+    *,
+    budget: int | str,
+    **options: Any,
+) -> bool:
+    """Whether training steps need at most ``budget`` bytes, such as "16 GiB", on their device.
+
+    All other arguments are those of :func:`plan`. On CUDA the allocator's share and the context
+    count too.
+    """
+    return plan(model, optimizer, sample_batch, **options).fits(budget)
+
+
+def max_batch(
+    model: Any,
+    optimizer: Any = None,
+    sample_batch: Any = None,
+    *,
+    budget: int | str,
+    limit: int = 65536,
+    **options: Any,
+) -> int:
+    """Returns the most samples of a batch with which training steps need at most ``budget`` bytes;
+    0 if not even one fits. Plans about ten times.
+
+    Args:
+        sample_batch: its tensors whose first dimension is that of the first tensor are repeated
+            or cut along it.
+        limit: no more samples than this are tried.
+
+    All other arguments are those of :func:`plan`.
+    """
+    size = parse_bytes(budget)
+
+    def does_fit(samples: int) -> bool:
+        return plan(model, optimizer, resized(sample_batch, samples), **options).fits(size)
+
+    most, least = 1, 0
+    while most <= limit and does_fit(most):
+        least, most = most, most * 2
+    most = min(most, limit + 1)
+    while most - least > 1:
+        middle = (least + most) // 2
+        if does_fit(middle):
+            least = middle
+        else:
+            most = middle
+    return least

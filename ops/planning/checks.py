@@ -1,0 +1,79 @@
+"""Refuses what cannot be planned, and completes what was not said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .copies import tensors_in
+from .sources import model_from
+from .steps import Setup
+
+__all__ = ["check_setup"]
+
+
+def check_setup(setup: Setup) -> Setup:
+    """Returns the setup with its model made and its device known."""
+    model = model_from(setup.model)
+    if setup.loss is not None and setup.forward is not None:
+        raise ValueError("loss and forward were both given: forward computes the loss itself")
+    for name, function in (("loss", setup.loss), ("forward", setup.forward)):
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} is {type(function).__name__}, wanted a function")
+    if setup.batch is None:
+        raise ValueError("sample_batch is missing: give a batch such as the loop will see")
+    if not isinstance(setup.accumulation, int) or setup.accumulation < 1:
+        raise ValueError(f"accumulation is {setup.accumulation!r}, wanted an integer from 1 on")
+    if setup.amp not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"amp is {setup.amp!r}, wanted torch.bfloat16, torch.float16 or None")
+    found = {x.device for x in (*model.parameters(), *model.buffers())}
+    real = {x for x in found if x.type != "meta"}
+    if len(found) > 1 and (len(real) > 1 or len(found) > len(real)):
+        names = ", ".join(sorted(map(str, found)))
+        raise ValueError(
+            f"the model is on several devices ({names}): plan each part by itself, or move all of "
+            "it to one, such as the meta device"
+        )
+    _check_optimizer(setup.optimizer, model)
+    device = setup.device
+    if device is None:
+        kind = next(iter(real)).type if real else "cuda"
+    else:
+        kind = torch.device(device).type
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device is {kind!r}, wanted cpu or cuda")
+    for x in tensors_in(setup.batch):
+        if x.requires_grad and not x.is_leaf:
+            raise ValueError("a tensor of sample_batch has a graph behind it; detach it")
+    return setup.but(model=model, device=kind)
+
+
+def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    if optimizer is None:
+        return
+    inner = optimizer
+    while not hasattr(inner, "param_groups") and hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    if not hasattr(inner, "param_groups"):
+        if callable(optimizer):
+            return
+        raise TypeError(
+            f"optimizer is {type(optimizer).__name__}, wanted a torch.optim.Optimizer, a function "
+            "that makes one from parameters, or None"
+        )
+    own = {id(param) for param in model.parameters()}
+    for group, entry in enumerate(inner.param_groups):
+        for index, param in enumerate(entry["params"]):
+            if isinstance(param, Tensor) and id(param) not in own:
+                raise ValueError(
+                    f"the optimizer has a parameter of shape {list(param.shape)} (group {group}, "
+                    f"index {index}) that the model does not have: it is of another model, or was "
+                    "made before the model was changed"
+                )
+    if getattr(inner, "_release", None) is not None:
+        raise ValueError(
+            "the optimizer releases gradients by hooks on the real parameters: call remove() of "
+            "its handle, and plan with release=True"
+        )

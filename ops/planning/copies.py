@@ -1,0 +1,186 @@
+"""Copies of models, optimizers and batches whose tensors are fakes: nothing of the user's is
+written, and no memory is taken."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .errors import PlanError
+
+__all__ = ["Copier", "tensors_in"]
+
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter)
+_lock = threading.RLock()
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields every tensor in nested dicts, lists and tuples, and in objects with attributes such
+    as the outputs of transformers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+class Copier:
+    """Makes fakes of tensors, and copies of objects in which fakes take the place of tensors.
+
+    Tensors that share memory have fakes that share memory, and one tensor has one fake however
+    often it is met, so that tied weights stay tied.
+    """
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
+        self.mode, self.device = mode, device
+        self.memo: dict[int, Any] = {}
+        self._kept: list[Any] = []  # a memo is valid as long as its keys are alive
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def fake(self, x: Tensor) -> Tensor:
+        """Returns the fake of a tensor."""
+        found = self.memo.get(id(x))
+        if found is None:
+            found = self.memo[id(x)] = self._made(x)
+            self._kept.append(x)
+            if x.is_leaf and x.requires_grad:
+                self._copy_hooks(x, found)
+        return found
+
+    def _made(self, x: Tensor) -> Tensor:
+        if isinstance(x, FakeTensor):
+            raise PlanError("a tensor is a fake already; plan outside of FakeTensorMode")
+        if is_lazy(x):
+            raise PlanError(
+                "the model has lazy parameters, whose shapes are not known yet; call it once, or "
+                "plan with measure=True"
+            )
+        if type(x) not in _PLAIN or x.layout != torch.strided:
+            kind = type(x).__name__ if type(x) not in _PLAIN else str(x.layout)
+            raise PlanError(
+                f"a {kind} of shape {list(x.shape)} has no fake of its own; plan with measure=True"
+            )
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key not in self._storages:
+            self._kept.append(storage)
+            self._storages[key] = torch.UntypedStorage(storage.nbytes(), device="meta")
+        # A tensor on meta, so the storage takes no memory. Outside of the mode: it is no operation.
+        with torch.no_grad(), _without_modes():
+            on_meta = torch.empty(0, dtype=x.dtype, device="meta")
+            on_meta.set_(self._storages[key], x.storage_offset(), x.shape, x.stride())
+        made: Any = FakeTensor(self.mode, on_meta, self.device)
+        if isinstance(x, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=x.requires_grad)
+        else:
+            made.requires_grad_(x.requires_grad and x.is_leaf)
+        for name, value in vars(x).items():  # such as the axes that optimizers look for
+            if not name.startswith("_") and not hasattr(made, name):
+                setattr(made, name, value)
+        if isinstance(x, nn.Buffer):
+            made.persistent, made._is_buffer = getattr(x, "persistent", True), True
+        return made
+
+    def _copy_hooks(self, x: Tensor, made: Tensor) -> None:
+        hooks = getattr(x, "_post_accumulate_grad_hooks", None) or {}
+        if hooks or x._backward_hooks:
+            raise PlanError(
+                f"a parameter of shape {list(x.shape)} has hooks on its gradient, which belong to "
+                "the real one; remove them, and say release=True for gradients that are released"
+            )
+
+    def copy(self, value: Any) -> Any:
+        """Returns a deep copy. All tensors in it are fakes, and functions that hold tensors or
+        modules in their closures hold the copies."""
+        with _lock, _tensors_as_fakes(self):
+            try:
+                return copy.deepcopy(value, self.memo)
+            except PlanError:
+                raise
+            except Exception as error:
+                raise PlanError(
+                    f"a copy of {type(value).__name__} cannot be made to plan with: {error}. Give "
+                    "a function that makes it, as 'module:function', or plan with measure=True"
+                ) from error
+
+
+@contextmanager
+def _without_modes() -> Iterator[None]:
+    with _disable_current_modes():
+        yield
+
+
+@contextmanager
+def _tensors_as_fakes(copier: Copier) -> Iterator[None]:
+    """While it lasts, :func:`copy.deepcopy` makes fakes of tensors and looks into closures."""
+    dispatch: dict[type, Callable[..., Any]] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
+    added: dict[type, Callable[..., Any]] = {
+        kind: lambda x, memo: copier.fake(x) for kind in _PLAIN
+    } | {types.FunctionType: _copied_function}
+    shared = (torch._C.Generator, type(threading.Lock()), type(threading.RLock()))
+    added |= {kind: lambda x, memo: x for kind in shared}
+    before = {kind: dispatch.get(kind) for kind in added}
+    dispatch.update(added)
+    try:
+        yield
+    finally:
+        for kind, function in before.items():
+            if function is None:
+                del dispatch[kind]
+            else:
+                dispatch[kind] = function
+
+
+def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
+    """Returns the function itself, or one whose closure has copies of modules and tensors."""
+    if not _holds_tensors(function, set()):
+        return function
+    cells = tuple(types.CellType() for _ in function.__closure__ or ())
+    made = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(function.__dict__)
+    memo[id(function)] = made
+    for cell, old in zip(cells, function.__closure__ or ()):
+        try:
+            cell.cell_contents = copy.deepcopy(old.cell_contents, memo)
+        except ValueError:
+            pass  # an empty cell
+    return made
+
+
+def _holds_tensors(value: Any, seen: set[int]) -> bool:
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    if isinstance(value, (Tensor, nn.Module, torch.optim.Optimizer)):
+        return True
+    if isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            try:
+                if _holds_tensors(cell.cell_contents, seen):
+                    return True
+            except ValueError:
+                continue
+        return False
+    if isinstance(value, types.MethodType):
+        return _holds_tensors(value.__self__, seen) or _holds_tensors(value.__func__, seen)
+    if isinstance(value, (list, tuple, set)):
+        return any(_holds_tensors(item, seen) for item in value)
+    if isinstance(value, dict):
+        return any(_holds_tensors(item, seen) for item in value.values())
+    return False

@@ -1,0 +1,53 @@
+"""What a CUDA device holds besides the tensors of a plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..memory.events import Timeline
+from .allocator import replay
+from .device_costs import blas_workspaces, context
+from .result import DeviceShare
+
+__all__ = ["device_share"]
+
+
+def device_share(timeline: Timeline, capability: tuple[int, int] = (8, 0)) -> DeviceShare:
+    """Returns the share of a device: the allocator's, by a replay of its rules over the allocations
+    of the plan, cuBLAS's and the context's."""
+    if timeline.device != "cuda":
+        return DeviceShare()
+    workspaces = blas_workspaces(
+        capability,
+        kept=_keeps_workspaces(),
+        config=os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    )
+    size = workspaces.bytes if workspaces.kept else 0
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    found = replay(_events(timeline, size), settings)
+    fixed = context(capability)
+    return DeviceShare(found.rounding, found.fragmentation, size, fixed.bytes, fixed.source)
+
+
+def _keeps_workspaces() -> bool:
+    """Whether torch keeps cuBLAS's workspaces from one product to the next."""
+    if hasattr(torch._C, "_cuda_cublas_workspace_cache"):
+        return False
+    return os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE", "1") == "1"
+
+
+def _events(timeline: Timeline, workspaces: int) -> Iterator[tuple[Any, int]]:
+    changes: list[tuple[int, int, int, int]] = []
+    for a in timeline.allocations:
+        changes.append((a.start, 1, a.id, a.bytes))
+        if a.end is not None:
+            changes.append((a.end, 0, a.id, -max(1, a.bytes)))
+    changes.sort()
+    if workspaces:
+        yield "workspaces", workspaces
+    for _, _, key, size in changes:
+        yield key, size

@@ -1,0 +1,163 @@
+"""What operations allocate inside, and free before they end: fakes do not show it.
+
+Every entry says where its figure is from: a line of torch's source, which was compared with the
+allocations that torch's profiler shows for the operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .probe import scratch
+
+__all__ = ["entry", "inside"]
+
+Sizes = list[tuple[int, str]]
+Entry = Callable[[Sequence[Any], dict[str, Any], str], Sizes]
+_TABLE: dict[str, Entry] = {}
+
+
+def inside(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
+    """Returns the bytes and kinds of what an operation holds while its results are allocated."""
+    name = func._schema.name
+    if device == "cpu" and (name in _CONVOLUTIONS or (name in _PRODUCTS and _is_narrow(args))):
+        found = scratch(func, args, kwargs)
+        if found is not None:
+            return [(found, "temporaries")]
+    entry = _TABLE.get(name)
+    return [] if entry is None else entry(args, kwargs, device)
+
+
+_CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward"}
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+
+
+def _is_narrow(args: Sequence[Any]) -> bool:
+    return args[0].dtype in (torch.bfloat16, torch.float16)
+
+
+def entry(*names: str) -> Callable[[Entry], Entry]:
+    """Registers what operations of these names allocate inside."""
+
+    def register(function: Entry) -> Entry:
+        for name in names:
+            _TABLE[name] = function
+        return function
+
+    return register
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _wide(x: Tensor) -> int:
+    """Bytes of an element of the type that x is summed in."""
+    return 4 if x.dtype in (torch.bfloat16, torch.float16) else x.element_size()
+
+
+def _flash_blocks(q: Tensor, k: Tensor) -> tuple[int, int]:
+    """The rows and columns of a block: FlashAttentionKernel.cpp, cpu_flash_attention."""
+    rows, columns = q.shape[-2], k.shape[-2]
+    block = 256 if rows >= 768 else 64 if rows >= 192 else 32
+    return min(block, rows), min(512, columns)
+
+
+@entry("aten::_scaled_dot_product_flash_attention_for_cpu")
+def _flash(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
+    # buf: scores, maximum and sum of a row, and results, of a block of each thread.
+    q, k = args[0], args[1]
+    rows, columns = _flash_blocks(q, k)
+    threads = torch.get_num_threads()
+    sizes = [threads * (rows * columns + 2 * rows + rows * q.shape[-1]) * _wide(q)]
+    if q.element_size() < 4:  # buf_reduced: scores in the dtype of the inputs
+        sizes.append(threads * rows * columns * q.element_size())
+    return [(size, "temporaries") for size in sizes]
+
+
+@entry("aten::_scaled_dot_product_flash_attention_for_cpu_backward")
+def _flash_backward(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
+    # buf: scores and their gradients, of a block of each thread; dsum: a row of the block.
+    q, k = args[1], args[2]
+    rows, columns = _flash_blocks(q, k)
+    threads = torch.get_num_threads()
+    sizes = [2 * threads * rows * columns * _wide(q), rows * _wide(q)]
+    if q.element_size() < 4:
+        sizes.append(2 * threads * rows * columns * q.element_size())
+    return [(size, "temporaries") for size in sizes]
+
+
+@entry("aten::_safe_softmax")
+def _safe_softmax(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
+    # attention.cpp: a mask of minus infinity, and whether a row is all mask.
+    x = args[0]
+    return [(x.numel(), "temporaries"), (x.numel() // x.shape[-1], "temporaries")]
+
+
+@entry("aten::native_layer_norm_backward")
+def _layer_norm_backward(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
+    if device != "cpu":
+        return []
+    # layer_norm_kernel.cpp: sums of each thread for the weight and the bias.
+    x, columns = args[1], math.prod(args[2])
+    return [(2 * torch.get_num_threads() * columns * _wide(x), "temporaries")]
+
+
+@entry("aten::embedding", "aten::embedding_dense_backward")
+def _embedding(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
+    # Embedding.cpp: indices become contiguous.
+    indices = args[1]
+    return [] if indices.is_contiguous() else [(_bytes(indices), "temporaries")]
+
+
+@entry("aten::sort")
+def _sort(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
+    # Sorting.cpp: the numbers of the elements of a row.
+    x = args[0]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+    if device != "cpu" or not x.dim() or isinstance(dim, bool):
+        return []
+    return [(8 * x.shape[dim], "temporaries")]
+
+
+@entry("aten::convolution", "aten::convolution_backward")
+def _convolution(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
+    """oneDNN's blocked layouts, mkldnn/Conv.cpp: it copies what it reads, unless an image has few
+    channels, and copies what it has written. Its own scratch memory is not known."""
+    if device != "cpu" or not torch.backends.mkldnn.is_available():
+        return []
+    if len(args) > 9:  # backward: gradient, input, weight and so on, and which are wanted
+        grad, x, weight, mask = args[0], args[1], args[2], args[10]
+    else:
+        grad, x, weight, mask = None, args[0], args[1], (True, True, True)
+    if x.dim() != 4 or x.dtype != torch.float32 or x.is_contiguous(memory_format=_LAST):
+        return []
+    read = _bytes(x) if x.shape[1] > 4 else 0
+    if grad is None:
+        shape = [
+            (n + 2 * pad - step * (k - 1) - 1) // stride + 1
+            for n, k, stride, pad, step in zip(
+                x.shape[2:], weight.shape[2:], _pair(args[3]), _pair(args[4]), _pair(args[5])
+            )
+        ]
+        written = x.shape[0] * weight.shape[0] * math.prod(shape) * x.element_size()
+        return [(max(read + _bytes(weight), written), "temporaries")]
+    results = mask[0] * _bytes(x), mask[1] * _bytes(weight)
+    most = 0
+    if mask[0]:
+        most = max(_bytes(grad) + _bytes(weight) + _bytes(x), 2 * _bytes(x))
+    if mask[1]:
+        most = max(most, results[0] + _bytes(grad) + read + _bytes(weight))
+    return [(max(0, most - sum(results)), "temporaries")]
+
+
+_LAST = torch.channels_last
+
+
+def _pair(value: Any) -> list[int]:
+    return list(value) * 2 if len(value) == 1 else list(value)

@@ -1,0 +1,61 @@
+"""Lets models of transformers choose on fakes the attention that they choose on tensors.
+
+They look into masks and positions: where nothing is masked they need no mask, which would be one of
+the largest activations. On fakes they cannot look, and make one; so the batch is looked at here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+__all__ = ["masks_of"]
+
+
+@contextmanager
+def masks_of(batch: Any) -> Iterator[None]:
+    """While it lasts, masks are told from those of a batch, which is a dict of named arguments.
+
+    Without "position_ids" in it, positions are those that the model counts, and no row holds
+    several sequences. An "attention_mask" of ones masks nothing.
+    """
+    module = sys.modules.get("transformers.masking_utils")
+    if module is None:
+        yield
+        return
+    given = batch if isinstance(batch, Mapping) else {}
+    mask = given.get("attention_mask")
+    is_full = isinstance(mask, Tensor) and not mask.is_meta and bool(mask.all())
+    with ExitStack() as stack:
+
+        def replace(name: str, made: Callable[[Any], Any]) -> None:
+            if (function := getattr(module, name, None)) is not None:
+                stack.enter_context(mock.patch.object(module, name, made(function)))
+
+        if given.get("position_ids") is None:
+            replace("find_packed_sequence_indices", _none)
+        if is_full:
+            replace("_ignore_causal_mask_sdpa", _without_mask)
+            replace("_ignore_bidirectional_mask_sdpa", _without_mask)
+        yield
+
+
+def _none(function: Callable[..., Any]) -> Callable[..., None]:
+    def one_sequence(*args: Any, **kwargs: Any) -> None:
+        function(*args, **kwargs)  # for what it allocates
+
+    return one_sequence
+
+
+def _without_mask(function: Callable[..., Any]) -> Callable[..., Any]:
+    def nothing_masked(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            return function(None, *args[1:], **kwargs)
+        return function(**kwargs | {"padding_mask": None})
+
+    return nothing_masked

@@ -1,0 +1,337 @@
+"""Watches the operations of a step on fakes: which memory is allocated, by whom, and until when."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..memory.events import KINDS, Allocation, Span, Timeline
+from .inside import inside
+
+__all__ = ["Recorder"]
+
+_RANK = {kind: rank for rank, kind in enumerate(KINDS)}
+_DEVICE = torch.ops.prim.device.default
+_ITEM = torch.ops.aten._local_scalar_dense.default
+_ADD = torch.ops.aten.add.Tensor
+_PUT = torch.ops.aten.index_put.default
+
+
+class Recorder(TorchDispatchMode):
+    """A mode that counts the storages of fakes.
+
+    Args:
+        device: of the plan: ``cpu`` or ``cuda``.
+        names: of the modules.
+        is_lying: C++ is told that fakes are on the CPU, so that the autograd engine runs without a
+            GPU.
+    """
+
+    def __init__(self, device: torch.device, names: dict[nn.Module, str], is_lying: bool) -> None:
+        super().__init__()
+        self.device, self.names, self._is_lying = device, names, is_lying
+        self.allocations: list[Allocation] = []
+        self.spans: list[Span] = []
+        self.now = 0
+        self.step, self.phase = 0, "other"
+        self.module: str | None = None
+        self.last: tuple[str, str | None] = ("", None)  # the operation and module, for errors
+        self.operations = 0
+        self.scalar: Callable[[Any, Tensor], Any] = lambda func, x: None
+        self.is_paused = False
+        self.in_attention = False
+        self._live: dict[int, tuple[Any, int]] = {}
+        self._stack: list[str | None] = []
+        self._seen_in_backward: str | None = None
+        self.has_autocast = False  # whether autocast is on, and asks where tensors are
+        self._expected: dict[int, Any] = {}
+        self._accumulators: dict[int, Any] = {}
+        self._unshared = 0  # what counts of an unshared tensor look like from inside the mode
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard takes longer than the work
+
+    # ---- storages -------------------------------------------------------------------------------
+
+    def know(
+        self, x: Tensor, kind: str, owner: str | None = None, module: str | None = None
+    ) -> None:
+        """Counts a tensor, or tells what one that is counted is for."""
+        storage = x.untyped_storage()
+        at = self._live.get(storage._cdata)
+        if at is None:
+            if storage.nbytes():
+                self._born(storage, kind, owner, module)
+            return
+        allocation = self.allocations[at[1]]
+        if _RANK[kind] < _RANK[allocation.kind]:
+            allocation.kind = kind
+            if module is not None:
+                allocation.module = module
+            if owner is not None:
+                allocation.op = owner
+
+    def _born(self, storage: Any, kind: str, op: str | None, module: str | None) -> None:
+        key, at = storage._cdata, len(self.allocations)
+        made = Allocation(
+            at, storage.nbytes(), self.now, None, kind, module, op, self.phase, self.step
+        )
+        self.now += 1
+        self.allocations.append(made)
+        self._live[key] = weakref.ref(storage, lambda _: self._died(key, at)), at
+
+    def _died(self, key: int, at: int) -> None:
+        found = self._live.get(key)
+        if found is not None and found[1] == at:
+            del self._live[key]
+        self.allocations[at].end = self.now
+        self.now += 1
+
+    def begin(self, phase: str) -> None:
+        """A phase begins."""
+        self.phase = phase
+        self.spans.append(Span(self.now, self.step, phase))
+        self.module = self._seen_in_backward = None
+        self._stack.clear()
+
+    def allocation_of(self, x: Tensor) -> Allocation | None:
+        """What is known of the memory of a tensor."""
+        at = self._live.get(x.untyped_storage()._cdata)
+        return None if at is None else self.allocations[at[1]]
+
+    def timeline(self, notes: Iterable[str] = ()) -> Timeline:
+        return Timeline(self.allocations, self.spans, self.device.type, list(notes))
+
+    # ---- devices --------------------------------------------------------------------------------
+
+    def _device_for_cpp(self, x: Tensor) -> torch.device:
+        """Answers where a tensor is. The autograd engine asks once for every result that has a
+        graph, in order to choose a thread and a stream: it hears the CPU, because without a GPU
+        it has no others. Autocast asks too, and hears the truth, or it would cast nothing."""
+        if not self._is_lying:
+            return x.device
+        if not self.has_autocast:
+            return torch.device("cpu")
+        if self.phase == "backward" and not torch.is_grad_enabled():
+            return torch.device("cpu")
+        if id(x) in self._expected:
+            self._expected.pop(id(x))
+            return torch.device("cpu")
+        if x.is_leaf and x.requires_grad and id(x) not in self._accumulators:
+            self._make_accumulator(x)
+        return self.device
+
+    def _make_accumulator(self, x: Tensor) -> None:
+        """Makes the node that receives the gradient of a leaf, which asks for its device once."""
+        self.has_autocast, self.is_paused, paused = False, True, self.is_paused
+        try:
+            with self, torch.enable_grad():
+                node = x.view_as(x).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        finally:
+            self.has_autocast, self.is_paused = True, paused
+        key = id(x)
+        self._accumulators[key] = node, weakref.ref(x, lambda _: self._accumulators.pop(key, None))
+
+    def expect_metadata(self, results: Any) -> None:
+        """The next question about these tensors will be the engine's."""
+        if isinstance(results, FakeTensor):
+            key = id(results)
+            self._expected[key] = weakref.ref(results, lambda _: self._expected.pop(key, None))
+        elif isinstance(results, (list, tuple)):
+            for result in results:
+                self.expect_metadata(result)
+
+    # ---- operations -----------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _DEVICE:
+            return self._device_for_cpp(args[0])
+        if self.is_paused:
+            if func is _ADD and torch._C._current_graph_task_id() != -1:
+                self._unshared = _uses(args[0])
+            return func(*args, **kwargs)
+        if self._is_lying and "device" in kwargs and kwargs["device"] is not None:
+            kwargs = kwargs | {"device": self.device}
+        self.last = str(func), self.module
+        self.operations += 1
+        if func is _ITEM and (value := self.scalar(func, args[0])) is not None:
+            return value
+        if func is _ADD and self.phase == "backward" and self._is_summed_in_place(args, kwargs):
+            return args[0]
+        if func is _ADD and self.in_attention:  # attention.cpp adds the mask in place
+            return torch.ops.aten.alias.default(args[0])
+        if func is _PUT and self.phase == "backward" and _is_called_by_engine():
+            return args[0]  # index_backward puts in place, except into subclasses
+        module = self._seen_in_backward if self.phase == "backward" else self.module
+        extra = inside(func, args, kwargs, self.device.type)
+        name = func._schema.name
+        held = []
+        for size, kind in extra:
+            made = Allocation(
+                len(self.allocations),
+                size,
+                self.now,
+                None,
+                kind,
+                module,
+                name,
+                self.phase,
+                self.step,
+            )
+            self.now += 1
+            self.allocations.append(made)
+            held.append(made)
+        result = func(*args, **kwargs)
+        self._note(result, name, module)
+        if self.has_autocast and torch.is_grad_enabled() and _needs_grad(args):
+            self.expect_metadata(result)
+        for made in held:
+            made.end = self.now
+        if held:
+            self.now += 1
+        return result
+
+    def _is_summed_in_place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the autograd engine would add a gradient to another in place. It does so if
+        nothing else holds the other, but never for subclasses of Tensor (InputBuffer.cpp)."""
+        if kwargs or not _is_called_by_engine():
+            return False
+        x, y = args
+        if not (isinstance(x, Tensor) and isinstance(y, Tensor)) or x.shape != y.shape:
+            return False
+        return _uses(x) <= self._unshared and _is_dense(x)
+
+    def _calibrate(self) -> None:
+        """Learns how many references an unshared gradient has when the engine adds to it."""
+        self.is_paused = True
+        x = torch.ones(2, device=self.device, requires_grad=True)
+        (x * 2 + x * 3).sum().backward()
+        self.is_paused = False
+
+    def _note(self, result: Any, name: str, module: str | None) -> None:
+        if isinstance(result, FakeTensor):
+            storage = result.untyped_storage()
+            at = self._live.get(storage._cdata)
+            if at is None:
+                if storage.nbytes():
+                    self._born(storage, "temporaries", name, module)
+            elif self.allocations[at[1]].bytes != storage.nbytes():  # resized
+                old = self.allocations[at[1]]
+                self._died(storage._cdata, at[1])
+                if storage.nbytes():
+                    self._born(storage, old.kind, old.op, old.module)
+        elif isinstance(result, (list, tuple)):
+            for item in result:
+                self._note(item, name, module)
+
+    # ---- modules and saved tensors --------------------------------------------------------------
+
+    def _enter_module(self, module: nn.Module, inputs: Any) -> None:
+        self._stack.append(self.module)
+        name = self.names.get(module)
+        if name is not None:
+            self.module = name
+
+    def _leave_module(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if self._stack:
+            self.module = self._stack.pop()
+
+    def _saved(self, x: Any) -> None:
+        if isinstance(x, FakeTensor):
+            self.know(x, "activations", module=self.module)
+
+    def _pack(self, x: Tensor) -> Any:
+        self._saved(x)
+        if x.grad_fn is not None:  # a saved output that kept its node would keep itself alive
+            self.is_paused, paused = True, self.is_paused
+            try:
+                x = x.detach()
+            finally:
+                self.is_paused = paused
+        return x, self.module
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if self.phase == "backward":
+            self._seen_in_backward = packed[1]
+        return packed[0]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While it lasts, modules and tensors that autograd saves are noted."""
+        hooks_init = saved_tensors_hooks.__init__
+
+        def listening(hooks: Any, pack: Callable[[Tensor], Any], unpack: Any) -> None:
+            @functools.wraps(pack)  # a checkpoint is told by the name and the marks of its hook
+            def noted(x: Tensor) -> Any:
+                packed = pack(x)
+                if packed is x or isinstance(packed, Tensor):
+                    self._saved(packed)
+                return packed
+
+            hooks_init(hooks, noted, unpack)
+
+        added = nn.modules.module
+        handles = [
+            added.register_module_forward_pre_hook(self._enter_module),
+            added.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack):
+                with mock.patch.object(saved_tensors_hooks, "__init__", listening), self:
+                    self._calibrate()
+                    yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _needs_grad(args: Any) -> bool:
+    return any(
+        arg.requires_grad
+        if isinstance(arg, Tensor)
+        else isinstance(arg, (list, tuple)) and _needs_grad(arg)
+        for arg in args
+    )
+
+
+def _is_called_by_engine() -> bool:
+    """Whether C++ code of the autograd engine dispatched the operation."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+def _uses(x: Tensor) -> int:
+    """The references to a tensor and its memory."""
+    storage = x.untyped_storage()
+    return x._use_count() + torch._C._storage_Use_Count(storage._cdata)
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether the elements of a tensor have neither gaps nor overlaps."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,240 @@
+"""The training steps that are planned, as a user's loop makes them."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..amp.cast_model import cast_model
+from ..checkpointing import checkpoint_every
+from ..grad.accumulate import GradAccumulator
+from ..nn.block import Block, save_level
+from ..optim import release_gradients
+from .errors import PlanError
+
+__all__ = ["Setup", "Steps", "generators_kept"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is planned. Advice replaces some of it and traces again."""
+
+    model: nn.Module
+    optimizer: Any
+    batch: Any
+    loss: Callable[..., Tensor] | None = None
+    forward: Callable[[nn.Module, Any], Tensor] | None = None
+    device: str = "cpu"
+    amp: torch.dtype | None = None
+    scaler: bool = False
+    save: str | None = None
+    accumulation: int = 1
+    release: bool | int = False  # a number is that of bytes in a bucket
+    checkpoint_every: int | None = None
+    max_grad_norm: float | None = None
+    dtype: torch.dtype | None = None  # of the parameters, in the place of their own
+    steps: int = 2
+
+    def but(self, **changes: Any) -> Setup:
+        """Returns the setup with some fields replaced."""
+        return replace(self, **changes)
+
+    def described(self) -> dict[str, str]:
+        """Returns the options in words, without those that are as usual."""
+        found = {"optimizer": name_of_optimizer(self.optimizer)}
+        if self.amp is not None:
+            found["amp"] = str(self.amp).removeprefix("torch.")
+        if self.dtype is not None:
+            found["parameters in"] = str(self.dtype).removeprefix("torch.")
+        for name in ("save", "checkpoint_every", "max_grad_norm"):
+            if (value := getattr(self, name)) is not None:
+                found[name.replace("_", " ")] = str(value)
+        if self.accumulation > 1:
+            found["accumulation"] = str(self.accumulation)
+        for name in ("release", "scaler"):
+            if getattr(self, name):
+                found[name] = "on"
+        return found
+
+
+def name_of_optimizer(optimizer: Any) -> str:
+    """The class of an optimizer, or of what a function makes."""
+    if optimizer is None:
+        return "none"
+    if hasattr(optimizer, "param_groups"):
+        kind = type(optimizer)
+    else:
+        kind = getattr(optimizer, "func", optimizer)
+    module = "headroom." if getattr(kind, "__module__", "").startswith("headroom") else ""
+    return module + getattr(kind, "__name__", type(kind).__name__)
+
+
+class Steps:
+    """A loop of training steps on copies of what the user gave."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        model: nn.Module,
+        optimizer: Any,
+        batch: Any,
+        loss: Any,
+        forward: Any,
+    ) -> None:
+        self.setup = setup
+        self.model, self.batch = model, batch
+        self.optimizer: Any = optimizer
+        self.loss, self.forward = loss, forward
+        self.scaler: Any = None
+        self.accumulator: Any = None
+
+    def prepare(self) -> None:
+        """Makes of the model and the optimizer what the setup says."""
+        setup, model = self.setup, self.model
+        for param in model.parameters():
+            param.grad = None
+        if setup.dtype is not None:
+            cast_model(model, setup.dtype)
+        if setup.save is not None:
+            _set_save(model, setup.save)
+        if setup.checkpoint_every is not None:
+            checkpoint_every(model, setup.checkpoint_every)
+        if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
+            self.optimizer = self.optimizer([p for p in model.parameters() if p.requires_grad])
+        if setup.scaler:
+            self.scaler = torch.amp.GradScaler(setup.device)
+        if setup.release and self.optimizer is not None:
+            if setup.accumulation > 1:
+                self.accumulator = GradAccumulator(model)
+            size: dict[str, Any] = (
+                {} if setup.release is True else {"bucket_bytes": int(setup.release)}
+            )
+            release_gradients(
+                model, self.optimizer, scaler=self.scaler, accumulator=self.accumulator, **size
+            )
+
+    def begin(self, phase: str) -> None:
+        """A phase begins."""
+
+    def step(self, number: int) -> None:
+        """Makes a step."""
+        setup = self.setup
+        for _ in range(setup.accumulation):
+            self.begin("forward")
+            loss = self._forward()
+            if setup.accumulation > 1 and self.accumulator is None:
+                loss = loss / setup.accumulation
+            if self.scaler is not None:
+                loss = self.scaler.scale(loss)
+            self.begin("backward")
+            with ExitStack() as stack:
+                if self.accumulator is not None:
+                    stack.enter_context(self.accumulator.micro_batch())
+                loss.backward()
+            del loss
+        if self.optimizer is not None:
+            self.begin("optimizer")
+            self.step_optimizer()
+            self.begin("other")
+            self.optimizer.zero_grad(set_to_none=True)
+        self.begin("other")
+        for param in self.model.parameters():
+            param.grad = None
+
+    def step_optimizer(self) -> None:
+        setup = self.setup
+        if self.accumulator is not None:
+            self.accumulator.finish()
+        if setup.max_grad_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), setup.max_grad_norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def _forward(self) -> Tensor:
+        with _autocast(self.setup):
+            if self.forward is not None:
+                result = self.forward(self.model, self.batch)
+            else:
+                result = self._loss()
+        if not isinstance(result, Tensor) or result.numel() != 1:
+            got = (
+                f"shape {list(result.shape)}"
+                if isinstance(result, Tensor)
+                else type(result).__name__
+            )
+            raise PlanError(f"the loss has {got}, wanted a tensor of one element; give loss=")
+        if not result.requires_grad:
+            raise PlanError("the loss requires no gradient: no parameter of the model does")
+        return result
+
+    def _loss(self) -> Any:
+        batch, target, loss = self.batch, None, self.loss
+        if isinstance(batch, dict):
+            output, target = self.model(**batch), batch
+        elif isinstance(batch, (tuple, list)):
+            if loss is None:
+                output = self.model(*batch)
+            else:
+                *inputs, target = batch
+                return loss(self.model(*inputs), target)
+        else:
+            output = self.model(batch)
+            if loss is not None:
+                return loss(output)
+        if loss is not None:
+            return loss(output, target)
+        found = getattr(output, "loss", None)
+        if found is None and isinstance(output, dict):
+            found = output.get("loss")
+        if found is None and isinstance(output, (tuple, list)):
+            found = output[0]
+        return output if found is None else found
+
+
+def _set_save(model: nn.Module, save: str) -> None:
+    """Sets the save level of every block of :mod:`headroom.nn`."""
+    save_level(save)  # refuses other names
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    if not blocks:
+        raise ValueError(
+            f"save is {save!r}, but the model has no blocks of headroom.nn: headroom.patch(model) "
+            "makes them of those of transformers"
+        )
+    for block in blocks:
+        block.save = save
+
+
+@contextmanager
+def _autocast(setup: Setup) -> Iterator[None]:
+    if setup.amp is None:
+        yield
+        return
+    with torch.autocast(setup.device, dtype=setup.amp):
+        yield
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leaves the random numbers of torch, Python and numpy as they were."""
+    state, python = torch.get_rng_state(), random.getstate()
+    numpy = sys.modules.get("numpy")
+    arrays = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(arrays)

@@ -1,0 +1,199 @@
+"""Traces training steps on fakes: no memory is taken, and nothing is computed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+
+from ..memory.events import Timeline
+from . import ours  # noqa: F401  (registers what Headroom's operations allocate inside)
+from .copies import Copier, tensors_in
+from .cuda_view import Kernels, cuda_view, functions_told
+from .errors import PlanError
+from .masks import masks_of
+from .recorder import Recorder
+from .steps import Setup, Steps, generators_kept
+
+__all__ = ["Setup", "trace"]
+
+
+def trace(setup: Setup) -> Timeline:
+    """Returns the memory of the steps.
+
+    Raises:
+        PlanError: an operation cannot be followed on fakes. The message names it and its module.
+    """
+    device = torch.device("cuda", 0) if setup.device == "cuda" else torch.device("cpu")
+    mode = FakeTensorMode(allow_non_fake_inputs=False)
+    with generators_kept(), ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(cuda_view())
+        copier = Copier(mode, device)
+        model, optimizer, batch, loss, forward = copier.copy(
+            (setup.model, setup.optimizer, setup.batch, setup.loss, setup.forward)
+        )
+        names = {module: name for name, module in model.named_modules()}
+        recorder = Recorder(device, names, is_lying=device.type == "cuda")
+        run = _Traced(recorder, setup, model, optimizer, batch, loss, forward)
+        stack.enter_context(_foreach_of_fakes())
+        stack.enter_context(masks_of(setup.batch))
+        stack.enter_context(mode)
+        run.prepare()
+        try:
+            stack.enter_context(recorder.watching())
+            run.hook_gradients()
+            stack.enter_context(Kernels(recorder, device.type == "cuda"))
+            if device.type == "cuda":
+                stack.enter_context(functions_told(recorder))
+            for step in range(setup.steps):
+                run.step(step)
+        except PlanError:
+            raise
+        except Exception as error:
+            raise _explained(error, recorder) from error
+        return recorder.timeline()
+
+
+class _Traced(Steps):
+    """Steps on fakes."""
+
+    def __init__(self, recorder: Recorder, setup: Setup, *copies: Any) -> None:
+        super().__init__(setup, *copies)
+        self.recorder = recorder
+        self._nodes: list[Any] = []
+        self._is_stepping = self._is_scaling = False
+        recorder.scalar = self._scalar
+
+    def prepare(self) -> None:
+        super().prepare()
+        recorder = self.recorder
+        for name, x in self.model.named_parameters():
+            recorder.know(x, "parameters", name, name.rpartition(".")[0])
+        for name, x in self.model.named_buffers():
+            recorder.know(x, "buffers", name, name.rpartition(".")[0])
+        for x in tensors_in(self.batch):
+            recorder.know(x, "batch", "batch")
+        self._know_states()
+
+    def begin(self, phase: str) -> None:
+        self.recorder.begin(phase)
+
+    def step(self, number: int) -> None:
+        self.recorder.step = number
+        super().step(number)
+
+    def step_optimizer(self) -> None:
+        step = self.optimizer.step
+        self._is_scaling = True
+        try:
+            with mock.patch.object(self.optimizer, "step", self._flagged(step)):
+                super().step_optimizer()
+        finally:
+            self._is_scaling = False
+        self._know_states()
+
+    def _flagged(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def flagged(*args: Any, **options: Any) -> Any:
+            self._is_stepping = True
+            try:
+                return step(*args, **options)
+            finally:
+                self._is_stepping = False
+
+        return flagged
+
+    def hook_gradients(self) -> None:
+        """Notes gradients as they arrive, before they are added to others or kept."""
+        self.recorder.is_paused = True
+        for name, param in self.model.named_parameters():
+            if param.requires_grad:
+                node: Any = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+                node.register_prehook(self._has_gradient(name))
+                self._nodes.append(node)  # it lives as long as somebody holds it
+        self.recorder.is_paused = False
+
+    def _has_gradient(self, name: str) -> Callable[[Any], None]:
+        recorder, module = self.recorder, name.rpartition(".")[0]
+
+        def note(grads: Any) -> None:
+            if isinstance(grads[0], FakeTensor):
+                recorder.know(grads[0], "gradients", name, module)
+
+        return note
+
+    def _know_states(self) -> None:
+        if self.optimizer is None:
+            return
+        for entry in self.optimizer.state.values():
+            for key, value in entry.items():
+                kind = (
+                    "master_weights"
+                    if key in ("master", "remainder", "compensation")
+                    else "optimizer_state"
+                )
+                for x in tensors_in(value):
+                    self.recorder.know(x, kind, key)
+
+    def _scalar(self, func: Any, x: Tensor) -> Any:
+        """Answers for the value of a tensor, which fakes do not have."""
+        if isinstance(x, FakeTensor) and x.constant is not None:
+            return None
+        if self._is_stepping:  # a count of steps: its value changes no size
+            return 1.0 if x.is_floating_point() else 1
+        if self._is_scaling:  # whether a gradient was infinite
+            return 0.0
+        if self.recorder.phase == "forward" and x.dtype == torch.int64 and self._is_seed(x):
+            return 1
+        return None
+
+    def _is_seed(self, x: Tensor) -> bool:
+        """Whether a number was drawn for a generator: its value changes no size either."""
+        at = self.recorder.allocation_of(x)
+        return at is not None and at.op in ("aten::randint", "aten::random_")
+
+
+@contextmanager
+def _foreach_of_fakes() -> Iterator[None]:
+    """Lets torch's optimizers choose for fakes as they choose for tensors."""
+    module = sys.modules["torch.optim.optimizer"]
+    kinds = getattr(module, "_foreach_supported_types", None)
+    if kinds is None:
+        yield
+        return
+    with mock.patch.object(module, "_foreach_supported_types", [*kinds, FakeTensor]):
+        yield
+
+
+_WHY = {
+    DataDependentOutputException: "asks for the value of a tensor",
+    DynamicOutputShapeException: "has results whose shapes depend on values",
+    UnsupportedOperatorException: "has no fake kernel",
+}
+
+
+def _explained(error: Exception, recorder: Recorder) -> Exception:
+    op, module = recorder.last
+    where = f" in {module!r}" if module else " in the model" if module == "" else ""
+    why = next((words for kind, words in _WHY.items() if isinstance(error, kind)), None)
+    if why is not None:
+        return PlanError(
+            f"{op}{where} {why}, which a step without memory cannot know; plan with measure=True, "
+            "which runs one real step under the counter"
+        )
+    return PlanError(
+        f"the step failed in its {recorder.phase} phase, at {op}{where}: "
+        f"{type(error).__name__}: {error}"
+    )

@@ -1,0 +1,151 @@
+#include "tests/c/loss/cross_entropy_run.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace
+{
+
+const Tensors::Value garbage = [](size_t, size_t) { return 77.0; };
+
+Tensors::Value logits_of(const CrossEntropyCase &c)
+{
+    return [=](size_t, size_t i) {
+        constexpr double kSpecial[] = {NAN, INFINITY, -INFINITY, 3e38, -3e38, 1e-40, 0, -0.0};
+        if (c.special && noise(7, i) < -0.999)
+            return kSpecial[i % 8];
+        return noise(1, i) * c.size;
+    };
+}
+
+int64_t made_target(const CrossEntropyCase &c, int64_t row)
+{
+    if (c.ignored && row % c.ignored == c.ignored - 1)
+        return -100;
+    const int64_t ends[] = {0, c.classes - 1};
+    if (row < 2)
+        return ends[row];
+    return int64_t(uint64_t(row) * 7919 % uint64_t(c.classes));
+}
+
+std::vector<uint8_t> bytes_of_targets(const CrossEntropyCase &c)
+{
+    std::vector<uint8_t> bytes(size_t(c.rows) * (c.int32 ? 4 : 8));
+    for (int64_t row = 0; row < c.rows; row++) {
+        const int64_t target = made_target(c, row);
+        const int32_t narrow = int32_t(target);
+        if (c.int32)
+            std::memcpy(&bytes[size_t(row) * 4], &narrow, 4);
+        else
+            std::memcpy(&bytes[size_t(row) * 8], &target, 8);
+    }
+    return bytes;
+}
+
+std::vector<int64_t> matrix(const CrossEntropyCase &c, bool wanted = true)
+{
+    return {wanted ? c.rows * (c.classes + c.gap) : 0};
+}
+
+} // namespace
+
+CrossEntropyRun::CrossEntropyRun(Backend &on, const CrossEntropyCase &c)
+    : backend(on), shape(c), logits(on, matrix(c), {c.dtype}, c.shift, logits_of(c)),
+      grad(on, matrix(c, !c.in_place), {c.grad_dtype}, c.shift, garbage),
+      weight(on, {c.classes}, {HR_F32}, 0, [](size_t, size_t i) { return 1 + noise(2, i) / 2; }),
+      loss(on, {c.rows}, {HR_F32}, 0, garbage), lse(on, {c.rows}, {HR_F32}, 0, garbage),
+      lse_low(on, {c.rows}, {HR_F32}, 0, garbage),
+      dloss(on, {c.per_row ? c.rows : 1}, {HR_F32}, 0,
+            [](size_t, size_t i) { return 1.5 + noise(3, i); }),
+      result(on, {1}, {HR_F32}, 0, garbage), factors(on, {2}, {HR_F32}, 0, garbage),
+      dloss_stride(c.per_row), exec(on.exec()), rows(c.rows), classes(c.classes)
+{
+    targets.emplace_back(on, bytes_of_targets(c));
+    argmaxes.emplace_back(on, std::vector<uint8_t>(size_t(c.rows) * 8, 77));
+    target = targets[0].data();
+    argmax = argmaxes[0].data();
+    config.dtype = c.dtype;
+    config.grad_dtype = c.grad_dtype;
+    config.target_bytes = c.int32 ? 4 : 8;
+    config.reduction = c.reduction;
+    config.label_smoothing = c.smoothing;
+    config.softcap = c.softcap;
+    config.z_loss = c.z_loss;
+    logits_rows = {logits.data[0], c.classes + c.gap};
+    grad_rows = {grad.data[0], c.classes + c.gap};
+    if (c.in_place)
+        grad_rows = {logits.data[0], logits_rows.stride * (c.grad_dtype == c.dtype ? 1 : 2)};
+}
+
+hr_status CrossEntropyRun::forward() const
+{
+    return hr_cross_entropy_forward(
+        static_cast<float *>(loss.data[0]), static_cast<float *>(lse.data[0]),
+        shape.low ? static_cast<float *>(lse_low.data[0]) : nullptr, static_cast<int64_t *>(argmax),
+        logits_argument, target, shape.weight ? static_cast<float *>(weight.data[0]) : nullptr,
+        rows, classes, config_argument, exec_argument);
+}
+
+hr_status CrossEntropyRun::reduce() const
+{
+    return hr_cross_entropy_reduce(
+        static_cast<float *>(result.data[0]), static_cast<float *>(factors.data[0]),
+        static_cast<float *>(loss.data[0]), static_cast<float *>(lse.data[0]), target,
+        shape.weight ? static_cast<float *>(weight.data[0]) : nullptr, rows, classes,
+        config_argument, exec_argument);
+}
+
+hr_status CrossEntropyRun::backward() const
+{
+    return hr_cross_entropy_backward(grad_argument, static_cast<float *>(dloss.data[0]),
+                                     dloss_stride, static_cast<float *>(factors.data[0]),
+                                     logits_argument, target,
+                                     shape.weight ? static_cast<float *>(weight.data[0]) : nullptr,
+                                     static_cast<float *>(lse.data[0]),
+                                     shape.low ? static_cast<float *>(lse_low.data[0]) : nullptr,
+                                     rows, classes, config_argument, exec_argument);
+}
+
+hr_status CrossEntropyRun::call() const
+{
+    hr_status status = forward();
+    if (status == HR_OK)
+        status = reduce();
+    return status == HR_OK ? backward() : status;
+}
+
+std::vector<uint8_t> CrossEntropyRun::image() const
+{
+    return image_of({&logits.buffers, &grad.buffers, &weight.buffers, &loss.buffers, &lse.buffers,
+                     &lse_low.buffers, &dloss.buffers, &result.buffers, &factors.buffers, &targets,
+                     &argmaxes});
+}
+
+bool CrossEntropyRun::whole() const
+{
+    return intact({&logits.buffers, &grad.buffers, &weight.buffers, &loss.buffers, &lse.buffers,
+                   &lse_low.buffers, &dloss.buffers, &result.buffers, &factors.buffers, &targets,
+                   &argmaxes});
+}
+
+int64_t CrossEntropyRun::target_of(int64_t row) const
+{
+    return made_target(shape, row);
+}
+
+void CrossEntropyRun::set_target(int64_t row, int64_t value)
+{
+    const size_t bytes = shape.int32 ? 4 : 8;
+    backend.upload(static_cast<uint8_t *>(targets[0].data()) + size_t(row) * bytes, &value, bytes);
+}
+
+std::ostream &operator<<(std::ostream &out, const CrossEntropyCase &c)
+{
+    const char *const names[] = {"f32", "bf16", "f16"};
+    return out << c.rows << " x " << c.classes << ", gap " << c.gap << ", shift " << c.shift << ", "
+               << names[c.dtype] << " to " << names[c.grad_dtype] << (c.weight ? ", weights" : "")
+               << (c.per_row ? ", gradients per row" : "") << (c.in_place ? ", in place" : "")
+               << ", smoothing " << c.smoothing << ", softcap " << c.softcap << ", z-loss "
+               << c.z_loss << ", reduction " << c.reduction << ", size " << c.size
+               << (c.special ? ", special values" : "");
+}

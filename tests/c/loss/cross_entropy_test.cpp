@@ -1,0 +1,501 @@
+// Cross entropy against its formula in binary64, and the same bits wherever it runs.
+#include <cmath>
+
+#include "tests/c/harness/bits.h"
+#include "tests/c/harness/refused.h"
+#include "tests/c/loss/cross_entropy_run.h"
+
+using CrossEntropy = OnBackend;
+ON_EVERY_BACKEND(CrossEntropy);
+
+namespace
+{
+
+constexpr double kUnit = 0x1p-24; // half an ulp at 1, in binary32
+
+std::vector<CrossEntropyCase> cases()
+{
+    std::vector<CrossEntropyCase> all;
+    const int64_t shapes[][2] = {{1, 1},   {7, 2},    {9, 7},    {6, 64},
+                                 {3, 520}, {5, 1031}, {3, 2056}, {2, 5001}};
+    int k = 0;
+    for (const auto &[rows, classes] : shapes)
+        for (const hr_dtype dtype : {HR_F32, HR_BF16, HR_F16})
+            for (const bool options : {false, true}) {
+                CrossEntropyCase c;
+                c.rows = rows, c.classes = classes;
+                c.dtype = dtype;
+                c.grad_dtype = dtype == HR_F32 && k % 3 == 2 ? HR_BF16 : dtype;
+                c.in_place = k / 3 % 2;
+                c.gap = k % 3 * 8;
+                c.shift = k % 5 == 3;
+                c.weight = k / 2 % 2;
+                c.per_row = k % 3 == 1;
+                c.int32 = k % 5 == 1;
+                c.low = k % 7 != 6;
+                c.reduction = k % 3 == 0 ? HR_REDUCE_SUM : HR_REDUCE_MEAN;
+                c.size = k % 5 == 4 ? 60 : 4;
+                if (options) {
+                    c.smoothing = k % 3 ? 0.1 : 0;
+                    c.softcap = k % 4 ? 30 : 0;
+                    c.z_loss = k % 5 ? 1e-2 : 0;
+                }
+                all.push_back(c);
+                k++;
+            }
+    all.push_back({.rows = 0, .classes = 9, .reduction = HR_REDUCE_SUM});
+    return all;
+}
+
+std::vector<int64_t> argmaxes_of(const CrossEntropyRun &run)
+{
+    const std::vector<uint8_t> bytes = run.argmaxes[0].content();
+    std::vector<int64_t> all(bytes.size() / 8);
+    if (!all.empty())
+        std::memcpy(all.data(), bytes.data(), bytes.size());
+    return all;
+}
+
+// What a run has left as a gradient, which may lie over the logits in a narrower type.
+std::vector<double> gradients_of(const CrossEntropyRun &run)
+{
+    const Tensors &where = run.shape.in_place ? run.logits : run.grad;
+    return decode(where.buffers[0].content(), run.shape.grad_dtype);
+}
+
+// Of one row, by the formulas.
+struct Exact {
+    double lse = 0, loss = 0, z_loss = 0, weight = 0;
+    std::vector<double> z, slope, p;
+
+    Exact(const CrossEntropyRun &run, const std::vector<double> &logits,
+          const std::vector<double> &weights, int64_t row)
+    {
+        const CrossEntropyCase &c = run.shape;
+        const int64_t target = run.target_of(row);
+        double sum = 0, smooth = 0, top = -INFINITY;
+        for (int64_t j = 0; j < c.classes; j++) {
+            const double logit = logits[size_t(row * (c.classes + c.gap) + j)];
+            const double tanh = c.softcap > 0 ? std::tanh(logit / c.softcap) : 0;
+            z.push_back(c.softcap > 0 ? c.softcap * tanh : logit);
+            slope.push_back(1 - tanh * tanh);
+            top = std::fmax(top, z.back());
+        }
+        for (const double one : z)
+            sum += std::exp(one - top);
+        lse = top + std::log(sum);
+        for (size_t j = 0; j < z.size(); j++) {
+            p.push_back(std::exp(z[j] - lse));
+            smooth += (c.weight ? weights[j] : 1) * (lse - z[j]);
+        }
+        weight = c.weight ? weights[size_t(target)] : 1;
+        z_loss = c.z_loss * lse * lse;
+        loss = (1 - c.smoothing) * weight * (lse - z[size_t(target)]) +
+               c.smoothing / double(c.classes) * smooth + z_loss;
+    }
+};
+
+} // namespace
+
+TEST_P(CrossEntropy, FollowsTheFormulas)
+{
+    for (const CrossEntropyCase &c : cases()) {
+        const CrossEntropyRun run(*backend, c);
+        const std::vector<double> logits = run.logits.values(0), weights = run.weight.values(0);
+        ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
+        EXPECT_TRUE(run.whole()) << c;
+        const std::vector<double> loss = run.loss.values(0), lse = run.lse.values(0);
+        const std::vector<double> low = run.lse_low.values(0), dloss = run.dloss.values(0);
+        const std::vector<double> got = gradients_of(run);
+        const std::vector<int64_t> argmax = argmaxes_of(run);
+        double total = 0, z_total = 0, weight_total = 0, count = 0, all_weights = 0;
+        for (const double w : weights)
+            all_weights += c.weight ? w : 1;
+        std::vector<Exact> rows;
+        for (int64_t i = 0; i < c.rows; i++) {
+            const size_t at = size_t(i);
+            if (run.target_of(i) == -100) {
+                ASSERT_EQ(loss[at], 0) << c;
+                ASSERT_EQ(lse[at], 0) << c;
+                ASSERT_EQ(argmax[at], -1) << c;
+                rows.emplace_back(rows.empty() ? Exact(run, logits, weights, 0) : rows[0]);
+                continue;
+            }
+            rows.emplace_back(run, logits, weights, i);
+            const Exact &row = rows.back();
+            const double size = std::fabs(row.lse) + 1;
+            const double saved = lse[at] + (c.low ? low[at] : 0);
+            const double through_cap = 4 * c.softcap * kUnit; // the error of tanh
+            ASSERT_NEAR(saved, row.lse, (8 + size * (c.low ? 0.1 : 1)) * kUnit + through_cap) << c;
+            ASSERT_NEAR(loss[at], row.loss,
+                        std::fabs(row.loss) * kUnit + (8 + c.size * c.smoothing * 4) * kUnit +
+                            2 * c.z_loss * std::fabs(row.lse) * 8 * kUnit +
+                            through_cap * (1 + 2 * c.z_loss * size))
+                << c << ", row " << i;
+            const double z_best = *std::max_element(row.z.begin(), row.z.end());
+            ASSERT_GE(row.z[size_t(argmax[at])], z_best - through_cap) << c;
+            if (c.softcap == 0) {
+                ASSERT_EQ(argmax[at], std::max_element(row.z.begin(), row.z.end()) - row.z.begin());
+            }
+            total += row.loss - row.z_loss;
+            z_total += row.z_loss;
+            weight_total += row.weight;
+            count++;
+        }
+        const bool mean = c.reduction == HR_REDUCE_MEAN;
+        const double factor = mean ? 1 / weight_total : 1, z_factor = mean ? 1 / count : 1;
+        const double result = total * factor + z_total * z_factor;
+        ASSERT_NEAR(run.result.values(0)[0], result,
+                    std::fabs(result) * 4 * kUnit +
+                        (16 + 4 * c.size + 8 * c.softcap) * kUnit * (mean ? 1 : double(c.rows)))
+            << c;
+        const double unit = epsilon_of(c.grad_dtype) / 2;
+        const double tiny =
+            c.grad_dtype == HR_F16 ? 0x1p-25 : 0x1p-125; // or p is that small, and 0
+        for (int64_t i = 0; i < c.rows; i++)
+            for (int64_t j = 0; j < c.classes; j++) {
+                const double dz = got[size_t(i * run.grad_rows.stride + j)];
+                if (run.target_of(i) == -100) {
+                    ASSERT_EQ(dz, 0) << c;
+                    continue;
+                }
+                const Exact &row = rows[size_t(i)];
+                const double a = dloss[c.per_row ? size_t(i) : 0] * factor;
+                const double b = dloss[c.per_row ? size_t(i) : 0] * z_factor;
+                const double s = c.smoothing, w = c.weight ? weights[size_t(j)] : 1;
+                const double hot = j == run.target_of(i) ? a * (1 - s) * row.weight : 0;
+                const double scale =
+                    a * ((1 - s) * row.weight + s / double(c.classes) * all_weights) +
+                    b * 2 * c.z_loss * row.lse;
+                const double exact = row.slope[size_t(j)] * (row.p[size_t(j)] * scale -
+                                                             a * s / double(c.classes) * w - hot);
+                // The target is rounded once, whatever cancels; others have errors of exp and of z.
+                const double z_error = 4 + (c.low ? 0 : std::fabs(row.lse)) + 4 * c.softcap +
+                                       std::fabs(row.z[size_t(j)] - row.lse);
+                ASSERT_NEAR(dz, exact,
+                            std::fabs(exact) * (unit + 8 * kUnit) + tiny +
+                                std::fabs(scale) * row.p[size_t(j)] * z_error * 2 * kUnit +
+                                std::fabs(a) * s * kUnit * 4 +
+                                (c.softcap > 0 ? std::fabs(a) * 4 * kUnit : 0))
+                    << c << ", row " << i << ", class " << j;
+            }
+    }
+}
+
+// The error of a sum of exponentials does not grow while the largest logit does.
+TEST_P(CrossEntropy, LongRowsThatRise)
+{
+    for (const hr_dtype dtype : {HR_F32, HR_BF16}) {
+        CrossEntropyCase c;
+        c.rows = 1, c.classes = backend->exec().device == HR_CPU ? 1 << 20 : 1 << 14;
+        c.dtype = c.grad_dtype = dtype;
+        const CrossEntropyRun run(*backend, c);
+        std::vector<double> rising;
+        for (int64_t j = 0; j < c.classes; j++)
+            rising.push_back(std::ldexp(double(j), -12));
+        const std::vector<uint8_t> bytes = encode(rising, dtype);
+        run.backend.upload(run.logits.data[0], bytes.data(), bytes.size());
+        const Exact exact(run, run.logits.values(0), {}, 0);
+        ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
+        const double lse = run.lse.values(0)[0] + run.lse_low.values(0)[0];
+        EXPECT_NEAR(lse, exact.lse, 16 * kUnit);
+    }
+}
+
+// A target that is almost certain: its loss and its gradient are what is left of a difference.
+TEST_P(CrossEntropy, SmallLossesKeepTheirDigits)
+{
+    CrossEntropyCase c;
+    c.rows = 2, c.classes = 3000, c.ignored = 0, c.reduction = HR_REDUCE_SUM;
+    const CrossEntropyRun run(*backend, c);
+    std::vector<double> values(size_t(2 * c.classes), -8.0);
+    values[0] = 30.25, values[size_t(2 * c.classes - 1)] = 14;
+    const std::vector<uint8_t> bytes = encode(values, HR_F32);
+    run.backend.upload(run.logits.data[0], bytes.data(), bytes.size());
+    ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
+    // Of the order of the last place of lse in binary32, which is 1.9e-6 and 9.5e-7.
+    const double rest[] = {2999 * std::exp(-38.25), 2999 * std::exp(-22.0)};
+    for (size_t i = 0; i < 2; i++) {
+        EXPECT_NEAR(run.loss.values(0)[i], std::log1p(rest[i]), kUnit);
+        const double gradient = gradients_of(run)[i ? size_t(2 * c.classes - 1) : 0];
+        const double dloss = run.dloss.values(0)[0];
+        EXPECT_NEAR(gradient, -rest[i] / (1 + rest[i]) * dloss, kUnit * dloss);
+    }
+}
+
+// What rounding took off lse, up to 1.9e-6 here, is not missing from the probabilities.
+TEST_P(CrossEntropy, LargeLogitsHaveExactGradients)
+{
+    CrossEntropyCase c;
+    c.rows = 9, c.classes = 2, c.ignored = 0, c.reduction = HR_REDUCE_SUM;
+    CrossEntropyRun run(*backend, c);
+    std::vector<double> values;
+    for (int64_t row = 0; row < c.rows; row++) {
+        values.insert(values.end(), 2, 40.0 + 2.5 * double(row));
+        run.set_target(row, 0);
+    }
+    const std::vector<uint8_t> bytes = encode(values, HR_F32);
+    run.backend.upload(run.logits.data[0], bytes.data(), bytes.size());
+    ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
+    const double half = run.dloss.values(0)[0] / 2;
+    for (size_t i = 0; i < 18; i++)
+        EXPECT_NEAR(gradients_of(run)[i], i % 2 ? half : -half, 4 * kUnit * half);
+}
+
+TEST_P(CrossEntropy, RowsWithInfinitiesAndNans)
+{
+    for (const int64_t classes : {5, 1500}) {
+        CrossEntropyCase c;
+        c.rows = 6, c.classes = classes, c.ignored = 0, c.reduction = HR_REDUCE_SUM;
+        CrossEntropyRun run(*backend, c);
+        std::vector<double> values(size_t(c.rows * classes), 1.0); // row 0: all are equal
+        const auto at = [&](int64_t row, int64_t j) -> double & {
+            return values[size_t(row * classes + j)];
+        };
+        for (int64_t j = 0; j < classes; j++)
+            at(2, j) = -INFINITY;            // all are masked
+        at(1, 0) = at(1, 1) = -INFINITY;     // some are
+        at(3, 1) = NAN, at(4, 2) = INFINITY; // no loss
+        at(5, 0) = -INFINITY;                // the target is masked
+        for (int64_t row = 0; row < c.rows; row++)
+            run.set_target(row, row == 5 ? 0 : 3);
+        const std::vector<uint8_t> bytes = encode(values, HR_F32);
+        run.backend.upload(run.logits.data[0], bytes.data(), bytes.size());
+        ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
+        const std::vector<double> loss = run.loss.values(0), lse = run.lse.values(0);
+        const std::vector<double> grad = gradients_of(run);
+        EXPECT_NEAR(loss[0], std::log(double(classes)), 1e-6);
+        EXPECT_NEAR(loss[1], std::log(double(classes) - 2), 1e-6);
+        EXPECT_EQ(grad[size_t(classes)], 0);
+        EXPECT_TRUE(std::isnan(loss[2]) && lse[2] == -INFINITY &&
+                    std::isnan(grad[size_t(2 * classes)]));
+        EXPECT_TRUE(std::isnan(loss[3]) && std::isnan(loss[4]));
+        EXPECT_EQ(loss[5], INFINITY);
+        EXPECT_NEAR(lse[5], 1 + std::log(double(classes) - 1), 1e-5);
+        EXPECT_EQ(grad[size_t(5 * classes)], -run.dloss.values(0)[0]);
+        EXPECT_EQ(argmaxes_of(run), (std::vector<int64_t>{0, 2, 0, 0, 2, 1}));
+    }
+}
+
+// A target that is no class: an error on the CPU, NaN on CUDA; and no stray read.
+TEST_P(CrossEntropy, BadInputsAmongTargets)
+{
+    for (const bool int32 : {false, true}) {
+        CrossEntropyCase c;
+        c.rows = 5, c.classes = 40, c.weight = true, c.int32 = int32, c.ignored = 0;
+        CrossEntropyRun run(*backend, c);
+        run.set_target(2, int32 ? -7 : INT64_C(1) << 40);
+        const std::vector<uint8_t> before = run.image();
+        const bool cpu = backend->exec().device == HR_CPU;
+        for (const auto call :
+             {&CrossEntropyRun::forward, &CrossEntropyRun::reduce, &CrossEntropyRun::backward}) {
+            ASSERT_EQ((run.*call)(), cpu ? HR_INVALID_ARGUMENT : HR_OK) << hr_last_error();
+            if (cpu) {
+                EXPECT_TRUE(matches(hr_last_error(),
+                                    int32 ? "target\\[2\\] is -7, wanted a class from 0 to 39"
+                                          : "target\\[2\\] is 1099511627776, wanted a class"));
+                EXPECT_EQ(run.image(), before);
+            }
+        }
+        EXPECT_TRUE(run.whole());
+        if (cpu)
+            continue;
+        for (size_t row = 0; row < 5; row++)
+            EXPECT_EQ(std::isnan(run.loss.values(0)[row]), row == 2);
+        EXPECT_TRUE(std::isnan(run.result.values(0)[0]));
+        const std::vector<double> grad = gradients_of(run);
+        for (size_t j = 80; j < 120; j++)
+            EXPECT_TRUE(std::isnan(grad[j]));
+    }
+}
+
+TEST_P(CrossEntropy, ReductionsWithoutRows)
+{
+    for (const bool empty : {false, true})
+        for (const hr_cross_entropy_reduction reduction :
+             {HR_REDUCE_SUM, HR_REDUCE_MEAN, HR_REDUCE_MEAN_OR_ZERO}) {
+            CrossEntropyCase c;
+            c.rows = empty ? 0 : 4, c.ignored = 1, c.reduction = reduction, c.z_loss = 0.1;
+            const CrossEntropyRun run(*backend, c);
+            ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
+            const double got = run.result.values(0)[0];
+            EXPECT_TRUE(reduction == HR_REDUCE_MEAN ? std::isnan(got) : got == 0) << c;
+            if (!empty) {
+                EXPECT_EQ(gradients_of(run), std::vector<double>(28, 0.0)) << c;
+            }
+        }
+}
+
+// The factors can be had before there is a loss, and have the same bits.
+TEST_P(CrossEntropy, FactorsWithoutALoss)
+{
+    CrossEntropyCase c;
+    c.rows = 300, c.weight = true, c.z_loss = 0.1;
+    const CrossEntropyRun all(*backend, c), early(*backend, c);
+    ASSERT_EQ(all.call(), HR_OK);
+    ASSERT_EQ(hr_cross_entropy_reduce(nullptr, static_cast<float *>(early.factors.data[0]), nullptr,
+                                      nullptr, early.target,
+                                      static_cast<float *>(early.weight.data[0]), c.rows, c.classes,
+                                      &early.config, &early.exec),
+              HR_OK)
+        << hr_last_error();
+    EXPECT_EQ(early.factors.values(0), all.factors.values(0));
+}
+
+// Over the logits and apart, the same bits.
+TEST_P(CrossEntropy, TheGradientMayTakeThePlaceOfTheLogits)
+{
+    for (const auto &[dtype, grad_dtype] :
+         {std::pair{HR_F32, HR_F32}, {HR_BF16, HR_BF16}, {HR_F32, HR_BF16}, {HR_F32, HR_F16}})
+        for (const int64_t classes : {37, 1030, 2600}) {
+            CrossEntropyCase c;
+            c.rows = 4, c.classes = classes, c.dtype = dtype, c.grad_dtype = grad_dtype;
+            c.gap = 24 - classes % 8, c.smoothing = classes == 1030 ? 0.2 : 0;
+            CrossEntropyCase over = c;
+            over.in_place = true;
+            const CrossEntropyRun apart(*backend, c), inside(*backend, over);
+            ASSERT_EQ(apart.call(), HR_OK) << hr_last_error();
+            ASSERT_EQ(inside.call(), HR_OK) << hr_last_error();
+            const std::vector<double> one = gradients_of(apart), other = gradients_of(inside);
+            for (int64_t i = 0; i < c.rows; i++)
+                for (int64_t j = 0; j < classes; j++)
+                    ASSERT_EQ(one[size_t(i * apart.grad_rows.stride + j)],
+                              other[size_t(i * inside.grad_rows.stride + j)])
+                        << over << ", row " << i << ", class " << j;
+        }
+}
+
+TEST(CrossEntropyBits, AreTheSameOnEveryInstructionSetAndThreadCount)
+{
+    std::vector<CrossEntropyCase> all = cases();
+    for (const hr_dtype dtype : {HR_F32, HR_BF16, HR_F16})
+        all.push_back({.rows = 300,
+                       .classes = 303,
+                       .dtype = dtype,
+                       .grad_dtype = dtype,
+                       .weight = true,
+                       .smoothing = 0.1,
+                       .softcap = dtype == HR_F16 ? 20.0 : 0.0,
+                       .special = true});
+    expect_bits_on_the_cpu<CrossEntropyRun>(all);
+}
+
+TEST(CrossEntropyBits, RepeatOnCuda)
+{
+    std::vector<CrossEntropyCase> some;
+    for (size_t k = 0; k < cases().size(); k += 5)
+        some.push_back(cases()[k]);
+    expect_repeats_on_cuda<CrossEntropyRun>(some);
+}
+
+namespace
+{
+
+// A run whose call is one function alone.
+template <hr_status (CrossEntropyRun::*function)() const> class RunOf : public CrossEntropyRun
+{
+  public:
+    using CrossEntropyRun::CrossEntropyRun;
+    hr_status call() const
+    {
+        return (this->*function)();
+    }
+};
+
+template <class Run> BadInputs<Run> bad_everywhere()
+{
+    return joined<Run>(
+        {bad_config_or_exec<Run>(),
+         bad_numbers<Run>("label_smoothing is",
+                          [](Run &r) -> double & { return r.config.label_smoothing; },
+                          {-0.1, 1.1, NAN}),
+         bad_numbers<Run>("softcap is", [](Run &r) -> double & { return r.config.softcap; },
+                          {-1, 1e-60, INFINITY, 1e39, NAN}),
+         bad_numbers<Run>("z_loss is", [](Run &r) -> double & { return r.config.z_loss; },
+                          {-1e-4, INFINITY, NAN}),
+         {{"rows is -1, wanted 0 or more", [](Run &r) { r.rows = -1; }},
+          {"cols is 0, wanted 1 or more", [](Run &r) { r.classes = 0; }},
+          {"config->dtype is f64", [](Run &r) { r.config.dtype = HR_F64; }},
+          {"config->grad_dtype is u8", [](Run &r) { r.config.grad_dtype = HR_U8; }},
+          {"config->grad_dtype is f32, wanted bf16", [](Run &r) { r.config.dtype = HR_BF16; }},
+          {"config->target_bytes is 2", [](Run &r) { r.config.target_bytes = 2; }},
+          {"config->reduction is 3",
+           [](Run &r) { r.config.reduction = hr_cross_entropy_reduction(3); }},
+          {"target is NULL", [](Run &r) { r.target = nullptr; }},
+          {"target is at .* not a multiple of 8", [](Run &r) { r.target = moved(r.target, 4); }},
+          {"weight is at .* not a multiple of 4",
+           [](Run &r) { r.weight.data[0] = moved(r.weight.data[0], 2); }}}});
+}
+
+template <class Run> BadInput<Run> null_of(const char *name, Tensors CrossEntropyRun::*tensor)
+{
+    return {std::string(": ") + name + " is NULL", [=](Run &r) { (r.*tensor).data[0] = nullptr; }};
+}
+
+template <class Run> BadInput<Run> odd(const char *name, Tensors CrossEntropyRun::*tensor)
+{
+    return {std::string(": ") + name + " is at .* not a multiple of 4",
+            [=](Run &r) { (r.*tensor).data[0] = moved((r.*tensor).data[0], 2); }};
+}
+
+} // namespace
+
+TEST_P(CrossEntropy, BadInputs)
+{
+    CrossEntropyCase c;
+    c.weight = true, c.z_loss = 0.1;
+    using Forward = RunOf<&CrossEntropyRun::forward>;
+    expect_all_refused<Forward>(
+        *backend, c,
+        joined<Forward>(
+            {bad_everywhere<Forward>(),
+             {null_of<Forward>("loss", &CrossEntropyRun::loss),
+              null_of<Forward>("lse", &CrossEntropyRun::lse),
+              odd<Forward>("loss", &CrossEntropyRun::loss),
+              odd<Forward>("lse", &CrossEntropyRun::lse),
+              odd<Forward>("lse_low", &CrossEntropyRun::lse_low),
+              {"argmax is at", [](Forward &r) { r.argmax = moved(r.argmax, 4); }},
+              {"logits is NULL", [](Forward &r) { r.logits_argument = nullptr; }},
+              {"logits->data is NULL", [](Forward &r) { r.logits_rows.data = nullptr; }},
+              {"logits->stride is 6, wanted", [](Forward &r) { r.logits_rows.stride = 6; }}}}));
+    using Backward = RunOf<&CrossEntropyRun::backward>;
+    expect_all_refused<Backward>(
+        *backend, c,
+        joined<Backward>(
+            {bad_everywhere<Backward>(),
+             {null_of<Backward>("dloss", &CrossEntropyRun::dloss),
+              null_of<Backward>("lse", &CrossEntropyRun::lse),
+              odd<Backward>("dloss", &CrossEntropyRun::dloss),
+              odd<Backward>("factors", &CrossEntropyRun::factors),
+              odd<Backward>("lse", &CrossEntropyRun::lse),
+              odd<Backward>("lse_low", &CrossEntropyRun::lse_low),
+              {"dloss_stride is -1", [](Backward &r) { r.dloss_stride = -1; }},
+              {"dloss_stride is .*, wanted .* at most 2\\^59",
+               [](Backward &r) { r.dloss_stride = INT64_MAX / 2; }},
+              {"grad is NULL", [](Backward &r) { r.grad_argument = nullptr; }},
+              {"grad->stride is 6, wanted", [](Backward &r) { r.grad_rows.stride = 6; }},
+              {"grad is written over logits, but grad->stride is 8, wanted 7",
+               [](Backward &r) {
+                   r.grad_rows = {r.logits_rows.data, 8};
+               }},
+              {"logits is NULL", [](Backward &r) { r.logits_argument = nullptr; }},
+              {"logits->data is NULL", [](Backward &r) { r.logits_rows.data = nullptr; }}}}));
+    using Reduce = RunOf<&CrossEntropyRun::reduce>;
+    expect_all_refused<Reduce>(*backend, c,
+                               joined<Reduce>({bad_everywhere<Reduce>(),
+                                               {null_of<Reduce>("loss", &CrossEntropyRun::loss),
+                                                null_of<Reduce>("lse", &CrossEntropyRun::lse),
+                                                odd<Reduce>("loss", &CrossEntropyRun::loss),
+                                                odd<Reduce>("lse", &CrossEntropyRun::lse),
+                                                odd<Reduce>("result", &CrossEntropyRun::result),
+                                                odd<Reduce>("factors", &CrossEntropyRun::factors),
+                                                {"result and factors are NULL", [](Reduce &r) {
+                                                     r.result.data[0] = r.factors.data[0] = nullptr;
+                                                 }}}}));
+    CrossEntropyRun run(*backend, c);
+    expect_no_such_device(run);
+    Backward gradient(*backend, c);
+    expect_no_such_device(gradient);
+    Reduce total(*backend, c);
+    expect_no_such_device(total);
+}

@@ -1,0 +1,171 @@
+#include "tests/c/nn/mlp_run.h"
+
+namespace
+{
+
+Tensors::Value values(uint64_t role, double size, double center = 0)
+{
+    return [=](size_t k, size_t i) { return noise(role + k, i) * size + center; };
+}
+
+const Tensors::Value garbage = [](size_t, size_t) { return 77.0; };
+
+// Of the weights, in the order of hr_mlp_params; 0 for those that a case does not have.
+std::vector<int64_t> numel_of(const MlpCase &c)
+{
+    const int64_t width = c.gated && !c.apart ? 2 * c.features : c.features;
+    const int64_t row = c.hidden + c.gap;
+    const bool layer = c.norm == HR_NORM_LAYER;
+    return {c.hidden,
+            layer ? c.hidden : 0,
+            width * row,
+            c.apart ? c.features * row : 0,
+            c.hidden * (c.features + c.gap),
+            c.biases ? width : 0,
+            c.biases && c.apart ? c.features : 0,
+            c.biases ? c.hidden : 0};
+}
+
+std::vector<hr_dtype> dtypes_of(const MlpCase &c)
+{
+    return {c.norm_dtype, c.norm_dtype, c.dtype, c.dtype, c.dtype, c.dtype, c.dtype, c.dtype};
+}
+
+uint32_t has(const MlpCase &c)
+{
+    return (c.norm == HR_NORM_LAYER ? ~0u : ~uint32_t(HR_MLP_NORM_BIAS)) &
+           (c.biases ? ~0u : ~uint32_t(HR_MLP_GATE_UP_BIAS | HR_MLP_DOWN_BIAS)) & c.wanted;
+}
+
+hr_mlp_needs needs_of(const MlpCase &c, const hr_exec &exec)
+{
+    const hr_mlp_config config = config_of(c);
+    hr_mlp_needs needs = {};
+    EXPECT_EQ(hr_mlp_query(&needs, c.tokens, c.hidden, c.features, c.save, has(c), &config, &exec),
+              HR_OK)
+        << hr_last_error();
+    return needs;
+}
+
+int64_t elements(size_t bytes, hr_dtype dtype)
+{
+    return int64_t(bytes / bytes_of(dtype));
+}
+
+void *or_null(const Tensors &tensors, size_t k, bool wanted = true)
+{
+    return wanted && tensors.numel[k] ? tensors.data[k] : nullptr;
+}
+
+hr_mlp_params params_of(const Tensors &t, const MlpCase &c, uint32_t wanted)
+{
+    const int64_t row = c.hidden + c.gap;
+    const auto matrix = [&](size_t k, int64_t stride, uint32_t bit) {
+        return hr_rows{or_null(t, k, wanted & bit), stride};
+    };
+    return {or_null(t, 0, wanted & HR_MLP_NORM_WEIGHT),
+            or_null(t, 1, wanted & HR_MLP_NORM_BIAS),
+            matrix(2, row, HR_MLP_GATE_UP),
+            matrix(3, row, HR_MLP_GATE_UP),
+            matrix(4, c.features + c.gap, HR_MLP_DOWN),
+            or_null(t, 5, wanted & HR_MLP_GATE_UP_BIAS),
+            or_null(t, 6, wanted & HR_MLP_GATE_UP_BIAS),
+            or_null(t, 7, wanted & HR_MLP_DOWN_BIAS)};
+}
+
+} // namespace
+
+hr_mlp_config config_of(const MlpCase &c)
+{
+    hr_mlp_config config = HR_MLP_CONFIG_INIT;
+    config.norm = c.norm;
+    config.casting = c.casting;
+    config.activation = c.activation;
+    config.dtype = c.dtype;
+    config.norm_dtype = c.norm_dtype;
+    config.gated = c.gated;
+    config.residual = c.residual;
+    config.eps = 1e-5;
+    config.offset = c.norm == HR_NORM_RMS ? 1 : 0;
+    config.tile_tokens = c.tile;
+    return config;
+}
+
+MlpRun::MlpRun(Backend &backend, const MlpCase &c)
+    : shape(c), config(config_of(c)), exec(backend.exec()), needs(needs_of(c, exec)),
+      x(backend, {c.tokens * (c.hidden + c.gap)}, {c.dtype}, 0, values(1, 2, 0.3)),
+      y(backend, x.numel, {c.dtype}, 0, garbage), dy(backend, x.numel, {c.dtype}, 0, values(2, 1)),
+      dx(backend, x.numel, {c.dtype}, 0, garbage),
+      weights(backend, numel_of(c), dtypes_of(c), 0, values(10, 0.6)),
+      grads(backend, numel_of(c), dtypes_of(c), 0, garbage),
+      statistics(backend, {elements(needs.mean, HR_F32), elements(needs.rstd, HR_F32)}, {HR_F32}, 0,
+                 garbage),
+      rows(backend,
+           {elements(needs.normed, c.dtype), elements(needs.gate_up, c.dtype),
+            elements(needs.activated, c.dtype)},
+           {c.dtype}, 0, garbage),
+      workspace(backend, std::vector<uint8_t>(
+                             std::max(needs.forward_workspace, needs.backward_workspace), 0x77)),
+      tokens(c.tokens), hidden(c.hidden), features(c.features),
+      forward_bytes(needs.forward_workspace), backward_bytes(needs.backward_workspace)
+{
+    const int64_t stride = c.hidden + c.gap;
+    x_rows = {x.data[0], stride}, y_rows = {y.data[0], stride};
+    dy_rows = {dy.data[0], stride}, dx_rows = {dx.data[0], stride};
+    params = params_of(weights, c, ~0u);
+    gradient = params_of(grads, c, has(c));
+    if (!(has(c) & (HR_MLP_X | HR_MLP_NORM_WEIGHT | HR_MLP_NORM_BIAS)))
+        dx_argument = nullptr;
+    saved = {static_cast<float *>(or_null(statistics, 0)),
+             static_cast<float *>(or_null(statistics, 1)), or_null(rows, 0), or_null(rows, 1),
+             or_null(rows, 2)};
+}
+
+hr_status MlpRun::forward() const
+{
+    return hr_mlp_forward(y_argument, &saved, x_argument, params_argument, tokens, hidden, features,
+                          config_argument, workspace_argument, forward_bytes, exec_argument);
+}
+
+hr_status MlpRun::backward() const
+{
+    return hr_mlp_backward(dx_argument, gradient_argument, dy_argument,
+                           needs.reads_x ? x_argument : nullptr, params_argument, &saved, tokens,
+                           hidden, features, config_argument, workspace_argument, backward_bytes,
+                           exec_argument);
+}
+
+hr_status MlpRun::call() const
+{
+    const hr_status status = forward();
+    return status == HR_OK ? backward() : status;
+}
+
+std::vector<uint8_t> MlpRun::image() const
+{
+    return image_of({&x.buffers, &y.buffers, &dy.buffers, &dx.buffers, &weights.buffers,
+                     &grads.buffers, &statistics.buffers, &rows.buffers});
+}
+
+std::vector<uint8_t> MlpRun::gradients() const
+{
+    return image_of({&y.buffers, &dx.buffers, &grads.buffers});
+}
+
+bool MlpRun::whole() const
+{
+    return intact({&x.buffers, &y.buffers, &dy.buffers, &dx.buffers, &weights.buffers,
+                   &grads.buffers, &statistics.buffers, &rows.buffers}) &&
+           workspace.intact();
+}
+
+std::ostream &operator<<(std::ostream &out, const MlpCase &c)
+{
+    const char *const names[] = {"f32", "bf16", "f16"};
+    return out << c.tokens << " tokens, " << c.hidden << " x " << c.features << ", "
+               << names[c.dtype] << ", norm in " << names[c.norm_dtype]
+               << (c.norm == HR_NORM_LAYER ? ", layer" : "") << ", activation " << c.activation
+               << (c.gated ? "" : ", plain") << (c.apart ? ", apart" : "")
+               << (c.biases ? ", biases" : "") << (c.residual ? "" : ", no residual") << ", tile "
+               << c.tile << ", save " << c.save << ", wanted " << c.wanted << ", gap " << c.gap;
+}

@@ -1,0 +1,229 @@
+"""``headroom.checkpoint`` as torch's own, over a model's blocks and over a Sequential."""
+
+from __future__ import annotations
+
+import copy
+
+import headroom
+import pytest
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 24), nn.Linear(24, 6)
+        self.drop = nn.Dropout(0.2)
+        self.calls = 0
+
+    def forward(self, x, scale=1.0):
+        self.calls += 1
+        return x + self.drop(self.down(torch.nn.functional.gelu(self.up(x)))) * scale
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int = 5) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 6)
+        self.body = nn.ModuleDict({"layers": nn.ModuleList(Block() for _ in range(depth))})
+
+    positional = False  # a reentrant checkpoint takes no keywords
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.body["layers"]:
+            x = layer(x, 0.5) if self.positional else layer(x, scale=0.5)
+        return x
+
+
+def model_and_input() -> tuple[Model, torch.Tensor]:
+    torch.manual_seed(3)
+    return Model(), torch.randn(7, 3)
+
+
+def gradients(model, x):
+    torch.manual_seed(4)
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def saved_elements(model, x) -> int:
+    """Of the tensors that the forward pass keeps and that are not parameters."""
+    kept: dict[int, int] = {}
+    mine = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(t):
+        if t.untyped_storage().data_ptr() not in mine:
+            kept[t.untyped_storage().data_ptr()] = t.numel()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(x)
+    return sum(kept.values())
+
+
+class TestEvery:
+    @pytest.mark.parametrize("options", [{}, {"verify": True}, {"use_reentrant": True}])
+    @pytest.mark.parametrize("n", [1, 2, 5])
+    def test_gradients_stay_and_one_in_n_blocks_runs_twice(self, n, options):
+        model, x = model_and_input()
+        model.positional = "use_reentrant" in options
+        wanted = gradients(model, x)
+        handle = headroom.checkpoint_every(model, n, **options)
+        assert handle.names == [f"body.layers.{k}" for k in range(0, 5, n)]
+        assert len(handle.names) + len(handle.kept) == 5
+        for layer in model.body["layers"]:
+            layer.calls = 0
+        assert all(map(torch.equal, gradients(model, x), wanted))
+        calls = [layer.calls for layer in model.body["layers"]]
+        assert calls == [2 if k % n == 0 else 1 for k in range(5)]
+
+    def test_kept_bytes_fall_to_one_input_per_block(self):
+        model, x = model_and_input()
+        before = saved_elements(model, x)
+        headroom.checkpoint_every(model)
+        assert before > 5 * 7 * 24
+        assert saved_elements(model, x) == 5 * 7 * 6 + 7 * 3
+
+    def test_names_and_evaluation_stay_and_remove_undoes_it(self):
+        model, x = model_and_input()
+        names = list(model.state_dict())
+        handle = headroom.checkpoint_every(model, 2)
+        assert list(model.state_dict()) == names
+        assert "3 of 5 blocks" in repr(handle)
+        model.eval()
+        first = model.body["layers"][0]
+        first.calls = 0
+        model(x).sum().backward()
+        assert first.calls == 1
+        handle.remove()
+        handle.remove()
+        assert "forward" not in vars(first) and not hasattr(first, "_checkpoint_options")
+        headroom.checkpoint_every(model)
+
+    def test_a_copy_of_the_model_runs_its_own_blocks(self):
+        model, x = model_and_input()
+        headroom.checkpoint_every(model)
+        other = copy.deepcopy(model)
+        for layer in model.body["layers"]:
+            layer.calls = 0
+        gradients(other, x)
+        assert all(layer.calls == 0 for layer in model.body["layers"])
+        assert all(layer.calls == 2 for layer in other.body["layers"])
+
+    def test_traced_by_compile(self):
+        model, x = model_and_input()
+        for layer in model.body["layers"]:
+            layer.drop.p = 0.0
+        wanted = gradients(model, x)
+        headroom.checkpoint_every(model, 2)
+        Block.forward, own = (
+            lambda self, x, scale=1.0: x + self.down(torch.nn.functional.gelu(self.up(x))) * scale,
+            Block.forward,
+        )
+        try:
+            compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+            torch.manual_seed(4)
+            model.zero_grad()
+            compiled(x).square().sum().backward()
+        finally:
+            Block.forward = own
+        torch.testing.assert_close([p.grad for p in model.parameters()], wanted)
+
+    def test_refusals(self):
+        model, _ = model_and_input()
+        with pytest.raises(ValueError, match="n is 0, wanted 1 or more"):
+            headroom.checkpoint_every(model, 0)
+        listed = nn.Sequential(Block(), Block(), Block())
+        assert headroom.checkpoint_every(listed, 2).names == ["0", "2"]
+        with pytest.raises(ValueError, match="Linear has no repeated blocks"):
+            headroom.checkpoint_every(nn.Linear(2, 2))
+        headroom.checkpoint_every(model)
+        with pytest.raises(ValueError, match=r"body\.layers\.0 has a forward of its own"):
+            headroom.checkpoint_every(model)
+
+
+class TestSequential:
+    @pytest.mark.parametrize("segments", [1, 2, 3, 5])
+    @pytest.mark.parametrize("verify", [False, True])
+    def test_gradients_stay_and_all_but_the_last_segment_run_twice(self, segments, verify):
+        torch.manual_seed(0)
+        modules = nn.Sequential(*(Block() for _ in range(5)))
+        x = torch.randn(4, 6)
+        wanted = gradients(modules, x)
+        for module in modules:
+            module.calls = 0
+
+        def run(x):
+            return headroom.checkpoint_sequential(modules, segments, x, verify=verify)
+
+        run.zero_grad, run.parameters = modules.zero_grad, modules.parameters
+        assert all(map(torch.equal, gradients(run, x), wanted))
+        dropped = 5 // segments * (segments - 1)
+        assert [module.calls for module in modules] == [2] * dropped + [1] * (5 - dropped)
+
+    def test_refusals(self):
+        with pytest.raises(ValueError, match="segments is 3, wanted 1 to 2"):
+            headroom.checkpoint_sequential([nn.Identity(), nn.Identity()], 3, torch.ones(1))
+        with pytest.raises(TypeError):
+            headroom.checkpoint_sequential([nn.Identity()] * 4, 2, torch.ones(1), verfy=True)
+
+
+def test_options_that_a_reentrant_checkpoint_does_not_have_are_refused_as_in_torch():
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(ValueError, match="debug"):
+        headroom.checkpoint(torch.exp, x, use_reentrant=True, debug=True)
+
+
+def test_decorator():
+    calls = []
+
+    @headroom.checkpoint(verify=True)
+    def twice(x):
+        calls.append(None)
+        return (x * 2).exp()
+
+    x = torch.ones(3, requires_grad=True)
+    twice(x).sum().backward()
+    assert len(calls) == 2 and twice.__name__ == "twice"
+    torch.testing.assert_close(x.grad, 2 * torch.full((3,), 2.0).exp())
+
+
+def test_selective_checkpoints_of_torch_work_with_verify():
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def policy(ctx, op, *args, **kwargs):
+        saves = op == torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    module = nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6), nn.GELU())
+    x = torch.randn(4, 6, requires_grad=True)
+    module(x).sum().backward()
+    wanted, x.grad = x.grad, None
+    headroom.checkpoint(
+        module, x, context_fn=lambda: create_selective_checkpoint_contexts(policy), verify=True
+    ).sum().backward()
+    assert torch.equal(x.grad, wanted)
+
+
+def test_compiled_calls_trace_and_verify_says_that_it_cannot():
+    module = nn.Sequential(nn.Linear(6, 9), nn.GELU())
+    x = torch.randn(4, 6, requires_grad=True)
+
+    def step(x, verify):
+        return headroom.checkpoint(module, x, verify=verify).sum()
+
+    torch.compile(step, backend="aot_eager", fullgraph=True)(x, False).backward()
+    got, x.grad = x.grad, None
+    module(x).sum().backward()
+    torch.testing.assert_close(got, x.grad)
+    with pytest.raises(Exception, match="verify=True compares values"):
+        torch.compile(step, backend="aot_eager", fullgraph=True)(x, True)
+
+
+def test_importing_the_package_does_not_hide_the_function():
+    import headroom.checkpointing
+
+    assert headroom.checkpoint is headroom.checkpointing.checkpoint

@@ -1,0 +1,210 @@
+"""``verify=True``: values that a checkpoint recomputes otherwise than they were."""
+
+from __future__ import annotations
+
+import headroom
+import pytest
+import torch
+from headroom.checkpointing import RecomputeError
+from headroom.checkpointing.checksums import BLOCK_BYTES, checksums, first_difference
+from torch import nn
+
+
+class Counter(nn.Module):
+    """Multiplies by a number that grows with every call, as caches and counters do."""
+
+    def __init__(self, grows: float) -> None:
+        super().__init__()
+        self.factor, self.grows = 1.0, grows
+
+    def forward(self, x):
+        self.factor += self.grows
+        return x * self.factor
+
+
+def block(middle: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 700), middle, nn.GELU(), nn.Linear(700, 8))
+
+
+def train(module, reentrant=False, **options):
+    torch.manual_seed(1)
+    x = torch.randn(5, 8, requires_grad=True)
+    headroom.checkpoint(module, x, use_reentrant=reentrant, verify=True, **options).sum().backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+class TestBoth:
+    def test_what_repeats_itself_passes_and_has_the_gradients_of_no_checkpoint(self, reentrant):
+        module = block(nn.Dropout(0.5))
+        got = train(module, reentrant)
+        torch.manual_seed(1)
+        x = torch.randn(5, 8, requires_grad=True)
+        module(x).sum().backward()
+        assert torch.equal(got, x.grad)
+
+    def test_dropout_whose_generator_is_not_restored_is_caught(self, reentrant):
+        with pytest.raises(RecomputeError, match="preserve_rng_state=True"):
+            train(block(nn.Dropout(0.5)), reentrant, preserve_rng_state=False)
+
+    def test_torch_itself_is_silent_about_it(self, reentrant):
+        x = torch.randn(5, 8, requires_grad=True)
+        module = block(nn.Dropout(0.5))
+        torch.utils.checkpoint.checkpoint(
+            module, x, use_reentrant=reentrant, preserve_rng_state=False
+        ).sum().backward()
+
+    def test_hidden_state_is_caught(self, reentrant):
+        assert train(block(Counter(0.0)), reentrant) is not None
+        with pytest.raises(RecomputeError, match="other values"):
+            train(block(Counter(0.5)), reentrant)
+
+
+def test_the_error_names_module_tensor_and_elements():
+    with pytest.raises(
+        RecomputeError,
+        match=r"saved tensor 2, of 2, \(float32 \[5, 700\]\) .* elements 0 to 2047",
+    ):
+        train(block(Counter(0.5)))
+
+
+class Late(nn.Module):
+    """Changes one element, far from the first, the second time."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index, self.calls = index, 0
+
+    def forward(self, x):
+        self.calls += 1
+        bump = torch.zeros_like(x)
+        bump.view(-1)[self.index] = float(self.calls)
+        return (x + bump).exp()
+
+
+@pytest.mark.parametrize("index", [0, 2047, 2048, 3499])
+def test_one_changed_element_is_found(index):
+    block_of_it = index // 2048 * 2048
+    with pytest.raises(RecomputeError, match=f"elements {block_of_it} to "):
+        train(block(Late(index)))
+
+
+def test_another_shape_or_dtype_is_named():
+    calls = []
+
+    def grows(x):
+        calls.append(None)
+        return torch.cat([x] * len(calls)).exp()
+
+    x = torch.randn(3, requires_grad=True)
+    y = headroom.checkpoint(grows, x, verify=True, determinism_check="none")
+    with pytest.raises(RecomputeError, match=r"float32 \[3\].* recomputed as float32 \[6\]"):
+        y.sum().backward()
+
+
+def test_weights_are_not_read(monkeypatch):
+    from headroom.checkpointing import verify
+
+    seen = []
+    monkeypatch.setattr(verify, "checksums", lambda x: seen.append(x.shape) or None)
+    train(block(nn.Identity()))
+    assert seen and all(700 * 8 != shape.numel() for shape in seen)
+
+
+def test_nested_checkpoints_and_a_retained_graph():
+    inner = block(nn.Dropout(0.1))
+
+    def nested(x):
+        return headroom.checkpoint(inner, x, verify=True) * 2
+
+    x = torch.randn(5, 8, requires_grad=True)
+    y = headroom.checkpoint(nested, x, verify=True).sum()
+    y.backward(retain_graph=True)
+    first = x.grad.clone()
+    y.backward()
+    assert torch.equal(x.grad, 2 * first)
+
+
+def test_user_contexts_are_entered_and_no_hook_stays():
+    from contextlib import contextmanager
+
+    entered = []
+
+    @contextmanager
+    def noted(name):
+        entered.append(name)
+        yield
+
+    hooks = nn.modules.module._global_forward_pre_hooks
+    before = len(hooks)
+    train(block(nn.Identity()), context_fn=lambda: (noted("first"), noted("second")))
+    assert entered == ["first", "second"]
+    assert len(hooks) == before
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def test_an_exception_in_the_function_leaves_no_hook():
+    def fails(x):
+        raise ValueError("mine")
+
+    before = len(nn.modules.module._global_forward_pre_hooks)
+    with pytest.raises(ValueError, match="mine"):
+        headroom.checkpoint(fails, torch.ones(2, requires_grad=True), verify=True)
+    assert len(nn.modules.module._global_forward_pre_hooks) == before
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def test_under_no_grad_nothing_is_checked():
+    with torch.no_grad():
+        assert headroom.checkpoint(block(Counter(1.0)), torch.ones(5, 8), verify=True) is not None
+
+
+class TestChecksums:
+    @pytest.mark.parametrize(
+        "dtype",
+        [
+            torch.float64,
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+            torch.int64,
+            torch.uint8,
+            torch.bool,
+            torch.complex64,
+        ],
+    )
+    @pytest.mark.parametrize("numel", [0, 1, 3, 5000, 8192, 8195])
+    def test_every_bit_counts(self, dtype, numel):
+        raw = torch.randint(0, 2, (numel,)).to(dtype)
+        was = checksums(raw)
+        blocks = -(-numel * raw.element_size() // BLOCK_BYTES)
+        assert was is not None and was.shape == (blocks,) and was.dtype == torch.int64
+        for index in {0, numel // 2, numel - 1} if numel else ():
+            changed = raw.clone()
+            changed[index] = int(raw[index].real == 0)
+            now = checksums(changed)
+            assert now is not None
+            assert first_difference(was, now) == index * raw.element_size() // BLOCK_BYTES
+        again = checksums(raw.clone())
+        assert again is not None and first_difference(was, again) is None
+
+    def test_views_are_read_in_the_order_of_memory_and_expanded_ones_once(self):
+        x = torch.randn(33, 70)
+        for view in (x.t(), x[:, ::2], x[3:], x[:, :1].expand(33, 1000), x[:0], x[0, 0]):
+            same = view.clone(memory_format=torch.preserve_format)
+            one, two = checksums(view), checksums(same)
+            assert one is not None and two is not None
+            if view.stride() == same.stride():
+                assert torch.equal(one, two)
+        expanded = checksums(x[:, :1].expand(33, 100000))
+        assert expanded is not None and expanded.numel() == 1
+
+    def test_not_a_number_equals_itself(self):
+        x = torch.full((9,), float("nan"))
+        one, two = checksums(x), checksums(x.clone())
+        assert one is not None and two is not None and first_difference(one, two) is None
+
+    def test_what_has_no_bytes_has_no_checksum(self):
+        assert checksums(torch.empty(3, device="meta")) is None
+        assert checksums(torch.eye(3).to_sparse()) is None

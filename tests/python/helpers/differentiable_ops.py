@@ -1,0 +1,125 @@
+"""The ops with a gradient: a row each, which `test_autograd_table.py` runs through every way to a
+gradient. A new op needs an entry in `OPS` and no test of these ways of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from headroom.functional import (
+    cross_entropy,
+    gemm,
+    glu,
+    layer_norm,
+    rms_norm,
+    rope,
+    rope_tables,
+)
+from headroom.nn.functional import mlp_block
+from torch import Tensor
+
+ROWS, COLS = 6, 32
+
+
+@dataclass(frozen=True)
+class DifferentiableOp:
+    """Functions take the tensors that have gradients and return a tensor, or a tuple of them."""
+
+    name: str
+    function: Callable[..., Tensor | tuple[Tensor, ...]]
+    reference: Callable[..., Tensor | tuple[Tensor, ...]]  # the same in torch, of any dtype
+    shapes: tuple[tuple[int, ...], ...]  # the first is [ROWS, COLS]: rows of samples
+    twice: bool = False  # whether it has a second derivative
+    keeps_inputs: bool = True  # whether the backward pass reads one of them
+
+    def inputs(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Tensor]:
+        """Leaves that require grad."""
+        generator = torch.Generator().manual_seed(0)
+        return [
+            torch.randn(shape, generator=generator).to(device=device, dtype=dtype).requires_grad_()
+            for shape in self.shapes
+        ]
+
+
+def _rms_reference(x, weight):
+    return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps=1e-6)
+
+
+def _rms_sum_reference(x, residual, weight):
+    return _rms_reference(x + residual, weight), x + residual
+
+
+def _layer_reference(x, weight, bias):
+    return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype))
+
+
+def _layer_sum_reference(x, residual, weight, bias):
+    return _layer_reference(x + residual, weight, bias), x + residual
+
+
+def _targets(logits):
+    return torch.arange(len(logits), device=logits.device) * 5 % COLS
+
+
+def _tables(q):
+    return rope_tables(COLS, 4, device=q.device)
+
+
+def _rotated(x, cos, sin):
+    first, second = x.unsqueeze(1).chunk(2, -1)
+    cos, sin = cos[3].to(x.dtype), sin[3].to(x.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def _mlp_reference(x, norm_weight, gate_up, down):
+    gate, up = (_rms_reference(x, norm_weight) @ gate_up.T.to(x.dtype) / 8).chunk(2, -1)
+    return x + (F.silu(gate) * up) @ down.T.to(x.dtype) / 8
+
+
+_ROWS, _VECTOR, _FEATURES = (ROWS, COLS), (COLS,), 12
+OPS = [
+    DifferentiableOp("rms_norm", rms_norm, _rms_reference, (_ROWS, _VECTOR)),
+    DifferentiableOp(
+        "rms_norm of a sum",
+        lambda x, residual, weight: rms_norm(x, weight, residual=residual),
+        _rms_sum_reference,
+        (_ROWS, _ROWS, _VECTOR),
+    ),
+    DifferentiableOp("layer_norm", layer_norm, _layer_reference, (_ROWS, _VECTOR, _VECTOR)),
+    DifferentiableOp(
+        "layer_norm of a sum",
+        lambda x, residual, weight, bias: layer_norm(x, weight, bias, residual=residual),
+        _layer_sum_reference,
+        (_ROWS, _ROWS, _VECTOR, _VECTOR),
+    ),
+    DifferentiableOp("glu", glu, lambda gate, up: F.silu(gate) * up, (_ROWS, _ROWS)),
+    DifferentiableOp(
+        "glu of a packed tensor",
+        lambda both: glu(both, packed=True, activation="gelu"),
+        lambda both: F.gelu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1],
+        (_ROWS,),
+    ),
+    DifferentiableOp(
+        "rope",
+        lambda q, k: rope(q.unsqueeze(1), k.unsqueeze(1), *_tables(q), offset=3),
+        lambda q, k: tuple(_rotated(x, *_tables(q)) for x in (q, k)),
+        (_ROWS, (2, COLS)),
+        twice=True,
+        keeps_inputs=False,
+    ),
+    DifferentiableOp("gemm", gemm, lambda a, b: a @ b.to(a.dtype), (_ROWS, (COLS, 8)), twice=True),
+    DifferentiableOp(
+        "cross_entropy",
+        lambda z: cross_entropy(z, _targets(z), reduction="none", label_smoothing=0.1),
+        lambda z: F.cross_entropy(z, _targets(z), reduction="none", label_smoothing=0.1),
+        (_ROWS,),
+    ),
+    DifferentiableOp(
+        "mlp_block",
+        lambda x, norm_weight, gate_up, down: mlp_block(x, norm_weight, gate_up / 8, down / 8),
+        _mlp_reference,
+        (_ROWS, _VECTOR, (2 * _FEATURES, COLS), (COLS, _FEATURES)),
+    ),
+]

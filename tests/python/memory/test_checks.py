@@ -1,0 +1,153 @@
+"""Assertions about memory fail when they should, and say who it was."""
+
+import pytest
+import torch
+from headroom import memory
+from torch import nn
+
+pytest_plugins = "pytester"
+
+
+def _uses(kib):
+    torch.zeros(kib, 256).sum()  # 4 bytes, 256 to a row
+
+
+def test_peak_as_a_context():
+    with memory.assert_peak_below("101 KiB") as tracked:
+        _uses(100)
+    assert 100 << 10 < tracked.peak_bytes <= 101 << 10
+    with pytest.raises(AssertionError, match="more than the limit of 100 KiB") as caught:
+        with memory.assert_peak_below("100 KiB"):
+            _uses(100)
+    text = str(caught.value)
+    assert "zeros at test_checks.py" in text and "_uses" in text
+    assert caught.value.timeline.peak_bytes == tracked.peak_bytes
+
+
+def test_peak_as_a_decorator_counts_each_call_alone():
+    limited = memory.assert_peak_below("101 KiB")(_uses)
+    limited(100)
+    limited(100)
+    with pytest.raises(memory.checks.PeakMemoryError):
+        limited(102)
+    limited(10)
+
+
+def test_a_model_is_counted_if_it_is_given():
+    model = nn.Linear(256, 100, bias=False)  # 100 KiB
+    optimizer = torch.optim.SGD(model.parameters())
+    with memory.assert_peak_below("90 KiB"):
+        model(torch.zeros(1, 256))
+    with pytest.raises(AssertionError, match="parameters"):
+        with memory.assert_peak_below("90 KiB", model, optimizer):
+            model(torch.zeros(1, 256))
+
+
+def test_an_error_within_is_not_hidden():
+    with pytest.raises(KeyError, match="mine"):
+        with memory.assert_peak_below(0):
+            _uses(100)
+            raise KeyError("mine")
+
+
+def test_growth_names_the_line():
+    kept = []
+
+    def leaking():
+        _uses(3)
+        kept.append(torch.zeros(64))
+
+    with pytest.raises(AssertionError) as caught:
+        memory.assert_no_growth(leaking, steps=4)
+    text = str(caught.value)
+    assert text.startswith("each of 3 steps left 256 B behind")
+    assert "768 B in 3 pieces, of 3 steps, by aten::zeros" in text
+    assert text.splitlines()[2].strip().startswith("test_checks.py:")
+    assert text.splitlines()[2].endswith("leaking")
+    assert len(kept) == 6
+    memory.assert_no_growth(leaking, steps=4, tolerance=256)
+
+
+def test_what_is_replaced_or_made_once_is_no_growth():
+    kept, calls = {}, []
+
+    def step():
+        calls.append(1)
+        kept["last"] = torch.zeros(64)
+        if len(calls) == 2:
+            kept["state"] = torch.zeros(64)
+
+    memory.assert_no_growth(step, steps=4)
+    calls.clear()
+    with pytest.raises(AssertionError, match="1 pieces, of 1 steps"):
+        memory.assert_no_growth(step, steps=4, warmup=0)
+
+    @memory.assert_no_growth(steps=2)
+    def test():
+        _uses(1)
+
+    test()
+    with pytest.raises(ValueError, match="steps=1, warmup=2; wanted at least 2 and 0"):
+        memory.assert_no_growth(test, steps=1)
+
+
+def test_growth_ends_the_recording_when_a_step_raises():
+    def step():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        memory.assert_no_growth(step)
+    assert not torch._C._autograd._profiler_enabled()
+
+
+def test_two_variants_side_by_side():
+    x = torch.zeros(1024)
+    both = memory.compare(lambda: x + x + x, lambda: (x + x).add_(x), names=("+", "add_"))
+    assert both.a.peak_bytes - both.b.peak_bytes == 4096
+    assert both.a.kept_bytes == both.b.kept_bytes == 0
+    assert both.b.allocated_bytes == 4096
+    assert both.a.seconds > 0
+    text = str(both)
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.splitlines()[1].split() == ["peak", "8.00", "KiB", "4.00", "KiB", "0.50"]
+
+
+def test_marker_of_pytest(pytester):
+    """In another pytest, which knows the marker by the entry point of the package."""
+    pytester.makepyfile(
+        """
+        import pytest, torch
+
+        @pytest.mark.peak_memory("101 KiB")
+        def test_fits():
+            torch.zeros(100, 256)
+
+        @pytest.mark.peak_memory("100 KiB")
+        def test_does_not():
+            torch.zeros(100, 256).sum()
+
+        @pytest.mark.peak_memory("100 KB")
+        def test_fails_by_itself():
+            raise KeyError("mine")
+        """
+    )
+    result = pytester.runpytest_inprocess("--strict-markers", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1, failed=2)
+    result.stdout.fnmatch_lines(
+        ["*more than the limit of 100 KiB*", "*owners at the peak*", "*KeyError: 'mine'*"]
+    )
+
+
+def test_marker_with_wrong_arguments(pytester):
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.peak_memory("2 GiBs")
+        def test_fits():
+            pass
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*size is '2 GiBs', wanted a number of bytes*"])

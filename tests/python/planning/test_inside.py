@@ -1,0 +1,102 @@
+"""What operations allocate inside: asked of the machine, and of Headroom's own library."""
+
+import headroom
+import headroom.memory
+import pytest
+import torch
+from headroom.memory.cpu import CpuRecorder
+from headroom.planning import probe
+from headroom.planning.inside import inside
+from headroom.planning.masks import masks_of
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+def measured(call) -> int:
+    """Returns the most bytes of a call beyond its results."""
+    call()
+    recorder = CpuRecorder(stacks=False)
+    recorder.start()
+    try:
+        result = call()
+    finally:
+        recorder.stop()
+    live = most = 0
+    for event in recorder.events():
+        live += event.bytes if event.action == "alloc" else -event.bytes
+        most = max(most, live)
+    assert result is not None
+    return most - live
+
+
+def test_scratch_of_a_convolution_and_of_a_16_bit_product():
+    x, weight = torch.randn(2, 16, 8, 8), torch.randn(8, 16, 3, 3)
+    options = [None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1]
+    convolution = torch.ops.aten.convolution.default
+    a = torch.randn(64, 96).bfloat16()
+    real = [
+        measured(lambda: convolution(x, weight, *options)),
+        measured(lambda: torch.ops.aten.mm.default(a, a.t())),
+    ]
+    with FakeTensorMode() as mode:
+        fake_x, fake_weight, fake_a = map(mode.from_tensor, (x, weight, a))
+        found = [
+            inside(convolution, (fake_x, fake_weight, *options), {}, "cpu"),
+            inside(torch.ops.aten.mm.default, (fake_a, fake_a.t()), {}, "cpu"),
+        ]
+    assert [sum(size for size, _ in sizes) for sizes in found] == real
+    assert inside(torch.ops.aten.mm.default, (a.float(), a.float().t()), {}, "cpu") == []
+
+
+def test_large_operations_are_not_run(monkeypatch):
+    monkeypatch.setattr(probe, "LIMIT", 100)
+    x = torch.randn(7, 9).half()
+    assert probe.scratch(torch.ops.aten.mm.default, (x, x.t()), {}) is None
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("save", ["L0", "L1"])
+def test_workspace_of_the_fused_mlp(norm, save):
+    """A block that is planned allocates in its MLP what it allocates when it runs."""
+    config = headroom.nn.TransformerConfig(50, 32, 1, 2, 48, norm=norm, save=save)
+    model = headroom.nn.Transformer(config)
+    ids = torch.randint(50, (2, 16))
+
+    def loss(model, ids):
+        return model(ids).square().mean()
+
+    plan = headroom.plan(model, None, ids, forward=loss)
+    with headroom.memory.track(model, batch=ids, stacks=False) as tracked:
+        for _ in range(2):
+            loss(model, ids).backward()
+            model.zero_grad()
+    assert plan.peak_bytes == pytest.approx(tracked.peak_bytes, rel=0.001)
+
+
+def test_masks_of_ones_mask_nothing():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=2, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).train()
+    ids = torch.randint(50, (2, 16))
+    peaks = {}
+    padded = torch.ones_like(ids)
+    padded[0, 0] = 0
+    for name, mask in {"none": None, "ones": torch.ones_like(ids), "padded": padded}.items():
+        batch = {"input_ids": ids, "labels": ids}
+        if mask is not None:
+            batch["attention_mask"] = mask
+        peaks[name] = headroom.plan(model, None, batch).peak_bytes
+    assert peaks["none"] < peaks["ones"] == peaks["none"] + ids.numel() * 8 < peaks["padded"]
+
+
+def test_masks_leave_transformers_as_it_was():
+    utils = pytest.importorskip("transformers.masking_utils")
+    before = dict(vars(utils))
+    with masks_of({"attention_mask": torch.ones(2, 3)}):
+        assert vars(utils) != before
+    assert vars(utils) == before
+    with masks_of(nn.Linear(2, 2)):
+        pass

@@ -1,0 +1,192 @@
+// gemm.cpp: headroom::gemm, and torch's own product on the CPU, lent to the C interface.
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+
+#include "torch_ext/core/rows.h"
+
+namespace
+{
+
+using namespace headroom;
+
+// ---- The product that torch lends ---------------------------------------------------------------
+
+// A matrix, or a batch of them, in memory that is not torch's.
+Tensor borrowed(const hr_rows &x, int64_t rows, int64_t cols, bool transpose, hr_dtype dtype,
+                int64_t batch, int64_t batch_stride)
+{
+    const int64_t pitch = std::max(x.stride, transpose ? rows : cols);
+    const int64_t sizes[] = {batch, rows, cols};
+    const int64_t strides[] = {batch_stride, transpose ? 1 : pitch, transpose ? pitch : 1};
+    const int64_t skipped = batch == 1; // dimensions
+    const int32_t type = dtype == HR_F32    ? aoti_torch_dtype_float32()
+                         : dtype == HR_BF16 ? aoti_torch_dtype_bfloat16()
+                                            : aoti_torch_dtype_float16();
+    AtenTensorHandle handle = nullptr;
+    TORCH_ERROR_CODE_CHECK(
+        aoti_torch_create_tensor_from_blob(x.data, 3 - skipped, sizes + skipped, strides + skipped,
+                                           0, type, aoti_torch_device_type_cpu(), 0, &handle));
+    return Tensor(handle);
+}
+
+// Calls torch's kernels themselves, below autograd, autocast, modes and the profiler.
+hr_status torch_product(void *, const hr_rows *c, const hr_rows *a, const hr_rows *b,
+                        const void *bias, int64_t m, int64_t n, int64_t k,
+                        const hr_gemm_config *config)
+{
+    const bool adds_c = config->beta != 0;
+    if (config->out_dtype != config->dtype || (bias && adds_c))
+        return HR_UNSUPPORTED;
+    try {
+        const hr_dtype dtype = config->dtype;
+        const int64_t batch = config->batch;
+        const Tensor left =
+            borrowed(*a, m, k, config->transpose_a, dtype, batch, config->batch_stride_a);
+        const Tensor right =
+            borrowed(*b, k, n, config->transpose_b, dtype, batch, config->batch_stride_b);
+        const Tensor out = borrowed(*c, m, n, false, dtype, batch, config->batch_stride_c);
+        AOTITorchError error;
+        if (!bias && !adds_c && config->alpha == 1) {
+            error = (batch == 1 ? aoti_torch_cpu_mm_out
+                                : aoti_torch_cpu_bmm_out)(out.get(), left.get(), right.get());
+        } else {
+            const hr_rows vector{const_cast<void *>(bias), n};
+            const Tensor added = bias ? borrowed(vector, 1, n, false, dtype, 1, 0) : out;
+            error = (batch == 1 ? aoti_torch_cpu_addmm_out : aoti_torch_cpu_baddbmm_out)(
+                out.get(), added.get(), left.get(), right.get(), bias ? 1 : config->beta,
+                config->alpha);
+        }
+        return error == AOTI_TORCH_SUCCESS ? HR_OK : HR_UNSUPPORTED;
+    } catch (const std::exception &) {
+        return HR_UNSUPPORTED;
+    }
+}
+
+[[maybe_unused]] const hr_status lent = hr_set_gemm(torch_product, nullptr);
+
+// ---- The op -------------------------------------------------------------------------------------
+
+// A factor [..., rows, cols] of two or three dimensions. Whichever of the last two is dense in memory
+// is taken for the rows of the C interface; if neither is, a copy is read.
+struct Factor {
+    Factor(const Tensor &given, const char *name, bool transpose) : tensor(given)
+    {
+        const View before(tensor);
+        if (before.dim != 2 && before.dim != 3)
+            fail(std::string(name) + " has " + std::to_string(before.dim) +
+                 " dimensions, wanted 2 or 3");
+        if (!describe(before, transpose)) {
+            tensor = torch::stable::contiguous(tensor);
+            describe(View(tensor), transpose);
+        }
+        require_memory(View(tensor), name);
+    }
+    Factor(const Factor &) = delete;
+
+    Tensor tensor;
+    hr_rows rows_in_memory;
+    int64_t batch, batch_stride, rows, cols; // of op(tensor)
+    int32_t transpose;
+
+  private:
+    bool describe(const View &view, bool wants_transpose)
+    {
+        const int64_t last = view.dim - 1;
+        const int64_t r = view.sizes[last - 1], s = view.strides[last - 1];
+        const int64_t c = view.sizes[last], t = view.strides[last];
+        const bool by_rows = (c <= 1 || t == 1) && (r <= 1 || s >= c);
+        const bool by_columns = (r <= 1 || s == 1) && (c <= 1 || t >= r);
+        batch = view.dim == 3 ? view.sizes[0] : 1;
+        batch_stride = view.dim == 3 ? view.strides[0] : 0;
+        rows = wants_transpose ? c : r;
+        cols = wants_transpose ? r : c;
+        transpose = wants_transpose == by_rows;
+        rows_in_memory = {view.data, by_rows ? std::max(s, c) : std::max(t, r)};
+        return by_rows || by_columns;
+    }
+};
+
+// Bits of `precision`.
+enum { ALLOW_TF32 = 1, ALLOW_REDUCED_PRECISION_REDUCTION = 2, DETERMINISTIC = 4 };
+
+std::string sizes_of(const Factor &x)
+{
+    return std::string("[") + std::to_string(x.rows) + ", " + std::to_string(x.cols) + "]";
+}
+
+Tensor gemm(const Tensor &a, const Tensor &b, const OptionalTensor &c, const OptionalTensor &bias,
+            bool transpose_a, bool transpose_b, double alpha, double beta, bool float32_out,
+            int64_t precision)
+{
+    const Factor left(a, "a", transpose_a), right(b, "b", transpose_b);
+    const View like(left.tensor), other(right.tensor);
+    hr_gemm_config config = HR_GEMM_CONFIG_INIT;
+    config.dtype = float_of(like, "a");
+    config.out_dtype = float32_out ? HR_F32 : config.dtype;
+    if (like.torch_dtype != other.torch_dtype)
+        fail(std::string("b has dtype ") + torch::headeronly::toString(other.tensor.scalar_type()) +
+             ", but a has " + torch::headeronly::toString(like.tensor.scalar_type()));
+    if (!like.is_with(other))
+        fail("b is on " + other.device_name() + ", but a is on " + like.device_name());
+    if (like.dim != other.dim || left.batch != right.batch || left.cols != right.rows)
+        fail("a and b do not fit: op(a) is " + std::to_string(left.batch) + " x " + sizes_of(left) +
+             ", op(b) is " + std::to_string(right.batch) + " x " + sizes_of(right));
+    const int64_t m = left.rows, n = right.cols, k = left.cols;
+    const int64_t sizes[] = {left.batch, m, n};
+    const size_t skipped = like.dim == 2;
+    using torch::headeronly::ScalarType;
+    Tensor out =
+        torch::stable::new_empty(left.tensor, {sizes + skipped, 3 - skipped},
+                                 float32_out ? ScalarType::Float : left.tensor.scalar_type());
+    const View to(out);
+    if (c) {
+        const View from(*c);
+        if (!from.has_sizes_of(to) || !from.is_with(like) || from.torch_dtype != to.torch_dtype)
+            fail("c must have the sizes, dtype and device of the result");
+        require_memory(from, "c");
+        if (beta != 0)
+            torch::stable::copy_(out, *c);
+    }
+    Tensor dense;
+    const void *vector = nullptr;
+    if (bias) {
+        dense = torch::stable::contiguous(*bias);
+        const View view(dense);
+        if (view.dim != 1 || view.sizes[0] != n || !view.is_with(like) ||
+            view.torch_dtype != to.torch_dtype)
+            fail("bias must be a tensor [" + std::to_string(n) +
+                 "] with the dtype and device of the result");
+        require_memory(view, "bias");
+        vector = view.data;
+    }
+    config.transpose_a = left.transpose, config.transpose_b = right.transpose;
+    config.alpha = alpha, config.beta = c ? beta : 0;
+    config.batch = left.batch;
+    config.batch_stride_a = left.batch_stride, config.batch_stride_b = right.batch_stride;
+    config.batch_stride_c = m * n;
+    config.allow_tf32 = (precision & ALLOW_TF32) != 0;
+    config.allow_reduced_precision_reduction = (precision & ALLOW_REDUCED_PRECISION_REDUCTION) != 0;
+    config.deterministic = (precision & DETERMINISTIC) != 0;
+    const Exec exec(like);
+    size_t bytes = 0;
+    check(hr_gemm_workspace(&bytes, m, n, k, &config, &exec.exec));
+    Tensor workspace;
+    if (bytes)
+        workspace = workspace_of(bytes, left.tensor);
+    const hr_rows rows{to.data, n};
+    check(hr_gemm(&rows, &left.rows_in_memory, &right.rows_in_memory, vector, m, n, k, &config,
+                  bytes ? workspace.mutable_data_ptr() : nullptr, bytes, &exec.exec));
+    return out;
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
+{
+    m.def("gemm(Tensor a, Tensor b, Tensor? c, Tensor? bias, bool transpose_a, bool transpose_b, "
+          "float alpha, float beta, bool float32_out, int precision) -> Tensor");
+}
+
+HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)
+{
+    m.impl("gemm", TORCH_BOX(&gemm));
+}

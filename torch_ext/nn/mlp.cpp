@@ -1,0 +1,311 @@
+// mlp.cpp: headroom::mlp_block and its backward op.
+//
+// What a call does not keep or ask for is returned as a tensor without elements, because a schema
+// has no optional results.
+#include <deque>
+#include <tuple>
+
+#include "torch_ext/core/rows.h"
+
+namespace
+{
+
+using namespace headroom;
+using torch::headeronly::ScalarType;
+
+// Weights as they are given: a tensor may be absent.
+struct Weights {
+    const OptionalTensor &norm_weight, &norm_bias;
+    const Tensor &gate_up;
+    const OptionalTensor &up;
+    const Tensor &down;
+    const OptionalTensor &gate_up_bias, &up_bias, &down_bias;
+};
+
+struct Options {
+    int64_t norm, casting;
+    double eps, offset;
+    int64_t activation;
+    bool residual;
+    int64_t tile_tokens, save, wanted, precision;
+};
+
+// The number of an enum, or -1, which is none of any.
+int small(int64_t number)
+{
+    return number >= 0 && number < 1 << 16 ? static_cast<int>(number) : -1;
+}
+
+// The rows of a call, x or dy, and the weights that it takes.
+class Block
+{
+  public:
+    Block(const Tensor &rows, const char *name, const Weights &w, const Options &o)
+        : rows(rows), matrix(matrix_of(this->rows, name)), exec(this->rows), save(small(o.save)),
+          wanted(small(o.wanted))
+    {
+        config.norm = static_cast<hr_norm_kind>(small(o.norm));
+        config.casting = static_cast<hr_norm_casting>(small(o.casting));
+        config.activation = static_cast<hr_activation>(small(o.activation));
+        config.dtype = config.norm_dtype = float_of(this->rows, name);
+        config.residual = o.residual;
+        config.eps = o.eps;
+        config.offset = o.offset;
+        config.tile_tokens = o.tile_tokens;
+        config.allow_tf32 = o.precision & 1;
+        config.allow_reduced_precision_reduction = o.precision >> 1 & 1;
+        config.deterministic = o.precision >> 2 & 1;
+        const View down(w.down), gate_up(w.gate_up);
+        if (down.dim != 2 || gate_up.dim != 2)
+            fail("gate_up and down must be matrices");
+        features = down.sizes[1];
+        config.gated = w.up || gate_up.sizes[0] != features;
+        const int64_t width = config.gated && !w.up ? 2 * features : features;
+        params.gate_up = weight(w.gate_up, "gate_up", width, matrix.cols);
+        if (w.up)
+            params.up = weight(*w.up, "up", features, matrix.cols);
+        params.down = weight(w.down, "down", matrix.cols, features);
+        params.gate_up_bias = vector(w.gate_up_bias, "gate_up_bias", width, config.dtype);
+        params.up_bias = vector(w.up_bias, "up_bias", features, config.dtype);
+        params.down_bias = vector(w.down_bias, "down_bias", matrix.cols, config.dtype);
+        if (w.norm_weight)
+            config.norm_dtype = float_of(View(*w.norm_weight), "norm_weight");
+        else if (w.norm_bias)
+            config.norm_dtype = float_of(View(*w.norm_bias), "norm_bias");
+        params.norm_weight = vector(w.norm_weight, "norm_weight", matrix.cols, config.norm_dtype);
+        params.norm_bias = vector(w.norm_bias, "norm_bias", matrix.cols, config.norm_dtype);
+    }
+    Block(const Block &) = delete;
+
+    hr_mlp_needs query() const
+    {
+        hr_mlp_needs needs;
+        check(hr_mlp_query(&needs, matrix.rows, matrix.cols, features,
+                           static_cast<hr_mlp_save>(save), static_cast<uint32_t>(wanted), &config,
+                           &exec.exec));
+        return needs;
+    }
+
+    int64_t width() const
+    {
+        return config.gated ? 2 * features : features;
+    }
+
+    // A new tensor [rows, cols] that belongs to the rows of x, or one without elements.
+    Tensor kept(size_t bytes, int64_t cols) const
+    {
+        const int64_t sizes[] = {matrix.rows, cols};
+        return bytes ? torch::stable::new_empty(rows.tensor, {sizes, 2}) : nothing(rows.tensor);
+    }
+
+    Tensor statistics(size_t bytes) const
+    {
+        const int64_t count = bytes ? matrix.rows : 0;
+        return torch::stable::new_empty(rows.tensor, {&count, 1}, ScalarType::Float);
+    }
+
+    // A tensor that forward kept: NULL if it has no elements.
+    void *held(const Tensor &tensor, const char *name, int64_t cols, hr_dtype dtype) const
+    {
+        const View view(tensor);
+        if (view.numel() == 0)
+            return nullptr;
+        if (!view.is_with(rows) || dtype_of(view.torch_dtype) != dtype ||
+            view.numel() != matrix.rows * cols || !view.is_contiguous())
+            fail(std::string(name) + " is not what headroom::mlp_block kept");
+        require_memory(view, name);
+        return view.data;
+    }
+
+    // A tensor of the shape, dtype and device of the rows.
+    const Tensor &like_rows(const Tensor &tensor, const char *name) const
+    {
+        const View view(tensor);
+        if (!view.has_sizes_of(rows) || !view.is_with(rows) || view.torch_dtype != rows.torch_dtype)
+            fail(std::string(name) + " must have the shape, dtype and device of dy");
+        return tensor;
+    }
+
+    const View rows;
+    const Matrix matrix;
+    const Exec exec;
+    const int save, wanted;
+    int64_t features;
+    hr_mlp_config config = HR_MLP_CONFIG_INIT;
+    hr_mlp_params params = {};
+
+  private:
+    void require_like(const View &view, const char *name, hr_dtype dtype) const
+    {
+        if (!view.is_with(rows))
+            fail(std::string(name) + " is on " + view.device_name() + ", but the rows are on " +
+                 rows.device_name());
+        if (dtype_of(view.torch_dtype) != dtype)
+            fail(std::string(name) + " has dtype " +
+                 torch::headeronly::toString(view.tensor.scalar_type()) +
+                 ", another than that of " + (dtype == config.dtype ? "the rows" : "norm_weight"));
+    }
+
+    hr_rows weight(const Tensor &tensor, const char *name, int64_t outputs, int64_t inputs)
+    {
+        const View view(tensor);
+        if (view.dim != 2 || view.sizes[0] != outputs || view.sizes[1] != inputs)
+            fail(std::string(name) + " must be a matrix [" + std::to_string(outputs) + ", " +
+                 std::to_string(inputs) + "]");
+        require_like(view, name, config.dtype);
+        return *matrices_.emplace_back(tensor, name).get();
+    }
+
+    void *vector(const OptionalTensor &tensor, const char *name, int64_t size, hr_dtype dtype)
+    {
+        if (!tensor)
+            return nullptr;
+        const View view(*tensor);
+        if (view.dim != 1 || view.sizes[0] != size)
+            fail(std::string(name) + " must be a tensor [" + std::to_string(size) + "]");
+        require_like(view, name, dtype);
+        vectors_.push_back(torch::stable::contiguous(*tensor));
+        const View dense(vectors_.back());
+        require_memory(dense, name);
+        return dense.data;
+    }
+
+    std::deque<RowsIn> matrices_;
+    std::deque<Tensor> vectors_;
+};
+
+void *data_of(const Tensor &tensor)
+{
+    return View(tensor).data;
+}
+
+using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Forward mlp_block(const Tensor &x, const OptionalTensor &norm_weight,
+                  const OptionalTensor &norm_bias, const Tensor &gate_up, const OptionalTensor &up,
+                  const Tensor &down, const OptionalTensor &gate_up_bias,
+                  const OptionalTensor &up_bias, const OptionalTensor &down_bias, int64_t norm,
+                  int64_t casting, double eps, double offset, int64_t activation, bool residual,
+                  int64_t tile_tokens, int64_t save, int64_t wanted, int64_t precision)
+{
+    const Block block(
+        x, "x", {norm_weight, norm_bias, gate_up, up, down, gate_up_bias, up_bias, down_bias},
+        {norm, casting, eps, offset, activation, residual, tile_tokens, save, wanted, precision});
+    const RowsIn in(x, "x");
+    const hr_mlp_needs needs = block.query();
+    const Tensor y = empty_rows(block.rows, x);
+    const Tensor mean = block.statistics(needs.mean), rstd = block.statistics(needs.rstd);
+    const Tensor normed = block.kept(needs.normed, block.matrix.cols);
+    const Tensor gates = block.kept(needs.gate_up, block.width());
+    const Tensor activated = block.kept(needs.activated, block.features);
+    const Tensor workspace = workspace_of(needs.forward_workspace, x);
+    const auto kept = [](size_t bytes, const Tensor &t) { return bytes ? data_of(t) : nullptr; };
+    const hr_mlp_saved saved = {
+        static_cast<float *>(kept(needs.mean, mean)), static_cast<float *>(kept(needs.rstd, rstd)),
+        kept(needs.normed, normed), kept(needs.gate_up, gates), kept(needs.activated, activated)};
+    const hr_rows y_rows = rows_of(y);
+    check(hr_mlp_forward(&y_rows, &saved, in.get(), &block.params, block.matrix.rows,
+                         block.matrix.cols, block.features, &block.config, data_of(workspace),
+                         needs.forward_workspace, &block.exec.exec));
+    return {y, mean, rstd, normed, gates, activated};
+}
+
+using Gradients =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Gradients mlp_block_backward(const Tensor &dy, const OptionalTensor &x,
+                             const OptionalTensor &norm_weight, const OptionalTensor &norm_bias,
+                             const Tensor &gate_up, const OptionalTensor &up, const Tensor &down,
+                             const OptionalTensor &gate_up_bias, const OptionalTensor &up_bias,
+                             const Tensor &mean, const Tensor &rstd, const Tensor &normed,
+                             const Tensor &gates, const Tensor &activated, int64_t norm,
+                             int64_t casting, double offset, int64_t activation, bool residual,
+                             int64_t tile_tokens, int64_t save, int64_t wanted, int64_t precision,
+                             int64_t gradients)
+{
+    const OptionalTensor absent;
+    const Block block(
+        dy, "dy", {norm_weight, norm_bias, gate_up, up, down, gate_up_bias, up_bias, absent},
+        {norm, casting, 0.0, offset, activation, residual, tile_tokens, save, wanted, precision});
+    if (gradients & ~wanted)
+        fail("gradients is " + std::to_string(gradients) + ", wanted a part of " +
+             std::to_string(wanted));
+    const RowsIn dy_in(dy, "dy");
+    std::optional<RowsIn> x_in;
+    if (x)
+        x_in.emplace(block.like_rows(*x, "x"), "x");
+    const hr_mlp_needs needs = block.query();
+    const hr_mlp_config &config = block.config;
+    const int64_t hidden = block.matrix.cols, features = block.features;
+    const hr_mlp_saved saved = {static_cast<float *>(block.held(mean, "mean", 1, HR_F32)),
+                                static_cast<float *>(block.held(rstd, "rstd", 1, HR_F32)),
+                                block.held(normed, "normed", hidden, config.dtype),
+                                block.held(gates, "gates", block.width(), config.dtype),
+                                block.held(activated, "activated", features, config.dtype)};
+
+    hr_mlp_params grads = {};
+    const bool of_norm = gradients & (HR_MLP_NORM_WEIGHT | HR_MLP_NORM_BIAS);
+    const bool want_dx = gradients & HR_MLP_X || of_norm;
+    const Tensor dx = empty_like_if(want_dx, block.rows);
+    const auto vector = [&](int which, int64_t size, void *&address, hr_dtype dtype) {
+        const int64_t count = gradients & which ? size : 0;
+        const ScalarType type = dtype == HR_F32    ? ScalarType::Float
+                                : dtype == HR_BF16 ? ScalarType::BFloat16
+                                                   : ScalarType::Half;
+        Tensor tensor = torch::stable::new_empty(dy, {&count, 1}, type);
+        address = count ? data_of(tensor) : nullptr;
+        return tensor;
+    };
+    const auto matrix = [&](int which, int64_t outputs, int64_t inputs, hr_rows &rows) {
+        const int64_t sizes[] = {outputs, inputs};
+        if (!(gradients & which) || !outputs)
+            return nothing(dy);
+        Tensor tensor = torch::stable::new_empty(dy, {sizes, 2});
+        rows = {data_of(tensor), inputs};
+        return tensor;
+    };
+    const int64_t width = up ? features : block.width(), up_width = up ? features : 0;
+    const Tensor dnorm_weight =
+        vector(HR_MLP_NORM_WEIGHT, hidden, grads.norm_weight, config.norm_dtype);
+    const Tensor dnorm_bias = vector(HR_MLP_NORM_BIAS, hidden, grads.norm_bias, config.norm_dtype);
+    const Tensor dgate_up = matrix(HR_MLP_GATE_UP, width, hidden, grads.gate_up);
+    const Tensor dup = matrix(HR_MLP_GATE_UP, up_width, hidden, grads.up);
+    const Tensor ddown = matrix(HR_MLP_DOWN, hidden, features, grads.down);
+    const Tensor dgate_up_bias =
+        vector(HR_MLP_GATE_UP_BIAS, width, grads.gate_up_bias, config.dtype);
+    const Tensor dup_bias = vector(HR_MLP_GATE_UP_BIAS, up_width, grads.up_bias, config.dtype);
+    const Tensor ddown_bias = vector(HR_MLP_DOWN_BIAS, hidden, grads.down_bias, config.dtype);
+    const Tensor workspace = workspace_of(needs.backward_workspace, dy);
+    const hr_rows dx_rows = rows_of(dx);
+    if (gradients)
+        check(hr_mlp_backward(want_dx ? &dx_rows : nullptr, &grads, dy_in.get(),
+                              x_in ? x_in->get() : nullptr, &block.params, &saved,
+                              block.matrix.rows, hidden, features, &config, data_of(workspace),
+                              needs.backward_workspace, &block.exec.exec));
+    return {dx,    dnorm_weight,  dnorm_bias, dgate_up,  dup,
+            ddown, dgate_up_bias, dup_bias,   ddown_bias};
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
+{
+    m.def("mlp_block(Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_up, Tensor? up, "
+          "Tensor down, Tensor? gate_up_bias, Tensor? up_bias, Tensor? down_bias, int norm, "
+          "int casting, float eps, float offset, int activation, bool residual, int tile_tokens, "
+          "int save, int wanted, int precision) -> (Tensor y, Tensor mean, Tensor rstd, "
+          "Tensor normed, Tensor gates, Tensor activated)");
+    m.def("mlp_block_backward(Tensor dy, Tensor? x, Tensor? norm_weight, Tensor? norm_bias, "
+          "Tensor gate_up, Tensor? up, Tensor down, Tensor? gate_up_bias, Tensor? up_bias, "
+          "Tensor mean, Tensor rstd, Tensor normed, Tensor gates, Tensor activated, int norm, "
+          "int casting, float offset, int activation, bool residual, int tile_tokens, int save, "
+          "int wanted, int precision, int gradients) -> (Tensor dx, Tensor dnorm_weight, "
+          "Tensor dnorm_bias, Tensor dgate_up, Tensor dup, Tensor ddown, Tensor dgate_up_bias, "
+          "Tensor dup_bias, Tensor ddown_bias)");
+}
+
+HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)
+{
+    m.impl("mlp_block", TORCH_BOX(&mlp_block));
+    m.impl("mlp_block_backward", TORCH_BOX(&mlp_block_backward));
+}

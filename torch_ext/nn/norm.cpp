@@ -1,0 +1,227 @@
+// norm.cpp: headroom::rms_norm, headroom::layer_norm and their backward ops.
+//
+// What a call does not ask for is returned as a tensor without elements, because a schema has no
+// optional results.
+#include <tuple>
+
+#include "torch_ext/core/rows.h"
+
+namespace
+{
+
+using namespace headroom;
+
+// The statistics of rows: f32, in the shape of x without its last dimension.
+Tensor statistics(const View &x, bool wanted)
+{
+    const int64_t none = 0;
+    const auto type = torch::headeronly::ScalarType::Float;
+    if (!wanted)
+        return torch::stable::new_empty(x.tensor, {&none, 1}, type);
+    return torch::stable::new_empty(x.tensor, {x.sizes, static_cast<size_t>(x.dim - 1)}, type);
+}
+
+// x, and the weights that multiply its rows.
+class Norm
+{
+  public:
+    Norm(hr_norm_kind kind, const Tensor &x, const OptionalTensor &weight,
+         const OptionalTensor &bias)
+        : x(x), matrix(matrix_of(this->x, "x")), exec(this->x)
+    {
+        config.kind = kind;
+        config.dtype = float_of(this->x, "x");
+        config.weight_dtype = config.dtype;
+        this->weight = vector(weight, "weight", nullptr);
+        this->bias = vector(bias, "bias", weight ? &*weight : nullptr);
+    }
+
+    // A tensor that belongs to each element of x.
+    const Tensor &like_x(const Tensor &tensor, const char *name) const
+    {
+        const View view(tensor);
+        if (!view.has_sizes_of(x))
+            fail(std::string(name) + " has another shape than x");
+        if (!view.is_with(x))
+            fail(std::string(name) + " is on " + view.device_name() + ", but x is on " +
+                 x.device_name());
+        if (view.torch_dtype != x.torch_dtype)
+            fail(std::string(name) + " has dtype " +
+                 torch::headeronly::toString(tensor.scalar_type()) + ", but x has " +
+                 torch::headeronly::toString(x.tensor.scalar_type()));
+        return tensor;
+    }
+
+    const float *of_rows(const Tensor &tensor, const char *name) const
+    {
+        const View view(tensor);
+        if (!view.is_with(x) || dtype_of(view.torch_dtype) != HR_F32 ||
+            view.numel() != matrix.rows || !view.is_contiguous())
+            fail(std::string(name) + " must be a contiguous float32 tensor of " +
+                 std::to_string(matrix.rows) + " elements on " + x.device_name());
+        require_memory(view, name);
+        return static_cast<const float *>(view.data);
+    }
+
+    const View x;
+    const Matrix matrix;
+    const Exec exec;
+    hr_norm_config config = HR_NORM_CONFIG_INIT;
+    const void *weight, *bias;
+
+  private:
+    const void *vector(const OptionalTensor &tensor, const char *name, const Tensor *other)
+    {
+        if (!tensor)
+            return nullptr;
+        const View view(*tensor);
+        if (view.dim != 1 || view.sizes[0] != matrix.cols || !view.is_with(x))
+            fail(std::string(name) + " must be a tensor [" + std::to_string(matrix.cols) + "] on " +
+                 x.device_name());
+        const hr_dtype dtype = float_of(view, name);
+        if (other && dtype != config.weight_dtype)
+            fail(std::string(name) + " has another dtype than weight");
+        config.weight_dtype = dtype;
+        kept_.push_back(torch::stable::contiguous(*tensor));
+        const View dense(kept_.back());
+        require_memory(dense, name);
+        return dense.data;
+    }
+
+    Tensors kept_;
+};
+
+using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+Forward forward(Norm &norm, const OptionalTensor &residual)
+{
+    const View &x = norm.x;
+    const RowsIn in(x.tensor, "x");
+    std::optional<RowsIn> added;
+    if (residual)
+        added.emplace(norm.like_x(*residual, "residual"), "residual");
+    const bool layer = norm.config.kind == HR_NORM_LAYER;
+    Tensor y = empty_rows(x, x.tensor), sum = empty_like_if(residual.has_value(), x);
+    Tensor mean = statistics(x, layer), rstd = statistics(x, true);
+    const hr_rows y_rows = rows_of(y), sum_rows = rows_of(sum);
+    check(hr_norm_forward(&y_rows, added ? &sum_rows : nullptr,
+                          layer ? static_cast<float *>(mean.mutable_data_ptr()) : nullptr,
+                          static_cast<float *>(rstd.mutable_data_ptr()), in.get(),
+                          added ? added->get() : nullptr, norm.weight, norm.bias, norm.matrix.rows,
+                          norm.matrix.cols, &norm.config, &norm.exec.exec));
+    return {y, sum, mean, rstd};
+}
+
+struct Wanted {
+    bool dx, dweight, dbias, y;
+};
+
+// dx, dweight, dbias, y.
+Forward backward(Norm &norm, const Tensor &dy, const OptionalTensor &dsum, const Tensor *mean,
+                 const Tensor &rstd, const Wanted &wanted)
+{
+    const View &x = norm.x;
+    const RowsIn in(x.tensor, "x"), dy_in(norm.like_x(dy, "dy"), "dy");
+    std::optional<RowsIn> dsum_in;
+    if (dsum)
+        dsum_in.emplace(norm.like_x(*dsum, "dsum"), "dsum");
+    Tensor dx = empty_like_if(wanted.dx, x), y = empty_like_if(wanted.y, x);
+    const auto vector = [&](bool is_wanted) {
+        if (!is_wanted)
+            return nothing(x.tensor);
+        using torch::headeronly::ScalarType;
+        const hr_dtype dtype = norm.config.weight_dtype;
+        return torch::stable::new_empty(x.tensor, {&norm.matrix.cols, 1},
+                                        dtype == HR_F32    ? ScalarType::Float
+                                        : dtype == HR_BF16 ? ScalarType::BFloat16
+                                                           : ScalarType::Half);
+    };
+    Tensor dweight = vector(wanted.dweight), dbias = vector(wanted.dbias);
+    Tensor workspace;
+    size_t bytes = 0;
+    if (wanted.dweight || wanted.dbias) {
+        check(hr_norm_workspace(&bytes, norm.matrix.rows, norm.matrix.cols, &norm.config));
+        workspace = workspace_of(bytes, x.tensor);
+    }
+    const hr_rows dx_rows = rows_of(dx), y_rows = rows_of(y);
+    if (wanted.dx || wanted.dweight || wanted.dbias || wanted.y)
+        check(hr_norm_backward(
+            wanted.dx ? &dx_rows : nullptr, wanted.dweight ? dweight.mutable_data_ptr() : nullptr,
+            wanted.dbias ? dbias.mutable_data_ptr() : nullptr, wanted.y ? &y_rows : nullptr,
+            dy_in.get(), dsum_in ? dsum_in->get() : nullptr, in.get(), norm.weight, norm.bias,
+            mean ? norm.of_rows(*mean, "mean") : nullptr, norm.of_rows(rstd, "rstd"),
+            norm.matrix.rows, norm.matrix.cols, &norm.config,
+            bytes ? workspace.mutable_data_ptr() : nullptr, bytes, &norm.exec.exec));
+    return {dx, dweight, dbias, y};
+}
+
+void set_casting(Norm &norm, double offset, int64_t casting)
+{
+    norm.config.offset = offset;
+    norm.config.casting = static_cast<hr_norm_casting>(casting < 0 || casting > 2 ? -1 : casting);
+}
+
+std::tuple<Tensor, Tensor, Tensor> rms_norm(const Tensor &x, const OptionalTensor &weight,
+                                            const OptionalTensor &residual, double eps,
+                                            double offset, int64_t casting)
+{
+    Norm norm(HR_NORM_RMS, x, weight, std::nullopt);
+    norm.config.eps = eps;
+    set_casting(norm, offset, casting);
+    const auto [y, sum, mean, rstd] = forward(norm, residual);
+    return {y, sum, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> rms_norm_backward(const Tensor &dy, const OptionalTensor &dsum,
+                                                     const Tensor &x, const OptionalTensor &weight,
+                                                     const Tensor &rstd, double offset,
+                                                     int64_t casting, bool want_dx,
+                                                     bool want_dweight, bool want_y)
+{
+    Norm norm(HR_NORM_RMS, x, weight, std::nullopt);
+    set_casting(norm, offset, casting);
+    const auto [dx, dweight, dbias, y] =
+        backward(norm, dy, dsum, nullptr, rstd, {want_dx, want_dweight, false, want_y});
+    return {dx, dweight, y};
+}
+
+Forward layer_norm(const Tensor &x, const OptionalTensor &weight, const OptionalTensor &bias,
+                   const OptionalTensor &residual, double eps)
+{
+    Norm norm(HR_NORM_LAYER, x, weight, bias);
+    norm.config.eps = eps;
+    return forward(norm, residual);
+}
+
+Forward layer_norm_backward(const Tensor &dy, const OptionalTensor &dsum, const Tensor &x,
+                            const OptionalTensor &weight, const OptionalTensor &bias,
+                            const Tensor &mean, const Tensor &rstd, bool want_dx, bool want_dweight,
+                            bool want_dbias, bool want_y)
+{
+    Norm norm(HR_NORM_LAYER, x, weight, bias);
+    return backward(norm, dy, dsum, &mean, rstd, {want_dx, want_dweight, want_dbias, want_y});
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
+{
+    m.def("rms_norm(Tensor x, Tensor? weight, Tensor? residual, float eps, float offset, "
+          "int casting) -> (Tensor y, Tensor sum, Tensor rstd)");
+    m.def("rms_norm_backward(Tensor dy, Tensor? dsum, Tensor x, Tensor? weight, Tensor rstd, "
+          "float offset, int casting, bool want_dx, bool want_dweight, bool want_y) -> "
+          "(Tensor dx, Tensor dweight, Tensor y)");
+    m.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps) -> "
+          "(Tensor y, Tensor sum, Tensor mean, Tensor rstd)");
+    m.def("layer_norm_backward(Tensor dy, Tensor? dsum, Tensor x, Tensor? weight, Tensor? bias, "
+          "Tensor mean, Tensor rstd, bool want_dx, bool want_dweight, bool want_dbias, "
+          "bool want_y) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor y)");
+}
+
+HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)
+{
+    m.impl("rms_norm", TORCH_BOX(&rms_norm));
+    m.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward));
+    m.impl("layer_norm", TORCH_BOX(&layer_norm));
+    m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
+}
