@@ -16,7 +16,10 @@ FLOORS = {
             ["checkpointing", "state", "memory"],
             ["patching"],
             ["planning"],
+            ["profiling"],
+            ["reports"],
             ["integrations"],
+            ["cli"],
         ]
     )
     for name in names
