@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -52,7 +53,21 @@ def sets_needed(set_bytes: int, device: torch.device) -> int:
     One does if it is as large itself: a call then finds nothing of the call before. At most 64:
     sets that would need more are too small to measure the memory with.
     """
-    return min(64, -(-4 * cache_bytes(device) // set_bytes))
+    return min(_most_sets, -(-4 * cache_bytes(device) // set_bytes))
+
+
+_most_sets = 64
+
+
+@contextmanager
+def at_most_sets(count: int) -> Iterator[None]:
+    """Keeps rotations short where nothing is timed in earnest."""
+    global _most_sets
+    before, _most_sets = _most_sets, count
+    try:
+        yield
+    finally:
+        _most_sets = before
 
 
 def filled(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -97,7 +97,8 @@ def measure(
     shuffle = random.Random(settings.seed).shuffle
     # A collection triggered by one contender's garbage must not be charged to another.
     collecting = gc.isenabled()
-    gc.collect()
+    if settings.warmup_s > 0:  # without it nothing is timed in earnest
+        gc.collect()
     gc.disable()
     try:
         for _ in range(settings.rounds):

@@ -9,12 +9,13 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ._limits import Rotation, filled, memory_bytes, product, sets_needed, streams
+from ._limits import Rotation, at_most_sets, filled, memory_bytes, product, sets_needed, streams
 from ._timing import Contender, Settings, Timing, measure, ratios
 
 __all__ = [
@@ -229,17 +230,19 @@ def run(
 ) -> Iterator[tuple[str, dict]]:
     """Yields ("limit", result) before the first case that needs the limit, and ("case", result)."""
     limits: dict[str, tuple[str, Contender]] = {}
-    for case in cases:
-        limit = None
-        if case.work is not None:
-            kind = case.unit if case.unit == "byte" else f"{case.unit} {case.dtype}"
-            if kind not in limits:
-                candidates = _limits(case, device, quick)
-                timings = measure(candidates, device, settings)
-                best = max(timings, key=lambda name: timings[name].rate)
-                limits[kind] = best, candidates[best]
-                measured = {name: _result(timing) for name, timing in timings.items()}
-                yield "limit", {"kind": kind, "unit": case.unit, "best": best, "all": measured}
-            limit = limits[kind]
-        yield "case", run_case(case, device, settings, limit)
-        _release(device)
+    with at_most_sets(2) if quick else nullcontext():
+        for case in cases:
+            limit = None
+            if case.work is not None:
+                kind = case.unit if case.unit == "byte" else f"{case.unit} {case.dtype}"
+                if kind not in limits:
+                    candidates = _limits(case, device, quick)
+                    timings = measure(candidates, device, settings)
+                    best = max(timings, key=lambda name: timings[name].rate)
+                    limits[kind] = best, candidates[best]
+                    measured = {name: _result(timing) for name, timing in timings.items()}
+                    yield "limit", {"kind": kind, "unit": case.unit, "best": best, "all": measured}
+                limit = limits[kind]
+            yield "case", run_case(case, device, settings, limit)
+            if not quick:
+                _release(device)

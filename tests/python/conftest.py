@@ -39,9 +39,10 @@ def device(request):
     return request.param
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ranks():
-    """Runs a function on every rank of two processes: ``ranks(function, *arguments)``."""
+    """Runs a function on every rank of two processes: ``ranks(function, *arguments)``. Starting
+    them takes seconds, so all files share them."""
     ranks = Ranks()
     yield ranks
     ranks.close()

@@ -1,4 +1,4 @@
-"""Processes that talk through gloo and run functions for a test, started once per module.
+"""Processes that talk through gloo and run functions for a test, started once and then kept.
 
 A function runs on every rank as ``function(rank, *arguments)`` and fails by raising, on any rank.
 If a rank fails or does not answer in time, all processes are killed and the next call starts new
