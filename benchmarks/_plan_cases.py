@@ -28,6 +28,7 @@ class Case:
         loss: of the model and the batch.
         amp: the dtype of autocast.
         accumulation: backward passes per step.
+        shard: as the argument of the plan; None on one rank.
         needs: a package without which the case is left out.
     """
 
@@ -40,8 +41,15 @@ class Case:
     amp: torch.dtype | None = None
     accumulation: int = 1
     release: bool = False
+    shard: Any = None
     needs: tuple[str, ...] = ()
     quick: bool = field(default=False)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ``fully_shard`` trains the model on several ranks, and not DDP."""
+        named = isinstance(self.shard, str) and self.shard.startswith("fsdp")
+        return named or hasattr(self.shard, "mp_policy")
 
 
 # Batches and losses
@@ -297,8 +305,65 @@ def cases() -> list[Case]:
             partial(tokens, vocab=4000),
             classes,
         ),
+        *_of_ranks(),
         Case("moe", "experts", MoE, each, tokens, classes),
         Case(
             "moe-adafactor", "experts, torch's Adafactor", MoE, adafactor, tokens, classes, amp=BF16
         ),
+    ]
+
+
+def _of_ranks() -> list[Case]:
+    """Steps of one of two ranks."""
+    from headroom.planning import DDP, FSDP
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    each, bits = partial(adamw, foreach=True), partial(own, name="AdamW8bit")
+    hf = ("transformers",)
+    mixed = FSDP(mp_policy=MixedPrecisionPolicy(BF16, torch.float32))
+    view = DDP(gradient_as_bucket_view=True)
+    return [
+        Case("ddp-gpt", "DDP", partial(ours, "gpt"), own, tokens, classes, shard="ddp"),
+        Case("ddp-view", "DDP, buckets hold gradients", ours, bits, tokens, classes, shard=view),
+        Case(
+            "ddp-hf",
+            "DDP, GPT-2",
+            partial(theirs, "gpt2"),
+            each,
+            tokens,
+            own_loss,
+            shard="ddp",
+            needs=hf,
+        ),
+        Case("fsdp-llama", "FSDP2", ours, own, tokens, classes, shard="fsdp"),
+        Case(
+            "fsdp-8bit-L3",
+            "FSDP2, save='L3', 8-bit",
+            partial(ours, save="L3"),
+            bits,
+            tokens,
+            classes,
+            shard="fsdp",
+        ),
+        Case(
+            "fsdp-keep",
+            "FSDP2, no reshard",
+            partial(ours, "gpt"),
+            own,
+            tokens,
+            classes,
+            shard="fsdp-no-reshard",
+        ),
+        Case("fsdp-mixed", "FSDP2, bfloat16 products", ours, own, tokens, classes, shard=mixed),
+        Case(
+            "fsdp-accumulate",
+            "FSDP2, 2 backward passes",
+            ours,
+            own,
+            tokens,
+            classes,
+            accumulation=2,
+            shard="fsdp",
+        ),
+        Case("fsdp-hf", "FSDP2, Llama", theirs, own, tokens, own_loss, shard="fsdp", needs=hf),
     ]

@@ -13,11 +13,12 @@ import json
 import statistics
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from . import _report
+from . import _plan_ranks, _report
 from ._plan_cases import Case
 from ._plan_cases import cases as all_cases
 
@@ -28,12 +29,17 @@ MEDIAN, WORST = 0.01, 0.04  # the bars, on the CPU
 
 def cases(device: torch.device, quick: bool) -> list[Case]:
     found = [case for case in all_cases() if all(map(importlib.util.find_spec, case.needs))]
+    if device.type == "cuda":  # one GPU
+        found = [case for case in found if case.shard is None]
     return [case for case in found if case.quick] if quick else found
 
 
-def _made(case: Case, device: torch.device) -> tuple[Any, Any, Any]:
+def made(
+    case: Case, device: torch.device, changed: Callable[[Any], Any] = lambda model: model
+) -> tuple[Any, Any, Any]:
+    """Returns the model, which may be changed before its optimizer is made, that and a batch."""
     torch.manual_seed(0)
-    model = case.model().to(device)
+    model = changed(case.model().to(device))
     batch = tuple(x.to(device) for x in case.batch())
     return model, case.optimizer(model), batch
 
@@ -42,7 +48,7 @@ def predicted(case: Case, device: torch.device) -> Any:
     """Returns the plan."""
     import headroom
 
-    model, optimizer, batch = _made(case, device)
+    model, optimizer, batch = made(case, device)
     return headroom.plan(
         model,
         optimizer,
@@ -52,6 +58,8 @@ def predicted(case: Case, device: torch.device) -> Any:
         amp=case.amp,
         accumulation=case.accumulation,
         release=BUCKET if case.release else False,
+        world_size=None if case.shard is None else _plan_ranks.RANKS,
+        shard=case.shard,
     )
 
 
@@ -72,7 +80,7 @@ def run_steps(case: Case, model: Any, optimizer: Any, batch: Any, device: torch.
 
 
 def _prepared(case: Case, device: torch.device) -> tuple[Any, Any, Any]:
-    model, optimizer, batch = _made(case, device)
+    model, optimizer, batch = made(case, device)
     if case.release:
         import headroom
 
@@ -116,6 +124,8 @@ def compared(case: Case, device: torch.device) -> dict[str, Any]:
     row["plan_seconds"] = time.perf_counter() - start
     row["predicted"] = plan.peak_bytes
     row["predicted_by_kind"] = plan.peak_by_kind
+    if case.shard is not None:
+        row["ranks"] = _plan_ranks.RANKS
     if device.type == "cuda":
         got = on_gpu(case, device)
         row |= {"measured": got["allocated"], "measured_reserved": got["reserved"]}
@@ -123,7 +133,10 @@ def compared(case: Case, device: torch.device) -> dict[str, Any]:
         row["predicted_reserved"] = plan.reserved_bytes
         row["reserved_error"] = plan.reserved_bytes / got["reserved"] - 1
     else:
-        real = measured(case, device)
+        if case.shard is None:
+            real = measured(case, device)
+        else:
+            real = _plan_ranks.timeline(case, (1 + MEDIAN / 2) * plan.peak_bytes)
         row |= {"measured": real.peak_bytes, "measured_by_kind": real.peak_by_kind}
     row["error"] = row["predicted"] / row["measured"] - 1
     return row

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..memory.events import Timeline
-from .allocator import replay
 from .device_costs import blas_workspaces, context
+from .replay import replay
 from .result import DeviceShare
 
 __all__ = ["device_share"]

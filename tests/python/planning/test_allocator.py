@@ -3,8 +3,9 @@
 import random
 
 import pytest
-from headroom.planning.allocator import Allocator, OutOfMemory, replay
+from headroom.planning.allocator import Allocator, OutOfMemory
 from headroom.planning.allocator_settings import AllocatorSettings
+from headroom.planning.replay import replay
 
 KIB, MIB = 1 << 10, 1 << 20
 
