@@ -45,7 +45,8 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
     ):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in plain_tensors(getattr(tensor, name))]
+    parts = [getattr(tensor, name) for name in names]  # a DTensor names its mesh among them
+    return [plain for part in parts if isinstance(part, Tensor) for plain in plain_tensors(part)]
 
 
 def label_of(

@@ -8,5 +8,16 @@ from .advice import Advice
 from .api import fits, max_batch, plan
 from .errors import PlanError
 from .result import DeviceShare, Plan
+from .sharding import DDP, FSDP
 
-__all__ = ["Advice", "DeviceShare", "Plan", "PlanError", "fits", "max_batch", "plan"]
+__all__ = [
+    "DDP",
+    "FSDP",
+    "Advice",
+    "DeviceShare",
+    "Plan",
+    "PlanError",
+    "fits",
+    "max_batch",
+    "plan",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from ..memory.sizes import format_bytes
 from ..nn.block import LEVELS, Block
 from ..optim import Adafactor, AdamW, AdamW8bit
 from .errors import PlanError
+from .patched import patched_models
 from .result import Plan
+from .sharding import DDP, FSDP, Sharding
 from .steps import Setup
 
 __all__ = ["Advice", "advise"]
@@ -62,6 +64,16 @@ class _Change:
     code: str
 
 
+# The products that are done again, of those of a Llama block.
+_COSTS = {
+    "L1": "about as fast",
+    "L2": "about 6 % slower",
+    "L3": "about 7 % slower",
+    "L4": "about 8 % slower",
+    "L5": "about 25 % slower",
+}
+
+
 def advise(
     setup: Setup, plan: Plan, again: Callable[[Setup], Plan], top: int | None = None
 ) -> AdviceList:
@@ -88,7 +100,10 @@ def _changes(setup: Setup, plan: Plan) -> Iterator[_Change]:
     if optimizer is not None:
         yield from _of_optimizer(setup, options, given)
     yield from _of_activations(setup)
-    if _is_headroom(optimizer) and not setup.release and setup.max_grad_norm is None:
+    yield from _of_patch(setup)
+    if setup.sharding is not None:
+        yield from _of_ranks(setup.model, setup, setup.sharding)
+    elif _is_headroom(optimizer) and not setup.release and setup.max_grad_norm is None:
         yield _Change(
             "release gradients",
             setup.but(release=True),
@@ -156,8 +171,6 @@ def _of_optimizer(setup: Setup, options: dict[str, Any], given: str) -> Iterator
 
 def _of_activations(setup: Setup) -> Iterator[_Change]:
     blocks = [module for module in setup.model.modules() if isinstance(module, Block)]
-    costs = {"L1": "about as fast", "L2": "about 6 % slower", "L3": "about 7 % slower"}
-    costs |= {"L4": "about 8 % slower", "L5": "about 25 % slower"}
     if blocks and setup.checkpoint_every is None:
         now = (
             max(LEVELS.index(block.save) for block in blocks)
@@ -168,7 +181,7 @@ def _of_activations(setup: Setup) -> Iterator[_Change]:
             yield _Change(
                 f"save={level!r} in all blocks",
                 setup.but(save=level),
-                costs[level],
+                _COSTS[level],
                 "products done again, of those of a Llama block: docs/blocks.md",
                 f'for block in model.blocks:\n    block.save = "{level}"',
             )
@@ -181,6 +194,65 @@ def _of_activations(setup: Setup) -> Iterator[_Change]:
                 "a second forward pass of the blocks: a third of their products",
                 f"headroom.checkpoint_every(model, {every})",
             )
+
+
+def _of_patch(setup: Setup) -> Iterator[_Change]:
+    if setup.checkpoint_every is not None:
+        return
+    for level, model in patched_models(setup.model):
+        given = "" if level is None else f", save={level!r}"
+        yield _Change(
+            f"headroom.patch(model{given})",
+            setup.but(model=model),
+            "about as fast" if level is None else _COSTS[level],
+            "no product is done again"
+            if level is None
+            else "products done again, of those of a Llama block: docs/blocks.md",
+            f"headroom.patch(model{given})",
+        )
+
+
+def _of_ranks(model: nn.Module, setup: Setup, sharding: Sharding) -> Iterator[_Change]:
+    how = sharding.how
+    if isinstance(how, DDP):
+        if not how.gradient_as_bucket_view:
+            yield _Change(
+                "gradient_as_bucket_view=True",
+                setup.but(
+                    sharding=replace(sharding, how=replace(how, gradient_as_bucket_view=True))
+                ),
+                "no slower: one copy of the gradients less",
+                "torch.nn.parallel.DistributedDataParallel",
+                "model = DistributedDataParallel(model, gradient_as_bucket_view=True)",
+            )
+        try:
+            sharded = sharding.but(model, FSDP())
+        except ValueError:
+            return  # such as shared parameters
+        names = [unit.modules[0] for unit in sharded.units[1:]]
+        blocks = "".join(f"fully_shard(model.get_submodule({name!r}))\n" for name in names[:1])
+        if len(names) > 1:
+            blocks = f"for name in {names!r}:\n    fully_shard(model.get_submodule(name))\n"
+        yield _Change(
+            "fully_shard instead of DDP",
+            setup.but(sharding=sharded),
+            "1.5 times the bytes between ranks",
+            "parameters are gathered twice and gradients scattered once: Rajbhandari et al. 2020",
+            "from torch.distributed.fsdp import fully_shard\n"
+            f"{blocks}fully_shard(model)  # before the optimizer is made",
+        )
+    elif any(not unit.reshards for unit in sharding.units[1:]):
+        units = tuple(
+            replace(unit, reshards=unit.modules != ("",) or unit.reshards)
+            for unit in sharding.units
+        )
+        yield _Change(
+            "reshard_after_forward=True",
+            setup.but(sharding=replace(sharding, units=units)),
+            "1.5 times the bytes between ranks",
+            "parameters are gathered again for the backward pass: Rajbhandari et al. 2020",
+            "fully_shard(block, reshard_after_forward=True)  # of each block",
+        )
 
 
 def _is_headroom(optimizer: Any) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..memory.sizes import parse_bytes
 from .advice import advise
@@ -14,6 +15,7 @@ from .batches import resized
 from .checks import check_setup
 from .device import device_share
 from .result import Plan
+from .sharding import DDP, FSDP
 from .steps import Setup
 from .trace import trace
 
@@ -32,9 +34,12 @@ def plan(
     save: str | None = None,
     checkpoint_every: int | None = None,
     accumulation: int = 1,
+    accumulator: bool = False,
     release: bool | int = False,
     scaler: bool = False,
     max_grad_norm: float | None = None,
+    world_size: int | DeviceMesh | None = None,
+    shard: str | DDP | FSDP | Sequence[Any] | None = None,
     measure: bool = False,
 ) -> Plan:
     """Returns the memory that training steps will need, without taking it.
@@ -59,12 +64,22 @@ def plan(
         save: a save level for the blocks of :mod:`headroom.nn`.
         checkpoint_every: as in :func:`headroom.checkpoint_every`.
         accumulation: micro-batches per step, each as large as ``sample_batch``.
+        accumulator: gradients of micro-batches are summed in float32 by a
+            :class:`headroom.GradAccumulator`.
         release: gradients are released in the backward pass by
-            :func:`headroom.release_gradients`; with several micro-batches, summed by a
-            :class:`headroom.GradAccumulator` that takes them. A number is its ``bucket_bytes``.
+            :func:`headroom.release_gradients`; several micro-batches need an ``accumulator``, and
+            get one. A number is its ``bucket_bytes``.
         scaler: losses are scaled by a :class:`torch.amp.GradScaler`.
         max_grad_norm: gradients are clipped to this norm before the step, by
             :func:`headroom.clip_grad_norm_`.
+        world_size: ranks, or the mesh of them, of which the last dimension shards. The plan is of
+            rank 0, and ``sample_batch`` what one rank gets. A model of DistributedDataParallel or
+            ``fully_shard`` needs neither this nor ``shard``.
+        shard: "ddp", the default; "fsdp", which shards each repeated block and then the model by
+            ``fully_shard``; "fsdp-no-reshard", which keeps whole parameters from the forward to the
+            backward pass; a list of the modules to shard besides the model, by themselves, names
+            or classes; or a :class:`headroom.planning.DDP` or :class:`~headroom.planning.FSDP`,
+            which has more options.
         measure: runs two real steps under :func:`headroom.memory.track` instead, on copies.
 
     Raises:
@@ -84,10 +99,13 @@ def plan(
             scaler=scaler,
             save=save,
             accumulation=accumulation,
+            accumulator=accumulator,
             release=release,
             checkpoint_every=checkpoint_every,
             max_grad_norm=max_grad_norm,
-        )
+        ),
+        world_size,
+        shard,
     )
     if measure:
         from .measured import measured

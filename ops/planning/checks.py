@@ -8,15 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from .copies import tensors_in
+from .sharding import sharding_of
 from .sources import model_from
 from .steps import Setup
 
 __all__ = ["check_setup"]
 
 
-def check_setup(setup: Setup) -> Setup:
-    """Returns the setup with its model made and its device known."""
-    model = model_from(setup.model)
+def check_setup(setup: Setup, world_size: Any = None, shard: Any = None) -> Setup:
+    """Returns the setup with its model made, its device known and its ranks."""
+    model, sharding = sharding_of(model_from(setup.model), world_size, shard)
+    for name in ("release", "accumulator"):
+        if sharding is not None and getattr(setup, name):
+            raise ValueError(f"{name} is not planned on several ranks: leave it or the ranks out")
     if setup.loss is not None and setup.forward is not None:
         raise ValueError("loss and forward were both given: forward computes the loss itself")
     for name, function in (("loss", setup.loss), ("forward", setup.forward)):
@@ -47,7 +51,7 @@ def check_setup(setup: Setup) -> Setup:
     for x in tensors_in(setup.batch):
         if x.requires_grad and not x.is_leaf:
             raise ValueError("a tensor of sample_batch has a graph behind it; detach it")
-    return setup.but(model=model, device=kind)
+    return setup.but(model=model, device=kind, sharding=sharding)
 
 
 def _check_optimizer(optimizer: Any, model: nn.Module) -> None:

@@ -27,6 +27,8 @@ def measured(setup: Setup) -> Plan:
     tensors = (*setup.model.parameters(), *setup.model.buffers())
     if any(x.is_meta for x in tensors):
         raise PlanError("measure=True runs real steps, but the model is on the meta device")
+    if setup.sharding is not None:
+        raise PlanError("measure=True runs one process: leave world_size and shard out")
     if setup.device == "cuda" and not torch.cuda.is_available():
         raise PlanError('measure=True with device="cuda" needs a GPU, and there is none')
     given = (setup.model, setup.optimizer, setup.batch, setup.loss, setup.forward)

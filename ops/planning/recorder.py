@@ -52,6 +52,7 @@ class Recorder(TorchDispatchMode):
         self.is_paused = False
         self.in_attention = False
         self._live: dict[int, tuple[Any, int]] = {}
+        self._managed: set[int] = set()  # memory that comes and goes while its tensor stays
         self._stack: list[str | None] = []
         self._seen_in_backward: str | None = None
         self.has_autocast = False  # whether autocast is on, and asks where tensors are
@@ -72,10 +73,12 @@ class Recorder(TorchDispatchMode):
         storage = x.untyped_storage()
         at = self._live.get(storage._cdata)
         if at is None:
-            if storage.nbytes():
+            if storage.nbytes() and storage._cdata not in self._managed:
                 self._born(storage, kind, owner, module)
             return
         allocation = self.allocations[at[1]]
+        if storage._cdata in self._managed and kind == "activations":
+            return  # autograd keeps the tensor, and not its memory
         if _RANK[kind] < _RANK[allocation.kind]:
             allocation.kind = kind
             if module is not None:
@@ -99,10 +102,27 @@ class Recorder(TorchDispatchMode):
         self.allocations[at].end = self.now
         self.now += 1
 
+    def manage(self, x: Tensor) -> None:
+        """From now on the memory of a tensor counts from :meth:`appear` to :meth:`vanish`."""
+        self._managed.add(x.untyped_storage()._cdata)
+
+    def appear(self, x: Tensor, kind: str, owner: str | None, module: str | None) -> None:
+        """The memory of a tensor that is managed is allocated."""
+        storage = x.untyped_storage()
+        if storage.nbytes() and storage._cdata not in self._live:
+            self._born(storage, kind, owner, module)
+
+    def vanish(self, x: Tensor) -> None:
+        """The memory of a tensor that is managed is freed."""
+        key = x.untyped_storage()._cdata
+        if key in self._live:
+            self._died(key, self._live[key][1])
+
     def begin(self, phase: str) -> None:
         """A phase begins."""
         self.phase = phase
         self.spans.append(Span(self.now, self.step, phase))
+        self.now += 1  # so that a phase in which nothing is allocated has an event
         self.module = self._seen_in_backward = None
         self._stack.clear()
 
@@ -231,6 +251,8 @@ class Recorder(TorchDispatchMode):
         if isinstance(result, FakeTensor):
             storage = result.untyped_storage()
             at = self._live.get(storage._cdata)
+            if storage._cdata in self._managed:
+                return
             if at is None:
                 if storage.nbytes():
                     self._born(storage, "temporaries", name, module)

@@ -1,283 +1,263 @@
-"""Bytes of one rank when a model is replicated by DDP or sharded by FSDP2.
-
-Everything here is arithmetic on shapes: no process group, no device. What a rank keeps and what
-passes through during a step follows ``torch.distributed.fsdp.fully_shard`` and ``torch.nn.parallel.
-DistributedDataParallel`` of torch 2.11 to 2.15.
-"""
+"""How a model is spread over ranks: by DDP or FSDP2, as arguments say or as the model is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["FSDP2", "Change", "Unit", "UnitBytes", "ddp_buckets", "units_of"]
+from ..patching.blocks import find_blocks
 
-MIB = 1 << 20
-
-
-# DDP
+__all__ = ["DDP", "FSDP", "Sharding", "Unit", "sharding_of"]
 
 
-def ddp_buckets(
-    parameters: Iterable[Tensor],
-    bucket_cap_mb: float | None = None,
-    gradient_as_bucket_view: bool = False,
-) -> list[int]:
-    """Returns the bytes of each bucket that DDP allocates besides the gradients.
+@dataclass(frozen=True)
+class DDP:
+    """Replicates the model by :class:`torch.nn.parallel.DistributedDataParallel`.
 
-    The buckets are flat copies of the gradients, filled from the last parameter on: the first of 1
-    MiB, the others of 25 MiB, each closed by the gradient that reaches its size. DDP orders them
-    anew after the first step, by when gradients arrived; their total stays.
-
-    Args:
-        bucket_cap_mb: the size of all buckets, the first included, as the argument of DDP.
-        gradient_as_bucket_view: gradients are views of the buckets: no bucket is an addition, and
-            the list is empty.
+    Attributes:
+        bucket_cap_mb, gradient_as_bucket_view, broadcast_buffers: its arguments of these names.
     """
-    if gradient_as_bucket_view:
-        return []
-    first, rest = (1, 25) if bucket_cap_mb is None else (bucket_cap_mb, bucket_cap_mb)
-    buckets, open_buckets, closed = [], {}, {}
-    for parameter in reversed([p for p in parameters if p.requires_grad]):
-        key = (parameter.dtype, parameter.device)
-        size = open_buckets.get(key, 0) + parameter.numel() * parameter.element_size()
-        if size >= (rest if closed.get(key) else first) * MIB:
-            buckets.append(size)
-            closed[key], size = True, 0
-        open_buckets[key] = size
-    return buckets + [size for size in open_buckets.values() if size]
+
+    bucket_cap_mb: float | None = None
+    gradient_as_bucket_view: bool = False
+    broadcast_buffers: bool = True
 
 
-# FSDP2
+@dataclass(frozen=True)
+class FSDP:
+    """Shards the model by ``torch.distributed.fsdp.fully_shard``.
+
+    Attributes:
+        wrap: what is sharded by itself before the whole model is: modules of the model, their names
+            or classes. None: its repeated blocks.
+        reshard_after_forward: whether whole parameters are dropped between the forward and the
+            backward pass; None: of all but the model's own, as in torch.
+        mp_policy: the ``MixedPrecisionPolicy``.
+    """
+
+    wrap: Sequence[nn.Module | str | type] | None = None
+    reshard_after_forward: bool | None = None
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
 
 
 @dataclass(frozen=True)
 class Unit:
-    """The parameters that one call of ``fully_shard`` gathers and reduces together.
+    """What one call of ``fully_shard`` gathers and reduces together.
 
     Attributes:
-        name: of the module; ``""`` is the model itself, the root.
-        shapes: of its parameters, dimension 0 is sharded.
-        dtypes: of its parameters.
-        trainable: whether each needs a gradient.
+        modules: names; ``""`` is the model itself, the root.
+        parameters: names, the first where several are of one parameter.
+        reshards: whether the whole parameters are dropped after the forward pass.
+        policy: in which dtypes it computes and reduces.
     """
 
-    name: str
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
-    trainable: tuple[bool, ...]
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    reshards: bool
+    policy: MixedPrecisionPolicy
 
 
 @dataclass(frozen=True)
-class UnitBytes:
-    """What a unit takes on one rank.
+class Sharding:
+    """A model on several ranks.
 
     Attributes:
-        parameters: the shard, padded so that all ranks hold the same.
-        gradients: the reduced shard.
-        gathered: the whole parameters while they are used, in the dtype of the computation.
-        all_gather: the buffer that receives them before they are copied out.
-        cast: the shard in the dtype of the computation, while the buffer is filled.
-        unsharded_gradients: of the whole parameters, as autograd makes them.
-        reduce_input: those padded, in the dtype of the reduction.
-        reduce_output: the shard that arrives. It becomes the gradient where the dtypes agree.
+        ranks: over which it is replicated or sharded.
+        how: by DDP, or FSDP.
+        units: of FSDP, the root first, the others as modules are listed.
     """
 
-    parameters: int
-    gradients: int
-    gathered: int
-    all_gather: int
-    cast: int
-    unsharded_gradients: int
-    reduce_input: int
-    reduce_output: int
+    ranks: int
+    how: DDP | FSDP
+    units: tuple[Unit, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.ranks} by {'DDP' if isinstance(self.how, DDP) else 'FSDP'}"
+
+    def but(self, model: nn.Module, how: DDP | FSDP) -> Sharding:
+        """Returns how the same ranks would train the model otherwise."""
+        return replace(self, how=how, units=_units(model, how) if isinstance(how, FSDP) else ())
 
 
-class Change(NamedTuple):
-    """Bytes that appear (positive) or go (negative) at a moment of the step."""
-
-    moment: str
-    """``"before forward"``, ``"after forward"``, ``"before backward"``, ``"after backward"`` of the
-    unit, or ``"end"``."""
-    unit: str
-    what: str
-    """One of the attributes of :class:`UnitBytes`."""
-    bytes: int
+_NAMES: dict[str, DDP | FSDP] = {
+    "ddp": DDP(),
+    "fsdp": FSDP(),
+    "fsdp-no-reshard": FSDP(reshard_after_forward=False),
+}
 
 
-def units_of(model: nn.Module, wrapped: Iterable[nn.Module]) -> list[Unit]:
-    """Returns the units of a model of which ``wrapped`` were given to ``fully_shard``, the root
-    first; a parameter belongs to the innermost of them."""
-    chosen = {id(module) for module in wrapped} | {id(model)}
-    seen: set[int] = set()
-    found: dict[str, list[Tensor]] = {}
+def sharding_of(
+    model: nn.Module, world_size: int | DeviceMesh | None, shard: Any
+) -> tuple[nn.Module, Sharding | None]:
+    """Returns the model without its wrapper of DDP, and how it is spread; None on one rank.
 
-    def visit(module: nn.Module, name: str, unit: str) -> None:
-        unit = name if id(module) in chosen else unit
-        own = found.setdefault(unit, [])
-        for parameter in module.parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                own.append(parameter)
-        for key, child in module.named_children():
-            visit(child, f"{name}.{key}" if name else key, unit)
-
-    visit(model, "", "")
-    return [
-        Unit(
-            name,
-            tuple(tuple(p.shape) for p in own),
-            tuple(p.dtype for p in own),
-            tuple(p.requires_grad for p in own),
+    Raises:
+        TypeError, ValueError: the arguments do not fit each other or the model.
+    """
+    ranks = _ranks(world_size)
+    wrapped = isinstance(model, DistributedDataParallel)
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    if (wrapped or is_sharded) and shard is not None:
+        by = "DistributedDataParallel" if wrapped else "fully_shard"
+        raise ValueError(f"shard is {shard!r}, but the model is one of {by} already: leave it out")
+    if isinstance(model, DistributedDataParallel):
+        own = torch.distributed.get_world_size(model.process_group)
+        return model.module, Sharding(own if ranks is None else ranks, _ddp_of(model))
+    if is_sharded:
+        own, units = _sharded(model)
+        return model, Sharding(own if ranks is None else ranks, FSDP(), units)
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError(
+            "the model has DTensors that fully_shard did not make: plan the model before it is "
+            "parallelized, with the sizes of one rank"
         )
-        for name, own in found.items()
-    ]
+    if ranks is None and shard is None:
+        return model, None
+    how = _how(shard)
+    if ranks is None:
+        if not torch.distributed.is_initialized():
+            raise ValueError(f"shard is {shard!r}, on how many ranks? give world_size")
+        ranks = torch.distributed.get_world_size()
+    if isinstance(world_size, DeviceMesh) and isinstance(how, DDP) and world_size.ndim != 1:
+        raise ValueError(f"world_size is a mesh of {world_size.ndim} dimensions; DDP takes one")
+    return model, Sharding(ranks, how).but(model, how)
 
 
-class FSDP2:
-    """Bytes per rank of a model that ``fully_shard`` shards over ``world_size`` ranks.
+def _ranks(world_size: Any) -> int | None:
+    if world_size is None:
+        return None
+    if isinstance(world_size, DeviceMesh):
+        if world_size.ndim > 2:
+            raise ValueError(
+                f"world_size is a mesh of {world_size.ndim} dimensions, wanted the one that "
+                "shards, or the one that replicates and the one that shards"
+            )
+        return world_size.size(world_size.ndim - 1)
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size is {world_size!r}, wanted an integer from 1 on or a mesh")
+    return world_size
 
-    Args:
-        units: the root first, then the others in the order in which the forward pass runs them.
-        world_size: of the dimension of the mesh that shards.
-        param_dtype: of ``MixedPrecisionPolicy``: what parameters are cast to when gathered.
-        reduce_dtype: of ``MixedPrecisionPolicy``. ``None`` is the parameters' own dtype, which is
-            what torch 2.15 does; releases before reduced in ``param_dtype``.
-        reshard_after_forward: whether the units but the root give their whole parameters back after
-            the forward pass. The root never does, as in torch by default.
-    """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        world_size: int,
-        *,
-        param_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        reshard_after_forward: bool = True,
-    ) -> None:
-        if world_size < 1:
-            raise ValueError(f"world_size is {world_size}, wanted at least 1")
-        if not units or units[0].name:
-            raise ValueError("units[0] must be the root, whose name is ''")
-        self.units = list(units)
-        self.world_size = world_size
-        self.param_dtype = param_dtype
-        self.reduce_dtype = reduce_dtype
-        self.reshard_after_forward = reshard_after_forward
-        self.sizes = {unit.name: self._sizes(unit) for unit in units}
+def _how(shard: Any) -> DDP | FSDP:
+    if shard is None:
+        return DDP()
+    if isinstance(shard, (DDP, FSDP)):
+        return shard
+    if isinstance(shard, (list, tuple)):
+        return FSDP(wrap=shard)
+    if isinstance(shard, str) and shard in _NAMES:
+        return _NAMES[shard]
+    raise ValueError(
+        f"shard is {shard!r}, wanted {', '.join(map(repr, _NAMES))}, a list of modules to shard, "
+        "or a headroom.planning.DDP or FSDP"
+    )
 
-    def _sizes(self, unit: Unit) -> UnitBytes:
-        size = dict.fromkeys(UnitBytes.__dataclass_fields__, 0)
-        for shape, dtype, trainable in zip(unit.shapes, unit.dtypes, unit.trainable, strict=True):
-            if not shape:
-                raise ValueError(f"unit {unit.name!r} has a parameter without dimensions")
-            shard = -(-shape[0] // self.world_size) * prod(shape[1:])
-            computed = self.param_dtype or dtype
-            reduced = self.reduce_dtype or dtype
-            size["parameters"] += shard * dtype.itemsize
-            size["gathered"] += shard * self.world_size * computed.itemsize
-            size["cast"] += shard * computed.itemsize if self.param_dtype else 0
-            if trainable:
-                size["gradients"] += shard * dtype.itemsize
-                size["unsharded_gradients"] += prod(shape) * computed.itemsize
-                size["reduce_input"] += shard * self.world_size * reduced.itemsize
-                size["reduce_output"] += shard * reduced.itemsize
-        if self.world_size == 1:
-            size["cast"] = 0
-        else:
-            size["all_gather"] = size["gathered"]
-        return UnitBytes(**size)
 
-    @property
-    def parameters(self) -> int:
-        """The bytes of this rank's shards of all parameters."""
-        return sum(size.parameters for size in self.sizes.values())
+def _ddp_of(model: DistributedDataParallel) -> DDP:
+    default = getattr(model, "bucket_bytes_cap_default", True)
+    return DDP(
+        None if default else model.bucket_bytes_cap / 2**20,
+        model.gradient_as_bucket_view,
+        model.broadcast_buffers,
+    )
 
-    @property
-    def gradients(self) -> int:
-        """The bytes of this rank's shards of all gradients."""
-        return sum(size.gradients for size in self.sizes.values())
 
-    def fraction(self, shape: Sequence[int]) -> float:
-        """Returns which part of a parameter rank 0 holds, and so of its optimizer state."""
-        return -(-shape[0] // self.world_size) / shape[0] if shape and shape[0] else 1.0
+# Units of FSDP2
 
-    def step(self) -> Iterator[Change]:
-        """Yields what one forward and backward pass allocates and frees, in order.
 
-        The shards themselves are there before; the gradients are there after. Activations and what
-        autograd makes besides the gradients of the parameters are not in it.
-        """
-        root, *blocks = (unit.name for unit in self.units)
-        held: str | None = None  # Its buffer is freed by the next unit.
-        for name in (root, *blocks):
-            when = "before forward"
-            yield from self._gather(name, when)
-            if held is not None:
-                yield self._change(when, held, "all_gather", -1)
-            yield self._change(when, name, "gathered")
-            held = name
-            if name != root and self.reshard_after_forward:
-                yield self._change("after forward", name, "gathered", -1)
-        if held is not None:
-            yield self._change("after forward", root, "all_gather", -1, of=held)
-        fetched: str | None = None
-        if blocks and self.reshard_after_forward:
-            fetched = blocks[-1]
-            yield from self._gather(fetched, "before backward", at=root)
-        reducing: str | None = None
-        for index in range(len(blocks) - 1, -1, -1):
-            name = blocks[index]
-            if self.reshard_after_forward:
-                if fetched != name:
-                    yield from self._gather(name, "before backward")
-                yield self._change("before backward", name, "gathered")
-                yield self._change("before backward", name, "all_gather", -1)
-                if index:
-                    fetched = blocks[index - 1]
-                    yield from self._gather(fetched, "before backward", at=name)
-            yield from self._reduce(name, reducing)
-            reducing = name
-        yield from self._reduce(root, reducing)
-        yield self._change("end", root, "reduce_input", -1)
+def _units(model: nn.Module, how: FSDP) -> tuple[Unit, ...]:
+    """Returns the units of a model of which some modules and then the whole are sharded; a
+    parameter belongs to the innermost of them."""
+    found: dict[str, list[str]] = {name: [] for name in ("", *_wrapped(model, how.wrap))}
+    owners: dict[int, str] = {}
+    seen: set[int] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = max((unit for unit in found if _is_in(name, unit)), key=len)
+        owner = owners.setdefault(id(parameter), unit)
+        if owner != unit:
+            raise ValueError(
+                f"{name!r} is a parameter of {owner!r} too, and fully_shard wants shared "
+                "parameters in one unit: leave one of the modules out of wrap"
+            )
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        if not parameter.dim():
+            raise ValueError(f"{name!r} has no dimension, and fully_shard shards the first")
+        found[unit].append(name)
+    reshard = how.reshard_after_forward
+    return tuple(
+        Unit((unit,), tuple(names), bool(unit) if reshard is None else reshard, how.mp_policy)
+        for unit, names in found.items()
+    )
 
-    def _gather(self, name: str, when: str, at: str | None = None) -> Iterator[Change]:
-        at = name if at is None else at
-        yield self._change(when, at, "cast", of=name)
-        yield self._change(when, at, "all_gather", of=name)
-        yield self._change(when, at, "cast", -1, of=name)
 
-    def _reduce(self, name: str, before: str | None) -> Iterator[Change]:
-        when, size = "after backward", self.sizes[name]
-        yield self._change(when, name, "unsharded_gradients")
-        yield self._change(when, name, "gathered", -1)
-        if before is not None:
-            yield self._change(when, name, "reduce_input", -1, of=before)
-        yield self._change(when, name, "reduce_input")
-        yield self._change(when, name, "unsharded_gradients", -1)
-        if size.reduce_output == size.gradients:
-            yield self._change(when, name, "gradients")
-        else:
-            yield self._change(when, name, "reduce_output")
-            yield self._change(when, name, "gradients")
-            yield self._change(when, name, "reduce_output", -1)
+def _is_in(name: str, module: str) -> bool:
+    return not module or name.startswith(f"{module}.")
 
-    def _change(
-        self, when: str, at: str, what: str, sign: int = 1, *, of: str | None = None
-    ) -> Change:
-        size = getattr(self.sizes[at if of is None else of], what)
-        return Change(when, at, what, sign * size)
 
-    def peak(self) -> int:
-        """Returns the most bytes of :meth:`step` at once, the shards of the parameters included."""
-        live = most = self.parameters
-        for change in self.step():
-            live += change.bytes
-            most = max(most, live)
-        return most
+def _wrapped(model: nn.Module, wrap: Iterable[Any] | None) -> Iterator[str]:
+    if wrap is None:
+        yield from (block.name for block in find_blocks(model))
+        return
+    chosen, wrap = set(), list(wrap)
+    for what in wrap:
+        names = [
+            name
+            for name, module in model.named_modules()
+            if module is what or name == what or isinstance(what, type) and type(module) is what
+        ]
+        if not names:
+            raise ValueError(f"shard names {what!r}, which is no module of the model and no class")
+        chosen.update(names)
+    yield from (name for name, _ in model.named_modules() if name and name in chosen)
+
+
+def _sharded(model: nn.Module) -> tuple[int, tuple[Unit, ...]]:
+    """Returns the ranks and units of a model that ``fully_shard`` sharded."""
+    from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+
+    if not isinstance(model, FSDPModule):
+        raise ValueError("parts of the model are sharded and it is not: call fully_shard on it too")
+    names = {module: name for name, module in model.named_modules()}
+    units, seen, ranks = [], set(), 1
+    for module in model.modules():
+        state: Any = _get_module_fsdp_state(module)
+        if state is None or id(state) in seen:
+            continue
+        seen.add(id(state))
+        groups = getattr(state, "_fsdp_param_groups", None)
+        groups = [state._fsdp_param_group] if groups is None else groups
+        if len(groups) > 1 or (groups and groups[0] and groups[0]._use_post_forward_mesh):
+            raise ValueError(
+                f"{names[module]!r} is sharded over several meshes, which plans do not follow: "
+                "fully_shard it without shard_placement_fn, and reshard_after_forward as a bool"
+            )
+        if not groups or groups[0] is None:
+            units.append(Unit((names[module],), (), True, state._mp_policy))
+            continue
+        group = groups[0]
+        ranks = group.mesh_info.shard_mesh_size
+        keeps = module is model and getattr(state, "_auto_reshard_after_forward", True)
+        units.append(
+            Unit(
+                tuple(names[part] for part in group.modules),
+                tuple(_name(param._module_info, names) for param in group.fsdp_params),
+                group.post_forward_mesh_info is not None and not keeps,
+                state._mp_policy,
+            )
+        )
+    return ranks, tuple(units)
+
+
+def _name(info: Any, names: dict[nn.Module, str]) -> str:
+    module = names[info.module]
+    return f"{module}.{info.param_name}" if module else info.param_name

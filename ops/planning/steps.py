@@ -18,6 +18,7 @@ from ..grad.accumulate import GradAccumulator
 from ..nn.block import Block, save_level
 from ..optim import release_gradients
 from .errors import PlanError
+from .sharding import Sharding
 
 __all__ = ["Setup", "Steps", "generators_kept"]
 
@@ -36,10 +37,12 @@ class Setup:
     scaler: bool = False
     save: str | None = None
     accumulation: int = 1
+    accumulator: bool = False  # float32 sums of micro-batches
     release: bool | int = False  # a number is that of bytes in a bucket
     checkpoint_every: int | None = None
     max_grad_norm: float | None = None
     dtype: torch.dtype | None = None  # of the parameters, in the place of their own
+    sharding: Sharding | None = None  # over several ranks
     steps: int = 2
 
     def but(self, **changes: Any) -> Setup:
@@ -56,9 +59,11 @@ class Setup:
         for name in ("save", "checkpoint_every", "max_grad_norm"):
             if (value := getattr(self, name)) is not None:
                 found[name.replace("_", " ")] = str(value)
+        if self.sharding is not None:
+            found["ranks"] = str(self.sharding)
         if self.accumulation > 1:
             found["accumulation"] = str(self.accumulation)
-        for name in ("release", "scaler"):
+        for name in ("accumulator", "release", "scaler"):
             if getattr(self, name):
                 found[name] = "on"
         return found
@@ -106,19 +111,24 @@ class Steps:
             _set_save(model, setup.save)
         if setup.checkpoint_every is not None:
             checkpoint_every(model, setup.checkpoint_every)
+        self.distribute()
         if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
             self.optimizer = self.optimizer([p for p in model.parameters() if p.requires_grad])
         if setup.scaler:
             self.scaler = torch.amp.GradScaler(setup.device)
-        if setup.release and self.optimizer is not None:
-            if setup.accumulation > 1:
-                self.accumulator = GradAccumulator(model)
+        is_released = setup.release and self.optimizer is not None
+        if setup.accumulator or (is_released and setup.accumulation > 1):
+            self.accumulator = GradAccumulator(model)
+        if is_released:
             size: dict[str, Any] = (
                 {} if setup.release is True else {"bucket_bytes": int(setup.release)}
             )
             release_gradients(
                 model, self.optimizer, scaler=self.scaler, accumulator=self.accumulator, **size
             )
+
+    def distribute(self) -> None:
+        """Spreads the model over ranks."""
 
     def begin(self, phase: str) -> None:
         """A phase begins."""

@@ -18,13 +18,18 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from .._core.surroundings import Random
 from ..memory.events import Timeline
 from . import ours  # noqa: F401  (registers what Headroom's operations allocate inside)
 from .copies import Copier, tensors_in
 from .cuda_view import Kernels, cuda_view, functions_told
+from .ddp import ReplicatedModel
 from .errors import PlanError
+from .fsdp import ShardedModel
 from .masks import masks_of
 from .recorder import Recorder
+from .sharding import FSDP
+from .states import move_to_shards
 from .steps import Setup, Steps, generators_kept
 
 __all__ = ["Setup", "trace"]
@@ -49,12 +54,13 @@ def trace(setup: Setup) -> Timeline:
         recorder = Recorder(device, names, is_lying=device.type == "cuda")
         run = _Traced(recorder, setup, model, optimizer, batch, loss, forward)
         stack.enter_context(_foreach_of_fakes())
+        stack.enter_context(_nothing_drawn())
         stack.enter_context(masks_of(setup.batch))
         stack.enter_context(mode)
         run.prepare()
         try:
             stack.enter_context(recorder.watching())
-            run.hook_gradients()
+            run.install()
             stack.enter_context(Kernels(recorder, device.type == "cuda"))
             if device.type == "cuda":
                 stack.enter_context(functions_told(recorder))
@@ -64,7 +70,7 @@ def trace(setup: Setup) -> Timeline:
             raise
         except Exception as error:
             raise _explained(error, recorder) from error
-        return recorder.timeline()
+        return recorder.timeline(run.notes())
 
 
 class _Traced(Steps):
@@ -75,7 +81,17 @@ class _Traced(Steps):
         self.recorder = recorder
         self._nodes: list[Any] = []
         self._is_stepping = self._is_scaling = False
+        self._spread: ShardedModel | ReplicatedModel | None = None  # over ranks
         recorder.scalar = self._scalar
+
+    def distribute(self) -> None:
+        sharding = self.setup.sharding
+        if sharding is None:
+            return
+        kind = ShardedModel if isinstance(sharding.how, FSDP) else ReplicatedModel
+        self._spread = kind(sharding, self.model, self.recorder)
+        if hasattr(self.optimizer, "param_groups"):
+            move_to_shards(self.optimizer, self._spread.replaced())
 
     def prepare(self) -> None:
         super().prepare()
@@ -90,6 +106,10 @@ class _Traced(Steps):
 
     def begin(self, phase: str) -> None:
         self.recorder.begin(phase)
+
+    def notes(self) -> list[str]:
+        """Sentences that the plan ends with."""
+        return [] if self._spread is None else ["All bytes are those of one rank."]
 
     def step(self, number: int) -> None:
         self.recorder.step = number
@@ -107,6 +127,7 @@ class _Traced(Steps):
 
     def _flagged(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def flagged(*args: Any, **options: Any) -> Any:
+            self._know_gradients()
             self._is_stepping = True
             try:
                 return step(*args, **options)
@@ -115,10 +136,15 @@ class _Traced(Steps):
 
         return flagged
 
-    def hook_gradients(self) -> None:
-        """Notes gradients as they arrive, before they are added to others or kept."""
+    def install(self) -> None:
+        """Adds the hooks: to note gradients as they arrive, before they are added to others or
+        kept, and those of the ranks."""
+        leaves = self.model.named_parameters()
+        if self._spread is not None:
+            self._spread.install()
+            leaves = self._spread.leaves()
         self.recorder.is_paused = True
-        for name, param in self.model.named_parameters():
+        for name, param in leaves:
             if param.requires_grad:
                 node: Any = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
                 node.register_prehook(self._has_gradient(name))
@@ -133,6 +159,12 @@ class _Traced(Steps):
                 recorder.know(grads[0], "gradients", name, module)
 
         return note
+
+    def _know_gradients(self) -> None:
+        """Notes gradients that did not arrive from autograd, such as sums of micro-batches."""
+        for name, param in self.model.named_parameters():
+            if param.grad is not None:
+                self.recorder.know(param.grad, "gradients", name, name.rpartition(".")[0])
 
     def _know_states(self) -> None:
         if self.optimizer is None:
@@ -175,6 +207,14 @@ def _foreach_of_fakes() -> Iterator[None]:
         return
     with mock.patch.object(module, "_foreach_supported_types", [*kinds, FakeTensor]):
         yield
+
+
+def _nothing_drawn() -> Any:
+    """Says to what is computed again that no random numbers were drawn, which is so on fakes: the
+    states of generators are tensors, and no fakes."""
+    return mock.patch.multiple(
+        Random, __init__=lambda self, tensors: None, moved=lambda self: False
+    )
 
 
 _WHY = {
