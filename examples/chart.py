@@ -71,17 +71,15 @@ def draw(results: list[dict], path: Path) -> None:
             label = LABELS.get(kind, kind.replace("_", " "))
             axes.barh(rows, sizes, left=ends, height=0.64, color=color, label=label)
             ends = [end + size for end, size in zip(ends, sizes)]
-    predicted = [r["predicted_peak_bytes"] and r["predicted_peak_bytes"] / unit for r in results]
-    known = [(size, row) for size, row in zip(predicted, rows) if size is not None]
-    if known:
-        axes.scatter(
-            *zip(*known), marker="D", s=30, color=INK, edgecolors="white", linewidths=0.8, zorder=3,
-            label="predicted peak",
-        )  # fmt: skip
+    predicted = [r["predicted_peak_bytes"] / unit for r in results]
+    axes.scatter(
+        predicted, rows, marker="D", s=30, color=INK, edgecolors="white", linewidths=0.8, zorder=3,
+        label="predicted peak",
+    )  # fmt: skip
 
     shares = [r["peak_bytes"] / one["peak_bytes"] for r in results]
     texts = {
-        "predicted\npeak": ["-" if p is None else f"{p:,.{digits}f} {name}" for p in predicted],
+        "predicted\npeak": [f"{peak:,.{digits}f} {name}" for peak in predicted],
         "measured\npeak": [f"{peak:,.{digits}f} {name}" for peak in peaks],
         "of torch\nalone" if part(one) == "torch" else "of the\nfirst": [
             f"{share:.0%}" for share in shares

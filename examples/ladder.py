@@ -97,16 +97,12 @@ def same_loss(results: list[dict]) -> tuple[bool, str]:
 def as_predicted(results: list[dict]) -> tuple[bool, str]:
     """Whether every peak is what `headroom.plan` predicted, within PREDICTION_ERROR; and in
     words."""
-    errors = {
-        r["title"]: r["predicted_peak_bytes"] / r["peak_bytes"] - 1
-        for r in results
-        if r["predicted_peak_bytes"] is not None
-    }
+    errors = {r["title"]: r["predicted_peak_bytes"] / r["peak_bytes"] - 1 for r in results}
     wrong = {title: error for title, error in errors.items() if abs(error) > PREDICTION_ERROR}
     lines = [f"OTHER PEAK THAN PREDICTED: {title}, {error:+.1%}" for title, error in wrong.items()]
     if lines:
         return False, "\n".join(lines)
-    worst = max(map(abs, errors.values()), default=0.0)
+    worst = max(map(abs, errors.values()))
     return True, f"PASSED: {len(errors)} peaks are as predicted, within {worst:.2%}."
 
 
@@ -123,8 +119,7 @@ def table(results: list[dict]) -> str:
         numbers = [f"{r['seconds']:.0f}", f"{r['held_out_bits_per_byte']:.4f}"]
         numbers.append(f"{r['tokens_per_second']:,.0f}")
         numbers.append(f"{r['bytes_per_parameter']:.2f}")
-        shown = ("-" if size is None else f"{size / 2**20:,.1f}" for size in sizes)
-        rows.append([r["title"], *numbers, *shown])
+        rows.append([r["title"], *numbers, *(f"{size / 2**20:,.1f}" for size in sizes)])
     widths = [max(map(len, column)) for column in zip(*rows)]
     rows[1] = ["-" * widths[0]] + ["-" * (w - 1) + ":" for w in widths[1:]]
     aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]

@@ -147,11 +147,8 @@ class Run:
         return dict(model=self.model, optimizer=self.optimizer, scaler=self.scaler)
 
 
-def predict(rung: Rung, size: Size, device: torch.device) -> headroom.planning.Plan | None:
-    """Returns what `headroom.plan` says of such a run, which it need not see. None for sums of
-    gradients in float32, which it does not know."""
-    if rung.sum_in_f32:
-        return None
+def predict(rung: Rung, size: Size, device: torch.device) -> headroom.planning.Plan:
+    """Returns what `headroom.plan` says of such a run, which it need not see."""
     with torch.device("meta"):
         model = model_of(rung, size)
         optimizer = optimizer_of(rung, size, model)
@@ -166,6 +163,7 @@ def predict(rung: Rung, size: Size, device: torch.device) -> headroom.planning.P
         device=device.type,
         amp=rung.autocast and getattr(torch, rung.autocast),
         accumulation=count,
+        accumulator=rung.sum_in_f32,
         release=int(rung.release),  # buckets of a byte, and so of one gradient
         scaler=rung.scaler,
     )

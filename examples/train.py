@@ -98,8 +98,8 @@ def train(
         "peak_bytes": measured.peak_bytes,  # of all that torch allocates in a step
         "bytes": measured.peak_by_kind,  # which add up to it
         "most_bytes": most,  # each kind at its own peak
-        "predicted_peak_bytes": predicted and predicted.peak_bytes,
-        "predicted_bytes": predicted and predicted.peak_by_kind,
+        "predicted_peak_bytes": predicted.peak_bytes,
+        "predicted_bytes": predicted.peak_by_kind,
         "process_peak_bytes": run.peak_bytes,
         "gradients_of_L0": run.gradients_of_l0(text),
         "bytes_per_parameter": held / numel,

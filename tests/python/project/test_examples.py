@@ -104,12 +104,9 @@ def test_every_rung_trains_and_counts(rung, whole):
     held = found + counted["parameters"] + counted["gradients"]
     assert result["bytes_per_parameter"] == held / total
     assert sum(result["bytes"].values()) == result["peak_bytes"]
-    if used.sum_in_f32:
-        assert result["predicted_peak_bytes"] is None
-    else:
-        error = result["predicted_peak_bytes"] / result["peak_bytes"] - 1
-        assert abs(error) <= ladder.PREDICTION_ERROR
-        assert sum(result["predicted_bytes"].values()) == result["predicted_peak_bytes"]
+    error = result["predicted_peak_bytes"] / result["peak_bytes"] - 1
+    assert abs(error) <= ladder.PREDICTION_ERROR
+    assert sum(result["predicted_bytes"].values()) == result["predicted_peak_bytes"]
     blocks = used.save is not None and not used.release
     assert result["gradients_of_L0"] is (True if blocks else None)
 
@@ -391,10 +388,9 @@ def test_ladder_fails_where_levels_differ_in_a_bit():
         assert not passed and ("OTHER BITS" in verdict or "NOT the gradients of L0" in verdict)
 
 
-@pytest.mark.parametrize("predicted", [10.4, 9.6, 10.6, 9.4, None])
+@pytest.mark.parametrize("predicted", [10.4, 9.6, 10.6, 9.4])
 def test_ladder_fails_when_a_peak_is_not_as_predicted(predicted, tmp_path, monkeypatch, capsys):
-    size = None if predicted is None else int(predicted * 2**20)
-    made = {"torch": {}, "headroom": {"predicted_peak_bytes": size}}
+    made = {"torch": {}, "headroom": {"predicted_peak_bytes": int(predicted * 2**20)}}
     monkeypatch.setattr(
         ladder, "run_rung", lambda rung, args: report(rung.key, 2.0, **made[rung.key])
     )
@@ -405,7 +401,7 @@ def test_ladder_fails_when_a_peak_is_not_as_predicted(predicted, tmp_path, monke
     assert ladder.main() == (1 if wrong else 0)
     out = capsys.readouterr().out
     assert ("OTHER PEAK THAN PREDICTED: headroom" in out) == wrong
-    assert (f"{1 if predicted is None else 2} peaks are as predicted" in out) == (not wrong)
+    assert ("2 peaks are as predicted" in out) == (not wrong)
 
 
 def test_table_holds_the_numbers():
