@@ -1,4 +1,4 @@
-"""Draws the memory ladder: the memory of each rung by kind, its measured peak and its loss."""
+"""Draws the memory ladder: the peak of each rung by kind, what was predicted, and the loss."""
 
 import textwrap
 from pathlib import Path
@@ -11,14 +11,19 @@ import matplotlib.pyplot as plt
 # Okabe and Ito's colors, which color-blind readers can tell apart.
 COLORS = {
     "parameters": "#0072B2",
+    "master_weights": "#5B4FA2",
+    "optimizer_state": "#009E73",
     "gradients": "#56B4E9",
-    "optimizer state": "#009E73",
-    "saved activations": "#E69F00",
+    "activations": "#E69F00",
+    "buffers": "#7A5C3E",
+    "batch": "#CC79A7",
+    "temporaries": "#9AA3AE",
 }
+LABELS = {"activations": "saved activations"}
 INK, FAINT = "#24292f", "#6e7781"
 WIDTH, ROW, HEAD, TOP, BOTTOM = 12, 0.42, 0.62, 1.3, 0.55  # inches; HEAD: of a part, in rows
-LEFT, RIGHT = 0.275, 0.655  # edges of the bars, in widths of the figure
-COLUMNS = (1.19, 1.345, 1.52, 1.69, 1.88)  # right edges of the numbers, in widths of the bars
+LEFT, RIGHT = 0.26, 0.6  # edges of the bars, in widths of the figure
+COLUMNS = (1.19, 1.385, 1.555, 1.74, 1.92, 2.13)  # right edges of numbers, in widths of the bars
 
 
 def part(rung: dict) -> str:
@@ -58,16 +63,23 @@ def draw(results: list[dict], path: Path) -> None:
     figure = plt.figure(figsize=(WIDTH, height), dpi=160)
     axes = figure.add_axes((LEFT, BOTTOM / height, RIGHT - LEFT, 1 - (TOP + BOTTOM) / height))
 
+    peaks = [r["peak_bytes"] / unit for r in results]
     ends = [0.0] * len(rows)
     for kind, color in COLORS.items():
         sizes = [r["bytes"][kind] / unit for r in results]
-        axes.barh(rows, sizes, left=ends, height=0.64, color=color, label=kind)
-        ends = [end + size for end, size in zip(ends, sizes)]
-    peaks = [r["peak_bytes"] / unit for r in results]
-    axes.scatter(peaks, rows, marker="D", s=26, color=INK, zorder=3, label="measured peak")
+        if max(sizes) > 0.002 * max(peaks):  # else nothing of it could be seen
+            label = LABELS.get(kind, kind.replace("_", " "))
+            axes.barh(rows, sizes, left=ends, height=0.64, color=color, label=label)
+            ends = [end + size for end, size in zip(ends, sizes)]
+    predicted = [r["predicted_peak_bytes"] / unit for r in results]
+    axes.scatter(
+        predicted, rows, marker="D", s=30, color=INK, edgecolors="white", linewidths=0.8, zorder=3,
+        label="predicted peak",
+    )  # fmt: skip
 
     shares = [r["peak_bytes"] / one["peak_bytes"] for r in results]
     texts = {
+        "predicted\npeak": [f"{peak:,.{digits}f} {name}" for peak in predicted],
         "measured\npeak": [f"{peak:,.{digits}f} {name}" for peak in peaks],
         "of torch\nalone" if part(one) == "torch" else "of the\nfirst": [
             f"{share:.0%}" for share in shares
@@ -90,11 +102,12 @@ def draw(results: list[dict], path: Path) -> None:
 
     axes.set_yticks(rows, [textwrap.fill(r["title"], 34, break_on_hyphens=False) for r in results])
     axes.set_ylim(rows[-1] + 0.5, -0.5)
-    axes.set_xlim(0, 1.04 * max(*ends, *peaks))
+    axes.set_xlim(0, 1.04 * max(peaks))
     axes.set_xlabel(
-        f"{name} in a step: bars are counted, by kind; the peak is that of the process",
-        color=FAINT, fontsize=8.5,
-    )  # fmt: skip
+        f"{name} at the peak of a step, by kind: all that torch allocates",
+        color=FAINT,
+        fontsize=8.5,
+    )
     axes.tick_params(length=0, colors=FAINT, labelsize=8.5)
     axes.tick_params(axis="y", labelcolor=INK, labelsize=10)
     axes.grid(axis="x", color="#d0d7de", linewidth=0.7)

@@ -3,8 +3,8 @@
     python examples/ladder.py --out runs/demo
 
 Writes ladder.json, ladder.md (the table) and ladder.png (the chart) to OUT, and exits with 1 if a
-rung's held-out loss is further from the first rung's than rungs.py allows, or if rungs that compute
-the same differ in a bit of a loss.
+rung's held-out loss is further from the first rung's than rungs.py allows, if rungs that compute
+the same differ in a bit of a loss, or if a peak is not what was predicted.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from chart import draw
 from rungs import RUNGS, STORY, Rung, chosen
 from train import add_arguments, settings
 
+PREDICTION_ERROR = 0.05  # of the measured peak, which is allowed
 TRAIN = Path(__file__).with_name("train.py")
 ENVIRONMENT = {
     # glibc keeps freed memory for later, so the resident peak would depend on its moods. With a
@@ -93,18 +94,32 @@ def same_loss(results: list[dict]) -> tuple[bool, str]:
     return passed, "\n".join([*lines, f"{verdict} the loss of {first['title']}, {loss}."])
 
 
+def as_predicted(results: list[dict]) -> tuple[bool, str]:
+    """Whether every peak is what `headroom.plan` predicted, within PREDICTION_ERROR; and in
+    words."""
+    errors = {r["title"]: r["predicted_peak_bytes"] / r["peak_bytes"] - 1 for r in results}
+    wrong = {title: error for title, error in errors.items() if abs(error) > PREDICTION_ERROR}
+    lines = [f"OTHER PEAK THAN PREDICTED: {title}, {error:+.1%}" for title, error in wrong.items()]
+    if lines:
+        return False, "\n".join(lines)
+    worst = max(map(abs, errors.values()))
+    return True, f"PASSED: {len(errors)} peaks are as predicted, within {worst:.2%}."
+
+
 def table(results: list[dict]) -> str:
-    """A Markdown table, a row for each rung."""
-    kinds = list(results[0]["bytes"])
-    head = ["rung", "time s", "held-out bits/byte", "tokens/s", "bytes/parameter", "peak MiB"]
-    head += [f"{kind} MiB" for kind in kinds]
+    """A Markdown table, a row for each rung. Kinds are shown at the peak."""
+    kinds = [kind for kind in results[0]["bytes"] if any(r["bytes"][kind] for r in results)]
+    head = ["rung", "time s", "held-out bits/byte", "tokens/s", "bytes/parameter"]
+    head += ["predicted MiB", "peak MiB", *(f"{kind.replace('_', ' ')} MiB" for kind in kinds)]
+    head += ["process MiB"]
     rows = [head, ["---"] + ["---:"] * (len(head) - 1)]
     for r in results:
-        sizes = [r["peak_bytes"], *(r["bytes"][k] for k in kinds)]
+        sizes = [r["predicted_peak_bytes"], r["peak_bytes"], *(r["bytes"][k] for k in kinds)]
+        sizes.append(r["process_peak_bytes"])
         numbers = [f"{r['seconds']:.0f}", f"{r['held_out_bits_per_byte']:.4f}"]
         numbers.append(f"{r['tokens_per_second']:,.0f}")
         numbers.append(f"{r['bytes_per_parameter']:.2f}")
-        rows.append([r["title"], *numbers, *(f"{s / 2**20:,.1f}" for s in sizes)])
+        rows.append([r["title"], *numbers, *(f"{size / 2**20:,.1f}" for size in sizes)])
     widths = [max(map(len, column)) for column in zip(*rows)]
     rows[1] = ["-" * widths[0]] + ["-" * (w - 1) + ":" for w in widths[1:]]
     aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
@@ -131,16 +146,17 @@ def main() -> int:
     (args.out / "ladder.json").write_text(json.dumps(report, indent=1))
     (args.out / "ladder.md").write_text(table(results))
     draw(results, args.out / "ladder.png")
-    passed, verdict = same_loss(results)
+    losses, loss_verdict = same_loss(results)
+    peaks_too, peak_verdict = as_predicted(results)
 
     print(f"\n{table(results)}")
-    print(verdict)
+    print(f"{loss_verdict}\n{peak_verdict}")
     peaks = results[0]["peak_bytes"], min(result["peak_bytes"] for result in results)
     print(f"Peak memory: {peaks[0] / 2**20:,.0f} MiB -> {peaks[1] / 2**20:,.0f} MiB.")
     print(f"Table:       {args.out / 'ladder.md'}, {args.out / 'ladder.json'}")
     print(f"Chart:       {args.out / 'ladder.png'}")
     print(f"Checkpoints: {args.out}/RUNG/checkpoint.safetensors (go on with --resume --steps N)")
-    return 0 if passed else 1
+    return 0 if losses and peaks_too else 1
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import data
-from memory import bytes_of, gradient_bytes, saved_bytes, tensors_in
 from model import GPT, HeadroomGPT, Size
 from rungs import Rung
 
@@ -21,26 +20,35 @@ HELD_OUT_WINDOWS = 64
 HISTORY = ("losses", "seconds", "peak_bytes")  # what a run remembers of its steps
 
 
+def micro_batches_of(rung: Rung, size: Size) -> int:
+    return min(rung.accumulate, size.batch)
+
+
+def model_of(rung: Rung, size: Size) -> GPT | HeadroomGPT:
+    dtype = getattr(torch, rung.weights)
+    if rung.save is None:
+        return headroom.cast_model(GPT(size, checkpoint_blocks=rung.checkpoint), dtype)
+    return HeadroomGPT(size, rung.save).to(dtype)  # its norms compute in float32 in any case
+
+
+def optimizer_of(rung: Rung, size: Size, model: GPT | HeadroomGPT) -> torch.optim.Optimizer:
+    options = dict(rung.options)
+    if rung.max_grad_norm is not None:
+        options["max_grad_norm"] = rung.max_grad_norm
+    if rung.weights != "float32" and rung.optimizer == "headroom.optim.AdamW":
+        options.setdefault("state_dtype", None if "master" in options else torch.float32)
+    module, name = rung.optimizer.rsplit(".", 1)
+    kind = getattr(import_module(module), name)
+    return kind(model.parameters(), lr=size.lr, weight_decay=0.1, **options)
+
+
 class Run:
     def __init__(self, rung: Rung, size: Size, device: torch.device, seed: int):
         torch.manual_seed(seed)
         self.rung, self.size, self.device, self.seed = rung, size, device, seed
-        self.accumulate = min(rung.accumulate, size.batch)
-        dtype = getattr(torch, rung.weights)
-        if rung.save is None:
-            self.model = GPT(size, checkpoint_blocks=rung.checkpoint).to(device)
-            headroom.cast_model(self.model, dtype)
-        else:  # norms of Headroom compute in float32 whatever they are given
-            self.model = HeadroomGPT(size, rung.save).to(device, dtype)
-        options = dict(rung.options)
-        if rung.max_grad_norm is not None:
-            options["max_grad_norm"] = rung.max_grad_norm
-        if rung.weights != "float32" and rung.optimizer == "headroom.optim.AdamW":
-            options.setdefault("state_dtype", None if "master" in options else torch.float32)
-        module, name = rung.optimizer.rsplit(".", 1)
-        self.optimizer = getattr(import_module(module), name)(
-            self.model.parameters(), lr=size.lr, weight_decay=0.1, **options
-        )
+        self.accumulate = micro_batches_of(rung, size)
+        self.model = model_of(rung, size).to(device)
+        self.optimizer = optimizer_of(rung, size, self.model)
         if rung.release:  # buckets of one gradient, so that one exists at a time
             headroom.optim.release_gradients(self.model, self.optimizer, bucket_bytes=0)
         self.accumulator = headroom.GradAccumulator(self.model) if rung.sum_in_f32 else None
@@ -78,15 +86,18 @@ class Run:
         start = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
-        micro_batches = self.micro_batches(text, len(self.losses))
+        loss = self.train_on(self.micro_batches(text, len(self.losses)))
+        self.losses.append(loss.item() * BITS_PER_NAT)
+        self.seconds.append(time.perf_counter() - start)
+
+    def train_on(self, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
         loss = sum(self.forward_backward(*pair) for pair in micro_batches)
         if self.accumulator:
             self.accumulator.finish()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        self.losses.append(loss.item() * BITS_PER_NAT)
-        self.seconds.append(time.perf_counter() - start)
+        return loss
 
     @torch.no_grad()
     def held_out_loss(self, text: Tensor) -> float:
@@ -112,29 +123,12 @@ class Run:
             self.optimizer.zero_grad()
         return all(map(torch.equal, *gradients))
 
-    def count_bytes(self, text: Tensor) -> dict[str, int]:
-        """Counts bytes by kind in one more micro-batch. Only gradient release makes it a step."""
-        parameters = list(self.model.parameters())
-        micro_batch, gradients = self.micro_batches(text, 0)[0], 0
-
-        def run() -> None:
-            nonlocal gradients
-            gradients = gradient_bytes(lambda: self.forward_backward(*micro_batch), parameters)
-
-        saved = saved_bytes(run, parameters)
-        if self.accumulator:  # it holds float32 sums beside the gradients of a micro-batch
-            gradients += 4 * sum(p.numel() for p in parameters)
-            self.accumulator.finish()
-        if self.rung.release:
-            self.optimizer.step()  # finishes the step that backward did
-        counted = {
-            "parameters": bytes_of(parameters),
-            "gradients": gradients,
-            "optimizer state": bytes_of(tensors_in(list(self.optimizer.state.values()))),
-            "saved activations": saved,
-        }
-        self.optimizer.zero_grad()
-        return counted
+    def count_bytes(self, text: Tensor) -> headroom.memory.Timeline:
+        """Trains one more step, and returns every allocation in it."""
+        micro_batches = self.micro_batches(text, 0)
+        with headroom.memory.track(self.model, self.optimizer, batch=micro_batches) as tracked:
+            self.train_on(micro_batches)
+        return tracked.timeline
 
     def save(self, path: Path, identity: dict) -> None:
         history = {key: getattr(self, key) for key in HISTORY}
@@ -151,3 +145,25 @@ class Run:
 
     def parts(self) -> dict:
         return dict(model=self.model, optimizer=self.optimizer, scaler=self.scaler)
+
+
+def predict(rung: Rung, size: Size, device: torch.device) -> headroom.planning.Plan:
+    """Returns what `headroom.plan` says of such a run, which it need not see."""
+    with torch.device("meta"):
+        model = model_of(rung, size)
+        optimizer = optimizer_of(rung, size, model)
+        count = micro_batches_of(rung, size)
+        rows = torch.zeros(size.batch, size.context, dtype=torch.int64).chunk(count)[0]
+        others = torch.zeros(size.batch, size.context, dtype=torch.int64).chunk(count)[0]
+    return headroom.plan(
+        model,
+        optimizer,
+        (rows, others),
+        forward=lambda model, batch: model(*batch),
+        device=device.type,
+        amp=rung.autocast and getattr(torch, rung.autocast),
+        accumulation=count,
+        accumulator=rung.sum_in_f32,
+        release=int(rung.release),  # buckets of a byte, and so of one gradient
+        scaler=rung.scaler,
+    )

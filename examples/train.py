@@ -20,10 +20,12 @@ import torch
 from tqdm import tqdm
 
 import data
-from memory import PeakMemory
 from model import SIZES
-from run import Run
+from peak import PeakMemory
+from run import Run, predict
 from rungs import RUNGS, Rung
+
+HELD = ("parameters", "master_weights", "optimizer_state", "gradients")  # for each parameter
 
 
 def train(
@@ -82,7 +84,10 @@ def train(
                 run.save(checkpoint, identity)
 
     numel = sum(p.numel() for p in run.model.parameters())
-    held_out_loss, counted = run.held_out_loss(unseen), run.count_bytes(text)
+    held_out_loss = run.held_out_loss(unseen)
+    measured, predicted = run.count_bytes(text), predict(rung, shape, place)
+    most = measured.most_by_kind
+    held = sum(most[kind] for kind in HELD)
     result = identity | {
         "steps": steps,
         "batch": shape.batch,
@@ -90,10 +95,14 @@ def train(
         "model_parameters": numel,
         "held_out_bits_per_byte": held_out_loss,
         "tokens_per_second": tokens / median(run.seconds),
-        "peak_bytes": run.peak_bytes,
+        "peak_bytes": measured.peak_bytes,  # of all that torch allocates in a step
+        "bytes": measured.peak_by_kind,  # which add up to it
+        "most_bytes": most,  # each kind at its own peak
+        "predicted_peak_bytes": predicted.peak_bytes,
+        "predicted_bytes": predicted.peak_by_kind,
+        "process_peak_bytes": run.peak_bytes,
         "gradients_of_L0": run.gradients_of_l0(text),
-        "bytes": counted,
-        "bytes_per_parameter": (sum(counted.values()) - counted["saved activations"]) / numel,
+        "bytes_per_parameter": held / numel,
         "losses": run.losses,
     }
     (out / "result.json").write_text(json.dumps(result, indent=1))

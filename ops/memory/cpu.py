@@ -9,24 +9,22 @@ what other threads allocate, and the end of what was allocated before the record
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch._C import _profiler
 from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
 
+from .lines import DEPTH, is_inner, line_of
 from .stream import Event
 
 __all__ = ["CpuRecorder", "check_no_profiler"]
 
 MARK = "headroom::mark:"
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_OURS = str(Path(__file__).parent) + os.sep
-_DEPTH = 8  # lines of Python that are kept
+_NODE = "autograd::engine::evaluate_function: "  # a node of the graph begins to run
+_APART = (_NODE, "Optimizer.")  # what is no part of the operation around it
 
 
 def check_no_profiler() -> None:
@@ -75,43 +73,58 @@ class CpuRecorder:
     def events(self, modules: Mapping[int, str] | None = None) -> list[Event]:
         """Returns what was recorded, in order. ``modules`` says which marks stand where another
         module begins to run."""
-        collects = gc.isenabled()
-        gc.disable()  # all that is made here stays, and there is much of it
-        try:
-            found = sorted(self._events(self._result, modules or {}), key=lambda pair: pair[0])
-        finally:
-            if collects:
-                gc.enable()
-        self._result = None
-        return [event for _, event in found]
+        result, self._result = self._result, None
+        found, times = self._read(result.experimental_event_tree(), modules or {})
+        if any(a > b for a, b in zip(times, times[1:])):  # of several threads
+            found = [found[k] for k in sorted(range(len(found)), key=times.__getitem__)]
+        return found
 
-    def _events(self, result: Any, begins: Mapping[int, str]) -> Iterator[tuple[int, Event]]:
-        root, running = _Context(), ""
+    def _read(self, roots: list[Any], begins: Mapping[int, str]) -> tuple[list[Event], list[int]]:
+        """Returns the events and their times. Every attribute of a node costs most of a
+        microsecond, and there are tens of thousands of nodes: few are asked for few."""
+        found: list[Event] = []
+        times: list[int] = []
+        running = ""
         modules: dict[int, str] = {}  # by sequence number of the graph's nodes
-        stack = [(node, root) for node in reversed(result.experimental_event_tree())]
+        has_others = torch.cuda.is_initialized()  # whose memory is another recorder's
+        stack = [(node, _Context()) for node in reversed(roots)]
         while stack:
             node, context = stack.pop()
-            kind = node.tag.name
-            if kind == "Allocation":
+            name = node.name
+            if name == "[memory]":
                 about = node.extra_fields
-                if about.device.type == "cpu" and about.alloc_size:
-                    yield node.start_time_ns, _event(about.ptr, about.alloc_size, context, running)
+                size = about.alloc_size
+                if size and not (has_others and about.device.type != "cpu"):
+                    found.append(_event(about.ptr, size, context, running))
+                    times.append(node.start_time_ns)
                 continue
-            if kind == "TorchOp":
-                name = node.name
-                if name.startswith(MARK):
-                    number = int(name[len(MARK) :])
-                    running = begins.get(number, running)
-                    yield node.start_time_ns, Event("mark", number)
-                    continue
-                sequence = node.extra_fields.sequence_number
+            if name.startswith(MARK):
+                number = int(name[len(MARK) :])
+                running = begins.get(number, running)
+                found.append(Event("mark", number))
+                times.append(node.start_time_ns)
+                continue
+            if self._stacks and (fields := _python_call(node)) is not None:
+                context = context.of_python(fields)
+            elif context.op is None or running or name.startswith(_APART):
+                # The sequence numbers that forward and backward pass share.
+                sequence = -1
+                if running or context.phase is None or name.startswith(_NODE):
+                    sequence = getattr(node.extra_fields, "sequence_number", -1)
                 inner = context.of_op(name, modules.get(sequence), bool(running))
                 if sequence >= 0 and (running or inner.phase is None):
                     modules[sequence] = running
                 context = inner
-            elif kind in ("PyCall", "PyCCall"):
-                context = context.of_python(node.extra_fields)
+            elif context.phase is None:
+                sequence = getattr(node.extra_fields, "sequence_number", -1)
+                if sequence >= 0:
+                    modules[sequence] = running
             stack += [(child, context) for child in reversed(node.children)]
+        return found, times
+
+
+def _python_call(node: Any) -> Any:
+    return node.extra_fields if node.tag.name in ("PyCall", "PyCCall") else None
 
 
 def _event(address: int, size: int, context: _Context, running: str) -> Event:
@@ -144,7 +157,7 @@ class _Context:
     def of_op(self, name: str, module: str | None, runs: bool) -> _Context:
         """The context of an operation, whose name is that of the outermost one. ``module`` is of
         its node in the graph; ``runs`` tells that a module runs, in a backward pass again."""
-        if name.startswith("autograd::engine::evaluate_function: "):
+        if name.startswith(_NODE):
             inner = self._inner()
             inner.op, inner.phase, inner.module = None, "backward", module
             inner._outer, inner._stack = None, ()
@@ -176,13 +189,13 @@ class _Context:
                 called = getattr(self._node, "callsite", None)
                 line = None if called is None else _line(called)
                 lines = self._callers()
-                self._stack = lines if line is None else (line, *lines)[:_DEPTH]
+                self._stack = lines if line is None else (line, *lines)[:DEPTH]
         return self._stack
 
     def _callers(self) -> tuple[str, ...]:
         lines: list[str] = []
         context: _Context | None = self
-        while context is not None and len(lines) < _DEPTH:
+        while context is not None and len(lines) < DEPTH:
             if context._node is not None:
                 line = _line(context._node.caller)
                 if line is not None:
@@ -192,11 +205,10 @@ class _Context:
 
 
 def _line(frame: Any) -> str | None:
-    """``folder/file.py:12 function``, or None for the frames of torch and of this package."""
-    path = frame.file_name  # below the folder of sys.path that it was imported from
-    if path.startswith((_TORCH, _OURS, "<", "torch/", "headroom/memory/")):
+    """The line of a frame, or None for the frames of torch and of this package."""
+    if is_inner(frame.file_name):
         return None
-    return f"{os.sep.join(path.split(os.sep)[-2:])}:{frame.line_number} {frame.function_name}"
+    return line_of(frame.file_name, frame.line_number, frame.function_name)
 
 
 class _quiet:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -66,14 +68,16 @@ class Tracked:
         if self._timeline is None:
             if not self._ended:
                 raise RuntimeError("read what was tracked after the with block has ended")
-            notes = self._watch.notes
-            events = self._recorder.events(self._watch.modules)
-            events.append(Event("mark", len(notes)))
-            notes.append(Note(self._after))
-            self._timeline = resolve(
-                self._before, events, notes, str(self._device), self._recorder.remarks
-            )
+            with _no_collection():
+                self._timeline = self._read()
         return self._timeline
+
+    def _read(self) -> Timeline:
+        notes = self._watch.notes
+        events = self._recorder.events(self._watch.modules)
+        events.append(Event("mark", len(notes)))
+        notes.append(Note(self._after))
+        return resolve(self._before, events, notes, str(self._device), self._recorder.remarks)
 
     @property
     def peak_bytes(self) -> int:
@@ -91,6 +95,18 @@ class Tracked:
 
     def __str__(self) -> str:
         return self.timeline.table()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """All that is made within stays, and there is much of it: to look for garbage costs time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def recorder_of(device: torch.device, stacks: bool = True) -> CpuRecorder | CudaRecorder:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _profiler
+from torch.autograd import _enable_record_function
 from torch.autograd.graph import saved_tensors_hooks
 
+from .lines import Place, lines_at, place_here
 from .modules import watching_modules
-from .snapshot import lines_of
 from .stream import Label, Note
 
 __all__ = ["Watch", "label_of", "listening", "plain_tensors", "tensors_in"]
@@ -115,8 +115,14 @@ def listening(
 
     def pack(tensor: Tensor) -> tuple[Tensor, int, str | None]:
         note(tensor)
-        # An output that kept its node would keep itself alive.
-        return tensor.detach(), tensor._version, place()
+        if tensor.is_leaf:
+            return tensor, tensor._version, place()
+        # An output that kept its node would keep itself alive. Recorders need not see this.
+        _enable_record_function(False)
+        try:
+            return tensor.detach(), tensor._version, place()
+        finally:
+            _enable_record_function(True)
 
     def unpack(kept: tuple[Tensor, int, str | None]) -> Tensor:
         tensor, version, name = kept
@@ -157,7 +163,7 @@ class Watch:
         self._count = 0
         self._stack = ExitStack()
         named = list(model.named_parameters(remove_duplicate=False))
-        self._lines: dict[int, Any] = {}  # where what is saved is saved, by the number of the note
+        self._places: dict[int, Place] = {}  # where what is saved is saved, by the note's number
         self._names = {id(p): name for name, p in named}
         self._params = list(model.parameters())
         self._sizes: dict[int, int] = {}  # of the optimizers' states, when they were last read
@@ -174,14 +180,12 @@ class Watch:
     @property
     def notes(self) -> list[Note]:
         """The notes, by their numbers."""
-        numbers = list(self._lines)
-        frames = _profiler.symbolize_tracebacks([self._lines[k] for k in numbers])
-        stacks = {k: lines_of(found)[0] for k, found in zip(numbers, frames)}
         notes = [Note() for _ in range(self._count)]  # one is missing where Ctrl-C came between
         for number, (what, *about) in self._notes.items():
             if what == "label":
                 label = _label(*about)
-                notes[number] = Note([label._replace(stack=stacks.get(number, ()))])
+                stack = lines_at(self._places.get(number, ()))
+                notes[number] = Note([label._replace(stack=stack)])
             else:
                 notes[number] = Note(**about[0])
         return notes
@@ -313,7 +317,10 @@ class Watch:
         self._take("note", {"freed": address})
 
     def _saved(self, tensor: Tensor) -> None:
-        self._lines[self._count] = _profiler.gather_traceback(True, False, False)
+        whole = tensor if tensor._base is None else tensor._base
+        if id(whole) in self._names:
+            return  # a parameter, or a view of one
+        self._places[self._count] = place_here()
         self._label(tensor, "activations", None)
 
     def _arrived(self, name: str, grad: Tensor) -> None:

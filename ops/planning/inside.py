@@ -34,7 +34,10 @@ def inside(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: str) 
 
 
 _CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward"}
-_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"} | {
+    "headroom::mlp_block",  # whose products are torch's, with the scratch memory of those
+    "headroom::mlp_block_backward",
+}
 
 
 def _is_narrow(args: Sequence[Any]) -> bool:
