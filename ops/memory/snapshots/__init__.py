@@ -26,3 +26,8 @@ of allocations with kind, module, op, phase, step and lines of Python, ``times``
 event, ``at_peak()`` and ``at_end()`` what was live, ``segments`` the blocks of the allocator, and
 ``reserved_over_events()`` their sum.
 """
+
+from .loaded import Block, OutOfMemory, Segment, Snapshot, load_snapshot
+from .record import snapshot
+
+__all__ = ["Block", "OutOfMemory", "Segment", "Snapshot", "load_snapshot", "snapshot"]
