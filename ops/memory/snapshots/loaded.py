@@ -220,6 +220,8 @@ class _Reader:
             if not isinstance(entry, dict):
                 raise _wrong(where, entry, "a dict")
             action = entry.get("action")
+            if not isinstance(action, str):
+                raise _wrong(f"{where}['action']", action, "text")
             time = _number(entry, "time_us", where, 0)
             if action == "alloc":
                 index += 1
