@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from ..collecting import no_collections
 from ..cuda_trace import lines_of
 from ..events import PHASES, Allocation, Span, Timeline
 from ..sizes import parse_bytes
@@ -154,6 +155,7 @@ class Snapshot:
         return [f for f in self._read.frames.get(allocation.id, ()) if f["filename"] != OURS]
 
 
+@no_collections()
 def load_snapshot(
     path: str | os.PathLike[str], *, device: str | None = None, max_bytes: int | str = "2 GiB"
 ) -> Snapshot:
