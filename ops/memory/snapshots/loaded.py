@@ -68,7 +68,12 @@ class Snapshot:
         remarks: sentences on what it does not hold.
     """
 
-    def __init__(self, data: Mapping[str, Any], device: str | None = None) -> None:
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        device: str | None = None,
+        readers: dict[int, _Reader] | None = None,
+    ) -> None:
         self.data = data
         about = data.get("headroom")
         self._about = about if isinstance(about, dict) else {}
@@ -82,7 +87,11 @@ class Snapshot:
         else:
             raise ValueError(f"device is {device!r}, wanted one of {', '.join(self.devices)}")
         self.device = self._names[self._row]
-        self._read = _Reader(self._trace(self._row), self._segments(self._row), self._row)
+        # Of all devices at once, so that whatever is wrong in a file is said when it is read.
+        self._readers = readers or {
+            row: _Reader(self._trace(row), self._segments(row), row) for row in rows
+        }
+        self._read = self._readers[self._row]
         self.has_kinds = self._read.has_kinds
         self.remarks = [text for text in _listed(self._about, "remarks") if isinstance(text, str)]
         settings = data.get("allocator_settings")
@@ -93,7 +102,7 @@ class Snapshot:
 
     def of(self, device: str) -> Snapshot:
         """Returns the same snapshot about another of :attr:`devices`."""
-        return Snapshot(self.data, device)
+        return Snapshot(self.data, device, self._readers)
 
     def _trace(self, row: int) -> list[Any]:
         traces = self.data["device_traces"]
