@@ -19,7 +19,7 @@ from ._core import binaries
 from ._core.lazy import lazy
 
 if TYPE_CHECKING:
-    from . import amp, integrations, memory, nn, optim, patching, planning, state
+    from . import amp, integrations, memory, nn, optim, patching, planning, reports, state
     from .amp.cast_model import cast_model, cast_report
     from .checkpointing import checkpoint, checkpoint_every, checkpoint_sequential
     from .grad.accumulate import GradAccumulator
@@ -58,6 +58,7 @@ else:
             "plan": ".planning",
             "planning": ".planning",
             "release_gradients": ".optim",
+            "reports": ".reports",
             "save_state": ".state",
             "state": ".state",
             "unpatch": ".patching",
@@ -93,6 +94,7 @@ __all__ = [
     "plan",
     "planning",
     "release_gradients",
+    "reports",
     "save_state",
     "state",
     "unpatch",

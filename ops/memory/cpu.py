@@ -25,6 +25,7 @@ __all__ = ["CpuRecorder", "check_no_profiler"]
 MARK = "headroom::mark:"
 _NODE = "autograd::engine::evaluate_function: "  # a node of the graph begins to run
 _APART = (_NODE, "Optimizer.")  # what is no part of the operation around it
+_NODES = 1 << 18  # of the graph, whose modules are known to later recordings of the same recorder
 
 
 def check_no_profiler() -> None:
@@ -42,6 +43,7 @@ class CpuRecorder:
         self._stacks = stacks
         self.remarks: list[str] = []
         self._result: Any = None
+        self._modules: dict[int, str] = {}  # by sequence number of the graph's nodes
 
     def start(self) -> None:
         check_no_profiler()
@@ -77,6 +79,8 @@ class CpuRecorder:
         found, times = self._read(result.experimental_event_tree(), modules or {})
         if any(a > b for a, b in zip(times, times[1:])):  # of several threads
             found = [found[k] for k in sorted(range(len(found)), key=times.__getitem__)]
+        for old in list(self._modules)[:-_NODES]:
+            del self._modules[old]
         return found
 
     def _read(self, roots: list[Any], begins: Mapping[int, str]) -> tuple[list[Event], list[int]]:
@@ -85,7 +89,7 @@ class CpuRecorder:
         found: list[Event] = []
         times: list[int] = []
         running = ""
-        modules: dict[int, str] = {}  # by sequence number of the graph's nodes
+        modules = self._modules
         has_others = torch.cuda.is_initialized()  # whose memory is another recorder's
         stack = [(node, _Context()) for node in reversed(roots)]
         while stack:
@@ -95,14 +99,16 @@ class CpuRecorder:
                 about = node.extra_fields
                 size = about.alloc_size
                 if size and not (has_others and about.device.type != "cpu"):
-                    found.append(_event(about.ptr, size, context, running))
+                    event = _event(about.ptr, size, context, running)
                     times.append(node.start_time_ns)
+                    event.time_us = times[-1] // 1000
+                    found.append(event)
                 continue
             if name.startswith(MARK):
                 number = int(name[len(MARK) :])
                 running = begins.get(number, running)
-                found.append(Event("mark", number))
                 times.append(node.start_time_ns)
+                found.append(Event("mark", number, time_us=times[-1] // 1000))
                 continue
             if self._stacks and (fields := _python_call(node)) is not None:
                 context = context.of_python(fields)
