@@ -1,0 +1,173 @@
+"""Reads what a report is made of: recognizes a file, reads it without running code, checks it."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..memory.events import Timeline
+from ..memory.sizes import format_bytes
+from ..memory.snapshot import load_snapshot
+from ..planning.result import Plan
+from . import ladder, recording, snapshots
+from .limits import check_timeline
+from .text import shortened
+
+__all__ = ["Part", "read"]
+
+SNAPSHOT, JSON = 2 << 30, 256 << 20  # bytes of a file: reading takes several times as much
+MORE = "record fewer events (max_entries), or fewer steps"
+
+
+@dataclass
+class Part:
+    """One picture of a report, from one file: memory over time, a ladder, or a profile.
+
+    Attributes:
+        kind: "recording", "ladder" or "profile".
+        file: the name of the file.
+        title: a few words.
+        content: what the page shows; ``content["summary"]`` has the numbers of ``--json``.
+    """
+
+    kind: str
+    file: str
+    title: str
+    content: dict[str, Any] = field(repr=False)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return {"kind": self.kind, "file": self.file, "title": self.title} | self.content["summary"]
+
+
+def read(path: str | os.PathLike[str]) -> list[Part]:
+    """Returns the parts of a report that a file has: one per device of a snapshot, else one.
+
+    Takes snapshots of ``torch.cuda.memory._dump_snapshot``, plans and timelines that were saved,
+    the ladder's JSON, and profiles.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is none of these, damaged or too large; says which and what to do.
+    """
+    name = os.fspath(path)
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{name} is not a file")
+        with open(path, "rb") as file:
+            first = file.read(64).lstrip()[:1]
+    except FileNotFoundError as error:
+        raise ValueError(f"there is no {name}") from error
+    if status.st_size == 0:
+        raise ValueError(f"{name} is empty")
+    is_json = first in (b"{", b"[")
+    most = JSON if is_json else SNAPSHOT
+    if status.st_size > most:
+        sizes = f"{format_bytes(status.st_size)}, more than {format_bytes(most)}"
+        raise ValueError(f"{name} has {sizes}: {MORE}")
+    if not is_json and first != b"\x80":
+        raise ValueError(
+            f"{name} is neither JSON nor a snapshot: wanted a file of "
+            "torch.cuda.memory._dump_snapshot, a saved plan, a profile, or ladder.json"
+        )
+    made: Callable[[Any, str], list[Part]]
+    if is_json:
+        value = _json(Path(path), name)
+        made = _kind_of(value, name)
+    else:
+        value, made = load_snapshot(path), _snapshot
+    short = shortened(Path(name).name, 80)
+    try:
+        return made(value, short)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise ValueError(f"{name} is damaged: {shortened(str(reason), 300)}") from error
+    except RecursionError as error:
+        raise ValueError(f"{name} is damaged: it is nested too deeply") from error
+
+
+def _json(path: Path, name: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"it has the number {constant}")
+
+    try:
+        return json.loads(path.read_bytes(), parse_constant=refuse)
+    except (ValueError, RecursionError) as error:  # also UnicodeDecodeError, JSONDecodeError
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"{name} is no JSON that can be read: {reason}") from error
+
+
+def _kind_of(value: Any, name: str) -> Callable[[Any, str], list[Part]]:
+    if isinstance(value, Mapping):
+        form = value.get("format")
+        if isinstance(form, str):
+            for start, made in FORMATS.items():
+                if form.startswith(start):
+                    return made
+        if ladder.is_ladder(value):
+            return _ladder
+        if "traceEvents" in value:
+            raise ValueError(f"{name} is a trace of torch.profiler: open it in ui.perfetto.dev")
+        keys = ", ".join(shortened(str(key), 30) for key in list(value)[:5])
+        found = f"its format is {shortened(repr(form), 60)}, its keys are {keys or 'none'}"
+    else:
+        found = f"it holds a {type(value).__name__}"
+    raise ValueError(
+        f"{name} is JSON of something else ({found}): wanted a plan, a timeline, a profile or a "
+        "ladder of Headroom"
+    )
+
+
+def _snapshot(value: Mapping[str, Any], name: str) -> list[Part]:
+    devices = snapshots.devices_of(value)
+    if not devices:
+        raise ValueError("it has neither events nor segments; was the recorder on?")
+    parts = []
+    for device in devices:
+        content = recording.described(snapshots.timeline_of(value, device))
+        segments = snapshots.segments_of(value, device)
+        if segments is not None:
+            content["segments"] = segments
+            content["summary"]["segments"] = segments["summary"]
+        title = name if len(devices) == 1 else f"{name}, cuda:{device}"
+        parts.append(Part("recording", name, title, content))
+    return parts
+
+
+def _timeline(value: Mapping[str, Any], name: str) -> list[Part]:
+    check_timeline(value)
+    content = recording.described(Timeline.from_json(dict(value)))
+    return [Part("recording", name, name, content)]
+
+
+def _plan(value: Mapping[str, Any], name: str) -> list[Part]:
+    check_timeline(value.get("timeline"))
+    plan = Plan.from_json(dict(value))
+    content = recording.described(plan.timeline)
+    share = {
+        key: int(size)
+        for key, size in vars(plan.device_share).items()
+        if key != "source" and size > 0
+    }
+    options = {shortened(str(k), 40): shortened(str(v), 80) for k, v in plan.options.items()}
+    content["plan"] = {"device_share": share, "options": options}
+    content["summary"] |= {"total_bytes": plan.total_bytes, "device_share": share}
+    model = shortened(str(plan.model), 60)
+    title = f"plan of {model}" if model else "plan"
+    return [Part("recording", name, title, content)]
+
+
+def _ladder(value: Mapping[str, Any], name: str) -> list[Part]:
+    return [Part("ladder", name, "the memory ladder", ladder.described(value))]
+
+
+FORMATS: dict[str, Callable[[Any, str], list[Part]]] = {
+    "headroom.plan/1": _plan,
+    "headroom.memory.timeline/1": _timeline,
+}
