@@ -14,7 +14,7 @@ from ..memory.events import Timeline
 from ..memory.sizes import format_bytes
 from ..memory.snapshot import load_snapshot
 from ..planning.result import Plan
-from . import ladder, recording, snapshots
+from . import ladder, profile, recording, snapshots
 from .limits import check_timeline
 from .text import shortened
 
@@ -106,10 +106,8 @@ def _json(path: Path, name: str) -> Any:
 def _kind_of(value: Any, name: str) -> Callable[[Any, str], list[Part]]:
     if isinstance(value, Mapping):
         form = value.get("format")
-        if isinstance(form, str):
-            for start, made in FORMATS.items():
-                if form.startswith(start):
-                    return made
+        if isinstance(form, str) and form in FORMATS:
+            return FORMATS[form]
         if ladder.is_ladder(value):
             return _ladder
         if "traceEvents" in value:
@@ -167,7 +165,12 @@ def _ladder(value: Mapping[str, Any], name: str) -> list[Part]:
     return [Part("ladder", name, "the memory ladder", ladder.described(value))]
 
 
+def _profile(value: Mapping[str, Any], name: str) -> list[Part]:
+    return [Part("profile", name, f"profile {name}", profile.described(value))]
+
+
 FORMATS: dict[str, Callable[[Any, str], list[Part]]] = {
     "headroom.plan/1": _plan,
     "headroom.memory.timeline/1": _timeline,
+    "headroom.profile": _profile,
 }

@@ -22,7 +22,7 @@ from .kinds import COLORS
 __all__ = ["page_of"]
 
 FOLDER = Path(__file__).parent / "page"
-SCRIPTS = ("base.js", "timeline.js", "breakdown.js", "tables.js", "main.js")
+SCRIPTS = ("base.js", "timeline.js", "breakdown.js", "tables.js", "profile.js", "main.js")
 PAGE = """<!doctype html>
 <html lang="en">
 <head>

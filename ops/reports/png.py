@@ -10,7 +10,7 @@ from typing import Any
 from .._core.atomic import replacing
 from ..memory.sizes import format_bytes
 from .files import Part
-from .kinds import COLORS, name_of
+from .kinds import COLORS, PHASES, name_of
 
 __all__ = ["draw"]
 
@@ -112,8 +112,30 @@ def _ladder(axes: Any, part: Part) -> None:
     _plain(axes, part.title)
 
 
-DRAWN = {"recording": _recording, "ladder": _ladder}
+def _profile(axes: Any, part: Part) -> None:
+    steps = part.content["steps"]
+    ends = [0.0] * len(steps)
+    names = list(dict.fromkeys(phase for step in steps for phase in step["phases_us"]))
+    for phase in names:
+        spent = [step["phases_us"].get(phase, 0) / 1e3 for step in steps]
+        color = COLORS[PHASES.get(phase, "temporaries")]
+        axes.bar(range(len(steps)), spent, bottom=ends, width=0.8, color=color, label=phase)
+        ends = [end + one for end, one in zip(ends, spent)]
+    axes.set_ylabel("ms", color=FAINT, fontsize=8.5)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("steps", color=FAINT, fontsize=8.5)
+    axes.grid(axis="y", color=LINE, linewidth=0.7)
+    if names:
+        axes.legend(
+            loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8.5,
+            handlelength=1, handleheight=1, labelcolor=INK, reverse=True,
+        )  # fmt: skip
+    _plain(axes, part.title)
+
+
+DRAWN = {"recording": _recording, "ladder": _ladder, "profile": _profile}
 HEIGHTS = {
     "recording": lambda content: 3.4,
+    "profile": lambda content: 2.8,
     "ladder": lambda content: 1.4 + 0.3 * len(content["summary"]["rungs"]),
 }

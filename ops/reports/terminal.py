@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from ..memory.sizes import format_bytes
 from .files import Part
-from .kinds import color_of, name_of
+from .kinds import PHASES, color_of, name_of
 
 __all__ = ["show", "text_of"]
 
@@ -148,4 +148,26 @@ def _ladder(content: dict[str, Any], top: int) -> list[Pieces]:
     return lines
 
 
-SHOWN = {"recording": _recording, "ladder": _ladder}
+def _profile(content: dict[str, Any], top: int) -> list[Pieces]:
+    facts = content["summary"]
+    steps, wall = max(1, facts["steps"]), facts.get("wall_us", 0)
+    lines: list[Pieces] = [
+        [(f"{wall / steps / 1e3:,.2f} ms a step, of {facts['steps']} on {facts['device']}", None)]
+    ]
+    if "mfu" in facts:
+        lines.append([(f"{facts['mfu']:.1%} model-FLOPs utilization", None)])
+    lines.append([])
+    for phase, spent in facts["phases_us"].items():
+        share = spent / wall if wall else 0
+        numbers = f"{phase:<18}{spent / steps / 1e3:>11,.2f} ms{share:>8.1%}  "
+        lines.append([(numbers, None), _bar(share, PHASES.get(phase, "temporaries"))])
+    heads = f"{'operations':<44}{'own ms a step':>16}{'calls':>10}"
+    lines += [[], [(heads, "head")]]
+    for op in sorted(content["ops"], key=lambda op: -op.get("self_us", 0))[:top]:
+        name = op["name"] if len(op["name"]) <= 42 else ".." + op["name"][-40:]
+        spent = op.get("self_us", 0) / steps / 1e3
+        lines.append([(f"{name:<44}{spent:>16,.3f}{op.get('calls', 0):>10,}", None)])
+    return lines + [[(note, None)] for note in content["notes"]]
+
+
+SHOWN = {"recording": _recording, "ladder": _ladder, "profile": _profile}

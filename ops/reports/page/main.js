@@ -38,7 +38,7 @@ function ladderPart(content) {
     tile(percent(least, first), "of the first"), tile(count(rungs.length), "rungs")), ladderSection(content)];
 }
 
-const PARTS = { recording: recordingPart, ladder: ladderPart };
+const PARTS = { recording: recordingPart, ladder: ladderPart, profile: profilePart };
 
 function start() {
   const root = document.documentElement;
