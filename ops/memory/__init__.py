@@ -9,7 +9,7 @@ from .checks import assert_no_growth, assert_peak_below, compare
 from .events import KINDS, PHASES, Allocation, Owner, Span, Timeline
 from .saved import saved
 from .sizes import format_bytes, parse_bytes
-from .snapshot import load_snapshot
+from .snapshots import Snapshot, load_snapshot, snapshot
 from .track import Tracked, track
 from .watch import tensors_in
 
@@ -18,6 +18,7 @@ __all__ = [
     "KINDS",
     "Owner",
     "PHASES",
+    "Snapshot",
     "Span",
     "Timeline",
     "Tracked",
@@ -28,6 +29,7 @@ __all__ = [
     "load_snapshot",
     "parse_bytes",
     "saved",
+    "snapshot",
     "tensors_in",
     "track",
 ]

@@ -27,6 +27,7 @@ MARK = "headroom::mark:"
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parent) + os.sep
 _DEPTH = 8  # lines of Python that are kept
+_NODES = 1 << 18  # of the graph, whose modules are known to later recordings of the same recorder
 
 
 def check_no_profiler() -> None:
@@ -44,6 +45,7 @@ class CpuRecorder:
         self._stacks = stacks
         self.remarks: list[str] = []
         self._result: Any = None
+        self._modules: dict[int, str] = {}  # by sequence number of the graph's nodes
 
     def start(self) -> None:
         check_no_profiler()
@@ -83,11 +85,13 @@ class CpuRecorder:
             if collects:
                 gc.enable()
         self._result = None
+        for old in list(self._modules)[:-_NODES]:
+            del self._modules[old]
         return [event for _, event in found]
 
     def _events(self, result: Any, begins: Mapping[int, str]) -> Iterator[tuple[int, Event]]:
         root, running = _Context(), ""
-        modules: dict[int, str] = {}  # by sequence number of the graph's nodes
+        modules = self._modules
         stack = [(node, root) for node in reversed(result.experimental_event_tree())]
         while stack:
             node, context = stack.pop()
@@ -95,14 +99,17 @@ class CpuRecorder:
             if kind == "Allocation":
                 about = node.extra_fields
                 if about.device.type == "cpu" and about.alloc_size:
-                    yield node.start_time_ns, _event(about.ptr, about.alloc_size, context, running)
+                    event = _event(about.ptr, about.alloc_size, context, running)
+                    event.time_us = node.start_time_ns // 1000
+                    yield node.start_time_ns, event
                 continue
             if kind == "TorchOp":
                 name = node.name
                 if name.startswith(MARK):
                     number = int(name[len(MARK) :])
                     running = begins.get(number, running)
-                    yield node.start_time_ns, Event("mark", number)
+                    time_us = node.start_time_ns // 1000
+                    yield node.start_time_ns, Event("mark", number, time_us=time_us)
                     continue
                 sequence = node.extra_fields.sequence_number
                 inner = context.of_op(name, modules.get(sequence), bool(running))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import snapshot
+from . import cuda_trace
 from .stream import Event
 
 __all__ = ["CudaRecorder"]
@@ -22,8 +22,8 @@ class CudaRecorder:
     allocate by themselves. A trace that the user records is ended by it.
     """
 
-    def __init__(self, device: torch.device, stacks: bool = True) -> None:
-        self._device, self._stacks = device, stacks
+    def __init__(self, device: torch.device, stacks: bool = True, most: int = ENTRIES) -> None:
+        self._device, self._stacks, self._most = device, stacks, most
         self._annotate = getattr(torch._C, "_cuda_annotateMemory", None)
         self._anchor: torch.Tensor | None = None
         self._last = ""
@@ -37,27 +37,36 @@ class CudaRecorder:
             enabled="all",
             context="alloc" if self._stacks else None,
             stacks="python",
-            max_entries=ENTRIES,
+            max_entries=self._most,
             clear_history=True,
         )
 
     def mark(self, number: int) -> None:
         """Takes a place among the events."""
-        text = self._last = f"{snapshot.MARK}{number}"
+        text = self._last = f"{cuda_trace.MARK}{number}"
         if self._annotate is not None and self._anchor is not None:
             self._annotate(self._anchor.data_ptr(), text)
         elif hasattr(torch.cuda.memory, "_set_memory_metadata"):
             torch.cuda.memory._set_memory_metadata(text)
 
-    def stop(self) -> None:
-        """Ends the recording."""
+    def read(self) -> dict[str, Any]:
+        """Returns torch's snapshot of now, and goes on."""
         if self._annotate is None and hasattr(torch.cuda.memory, "_set_memory_metadata"):
             # The last marks are those of the next allocation.
             torch.cuda.memory._set_memory_metadata(self._last)
             torch.empty(1, dtype=torch.uint8, device=self._device)
         torch.cuda.synchronize(self._device)
+        return torch.cuda.memory._snapshot(self._device)
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """Torch's snapshot at the end of the recording."""
+        return self._found
+
+    def stop(self) -> None:
+        """Ends the recording."""
         try:
-            self._found = torch.cuda.memory._snapshot(self._device)
+            self._found = self.read()
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
             if self._annotate is None and hasattr(torch.cuda.memory, "_set_memory_metadata"):
@@ -67,6 +76,6 @@ class CudaRecorder:
     def events(self, modules: Mapping[int, str] | None = None) -> list[Event]:
         """Returns what was recorded, in order. Modules are told by the notes alone."""
         index = self._device.index or 0
-        if len(self._found["device_traces"][index]) >= ENTRIES:
-            self.remarks.append(f"Only the last {ENTRIES:,} events were kept: track fewer steps.")
-        return snapshot.events_of(self._found, index)
+        if len(self._found["device_traces"][index]) >= self._most:
+            self.remarks.append(f"Only the last {self._most:,} events were kept: track fewer steps.")
+        return cuda_trace.events_of(self._found, index)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .events import KINDS, Allocation, Span, Timeline
 
-__all__ = ["Event", "Label", "Note", "resolve"]
+__all__ = ["Event", "Label", "Note", "Resolver", "resolve"]
 
 _PRIORITY = {kind: place for place, kind in enumerate(KINDS)}
 
@@ -26,6 +26,8 @@ class Event:
     phase: str | None = None
     """The phase, where the recorder knows it by itself."""
     stack: tuple[str, ...] = ()
+    time_us: int = 0
+    """Microseconds since 1970, where the recorder knows them."""
 
 
 class Label(NamedTuple):
@@ -54,11 +56,14 @@ class Note:
     """The step ends with the next phase."""
 
 
-class _Resolver:
-    def __init__(self, notes: Sequence[Note]) -> None:
+class Resolver:
+    """Follows events and notes, and says of every allocation what it was."""
+
+    def __init__(self, notes: Sequence[Note] | Mapping[int, Note]) -> None:
         self._notes = notes
         self._live: dict[int, Allocation] = {}
         self._index = 0  # of the last event
+        self._count = 0  # of allocations
         self._step, self._has_stepped = 0, False
         self._phase = "other"
         self._module: str | None = None
@@ -83,7 +88,8 @@ class _Resolver:
             self._add(event.address, event.bytes, event, phase)
 
     def _add(self, address: int, size: int, event: Event | None, phase: str) -> Allocation:
-        found = Allocation(len(self.allocations), size, self._index, phase=phase, step=self._step)
+        found = Allocation(self._count, size, self._index, phase=phase, step=self._step)
+        self._count += 1
         if event is not None:
             found.op, found.stack = event.op, event.stack
             found.module = self._module if event.module is None else event.module
@@ -130,7 +136,7 @@ def resolve(
     A label holds for the whole life of the memory that is at its address at the moment of its note.
     If several do, the first of their kinds in :data:`KINDS` counts.
     """
-    resolver = _Resolver(notes)
+    resolver = Resolver(notes)
     resolver.note(Note(list(before)))
     for event in events:
         resolver.see(event)

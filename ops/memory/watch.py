@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._C import _profiler
 from torch.autograd.graph import saved_tensors_hooks
 
+from .cuda_trace import lines_of
 from .modules import watching_modules
-from .snapshot import lines_of
 from .stream import Label, Note
 
 __all__ = ["Watch", "label_of", "listening", "plain_tensors", "tensors_in"]
@@ -153,7 +153,7 @@ class Watch:
         self._unpacks = unpacked  # whether to note which module the backward pass is in
         self._mark, self._batch = mark, batch
         self._notes: dict[int, tuple[Any, ...]] = {}  # arguments of Note or Label, by number
-        self._count = 0
+        self._count = self._forgotten = 0
         self._stack = ExitStack()
         named = list(model.named_parameters(remove_duplicate=False))
         self._lines: dict[int, Any] = {}  # where what is saved is saved, by the number of the note
@@ -173,10 +173,15 @@ class Watch:
     @property
     def notes(self) -> list[Note]:
         """The notes, by their numbers."""
+        kept = self.kept_notes()  # one is missing where Ctrl-C came between
+        return [kept.get(number) or Note() for number in range(self._count)]
+
+    def kept_notes(self) -> dict[int, Note]:
+        """Returns the notes that were not forgotten, by their numbers."""
         numbers = list(self._lines)
         frames = _profiler.symbolize_tracebacks([self._lines[k] for k in numbers])
         stacks = {k: lines_of(found)[0] for k, found in zip(numbers, frames)}
-        notes = [Note() for _ in range(self._count)]  # one is missing where Ctrl-C came between
+        notes: dict[int, Note] = {}
         for number, (what, *about) in self._notes.items():
             if what == "label":
                 label = _label(*about)
@@ -184,6 +189,33 @@ class Watch:
             else:
                 notes[number] = Note(**about[0])
         return notes
+
+    def take_notes(self) -> tuple[list[Note], dict[int, str]]:
+        """Returns the notes and :attr:`modules` until now, and begins to number anew."""
+        taken = self.notes, self.modules
+        self._notes, self._lines, self._count = {}, {}, 0
+        return taken
+
+    def go_on(self) -> None:
+        """Notes again which module runs, for a recorder that begins anew."""
+        if self._modules:
+            self._take("note", {"module": self._place()})
+
+    def forget(self, number: int) -> None:
+        """Drops the notes before a number, whose marks no recorder has any more."""
+        for old in range(self._forgotten, number):
+            self._notes.pop(old, None)
+            self._lines.pop(old, None)
+        self._forgotten = max(self._forgotten, number)
+
+    def note(self, labels: list[Label]) -> None:
+        """Notes what some memory is."""
+        self._take("note", {"labels": labels})
+
+    @property
+    def count(self) -> int:
+        """How many notes were taken since they began to be numbered."""
+        return self._count
 
     def _take(self, *note: Any) -> None:
         number = self._count

@@ -1,0 +1,121 @@
+"""Says why memory ran out: what was asked for, what was live, and what to change."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Mapping
+
+import torch
+
+from ..cuda_trace import lines_of
+from ..sizes import format_bytes, parse_bytes
+from .loaded import Snapshot
+from .ways_out import Planned, ways_out
+
+__all__ = ["add_note", "asked_bytes", "explain"]
+
+_ROWS = 5
+_LINES = 3  # of each stack
+_ON_CPU = re.compile(r"DefaultCPUAllocator: .*you tried to allocate (\d+) bytes", re.DOTALL)
+_ON_CUDA = re.compile(r"Tried to allocate ([\d.]+) (\w+)")
+
+
+def asked_bytes(error: BaseException) -> int | None:
+    """Returns how much was asked for when memory ran out; None for any other error, and 0 where the
+    error does not say it."""
+    if not isinstance(error, RuntimeError):
+        return None
+    text = str(error)
+    if found := _ON_CPU.search(text):
+        return int(found[1])
+    if not isinstance(error, torch.OutOfMemoryError):
+        return None
+    found = _ON_CUDA.search(text)
+    return parse_bytes(f"{found[1]} {found[2]}") if found else 0
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds text to an error: as a note from Python 3.11 on, else to its message."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        first = str(error.args[0]) if error.args else ""
+        error.args = (f"{first}\n{note}", *error.args[1:])
+
+
+def explain(
+    snapshot: Snapshot, error: BaseException, asked: int, planned: Planned | None = None
+) -> str:
+    """Returns why memory ran out, as text of some 40 lines.
+
+    Args:
+        asked: the bytes of the request that failed, if the snapshot does not say it.
+        planned: from what changes are planned; None for advice from the kinds alone.
+    """
+    timeline = snapshot.timeline
+    failure = snapshot.out_of_memory[-1] if snapshot.out_of_memory else None
+    asked = failure.bytes if failure is not None and failure.bytes else asked
+    index = timeline.events - 1 if failure is None else min(failure.event, timeline.events - 1)
+    kinds = timeline.by_kind(index)
+    live, span = sum(kinds.values()), timeline.span(index)
+    called = enumerate(_lines_of_error(error)[:_LINES])
+    lines = [
+        "",
+        f"Memory ran out on {snapshot.device}: {format_bytes(asked)} were asked for, and "
+        f"{format_bytes(live)} were live, in step {span.step}, {span.phase}.",
+        *(f"{'  asked for' if n == 0 else '     called'} at {line}" for n, line in called),
+        "",
+        f"{'live by kind':<22}{'bytes':>12}{'share':>9}",
+    ]
+    ordered = sorted(((size, kind) for kind, size in kinds.items() if size), reverse=True)
+    lines += [_row(kind, size, live) for size, kind in ordered]
+    lines += ["", "live by module"]
+    modules = timeline.by_module(index)
+    for name, sizes in list(modules.items())[:_ROWS]:
+        shown = {"": "(model)", "-": "of no module"}.get(name, name)
+        lines.append(_row(shown, sum(sizes.values()), live))
+    lines += ["", "largest owners"]
+    for owner in timeline.owners(index, _ROWS):
+        count = "" if owner.count == 1 else f" in {owner.count} pieces"
+        name = owner._replace(stack=()).name
+        lines.append(f"  {format_bytes(owner.bytes)}{count}, {owner.kind}: {name}")
+        lines += [f"      {line}" for line in dict.fromkeys(owner.stack[: 2 * _LINES])][:_LINES]
+    lines += ["", *_fragmentation(snapshot, asked), "", *ways_out(planned, kinds, asked)]
+    return "\n".join(lines)
+
+
+def _row(name: str, size: int, live: int) -> str:
+    name = name if len(name) <= 21 else ".." + name[-19:]
+    return f"{name:<22}{format_bytes(size):>12}{100 * size / max(1, live):>7.1f} %"
+
+
+def _lines_of_error(error: BaseException) -> tuple[str, ...]:
+    """The user's lines that the error came through, innermost first."""
+    frames: list[Mapping[str, object]] = [
+        {"name": frame.name, "filename": frame.filename, "line": frame.lineno}
+        for frame in reversed(traceback.extract_tb(error.__traceback__))
+    ]
+    return lines_of(frames)[0]
+
+
+def _fragmentation(snapshot: Snapshot, asked: int) -> list[str]:
+    """What the allocator held and nobody used."""
+    failure = snapshot.out_of_memory[-1] if snapshot.out_of_memory else None
+    whose = "system" if snapshot.device == "cpu" else "device"
+    free = "" if failure is None else f"; the {whose} had {format_bytes(failure.device_free)} free"
+    if snapshot.device == "cpu":
+        return [f"The CPU's allocator keeps nothing back{free}."]
+    held = sum(segment.size for segment in snapshot.segments)
+    gaps = [b.size for s in snapshot.segments for b in s.blocks if b.allocation is None]
+    largest = max(gaps, default=0)
+    lines = [
+        f"The allocator held {format_bytes(held)}, of which {format_bytes(sum(gaps))} were free in "
+        f"{len(gaps)} gaps, the largest of {format_bytes(largest)}{free}."
+    ]
+    if largest < asked <= sum(gaps):
+        lines += [
+            "The gaps together would have been enough: let segments grow, with",
+            '       os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"',
+        ]
+    return lines

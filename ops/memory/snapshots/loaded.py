@@ -1,0 +1,369 @@
+"""Reads snapshots: those of :mod:`headroom.memory.snapshots`, with kinds, and those of torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ..cuda_trace import lines_of
+from ..events import PHASES, Allocation, Span, Timeline
+from ..sizes import parse_bytes
+from .tags import OURS, Tag, tag_of
+from .unpickle import read_pickle
+
+__all__ = ["Block", "OutOfMemory", "Segment", "Snapshot", "load_snapshot"]
+
+_LIVE = ("active_allocated", "active_pending_free", "active_awaiting_free")
+_GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+_MOST = 2**63  # numbers are below
+
+
+class Block(NamedTuple):
+    """A part of a segment. ``allocation`` is None where it is free."""
+
+    address: int
+    size: int
+    requested: int
+    state: str
+    allocation: Allocation | None = None
+
+
+class Segment(NamedTuple):
+    """What the allocator took from the device at once."""
+
+    address: int
+    size: int
+    stream: int
+    is_expandable: bool
+    blocks: list[Block]
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of its free blocks."""
+        return sum(block.size for block in self.blocks if block.allocation is None)
+
+
+class OutOfMemory(NamedTuple):
+    """A request that failed: after how many events, when, how much was asked for, and how much the
+    device had free."""
+
+    event: int
+    time_us: int
+    bytes: int
+    device_free: int
+
+
+class Snapshot:
+    """A snapshot of memory: what was allocated and freed, and what is live.
+
+    Attributes:
+        data: the snapshot as in the file, for the functions of ``torch/cuda/_memory_viz.py``.
+        devices: names of the devices that have something in it.
+        device: that the other attributes are about; see :meth:`of`.
+        has_kinds: whether it says what memory is for. Else every kind is "temporaries".
+        remarks: sentences on what it does not hold.
+    """
+
+    def __init__(self, data: Mapping[str, Any], device: str | None = None) -> None:
+        self.data = data
+        about = data.get("headroom")
+        self._about = about if isinstance(about, dict) else {}
+        self._names = _names(data, self._about)
+        rows = [row for row in range(len(self._names)) if self._size(row)] or [0]
+        self.devices = [self._names[row] for row in rows]
+        if device is None:
+            self._row = max(rows, key=self._size)
+        elif device in self.devices:
+            self._row = self._names.index(device)
+        else:
+            raise ValueError(f"device is {device!r}, wanted one of {', '.join(self.devices)}")
+        self.device = self._names[self._row]
+        self._read = _Reader(self._trace(self._row), self._segments(self._row), self._row)
+        self.has_kinds = self._read.has_kinds
+        self.remarks = [text for text in _listed(self._about, "remarks") if isinstance(text, str)]
+        settings = data.get("allocator_settings")
+        if isinstance(settings, dict) and settings.get("trace_alloc_overflowed"):
+            most = settings.get("trace_alloc_max_entries")
+            count = f"{most:,}" if isinstance(most, int) else "some"
+            self.remarks.append(f"Only the last {count} events were kept.")
+
+    def of(self, device: str) -> Snapshot:
+        """Returns the same snapshot about another of :attr:`devices`."""
+        return Snapshot(self.data, device)
+
+    def _trace(self, row: int) -> list[Any]:
+        traces = self.data["device_traces"]
+        found = traces[row] if row < len(traces) else []
+        if not isinstance(found, list):
+            raise _wrong(f"device_traces[{row}]", found, "a list")
+        return found
+
+    def _segments(self, row: int) -> list[tuple[int, Any]]:
+        return [(n, s) for n, s in enumerate(self.data["segments"]) if s["device"] == row]
+
+    def _size(self, row: int) -> int:
+        return len(self._trace(row)) + len(self._segments(row))
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Allocations over the events, with what each was for. What was live before the first event
+        starts at 0."""
+        spans = self._read.spans(_listed(self._about, "spans"))
+        return Timeline(self._read.allocations, spans, self.device, list(self.remarks))
+
+    @property
+    def times(self) -> list[int]:
+        """Microseconds since 1970 of each event of the timeline; the first is that of the state
+        before them."""
+        return self._read.times[: self.timeline.events]
+
+    @property
+    def segments(self) -> list[Segment]:
+        """What the allocator holds at the end."""
+        return self._read.segments
+
+    @property
+    def out_of_memory(self) -> list[OutOfMemory]:
+        """The requests that failed."""
+        return self._read.failures
+
+    def at_peak(self) -> list[Allocation]:
+        """Returns what is live when the most bytes are, the largest first."""
+        return self.timeline.live()
+
+    def at_end(self) -> list[Allocation]:
+        """Returns what is live after the last event, the largest first."""
+        return self.timeline.live(self.timeline.events - 1)
+
+    def reserved_over_events(self) -> list[int]:
+        """Returns the bytes of all segments at each event of the timeline."""
+        now = sum(segment.size for segment in self.segments)
+        changes = self._read.reserved
+        found, left = [], now - sum(changes)
+        for change in changes[: self.timeline.events]:
+            left += change
+            found.append(left)
+        return found
+
+    def frames(self, allocation: Allocation) -> list[dict[str, Any]]:
+        """Returns the frames of an allocation as they are in the file, innermost first, without
+        the one that names its kind."""
+        return [f for f in self._read.frames.get(allocation.id, ()) if f["filename"] != OURS]
+
+
+def load_snapshot(
+    path: str | os.PathLike[str], *, device: str | None = None, max_bytes: int | str = "2 GiB"
+) -> Snapshot:
+    """Reads a snapshot that :class:`headroom.memory.snapshot` or ``torch.cuda.memory._dump_snapshot``
+    wrote, without running any code that may be in the file.
+
+    Example::
+
+        with headroom.memory.snapshot("run.pickle", device="cpu"):
+            x = torch.ones(1000)
+        found = headroom.memory.load_snapshot("run.pickle")
+        assert found.timeline.peak_bytes == 4000 and found.at_end()[0].bytes == 4000
+
+    Args:
+        device: of :attr:`Snapshot.devices`; that with the most events by default.
+        max_bytes: the largest file that is read. In memory it takes some 20 times as much.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no snapshot, damaged, larger than ``max_bytes``, or holds objects, which
+            could run code; says which.
+    """
+    most = parse_bytes(max_bytes)
+    try:
+        found = read_pickle(path, most)
+        if not isinstance(found, dict):
+            raise _wrong("its content", found, "a dict")
+        for key in ("device_traces", "segments"):
+            if not isinstance(found.get(key), list):
+                raise _wrong(key, found.get(key), "a list")
+        for number, segment in enumerate(found["segments"]):
+            if not isinstance(segment, dict):
+                raise _wrong(f"segments[{number}]", segment, "a dict")
+            _number(segment, "device", f"segments[{number}]")
+        snapshot = Snapshot(found)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)} is no snapshot: {error}") from error
+    return snapshot if device is None else snapshot.of(device)
+
+
+@dataclass
+class _Reader:
+    """Goes through the entries and segments of one device."""
+
+    trace: list[Any]
+    given: list[tuple[int, Any]]
+    row: int
+    allocations: list[Allocation] = field(default_factory=list)
+    times: list[int] = field(default_factory=lambda: [0])
+    reserved: list[int] = field(default_factory=lambda: [0])
+    failures: list[OutOfMemory] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    frames: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    has_kinds: bool = False
+
+    def __post_init__(self) -> None:
+        self._live: dict[int, Allocation] = {}
+        self._tags: dict[str, Tag | None] = {}
+        self._stacks: dict[int, tuple[tuple[str, ...], str | None]] = {}
+        self._before: list[Allocation] = []
+        index = 0
+        for place, entry in enumerate(self.trace):
+            where = f"device_traces[{self.row}][{place}]"
+            if not isinstance(entry, dict):
+                raise _wrong(where, entry, "a dict")
+            action = entry.get("action")
+            time = _number(entry, "time_us", where, 0)
+            if action == "alloc":
+                index += 1
+                self._step(time)
+                address, size = _number(entry, "addr", where), _number(entry, "size", where)
+                if (lost := self._live.pop(address, None)) is not None:
+                    lost.end = index
+                made = self._live[address] = self._made(entry, size, index, where)
+                self.allocations.append(made)
+            elif action == "free_completed":
+                index += 1
+                self._step(time)
+                address, size = _number(entry, "addr", where), _number(entry, "size", where)
+                gone = self._live.pop(address, None)
+                if gone is None:
+                    gone = self._made(entry, size, 0, where)
+                    self._before.append(gone)
+                gone.end = index
+            elif action in _GROWS:
+                self.reserved[-1] += _GROWS[action] * _number(entry, "size", where)
+            elif action == "oom":
+                size, free = (_number(entry, key, where, 0) for key in ("size", "device_free"))
+                self.failures.append(OutOfMemory(index, time, size, free))
+        if len(self.times) > 1:
+            self.times[0] = self.times[1]
+        for number, segment in self.given:
+            self.segments.append(self._segment(segment, f"segments[{number}]"))
+        self.allocations = [*self._before, *self.allocations]
+        frames = self.frames
+        self.frames = {}
+        for number, a in enumerate(self.allocations):
+            self.frames[number] = frames[a.id]
+            a.id = number
+
+    def _step(self, time: int) -> None:
+        self.times.append(time)
+        self.reserved.append(0)
+
+    def _made(self, entry: Mapping[str, Any], size: int, start: int, where: str) -> Allocation:
+        number = len(self.frames)
+        frames = entry.get("frames", ())
+        stack, phase = self._lines(frames, where)
+        made = Allocation(number, size, start, stack=stack)
+        self.frames[number] = frames if isinstance(frames, list) else []
+        tag = self._tag(entry)
+        if tag is not None:
+            made.kind, made.module, made.op, made.phase, made.step = tag
+        elif phase is not None:
+            made.phase = phase
+        return made
+
+    def _tag(self, entry: Mapping[str, Any]) -> Tag | None:
+        text, category = entry.get("user_metadata"), entry.get("category")
+        if not text and category is None:
+            return None
+        key = f"{text}\0{category}" if isinstance(text, str) else str(category)
+        if key not in self._tags:
+            self._tags[key] = tag_of(entry)
+        tag = self._tags[key]
+        self.has_kinds |= tag is not None
+        return tag
+
+    def _lines(self, frames: Any, where: str) -> tuple[tuple[str, ...], str | None]:
+        found = self._stacks.get(id(frames))  # the file keeps them, so numbers are not used again
+        if found is None:
+            if not isinstance(frames, (list, tuple)):
+                raise _wrong(f"{where}['frames']", frames, "a list")
+            for place, frame in enumerate(frames):
+                inner = f"{where}['frames'][{place}]"
+                if not isinstance(frame, dict):
+                    raise _wrong(inner, frame, "a dict")
+                for key in ("name", "filename"):
+                    if not isinstance(frame.get(key), str):
+                        raise _wrong(f"{inner}[{key!r}]", frame.get(key), "text")
+                _number(frame, "line", inner)
+            found = self._stacks[id(frames)] = lines_of(frames)
+        return found
+
+    def _segment(self, segment: Mapping[str, Any], where: str) -> Segment:
+        address, size = _number(segment, "address", where), _number(segment, "total_size", where)
+        blocks, place = [], address
+        given = segment.get("blocks")
+        if not isinstance(given, list):
+            raise _wrong(f"{where}['blocks']", given, "a list")
+        for number, block in enumerate(given):
+            inner = f"{where}['blocks'][{number}]"
+            if not isinstance(block, dict):
+                raise _wrong(inner, block, "a dict")
+            at = _number(block, "address", inner, place)  # older files have none
+            taken = _number(block, "size", inner)
+            asked = _number(block, "requested_size", inner, taken)
+            place = at + taken
+            found, state = None, block.get("state")
+            if not isinstance(state, str):
+                raise _wrong(f"{inner}['state']", state, "text")
+            if state in _LIVE:
+                found = self._live.get(at)
+                if found is None:
+                    found = self._live[at] = self._made(block, asked, 0, inner)
+                    self._before.append(found)
+            blocks.append(Block(at, taken, asked, state, found))
+        stream = _number(segment, "stream", where, 0)
+        return Segment(address, size, stream, bool(segment.get("is_expandable")), blocks)
+
+    def spans(self, rows: list[Any]) -> list[Span]:
+        """The phases that the file names, if they make sense."""
+        given = rows[self.row] if self.row < len(rows) else None
+        spans: list[Span] = []
+        for span in given if isinstance(given, list) else ():
+            if not isinstance(span, (list, tuple)) or len(span) != 3:
+                return []
+            start, step, phase = span
+            if not isinstance(start, int) or not isinstance(step, int) or phase not in PHASES:
+                return []
+            if not (spans[-1].start if spans else 0) <= start < len(self.times):
+                return []
+            spans.append(Span(start, step, phase))
+        return spans
+
+
+def _names(data: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:
+    segments = data["segments"]
+    rows = max([len(data["device_traces"]), *(s["device"] + 1 for s in segments)])
+    if rows > 4096:
+        raise ValueError(f"it has {rows:,} devices")
+    given = _listed(about, "devices")
+    known = [name if isinstance(name, str) else None for name in given][:rows]
+    known += [None] * (rows - len(known))
+    names = [name or f"cuda:{row}" for row, name in enumerate(known)]
+    return names if len(set(names)) == rows else [f"cuda:{row}" for row in range(rows)]
+
+
+def _listed(about: Mapping[str, Any], key: str) -> list[Any]:
+    found = about.get(key)
+    return found if isinstance(found, list) else []
+
+
+def _number(entry: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    found = entry.get(key, default)
+    if type(found) is not int or not 0 <= found < _MOST:
+        raise _wrong(f"{where}[{key!r}]", found, "a number from 0 to 2**63")
+    return found
+
+
+def _wrong(what: str, got: Any, wanted: str) -> ValueError:
+    shown = repr(got)[:60] if isinstance(got, (int, float, str)) else type(got).__name__
+    return ValueError(f"{what} is {shown}, wanted {wanted}")
