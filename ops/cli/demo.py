@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     command = ["bash", str(script), *options.arguments]
     sys.stdout.flush()
     # With --json, standard output is for the JSON alone.
-    code = subprocess.run(command, stdout=sys.stderr if options.json else None).returncode
+    code = subprocess.run(command, stdout=2 if options.json else None).returncode
     if options.json:
         print_json({"format": "headroom.demo/1", "command": command, "exit_code": code})
     return 0 if code == 0 else 1

@@ -12,10 +12,10 @@ from typing import Any
 
 from ..memory.events import Timeline
 from ..memory.sizes import format_bytes
-from ..memory.snapshot import load_snapshot
+from ..memory.snapshots import Snapshot, load_snapshot
 from ..planning.result import Plan
 from . import ladder, profile, recording, snapshots
-from .limits import check_timeline
+from .limits import EVENTS, check_timeline
 from .text import shortened
 
 __all__ = ["Part", "read"]
@@ -81,7 +81,7 @@ def read(path: str | os.PathLike[str]) -> list[Part]:
         value = _json(Path(path), name)
         made = _kind_of(value, name)
     else:
-        value, made = load_snapshot(path), _snapshot
+        value, made = load_snapshot(path, max_bytes=SNAPSHOT), _snapshot
     short = shortened(Path(name).name, 80)
     try:
         return made(value, short)
@@ -122,18 +122,26 @@ def _kind_of(value: Any, name: str) -> Callable[[Any, str], list[Part]]:
     )
 
 
-def _snapshot(value: Mapping[str, Any], name: str) -> list[Part]:
-    devices = snapshots.devices_of(value)
-    if not devices:
+def _snapshot(value: Snapshot, name: str) -> list[Part]:
+    if not any(value.data["device_traces"]) and not value.data["segments"]:
         raise ValueError("it has neither events nor segments; was the recorder on?")
     parts = []
-    for device in devices:
-        content = recording.described(snapshots.timeline_of(value, device))
-        segments = snapshots.segments_of(value, device)
+    for device in value.devices:
+        one = value if device == value.device else value.of(device)
+        if one.timeline.events > EVENTS:
+            raise ValueError(f"it has {one.timeline.events:,} events, more than {EVENTS:,}: {MORE}")
+        reserved = one.reserved_over_events() if one.segments else []
+        content = recording.described(one.timeline, reserved)
+        content["notes"] += [
+            f"Out of memory after event {failure.event:,}: {format_bytes(failure.bytes)} were "
+            f"asked for, and the device had {format_bytes(failure.device_free)} free."
+            for failure in one.out_of_memory[:20]
+        ]
+        segments = snapshots.segments_of(one)
         if segments is not None:
             content["segments"] = segments
             content["summary"]["segments"] = segments["summary"]
-        title = name if len(devices) == 1 else f"{name}, cuda:{device}"
+        title = name if len(value.devices) == 1 else f"{name}, {shortened(device, 40)}"
         parts.append(Part("recording", name, title, content))
     return parts
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..memory.events import PHASES, Allocation
 
-__all__ = ["check_timeline", "number", "text"]
+__all__ = ["EVENTS", "SUM", "check_timeline", "number", "text"]
 
 EVENTS = 8_000_000  # of a timeline
 SUM = 1 << 62  # of all bytes, which are added in 64 bits

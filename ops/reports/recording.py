@@ -6,12 +6,14 @@ which each shows the event with the most live bytes, so that no peak is lost.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..memory.events import KINDS, Span, Timeline
+from .limits import SUM
 from .text import Texts, shortened
 
 __all__ = ["described"]
@@ -24,8 +26,9 @@ GROUPS = 9  # modules or lines that have a color of their own
 BANDS = 1500  # phases that are shown over time
 
 
-def described(timeline: Timeline) -> dict[str, Any]:
-    """Returns what a report shows of a timeline, in what :mod:`json` writes.
+def described(timeline: Timeline, reserved: Sequence[int] = ()) -> dict[str, Any]:
+    """Returns what a report shows of a timeline, in what :mod:`json` writes. ``reserved`` is what
+    the allocator holds at each event, where that is known.
 
     ``summary`` has the numbers that ``headroom report --json`` prints, ``series`` the live bytes by
     kind, by module and by line at each point, as differences from the point before, ``top`` the
@@ -48,6 +51,8 @@ def described(timeline: Timeline) -> dict[str, Any]:
         owners.append([list(KINDS).index(kind), *names, lines, size, count])
     rest = [[0, 0] for _ in KINDS]
     for owner, size, count in rows[OWNERS:]:
+        if owner in place:
+            continue  # it is listed, because a point names it
         kind = list(KINDS).index(columns.keys[owner][0])
         rest[kind][0] += size
         rest[kind][1] += count
@@ -65,6 +70,9 @@ def described(timeline: Timeline) -> dict[str, Any]:
             "module": columns.groups_at(points, [_module(key) for key in columns.keys]),
             "line": columns.groups_at(points, [_line(key) for key in columns.keys]),
         },
+        "reserved": _differences(
+            [reserved[point] for point in points.tolist()] if reserved else []
+        ),
         "top": [
             None if here == before else [[place[owner], size] for owner, size in here]
             for before, here in zip([None, *top], top)
@@ -135,6 +143,8 @@ class _Columns:
             sizes.append(a.bytes)
             starts.append(a.start)
             ends.append(self.events if a.end is None else a.end)
+        if sum(sizes) > SUM:  # they are added in 64 bits
+            raise ValueError("its allocations have more than 2**62 bytes")
         self.keys = list(numbers)
         self.bytes, self.start, self.end, self.owner = (
             torch.tensor(column, dtype=torch.int64) for column in (sizes, starts, ends, owners)
@@ -214,7 +224,7 @@ class _Columns:
         for event, sign in ((self.start, 1), (self.end, -1)):
             row = torch.searchsorted(points, event[mask])  # the first point that sees it
             change.index_add_(0, row * width + column, sign * size)
-        live = change.view(-1, width)[:-1].cumsum_(0)
+        live = change.view(len(points) + 1, width)[:-1].cumsum_(0)
         values, places = live.topk(min(AT_A_POINT, width), dim=1)
         owners = followed[places].tolist()
         found = [

@@ -68,7 +68,7 @@ function segmentsSection(segments) {
   const colors = () => ["transparent", data.colors.parameters, data.colors.communication];
   const canvas = picture(ROW * Math.min(state.shown, segments.rows.length) + 4, (context, width) => {
     const used = colors();
-    segments.rows.slice(0, state.shown).forEach(([total, , , runs], row) => {
+    segments.rows.slice(0, state.shown).forEach(([total, , runs], row) => {
       const scale = width / most, y = row * ROW + 2;
       context.fillStyle = css("--line");
       context.fillRect(0, y, Math.max(2, total * scale), ROW - 3);
@@ -84,14 +84,13 @@ function segmentsSection(segments) {
       const area = canvas.getBoundingClientRect();
       const row = segments.rows[Math.floor((event.clientY - area.top - 2) / ROW)];
       if (!row) return hideTip();
-      const [total, kind, expandable, runs] = row;
+      const [total, expandable, runs] = row;
       const at = ((event.clientX - area.left) / area.width) * most;
       const run = runs.find(([offset, size]) => offset <= at && at < offset + size);
       const lines = run ? stackLines(segments, run[3]).slice(0, 4) : [];
       const state = run && ["free", "in use", "waiting for another stream"][run[2]];
-      showTip(event, el("h3", null, `segment of ${bytes(total)}`),
-        el("div", null, [kind && `${kind} blocks`, expandable ? "expandable" : ""].filter(Boolean).join(", ")),
-        run ? el("div", null, `${bytes(run[1])} ${state}`) : null,
+      showTip(event, el("h3", null, `${expandable ? "expandable " : ""}segment of ${bytes(total)}`),
+        el("div", null, run ? `${bytes(run[1])} ${state}` : ""),
         ...lines.map((line) => el("div", { className: "code" }, line)));
     },
     onpointerleave: hideTip,

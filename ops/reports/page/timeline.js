@@ -6,6 +6,7 @@ const PHASES = { forward: "#56B4E9", backward: "#E69F00", optimizer: "#009E73", 
 function timelineSection(content) {
   const points = sums(content.points);
   const modes = { kind: "kind", module: "module", line: "line" };
+  const reserved = sums(content.reserved);
   const tops = [];
   for (const top of content.top) tops.push(top === null ? tops[tops.length - 1] : top);
   const few = Object.keys(content.series.kind).length < 2;
@@ -61,6 +62,7 @@ function timelineSection(content) {
       for (const layer of shown) sum += layer.values[at];
       most = Math.max(most, sum);
     }
+    for (let at = first; reserved.length && at <= last; at += 1) most = Math.max(most, reserved[at]);
     const top = most * 1.06;
     const toY = (size) => TOP + (1 - size / top) * (height - TOP - BOTTOM);
     context.font = "11.5px system-ui, sans-serif";
@@ -102,6 +104,17 @@ function timelineSection(content) {
       context.fillStyle = layer.color;
       context.fill();
       base.set(top);
+    }
+    if (reserved.length) {
+      context.beginPath();
+      for (let at = first; at <= last; at += 1) {
+        if (at > first) context.lineTo(toX(points[at], width), toY(reserved[at - 1]));
+        context.lineTo(toX(points[at], width), toY(reserved[at]));
+      }
+      context.strokeStyle = css("--ink");
+      context.lineWidth = 1.2;
+      context.stroke();
+      context.lineWidth = 1;
     }
     drawPhases(context, width, height);
     const peak = toX(content.peak, width);
@@ -185,6 +198,7 @@ function timelineSection(content) {
     const rows = layers.filter((layer) => layer.values[at] > 0 && !state.hidden.has(layer));
     const table = el("table", null, ...rows.reverse().map((layer) => el("tr", null,
       el("td", null, dot(layer.color)), el("td", null, layer.name), cell(bytes(layer.values[at]), "n"))));
+    if (reserved.length) table.append(el("tr", null, el("td"), el("td", null, "reserved"), cell(bytes(reserved[at]), "n")));
     const owners = (tops[at] || []).slice(0, 3).flatMap(([owner, size]) => {
       const lines = stackLines(content, content.owners[owner][3]).slice(0, 2);
       const name = ownerName(content, content.owners[owner]) || lines[0] || "unknown";
@@ -258,7 +272,7 @@ function timelineSection(content) {
     el("div", { className: "frame" }, canvas), legend,
     el("p", null, range, points.length < content.events
       ? `. Each point is the fullest of ${count(content.events / points.length)} events.` : ".",
-    " Drag to zoom in, double-click for all."));
+    reserved.length ? " The line is what the allocator has reserved." : "", " Drag to zoom in, double-click for all."));
   choose(state.mode);
   return section;
 }

@@ -162,6 +162,8 @@ def profile(modules: int = 12) -> dict[str, Any]:
              "bytes": 4096 * n, "bytes_are": "counted", "bytes_per_s": 1e9}
             for n in range(1, 9)
         ],
-        "memory": {"cpu": {"peak_bytes": 4 << 20, "points": [[10.0 * n, n << 20] for n in range(5)]}},
+        "memory": {
+            "cpu": {"peak_bytes": 4 << 20, "points": [[10.0 * n, n << 20] for n in range(5)]}
+        },
         "notes": ["A note."],
     }  # fmt: skip
