@@ -6,8 +6,8 @@ with the names and arguments of :mod:`torch.optim`, :mod:`headroom.amp` loss sca
 models, :mod:`headroom.nn` blocks that decide what they keep, :mod:`headroom.checkpointing`
 recomputed activations, :mod:`headroom.patching` the same for models that exist,
 :mod:`headroom.memory` where bytes go, :mod:`headroom.planning` where they will go,
-:mod:`headroom.state` files of a run's state, and :mod:`headroom.integrations` what other libraries'
-training loops need.
+:mod:`headroom.reports` pictures of both, :mod:`headroom.state` files of a run's state, and
+:mod:`headroom.integrations` what other libraries' training loops need.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ._core import binaries
 from ._core.lazy import lazy
 
 if TYPE_CHECKING:
-    from . import amp, integrations, memory, nn, optim, patching, planning, state
+    from . import amp, integrations, memory, nn, optim, patching, planning, reports, state
     from .amp.cast_model import cast_model, cast_report
     from .checkpointing import checkpoint, checkpoint_every, checkpoint_sequential
     from .grad.accumulate import GradAccumulator
@@ -58,6 +58,7 @@ else:
             "plan": ".planning",
             "planning": ".planning",
             "release_gradients": ".optim",
+            "reports": ".reports",
             "save_state": ".state",
             "state": ".state",
             "unpatch": ".patching",
@@ -93,6 +94,7 @@ __all__ = [
     "plan",
     "planning",
     "release_gradients",
+    "reports",
     "save_state",
     "state",
     "unpatch",

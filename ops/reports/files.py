@@ -81,7 +81,7 @@ def read(path: str | os.PathLike[str]) -> list[Part]:
         value = _json(Path(path), name)
         made = _kind_of(value, name)
     else:
-        value, made = load_snapshot(path, max_bytes=SNAPSHOT), _snapshot
+        value, made = _snapshot_in(path), _snapshot
     short = shortened(Path(name).name, 80)
     try:
         return made(value, short)
@@ -90,6 +90,14 @@ def read(path: str | os.PathLike[str]) -> list[Part]:
         raise ValueError(f"{name} is damaged: {shortened(str(reason), 300)}") from error
     except RecursionError as error:
         raise ValueError(f"{name} is damaged: it is nested too deeply") from error
+
+
+def _snapshot_in(path: str | os.PathLike[str]) -> Snapshot:
+    try:
+        return load_snapshot(path, max_bytes=SNAPSHOT)
+    except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        reason = shortened(str(error), 300)
+        raise ValueError(f"{os.fspath(path)} is no snapshot: it is damaged: {reason}") from error
 
 
 def _json(path: Path, name: str) -> Any:
@@ -130,15 +138,17 @@ def _snapshot(value: Snapshot, name: str) -> list[Part]:
         one = value if device == value.device else value.of(device)
         if one.timeline.events > EVENTS:
             raise ValueError(f"it has {one.timeline.events:,} events, more than {EVENTS:,}: {MORE}")
-        reserved = one.reserved_over_events() if one.segments else []
+        # On the CPU segments are the pages that tensors were in, which nobody reserves.
+        is_held = bool(one.segments) and not device.startswith("cpu")
+        reserved = one.reserved_over_events() if is_held else []
         content = recording.described(one.timeline, reserved)
         content["notes"] += [
             f"Out of memory after event {failure.event:,}: {format_bytes(failure.bytes)} were "
             f"asked for, and the device had {format_bytes(failure.device_free)} free."
             for failure in one.out_of_memory[:20]
         ]
-        segments = snapshots.segments_of(one)
-        if segments is not None:
+        if is_held:
+            segments = snapshots.segments_of(one)
             content["segments"] = segments
             content["summary"]["segments"] = segments["summary"]
         title = name if len(value.devices) == 1 else f"{name}, {shortened(device, 40)}"

@@ -15,11 +15,9 @@ WAITING = ("active_pending_free", "active_awaiting_free")
 FREE, USED, PENDING = 0, 1, 2
 
 
-def segments_of(snapshot: Snapshot) -> dict[str, Any] | None:
-    """Returns the memory that the allocator holds at the end, and how it is cut up; None if the
-    snapshot has no segments. The largest segments are listed, all are counted."""
-    if not snapshot.segments:
-        return None
+def segments_of(snapshot: Snapshot) -> dict[str, Any]:
+    """Returns the memory that the allocator holds at the end, and how it is cut up. The largest
+    segments are listed, all are counted."""
     texts = Texts()
     sizes = [0, 0, 0]  # of blocks by their state
     reserved = requested = stuck = largest = 0

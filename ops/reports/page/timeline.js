@@ -56,13 +56,20 @@ function timelineSection(content) {
   function draw(context, width, height) {
     const shown = layers.filter((layer) => !state.hidden.has(layer));
     const first = pointAt(state.from), last = Math.min(points.length - 1, pointAt(state.to) + 1);
-    let most = 1;
+    // Of the points in one pixel, the fullest is drawn: a peak must not fade.
+    const chosen = [];
+    let most = 1, full = -1, column = null;
     for (let at = first; at <= last; at += 1) {
-      let sum = 0;
-      for (const layer of shown) sum += layer.values[at];
-      most = Math.max(most, sum);
+      const sum = shown.reduce((all, layer) => all + layer.values[at], 0);
+      const here = Math.floor(toX(points[at], width));
+      if (here !== column) chosen.push(at);
+      else if (sum > full) chosen[chosen.length - 1] = at;
+      full = here === column ? Math.max(full, sum) : sum;
+      column = here;
+      most = Math.max(most, sum, reserved.length ? reserved[at] : 0);
     }
-    for (let at = first; reserved.length && at <= last; at += 1) most = Math.max(most, reserved[at]);
+    const xs = chosen.map((at) => Math.floor(toX(points[at], width)));
+    const end = Math.ceil(toX(last === points.length - 1 ? content.events : points[last], width));
     const top = most * 1.06;
     const toY = (size) => TOP + (1 - size / top) * (height - TOP - BOTTOM);
     context.font = "11.5px system-ui, sans-serif";
@@ -83,34 +90,30 @@ function timelineSection(content) {
     context.beginPath();
     context.rect(LEFT, 0, inner(width), height);
     context.clip();
-    const base = new Float64Array(last - first + 1);
+    const steps = (heights) => { // a level until the next point
+      chosen.forEach((at, place) => {
+        if (place) context.lineTo(xs[place], toY(heights[place - 1]));
+        context.lineTo(xs[place], toY(heights[place]));
+      });
+      context.lineTo(end, toY(heights[heights.length - 1]));
+    };
+    const base = new Float64Array(chosen.length);
     for (const layer of shown) {
+      const upper = base.map((size, place) => size + layer.values[chosen[place]]);
       context.beginPath();
-      const top = base.slice();
-      for (let at = first; at <= last; at += 1) {
-        top[at - first] += layer.values[at];
-        const x = toX(points[at], width);
-        if (at > first) context.lineTo(x, toY(top[at - first - 1]));
-        context.lineTo(x, toY(top[at - first]));
-      }
-      const end = toX(last === points.length - 1 ? content.events : points[last], width);
-      context.lineTo(end, toY(top[last - first]));
-      context.lineTo(end, toY(base[last - first]));
-      for (let at = last; at >= first; at -= 1) {
-        const x = toX(points[at], width);
-        context.lineTo(x, toY(base[at - first]));
-        if (at > first) context.lineTo(x, toY(base[at - first - 1]));
+      steps(upper);
+      context.lineTo(end, toY(base[base.length - 1]));
+      for (let place = base.length - 1; place >= 0; place -= 1) {
+        context.lineTo(xs[place], toY(base[place]));
+        if (place) context.lineTo(xs[place], toY(base[place - 1]));
       }
       context.fillStyle = layer.color;
       context.fill();
-      base.set(top);
+      base.set(upper);
     }
     if (reserved.length) {
       context.beginPath();
-      for (let at = first; at <= last; at += 1) {
-        if (at > first) context.lineTo(toX(points[at], width), toY(reserved[at - 1]));
-        context.lineTo(toX(points[at], width), toY(reserved[at]));
-      }
+      steps(chosen.map((at) => reserved[at]));
       context.strokeStyle = css("--ink");
       context.lineWidth = 1.2;
       context.stroke();
@@ -271,7 +274,7 @@ function timelineSection(content) {
       el("button", { className: "tool", onclick: () => move(whole[0], whole[1] - whole[0]) }, "all")),
     el("div", { className: "frame" }, canvas), legend,
     el("p", null, range, points.length < content.events
-      ? `. Each point is the fullest of ${count(content.events / points.length)} events.` : ".",
+      ? `. Each point is the fullest of ${(content.events / points.length).toFixed(content.events < 10 * points.length ? 1 : 0)} events.` : ".",
     reserved.length ? " The line is what the allocator has reserved." : "", " Drag to zoom in, double-click for all."));
   choose(state.mode);
   return section;

@@ -1,5 +1,5 @@
-"""Files for ``headroom report`` with places changed, and bytes flipped, cut out or repeated: each is
-refused with ValueError, or makes a page whose numbers are finite, in little time and memory.
+"""Files for ``headroom report`` with places changed, and bytes flipped, cut out or repeated: each
+is refused with ValueError, or makes a page whose numbers are finite, in little time and memory.
 
     python -m tests.python.fuzz.reports --cases 10000 --seconds 3600
 """
