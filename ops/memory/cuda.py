@@ -77,5 +77,7 @@ class CudaRecorder:
         """Returns what was recorded, in order. Modules are told by the notes alone."""
         index = self._device.index or 0
         if len(self._found["device_traces"][index]) >= self._most:
-            self.remarks.append(f"Only the last {self._most:,} events were kept: track fewer steps.")
+            self.remarks.append(
+                f"Only the last {self._most:,} events were kept: track fewer steps."
+            )
         return cuda_trace.events_of(self._found, index)

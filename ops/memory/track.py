@@ -196,7 +196,7 @@ def device_of(model: nn.Module, device: torch.device | str | None = None) -> tor
         chosen = next(iter(places))
     else:
         chosen = torch.device(device)
-        if chosen.type != "cpu" and chosen.index is None:
+        if chosen.type == "cuda" and chosen.index is None:
             chosen = torch.device(chosen.type, torch.accelerator.current_device_index())
     if chosen.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {chosen}, wanted cpu or cuda")

@@ -157,8 +157,8 @@ class Snapshot:
 def load_snapshot(
     path: str | os.PathLike[str], *, device: str | None = None, max_bytes: int | str = "2 GiB"
 ) -> Snapshot:
-    """Reads a snapshot that :class:`headroom.memory.snapshot` or ``torch.cuda.memory._dump_snapshot``
-    wrote, without running any code that may be in the file.
+    """Reads a snapshot that :class:`headroom.memory.snapshot` wrote, or torch's ``_dump_snapshot``,
+    without running any code that may be in the file.
 
     Example::
 

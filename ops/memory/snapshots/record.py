@@ -17,9 +17,9 @@ from torch.nn.modules import module as every_module
 from ..track import checked, device_of
 from ..watch import Watch
 from .explain import add_note, asked_bytes, explain
-from .ways_out import Planned, shapes_of
 from .loaded import Snapshot
 from .sources import CpuSource, CudaSource, Source
+from .ways_out import Planned, shapes_of
 from .write import save
 
 __all__ = ["snapshot"]
@@ -117,9 +117,7 @@ class snapshot:  # noqa: N801
         self._source: Source = (
             CudaSource(place, stacks, most) if place.type == "cuda" else CpuSource(stacks, most)
         )
-        self._watch = Watch(
-            model, optimizers, place, self._source.mark, batch, place.type != "cpu"
-        )
+        self._watch = Watch(model, optimizers, place, self._source.mark, batch, place.type != "cpu")
         self._model, self._optimizers, self._device = model, optimizers, place
         self._every, self._advice = every, advice
         self._steps = self._signals = 0
@@ -165,6 +163,8 @@ class snapshot:  # noqa: N801
             for path in (*self._due, self.path):
                 save(found, path)
                 self.files.append(path)
+            if error is not None and asked is not None:
+                add_note(error, f"The snapshot is in {self.path}.")
         except Exception as failure:
             if error is None:
                 raise
@@ -232,8 +232,7 @@ class snapshot:  # noqa: N801
         if self._advice and self._batch is not None:
             planned = Planned(self._model, self._optimizers, self._batch)
         self.explanation = explain(read, error, asked, planned)
-        where = f"The snapshot is in {self.path}."
-        add_note(error, f"{self.explanation}\n{where}")
+        add_note(error, self.explanation)
 
 
 def _checked_signal(number: int) -> int:

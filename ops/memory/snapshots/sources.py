@@ -100,10 +100,13 @@ class CpuSource:
             return False
         if torch._C._current_graph_task_id() != -1:
             return False
+        functions = _code_of_functions()
         frame = sys._getframe(1)
         while frame is not None:
-            path = frame.f_code.co_filename
-            if path.startswith(_TORCH) and not path.startswith(_CALLERS):
+            code = frame.f_code
+            if code in functions or code.co_name == "__torch_dispatch__":
+                return False
+            if code.co_filename.startswith(_TORCH) and not code.co_filename.startswith(_CALLERS):
                 return False
             frame = frame.f_back
         return True
@@ -143,6 +146,20 @@ class CpuSource:
     def drop(self) -> None:
         self._ranges.remove()
         self._recorder.stop()
+
+
+def _code_of_functions() -> set[Any]:
+    """The code of all functions of autograd, which it calls from C++."""
+    found: set[Any] = set()
+    classes = [torch.autograd.Function]
+    while classes:
+        kind = classes.pop()
+        classes += kind.__subclasses__()
+        for method in vars(kind).values():
+            method = getattr(method, "__func__", method)
+            if hasattr(method, "__code__"):
+                found.add(method.__code__)
+    return found
 
 
 class _OpenRanges:
