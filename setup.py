@@ -207,7 +207,7 @@ if __name__ == "__main__":
         license="BSD-3-Clause",
         package_dir={"headroom": "ops", **OUTSIDE},
         packages=["headroom", *OUTSIDE] + [f"headroom.{name}" for name in inner_packages()],
-        package_data={"headroom": ["py.typed"], "headroom.reports": ["page/*"]},
+        package_data={"headroom": ["py.typed"], "headroom.reports": ["page-files/*"]},
         ext_modules=[Extension("headroom._C", sources=[])],
         cmdclass={"build_ext": CMakeBuild, "build_py": CleanBuildPy},
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from . import ladder, profile, recording, snapshots
 from .limits import EVENTS, check_timeline
 from .text import shortened
 
-__all__ = ["Part", "read"]
+__all__ = ["Part", "load", "read"]
 
 SNAPSHOT, JSON = 2 << 30, 256 << 20  # bytes of a file: reading takes several times as much
 MORE = "record fewer events (max_entries), or fewer steps"
@@ -55,6 +56,43 @@ def read(path: str | os.PathLike[str]) -> list[Part]:
         OSError: the file cannot be read.
         ValueError: it is none of these, damaged or too large; says which and what to do.
     """
+    value, made = _recognized(path)
+    with _damage(path):
+        return made(value, shortened(Path(path).name, 80))
+
+
+def load(path: str | os.PathLike[str]) -> Snapshot | Plan | Timeline:
+    """Returns what is in a file that has memory over time: a snapshot, a plan or a timeline.
+
+    Raises:
+        OSError, ValueError: as :func:`read`, also for files without memory over time.
+    """
+    value, made = _recognized(path)
+    with _damage(path):
+        if made is _snapshot:
+            return value
+        if made is _plan:
+            return _checked_plan(value)
+        if made is _timeline:
+            return _checked_timeline(value)
+    raise ValueError(f"{os.fspath(path)} has no memory over time: wanted a snapshot or a plan")
+
+
+@contextmanager
+def _damage(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns what forged values raise into a ValueError that names the file."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else error
+        text = f"{os.fspath(path)} is damaged: {shortened(str(reason), 300)}"
+        raise ValueError(text) from error
+    except RecursionError as error:
+        raise ValueError(f"{os.fspath(path)} is damaged: it is nested too deeply") from error
+
+
+def _recognized(path: str | os.PathLike[str]) -> tuple[Any, Callable[[Any, str], list[Part]]]:
+    """Reads a file, and returns its value with what makes parts of it."""
     name = os.fspath(path)
     try:
         status = os.stat(path)
@@ -76,20 +114,10 @@ def read(path: str | os.PathLike[str]) -> list[Part]:
             f"{name} is neither JSON nor a snapshot: wanted a file of "
             "torch.cuda.memory._dump_snapshot, a saved plan, a profile, or ladder.json"
         )
-    made: Callable[[Any, str], list[Part]]
     if is_json:
         value = _json(Path(path), name)
-        made = _kind_of(value, name)
-    else:
-        value, made = _snapshot_in(path), _snapshot
-    short = shortened(Path(name).name, 80)
-    try:
-        return made(value, short)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise ValueError(f"{name} is damaged: {shortened(str(reason), 300)}") from error
-    except RecursionError as error:
-        raise ValueError(f"{name} is damaged: it is nested too deeply") from error
+        return value, _kind_of(value, name)
+    return _snapshot_in(path), _snapshot
 
 
 def _snapshot_in(path: str | os.PathLike[str]) -> Snapshot:
@@ -141,6 +169,8 @@ def _snapshot(value: Snapshot, name: str) -> list[Part]:
         # On the CPU segments are the pages that tensors were in, which nobody reserves.
         is_held = bool(one.segments) and not device.startswith("cpu")
         reserved = one.reserved_over_events() if is_held else []
+        if max(reserved, default=0) < one.timeline.peak_bytes:
+            reserved = []  # segments were not recorded as they came and went
         content = recording.described(one.timeline, reserved)
         content["notes"] += [
             f"Out of memory after event {failure.event:,}: {format_bytes(failure.bytes)} were "
@@ -156,15 +186,23 @@ def _snapshot(value: Snapshot, name: str) -> list[Part]:
     return parts
 
 
-def _timeline(value: Mapping[str, Any], name: str) -> list[Part]:
+def _checked_timeline(value: Mapping[str, Any]) -> Timeline:
     check_timeline(value)
-    content = recording.described(Timeline.from_json(dict(value)))
+    return Timeline.from_json(dict(value))
+
+
+def _checked_plan(value: Mapping[str, Any]) -> Plan:
+    check_timeline(value.get("timeline"))
+    return Plan.from_json(dict(value))
+
+
+def _timeline(value: Mapping[str, Any], name: str) -> list[Part]:
+    content = recording.described(_checked_timeline(value))
     return [Part("recording", name, name, content)]
 
 
 def _plan(value: Mapping[str, Any], name: str) -> list[Part]:
-    check_timeline(value.get("timeline"))
-    plan = Plan.from_json(dict(value))
+    plan = _checked_plan(value)
     content = recording.described(plan.timeline)
     share = {
         key: int(size)

@@ -21,7 +21,7 @@ from .kinds import COLORS
 
 __all__ = ["page_of"]
 
-FOLDER = Path(__file__).parent / "page"
+FOLDER = Path(__file__).parent / "page-files"
 SCRIPTS = ("base.js", "timeline.js", "breakdown.js", "tables.js", "profile.js", "main.js")
 PAGE = """<!doctype html>
 <html lang="en">

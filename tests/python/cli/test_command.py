@@ -10,6 +10,7 @@ import pytest
 import torch
 from headroom.cli import EXIT_CODES, command, completion, main
 from headroom.cli.command import COMMANDS, make_parser
+from headroom.memory import Allocation, Timeline
 
 from helpers import report_files
 
@@ -160,6 +161,29 @@ def test_report(folder, capsys):
     assert main(["report", "plan.json", "--terminal"]) == 0
     assert "peak of tensors" in capsys.readouterr().out
     assert sorted(folder.iterdir()) == before
+
+
+def test_diff_fails_above_a_limit(folder, capsys):
+    first, second = report_files.timeline(40), report_files.timeline(40)
+    second.allocations.append(Allocation(40, 3 << 20, kind="buffers", stack=("new.py:3 leak",)))
+    Timeline(first.allocations, first.spans, "cuda").save("a.json")
+    Timeline(second.allocations, second.spans, "cuda").save("b.json")
+    run = ["diff", "a.json", "b.json"]
+    assert main(run) == 0
+    assert "new.py:3 leak" in capsys.readouterr().out
+    for limit, code in (("3 MiB", 0), ("3145727", 1)):
+        assert main([*run, "--fail-above", limit, "--json"]) == code
+        found = answer(capsys)
+        assert found["growth"] == 3 << 20 and found["fails"] is (code == 1)
+        assert found["names"] == ["a.json", "b.json"] and found["rows"][0]["change"] == "new"
+    assert main(["diff", "b.json", "a.json", "--fail-above", "0"]) == 0
+    assert main([*run, "--fail-above", "many"]) == 1
+    (folder / "ladder.json").write_text(json.dumps(report_files.ladder()))
+    assert main(["diff", "a.json", "ladder.json"]) == 1
+    assert "ladder.json has no memory over time" in capsys.readouterr().err
+    report_files.plan(40).save("plan.json")
+    assert main(["diff", "a.json", "plan.json", "--at", "end", "--json"]) == 0
+    assert answer(capsys)["growth"] == 0
 
 
 def test_demo_outside_of_a_clone(folder, capsys, monkeypatch):
