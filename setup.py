@@ -184,6 +184,18 @@ class CleanBuildPy(build_py):
         super().run()
 
 
+# Packages that are imported without headroom: by pytest, and to say why headroom cannot be.
+OUTSIDE = {
+    "headroom_pytest": "ops/memory/pytest_plugin",
+    "headroom_command": "ops/cli/command_line",
+}
+
+
+def inner_packages():
+    outside = [folder.removeprefix("ops/").replace("/", ".") for folder in OUTSIDE.values()]
+    return find_packages("ops", exclude=outside)
+
+
 def version():
     header = (ROOT / "capi" / "headroom.h").read_text()
     return ".".join(re.findall(r"^#define HR_VERSION_(?:MAJOR|MINOR|PATCH) +(\d+)", header, re.M))
@@ -193,10 +205,9 @@ if __name__ == "__main__":
     setup(
         version=version(),
         license="BSD-3-Clause",
-        package_dir={"headroom": "ops", "headroom_pytest": "ops/memory/pytest_plugin"},
-        packages=["headroom", "headroom_pytest"]
-        + [f"headroom.{name}" for name in find_packages("ops", exclude=["memory.pytest_plugin"])],
-        package_data={"headroom": ["py.typed"]},
+        package_dir={"headroom": "ops", **OUTSIDE},
+        packages=["headroom", *OUTSIDE] + [f"headroom.{name}" for name in inner_packages()],
+        package_data={"headroom": ["py.typed"], "headroom.reports": ["page-files/*"]},
         ext_modules=[Extension("headroom._C", sources=[])],
         cmdclass={"build_ext": CMakeBuild, "build_py": CleanBuildPy},
     )

@@ -6,8 +6,8 @@ with the names and arguments of :mod:`torch.optim`, :mod:`headroom.amp` loss sca
 models, :mod:`headroom.nn` blocks that decide what they keep, :mod:`headroom.checkpointing`
 recomputed activations, :mod:`headroom.patching` the same for models that exist,
 :mod:`headroom.memory` where bytes go, :mod:`headroom.planning` where they will go,
-:mod:`headroom.state` files of a run's state, and :mod:`headroom.integrations` what other libraries'
-training loops need.
+:mod:`headroom.reports` pictures of both, :mod:`headroom.state` files of a run's state, and
+:mod:`headroom.integrations` what other libraries' training loops need.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ stage() {
     stages+=("$((SECONDS - started)) s  $name")
 }
 
-# Packages of Debian and Ubuntu: a compiler, GoogleTest, what examples/c builds with, the formatter.
+# Packages of Debian and Ubuntu: a compiler, GoogleTest, what examples/c builds with, the formatter,
+# and for the full run a browser.
 system_packages() {
     local missing=()
     command -v g++ >/dev/null || missing+=(g++)
@@ -47,6 +48,8 @@ system_packages() {
     command -v readelf >/dev/null || missing+=(binutils)
     command -v clang-format >/dev/null || missing+=(clang-format)
     [ -e /usr/include/gtest/gtest.h ] || missing+=(libgtest-dev)
+    # What reads the pages of reports; without one their tests are skipped.
+    [ "$sanitized" = OFF ] || command -v chromium google-chrome >/dev/null || missing+=(chromium)
     [ ${#missing[@]} -gt 0 ] || return 0
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
         echo "apt-get install ${missing[*]}"

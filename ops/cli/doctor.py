@@ -1,0 +1,347 @@
+"""Says what Headroom runs on here: versions, devices, instruction sets, limits of memory, and what
+is missing with how to get it. Never fails: what is broken or absent becomes a line.
+
+This file imports nothing but the standard library until it runs, and nothing of the package by
+name, so that it also works where ``import headroom`` does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HELP = "say what this machine and installation have, lack, and how to get it"
+OK, NOTE, BROKEN = "ok", "note", "broken"
+OPTIONAL = {
+    "rich": "a report in the terminal with colors: pip install rich",
+    "matplotlib": "headroom report --png: pip install matplotlib",
+    "transformers": "headroom plan with a config.json: pip install transformers",
+    "isal": "checksums of state files at the speed of memory: pip install isal",
+    "bitsandbytes": "nothing of Headroom needs it; its optimizer states convert without it",
+    "torchao": "converting states of torchao: pip install torchao",
+}
+UNLIMITED = 1 << 60  # what cgroup v1 writes for no limit is near 2**63
+
+
+class Finding(NamedTuple):
+    """A line: what was looked at, what was found, and what to do about it."""
+
+    part: str
+    name: str
+    value: str
+    status: str = OK
+    advice: str = ""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    findings = examine()
+    if options.json:
+        rows = [finding._asdict() for finding in findings]
+        broken = sum(finding.status == BROKEN for finding in findings)
+        found = {"format": "headroom.doctor/1", "broken": broken, "findings": rows}
+        print(json.dumps(found, indent=2))
+    else:
+        print(table(findings))
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the doctor by itself, where the package cannot be imported."""
+    parser = argparse.ArgumentParser(prog="headroom doctor", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args(arguments))
+
+
+def examine(root: Path = Path("/")) -> list[Finding]:
+    """Returns all findings. Files of the system are read below ``root``."""
+    parts: dict[str, Callable[[], Iterator[Finding]]] = {
+        "versions": _versions,
+        "library": _library,
+        "devices": lambda: _devices(root),
+        "memory": lambda: _memory(root),
+        "optional": _optional,
+    }
+    found = []
+    for part, look in parts.items():
+        try:
+            found += look()
+        except Exception as error:  # of any type: what is looked at may be broken in any way
+            found.append(Finding(part, "error", _short(error), BROKEN, "please report this"))
+    return found
+
+
+def table(findings: list[Finding]) -> str:
+    """Returns the findings as text, a part after the other."""
+    signs = {OK: " ", NOTE: "-", BROKEN: "!"}
+    lines, last = [], None
+    width = max((len(finding.name) for finding in findings), default=0)
+    for finding in findings:
+        if finding.part != last:
+            lines += [""] * bool(lines) + [finding.part]
+            last = finding.part
+        lines.append(f"{signs[finding.status]} {finding.name:<{width}}  {finding.value}".rstrip())
+        if finding.advice:
+            lines.append(f"  {'':<{width}}    {finding.advice}")
+    broken = sum(finding.status == BROKEN for finding in findings)
+    verdict = "nothing is broken" if not broken else f"{broken} broken, marked with !"
+    return "\n".join([*lines, "", verdict])
+
+
+# ---- versions and the library -------------------------------------------------------------------
+
+
+def _imported(name: str) -> Any:
+    """The module, or the error that importing it raised."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # a broken binary raises OSError, a wrong torch AttributeError, ...
+        return error
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("versions", "Python", f"{platform.python_version()} at {sys.executable}")
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    yield Finding("versions", "system", system)
+    torch = _imported("torch")
+    if isinstance(torch, Exception):
+        advice = "pip install torch, of 2.11 or newer; https://pytorch.org has the commands"
+        yield Finding("versions", "torch", _short(torch), BROKEN, advice)
+    else:
+        cuda = getattr(torch.version, "cuda", None)
+        of = f"built for CUDA {cuda}" if cuda else "built for the CPU"
+        yield Finding("versions", "torch", f"{torch.__version__}, {of}")
+        yield Finding("versions", "threads of torch", str(torch.get_num_threads()))
+    try:
+        version = importlib.metadata.version("headroom")
+    except importlib.metadata.PackageNotFoundError:
+        version = "not installed as a package"
+    yield Finding("versions", "headroom", version)
+
+
+def _library() -> Iterator[Finding]:
+    headroom = _imported("headroom")
+    if isinstance(headroom, Exception):
+        advice = "in the source folder: pip install ."
+        yield Finding("library", "import headroom", _short(headroom), BROKEN, advice)
+        return
+    try:
+        info = headroom.build_info()
+    except Exception as error:
+        advice = "install pybind11 and build again: pip install ."
+        yield Finding("library", "build", _short(error), BROKEN, advice)
+        return
+    yield Finding("library", "version", info.get("version", "?"))
+    yield Finding("library", "compiler", info.get("compiler", "?"))
+    yield Finding("library", "instruction set", info.get("cpu", "?"))
+    cuda = info.get("cuda", "")
+    if not re.search(r"\d", cuda):
+        advice = "for a GPU: HEADROOM_CUDA=1 pip install . fetches the compiler"
+        yield Finding("library", "CUDA", "built for the CPU", NOTE, advice)
+    else:
+        yield Finding("library", "CUDA", cuda)
+        yield Finding("library", "architectures", info.get("archs", "?"))
+
+
+# ---- devices ------------------------------------------------------------------------------------
+
+
+def _devices(root: Path) -> Iterator[Finding]:
+    yield Finding("devices", "CPU", f"{_cpu_name(root)}, {_cores()} cores for this process")
+    driver = _driver(root)
+    yield driver
+    torch = _imported("torch")
+    if isinstance(torch, Exception):
+        return
+    if not torch.cuda.is_available():
+        if driver.status == OK:
+            advice = "install a torch that is built for a CUDA of this driver or an older one"
+            yield Finding("devices", "CUDA in torch", "not available", BROKEN, advice)
+        return
+    archs = _architectures()
+    for index in range(torch.cuda.device_count()):
+        name = f"cuda:{index}"
+        try:
+            properties = torch.cuda.get_device_properties(index)
+            free, total = torch.cuda.mem_get_info(index)
+        except Exception as error:
+            advice = "look at it with nvidia-smi"
+            yield Finding("devices", name, _short(error), BROKEN, advice)
+            continue
+        number = 10 * properties.major + properties.minor
+        sizes = f"{_size(free)} free of {_size(total)}"
+        value = f"{properties.name}, sm_{number}, {sizes}"
+        if archs and not runs_on(archs, number):
+            advice = f'HEADROOM_CUDA_ARCHS="{number}" pip install .'
+            text = f"{value}; the library has {' '.join(map(str, archs))}"
+            yield Finding("devices", name, text, BROKEN, advice)
+        else:
+            yield Finding("devices", name, value)
+
+
+def runs_on(archs: list[int], device: int) -> bool:
+    """Whether a library for these architectures runs on a device: machine code runs on the same
+    major number and a minor one that is not smaller, and the portable code of the newest
+    architecture on all that are newer."""
+    same = any(arch // 10 == device // 10 and arch <= device for arch in archs)
+    return same or device >= max(archs)
+
+
+def _architectures() -> list[int]:
+    headroom = _imported("headroom")
+    try:
+        return [int(number) for number in re.findall(r"\d+", headroom.build_info()["archs"])]
+    except Exception:  # the part "library" has said why
+        return []
+
+
+def _driver(root: Path) -> Finding:
+    file = root / "proc/driver/nvidia/version"
+    try:
+        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", file.read_text())
+    except OSError:
+        return Finding("devices", "NVIDIA driver", "none; runs on the CPU", NOTE)
+    version = found[1] if found else "of an unknown version"
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError) as error:
+        advice = "in a container: start it with the NVIDIA runtime (--gpus all)"
+        return Finding("devices", "NVIDIA driver", f"{version}, {_short(error)}", BROKEN, advice)
+    cuda = f"{number.value // 1000}.{number.value % 1000 // 10}"
+    return Finding("devices", "NVIDIA driver", f"{version}, for CUDA {cuda} and older")
+
+
+def _cpu_name(root: Path) -> str:
+    try:
+        text = (root / "proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
+    return found[1] if found else platform.machine()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+
+def _memory(root: Path) -> Iterator[Finding]:
+    total = available = None
+    try:
+        text = (root / "proc/meminfo").read_text()
+        sizes = {
+            name: int(kib) << 10 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", text, re.M)
+        }
+        total, available = sizes["MemTotal"], sizes["MemAvailable"]
+        yield Finding("memory", "RAM", f"{_size(available)} available of {_size(total)}")
+    except (OSError, KeyError) as error:
+        yield Finding("memory", "RAM", f"unknown: {_short(error)}", NOTE)
+    limit = cgroup_limit(root)
+    if limit is None or (total is not None and limit >= total):
+        yield Finding("memory", "limit of the cgroup", "none")
+    else:
+        advice = "the process is killed above this, whatever RAM is free"
+        yield Finding("memory", "limit of the cgroup", _size(limit), NOTE, advice)
+    yield from _limits()
+    try:
+        shared = os.statvfs(root / "dev/shm")
+        size = shared.f_frsize * shared.f_blocks
+        small = size < 1 << 28
+        advice = "workers of a DataLoader need more; docker run --shm-size=8g" if small else ""
+        yield Finding("memory", "/dev/shm", _size(size), NOTE if small else OK, advice)
+    except OSError:
+        yield Finding("memory", "/dev/shm", "none", NOTE, "workers of a DataLoader need it")
+
+
+def cgroup_limit(root: Path) -> int | None:
+    """Returns the smallest limit of memory, in bytes, of the cgroup of this process and of those
+    that it is in; None if there is none. Knows versions 1 and 2."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    limits = []
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            base, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            base, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container the path may be that of the host, and the limit at the top is ours.
+        folder = base / path.strip("/")
+        while True:
+            try:
+                text = (folder / name).read_text().strip()
+                limits += [int(text)] if text.isdigit() and int(text) < UNLIMITED else []
+            except OSError:
+                pass
+            if folder == base or base not in folder.parents:
+                break
+            folder = folder.parent
+    return min(limits, default=None)
+
+
+def _limits() -> Iterator[Finding]:
+    import resource
+
+    for name, which, why in (
+        ("ulimit -v", "RLIMIT_AS", "CUDA reserves addresses for all of its memory"),
+        ("ulimit -d", "RLIMIT_DATA", "allocations above it fail"),
+        ("ulimit -l", "RLIMIT_MEMLOCK", ""),
+        ("ulimit -f", "RLIMIT_FSIZE", "saved states cannot be larger"),
+        ("ulimit -n", "RLIMIT_NOFILE", ""),
+    ):
+        limit = resource.getrlimit(getattr(resource, which))[0]
+        if limit == resource.RLIM_INFINITY:
+            yield Finding("memory", name, "unlimited")
+        else:
+            text = str(limit) if which == "RLIMIT_NOFILE" else _size(limit)
+            yield Finding("memory", name, text, NOTE if why else OK, why)
+
+
+def _optional() -> Iterator[Finding]:
+    for name, purpose in OPTIONAL.items():
+        try:
+            yield Finding("optional", name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding("optional", name, "not installed", NOTE, purpose)
+
+
+# ---- text ---------------------------------------------------------------------------------------
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def _size(size: int) -> str:
+    """The size as Headroom writes it everywhere, by the file that knows how."""
+    file = Path(__file__).resolve().parents[1] / "memory" / "sizes.py"
+    try:
+        spec = importlib.util.spec_from_file_location("headroom_sizes", file)
+        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+        spec.loader.exec_module(module)  # type: ignore[union-attr]
+        return module.format_bytes(size)
+    except (OSError, ImportError, AttributeError):
+        return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,59 @@
+"""Makes one HTML page of snapshots, plans, timelines, profiles and the memory ladder, for a browser
+and offline. Also shows them in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from ..reports import read, report
+from ..reports.terminal import show
+from .output import print_json
+
+HELP = "make a page of snapshots, plans and profiles"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    what = "a snapshot, plan, timeline, profile or ladder.json"
+    command.add_argument("files", nargs="+", type=Path, metavar="FILE", help=what)
+    where = "the page (default: the first FILE with .html in the current folder)"
+    command.add_argument("-o", "--out", type=Path, metavar="HTML", help=where)
+    command.add_argument("--png", type=Path, metavar="PNG", help="write a picture as well")
+    command.add_argument("--title", help="of the page (default: the names of the files)")
+    command.add_argument("--terminal", action="store_true", help="show it here, and write no page")
+    command.add_argument("--top", type=int, default=10, metavar="N", help="owners shown here")
+
+
+def run(options: argparse.Namespace) -> int:
+    out = options.out or Path(options.files[0].name + ".html")
+    clash = [path for path in options.files if path.exists() and _is_same(path, out, options.png)]
+    if clash:
+        raise ValueError(f"{clash[0]} is read, and would be replaced: choose another --out")
+    if options.terminal:
+        parts = [part for file in options.files for part in read(file)]
+        if options.png is not None:
+            from ..reports.png import draw
+
+            draw(parts, options.png)
+        written = [options.png]
+    else:
+        quiet = options.json or not sys.stderr.isatty()
+        parts = report(options.files, out, title=options.title, png=options.png, progress=not quiet)
+        written = [out, options.png]
+    paths = [str(path) for path in written if path is not None]
+    if options.json:
+        summaries = [part.summary for part in parts]
+        print_json({"format": "headroom.report/1", "written": paths, "parts": summaries})
+        return 0
+    if options.terminal:
+        show(parts, top=options.top)
+    for path in paths:
+        print(f"wrote {path}")
+    return 0
+
+
+def _is_same(path: Path, *targets: Path | None) -> bool:
+    return any(
+        target is not None and target.exists() and path.samefile(target) for target in targets
+    )

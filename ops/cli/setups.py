@@ -1,0 +1,179 @@
+"""Arguments that describe a training step, for the subcommands that plan one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pkgutil
+import re
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["add_setup_arguments", "setup_of"]
+
+MODEL = "module:function that returns a model, or a transformers config.json or its folder"
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float32", "bfloat16", "float16", "int64", "int32", "bool", "uint8")
+}
+AMP = ("bfloat16", "float16")
+
+
+def add_setup_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds what says which model, batch, optimizer and means a step has."""
+    command.add_argument("model", metavar="MODEL", help=MODEL)
+    batch = command.add_argument_group("the batch: one of these")
+    batch.add_argument(
+        "--tokens", metavar="BxS", help="input_ids and labels of B sequences of S tokens: 4x2048"
+    )
+    batch.add_argument(
+        "--input",
+        action="append",
+        metavar="SHAPE[:DTYPE]",
+        help="a tensor, float32 by default: 8x3x224x224, 8x512:int64; again for more arguments",
+    )
+    batch.add_argument("--batch", metavar="MODULE:FUNCTION", help="a function that returns it")
+    step = command.add_argument_group("the step")
+    step.add_argument("--target", metavar="SHAPE[:DTYPE]", help="what the loss compares with")
+    step.add_argument(
+        "--loss",
+        metavar="NAME",
+        help="of torch.nn.functional, or module:function: loss(output, target); by default the "
+        "output's loss",
+    )
+    step.add_argument(
+        "--optimizer",
+        default="AdamW",
+        metavar="NAME",
+        help="of headroom.optim, or torch.optim.NAME, or none (default: %(default)s)",
+    )
+    step.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of the optimizer: master=kahan; again for more",
+    )
+    step.add_argument("--device", default="cuda", help="cuda (default, no GPU needed) or cpu")
+    step.add_argument("--amp", choices=AMP, help="dtype of torch.autocast")
+    step.add_argument("--save", metavar="LEVEL", help="save level of the blocks of headroom.nn")
+    step.add_argument("--checkpoint-every", type=int, metavar="N")
+    step.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches")
+    step.add_argument("--release", action="store_true", help="release gradients in the backward")
+    step.add_argument("--scaler", action="store_true", help="scale losses")
+    step.add_argument("--max-grad-norm", type=float, metavar="NORM")
+
+
+def setup_of(options: argparse.Namespace) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of :func:`headroom.plan` that the options stand for.
+
+    Raises:
+        ValueError: an option is not of the form that it should have; says which one.
+    """
+    given = [name for name in ("tokens", "input", "batch") if getattr(options, name)]
+    if len(given) != 1:
+        raise ValueError(
+            f"the batch is given {len(given)} times, wanted once: --tokens, --input or --batch"
+        )
+    if options.target and options.loss is None:
+        raise ValueError("--target needs a --loss, which compares the output with it")
+    batch: Any
+    if options.tokens:
+        ids = tensor(options.tokens + ":int64", "--tokens", dimensions=2)
+        batch = {"input_ids": ids, "labels": ids.clone()}
+    elif options.batch:
+        batch = named(options.batch, "--batch")()
+    else:
+        parts = [tensor(text, "--input") for text in options.input]
+        parts += [tensor(options.target, "--target")] if options.target else []
+        batch = tuple(parts)
+    if options.target and not options.input:
+        raise ValueError("--target goes with --input")
+    keywords = {
+        "loss": _loss(options.loss),
+        "device": options.device,
+        "amp": DTYPES[options.amp] if options.amp else None,
+        "save": options.save,
+        "checkpoint_every": options.checkpoint_every,
+        "accumulation": options.accumulation,
+        "release": options.release,
+        "scaler": options.scaler,
+        "max_grad_norm": options.max_grad_norm,
+    }
+    return (options.model, _optimizer(options.optimizer, options.option), batch), keywords
+
+
+def tensor(text: str, argument: str, dimensions: int | None = None) -> Tensor:
+    """Returns a tensor on the meta device, from text such as ``"8x512:int64"``."""
+    shape, colon, dtype = text.partition(":")
+    sizes = shape.split("x")
+    good = all(re.fullmatch(r"[1-9]\d{0,11}", size) for size in sizes)
+    if not good or (dimensions is not None and len(sizes) != dimensions):
+        form = "BxS" if dimensions == 2 else "sizes with x between them"
+        raise ValueError(f"{argument} is {shape!r}, wanted {form}, such as 4x2048")
+    if colon and dtype not in DTYPES:
+        raise ValueError(f"{argument} has the dtype {dtype!r}, wanted one of {', '.join(DTYPES)}")
+    return torch.empty(
+        [int(size) for size in sizes], dtype=DTYPES[dtype or "float32"], device="meta"
+    )
+
+
+def named(text: str, argument: str) -> Any:
+    """Returns the function ``"module:function"``, whose module may be in the current folder."""
+    path = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        return pkgutil.resolve_name(text)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{argument} is {text!r}, wanted module:function: {error}") from error
+    finally:
+        sys.path[:] = path
+
+
+def _loss(text: str | None) -> Any:
+    if text is None or ":" in text:
+        return text and named(text, "--loss")
+    found = getattr(torch.nn.functional, text, None)
+    if not callable(found):
+        raise ValueError(f"--loss is {text!r}, wanted one of torch.nn.functional, or a function")
+    return found
+
+
+def _optimizer(text: str, options: list[str]) -> Any:
+    values = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"--option is {option!r}, wanted NAME=VALUE")
+        values[name] = _value(value)
+    if text == "none":
+        return None
+    if ":" in text:
+        return partial(named(text, "--optimizer"), **values)
+    place, _, name = text.rpartition(".")
+    if place not in ("", "torch.optim", "headroom.optim"):
+        raise ValueError(f"--optimizer is {text!r}, wanted a name of headroom.optim or torch.optim")
+    import headroom.optim
+
+    package = torch.optim if place == "torch.optim" else headroom.optim
+    found = getattr(package, name, None)
+    if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
+        raise ValueError(f"--optimizer is {text!r}, and {package.__name__} has none of this name")
+    return partial(found, **values) if values else found
+
+
+def _value(text: str) -> Any:
+    """A number, a truth value, a dtype, or else the text."""
+    words = {"true": True, "false": False, "none": None} | DTYPES
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

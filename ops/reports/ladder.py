@@ -1,0 +1,61 @@
+"""The memory ladder as a part of a report: one bar per rung, by kind, beside its measured peak."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .kinds import color_of
+from .limits import number, text
+from .text import shortened
+
+__all__ = ["described", "is_ladder"]
+
+RUNGS = 500
+NUMBERS = ("seconds", "held_out_bits_per_byte", "tokens_per_second", "bytes_per_parameter")
+PREDICTED = "predicted_peak_bytes"
+
+
+def is_ladder(value: Mapping[str, Any]) -> bool:
+    """Returns whether JSON is what ``examples/ladder.py`` writes."""
+    return isinstance(value.get("rungs"), list) and "versions" in value
+
+
+def described(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a report shows of a ladder.
+
+    Raises:
+        ValueError: a rung has no title, bytes or peak, or they are not what they should be.
+    """
+    found = value["rungs"]
+    if not 1 <= len(found) <= RUNGS:
+        raise ValueError(f"it has {len(found)} rungs, wanted 1 to {RUNGS}")
+    rungs = [_rung(rung) for rung in found]
+    first = rungs[0]["peak_bytes"]
+    least = min(rung["peak_bytes"] for rung in rungs)
+    kinds = list(dict.fromkeys(kind for rung in rungs for kind in rung["bytes"]))
+    return {
+        "summary": {
+            "rungs": rungs,
+            "first_peak_bytes": first,
+            "least_peak_bytes": least,
+        },
+        "colors": {kind: color_of(kind) for kind in kinds},
+    }
+
+
+def _rung(rung: Any) -> dict[str, Any]:
+    if not isinstance(rung, Mapping):
+        raise ValueError(f"a rung is a {type(rung).__name__}, wanted an object")
+    sizes = rung.get("bytes")
+    if not isinstance(sizes, Mapping) or len(sizes) > 20:
+        raise ValueError("a rung has no bytes by kind")
+    made: dict[str, Any] = {
+        "title": shortened(text(rung.get("title"), "the title of a rung"), 80),
+        "peak_bytes": number(rung.get("peak_bytes"), "the peak of a rung"),
+        "bytes": {shortened(kind, 40): number(size, "bytes") for kind, size in sizes.items()},
+    }
+    for name in (*NUMBERS, PREDICTED):
+        if rung.get(name) is not None:
+            made[name] = number(rung[name], f"{name} of a rung", -1e300, 1e300)
+    return made

@@ -1,0 +1,141 @@
+"""A report as one picture, for pages and papers: memory over time, or the bars of a ladder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from .._core.atomic import replacing
+from ..memory.sizes import format_bytes
+from .files import Part
+from .kinds import COLORS, PHASES, name_of
+
+__all__ = ["draw"]
+
+INK, FAINT, LINE = "#1f2328", "#59636e", "#d8dee4"
+MOST = 6  # parts that one picture shows
+UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+
+
+def draw(parts: Sequence[Part], path: str | os.PathLike[str]) -> None:
+    """Writes a PNG with the first parts below one another.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        OSError: the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a PNG needs matplotlib: pip install matplotlib") from error
+    shown = list(parts)[:MOST]
+    heights = [HEIGHTS[part.kind](part.content) for part in shown]
+    figure = Figure(figsize=(9.5, sum(heights)), dpi=120, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    rows = figure.subplots(len(shown), 1, squeeze=False, height_ratios=heights)
+    for part, (axes,) in zip(shown, rows):
+        DRAWN[part.kind](axes, part)
+    with replacing(path) as file, os.fdopen(os.dup(file), "wb") as stream:
+        figure.savefig(stream, format="png", metadata={"Software": None})
+
+
+def _plain(axes: Any, title: str) -> None:
+    # A dollar would begin mathematics, and titles come from files.
+    axes.set_title(title.replace("$", r"\$"), loc="left", fontsize=11, fontweight="bold", color=INK)
+    axes.tick_params(length=0, colors=FAINT, labelsize=8.5)
+    axes.spines[:].set_visible(False)
+    axes.set_axisbelow(True)
+
+
+def _unit(most: float) -> tuple[int, str]:
+    return next(((size, name) for size, name in UNITS if most >= size), UNITS[-1])
+
+
+def _recording(axes: Any, part: Part) -> None:
+    content = part.content
+    facts = content["summary"]
+    unit, name = _unit(facts["peak_bytes"])
+    events = list(accumulate(content["points"]))
+    series = content["series"]["kind"]
+    values = [[size / unit for size in accumulate(changes)] for changes in series.values()]
+    if values:
+        axes.stackplot(
+            [*events, facts["events"]],
+            *([*row, row[-1]] for row in values),
+            step="post",
+            colors=[COLORS[kind] for kind in series],
+            labels=[name_of(kind) for kind in series],
+            linewidth=0,
+        )
+        axes.legend(
+            loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8.5,
+            handlelength=1, handleheight=1, labelcolor=INK, reverse=True,
+        )  # fmt: skip
+    axes.axvline(facts["peak_event"], color=INK, linewidth=0.8, linestyle=(0, (3, 3)))
+    axes.set_xlim(0, max(1, facts["events"]))
+    axes.set_ylim(0, None)
+    axes.grid(axis="y", color=LINE, linewidth=0.7)
+    axes.set_ylabel(name, color=FAINT, fontsize=8.5)
+    axes.set_xlabel("events", color=FAINT, fontsize=8.5)
+    _plain(axes, f"{part.title}: peak {format_bytes(facts['peak_bytes'])}")
+
+
+def _ladder(axes: Any, part: Part) -> None:
+    rungs = part.content["summary"]["rungs"]
+    unit, name = _unit(max(rung["peak_bytes"] for rung in rungs))
+    rows = list(range(len(rungs)))
+    ends = [0.0] * len(rungs)
+    for kind, color in part.content["colors"].items():
+        sizes = [rung["bytes"].get(kind, 0) / unit for rung in rungs]
+        label = kind.replace("$", r"\$")
+        axes.barh(rows, sizes, left=ends, height=0.64, color=color, label=label)
+        ends = [end + size for end, size in zip(ends, sizes)]
+    peaks = [rung["peak_bytes"] / unit for rung in rungs]
+    axes.scatter(peaks, rows, marker="D", s=24, color=INK, zorder=3, label="measured peak")
+    predicted = [(rung.get("predicted_peak_bytes"), row) for row, rung in enumerate(rungs)]
+    if known := [(size / unit, row) for size, row in predicted if size is not None]:
+        axes.scatter(
+            *zip(*known), marker="D", s=44, facecolors="none", edgecolors=INK, zorder=3,
+            label="predicted peak",
+        )  # fmt: skip
+    axes.set_yticks(rows, [rung["title"].replace("$", r"\$") for rung in rungs])
+    axes.invert_yaxis()
+    axes.set_xlabel(name, color=FAINT, fontsize=8.5)
+    axes.grid(axis="x", color=LINE, linewidth=0.7)
+    axes.legend(
+        loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8.5,
+        handlelength=1, handleheight=1, labelcolor=INK,
+    )  # fmt: skip
+    _plain(axes, part.title)
+
+
+def _profile(axes: Any, part: Part) -> None:
+    steps = part.content["steps"]
+    ends = [0.0] * len(steps)
+    names = list(dict.fromkeys(phase for step in steps for phase in step["phases_us"]))
+    for phase in names:
+        spent = [step["phases_us"].get(phase, 0) / 1e3 for step in steps]
+        color = COLORS[PHASES.get(phase, "temporaries")]
+        axes.bar(range(len(steps)), spent, bottom=ends, width=0.8, color=color, label=phase)
+        ends = [end + one for end, one in zip(ends, spent)]
+    axes.set_ylabel("ms", color=FAINT, fontsize=8.5)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("steps", color=FAINT, fontsize=8.5)
+    axes.grid(axis="y", color=LINE, linewidth=0.7)
+    if names:
+        axes.legend(
+            loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8.5,
+            handlelength=1, handleheight=1, labelcolor=INK, reverse=True,
+        )  # fmt: skip
+    _plain(axes, part.title)
+
+
+DRAWN = {"recording": _recording, "ladder": _ladder, "profile": _profile}
+HEIGHTS = {
+    "recording": lambda content: 3.4,
+    "profile": lambda content: 2.8,
+    "ladder": lambda content: 1.4 + 0.3 * len(content["summary"]["rungs"]),
+}

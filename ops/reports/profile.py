@@ -1,0 +1,125 @@
+"""A profile of :mod:`headroom.profiling` as a part of a report: steps, modules, operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .limits import number, text
+from .text import shortened
+
+__all__ = ["described"]
+
+VERSION = 1
+STEPS, MODULES, OPS, POINTS = 400, 4000, 1500, 2000
+LARGEST = 1e300
+PHASES = ("data", "forward", "backward", "optimizer", "other")
+TOTALS = ("wall_us", "loader_us", "recompute_us", "device_us", "model_flops", "recomputed_flops")
+RATES = ("mfu", "hfu")
+FIGURES = (
+    *("forward_us", "backward_us", "recompute_us", "device_us"),
+    *("model_flops", "recomputed_flops", "allocated_bytes", "kept_bytes"),
+)
+OF_MODULE = ("calls", "recomputed_calls", "parameter_bytes", "optimizer_bytes", "peak_bytes")
+OF_OP = (
+    *("calls", "total_us", "self_us", "device_us", "model_flops", "recomputed_flops", "bytes"),
+    "bytes_per_s",
+)
+
+
+def described(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a report shows of a profile.
+
+    Raises:
+        ValueError: it is of another version, or something in it is not what it should be.
+    """
+    if value.get("version") != VERSION:
+        got = shortened(repr(value.get("version")), 40)
+        raise ValueError(f"its version is {got}, wanted {VERSION}")
+    device = _object(value.get("device"), "device")
+    totals = _object(value.get("totals"), "totals")
+    steps = [_object(step, "a step") for step in _list(value.get("steps"), "steps")]
+    modules = [_module(one) for one in _list(value.get("modules"), "modules")[:MODULES]]
+    ops = [_op(one) for one in _list(value.get("ops"), "ops")[:OPS]]
+    summary: dict[str, Any] = {
+        "device": shortened(f"{text(device.get('type'), 'a device')} {device.get('name') or ''}"),
+        "steps": len(steps),
+        **_numbers(totals, (*TOTALS, *RATES), "totals"),
+        "phases_us": _numbers(_object(totals.get("phases_us"), "phases_us"), PHASES, "phases_us"),
+    }
+    return {
+        "summary": summary,
+        "steps": [
+            {
+                **_numbers(step, ("number", "wall_us"), "a step"),
+                "phases_us": _numbers(
+                    _object(step.get("phases_us"), "phases_us"), PHASES, "phases_us"
+                ),
+            }
+            for step in steps[:STEPS]
+        ],
+        "modules": modules,
+        "outside": _figures(value.get("outside") or {}),
+        "ops": ops,
+        "memory": _memory(value.get("memory") or {}),
+        "notes": [
+            shortened(text(note, "a note"), 400)
+            for note in _list(value.get("notes") or [], "notes")[:50]
+        ],
+    }
+
+
+def _object(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{what} is a {type(value).__name__}, wanted an object")
+    return value
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{what} is a {type(value).__name__}, wanted a list")
+    return value
+
+
+def _numbers(value: Mapping[str, Any], names: tuple[str, ...], what: str) -> dict[str, Any]:
+    """The numbers of these names. What was not recorded is left out."""
+    return {
+        name: number(value[name], f"{name} of {what}", -LARGEST, LARGEST)
+        for name in names
+        if value.get(name) is not None
+    }
+
+
+def _figures(value: Any) -> dict[str, Any]:
+    return _numbers(_object(value, "figures"), FIGURES, "a module")
+
+
+def _module(value: Any) -> dict[str, Any]:
+    value = _object(value, "a module")
+    return {
+        "name": shortened(text(value.get("name"), "the name of a module")),
+        "type": shortened(text(value.get("type"), "the type of a module"), 60),
+        **_numbers(value, OF_MODULE, "a module"),
+        "self": _figures(value.get("self")),
+        "total": _figures(value.get("total")),
+    }
+
+
+def _op(value: Any) -> dict[str, Any]:
+    value = _object(value, "an op")
+    name = shortened(text(value.get("name"), "the name of an op"), 120)
+    return {"name": name, **_numbers(value, OF_OP, "an op")}
+
+
+def _memory(value: Any) -> list[dict[str, Any]]:
+    found = []
+    for device, one in list(_object(value, "memory").items())[:16]:
+        points = _list(_object(one, "memory of a device").get("points"), "points")[:POINTS]
+        for point in points:
+            if not isinstance(point, list) or len(point) != 2:
+                raise ValueError(f"a point of memory is {repr(point)[:60]}, wanted [us, bytes]")
+            for coordinate in point:
+                number(coordinate, "a point of memory", -LARGEST, LARGEST)
+        numbers = _numbers(one, ("peak_bytes",), "memory")
+        found.append({"device": shortened(str(device), 40), **numbers, "points": points})
+    return found

@@ -1,0 +1,239 @@
+"""The command ``headroom``: subcommands, exit codes, JSON, completion."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import headroom
+import pytest
+import torch
+from headroom.cli import EXIT_CODES, command, completion, main
+from headroom.cli.command import COMMANDS, make_parser
+from headroom.memory import Allocation, Timeline
+
+from helpers import report_files
+
+MODEL = """
+import torch
+
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(60, 250), torch.nn.ReLU(), torch.nn.Linear(250, 7))
+
+def batch():
+    return torch.zeros(33, 60), torch.zeros(33, dtype=torch.int64)
+"""
+SETUP = ["small_model:model", "--device", "cpu", "--loss", "cross_entropy"]
+BATCH = ["--input", "33x60", "--target", "33:int64"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "small_model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "small_model", raising=False)
+    return tmp_path
+
+
+def answer(capsys):
+    return json.loads(capsys.readouterr().out)
+
+
+def expected():
+    model = torch.nn.Sequential(torch.nn.Linear(60, 250), torch.nn.ReLU(), torch.nn.Linear(250, 7))
+    batch = torch.zeros(33, 60), torch.zeros(33, dtype=torch.int64)
+    loss = torch.nn.functional.cross_entropy
+    return headroom.plan(model, headroom.optim.AdamW, batch, loss=loss, device="cpu")
+
+
+@pytest.mark.parametrize("batch", [BATCH, ["--batch", "small_model:batch"]])
+def test_plan_is_that_of_python(folder, capsys, batch):
+    assert main(["plan", *SETUP, *batch, "--json", "--out", "plan.json"]) == 0
+    found, plan = answer(capsys), expected()
+    assert found["format"] == "headroom.plan.summary/1"
+    assert found["total_bytes"] == plan.total_bytes
+    assert found["peak_by_kind"] == plan.peak_by_kind
+    assert type(plan).load("plan.json").peak_bytes == plan.peak_bytes
+    assert main(["plan", *SETUP, *batch, "--advice", "1"]) == 0
+    assert plan.table().splitlines()[0] in capsys.readouterr().out
+
+
+def test_fit_answers_with_its_exit_code(folder, capsys):
+    total = expected().total_bytes
+    for budget, code in ((total, 0), (total - 1, 1)):
+        assert main(["fit", *SETUP, *BATCH, "--budget", str(budget), "--json"]) == code
+        found = answer(capsys)
+        assert found["fits"] is (code == 0) and found["plan"]["total_bytes"] == total
+    assert main(["fit", *SETUP, *BATCH, "--budget", "1 KiB"]) == 1
+    assert "does not fit, by" in capsys.readouterr().out
+    assert main(["fit", *SETUP, *BATCH, "--budget", str(total), "--max-batch", "--json"]) == 0
+    most = answer(capsys)["max_batch"]
+    assert most >= 33
+
+
+def test_tokens_and_options_of_the_optimizer(folder, capsys):
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
+                "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 101,
+            }
+        )
+    )  # fmt: skip
+    pytest.importorskip("transformers")
+    run = ["plan", "config.json", "--tokens", "2x17", "--device", "cpu", "--json"]
+    sizes = {}
+    for optimizer in ("none", "AdamW", "torch.optim.SGD"):
+        assert main([*run, "--optimizer", optimizer]) == 0
+        sizes[optimizer] = answer(capsys)["peak_by_kind"]["optimizer_state"]
+    assert sizes["none"] == sizes["torch.optim.SGD"] == 0 < sizes["AdamW"]
+    assert main([*run, "--optimizer", "torch.optim.SGD", "--option", "momentum=0.9"]) == 0
+    assert answer(capsys)["peak_by_kind"]["optimizer_state"] > 0
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (SETUP, "the batch is given 0 times, wanted once"),
+        ([*SETUP, *BATCH, "--tokens", "2x3"], "the batch is given 2 times"),
+        ([*SETUP, "--input", "33xx60"], "--input is '33xx60', wanted sizes with x between them"),
+        ([*SETUP, "--input", "3:float7"], "--input has the dtype 'float7', wanted one of float32"),
+        ([*SETUP, "--tokens", "7"], "--tokens is '7', wanted BxS"),
+        ([*SETUP[:3], *BATCH], "--target needs a --loss"),
+        ([*SETUP[:4], "nothing", *BATCH], "--loss is 'nothing'"),
+        ([*SETUP, *BATCH, "--optimizer", "Adagrad9"], "--optimizer is 'Adagrad9'"),
+        ([*SETUP, *BATCH, "--optimizer", "os.path"], "--optimizer is 'os.path'"),
+        ([*SETUP, *BATCH, "--option", "lr"], "--option is 'lr', wanted NAME=VALUE"),
+        ([*SETUP, "--batch", "small_model:nothing"], "--batch is 'small_model:nothing'"),
+        (["no_such_file.json", *SETUP[1:], *BATCH], "no_such_file.json"),
+    ],
+)
+def test_arguments_that_plan_refuses(folder, capsys, arguments, message):
+    assert main(["plan", *arguments, "--json"]) == 1
+    said = capsys.readouterr()
+    assert message in said.err
+    error = json.loads(said.out)
+    assert error["format"] == "headroom.error/1" and message in error["error"]
+
+
+def test_exit_codes(capsys, monkeypatch):
+    assert set(EXIT_CODES) == {0, 1, 2, 130}
+    for arguments in ([], ["bogus"], ["fit", "x:y"], ["report"], ["completion", "tcsh"]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    assert all(meaning[:20] in capsys.readouterr().out for meaning in [EXIT_CODES[0]])
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"headroom {headroom.__version__}\n"
+
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.import_module("headroom.cli.doctor"), "run", interrupted)
+    assert main(["doctor"]) == 130
+
+
+def test_every_command_has_json_and_help(capsys):
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0
+        assert "--json" in capsys.readouterr().out, name
+
+
+def test_report(folder, capsys):
+    report_files.plan().save("plan.json")
+    report_files.write_snapshot(folder / "run.pickle", report_files.snapshot(500))
+    assert main(["report", "plan.json", "run.pickle", "--json", "--png", "out.png"]) == 0
+    found = answer(capsys)
+    assert found["format"] == "headroom.report/1"
+    assert found["written"] == ["plan.json.html", "out.png"]
+    plan = report_files.plan()
+    assert found["parts"][0]["peak_bytes"] == plan.peak_bytes
+    assert found["parts"][0]["total_bytes"] == plan.total_bytes
+    assert found["parts"][1]["segments"]["segments"] > 0
+    before = sorted(folder.iterdir())
+    assert main(["report", "plan.json", "--out", "plan.json"]) == 1
+    assert "would be replaced" in capsys.readouterr().err
+    assert main(["report", "plan.json", "--terminal"]) == 0
+    assert "peak of tensors" in capsys.readouterr().out
+    assert sorted(folder.iterdir()) == before
+
+
+def test_diff_fails_above_a_limit(folder, capsys):
+    first, second = report_files.timeline(40), report_files.timeline(40)
+    second.allocations.append(Allocation(40, 3 << 20, kind="buffers", stack=("new.py:3 leak",)))
+    Timeline(first.allocations, first.spans, "cuda").save("a.json")
+    Timeline(second.allocations, second.spans, "cuda").save("b.json")
+    run = ["diff", "a.json", "b.json"]
+    assert main(run) == 0
+    assert "new.py:3 leak" in capsys.readouterr().out
+    for limit, code in (("3 MiB", 0), ("3145727", 1)):
+        assert main([*run, "--fail-above", limit, "--json"]) == code
+        found = answer(capsys)
+        assert found["growth"] == 3 << 20 and found["fails"] is (code == 1)
+        assert found["names"] == ["a.json", "b.json"] and found["rows"][0]["change"] == "new"
+    assert main(["diff", "b.json", "a.json", "--fail-above", "0"]) == 0
+    assert main([*run, "--fail-above", "many"]) == 1
+    (folder / "ladder.json").write_text(json.dumps(report_files.ladder()))
+    assert main(["diff", "a.json", "ladder.json"]) == 1
+    assert "ladder.json has no memory over time" in capsys.readouterr().err
+    report_files.plan(40).save("plan.json")
+    assert main(["diff", "a.json", "plan.json", "--at", "end", "--json"]) == 0
+    assert answer(capsys)["growth"] == 0
+
+
+def test_demo_outside_of_a_clone(folder, capsys, monkeypatch):
+    from headroom.cli import demo
+
+    monkeypatch.setattr(demo, "__file__", str(folder / "a" / "b" / "demo.py"))
+    assert main(["demo"]) == 1
+    assert "clone the repository" in capsys.readouterr().err
+    (folder / "examples").mkdir()
+    (folder / "capi").mkdir()
+    (folder / "capi" / "headroom.h").touch()
+    (folder / "examples" / "demo.sh").write_text('echo "got $*"; exit ${1#code=}\n')
+    assert main(["demo", "--json", "code=0", "--size", "tiny"]) == 0
+    found = answer(capsys)
+    assert found["exit_code"] == 0 and found["command"][2:] == ["code=0", "--size", "tiny"]
+    assert main(["demo", "code=3"]) == 1
+
+
+def test_completion_in_bash(folder, capsys):
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+
+    def complete(*words):
+        asked = "COMP_WORDS=(headroom {}); COMP_CWORD={}; _headroom; echo ${{COMPREPLY[*]}}"
+        text = script + asked.format(" ".join(f"'{word}'" for word in words), len(words))
+        done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    assert complete("") == [*COMMANDS, "--help", "--version"]
+    assert complete("re") == ["report"]
+    assert complete("plan", "--max") == ["--max-grad-norm"]
+    assert complete("plan", "--amp", "") == ["bfloat16", "float16"]
+    assert complete("completion", "z") == ["zsh"]
+    (folder / "run.pickle").touch()
+    assert complete("report", "run") == ["run.pickle"]
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_completion_in_other_shells(capsys, shell):
+    assert main(["completion", shell, "--json"]) == 0
+    script = answer(capsys)["script"]
+    for one in completion.commands_of(make_parser()):
+        assert one.name in script
+        for option in one.options:
+            assert all(name.lstrip("-") in script for name in option.names)
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True)
+
+
+def test_python_m_headroom():
+    from headroom.__main__ import main as run
+
+    assert run is main

@@ -1,0 +1,248 @@
+"""Files that a report refuses, and what they leave behind: nothing."""
+
+import copy
+import json
+import os
+import pickle
+import resource
+import sys
+
+import pytest
+from headroom.cli import main
+from headroom.reports import files, read, report, terminal
+
+from helpers import report_files
+
+
+def plan():
+    return report_files.plan(20).to_json()
+
+
+def changed(value, *path, to):
+    value = copy.deepcopy(value)
+    inner = value
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = to
+    return value
+
+
+BAD = {
+    "empty": (b"", "is empty"),
+    "text": (b"hello", "is neither JSON nor a snapshot"),
+    "an image": (b"\x89PNG\r\n", "is neither JSON nor a snapshot"),
+    "half of JSON": (json.dumps(plan()).encode()[:-300], "is no JSON that can be read"),
+    "not UTF-8": (b'{"format": "\xff"}', "is no JSON that can be read"),
+    "deep": (b"[" * 200_000, "nested too deeply"),
+    "NaN": (b'{"rungs": [NaN], "versions": {}}', "it has the number NaN"),
+    "a long number": (b'{"rungs": ' + b"9" * 10_000 + b"}", "is no JSON that can be read"),
+    "a list": (b"[1, 2]", "it holds a list"),
+    "foreign": (b'{"a": 1, "b": 2}', "its keys are a, b"),
+    "a trace": (b'{"traceEvents": []}', "open it in ui.perfetto.dev"),
+    "a newer plan": (b'{"format": "headroom.plan/2"}', "its format is 'headroom.plan/2'"),
+    "half of a pickle": (pickle.dumps(report_files.snapshot(50), 4)[:-30], "is no snapshot"),
+    "code": (b"\x80\x04cos\nsystem\n(S'touch hit'\ntR.", "is no snapshot"),
+    "another pickle": (pickle.dumps({"a": 1}, 4), "is no snapshot"),
+    "a snapshot of nothing": (
+        pickle.dumps({"device_traces": [[]], "segments": []}, 4),
+        "was the recorder on?",
+    ),
+}
+ROW = ("timeline", "allocations", 3)
+BAD_PLANS = {
+    "far away": ((*ROW, 2), 10**12, "the start of an allocation is 1000000000000, wanted"),
+    "an end before the start": ((*ROW, 3), 0, "ends at 0, before its start"),
+    "negative": ((*ROW, 1), -5, "the bytes of an allocation is -5"),
+    "2**70 bytes": ((*ROW, 1), 2**70, "the bytes of an allocation"),
+    "half a byte": ((*ROW, 1), 0.5, "wanted a whole number"),
+    "an unknown kind": ((*ROW, 4), "jokes", "kind is 'jokes'"),
+    "a kind that is a list": ((*ROW, 4), [], "is damaged"),
+    "a stack outside": ((*ROW, -1), 10**6, "the stack of an allocation"),
+    "a stack from behind": ((*ROW, -1), -1, "the stack of an allocation"),
+    "a short row": (ROW, [1, 2], "wanted 10 values"),
+    "a module that is a dict": ((*ROW, 5), {}, "the module of an allocation is a dict"),
+    "an unknown phase": (("timeline", "spans", 1, 2), "lunch", "wanted [start, step, phase]"),
+    "spans out of order": (("timeline", "spans", 1, 0), 10**5, "its spans are not in order"),
+    "another timeline": (("timeline", "format"), "x", "not a timeline"),
+    "a share that is text": (("device_share", "context"), "much", "is damaged"),
+    "an unknown share": (("device_share", "magic"), 1, "is damaged"),
+    "options that are a list": (("options",), [1], "is damaged"),
+    "no timeline": (("timeline",), None, "its timeline is a NoneType"),
+}
+
+
+def refused(path, message, capsys):
+    """Neither the function nor the command writes anything, and both say why."""
+    folder = path.parent
+    before = {file: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    with pytest.raises(ValueError) as error:
+        report([path], folder / "out.html")
+    assert message in str(error.value) and str(path) in str(error.value)
+    assert len(str(error.value)) < 1000 + len(str(path))
+    assert main(["report", str(path), "-o", str(folder / "out.html")]) == 1
+    assert message in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_files_that_are_something_else(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    content, message = BAD[name]
+    (tmp_path / "file").write_bytes(content)
+    refused(tmp_path / "file", message, capsys)
+    assert not (tmp_path / "hit").exists()
+
+
+@pytest.mark.parametrize("name", BAD_PLANS)
+def test_plans_with_one_value_changed(name, tmp_path, capsys):
+    path, value, message = BAD_PLANS[name]
+    bad = changed(plan(), *path, to=value)
+    (tmp_path / "plan.json").write_text(json.dumps(bad))
+    refused(tmp_path / "plan.json", message, capsys)
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        (("rungs",), [], "it has 0 rungs"),
+        (("rungs", 1), 5, "a rung is a int"),
+        (("rungs", 1, "peak_bytes"), "5", "the peak of a rung is '5'"),
+        (("rungs", 1, "peak_bytes"), None, "the peak of a rung is None"),
+        (("rungs", 1, "bytes"), [], "a rung has no bytes by kind"),
+        (("rungs", 1, "bytes", "gradients"), -1, "bytes is -1"),
+        (("rungs", 1, "title"), {}, "the title of a rung is a dict"),
+        (("rungs", 1, "tokens_per_second"), True, "tokens_per_second of a rung is True"),
+    ],
+)
+def test_ladders_with_one_value_changed(path, value, message, tmp_path, capsys):
+    bad = changed(report_files.ladder(), *path, to=value)
+    (tmp_path / "ladder.json").write_text(json.dumps(bad))
+    refused(tmp_path / "ladder.json", message, capsys)
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        (("version",), 2, "its version is 2, wanted 1"),
+        (("steps",), {}, "steps is a dict, wanted a list"),
+        (("steps", 0, "wall_us"), "long", "wall_us of a step is 'long'"),
+        (("modules", 1, "name"), None, "the name of a module is a NoneType"),
+        (("modules", 1, "total", "kept_bytes"), [], "kept_bytes of a module is []"),
+        (("ops", 0, "calls"), True, "calls of an op is True"),
+        (("memory", "cpu", "points", 2), [1], "a point of memory is [1]"),
+        (("totals",), [], "totals is a list"),
+        (("device",), None, "device is a NoneType"),
+    ],
+)
+def test_profiles_with_one_value_changed(path, value, message, tmp_path, capsys):
+    bad = changed(report_files.profile(), *path, to=value)
+    (tmp_path / "profile.json").write_text(json.dumps(bad))
+    refused(tmp_path / "profile.json", message, capsys)
+
+
+def test_files_that_are_no_files(tmp_path, capsys):
+    with pytest.raises(ValueError, match="there is no .*missing"):
+        read(tmp_path / "missing")
+    with pytest.raises(ValueError, match="is not a file"):
+        read(tmp_path)
+    os.mkfifo(tmp_path / "pipe")  # which nobody writes to
+    with pytest.raises(ValueError, match="is not a file"):
+        read(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="is not a file"):
+        read("/dev/zero")
+    with pytest.raises(ValueError, match="there are no files"):
+        report([], tmp_path / "out.html")
+
+
+@pytest.mark.parametrize("start", [b"{", b"\x80\x04"])
+def test_enormous_files(tmp_path, start):
+    """They are refused by their size, before they are read."""
+    path = tmp_path / "file"
+    with open(path, "wb") as file:
+        file.write(start)
+        file.truncate(1 << 40)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match="1.00 TiB, more than"):
+        read(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+
+
+def test_one_bad_file_of_two_leaves_the_old_page(tmp_path):
+    report_files.plan().save(tmp_path / "good.json")
+    (tmp_path / "bad.json").write_text("{}")
+    (tmp_path / "out.html").write_text("precious")
+    with pytest.raises(ValueError, match="bad.json"):
+        report([tmp_path / "good.json", tmp_path / "bad.json"], tmp_path / "out.html")
+    assert (tmp_path / "out.html").read_text() == "precious"
+    report([tmp_path / "good.json"], tmp_path / "out.html")
+    assert (tmp_path / "out.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_full_disk_leaves_no_page():
+    with pytest.raises(OSError, match="not written"):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        import signal
+        import tempfile
+        from pathlib import Path
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder)
+            report_files.plan().save(path / "plan.json")
+            old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+            try:
+                report([path / "plan.json"], path / "out.html")
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+                signal.signal(signal.SIGXFSZ, old)
+                assert sorted(file.name for file in path.iterdir()) == ["plan.json"]
+
+
+def test_several_devices_and_a_note_on_what_is_missing(tmp_path):
+    value = report_files.snapshot(300)
+    value["device_traces"].append(report_files.snapshot(100, seed=1)["device_traces"][0])
+    value["device_traces"][1].append(
+        {"action": "oom", "size": 3 << 30, "device_free": 1 << 30, "time_us": 1, "stream": 0}
+    )
+    parts = read(report_files.write_snapshot(tmp_path / "run.pickle", value))
+    assert [part.title for part in parts] == ["run.pickle, cuda:0", "run.pickle, cuda:1"]
+    assert [part.summary["events"] for part in parts] == [301, 101]
+    assert any("3.00 GiB were asked for" in note for note in parts[1].content["notes"])
+
+
+def parts_of(folder):
+    report_files.plan().save(folder / "plan.json")
+    (folder / "ladder.json").write_text(json.dumps(report_files.ladder()))
+    (folder / "profile.json").write_text(json.dumps(report_files.profile()))
+    return [read(folder / f"{name}.json")[0] for name in ("plan", "ladder", "profile")]
+
+
+def test_text_with_and_without_rich(tmp_path, monkeypatch, capsys):
+    parts = parts_of(tmp_path)
+    terminal.show(parts)
+    with_rich = capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    terminal.show(parts)
+    plain = capsys.readouterr().out
+    assert [line.rstrip() for line in with_rich.splitlines()] == plain.splitlines()
+    timeline = report_files.plan().timeline
+    assert f"peak of tensors {files.format_bytes(timeline.peak_bytes)}" in plain
+    assert "rung 3" in plain and "41.0% model-FLOPs utilization" in plain
+    heights = [line for line in plain.splitlines() if "█" in line]
+    assert len(heights) > 8
+
+
+def test_a_picture(tmp_path, monkeypatch):
+    parts = parts_of(tmp_path)
+    image = pytest.importorskip("PIL.Image")
+    from headroom.reports.png import draw
+
+    draw(parts, tmp_path / "out.png")
+    picture = image.open(tmp_path / "out.png")
+    assert picture.width > 900 and picture.height > 600
+    colors = {color for _, color in picture.convert("RGB").getcolors(1 << 20)}
+    assert {(0, 114, 178), (230, 159, 0), (0, 158, 115)} <= colors  # of kinds
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        report([tmp_path / "plan.json"], tmp_path / "o.html", png=tmp_path / "other.png")
+    assert not (tmp_path / "o.html").exists() and not (tmp_path / "other.png").exists()
