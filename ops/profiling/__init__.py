@@ -1,0 +1,1 @@
+"""Where the time of training steps goes: ``torch.profiler`` with our ranges, counts and tables."""
