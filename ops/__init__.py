@@ -6,8 +6,8 @@ with the names and arguments of :mod:`torch.optim`, :mod:`headroom.amp` loss sca
 models, :mod:`headroom.nn` blocks that decide what they keep, :mod:`headroom.checkpointing`
 recomputed activations, :mod:`headroom.patching` the same for models that exist,
 :mod:`headroom.memory` where bytes go, :mod:`headroom.planning` where they will go,
-:mod:`headroom.state` files of a run's state, and :mod:`headroom.integrations` what other libraries'
-training loops need.
+:mod:`headroom.profiling` where time goes, :mod:`headroom.state` files of a run's state, and
+:mod:`headroom.integrations` what other libraries' training loops need.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ._core import binaries
 from ._core.lazy import lazy
 
 if TYPE_CHECKING:
-    from . import amp, integrations, memory, nn, optim, patching, planning, state
+    from . import amp, integrations, memory, nn, optim, patching, planning, profiling, state
     from .amp.cast_model import cast_model, cast_report
     from .checkpointing import checkpoint, checkpoint_every, checkpoint_sequential
     from .grad.accumulate import GradAccumulator
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .optim import release_gradients
     from .patching import patch, unpatch
     from .planning import fits, max_batch, plan
+    from .profiling import profile
     from .state import StateFileError, latest, load_state, save_state
 else:
     __getattr__ = lazy(
@@ -57,6 +58,8 @@ else:
             "patching": ".patching",
             "plan": ".planning",
             "planning": ".planning",
+            "profile": ".profiling",
+            "profiling": ".profiling",
             "release_gradients": ".optim",
             "save_state": ".state",
             "state": ".state",
@@ -92,6 +95,8 @@ __all__ = [
     "patching",
     "plan",
     "planning",
+    "profile",
+    "profiling",
     "release_gradients",
     "save_state",
     "state",
