@@ -119,11 +119,19 @@ def _tensor(shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
-def call_on_meta(op: Any, values: list[Any]) -> Any:
-    """Returns the results of an op as tensors without memory."""
-    overload = op._overload_names[0] if len(op._overload_names) == 1 else None
-    names = [] if overload is None else getattr(op, overload)._schema.arguments
-    by_position = [v for v, a in zip(values, names) if not a.kwarg_only] if names else values
-    by_name = {a.name: v for v, a in zip(values, names) if a.kwarg_only}
-    with torch.no_grad():
-        return op(*by_position, **by_name)
+def call_on_meta(op: Any, values: list[Any]) -> tuple[Any, Any]:
+    """Returns the schema of the overload of an op that takes these arguments, and its results, as
+    tensors without memory; (None, None) if the op cannot say them."""
+    for name in op.overloads():
+        overload = getattr(op, name)
+        arguments = overload._schema.arguments
+        if len(arguments) != len(values):
+            continue
+        by_position = [v for v, a in zip(values, arguments) if not a.kwarg_only]
+        by_name = {a.name: v for v, a in zip(values, arguments) if a.kwarg_only}
+        try:
+            with torch.no_grad():
+                return overload._schema, overload(*by_position, **by_name)
+        except Exception:  # other types, values that were not recorded, no rule for shapes
+            continue
+    return None, None

@@ -33,8 +33,7 @@ over the recorded steps, so divide them by ``len(steps)``. Version 1::
                       "self": figures without, "total": figures with the modules inside it,
                       "parameter_bytes", "optimizer_bytes": of its own parameters and those inside,
                       "peak_bytes": most live at once while it ran, or null}]
-                    in the order of the model; modules that did not run and hold none that did
-                    are left out
+                    in the order of the model, without those that neither ran nor hold parameters
     figures         {"forward_us", "backward_us", "recompute_us": float, "device_us": float or null,
                      "model_flops", "recomputed_flops": int,
                      "allocated_bytes": by all three, "kept_bytes": allocated less freed in the

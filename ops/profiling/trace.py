@@ -36,26 +36,38 @@ def write_trace(path: Path, export: Callable[[str], None], recording: Recording)
     with tempfile.TemporaryDirectory(prefix="headroom-trace-") as folder:
         plain = os.path.join(folder, "trace.json")
         export(plain)
+        head, base = _checked(plain)
+        at = head.find(_BEGIN) + len(_BEGIN)
+        with (
+            open(plain, "rb") as source,
+            replacing(path) as file,
+            os.fdopen(os.dup(file), "wb") as raw,
+            gzip.GzipFile("", "wb", 5, raw, mtime=0) as out,
+        ):
+            out.write(head[:at])
+            for event in _added(recording, base):
+                out.write(b"\n" + json.dumps(event).encode() + b",")
+            source.seek(at)
+            while block := source.read(1 << 20):
+                out.write(block)
+
+
+def _checked(plain: str) -> tuple[bytes, int]:
+    """Returns the begin of the profiler's trace, and the time that its times count from. The
+    profiler does not say when it could not write all of it."""
+    size = os.path.getsize(plain) if os.path.exists(plain) else 0
+    if size:
         with open(plain, "rb") as source:
             head = source.read(1 << 16)
-            at, base = head.find(_BEGIN), _base_time(head)
-            source.seek(-min(os.path.getsize(plain), 1 << 12), os.SEEK_END)
+            source.seek(-min(size, 1 << 12), os.SEEK_END)
             tail = source.read().rstrip()
-            if at < 0 or base is None or _END not in tail or not tail.endswith(b"}"):
-                raise OSError(
-                    f"torch.profiler wrote only part of its trace to {folder}: free space in the "
-                    "folder of temporary files, or name another in TMPDIR"
-                )
-            at += len(_BEGIN)
-            with replacing(path) as file, os.fdopen(os.dup(file), "wb") as raw:
-                with gzip.GzipFile("", "wb", 5, raw, mtime=0) as out:
-                    out.write(head[:at])
-                    for event in _added(recording, base):
-                        out.write(b"\n" + json.dumps(event).encode() + b",")
-                    source.seek(at)
-                    while block := source.read(1 << 20):
-                        out.write(block)
-                raw.flush()
+        base = _base_time(head)
+        if _BEGIN in head and base is not None and _END in tail and tail.endswith(b"}"):
+            return head, base
+    raise OSError(
+        f"torch.profiler could not write all of its trace to {os.path.dirname(plain)}: free space "
+        "in the folder of temporary files, or name another in TMPDIR"
+    )
 
 
 def write_result(path: Path, result: ProfileResult) -> None:

@@ -58,7 +58,7 @@ def _scores_again(values: list[Any], flops: Callable[..., int]) -> int:
 
 def _gates_again(values: list[Any], flops: Callable[..., int]) -> int:
     """The MLP block evaluates gate and up again if they were not kept."""
-    kept_gates = 11
+    kept_gates = 12
     kept = [*values]
     kept[kept_gates] = torch.empty(1, 1, device="meta")
     return flops(*values) - flops(*kept)
@@ -139,7 +139,7 @@ class Worker:
             values = arguments.values()
         except (ValueError, RuntimeError):
             return None
-        results = _results(op, values)
+        schema, results = call_on_meta(op, values)
         flops = again = 0
         formula = self._formulas.get(name)
         if formula is not None:
@@ -149,7 +149,7 @@ class Worker:
                     again = inside(values, formula)
             except Exception:  # whatever a formula of someone else does with these arguments
                 return None
-        size = None if results is None else _bytes(op, values, results)
+        size = None if schema is None else _bytes(schema, values, results)
         counted = size is not None and (name in _COPIES or _is_pointwise(op))
         dtype = str(arguments.dtype).removeprefix("torch.") if formula is not None else ""
         return Work(int(flops), int(again), dtype, size, counted)
@@ -163,25 +163,16 @@ def _is_pointwise(op: Any) -> bool:
     return any(torch.Tag.pointwise in each.tags for each in overloads)
 
 
-def _results(op: Any, values: list[Any]) -> Any:
-    """What an op returns, on the meta device; None if it cannot be found out."""
-    try:
-        return call_on_meta(op, values)
-    except Exception:  # whatever the op does without values, or with arguments not recorded
-        return None
-
-
-def _bytes(op: Any, values: list[Any], results: Any) -> int:
+def _bytes(schema: Any, values: list[Any], results: Any) -> int:
     """Bytes of arguments and results. Written arguments count twice, unless they are not read."""
-    given = list(_tensors(values))
-    addressed = {id(tensor) for tensor in given}
+    given = [tensor for tensor in _tensors(values) if tensor.dim()]  # numbers are recorded as such
+    addressed = {id(tensor) for tensor in _tensors(values)}
     total = sum(map(_size, given))
-    schema = getattr(op, op.overloads()[0])._schema
     for value, argument in zip(values, schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             total += sum(map(_size, _tensors([value])))
-    if op._qualified_op_name in ("aten::copy_", "aten::fill_", "aten::zero_"):
-        total -= _size(given[0])
+    if schema.name in ("aten::copy_", "aten::fill_", "aten::zero_"):
+        total -= sum(map(_size, given[:1]))
     new = (tensor for tensor in _tensors([results]) if id(tensor) not in addressed)
     return total + sum(map(_size, new))
 
