@@ -103,7 +103,7 @@ def _steps(
 ) -> list[StepRow]:
     rows: dict[int, StepRow] = {}
     for number, step in sorted(chosen.items()):
-        phases = dict.fromkeys(PHASES, 0.0)
+        phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         for start, end, phase in intervals(recording, step):
             phases[phase] += (end - start) / 1e3
         rows[number] = StepRow(

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 
 __all__ = ["Call", "Memory", "Recording", "read"]
 

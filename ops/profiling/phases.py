@@ -22,7 +22,7 @@ from .events import Call, Recording
 
 __all__ = ["PHASES", "Interval", "intervals"]
 
-PHASES = ("data", "forward", "backward", "optimizer", "other")
+PHASES: tuple[str, ...] = ("data", "forward", "backward", "optimizer", "other")
 Interval = tuple[int, int, str]  # nanoseconds and a phase
 
 

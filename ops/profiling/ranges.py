@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import _profiler
-from torch.optim import optimizer as every_optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ..memory.modules import watching_modules
 
@@ -42,10 +45,11 @@ class Ranges:
 
     def __init__(self, model: nn.Module, nvtx: bool, called: Callable[[], None]) -> None:
         self._model, self._called = model, called
-        self._nvtx = torch.cuda.nvtx if nvtx else None
+        self._nvtx: Any = torch.cuda.nvtx if nvtx else None
         self._running = threading.local()
         self._stack = ExitStack()
         self.labels: dict[str, tuple[str, bool]] = {}
+        self._labels: dict[tuple[str, bool], str] = {}  # the other way round
 
     def install(self) -> None:
         """Adds the hooks, which are those of all modules."""
@@ -57,9 +61,8 @@ class Ranges:
                 forward = self._model.register_forward_hook(self._returned)
                 stack.callback(forward.remove)
                 before, after = self._step_begins, self._step_ends
-                pre = every_optimizer.register_optimizer_step_pre_hook(before)
-                stack.callback(pre.remove)
-                stack.callback(every_optimizer.register_optimizer_step_post_hook(after).remove)
+                stack.callback(register_optimizer_step_pre_hook(before).remove)
+                stack.callback(register_optimizer_step_post_hook(after).remove)
             self._stack = stack.pop_all()
 
     def remove(self) -> None:
@@ -75,8 +78,11 @@ class Ranges:
             self._close_all()  # what an exception that hooks do not see has left
             if not again:
                 self._called()
-        label = f"{'recompute' if again else 'module'}: {name or '(model)'}"
-        self.labels.setdefault(label, (name, again))
+        label = self._labels.get((name, again))
+        if label is None:
+            label = f"{'recompute' if again else 'module'}: {name or '(model)'}"
+            self.labels[label] = (name, again)
+            self._labels[name, again] = label
         mark = _profiler._RecordFunctionFast(label)
         mark.__enter__()
         if self._nvtx is not None:
@@ -139,9 +145,10 @@ class Ranges:
 def _without_warning(message: str) -> Iterator[None]:
     """Keeps one warning from being shown, on all threads."""
     warnings.filterwarnings("ignore", message=message)
-    rule = warnings.filters[0]
+    filters: Any = warnings.filters
+    rule = filters[0]
     try:
         yield
     finally:
-        if rule in warnings.filters:
-            warnings.filters.remove(rule)
+        if rule in filters:
+            filters.remove(rule)

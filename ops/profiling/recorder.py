@@ -74,7 +74,7 @@ class Profile:
     def __enter__(self) -> Profile:
         if self._ended:
             raise RuntimeError("this profile(...) has been used already: make another")
-        if torch.autograd._profiler_enabled():
+        if torch._C._autograd._profiler_enabled():
             raise RuntimeError(
                 "another profiler runs already, and torch allows one: end it before "
                 "headroom.profile begins"
