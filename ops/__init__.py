@@ -6,7 +6,7 @@ with the names and arguments of :mod:`torch.optim`, :mod:`headroom.amp` loss sca
 models, :mod:`headroom.nn` blocks that decide what they keep, :mod:`headroom.checkpointing`
 recomputed activations, :mod:`headroom.patching` the same for models that exist,
 :mod:`headroom.memory` where bytes go, :mod:`headroom.planning` where they will go,
-:mod:`headroom.reports` pictures of both, :mod:`headroom.state` files of a run's state, and
+:mod:`headroom.reports` pictures of these, :mod:`headroom.profiling` where time goes, :mod:`headroom.state` files of a run's state, and
 :mod:`headroom.integrations` what other libraries' training loops need.
 """
 
@@ -19,7 +19,18 @@ from ._core import binaries
 from ._core.lazy import lazy
 
 if TYPE_CHECKING:
-    from . import amp, integrations, memory, nn, optim, patching, planning, reports, state
+    from . import (
+        amp,
+        integrations,
+        memory,
+        nn,
+        optim,
+        patching,
+        planning,
+        profiling,
+        reports,
+        state,
+    )
     from .amp.cast_model import cast_model, cast_report
     from .checkpointing import checkpoint, checkpoint_every, checkpoint_sequential
     from .grad.accumulate import GradAccumulator
@@ -28,6 +39,7 @@ if TYPE_CHECKING:
     from .optim import release_gradients
     from .patching import patch, unpatch
     from .planning import fits, max_batch, plan
+    from .profiling import profile
     from .state import StateFileError, latest, load_state, save_state
 else:
     __getattr__ = lazy(
@@ -57,6 +69,8 @@ else:
             "patching": ".patching",
             "plan": ".planning",
             "planning": ".planning",
+            "profile": ".profiling",
+            "profiling": ".profiling",
             "release_gradients": ".optim",
             "reports": ".reports",
             "save_state": ".state",
@@ -93,6 +107,8 @@ __all__ = [
     "patching",
     "plan",
     "planning",
+    "profile",
+    "profiling",
     "release_gradients",
     "reports",
     "save_state",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as every_module
 
@@ -19,16 +20,23 @@ def watching_modules(
     """Calls ``begin`` with the name of a module of the model before it runs, and ``end`` after it.
 
     The hooks are those of all modules: with hooks of their own, blocks would run operations that
-    they otherwise fuse, and so allocate something else.
+    they otherwise fuse, and so allocate something else. What ``torch.compile`` traces has none: it
+    is seen as a whole, as the module that was compiled.
     """
     names = {module: name for name, module in model.named_modules()}
 
+    def name_of(module: nn.Module) -> str | None:
+        name = names.get(module)
+        if name is None and (compiled := module._modules.get("_orig_mod")) is not None:
+            name = names.get(compiled)  # of torch.compile, around one of the model's
+        return name
+
     def before(module: nn.Module, args: Any) -> None:
-        if (name := names.get(module)) is not None:
+        if not torch.compiler.is_compiling() and (name := name_of(module)) is not None:
             begin(name)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        if module in names:
+        if not torch.compiler.is_compiling() and name_of(module) is not None:
             end()
 
     with ExitStack() as stack:

@@ -1,0 +1,42 @@
+"""Steps of the Trainer of transformers, for what must know where they end."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError("headroom.integrations.trainer needs the package transformers") from error
+
+__all__ = ["StepCallback"]
+
+
+class _Steps(Protocol):
+    def step(self) -> None: ...
+
+
+class StepCallback(TrainerCallback):
+    """Calls ``prof.step()`` whenever the Trainer has ended a step, micro-batches included.
+
+    Example::
+
+        from headroom.integrations.trainer import StepCallback
+
+        trainer = transformers.Trainer(model=model, args=args, train_dataset=dataset)
+        with headroom.profile("runs/profile", model=model) as prof:
+            trainer.add_callback(StepCallback(prof))
+            trainer.train()
+
+    The Trainer moves the model to its device when it is made, so make it before the profile.
+
+    Args:
+        prof: what :func:`headroom.profile` returns, or anything else with such a method.
+    """
+
+    def __init__(self, prof: _Steps) -> None:
+        self._prof = prof
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Is called by the Trainer."""
+        self._prof.step()

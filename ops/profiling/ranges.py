@@ -1,0 +1,154 @@
+"""Marks what runs, while it runs: ranges of modules in the trace, and of phases and modules for
+NVTX. Nothing is added to the modules, and nothing stays behind."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import _profiler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ..memory.modules import watching_modules
+
+__all__ = ["Ranges"]
+
+_TWICE = r"Using `torch\.compile\(module\)` when there are global hooks"  # it is counted once
+
+
+def _graph_task() -> int:
+    """The number of the backward pass that runs on this thread, or -1."""
+    return torch._C._current_graph_task_id()
+
+
+class Ranges:
+    """Ranges around the modules of a model, between :meth:`install` and :meth:`remove`.
+
+    ``labels`` says what the names of the ranges mean: the name of a module, and whether its
+    forward pass ran within a backward pass, where it is computed again.
+
+    Args:
+        model: whose modules get ranges.
+        nvtx: also mark modules, forward passes, backward passes and optimizer steps for NVIDIA's
+            tools. The range of a backward pass begins where the gradient reaches the results of
+            the model.
+        called: is called before each forward pass of the whole model.
+    """
+
+    def __init__(self, model: nn.Module, nvtx: bool, called: Callable[[], None]) -> None:
+        self._model, self._called = model, called
+        self._nvtx: Any = torch.cuda.nvtx if nvtx else None
+        self._running = threading.local()
+        self._stack = ExitStack()
+        self.labels: dict[str, tuple[str, bool]] = {}
+        self._labels: dict[tuple[str, bool], str] = {}  # the other way round
+
+    def install(self) -> None:
+        """Adds the hooks, which are those of all modules."""
+        with ExitStack() as stack:
+            stack.callback(self._close_all)
+            stack.enter_context(_without_warning(_TWICE))
+            stack.enter_context(watching_modules(self._model, self._begin, self._end))
+            if self._nvtx is not None:
+                forward = self._model.register_forward_hook(self._returned)
+                stack.callback(forward.remove)
+                before, after = self._step_begins, self._step_ends
+                stack.callback(register_optimizer_step_pre_hook(before).remove)
+                stack.callback(register_optimizer_step_post_hook(after).remove)
+            self._stack = stack.pop_all()
+
+    def remove(self) -> None:
+        """Removes the hooks, and ends ranges that an exception has left open on this thread."""
+        self._stack.close()
+
+    # Modules
+
+    def _begin(self, name: str) -> None:
+        again = _graph_task() != -1
+        running = self._of_thread()
+        if not running or not again and running[0][2]:
+            self._close_all()  # what an exception that hooks do not see has left
+            if not again:
+                self._called()
+        label = self._labels.get((name, again))
+        if label is None:
+            label = f"{'recompute' if again else 'module'}: {name or '(model)'}"
+            self.labels[label] = (name, again)
+            self._labels[name, again] = label
+        mark = _profiler._RecordFunctionFast(label)
+        mark.__enter__()
+        if self._nvtx is not None:
+            self._nvtx.range_push(label)
+        running.append((mark, name, again))
+
+    def _end(self) -> None:
+        if running := self._of_thread():
+            self._close(running)
+
+    def _close(self, running: list[Any]) -> None:
+        mark = running.pop()[0]
+        if self._nvtx is not None:
+            self._nvtx.range_pop()
+        mark.__exit__(None, None, None)
+
+    def _close_all(self) -> None:
+        running = self._of_thread()
+        while running:
+            self._close(running)
+
+    def _of_thread(self) -> list[Any]:
+        """The open ranges of this thread."""
+        running = getattr(self._running, "ranges", None)
+        if running is None:
+            running = self._running.ranges = []
+        return running
+
+    # Phases, for NVTX alone: the profiler has its own marks of them
+
+    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Marks the backward pass that begins at the results of the model."""
+        from ..memory.watch import tensors_in
+
+        if _graph_task() != -1:
+            return
+        begun: set[int] = set()
+
+        def arrives(grad: torch.Tensor) -> None:
+            task = _graph_task()
+            if task in begun:
+                return
+            begun.add(task)
+            mark = self._nvtx.range_start("backward")
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self._nvtx.range_end(mark))
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(arrives)
+
+    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._nvtx.range_push("optimizer")
+
+    def _step_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._nvtx.range_pop()
+
+
+@contextmanager
+def _without_warning(message: str) -> Iterator[None]:
+    """Keeps one warning from being shown, on all threads."""
+    warnings.filterwarnings("ignore", message=message)
+    filters: Any = warnings.filters
+    rule = filters[0]
+    try:
+        yield
+    finally:
+        if rule in filters:
+            filters.remove(rule)

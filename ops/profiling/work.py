@@ -1,0 +1,205 @@
+"""Counts the work of recorded operations from their arguments: floating-point operations, and bytes
+that must move.
+
+**FLOPs** are those of the formulas of :mod:`torch.utils.flop_counter`, to which our ops add theirs:
+products of matrices, convolutions and attention, two for a multiplication and an addition. What has
+no formula counts as none. FLOPs that compute something again are told apart, inside fused
+operations too (:data:`AGAIN_INSIDE`).
+
+**Bytes** are those of the arguments and of the results, each element once, where several indices
+share an element too. For element-wise operations and copies that is what a device must move, and
+says "counted". For our other ops and for products it is the least that they could move: "estimate".
+What an optimizer moves is estimated from its parameters and states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from .arguments import Arguments, ListTypes, call_on_meta, op_of
+from .events import Call
+
+__all__ = ["AGAIN_INSIDE", "Work", "Worker", "optimizer_bytes"]
+
+_COPIES = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::cat", "aten::_foreach_copy_"}
+_FUNCTION = 0
+
+
+class Work(NamedTuple):
+    """What one call did.
+
+    Attributes:
+        flops: all of them.
+        again: those of them that compute something again.
+        dtype: of the products.
+        bytes: that must move, or None if unknown.
+        counted: whether ``bytes`` is a count and not an estimate.
+    """
+
+    flops: int = 0
+    again: int = 0
+    dtype: str = ""
+    bytes: int | None = None
+    counted: bool = False
+
+
+def _scores_again(values: list[Any], flops: Callable[..., int]) -> int:
+    """Attention keeps no scores: its backward pass multiplies queries and keys again."""
+    _, query, key = values[:3]
+    batch, heads, rows, size = query.shape
+    return 2 * batch * heads * rows * size * key.shape[-2]
+
+
+def _gates_again(values: list[Any], flops: Callable[..., int]) -> int:
+    """The MLP block evaluates gate and up again if they were not kept."""
+    kept_gates = 12
+    kept = [*values]
+    kept[kept_gates] = torch.empty(1, 1, device="meta")
+    return flops(*values) - flops(*kept)
+
+
+# By the name of the op: takes its arguments and its formula, returns FLOPs computed again in it.
+AGAIN_INSIDE: dict[str, Callable[[list[Any], Callable[..., int]], int]] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _scores_again,
+    "aten::_scaled_dot_product_flash_attention_backward": _scores_again,
+    "aten::_scaled_dot_product_efficient_attention_backward": _scores_again,
+    "aten::_scaled_dot_product_cudnn_attention_backward": _scores_again,
+    "headroom::mlp_block_backward": _gates_again,
+}
+
+
+class Worker:
+    """Finds the work of calls. Equal calls are looked at once."""
+
+    def __init__(self, types: ListTypes) -> None:
+        self._types = types
+        self._formulas = {
+            op._qualified_op_name: formula
+            for op, formula in flop_registry.items()
+            if hasattr(op, "_qualified_op_name")
+        }
+        self._looked: dict[Any, Work | None] = {}
+        self._moves: dict[str, bool] = {}
+
+    def of(self, calls: Iterable[Call]) -> Iterator[tuple[Call, Work]]:
+        """Yields the calls that do work, which must be in the order of their starts, with their
+        work. FLOPs and bytes are those of the outermost calls that have any."""
+        flops_until: dict[int, int] = {}  # the end of the last one, by thread
+        bytes_until: dict[int, int] = {}
+        for call in calls:
+            if call.event.scope() != _FUNCTION:
+                continue
+            multiplies = call.name in self._formulas
+            if not multiplies and not self._moved(call.name):
+                continue
+            multiplies = multiplies and call.start >= flops_until.get(call.thread, 0)
+            moves = call.start >= bytes_until.get(call.thread, 0)
+            work = self._of(call) if multiplies or moves else None
+            if work is None:
+                continue
+            if multiplies:
+                flops_until[call.thread] = call.end
+            else:
+                work = work._replace(flops=0, again=0)
+            if moves and work.bytes is not None:
+                bytes_until[call.thread] = call.end
+            else:
+                work = work._replace(bytes=None)
+            yield call, work
+
+    def _moved(self, name: str) -> bool:
+        """Whether the bytes of an op are known, or can be estimated."""
+        found = self._moves.get(name)
+        if found is None:
+            op = op_of(name)
+            ours = name.startswith("headroom::") and "_table" not in name  # addresses in a tensor
+            found = op is not None and (ours or name in _COPIES or _is_pointwise(op))
+            self._moves[name] = found
+        return found
+
+    def _of(self, call: Call) -> Work | None:
+        arguments = Arguments(call.event, self._types)
+        key = arguments.key
+        if key not in self._looked:
+            self._looked[key] = self._looked_at(call.name, arguments)
+        work = self._looked[key]
+        if work is not None and call.again:
+            return work._replace(again=work.flops)
+        return work
+
+    def _looked_at(self, name: str, arguments: Arguments) -> Work | None:
+        op = op_of(name)
+        try:
+            values = arguments.values()
+        except (ValueError, RuntimeError):
+            return None
+        schema, results = call_on_meta(op, values)
+        flops = again = 0
+        formula = self._formulas.get(name)
+        if formula is not None:
+            try:
+                flops = formula(*values, out_val=results)
+                if inside := AGAIN_INSIDE.get(name):
+                    again = inside(values, formula)
+            except Exception:  # whatever a formula of someone else does with these arguments
+                return None
+        size = None if schema is None else _bytes(schema, values, results)
+        counted = size is not None and (name in _COPIES or _is_pointwise(op))
+        dtype = str(arguments.dtype).removeprefix("torch.") if formula is not None else ""
+        return Work(int(flops), int(again), dtype, size, counted)
+
+
+def _is_pointwise(op: Any) -> bool:
+    name = op._qualified_op_name
+    if name.startswith("aten::_foreach_"):
+        return name.removesuffix("_") not in ("aten::_foreach_norm", "aten::_foreach_max")
+    overloads = [getattr(op, each) for each in op.overloads()]
+    return any(torch.Tag.pointwise in each.tags for each in overloads)
+
+
+def _bytes(schema: Any, values: list[Any], results: Any) -> int:
+    """Bytes of arguments and results. Written arguments count twice, unless they are not read."""
+    given = [tensor for tensor in _tensors(values) if tensor.dim()]  # numbers are recorded as such
+    addressed = {id(tensor) for tensor in _tensors(values)}
+    total = sum(map(_size, given))
+    for value, argument in zip(values, schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            total += sum(map(_size, _tensors([value])))
+    if schema.name in ("aten::copy_", "aten::fill_", "aten::zero_"):
+        total -= sum(map(_size, given[:1]))
+    new = (tensor for tensor in _tensors([results]) if id(tensor) not in addressed)
+    return total + sum(map(_size, new))
+
+
+def _size(tensor: Tensor) -> int:
+    """Bytes of a tensor, whose expanded dimensions are read again and again from one place."""
+    return tensor.element_size() * prod(
+        n for n, s in zip(tensor.shape, tensor.stride()) if s or not n
+    )
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Returns an estimate of the bytes that a step moves: gradients are read, parameters and states
+    are read and written."""
+    from ..memory.watch import tensors_in
+
+    total = 0
+    for param, state in list(optimizer.state.items()):
+        states = sum(t.numel() * t.element_size() for t in tensors_in(state))
+        size = param.numel() * param.element_size() if isinstance(param, Tensor) else 0
+        total += 3 * size + 2 * states
+    return total
