@@ -39,10 +39,26 @@ HR_INLINE int dv_is_ignored(const divergence_args *a, int64_t row)
     return a->ignored && a->ignored[row];
 }
 
-/* What logits are multiplied by. */
-HR_INLINE float dv_scale(const divergence_args *a)
+/* 1 / temperature. `high` is below it, and `low`, the rest, above 0, so that an infinite logit stays
+ * what it is. */
+typedef struct dv_scale {
+    float high, low;
+} dv_scale;
+
+HR_INLINE dv_scale dv_scale_of(const divergence_args *a)
 {
-    return (float)(1.0 / a->config.temperature);
+    const double scale = 1.0 / a->config.temperature;
+    dv_scale s = {(float)scale, 0.0f};
+    if ((double)s.high > scale)
+        s.high = hr_float(hr_bits(s.high) - 1u);
+    s.low = hr_at_least((float)(scale - (double)s.high), 0x1p-126f);
+    return s;
+}
+
+/* A logit over the temperature, rounded as if 1 / temperature were exact. */
+HR_INLINE float dv_scaled(float z, dv_scale scale)
+{
+    return fmaf(z, scale.high, z * scale.low);
 }
 
 /* ---- Once per row ---------------------------------------------------------------------------- */
@@ -91,16 +107,17 @@ HR_INLINE dv_row dv_row_of_lse(const divergence_args *a, double student, double 
 
 /* Sums over the classes of a row of what dv_terms_of gives. */
 typedef struct dv_sums {
-    double under_student, under_teacher, p;
+    double under_student, under_teacher, p, q;
 } dv_sums;
 
-/* Writes the loss of a row. The mean under the student is over the sum of its probabilities, so that
- * the gradients of a row add up to 0 whatever was rounded off the log-sum-exps. */
+/* Writes the loss of a row. A mean is over the sum of the probabilities, so that what was rounded off
+ * the log-sum-exps does not count twice, and the gradients of a row add up to 0. */
 HR_INLINE void dv_finish(const divergence_args *a, int64_t row, const dv_row *r,
                          const dv_sums *sums)
 {
-    const double beta = a->config.beta, under_teacher = sums->under_teacher;
+    const double beta = a->config.beta;
     const double under_student = beta > 0.0 ? sums->under_student / sums->p : 0.0;
+    const double under_teacher = beta < 1.0 ? sums->under_teacher / sums->q : 0.0;
     double loss = 0.0; /* a sum that does not count may be infinite */
     if (beta < 1.0)
         loss += beta > 0.0 ? (1.0 - beta) * under_student : under_teacher;
@@ -143,9 +160,13 @@ HR_INLINE float dv_log_mixture(float w, float others, float e, float less_1)
     return hr_log(far ? fmaf(w, e, others) : near_1) + lost;
 }
 
+/* log(p / q). The difference of the logits may be large although their distributions are close, so
+ * what is rounded off it counts (Knuth's two-sum). There is no such rest of an infinite one. */
 HR_INLINE float dv_ratio(const dv_row *r, float s, float t)
 {
-    return ((s - t) - r->ratio) - r->ratio_low;
+    const float difference = s - t, of_t = s - difference, of_s = difference + of_t;
+    const float rest = (s - of_s) + (of_t - t);
+    return (difference - r->ratio) + ((rest != rest ? 0.0f : rest) - r->ratio_low);
 }
 
 /* Both probabilities, and log(p / q) with what of it log(1 / m) takes: see dv_pair_of. */
@@ -186,17 +207,18 @@ HR_INLINE dv_pair dv_pair_of(const dv_row *r, float s, float t, int mixed)
 /* What an element adds to the sums under the student and under the teacher. A probability of 0 adds
  * nothing, whatever its logarithm. */
 typedef struct dv_terms {
-    float under_student, under_teacher, p; /* p is not set where beta is 0 */
+    float under_student, under_teacher, p, q; /* 0 where they do not count */
 } dv_terms;
 
 HR_INLINE dv_terms dv_terms_of(const dv_row *r, float s, float t, int kind)
 {
-    dv_terms terms = {0.0f, 0.0f, 0.0f};
+    dv_terms terms = {0.0f, 0.0f, 0.0f, 0.0f};
     if (kind == DV_MIXED) {
         const dv_pair pair = dv_pair_of(r, s, t, 1);
         terms.under_student = pair.p == 0.0f ? 0.0f : pair.p * pair.p_over;
         terms.under_teacher = pair.q == 0.0f ? 0.0f : pair.q * pair.q_over;
         terms.p = pair.p;
+        terms.q = pair.q;
     } else if (kind == DV_REVERSE) {
         const float p = ce_probability(s, r->student, r->student_low);
         terms.under_student = p == 0.0f ? 0.0f : p * dv_ratio(r, s, t);
@@ -204,6 +226,7 @@ HR_INLINE dv_terms dv_terms_of(const dv_row *r, float s, float t, int kind)
     } else {
         const float q = ce_probability(t, r->teacher, r->teacher_low);
         terms.under_teacher = q == 0.0f ? 0.0f : -q * dv_ratio(r, s, t);
+        terms.q = q;
     }
     return terms;
 }

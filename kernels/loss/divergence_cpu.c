@@ -9,11 +9,11 @@
 /* A tile of logits times `scale`, filled up to whole groups of LANES with minus infinity. Returns
  * the number of elements with these. */
 HR_INLINE int tile_scaled(float *buffer, const void *row, int64_t j, int n, hr_dtype dtype,
-                          float scale)
+                          dv_scale scale)
 {
     const float *const tile = tile_in(buffer, row, j, n, dtype);
     for (int i = 0; i < n; i++)
-        buffer[i] = tile[i] * scale;
+        buffer[i] = dv_scaled(tile[i], scale);
     const int whole = (n + LANES - 1) / LANES * LANES;
     for (int i = n; i < whole; i++)
         buffer[i] = -INFINITY;
@@ -25,19 +25,22 @@ HR_INLINE int tile_length(int64_t classes, int64_t j)
     return classes - j < TILE ? (int)(classes - j) : TILE;
 }
 
-/* The sum of whole groups of elements. */
+/* The sum of whole groups of elements, in LANES that are added as a tree. */
 HR_INLINE double tile_sum(const float *x, int whole)
 {
-    float lanes[LANES] = {0};
+    double lanes[LANES] = {0};
     for (int j = 0; j < whole; j += LANES)
         for (int lane = 0; lane < LANES; lane++)
-            lanes[lane] += x[j + lane];
-    return lanes_total(lanes);
+            lanes[lane] += (double)x[j + lane];
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int lane = 0; lane < width; lane++)
+            lanes[lane] += lanes[lane + width];
+    return lanes[0];
 }
 
 /* The log-sum-exp of a row. A tile is read once: the sum of those before it is rescaled where the
  * largest logit grew. A NaN is not the largest, but makes the sum one. */
-HR_INLINE double row_lse(const divergence_args *a, const void *row, float scale)
+HR_INLINE double row_lse(const divergence_args *a, const void *row, dv_scale scale)
 {
     const hr_dtype dtype = a->config.dtype;
     float tile[TILE], top = -INFINITY;
@@ -68,10 +71,10 @@ HR_INLINE double row_lse(const divergence_args *a, const void *row, float scale)
 /* ---- Forward --------------------------------------------------------------------------------- */
 
 HR_INLINE void forward_sums(const divergence_args *a, const dv_row *r, const void *student,
-                            const void *teacher, float scale, dv_sums *sums, int kind)
+                            const void *teacher, dv_scale scale, dv_sums *sums, int kind)
 {
     const hr_dtype dtype = a->config.dtype;
-    float s[TILE], t[TILE], p[TILE];
+    float s[TILE], t[TILE], p[TILE], q[TILE];
     for (int64_t j = 0; j < a->classes; j += TILE) {
         const int n = tile_length(a->classes, j), whole = (n + LANES - 1) / LANES * LANES;
         tile_scaled(s, student, j, n, dtype, scale);
@@ -81,20 +84,23 @@ HR_INLINE void forward_sums(const divergence_args *a, const dv_row *r, const voi
             s[i] = terms.under_student;
             t[i] = terms.under_teacher;
             p[i] = terms.p;
+            q[i] = terms.q;
         }
-        if (kind != DV_REVERSE)
+        if (kind != DV_REVERSE) {
             sums->under_teacher += tile_sum(t, whole);
-        if (kind == DV_FORWARD)
-            continue;
-        sums->under_student += tile_sum(s, whole);
-        sums->p += tile_sum(p, whole);
+            sums->q += tile_sum(q, whole);
+        }
+        if (kind != DV_FORWARD) {
+            sums->under_student += tile_sum(s, whole);
+            sums->p += tile_sum(p, whole);
+        }
     }
 }
 
 HR_INLINE void forward_rows(void *context, int64_t begin, int64_t end)
 {
     const divergence_args *const a = (const divergence_args *)context;
-    const float scale = dv_scale(a);
+    const dv_scale scale = dv_scale_of(a);
     const int kind = dv_kind(a);
     for (int64_t row = begin; row < end; row++) {
         if (dv_is_ignored(a, row)) {
@@ -107,7 +113,7 @@ HR_INLINE void forward_rows(void *context, int64_t begin, int64_t end)
         for (int which = 0; which < 2; which++)
             lse[which] = row_lse(a, which ? teacher : student, scale);
         const dv_row r = dv_row_of_lse(a, lse[0], lse[1]);
-        dv_sums sums = {0.0, 0.0, 0.0};
+        dv_sums sums = {0.0, 0.0, 0.0, 0.0};
         if (kind == DV_FORWARD)
             forward_sums(a, &r, student, teacher, scale, &sums, DV_FORWARD);
         else if (kind == DV_REVERSE)
@@ -122,7 +128,7 @@ CPU_VARIANTS(forward_rows)
 
 /* ---- Backward -------------------------------------------------------------------------------- */
 
-HR_INLINE void backward_row(const divergence_args *a, const dv_row *r, int64_t row, float scale,
+HR_INLINE void backward_row(const divergence_args *a, const dv_row *r, int64_t row, dv_scale scale,
                             int kind)
 {
     const hr_dtype dtype = a->config.dtype;
@@ -146,7 +152,7 @@ HR_INLINE void backward_row(const divergence_args *a, const dv_row *r, int64_t r
 HR_INLINE void backward_rows(void *context, int64_t begin, int64_t end)
 {
     const divergence_args *const a = (const divergence_args *)context;
-    const float scale = dv_scale(a);
+    const dv_scale scale = dv_scale_of(a);
     const int kind = dv_kind(a);
     for (int64_t row = begin; row < end; row++) {
         if (dv_is_ignored(a, row)) {

@@ -142,8 +142,8 @@ static __device__ __forceinline__ double lse_of(seen s, int width)
     return ce_lse(s.top, (double)s.sum);
 }
 
-static __device__ __forceinline__ double row_lse(const pair_rows &r, const void *row, float scale,
-                                                 hr_dtype dtype)
+static __device__ __forceinline__ double row_lse(const pair_rows &r, const void *row,
+                                                 dv_scale scale, hr_dtype dtype)
 {
     seen s = {-INFINITY, 0.0f};
     const void *const body = (const char *)row + r.head * bytes_of(dtype);
@@ -154,11 +154,11 @@ static __device__ __forceinline__ double row_lse(const pair_rows &r, const void 
             pack_floats(pack_load<8>(body, j, dtype), dtype, z);
 #pragma unroll
             for (int e = 0; e < 8; e++)
-                z[e] *= scale;
+                z[e] = dv_scaled(z[e], scale);
             see(s, z);
         },
         [&](int64_t j, bool) {
-            const float z[1] = {hr_load(row, j, dtype) * scale};
+            const float z[1] = {dv_scaled(hr_load(row, j, dtype), scale)};
             see(s, z);
         });
     return lse_of(s, r.width);
@@ -166,18 +166,26 @@ static __device__ __forceinline__ double row_lse(const pair_rows &r, const void 
 
 /* ---- Forward --------------------------------------------------------------------------------- */
 
+static __device__ __forceinline__ void add(dv_terms &sum, const dv_terms &terms)
+{
+    sum.under_student += terms.under_student;
+    sum.under_teacher += terms.under_teacher;
+    sum.p += terms.p;
+    sum.q += terms.q;
+}
+
 template <int KIND, hr_dtype DTYPE>
 static __device__ __forceinline__ void forward_row(const divergence_args &a, int64_t row, int lane,
                                                    int width)
 {
     const pair_rows r = rows_of(a, row, lane, width, DTYPE, DTYPE);
-    const float scale = dv_scale(&a);
+    const dv_scale scale = dv_scale_of(&a);
     double lse[2];
 #pragma unroll 1
     for (int which = 0; which < 2; which++)
         lse[which] = row_lse(r, which ? r.teacher : r.student, scale, DTYPE);
     const dv_row of_row = dv_row_of_lse(&a, lse[0], lse[1]);
-    float under_student = 0.0f, under_teacher = 0.0f, sum = 0.0f;
+    dv_terms sum = {0.0f, 0.0f, 0.0f, 0.0f};
     const int64_t skipped = r.head * bytes_of(DTYPE);
     for_elements(
         r, false,
@@ -188,31 +196,25 @@ static __device__ __forceinline__ void forward_row(const divergence_args &a, int
             float s[8], t[8];
             pack_floats(student, DTYPE, s);
             pack_floats(teacher, DTYPE, t);
-            float of_student = 0.0f, of_teacher = 0.0f, p = 0.0f;
+            dv_terms group = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-            for (int e = 0; e < 8; e++) {
-                const dv_terms terms = dv_terms_of(&of_row, s[e] * scale, t[e] * scale, KIND);
-                of_student += terms.under_student;
-                of_teacher += terms.under_teacher;
-                p += terms.p;
-            }
-            under_student += of_student;
-            under_teacher += of_teacher;
-            sum += p;
+            for (int e = 0; e < 8; e++)
+                add(group,
+                    dv_terms_of(&of_row, dv_scaled(s[e], scale), dv_scaled(t[e], scale), KIND));
+            add(sum, group);
         },
         [&](int64_t j, bool) {
-            const dv_terms terms = dv_terms_of(&of_row, hr_load(r.student, j, DTYPE) * scale,
-                                               hr_load(r.teacher, j, DTYPE) * scale, KIND);
-            under_student += terms.under_student;
-            under_teacher += terms.under_teacher;
-            sum += terms.p;
+            add(sum, dv_terms_of(&of_row, dv_scaled(hr_load(r.student, j, DTYPE), scale),
+                                 dv_scaled(hr_load(r.teacher, j, DTYPE), scale), KIND));
         });
-    dv_sums sums = {0.0, 0.0, 0.0};
-    if (KIND != DV_REVERSE)
-        sums.under_teacher = total_of((double)under_teacher, width);
+    dv_sums sums = {0.0, 0.0, 0.0, 0.0};
+    if (KIND != DV_REVERSE) {
+        sums.under_teacher = total_of((double)sum.under_teacher, width);
+        sums.q = total_of((double)sum.q, width);
+    }
     if (KIND != DV_FORWARD) {
-        sums.under_student = total_of((double)under_student, width);
-        sums.p = total_of((double)sum, width);
+        sums.under_student = total_of((double)sum.under_student, width);
+        sums.p = total_of((double)sum.p, width);
     }
     if (lane == 0)
         dv_finish(&a, row, &of_row, &sums);
@@ -246,7 +248,8 @@ static __device__ __forceinline__ void backward_row(const divergence_args &a, in
                                                     int width)
 {
     const pair_rows r = rows_of(a, row, lane, width, DTYPE, GRAD);
-    const float scale = dv_scale(&a), factor = dv_factor(&a, row, KIND);
+    const dv_scale scale = dv_scale_of(&a);
+    const float factor = dv_factor(&a, row, KIND);
     const dv_row of_row = dv_row_of(&a, a.statistics + row * HR_DIVERGENCE_STATISTICS, 1);
     const int64_t skipped = r.head * bytes_of(DTYPE);
     void *const out = (char *)r.grad + r.head * bytes_of(GRAD);
@@ -269,14 +272,16 @@ static __device__ __forceinline__ void backward_row(const divergence_args &a, in
             pack_floats(teacher, DTYPE, t);
 #pragma unroll
             for (int e = 0; e < 8; e++)
-                s[e] = dv_gradient(&of_row, s[e] * scale, t[e] * scale, factor, KIND);
+                s[e] = dv_gradient(&of_row, dv_scaled(s[e], scale), dv_scaled(t[e], scale), factor,
+                                   KIND);
             pack_store(out, j, pack_of(s, GRAD), GRAD);
         },
         [&](int64_t j, bool present) {
             float gradient = 0.0f;
             if (present)
-                gradient = dv_gradient(&of_row, hr_load(r.student, j, DTYPE) * scale,
-                                       hr_load(r.teacher, j, DTYPE) * scale, factor, KIND);
+                gradient =
+                    dv_gradient(&of_row, dv_scaled(hr_load(r.student, j, DTYPE), scale),
+                                dv_scaled(hr_load(r.teacher, j, DTYPE), scale), factor, KIND);
             if (meets)
                 meet(width);
             if (present)

@@ -1,4 +1,4 @@
-"""Divergences between the distributions of given logits, with gradients: ``headroom::divergence``."""
+"""Divergences between distributions of given logits, with gradients: ``headroom::divergence``."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def divergence(
 
     - "forward_kl": ``KL(q || p)``, the sum over the classes of ``q * (log q - log p)``;
     - "reverse_kl": ``KL(p || q)``;
-    - "js": ``beta * KL(q || m) + (1 - beta) * KL(p || m)``. ``beta=0`` is the forward and ``beta=1``
-      the reverse divergence, as in trl's ``GKDTrainer`` and Liger's losses.
+    - "js": ``beta * KL(q || m) + (1 - beta) * KL(p || m)``. ``beta=0`` is the forward and
+      ``beta=1`` the reverse divergence, as in trl's ``GKDTrainer`` and Liger's losses.
 
-    It is not multiplied by ``temperature ** 2``, as these do not either; Hinton's distillation does.
+    It is not multiplied by ``temperature ** 2``, as it is not there; Hinton's distillation does.
     Computed in float32 for every dtype of logits. Keeps the logits of both and 24 bytes per row for
     the backward pass. Rows that are ignored are not read.
 
@@ -126,7 +126,9 @@ def ignored_rows(
         )
     if mask is not None:
         if mask.dtype != torch.bool:
-            raise RuntimeError(f"mask has dtype {mask.dtype}, wanted bool: True for rows that count")
+            raise RuntimeError(
+                f"mask has dtype {mask.dtype}, wanted bool: True for rows that count"
+            )
         return ~mask
     if given.is_floating_point() or given.dtype == torch.bool:
         raise RuntimeError(f"target has dtype {given.dtype}, wanted integers; give masks as mask=")
@@ -199,9 +201,7 @@ def _fake_backward(dloss, student, teacher, ignored, statistics, beta, temperatu
 
 
 @torch.library.register_fake("headroom::divergence_backward_")
-def _fake_backward_in_place(
-    dloss, student, teacher, ignored, statistics, beta, temperature, grad
-):
+def _fake_backward_in_place(dloss, student, teacher, ignored, statistics, beta, temperature, grad):
     _check_backward(dloss, student, teacher, ignored, statistics)
     require(
         grad.shape == student.shape and grad.device == student.device,

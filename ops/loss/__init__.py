@@ -1,4 +1,4 @@
-"""Losses that are fused with the product before them, so that their logits never exist as a whole."""
+"""Losses that are fused with the product before them, so that logits never exist as a whole."""
 
 from .distillation import linear_distillation_loss
 

@@ -48,21 +48,22 @@ def linear_distillation_loss(
     """Returns the divergence of the student's distribution over the vocabulary from the teacher's.
 
     It is :func:`headroom.functional.divergence` of ``linear(student_hidden, student_weight,
-    student_bias)`` and of the same of the teacher, computed in chunks of tokens: only the logits of
-    one chunk exist, in float32 for every dtype. For "mean" and "sum" the gradients are computed in
-    the forward pass, from the logits that are there, and the backward pass multiplies them by a
-    number; for "none" it computes the logits again. The gradient of the weight is summed in float32.
+    student_bias)`` and of the same of the teacher, computed in chunks of tokens: only the logits
+    of one chunk exist, in float32 for every dtype. For "mean" and "sum" the gradients are computed
+    in the forward pass, from the logits that are there, and the backward pass multiplies them by
+    a number; for "none" it computes the logits again. The gradient of the weight is summed in
+    float32.
 
     Args:
         student_hidden: float32, bfloat16 or float16 ``[..., student_size]``: what enters the head.
-        student_weight: ``[classes, student_size]``, of the same dtype. Without a gradient of it,
-            which a frozen head does not need, a third of the student's products is saved.
-        teacher_hidden: ``[..., teacher_size]``, with the tokens of the student; the sizes and dtypes
-            may differ. The teacher gets no gradient.
-        teacher_weight: ``[classes, teacher_size]``, of the dtype of ``teacher_hidden``. The number
-            of classes is the student's.
-        target, mask, ignore_index: which tokens count, as in :func:`headroom.functional.divergence`.
-            On the CPU the others cost no products.
+        student_weight: ``[classes, student_size]``, of the same dtype. Where it requires no
+            gradient, in a frozen head, a third of the student's products is saved.
+        teacher_hidden: ``[..., teacher_size]``, with the tokens of the student; the sizes and
+            dtypes may differ. The teacher gets no gradient.
+        teacher_weight: ``[classes, teacher_size]``, of the dtype of ``teacher_hidden``. The
+            number of classes is the student's.
+        target, mask, ignore_index: which tokens count, as in
+            :func:`headroom.functional.divergence`. On the CPU the others cost no products.
         divergence, beta, temperature: the formula, as there. The loss is not multiplied by
             ``temperature ** 2``.
         reduction: "mean" over the tokens that count (0 if there are none), "batchmean", which is
@@ -76,11 +77,12 @@ def linear_distillation_loss(
 
     Raises:
         ValueError: an option is none of those above, or the workspace is too small for one token.
-        RuntimeError: tensors do not fit, vocabularies differ, or ``teacher_hidden`` requires grad.
+        RuntimeError: tensors do not fit, vocabularies differ, or ``teacher_hidden`` requires
+            grad.
 
-    Under autocast the tensors are cast as ``torch.nn.functional.linear`` casts them. Nobody waits for
-    the device, and the work can be captured in a CUDA graph. The weights must be whole: gather the
-    shards of sharded ones first.
+    Under autocast the tensors are cast as ``torch.nn.functional.linear`` casts them. Nobody waits
+    for the device, and the work can be captured in a CUDA graph. The weights must be whole: gather
+    the shards of sharded ones first.
     """
     beta = beta_of(divergence, beta)
     if reduction not in REDUCTIONS:
@@ -289,9 +291,13 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
         ).float()
         loss = reduced(rows, ignored, "mean" if reduction == 1 else "sum")
     kept = (grads.hidden, grads.weight, grads.bias)
-    return loss, count, *(
-        rows.new_empty(0) if one is None else one.view(like.shape)
-        for one, like in zip(kept, heads[:3])
+    return (
+        loss,
+        count,
+        *(
+            rows.new_empty(0) if one is None else one.view(like.shape)
+            for one, like in zip(kept, heads[:3])
+        ),
     )
 
 
@@ -337,7 +343,7 @@ def _check(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias) -
         require(h.dim() > 1, f"{who}_hidden is {[*h.shape]}, wanted [..., {who}_size]")
         require(
             w.dim() == 2 and w.shape[1] == h.shape[-1] and w.numel() > 0,
-            f"{who}_weight is {[*w.shape]}, wanted [classes, {h.shape[-1]}], as {who}_hidden has it",
+            f"{who}_weight is {[*w.shape]}, wanted [classes, {h.shape[-1]}], for {who}_hidden",
         )
         require(
             b is None or b.shape == w.shape[:1],
