@@ -26,6 +26,7 @@
  *     The MLP block             hr_mlp_forward, hr_mlp_backward, hr_mlp_query
  *     Cross entropy             hr_cross_entropy_forward, hr_cross_entropy_backward,
  *                               hr_cross_entropy_reduce
+ *     Divergences               hr_divergence_forward, hr_divergence_backward
  *
  * Words
  * -----
@@ -1472,6 +1473,87 @@ HR_API hr_status hr_cross_entropy_reduce(float *result, float *factors, const fl
                                          int64_t rows, int64_t classes,
                                          const hr_cross_entropy_config *config,
                                          const hr_exec *exec);
+
+/* ---- Divergences ----------------------------------------------------------------------------- */
+
+#define HR_DIVERGENCE_STATISTICS 6    /* numbers of a row that the backward call needs */
+#define HR_LEAST_TEMPERATURE     1e-6 /* and the largest temperature is 1e6 */
+
+typedef struct hr_divergence_config {
+    size_t size;
+    hr_dtype dtype;      /* f32, bf16 or f16: of student and teacher */
+    hr_dtype grad_dtype; /* of grad: the same, or bf16 or f16 where logits are f32 */
+    double beta;         /* 0, 1, or from 1e-6 to 1 - 1e-6 */
+    double temperature;  /* from 1e-6 to 1e6 */
+} hr_divergence_config;
+
+#define HR_DIVERGENCE_CONFIG_INIT                              \
+    {                                                          \
+        sizeof(hr_divergence_config), HR_F32, HR_F32, 0.0, 1.0 \
+    }
+
+/*
+ * hr_divergence_forward: the divergence between two distributions over classes in each row, the
+ * generalized Jensen-Shannon divergence of distillation. With T the temperature,
+ *
+ *     p    = softmax of student / T,  q = softmax of teacher / T
+ *     m    = beta * q + (1 - beta) * p
+ *     loss = beta * KL(q || m) + (1 - beta) * KL(p || m)            beta between 0 and 1
+ *     loss = KL(q || p), the forward divergence                     beta = 0
+ *     loss = KL(p || q), the reverse divergence                     beta = 1
+ *
+ * where KL(q || p) is the sum of q * (log q - log p), in natural logarithms. The two ends are
+ * defined so, after the limits of loss / beta and of loss / (1 - beta); loss itself tends to 0. The
+ * loss is not multiplied by T^2, which distillation from soft targets does to keep gradients of
+ * different temperatures alike: the caller can. Sources: Agarwal et al., arXiv:2306.13649, section 3;
+ * temperature: Hinton et al., arXiv:1503.02531.
+ *
+ * A class whose probability is 0 on the side that is averaged over counts for nothing, so that minus
+ * infinity masks classes in both. Probabilities below 2^-126 are 0. Elements are binary32: log p -
+ * log q comes from the difference of the logits, so that close distributions have a small error, and
+ * what there is one of in a row is binary64. Sums are added in an order that depends on the number of
+ * classes (on CUDA also on the addresses of the rows): each device repeats itself bit for bit, for
+ * any number of threads.
+ *
+ * loss        out: f32 [rows]; 0 for ignored rows
+ * statistics  out: f32 [rows, HR_DIVERGENCE_STATISTICS]: what hr_divergence_backward() needs, or
+ *             NULL. The log-sum-exp of student / T and what rounding took off it, the same of
+ *             teacher / T, and of KL(p || m), which is 0 if beta is; zeros for ignored rows
+ * student     in: [rows, classes]
+ * teacher     in: [rows, classes]
+ * ignored     in: u8 [rows]: rows with another number than 0 count for nothing and are not read;
+ *             NULL: all count
+ *
+ * rows may be 0; classes is 1 or more. A row with a NaN or plus infinity in one of the matrices, or
+ * with minus infinity alone, has the loss NaN. The loss is infinite where one distribution excludes a
+ * class of the one that it is compared with, but not with beta between 0 and 1.
+ */
+HR_API hr_status hr_divergence_forward(float *loss, float *statistics, const hr_rows *student,
+                                       const hr_rows *teacher, const uint8_t *ignored, int64_t rows,
+                                       int64_t classes, const hr_divergence_config *config,
+                                       const hr_exec *exec);
+
+/*
+ * hr_divergence_backward: the gradient of the student's logits; the teacher is a constant:
+ *
+ *     grad_j = dloss / T * (p_j - q_j)                                                  beta = 0
+ *     grad_j = dloss / T * p_j * (log(p_j / q_j) - KL(p || q))                          beta = 1
+ *     grad_j = dloss / T * (1 - beta) * p_j * (log(p_j / m_j) - KL(p || m))             between
+ *
+ * p_j - q_j is computed without cancellation. Rows that are ignored get zeros.
+ *
+ * grad        out: [rows, classes], in config->grad_dtype. May be the student's logits: grad->data is
+ *             then student->data, and the rows begin at the same addresses. Otherwise no overlap
+ * dloss       in: f32: the gradient of the loss of row i is dloss[i * dloss_stride]
+ * dloss_stride  1, or any other number of 0 or more; 0: one number for all rows
+ * student, teacher, ignored  in: as in the forward call
+ * statistics  in: what it wrote, with the same config but for grad_dtype
+ */
+HR_API hr_status hr_divergence_backward(const hr_rows *grad, const float *dloss,
+                                        int64_t dloss_stride, const hr_rows *student,
+                                        const hr_rows *teacher, const uint8_t *ignored,
+                                        const float *statistics, int64_t rows, int64_t classes,
+                                        const hr_divergence_config *config, const hr_exec *exec);
 
 #ifdef __cplusplus
 }

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .grad.accumulate import GradAccumulator
     from .grad.clip import clip_grad_norm_, clip_grad_value_
     from .grad.norm import grad_norm
+    from .loss.distillation import linear_distillation_loss
     from .optim import release_gradients
     from .patching import patch, unpatch
     from .planning import fits, max_batch, plan
@@ -60,6 +61,7 @@ else:
             "grad_norm": ".grad.norm",
             "integrations": ".integrations",
             "latest": ".state",
+            "linear_distillation_loss": ".loss.distillation",
             "load_state": ".state",
             "max_batch": ".planning",
             "memory": ".memory",
@@ -98,6 +100,7 @@ __all__ = [
     "grad_norm",
     "integrations",
     "latest",
+    "linear_distillation_loss",
     "load_state",
     "max_batch",
     "memory",

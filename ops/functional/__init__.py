@@ -10,6 +10,7 @@ from .adafactor import adafactor_
 from .adamw import adamw_
 from .adamw8bit import adamw8bit_
 from .cross_entropy import cross_entropy
+from .divergence import divergence
 from .dynamic_map import dynamic_map
 from .gemm import gemm
 from .glu import glu
@@ -27,6 +28,7 @@ __all__ = [
     "adamw_",
     "cross_entropy",
     "dequantize_blocks",
+    "divergence",
     "dynamic_map",
     "gemm",
     "glu",

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.registration import FLOATS, differentiable, require
+from .._core.registration import FLOATS, complete, differentiable, require
 from .._core.rows import autocast_dtype
 
-__all__ = ["gemm"]
+__all__ = ["gemm", "gemm_into"]
 
 
 def gemm(
@@ -73,6 +73,25 @@ def gemm(
     )
 
 
+def gemm_into(
+    c: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    beta: float = 0.0,
+    bias: Tensor | None = None,
+) -> None:
+    """Writes ``op(a) @ op(b) + beta * c + bias`` into ``c``, for matrices; without a derivative.
+
+    ``c`` is ``[m, n]``, float32 or of the dtype of ``a``; its rows are dense, and may have gaps
+    between them. A ``beta`` of 0 does not read it. The rest is as in :func:`gemm`.
+    """
+    precision = matmul_precision(a.dtype) if a.device.type == "cuda" else 0
+    torch.ops.headroom.gemm_(c, a, b, bias, transpose_a, transpose_b, 1.0, beta, precision)
+
+
 def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return tensor.to(dtype) if tensor is not None and tensor.dtype in FLOATS else tensor
 
@@ -126,6 +145,15 @@ def _fake(a, b, c, bias, transpose_a, transpose_b, alpha, beta, float32_out, pre
     return out
 
 
+@torch.library.register_fake("headroom::gemm_")
+def _fake_into(c, a, b, bias, transpose_a, transpose_b, alpha, beta, precision):
+    options = transpose_a, transpose_b, alpha, beta, c.dtype == torch.float32, precision
+    out = _fake(a, b, None, bias, *options)
+    require(c.shape == out.shape and c.dim() == 2, f"c is {[*c.shape]}, wanted {[*out.shape]}")
+    require(c.dtype == out.dtype, f"c has dtype {c.dtype}, wanted float32 or that of a")
+    require(c.device == a.device, f"c is on {c.device}, but a is on {a.device}")
+
+
 def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
     a, b, _, _, *ctx.options = inputs
     wanted = ctx.needs_input_grad
@@ -170,3 +198,4 @@ def _flops(a_shape, b_shape, c_shape, bias_shape, transpose_a, transpose_b, *_, 
 
 
 differentiable("gemm", fake=_fake, setup_context=_setup, backward=_backward, flops=_flops)
+complete("gemm_")

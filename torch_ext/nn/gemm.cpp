@@ -113,69 +113,118 @@ std::string sizes_of(const Factor &x)
     return std::string("[") + std::to_string(x.rows) + ", " + std::to_string(x.cols) + "]";
 }
 
+// op(a) and op(b), which fit each other, and what to do with them.
+struct Product {
+    Product(const Tensor &a, const Tensor &b, bool transpose_a, bool transpose_b, double alpha,
+            int64_t precision)
+        : left(a, "a", transpose_a), right(b, "b", transpose_b), like(left.tensor), m(left.rows),
+          n(right.cols), k(left.cols)
+    {
+        const View other(right.tensor);
+        config.dtype = float_of(like, "a");
+        if (like.torch_dtype != other.torch_dtype)
+            fail(std::string("b has dtype ") +
+                 torch::headeronly::toString(other.tensor.scalar_type()) + ", but a has " +
+                 torch::headeronly::toString(like.tensor.scalar_type()));
+        if (!like.is_with(other))
+            fail("b is on " + other.device_name() + ", but a is on " + like.device_name());
+        if (like.dim != other.dim || left.batch != right.batch || left.cols != right.rows)
+            fail("a and b do not fit: op(a) is " + std::to_string(left.batch) + " x " +
+                 sizes_of(left) + ", op(b) is " + std::to_string(right.batch) + " x " +
+                 sizes_of(right));
+        config.transpose_a = left.transpose, config.transpose_b = right.transpose;
+        config.alpha = alpha;
+        config.batch = left.batch;
+        config.batch_stride_a = left.batch_stride, config.batch_stride_b = right.batch_stride;
+        config.batch_stride_c = m * n;
+        config.allow_tf32 = (precision & ALLOW_TF32) != 0;
+        config.allow_reduced_precision_reduction =
+            (precision & ALLOW_REDUCED_PRECISION_REDUCTION) != 0;
+        config.deterministic = (precision & DETERMINISTIC) != 0;
+    }
+    Product(const Product &) = delete;
+
+    // Writes it to `out`, which is on the device of the factors, and adds the bias.
+    void run(const View &out, int64_t stride, const OptionalTensor &bias)
+    {
+        Tensor dense;
+        const void *vector = nullptr;
+        if (bias) {
+            dense = torch::stable::contiguous(*bias);
+            const View view(dense);
+            if (view.dim != 1 || view.sizes[0] != n || !view.is_with(like) ||
+                view.torch_dtype != out.torch_dtype)
+                fail("bias must be a tensor [" + std::to_string(n) +
+                     "] with the dtype and device of the result");
+            require_memory(view, "bias");
+            vector = view.data;
+        }
+        const Exec exec(like);
+        size_t bytes = 0;
+        check(hr_gemm_workspace(&bytes, m, n, k, &config, &exec.exec));
+        Tensor workspace;
+        if (bytes)
+            workspace = workspace_of(bytes, left.tensor);
+        const hr_rows rows{out.data, stride};
+        check(hr_gemm(&rows, &left.rows_in_memory, &right.rows_in_memory, vector, m, n, k, &config,
+                      bytes ? workspace.mutable_data_ptr() : nullptr, bytes, &exec.exec));
+    }
+
+    const Factor left, right;
+    const View like;
+    const int64_t m, n, k;
+    hr_gemm_config config = HR_GEMM_CONFIG_INIT;
+};
+
 Tensor gemm(const Tensor &a, const Tensor &b, const OptionalTensor &c, const OptionalTensor &bias,
             bool transpose_a, bool transpose_b, double alpha, double beta, bool float32_out,
             int64_t precision)
 {
-    const Factor left(a, "a", transpose_a), right(b, "b", transpose_b);
-    const View like(left.tensor), other(right.tensor);
-    hr_gemm_config config = HR_GEMM_CONFIG_INIT;
-    config.dtype = float_of(like, "a");
-    config.out_dtype = float32_out ? HR_F32 : config.dtype;
-    if (like.torch_dtype != other.torch_dtype)
-        fail(std::string("b has dtype ") + torch::headeronly::toString(other.tensor.scalar_type()) +
-             ", but a has " + torch::headeronly::toString(like.tensor.scalar_type()));
-    if (!like.is_with(other))
-        fail("b is on " + other.device_name() + ", but a is on " + like.device_name());
-    if (like.dim != other.dim || left.batch != right.batch || left.cols != right.rows)
-        fail("a and b do not fit: op(a) is " + std::to_string(left.batch) + " x " + sizes_of(left) +
-             ", op(b) is " + std::to_string(right.batch) + " x " + sizes_of(right));
-    const int64_t m = left.rows, n = right.cols, k = left.cols;
-    const int64_t sizes[] = {left.batch, m, n};
-    const size_t skipped = like.dim == 2;
+    Product product(a, b, transpose_a, transpose_b, alpha, precision);
+    const int64_t sizes[] = {product.left.batch, product.m, product.n};
+    const size_t skipped = product.like.dim == 2;
     using torch::headeronly::ScalarType;
-    Tensor out =
-        torch::stable::new_empty(left.tensor, {sizes + skipped, 3 - skipped},
-                                 float32_out ? ScalarType::Float : left.tensor.scalar_type());
+    Tensor out = torch::stable::new_empty(product.left.tensor, {sizes + skipped, 3 - skipped},
+                                          float32_out ? ScalarType::Float
+                                                      : product.left.tensor.scalar_type());
     const View to(out);
     if (c) {
         const View from(*c);
-        if (!from.has_sizes_of(to) || !from.is_with(like) || from.torch_dtype != to.torch_dtype)
+        if (!from.has_sizes_of(to) || !from.is_with(product.like) ||
+            from.torch_dtype != to.torch_dtype)
             fail("c must have the sizes, dtype and device of the result");
         require_memory(from, "c");
         if (beta != 0)
             torch::stable::copy_(out, *c);
     }
-    Tensor dense;
-    const void *vector = nullptr;
-    if (bias) {
-        dense = torch::stable::contiguous(*bias);
-        const View view(dense);
-        if (view.dim != 1 || view.sizes[0] != n || !view.is_with(like) ||
-            view.torch_dtype != to.torch_dtype)
-            fail("bias must be a tensor [" + std::to_string(n) +
-                 "] with the dtype and device of the result");
-        require_memory(view, "bias");
-        vector = view.data;
-    }
-    config.transpose_a = left.transpose, config.transpose_b = right.transpose;
-    config.alpha = alpha, config.beta = c ? beta : 0;
-    config.batch = left.batch;
-    config.batch_stride_a = left.batch_stride, config.batch_stride_b = right.batch_stride;
-    config.batch_stride_c = m * n;
-    config.allow_tf32 = (precision & ALLOW_TF32) != 0;
-    config.allow_reduced_precision_reduction = (precision & ALLOW_REDUCED_PRECISION_REDUCTION) != 0;
-    config.deterministic = (precision & DETERMINISTIC) != 0;
-    const Exec exec(like);
-    size_t bytes = 0;
-    check(hr_gemm_workspace(&bytes, m, n, k, &config, &exec.exec));
-    Tensor workspace;
-    if (bytes)
-        workspace = workspace_of(bytes, left.tensor);
-    const hr_rows rows{to.data, n};
-    check(hr_gemm(&rows, &left.rows_in_memory, &right.rows_in_memory, vector, m, n, k, &config,
-                  bytes ? workspace.mutable_data_ptr() : nullptr, bytes, &exec.exec));
+    product.config.out_dtype = float32_out ? HR_F32 : product.config.dtype;
+    product.config.beta = c ? beta : 0;
+    product.run(to, product.n, bias);
     return out;
+}
+
+// Into a matrix that exists, whose rows may have gaps between them.
+void gemm_(const Tensor &c, const Tensor &a, const Tensor &b, const OptionalTensor &bias,
+           bool transpose_a, bool transpose_b, double alpha, double beta, int64_t precision)
+{
+    Product product(a, b, transpose_a, transpose_b, alpha, precision);
+    const View to(c);
+    const int64_t m = product.m, n = product.n;
+    if (product.like.dim != 2 || to.dim != 2 || to.sizes[0] != m || to.sizes[1] != n)
+        fail("c must be a matrix [" + std::to_string(m) + ", " + std::to_string(n) +
+             "], the product of two");
+    if (!to.is_with(product.like))
+        fail("c is on " + to.device_name() + ", but a is on " + product.like.device_name());
+    if (to.torch_dtype != product.like.torch_dtype && to.torch_dtype != aoti_torch_dtype_float32())
+        fail(std::string("c has dtype ") + torch::headeronly::toString(c.scalar_type()) +
+             ", wanted float32 or that of a");
+    if ((n > 1 && to.strides[1] != 1) || (m > 1 && to.strides[0] < n))
+        fail("c must have dense rows: its strides are " + std::to_string(to.strides[0]) + ", " +
+             std::to_string(to.strides[1]));
+    require_memory(to, "c");
+    product.config.out_dtype = float_of(to, "c");
+    product.config.beta = beta;
+    product.run(to, std::max(to.strides[0], n), bias);
 }
 
 } // namespace
@@ -184,9 +233,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
 {
     m.def("gemm(Tensor a, Tensor b, Tensor? c, Tensor? bias, bool transpose_a, bool transpose_b, "
           "float alpha, float beta, bool float32_out, int precision) -> Tensor");
+    m.def("gemm_(Tensor(a!) c, Tensor a, Tensor b, Tensor? bias, bool transpose_a, "
+          "bool transpose_b, float alpha, float beta, int precision) -> ()");
 }
 
 HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)
 {
     m.impl("gemm", TORCH_BOX(&gemm));
+    m.impl("gemm_", TORCH_BOX(&gemm_));
 }

@@ -61,6 +61,7 @@ CrossEntropyConfig = config(
     ("ignore_index", c_int64),
     ("label_smoothing softcap z_loss", c_double),
 )
+DivergenceConfig = config(("dtype grad_dtype", c_int32), ("beta temperature", c_double))
 
 # ---- Memory --------------------------------------------------------------------------------------
 
@@ -311,6 +312,39 @@ def gemm(rng: random.Random, memory: Memory) -> Call:
     return call("hr_gemm", arguments, written, (own.aux,))
 
 
+# ---- Divergences ---------------------------------------------------------------------------------
+
+
+def divergence(rng: random.Random, memory: Memory) -> Call:
+    def written(*arguments):
+        rows, classes, own = arguments[-4:-1]
+        if name == "hr_divergence_backward":
+            return spans(arguments[0], rows.value, classes.value, SIZES[own.grad_dtype])
+        statistics = spans(arguments[1], 1, 4 * 6 * rows.value, 1)
+        return spans(arguments[0], 1, 4 * rows.value, 1) + statistics
+
+    own = DivergenceConfig(sizeof(DivergenceConfig), rng.choice(FLOATS))
+    own.grad_dtype = own.dtype if own.dtype != F32 else rng.choice(FLOATS)
+    own.beta, own.temperature = rng.choice([0.0, 1.0, 0.5, 1e-6]), rng.choice([1.0, 0.7, 1e6])
+    rows, classes = Limited(rng.choice([0, 1, 2, 5])), c_int64(rng.choice([1, 2, 7, 33, 70]))
+    student, teacher = (matrix(rng, memory, classes.value, own.dtype) for _ in range(2))
+    ignored = c_void_p(memory.take(PART, rng.randbytes(PART)) if rng.random() < 0.5 else None)
+    name = f"hr_divergence_{rng.choice(['forward', 'backward'])}"
+    last = [rows, classes, own, exec_()]
+    if name == "hr_divergence_forward":
+        statistics = vector(rng, memory, F32, 0.5)
+        return call(
+            name, [vector(rng, memory), statistics, student, teacher, ignored, *last], written
+        )
+    grad = matrix(rng, memory, classes.value, own.grad_dtype)
+    if rng.random() < 0.5:
+        ratio = 1 if own.grad_dtype == own.dtype else 2
+        grad = Rows(student.data, ratio * student.stride)
+    dloss, stride = vector(rng, memory), c_int64(rng.choice([0, 1, 3]))
+    arguments = [grad, dloss, stride, student, teacher, ignored, vector(rng, memory), *last]
+    return call(name, arguments, written)
+
+
 # ---- Cross entropy -------------------------------------------------------------------------------
 
 
@@ -376,4 +410,5 @@ def workspaces(rng: random.Random, memory: Memory) -> Call:
 
 
 CALLS = (norm_forward, norm_backward, glu, rope, gemm, gemm, cross_entropy, cross_entropy)
+CALLS = (*CALLS, divergence)
 CALLS = (*CALLS, workspaces)

@@ -255,8 +255,43 @@ def cross_entropy_backward(rng: random.Random) -> Call:
     return Call("cross_entropy_backward_", lists, **rule)
 
 
+def divergence_backward(rng: random.Random) -> Call:
+    f32, dtype, classes = torch.float32, rng.choice(FLOATS), rng.choice([1, 5, 70])
+    rows = rng.choice([(), (3,), (0,), (2, 3)])
+    student, teacher = (tensor(rng, (*rows, classes), dtype) for _ in range(2))
+    lists = {"dloss": tensor(rng, rng.choice([(), rows]), f32)}
+    lists |= {"student": student, "teacher": teacher}
+    lists["ignored"] = tensor(rng, rows, torch.bool) if rng.random() < 0.5 else None
+    lists["statistics"] = tensor(rng, (math.prod(rows), 6), f32)
+    lists["grad"] = student if rng.random() < 0.3 else tensor(rng, (*rows, classes), dtype)
+    rule = {"beta": rng.choice([0.0, 0.5, 1.0]), "temperature": rng.choice([1.0, 2.0])}
+    return Call("divergence_backward_", lists, **rule)
+
+
+def gemm_into(rng: random.Random) -> Call:
+    dtype, (m, n, k) = rng.choice(FLOATS), (rng.choice([0, 1, 5, 33]) for _ in range(3))
+    out = rng.choice([dtype, torch.float32])
+    transpose_a, transpose_b = (rng.random() < 0.5 for _ in range(2))
+    lists = {
+        "c": tensor(rng, (m, n), out),
+        "a": tensor(rng, (k, m) if transpose_a else (m, k), dtype),
+        "b": tensor(rng, (n, k) if transpose_b else (k, n), dtype),
+        "bias": tensor(rng, (n,), out) if rng.random() < 0.5 else None,
+    }
+    rule = {"transpose_a": transpose_a, "transpose_b": transpose_b, "precision": 0}
+    rule |= {"alpha": rng.choice([1.0, -2.0]), "beta": rng.choice([0.0, 1.0])}
+    return Call("gemm_", lists, **rule)
+
+
 CALLS = (adamw, adamw, adamw8bit, adamw8bit, adafactor, adafactor, unscale_norm, update_scale)
-CALLS = (*CALLS, join_weights, cross_entropy_backward, *map(of_lists, LIST_OPS.values()))
+CALLS = (
+    *CALLS,
+    join_weights,
+    cross_entropy_backward,
+    divergence_backward,
+    gemm_into,
+    *map(of_lists, LIST_OPS.values()),
+)
 
 # ---- One case ------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from headroom.functional import (
     cross_entropy,
+    divergence,
     gemm,
     glu,
     layer_norm,
@@ -17,8 +18,11 @@ from headroom.functional import (
     rope,
     rope_tables,
 )
+from headroom.loss import linear_distillation_loss
 from headroom.nn.functional import mlp_block
 from torch import Tensor
+
+from helpers.divergences import reference
 
 ROWS, COLS = 6, 32
 
@@ -115,6 +119,28 @@ OPS = [
         lambda z: cross_entropy(z, _targets(z), reduction="none", label_smoothing=0.1),
         lambda z: F.cross_entropy(z, _targets(z), reduction="none", label_smoothing=0.1),
         (_ROWS,),
+    ),
+    DifferentiableOp(
+        "divergence",
+        lambda z: divergence(z, z.detach().flip(-1), divergence="js", reduction="none"),
+        lambda z: reference(z, z.detach().flip(-1), "js"),
+        (_ROWS,),
+    ),
+    DifferentiableOp(
+        "linear_distillation_loss",
+        lambda x, weight: linear_distillation_loss(
+            x,
+            weight,
+            x.detach().flip(-1),
+            weight.detach(),
+            divergence="reverse_kl",
+            reduction="none",
+            workspace=2048,
+        ),  # fmt: skip
+        lambda x, weight: reference(
+            x @ weight.T.to(x.dtype), x.detach().flip(-1) @ weight.detach().T.to(x.dtype), "reverse"
+        ),
+        (_ROWS, (60, COLS)),
     ),
     DifferentiableOp(
         "mlp_block",

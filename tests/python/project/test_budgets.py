@@ -57,7 +57,11 @@ SCALAR = {
 
 
 # Of elements, which they do not write.
-READERS = {"adafactor_sums_kernel", "cross_entropy_forward_kernel"}
+READERS = {
+    "adafactor_sums_kernel",
+    "cross_entropy_forward_kernel",
+    "divergence_forward_kernel",
+}
 
 
 def build_info():

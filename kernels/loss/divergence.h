@@ -1,0 +1,258 @@
+/*
+ * divergence.h: the formulas of a row of student's and teacher's logits: see hr_divergence_forward
+ * in headroom.h.
+ *
+ * Everything is computed from the logarithm of the ratio of two probabilities, d = log p - log q,
+ * which is exact where the logits are close. The larger of p and q is an exponential, the other is
+ * that times e^-|d|, so that differences of close probabilities do not cancel. Elements are
+ * binary32; what there is one of in a row is binary64.
+ */
+#ifndef HR_DIVERGENCE_H
+#define HR_DIVERGENCE_H
+
+#include "kernels/loss/cross_entropy.h"
+
+/* Numbers that the forward call leaves for each row: the log-sum-exp of the student and what
+ * rounding took off it, the same of the teacher, and of the mean of log(p / m) under the student. */
+enum { DV_STUDENT, DV_STUDENT_LOW, DV_TEACHER, DV_TEACHER_LOW, DV_MEAN, DV_MEAN_LOW };
+
+/* Which of the formulas: beta is 0, 1, or between. */
+enum { DV_FORWARD, DV_REVERSE, DV_MIXED };
+
+typedef struct divergence_args {
+    hr_rows student, teacher, grad;
+    const uint8_t *ignored; /* NULL: none */
+    float *loss;
+    float *statistics; /* NULL where only the loss is wanted */
+    const float *dloss;
+    int64_t dloss_stride, rows, classes;
+    hr_divergence_config config;
+} divergence_args;
+
+HR_INLINE int dv_kind(const divergence_args *a)
+{
+    return a->config.beta == 0.0 ? DV_FORWARD : a->config.beta == 1.0 ? DV_REVERSE : DV_MIXED;
+}
+
+HR_INLINE int dv_is_ignored(const divergence_args *a, int64_t row)
+{
+    return a->ignored && a->ignored[row];
+}
+
+/* 1 / temperature. `high` is below it, and `low`, the rest, above 0, so that an infinite logit stays
+ * what it is. */
+typedef struct dv_scale {
+    float high, low;
+} dv_scale;
+
+HR_INLINE dv_scale dv_scale_of(const divergence_args *a)
+{
+    const double scale = 1.0 / a->config.temperature;
+    dv_scale s = {(float)scale, 0.0f};
+    if ((double)s.high > scale)
+        s.high = hr_float(hr_bits(s.high) - 1u);
+    s.low = hr_at_least((float)(scale - (double)s.high), 0x1p-126f);
+    return s;
+}
+
+/* A logit over the temperature, rounded as if 1 / temperature were exact. */
+HR_INLINE float dv_scaled(float z, dv_scale scale)
+{
+    return fmaf(z, scale.high, z * scale.low);
+}
+
+/* ---- Once per row ---------------------------------------------------------------------------- */
+
+typedef struct dv_row {
+    float student, student_low, teacher, teacher_low; /* log-sum-exps */
+    float ratio, ratio_low;                           /* the student's less the teacher's */
+    float mean, mean_low, beta, others;               /* others: 1 - beta */
+} dv_row;
+
+HR_INLINE float dv_low(double x, float high)
+{
+    return isfinite(high) ? (float)(x - (double)high) : 0.0f;
+}
+
+/* For the gradient of the reverse divergence, `ratio` has the mean in it. */
+HR_INLINE dv_row dv_row_of(const divergence_args *a, const float *statistics, int for_gradient)
+{
+    dv_row r;
+    r.student = statistics[DV_STUDENT];
+    r.student_low = statistics[DV_STUDENT_LOW];
+    r.teacher = statistics[DV_TEACHER];
+    r.teacher_low = statistics[DV_TEACHER_LOW];
+    r.mean = statistics[DV_MEAN];
+    r.mean_low = statistics[DV_MEAN_LOW];
+    double ratio =
+        ((double)r.student - (double)r.teacher) + ((double)r.student_low - (double)r.teacher_low);
+    if (for_gradient && dv_kind(a) == DV_REVERSE)
+        ratio += (double)r.mean + (double)r.mean_low;
+    r.ratio = (float)ratio;
+    r.ratio_low = dv_low(ratio, r.ratio);
+    r.beta = (float)a->config.beta;
+    r.others = (float)(1.0 - a->config.beta);
+    return r;
+}
+
+/* The same before there is a mean. */
+HR_INLINE dv_row dv_row_of_lse(const divergence_args *a, double student, double teacher)
+{
+    float statistics[HR_DIVERGENCE_STATISTICS] = {(float)student, 0.0f, (float)teacher,
+                                                  0.0f,           0.0f, 0.0f};
+    statistics[DV_STUDENT_LOW] = dv_low(student, statistics[DV_STUDENT]);
+    statistics[DV_TEACHER_LOW] = dv_low(teacher, statistics[DV_TEACHER]);
+    return dv_row_of(a, statistics, 0);
+}
+
+/* Sums over the classes of a row of what dv_terms_of gives. */
+typedef struct dv_sums {
+    double under_student, under_teacher, p, q;
+} dv_sums;
+
+/* Writes the loss of a row. A mean is over the sum of the probabilities, so that what was rounded off
+ * the log-sum-exps does not count twice, and the gradients of a row add up to 0. */
+HR_INLINE void dv_finish(const divergence_args *a, int64_t row, const dv_row *r,
+                         const dv_sums *sums)
+{
+    const double beta = a->config.beta;
+    const double under_student = beta > 0.0 ? sums->under_student / sums->p : 0.0;
+    const double under_teacher = beta < 1.0 ? sums->under_teacher / sums->q : 0.0;
+    double loss = 0.0; /* a sum that does not count may be infinite */
+    if (beta < 1.0)
+        loss += beta > 0.0 ? (1.0 - beta) * under_student : under_teacher;
+    if (beta > 0.0)
+        loss += beta < 1.0 ? beta * under_teacher : under_student;
+    hr_store(a->loss, row, (float)loss, HR_F32); /* every NaN as the same */
+    if (!a->statistics)
+        return;
+    const float mean = (float)under_student;
+    const float statistics[HR_DIVERGENCE_STATISTICS] = {
+        r->student, r->student_low, r->teacher, r->teacher_low, mean, dv_low(under_student, mean)};
+    for (int k = 0; k < HR_DIVERGENCE_STATISTICS; k++)
+        hr_store(a->statistics, row * HR_DIVERGENCE_STATISTICS + k, statistics[k], HR_F32);
+}
+
+/* Of a row that is ignored. */
+HR_INLINE void dv_finish_ignored(const divergence_args *a, int64_t row)
+{
+    a->loss[row] = 0.0f;
+    for (int k = 0; a->statistics && k < HR_DIVERGENCE_STATISTICS; k++)
+        a->statistics[row * HR_DIVERGENCE_STATISTICS + k] = 0.0f;
+}
+
+/* What elements of the gradient are multiplied by. */
+HR_INLINE float dv_factor(const divergence_args *a, int64_t row, int kind)
+{
+    const double dloss = (double)a->dloss[row * a->dloss_stride] / a->config.temperature;
+    return (float)(kind == DV_MIXED ? dloss * (1.0 - a->config.beta) : dloss);
+}
+
+/* ---- Each element, with logits that are divided by the temperature -------------------------- */
+
+/* The logarithm of 1 + w (e - 1) for e from 0 to 1: of 1 - w + w e, where that is less than 1/2 and
+ * what was rounded off w would count. `less_1`: e - 1; `others`: 1 - w. */
+HR_INLINE float dv_log_mixture(float w, float others, float e, float less_1)
+{
+    const float x = w * less_1, near_1 = 1.0f + x;
+    const int far = x < -0.5f;
+    const float lost = far ? 0.0f : x - (near_1 - 1.0f);
+    return hr_log(far ? fmaf(w, e, others) : near_1) + lost;
+}
+
+/* log(p / q). The difference of the logits may be large although their distributions are close, so
+ * what is rounded off it counts (Knuth's two-sum). There is no such rest of an infinite one. */
+HR_INLINE float dv_ratio(const dv_row *r, float s, float t)
+{
+    const float difference = s - t, of_t = s - difference, of_s = difference + of_t;
+    const float rest = (s - of_s) + (of_t - t);
+    return (difference - r->ratio) + ((rest != rest ? 0.0f : rest) - r->ratio_low);
+}
+
+/* Both probabilities, and log(p / q) with what of it log(1 / m) takes: see dv_pair_of. */
+typedef struct dv_pair {
+    float p, q;           /* of the student and of the teacher */
+    float less;           /* p - q */
+    float p_over, q_over; /* log(p / m) and log(q / m), where m is the mixture */
+} dv_pair;
+
+/* The mixture m = beta q + (1 - beta) p, over the larger of both, is 1 + w (e^-|d| - 1) with the
+ * weight w of the other. `mixed`: whether its logarithms are wanted. Masked in both: all is 0. */
+HR_INLINE dv_pair dv_pair_of(const dv_row *r, float s, float t, int mixed)
+{
+    const float d = dv_ratio(r, s, t);
+    const int below = d < 0.0f;
+    const float larger =
+        below ? (t - r->teacher) - r->teacher_low : (s - r->student) - r->student_low;
+    const float top = ce_exp(larger), distance = below ? d : -d;
+    const hr_exp_parts parts = hr_exp_split(hr_at_least(distance, -88.0f));
+    const float power = hr_float(0x3F800000u + (parts.shifted << 23)); /* 0 from 2^-127 on */
+    const float near_0 = hr_expm1_near_0(parts.r);
+    const float e = fmaf(power, near_0, power);             /* e^-|d| */
+    const float less_1 = fmaf(power, near_0, power - 1.0f); /* e^-|d| - 1 */
+    const float other = top == 0.0f ? 0.0f : top * e;
+    dv_pair pair;
+    pair.p = below ? other : top;
+    pair.q = below ? top : other;
+    pair.less = top == 0.0f ? 0.0f : top * (below ? less_1 : -less_1);
+    if (mixed) {
+        const float log_m =
+            dv_log_mixture(below ? r->others : r->beta, below ? r->beta : r->others, e, less_1);
+        pair.p_over = (below ? d : 0.0f) - log_m;
+        pair.q_over = (below ? 0.0f : -d) - log_m;
+    }
+    return pair;
+}
+
+/* What an element adds to the sums under the student and under the teacher. A probability of 0 adds
+ * nothing, whatever its logarithm. */
+typedef struct dv_terms {
+    float under_student, under_teacher, p, q; /* 0 where they do not count */
+} dv_terms;
+
+HR_INLINE dv_terms dv_terms_of(const dv_row *r, float s, float t, int kind)
+{
+    dv_terms terms = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (kind == DV_MIXED) {
+        const dv_pair pair = dv_pair_of(r, s, t, 1);
+        terms.under_student = pair.p == 0.0f ? 0.0f : pair.p * pair.p_over;
+        terms.under_teacher = pair.q == 0.0f ? 0.0f : pair.q * pair.q_over;
+        terms.p = pair.p;
+        terms.q = pair.q;
+    } else if (kind == DV_REVERSE) {
+        const float p = ce_probability(s, r->student, r->student_low);
+        terms.under_student = p == 0.0f ? 0.0f : p * dv_ratio(r, s, t);
+        terms.p = p;
+    } else {
+        const float q = ce_probability(t, r->teacher, r->teacher_low);
+        terms.under_teacher = q == 0.0f ? 0.0f : -q * dv_ratio(r, s, t);
+        terms.q = q;
+    }
+    return terms;
+}
+
+/* The gradient of the student's logit. */
+HR_INLINE float dv_gradient(const dv_row *r, float s, float t, float factor, int kind)
+{
+    if (kind == DV_FORWARD)
+        return factor * dv_pair_of(r, s, t, 0).less;
+    if (kind == DV_REVERSE) {
+        const float p = ce_probability(s, r->student, r->student_low);
+        return p == 0.0f ? 0.0f : factor * (p * dv_ratio(r, s, t));
+    }
+    const dv_pair pair = dv_pair_of(r, s, t, 1);
+    return pair.p == 0.0f ? 0.0f : factor * (pair.p * ((pair.p_over - r->mean) - r->mean_low));
+}
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+hr_status divergence_forward_cpu(const divergence_args *args);
+hr_status divergence_backward_cpu(const divergence_args *args);
+hr_status divergence_forward_cuda(const divergence_args *args, const hr_exec *exec);
+hr_status divergence_backward_cuda(const divergence_args *args, const hr_exec *exec);
+#ifdef __cplusplus
+}
+#endif
+
+#endif
