@@ -3,7 +3,7 @@
 Importing the package registers the ops ``torch.ops.headroom.*``, which :mod:`headroom.functional`
 calls. Everything else is imported when it is first used: :mod:`headroom.optim` holds optimizers
 with the names and arguments of :mod:`torch.optim`, :mod:`headroom.amp` loss scaling and 16-bit
-models, :mod:`headroom.nn` blocks that decide what they keep, :mod:`headroom.checkpointing`
+models, :mod:`headroom.loss` losses without logits, :mod:`headroom.nn` blocks that decide what they keep, :mod:`headroom.checkpointing`
 recomputed activations, :mod:`headroom.patching` the same for models that exist,
 :mod:`headroom.memory` where bytes go, :mod:`headroom.planning` where they will go,
 :mod:`headroom.state` files of a run's state, and :mod:`headroom.integrations` what other libraries'
@@ -19,12 +19,13 @@ from ._core import binaries
 from ._core.lazy import lazy
 
 if TYPE_CHECKING:
-    from . import amp, integrations, memory, nn, optim, patching, planning, state
+    from . import amp, integrations, loss, memory, nn, optim, patching, planning, state
     from .amp.cast_model import cast_model, cast_report
     from .checkpointing import checkpoint, checkpoint_every, checkpoint_sequential
     from .grad.accumulate import GradAccumulator
     from .grad.clip import clip_grad_norm_, clip_grad_value_
     from .grad.norm import grad_norm
+    from .loss import linear_cross_entropy
     from .optim import release_gradients
     from .patching import patch, unpatch
     from .planning import fits, max_batch, plan
@@ -48,7 +49,9 @@ else:
             "grad_norm": ".grad.norm",
             "integrations": ".integrations",
             "latest": ".state",
+            "linear_cross_entropy": ".loss",
             "load_state": ".state",
+            "loss": ".loss",
             "max_batch": ".planning",
             "memory": ".memory",
             "nn": ".nn",
@@ -83,7 +86,9 @@ __all__ = [
     "grad_norm",
     "integrations",
     "latest",
+    "linear_cross_entropy",
     "load_state",
+    "loss",
     "max_batch",
     "memory",
     "nn",

@@ -1,0 +1,8 @@
+"""Losses that are fused with the layer before them, so that its output never exists.
+
+:func:`headroom.loss.linear_cross_entropy` is also :func:`headroom.linear_cross_entropy`.
+"""
+
+from .linear_cross_entropy import linear_cross_entropy
+
+__all__ = ["linear_cross_entropy"]
