@@ -27,6 +27,8 @@
  *     Cross entropy             hr_cross_entropy_forward, hr_cross_entropy_backward,
  *                               hr_cross_entropy_reduce
  *     Divergences               hr_divergence_forward, hr_divergence_backward
+ *     Linear cross entropy      hr_linear_cross_entropy, hr_linear_cross_entropy_backward,
+ *                               hr_linear_cross_entropy_query
  *
  * Words
  * -----
@@ -1554,6 +1556,164 @@ HR_API hr_status hr_divergence_backward(const hr_rows *grad, const float *dloss,
                                         const hr_rows *teacher, const uint8_t *ignored,
                                         const float *statistics, int64_t rows, int64_t classes,
                                         const hr_divergence_config *config, const hr_exec *exec);
+
+/* ---- Linear cross entropy -------------------------------------------------------------------- */
+
+/* In which order the logits are computed, which never exist all at once. */
+typedef enum hr_linear_cross_entropy_mode {
+    HR_LINEAR_CROSS_ENTROPY_AUTO = 0,
+    HR_LINEAR_CROSS_ENTROPY_TOKENS = 1,    /* some rows, all classes: 6 N H V operations */
+    HR_LINEAR_CROSS_ENTROPY_VOCABULARY = 2 /* all rows, some classes: 8 N H V, no sums of weights */
+} hr_linear_cross_entropy_mode;
+
+typedef struct hr_linear_cross_entropy_config {
+    size_t size;
+    hr_dtype dtype;       /* f32, bf16 or f16: of hidden, weight and bias */
+    hr_dtype grad_dtype;  /* of gradients: f32, or bf16 where dtype is */
+    int32_t target_bytes; /* 8: targets are int64_t; 4: int32_t */
+    hr_cross_entropy_reduction reduction;
+    hr_linear_cross_entropy_mode mode;
+    int32_t round_each_chunk;    /* 1: the gradient of weight is rounded after each chunk of rows */
+    int32_t add_to_weight_grads; /* 1: gradients of weight and bias are added to what is there */
+    int32_t allow_tf32, allow_reduced_precision_reduction, deterministic; /* as in hr_gemm_config */
+    int64_t ignore_index;
+    double label_smoothing; /* in [0, 1] */
+    double softcap;         /* > 0; 0: none */
+    double z_loss;          /* >= 0, finite; 0: none */
+    double logit_scale;     /* finite, not 0 */
+    int64_t sequence;       /* 0, or rows per sequence: a row then takes the target of the next */
+    int64_t first_class;    /* of the part of the classes that weight holds */
+    int64_t all_classes;    /* of which weight holds a part; 0: it holds all */
+    int64_t most_counted;   /* at least as many rows as count; -1: not known */
+    size_t workspace_limit; /* bytes to stay below where sizes allow it; 0: chosen from them */
+} hr_linear_cross_entropy_config;
+
+#define HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT                                                  \
+    {                                                                                        \
+        sizeof(hr_linear_cross_entropy_config), HR_F32, HR_F32, 8, HR_REDUCE_MEAN,           \
+            HR_LINEAR_CROSS_ENTROPY_AUTO, 0, 0, 0, 0, 0, -100, 0.0, 0.0, 0.0, 1.0, 0, 0, 0, \
+            -1, 0                                                                            \
+    }
+
+/* What is read. bias, class_weight, token_weight and denominator may be NULL. */
+typedef struct hr_linear_cross_entropy_inputs {
+    hr_rows hidden;            /* [rows, features] */
+    hr_rows weight;            /* [classes, features] */
+    const void *bias;          /* [classes] */
+    const void *target;        /* [rows], int64_t or int32_t as config->target_bytes says */
+    const float *class_weight; /* [all_classes] */
+    const float *token_weight; /* [rows]: a factor for each target, where the target lies */
+    const float *denominator;  /* [1]: what the sum is divided by, instead of config->reduction's */
+} hr_linear_cross_entropy_inputs;
+
+/* What is written for each row, f32 or int64_t [rows]; NULL: not wanted. Rows that are ignored get
+ * 0, and -1 in argmax and rank. */
+typedef struct hr_linear_cross_entropy_rows {
+    float *loss;
+    float *lse, *lse_low; /* as in hr_cross_entropy_forward(), over the classes that weight holds */
+    float *target_logit;  /* after the softcap; 0 if weight does not hold the target */
+    float *weighted;      /* the sum of class_weight * z over the classes that weight holds */
+    float *largest;       /* of the logits */
+    float *entropy;       /* lse - sum of p_j z_j */
+    int64_t *argmax;      /* the first class with the largest logit, counted from first_class */
+    int64_t *rank;        /* how many classes have a larger logit than the target */
+} hr_linear_cross_entropy_rows;
+
+/* Gradients, in config->grad_dtype. NULL data or address: not wanted. */
+typedef struct hr_linear_cross_entropy_grads {
+    hr_rows hidden; /* [rows, features] */
+    hr_rows weight; /* [classes, features] */
+    void *bias;     /* [classes] */
+} hr_linear_cross_entropy_grads;
+
+/* Which gradients are wanted: a sum of these. */
+typedef enum hr_linear_cross_entropy_wanted {
+    HR_LINEAR_CROSS_ENTROPY_HIDDEN = 1,
+    HR_LINEAR_CROSS_ENTROPY_WEIGHT = 2,
+    HR_LINEAR_CROSS_ENTROPY_BIAS = 4
+} hr_linear_cross_entropy_wanted;
+
+typedef struct hr_linear_cross_entropy_needs {
+    size_t workspace;           /* bytes */
+    int64_t rows, classes;      /* of the logits that exist at a time */
+    hr_linear_cross_entropy_mode mode; /* that was chosen */
+} hr_linear_cross_entropy_needs;
+
+/*
+ * hr_linear_cross_entropy_query: says how much workspace to allocate for one of the functions below,
+ * and in which order it computes. `wanted` is a sum of hr_linear_cross_entropy_wanted; 0: the
+ * forward pass alone.
+ *
+ * AUTO takes TOKENS, unless a chunk of 64 rows (1,024 on CUDA) does not fit the limit, or, on the
+ * CPU, rows are 8 times as many as features and the weight's sums do not fit it either. A limit of 0
+ * stands for three quarters of the bytes of weight, and at least 32 MiB (256 MiB on CUDA). The limit
+ * is for the logits; 64 bytes per row, the rows themselves, and sums of the gradient of weight come
+ * to it: 2 bytes for each element of weight where grad_dtype is bf16 and there are several chunks.
+ */
+HR_API hr_status hr_linear_cross_entropy_query(hr_linear_cross_entropy_needs *needs, int64_t rows,
+                                               int64_t features, int64_t classes, uint32_t wanted,
+                                               const hr_linear_cross_entropy_config *config,
+                                               const hr_exec *exec);
+
+/*
+ * hr_linear_cross_entropy: the loss of a linear layer and its gradients in one pass:
+ *
+ *     logit = logit_scale * (hidden weight^T + bias)
+ *     loss, lse, gradients of the logits                as in hr_cross_entropy_forward, _backward
+ *     row   = token_weight * loss
+ *     result = sum of (row - token_weight * z) / D + sum of token_weight * z / n,  z = z_loss * lse^2
+ *
+ * with D the sum of token_weight * w_y and n the sum of token_weight over the rows that count, 1 and
+ * 1 for HR_REDUCE_SUM, and both the denominator where one is given. Logits are binary32 and are
+ * computed for some rows or some classes at a time. Rows that are ignored are left out of the
+ * products: on the CPU always, on CUDA, where nobody waits for their number, all products have the
+ * rows of config->most_counted. If more rows count than that, everything is NaN.
+ *
+ * The gradient of weight is summed over chunks of rows in binary32, where grad_dtype is bf16 in two
+ * halves: the upper ones are the gradient itself.
+ *
+ * result     out: f32 [1], or NULL
+ * factors    out: f32 [2]: 1 / D and 1 / n, for hr_linear_cross_entropy_backward(), or NULL
+ * scale      out: f32 [1]: what the gradients have still to be multiplied by, or NULL. It is 1
+ *            unless dtype is f16, whose gradients would be lost below 2^-24: they are those of a sum
+ * rows_out   out, host: which results of rows are wanted; NULL: none
+ * grads      out, host: which gradients are wanted; NULL: none
+ * inputs     in, host
+ * rows may be 0; features and classes are 1 or more.
+ * workspace  at a multiple of 16 bytes, of as many bytes as hr_linear_cross_entropy_query() says
+ *
+ * With several parts of the classes (all_classes is not classes), lse, loss and argmax are those of
+ * the part, and gradients cannot be asked for: they need the lse over all parts. rank needs all
+ * classes at once, which is TOKENS.
+ *
+ * Each device repeats itself bit for bit, where its products do. Sources: Wijmans et al.,
+ * arXiv:2411.09009; and those of hr_cross_entropy_forward().
+ *
+ * Errors: HR_INVALID_ARGUMENT, on the CPU also if a target is neither ignore_index nor a class; on
+ * CUDA its row is NaN. What hr_gemm returns where a device has no library of products.
+ */
+HR_API hr_status hr_linear_cross_entropy(
+    float *result, float *factors, float *scale, const hr_linear_cross_entropy_rows *rows_out,
+    const hr_linear_cross_entropy_grads *grads, const hr_linear_cross_entropy_inputs *inputs,
+    int64_t rows, int64_t features, int64_t classes, const hr_linear_cross_entropy_config *config,
+    void *workspace, size_t workspace_bytes, const hr_exec *exec);
+
+/*
+ * hr_linear_cross_entropy_backward: the gradients from the forward pass's lse, with logits that are
+ * computed again: dloss[i * dloss_stride] is the gradient of the loss of row i, which factors and
+ * token_weight multiply. lse may be that of all parts of the classes.
+ *
+ * dloss      in: f32; dloss_stride 0: one number for all rows
+ * factors    in: f32 [2], or NULL for ones
+ * lse, lse_low  in: f32 [rows]; lse_low may be NULL for zeros
+ * Others, and errors: as for hr_linear_cross_entropy; denominator and config->reduction are not read.
+ */
+HR_API hr_status hr_linear_cross_entropy_backward(
+    const hr_linear_cross_entropy_grads *grads, const float *dloss, int64_t dloss_stride,
+    const float *factors, const float *lse, const float *lse_low,
+    const hr_linear_cross_entropy_inputs *inputs, int64_t rows, int64_t features, int64_t classes,
+    const hr_linear_cross_entropy_config *config, void *workspace, size_t workspace_bytes,
+    const hr_exec *exec);
 
 #ifdef __cplusplus
 }

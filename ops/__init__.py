@@ -3,10 +3,11 @@
 Importing the package registers the ops ``torch.ops.headroom.*``, which :mod:`headroom.functional`
 calls. Everything else is imported when it is first used: :mod:`headroom.optim` holds optimizers
 with the names and arguments of :mod:`torch.optim`, :mod:`headroom.amp` loss scaling and 16-bit
-models, :mod:`headroom.nn` blocks that decide what they keep, :mod:`headroom.checkpointing`
-recomputed activations, :mod:`headroom.patching` the same for models that exist,
-:mod:`headroom.memory` where bytes go, :mod:`headroom.planning` where they will go,
-:mod:`headroom.reports` pictures of these, :mod:`headroom.profiling` where time goes, :mod:`headroom.state` files of a run's state, and
+models, :mod:`headroom.loss` losses that never make their logits, :mod:`headroom.nn` blocks that
+decide what they keep, :mod:`headroom.checkpointing` recomputed activations,
+:mod:`headroom.patching` the same for models that exist, :mod:`headroom.memory` where bytes go,
+:mod:`headroom.planning` where they will go, :mod:`headroom.profiling` where time goes,
+:mod:`headroom.reports` pictures of these, :mod:`headroom.state` files of a run's state, and
 :mod:`headroom.integrations` what other libraries' training loops need.
 """
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from . import (
         amp,
         integrations,
+        loss,
         memory,
         nn,
         optim,
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from .grad.accumulate import GradAccumulator
     from .grad.clip import clip_grad_norm_, clip_grad_value_
     from .grad.norm import grad_norm
-    from .loss.distillation import linear_distillation_loss
+    from .loss import linear_cross_entropy, linear_distillation_loss
     from .optim import release_gradients
     from .patching import patch, unpatch
     from .planning import fits, max_batch, plan
@@ -61,8 +63,10 @@ else:
             "grad_norm": ".grad.norm",
             "integrations": ".integrations",
             "latest": ".state",
-            "linear_distillation_loss": ".loss.distillation",
+            "linear_cross_entropy": ".loss",
+            "linear_distillation_loss": ".loss",
             "load_state": ".state",
+            "loss": ".loss",
             "max_batch": ".planning",
             "memory": ".memory",
             "nn": ".nn",
@@ -100,8 +104,10 @@ __all__ = [
     "grad_norm",
     "integrations",
     "latest",
+    "linear_cross_entropy",
     "linear_distillation_loss",
     "load_state",
+    "loss",
     "max_batch",
     "memory",
     "nn",

@@ -94,6 +94,7 @@ hr_status hr_cross_entropy_forward(float *loss, float *lse, float *lse_low, int6
                                .argmax = argmax,
                                .rows = rows,
                                .classes = classes,
+                               .all = classes,
                                .config = HR_CROSS_ENTROPY_CONFIG_INIT};
     HR_TRY(check_common(function, &args, config, exec));
     HR_TRY(check_logits(function, &args, logits));
@@ -123,6 +124,7 @@ hr_status hr_cross_entropy_backward(const hr_rows *grad, const float *dloss, int
                                .factors = factors,
                                .rows = rows,
                                .classes = classes,
+                               .all = classes,
                                .config = HR_CROSS_ENTROPY_CONFIG_INIT};
     HR_TRY(check_common(function, &args, config, exec));
     HR_TRY(check_logits(function, &args, logits));
@@ -162,6 +164,7 @@ hr_status hr_cross_entropy_reduce(float *result, float *factors, const float *lo
                                .new_factors = factors,
                                .rows = rows,
                                .classes = classes,
+                               .all = classes,
                                .config = HR_CROSS_ENTROPY_CONFIG_INIT};
     HR_TRY(check_common(function, &args, config, exec));
     HR_REQUIRE(result || factors, "%s: result and factors are NULL, so there is nothing to do",

@@ -23,7 +23,9 @@ typedef struct cross_entropy_args {
     int64_t dloss_stride;
     float *result, *new_factors; /* of a reduction */
     double weight_sum;           /* of all classes; computed here for the CPU alone */
-    int64_t rows, classes;
+    const double *given_sum;     /* the same, or NULL: still to be computed */
+    int64_t rows, classes;       /* of logits, whose first column is class `first` of `all` */
+    int64_t first, all;
     hr_cross_entropy_config config;
 } cross_entropy_args;
 
@@ -42,7 +44,19 @@ HR_INLINE int ce_is_ignored(const cross_entropy_args *a, int64_t target)
 
 HR_INLINE int ce_is_class(const cross_entropy_args *a, int64_t target)
 {
-    return target >= 0 && target < a->classes;
+    return target >= 0 && target < a->all;
+}
+
+/* Whether logits have a column for a target that is a class. */
+HR_INLINE int ce_has_column(const cross_entropy_args *a, int64_t target)
+{
+    return target >= a->first && target - a->first < a->classes;
+}
+
+/* The weights of the classes that logits have, or NULL. */
+HR_INLINE const float *ce_weights(const cross_entropy_args *a)
+{
+    return a->weight ? a->weight + a->first : NULL;
 }
 
 /* The weight of a row. A target that is no class makes sums of weights NaN. */
@@ -139,7 +153,7 @@ HR_INLINE ce_row ce_row_of(const cross_entropy_args *a, int64_t row, double weig
     r.low = a->lse_low ? a->lse_low[row] : 0.0f;
     r.target = part * (1.0 - smoothing) * weight;
     r.others = 0.0;
-    r.each = smoothing > 0.0 ? part * smoothing / (double)a->classes : 0.0;
+    r.each = smoothing > 0.0 ? part * smoothing / (double)a->all : 0.0;
     if (smoothing > 0.0)
         r.others = r.each * weights;
     if (a->config.z_loss != 0.0)

@@ -4,7 +4,10 @@ The optimizers and :mod:`headroom.nn` are built from these. ``headroom.h`` docum
 each.
 """
 
-from . import mlp  # noqa: F401  (an op that headroom.nn offers)
+from . import (
+    linear_cross_entropy,  # noqa: F401  (an op that headroom.loss offers)
+    mlp,  # noqa: F401  (an op that headroom.nn offers)
+)
 from .accumulate import accumulate_
 from .adafactor import adafactor_
 from .adamw import adamw_

@@ -1,0 +1,310 @@
+/* linear_cross_entropy.c: the checks of hr_linear_cross_entropy() and its companions. */
+#include <inttypes.h>
+#include <math.h>
+
+#include "capi/check/rows.h"
+#include "capi/loss/linear_cross_entropy_call.h"
+
+#define MOST_ELEMENTS (INT64_C(1) << 56) /* of a matrix */
+
+typedef hr_linear_cross_entropy_config lce_config;
+
+static hr_status check_flags(const char *function, const lce_config *own)
+{
+    const struct {
+        const char *name;
+        int32_t flag;
+    } flags[] = {{"round_each_chunk", own->round_each_chunk},
+                 {"add_to_weight_grads", own->add_to_weight_grads},
+                 {"allow_tf32", own->allow_tf32},
+                 {"allow_reduced_precision_reduction", own->allow_reduced_precision_reduction},
+                 {"deterministic", own->deterministic}};
+    for (int i = 0; i < 5; i++)
+        HR_REQUIRE(flags[i].flag == 0 || flags[i].flag == 1, "%s: config->%s is %d, wanted 0 or 1",
+                   function, flags[i].name, flags[i].flag);
+    return HR_OK;
+}
+
+static hr_status check_numbers(const char *function, const lce_config *own)
+{
+    HR_REQUIRE(own->label_smoothing >= 0 && own->label_smoothing <= 1,
+               "%s: config->label_smoothing is %g, wanted a number from 0 to 1", function,
+               own->label_smoothing);
+    HR_REQUIRE(own->softcap >= 0 && isfinite((float)own->softcap) &&
+                   (own->softcap == 0 || (float)own->softcap > 0),
+               "%s: config->softcap is %g, wanted a finite binary32 of 0 or more", function,
+               own->softcap);
+    HR_REQUIRE(own->z_loss >= 0 && isfinite((float)own->z_loss),
+               "%s: config->z_loss is %g, wanted a finite binary32 of 0 or more", function,
+               own->z_loss);
+    HR_REQUIRE(isfinite((float)own->logit_scale) && (float)own->logit_scale != 0.0f,
+               "%s: config->logit_scale is %g, wanted a finite binary32 that is not 0", function,
+               own->logit_scale);
+    return HR_OK;
+}
+
+static hr_status check_config(const char *function, lce_config *own, const lce_config *config,
+                              int64_t rows, int64_t classes)
+{
+    HR_REQUIRE(config, "%s: config is NULL", function);
+    HR_TRY(hr_copy_config(function, "config->", own, sizeof *own, config,
+                          offsetof(lce_config, workspace_limit) + sizeof own->workspace_limit,
+                          "HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT"));
+    HR_TRY(hr_check_float(function, "config->dtype", own->dtype));
+    HR_REQUIRE(own->grad_dtype == HR_F32 || (own->grad_dtype == HR_BF16 && own->dtype == HR_BF16),
+               "%s: config->grad_dtype is %s, wanted f32, or bf16 if config->dtype is", function,
+               hr_dtype_name(own->grad_dtype));
+    HR_REQUIRE(own->target_bytes == 4 || own->target_bytes == 8,
+               "%s: config->target_bytes is %d, wanted 4 or 8", function, (int)own->target_bytes);
+    HR_REQUIRE(own->reduction >= HR_REDUCE_SUM && own->reduction <= HR_REDUCE_MEAN_OR_ZERO,
+               "%s: config->reduction is %d, wanted 0, 1 or 2", function, (int)own->reduction);
+    HR_REQUIRE(own->mode >= HR_LINEAR_CROSS_ENTROPY_AUTO &&
+                   own->mode <= HR_LINEAR_CROSS_ENTROPY_VOCABULARY,
+               "%s: config->mode is %d, wanted 0, 1 or 2", function, (int)own->mode);
+    HR_TRY(check_flags(function, own));
+    HR_TRY(check_numbers(function, own));
+    HR_REQUIRE(own->sequence >= 0 && (own->sequence == 0 || rows % own->sequence == 0),
+               "%s: config->sequence is %" PRId64 ", wanted 0 or a divisor of rows (%" PRId64 ")",
+               function, own->sequence, rows);
+    if (own->all_classes == 0)
+        own->all_classes = classes;
+    HR_REQUIRE(own->all_classes >= classes,
+               "%s: config->all_classes is %" PRId64 ", wanted classes (%" PRId64 ") or more",
+               function, own->all_classes, classes);
+    HR_REQUIRE(own->first_class >= 0 && own->first_class <= own->all_classes - classes,
+               "%s: config->first_class is %" PRId64 ", wanted 0 to %" PRId64
+               ", with which the classes are among all",
+               function, own->first_class, own->all_classes - classes);
+    HR_REQUIRE(own->most_counted >= -1,
+               "%s: config->most_counted is %" PRId64
+               ", wanted a number of rows, or -1 where it is not known",
+               function, own->most_counted);
+    return HR_OK;
+}
+
+static hr_status check_lce_sizes(const char *function, int64_t rows, int64_t features,
+                                 int64_t classes)
+{
+    HR_REQUIRE(rows >= 0, "%s: rows is %" PRId64 ", wanted 0 or more", function, rows);
+    HR_REQUIRE(features >= 1, "%s: features is %" PRId64 ", wanted 1 or more", function, features);
+    HR_REQUIRE(classes >= 1, "%s: classes is %" PRId64 ", wanted 1 or more", function, classes);
+    HR_REQUIRE(
+        (rows == 0 || (features <= MOST_ELEMENTS / rows && classes <= MOST_ELEMENTS / rows)) &&
+            classes <= MOST_ELEMENTS / features,
+        "%s: rows is %" PRId64 ", features %" PRId64 " and classes %" PRId64
+        ", wanted at most 2^56 elements of a matrix",
+        function, rows, features, classes);
+    return HR_OK;
+}
+
+static hr_status check_targets(const lce_call *call)
+{
+    const cross_entropy_args *const a = &call->listing.ce;
+    HR_REQUIRE(a->target || a->rows == 0, "%s: inputs->target is NULL", call->function);
+    HR_REQUIRE((uintptr_t)a->target % (size_t)a->config.target_bytes == 0,
+               "%s: inputs->target is at %p, which is not a multiple of %d bytes", call->function,
+               a->target, (int)a->config.target_bytes);
+    if (call->exec->device != HR_CPU)
+        return HR_OK; /* they are there, and nobody waits for them */
+    for (int64_t row = 0; row < a->rows; row++) {
+        const int64_t target = ce_target(a, row);
+        HR_REQUIRE(ce_is_class(a, target) || ce_is_ignored(a, target),
+                   "%s: target[%" PRId64 "] is %" PRId64 ", wanted a class from 0 to %" PRId64
+                   ", or ignore_index, %" PRId64,
+                   call->function, row, target, a->all - 1, a->config.ignore_index);
+    }
+    return HR_OK;
+}
+
+/* Vectors of binary32 that may be absent. */
+static hr_status check_inputs(lce_call *call)
+{
+    const lce_sizes *const s = &call->sizes;
+    const hr_linear_cross_entropy_inputs *const in = &call->inputs;
+    const char *const function = call->function;
+    const hr_dtype dtype = call->config.dtype;
+    HR_TRY(hr_check_rows(function, "inputs->hidden", &in->hidden, s->rows, s->features, dtype));
+    HR_TRY(hr_check_rows(function, "inputs->weight", &in->weight, s->classes, s->features, dtype));
+    HR_TRY(hr_check_vector(function, "inputs->bias", in->bias, dtype));
+    HR_TRY(hr_check_vector(function, "inputs->class_weight", in->class_weight, HR_F32));
+    HR_TRY(hr_check_vector(function, "inputs->token_weight", in->token_weight, HR_F32));
+    HR_TRY(hr_check_vector(function, "inputs->denominator", in->denominator, HR_F32));
+    return check_targets(call);
+}
+
+static hr_status check_grads(lce_call *call)
+{
+    const lce_sizes *const s = &call->sizes;
+    const hr_linear_cross_entropy_grads *const grads = &call->grads;
+    const hr_dtype dtype = call->config.grad_dtype;
+    if (grads->hidden.data) {
+        call->wanted |= HR_LINEAR_CROSS_ENTROPY_HIDDEN;
+        HR_TRY(hr_check_rows(call->function, "grads->hidden", &grads->hidden, s->rows, s->features,
+                             dtype));
+        HR_REQUIRE(grads->hidden.data != call->inputs.hidden.data,
+                   "%s: grads->hidden is inputs->hidden, which is read after it is written",
+                   call->function);
+    }
+    if (grads->weight.data) {
+        call->wanted |= HR_LINEAR_CROSS_ENTROPY_WEIGHT;
+        HR_TRY(hr_check_rows(call->function, "grads->weight", &grads->weight, s->classes,
+                             s->features, dtype));
+        HR_REQUIRE(grads->weight.data != call->inputs.weight.data,
+                   "%s: grads->weight is inputs->weight, which is read after it is written",
+                   call->function);
+    }
+    if (grads->bias)
+        call->wanted |= HR_LINEAR_CROSS_ENTROPY_BIAS;
+    return hr_check_vector(call->function, "grads->bias", grads->bias, dtype);
+}
+
+static hr_status check_workspace(lce_call *call, void *workspace, size_t bytes)
+{
+    LCE_RUN(lce_layout_of(&call->layout, &call->sizes, call->wanted, &call->config, call->exec));
+    HR_REQUIRE(bytes >= call->layout.bytes, "%s: workspace_bytes is %zu, wanted %zu",
+               call->function, bytes, call->layout.bytes);
+    HR_REQUIRE(workspace && (uintptr_t)workspace % 16 == 0,
+               "%s: workspace is at %p, wanted a multiple of 16 bytes", call->function, workspace);
+    const size_t past = (uintptr_t)workspace % LCE_ALIGNMENT;
+    call->workspace = (char *)workspace + (past ? LCE_ALIGNMENT - past : 0);
+    return HR_OK;
+}
+
+/* What both functions take; fills the call. */
+static hr_status check_call(lce_call *call, const hr_linear_cross_entropy_grads *grads,
+                            const hr_linear_cross_entropy_inputs *inputs, int64_t rows,
+                            int64_t features, int64_t classes, const lce_config *config,
+                            const hr_exec *exec)
+{
+    lce_config *const own = &call->config;
+    *own = (lce_config)HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT;
+    HR_TRY(check_lce_sizes(call->function, rows, features, classes));
+    HR_TRY(check_config(call->function, own, config, rows, classes));
+    HR_TRY(hr_check_exec(call->function, exec));
+    HR_REQUIRE(inputs, "%s: inputs is NULL", call->function);
+    call->inputs = *inputs;
+    if (grads)
+        call->grads = *grads;
+    call->exec = exec;
+    call->sizes = lce_sizes_of(rows, features, classes, own, exec);
+    call->listing.ce = (cross_entropy_args){.target = inputs->target,
+                                            .weight = inputs->class_weight,
+                                            .rows = rows,
+                                            .classes = classes,
+                                            .first = own->first_class,
+                                            .all = own->all_classes};
+    call->listing.ce.config = (hr_cross_entropy_config){sizeof(hr_cross_entropy_config),
+                                                        HR_F32,
+                                                        HR_F32,
+                                                        own->target_bytes,
+                                                        own->reduction,
+                                                        own->ignore_index,
+                                                        own->label_smoothing,
+                                                        own->softcap,
+                                                        own->z_loss};
+    call->listing.sequence = own->sequence;
+    call->listing.token_weight = inputs->token_weight;
+    HR_TRY(check_inputs(call));
+    return check_grads(call);
+}
+
+static hr_status check_rows_out(const lce_call *call)
+{
+    const hr_linear_cross_entropy_rows *const out = &call->out;
+    const struct {
+        const char *name;
+        const void *vector;
+        hr_dtype dtype;
+    } vectors[] = {{"rows_out->loss", out->loss, HR_F32},
+                   {"rows_out->lse", out->lse, HR_F32},
+                   {"rows_out->lse_low", out->lse_low, HR_F32},
+                   {"rows_out->target_logit", out->target_logit, HR_F32},
+                   {"rows_out->weighted", out->weighted, HR_F32},
+                   {"rows_out->largest", out->largest, HR_F32},
+                   {"rows_out->entropy", out->entropy, HR_F32},
+                   {"rows_out->argmax", out->argmax, HR_F64},
+                   {"rows_out->rank", out->rank, HR_F64}};
+    for (int i = 0; i < 9; i++)
+        HR_TRY(
+            hr_check_vector(call->function, vectors[i].name, vectors[i].vector, vectors[i].dtype));
+    const int is_part = call->config.all_classes != call->sizes.classes;
+    HR_REQUIRE(!is_part || (!out->loss && !out->rank && !call->result && !call->wanted),
+               "%s: result, grads, rows_out->loss or rows_out->rank is given, but weight holds "
+               "%" PRId64 " of %" PRId64 " classes; they need the lse of all",
+               call->function, call->sizes.classes, call->config.all_classes);
+    HR_REQUIRE(!out->rank || call->sizes.tile == call->sizes.classes,
+               "%s: rows_out->rank is given, which needs all classes at once: wanted config->mode "
+               "1, and a larger config->workspace_limit where it is 0",
+               call->function);
+    return HR_OK;
+}
+
+hr_status hr_linear_cross_entropy(float *result, float *factors, float *scale,
+                                  const hr_linear_cross_entropy_rows *rows_out,
+                                  const hr_linear_cross_entropy_grads *grads,
+                                  const hr_linear_cross_entropy_inputs *inputs, int64_t rows,
+                                  int64_t features, int64_t classes, const lce_config *config,
+                                  void *workspace, size_t workspace_bytes, const hr_exec *exec)
+{
+    lce_call call = {.function = "hr_linear_cross_entropy", .result = result};
+    HR_TRY(check_call(&call, grads, inputs, rows, features, classes, config, exec));
+    HR_TRY(hr_check_vector(call.function, "result", result, HR_F32));
+    HR_TRY(hr_check_vector(call.function, "factors", factors, HR_F32));
+    HR_TRY(hr_check_vector(call.function, "scale", scale, HR_F32));
+    if (rows_out)
+        call.out = *rows_out;
+    HR_TRY(check_rows_out(&call));
+    HR_TRY(check_workspace(&call, workspace, workspace_bytes));
+    call.listing.factors = factors;
+    call.listing.scale = scale;
+    call.listing.keeps_range = call.config.dtype == HR_F16 && scale;
+    call.listing.denominator = inputs->denominator;
+    return lce_run(&call);
+}
+
+hr_status hr_linear_cross_entropy_backward(
+    const hr_linear_cross_entropy_grads *grads, const float *dloss, int64_t dloss_stride,
+    const float *factors, const float *lse, const float *lse_low,
+    const hr_linear_cross_entropy_inputs *inputs, int64_t rows, int64_t features, int64_t classes,
+    const lce_config *config, void *workspace, size_t workspace_bytes, const hr_exec *exec)
+{
+    lce_call call = {.function = "hr_linear_cross_entropy_backward", .is_backward = 1};
+    HR_REQUIRE(grads, "%s: grads is NULL", call.function);
+    HR_TRY(check_call(&call, grads, inputs, rows, features, classes, config, exec));
+    HR_REQUIRE(dloss || rows == 0, "%s: dloss is NULL", call.function);
+    HR_TRY(hr_check_vector(call.function, "dloss", dloss, HR_F32));
+    HR_REQUIRE(dloss_stride >= 0 && (rows == 0 || dloss_stride <= (INT64_C(1) << 59) / rows),
+               "%s: dloss_stride is %" PRId64 ", wanted 0 or more, and at most 2^59 elements from "
+               "the first row to the last",
+               call.function, dloss_stride);
+    HR_TRY(hr_check_vector(call.function, "factors", factors, HR_F32));
+    HR_REQUIRE(lse || rows == 0, "%s: lse is NULL", call.function);
+    HR_TRY(hr_check_vector(call.function, "lse", lse, HR_F32));
+    HR_TRY(hr_check_vector(call.function, "lse_low", lse_low, HR_F32));
+    HR_TRY(check_workspace(&call, workspace, workspace_bytes));
+    call.listing.dloss = dloss;
+    call.listing.dloss_stride = dloss_stride;
+    call.listing.given_factors = factors;
+    call.listing.lse = lse;
+    call.listing.lse_low = lse_low;
+    return lce_run(&call);
+}
+
+hr_status hr_linear_cross_entropy_query(hr_linear_cross_entropy_needs *needs, int64_t rows,
+                                        int64_t features, int64_t classes, uint32_t wanted,
+                                        const lce_config *config, const hr_exec *exec)
+{
+    static const char function[] = "hr_linear_cross_entropy_query";
+    lce_config own = HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT;
+    HR_REQUIRE(needs, "%s: needs is NULL", function);
+    HR_TRY(check_lce_sizes(function, rows, features, classes));
+    HR_TRY(check_config(function, &own, config, rows, classes));
+    HR_TRY(hr_check_exec(function, exec));
+    HR_REQUIRE(!(wanted & ~(uint32_t)LCE_ANY), "%s: wanted is %" PRIu32 ", wanted at most %d",
+               function, wanted, (int)LCE_ANY);
+    const lce_sizes s = lce_sizes_of(rows, features, classes, &own, exec);
+    lce_layout layout;
+    LCE_RUN(lce_layout_of(&layout, &s, wanted, &own, exec));
+    *needs = (hr_linear_cross_entropy_needs){layout.bytes, s.chunk, s.tile, s.mode};
+    return HR_OK;
+}

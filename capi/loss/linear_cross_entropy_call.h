@@ -1,0 +1,72 @@
+/* linear_cross_entropy_call.h: a call of hr_linear_cross_entropy(): what was checked, and where in
+ * the workspace it puts what. */
+#ifndef HR_LINEAR_CROSS_ENTROPY_CALL_H
+#define HR_LINEAR_CROSS_ENTROPY_CALL_H
+
+#include "kernels/loss/linear_cross_entropy.h"
+
+#define LCE_ALIGNMENT ((size_t)256)
+#define LCE_NONE      SIZE_MAX
+#define LCE_ANY \
+    (HR_LINEAR_CROSS_ENTROPY_HIDDEN | HR_LINEAR_CROSS_ENTROPY_WEIGHT | HR_LINEAR_CROSS_ENTROPY_BIAS)
+
+/* Returns the status of a call that the checks before it left nothing to refuse of; what is left is
+ * a failure of the device. */
+#define LCE_RUN(call)                        \
+    do {                                     \
+        const hr_status run_status = (call); \
+        if (run_status != HR_OK)             \
+            return run_status;               \
+    } while (0)
+
+typedef struct lce_sizes {
+    int64_t rows, features, classes;
+    int64_t capacity;  /* rows of the list */
+    int64_t chunk;     /* rows whose logits exist at a time */
+    int64_t tile;      /* classes of which they exist */
+    int64_t pitch;     /* elements from a row of logits to the next */
+    int64_t panel;     /* classes whose weights, or their gradients, exist in binary32 */
+    hr_dtype computed; /* type of the factors of products */
+    hr_linear_cross_entropy_mode mode;
+} lce_sizes;
+
+/* Parts of the workspace: LCE_NONE, or the first byte. */
+typedef struct lce_layout {
+    size_t totals, index, target, scale, dloss, loss, lse, lse_low, seen;
+    size_t hidden;      /* [chunk, features]: rows that count */
+    size_t hidden_grad; /* [chunk, features], f32 */
+    size_t logits;      /* [chunk, pitch], f32, and then their gradients */
+    size_t weight;      /* [panel, features], f32 */
+    size_t weight_grad; /* [panel, features], f32 */
+    size_t low;         /* [classes, features]: lower halves of sums of the gradient of weight */
+    size_t bias_grad;   /* [classes], f64 */
+    size_t product, product_bytes;
+    size_t bytes; /* of all, and what it takes to align the first */
+} lce_layout;
+
+typedef struct lce_call {
+    const char *function;
+    hr_linear_cross_entropy_config config;
+    hr_linear_cross_entropy_inputs inputs;
+    hr_linear_cross_entropy_grads grads;
+    hr_linear_cross_entropy_rows out;
+    lce_sizes sizes;
+    lce_layout layout;
+    lce_listing listing;
+    uint32_t wanted;
+    int32_t is_backward; /* lse is given */
+    float *result;
+    char *workspace; /* at a multiple of LCE_ALIGNMENT */
+    const hr_exec *exec;
+} lce_call;
+
+lce_sizes lce_sizes_of(int64_t rows, int64_t features, int64_t classes,
+                       const hr_linear_cross_entropy_config *config, const hr_exec *exec);
+hr_status lce_layout_of(lce_layout *layout, const lce_sizes *sizes, uint32_t wanted,
+                        const hr_linear_cross_entropy_config *config, const hr_exec *exec);
+hr_gemm_config lce_gemm_config(const hr_linear_cross_entropy_config *config, hr_dtype dtype);
+
+/* Computes, after all checks. */
+hr_status lce_run(lce_call *call);
+
+#endif

@@ -1,0 +1,132 @@
+/* linear_cross_entropy_plan.c: how many logits exist at a time, and what lies where. */
+#include "capi/loss/linear_cross_entropy_call.h"
+
+#define MIB ((double)(1 << 20))
+
+/* A chunk of fewer rows reads and writes weights more often than its products are worth. */
+#define LEAST_ROWS_CPU  INT64_C(64)
+#define LEAST_ROWS_CUDA INT64_C(512)
+#define QUANTUM         INT64_C(64) /* of rows, classes and pitches */
+
+static int64_t divided_up(int64_t a, int64_t b)
+{
+    return a / b + (a % b != 0);
+}
+
+static int64_t rounded_up(int64_t a, int64_t quantum)
+{
+    return divided_up(a, quantum) * quantum;
+}
+
+static int64_t least(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+static int64_t most(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
+/* `whole` in equal parts of at most about `wanted`. */
+static int64_t part_of(int64_t whole, int64_t wanted)
+{
+    if (wanted >= whole || whole <= 1)
+        return most(whole, 1);
+    const int64_t even = divided_up(whole, divided_up(whole, most(wanted, 1)));
+    return least(rounded_up(even, QUANTUM) <= wanted ? rounded_up(even, QUANTUM) : even, whole);
+}
+
+lce_sizes lce_sizes_of(int64_t rows, int64_t features, int64_t classes,
+                       const hr_linear_cross_entropy_config *config, const hr_exec *exec)
+{
+    const int on_cpu = exec->device == HR_CPU;
+    const double element = (double)hr_element_size(config->dtype);
+    lce_sizes s = {.rows = rows, .features = features, .classes = classes, .mode = config->mode};
+    s.capacity = on_cpu || config->most_counted < 0 ? rows : least(rows, config->most_counted);
+    s.computed = on_cpu ? HR_F32 : config->dtype;
+    double limit = (double)config->workspace_limit;
+    if (limit == 0.0) {
+        limit = 0.75 * element * (double)classes * (double)features;
+        const double floor = on_cpu ? 32 * MIB : 256 * MIB;
+        limit = limit < floor ? floor : limit;
+    }
+    const double floats = limit / 4.0 < 1e18 ? limit / 4.0 : 1e18;
+    const int64_t fitting = (int64_t)(floats / (double)classes); /* rows with all classes */
+    const int64_t enough = least(on_cpu ? LEAST_ROWS_CPU : LEAST_ROWS_CUDA, s.capacity);
+    if (s.mode == HR_LINEAR_CROSS_ENTROPY_AUTO)
+        s.mode =
+            fitting >= enough ? HR_LINEAR_CROSS_ENTROPY_TOKENS : HR_LINEAR_CROSS_ENTROPY_VOCABULARY;
+    s.chunk = most(s.capacity, 1);
+    s.tile = classes;
+    if (s.mode == HR_LINEAR_CROSS_ENTROPY_TOKENS)
+        s.chunk = part_of(s.capacity, fitting);
+    else
+        s.tile = part_of(classes, most((int64_t)(floats / (double)s.chunk), QUANTUM));
+    s.pitch = rounded_up(s.tile, QUANTUM);
+    const double panel = (on_cpu ? 4 * MIB : 32 * MIB) / (4.0 * (double)features);
+    s.panel = least(s.tile, most((int64_t)panel / QUANTUM * QUANTUM, QUANTUM));
+    return s;
+}
+
+hr_gemm_config lce_gemm_config(const hr_linear_cross_entropy_config *config, hr_dtype dtype)
+{
+    hr_gemm_config gemm = HR_GEMM_CONFIG_INIT;
+    gemm.dtype = dtype;
+    gemm.allow_tf32 = config->allow_tf32;
+    gemm.allow_reduced_precision_reduction = config->allow_reduced_precision_reduction;
+    gemm.deterministic = config->deterministic;
+    return gemm;
+}
+
+static size_t take(lce_layout *layout, int wanted, int64_t rows, int64_t cols, size_t element)
+{
+    if (!wanted)
+        return LCE_NONE;
+    const size_t at = layout->bytes, bytes = (size_t)rows * (size_t)cols * element;
+    layout->bytes += (bytes + LCE_ALIGNMENT - 1) / LCE_ALIGNMENT * LCE_ALIGNMENT;
+    return at;
+}
+
+hr_status lce_layout_of(lce_layout *layout, const lce_sizes *s, uint32_t wanted,
+                        const hr_linear_cross_entropy_config *config, const hr_exec *exec)
+{
+    const int weight = (wanted & HR_LINEAR_CROSS_ENTROPY_WEIGHT) != 0;
+    const int several = s->capacity > s->chunk;
+    const int narrow_in = config->dtype != s->computed;
+    const int narrow_out = config->grad_dtype != HR_F32;
+    const int halves = weight && narrow_out && several && !config->round_each_chunk;
+    *layout = (lce_layout){0};
+    layout->totals = take(layout, 1, 1, 1, sizeof(lce_totals));
+    layout->index = take(layout, 1, s->capacity, 1, sizeof(int64_t));
+    layout->target = take(layout, 1, s->capacity, 1, sizeof(int64_t));
+    layout->scale = take(layout, 1, s->capacity, 1, sizeof(float));
+    layout->dloss = take(layout, 1, s->capacity, 1, sizeof(float));
+    layout->loss = take(layout, 1, s->capacity, 1, sizeof(float));
+    layout->lse = take(layout, 1, s->capacity, 1, sizeof(float));
+    layout->lse_low = take(layout, 1, s->capacity, 1, sizeof(float));
+    layout->seen = take(layout, 1, s->chunk, 1, sizeof(lce_seen));
+    layout->hidden = take(layout, 1, s->chunk, s->features, hr_dtype_size(s->computed));
+    layout->hidden_grad =
+        take(layout, wanted & HR_LINEAR_CROSS_ENTROPY_HIDDEN, s->chunk, s->features, 4);
+    layout->logits = take(layout, 1, s->chunk, s->pitch, 4);
+    layout->weight = take(layout, narrow_in, s->panel, s->features, 4);
+    layout->weight_grad =
+        take(layout, halves || (weight && narrow_out && narrow_in), s->panel, s->features, 4);
+    layout->low = take(layout, halves, s->classes, s->features, 2);
+    layout->bias_grad =
+        take(layout, wanted & HR_LINEAR_CROSS_ENTROPY_BIAS, s->classes, 1, sizeof(double));
+    const hr_gemm_config gemm = lce_gemm_config(config, s->computed);
+    const int64_t shapes[][3] = {{s->chunk, s->tile, s->features},
+                                 {s->chunk, s->features, s->tile},
+                                 {s->tile, s->features, s->chunk}};
+    for (int i = 0; i < 3; i++) {
+        size_t bytes = 0;
+        LCE_RUN(hr_gemm_workspace(&bytes, shapes[i][0], shapes[i][1], shapes[i][2], &gemm, exec));
+        if (bytes > layout->product_bytes)
+            layout->product_bytes = bytes;
+    }
+    layout->product = take(layout, layout->product_bytes > 0, 1, (int64_t)layout->product_bytes, 1);
+    layout->bytes += LCE_ALIGNMENT;
+    return HR_OK;
+}

@@ -1,0 +1,330 @@
+/*
+ * linear_cross_entropy_cuda.cu: the grids between the products: see linear_cross_entropy.h. One block
+ * lists the rows that count; a block sees the logits of a row, and what it saw before is combined with
+ * it by one thread, so that the order is fixed; moves and additions are element by element.
+ */
+#include "kernels/loss/cross_entropy_rows.cuh"
+#include "kernels/loss/linear_cross_entropy.h"
+
+#define LISTING 1024 /* threads that list the rows */
+
+/* ---- The list -------------------------------------------------------------------------------- */
+
+/* How many of the threads before this one, and in `*all` of the block, count. */
+static __device__ __forceinline__ int counted_before(bool counts, int *all)
+{
+    __shared__ int warps[LISTING / 32];
+    const unsigned votes = __ballot_sync(0xFFFFFFFFu, counts);
+    const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
+    __syncthreads(); /* the last counts have been read */
+    if (lane == 0)
+        warps[warp] = __popc(votes);
+    __syncthreads();
+    int before = __popc(votes & ((1u << lane) - 1u)), total = 0;
+#pragma unroll 1
+    for (int w = 0; w < LISTING / 32; w++) {
+        before += w < warp ? warps[w] : 0;
+        total += warps[w];
+    }
+    *all = total;
+    return before;
+}
+
+static __global__ void __launch_bounds__(LISTING)
+    lce_list_kernel(const lce_listing __grid_constant__ l)
+{
+    double weights = 0.0, tokens = 0.0, weight_sum = 0.0;
+    int64_t count = 0;
+    for (int64_t first = 0; first < l.ce.rows; first += LISTING) {
+        const int64_t row = first + threadIdx.x;
+        const bool is_row = row < l.ce.rows;
+        const int64_t target = is_row ? lce_target(&l, row) : 0;
+        const bool counts = is_row && !ce_is_ignored(&l.ce, target);
+        if (is_row)
+            lce_clear(&l, row, !counts);
+        int all = 0;
+        const int64_t place = count + counted_before(counts, &all);
+        if (counts) {
+            const double scale = (double)lce_token_weight(&l, row);
+            weights += scale * ce_weight(&l.ce, target);
+            tokens += scale;
+            if (place < l.list.capacity)
+                lce_put(&l, place, row);
+        }
+        count += all;
+    }
+    for (int64_t place = count + threadIdx.x; place < l.list.capacity; place += LISTING)
+        lce_put(&l, place, -1);
+    if (l.ce.weight && l.ce.config.label_smoothing > 0.0)
+        for (int64_t j = threadIdx.x; j < l.ce.all; j += LISTING)
+            weight_sum += (double)l.ce.weight[j];
+    weights = row_total<LISTING>(weights);
+    tokens = row_total<LISTING>(tokens);
+    weight_sum = row_total<LISTING>(weight_sum);
+    if (threadIdx.x == 0) {
+        const bool is_summed = l.ce.weight && l.ce.config.label_smoothing > 0.0;
+        lce_total(&l, count, weights, tokens, is_summed ? weight_sum : (double)l.ce.all);
+    }
+}
+
+/* ---- Logits ---------------------------------------------------------------------------------- */
+
+/* A pass over the logits of a row after which each thread has one number. */
+template <typename Each>
+static __device__ __forceinline__ double sum_over(const lce_seeing &s, const float *logits,
+                                                  Each each)
+{
+    double sum = 0.0;
+    for (int64_t j = threadIdx.x; j < s.ce.classes; j += THREADS)
+        sum += each(logits[j]);
+    return row_total<THREADS>(sum);
+}
+
+static __device__ __forceinline__ void see_row(const lce_seeing &s, int64_t row, bool plain)
+{
+    const float *const logits = (const float *)row_at(s.ce.logits, row, HR_F32);
+    const float cap = (float)s.ce.config.softcap;
+    const int64_t target = ce_target(&s.ce, row);
+    seen part = {-INFINITY, 0.0f, 0.0f};
+    const row_cut cut = cut_row(logits, HR_F32, nullptr, HR_F32, s.ce.classes);
+    for_single(cut, s.ce.classes, (int)threadIdx.x, THREADS, [&](int64_t j) {
+        float z[1] = {logits[j]};
+        take(part, z, j, s.ce, plain);
+    });
+    for (int64_t j = cut.head + (int64_t)threadIdx.x * 8; j < cut.end; j += (int64_t)THREADS * 8) {
+        const pack<8> bits = pack_load<8>(logits, j, HR_F32);
+        float z[8];
+        pack_floats(bits, HR_F32, z);
+        take(part, z, j, s.ce, plain);
+    }
+    const float top = row_largest(part.top, THREADS);
+    const double sum = row_total<THREADS>((double)(part.sum * ce_exp(part.top - ce_base(top))));
+    const double weighted =
+        s.ce.config.label_smoothing > 0.0 ? row_total<THREADS>((double)part.weighted) : 0.0;
+    double mean = 0.0, rank = 0.0, first = -INFINITY;
+    if (s.wants_mean)
+        mean = sum_over(s, logits, [&](float z) {
+            const float less = capped(z, cap) - ce_base(top), p = ce_exp(less);
+            return p > 0.0f ? (double)(p * less) : 0.0;
+        });
+    const bool has_column = ce_has_column(&s.ce, target);
+    if (s.wants_rank && has_column) {
+        const float z = logits[target - s.ce.first];
+        rank = sum_over(s, logits, [&](float other) { return other > z ? 1.0 : 0.0; });
+    }
+    if (s.wants_argmax) {
+        for (int64_t j = threadIdx.x; j < s.ce.classes && first == -INFINITY; j += THREADS)
+            if (capped(logits[j], cap) == top)
+                first = -(double)j;
+        first = row_largest(first, THREADS);
+    }
+    if (threadIdx.x != 0)
+        return;
+    lce_seen before = {0.0, 0.0, 0.0, -INFINITY, 0.0f, s.ce.first, 0};
+    if (!s.is_first)
+        before = s.seen[row];
+    lce_seen now = before;
+    const bool grows = top > before.top;
+    now.top = grows ? top : before.top;
+    const double less = grows ? (double)before.top - (double)top : (double)top - (double)before.top;
+    const double scale = less != less ? 0.0 : 1.0 + ce_expm1(less); /* both are -infinity */
+    /* The sum under the smaller top is rescaled; a sum of nothing stays one. */
+    const double old_sum = grows ? (before.sum > 0.0 ? before.sum * scale : 0.0) : before.sum;
+    const double old_mean =
+        grows ? (before.sum > 0.0 ? (before.mean + less * before.sum) * scale : 0.0) : before.mean;
+    const double new_sum = grows || before.top == -INFINITY ? sum : sum * scale;
+    const double new_mean = grows || before.top == -INFINITY ? mean
+                            : sum * scale > 0.0              ? (mean + less * sum) * scale
+                                                             : 0.0;
+    now.sum = old_sum + new_sum;
+    now.mean = old_mean + new_mean;
+    now.weighted = before.weighted + weighted;
+    if (grows && first != -INFINITY)
+        now.argmax = s.ce.first + (int64_t)-first;
+    now.rank = (int64_t)rank;
+    if (has_column)
+        now.z = capped(logits[target - s.ce.first], cap);
+    else if (!ce_is_class(&s.ce, target))
+        now.z = NAN;
+    s.seen[row] = now;
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    lce_see_kernel(const lce_seeing __grid_constant__ s)
+{
+    const int64_t row = blockIdx.x;
+    if (ce_is_ignored(&s.ce, ce_target(&s.ce, row))) {
+        if (threadIdx.x == 0 && s.is_first)
+            s.seen[row] = {0.0, 0.0, 0.0, -INFINITY, 0.0f, s.ce.first, 0};
+        return;
+    }
+    const bool plain = !(s.ce.config.softcap > 0.0) && !(s.ce.config.label_smoothing > 0.0);
+    FOR_FLAG(plain, P, see_row(s, row, P))
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    lce_end_kernel(const lce_ending __grid_constant__ e)
+{
+    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i < e.rows)
+        lce_end(&e, i);
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    lce_reduce_kernel(const lce_reduction __grid_constant__ r)
+{
+    double loss = 0.0, z_loss = 0.0;
+    const int64_t count =
+        r.list.totals->count < r.list.capacity ? r.list.totals->count : r.list.capacity;
+    for (int64_t i = threadIdx.x; i < count; i += THREADS) {
+        const double lse = (double)r.list.lse[i];
+        const double z = r.z_loss == 0.0 ? 0.0 : (double)r.list.scale[i] * r.z_loss * lse * lse;
+        loss += (double)r.list.loss[i] - z;
+        z_loss += z;
+    }
+    loss = row_total<THREADS>(loss);
+    z_loss = row_total<THREADS>(z_loss);
+    const float *const factors = r.list.totals->factors;
+    if (threadIdx.x == 0)
+        *r.result = (float)(loss * (double)factors[0] +
+                            (r.z_loss == 0.0 ? 0.0 : z_loss * (double)factors[1]));
+}
+
+/* ---- Rows of matrices ------------------------------------------------------------------------ */
+
+/* A block moves a row. */
+template <bool GATHER>
+static __global__ void __launch_bounds__(THREADS)
+    lce_move_kernel(const lce_move __grid_constant__ m)
+{
+    const int64_t row = blockIdx.x, other = m.index ? m.index[row] : row;
+    if (!GATHER && other < 0)
+        return;
+    void *const to = row_at(m.to, GATHER ? row : other, m.to_dtype);
+    const void *const from = row_at(m.from, GATHER ? (other < 0 ? 0 : other) : row, m.from_dtype);
+    for (int64_t j = threadIdx.x; j < m.cols; j += THREADS)
+        hr_store(to, j, other < 0 ? 0.0f : hr_load(from, j, m.from_dtype), m.to_dtype);
+}
+
+/* A block clears a row of `count` halves; `pitch` bytes lead to the next. */
+static __global__ void __launch_bounds__(THREADS)
+    lce_zero_kernel(void *to, int64_t count, int64_t pitch)
+{
+    uint16_t *const row = (uint16_t *)((char *)to + (int64_t)blockIdx.x * pitch);
+    for (int64_t j = threadIdx.x; j < count; j += THREADS)
+        row[j] = 0;
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    lce_repeat_kernel(hr_rows to, const void *vector, double factor, int64_t rows, int64_t cols,
+                      hr_dtype dtype)
+{
+    const int64_t j = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (j >= cols)
+        return;
+    const float value = (float)(factor * (double)hr_load(vector, j, dtype));
+    for (int64_t row = 0; row < rows; row++)
+        ((float *)row_at(to, row, HR_F32))[j] = value;
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    lce_add_kernel(const lce_addition __grid_constant__ a)
+{
+    const int64_t row = blockIdx.x;
+    void *const high = row_at(a.high, row, a.dtype);
+    uint16_t *const low = a.low ? a.low + row * a.cols : nullptr;
+    const float *const addend = (const float *)row_at(a.addend, row, HR_F32);
+    for (int64_t j = threadIdx.x; j < a.cols; j += THREADS)
+        lce_add(&a, high, low, addend[j], j);
+}
+
+/* A thread takes a column; neighbors read neighbors. */
+static __global__ void __launch_bounds__(THREADS)
+    lce_columns_kernel(const lce_columns __grid_constant__ c)
+{
+    const int64_t j = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (j >= c.cols)
+        return;
+    double sum = c.is_first ? 0.0 : c.sums[j];
+    for (int64_t row = 0; row < c.rows; row++)
+        sum += (double)hr_load(row_at(c.x, row, c.dtype), j, c.dtype);
+    c.sums[j] = sum;
+    if (!c.out)
+        return;
+    const float before = c.adds_to_out ? hr_load(c.out, j, c.out_dtype) : 0.0f;
+    hr_store(c.out, j, (float)((double)before + c.factor * sum), c.out_dtype);
+}
+
+/* ---- Calls ----------------------------------------------------------------------------------- */
+
+template <typename Kernel, typename... Args>
+static hr_status launch(Kernel kernel, const char *what, int64_t blocks, uint32_t threads,
+                        const hr_exec *exec, const Args &...args)
+{
+    if (blocks > INT32_MAX)
+        return hr_fail(HR_UNSUPPORTED, "%s: rows or classes is more than a grid of CUDA can take",
+                       what);
+    if (blocks > 0)
+        HR_LAUNCH(kernel, (uint32_t)blocks, threads, 0, exec->stream, args...);
+    return cuda_launch_status(what);
+}
+
+static int64_t blocks_for(int64_t threads)
+{
+    return (threads + THREADS - 1) / THREADS;
+}
+
+static const char kName[] = "hr_linear_cross_entropy";
+
+hr_status lce_list_rows_cuda(const lce_listing *listing, const hr_exec *exec)
+{
+    return launch(lce_list_kernel, kName, 1, LISTING, exec, *listing);
+}
+
+hr_status lce_see_cuda(const lce_seeing *seeing, const hr_exec *exec)
+{
+    return launch(lce_see_kernel, kName, seeing->ce.rows, THREADS, exec, *seeing);
+}
+
+hr_status lce_end_cuda(const lce_ending *ending, const hr_exec *exec)
+{
+    return launch(lce_end_kernel, kName, blocks_for(ending->rows), THREADS, exec, *ending);
+}
+
+hr_status lce_gather_cuda(const lce_move *move, const hr_exec *exec)
+{
+    return launch(lce_move_kernel<true>, kName, move->rows, THREADS, exec, *move);
+}
+
+hr_status lce_scatter_cuda(const lce_move *move, const hr_exec *exec)
+{
+    return launch(lce_move_kernel<false>, kName, move->rows, THREADS, exec, *move);
+}
+
+hr_status lce_add_cuda(const lce_addition *addition, const hr_exec *exec)
+{
+    return launch(lce_add_kernel, kName, addition->rows, THREADS, exec, *addition);
+}
+
+hr_status lce_sum_columns_cuda(const lce_columns *columns, const hr_exec *exec)
+{
+    return launch(lce_columns_kernel, kName, blocks_for(columns->cols), THREADS, exec, *columns);
+}
+
+hr_status lce_repeat_cuda(const hr_rows *to, const void *vector, double factor, int64_t rows,
+                          int64_t cols, hr_dtype dtype, const hr_exec *exec)
+{
+    return launch(lce_repeat_kernel, kName, blocks_for(cols), THREADS, exec, *to, vector, factor,
+                  rows, cols, dtype);
+}
+
+hr_status lce_reduce_cuda(const lce_reduction *reduction, const hr_exec *exec)
+{
+    return launch(lce_reduce_kernel, kName, 1, THREADS, exec, *reduction);
+}
+
+hr_status lce_zero_cuda(const hr_rows *to, int64_t rows, int64_t bytes, int64_t pitch,
+                        const hr_exec *exec)
+{
+    return launch(lce_zero_kernel, kName, rows, THREADS, exec, to->data, bytes / 2, pitch);
+}

@@ -1,0 +1,247 @@
+"""The cross entropy of a linear layer's output, without the output: see
+:func:`linear_cross_entropy`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._core.sizes import parse_bytes
+from ..functional import linear_cross_entropy as ops
+
+__all__ = ["linear_cross_entropy"]
+
+STATS = ("lse", "target_logit", "entropy", "argmax", "rank", "accuracy")
+_OF_ROWS = {
+    "lse": "lse",
+    "target_logit": "target_logit",
+    "entropy": "entropy",
+    "argmax": "argmax",
+    "rank": "rank",
+    "accuracy": "argmax",
+}
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    denominator: float | Tensor | None = None,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    shift: bool = False,
+    empty: str = "zero",
+    mode: str = "auto",
+    workspace: int | str | None = None,
+    max_counted: int | None = None,
+    accumulate_into_grad: bool = False,
+    round_each_chunk: bool = False,
+    stats: Sequence[str] = (),
+) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+    """Returns the cross entropy of ``hidden @ weight.T + bias`` with the targets; these logits are
+    computed for some rows or some classes at a time and never kept.
+
+    A scalar loss computes its gradients in the forward pass, with 6 N H V floating-point operations
+    in all for N rows that count, H features and V classes (4 if ``weight`` is frozen), and keeps
+    them; ``reduction="none"`` and ``accumulate_into_grad`` compute the logits again in the backward
+    pass, with 8 N H V, and keep ``hidden`` and eight bytes per row. Where no input requires grad it
+    is 2 N H V, and nothing is kept.
+
+    Args:
+        hidden: float32, bfloat16 or float16 ``[..., features]``, of any strides.
+        weight: ``[classes, features]``, in the dtype of hidden; under autocast both are cast.
+        target: int64 or int32 ``[...]``: a class from 0 to ``classes - 1``, or ``ignore_index``.
+        bias: ``[classes]``, or None.
+        class_weight: ``[classes]``, a factor for each class, as ``weight`` in
+            :func:`torch.nn.functional.cross_entropy`; it gets no gradient.
+        token_weight: ``[...]``, a factor for each target; it gets no gradient. "mean" divides by
+            the sum of the products of both weights.
+        ignore_index: rows with this target count for nothing, and on the CPU cost nothing.
+        reduction: "mean", "sum" or "none".
+        denominator: what the sum is divided by, a number or a float32 tensor of one element: the
+            tokens of all micro-batches, for example. ``reduction`` must then be "mean" or "sum".
+        label_smoothing: the share of the target, from 0 to 1, that all classes get.
+        logit_scale: multiplies the logits.
+        softcap: if given, each logit ``z`` then counts as ``softcap * tanh(z / softcap)``.
+        z_loss: if given, ``z_loss * lse ** 2`` is added to the loss of a row; "mean" divides it by
+            the number of rows that count, or the sum of their ``token_weight``.
+        shift: the row at place t of a sequence (the dimension before the features) takes the target,
+            and the weight, at place t + 1, and the last row counts for nothing; no copy is made.
+        empty: the mean if no row counts: "zero", or "nan", as in torch. Gradients are then zero.
+        mode: "tokens" computes all classes for a chunk of rows; "vocabulary" all rows for a tile of
+            classes, which computes the logits once more but adds up no gradient of ``weight``;
+            "auto" takes the former unless fewer than 64 rows (512 on CUDA) fit the workspace.
+        workspace: bytes of logits at a time, such as ``"256 MiB"``; None: three quarters of the
+            bytes of ``weight``, and at least 32 MiB (256 MiB on CUDA).
+        max_counted: at least as many rows as count, for CUDA, where nobody waits for their number:
+            products then leave out the other rows. If more count, the loss is NaN.
+        accumulate_into_grad: adds the gradients of ``weight`` and ``bias``, which must be leaves,
+            to their ``.grad`` in the backward pass, and returns none: hooks of them, and with them
+            DistributedDataParallel and FSDP, do not run. Not under ``torch.compile``.
+        round_each_chunk: adds up the gradient of a bfloat16 ``weight`` in bfloat16 instead of float32,
+            which saves two bytes per element and loses what is small beside the sum.
+        stats: names of further results, none of which has a gradient: "lse", "target_logit",
+            "entropy", "argmax", "rank" (how many classes have a larger logit than the target:
+            ``rank < k`` is top-k accuracy) of each row, 0 or -1 where it is ignored; and "accuracy",
+            the share of rows that count whose largest logit is the target's. "rank" needs "tokens".
+
+    Returns:
+        The loss, float32; with ``stats`` also a dict of them.
+
+    Raises:
+        ValueError: a name or a combination is none of those above.
+        RuntimeError: another argument does not fit. On the CPU also if a target is no class, with
+            its row and value; on CUDA the loss is then NaN, and nothing is read out of bounds.
+
+    The formula and its sources are documented at ``hr_linear_cross_entropy`` in ``headroom.h``.
+    """
+    _check_names(reduction, denominator, empty, mode, stats)
+    hidden, weight, bias = _autocast(hidden, weight, bias)
+    options = ops.Options(
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=0.0 if softcap is None else softcap,
+        z_loss=z_loss,
+        logit_scale=logit_scale,
+        mode=ops.MODES[mode],
+        workspace=0 if workspace is None else parse_bytes(workspace),
+        most_counted=-1 if max_counted is None else max_counted,
+        round_each_chunk=round_each_chunk,
+        shift=shift,
+    )
+    tensors = (
+        *(hidden, weight, bias, target),
+        _vector(class_weight, "class_weight"),
+        _vector(token_weight, "token_weight"),
+        _denominator(denominator, hidden),
+    )
+    how = "mean or zero" if reduction == "mean" and empty == "zero" else reduction
+    wanted = _wanted(hidden, weight, bias)
+    results = {_OF_ROWS[name] for name in stats}
+    if accumulate_into_grad and wanted & (ops.WEIGHT | ops.BIAS):
+        if torch.compiler.is_compiling():
+            raise ValueError("accumulate_into_grad writes to .grad, which torch.compile cannot see")
+        results |= {"lse", "lse_low"}
+        found = _IntoGrad.apply(*tensors, options, how, tuple(results))
+    else:
+        if reduction == "none" and wanted:
+            results |= {"lse", "lse_low"}
+        fused = wanted if reduction != "none" else 0
+        found = ops.call(*tensors, options, reduction=how, results=tuple(results), wanted=fused)
+    if not stats:
+        return found[0]
+    of_rows = dict(zip(ops.RESULTS, found[3:]))
+    return found[0], {n: _stat(n, of_rows[_OF_ROWS[n]], target, options) for n in stats}
+
+
+def _check_names(reduction: str, denominator: Any, empty: str, mode: str, stats: Any) -> None:
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}, wanted none, mean or sum")
+    if reduction == "none" and denominator is not None:
+        raise ValueError(
+            "denominator is given, but reduction is 'none'; divide the losses yourself"
+        )
+    if empty not in ("nan", "zero"):
+        raise ValueError(f"empty is {empty!r}, wanted nan or zero")
+    if mode not in ops.MODES:
+        raise ValueError(f"mode is {mode!r}, wanted one of {', '.join(ops.MODES)}")
+    if isinstance(stats, str) or any(name not in STATS for name in stats):
+        raise ValueError(f"stats is {stats!r}, wanted a list of names among {', '.join(STATS)}")
+
+
+def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Casts as autocast does for ``torch.nn.functional.linear``."""
+    device = next(t.device.type for t in tensors if t is not None)
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(None if t is None else t.to(dtype) for t in tensors)
+
+
+def _vector(tensor: Tensor | None, name: str) -> Tensor | None:
+    if tensor is None:
+        return None
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{name} requires grad, but gets no gradient; detach it")
+    return tensor.float()
+
+
+def _denominator(denominator: float | Tensor | None, hidden: Tensor) -> Tensor | None:
+    if denominator is None or isinstance(denominator, Tensor):
+        return None if denominator is None else denominator.detach().float()
+    return hidden.new_full((), denominator, dtype=torch.float32)
+
+
+def _wanted(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> int:
+    if not torch.is_grad_enabled():
+        return 0
+    tensors = {ops.HIDDEN: hidden, ops.WEIGHT: weight, ops.BIAS: bias}
+    return sum(
+        bit for bit, tensor in tensors.items() if tensor is not None and tensor.requires_grad
+    )
+
+
+def _stat(name: str, of_rows: Tensor, target: Tensor, options: ops.Options) -> Tensor:
+    if name != "accuracy":
+        return of_rows
+    counts = of_rows >= 0
+    if options.shift:
+        target = torch.cat((target[..., 1:], target[..., :1]), -1)
+    return (counts & (of_rows == target)).sum() / counts.sum()
+
+
+class _IntoGrad(torch.autograd.Function):
+    """Adds the gradients of weight and bias to what is in their ``.grad``."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        *tensors, options, how, results = arguments
+        for name, tensor in {"weight": tensors[1], "bias": tensors[2]}.items():
+            if tensor is not None and tensor.requires_grad and not tensor.is_leaf:
+                raise ValueError(
+                    f"{name} is not a leaf, so its .grad is not what accumulate_into_grad could "
+                    "add to; under autocast, keep the weights in 16 bits"
+                )
+            if tensor is not None and tensor.dtype == torch.float16:
+                raise ValueError("accumulate_into_grad needs float32 or bfloat16 weights")
+        found = ops.call(*tensors, options, reduction=how, results=results)
+        ctx.save_for_backward(*tensors[:-1], found[1], *found[3:5])
+        ctx.options = options
+        ctx.mark_non_differentiable(*found[1:])
+        ctx.set_materialize_grads(False)
+        return found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple:
+        hidden, weight, bias, *others = ctx.saved_tensors
+        wants_hidden, *wants = ctx.needs_input_grad[:3]
+        if dloss is None:
+            return (None,) * 10
+        grads = [
+            _grad_of(leaf) if leaf is not None and wanted else None
+            for leaf, wanted in zip((weight, bias), wants)
+        ]
+        options = ctx.options
+        found = torch.ops.headroom.linear_cross_entropy_backward_(
+            *(dloss, hidden, weight, bias, *others, *grads),
+            *(options.ignore_index, *options.numbers(hidden), wants_hidden),
+        )
+        return (found if wants_hidden else None, *(None,) * 9)
+
+
+def _grad_of(leaf: Tensor) -> Tensor:
+    if leaf.grad is None:
+        leaf.grad = torch.zeros_like(leaf, memory_format=torch.contiguous_format)
+    return leaf.grad
