@@ -8,6 +8,7 @@
 #if HR_WITH_CUBLAS
 
 #include <dlfcn.h>
+#include <limits.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -25,9 +26,11 @@ static const char *const names[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
 static void open_in(void **library, const char *folder, const char *subfolder)
 {
     for (const char *name : names) {
-        char path[1024];
+        if (*library)
+            return;
+        char path[PATH_MAX];
         const int length = snprintf(path, sizeof path, "%s%s%s", folder, subfolder, name);
-        if (!*library && length < (int)sizeof path)
+        if (length >= 0 && length < (int)sizeof path)
             *library = HR_OPEN_LIBRARY(path, RTLD_NOW | RTLD_LOCAL);
     }
 }

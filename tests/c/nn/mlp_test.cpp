@@ -319,9 +319,11 @@ TEST_P(Mlp, OneOfTwoMatricesMayHaveNoGradient)
             (left_out == 2 ? run.gradient.gate_up : run.gradient.up).data = nullptr;
             ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
             EXPECT_TRUE(run.whole());
-            for (size_t k = 0; k < 8; k++)
-                if (k != left_out)
+            for (size_t k = 0; k < 8; k++) {
+                if (k != left_out) {
                     EXPECT_EQ(run.grads.values(k), all.grads.values(k)) << k;
+                }
+            }
         }
     }
 }
