@@ -53,7 +53,7 @@ class ReplicatedModel:
     def __init__(self, sharding: Sharding, model: nn.Module, recorder: Recorder) -> None:
         assert isinstance(sharding.how, DDP)
         self._how, self._model, self._recorder = sharding.how, model, recorder
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         self._views: dict[Tensor, Tensor] = {}  # the part of a bucket that is of a parameter
         self._arrived: list[Tensor] = []
         self._is_rebuilt = False

@@ -229,7 +229,7 @@ class ShardedModel:
         unit.is_in_backward = True
         if not self._has_callback:
             self._has_callback = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if unit.phase != "before backward" and unit.parameters:
             unit.phase = "before backward"
             self._gather(unit)

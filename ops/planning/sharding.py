@@ -227,7 +227,7 @@ def _sharded(model: nn.Module) -> tuple[int, tuple[Unit, ...]]:
 
     if not isinstance(model, FSDPModule):
         raise ValueError("parts of the model are sharded and it is not: call fully_shard on it too")
-    names = {module: name for name, module in model.named_modules()}
+    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     units, seen, ranks = [], set(), 1
     for module in model.modules():
         state: Any = _get_module_fsdp_state(module)

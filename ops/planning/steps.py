@@ -116,15 +116,15 @@ class Steps:
             self.optimizer = self.optimizer([p for p in model.parameters() if p.requires_grad])
         if setup.scaler:
             self.scaler = torch.amp.GradScaler(setup.device)
-        is_released = setup.release and self.optimizer is not None
-        if setup.accumulator or (is_released and setup.accumulation > 1):
+        released = self.optimizer if setup.release else None
+        if setup.accumulator or (released is not None and setup.accumulation > 1):
             self.accumulator = GradAccumulator(model)
-        if is_released:
+        if released is not None:
             size: dict[str, Any] = (
                 {} if setup.release is True else {"bucket_bytes": int(setup.release)}
             )
             release_gradients(
-                model, self.optimizer, scaler=self.scaler, accumulator=self.accumulator, **size
+                model, released, scaler=self.scaler, accumulator=self.accumulator, **size
             )
 
     def distribute(self) -> None:

@@ -188,3 +188,86 @@ def test_a_closure_over_the_model_sees_the_copy():
     plan = headroom.plan(model, torch.optim.SGD(model.parameters()), sample, loss=loss)
     assert plan.peak_by_kind["parameters"] == sum(4 * p.numel() for p in model.parameters())
     assert all(p.grad is None for p in model.parameters())
+
+
+class RaisesInBackward(torch.autograd.Function):
+    error: BaseException = RuntimeError("no luck")
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RaisesInBackward.error
+
+
+class RaisesInSecondStep(torch.optim.SGD):
+    def step(self, closure=None):
+        if self.state:
+            raise RuntimeError("no luck")
+        return super().step()
+
+
+def of_other_parameters(model):
+    return {"optimizer": torch.optim.SGD(mlp().parameters())}, ValueError, "does not have"
+
+
+def of_a_wrong_shape(model):
+    return {"sample_batch": (torch.randn(6, 7), batch()[1])}, PlanError, "addmm.* in '0'"
+
+
+def of_no_scalar_loss(model):
+    return {"loss": lambda output, target: output}, PlanError, r"the loss has shape \[6, 4\]"
+
+
+def on_several_devices(model):
+    model[3].to("meta")
+    return {}, ValueError, "several devices"
+
+
+def raising_in_backward(model):
+    def loss(output, target):
+        return F.cross_entropy(RaisesInBackward.apply(output), target)
+
+    return {"loss": loss}, PlanError, "backward phase.*no luck"
+
+
+def interrupted_in_backward(model):
+    RaisesInBackward.error = KeyboardInterrupt()
+    return raising_in_backward(model)[0], KeyboardInterrupt, None
+
+
+def raising_in_the_second_step(model):
+    optimizer = RaisesInSecondStep(model.parameters(), 0.1, momentum=0.9)
+    return {"optimizer": optimizer}, PlanError, "optimizer phase.*no luck"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        of_other_parameters,
+        of_a_wrong_shape,
+        of_no_scalar_loss,
+        on_several_devices,
+        raising_in_backward,
+        interrupted_in_backward,
+        raising_in_the_second_step,
+    ],
+)
+def test_what_is_refused_is_as_before(bad, device, monkeypatch):
+    monkeypatch.setattr(RaisesInBackward, "error", RaisesInBackward.error)
+    model = mlp()
+    optimizer = trained(model)
+    given = {"model": model, "optimizer": optimizer, "sample_batch": batch()}
+    changed, error, words = bad(model)
+    given |= {"loss": F.cross_entropy, "device": device} | changed
+    if bad is on_several_devices:  # values on the meta device cannot be compared
+        model = model[:3]
+    before = everything(model, optimizer), everything(model, given["optimizer"])
+    with pytest.raises(error, match=words):
+        headroom.plan(**given)
+    same(before[0], everything(model, optimizer))
+    same(before[1], everything(model, given["optimizer"]))
+    assert torch._C._len_torch_dispatch_stack() == 0
