@@ -127,7 +127,7 @@ def draw(results: list[dict], path: Path) -> None:
     )  # fmt: skip
     figure.legend(
         *axes.get_legend_handles_labels(),
-        loc="upper left", bbox_to_anchor=(0.004, 1 - 0.6 / height), ncols=5, frameon=False,
+        loc="upper left", bbox_to_anchor=(0.004, 1 - 0.6 / height), ncols=9, frameon=False,
         fontsize=9, handlelength=1, handleheight=1, columnspacing=1.6, labelcolor=INK,
     )  # fmt: skip
     figure.savefig(path, facecolor="white")

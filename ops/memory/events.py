@@ -10,6 +10,7 @@ from itertools import accumulate
 from os import PathLike
 from typing import Any, NamedTuple
 
+from .._core.text import shortened
 from .sizes import format_bytes
 
 __all__ = ["KINDS", "PHASES", "Allocation", "Owner", "Span", "Timeline"]
@@ -255,7 +256,7 @@ class Timeline:
             lines += ["", f"{'owners at the peak':<18}{'bytes':>14}{'count':>7}  who"]
             for owner in owners[:top]:
                 sizes = f"{format_bytes(owner.bytes):>14}{owner.count:>7}"
-                lines.append(f"{owner.kind:<18}{sizes}  {_shortened(owner.name, 39)}")
+                lines.append(f"{owner.kind:<18}{sizes}  {shortened(owner.name, 39)}")
             if rest := owners[top:]:
                 size = sum(owner.bytes for owner in rest)
                 count = sum(owner.count for owner in rest)
@@ -309,11 +310,6 @@ class Timeline:
         """Reads what :meth:`save` wrote."""
         with open(path, encoding="utf-8") as file:
             return cls.from_json(json.load(file))
-
-
-def _shortened(text: str, width: int) -> str:
-    """The end of a name says more than its beginning."""
-    return text if len(text) <= width else ".." + text[2 - width :]
 
 
 def join(timelines: Sequence[Timeline]) -> Timeline:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from .._core.text import shortened
 from .modules import watching_modules
 from .restored import restored
 from .sizes import format_bytes
@@ -90,7 +91,7 @@ class Saved:
         for t in self.tensors:
             module = re.sub(r"(?<![^.])\d+(?![^.])", "*", t.module) or "(model)"
             shape = f"{_dtype(t.dtype)}{list(t.shape)}".replace(" ", "")
-            key = module, _shortened(t.op), shape, str(drops.index(t.droppable) + 1)
+            key = module, _plain(t.op), shape, str(drops.index(t.droppable) + 1)
             groups.setdefault(key, []).append(t)
         ordered = sorted(groups.items(), key=lambda item: -sum(t.bytes for t in item[1]))
         lines = [
@@ -101,14 +102,14 @@ class Saved:
         ]
         for (module, op, shape, drop), group in ordered[:top]:
             size = format_bytes(sum(t.bytes for t in group))
-            cells = f"{_end(module, 18):<19}{_begin(op, 25):<26}{_begin(shape, 16):<17}"
+            cells = f"{shortened(module, 18):<19}{_start(op, 25):<26}{_start(shape, 16):<17}"
             lines.append(f"{size:>9}{len(group):>4}  {cells}{drop:>3}")
         if rest := ordered[top:]:
             size = format_bytes(sum(t.bytes for _, group in rest for t in group))
             lines.append(f"{size:>9}{sum(len(g) for _, g in rest):>4}  {len(rest)} more rows")
         lines += ["", "who could drop it"]
         for number, (drop, size) in enumerate(self.by_drop().items(), start=1):
-            lines.append(f"{format_bytes(size):>9}{number:>4}  {_begin(drop, 64)}")
+            lines.append(f"{format_bytes(size):>9}{number:>4}  {_start(drop, 64)}")
         return "\n".join(lines)
 
     __str__ = table
@@ -120,18 +121,13 @@ def _dtype(dtype: torch.dtype) -> str:
     return _SHORT.get(word, word) + name[len(word) :]
 
 
-def _shortened(op: str) -> str:
+def _plain(op: str) -> str:
     for long, short in (("Backward0", ""), ("ScaledDotProduct", "SDP"), ("ForCpu", "")):
         op = op.replace(long, short)
     return op
 
 
-def _begin(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 2] + ".."
-
-
-def _end(text: str, width: int) -> str:
-    return text if len(text) <= width else ".." + text[2 - width :]
+_start = functools.partial(shortened, keep="beginning")
 
 
 class _Token:

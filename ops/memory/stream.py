@@ -10,6 +10,14 @@ from .events import KINDS, Allocation, Span, Timeline
 
 __all__ = ["Event", "Label", "Note", "Resolver", "resolve"]
 
+_RANKS = (  # what talks to other ranks, by the names of their ranges in torch
+    "DistributedDataParallel.",
+    "FSDP::",
+    "RegisterPostBackwardFunctionBackward",  # of FSDP2: reduces gradients
+    "c10d::",
+    "gloo:",
+    "nccl:",
+)
 _PRIORITY = {kind: place for place, kind in enumerate(KINDS)}
 
 
@@ -93,6 +101,8 @@ class Resolver:
         if event is not None:
             found.op, found.stack = event.op, event.stack
             found.module = self._module if event.module is None else event.module
+            if event.op is not None and event.op.startswith(_RANKS):
+                found.kind = "communication"
         self.allocations.append(found)
         self._live[address] = found
         return found

@@ -274,7 +274,12 @@ class Watch:
 
     def _gradients(self) -> list[Label]:
         """Labels of gradients that did not arrive from autograd, such as sums of several."""
-        named = [(p.grad, p) for p in self._params if p.grad is not None]
+        named = [
+            (part, self._names.get(id(p)))
+            for p in self._params
+            if p.grad is not None
+            for part in plain_tensors(p.grad)  # of DTensors what is on this rank
+        ]
         try:
             storages = list(map(Tensor.untyped_storage, [grad for grad, _ in named]))
             addresses = list(map(torch.UntypedStorage.data_ptr, storages))
@@ -284,9 +289,9 @@ class Watch:
         self._gradient_addresses = set(addresses)
         return [
             label
-            for (grad, p), address in zip(named, addresses)
+            for (grad, name), address in zip(named, addresses)
             if address not in seen
-            for label in label_of(grad, "gradients", self.device, self._names.get(id(p)))
+            for label in label_of(grad, "gradients", self.device, name)
         ]
 
     # Hooks
@@ -350,8 +355,8 @@ class Watch:
 
     def _saved(self, tensor: Tensor) -> None:
         whole = tensor if tensor._base is None else tensor._base
-        if id(whole) in self._names:
-            return  # a parameter, or a view of one
+        if isinstance(whole, nn.Parameter):
+            return  # of the model, or gathered by FSDP, which frees it while autograd holds it
         self._places[self._count] = place_here()
         self._label(tensor, "activations", None)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
+from .._core.text import shortened
 from ..memory.events import KINDS, Owner, Timeline
 from ..memory.sizes import format_bytes, parse_bytes
 
@@ -117,15 +118,15 @@ class Plan:
         """Returns the plan as text of at most 80 columns."""
         timeline, share = self.timeline, self.device_share
         span = timeline.span(timeline.peak_index)
+        name = shortened(self.model, 50)
+        size = f"{format_bytes(self.total_bytes)} on {timeline.device}"
         which = "first step" if span.step == 0 else "steady state"
         lines = [
-            f"{_cut(self.model, 50)}: {format_bytes(self.total_bytes)} on {timeline.device}".strip(
-                ": "
-            ),
+            f"{name}: {size}".strip(": "),
             f"peak of tensors {format_bytes(self.peak_bytes)}, in the {span.phase} phase, {which}",
         ]
         if self.options:
-            lines.append(_cut(", ".join(f"{k} {v}" for k, v in self.options.items()), 80))
+            lines.append(shortened(", ".join(f"{k} {v}" for k, v in self.options.items()), 80))
         lines += ["", f"{'kind':<20}{'at the peak':>12}{'share':>8}  {'':<24}{'own peak':>12}"]
         most, at = timeline.most_by_kind, self.peak_by_kind
         for kind in KINDS:
@@ -150,7 +151,7 @@ class Plan:
                 )
         lines += ["", f"{'largest owners at the peak':<32}{'kind':<18}{'bytes':>12}{'count':>7}"]
         for owner in self.owners_by_module()[:top]:
-            name = _cut(owner.name, 31)
+            name = shortened(owner.name, 31)
             kind = owner.kind.replace("_", " ")
             lines.append(f"{name:<32}{kind:<18}{format_bytes(owner.bytes):>12}{owner.count:>7}")
         return "\n".join([*lines, *([""] if timeline.notes else []), *timeline.notes])
@@ -209,7 +210,3 @@ class Plan:
         """Reads what :meth:`save` wrote."""
         with open(path, encoding="utf-8") as file:
             return cls.from_json(json.load(file))
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else "..." + text[3 - width :]

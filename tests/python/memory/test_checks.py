@@ -50,6 +50,33 @@ def test_an_error_within_is_not_hidden():
             raise KeyError("mine")
 
 
+def test_wrong_arguments_change_nothing():
+    model = nn.Linear(4, 4)
+    model(torch.ones(2, 4)).sum().backward()
+    kept = [model.weight, model.bias, model.weight.grad, model.bias.grad]
+    on_meta = nn.Linear(2, 2, device="meta")
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    bits = [t.detach().clone() for t in [*kept, torch.get_rng_state()]]
+    for error, words, call in (
+        (ValueError, "wanted a number of bytes", lambda: memory.assert_peak_below("2 GiBs")),
+        (TypeError, "model is int", lambda: memory.assert_peak_below(9, 3)),
+        (ValueError, "not in the model", lambda: memory.assert_peak_below(9, model, other)),
+        (
+            ValueError,
+            "meta device",
+            lambda: memory.assert_peak_below(9, on_meta),
+        ),
+        (ValueError, "warmup=-1", lambda: memory.assert_no_growth(model, warmup=-1)),
+        (ValueError, "repeats=0", lambda: memory.compare(model, model, repeats=0)),
+        (TypeError, "missing", lambda: memory.assert_no_growth(model.forward)),
+        (RuntimeError, "shapes", lambda: memory.compare(lambda: model(torch.ones(3)), model)),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+    assert all(map(torch.equal, bits, [*kept, torch.get_rng_state()]))
+    assert kept[2] is model.weight.grad and not torch._C._autograd._profiler_enabled()
+
+
 def test_growth_names_the_line():
     kept = []
 

@@ -154,6 +154,9 @@ def test_everything_is_as_before(raises):
 
 def test_bad_inputs():
     model, x = _model(1), torch.randn(8, 32)
+    model(x).sum().backward()  # gradients that must stay
+    on_meta = _model(1).to("meta")
+    before = _bits(model), _hooks(model)
     with pytest.raises(TypeError, match="model is function, wanted a torch.nn.Module"):
         saved(lambda x: x, x)
     with pytest.raises(TypeError, match="loss is int, wanted a function"):
@@ -163,8 +166,10 @@ def test_bad_inputs():
     with pytest.raises(ValueError, match="loss returned 1.0, wanted a scalar"):
         saved(model, x, lambda y: 1.0)
     with pytest.raises(RuntimeError, match="normalized_shape"):
-        saved(model, torch.randn(8, 33))
+        saved(model, torch.zeros(8, 33))
     with pytest.raises(ValueError, match="on the meta device"):
-        saved(_model(1).to("meta"), x)
+        saved(on_meta, x)
+    state = _bits(model), _hooks(model)
+    assert all(map(torch.equal, before[0], state[0])) and before[1] == state[1]
     with pytest.raises(ValueError, match="requires no gradient"):
         saved(model.requires_grad_(False), x)

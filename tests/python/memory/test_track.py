@@ -198,6 +198,25 @@ def test_released_gradients_and_master_weights():
     assert 0 < most["gradients"] < numel  # one at a time, of 2 bytes per element
 
 
+def test_sums_of_micro_batches_are_gradients_from_the_first():
+    model = _model()
+    optimizer = headroom.optim.AdamW(model.parameters())
+    accumulator = headroom.GradAccumulator(model)
+    with track(model, optimizer) as tracked:
+        for _ in range(2):
+            with accumulator.micro_batch():
+                model(torch.randn(8, 32)).square().mean().backward()
+        accumulator.finish()
+        optimizer.step()
+        optimizer.zero_grad()
+    own = sum(p.nbytes for p in model.parameters())
+    assert 2 * own <= tracked.timeline.most_by_kind["gradients"] < 2.2 * own
+    sums = [a for a in tracked.timeline.allocations if a.kind == "gradients" and a.op == "weight"]
+    assert {a.phase for a in sums} == {"backward"}
+    last = tracked.timeline.by_kind(tracked.timeline.events - 1)
+    assert last["gradients"] == 0
+
+
 def _everything(model, optimizer):
     """What a tracked step must leave behind as it found it."""
     hooks = [
@@ -251,22 +270,29 @@ def test_errors_leave_no_trace(error, place):
 
 
 def test_wrong_inputs_raise_as_without():
-    model, optimizer = _model(), None
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    _step(model, optimizer, torch.zeros(8, 32))
+    x = torch.randn(8, 32)
+    before, bits = _everything(model, optimizer)
     with pytest.raises(RuntimeError, match="normalized_shape"):
         with track(model, optimizer):
-            model(torch.randn(8, 33))
+            model(torch.zeros(8, 33))
     with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar"):
         with track(model, optimizer):
-            model(torch.randn(8, 32)).backward()
+            model(x).backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation.*expected version 0"):
         with track(model, optimizer):
-            y = model(torch.randn(8, 32)).exp()
+            y = model(x).exp()
             y.add_(1)
             y.sum().backward()
+    after, same = _everything(model, optimizer)
+    assert before == after and all(map(torch.equal, bits, same))
 
 
 def test_what_cannot_be_tracked_is_refused():
     model = _model()
+    before, bits = _everything(model, torch.optim.SGD(model.parameters()))
     with pytest.raises(TypeError, match="model is int, wanted a torch.nn.Module"):
         track(3)
     with pytest.raises(TypeError, match="optimizer is str, wanted a torch.optim.Optimizer"):
@@ -285,6 +311,8 @@ def test_what_cannot_be_tracked_is_refused():
         track(nn.ReLU())
     with pytest.raises(ValueError, match="wanted cpu or cuda"):
         track(model, device="mps:0")
+    after, same = _everything(model, torch.optim.SGD(model.parameters()))
+    assert before == after and all(map(torch.equal, bits[:-1], same[:-1]))
 
 
 def test_one_at_a_time():

@@ -442,6 +442,21 @@ def test_before_and_after_reach_the_same_loss():
     assert after == pytest.approx(before, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    "name, shown",
+    [
+        ("swap_optimizer.py", "headroom: 0.0"),
+        ("patch_model.py", "kept for the backward pass: 8.1 MiB, patched 0.4 MiB"),
+        ("will_it_fit.py", "fits in 16 GiB: False"),
+    ],
+)
+def test_short_programs(name, shown):
+    assert len((EXAMPLES / name).read_text().splitlines()) < 40
+    done = run_example(name)
+    assert done.returncode == 0, done.stderr
+    assert shown in done.stdout
+
+
 def test_convergence_tells_a_second_moment_of_zero_from_others(monkeypatch, text):
     """With weights of 32 x 32 and so 8-bit everywhere; a few steps are enough to blow up."""
     monkeypatch.setattr(convergence, "SIZE", SIZES["tiny"])

@@ -1,0 +1,92 @@
+"""What it costs to look on: a step of the demo under headroom.memory.track, read included."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .harness import Case, Contender, Share
+
+EXAMPLES = str(Path(__file__).resolve().parents[1] / "examples")
+RUNGS = ("torch", "L1", "L5", "everything", "checkpoint")
+BAR = 1.10  # times a step that nobody looks at
+
+
+class Demo:
+    """A run of one rung of the demo, on bytes drawn at random."""
+
+    def __init__(self, rung: str, size: str, device: torch.device) -> None:
+        if EXAMPLES not in sys.path:
+            sys.path.insert(0, EXAMPLES)
+        from model import SIZES
+        from run import Run
+        from rungs import RUNGS
+
+        generator = torch.Generator().manual_seed(0)
+        self.text = torch.randint(256, (1 << 16,), generator=generator, dtype=torch.uint8)
+        self.run = Run(RUNGS[rung], SIZES[size], device, 0)
+        self.run.step(self.text)
+
+    def step(self) -> None:
+        self.run.step(self.text)
+
+    def tracked(self) -> Any:
+        import headroom
+
+        with headroom.memory.track(self.run.model, self.run.optimizer) as found:
+            self.step()
+        return found
+
+
+def headroom_track(demo: Demo) -> Contender:
+    return Contender(lambda: demo.tracked().timeline, counts=lambda: _counts(demo))
+
+
+def recorded_only(demo: Demo) -> Contender:
+    return Contender(lambda: demo.tracked())
+
+
+def torch_profiler(demo: Demo) -> Contender:
+    """The same events, which only start and end."""
+
+    def step() -> None:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as found:
+            demo.step()
+        found.events()
+
+    return Contender(step)
+
+
+def _counts(demo: Demo) -> dict[str, float]:
+    tracked = demo.tracked()
+    return {"allocations": len(tracked.timeline.allocations), "events": tracked.timeline.events}
+
+
+def cases(device: torch.device, quick: bool) -> list[Case]:
+    size = "tiny" if quick else "small"
+
+    def setup(rung: str, device: torch.device) -> dict[str, Any]:
+        demo = Demo(rung, size, device)
+        return {
+            "headroom": partial(headroom_track, demo),
+            "recorded, not read": partial(recorded_only, demo),
+            "torch.profiler": partial(torch_profiler, demo),
+            "a step": lambda: Contender(demo.step),
+        }
+
+    return [
+        Case(
+            name=rung,
+            what=f"a step of the demo's rung {rung}",
+            setup=partial(setup, rung),
+            against="a step",
+            bars=[Share("time", "headroom", "a step", at_most=BAR, device="cpu")],
+        )
+        for rung in (("torch",) if quick else RUNGS)
+    ]
