@@ -59,10 +59,7 @@ class Source(Protocol):
         refused."""
 
     def stop(self) -> None:
-        """Ends the recording after a last :meth:`read`; may be called anywhere."""
-
-    def drop(self) -> None:
-        """Ends the recording without reading, after an error."""
+        """Ends the recording and reads the last of it; may be called anywhere."""
 
 
 class CpuSource:
@@ -133,13 +130,9 @@ class CpuSource:
         return snapshot_of_history(self._history, "cpu", (), oom)
 
     def stop(self) -> None:
-        labels = self._watch.present()
-        self.drop()
-        self._follow(labels)
-
-    def drop(self) -> None:
         self._ranges.remove()
         self._recorder.stop()
+        self._follow(self._watch.present())
 
 
 def _code_of_functions() -> set[Any]:
@@ -227,10 +220,9 @@ class CudaSource:
         return tagged(self._found, self._notes, self._before, row, self._recorder.remarks)
 
     def stop(self) -> None:
-        self._label()
-        self._recorder.stop()
+        try:
+            self._label()
+        finally:
+            self._recorder.stop()
         self._found = self._recorder.found
         self._notes = self._watch.kept_notes()
-
-    def drop(self) -> None:
-        self._recorder.stop()
