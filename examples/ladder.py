@@ -2,9 +2,9 @@
 
     python examples/ladder.py --out runs/demo
 
-Writes ladder.json, ladder.md (the table) and ladder.png (the chart) to OUT, and exits with 1 if a
-rung's held-out loss is further from the first rung's than rungs.py allows, or if rungs that compute
-the same differ in a bit of a loss.
+Writes ladder.json, ladder.md (the table), ladder.png (the chart) and report.html (a page of both)
+to OUT, and exits with 1 if a rung's held-out loss is further from the first rung's than rungs.py
+allows, or if rungs that compute the same differ in a bit of a loss.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import sys
 import time
 from pathlib import Path
 
+import headroom
 import torch
 
 from chart import draw
@@ -131,6 +132,7 @@ def main() -> int:
     (args.out / "ladder.json").write_text(json.dumps(report, indent=1))
     (args.out / "ladder.md").write_text(table(results))
     draw(results, args.out / "ladder.png")
+    headroom.reports.report([args.out / "ladder.json"], args.out / "report.html")
     passed, verdict = same_loss(results)
 
     print(f"\n{table(results)}")
@@ -139,6 +141,7 @@ def main() -> int:
     print(f"Peak memory: {peaks[0] / 2**20:,.0f} MiB -> {peaks[1] / 2**20:,.0f} MiB.")
     print(f"Table:       {args.out / 'ladder.md'}, {args.out / 'ladder.json'}")
     print(f"Chart:       {args.out / 'ladder.png'}")
+    print(f"Report:      {args.out / 'report.html'}")
     print(f"Checkpoints: {args.out}/RUNG/checkpoint.safetensors (go on with --resume --steps N)")
     return 0 if passed else 1
 
