@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 
-
 def block():
     return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
 

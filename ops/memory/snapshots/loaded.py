@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from ..collecting import no_collections
 from ..cuda_trace import lines_of
 from ..events import PHASES, Allocation, Span, Timeline
 from ..sizes import parse_bytes
@@ -67,7 +68,12 @@ class Snapshot:
         remarks: sentences on what it does not hold.
     """
 
-    def __init__(self, data: Mapping[str, Any], device: str | None = None) -> None:
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        device: str | None = None,
+        readers: dict[int, _Reader] | None = None,
+    ) -> None:
         self.data = data
         about = data.get("headroom")
         self._about = about if isinstance(about, dict) else {}
@@ -81,7 +87,11 @@ class Snapshot:
         else:
             raise ValueError(f"device is {device!r}, wanted one of {', '.join(self.devices)}")
         self.device = self._names[self._row]
-        self._read = _Reader(self._trace(self._row), self._segments(self._row), self._row)
+        # Of all devices at once, so that whatever is wrong in a file is said when it is read.
+        self._readers = readers or {
+            row: _Reader(self._trace(row), self._segments(row), row) for row in rows
+        }
+        self._read = self._readers[self._row]
         self.has_kinds = self._read.has_kinds
         self.remarks = [text for text in _listed(self._about, "remarks") if isinstance(text, str)]
         settings = data.get("allocator_settings")
@@ -92,7 +102,7 @@ class Snapshot:
 
     def of(self, device: str) -> Snapshot:
         """Returns the same snapshot about another of :attr:`devices`."""
-        return Snapshot(self.data, device)
+        return Snapshot(self.data, device, self._readers)
 
     def _trace(self, row: int) -> list[Any]:
         traces = self.data["device_traces"]
@@ -154,6 +164,7 @@ class Snapshot:
         return [f for f in self._read.frames.get(allocation.id, ()) if f["filename"] != OURS]
 
 
+@no_collections()
 def load_snapshot(
     path: str | os.PathLike[str], *, device: str | None = None, max_bytes: int | str = "2 GiB"
 ) -> Snapshot:
@@ -220,6 +231,8 @@ class _Reader:
             if not isinstance(entry, dict):
                 raise _wrong(where, entry, "a dict")
             action = entry.get("action")
+            if not isinstance(action, str):
+                raise _wrong(f"{where}['action']", action, "text")
             time = _number(entry, "time_us", where, 0)
             if action == "alloc":
                 index += 1

@@ -3,7 +3,6 @@ and the trace of torch's caching allocator on CUDA."""
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import threading
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.profiler import record_function
 
+from ..collecting import no_collections
 from ..cpu import CpuRecorder, check_no_profiler
 from ..cuda import CudaRecorder
 from ..stream import Event, Label, Note
@@ -113,16 +113,10 @@ class CpuSource:
 
     def read(self) -> None:
         labels = self._watch.present()
-        # A collection would free tensors while nobody looks.
-        collects = gc.isenabled()
-        gc.disable()
-        try:
+        with no_collections():
             self._recorder.stop()
             self._follow(labels)
             self._recorder.start()
-        finally:
-            if collects:
-                gc.enable()
         self._watch.go_on()
 
     def _follow(self, labels: list[Label]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..._core.atomic import replacing
+from ..collecting import no_collections
 from ..cuda_trace import MARK, events_of
 from ..events import Allocation, Span
 from ..stream import Label, Note, Resolver
@@ -40,6 +41,7 @@ def save(snapshot: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 # ---- of a history -------------------------------------------------------------------------------
 
 
+@no_collections()
 def snapshot_of_history(
     history: History, device: str, remarks: Sequence[str] = (), oom: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
@@ -223,6 +225,7 @@ class _Following(Resolver):
         return self._live.get(address)
 
 
+@no_collections()
 def tagged(
     found: dict[str, Any],
     notes: Mapping[int, Note],

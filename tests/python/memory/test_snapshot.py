@@ -56,19 +56,18 @@ def _described(timeline):
     return sorted(zip(rows, [len(a.stack) for a in timeline.allocations]), key=repr)
 
 
-@pytest.fixture
-def tracked():
+def _tracked(stacks=False):
     for _ in range(2):  # the first steps of a process allocate more
-        found = _trained(lambda *both: track(*both, stacks=True))
+        found = _trained(lambda *both: track(*both, stacks=stacks))
     return found.timeline
 
 
-@pytest.mark.parametrize("piece", [5000, 1])
-def test_a_snapshot_is_what_the_tracker_sees(piece, tracked, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("piece", "stacks"), [(5000, True), (1, False)])
+def test_a_snapshot_is_what_the_tracker_sees(piece, stacks, tmp_path, monkeypatch):
     """Also where the profiler is stopped, read and started again at every call of a module."""
     monkeypatch.setattr(sources, "_PIECE", piece)
-    path = tmp_path / "run.pickle"
-    assert _trained(lambda *both: snapshot(path, *both)).files == [path]
+    tracked, path = _tracked(stacks), tmp_path / "run.pickle"
+    assert _trained(lambda *both: snapshot(path, *both, stacks=stacks)).files == [path]
     found = load_snapshot(path)
     assert found.device == "cpu" and found.devices == ["cpu"] and found.has_kinds
     assert found.remarks == [] and found.out_of_memory == []
@@ -84,10 +83,11 @@ def test_a_snapshot_is_what_the_tracker_sees(piece, tracked, tmp_path, monkeypat
     accepted_by_torch(found.data)
 
 
-def test_the_kinds_of_every_snapshot_add_up(tracked, tmp_path):
+def test_the_kinds_of_every_snapshot_add_up(tmp_path):
     """Those that are written in the middle of the run are its beginning."""
+    tracked = _tracked()
     recording = _trained(
-        lambda *both: snapshot(tmp_path / "run.pickle", *both, every=2),
+        lambda *both: snapshot(tmp_path / "run.pickle", *both, every=2, stacks=False),
         between=lambda recording, step: recording.dump(tmp_path / f"at-{step}.pickle"),
     )
     names = ["at-0", "at-1", "run-step-2", "at-2", "run"]
@@ -112,7 +112,7 @@ def test_numbers_do_not_change(tmp_path):
         _trained(lambda *both: kept.extend(both[0].parameters()) or make(*both))
         return kept
 
-    with_it = weights(lambda *both: snapshot(tmp_path / "run.pickle", *both, every=1))
+    with_it = weights(lambda *both: snapshot(tmp_path / "run.pickle", *both, every=1, stacks=False))
     without = weights(track)
     assert all(torch.equal(a, b) for a, b in zip(with_it, without))
 
@@ -120,7 +120,9 @@ def test_numbers_do_not_change(tmp_path):
 def test_hooks_are_gone_afterwards(tmp_path):
     before = record_function.__enter__, record_function.__exit__, signal.getsignal(signal.SIGUSR1)
     recording = _trained(
-        lambda *both: snapshot(tmp_path / "x", *both, on_signal=signal.SIGUSR1, every=1)
+        lambda *both: snapshot(
+            tmp_path / "x", *both, on_signal=signal.SIGUSR1, every=1, stacks=False
+        )
     )
     after = record_function.__enter__, record_function.__exit__, signal.getsignal(signal.SIGUSR1)
     assert after == before
@@ -133,7 +135,7 @@ def test_hooks_are_gone_afterwards(tmp_path):
 
 def test_the_history_is_bounded_and_what_is_live_is_not(tmp_path):
     path = tmp_path / "run.pickle"
-    with snapshot(path, device="cpu", max_entries=50) as recording:
+    with snapshot(path, device="cpu", max_entries=50, stacks=False) as recording:
         kept = [torch.empty(100 + i) for i in range(30)]
         recording.dump()
         for i in range(200):
@@ -206,7 +208,7 @@ def test_a_dump_within_an_operation_is_refused(tmp_path):
     x = torch.ones(3, requires_grad=True)
     optimizer = torch.optim.SGD([x])
     optimizer.register_step_pre_hook(lambda *_: dump(recording))
-    with snapshot(tmp_path / "run.pickle", device="cpu") as recording:
+    with snapshot(tmp_path / "run.pickle", device="cpu", stacks=False) as recording:
         y = Function.apply(x)
         with record_function("mine"):
             dump(recording)
@@ -235,7 +237,7 @@ def test_a_signal_writes_at_the_next_call(tmp_path):
             assert recording.files == []
 
     recording = _trained(
-        lambda *both: snapshot(path, *both, on_signal=signal.SIGUSR1), between=between
+        lambda *both: snapshot(path, *both, on_signal=signal.SIGUSR1, stacks=False), between=between
     )
     assert [p.name for p in recording.files] == ["run-signal-1.pickle", "run.pickle"]
     assert signal.getsignal(signal.SIGUSR1) == old
@@ -257,7 +259,7 @@ def test_what_a_model_in_a_wrapper_does(tmp_path):
 
     inner = nn.Linear(5, 5)
     model, optimizer = Wrapper(inner), torch.optim.AdamW(inner.parameters())
-    with snapshot(tmp_path / "run.pickle", inner, optimizer, every=1) as recording:
+    with snapshot(tmp_path / "run.pickle", inner, optimizer, every=1, stacks=False) as recording:
         for _ in range(3):
             model(torch.randn(2, 5)).sum().backward()
             optimizer.step()

@@ -80,13 +80,13 @@ def test_without_a_plan_the_kinds_advise(tmp_path):
     model = Greedy()
     optimizers = [torch.optim.AdamW([p]) for p in model.parameters()]
     with pytest.raises(RuntimeError) as raised:
-        _run(model, optimizers[0], tmp_path / "a", advice=False)
+        _run(model, optimizers[0], tmp_path / "a", advice=False, stacks=False)
     text = _notes(raised.value)
     assert "No changes could be planned: the model was not called, or advice was turned off" in text
     assert "headroom.checkpoint_every(model, 1)" in text
     model.calls = 0
     with pytest.raises(RuntimeError) as raised:
-        with snapshot(tmp_path / "b", model, optimizers):
+        with snapshot(tmp_path / "b", model, optimizers, stacks=False):
             for _ in range(3):
                 model(torch.randn(32, 16)).sum().backward()
     text = _notes(raised.value)
@@ -122,7 +122,7 @@ def test_a_note_is_added_on_every_python():
 def test_another_error_stays_as_it_is(tmp_path):
     path = tmp_path / "run.pickle"
     with pytest.raises(ZeroDivisionError) as raised:
-        with snapshot(path, device="cpu") as recording:
+        with snapshot(path, device="cpu", stacks=False) as recording:
             kept = torch.ones(77)
             1 / 0  # noqa: B018
     assert not hasattr(raised.value, "__notes__") and recording.explanation is None
@@ -133,14 +133,14 @@ def test_ctrl_c_while_recording(tmp_path):
     path = tmp_path / "run.pickle"
     model = nn.Linear(4, 4)
     with pytest.raises(KeyboardInterrupt):
-        with snapshot(path, model):
+        with snapshot(path, model, stacks=False):
             model(torch.ones(2, 4)).sum().backward()
             os.kill(os.getpid(), signal.SIGINT)
             for _ in range(10**9):
                 pass
     assert load_snapshot(path).timeline.peak_by_kind["parameters"] == 4 * 20
     assert not nn.modules.module._global_forward_pre_hooks
-    with snapshot(path, model):  # the profiler is free again
+    with snapshot(path, model, stacks=False):  # the profiler is free again
         pass
 
 
@@ -153,7 +153,7 @@ def test_ctrl_c_while_the_file_is_written(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        with snapshot(path, device="cpu") as recording:
+        with snapshot(path, device="cpu", stacks=False) as recording:
             monkeypatch.setattr(os, "pwrite", interrupted)
     monkeypatch.undo()
     assert path.read_bytes() == b"old" and recording.files == []
@@ -177,7 +177,7 @@ def test_a_full_disk(tmp_path, full_disk):
     path = tmp_path / "run.pickle"
     path.write_bytes(b"old")
     with pytest.raises(OSError, match="No space left") as raised:
-        with snapshot(path, device="cpu") as recording:
+        with snapshot(path, device="cpu", stacks=False) as recording:
             with pytest.raises(OSError, match="free space there"):
                 recording.dump(tmp_path / "other.pickle")
     assert raised.value.errno == errno.ENOSPC and "as it was" in str(raised.value)
@@ -190,7 +190,7 @@ def test_a_full_disk_does_not_hide_the_error_that_matters(tmp_path, full_disk):
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.warns(UserWarning, match="a snapshot was not written: .*No space left"):
         with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as raised:
-            _run(model, optimizer, tmp_path / "run.pickle", every=1)
+            _run(model, optimizer, tmp_path / "run.pickle", every=1, stacks=False)
     text = _notes(raised.value)
     assert "were asked for" in text and "could not write" in text
     assert "The snapshot is in" not in text
@@ -200,7 +200,7 @@ def test_a_full_disk_does_not_hide_the_error_that_matters(tmp_path, full_disk):
 def test_a_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="not written"):
-        with snapshot(tmp_path / "file" / "run.pickle", device="cpu"):
+        with snapshot(tmp_path / "file" / "run.pickle", device="cpu", stacks=False):
             pass
     assert atomic.partial_of("run.pickle") not in os.listdir(tmp_path)
 

@@ -275,6 +275,8 @@ def test_every_place_where_a_file_can_be_cut(tmp_path):
         ),
         (lambda s: s["device_traces"][0][1].update(frames=7), r"\['frames'\] is 7, wanted a list"),
         (lambda s: s["device_traces"].__setitem__(0, "x"), r"device_traces\[0\] is 'x'"),
+        (lambda s: s["device_traces"][1].append(5), r"device_traces\[1\]\[0\] is 5, wanted a dict"),
+        (lambda s: s["device_traces"][0][2].update(action=[]), r"\[2\]\['action'\] is list"),
     ],
 )
 def test_what_is_wrong_is_named(change, said, tmp_path):
