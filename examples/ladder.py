@@ -2,9 +2,10 @@
 
     python examples/ladder.py --out runs/demo
 
-Writes ladder.json, ladder.md (the table) and ladder.png (the chart) to OUT, and exits with 1 if a
-rung's held-out loss is further from the first rung's than rungs.py allows, if rungs that compute
-the same differ in a bit of a loss, or if a peak is not what was predicted.
+Writes ladder.json, ladder.md (the table), ladder.png (the chart) and report.html (a page of both)
+to OUT, and exits with 1 if a rung's held-out loss is further from the first rung's than rungs.py
+allows, if rungs that compute the same differ in a bit of a loss, or if a peak is not what was
+predicted.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import sys
 import time
 from pathlib import Path
 
+import headroom
 import torch
 
 from chart import draw
@@ -146,6 +148,7 @@ def main() -> int:
     (args.out / "ladder.json").write_text(json.dumps(report, indent=1))
     (args.out / "ladder.md").write_text(table(results))
     draw(results, args.out / "ladder.png")
+    headroom.reports.report([args.out / "ladder.json"], args.out / "report.html")
     losses, loss_verdict = same_loss(results)
     peaks_too, peak_verdict = as_predicted(results)
 
@@ -155,6 +158,7 @@ def main() -> int:
     print(f"Peak memory: {peaks[0] / 2**20:,.0f} MiB -> {peaks[1] / 2**20:,.0f} MiB.")
     print(f"Table:       {args.out / 'ladder.md'}, {args.out / 'ladder.json'}")
     print(f"Chart:       {args.out / 'ladder.png'}")
+    print(f"Report:      {args.out / 'report.html'}")
     print(f"Checkpoints: {args.out}/RUNG/checkpoint.safetensors (go on with --resume --steps N)")
     return 0 if losses and peaks_too else 1
 

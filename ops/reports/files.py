@@ -129,11 +129,8 @@ def _snapshot_in(path: str | os.PathLike[str]) -> Snapshot:
 
 
 def _json(path: Path, name: str) -> Any:
-    def refuse(constant: str) -> None:
-        raise ValueError(f"it has the number {constant}")
-
-    try:
-        return json.loads(path.read_bytes(), parse_constant=refuse)
+    try:  # NaN and infinities, such as the loss of a run that diverged, count as not recorded
+        return json.loads(path.read_bytes(), parse_constant=lambda constant: None)
     except (ValueError, RecursionError) as error:  # also UnicodeDecodeError, JSONDecodeError
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{name} is no JSON that can be read: {reason}") from error

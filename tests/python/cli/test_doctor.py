@@ -146,6 +146,7 @@ def test_the_command_says_why_the_package_cannot_be_imported(tmp_path):
     broken = tmp_path / "headroom"
     (broken / "cli").mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError('the library is of another torch')\n")
+    (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: cannot open')\n")
     source = package / "cli" / "doctor.py"
     (broken / "cli" / "doctor.py").write_bytes(source.read_bytes())
     start = (package / "cli" / "command_line" / "__init__.py").read_text()
@@ -160,3 +161,4 @@ def test_the_command_says_why_the_package_cannot_be_imported(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "! import headroom" in done.stdout
     assert "the library is of another torch" in done.stdout
+    assert "libtorch.so: cannot open" in done.stdout

@@ -34,7 +34,7 @@ BAD = {
     "half of JSON": (json.dumps(plan()).encode()[:-300], "is no JSON that can be read"),
     "not UTF-8": (b'{"format": "\xff"}', "is no JSON that can be read"),
     "deep": (b"[" * 200_000, "nested too deeply"),
-    "NaN": (b'{"rungs": [NaN], "versions": {}}', "it has the number NaN"),
+    "NaN": (b'{"rungs": [NaN], "versions": {}}', "a rung is a NoneType"),
     "a long number": (b'{"rungs": ' + b"9" * 10_000 + b"}", "is no JSON that can be read"),
     "a list": (b"[1, 2]", "it holds a list"),
     "foreign": (b'{"a": 1, "b": 2}', "its keys are a, b"),
@@ -196,6 +196,15 @@ def test_a_full_disk_leaves_no_page():
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
                 signal.signal(signal.SIGXFSZ, old)
                 assert sorted(file.name for file in path.iterdir()) == ["plan.json"]
+
+
+def test_the_loss_of_a_rung_that_diverged_is_not_shown(tmp_path):
+    ladder = report_files.ladder()
+    ladder["rungs"][2]["held_out_bits_per_byte"] = float("nan")
+    (tmp_path / "ladder.json").write_text(json.dumps(ladder))
+    rungs = read(tmp_path / "ladder.json")[0].summary["rungs"]
+    assert "held_out_bits_per_byte" in rungs[1]
+    assert "held_out_bits_per_byte" not in rungs[2]
 
 
 def test_several_devices_and_a_note_on_what_is_missing(tmp_path):
