@@ -19,14 +19,8 @@ class _Steps(Protocol):
 class StepCallback(TrainerCallback):
     """Calls ``prof.step()`` whenever the Trainer has ended a step, micro-batches included.
 
-    Example::
-
-        from headroom.integrations.trainer import StepCallback
-
-        trainer = transformers.Trainer(model=model, args=args, train_dataset=dataset)
-        with headroom.profile("runs/profile", model=model) as prof:
-            trainer.add_callback(StepCallback(prof))
-            trainer.train()
+    Make the Trainer, then ``with headroom.profile("runs/profile", model=model) as prof:`` add
+    ``StepCallback(prof)`` to it and train. ``docs/integrations.md`` has the whole of it.
 
     The Trainer moves the model to its device when it is made, so make it before the profile.
 

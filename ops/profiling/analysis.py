@@ -310,4 +310,4 @@ def _unseen(calls: Iterable[Call], kernels: bool, device: torch.device) -> list[
 def _name_of(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    return f"{torch.backends.cpu.get_cpu_capability()}, threads: {torch.get_num_threads()}"

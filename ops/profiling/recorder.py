@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._autograd import _profiler_enabled
 from torch.profiler import ProfilerAction, ProfilerActivity
 
 from ..memory.track import checked, device_of
@@ -74,7 +75,7 @@ class Profile:
     def __enter__(self) -> Profile:
         if self._ended:
             raise RuntimeError("this profile(...) has been used already: make another")
-        if torch._C._autograd._profiler_enabled():
+        if _profiler_enabled():
             raise RuntimeError(
                 "another profiler runs already, and torch allows one: end it before "
                 "headroom.profile begins"

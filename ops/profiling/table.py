@@ -142,7 +142,12 @@ def _largest(rows: list[ModuleRow], count: int) -> list[ModuleRow]:
 
 
 def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+    """The end of a name that is too long, or less of its indentation."""
+    if len(text) <= width:
+        return text
+    if len(text.lstrip()) <= width:
+        return text[len(text) - width :]
+    return "…" + text[len(text) - width + 1 :]
 
 
 def _ms(us: float) -> str:

@@ -6,10 +6,13 @@ import json
 import resource
 import warnings
 from contextlib import contextmanager
+from pathlib import Path
 
 import headroom
 import pytest
 import torch
+from headroom.profiling.events import Recording
+from headroom.profiling.trace import write_trace
 from torch import nn
 from torch.nn.modules import module as every_module
 from torch.optim import optimizer as every_optimizer
@@ -319,3 +322,45 @@ def test_nvtx_ranges_are_balanced(monkeypatch):
     assert marks.seen == [*modules, "backward", *again, "optimizer"]
     assert marks.open == [] and _hooks(model) == before
     assert prof.to_dict()["settings"]["nvtx"]
+
+
+def test_ranges_that_an_interruption_left_open_are_closed(monkeypatch):
+    marks = Marks()
+    monkeypatch.setattr(torch.cuda, "nvtx", marks)
+    model = _model()
+
+    def interrupted(module, args):
+        assert marks.open == ["module: (model)", "module: 1"]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        with _profile(None, model, nvtx=True):
+            with model[1].register_forward_pre_hook(interrupted):
+                model(torch.randn(2, 7))
+    assert marks.open == []
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.9, 1.0], ids="{:.0%}".format)
+def test_a_trace_that_torch_wrote_in_part_is_refused(tmp_path, kept):
+    model = _model()
+    with _profile(None, model) as prof:
+        _step(model)
+        prof.step()
+    whole = tmp_path / "whole.json"
+    prof.torch_profiler.export_chrome_trace(str(whole))
+    content = whole.read_bytes()
+
+    def export(name):
+        Path(name).write_bytes(content[: int(kept * len(content))])
+
+    path = tmp_path / "trace.json.gz"
+    if kept < 1:
+        with pytest.raises(OSError, match="could not write all of its trace"):
+            write_trace(path, export, Recording())
+        assert _files(tmp_path) == ["whole.json"]
+    else:
+        write_trace(path, export, Recording())
+        read, plain = _trace(tmp_path, path.name), json.loads(content)
+        assert [e for e in read["traceEvents"] if e.get("pid") != "headroom"] == plain[
+            "traceEvents"
+        ]

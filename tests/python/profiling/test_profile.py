@@ -167,6 +167,21 @@ def test_phases_add_up_to_the_step_and_waiting_is_seen():
     assert step.complete and step.loader_us == 0
 
 
+def test_between_two_passes_of_a_step():
+    """The model runs twice for one loss, then micro-batches follow, whose making is data."""
+    model, x = _mlp(), torch.randn(5, 37)
+    with headroom.profile(model=model, schedule=_all(1), peak_flops=PEAK) as prof:
+        first = model(x)
+        time.sleep(0.02)
+        (first + model(x)).sum().backward()
+        time.sleep(0.03)
+        model(x).sum().backward()
+        prof.step()
+    phases = prof.result.steps[0].phases_us
+    assert phases["forward"] >= 20e3 and 30e3 <= phases["data"]
+    assert sum(phases.values()) == pytest.approx(prof.result.steps[0].wall_us, abs=0.01)
+
+
 def test_the_loader_is_seen_between_micro_batches():
     model = _mlp()
     loader = DataLoader(torch.randn(12, 37), batch_size=4)
