@@ -67,6 +67,7 @@ SOFTMAX = {"90": 20, "86": 20}
 EXP, FORWARD, BACKWARD = ("FFMA",), "cross_entropy_forward_kernel", "cross_entropy_backward_kernel"
 GLU, GLU_BACK = {"90": 33.2, "86": 33.4, "75": 36.2}, {"90": 49.9, "86": 48.6, "75": 51.3}
 NORM_Y = {"90": 11.9, "86": 11.9, "75": 18.9}
+DIVERGENCE, DIVERGENCE_BACK = "divergence_forward_kernel", "divergence_backward_kernel"
 ROWS = [
     Row("adamw_kernel", "f32", 28, 16, 12, SQRT, 1, ADAMW | {"75": 45.5}, 55),
     Row("adamw_kernel", "all bf16", 14, 8, 6, SQRT, 1, ADAMW | {"75": 65.8}, 58),
@@ -106,6 +107,15 @@ ROWS = [
     Row(BACKWARD, "bf16", 4, 2, 2, EXP, 8, SOFTMAX | {"75": 27.9}),
     Row(BACKWARD, "f16", 4, 2, 2, EXP, 8, SOFTMAX | {"75": 21.7}, f16=True),
     Row(BACKWARD, "f32 to bf16", 6, 4, 2, EXP, 8, SOFTMAX | {"75": 27.9}),
+    # The loop of log-sum-exps, and what follows it where the mixture has to be computed.
+    Row(DIVERGENCE, "f32, log-sum-exp", 4, 4, 0, EXP, 9, {"90": 21.8}),
+    Row(DIVERGENCE, "bf16, log-sum-exp", 2, 2, 0, EXP, 9, {"90": 22.1}),
+    Row(DIVERGENCE, "f32, mixture", 8, 8, 0, EXP, 31, {"90": 116}),
+    Row(DIVERGENCE, "bf16, mixture", 4, 4, 0, EXP, 31, {"90": 118}),
+    Row(DIVERGENCE_BACK, "f32, forward", 12, 8, 4, EXP, 19, {"90": 59}),
+    Row(DIVERGENCE_BACK, "bf16, forward", 6, 4, 2, EXP, 19, {"90": 59}),
+    Row(DIVERGENCE_BACK, "f32, mixture", 12, 8, 4, EXP, 31, {"90": 109}),
+    Row(DIVERGENCE_BACK, "bf16, mixture", 6, 4, 2, EXP, 31, {"90": 108.2}),
     Row("glu_kernel", "silu, f32", 12, 8, 4, SQUARE, 10, GLU),
     Row("glu_kernel", "silu, bf16", 6, 4, 2, SQUARE, 10, GLU | {"75": 42.4}, 36),
     Row("glu_kernel", "silu, f16", 6, 4, 2, SQUARE, 10, GLU, 36, f16=True),

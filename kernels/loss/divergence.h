@@ -126,11 +126,14 @@ HR_INLINE void dv_finish(const divergence_args *a, int64_t row, const dv_row *r,
     hr_store(a->loss, row, (float)loss, HR_F32); /* every NaN as the same */
     if (!a->statistics)
         return;
+    float *const statistics = a->statistics + row * HR_DIVERGENCE_STATISTICS;
     const float mean = (float)under_student;
-    const float statistics[HR_DIVERGENCE_STATISTICS] = {
-        r->student, r->student_low, r->teacher, r->teacher_low, mean, dv_low(under_student, mean)};
-    for (int k = 0; k < HR_DIVERGENCE_STATISTICS; k++)
-        hr_store(a->statistics, row * HR_DIVERGENCE_STATISTICS + k, statistics[k], HR_F32);
+    hr_store(statistics, DV_STUDENT, r->student, HR_F32);
+    hr_store(statistics, DV_STUDENT_LOW, r->student_low, HR_F32);
+    hr_store(statistics, DV_TEACHER, r->teacher, HR_F32);
+    hr_store(statistics, DV_TEACHER_LOW, r->teacher_low, HR_F32);
+    hr_store(statistics, DV_MEAN, mean, HR_F32);
+    hr_store(statistics, DV_MEAN_LOW, dv_low(under_student, mean), HR_F32);
 }
 
 /* Of a row that is ignored. */

@@ -180,22 +180,25 @@ static __device__ __forceinline__ void forward_row(const divergence_args &a, int
 {
     const pair_rows r = rows_of(a, row, lane, width, DTYPE, DTYPE);
     const dv_scale scale = dv_scale_of(&a);
-    double lse[2];
+    double student = 0.0, teacher = 0.0; /* log-sum-exps, by the same code */
 #pragma unroll 1
-    for (int which = 0; which < 2; which++)
-        lse[which] = row_lse(r, which ? r.teacher : r.student, scale, DTYPE);
-    const dv_row of_row = dv_row_of_lse(&a, lse[0], lse[1]);
+    for (int which = 0; which < 2; which++) {
+        const double lse = row_lse(r, which ? r.teacher : r.student, scale, DTYPE);
+        student = which ? student : lse;
+        teacher = lse;
+    }
+    const dv_row of_row = dv_row_of_lse(&a, student, teacher);
     dv_terms sum = {0.0f, 0.0f, 0.0f, 0.0f};
     const int64_t skipped = r.head * bytes_of(DTYPE);
     for_elements(
         r, false,
         [&](int64_t j, bool) {
-            const pack<8> student = pack_load<8>((const char *)r.student + skipped, j, DTYPE);
-            const pack<8> teacher = pack_load<8>((const char *)r.teacher + skipped, j, DTYPE);
+            const pack<8> of_s = pack_load<8>((const char *)r.student + skipped, j, DTYPE);
+            const pack<8> of_t = pack_load<8>((const char *)r.teacher + skipped, j, DTYPE);
             pack_all_loaded();
             float s[8], t[8];
-            pack_floats(student, DTYPE, s);
-            pack_floats(teacher, DTYPE, t);
+            pack_floats(of_s, DTYPE, s);
+            pack_floats(of_t, DTYPE, t);
             dv_terms group = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
             for (int e = 0; e < 8; e++)
@@ -221,7 +224,7 @@ static __device__ __forceinline__ void forward_row(const divergence_args &a, int
 }
 
 template <int KIND>
-static __global__ void __launch_bounds__(THREADS)
+static __global__ void __launch_bounds__(THREADS, 2)
     divergence_forward_kernel(const divergence_args __grid_constant__ a, int width)
 {
     const int lane = (int)threadIdx.x % width;
@@ -298,7 +301,7 @@ static __device__ __attribute__((noinline)) void clear_row(void *grad, int64_t c
 }
 
 template <int KIND>
-static __global__ void __launch_bounds__(THREADS)
+static __global__ void __launch_bounds__(THREADS, 2)
     divergence_backward_kernel(const divergence_args __grid_constant__ a, int width)
 {
     const int lane = (int)threadIdx.x % width;

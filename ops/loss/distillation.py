@@ -320,7 +320,9 @@ def _backward_op(dloss: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         kept = [grads.hidden, grads.weight, grads.bias]
         factor = torch.ones((), device=dloss.device)
     return tuple(
-        _scaled(one, factor, like.dtype).view(like.shape) if wanted else dloss.new_empty(0)
+        dloss.new_empty(0)
+        if one is None or not wanted
+        else _scaled(one, factor, like.dtype).view(like.shape)
         for one, like, wanted in zip(kept, heads[:3], wants)
     )
 

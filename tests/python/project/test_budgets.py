@@ -26,6 +26,9 @@ REGISTERS = {
     "adafactor_sums_kernel": 80,
     "adamw_kernel": 80,
     "adamw8bit_kernel": 80,
+    # Two blocks to a multiprocessor: with so many instructions per element, loads take less long.
+    "divergence_backward_kernel": 128,
+    "divergence_forward_kernel": 128,
     "norm_backward_long_kernel": 128,  # 512 threads a block, for rows longer than 8,192
 }
 REGISTERS_OF_OTHERS = 64
