@@ -3,8 +3,9 @@
 Importing the package registers the ops ``torch.ops.headroom.*``, which :mod:`headroom.functional`
 calls. Everything else is imported when it is first used: :mod:`headroom.optim` holds optimizers
 with the names and arguments of :mod:`torch.optim`, :mod:`headroom.amp` loss scaling and 16-bit
-models, :mod:`headroom.loss` losses without logits, :mod:`headroom.nn` blocks that decide what they keep, :mod:`headroom.checkpointing`
-recomputed activations, :mod:`headroom.patching` the same for models that exist,
+models, :mod:`headroom.nn` blocks that decide what they keep, :mod:`headroom.loss` losses without
+logits, :mod:`headroom.checkpointing` recomputed activations, :mod:`headroom.patching` the same for
+models that exist,
 :mod:`headroom.memory` where bytes go, :mod:`headroom.planning` where they will go,
 :mod:`headroom.state` files of a run's state, and :mod:`headroom.integrations` what other libraries'
 training loops need.
