@@ -1506,11 +1506,10 @@ typedef struct hr_linear_cross_entropy_config {
     size_t workspace_limit; /* bytes to stay below where sizes allow it; 0: chosen from them */
 } hr_linear_cross_entropy_config;
 
-#define HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT                                                  \
-    {                                                                                        \
-        sizeof(hr_linear_cross_entropy_config), HR_F32, HR_F32, 8, HR_REDUCE_MEAN,           \
-            HR_LINEAR_CROSS_ENTROPY_AUTO, 0, 0, 0, 0, 0, -100, 0.0, 0.0, 0.0, 1.0, 0, 0, 0, \
-            -1, 0                                                                            \
+#define HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT                                                       \
+    {                                                                                             \
+        sizeof(hr_linear_cross_entropy_config), HR_F32, HR_F32, 8, HR_REDUCE_MEAN,                \
+            HR_LINEAR_CROSS_ENTROPY_AUTO, 0, 0, 0, 0, 0, -100, 0.0, 0.0, 0.0, 1.0, 0, 0, 0, -1, 0 \
     }
 
 /* What is read. bias, class_weight, token_weight and denominator may be NULL. */
@@ -1552,8 +1551,8 @@ typedef enum hr_linear_cross_entropy_wanted {
 } hr_linear_cross_entropy_wanted;
 
 typedef struct hr_linear_cross_entropy_needs {
-    size_t workspace;           /* bytes */
-    int64_t rows, classes;      /* of the logits that exist at a time */
+    size_t workspace;                  /* bytes */
+    int64_t rows, classes;             /* of the logits that exist at a time */
     hr_linear_cross_entropy_mode mode; /* that was chosen */
 } hr_linear_cross_entropy_needs;
 
