@@ -1588,11 +1588,10 @@ typedef struct hr_linear_cross_entropy_config {
     size_t workspace_limit; /* bytes to stay below where sizes allow it; 0: chosen from them */
 } hr_linear_cross_entropy_config;
 
-#define HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT                                                  \
-    {                                                                                        \
-        sizeof(hr_linear_cross_entropy_config), HR_F32, HR_F32, 8, HR_REDUCE_MEAN,           \
-            HR_LINEAR_CROSS_ENTROPY_AUTO, 0, 0, 0, 0, 0, -100, 0.0, 0.0, 0.0, 1.0, 0, 0, 0, \
-            -1, 0                                                                            \
+#define HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT                                                       \
+    {                                                                                             \
+        sizeof(hr_linear_cross_entropy_config), HR_F32, HR_F32, 8, HR_REDUCE_MEAN,                \
+            HR_LINEAR_CROSS_ENTROPY_AUTO, 0, 0, 0, 0, 0, -100, 0.0, 0.0, 0.0, 1.0, 0, 0, 0, -1, 0 \
     }
 
 /* What is read. bias, class_weight, token_weight and denominator may be NULL. */
@@ -1634,8 +1633,8 @@ typedef enum hr_linear_cross_entropy_wanted {
 } hr_linear_cross_entropy_wanted;
 
 typedef struct hr_linear_cross_entropy_needs {
-    size_t workspace;           /* bytes */
-    int64_t rows, classes;      /* of the logits that exist at a time */
+    size_t workspace;                  /* bytes */
+    int64_t rows, classes;             /* of the logits that exist at a time */
     hr_linear_cross_entropy_mode mode; /* that was chosen */
 } hr_linear_cross_entropy_needs;
 
@@ -1644,11 +1643,11 @@ typedef struct hr_linear_cross_entropy_needs {
  * and in which order it computes. `wanted` is a sum of hr_linear_cross_entropy_wanted; 0: the
  * forward pass alone.
  *
- * AUTO takes TOKENS, unless a chunk of 64 rows (1,024 on CUDA) does not fit the limit, or, on the
- * CPU, rows are 8 times as many as features and the weight's sums do not fit it either. A limit of 0
- * stands for three quarters of the bytes of weight, and at least 32 MiB (256 MiB on CUDA). The limit
- * is for the logits; 64 bytes per row, the rows themselves, and sums of the gradient of weight come
- * to it: 2 bytes for each element of weight where grad_dtype is bf16 and there are several chunks.
+ * AUTO takes TOKENS, unless a chunk of 64 rows (512 on CUDA), or all there are, does not fit the
+ * limit. A limit of 0 stands for half of the bytes of weight, and at least 32 MiB (256 MiB on CUDA).
+ * The limit is for the logits; about 100 bytes per row, the rows of a chunk twice, and sums of the
+ * gradient of weight come to it: 2 bytes for each element of weight where grad_dtype is bf16 and
+ * there are several chunks.
  */
 HR_API hr_status hr_linear_cross_entropy_query(hr_linear_cross_entropy_needs *needs, int64_t rows,
                                                int64_t features, int64_t classes, uint32_t wanted,

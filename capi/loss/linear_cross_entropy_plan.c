@@ -47,7 +47,7 @@ lce_sizes lce_sizes_of(int64_t rows, int64_t features, int64_t classes,
     s.computed = on_cpu ? HR_F32 : config->dtype;
     double limit = (double)config->workspace_limit;
     if (limit == 0.0) {
-        limit = 0.75 * element * (double)classes * (double)features;
+        limit = 0.5 * element * (double)classes * (double)features;
         const double floor = on_cpu ? 32 * MIB : 256 * MIB;
         limit = limit < floor ? floor : limit;
     }

@@ -1,4 +1,4 @@
-"""The ops ``headroom::linear_cross_entropy`` and its backward ops: their fakes, gradients and FLOPs.
+"""The op ``headroom::linear_cross_entropy`` and its backward ops: fakes, gradients and FLOPs.
 
 Users call :func:`headroom.linear_cross_entropy`. :func:`call` and :func:`gradients` are for other
 losses that are built from these ops.
@@ -79,9 +79,9 @@ def call(
     results: tuple[str, ...] = (),
     wanted: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Returns the loss, then its factors and the scale of its gradients, then what ``RESULTS`` names,
-    in that order, then the gradients of hidden, weight and bias, which a backward pass overwrites.
-    What is not asked for has no elements.
+    """Returns the loss, then its factors and the scale of its gradients, then what ``RESULTS``
+    names, in that order, then the gradients of hidden, weight and bias, which a backward pass
+    overwrites. What is not asked for has no elements.
 
     A scalar loss carries a gradient; if the gradients that are needed are ``wanted``, they are
     computed now, else in the backward pass. The losses of rows always do the latter, for which
@@ -155,6 +155,14 @@ def _check(hidden, weight, bias, target, class_weight, token_weight, all_classes
                 tensor.dtype == hidden.dtype,
                 f"{name} has dtype {tensor.dtype}, but hidden has {hidden.dtype}",
             )
+    others = {"weight": weight, "bias": bias, "target": target}
+    others |= {"class_weight": class_weight, "token_weight": token_weight}
+    for name, tensor in others.items():
+        if tensor is not None:
+            require(
+                tensor.device == hidden.device,
+                f"{name} is on {tensor.device}, but hidden is on {hidden.device}",
+            )
     if bias is not None:
         require(tuple(bias.shape) == (classes,), f"bias must be a tensor [{classes}]")
     require(
@@ -214,7 +222,14 @@ def _fake(*arguments):
 
 
 def _check_backward(*arguments) -> None:
-    _, hidden, weight, bias, target, class_weight, token_weight = arguments[:7]
+    dloss, hidden, weight, bias, target, class_weight, token_weight = arguments[:7]
+    given = {"dloss": dloss, **dict(zip(("factors", "lse", "lse_low"), arguments[7:10]))}
+    for name, tensor in given.items():
+        if tensor is not None:
+            require(
+                tensor.dtype == torch.float32 and tensor.device == hidden.device,
+                f"{name} must be a float32 tensor on {hidden.device}",
+            )
     all_classes, flags = arguments[-3:-1]
     _check(hidden, weight, bias, target, class_weight, token_weight, all_classes, flags)
 
@@ -227,6 +242,11 @@ def _fake_backward(*arguments):
 @torch.library.register_fake("headroom::linear_cross_entropy_backward_")
 def _fake_backward_in_place(*arguments):
     _check_backward(*arguments)
+    for grad in arguments[10:12]:
+        require(
+            grad is None or grad.device == arguments[1].device,
+            "weight_grad and bias_grad must be with hidden",
+        )
     return _grads(*arguments[1:3], HIDDEN if arguments[-1] else 0)[0]
 
 
@@ -293,8 +313,8 @@ def _watched(factor: Tensor) -> Tensor:
 
 
 class _Scaled(torch.autograd.Function):
-    """Multiplies gradients where a derivative of them may be asked for, and refuses it: they hang on
-    inputs that are not kept."""
+    """Multiplies gradients where a derivative of them may be asked for, and refuses it: they depend
+    on inputs that are not kept."""
 
     generate_vmap_rule = True
 

@@ -76,25 +76,27 @@ def linear_cross_entropy(
         softcap: if given, each logit ``z`` then counts as ``softcap * tanh(z / softcap)``.
         z_loss: if given, ``z_loss * lse ** 2`` is added to the loss of a row; "mean" divides it by
             the number of rows that count, or the sum of their ``token_weight``.
-        shift: the row at place t of a sequence (the dimension before the features) takes the target,
-            and the weight, at place t + 1, and the last row counts for nothing; no copy is made.
+        shift: the row at place t of a sequence (the dimension before the features) takes the
+            target, and its weight, at place t + 1, and the last row counts for nothing; no copy is
+            made.
         empty: the mean if no row counts: "zero", or "nan", as in torch. Gradients are then zero.
         mode: "tokens" computes all classes for a chunk of rows; "vocabulary" all rows for a tile of
             classes, which computes the logits once more but adds up no gradient of ``weight``;
             "auto" takes the former unless fewer than 64 rows (512 on CUDA) fit the workspace.
-        workspace: bytes of logits at a time, such as ``"256 MiB"``; None: three quarters of the
-            bytes of ``weight``, and at least 32 MiB (256 MiB on CUDA).
+        workspace: bytes of logits at a time, such as ``"256 MiB"``; None: half of the bytes of
+            ``weight``, and at least 32 MiB (256 MiB on CUDA).
         max_counted: at least as many rows as count, for CUDA, where nobody waits for their number:
             products then leave out the other rows. If more count, the loss is NaN.
         accumulate_into_grad: adds the gradients of ``weight`` and ``bias``, which must be leaves,
             to their ``.grad`` in the backward pass, and returns none: hooks of them, and with them
             DistributedDataParallel and FSDP, do not run. Not under ``torch.compile``.
-        round_each_chunk: adds up the gradient of a bfloat16 ``weight`` in bfloat16 instead of float32,
-            which saves two bytes per element and loses what is small beside the sum.
+        round_each_chunk: adds up the gradient of a bfloat16 ``weight`` in bfloat16 instead of
+            float32, which saves two bytes per element and loses what is small beside the sum.
         stats: names of further results, none of which has a gradient: "lse", "target_logit",
             "entropy", "argmax", "rank" (how many classes have a larger logit than the target:
-            ``rank < k`` is top-k accuracy) of each row, 0 or -1 where it is ignored; and "accuracy",
-            the share of rows that count whose largest logit is the target's. "rank" needs "tokens".
+            ``rank < k`` is top-k accuracy) of each row, 0 or -1 where it is ignored; and
+            "accuracy", the share of rows that count whose largest logit is the target's. "rank"
+            needs "tokens".
 
     Returns:
         The loss, float32; with ``stats`` also a dict of them.

@@ -21,6 +21,17 @@ enum { LSE = 1, LSE_LOW = 2, TARGET_LOGIT = 4, WEIGHTED = 8, LARGEST = 16, ENTRO
 enum { ARGMAX = 64, RANK = 128 };
 enum { ALLOW_TF32 = 1, REDUCED_PRECISION = 2, DETERMINISTIC = 4, ROUND_EACH_CHUNK = 8, SHIFT = 16 };
 
+// Fails if the storage of a tensor was freed: with rows that are all ignored nothing would read it,
+// and a tensor that begins past the first element of its storage has an address all the same.
+void require_storage(const Tensor &tensor, const char *name)
+{
+    const View view(tensor);
+    int64_t bytes = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+    if (bytes == 0 && view.numel() > 0)
+        fail(std::string(name) + " has no memory: its storage was freed");
+}
+
 // The numbers that all ops take, in the order of their schemas.
 struct Numbers {
     int64_t ignore_index, reduction;
@@ -66,6 +77,8 @@ class Layer
             fail("weight must be a matrix [classes, " + std::to_string(matrix.cols) + "]");
         require_same(matrix_view, "weight");
         classes = matrix_view.sizes[0];
+        require_storage(hidden, "hidden");
+        require_storage(weight, "weight");
         inputs.hidden = *matrices_.emplace_back(hidden, "hidden").get();
         inputs.weight = *matrices_.emplace_back(weight, "weight").get();
         if (bias) {
@@ -150,6 +163,7 @@ class Layer
 
     const void *dense(const Tensor &tensor, const char *name)
     {
+        require_storage(tensor, name);
         kept_.push_back(torch::stable::contiguous(tensor));
         const View view(kept_.back());
         require_memory(view, name);
@@ -296,8 +310,8 @@ class Upstream
             tensor_ = torch::stable::contiguous(tensor);
             stride = 1;
         }
+        require_storage(tensor, "dloss");
         const View used(tensor_);
-        require_memory(used, "dloss");
         data = static_cast<const float *>(used.data);
     }
 
@@ -350,7 +364,7 @@ void *existing(const OptionalTensor &tensor, const Layer &layer, const char *nam
         fail(std::string(name) +
              " must be contiguous and have the shape and device of what it is the gradient of, and "
              "its dtype, but float32 for float16");
-    require_memory(view, name);
+    require_storage(*tensor, name);
     return view.data;
 }
 
@@ -379,7 +393,7 @@ Tensor linear_cross_entropy_backward_(
 #define LAYER                                                                           \
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, " \
     "Tensor? token_weight, "
-#define NUMBERS                                                                         \
+#define NUMBERS                                                                          \
     "float label_smoothing, float softcap, float z_loss, float logit_scale, int order, " \
     "int workspace, int most_counted, int first_class, int all_classes, int options, "
 

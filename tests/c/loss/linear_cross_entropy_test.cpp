@@ -346,7 +346,7 @@ TEST_P(LinearCrossEntropy, MoreRowsThanTheBoundAreNoticed)
     EXPECT_TRUE(run.whole());
 }
 
-TEST_P(LinearCrossEntropy, ATargetThatIsNoClassIsRefusedOrGivesNaN)
+TEST_P(LinearCrossEntropy, BadInputsAmongTargetsAreRefusedOrGiveNaN)
 {
     for (const int64_t target : {int64_t(11), int64_t(-1), std::numeric_limits<int64_t>::max()}) {
         Call run(*backend, {});

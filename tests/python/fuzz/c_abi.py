@@ -24,7 +24,7 @@ from ctypes import (
     c_void_p,
 )
 
-from tests.python.fuzz import _mlp, _rows
+from tests.python.fuzz import _linear_cross_entropy, _mlp, _rows
 from tests.python.fuzz._c_calls import (
     BF16,
     F32,
@@ -396,7 +396,7 @@ CALLS = (adamw, adamw, adamw8bit, adamw8bit, adafactor, adafactor, unscale_norm,
 CALLS = (*CALLS, quantize_blocks, join_weights, workspace, adafactor_workspace, dynamic_map)
 WRITTEN = {"hr_quantize_blocks", "hr_dequantize_blocks"}  # whose lists differ in size
 DERIVED = [of_lists(f) for name, f in list_functions().items() if name not in WRITTEN]
-CALLS = (*CALLS, *DERIVED, *_rows.CALLS, *_mlp.CALLS)
+CALLS = (*CALLS, *DERIVED, *_rows.CALLS, *_mlp.CALLS, *_linear_cross_entropy.CALLS)
 
 
 def case(rng: random.Random) -> str:

@@ -283,12 +283,36 @@ def gemm_into(rng: random.Random) -> Call:
     return Call("gemm_", lists, **rule)
 
 
+def linear_cross_entropy_backward(rng: random.Random) -> Call:
+    f32, classes, features = torch.float32, rng.choice([1, 5, 70]), rng.choice([1, 6])
+    rows, dtype = rng.choice([(3,), (2, 3)]), rng.choice(FLOATS)
+    kept = f32 if dtype == torch.float16 else dtype
+    target = tensor(rng, rows, rng.choice([torch.int32, torch.int64])).remainder_(classes)
+    lists = {"dloss": tensor(rng, rng.choice([(), rows]), f32)}
+    lists["hidden"] = tensor(rng, (*rows, features), dtype)
+    lists["weight"] = tensor(rng, (classes, features), dtype)
+    lists["bias"] = tensor(rng, (classes,), dtype) if rng.random() < 0.5 else None
+    lists["target"] = target
+    lists["class_weight"] = tensor(rng, (classes,), f32) if rng.random() < 0.5 else None
+    lists["token_weight"] = tensor(rng, rows, f32) if rng.random() < 0.5 else None
+    lists["factors"] = tensor(rng, (2,), f32) if rng.random() < 0.5 else None
+    lists |= {name: tensor(rng, rows, f32) for name in ("lse", "lse_low")}
+    lists["weight_grad"] = torch.zeros(classes, features, dtype=kept)
+    lists["bias_grad"] = torch.zeros(classes, dtype=kept) if rng.random() < 0.5 else None
+    rule = {"ignore_index": -100, "label_smoothing": rng.choice([0.0, 0.1])}
+    rule |= {"softcap": rng.choice([0.0, 30.0]), "z_loss": rng.choice([0.0, 1e-4])}
+    rule |= {"logit_scale": 0.5, "order": rng.randrange(3), "workspace": rng.choice([0, 1])}
+    rule |= {"most_counted": -1, "first_class": 0, "all_classes": 0, "options": 0}
+    return Call("linear_cross_entropy_backward_", lists, want_hidden=rng.random() < 0.5, **rule)
+
+
 CALLS = (adamw, adamw, adamw8bit, adamw8bit, adafactor, adafactor, unscale_norm, update_scale)
 CALLS = (
     *CALLS,
     join_weights,
     cross_entropy_backward,
     divergence_backward,
+    linear_cross_entropy_backward,
     gemm_into,
     *map(of_lists, LIST_OPS.values()),
 )

@@ -1,0 +1,162 @@
+"""The cross entropy of a linear layer: forward and backward, beside torch's fused loss and beside a
+linear layer with torch's cross entropy.
+
+`python -m benchmarks.linear_cross_entropy` measures, for each in a process of its own, how far the
+resident memory rises above the inputs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._layers import trained
+from .harness import Bar, Case, Rotation, Unavailable, filled, sets_needed
+
+F32, BF16 = torch.float32, torch.bfloat16
+NAMES = {F32: "f32", BF16: "bf16"}
+
+
+class Head(NamedTuple):
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+
+
+class Sizes(NamedTuple):
+    rows: int
+    features: int
+    classes: int
+    ignored: float = 0.0  # the share of rows
+
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> Head:
+        def made(rows: int, scale: float) -> Tensor:
+            values = filled(rows * self.features, dtype, device).view(rows, self.features)
+            return (values - 1).mul_(scale).requires_grad_()
+
+        target = torch.arange(self.rows, device=device) * 7919 % self.classes
+        if self.ignored:
+            places = torch.arange(self.rows, device=device) * 0.618 % 1
+            target[places < self.ignored] = -100
+        return Head(made(self.rows, 1.0), made(self.classes, self.features**-0.5), target)
+
+    @property
+    def flops(self) -> int:
+        """Of forward and backward, when no logit is computed twice and no ignored row at all."""
+        return round(6 * self.rows * (1 - self.ignored) * self.features * self.classes)
+
+
+def headroom_loss(d: Head, **options: str) -> Tensor:
+    from headroom import linear_cross_entropy
+
+    return linear_cross_entropy(*d, **options)
+
+
+def headroom_vocabulary(d: Head) -> Tensor:
+    return headroom_loss(d, mode="vocabulary")
+
+
+def torch_fused(d: Head) -> Tensor:
+    if not hasattr(F, "linear_cross_entropy"):
+        raise Unavailable("this torch has no linear_cross_entropy")
+    from torch.nn import LinearCrossEntropyOptions
+
+    return F.linear_cross_entropy(*d, options=LinearCrossEntropyOptions())
+
+
+def torch_plain(d: Head) -> Tensor:
+    return F.cross_entropy(F.linear(d.hidden, d.weight), d.target)
+
+
+FUSED = "torch, linear_cross_entropy"
+CONTENDERS: dict[str, Callable[[Head], Tensor]] = {
+    "headroom": headroom_loss,
+    "headroom, vocabulary": headroom_vocabulary,
+    "torch": torch_plain,
+    FUSED: torch_fused,
+}
+SIZES = Sizes(2048, 512, 50257)
+MASKED = Sizes(8192, 512, 50257, 0.7)
+
+
+def cases(device: torch.device, quick: bool) -> list[Case]:
+    def case(sizes: Sizes, dtype: torch.dtype) -> Case:
+        used = Sizes(9, 16, 96, sizes.ignored) if quick else sizes
+        # torch's fused loss computes ignored rows too; beside it once is enough.
+        names = [name for name in CONTENDERS if not sizes.ignored or "," not in name]
+
+        def setup(device):
+            held = sum(t.nbytes for t in used.allocate(dtype, torch.device("meta")))
+            sets = range(sets_needed(held, device))
+            data = Rotation([used.allocate(dtype, device) for _ in sets])
+            return {
+                name: lambda loss=CONTENDERS[name]: trained(data, loss, lambda d: d[:2])
+                for name in names
+            }
+
+        share = f", {sizes.ignored:.0%} ignored" if sizes.ignored else ""
+        what = (
+            f"linear_cross_entropy forward and backward, {used.rows:,} rows{share}, "
+            f"{used.features:,} features, {used.classes:,} classes, {NAMES[dtype]}"
+        )
+        bars = [Bar("ratio", 2.5, "cpu")] if sizes.ignored else [Bar("ratio", 1.0, "cpu")]
+        if not sizes.ignored:
+            bars.append(Bar("ratio", 1.1, "cpu", FUSED))
+        name = NAMES[dtype] + ("-ignored" if sizes.ignored else "")
+        return Case(name, what, setup, "torch", used.flops, "flop", dtype, bars)
+
+    return [case(sizes, dtype) for sizes in (SIZES, MASKED) for dtype in (F32, BF16)]
+
+
+# ---- Memory --------------------------------------------------------------------------------------
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def rise(name: str, dtype: torch.dtype, sizes: Sizes) -> int:
+    """How far the resident memory of this process rises until the gradients are there."""
+    d, cpu = sizes.allocate(dtype, torch.device("cpu")), torch.device("cpu")
+    few = Sizes(64, sizes.features, 1000).allocate(dtype, cpu)
+    CONTENDERS[name](few).backward()  # what is loaded at a first call
+    before, most, ended = resident_bytes(), [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.is_set():
+            most[0] = max(most[0], resident_bytes())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    CONTENDERS[name](d).backward()
+    ended.set()
+    thread.join()
+    return most[0] - before
+
+
+def main() -> None:
+    if len(sys.argv) > 2:
+        print(rise(sys.argv[1], getattr(torch, sys.argv[2]), SIZES))
+        return
+    print(f"resident memory above the inputs, with the gradients, in MB: {SIZES}")
+    for dtype in (F32, BF16):
+        gradients = sum(t.nbytes for t in SIZES.allocate(dtype, torch.device("meta"))[:2])
+        print(f"  {NAMES[dtype]}: gradients alone {gradients / 1e6:.0f}")
+        for name in CONTENDERS:
+            run = [sys.executable, "-m", __spec__.name, name, str(dtype).split(".")[1]]
+            rose = int(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
+            print(f"    {name:30} {rose / 1e6:8.0f}")
+
+
+if __name__ == "__main__":
+    main()
