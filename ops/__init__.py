@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .grad.accumulate import GradAccumulator
     from .grad.clip import clip_grad_norm_, clip_grad_value_
     from .grad.norm import grad_norm
-    from .loss import linear_cross_entropy
+    from .loss import linear_cross_entropy, linear_log_prob
     from .optim import release_gradients
     from .patching import patch, unpatch
     from .planning import fits, max_batch, plan
@@ -50,6 +50,7 @@ else:
             "integrations": ".integrations",
             "latest": ".state",
             "linear_cross_entropy": ".loss",
+            "linear_log_prob": ".loss",
             "load_state": ".state",
             "loss": ".loss",
             "max_batch": ".planning",
@@ -87,6 +88,7 @@ __all__ = [
     "integrations",
     "latest",
     "linear_cross_entropy",
+    "linear_log_prob",
     "load_state",
     "loss",
     "max_batch",

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from .._core.lazy import lazy
 
 if TYPE_CHECKING:
-    from . import peft
+    from . import peft, transformers
 else:
-    __getattr__ = lazy(__name__, {"peft": ".peft"})
+    __getattr__ = lazy(__name__, {"peft": ".peft", "transformers": ".transformers"})
 
-__all__ = ["peft"]
+__all__ = ["peft", "transformers"]
 
 
 def __dir__() -> list[str]:
