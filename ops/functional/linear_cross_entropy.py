@@ -80,8 +80,8 @@ def call(
     wanted: int = 0,
 ) -> tuple[Tensor, ...]:
     """Returns the loss, then its factors and the scale of its gradients, then what ``RESULTS`` names,
-    in that order, then the gradients of hidden, weight and bias. What is not asked for has no
-    elements.
+    in that order, then the gradients of hidden, weight and bias, which a backward pass overwrites.
+    What is not asked for has no elements.
 
     A scalar loss carries a gradient; if the gradients that are needed are ``wanted``, they are
     computed now, else in the backward pass. The losses of rows always do the latter, for which
@@ -270,21 +270,48 @@ def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     ctx.numbers = (inputs[7], *inputs[9:-2])
 
 
-def _may_overwrite() -> bool:
-    """Whether the tensors that are unpacked now are needed no more: the graph is not retained, and
-    no transform or compiler looks on."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch.is_grad_enabled()
+def _may_overwrite(grad: Tensor) -> bool:
+    """Whether a tensor that is unpacked now is needed no more: the graph is not retained, and no
+    transform or compiler looks on."""
+    return type(grad) is Tensor and not (
+        torch._C._are_functorch_transforms_active()
         or torch._C._autograd._get_current_graph_task_keep_graph()
     )
 
 
-def _scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype, may_overwrite: bool) -> Tensor:
+def _scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if grad.dtype != dtype:
         return (grad * factor).to(dtype)
-    return grad.mul_(factor) if may_overwrite else grad * factor
+    return grad.mul_(factor) if _may_overwrite(grad) else grad * factor
+
+
+def _watched(factor: Tensor) -> Tensor:
+    """Requires grad, so that the derivative of what it multiplies is asked of this."""
+    if torch._C._are_functorch_transforms_active() or factor.requires_grad:
+        return factor
+    return factor.detach().requires_grad_()
+
+
+class _Scaled(torch.autograd.Function):
+    """Multiplies gradients where a derivative of them may be asked for, and refuses it: they hang on
+    inputs that are not kept."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(factor: Tensor, dtype: torch.dtype, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple((grad * factor).to(dtype) for grad in grads)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "headroom::linear_cross_entropy_backward has no derivative, so a second derivative "
+            "cannot be computed; use torch's own op where one is needed"
+        )
 
 
 def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple:
@@ -295,11 +322,12 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple:
         return (None,) * len(_BITS) + nothing
     if ctx.is_done:
         scale, *grads = saved
-        factor, overwrites = dloss * scale, _may_overwrite()
-        found = [
-            _scaled(grad, factor, ctx.dtype, overwrites) if wanted & bit else None
-            for bit, grad in zip(_BITS, grads)
-        ]
+        factor = dloss * scale
+        if torch.is_grad_enabled():
+            found = _Scaled.apply(_watched(factor), ctx.dtype, *grads)
+        else:
+            found = [_scaled(grad, factor, ctx.dtype) for grad in grads]
+        found = [grad if wanted & bit else None for bit, grad in zip(_BITS, found)]
     else:
         op = torch.ops.headroom.linear_cross_entropy_backward
         found = [

@@ -380,7 +380,7 @@ Tensor linear_cross_entropy_backward_(
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, " \
     "Tensor? token_weight, "
 #define NUMBERS                                                                         \
-    "float label_smoothing, float softcap, float z_loss, float logit_scale, int mode, " \
+    "float label_smoothing, float softcap, float z_loss, float logit_scale, int order, " \
     "int workspace, int most_counted, int first_class, int all_classes, int options, "
 
 STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)

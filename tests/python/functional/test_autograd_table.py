@@ -173,7 +173,7 @@ def a_gradient_may_be_expanded_or_transposed(op, device):
         return torch.autograd.grad(result, needed, grad, retain_graph=True, allow_unused=True)
 
     one = torch.full((), 0.5, device=device)
-    turned = torch.randn(result.shape[::-1], device=device).permute(*range(result.dim())[::-1])
+    turned = torch.randn(result.shape[::-1], device=device).permute([*range(result.dim())][::-1])
     for grad in (one.expand(result.shape), turned):
         for got, wanted in zip(backward(grad), backward(grad.contiguous())):
             torch.testing.assert_close(got, wanted)  # products may add in another order

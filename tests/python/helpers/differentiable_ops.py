@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from headroom import linear_cross_entropy
 from headroom.functional import (
     cross_entropy,
     gemm,
@@ -73,6 +74,10 @@ def _rotated(x, cos, sin):
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
+def _linear(x, weight, bias=None):
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
 def _mlp_reference(x, norm_weight, gate_up, down):
     gate, up = (_rms_reference(x, norm_weight) @ gate_up.T.to(x.dtype) / 8).chunk(2, -1)
     return x + (F.silu(gate) * up) @ down.T.to(x.dtype) / 8
@@ -115,6 +120,19 @@ OPS = [
         lambda z: cross_entropy(z, _targets(z), reduction="none", label_smoothing=0.1),
         lambda z: F.cross_entropy(z, _targets(z), reduction="none", label_smoothing=0.1),
         (_ROWS,),
+    ),
+    DifferentiableOp(
+        "linear_cross_entropy",
+        lambda x, weight, bias: linear_cross_entropy(x, weight, _targets(x), bias),
+        lambda x, weight, bias: F.cross_entropy(_linear(x, weight, bias), _targets(x)),
+        (_ROWS, (COLS, COLS), _VECTOR),
+        keeps_inputs=False,
+    ),
+    DifferentiableOp(
+        "linear_cross_entropy of rows",
+        lambda x, w: linear_cross_entropy(x, w, _targets(x), reduction="none", softcap=9.0),
+        lambda x, w: F.cross_entropy(9 * (_linear(x, w) / 9).tanh(), _targets(x), reduction="none"),
+        (_ROWS, (COLS, COLS)),
     ),
     DifferentiableOp(
         "mlp_block",

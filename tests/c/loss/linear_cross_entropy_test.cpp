@@ -1,0 +1,552 @@
+// The loss of a linear layer and its gradients against their formulas in binary64, in every order of
+// computation, with gradients at once and from the log-sum-exp.
+#include <cmath>
+#include <limits>
+
+#include "tests/c/harness/bits.h"
+#include "tests/c/harness/refused.h"
+#include "tests/c/loss/linear_cross_entropy_run.h"
+
+using LinearCrossEntropy = OnBackend;
+ON_EVERY_BACKEND(LinearCrossEntropy);
+
+namespace
+{
+
+using Vector = std::vector<double>;
+using Matrix = std::vector<Vector>;
+using Case = LinearCrossEntropyCase;
+using Call = LinearCrossEntropyRun;
+
+Matrix matrix_of(const Tensors &tensor, int64_t rows, int64_t cols, int64_t stride)
+{
+    const Vector values = tensor.values(0);
+    Matrix m(static_cast<size_t>(rows), Vector(static_cast<size_t>(cols)));
+    for (size_t i = 0; i < m.size(); i++)
+        for (size_t j = 0; j < m[i].size(); j++)
+            m[i][j] = values[i * size_t(stride) + j];
+    return m;
+}
+
+// All of it in binary64; `upstream` multiplies the losses of rows.
+struct Reference {
+    Vector loss, lse, target_logit, largest, entropy, dbias;
+    std::vector<int64_t> argmax, rank;
+    double result = 0, factors[2] = {1, 1};
+    Matrix dhidden, dweight;
+
+    Reference(const Call &run, const Vector &upstream)
+    {
+        const Case &c = run.shape;
+        const size_t n = size_t(c.rows), h = size_t(c.features), v = size_t(c.classes);
+        const int64_t stride = c.features + c.gap;
+        const Matrix x = matrix_of(run.hidden, c.rows, c.features, stride);
+        const Matrix w = matrix_of(run.weight, c.classes, c.features, stride);
+        const Vector b = c.bias ? run.bias.values(0) : Vector(v);
+        const Vector cw = c.class_weight ? run.class_weight.values(0) : Vector(v, 1);
+        const Vector tw = c.token_weight ? run.token_weight.values(0) : Vector(n, 1);
+        loss = lse = target_logit = largest = entropy = Vector(n);
+        argmax = rank = std::vector<int64_t>(n, -1);
+        dbias = Vector(v), dhidden = Matrix(n, Vector(h)), dweight = Matrix(v, Vector(h));
+        double weights = 0, tokens = 0, all_weights = 0;
+        for (const double one : cw)
+            all_weights += one;
+        const auto weight_of = [&](size_t i) { return tw[i + (c.sequence ? 1 : 0)]; };
+        for (size_t i = 0; i < n; i++)
+            if (run.target_of(int64_t(i)) >= 0) {
+                weights += weight_of(i) * cw[size_t(run.target_of(int64_t(i)))];
+                tokens += weight_of(i);
+            }
+        if (c.denominator)
+            factors[0] = factors[1] = 1 / run.denominator.values(0)[0];
+        else if (c.reduction != HR_REDUCE_SUM)
+            factors[0] = 1 / weights, factors[1] = 1 / tokens;
+        if (c.reduction == HR_REDUCE_MEAN_OR_ZERO && tokens == 0)
+            factors[0] = factors[1] = 0;
+        double plain = 0, z_part = 0;
+        for (size_t i = 0; i < n; i++) {
+            const int64_t target = run.target_of(int64_t(i));
+            if (target < 0)
+                continue;
+            const size_t y = size_t(target);
+            Vector z(v), tanh(v);
+            double top = -INFINITY, sum = 0;
+            for (size_t j = 0; j < v; j++) {
+                z[j] = b[j];
+                for (size_t k = 0; k < h; k++)
+                    z[j] += x[i][k] * w[j][k];
+                z[j] *= c.scale;
+                tanh[j] = c.softcap > 0 ? std::tanh(z[j] / c.softcap) : 0;
+                z[j] = c.softcap > 0 ? c.softcap * tanh[j] : z[j];
+                if (z[j] > top)
+                    top = z[j], argmax[i] = int64_t(j);
+            }
+            rank[i] = 0;
+            for (size_t j = 0; j < v; j++) {
+                sum += std::exp(z[j] - top);
+                rank[i] += z[j] > z[y];
+            }
+            lse[i] = top + std::log(sum), largest[i] = top, target_logit[i] = z[y];
+            double smooth = 0, entropy_of = lse[i];
+            for (size_t j = 0; j < v; j++) {
+                smooth += cw[j] * (lse[i] - z[j]);
+                entropy_of -= std::exp(z[j] - lse[i]) * z[j];
+            }
+            entropy[i] = entropy_of;
+            const double scale = weight_of(i), s = c.smoothing;
+            const double zl = scale * c.z_loss * lse[i] * lse[i];
+            const double ce = scale * ((1 - s) * cw[y] * (lse[i] - z[y]) + s / double(v) * smooth);
+            loss[i] = ce + zl;
+            plain += ce, z_part += zl;
+            for (size_t j = 0; j < v; j++) {
+                const double p = std::exp(z[j] - lse[i]);
+                double d = factors[0] * ((1 - s) * cw[y] * (p - (j == y)) +
+                                         s / double(v) * (all_weights * p - cw[j])) +
+                           factors[1] * 2 * c.z_loss * lse[i] * p;
+                d *= scale * upstream[i] * c.scale * (1 - tanh[j] * tanh[j]);
+                dbias[j] += d;
+                for (size_t k = 0; k < h; k++) {
+                    dhidden[i][k] += d * w[j][k];
+                    dweight[j][k] += d * x[i][k];
+                }
+            }
+        }
+        result = plain * factors[0] + (c.z_loss != 0 ? z_part * factors[1] : 0);
+    }
+};
+
+double largest_of(const Vector &values)
+{
+    double most = 1e-3;
+    for (const double value : values)
+        most = std::fmax(most, std::fabs(value));
+    return most;
+}
+
+void expect_near(const Vector &got, const Vector &exact, double unit, const char *what)
+{
+    ASSERT_EQ(got.size(), exact.size());
+    for (size_t i = 0; i < got.size(); i++)
+        ASSERT_NEAR(got[i], exact[i], 16 * unit * largest_of(exact)) << what << " " << i;
+}
+
+void expect_near(const Matrix &got, const Matrix &exact, double unit, const char *what)
+{
+    Vector all, wanted;
+    for (const Vector &row : got)
+        all.insert(all.end(), row.begin(), row.end());
+    for (const Vector &row : exact)
+        wanted.insert(wanted.end(), row.begin(), row.end());
+    expect_near(all, wanted, unit, what);
+}
+
+// Gradients, which are those of a sum times `scale` where they keep their range.
+void expect_gradients(const Call &run, const Reference &exact, double scale)
+{
+    const Case &c = run.shape;
+    const int64_t stride = c.features + c.gap;
+    const hr_dtype coarser =
+        c.dtype == HR_F32 || &run.backend == &cpu_backend() ? c.grad_dtype : c.dtype;
+    const double unit = epsilon_of(coarser) / 2;
+    const auto scaled = [&](Matrix m) {
+        for (Vector &row : m)
+            for (double &value : row)
+                value *= scale;
+        return m;
+    };
+    if (c.wanted & 1)
+        expect_near(scaled(matrix_of(run.dhidden, c.rows, c.features, stride)), exact.dhidden, unit,
+                    "dhidden");
+    if (c.wanted & 2)
+        expect_near(scaled(matrix_of(run.dweight, c.classes, c.features, stride)), exact.dweight,
+                    unit, "dweight");
+    if (c.wanted & 4)
+        expect_near(scaled({run.dbias.values(0)}), {exact.dbias}, unit, "dbias");
+}
+
+constexpr hr_linear_cross_entropy_mode kTokens = HR_LINEAR_CROSS_ENTROPY_TOKENS,
+                                       kVocabulary = HR_LINEAR_CROSS_ENTROPY_VOCABULARY;
+
+// Sizes at which both orders need several parts: of 3 rows, and of 64 classes.
+std::vector<Case> cases()
+{
+    std::vector<Case> all;
+    for (const hr_dtype dtype : {HR_F32, HR_BF16, HR_F16}) {
+        const hr_dtype grad = dtype == HR_F16 ? HR_F32 : dtype;
+        all.push_back({.dtype = dtype, .grad_dtype = grad, .limit = 3 * 11 * 4, .rank = true});
+        for (const hr_linear_cross_entropy_mode mode : {kTokens, kVocabulary})
+            all.push_back({.rows = 10,
+                           .features = 7,
+                           .classes = 131,
+                           .gap = 3,
+                           .dtype = dtype,
+                           .grad_dtype = grad,
+                           .mode = mode,
+                           .limit = 4 * 131 * 4,
+                           .bias = true,
+                           .class_weight = true,
+                           .token_weight = true,
+                           .int32 = true,
+                           .smoothing = 0.1,
+                           .softcap = 3,
+                           .z_loss = 0.01,
+                           .scale = 0.7,
+                           .sequence = 5});
+    }
+    all.push_back({.dtype = HR_BF16, .grad_dtype = HR_F32, .limit = 2 * 11 * 4, .bias = true});
+    all.push_back({.denominator = true, .reduction = HR_REDUCE_SUM, .ignored = 0, .wanted = 1});
+    all.push_back({.mode = HR_LINEAR_CROSS_ENTROPY_AUTO, .z_loss = 0.1, .wanted = 2});
+    all.push_back({.bias = true, .reduction = HR_REDUCE_MEAN_OR_ZERO, .ignored = 1});
+    all.push_back({.rows = 0, .bias = true, .reduction = HR_REDUCE_MEAN_OR_ZERO});
+    all.push_back({.rows = 1, .features = 1, .classes = 1, .ignored = 0, .wanted = 0});
+    return all;
+}
+
+} // namespace
+
+TEST_P(LinearCrossEntropy, ResultsAndGradientsFollowTheFormulas)
+{
+    for (const Case &c : cases()) {
+        SCOPED_TRACE(testing::PrintToString(c));
+        const Call run(*backend, c);
+        ASSERT_EQ(run.forward(), HR_OK) << hr_last_error();
+        EXPECT_TRUE(run.whole());
+        const Reference exact(run, Vector(size_t(c.rows), 1));
+        const double unit = epsilon_of(HR_F32) / 2;
+        const Vector *const wanted[] = {&exact.loss,         &exact.lse, nullptr,
+                                        &exact.target_logit, nullptr,    &exact.largest,
+                                        &exact.entropy};
+        for (size_t k = 0; k < 7; k++)
+            if (wanted[k])
+                expect_near(run.results.values(k), *wanted[k], 4 * unit, "result of rows");
+        EXPECT_EQ(run.integers(run.argmaxes[0]), exact.argmax);
+        if (c.rank)
+            EXPECT_EQ(run.integers(run.ranks[0]), exact.rank);
+        EXPECT_NEAR(run.numbers.values(0)[0], exact.result,
+                    16 * unit * std::fmax(1, std::fabs(exact.result)));
+        for (size_t k = 0; k < 2; k++)
+            EXPECT_NEAR(run.numbers.values(1)[k], exact.factors[k], 4 * unit);
+        const double scale = run.numbers.values(2)[0];
+        EXPECT_EQ(scale == 1, c.dtype != HR_F16);
+        expect_gradients(run, exact, scale);
+    }
+}
+
+TEST_P(LinearCrossEntropy, BackwardComputesTheGradientsOfRows)
+{
+    for (const Case &c : cases()) {
+        if (c.wanted == 0)
+            continue;
+        SCOPED_TRACE(testing::PrintToString(c));
+        const Call run(*backend, c);
+        ASSERT_EQ(run.forward(), HR_OK) << hr_last_error();
+        ASSERT_EQ(run.backward(), HR_OK) << hr_last_error();
+        EXPECT_TRUE(run.whole());
+        expect_gradients(run, Reference(run, run.dloss.values(0)), 1);
+    }
+}
+
+// Each part of the classes has its own lse; with that of all, its columns have their gradients.
+TEST_P(LinearCrossEntropy, PartsOfTheClassesHaveTheirShareOfTheGradients)
+{
+    for (const hr_dtype dtype : {HR_F32, HR_BF16}) {
+        const Case c = {.classes = 12,
+                        .dtype = dtype,
+                        .grad_dtype = dtype,
+                        .bias = true,
+                        .class_weight = true,
+                        .smoothing = 0.2,
+                        .reduction = HR_REDUCE_SUM};
+        const Call all(*backend, c);
+        ASSERT_EQ(all.forward(), HR_OK) << hr_last_error();
+        const int64_t first = 5, count = 4, element = dtype == HR_F32 ? 4 : 2;
+        Call part(*backend, c);
+        part.classes = count;
+        part.config.first_class = first;
+        part.config.all_classes = c.classes;
+        part.inputs.weight.data = moved(part.inputs.weight.data, size_t(first * 6 * element));
+        part.inputs.bias = moved(part.inputs.bias, size_t(first * element));
+        part.out.loss = nullptr;
+        part.result = nullptr;
+        part.grads_argument = nullptr;
+        ASSERT_EQ(part.forward(), HR_OK) << hr_last_error();
+        const Matrix w = matrix_of(part.weight, 12, 6, 6), x = matrix_of(part.hidden, 9, 6, 6);
+        const Vector b = part.bias.values(0), lse = part.results.values(1);
+        for (size_t i = 0; i < 9; i++) {
+            double sum = 0;
+            for (size_t j = size_t(first); j < size_t(first + count); j++) {
+                double z = b[j];
+                for (size_t k = 0; k < 6; k++)
+                    z += x[i][k] * w[j][k];
+                sum += std::exp(z);
+            }
+            const int64_t target = part.target_of(int64_t(i));
+            EXPECT_NEAR(lse[i], target < 0 ? 0 : std::log(sum), 2e-6);
+            const bool is_here = target >= first && target < first + count;
+            EXPECT_EQ(part.results.values(3)[i] != 0, is_here) << i;
+        }
+        for (size_t k = 1; k < 3; k++)
+            all.backend.upload(part.results.data[k], all.results.buffers[k].content().data(),
+                               9 * 4);
+        part.grads_argument = &part.grads;
+        ASSERT_EQ(part.backward(), HR_OK) << hr_last_error();
+        ASSERT_EQ(all.backward(), HR_OK) << hr_last_error();
+        const Vector whole = all.dweight.values(0), got = part.dweight.values(0);
+        for (size_t i = 0; i < size_t(count * 6); i++)
+            EXPECT_NEAR(got[i], whole[size_t(first * 6) + i], 8 * epsilon_of(dtype)) << i;
+    }
+}
+
+TEST_P(LinearCrossEntropy, AddsToGradientsThatExist)
+{
+    for (const hr_dtype dtype : {HR_F32, HR_BF16}) {
+        Case c = {.dtype = dtype, .grad_dtype = dtype, .limit = 2 * 11 * 4, .bias = true};
+        const Call fresh(*backend, c);
+        Call added(*backend, c);
+        added.config.add_to_weight_grads = 1;
+        ASSERT_EQ(fresh.forward(), HR_OK) << hr_last_error();
+        ASSERT_EQ(added.forward(), HR_OK) << hr_last_error();
+        const double unit = 77 * epsilon_of(dtype);
+        for (size_t i = 0; i < 66; i++)
+            EXPECT_NEAR(added.dweight.values(0)[i], 77 + fresh.dweight.values(0)[i], unit);
+        for (size_t i = 0; i < 11; i++)
+            EXPECT_NEAR(added.dbias.values(0)[i], 77 + fresh.dbias.values(0)[i], unit);
+        EXPECT_EQ(added.dhidden.values(0), fresh.dhidden.values(0));
+    }
+}
+
+TEST_P(LinearCrossEntropy, RoundsSumsOfABf16GradientOnceOrAfterEachChunk)
+{
+    Case c = {.rows = 96, .dtype = HR_BF16, .grad_dtype = HR_BF16, .limit = 11 * 4, .ignored = 0};
+    const Call once(*backend, c);
+    Call often(*backend, c);
+    often.config.round_each_chunk = 1;
+    ASSERT_EQ(once.forward(), HR_OK) << hr_last_error();
+    ASSERT_EQ(often.forward(), HR_OK) << hr_last_error();
+    const Reference exact(once, Vector(96, 1));
+    double errors[2] = {};
+    for (size_t i = 0; i < 66; i++) {
+        const double value = exact.dweight[i / 6][i % 6];
+        errors[0] += std::fabs(once.dweight.values(0)[i] - value);
+        errors[1] += std::fabs(often.dweight.values(0)[i] - value);
+    }
+    EXPECT_LT(4 * errors[0], errors[1]);
+}
+
+TEST_P(LinearCrossEntropy, MoreRowsThanTheBoundAreNoticed)
+{
+    Call run(*backend, {.ignored = 3}); // 6 of 9 rows count
+    run.config.most_counted = 6;
+    ASSERT_EQ(run.forward(), HR_OK) << hr_last_error();
+    EXPECT_TRUE(std::isfinite(run.numbers.values(0)[0]));
+    expect_gradients(run, Reference(run, Vector(9, 1)), 1);
+    run.config.most_counted = 5;
+    ASSERT_EQ(run.forward(), HR_OK) << hr_last_error();
+    EXPECT_EQ(std::isnan(run.numbers.values(0)[0]), backend != &cpu_backend());
+    EXPECT_TRUE(run.whole());
+}
+
+TEST_P(LinearCrossEntropy, ATargetThatIsNoClassIsRefusedOrGivesNaN)
+{
+    for (const int64_t target : {int64_t(11), int64_t(-1), std::numeric_limits<int64_t>::max()}) {
+        Call run(*backend, {});
+        run.set_target(4, target);
+        if (backend == &cpu_backend()) {
+            const std::vector<uint8_t> before = run.image();
+            EXPECT_EQ(run.forward(), HR_INVALID_ARGUMENT);
+            EXPECT_TRUE(matches(hr_last_error(), "target\\[4\\] is " + std::to_string(target)));
+            EXPECT_EQ(run.image(), before);
+            continue;
+        }
+        ASSERT_EQ(run.forward(), HR_OK) << hr_last_error();
+        EXPECT_TRUE(std::isnan(run.numbers.values(0)[0]));
+        EXPECT_TRUE(std::isnan(run.results.values(0)[4]));
+        EXPECT_FALSE(std::isnan(run.results.values(0)[3]));
+        EXPECT_TRUE(run.whole());
+    }
+}
+
+TEST_P(LinearCrossEntropy, QueryChoosesTheModeFromTheLimit)
+{
+    const hr_exec exec = backend->exec();
+    hr_linear_cross_entropy_config config = HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT;
+    const auto query = [&](size_t limit) {
+        config.workspace_limit = limit;
+        hr_linear_cross_entropy_needs needs = {};
+        EXPECT_EQ(hr_linear_cross_entropy_query(&needs, 8192, 512, 50257, 3, &config, &exec), HR_OK)
+            << hr_last_error();
+        return needs;
+    };
+    const hr_linear_cross_entropy_needs large = query(256 << 20), small = query(1 << 20);
+    EXPECT_EQ(large.mode, kTokens);
+    EXPECT_EQ(large.classes, 50257);
+    EXPECT_LE(large.rows * large.classes * 4, 256 << 20);
+    EXPECT_GE(large.rows, 1024);
+    EXPECT_EQ(small.mode, kVocabulary);
+    EXPECT_EQ(small.rows, 8192);
+    EXPECT_EQ(small.classes, 64);
+    EXPECT_LT(small.workspace, large.workspace);
+    config.mode = kTokens;
+    EXPECT_EQ(query(1 << 20).rows, 5);
+}
+
+TEST(LinearCrossEntropyBits, AreTheSameOnEveryInstructionSetAndThreadCount)
+{
+    std::vector<Case> all = cases();
+    all.push_back({.rows = 300,
+                   .features = 130,
+                   .classes = 700,
+                   .dtype = HR_BF16,
+                   .grad_dtype = HR_BF16,
+                   .limit = 100 * 700 * 4,
+                   .bias = true,
+                   .smoothing = 0.1});
+    expect_bits_on_the_cpu<Call>(all);
+}
+
+TEST(LinearCrossEntropyBits, RepeatOnCuda)
+{
+    expect_repeats_on_cuda<Call>(std::vector<Case>{cases()[3], cases()[5]});
+}
+
+namespace
+{
+const Case kAll = {.bias = true, .class_weight = true, .token_weight = true, .denominator = true};
+
+// What both functions refuse: checked once for both.
+template <class R> BadInputs<R> bad_inputs()
+{
+    const auto spoiled = [](auto member) { return [=](R &r) { member(r) = moved(member(r), 1); }; };
+    const std::string off = " is at .* not a multiple of [48] bytes";
+    BadInputs<R> all = {
+        {"rows is -1, wanted 0 or more", [](R &r) { r.rows = -1; }},
+        {"features is 0, wanted 1 or more", [](R &r) { r.features = 0; }},
+        {"classes is 0, wanted 1 or more", [](R &r) { r.classes = 0; }},
+        {"wanted at most 2\\^56 elements", [](R &r) { r.rows = INT64_MAX / 2; }},
+        {"config->dtype is f64", [](R &r) { r.config.dtype = HR_F64; }},
+        {"config->grad_dtype is bf16, wanted f32", [](R &r) { r.config.grad_dtype = HR_BF16; }},
+        {"config->target_bytes is 2", [](R &r) { r.config.target_bytes = 2; }},
+        {"config->reduction is 3",
+         [](R &r) { r.config.reduction = hr_cross_entropy_reduction(3); }},
+        {"config->mode is 3", [](R &r) { r.config.mode = hr_linear_cross_entropy_mode(3); }},
+        {"config->round_each_chunk is 2", [](R &r) { r.config.round_each_chunk = 2; }},
+        {"config->add_to_weight_grads is -1", [](R &r) { r.config.add_to_weight_grads = -1; }},
+        {"config->allow_tf32 is 3", [](R &r) { r.config.allow_tf32 = 3; }},
+        {"config->allow_reduced_precision_reduction is 3",
+         [](R &r) { r.config.allow_reduced_precision_reduction = 3; }},
+        {"config->deterministic is 3", [](R &r) { r.config.deterministic = 3; }},
+        {"config->sequence is 4, wanted 0 or a divisor", [](R &r) { r.config.sequence = 4; }},
+        {"config->sequence is -3", [](R &r) { r.config.sequence = -3; }},
+        {"config->all_classes is 3, wanted classes", [](R &r) { r.config.all_classes = 3; }},
+        {"config->first_class is 1, wanted 0 to 0", [](R &r) { r.config.first_class = 1; }},
+        {"config->first_class is -1", [](R &r) { r.config.first_class = -1; }},
+        {"config->most_counted is -2", [](R &r) { r.config.most_counted = -2; }},
+        {"inputs is NULL", [](R &r) { r.inputs_argument = nullptr; }},
+        {"inputs->hidden->data is NULL", [](R &r) { r.inputs.hidden.data = nullptr; }},
+        {"inputs->hidden->stride is 5", [](R &r) { r.inputs.hidden.stride = 5; }},
+        {"inputs->weight->stride is 5", [](R &r) { r.inputs.weight.stride = 5; }},
+        {"inputs->bias" + off, spoiled([](R & r) -> auto & { return r.inputs.bias; })},
+        {"inputs->class_weight" + off,
+         spoiled([](R & r) -> auto & { return r.inputs.class_weight; })},
+        {"inputs->token_weight" + off,
+         spoiled([](R & r) -> auto & { return r.inputs.token_weight; })},
+        {"inputs->denominator" + off,
+         spoiled([](R & r) -> auto & { return r.inputs.denominator; })},
+        {"inputs->target is NULL", [](R &r) { r.inputs.target = nullptr; }},
+        {"inputs->target" + off, spoiled([](R & r) -> auto & { return r.inputs.target; })},
+        {"grads->hidden->stride is 5", [](R &r) { r.grads.hidden.stride = 5; }},
+        {"grads->weight->stride is 5", [](R &r) { r.grads.weight.stride = 5; }},
+        {"grads->bias" + off, spoiled([](R & r) -> auto & { return r.grads.bias; })},
+        {"grads->hidden is inputs->hidden",
+         [](R &r) { r.grads.hidden.data = r.inputs.hidden.data; }},
+        {"grads->weight is inputs->weight",
+         [](R &r) { r.grads.weight.data = r.inputs.weight.data; }},
+        {"workspace_bytes is 0", [](R &r) { r.workspace_bytes = 0; }},
+        {"workspace is at", [](R &r) { r.workspace_argument = nullptr; }},
+        {"workspace is at", [](R &r) { r.workspace_argument = moved(r.workspace_argument, 8); }},
+    };
+    const auto numbers = [&](const std::string &name, auto number, const std::vector<double> &bad) {
+        for (BadInput<R> &one : bad_numbers<R>("config->" + name + " is ", number, bad))
+            all.push_back(std::move(one));
+    };
+    numbers("label_smoothing", [](R &r) -> double & { return r.config.label_smoothing; },
+            {-0.1, 1.1, NAN});
+    numbers("softcap", [](R &r) -> double & { return r.config.softcap; },
+            {-1, NAN, INFINITY, 1e-60});
+    numbers("z_loss", [](R &r) -> double & { return r.config.z_loss; }, {-1, NAN, INFINITY});
+    numbers("logit_scale", [](R &r) -> double & { return r.config.logit_scale; },
+            {0, NAN, INFINITY, 1e-60});
+    return all;
+}
+} // namespace
+
+TEST_P(LinearCrossEntropy, BadInputsAreRefused)
+{
+    const std::string off = " is at .* not a multiple of [48] bytes";
+    BadInputs<Call> all = joined<Call>({bad_config_or_exec<Call>(), bad_inputs<Call>()});
+    const auto add = [&](const std::string &message, auto spoil) {
+        all.push_back({message, spoil});
+    };
+    add("result" + off, [](Call &r) { r.result = moved(r.result, 1); });
+    add("factors" + off, [](Call &r) { r.factors = moved(r.factors, 1); });
+    add("scale" + off, [](Call &r) { r.scale = moved(r.scale, 1); });
+    add("rows_out->loss" + off, [](Call &r) { r.out.loss = moved(r.out.loss, 1); });
+    add("rows_out->argmax" + off, [](Call &r) { r.out.argmax = moved(r.out.argmax, 4); });
+    add("they need the lse of all", [](Call &r) { r.config.all_classes = 20; });
+    add("rows_out->rank is given, which needs all classes at once", [](Call &r) {
+        r.out.rank = r.out.argmax;
+        r.rows = 1; /* within the workspace */
+        r.classes = 65;
+        r.inputs.class_weight = nullptr;
+        r.config.mode = kVocabulary;
+        r.config.workspace_limit = 1;
+    });
+    expect_all_refused<Call>(*backend, kAll, all);
+}
+
+TEST_P(LinearCrossEntropy, BadInputsOfBackwardAreRefused)
+{
+    using R = LinearCrossEntropyBackwardRun;
+    const std::string off = " is at .* not a multiple of [48] bytes";
+    BadInputs<R> all = joined<R>({bad_config_or_exec<R>(), bad_inputs<R>()});
+    const auto add = [&](const std::string &message, auto spoil) {
+        all.push_back({message, spoil});
+    };
+    add("grads is NULL", [](R &r) { r.grads_argument = nullptr; });
+    add("dloss is NULL", [](R &r) { r.upstream = nullptr; });
+    add("dloss" + off, [](R &r) { r.upstream = moved(r.upstream, 1); });
+    add("dloss_stride is -1", [](R &r) { r.upstream_stride = -1; });
+    add("dloss_stride is ", [](R &r) { r.upstream_stride = INT64_C(1) << 59; });
+    add("factors" + off, [](R &r) { r.factors = moved(r.factors, 1); });
+    add("lse is NULL", [](R &r) { r.lse = nullptr; });
+    add("lse" + off, [](R &r) { r.lse = moved(r.lse, 1); });
+    add("lse_low" + off, [](R &r) { r.lse_low = moved(r.lse_low, 1); });
+    expect_all_refused<R>(*backend, kAll, all);
+}
+
+TEST(LinearCrossEntropyQuery, BadInputsAreRefused)
+{
+    const hr_exec exec = {HR_CPU, nullptr};
+    const hr_linear_cross_entropy_config config = HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT;
+    hr_linear_cross_entropy_needs needs = {};
+    const auto query = [&](hr_linear_cross_entropy_needs *to, int64_t rows, uint32_t wanted,
+                           const hr_linear_cross_entropy_config *how, const hr_exec *where) {
+        return hr_linear_cross_entropy_query(to, rows, 4, 5, wanted, how, where);
+    };
+    EXPECT_EQ(query(nullptr, 3, 0, &config, &exec), HR_INVALID_ARGUMENT);
+    EXPECT_TRUE(matches(hr_last_error(), "needs is NULL"));
+    EXPECT_EQ(query(&needs, -1, 0, &config, &exec), HR_INVALID_ARGUMENT);
+    EXPECT_EQ(query(&needs, 3, 8, &config, &exec), HR_INVALID_ARGUMENT);
+    EXPECT_TRUE(matches(hr_last_error(), "wanted is 8, wanted at most 7"));
+    EXPECT_EQ(query(&needs, 3, 0, nullptr, &exec), HR_INVALID_ARGUMENT);
+    EXPECT_EQ(query(&needs, 3, 0, &config, nullptr), HR_INVALID_ARGUMENT);
+    EXPECT_EQ(needs.workspace, 0u);
+    EXPECT_EQ(query(&needs, 3, 7, &config, &exec), HR_OK);
+    EXPECT_GT(needs.workspace, 0u);
+}
+
+TEST_P(LinearCrossEntropy, ADeviceThatDoesNotExist)
+{
+    Call run(*backend, {});
+    expect_no_such_device(run);
+}
