@@ -261,11 +261,12 @@ def _part_gradients(
     hidden, weight, bias, target, class_weight, token_weight, lse, low, factors = saved
     inputs: tuple[Any, ...] = (hidden, weight, bias)
     if weight.shape[0] == 0:
-        found = tuple(None if x is None else torch.zeros_like(x) for x in inputs)
+        found: Any = tuple(None if x is None else torch.zeros_like(x) for x in inputs)
     else:
         bits = sum(1 << k for k, is_wanted in enumerate(wanted) if is_wanted)
-        others = (target, class_weight, token_weight, factors)
-        found = gradients(dloss.contiguous(), *inputs, *others, lse, low, how.numbers, bits)
+        layer = (hidden, weight, bias, target)
+        weights = (class_weight, token_weight, factors)
+        found = gradients(dloss.contiguous(), *layer, *weights, lse, low, how.numbers, bits)
     return [
         grad.to(given.dtype) if grad is not None and is_wanted else None
         for grad, given, is_wanted in zip(found, inputs, wanted)
