@@ -191,11 +191,11 @@ class Model:
         enable({"use_reentrant": False})
         return self._contender(*self._of(model))
 
-    def patched(self, level: str) -> Contender:
+    def patched(self, level: str, loss: bool = False) -> Contender:
         import headroom
 
         model = copy.deepcopy(self.origin)
-        headroom.patch(model, level)
+        headroom.patch(model, level, loss=loss)
         return self._contender(*self._of(model))
 
     def headroom(self, level: str) -> Contender:
@@ -358,6 +358,7 @@ def step_case(dtype: torch.dtype, quick: bool) -> Case:
         return {
             **{row: functools.partial(model.headroom, level) for row, level in LEVELS.items()},
             "patch L1": functools.partial(model.patched, "L1"),
+            "patch L1, loss": functools.partial(model.patched, "L1", True),
             "torch": model.torch,
             "torch, checkpoint": model.torch_checkpoint,
             "products and attention": model.products,
@@ -369,9 +370,10 @@ def step_case(dtype: torch.dtype, quick: bool) -> Case:
         "headroom is L1"
     )
     bars = [Share("time", row, "torch", most, "cpu") for row, most in STEP_BARS.items()]
-    if dtype == BF16:  # in f32 products and attention alone take nearly as long as that
-        bars.append(Share("time", "patch L1", "torch", 1 / 1.15, "cpu"))
-    bars.append(Share(PEAK, "patch L1", "torch", 0.6, "cpu"))
+    for row in ("patch L1", "patch L1, loss"):
+        if dtype == BF16:  # in f32 products and attention alone take nearly as long as that
+            bars.append(Share("time", row, "torch", 1 / 1.15, "cpu"))
+        bars.append(Share(PEAK, row, "torch", 0.6, "cpu"))
     return Case(f"step-{name}", what, setup, "torch", bars=bars)
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .grad.accumulate import GradAccumulator
     from .grad.clip import clip_grad_norm_, clip_grad_value_
     from .grad.norm import grad_norm
-    from .loss import linear_cross_entropy, linear_distillation_loss
+    from .loss import linear_cross_entropy, linear_distillation_loss, linear_log_prob
     from .optim import release_gradients
     from .patching import patch, unpatch
     from .planning import fits, max_batch, plan
@@ -65,6 +65,7 @@ else:
             "latest": ".state",
             "linear_cross_entropy": ".loss",
             "linear_distillation_loss": ".loss",
+            "linear_log_prob": ".loss",
             "load_state": ".state",
             "loss": ".loss",
             "max_batch": ".planning",
@@ -106,6 +107,7 @@ __all__ = [
     "latest",
     "linear_cross_entropy",
     "linear_distillation_loss",
+    "linear_log_prob",
     "load_state",
     "loss",
     "max_batch",

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 from .._core.lazy import lazy
 
 if TYPE_CHECKING:
-    from . import peft, trainer
+    from . import peft, trainer, transformers
 else:
-    __getattr__ = lazy(__name__, {"peft": ".peft", "trainer": ".trainer"})
+    __getattr__ = lazy(
+        __name__, {"peft": ".peft", "trainer": ".trainer", "transformers": ".transformers"}
+    )
 
-__all__ = ["peft", "trainer"]
+__all__ = ["peft", "trainer", "transformers"]
 
 
 def __dir__() -> list[str]:

@@ -1,9 +1,31 @@
 """Losses that are fused with the layer before them, so that its output never exists.
 
-:func:`headroom.loss.linear_cross_entropy` is also :func:`headroom.linear_cross_entropy`, and so on.
+:func:`headroom.loss.linear_cross_entropy` is also :func:`headroom.linear_cross_entropy`.
 """
 
-from .distillation import linear_distillation_loss
-from .linear_cross_entropy import linear_cross_entropy
+from __future__ import annotations
 
-__all__ = ["linear_cross_entropy", "linear_distillation_loss"]
+from typing import TYPE_CHECKING
+
+from .._core.lazy import lazy
+from .distillation import linear_distillation_loss
+from .language_model import language_model_loss
+from .linear_cross_entropy import linear_cross_entropy
+from .log_prob import linear_log_prob
+
+if TYPE_CHECKING:
+    from .parallel import parallel_linear_cross_entropy
+else:
+    __getattr__ = lazy(__name__, {"parallel_linear_cross_entropy": ".parallel"})
+
+__all__ = [
+    "language_model_loss",
+    "linear_cross_entropy",
+    "linear_distillation_loss",
+    "linear_log_prob",
+    "parallel_linear_cross_entropy",
+]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

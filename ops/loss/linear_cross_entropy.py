@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._core.sizes import parse_bytes
+from .._core.surroundings import is_plain
 from ..functional import linear_cross_entropy as ops
 
 __all__ = ["linear_cross_entropy"]
@@ -60,7 +61,8 @@ def linear_cross_entropy(
 
     Args:
         hidden: float32, bfloat16 or float16 ``[..., features]``, of any strides.
-        weight: ``[classes, features]``, in the dtype of hidden; under autocast both are cast.
+        weight: ``[classes, features]``, in the dtype of hidden; under autocast both are cast. A
+            DTensor, as FSDP2 makes it, is gathered: see :mod:`headroom.loss.gathered`.
         target: int64 or int32 ``[...]``: a class from 0 to ``classes - 1``, or ``ignore_index``.
         bias: ``[classes]``, or None.
         class_weight: ``[classes]``, a factor for each class, as ``weight`` in
@@ -109,7 +111,7 @@ def linear_cross_entropy(
     The formula and its sources are documented at ``hr_linear_cross_entropy`` in ``headroom.h``.
     """
     _check_names(reduction, denominator, empty, mode, stats)
-    hidden, weight, bias = _autocast(hidden, weight, bias)
+    hidden, weight, bias = _autocast(hidden, *_whole(hidden, weight, bias))
     options = ops.Options(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
@@ -160,6 +162,15 @@ def _check_names(reduction: str, denominator: Any, empty: str, mode: str, stats:
         raise ValueError(f"mode is {mode!r}, wanted one of {', '.join(ops.MODES)}")
     if isinstance(stats, str) or any(name not in STATS for name in stats):
         raise ValueError(f"stats is {stats!r}, wanted a list of names among {', '.join(STATS)}")
+
+
+def _whole(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Gathers a layer that FSDP2 has sharded."""
+    if is_plain(weight) and (bias is None or is_plain(bias)):
+        return weight, bias
+    from .gathered import gathered  # loads DTensor, which takes long
+
+    return gathered(weight, hidden.dtype), None if bias is None else gathered(bias, hidden.dtype)
 
 
 def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..functional.rope import rope_tables
+from ..loss.language_model import language_model_loss
 from .attention import Attention, Pattern, Rotation, attention_pattern, packed_positions
 from .block import Block
 from .config import TransformerConfig
@@ -162,8 +163,12 @@ class Transformer(nn.Module):
         position_ids: Tensor | None = None,
         token_types: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_options: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """Returns logits ``[batch, tokens, vocab_size]``, or hidden states without a head.
+
+        Given labels, returns the loss, for which no logits are made.
 
         Args:
             ids: int64 ``[batch, tokens]``.
@@ -173,7 +178,17 @@ class Transformer(nn.Module):
                 and in a traced graph, they must be less than ``config.max_positions`` or than the
                 number of tokens: looking at them would wait for the device.
             token_types: int64 like ``ids``; by default 0.
+            labels: int64 like ``ids``, with -100 in the places that count for nothing. A causal
+                model is to predict each label from the tokens before it, so these are the ids
+                themselves; any other predicts the label of its own place.
+            loss_options: of :func:`headroom.loss.language_model_loss`, such as
+                ``{"label_smoothing": 0.1}``.
+
+        Raises:
+            ValueError: labels are given, but the model has no head.
         """
+        if labels is not None and self.head is None:
+            raise ValueError("Transformer: labels are given, but config.head is False")
         rows = ids.shape[-1]  # of the tables
         if position_ids is not None:
             rows = max(rows, self._rows(position_ids))
@@ -189,7 +204,20 @@ class Transformer(nn.Module):
             x = block(x, rotation, pattern)
         if self.norm is not None:
             x = self.norm(x)
-        return x if self.head is None else self.head(x)
+        if self.head is None or labels is None:
+            return x if self.head is None else self.head(x)
+        return self._loss(x, labels, cu_seqlens, loss_options or {})
+
+    def _loss(
+        self, x: Tensor, labels: Tensor, cu_seqlens: Tensor | None, options: Mapping[str, Any]
+    ) -> Tensor:
+        assert self.head is not None
+        if self.config.causal and cu_seqlens is not None:
+            # The last token of a packed sequence is not to predict the first of the next.
+            _, positions = packed_positions(cu_seqlens.to(labels.device), labels.shape[-1])
+            labels = labels.masked_fill(positions == 0, options.get("ignore_index", -100))
+        options = {"shift": self.config.causal} | dict(options)
+        return language_model_loss(x, self.head, labels, **options)
 
     def _rows(self, position_ids: Tensor) -> int:
         """How many positions there may be."""

@@ -105,8 +105,9 @@ def restore(modules: Iterable[tuple[str, nn.Module]], changes: Changes) -> None:
     for name, module in patched:
         record = vars(module)[RECORD]
         for attribute, value in record.now.items():
-            if attribute != "forward" or vars(module).get(attribute) is value:
-                continue
+            found = vars(module).get(attribute)
+            if attribute != "forward" or value in (found, getattr(found, "__func__", None)):
+                continue  # accelerate leaves it as a method of the module
             raise RuntimeError(
                 f"headroom.patch: {attribute} of {name or type(module).__name__} was replaced by "
                 "something else after it was patched; remove that first"

@@ -10,6 +10,7 @@ from torch import nn
 from . import families, generic
 from .blocks import Options, chosen_levels, find_blocks
 from .changes import Changes, restore
+from .losses import check_loss_options, swap_losses
 from .report import PatchReport
 
 __all__ = ["patch", "unpatch"]
@@ -22,6 +23,7 @@ def patch(
     norms: bool = True,
     glu: bool = True,
     rope: bool = True,
+    loss: bool | Mapping[str, Any] = False,
     checkpoint_options: Mapping[str, Any] | None = None,
 ) -> PatchReport:
     """Gives a model Headroom's norms, gated units and blocks with a dial, in place.
@@ -43,6 +45,10 @@ def patch(
         norms: whether norms are swapped.
         glu: whether gated units are swapped.
         rope: whether rotary embeddings are swapped, in known architectures.
+        loss: whether language models of transformers compute the loss of a training step by
+            :func:`headroom.linear_cross_entropy`, without logits; or a dict of its options, such as
+            ``{"z_loss": 1e-4}``. ``outputs.logits`` is then None; without labels, and in
+            evaluation, everything is as before.
         checkpoint_options: options of :func:`headroom.checkpoint` for blocks at L5, such as
             ``context_fn`` or ``verify``; only for those that have no other levels.
 
@@ -50,14 +56,15 @@ def patch(
         What was done: ``print(report)``, ``report.undo()``.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is no module, or ``loss`` neither a bool nor a dict.
         ValueError: ``save`` asks for levels that the blocks cannot have, or the model has none; or
-            ``checkpoint_options`` has a name that is none of its options.
+            ``checkpoint_options`` or ``loss`` has a name that is none of its options.
         RuntimeError: the model was patched before, and a ``forward`` replaced since.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"headroom.patch: model is {model!r}, wanted an instance of nn.Module")
     options = Options(norms=norms, glu=glu, rope=rope, checkpoint=checkpoint_options or {})
+    loss_options = check_loss_options(loss)
     report, changes = PatchReport(model), Changes()
     try:
         restore(model.named_modules(), changes)
@@ -70,6 +77,8 @@ def patch(
         for layer, level in zip(layers, levels):
             layer.patch(level, options, changes, report)
         generic.swap_modules(model, options, changes, report)
+        if loss_options is not None:
+            swap_losses(model, loss_options, changes, report)
     except BaseException:
         changes.rollback()
         raise

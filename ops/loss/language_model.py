@@ -1,0 +1,91 @@
+"""The loss of a language model, from its hidden states and the module of its head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._core.surroundings import is_plain
+from ..functional.cross_entropy import cross_entropy
+from .linear_cross_entropy import linear_cross_entropy
+
+__all__ = ["is_plain_head", "language_model_loss"]
+
+
+def is_plain_head(head: nn.Module) -> bool:
+    """Returns whether a head does nothing but multiply by its weight and add its bias: an
+    ``nn.Linear`` without hooks, adapters or another ``forward``. Hooks of FSDP2, whose weights are
+    DTensors outside of them, do not count."""
+    if not isinstance(head, nn.Linear) or "forward" in vars(head):
+        return False
+    if type(head).forward is not nn.Linear.forward:
+        return False
+    hooks = (
+        *(head._forward_hooks, head._forward_pre_hooks),
+        *(head._backward_hooks, head._backward_pre_hooks),
+    )
+    return not any(hooks) or not is_plain(head.weight)
+
+
+def language_model_loss(
+    hidden: Tensor,
+    head: nn.Module,
+    labels: Tensor,
+    *,
+    shift: bool = True,
+    ignore_index: int = -100,
+    denominator: Tensor | float | None = None,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    **options: Any,
+) -> Tensor:
+    """Returns the mean cross entropy of the tokens that count, float32, without their logits.
+
+    Where the head is more than a Linear (adapters, hooks, quantized weights), its logits are
+    computed by calling it, and the loss from them.
+
+    Args:
+        hidden: ``[..., tokens, hidden_size]``, what the head is given.
+        head: an ``nn.Linear``, whose weight may be that of the embeddings, or another module that
+            returns ``[..., tokens, classes]``.
+        labels: int64 ``[..., tokens]``: the tokens themselves, with ``ignore_index`` in the places
+            that count for nothing.
+        shift: whether a token is to predict the one after it: the first label of each sequence is
+            then nobody's, and the last token predicts nothing. Without it each predicts the label
+            of its own place.
+        denominator: what the sum of losses is divided by, such as the number of labels in all
+            batches that are accumulated; by default the number of labels that count in this one,
+            and the loss is zero if none does.
+        ignore_index, label_smoothing, softcap, z_loss, options: as in
+            :func:`headroom.linear_cross_entropy`.
+
+    Raises:
+        ValueError: an option other than those named above is given, but the head is no Linear.
+    """
+    labels = labels.to(hidden.device)
+    if isinstance(denominator, Tensor):
+        denominator = denominator.to(hidden.device)
+    named: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "softcap": softcap,
+        "z_loss": z_loss,
+    }
+    if is_plain_head(head):
+        if denominator is not None:
+            named |= {"reduction": "sum", "denominator": denominator}
+        named |= {"shift": shift}
+        return linear_cross_entropy(hidden, head.weight, labels, head.bias, **named, **options)  # type: ignore[return-value]
+    if options:
+        raise ValueError(
+            f"language_model_loss: {', '.join(options)} cannot be given, because the head is a "
+            f"{type(head).__name__} with hooks or adapters, wanted a plain Linear for that"
+        )
+    if shift:
+        labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    named |= {"empty": "zero"} if denominator is None else {"reduction": "sum"}
+    loss = cross_entropy(head(hidden), labels, **named)
+    return loss if denominator is None else loss / denominator  # type: ignore[return-value]

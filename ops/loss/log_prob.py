@@ -1,0 +1,67 @@
+"""Log-probabilities of tokens without logits, for trainers of preferences and rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .linear_cross_entropy import linear_cross_entropy
+
+__all__ = ["linear_log_prob"]
+
+
+def linear_log_prob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns the log-probability of each target under ``softmax(hidden @ weight.T + bias)``.
+
+    It is what DPO, GRPO and their kin compute from logits: ``log_softmax(logits / temperature)`` at
+    the target. The logits exist for some tokens at a time, in the backward pass again, in which
+    each token has a gradient of its own.
+
+    Args:
+        hidden: float32, bfloat16 or float16 ``[..., features]``.
+        weight: ``[classes, features]``, such as ``lm_head.weight``.
+        target: int64 or int32 ``[...]``: a class, or ``ignore_index``.
+        bias: ``[classes]``, or None.
+        temperature: what logits are divided by, after the softcap.
+        softcap: if given, each logit ``z`` counts as ``softcap * tanh(z / softcap)``.
+        ignore_index: tokens with this target have log-probability 0, no gradient and no cost.
+        return_entropy: also returns the entropy of each token's distribution, float32 ``[...]``,
+            without a gradient; 0 for tokens that are ignored.
+        options: ``shift``, ``workspace`` and others of :func:`headroom.linear_cross_entropy` that
+            do not change the loss.
+
+    Returns:
+        float32 ``[...]``, or a tuple of it and the entropy.
+
+    Raises:
+        ValueError: ``temperature`` is not positive.
+        RuntimeError, ValueError: as :func:`headroom.linear_cross_entropy`.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}, wanted more than 0")
+    found: Any = linear_cross_entropy(
+        hidden,
+        weight,
+        target,
+        bias,
+        reduction="none",
+        ignore_index=ignore_index,
+        # The op scales before the softcap: c tanh(z / c) / t is c' tanh(z / t / c') for c' = c / t.
+        logit_scale=1 / temperature,
+        softcap=None if softcap is None else softcap / temperature,
+        stats=("entropy",) if return_entropy else (),
+        **options,
+    )
+    return (-found[0], found[1]["entropy"]) if return_entropy else -found

@@ -1,0 +1,242 @@
+"""The losses of language models of transformers, from hidden states and not from logits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._core.surroundings import is_plain
+from ..loss.language_model import is_plain_head, language_model_loss
+from ..loss.linear_cross_entropy import linear_cross_entropy
+from .calls import takes
+from .changes import Changes
+from .report import PatchReport
+
+__all__ = ["LossRule", "check_loss_options", "has_fused_loss", "swap_losses"]
+
+GIVEN_BY_THE_MODEL = {  # or meaningless in its loss
+    *("softcap", "reduction", "denominator", "ignore_index", "shift", "token_weight", "stats"),
+}
+OF_THE_LOSS = ("labels", "logits_to_keep", "return_dict")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A class of transformers with the head of a language model.
+
+    Attributes:
+        module, model: where the class is, and its name.
+        output: the class of what it returns.
+        body: the attribute that holds the model below the head.
+        head: returns the Linear, given the model.
+        before: returns what the Linear is given, from the model and the hidden states.
+        shift: whether a token is to predict the one after it.
+    """
+
+    module: str
+    model: str
+    output: str = "CausalLMOutputWithPast"
+    body: str = "model"
+    head: Callable[[Any], nn.Module] = lambda model: model.lm_head
+    before: Callable[[Any, Tensor], Tensor] | None = None
+    shift: bool = True
+
+
+def _kinds() -> dict[str, Kind]:
+    found = {}
+    for model, prefix in {
+        "llama": "Llama",
+        "mistral": "Mistral",
+        "qwen2": "Qwen2",
+        "qwen3": "Qwen3",
+        "gemma": "Gemma",
+        "gemma2": "Gemma2",
+        "gemma3": "Gemma3",
+        "phi3": "Phi3",
+    }.items():
+        name = f"{prefix}ForCausalLM"
+        found[name] = Kind(f"transformers.models.{model}.modeling_{model}", name)
+    found["GPT2LMHeadModel"] = Kind(
+        "transformers.models.gpt2.modeling_gpt2",
+        "GPT2LMHeadModel",
+        output="CausalLMOutputWithCrossAttentions",
+        body="transformer",
+    )
+    found["BertForMaskedLM"] = Kind(
+        "transformers.models.bert.modeling_bert",
+        "BertForMaskedLM",
+        output="MaskedLMOutput",
+        body="bert",
+        head=lambda model: model.cls.predictions.decoder,
+        before=lambda model, hidden: model.cls.predictions.transform(hidden),
+        shift=False,
+    )
+    return found
+
+
+KINDS = _kinds()
+
+
+@dataclasses.dataclass(frozen=True)
+class LossRule:
+    """What the patched ``forward`` of a model knows.
+
+    Attributes:
+        kind: the name of its class in transformers.
+        names: the arguments of the forward of the class, in their order.
+        options: of :func:`headroom.linear_cross_entropy`.
+        output: the class of what it returns.
+        passed_on: what that takes from the output of the model below the head.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    options: Mapping[str, Any]
+    output: type
+    passed_on: tuple[str, ...]
+
+
+class Forward(functools.partial):
+    """The ``forward`` of a model with the signature of its class, by which Trainer decides what a
+    batch may hold. Like any partial it is copied and pickled with the model."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        own = inspect.signature(type(self.args[0]).forward)
+        return own.replace(parameters=list(own.parameters.values())[1:])
+
+
+def check_loss_options(loss: bool | Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the options of ``patch(loss=...)``, or None if the loss stays as it is.
+
+    Raises:
+        TypeError: ``loss`` is neither.
+        ValueError: a name is no option of :func:`headroom.linear_cross_entropy`, or is one that the
+            model decides.
+    """
+    if isinstance(loss, bool):
+        return {} if loss else None
+    if not isinstance(loss, Mapping):
+        raise TypeError(
+            f"headroom.patch: loss is {loss!r}, wanted True, False or a dict of options"
+        )
+    known = inspect.signature(linear_cross_entropy).parameters.values()
+    wanted = {p.name for p in known if p.kind == p.KEYWORD_ONLY} - GIVEN_BY_THE_MODEL
+    if wrong := sorted(loss.keys() - wanted):
+        raise ValueError(
+            f"headroom.patch: loss has {wrong[0]!r}, wanted options of "
+            f"headroom.linear_cross_entropy: {', '.join(sorted(wanted))}"
+        )
+    return dict(loss)
+
+
+def _kind_of(model: nn.Module) -> Kind | None:
+    for cls in type(model).__mro__:
+        kind = KINDS.get(cls.__name__)
+        if kind is not None and cls.__module__ == kind.module:
+            own = inspect.unwrap(type(model).forward) is inspect.unwrap(cls.forward)
+            return kind if own else None
+    return None
+
+
+def swap_losses(
+    model: nn.Module, options: Mapping[str, Any], changes: Changes, report: PatchReport
+) -> None:
+    """Makes the models of transformers in ``model``, which may be within an adapter or a wrapper,
+    compute their loss from hidden states while they train."""
+    found = False
+    for name, module in model.named_modules():
+        kind = _kind_of(module)
+        if kind is None:
+            continue
+        found = True
+        if "forward" in vars(module):
+            report.leave(name, module, "its loss: something else has replaced its forward")
+            continue
+        names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        output = getattr(sys.modules["transformers.modeling_outputs"], kind.output)
+        fields = tuple(field.name for field in dataclasses.fields(output))
+        passed_on = tuple(name for name in fields if name not in ("loss", "logits"))
+        rule = LossRule(kind.model, names, options, output, passed_on)
+        changes.set(module, "forward", Forward(loss_forward, module, rule))
+        report.swap(name, module, "loss", "headroom.linear_cross_entropy")
+    if not found:
+        reason = "its loss: not a model of transformers with the head of a language model"
+        report.leave("", model, f"{reason} that is known")
+
+
+def has_fused_loss(model: nn.Module) -> bool:
+    """Returns whether patch() has changed the loss of a model, or of one that it wraps."""
+    return any(
+        getattr(vars(module).get("forward"), "func", None) is loss_forward
+        for module in model.modules()
+    )
+
+
+def loss_forward(self: Any, rule: LossRule, *args: Any, **kwargs: Any) -> Any:
+    """Takes the place of a model's ``forward``. What is no step of training is left to that.
+
+    Takes ``label_smoothing`` besides, which then holds for the loss of an evaluation too.
+    """
+    if args and args[0] is self:
+        args = args[1:]  # accelerate binds a forward to the model when it takes its wrapper off
+    given = dict(zip(rule.names, args)) | kwargs
+    kind = KINDS[rule.kind]
+    smoothing = given.pop("label_smoothing", None)
+    if not _is_step(self, kind, given):
+        return _left_to_the_class(self, kind, smoothing, given)
+    loss_of = _loss_of(self, kind, given)
+    outputs = getattr(self, kind.body)(**{k: v for k, v in given.items() if k not in OF_THE_LOSS})
+    hidden = outputs.last_hidden_state
+    if kind.before is not None:
+        hidden = kind.before(self, hidden)
+    options = dict(rule.options)
+    if smoothing is not None:
+        options["label_smoothing"] = smoothing
+    softcap = getattr(self.config, "final_logit_softcapping", None)
+    loss = loss_of(hidden, kind.head(self), softcap=softcap, **options)
+    others = {name: outputs[name] for name in rule.passed_on if outputs.get(name) is not None}
+    return rule.output(loss=loss, logits=None, **others)
+
+
+def _is_step(model: Any, kind: Kind, given: Mapping[str, Any]) -> bool:
+    """Whether a call is one of training that needs a loss, and its logits for nothing else."""
+    keep = given.get("logits_to_keep")
+    if not model.training or given.get("labels") is None or "_loss_function" in vars(model):
+        return False
+    if keep is not None and not (isinstance(keep, int) and keep == 0):
+        return False
+    if given.get("return_dict") is False or not getattr(model.config, "return_dict", True):
+        return False
+    head: Any = kind.head(model)
+    return is_plain_head(head) and (not is_plain(head.weight) or takes(head.weight, (2,)))
+
+
+def _loss_of(model: Any, kind: Kind, given: Mapping[str, Any]) -> Callable[..., Tensor]:
+    """Returns the function of hidden states and head that transformers' loss function would be."""
+    shifted = given.get("shift_labels") if kind.shift else None
+    return functools.partial(
+        language_model_loss,
+        labels=given["labels"] if shifted is None else shifted,
+        shift=kind.shift and shifted is None,
+        ignore_index=given.get("ignore_index", -100),
+        denominator=given.get("num_items_in_batch"),
+    )
+
+
+def _left_to_the_class(
+    model: Any, kind: Kind, smoothing: float | None, given: dict[str, Any]
+) -> Any:
+    own = type(model).forward
+    if not smoothing or given.get("labels") is None:
+        return own(model, **given)
+    outputs = own(model, **given | {"labels": None, "return_dict": True})
+    loss_of = _loss_of(model, kind, given)
+    outputs.loss = loss_of(outputs.logits, nn.Identity(), label_smoothing=smoothing)
+    return outputs

@@ -1,0 +1,127 @@
+"""``headroom.linear_log_prob``: log-probabilities, and the losses of trainers that use them."""
+
+import headroom
+import pytest
+import torch
+import torch.nn.functional as F
+
+BATCH, TOKENS, FEATURES, CLASSES = 4, 11, 20, 67
+
+
+def given(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(BATCH, TOKENS, FEATURES, generator=generator)
+    weight = torch.randn(CLASSES, FEATURES, generator=generator) / 3
+    target = torch.randint(CLASSES, (BATCH, TOKENS), generator=generator)
+    for row, length in enumerate((11, 8, 9, 5)):
+        target[row, length:] = -100
+    return hidden.requires_grad_(), weight.requires_grad_(), target
+
+
+def plain(hidden, weight, target, bias=None, temperature=1.0, softcap=None):
+    """What trainers compute: logits, log_softmax, gather."""
+    z = F.linear(hidden, weight, bias)
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    logp = (z / temperature).log_softmax(-1).gather(-1, target.clamp_min(0)[..., None])[..., 0]
+    return logp * (target != -100)
+
+
+def assert_tolerance_rule(got, theirs, exact):
+    """The error against float64 is at most twice that of plain torch, and some roundings of what
+    all gradients are multiplied by: a difference of sums over tokens, whose error is chance."""
+    for mine, rounded, true in zip(got, theirs, exact, strict=True):
+        errors = [(x.double() - true).norm() for x in (mine, rounded)]
+        assert errors[0] <= 2 * errors[1] + 8 * torch.finfo(torch.float32).eps * true.norm()
+
+
+def assert_same_step(loss_of, hidden, weight):
+    """The value of a loss and its gradients, with our log-probabilities and with torch's."""
+    found = []
+    for log_prob, dtype in (
+        (headroom.linear_log_prob, torch.float32),
+        (plain, torch.float32),
+        (plain, torch.float64),
+    ):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight)]
+        loss = loss_of(log_prob, *leaves)
+        found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    assert_tolerance_rule(*found)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("softcap", [None, 6.0])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_values_and_gradients(with_bias, softcap, temperature):
+    hidden, weight, target = given()
+    bias = torch.linspace(-1, 1, CLASSES).requires_grad_() if with_bias else None
+    options = dict(temperature=temperature, softcap=softcap)
+    upstream = torch.randn(BATCH, TOKENS)
+
+    def run(function, dtype):
+        given = [
+            None if x is None else x.detach().to(dtype).requires_grad_()
+            for x in (hidden, weight, bias)
+        ]
+        logp = function(*given[:2], target, given[2], **options)
+        leaves = [x for x in given if x is not None]
+        return [logp.detach(), *torch.autograd.grad(logp, leaves, upstream.to(dtype))]
+
+    got = run(headroom.linear_log_prob, torch.float32)
+    assert got[0].shape == target.shape and got[0].dtype == torch.float32
+    assert_tolerance_rule(got, run(plain, torch.float32), run(plain, torch.float64))
+
+
+def test_entropy():
+    hidden, weight, target = given()
+    logp, entropy = headroom.linear_log_prob(
+        hidden, weight, target, temperature=0.5, return_entropy=True
+    )
+    z = (hidden @ weight.t() / 0.5).double()
+    want = torch.distributions.Categorical(logits=z).entropy() * (target != -100)
+    torch.testing.assert_close(entropy.double(), want, rtol=1e-4, atol=1e-6)
+    assert logp.requires_grad and not entropy.requires_grad
+
+
+def test_a_step_of_dpo():
+    """Rafailov et al., arXiv:2305.18290. Half of the batch is chosen, the other half is not."""
+    hidden, weight, target = given()
+    other = given(1)[0].detach()  # of the model that is the reference
+
+    def loss(log_prob, hidden, weight):
+        ours = log_prob(hidden, weight, target).sum(-1)
+        with torch.no_grad():
+            theirs = log_prob(other.to(weight.dtype), weight, target).sum(-1)
+        chosen, rejected = (ours - theirs).chunk(2)
+        return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+    assert_same_step(loss, hidden, weight)
+
+
+def test_a_step_of_grpo():
+    """Shao et al., arXiv:2402.03300: clipped ratios, advantages of a group, and the k3 estimate of
+    the divergence from the reference."""
+    hidden, weight, target = given()
+    mask = target != -100
+    noise = torch.randn(BATCH, TOKENS)
+    before = plain(hidden, weight, target, temperature=0.9).detach() + 0.3 * noise * mask
+    near = hidden + given(1)[0] / 5
+    base = plain(near, weight, target, temperature=0.9).detach()
+    rewards = torch.tensor([1.0, 0.0, 0.5, 0.2])
+    advantages = ((rewards - rewards.mean()) / rewards.std())[:, None]
+
+    def loss(log_prob, hidden, weight):
+        logp = log_prob(hidden, weight, target, temperature=0.9)
+        ratio = (logp - before).exp()
+        gain = torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        divergence = (base - logp).exp() - (base - logp) - 1
+        each = (gain - 0.04 * divergence) * mask
+        return -(each.sum(-1) / mask.sum(-1)).mean()
+
+    assert_same_step(loss, hidden, weight)
+
+
+def test_a_temperature_is_positive():
+    for temperature in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="temperature is"):
+            headroom.linear_log_prob(*given(), temperature=temperature)

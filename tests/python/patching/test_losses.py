@@ -1,0 +1,254 @@
+"""``patch(loss=True)``: models of transformers whose loss comes from hidden states."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import headroom
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers.bits import assert_same_bits
+from helpers.hf_models import MODELS, TOKENS, inputs_of, model_of
+
+transformers = pytest.importorskip("transformers")
+
+WITH_SOFTCAP = ("Gemma2", "Gemma3")
+AS_IT_IS = dict(norms=False, glu=False, rope=False)
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    transformers.utils.logging.set_verbosity_error()
+
+
+def made(name, **options):
+    if name in WITH_SOFTCAP:
+        options["final_logit_softcapping"] = 3.0
+    return model_of(name, **options)
+
+
+def step(model, inputs, **options):
+    """The loss and the gradients, by name."""
+    out = model(**inputs, **options)
+    out.loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return {"loss": out.loss.detach()} | grads
+
+
+def patched(model, loss=True, **options):
+    copied = copy.deepcopy(model)
+    headroom.patch(copied, "L0", loss=loss, **AS_IT_IS | options)
+    return copied
+
+
+def assert_close(got, want):
+    assert got.keys() == want.keys()
+    for key in want:
+        torch.testing.assert_close(got[key], want[key])
+
+
+class Shapes(TorchDispatchMode):
+    """The sizes of what ops outside of Headroom's return."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        for one in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(one, torch.Tensor) and "headroom" not in str(func):
+                self.seen.add(tuple(one.shape))
+        return out
+
+    def __enter__(self):
+        self.seen = set()
+        return super().__enter__()
+
+
+def makes_logits(model, inputs, **options):
+    vocabulary = model.config.vocab_size
+    rows = inputs["input_ids"].numel()
+    with Shapes() as shapes:
+        step(model, inputs, **options)
+    return any(
+        s and s[-1] == vocabulary and rows == torch.Size(s[:-1]).numel() for s in shapes.seen
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_transformers(name):
+    model, inputs = made(name), inputs_of(padded=True)
+    want = step(model, inputs)
+    other = patched(model)
+    assert_close(step(other, inputs), want)
+    assert makes_logits(model, inputs)
+    assert not makes_logits(other, inputs)
+    assert other(**inputs).logits is None
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_num_items_in_batch(name):
+    model, inputs = made(name), inputs_of(padded=True)
+    for items in (37, torch.tensor(37)):
+        want = step(model, inputs, num_items_in_batch=items)
+        assert_close(step(patched(model), inputs, num_items_in_batch=items), want)
+        assert want["loss"] < step(model, inputs)["loss"]
+
+
+def test_num_items_in_batch_holds_for_bert_too():
+    """Whose own forward ignores it, although Trainer divides by nothing else then."""
+    model, inputs = made("Bert"), inputs_of(padded=True)
+    count = (inputs["labels"] != -100).sum()
+    want = step(model, inputs)["loss"]
+    got = step(patched(model), inputs, num_items_in_batch=2 * count)["loss"]
+    torch.testing.assert_close(got, want / 2)
+
+
+def test_labels_that_were_shifted_before():
+    model, inputs = made("Llama"), inputs_of(padded=True)
+    shifted = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
+    inputs["shift_labels"] = shifted
+    want = step(model, inputs)
+    assert_close(step(patched(model), inputs), want)
+    inputs["shift_labels"] = shifted.roll(1, 0)
+    assert step(patched(model), inputs)["loss"] != want["loss"]
+
+
+def test_options_are_those_of_the_loss():
+    model, inputs = made("Llama"), inputs_of()
+    one = patched(model, {"label_smoothing": 0.25, "z_loss": 1e-2})
+    got = step(one, inputs)["loss"]
+    logits = model(inputs["input_ids"]).logits[:, :-1].flatten(0, 1).double()
+    want = torch.nn.functional.cross_entropy(
+        logits, inputs["labels"][:, 1:].flatten(), label_smoothing=0.25
+    )
+    want = want + 1e-2 * logits.logsumexp(-1).square().mean()
+    torch.testing.assert_close(got.double(), want)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Bert"])
+def test_logits_come_where_they_are_wanted(name):
+    model, inputs = made(name), inputs_of(padded=True)
+    other = patched(model)
+    without = {key: x for key, x in inputs.items() if key != "labels"}
+    assert_same_bits([other(**without).logits], [model(**without).logits])
+    want = model(**inputs, return_dict=False)
+    assert_same_bits(other(**inputs, return_dict=False)[:2], want[:2])
+    if name != "Bert":
+        want = model(**inputs, logits_to_keep=TOKENS)
+        assert_same_bits([other(**inputs, logits_to_keep=TOKENS).logits], [want.logits])
+    with torch.no_grad():
+        got, want = other.eval()(**inputs), model.eval()(**inputs)
+    assert_same_bits([got.loss, got.logits], [want.loss, want.logits])
+
+
+def test_hidden_states_and_attentions_are_passed_on():
+    model, inputs = made("GPT2", attn_implementation="eager"), inputs_of()
+    options = dict(output_hidden_states=True, output_attentions=True)
+    got, want = patched(model)(**inputs, **options), model(**inputs, **options)
+    assert type(got) is type(want)
+    assert got.keys() == want.keys() - {"logits"}
+    for name in ("hidden_states", "attentions"):
+        assert_same_bits(got[name], want[name])
+
+
+def test_a_head_that_is_more_than_a_linear_makes_logits():
+    model, inputs = made("Llama", tie_word_embeddings=False), inputs_of()
+    seen = []
+    other = patched(model)
+    hook = other.lm_head.register_forward_hook(lambda *_: seen.append("head"))
+    assert_same_bits(step(other, inputs).values(), step(model, inputs).values())
+    assert seen == ["head"]
+    hook.remove()
+    other.loss_function = lambda logits, labels, vocab_size, **_: logits.float().mean()
+    assert step(other, inputs)["loss"] == other(inputs["input_ids"]).logits.mean()
+
+
+@pytest.mark.parametrize("target", ["q_proj", "lm_head"])
+@pytest.mark.parametrize("first", ["peft", "patch"])
+def test_lora(first, target):
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(r=2, target_modules=[target], init_lora_weights=False)
+
+    def lora(loss):
+        model = made("Llama")
+        torch.manual_seed(2)
+        if first == "peft":
+            model = peft.get_peft_model(model, options)
+            headroom.patch(model, "L0", loss=loss, **AS_IT_IS)
+        else:
+            headroom.patch(model, "L0", loss=loss, **AS_IT_IS)
+            model = peft.get_peft_model(model, options)
+        return model.train()
+
+    inputs = inputs_of(padded=True)
+    assert_close(step(lora(True), inputs), step(lora(False), inputs))
+    assert makes_logits(lora(True), inputs) == (target == "lm_head")
+
+
+def test_undone_to_the_bit():
+    model, inputs = made("Llama"), inputs_of()
+    before = {path: dict(vars(m)) for path, m in model.named_modules()}
+    want = step(model, inputs)
+    report = headroom.patch(model, loss=True)
+    assert "  1 loss (LlamaForCausalLM) -> headroom.linear_cross_entropy" in str(report)
+    headroom.patch(model, loss={"z_loss": 1e-3})
+    headroom.unpatch(model)
+    after = {path: vars(m).keys() for path, m in model.named_modules()}
+    assert after == {path: attributes.keys() for path, attributes in before.items()}
+    assert_same_bits(step(model, inputs).values(), want.values())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_bound_to_itself(copied):
+    model, inputs = patched(made("Llama")), inputs_of()
+    other = copied(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.5)
+    plain = copy.deepcopy(other)
+    headroom.unpatch(plain)
+    assert_close(step(other, inputs), step(plain, inputs))
+
+
+def test_the_signature_is_that_of_the_class():
+    """Trainer drops the columns of a data set that are not in it."""
+    model = made("GPT2")
+    want = inspect.signature(model.forward)
+    assert inspect.signature(patched(model).forward) == want
+
+
+def test_models_that_are_not_known_are_left_alone():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
+    report = headroom.patch(model, loss=True)
+    assert not report.changed and "with the head of a language model" in str(report)
+    other = made("Llama")
+    other.forward = other.forward
+    report = headroom.patch(other, loss=True)
+    assert "something else has replaced its forward" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "message"),
+    [
+        (1.5, TypeError, "loss is 1.5, wanted True, False or a dict"),
+        ({"smoothing": 0.1}, ValueError, "loss has 'smoothing', wanted options of"),
+        ({"reduction": "sum"}, ValueError, "loss has 'reduction'"),
+    ],
+)
+def test_bad_options_change_nothing(loss, error, message):
+    model = made("Llama")
+    before = {path: dict(vars(m)) for path, m in model.named_modules()}
+    with pytest.raises(error, match=message):
+        headroom.patch(model, loss=loss)
+    assert {path: dict(vars(m)) for path, m in model.named_modules()} == before
+
+
+@pytest.mark.slow
+def test_compiled(fresh_dynamo):
+    model, inputs = patched(made("Llama")), inputs_of()
+    want = step(model, inputs)
+    model.compile(fullgraph=True, backend="aot_eager")
+    assert_close(step(model, inputs), want)
