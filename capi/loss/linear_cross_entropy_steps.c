@@ -4,6 +4,7 @@
  * time, and become gradients, which are multiplied at once.
  */
 #include "capi/loss/linear_cross_entropy_call.h"
+#include "kernels/core/runtime.h"
 
 /* Evaluates a step on the device of the call. */
 #if HR_WITH_CUDA

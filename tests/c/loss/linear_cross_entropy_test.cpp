@@ -216,12 +216,14 @@ TEST_P(LinearCrossEntropy, ResultsAndGradientsFollowTheFormulas)
         const Vector *const wanted[] = {&exact.loss,         &exact.lse, nullptr,
                                         &exact.target_logit, nullptr,    &exact.largest,
                                         &exact.entropy};
-        for (size_t k = 0; k < 7; k++)
+        for (size_t k = 0; k < 7; k++) {
             if (wanted[k])
                 expect_near(run.results.values(k), *wanted[k], 4 * unit, "result of rows");
+        }
         EXPECT_EQ(run.integers(run.argmaxes[0]), exact.argmax);
-        if (c.rank)
+        if (c.rank) {
             EXPECT_EQ(run.integers(run.ranks[0]), exact.rank);
+        }
         EXPECT_NEAR(run.numbers.values(0)[0], exact.result,
                     16 * unit * std::fmax(1, std::fabs(exact.result)));
         for (size_t k = 0; k < 2; k++)
