@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from .._core.registration import FLOATS, complete, differentiable, refuse_derivative, require
 from .gemm import matmul_precision
@@ -261,6 +262,13 @@ def _flops(hidden, weight, *rest, **_) -> int:
 
 def _backward_flops(dloss, hidden, weight, *rest, **_) -> int:
     return 2 * prod(hidden[:-1]) * prod(weight) * (1 + _products(rest[-1]))
+
+
+@register_flop_formula(torch.ops.headroom.linear_cross_entropy_backward_)
+def _backward_flops_in_place(dloss, hidden, weight, *rest, **_) -> int:
+    weight_grad, want_hidden = rest[7], rest[-1]
+    wanted = HIDDEN * want_hidden + WEIGHT * (weight_grad is not None)
+    return 2 * prod(hidden[:-1]) * prod(weight) * (1 + _products(wanted))
 
 
 # ---- Gradients ---------------------------------------------------------------------------------

@@ -64,6 +64,18 @@ def _gates_again(values: list[Any], flops: Callable[..., int]) -> int:
     return flops(*values) - flops(*kept)
 
 
+def _logits_again(values: list[Any], flops: Callable[..., int]) -> int:
+    """A loss that kept no logits multiplies hidden states and weights again."""
+    _, hidden, weight = values[:3]
+    return 2 * hidden.numel() * weight.shape[0]
+
+
+def _both_logits_again(values: list[Any], flops: Callable[..., int]) -> int:
+    """So does a divergence of student and teacher, unless its gradients are there already."""
+    _, student, weight, _, teacher = values[:5]
+    return 2 * (student.numel() + teacher.numel()) * weight.shape[0] if flops(*values) else 0
+
+
 # By the name of the op: takes its arguments and its formula, returns FLOPs computed again in it.
 AGAIN_INSIDE: dict[str, Callable[[list[Any], Callable[..., int]], int]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _scores_again,
@@ -71,6 +83,9 @@ AGAIN_INSIDE: dict[str, Callable[[list[Any], Callable[..., int]], int]] = {
     "aten::_scaled_dot_product_efficient_attention_backward": _scores_again,
     "aten::_scaled_dot_product_cudnn_attention_backward": _scores_again,
     "headroom::mlp_block_backward": _gates_again,
+    "headroom::linear_cross_entropy_backward": _logits_again,
+    "headroom::linear_cross_entropy_backward_": _logits_again,
+    "headroom::linear_divergence_backward": _both_logits_again,
 }
 
 

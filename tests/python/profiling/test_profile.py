@@ -102,6 +102,31 @@ def test_our_ops_are_counted():
     assert _op(prof, "headroom::gemm").calls == 3
 
 
+@pytest.mark.parametrize("loss", ["mean", "none", "into_grad", "distillation"])
+def test_losses_that_keep_no_logits_compute_them_again(loss):
+    hidden, target = torch.randn(7, 19, requires_grad=True), torch.arange(7)
+    model = nn.Linear(19, 23, bias=False)
+    teacher, head = torch.randn(7, 11), torch.randn(23, 11)
+
+    def step():
+        if loss == "distillation":
+            tensors = hidden, model.weight, teacher, head
+            losses = headroom.linear_distillation_loss(*tensors, reduction="none")
+        elif loss == "into_grad":
+            losses = headroom.linear_cross_entropy(
+                hidden, model.weight, target, accumulate_into_grad=True
+            )
+        else:
+            losses = headroom.linear_cross_entropy(hidden, model.weight, target, reduction=loss)
+        losses.sum().backward()
+
+    result = _profiled(model, step).result.steps[0]
+    logits = 2 * 7 * 19 * 23
+    of_teacher = 2 * 7 * 11 * 23 if loss == "distillation" else 0
+    assert result.model_flops == 3 * logits + of_teacher
+    assert result.recomputed_flops == (0 if loss == "mean" else logits + of_teacher)
+
+
 def _checkpointed(model, x, **options):
     hidden = checkpoint(lambda x: model[1](model[0](x)), x, **options)
     return model[2](hidden).sum()
