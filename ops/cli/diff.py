@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from .._core.progress import progress_bar
-from ..memory.sizes import format_bytes, parse_bytes
+from .._core.sizes import format_bytes, parse_bytes
 from ..reports.diff import diff
 from ..reports.files import load
 from .output import print_json

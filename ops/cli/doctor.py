@@ -337,7 +337,7 @@ def _short(error: BaseException) -> str:
 
 def _size(size: int) -> str:
     """The size as Headroom writes it everywhere, by the file that knows how."""
-    file = Path(__file__).resolve().parents[1] / "memory" / "sizes.py"
+    file = Path(__file__).resolve().parents[1] / "_core" / "sizes.py"
     try:
         spec = importlib.util.spec_from_file_location("headroom_sizes", file)
         module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..memory.sizes import format_bytes, parse_bytes
+from .._core.sizes import format_bytes, parse_bytes
 from ..planning import max_batch, plan
 from .output import print_json
 from .plan import described

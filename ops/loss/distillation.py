@@ -125,7 +125,7 @@ def _chunk_rows(hidden: Tensor, classes: int, workspace: int | str | None) -> in
     if workspace is None:
         most = CHUNK_ROWS.get(hidden.device.type, CHUNK_ROWS["cpu"])
     else:
-        from ..memory.sizes import format_bytes, parse_bytes
+        from .._core.sizes import format_bytes, parse_bytes
 
         row = 2 * 4 * _pitch(classes)
         most = parse_bytes(workspace) // row

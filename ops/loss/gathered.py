@@ -12,6 +12,8 @@ __all__ = ["gathered"]
 
 
 class _Gathered(torch.autograd.Function):
+    """Makes a sharded weight whole; the gradient is averaged over the ranks and sharded again."""
+
     @staticmethod
     def forward(ctx: Any, weight: DTensor, dtype: torch.dtype) -> Tensor:
         ctx.mesh, ctx.placements = weight.device_mesh, weight.placements

@@ -155,6 +155,8 @@ def _gathered(values: Tensor, group: Any) -> Tensor:
 
 
 class _Parallel(torch.autograd.Function):
+    """The losses of rows whose classes lie on several ranks."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._core.sizes import format_bytes, parse_bytes
 from .events import Allocation, Timeline
-from .sizes import format_bytes, parse_bytes
 from .stream import Note, resolve
 from .track import Tracked, checked, device_of, recorder_of
 

@@ -10,8 +10,8 @@ from itertools import accumulate
 from os import PathLike
 from typing import Any, NamedTuple
 
+from .._core.sizes import format_bytes
 from .._core.text import shortened
-from .sizes import format_bytes
 
 __all__ = ["KINDS", "PHASES", "Allocation", "Owner", "Span", "Timeline"]
 

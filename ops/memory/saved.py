@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from .._core.sizes import format_bytes
 from .._core.text import shortened
 from .modules import watching_modules
 from .restored import restored
-from .sizes import format_bytes
 from .track import device_of
 from .watch import plain_tensors, tensors_in
 

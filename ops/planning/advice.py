@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..memory.sizes import format_bytes
+from .._core.sizes import format_bytes
 from ..nn.block import LEVELS, Block
 from ..optim import Adafactor, AdamW, AdamW8bit
 from .errors import PlanError

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..memory.sizes import parse_bytes
+from .._core.sizes import parse_bytes
 from .advice import advise
 from .batches import resized
 from .checks import check_setup

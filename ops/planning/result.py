@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
+from .._core.sizes import format_bytes, parse_bytes
 from .._core.text import shortened
 from ..memory.events import KINDS, Owner, Timeline
-from ..memory.sizes import format_bytes, parse_bytes
 
 __all__ = ["DeviceShare", "Plan"]
 

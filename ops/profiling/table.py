@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Iterable
 
-from ..memory.sizes import format_bytes
+from .._core.sizes import format_bytes
 from .result import Figures, ModuleRow, ProfileResult
 
 __all__ = ["table"]

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from .._core.sizes import format_bytes, parse_bytes
 from ..memory.events import KINDS, Owner, Timeline
-from ..memory.sizes import format_bytes, parse_bytes
 from ..memory.snapshots import Snapshot, load_snapshot
 
 __all__ = ["Diff", "Row", "diff"]

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .._core.sizes import format_bytes
 from ..memory.events import Timeline
-from ..memory.sizes import format_bytes
 from ..memory.snapshots import Snapshot, load_snapshot
 from ..planning.result import Plan
 from . import ladder, profile, recording, snapshots

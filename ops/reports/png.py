@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from .._core.atomic import replacing
-from ..memory.sizes import format_bytes
+from .._core.sizes import format_bytes
 from .files import Part
 from .kinds import COLORS, PHASES, name_of
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from ..memory.sizes import format_bytes
+from .._core.sizes import format_bytes
 from .files import Part
 from .kinds import PHASES, color_of, name_of
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import headroom
+import headroom_command
 import pytest
 import torch
 from headroom.cli import doctor, main
@@ -149,7 +150,7 @@ def test_the_command_says_why_the_package_cannot_be_imported(tmp_path):
     (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: cannot open')\n")
     source = package / "cli" / "doctor.py"
     (broken / "cli" / "doctor.py").write_bytes(source.read_bytes())
-    start = (package / "cli" / "command_line" / "__init__.py").read_text()
+    start = Path(headroom_command.__file__).read_text()
     (tmp_path / "start.py").write_text(start + "\nsys.exit(main())\n")
     done = subprocess.run(
         [sys.executable, "start.py", "doctor"],

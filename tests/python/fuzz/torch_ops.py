@@ -90,7 +90,7 @@ class Call:
 
     def run(self) -> None:
         with torch.set_grad_enabled(False):
-            self.op(*self.lists.values(), **self.options)
+            self.op(**self.lists, **self.options)
 
 
 def other_tensor(rng: random.Random, tensor: Tensor) -> Tensor:

@@ -48,6 +48,15 @@ SCALAR = {
     "dequantize_blocks_kernel",
     "gemm_without_product_kernel",  # where there is nothing to multiply
     "list_count_kernel",
+    # A thread an element or a row; all of it is little beside the products that it lies between.
+    "lce_add_kernel",
+    "lce_columns_kernel",
+    "lce_end_kernel",
+    "lce_list_kernel",
+    "lce_move_kernel",
+    "lce_reduce_kernel",
+    "lce_repeat_kernel",
+    "lce_zero_kernel",
     "norm_add_groups_kernel",
     "norm_backward_single_kernel",
     "norm_forward_single_kernel",
@@ -64,6 +73,7 @@ READERS = {
     "adafactor_sums_kernel",
     "cross_entropy_forward_kernel",
     "divergence_forward_kernel",
+    "lce_see_kernel",
 }
 
 
