@@ -35,7 +35,7 @@ RESULTS = {
 }
 _INTEGERS = ("argmax", "rank")
 HIDDEN, WEIGHT, BIAS = 1, 2, 4  # gradients
-_ROUND_EACH_CHUNK, _SHIFT = 8, 16  # the bits below are those of headroom.functional.gemm
+ROUND_EACH_CHUNK, _SHIFT = 8, 16  # the bits below are those of headroom.functional.gemm
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Options:
     def numbers(self, hidden: Tensor) -> tuple[int | float, ...]:
         """Returns them in the order of the schemas, after ``ignore_index``."""
         flags = matmul_precision(hidden.dtype) if hidden.device.type == "cuda" else 0
-        flags |= _ROUND_EACH_CHUNK if self.round_each_chunk else 0
+        flags |= ROUND_EACH_CHUNK if self.round_each_chunk else 0
         return (
             *(self.label_smoothing, self.softcap, self.z_loss, self.logit_scale),
             *(self.mode, self.workspace, self.most_counted, self.first_class, self.all_classes),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .._core.binaries import LIBRARY_DIR
+from ..functional.linear_cross_entropy import BIAS, HIDDEN, ROUND_EACH_CHUNK, WEIGHT
 from .inside import Sizes, entry
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -49,8 +50,13 @@ class _Exec(ctypes.Structure):
 
 
 @cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(next(LIBRARY_DIR.glob("libheadroom.so.*"))))
+
+
+@cache
 def _query() -> Any:
-    library = ctypes.CDLL(str(next(LIBRARY_DIR.glob("libheadroom.so.*"))))
+    library = _library()
     sizes = [ctypes.c_int64] * 3
     pointers = [ctypes.c_void_p] * 2
     library.hr_mlp_query.argtypes = [
@@ -96,3 +102,79 @@ def _mlp_backward(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> S
     numbers = norm, casting, offset, activation, residual, tile, save, wanted
     needs = _needs(dy, gate_up, up, down, vector, numbers)
     return [] if needs is None else [(needs.backward_workspace, "temporaries")]
+
+
+class _LossConfig(ctypes.Structure):
+    """``hr_linear_cross_entropy_config`` of ``headroom.h``."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        *((name, ctypes.c_int) for name in ("dtype", "grad_dtype", "target_bytes")),
+        *((name, ctypes.c_int) for name in ("reduction", "mode", "round_each_chunk")),
+        *((name, ctypes.c_int) for name in ("add_to_weight_grads", "tf32", "reduced")),
+        ("deterministic", ctypes.c_int),
+        ("ignore_index", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("smoothing", "softcap", "z_loss", "logit_scale")),
+        *((name, ctypes.c_int64) for name in ("sequence", "first_class", "all_classes")),
+        ("most_counted", ctypes.c_int64),
+        ("workspace_limit", ctypes.c_size_t),
+    ]
+
+
+class _LossNeeds(ctypes.Structure):
+    """``hr_linear_cross_entropy_needs`` of ``headroom.h``."""
+
+    _fields_ = [
+        ("workspace", ctypes.c_size_t),
+        *((name, ctypes.c_int64) for name in ("rows", "classes")),
+        ("mode", ctypes.c_int),
+    ]
+
+
+@cache
+def _loss_query() -> Any:
+    query = _library().hr_linear_cross_entropy_query
+    sizes = [ctypes.c_int64] * 3
+    query.argtypes = [ctypes.c_void_p, *sizes, ctypes.c_uint32, *[ctypes.c_void_p] * 2]
+    return query
+
+
+def _loss_workspace(
+    hidden: Any, weight: Any, numbers: Sequence[Any], wanted: int, device: str, adds: bool = False
+) -> Sizes:
+    """``numbers`` are the arguments from label_smoothing to options."""
+    *floats, mode, limit, most, first, classes, options = numbers
+    dtype = _DTYPES[hidden.dtype]
+    config = _LossConfig(
+        ctypes.sizeof(_LossConfig), dtype, 0 if dtype == 2 else dtype, 8,
+        0, mode, options & ROUND_EACH_CHUNK != 0, adds, 0, 0,
+        0, -100, *floats, 0, first, classes, most, limit,
+    )  # fmt: skip
+    sizes = prod(hidden.shape[:-1]), hidden.shape[-1], weight.shape[0]
+    needs = _LossNeeds()
+    # Where there is no such device, the answer for the CPU is the best there is.
+    for place in (0, -1) if device == "cuda" else (-1,):
+        status = _loss_query()(
+            ctypes.byref(needs), *sizes, wanted, ctypes.byref(config),
+            ctypes.byref(_Exec(place, None)),
+        )  # fmt: skip
+        if status == 0:
+            return [(needs.workspace, "temporaries")]
+    return []
+
+
+@entry("headroom::linear_cross_entropy")
+def _loss(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
+    return _loss_workspace(*args[:2], args[9:19], args[20], device)
+
+
+@entry("headroom::linear_cross_entropy_backward")
+def _loss_backward(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
+    return _loss_workspace(*args[1:3], args[11:21], args[21], device)
+
+
+@entry("headroom::linear_cross_entropy_backward_")
+def _loss_backward_in_place(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
+    grads = {HIDDEN: args[23], WEIGHT: args[10] is not None, BIAS: args[11] is not None}
+    wanted = sum(bit for bit, is_wanted in grads.items() if is_wanted)
+    return _loss_workspace(*args[1:3], args[13:23], wanted, device, adds=True)

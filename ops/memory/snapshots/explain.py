@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import torch
 
+from ..._core.sizes import format_bytes, parse_bytes
 from ..cuda_trace import lines_of
-from ..sizes import format_bytes, parse_bytes
 from .loaded import Snapshot
 from .ways_out import Planned, ways_out
 

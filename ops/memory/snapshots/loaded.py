@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from ..._core.sizes import parse_bytes
 from ..collecting import no_collections
 from ..cuda_trace import lines_of
 from ..events import PHASES, Allocation, Span, Timeline
-from ..sizes import parse_bytes
 from .tags import OURS, Tag, tag_of
 from .unpickle import read_pickle
 

@@ -16,7 +16,7 @@ import re
 import stat
 from typing import Any
 
-from ..sizes import format_bytes
+from ..._core.sizes import format_bytes
 
 __all__ = ["read_pickle"]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..sizes import format_bytes
+from ..._core.sizes import format_bytes
 from ..watch import tensors_in
 
 __all__ = ["Planned", "shapes_of", "ways_out"]

@@ -10,6 +10,7 @@ from headroom.planning.inside import inside
 from headroom.planning.masks import masks_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def measured(call) -> int:
@@ -100,3 +101,51 @@ def test_masks_leave_transformers_as_it_was():
     assert vars(utils) == before
     with masks_of(nn.Linear(2, 2)):
         pass
+
+
+@pytest.mark.parametrize(
+    "how, dtype",
+    [
+        ("fused", torch.float32),
+        ("fused", torch.float16),
+        ("rows", torch.float16),
+        ("into_grad", torch.float32),
+        ("evaluation", torch.float32),
+        ("vocabulary", torch.float32),
+    ],
+    ids=str,
+)
+def test_workspace_of_the_linear_cross_entropy(how, dtype):
+    """What it says is what the op allocates beside its results, in the pass that needs most."""
+    hidden = torch.randn(71, 19).to(dtype).requires_grad_(how != "evaluation")
+    weight = torch.randn(1009, 19).to(dtype).requires_grad_(how != "evaluation")
+    target = torch.randint(1009, (71,))
+    options = {
+        "rows": {"reduction": "none"},
+        "into_grad": {"accumulate_into_grad": True, "workspace": "32 KiB"},
+        "vocabulary": {"mode": "vocabulary", "workspace": "32 KiB"},
+    }
+
+    def step(hidden, weight, target):
+        loss = headroom.linear_cross_entropy(hidden, weight, target, **options.get(how, {})).sum()
+        if loss.requires_grad:
+            loss.backward()
+
+    class Listener(TorchDispatchMode):
+        def __init__(self, found):
+            super().__init__()
+            self.found = found
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func._schema.name.startswith("headroom::linear_cross_entropy"):
+                self.found.append((func, args, inside(func, args, kwargs or {}, "cpu")))
+            return func(*args, **kwargs or {})
+
+    weight.grad = torch.zeros_like(weight)
+    found = []
+    with Listener(found):
+        step(hidden, weight, target)
+    assert len(found) == (2 if how in ("rows", "into_grad") else 1)
+    for func, args, sizes in found:
+        with torch.no_grad():
+            assert sum(size for size, _ in sizes) == measured(lambda: (func(*args),))
