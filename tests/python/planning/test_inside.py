@@ -148,4 +148,4 @@ def test_workspace_of_the_linear_cross_entropy(how, dtype):
     assert len(found) == (2 if how in ("rows", "into_grad") else 1)
     for func, args, sizes in found:
         with torch.no_grad():
-            assert sum(size for size, _ in sizes) == measured(lambda: (func(*args),))
+            assert sum(size for size, _ in sizes) == measured(lambda f=func, a=args: (f(*a),))
