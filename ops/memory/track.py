@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from .collecting import no_collections
 from .cpu import CpuRecorder, check_no_profiler
 from .cuda import CudaRecorder
 from .events import Owner, Timeline
@@ -68,7 +67,7 @@ class Tracked:
         if self._timeline is None:
             if not self._ended:
                 raise RuntimeError("read what was tracked after the with block has ended")
-            with _no_collection():
+            with no_collections():
                 self._timeline = self._read()
         return self._timeline
 
@@ -95,18 +94,6 @@ class Tracked:
 
     def __str__(self) -> str:
         return self.timeline.table()
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """All that is made within stays, and there is much of it: to look for garbage costs time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def recorder_of(device: torch.device, stacks: bool = True) -> CpuRecorder | CudaRecorder:

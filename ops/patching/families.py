@@ -19,7 +19,7 @@ from .norms import norm_forward
 from .parts import Call, Dial, Family, attention_steps, mlp_steps
 from .report import PatchReport
 
-__all__ = ["FAMILIES", "TransformersLayer", "family_of", "find_layers"]
+__all__ = ["DECODERS", "FAMILIES", "TransformersLayer", "family_of", "find_layers"]
 
 LEANEST_FREE = "L1"  # computes no product again
 
@@ -193,18 +193,22 @@ def _whole_bert(layer: Any) -> bool:
     return layer.chunk_size_feed_forward == 0
 
 
+# Decoders of one pattern: the name of a module, and how its classes begin.
+DECODERS = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "gemma": "Gemma",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3",
+    "phi3": "Phi3",
+}
+
+
 def _families() -> dict[str, Family]:
     found = {}
-    for model, prefix in {
-        "llama": "Llama",
-        "mistral": "Mistral",
-        "qwen2": "Qwen2",
-        "qwen3": "Qwen3",
-        "gemma": "Gemma",
-        "gemma2": "Gemma2",
-        "gemma3": "Gemma3",
-        "phi3": "Phi3",
-    }.items():
+    for model, prefix in DECODERS.items():
         module = f"transformers.models.{model}.modeling_{model}"
         arguments = GEMMA if model in ("gemma2", "gemma3") else DECODER
         steps = _phi3 if model == "phi3" else _decoder

@@ -16,6 +16,7 @@ from ..loss.language_model import is_plain_head, language_model_loss
 from ..loss.linear_cross_entropy import linear_cross_entropy
 from .calls import takes
 from .changes import Changes
+from .families import DECODERS
 from .report import PatchReport
 
 __all__ = ["LossRule", "check_loss_options", "has_fused_loss", "swap_losses"]
@@ -50,16 +51,7 @@ class Kind:
 
 def _kinds() -> dict[str, Kind]:
     found = {}
-    for model, prefix in {
-        "llama": "Llama",
-        "mistral": "Mistral",
-        "qwen2": "Qwen2",
-        "qwen3": "Qwen3",
-        "gemma": "Gemma",
-        "gemma2": "Gemma2",
-        "gemma3": "Gemma3",
-        "phi3": "Phi3",
-    }.items():
+    for model, prefix in DECODERS.items():
         name = f"{prefix}ForCausalLM"
         found[name] = Kind(f"transformers.models.{model}.modeling_{model}", name)
     found["GPT2LMHeadModel"] = Kind(
