@@ -68,8 +68,8 @@ static hr_status check_config(const char *function, lce_config *own, const lce_c
                function, own->sequence, rows);
     if (own->all_classes == 0)
         own->all_classes = classes;
-    HR_REQUIRE(own->all_classes >= classes,
-               "%s: config->all_classes is %" PRId64 ", wanted classes (%" PRId64 ") or more",
+    HR_REQUIRE(own->all_classes >= classes && own->all_classes <= MOST_ELEMENTS,
+               "%s: config->all_classes is %" PRId64 ", wanted classes (%" PRId64 ") to 2^56",
                function, own->all_classes, classes);
     HR_REQUIRE(own->first_class >= 0 && own->first_class <= own->all_classes - classes,
                "%s: config->first_class is %" PRId64 ", wanted 0 to %" PRId64
