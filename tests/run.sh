@@ -5,8 +5,8 @@
 #                              of its parameters; without what is marked slow
 #   bash tests/run.sh full     all of it: also the sanitizers and the slow tests
 #
-# On 2 cores of a slow machine the first takes 17 minutes where torch is installed already, and the
-# second much longer. Both end by saying what took longest.
+# On 2 cores the first takes 12 to 17 minutes with torch's installation, and the second an hour. Both
+# end by saying what took longest.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
