@@ -89,7 +89,7 @@ HR_INLINE double ce_expm1(double x)
     const double r = (x - k * 0.693147180369123816490) - k * 1.90821492927058770002e-10;
     double series = 1.0; /* (exp(r) - 1) / r */
     for (int n = 15; n > 1; n--)
-        series = 1.0 + series * r / n;
+        series = 1.0 + series * r * (1.0 / n); /* a constant, once the loop is unrolled */
     const double power = ce_power((int64_t)k);
     return power * (r * series) + (power - 1.0);
 }
