@@ -2,8 +2,9 @@
 # Trains a small GPT on this machine's Python sources, once per rung of the memory ladder: in plain
 # torch, and with more and more of Headroom.
 #
-#   bash examples/demo.sh [--data PATH] [--size tiny|small|medium|large|xl] [--device cpu|cuda]
-#                         [--steps N] [--rungs all|torch,L1,L5,...] [--out DIR] [--resume]
+#   bash examples/demo.sh [--data PATH] [--size tiny|small|medium|large|xl|words]
+#                         [--device cpu|cuda] [--steps N] [--rungs all|torch,L1,L5,...]
+#                         [--out DIR] [--resume]
 #
 # Sets up .venv first. 6 to 10 minutes on 2 CPU cores, the installation included.
 set -euo pipefail

@@ -3,9 +3,9 @@
     python examples/ladder.py --out runs/demo
 
 Writes ladder.json, ladder.md (the table), ladder.png (the chart) and report.html (a page of both)
-to OUT, and exits with 1 if a rung's held-out loss is further from the first rung's than rungs.py
-allows, if rungs that compute the same differ in a bit of a loss, or if a peak is not what was
-predicted.
+to OUT, and exits with 1 if a rung's held-out loss is further from that of the first rung of its
+size than rungs.py allows, if rungs that compute the same differ in a bit of a loss, or if a peak is
+not what was predicted.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import headroom
 import torch
 
 from chart import draw
-from rungs import RUNGS, STORY, Rung, chosen
+from rungs import RUNGS, STORY, Rung, chosen, firsts
 from train import add_arguments, settings
 
 PREDICTION_ERROR = 0.05  # of the measured peak, which is allowed
@@ -62,12 +62,18 @@ def cpu_seconds() -> float:
 
 
 def same_loss(results: list[dict]) -> tuple[bool, str]:
-    """Whether all rungs reach the first one's held-out loss within their tolerances, and blocks
-    have the same gradients and losses to the last bit at every level; and in words."""
-    first, passed, lines = results[0], True, []
+    """Whether all rungs reach the held-out loss of the first of their size within their
+    tolerances, and blocks have the same gradients and losses to the last bit at every level; and in
+    words."""
+    passed, lines, compared = True, [], []
     width = max(len(result["title"]) for result in results)
     same: dict[str, dict] = {}  # the first rung of each arithmetic
-    for result in results[1:]:
+    for result, first in zip(results, firsts(results)):
+        if result is first:
+            loss = result["held_out_bits_per_byte"]
+            passed &= math.isfinite(loss)
+            compared.append(f"{result['title']}, {loss:.4f} bits per byte")
+            continue
         off = result["held_out_bits_per_byte"] - first["held_out_bits_per_byte"]
         line = f"{result['title']:{width}} {off:+.5f} bits per byte"
         if result["tolerance"] is None:
@@ -88,12 +94,10 @@ def same_loss(results: list[dict]) -> tuple[bool, str]:
             verdict += f", {'' if result['gradients_of_L0'] else 'NOT '}the gradients of L0"
         passed &= good
         lines.append(f"{line} (allowed: {result['tolerance']:g})  {verdict}")
-    passed &= math.isfinite(first["held_out_bits_per_byte"])
     verdict = (
         "PASSED: every judged rung reaches" if passed else "FAILED: not every judged rung reaches"
     )
-    loss = f"{first['held_out_bits_per_byte']:.4f} bits per byte"
-    return passed, "\n".join([*lines, f"{verdict} the loss of {first['title']}, {loss}."])
+    return passed, "\n".join([*lines, f"{verdict} the loss of {', and of '.join(compared)}."])
 
 
 def as_predicted(results: list[dict]) -> tuple[bool, str]:
@@ -106,6 +110,15 @@ def as_predicted(results: list[dict]) -> tuple[bool, str]:
         return False, "\n".join(lines)
     worst = max(map(abs, errors.values()))
     return True, f"PASSED: {len(errors)} peaks are as predicted, within {worst:.2%}."
+
+
+def least_peaks(results: list[dict]) -> str:
+    """The peak of the first rung of each size, and the least of that size, in words."""
+    peaks: dict[str, list[int]] = {}
+    for result, first in zip(results, firsts(results)):
+        peaks.setdefault(first["title"], []).append(result["peak_bytes"])
+    pairs = ((title, sizes[0] / 2**20, min(sizes) / 2**20) for title, sizes in peaks.items())
+    return "; ".join(f"{title} {one:,.0f} MiB -> {least:,.0f} MiB" for title, one, least in pairs)
 
 
 def table(results: list[dict]) -> str:
@@ -154,8 +167,7 @@ def main() -> int:
 
     print(f"\n{table(results)}")
     print(f"{loss_verdict}\n{peak_verdict}")
-    peaks = results[0]["peak_bytes"], min(result["peak_bytes"] for result in results)
-    print(f"Peak memory: {peaks[0] / 2**20:,.0f} MiB -> {peaks[1] / 2**20:,.0f} MiB.")
+    print(f"Peak memory: {least_peaks(results)}.")
     print(f"Table:       {args.out / 'ladder.md'}, {args.out / 'ladder.json'}")
     print(f"Chart:       {args.out / 'ladder.png'}")
     print(f"Report:      {args.out / 'report.html'}")

@@ -1,4 +1,4 @@
-"""A byte-level GPT, the model that every rung trains: in plain torch, and of Headroom's blocks."""
+"""A small GPT, the model that every rung trains: in plain torch, and of Headroom's blocks."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-VOCAB = 256  # one token per byte
 
 
 @dataclass(frozen=True)
@@ -19,6 +17,7 @@ class Size:
     context: int  # tokens of one sequence
     batch: int  # sequences of one optimizer step
     lr: float
+    vocab: int = 256  # number of tokens: one per byte, or with more, one per common word as well
 
 
 SIZES = {
@@ -27,6 +26,8 @@ SIZES = {
     "medium": Size(layers=8, width=512, heads=8, context=512, batch=32, lr=1e-3),
     "large": Size(layers=24, width=1024, heads=16, context=1024, batch=32, lr=3e-4),
     "xl": Size(layers=48, width=1600, heads=25, context=1024, batch=32, lr=2e-4),
+    "words": Size(layers=2, width=128, heads=4, context=128, batch=16, lr=1e-3, vocab=16_384),
+    "words-tiny": Size(layers=2, width=32, heads=2, context=32, batch=4, lr=1e-2, vocab=600),
 }
 
 
@@ -57,11 +58,11 @@ class GPT(nn.Module):
     def __init__(self, size: Size, checkpoint_blocks: bool = False):
         super().__init__()
         self.checkpoint_blocks = checkpoint_blocks
-        self.token = nn.Embedding(VOCAB, size.width)
+        self.token = nn.Embedding(size.vocab, size.width)
         self.position = nn.Embedding(size.context, size.width)
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
-        self.head = nn.Linear(size.width, VOCAB, bias=False)
+        self.head = nn.Linear(size.width, size.vocab, bias=False)
         self.apply(self._init)
         # The residual stream sums 2 * layers branches: scaled, its variance stays the same.
         for block in self.blocks:
@@ -76,7 +77,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy in nats per byte; tokens and targets are int64 [batch, context]."""
+        """Mean cross entropy in nats per token; tokens and targets are int64 [batch, context]."""
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
         for block in self.blocks:
             if self.checkpoint_blocks and self.training:
@@ -101,11 +102,12 @@ RENAMED = {
 
 
 class HeadroomGPT(headroom.nn.Transformer):
-    """The same function of the same weights, which keeps for the backward pass what `save` says."""
+    """The same function of the same weights, which keeps for the backward pass what `save` says,
+    and makes no logits if the loss is fused with the head."""
 
-    def __init__(self, size: Size, save: str):
+    def __init__(self, size: Size, save: str, fused_loss: bool = False):
         config = headroom.nn.TransformerConfig(
-            vocab_size=VOCAB,
+            vocab_size=size.vocab,
             hidden_size=size.width,
             layers=size.layers,
             heads=size.heads,
@@ -123,9 +125,12 @@ class HeadroomGPT(headroom.nn.Transformer):
         super().__init__(config, save=save, device="meta")  # the weights come from the other model
         weights = GPT(size).state_dict()
         self.load_state_dict({renamed(name): weights[name] for name in weights}, assign=True)
+        self.fused_loss = fused_loss
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """As that of GPT. The gradient of the logits takes their place in memory."""
+        if self.fused_loss:  # the targets are those of their own places
+            return super().forward(tokens, labels=targets, loss_options={"shift": False})
         logits = super().forward(tokens)
         in_place = torch.is_grad_enabled()
         return headroom.functional.cross_entropy(logits, targets, inplace_backward=in_place)

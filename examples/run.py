@@ -1,7 +1,6 @@
 """A training run: model, optimizer and history, one step after the other, saved and resumed."""
 
 import copy
-import math
 import time
 from importlib import import_module
 from pathlib import Path
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor
 
 import data
+from data import Text
 from model import GPT, HeadroomGPT, Size
 from rungs import Rung
 
-BITS_PER_NAT = 1 / math.log(2)
 WARMUP_STEPS = 20
 HELD_OUT_WINDOWS = 64
 HISTORY = ("losses", "seconds", "peak_bytes")  # what a run remembers of its steps
@@ -28,7 +27,9 @@ def model_of(rung: Rung, size: Size) -> GPT | HeadroomGPT:
     dtype = getattr(torch, rung.weights)
     if rung.save is None:
         return headroom.cast_model(GPT(size, checkpoint_blocks=rung.checkpoint), dtype)
-    return HeadroomGPT(size, rung.save).to(dtype)  # its norms compute in float32 in any case
+    return HeadroomGPT(size, rung.save, rung.fused_loss).to(
+        dtype
+    )  # its norms compute in float32 in any case
 
 
 def optimizer_of(rung: Rung, size: Size, model: GPT | HeadroomGPT) -> torch.optim.Optimizer:
@@ -66,7 +67,7 @@ class Run:
         lr = self.rung.lr_factor * self.size.lr
         return lr * min(step / WARMUP_STEPS, (WARMUP_STEPS / step) ** 0.5)
 
-    def micro_batches(self, text: Tensor, step: int) -> list[tuple[Tensor, Tensor]]:
+    def micro_batches(self, text: Text, step: int) -> list[tuple[Tensor, Tensor]]:
         pair = data.batch(text, self.seed, step, self.size.batch, self.size.context)
         return list(zip(*(t.to(self.device).chunk(self.accumulate) for t in pair)))
 
@@ -82,12 +83,14 @@ class Run:
             self.scaler.scale(loss / self.accumulate).backward()
         return part
 
-    def step(self, text: Tensor) -> None:
+    def step(self, text: Text) -> None:
         start = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
-        loss = self.train_on(self.micro_batches(text, len(self.losses)))
-        self.losses.append(loss.item() * BITS_PER_NAT)
+        micro_batches = self.micro_batches(text, len(self.losses))
+        loss = self.train_on(micro_batches).item()
+        targets = torch.cat([targets for _, targets in micro_batches])
+        self.losses.append(text.bits_per_byte(loss, targets))
         self.seconds.append(time.perf_counter() - start)
 
     def train_on(self, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -100,17 +103,17 @@ class Run:
         return loss
 
     @torch.no_grad()
-    def held_out_loss(self, text: Tensor) -> float:
+    def held_out_loss(self, text: Text) -> float:
         """Bits per byte on held-out text, in float32 on every rung: only the training differs."""
         model = headroom.cast_model(copy.deepcopy(self.model), torch.float32).eval()
         if self.rung.options.get("master"):  # evaluate with all the bits that are trained
             model.load_state_dict(headroom.optim.master_weights(self.optimizer, self.model))
-        windows = data.held_out(text, HELD_OUT_WINDOWS, self.size.context)
-        pairs = zip(*(t.to(self.device).split(4) for t in windows))
+        tokens, targets = data.held_out(text, HELD_OUT_WINDOWS, self.size.context)
+        pairs = zip(*(t.to(self.device).split(4) for t in (tokens, targets)))
         losses = [model(*pair).item() for pair in pairs]
-        return sum(losses) / len(losses) * BITS_PER_NAT
+        return text.bits_per_byte(sum(losses) / len(losses), targets)
 
-    def gradients_of_l0(self, text: Tensor) -> bool | None:
+    def gradients_of_l0(self, text: Text) -> bool | None:
         """Whether the gradients of a micro-batch have the bits that they have where blocks keep
         everything; None for a model without a level, or without gradients after backward."""
         if self.rung.save is None or self.rung.release:
@@ -123,7 +126,7 @@ class Run:
             self.optimizer.zero_grad()
         return all(map(torch.equal, *gradients))
 
-    def count_bytes(self, text: Tensor) -> headroom.memory.Timeline:
+    def count_bytes(self, text: Text) -> headroom.memory.Timeline:
         """Trains one more step, and returns every allocation in it."""
         micro_batches = self.micro_batches(text, 0)
         with headroom.memory.track(self.model, self.optimizer, batch=micro_batches) as tracked:

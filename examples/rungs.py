@@ -14,6 +14,7 @@ class Rung:
     options: dict = field(default_factory=lambda: BETAS)  # beside those that every rung has
     lr_factor: float = 1.0  # times the learning rate of the size
     save: str | None = None  # the model of Headroom's blocks, and their level; None: plain torch
+    fused_loss: bool = False  # Headroom's blocks: compute the loss without the logits
     accumulate: int = 1  # micro-batches per optimizer step; the tokens of a step stay the same
     checkpoint: bool = False  # plain torch: recompute each block from its input, by torch
     autocast: str | None = None  # matrix products in this dtype
@@ -24,6 +25,7 @@ class Rung:
     sum_in_f32: bool = False  # add micro-batches' gradients up in float32, whatever their dtype
     tolerance: float | None = 0.0  # allowed distance from the first rung's held-out loss, in bits
     # per byte; None where the training itself differs, so that the loss is shown but not judged
+    size: str | None = None  # the size that this rung trains, whatever the command line says
     same_bits: str | None = None  # rungs with the same name here have the same losses to the bit
 
 
@@ -115,6 +117,17 @@ summed_in_f32 = replace(
     sum_in_f32=True,
     tolerance=None,
 )
+# A vocabulary of words, whose logits take most of the memory.
+words = replace(torch_adamw, key="words", title="torch alone, words as tokens", size="words")
+words_loss = replace(
+    words,
+    key="words-loss",
+    title="+ Headroom's AdamW, its blocks, fused loss",
+    optimizer="headroom.optim.AdamW",
+    save="L1",
+    fused_loss=True,
+    tolerance=F32,
+)
 
 LADDER = (
     torch_adamw,
@@ -133,9 +146,27 @@ LADDER = (
     fp16_scaled,
     clipped,
     summed_in_f32,
+    words,
+    words_loss,
 )
 RUNGS = {rung.key: rung for rung in LADDER}
-STORY = ("torch", "L1", "L2", "L5", "everything", "checkpoint")  # what the demo shows by default
+# What the demo shows by default.
+STORY = ("torch", "L1", "L2", "L5", "everything", "checkpoint", "words", "words-loss")
+
+
+def size_of(rung: Rung, size: str) -> str:
+    """Returns the name of the size that a rung trains where the command line asks for `size`. A
+    size that belongs to a rung has a tiny one beside it."""
+    if rung.size is None:
+        return size
+    return f"{rung.size}-tiny" if size.endswith("tiny") else rung.size
+
+
+def firsts(results: Sequence[dict]) -> list[dict]:
+    """Returns for each result of a rung the one that it is compared with: the first of its size,
+    which also decides what the tokens are."""
+    first: dict[str, dict] = {}
+    return [first.setdefault(result["size"], result) for result in results]
 
 
 def chosen(keys: Sequence[str]) -> list[Rung]:

@@ -1,4 +1,4 @@
-"""Trains a byte-level GPT on one rung of the memory ladder.
+"""Trains a small GPT on one rung of the memory ladder.
 
     python examples/train.py --rung headroom --steps 200 --out runs/mine
 
@@ -23,7 +23,7 @@ import data
 from model import SIZES
 from peak import PeakMemory
 from run import Run, predict
-from rungs import RUNGS, Rung
+from rungs import RUNGS, Rung, size_of
 
 HELD = ("parameters", "master_weights", "optimizer_state", "gradients")  # for each parameter
 
@@ -47,10 +47,11 @@ def train(
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # slow, and nothing here reads it
+    size = size_of(rung, size)
     place, shape = torch.device(device), SIZES[size]
-    text, unseen = data.load(path, shape.context)
+    text, unseen = data.load(path, shape.context, shape.vocab)
     identity = asdict(rung) | {"size": size, "seed": seed, "device": place.type}
-    identity["text"] = f"{len(text)} bytes, crc32 {zlib.crc32(text.numpy()):08x}"
+    identity["text"] = f"{len(text.tokens)} tokens, crc32 {zlib.crc32(text.tokens.numpy()):08x}"
 
     # One step to throw away: what libraries load, compile and cache once per process is not counted
     # as memory of the training.
@@ -92,6 +93,7 @@ def train(
         "steps": steps,
         "batch": shape.batch,
         "context": shape.context,
+        "vocab": shape.vocab,
         "model_parameters": numel,
         "held_out_bits_per_byte": held_out_loss,
         "tokens_per_second": tokens / median(run.seconds),

@@ -22,7 +22,8 @@ def is_ladder(value: Mapping[str, Any]) -> bool:
 
 
 def described(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a report shows of a ladder.
+    """Returns what a report shows of a ladder. A rung is compared with the first of its size, which
+    is ``first_peak_bytes``; the least peak is that of the size of the first rung.
 
     Raises:
         ValueError: a rung has no title, bytes or peak, or they are not what they should be.
@@ -31,17 +32,26 @@ def described(value: Mapping[str, Any]) -> dict[str, Any]:
     if not 1 <= len(found) <= RUNGS:
         raise ValueError(f"it has {len(found)} rungs, wanted 1 to {RUNGS}")
     rungs = [_rung(rung) for rung in found]
-    first = rungs[0]["peak_bytes"]
-    least = min(rung["peak_bytes"] for rung in rungs)
+    sizes = [_size(rung) for rung in found]
+    first: dict[str | None, float] = {}
+    for rung, size in zip(rungs, sizes):
+        rung["first_peak_bytes"] = first.setdefault(size, rung["peak_bytes"])
+    least = min(rung["peak_bytes"] for rung, size in zip(rungs, sizes) if size == sizes[0])
     kinds = list(dict.fromkeys(kind for rung in rungs for kind in rung["bytes"]))
     return {
         "summary": {
             "rungs": rungs,
-            "first_peak_bytes": first,
+            "first_peak_bytes": rungs[0]["peak_bytes"],
             "least_peak_bytes": least,
         },
         "colors": {kind: color_of(kind) for kind in kinds},
     }
+
+
+def _size(rung: Mapping[str, Any]) -> str | None:
+    """Returns the name of what a rung trains, if it says so."""
+    size = rung.get("size")
+    return None if size is None else text(size, "the size of a rung")
 
 
 def _rung(rung: Any) -> dict[str, Any]:

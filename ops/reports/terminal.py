@@ -135,7 +135,7 @@ def _ladder(content: dict[str, Any], top: int) -> list[Pieces]:
     most = max(max(rung["peak_bytes"], sum(rung["bytes"].values())) for rung in rungs) or 1
     lines: list[Pieces] = []
     for rung in rungs:
-        share = rung["peak_bytes"] / max(1, rungs[0]["peak_bytes"])
+        share = rung["peak_bytes"] / max(1, rung["first_peak_bytes"])
         line: Pieces = [
             (f"{rung['title'][:36]:<37}{format_bytes(rung['peak_bytes']):>10}{share:>7.0%}  ", None)
         ]

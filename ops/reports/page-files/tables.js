@@ -140,7 +140,7 @@ function ladderSection(content) {
         el("tr", null, el("td"), el("td", null, "measured peak"), cell(bytes(rung.peak_bytes), "n")))),
       onpointerleave: hideTip,
     }, cell(rung.title, "who"), el("td", { className: "bars" }, bar), cell(bytes(rung.peak_bytes), "n"),
-    cell(percent(rung.peak_bytes, rungs[0].peak_bytes), "n"),
+    cell(percent(rung.peak_bytes, rung.first_peak_bytes), "n"),
     predicted ? cell(rung.predicted_peak_bytes === undefined ? "" : bytes(rung.predicted_peak_bytes), "n") : null,
     number("bytes_per_parameter", 1), number("held_out_bits_per_byte", 4), number("tokens_per_second", 0));
   });

@@ -19,12 +19,13 @@ from headroom.state.tree import decode
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import chart  # noqa: E402
 import convergence  # noqa: E402
 import data  # noqa: E402
 import ladder  # noqa: E402
 from model import GPT, SIZES, HeadroomGPT, Size, renamed  # noqa: E402
 from run import Run  # noqa: E402
-from rungs import BETAS, RUNGS, chosen  # noqa: E402
+from rungs import BETAS, RUNGS, chosen, size_of  # noqa: E402
 from train import train  # noqa: E402
 
 
@@ -84,7 +85,8 @@ def test_every_rung_trains_and_counts(rung, whole):
     assert 0 < result["held_out_bits_per_byte"] < 10
     assert result["tokens_per_second"] > 0 and result["process_peak_bytes"] > 0
     used, counted = RUNGS[rung], result["most_bytes"]
-    shapes = {name: p.shape for name, p in GPT(SIZES["tiny"]).named_parameters()}
+    size = SIZES[size_of(used, "tiny")]
+    shapes = {name: p.shape for name, p in GPT(size).named_parameters()}
     in_f32 = dict.fromkeys(shapes, used.weights == "float32")
     if used.save is None:
         in_f32 |= dict.fromkeys((name for name in shapes if "norm" in name), True)
@@ -115,6 +117,8 @@ def test_rungs_reach_the_same_loss_and_save_less(whole):
     passed, verdict = ladder.same_loss(list(results.values()))
     assert passed, verdict
     assert verdict.count("same bits as L0") == 3  # L1, L2 and L5
+    for result in [results.pop(rung) for rung in ("words", "words-loss")]:
+        assert result["losses"] == pytest.approx(whole("words")[1]["losses"], abs=1e-4)
     del results["adafactor"]  # which is another training
     for result in results.values():  # AdamW would hide a wrong scale of the loss from the above
         assert result["losses"] == pytest.approx(results["torch"]["losses"], abs=0.02)
@@ -309,7 +313,7 @@ def test_data_is_split_by_file_and_repeats(tmp_path):
         (tmp_path / f"{i}.txt").write_bytes(bytes([i + 1]) * 100)
     (tmp_path / "binary").write_bytes(b"\0\1" * 100)
     train_text, test_text = data.load(str(tmp_path), 16)
-    sides = [set(t.tolist()) - {ord("\n")} for t in (train_text, test_text)]
+    sides = [set(t.tokens.tolist()) - {ord("\n")} for t in (train_text, test_text)]
     assert len(sides[0] - {ord("\n")}) == 37 and len(sides[1]) == 2  # file 9 is all line ends
     assert not sides[0] & sides[1]
     first, again = (data.batch(train_text, 0, 7, 4, 16) for _ in range(2))
@@ -322,12 +326,12 @@ def test_data_from_one_file_and_from_none(tmp_path):
     file = tmp_path / "text"
     file.write_bytes(bytes(range(200)) * 10)
     train_text, test_text = data.load(str(file), 16)
-    assert len(train_text) == 1900 and len(test_text) == 100
+    assert len(train_text.tokens) == 1900 and len(test_text.tokens) == 100
     library, held_out = data.load(None, 256)
-    assert len(library) > 1 << 20 and len(held_out) > 1 << 14
+    assert len(library.tokens) > 1 << 20 and len(held_out.tokens) > 1 << 14
     with pytest.raises(FileNotFoundError, match="no such file"):
         data.load(str(tmp_path / "absent"), 16)
-    with pytest.raises(ValueError, match="100 bytes of held-out text, but one sequence needs 257"):
+    with pytest.raises(ValueError, match="100 tokens of held-out text, but one sequence needs 257"):
         data.load(str(file), 256)
 
 
@@ -335,6 +339,8 @@ def report(title, loss, tolerance=0.01, **others):
     kinds = ("parameters", "optimizer_state", "gradients", "activations")
     return asdict(RUNGS.get(title, RUNGS["torch"])) | {
         "title": title,
+        "size": "tiny",
+        "vocab": 256,
         "losses": [8.0, 7.0],
         "gradients_of_L0": None,
         "held_out_bits_per_byte": loss,
@@ -381,6 +387,45 @@ def test_ladder_fails_when_a_rung_reaches_another_loss(loss, tmp_path, monkeypat
 
 def test_ladder_fails_when_the_first_rung_diverged():
     assert not ladder.same_loss([report("torch", float("nan"))])[0]
+
+
+def test_a_rung_is_compared_with_the_first_of_its_size():
+    """The second of two words rungs reaches the loss of the first, far from that of bytes."""
+    sized = {"size": "words-tiny", "vocab": 600}
+    results = [
+        report("torch", 5.0),
+        report("L5", 5.0, peak_bytes=4 << 20),
+        report("words", 3.0, peak_bytes=20 << 20, **sized),
+        report("words-loss", 3.005, peak_bytes=5 << 20, **sized),
+    ]
+    passed, verdict = ladder.same_loss(results)
+    assert passed and "torch, 5.0000 bits per byte, and of words, 3.0000" in verdict
+    for bad, loss in ((2, math.nan), (3, 3.02), (3, 5.0)):
+        changed = [dict(result) for result in results]
+        changed[bad]["held_out_bits_per_byte"] = loss
+        assert not ladder.same_loss(changed)[0]
+    assert chart.shares(results) == [1, 0.4, 1, 0.25]
+    assert ladder.least_peaks(results) == "torch 10 MiB -> 4 MiB; words 20 MiB -> 5 MiB"
+    assert chart.shares(results[3:]) == [1]
+
+
+def test_the_chart_has_a_panel_for_each_size(tmp_path, monkeypatch):
+    figures, close = [], chart.plt.close
+    monkeypatch.setattr(chart.plt, "close", figures.append)
+    sized = {"size": "words-tiny", "vocab": 600}
+    results = [report("torch", 5.0), report("L5", 5.0, peak_bytes=4 << 20)]
+    results += [report("words", 3.0, peak_bytes=40 << 20, **sized)]
+    for some in (results, results[:2], results[2:]):
+        chart.draw(some, tmp_path / "chart.png")
+    wide = [[axes.get_xlim()[1] for axes in figure.axes] for figure in figures]
+    assert wide == [pytest.approx([10.4, 41.6]), [pytest.approx(10.4)], [pytest.approx(41.6)]]
+    texts = [[text.get_text() for text in axes.texts] for axes in figures[0].axes]
+    assert texts[0].count("100%") == 1 and "40%" in texts[0] and "100%" in texts[1]
+    assert any("2 steps of 4 x 32 words (vocabulary: 600)" in text for text in texts[1])
+    top = [text.get_text() for text in figures[2].texts]
+    assert any("words (vocabulary: 600)" in text for text in top)
+    for figure in figures:
+        close(figure)
 
 
 def test_ladder_fails_where_levels_differ_in_a_bit():

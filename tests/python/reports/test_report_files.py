@@ -111,6 +111,7 @@ def test_plans_with_one_value_changed(name, tmp_path, capsys):
         (("rungs", 1, "bytes"), [], "a rung has no bytes by kind"),
         (("rungs", 1, "bytes", "gradients"), -1, "bytes is -1"),
         (("rungs", 1, "title"), {}, "the title of a rung is a dict"),
+        (("rungs", 1, "size"), 5, "the size of a rung is a int"),
         (("rungs", 1, "tokens_per_second"), True, "tokens_per_second of a rung is True"),
     ],
 )
@@ -205,6 +206,21 @@ def test_the_loss_of_a_rung_that_diverged_is_not_shown(tmp_path):
     rungs = read(tmp_path / "ladder.json")[0].summary["rungs"]
     assert "held_out_bits_per_byte" in rungs[1]
     assert "held_out_bits_per_byte" not in rungs[2]
+
+
+def test_a_rung_is_compared_with_the_first_of_its_size(tmp_path, capsys):
+    ladder = report_files.ladder()
+    for rung in ladder["rungs"][2:]:
+        rung["size"] = "another"
+    (tmp_path / "ladder.json").write_text(json.dumps(ladder))
+    part = read(tmp_path / "ladder.json")[0]
+    peaks = [rung["peak_bytes"] for rung in ladder["rungs"]]
+    firsts = [rung["first_peak_bytes"] for rung in part.summary["rungs"]]
+    assert firsts == [peaks[0], peaks[0], peaks[2], peaks[2]]
+    assert part.summary["least_peak_bytes"] == peaks[1]
+    terminal.show([part])
+    shares = [line.split()[4] for line in capsys.readouterr().out.splitlines() if "rung " in line]
+    assert shares == ["100%", "50%", "100%", "50%"]
 
 
 def test_several_devices_and_a_note_on_what_is_missing(tmp_path):
