@@ -6,6 +6,7 @@ each.
 
 from . import (
     linear_cross_entropy,  # noqa: F401  (an op that headroom.loss offers)
+    linear_divergence,  # noqa: F401  (an op that headroom.loss offers)
     mlp,  # noqa: F401  (an op that headroom.nn offers)
 )
 from .accumulate import accumulate_

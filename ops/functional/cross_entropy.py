@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._core.registration import FLOATS, complete, differentiable, refuse_derivative, require
+from .over_logits import check_float32, logits_gradient, refuse_leaf
 
 __all__ = ["cross_entropy"]
 
@@ -80,12 +81,8 @@ def cross_entropy(
             f"target has dtype {target.dtype}: probabilities of classes are not supported, use "
             "torch.nn.functional.cross_entropy"
         )
-    base = logits if logits._base is None else logits._base
-    if inplace_backward and base.is_leaf and base.requires_grad:
-        raise ValueError(
-            "inplace_backward=True would write the gradient over logits, which is a leaf that "
-            "requires grad, or a view of one; leave it out"
-        )
+    if inplace_backward:
+        refuse_leaf(logits, "logits")
     if weight is not None:
         if weight.requires_grad:
             raise RuntimeError("weight requires grad, but gets no gradient; detach it")
@@ -153,12 +150,7 @@ def _fake_cross_entropy(
 
 def _check_backward(dloss, logits, target, weight, lse, lse_low, factors, *_) -> None:
     _check(logits, target, weight)
-    given = {"dloss": dloss, "lse": lse, "lse_low": lse_low, "factors": factors}
-    for name, tensor in given.items():
-        require(
-            tensor.dtype == torch.float32 and tensor.device == logits.device,
-            f"{name} is {tensor.dtype} on {tensor.device}, wanted float32 on {logits.device}",
-        )
+    check_float32(logits.device, dloss=dloss, lse=lse, lse_low=lse_low, factors=factors)
 
 
 def _fake_backward(*arguments):
@@ -186,21 +178,9 @@ def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 
 
 def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple:
-    if ctx.is_spent:
-        raise RuntimeError(
-            "a second backward of cross_entropy with inplace_backward=True: the "
-            "first wrote the gradient over the logits; use inplace_backward=False"
-        )
-    grad = None
-    if dloss is not None and ctx.needs_input_grad[0]:
-        logits, *others = ctx.saved_tensors
-        arguments = (dloss, logits, *others, ctx.ignore_index, *ctx.numbers)
-        if ctx.in_place:
-            ctx.is_spent = True
-            torch.ops.headroom.cross_entropy_backward_(*arguments)
-            grad = logits.detach()
-        else:
-            grad = torch.ops.headroom.cross_entropy_backward(*arguments)
+    grad = logits_gradient(
+        ctx, dloss, "cross_entropy", ctx.ignore_index, *ctx.numbers, takes_grad=False
+    )
     return (grad, *(None,) * 9)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._core.registration import FLOATS, complete, differentiable, refuse_derivative, require
+from .over_logits import check_float32, logits_gradient, refuse_leaf
 
 __all__ = ["beta_of", "divergence", "ignored_rows", "reduced"]
 
@@ -68,6 +69,7 @@ def divergence(
     Raises:
         ValueError: ``divergence`` or ``reduction`` is none of those above, ``target`` and ``mask``
             are both given, or ``inplace_backward`` is asked of a leaf.
+        TypeError: ``ignore_index`` is no integer.
         RuntimeError: another argument does not fit, or the teacher requires grad.
 
     The formula and its sources are documented at ``hr_divergence_forward`` in ``headroom.h``.
@@ -80,12 +82,8 @@ def divergence(
             "teacher requires grad, but gets no gradient; compute it under torch.no_grad(), or "
             "detach it"
         )
-    base = student if student._base is None else student._base
-    if inplace_backward and base.is_leaf and base.requires_grad:
-        raise ValueError(
-            "inplace_backward=True would write the gradient over student, which is a leaf that "
-            "requires grad, or a view of one; leave it out"
-        )
+    if inplace_backward:
+        refuse_leaf(student, "student")
     if student.shape != teacher.shape:
         raise RuntimeError(
             f"student is {[*student.shape]}, but teacher is {[*teacher.shape]}: both need the same "
@@ -132,6 +130,8 @@ def ignored_rows(
         return ~mask
     if given.is_floating_point() or given.dtype == torch.bool:
         raise RuntimeError(f"target has dtype {given.dtype}, wanted integers; give masks as mask=")
+    if not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index is {ignore_index!r}, wanted an integer; use mask= instead")
     return given == ignore_index
 
 
@@ -188,11 +188,7 @@ def _fake_divergence(student, teacher, ignored, beta, temperature, in_place):
 
 def _check_backward(dloss, student, teacher, ignored, statistics) -> None:
     _check(student, teacher, ignored)
-    for name, tensor in {"dloss": dloss, "statistics": statistics}.items():
-        require(
-            tensor.dtype == torch.float32 and tensor.device == student.device,
-            f"{name} is {tensor.dtype} on {tensor.device}, wanted float32 on {student.device}",
-        )
+    check_float32(student.device, dloss=dloss, statistics=statistics)
 
 
 def _fake_backward(dloss, student, teacher, ignored, statistics, beta, temperature):
@@ -221,21 +217,7 @@ def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 
 def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple:
-    if ctx.is_spent:
-        raise RuntimeError(
-            "a second backward of divergence with inplace_backward=True: the first wrote the "
-            "gradient over the logits; use inplace_backward=False"
-        )
-    grad = None
-    if dloss is not None and ctx.needs_input_grad[0]:
-        student, *others = ctx.saved_tensors
-        arguments = (dloss, student, *others, *ctx.numbers)
-        if ctx.in_place:
-            ctx.is_spent = True
-            torch.ops.headroom.divergence_backward_(*arguments, student)
-            grad = student.detach()
-        else:
-            grad = torch.ops.headroom.divergence_backward(*arguments)
+    grad = logits_gradient(ctx, dloss, "divergence", *ctx.numbers, takes_grad=True)
     return (grad, *(None,) * 5)
 
 

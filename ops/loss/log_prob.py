@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +10,12 @@ from torch import Tensor
 from .linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["linear_log_prob"]
+
+# Options of the loss after which it would be no log-probability, or which are set here.
+_OTHERS = {
+    *("class_weight", "token_weight", "reduction", "denominator", "label_smoothing"),
+    *("logit_scale", "z_loss", "empty", "stats"),
+}
 
 
 def linear_log_prob(
@@ -46,11 +53,17 @@ def linear_log_prob(
         float32 ``[...]``, or a tuple of it and the entropy.
 
     Raises:
-        ValueError: ``temperature`` is not positive.
+        ValueError: ``temperature`` is not positive and finite.
+        TypeError: an option would change the loss.
         RuntimeError, ValueError: as :func:`headroom.linear_cross_entropy`.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}, wanted more than 0")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature is {temperature}, wanted a finite number more than 0")
+    if refused := _OTHERS & options.keys():
+        raise TypeError(
+            f"linear_log_prob takes no {', '.join(sorted(refused))}, which would change what it "
+            "returns; multiply the log-probabilities, or call linear_cross_entropy"
+        )
     found: Any = linear_cross_entropy(
         hidden,
         weight,

@@ -14,6 +14,7 @@ from .._core.dtensor import first_row
 from .._core.rows import autocast_dtype
 from ..functional.cross_entropy import REDUCTIONS
 from ..functional.linear_cross_entropy import Options, call, gradients
+from .linear_cross_entropy import _vector
 
 __all__ = ["parallel_linear_cross_entropy"]
 
@@ -88,6 +89,12 @@ def parallel_linear_cross_entropy(
         raise ValueError(f"empty is {empty!r}, wanted nan or zero")
     if isinstance(stats, str) or any(name not in STATS for name in stats):
         raise ValueError(f"stats is {stats!r}, wanted a list of names among {', '.join(STATS)}")
+    if reduction == "none" and denominator is not None:
+        raise ValueError(
+            "denominator is given, but reduction is 'none'; divide the losses yourself"
+        )
+    class_weight = _vector(class_weight, "class_weight")
+    token_weight = _vector(token_weight, "token_weight")
     if isinstance(weight, DTensor):
         _check_placement("weight", weight)
         group = weight.device_mesh.get_group() if group is None else group
@@ -127,14 +134,24 @@ def parallel_linear_cross_entropy(
             f"target has shape {tuple(target.shape)}, wanted that of hidden without the last "
             f"dimension, {tuple(hidden.shape[:-1])}"
         )
+    if token_weight is not None and token_weight.shape != target.shape:
+        raise RuntimeError(
+            f"token_weight has shape {tuple(token_weight.shape)}, wanted that of target, "
+            f"{tuple(target.shape)}"
+        )
     dtype = autocast_dtype(hidden.device.type)
     if dtype is not None:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     if denominator is not None:
         denominator = torch.as_tensor(denominator, dtype=torch.float32, device=hidden.device)
-    factors = (None if x is None else x.detach().float() for x in (class_weight, token_weight))
-    fixed = (target, *factors, denominator)
+        if denominator.numel() != 1:
+            raise RuntimeError(
+                f"denominator has shape {tuple(denominator.shape)}, wanted a number or a tensor of "
+                "one element"
+            )
+        denominator = denominator.detach().reshape(())
+    fixed = (target, class_weight, token_weight, denominator)
     how = _How(group, reduction, empty, numbers)
     loss, *rows = _Parallel.apply(hidden, weight, bias, fixed, how)
     return (loss, {name: rows[STATS.index(name)] for name in stats}) if stats else loss

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from .probe import scratch
 
-__all__ = ["entry", "inside"]
+__all__ = ["BODIES", "entry", "inside"]
 
 Sizes = list[tuple[int, str]]
 Entry = Callable[[Sequence[Any], dict[str, Any], str], Sizes]
 _TABLE: dict[str, Entry] = {}
+# Of operations that are made of others in Python: that code, whose operations are recorded instead.
+BODIES: dict[str, Callable[..., Any]] = {}
 
 
 def inside(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
@@ -35,13 +37,16 @@ def inside(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: str) 
 
 _CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward"}
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"} | {
+    "headroom::gemm",
+    "headroom::gemm_",
     "headroom::mlp_block",  # whose products are torch's, with the scratch memory of those
     "headroom::mlp_block_backward",
 }
 
 
 def _is_narrow(args: Sequence[Any]) -> bool:
-    return args[0].dtype in (torch.bfloat16, torch.float16)
+    dtypes = (arg.dtype for arg in args if isinstance(arg, Tensor))
+    return any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
 
 
 def entry(*names: str) -> Callable[[Entry], Entry]:

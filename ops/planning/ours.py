@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 
 from .._core.binaries import LIBRARY_DIR
+from ..functional import linear_cross_entropy, linear_divergence
 from ..functional.linear_cross_entropy import BIAS, HIDDEN, ROUND_EACH_CHUNK, WEIGHT
-from .inside import Sizes, entry
+from .inside import BODIES, Sizes, entry
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -178,3 +181,23 @@ def _loss_backward_in_place(args: Sequence[Any], kwargs: dict[str, Any], device:
     grads = {HIDDEN: args[23], WEIGHT: args[10] is not None, BIAS: args[11] is not None}
     wanted = sum(bit for bit, is_wanted in grads.items() if is_wanted)
     return _loss_workspace(*args[1:3], args[13:23], wanted, device, adds=True)
+
+
+def _all_rows(ignored: Tensor) -> Tensor:
+    """Returns the numbers of all rows: at most these count."""
+    ignored.flatten().logical_not()
+    return torch.arange(ignored.numel(), device=ignored.device)
+
+
+BODIES["headroom::linear_divergence"] = partial(linear_divergence.forward_of, find=_all_rows)
+BODIES["headroom::linear_divergence_scale"] = linear_divergence.scale_of
+BODIES["headroom::linear_divergence_backward"] = partial(
+    linear_divergence.backward_of, find=_all_rows
+)
+
+
+def fakes_overwritten() -> Any:
+    """Lets the loss scale gradients of fakes in place, as it does those of tensors: only these have
+    the type that it asks for."""
+    is_free, tensor = linear_cross_entropy._may_overwrite, torch.empty(0)
+    return mock.patch.object(linear_cross_entropy, "_may_overwrite", lambda grad: is_free(tensor))

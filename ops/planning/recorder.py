@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..memory.events import KINDS, Allocation, Span, Timeline
-from .inside import inside
+from .inside import BODIES, inside
 
 __all__ = ["Recorder"]
 
@@ -51,6 +51,7 @@ class Recorder(TorchDispatchMode):
         self.scalar: Callable[[Any, Tensor], Any] = lambda func, x: None
         self.is_paused = False
         self.in_attention = False
+        self._outer: str | None = None  # the operation whose parts are recorded
         self._live: dict[int, tuple[Any, int]] = {}
         self._managed: set[int] = set()  # memory that comes and goes while its tensor stays
         self._stack: list[str | None] = []
@@ -202,21 +203,15 @@ class Recorder(TorchDispatchMode):
         if func is _PUT and self.phase == "backward" and _is_called_by_engine():
             return args[0]  # index_backward puts in place, except into subclasses
         module = self._seen_in_backward if self.phase == "backward" else self.module
-        extra = inside(func, args, kwargs, self.device.type)
         name = func._schema.name
+        if name in BODIES:
+            return self._through(name, args, kwargs)
+        extra = inside(func, args, kwargs, self.device.type)
+        name = self._outer or name
         held = []
         for size, kind in extra:
-            made = Allocation(
-                len(self.allocations),
-                size,
-                self.now,
-                None,
-                kind,
-                module,
-                name,
-                self.phase,
-                self.step,
-            )
+            at = len(self.allocations)
+            made = Allocation(at, size, self.now, None, kind, module, name, self.phase, self.step)
             self.now += 1
             self.allocations.append(made)
             held.append(made)
@@ -228,6 +223,18 @@ class Recorder(TorchDispatchMode):
             made.end = self.now
         if held:
             self.now += 1
+        return result
+
+    def _through(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Records the operations that an operation is made of, under its name."""
+        self._outer, outer = name, self._outer
+        try:
+            with self:
+                result = BODIES[name](*args, **kwargs)
+        finally:
+            self._outer = outer
+        if self.has_autocast and torch.is_grad_enabled() and _needs_grad(args):
+            self.expect_metadata(result)
         return result
 
     def _is_summed_in_place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -20,13 +20,13 @@ from torch._subclasses.fake_tensor import (
 
 from .._core.surroundings import Random
 from ..memory.events import Timeline
-from . import ours  # noqa: F401  (registers what Headroom's operations allocate inside)
 from .copies import Copier, tensors_in
 from .cuda_view import Kernels, cuda_view, functions_told
 from .ddp import ReplicatedModel
 from .errors import PlanError
 from .fsdp import ShardedModel
 from .masks import masks_of
+from .ours import fakes_overwritten
 from .recorder import Recorder
 from .sharding import FSDP
 from .states import move_to_shards
@@ -55,6 +55,7 @@ def trace(setup: Setup) -> Timeline:
         run = _Traced(recorder, setup, model, optimizer, batch, loss, forward)
         stack.enter_context(_foreach_of_fakes())
         stack.enter_context(_nothing_drawn())
+        stack.enter_context(fakes_overwritten())
         stack.enter_context(masks_of(setup.batch))
         stack.enter_context(mode)
         run.prepare()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .._core.text import shortened as text_of_width
+
 __all__ = ["LONGEST", "Texts", "shortened"]
 
 LONGEST = 240  # characters of a name or a line
@@ -13,11 +15,8 @@ DEEPEST = 24  # lines of a stack
 def shortened(text: str, length: int = LONGEST) -> str:
     """Returns the text without characters that no font has, and without its middle where it is
     longer than ``length``."""
-    text = "".join(c if c.isprintable() else " " for c in text[: 4 * length])
-    if len(text) <= length:
-        return text
-    half = (length - 1) // 2
-    return text[: length - 1 - half] + "…" + text[-half:]
+    printable = "".join(c if c.isprintable() else " " for c in text[: 4 * length])
+    return text_of_width(printable, length, keep="both")
 
 
 class Texts:

@@ -10,6 +10,10 @@ KINDS = {
     "js": ("js", 0.5),
     "js 0.9": ("js", 0.9),
 }
+ENDS = {  # where the two terms of "js" all but cancel
+    "js 1e-5": ("js", 1e-5),
+    "js 1 - 1e-5": ("js", 1 - 1e-5),
+}
 
 
 def reference(student, teacher, kind, temperature=1.0):
@@ -19,6 +23,6 @@ def reference(student, teacher, kind, temperature=1.0):
         return (q.exp() * (q - p)).sum(-1)
     if kind == "reverse":
         return (p.exp() * (p - q)).sum(-1)
-    beta = KINDS[kind][1]
+    beta = (KINDS | ENDS)[kind][1]
     m = torch.logaddexp(p + math.log(1 - beta), q + math.log(beta))
     return (beta * q.exp() * (q - m) + (1 - beta) * p.exp() * (p - m)).sum(-1)

@@ -122,6 +122,12 @@ def test_a_step_of_grpo():
 
 
 def test_a_temperature_is_positive():
-    for temperature in (0.0, -1.0, float("nan")):
+    for temperature in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="temperature is"):
             headroom.linear_log_prob(*given(), temperature=temperature)
+
+
+def test_options_that_would_make_it_another_number():
+    for name, value in (("label_smoothing", 0.1), ("z_loss", 1.0), ("reduction", "sum")):
+        with pytest.raises(TypeError, match=f"linear_log_prob takes no {name}, which would"):
+            headroom.linear_log_prob(*given(), **{name: value})

@@ -154,8 +154,17 @@ def refused(rank):
         (dict(empty="none"), "empty is 'none'"),
         (dict(stats="lse"), "stats is 'lse', wanted a list"),
         (dict(first_class=3, all_classes=CLASSES), "first_class is 3 and all_classes is 53"),
+        (dict(reduction="none", denominator=3.0), "denominator is given, but reduction is 'none'"),
     ):
         with pytest.raises(ValueError, match=message):
+            parallel_linear_cross_entropy(hidden, weight, target, **options)
+    column = torch.ones(*target.shape, 1)
+    for options, message in (
+        (dict(token_weight=column), "token_weight has shape .* wanted that of target"),
+        (dict(denominator=torch.ones(2)), r"denominator has shape \(2,\), wanted a number"),
+        (dict(class_weight=torch.ones(CLASSES).requires_grad_()), "class_weight requires grad"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
             parallel_linear_cross_entropy(hidden, weight, target, **options)
     target[4] = 2 * CLASSES
     with pytest.raises(RuntimeError, match="106"):
@@ -170,6 +179,36 @@ def nothing_counts(rank):
     assert loss == 0 and all(leaf.grad is not None and not leaf.grad.any() for leaf in leaves)
     loss = parallel_linear_cross_entropy(*leaves, torch.full_like(target, -100), empty="nan")
     assert loss.isnan()
+
+
+def distilled(rank, is_biased):
+    """Heads that are sharded are gathered: what each rank's own whole heads give, averaged."""
+    hidden, weight, bias, target, _ = given()
+    teacher_hidden, teacher = hidden.flip(-1).clone(), weight.flip(0).clone()
+    leaves = [hidden * (1 + rank), weight, bias if is_biased else None]
+    leaves = [None if x is None else x.clone().requires_grad_() for x in leaves]
+
+    def loss(hidden, weight, bias, teacher):
+        return headroom.linear_distillation_loss(
+            hidden, weight, teacher_hidden, teacher, target, student_bias=bias, divergence="js"
+        )
+
+    expected = loss(*leaves, teacher)
+    expected.backward()
+    shards = [
+        None if x is None else distribute_tensor(x.detach(), mesh(), [Shard(0)]).requires_grad_()
+        for x in leaves[1:]
+    ]
+    own = leaves[0].detach().clone().requires_grad_()
+    got = loss(own, *shards, distribute_tensor(teacher, mesh(), [Shard(0)]))
+    got.backward()
+    assert_same_bits([got.detach(), own.grad], [expected.detach(), leaves[0].grad])
+    for shard, leaf in zip(shards, leaves[1:]):
+        if shard is not None:
+            dist.all_reduce(leaf.grad)
+            assert shard.grad.placements == (Shard(0),)
+            (whole_grad,) = whole([shard.grad])
+            torch.testing.assert_close(whole_grad, leaf.grad / dist.get_world_size())
 
 
 def batch(rank, ignored):
@@ -249,6 +288,11 @@ def test_dtensors(ranks):
 @pytest.mark.slow
 def test_dtensors_of_four(four):
     four(dtensors)
+
+
+@pytest.mark.parametrize("is_biased", [False, True])
+def test_distillation_of_sharded_heads(ranks, is_biased):
+    ranks(distilled, is_biased)
 
 
 def test_what_is_refused_before_anyone_waits(ranks):

@@ -1,0 +1,112 @@
+"""Plans of steps whose losses never make the logits, against what such steps allocate."""
+
+import functools
+
+import headroom
+import headroom.memory
+import pytest
+import torch
+from torch import nn
+
+TOKENS, CLASSES, HIDDEN, TEACHER = 300, 1003, 40, 56
+
+
+class Student(nn.Module):
+    def __init__(self, dtype, is_frozen, bias):
+        super().__init__()
+        self.body = nn.Linear(24, HIDDEN, dtype=dtype)
+        self.head = nn.Linear(HIDDEN, CLASSES, bias=bias, dtype=dtype)
+        self.head.requires_grad_(not is_frozen)
+        self.register_buffer("teacher", torch.randn(CLASSES, TEACHER).to(dtype))
+
+
+def compare(forward, dtype, is_frozen=False, bias=False, **options):
+    """Plans a step and runs two, and returns the plan."""
+    model = Student(dtype, is_frozen, bias)
+    batch = (
+        torch.randn(TOKENS, 24).to(dtype),
+        torch.randn(TOKENS, TEACHER).to(dtype),
+        torch.arange(TOKENS),
+    )
+    plan = headroom.plan(model, None, batch, forward=forward, **options)
+    with headroom.memory.track(model, batch=batch, stacks=False) as tracked:
+        for _ in range(2):
+            forward(model, batch).backward()
+            model.zero_grad()
+    assert plan.peak_bytes == pytest.approx(tracked.peak_bytes, rel=0.001)
+    return plan
+
+
+def distilled(model, batch, is_masked=False, **options):
+    x, teacher, target = batch
+    return headroom.linear_distillation_loss(
+        model.body(x),
+        model.head.weight,
+        teacher,
+        model.teacher,
+        target if is_masked else None,
+        student_bias=model.head.bias,
+        **options,
+    ).sum()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize(
+    "is_frozen, options",
+    (
+        (False, {"divergence": "forward_kl"}),
+        (True, {"divergence": "forward_kl", "is_masked": True}),
+        (False, {"divergence": "reverse_kl", "reduction": "none", "is_masked": True}),
+        (True, {"divergence": "js", "reduction": "none"}),
+        (False, {"divergence": "js", "reduction": "sum", "workspace": "400 KiB"}),
+    ),
+    ids=str,
+)
+def test_distillation(is_frozen, options, dtype):
+    compare(functools.partial(distilled, **options), dtype, is_frozen, bias=True)
+
+
+def test_the_chunks_of_a_plan_belong_to_the_loss():
+    plan = compare(distilled, torch.float32)
+    pitch = (CLASSES + 7) // 8 * 8
+    # 300 tokens are two chunks of 150, each with the logits of student and teacher.
+    buffers = [a for a in plan.timeline.allocations if a.bytes == 4 * 150 * pitch]
+    assert len(buffers) == 2 * 2  # of two steps
+    assert {a.op for a in buffers} == {"headroom::linear_divergence"}
+    assert {a.kind for a in buffers} == {"temporaries"}
+
+
+def test_distillation_on_a_gpu():
+    """Its chunks are longer there, and nobody looks for the tokens that count."""
+    model = Student(torch.bfloat16, False, True)
+    batch = (
+        torch.randn(2048, 24).bfloat16(),
+        torch.randn(2048, TEACHER).bfloat16(),
+        torch.arange(2048),
+    )
+    forward = functools.partial(distilled, is_masked=True)
+    plan = headroom.plan(model, None, batch, forward=forward, device="cuda")
+    pitch = (CLASSES + 7) // 8 * 8
+    buffers = [a for a in plan.timeline.allocations if a.bytes == 4 * 1024 * pitch]
+    assert len(buffers) == 2 * 2
+
+
+@pytest.mark.parametrize(
+    "dtype, is_frozen", ((torch.float32, False), (torch.bfloat16, True)), ids=str
+)
+def test_losses_of_targets(dtype, is_frozen):
+    def entropy(model, batch):
+        head = model.head
+        return headroom.linear_cross_entropy(
+            model.body(batch[0]), head.weight, batch[2], head.bias, workspace="200 KiB"
+        )
+
+    def log_prob(model, batch):
+        head = model.head
+        found = headroom.linear_log_prob(
+            model.body(batch[0]), head.weight, batch[2], head.bias, return_entropy=True
+        )
+        return found[0].sum()
+
+    for forward in (entropy, log_prob):
+        compare(forward, dtype, is_frozen, bias=True)
