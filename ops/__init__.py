@@ -7,8 +7,9 @@ models, :mod:`headroom.loss` losses that never make their logits, :mod:`headroom
 decide what they keep, :mod:`headroom.checkpointing` recomputed activations,
 :mod:`headroom.patching` the same for models that exist, :mod:`headroom.memory` where bytes go,
 :mod:`headroom.planning` where they will go, :mod:`headroom.profiling` where time goes,
-:mod:`headroom.reports` pictures of these, :mod:`headroom.state` files of a run's state, and
-:mod:`headroom.integrations` what other libraries' training loops need.
+:mod:`headroom.fitting` what takes less when memory runs out, :mod:`headroom.reports` pictures of
+these, :mod:`headroom.state` files of a run's state, and :mod:`headroom.integrations` what other
+libraries' training loops need.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ._core.lazy import lazy
 if TYPE_CHECKING:
     from . import (
         amp,
+        fitting,
         integrations,
         loss,
         memory,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     )
     from .amp.cast_model import cast_model, cast_report
     from .checkpointing import checkpoint, checkpoint_every, checkpoint_sequential
+    from .fitting import retry_on_oom
     from .grad.accumulate import GradAccumulator
     from .grad.clip import clip_grad_norm_, clip_grad_value_
     from .grad.norm import grad_norm
@@ -59,6 +62,7 @@ else:
             "clip_grad_norm_": ".grad.clip",
             "clip_grad_value_": ".grad.clip",
             "fits": ".planning",
+            "fitting": ".fitting",
             "grad": ".grad",
             "grad_norm": ".grad.norm",
             "integrations": ".integrations",
@@ -80,6 +84,7 @@ else:
             "profiling": ".profiling",
             "release_gradients": ".optim",
             "reports": ".reports",
+            "retry_on_oom": ".fitting",
             "save_state": ".state",
             "state": ".state",
             "unpatch": ".patching",
@@ -99,6 +104,7 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "fits",
+    "fitting",
     "functional",
     "get_include",
     "get_library_dir",
@@ -122,6 +128,7 @@ __all__ = [
     "profiling",
     "release_gradients",
     "reports",
+    "retry_on_oom",
     "save_state",
     "state",
     "unpatch",

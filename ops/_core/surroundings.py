@@ -1,5 +1,5 @@
 """What a function must find as it was, to compute the same again: the states of random generators,
-the settings that choose kernels, and the parameters of modules."""
+the settings that choose kernels, and the parameters and buffers of modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import is_autocast_available
 from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 
-__all__ = ["Parameters", "Random", "Settings", "is_plain"]
+__all__ = ["Buffers", "Parameters", "Random", "Settings", "is_plain"]
 
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # a fake has memory of its own, which is counted
 
@@ -123,3 +123,50 @@ class Parameters:
             if p._version != version:
                 return f"{what} is at version {p._version}, wanted version {version}"
         return None
+
+
+class Buffers:
+    """The buffers of modules as they are now, such as the running statistics of BatchNorm.
+
+    Buffers of more than ``limit`` bytes are not copied, but watched: weights that a model keeps in
+    buffers, quantized ones for instance, do not change.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module], limit: int | None = None) -> None:
+        self._seen = [
+            (
+                part,
+                name,
+                buffer,
+                _copied(buffer, limit),
+                getattr(buffer, "_version", None),
+            )
+            for module in modules
+            for part in module.modules()
+            for name, buffer in part._buffers.items()
+        ]
+
+    def lost(self) -> str | None:
+        """Returns the name of a buffer that has been changed and was not copied, or None."""
+        for part, name, buffer, copy, version in self._seen:
+            if buffer is not None and copy is None and buffer._version != version:
+                return f"buffer {name} of {type(part).__name__}"
+        return None
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Gives modules the buffers that they had, with the same bits."""
+        for part, name, buffer, copy, _ in self._seen:
+            part._buffers[name] = buffer
+            if buffer is not None and copy is not None and not _same(buffer, copy):
+                buffer.copy_(copy)
+
+
+def _copied(buffer: Tensor | None, limit: int | None) -> Tensor | None:
+    if buffer is None or limit is not None and buffer.nbytes > limit:
+        return None
+    return buffer.detach().clone()
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(torch.equal(a, b))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
@@ -17,11 +18,12 @@ from .._core.grouping import grouped
 from .._core.registration import FLOATS
 from .._core.weight_modes import NEAREST, RESIDUALS, Master, Rounding, weights_mode
 from ..functional.adafactor import is_hf
-from .adafactor_sharding import sharding_of, step_sharded
+from .adafactor_sharding import new_workspace, prepared_sharded, sharding_of
 from .adafactor_state import LINES, NAMES, RMS, float32_slot, shape_of, zero_scalar
 from .base import Optimizer
 from .options import own_arguments
 from .plan import Bucket
+from .run import Call, table_call
 from .scalars import StepScalars
 from .states import STEP, Layout
 
@@ -309,41 +311,51 @@ class Adafactor(Optimizer):
             return None
         return super()._table(bucket)
 
-    def _update(
+    def _prepared(
         self,
         group: dict[str, Any],
         bucket: Bucket,
         states: list[list[Tensor]] | Tensor,
         scalars: StepScalars,
-    ) -> None:
+    ) -> Call:
         options = self._options(group, bucket.device, scalars)
         layout, names = bucket.layout, bucket.layout.names
         if isinstance(states, Tensor):
             options |= self._weights_options(group, bucket)
-            torch.autograd.graph.increment_version(bucket.params)
-            torch.ops.headroom._adafactor_table_(
-                bucket.params[0],
-                states,
+            shape = dict(
                 factored=layout.index == FACTORED,
                 momentum="exp_avg" in names,
                 with_rms="RMS" in names,
-                **options,
+                weights_mode=options.pop("weights_mode"),
             )
-            return
+            size = torch.ops.headroom._adafactor_table_workspace(states, **shape)
+            options |= shape | {"workspace": new_workspace(size, bucket.device)}
+            return table_call(torch.ops.headroom._adafactor_table_, bucket, states, options)
         columns = dict(zip(names, states))
         row, col, variance = NAMES[self.semantics]
         lists = [bucket.params, bucket.grads]
         keys = row, col, variance, "exp_avg", "RMS", "step", layout.weights.residual
         lists += [columns.get(name, []) for name in keys]
         positions = range(len(bucket.owners))
+        calls: list[Call] = []
         for sharding, where in grouped(positions, lambda k: sharding_of(bucket.owners[k])).items():
             chosen = [[column[k] for k in where] if column else [] for column in lists]
             some = bucket._replace(owners=[bucket.owners[k] for k in where])
             more = options | self._weights_options(group, some)
-            if sharding is None:
-                torch.ops.headroom.adafactor_(*chosen, **more)
-            else:
-                step_sharded(some.owners, *sharding, chosen, more)
+            if sharding is not None:
+                calls.append(prepared_sharded(some.owners, *sharding, chosen, more))
+                continue
+            # A traced op, or one that a mode looks at, makes its workspace by itself.
+            if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
+                size = torch.ops.headroom._adafactor_workspace(chosen[0])
+                more["workspace"] = new_workspace(size, bucket.device)
+            calls.append(partial(torch.ops.headroom.adafactor_, *chosen, **more))
+
+        def call() -> None:
+            for one in calls:
+                one()
+
+        return call
 
     def _options(
         self, group: dict[str, Any], device: torch.device, scalars: StepScalars

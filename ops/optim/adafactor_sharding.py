@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from .._core.dtensor import sharded_dim
 from ..functional.adafactor import APPLY, NORM, STATES, SUMS, lines_of
+from .run import Call
 
-__all__ = ["sharding_of", "step_sharded"]
+__all__ = ["new_workspace", "prepared_sharded", "sharding_of"]
 
 ROWS, COLS, ELEMENTS = "rows", "cols", "elements"  # what a dimension of a mesh shards
 
@@ -31,22 +32,27 @@ def sharding_of(param: Tensor) -> tuple[Any, tuple[str | None, ...]] | None:
     return (param.device_mesh, tuple(roles)) if any(roles) else None
 
 
-def step_sharded(
+def new_workspace(size: int, device: torch.device) -> Tensor:
+    """Returns a workspace for the op, whose size an op has said."""
+    return torch.empty(size, dtype=torch.float64, device=device)
+
+
+def prepared_sharded(
     owners: list[Tensor],
     mesh: Any,
     roles: tuple[str | None, ...],
     lists: list[list[Tensor]],
     options: dict[str, Any],
-) -> None:
-    """Runs the phases of a step, and adds sums over the ranks between them. Their places in the
-    workspace are documented at ``hr_adafactor`` in ``headroom.h``."""
+) -> Call:
+    """Returns the call that runs the phases of a step, and adds sums over the ranks between them.
+    Their places in the workspace are documented at ``hr_adafactor`` in ``headroom.h``."""
     params = lists[0]
     wholes = []
     for owner in owners:
         rows, cols = owner.shape[-2:] if owner.dim() >= 2 else (0, 0)
         wholes += [rows * (ROWS in roles), cols * (COLS in roles), owner.numel()]
     size = torch.ops.headroom._adafactor_workspace(params, wholes)
-    workspace = torch.empty(size, dtype=torch.float64, device=params[0].device)
+    workspace = new_workspace(size, params[0].device)
     counts = [len(params)] * 2 + [0, 0, 0]
     if ROWS in roles or COLS in roles:
         counts[2] = sum(math.prod(param.shape[:-2]) for param in params)
@@ -65,12 +71,15 @@ def step_sharded(
             if role in over and sums.numel() > 0:
                 torch.distributed.all_reduce(sums, group=mesh.get_group(dim))
 
-    run(SUMS)
-    add(squared_params, ROWS, COLS, ELEMENTS)
-    add(row_sums, COLS)
-    add(col_sums, ROWS)
-    run(STATES)
-    add(row_vars, ROWS)
-    run(NORM)
-    add(squared_updates, ROWS, COLS, ELEMENTS)
-    run(APPLY)
+    def call() -> None:
+        run(SUMS)
+        add(squared_params, ROWS, COLS, ELEMENTS)
+        add(row_sums, COLS)
+        add(col_sums, ROWS)
+        run(STATES)
+        add(row_vars, ROWS)
+        run(NORM)
+        add(squared_updates, ROWS, COLS, ELEMENTS)
+        run(APPLY)
+
+    return call

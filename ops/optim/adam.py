@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -17,6 +18,7 @@ from .._core.weight_modes import NEAREST, Master, Rounding, weights_mode
 from .base import Optimizer
 from .options import own_arguments
 from .plan import Bucket
+from .run import Call, table_call
 from .scalars import StepScalars
 from .states import STEP, Layout, Slot
 
@@ -166,21 +168,20 @@ class Adam(Optimizer):
         moments = (Slot(name, dtype=dtype, loads=FLOATS) for name in names)
         return (Layout((*moments, STEP)),)
 
-    def _update(
+    def _prepared(
         self,
         group: dict[str, Any],
         bucket: Bucket,
         states: list[list[Tensor]] | Tensor,
         scalars: StepScalars,
-    ) -> None:
+    ) -> Call:
         options = self._options(group, bucket.device, scalars)
         options |= self._weights_options(group, bucket)
         if isinstance(states, Tensor):
-            torch.autograd.graph.increment_version(bucket.params)
-            torch.ops.headroom._adamw_table_(bucket.params[0], states, **options)
-            return
+            return table_call(torch.ops.headroom._adamw_table_, bucket, states, options)
         lists = dict(zip(bucket.layout.names, states))
-        torch.ops.headroom.adamw_(
+        return partial(
+            torch.ops.headroom.adamw_,
             bucket.params,
             bucket.grads,
             lists["exp_avg"],

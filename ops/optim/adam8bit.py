@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,6 +19,7 @@ from .adam import Adam
 from .block_scales import ABSMAXS, BlockScales, unpadded, zero_absmaxs
 from .options import own_arguments
 from .plan import Bucket
+from .run import Call, table_call
 from .scalars import StepScalars
 from .states import STEP, Layout, Slot
 
@@ -241,16 +243,15 @@ class Adam8bit(Adam):
                 entry[name] = scales.contiguous()
         return entry
 
-    def _update(
+    def _prepared(
         self,
         group: dict[str, Any],
         bucket: Bucket,
         states: list[list[Tensor]] | Tensor,
         scalars: StepScalars,
-    ) -> None:
+    ) -> Call:
         if bucket.layout.index != EIGHT_BIT:
-            super()._update(group, bucket, states, scalars)
-            return
+            return super()._prepared(group, bucket, states, scalars)
         options = self._options(group, bucket.device, scalars)
         options |= self._weights_options(group, bucket)
         del options["amsgrad"]
@@ -261,9 +262,7 @@ class Adam8bit(Adam):
             "seeds": self._seeds(group, bucket.owners) if is_random else None,
         }
         if isinstance(states, Tensor):
-            torch.autograd.graph.increment_version(bucket.params)
-            torch.ops.headroom._adamw8bit_table_(bucket.params[0], states, **options)
-            return
+            return table_call(torch.ops.headroom._adamw8bit_table_, bucket, states, options)
         exp_avgs, exp_avg_sqs, *residuals, absmaxs, sq_absmaxs, steps = states
         columns = bucket.params, bucket.grads, exp_avgs, exp_avg_sqs, *residuals
         lists = [list(column) for column in columns]
@@ -276,7 +275,8 @@ class Adam8bit(Adam):
                 views[k] = lists[0][k]
                 lists[0][k] = views[k].contiguous()
         params, grads, exp_avgs, exp_avg_sqs, *residuals = lists
-        torch.ops.headroom.adamw8bit_(
+        run = partial(
+            torch.ops.headroom.adamw8bit_,
             params,
             grads,
             exp_avgs,
@@ -287,8 +287,13 @@ class Adam8bit(Adam):
             residuals[0] if residuals else [],
             **options,
         )
-        for k, view in views.items():
-            view.copy_(params[k])
+
+        def call() -> None:
+            run()
+            for k, view in views.items():
+                view.copy_(params[k])
+
+        return call
 
     def _options(
         self, group: dict[str, Any], device: torch.device, scalars: StepScalars

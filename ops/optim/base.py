@@ -3,6 +3,9 @@
 A subclass declares the state of its parameters (states.py) and runs one op for the parameters of a
 group on one device (plan.py). Other parts of a step are in measuring.py, skips.py, loading.py and
 memory.py.
+
+A step makes everything that it allocates before it writes: one that runs out of memory has changed
+nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from .options import (
     keep_unique,
 )
 from .plan import Bucket, check_memory, plan_group, table_of_bucket
-from .run import fill_columns, follow, step_gathered
+from .run import Call, fill_columns, prepared, prepared_gathered
 from .scalars import StepScalars
 from .skips import SkippedSteps
 from .states import StatefulOptimizer
@@ -36,7 +39,7 @@ __all__ = ["Optimizer"]
 
 
 class Optimizer(StatefulOptimizer):
-    """Base of Headroom's optimizers. A subclass defines :meth:`_update` and the declarations of
+    """Base of Headroom's optimizers. A subclass defines :meth:`_prepared` and the declarations of
     :class:`StatefulOptimizer`."""
 
     # Tensors of one element that users and torch.amp.GradScaler set and delete. A step reads them
@@ -50,6 +53,7 @@ class Optimizer(StatefulOptimizer):
     measured_params: Sequence[Tensor] = ()
     max_consecutive_skips = 10  # skipped steps in a row before a warning
     _stalled: StalledWeights | None = None  # in the last step
+    _has_written = False  # whether the step that was begun last has written anything
     _release: Any = None  # the ReleaseHandle that steps parameters inside backward, if there is one
 
     def __init__(
@@ -67,15 +71,16 @@ class Optimizer(StatefulOptimizer):
         scaler."""
         return False
 
-    def _update(
+    def _prepared(
         self,
         group: dict[str, Any],
         bucket: Bucket,
         states: list[list[Tensor]] | Tensor,
         scalars: StepScalars,
-    ) -> None:
-        """Runs the op on a bucket. ``states`` are the lists that its layout names, or a table of
-        parameters, gradients and states."""
+    ) -> Call:
+        """Returns the call that runs the op on a bucket, after everything that it needs has been
+        made: the call allocates nothing before its last write. ``states`` are the lists that its
+        layout names, or a table of parameters, gradients and states."""
         raise NotImplementedError
 
     def _translated(
@@ -136,7 +141,8 @@ class Optimizer(StatefulOptimizer):
         Raises:
             ValueError: the groups have different ``max_grad_norm``. Nothing has been written then.
             RuntimeError: an op refuses its tensors or options. It has written nothing then, but
-                ops before it have: a group takes one op for each layout of states and device.
+                ops before it have: a group takes one op for each layout of states and device. Or
+                memory runs out: then nothing has been written.
         """
         if self._release is not None and self._release.finish(closure, max_grad_norm):
             return None
@@ -146,9 +152,9 @@ class Optimizer(StatefulOptimizer):
                 loss = closure()
         if max_grad_norm is None:
             max_grad_norm = self._max_grad_norm
-        if self._stalled is not None:
-            self._stalled.restart()
         traced = torch.compiler.is_compiling()
+        if not traced:
+            self._has_written = False
         with torch.no_grad():
             plans = [] if traced else [plan_group(self, g) for g in self.param_groups]
             if not traced:
@@ -158,19 +164,32 @@ class Optimizer(StatefulOptimizer):
             checks = self.check_finite or (self._skips_steps and self.found_inf is None)
             if max_grad_norm is not None or checks:
                 scalars = with_measured(self, scalars, max_grad_norm, plans)
-            for plan in plans:
-                follow(self, plan, scalars)
+            calls = [call for plan in plans for call in prepared(self, plan, scalars)]
             for group in self.param_groups if traced else ():
-                step_gathered(self, group, scalars)
-            self._count_step(scalars.found_inf)
+                calls += prepared_gathered(self, group, scalars)
+            count = self._prepared_count(scalars.found_inf)
+            self._run(calls)
+            self._note_skips(count())
         return loss
+
+    def _run(self, calls: list[Call]) -> None:
+        """Writes."""
+        if not torch.compiler.is_compiling():
+            self._has_written = True
+        if self._stalled is not None:
+            self._stalled.restart()
+        for call in calls:
+            call()
 
     def step_part(self, index: int, params: list[Tensor], scalars: StepScalars) -> None:
         """Steps some parameters of group ``index``, which have gradients, and no others. Measures
         nothing: skips, unscales and clips by ``scalars`` alone."""
         with torch.no_grad():
             plan = plan_group(self, self.param_groups[index] | {"params": params})
-            follow(self, plan, scalars)
+            calls = prepared(self, plan, scalars)
+            self._has_written = True
+            for call in calls:
+                call()
 
     @property
     def _scalars(self) -> StepScalars:
@@ -222,10 +241,15 @@ class Optimizer(StatefulOptimizer):
             self._skips.warn("read", words, self._name_of_culprit, stacklevel=3)
         return skipped
 
-    def _count_step(self, found_inf: Tensor | None) -> None:
+    def _prepared_count(self, found_inf: Tensor | None) -> Callable[[], list[int]]:
+        """Returns the call that counts a step, which is skipped if the flag is not 0, after
+        everything that it needs has been made."""
         if found_inf is None:
-            return
-        for skipped in self._skips.count(found_inf, self.max_consecutive_skips):
+            return list
+        return self._skips.prepared(found_inf, self.max_consecutive_skips)
+
+    def _note_skips(self, rows: list[int]) -> None:
+        for skipped in rows:
             words = f"the last {skipped:,} steps were all"
             self._skips.warn("in a row", words, self._name_of_culprit, stacklevel=5)
 

@@ -1,9 +1,10 @@
-"""Runs the op of an optimizer on the buckets of a plan, or on lists of tensors."""
+"""Prepares the op of an optimizer for the buckets of a plan, or for lists of tensors."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -16,40 +17,68 @@ from .plan import Bucket, Plan, like_param, tables_with_states
 from .scalars import StepScalars
 from .states import StatefulOptimizer
 
-__all__ = ["explained", "fill_columns", "follow", "step_gathered"]
+__all__ = ["Call", "explained", "fill_columns", "prepared", "prepared_gathered", "table_call"]
+
+Call = Callable[[], None]  # steps the parameters of a bucket
 
 
-def follow(optimizer: Any, plan: Plan, scalars: StepScalars) -> None:
-    """Steps the parameters of a plan. Makes missing states first."""
+def prepared(optimizer: Any, plan: Plan, scalars: StepScalars) -> list[Call]:
+    """Returns the calls that step the parameters of a plan. Missing states, and all else that a
+    step allocates, are made here: the calls themselves only write, so that a step that runs out of
+    memory has written nothing."""
     try:
         tables = tables_with_states(optimizer, plan)
     except (RuntimeError, NotImplementedError) as error:
         raise explained(optimizer, error, plan.params, plan.grads) from error
     if any(table is None for table in tables):
-        step_gathered(optimizer, plan.group, scalars)
-        return
-    for bucket, table in zip(plan.buckets, tables):
-        _update(optimizer, plan.group, bucket, table, scalars)
+        return prepared_gathered(optimizer, plan.group, scalars)
+    return [
+        _prepared(optimizer, plan.group, bucket, table, scalars)
+        for bucket, table in zip(plan.buckets, tables)
+    ]
 
 
-def step_gathered(optimizer: Any, group: dict[str, Any], scalars: StepScalars) -> None:
-    """Steps the parameters of a group by an op that takes lists of tensors."""
-    for bucket, states in _gathered(optimizer, group):
-        _update(optimizer, group, bucket, states, scalars)
+def prepared_gathered(optimizer: Any, group: dict[str, Any], scalars: StepScalars) -> list[Call]:
+    """Returns the calls that step the parameters of a group by ops that take lists of tensors."""
+    return [
+        _prepared(optimizer, group, bucket, states, scalars)
+        for bucket, states in _gathered(optimizer, group)
+    ]
 
 
-def _update(
+def table_call(op: Callable[..., None], bucket: Bucket, table: Tensor, options: Any) -> Call:
+    """Returns the call of an op that takes a table of a bucket."""
+
+    def call() -> None:
+        torch.autograd.graph.increment_version(bucket.params)
+        op(bucket.params[0], table, **options)
+
+    return call
+
+
+def _prepared(
     optimizer: Any,
     group: dict[str, Any],
     bucket: Bucket,
     states: list[list[Tensor]] | Tensor,
     scalars: StepScalars,
-) -> None:
+) -> Call:
     if torch.compiler.is_compiling():
-        optimizer._update(group, bucket, states, scalars)
-        return
+        return optimizer._prepared(group, bucket, states, scalars)
+    with _explaining(optimizer, bucket):
+        call = optimizer._prepared(group, bucket, states, scalars)
+
+    def explaining() -> None:
+        with _explaining(optimizer, bucket):
+            call()
+
+    return explaining
+
+
+@contextmanager
+def _explaining(optimizer: StatefulOptimizer, bucket: Bucket) -> Iterator[None]:
     try:
-        optimizer._update(group, bucket, states, scalars)
+        yield
     except (RuntimeError, NotImplementedError) as error:
         raise explained(optimizer, error, bucket.owners, bucket.grads) from error
 

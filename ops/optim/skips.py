@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.skips import LateCounts, count_step, new_counts
+from .._core.skips import LateCounts, count_step, new_counts, skip_flag
 
 __all__ = ["SkippedSteps"]
 
@@ -33,18 +33,27 @@ class SkippedSteps:
         """Returns the number of skipped steps. Waits for the device."""
         return sum(int(counts[0]) for counts in self._counts.values())
 
-    def count(self, found_inf: Tensor, limit: int) -> list[int]:
-        """Counts a step, which is skipped if ``found_inf`` is not 0. Returns the numbers of skipped
-        steps in a row that have reached the host since the last call and are ``limit`` or more."""
+    def prepared(self, found_inf: Tensor, limit: int) -> Callable[[], list[int]]:
+        """Returns the call that counts a step, which is skipped if ``found_inf`` is not 0. It
+        allocates nothing, and returns the numbers of skipped steps in a row that have reached the
+        host since the last one and are ``limit`` or more."""
         counts = self.on(found_inf.device)
-        count_step(counts, found_inf)
+        skipped = skip_flag(found_inf, counts.device)
         if torch.compiler.is_compiling():
-            return []
-        self._unseen += 1
-        if self._unseen >= limit:
-            self._unseen = 0
-            self._late.send(counts[1])
-        return [skipped for skipped in self._late.arrived() if skipped >= limit]
+            count_step(counts, skipped)
+            return list
+        is_due = self._unseen + 1 >= limit
+        row = counts[1]
+        copy = self._late.room_for(row) if is_due else None
+
+        def count() -> list[int]:
+            count_step(counts, skipped)
+            self._unseen = 0 if is_due else self._unseen + 1
+            if copy is not None:
+                self._late.send(row, copy)
+            return [skipped for skipped in self._late.arrived() if skipped >= limit]
+
+        return count
 
     def warn(
         self, occasion: str, words: str, culprit: Callable[[], str | None], stacklevel: int

@@ -137,9 +137,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         missing = [name for name in layout.names if name not in self.state.get(param, ())]
         if missing:
             refuse_in_capture(f"{', '.join(missing)} of {self._name_of(param)}")
+        made = {name: layout.slot(name).new(param) for name in missing}  # all, or none
         entry = self.state[param]
-        for name in missing:
-            entry[name] = layout.slot(name).new(param)
+        entry.update(made)
         return entry
 
     def _name_of(self, param: Tensor) -> str:

@@ -13,7 +13,9 @@ from .changes import Changes, restore
 from .losses import check_loss_options, swap_losses
 from .report import PatchReport
 
-__all__ = ["patch", "unpatch"]
+__all__ = ["patch", "patch_call", "unpatch"]
+
+CALL = "_headroom_patch_call"  # the attribute of a model that says how patch() was called
 
 
 def patch(
@@ -79,10 +81,20 @@ def patch(
         generic.swap_modules(model, options, changes, report)
         if loss_options is not None:
             swap_losses(model, loss_options, changes, report)
+        if report.changed:
+            call = {"save": dict(report.levels), "norms": norms, "glu": glu, "rope": rope}
+            call |= {"loss": loss, "checkpoint_options": checkpoint_options}
+            changes.set(model, CALL, call)
     except BaseException:
         changes.rollback()
         raise
     return report
+
+
+def patch_call(model: nn.Module) -> dict[str, Any] | None:
+    """Returns the arguments with which the model was patched last, with the level of each block
+    whose level was set, by name; or None if it is not patched."""
+    return vars(model).get(CALL)
 
 
 def unpatch(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from .file import MALFORMED, StateFile, StateFileError, shortened
 
-__all__ = ["checked_generators", "generator_states"]
+__all__ = ["checked_generators", "generator_states", "restore_generators"]
 
 
 class OtherGenerator(Exception):
@@ -33,6 +33,25 @@ def generator_states() -> dict[str, Any]:
     return states
 
 
+def restore_generators(states: dict[str, Any]) -> None:
+    """Gives the generators the states that :func:`generator_states` returned in this process."""
+    for put in _setters(states):
+        put()
+
+
+def _setters(states: dict[str, Any]) -> list[Callable[[], None]]:
+    version, words, gauss = states["python"]
+    put = [
+        functools.partial(random.setstate, (version, tuple(words.tolist()), gauss)),
+        functools.partial(torch.set_rng_state, states["torch"]),
+    ]
+    for index, state in zip(range(torch.cuda.device_count()), states.get("cuda", ())):
+        put.append(functools.partial(torch.cuda.set_rng_state, state, index))
+    if "numpy" in states and "numpy" in sys.modules:
+        put.append(functools.partial(sys.modules["numpy"].random.set_state, states["numpy"]))
+    return put
+
+
 def checked_generators(file: StateFile, states: Any) -> list[Callable[[], None]]:
     """Returns functions that restore the generators. Each state was given to a generator that
     nobody uses, so that none can fail once other things are changed."""
@@ -45,16 +64,11 @@ def checked_generators(file: StateFile, states: Any) -> list[Callable[[], None]]
         if gauss is not None and type(gauss) is not float:
             raise ValueError("Python's last normal number is not a number")
         torch.Generator().set_state(states["torch"])
-        put = [
-            functools.partial(random.setstate, python),
-            functools.partial(torch.set_rng_state, states["torch"]),
-        ]
         for index, state in zip(range(torch.cuda.device_count()), states.get("cuda", ())):
             torch.Generator(device=f"cuda:{index}").set_state(state)
-            put.append(functools.partial(torch.cuda.set_rng_state, state, index))
         if "numpy" in states and "numpy" in sys.modules:
             _check_numpy_state(states["numpy"])
-            put.append(functools.partial(sys.modules["numpy"].random.set_state, states["numpy"]))
+        put = _setters(states)
     except OtherGenerator as error:
         raise ValueError(f"{file.path}: {error}; rng=False loads the rest") from None
     except MALFORMED as error:

@@ -1,6 +1,6 @@
 // adafactor.cpp: registers headroom::adafactor_, headroom::_adafactor_table_, the fast path that
-// takes a table of addresses (describe.cpp) instead of lists of tensors, and
-// headroom::_adafactor_workspace.
+// takes a table of addresses (describe.cpp) instead of lists of tensors, and the sizes of their
+// workspaces.
 //
 // Rows and columns are the last two dimensions, so tensors that are not contiguous are copied.
 #include "torch_ext/core/members.h"
@@ -49,7 +49,7 @@ const hr_tensor_list *given(const hr_tensor_list &list)
 using Shapes = std::vector<hr_adafactor_shape>;
 
 void run(const Lists &lists, const Shapes &shapes, hr_adafactor_config config,
-         const WeightOptions &weight_options, void *workspace, size_t bytes, const View &like)
+         const WeightOptions &weight_options, const Tensor &workspace, const View &like)
 {
     const Weights weights(weight_options, lists.residuals, static_cast<size_t>(lists.params.count),
                           like);
@@ -57,7 +57,8 @@ void run(const Lists &lists, const Shapes &shapes, hr_adafactor_config config,
     const Exec exec(like);
     check(hr_adafactor(&lists.params, given(lists.row_vars), given(lists.col_vars),
                        given(lists.variances), given(lists.exp_avgs), given(lists.rmss),
-                       &lists.steps, &lists.grads, shapes.data(), &config, workspace, bytes,
+                       &lists.steps, &lists.grads, shapes.data(), &config,
+                       workspace.mutable_data_ptr(), static_cast<size_t>(workspace.numel()) * 8,
                        &exec.exec));
 }
 
@@ -115,6 +116,16 @@ void add_states(List &list, const Tensors &tensors, const View &first, Staging &
     add_row_major(list, view, staging, name, k, true);
 }
 
+// Returns the workspace of a call, which is made if the caller gives none.
+Tensor workspace_for(const Shapes &shapes, const OptionalTensor &given, const Tensor &first)
+{
+    const Tensor memory = given ? *given : workspace_of(workspace_bytes(shapes), first);
+    const View space(memory), like(first);
+    if (!space.is_with(like) || dtype_of(space.torch_dtype) != HR_F64 || !space.is_contiguous())
+        fail("workspace must be a contiguous float64 tensor on " + like.device_name());
+    return memory;
+}
+
 void adafactor_(const Tensors &params, const Tensors &grads, const Tensors &row_vars,
                 const Tensors &col_vars, const Tensors &variances, const Tensors &exp_avgs,
                 const Tensors &rmss, const Tensors &state_steps, const Tensors &residuals, bool hf,
@@ -166,73 +177,84 @@ void adafactor_(const Tensors &params, const Tensors &grads, const Tensors &row_
     config.phases = static_cast<int32_t>(phases);
     if (config.phases != HR_ADAFACTOR_ALL && !workspace)
         fail("phases is " + std::to_string(phases) + ", which needs a workspace");
-    const size_t wanted = workspace_bytes(shapes);
-    const Tensor memory = workspace ? *workspace : workspace_of(wanted, params[0]);
-    const View space(memory);
-    if (!space.is_with(first) || dtype_of(space.torch_dtype) != HR_F64 || !space.is_contiguous())
-        fail("workspace must be a contiguous float64 tensor on " + first.device_name());
+    const Tensor memory = workspace_for(shapes, workspace, params[0]);
     run({all_params.view(), all_grads.view(), states[0].view(), states[1].view(), states[2].view(),
          states[3].view(), states[4].view(), states[5].view(), steps.view()},
-        shapes, config, {weights_mode, weight_seeds, places, stalled}, space.data,
-        static_cast<size_t>(space.numel()) * 8, first);
+        shapes, config, {weights_mode, weight_seeds, places, stalled}, memory, first);
     staging.write_back();
 }
 
-// The parameters are contiguous, and all are factored or none is. The table holds params, grads,
-// variances unless factored, exp_avgs if momentum, residuals if the mode has them, row_vars and
-// col_vars if factored, rmss if with_rms, steps.
+// What a table holds: params, grads, variances unless factored, exp_avgs if momentum, residuals if
+// the mode has them, row_vars and col_vars if factored, rmss if with_rms, steps. The parameters are
+// contiguous, and all are factored or none is.
+struct TableLists {
+    Lists lists{};
+    Shapes shapes;
+    std::vector<int64_t> rows, cols; // sizes of the variances; 0 for an empty parameter
+
+    TableLists(const Tensor &table, bool factored, bool momentum, bool with_rms, bool completed)
+    {
+        check_table(table, 3 + (factored ? 2 : 1) + momentum + completed + with_rms);
+        int64_t next = 0;
+        const auto take = [&](bool wanted) {
+            return wanted ? list_of(table, next++) : hr_tensor_list{};
+        };
+        lists.params = take(true);
+        lists.grads = take(true);
+        lists.variances = take(!factored);
+        lists.exp_avgs = take(momentum);
+        lists.residuals = take(completed);
+        lists.row_vars = take(factored);
+        lists.col_vars = take(factored);
+        lists.rmss = take(with_rms);
+        lists.steps = take(true);
+        for (int64_t k = 0; k < lists.params.count; k++)
+            shapes.push_back(factored ? factored_shape(k)
+                                      : hr_adafactor_shape{1, 1, lists.params.numel[k]});
+        lists.row_vars.numel = rows.data();
+        lists.col_vars.numel = cols.data();
+    }
+
+    TableLists(const TableLists &) = delete; // the lists point to its rows and cols
+    TableLists &operator=(const TableLists &) = delete;
+
+  private:
+    // Solves for [batch, rows, cols], given batch * rows * cols, batch * rows and batch * cols.
+    hr_adafactor_shape factored_shape(int64_t k)
+    {
+        const int64_t numel = lists.params.numel[k];
+        rows.push_back(numel > 0 ? lists.row_vars.numel[k] : 0);
+        cols.push_back(numel > 0 ? lists.col_vars.numel[k] : 0);
+        const int64_t r = cols.back() ? numel / cols.back() : 0;
+        const int64_t c = rows.back() ? numel / rows.back() : 0;
+        return {numel > 0 && r * c > 0 ? numel / (r * c) : 0, r, c, 1, 0, 0, 0};
+    }
+};
+
 void adafactor_table_(const Tensor &first, const Tensor &table, bool factored, bool momentum,
                       bool with_rms, bool hf, double lr, double beta2_decay, double eps1,
                       double eps2, double clip_threshold, double weight_decay, double beta1,
                       bool scale_parameter, bool relative_step, bool warmup_init, bool maximize,
                       const OptionalTensor &lr_tensor, const OptionalTensor &grad_scale,
                       const OptionalTensor &found_inf, const OptionalTensor &clip_coef,
-                      int64_t weights_mode, const Integers &weight_seeds, const Integers &places,
+                      const OptionalTensor &workspace, int64_t weights_mode,
+                      const Integers &weight_seeds, const Integers &places,
                       const OptionalTensor &stalled)
 {
-    const bool completed = has_residuals(weights_mode);
-    check_table(table, 3 + (factored ? 2 : 1) + momentum + completed + with_rms);
-    int64_t next = 0;
-    const auto take = [&](bool wanted) {
-        return wanted ? list_of(table, next++) : hr_tensor_list{};
-    };
-    Lists lists;
-    lists.params = take(true);
-    lists.grads = take(true);
-    lists.variances = take(!factored);
-    lists.exp_avgs = take(momentum);
-    lists.residuals = take(completed);
-    lists.row_vars = take(factored);
-    lists.col_vars = take(factored);
-    lists.rmss = take(with_rms);
-    lists.steps = take(true);
-    const int64_t count = lists.params.count;
-    Shapes shapes;
-    std::vector<int64_t> rows, cols; // sizes of the variances; 0 for an empty parameter
-    for (int64_t k = 0; k < count; k++) {
-        const int64_t numel = lists.params.numel[k];
-        if (!factored) {
-            shapes.push_back({1, 1, numel, 0, 0, 0, 0});
-            continue;
-        }
-        rows.push_back(numel > 0 ? lists.row_vars.numel[k] : 0);
-        cols.push_back(numel > 0 ? lists.col_vars.numel[k] : 0);
-        // Solves for [batch, rows, cols], given batch * rows * cols, batch * rows and batch * cols.
-        const int64_t r = cols.back() ? numel / cols.back() : 0;
-        const int64_t c = rows.back() ? numel / rows.back() : 0;
-        shapes.push_back({numel > 0 && r * c > 0 ? numel / (r * c) : 0, r, c, 1, 0, 0, 0});
-    }
-    lists.row_vars.numel = rows.data();
-    lists.col_vars.numel = cols.data();
+    const TableLists given(table, factored, momentum, with_rms, has_residuals(weights_mode));
     const StepOptions step{lr, maximize, false, lr_tensor, grad_scale, found_inf, clip_coef};
     const AdafactorOptions options{
         step,         hf,    beta2_decay,     eps1,          eps2,       clip_threshold,
         weight_decay, beta1, scale_parameter, relative_step, warmup_init};
     const View like(first);
-    const size_t bytes = workspace_bytes(shapes);
-    const Tensor memory = workspace_of(bytes, first);
-    run(lists, shapes, config_of(options, like), {weights_mode, weight_seeds, places, stalled},
-        memory.mutable_data_ptr(), bytes, like);
+    const Tensor memory = workspace_for(given.shapes, workspace, first);
+    run(given.lists, given.shapes, config_of(options, like),
+        {weights_mode, weight_seeds, places, stalled}, memory, like);
+}
+
+int64_t doubles_for(const Shapes &shapes)
+{
+    return static_cast<int64_t>((workspace_bytes(shapes) + 7) / 8);
 }
 
 int64_t adafactor_workspace(const Tensors &params, const Integers &wholes)
@@ -240,7 +262,14 @@ int64_t adafactor_workspace(const Tensors &params, const Integers &wholes)
     Shapes shapes;
     for (size_t k = 0; k < params.size(); k++)
         shapes.push_back(shape_of(View(params[k]), whole_of(wholes, k, params.size())));
-    return static_cast<int64_t>((workspace_bytes(shapes) + 7) / 8);
+    return doubles_for(shapes);
+}
+
+int64_t adafactor_table_workspace(const Tensor &table, bool factored, bool momentum, bool with_rms,
+                                  int64_t weights_mode)
+{
+    return doubles_for(
+        TableLists(table, factored, momentum, with_rms, has_residuals(weights_mode)).shapes);
 }
 
 #define OPTIONS                                                                                \
@@ -259,7 +288,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
           ", int phases=15, int[]? wholes=None, Tensor(i!)? workspace=None, " HR_WEIGHT_OPTIONS
           ") -> ()");
     m.def("_adafactor_table_(Tensor(a!) first, Tensor table, *, bool factored, bool momentum, "
-          "bool with_rms, " OPTIONS ", " HR_WEIGHT_OPTIONS ") -> ()");
+          "bool with_rms, " OPTIONS ", Tensor(i!)? workspace=None, " HR_WEIGHT_OPTIONS ") -> ()");
+    m.def("_adafactor_table_workspace(Tensor table, *, bool factored, bool momentum, "
+          "bool with_rms, int weights_mode=0) -> int");
     m.def("_adafactor_workspace(Tensor[] params, int[]? wholes=None) -> int");
 }
 
@@ -267,5 +298,6 @@ HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)
 {
     m.impl("adafactor_", TORCH_BOX(&adafactor_));
     m.impl("_adafactor_table_", TORCH_BOX(&adafactor_table_));
+    m.impl("_adafactor_table_workspace", TORCH_BOX(&adafactor_table_workspace));
     m.impl("_adafactor_workspace", TORCH_BOX(&adafactor_workspace));
 }

@@ -92,6 +92,7 @@ class IntoMoments(InBackward):
         beta1, beta2 = map(float, group["betas"])
         share = -self._share if group["maximize"] else self._share
         grad = local_part(like_param(param.grad, param))
+        self.has_stepped = True
         accumulate_([local_part(entry["exp_avg"])], [grad], factor=share * (1 - beta1) / beta1)
         grad = grad.float()
         value = share * share * (1 - beta2) / beta2

@@ -123,12 +123,22 @@ class Engine:
         try:
             yield
         except BaseException:
-            for bucket in self._buckets.values():
-                for param in bucket:
-                    param.grad = None
-            self._forget()
+            self._drop()
             self._strategy.drop()
             raise
+
+    def abandon(self) -> None:
+        """Drops the gradients that wait, and begins the step anew."""
+        with self._lock:
+            self._drop()
+            self._task = -1
+            self._strategy.restart()
+
+    def _drop(self) -> None:
+        for bucket in self._buckets.values():
+            for param in bucket:
+                param.grad = None
+        self._forget()
 
     @torch.no_grad()
     def finish(self) -> bool:

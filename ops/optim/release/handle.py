@@ -152,6 +152,24 @@ class ReleaseHandle:
         if self._optimizer._release is self:
             self._optimizer._release = None
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether parameters have been stepped, or gradients added to moments, since the last
+        ``optimizer.step()``."""
+        return self._strategy.has_stepped
+
+    def abandon(self) -> None:
+        """Forgets a backward that raised before it stepped a parameter, so that it can be run
+        again. Gradients that wait are dropped.
+
+        Raises:
+            RuntimeError: a parameter has been stepped since the last ``optimizer.step()``, which
+                cannot be taken back.
+        """
+        if self.has_stepped:
+            raise RuntimeError("the backward has stepped parameters, which cannot be taken back")
+        self._engine.abandon()
+
     def __enter__(self) -> ReleaseHandle:
         return self
 

@@ -23,6 +23,7 @@ class Strategy:
     """
 
     sums_over_ranks = False
+    has_stepped = False  # whether something was written that cannot be taken back
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -42,6 +43,9 @@ class Strategy:
 
     def drop(self) -> None:
         """Forgets which parameters had gradients, after an error."""
+
+    def restart(self) -> None:
+        """Forgets everything of the step that runs, or prepares for the first."""
 
     @property
     def has_begun(self) -> bool:
@@ -64,7 +68,7 @@ class InBackward(Strategy):
         self.restart()
 
     def restart(self) -> None:
-        """Before the first gradient of a step."""
+        self.has_stepped = False
         self._seen: set[Tensor] = set()  # parameters that have a gradient in this backward
 
     @property
@@ -136,5 +140,6 @@ class InBackward(Strategy):
         scalars = self.optimizer._scalars.joined(found_inf, clip_coef)
         if grad_scale is not None:
             scalars = scalars._replace(grad_scale=grad_scale)
+        self.has_stepped = True
         for index, members in grouped(params, self.places.__getitem__).items():
             self.optimizer.step_part(index, members, scalars)

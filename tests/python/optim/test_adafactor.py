@@ -421,10 +421,12 @@ def test_the_op_on_a_table(device):
         sample(((6, 7), (4, 3, 3), (70, 90)), device=device) for _ in range(3)
     )
     others["grads"] = lists["grads"]
-    options = dict(factored=True, momentum=True, with_rms=True) | OPTIONS
+    shape = dict(factored=True, momentum=True, with_rms=True)
+    options = shape | OPTIONS
     for op, arguments, more in (  # a table lets the check write to its tensors
         ("_adafactor_table_", (checked["params"][0], table_of_sample(checked)), options),
         ("_adafactor_workspace", (checked["params"],), {}),
+        ("_adafactor_table_workspace", (table_of_sample(checked),), shape),
     ):
         torch.library.opcheck(
             getattr(torch.ops.headroom, op).default,
@@ -432,7 +434,15 @@ def test_the_op_on_a_table(device):
             more,
             test_utils=("test_schema", "test_autograd_registration"),
         )
-    torch.ops.headroom._adafactor_table_(lists["params"][0], table_of_sample(lists), **options)
+    ops, table = torch.ops.headroom, table_of_sample(lists)
+    size = ops._adafactor_table_workspace(table, **shape)
+    assert size == ops._adafactor_workspace(lists["params"])
+    for wrong in (torch.empty(size - 1, dtype=torch.float64), torch.empty(size)):
+        with pytest.raises(RuntimeError, match="workspace"):
+            workspace = wrong.to(device)
+            ops._adafactor_table_(lists["params"][0], table, workspace=workspace, **options)
+    workspace = torch.empty(size, dtype=torch.float64, device=device)
+    ops._adafactor_table_(lists["params"][0], table, workspace=workspace, **options)
     run({name: [] if name == "variances" else column for name, column in others.items()})
     for name in LISTS[:4] + LISTS[5:]:
         assert_same_bits(lists[name], others[name])

@@ -17,6 +17,7 @@ FLOORS = {
             ["patching"],
             ["planning"],
             ["profiling"],
+            ["fitting"],
             ["reports"],
             ["integrations"],
             ["cli"],
