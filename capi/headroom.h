@@ -1512,15 +1512,15 @@ typedef struct hr_divergence_config {
  *
  * A class whose probability is 0 on the side that is averaged over counts for nothing, so that minus
  * infinity masks classes in both. Probabilities below 2^-126 are 0. Elements are binary32: log p -
- * log q comes from the difference of the logits, so that close distributions have a small error, and
- * what there is one of in a row is binary64. Sums are added in an order that depends on the number of
+ * log q comes from the difference of the logits, which is divided by T last, so that close
+ * distributions have a small error at any T, and what there is one of in a row is binary64. Sums are added in an order that depends on the number of
  * classes (on CUDA also on the addresses of the rows): each device repeats itself bit for bit, for
  * any number of threads.
  *
  * loss        out: f32 [rows]; 0 for ignored rows
  * statistics  out: f32 [rows, HR_DIVERGENCE_STATISTICS]: what hr_divergence_backward() needs, or
- *             NULL. The log-sum-exp of student / T and what rounding took off it, the same of
- *             teacher / T, and of KL(p || m), which is 0 if beta is; zeros for ignored rows
+ *             NULL. T times the log-sum-exp of student / T and what rounding took off it, the same
+ *             of teacher / T, and of KL(p || m), which is 0 if beta is; zeros for ignored rows
  * student     in: [rows, classes]
  * teacher     in: [rows, classes]
  * ignored     in: u8 [rows]: rows with another number than 0 count for nothing and are not read;
@@ -1586,12 +1586,15 @@ typedef struct hr_linear_cross_entropy_config {
     int64_t all_classes;    /* of which weight holds a part; 0: it holds all */
     int64_t most_counted;   /* at least as many rows as count; -1: not known */
     size_t workspace_limit; /* bytes to stay below where sizes allow it; 0: chosen from them */
+    int32_t check_target;   /* 1: the targets are checked on CUDA too, for which the call waits */
+    int32_t reserved;       /* 0 */
 } hr_linear_cross_entropy_config;
 
-#define HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT                                                       \
-    {                                                                                             \
-        sizeof(hr_linear_cross_entropy_config), HR_F32, HR_F32, 8, HR_REDUCE_MEAN,                \
-            HR_LINEAR_CROSS_ENTROPY_AUTO, 0, 0, 0, 0, 0, -100, 0.0, 0.0, 0.0, 1.0, 0, 0, 0, -1, 0 \
+#define HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT                                                        \
+    {                                                                                              \
+        sizeof(hr_linear_cross_entropy_config), HR_F32, HR_F32, 8, HR_REDUCE_MEAN,                 \
+            HR_LINEAR_CROSS_ENTROPY_AUTO, 0, 0, 0, 0, 0, -100, 0.0, 0.0, 0.0, 1.0, 0, 0, 0, -1, 0, \
+            0, 0                                                                                   \
     }
 
 /* What is read. bias, class_weight, token_weight and denominator may be NULL. */
@@ -1688,8 +1691,12 @@ HR_API hr_status hr_linear_cross_entropy_query(hr_linear_cross_entropy_needs *ne
  * Each device repeats itself bit for bit, where its products do. Sources: Wijmans et al.,
  * arXiv:2411.09009; and those of hr_cross_entropy_forward().
  *
- * Errors: HR_INVALID_ARGUMENT, on the CPU also if a target is neither ignore_index nor a class; on
- * CUDA its row is NaN. What hr_gemm returns where a device has no library of products.
+ * Errors: HR_INVALID_ARGUMENT, on the CPU also if a target is neither ignore_index nor a class; the
+ * first such row is named. On CUDA, where nobody waits for the targets, the row is NaN, unless
+ * config->check_target is 1: the call then waits for all that the stream has to do before it, and
+ * gives the same error as on the CPU, before it writes anything but workspace. It cannot wait on a
+ * stream that is being captured into a CUDA graph, and refuses that. What hr_gemm returns where a
+ * device has no library of products.
  */
 HR_API hr_status hr_linear_cross_entropy(
     float *result, float *factors, float *scale, const hr_linear_cross_entropy_rows *rows_out,
@@ -1705,7 +1712,8 @@ HR_API hr_status hr_linear_cross_entropy(
  * dloss      in: f32; dloss_stride 0: one number for all rows
  * factors    in: f32 [2], or NULL for ones
  * lse, lse_low  in: f32 [rows]; lse_low may be NULL for zeros
- * Others, and errors: as for hr_linear_cross_entropy; denominator and config->reduction are not read.
+ * Others, and errors: as for hr_linear_cross_entropy; denominator, config->reduction and
+ * config->check_target are not read: the forward call has checked the targets.
  */
 HR_API hr_status hr_linear_cross_entropy_backward(
     const hr_linear_cross_entropy_grads *grads, const float *dloss, int64_t dloss_stride,

@@ -1,8 +1,5 @@
 #include "kernels/loss/divergence.h"
 
-#include <inttypes.h>
-#include <math.h>
-
 #include "capi/check/rows.h"
 
 /* The least beta between 0 and 1, and the least distance from 1: 1 - beta is exact to 1e-10. */
@@ -15,11 +12,7 @@ static hr_status check_config(const char *function, hr_divergence_config *own,
     HR_TRY(hr_copy_config(function, "config->", own, sizeof *own, config,
                           offsetof(hr_divergence_config, temperature) + sizeof own->temperature,
                           "HR_DIVERGENCE_CONFIG_INIT"));
-    HR_TRY(hr_check_float(function, "config->dtype", own->dtype));
-    HR_TRY(hr_check_float(function, "config->grad_dtype", own->grad_dtype));
-    HR_REQUIRE(own->grad_dtype == own->dtype || own->dtype == HR_F32,
-               "%s: config->grad_dtype is %s, wanted %s, the type of logits", function,
-               hr_dtype_name(own->grad_dtype), hr_dtype_name(own->dtype));
+    HR_TRY(hr_check_logit_dtypes(function, own->dtype, own->grad_dtype));
     HR_REQUIRE(own->beta == 0 || own->beta == 1 ||
                    (own->beta >= LEAST_BETA && own->beta <= 1 - LEAST_BETA),
                "%s: config->beta is %g, wanted 0, 1, or a number from %g to 1 - %g", function,
@@ -31,14 +24,6 @@ static hr_status check_config(const char *function, hr_divergence_config *own,
     return HR_OK;
 }
 
-/* An address that has to be given where there are rows. */
-static hr_status check_given(const char *function, const char *name, const void *vector,
-                             int64_t rows)
-{
-    HR_REQUIRE(vector || rows == 0, "%s: %s is NULL", function, name);
-    return hr_check_vector(function, name, vector, HR_F32);
-}
-
 /* The arguments that both functions have. */
 static hr_status check_common(const char *function, divergence_args *a, const hr_rows *student,
                               const hr_rows *teacher, const hr_divergence_config *config,
@@ -47,10 +32,9 @@ static hr_status check_common(const char *function, divergence_args *a, const hr
     HR_TRY(hr_check_sizes(function, a->rows, a->classes));
     HR_TRY(check_config(function, &a->config, config));
     HR_TRY(hr_check_exec(function, exec));
-    HR_REQUIRE(student, "%s: student is NULL", function);
-    HR_TRY(hr_check_rows(function, "student", student, a->rows, a->classes, a->config.dtype));
-    HR_REQUIRE(teacher, "%s: teacher is NULL", function);
-    HR_TRY(hr_check_rows(function, "teacher", teacher, a->rows, a->classes, a->config.dtype));
+    const hr_dtype dtype = a->config.dtype;
+    HR_TRY(hr_check_logits(function, "student", student, a->rows, a->classes, dtype));
+    HR_TRY(hr_check_logits(function, "teacher", teacher, a->rows, a->classes, dtype));
     a->student = *student;
     a->teacher = *teacher;
     return HR_OK;
@@ -69,7 +53,7 @@ hr_status hr_divergence_forward(float *loss, float *statistics, const hr_rows *s
                             .classes = classes,
                             .config = HR_DIVERGENCE_CONFIG_INIT};
     HR_TRY(check_common(function, &args, student, teacher, config, exec));
-    HR_TRY(check_given(function, "loss", loss, rows));
+    HR_TRY(hr_check_given(function, "loss", loss, rows));
     HR_TRY(hr_check_vector(function, "statistics", statistics, HR_F32));
     if (exec->device == HR_CPU)
         return divergence_forward_cpu(&args);
@@ -91,20 +75,11 @@ hr_status hr_divergence_backward(const hr_rows *grad, const float *dloss, int64_
                             .classes = classes,
                             .config = HR_DIVERGENCE_CONFIG_INIT};
     HR_TRY(check_common(function, &args, student, teacher, config, exec));
-    const hr_dtype grad_dtype = args.config.grad_dtype;
-    HR_REQUIRE(grad, "%s: grad is NULL", function);
-    HR_TRY(hr_check_rows(function, "grad", grad, rows, classes, grad_dtype));
-    const int64_t ratio = grad_dtype == args.config.dtype ? 1 : 2; /* of the sizes of elements */
-    HR_REQUIRE(grad->data != student->data || rows <= 1 || grad->stride == student->stride * ratio,
-               "%s: grad is written over student, but grad->stride is %" PRId64 ", wanted %" PRId64,
-               function, grad->stride, student->stride * ratio);
+    HR_TRY(hr_check_logit_grad(function, grad, args.config.grad_dtype, "student", student,
+                               args.config.dtype, rows, classes));
     args.grad = *grad;
-    HR_TRY(check_given(function, "dloss", dloss, rows));
-    HR_REQUIRE(dloss_stride >= 0 && (rows == 0 || dloss_stride <= (INT64_C(1) << 59) / rows),
-               "%s: dloss_stride is %" PRId64 ", wanted 0 or more, and at most 2^59 elements from "
-               "the first row to the last",
-               function, dloss_stride);
-    HR_TRY(check_given(function, "statistics", statistics, rows));
+    HR_TRY(hr_check_dloss(function, dloss, dloss_stride, rows));
+    HR_TRY(hr_check_given(function, "statistics", statistics, rows));
     if (exec->device == HR_CPU)
         return divergence_backward_cpu(&args);
     HR_RETURN_CUDA(divergence_backward_cuda(&args, exec), exec);

@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "capi/check/rows.h"
+#include "capi/loss/cross_entropy_checks.h"
 #include "capi/loss/linear_cross_entropy_call.h"
 
 #define MOST_ELEMENTS (INT64_C(1) << 56) /* of a matrix */
@@ -18,29 +19,26 @@ static hr_status check_flags(const char *function, const lce_config *own)
                  {"add_to_weight_grads", own->add_to_weight_grads},
                  {"allow_tf32", own->allow_tf32},
                  {"allow_reduced_precision_reduction", own->allow_reduced_precision_reduction},
-                 {"deterministic", own->deterministic}};
-    for (int i = 0; i < 5; i++)
+                 {"deterministic", own->deterministic},
+                 {"check_target", own->check_target}};
+    for (int i = 0; i < 6; i++)
         HR_REQUIRE(flags[i].flag == 0 || flags[i].flag == 1, "%s: config->%s is %d, wanted 0 or 1",
                    function, flags[i].name, flags[i].flag);
     return HR_OK;
 }
 
-static hr_status check_numbers(const char *function, const lce_config *own)
+/* The options of the loss, as the kernels take them. */
+static hr_cross_entropy_config loss_config(const lce_config *own)
 {
-    HR_REQUIRE(own->label_smoothing >= 0 && own->label_smoothing <= 1,
-               "%s: config->label_smoothing is %g, wanted a number from 0 to 1", function,
-               own->label_smoothing);
-    HR_REQUIRE(own->softcap >= 0 && isfinite((float)own->softcap) &&
-                   (own->softcap == 0 || (float)own->softcap > 0),
-               "%s: config->softcap is %g, wanted a finite binary32 of 0 or more", function,
-               own->softcap);
-    HR_REQUIRE(own->z_loss >= 0 && isfinite((float)own->z_loss),
-               "%s: config->z_loss is %g, wanted a finite binary32 of 0 or more", function,
-               own->z_loss);
-    HR_REQUIRE(isfinite((float)own->logit_scale) && (float)own->logit_scale != 0.0f,
-               "%s: config->logit_scale is %g, wanted a finite binary32 that is not 0", function,
-               own->logit_scale);
-    return HR_OK;
+    return (hr_cross_entropy_config){sizeof(hr_cross_entropy_config),
+                                     HR_F32,
+                                     HR_F32,
+                                     own->target_bytes,
+                                     own->reduction,
+                                     own->ignore_index,
+                                     own->label_smoothing,
+                                     own->softcap,
+                                     own->z_loss};
 }
 
 static hr_status check_config(const char *function, lce_config *own, const lce_config *config,
@@ -54,15 +52,16 @@ static hr_status check_config(const char *function, lce_config *own, const lce_c
     HR_REQUIRE(own->grad_dtype == HR_F32 || (own->grad_dtype == HR_BF16 && own->dtype == HR_BF16),
                "%s: config->grad_dtype is %s, wanted f32, or bf16 if config->dtype is", function,
                hr_dtype_name(own->grad_dtype));
-    HR_REQUIRE(own->target_bytes == 4 || own->target_bytes == 8,
-               "%s: config->target_bytes is %d, wanted 4 or 8", function, (int)own->target_bytes);
-    HR_REQUIRE(own->reduction >= HR_REDUCE_SUM && own->reduction <= HR_REDUCE_MEAN_OR_ZERO,
-               "%s: config->reduction is %d, wanted 0, 1 or 2", function, (int)own->reduction);
+    const hr_cross_entropy_config loss = loss_config(own);
+    HR_TRY(ce_check_options(function, &loss));
     HR_REQUIRE(own->mode >= HR_LINEAR_CROSS_ENTROPY_AUTO &&
                    own->mode <= HR_LINEAR_CROSS_ENTROPY_VOCABULARY,
                "%s: config->mode is %d, wanted 0, 1 or 2", function, (int)own->mode);
     HR_TRY(check_flags(function, own));
-    HR_TRY(check_numbers(function, own));
+    HR_REQUIRE(isfinite((float)own->logit_scale) && (float)own->logit_scale != 0.0f,
+               "%s: config->logit_scale is %g, wanted a finite binary32 that is not 0", function,
+               own->logit_scale);
+    HR_REQUIRE(own->reserved == 0, "%s: config->reserved is %d, wanted 0", function, own->reserved);
     HR_REQUIRE(own->sequence >= 0 && (own->sequence == 0 || rows % own->sequence == 0),
                "%s: config->sequence is %" PRId64 ", wanted 0 or a divisor of rows (%" PRId64 ")",
                function, own->sequence, rows);
@@ -97,25 +96,6 @@ static hr_status check_lce_sizes(const char *function, int64_t rows, int64_t fea
     return HR_OK;
 }
 
-static hr_status check_targets(const lce_call *call)
-{
-    const cross_entropy_args *const a = &call->listing.ce;
-    HR_REQUIRE(a->target || a->rows == 0, "%s: inputs->target is NULL", call->function);
-    HR_REQUIRE((uintptr_t)a->target % (size_t)a->config.target_bytes == 0,
-               "%s: inputs->target is at %p, which is not a multiple of %d bytes", call->function,
-               a->target, (int)a->config.target_bytes);
-    if (call->exec->device != HR_CPU)
-        return HR_OK; /* they are there, and nobody waits for them */
-    for (int64_t row = 0; row < a->rows; row++) {
-        const int64_t target = ce_target(a, row);
-        HR_REQUIRE(ce_is_class(a, target) || ce_is_ignored(a, target),
-                   "%s: target[%" PRId64 "] is %" PRId64 ", wanted a class from 0 to %" PRId64
-                   ", or ignore_index, %" PRId64,
-                   call->function, row, target, a->all - 1, a->config.ignore_index);
-    }
-    return HR_OK;
-}
-
 /* Vectors of binary32 that may be absent. */
 static hr_status check_inputs(lce_call *call)
 {
@@ -129,7 +109,7 @@ static hr_status check_inputs(lce_call *call)
     HR_TRY(hr_check_vector(function, "inputs->class_weight", in->class_weight, HR_F32));
     HR_TRY(hr_check_vector(function, "inputs->token_weight", in->token_weight, HR_F32));
     HR_TRY(hr_check_vector(function, "inputs->denominator", in->denominator, HR_F32));
-    return check_targets(call);
+    return ce_check_targets(function, "inputs->target", &call->listing.ce, call->exec);
 }
 
 static hr_status check_grads(lce_call *call)
@@ -170,6 +150,25 @@ static hr_status check_workspace(lce_call *call, void *workspace, size_t bytes)
     return HR_OK;
 }
 
+/* The targets on a CUDA device, for which it waits: the last check. */
+static hr_status check_targets_there(const lce_call *call)
+{
+    ce_stray stray = {-1, 0};
+    if (call->exec->device == HR_CPU || !call->config.check_target)
+        return HR_OK; /* checked before, or not at all */
+#if HR_WITH_CUDA
+    const cross_entropy_args *const args = &call->listing.ce;
+    ce_stray *const there = (ce_stray *)(void *)(call->workspace + call->layout.totals);
+    int32_t previous = 0;
+    LCE_RUN(hr_cuda_enter(call->exec->device, &previous));
+    const hr_status status =
+        cross_entropy_stray_cuda(&stray, there, args, call->function, call->exec);
+    hr_cuda_leave(previous);
+    LCE_RUN(status);
+#endif
+    return ce_check_stray(call->function, &call->listing.ce, &stray);
+}
+
 /* What both functions take; fills the call. */
 static hr_status check_call(lce_call *call, const hr_linear_cross_entropy_grads *grads,
                             const hr_linear_cross_entropy_inputs *inputs, int64_t rows,
@@ -193,15 +192,7 @@ static hr_status check_call(lce_call *call, const hr_linear_cross_entropy_grads 
                                             .classes = classes,
                                             .first = own->first_class,
                                             .all = own->all_classes};
-    call->listing.ce.config = (hr_cross_entropy_config){sizeof(hr_cross_entropy_config),
-                                                        HR_F32,
-                                                        HR_F32,
-                                                        own->target_bytes,
-                                                        own->reduction,
-                                                        own->ignore_index,
-                                                        own->label_smoothing,
-                                                        own->softcap,
-                                                        own->z_loss};
+    call->listing.ce.config = loss_config(own);
     call->listing.sequence = own->sequence;
     call->listing.token_weight = inputs->token_weight;
     HR_TRY(check_inputs(call));
@@ -255,6 +246,7 @@ hr_status hr_linear_cross_entropy(float *result, float *factors, float *scale,
         call.out = *rows_out;
     HR_TRY(check_rows_out(&call));
     HR_TRY(check_workspace(&call, workspace, workspace_bytes));
+    HR_TRY(check_targets_there(&call));
     call.listing.factors = factors;
     call.listing.scale = scale;
     call.listing.keeps_range = call.config.dtype == HR_F16 && scale;
@@ -271,15 +263,9 @@ hr_status hr_linear_cross_entropy_backward(
     lce_call call = {.function = "hr_linear_cross_entropy_backward", .is_backward = 1};
     HR_REQUIRE(grads, "%s: grads is NULL", call.function);
     HR_TRY(check_call(&call, grads, inputs, rows, features, classes, config, exec));
-    HR_REQUIRE(dloss || rows == 0, "%s: dloss is NULL", call.function);
-    HR_TRY(hr_check_vector(call.function, "dloss", dloss, HR_F32));
-    HR_REQUIRE(dloss_stride >= 0 && (rows == 0 || dloss_stride <= (INT64_C(1) << 59) / rows),
-               "%s: dloss_stride is %" PRId64 ", wanted 0 or more, and at most 2^59 elements from "
-               "the first row to the last",
-               call.function, dloss_stride);
+    HR_TRY(hr_check_dloss(call.function, dloss, dloss_stride, rows));
     HR_TRY(hr_check_vector(call.function, "factors", factors, HR_F32));
-    HR_REQUIRE(lse || rows == 0, "%s: lse is NULL", call.function);
-    HR_TRY(hr_check_vector(call.function, "lse", lse, HR_F32));
+    HR_TRY(hr_check_given(call.function, "lse", lse, rows));
     HR_TRY(hr_check_vector(call.function, "lse_low", lse_low, HR_F32));
     HR_TRY(check_workspace(&call, workspace, workspace_bytes));
     call.listing.dloss = dloss;

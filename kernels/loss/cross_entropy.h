@@ -47,6 +47,17 @@ HR_INLINE int ce_is_class(const cross_entropy_args *a, int64_t target)
     return target >= 0 && target < a->all;
 }
 
+/* The first target that is neither a class nor ignored. */
+typedef struct ce_stray {
+    int64_t row, target; /* -1 and 0 if there is none */
+} ce_stray;
+
+HR_INLINE int ce_is_stray(const cross_entropy_args *a, int64_t row)
+{
+    const int64_t target = ce_target(a, row);
+    return !ce_is_class(a, target) && !ce_is_ignored(a, target);
+}
+
 /* Whether logits have a column for a target that is a class. */
 HR_INLINE int ce_has_column(const cross_entropy_args *a, int64_t target)
 {
@@ -249,12 +260,16 @@ HR_INLINE void ce_finish(const cross_entropy_args *a, const ce_totals *totals)
 #ifdef __cplusplus
 extern "C" {
 #endif
+ce_stray cross_entropy_stray_cpu(const cross_entropy_args *args);
 hr_status cross_entropy_forward_cpu(cross_entropy_args *args);
 hr_status cross_entropy_backward_cpu(cross_entropy_args *args);
 hr_status cross_entropy_reduce_cpu(const cross_entropy_args *args);
 hr_status cross_entropy_forward_cuda(const cross_entropy_args *args, const hr_exec *exec);
 hr_status cross_entropy_backward_cuda(const cross_entropy_args *args, const hr_exec *exec);
 hr_status cross_entropy_reduce_cuda(const cross_entropy_args *args, const hr_exec *exec);
+/* Waits for the device, in whose memory `there` is. Refuses a stream that is being captured. */
+hr_status cross_entropy_stray_cuda(ce_stray *stray, ce_stray *there, const cross_entropy_args *args,
+                                   const char *function, const hr_exec *exec);
 #ifdef __cplusplus
 }
 #endif

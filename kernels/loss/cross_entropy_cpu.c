@@ -94,6 +94,14 @@ CPU_VARIANTS(backward_rows)
 
 /* ---- Calls ----------------------------------------------------------------------------------- */
 
+ce_stray cross_entropy_stray_cpu(const cross_entropy_args *args)
+{
+    for (int64_t row = 0; row < args->rows; row++)
+        if (ce_is_stray(args, row))
+            return (ce_stray){row, ce_target(args, row)};
+    return (ce_stray){-1, 0};
+}
+
 static double sum_of_weights(const cross_entropy_args *a)
 {
     if (a->given_sum)

@@ -1,11 +1,9 @@
 /*
- * cross_entropy_cuda.cu: the grids. A warp takes a row of up to SHORT classes, a thread block a
- * longer one, and reads it once: each thread keeps the largest of its logits and the sum of
- * exponentials relative to it, and the threads are combined in a fixed order.
+ * cross_entropy_cuda.cu: the grids. A row is read once: each thread keeps the largest of its logits
+ * and the sum of exponentials relative to it, and the threads are combined in a fixed order.
  *
- * Where 16-byte accesses reach eight logits, they are used, also in rows that begin at an odd
- * address: a row has a head and a tail of single elements. The gradient may be written over the
- * logits, also in a narrower type: all threads have read a turn before one of them writes.
+ * The gradient may be written over the logits, also in a narrower type: all threads have read a turn
+ * before one of them writes.
  */
 #include "kernels/loss/cross_entropy_rows.cuh"
 
@@ -15,25 +13,27 @@ static __device__ __forceinline__ void forward_row(const cross_entropy_args &a, 
                                                    int lane, int width, hr_dtype dtype, bool plain)
 {
     const void *const logits = row_at(a.logits, row, dtype);
-    const row_cut cut = cut_row(logits, dtype, nullptr, HR_F32, a.classes);
-    seen s = {-INFINITY, 0.0f, 0.0f};
-    for_single(cut, a.classes, lane, width, [&](int64_t j) {
-        float z[1] = {hr_load(logits, j, dtype)};
-        take(s, z, j, a, plain);
-    });
-    const void *const body = (const char *)logits + cut.head * (dtype == HR_F32 ? 4 : 2);
-    for (int64_t j = (int64_t)lane * 8; j < cut.end - cut.head; j += (int64_t)width * 8) {
-        const pack<8> bits = pack_load<8>(body, j, dtype);
-        float z[8];
-        pack_floats(bits, dtype, z);
-        take(s, z, cut.head + j, a, plain);
-    }
+    const row_cut cut = cut_row(logits, dtype, nullptr, HR_F32, a.classes, lane, width);
+    const void *const body = body_of(cut, logits, dtype);
+    seen s = nothing_seen();
+    float of_thread = 0.0f; /* the sum of weight * z */
+    for_elements(
+        cut, false,
+        [&](int64_t j, bool) {
+            const pack<8> bits = pack_load<8>(body, j, dtype);
+            float z[8];
+            pack_floats(bits, dtype, z);
+            take(s, of_thread, z, cut.head + j, a, plain);
+        },
+        [&](int64_t j, bool) {
+            float z[1] = {hr_load(logits, j, dtype)};
+            take(s, of_thread, z, j, a, plain);
+        });
     const float top = row_largest(s.top, width);
-    const double sum = row_sum((double)(s.sum * ce_exp(s.top - ce_base(top))), width);
-    const double lse = ce_lse(top, sum);
+    const double lse = ce_lse(top, row_exponentials(s, top, width, ce_exp));
     double weighted = 0.0, weights = 0.0;
     if (a.config.label_smoothing > 0.0) {
-        weighted = row_sum((double)s.weighted, width);
+        weighted = row_sum((double)of_thread, width);
         weights = sum_of_weights(a, lane, width);
     }
     if (a.argmax) {
@@ -62,8 +62,7 @@ static __device__ __forceinline__ void forward_row(const cross_entropy_args &a, 
 static __global__ void __launch_bounds__(THREADS)
     cross_entropy_forward_kernel(const cross_entropy_args __grid_constant__ a, int width)
 {
-    const int lane = (int)threadIdx.x % width;
-    const int64_t row = (int64_t)blockIdx.x * (THREADS / width) + (int)threadIdx.x / width;
+    const auto [row, lane] = place_of(width);
     if (row >= a.rows)
         return; /* a whole warp or a whole block */
     if (ce_is_ignored(&a, ce_target(&a, row))) {
@@ -100,19 +99,6 @@ static __device__ __forceinline__ void gradients(float (&x)[E], int64_t j, const
     }
 }
 
-/* The same number for all classes of a row. */
-static __device__ __attribute__((noinline)) void fill_row(void *grad, int64_t cols, int lane,
-                                                          int width, float value, hr_dtype dtype)
-{
-    const row_cut cut = cut_row(grad, dtype, nullptr, HR_F32, cols);
-    for_single(cut, cols, lane, width, [&](int64_t j) { hr_store(grad, j, value, dtype); });
-    const float values[8] = {value, value, value, value, value, value, value, value};
-    const pack<8> bits = pack_of(values, dtype);
-    void *const body = (char *)grad + cut.head * (dtype == HR_F32 ? 4 : 2);
-    for (int64_t j = (int64_t)lane * 8; j < cut.end - cut.head; j += (int64_t)width * 8)
-        pack_store(body, j, bits, dtype);
-}
-
 static __device__ __forceinline__ void backward_row(const cross_entropy_args &a, int64_t row,
                                                     int lane, int width, hr_dtype dtype,
                                                     hr_dtype grad_dtype, bool plain)
@@ -122,46 +108,40 @@ static __device__ __forceinline__ void backward_row(const cross_entropy_args &a,
     const int64_t target = ce_target(&a, row);
     const double weight = ce_weight(&a, target);
     const ce_row r = ce_row_of(&a, row, weight, plain ? 0.0 : sum_of_weights(a, lane, width));
-    row_cut cut = cut_row(logits, dtype, grad, grad_dtype, a.classes);
-    if (dtype != grad_dtype && cut.head > 0)
-        cut = {a.classes,
-               a.classes}; /* what is written in the head may lie where the body is read */
     float z = 0.0f;
     const bool has_column = ce_has_column(&a, target);
     const int64_t column = target - a.first;
     if (lane == 0 && has_column)
         z = hr_load(logits, column, dtype);
     meet(width); /* it has been read before the row is written */
-    const void *const body = (const char *)logits + cut.head * (dtype == HR_F32 ? 4 : 2);
-    void *const out = (char *)grad + cut.head * (grad_dtype == HR_F32 ? 4 : 2);
-    const int64_t groups = cut.end - cut.head;
-    for (int64_t k = 0; k < groups; k += (int64_t)width * 8) {
-        const int64_t j = k + (int64_t)lane * 8;
-        pack<8> bits = {};
-        if (j < groups)
-            bits = pack_load<8>(body, j, dtype);
-        if (dtype != grad_dtype)
-            meet(width);
-        if (j < groups) {
+    const row_cut cut = cut_row(logits, dtype, grad, grad_dtype, a.classes, lane, width);
+    const void *const body = body_of(cut, logits, dtype);
+    void *const out = body_of(cut, grad, grad_dtype);
+    const bool meets = dtype != grad_dtype;
+    for_elements(
+        cut, meets,
+        [&](int64_t j, bool present) {
+            pack<8> bits = {};
+            if (present)
+                bits = pack_load<8>(body, j, dtype);
+            if (meets)
+                meet(width);
+            if (!present)
+                return;
             float x[8];
             pack_floats(bits, dtype, x);
             gradients(x, cut.head + j, r, a, plain);
             pack_store(out, j, pack_of(x, grad_dtype), grad_dtype);
-        }
-    }
-    const int64_t singles = cut.head + (a.classes - cut.end);
-    for (int64_t first = 0; first < singles; first += width) {
-        const int64_t k = first + lane, j = k < cut.head ? k : cut.end + (k - cut.head);
-        float x[1] = {0.0f};
-        if (k < singles)
-            x[0] = hr_load(logits, j, dtype);
-        if (dtype != grad_dtype)
-            meet(width);
-        if (k < singles) {
+        },
+        [&](int64_t j, bool present) {
+            float x[1] = {present ? hr_load(logits, j, dtype) : 0.0f};
+            if (meets)
+                meet(width);
+            if (!present)
+                return;
             gradients(x, j, r, a, plain);
             hr_store(grad, j, x[0], grad_dtype);
-        }
-    }
+        });
     meet(width); /* the target is written last, by one thread */
     if (lane != 0 || !has_column)
         return;
@@ -178,8 +158,7 @@ static __device__ __forceinline__ void backward_row(const cross_entropy_args &a,
 static __global__ void __launch_bounds__(THREADS)
     cross_entropy_backward_kernel(const cross_entropy_args __grid_constant__ a, int width)
 {
-    const int lane = (int)threadIdx.x % width;
-    const int64_t row = (int64_t)blockIdx.x * (THREADS / width) + (int)threadIdx.x / width;
+    const auto [row, lane] = place_of(width);
     if (row >= a.rows)
         return; /* a whole warp or a whole block */
     const hr_dtype dtype = a.config.dtype, grad_dtype = a.config.grad_dtype;
@@ -214,33 +193,63 @@ static __global__ void __launch_bounds__(THREADS)
         ce_finish(&a, &totals);
 }
 
-/* ---- Calls ----------------------------------------------------------------------------------- */
+/* ---- Targets ---------------------------------------------------------------------------------- */
 
-template <typename Kernel>
-static hr_status launch(Kernel kernel, const char *function, const cross_entropy_args *a,
-                        const hr_exec *exec)
+/* One block: thread t looks at rows t, t + THREADS, ..., and the first of all threads is taken. */
+static __global__ void __launch_bounds__(THREADS)
+    cross_entropy_stray_kernel(ce_stray *stray, const cross_entropy_args __grid_constant__ a)
 {
-    const int width = a->classes <= SHORT ? 32 : THREADS, per_block = THREADS / width;
-    const int64_t blocks = (a->rows + per_block - 1) / per_block;
-    if (blocks > INT32_MAX)
-        return hr_fail(HR_UNSUPPORTED, "%s: rows is more than a grid of CUDA can take", function);
-    if (blocks > 0)
-        HR_LAUNCH(kernel, (uint32_t)blocks, THREADS, 0, exec->stream, *a, width);
-    return cuda_launch_status(function);
+    double first = -INFINITY; /* minus the row, so that the largest is wanted */
+    for (int64_t row = threadIdx.x; row < a.rows && first == -INFINITY; row += THREADS)
+        if (ce_is_stray(&a, row))
+            first = -(double)row;
+    first = row_largest(first, THREADS);
+    if (threadIdx.x != 0)
+        return;
+    const int64_t row = first == -INFINITY ? -1 : (int64_t)-first;
+    *stray = {row, row < 0 ? 0 : ce_target(&a, row)};
 }
+
+/* ---- Calls ----------------------------------------------------------------------------------- */
 
 hr_status cross_entropy_forward_cuda(const cross_entropy_args *args, const hr_exec *exec)
 {
-    return launch(cross_entropy_forward_kernel, "hr_cross_entropy_forward", args, exec);
+    return launch_rows(cross_entropy_forward_kernel, "hr_cross_entropy_forward", args, exec);
 }
 
 hr_status cross_entropy_backward_cuda(const cross_entropy_args *args, const hr_exec *exec)
 {
-    return launch(cross_entropy_backward_kernel, "hr_cross_entropy_backward", args, exec);
+    return launch_rows(cross_entropy_backward_kernel, "hr_cross_entropy_backward", args, exec);
 }
 
 hr_status cross_entropy_reduce_cuda(const cross_entropy_args *args, const hr_exec *exec)
 {
     HR_LAUNCH(cross_entropy_reduce_kernel, 1, THREADS, 0, exec->stream, *args);
     return cuda_launch_status("hr_cross_entropy_reduce");
+}
+
+hr_status cross_entropy_stray_cuda(ce_stray *stray, ce_stray *there, const cross_entropy_args *args,
+                                   const char *function, const hr_exec *exec)
+{
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    cudaError_t error = cudaStreamIsCapturing(exec->stream, &capture);
+    if (error == cudaSuccess && capture != cudaStreamCaptureStatusNone)
+        return hr_fail(
+            HR_INVALID_ARGUMENT,
+            "%s: config->check_target is 1, but the stream is being captured into a CUDA "
+            "graph, which cannot wait for the targets; wanted 0 in a capture",
+            function);
+    if (error == cudaSuccess) {
+        HR_LAUNCH(cross_entropy_stray_kernel, 1, THREADS, 0, exec->stream, there, *args);
+        error = cudaGetLastError();
+    }
+    if (error == cudaSuccess)
+        error = cudaMemcpyAsync(stray, there, sizeof *stray, cudaMemcpyDeviceToHost, exec->stream);
+    if (error == cudaSuccess)
+        error = cudaStreamSynchronize(exec->stream);
+    if (error == cudaSuccess)
+        return HR_OK;
+    (void)cudaGetLastError(); /* or the next launch would report it again */
+    return hr_fail(HR_CUDA_ERROR, "%s: the targets could not be checked: %s", function,
+                   cudaGetErrorString(error));
 }

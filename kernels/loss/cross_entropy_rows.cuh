@@ -1,6 +1,10 @@
 /*
- * cross_entropy_rows.cuh: what grids over rows of logits share: which accesses reach their elements,
- * what a thread has seen of a row, and what the threads of a row have seen together.
+ * cross_entropy_rows.cuh: what grids over rows of logits share: which row and which of its elements a
+ * thread takes, what it has seen of them, and what the threads of a row have seen together.
+ *
+ * A warp takes a row of up to SHORT classes, a thread block a longer one. Accesses are of eight
+ * elements, also in rows that begin at an odd address: what lies before the first multiple of 16 and
+ * after the last group goes element by element.
  */
 #ifndef HR_CROSS_ENTROPY_ROWS_CUH
 #define HR_CROSS_ENTROPY_ROWS_CUH
@@ -9,37 +13,94 @@
 #include "kernels/loss/cross_entropy.h"
 
 #define THREADS 256
-#define SHORT   1024 /* classes of a row that a warp takes; a thread block takes a longer one */
+#define SHORT   1024
 
 /* ---- The elements of a row ------------------------------------------------------------------- */
 
-/* [0, head) and [end, cols) go element by element, what lies between in groups of eight. */
-struct row_cut {
-    int64_t head, end;
+/* The row that a thread takes with the others of its `width`, and which of them it is. The last
+ * block may have threads without a row. */
+struct row_place {
+    int64_t row;
+    int lane;
 };
 
-/* `out` may be NULL. */
+static __device__ __forceinline__ row_place place_of(int width)
+{
+    return {(int64_t)blockIdx.x * (THREADS / width) + (int)threadIdx.x / width,
+            (int)threadIdx.x % width};
+}
+
+/* [0, head) and [end, cols) go element by element, what lies between in groups of eight. */
+struct row_cut {
+    int64_t head, end, cols;
+    int lane, width;
+};
+
+static __device__ __forceinline__ int bytes_of(hr_dtype dtype)
+{
+    return dtype == HR_F32 ? 4 : 2;
+}
+
+/* Where the groups begin. */
+static __device__ __forceinline__ const void *body_of(const row_cut &cut, const void *row,
+                                                      hr_dtype dtype)
+{
+    return (const char *)row + cut.head * bytes_of(dtype);
+}
+
+static __device__ __forceinline__ void *body_of(const row_cut &cut, void *row, hr_dtype dtype)
+{
+    return (char *)row + cut.head * bytes_of(dtype);
+}
+
+/* The cut of rows of `cols` elements: `in` is read and `out`, which may be NULL, is written.
+ * `even`: whether the groups of other rows begin at multiples of 16 where those of `in` do. */
 static __device__ __forceinline__ row_cut cut_row(const void *in, hr_dtype in_dtype,
-                                                  const void *out, hr_dtype out_dtype, int64_t cols)
+                                                  const void *out, hr_dtype out_dtype, int64_t cols,
+                                                  int lane, int width, bool even = true)
 {
-    const uintptr_t in_bytes = in_dtype == HR_F32 ? 4 : 2, out_bytes = out_dtype == HR_F32 ? 4 : 2;
-    const int64_t head = (int64_t)(-(uintptr_t)in % 16 / in_bytes);
-    if (head > cols || (out && ((uintptr_t)out + (uintptr_t)head * out_bytes) % 16 != 0))
-        return {cols, cols};
-    return {head, head + (cols - head) / 8 * 8};
+    const int64_t head = (int64_t)(-(uintptr_t)in % 16 / (uintptr_t)bytes_of(in_dtype));
+    even = even && head <= cols;
+    if (out) {
+        even = even && ((uintptr_t)out + (uintptr_t)head * bytes_of(out_dtype)) % 16 == 0;
+        /* What is written in the head may lie where the rest is read. */
+        even = even && (in_dtype == out_dtype || head == 0);
+    }
+    if (!even)
+        return {cols, cols, cols, lane, width};
+    return {head, head + (cols - head) / 8 * 8, cols, lane, width};
 }
 
-/* Calls one(j) for each single element of the thread. */
-template <typename One>
-static __device__ __forceinline__ void for_single(const row_cut &cut, int64_t cols, int lane,
-                                                  int width, One one)
+/* Calls eight(j) for each group of the thread's elements, j counted from `head`, and one(j) for each
+ * single one. With `meets` every thread makes as many calls, some of them with `present` false. */
+template <typename Eight, typename One>
+static __device__ __forceinline__ void for_elements(const row_cut &cut, bool meets, Eight eight,
+                                                    One one)
 {
-    const int64_t singles = cut.head + (cols - cut.end);
-    for (int64_t k = lane; k < singles; k += width)
-        one(k < cut.head ? k : cut.end + (k - cut.head));
+    const int64_t groups = cut.end - cut.head, singles = cut.head + (cut.cols - cut.end);
+    const int64_t first = (int64_t)cut.lane * 8;
+    for (int64_t j = first; (meets ? j - first : j) < groups; j += (int64_t)cut.width * 8)
+        eight(j, !meets || j < groups);
+    for (int64_t k = cut.lane; (meets ? k - cut.lane : k) < singles; k += cut.width)
+        one(k < cut.head ? k : cut.end + (k - cut.head), !meets || k < singles);
 }
 
-/* Threads of a row meet, and see what each has written. */
+/* The same number for all elements of a row. */
+static __device__ __attribute__((noinline, unused)) void
+fill_row(void *row, int64_t cols, int lane, int width, float value, hr_dtype dtype)
+{
+    const row_cut cut = cut_row(row, dtype, nullptr, HR_F32, cols, lane, width);
+    const float values[8] = {value, value, value, value, value, value, value, value};
+    const pack<8> bits = pack_of(values, dtype);
+    void *const body = body_of(cut, row, dtype);
+    for_elements(
+        cut, false, [&](int64_t j, bool) { pack_store(body, j, bits, dtype); },
+        [&](int64_t j, bool) { hr_store(row, j, value, dtype); });
+}
+
+/* ---- The threads of a row -------------------------------------------------------------------- */
+
+/* They meet, and see what each has written. */
 static __device__ __forceinline__ void meet(int width)
 {
     if (width == 32)
@@ -74,6 +135,54 @@ template <typename T> static __device__ __forceinline__ T row_largest(T x, int w
     return x;
 }
 
+/* ---- Exponentials ---------------------------------------------------------------------------- */
+
+/* What a thread has seen of a row: the largest logit, and the sum of exponentials of the others less
+ * that. A NaN is not the largest, but makes the sum one. */
+struct seen {
+    float top, sum;
+};
+
+static __device__ __forceinline__ seen nothing_seen()
+{
+    return {-INFINITY, 0.0f};
+}
+
+/* exp(x) is the exponential of a difference of logits. */
+template <int E, typename Exp>
+static __device__ __forceinline__ void see(seen &s, const float (&z)[E], Exp exp)
+{
+    float top = z[0];
+#pragma unroll
+    for (int e = 1; e < E; e++)
+        top = z[e] > top ? z[e] : top;
+    if (top > s.top) {
+        s.sum *= exp(s.top - top);
+        s.top = top;
+    }
+    const float base = ce_base(s.top);
+    float p[E];
+#pragma unroll
+    for (int e = 0; e < E; e++)
+        p[e] = exp(z[e] - base);
+#pragma unroll
+    for (int n = E / 2; n > 0; n /= 2)
+#pragma unroll
+        for (int e = 0; e < n; e++)
+            p[e] += p[e + n];
+    s.sum += p[0];
+}
+
+/* The sum of all threads of a row, relative to `top`, the largest logit of all. */
+template <typename Exp>
+static __device__ __forceinline__ double row_exponentials(const seen &s, float top, int width,
+                                                          Exp exp)
+{
+    return row_sum((double)(s.sum * exp(s.top - ce_base(top))), width);
+}
+
+/* ---- Logits of a cross entropy --------------------------------------------------------------- */
+
 static __device__ __forceinline__ float capped(float z, float cap)
 {
     return cap > 0.0f ? cap * hr_tanh(z / cap) : z;
@@ -92,37 +201,9 @@ sum_of_weights(const cross_entropy_args &a, int lane, int width)
     return row_sum(sum, width);
 }
 
-/* What a thread has seen of a row. */
-struct seen {
-    float top, sum, weighted;
-};
-
-template <int E> static __device__ __forceinline__ void see(seen &s, const float (&z)[E])
-{
-    float top = z[0];
-#pragma unroll
-    for (int e = 1; e < E; e++)
-        top = z[e] > top ? z[e] : top;
-    if (top > s.top) {
-        s.sum *= ce_exp(s.top - top);
-        s.top = top;
-    }
-    const float base = ce_base(s.top);
-    float p[E];
-#pragma unroll
-    for (int e = 0; e < E; e++)
-        p[e] = ce_exp(z[e] - base);
-#pragma unroll
-    for (int n = E / 2; n > 0; n /= 2)
-#pragma unroll
-        for (int e = 0; e < n; e++)
-            p[e] += p[e + n];
-    s.sum += p[0];
-}
-
-/* `plain`: no softcap and no label smoothing. */
+/* `weighted` is the sum of weight * z; `plain`: no softcap and no label smoothing. */
 template <int E>
-static __device__ __forceinline__ void take(seen &s, float (&z)[E], int64_t j,
+static __device__ __forceinline__ void take(seen &s, float &weighted, float (&z)[E], int64_t j,
                                             const cross_entropy_args &a, bool plain)
 {
     if (!plain) {
@@ -135,10 +216,26 @@ static __device__ __forceinline__ void take(seen &s, float (&z)[E], int64_t j,
         if (a.config.label_smoothing > 0.0) {
 #pragma unroll
             for (int e = 0; e < E; e++)
-                s.weighted += a.weight ? a.weight[a.first + j + e] * z[e] : z[e];
+                weighted += a.weight ? a.weight[a.first + j + e] * z[e] : z[e];
         }
     }
-    see(s, z);
+    see(s, z, ce_exp);
+}
+
+/* ---- Calls ----------------------------------------------------------------------------------- */
+
+/* Launches kernel(*args, width) with as many threads as the rows take. */
+template <typename Kernel, typename Args>
+static inline hr_status launch_rows(Kernel kernel, const char *function, const Args *args,
+                                    const hr_exec *exec)
+{
+    const int width = args->classes <= SHORT ? 32 : THREADS, per_block = THREADS / width;
+    const int64_t blocks = (args->rows + per_block - 1) / per_block;
+    if (blocks > INT32_MAX)
+        return hr_fail(HR_UNSUPPORTED, "%s: rows is more than a grid of CUDA can take", function);
+    if (blocks > 0)
+        HR_LAUNCH(kernel, (uint32_t)blocks, THREADS, 0, exec->stream, *args, width);
+    return cuda_launch_status(function);
 }
 
 #endif

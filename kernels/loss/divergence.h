@@ -4,16 +4,18 @@
  *
  * Everything is computed from the logarithm of the ratio of two probabilities, d = log p - log q,
  * which is exact where the logits are close. The larger of p and q is an exponential, the other is
- * that times e^-|d|, so that differences of close probabilities do not cancel. Elements are
- * binary32; what there is one of in a row is binary64.
+ * that times e^-|d|, so that differences of close probabilities do not cancel. Differences of logits
+ * are divided by the temperature, not the logits, so that their quotients are not rounded before they
+ * are subtracted. Elements are binary32; what there is one of in a row is binary64.
  */
 #ifndef HR_DIVERGENCE_H
 #define HR_DIVERGENCE_H
 
 #include "kernels/loss/cross_entropy.h"
 
-/* Numbers that the forward call leaves for each row: the log-sum-exp of the student and what
- * rounding took off it, the same of the teacher, and of the mean of log(p / m) under the student. */
+/* Numbers that the forward call leaves for each row: the temperature times the log-sum-exp of the
+ * student and what rounding took off it, the same of the teacher, and of the mean of log(p / m)
+ * under the student, without the temperature. */
 enum { DV_STUDENT, DV_STUDENT_LOW, DV_TEACHER, DV_TEACHER_LOW, DV_MEAN, DV_MEAN_LOW };
 
 /* Which of the formulas: beta is 0, 1, or between. */
@@ -39,8 +41,8 @@ HR_INLINE int dv_is_ignored(const divergence_args *a, int64_t row)
     return a->ignored && a->ignored[row];
 }
 
-/* 1 / temperature. `high` is below it, and `low`, the rest, above 0, so that an infinite logit stays
- * what it is. */
+/* 1 / temperature. `high` is below it, and `low`, the rest, above 0, so that an infinite number stays
+ * what it is: at least 2^-100, whose products are no subnormal numbers, with which CPUs are slow. */
 typedef struct dv_scale {
     float high, low;
 } dv_scale;
@@ -51,22 +53,35 @@ HR_INLINE dv_scale dv_scale_of(const divergence_args *a)
     dv_scale s = {(float)scale, 0.0f};
     if ((double)s.high > scale)
         s.high = hr_float(hr_bits(s.high) - 1u);
-    s.low = hr_at_least((float)(scale - (double)s.high), 0x1p-126f);
+    s.low = hr_at_least((float)(scale - (double)s.high), 0x1p-100f);
     return s;
 }
 
-/* A logit over the temperature, rounded as if 1 / temperature were exact. */
-HR_INLINE float dv_scaled(float z, dv_scale scale)
+/* A difference of logits over the temperature, rounded as if 1 / temperature were exact. */
+HR_INLINE float dv_scaled(float less, dv_scale scale)
 {
-    return fmaf(z, scale.high, z * scale.low);
+    return fmaf(less, scale.high, less * scale.low);
+}
+
+/* The log-sum-exp of a row times the temperature, from its largest logit and the sum of what dv_exp
+ * gives. */
+HR_INLINE double dv_lse(const divergence_args *a, float top, double sum)
+{
+    return (double)top + a->config.temperature * ce_log(sum);
+}
+
+HR_INLINE float dv_exp(float less, dv_scale scale)
+{
+    return ce_exp(dv_scaled(less, scale));
 }
 
 /* ---- Once per row ---------------------------------------------------------------------------- */
 
 typedef struct dv_row {
-    float student, student_low, teacher, teacher_low; /* log-sum-exps */
+    float student, student_low, teacher, teacher_low; /* log-sum-exps times the temperature */
     float ratio, ratio_low;                           /* the student's less the teacher's */
     float mean, mean_low, beta, others;               /* others: 1 - beta */
+    dv_scale scale;
 } dv_row;
 
 HR_INLINE float dv_low(double x, float high)
@@ -75,7 +90,8 @@ HR_INLINE float dv_low(double x, float high)
 }
 
 /* For the gradient of the reverse divergence, `ratio` has the mean in it. */
-HR_INLINE dv_row dv_row_of(const divergence_args *a, const float *statistics, int for_gradient)
+HR_INLINE dv_row dv_row_of(const divergence_args *a, dv_scale scale, const float *statistics,
+                           int for_gradient)
 {
     dv_row r;
     r.student = statistics[DV_STUDENT];
@@ -87,22 +103,24 @@ HR_INLINE dv_row dv_row_of(const divergence_args *a, const float *statistics, in
     double ratio =
         ((double)r.student - (double)r.teacher) + ((double)r.student_low - (double)r.teacher_low);
     if (for_gradient && dv_kind(a) == DV_REVERSE)
-        ratio += (double)r.mean + (double)r.mean_low;
+        ratio += a->config.temperature * ((double)r.mean + (double)r.mean_low);
     r.ratio = (float)ratio;
     r.ratio_low = dv_low(ratio, r.ratio);
     r.beta = (float)a->config.beta;
     r.others = (float)(1.0 - a->config.beta);
+    r.scale = scale;
     return r;
 }
 
 /* The same before there is a mean. */
-HR_INLINE dv_row dv_row_of_lse(const divergence_args *a, double student, double teacher)
+HR_INLINE dv_row dv_row_of_lse(const divergence_args *a, dv_scale scale, double student,
+                               double teacher)
 {
     float statistics[HR_DIVERGENCE_STATISTICS] = {(float)student, 0.0f, (float)teacher,
                                                   0.0f,           0.0f, 0.0f};
     statistics[DV_STUDENT_LOW] = dv_low(student, statistics[DV_STUDENT]);
     statistics[DV_TEACHER_LOW] = dv_low(teacher, statistics[DV_TEACHER]);
-    return dv_row_of(a, statistics, 0);
+    return dv_row_of(a, scale, statistics, 0);
 }
 
 /* Sums over the classes of a row of what dv_terms_of gives. */
@@ -151,7 +169,7 @@ HR_INLINE float dv_factor(const divergence_args *a, int64_t row, int kind)
     return (float)(kind == DV_MIXED ? dloss * (1.0 - a->config.beta) : dloss);
 }
 
-/* ---- Each element, with logits that are divided by the temperature -------------------------- */
+/* ---- Each element ---------------------------------------------------------------------------- */
 
 /* The logarithm of 1 + w (e - 1) for e from 0 to 1: of 1 - w + w e, where that is less than 1/2 and
  * what was rounded off w would count. `less_1`: e - 1; `others`: 1 - w. */
@@ -169,7 +187,18 @@ HR_INLINE float dv_ratio(const dv_row *r, float s, float t)
 {
     const float difference = s - t, of_t = s - difference, of_s = difference + of_t;
     const float rest = (s - of_s) + (of_t - t);
-    return (difference - r->ratio) + ((rest != rest ? 0.0f : rest) - r->ratio_low);
+    const float left = (difference - r->ratio) + ((rest != rest ? 0.0f : rest) - r->ratio_low);
+    return dv_scaled(left, r->scale);
+}
+
+HR_INLINE float dv_student(const dv_row *r, float s)
+{
+    return dv_exp((s - r->student) - r->student_low, r->scale);
+}
+
+HR_INLINE float dv_teacher(const dv_row *r, float t)
+{
+    return dv_exp((t - r->teacher) - r->teacher_low, r->scale);
 }
 
 /* Both probabilities, and log(p / q) with what of it log(1 / m) takes: see dv_pair_of. */
@@ -187,7 +216,7 @@ HR_INLINE dv_pair dv_pair_of(const dv_row *r, float s, float t, int mixed)
     const int below = d < 0.0f;
     const float larger =
         below ? (t - r->teacher) - r->teacher_low : (s - r->student) - r->student_low;
-    const float top = ce_exp(larger), distance = below ? d : -d;
+    const float top = dv_exp(larger, r->scale), distance = below ? d : -d;
     const hr_exp_parts parts = hr_exp_split(hr_at_least(distance, -88.0f));
     const float power = hr_float(0x3F800000u + (parts.shifted << 23)); /* 0 from 2^-127 on */
     const float near_0 = hr_expm1_near_0(parts.r);
@@ -223,11 +252,11 @@ HR_INLINE dv_terms dv_terms_of(const dv_row *r, float s, float t, int kind)
         terms.p = pair.p;
         terms.q = pair.q;
     } else if (kind == DV_REVERSE) {
-        const float p = ce_probability(s, r->student, r->student_low);
+        const float p = dv_student(r, s);
         terms.under_student = p == 0.0f ? 0.0f : p * dv_ratio(r, s, t);
         terms.p = p;
     } else {
-        const float q = ce_probability(t, r->teacher, r->teacher_low);
+        const float q = dv_teacher(r, t);
         terms.under_teacher = q == 0.0f ? 0.0f : -q * dv_ratio(r, s, t);
         terms.q = q;
     }
@@ -240,7 +269,7 @@ HR_INLINE float dv_gradient(const dv_row *r, float s, float t, float factor, int
     if (kind == DV_FORWARD)
         return factor * dv_pair_of(r, s, t, 0).less;
     if (kind == DV_REVERSE) {
-        const float p = ce_probability(s, r->student, r->student_low);
+        const float p = dv_student(r, s);
         return p == 0.0f ? 0.0f : factor * (p * dv_ratio(r, s, t));
     }
     const dv_pair pair = dv_pair_of(r, s, t, 1);

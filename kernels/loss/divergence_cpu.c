@@ -6,14 +6,13 @@
 #include "kernels/core/rows_cpu.h"
 #include "kernels/loss/divergence.h"
 
-/* A tile of logits times `scale`, filled up to whole groups of LANES with minus infinity. Returns
- * the number of elements with these. */
-HR_INLINE int tile_scaled(float *buffer, const void *row, int64_t j, int n, hr_dtype dtype,
-                          dv_scale scale)
+/* Copies a tile of logits and fills it up to whole groups of LANES with minus infinity. Returns the
+ * number of elements with these. */
+HR_INLINE int tile_filled(float *buffer, const void *row, int64_t j, int n, hr_dtype dtype)
 {
     const float *const tile = tile_in(buffer, row, j, n, dtype);
     for (int i = 0; i < n; i++)
-        buffer[i] = dv_scaled(tile[i], scale);
+        buffer[i] = tile[i];
     const int whole = (n + LANES - 1) / LANES * LANES;
     for (int i = n; i < whole; i++)
         buffer[i] = -INFINITY;
@@ -38,15 +37,15 @@ HR_INLINE double tile_sum(const float *x, int whole)
     return lanes[0];
 }
 
-/* The log-sum-exp of a row. A tile is read once: the sum of those before it is rescaled where the
- * largest logit grew. A NaN is not the largest, but makes the sum one. */
+/* The log-sum-exp of a row times the temperature. A tile is read once: the sum of those before it is
+ * rescaled where the largest logit grew. A NaN is not the largest, but makes the sum one. */
 HR_INLINE double row_lse(const divergence_args *a, const void *row, dv_scale scale)
 {
     const hr_dtype dtype = a->config.dtype;
     float tile[TILE], top = -INFINITY;
     double sum = 0.0;
     for (int64_t j = 0; j < a->classes; j += TILE) {
-        const int whole = tile_scaled(tile, row, j, tile_length(a->classes, j), dtype, scale);
+        const int whole = tile_filled(tile, row, j, tile_length(a->classes, j), dtype);
         tile_prefetch(row, j, dtype);
         float lanes[LANES];
         for (int lane = 0; lane < LANES; lane++)
@@ -58,27 +57,27 @@ HR_INLINE double row_lse(const divergence_args *a, const void *row, dv_scale sca
         for (int lane = 0; lane < LANES; lane++)
             largest = lanes[lane] > largest ? lanes[lane] : largest;
         if (largest > top)
-            sum *= 1.0 + ce_expm1((double)top - (double)largest);
+            sum *= 1.0 + ce_expm1(((double)top - (double)largest) / a->config.temperature);
         top = largest;
         const float base = ce_base(top);
         for (int i = 0; i < whole; i++)
-            tile[i] = ce_exp(tile[i] - base);
+            tile[i] = dv_exp(tile[i] - base, scale);
         sum += tile_sum(tile, whole);
     }
-    return ce_lse(top, sum);
+    return dv_lse(a, top, sum);
 }
 
 /* ---- Forward --------------------------------------------------------------------------------- */
 
 HR_INLINE void forward_sums(const divergence_args *a, const dv_row *r, const void *student,
-                            const void *teacher, dv_scale scale, dv_sums *sums, int kind)
+                            const void *teacher, dv_sums *sums, int kind)
 {
     const hr_dtype dtype = a->config.dtype;
     float s[TILE], t[TILE], p[TILE], q[TILE];
     for (int64_t j = 0; j < a->classes; j += TILE) {
         const int n = tile_length(a->classes, j), whole = (n + LANES - 1) / LANES * LANES;
-        tile_scaled(s, student, j, n, dtype, scale);
-        tile_scaled(t, teacher, j, n, dtype, scale);
+        tile_filled(s, student, j, n, dtype);
+        tile_filled(t, teacher, j, n, dtype);
         for (int i = 0; i < whole; i++) {
             const dv_terms terms = dv_terms_of(r, s[i], t[i], kind);
             s[i] = terms.under_student;
@@ -112,14 +111,14 @@ HR_INLINE void forward_rows(void *context, int64_t begin, int64_t end)
         double lse[2];
         for (int which = 0; which < 2; which++)
             lse[which] = row_lse(a, which ? teacher : student, scale);
-        const dv_row r = dv_row_of_lse(a, lse[0], lse[1]);
+        const dv_row r = dv_row_of_lse(a, scale, lse[0], lse[1]);
         dv_sums sums = {0.0, 0.0, 0.0, 0.0};
         if (kind == DV_FORWARD)
-            forward_sums(a, &r, student, teacher, scale, &sums, DV_FORWARD);
+            forward_sums(a, &r, student, teacher, &sums, DV_FORWARD);
         else if (kind == DV_REVERSE)
-            forward_sums(a, &r, student, teacher, scale, &sums, DV_REVERSE);
+            forward_sums(a, &r, student, teacher, &sums, DV_REVERSE);
         else
-            forward_sums(a, &r, student, teacher, scale, &sums, DV_MIXED);
+            forward_sums(a, &r, student, teacher, &sums, DV_MIXED);
         dv_finish(a, row, &r, &sums);
     }
 }
@@ -128,8 +127,7 @@ CPU_VARIANTS(forward_rows)
 
 /* ---- Backward -------------------------------------------------------------------------------- */
 
-HR_INLINE void backward_row(const divergence_args *a, const dv_row *r, int64_t row, dv_scale scale,
-                            int kind)
+HR_INLINE void backward_row(const divergence_args *a, const dv_row *r, int64_t row, int kind)
 {
     const hr_dtype dtype = a->config.dtype;
     const void *const student = row_at(&a->student, row, dtype);
@@ -139,8 +137,8 @@ HR_INLINE void backward_row(const divergence_args *a, const dv_row *r, int64_t r
     float s[TILE], t[TILE];
     for (int64_t j = 0; j < a->classes; j += TILE) {
         const int n = tile_length(a->classes, j);
-        tile_scaled(s, student, j, n, dtype, scale);
-        tile_scaled(t, teacher, j, n, dtype, scale);
+        tile_filled(s, student, j, n, dtype);
+        tile_filled(t, teacher, j, n, dtype);
         tile_prefetch(student, j, dtype);
         tile_prefetch(teacher, j, dtype);
         for (int i = 0; i < n; i++)
@@ -161,13 +159,13 @@ HR_INLINE void backward_rows(void *context, int64_t begin, int64_t end)
                    (size_t)a->classes * (size_t)hr_element_size(grad_dtype));
             continue;
         }
-        const dv_row r = dv_row_of(a, a->statistics + row * HR_DIVERGENCE_STATISTICS, 1);
+        const dv_row r = dv_row_of(a, scale, a->statistics + row * HR_DIVERGENCE_STATISTICS, 1);
         if (kind == DV_FORWARD)
-            backward_row(a, &r, row, scale, DV_FORWARD);
+            backward_row(a, &r, row, DV_FORWARD);
         else if (kind == DV_REVERSE)
-            backward_row(a, &r, row, scale, DV_REVERSE);
+            backward_row(a, &r, row, DV_REVERSE);
         else
-            backward_row(a, &r, row, scale, DV_MIXED);
+            backward_row(a, &r, row, DV_MIXED);
     }
 }
 

@@ -85,22 +85,26 @@ static __device__ __forceinline__ void see_row(const lce_seeing &s, int64_t row,
     const float *const logits = (const float *)row_at(s.ce.logits, row, HR_F32);
     const float cap = (float)s.ce.config.softcap;
     const int64_t target = ce_target(&s.ce, row);
-    seen part = {-INFINITY, 0.0f, 0.0f};
-    const row_cut cut = cut_row(logits, HR_F32, nullptr, HR_F32, s.ce.classes);
-    for_single(cut, s.ce.classes, (int)threadIdx.x, THREADS, [&](int64_t j) {
-        float z[1] = {logits[j]};
-        take(part, z, j, s.ce, plain);
-    });
-    for (int64_t j = cut.head + (int64_t)threadIdx.x * 8; j < cut.end; j += (int64_t)THREADS * 8) {
-        const pack<8> bits = pack_load<8>(logits, j, HR_F32);
-        float z[8];
-        pack_floats(bits, HR_F32, z);
-        take(part, z, j, s.ce, plain);
-    }
+    const row_cut cut =
+        cut_row(logits, HR_F32, nullptr, HR_F32, s.ce.classes, (int)threadIdx.x, THREADS);
+    const void *const body = body_of(cut, logits, HR_F32);
+    seen part = nothing_seen();
+    float of_thread = 0.0f; /* the sum of weight * z */
+    for_elements(
+        cut, false,
+        [&](int64_t j, bool) {
+            float z[8];
+            pack_floats(pack_load<8>(body, j, HR_F32), HR_F32, z);
+            take(part, of_thread, z, cut.head + j, s.ce, plain);
+        },
+        [&](int64_t j, bool) {
+            float z[1] = {logits[j]};
+            take(part, of_thread, z, j, s.ce, plain);
+        });
     const float top = row_largest(part.top, THREADS);
-    const double sum = row_total<THREADS>((double)(part.sum * ce_exp(part.top - ce_base(top))));
+    const double sum = row_exponentials(part, top, THREADS, ce_exp);
     const double weighted =
-        s.ce.config.label_smoothing > 0.0 ? row_total<THREADS>((double)part.weighted) : 0.0;
+        s.ce.config.label_smoothing > 0.0 ? row_total<THREADS>((double)of_thread) : 0.0;
     double mean = 0.0, rank = 0.0, first = -INFINITY;
     if (s.wants_mean)
         mean = sum_over(s, logits, [&](float z) {
@@ -149,7 +153,8 @@ static __device__ __forceinline__ void see_row(const lce_seeing &s, int64_t row,
     s.seen[row] = now;
 }
 
-static __global__ void __launch_bounds__(THREADS)
+/* Up to 64 registers, where the compiler's own choice is fewer and spills. */
+static __global__ void __launch_bounds__(THREADS, 4)
     lce_see_kernel(const lce_seeing __grid_constant__ s)
 {
     const int64_t row = blockIdx.x;

@@ -35,7 +35,8 @@ RESULTS = {
 }
 _INTEGERS = ("argmax", "rank")
 HIDDEN, WEIGHT, BIAS = 1, 2, 4  # gradients
-ROUND_EACH_CHUNK, _SHIFT = 8, 16  # the bits below are those of headroom.functional.gemm
+# The bits below are those of headroom.functional.gemm.
+ROUND_EACH_CHUNK, _SHIFT, _CHECK_TARGET = 8, 16, 32
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,13 @@ class Options:
     all_classes: int = 0
     round_each_chunk: bool = False
     shift: bool = False
+    check_target: bool = False
 
     def numbers(self, hidden: Tensor) -> tuple[int | float, ...]:
         """Returns them in the order of the schemas, after ``ignore_index``."""
         flags = matmul_precision(hidden.dtype) if hidden.device.type == "cuda" else 0
         flags |= ROUND_EACH_CHUNK if self.round_each_chunk else 0
+        flags |= _CHECK_TARGET if self.check_target else 0
         return (
             *(self.label_smoothing, self.softcap, self.z_loss, self.logit_scale),
             *(self.mode, self.workspace, self.most_counted, self.first_class, self.all_classes),

@@ -48,6 +48,7 @@ def linear_cross_entropy(
     max_counted: int | None = None,
     accumulate_into_grad: bool = False,
     round_each_chunk: bool = False,
+    check_target: bool = False,
     stats: Sequence[str] = (),
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
     """Returns the cross entropy of ``hidden @ weight.T + bias`` with the targets; these logits are
@@ -94,6 +95,9 @@ def linear_cross_entropy(
             DistributedDataParallel and FSDP, do not run. Not under ``torch.compile``.
         round_each_chunk: adds up the gradient of a bfloat16 ``weight`` in bfloat16 instead of
             float32, which saves two bytes per element and loses what is small beside the sum.
+        check_target: on CUDA, waits for the device to look at the targets, and raises as on the CPU
+            if one is no class. For a search for the bad label: the wait costs time in every step,
+            and the capture of a CUDA graph, which cannot wait, is refused.
         stats: names of further results, none of which has a gradient: "lse", "target_logit",
             "entropy", "argmax", "rank" (how many classes have a larger logit than the target:
             ``rank < k`` is top-k accuracy) of each row, 0 or -1 where it is ignored; and
@@ -105,8 +109,9 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: a name or a combination is none of those above.
-        RuntimeError: another argument does not fit. On the CPU also if a target is no class, with
-            its row and value; on CUDA the loss is then NaN, and nothing is read out of bounds.
+        RuntimeError: another argument does not fit. On the CPU, and with ``check_target`` on CUDA,
+            also if a target is no class, with the row and value of the first; on CUDA without it
+            the loss is then NaN, and nothing is read out of bounds.
 
     The formula and its sources are documented at ``hr_linear_cross_entropy`` in ``headroom.h``.
     """
@@ -123,6 +128,7 @@ def linear_cross_entropy(
         most_counted=-1 if max_counted is None else max_counted,
         round_each_chunk=round_each_chunk,
         shift=shift,
+        check_target=check_target,
     )
     tensors = (
         *(hidden, weight, bias, target),

@@ -30,7 +30,8 @@ class _Config(ctypes.Structure):
         ("eps", ctypes.c_double),
         ("offset", ctypes.c_double),
         ("tile_tokens", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("tf32", "reduced", "deterministic", "reserved")),
+        *((name, ctypes.c_int32) for name in ("allow_tf32", "allow_reduced_precision_reduction")),
+        *((name, ctypes.c_int32) for name in ("deterministic", "reserved")),
     ]
 
 
@@ -114,13 +115,15 @@ class _LossConfig(ctypes.Structure):
         ("size", ctypes.c_size_t),
         *((name, ctypes.c_int) for name in ("dtype", "grad_dtype", "target_bytes")),
         *((name, ctypes.c_int) for name in ("reduction", "mode", "round_each_chunk")),
-        *((name, ctypes.c_int) for name in ("add_to_weight_grads", "tf32", "reduced")),
-        ("deterministic", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("add_to_weight_grads", "allow_tf32")),
+        *((name, ctypes.c_int) for name in ("allow_reduced_precision_reduction", "deterministic")),
         ("ignore_index", ctypes.c_int64),
-        *((name, ctypes.c_double) for name in ("smoothing", "softcap", "z_loss", "logit_scale")),
+        *((name, ctypes.c_double) for name in ("label_smoothing", "softcap", "z_loss")),
+        ("logit_scale", ctypes.c_double),
         *((name, ctypes.c_int64) for name in ("sequence", "first_class", "all_classes")),
         ("most_counted", ctypes.c_int64),
         ("workspace_limit", ctypes.c_size_t),
+        *((name, ctypes.c_int32) for name in ("check_target", "reserved")),
     ]
 
 

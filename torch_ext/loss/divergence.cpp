@@ -1,89 +1,49 @@
 // divergence.cpp: headroom::divergence and its backward ops, into a new tensor and into a given one.
 #include <tuple>
 
-#include "torch_ext/core/rows.h"
+#include "torch_ext/loss/loss_rows.h"
 
 namespace
 {
 
 using namespace headroom;
-using torch::headeronly::ScalarType;
 
 // The logits of both, and which rows are ignored.
-class Divergence
+class Divergence : public LossRows
 {
   public:
     Divergence(const Tensor &student, const Tensor &teacher, const OptionalTensor &ignored,
                double beta, double temperature)
-        : student(student), matrix(matrix_of(this->student, "student")), exec(this->student),
-          teacher(require_like(this->student, "student", teacher, "teacher"), "teacher")
+        : LossRows(student, "student"),
+          teacher(require_like(in, "student", teacher, "teacher"), "teacher")
     {
-        config.dtype = config.grad_dtype = float_of(this->student, "student");
+        config.dtype = config.grad_dtype = float_of(in, "student");
         config.beta = beta;
         config.temperature = temperature;
         if (!ignored)
             return;
         const View view(*ignored);
-        if (view.torch_dtype != aoti_torch_dtype_bool() || !has_rows(view) ||
-            !view.is_with(this->student))
+        if (view.torch_dtype != aoti_torch_dtype_bool() || !has_rows(view) || !view.is_with(in))
             fail("ignored must be a bool tensor of the shape of student without the last dimension "
                  "on " +
-                 this->student.device_name());
+                 in.device_name());
         this->ignored = static_cast<const uint8_t *>(dense(*ignored, "ignored"));
-    }
-
-    bool has_rows(const View &view) const
-    {
-        return view.dim == student.dim - 1 &&
-               std::equal(view.sizes, view.sizes + view.dim, student.sizes);
     }
 
     const float *statistics(const Tensor &tensor)
     {
         const View view(tensor);
-        if (!view.is_with(student) || dtype_of(view.torch_dtype) != HR_F32 ||
+        if (!view.is_with(in) || dtype_of(view.torch_dtype) != HR_F32 ||
             view.numel() != matrix.rows * HR_DIVERGENCE_STATISTICS)
             fail("statistics must be what headroom::divergence returned, a float32 tensor of " +
                  std::to_string(matrix.rows * HR_DIVERGENCE_STATISTICS) + " elements on " +
-                 student.device_name());
+                 in.device_name());
         return static_cast<const float *>(dense(tensor, "statistics"));
     }
 
-    // The gradients of the rows, in one stride: 0 for a scalar and for an expanded one.
-    const float *gradients(const Tensor &tensor, int64_t *stride)
-    {
-        const View view(tensor);
-        if (!view.is_with(student) || dtype_of(view.torch_dtype) != HR_F32 ||
-            (view.dim != 0 && !has_rows(view)))
-            fail("dloss must be a float32 tensor of one element or of the shape of student without "
-                 "the last dimension on " +
-                 student.device_name());
-        const bool expanded = std::all_of(view.strides, view.strides + view.dim,
-                                          [](int64_t step) { return step == 0; });
-        *stride = expanded ? 0 : 1;
-        if (!expanded)
-            return static_cast<const float *>(dense(tensor, "dloss"));
-        require_memory(view, "dloss");
-        return static_cast<const float *>(view.data);
-    }
-
-    const View student;
-    const Matrix matrix;
-    const Exec exec;
     const RowsIn teacher;
     hr_divergence_config config = HR_DIVERGENCE_CONFIG_INIT;
     const uint8_t *ignored = nullptr;
-
-  private:
-    const void *dense(const Tensor &tensor, const char *name)
-    {
-        kept_.push_back(torch::stable::contiguous(tensor));
-        const View view(kept_.back());
-        require_memory(view, name);
-        return view.data;
-    }
-
-    Tensors kept_;
 };
 
 // The loss of each row, and what the backward ops need.
@@ -93,12 +53,10 @@ std::tuple<Tensor, Tensor> divergence(const Tensor &student, const Tensor &teach
 {
     Divergence of(student, teacher, ignored, beta, temperature);
     const RowsIn in(student, "student");
-    const size_t last = static_cast<size_t>(of.student.dim - 1);
-    Tensor loss = torch::stable::new_empty(student, {of.student.sizes, last}, ScalarType::Float);
+    Tensor loss = of.of_rows(true);
     const int64_t shape[] = {of.matrix.rows, HR_DIVERGENCE_STATISTICS};
     Tensor statistics = torch::stable::new_empty(student, {shape, 2}, ScalarType::Float);
-    check(hr_divergence_forward(static_cast<float *>(loss.mutable_data_ptr()),
-                                static_cast<float *>(statistics.mutable_data_ptr()), in.get(),
+    check(hr_divergence_forward(data_of<float>(loss), data_of<float>(statistics), in.get(),
                                 of.teacher.get(), of.ignored, of.matrix.rows, of.matrix.cols,
                                 &of.config, &of.exec.exec));
     return {loss, statistics};
@@ -120,7 +78,7 @@ Tensor divergence_backward(const Tensor &dloss, const Tensor &student, const Ten
 {
     Divergence of(student, teacher, ignored, beta, temperature);
     const RowsIn in(student, "student");
-    Tensor grad = empty_rows(of.student, student);
+    Tensor grad = empty_rows(of.in, student);
     const hr_rows rows = rows_of(grad);
     backward(of, &rows, in.get(), dloss, statistics);
     return grad;
@@ -134,7 +92,7 @@ void divergence_backward_(const Tensor &dloss, const Tensor &student, const Tens
 {
     Divergence of(student, teacher, ignored, beta, temperature);
     const View to(grad);
-    if (!to.has_sizes_of(of.student) || !to.is_with(of.student))
+    if (!to.has_sizes_of(of.in) || !to.is_with(of.in))
         fail("grad must have the shape and device of student");
     of.config.grad_dtype = float_of(to, "grad");
     const RowsIn in(student, "student"),

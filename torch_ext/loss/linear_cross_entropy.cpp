@@ -3,34 +3,19 @@
 //
 // What a call does not ask for is returned as a tensor without elements, because a schema has no
 // optional results.
-#include <deque>
 #include <tuple>
 
-#include "torch_ext/core/rows.h"
+#include "torch_ext/loss/loss_rows.h"
 
 namespace
 {
 
 using namespace headroom;
-using torch::headeronly::ScalarType;
-
-enum Reduction { NONE = 0, MEAN = 1, SUM = 2, MEAN_OR_ZERO = 3 };
-
 // Bits of `results`, and of `options`.
 enum { LSE = 1, LSE_LOW = 2, TARGET_LOGIT = 4, WEIGHTED = 8, LARGEST = 16, ENTROPY = 32 };
 enum { ARGMAX = 64, RANK = 128 };
 enum { ALLOW_TF32 = 1, REDUCED_PRECISION = 2, DETERMINISTIC = 4, ROUND_EACH_CHUNK = 8, SHIFT = 16 };
-
-// Fails if the storage of a tensor was freed: with rows that are all ignored nothing would read it,
-// and a tensor that begins past the first element of its storage has an address all the same.
-void require_storage(const Tensor &tensor, const char *name)
-{
-    const View view(tensor);
-    int64_t bytes = 0;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
-    if (bytes == 0 && view.numel() > 0)
-        fail(std::string(name) + " has no memory: its storage was freed");
-}
+enum { CHECK_TARGET = 32 };
 
 // The numbers that all ops take, in the order of their schemas.
 struct Numbers {
@@ -40,27 +25,24 @@ struct Numbers {
 };
 
 // The tensors that all ops take.
-class Layer
+class Layer : public LossRows
 {
   public:
     Layer(const Tensor &hidden, const Tensor &weight, const OptionalTensor &bias,
           const Tensor &target, const OptionalTensor &class_weight,
           const OptionalTensor &token_weight, const Numbers &n)
-        : hidden(hidden), matrix(matrix_of(this->hidden, "hidden")), exec(this->hidden)
+        : LossRows(hidden, "hidden")
     {
-        config.dtype = float_of(this->hidden, "hidden");
+        config.dtype = float_of(in, "hidden");
         config.grad_dtype = config.dtype == HR_F16 ? HR_F32 : config.dtype;
-        if (n.reduction < NONE || n.reduction > MEAN_OR_ZERO)
-            fail("reduction is " + std::to_string(n.reduction) + ", wanted 0, 1, 2 or 3");
-        config.reduction = n.reduction == MEAN           ? HR_REDUCE_MEAN
-                           : n.reduction == MEAN_OR_ZERO ? HR_REDUCE_MEAN_OR_ZERO
-                                                         : HR_REDUCE_SUM;
+        config.reduction = reduction_of(n.reduction);
         config.mode = static_cast<hr_linear_cross_entropy_mode>(
             n.mode >= 0 && n.mode <= 2 ? static_cast<int>(n.mode) : -1);
         config.round_each_chunk = (n.options & ROUND_EACH_CHUNK) != 0;
         config.allow_tf32 = (n.options & ALLOW_TF32) != 0;
         config.allow_reduced_precision_reduction = (n.options & REDUCED_PRECISION) != 0;
         config.deterministic = (n.options & DETERMINISTIC) != 0;
+        config.check_target = (n.options & CHECK_TARGET) != 0;
         config.ignore_index = n.ignore_index;
         config.label_smoothing = n.label_smoothing;
         config.softcap = n.softcap;
@@ -88,38 +70,21 @@ class Layer
             require_same(view, "bias");
             inputs.bias = dense(*bias, "bias");
         }
-        set_target(target, (n.options & SHIFT) != 0);
+        inputs.target = targets(target, &config.target_bytes);
+        if ((n.options & SHIFT) != 0 && in.dim < 2)
+            fail("hidden has no dimension of a sequence to shift along, wanted [..., sequence, "
+                 "features]");
+        config.sequence = (n.options & SHIFT) != 0 ? in.sizes[in.dim - 2] : 0;
         if (class_weight)
             inputs.class_weight =
                 vector(*class_weight, "class_weight", n.all_classes > 0 ? n.all_classes : classes);
         if (token_weight)
             inputs.token_weight = vector(*token_weight, "token_weight", matrix.rows);
     }
-    Layer(const Layer &) = delete;
-
-    // A vector of binary32, dense.
-    const float *vector(const Tensor &tensor, const char *name, int64_t numel)
-    {
-        const View view(tensor);
-        if (!view.is_with(hidden) || dtype_of(view.torch_dtype) != HR_F32 || view.numel() != numel)
-            fail(std::string(name) + " must be a float32 tensor of " + std::to_string(numel) +
-                 " elements on " + hidden.device_name());
-        return static_cast<const float *>(dense(tensor, name));
-    }
-
-    // A new tensor in the shape of the rows, or one without elements.
-    Tensor of_rows(bool wanted, ScalarType type = ScalarType::Float) const
-    {
-        const int64_t none = 0;
-        if (!wanted)
-            return torch::stable::new_empty(hidden.tensor, {&none, 1}, type);
-        return torch::stable::new_empty(hidden.tensor,
-                                        {hidden.sizes, static_cast<size_t>(hidden.dim - 1)}, type);
-    }
 
     Tensor numbers(int64_t count, bool scalar = false) const
     {
-        return torch::stable::new_empty(hidden.tensor, {&count, scalar ? size_t{0} : size_t{1}},
+        return torch::stable::new_empty(in.tensor, {&count, scalar ? size_t{0} : size_t{1}},
                                         ScalarType::Float);
     }
 
@@ -129,8 +94,8 @@ class Layer
         const int64_t none = 0;
         const ScalarType type =
             config.grad_dtype == HR_BF16 ? ScalarType::BFloat16 : ScalarType::Float;
-        return wanted ? torch::stable::new_empty(hidden.tensor, {sizes, dim}, type)
-                      : torch::stable::new_empty(hidden.tensor, {&none, 1}, type);
+        return wanted ? torch::stable::new_empty(in.tensor, {sizes, dim}, type)
+                      : torch::stable::new_empty(in.tensor, {&none, 1}, type);
     }
 
     // Workspace for the gradients that are wanted.
@@ -139,12 +104,9 @@ class Layer
         hr_linear_cross_entropy_needs needs;
         check(hr_linear_cross_entropy_query(&needs, matrix.rows, matrix.cols, classes, wanted,
                                             &config, &exec.exec));
-        return {workspace_of(needs.workspace, hidden.tensor), needs.workspace};
+        return {workspace_of(needs.workspace, in.tensor), needs.workspace};
     }
 
-    const View hidden;
-    const Matrix matrix;
-    const Exec exec;
     int64_t classes;
     hr_linear_cross_entropy_config config = HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT;
     hr_linear_cross_entropy_inputs inputs = {};
@@ -152,61 +114,24 @@ class Layer
   private:
     void require_same(const View &view, const char *name) const
     {
-        if (!view.is_with(hidden))
+        if (!view.is_with(in))
             fail(std::string(name) + " is on " + view.device_name() + ", but hidden is on " +
-                 hidden.device_name());
-        if (view.torch_dtype != hidden.torch_dtype)
+                 in.device_name());
+        if (view.torch_dtype != in.torch_dtype)
             fail(std::string(name) + " has dtype " +
                  torch::headeronly::toString(view.tensor.scalar_type()) + ", but hidden has " +
-                 torch::headeronly::toString(hidden.tensor.scalar_type()));
-    }
-
-    const void *dense(const Tensor &tensor, const char *name)
-    {
-        require_storage(tensor, name);
-        kept_.push_back(torch::stable::contiguous(tensor));
-        const View view(kept_.back());
-        require_memory(view, name);
-        return view.data;
-    }
-
-    void set_target(const Tensor &tensor, bool shift)
-    {
-        const View view(tensor);
-        const bool is_int32 = view.torch_dtype == aoti_torch_dtype_int32();
-        if (!is_int32 && view.torch_dtype != aoti_torch_dtype_int64())
-            fail(std::string("target has dtype ") +
-                 torch::headeronly::toString(tensor.scalar_type()) +
-                 ", wanted int64 or int32: the number of a class per row");
-        if (view.dim != hidden.dim - 1 ||
-            !std::equal(view.sizes, view.sizes + view.dim, hidden.sizes))
-            fail("target must have the shape of hidden without the last dimension");
-        if (!view.is_with(hidden))
-            fail("target is on " + view.device_name() + ", but hidden is on " +
-                 hidden.device_name());
-        if (shift && view.dim == 0)
-            fail("hidden has no dimension of a sequence to shift along, wanted [..., sequence, "
-                 "features]");
-        config.sequence = shift ? view.sizes[view.dim - 1] : 0;
-        inputs.target = dense(tensor, "target");
-        config.target_bytes = is_int32 ? 4 : 8;
+                 torch::headeronly::toString(in.tensor.scalar_type()));
     }
 
     std::deque<RowsIn> matrices_;
-    std::deque<Tensor> kept_;
 };
-
-template <typename T> T *data_of(const Tensor &tensor, bool wanted = true)
-{
-    return wanted ? static_cast<T *>(View(tensor).data) : nullptr;
-}
 
 // New gradients and where they are.
 struct Gradients {
     Gradients(const Layer &layer, int64_t wanted)
     {
         const int64_t shape[] = {layer.classes, layer.matrix.cols};
-        hidden = layer.gradient(layer.hidden.sizes, static_cast<size_t>(layer.hidden.dim),
+        hidden = layer.gradient(layer.in.sizes, static_cast<size_t>(layer.in.dim),
                                 wanted & HR_LINEAR_CROSS_ENTROPY_HIDDEN);
         weight = layer.gradient(shape, 2, wanted & HR_LINEAR_CROSS_ENTROPY_WEIGHT);
         bias = layer.gradient(shape, 1, wanted & HR_LINEAR_CROSS_ENTROPY_BIAS);
@@ -246,7 +171,7 @@ Forward linear_cross_entropy(const Tensor &hidden, const Tensor &weight, const O
     Layer layer(hidden, weight, bias, target, class_weight, token_weight,
                 {ignore_index, reduction, label_smoothing, softcap, z_loss, logit_scale, mode,
                  workspace_limit, most_counted, first_class, all_classes, options});
-    layer.inputs.denominator = scalar_of(denominator, layer.hidden, "denominator");
+    layer.inputs.denominator = scalar_of(denominator, layer.in, "denominator");
     const bool reduces = reduction != NONE;
     const bool is_part = all_classes != 0 && all_classes != layer.classes;
     const Tensor loss = reduces ? layer.numbers(1, true) : layer.of_rows(!is_part);
@@ -289,51 +214,19 @@ Forward linear_cross_entropy(const Tensor &hidden, const Tensor &weight, const O
             gradients.bias};
 }
 
-// The gradients of the rows' losses, in one stride: 0 for a scalar and for an expanded one.
-class Upstream
-{
-  public:
-    Upstream(const Tensor &tensor, const Layer &layer) : tensor_(tensor)
-    {
-        const View view(tensor);
-        const bool scalar = view.dim == 0;
-        if (!view.is_with(layer.hidden) || dtype_of(view.torch_dtype) != HR_F32 ||
-            (!scalar && (view.dim != layer.hidden.dim - 1 ||
-                         !std::equal(view.sizes, view.sizes + view.dim, layer.hidden.sizes))))
-            fail("dloss must be a float32 tensor of one element or of the shape of target on " +
-                 layer.hidden.device_name());
-        const bool expanded = std::all_of(view.strides, view.strides + view.dim,
-                                          [](int64_t stride) { return stride == 0; });
-        if (expanded) {
-            stride = 0;
-        } else {
-            tensor_ = torch::stable::contiguous(tensor);
-            stride = 1;
-        }
-        require_storage(tensor, "dloss");
-        const View used(tensor_);
-        data = static_cast<const float *>(used.data);
-    }
-
-    const float *data;
-    int64_t stride;
-
-  private:
-    Tensor tensor_;
-};
-
 void backward(Layer &layer, const hr_linear_cross_entropy_grads &grads, uint32_t wanted,
               const Tensor &dloss, const OptionalTensor &factors, const Tensor &lse,
               const Tensor &lse_low)
 {
-    const Upstream upstream(dloss, layer);
+    int64_t stride = 0;
+    const float *const gradients = layer.gradients(dloss, &stride);
     const int64_t rows = layer.matrix.rows;
     const auto [workspace, bytes] = layer.workspace(wanted);
     check(hr_linear_cross_entropy_backward(
-        &grads, upstream.data, upstream.stride,
-        factors ? layer.vector(*factors, "factors", 2) : nullptr, layer.vector(lse, "lse", rows),
-        layer.vector(lse_low, "lse_low", rows), &layer.inputs, rows, layer.matrix.cols,
-        layer.classes, &layer.config, data_of<void>(workspace), bytes, &layer.exec.exec));
+        &grads, gradients, stride, factors ? layer.vector(*factors, "factors", 2) : nullptr,
+        layer.vector(lse, "lse", rows), layer.vector(lse_low, "lse_low", rows), &layer.inputs, rows,
+        layer.matrix.cols, layer.classes, &layer.config, data_of<void>(workspace), bytes,
+        &layer.exec.exec));
 }
 
 std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
@@ -358,7 +251,7 @@ void *existing(const OptionalTensor &tensor, const Layer &layer, const char *nam
     if (!tensor)
         return nullptr;
     const View view(*tensor);
-    if (!view.is_with(layer.hidden) || dtype_of(view.torch_dtype) != layer.config.grad_dtype ||
+    if (!view.is_with(layer.in) || dtype_of(view.torch_dtype) != layer.config.grad_dtype ||
         view.dim != dim || view.sizes[0] != layer.classes ||
         (dim == 2 && view.sizes[1] != layer.matrix.cols) || !view.is_contiguous())
         fail(std::string(name) +

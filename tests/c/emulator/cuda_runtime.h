@@ -59,6 +59,7 @@ enum cudaError_t {
     cudaErrorInvalidDevice = 101,
     cudaErrorIllegalAddress = 700,
     cudaErrorLaunchFailure = 719,
+    cudaErrorStreamCaptureUnsupported = 900,
 };
 using cudaError = cudaError_t;
 
@@ -90,7 +91,14 @@ cudaError_t cudaDeviceSynchronize();
 
 typedef struct CUstream_st *cudaStream_t;
 
+enum cudaStreamCaptureStatus {
+    cudaStreamCaptureStatusNone = 0,
+    cudaStreamCaptureStatusActive = 1,
+    cudaStreamCaptureStatusInvalidated = 2,
+};
+
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status);
 
 // ---- Memory -------------------------------------------------------------------------------------
 

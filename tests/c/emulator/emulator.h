@@ -12,8 +12,9 @@
 //     uninitialized read     of shared or device memory
 //     misaligned access
 //     access by the host     to device memory, outside launches and copies
+//     not in a capture       what waits for the device or allocates, while one is pretended
 //
-// The four before the last need every load and store to be seen: compile the .cu with
+// The four before the last two need every load and store to be seen: compile the .cu with
 // `-fsanitize=thread,alignment,bounds` and link hooks.cpp in place of the sanitizers' runtimes.
 // Without that, memory is filled with NaN (0xFF) before use and has guards at both ends, and
 // AddressSanitizer and UBSan see what they can.
@@ -42,6 +43,10 @@ uint64_t default_seed(); // of the environment variable HEADROOM_EMULATOR_SEED, 
 // Everything reported since the last call, "" if nothing was. A test that does not ask hides a bug,
 // so the test program asks after each test.
 std::string take_report();
+
+// Pretends from now on that every stream is being captured into a CUDA graph, or no more: work is
+// done at once all the same, but what a capture refuses fails and is reported.
+void pretend_capture(bool on);
 
 // Whether the kernels were compiled so that every load and store is seen.
 bool sees_accesses();

@@ -99,6 +99,43 @@ TEST(EmulatedRuntime, CopiesStayWithinAllocations)
     cudaGetLastError();
 }
 
+TEST(EmulatedRuntime, ACaptureRefusesToWaitAndToAllocate)
+{
+    Device<char> device(16);
+    std::vector<char> host(16, 7);
+    void *memory = nullptr;
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusInvalidated;
+    EXPECT_EQ(cudaStreamIsCapturing(nullptr, &status), cudaSuccess);
+    EXPECT_EQ(status, cudaStreamCaptureStatusNone);
+    hr_emu::pretend_capture(true);
+    EXPECT_EQ(cudaStreamIsCapturing(nullptr, &status), cudaSuccess);
+    EXPECT_EQ(status, cudaStreamCaptureStatusActive);
+    EXPECT_EQ(launch(1, 1), cudaSuccess);
+    EXPECT_EQ(cudaMemcpyAsync(device, host.data(), 16, cudaMemcpyHostToDevice), cudaSuccess);
+    EXPECT_EQ(cudaMemsetAsync(device, 1, 8), cudaSuccess);
+    EXPECT_EQ(hr_emu::take_report(), "");
+    const cudaError_t refused[] = {
+        cudaStreamSynchronize(nullptr),
+        cudaDeviceSynchronize(),
+        cudaMalloc(&memory, 4),
+        cudaFree(device),
+        cudaMemcpy(device, host.data(), 1, cudaMemcpyHostToDevice),
+        cudaMemset(device, 0, 1),
+    };
+    hr_emu::pretend_capture(false);
+    for (const cudaError_t error : refused)
+        EXPECT_EQ(error, cudaErrorStreamCaptureUnsupported);
+    EXPECT_EQ(hr_emu::take_report(), "not in a capture: cudaStreamSynchronize\n"
+                                     "not in a capture: cudaDeviceSynchronize\n"
+                                     "not in a capture: cudaMalloc\n"
+                                     "not in a capture: cudaFree\n"
+                                     "not in a capture: cudaMemcpy\n"
+                                     "not in a capture: cudaMemset\n");
+    EXPECT_EQ(cudaGetLastError(), cudaErrorStreamCaptureUnsupported);
+    EXPECT_EQ(device[0], 1);
+    EXPECT_EQ(device[15], 7);
+}
+
 TEST(EmulatedRuntime, OneDevice)
 {
     int value = -1;

@@ -11,12 +11,21 @@ using namespace hr_emu;
 namespace
 {
 cudaError_t last_error = cudaSuccess;
+bool capturing = false;
 
 cudaError_t result(cudaError_t error)
 {
     if (error != cudaSuccess)
         set_last_error(error);
     return error;
+}
+
+// Whether a call is one that a capture refuses, because the host waits in it or memory changes.
+bool refused(const char *call)
+{
+    if (capturing)
+        report_host("not in a capture: " + std::string(call), cudaErrorStreamCaptureUnsupported);
+    return capturing;
 }
 
 // A transfer may touch only whole allocations where the kind says device.
@@ -37,9 +46,16 @@ void hr_emu::set_last_error(cudaError_t error)
     last_error = error;
 }
 
+void hr_emu::pretend_capture(bool on)
+{
+    capturing = on;
+}
+
 cudaError_t cudaMalloc(void **pointer, size_t bytes)
 {
     *pointer = nullptr;
+    if (refused("cudaMalloc"))
+        return cudaErrorStreamCaptureUnsupported;
     if (bytes == 0)
         return cudaSuccess;
     try {
@@ -52,10 +68,13 @@ cudaError_t cudaMalloc(void **pointer, size_t bytes)
 
 cudaError_t cudaFree(void *pointer)
 {
+    if (refused("cudaFree"))
+        return cudaErrorStreamCaptureUnsupported;
     return result(!pointer || free_device(pointer) ? cudaSuccess : cudaErrorInvalidValue);
 }
 
-cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind)
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t)
 {
     const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
     const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
@@ -68,10 +87,11 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind 
     return cudaSuccess;
 }
 
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
-                            cudaStream_t)
+cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind)
 {
-    return cudaMemcpy(to, from, bytes, kind);
+    if (refused("cudaMemcpy"))
+        return cudaErrorStreamCaptureUnsupported;
+    return cudaMemcpyAsync(to, from, bytes, kind);
 }
 
 cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch,
@@ -81,15 +101,15 @@ cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_
         return result(cudaErrorInvalidValue);
     for (size_t i = 0; i < rows; i++) {
         const cudaError_t error =
-            cudaMemcpy(static_cast<char *>(to) + i * to_pitch,
-                       static_cast<const char *>(from) + i * from_pitch, bytes, kind);
+            cudaMemcpyAsync(static_cast<char *>(to) + i * to_pitch,
+                            static_cast<const char *>(from) + i * from_pitch, bytes, kind);
         if (error != cudaSuccess)
             return error;
     }
     return cudaSuccess;
 }
 
-cudaError_t cudaMemset(void *pointer, int value, size_t bytes)
+cudaError_t cudaMemsetAsync(void *pointer, int value, size_t bytes, cudaStream_t)
 {
     if (bytes == 0)
         return cudaSuccess;
@@ -99,9 +119,11 @@ cudaError_t cudaMemset(void *pointer, int value, size_t bytes)
     return cudaSuccess;
 }
 
-cudaError_t cudaMemsetAsync(void *pointer, int value, size_t bytes, cudaStream_t)
+cudaError_t cudaMemset(void *pointer, int value, size_t bytes)
 {
-    return cudaMemset(pointer, value, bytes);
+    if (refused("cudaMemset"))
+        return cudaErrorStreamCaptureUnsupported;
+    return cudaMemsetAsync(pointer, value, bytes);
 }
 
 // ---- Errors, the device, streams ----------------------------------------------------------------
@@ -135,6 +157,8 @@ const char *cudaGetErrorName(cudaError_t error)
         return "cudaErrorIllegalAddress";
     case cudaErrorLaunchFailure:
         return "cudaErrorLaunchFailure";
+    case cudaErrorStreamCaptureUnsupported:
+        return "cudaErrorStreamCaptureUnsupported";
     }
     return "an error the emulator does not know";
 }
@@ -181,10 +205,16 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
 
 cudaError_t cudaDeviceSynchronize()
 {
-    return cudaSuccess;
+    return refused("cudaDeviceSynchronize") ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t)
 {
+    return refused("cudaStreamSynchronize") ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status)
+{
+    *status = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }

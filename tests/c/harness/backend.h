@@ -31,6 +31,12 @@ class Backend
     {
         return {};
     }
+    // Pretends that the stream is being captured into a CUDA graph, or no more. Returns whether it
+    // can: then what a capture refuses fails.
+    virtual bool pretend_capture(bool)
+    {
+        return false;
+    }
 };
 
 Backend &cpu_backend();

@@ -19,6 +19,11 @@ class Emulated : public CudaBackend
     {
         hr_emu::set_seed(hr_emu::default_seed());
     }
+    bool pretend_capture(bool on) override
+    {
+        hr_emu::pretend_capture(on);
+        return true;
+    }
     std::string take_report() override
     {
         return hr_emu::take_report();

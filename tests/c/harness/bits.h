@@ -89,3 +89,20 @@ void expect_repeats_on_cuda(const std::vector<Case> &cases, Image image = everyt
     expect_bits_on_cuda<Run>(
         cases, [](const Case &, const auto &first) { return first; }, image);
 }
+
+// A call that a CUDA graph can hold: it neither waits for the device nor allocates. A graph replays
+// what it did, so it leaves the bytes of any other call.
+template <typename Run, typename Case> void expect_capturable(const std::vector<Case> &cases)
+{
+    if (!cuda_backend() || !cuda_backend()->pretend_capture(false))
+        GTEST_SKIP() << "only the emulator pretends";
+    for (const Case &c : cases) {
+        const auto expected = bytes_after<Run>(*cuda_backend(), c, everything);
+        const Run run(*cuda_backend(), c);
+        cuda_backend()->pretend_capture(true);
+        const hr_status status = run.call();
+        cuda_backend()->pretend_capture(false);
+        EXPECT_EQ(status, HR_OK) << c << ": " << hr_last_error();
+        EXPECT_TRUE(run.image() == expected) << c;
+    }
+}

@@ -1,50 +1,13 @@
 #include "tests/c/loss/cross_entropy_run.h"
 
-#include <cmath>
-#include <cstring>
+#include "tests/c/loss/made.h"
 
 namespace
 {
 
-const Tensors::Value garbage = [](size_t, size_t) { return 77.0; };
-
 Tensors::Value logits_of(const CrossEntropyCase &c)
 {
-    return [=](size_t, size_t i) {
-        constexpr double kSpecial[] = {NAN, INFINITY, -INFINITY, 3e38, -3e38, 1e-40, 0, -0.0};
-        if (c.special && noise(7, i) < -0.999)
-            return kSpecial[i % 8];
-        return noise(1, i) * c.size;
-    };
-}
-
-int64_t made_target(const CrossEntropyCase &c, int64_t row)
-{
-    if (c.ignored && row % c.ignored == c.ignored - 1)
-        return -100;
-    const int64_t ends[] = {0, c.classes - 1};
-    if (row < 2)
-        return ends[row];
-    return int64_t(uint64_t(row) * 7919 % uint64_t(c.classes));
-}
-
-std::vector<uint8_t> bytes_of_targets(const CrossEntropyCase &c)
-{
-    std::vector<uint8_t> bytes(size_t(c.rows) * (c.int32 ? 4 : 8));
-    for (int64_t row = 0; row < c.rows; row++) {
-        const int64_t target = made_target(c, row);
-        const int32_t narrow = int32_t(target);
-        if (c.int32)
-            std::memcpy(&bytes[size_t(row) * 4], &narrow, 4);
-        else
-            std::memcpy(&bytes[size_t(row) * 8], &target, 8);
-    }
-    return bytes;
-}
-
-std::vector<int64_t> matrix(const CrossEntropyCase &c, bool wanted = true)
-{
-    return {wanted ? c.rows * (c.classes + c.gap) : 0};
+    return [=](size_t, size_t i) { return made_logit(1, i, c.size, c.special); };
 }
 
 } // namespace
@@ -60,7 +23,7 @@ CrossEntropyRun::CrossEntropyRun(Backend &on, const CrossEntropyCase &c)
       result(on, {1}, {HR_F32}, 0, garbage), factors(on, {2}, {HR_F32}, 0, garbage),
       dloss_stride(c.per_row), exec(on.exec()), rows(c.rows), classes(c.classes)
 {
-    targets.emplace_back(on, bytes_of_targets(c));
+    targets.emplace_back(on, bytes_of_targets(c.rows, c.classes, c.ignored, c.int32));
     argmaxes.emplace_back(on, std::vector<uint8_t>(size_t(c.rows) * 8, 77));
     target = targets[0].data();
     argmax = argmaxes[0].data();
@@ -130,13 +93,12 @@ bool CrossEntropyRun::whole() const
 
 int64_t CrossEntropyRun::target_of(int64_t row) const
 {
-    return made_target(shape, row);
+    return made_target(row, shape.classes, shape.ignored);
 }
 
 void CrossEntropyRun::set_target(int64_t row, int64_t value)
 {
-    const size_t bytes = shape.int32 ? 4 : 8;
-    backend.upload(static_cast<uint8_t *>(targets[0].data()) + size_t(row) * bytes, &value, bytes);
+    put_target(backend, targets[0], row, value, shape.int32);
 }
 
 std::ostream &operator<<(std::ostream &out, const CrossEntropyCase &c)

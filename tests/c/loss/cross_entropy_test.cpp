@@ -2,8 +2,8 @@
 #include <cmath>
 
 #include "tests/c/harness/bits.h"
-#include "tests/c/harness/refused.h"
 #include "tests/c/loss/cross_entropy_run.h"
+#include "tests/c/loss/made.h"
 
 using CrossEntropy = OnBackend;
 ON_EVERY_BACKEND(CrossEntropy);
@@ -380,27 +380,17 @@ TEST(CrossEntropyBits, AreTheSameOnEveryInstructionSetAndThreadCount)
     expect_bits_on_the_cpu<CrossEntropyRun>(all);
 }
 
-TEST(CrossEntropyBits, RepeatOnCuda)
+TEST(CrossEntropyBits, RepeatOnCudaAndInACapture)
 {
     std::vector<CrossEntropyCase> some;
     for (size_t k = 0; k < cases().size(); k += 5)
         some.push_back(cases()[k]);
     expect_repeats_on_cuda<CrossEntropyRun>(some);
+    expect_capturable<CrossEntropyRun>(some);
 }
 
 namespace
 {
-
-// A run whose call is one function alone.
-template <hr_status (CrossEntropyRun::*function)() const> class RunOf : public CrossEntropyRun
-{
-  public:
-    using CrossEntropyRun::CrossEntropyRun;
-    hr_status call() const
-    {
-        return (this->*function)();
-    }
-};
 
 template <class Run> BadInputs<Run> bad_everywhere()
 {
@@ -413,12 +403,8 @@ template <class Run> BadInputs<Run> bad_everywhere()
                           {-1, 1e-60, INFINITY, 1e39, NAN}),
          bad_numbers<Run>("z_loss is", [](Run &r) -> double & { return r.config.z_loss; },
                           {-1e-4, INFINITY, NAN}),
-         {{"rows is -1, wanted 0 or more", [](Run &r) { r.rows = -1; }},
-          {"cols is 0, wanted 1 or more", [](Run &r) { r.classes = 0; }},
-          {"config->dtype is f64", [](Run &r) { r.config.dtype = HR_F64; }},
-          {"config->grad_dtype is u8", [](Run &r) { r.config.grad_dtype = HR_U8; }},
-          {"config->grad_dtype is f32, wanted bf16", [](Run &r) { r.config.dtype = HR_BF16; }},
-          {"config->target_bytes is 2", [](Run &r) { r.config.target_bytes = 2; }},
+         bad_sizes_or_dtypes<Run>(),
+         {{"config->target_bytes is 2", [](Run &r) { r.config.target_bytes = 2; }},
           {"config->reduction is 3",
            [](Run &r) { r.config.reduction = hr_cross_entropy_reduction(3); }},
           {"target is NULL", [](Run &r) { r.target = nullptr; }},
@@ -427,24 +413,13 @@ template <class Run> BadInputs<Run> bad_everywhere()
            [](Run &r) { r.weight.data[0] = moved(r.weight.data[0], 2); }}}});
 }
 
-template <class Run> BadInput<Run> null_of(const char *name, Tensors CrossEntropyRun::*tensor)
-{
-    return {std::string(": ") + name + " is NULL", [=](Run &r) { (r.*tensor).data[0] = nullptr; }};
-}
-
-template <class Run> BadInput<Run> odd(const char *name, Tensors CrossEntropyRun::*tensor)
-{
-    return {std::string(": ") + name + " is at .* not a multiple of 4",
-            [=](Run &r) { (r.*tensor).data[0] = moved((r.*tensor).data[0], 2); }};
-}
-
 } // namespace
 
 TEST_P(CrossEntropy, BadInputs)
 {
     CrossEntropyCase c;
     c.weight = true, c.z_loss = 0.1;
-    using Forward = RunOf<&CrossEntropyRun::forward>;
+    using Forward = RunOf<CrossEntropyRun, &CrossEntropyRun::forward>;
     expect_all_refused<Forward>(
         *backend, c,
         joined<Forward>(
@@ -458,29 +433,19 @@ TEST_P(CrossEntropy, BadInputs)
               {"logits is NULL", [](Forward &r) { r.logits_argument = nullptr; }},
               {"logits->data is NULL", [](Forward &r) { r.logits_rows.data = nullptr; }},
               {"logits->stride is 6, wanted", [](Forward &r) { r.logits_rows.stride = 6; }}}}));
-    using Backward = RunOf<&CrossEntropyRun::backward>;
+    using Backward = RunOf<CrossEntropyRun, &CrossEntropyRun::backward>;
     expect_all_refused<Backward>(
         *backend, c,
         joined<Backward>(
             {bad_everywhere<Backward>(),
-             {null_of<Backward>("dloss", &CrossEntropyRun::dloss),
-              null_of<Backward>("lse", &CrossEntropyRun::lse),
-              odd<Backward>("dloss", &CrossEntropyRun::dloss),
+             bad_gradients<Backward>("logits", &CrossEntropyRun::logits_rows),
+             {null_of<Backward>("lse", &CrossEntropyRun::lse),
               odd<Backward>("factors", &CrossEntropyRun::factors),
               odd<Backward>("lse", &CrossEntropyRun::lse),
               odd<Backward>("lse_low", &CrossEntropyRun::lse_low),
-              {"dloss_stride is -1", [](Backward &r) { r.dloss_stride = -1; }},
-              {"dloss_stride is .*, wanted .* at most 2\\^59",
-               [](Backward &r) { r.dloss_stride = INT64_MAX / 2; }},
-              {"grad is NULL", [](Backward &r) { r.grad_argument = nullptr; }},
-              {"grad->stride is 6, wanted", [](Backward &r) { r.grad_rows.stride = 6; }},
-              {"grad is written over logits, but grad->stride is 8, wanted 7",
-               [](Backward &r) {
-                   r.grad_rows = {r.logits_rows.data, 8};
-               }},
               {"logits is NULL", [](Backward &r) { r.logits_argument = nullptr; }},
               {"logits->data is NULL", [](Backward &r) { r.logits_rows.data = nullptr; }}}}));
-    using Reduce = RunOf<&CrossEntropyRun::reduce>;
+    using Reduce = RunOf<CrossEntropyRun, &CrossEntropyRun::reduce>;
     expect_all_refused<Reduce>(*backend, c,
                                joined<Reduce>({bad_everywhere<Reduce>(),
                                                {null_of<Reduce>("loss", &CrossEntropyRun::loss),

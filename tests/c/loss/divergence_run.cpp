@@ -1,19 +1,15 @@
 #include "tests/c/loss/divergence_run.h"
 
-#include <cmath>
+#include "tests/c/loss/made.h"
 
 namespace
 {
 
-const Tensors::Value garbage = [](size_t, size_t) { return 77.0; };
-
 Tensors::Value logits_of(const DivergenceCase &c, bool teacher)
 {
     return [=](size_t, size_t i) {
-        constexpr double kSpecial[] = {NAN, INFINITY, -INFINITY, 3e38, -3e38, 1e-40, 0, -0.0};
-        if (c.special && noise(7 + teacher, i) < -0.999)
-            return kSpecial[i % 8];
-        return noise(1, i) * c.size + (teacher ? noise(2, i) * c.distance : 0);
+        const double one = made_logit(1 + teacher, i, teacher ? c.distance : c.size, c.special);
+        return teacher ? noise(1, i) * c.size + one : one;
     };
 }
 
@@ -23,11 +19,6 @@ std::vector<uint8_t> flags_of(const DivergenceCase &c)
     for (int64_t row = 0; c.ignored && row < c.rows; row++)
         bytes[size_t(row)] = row % c.ignored == c.ignored - 1 ? uint8_t(row + 1) : 0;
     return bytes;
-}
-
-std::vector<int64_t> matrix(const DivergenceCase &c, bool wanted = true)
-{
-    return {wanted ? c.rows * (c.classes + c.gap) : 0};
 }
 
 } // namespace

@@ -1,37 +1,13 @@
 #include "tests/c/loss/linear_cross_entropy_run.h"
 
-#include <cstring>
+#include "tests/c/loss/made.h"
 
 namespace
 {
 
-const Tensors::Value garbage = [](size_t, size_t) { return 77.0; };
-
 Tensors::Value values(uint64_t seed, double middle, double size)
 {
     return [=](size_t, size_t i) { return middle + noise(seed, i) * size; };
-}
-
-int64_t made_target(const LinearCrossEntropyCase &c, int64_t row)
-{
-    if (c.ignored && row % c.ignored == c.ignored - 1)
-        return -100;
-    const int64_t ends[] = {0, c.classes - 1};
-    return row < 2 ? ends[row] : int64_t(uint64_t(row) * 7919 % uint64_t(c.classes));
-}
-
-std::vector<uint8_t> bytes_of_targets(const LinearCrossEntropyCase &c)
-{
-    std::vector<uint8_t> bytes(size_t(c.rows) * (c.int32 ? 4 : 8));
-    for (int64_t row = 0; row < c.rows; row++) {
-        const int64_t target = made_target(c, row);
-        const int32_t narrow = int32_t(target);
-        if (c.int32)
-            std::memcpy(&bytes[size_t(row) * 4], &narrow, 4);
-        else
-            std::memcpy(&bytes[size_t(row) * 8], &target, 8);
-    }
-    return bytes;
 }
 
 hr_linear_cross_entropy_config config_of(const LinearCrossEntropyCase &c)
@@ -88,7 +64,7 @@ LinearCrossEntropyRun::LinearCrossEntropyRun(Backend &on, const LinearCrossEntro
       lse(floats(results, 1)), lse_low(floats(results, 2)), workspace_argument(workspace.data()),
       workspace_bytes(needs.workspace), rows(c.rows), features(c.features), classes(c.classes)
 {
-    targets.emplace_back(on, bytes_of_targets(c));
+    targets.emplace_back(on, bytes_of_targets(c.rows, c.classes, c.ignored, c.int32));
     argmaxes.emplace_back(on, std::vector<uint8_t>(size_t(c.rows) * 8, 77));
     ranks.emplace_back(on, std::vector<uint8_t>(size_t(c.rows) * 8, 77));
     const int64_t stride = c.features + c.gap;
@@ -152,14 +128,14 @@ bool LinearCrossEntropyRun::whole() const
 int64_t LinearCrossEntropyRun::target_of(int64_t row) const
 {
     if (shape.sequence == 0)
-        return made_target(shape, row);
-    return (row + 1) % shape.sequence == 0 ? -100 : made_target(shape, row + 1);
+        return made_target(row, shape.classes, shape.ignored);
+    return (row + 1) % shape.sequence == 0 ? -100
+                                           : made_target(row + 1, shape.classes, shape.ignored);
 }
 
 void LinearCrossEntropyRun::set_target(int64_t row, int64_t value)
 {
-    const size_t bytes = shape.int32 ? 4 : 8;
-    backend.upload(static_cast<uint8_t *>(targets[0].data()) + size_t(row) * bytes, &value, bytes);
+    put_target(backend, targets[0], row, value, shape.int32);
 }
 
 std::vector<int64_t> LinearCrossEntropyRun::integers(const Buffer &buffer) const

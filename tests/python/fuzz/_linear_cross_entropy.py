@@ -15,6 +15,7 @@ Config = config(
     ("label_smoothing softcap z_loss logit_scale", c_double),
     ("sequence first_class all_classes most_counted", c_int64),
     ("workspace_limit", c_size_t),
+    ("check_target reserved", c_int32),
     sizes=("all_classes",),
 )
 Inputs = struct(
@@ -36,7 +37,7 @@ def layer_config(rng: random.Random, rows: int) -> Structure:
     own.label_smoothing, own.softcap = rng.choice([0.0, 0.1, 1.0]), rng.choice([0.0, 30.0])
     own.z_loss, own.logit_scale = rng.choice([0.0, 1e-4]), rng.choice([1.0, -0.5])
     own.sequence, own.most_counted = rng.choice([0, rows]), rng.choice([-1, 2])
-    own.workspace_limit = rng.choice([0, 1, 300])
+    own.workspace_limit, own.check_target = rng.choice([0, 1, 300]), rng.randrange(2)
     return own
 
 

@@ -45,6 +45,7 @@ SCALAR = {
     "adafactor_weights_sums_kernel",
     "adafactor_weights_apply_kernel",
     "cross_entropy_reduce_kernel",
+    "cross_entropy_stray_kernel",  # a target a thread and turn
     "dequantize_blocks_kernel",
     "gemm_without_product_kernel",  # where there is nothing to multiply
     "list_count_kernel",
