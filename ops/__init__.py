@@ -7,9 +7,9 @@ models, :mod:`headroom.loss` losses that never make their logits, :mod:`headroom
 decide what they keep, :mod:`headroom.checkpointing` recomputed activations,
 :mod:`headroom.patching` the same for models that exist, :mod:`headroom.memory` where bytes go,
 :mod:`headroom.planning` where they will go, :mod:`headroom.profiling` where time goes,
-:mod:`headroom.fitting` what takes less when memory runs out, :mod:`headroom.reports` pictures of
-these, :mod:`headroom.state` files of a run's state, and :mod:`headroom.integrations` what other
-libraries' training loops need.
+:mod:`headroom.fitting` the fastest way to train within a budget,
+:mod:`headroom.reports` pictures of these, :mod:`headroom.state` files of a run's state, and
+:mod:`headroom.integrations` what other libraries' training loops need.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     )
     from .amp.cast_model import cast_model, cast_report
     from .checkpointing import checkpoint, checkpoint_every, checkpoint_sequential
-    from .fitting import retry_on_oom
+    from .fitting import fit, retry_on_oom
     from .grad.accumulate import GradAccumulator
     from .grad.clip import clip_grad_norm_, clip_grad_value_
     from .grad.norm import grad_norm
@@ -61,6 +61,7 @@ else:
             "checkpoint_sequential": ".checkpointing",
             "clip_grad_norm_": ".grad.clip",
             "clip_grad_value_": ".grad.clip",
+            "fit": ".fitting",
             "fits": ".planning",
             "fitting": ".fitting",
             "grad": ".grad",
@@ -103,6 +104,7 @@ __all__ = [
     "checkpoint_sequential",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "fit",
     "fits",
     "fitting",
     "functional",

@@ -36,21 +36,16 @@ struct row_cut {
     int lane, width;
 };
 
-static __device__ __forceinline__ int bytes_of(hr_dtype dtype)
-{
-    return dtype == HR_F32 ? 4 : 2;
-}
-
 /* Where the groups begin. */
 static __device__ __forceinline__ const void *body_of(const row_cut &cut, const void *row,
                                                       hr_dtype dtype)
 {
-    return (const char *)row + cut.head * bytes_of(dtype);
+    return (const char *)row + cut.head * hr_element_size(dtype);
 }
 
 static __device__ __forceinline__ void *body_of(const row_cut &cut, void *row, hr_dtype dtype)
 {
-    return (char *)row + cut.head * bytes_of(dtype);
+    return (char *)row + cut.head * hr_element_size(dtype);
 }
 
 /* The cut of rows of `cols` elements: `in` is read and `out`, which may be NULL, is written.
@@ -59,10 +54,10 @@ static __device__ __forceinline__ row_cut cut_row(const void *in, hr_dtype in_dt
                                                   const void *out, hr_dtype out_dtype, int64_t cols,
                                                   int lane, int width, bool even = true)
 {
-    const int64_t head = (int64_t)(-(uintptr_t)in % 16 / (uintptr_t)bytes_of(in_dtype));
+    const int64_t head = (int64_t)(-(uintptr_t)in % 16 / (uintptr_t)hr_element_size(in_dtype));
     even = even && head <= cols;
     if (out) {
-        even = even && ((uintptr_t)out + (uintptr_t)head * bytes_of(out_dtype)) % 16 == 0;
+        even = even && ((uintptr_t)out + (uintptr_t)head * hr_element_size(out_dtype)) % 16 == 0;
         /* What is written in the head may lie where the rest is read. */
         even = even && (in_dtype == out_dtype || head == 0);
     }

@@ -1,5 +1,23 @@
-"""Fits training into the memory that there is."""
+"""Finds the fastest way to train a model within a budget of memory: :func:`headroom.fit`.
 
+``headroom.fit`` is a function, hence the name of this package.
+"""
+
+from .api import fit
+from .errors import DoesNotFit
+from .fitted import Change, Fitted
 from .retry import Retry, RetryingStep, retry_on_oom
+from .search import FrontierPoint
+from .techniques import Choice
 
-__all__ = ["Retry", "RetryingStep", "retry_on_oom"]
+__all__ = [
+    "Change",
+    "Choice",
+    "DoesNotFit",
+    "Fitted",
+    "FrontierPoint",
+    "Retry",
+    "RetryingStep",
+    "fit",
+    "retry_on_oom",
+]

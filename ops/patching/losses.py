@@ -19,7 +19,7 @@ from .changes import Changes
 from .families import DECODERS
 from .report import PatchReport
 
-__all__ = ["LossRule", "check_loss_options", "has_fused_loss", "swap_losses"]
+__all__ = ["LossRule", "check_loss_options", "has_fused_loss", "knows_loss", "swap_losses"]
 
 GIVEN_BY_THE_MODEL = {  # or meaningless in its loss
     *("softcap", "reduction", "denominator", "ignore_index", "shift", "token_weight", "stats"),
@@ -161,6 +161,14 @@ def swap_losses(
     if not found:
         reason = "its loss: not a model of transformers with the head of a language model"
         report.leave("", model, f"{reason} that is known")
+
+
+def knows_loss(model: nn.Module) -> bool:
+    """Returns whether patch() can change the loss of a model, or of one that it wraps."""
+    return any(
+        _kind_of(module) is not None and ("forward" not in vars(module) or has_fused_loss(module))
+        for module in model.modules()
+    )
 
 
 def has_fused_loss(model: nn.Module) -> bool:

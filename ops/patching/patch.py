@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 
 from . import families, generic
-from .blocks import Options, chosen_levels, find_blocks
+from .blocks import Options, PatchedLayer, chosen_levels, find_blocks
 from .changes import Changes, restore
 from .losses import check_loss_options, swap_losses
 from .report import PatchReport
 
-__all__ = ["patch", "patch_call", "unpatch"]
+__all__ = ["patch", "patch_call", "repeated_layers", "unpatch"]
 
 CALL = "_headroom_patch_call"  # the attribute of a model that says how patch() was called
 
@@ -70,11 +70,7 @@ def patch(
     report, changes = PatchReport(model), Changes()
     try:
         restore(model.named_modules(), changes)
-        known = families.find_layers(model)
-        if known is None:
-            layers = find_blocks(model)
-        else:
-            report.architecture, layers = known
+        report.architecture, layers = repeated_layers(model)
         levels = chosen_levels(save, layers, model)
         for layer, level in zip(layers, levels):
             layer.patch(level, options, changes, report)
@@ -95,6 +91,13 @@ def patch_call(model: nn.Module) -> dict[str, Any] | None:
     """Returns the arguments with which the model was patched last, with the level of each block
     whose level was set, by name; or None if it is not patched."""
     return vars(model).get(CALL)
+
+
+def repeated_layers(model: nn.Module) -> tuple[str | None, list[PatchedLayer]]:
+    """Returns the name of a known architecture, or None, and the blocks whose levels :func:`patch`
+    can set, in the order of ``named_modules()``."""
+    known = families.find_layers(model)
+    return (None, find_blocks(model)) if known is None else known
 
 
 def unpatch(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from .advice import advise
 from .batches import resized
 from .checks import check_setup
 from .device import device_share
+from .recorder import Recorder
 from .result import Plan
 from .sharding import DDP, FSDP
 from .steps import Setup
@@ -114,9 +115,9 @@ def plan(
     return made(setup)
 
 
-def made(setup: Setup) -> Plan:
-    """Returns the plan of a setup that was checked."""
-    timeline = trace(setup)
+def made(setup: Setup, watch: Callable[[nn.Module, Recorder], None] | None = None) -> Plan:
+    """Returns the plan of a setup that was checked; ``watch`` is that of :func:`trace`."""
+    timeline = trace(setup, watch)
     share = device_share(timeline)
     model = type(setup.model).__name__
     return Plan(

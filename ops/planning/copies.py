@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import copy
 import threading
-import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,12 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .._core.module_copies import deepcopy_with
 from .errors import PlanError
 
 __all__ = ["Copier", "tensors_in"]
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter)
-_lock = threading.RLock()
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -118,7 +117,7 @@ class Copier:
     def copy(self, value: Any) -> Any:
         """Returns a deep copy. All tensors in it are fakes, and functions that hold tensors or
         modules in their closures hold the copies."""
-        with _lock, _tensors_as_fakes(self):
+        with _tensors_as_fakes(self):
             try:
                 return copy.deepcopy(value, self.memo)
             except PlanError:
@@ -136,27 +135,16 @@ def _without_modes() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _tensors_as_fakes(copier: Copier) -> Iterator[None]:
+def _tensors_as_fakes(copier: Copier) -> AbstractContextManager[None]:
     """While it lasts, :func:`copy.deepcopy` makes fakes of tensors and looks into closures."""
-    dispatch: dict[type, Callable[..., Any]] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
     added: dict[type, Callable[..., Any]] = {
         kind: lambda x, memo: copier.fake(x) for kind in _PLAIN
-    } | {types.FunctionType: _copied_function}
+    }
     shared = (torch._C.Generator, type(threading.Lock()), type(threading.RLock()))
     added |= {kind: lambda x, memo: x for kind in shared}
     added |= {DTensor: lambda x, memo: copier.fake(x)}
     added |= {kind: _unsharded for kind in _sharded_kinds()}
-    before = {kind: dispatch.get(kind) for kind in added}
-    dispatch.update(added)
-    try:
-        yield
-    finally:
-        for kind, function in before.items():
-            if function is None:
-                del dispatch[kind]
-            else:
-                dispatch[kind] = function
+    return deepcopy_with(added)
 
 
 def _sharded_kinds() -> Iterator[type]:
@@ -183,45 +171,3 @@ def _unsharded(module: Any, memo: dict[int, Any]) -> Any:
 def _is_of_fsdp(hook: Any) -> bool:
     function = getattr(hook, "hook", hook)  # of a state dict
     return str(getattr(function, "__module__", "")).startswith("torch.distributed.fsdp")
-
-
-def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
-    """Returns the function itself, or one whose closure has copies of modules and tensors."""
-    if not _holds_tensors(function, set()):
-        return function
-    cells = tuple(types.CellType() for _ in function.__closure__ or ())
-    made = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__dict__.update(function.__dict__)
-    memo[id(function)] = made
-    for cell, old in zip(cells, function.__closure__ or ()):
-        try:
-            cell.cell_contents = copy.deepcopy(old.cell_contents, memo)
-        except ValueError:
-            pass  # an empty cell
-    return made
-
-
-def _holds_tensors(value: Any, seen: set[int]) -> bool:
-    if id(value) in seen:
-        return False
-    seen.add(id(value))
-    if isinstance(value, (Tensor, nn.Module, torch.optim.Optimizer)):
-        return True
-    if isinstance(value, types.FunctionType):
-        for cell in value.__closure__ or ():
-            try:
-                if _holds_tensors(cell.cell_contents, seen):
-                    return True
-            except ValueError:
-                continue
-        return False
-    if isinstance(value, types.MethodType):
-        return _holds_tensors(value.__self__, seen) or _holds_tensors(value.__func__, seen)
-    if isinstance(value, (list, tuple, set)):
-        return any(_holds_tensors(item, seen) for item in value)
-    if isinstance(value, dict):
-        return any(_holds_tensors(item, seen) for item in value.values())
-    return False

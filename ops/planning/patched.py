@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
 from torch import nn
 
+from .._core.module_copies import copied_modules
 from ..nn.block import Block
 from ..patching import patch
 from ..patching.changes import is_patched
@@ -28,14 +28,9 @@ def patched_models(model: nn.Module) -> Iterator[tuple[str | None, nn.Module]]:
     levels = (None, "L2", "L3", "L4", "L5") if find_layers(model) is not None else (None,)
     for level in levels:
         try:
-            made = _with_same_tensors(model)
+            made = copied_modules(model, lambda x: x)
             report = patch(made, save=level)
         except Exception:  # it cannot be copied or patched, and then it is not advised
             return
         if report.changed:
             yield level, made
-
-
-def _with_same_tensors(model: nn.Module) -> nn.Module:
-    shared = (*model.parameters(), *model.buffers())
-    return copy.deepcopy(model, {id(x): x for x in shared})

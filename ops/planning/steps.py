@@ -17,7 +17,7 @@ from ..checkpointing import checkpoint_every
 from ..grad.accumulate import GradAccumulator
 from ..nn.block import Block, save_level
 from ..optim import release_gradients
-from .errors import PlanError
+from .forward import autocast, loss_of
 from .sharding import Sharding
 
 __all__ = ["Setup", "Steps", "generators_kept"]
@@ -173,44 +173,8 @@ class Steps:
             self.scaler.update()
 
     def _forward(self) -> Tensor:
-        with _autocast(self.setup):
-            if self.forward is not None:
-                result = self.forward(self.model, self.batch)
-            else:
-                result = self._loss()
-        if not isinstance(result, Tensor) or result.numel() != 1:
-            got = (
-                f"shape {list(result.shape)}"
-                if isinstance(result, Tensor)
-                else type(result).__name__
-            )
-            raise PlanError(f"the loss has {got}, wanted a tensor of one element; give loss=")
-        if not result.requires_grad:
-            raise PlanError("the loss requires no gradient: no parameter of the model does")
-        return result
-
-    def _loss(self) -> Any:
-        batch, target, loss = self.batch, None, self.loss
-        if isinstance(batch, dict):
-            output, target = self.model(**batch), batch
-        elif isinstance(batch, (tuple, list)):
-            if loss is None:
-                output = self.model(*batch)
-            else:
-                *inputs, target = batch
-                return loss(self.model(*inputs), target)
-        else:
-            output = self.model(batch)
-            if loss is not None:
-                return loss(output)
-        if loss is not None:
-            return loss(output, target)
-        found = getattr(output, "loss", None)
-        if found is None and isinstance(output, dict):
-            found = output.get("loss")
-        if found is None and isinstance(output, (tuple, list)):
-            found = output[0]
-        return output if found is None else found
+        with autocast(self.setup.device, self.setup.amp):
+            return loss_of(self.model, self.batch, self.loss, self.forward)
 
 
 def _set_save(model: nn.Module, save: str) -> None:
@@ -224,15 +188,6 @@ def _set_save(model: nn.Module, save: str) -> None:
         )
     for block in blocks:
         block.save = save
-
-
-@contextmanager
-def _autocast(setup: Setup) -> Iterator[None]:
-    if setup.amp is None:
-        yield
-        return
-    with torch.autocast(setup.device, dtype=setup.amp):
-        yield
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -35,8 +35,13 @@ from .steps import Setup, Steps, generators_kept
 __all__ = ["Setup", "trace"]
 
 
-def trace(setup: Setup) -> Timeline:
+def trace(setup: Setup, watch: Callable[[nn.Module, Recorder], None] | None = None) -> Timeline:
     """Returns the memory of the steps.
+
+    Args:
+        setup: what is traced.
+        watch: is called before the first step with the copy of the model that is stepped and with
+            the recorder, whose ``now`` is the number of the next event. It may add hooks.
 
     Raises:
         PlanError: an operation cannot be followed on fakes. The message names it and its module.
@@ -59,6 +64,8 @@ def trace(setup: Setup) -> Timeline:
         stack.enter_context(masks_of(setup.batch))
         stack.enter_context(mode)
         run.prepare()
+        if watch is not None:
+            watch(run.model, recorder)
         try:
             stack.enter_context(recorder.watching())
             run.install()

@@ -18,6 +18,7 @@ FLOORS = {
             ["planning"],
             ["profiling"],
             ["fitting"],
+            ["fitting"],
             ["reports"],
             ["integrations"],
             ["cli"],

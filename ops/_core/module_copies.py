@@ -1,0 +1,90 @@
+"""Deep copies that look into closures, and of which a caller says how some objects are copied."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["copied_modules", "deepcopy_with"]
+
+_lock = threading.RLock()
+
+
+def copied_modules(model: nn.Module, tensor: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Returns a deep copy of a model in which ``tensor(x)`` takes the place of each parameter and
+    buffer ``x``. It is called once for each of them, so that tied weights stay tied; to return
+    ``x`` itself shares it. All else that the modules hold is copied, functions whose closures hold
+    modules too, and the model stays as it is.
+    """
+    memo = {id(x): tensor(x) for x in {*model.parameters(), *model.buffers()}}
+    with deepcopy_with({}):
+        return copy.deepcopy(model, memo)
+
+
+@contextmanager
+def deepcopy_with(kinds: Mapping[type, Callable[[Any, dict[int, Any]], Any]]) -> Iterator[None]:
+    """While it lasts, :func:`copy.deepcopy` copies objects of some classes by the functions given
+    here, which get the object and the memo; and functions that hold tensors, modules or optimizers
+    in their closures by functions that hold the copies."""
+    dispatch: dict[type, Callable[..., Any]] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
+    added = {types.FunctionType: _copied_function, **kinds}
+    with _lock:
+        before = {kind: dispatch.get(kind) for kind in added}
+        dispatch.update(added)
+        try:
+            yield
+        finally:
+            for kind, function in before.items():
+                if function is None:
+                    del dispatch[kind]
+                else:
+                    dispatch[kind] = function
+
+
+def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
+    """Returns the function itself, or one whose closure has copies of modules and tensors."""
+    if not _holds_tensors(function, set()):
+        return function
+    cells = tuple(types.CellType() for _ in function.__closure__ or ())
+    made = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(function.__dict__)
+    memo[id(function)] = made
+    for cell, old in zip(cells, function.__closure__ or ()):
+        try:
+            cell.cell_contents = copy.deepcopy(old.cell_contents, memo)
+        except ValueError:
+            pass  # an empty cell
+    return made
+
+
+def _holds_tensors(value: Any, seen: set[int]) -> bool:
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    if isinstance(value, (Tensor, nn.Module, Optimizer)):
+        return True
+    if isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            try:
+                if _holds_tensors(cell.cell_contents, seen):
+                    return True
+            except ValueError:
+                continue
+        return False
+    if isinstance(value, types.MethodType):
+        return _holds_tensors(value.__self__, seen) or _holds_tensors(value.__func__, seen)
+    if isinstance(value, (list, tuple, set)):
+        return any(_holds_tensors(item, seen) for item in value)
+    if isinstance(value, dict):
+        return any(_holds_tensors(item, seen) for item in value.values())
+    return False

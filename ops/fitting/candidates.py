@@ -1,0 +1,51 @@
+"""What a step with a choice is planned from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .._core.module_copies import copied_modules
+from ..planning.checks import check_setup
+from ..planning.steps import Setup
+from .levels import set_levels
+from .micro_batches import parts
+from .setting import Setting
+from .techniques import Choice
+
+__all__ = ["setup_of"]
+
+
+def setup_of(
+    setting: Setting,
+    choice: Choice,
+    names: Sequence[str],
+    optimizer: torch.optim.Optimizer,
+    max_grad_norm: float | None = None,
+) -> Setup:
+    """Returns the step with a choice, for :func:`headroom.plan`. The model stays as it is: its
+    modules are copied, and their tensors shared.
+
+    Args:
+        names: of the blocks that ``choice.levels`` are for.
+        optimizer: of the choice.
+    """
+    model = copied_modules(setting.model, lambda x: x)
+    set_levels(model, dict(zip(names, choice.levels)), fused_loss=choice.fused_loss)
+    return check_setup(
+        Setup(
+            model,
+            optimizer,
+            parts(setting.batch, choice.micro_batches)[0],
+            setting.loss,
+            setting.forward,
+            device=setting.device.type,
+            amp=setting.amp,
+            scaler=setting.scaler,
+            accumulation=min(2, choice.micro_batches),  # the second is like all that follow
+            release=choice.release,
+            max_grad_norm=max_grad_norm,
+            dtype=torch.bfloat16 if choice.weights == "bf16" else None,
+        )
+    )

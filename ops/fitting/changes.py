@@ -1,0 +1,76 @@
+"""What each technique of a choice is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .fitted import Change
+from .search import Found, Search
+from .techniques import Choice
+
+__all__ = ["changes_of"]
+
+_NAMES = {"headroom": "Headroom's", "8bit": "8-bit moments", "adafactor": "Adafactor"}
+
+
+def changes_of(search: Search, found: Found, before: int | None) -> tuple[list[Change], float]:
+    """Returns what each technique changed, one after the other, and the seconds of a step of the
+    model as it was given. The bytes add up to the difference of the two plans.
+
+    Args:
+        before: the planned peak of the model as it was given.
+    """
+    rows: list[Change] = []
+    choice, outer = None, None
+    peak, seconds = before, 0.0
+    start = 0.0
+    for name, was, now, choice in _steps(search, found.choice):
+        outer = search.outer_of(choice)
+        if outer is None:
+            continue
+        levels = choice.levels
+        point = outer.at(levels)
+        here, time = point.peak, point.seconds
+        if not name:
+            start = seconds = time
+            peak = here if peak is None else peak
+            if search.families.swaps_layers:
+                rows.append(Change("layers", here - peak, 0.0, "as given", "Headroom's"))
+                peak = here
+            continue
+        if choice == found.choice:
+            here = found.plan.total_bytes
+        rows.append(Change(name, here - peak, time - seconds, was, now))
+        peak, seconds = here, time
+    return rows, start
+
+
+def _steps(search: Search, end: Choice) -> Iterator[tuple[str, str, str, Choice]]:
+    """Yields names, what was before and after, and choices, from the model as it was given to the
+    one that was found, with one technique more each time."""
+    fused = search.families.techniques.fused_losses[0]
+    choice = Choice(search.keeping_all(), fused_loss=fused)
+    yield "", "", "", choice
+    if end.fused_loss != fused:
+        choice = choice.but(fused_loss=end.fused_loss)
+        yield "fused loss", "logits", "no logits", choice
+    given = type(search.families.techniques.optimizers["given", "given"]).__name__
+    if end.optimizer != choice.optimizer:
+        choice = choice.but(optimizer=end.optimizer)
+        yield "optimizer", given, _NAMES[end.optimizer], choice
+    if end.weights != choice.weights:
+        choice = choice.but(weights=end.weights)
+        yield "weights", "float32", "bfloat16 + 16 bits", choice
+    if end.release:
+        choice = choice.but(release=True)
+        yield "release", "gradients stay", "released", choice
+    if end.micro_batches > 1:
+        choice = choice.but(micro_batches=end.micro_batches)
+        yield "micro-batches", "1", str(end.micro_batches), choice
+    if end.levels != choice.levels:
+        yield "levels", _counted(choice.levels), _counted(end.levels), end
+
+
+def _counted(levels: tuple[str, ...]) -> str:
+    """How many blocks are at each level: "2 L0, 4 L5"."""
+    return ", ".join(f"{levels.count(name)} {name}" for name in sorted(set(levels)))

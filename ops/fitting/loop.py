@@ -1,0 +1,91 @@
+"""A training step of micro-batches, which can be measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..memory import track
+from .setting import Setting
+
+__all__ = ["Loop"]
+
+
+@dataclass
+class Loop:
+    """What a step needs.
+
+    Attributes:
+        setting: how the loss is computed; its batch is not used.
+        optimizer: one of :mod:`torch.optim`'s kind.
+        scaler: the :class:`torch.amp.GradScaler`, or None.
+        max_grad_norm: gradients are clipped to it, or None.
+    """
+
+    setting: Setting
+    optimizer: Any
+    scaler: Any = None
+    max_grad_norm: float | None = None
+
+    def step(self, parts: Sequence[Any]) -> Tensor:
+        """Makes a step of equal parts of a batch, and returns their mean loss, detached."""
+        model, total = self.setting.model, None
+        for part in parts:
+            loss = self.setting.run(model, part)
+            if len(parts) > 1:
+                loss = loss / len(parts)
+            seen = loss.detach()
+            total = seen if total is None else total + seen
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            del loss
+        self._step_optimizer(model)
+        self.optimizer.zero_grad(set_to_none=True)
+        assert total is not None
+        return total
+
+    def timed(self, parts: Sequence[Any]) -> tuple[Tensor, float]:
+        """Makes a step, and returns its loss and how many seconds it took."""
+        began = self._now()
+        loss = self.step(parts)
+        return loss, self._now() - began
+
+    def measured(self, batch: Any, parts: Sequence[Any]) -> tuple[Tensor, int | None]:
+        """Makes a step, and returns its loss and the most bytes that were live; None if something
+        else is measuring."""
+        device = self.setting.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            loss = self.step(parts)
+            return loss, torch.cuda.max_memory_allocated(device)
+        tracked = track(self.setting.model, self.optimizer, batch=batch)
+        try:
+            tracked.__enter__()
+        except RuntimeError:  # a profiler, or a track of the user's
+            return self.step(parts), None
+        try:
+            loss = self.step(parts)
+        finally:
+            tracked.__exit__()
+        return loss, tracked.peak_bytes
+
+    def _step_optimizer(self, model: nn.Module) -> None:
+        scaler = self.scaler
+        if self.max_grad_norm is not None:
+            if scaler is not None:
+                scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), self.max_grad_norm)
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            scaler.step(self.optimizer)
+            scaler.update()
+
+    def _now(self) -> float:
+        if self.setting.device.type == "cuda":
+            torch.cuda.synchronize(self.setting.device)
+        return time.perf_counter()

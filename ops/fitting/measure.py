@@ -1,0 +1,294 @@
+"""Measures what each block costs at each of its levels."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import clock
+from .blocks import Blocks, private_copy
+from .calls import Call, results_of
+from .clock import Stopwatch
+from .generators import all_generators_kept
+from .knapsack import BlockOptions, Level
+from .once import Alone, Bytes, Seconds
+from .setting import Setting
+
+__all__ = ["BlockCosts", "LevelCost", "Measured", "measure_blocks", "seconds_at_leanest"]
+
+
+@dataclass(frozen=True)
+class LevelCost:
+    """What a block costs at a level; the bytes are those of :class:`headroom.fitting.once.Bytes`.
+
+    Attributes:
+        held, backward, forward: bytes, as in :class:`headroom.fitting.knapsack.Level`.
+        backward_released: ``backward`` where gradients of parameters do not stay: they are
+            released, or added to those of an earlier micro-batch.
+        kept: bytes besides ``held`` that stay until the forward pass of the model has ended: of
+            weights that autocast has cast, and of caches.
+        forward_seconds, backward_seconds: of the passes.
+    """
+
+    held: int
+    backward: int
+    backward_released: int
+    forward: int
+    kept: int
+    forward_seconds: float
+    backward_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """What a block costs.
+
+    Attributes:
+        name: of the module in the model.
+        kind: the same for blocks that are alike, and for no others of the model.
+        levels: from the one that keeps the most on.
+        gradients: bytes of the gradients of its parameters.
+    """
+
+    name: str
+    kind: int
+    levels: dict[str, LevelCost]
+    gradients: int
+
+    @property
+    def kept(self) -> int:
+        """The most of ``kept`` at any level."""
+        return max(cost.kept for cost in self.levels.values())
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured.
+
+    Attributes:
+        blocks: in the order of the forward pass; those that a step does not call are left out.
+        seconds_of_rest: of the forward and backward pass of all but the blocks.
+        spent_seconds: on measuring.
+    """
+
+    blocks: list[BlockCosts] = field(default_factory=list)
+    seconds_of_rest: float = 0.0
+    spent_seconds: float = 0.0
+
+    def options(self, *, gradients_stay: bool = True) -> list[BlockOptions]:
+        """Returns what the blocks can be set to, for :func:`headroom.fitting.knapsack.frontier`.
+
+        Args:
+            gradients_stay: whether gradients of parameters stay until the end of the backward pass.
+                They do not if they are released, and in all micro-batches but the first they were
+                there before.
+        """
+        found, kept = [], 0
+        for block in self.blocks:
+            levels = tuple(
+                Level(
+                    name,
+                    cost.held,
+                    cost.backward if gradients_stay else cost.backward_released,
+                    cost.forward + kept,
+                    cost.seconds,
+                )
+                for name, cost in block.levels.items()
+            )
+            found.append(BlockOptions(levels, block.gradients if gradients_stay else 0))
+            kept += block.kept  # at most, while the blocks behind run forward
+        return found
+
+
+def measure_blocks(setting: Setting, *, repeats: int = 3, steps: float = 6.0) -> Measured:
+    """Measures the blocks of a model whose levels :func:`headroom.patch` can set: one of each kind,
+    by itself, with what the model calls it with.
+
+    The model, its buffers and gradients, and the random numbers stay as they are. What is needed
+    besides the memory that is there is that of a step without optimizer in which all blocks keep
+    the least, and that of one block that keeps everything.
+
+    Args:
+        setting: what is trained.
+        repeats: how often the time of each level is taken; the median counts.
+        steps: times are taken less often, or only while bytes are counted, if measuring would
+            otherwise take longer than so many passes of the model forward and backward.
+
+    Returns:
+        Costs of all blocks, in which blocks of one kind are equal.
+
+    Raises:
+        PlanError: the loss is no tensor of one element, or requires no gradient.
+        RuntimeError: a profiler is running, which counts bytes on the CPU.
+    """
+    began = clock.now()
+    with all_generators_kept(setting.device):
+        model = private_copy(setting.model)
+        blocks = Blocks(model, fused_loss=setting.fused_loss)
+        blocks.set(blocks.leanest)
+        kinds = _Kinds(blocks, setting.device)
+        with kinds.captured():
+            _whole(setting, model)
+        whole = _whole(setting, model)
+        kinds.measure(setting, repeats, began + steps * whole)
+        found = kinds.costs()
+        least = sum(block.levels[blocks.leanest[block.name]].seconds for block in found)
+    return Measured(found, max(0.0, whole - least), clock.now() - began)
+
+
+def seconds_at_leanest(setting: Setting) -> float:
+    """Returns the seconds of a forward and a backward pass in which all blocks keep the least, the
+    second of two. Like :func:`measure_blocks` it leaves everything as it is."""
+    with all_generators_kept(setting.device):
+        model = private_copy(setting.model)
+        blocks = Blocks(model, fused_loss=setting.fused_loss)
+        blocks.set(blocks.leanest)
+        _whole(setting, model)
+        return _whole(setting, model)
+
+
+def _whole(setting: Setting, model: nn.Module) -> float:
+    """Returns the seconds of a forward and a backward pass, whose gradients are dropped as they
+    arrive."""
+    watch = Stopwatch(setting.device)
+
+    def drop(param: Tensor) -> None:
+        param.grad = None
+
+    handles = [
+        param.register_post_accumulate_grad_hook(drop)
+        for param in model.parameters()
+        if param.requires_grad
+    ]
+    try:
+        watch.lap()
+        setting.run(model, setting.batch).backward()
+        watch.lap()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return watch.seconds()[0]
+
+
+@dataclass
+class _Kind:
+    """Blocks that are alike, of which the first is measured."""
+
+    number: int
+    block: nn.Module
+    call: Call
+    names: tuple[str, ...]  # of levels
+    used: set[int] = field(default_factory=set)  # the results that get gradients
+    bytes: dict[str, Bytes] = field(default_factory=dict)
+    counted: dict[str, Seconds] = field(default_factory=dict)  # while bytes were counted
+    timed: dict[str, list[Seconds]] = field(default_factory=dict)
+
+    def alone(self, setting: Setting) -> Alone:
+        return Alone(self.block, self.call, setting.device, sorted(self.used))
+
+    def costs(self, name: str, calls: int) -> BlockCosts:
+        """Returns the costs of a block of this kind that a step calls so many times."""
+        levels = {level: self._cost(level, calls) for level in self.names}
+        gradients = max(found.gradients for found in self.bytes.values())
+        return BlockCosts(name, self.number, levels, gradients)
+
+    def _cost(self, level: str, calls: int) -> LevelCost:
+        found = self.bytes[level]
+        forward, backward = zip(*(self.timed.get(level) or [self.counted[level]]))
+        return LevelCost(
+            calls * found.held,
+            found.backward,
+            found.released,
+            (calls - 1) * (found.held + found.kept) + found.forward,
+            calls * found.kept,
+            calls * statistics.median(forward),
+            calls * statistics.median(backward),
+        )
+
+
+class _Kinds:
+    """The kinds of the blocks of a model."""
+
+    def __init__(self, blocks: Blocks, device: torch.device) -> None:
+        self._blocks, self._device = blocks, device
+        self._kinds: dict[Hashable, _Kind] = {}
+        self._order: dict[str, _Kind] = {}  # of each block, in the order of calls
+        self._calls: dict[str, int] = {}  # of each block in a step
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """While it lasts, calls of blocks are noted."""
+        handles: list[Any] = []
+        try:
+            for name in self._blocks.names:
+                block = self._blocks.module(name)
+                handles.append(
+                    block.register_forward_pre_hook(self._before(name), with_kwargs=True)
+                )
+                handles.append(block.register_forward_hook(self._after(name)))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before(self, name: str) -> Any:
+        def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+                return  # a checkpoint runs it again
+            self._calls[name] = self._calls.get(name, 0) + 1
+            if name in self._order:
+                return
+            key = self._blocks.kind(name, args, kwargs)
+            if key not in self._kinds:
+                call = Call(args, kwargs, self._device)
+                number, levels = len(self._kinds), self._blocks.levels(name)
+                self._kinds[key] = _Kind(number, block, call, levels)
+            self._order[name] = self._kinds[key]
+
+        return before
+
+    def _after(self, name: str) -> Any:
+        def after(block: nn.Module, args: Any, result: Any) -> None:
+            kind = self._order.get(name)
+            if kind is not None and kind.block is block:
+                for k, x in enumerate(results_of(result)):
+                    x.register_hook(lambda grad, k=k: kind.used.add(k))
+
+        return after
+
+    def measure(self, setting: Setting, repeats: int, deadline: float) -> None:
+        """Measures the kinds at all levels. Times are taken of all levels in turn, or of none, so
+        that what happens meanwhile on the machine is shared by all."""
+        start = clock.now()
+        for kind, level in self._each():
+            kind.bytes[level], kind.counted[level] = kind.alone(setting).bytes()
+        for _ in range(repeats):
+            took, start = clock.now() - start, clock.now()
+            if start + took > deadline:
+                return
+            for kind, level in self._each():
+                kind.timed.setdefault(level, []).append(kind.alone(setting).seconds())
+
+    def _each(self) -> Iterator[tuple[_Kind, str]]:
+        """Sets one level after the other, and yields the kinds that can be at it."""
+        for level in sorted({level for kind in self._kinds.values() for level in kind.names}):
+            self._blocks.set(
+                {block: level for block, kind in self._order.items() if level in kind.names}
+            )
+            for kind in self._kinds.values():
+                if level in kind.names:
+                    yield kind, level
+
+    def costs(self) -> list[BlockCosts]:
+        """Returns the costs of all blocks, in the order of their first calls."""
+        return [kind.costs(name, self._calls[name]) for name, kind in self._order.items()]

@@ -1,0 +1,169 @@
+"""What a step takes besides its blocks: bytes from one plan, and the time of the optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from ..memory.events import Timeline
+from ..optim import release_gradients
+from ..planning.api import made
+from ..planning.recorder import Recorder
+from ..planning.result import Plan
+from ..planning.steps import Setup
+from .calls import results_of
+from .knapsack import Point, frontier
+from .measure import Measured
+
+__all__ = ["Outline", "outline"]
+
+BUCKET_BYTES = inspect.signature(release_gradients).parameters["bucket_bytes"].default
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The bytes of a step that the levels of its blocks do not decide.
+
+    Attributes:
+        plan: that they were read from.
+        base: live when the first block begins its forward pass.
+        after_forward: most that what runs behind the last block takes in its forward pass.
+        after_backward: the same in its backward pass.
+        gradients: of parameters behind the last block, which stay while blocks run backward; with
+            release, the most that wait for the others of their bucket.
+        floor: the most that is live while no block runs nor is kept: before the forward pass of the
+            first block, behind its backward pass, and in the optimizer's step.
+    """
+
+    plan: Plan
+    base: int
+    after_forward: int
+    after_backward: int
+    gradients: int
+    floor: int
+
+    def peak(
+        self, measured: Measured, levels: Sequence[str], *, gradients_stay: bool = True
+    ) -> int:
+        """Returns the most bytes that are live in a step whose blocks are at ``levels``."""
+        costs = [block.levels[level] for block, level in zip(measured.blocks, levels, strict=True)]
+        held = most = 0
+        kept = 0  # besides, until the forward pass of the model has ended
+        for cost in costs:
+            most = max(most, held + kept + cost.forward)
+            held, kept = held + cost.held, kept + cost.kept
+        most = max(most, held + kept + self.after_forward, held + self.after_backward)
+        held += self.gradients
+        for block, cost in zip(reversed(measured.blocks), reversed(costs)):
+            backward = cost.backward if gradients_stay else cost.backward_released
+            most = max(most, held + backward)
+            held += (block.gradients if gradients_stay else 0) - cost.held
+        return max(self.floor, self.base + most)
+
+    def frontier(
+        self, measured: Measured, *, gradients_stay: bool = True, states: int = 4096
+    ) -> list[Point]:
+        """Returns the points of :func:`headroom.fitting.knapsack.frontier` with the peaks of the
+        whole step and the seconds of the blocks.
+
+        What is kept until the forward pass has ended differs from level to level. The knapsack
+        takes the most of it, and the points then have their own peaks.
+        """
+        kept = sum(block.kept for block in measured.blocks)
+        after = max(self.after_backward, self.after_forward + kept)
+        points = frontier(
+            measured.options(gradients_stay=gradients_stay), after, self.gradients, states=states
+        )
+        found: list[Point] = []
+        for point in reversed(points):  # the fastest first
+            peak = max(self.floor, self.base + point.peak)
+            if kept:
+                peak = self.peak(measured, point.levels, gradients_stay=gradients_stay)
+            if not found or peak < found[-1].peak:
+                found.append(replace(point, peak=peak))
+        return found[::-1]
+
+
+def outline(setup: Setup, names: Sequence[str], kept: int = 0) -> Outline:
+    """Returns the outline of a step.
+
+    Args:
+        setup: of a model whose blocks keep what they keep at some levels, the leanest best.
+        names: of its blocks, in forward order; at least one.
+        kept: bytes that stay until the forward pass has ended, of all blocks together at those
+            levels; see :class:`headroom.fitting.measure.LevelCost`.
+
+    Raises:
+        PlanError: the step cannot be followed on fakes.
+    """
+    marks = _Marks(names)
+    plan = made(setup, marks.watch)
+    live = plan.timeline.bytes_over_events()
+    base = forward = backward = floor = at = gradients = 0
+    for start, turn, end in _passes(plan.timeline):
+        begin = min(k for k in marks.begins if start <= k < turn)
+        reached = max(k for k in marks.reached if start <= k < turn)
+        turned = min((k for k in marks.turns if turn <= k < end), default=end)
+        ended = max((k for k in marks.ends if turn <= k < end), default=end)
+        base, before = live[begin - 1], live[reached - 1]
+        forward = max(live[reached - 1 : turn]) - before
+        backward = max(live[turn:turned]) - before + kept
+        gradients = sum(
+            a.bytes
+            for a in plan.timeline.allocations
+            if a.kind == "gradients" and turn <= a.start and a.is_live(turned - 1)
+        )
+        floor, at = max(floor, *live[at:begin]), ended
+    if setup.release:
+        gradients = _waiting(setup)
+    return Outline(plan, base, forward, max(0, backward), gradients, max(floor, *live[at:]))
+
+
+def _waiting(setup: Setup) -> int:
+    """Returns the most bytes of gradients that wait to be released."""
+    all_of_them = sum(p.numel() * p.element_size() for p in setup.model.parameters())
+    return min(all_of_them, BUCKET_BYTES if setup.release is True else int(setup.release))
+
+
+def _passes(timeline: Timeline) -> Iterator[tuple[int, int, int]]:
+    """Yields for each micro-batch the events at which its forward and backward pass begin, and at
+    which the latter ends."""
+    spans = timeline.spans
+    for number, (first, second) in enumerate(zip(spans, spans[1:])):
+        if first.phase == "forward" and second.phase == "backward":
+            following = spans[number + 2 : number + 3]
+            end = following[0].start if following else timeline.events
+            yield first.start, second.start, end
+
+
+class _Marks:
+    """The numbers of the events at which blocks begin and end."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._first, self._last = names[0], names[-1]
+        self.begins: list[int] = []  # the forward pass of the first block
+        self.reached: list[int] = []  # the forward pass of the last block has ended
+        self.turns: list[int] = []  # its backward pass begins
+        self.ends: list[int] = []  # the backward pass of the first block has ended
+
+    def watch(self, model: nn.Module, recorder: Recorder) -> None:
+        """Adds the hooks that take the numbers."""
+
+        def begin(block: nn.Module, args: Any, kwargs: Any) -> None:
+            self.begins.append(recorder.now)
+            note((args, kwargs), self.ends)
+
+        def reach(block: nn.Module, args: Any, result: Any) -> None:
+            self.reached.append(recorder.now)
+            note(result, self.turns)
+
+        def note(value: Any, at: list[int]) -> None:
+            for x in results_of(value):
+                x.register_hook(lambda grad: at.append(recorder.now))
+
+        model.get_submodule(self._first).register_forward_pre_hook(begin, with_kwargs=True)
+        model.get_submodule(self._last).register_forward_hook(reach)

@@ -1,0 +1,93 @@
+"""The report of what was fitted, as text of at most 80 columns and for JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .._core.sizes import format_bytes
+from .._core.text import shortened
+
+if TYPE_CHECKING:
+    from .fitted import Fitted
+    from .search import FrontierPoint
+
+__all__ = ["described", "table"]
+
+WIDTH = 80
+
+
+def table(fitted: Fitted) -> str:
+    """Returns the report."""
+    name = shortened(type(fitted.model).__name__, 40)
+    state = "" if fitted.is_applied else ", not applied"
+    lines = [f"{name} in {format_bytes(fitted.budget)}{state}", ""]
+    lines.append(f"{'':<16}{'peak':>12}{'a step':>12}")
+    lines.append(_row("as given", fitted.before_peak, fitted.before_seconds))
+    lines.append(_row("predicted", fitted.predicted_peak, fitted.predicted_seconds))
+    lines.append(_row("measured", fitted.measured_peak, fitted.measured_seconds))
+    lines += ["", f"{'technique':<16}{'bytes':>12}{'time':>12}  before -> after"]
+    for change in fitted.changes:
+        what = shortened(f"{change.before} -> {change.after}", WIDTH - 42, "beginning")
+        size, time = _signed(change.bytes), _milliseconds(change.seconds, "+")
+        lines.append(f"{change.technique:<16}{size:>12}{time:>12}  {what}")
+    if not fitted.changes:
+        lines.append("nothing had to be changed")
+    neighbors = (("faster", fitted.next_up), ("leaner", fitted.next_down))
+    lines += [""] + [_neighbor(fitted, name, point) for name, point in neighbors]
+    for note in fitted.notes:
+        lines += _wrapped(note)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _row(name: str, peak: int | None, seconds: float | None) -> str:
+    size = "-" if peak is None else format_bytes(peak)
+    time = "-" if seconds is None else _milliseconds(seconds)
+    return f"{name:<16}{size:>12}{time:>12}"
+
+
+def _milliseconds(seconds: float, sign: str = "") -> str:
+    digits = 0 if abs(seconds) >= 0.1 else 1
+    return f"{1000 * seconds:{sign},.{digits}f} ms"
+
+
+def _signed(size: int) -> str:
+    return f"+{format_bytes(size)}" if size > 0 else format_bytes(size)
+
+
+def _neighbor(fitted: Fitted, name: str, point: FrontierPoint | None) -> str:
+    if point is None:
+        return f"next {name}: nothing that was looked at"
+    size = _signed(point.peak - fitted.predicted_peak)
+    time = _milliseconds(point.seconds - fitted.predicted_seconds, "+")
+    return f"next {name}: {format_bytes(point.peak)} ({size}), {time} a step"
+
+
+def _wrapped(note: str) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(note, WIDTH, initial_indent="note: ", subsequent_indent="  ")
+
+
+def described(fitted: Fitted) -> dict[str, Any]:
+    """Returns the report in what :mod:`json` writes."""
+    return {
+        "format": "headroom.fitted/1",
+        "model": type(fitted.model).__name__,
+        "budget_bytes": fitted.budget,
+        "choice": vars(fitted.choice) | {"levels": list(fitted.choice.levels)},
+        "blocks": fitted.blocks,
+        "applied": fitted.is_applied,
+        "before": {"peak_bytes": fitted.before_peak, "seconds": fitted.before_seconds},
+        "predicted": {"peak_bytes": fitted.predicted_peak, "seconds": fitted.predicted_seconds},
+        "measured": {"peak_bytes": fitted.measured_peak, "seconds": fitted.measured_seconds},
+        "changes": [vars(change) for change in fitted.changes],
+        "frontier": [
+            {
+                "peak_bytes": point.peak,
+                "seconds": point.seconds,
+                "choice": vars(point.choice) | {"levels": list(point.choice.levels)},
+            }
+            for point in fitted.frontier
+        ],
+        "notes": fitted.notes,
+    }

@@ -1,0 +1,161 @@
+"""What can be chosen for a model: optimizers, weights, release, the fused loss, micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..optim import Adam8bit
+from ..patching.losses import has_fused_loss, knows_loss
+from .micro_batches import counts, mixes_samples, samples_of
+from .replacing import is_headroom, obstacle, replacement
+from .setting import Setting
+
+__all__ = ["ALLOWABLE", "Choice", "Techniques"]
+
+ALLOWABLE = ("8bit", "bf16", "adafactor")
+"""What changes the mathematics, and is used only if it is allowed."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a model is trained.
+
+    Attributes:
+        levels: of each block; empty where blocks stay as they are.
+        micro_batches: equal parts of the batch, whose gradients are added up.
+        optimizer: "given", or what takes its place: "headroom", "8bit" or "adafactor".
+        weights: "given", or "bf16": bfloat16 with 16 more bits that the optimizer keeps.
+        release: whether each gradient is used and freed as soon as it is there.
+        fused_loss: whether a language model computes its loss without logits.
+    """
+
+    levels: tuple[str, ...] = ()
+    micro_batches: int = 1
+    optimizer: str = "given"
+    weights: str = "given"
+    release: bool = False
+    fused_loss: bool = False
+
+    def but(self, **changes: Any) -> Choice:
+        """Returns the choice with some fields replaced."""
+        return replace(self, **changes)
+
+    @property
+    def changes(self) -> int:
+        """How many techniques are used besides levels."""
+        return (
+            (self.micro_batches > 1)
+            + (self.optimizer != "given")
+            + (self.weights != "given")
+            + self.release
+            + self.fused_loss
+        )
+
+
+@dataclass
+class Techniques:
+    """What can be chosen for a model, besides levels.
+
+    Attributes:
+        optimizers: by the fields ``optimizer`` and ``weights`` of a choice.
+        fused_losses: the values that ``fused_loss`` can have.
+        micro_batches: the values that ``micro_batches`` can have.
+        notes: why something cannot be chosen.
+    """
+
+    setting: Setting
+    optimizers: dict[tuple[str, str], torch.optim.Optimizer]
+    fused_losses: tuple[bool, ...] = (False,)
+    micro_batches: tuple[int, ...] = (1,)
+    clips: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        setting: Setting,
+        optimizer: torch.optim.Optimizer,
+        allow: Collection[str] = (),
+        max_grad_norm: float | None = None,
+    ) -> Techniques:
+        """Returns the techniques for a model and its optimizer."""
+        found = cls(setting, {("given", "given"): optimizer})
+        limits = [group.get("max_grad_norm") for group in optimizer.param_groups]
+        found.clips = max_grad_norm is not None or any(limit is not None for limit in limits)
+        found._add_optimizers(optimizer, allow)
+        if has_fused_loss(setting.model):
+            found.fused_losses = (True,)  # as the user wants it
+        elif setting.loss is None and knows_loss(setting.model):
+            found.fused_losses = (False, True)
+        if mixes_samples(setting.model):
+            found.notes.append(
+                "micro-batches: not with a BatchNorm in training, whose statistics are over the "
+                "whole batch"
+            )
+        else:
+            found.micro_batches = (1, *counts(samples_of(setting.batch)))
+        return found
+
+    def _add_optimizers(self, given: torch.optim.Optimizer, allow: Collection[str]) -> None:
+        if (reason := obstacle(given)) is not None:
+            if allow or not is_headroom(given):
+                self.notes.append(f"the optimizer stays as it is: {reason}")
+            return
+        kinds = [] if is_headroom(given) else ["headroom"]
+        kinds += ["8bit"] if "8bit" in allow and not isinstance(given, Adam8bit) else []
+        kinds += ["adafactor"] if "adafactor" in allow else []
+        for kind in kinds:
+            self._add(given, kind, None)
+        if "bf16" not in allow:
+            return
+        dtypes = {p.dtype for g in given.param_groups for p in g["params"]}
+        if dtypes != {torch.float32}:
+            self.notes.append("bf16: not all parameters of the optimizer are float32")
+        elif self.setting.scaler or self.setting.amp == torch.float16:
+            self.notes.append("bf16: not with float16 or a scaler of losses")
+        else:
+            own = "8bit" if isinstance(given, Adam8bit) else "headroom"
+            for kind in dict.fromkeys((own, *kinds)):
+                self._add(given, kind, "remainder16")
+
+    def _add(self, given: torch.optim.Optimizer, kind: str, master: str | None) -> None:
+        weights = "given" if master is None else "bf16"
+        try:
+            self.optimizers[kind, weights] = replacement(given, kind, master)
+        except (TypeError, ValueError, RuntimeError) as error:
+            self.notes.append(f"{kind}: {error}")
+
+    def only_whole_batches(self) -> tuple[int, ...]:
+        """Takes back micro-batches, whose loss is not that of the batch, and returns how many there
+        might have been."""
+        gone, self.micro_batches = self.micro_batches[1:], (1,)
+        self.notes.append(
+            "micro-batches: the loss of a batch is not the mean of the losses of its parts"
+        )
+        return gone
+
+    def optimizer_of(self, choice: Choice) -> torch.optim.Optimizer:
+        """Returns the optimizer of a choice."""
+        return self.optimizers[choice.optimizer, choice.weights]
+
+    def choices(self, micro_batches: int = 1) -> Iterator[Choice]:
+        """Yields all choices with this number of micro-batches, without levels."""
+        for (optimizer, weights), made in self.optimizers.items():
+            for fused_loss in self.fused_losses:
+                base = Choice((), micro_batches, optimizer, weights, False, fused_loss)
+                yield base
+                if self.can_release(base, made):
+                    yield base.but(release=True)
+
+    def can_release(self, choice: Choice, optimizer: Any) -> bool:
+        """Returns whether gradients can be released: a step that is made within the backward pass
+        can neither clip nor wait for other micro-batches, nor be skipped as a whole."""
+        if not is_headroom(optimizer) or self.clips or self.setting.scaler:
+            return False
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        trained = (p for p in self.setting.model.parameters() if p.requires_grad)
+        return choice.micro_batches == 1 and all(id(p) in own for p in trained)

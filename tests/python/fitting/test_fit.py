@@ -1,0 +1,229 @@
+"""headroom.fit: within the budget, the same training, and all of it can be taken back."""
+
+import copy
+
+import headroom
+import pytest
+import torch
+from headroom.fitting import Choice, DoesNotFit
+from headroom.fitting.apply import Applied
+from headroom.fitting.replacing import obstacle, replacement
+from headroom.nn import Transformer, TransformerConfig
+from torch import nn
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Plain(nn.Module):
+    """Repeated blocks of a class that nothing is known of."""
+
+    def __init__(self, width=24, depth=5):
+        super().__init__()
+        self.first, self.last = nn.Linear(7, width), nn.Linear(width, 3)
+        self.blocks = nn.ModuleList(Residual(width) for _ in range(depth))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def plain(samples=601):  # a prime number: no micro-batches
+    torch.manual_seed(0)
+    return Plain(), (torch.randn(samples, 7), torch.randint(0, 3, (samples,)))
+
+
+def ours():
+    torch.manual_seed(0)
+    config = TransformerConfig(vocab_size=96, hidden_size=32, layers=4, heads=4, features=88)
+    tokens = torch.randint(0, 96, (6, 33))
+    return Transformer(config), (tokens[:, :-1], tokens[:, 1:].contiguous())
+
+
+def cross_entropy(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def peak_of(model, batch, steps=3, optimizer=torch.optim.AdamW):
+    return headroom.plan(model, optimizer, batch, loss=cross_entropy).peak_bytes
+
+
+def measured(fitted, batch, steps=3):
+    with headroom.memory.track(fitted.model, fitted.optimizer, batch=batch) as tracked:
+        losses = [fitted.step(batch).item() for _ in range(steps)]
+    return tracked.peak_bytes, losses
+
+
+def bits_of(model):
+    return [
+        (name, x.dtype, x.clone(), x.grad, x._version) for name, x in model.state_dict().items()
+    ]
+
+
+def shape_of(model):
+    """All that is set on modules, hooks included."""
+    return [
+        (name, {k: (id(v), len(v) if isinstance(v, dict) else 0) for k, v in vars(part).items()})
+        for name, part in model.named_modules()
+    ]
+
+
+@pytest.mark.parametrize("share", [0.75, 0.6])
+def test_the_measured_peak_is_within_the_budget_and_near_it(share):
+    model, batch = plain()
+    budget = int(share * peak_of(model, batch))
+    fitted = headroom.fit(model, batch, budget=budget, loss=cross_entropy)
+    most, _ = measured(fitted, batch)
+    assert 0.85 * budget <= most <= budget
+    assert fitted.predicted_peak == most
+
+
+def test_levels_leave_the_bits_of_training_as_they_are():
+    model, batch = plain()
+    twin = copy.deepcopy(model)
+    budget = int(0.8 * peak_of(model, batch))
+    optimizer = headroom.optim.AdamW(model.parameters(), lr=1e-2)
+    fitted = headroom.fit(model, batch, budget=budget, optimizer=optimizer, loss=cross_entropy)
+    fitted.set_levels(["L0", "L5", "L5", "L0", "L5"])
+    other = headroom.optim.AdamW(twin.parameters(), lr=1e-2)
+    for _ in range(3):
+        loss = fitted.step(batch)
+        expected = cross_entropy(twin(batch[0]), batch[1])
+        expected.backward()
+        other.step()
+        other.zero_grad()
+        assert torch.equal(loss, expected.detach())
+    for x, y in zip(model.parameters(), twin.parameters()):
+        assert torch.equal(x, y)
+
+
+def test_micro_batches_train_the_same_up_to_rounding():
+    model, batch = ours()
+    twin = copy.deepcopy(model)
+    fitted = headroom.fit(model, batch, budget="1 GiB", loss=cross_entropy)
+    fitted.choice = fitted.choice.but(micro_batches=3, release=False)
+    whole = headroom.fit(twin, batch, budget="1 GiB", loss=cross_entropy)
+    for _ in range(3):
+        loss, expected = fitted.step(batch), whole.step(batch)
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+
+
+def test_a_dry_run_changes_nothing():
+    model, batch = ours()
+    before, shape, random = bits_of(model), shape_of(model), torch.get_rng_state()
+    report = headroom.fit(
+        model, batch, budget="1 MiB", loss=cross_entropy, allow=("8bit", "bf16"), dry_run=True
+    )
+    assert torch.equal(random, torch.get_rng_state())
+    assert shape == shape_of(model)
+    for (name, dtype, x, grad, version), (_, *now) in zip(before, bits_of(model)):
+        assert (dtype, grad, version) == (now[0], now[2], now[3]), name
+        assert torch.equal(x, now[1]), name
+    with pytest.raises(RuntimeError, match="dry_run"):
+        report.step(batch)
+
+
+def test_an_error_while_it_is_applied_takes_everything_back(monkeypatch):
+    model, batch = ours()
+    before, shape = bits_of(model), shape_of(model)
+
+    def fails(*args, **kwargs):
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr("headroom.fitting.apply.load_master_weights", fails)
+    optimizer = replacement(torch.optim.AdamW(model.parameters()), "8bit", "remainder16")
+    with pytest.raises(MemoryError):
+        Applied(model, ["blocks.1"], optimizer, Choice(("L5",), 1, "8bit", "bf16"))
+    assert shape == shape_of(model)
+    for (name, dtype, x, *_), (_, *now) in zip(before, bits_of(model)):
+        assert dtype == now[0] and torch.equal(x, now[1]), name
+
+
+def test_weights_in_16_bits_are_taken_back_to_the_bit():
+    model, _ = ours()
+    before, save = bits_of(model), [block.save for block in model.blocks]
+    optimizer = replacement(torch.optim.AdamW(model.parameters()), "headroom", "remainder16")
+    applied = Applied(
+        model, ["blocks.1"], optimizer, Choice(("L5",), 1, "headroom", "bf16", release=True)
+    )
+    assert model.blocks[1].save == "L5"
+    assert model.blocks[0].mlp.down.weight.dtype == torch.bfloat16
+    applied.undo()
+    assert [block.save for block in model.blocks] == save
+    for (name, dtype, x, *_), (_, *now) in zip(before, bits_of(model)):
+        assert dtype == now[0] and torch.equal(x, now[1]), name
+
+
+def test_where_nothing_fits_the_error_says_why_and_what_would():
+    model, batch = ours()
+    with pytest.raises(DoesNotFit, match="parameters .* What would fit: a budget of") as raised:
+        headroom.fit(model, batch, budget="64 KiB", loss=cross_entropy)
+    assert raised.value.least > 64 << 10
+    assert raised.value.by_kind["parameters"] > 0
+    fitted = headroom.fit(
+        model, batch, budget=int(1.01 * raised.value.least), loss=cross_entropy, dry_run=True
+    )
+    assert fitted.predicted_peak <= 1.01 * raised.value.least
+
+
+def test_options_of_groups_carry_over():
+    model = Plain()
+    decays = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    given = torch.optim.AdamW(
+        [
+            {"params": decays, "weight_decay": 0.2, "lr": 3e-3, "name": "decays"},
+            {"params": others, "weight_decay": 0.0, "betas": (0.5, 0.6)},
+        ],
+        lr=1e-4,
+        eps=1e-6,
+    )
+    for kind, cls in (("headroom", "AdamW"), ("8bit", "AdamW8bit"), ("adafactor", "Adafactor")):
+        made = replacement(given, kind)
+        assert type(made).__name__ == cls
+        first, second = made.param_groups
+        assert (first["lr"], first["weight_decay"], first["name"]) == (3e-3, 0.2, "decays")
+        assert (second["lr"], second["weight_decay"]) == (1e-4, 0.0)
+        assert first["params"] == decays and second["params"] == others
+        if kind != "adafactor":
+            assert first["betas"] == (0.9, 0.999) and second["betas"] == (0.5, 0.6)
+            assert first["eps"] == second["eps"] == 1e-6
+
+
+def test_an_optimizer_that_has_begun_or_has_a_scheduler_is_kept():
+    model, batch = plain(8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert obstacle(optimizer) is None
+    torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    assert "scheduler" in obstacle(optimizer)
+    optimizer = torch.optim.AdamW(model.parameters())
+    cross_entropy(model(batch[0]), batch[1]).backward()
+    optimizer.step()
+    assert "begun" in obstacle(optimizer)
+    assert "SGD" in obstacle(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({}, "budget"),
+        ({"budget": "1 GiB", "target": "speed"}, "budget"),
+        ({"target": "memory"}, "target"),
+        ({"budget": "1 GiB", "allow": ("4bit",)}, "allow"),
+        ({"budget": "1 GiB", "margin": 1.0}, "margin"),
+        ({"budget": "1 GiB", "forward": lambda model, batch: 0}, "forward"),
+    ],
+)
+def test_bad_arguments(options, error):
+    model, batch = plain(8)
+    with pytest.raises(ValueError, match=error):
+        headroom.fit(model, batch, loss=cross_entropy, **options)
