@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .amp.cast_model import cast_model, cast_report
     from .checkpointing import checkpoint, checkpoint_every, checkpoint_sequential
     from .fitting import fit, retry_on_oom
+    from .fitting.ladder import ladder
     from .grad.accumulate import GradAccumulator
     from .grad.clip import clip_grad_norm_, clip_grad_value_
     from .grad.norm import grad_norm
@@ -67,6 +68,7 @@ else:
             "grad": ".grad",
             "grad_norm": ".grad.norm",
             "integrations": ".integrations",
+            "ladder": ".fitting.ladder",
             "latest": ".state",
             "linear_cross_entropy": ".loss",
             "linear_distillation_loss": ".loss",
@@ -112,6 +114,7 @@ __all__ = [
     "get_library_dir",
     "grad_norm",
     "integrations",
+    "ladder",
     "latest",
     "linear_cross_entropy",
     "linear_distillation_loss",

@@ -309,6 +309,7 @@ def _set_hooks(model: nn.Module, kept: set[nn.Module], dtype: torch.dtype) -> No
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
                 del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
         if module in kept and module not in inner:
             module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
             module.register_forward_hook(functools.partial(_cast_outputs, dtype))

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-__all__ = ["add_setup_arguments", "setup_of"]
+__all__ = ["add_setup_arguments", "real_setup_of", "setup_of"]
 
 MODEL = "module:function that returns a model, or a transformers config.json or its folder"
 DTYPES = {
@@ -21,6 +22,7 @@ DTYPES = {
     for name in ("float32", "bfloat16", "float16", "int64", "int32", "bool", "uint8")
 }
 AMP = ("bfloat16", "float16")
+DECIDED = ("save", "checkpoint_every", "accumulation", "release")
 
 
 def add_setup_arguments(command: argparse.ArgumentParser) -> None:
@@ -105,6 +107,43 @@ def setup_of(options: argparse.Namespace) -> tuple[tuple[Any, ...], dict[str, An
         "max_grad_norm": options.max_grad_norm,
     }
     return (options.model, _optimizer(options.optimizer, options.option), batch), keywords
+
+
+def real_setup_of(options: argparse.Namespace) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the model and a batch on the device, and the other arguments of
+    :func:`headroom.fit` that the options stand for. Tensors that are given by their shapes hold
+    normal random numbers, or zeros where they are not floating-point.
+
+    Raises:
+        ValueError: the device is not there, the model is no function, or an option says what
+            fitting decides by itself.
+    """
+    decided = [name for name in DECIDED if getattr(options, name) not in (None, False, 1)]
+    if decided:
+        raise ValueError(f"--{decided[0].replace('_', '-')} is what is looked for: leave it out")
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda, and there is no GPU to measure on: --device cpu")
+    (source, optimizer, batch), keywords = setup_of(options)
+    if ":" not in source:
+        raise ValueError(f"MODEL is {source!r}, wanted module:function, whose model can be run")
+    if optimizer is None:
+        raise ValueError("--optimizer is none, wanted one that makes the step")
+    with device:
+        made = named(source, "MODEL")
+        model = made if isinstance(made, torch.nn.Module) else made()
+        batch = tree_map_only(Tensor, lambda x: _filled(x, device), batch)
+    chosen = {name: keywords[name] for name in ("loss", "device", "amp", "max_grad_norm")}
+    scaler = torch.amp.GradScaler(device.type) if options.scaler else None
+    return (model.to(device), batch), chosen | {"optimizer": optimizer, "scaler": scaler}
+
+
+def _filled(x: Tensor, device: torch.device) -> Tensor:
+    if not x.is_meta:
+        return x.to(device)
+    if x.is_floating_point():
+        return torch.randn(x.shape, dtype=x.dtype, device=device)
+    return torch.zeros(x.shape, dtype=x.dtype, device=device)
 
 
 def tensor(text: str, argument: str, dimensions: int | None = None) -> Tensor:

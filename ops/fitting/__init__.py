@@ -6,6 +6,7 @@
 from .api import fit
 from .errors import DoesNotFit
 from .fitted import Change, Fitted
+from .ladder import Ladder, Rung
 from .retry import Retry, RetryingStep, retry_on_oom
 from .search import FrontierPoint
 from .techniques import Choice
@@ -16,8 +17,10 @@ __all__ = [
     "DoesNotFit",
     "Fitted",
     "FrontierPoint",
+    "Ladder",
     "Retry",
     "RetryingStep",
+    "Rung",
     "fit",
     "retry_on_oom",
 ]

@@ -20,7 +20,10 @@ def adapt(fitted: Fitted) -> bool:
     was measured, is within the budget and its margin."""
     if fitted.measured_peak is None or fitted.planner is None:
         return False
-    off = fitted.measured_peak - fitted.plan.allocated_bytes
+    try:
+        off = fitted.measured_peak - fitted.planner(fitted.choice).allocated_bytes
+    except PlanError:
+        return False
     faster = [
         point
         for point in fitted.same_but_levels()

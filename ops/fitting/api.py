@@ -8,22 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..memory.track import device_of
-from ..planning.api import made
-from ..planning.copies import tensors_in
-from ..planning.errors import PlanError
 from .apply import Applied
-from .budgets import MARGINS, budget_of
-from .candidates import setup_of
+from .blocks import Blocks
+from .budgets import budget_of, within
 from .changes import changes_of
-from .families import Families
 from .fitted import Fitted
 from .floors import does_not_fit
 from .loop import Loop
-from .replacing import made as optimizer_of
-from .search import Search
-from .setting import Setting
-from .techniques import ALLOWABLE, Choice, Techniques
+from .preparing import peak_as_given, search_of
 
 __all__ = ["fit"]
 
@@ -84,23 +76,32 @@ def fit(
         PlanError: the step cannot be planned; see :func:`headroom.plan`.
         TypeError, ValueError: an argument does not fit; says which one, and what was wanted.
     """
-    allowed = _checked(model, sample_batch, loss, forward, allow, margin)
-    where = device_of(model, device)
-    batch = _on(sample_batch, where)
-    given = optimizer_of(torch.optim.AdamW if optimizer is None else optimizer, model)
+    if margin is not None and not 0 <= margin < 1:
+        raise ValueError(f"margin is {margin}, wanted a share of the budget from 0 to below 1")
+    allowed = (allow,) if isinstance(allow, str) else tuple(allow)
     scales = scaler is not None and scaler.is_enabled()
-    setting = Setting(model, batch, loss, forward, where, amp, scales)
+    search = search_of(
+        model,
+        sample_batch,
+        optimizer=optimizer,
+        loss=loss,
+        forward=forward,
+        device=device,
+        amp=amp,
+        scales=scales,
+        max_grad_norm=max_grad_norm,
+        allow=allowed,
+    )
+    families = search.families
+    techniques, setting = families.techniques, families.setting
+    where, given = setting.device, techniques.optimizers["given", "given"]
     held = sum(x.nbytes for x in {*model.parameters(), *model.buffers()})
     limit = budget_of(budget, target, where, held)
-    within = int(limit * (1 - (MARGINS[where.type] if margin is None else margin)))
-
-    techniques = Techniques.of(setting, given, allowed, max_grad_norm)
-    families = Families(setting, techniques, max_grad_norm)
-    search = Search(families)
-    found = search.best(within)
+    room = within(limit, margin, where, len(Blocks(model).names))
+    found = search.best(room)
     if found is None:
-        raise does_not_fit(search, limit, within, given, allowed)
-    before = _before(setting, given, max_grad_norm)
+        raise does_not_fit(search, limit, room, given, allowed)
+    before = peak_as_given(search)
     changes, before_seconds = changes_of(search, found, before)
     chosen = techniques.optimizer_of(found.choice)
     applied = None
@@ -121,52 +122,10 @@ def fit(
         families.names,
         [*techniques.notes, *families.notes],
         reachable=search.frontier(found.choice),
-        within=within,
+        within=room,
         planner=search.plan_of if adapt else None,
         _loop=Loop(setting.but(batch=None), chosen, scaler if scales else None, max_grad_norm),
         _applied=applied,
         _adapts=adapt,
         _counts=techniques.micro_batches,
     )
-
-
-def _before(setting: Setting, given: Any, max_grad_norm: float | None) -> int | None:
-    """The planned peak of the model as it was given, or None if that cannot be planned."""
-    try:
-        return made(setup_of(setting, Choice(), (), given, max_grad_norm)).total_bytes
-    except PlanError:
-        return None
-
-
-def _on(batch: Any, device: torch.device) -> Any:
-    """Returns the batch, whose tensors must be where the model is.
-
-    Raises:
-        ValueError: a tensor is elsewhere.
-    """
-    for x in tensors_in(batch):
-        if x.device != device:
-            raise ValueError(
-                f"sample_batch has a tensor on {x.device}, but the model is on {device}"
-            )
-    return batch
-
-
-def _checked(
-    model: Any, batch: Any, loss: Any, forward: Any, allow: Any, margin: float | None
-) -> tuple[str, ...]:
-    """Returns what is allowed, after all arguments that stand for themselves were looked at."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {type(model).__name__}, wanted a torch.nn.Module")
-    if not model.training:
-        raise ValueError("the model is in eval(): call model.train() before fit()")
-    if batch is None:
-        raise ValueError("sample_batch is None, wanted a batch such as the loop will see")
-    if loss is not None and forward is not None:
-        raise ValueError("loss and forward were both given: forward computes the loss itself")
-    allowed = (allow,) if isinstance(allow, str) else tuple(allow)
-    if wrong := [name for name in allowed if name not in ALLOWABLE]:
-        raise ValueError(f"allow has {wrong[0]!r}, wanted some of {', '.join(ALLOWABLE)}")
-    if margin is not None and not 0 <= margin < 1:
-        raise ValueError(f"margin is {margin}, wanted a share of the budget from 0 to below 1")
-    return allowed

@@ -9,11 +9,16 @@ import torch
 
 from .._core.sizes import parse_bytes
 
-__all__ = ["MARGINS", "available", "budget_of"]
+__all__ = ["MARGINS", "available", "budget_of", "within"]
 
 MARGINS = {"cpu": 0.002, "cuda": 0.02}
 """The share of a budget that is left free: by which plans were wrong at the most where they were
 compared with measured peaks."""
+
+UNSEEN = 16 << 10
+UNSEEN_OF_BLOCK = 5056
+"""Bytes that plans do not see: tables of the optimizer, and the state of the CPU's random numbers
+that a block which is computed again keeps."""
 
 FREE = {"cpu": 0.2, "cuda": 0.05}
 """The share of the free memory of a device that ``target="speed"`` leaves to everything else."""
@@ -37,6 +42,18 @@ def budget_of(
     if target != "speed":
         raise ValueError(f'target is {target!r}, wanted "speed"')
     return int((1 - FREE[device.type]) * available(device, held))
+
+
+def within(budget: int, margin: float | None, device: torch.device, blocks: int) -> int:
+    """Returns what a plan may take: the budget without its margin, and without what plans do not
+    see.
+
+    Args:
+        margin: the share that is left free, or None for that of the device.
+        blocks: how many there are.
+    """
+    share = MARGINS[device.type] if margin is None else margin
+    return max(0, int(budget * (1 - share)) - UNSEEN - UNSEEN_OF_BLOCK * blocks)
 
 
 def available(device: torch.device, held: int = 0, root: Path = Path("/")) -> int:

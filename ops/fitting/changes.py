@@ -31,9 +31,10 @@ def changes_of(search: Search, found: Found, before: int | None) -> tuple[list[C
         levels = choice.levels
         point = outer.at(levels)
         here, time = point.peak, point.seconds
+        if peak is None:
+            peak = here
         if not name:
             start = seconds = time
-            peak = here if peak is None else peak
             if search.families.swaps_layers:
                 rows.append(Change("layers", here - peak, 0.0, "as given", "Headroom's"))
                 peak = here

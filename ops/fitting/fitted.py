@@ -145,15 +145,18 @@ class Fitted:
     # ---- changes while it trains ----------------------------------------------------------------
 
     def set_levels(self, levels: Sequence[str]) -> None:
-        """Sets the level of each block, between two steps."""
+        """Sets the level of each block, between two steps. Later steps are measured anew."""
         if len(levels) != len(self.blocks):
             raise ValueError(f"levels has {len(levels)} names, wanted {len(self.blocks)}")
         self._live().set_levels(levels)
         self.choice = self.choice.but(levels=tuple(levels))
+        self.measured_peak, self._steps = None, 0
+        self._times.clear()
 
     def leaner(self) -> bool:
         """Sets the next leaner choice that a running training can take, between two steps: leaner
         levels, in a few strides, and then more micro-batches. Returns whether there was one."""
+        self._adapts = False  # what was measured before says less than why this is called
         here = self.same_but_levels()
         now = next((p.peak for p in here if p.choice == self.choice), self.predicted_peak)
         stride = max(1, (now - here[0].peak) // STRIDES) if here else 0

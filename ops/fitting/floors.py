@@ -33,12 +33,13 @@ def does_not_fit(
     parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for size, name in most)
     if plan.device_share.bytes:
         parts += f", the device {format_bytes(plan.device_share.bytes)}"
-    needed = int(least * budget / max(1, within)) + 1
+    needed = least + budget - within + least // 100  # with its margin
     advice = [f"a budget of {format_bytes(needed)}", *_allowing(search, within, given, allowed)]
     notes = [*search.families.techniques.notes, *search.families.notes]
     reasons = f" ({'; '.join(notes)})" if notes else ""
     return DoesNotFit(
-        f"nothing trains the model within {format_bytes(budget)}: the leanest choice takes "
+        f"nothing trains the model within {format_bytes(budget)}, of which "
+        f"{format_bytes(budget - within)} is left free: the leanest choice takes "
         f"{format_bytes(least)} ({_words(choice)}), of which {parts}. What would fit: "
         f"{', or '.join(advice)}{reasons}",
         least,

@@ -30,4 +30,5 @@ def set_levels(
     if not levels and not fused_loss:
         return None
     known = find_layers(model) is not None
-    return patch(model, dict(levels) or None, norms=known, glu=known, rope=known, loss=fused_loss)
+    save: dict[str | int, str] = {**levels}
+    return patch(model, save or None, norms=known, glu=known, rope=known, loss=fused_loss)

@@ -92,6 +92,8 @@ def _like(optimizer: Any) -> Callable[[Any], Any]:
     kind = type(optimizer)
     known = inspect.signature(kind).parameters
     defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
+    if "semantics" in known:  # of Adafactor, which decides what the other options are
+        defaults["semantics"] = optimizer.semantics
     return lambda groups: kind(groups, **defaults)
 
 

@@ -12,18 +12,25 @@ from .text import shortened
 __all__ = ["described", "is_ladder"]
 
 RUNGS = 500
-NUMBERS = ("seconds", "held_out_bits_per_byte", "tokens_per_second", "bytes_per_parameter")
+NUMBERS = (
+    "seconds",
+    "step_seconds",
+    "held_out_bits_per_byte",
+    "tokens_per_second",
+    "bytes_per_parameter",
+)
 PREDICTED = "predicted_peak_bytes"
 
 
 def is_ladder(value: Mapping[str, Any]) -> bool:
-    """Returns whether JSON is what ``examples/ladder.py`` writes."""
+    """Returns whether JSON is what ``examples/ladder.py`` or :func:`headroom.ladder` writes."""
     return isinstance(value.get("rungs"), list) and "versions" in value
 
 
 def described(value: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what a report shows of a ladder. A rung is compared with the first of its size, which
-    is ``first_peak_bytes``; the least peak is that of the size of the first rung.
+    is ``first_peak_bytes``; the least peak is that of the size of the first rung. Peaks were
+    measured, or predicted if the ladder's ``"peaks"`` say so.
 
     Raises:
         ValueError: a rung has no title, bytes or peak, or they are not what they should be.
@@ -43,6 +50,7 @@ def described(value: Mapping[str, Any]) -> dict[str, Any]:
             "rungs": rungs,
             "first_peak_bytes": rungs[0]["peak_bytes"],
             "least_peak_bytes": least,
+            "peak": "predicted peak" if value.get("peaks") == "predicted" else "measured peak",
         },
         "colors": {kind: color_of(kind) for kind in kinds},
     }

@@ -7,16 +7,14 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from .._core.atomic import replacing
+from .._core.drawing import FAINT, INK, LINE, byte_unit, new_figure, plain_axes, safe_text, save_png
 from .._core.sizes import format_bytes
 from .files import Part
 from .kinds import COLORS, PHASES, name_of
 
 __all__ = ["draw"]
 
-INK, FAINT, LINE = "#1f2328", "#59636e", "#d8dee4"
 MOST = 6  # parts that one picture shows
-UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 
 
 def draw(parts: Sequence[Part], path: str | os.PathLike[str]) -> None:
@@ -26,38 +24,19 @@ def draw(parts: Sequence[Part], path: str | os.PathLike[str]) -> None:
         ImportError: matplotlib is missing.
         OSError: the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("a PNG needs matplotlib: pip install matplotlib") from error
     shown = list(parts)[:MOST]
     heights = [HEIGHTS[part.kind](part.content) for part in shown]
-    figure = Figure(figsize=(9.5, sum(heights)), dpi=120, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9.5, sum(heights))
     rows = figure.subplots(len(shown), 1, squeeze=False, height_ratios=heights)
     for part, (axes,) in zip(shown, rows):
         DRAWN[part.kind](axes, part)
-    with replacing(path) as file, os.fdopen(os.dup(file), "wb") as stream:
-        figure.savefig(stream, format="png", metadata={"Software": None})
-
-
-def _plain(axes: Any, title: str) -> None:
-    # A dollar would begin mathematics, and titles come from files.
-    axes.set_title(title.replace("$", r"\$"), loc="left", fontsize=11, fontweight="bold", color=INK)
-    axes.tick_params(length=0, colors=FAINT, labelsize=8.5)
-    axes.spines[:].set_visible(False)
-    axes.set_axisbelow(True)
-
-
-def _unit(most: float) -> tuple[int, str]:
-    return next(((size, name) for size, name in UNITS if most >= size), UNITS[-1])
+    save_png(figure, path)
 
 
 def _recording(axes: Any, part: Part) -> None:
     content = part.content
     facts = content["summary"]
-    unit, name = _unit(facts["peak_bytes"])
+    unit, name = byte_unit(facts["peak_bytes"])
     events = list(accumulate(content["points"]))
     series = content["series"]["kind"]
     values = [[size / unit for size in accumulate(changes)] for changes in series.values()]
@@ -80,28 +59,30 @@ def _recording(axes: Any, part: Part) -> None:
     axes.grid(axis="y", color=LINE, linewidth=0.7)
     axes.set_ylabel(name, color=FAINT, fontsize=8.5)
     axes.set_xlabel("events", color=FAINT, fontsize=8.5)
-    _plain(axes, f"{part.title}: peak {format_bytes(facts['peak_bytes'])}")
+    plain_axes(axes, f"{part.title}: peak {format_bytes(facts['peak_bytes'])}")
 
 
 def _ladder(axes: Any, part: Part) -> None:
     rungs = part.content["summary"]["rungs"]
-    unit, name = _unit(max(rung["peak_bytes"] for rung in rungs))
+    unit, name = byte_unit(max(rung["peak_bytes"] for rung in rungs))
     rows = list(range(len(rungs)))
     ends = [0.0] * len(rungs)
     for kind, color in part.content["colors"].items():
         sizes = [rung["bytes"].get(kind, 0) / unit for rung in rungs]
-        label = kind.replace("$", r"\$")
+        label = safe_text(kind)
         axes.barh(rows, sizes, left=ends, height=0.64, color=color, label=label)
         ends = [end + size for end, size in zip(ends, sizes)]
     peaks = [rung["peak_bytes"] / unit for rung in rungs]
-    axes.scatter(peaks, rows, marker="D", s=24, color=INK, zorder=3, label="measured peak")
+    axes.scatter(
+        peaks, rows, marker="D", s=24, color=INK, zorder=3, label=part.content["summary"]["peak"]
+    )
     predicted = [(rung.get("predicted_peak_bytes"), row) for row, rung in enumerate(rungs)]
     if known := [(size / unit, row) for size, row in predicted if size is not None]:
         axes.scatter(
             *zip(*known), marker="D", s=44, facecolors="none", edgecolors=INK, zorder=3,
             label="predicted peak",
         )  # fmt: skip
-    axes.set_yticks(rows, [rung["title"].replace("$", r"\$") for rung in rungs])
+    axes.set_yticks(rows, [safe_text(rung["title"]) for rung in rungs])
     axes.invert_yaxis()
     axes.set_xlabel(name, color=FAINT, fontsize=8.5)
     axes.grid(axis="x", color=LINE, linewidth=0.7)
@@ -109,7 +90,7 @@ def _ladder(axes: Any, part: Part) -> None:
         loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8.5,
         handlelength=1, handleheight=1, labelcolor=INK,
     )  # fmt: skip
-    _plain(axes, part.title)
+    plain_axes(axes, part.title)
 
 
 def _profile(axes: Any, part: Part) -> None:
@@ -130,7 +111,7 @@ def _profile(axes: Any, part: Part) -> None:
             loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8.5,
             handlelength=1, handleheight=1, labelcolor=INK, reverse=True,
         )  # fmt: skip
-    _plain(axes, part.title)
+    plain_axes(axes, part.title)
 
 
 DRAWN = {"recording": _recording, "ladder": _ladder, "profile": _profile}

@@ -124,6 +124,9 @@ function ladderSection(content) {
   const total = (rung) => Object.values(rung.bytes).reduce((sum, size) => sum + size, 0);
   const most = Math.max(...rungs.flatMap((rung) => [rung.peak_bytes, rung.predicted_peak_bytes || 0, total(rung)]), 1);
   const predicted = rungs.some((rung) => rung.predicted_peak_bytes !== undefined);
+  const numbers = [["step_seconds", "seconds of a step", 3], ["bytes_per_parameter", "bytes per parameter", 1],
+    ["held_out_bits_per_byte", "held-out bits/byte", 4], ["tokens_per_second", "tokens/s", 0]]
+    .filter(([name]) => rungs.some((rung) => rung[name] !== undefined));
   const width = (size) => `${(100 * size) / most}%`;
   const rows = rungs.map((rung) => {
     const bar = el("div", { className: "bar" }, ...Object.entries(rung.bytes).map(([kind, size]) => el("div", {
@@ -137,20 +140,20 @@ function ladderSection(content) {
     const number = (name, digits) => cell(rung[name] === undefined ? "" : rung[name].toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits }), "n");
     return el("tr", {
       onpointermove: (event) => showTip(event, el("h3", null, rung.title), el("table", null, ...kinds(),
-        el("tr", null, el("td"), el("td", null, "measured peak"), cell(bytes(rung.peak_bytes), "n")))),
+        el("tr", null, el("td"), el("td", null, content.summary.peak), cell(bytes(rung.peak_bytes), "n")))),
       onpointerleave: hideTip,
     }, cell(rung.title, "who"), el("td", { className: "bars" }, bar), cell(bytes(rung.peak_bytes), "n"),
     cell(percent(rung.peak_bytes, rung.first_peak_bytes), "n"),
     predicted ? cell(rung.predicted_peak_bytes === undefined ? "" : bytes(rung.predicted_peak_bytes), "n") : null,
-    number("bytes_per_parameter", 1), number("held_out_bits_per_byte", 4), number("tokens_per_second", 0));
+    ...numbers.map(([name, , digits]) => number(name, digits)));
   });
-  const names = ["rung", "memory in a step", "measured peak", "of the first", ...(predicted ? ["predicted"] : []), "bytes per parameter", "held-out bits/byte", "tokens/s"];
+  const names = ["rung", "memory in a step", content.summary.peak, "of the first", ...(predicted ? ["predicted"] : []), ...numbers.map(([, name]) => name)];
   return el("section", null,
     el("div", { className: "head" }, el("h2", null, "Memory of each rung, by kind")),
     el("div", { className: "scroll" }, el("table", { className: "ladder" },
       el("thead", null, el("tr", null, ...names.map((name, index) => el("th", { className: index > 1 ? "n" : "" }, name)))),
       el("tbody", null, ...rows))),
     el("div", { className: "legend" }, ...Object.entries(content.colors).map(([kind, color]) => el("button", null, dot(color), el("span", null, kind)))),
-    el("p", null, "Bars are counted bytes; the upright mark is the measured peak of the process",
+    el("p", null, "Bars are counted bytes; the upright mark is the ", content.summary.peak, " of the process",
       predicted ? ", the dashed one what the plan predicted." : "."));
 }

@@ -1,0 +1,269 @@
+"""``headroom.ladder``: the whole frontier of a model, its peak memory against its time."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+import os
+import platform
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._core.atomic import replacing
+from .._core.sizes import format_bytes
+from .._core.text import shortened
+from ..planning.errors import PlanError
+from .frontier_chart import Series, draw_frontier
+from .preparing import peak_as_given, search_of
+from .search import FrontierPoint, Search
+from .techniques import Choice
+
+__all__ = ["Ladder", "Rung", "distinct", "interesting", "ladder", "title_of"]
+
+ROWS = 14  # of the table, besides the first
+SAVED = 200  # rungs of the file, besides the first
+LABELS = 6  # of the picture
+SAME = 0.002  # of the seconds: less than steps differ by
+FORMAT = "headroom.ladder/1"
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A way to train the model.
+
+    Attributes:
+        title: what is changed.
+        peak: predicted bytes at the peak of a step.
+        seconds: predicted seconds of a step.
+        choice: what :func:`headroom.fit` would apply; None for the model as it was given.
+    """
+
+    title: str
+    peak: int
+    seconds: float
+    choice: Choice | None = None
+
+
+class Ladder:
+    """The trades of memory against time that a model has.
+
+    Attributes:
+        model: its class.
+        device: where steps were measured.
+        first: the model as it was given.
+        points: the frontier: rungs by ascending peaks and descending seconds. No other choice has a
+            smaller peak and is as fast.
+    """
+
+    def __init__(self, model: str, device: str, first: Rung, points: Sequence[Rung]) -> None:
+        self.model, self.device = model, device
+        self.first, self.points = first, tuple(points)
+
+    def rungs(self, most: int = ROWS) -> list[Rung]:
+        """Returns the model as it was given, and then up to ``most`` points of the frontier from
+        the fastest to the leanest: those between which the frontier is the most nearly straight."""
+        return [self.first, *reversed(interesting(self.points, most))]
+
+    def __str__(self) -> str:
+        first, rungs = self.first, self.rungs()
+        head = f"{shortened(self.model, 40)} on {self.device}: {len(self.points)} choices"
+        shown = f", {len(rungs) - 1} shown" if len(self.points) >= len(rungs) else ""
+        lines = [head + shown, f"{'':<47}{'peak':>10}{'':>6}{'ms a step':>11}"]
+        for rung in rungs:
+            shares = [_share(rung.peak, first.peak), _share(rung.seconds, first.seconds)]
+            title = shortened(rung.title, 46, keep="beginning")
+            lines.append(
+                f"{title:<47}{format_bytes(rung.peak):>10}{shares[0]:>6}"
+                f"{1e3 * rung.seconds:>11,.1f}{shares[1]:>6}"
+            )
+        return "\n".join(line.rstrip() for line in lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the rungs in what :mod:`json` writes and ``headroom report`` opens."""
+        return {
+            "format": FORMAT,
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "model": self.model,
+            "device": self.device,
+            "peaks": "predicted",
+            "rungs": [
+                {
+                    "title": rung.title,
+                    "peak_bytes": rung.peak,
+                    "step_seconds": rung.seconds,
+                    "bytes": {},
+                }
+                for rung in self.rungs(SAVED)
+            ],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the rungs as JSON.
+
+        Raises:
+            OSError: the file cannot be written; what was there before stays.
+        """
+        with replacing(path) as file, os.fdopen(os.dup(file), "w") as stream:
+            json.dump(self.to_json(), stream, indent=1)
+
+    def png(self, path: str | os.PathLike[str], *others: Series) -> None:
+        """Draws the frontier, beside other points where there are some.
+
+        Raises:
+            ImportError: matplotlib is missing.
+            OSError: the file cannot be written.
+        """
+        labeled = {id(rung) for rung in interesting(self.points, LABELS)}
+        points = [
+            (rung.peak, rung.seconds, rung.title if id(rung) in labeled else "")
+            for rung in self.points
+        ]
+        given = [(self.first.peak, self.first.seconds, self.first.title)]
+        draw_frontier(
+            path,
+            f"{self.model} on {self.device}: peak against time, predicted",
+            [Series("headroom.fit", points, is_frontier=True), Series("now", given), *others],
+        )
+
+
+def ladder(
+    model: nn.Module,
+    sample_batch: Any,
+    *,
+    optimizer: Any = None,
+    loss: Callable[..., Tensor] | None = None,
+    forward: Callable[[nn.Module, Any], Tensor] | None = None,
+    device: str | torch.device | None = None,
+    amp: torch.dtype | None = None,
+    scaler: Any = None,
+    max_grad_norm: float | None = None,
+    allow: Collection[str] | str = (),
+    path: str | os.PathLike[str] | None = None,
+) -> Ladder:
+    """Returns all trades of memory against time that :func:`headroom.fit` can choose from for a
+    model: print it for a table. Nothing is changed.
+
+    Every kind of block is measured once at each level, a whole pass once for each size of
+    micro-batches, and the rest is planned. Peaks are estimates from these plans, while what
+    :func:`headroom.fit` chooses is planned itself.
+
+    Args:
+        path: a PNG to draw the frontier to.
+
+    All other arguments are those of :func:`headroom.fit`.
+
+    Raises:
+        PlanError: the step cannot be planned; see :func:`headroom.plan`.
+        ImportError: ``path`` is given and matplotlib is missing.
+        OSError: ``path`` cannot be written.
+        TypeError, ValueError: an argument does not fit; says which one, and what was wanted.
+    """
+    search = search_of(
+        model,
+        sample_batch,
+        optimizer=optimizer,
+        loss=loss,
+        forward=forward,
+        device=device,
+        amp=amp,
+        scales=scaler is not None and scaler.is_enabled(),
+        max_grad_norm=max_grad_norm,
+        allow=allow,
+    )
+    search.time_all()
+    points = distinct(search.frontier())
+    families = search.families
+    if not points:
+        raise PlanError("; ".join(families.notes) or "nothing can be planned")
+    made = Ladder(
+        type(model).__name__,
+        str(families.setting.device),
+        _as_given(search),
+        [Rung(title_of(point.choice), point.peak, point.seconds, point.choice) for point in points],
+    )
+    if path is not None:
+        made.png(path)
+    return made
+
+
+def distinct(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
+    """Returns the points without those that are hardly faster than one that takes less."""
+    found: list[FrontierPoint] = []
+    for point in points:
+        if not found or point.seconds < (1 - SAME) * found[-1].seconds:
+            found.append(point)
+    return found
+
+
+def _as_given(search: Search) -> Rung:
+    """Returns the model as it was given. Its time is that of blocks which keep all they can."""
+    fused = search.families.techniques.fused_losses[0]
+    choice = Choice(search.keeping_all(), fused_loss=fused)
+    outer = search.outer_of(choice)
+    assert outer is not None  # the first of every search
+    estimate = outer.at(choice.levels)
+    peak = peak_as_given(search)
+    return Rung("as it is", estimate.peak if peak is None else peak, estimate.seconds)
+
+
+OPTIMIZERS = {"headroom": "headroom.optim", "8bit": "8-bit moments", "adafactor": "Adafactor"}
+
+
+def title_of(choice: Choice) -> str:
+    """Returns what a choice changes, in a few words."""
+    counts = Counter(choice.levels)
+    parts = [f"{count} {level}" for level, count in sorted(counts.items())]
+    if len(parts) == 1:
+        parts = [f"all {level}" for level in counts]
+    if choice.micro_batches > 1:
+        parts.append(f"{choice.micro_batches} micro-batches")
+    if choice.optimizer != "given":
+        parts.append(OPTIMIZERS.get(choice.optimizer, choice.optimizer))
+    if choice.weights != "given":
+        parts.append(f"{choice.weights} weights")
+    parts += ["fused loss"] * choice.fused_loss + ["release"] * choice.release
+    return ", ".join(parts) or "as it is"
+
+
+def interesting(points: Sequence[Rung], most: int) -> list[Rung]:
+    """Returns up to ``most`` points of a frontier, 2 or more: both ends, and in turn the point that
+    is the furthest from the straight line between those already chosen beside it."""
+    if len(points) <= most:
+        return list(points)
+    last = len(points) - 1
+    chosen, heap = [0, last], [_furthest(points, 0, last)]
+    while len(chosen) < most:
+        _, number, left, right = heapq.heappop(heap)
+        chosen.append(number)
+        for ends in ((left, number), (number, right)):
+            if ends[1] - ends[0] > 1:
+                heapq.heappush(heap, _furthest(points, *ends))
+    return [points[number] for number in sorted(chosen)]
+
+
+def _furthest(points: Sequence[Rung], left: int, right: int) -> tuple[float, int, int, int]:
+    """Returns the negative distance, the number and the neighbors of the point between two others
+    that is the furthest from the line through them, in a picture with the frontier as diagonal."""
+    width = max(1, points[-1].peak - points[0].peak)
+    height = max(1e-12, points[0].seconds - points[-1].seconds)
+
+    def place(number: int) -> tuple[float, float]:
+        rung, start = points[number], points[left]
+        return (rung.peak - start.peak) / width, (rung.seconds - start.seconds) / height
+
+    across, up = place(right)
+    length = max(1e-12, math.hypot(across, up))
+    distances = [(abs(x * up - y * across) / length, n) for n in range(left + 1, right)
+                 for x, y in [place(n)]]  # fmt: skip
+    distance, number = max(distances)
+    return -distance, number, left, right
+
+
+def _share(value: float, first: float) -> str:
+    return f"{100 * value / first:.0f}%" if first else ""

@@ -1,0 +1,111 @@
+"""``headroom fit`` where the model is run: what fitting would do, and the ladder."""
+
+import json
+import sys
+
+import pytest
+import torch
+from headroom.cli import main
+from headroom.reports import read
+
+MODEL = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        blocks = (torch.nn.Sequential(torch.nn.Linear(40, 90), torch.nn.GELU(),
+                                      torch.nn.Linear(90, 40)) for _ in range(3))
+        self.blocks = torch.nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+def batch():
+    return torch.ones(70, 40), torch.zeros(70, 40)
+"""
+SETUP = ["repeated:Model", "--device", "cpu", "--loss", "mse_loss"]
+SHAPES = ["--input", "70x40", "--target", "70x40"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "repeated.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "repeated", raising=False)
+    return tmp_path
+
+
+def answer(capsys):
+    return json.loads(capsys.readouterr().out)
+
+
+def test_measure_reports_what_fits(folder, capsys):
+    batch = ["--batch", "repeated:batch"]
+    assert main(["fit", *SETUP, *batch, "--budget", "1 MiB", "--measure", "--json"]) == 0
+    found = answer(capsys)
+    assert found["format"] == "headroom.fit/1" and found["fits"] is True
+    assert found["fitted"]["predicted"]["peak_bytes"] <= 1 << 20
+    assert main(["fit", *SETUP, *batch, "--budget", "1 MiB", "--measure"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 2 and max(map(len, lines)) <= 80
+
+
+def test_measure_says_what_does_not_fit(folder, capsys):
+    line = ["fit", *SETUP, *SHAPES, "--budget", "40 KiB", "--measure"]
+    assert main([*line, "--json"]) == 1
+    found = answer(capsys)
+    assert found["fits"] is False and found["least_bytes"] > 40 << 10
+    assert main(line) == 1
+    assert "leanest" in capsys.readouterr().out
+
+
+def test_ladder_is_printed_drawn_and_opened(folder, capsys):
+    pytest.importorskip("matplotlib")
+    line = ["fit", *SETUP, *SHAPES, "--ladder", "--png", "ladder.png", "--out", "ladder.json"]
+    assert main(line) == 0
+    printed = capsys.readouterr().out
+    (part,) = read(folder / "ladder.json")
+    rungs = part.summary["rungs"]
+    assert printed.startswith("Model on cpu: ") and "as it is" in printed
+    assert rungs[0]["title"] == "as it is" and len(rungs) > 1
+    assert min(rung["peak_bytes"] for rung in rungs[1:]) < rungs[0]["peak_bytes"]
+    assert (folder / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["fit", *SETUP, *SHAPES, "--ladder", "--json"]) == 0
+    assert answer(capsys)["format"] == "headroom.ladder/1"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--ladder", "--measure"], "--ladder has no budget"),
+        (["--budget", "1 GiB", "--allow", "8bit"], "--allow goes with"),
+        (["--budget", "1 GiB", "--png", "a.png"], "are of --ladder"),
+        (["--ladder", "--checkpoint-every", "2"], "--checkpoint-every is what is looked for"),
+        (["--ladder", "--save", "L2"], "--save is what is looked for"),
+        (["--ladder", "--optimizer", "none"], "--optimizer is none"),
+    ],
+)
+def test_options_that_do_not_go_together(folder, capsys, arguments, message):
+    assert main(["fit", *SETUP, *SHAPES, *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_configuration_cannot_be_run(folder, capsys):
+    line = ["fit", "config.json", "--tokens", "2x9", "--device", "cpu", "--ladder"]
+    assert main(line) == 1
+    assert "wanted module:function" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_device_that_is_not_there(folder, capsys):
+    assert main(["fit", "repeated:Model", *SHAPES, "--loss", "mse_loss", "--ladder"]) == 1
+    assert "there is no GPU" in capsys.readouterr().err
+
+
+def test_a_question_is_missing(folder):
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", *SETUP, *SHAPES])
+    assert stopped.value.code == 2

@@ -1,0 +1,76 @@
+"""The benchmark of headroom.fit: its cases, torch's checkpoint, its bars, and a quick run."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[3]))
+
+from benchmarks import __main__ as command
+from benchmarks import fit
+from benchmarks._fit_cases import cases as all_cases
+from benchmarks._fit_cases import trainings
+from benchmarks._fit_steps import TorchSteps, peak_of
+
+CPU = torch.device("cpu")
+
+
+def test_cases_cover_what_is_promised():
+    cases = all_cases(quick=False)
+    names = [case.name for case in cases]
+    budgets = [case for case in cases if case.share is not None]
+    assert len(names) == len(set(names)) and len(budgets) > 20
+    assert {"gpt", "llama", "ours", "gpt2", "bert", "mixer"} == {c.training.name for c in budgets}
+    assert [case.name for case in cases if case.share is None] == ["gpt-torch", "llama-torch"]
+
+
+def mixer():
+    return next(one for one in trainings(quick=True) if one.name == "mixer")
+
+
+def test_checkpointing_takes_less_and_trains_alike():
+    """Of three blocks all, or the first and the last: the same weights after the steps."""
+    runs = {every: TorchSteps(mixer(), every) for every in (None, 2, 1)}
+    runs[None].step()  # what libraries allocate once
+    runs[None] = TorchSteps(mixer())
+    peaks = {every: peak_of(run) for every, run in runs.items()}
+    assert peaks[1] < peaks[2] < peaks[None]
+    weights = {every: [*run.model.parameters()] for every, run in runs.items()}
+    for every in (2, 1):
+        for got, wanted in zip(weights[every], weights[None], strict=True):
+            torch.testing.assert_close(got, wanted)
+
+
+def row(used, error, steps):
+    return {"used": used, "time_error": error, "planning": {"steps": steps}}
+
+
+def test_bars():
+    point = {"peak": 100, "ours_peak": 99, "ratio": 1.2}
+    rows = [row(0.99, -0.1, 3), row(0.86, 0.2, 10), row(0.9, 0.14, 2), {"failed": "why"}]
+    found = fit.summary([*rows, {"points": [point, point | {"ratio": 1.01}]}])
+    assert found["cases"] == 3 and found["time_error"]["value"] == 0.14
+    assert all(bar["met"] for bar in found.values() if isinstance(bar, dict))
+    rows = [row(1.001, 0.2, 11), row(0.84, 0.2, 1)]
+    found = fit.summary([*rows, {"points": [point | {"ours_peak": 101, "ratio": 0.99}]}])
+    assert not any(bar["met"] for bar in found.values() if isinstance(bar, dict))
+    assert fit.summary([]) == {"cases": 0}
+
+
+@pytest.mark.slow
+def test_quick_run(tmp_path, capsys):
+    """Of two budgets and a frontier beside torch: no peak is above its budget."""
+    path = tmp_path / "fit.json"
+    names = ["ours-40", "mixer-40", "gpt-torch"]
+    line = ["fit", "--quick", "--rounds", "2", "--json", str(path), "--cases", *names]
+    assert command.main(line) == 0
+    printed = capsys.readouterr().out
+    saved = json.loads(path.read_text())
+    assert {row["name"] for row in saved["cases"]} == set(names)
+    assert all(name in printed for name in names[:2])
+    assert saved["summary"]["cases"] == 2 and saved["summary"]["most_used"]["met"]
+    assert saved["summary"]["most_used_beside_torch"]["met"]
+    assert (tmp_path / "fit-gpt.png").read_bytes().startswith(b"\x89PNG")
