@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .agree import RankError, best_of_ranks, together
 from .apply import Applied
 from .blocks import Blocks
 from .budgets import budget_of, within
@@ -16,6 +17,7 @@ from .fitted import Fitted
 from .floors import does_not_fit
 from .loop import Loop
 from .preparing import peak_as_given, search_of
+from .search import Found
 
 __all__ = ["fit"]
 
@@ -37,6 +39,8 @@ def fit(
     adapt: bool = False,
     margin: float | None = None,
     dry_run: bool = False,
+    only: Mapping[str, Collection[Any]] | None = None,
+    group: Any = None,
 ) -> Fitted:
     """Finds the fastest way to train a model within a budget of memory, applies it, and returns
     what was done.
@@ -70,43 +74,60 @@ def fit(
         margin: the share of the budget that is left free. None: 0.2 % on the CPU and 2 % on CUDA,
             by which plans have been wrong at the most.
         dry_run: only report; nothing is changed.
+        only: for fields of a :class:`Choice`, the values that the loop can take, such as
+            ``{"micro_batches": (2, 4)}`` of a loop that makes 2 anyway. Other fields may have any.
+        group: the ranks that train together. All of them call this, and all take one choice: see
+            :func:`headroom.fitting.agree.agreed`. None: all ranks, where there are several.
 
     Raises:
         DoesNotFit: no choice fits the budget. Says which floor was hit, and what would help.
         PlanError: the step cannot be planned; see :func:`headroom.plan`.
         TypeError, ValueError: an argument does not fit; says which one, and what was wanted.
     """
-    if margin is not None and not 0 <= margin < 1:
-        raise ValueError(f"margin is {margin}, wanted a share of the budget from 0 to below 1")
-    allowed = (allow,) if isinstance(allow, str) else tuple(allow)
-    scales = scaler is not None and scaler.is_enabled()
-    search = search_of(
-        model,
-        sample_batch,
-        optimizer=optimizer,
-        loss=loss,
-        forward=forward,
-        device=device,
-        amp=amp,
-        scales=scales,
-        max_grad_norm=max_grad_norm,
-        allow=allowed,
-    )
-    families = search.families
-    techniques, setting = families.techniques, families.setting
-    where, given = setting.device, techniques.optimizers["given", "given"]
-    held = sum(x.nbytes for x in {*model.parameters(), *model.buffers()})
-    limit = budget_of(budget, target, where, held)
-    room = within(limit, margin, where, len(Blocks(model).names))
-    found = search.best(room)
-    if found is None:
-        raise does_not_fit(search, limit, room, given, allowed)
-    before = peak_as_given(search)
-    changes, before_seconds = changes_of(search, found, before)
-    chosen = techniques.optimizer_of(found.choice)
+    with together(group):
+        if margin is not None and not 0 <= margin < 1:
+            raise ValueError(f"margin is {margin}, wanted a share of the budget from 0 to below 1")
+        allowed = (allow,) if isinstance(allow, str) else tuple(allow)
+        scales = scaler is not None and scaler.is_enabled()
+        search = search_of(
+            model,
+            sample_batch,
+            optimizer=optimizer,
+            loss=loss,
+            forward=forward,
+            device=device,
+            amp=amp,
+            scales=scales,
+            max_grad_norm=max_grad_norm,
+            allow=allowed,
+            only=only,
+        )
+        families = search.families
+        techniques, setting = families.techniques, families.setting
+        where, given = setting.device, techniques.optimizers["given", "given"]
+        held = sum(x.nbytes for x in {*model.parameters(), *model.buffers()})
+        limit = budget_of(budget, target, where, held)
+        room = within(limit, margin, where, len(Blocks(model).names))
+
+    def propose(room: int) -> Found:
+        found = search.best(room)
+        if found is None:
+            raise does_not_fit(search, limit, room, given, allowed)
+        return found
+
+    found = best_of_ranks(search, propose, room, group)
     applied = None
-    if not dry_run:
-        applied = Applied(model, families.names, chosen, found.choice)
+    try:
+        with together(group):
+            before = peak_as_given(search)
+            changes, before_seconds = changes_of(search, found, before, given)
+            chosen = techniques.optimizer_of(found.choice)
+            if not dry_run:
+                applied = Applied(model, families.names, chosen, found.choice)
+    except RankError:
+        if applied is not None:
+            applied.undo()
+        raise
     return Fitted(
         model,
         chosen,

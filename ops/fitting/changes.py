@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from .fitted import Change
 from .search import Found, Search
@@ -13,28 +14,32 @@ __all__ = ["changes_of"]
 _NAMES = {"headroom": "Headroom's", "8bit": "8-bit moments", "adafactor": "Adafactor"}
 
 
-def changes_of(search: Search, found: Found, before: int | None) -> tuple[list[Change], float]:
+def changes_of(
+    search: Search, found: Found, before: int | None, given: Any
+) -> tuple[list[Change], float]:
     """Returns what each technique changed, one after the other, and the seconds of a step of the
     model as it was given. The bytes add up to the difference of the two plans.
 
     Args:
         before: the planned peak of the model as it was given.
+        given: the optimizer that was given.
     """
     rows: list[Change] = []
     choice, outer = None, None
     peak, seconds = before, 0.0
-    start = 0.0
-    for name, was, now, choice in _steps(search, found.choice):
+    start: float | None = None
+    for name, was, now, choice in _steps(search, found.choice, type(given).__name__):
         outer = search.outer_of(choice)
         if outer is None:
             continue
         levels = choice.levels
         point = outer.at(levels)
         here, time = point.peak, point.seconds
+        if start is None:
+            start = seconds = time
         if peak is None:
             peak = here
         if not name:
-            start = seconds = time
             if search.families.swaps_layers:
                 rows.append(Change("layers", here - peak, 0.0, "as given", "Headroom's"))
                 peak = here
@@ -43,19 +48,23 @@ def changes_of(search: Search, found: Found, before: int | None) -> tuple[list[C
             here = found.plan.total_bytes
         rows.append(Change(name, here - peak, time - seconds, was, now))
         peak, seconds = here, time
-    return rows, start
+    return rows, found.seconds if start is None else start
 
 
-def _steps(search: Search, end: Choice) -> Iterator[tuple[str, str, str, Choice]]:
+def _steps(search: Search, end: Choice, given: str) -> Iterator[tuple[str, str, str, Choice]]:
     """Yields names, what was before and after, and choices, from the model as it was given to the
-    one that was found, with one technique more each time."""
+    one that was found, with one technique more each time.
+
+    Args:
+        given: the name of the optimizer that was given.
+    """
     fused = search.families.techniques.fused_losses[0]
-    choice = Choice(search.keeping_all(), fused_loss=fused)
+    parts = search.families.techniques.micro_batches[0]
+    choice = Choice(search.keeping_all(), parts, fused_loss=fused)
     yield "", "", "", choice
     if end.fused_loss != fused:
         choice = choice.but(fused_loss=end.fused_loss)
         yield "fused loss", "logits", "no logits", choice
-    given = type(search.families.techniques.optimizers["given", "given"]).__name__
     if end.optimizer != choice.optimizer:
         choice = choice.but(optimizer=end.optimizer)
         yield "optimizer", given, _NAMES[end.optimizer], choice
@@ -65,9 +74,9 @@ def _steps(search: Search, end: Choice) -> Iterator[tuple[str, str, str, Choice]
     if end.release:
         choice = choice.but(release=True)
         yield "release", "gradients stay", "released", choice
-    if end.micro_batches > 1:
+    if end.micro_batches > parts:
         choice = choice.but(micro_batches=end.micro_batches)
-        yield "micro-batches", "1", str(end.micro_batches), choice
+        yield "micro-batches", str(parts), str(end.micro_batches), choice
     if end.levels != choice.levels:
         yield "levels", _counted(choice.levels), _counted(end.levels), end
 

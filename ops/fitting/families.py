@@ -120,7 +120,10 @@ class Families:
 
     def parts_agree(self) -> bool:
         """Returns whether the loss of the batch is the mean of the losses of its parts, in
-        evaluation mode; it is not if it is a sum, or compares samples with one another."""
+        evaluation mode; it is not if it is a sum, or compares samples with one another. A loop that
+        names its numbers of micro-batches weights their losses itself."""
+        if "micro_batches" in self.techniques.only:
+            return True
         if self._agree is None:
             count = self.techniques.micro_batches[1]
             model = private_copy(self.setting.model).eval()

@@ -61,7 +61,9 @@ def _allowing(search: Search, within: int, given: Any, allowed: Sequence[str]) -
     """Yields what to allow, or which batch to take, each by a plan that fits."""
     for names in _sets(allowed):
         own = search.families
-        techniques = Techniques.of(own.setting, given, names, own.max_grad_norm)
+        techniques = Techniques.of(
+            own.setting, given, names, own.max_grad_norm, own.techniques.only
+        )
         if _fits(own, techniques, within):
             shown = ", ".join(f'"{name}"' for name in names)
             yield f"allow=({shown}{',' if len(names) == 1 else ''})"

@@ -3,7 +3,7 @@ can be changed about it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ def search_of(
     scales: bool = False,
     max_grad_norm: float | None = None,
     allow: Collection[str] | str = (),
+    only: Mapping[str, Collection[Any]] | None = None,
 ) -> Search:
     """Returns the search for a model, which has measured nothing yet.
 
@@ -53,16 +54,18 @@ def search_of(
             )
     given = optimizer_of(torch.optim.AdamW if optimizer is None else optimizer, model)
     setting = Setting(model, sample_batch, loss, forward, where, amp, scales)
-    techniques = Techniques.of(setting, given, allowed, max_grad_norm)
+    techniques = Techniques.of(setting, given, allowed, max_grad_norm, only)
     return Search(Families(setting, techniques, max_grad_norm))
 
 
 def peak_as_given(search: Search) -> int | None:
     """Returns the planned bytes of the model as it was given, or None if it cannot be planned."""
     families = search.families
-    given = families.techniques.optimizers["given", "given"]
+    techniques = families.techniques
+    given, parts = techniques.optimizers["given", "given"], techniques.micro_batches[0]
     try:
-        setup = setup_of(families.setting, Choice(), (), given, families.max_grad_norm)
+        choice = Choice((), parts)
+        setup = setup_of(families.setting, choice, (), given, families.max_grad_norm)
         return made(setup).total_bytes
     except PlanError:
         return None

@@ -134,6 +134,21 @@ class Search:
         bare = choice.but(levels=())
         return next((outer for outer in self.every() if outer.choice == bare), None)
 
+    def priced(self, choice: Choice) -> Found:
+        """Returns a choice with its plan and its time, whoever made it.
+
+        Raises:
+            PlanError: it cannot be planned.
+        """
+        outer = self.outer_of(choice)
+        if outer is not None and not outer.is_timed:
+            self._time(outer)
+            outer = self.outer_of(choice)
+        if outer is None or len(choice.levels) not in (0, len(self.families.names)):
+            raise PlanError(f"{choice} is not possible for this model and its optimizer")
+        plan = self.families.plan(choice, outer)
+        return Found(choice, plan, outer.at(choice.levels).seconds)
+
     def keeping_all(self) -> tuple[str, ...]:
         """Returns the levels at which all blocks keep the most."""
         first = next(self.every())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,9 @@ class Choice:
         )
 
 
+_LIMITED = {part.name for part in fields(Choice)} - {"levels"}
+
+
 @dataclass
 class Techniques:
     """What can be chosen for a model, besides levels.
@@ -64,6 +67,9 @@ class Techniques:
         optimizers: by the fields ``optimizer`` and ``weights`` of a choice.
         fused_losses: the values that ``fused_loss`` can have.
         micro_batches: the values that ``micro_batches`` can have.
+        clips: whether something clips the gradients of a step.
+        only: the values that fields of a choice may have in the loop that trains; a field that is
+            not there may have any.
         notes: why something cannot be chosen.
     """
 
@@ -72,6 +78,7 @@ class Techniques:
     fused_losses: tuple[bool, ...] = (False,)
     micro_batches: tuple[int, ...] = (1,)
     clips: bool = False
+    only: Mapping[str, Collection[Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @classmethod
@@ -81,8 +88,13 @@ class Techniques:
         optimizer: torch.optim.Optimizer,
         allow: Collection[str] = (),
         max_grad_norm: float | None = None,
+        only: Mapping[str, Collection[Any]] | None = None,
     ) -> Techniques:
-        """Returns the techniques for a model and its optimizer."""
+        """Returns the techniques for a model and its optimizer.
+
+        Raises:
+            ValueError: ``only`` names no field of a choice, or leaves no value of one.
+        """
         found = cls(setting, {("given", "given"): optimizer})
         limits = [group.get("max_grad_norm") for group in optimizer.param_groups]
         found.clips = max_grad_norm is not None or any(limit is not None for limit in limits)
@@ -98,7 +110,38 @@ class Techniques:
             )
         else:
             found.micro_batches = (1, *counts(samples_of(setting.batch)))
+        found._limit(only or {})
         return found
+
+    def _limit(self, only: Mapping[str, Collection[Any]]) -> None:
+        """Leaves the values of ``only``. Of several numbers of micro-batches, the least is what the
+        loop makes anyway."""
+        self.only = only
+        if wrong := sorted(only.keys() - _LIMITED):
+            raise ValueError(f"only has {wrong[0]!r}, wanted some of {', '.join(sorted(_LIMITED))}")
+        self.optimizers = {
+            (kind, weights): optimizer
+            for (kind, weights), optimizer in self.optimizers.items()
+            if kind in only.get("optimizer", (kind,)) and weights in only.get("weights", (weights,))
+        }
+        self.fused_losses = tuple(
+            fused for fused in self.fused_losses if fused in only.get("fused_loss", (fused,))
+        )
+        if "micro_batches" in only:
+            samples = samples_of(self.setting.batch) or 1
+            numbers = tuple(n for n in sorted(only["micro_batches"]) if samples % n == 0)
+            self.micro_batches = numbers[:1] if mixes_samples(self.setting.model) else numbers
+        for name, left in (
+            ("optimizer", self.optimizers),
+            ("fused_loss", self.fused_losses),
+            ("micro_batches", self.micro_batches),
+        ):
+            if not left:
+                notes = "".join(f"; {note}" for note in self.notes)
+                raise ValueError(
+                    f"only has {name}={tuple(only.get(name, ()))!r}, which is not possible for "
+                    f"this model and its optimizer{notes}"
+                )
 
     def _add_optimizers(self, given: torch.optim.Optimizer, allow: Collection[str]) -> None:
         if (reason := obstacle(given)) is not None:
@@ -155,6 +198,8 @@ class Techniques:
         """Returns whether gradients can be released: a step that is made within the backward pass
         can neither clip nor wait for other micro-batches, nor be skipped as a whole."""
         if not is_headroom(optimizer) or self.clips or self.setting.scaler:
+            return False
+        if True not in self.only.get("release", (True,)):
             return False
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         trained = (p for p in self.setting.model.parameters() if p.requires_grad)

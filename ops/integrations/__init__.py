@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING
 from .._core.lazy import lazy
 
 if TYPE_CHECKING:
-    from . import peft, trainer, transformers
+    from . import accelerate, lightning, peft, trainer, transformers
 else:
     __getattr__ = lazy(
-        __name__, {"peft": ".peft", "trainer": ".trainer", "transformers": ".transformers"}
+        __name__,
+        {
+            "accelerate": ".accelerate",
+            "lightning": ".lightning",
+            "peft": ".peft",
+            "trainer": ".trainer",
+            "transformers": ".transformers",
+        },
     )
 
-__all__ = ["peft", "trainer", "transformers"]
+__all__ = ["accelerate", "lightning", "peft", "trainer", "transformers"]
 
 
 def __dir__() -> list[str]:

@@ -7,13 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from .._core.lazy import lazy
 from ..loss.language_model import language_model_loss
 from ..patching.losses import has_fused_loss
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["fuse_loss", "loss_function"]
+    from .trainer_fit import HeadroomCallback, fit_trainer
+else:
+    __getattr__ = lazy(
+        __name__, {"HeadroomCallback": "..trainer_fit", "fit_trainer": "..trainer_fit"}
+    )
+
+__all__ = ["HeadroomCallback", "fit_trainer", "fuse_loss", "loss_function"]
 
 
 def loss_function(
@@ -76,12 +83,14 @@ def fuse_loss(trainer: Trainer) -> None:
             "remove it, or call headroom.integrations.transformers.loss_function in it"
         )
     own = trainer.compute_loss
-    trainer.compute_loss = functools.partial(_compute_loss, trainer, own)
+    trainer.compute_loss = functools.partial(smoothed_loss, trainer, own)
 
 
-def _compute_loss(
+def smoothed_loss(
     trainer: Any, own: Any, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
+    """Returns what ``own``, the Trainer's ``compute_loss``, returns for a model that smooths labels
+    by itself."""
     smoother = trainer.label_smoother
     if smoother is None or "labels" not in inputs:
         return own(model, inputs, *args, **kwargs)

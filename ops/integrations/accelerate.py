@@ -1,0 +1,192 @@
+"""``headroom.fit`` for loops of accelerate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..fitting import Fitted
+from ..fitting.micro_batches import parts, samples_of
+from ..planning.forward import loss_of
+from .batches import moved, repeated
+from .first_steps import FirstSteps
+from .loops import batches_planned, extra_bytes, fit_in_loop, mixed_precision
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = ["AcceleratedFit", "fit"]
+
+WHO = "headroom.integrations.accelerate.fit"
+
+
+class AcceleratedFit:
+    """What :func:`fit` has made ready for ``accelerator.prepare()``.
+
+    Attributes:
+        model, optimizer: to prepare.
+        fitted: what :func:`headroom.fit` found; prints as a table.
+        measured: peak and time of the first steps.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        fitted: Fitted,
+        extra: int,
+        loss: Callable[..., Tensor] | None,
+        forward: Callable[[nn.Module, Any], Tensor] | None,
+        tell: Callable[[str], Any],
+    ) -> None:
+        self._accelerator, self._loss, self._forward = accelerator, loss, forward
+        self.fitted, self.model, self.optimizer = fitted, fitted.model, fitted.optimizer
+        steps = accelerator.gradient_accumulation_steps
+        self._parts = fitted.choice.micro_batches // batches_planned(steps)
+        self._synchronized = False
+        self.measured = FirstSteps(
+            self.model,
+            self.optimizer,
+            accelerator.device,
+            fitted.predicted_peak + extra,
+            fitted.predicted_seconds * steps / batches_planned(steps),
+            tell if accelerator.is_main_process else lambda text: None,
+        )
+        self._began = False
+
+    def backward(self, model: nn.Module, batch: Any) -> Tensor:
+        """Runs the forward and backward pass of a batch, in the micro-batches that were chosen, and
+        returns the mean loss without its graph.
+
+        It takes the place of the forward pass and of ``accelerator.backward(loss)``, within
+        ``accelerator.accumulate(model)`` where that is used. Ranks exchange gradients once.
+
+        Args:
+            model: that ``accelerator.prepare()`` returned.
+            batch: of a number of samples that the micro-batches divide.
+        """
+        accelerator = self._accelerator
+        cut = parts(batch, self._parts)
+        self._count()
+        try:
+            total = torch.zeros((), device=accelerator.device)
+            for k, part in enumerate(cut):
+                with ExitStack() as stack:
+                    if k + 1 < len(cut):
+                        stack.enter_context(accelerator.no_sync(model))
+                    loss = loss_of(model, part, self._loss, self._forward) / len(cut)
+                    accelerator.backward(loss)
+                total += loss.detach()
+                del loss
+        except BaseException:
+            self.measured.abandon()
+            raise
+        self._synchronized = accelerator.sync_gradients
+        return total
+
+    def _count(self) -> None:
+        """A step has ended where the batch before was its last."""
+        if not self._began:
+            self._began = True
+            self.measured.begin()
+        elif self._synchronized:
+            self.measured.step_ended()
+
+
+def fit(
+    accelerator: Accelerator,
+    model: nn.Module,
+    batch: Any,
+    *,
+    budget: int | str | None = None,
+    optimizer: Any = torch.optim.AdamW,
+    loss: Callable[..., Tensor] | None = None,
+    forward: Callable[[nn.Module, Any], Tensor] | None = None,
+    max_grad_norm: float | None = None,
+    allow: Sequence[str] = (),
+    tell: Callable[[str], Any] = print,
+) -> AcceleratedFit:
+    """Fits a training by accelerate into a budget of memory, before ``accelerator.prepare()``.
+
+    The loop is then::
+
+        found = fit(accelerator, model, batch, budget="6 GiB", optimizer=optimizer)
+        model, optimizer, loader = accelerator.prepare(found.model, found.optimizer, loader)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = found.backward(model, batch)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Precision and accumulation are the accelerator's. The model is moved to the accelerator's
+    device, and changed in place. Make a schedule of learning rates from the optimizer that is
+    returned.
+
+    Args:
+        accelerator: on one device, or several with DistributedDataParallel.
+        model: that is not prepared yet.
+        batch: as the loader yields it; one of the longest.
+        budget: bytes, or text such as "6 GiB"; None: the memory of the device.
+        optimizer: of the model's parameters, or a function that makes one from a list of them.
+        loss, forward: how the loss of a batch is computed, as in :func:`headroom.plan`. With
+            ``forward`` a model of transformers keeps its logits.
+        max_grad_norm: what the loop clips gradients to.
+        allow: what may change the mathematics: "8bit", "bf16", "adafactor".
+        tell: is called with the table of what was chosen, and after three steps with what was
+            measured, in the main process.
+
+    Raises:
+        ImportError: the package accelerate is missing.
+        ValueError: the accelerator shards the model.
+        headroom.fitting.DoesNotFit: no choice fits into the budget.
+    """
+    try:
+        from accelerate import Accelerator, DistributedType
+    except ImportError as error:
+        raise ImportError(
+            "headroom.integrations.accelerate needs the package accelerate"
+        ) from error
+    if not isinstance(accelerator, Accelerator):
+        got = type(accelerator).__name__
+        raise TypeError(f"{WHO}: accelerator is {got}, wanted an Accelerator")
+    if accelerator.unwrap_model(model) is not model:
+        raise ValueError(f"{WHO}: the model is prepared already; call it before prepare()")
+    known = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+    if accelerator.distributed_type not in known:
+        raise ValueError(
+            f"{WHO}: the accelerator uses {accelerator.distributed_type.value}, which is not "
+            "planned here; wanted one device or DistributedDataParallel"
+        )
+    device = accelerator.device
+    model.to(device)
+    steps = batches_planned(accelerator.gradient_accumulation_steps)
+    only: dict[str, Any] = {"release": (False,)}
+    if steps > 1:
+        size = samples_of(batch) or 1
+        only["micro_batches"] = tuple(steps * n for n in range(1, size + 1) if size % n == 0)
+    if forward is not None:
+        only["fused_loss"] = (False,)
+    batch = moved(batch, device)
+    ahead = [batch] if device.type == "cpu" else []  # on CUDA it waits on the CPU
+    extra = extra_bytes(model, batch, *ahead)
+    fitted = fit_in_loop(
+        model,
+        repeated(batch, steps),
+        budget=budget,
+        extra=extra,
+        who=WHO,
+        only=only,
+        optimizer=optimizer,
+        loss=loss,
+        forward=forward,
+        device=device,
+        max_grad_norm=max_grad_norm,
+        allow=allow,
+        **mixed_precision(accelerator, who=WHO),
+    )
+    if accelerator.is_main_process:
+        tell(str(fitted))
+    return AcceleratedFit(accelerator, fitted, extra, loss, forward, tell)

@@ -1,0 +1,121 @@
+"""A batch of a loader, taken without the training noticing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ..planning.steps import generators_kept
+
+__all__ = ["moved", "repeated", "sample_batch"]
+
+
+def sample_batch(loader: Any, *, who: str) -> Any:
+    """Returns a batch such as ``loader`` yields, on the CPU.
+
+    The order of its samples and all random numbers stay as they were: indices come from a copy of
+    the sampler, samples are read in this process, and generators are put back. A dataset that is
+    iterated is started once more.
+
+    Args:
+        loader: a DataLoader, or what another library has made of one.
+        who: the caller, for errors.
+
+    Raises:
+        TypeError: it is no DataLoader.
+        ValueError: it has no batch.
+    """
+    if not all(hasattr(loader, name) for name in ("dataset", "collate_fn", "batch_sampler")):
+        raise TypeError(
+            f"{who}: the training loader is {type(loader).__name__}, wanted a DataLoader; give "
+            "sample_batch="
+        )
+    with generators_kept(), _own_generators_kept(loader):
+        if isinstance(loader.dataset, IterableDataset):
+            plain = DataLoader(
+                loader.dataset, batch_size=loader.batch_size, collate_fn=loader.collate_fn
+            )
+            found = next(iter(plain), None)
+        else:
+            found = _by_index(loader)
+    if found is None:
+        raise ValueError(f"{who}: the training loader has no batch; give sample_batch=")
+    return found
+
+
+def _by_index(loader: Any) -> Any:
+    data = loader.dataset
+    if loader.batch_sampler is None:  # batches are made by the dataset
+        index = next(iter(_copied(loader.sampler, data)), None)
+        return None if index is None else loader.collate_fn(data[index])
+    indices = next(iter(_copied(loader.batch_sampler, data)), None)
+    if indices is None:
+        return None
+    if hasattr(data, "__getitems__"):
+        return loader.collate_fn(data.__getitems__(indices))
+    return loader.collate_fn([data[index] for index in indices])
+
+
+def _copied(sampler: Any, data: Any) -> Any:
+    """A sampler that can be used up; the data, which may be large, are not copied."""
+    generators = {id(generator): generator for generator in _generators(sampler)}
+    return copy.deepcopy(sampler, {id(data): data, **generators})
+
+
+@contextmanager
+def _own_generators_kept(loader: Any) -> Iterator[None]:
+    """Puts back the generators that the loader and its samplers draw from."""
+    states = [(generator, generator.get_state()) for generator in _generators(loader)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def _generators(of: Any) -> list[torch.Generator]:
+    found: dict[int, torch.Generator] = {}
+    seen: set[int] = set()
+    parts = [of]
+    while parts:
+        part = parts.pop()
+        if id(part) in seen or not hasattr(part, "__dict__"):
+            continue
+        seen.add(id(part))
+        for name, value in vars(part).items():
+            if isinstance(value, torch.Generator):
+                found[id(value)] = value
+            elif name.endswith(("sampler", "base_dataloader")):
+                parts.append(value)
+    return list(found.values())
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """Returns nested dicts, lists and tuples with all tensors on ``device``."""
+    if hasattr(batch, "to"):  # a tensor, or a mapping of tensors that knows how
+        return batch.to(device)
+    if isinstance(batch, dict):
+        return type(batch)({name: moved(value, device) for name, value in batch.items()})
+    if isinstance(batch, (list, tuple)):
+        items = [moved(value, device) for value in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    return batch
+
+
+def repeated(batch: Any, times: int) -> Any:
+    """Returns a batch of ``times`` as many samples, which are its own again and again."""
+    if times == 1:
+        return batch
+    if isinstance(batch, torch.Tensor):
+        return torch.cat([batch] * times) if batch.dim() else batch
+    if isinstance(batch, dict):
+        return {name: repeated(value, times) for name, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        items = [repeated(value, times) for value in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    return batch

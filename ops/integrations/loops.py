@@ -1,0 +1,89 @@
+"""``headroom.fit`` for loops of other libraries, which hold more than a loop of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._core.sizes import format_bytes, parse_bytes
+from ..fitting import Fitted, fit
+from ..fitting.agree import together, world_size
+from ..planning.copies import tensors_in
+
+__all__ = ["batches_planned", "extra_bytes", "fit_in_loop", "mixed_precision"]
+
+SCALARS = 4096  # losses, counts and norms that a loop keeps between its steps
+
+
+def extra_bytes(model: nn.Module, *held: Any) -> int:
+    """Returns the bytes that a loop holds besides what is planned: on several ranks the buckets of
+    DistributedDataParallel, and batches besides the part of one that is trained.
+
+    Args:
+        held: these batches.
+    """
+    extra = SCALARS + sum(_bytes(tensors_in(batch)) for batch in held)
+    if world_size() > 1:
+        extra += _bytes(p for p in model.parameters() if p.requires_grad)
+    return extra
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(x.nbytes for x in tensors)
+
+
+def batches_planned(steps: int) -> int:
+    """Returns how many of the ``steps`` batches that a loop accumulates are planned: from the
+    second on gradients are there already, and all are alike."""
+    return min(steps, 2)
+
+
+def fit_in_loop(
+    model: nn.Module,
+    batch: Any,
+    *,
+    budget: int | str | None,
+    extra: int,
+    who: str,
+    only: Mapping[str, Any],
+    **options: Any,
+) -> Fitted:
+    """Fits a model that someone else's loop trains into a budget, and returns what was done.
+
+    Args:
+        model, batch, options: of :func:`headroom.fit`.
+        budget: bytes, of which ``extra`` are left for the loop; None: the device's memory.
+        who: the caller, for errors.
+        only: the values that fields of a choice may have in this loop.
+
+    Raises:
+        ValueError: the budget is not even enough for ``extra``.
+        headroom.fitting.DoesNotFit: it is not enough for any choice.
+    """
+    with together():
+        if budget is None:
+            options["target"] = "speed"
+        else:
+            size = parse_bytes(budget)
+            if size <= extra:
+                raise ValueError(
+                    f"{who}: budget is {format_bytes(size)}, and the loop itself holds "
+                    f"{format_bytes(extra)}; give a larger one"
+                )
+            options["budget"] = size - extra
+    return fit(model, batch, only=only, **options)
+
+
+def mixed_precision(accelerator: Any, *, who: str) -> dict[str, Any]:
+    """Returns the options ``amp`` and ``scaler`` of :func:`headroom.fit` for an accelerator."""
+    known = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+    name = accelerator.mixed_precision
+    if name not in known:
+        raise ValueError(
+            f"{who}: mixed precision is {name!r}, which cannot be planned; wanted one of "
+            f"{', '.join(known)}"
+        )
+    return {"amp": known[name], "scaler": accelerator.scaler}

@@ -1,0 +1,103 @@
+"""The Trainer of Lightning within a budget of memory."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from helpers.bits import assert_same_bits
+from helpers.fitting import samples, stack
+
+lightning = pytest.importorskip("lightning")
+
+from headroom.integrations.lightning import FitCallback  # noqa: E402
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = stack()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.model(**batch)["loss"]
+        self.log("loss", loss, on_step=True)
+        self.log("steps", float(self.trainer.global_step))
+        return {"loss": loss}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
+
+
+class Losses(lightning.Callback):
+    def __init__(self):
+        self.found = []
+
+    def on_train_batch_end(self, trainer, module, outputs, *given):
+        self.found.append(float(outputs["loss"]))
+
+
+def trained(folder, *callbacks, resume=None, steps=4, module=None, **options):
+    """The losses, the module and the Trainer after some steps."""
+    torch.manual_seed(4)
+    module = module or Module()
+    losses = Losses()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        max_steps=steps,
+        default_root_dir=folder,
+        callbacks=[losses, *callbacks],
+        **{"gradient_clip_val": 0.5} | options,
+    )
+    trainer.fit(module, DataLoader(samples(16), batch_size=2, shuffle=True), ckpt_path=resume)
+    return losses.found, module, trainer
+
+
+@pytest.fixture(scope="module")
+def most(tmp_path_factory):
+    """The peak that is predicted for the model as it is."""
+    callback = FitCallback("1 GiB", tell=lambda text: None)
+    trained(tmp_path_factory.mktemp("most"), callback, steps=1)
+    return callback.fitted.before_peak
+
+
+def test_levels_leave_the_bits_the_order_and_the_random_numbers(most, tmp_path):
+    want, other, _ = trained(tmp_path)
+    told = []
+    callback = FitCallback(int(0.7 * most), tell=told.append)
+    losses, module, _ = trained(tmp_path, callback)
+    assert "L5" in callback.fitted.choice.levels
+    assert losses == want
+    assert_same_bits(module.parameters(), other.parameters())
+    assert callback.measured.peak <= callback.budget
+    assert len(told) == 2 and "L5" in told[0] and "measured peak" in told[1]
+
+
+@pytest.mark.slow
+def test_accumulation_and_a_resumed_run(most, tmp_path):
+    told = []
+    callback = FitCallback(int(0.9 * most), tell=told.append)
+    _, _, half = trained(tmp_path, callback, steps=2, accumulate_grad_batches=2)
+    assert callback.fitted.choice.micro_batches == 2
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    callback = FitCallback(int(0.9 * most), tell=told.append)
+    options = dict(resume=tmp_path / "half.ckpt", accumulate_grad_batches=2)
+    losses, module, trainer = trained(tmp_path, callback, **options)
+    assert trainer.global_step == 4 and len(losses) == 4
+    assert "L5" in callback.fitted.choice.levels
+
+
+def test_what_is_refused(tmp_path):
+    class Manual(Module):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+    callback = FitCallback("1 GiB")
+    with pytest.raises(ValueError, match="FitCallback: the module optimizes by itself"):
+        trained(tmp_path, callback, module=Manual(), gradient_clip_val=None)
+    with pytest.raises(ValueError, match="budget is 1.00 KiB, and the loop itself holds"):
+        trained(tmp_path, FitCallback("1 KiB"))

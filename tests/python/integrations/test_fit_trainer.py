@@ -1,0 +1,243 @@
+"""The Trainer of transformers within a budget of memory."""
+
+import copy
+import re
+
+import headroom
+import pytest
+import torch
+
+from helpers.bits import assert_same_bits
+from helpers.fitting import Peak, samples, stack
+from helpers.hf_models import model_of
+
+transformers = pytest.importorskip("transformers")
+
+from headroom.integrations.transformers import HeadroomCallback, fit_trainer  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    transformers.utils.logging.set_verbosity_error()
+
+
+class Watch(transformers.TrainerCallback):
+    """Measures by itself. Added before the other callback, which then leaves the profiler alone."""
+
+    def __init__(self):
+        self.peak = Peak()
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **given):
+        self.peak.begin(model, optimizer.optimizer)
+
+    def on_step_end(self, *args, **given):
+        self.peak.step_ended()
+
+
+def trainer_of(model, data, folder, callbacks=(), **options):
+    options = (
+        dict(
+            max_steps=4,
+            per_device_train_batch_size=4,
+            logging_steps=1,
+            save_strategy="no",
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            max_grad_norm=0.5,
+            warmup_steps=2,
+            learning_rate=1e-2,
+        )
+        | options
+    )
+    return transformers.Trainer(
+        model,
+        transformers.TrainingArguments(str(folder), **options),
+        train_dataset=data,
+        callbacks=list(callbacks),
+    )
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def rates(trainer):
+    return [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def trained(model, data, folder, callbacks=(), **options):
+    trainer = trainer_of(model, data, folder, callbacks, **options)
+    trainer.train()
+    return trainer
+
+
+def ceiling(model, data, folder, **options):
+    """The peak that is predicted for the model as it is."""
+    callback = HeadroomCallback("1 GiB", tell=lambda text: None)
+    callback.fit(trainer_of(model, data, folder, **options))
+    return callback.fitted.before_peak
+
+
+SGD = dict(optim="sgd", per_device_train_batch_size=1)  # only levels can be changed
+
+
+def test_levels_leave_the_bits_the_order_and_the_random_numbers(tmp_path):
+    want = trained(stack(), samples(), tmp_path, **SGD)
+    most = ceiling(stack(), samples(), tmp_path, **SGD)
+    told, watch = [], Watch()
+    callback = HeadroomCallback(int(0.85 * most), tell=told.append)
+    got = trained(stack(), samples(), tmp_path, [watch, callback], **SGD)
+    choice = callback.fitted.choice
+    assert "L5" in choice.levels and choice.micro_batches == 1 and choice.optimizer == "given"
+    assert losses(got) == losses(want)
+    assert_same_bits(got.model.parameters(), want.model.parameters())
+    assert watch.peak.bytes <= callback.budget < most
+    assert "L5" in told[0]
+
+
+@pytest.mark.slow
+def test_micro_batches_have_the_same_samples(tmp_path):
+    data = samples(24)
+    options = dict(gradient_accumulation_steps=3, max_steps=3, per_device_train_batch_size=4)
+    want = trained(stack(dropout=0.0), data, tmp_path, **options)
+    most = ceiling(stack(), data, tmp_path, **options)
+    told, watch = [], Watch()
+    callback = HeadroomCallback(int(0.6 * most), tell=told.append)
+    got = trained(stack(dropout=0.0), data, tmp_path, [watch, callback], **options)
+    args = got.args
+    assert args.gradient_accumulation_steps == 3 * callback.fitted.choice.micro_batches // 2
+    assert args.gradient_accumulation_steps > 3
+    assert args.gradient_accumulation_steps * args.per_device_train_batch_size == 12
+    assert got.state.global_step == want.state.global_step == 3
+    assert got.state.epoch == pytest.approx(want.state.epoch)
+    assert losses(got) == pytest.approx(losses(want), rel=1e-3)
+    assert rates(got) == rates(want)
+    assert watch.peak.bytes <= callback.budget
+
+
+def test_what_was_measured_is_told(tmp_path):
+    told = []
+    callback = HeadroomCallback("1 GiB", tell=told.append)
+    trained(stack(), samples(), tmp_path, [callback], **SGD)
+    measured = callback.measured
+    assert re.search(r"measured peak .* predicted .*; measured step .* ms, predicted", told[-1])
+    assert 0.95 * callback.fitted.predicted_peak <= measured.peak
+    assert measured.peak <= callback.fitted.predicted_peak + callback.extra
+    assert measured.seconds > 0 and len(told) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["callback", "call"])
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(by, tmp_path):
+    """With 8-bit moments, which it takes because the run that it resumes did."""
+    options = dict(save_strategy="steps", save_steps=2, max_steps=4, max_grad_norm=0.0)
+    options["per_device_train_batch_size"] = 1
+    data = samples()
+    with pytest.raises(headroom.fitting.DoesNotFit) as least:
+        fit_trainer(trainer_of(stack(), data, tmp_path, **options), "200 KiB")
+
+    def run(resume=None):
+        given = dict(budget=int(0.9 * least.value.least), allow=("8bit",), tell=lambda text: None)
+        if by == "callback":
+            callback = HeadroomCallback(**given)
+            trainer = trainer_of(stack(), data, tmp_path, [callback], **options)
+        else:
+            trainer = trainer_of(stack(), data, tmp_path, **options)
+            callback = fit_trainer(trainer, resume_from_checkpoint=resume, **given)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer, callback.fitted.choice
+
+    whole, choice = run()
+    assert choice.optimizer == "8bit" and type(whole.optimizer.optimizer).__name__ == "AdamW8bit"
+    resumed, again = run(str(tmp_path / "checkpoint-2"))
+    assert again.but(levels=()) == choice.but(levels=())
+    assert resumed.state.global_step == 4
+    assert_same_bits(resumed.model.parameters(), whole.model.parameters())
+    assert rates(resumed) == rates(whole)
+
+
+def language_rows():
+    generator = torch.Generator().manual_seed(2)
+    rows = []
+    for k in range(8):
+        ids = torch.randint(3, 997, (61,), generator=generator)
+        rows.append({"input_ids": ids, "labels": ids.clone().index_fill_(0, torch.arange(k), -100)})
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_a_language_model_without_logits_and_without_their_checkpoints(smoothing, tmp_path):
+    options = dict(
+        optim="sgd",
+        max_steps=3,
+        per_device_train_batch_size=1,  # so that micro-batches cannot help
+        label_smoothing_factor=smoothing,
+        learning_rate=0.05,
+    )
+    model = model_of("Llama", vocab_size=997)
+    want = trained(copy.deepcopy(model), language_rows(), tmp_path, **options)
+    logits = 61 * 997 * 4
+    budget = int(0.9 * 2**20)
+    assert budget < 2 * sum(p.nbytes for p in model.parameters()) + 3 * logits
+    watch, callback = Watch(), HeadroomCallback(budget, tell=lambda text: None)
+    got = trained(
+        model,
+        language_rows(),
+        tmp_path,
+        [watch, callback],
+        gradient_checkpointing=True,
+        **options,
+    )
+    assert callback.fitted.choice.fused_loss
+    assert not model.is_activation_checkpointing and not got.args.activation_checkpointing
+    assert losses(got) == pytest.approx(losses(want), rel=1e-3)
+    assert watch.peak.bytes <= callback.budget
+
+
+class TestRefused:
+    def test_trainers_that_cannot_be_planned(self, tmp_path):
+        trainer = trainer_of(stack(), samples(), tmp_path)
+        trainer.model_init = stack
+        with pytest.raises(ValueError, match="HeadroomCallback: the Trainer has a model_init"):
+            fit_trainer(trainer, "1 GiB")
+        trainer = trainer_of(stack(), samples(), tmp_path, auto_find_batch_size=True)
+        with pytest.raises(ValueError, match="has auto_find_batch_size=True"):
+            fit_trainer(trainer, "1 GiB")
+        trainer = trainer_of(stack(), samples(), tmp_path)
+        with pytest.raises(ValueError, match="budget is 1.00 KiB, and the loop itself holds"):
+            fit_trainer(trainer, "1 KiB")
+
+    def test_a_budget_that_is_too_small_changes_nothing(self, tmp_path):
+        model = stack()
+        model.layers[1].gradient_checkpointing = True  # as models of transformers have it
+        trainer = trainer_of(model, samples(), tmp_path, **SGD)
+        before = copy.deepcopy(trainer.args)
+        with pytest.raises(headroom.fitting.DoesNotFit):
+            fit_trainer(trainer, "200 KiB")
+        assert trainer.args == before and trainer.optimizer is None
+        assert model.layers[1].gradient_checkpointing
+        assert not any("forward" in vars(module) for module in model.modules())
+
+    def test_a_callback_that_something_else_calls(self):
+        with pytest.raises(RuntimeError, match="called by something else than a Trainer"):
+            HeadroomCallback("1 GiB").on_init_end(None, None, None)
+
+
+@pytest.mark.slow
+def test_added_to_a_trainer_that_exists_it_changes_levels_and_loss_alone(tmp_path):
+    options = SGD | dict(per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    want = trained(stack(), samples(), tmp_path, **options)
+    most = ceiling(stack(), samples(), tmp_path, **options)
+    watch, callback = Watch(), HeadroomCallback(int(0.8 * most), tell=lambda text: None)
+    trainer = trainer_of(stack(), samples(), tmp_path, **options)
+    trainer.add_callback(callback)
+    trainer.add_callback(watch)
+    trainer.train()
+    assert trainer.args.gradient_accumulation_steps == 2
+    assert callback.fitted.choice.micro_batches == 2 and "L5" in callback.fitted.choice.levels
+    assert losses(trainer) == losses(want)
+    assert_same_bits(trainer.model.parameters(), want.model.parameters())
+    assert watch.peak.bytes <= callback.budget
