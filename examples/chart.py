@@ -1,8 +1,8 @@
-"""Draws the memory ladder: the peak of each rung by kind, what was predicted, and the loss."""
+"""Draws the memory ladder: the peak of each rung by kind, what was predicted, and the loss; and
+the frontier that `headroom.fit` chooses from, its peaks against the time of a step."""
 
 import textwrap
 from pathlib import Path
-from typing import NamedTuple
 
 import matplotlib
 
@@ -11,7 +11,9 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from frontier import draw_frontier
 from rungs import firsts
+from style import FAINT, INK, LINE, Unit, is_torch, plain
 
 # Okabe and Ito's colors, which color-blind readers can tell apart.
 COLORS = {
@@ -25,23 +27,13 @@ COLORS = {
     "temporaries": "#9AA3AE",
 }
 LABELS = {"activations": "saved activations"}
-INK, FAINT, LINE = "#24292f", "#6e7781", "#d0d7de"
 WIDTH, ROW, TOP, TICKS, BOTTOM = 12, 0.42, 1.3, 0.38, 0.55  # inches
 HEAD = 0.62  # of a part, in rows
 LEFT, RIGHT = 0.26, 0.6  # edges of the bars, in widths of the figure
 COLUMNS = (1.19, 1.385, 1.555, 1.74, 1.92, 2.13)  # right edges of numbers, in widths of the bars
 SHARE = 2  # the bold one of them
-
-
-class Unit(NamedTuple):
-    """In what the chart counts bytes."""
-
-    size: int
-    name: str
-    digits: int
-
-    def format(self, size: int) -> str:
-        return f"{size / self.size:,.{self.digits}f} {self.name}"
+FRONTIER, APART = 3.2, 0.85  # inches: the height of the second chart, and what is above it
+EDGES = 0.06, 0.985  # of the second chart, in widths of the figure
 
 
 def part(rung: dict, one: dict) -> str:
@@ -49,6 +41,9 @@ def part(rung: dict, one: dict) -> str:
     becomes of the loss."""
     if rung["size"] != one["size"]:
         return f"{trained(rung)}, on a scale of its own"
+    if rung["fit"] is not None:
+        most = rung["fit"]["budget_bytes"] / 2**20
+        return f"headroom.fit within {most:,.1f} MiB, which chose: {rung['fit']['choice']}"
     if rung["tolerance"] is None:
         return "another training, shown without a verdict"
     if is_torch(rung):
@@ -60,10 +55,6 @@ def part(rung: dict, one: dict) -> str:
     if exact and not rung["autocast"]:
         return "Headroom, the same arithmetic"
     return "Headroom, rounded to 16 and 8 bits: as close as another seed"
-
-
-def is_torch(rung: dict) -> bool:
-    return rung["optimizer"].startswith("torch.")
 
 
 def trained(rung: dict) -> str:
@@ -102,7 +93,9 @@ def draw(results: list[dict], path: Path) -> None:
     panels = by_size(results)
     placed = [places(rungs, results[0]) for rungs in panels]
     heights = [ROW * (rows[-1] + 1) for rows, _ in placed]
-    whole = TOP + sum(heights) + TICKS * (len(panels) - 1) + BOTTOM
+    fitted = next((r for r in results if r["fit"] is not None), None)
+    bars = TOP + sum(heights) + TICKS * (len(panels) - 1)
+    whole = bars + BOTTOM + (APART + FRONTIER if fitted else 0)
     figure, top, areas = plt.figure(figsize=(WIDTH, whole), dpi=160), TOP, []
     for rungs, (rows, heads), height in zip(panels, placed, heights):
         axes = area(figure, top, height)
@@ -111,6 +104,9 @@ def draw(results: list[dict], path: Path) -> None:
         draw_headings(axes, heads)
         areas.append(axes)
         top += height + TICKS
+    if fitted:
+        same = [r for r in results if r["size"] == fitted["size"]]
+        draw_frontier(area(figure, bars + APART, FRONTIER, *EDGES), fitted, same, unit)
     draw_names_of_columns(areas[0], results)
     areas[-1].set_xlabel(
         f"{unit.name} at the peak of a step, by kind: all that torch allocates",
@@ -122,10 +118,13 @@ def draw(results: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
-def area(figure: Figure, top: float, height: float) -> Axes:
-    """Axes of this height, this far below the top of the figure, both in inches."""
+def area(
+    figure: Figure, top: float, height: float, left: float = LEFT, right: float = RIGHT
+) -> Axes:
+    """Axes of this height, this far below the top of the figure, both in inches; from `left` to
+    `right` in widths of it."""
     whole = figure.get_figheight()
-    return figure.add_axes((LEFT, 1 - (top + height) / whole, RIGHT - LEFT, height / whole))
+    return figure.add_axes((left, 1 - (top + height) / whole, right - left, height / whole))
 
 
 def draw_bars(axes: Axes, rungs: list[dict], rows: list[float], unit: Unit) -> None:
@@ -145,11 +144,8 @@ def draw_bars(axes: Axes, rungs: list[dict], rows: list[float], unit: Unit) -> N
     axes.set_yticks(rows, [textwrap.fill(r["title"], 34, break_on_hyphens=False) for r in rungs])
     axes.set_ylim(rows[-1] + 0.5, -0.5)
     axes.set_xlim(0, 1.04 * max(peaks))
-    axes.tick_params(length=0, colors=FAINT, labelsize=8.5)
+    plain(axes, "x")
     axes.tick_params(axis="y", labelcolor=INK, labelsize=10)
-    axes.grid(axis="x", color=LINE, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[:].set_visible(False)
 
 
 def shares(results: list[dict]) -> list[float]:

@@ -4,8 +4,8 @@
 
 Writes ladder.json, ladder.md (the table), ladder.png (the chart) and report.html (a page of both)
 to OUT, and exits with 1 if a rung's held-out loss is further from that of the first rung of its
-size than rungs.py allows, if rungs that compute the same differ in a bit of a loss, or if a peak is
-not what was predicted.
+size than rungs.py allows, if rungs that compute the same differ in a bit of a loss, if a peak is
+not what was predicted, or if one is above the budget that `headroom.fit` was given.
 """
 
 import argparse
@@ -112,6 +112,24 @@ def as_predicted(results: list[dict]) -> tuple[bool, str]:
     return True, f"PASSED: {len(errors)} peaks are as predicted, within {worst:.2%}."
 
 
+def within_budgets(results: list[dict]) -> tuple[bool, str]:
+    """Whether the peaks of the rungs that `headroom.fit` chose are within their budgets; and in
+    words."""
+    lines, passed = [], True
+    for result in results:
+        if result["fit"] is None:
+            continue
+        most, peak = result["fit"]["budget_bytes"], result["peak_bytes"]
+        passed &= peak <= most
+        verdict = "PASSED: a peak within the budget" if peak <= most else "ABOVE THE BUDGET"
+        lines.append(
+            f"{verdict}: {result['title']} ({result['fit']['choice']}) takes "
+            f"{peak / 2**20:,.1f} of {most / 2**20:,.1f} MiB, chosen in "
+            f"{result['fit']['seconds']:.0f} s."
+        )
+    return passed, "\n".join(lines)
+
+
 def least_peaks(results: list[dict]) -> str:
     """The peak of the first rung of each size, and the least of that size, in words."""
     peaks: dict[str, list[int]] = {}
@@ -164,15 +182,16 @@ def main() -> int:
     headroom.reports.report([args.out / "ladder.json"], args.out / "report.html")
     losses, loss_verdict = same_loss(results)
     peaks_too, peak_verdict = as_predicted(results)
+    within, budget_verdict = within_budgets(results)
 
     print(f"\n{table(results)}")
-    print(f"{loss_verdict}\n{peak_verdict}")
+    print("\n".join(filter(None, (loss_verdict, peak_verdict, budget_verdict))))
     print(f"Peak memory: {least_peaks(results)}.")
     print(f"Table:       {args.out / 'ladder.md'}, {args.out / 'ladder.json'}")
     print(f"Chart:       {args.out / 'ladder.png'}")
     print(f"Report:      {args.out / 'report.html'}")
     print(f"Checkpoints: {args.out}/RUNG/checkpoint.safetensors (go on with --resume --steps N)")
-    return 0 if losses and peaks_too else 1
+    return 0 if losses and peaks_too and within else 1
 
 
 if __name__ == "__main__":

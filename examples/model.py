@@ -21,7 +21,7 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(layers=2, width=32, heads=2, context=32, batch=4, lr=1e-2),
+    "tiny": Size(layers=2, width=32, heads=2, context=64, batch=4, lr=1e-2),
     "small": Size(layers=4, width=192, heads=4, context=256, batch=16, lr=1e-3),
     "medium": Size(layers=8, width=512, heads=8, context=512, batch=32, lr=1e-3),
     "large": Size(layers=24, width=1024, heads=16, context=1024, batch=32, lr=3e-4),

@@ -50,8 +50,11 @@ class Run:
         self.accumulate = micro_batches_of(rung, size)
         self.model = model_of(rung, size).to(device)
         self.optimizer = optimizer_of(rung, size, self.model)
-        if rung.release:  # buckets of one gradient, so that one exists at a time
-            headroom.optim.release_gradients(self.model, self.optimizer, bucket_bytes=0)
+        if rung.release:
+            size_of_bucket = (
+                {} if rung.bucket_bytes is None else {"bucket_bytes": rung.bucket_bytes}
+            )
+            headroom.optim.release_gradients(self.model, self.optimizer, **size_of_bucket)
         self.accumulator = headroom.GradAccumulator(self.model) if rung.sum_in_f32 else None
         self.scaler = headroom.amp.GradScaler(
             device.type, init_scale=2.0**12, enabled=rung.scaler, max_consecutive_skips=10
@@ -137,12 +140,8 @@ class Run:
         history = {key: getattr(self, key) for key in HISTORY}
         headroom.save_state(path, **self.parts(), extra=history | {"identity": identity})
 
-    def load(self, path: Path, identity: dict) -> None:
-        saved = headroom.load_state(path, rng=False)  # checked before anything is changed
-        changed = [key for key in identity if saved["identity"].get(key) != identity[key]]
-        if changed:
-            raise ValueError(f"{path} is of another run: it differs in {', '.join(changed)}")
-        headroom.load_state(path, **self.parts())
+    def load(self, path: Path) -> None:
+        saved = headroom.load_state(path, **self.parts())
         for key in HISTORY:
             setattr(self, key, saved[key])
 
@@ -167,6 +166,6 @@ def predict(rung: Rung, size: Size, device: torch.device) -> headroom.planning.P
         amp=rung.autocast and getattr(torch, rung.autocast),
         accumulation=count,
         accumulator=rung.sum_in_f32,
-        release=int(rung.release),  # buckets of a byte, and so of one gradient
+        release=rung.release and (rung.bucket_bytes is None or max(1, rung.bucket_bytes)),
         scaler=rung.scaler,
     )

@@ -13,7 +13,8 @@ class Rung:
     optimizer: str = "torch.optim.AdamW"  # imported by this name
     options: dict = field(default_factory=lambda: BETAS)  # beside those that every rung has
     lr_factor: float = 1.0  # times the learning rate of the size
-    save: str | None = None  # the model of Headroom's blocks, and their level; None: plain torch
+    save: str | list[str] | None = None  # the model of Headroom's blocks, and their level or the
+    # level of each; None: plain torch
     fused_loss: bool = False  # Headroom's blocks: compute the loss without the logits
     accumulate: int = 1  # micro-batches per optimizer step; the tokens of a step stay the same
     checkpoint: bool = False  # plain torch: recompute each block from its input, by torch
@@ -21,12 +22,15 @@ class Rung:
     scaler: bool = False  # scale the loss, so that gradients survive in float16
     max_grad_norm: float | None = None  # clip inside the optimizer step, which writes no gradient
     weights: str = "float32"  # dtype of the parameters; in plain torch, norms stay float32
-    release: bool = False  # step each parameter in the backward pass, free its gradient at once
+    release: bool = False  # step each parameter in the backward pass, then free its gradient
+    bucket_bytes: int | None = 0  # gradients wait until they are as many; None: Headroom's default
     sum_in_f32: bool = False  # add micro-batches' gradients up in float32, whatever their dtype
     tolerance: float | None = 0.0  # allowed distance from the first rung's held-out loss, in bits
     # per byte; None where the training itself differs, so that the loss is shown but not judged
     size: str | None = None  # the size that this rung trains, whatever the command line says
     same_bits: str | None = None  # rungs with the same name here have the same losses to the bit
+    budget: float | None = None  # let headroom.fit choose how to train within this share of the
+    # first rung's predicted peak
 
 
 # In float32 the rungs compute the same sums in another order, and training amplifies the rounding:
@@ -81,6 +85,15 @@ checkpointing = replace(
     checkpoint=True,
     accumulate=everything.accumulate,
     tolerance=F32,
+)
+# Headroom chooses among what changes no result but for the order of sums.
+fit = replace(
+    torch_adamw,
+    key="fit",
+    title="headroom.fit, to half of the first",
+    save="L0",
+    tolerance=F32,
+    budget=0.5,
 )
 adafactor = replace(
     everything,
@@ -146,12 +159,13 @@ LADDER = (
     fp16_scaled,
     clipped,
     summed_in_f32,
+    fit,
     words,
     words_loss,
 )
 RUNGS = {rung.key: rung for rung in LADDER}
 # What the demo shows by default.
-STORY = ("torch", "L1", "L2", "L5", "everything", "checkpoint", "words", "words-loss")
+STORY = ("torch", "L1", "L2", "L5", "everything", "checkpoint", "fit", "words", "words-loss")
 
 
 def size_of(rung: Rung, size: str) -> str:

@@ -12,14 +12,16 @@ import json
 import os
 import sys
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
+import headroom
 import torch
 from tqdm import tqdm
 
 import data
+from choose import choose
 from model import SIZES
 from peak import PeakMemory
 from run import Run, predict
@@ -50,8 +52,21 @@ def train(
     size = size_of(rung, size)
     place, shape = torch.device(device), SIZES[size]
     text, unseen = data.load(path, shape.context, shape.vocab)
-    identity = asdict(rung) | {"size": size, "seed": seed, "device": place.type}
+    checkpoint = out / "checkpoint.safetensors"
+    saved = None
+    if resume and checkpoint.exists():
+        saved = headroom.load_state(checkpoint, rng=False)["identity"]
+    fit = None
+    if rung.budget is not None:
+        # Other measurements might choose otherwise: a run that goes on keeps what it began with.
+        fit = (saved or {}).get("fit") or choose(rung, shape, place, text, seed)
+        rung = replace(rung, **fit["changes"])
+    identity = asdict(rung) | {"size": size, "seed": seed, "device": place.type, "fit": fit}
     identity["text"] = f"{len(text.tokens)} tokens, crc32 {zlib.crc32(text.tokens.numpy()):08x}"
+    if saved is not None:
+        changed = [key for key in identity if saved.get(key) != identity[key]]
+        if changed:
+            raise ValueError(f"{checkpoint} is of another run: it differs in {', '.join(changed)}")
 
     # One step to throw away: what libraries load, compile and cache once per process is not counted
     # as memory of the training.
@@ -60,9 +75,8 @@ def train(
     run = Run(rung, shape, place, seed)
 
     out.mkdir(parents=True, exist_ok=True)
-    checkpoint = out / "checkpoint.safetensors"
-    if resume and checkpoint.exists():
-        run.load(checkpoint, identity)
+    if saved is not None:
+        run.load(checkpoint)
         if len(run.losses) > steps:
             raise ValueError(f"{checkpoint} is at step {len(run.losses)}, past --steps {steps}")
 
@@ -97,6 +111,7 @@ def train(
         "model_parameters": numel,
         "held_out_bits_per_byte": held_out_loss,
         "tokens_per_second": tokens / median(run.seconds),
+        "step_seconds": median(run.seconds),
         "peak_bytes": measured.peak_bytes,  # of all that torch allocates in a step
         "bytes": measured.peak_by_kind,  # which add up to it
         "most_bytes": most,  # each kind at its own peak

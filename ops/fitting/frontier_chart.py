@@ -18,7 +18,7 @@ from .._core.drawing import (
     save_png,
 )
 
-__all__ = ["Series", "draw_frontier"]
+__all__ = ["Series", "draw_frontier", "label_points"]
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe and Ito's
 MARKERS = ("o", "s", "^", "D")
@@ -87,7 +87,7 @@ def draw_frontier(path: str | os.PathLike[str], title: str, series: Sequence[Ser
         axes.legend(loc="best", frameon=False, fontsize=9, labelcolor=INK)
     plain_axes(axes, title)
     figure.draw_without_rendering()  # settles the layout, which the labels are placed in
-    _label(figure, axes, placed)
+    label_points(figure, axes, placed)
     save_png(figure, path)
 
 
@@ -105,14 +105,27 @@ def _time_unit(most: float) -> tuple[float, str]:
     return (1.0, "seconds") if most >= 10 else (1e3, "milliseconds")
 
 
-def _label(figure: Any, axes: Any, points: list[tuple[float, float, str, str]]) -> None:
-    """Writes what stands beside points, each where it covers neither a mark nor another text."""
+def label_points(
+    figure: Any,
+    axes: Any,
+    points: Sequence[tuple[float, float, str, str]],
+    lines: Sequence[tuple[tuple[float, float], tuple[float, float]]] = (),
+) -> None:
+    """Writes what stands beside points, each where it covers neither a mark nor another text; what
+    finds no such place is left out. The layout of the figure must be settled.
+
+    Args:
+        points: x, y, the text or "", and its color.
+        lines: from one corner to another, upright or level, which no text covers either.
+    """
     from matplotlib.transforms import Bbox
 
     renderer = figure.canvas.get_renderer()
     marks = axes.transData.transform([(x, y) for x, y, *_ in points])
     legend = axes.get_legend()
+    corners = [axes.transData.transform(line) for line in lines]
     taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in marks]
+    taken += [Bbox([ends.min(0) - 1, ends.max(0) + 1]) for ends in corners]
     if legend is not None:
         taken.append(legend.get_window_extent(renderer))
     area = axes.get_window_extent(renderer)

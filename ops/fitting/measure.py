@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -120,7 +119,8 @@ def measure_blocks(setting: Setting, *, repeats: int = 3, steps: float = 6.0) ->
 
     Args:
         setting: what is trained.
-        repeats: how often the time of each level is taken; the median counts.
+        repeats: how often the time of each level is taken; the least counts, since what else runs
+            only adds to it.
         steps: times are taken less often, or only while bytes are counted, if measuring would
             otherwise take longer than so many passes of the model forward and backward.
 
@@ -139,7 +139,7 @@ def measure_blocks(setting: Setting, *, repeats: int = 3, steps: float = 6.0) ->
         kinds = _Kinds(blocks, setting.device)
         with kinds.captured():
             _whole(setting, model)
-        whole = _whole(setting, model)
+        whole = min(_whole(setting, model) for _ in range(2))
         kinds.measure(setting, repeats, began + steps * whole)
         found = kinds.costs()
         least = sum(block.levels[blocks.leanest[block.name]].seconds for block in found)
@@ -147,14 +147,14 @@ def measure_blocks(setting: Setting, *, repeats: int = 3, steps: float = 6.0) ->
 
 
 def seconds_at_leanest(setting: Setting) -> float:
-    """Returns the seconds of a forward and a backward pass in which all blocks keep the least, the
-    second of two. Like :func:`measure_blocks` it leaves everything as it is."""
+    """Returns the seconds of a forward and a backward pass in which all blocks keep the least: the
+    less of two, after one to warm up. Like :func:`measure_blocks` it leaves everything as it is."""
     with all_generators_kept(setting.device):
         model = private_copy(setting.model)
         blocks = Blocks(model, fused_loss=setting.fused_loss)
         blocks.set(blocks.leanest)
         _whole(setting, model)
-        return _whole(setting, model)
+        return min(_whole(setting, model) for _ in range(2))
 
 
 def _whole(setting: Setting, model: nn.Module) -> float:
@@ -211,8 +211,8 @@ class _Kind:
             found.released,
             (calls - 1) * (found.held + found.kept) + found.forward,
             calls * found.kept,
-            calls * statistics.median(forward),
-            calls * statistics.median(backward),
+            calls * min(forward),
+            calls * min(backward),
         )
 
 

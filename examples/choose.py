@@ -1,0 +1,55 @@
+"""Lets `headroom.fit` choose how a rung trains within its budget."""
+
+import time
+
+import headroom
+import torch
+from headroom.fitting.ladder import title_of
+
+import data
+from data import Text
+from model import Size
+from run import Run, predict
+from rungs import LADDER, Rung
+
+OPTIMIZERS = {"headroom": "headroom.optim.AdamW"}
+
+
+def choose(rung: Rung, size: Size, device: torch.device, text: Text, seed: int) -> dict:
+    """Returns what `headroom.fit` found, as JSON: the `changes` to the fields of the rung, and
+    beside them the frontier that `headroom.ladder` finds, which is what there is to choose from for
+    any budget: peaks, seconds, and in words.
+
+    Only the choice is taken: the run that has it is made from the changed rung, and so a run that
+    was saved can be made again without measuring anything.
+    """
+    first = predict(LADDER[0], size, device)
+    budget = int(rung.budget * first.peak_bytes)
+    others = first.total_bytes - first.peak_bytes  # of CUDA's context and allocator
+    run = Run(rung, size, device, seed)
+    pair = [x.to(device) for x in data.batch(text, seed, 0, size.batch, size.context)]
+    how = {"optimizer": run.optimizer, "forward": lambda model, batch: model(*batch)}
+    started = time.perf_counter()
+    ladder = headroom.ladder(run.model, pair, **how)
+    between = time.perf_counter()
+    found = headroom.fit(run.model, pair, budget=budget + others, dry_run=True, **how)
+    seconds = time.perf_counter() - between
+    print(f"headroom.ladder took {between - started:.1f} s to find what there is:\n{ladder}\n")
+    print(f"headroom.fit took {seconds:.1f} s to choose:\n{found}", flush=True)
+    choice = found.choice
+    return {
+        "budget_bytes": budget,
+        "predicted_peak_bytes": found.plan.peak_bytes,
+        "predicted_seconds": found.predicted_seconds,
+        "seconds": seconds,
+        "choice": title_of(choice),
+        "changes": {
+            "save": list(choice.levels),
+            "accumulate": choice.micro_batches,
+            "optimizer": OPTIMIZERS.get(choice.optimizer, rung.optimizer),
+            "release": choice.release,
+            "bucket_bytes": None if choice.release else rung.bucket_bytes,
+            "fused_loss": choice.fused_loss,
+        },
+        "frontier": [[p.peak - others, p.seconds, p.title] for p in ladder.points],
+    }
