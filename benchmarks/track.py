@@ -22,12 +22,14 @@ class Demo:
     def __init__(self, rung: str, size: str, device: torch.device) -> None:
         if EXAMPLES not in sys.path:
             sys.path.insert(0, EXAMPLES)
+        from data import Text
         from model import SIZES
         from run import Run
         from rungs import RUNGS
 
         generator = torch.Generator().manual_seed(0)
-        self.text = torch.randint(256, (1 << 16,), generator=generator, dtype=torch.uint8)
+        drawn = torch.randint(256, (1 << 16,), generator=generator, dtype=torch.uint8)
+        self.text = Text(drawn, torch.ones(256, dtype=torch.int64))
         self.run = Run(RUNGS[rung], SIZES[size], device, 0)
         self.run.step(self.text)
 

@@ -165,7 +165,7 @@ LADDER = (
 )
 RUNGS = {rung.key: rung for rung in LADDER}
 # What the demo shows by default.
-STORY = ("torch", "L1", "L2", "L5", "everything", "checkpoint", "fit", "words", "words-loss")
+STORY = ("torch", "L1", "L5", "everything", "checkpoint", "fit", "words", "words-loss")
 
 
 def size_of(rung: Rung, size: str) -> str:

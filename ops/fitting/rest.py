@@ -112,10 +112,10 @@ def outline(setup: Setup, names: Sequence[str], kept: int = 0) -> Outline:
         base, before = live[begin - 1], live[reached - 1]
         forward = max(live[reached - 1 : turn]) - before
         backward = max(live[turn:turned]) - before + kept
-        gradients = sum(
+        gradients = sum(  # a fused loss makes those of its head in the forward pass
             a.bytes
             for a in plan.timeline.allocations
-            if a.kind == "gradients" and turn <= a.start and a.is_live(turned - 1)
+            if a.kind == "gradients" and start <= a.start and a.is_live(turned - 1)
         )
         floor, at = max(floor, *live[at:begin]), ended
     if setup.release:

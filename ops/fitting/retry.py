@@ -63,7 +63,10 @@ def retry_on_oom(
 
     Example::
 
-        model = headroom.nn.Transformer(vocab=64, dim=32, layers=2, heads=2)
+        config = headroom.nn.TransformerConfig(
+            vocab_size=64, hidden_size=32, layers=2, heads=2, features=88
+        )
+        model = headroom.nn.Transformer(config)
         optimizer = headroom.optim.AdamW(model.parameters())
 
         @headroom.retry_on_oom(model=model, optimizer=optimizer)

@@ -169,3 +169,14 @@ _LAST = torch.channels_last
 
 def _pair(value: Any) -> list[int]:
     return list(value) * 2 if len(value) == 1 else list(value)
+
+
+def _reduced_in_its_own_memory(x: Tensor, y: Tensor, reduction: int = 1, *rest: Any) -> Tensor:
+    # Loss.cpp: the losses of all elements are written to the result, which mean_out or sum_out then
+    # makes a scalar. Its memory stays as large as it was for as long as the scalar lives.
+    shape, dtype = torch.broadcast_shapes(x.shape, y.shape), torch.result_type(x, y)
+    every = x.new_empty(shape, dtype=dtype)
+    return every if reduction == 0 else every.as_strided((), ())
+
+
+BODIES |= dict.fromkeys(("aten::mse_loss", "aten::smooth_l1_loss"), _reduced_in_its_own_memory)

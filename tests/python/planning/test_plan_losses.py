@@ -110,3 +110,15 @@ def test_losses_of_targets(dtype, is_frozen):
 
     for forward in (entropy, log_prob):
         compare(forward, dtype, is_frozen, bias=True)
+
+
+@pytest.mark.parametrize("reduction", ("mean", "sum"))
+@pytest.mark.parametrize("name", ("mse_loss", "smooth_l1_loss", "huber_loss"))
+def test_losses_that_are_reduced_in_memory_of_their_own(name, reduction):
+    loss = functools.partial(getattr(nn.functional, name), reduction=reduction)
+
+    def forward(model, batch):
+        x = model.body(batch[0])
+        return loss(x, torch.zeros_like(x))
+
+    compare(forward, torch.float32)
