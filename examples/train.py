@@ -35,7 +35,7 @@ def train(
     out: Path,
     *,
     size: str = "small",
-    steps: int = 28,
+    steps: int = 16,
     device: str = "cpu",
     path: str | None = None,
     seed: int = 0,
@@ -130,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", help="text file or folder; default: the standard library")
     parser.add_argument("--size", choices=SIZES, help="default: small on the CPU, medium on CUDA")
     parser.add_argument("--device", help="cpu, cuda, cuda:1; default: cuda where there is a GPU")
-    parser.add_argument("--steps", type=int, default=28, help="optimizer steps, default 28")
+    parser.add_argument("--steps", type=int, default=16, help="optimizer steps, default 16")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches, default 0")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="default: runs/demo")
     parser.add_argument("--resume", action="store_true", help="continue from a checkpoint in OUT")
