@@ -73,12 +73,6 @@ class Models:
         return self._ladders[training.name]
 
 
-def title_of(choice: Any) -> str:
-    from headroom.fitting.ladder import title_of
-
-    return title_of(choice)
-
-
 def budget_row(case: Case, models: Models) -> dict[str, Any]:
     """Returns the bytes and seconds of a budget."""
     training, share = case.training, case.share
@@ -98,7 +92,7 @@ def budget_row(case: Case, models: Models) -> dict[str, Any]:
         "measured": peak,
         "used": peak / budget,
         "next_faster_peak": None if (more := run.fitted.next_up) is None else more.peak,
-        "choice": title_of(run.fitted.choice),
+        "choice": str(run.fitted.choice),
         "predicted_seconds": run.fitted.predicted_seconds,
         **seconds,
         "time_error": run.fitted.predicted_seconds / seconds["seconds"] - 1,
@@ -141,7 +135,7 @@ def torch_row(case: Case, models: Models) -> dict[str, Any]:
             "best_every": best,
             "ours": times["fit", every].described(),
             "ours_predicted": run.fitted.predicted_seconds,
-            "choice": title_of(run.fitted.choice),
+            "choice": str(run.fitted.choice),
             **ratios(times["torch", best], times["fit", every]),
         }
     return {"points": points}

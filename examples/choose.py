@@ -4,7 +4,6 @@ import time
 
 import headroom
 import torch
-from headroom.fitting.ladder import title_of
 
 import data
 from data import Text
@@ -42,7 +41,7 @@ def choose(rung: Rung, size: Size, device: torch.device, text: Text, seed: int) 
         "predicted_peak_bytes": found.plan.peak_bytes,
         "predicted_seconds": found.predicted_seconds,
         "seconds": seconds,
-        "choice": title_of(choice),
+        "choice": str(choice),
         "changes": {
             "save": list(choice.levels),
             "accumulate": choice.micro_batches,

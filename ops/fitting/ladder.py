@@ -7,7 +7,6 @@ import json
 import math
 import os
 import platform
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from .preparing import peak_as_given, search_of
 from .search import FrontierPoint, Search
 from .techniques import Choice
 
-__all__ = ["Ladder", "Rung", "distinct", "interesting", "ladder", "title_of"]
+__all__ = ["Ladder", "Rung", "distinct", "interesting", "ladder"]
 
 ROWS = 14  # of the table, besides the first
 SAVED = 200  # rungs of the file, besides the first
@@ -185,7 +184,7 @@ def ladder(
         type(model).__name__,
         str(families.setting.device),
         _as_given(search),
-        [Rung(title_of(point.choice), point.peak, point.seconds, point.choice) for point in points],
+        [Rung(str(point.choice), point.peak, point.seconds, point.choice) for point in points],
     )
     if path is not None:
         made.png(path)
@@ -210,25 +209,6 @@ def _as_given(search: Search) -> Rung:
     estimate = outer.at(choice.levels)
     peak = peak_as_given(search)
     return Rung("as it is", estimate.peak if peak is None else peak, estimate.seconds)
-
-
-OPTIMIZERS = {"headroom": "headroom.optim", "8bit": "8-bit moments", "adafactor": "Adafactor"}
-
-
-def title_of(choice: Choice) -> str:
-    """Returns what a choice changes, in a few words."""
-    counts = Counter(choice.levels)
-    parts = [f"{count} {level}" for level, count in sorted(counts.items())]
-    if len(parts) == 1:
-        parts = [f"all {level}" for level in counts]
-    if choice.micro_batches > 1:
-        parts.append(f"{choice.micro_batches} micro-batches")
-    if choice.optimizer != "given":
-        parts.append(OPTIMIZERS.get(choice.optimizer, choice.optimizer))
-    if choice.weights != "given":
-        parts.append(f"{choice.weights} weights")
-    parts += ["fused loss"] * choice.fused_loss + ["release"] * choice.release
-    return ", ".join(parts) or "as it is"
 
 
 def interesting(points: Sequence[Rung], most: int) -> list[Rung]:

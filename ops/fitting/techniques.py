@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -18,6 +19,8 @@ __all__ = ["ALLOWABLE", "Choice", "Techniques"]
 
 ALLOWABLE = ("8bit", "bf16", "adafactor")
 """What changes the mathematics, and is used only if it is allowed."""
+
+_OPTIMIZERS = {"headroom": "headroom.optim", "8bit": "8-bit moments", "adafactor": "Adafactor"}
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,21 @@ class Choice:
             + self.release
             + self.fused_loss
         )
+
+    def __str__(self) -> str:
+        """Returns what is changed, in a few words."""
+        counts = Counter(self.levels)
+        parts = [f"{count} {level}" for level, count in sorted(counts.items())]
+        if len(parts) == 1:
+            parts = [f"all {level}" for level in counts]
+        if self.micro_batches > 1:
+            parts.append(f"{self.micro_batches} micro-batches")
+        if self.optimizer != "given":
+            parts.append(_OPTIMIZERS[self.optimizer])
+        if self.weights != "given":
+            parts.append(f"{self.weights} weights")
+        parts += ["fused loss"] * self.fused_loss + ["release"] * self.release
+        return ", ".join(parts) or "as it is"
 
 
 _LIMITED = {part.name for part in fields(Choice)} - {"levels"}

@@ -347,3 +347,30 @@ def test_a_model_of_transformers_stays_within_the_budget(share):
     assert losses[-1] < losses[0]
     fitted.undo()
     assert shape == shape_of(model)
+
+
+def two_steps(runs_out):
+    """The losses and weights after two steps, which run out of memory once or start with less."""
+    model, batch = ours()
+    errors = []
+
+    def loss(output, target):
+        if errors:
+            raise errors.pop()
+        return cross_entropy(output, target)
+
+    optimizer = headroom.optim.AdamW(model.parameters())
+    fitted = headroom.fit(model, batch, budget="1 GiB", optimizer=optimizer, loss=loss)
+    step = headroom.retry_on_oom(fitted.step)
+    if runs_out:
+        errors.append(MemoryError("no room"))
+        with pytest.warns(UserWarning, match="all L0 became .*L1. no room"):
+            losses = [step(batch), step(batch)]
+    else:
+        assert fitted.leaner()
+        losses = [step(batch), step(batch)]
+    return losses + [param.detach() for param in model.parameters()]
+
+
+def test_a_step_that_runs_out_of_memory_has_the_bits_of_a_leaner_start(steady_times):
+    assert all(map(torch.equal, two_steps(runs_out=True), two_steps(runs_out=False)))
