@@ -104,7 +104,7 @@ def fit(
         )
         families = search.families
         techniques, setting = families.techniques, families.setting
-        where, given = setting.device, techniques.optimizers["given", "given"]
+        where, given = setting.device, techniques.given
         held = sum(x.nbytes for x in {*model.parameters(), *model.buffers()})
         limit = budget_of(budget, target, where, held)
         room = within(limit, margin, where, len(Blocks(model).names))

@@ -62,7 +62,7 @@ def peak_as_given(search: Search) -> int | None:
     """Returns the planned bytes of the model as it was given, or None if it cannot be planned."""
     families = search.families
     techniques = families.techniques
-    given, parts = techniques.optimizers["given", "given"], techniques.micro_batches[0]
+    given, parts = techniques.given, techniques.micro_batches[0]
     try:
         choice = Choice((), parts)
         setup = setup_of(families.setting, choice, (), given, families.max_grad_norm)

@@ -82,6 +82,7 @@ class Techniques:
     """What can be chosen for a model, besides levels.
 
     Attributes:
+        given: the optimizer of the loop, which may be none of those that can be chosen.
         optimizers: by the fields ``optimizer`` and ``weights`` of a choice.
         fused_losses: the values that ``fused_loss`` can have.
         micro_batches: the values that ``micro_batches`` can have.
@@ -92,6 +93,7 @@ class Techniques:
     """
 
     setting: Setting
+    given: torch.optim.Optimizer
     optimizers: dict[tuple[str, str], torch.optim.Optimizer]
     fused_losses: tuple[bool, ...] = (False,)
     micro_batches: tuple[int, ...] = (1,)
@@ -113,7 +115,7 @@ class Techniques:
         Raises:
             ValueError: ``only`` names no field of a choice, or leaves no value of one.
         """
-        found = cls(setting, {("given", "given"): optimizer})
+        found = cls(setting, optimizer, {("given", "given"): optimizer})
         limits = [group.get("max_grad_norm") for group in optimizer.param_groups]
         found.clips = max_grad_norm is not None or any(limit is not None for limit in limits)
         found._add_optimizers(optimizer, allow)
