@@ -124,7 +124,6 @@ def cmake_options(build):
         "CMAKE_BUILD_TYPE": "Release",
         "Python_EXECUTABLE": sys.executable,
         "HEADROOM_CUDA": "ON" if nvcc else "OFF",
-        "HEADROOM_TORCH": "ON",
         "HEADROOM_TESTS": "OFF",  # tests/run.sh adds them to this build
     }
     if nvcc:
@@ -142,24 +141,37 @@ def tool(name):
     return path
 
 
+def build(torch=True):
+    """Builds the binaries, or those that need no torch, and returns cmake and the folder."""
+    cmake = tool("cmake")
+    folder = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
+    options = cmake_options(folder)
+    options["CMAKE_MAKE_PROGRAM"] = tool("ninja")
+    options["HEADROOM_TORCH"] = "ON" if torch else "OFF"
+    cache = folder / "CMakeCache.txt"
+    fresh = ["--fresh"] if cache.exists() and is_stale(cache.read_text(), options) else []
+    define = [f"-D{name}={value}" for name, value in options.items()]
+    subprocess.run([cmake, "-G", "Ninja", "-S", ROOT, "-B", folder, *fresh, *define], check=True)
+    jobs = os.environ.get("MAX_JOBS")
+    subprocess.run([cmake, "--build", folder, *(["-j", jobs] if jobs else [])], check=True)
+    return cmake, folder
+
+
+def is_stale(cache, options):
+    """CMake cannot change the folder or the CUDA compiler of a configured build."""
+    nvcc = options.get("CMAKE_CUDA_COMPILER")
+    folder = f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n"
+    return folder not in cache or (nvcc is not None and f"={nvcc}\n" not in cache)
+
+
 class CMakeBuild(build_ext):
     def run(self):
-        cmake = tool("cmake")
-        build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
-        options = cmake_options(build)
-        options["CMAKE_MAKE_PROGRAM"] = tool("ninja")
-        cache = build / "CMakeCache.txt"
-        fresh = ["--fresh"] if cache.exists() and self.is_stale(cache.read_text(), options) else []
-        define = [f"-D{name}={value}" for name, value in options.items()]
-        subprocess.run([cmake, "-G", "Ninja", "-S", ROOT, "-B", build, *fresh, *define], check=True)
-        jobs = os.environ.get("MAX_JOBS")
-        subprocess.run([cmake, "--build", build, *(["-j", jobs] if jobs else [])], check=True)
-
+        cmake, folder = build()
         package = Path(self.get_ext_fullpath("headroom._C")).resolve().parent
         for stale in package.glob("_C.*"):
             stale.unlink()
         for component in ("Unspecified", "python"):
-            install = [cmake, "--install", build, "--prefix", package, "--component", component]
+            install = [cmake, "--install", folder, "--prefix", package, "--component", component]
             subprocess.run(install, check=True)
         # A wheel cannot hold a link and would copy the library: two of them in a process would not
         # share their state. The linker, the only reader of this name, takes a script instead.
@@ -167,13 +179,6 @@ class CMakeBuild(build_ext):
         soname = os.readlink(name)
         name.unlink()
         name.write_text(f"INPUT({soname})\n")
-
-    @staticmethod
-    def is_stale(cache, options):
-        """CMake cannot change the folder or the CUDA compiler of a configured build."""
-        nvcc = options.get("CMAKE_CUDA_COMPILER")
-        folder = f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n"
-        return folder not in cache or (nvcc is not None and f"={nvcc}\n" not in cache)
 
 
 class CleanBuildPy(build_py):

@@ -1513,9 +1513,11 @@ typedef struct hr_divergence_config {
  * A class whose probability is 0 on the side that is averaged over counts for nothing, so that minus
  * infinity masks classes in both. Probabilities below 2^-126 are 0. Elements are binary32: log p -
  * log q comes from the difference of the logits, which is divided by T last, so that close
- * distributions have a small error at any T, and what there is one of in a row is binary64. Sums are added in an order that depends on the number of
- * classes (on CUDA also on the addresses of the rows): each device repeats itself bit for bit, for
- * any number of threads.
+ * distributions have a small error at any T. Logarithms of m are taken over the probability that has
+ * the greater weight in it, so that the error is as small as the loss where beta is near 0 or 1.
+ * What there is one of in a row is binary64. Sums are added in an order that depends on the number
+ * of classes (on CUDA also on the addresses of the rows): each device repeats itself bit for bit,
+ * for any number of threads.
  *
  * loss        out: f32 [rows]; 0 for ignored rows
  * statistics  out: f32 [rows, HR_DIVERGENCE_STATISTICS]: what hr_divergence_backward() needs, or

@@ -43,6 +43,12 @@ hr_status hr_copy_config(const char *function, const char *path, void *own, size
     return HR_OK;
 }
 
+hr_status hr_check_flag(const char *function, const char *name, int32_t flag)
+{
+    HR_REQUIRE(flag == 0 || flag == 1, "%s: config->%s is %d, wanted 0 or 1", function, name, flag);
+    return HR_OK;
+}
+
 hr_status hr_check_list(const char *function, const char *name, const hr_tensor_list *list,
                         int64_t count, const int64_t *numel, unsigned allowed_dtypes)
 {

@@ -52,6 +52,9 @@ const char *hr_dtype_name(hr_dtype dtype);
 hr_status hr_copy_config(const char *function, const char *path, void *own, size_t own_size,
                          const void *config, size_t least, const char *init);
 
+/* Checks that the member `name` of a config is 0 or 1. */
+hr_status hr_check_flag(const char *function, const char *name, int32_t flag);
+
 /* Checks that a list describes `count` tensors of the allowed types, at aligned addresses, with
  * `numel` elements each (NULL: any number that is not negative). */
 hr_status hr_check_list(const char *function, const char *name, const hr_tensor_list *list,

@@ -1,3 +1,4 @@
+/* rows.c: checks matrices of rows, their vectors, and logits with their gradients. */
 #include "capi/check/rows.h"
 
 #include <inttypes.h>

@@ -1,3 +1,4 @@
+/* accumulate.c: hr_accumulate: checks, then the kernel of the device. */
 #include "kernels/grad/accumulate.h"
 
 #include <math.h>

@@ -1,3 +1,5 @@
+/* cross_entropy.c: hr_cross_entropy_forward, _backward and _reduce: checks, then the kernel of the
+ * device. */
 #include "capi/check/rows.h"
 #include "capi/loss/cross_entropy_checks.h"
 

@@ -1,3 +1,4 @@
+/* cross_entropy_checks.c: checks options and targets of a cross entropy. */
 #include "capi/loss/cross_entropy_checks.h"
 
 #include <inttypes.h>
@@ -40,7 +41,7 @@ hr_status ce_check_targets(const char *function, const char *name, const cross_e
                "%s: %s is at %p, which is not a multiple of %d bytes", function, name, args->target,
                (int)args->config.target_bytes);
     if (exec->device != HR_CPU)
-        return HR_OK; /* they are there, and nobody waits for them unless asked to */
+        return HR_OK; /* reading targets of a device would wait for it */
     const ce_stray stray = cross_entropy_stray_cpu(args);
     return ce_check_stray(function, args, &stray);
 }

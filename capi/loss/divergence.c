@@ -1,3 +1,4 @@
+/* divergence.c: hr_divergence_forward and _backward: checks, then the kernel of the device. */
 #include "kernels/loss/divergence.h"
 
 #include "capi/check/rows.h"

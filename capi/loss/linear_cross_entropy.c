@@ -22,8 +22,7 @@ static hr_status check_flags(const char *function, const lce_config *own)
                  {"deterministic", own->deterministic},
                  {"check_target", own->check_target}};
     for (int i = 0; i < 6; i++)
-        HR_REQUIRE(flags[i].flag == 0 || flags[i].flag == 1, "%s: config->%s is %d, wanted 0 or 1",
-                   function, flags[i].name, flags[i].flag);
+        HR_TRY(hr_check_flag(function, flags[i].name, flags[i].flag));
     return HR_OK;
 }
 

@@ -1,3 +1,5 @@
+/* gemm.c: hr_gemm, the size of its workspace, and products that a host lends: checks, then the
+ * product of the device. */
 #include "kernels/nn/gemm.h"
 
 #include <inttypes.h>
@@ -6,12 +8,6 @@
 #include "capi/check/rows.h"
 
 #define MOST (INT64_C(1) << 59) /* elements, so that their bytes fit 64 bits */
-
-static hr_status check_flag(const char *function, const char *name, int32_t flag)
-{
-    HR_REQUIRE(flag == 0 || flag == 1, "%s: config->%s is %d, wanted 0 or 1", function, name, flag);
-    return HR_OK;
-}
 
 static hr_status check_config(const char *function, hr_gemm_config *own,
                               const hr_gemm_config *config)
@@ -24,12 +20,12 @@ static hr_status check_config(const char *function, hr_gemm_config *own,
     HR_REQUIRE(own->out_dtype == HR_F32 || own->out_dtype == own->dtype,
                "%s: config->out_dtype is %s, wanted f32 or config->dtype (%s)", function,
                hr_dtype_name(own->out_dtype), hr_dtype_name(own->dtype));
-    HR_TRY(check_flag(function, "transpose_a", own->transpose_a));
-    HR_TRY(check_flag(function, "transpose_b", own->transpose_b));
-    HR_TRY(check_flag(function, "allow_tf32", own->allow_tf32));
-    HR_TRY(check_flag(function, "allow_reduced_precision_reduction",
-                      own->allow_reduced_precision_reduction));
-    HR_TRY(check_flag(function, "deterministic", own->deterministic));
+    HR_TRY(hr_check_flag(function, "transpose_a", own->transpose_a));
+    HR_TRY(hr_check_flag(function, "transpose_b", own->transpose_b));
+    HR_TRY(hr_check_flag(function, "allow_tf32", own->allow_tf32));
+    HR_TRY(hr_check_flag(function, "allow_reduced_precision_reduction",
+                         own->allow_reduced_precision_reduction));
+    HR_TRY(hr_check_flag(function, "deterministic", own->deterministic));
     HR_REQUIRE(isfinite((float)own->alpha), "%s: config->alpha is %g, wanted a finite binary32",
                function, own->alpha);
     HR_REQUIRE(isfinite((float)own->beta), "%s: config->beta is %g, wanted a finite binary32",

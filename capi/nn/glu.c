@@ -1,3 +1,4 @@
+/* glu.c: hr_glu_forward and _backward: checks, then the kernel of the device. */
 #include "kernels/nn/glu.h"
 
 #include "capi/check/rows.h"

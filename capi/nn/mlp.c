@@ -1,3 +1,4 @@
+/* mlp.c: hr_mlp_query and hr_mlp_forward, a tile of tokens after another. */
 #include <inttypes.h>
 
 #include "capi/check/rows.h"

@@ -1,3 +1,4 @@
+/* mlp_backward.c: hr_mlp_backward: evaluates what was not kept, and adds the gradients of each tile. */
 #include "capi/check/rows.h"
 #include "capi/nn/mlp_call.h"
 

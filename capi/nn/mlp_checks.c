@@ -1,14 +1,9 @@
+/* mlp_checks.c: checks the arguments of the MLP block. */
 #include <inttypes.h>
 #include <math.h>
 
 #include "capi/check/rows.h"
 #include "capi/nn/mlp_call.h"
-
-static hr_status check_flag(const char *function, const char *name, int32_t flag)
-{
-    HR_REQUIRE(flag == 0 || flag == 1, "%s: config->%s is %d, wanted 0 or 1", function, name, flag);
-    return HR_OK;
-}
 
 hr_status mlp_check_config(const char *function, hr_mlp_config *own, const hr_mlp_config *config)
 {
@@ -38,7 +33,7 @@ hr_status mlp_check_config(const char *function, hr_mlp_config *own, const hr_ml
                  {"allow_reduced_precision_reduction", own->allow_reduced_precision_reduction},
                  {"deterministic", own->deterministic}};
     for (size_t i = 0; i < sizeof flags / sizeof flags[0]; i++)
-        HR_TRY(check_flag(function, flags[i].name, flags[i].value));
+        HR_TRY(hr_check_flag(function, flags[i].name, flags[i].value));
     HR_REQUIRE(own->eps >= 0 && isfinite((float)own->eps),
                "%s: config->eps is %g, wanted a finite binary32 of 0 or more", function, own->eps);
     HR_REQUIRE(isfinite((float)own->offset), "%s: config->offset is %g, wanted a finite binary32",

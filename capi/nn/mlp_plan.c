@@ -1,3 +1,4 @@
+/* mlp_plan.c: the tokens of a tile of the MLP block, and what lies where in its workspace. */
 #include "capi/nn/mlp_plan.h"
 
 /* A tile is large enough for the products to be worth reading and writing the gradients of the

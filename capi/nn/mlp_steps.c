@@ -1,3 +1,4 @@
+/* mlp_steps.c: the steps that both passes of the MLP block take. */
 #include "capi/nn/mlp_call.h"
 
 uint32_t mlp_kept_in(const mlp_call *call)

@@ -1,3 +1,5 @@
+/* norm.c: hr_norm_forward, _backward and the size of its workspace: checks, then the kernel of the
+ * device. */
 #include "kernels/nn/norm.h"
 
 #include <math.h>

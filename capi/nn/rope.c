@@ -1,3 +1,4 @@
+/* rope.c: hr_rope: checks, then the kernel of the device. */
 #include "kernels/nn/rope.h"
 
 #include <inttypes.h>

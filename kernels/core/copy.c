@@ -1,3 +1,4 @@
+/* copy.c: copies and adds rows on the host, on the threads that it lends. */
 #include "kernels/core/copy.h"
 
 #include <string.h>

@@ -4,9 +4,10 @@
  *
  * Everything is computed from the logarithm of the ratio of two probabilities, d = log p - log q,
  * which is exact where the logits are close. The larger of p and q is an exponential, the other is
- * that times e^-|d|, so that differences of close probabilities do not cancel. Differences of logits
- * are divided by the temperature, not the logits, so that their quotients are not rounded before they
- * are subtracted. Elements are binary32; what there is one of in a row is binary64.
+ * that times e^-|d|, so that differences of close probabilities do not cancel; nor do logarithms of a
+ * mixture in which one of them has almost no weight. Differences of logits are divided by the
+ * temperature, not the logits, so that their quotients are not rounded before they are subtracted.
+ * Elements are binary32; what there is one of in a row is binary64.
  */
 #ifndef HR_DIVERGENCE_H
 #define HR_DIVERGENCE_H
@@ -80,7 +81,9 @@ HR_INLINE float dv_exp(float less, dv_scale scale)
 typedef struct dv_row {
     float student, student_low, teacher, teacher_low; /* log-sum-exps times the temperature */
     float ratio, ratio_low;                           /* the student's less the teacher's */
-    float mean, mean_low, beta, others;               /* others: 1 - beta */
+    float mean, mean_low;
+    float lesser, greater;  /* beta and 1 - beta */
+    int student_is_greater; /* whether the greater one is the weight of the student */
     dv_scale scale;
 } dv_row;
 
@@ -106,8 +109,10 @@ HR_INLINE dv_row dv_row_of(const divergence_args *a, dv_scale scale, const float
         ratio += a->config.temperature * ((double)r.mean + (double)r.mean_low);
     r.ratio = (float)ratio;
     r.ratio_low = dv_low(ratio, r.ratio);
-    r.beta = (float)a->config.beta;
-    r.others = (float)(1.0 - a->config.beta);
+    const double beta = a->config.beta;
+    r.student_is_greater = beta <= 0.5;
+    r.lesser = (float)(r.student_is_greater ? beta : 1.0 - beta);
+    r.greater = (float)(r.student_is_greater ? 1.0 - beta : beta);
     r.scale = scale;
     return r;
 }
@@ -171,16 +176,6 @@ HR_INLINE float dv_factor(const divergence_args *a, int64_t row, int kind)
 
 /* ---- Each element ---------------------------------------------------------------------------- */
 
-/* The logarithm of 1 + w (e - 1) for e from 0 to 1: of 1 - w + w e, where that is less than 1/2 and
- * what was rounded off w would count. `less_1`: e - 1; `others`: 1 - w. */
-HR_INLINE float dv_log_mixture(float w, float others, float e, float less_1)
-{
-    const float x = w * less_1, near_1 = 1.0f + x;
-    const int far = x < -0.5f;
-    const float lost = far ? 0.0f : x - (near_1 - 1.0f);
-    return hr_log(far ? fmaf(w, e, others) : near_1) + lost;
-}
-
 /* log(p / q). The difference of the logits may be large although their distributions are close, so
  * what is rounded off it counts (Knuth's two-sum). There is no such rest of an infinite one. */
 HR_INLINE float dv_ratio(const dv_row *r, float s, float t)
@@ -201,38 +196,66 @@ HR_INLINE float dv_teacher(const dv_row *r, float t)
     return dv_exp((t - r->teacher) - r->teacher_low, r->scale);
 }
 
-/* Both probabilities, and log(p / q) with what of it log(1 / m) takes: see dv_pair_of. */
+/* Both probabilities, and their logarithms less that of the mixture m = beta q + (1 - beta) p. */
 typedef struct dv_pair {
     float p, q;           /* of the student and of the teacher */
     float less;           /* p - q */
-    float p_over, q_over; /* log(p / m) and log(q / m), where m is the mixture */
+    float p_over, q_over; /* log(p / m) and log(q / m) */
 } dv_pair;
 
-/* The mixture m = beta q + (1 - beta) p, over the larger of both, is 1 + w (e^-|d| - 1) with the
- * weight w of the other. `mixed`: whether its logarithms are wanted. Masked in both: all is 0. */
+/* The smaller of two probabilities over the larger: e = power * (1 + near_0), and e - 1. */
+typedef struct dv_quotient {
+    float e, less_1, near_0;
+    uint32_t shifted; /* see hr_exp_split */
+} dv_quotient;
+
+HR_INLINE dv_quotient dv_quotient_of(float minus_d)
+{
+    const hr_exp_parts parts = hr_exp_split(hr_at_least(minus_d, -88.0f));
+    const float power = hr_float(0x3F800000u + (parts.shifted << 23)); /* 0 from 2^-127 on */
+    const float near_0 = hr_expm1_near_0(parts.r);
+    return (dv_quotient){fmaf(power, near_0, power), fmaf(power, near_0, power - 1.0f), near_0,
+                         parts.shifted};
+}
+
+/* Sets the logarithms of a pair, of which d is log(p / q).
+ *
+ * Of p and q, let x be the one with the greater weight, and y that with the lesser weight w. Then
+ * m / x is 1 + w (y / x - 1), whose logarithm is small where w is, and not what is left of larger
+ * numbers. Where x is less than w y, though, y / x may be infinite: the logarithm is then that of
+ * m / y, which is w + (1 - w) x / y. */
+HR_INLINE void dv_set_logarithms(dv_pair *pair, const dv_row *r, float d, dv_quotient quotient)
+{
+    const int y_is_larger = (d < 0.0f) == r->student_is_greater;
+    const int over_y = y_is_larger && quotient.e < r->lesser;
+    /* e^|d| is 2^(1 - n) over a number from sqrt(2) to 2 sqrt(2). */
+    const float inverse = hr_inverse(fmaf(2.0f, quotient.near_0, 2.0f)) *
+                          hr_float(0x40000000u - (quotient.shifted << 23));
+    const float change = r->lesser * (y_is_larger ? -quotient.less_1 * inverse : quotient.less_1);
+    const float near_1 = 1.0f + change, lost = change - (near_1 - 1.0f);
+    const float log_m =
+        hr_log(over_y ? fmaf(r->greater, quotient.e, r->lesser) : near_1) + (over_y ? 0.0f : lost);
+    const int over_teacher = over_y == r->student_is_greater;
+    pair->p_over = (over_teacher ? d : 0.0f) - log_m;
+    pair->q_over = (over_teacher ? 0.0f : -d) - log_m;
+}
+
+/* `mixed`: whether the logarithms are wanted. Of a class that is masked in both, all is 0. */
 HR_INLINE dv_pair dv_pair_of(const dv_row *r, float s, float t, int mixed)
 {
     const float d = dv_ratio(r, s, t);
     const int below = d < 0.0f;
     const float larger =
         below ? (t - r->teacher) - r->teacher_low : (s - r->student) - r->student_low;
-    const float top = dv_exp(larger, r->scale), distance = below ? d : -d;
-    const hr_exp_parts parts = hr_exp_split(hr_at_least(distance, -88.0f));
-    const float power = hr_float(0x3F800000u + (parts.shifted << 23)); /* 0 from 2^-127 on */
-    const float near_0 = hr_expm1_near_0(parts.r);
-    const float e = fmaf(power, near_0, power);             /* e^-|d| */
-    const float less_1 = fmaf(power, near_0, power - 1.0f); /* e^-|d| - 1 */
-    const float other = top == 0.0f ? 0.0f : top * e;
+    const float top = dv_exp(larger, r->scale);
+    const dv_quotient quotient = dv_quotient_of(below ? d : -d);
+    const float other = top == 0.0f ? 0.0f : top * quotient.e;
     dv_pair pair;
     pair.p = below ? other : top;
     pair.q = below ? top : other;
-    pair.less = top == 0.0f ? 0.0f : top * (below ? less_1 : -less_1);
-    if (mixed) {
-        const float log_m =
-            dv_log_mixture(below ? r->others : r->beta, below ? r->beta : r->others, e, less_1);
-        pair.p_over = (below ? d : 0.0f) - log_m;
-        pair.q_over = (below ? 0.0f : -d) - log_m;
-    }
+    pair.less = top == 0.0f ? 0.0f : top * (below ? quotient.less_1 : -quotient.less_1);
+    if (mixed)
+        dv_set_logarithms(&pair, r, d, quotient);
     return pair;
 }
 

@@ -257,8 +257,8 @@ hr_status adafactor_cuda(const adafactor_args *args, const hr_exec *exec)
     adafactor_launch launch;
     const hr_weights *const weights = args->config->step.weights;
     launch.config = *args->config;
-    launch.mode = weights ? weights->mode : HR_WEIGHTS_NEAREST;
-    launch.stalled = weights ? weights->stalled : nullptr;
+    launch.mode = weights_mode_of(weights);
+    launch.stalled = weights_stalled_of(weights);
     const auto fill = [&](adafactor_record &record, int64_t k) {
         const adafactor_cut cut = adafactor_cut_cuda(&args->shapes[k]);
         record.t = adafactor_tensor_of(args, k, cut, &before, &all);

@@ -32,11 +32,7 @@ typedef struct adamw8bit_record {
     uint8_t param_dtype, grad_dtype, step_dtype;
 } adamw8bit_record;
 
-/* A tensor whose weights are not plain. */
-struct adamw8bit_mode_record : adamw8bit_record {
-    static constexpr bool plain = false;
-    weights_record weights;
-};
+using adamw8bit_mode_record = weights_mode_record<adamw8bit_record>;
 
 /* What all tensors of a launch share. */
 typedef struct adamw8bit_shared {
@@ -56,7 +52,7 @@ using adamw8bit_launch = list_launch<adamw8bit_shared, Record, number>;
 /* Whole tiles in blocks of 256, from the first to element `end`. */
 template <int rule, bool plain, int GROUP>
 static __device__ __forceinline__ void
-update_tiles(const adamw8bit_chunk &c, const adamw8bit_kind kind, adamw8bit_thread &thread,
+update_tiles(const adamw8bit_chunk &c, const adamw8bit_kind kind, weights_thread &thread,
              const step_constants &constants, const quant_tables &tables, int end)
 {
 #pragma unroll 1
@@ -70,7 +66,7 @@ update_tiles(const adamw8bit_chunk &c, const adamw8bit_kind kind, adamw8bit_thre
  * Else returns false. */
 template <int rule, bool plain>
 static __device__ __forceinline__ bool
-update_with_literals(const adamw8bit_chunk &c, const adamw8bit_kind kind, adamw8bit_thread &thread,
+update_with_literals(const adamw8bit_chunk &c, const adamw8bit_kind kind, weights_thread &thread,
                      const step_constants &constants, const quant_tables &tables, int end)
 {
     if (rule != NEAREST || kind.block_shift != 8 || kind.skip || kind.counts_stalled || kind.l2 ||
@@ -155,7 +151,7 @@ static __global__ void __launch_bounds__(THREADS, 3)
     kind.counts_stalled = args.stalled != nullptr;
     kind.l2 = rule != BNB && adamw_has_l2(constants.adamw);
     kind.slow = rule != BNB && adamw_is_slow(constants.adamw);
-    adamw8bit_thread thread = {};
+    weights_thread thread = {};
     /* Groups of 8 are one access too where types have 16 bits. */
     uintptr_t addresses = (uintptr_t)t.param | (uintptr_t)t.grad |
                           ((uintptr_t)t.exp_avg | (uintptr_t)t.exp_avg_sq) << 1;
@@ -206,8 +202,8 @@ static hr_status launch_all(const adamw8bit_args *args, const hr_exec *exec)
     const hr_adamw_config *const config = &args->config->adamw;
     adamw8bit_launch<Record, number> launch;
     launch.config = *config;
-    launch.mode = config->step.weights ? config->step.weights->mode : HR_WEIGHTS_NEAREST;
-    launch.stalled = config->step.weights ? config->step.weights->stalled : nullptr;
+    launch.mode = weights_mode_of(config->step.weights);
+    launch.stalled = weights_stalled_of(config->step.weights);
     launch.fold_on_device = step_is_on_device(&config->step, args->steps);
     if (!launch.fold_on_device)
         launch.constants = fold(config, (double)config->step.t, rule == BNB);

@@ -53,13 +53,6 @@ typedef struct adamw8bit_chunk {
     double step;
 } adamw8bit_chunk;
 
-/* What a thread needs for weights that are not plain. */
-typedef struct adamw8bit_thread {
-    const weights_record *record;
-    weights_start start;
-    uint32_t stalled; /* weights so far */
-} adamw8bit_thread;
-
 /* The moments of a thread's elements between the two passes, and the largest of each group. */
 template <int GROUP, int GROUPS> struct adamw8bit_moments {
     float values[2][GROUPS][GROUP];
@@ -105,7 +98,7 @@ static __device__ __forceinline__ void largest_of_blocks(uint32_t (&largest)[GRO
 /* The first pass over a block: new parameters, moments, and the largest of these in each group. */
 template <int rule, bool plain, int GROUP, int GROUPS>
 static __device__ __forceinline__ void
-update(const adamw8bit_chunk &c, const adamw8bit_kind kind, adamw8bit_thread &thread,
+update(const adamw8bit_chunk &c, const adamw8bit_kind kind, weights_thread &thread,
        const step_constants &constants, const quant_tables &tables, int first, bool whole,
        adamw8bit_moments<GROUP, GROUPS> &moments)
 {
@@ -253,7 +246,7 @@ codes_of(const quant_tables &tables, const float (&x)[N], const float (&y)[N],
  * access per group. */
 template <int rule, bool plain, int GROUP, int GROUPS>
 static __device__ __forceinline__ void
-update_tile(const adamw8bit_chunk &c, const adamw8bit_kind kind, adamw8bit_thread &thread,
+update_tile(const adamw8bit_chunk &c, const adamw8bit_kind kind, weights_thread &thread,
             const step_constants &constants, const quant_tables &tables, int first, bool whole)
 {
     adamw8bit_moments<GROUP, GROUPS> moments;

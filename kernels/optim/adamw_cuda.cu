@@ -32,11 +32,7 @@ typedef struct adamw_record {
     uint8_t param_dtype, grad_dtype, state_dtype, step_dtype;
 } adamw_record;
 
-/* A tensor whose weights are not plain. */
-struct adamw_mode_record : adamw_record {
-    static constexpr bool plain = false;
-    weights_record weights;
-};
+using adamw_mode_record = weights_mode_record<adamw_record>;
 
 /* What all tensors of a launch share. */
 typedef struct adamw_shared {
@@ -67,13 +63,9 @@ typedef struct adamw_chunk {
     int count;
 } adamw_chunk;
 
-/* What a thread needs for weights that are not plain. */
-typedef struct adamw_thread {
-    const weights_record *record;
-    weights_start start;
-    double step;      /* for random numbers */
-    uint32_t stalled; /* weights so far */
-} adamw_thread;
+struct adamw_thread : weights_thread {
+    double step; /* for random numbers */
+};
 
 /* ---- A tile ---------------------------------------------------------------------------------- */
 
@@ -361,8 +353,8 @@ static hr_status launch_all(const adamw_args *args, const hr_exec *exec)
     adamw_launch<Record, number> launch;
     launch.config = *config;
     launch.fold_on_device = step_is_on_device(&config->step, args->steps);
-    launch.mode = config->step.weights ? config->step.weights->mode : HR_WEIGHTS_NEAREST;
-    launch.stalled = config->step.weights ? config->step.weights->stalled : nullptr;
+    launch.mode = weights_mode_of(config->step.weights);
+    launch.stalled = weights_stalled_of(config->step.weights);
     if (!launch.fold_on_device)
         launch.constants = adamw_fold(config, (double)config->step.t);
     const auto fill_record = [=](Record &record, int64_t k) {

@@ -26,6 +26,30 @@ static inline weights_record weights_record_of(const hr_weights *w, const hr_ten
     return record;
 }
 
+/* The record of a tensor whose weights have a mode. `Record` is that of one whose weights are plain:
+ * they are rounded to nearest, and have no residuals, seeds or places. */
+template <typename Record> struct weights_mode_record : Record {
+    static constexpr bool plain = false;
+    weights_record weights;
+};
+
+static inline hr_weights_mode weights_mode_of(const hr_weights *w)
+{
+    return w ? w->mode : HR_WEIGHTS_NEAREST;
+}
+
+static inline int64_t *weights_stalled_of(const hr_weights *w)
+{
+    return w ? w->stalled : nullptr;
+}
+
+/* What a thread needs for weights that are not plain. */
+typedef struct weights_thread {
+    const weights_record *record;
+    weights_start start;
+    uint32_t stalled; /* weights so far */
+} weights_thread;
+
 /* ---- Weights in registers -------------------------------------------------------------------- */
 
 /* N weights as they lie in memory, 4 or 8. Residuals of a byte fill the first words. */

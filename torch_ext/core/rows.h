@@ -6,6 +6,8 @@
 namespace headroom
 {
 
+using torch::headeronly::ScalarType;
+
 struct Matrix {
     int64_t rows, cols;
 };
@@ -26,12 +28,8 @@ inline const Tensor &require_like(const View &of, const char *of_name, const Ten
     const View view(tensor);
     if (!view.has_sizes_of(of))
         fail(std::string(name) + " has another shape than " + of_name);
-    if (!view.is_with(of))
-        fail(std::string(name) + " is on " + view.device_name() + ", but " + of_name + " is on " +
-             of.device_name());
-    if (view.torch_dtype != of.torch_dtype)
-        fail(std::string(name) + " has dtype " + torch::headeronly::toString(tensor.scalar_type()) +
-             ", but " + of_name + " has " + torch::headeronly::toString(of.tensor.scalar_type()));
+    require_with(view, name, of, of_name);
+    require_dtype_of(view, name, of, of_name);
     return tensor;
 }
 
@@ -91,10 +89,18 @@ inline Tensor empty_rows(const View &like, const Tensor &tensor)
 }
 
 // What a call does not ask for: schemas have no optional results.
-inline Tensor nothing(const Tensor &like)
+inline Tensor nothing(const Tensor &like, std::optional<ScalarType> type = std::nullopt)
 {
     const int64_t none = 0;
-    return torch::stable::new_empty(like, {&none, 1});
+    return torch::stable::new_empty(like, {&none, 1}, type);
+}
+
+// A new tensor with an element for each row of x; without elements where it is not wanted.
+inline Tensor empty_of_rows(const View &x, bool wanted, ScalarType type = ScalarType::Float)
+{
+    if (!wanted)
+        return nothing(x.tensor, type);
+    return torch::stable::new_empty(x.tensor, {x.sizes, static_cast<size_t>(x.dim - 1)}, type);
 }
 
 inline Tensor empty_like_if(bool wanted, const View &view)
@@ -110,6 +116,14 @@ inline hr_dtype float_of(const View &view, const char *name)
              torch::headeronly::toString(view.tensor.scalar_type()) +
              ", wanted float32, bfloat16 or float16");
     return static_cast<hr_dtype>(dtype);
+}
+
+// torch's name of a type that float_of() returns.
+inline ScalarType scalar_type_of(hr_dtype dtype)
+{
+    return dtype == HR_F32    ? ScalarType::Float
+           : dtype == HR_BF16 ? ScalarType::BFloat16
+                              : ScalarType::Half;
 }
 
 inline hr_rows rows_of(const Tensor &contiguous)

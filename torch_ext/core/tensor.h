@@ -143,6 +143,24 @@ struct View {
     }
 };
 
+// Fails unless a tensor is on the device of another, which messages call `of_name`.
+inline void require_with(const View &view, const char *name, const View &of, const char *of_name)
+{
+    if (!view.is_with(of))
+        fail(std::string(name) + " is on " + view.device_name() + ", but " + of_name + " is on " +
+             of.device_name());
+}
+
+// Fails unless a tensor has the dtype of another.
+inline void require_dtype_of(const View &view, const char *name, const View &of,
+                             const char *of_name)
+{
+    if (view.torch_dtype != of.torch_dtype)
+        fail(std::string(name) + " has dtype " +
+             torch::headeronly::toString(view.tensor.scalar_type()) + ", but " + of_name + " has " +
+             torch::headeronly::toString(of.tensor.scalar_type()));
+}
+
 // The device of `like` and its current stream, for a call. Must outlive the call, because it keeps
 // the device current.
 struct Exec {
@@ -180,9 +198,7 @@ inline const float *scalar_of(const OptionalTensor &tensor, const View &like, co
     if (!tensor)
         return nullptr;
     const View view(*tensor);
-    if (!view.is_with(like))
-        fail(std::string(name) + " is on " + view.device_name() + ", but the list is on " +
-             like.device_name());
+    require_with(view, name, like, "the list");
     if (view.numel() != 1 || dtype_of(view.torch_dtype) != HR_F32)
         fail(std::string(name) + " must be a float32 tensor of one element");
     require_memory(view, name);

@@ -1,6 +1,6 @@
 // unscale_norm.cpp: registers headroom::unscale_norm_ and headroom::grad_norm, which does not
 // change the gradients; and for each the fast path that takes a table of addresses (describe.cpp).
-#include "torch_ext/core/layout.h"
+#include "torch_ext/core/members.h"
 
 namespace
 {
@@ -67,9 +67,7 @@ void run(const Tensors &grads, const Options &options)
     list.reserve(grads.size());
     for (size_t k = 0; k < grads.size(); k++) {
         const View grad(grads[k]);
-        if (!grad.is_with(like))
-            fail(entry("grads", k) + " is on " + grad.device_name() + ", but grads[0] is on " +
-                 like.device_name());
+        check_device(grad, like, "grads", k, "grads");
         std::optional<Layout> layout;
         if (!grad.is_contiguous())
             layout.emplace(grad, "grads", k, !options.write);

@@ -10,6 +10,7 @@ namespace
 {
 
 using namespace headroom;
+
 // Logits, their targets and the weights of classes.
 class Loss : public LossRows
 {

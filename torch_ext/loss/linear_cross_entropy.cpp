@@ -11,6 +11,7 @@ namespace
 {
 
 using namespace headroom;
+
 // Bits of `results`, and of `options`.
 enum { LSE = 1, LSE_LOW = 2, TARGET_LOGIT = 4, WEIGHTED = 8, LARGEST = 16, ENTROPY = 32 };
 enum { ARGMAX = 64, RANK = 128 };
@@ -91,11 +92,9 @@ class Layer : public LossRows
     // A new tensor for a gradient, or one without elements.
     Tensor gradient(const int64_t *sizes, size_t dim, bool wanted) const
     {
-        const int64_t none = 0;
-        const ScalarType type =
-            config.grad_dtype == HR_BF16 ? ScalarType::BFloat16 : ScalarType::Float;
+        const ScalarType type = scalar_type_of(config.grad_dtype);
         return wanted ? torch::stable::new_empty(in.tensor, {sizes, dim}, type)
-                      : torch::stable::new_empty(in.tensor, {&none, 1}, type);
+                      : nothing(in.tensor, type);
     }
 
     // Workspace for the gradients that are wanted.
@@ -114,13 +113,8 @@ class Layer : public LossRows
   private:
     void require_same(const View &view, const char *name) const
     {
-        if (!view.is_with(in))
-            fail(std::string(name) + " is on " + view.device_name() + ", but hidden is on " +
-                 in.device_name());
-        if (view.torch_dtype != in.torch_dtype)
-            fail(std::string(name) + " has dtype " +
-                 torch::headeronly::toString(view.tensor.scalar_type()) + ", but hidden has " +
-                 torch::headeronly::toString(in.tensor.scalar_type()));
+        require_with(view, name, in, "hidden");
+        require_dtype_of(view, name, in, "hidden");
     }
 
     std::deque<RowsIn> matrices_;

@@ -9,8 +9,6 @@
 namespace headroom
 {
 
-using torch::headeronly::ScalarType;
-
 // The numbers of torch.nn.functional's reductions, and one of ours.
 enum Reduction { NONE = 0, MEAN = 1, SUM = 2, MEAN_OR_ZERO = 3 };
 
@@ -59,11 +57,7 @@ class LossRows
     // A new tensor with an element for each row; without elements where it is not wanted.
     Tensor of_rows(bool wanted, ScalarType type = ScalarType::Float) const
     {
-        const int64_t none = 0;
-        if (!wanted)
-            return torch::stable::new_empty(in.tensor, {&none, 1}, type);
-        return torch::stable::new_empty(in.tensor, {in.sizes, static_cast<size_t>(in.dim - 1)},
-                                        type);
+        return empty_of_rows(in, wanted, type);
     }
 
     // The address of a tensor's elements, one after another, while this object lives.
@@ -97,9 +91,7 @@ class LossRows
                  ", wanted int64 or int32: the number of a class per row");
         if (!has_rows(view))
             fail("target must have the shape of " + name + " without the last dimension" + hint);
-        if (!view.is_with(in))
-            fail("target is on " + view.device_name() + ", but " + name + " is on " +
-                 in.device_name());
+        require_with(view, "target", in, name.c_str());
         *bytes = is_int32 ? 4 : 8;
         return dense(tensor, "target");
     }

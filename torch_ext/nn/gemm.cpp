@@ -122,12 +122,8 @@ struct Product {
     {
         const View other(right.tensor);
         config.dtype = float_of(like, "a");
-        if (like.torch_dtype != other.torch_dtype)
-            fail(std::string("b has dtype ") +
-                 torch::headeronly::toString(other.tensor.scalar_type()) + ", but a has " +
-                 torch::headeronly::toString(like.tensor.scalar_type()));
-        if (!like.is_with(other))
-            fail("b is on " + other.device_name() + ", but a is on " + like.device_name());
+        require_dtype_of(other, "b", like, "a");
+        require_with(other, "b", like, "a");
         if (like.dim != other.dim || left.batch != right.batch || left.cols != right.rows)
             fail("a and b do not fit: op(a) is " + std::to_string(left.batch) + " x " +
                  sizes_of(left) + ", op(b) is " + std::to_string(right.batch) + " x " +
@@ -183,7 +179,6 @@ Tensor gemm(const Tensor &a, const Tensor &b, const OptionalTensor &c, const Opt
     Product product(a, b, transpose_a, transpose_b, alpha, precision);
     const int64_t sizes[] = {product.left.batch, product.m, product.n};
     const size_t skipped = product.like.dim == 2;
-    using torch::headeronly::ScalarType;
     Tensor out = torch::stable::new_empty(product.left.tensor, {sizes + skipped, 3 - skipped},
                                           float32_out ? ScalarType::Float
                                                       : product.left.tensor.scalar_type());
@@ -213,8 +208,7 @@ void gemm_(const Tensor &c, const Tensor &a, const Tensor &b, const OptionalTens
     if (product.like.dim != 2 || to.dim != 2 || to.sizes[0] != m || to.sizes[1] != n)
         fail("c must be a matrix [" + std::to_string(m) + ", " + std::to_string(n) +
              "], the product of two");
-    if (!to.is_with(product.like))
-        fail("c is on " + to.device_name() + ", but a is on " + product.like.device_name());
+    require_with(to, "c", product.like, "a");
     if (to.torch_dtype != product.like.torch_dtype && to.torch_dtype != aoti_torch_dtype_float32())
         fail(std::string("c has dtype ") + torch::headeronly::toString(c.scalar_type()) +
              ", wanted float32 or that of a");

@@ -11,7 +11,6 @@ namespace
 {
 
 using namespace headroom;
-using torch::headeronly::ScalarType;
 
 // Weights as they are given: a tensor may be absent.
 struct Weights {
@@ -249,10 +248,7 @@ Gradients mlp_block_backward(const Tensor &dy, const OptionalTensor &x,
     const Tensor dx = empty_like_if(want_dx, block.rows);
     const auto vector = [&](int which, int64_t size, void *&address, hr_dtype dtype) {
         const int64_t count = gradients & which ? size : 0;
-        const ScalarType type = dtype == HR_F32    ? ScalarType::Float
-                                : dtype == HR_BF16 ? ScalarType::BFloat16
-                                                   : ScalarType::Half;
-        Tensor tensor = torch::stable::new_empty(dy, {&count, 1}, type);
+        Tensor tensor = torch::stable::new_empty(dy, {&count, 1}, scalar_type_of(dtype));
         address = count ? data_of(tensor) : nullptr;
         return tensor;
     };

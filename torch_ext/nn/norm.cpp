@@ -11,16 +11,6 @@ namespace
 
 using namespace headroom;
 
-// The statistics of rows: f32, in the shape of x without its last dimension.
-Tensor statistics(const View &x, bool wanted)
-{
-    const int64_t none = 0;
-    const auto type = torch::headeronly::ScalarType::Float;
-    if (!wanted)
-        return torch::stable::new_empty(x.tensor, {&none, 1}, type);
-    return torch::stable::new_empty(x.tensor, {x.sizes, static_cast<size_t>(x.dim - 1)}, type);
-}
-
 // x, and the weights that multiply its rows.
 class Norm
 {
@@ -34,22 +24,6 @@ class Norm
         config.weight_dtype = config.dtype;
         this->weight = vector(weight, "weight", nullptr);
         this->bias = vector(bias, "bias", weight ? &*weight : nullptr);
-    }
-
-    // A tensor that belongs to each element of x.
-    const Tensor &like_x(const Tensor &tensor, const char *name) const
-    {
-        const View view(tensor);
-        if (!view.has_sizes_of(x))
-            fail(std::string(name) + " has another shape than x");
-        if (!view.is_with(x))
-            fail(std::string(name) + " is on " + view.device_name() + ", but x is on " +
-                 x.device_name());
-        if (view.torch_dtype != x.torch_dtype)
-            fail(std::string(name) + " has dtype " +
-                 torch::headeronly::toString(tensor.scalar_type()) + ", but x has " +
-                 torch::headeronly::toString(x.tensor.scalar_type()));
-        return tensor;
     }
 
     const float *of_rows(const Tensor &tensor, const char *name) const
@@ -99,10 +73,10 @@ Forward forward(Norm &norm, const OptionalTensor &residual)
     const RowsIn in(x.tensor, "x");
     std::optional<RowsIn> added;
     if (residual)
-        added.emplace(norm.like_x(*residual, "residual"), "residual");
+        added.emplace(require_like(x, "x", *residual, "residual"), "residual");
     const bool layer = norm.config.kind == HR_NORM_LAYER;
     Tensor y = empty_rows(x, x.tensor), sum = empty_like_if(residual.has_value(), x);
-    Tensor mean = statistics(x, layer), rstd = statistics(x, true);
+    Tensor mean = empty_of_rows(x, layer), rstd = empty_of_rows(x, true);
     const hr_rows y_rows = rows_of(y), sum_rows = rows_of(sum);
     check(hr_norm_forward(&y_rows, added ? &sum_rows : nullptr,
                           layer ? static_cast<float *>(mean.mutable_data_ptr()) : nullptr,
@@ -121,20 +95,16 @@ Forward backward(Norm &norm, const Tensor &dy, const OptionalTensor &dsum, const
                  const Tensor &rstd, const Wanted &wanted)
 {
     const View &x = norm.x;
-    const RowsIn in(x.tensor, "x"), dy_in(norm.like_x(dy, "dy"), "dy");
+    const RowsIn in(x.tensor, "x"), dy_in(require_like(x, "x", dy, "dy"), "dy");
     std::optional<RowsIn> dsum_in;
     if (dsum)
-        dsum_in.emplace(norm.like_x(*dsum, "dsum"), "dsum");
+        dsum_in.emplace(require_like(x, "x", *dsum, "dsum"), "dsum");
     Tensor dx = empty_like_if(wanted.dx, x), y = empty_like_if(wanted.y, x);
     const auto vector = [&](bool is_wanted) {
         if (!is_wanted)
             return nothing(x.tensor);
-        using torch::headeronly::ScalarType;
-        const hr_dtype dtype = norm.config.weight_dtype;
         return torch::stable::new_empty(x.tensor, {&norm.matrix.cols, 1},
-                                        dtype == HR_F32    ? ScalarType::Float
-                                        : dtype == HR_BF16 ? ScalarType::BFloat16
-                                                           : ScalarType::Half);
+                                        scalar_type_of(norm.config.weight_dtype));
     };
     Tensor dweight = vector(wanted.dweight), dbias = vector(wanted.dbias);
     Tensor workspace;

@@ -76,18 +76,11 @@ class Heads
     bool token_major_;
 };
 
-void require_with(const View &view, const View &q, const char *name)
-{
-    if (!view.is_with(q))
-        fail(std::string(name) + " is on " + view.device_name() + ", but q is on " +
-             q.device_name());
-}
-
 // position_ids as the C interface wants them; the tensor keeps a copy alive.
 hr_rows positions_of(Tensor &ids, const View &q, int64_t batch, int64_t tokens)
 {
     const View given(ids);
-    require_with(given, q, "position_ids");
+    require_with(given, "position_ids", q, "q");
     const bool fits = given.dim >= 1 && given.dim <= 2 && given.sizes[given.dim - 1] == tokens &&
                       (given.dim == 1 || given.sizes[0] == 1 || given.sizes[0] == batch);
     if (given.torch_dtype != aoti_torch_dtype_int64() || !fits)
@@ -122,10 +115,8 @@ std::tuple<Tensor, Tensor> rope(const Tensor &q, const OptionalTensor &k, const 
     std::optional<Heads> keys;
     if (k) {
         const View view(*k);
-        require_with(view, like, "k");
-        if (view.torch_dtype != like.torch_dtype)
-            fail(std::string("k has dtype ") + torch::headeronly::toString(k->scalar_type()) +
-                 ", but q has " + torch::headeronly::toString(q.scalar_type()));
+        require_with(view, "k", like, "q");
+        require_dtype_of(view, "k", like, "q");
         keys.emplace(*k, "k", token_major);
         if (view.dim != like.dim || keys->batch != queries.batch ||
             keys->tokens != queries.tokens || keys->dim != queries.dim)
@@ -133,8 +124,8 @@ std::tuple<Tensor, Tensor> rope(const Tensor &q, const OptionalTensor &k, const 
                  list_of_sizes(like) + ", in more than the heads");
     }
     const View table(cos), sines(sin);
-    require_with(table, like, "cos");
-    require_with(sines, like, "sin");
+    require_with(table, "cos", like, "q");
+    require_with(sines, "sin", like, "q");
     config.table_dtype = float_of(table, "cos");
     if (!sines.has_sizes_of(table) || sines.torch_dtype != table.torch_dtype)
         fail("sin has another shape or dtype than cos");

@@ -50,8 +50,7 @@ Tensor dequantize_blocks(const Tensor &codes, const Tensor &absmax, bool is_sign
     const hr_quantize_config config = config_of(is_signed, block_size);
     const NoGrad no_grad;
     const View view(codes), scales(absmax);
-    if (!scales.is_with(view))
-        fail("absmax is on " + scales.device_name() + ", but codes is on " + view.device_name());
+    require_with(scales, "absmax", view, "codes");
     if (!scales.is_contiguous())
         fail("absmax must be contiguous");
     const Layout layout(view, "codes", 0, true);

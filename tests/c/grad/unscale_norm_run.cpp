@@ -184,12 +184,11 @@ void expect_exact(Backend &backend, const NormCase &c)
 
 std::ostream &operator<<(std::ostream &out, const NormCase &c)
 {
-    const char *const names[] = {"f32", "bf16", "f16"};
     out << c.numel.size() << " tensors";
     for (size_t k = 0; k < std::min(c.numel.size(), size_t(4)); k++)
         out << (k ? ", " : " of ") << c.numel[k];
     for (const hr_dtype type : c.types)
-        out << " " << names[type];
+        out << " " << name_of(type);
     out << ", p " << c.p << ", shift " << c.shift << (c.write ? ", write" : "");
     out << (c.grad_scale ? ", grad_scale" : "") << (c.clip_coef ? ", clip_coef" : "");
     return out;

@@ -92,11 +92,16 @@ std::vector<uint8_t> Buffer::content() const
     return {bytes.begin() + before_, bytes.end() - after_};
 }
 
+void Buffer::put(const std::vector<uint8_t> &content) const
+{
+    ASSERT_EQ(content.size(), bytes_);
+    if (bytes_ > 0)
+        backend_->upload(data(), content.data(), bytes_);
+}
+
 void Buffer::take(const Buffer &other) const
 {
-    ASSERT_EQ(other.bytes_, bytes_);
-    if (bytes_ > 0)
-        backend_->upload(data(), other.content().data(), bytes_);
+    put(other.content());
 }
 
 bool Buffer::intact() const

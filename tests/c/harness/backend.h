@@ -52,8 +52,9 @@ class Buffer
 
     void *data() const;
     std::vector<uint8_t> content() const;
-    void take(const Buffer &other) const; // its content, from whatever backend
-    bool intact() const;                  // the guards
+    void put(const std::vector<uint8_t> &content) const; // in place of what is there
+    void take(const Buffer &other) const;                // its content, from whatever backend
+    bool intact() const;                                 // the guards
 
   private:
     std::vector<uint8_t> all() const;

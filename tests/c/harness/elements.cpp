@@ -65,6 +65,12 @@ size_t bytes_of(hr_dtype dtype)
     return dtype == HR_F64 ? 8 : dtype == HR_F32 ? 4 : dtype == HR_U8 ? 1 : 2;
 }
 
+const char *name_of(hr_dtype dtype)
+{
+    const char *const names[] = {"f32", "bf16", "f16", "u8", "i8", "i16", "f64"};
+    return names[dtype];
+}
+
 double epsilon_of(hr_dtype dtype)
 {
     return dtype == HR_F32 ? std::ldexp(1, -23) : std::ldexp(1, -format_of(dtype).mantissa);

@@ -7,7 +7,8 @@
 #include "capi/headroom.h"
 
 size_t bytes_of(hr_dtype dtype);
-double epsilon_of(hr_dtype dtype); // distance from 1 to the next number
+const char *name_of(hr_dtype dtype); // such as "f32"
+double epsilon_of(hr_dtype dtype);   // distance from 1 to the next number
 
 double decode(const uint8_t *bytes, hr_dtype dtype);
 void encode(double value, uint8_t *bytes, hr_dtype dtype); // to nearest even

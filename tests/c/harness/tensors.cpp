@@ -23,6 +23,11 @@ std::vector<double> Tensors::values(size_t tensor) const
     return decode(buffers[tensor].content(), dtype[tensor]);
 }
 
+void Tensors::put(size_t tensor, const std::vector<double> &values) const
+{
+    buffers[tensor].put(encode(values, dtype[tensor]));
+}
+
 std::vector<Tensors *> given_lists(std::deque<Tensors> &all)
 {
     std::vector<Tensors *> given;
@@ -101,12 +106,11 @@ std::vector<hr_dtype> float_types()
 
 std::string words_of(const std::vector<hr_dtype> &types)
 {
-    const char *const names[] = {"f32", "bf16", "f16", "u8", "i8", "i16", "f64"};
     std::string words;
     for (size_t i = 0; i < types.size(); i++)
         words += (i == 0                 ? ""
                   : i + 1 < types.size() ? ", "
                                          : " or ") +
-                 std::string(names[types[i]]);
+                 std::string(name_of(types[i]));
     return words;
 }

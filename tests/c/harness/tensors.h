@@ -20,6 +20,7 @@ class Tensors
     Tensors(const Tensors &) = delete;
 
     std::vector<double> values(size_t tensor) const; // as they are now
+    void put(size_t tensor, const std::vector<double> &values) const;
 
     // The argument, for a test to spoil.
     std::vector<void *> data;

@@ -35,9 +35,7 @@ CrossEntropyRun::CrossEntropyRun(Backend &on, const CrossEntropyCase &c)
     config.softcap = c.softcap;
     config.z_loss = c.z_loss;
     logits_rows = {logits.data[0], c.classes + c.gap};
-    grad_rows = {grad.data[0], c.classes + c.gap};
-    if (c.in_place)
-        grad_rows = {logits.data[0], logits_rows.stride * (c.grad_dtype == c.dtype ? 1 : 2)};
+    grad_rows = gradient_rows(c, logits_rows, grad);
 }
 
 hr_status CrossEntropyRun::forward() const
@@ -101,13 +99,18 @@ void CrossEntropyRun::set_target(int64_t row, int64_t value)
     put_target(backend, targets[0], row, value, shape.int32);
 }
 
+std::vector<double> CrossEntropyRun::gradients() const
+{
+    const Tensors &where = shape.in_place ? logits : grad;
+    return decode(where.buffers[0].content(), shape.grad_dtype);
+}
+
 std::ostream &operator<<(std::ostream &out, const CrossEntropyCase &c)
 {
-    const char *const names[] = {"f32", "bf16", "f16"};
     return out << c.rows << " x " << c.classes << ", gap " << c.gap << ", shift " << c.shift << ", "
-               << names[c.dtype] << " to " << names[c.grad_dtype] << (c.weight ? ", weights" : "")
-               << (c.per_row ? ", gradients per row" : "") << (c.in_place ? ", in place" : "")
-               << ", smoothing " << c.smoothing << ", softcap " << c.softcap << ", z-loss "
-               << c.z_loss << ", reduction " << c.reduction << ", size " << c.size
-               << (c.special ? ", special values" : "");
+               << name_of(c.dtype) << " to " << name_of(c.grad_dtype)
+               << (c.weight ? ", weights" : "") << (c.per_row ? ", gradients per row" : "")
+               << (c.in_place ? ", in place" : "") << ", smoothing " << c.smoothing << ", softcap "
+               << c.softcap << ", z-loss " << c.z_loss << ", reduction " << c.reduction << ", size "
+               << c.size << (c.special ? ", special values" : "");
 }

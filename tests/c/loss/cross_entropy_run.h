@@ -29,6 +29,7 @@ class CrossEntropyRun
     std::vector<uint8_t> image() const;
     bool whole() const;
     int64_t target_of(int64_t row) const;
+    std::vector<double> gradients() const; // which may lie over the logits in a narrower type
     // Puts another target into the row.
     void set_target(int64_t row, int64_t target);
 

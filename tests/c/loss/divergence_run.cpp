@@ -41,9 +41,7 @@ DivergenceRun::DivergenceRun(Backend &on, const DivergenceCase &c)
     config.temperature = c.temperature;
     student_rows = {student.data[0], c.classes + c.gap};
     teacher_rows = {teacher.data[0], c.classes + c.gap};
-    grad_rows = {grad.data[0], c.classes + c.gap};
-    if (c.in_place)
-        grad_rows = {student.data[0], student_rows.stride * (c.grad_dtype == c.dtype ? 1 : 2)};
+    grad_rows = gradient_rows(c, student_rows, grad);
 }
 
 hr_status DivergenceRun::forward() const
@@ -84,11 +82,16 @@ bool DivergenceRun::is_ignored(int64_t row) const
     return shape.ignored && row % shape.ignored == shape.ignored - 1;
 }
 
+std::vector<double> DivergenceRun::gradients() const
+{
+    const Tensors &where = shape.in_place ? student : grad;
+    return decode(where.buffers[0].content(), shape.grad_dtype);
+}
+
 std::ostream &operator<<(std::ostream &out, const DivergenceCase &c)
 {
-    const char *const names[] = {"f32", "bf16", "f16"};
     return out << c.rows << " x " << c.classes << ", gap " << c.gap << ", shifts " << c.shift << " "
-               << c.teacher_shift << ", " << names[c.dtype] << " to " << names[c.grad_dtype]
+               << c.teacher_shift << ", " << name_of(c.dtype) << " to " << name_of(c.grad_dtype)
                << ", beta " << c.beta << ", temperature " << c.temperature
                << (c.per_row ? ", gradients per row" : "") << (c.in_place ? ", in place" : "")
                << ", size " << c.size << ", distance " << c.distance

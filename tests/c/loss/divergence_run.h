@@ -27,6 +27,7 @@ class DivergenceRun
     std::vector<uint8_t> image() const;
     bool whole() const;
     bool is_ignored(int64_t row) const;
+    std::vector<double> gradients() const; // which may lie over the logits in a narrower type
 
     Backend &backend;
     DivergenceCase shape;

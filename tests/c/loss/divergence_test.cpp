@@ -11,15 +11,11 @@ ON_EVERY_BACKEND(Divergence);
 namespace
 {
 
-constexpr double kUnit = 0x1p-24; // half an ulp at 1, in binary32
-
 std::vector<DivergenceCase> cases()
 {
     std::vector<DivergenceCase> all;
-    const int64_t shapes[][2] = {{1, 1},   {7, 2},    {9, 7},    {6, 64},
-                                 {3, 520}, {5, 1031}, {3, 2056}, {2, 5001}};
     int k = 0;
-    for (const auto &[rows, classes] : shapes)
+    for (const auto &[rows, classes] : kShapes)
         for (const hr_dtype dtype : {HR_F32, HR_BF16, HR_F16})
             for (const double beta : {0.0, 1.0, 0.5, 0.9}) {
                 DivergenceCase c;
@@ -43,23 +39,17 @@ std::vector<DivergenceCase> cases()
     return all;
 }
 
-// What a run has left as a gradient, which may lie over the logits in a narrower type.
-std::vector<double> gradients_of(const DivergenceRun &run)
-{
-    const Tensors &where = run.shape.in_place ? run.student : run.grad;
-    return decode(where.buffers[0].content(), run.shape.grad_dtype);
-}
-
 // Of one row, by the formulas.
 struct Exact {
     double loss = 0, size = 1;           // size: of what is added up
     std::vector<double> gradient, error; // error: in units of the last place of 1
+    std::vector<double> p, q;            // logarithms of the probabilities
 
     Exact(const DivergenceRun &run, const std::vector<double> &student,
           const std::vector<double> &teacher, int64_t row)
     {
         const DivergenceCase &c = run.shape;
-        const std::vector<double> p = logarithms(c, student, row), q = logarithms(c, teacher, row);
+        p = logarithms(c, student, row), q = logarithms(c, teacher, row);
         const double b = c.beta;
         double mean = 0;
         std::vector<double> over(p.size());
@@ -118,10 +108,9 @@ TEST_P(Divergence, FollowsTheFormulas)
         ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
         EXPECT_TRUE(run.whole()) << c;
         const std::vector<double> loss = run.loss.values(0), dloss = run.dloss.values(0);
-        const std::vector<double> got = gradients_of(run);
+        const std::vector<double> got = run.gradients();
         const double unit = epsilon_of(c.grad_dtype) / 2;
-        const double tiny =
-            c.grad_dtype == HR_F16 ? 0x1p-25 : 0x1p-125; // or it is that small, and 0
+        const double tiny = tiny_of(c.grad_dtype);
         for (int64_t i = 0; i < c.rows; i++) {
             const int64_t first = i * run.grad_rows.stride;
             if (run.is_ignored(i)) {
@@ -144,6 +133,45 @@ TEST_P(Divergence, FollowsTheFormulas)
     }
 }
 
+// The loss and its gradient are there as small as the lesser weight, and so are their errors.
+TEST_P(Divergence, NearTheEndsOfBeta)
+{
+    for (const double least : {1e-6, 1e-3})
+        for (const double beta : {least, 1 - least})
+            for (const auto &[distance, temperature] :
+                 {std::pair{0.01, 1.0}, {4.0, 1.0}, {4.0, 0.1}}) {
+                DivergenceCase c;
+                c.rows = 6, c.classes = 300, c.ignored = 0, c.beta = beta;
+                c.distance = distance, c.temperature = temperature;
+                const DivergenceRun run(*backend, c);
+                ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
+                const std::vector<double> loss = run.loss.values(0), got = run.gradients();
+                const double unit = least * kUnit, dloss = run.dloss.values(0)[0];
+                for (int64_t i = 0; i < c.rows; i++) {
+                    const Exact row(run, run.student.values(0), run.teacher.values(0), i);
+                    const size_t classes = row.p.size();
+                    double size = 1;
+                    std::vector<double> larger, ratio;
+                    for (size_t j = 0; j < classes; j++) {
+                        larger.push_back(std::fmax(row.p[j], row.q[j]));
+                        ratio.push_back(std::fabs(row.p[j] - row.q[j]));
+                        size += std::exp(larger[j]) * ratio[j];
+                    }
+                    EXPECT_NEAR(loss[size_t(i)], row.loss,
+                                (size * 2 + 4) * unit + std::fabs(row.loss) * kUnit)
+                        << c << ", row " << i;
+                    for (size_t j = 0; j < classes; j++)
+                        EXPECT_NEAR(
+                            got[size_t(i) * classes + j], row.gradient[j] * dloss,
+                            (std::exp(larger[j]) * 4 * (size + ratio[j]) * unit / temperature +
+                             std::fabs(row.gradient[j]) * (4 - 2 * larger[j]) * kUnit) *
+                                    dloss +
+                                0x1p-125)
+                            << c << ", row " << i << ", class " << j;
+                }
+            }
+}
+
 // A divergence has no sign, and is 0 where the two are the same, wherever the logits are.
 TEST_P(Divergence, OfADistributionFromItselfIsZero)
 {
@@ -156,7 +184,7 @@ TEST_P(Divergence, OfADistributionFromItselfIsZero)
         ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
         for (const double loss : run.loss.values(0))
             EXPECT_EQ(loss, 0) << c;
-        for (const double dz : gradients_of(run))
+        for (const double dz : run.gradients())
             EXPECT_EQ(dz, 0) << c;
     }
 }
@@ -177,20 +205,16 @@ TEST_P(Divergence, CloseRowsFarFromZero)
         c.beta = beta, c.temperature = temperature;
         DivergenceRun run(*backend, c);
         const double step = 0x1p-9;
-        const auto put = [&](const Tensors &where, double a, double b) {
-            const std::vector<uint8_t> bytes = encode({a, b}, HR_F32);
-            run.backend.upload(where.data[0], bytes.data(), bytes.size());
-        };
-        put(run.student, 60 + step, 60);
-        put(run.teacher, 52, 52);
+        run.student.put(0, {60 + step, 60});
+        run.teacher.put(0, {52, 52});
         ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
         // p is 1/2 + small / 4, up to small^3, and q is 1/2.
         const double small = step / temperature;
         const double share = beta > 0 && beta < 1 ? beta * (1 - beta) : 1;
         EXPECT_NEAR(run.loss.values(0)[0], share * small * small / 8, 2 * kUnit);
         const double wanted = share * small / 4 / temperature * run.dloss.values(0)[0];
-        EXPECT_NEAR(gradients_of(run)[0], wanted, 4 * kUnit);
-        EXPECT_NEAR(gradients_of(run)[1], -wanted, 4 * kUnit);
+        EXPECT_NEAR(run.gradients()[0], wanted, 4 * kUnit);
+        EXPECT_NEAR(run.gradients()[1], -wanted, 4 * kUnit);
     }
 }
 
@@ -212,13 +236,10 @@ TEST_P(Divergence, RowsWithInfinitiesAndNans)
             for (int64_t j = 0; j < classes; j++)
                 at(student, 5, j) = -INFINITY;
             at(student, 6, 0) = 300, at(teacher, 6, 1) = 300; // certain, of different classes
-            for (const auto &[values, where] :
-                 {std::pair{&student, &run.student}, {&teacher, &run.teacher}}) {
-                const std::vector<uint8_t> bytes = encode(*values, HR_F32);
-                run.backend.upload(where->data[0], bytes.data(), bytes.size());
-            }
+            run.student.put(0, student);
+            run.teacher.put(0, teacher);
             ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
-            const std::vector<double> loss = run.loss.values(0), grad = gradients_of(run);
+            const std::vector<double> loss = run.loss.values(0), grad = run.gradients();
             EXPECT_EQ(loss[0], 0) << c;
             for (int64_t j = 0; j < classes; j++)
                 EXPECT_EQ(grad[size_t(j)], 0) << c << ", class " << j;
@@ -245,24 +266,8 @@ TEST_P(Divergence, RowsWithInfinitiesAndNans)
 // Over the student's logits and apart, the same bits.
 TEST_P(Divergence, TheGradientMayTakeThePlaceOfTheLogits)
 {
-    for (const auto &[dtype, grad_dtype] :
-         {std::pair{HR_F32, HR_F32}, {HR_BF16, HR_BF16}, {HR_F32, HR_BF16}, {HR_F32, HR_F16}})
-        for (const int64_t classes : {37, 1030, 2600}) {
-            DivergenceCase c;
-            c.rows = 4, c.classes = classes, c.dtype = dtype, c.grad_dtype = grad_dtype;
-            c.gap = 24 - classes % 8, c.beta = classes == 1030 ? 0.5 : 0;
-            DivergenceCase over = c;
-            over.in_place = true;
-            const DivergenceRun apart(*backend, c), inside(*backend, over);
-            ASSERT_EQ(apart.call(), HR_OK) << hr_last_error();
-            ASSERT_EQ(inside.call(), HR_OK) << hr_last_error();
-            const std::vector<double> one = gradients_of(apart), other = gradients_of(inside);
-            for (int64_t i = 0; i < c.rows; i++)
-                for (int64_t j = 0; j < classes; j++)
-                    ASSERT_EQ(one[size_t(i * apart.grad_rows.stride + j)],
-                              other[size_t(i * inside.grad_rows.stride + j)])
-                        << over << ", row " << i << ", class " << j;
-        }
+    expect_gradient_over_logits<DivergenceRun>(
+        *backend, [](auto &c) { c.beta = c.classes == 1030 ? 0.5 : 0; });
 }
 
 // The loss alone has the same bits.
@@ -301,52 +306,4 @@ TEST(DivergenceBits, RepeatOnCudaAndInACapture)
         some.push_back(cases()[k]);
     expect_repeats_on_cuda<DivergenceRun>(some);
     expect_capturable<DivergenceRun>(some);
-}
-
-namespace
-{
-
-template <class Run> BadInputs<Run> bad_everywhere()
-{
-    return joined<Run>(
-        {bad_config_or_exec<Run>(),
-         bad_numbers<Run>("config->beta is", [](Run &r) -> double & { return r.config.beta; },
-                          {-0.1, 1.1, 1e-7, 1 - 1e-7, NAN}),
-         bad_numbers<Run>("config->temperature is",
-                          [](Run &r) -> double & { return r.config.temperature; },
-                          {0, -1, 1e-7, 1e7, INFINITY, NAN}),
-         bad_sizes_or_dtypes<Run>(),
-         {{"student is NULL", [](Run &r) { r.student_argument = nullptr; }},
-          {"student->data is NULL", [](Run &r) { r.student_rows.data = nullptr; }},
-          {"student->stride is 6, wanted", [](Run &r) { r.student_rows.stride = 6; }},
-          {"teacher is NULL", [](Run &r) { r.teacher_argument = nullptr; }},
-          {"teacher->data is at .* not a multiple of 4",
-           [](Run &r) { r.teacher_rows.data = moved(r.teacher_rows.data, 2); }},
-          {"teacher->stride is .*, wanted at most 2\\^59",
-           [](Run &r) { r.teacher_rows.stride = INT64_MAX / 2; }}}});
-}
-
-} // namespace
-
-TEST_P(Divergence, BadInputs)
-{
-    const DivergenceCase c;
-    using Forward = RunOf<DivergenceRun, &DivergenceRun::forward>;
-    expect_all_refused<Forward>(
-        *backend, c,
-        joined<Forward>({bad_everywhere<Forward>(),
-                         {null_of<Forward>("loss", &DivergenceRun::loss),
-                          odd<Forward>("loss", &DivergenceRun::loss),
-                          odd<Forward>("statistics", &DivergenceRun::statistics)}}));
-    using Backward = RunOf<DivergenceRun, &DivergenceRun::backward>;
-    expect_all_refused<Backward>(
-        *backend, c,
-        joined<Backward>({bad_everywhere<Backward>(),
-                          bad_gradients<Backward>("student", &DivergenceRun::student_rows),
-                          {null_of<Backward>("statistics", &DivergenceRun::statistics),
-                           odd<Backward>("statistics", &DivergenceRun::statistics)}}));
-    Forward forward(*backend, c);
-    expect_no_such_device(forward);
-    Backward backward(*backend, c);
-    expect_no_such_device(backward);
 }

@@ -147,9 +147,8 @@ std::vector<int64_t> LinearCrossEntropyRun::integers(const Buffer &buffer) const
 
 std::ostream &operator<<(std::ostream &out, const LinearCrossEntropyCase &c)
 {
-    const char *const names[] = {"f32", "bf16", "f16"};
     return out << c.rows << " x " << c.features << " x " << c.classes << ", gap " << c.gap << ", "
-               << names[c.dtype] << " to " << names[c.grad_dtype] << ", mode " << c.mode
+               << name_of(c.dtype) << " to " << name_of(c.grad_dtype) << ", mode " << c.mode
                << ", limit " << c.limit << (c.bias ? ", bias" : "")
                << (c.class_weight ? ", class weights" : "")
                << (c.token_weight ? ", token weights" : "")

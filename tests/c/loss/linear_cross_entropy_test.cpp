@@ -4,7 +4,7 @@
 
 #include "tests/c/harness/bits.h"
 #include "tests/c/harness/refused.h"
-#include "tests/c/loss/linear_cross_entropy_run.h"
+#include "tests/c/loss/linear_cross_entropy_reference.h"
 
 using LinearCrossEntropy = OnBackend;
 ON_EVERY_BACKEND(LinearCrossEntropy);
@@ -12,107 +12,9 @@ ON_EVERY_BACKEND(LinearCrossEntropy);
 namespace
 {
 
-using Vector = std::vector<double>;
-using Matrix = std::vector<Vector>;
 using Case = LinearCrossEntropyCase;
 using Call = LinearCrossEntropyRun;
-
-Matrix matrix_of(const Tensors &tensor, int64_t rows, int64_t cols, int64_t stride)
-{
-    const Vector values = tensor.values(0);
-    Matrix m(static_cast<size_t>(rows), Vector(static_cast<size_t>(cols)));
-    for (size_t i = 0; i < m.size(); i++)
-        for (size_t j = 0; j < m[i].size(); j++)
-            m[i][j] = values[i * size_t(stride) + j];
-    return m;
-}
-
-// All of it in binary64; `upstream` multiplies the losses of rows.
-struct Reference {
-    Vector loss, lse, target_logit, largest, entropy, dbias;
-    std::vector<int64_t> argmax, rank;
-    double result = 0, factors[2] = {1, 1};
-    Matrix dhidden, dweight;
-
-    Reference(const Call &run, const Vector &upstream)
-    {
-        const Case &c = run.shape;
-        const size_t n = size_t(c.rows), h = size_t(c.features), v = size_t(c.classes);
-        const int64_t stride = c.features + c.gap;
-        const Matrix x = matrix_of(run.hidden, c.rows, c.features, stride);
-        const Matrix w = matrix_of(run.weight, c.classes, c.features, stride);
-        const Vector b = c.bias ? run.bias.values(0) : Vector(v);
-        const Vector cw = c.class_weight ? run.class_weight.values(0) : Vector(v, 1);
-        const Vector tw = c.token_weight ? run.token_weight.values(0) : Vector(n, 1);
-        loss = lse = target_logit = largest = entropy = Vector(n);
-        argmax = rank = std::vector<int64_t>(n, -1);
-        dbias = Vector(v), dhidden = Matrix(n, Vector(h)), dweight = Matrix(v, Vector(h));
-        double weights = 0, tokens = 0, all_weights = 0;
-        for (const double one : cw)
-            all_weights += one;
-        const auto weight_of = [&](size_t i) { return tw[i + (c.sequence ? 1 : 0)]; };
-        for (size_t i = 0; i < n; i++)
-            if (run.target_of(int64_t(i)) >= 0) {
-                weights += weight_of(i) * cw[size_t(run.target_of(int64_t(i)))];
-                tokens += weight_of(i);
-            }
-        if (c.denominator)
-            factors[0] = factors[1] = 1 / run.denominator.values(0)[0];
-        else if (c.reduction != HR_REDUCE_SUM)
-            factors[0] = 1 / weights, factors[1] = 1 / tokens;
-        if (c.reduction == HR_REDUCE_MEAN_OR_ZERO && tokens == 0)
-            factors[0] = factors[1] = 0;
-        double plain = 0, z_part = 0;
-        for (size_t i = 0; i < n; i++) {
-            const int64_t target = run.target_of(int64_t(i));
-            if (target < 0)
-                continue;
-            const size_t y = size_t(target);
-            Vector z(v), tanh(v);
-            double top = -INFINITY, sum = 0;
-            for (size_t j = 0; j < v; j++) {
-                z[j] = b[j];
-                for (size_t k = 0; k < h; k++)
-                    z[j] += x[i][k] * w[j][k];
-                z[j] *= c.scale;
-                tanh[j] = c.softcap > 0 ? std::tanh(z[j] / c.softcap) : 0;
-                z[j] = c.softcap > 0 ? c.softcap * tanh[j] : z[j];
-                if (z[j] > top)
-                    top = z[j], argmax[i] = int64_t(j);
-            }
-            rank[i] = 0;
-            for (size_t j = 0; j < v; j++) {
-                sum += std::exp(z[j] - top);
-                rank[i] += z[j] > z[y];
-            }
-            lse[i] = top + std::log(sum), largest[i] = top, target_logit[i] = z[y];
-            double smooth = 0, entropy_of = lse[i];
-            for (size_t j = 0; j < v; j++) {
-                smooth += cw[j] * (lse[i] - z[j]);
-                entropy_of -= std::exp(z[j] - lse[i]) * z[j];
-            }
-            entropy[i] = entropy_of;
-            const double scale = weight_of(i), s = c.smoothing;
-            const double zl = scale * c.z_loss * lse[i] * lse[i];
-            const double ce = scale * ((1 - s) * cw[y] * (lse[i] - z[y]) + s / double(v) * smooth);
-            loss[i] = ce + zl;
-            plain += ce, z_part += zl;
-            for (size_t j = 0; j < v; j++) {
-                const double p = std::exp(z[j] - lse[i]);
-                double d = factors[0] * ((1 - s) * cw[y] * (p - (j == y)) +
-                                         s / double(v) * (all_weights * p - cw[j])) +
-                           factors[1] * 2 * c.z_loss * lse[i] * p;
-                d *= scale * upstream[i] * c.scale * (1 - tanh[j] * tanh[j]);
-                dbias[j] += d;
-                for (size_t k = 0; k < h; k++) {
-                    dhidden[i][k] += d * w[j][k];
-                    dweight[j][k] += d * x[i][k];
-                }
-            }
-        }
-        result = plain * factors[0] + (c.z_loss != 0 ? z_part * factors[1] : 0);
-    }
-};
+using Reference = LinearCrossEntropyReference;
 
 double largest_of(const Vector &values)
 {

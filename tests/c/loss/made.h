@@ -1,4 +1,5 @@
-// What the runs of this family are made of: logits, targets, and runs of one function alone.
+// What the tests of this family share: logits, targets, runs of one function alone, and what losses of
+// logits have in common.
 #pragma once
 
 #include "tests/c/harness/refused.h"
@@ -71,4 +72,53 @@ BadInputs<Run> bad_gradients(const std::string &of_name, hr_rows Base::*of)
             {"grad is written over " + of_name + ", but grad->stride is 8, wanted 7", [=](Run &r) {
                  r.grad_rows = {(r.*of).data, 8};
              }}};
+}
+
+// ---- Losses of logits ----------------------------------------------------------------------------
+
+constexpr double kUnit = 0x1p-24; // half an ulp at 1, in binary32
+
+// Rows and classes: of a warp and of a thread block, in whole groups of eight and not.
+constexpr int64_t kShapes[][2] = {{1, 1},   {7, 2},    {9, 7},    {6, 64},
+                                  {3, 520}, {5, 1031}, {3, 2056}, {2, 5001}};
+
+// The error of a gradient that is so small that it becomes 0.
+inline double tiny_of(hr_dtype dtype)
+{
+    return dtype == HR_F16 ? 0x1p-25 : 0x1p-125;
+}
+
+// The rows of a gradient, which lie over the logits where the case says so.
+template <class Case>
+hr_rows gradient_rows(const Case &c, const hr_rows &logits, const Tensors &grad)
+{
+    if (c.in_place)
+        return {logits.data, logits.stride * (c.grad_dtype == c.dtype ? 1 : 2)};
+    return {grad.data[0], c.classes + c.gap};
+}
+
+// Over the logits and apart, the same bits. set_options(c) takes a case whose number of classes is
+// known.
+template <class Run, class SetOptions>
+void expect_gradient_over_logits(Backend &backend, SetOptions set_options)
+{
+    for (const auto &[dtype, grad_dtype] :
+         {std::pair{HR_F32, HR_F32}, {HR_BF16, HR_BF16}, {HR_F32, HR_BF16}, {HR_F32, HR_F16}})
+        for (const int64_t classes : {37, 1030, 2600}) {
+            decltype(Run::shape) c;
+            c.rows = 4, c.classes = classes, c.dtype = dtype, c.grad_dtype = grad_dtype;
+            c.gap = 24 - classes % 8;
+            set_options(c);
+            auto over = c;
+            over.in_place = true;
+            const Run apart(backend, c), inside(backend, over);
+            ASSERT_EQ(apart.call(), HR_OK) << hr_last_error();
+            ASSERT_EQ(inside.call(), HR_OK) << hr_last_error();
+            const std::vector<double> one = apart.gradients(), other = inside.gradients();
+            for (int64_t i = 0; i < c.rows; i++)
+                for (int64_t j = 0; j < classes; j++)
+                    ASSERT_EQ(one[size_t(i * apart.grad_rows.stride + j)],
+                              other[size_t(i * inside.grad_rows.stride + j)])
+                        << over << ", row " << i << ", class " << j;
+        }
 }

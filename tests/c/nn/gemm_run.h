@@ -22,12 +22,11 @@ struct GemmCase {
 
 inline std::ostream &operator<<(std::ostream &out, const GemmCase &c)
 {
-    const char *const names[] = {"f32", "bf16", "f16"};
-    return out << c.m << " x " << c.n << " x " << c.k << ", gap " << c.gap << ", " << names[c.dtype]
-               << " to " << names[c.out_dtype] << (c.transpose_a ? ", A^T" : "")
-               << (c.transpose_b ? ", B^T" : "") << (c.bias ? ", bias" : "") << ", alpha "
-               << c.alpha << ", beta " << c.beta << ", batch " << c.batch << ", epilogue "
-               << c.epilogue << ", shift " << c.shift;
+    return out << c.m << " x " << c.n << " x " << c.k << ", gap " << c.gap << ", "
+               << name_of(c.dtype) << " to " << name_of(c.out_dtype)
+               << (c.transpose_a ? ", A^T" : "") << (c.transpose_b ? ", B^T" : "")
+               << (c.bias ? ", bias" : "") << ", alpha " << c.alpha << ", beta " << c.beta
+               << ", batch " << c.batch << ", epilogue " << c.epilogue << ", shift " << c.shift;
 }
 
 // A stored matrix, and the stride of a batch.

@@ -161,9 +161,8 @@ bool MlpRun::whole() const
 
 std::ostream &operator<<(std::ostream &out, const MlpCase &c)
 {
-    const char *const names[] = {"f32", "bf16", "f16"};
     return out << c.tokens << " tokens, " << c.hidden << " x " << c.features << ", "
-               << names[c.dtype] << ", norm in " << names[c.norm_dtype]
+               << name_of(c.dtype) << ", norm in " << name_of(c.norm_dtype)
                << (c.norm == HR_NORM_LAYER ? ", layer" : "") << ", activation " << c.activation
                << (c.gated ? "" : ", plain") << (c.apart ? ", apart" : "")
                << (c.biases ? ", biases" : "") << (c.residual ? "" : ", no residual") << ", tile "

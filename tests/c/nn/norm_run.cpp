@@ -111,10 +111,9 @@ bool RowNormRun::whole() const
 
 std::ostream &operator<<(std::ostream &out, const RowNormCase &c)
 {
-    const char *const names[] = {"f32", "bf16", "f16"};
     return out << (c.kind == HR_NORM_LAYER ? "layer " : "rms ") << c.rows << " x " << c.cols
-               << ", gap " << c.gap << ", shift " << c.shift << ", " << names[c.dtype]
-               << ", weights " << names[c.weight_dtype] << ", casting " << c.casting
+               << ", gap " << c.gap << ", shift " << c.shift << ", " << name_of(c.dtype)
+               << ", weights " << name_of(c.weight_dtype) << ", casting " << c.casting
                << (c.residual ? ", residual" : "") << (c.weight ? "" : ", no weight")
                << (c.special ? ", special values" : "");
 }

@@ -321,17 +321,16 @@ void expect_exact(Backend &backend, const AdafactorCase &c)
 
 std::ostream &operator<<(std::ostream &out, const AdafactorCase &c)
 {
-    const char *const names[] = {"f32", "bf16", "f16"};
     out << (c.semantics == HR_ADAFACTOR_TORCH ? "torch" : "hf");
     for (size_t k = 0; k < std::min(c.shapes.size(), size_t(4)); k++)
         out << " [" << c.shapes[k].batch << ", " << c.shapes[k].rows << ", " << c.shapes[k].cols
             << (c.shapes[k].factored ? "]" : "] not factored");
     out << " (" << c.shapes.size() << ") params";
     for (const hr_dtype type : c.params)
-        out << " " << names[type];
+        out << " " << name_of(type);
     out << ", grads";
     for (const hr_dtype type : c.grads)
-        out << " " << names[type];
+        out << " " << name_of(type);
     return out << ", shift " << c.shift << " of lists " << c.shifted
                << (c.momentum ? ", momentum" : "") << (c.counted ? ", late" : "")
                << (c.grad_scale ? ", grad_scale" : "") << (c.clip_coef ? ", clip_coef" : "")

@@ -189,9 +189,8 @@ int nearest(const std::vector<double> &map, double y)
 
 std::ostream &operator<<(std::ostream &out, const Adamw8bitCase &c)
 {
-    const char *const names[] = {"f32", "bf16", "f16"};
     out << c.numel.size() << " tensors of " << (c.numel.empty() ? 0 : c.numel[0]) << ", "
-        << names[c.param[0]] << " parameters, " << names[c.grad[0]] << " gradients, blocks of "
+        << name_of(c.param[0]) << " parameters, " << name_of(c.grad[0]) << " gradients, blocks of "
         << c.block_size << ", shift " << c.shift << ", step " << c.step;
     out << (c.decoupled ? "" : ", L2") << (c.maximize ? ", maximize" : "")
         << (c.skip_nonfinite ? ", skip_nonfinite" : "") << (c.bnb_exact ? ", bnb_exact" : "")

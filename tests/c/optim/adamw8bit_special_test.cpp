@@ -116,8 +116,7 @@ TEST_P(Adamw8bitSpecial, UpdatesStayBounded)
         for (int step = 1; step <= 200; step++) {
             for (size_t i = 0; i < 256; i++)
                 grad[i] = scale[i] * normal();
-            const std::vector<uint8_t> bytes = encode(grad, HR_F32);
-            backend->upload(run.grads.data[0], bytes.data(), bytes.size());
+            run.grads.put(0, grad);
             run.config.adamw.step.t = step;
             EXPECT_EQ(run.call(), HR_OK) << hr_last_error();
             const std::vector<double> now = run.params.values(0);

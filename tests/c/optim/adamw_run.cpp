@@ -141,9 +141,8 @@ void AdamwRun::take(const AdamwRun &other)
 
 std::ostream &operator<<(std::ostream &out, const AdamwCase &c)
 {
-    const char *const names[] = {"f32", "bf16", "f16", "u8", "i8", "i16", "f64"};
-    out << c.numel.size() << " tensors, " << names[c.param] << " parameters, " << names[c.grad]
-        << " gradients, " << names[c.state] << " states, shift " << c.shift << " of lists "
+    out << c.numel.size() << " tensors, " << name_of(c.param) << " parameters, " << name_of(c.grad)
+        << " gradients, " << name_of(c.state) << " states, shift " << c.shift << " of lists "
         << c.shifted << ", step " << c.step;
     out << (c.amsgrad ? ", amsgrad" : "") << (c.decoupled ? "" : ", L2")
         << (c.maximize ? ", maximize" : "") << (c.skip_nonfinite ? ", skip_nonfinite" : "");

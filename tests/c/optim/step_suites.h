@@ -205,6 +205,34 @@ template <class Op> void many_steps_in_a_row(Backend &backend, int count)
     EXPECT_EQ(Op::steps(a).values(0)[0], count);
 }
 
+// Calls check(case) with every way to give the step, the learning rate and the other scalars.
+template <class Case, class Check> void for_every_way_to_give_scalars(Case c, Check check)
+{
+    for (const std::optional<hr_dtype> steps : {std::optional<hr_dtype>(), {HR_F32}, {HR_F64}})
+        for (const std::optional<hr_dtype> lr : {std::optional<hr_dtype>(), {HR_F32}, {HR_F64}})
+            for (int scalars = 0; scalars < 8; scalars++) {
+                using Scalar = std::optional<float>;
+                c.steps = steps;
+                c.lr_on_device = lr;
+                c.grad_scale = scalars & 1 ? Scalar(1024.0f / 3) : std::nullopt;
+                c.clip_coef = scalars & 2 ? Scalar(0.3f) : std::nullopt;
+                c.found_inf = scalars & 4 ? Scalar(0.0f) : std::nullopt;
+                check(c);
+            }
+}
+
+// Calls check(case) with each step, counted in the config and on the device.
+template <class Case, class Check>
+void for_steps(Case c, const std::vector<int64_t> &steps, Check check)
+{
+    for (const int64_t step : steps)
+        for (const std::optional<hr_dtype> counter : {std::optional<hr_dtype>(), {HR_F64}}) {
+            c.step = step;
+            c.steps = counter;
+            check(c);
+        }
+}
+
 #define SCALARS_SUITE(Op)                                       \
     using Op##Scalars = OnBackend;                              \
     ON_EVERY_BACKEND(Op##Scalars);                              \

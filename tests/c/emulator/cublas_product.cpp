@@ -1,0 +1,261 @@
+// Products of cuBLASLt on the host: its checks of arguments, and more, and products in column-major
+// order, on device memory whose bounds are checked. An algorithm remembers what it was chosen for, so
+// that one that is used for another problem is noticed.
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/core/dtype.h"
+#include "tests/c/emulator/cublas_objects.h"
+
+using hr_emu::always_open;
+using hr_emu::cublas;
+using hr_emu::invalid;
+using Layout = cublasLtMatrixLayoutOpaque_t;
+
+namespace
+{
+// The bits of an epilogue.
+enum {
+    ADDS_BIAS = 4,
+    GIVES_BIAS_GRADIENT = 16, // of the product
+    GELU = 32,
+    GELU_GRADIENT = 64,
+    WITH_AUX = 128, // what GELU takes, written by GELU and read by its gradient
+    GIVES_SUMS_OF_A = 256,
+    GIVES_SUMS_OF_B = 512,
+    GIVES_VECTOR = GIVES_BIAS_GRADIENT | GIVES_SUMS_OF_A | GIVES_SUMS_OF_B
+};
+
+hr_dtype dtype_of(cudaDataType_t type)
+{
+    return type == CUDA_R_32F ? HR_F32 : type == CUDA_R_16BF ? HR_BF16 : HR_F16;
+}
+
+size_t size_of(cudaDataType_t type)
+{
+    return type == CUDA_R_32F ? 4 : 2;
+}
+
+// A vector of elements in device memory, all of them allocated.
+cublasStatus_t touch(const char *name, const void *begin, size_t count, size_t size, bool write)
+{
+    if (count == 0)
+        return CUBLAS_STATUS_SUCCESS;
+    const size_t bytes = count * size;
+    hr_emu::Allocation *const found = hr_emu::find_allocation(begin, bytes);
+    if (!found)
+        return invalid(std::string(name) + " is not in one allocation of the device");
+    if (reinterpret_cast<uintptr_t>(begin) % size != 0)
+        return invalid(std::string(name) + " is not aligned");
+    const auto first =
+        found->written.begin() + (static_cast<const char *>(begin) - found->range.begin);
+    if (write)
+        std::fill(first, first + std::ptrdiff_t(bytes), true);
+    else if (!std::all_of(first, first + std::ptrdiff_t(bytes), [](bool b) { return b; }))
+        return invalid(std::string(name) + " is read before it was written");
+    return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t touch(const char *name, const void *data, const Layout &x, bool write)
+{
+    const size_t size = size_of(x.type);
+    for (int32_t index = 0; index < x.batch; index++)
+        for (uint64_t j = 0; j < x.cols; j++) {
+            const int64_t at = index * x.offset + int64_t(j) * x.ld;
+            const cublasStatus_t status = touch(
+                name, static_cast<const char *>(data) + at * int64_t(size), x.rows, size, write);
+            if (status != CUBLAS_STATUS_SUCCESS)
+                return status;
+        }
+    return CUBLAS_STATUS_SUCCESS;
+}
+
+float load(const void *data, int64_t at, cudaDataType_t type)
+{
+    return hr_load(always_open(data), at, dtype_of(type));
+}
+
+void store(void *data, int64_t at, float x, cudaDataType_t type)
+{
+    hr_store(always_open(data), at, x, dtype_of(type));
+}
+
+double gelu(double x)
+{
+    return x / 2 * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+}
+
+double gelu_slope(double x)
+{
+    const double c = std::sqrt(2 / M_PI), t = std::tanh(c * (x + 0.044715 * x * x * x));
+    return (1 + t) / 2 + x / 2 * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x);
+}
+
+uint64_t hash_of(const void *data, size_t bytes, uint64_t hash = 14695981039346656037u)
+{
+    for (size_t i = 0; i < bytes; i++)
+        hash = (hash ^ static_cast<const unsigned char *>(data)[i]) * 1099511628211u;
+    return hash;
+}
+
+// Of all that a choice may depend on, but for addresses.
+uint64_t problem_of(const cublasLtMatmulDescOpaque_t &desc, const Layout &a, const Layout &b,
+                    const Layout &d)
+{
+    const int64_t numbers[] = {desc.compute,           desc.transpose_a, desc.transpose_b,
+                               int64_t(desc.epilogue), desc.aux_ld,      desc.bias != nullptr};
+    uint64_t hash = hash_of(numbers, sizeof numbers);
+    for (const Layout *x : {&a, &b, &d}) {
+        const int64_t more[] = {x->type, int64_t(x->rows), int64_t(x->cols),
+                                x->ld,   x->offset,        x->batch};
+        hash = hash_of(more, sizeof more, hash);
+    }
+    return hash;
+}
+
+bool has(uint32_t epilogue, uint32_t bits)
+{
+    return (epilogue & bits) == bits;
+}
+
+// What both the choice and the product refuse.
+cublasStatus_t check(const cublasLtMatmulDescOpaque_t &desc, const Layout &a, const Layout &b,
+                     const Layout &c, const Layout &d)
+{
+    for (const Layout *x : {&a, &b, &c, &d})
+        if (x->rows == 0 || x->cols == 0 || x->ld < int64_t(x->rows) || x->batch < 1 ||
+            x->batch != d.batch)
+            return invalid("a layout has no elements, a leading dimension below its rows, or "
+                           "another batch count");
+    const uint64_t m = desc.transpose_a ? a.cols : a.rows, k = desc.transpose_a ? a.rows : a.cols;
+    const uint64_t n = desc.transpose_b ? b.rows : b.cols;
+    if (k != (desc.transpose_b ? b.cols : b.rows) || m != d.rows || n != d.cols ||
+        c.rows != d.rows || c.cols != d.cols)
+        return invalid("the sizes of the matrices do not match");
+    if (a.type != b.type || c.type != d.type || (d.type != a.type && d.type != CUDA_R_32F))
+        return invalid("no product of these types");
+    if (desc.compute == CUBLAS_COMPUTE_32F_FAST_TF32 && a.type != CUDA_R_32F)
+        return invalid("TF32 is for binary32");
+    const bool has_vector = desc.epilogue & (ADDS_BIAS | GIVES_VECTOR);
+    if (has_vector != (desc.bias != nullptr) || (has_vector && desc.bias_type != int32_t(d.type)))
+        return invalid("the epilogue and the bias do not match");
+    const bool wants_aux = has(desc.epilogue, WITH_AUX);
+    if (wants_aux && (!desc.aux || reinterpret_cast<uintptr_t>(desc.aux) % 16 != 0 ||
+                      desc.aux_ld % 8 != 0 || desc.aux_ld < int64_t(d.rows)))
+        return invalid("aux is absent or not aligned");
+    if (desc.epilogue != CUBLASLT_EPILOGUE_DEFAULT && desc.epilogue != CUBLASLT_EPILOGUE_BIAS &&
+        d.batch != 1)
+        return invalid("an epilogue for a batch");
+    return CUBLAS_STATUS_SUCCESS;
+}
+} // namespace
+
+cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc,
+                                              cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
+                                              cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
+                                              cublasLtMatmulPreference_t preference, int wanted,
+                                              cublasLtMatmulHeuristicResult_t results[], int *found)
+{
+    cublas.heuristics++;
+    cublas.most_workspace = preference->workspace;
+    cublas.reductions = preference->reductions;
+    FAIL_IF_WANTED;
+    if (!handle || wanted < 1)
+        return invalid("no handle, or no results wanted");
+    const cublasStatus_t status = check(*desc, *a, *b, *c, *d);
+    if (status != CUBLAS_STATUS_SUCCESS)
+        return status;
+    *found = 1;
+    results[0] = {};
+    results[0].workspaceSize = preference->workspace;
+    results[0].algo = {{problem_of(*desc, *a, *b, *d), preference->workspace, preference->align_a,
+                        preference->align_b, preference->align_c, preference->align_d}};
+    return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, const void *alpha,
+                              const void *A, cublasLtMatrixLayout_t a, const void *B,
+                              cublasLtMatrixLayout_t b, const void *beta, const void *C,
+                              cublasLtMatrixLayout_t c, void *D, cublasLtMatrixLayout_t d,
+                              const cublasLtMatmulAlgo_t *algorithm, void *workspace,
+                              size_t workspace_bytes, cudaStream_t stream)
+{
+    FAIL_IF_WANTED;
+    cublas.compute = desc->compute;
+    cublas.stream = stream;
+    if (!handle || !alpha || !beta || !algorithm)
+        return invalid("a pointer is NULL");
+    const cublasStatus_t problem = check(*desc, *a, *b, *c, *d);
+    if (problem != CUBLAS_STATUS_SUCCESS)
+        return problem;
+    if (algorithm->data[0] != problem_of(*desc, *a, *b, *d))
+        return invalid("the algorithm was chosen for another problem");
+    if (workspace_bytes < algorithm->data[1])
+        return invalid("the workspace is smaller than what the algorithm was chosen for");
+    const void *const addresses[] = {A, B, C, D};
+    for (int i = 0; i < 4; i++)
+        if (reinterpret_cast<uintptr_t>(addresses[i]) % algorithm->data[2 + i] != 0)
+            return invalid("an address is less aligned than the algorithm was chosen for");
+    if (workspace_bytes > 0 && (reinterpret_cast<uintptr_t>(workspace) % 256 != 0 ||
+                                !hr_emu::find_allocation(workspace, workspace_bytes)))
+        return invalid("the workspace is not in device memory, or not aligned");
+
+    const float scale = *static_cast<const float *>(alpha), add = *static_cast<const float *>(beta);
+    const uint32_t epilogue = desc->epilogue;
+    const int64_t m = int64_t(d->rows), n = int64_t(d->cols);
+    const int64_t k = int64_t(desc->transpose_a ? a->rows : a->cols);
+    const bool is_dgelu = has(epilogue, GELU_GRADIENT), is_gelu = has(epilogue, GELU);
+    const Layout aux{d->type, d->rows, d->cols, desc->aux_ld, 0, 1};
+    const bool gives_vector = epilogue & GIVES_VECTOR;
+    const size_t vector_length = size_t(epilogue & GIVES_SUMS_OF_B ? n : m),
+                 size = size_of(d->type);
+    for (const cublasStatus_t status :
+         {touch("A", A, *a, false), touch("B", B, *b, false),
+          add != 0 ? touch("C", C, *c, false) : CUBLAS_STATUS_SUCCESS, touch("D", D, *d, true),
+          has(epilogue, WITH_AUX) ? touch("aux", desc->aux, aux, is_gelu) : CUBLAS_STATUS_SUCCESS,
+          desc->bias ? touch("the bias", desc->bias, vector_length, size, gives_vector)
+                     : CUBLAS_STATUS_SUCCESS})
+        if (status != CUBLAS_STATUS_SUCCESS)
+            return status;
+
+    const auto at_a = [&](int64_t index, int64_t i, int64_t p) {
+        return load(A, index * a->offset + (desc->transpose_a ? i * a->ld + p : p * a->ld + i),
+                    a->type);
+    };
+    const auto at_b = [&](int64_t index, int64_t p, int64_t j) {
+        return load(B, index * b->offset + (desc->transpose_b ? p * b->ld + j : j * b->ld + p),
+                    b->type);
+    };
+    for (int64_t index = 0; index < d->batch; index++)
+        for (int64_t i = 0; i < m; i++) {
+            double gradient = 0;
+            for (int64_t j = 0; j < n; j++) {
+                float sum = 0;
+                for (int64_t p = 0; p < k; p++)
+                    sum += at_a(index, i, p) * at_b(index, p, j);
+                double x = double(scale) * sum;
+                if (add != 0)
+                    x += double(add) * load(C, index * c->offset + j * c->ld + i, c->type);
+                if (has(epilogue, ADDS_BIAS))
+                    x += load(desc->bias, i, d->type);
+                if (is_gelu && has(epilogue, WITH_AUX))
+                    store(desc->aux, j * desc->aux_ld + i, float(x), d->type);
+                if (is_gelu)
+                    x = gelu(x);
+                if (is_dgelu)
+                    x *= gelu_slope(load(desc->aux, j * desc->aux_ld + i, d->type));
+                gradient += x;
+                store(D, index * d->offset + j * d->ld + i, float(x), d->type);
+            }
+            if (has(epilogue, GIVES_BIAS_GRADIENT))
+                store(desc->bias, i, float(gradient), d->type);
+        }
+    if (epilogue & (GIVES_SUMS_OF_A | GIVES_SUMS_OF_B))
+        for (int64_t i = 0; i < int64_t(vector_length); i++) {
+            double total = 0;
+            for (int64_t p = 0; p < k; p++)
+                total += epilogue & GIVES_SUMS_OF_A ? at_a(0, i, p) : at_b(0, p, i);
+            store(desc->bias, i, float(total), d->type);
+        }
+    return CUBLAS_STATUS_SUCCESS;
+}
