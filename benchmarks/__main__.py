@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import pathlib
 import sys
 
@@ -65,13 +64,6 @@ def main(arguments: list[str] | None = None) -> int:
     if quick:
         settings = Settings(rounds=min(options.rounds, 3), sample_s=0.0, warmup_s=0.0)
     results = {"limits": {}, "cases": []}
-
-    def save() -> None:
-        if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({**head, "settings": vars(settings), **results}, indent=1)
-            options.json.write_text(text + "\n")
-
     for kind, result in run(cases, device, settings, quick):
         if kind == "limit":
             results["limits"][result["kind"]] = result
@@ -79,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             results["cases"].append(result)
             _report.show_case(result, quick)
-        save()  # after each case: a run that is stopped keeps what it has
+        _report.save(options.json, {**head, "settings": vars(settings), **results})
 
     failed = [
         f"{case['name']} / {name}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,13 +103,13 @@ def ours(width: int, layers: int) -> nn.Module:
     )  # fmt: skip
 
 
-def demo(size: str) -> nn.Module:
-    """The model of the demo, in plain torch."""
+def demo(size: str, layers: int) -> nn.Module:
+    """The model of the demo, in plain torch, with so many layers."""
     if EXAMPLES not in sys.path:
         sys.path.insert(0, EXAMPLES)
     from model import GPT, SIZES  # pyright: ignore[reportMissingImports]
 
-    return GPT(SIZES[size])
+    return GPT(replace(SIZES[size], layers=layers))
 
 
 def theirs(name: str, width: int, layers: int) -> nn.Module:
@@ -158,7 +158,7 @@ def trainings(quick: bool) -> list[Training]:
     hf, tokens = ("transformers",), partial(named_ids, rows, length)
     return [
         Training(
-            "gpt", "the demo's GPT, plain torch", partial(demo, size),
+            "gpt", "the demo's GPT, plain torch", partial(demo, size, layers),
             partial(ids, rows, context, 256), "blocks",
         ),
         Training(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
+import pathlib
 import platform
 import subprocess
 
@@ -92,6 +94,14 @@ def header(stem: str, device: torch.device, quick: bool) -> dict:
         "machine": machine(device),
         "versions": versions(),
     }
+
+
+def save(path: pathlib.Path | None, results: dict) -> None:
+    """Writes the results to a file, if one was asked for. Call it after each case: a run that is
+    stopped keeps what it has."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def show_header(head: dict) -> None:

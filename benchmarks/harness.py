@@ -7,7 +7,9 @@ nothing else: `python -m benchmarks` finds it.
 from __future__ import annotations
 
 import gc
+import pathlib
 import statistics
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 
+from . import _report
 from ._limits import Rotation, at_most_sets, filled, memory_bytes, product, sets_needed, streams
 from ._timing import Contender, Settings, Timing, measure, ratios
 
@@ -28,6 +31,7 @@ __all__ = [
     "Share",
     "Unavailable",
     "filled",
+    "rows_of",
     "run",
     "sets_needed",
     "sized",
@@ -246,3 +250,28 @@ def run(
             yield "case", run_case(case, device, settings, limit)
             if not quick:
                 _release(device)
+
+
+def rows_of(
+    chosen: Sequence[Any],
+    row_of: Callable[[Any], dict[str, Any]],
+    show: Callable[[dict[str, Any]], None],
+    result: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    path: pathlib.Path | None,
+) -> list[dict[str, Any]]:
+    """Returns a row for each case of a stem that compares something else than times. Each is shown
+    when it is made, and `result` of all so far is saved. A case that fails has a row that says so,
+    and does not cost the others."""
+    rows: list[dict[str, Any]] = []
+    for case in chosen:
+        row = {"name": case.name, "what": case.what}
+        try:
+            row |= row_of(case)
+        except Exception as error:
+            row["failed"] = f"{type(error).__name__}: {error}"
+            traceback.print_exc()
+        rows.append(row)
+        show(row)
+        gc.collect()
+        _report.save(path, result(rows))
+    return rows

@@ -7,18 +7,21 @@ resident memory rises above the inputs.
 
 from __future__ import annotations
 
+import argparse
+import json
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import _report
 from ._layers import trained
 from .harness import Bar, Case, Rotation, Unavailable, filled, sets_needed
 
@@ -144,18 +147,51 @@ def rise(name: str, dtype: torch.dtype, sizes: Sizes) -> int:
     return most[0] - before
 
 
+MOST = {"torch": 0.25, FUSED: 0.5}  # of theirs, as bars
+
+
+def risen(dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the rise of each contender, in a process of its own, and the bars."""
+    rose = {}
+    for name in CONTENDERS:
+        run = [sys.executable, "-m", __spec__.name, "--rise", name, str(dtype).split(".")[1]]
+        rose[name] = int(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
+    inputs = SIZES.allocate(dtype, torch.device("meta"))[:2]
+    shares = {of: rose["headroom"] / rose[of] for of in MOST}
+    return {
+        "name": NAMES[dtype],
+        "gradients": sum(t.nbytes for t in inputs),
+        "bytes": rose,
+        "bars": [
+            {"of": of, "value": share, "at_most": MOST[of], "met": share <= MOST[of]}
+            for of, share in shares.items()
+        ],
+    }
+
+
 def main() -> None:
-    if len(sys.argv) > 2:
-        print(rise(sys.argv[1], getattr(torch, sys.argv[2]), SIZES))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rise", nargs=2, metavar=("CONTENDER", "DTYPE"), help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="save the results")
+    options = parser.parse_args()
+    if options.rise:
+        name, dtype = options.rise
+        print(rise(name, getattr(torch, dtype), SIZES))
         return
+    head = _report.header("linear_cross_entropy memory", torch.device("cpu"), quick=False)
+    _report.show_header(head)
     print(f"resident memory above the inputs, with the gradients, in MB: {SIZES}")
+    rows = []
     for dtype in (F32, BF16):
-        gradients = sum(t.nbytes for t in SIZES.allocate(dtype, torch.device("meta"))[:2])
-        print(f"  {NAMES[dtype]}: gradients alone {gradients / 1e6:.0f}")
-        for name in CONTENDERS:
-            run = [sys.executable, "-m", __spec__.name, name, str(dtype).split(".")[1]]
-            rose = int(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
+        rows.append(row := risen(dtype))
+        print(f"  {row['name']}: gradients alone {row['gradients'] / 1e6:.0f}")
+        for name, rose in row["bytes"].items():
             print(f"    {name:30} {rose / 1e6:8.0f}")
+        for bar in row["bars"]:
+            verdict = "met" if bar["met"] else "NOT MET"
+            print(f"    {bar['value']:.2f} of {bar['of']}, wanted {bar['at_most']}: {verdict}")
+    if options.json:
+        options.json.write_text(json.dumps({**head, "cases": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

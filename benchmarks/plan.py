@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
-import json
 import statistics
 import time
 from argparse import Namespace
@@ -21,6 +20,7 @@ import torch
 from . import _plan_ranks, _report
 from ._plan_cases import Case
 from ._plan_cases import cases as all_cases
+from .harness import rows_of
 
 STEPS = 2
 BUCKET = 1 << 16  # bytes of gradients that are released at once
@@ -120,8 +120,7 @@ def compared(case: Case, device: torch.device) -> dict[str, Any]:
     """Returns the row of a case: bytes, errors and seconds."""
     start = time.perf_counter()
     plan = predicted(case, device)
-    row: dict[str, Any] = {"name": case.name, "what": case.what}
-    row["plan_seconds"] = time.perf_counter() - start
+    row: dict[str, Any] = {"plan_seconds": time.perf_counter() - start}
     row["predicted"] = plan.peak_bytes
     row["predicted_by_kind"] = plan.peak_by_kind
     if case.shard is not None:
@@ -176,18 +175,13 @@ def compare(options: Namespace, chosen: list[Case]) -> int:
     _report.show_header(head)
     more = f"{'reserved':>20}{'error':>8}" if device.type == "cuda" else ""
     print(f"\n{'MiB':<48}{'predicted':>10}{'measured':>10}{'error':>8}{more}")
-    rows = []
-    for case in chosen:
-        try:
-            rows.append(compared(case, device))
-        except Exception as error:
-            rows.append({"name": case.name, "what": case.what, "failed": f"{error}"})
-        show(rows[-1])
-        gc.collect()
-        if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({**head, "cases": rows, "summary": summary(rows)}, indent=1)
-            options.json.write_text(text + "\n")
+    rows = rows_of(
+        chosen,
+        lambda case: compared(case, device),
+        show,
+        lambda rows: {**head, "cases": rows, "summary": summary(rows)},
+        options.json,
+    )
     found = summary(rows)
     failed = [row["name"] for row in rows if "failed" in row]
     if failed:

@@ -92,6 +92,12 @@ class Instruction:
         return int(found[1], 16) if found and "0x" in self.operands else None
 
     @cached_property
+    def callee(self) -> int | None:
+        """The address of the function that it calls."""
+        found = re.search(r"0x([0-9a-f]+)\s*$", self.operands) if self.name == "CALL" else None
+        return int(found[1], 16) if found else None
+
+    @cached_property
     def access(self) -> tuple[str, int] | None:
         """("load" or "store", bytes of a thread) of an access of global memory, else None."""
         kinds = {"LDG": "load", "LD": "load", "STG": "store", "ST": "store"}

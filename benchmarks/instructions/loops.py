@@ -12,6 +12,7 @@ change, the same way each time.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,7 +26,9 @@ Arrival = tuple[int, int, State]
 MOST_WAYS = 100  # through a turn; of more, those with the fewest instructions
 READERS = ("BRA", "SEL", "FSEL", "USEL", "FMNMX", "VOTE", "BREAK")  # of predicates, which they keep
 BRANCHES = ("BRA", "JMP")
-LEAVING = ("EXIT", "RET", "KILL", "BRX", "JMX")
+UNIFORM = ("BRXU", "JMXU")
+INDIRECT = ("BRX", "JMX", *UNIFORM)  # branches through a table, as of a switch
+LEAVING = ("EXIT", "RET", "KILL", *INDIRECT)
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,16 @@ class Turn:
 
 
 class _Flow:
-    """Blocks of instructions between branches, and how they follow each other."""
+    """Blocks of instructions between branches, and how they follow each other.
 
-    def __init__(self, code: list[Instruction]):
-        self.code = code
+    Args:
+        code: the instructions of a kernel.
+        through_tables: whether an indirect branch leads to every block that nothing else leads to,
+            or a uniform one to the block behind it alone: its table is not in the listing.
+    """
+
+    def __init__(self, code: list[Instruction], through_tables: bool):
+        self.code, self.through_tables = code, through_tables
         addresses = [i.address for i in code]
         at = {address: n for n, address in enumerate(addresses)}
         starts = {0}
@@ -93,6 +102,10 @@ class _Flow:
         self.starts = sorted(s for s in starts if s < len(code))
         self.ends = [*self.starts[1:], len(code)]
         self.next = [self._following(b, at) for b in range(len(self.starts))]
+        unclaimed = self._unclaimed() if through_tables else []
+        for b in range(len(self.starts)):
+            if self.block(b)[-1].name in INDIRECT:
+                self.next[b] += unclaimed
         self.order = self._postorder()[::-1]
         self._dominators()
 
@@ -108,9 +121,22 @@ class _Flow:
         leaves = last.name in (*LEAVING, *BRANCHES) and not last.guard
         if last.name == "BRA" and ("," in last.operands or "DIV" in last.opcode):
             leaves = False
+        if last.name in UNIFORM and not self.through_tables:
+            leaves = False
         if not leaves and self.ends[b] < len(self.code):
             found.append(b + 1)
         return found
+
+    def _unclaimed(self) -> list[int]:
+        """The blocks that nothing leads to and no call begins: those of the tables of indirect
+        branches, which are not in the listing."""
+        claimed = {0} | {other for following in self.next for other in following}
+        called = {i.callee for i in self.code}
+        return [
+            b
+            for b, start in enumerate(self.starts)
+            if b not in claimed and self.code[start].address not in called
+        ]
 
     def _postorder(self) -> list[int]:
         seen, done = {0}, []
@@ -279,14 +305,30 @@ class _Ways:
 
 
 def hot_loops(code: list[Instruction]) -> list[list[Turn]]:
-    """Returns the turns of each hot loop of a kernel, the shortest first."""
-    flow = _Flow(code)
+    """Returns the turns of each hot loop of a kernel, the shortest first.
 
+    Some loops are only reached through the table of an indirect branch. Others are no loops any
+    more where such a branch is taken to lead into them. So the kernel is read in both ways.
+    """
+    found = _hot_loops(_Flow(code, through_tables=False))
+    if any(instruction.name in INDIRECT for instruction in code):
+        through = _hot_loops(_Flow(code, through_tables=True))
+        found += [loop for loop in through if loop not in found]
+    return found or _straight(_Flow(code, through_tables=True))
+
+
+def _hot_loops(flow: _Flow) -> list[list[Turn]]:
     def accesses(blocks) -> bool:
         return any(i.access for block in blocks for i in flow.block(block))
 
     loops = {header: body for header, body in flow.loops().items() if accesses(body)}
-    found = [flow.turns(header, body, True) for header, body in loops.items()]
-    if not found:
-        found = [flow.turns(0, set(flow.order), False)]
+    return _sorted(flow.turns(header, body, True) for header, body in loops.items())
+
+
+def _straight(flow: _Flow) -> list[list[Turn]]:
+    """A kernel without loops, as one turn."""
+    return _sorted([flow.turns(0, set(flow.order), False)])
+
+
+def _sorted(found: Iterable[list[Turn]]) -> list[list[Turn]]:
     return [sorted(turns, key=lambda turn: len(turn.instructions)) for turns in found if turns]
