@@ -6,7 +6,7 @@
 #                         [--device cpu|cuda] [--steps N] [--rungs all|torch,L1,L5,...]
 #                         [--out DIR] [--resume]
 #
-# Sets up .venv first. 6 to 9 minutes on 2 CPU cores, the installation included.
+# Sets up .venv first. 4 to 8 minutes on 2 CPU cores, the installation included.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

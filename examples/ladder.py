@@ -11,10 +11,9 @@ not what was predicted, or if one is above the budget that `headroom.fit` was gi
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import platform
-import resource
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,11 +23,13 @@ import torch
 
 from chart import draw
 from rungs import RUNGS, STORY, Rung, chosen, firsts
-from train import add_arguments, settings
+from train import add_arguments, settings, train_rung
 
 PREDICTION_ERROR = 0.05  # of the measured peak, which is allowed
-TRAIN = Path(__file__).with_name("train.py")
+EXAMPLES = str(Path(__file__).resolve().parent)
+PRELOADED = ["chart", "train", "headroom.fitting", "headroom.memory", "headroom.planning"]
 ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join(filter(None, (EXAMPLES, os.environ.get("PYTHONPATH")))),
     # glibc keeps freed memory for later, so the resident peak would depend on its moods. With a
     # fixed threshold every tensor is mapped by itself and goes back to the system when freed.
     "MALLOC_MMAP_THRESHOLD_": "131072",
@@ -36,29 +37,27 @@ ENVIRONMENT = {
 
 
 def run_rung(rung: Rung, args: argparse.Namespace) -> dict:
-    started, used = time.monotonic(), cpu_seconds()
-    command = [sys.executable, str(TRAIN), "--rung", rung.key, "--out", str(args.out)]
-    for name, value in settings(args).items():
-        name = "--data" if name == "path" else f"--{name}"
-        if isinstance(value, bool):
-            command += [name] * value
-        elif value is not None:
-            command += [name, str(value)]
+    """Trains a rung in a process of its own, and returns what it has written."""
+    started = time.monotonic()
+    process = processes().Process(target=train_rung, args=(rung.key, args.out, settings(args)))
+    process.start()
     try:
-        done = subprocess.run(command, env=os.environ | ENVIRONMENT).returncode == 0
+        process.join()
     except KeyboardInterrupt:
-        done = False
-    if not done:
+        process.join()  # it was interrupted too
+    if process.exitcode != 0:
         sys.exit(f"Rung {rung.key} did not finish. The same command with --resume continues it.")
     result = json.loads((args.out / rung.key / "result.json").read_text())
-    times = {"seconds": time.monotonic() - started, "cpu_seconds": cpu_seconds() - used}
-    return result | {"title": rung.title} | times
+    return result | {"title": rung.title, "seconds": time.monotonic() - started}
 
 
-def cpu_seconds() -> float:
-    """Of the processes that have been started and have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def processes() -> multiprocessing.context.ForkServerContext:
+    """Returns what starts processes: copies of one that has imported everything, which takes
+    seconds, and has run nothing."""
+    os.environ.update(ENVIRONMENT)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def same_loss(results: list[dict]) -> tuple[bool, str]:

@@ -27,7 +27,9 @@ esac
 
 say() { printf '== %s\n' "$*"; }
 fail() { printf 'setup.sh: %s\n' "$*" >&2; exit 1; }
-pip() { "$python" -m pip --disable-pip-version-check install "$@"; }
+# Python compiles what it imports; pip would compile all, for most of a minute.
+pip() { "$python" -m pip --disable-pip-version-check install --no-compile "$@"; }
+has_torch() { "$python" -c 'import torch' 2>/dev/null; }
 
 find_python() {
     local name new_enough='import sys; sys.exit(sys.version_info < (3, 10))'
@@ -71,8 +73,26 @@ print(sys.version, version("torch"), version("headroom"))'
 check_space() {
     local free
     free=$(df --output=avail -BG "$venv" | tail -n 1 | tr -dc 0-9)
-    "$python" -c 'import torch' 2>/dev/null || [ "$free" -ge 10 ] ||
+    has_torch || [ "$free" -ge 10 ] ||
         fail "$venv has $free GB of disk left, wanted 10; free some, or choose another disk with VENV="
+}
+
+# What the build, the package and its extras need, one a line.
+requirements() {
+    "$python" - ${extras//,/ } <<'EOF'
+import sys
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # before Python 3.11
+    import tomli as tomllib
+
+with open("pyproject.toml", "rb") as file:
+    table = tomllib.load(file)
+project, extras = table["project"], table["project"]["optional-dependencies"]
+print(*table["build-system"]["requires"], *project["dependencies"], sep="\n")
+print(*(one for extra in sys.argv[1:] for one in extras[extra]), sep="\n")
+EOF
 }
 
 install() {
@@ -81,14 +101,23 @@ install() {
         fail "no C++ compiler found; on Debian and Ubuntu: sudo apt-get install g++"
     # The build runs in this environment and not in pip's isolated one, which would install torch a
     # second time. So its requirements are ours to install: the fixed ones, then the build's own.
-    say "installing what the build needs (torch alone is a few GB; pip keeps it for the next time)"
-    pip --quiet build
-    local list=$venv/requirements.txt load="import build, pyproject_hooks as hooks
-project = build.ProjectBuilder('.', runner=hooks.quiet_subprocess_runner)"
-    "$python" -c "$load; print(*project.build_system_requires, sep='\n')" >"$list"
+    say "installing what is needed (torch alone is a few GB; pip keeps it for the next time)"
+    local list=$venv/requirements.txt
+    pip --quiet 'tomli; python_version < "3.11"'
+    requirements >"$list"
+    if ! has_torch; then
+        # What needs no torch is compiled while pip fetches it. The build goes on from there, or
+        # shows why that failed. Whatever happens, nothing runs on after this.
+        trap wait EXIT
+        grep -E '^(setuptools|cmake|ninja)' "$list" >"$list.tools"
+        pip --quiet -r "$list.tools"
+        nice "$python" -c 'import setup; setup.cuda_requirements() or setup.build(torch=False)' \
+            >/dev/null 2>&1 &
+    fi
     pip -r "$list"
-    "$python" -c "$load; print(*project.get_requires_for_build('wheel'), sep='\n')" >"$list"
+    "$python" -c 'import setup; print(*setup.cuda_requirements(), sep="\n")' >"$list"
     pip --quiet -r "$list"
+    wait
     say "building and installing Headroom"
     pip --quiet --no-build-isolation ".[$extras]"
 }

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import sys
+import time
 import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -120,6 +121,7 @@ def train(
         "process_peak_bytes": run.peak_bytes,
         "gradients_of_L0": run.gradients_of_l0(text),
         "bytes_per_parameter": held / numel,
+        "cpu_seconds": time.process_time(),
         "losses": run.losses,
     }
     (out / "result.json").write_text(json.dumps(result, indent=1))
@@ -157,8 +159,13 @@ def main() -> None:
     parser.add_argument("--rung", choices=RUNGS, default="headroom", help="default: headroom")
     add_arguments(parser)
     args = parser.parse_args()
+    train_rung(args.rung, args.out, settings(args))
+
+
+def train_rung(key: str, out: Path, options: dict) -> None:
+    """Trains a rung as a program does: exits with a message where an argument is wrong."""
     try:
-        train(RUNGS[args.rung], args.out / args.rung, **settings(args))
+        train(RUNGS[key], out / key, **options)
     except (FileNotFoundError, ValueError) as error:  # the user's arguments, not our fault
         sys.exit(f"train.py: {error}")
     except KeyboardInterrupt:

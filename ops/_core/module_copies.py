@@ -21,11 +21,19 @@ def copied_modules(model: nn.Module, tensor: Callable[[Tensor], Tensor]) -> nn.M
     """Returns a deep copy of a model in which ``tensor(x)`` takes the place of each parameter and
     buffer ``x``. It is called once for each of them, so that tied weights stay tied; to return
     ``x`` itself shares it. All else that the modules hold is copied, functions whose closures hold
-    modules too, and the model stays as it is.
+    modules too, and the model stays as it is. Copies of tensors with a graph, such as a loss that a
+    block keeps, are without it.
     """
     memo = {id(x): tensor(x) for x in {*model.parameters(), *model.buffers()}}
-    with deepcopy_with({}):
+    with deepcopy_with({Tensor: _copied_tensor}):
         return copy.deepcopy(model, memo)
+
+
+def _copied_tensor(x: Tensor, memo: dict[int, Any]) -> Tensor:
+    if x.is_leaf:
+        return x.__deepcopy__(memo)
+    memo[id(x)] = made = x.detach().clone()
+    return made
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .surroundings import Parameters, Random, Settings, is_plain
+from .surroundings import Parameters, Random, Settings, is_plain, is_trained, viewed
 
 __all__ = ["Dropping", "can_drop", "inside_checkpoint"]
 
@@ -328,5 +328,4 @@ def _memory(x: Tensor) -> int:
 
 
 def _is_parameter(x: Tensor) -> bool:
-    base = x if x._base is None else x._base
-    return isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad)
+    return isinstance(viewed(x), torch.nn.Parameter) or is_trained(x)

@@ -17,7 +17,14 @@ from torch.autograd import forward_ad
 
 from . import binaries  # noqa: F401  (registers the ops)
 
-__all__ = ["FLOATS", "complete", "differentiable", "refuse_derivative", "require"]
+__all__ = [
+    "FLOATS",
+    "complete",
+    "differentiable",
+    "no_second_derivative",
+    "refuse_derivative",
+    "require",
+]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels read and write
 
@@ -105,8 +112,8 @@ def _autograd_kernel(
         with torch._C._AutoDispatchBelowAutograd():
             with _outer_gradients():
                 output = run(keyset, tuple(args), options)
-            named = {"keyword_only_inputs": by_name | options} if by_name else {}
-            setup_context(ctx, inputs=tuple(args), output=output, **named)
+        named = {"keyword_only_inputs": by_name | options} if by_name else {}
+        setup_context(ctx, inputs=tuple(args), output=output, **named)
         return output
 
     def backward_of_all(ctx: Any, *grads: Any) -> tuple:
@@ -178,6 +185,15 @@ def differentiable(
         register_flop_formula(getattr(torch.ops.headroom, name))(flops)
 
 
+def no_second_derivative(name: str) -> RuntimeError:
+    """Returns the error of ``headroom::name``, which computes a gradient, where its derivative is
+    asked for."""
+    return RuntimeError(
+        f"headroom::{name} has no derivative, so a second derivative cannot be computed; use "
+        "torch's own op where one is needed"
+    )
+
+
 def refuse_derivative(
     name: str, *, fake: Callable[..., Any], flops: Callable[..., int] | None = None
 ) -> None:
@@ -187,10 +203,7 @@ def refuse_derivative(
     """
 
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(
-            f"headroom::{name} has no derivative, so a second derivative cannot be computed; use "
-            "torch's own op where one is needed"
-        )
+        raise no_second_derivative(name)
 
     differentiable(
         name, fake=fake, setup_context=lambda ctx, **_: None, backward=backward, flops=flops

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .registration import FLOATS, require
 
-__all__ = ["autocast_dtype", "check_rows", "promoted"]
+__all__ = ["autocast", "autocast_dtype", "cast", "check_rows", "promoted"]
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -15,6 +17,18 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
+
+
+def cast(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """Returns tensors in ``dtype``, but those of another dtype than kernels take as they are."""
+    return tuple(t.to(dtype) if t is not None and t.dtype in FLOATS else t for t in tensors)
+
+
+def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Returns tensors as ``torch.autocast`` casts the arguments of a matrix product: in its dtype
+    where it is on for the device of the first, but integers and float64 as they are."""
+    dtype = None if tensors[0] is None else autocast_dtype(tensors[0].device.type)
+    return tensors if dtype is None else cast(dtype, *tensors)
 
 
 def promoted(x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:

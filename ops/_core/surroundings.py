@@ -12,8 +12,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import is_autocast_available
 from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.nn.parameter import is_lazy
 
-__all__ = ["Buffers", "Parameters", "Random", "Settings", "is_plain"]
+__all__ = [
+    "Buffers",
+    "Parameters",
+    "Random",
+    "Settings",
+    "is_plain",
+    "is_trained",
+    "version_of",
+    "viewed",
+]
 
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # a fake has memory of its own, which is counted
 
@@ -21,6 +31,24 @@ _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # a fake has memory of its ow
 def is_plain(x: Any) -> bool:
     """Returns whether ``x`` is a Tensor, a Parameter or a fake of one, and of no other subclass."""
     return type(x) in _PLAIN
+
+
+def viewed(x: Tensor) -> Tensor:
+    """Returns the tensor that ``x`` is a view of, or ``x``."""
+    return x if x._base is None else x._base
+
+
+def is_trained(x: Tensor) -> bool:
+    """Returns whether ``x`` is a leaf that requires a gradient, or a view of one. The graph holds
+    such a tensor, whoever else drops it."""
+    base = viewed(x)
+    return base.is_leaf and base.requires_grad
+
+
+def version_of(x: Tensor) -> int | None:
+    """Returns how often a tensor has been written; None if it was made in inference mode, or a lazy
+    module has still to make it."""
+    return None if is_lazy(x) or x.is_inference() else x._version
 
 
 class Random:
@@ -129,33 +157,37 @@ class Buffers:
     """The buffers of modules as they are now, such as the running statistics of BatchNorm.
 
     Buffers of more than ``limit`` bytes are not copied, but watched: weights that a model keeps in
-    buffers, quantized ones for instance, do not change.
+    buffers, quantized ones for instance, do not change. So are sparse buffers, and those of lazy
+    modules, which have no size yet.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module], limit: int | None = None) -> None:
+        self._names = {part: set(part._buffers) for module in modules for part in module.modules()}
         self._seen = [
             (
                 part,
                 name,
                 buffer,
                 _copied(buffer, limit),
-                getattr(buffer, "_version", None),
+                None if buffer is None else version_of(buffer),
             )
-            for module in modules
-            for part in module.modules()
+            for part in self._names
             for name, buffer in part._buffers.items()
         ]
 
     def lost(self) -> str | None:
         """Returns the name of a buffer that has been changed and was not copied, or None."""
         for part, name, buffer, copy, version in self._seen:
-            if buffer is not None and copy is None and buffer._version != version:
+            if buffer is not None and copy is None and version_of(buffer) != version:
                 return f"buffer {name} of {type(part).__name__}"
         return None
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Gives modules the buffers that they had, with the same bits."""
+        """Gives modules the buffers that they had, with the same bits, and no others."""
+        for part, names in self._names.items():
+            for name in part._buffers.keys() - names:
+                delattr(part, name)
         for part, name, buffer, copy, _ in self._seen:
             part._buffers[name] = buffer
             if buffer is not None and copy is not None and not _same(buffer, copy):
@@ -163,7 +195,9 @@ class Buffers:
 
 
 def _copied(buffer: Tensor | None, limit: int | None) -> Tensor | None:
-    if buffer is None or limit is not None and buffer.nbytes > limit:
+    if buffer is None or is_lazy(buffer) or buffer.layout != torch.strided:
+        return None
+    if limit is not None and buffer.nbytes > limit:
         return None
     return buffer.detach().clone()
 

@@ -1,6 +1,15 @@
-"""Text for tables of a fixed width."""
+"""Texts that are cut to the width of a table, or to what a message or a page can show."""
 
-__all__ = ["shortened"]
+__all__ = ["LONGEST", "quoted", "shortened"]
+
+LONGEST = 240  # characters of a quotation
+
+
+def quoted(value: object, width: int = LONGEST) -> str:
+    """Returns the text of a value from elsewhere, such as a file that someone has made up, without
+    characters that no font has, and without its middle where it is longer than ``width``."""
+    printable = "".join(c if c.isprintable() else " " for c in str(value)[: 4 * width])
+    return shortened(printable, width, keep="both")
 
 
 def shortened(text: str, width: int, keep: str = "end") -> str:

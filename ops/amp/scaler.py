@@ -17,6 +17,7 @@ from .._core.grouping import grouped
 from .._core.names import bare_name_of
 from .._core.registration import FLOATS
 from .._core.skips import LateCounts
+from .._core.text import quoted
 from ..functional.unscale_norm import unscale_norm_
 from ..functional.update_scale import update_scale_
 from ..grad.norm import any_rank
@@ -349,5 +350,6 @@ def _check_state(state_dict: dict[str, Any]) -> None:
         if not isinstance(value, kind) or not low <= value < high:
             what = "a finite number" if kind is Real else "an integer"
             raise ValueError(
-                f"the loaded state of the scaler has {key}={value!r}, wanted {what} {words}"
+                f"the loaded state of the scaler has {key}={quoted(repr(value))}, wanted {what} "
+                f"{words}"
             )

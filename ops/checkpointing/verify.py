@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .._core.surroundings import is_trained
 from .checksums import BLOCK_BYTES, checksums, first_difference
 
 __all__ = ["RecomputeError", "verified_region", "verified_results"]
@@ -125,13 +126,6 @@ class _Callers:
             self._running.pop()
 
 
-def _is_weight(x: Tensor) -> bool:
-    """Whether a saved tensor is a leaf or a view of one: the graph holds it anyway, so it is not
-    dropped."""
-    base = x if x._base is None else x._base
-    return base.is_leaf and base.requires_grad
-
-
 @contextmanager
 def verified_region(fn: Callable[..., Any]) -> Iterator[None]:
     """Verifies the tensors that are saved within, in the forward pass of a checkpoint whose hooks
@@ -146,7 +140,7 @@ def verified_region(fn: Callable[..., Any]) -> Iterator[None]:
 
     def pack(x: Tensor) -> _Packed:
         was = None
-        if not _is_weight(x):
+        if not is_trained(x):  # which is not dropped
             was = _dropped(f"saved tensor {len(entries)}, of {callers.innermost()},", x)
         packed = _Packed(inner_pack(x), was)
         entries.append(weakref.ref(packed))

@@ -27,7 +27,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    limit = None if options.fail_above is None else parse_bytes(options.fail_above)
+    limit = None if options.fail_above is None else parse_bytes(options.fail_above, "--fail-above")
     files = options.a, options.b
     quiet = options.json or not sys.stderr.isatty()
     sides = []

@@ -31,7 +31,6 @@ OPTIONAL = {
     "bitsandbytes": "nothing of Headroom needs it; its optimizer states convert without it",
     "torchao": "converting states of torchao: pip install torchao",
 }
-UNLIMITED = 1 << 60  # what cgroup v1 writes for no limit is near 2**63
 
 
 class Finding(NamedTuple):
@@ -253,12 +252,7 @@ def _memory(root: Path) -> Iterator[Finding]:
         yield Finding("memory", "RAM", f"{_size(available)} available of {_size(total)}")
     except (OSError, KeyError) as error:
         yield Finding("memory", "RAM", f"unknown: {_short(error)}", NOTE)
-    limit = cgroup_limit(root)
-    if limit is None or (total is not None and limit >= total):
-        yield Finding("memory", "limit of the cgroup", "none")
-    else:
-        advice = "the process is killed above this, whatever RAM is free"
-        yield Finding("memory", "limit of the cgroup", _size(limit), NOTE, advice)
+    yield _cgroup(root, total)
     yield from _limits()
     try:
         shared = os.statvfs(root / "dev/shm")
@@ -270,35 +264,16 @@ def _memory(root: Path) -> Iterator[Finding]:
         yield Finding("memory", "/dev/shm", "none", NOTE, "workers of a DataLoader need it")
 
 
-def cgroup_limit(root: Path) -> int | None:
-    """Returns the smallest limit of memory, in bytes, of the cgroup of this process and of those
-    that it is in; None if there is none. Knows versions 1 and 2."""
+def _cgroup(root: Path, total: int | None) -> Finding:
+    name = "limit of the cgroup"
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    limits = []
-    for line in lines:
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:
-            base, name = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            base, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        # In a container the path may be that of the host, and the limit at the top is ours.
-        folder = base / path.strip("/")
-        while True:
-            try:
-                text = (folder / name).read_text().strip()
-                limits += [int(text)] if text.isdigit() and int(text) < UNLIMITED else []
-            except OSError:
-                pass
-            if folder == base or base not in folder.parents:
-                break
-            folder = folder.parent
-    return min(limits, default=None)
+        limit = _own("cgroups").cgroup_limit(root)
+    except (OSError, ImportError, AttributeError) as error:
+        return Finding("memory", name, f"unknown: {_short(error)}", NOTE)
+    if limit is None or (total is not None and limit >= total):
+        return Finding("memory", name, "none")
+    advice = "the process is killed above this, whatever RAM is free"
+    return Finding("memory", name, _size(limit), NOTE, advice)
 
 
 def _limits() -> Iterator[Finding]:
@@ -336,12 +311,18 @@ def _short(error: BaseException) -> str:
 
 
 def _size(size: int) -> str:
-    """The size as Headroom writes it everywhere, by the file that knows how."""
-    file = Path(__file__).resolve().parents[1] / "_core" / "sizes.py"
+    """The size as Headroom writes it everywhere."""
     try:
-        spec = importlib.util.spec_from_file_location("headroom_sizes", file)
-        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-        spec.loader.exec_module(module)  # type: ignore[union-attr]
-        return module.format_bytes(size)
+        return _own("sizes").format_bytes(size)
     except (OSError, ImportError, AttributeError):
         return f"{size / 2**30:.2f} GiB"
+
+
+def _own(name: str) -> Any:
+    """A file of the package that imports nothing but the standard library, as a module. Its path
+    finds it, because its name would import the package."""
+    file = Path(__file__).resolve().parents[1] / "_core" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"headroom_{name}", file)
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     if options.ladder:
         return _ladder(options)
-    budget = parse_bytes(options.budget)
+    budget = parse_bytes(options.budget, "--budget")
     if options.measure:
         return _measured(options, budget)
     arguments, keywords = setup_of(options)

@@ -4,12 +4,13 @@
 """
 
 from .api import fit
+from .choice import Choice
 from .errors import DoesNotFit
 from .fitted import Change, Fitted
 from .ladder import Ladder, Rung
-from .retry import Retry, RetryingStep, retry_on_oom
+from .repeating import Retry, RetryingStep
+from .retry import retry_on_oom
 from .search import FrontierPoint
-from .techniques import Choice
 
 __all__ = [
     "Change",

@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from .._core.sizes import format_bytes
-from .search import Found, Search
-from .techniques import Choice
+from .choice import Choice
+from .search import Found
 
 __all__ = [
     "Agreed",
@@ -25,7 +25,6 @@ __all__ = [
     "RankError",
     "agreed",
     "best_of_ranks",
-    "choice_of",
     "gathered",
     "together",
     "world_size",
@@ -170,8 +169,16 @@ def _prices(price: Callable[[Any], tuple[int, float]], choices: Sequence[Any]) -
     return [price(choice) for choice in choices]
 
 
+class Prices(Protocol):
+    """What says what a choice costs on this rank."""
+
+    def priced(self, choice: Choice) -> Found:
+        """Returns a choice with its plan and its time, whoever made it."""
+        ...
+
+
 def best_of_ranks(
-    search: Search, propose: Callable[[int], Found], budget: int, group: Any = None
+    search: Prices, propose: Callable[[int], Found], budget: int, group: Any = None
 ) -> Found:
     """Returns what all ranks take, with this rank's plan and the seconds of the slowest rank.
 
@@ -185,16 +192,11 @@ def best_of_ranks(
         return propose(budget)
 
     def price(entry: Mapping[str, Any]) -> tuple[int, float]:
-        found = search.priced(choice_of(entry))
+        found = search.priced(Choice.from_json(entry))
         return found.plan.total_bytes, found.seconds
 
-    taken = agreed(lambda limit: asdict(propose(limit).choice), price, budget, group=group)
-    return replace(search.priced(choice_of(taken.choice)), seconds=max(taken.seconds))
-
-
-def choice_of(entry: Mapping[str, Any]) -> Choice:
-    """Returns the choice whose fields JSON has carried."""
-    return Choice(**{**entry, "levels": tuple(entry["levels"])})
+    taken = agreed(lambda limit: propose(limit).choice.to_json(), price, budget, group=group)
+    return replace(search.priced(Choice.from_json(taken.choice)), seconds=max(taken.seconds))
 
 
 def _excess(offer: Agreed, budgets: Sequence[int]) -> int:

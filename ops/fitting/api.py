@@ -8,16 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .agree import RankError, best_of_ranks, together
+from .agree import best_of_ranks, together
 from .apply import Applied
+from .arguments import check_margin, check_only
 from .blocks import Blocks
 from .budgets import budget_of, within
-from .changes import changes_of
+from .changes import report_of
+from .choice import Choice
 from .fitted import Fitted
 from .floors import does_not_fit
+from .ladder import Ladder
 from .loop import Loop
-from .preparing import peak_as_given, search_of
+from .lower_bounds import below_every_choice
+from .micro_batches import bytes_of
+from .preparing import Asked, search_of
 from .search import Found
+from .stored import Stored
 
 __all__ = ["fit"]
 
@@ -38,8 +44,10 @@ def fit(
     allow: Sequence[str] = (),
     adapt: bool = False,
     margin: float | None = None,
+    ladder: Ladder | None = None,
     dry_run: bool = False,
     only: Mapping[str, Collection[Any]] | None = None,
+    choice: Choice | Mapping[str, Any] | None = None,
     group: Any = None,
 ) -> Fitted:
     """Finds the fastest way to train a model within a budget of memory, applies it, and returns
@@ -62,91 +70,98 @@ def fit(
             such as a class. Adam and AdamW may be replaced, with all options of each group; then
             :attr:`Fitted.optimizer` is another one, and schedulers are to be made of that. None:
             :class:`torch.optim.AdamW`.
-        loss, forward: how the loss is computed, as in :func:`headroom.plan`. It must be a mean
-            over the samples.
+        loss, forward: how the loss is computed, as in :func:`headroom.plan`: a mean over samples,
+            or over labels that are not -100, for which micro-batches are weighed. Give a batch with
+            such labels if there will be any: it shows which.
         device: where the model is; needed if it is on several.
         amp: a dtype to run the forward pass and the loss in, under :class:`torch.autocast`.
         scaler: the :class:`torch.amp.GradScaler` of the loop.
         max_grad_norm: gradients are clipped to this norm before the step.
         allow: of "8bit" (moments of 8 bits), "bf16" (weights of 16 bits, with 16 more that the
             optimizer keeps) and "adafactor".
-        adapt: after three steps, spend what was measured to be left on faster levels.
+        adapt: after three steps, of batches as large as the sample, spend what was measured to be
+            left on faster levels.
         margin: the share of the budget that is left free. None: 0.2 % on the CPU and 2 % on CUDA,
             by which plans have been wrong at the most.
+        ladder: what :func:`headroom.ladder` returned for the same arguments: what it has measured
+            and planned is used, and only the rest is looked at.
         dry_run: only report; nothing is changed.
         only: for fields of a :class:`Choice`, the values that the loop can take, such as
             ``{"micro_batches": (2, 4)}`` of a loop that makes 2 anyway. Other fields may have any.
+        choice: that another call has made: its ``fitted.choice``, or what
+            ``fitted.choice.to_json()`` returned. It is planned, refused if it is above the budget,
+            and applied, and nothing is measured: for a run that is resumed. What it needs need not
+            be allowed again.
         group: the ranks that train together. All of them call this, and all take one choice: see
             :func:`headroom.fitting.agree.agreed`. None: all ranks, where there are several.
 
     Raises:
-        DoesNotFit: no choice fits the budget. Says which floor was hit, and what would help.
+        DoesNotFit: no choice fits the budget, or not the one that was given. Says which floor was
+            hit, and what would help.
         PlanError: the step cannot be planned; see :func:`headroom.plan`.
         TypeError, ValueError: an argument does not fit; says which one, and what was wanted.
     """
     with together(group):
-        if margin is not None and not 0 <= margin < 1:
-            raise ValueError(f"margin is {margin}, wanted a share of the budget from 0 to below 1")
-        allowed = (allow,) if isinstance(allow, str) else tuple(allow)
-        scales = scaler is not None and scaler.is_enabled()
-        search = search_of(
-            model,
-            sample_batch,
-            optimizer=optimizer,
-            loss=loss,
-            forward=forward,
-            device=device,
-            amp=amp,
-            scales=scales,
-            max_grad_norm=max_grad_norm,
-            allow=allowed,
-            only=only,
-        )
-        families = search.families
+        check_margin(margin)
+        check_only(only)
+        if ladder is not None and not isinstance(ladder, Ladder):
+            raise TypeError(f"ladder is {ladder!r}, wanted what headroom.ladder returned")
+        if adapt and choice is not None:
+            raise ValueError("adapt needs times, which are not measured for a choice: give one")
+        asked = Asked(
+            model, sample_batch, optimizer, loss, forward, device, amp, scaler, max_grad_norm,
+            allow, only, choice,
+        )  # fmt: skip
+        search = search_of(asked)
+        if ladder is not None:
+            search = ladder.search_for(search)
+        families, stored = search.families, asked.stored
         techniques, setting = families.techniques, families.setting
-        where, given = setting.device, techniques.given
+        source = search if stored is None else Stored(families, stored)
         held = sum(x.nbytes for x in {*model.parameters(), *model.buffers()})
-        limit = budget_of(budget, target, where, held)
-        room = within(limit, margin, where, len(Blocks(model).names))
+        limit = budget_of(budget, target, setting.device, held)
+        room = within(limit, margin, setting.device, len(Blocks(model).names))
 
     def propose(room: int) -> Found:
-        found = search.best(room)
+        if source is search and ladder is None:
+            error = below_every_choice(families, limit, room)
+            if error is not None:
+                raise error
+        found = source.best(room)
         if found is None:
-            raise does_not_fit(search, limit, room, given, allowed)
+            raise does_not_fit(search, limit, room)
         return found
 
-    found = best_of_ranks(search, propose, room, group)
+    found = best_of_ranks(source, propose, room, group)
     applied = None
     try:
         with together(group):
-            before = peak_as_given(search)
-            changes, before_seconds = changes_of(search, found, before, given)
+            report = report_of(search, found) if stored is None else {}
             chosen = techniques.optimizer_of(found.choice)
             if not dry_run:
                 applied = Applied(model, families.names, chosen, found.choice)
-    except RankError:
+        return Fitted(
+            model,
+            chosen,
+            found.choice,
+            limit,
+            found.plan,
+            found.plan.total_bytes,
+            found.seconds if stored is None else None,
+            blocks=families.names,
+            notes=[*techniques.notes, *families.notes],
+            within=room,
+            planner=search.plan_of if adapt else None,
+            _loop=Loop(
+                setting.but(batch=None), chosen, asked.live_scaler, max_grad_norm, families.rule
+            ),
+            _applied=applied,
+            _adapts=adapt,
+            _sample_bytes=bytes_of(sample_batch),
+            _counts=techniques.micro_batches,
+            **report,
+        )
+    except BaseException:  # of this rank or another, and Ctrl-C
         if applied is not None:
             applied.undo()
         raise
-    return Fitted(
-        model,
-        chosen,
-        found.choice,
-        limit,
-        found.plan,
-        found.plan.total_bytes,
-        found.seconds,
-        before,
-        before_seconds,
-        changes,
-        search.frontier(),
-        families.names,
-        [*techniques.notes, *families.notes],
-        reachable=search.frontier(found.choice),
-        within=room,
-        planner=search.plan_of if adapt else None,
-        _loop=Loop(setting.but(batch=None), chosen, scaler if scales else None, max_grad_norm),
-        _applied=applied,
-        _adapts=adapt,
-        _counts=techniques.micro_batches,
-    )

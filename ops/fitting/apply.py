@@ -12,8 +12,9 @@ from ..amp.cast_model import cast_model
 from ..optim import load_master_weights, master_weights, release_gradients
 from ..patching import unpatch
 from ..patching.changes import RECORD
+from .choice import Choice
 from .levels import set_levels
-from .techniques import Choice
+from .releasing import bucket_of
 
 __all__ = ["Applied"]
 
@@ -37,7 +38,8 @@ class Applied:
             if choice.weights == "bf16":
                 self._cast()
             if choice.release:
-                self.handle = release_gradients(model, optimizer)
+                bucket = bucket_of(model, choice)
+                self.handle = release_gradients(model, optimizer, bucket_bytes=bucket)
                 self._undo.append(self._end_release)
         except BaseException:
             self.undo()

@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._core.module_copies import copied_modules
-from ..patching.patch import repeated_layers
+from ..nn.block import Block
+from ..patching.families import find_layers
+from ..patching.patch import patch_call, repeated_layers
 from .calls import described
 from .levels import set_levels
 
@@ -46,15 +48,18 @@ class Blocks:
     Args:
         model: that they are in.
         fused_loss: is set with the levels, as by :func:`headroom.fitting.levels.set_levels`.
+        has_levels: if not, there are no such blocks.
 
     Attributes:
         model: that they are in.
         names: of the blocks, as in ``named_modules()``.
     """
 
-    def __init__(self, model: nn.Module, *, fused_loss: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, *, fused_loss: bool = False, has_levels: bool = True
+    ) -> None:
         self.model, self._fused_loss = model, fused_loss
-        _, layers = repeated_layers(model)
+        layers = repeated_layers(model)[1] if has_levels else []
         self.names = [layer.name for layer in layers]
         self._layers = {layer.name: layer for layer in layers}
         self._options = {layer.name: _options(layer.module) for layer in layers}
@@ -71,6 +76,22 @@ class Blocks:
     def leanest(self) -> dict[str, str]:
         """For each block the level that keeps the least."""
         return {name: self.levels(name)[-1] for name in self.names}
+
+    @property
+    def now(self) -> dict[str, str] | None:
+        """For each block the level that it is at; None where no levels leave the model as it is:
+        setting them replaces layers, what was patched before, or another checkpoint."""
+        modules = {name: layer.module for name, layer in self._layers.items()}
+        if (
+            find_layers(self.model) is not None
+            or patch_call(self.model) is not None
+            or any(getattr(module, "gradient_checkpointing", False) for module in modules.values())
+        ):
+            return None
+        return {
+            name: module.save if isinstance(module, Block) else "L0"
+            for name, module in modules.items()
+        }
 
     def set(self, levels: Mapping[str, str]) -> None:
         """Sets the levels of blocks by their names."""

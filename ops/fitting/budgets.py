@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from .._core.cgroups import cgroup_limit
 from .._core.sizes import parse_bytes
 
 __all__ = ["MARGINS", "available", "budget_of", "within"]
@@ -14,6 +15,9 @@ __all__ = ["MARGINS", "available", "budget_of", "within"]
 MARGINS = {"cpu": 0.002, "cuda": 0.02}
 """The share of a budget that is left free: by which plans were wrong at the most where they were
 compared with measured peaks."""
+
+LEAST = 1024
+"""Bytes. A number below it is not meant as bytes."""
 
 UNSEEN = 16 << 10
 UNSEEN_OF_BLOCK = 5056
@@ -30,7 +34,8 @@ def budget_of(
     """Returns the budget in bytes; ``held`` as in :func:`available`.
 
     Raises:
-        ValueError: both or neither were given, or ``target`` is unknown.
+        ValueError: both or neither were given, ``target`` is unknown, or the budget is no size that
+            can be meant.
     """
     if (budget is None) == (target is None):
         raise ValueError(
@@ -38,7 +43,12 @@ def budget_of(
             '"6 GiB", or target="speed" for what the device has'
         )
     if budget is not None:
-        return parse_bytes(budget)
+        size = parse_bytes(budget, "budget")
+        if size < LEAST:
+            raise ValueError(
+                f'budget is {budget!r}, which is {size} bytes; write the unit, such as "6 GiB"'
+            )
+        return size
     if target != "speed":
         raise ValueError(f'target is {target!r}, wanted "speed"')
     return int((1 - FREE[device.type]) * available(device, held))
@@ -69,8 +79,6 @@ def available(device: torch.device, held: int = 0, root: Path = Path("/")) -> in
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
-    from ..cli.doctor import cgroup_limit  # which runs by itself, and so imports nothing of this
-
     free = [
         size << 10
         for size in (_kibibytes(root / "proc/meminfo", "MemAvailable"),)

@@ -9,10 +9,11 @@ import torch
 from .._core.module_copies import copied_modules
 from ..planning.checks import check_setup
 from ..planning.steps import Setup
+from .choice import Choice
 from .levels import set_levels
 from .micro_batches import parts
+from .releasing import bucket_of
 from .setting import Setting
-from .techniques import Choice
 
 __all__ = ["setup_of"]
 
@@ -44,7 +45,8 @@ def setup_of(
             amp=setting.amp,
             scaler=setting.scaler,
             accumulation=min(2, choice.micro_batches),  # the second is like all that follow
-            release=choice.release,
+            starts_short=True,  # the first step is there to leave behind what later ones find
+            release=choice.release and bucket_of(setting.model, choice),
             max_grad_norm=max_grad_norm,
             dtype=torch.bfloat16 if choice.weights == "bf16" else None,
         )

@@ -5,30 +5,45 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from .choice import Choice
 from .fitted import Change
+from .preparing import peak_before
 from .search import Found, Search
-from .techniques import Choice
 
-__all__ = ["changes_of"]
+__all__ = ["report_of"]
+
+SAME = 0.002  # of the bytes: plans and estimates differ by less
 
 _NAMES = {"headroom": "Headroom's", "8bit": "8-bit moments", "adafactor": "Adafactor"}
 
 
-def changes_of(
-    search: Search, found: Found, before: int | None, given: Any
-) -> tuple[list[Change], float]:
+def report_of(search: Search, found: Found) -> dict[str, Any]:
+    """Returns what a :class:`headroom.fitting.Fitted` says of the way to a choice: what was before,
+    what each technique changed, and what else could be chosen."""
+    before = peak_before(search, found)
+    changes, seconds = _changes(search, found, before)
+    return {
+        "before_peak": before,
+        "before_seconds": seconds,
+        "changes": changes,
+        "frontier": search.frontier(),
+        "reachable": search.frontier(found.choice),
+    }
+
+
+def _changes(search: Search, found: Found, before: int | None) -> tuple[list[Change], float]:
     """Returns what each technique changed, one after the other, and the seconds of a step of the
     model as it was given. The bytes add up to the difference of the two plans.
 
     Args:
         before: the planned peak of the model as it was given.
-        given: the optimizer that was given.
     """
+    given = type(search.families.techniques.given).__name__
     rows: list[Change] = []
     choice, outer = None, None
     peak, seconds = before, 0.0
     start: float | None = None
-    for name, was, now, choice in _steps(search, found.choice, type(given).__name__):
+    for name, was, now, choice in _steps(search, found.choice, given):
         outer = search.outer_of(choice)
         if outer is None:
             continue
@@ -42,6 +57,9 @@ def changes_of(
         if not name:
             if search.families.swaps_layers:
                 rows.append(Change("layers", here - peak, 0.0, "as given", "Headroom's"))
+                peak = here
+            elif here - peak > SAME * peak:  # the blocks of the model kept less before
+                rows.append(Change("levels", here - peak, 0.0, "as given", _counted(levels)))
                 peak = here
             continue
         if choice == found.choice:

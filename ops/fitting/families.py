@@ -4,32 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.nn import RNNBase
 
 from ..amp.cast_model import cast_model
-from ..memory.events import Timeline
 from ..patching.families import find_layers
 from ..planning.api import made
 from ..planning.errors import PlanError
 from ..planning.result import Plan
 from .blocks import Blocks, private_copy
 from .candidates import setup_of
-from .generators import all_generators_kept
+from .choice import Choice
 from .measure import Measured, measure_blocks, seconds_at_leanest
-from .micro_batches import parts
+from .micro_batches import first_samples, parts
 from .optimizers import optimizer_seconds
+from .out_of_memory import is_out_of_memory
 from .outer import Outer
+from .passes import PassTimes
+from .releasing import bucket_of
 from .replacing import is_headroom, state_bytes
 from .rest import Outline, outline
 from .scaled import outline_of_part, part_of
 from .setting import Setting
-from .techniques import Choice, Techniques
+from .shares import rule_of, rules_of
+from .techniques import Techniques
 
 __all__ = ["Families"]
-
-FASTER = 0.95  # of the time of a whole batch: parts that take more are not taken to be faster
 
 
 class _Key(NamedTuple):
@@ -45,7 +49,6 @@ class _Family:
     measured: Measured
     outline: Outline
     choice: Choice  # that the plan of the outline is of
-    is_timed: bool = True
     is_planned: bool = True  # or else only estimated
 
 
@@ -53,22 +56,26 @@ class Families:
     """Measures and plans, each thing when it is asked for the first time.
 
     Attributes:
+        techniques: what can be chosen, and for what.
         names: of the blocks, in the order of the forward pass.
         notes: why some choices cannot be.
+        agree: what :meth:`parts_agree` has found, or None.
+        rule: what the loss is a mean over; see :mod:`headroom.fitting.shares`.
     """
 
-    def __init__(
-        self, setting: Setting, techniques: Techniques, max_grad_norm: float | None = None
-    ) -> None:
-        self.setting, self.techniques = setting, techniques
-        self.max_grad_norm = max_grad_norm
+    def __init__(self, techniques: Techniques) -> None:
+        self.techniques, self.setting = techniques, techniques.setting
         self.names: list[str] = []
         self.notes: list[str] = []
         self._measured: dict[str, Measured] = {}  # by weights
         self._families: dict[_Key, _Family | None] = {}
         self._outlines: dict[Choice, Outline] = {}
         self._given_state: int | None = None
-        self._agree: bool | None = None
+        # A loop that names its numbers of micro-batches weights their losses itself.
+        self.agree: bool | None = True if "micro_batches" in techniques.only else None
+        self._rules = rules_of(self.setting)
+        self.rule = self._rules[0]
+        self._times: dict[str, PassTimes] = {}  # by weights
         self._steps: dict[tuple[str, str], float] = {}
 
     def outers(self, micro_batches: int) -> Iterator[Outer]:
@@ -98,48 +105,49 @@ class Families:
         outer.planned(self._outlines[choice], choice.levels)
         return self._outlines[choice].plan
 
-    def planned_leanest(self, choice: Choice, optimizer: torch.optim.Optimizer) -> Plan:
-        """Plans a choice with all blocks at their leanest levels, and any optimizer."""
-        choice = choice.but(levels=self._leanest())
-        return made(setup_of(self.setting, choice, self.names, optimizer, self.max_grad_norm))
+    def planned_with(
+        self, choice: Choice, optimizer: torch.optim.Optimizer, samples: int | None = None
+    ) -> Plan:
+        """Plans a choice with any optimizer. Without levels all blocks are at their leanest.
+
+        Args:
+            samples: of the batch, of which the first so many are taken; None: all.
+
+        Raises:
+            PlanError: the step cannot be followed, or raises.
+        """
+        setting = self.setting
+        if samples is not None:
+            setting = setting.but(batch=first_samples(setting.batch, samples))
+        choice = choice.but(levels=choice.levels or self._leanest())
+        return made(setup_of(setting, choice, self.names, optimizer, self._max_grad_norm))
+
+    @property
+    def _max_grad_norm(self) -> float | None:
+        return self.techniques.max_grad_norm
 
     def time(self, outer: Outer) -> None:
-        """Measures the seconds of parts of this size."""
+        """Measures the seconds of parts of this size, with this loss. Parts are timed with a loss
+        that was not timed yet, so that one pass says of both."""
         key = _key(outer.choice)
-        family = self._families[key]
-        if family is None or family.is_timed:
+        times = self._times[key.weights]
+        if times.is_known(key.micro_batches, key.fused_loss):
             return
-        whole = self._measured[key.weights]
-        seconds = seconds_at_leanest(self._setting_of(key))
-        blocks = sum(block.levels[name].seconds for block, name in self._at_leanest(whole))
-        if key.micro_batches == 1:  # another loss: what is not of the blocks
-            family.measured = replace(whole, seconds_of_rest=max(0.0, seconds - blocks))
-        else:
-            expected = (blocks + whole.seconds_of_rest) / key.micro_batches
-            factor = seconds / max(expected, 1e-9)
-            if FASTER < factor < 1.0:
-                factor = 1.0
-            family.measured = part_of(whole, key.micro_batches, factor)
-        family.is_timed = True
+        unknown = (f for f in self.techniques.fused_losses if not times.is_known(1, f))
+        if key.micro_batches > 1 and (fused := next(unknown, None)) is not None:
+            fused_too = key._replace(fused_loss=fused)
+            key = key if self._family(fused_too) is None else fused_too
+        expected = times.most_of_blocks(key.micro_batches)
+        seconds = seconds_at_leanest(self._setting_of(key), expected)
+        times.add(key.micro_batches, key.fused_loss, seconds)
 
     def parts_agree(self) -> bool:
-        """Returns whether the loss of the batch is the mean of the losses of its parts, in
-        evaluation mode; it is not if it is a sum, or compares samples with one another. A loop that
-        names its numbers of micro-batches weights their losses itself."""
-        if "micro_batches" in self.techniques.only:
-            return True
-        if self._agree is None:
-            count = self.techniques.micro_batches[1]
-            model = private_copy(self.setting.model).eval()
-            with all_generators_kept(self.setting.device), torch.no_grad():
-                whole, *each = (
-                    self.setting.run(model, part, trains=False).double()
-                    for part in (self.setting.batch, *parts(self.setting.batch, count))
-                )
-            low = self.setting.amp is not None or whole.dtype != torch.float32
-            error = (sum(each) / count - whole).abs()
-            self._agree = bool(error <= (1e-2 if low else 1e-3) * whole.abs() + 1e-6)
-        return self._agree
+        """Returns whether the losses of parts add up to that of the batch, and sets the rule by
+        which they do; they do not where samples are compared with one another."""
+        if self.agree is None:
+            found = rule_of(self.setting, self.techniques.micro_batches[1], self._rules)
+            self.agree, self.rule = found is not None, found or self.rule
+        return self.agree
 
     @property
     def swaps_layers(self) -> bool:
@@ -157,6 +165,12 @@ class Families:
                     raise
                 self._families[key] = None
                 self._note(key, error)
+            except RuntimeError as error:
+                if key.weights == "given" or is_out_of_memory(error):
+                    raise
+                self._families[key] = None
+                reason = f"the model does not run with weights in bfloat16: {error}"
+                self._note(key, reason.partition("\n")[0])
         return self._families[key]
 
     @property
@@ -169,27 +183,43 @@ class Families:
             return self._part(key)
         if key.weights not in self._measured:
             own = key._replace(fused_loss=self.techniques.fused_losses[0])
-            measured = self._measured[key.weights] = measure_blocks(self._setting_of(own))
+            measured = self._measured[key.weights] = self._measure(own)
+            self._times[key.weights] = PassTimes(measured.whole, own.fused_loss)
             self.names = [block.name for block in measured.blocks]
+            self._note_recurrent_layers()
         measured = self._measured[key.weights]
         if key.fused_loss != self.techniques.fused_losses[0]:
             return self._fused(key)
         same = (c for c in self.techniques.choices() if _key(c) == key)
         choice = next(same).but(levels=self._leanest())
-        found = self._outlined(choice, self.techniques.optimizer_of(choice), measured)
-        self._outlines[choice] = found
-        return _Family(measured, found, choice)
+        optimizer = self.techniques.optimizer_of(choice)
+        return _Family(measured, self._outlined(choice, optimizer, measured, steps=1), choice)
+
+    def _measure(self, key: _Key) -> Measured:
+        """Measures the blocks. Where the model does not run with its blocks at their leanest, such
+        as one that writes to the argument of a block after the block has run, it has none."""
+        try:
+            return measure_blocks(self._setting_of(key))
+        except RuntimeError as error:
+            if key != self._plain or is_out_of_memory(error):
+                raise
+            reason = str(error).partition("\n")[0]
+        self.setting = self.setting.but(has_levels=False)
+        measured = measure_blocks(self._setting_of(key))  # raises if the model itself does
+        self.notes.append(f"levels: blocks cannot be run again: {reason}")
+        return measured
 
     def _fused(self, key: _Key) -> _Family | None:
-        """The fused loss, of which much is hoped until it is planned and timed."""
+        """The fused loss, of which much is hoped until it is planned."""
         plain = self._family(key._replace(fused_loss=self.techniques.fused_losses[0]))
         if plain is None:
             return None
         found = replace(plain.outline, after_forward=0, after_backward=0)
-        return _Family(plain.measured, found, plain.choice.but(fused_loss=True), False, False)
+        choice = plain.choice.but(fused_loss=True)
+        return _Family(plain.measured, found, choice, is_planned=False)
 
     def _part(self, key: _Key) -> _Family | None:
-        """Micro-batches, whose costs are those of the batch divided until they are timed."""
+        """Micro-batches, whose bytes are those of the batch divided until they are planned."""
         whole = self._family(key._replace(micro_batches=1))
         if whole is None:
             return None
@@ -198,15 +228,15 @@ class Families:
             part_of(whole.measured, key.micro_batches),
             outline_of_part(whole.outline, key.micro_batches, gradients),
             whole.choice,
-            False,
-            False,
+            is_planned=False,
         )
 
-    def _outlined(self, choice: Choice, optimizer: Any, measured: Measured) -> Outline:
-        setup = setup_of(self.setting, choice, self.names, optimizer, self.max_grad_norm)
-        if not self.names:  # then the plan is all that there is to know
-            plan = made(setup)
-            return Outline(plan, 0, 0, 0, 0, plan.peak_bytes)
+    def _outlined(
+        self, choice: Choice, optimizer: Any, measured: Measured, steps: int = 2
+    ) -> Outline:
+        """The outline of a plan of so many steps: one for estimates, two for what is chosen."""
+        setup = setup_of(self.setting, choice, self.names, optimizer, self._max_grad_norm)
+        setup = setup.but(steps=steps)
         kept = sum(block.levels[level].kept for block, level in zip(measured.blocks, choice.levels))
         return outline(setup, self.names, kept)
 
@@ -227,49 +257,79 @@ class Families:
         leanest = Blocks(self.setting.model).leanest
         return ((block, leanest[block.name]) for block in measured.blocks)
 
-    def _note(self, key: _Key, error: Exception) -> None:
+    def _note(self, key: _Key, error: Exception | str) -> None:
         what = [f"{key.micro_batches} micro-batches"] if key.micro_batches > 1 else []
         what += ["bf16"] if key.weights == "bf16" else []
         what += ["the fused loss"] if key.fused_loss else []
         self.notes.append(f"{' with '.join(what)}: {error}")
 
+    def _note_recurrent_layers(self) -> None:
+        """Warns of layers whose kernels for a GPU allocate what no plan sees."""
+        found = {type(m).__name__ for m in self.setting.model.modules() if isinstance(m, RNNBase)}
+        note = (
+            f"{', '.join(sorted(found))}: what cuDNN takes for recurrent layers is in no plan, so "
+            "the peak may be above the budget: look at the measured one"
+        )
+        if found and self.setting.device.type == "cuda" and note not in self.notes:
+            self.notes.append(note)
+
     # ---- estimates ------------------------------------------------------------------------------
 
     def _outer(self, family: _Family, choice: Choice) -> Outer:
-        rest = choice.micro_batches * family.measured.seconds_of_rest
+        count, weights, fused_loss = _key(choice)
+        times, measured = self._times[weights], self._measured[weights]
+        factor = times.factor(count)
+        between = measured.seconds_of_rest - measured.whole.rest  # the blocks
+        seconds = times.rest(count, fused_loss) + factor * between + self._step_seconds(choice)
         found = family.outline
         if choice != family.choice.but(levels=()):
             found = self._estimated(family, choice)
-        seconds = rest + self._step_seconds(choice)
-        return Outer(choice, family.measured, found, seconds, family.is_timed)
+        is_timed = times.is_known(count, fused_loss)
+        return Outer(choice, family.measured, found, seconds, factor, is_timed)
 
     def _step_seconds(self, choice: Choice) -> float:
         key = choice.optimizer, choice.weights
         if key not in self._steps:
             optimizer = self.techniques.optimizers[key]
             params = [p for group in optimizer.param_groups for p in group["params"]]
-            self._steps[key] = optimizer_seconds(optimizer, params, self.setting.device)
+            dtype = torch.bfloat16 if choice.weights == "bf16" else None
+            self._steps[key] = optimizer_seconds(
+                optimizer, params, self.setting.device, dtype=dtype
+            )
         return self._steps[key]
 
     def _state_of(self, optimizer: Any) -> int:
         """The bytes of an optimizer's state. Headroom's say what they will have, but for what they
         keep beside weights in 16 bits while these are in 32; of others a plan says it."""
         if is_headroom(optimizer):
-            return state_bytes(optimizer)
+            return state_bytes(optimizer, self._unused)
         family = self._families[self._plain]
         assert family is not None
         if self._given_state is None:
-            kinds = _standing(family.outline.plan.timeline)
+            kinds = family.outline.standing
             self._given_state = kinds["optimizer_state"] + kinds["master_weights"]
         return self._given_state
+
+    @cached_property
+    def _unused(self) -> list[nn.Parameter]:
+        """The parameters that get no gradient in the first plan. There are none unless their bytes
+        are all that the gradients in it lack."""
+        family = self._families.get(self._plain)
+        if family is None:  # the loop takes other weights only
+            return []
+        timeline = family.outline.plan.timeline
+        trained = {n: p for n, p in self.setting.model.named_parameters() if p.requires_grad}
+        lacking = sum(p.nbytes for p in trained.values()) - timeline.most_by_kind["gradients"]
+        found = {a.op for a in timeline.allocations if a.kind == "gradients"}
+        unused = [param for name, param in trained.items() if name not in found]
+        return unused if sum(p.nbytes for p in unused) == lacking else []
 
     def _estimated(self, family: _Family, choice: Choice) -> Outline:
         """The outline with another optimizer than that of the family's plan, or with release."""
         reference = self.techniques.optimizer_of(family.choice)
         optimizer = self.techniques.optimizer_of(choice)
         found = family.outline
-        timeline = found.plan.timeline
-        kinds = _standing(timeline)
+        kinds = found.standing
         of_plan = kinds["optimizer_state"] + kinds["master_weights"]
         state = of_plan
         if optimizer is not reference:
@@ -277,16 +337,16 @@ class Families:
         floor = found.floor
         if optimizer is not reference or choice.release:
             standing = sum(kinds[kind] for kind in ("parameters", "buffers", "batch"))
-            gradients = 0 if choice.release else timeline.most_by_kind["gradients"]
+            gradients = 0 if choice.release else found.plan.timeline.most_by_kind["gradients"]
             floor = standing + state + gradients
         base = found.base + state - of_plan
-        gradients = 0 if choice.release else found.gradients
-        return replace(found, base=max(0, base), gradients=gradients, floor=floor)
-
-
-def _standing(timeline: Timeline) -> dict[str, int]:
-    """The bytes of each kind when the last forward pass begins."""
-    return timeline.by_kind(max(s.start for s in timeline.spans if s.phase == "forward"))
+        gradients = bucket_of(self.setting.model, choice) if choice.release else found.gradients
+        after = found.after_backward
+        if choice.release and not self.names:  # then it is all of the backward pass
+            after = max(0, after - found.plan.timeline.most_by_kind["gradients"])
+        return replace(
+            found, base=max(0, base), after_backward=after, gradients=gradients, floor=floor
+        )
 
 
 def _key(choice: Choice) -> _Key:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from ..planning.result import Plan
 from .adapt import adapt
 from .apply import Applied
+from .choice import Choice
 from .loop import Loop
-from .micro_batches import parts
-from .search import FrontierPoint
+from .micro_batches import bytes_of, parts
+from .search import SAME, FrontierPoint
+from .shares import SAMPLES, shares
 from .table import described, table
-from .techniques import Choice
 
 __all__ = ["Change", "Fitted"]
 
@@ -43,17 +44,19 @@ class Change:
     after: str
 
 
-@dataclass
+@dataclass(repr=False)
 class Fitted:
     """What :func:`headroom.fit` returns.
 
     Attributes:
         model: that was given, changed in place unless ``dry_run`` was asked for.
         optimizer: to be stepped, and given to learning-rate schedulers.
-        choice: how the model is trained.
+        choice: how the model is trained; ``choice.to_json()`` can be stored, and given to
+            :func:`headroom.fit` when the run is resumed.
         budget: bytes.
         plan: of a step with the choice.
-        predicted_peak, predicted_seconds: of a step; bytes on the device.
+        predicted_peak, predicted_seconds: of a step; bytes on the device. There are no seconds for
+            a choice that was given.
         measured_peak: the most bytes of the first two steps, or None before them.
         before_peak, before_seconds: predicted for the model as it was given.
         changes: what each technique changed.
@@ -72,7 +75,7 @@ class Fitted:
     budget: int
     plan: Plan
     predicted_peak: int
-    predicted_seconds: float
+    predicted_seconds: float | None
     before_peak: int | None = None
     before_seconds: float | None = None
     changes: list[Change] = field(default_factory=list)
@@ -80,20 +83,22 @@ class Fitted:
     blocks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     measured_peak: int | None = None
-    reachable: list[FrontierPoint] = field(default_factory=list, repr=False)
+    reachable: list[FrontierPoint] = field(default_factory=list)
     within: int = 0
-    planner: Callable[[Choice], Plan] | None = field(default=None, repr=False)
-    _loop: Loop | None = field(default=None, repr=False)
-    _applied: Applied | None = field(default=None, repr=False)
-    _adapts: bool = field(default=False, repr=False)
-    _counts: tuple[int, ...] = field(default=(1,), repr=False)
-    _steps: int = field(default=0, repr=False)
-    _times: list[float] = field(default_factory=list, repr=False)
+    planner: Callable[[Choice], Plan] | None = None
+    _loop: Loop | None = None
+    _applied: Applied | None = None
+    _adapts: bool = False
+    _sample_bytes: int = 0  # of the batch that was planned
+    _is_whole: bool = True  # whether measured batches were as large
+    _counts: tuple[int, ...] = (1,)
+    _steps: int = 0
+    _times: list[float] = field(default_factory=list)
 
     # ---- training -------------------------------------------------------------------------------
 
     def step(self, batch: Any) -> Tensor:
-        """Makes a training step, of any number of micro-batches, and returns the mean loss,
+        """Makes a training step, of any number of micro-batches, and returns the loss of the batch,
         detached.
 
         The first two steps run under :func:`headroom.memory.track` on the CPU, unless a profiler
@@ -102,7 +107,7 @@ class Fitted:
 
         Raises:
             RuntimeError: the model was fitted with ``dry_run=True``, or :meth:`undo` was called.
-            ValueError: the samples of the batch cannot be divided into equal parts.
+            ValueError: the batch has no samples to make micro-batches of.
         """
         self._live()
         loop = self._loop
@@ -112,28 +117,51 @@ class Fitted:
             loss, peak = loop.measured(batch, each)
             if peak is not None:
                 self.measured_peak = max(peak, self.measured_peak or 0)
+                self._is_whole &= bytes_of(batch) >= self._sample_bytes
         else:
             loss, seconds = loop.timed(each)
             self._times.append(seconds)
             del self._times[:-TIMED]
         self._steps += 1
-        if self._adapts and self._steps == MEASURED + 1:
+        # Smaller batches than the sample do not say what that would leave.
+        if self._adapts and self._is_whole and self._steps == MEASURED + 1:
             adapt(self)
         return loss
 
     def micro_batches(self, batch: Any) -> list[Any]:
         """Returns the parts of a batch that go through the model one after the other: in a loop of
-        one's own, each part's loss is divided by their number, and gradients add up.
+        one's own, each part's loss is multiplied by its :meth:`shares`, and gradients add up. If
+        the samples cannot be divided into equal parts, the last is smaller.
 
         Raises:
-            ValueError: the samples of the batch cannot be divided into equal parts.
+            ValueError: the batch has no samples.
         """
         return parts(batch, self.choice.micro_batches)
+
+    def shares(self, micro_batches: Sequence[Any]) -> list[float]:
+        """Returns the share that each part has in the loss of the batch: of its samples, or, where
+        the loss is a mean over labels that are not -100, of these. A part with a share of 0 can be
+        left out; its mean over nothing is nan.
+
+        Args:
+            micro_batches: what :meth:`micro_batches` returned.
+        """
+        return [float(share) for share in shares(micro_batches, self.rule)]
+
+    @property
+    def rule(self) -> str:
+        """What the loss is a mean over; see :mod:`headroom.fitting.shares`."""
+        return SAMPLES if self._loop is None else self._loop.rule
 
     @property
     def measured_seconds(self) -> float | None:
         """The median time of the latest steps, from the third on, or None."""
         return statistics.median(self._times) if self._times else None
+
+    @property
+    def scaler(self) -> Any:
+        """The scaler that losses are scaled by, or None."""
+        return None if self._loop is None else self._loop.scaler
 
     def _live(self) -> Applied:
         if self._applied is None:
@@ -150,12 +178,13 @@ class Fitted:
             raise ValueError(f"levels has {len(levels)} names, wanted {len(self.blocks)}")
         self._live().set_levels(levels)
         self.choice = self.choice.but(levels=tuple(levels))
-        self.measured_peak, self._steps = None, 0
+        self.measured_peak, self._steps, self._is_whole = None, 0, True
         self._times.clear()
 
     def leaner(self) -> bool:
         """Sets the next leaner choice that a running training can take, between two steps: leaner
         levels, in a few strides, and then more micro-batches. Returns whether there was one."""
+        self._live()
         self._adapts = False  # what was measured before says less than why this is called
         here = self.same_but_levels()
         now = next((p.peak for p in here if p.choice == self.choice), self.predicted_peak)
@@ -167,7 +196,6 @@ class Fitted:
         more = [count for count in self._counts if count > self.choice.micro_batches]
         if not more or self.choice.release:
             return False
-        self._live()
         self.choice = self.choice.but(micro_batches=more[0])
         return True
 
@@ -198,15 +226,22 @@ class Fitted:
     @property
     def next_up(self) -> FrontierPoint | None:
         """The next choice that is faster and takes more, or None."""
-        better = [point for point in self.frontier if point.seconds < self.predicted_seconds]
+        seconds = (1 - SAME) * (self.predicted_seconds or 0.0)
+        better = [point for point in self.frontier if point.seconds < seconds]
         more = [point for point in better if point.peak > self.predicted_peak]
         return more[0] if more else None
 
     @property
     def next_down(self) -> FrontierPoint | None:
         """The next choice that takes less and is slower, or None."""
-        less = [point for point in self.frontier if point.peak < self.predicted_peak]
+        peak = (1 - SAME) * self.predicted_peak
+        less = [point for point in self.frontier if point.peak < peak]
         return less[-1] if less else None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the choice was given, and not looked for."""
+        return self.predicted_seconds is None
 
     @property
     def is_applied(self) -> bool:
@@ -215,6 +250,8 @@ class Fitted:
 
     def __str__(self) -> str:
         return table(self)
+
+    __repr__ = __str__  # notebooks show it
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report in what :mod:`json` writes."""

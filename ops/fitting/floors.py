@@ -2,69 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+from torch import nn
 
 from .._core.sizes import format_bytes
 from ..planning.errors import PlanError
+from ..planning.result import Plan
+from .choice import ALLOWABLE, Choice
 from .errors import DoesNotFit
-from .families import Families
+from .micro_batches import samples_of
 from .replacing import is_headroom, state_bytes
 from .search import Search
-from .techniques import ALLOWABLE, Choice, Techniques
+from .techniques import Techniques
 
-__all__ = ["does_not_fit"]
+__all__ = ["allowing", "does_not_fit", "held_at_least", "listed", "most_samples", "words"]
+
+SMALLER = 8  # plans at most of smaller batches
+
+Planned = Callable[[Choice, Any], Plan]  # of a choice and its optimizer
 
 
-def does_not_fit(
-    search: Search, budget: int, within: int, given: Any, allowed: Sequence[str]
-) -> DoesNotFit:
+def does_not_fit(search: Search, budget: int, within: int) -> DoesNotFit:
     """Returns the error that says which floor was hit, and what would help.
 
     Args:
         budget: that was asked for.
         within: what is left of it beside the margin.
-        given: the optimizer as it was given.
-        allowed: what was allowed.
     """
     choice, plan = search.leanest()
     least, kinds = plan.total_bytes, plan.peak_by_kind
-    most = sorted(((size, name) for name, size in kinds.items() if size), reverse=True)
-    parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for size, name in most)
+    families = search.families
+    parts = listed(kinds)
     if plan.device_share.bytes:
         parts += f", the device {format_bytes(plan.device_share.bytes)}"
     needed = least + budget - within + least // 100  # with its margin
-    advice = [f"a budget of {format_bytes(needed)}", *_allowing(search, within, given, allowed)]
-    notes = [*search.families.techniques.notes, *search.families.notes]
+    advice = [
+        f"a budget of {format_bytes(needed)}",
+        *allowing(families.techniques, families.planned_with, plan, within),
+    ]
+    samples = most_samples(search, within)
+    if samples is not None:
+        given = samples_of(families.setting.batch)
+        advice.append(f"a batch of {samples} samples, not {given}")
+    notes = [*families.techniques.notes, *families.notes]
     reasons = f" ({'; '.join(notes)})" if notes else ""
     return DoesNotFit(
         f"nothing trains the model within {format_bytes(budget)}, of which "
         f"{format_bytes(budget - within)} is left free: the leanest choice takes "
-        f"{format_bytes(least)} ({_words(choice)}), of which {parts}. What would fit: "
+        f"{format_bytes(least)} ({words(choice)}), of which {parts}. What would fit: "
         f"{', or '.join(advice)}{reasons}",
         least,
         kinds,
+        samples,
     )
 
 
-def _words(choice: Choice) -> str:
-    words = [f"all {len(choice.levels)} blocks at their leanest"] if choice.levels else []
-    words += [f"{choice.micro_batches} micro-batches"] if choice.micro_batches > 1 else []
-    words += [] if choice.optimizer == "given" else [f"optimizer {choice.optimizer}"]
-    words += [] if choice.weights == "given" else [f"weights {choice.weights}"]
-    words += ["gradients released"] if choice.release else []
-    words += ["the fused loss"] if choice.fused_loss else []
-    return ", ".join(words) or "as given"
+def listed(kinds: Mapping[str, int]) -> str:
+    """Returns bytes by kind as text, the most first."""
+    most = sorted(((size, name) for name, size in kinds.items() if size), reverse=True)
+    return ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for size, name in most)
 
 
-def _allowing(search: Search, within: int, given: Any, allowed: Sequence[str]) -> Iterator[str]:
-    """Yields what to allow, or which batch to take, each by a plan that fits."""
-    for names in _sets(allowed):
-        own = search.families
-        techniques = Techniques.of(
-            own.setting, given, names, own.max_grad_norm, own.techniques.only
-        )
-        if _fits(own, techniques, within):
+def words(choice: Choice) -> str:
+    """Returns a leanest choice in words."""
+    found = [f"all {len(choice.levels)} blocks at their leanest"] if choice.levels else []
+    found += [f"{choice.micro_batches} micro-batches"] if choice.micro_batches > 1 else []
+    found += [] if choice.optimizer == "given" else [f"optimizer {choice.optimizer}"]
+    found += [] if choice.weights == "given" else [f"weights {choice.weights}"]
+    found += ["gradients released"] if choice.release else []
+    found += ["the fused loss"] if choice.fused_loss else []
+    return ", ".join(found) or "as given"
+
+
+def allowing(now: Techniques, planned: Planned, leanest: Plan, within: int) -> Iterator[str]:
+    """Yields what to allow, by a plan that fits.
+
+    Args:
+        now: what is allowed.
+        planned: returns the plan of a choice without levels, at the leanest ones.
+        leanest: the plan of the leanest choice of what is allowed.
+    """
+    kinds = leanest.peak_by_kind
+    moved = sum(kinds[kind] for kind in ("optimizer_state", "master_weights", "gradients"))
+    tried = {*now.optimizers}
+    for names in _sets(now.allowed):
+        if "bf16" not in names and leanest.total_bytes - moved > within:
+            continue  # another optimizer leaves the rest of the peak as it is
+        more = Techniques.of(now.setting, now.given, names, now.max_grad_norm, now.only)
+        more.optimizers = {k: made for k, made in more.optimizers.items() if k not in tried}
+        tried |= {*more.optimizers}
+        more.micro_batches = now.micro_batches  # of which some may be known not to be possible
+        if _fits(more, planned, within):
             shown = ", ".join(f'"{name}"' for name in names)
             yield f"allow=({shown}{',' if len(names) == 1 else ''})"
             return
@@ -81,10 +111,10 @@ def _sets(allowed: Sequence[str]) -> Iterator[tuple[str, ...]]:
                 yield (*allowed, name, "bf16")
 
 
-def _fits(families: Families, techniques: Techniques, within: int) -> bool:
+def _fits(techniques: Techniques, planned: Planned, within: int) -> bool:
     """Whether a step at the leanest levels fits, by plans alone."""
     for key, optimizer in techniques.optimizers.items():
-        if _least(families, optimizer, key[1]) > within:
+        if held_at_least(techniques.setting.model, optimizer, key[1]) > within:
             continue
         choice = Choice((), 1, *key, fused_loss=techniques.fused_losses[-1])
         choices = [choice.but(micro_batches=techniques.micro_batches[-1])]
@@ -92,15 +122,55 @@ def _fits(families: Families, techniques: Techniques, within: int) -> bool:
             choices.append(choice.but(release=True))
         for each in choices:
             try:
-                if families.planned_leanest(each, optimizer).total_bytes <= within:
+                if planned(each, optimizer).total_bytes <= within:
                     return True
             except PlanError:
                 continue
     return False
 
 
-def _least(families: Families, optimizer: Any, weights: str) -> int:
-    """Fewer bytes than a step takes: those of the weights and of the optimizer's state."""
-    model = families.setting.model
+def held_at_least(model: nn.Module, optimizer: Any, weights: str) -> int:
+    """Returns fewer bytes than a step takes where each parameter gets a gradient: those of the
+    weights and of the optimizer's state, as far as it says what that will be."""
     size = sum(p.nbytes for p in model.parameters()) // (2 if weights == "bf16" else 1)
     return size + (state_bytes(optimizer) if is_headroom(optimizer) else 0)
+
+
+def most_samples(search: Search, within: int) -> int | None:
+    """Returns the most samples of a smaller batch with which a step fits, by plans at the leanest
+    levels, or None. Bytes are almost a line over samples, so that a few plans find it."""
+    families, techniques = search.families, search.families.techniques
+    unit = techniques.micro_batches[0]  # what a loop makes anyway
+    whole = (samples_of(techniques.setting.batch) or 0) // unit
+    own = [outer for outer in search.every() if outer.choice.micro_batches == unit]
+    if not own:
+        return None
+    leanest = min(own, key=lambda outer: outer.points[0].peak)
+    optimizer = techniques.optimizer_of(leanest.choice)
+    releases = techniques.can_release(leanest.choice, optimizer)
+    choice = leanest.choice_of(leanest.points[0]).but(release=releases)
+
+    def size(units: int) -> int | None:
+        try:
+            return families.planned_with(choice, optimizer, units * unit).total_bytes
+        except PlanError:  # such as of a BatchNorm, which takes no single sample
+            return None
+
+    first = ((units, found) for units in (1, 2) if units < whole and (found := size(units)))
+    low, least = next(first, (0, within + 1))
+    if least > within:
+        return None
+    high, most = whole, max(leanest.points[0].peak, within + 1)
+    for number in range(SMALLER):
+        if high - low < 2:
+            break
+        middle = (low + high) // 2
+        if number < SMALLER // 2:
+            middle = low + (high - low) * (within - least) // (most - least)
+            middle = min(max(middle, low + 1), high - 1)
+        found = size(middle)
+        if found is not None and found <= within:
+            low, least = middle, found
+        else:
+            high, most = middle, max(found or 0, within + 1)
+    return low * unit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -16,16 +16,25 @@ __all__ = ["kept", "kept_attributes"]
 Back = Callable[[], Any]
 
 
-def kept(value: Any, *, tensors: bool = True) -> Back:
+def kept(
+    value: Any, *, tensors: bool = True, on_host: bool = False, but: Iterable[Tensor] = ()
+) -> Back:
     """Returns a function that gives a value back the contents that it has now, and returns it.
 
-    Dictionaries, lists, deques and what they hold are kept, and tensors if ``tensors`` is true; all
-    else is taken for immutable. Putting back allocates no memory of a device.
+    Dictionaries, lists, deques and what they hold are kept, and tensors if ``tensors`` is true, but
+    for those of ``but``; all else is taken for immutable. Copies are made where the tensors are or,
+    if there is no room or ``on_host`` is true, in the memory of the host. Putting back allocates no
+    memory of a device.
     """
+    return _kept(value, tensors, on_host, {id(tensor) for tensor in but})
+
+
+def _kept(value: Any, *how: Any) -> Back:
     if isinstance(value, Tensor):
-        return _kept_tensor(value) if tensors else lambda: value
+        tensors, on_host, but = how
+        return _kept_tensor(value, on_host) if tensors and id(value) not in but else lambda: value
     if isinstance(value, dict):
-        items = {key: kept(one, tensors=tensors) for key, one in value.items()}
+        items = {key: _kept(one, *how) for key, one in value.items()}
 
         def fill() -> Any:
             found = {key: back() for key, back in items.items()}
@@ -35,7 +44,7 @@ def kept(value: Any, *, tensors: bool = True) -> Back:
 
         return fill
     if isinstance(value, (list, tuple, deque)):
-        members = [kept(one, tensors=tensors) for one in value]
+        members = [_kept(one, *how) for one in value]
 
         def extend() -> Any:
             found = [back() for back in members]
@@ -69,9 +78,9 @@ def kept_attributes(owner: Any, copied: Collection[str] = ()) -> Back:
     return back
 
 
-def _kept_tensor(tensor: Tensor) -> Back:
+def _kept_tensor(tensor: Tensor, on_host: bool) -> Back:
     with torch.no_grad():
-        copy = _copy(tensor)
+        copy = _copy(tensor, on_host)
 
     def back() -> Tensor:
         with torch.no_grad():
@@ -81,8 +90,9 @@ def _kept_tensor(tensor: Tensor) -> Back:
     return back
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """Returns a copy on the same device or, where that has no room, in the memory of the host."""
+def _copy(tensor: Tensor, on_host: bool) -> Tensor:
+    if on_host and not tensor.is_cpu:
+        return tensor.detach().cpu()
     try:
         return tensor.detach().clone()
     except RuntimeError as error:

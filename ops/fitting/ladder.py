@@ -7,8 +7,8 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,18 +17,19 @@ from torch import Tensor, nn
 from .._core.atomic import replacing
 from .._core.sizes import format_bytes
 from .._core.text import shortened
+from ..planning.copies import tensors_in
 from ..planning.errors import PlanError
+from .by_kind import peak_by_kind
+from .choice import Choice
 from .frontier_chart import Series, draw_frontier
-from .preparing import peak_as_given, search_of
-from .search import FrontierPoint, Search
-from .techniques import Choice
+from .preparing import Asked, peak_as_given, search_of
+from .search import SAME, FrontierPoint, Search
 
 __all__ = ["Ladder", "Rung", "distinct", "interesting", "ladder"]
 
 ROWS = 14  # of the table, besides the first
 SAVED = 200  # rungs of the file, besides the first
 LABELS = 6  # of the picture
-SAME = 0.002  # of the seconds: less than steps differ by
 FORMAT = "headroom.ladder/1"
 
 
@@ -41,12 +42,14 @@ class Rung:
         peak: predicted bytes at the peak of a step.
         seconds: predicted seconds of a step.
         choice: what :func:`headroom.fit` would apply; None for the model as it was given.
+        bytes: at the peak by kind, which add up to it; estimates.
     """
 
     title: str
     peak: int
     seconds: float
     choice: Choice | None = None
+    bytes: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 class Ladder:
@@ -60,9 +63,36 @@ class Ladder:
             smaller peak and is as fast.
     """
 
-    def __init__(self, model: str, device: str, first: Rung, points: Sequence[Rung]) -> None:
+    def __init__(
+        self,
+        model: str,
+        device: str,
+        first: Rung,
+        points: Sequence[Rung],
+        search: Search | None = None,
+    ) -> None:
         self.model, self.device = model, device
         self.first, self.points = first, tuple(points)
+        self._search = search
+
+    def search_for(self, asked: Search) -> Search:
+        """Returns the search that the ladder was made by, for :func:`headroom.fit`.
+
+        Args:
+            asked: one that has measured nothing yet, for the same model, batch and so on.
+
+        Raises:
+            ValueError: it is for something else; says for what.
+        """
+        if self._search is None:
+            raise ValueError("ladder was not made by headroom.ladder: leave it out")
+        was, now = _asked(self._search), _asked(asked)
+        if wrong := [name for name in was if was[name] != now[name]]:
+            raise ValueError(
+                f"ladder was made with another {', another '.join(wrong)}: give headroom.fit what "
+                "headroom.ladder was given, or leave ladder= out"
+            )
+        return self._search
 
     def rungs(self, most: int = ROWS) -> list[Rung]:
         """Returns the model as it was given, and then up to ``most`` points of the frontier from
@@ -71,17 +101,35 @@ class Ladder:
 
     def __str__(self) -> str:
         first, rungs = self.first, self.rungs()
-        head = f"{shortened(self.model, 40)} on {self.device}: {len(self.points)} choices"
-        shown = f", {len(rungs) - 1} shown" if len(self.points) >= len(rungs) else ""
-        lines = [head + shown, f"{'':<47}{'peak':>10}{'':>6}{'ms a step':>11}"]
+        head = f"{shortened(self.model, 24)} on {self.device}: {len(self.points)} choices"
+        head += f", {len(rungs) - 1} shown" if len(self.points) >= len(rungs) else ""
+        shared = self._shared()
+        head += f", all with {', '.join(shared)}" if shared else ""
+        levels = "L0 keeps the most, L5 the least" if self._has_levels() else ""
+        lines = [
+            shortened(head, 80, "beginning"),
+            f"{levels:<47}{'peak':>10}{'':>6}{'ms a step':>11}",
+        ]
         for rung in rungs:
             shares = [_share(rung.peak, first.peak), _share(rung.seconds, first.seconds)]
-            title = shortened(rung.title, 46, keep="beginning")
+            title = shortened(_without(rung.title, shared), 46, keep="beginning")
             lines.append(
                 f"{title:<47}{format_bytes(rung.peak):>10}{shares[0]:>6}"
                 f"{1e3 * rung.seconds:>11,.1f}{shares[1]:>6}"
             )
         return "\n".join(line.rstrip() for line in lines)
+
+    __repr__ = __str__  # notebooks show it
+
+    def _shared(self) -> list[str]:
+        """Returns what is changed in every point, and so distinguishes none."""
+        titles = [point.title.split(", ") for point in self.points]
+        if len(titles) < 2:
+            return []
+        return [part for part in titles[0] if all(part in other for other in titles)]
+
+    def _has_levels(self) -> bool:
+        return any(point.choice is not None and point.choice.levels for point in self.points)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the rungs in what :mod:`json` writes and ``headroom report`` opens."""
@@ -96,7 +144,7 @@ class Ladder:
                     "title": rung.title,
                     "peak_bytes": rung.peak,
                     "step_seconds": rung.seconds,
-                    "bytes": {},
+                    "bytes": dict(rung.bytes),
                 }
                 for rung in self.rungs(SAVED)
             ],
@@ -118,16 +166,17 @@ class Ladder:
             ImportError: matplotlib is missing.
             OSError: the file cannot be written.
         """
-        labeled = {id(rung) for rung in interesting(self.points, LABELS)}
+        labeled, shared = {id(rung) for rung in interesting(self.points, LABELS)}, self._shared()
         points = [
-            (rung.peak, rung.seconds, rung.title if id(rung) in labeled else "")
+            (rung.peak, rung.seconds, _without(rung.title, shared) if id(rung) in labeled else "")
             for rung in self.points
         ]
+        name = ", ".join(["headroom.fit", *shared])
         given = [(self.first.peak, self.first.seconds, self.first.title)]
         draw_frontier(
             path,
             f"{self.model} on {self.device}: peak against time, predicted",
-            [Series("headroom.fit", points, is_frontier=True), Series("now", given), *others],
+            [Series(name, points, is_frontier=True), Series("now", given), *others],
         )
 
 
@@ -163,18 +212,10 @@ def ladder(
         OSError: ``path`` cannot be written.
         TypeError, ValueError: an argument does not fit; says which one, and what was wanted.
     """
-    search = search_of(
-        model,
-        sample_batch,
-        optimizer=optimizer,
-        loss=loss,
-        forward=forward,
-        device=device,
-        amp=amp,
-        scales=scaler is not None and scaler.is_enabled(),
-        max_grad_norm=max_grad_norm,
-        allow=allow,
+    asked = Asked(
+        model, sample_batch, optimizer, loss, forward, device, amp, scaler, max_grad_norm, allow
     )
+    search = search_of(asked)
     search.time_all()
     points = distinct(search.frontier())
     families = search.families
@@ -184,19 +225,44 @@ def ladder(
         type(model).__name__,
         str(families.setting.device),
         _as_given(search),
-        [Rung(str(point.choice), point.peak, point.seconds, point.choice) for point in points],
+        [_rung(search, str(p.choice), p.peak, p.seconds, p.choice) for p in points],
+        search,
     )
     if path is not None:
         made.png(path)
     return made
 
 
+def _asked(search: Search) -> dict[str, Any]:
+    """Returns what a search is for, in what can be compared."""
+    techniques = search.families.techniques
+    setting, given = techniques.setting, techniques.given
+    groups = [{**group, "params": list(map(id, group["params"]))} for group in given.param_groups]
+    return {
+        "model": id(setting.model),
+        "sample_batch": list(map(id, tensors_in(setting.batch))),
+        "loss or forward": (setting.loss, setting.forward),
+        "device": setting.device,
+        "amp": setting.amp,
+        "scaler": setting.scaler,
+        "optimizer": repr((type(given), groups)),
+        "max_grad_norm": techniques.clips,
+        "allow": list(techniques.optimizers),
+        "only": techniques.only,
+    }
+
+
 def distinct(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
-    """Returns the points without those that are hardly faster than one that takes less."""
+    """Returns the points without those that are hardly faster than one that takes less, and of
+    those that take about the same, only the fastest."""
     found: list[FrontierPoint] = []
+    least = 0  # bytes of the first of those that take about the same
     for point in points:
-        if not found or point.seconds < (1 - SAME) * found[-1].seconds:
+        if found and point.peak <= (1 + SAME) * least:
+            found[-1] = point
+        elif not found or point.seconds < (1 - SAME) * found[-1].seconds:
             found.append(point)
+            least = point.peak
     return found
 
 
@@ -208,7 +274,17 @@ def _as_given(search: Search) -> Rung:
     assert outer is not None  # the first of every search
     estimate = outer.at(choice.levels)
     peak = peak_as_given(search)
-    return Rung("as it is", estimate.peak if peak is None else peak, estimate.seconds)
+    size = estimate.peak if peak is None else peak
+    rung = _rung(search, "as it is", size, estimate.seconds, choice)
+    return replace(rung, choice=None)
+
+
+def _rung(search: Search, title: str, peak: int, seconds: float, choice: Choice) -> Rung:
+    outer = search.outer_of(choice)
+    assert outer is not None  # the choice is of the search
+    optimizer = search.families.techniques.optimizer_of(choice)
+    kinds = peak_by_kind(outer, choice.levels, peak, optimizer)
+    return Rung(title, peak, seconds, choice, kinds)
 
 
 def interesting(points: Sequence[Rung], most: int) -> list[Rung]:
@@ -243,6 +319,11 @@ def _furthest(points: Sequence[Rung], left: int, right: int) -> tuple[float, int
                  for x, y in [place(n)]]  # fmt: skip
     distance, number = max(distances)
     return -distance, number, left, right
+
+
+def _without(title: str, shared: Sequence[str]) -> str:
+    """Returns a title without some of its parts, or all of it if nothing would be left."""
+    return ", ".join(part for part in title.split(", ") if part not in shared) or title
 
 
 def _share(value: float, first: float) -> str:

@@ -20,7 +20,7 @@ class SaveLevels:
     it. The bits of the gradients stay."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model = getattr(model, "_orig_mod", model)  # of what torch.compile returns
 
     def leaner(self) -> str | None:
         """Sets the next level. Returns what was changed, or None if no block can keep less."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..memory import track
 from .setting import Setting
+from .shares import SAMPLES, shares, weighed
 
 __all__ = ["Loop"]
 
@@ -25,20 +26,22 @@ class Loop:
         optimizer: one of :mod:`torch.optim`'s kind.
         scaler: the :class:`torch.amp.GradScaler`, or None.
         max_grad_norm: gradients are clipped to it, or None.
+        rule: what the loss is a mean over.
     """
 
     setting: Setting
     optimizer: Any
     scaler: Any = None
     max_grad_norm: float | None = None
+    rule: str = SAMPLES
 
     def step(self, parts: Sequence[Any]) -> Tensor:
-        """Makes a step of equal parts of a batch, and returns their mean loss, detached."""
+        """Makes a step of the parts of a batch, and returns its loss, detached."""
         model, total = self.setting.model, None
-        for part in parts:
-            loss = self.setting.run(model, part)
-            if len(parts) > 1:
-                loss = loss / len(parts)
+        for part, share in zip(parts, shares(parts, self.rule)):
+            if not share:
+                continue
+            loss = weighed(self.setting.run(model, part), share)
             seen = loss.detach()
             total = seen if total is None else total + seen
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()

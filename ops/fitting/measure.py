@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from ..memory.cpu import check_no_profiler
 from . import clock
 from .blocks import Blocks, private_copy
 from .calls import Call, results_of
-from .clock import Stopwatch
 from .generators import all_generators_kept
-from .knapsack import BlockOptions, Level
+from .knapsack import BlockOptions, Level, Point, frontier
 from .once import Alone, Bytes, Seconds
+from .passes import PassSeconds, is_first_run, seconds_of_pass
 from .setting import Setting
 
 __all__ = ["BlockCosts", "LevelCost", "Measured", "measure_blocks", "seconds_at_leanest"]
+
+WARM = 1.1  # times the seconds of blocks by themselves: what a pass takes that nothing held up
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,28 @@ class BlockCosts:
         kind: the same for blocks that are alike, and for no others of the model.
         levels: from the one that keeps the most on.
         gradients: bytes of the gradients of its parameters.
+        largest: of these gradients.
     """
 
     name: str
     kind: int
     levels: dict[str, LevelCost]
     gradients: int
+    largest: int
+
+    def scaled(self, factor: float) -> BlockCosts:
+        """Returns the same with other seconds at all levels."""
+        return replace(
+            self,
+            levels={
+                name: replace(
+                    cost,
+                    forward_seconds=factor * cost.forward_seconds,
+                    backward_seconds=factor * cost.backward_seconds,
+                )
+                for name, cost in self.levels.items()
+            },
+        )
 
     @property
     def kept(self) -> int:
@@ -76,13 +95,27 @@ class Measured:
 
     Attributes:
         blocks: in the order of the forward pass; those that a step does not call are left out.
-        seconds_of_rest: of the forward and backward pass of all but the blocks.
+        whole: the seconds of a forward and a backward pass with all blocks at their leanest.
+        seconds_of_rest: of those, what is not of the blocks: before, behind and between them.
         spent_seconds: on measuring.
     """
 
     blocks: list[BlockCosts] = field(default_factory=list)
+    whole: PassSeconds = PassSeconds(0.0, 0.0)
     seconds_of_rest: float = 0.0
     spent_seconds: float = 0.0
+    _frontiers: dict[Any, list[Point]] = field(default_factory=dict, repr=False, compare=False)
+
+    def frontier(
+        self, after: int, gradients: int, *, gradients_stay: bool = True, states: int = 4096
+    ) -> list[Point]:
+        """Returns the points of :func:`headroom.fitting.knapsack.frontier` for these blocks. They
+        are kept: choices that differ in the optimizer ask for the same ones."""
+        key = after, gradients, gradients_stay, states
+        if key not in self._frontiers:
+            options = self.options(gradients_stay=gradients_stay)
+            self._frontiers[key] = frontier(options, after, gradients, states=states)
+        return self._frontiers[key]
 
     def options(self, *, gradients_stay: bool = True) -> list[BlockOptions]:
         """Returns what the blocks can be set to, for :func:`headroom.fitting.knapsack.frontier`.
@@ -109,7 +142,7 @@ class Measured:
         return found
 
 
-def measure_blocks(setting: Setting, *, repeats: int = 3, steps: float = 6.0) -> Measured:
+def measure_blocks(setting: Setting, *, repeats: int = 1, steps: float = 5.0) -> Measured:
     """Measures the blocks of a model whose levels :func:`headroom.patch` can set: one of each kind,
     by itself, with what the model calls it with.
 
@@ -119,8 +152,8 @@ def measure_blocks(setting: Setting, *, repeats: int = 3, steps: float = 6.0) ->
 
     Args:
         setting: what is trained.
-        repeats: how often the time of each level is taken; the least counts, since what else runs
-            only adds to it.
+        repeats: how often the time of each level is taken, besides once while bytes are counted;
+            the least counts, since what else runs only adds to it.
         steps: times are taken less often, or only while bytes are counted, if measuring would
             otherwise take longer than so many passes of the model forward and backward.
 
@@ -131,53 +164,53 @@ def measure_blocks(setting: Setting, *, repeats: int = 3, steps: float = 6.0) ->
         PlanError: the loss is no tensor of one element, or requires no gradient.
         RuntimeError: a profiler is running, which counts bytes on the CPU.
     """
+    if setting.device.type == "cpu":
+        check_no_profiler()  # whose hooks in the model cannot be copied
     began = clock.now()
     with all_generators_kept(setting.device):
         model = private_copy(setting.model)
-        blocks = Blocks(model, fused_loss=setting.fused_loss)
+        blocks = Blocks(model, fused_loss=setting.fused_loss, has_levels=setting.has_levels)
         blocks.set(blocks.leanest)
         kinds = _Kinds(blocks, setting.device)
         with kinds.captured():
-            _whole(setting, model)
-        whole = min(_whole(setting, model) for _ in range(2))
-        kinds.measure(setting, repeats, began + steps * whole)
+            first = _pass(setting, blocks)
+        kinds.measure(setting, repeats, began + steps * first.whole)
         found = kinds.costs()
-        least = sum(block.levels[blocks.leanest[block.name]].seconds for block in found)
-    return Measured(found, max(0.0, whole - least), clock.now() - began)
+        alone = sum(block.levels[blocks.leanest[block.name]].seconds for block in found)
+        blocks.set(blocks.leanest)
+        whole = _least(setting, blocks, first, alone)
+    # What a model does between its blocks only adds to their time: if they are faster in it than
+    # by themselves, something has held them up there.
+    if alone > whole.blocks:
+        found = [block.scaled(whole.blocks / alone) for block in found]
+    between = max(0.0, whole.blocks - alone)
+    return Measured(found, whole, whole.rest + between, clock.now() - began)
 
 
-def seconds_at_leanest(setting: Setting) -> float:
-    """Returns the seconds of a forward and a backward pass in which all blocks keep the least: the
-    less of two, after one to warm up. Like :func:`measure_blocks` it leaves everything as it is."""
+def seconds_at_leanest(setting: Setting, expected: float = 0.0) -> PassSeconds:
+    """Returns the seconds of a forward and a backward pass in which all blocks keep the least. Like
+    :func:`measure_blocks` it leaves everything as it is.
+
+    Args:
+        expected: seconds of the blocks; where they take longer, a second pass is run.
+    """
     with all_generators_kept(setting.device):
         model = private_copy(setting.model)
-        blocks = Blocks(model, fused_loss=setting.fused_loss)
+        blocks = Blocks(model, fused_loss=setting.fused_loss, has_levels=setting.has_levels)
         blocks.set(blocks.leanest)
-        _whole(setting, model)
-        return min(_whole(setting, model) for _ in range(2))
+        return _least(setting, blocks, _pass(setting, blocks), expected)
 
 
-def _whole(setting: Setting, model: nn.Module) -> float:
-    """Returns the seconds of a forward and a backward pass, whose gradients are dropped as they
-    arrive."""
-    watch = Stopwatch(setting.device)
+def _pass(setting: Setting, blocks: Blocks) -> PassSeconds:
+    return seconds_of_pass(setting, blocks.model, map(blocks.module, blocks.names))
 
-    def drop(param: Tensor) -> None:
-        param.grad = None
 
-    handles = [
-        param.register_post_accumulate_grad_hook(drop)
-        for param in model.parameters()
-        if param.requires_grad
-    ]
-    try:
-        watch.lap()
-        setting.run(model, setting.batch).backward()
-        watch.lap()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return watch.seconds()[0]
+def _least(setting: Setting, blocks: Blocks, first: PassSeconds, expected: float) -> PassSeconds:
+    """Returns the seconds of a pass that is warm, and that nothing else held up. That the first was
+    is seen by its blocks: without any, or if they took longer than expected, a second is run."""
+    if 0 < first.blocks <= WARM * expected:
+        return first
+    return first.least(_pass(setting, blocks))
 
 
 @dataclass
@@ -190,7 +223,7 @@ class _Kind:
     names: tuple[str, ...]  # of levels
     used: set[int] = field(default_factory=set)  # the results that get gradients
     bytes: dict[str, Bytes] = field(default_factory=dict)
-    counted: dict[str, Seconds] = field(default_factory=dict)  # while bytes were counted
+    counted: dict[str, Seconds] = field(default_factory=dict)  # while bytes were counted: more
     timed: dict[str, list[Seconds]] = field(default_factory=dict)
 
     def alone(self, setting: Setting) -> Alone:
@@ -200,11 +233,12 @@ class _Kind:
         """Returns the costs of a block of this kind that a step calls so many times."""
         levels = {level: self._cost(level, calls) for level in self.names}
         gradients = max(found.gradients for found in self.bytes.values())
-        return BlockCosts(name, self.number, levels, gradients)
+        largest = max(found.largest for found in self.bytes.values())
+        return BlockCosts(name, self.number, levels, gradients, largest)
 
     def _cost(self, level: str, calls: int) -> LevelCost:
         found = self.bytes[level]
-        forward, backward = zip(*(self.timed.get(level) or [self.counted[level]]))
+        forward, backward = zip(self.counted[level], *self.timed.get(level, ()))
         return LevelCost(
             calls * found.held,
             found.backward,
@@ -243,8 +277,8 @@ class _Kinds:
 
     def _before(self, name: str) -> Any:
         def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-                return  # a checkpoint runs it again
+            if not is_first_run():
+                return
             self._calls[name] = self._calls.get(name, 0) + 1
             if name in self._order:
                 return

@@ -1,8 +1,10 @@
-"""Equal parts of a batch, whose gradients add up to those of the batch."""
+"""Parts of a batch, whose gradients add up to those of the batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, MutableMapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..planning.copies import tensors_in
 
-__all__ = ["counts", "mixes_samples", "parts", "samples_of"]
+__all__ = ["bytes_of", "counts", "first_samples", "mixes_samples", "parts", "samples_of"]
 
 
 def samples_of(batch: Any) -> int | None:
@@ -18,6 +20,11 @@ def samples_of(batch: Any) -> int | None:
     if there is no such tensor."""
     first = next((x for x in tensors_in(batch) if x.dim()), None)
     return None if first is None else first.shape[0]
+
+
+def bytes_of(batch: Any) -> int:
+    """Returns the bytes of the tensors of a batch."""
+    return sum(x.numel() * x.element_size() for x in tensors_in(batch))
 
 
 def counts(samples: int | None) -> Iterator[int]:
@@ -33,35 +40,46 @@ def counts(samples: int | None) -> Iterator[int]:
 
 
 def parts(batch: Any, count: int) -> list[Any]:
-    """Returns ``count`` equal parts of a batch, which are views of it.
+    """Returns ``count`` parts of a batch, which are views of it: of equal size, but for the last
+    where the samples cannot be divided so. Where these are fewer, so are the parts.
 
     Tensors whose first dimension is that of the first tensor are cut along it; everything else is
     in every part.
 
     Raises:
-        ValueError: the samples cannot be divided by ``count``.
+        ValueError: the batch has no samples.
     """
     if count == 1:
         return [batch]
     samples = samples_of(batch)
-    if samples is None or samples % count:
+    if not samples:
         raise ValueError(
-            f"the batch has {samples or 'no'} samples, wanted a multiple of {count}, the number of "
-            "micro-batches; drop the last batch of an epoch if it is smaller (drop_last=True)"
+            f"the batch has no samples to make {count} micro-batches of: wanted a tensor whose "
+            "first dimension counts them"
         )
-    size = samples // count
-    return [
-        _mapped(batch, lambda x, at=at: x.narrow(0, at, size) if x.shape[0] == samples else x)
-        for at in range(0, samples, size)
-    ]
+    size = -(-samples // count)
+
+    def cut(x: Tensor, at: int) -> Tensor:
+        return x[at : at + size] if x.shape[0] == samples else x
+
+    return [_mapped(batch, partial(cut, at=at)) for at in range(0, samples, size)]
+
+
+def first_samples(batch: Any, count: int) -> Any:
+    """Returns a batch of the first ``count`` samples, which are copies: views would keep the memory
+    of all of them."""
+    samples = samples_of(batch)
+    return _mapped(batch, lambda x: x[:count].clone() if x.shape[0] == samples else x)
 
 
 def _mapped(value: Any, cut: Callable[[Tensor], Tensor]) -> Any:
-    """Returns nested dicts, lists and tuples with ``cut`` applied to tensors with dimensions."""
+    """Returns nested mappings, lists and tuples with ``cut`` applied to tensors with dimensions."""
     if isinstance(value, Tensor):
         return cut(value) if value.dim() else value
-    if isinstance(value, dict):
-        return {key: _mapped(item, cut) for key, item in value.items()}
+    if isinstance(value, MutableMapping):
+        made = copy.copy(value)  # of its class: a loss may read the attributes of a batch
+        made.update({key: _mapped(item, cut) for key, item in value.items()})
+        return made
     if isinstance(value, (list, tuple)):
         items = [_mapped(item, cut) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -34,6 +34,7 @@ class Bytes:
         backward: most beyond those before the run and ``held``, while gradients stay.
         released: the same if each gradient of a parameter is freed as soon as it has arrived.
         gradients: of the parameters.
+        largest: of the gradients.
     """
 
     held: int
@@ -42,6 +43,7 @@ class Bytes:
     backward: int
     released: int
     gradients: int
+    largest: int
 
 
 class Seconds(NamedTuple):
@@ -177,4 +179,5 @@ def _followed(events: Sequence[Event], arrivals: Sequence[tuple[int, int]]) -> B
         max(0, peaks[END][0] - before),
         max(0, peaks[END][1] - before),
         sum(size for _, size in arrivals),
+        max((size for _, size in arrivals), default=0),
     )

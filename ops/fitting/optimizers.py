@@ -24,6 +24,7 @@ def optimizer_seconds(
     params: Iterable[Tensor],
     device: torch.device,
     *,
+    dtype: torch.dtype | None = None,
     elements: int = ELEMENTS,
     repeats: int = 3,
 ) -> float:
@@ -36,6 +37,8 @@ def optimizer_seconds(
             that makes one of a list of parameters; or None.
         params: the parameters that it steps; those that require no gradient are left out.
         device: that they are on.
+        dtype: that they will be cast to before the optimizer steps them; None: they stay as they
+            are.
         elements: no more than so many are copied, from the first on.
         repeats: the median of so many steps counts, after two that make states and warm up.
     """
@@ -43,7 +46,7 @@ def optimizer_seconds(
     if optimizer is None or not own:
         return 0.0
     with all_generators_kept(device), no_collections():
-        copies = _copies(own, elements)
+        copies = _copies(own, elements, dtype)
         made = _made(optimizer, own, copies)
         watch = Stopwatch(device)
         for number in range(2 + repeats):
@@ -52,14 +55,14 @@ def optimizer_seconds(
             made.step()
         watch.lap()
         seconds = statistics.median(watch.seconds())
-    return seconds * _bytes(own) / _bytes(copies)
+    return seconds * _bytes(own, dtype) / _bytes(copies, dtype)
 
 
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
+def _bytes(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> int:
+    return sum(x.numel() * (dtype or x.dtype).itemsize for x in tensors)
 
 
-def _copies(params: Sequence[Tensor], elements: int) -> list[Tensor]:
+def _copies(params: Sequence[Tensor], elements: int, dtype: torch.dtype | None) -> list[Tensor]:
     """Returns copies with gradients of the first parameters, the last of them cut."""
     made: list[Tensor] = []
     left = elements
@@ -73,8 +76,8 @@ def _copies(params: Sequence[Tensor], elements: int) -> list[Tensor]:
             rows = max(1, left * cut.shape[0] // cut.numel())
             cut = cut[:rows]
         left -= cut.numel()
-        copy = nn.Parameter(cut.clone())
-        copy.grad = torch.randn_like(cut).mul_(1e-3)
+        copy = nn.Parameter(cut.to(dtype or cut.dtype, copy=True))
+        copy.grad = torch.randn_like(copy).mul_(1e-3)
         made.append(copy)
     return made
 

@@ -1,4 +1,4 @@
-"""Errors that say that memory has run out, and the tensors that they keep alive."""
+"""Errors that say that memory has run out, and what they keep alive."""
 
 from __future__ import annotations
 
@@ -7,27 +7,32 @@ import traceback
 
 import torch
 
-__all__ = ["forget_tensors", "is_out_of_memory"]
+__all__ = ["explained", "forget_tensors", "is_out_of_memory"]
 
-# How torch's allocator for the CPU says it, on Linux and elsewhere. It raises a plain RuntimeError.
-_CPU = (
+# How a RuntimeError says it: torch's allocator for the CPU on Linux and elsewhere, C++, the CUDA
+# runtime, and CUDA's libraries, which allocate beside torch, such as CUBLAS_STATUS_ALLOC_FAILED.
+_WORDS = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
+    "std::bad_alloc",
+    "CUDA error: out of memory",
+    "_ALLOC_FAILED",
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether an error says that memory has run out: :class:`torch.OutOfMemoryError`,
-    MemoryError, or the RuntimeError of torch's allocator for the CPU."""
+    MemoryError, or the RuntimeError of torch's allocator for the CPU, of C++, of CUDA or of one of
+    its libraries."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _CPU)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
 
 
 def forget_tensors(error: BaseException) -> None:
     """Frees what an error keeps alive: the local variables of the functions that it went through,
     in which the activations of a step are. Its traceback still shows the lines. Then frees cycles,
-    and gives cached memory of CUDA devices back."""
+    waits for CUDA devices, and gives their cached memory back."""
     seen: set[int] = set()
     rest: list[BaseException | None] = [error]
     while rest:
@@ -39,4 +44,16 @@ def forget_tensors(error: BaseException) -> None:
         rest += [one.__cause__, one.__context__]
     gc.collect()
     if torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            if torch.cuda.memory_reserved(device):  # else waiting would make a context
+                # Other streams may still write to what is put back next.
+                torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+
+
+def explained(error: Exception, text: str) -> Exception:
+    """Returns an error with an explanation: a :class:`torch.OutOfMemoryError`, MemoryError or
+    RuntimeError, as the given one is. Subclasses of these want other arguments than a text."""
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
+    return kind(f"{str(error) or type(error).__name__}\nheadroom.retry_on_oom: {text}")

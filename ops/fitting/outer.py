@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
+from .choice import Choice
 from .knapsack import Point, choose
 from .measure import Measured
 from .rest import Outline
-from .techniques import Choice
 
 __all__ = ["Outer"]
 
@@ -21,6 +22,7 @@ class Outer:
         measured: what its blocks cost, in one micro-batch.
         outline: what the levels do not decide, planned or estimated.
         seconds: of a step, besides the blocks.
+        factor: of the seconds of the blocks, which small parts of a batch take longer for.
         is_planned: whether the outline is of a plan of this very choice.
         is_timed: whether the seconds are those of a measurement of this size of parts.
     """
@@ -31,10 +33,11 @@ class Outer:
         measured: Measured,
         outline: Outline,
         seconds: float,
+        factor: float,
         is_timed: bool,
     ) -> None:
         self.choice, self.measured, self.outline = choice, measured, outline
-        self.seconds, self.is_timed = seconds, is_timed
+        self.seconds, self.factor, self.is_timed = seconds, factor, is_timed
         self.is_planned = False
         self._off = 0  # how far the planned peak is from what the outline says
         self._share = outline.plan.device_share.bytes
@@ -48,13 +51,25 @@ class Outer:
         self._share = outline.plan.device_share.bytes
         self.__dict__.pop("points", None)
 
-    def take_outline(self, other: Outer) -> None:
-        """Takes what a plan said of another that is of the same choice."""
-        if not other.is_planned:
-            return
-        self.is_planned = True
-        self.outline, self._off, self._share = other.outline, other._off, other._share
+    def take(self, other: Outer) -> None:
+        """Takes what is known of another that is of the same choice: what a plan said of it, and
+        its points where nothing has changed since."""
+        if other.is_planned:
+            self.is_planned = True
+            self.outline, self._off, self._share = other.outline, other._off, other._share
         self.__dict__.pop("points", None)
+        if "points" in vars(other) and self._numbers == other._numbers:
+            self.points = other.points
+
+    @property
+    def _numbers(self) -> tuple[Any, ...]:
+        """What the points follow from."""
+        outline = self.outline
+        return (
+            id(self.measured.blocks), self.seconds, self.factor, self._off, self._share,
+            outline.base, outline.after_forward, outline.after_backward, outline.gradients,
+            outline.floor,
+        )  # fmt: skip
 
     @property
     def _stay(self) -> bool:
@@ -70,7 +85,7 @@ class Outer:
         return max(self.outline.floor, peak + self._off) + self._share
 
     def _whole(self, seconds: float) -> float:
-        return self.seconds + self.choice.micro_batches * seconds
+        return self.seconds + self.choice.micro_batches * self.factor * seconds
 
     def within(self, budget: int) -> Point | None:
         """Returns the fastest levels within a budget, or None."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..optim import Adafactor, Adam, Adam8bit, AdamW, AdamW8bit
+from ..optim.memory import state_memory
 
 __all__ = ["is_headroom", "made", "obstacle", "replacement", "state_bytes"]
 
@@ -36,7 +38,14 @@ def made(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
                 f"optimizer is {type(optimizer).__name__}, wanted a torch.optim.Optimizer or a "
                 "function that makes one from parameters, such as its class"
             )
-        optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
+        params = [p for p in model.parameters() if p.requires_grad]
+        if not params:
+            raise ValueError("no parameter of the model requires a gradient: nothing is trained")
+        optimizer = optimizer(params)
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"the function optimizer returned {optimizer!r}, wanted a torch.optim.Optimizer"
+            )
     own = {id(p) for p in model.parameters()}
     foreign = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in own]
     if foreign:
@@ -104,6 +113,10 @@ def replacement(
     return cls(groups, **defaults, **fixed)
 
 
-def state_bytes(optimizer: Any) -> int:
-    """Returns the bytes of the state that one of Headroom's optimizers has or will have."""
-    return sum(sum(row.bytes.values()) for row in optimizer.memory())
+def state_bytes(optimizer: Any, without: Iterable[Tensor] = ()) -> int:
+    """Returns the bytes of the state that one of Headroom's optimizers has or will have.
+
+    Args:
+        without: the parameters that will get no gradient, and thus no state.
+    """
+    return sum(sum(row.bytes.values()) for row in state_memory(optimizer, without))

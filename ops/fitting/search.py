@@ -7,15 +7,19 @@ from dataclasses import dataclass
 
 from ..planning.errors import PlanError
 from ..planning.result import Plan
+from .choice import Choice
 from .families import Families
 from .knapsack import Point
 from .outer import Outer
-from .techniques import Choice
 
-__all__ = ["Found", "FrontierPoint", "Search"]
+__all__ = ["SAME", "Found", "FrontierPoint", "Search"]
+
+SAME = 0.002
+"""The share of bytes or seconds below which two choices are no different in a report."""
 
 PLANS = 8  # at most, to find the fastest choice
 ROOM = 0.02  # of the budget, which is not worth another plan
+CAUTION = 0.003  # of the budget, which choices leave free until they are planned
 SLOWER = 0.01  # that twice as many micro-batches are taken to be until they are timed
 
 
@@ -71,6 +75,8 @@ class Search:
             choice = outer.choice_of(point)
             if best is not None and (choice == best.choice or seconds >= best.seconds):
                 break
+            if choice.micro_batches > 1 and not self._parts_agree():
+                continue  # and not timed, for parts may not even run
             if not outer.is_timed:
                 self._time(outer)
                 continue
@@ -83,8 +89,8 @@ class Search:
         return best or self._leanest_within(budget)
 
     def frontier(self, of: Choice | None = None) -> list[FrontierPoint]:
-        """Returns the choices that no other beats, by ascending peaks. Choices whose parts of a
-        batch have not been timed are left out.
+        """Returns the choices that no other beats, by ascending peaks. Left out are choices whose
+        parts of a batch have not been timed, or compared with the batch.
 
         Args:
             of: only choices that differ from this one in their levels.
@@ -92,7 +98,7 @@ class Search:
         every = [
             outer
             for outer in self.every()
-            if (outer.is_timed if of is None else outer.choice == of.but(levels=()))
+            if (self._is_known(outer) if of is None else outer.choice == of.but(levels=()))
         ]
         found = sorted(
             (point.peak, point.seconds, outer.choice.changes, n, m, point)
@@ -105,8 +111,13 @@ class Search:
                 kept.append(FrontierPoint(peak, seconds, every[n].choice_of(point)))
         return kept
 
+    def _is_known(self, outer: Outer) -> bool:
+        agree = outer.choice.micro_batches == 1 or self.families.agree is True
+        return outer.is_timed and agree
+
     def time_all(self) -> None:
         """Times parts of all sizes, so that :meth:`frontier` has them."""
+        self._parts_agree()
         for outer in list(self.every()):
             if not outer.is_timed:
                 self._time(outer)
@@ -140,6 +151,8 @@ class Search:
         Raises:
             PlanError: it cannot be planned.
         """
+        if choice.micro_batches > 1:
+            self._parts_agree()
         outer = self.outer_of(choice)
         if outer is not None and not outer.is_timed:
             self._time(outer)
@@ -160,9 +173,13 @@ class Search:
         Raises:
             PlanError: no choice can be planned.
         """
+        self._parts_agree()
         ranked = sorted(self.every(), key=lambda outer: outer.points[0].peak)
         found = []
-        for outer in ranked[:3]:
+        for choice in [outer.choice for outer in ranked[:3]]:
+            outer = self.outer_of(choice)  # which another plan may have been of use to
+            if outer is None:
+                continue
             point = outer.points[0]
             plan = self._planned(outer, point)
             if plan is not None:
@@ -177,12 +194,16 @@ class Search:
         picked = [
             (self._expected(outer, point), outer.choice.changes, n, point)
             for n, outer in enumerate(every)
-            if (point := outer.within(budget)) is not None
+            if (point := outer.within(self._room(outer, budget))) is not None
         ]
         if not picked:
             return None
         seconds, _, n, point = min(picked)
         return seconds, every[n], point
+
+    @staticmethod
+    def _room(outer: Outer, budget: int) -> int:
+        return budget if outer.is_planned else round((1 - CAUTION) * budget)
 
     def _expected(self, outer: Outer, point: Point) -> float:
         if outer.is_timed:
@@ -191,13 +212,17 @@ class Search:
 
     def _time(self, outer: Outer) -> None:
         """Times what the choice has in common with others, and looks at all of those anew."""
-        count = outer.choice.micro_batches
-        if count > 1 and not self.families.parts_agree():
-            for other in self.families.techniques.only_whole_batches():
-                self._outers.pop(other, None)
-            return
         self.families.time(outer)
-        self._look_again(count)
+        for count in self._outers:
+            self._look_again(count)
+
+    def _parts_agree(self) -> bool:
+        """Whether batches can be parted. Where they cannot, there are no such choices any more."""
+        if len(self.families.techniques.micro_batches) == 1 or self.families.parts_agree():
+            return True
+        for count in self.families.techniques.only_whole_batches():
+            self._outers.pop(count, None)
+        return False
 
     def _look_again(self, count: int) -> None:
         """Estimates all choices with so many micro-batches anew, but for what was planned."""
@@ -206,7 +231,7 @@ class Search:
             outer for outer in self.families.outers(count) if outer.choice not in self._gone
         ]
         for fresh in self._outers[count]:
-            fresh.take_outline(planned[fresh.choice])
+            fresh.take(planned[fresh.choice])
 
     def _planned(self, outer: Outer, point: Point) -> Plan | None:
         """The plan of a choice, or None where it cannot be: then the choice is no more."""
@@ -218,7 +243,8 @@ class Search:
             if (note := str(error)) not in self.families.notes:
                 self.families.notes.append(note)
             self._gone.add(outer.choice)
-            self._outers[outer.choice.micro_batches].remove(outer)
+            count = outer.choice.micro_batches
+            self._outers[count] = [o for o in self._outers[count] if o.choice not in self._gone]
             return None
 
     def _leanest_within(self, budget: int) -> Found | None:
@@ -227,5 +253,6 @@ class Search:
         outer = self.outer_of(choice)
         if plan.total_bytes > budget or outer is None:
             return None
-        self.families.time(outer)
+        self._time(outer)
+        outer = self.outer_of(choice) or outer
         return Found(choice, plan, outer.at(choice.levels).seconds)

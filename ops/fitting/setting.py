@@ -26,6 +26,7 @@ class Setting:
         amp: the dtype of autocast, or None.
         scaler: whether losses are scaled.
         fused_loss: whether a language model of transformers computes its loss without logits.
+        has_levels: whether blocks can be set to levels.
     """
 
     model: nn.Module
@@ -36,6 +37,7 @@ class Setting:
     amp: torch.dtype | None = None
     scaler: bool = False
     fused_loss: bool = False
+    has_levels: bool = True
 
     def run(self, model: nn.Module, batch: Any, *, trains: bool = True) -> Tensor:
         """Returns the loss of a batch, which must require a gradient if ``trains``."""

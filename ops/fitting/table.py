@@ -25,15 +25,22 @@ def table(fitted: Fitted) -> str:
     lines.append(_row("as given", fitted.before_peak, fitted.before_seconds))
     lines.append(_row("predicted", fitted.predicted_peak, fitted.predicted_seconds))
     lines.append(_row("measured", fitted.measured_peak, fitted.measured_seconds))
-    lines += ["", f"{'technique':<16}{'bytes':>12}{'time':>12}  before -> after"]
+    if fitted.changes:
+        lines += ["", f"{'technique':<16}{'bytes':>12}{'time':>12}  before -> after"]
+    else:
+        lines.append("")
     for change in fitted.changes:
         what = shortened(f"{change.before} -> {change.after}", WIDTH - 42, "beginning")
         size, time = _signed(change.bytes), _milliseconds(change.seconds, "+")
         lines.append(f"{change.technique:<16}{size:>12}{time:>12}  {what}")
     if not fitted.changes:
-        lines.append("nothing had to be changed")
+        given = f"as was chosen before: {fitted.choice}"
+        lines.append(shortened(given, WIDTH) if fitted.is_given else "nothing had to be changed")
+    if any(change.technique == "levels" for change in fitted.changes):
+        lines.append("levels are what blocks keep for the backward pass: L0 the most, L5 the least")
     neighbors = (("faster", fitted.next_up), ("leaner", fitted.next_down))
-    lines += [""] + [_neighbor(fitted, name, point) for name, point in neighbors]
+    if not fitted.is_given:
+        lines += [""] + [_neighbor(fitted, name, point) for name, point in neighbors]
     for note in fitted.notes:
         lines += _wrapped(note)
     return "\n".join(line.rstrip() for line in lines)
@@ -56,9 +63,9 @@ def _signed(size: int) -> str:
 
 def _neighbor(fitted: Fitted, name: str, point: FrontierPoint | None) -> str:
     if point is None:
-        return f"next {name}: nothing that was looked at"
+        return f"next {name}: none was found"
     size = _signed(point.peak - fitted.predicted_peak)
-    time = _milliseconds(point.seconds - fitted.predicted_seconds, "+")
+    time = _milliseconds(point.seconds - (fitted.predicted_seconds or 0.0), "+")
     return f"next {name}: {format_bytes(point.peak)} ({size}), {time} a step"
 
 
@@ -74,7 +81,7 @@ def described(fitted: Fitted) -> dict[str, Any]:
         "format": "headroom.fitted/1",
         "model": type(fitted.model).__name__,
         "budget_bytes": fitted.budget,
-        "choice": vars(fitted.choice) | {"levels": list(fitted.choice.levels)},
+        "choice": fitted.choice.to_json(),
         "blocks": fitted.blocks,
         "applied": fitted.is_applied,
         "before": {"peak_bytes": fitted.before_peak, "seconds": fitted.before_seconds},
@@ -85,7 +92,7 @@ def described(fitted: Fitted) -> dict[str, Any]:
             {
                 "peak_bytes": point.peak,
                 "seconds": point.seconds,
-                "choice": vars(point.choice) | {"levels": list(point.choice.levels)},
+                "choice": point.choice.to_json(),
             }
             for point in fitted.frontier
         ],

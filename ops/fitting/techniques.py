@@ -2,77 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
 from ..optim import Adam8bit
 from ..patching.losses import has_fused_loss, knows_loss
+from .choice import Choice
 from .micro_batches import counts, mixes_samples, samples_of
 from .replacing import is_headroom, obstacle, replacement
 from .setting import Setting
 
-__all__ = ["ALLOWABLE", "Choice", "Techniques"]
-
-ALLOWABLE = ("8bit", "bf16", "adafactor")
-"""What changes the mathematics, and is used only if it is allowed."""
-
-_OPTIMIZERS = {"headroom": "headroom.optim", "8bit": "8-bit moments", "adafactor": "Adafactor"}
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How a model is trained.
-
-    Attributes:
-        levels: of each block; empty where blocks stay as they are.
-        micro_batches: equal parts of the batch, whose gradients are added up.
-        optimizer: "given", or what takes its place: "headroom", "8bit" or "adafactor".
-        weights: "given", or "bf16": bfloat16 with 16 more bits that the optimizer keeps.
-        release: whether each gradient is used and freed as soon as it is there.
-        fused_loss: whether a language model computes its loss without logits.
-    """
-
-    levels: tuple[str, ...] = ()
-    micro_batches: int = 1
-    optimizer: str = "given"
-    weights: str = "given"
-    release: bool = False
-    fused_loss: bool = False
-
-    def but(self, **changes: Any) -> Choice:
-        """Returns the choice with some fields replaced."""
-        return replace(self, **changes)
-
-    @property
-    def changes(self) -> int:
-        """How many techniques are used besides levels."""
-        return (
-            (self.micro_batches > 1)
-            + (self.optimizer != "given")
-            + (self.weights != "given")
-            + self.release
-            + self.fused_loss
-        )
-
-    def __str__(self) -> str:
-        """Returns what is changed, in a few words."""
-        counts = Counter(self.levels)
-        parts = [f"{count} {level}" for level, count in sorted(counts.items())]
-        if len(parts) == 1:
-            parts = [f"all {level}" for level in counts]
-        if self.micro_batches > 1:
-            parts.append(f"{self.micro_batches} micro-batches")
-        if self.optimizer != "given":
-            parts.append(_OPTIMIZERS[self.optimizer])
-        if self.weights != "given":
-            parts.append(f"{self.weights} weights")
-        parts += ["fused loss"] * self.fused_loss + ["release"] * self.release
-        return ", ".join(parts) or "as it is"
-
+__all__ = ["Techniques"]
 
 _LIMITED = {part.name for part in fields(Choice)} - {"levels"}
 
@@ -86,6 +29,8 @@ class Techniques:
         optimizers: by the fields ``optimizer`` and ``weights`` of a choice.
         fused_losses: the values that ``fused_loss`` can have.
         micro_batches: the values that ``micro_batches`` can have.
+        allowed: what changes the mathematics, and may.
+        max_grad_norm: that the loop clips gradients to, or None.
         clips: whether something clips the gradients of a step.
         only: the values that fields of a choice may have in the loop that trains; a field that is
             not there may have any.
@@ -97,6 +42,8 @@ class Techniques:
     optimizers: dict[tuple[str, str], torch.optim.Optimizer]
     fused_losses: tuple[bool, ...] = (False,)
     micro_batches: tuple[int, ...] = (1,)
+    allowed: tuple[str, ...] = ()
+    max_grad_norm: float | None = None
     clips: bool = False
     only: Mapping[str, Collection[Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -116,6 +63,7 @@ class Techniques:
             ValueError: ``only`` names no field of a choice, or leaves no value of one.
         """
         found = cls(setting, optimizer, {("given", "given"): optimizer})
+        found.allowed, found.max_grad_norm = tuple(allow), max_grad_norm
         limits = [group.get("max_grad_norm") for group in optimizer.param_groups]
         found.clips = max_grad_norm is not None or any(limit is not None for limit in limits)
         found._add_optimizers(optimizer, allow)
@@ -197,13 +145,32 @@ class Techniques:
         might have been."""
         gone, self.micro_batches = self.micro_batches[1:], (1,)
         self.notes.append(
-            "micro-batches: the loss of a batch is not the mean of the losses of its parts"
+            "micro-batches: the losses of parts of a batch do not add up to the loss of the batch, "
+            "or the model keeps something of each call, such as a moving average"
         )
         return gone
 
     def optimizer_of(self, choice: Choice) -> torch.optim.Optimizer:
         """Returns the optimizer of a choice."""
         return self.optimizers[choice.optimizer, choice.weights]
+
+    def obstacle(self, choice: Choice) -> str | None:
+        """Returns why a choice, whatever its levels, cannot be for this model, or None."""
+        notes = "".join(f"; {note}" for note in self.notes)
+        made = self.optimizers.get((choice.optimizer, choice.weights))
+        if made is None:
+            pairs = ", ".join(f"{kind} with {weights}" for kind, weights in self.optimizers)
+            return (
+                f"has optimizer {choice.optimizer} with weights {choice.weights}, wanted one of "
+                f"{pairs}{notes}"
+            )
+        possible = {"micro_batches": self.micro_batches, "fused_loss": self.fused_losses}
+        for name, values in possible.items():
+            if (got := getattr(choice, name)) not in values:
+                return f"has {name}={got}, wanted one of {', '.join(map(str, values))}{notes}"
+        if choice.release and not self.can_release(choice, made):
+            return "releases gradients, which this loop or this optimizer needs together"
+        return None
 
     def choices(self, micro_batches: int = 1) -> Iterator[Choice]:
         """Yields all choices with this number of micro-batches, without levels."""

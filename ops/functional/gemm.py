@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._core.registration import FLOATS, complete, differentiable, require
-from .._core.rows import autocast_dtype
+from .._core.rows import autocast, autocast_dtype, cast
 
 __all__ = ["gemm", "gemm_into"]
 
@@ -52,10 +52,9 @@ def gemm(
     The formula is documented at ``hr_gemm`` in ``headroom.h``.
     """
     device = a.device.type
-    lowered = autocast_dtype(device)
-    if lowered is not None:
-        a, b = _cast(a, lowered), _cast(b, lowered)
-        c, bias = (_cast(tensor, out_dtype or a.dtype) for tensor in (c, bias))
+    if autocast_dtype(device) is not None:
+        a, b = autocast(a, b)
+        c, bias = cast(out_dtype or a.dtype, c, bias)
     if out_dtype not in (None, a.dtype, torch.float32):
         wanted = "torch.float32" if a.dtype == torch.float32 else f"{a.dtype} or torch.float32"
         raise ValueError(f"out_dtype is {out_dtype}, wanted {wanted}")
@@ -90,10 +89,6 @@ def gemm_into(
     """
     precision = matmul_precision(a.dtype) if a.device.type == "cuda" else 0
     torch.ops.headroom.gemm_(c, a, b, bias, transpose_a, transpose_b, 1.0, beta, precision)
-
-
-def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return tensor.to(dtype) if tensor is not None and tensor.dtype in FLOATS else tensor
 
 
 def matmul_precision(dtype: torch.dtype) -> int:

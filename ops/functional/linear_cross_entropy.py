@@ -7,6 +7,7 @@ losses that are built from these ops.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .._core.registration import FLOATS, complete, differentiable, refuse_derivative, require
 from .gemm import matmul_precision
+from .kept_gradients import multiplied, origins_of, without_derivative
 
 __all__ = ["MODES", "REDUCTIONS", "RESULTS", "Options", "call", "gradients"]
 
@@ -294,55 +296,12 @@ def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     ctx.is_done = reduction != 0 and not _needed(ctx) & ~wanted
     if ctx.is_done:
         ctx.save_for_backward(scale, *others[-3:])
+        ctx.origins = origins_of((hidden, *inputs[1:3]), ctx.needs_input_grad)
         return
     both = RESULTS["lse"] | RESULTS["lse_low"]
     require(results & both == both, "a loss of rows needs lse and lse_low for its gradient")
     ctx.save_for_backward(*inputs[: _TENSORS - 1], factors if reduction else None, lse, lse_low)
     ctx.numbers = (inputs[7], *inputs[9:-2])
-
-
-def _may_overwrite(grad: Tensor) -> bool:
-    """Whether a tensor that is unpacked now is needed no more: the graph is not retained, and no
-    transform or compiler looks on."""
-    return type(grad) is Tensor and not (
-        torch._C._are_functorch_transforms_active()
-        or torch._C._autograd._get_current_graph_task_keep_graph()
-    )
-
-
-def _scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    if grad.dtype != dtype:
-        return (grad * factor).to(dtype)
-    return grad.mul_(factor) if _may_overwrite(grad) else grad * factor
-
-
-def _watched(factor: Tensor) -> Tensor:
-    """Requires grad, so that the derivative of what it multiplies is asked of this."""
-    if torch._C._are_functorch_transforms_active() or factor.requires_grad:
-        return factor
-    return factor.detach().requires_grad_()
-
-
-class _Scaled(torch.autograd.Function):
-    """Multiplies gradients where a derivative of them may be asked for, and refuses it: they depend
-    on inputs that are not kept."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(factor: Tensor, dtype: torch.dtype, *grads: Tensor) -> tuple[Tensor, ...]:
-        return tuple((grad * factor).to(dtype) for grad in grads)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(
-            "headroom::linear_cross_entropy_backward has no derivative, so a second derivative "
-            "cannot be computed; use torch's own op where one is needed"
-        )
 
 
 def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple:
@@ -353,11 +312,9 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple:
         return (None,) * len(_BITS) + nothing
     if ctx.is_done:
         scale, *grads = saved
-        factor = dloss * scale
-        if torch.is_grad_enabled():
-            found = _Scaled.apply(_watched(factor), ctx.dtype, *grads)
-        else:
-            found = [_scaled(grad, factor, ctx.dtype) for grad in grads]
+        scaled = partial(multiplied, dtype=ctx.dtype, in_place=not torch.is_grad_enabled())
+        name, tensors = "linear_cross_entropy_backward", (dloss * scale, *grads)
+        found = without_derivative(name, scaled, tensors, ctx.origins)
         found = [grad if wanted & bit else None for bit, grad in zip(_BITS, found)]
     else:
         op = torch.ops.headroom.linear_cross_entropy_backward

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from .._core.registration import FLOATS, differentiable, refuse_derivative, require
 from .divergence import reduced, rows_that_count
 from .divergence_chunks import Head, counting_rows, over_chunks
-from .linear_cross_entropy import _watched as watched
+from .kept_gradients import origins_of, without_derivative
 
 __all__ = ["backward_of", "check", "forward_of", "scale_of"]
 
@@ -205,6 +206,7 @@ def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     ctx.numbers, ctx.dtype = (beta, temperature, chunk_rows), inputs[0].dtype
     # Of gradients that are there, neither the hidden states nor the weights are needed again.
     ctx.save_for_backward(*(output[1:] if ctx.is_done else inputs[:7]))
+    ctx.origins = origins_of(inputs[:3], ctx.needs_input_grad) if ctx.is_done else []
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -215,8 +217,9 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple:
         return none
     wants, ops = ctx.needs_input_grad[:3], torch.ops.headroom
     if ctx.is_done:
-        dloss = watched(dloss) if torch.is_grad_enabled() else dloss
-        grads = ops.linear_divergence_scale(dloss, *ctx.saved_tensors, ctx.dtype)
+        scaled = partial(ops.linear_divergence_scale, dtype=ctx.dtype)
+        tensors = dloss, *ctx.saved_tensors
+        grads = without_derivative("linear_divergence_backward", scaled, tensors, ctx.origins)
     else:
         grads = ops.linear_divergence_backward(dloss, *ctx.saved_tensors, *ctx.numbers, *wants)
     return (*(grad if wanted else None for grad, wanted in zip(grads, wants)), *none[3:])

@@ -47,6 +47,11 @@ def logits_gradient(
         )
     if dloss is None or not ctx.needs_input_grad[0]:
         return None
+    if ctx.in_place and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} with inplace_backward=True writes the gradient over the logits, which "
+            "create_graph=True and torch.func may still need; use inplace_backward=False"
+        )
     saved = ctx.saved_tensors
     if not ctx.in_place:
         return getattr(torch.ops.headroom, f"{name}_backward")(dloss, *saved, *numbers)

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..fitting import Fitted
+from ..fitting.agree import together
+from ..fitting.choice import Choice
 from ..fitting.micro_batches import parts, samples_of
+from ..fitting.setting import Setting
+from ..fitting.shares import SAMPLES, rules_of, shares, weighed
 from ..planning.forward import loss_of
 from .batches import moved, repeated
 from .first_steps import FirstSteps
-from .loops import batches_planned, extra_bytes, fit_in_loop, mixed_precision
+from .loops import (
+    WHOLE_BATCHES,
+    batches_planned,
+    extra_bytes,
+    fit_in_loop,
+    mixed_precision,
+    rule_of_parts,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -38,6 +50,7 @@ class AcceleratedFit:
         accelerator: Accelerator,
         fitted: Fitted,
         extra: int,
+        rule: str,
         loss: Callable[..., Tensor] | None,
         forward: Callable[[nn.Module, Any], Tensor] | None,
         tell: Callable[[str], Any],
@@ -45,55 +58,57 @@ class AcceleratedFit:
         self._accelerator, self._loss, self._forward = accelerator, loss, forward
         self.fitted, self.model, self.optimizer = fitted, fitted.model, fitted.optimizer
         steps = accelerator.gradient_accumulation_steps
-        self._parts = fitted.choice.micro_batches // batches_planned(steps)
-        self._synchronized = False
+        seconds = fitted.predicted_seconds
+        self._parts, self._rule = fitted.choice.micro_batches // batches_planned(steps), rule
         self.measured = FirstSteps(
             self.model,
             self.optimizer,
             accelerator.device,
             fitted.predicted_peak + extra,
-            fitted.predicted_seconds * steps / batches_planned(steps),
+            None if seconds is None else seconds * steps / batches_planned(steps),
             tell if accelerator.is_main_process else lambda text: None,
         )
-        self._began = False
+        # Not a hook of this optimizer: while those run, none of them can be removed.
+        self._hook = register_optimizer_step_post_hook(self._stepped)
 
     def backward(self, model: nn.Module, batch: Any) -> Tensor:
         """Runs the forward and backward pass of a batch, in the micro-batches that were chosen, and
-        returns the mean loss without its graph.
+        returns its loss without its graph.
 
         It takes the place of the forward pass and of ``accelerator.backward(loss)``, within
         ``accelerator.accumulate(model)`` where that is used. Ranks exchange gradients once.
 
         Args:
             model: that ``accelerator.prepare()`` returned.
-            batch: of a number of samples that the micro-batches divide.
+            batch: which may be smaller than others, such as the last one.
         """
         accelerator = self._accelerator
         cut = parts(batch, self._parts)
-        self._count()
+        work = [(part, share) for part, share in zip(cut, shares(cut, self._rule)) if share]
+        if self.measured.has_ended:
+            self._hook.remove()
+        self.measured.step_began(batch)
+        total = None
         try:
-            total = torch.zeros((), device=accelerator.device)
-            for k, part in enumerate(cut):
+            for k, (part, share) in enumerate(work):
                 with ExitStack() as stack:
-                    if k + 1 < len(cut):
+                    if k + 1 < len(work):
                         stack.enter_context(accelerator.no_sync(model))
-                    loss = loss_of(model, part, self._loss, self._forward) / len(cut)
+                    loss = weighed(loss_of(model, part, self._loss, self._forward), share)
                     accelerator.backward(loss)
-                total += loss.detach()
+                seen = loss.detach()
+                total = seen if total is None else total + seen
                 del loss
         except BaseException:
             self.measured.abandon()
             raise
-        self._synchronized = accelerator.sync_gradients
+        assert total is not None
         return total
 
-    def _count(self) -> None:
-        """A step has ended where the batch before was its last."""
-        if not self._began:
-            self._began = True
-            self.measured.begin()
-        elif self._synchronized:
+    def _stepped(self, optimizer: Any, *given: Any) -> None:
+        if optimizer is self.optimizer:
             self.measured.step_ended()
+            self.measured.pause()
 
 
 def fit(
@@ -107,6 +122,7 @@ def fit(
     forward: Callable[[nn.Module, Any], Tensor] | None = None,
     max_grad_norm: float | None = None,
     allow: Sequence[str] = (),
+    choice: Choice | Mapping[str, Any] | None = None,
     tell: Callable[[str], Any] = print,
 ) -> AcceleratedFit:
     """Fits a training by accelerate into a budget of memory, before ``accelerator.prepare()``.
@@ -135,6 +151,8 @@ def fit(
             ``forward`` a model of transformers keeps its logits.
         max_grad_norm: what the loop clips gradients to.
         allow: what may change the mathematics: "8bit", "bf16", "adafactor".
+        choice: of the run that is resumed, ``found.fitted.choice.to_json()``, which is taken again
+            without measuring, as in :func:`headroom.fit`.
         tell: is called with the table of what was chosen, and after three steps with what was
             measured, in the main process.
 
@@ -163,15 +181,21 @@ def fit(
     device = accelerator.device
     model.to(device)
     steps = batches_planned(accelerator.gradient_accumulation_steps)
-    only: dict[str, Any] = {"release": (False,)}
-    if steps > 1:
-        size = samples_of(batch) or 1
-        only["micro_batches"] = tuple(steps * n for n in range(1, size + 1) if size % n == 0)
-    if forward is not None:
-        only["fused_loss"] = (False,)
     batch = moved(batch, device)
     ahead = [batch] if device.type == "cpu" else []  # on CUDA it waits on the CPU
-    extra = extra_bytes(model, batch, *ahead)
+    with together():  # so that all ranks hear of an error
+        extra = extra_bytes(model, batch, *ahead)
+        precision = mixed_precision(accelerator, who=WHO)
+        setting = Setting(model, batch, loss, forward, device, precision["amp"])
+        rule = rule_of_parts(setting, rules_of(setting), 1)
+    size = samples_of(batch) or 1
+    cuts = [n for n in range(1, size + 1) if size % n == 0] if rule else [1]
+    only: dict[str, Any] = {
+        "release": (False,),
+        "micro_batches": tuple(steps * n for n in cuts),
+    }
+    if forward is not None:
+        only["fused_loss"] = (False,)
     fitted = fit_in_loop(
         model,
         repeated(batch, steps),
@@ -185,8 +209,11 @@ def fit(
         device=device,
         max_grad_norm=max_grad_norm,
         allow=allow,
-        **mixed_precision(accelerator, who=WHO),
+        choice=choice,
+        **precision,
     )
+    if rule is None:
+        fitted.notes.append(WHOLE_BATCHES)
     if accelerator.is_main_process:
         tell(str(fitted))
-    return AcceleratedFit(accelerator, fitted, extra, loss, forward, tell)
+    return AcceleratedFit(accelerator, fitted, extra, rule or SAMPLES, loss, forward, tell)

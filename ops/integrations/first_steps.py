@@ -20,8 +20,9 @@ TRACKED = 2  # the first makes the optimizer's state, and the second has all of 
 class FirstSteps:
     """Measures the peak of the first two steps of a training and the time of the third.
 
-    Call :meth:`begin` before the first step, :meth:`step_ended` after each, :meth:`end` when the
-    training ends, and :meth:`abandon` if it raises. On the CPU allocations are recorded by
+    Call :meth:`step_began` and :meth:`step_ended` around each step, :meth:`pause` before something
+    else than a step, such as an evaluation, :meth:`end` when the training ends, and
+    :meth:`abandon` if it raises. On the CPU allocations are recorded by
     :func:`headroom.memory.track`, which slows the steps down: hence the third is timed. On CUDA the
     allocator counts.
 
@@ -29,8 +30,10 @@ class FirstSteps:
         model, optimizer: those that are trained.
         device: where.
         predicted_peak: bytes.
-        predicted_seconds: of a step.
+        predicted_seconds: of a step; None if nothing was measured.
         tell: is called with what was found, as text.
+        records: whether the peak is measured; not where nothing would end a recording after an
+            error.
 
     Attributes:
         peak: bytes, or None.
@@ -43,44 +46,66 @@ class FirstSteps:
         optimizer: Any,
         device: torch.device,
         predicted_peak: int,
-        predicted_seconds: float,
+        predicted_seconds: float | None,
         tell: Callable[[str], Any],
+        *,
+        records: bool = True,
     ) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
         self._predicted = predicted_peak, predicted_seconds
-        self._tell = tell
-        self._tracked: Any = None
+        self._tell, self._records = tell, records
+        self._recording: Any = None
+        self._runs = False  # a step
         self._steps = 0
         self._began = 0.0
         self._told = False
         self.peak: int | None = None
         self.seconds: float | None = None
 
-    def begin(self) -> None:
-        """Starts to record."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is left to measure."""
+        return self._told
+
+    def step_began(self, batch: Any = None) -> None:
+        """A step begins. Does nothing within one, such as at its second batch.
+
+        Args:
+            batch: tensors that were there before, and count.
+        """
+        if self._runs:
             return
-        tracked = track(self._model, self._optimizer, device=self._device)
-        try:
-            tracked.__enter__()
-        except RuntimeError:  # a profiler runs already, or a track of the user's
-            return
-        self._tracked = tracked
+        self._runs = True
+        if self._steps < TRACKED:
+            self._record(batch)
+        elif self._steps == TRACKED:
+            self._began = self._now()
 
     def step_ended(self) -> None:
         """An optimizer step has ended."""
+        self._runs = False
         self._steps += 1
         if self._steps == TRACKED:
-            self._stop()
-            self._began = self._now()
+            self.pause()
         elif self._steps == TRACKED + 1:
             self.seconds = self._now() - self._began
             self.end()
 
+    def pause(self) -> None:
+        """Stops to record until the next step begins."""
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        if self._device.type != "cuda":
+            recording.__exit__(None, None, None)
+        if self._steps:
+            cuda = self._device.type == "cuda"
+            peak = torch.cuda.max_memory_allocated(self._device) if cuda else recording.peak_bytes
+            self.peak = max(peak, self.peak or 0)
+
     def end(self) -> None:
         """Tells what was measured, once."""
-        self._stop()
+        self.pause()
         if self._told or (self.peak is None and self.seconds is None):
             return
         self._told = True
@@ -89,25 +114,29 @@ class FirstSteps:
         if self.peak is not None:
             parts.append(f"measured peak {format_bytes(self.peak)}, predicted {format_bytes(peak)}")
         if self.seconds is not None:
-            parts.append(
-                f"measured step {self.seconds * 1e3:.1f} ms, predicted {seconds * 1e3:.1f} ms"
-            )
+            predicted = "" if seconds is None else f", predicted {seconds * 1e3:.1f} ms"
+            parts.append(f"measured step {self.seconds * 1e3:.1f} ms{predicted}")
         self._tell(f"headroom.fit: {'; '.join(parts)}")
 
     def abandon(self) -> None:
         """Stops to record, after an error."""
-        if self._tracked is not None:
-            self._tracked.__exit__(None, None, None)
-            self._tracked = None
+        recording, self._recording = self._recording, None
+        if recording is not None and self._device.type != "cuda":
+            recording.__exit__(None, None, None)
 
-    def _stop(self) -> None:
-        if self._device.type == "cuda" and self.peak is None and self._steps:
-            self.peak = torch.cuda.max_memory_allocated(self._device)
-        if self._tracked is not None:
-            tracked, self._tracked = self._tracked, None
-            tracked.__exit__(None, None, None)
-            if self._steps:
-                self.peak = tracked.peak_bytes
+    def _record(self, batch: Any) -> None:
+        if self._recording is not None or not self._records:
+            return
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._recording = self._device
+            return
+        tracked = track(self._model, self._optimizer, batch=batch, device=self._device)
+        try:
+            tracked.__enter__()
+        except RuntimeError:  # a profiler runs already, or a track of the user's
+            return
+        self._recording = tracked
 
     def _now(self) -> float:
         if self._device.type == "cuda":

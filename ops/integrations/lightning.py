@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,76 +11,88 @@ from typing import Any
 from torch import Tensor
 
 from ..fitting import Fitted
+from ..fitting.agree import together
 from ..planning.steps import generators_kept
 from .batches import repeated, sample_batch
-from .first_steps import FirstSteps
+from .fits_loop import (
+    OPTIMIZER_STAYS,
+    FitsLoop,
+    kept_or_found,
+    optimizer_of_choice,
+    with_kept,
+)
 from .loops import batches_planned, extra_bytes, fit_in_loop
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 except ImportError as error:
     raise ImportError("headroom.integrations.lightning needs the package lightning") from error
 
-__all__ = ["FitCallback"]
+__all__ = ["FitCallback", "fit_optimizer"]
 
 WHO = "FitCallback"
 
 
-class FitCallback(Callback):
+class FitCallback(FitsLoop, Callback):
     """Fits the training of a Lightning Trainer into a budget of memory: by the save levels of the
-    model's blocks, and on request by its loss.
+    model's blocks, on request by its loss, and by the optimizer where :func:`fit_optimizer` is
+    called.
 
     When the training starts, :func:`headroom.fit` plans a step with the module's own
-    ``training_step``, precision, accumulation and optimizer on a batch of the loader. The loader
-    and ``configure_optimizers`` are the module's own: for an optimizer that takes less, or smaller
-    batches, change them there. Checkpoints do not change.
+    ``training_step``, precision, accumulation and optimizer on a batch of the loader. Batches stay
+    as they are, because the loader is the module's own: where the budget asks for smaller ones,
+    give the loader a smaller ``batch_size`` and the Trainer more ``accumulate_grad_batches``, which
+    are planned.
+
+    A checkpoint keeps the choice. A run that resumes within the same budget takes it again, and
+    measures nothing; within another budget it takes the same optimizer.
+
+    Arguments and attributes are those of :class:`headroom.integrations.fits_loop.FitsLoop`; and
 
     Args:
-        budget: bytes, or text such as "6 GiB"; None: the memory of the device.
         fused_loss: whether models of transformers may compute their loss without logits;
             ``training_step`` must then not look at logits.
-        sample_batch: a batch as the loader yields it, where the first one is not among the
-            longest. None: the first one.
-        tell: is called with the table of what was chosen, and after three steps with what was
-            measured, on the first rank.
-
-    Attributes:
-        fitted: what :func:`headroom.fit` found, from the start of the training on.
-        measured: peak and time of the first steps.
-        extra: bytes of the budget that the Trainer itself holds.
     """
 
     def __init__(
         self,
         budget: int | str | None = None,
+        allow: Sequence[str] = (),
         *,
         fused_loss: bool = False,
         sample_batch: Any = None,
         tell: Callable[[str], Any] = print,
     ) -> None:
-        self.budget, self.fused_loss = budget, fused_loss
-        self.sample_batch, self.tell = sample_batch, tell
-        self.fitted: Fitted | None = None
-        self.measured: FirstSteps | None = None
-        self.extra = 0
-        self._step, self._batches = 0, 1.0
+        super().__init__(budget, allow, sample_batch=sample_batch, tell=tell)
+        self.fused_loss = fused_loss
+        self._step = 0
+        self._kept_budget = budget  # of the choice of a checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps."""
+        return {"choice": self.choice, "budget": self.budget}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what a checkpoint has kept."""
+        self.choice = state_dict["choice"]
+        self._kept_budget = state_dict.get("budget")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Is called by the Trainer when everything is made and loaded."""
         if self.fitted is None:
-            self.fitted = self._fitted(trainer, pl_module)
-            self._say(trainer, str(self.fitted))
-        self.measured = FirstSteps(
-            pl_module,
-            trainer.optimizers[0],
-            pl_module.device,
-            self.fitted.predicted_peak + self.extra,
-            self.fitted.predicted_seconds * self._batches,
-            partial(self._say, trainer),
-        )
+            _check(trainer, pl_module, len(trainer.optimizers))
+            self.fit(trainer, pl_module, trainer.optimizers[0], late=True)
+        self._measure(pl_module, trainer.optimizers[0], pl_module.device)
         self._step = trainer.global_step
-        self.measured.begin()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, *given: Any, **options: Any
+    ) -> None:
+        """Is called by the Trainer before each batch."""
+        if self.measured is not None:
+            self.measured.step_began()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *given: Any, **options: Any
@@ -89,6 +101,11 @@ class FitCallback(Callback):
         if self.measured is not None and trainer.global_step > self._step:
             self._step = trainer.global_step
             self.measured.step_ended()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Is called by the Trainer before an evaluation."""
+        if self.measured is not None:
+            self.measured.pause()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Is called by the Trainer at the end."""
@@ -102,48 +119,114 @@ class FitCallback(Callback):
         if self.measured is not None:
             self.measured.abandon()
 
-    def _say(self, trainer: Trainer, text: str) -> None:
-        if trainer.is_global_zero:
-            self.tell(text)
+    def fit(
+        self, trainer: Trainer, module: LightningModule, optimizer: Any, *, late: bool = False
+    ) -> Fitted:
+        """Plans a training, and changes its module.
 
-    def _fitted(self, trainer: Trainer, module: LightningModule) -> Fitted:
-        _check(trainer, module)
-        batch = self.sample_batch
-        if batch is None:
-            batch = sample_batch(trainer.train_dataloader, who=WHO)
-        with generators_kept():
-            batch = trainer.strategy.batch_to_device(batch)
-        steps = batches_planned(trainer.accumulate_grad_batches)
-        self._batches = trainer.accumulate_grad_batches / steps
-        self.extra = extra_bytes(module, batch)
-        return fit_in_loop(
-            module,
-            repeated(batch, steps),
-            budget=self.budget,
-            extra=self.extra,
-            who=WHO,
-            only={
-                "release": (False,),
-                "micro_batches": (steps,),
-                "optimizer": ("given",),
-                "weights": ("given",),
-                "fused_loss": (False, True) if self.fused_loss else (False,),
-            },
-            optimizer=trainer.optimizers[0],
-            forward=partial(_forward, trainer),
-            device=module.device,
-            scaler=getattr(trainer.precision_plugin, "scaler", None),
-            max_grad_norm=trainer.gradient_clip_val or None,
+        Args:
+            optimizer: of the module.
+            late: a schedule is made of it already.
+        """
+        self.fitted = self._fitted(trainer, module, optimizer, late)
+        self.choice = self.fitted.choice.to_json()
+        self._says = trainer.is_global_zero
+        self.tell(str(self.fitted))
+        return self.fitted
+
+    def _fitted(
+        self, trainer: Trainer, module: LightningModule, optimizer: Any, late: bool
+    ) -> Fitted:
+        with together():  # so that all ranks hear of an error
+            batch = self.sample_batch
+            if batch is None:
+                batch = sample_batch(trainer.train_dataloader, who=WHO)
+            with generators_kept():
+                batch = trainer.strategy.batch_to_device(batch)
+            most = _accumulated(trainer)
+            steps = batches_planned(most)
+            self._batches = most / steps
+            self.extra = extra_bytes(module, batch)
+        only: dict[str, Any] = {
+            "release": (False,),
+            "micro_batches": (steps,),
+            "fused_loss": (False, True) if self.fused_loss else (False,),
+        }
+        if late:
+            only |= OPTIMIZER_STAYS
+        elif self.choice is not None:
+            only |= optimizer_of_choice(self.choice)
+        elif isinstance(trainer.strategy, DDPStrategy):
+            only["weights"] = ("given",)  # its buckets have the dtype of the weights already
+
+        def fitted(choice: Mapping[str, Any] | None) -> Fitted:
+            return fit_in_loop(
+                module,
+                repeated(batch, steps),
+                budget=self.budget,
+                extra=self.extra,
+                who=WHO,
+                only=only,
+                optimizer=optimizer,
+                forward=partial(_forward, trainer),
+                device=module.device,
+                scaler=getattr(trainer.precision_plugin, "scaler", None),
+                max_grad_norm=trainer.gradient_clip_val or None,
+                allow=with_kept(self.allow, None if late else self.choice),
+                choice=choice,
+            )
+
+        return kept_or_found(self.again(self.choice, self._kept_budget), fitted)
+
+
+def fit_optimizer(module: LightningModule, optimizer: Any) -> Any:
+    """Returns the optimizer that the :class:`FitCallback` of a module's Trainer takes in the place
+    of one; that one, if the Trainer has no such callback.
+
+    Call it in ``configure_optimizers``, before a schedule is made::
+
+        def configure_optimizers(self):
+            optimizer = fit_optimizer(self, torch.optim.AdamW(self.parameters(), lr=1e-3))
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+    The module is fitted then, on a batch of its loader, which this call makes where it is not made
+    yet, as ``trainer.estimated_stepping_batches`` does. Give the callback a ``sample_batch`` if
+    that is too early.
+
+    Args:
+        module: in its ``configure_optimizers``.
+        optimizer: of its parameters, the only one.
+    """
+    trainer = module.trainer
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    callback = next((each for each in callbacks if isinstance(each, FitCallback)), None)
+    if callback is None or not trainer.training:
+        return optimizer
+    if callback.fitted is not None:
+        raise RuntimeError(
+            "fit_optimizer: the FitCallback has fitted a training already, and a second one makes "
+            "another optimizer; give the Trainer a new FitCallback"
         )
+    _check(trainer, module, 1)
+    if callback.sample_batch is None and trainer.train_dataloader is None:
+        trainer.fit_loop.setup_data()
+    return callback.fit(trainer, module, optimizer).optimizer
 
 
-def _check(trainer: Trainer, module: LightningModule) -> None:
+def _accumulated(trainer: Trainer) -> int:
+    """The most batches that are accumulated in a step of any epoch."""
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    schedules = [c.scheduling for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
+    return max([trainer.accumulate_grad_batches, *(n for each in schedules for n in each.values())])
+
+
+def _check(trainer: Trainer, module: LightningModule, optimizers: int) -> None:
     """Raises for a training whose memory cannot be planned."""
     wrong = None
     if not module.automatic_optimization:
         wrong = "the module optimizes by itself; call headroom.fit for its model"
-    elif len(trainer.optimizers) != 1:
-        wrong = f"there are {len(trainer.optimizers)} optimizers, wanted one"
+    elif optimizers != 1:
+        wrong = f"there are {optimizers} optimizers, wanted one"
     elif type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
         wrong = (
             f"the strategy is {type(trainer.strategy).__name__}, which is not planned here; wanted "

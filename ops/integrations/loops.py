@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,22 @@ from torch import nn
 from .._core.sizes import format_bytes, parse_bytes
 from ..fitting import Fitted, fit
 from ..fitting.agree import together, world_size
+from ..fitting.micro_batches import samples_of
+from ..fitting.setting import Setting
+from ..fitting.shares import rule_of
 from ..planning.copies import tensors_in
 
-__all__ = ["batches_planned", "extra_bytes", "fit_in_loop", "mixed_precision"]
+__all__ = [
+    "WHOLE_BATCHES",
+    "batches_planned",
+    "extra_bytes",
+    "fit_in_loop",
+    "mixed_precision",
+    "rule_of_parts",
+]
 
 SCALARS = 4096  # losses, counts and norms that a loop keeps between its steps
+WHOLE_BATCHES = "micro-batches: the losses of smaller batches do not add up to those of the loop's"
 
 
 def extra_bytes(model: nn.Module, *held: Any) -> int:
@@ -39,6 +50,20 @@ def batches_planned(steps: int) -> int:
     """Returns how many of the ``steps`` batches that a loop accumulates are planned: from the
     second on gradients are there already, and all are alike."""
     return min(steps, 2)
+
+
+def rule_of_parts(setting: Setting, rules: Sequence[str], steps: int) -> str | None:
+    """Returns the rule by which losses of smaller batches add up to those that a loop computes, or
+    None if there is none, such as for a loss that is a sum where the loop wants means.
+
+    Args:
+        setting: with the batches that the loop accumulates as one.
+        rules: of :mod:`headroom.fitting.shares`.
+        steps: how many batches these are.
+    """
+    samples = (samples_of(setting.batch) or steps) // steps
+    fewest = next((n for n in range(2, samples + 1) if samples % n == 0), None)
+    return rules[0] if fewest is None else rule_of(setting, steps * fewest, rules)
 
 
 def fit_in_loop(

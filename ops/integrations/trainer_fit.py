@@ -4,44 +4,49 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from ..fitting import Fitted
-from ..fitting.agree import together
-from ..patching.losses import has_fused_loss
-from .batches import moved, repeated, sample_batch
-from .first_steps import FirstSteps
-from .loops import batches_planned, extra_bytes, fit_in_loop, mixed_precision
-from .transformers import fuse_loss, smoothed_loss
+from ..fitting.agree import gathered, together
+from ..fitting.setting import Setting
+from .batches import repeated
+from .fits_loop import FitsLoop, kept_or_found, with_kept
+from .loops import (
+    WHOLE_BATCHES,
+    batches_planned,
+    extra_bytes,
+    fit_in_loop,
+    mixed_precision,
+    rule_of_parts,
+)
 
 try:
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_callback import ExportableState
-    from transformers.trainer_utils import get_last_checkpoint
 except ImportError as error:
     raise ImportError(
         "headroom.integrations.transformers needs the package transformers"
     ) from error
 
+from .trainer_choice import apply, check, choice_of_checkpoint, possible
+from .trainer_step import (
+    inputs_of,
+    loss_of,
+    optimizer_of,
+    rule_of_trainer,
+    step_of,
+    without_checkpointing,
+)
+
 __all__ = ["HeadroomCallback", "fit_trainer"]
 
 WHO = "HeadroomCallback"
-STATE = "trainer_state.json"
-# The Trainer steps its optimizer itself, after it has taken the norm of all gradients.
-IN_A_LOOP = {"release": (False,)}
-# What can still be changed when the loader, the optimizer and its schedule are made.
-LATE = {**IN_A_LOOP, "optimizer": ("given",), "weights": ("given",)}
 
 
-class HeadroomCallback(TrainerCallback, ExportableState):
+class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
     """Fits the training of a Trainer into a budget of memory.
 
     Give it to the Trainer when that is made: ``Trainer(..., callbacks=[HeadroomCallback(budget=
@@ -56,36 +61,10 @@ class HeadroomCallback(TrainerCallback, ExportableState):
     it. Added to a Trainer that exists, it can only change levels and loss: use
     :func:`fit_trainer` then.
 
-    Args:
-        budget: bytes, or text such as "6 GiB"; None: the memory of the device.
-        allow: what may change the mathematics: "8bit", "bf16", "adafactor".
-        sample_batch: a batch as the loader yields it, where the first one is not among the
-            longest. None: the first one.
-        tell: is called with the table of what was chosen, and after three steps with what was
-            measured, on the first rank.
-
-    Attributes:
-        fitted: what :func:`headroom.fit` found, from the beginning of the training on.
-        measured: peak and time of the first steps.
-        extra: bytes of the budget that the Trainer itself holds.
+    Arguments and attributes are those of :class:`headroom.integrations.fits_loop.FitsLoop`.
     """
 
-    def __init__(
-        self,
-        budget: int | str | None = None,
-        allow: Sequence[str] = (),
-        *,
-        sample_batch: Any = None,
-        tell: Callable[[str], Any] = print,
-    ) -> None:
-        self.budget, self.allow = budget, tuple(allow)
-        self.sample_batch, self._tell = sample_batch, tell
-        self.fitted: Fitted | None = None
-        self.measured: FirstSteps | None = None
-        self.choice: dict[str, Any] | None = None
-        self.extra = 0
-        self._batches = 1.0  # of a step, for each that was planned
-        self._says = self._trains = False
+    _trains = False
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint of the Trainer keeps: the choice, which a resumed run takes."""
@@ -115,30 +94,35 @@ class HeadroomCallback(TrainerCallback, ExportableState):
                     self.measured.abandon()
 
         vars(trainer)["train"] = train
+        vars(trainer)["_headroom_callback"] = self
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Is called by the Trainer when everything is made and loaded."""
         trainer = _calling_trainer()
+        attached = vars(trainer).get("_headroom_callback")
+        if attached is not None and attached is not self:
+            # restore_callback_states_from_checkpoint=True has made another one of a checkpoint.
+            self.__dict__ = attached.__dict__
         if self.fitted is None:
             self.fit(trainer, late=True)
-        assert self.fitted is not None
         # transformers looks for the state of every callback in a checkpoint that it resumed from.
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
-        self.measured = FirstSteps(
-            trainer.model,
-            getattr(trainer.optimizer, "optimizer", trainer.optimizer),
-            args.device,
-            self.fitted.predicted_peak + self.extra,
-            self.fitted.predicted_seconds * self._batches,
-            self.tell,
-        )
-        if self._trains:  # else nothing would end a recording after an error
-            self.measured.begin()
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        # Without train() of attach() nothing would end a recording after an error.
+        self._measure(trainer.model, optimizer, args.device, records=self._trains)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Is called by the Trainer before each optimizer step."""
+        if self.measured is not None:
+            self.measured.step_began()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Is called by the Trainer after each optimizer step."""
-        if self.measured is not None:
-            self.measured.step_ended()
+        if self.measured is None:
+            return
+        self.measured.step_ended()
+        if control.should_evaluate or control.should_save:
+            self.measured.pause()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Is called by the Trainer at the end."""
@@ -147,55 +131,66 @@ class HeadroomCallback(TrainerCallback, ExportableState):
 
     def fit(self, trainer: Trainer, resume_from_checkpoint: Any = None, late: bool = False) -> None:
         """Plans the training of a Trainer, and changes the Trainer for it."""
-        _check(trainer)
-        kept = _choice_of_checkpoint(trainer, resume_from_checkpoint) or self.choice
-        fitted = self._fitted(trainer, kept, late)
-        _change(trainer, fitted, late)
-        self.fitted, self.choice = fitted, asdict(fitted.choice)
+        check(trainer, who=WHO)
+        # Of whichever rank sees the checkpoint.
+        found = gathered(lambda: choice_of_checkpoint(trainer, resume_from_checkpoint))
+        kept, budget = next((one for one in found if one is not None), (self.choice, self.budget))
+        fitted = self._fitted(trainer, kept, self.again(kept, budget), late)
+        apply(trainer, fitted, late=late)
+        self.fitted, self.choice = fitted, fitted.choice.to_json()
         self._says = trainer.is_world_process_zero()
         self.tell(str(fitted))
 
-    def tell(self, text: str) -> None:
-        """Tells on the first rank."""
-        if self._says:
-            self._tell(text)
-
-    def _fitted(self, trainer: Any, kept: Mapping[str, Any] | None, late: bool) -> Fitted:
+    def _fitted(
+        self,
+        trainer: Any,
+        kept: Mapping[str, Any] | None,
+        again: Mapping[str, Any] | None,
+        late: bool,
+    ) -> Fitted:
         args, device = trainer.args, torch.device(trainer.args.device)
-        steps = args.gradient_accumulation_steps
+        steps = batches_planned(args.gradient_accumulation_steps)
         with together():  # so that all ranks hear of an error
-            inputs = self._inputs(trainer)
+            inputs = inputs_of(trainer, self.sample_batch, who=WHO)
             # The Trainer fetches all batches of a step, and on the CPU one of the next step.
-            held = [inputs] * (steps + (device.type == "cpu"))
+            held = [inputs] * (args.gradient_accumulation_steps + (device.type == "cpu"))
             self.extra = extra_bytes(trainer.model, *held)
-            planned = repeated(inputs, batches_planned(steps))
-            self._batches = steps / batches_planned(steps)
-            only = _possible(trainer, kept, late)
+            self._batches = args.gradient_accumulation_steps / steps
+            batch = step_of(trainer, repeated(inputs, steps))
             precision = mixed_precision(trainer.accelerator, who=WHO)
-        trainer.model.train()  # as the Trainer does before each step
-        with _without_checkpointing(trainer.model), _optimizer_of(trainer) as optimizer:
-            return fit_in_loop(
+        forward = functools.partial(loss_of, trainer)
+        setting = Setting(trainer.model, batch, None, forward, device=device, amp=precision["amp"])
+
+        def fitted(choice: Mapping[str, Any] | None) -> Fitted:
+            with together():
+                # The run that made a choice has looked whether the losses of its batches add up.
+                adds_up = late or choice is not None
+                if not adds_up:
+                    rules = (rule_of_trainer(trainer, batch),)
+                    adds_up = rule_of_parts(setting, rules, steps) is not None
+                only = possible(trainer, kept, late=late, adds_up=adds_up, who=WHO)
+            found = fit_in_loop(
                 trainer.model,
-                (planned, _items(trainer, planned)),
+                batch,
                 budget=self.budget,
                 extra=self.extra,
                 who=WHO,
                 only=only,
                 optimizer=optimizer,
-                forward=functools.partial(_forward, trainer),
+                forward=forward,
                 device=device,
                 max_grad_norm=args.max_grad_norm or float("inf"),
-                allow=self.allow,
+                allow=with_kept(self.allow, kept),
+                choice=choice,
                 **precision,
             )
+            if not adds_up:
+                found.notes.append(WHOLE_BATCHES)
+            return found
 
-    def _inputs(self, trainer: Any) -> dict[str, Any]:
-        batch = self.sample_batch
-        if batch is None:
-            batch = sample_batch(trainer.get_train_dataloader(), who=WHO)
-        if not isinstance(batch, Mapping):
-            raise TypeError(f"{WHO}: a batch is {type(batch).__name__}, wanted a dict")
-        return moved(dict(batch), torch.device(trainer.args.device))
+        trainer.model.train()  # as the Trainer does before each step
+        with without_checkpointing(trainer.model), optimizer_of(trainer) as optimizer:
+            return kept_or_found(again, fitted)
 
 
 def fit_trainer(
@@ -237,114 +232,3 @@ def _calling_trainer() -> Any:
         f"{WHO} is called by something else than a Trainer of transformers; call "
         "headroom.integrations.transformers.fit_trainer(trainer, ...) before train()"
     )
-
-
-def _check(trainer: Any) -> None:
-    """Raises for a Trainer whose memory cannot be planned."""
-    wrong = None
-    if trainer.model_init is not None:
-        wrong = "has a model_init, which makes another model in train(); give it a model"
-    elif trainer.args.n_gpu > 1:
-        wrong = "uses nn.DataParallel; start one process per GPU, or let one GPU be visible"
-    elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled:
-        wrong = "shards the model, by DeepSpeed or FSDP, which is not planned here"
-    elif trainer.args.auto_find_batch_size:
-        wrong = "has auto_find_batch_size=True, which changes the batch as well; leave it out"
-    if wrong is not None:
-        raise ValueError(f"{WHO}: the Trainer {wrong}")
-
-
-def _possible(trainer: Any, kept: Mapping[str, Any] | None, late: bool) -> dict[str, Any]:
-    """Returns the values that the fields of a choice may have."""
-    steps = batches_planned(trainer.args.gradient_accumulation_steps)
-    size = trainer.args.per_device_train_batch_size
-    if kept is not None:
-        only = {name: (value,) for name, value in kept.items() if name != "levels"}
-    elif late:
-        only = {**LATE, "micro_batches": (steps,)}
-    else:
-        only = {
-            **IN_A_LOOP,
-            "micro_batches": tuple(steps * n for n in range(1, size + 1) if size % n == 0),
-        }
-        if trainer.optimizer is not None and trainer.lr_scheduler is not None:
-            only |= {"optimizer": ("given",), "weights": ("given",)}  # the schedule is made
-    if not _loss_can_be_fused(trainer):
-        only["fused_loss"] = (has_fused_loss(trainer.model),)
-    return only
-
-
-def _loss_can_be_fused(trainer: Any) -> bool:
-    """Whether nothing of the user's looks at logits while the model trains."""
-    own = type(trainer).compute_loss is Trainer.compute_loss and "compute_loss" not in vars(trainer)
-    return own and trainer.compute_loss_func is None
-
-
-def _forward(trainer: Any, model: nn.Module, batch: tuple[dict[str, Any], Any]) -> Tensor:
-    inputs, items = batch
-    compute = trainer.compute_loss
-    if has_fused_loss(model) and _loss_can_be_fused(trainer):
-        compute = functools.partial(smoothed_loss, trainer, compute)  # as fuse_loss() will do
-    return compute(model, dict(inputs), num_items_in_batch=items)
-
-
-def _items(trainer: Any, inputs: Mapping[str, Any]) -> Tensor | None:
-    """The number of labels that the Trainer divides a sum of losses by, if it does."""
-    counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    if not counts or not isinstance(inputs.get("labels"), Tensor):
-        return None
-    return inputs["labels"].ne(-100).sum()
-
-
-@contextmanager
-def _optimizer_of(trainer: Any) -> Iterator[torch.optim.Optimizer]:
-    """Gives the optimizer that the Trainer will make or has, and leaves the Trainer as it was."""
-    before = trainer.optimizer
-    try:
-        trainer.create_optimizer()
-        yield getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    finally:
-        trainer.optimizer = before
-
-
-@contextmanager
-def _without_checkpointing(model: Any) -> Iterator[None]:
-    """Switches off activation checkpointing of transformers: levels take its place."""
-    parts = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
-    for part in parts:
-        part.gradient_checkpointing = False
-    try:
-        yield
-    except BaseException:
-        for part in parts:
-            part.gradient_checkpointing = True
-        raise
-
-
-def _change(trainer: Any, fitted: Fitted, late: bool) -> None:
-    args, choice = trainer.args, fitted.choice
-    args.activation_checkpointing = args.gradient_checkpointing = False
-    if late:
-        return
-    if choice.optimizer != "given" or choice.weights != "given":
-        trainer.optimizer = fitted.optimizer
-    parts = choice.micro_batches // batches_planned(args.gradient_accumulation_steps)
-    args.per_device_train_batch_size //= parts
-    args.gradient_accumulation_steps *= parts
-    trainer._train_batch_size = args.train_batch_size  # which the Trainer has read already
-    if choice.fused_loss and trainer.label_smoother is not None:
-        fuse_loss(trainer)
-
-
-def _choice_of_checkpoint(trainer: Any, resume: Any) -> dict[str, Any] | None:
-    """Returns the choice of the run that wrote the checkpoint to resume from."""
-    if not resume:
-        return None
-    folder = get_last_checkpoint(trainer.args.output_dir) if resume is True else resume
-    path = os.path.join(folder or "", STATE)
-    if not os.path.isfile(path):
-        return None  # the Trainer says so
-    with open(path) as file:
-        kept = json.load(file).get("stateful_callbacks") or {}
-    found = kept.get(HeadroomCallback.__name__) or {}
-    return found.get("attributes", {}).get("choice")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._core.registration import FLOATS
-from .._core.rows import autocast_dtype
+from .._core.rows import autocast
 from .._core.sizes import format_bytes, parse_bytes
 from ..functional.divergence import REDUCTIONS, beta_of, ignored_rows
 from ..functional.divergence_chunks import pitch_of
 from ..functional.linear_divergence import check
-from .linear_cross_entropy import _whole
+from .inputs import whole_layer
 
 __all__ = ["linear_distillation_loss"]
 
@@ -84,15 +83,9 @@ def linear_distillation_loss(
             "teacher_hidden requires grad, but the teacher gets no gradient; run it under "
             "torch.no_grad(), or detach its hidden states"
         )
-    tensors = student_hidden, *_whole(student_hidden, student_weight, student_bias)
+    tensors = autocast(*whole_layer(student_hidden, student_weight, student_bias))
     with torch.no_grad():
-        teachers = teacher_hidden, *_whole(teacher_hidden, teacher_weight, teacher_bias)
-    lowered = autocast_dtype(student_hidden.device.type)
-    if lowered is not None:
-        tensors, teachers = (
-            tuple(t.to(lowered) if t is not None and t.dtype in FLOATS else t for t in group)
-            for group in (tensors, teachers)
-        )
+        teachers = autocast(*whole_layer(teacher_hidden, teacher_weight, teacher_bias))
     check(*tensors, *(None if t is None else t.detach() for t in teachers))
     ignored = ignored_rows(student_hidden.shape[:-1], target, ignore_index, mask)
     wants = (t is not None and t.requires_grad and torch.is_grad_enabled() for t in tensors)

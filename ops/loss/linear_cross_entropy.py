@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.rows import autocast
 from .._core.sizes import parse_bytes
-from .._core.surroundings import is_plain
 from ..functional import linear_cross_entropy as ops
+from .inputs import constant_factors, token_factors, whole_layer
 
 __all__ = ["linear_cross_entropy"]
 
@@ -72,8 +73,9 @@ def linear_cross_entropy(
             the sum of the products of both weights.
         ignore_index: rows with this target count for nothing, and on the CPU cost nothing.
         reduction: "mean", "sum" or "none".
-        denominator: what the sum is divided by, a number or a float32 tensor of one element: the
-            tokens of all micro-batches, for example. ``reduction`` must then be "mean" or "sum".
+        denominator: what the sum is divided by, a number or a tensor of one element, which gets no
+            gradient: the tokens of all micro-batches, for example. ``reduction`` must then be
+            "mean" or "sum".
         label_smoothing: the share of the target, from 0 to 1, that all classes get.
         logit_scale: multiplies the logits.
         softcap: if given, each logit ``z`` then counts as ``softcap * tanh(z / softcap)``.
@@ -101,8 +103,8 @@ def linear_cross_entropy(
         stats: names of further results, none of which has a gradient: "lse", "target_logit",
             "entropy", "argmax", "rank" (how many classes have a larger logit than the target:
             ``rank < k`` is top-k accuracy) of each row, 0 or -1 where it is ignored; and
-            "accuracy", the share of rows that count whose largest logit is the target's. "rank"
-            needs "tokens".
+            "accuracy", the share of rows that count whose largest logit is the target's, and NaN if
+            none counts. "rank" needs "tokens".
 
     Returns:
         The loss, float32; with ``stats`` also a dict of them.
@@ -116,7 +118,7 @@ def linear_cross_entropy(
     The formula and its sources are documented at ``hr_linear_cross_entropy`` in ``headroom.h``.
     """
     _check_names(reduction, denominator, empty, mode, stats)
-    hidden, weight, bias = _autocast(hidden, *_whole(hidden, weight, bias))
+    hidden, weight, bias = autocast(*whole_layer(hidden, weight, bias))
     options = ops.Options(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
@@ -132,18 +134,20 @@ def linear_cross_entropy(
     )
     tensors = (
         *(hidden, weight, bias, target),
-        _vector(class_weight, "class_weight"),
-        _vector(token_weight, "token_weight"),
+        constant_factors(class_weight, "class_weight"),
+        token_factors(token_weight, target),
         _denominator(denominator, hidden),
     )
     how = "mean or zero" if reduction == "mean" and empty == "zero" else reduction
     wanted = _wanted(hidden, weight, bias)
     results = {_OF_ROWS[name] for name in stats}
     if accumulate_into_grad and wanted & (ops.WEIGHT | ops.BIAS):
-        if torch.compiler.is_compiling():
-            raise ValueError("accumulate_into_grad writes to .grad, which torch.compile cannot see")
+        _check_grads_can_be_written()
         results |= {"lse", "lse_low"}
-        found = _IntoGrad.apply(*tensors, options, how, tuple(results))
+        anchor = hidden.new_empty(0, requires_grad=True)
+        found = _IntoGrad.apply(
+            anchor, hidden, (weight, bias), *tensors[3:], options, how, tuple(results)
+        )
     else:
         if reduction == "none" and wanted:
             results |= {"lse", "lse_low"}
@@ -170,35 +174,18 @@ def _check_names(reduction: str, denominator: Any, empty: str, mode: str, stats:
         raise ValueError(f"stats is {stats!r}, wanted a list of names among {', '.join(STATS)}")
 
 
-def _whole(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Gathers a layer that FSDP2 has sharded."""
-    if is_plain(weight) and (bias is None or is_plain(bias)):
-        return weight, bias
-    from .gathered import gathered  # loads DTensor, which takes long
-
-    return gathered(weight, hidden.dtype), None if bias is None else gathered(bias, hidden.dtype)
-
-
-def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Casts as autocast does for ``torch.nn.functional.linear``."""
-    device = next(t.device.type for t in tensors if t is not None)
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(None if t is None else t.to(dtype) for t in tensors)
-
-
-def _vector(tensor: Tensor | None, name: str) -> Tensor | None:
-    if tensor is None:
-        return None
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(f"{name} requires grad, but gets no gradient; detach it")
-    return tensor.float()
+def _check_grads_can_be_written() -> None:
+    if torch.compiler.is_compiling():
+        raise ValueError("accumulate_into_grad writes to .grad, which torch.compile cannot see")
+    if torch._C._are_functorch_transforms_active():
+        raise ValueError(
+            "accumulate_into_grad writes to .grad, which torch.func does not return; leave it out"
+        )
 
 
 def _denominator(denominator: float | Tensor | None, hidden: Tensor) -> Tensor | None:
     if denominator is None or isinstance(denominator, Tensor):
-        return None if denominator is None else denominator.detach().float()
+        return constant_factors(denominator, "denominator")
     return hidden.new_full((), denominator, dtype=torch.float32)
 
 
@@ -221,43 +208,54 @@ def _stat(name: str, of_rows: Tensor, target: Tensor, options: ops.Options) -> T
 
 
 class _IntoGrad(torch.autograd.Function):
-    """Adds the gradients of weight and bias to what is in their ``.grad``."""
+    """Adds the gradients of weight and bias to what is in their ``.grad``.
+
+    The graph does not lead to them, so that their hooks do not run; it begins at ``anchor``, which
+    requires grad, where hidden does not.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        *tensors, options, how, results = arguments
-        for name, tensor in {"weight": tensors[1], "bias": tensors[2]}.items():
-            if tensor is not None and tensor.requires_grad and not tensor.is_leaf:
+    def forward(
+        ctx: Any, anchor: Tensor, hidden: Tensor, leaves: tuple[Tensor, Tensor | None], *rest: Any
+    ) -> tuple[Tensor, ...]:
+        *others, options, how, results = rest
+        for name, leaf in zip(("weight", "bias"), leaves):
+            if leaf is not None and leaf.requires_grad and not leaf.is_leaf:
                 raise ValueError(
                     f"{name} is not a leaf, so its .grad is not what accumulate_into_grad could "
                     "add to; under autocast, keep the weights in 16 bits"
                 )
-            if tensor is not None and tensor.dtype == torch.float16:
+            if leaf is not None and leaf.dtype == torch.float16:
                 raise ValueError("accumulate_into_grad needs float32 or bfloat16 weights")
-        found = ops.call(*tensors, options, reduction=how, results=results)
-        ctx.save_for_backward(*tensors[:-1], found[1], *found[3:5])
-        ctx.options = options
+        found = ops.call(hidden, *leaves, *others, options, reduction=how, results=results)
+        ctx.save_for_backward(hidden, *leaves, *others[:-1], found[1], *found[3:5])
+        # What is saved may be unpacked as another tensor, which has no .grad that anyone reads.
+        ctx.leaves, ctx.options = leaves, options
         ctx.mark_non_differentiable(*found[1:])
         ctx.set_materialize_grads(False)
         return found
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple:
+    def backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "accumulate_into_grad adds to .grad, which has no graph for a second derivative; "
+                "leave it out, or call backward without create_graph=True"
+            )
         hidden, weight, bias, *others = ctx.saved_tensors
-        wants_hidden, *wants = ctx.needs_input_grad[:3]
+        wants_hidden = ctx.needs_input_grad[1]
         if dloss is None:
             return (None,) * 10
         grads = [
-            _grad_of(leaf) if leaf is not None and wanted else None
-            for leaf, wanted in zip((weight, bias), wants)
+            _grad_of(leaf) if leaf is not None and leaf.requires_grad else None
+            for leaf in ctx.leaves
         ]
         options = ctx.options
         found = torch.ops.headroom.linear_cross_entropy_backward_(
             *(dloss, hidden, weight, bias, *others, *grads),
             *(options.ignore_index, *options.numbers(hidden), wants_hidden),
         )
-        return (found if wants_hidden else None, *(None,) * 9)
+        return (None, found if wants_hidden else None, *(None,) * 8)
 
 
 def _grad_of(leaf: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from .._core.dtensor import first_row
-from .._core.rows import autocast_dtype
+from .._core.rows import autocast
 from ..functional.cross_entropy import REDUCTIONS
 from ..functional.linear_cross_entropy import Options, call, gradients
-from .linear_cross_entropy import _vector
+from .inputs import constant_factors, token_factors
 
 __all__ = ["parallel_linear_cross_entropy"]
 
@@ -93,8 +93,8 @@ def parallel_linear_cross_entropy(
         raise ValueError(
             "denominator is given, but reduction is 'none'; divide the losses yourself"
         )
-    class_weight = _vector(class_weight, "class_weight")
-    token_weight = _vector(token_weight, "token_weight")
+    class_weight = constant_factors(class_weight, "class_weight")
+    token_weight = token_factors(token_weight, target)
     if isinstance(weight, DTensor):
         _check_placement("weight", weight)
         group = weight.device_mesh.get_group() if group is None else group
@@ -134,15 +134,9 @@ def parallel_linear_cross_entropy(
             f"target has shape {tuple(target.shape)}, wanted that of hidden without the last "
             f"dimension, {tuple(hidden.shape[:-1])}"
         )
-    if token_weight is not None and token_weight.shape != target.shape:
-        raise RuntimeError(
-            f"token_weight has shape {tuple(token_weight.shape)}, wanted that of target, "
-            f"{tuple(target.shape)}"
-        )
-    dtype = autocast_dtype(hidden.device.type)
-    if dtype is not None:
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    hidden, weight, bias = autocast(hidden, weight, bias)
+    if isinstance(denominator, Tensor):
+        denominator = constant_factors(denominator, "denominator")
     if denominator is not None:
         denominator = torch.as_tensor(denominator, dtype=torch.float32, device=hidden.device)
         if denominator.numel() != 1:
@@ -150,7 +144,7 @@ def parallel_linear_cross_entropy(
                 f"denominator has shape {tuple(denominator.shape)}, wanted a number or a tensor of "
                 "one element"
             )
-        denominator = denominator.detach().reshape(())
+        denominator = denominator.reshape(())
     fixed = (target, class_weight, token_weight, denominator)
     how = _How(group, reduction, empty, numbers)
     loss, *rows = _Parallel.apply(hidden, weight, bias, fixed, how)

@@ -203,4 +203,4 @@ def device_of(model: nn.Module, device: torch.device | str | None = None) -> tor
             chosen = torch.device(chosen.type, torch.accelerator.current_device_index())
     if chosen.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {chosen}, wanted cpu or cuda")
-    return chosen
+    return chosen if chosen.type == "cuda" else torch.device("cpu")  # accelerate has a cpu:0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._core.rows import autocast_dtype
+from .._core.rows import autocast
 from ..functional.gemm import matmul_precision
 from ..functional.mlp import ACTIVATIONS, NORMS, SAVES, wanted_gradients
 from ..functional.norm import CASTINGS
@@ -80,14 +80,9 @@ def mlp_block(
     """
     if casting is None:
         casting = "llama" if norm == "rms" else "once"
-    tensors = (
-        *(x, norm_weight, norm_bias, gate_up_weight, up_weight, down_weight),
-        *(gate_up_bias, up_bias, down_bias),
-    )
-    device, dtype = x.device.type, x.dtype
-    lowered = autocast_dtype(device)
-    if lowered is not None:
-        dtype, tensors = lowered, _cast(tensors, lowered)
+    matrices = gate_up_weight, up_weight, down_weight, gate_up_bias, up_bias, down_bias
+    x, *others = autocast(x, *matrices)
+    tensors = x, norm_weight, norm_bias, *others
     # A tensor of one level of torch.func does not say whether another level differentiates it.
     every = torch._C._are_functorch_transforms_active()
     needs = [tensor is not None and (every or tensor.requires_grad) for tensor in tensors]
@@ -102,7 +97,7 @@ def mlp_block(
         tile_tokens,
         _one_of(SAVES, "save", save),
         wanted_gradients(needs) if torch.is_grad_enabled() else 0,
-        matmul_precision(dtype) if device == "cuda" else 0,
+        matmul_precision(x.dtype) if x.device.type == "cuda" else 0,
     )[0]
 
 
@@ -110,10 +105,3 @@ def _one_of(names: dict[str, int], argument: str, name: str) -> int:
     if name not in names:
         raise ValueError(f"{argument} is {name!r}, wanted one of {', '.join(names)}")
     return names[name]
-
-
-def _cast(tensors: tuple[Tensor | None, ...], dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-    """All but the weights of the norm, which are the second and the third."""
-    x, *norm, gate_up, up, down, gate_up_bias, up_bias, down_bias = tensors
-    others = (gate_up, up, down, gate_up_bias, up_bias, down_bias)
-    return x.to(dtype), *norm, *(t if t is None else t.to(dtype) for t in others)

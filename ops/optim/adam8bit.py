@@ -236,7 +236,9 @@ class Adam8bit(Adam):
         entry = dict(entry)
         for name in ABSMAXS:
             scales = entry.get(name)
-            if isinstance(scales, Tensor) and not isinstance(scales, DTensor):
+            if not isinstance(scales, Tensor) or isinstance(scales, DTensor):
+                continue
+            if scales.layout == torch.strided:  # others are refused later
                 shape = zero_absmaxs(param, group["block_size"]).shape
                 if scales.shape == (shape.numel(),):  # bitsandbytes has no rows
                     scales = scales.reshape(shape)

@@ -53,7 +53,6 @@ class Optimizer(StatefulOptimizer):
     measured_params: Sequence[Tensor] = ()
     max_consecutive_skips = 10  # skipped steps in a row before a warning
     _stalled: StalledWeights | None = None  # in the last step
-    _has_written = False  # whether the step that was begun last has written anything
     _release: Any = None  # the ReleaseHandle that steps parameters inside backward, if there is one
 
     def __init__(
@@ -153,8 +152,6 @@ class Optimizer(StatefulOptimizer):
         if max_grad_norm is None:
             max_grad_norm = self._max_grad_norm
         traced = torch.compiler.is_compiling()
-        if not traced:
-            self._has_written = False
         with torch.no_grad():
             plans = [] if traced else [plan_group(self, g) for g in self.param_groups]
             if not traced:
@@ -174,22 +171,17 @@ class Optimizer(StatefulOptimizer):
 
     def _run(self, calls: list[Call]) -> None:
         """Writes."""
-        if not torch.compiler.is_compiling():
-            self._has_written = True
         if self._stalled is not None:
             self._stalled.restart()
         for call in calls:
             call()
 
-    def step_part(self, index: int, params: list[Tensor], scalars: StepScalars) -> None:
-        """Steps some parameters of group ``index``, which have gradients, and no others. Measures
-        nothing: skips, unscales and clips by ``scalars`` alone."""
+    def prepared_part(self, index: int, params: list[Tensor], scalars: StepScalars) -> list[Call]:
+        """Returns the calls that step some parameters of group ``index``, which have gradients, and
+        no others. They measure nothing: they skip, unscale and clip by ``scalars`` alone."""
         with torch.no_grad():
             plan = plan_group(self, self.param_groups[index] | {"params": params})
-            calls = prepared(self, plan, scalars)
-            self._has_written = True
-            for call in calls:
-                call()
+            return prepared(self, plan, scalars)
 
     @property
     def _scalars(self) -> StepScalars:

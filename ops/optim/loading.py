@@ -66,7 +66,7 @@ def keep_states(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
     entries = {
         key: {name: Kept(value) for name, value in entry.items()}
         if isinstance(entry, dict)
-        else entry
+        else Kept(entry)
         for key, entry in loaded["state"].items()
     }
     return loaded | {"state": entries}
@@ -87,6 +87,9 @@ def _check_form(loaded: dict[str, Any]) -> None:
             raise TypeError(f"{place} has no list 'params'")
         if odd := [key for key in group if not isinstance(key, str)]:
             raise TypeError(f"{place} has an option named {odd[0]!r}, wanted a string")
+        for key, value in group.items():
+            if isinstance(value, Tensor):
+                _check_storage(key, value, place)
 
 
 def export_state(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -124,6 +127,8 @@ def restored_states(
     groups = {id(p): group for group in state["param_groups"] for p in group["params"]}
     names: dict[Tensor, str] | None = None
     for param, entry in state["state"].items():
+        if isinstance(entry, Kept):
+            entry = entry.value
         if not isinstance(entry, dict):  # not of a parameter: other code may keep things there
             if id(param) in groups:
                 name = param_names(optimizer.param_groups).get(param, "a parameter")
@@ -137,6 +142,9 @@ def restored_states(
         if loading and id(param) in groups:
             names = param_names(optimizer.param_groups) if names is None else names
             group = groups[id(param)]
+            for key, value in values.items():  # which are read from here on
+                if isinstance(value, Tensor):
+                    _check_storage(key, value, names[param])
             values = optimizer._translated(param, values, group)
             values = _restored(optimizer, param, values, group, names[param])
         restored[param] = values
@@ -229,13 +237,17 @@ def _counter(value: Any, param: Tensor, name: str) -> Tensor:
 
 
 def _check_memory(key: str, value: Tensor, param: Tensor, name: str) -> None:
-    """Refuses tensors without elements to read: sparse ones, those on the meta device, and those
-    whose storage was freed, which torch reads without a check."""
+    """Refuses tensors without elements to read: sparse ones, and those on the meta device."""
     local = local_part(value)
     if local.layout != torch.strided or (local.is_meta and not local_part(param).is_meta):
         what = "on the meta device" if local.is_meta else f"of layout {local.layout}"
         raise ValueError(f"the loaded '{key}' of {name} is {what}, wanted a dense tensor")
-    if local.is_meta or not local.numel():
+
+
+def _check_storage(key: str, value: Tensor, name: str) -> None:
+    """Refuses a tensor whose storage was freed, which torch reads without a check."""
+    local = local_part(value)
+    if local.layout != torch.strided or local.is_meta or not local.numel():
         return
     if local.untyped_storage().nbytes() < spanned_bytes(local):
         raise ValueError(f"the loaded '{key}' of {name} has no memory: its storage was freed")

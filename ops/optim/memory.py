@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from .._core.dtensor import local_part
@@ -37,14 +39,16 @@ class StateMemory:
         )
 
 
-def state_memory(optimizer: StatefulOptimizer) -> list[StateMemory]:
+def state_memory(optimizer: StatefulOptimizer, without: Iterable[Tensor] = ()) -> list[StateMemory]:
     """Returns the bytes of the state on this rank. Parameters before their first step count with
-    the state that they will have."""
+    the state that they will have, but for those in ``without``, which will get no gradient."""
+    never = {id(param) for param in without}
     rows: dict[tuple[str, ...], StateMemory] = {}
     names = param_names(optimizer.param_groups)
     for group in optimizer.param_groups:
         for param in group["params"]:
             will_step = param.requires_grad or param.grad is not None
+            will_step = will_step and id(param) not in never
             if is_lazy(param) or not (optimizer.state.get(param) or will_step):
                 continue
             layout = optimizer._layout(param, group)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .._core.text import quoted
+
 __all__ = [
     "check_loaded_group",
     "check_max_grad_norm",
@@ -64,7 +66,7 @@ def check_loaded_group(
         check(group)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{place}: {error}") from error
+        raise kind(f"{place}: {quoted(error, 600)}") from error
 
 
 def _check_types(group: dict[str, Any], defaults: dict[str, Any], place: str) -> None:

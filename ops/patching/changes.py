@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
-__all__ = ["Changes", "is_patched", "restore"]
+__all__ = ["Changes", "is_patched", "patched_names", "restore"]
 
 RECORD = "_headroom_patch"  # the attribute of a module that says what patch() set on it
 ABSENT = "absent"  # stands for an attribute that only the class had, or nothing
@@ -96,6 +96,12 @@ class Changes:
 def is_patched(module: nn.Module) -> bool:
     """Returns whether patch() has set something on this module itself."""
     return RECORD in vars(module)
+
+
+def patched_names(attributes: Mapping[str, Any]) -> set[str]:
+    """Returns the names of those attributes of a module that patch() has set."""
+    record = attributes.get(RECORD)
+    return set() if record is None else {RECORD, *record.now}
 
 
 def restore(modules: Iterable[tuple[str, nn.Module]], changes: Changes) -> None:

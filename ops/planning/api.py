@@ -160,7 +160,7 @@ def max_batch(
 
     All other arguments are those of :func:`plan`.
     """
-    size = parse_bytes(budget)
+    size = parse_bytes(budget, "budget")
 
     def does_fit(samples: int) -> bool:
         return plan(model, optimizer, resized(sample_batch, samples), **options).fits(size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -22,8 +24,10 @@ def resized(batch: Any, samples: int) -> Any:
                 shape = (samples, *value.shape[1:])
                 return torch.empty(shape, dtype=value.dtype, device="meta")
             return value
-        if isinstance(value, dict):
-            return type(value)((key, resize(item)) for key, item in value.items())
+        if isinstance(value, MutableMapping):
+            made = copy.copy(value)
+            made.update({key: resize(item) for key, item in value.items()})
+            return made
         if isinstance(value, (list, tuple)):
             items = [resize(item) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

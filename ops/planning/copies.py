@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -27,11 +27,11 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields every tensor in nested dicts, lists and tuples, and in objects with attributes such
-    as the outputs of transformers."""
+    """Yields every tensor in nested dicts and other mappings, such as the batches of transformers'
+    tokenizers, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)
     elif isinstance(value, (list, tuple, set, frozenset)):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._core.binaries import LIBRARY_DIR
-from ..functional import linear_cross_entropy, linear_divergence
+from ..functional import kept_gradients, linear_divergence
 from ..functional.linear_cross_entropy import BIAS, HIDDEN, ROUND_EACH_CHUNK, WEIGHT
 from .inside import BODIES, Sizes, entry
 
@@ -202,5 +202,5 @@ BODIES["headroom::linear_divergence_backward"] = partial(
 def fakes_overwritten() -> Any:
     """Lets the loss scale gradients of fakes in place, as it does those of tensors: only these have
     the type that it asks for."""
-    is_free, tensor = linear_cross_entropy._may_overwrite, torch.empty(0)
-    return mock.patch.object(linear_cross_entropy, "_may_overwrite", lambda grad: is_free(tensor))
+    is_free, tensor = kept_gradients.may_overwrite, torch.empty(0)
+    return mock.patch.object(kept_gradients, "may_overwrite", lambda kept: is_free(tensor))

@@ -25,11 +25,12 @@ _found: dict[Any, int | None] = {}
 def scratch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
     """Returns the most bytes that a CPU operation holds beyond its results, or ``None`` where that
     cannot be asked: its tensors are too large, or a profiler runs on this thread."""
-    key = str(func), torch.get_num_threads(), _described(args), _described(kwargs)
+    state = torch.get_num_threads(), torch.is_grad_enabled()
+    key = str(func), *state, _described(args), _described(kwargs)
     if key not in _found:
         if _bytes(args) > LIMIT or torch._C._autograd._profiler_enabled():
             return None
-        with _disable_current_modes(), torch.no_grad():
+        with _disable_current_modes():
             _found[key] = _measured(func, _real(args), _real(kwargs))
     return _found[key]
 

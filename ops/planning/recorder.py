@@ -26,6 +26,7 @@ _DEVICE = torch.ops.prim.device.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _ADD = torch.ops.aten.add.Tensor
 _PUT = torch.ops.aten.index_put.default
+_DRAWS = torch.Tag.nondeterministic_seeded
 
 
 class Recorder(TorchDispatchMode):
@@ -47,7 +48,7 @@ class Recorder(TorchDispatchMode):
         self.step, self.phase = 0, "other"
         self.module: str | None = None
         self.last: tuple[str, str | None] = ("", None)  # the operation and module, for errors
-        self.operations = 0
+        self.operations = self.draws = 0  # draws: operations that take random numbers
         self.scalar: Callable[[Any, Tensor], Any] = lambda func, x: None
         self.is_paused = False
         self.in_attention = False
@@ -194,6 +195,7 @@ class Recorder(TorchDispatchMode):
             kwargs = kwargs | {"device": self.device}
         self.last = str(func), self.module
         self.operations += 1
+        self.draws += _DRAWS in func.tags
         if func is _ITEM and (value := self.scalar(func, args[0])) is not None:
             return value
         if func is _ADD and self.phase == "backward" and self._is_summed_in_place(args, kwargs):

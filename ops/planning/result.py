@@ -100,7 +100,7 @@ class Plan:
 
     def fits(self, budget: int | str) -> bool:
         """Whether all that the process takes on the device is at most this, such as "16 GiB"."""
-        return self.total_bytes <= parse_bytes(budget)
+        return self.total_bytes <= parse_bytes(budget, "budget")
 
     def advice(self, top: int | None = None) -> Any:
         """Plans again with one change at a time, and returns what would help, the most first.

@@ -44,6 +44,7 @@ class Setup:
     dtype: torch.dtype | None = None  # of the parameters, in the place of their own
     sharding: Sharding | None = None  # over several ranks
     steps: int = 2
+    starts_short: bool = False  # the first of several steps is of one micro-batch
 
     def but(self, **changes: Any) -> Setup:
         """Returns the setup with some fields replaced."""
@@ -136,7 +137,8 @@ class Steps:
     def step(self, number: int) -> None:
         """Makes a step."""
         setup = self.setup
-        for _ in range(setup.accumulation):
+        is_short = setup.starts_short and number == 0 and setup.steps > 1
+        for _ in range(1 if is_short else setup.accumulation):
             self.begin("forward")
             loss = self._forward()
             if setup.accumulation > 1 and self.accumulator is None:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from .._core.surroundings import Random
+from ..memory.collecting import no_collections
 from ..memory.events import Timeline
 from .copies import Copier, tensors_in
 from .cuda_view import Kernels, cuda_view, functions_told
@@ -28,6 +29,7 @@ from .fsdp import ShardedModel
 from .masks import masks_of
 from .ours import fakes_overwritten
 from .recorder import Recorder
+from .recurrent import has_recurrent_layers
 from .sharding import FSDP
 from .states import move_to_shards
 from .steps import Setup, Steps, generators_kept
@@ -48,7 +50,7 @@ def trace(setup: Setup, watch: Callable[[nn.Module, Recorder], None] | None = No
     """
     device = torch.device("cuda", 0) if setup.device == "cuda" else torch.device("cpu")
     mode = FakeTensorMode(allow_non_fake_inputs=False)
-    with generators_kept(), ExitStack() as stack:
+    with generators_kept(), no_collections(), ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(cuda_view())
         copier = Copier(mode, device)
@@ -59,7 +61,7 @@ def trace(setup: Setup, watch: Callable[[nn.Module, Recorder], None] | None = No
         recorder = Recorder(device, names, is_lying=device.type == "cuda")
         run = _Traced(recorder, setup, model, optimizer, batch, loss, forward)
         stack.enter_context(_foreach_of_fakes())
-        stack.enter_context(_nothing_drawn())
+        stack.enter_context(_random_states(recorder))
         stack.enter_context(fakes_overwritten())
         stack.enter_context(masks_of(setup.batch))
         stack.enter_context(mode)
@@ -117,7 +119,10 @@ class _Traced(Steps):
 
     def notes(self) -> list[str]:
         """Sentences that the plan ends with."""
-        return [] if self._spread is None else ["All bytes are those of one rank."]
+        found = [] if self._spread is None else ["All bytes are those of one rank."]
+        if self.recorder.device.type == "cuda" and has_recurrent_layers(self.model):
+            found.append("Recurrent layers are planned as on the CPU: cuDNN's are not known.")
+        return found
 
     def step(self, number: int) -> None:
         self.recorder.step = number
@@ -217,12 +222,29 @@ def _foreach_of_fakes() -> Iterator[None]:
         yield
 
 
-def _nothing_drawn() -> Any:
-    """Says to what is computed again that no random numbers were drawn, which is so on fakes: the
-    states of generators are tensors, and no fakes."""
-    return mock.patch.multiple(
-        Random, __init__=lambda self, tensors: None, moved=lambda self: False
-    )
+@contextmanager
+def _random_states(recorder: Recorder) -> Iterator[None]:
+    """Counts the states of the CPU's generator that are kept for what is computed again, and says
+    whether that drew from it: on fakes nothing is drawn. The state of a GPU's is in C++."""
+    is_cpu, state_of = recorder.device.type == "cpu", torch.get_rng_state
+
+    def state() -> Tensor:
+        found = state_of()
+        recorder.know(found, "activations", "torch.get_rng_state", recorder.module)
+        return found
+
+    def begin(random: Random, tensors: Any) -> None:
+        random._cpu, random._cuda = torch.get_rng_state(), {}
+        random._draws = recorder.draws  # type: ignore[attr-defined]
+
+    def moved(random: Any) -> bool:
+        return is_cpu and recorder.draws != random._draws
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(Random, __init__=begin, moved=moved))
+        if is_cpu:
+            stack.enter_context(mock.patch.object(torch, "get_rng_state", state))
+        yield
 
 
 _WHY = {
@@ -238,8 +260,8 @@ def _explained(error: Exception, recorder: Recorder) -> Exception:
     why = next((words for kind, words in _WHY.items() if isinstance(error, kind)), None)
     if why is not None:
         return PlanError(
-            f"{op}{where} {why}, which a step without memory cannot know; plan with measure=True, "
-            "which runs one real step under the counter"
+            f"{op}{where} {why}, which a step without memory cannot know; headroom.plan(..., "
+            "measure=True) runs real steps under the counter instead"
         )
     return PlanError(
         f"the step failed in its {recorder.phase} phase, at {op}{where}: "

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from .._core.sizes import format_bytes
+from .._core.text import quoted
 from ..memory.events import Timeline
 from ..memory.snapshots import Snapshot, load_snapshot
 from ..planning.result import Plan
 from . import ladder, profile, recording, snapshots
 from .limits import EVENTS, check_timeline
-from .text import shortened
 
 __all__ = ["Part", "load", "read"]
 
@@ -58,7 +58,7 @@ def read(path: str | os.PathLike[str]) -> list[Part]:
     """
     value, made = _recognized(path)
     with _damage(path):
-        return made(value, shortened(Path(path).name, 80))
+        return made(value, quoted(Path(path).name, 80))
 
 
 def load(path: str | os.PathLike[str]) -> Snapshot | Plan | Timeline:
@@ -85,7 +85,7 @@ def _damage(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
-        text = f"{os.fspath(path)} is damaged: {shortened(str(reason), 300)}"
+        text = f"{os.fspath(path)} is damaged: {quoted(reason, 300)}"
         raise ValueError(text) from error
     except RecursionError as error:
         raise ValueError(f"{os.fspath(path)} is damaged: it is nested too deeply") from error
@@ -124,7 +124,7 @@ def _snapshot_in(path: str | os.PathLike[str]) -> Snapshot:
     try:
         return load_snapshot(path, max_bytes=SNAPSHOT)
     except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
-        reason = shortened(str(error), 300)
+        reason = quoted(error, 300)
         raise ValueError(f"{os.fspath(path)} is no snapshot: it is damaged: {reason}") from error
 
 
@@ -145,8 +145,8 @@ def _kind_of(value: Any, name: str) -> Callable[[Any, str], list[Part]]:
             return _ladder
         if "traceEvents" in value:
             raise ValueError(f"{name} is a trace of torch.profiler: open it in ui.perfetto.dev")
-        keys = ", ".join(shortened(str(key), 30) for key in list(value)[:5])
-        found = f"its format is {shortened(repr(form), 60)}, its keys are {keys or 'none'}"
+        keys = ", ".join(quoted(key, 30) for key in list(value)[:5])
+        found = f"its format is {quoted(repr(form), 60)}, its keys are {keys or 'none'}"
     else:
         found = f"it holds a {type(value).__name__}"
     raise ValueError(
@@ -178,7 +178,7 @@ def _snapshot(value: Snapshot, name: str) -> list[Part]:
             segments = snapshots.segments_of(one)
             content["segments"] = segments
             content["summary"]["segments"] = segments["summary"]
-        title = name if len(value.devices) == 1 else f"{name}, {shortened(device, 40)}"
+        title = name if len(value.devices) == 1 else f"{name}, {quoted(device, 40)}"
         parts.append(Part("recording", name, title, content))
     return parts
 
@@ -206,10 +206,10 @@ def _plan(value: Mapping[str, Any], name: str) -> list[Part]:
         for key, size in vars(plan.device_share).items()
         if key != "source" and size > 0
     }
-    options = {shortened(str(k), 40): shortened(str(v), 80) for k, v in plan.options.items()}
+    options = {quoted(k, 40): quoted(v, 80) for k, v in plan.options.items()}
     content["plan"] = {"device_share": share, "options": options}
     content["summary"] |= {"total_bytes": plan.total_bytes, "device_share": share}
-    model = shortened(str(plan.model), 60)
+    model = quoted(plan.model, 60)
     title = f"plan of {model}" if model else "plan"
     return [Part("recording", name, title, content)]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .._core.text import quoted
 from .kinds import color_of
 from .limits import number, text
-from .text import shortened
 
 __all__ = ["described", "is_ladder"]
 
@@ -69,9 +69,9 @@ def _rung(rung: Any) -> dict[str, Any]:
     if not isinstance(sizes, Mapping) or len(sizes) > 20:
         raise ValueError("a rung has no bytes by kind")
     made: dict[str, Any] = {
-        "title": shortened(text(rung.get("title"), "the title of a rung"), 80),
+        "title": quoted(text(rung.get("title"), "the title of a rung"), 80),
         "peak_bytes": number(rung.get("peak_bytes"), "the peak of a rung"),
-        "bytes": {shortened(kind, 40): number(size, "bytes") for kind, size in sizes.items()},
+        "bytes": {quoted(kind, 40): number(size, "bytes") for kind, size in sizes.items()},
     }
     for name in (*NUMBERS, PREDICTED):
         if rung.get(name) is not None:

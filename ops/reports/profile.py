@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .._core.text import quoted
 from .limits import number, text
-from .text import shortened
 
 __all__ = ["described"]
 
@@ -34,7 +34,7 @@ def described(value: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: it is of another version, or something in it is not what it should be.
     """
     if value.get("version") != VERSION:
-        got = shortened(repr(value.get("version")), 40)
+        got = quoted(repr(value.get("version")), 40)
         raise ValueError(f"its version is {got}, wanted {VERSION}")
     device = _object(value.get("device"), "device")
     totals = _object(value.get("totals"), "totals")
@@ -42,7 +42,7 @@ def described(value: Mapping[str, Any]) -> dict[str, Any]:
     modules = [_module(one) for one in _list(value.get("modules"), "modules")[:MODULES]]
     ops = [_op(one) for one in _list(value.get("ops"), "ops")[:OPS]]
     summary: dict[str, Any] = {
-        "device": shortened(f"{text(device.get('type'), 'a device')} {device.get('name') or ''}"),
+        "device": quoted(f"{text(device.get('type'), 'a device')} {device.get('name') or ''}"),
         "steps": len(steps),
         **_numbers(totals, (*TOTALS, *RATES), "totals"),
         "phases_us": _numbers(_object(totals.get("phases_us"), "phases_us"), PHASES, "phases_us"),
@@ -63,7 +63,7 @@ def described(value: Mapping[str, Any]) -> dict[str, Any]:
         "ops": ops,
         "memory": _memory(value.get("memory") or {}),
         "notes": [
-            shortened(text(note, "a note"), 400)
+            quoted(text(note, "a note"), 400)
             for note in _list(value.get("notes") or [], "notes")[:50]
         ],
     }
@@ -97,8 +97,8 @@ def _figures(value: Any) -> dict[str, Any]:
 def _module(value: Any) -> dict[str, Any]:
     value = _object(value, "a module")
     return {
-        "name": shortened(text(value.get("name"), "the name of a module")),
-        "type": shortened(text(value.get("type"), "the type of a module"), 60),
+        "name": quoted(text(value.get("name"), "the name of a module")),
+        "type": quoted(text(value.get("type"), "the type of a module"), 60),
         **_numbers(value, OF_MODULE, "a module"),
         "self": _figures(value.get("self")),
         "total": _figures(value.get("total")),
@@ -107,7 +107,7 @@ def _module(value: Any) -> dict[str, Any]:
 
 def _op(value: Any) -> dict[str, Any]:
     value = _object(value, "an op")
-    name = shortened(text(value.get("name"), "the name of an op"), 120)
+    name = quoted(text(value.get("name"), "the name of an op"), 120)
     return {"name": name, **_numbers(value, OF_OP, "an op")}
 
 
@@ -121,5 +121,5 @@ def _memory(value: Any) -> list[dict[str, Any]]:
             for coordinate in point:
                 number(coordinate, "a point of memory", -LARGEST, LARGEST)
         numbers = _numbers(one, ("peak_bytes",), "memory")
-        found.append({"device": shortened(str(device), 40), **numbers, "points": points})
+        found.append({"device": quoted(device, 40), **numbers, "points": points})
     return found

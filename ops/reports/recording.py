@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.text import quoted
 from ..memory.events import KINDS, Span, Timeline
 from .limits import SUM
-from .text import Texts, shortened
+from .text import Texts
 
 __all__ = ["described"]
 
@@ -82,14 +83,14 @@ def described(timeline: Timeline, reserved: Sequence[int] = ()) -> dict[str, Any
         "rest": rest,
         "strings": texts.strings,
         "stacks": texts.stacks,
-        "notes": [shortened(note, 400) for note in timeline.notes[:50]],
+        "notes": [quoted(note, 400) for note in timeline.notes[:50]],
     }
 
 
 def _summary(timeline: Timeline, columns: _Columns) -> dict[str, Any]:
     span = timeline.span(timeline.peak_index)
     return {
-        "device": shortened(timeline.device),
+        "device": quoted(timeline.device),
         "peak_bytes": timeline.peak_bytes,
         "peak_event": timeline.peak_index,
         "peak_phase": span.phase,
@@ -122,12 +123,12 @@ def _module(key: tuple) -> str:
         return "no module"
     parts = key[1].split(".")
     digit = next((place for place, part in enumerate(parts) if part.isdigit()), 1)
-    return shortened(".".join(parts[: digit + 1]) or "(model)", 60)
+    return quoted(".".join(parts[: digit + 1]) or "(model)", 60)
 
 
 def _line(key: tuple) -> str:
     """The innermost line of the user's, or else the operation."""
-    return shortened(key[3][0] if key[3] else key[2] or "unknown", 80)
+    return quoted(key[3][0] if key[3] else key[2] or "unknown", 80)
 
 
 class _Columns:

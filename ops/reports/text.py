@@ -1,22 +1,14 @@
-"""Texts of files from elsewhere, cut to a length that a page can show, and stored once."""
+"""Texts of files from elsewhere, stored once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .._core.text import shortened as text_of_width
+from .._core.text import quoted
 
-__all__ = ["LONGEST", "Texts", "shortened"]
+__all__ = ["Texts"]
 
-LONGEST = 240  # characters of a name or a line
 DEEPEST = 24  # lines of a stack
-
-
-def shortened(text: str, length: int = LONGEST) -> str:
-    """Returns the text without characters that no font has, and without its middle where it is
-    longer than ``length``."""
-    printable = "".join(c if c.isprintable() else " " for c in text[: 4 * length])
-    return text_of_width(printable, length, keep="both")
 
 
 class Texts:
@@ -29,7 +21,7 @@ class Texts:
         self._stacks: dict[tuple[str, ...], int] = {}
 
     def number(self, text: str) -> int:
-        text = shortened(text)
+        text = quoted(text)
         if text not in self._strings:
             self._strings[text] = len(self.strings)
             self.strings.append(text)

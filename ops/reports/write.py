@@ -8,9 +8,9 @@ from pathlib import Path
 
 from .._core.atomic import replacing
 from .._core.progress import progress_bar
+from .._core.text import quoted
 from .files import Part, read
 from .html import page_of
-from .text import shortened
 
 __all__ = ["report"]
 
@@ -41,7 +41,7 @@ def report(
     if not files:
         raise ValueError("there are no files to report on")
     parts: list[Part] = []
-    names = [shortened(Path(file).name, 60) for file in files]
+    names = [quoted(Path(file).name, 60) for file in files]
     with progress_bar(len(files) + 1, "report", unit="file", shown=progress) as bar:
         for file in files:
             parts += read(file)

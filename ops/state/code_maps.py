@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import zlib
 
+from .._core.text import quoted
 from ..functional.dynamic_map import dynamic_map
-from .file import StateFile, StateFileError, shortened
+from .file import StateFile, StateFileError
 
 __all__ = ["check_maps", "maps_checksum"]
 
@@ -22,6 +23,6 @@ def check_maps(file: StateFile) -> None:
     if saved not in (None, maps_checksum()):
         raise StateFileError(
             f"the 8-bit codes in {file.path} stand for other values than in this version of "
-            f"Headroom (maps {shortened(saved)}, wanted {maps_checksum()}); load it with "
-            f"{shortened(file.document.get('headroom'))}"
+            f"Headroom (maps {quoted(saved)}, wanted {maps_checksum()}); load it with "
+            f"{quoted(file.document.get('headroom'))}"
         )

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from .file import StateFile, StateFileError, check_storage, identity, layout, shortened
+from .._core.text import quoted
+from .file import StateFile, StateFileError, check_storage, identity, layout
 from .parts import decoded, in_file, names_in
 from .tree import tensor_names
 
@@ -106,7 +107,7 @@ class FilledModel:
             ("has what the model lacks:", shapes.keys() - own.keys()),
         ):
             if self._strict and names:
-                first = ", ".join(shortened(repr(name), 100) for name in sorted(names)[:5])
+                first = ", ".join(quoted(repr(name), 100) for name in sorted(names)[:5])
                 shown = first + ", ..." * (len(names) > 5)
                 raise ValueError(f"{what} {words} {shown}; strict=False loads the rest")
         for key in own.keys() & shapes.keys():
@@ -124,7 +125,7 @@ class FilledModel:
                 continue
             if here.shape != shape:
                 raise ValueError(
-                    f"'{key}' in {what} has shape {shortened(tuple(shape))}, the model's "
+                    f"'{key}' in {what} has shape {quoted(tuple(shape))}, the model's "
                     f"{tuple(here.shape)}"
                 )
             if _has_memory(here):

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from .file import MALFORMED, StateFile, StateFileError, shortened
+from .._core.text import quoted
+from .file import MALFORMED, StateFile, StateFileError
 
 __all__ = ["checked_generators", "generator_states", "restore_generators"]
 
@@ -74,7 +75,7 @@ def checked_generators(file: StateFile, states: Any) -> list[Callable[[], None]]
     except MALFORMED as error:
         raise StateFileError(
             f"the states of random number generators in {file.path} do not load: "
-            f"{shortened(error)}; rng=False loads the rest"
+            f"{quoted(error)}; rng=False loads the rest"
         ) from error
     return put
 
@@ -84,7 +85,7 @@ def _check_numpy_state(state: Any) -> None:
     kind = type(numpy.random.get_state.__self__._bit_generator)
     if state["bit_generator"] != kind.__name__:
         raise OtherGenerator(
-            f"NumPy's global generator was a {shortened(state['bit_generator'])} when the state "
+            f"NumPy's global generator was a {quoted(state['bit_generator'])} when the state "
             f"was saved, and is a {kind.__name__} here: put in one of the same kind with "
             "numpy.random.set_bit_generator"
         )
@@ -93,4 +94,4 @@ def _check_numpy_state(state: Any) -> None:
     for place, end in (("pos", 624), ("buffer_pos", 4)):
         value = state["state"].get(place, state.get(place, 0))
         if not 0 <= value <= end:
-            raise ValueError(f"NumPy's generator is at place {shortened(value)} of {end}")
+            raise ValueError(f"NumPy's generator is at place {quoted(value)} of {end}")

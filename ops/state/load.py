@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.text import quoted
 from ..optim.base import Optimizer
 from .code_maps import check_maps
-from .file import StateFile, StateFileError, shortened
+from .file import StateFile, StateFileError
 from .filling import FilledModel
 from .generators import checked_generators
 from .parts import Part, decoded, in_file, named_objects, names_in
@@ -83,7 +84,7 @@ def load_state(
         for _, name, _ in wanted:
             if name not in tree:
                 raise StateFileError(
-                    f"{file.path} has no '{name}'; it has {shortened(', '.join(tree)) or 'nothing'}"
+                    f"{file.path} has no '{name}'; it has {quoted(', '.join(tree)) or 'nothing'}"
                 )
         if optimizer is not None:
             check_maps(file)
@@ -137,7 +138,7 @@ def _load_all(
             except GARBLED as error:
                 raise StateFileError(
                     f"'{name}' of {file.path} does not load: {type(error).__name__}: "
-                    f"{shortened(error)}"
+                    f"{quoted(error)}"
                 ) from error
     except BaseException:
         for restore in reversed(undo):

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .._core.atomic import partial_of, remove_partial
-from .file import StateFile, StateFileError, is_state_file, shortened
+from .._core.text import quoted
+from .file import StateFile, StateFileError, is_state_file
 
 __all__ = ["latest", "remove_older"]
 
@@ -57,7 +58,7 @@ def latest(directory: str | os.PathLike[str], *, verify: bool = True) -> Path | 
             failures.append(error)
     if found is None and failures:
         count = f"{len(failures)} file{'s' * (len(failures) > 1)} in {os.fspath(directory)}"
-        advice = f"{count}, and none that is a whole state: {shortened(failures[0])}. Move away"
+        advice = f"{count}, and none that is a whole state: {quoted(failures[0], 1000)}. Move away"
         unread = [error for error in failures if isinstance(error, OSError)]
         if unread:
             raise OSError(

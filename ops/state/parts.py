@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .file import MALFORMED, StateFile, StateFileError, shortened
+from .._core.text import quoted
+from .file import MALFORMED, StateFile, StateFileError
 from .tree import decode, encode, tensor_names
 
 __all__ = ["Part", "Stateful", "decoded", "encoded", "in_file", "named_objects", "names_in"]
@@ -53,7 +54,7 @@ def decoded(file: StateFile, name: str, tensors: Callable[[str], Tensor], tree: 
     try:
         return decode(file.document["tree"].get(name) if tree is None else tree, tensors)
     except MALFORMED as error:
-        what = f"'{name}' of {file.path} cannot be read: {shortened(error)}"
+        what = f"'{name}' of {file.path} cannot be read: {quoted(error)}"
         raise StateFileError(what) from error
 
 

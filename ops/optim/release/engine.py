@@ -108,12 +108,13 @@ class Engine:
 
     @torch.no_grad()
     def _hand_over(self, stream: Any) -> None:
-        self._bytes[stream] = 0
-        params = [param for param in self._buckets.pop(stream, ()) if param.grad is not None]
+        params = [param for param in self._buckets.get(stream, ()) if param.grad is not None]
         if params:
             self._strategy.take(params)
             for param in params:
                 param.grad = None
+        self._buckets.pop(stream, None)  # not before: what raises is dropped with what waits
+        self._bytes[stream] = 0
 
     # ---- around backward ------------------------------------------------------------------------
 

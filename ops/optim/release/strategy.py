@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from ..._core.grouping import grouped
@@ -140,6 +141,12 @@ class InBackward(Strategy):
         scalars = self.optimizer._scalars.joined(found_inf, clip_coef)
         if grad_scale is not None:
             scalars = scalars._replace(grad_scale=grad_scale)
+        calls = [
+            call
+            for index, members in grouped(params, self.places.__getitem__).items()
+            for call in self.optimizer.prepared_part(index, members, scalars)
+        ]
         self.has_stepped = True
-        for index, members in grouped(params, self.places.__getitem__).items():
-            self.optimizer.step_part(index, members, scalars)
+        with torch.no_grad():
+            for call in calls:
+                call()

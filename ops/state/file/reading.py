@@ -15,8 +15,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..._core.progress import progress_bar
+from ..._core.text import quoted
 from . import layout
-from .errors import MALFORMED, StateFileError, shortened
+from .errors import MALFORMED, StateFileError
 from .header import Entry, checked_entries, parsed, unsigned
 from .tensors import memory_of
 
@@ -75,7 +76,7 @@ class StateFile:
                 raise
             except MALFORMED as error:
                 raise StateFileError(
-                    f"the header of {self.path} is malformed: {shortened(error)}"
+                    f"the header of {self.path} is malformed: {quoted(error)}"
                 ) from error
             self.sequence: int = self.document["sequence"]
         except BaseException:

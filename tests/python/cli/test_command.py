@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 
 import headroom
 import pytest
@@ -27,18 +26,6 @@ SETUP = ["small_model:model", "--device", "cpu", "--loss", "cross_entropy"]
 BATCH = ["--input", "33x60", "--target", "33:int64"]
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    (tmp_path / "small_model.py").write_text(MODEL)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "small_model", raising=False)
-    return tmp_path
-
-
-def answer(capsys):
-    return json.loads(capsys.readouterr().out)
-
-
 def expected():
     model = torch.nn.Sequential(torch.nn.Linear(60, 250), torch.nn.ReLU(), torch.nn.Linear(250, 7))
     batch = torch.zeros(33, 60), torch.zeros(33, dtype=torch.int64)
@@ -47,9 +34,9 @@ def expected():
 
 
 @pytest.mark.parametrize("batch", [BATCH, ["--batch", "small_model:batch"]])
-def test_plan_is_that_of_python(folder, capsys, batch):
+def test_plan_is_that_of_python(folder, capsys, answer, batch):
     assert main(["plan", *SETUP, *batch, "--json", "--out", "plan.json"]) == 0
-    found, plan = answer(capsys), expected()
+    found, plan = answer(), expected()
     assert found["format"] == "headroom.plan.summary/1"
     assert found["total_bytes"] == plan.total_bytes
     assert found["peak_by_kind"] == plan.peak_by_kind
@@ -58,20 +45,20 @@ def test_plan_is_that_of_python(folder, capsys, batch):
     assert plan.table().splitlines()[0] in capsys.readouterr().out
 
 
-def test_fit_answers_with_its_exit_code(folder, capsys):
+def test_fit_answers_with_its_exit_code(folder, capsys, answer):
     total = expected().total_bytes
     for budget, code in ((total, 0), (total - 1, 1)):
         assert main(["fit", *SETUP, *BATCH, "--budget", str(budget), "--json"]) == code
-        found = answer(capsys)
+        found = answer()
         assert found["fits"] is (code == 0) and found["plan"]["total_bytes"] == total
     assert main(["fit", *SETUP, *BATCH, "--budget", "1 KiB"]) == 1
     assert "does not fit, by" in capsys.readouterr().out
     assert main(["fit", *SETUP, *BATCH, "--budget", str(total), "--max-batch", "--json"]) == 0
-    most = answer(capsys)["max_batch"]
+    most = answer()["max_batch"]
     assert most >= 33
 
 
-def test_tokens_and_options_of_the_optimizer(folder, capsys):
+def test_tokens_and_options_of_the_optimizer(folder, answer):
     (folder / "config.json").write_text(
         json.dumps(
             {
@@ -85,10 +72,10 @@ def test_tokens_and_options_of_the_optimizer(folder, capsys):
     sizes = {}
     for optimizer in ("none", "AdamW", "torch.optim.SGD"):
         assert main([*run, "--optimizer", optimizer]) == 0
-        sizes[optimizer] = answer(capsys)["peak_by_kind"]["optimizer_state"]
+        sizes[optimizer] = answer()["peak_by_kind"]["optimizer_state"]
     assert sizes["none"] == sizes["torch.optim.SGD"] == 0 < sizes["AdamW"]
     assert main([*run, "--optimizer", "torch.optim.SGD", "--option", "momentum=0.9"]) == 0
-    assert answer(capsys)["peak_by_kind"]["optimizer_state"] > 0
+    assert answer()["peak_by_kind"]["optimizer_state"] > 0
 
 
 @pytest.mark.parametrize(
@@ -144,11 +131,11 @@ def test_every_command_has_json_and_help(capsys):
         assert "--json" in capsys.readouterr().out, name
 
 
-def test_report(folder, capsys):
+def test_report(folder, capsys, answer):
     report_files.plan().save("plan.json")
     report_files.write_snapshot(folder / "run.pickle", report_files.snapshot(500))
     assert main(["report", "plan.json", "run.pickle", "--json", "--png", "out.png"]) == 0
-    found = answer(capsys)
+    found = answer()
     assert found["format"] == "headroom.report/1"
     assert found["written"] == ["plan.json.html", "out.png"]
     plan = report_files.plan()
@@ -163,7 +150,7 @@ def test_report(folder, capsys):
     assert sorted(folder.iterdir()) == before
 
 
-def test_diff_fails_above_a_limit(folder, capsys):
+def test_diff_fails_above_a_limit(folder, capsys, answer):
     first, second = report_files.timeline(40), report_files.timeline(40)
     second.allocations.append(Allocation(40, 3 << 20, kind="buffers", stack=("new.py:3 leak",)))
     Timeline(first.allocations, first.spans, "cuda").save("a.json")
@@ -173,7 +160,7 @@ def test_diff_fails_above_a_limit(folder, capsys):
     assert "new.py:3 leak" in capsys.readouterr().out
     for limit, code in (("3 MiB", 0), ("3145727", 1)):
         assert main([*run, "--fail-above", limit, "--json"]) == code
-        found = answer(capsys)
+        found = answer()
         assert found["growth"] == 3 << 20 and found["fails"] is (code == 1)
         assert found["names"] == ["a.json", "b.json"] and found["rows"][0]["change"] == "new"
     assert main(["diff", "b.json", "a.json", "--fail-above", "0"]) == 0
@@ -183,10 +170,10 @@ def test_diff_fails_above_a_limit(folder, capsys):
     assert "ladder.json has no memory over time" in capsys.readouterr().err
     report_files.plan(40).save("plan.json")
     assert main(["diff", "a.json", "plan.json", "--at", "end", "--json"]) == 0
-    assert answer(capsys)["growth"] == 0
+    assert answer()["growth"] == 0
 
 
-def test_demo_outside_of_a_clone(folder, capsys, monkeypatch):
+def test_demo_outside_of_a_clone(folder, capsys, answer, monkeypatch):
     from headroom.cli import demo
 
     monkeypatch.setattr(demo, "__file__", str(folder / "a" / "b" / "demo.py"))
@@ -197,7 +184,7 @@ def test_demo_outside_of_a_clone(folder, capsys, monkeypatch):
     (folder / "capi" / "headroom.h").touch()
     (folder / "examples" / "demo.sh").write_text('echo "got $*"; exit ${1#code=}\n')
     assert main(["demo", "--json", "code=0", "--size", "tiny"]) == 0
-    found = answer(capsys)
+    found = answer()
     assert found["exit_code"] == 0 and found["command"][2:] == ["code=0", "--size", "tiny"]
     assert main(["demo", "code=3"]) == 1
 
@@ -222,9 +209,9 @@ def test_completion_in_bash(folder, capsys):
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_completion_in_other_shells(capsys, shell):
+def test_completion_in_other_shells(answer, shell):
     assert main(["completion", shell, "--json"]) == 0
-    script = answer(capsys)["script"]
+    script = answer()["script"]
     for one in completion.commands_of(make_parser()):
         assert one.name in script
         for option in one.options:

@@ -1,8 +1,5 @@
 """``headroom fit`` where the model is run: what fitting would do, and the ladder."""
 
-import json
-import sys
-
 import pytest
 import torch
 from headroom.cli import main
@@ -26,26 +23,14 @@ class Model(torch.nn.Module):
 def batch():
     return torch.ones(70, 40), torch.zeros(70, 40)
 """
-SETUP = ["repeated:Model", "--device", "cpu", "--loss", "mse_loss"]
+SETUP = ["small_model:Model", "--device", "cpu", "--loss", "mse_loss"]
 SHAPES = ["--input", "70x40", "--target", "70x40"]
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    (tmp_path / "repeated.py").write_text(MODEL)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "repeated", raising=False)
-    return tmp_path
-
-
-def answer(capsys):
-    return json.loads(capsys.readouterr().out)
-
-
-def test_measure_reports_what_fits(folder, capsys):
-    batch = ["--batch", "repeated:batch"]
+def test_measure_reports_what_fits(folder, capsys, answer):
+    batch = ["--batch", "small_model:batch"]
     assert main(["fit", *SETUP, *batch, "--budget", "1 MiB", "--measure", "--json"]) == 0
-    found = answer(capsys)
+    found = answer()
     assert found["format"] == "headroom.fit/1" and found["fits"] is True
     assert found["fitted"]["predicted"]["peak_bytes"] <= 1 << 20
     assert main(["fit", *SETUP, *batch, "--budget", "1 MiB", "--measure"]) == 0
@@ -53,16 +38,16 @@ def test_measure_reports_what_fits(folder, capsys):
     assert len(lines) > 2 and max(map(len, lines)) <= 80
 
 
-def test_measure_says_what_does_not_fit(folder, capsys):
+def test_measure_says_what_does_not_fit(folder, capsys, answer):
     line = ["fit", *SETUP, *SHAPES, "--budget", "40 KiB", "--measure"]
     assert main([*line, "--json"]) == 1
-    found = answer(capsys)
+    found = answer()
     assert found["fits"] is False and found["least_bytes"] > 40 << 10
     assert main(line) == 1
     assert "leanest" in capsys.readouterr().out
 
 
-def test_ladder_is_printed_drawn_and_opened(folder, capsys):
+def test_ladder_is_printed_drawn_and_opened(folder, capsys, answer):
     pytest.importorskip("matplotlib")
     line = ["fit", *SETUP, *SHAPES, "--ladder", "--png", "ladder.png", "--out", "ladder.json"]
     assert main(line) == 0
@@ -74,7 +59,7 @@ def test_ladder_is_printed_drawn_and_opened(folder, capsys):
     assert min(rung["peak_bytes"] for rung in rungs[1:]) < rungs[0]["peak_bytes"]
     assert (folder / "ladder.png").read_bytes().startswith(b"\x89PNG")
     assert main(["fit", *SETUP, *SHAPES, "--ladder", "--json"]) == 0
-    assert answer(capsys)["format"] == "headroom.ladder/1"
+    assert answer()["format"] == "headroom.ladder/1"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +86,7 @@ def test_a_configuration_cannot_be_run(folder, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_device_that_is_not_there(folder, capsys):
-    assert main(["fit", "repeated:Model", *SHAPES, "--loss", "mse_loss", "--ladder"]) == 1
+    assert main(["fit", "small_model:Model", *SHAPES, "--loss", "mse_loss", "--ladder"]) == 1
     assert "there is no GPU" in capsys.readouterr().err
 
 

@@ -1,8 +1,7 @@
 """Texts that are cut to the width of a table or a page."""
 
 import pytest
-from headroom._core.text import shortened
-from headroom.reports import text
+from headroom._core.text import LONGEST, quoted, shortened
 
 
 @pytest.mark.parametrize(
@@ -15,7 +14,8 @@ def test_what_is_kept(keep, wanted):
         assert len(shortened("abcdefghij", width, keep=keep)) == width
 
 
-def test_texts_of_files_lose_what_no_font_has():
-    assert text.shortened("a\nb\x00c") == "a b c"
-    assert text.shortened("x" * 1000 + "end", 20).startswith("xxxxxxxxx..")
-    assert len(text.shortened("x" * 1000)) == text.LONGEST
+def test_what_is_quoted_loses_its_middle_and_what_no_font_has():
+    assert quoted("a\nb\x00c\x1b[31m") == "a b c [31m"
+    assert quoted("x" * 1000 + "end", 20).startswith("xxxxxxxxx..")
+    assert len(quoted("x" * 1000)) == LONGEST
+    assert quoted(KeyError(3)) == "3" and quoted((1, 2)) == "(1, 2)"

@@ -6,11 +6,15 @@ from dataclasses import replace
 import headroom
 import pytest
 import torch
-from headroom.fitting import Choice, DoesNotFit, families, measure
+from headroom.fitting import Choice, DoesNotFit, families, measure, preparing
 from headroom.fitting.apply import Applied
+from headroom.fitting.passes import PassSeconds
+from headroom.fitting.releasing import BUCKET_BYTES, bucket_of
 from headroom.fitting.replacing import obstacle, replacement
 from headroom.nn import Transformer, TransformerConfig
 from torch import nn
+
+from helpers.fitting import cross_entropy, ours
 
 
 class Residual(nn.Module):
@@ -41,17 +45,6 @@ class Plain(nn.Module):
 def plain(samples=1201):  # a prime number: no micro-batches
     torch.manual_seed(0)
     return Plain(), (torch.randn(samples, 7), torch.randint(0, 3, (samples,)))
-
-
-def ours():
-    torch.manual_seed(0)
-    config = TransformerConfig(vocab_size=96, hidden_size=32, layers=4, heads=4, features=88)
-    tokens = torch.randint(0, 96, (6, 33))
-    return Transformer(config), (tokens[:, :-1], tokens[:, 1:].contiguous())
-
-
-def cross_entropy(output, target):
-    return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
 def peak_of(model, batch, steps=3, optimizer=torch.optim.AdamW):
@@ -88,7 +81,8 @@ def steady_times(monkeypatch):
         return replace(own(kind, level, calls), forward_seconds=calls, backward_seconds=seconds)
 
     monkeypatch.setattr(measure._Kind, "_cost", cost)
-    monkeypatch.setattr(families, "seconds_at_leanest", lambda setting: 1e3)
+    slow = PassSeconds(1e3, 1e3)
+    monkeypatch.setattr(families, "seconds_at_leanest", lambda setting, expected: slow)
 
 
 @pytest.mark.parametrize("share", [0.75, 0.6])
@@ -277,8 +271,78 @@ def test_a_running_training_can_be_made_leaner():
     fitted.undo()
     with pytest.raises(RuntimeError, match="undo"):
         fitted.step(batch)
+    with pytest.raises(RuntimeError, match="undo"):
+        fitted.leaner()  # where nothing leaner is left, too
     with pytest.raises(TypeError, match="pickled"):
         copy.copy(fitted)
+
+
+def test_bfloat16_weights_are_timed_as_such(monkeypatch):
+    own, dtypes = families.optimizer_seconds, {}
+
+    def seconds(optimizer, params, device, *, dtype):
+        dtypes[optimizer.defaults.get("master")] = dtype
+        return own(optimizer, params, device, dtype=dtype)
+
+    monkeypatch.setattr(families, "optimizer_seconds", seconds)
+    model, batch = ours()
+    headroom.fit(model, batch, budget="1 GiB", loss=cross_entropy, allow=("bf16",), dry_run=True)
+    assert dtypes["remainder16"] == torch.bfloat16
+    assert {dtype for master, dtype in dtypes.items() if master != "remainder16"} == {None}
+
+
+def test_release_helps_a_small_model_as_much_as_its_plan_says():
+    """Its gradients are less than the default bucket, in which all of them would wait."""
+    model, batch = ours()
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert gradients < BUCKET_BYTES
+    stays = fitted_with(Choice(("L5",) * 4, optimizer="headroom"), batch)
+    released = fitted_with(Choice(("L5",) * 4, optimizer="headroom", release=True), batch)
+    most, losses = measured(released, batch)
+    assert released.predicted_peak == pytest.approx(most, rel=0.005)
+    most_with_gradients, expected = measured(stays, batch)
+    assert losses == expected
+    assert most < most_with_gradients - gradients // 3
+
+
+@pytest.mark.parametrize("weights", ["given", "bf16"])
+def test_the_bucket_is_that_of_the_plan_before_and_after_weights_are_cast(weights):
+    model, _ = ours()
+    choice = Choice(weights=weights, release=True)
+    size = sum(p.numel() for p in model.parameters()) * (2 if weights == "bf16" else 4)
+    bucket = bucket_of(model, choice)
+    assert bucket == size // 8
+    if weights == "bf16":
+        assert bucket_of(headroom.cast_model(model), choice) == bucket
+    large = nn.ModuleList([nn.Linear(4096, 4096, device="meta")])
+    assert bucket_of(large, choice) == BUCKET_BYTES
+
+
+def fitted_with(choice, batch):
+    model, _ = ours()
+    return headroom.fit(model, batch, budget="1 GiB", loss=cross_entropy, choice=choice)
+
+
+def test_the_model_as_given_is_planned_only_where_it_must_be(monkeypatch):
+    model, batch = plain()
+    plan = headroom.plan(model, torch.optim.AdamW, batch, loss=cross_entropy)
+
+    def refuse(search, steps):
+        raise AssertionError("the model as given is planned")
+
+    monkeypatch.setattr(preparing, "peak_as_given", refuse)
+    whole = headroom.fit(model, batch, budget="1 GiB", loss=cross_entropy, dry_run=True)
+    if whole.choice.optimizer == "given":
+        assert whole.before_peak == plan.total_bytes
+    less = headroom.fit(
+        model, batch, budget=int(0.7 * plan.peak_bytes), loss=cross_entropy, dry_run=True
+    )
+    assert less.before_peak == pytest.approx(plan.total_bytes, rel=0.005)
+    total = sum(change.bytes for change in less.changes)
+    assert less.before_peak + total == less.predicted_peak
+    headroom.patch(model, save="L5")
+    with pytest.raises(AssertionError, match="as given is planned"):
+        headroom.fit(model, batch, budget="1 GiB", loss=cross_entropy, dry_run=True)
 
 
 def test_measured_slack_is_spent():
@@ -347,6 +411,43 @@ def test_a_model_of_transformers_stays_within_the_budget(share):
     assert losses[-1] < losses[0]
     fitted.undo()
     assert shape == shape_of(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice(("L0", "L5", "L2", "L5"), 2),
+        Choice(("L0",) * 4, 4, fused_loss=True),
+        Choice(("L1", "L0", "L0", "L3"), 1, "headroom", "bf16"),
+    ],
+    ids=str,
+)
+def test_softcaps_and_windows_are_on_their_plan(choice, use_cache):
+    """Of Gemma 2, whose attention is eager and has two masks, with padding in the batch."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        vocab_size=211,
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=24,
+        max_position_embeddings=128,
+        use_cache=use_cache,
+    )
+    model = transformers.Gemma2ForCausalLM(config).train()
+    ids = torch.randint(0, 211, (4, 56))
+    mask = torch.ones_like(ids)
+    mask[1, -9:] = 0
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    fitted = headroom.fit(model, batch, budget="1 GiB", choice=choice)
+    most, _ = measured(fitted, batch)
+    assert fitted.predicted_peak == pytest.approx(most, rel=0.001)
 
 
 def two_steps(runs_out):

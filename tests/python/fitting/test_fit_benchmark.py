@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,20 +45,37 @@ def test_checkpointing_takes_less_and_trains_alike():
             torch.testing.assert_close(got, wanted)
 
 
-def row(used, error, steps):
-    return {"used": used, "time_error": error, "planning": {"steps": steps}}
+def row(used, error, steps, binds=True):
+    return {"used": used, "binds": binds, "time_error": error, "planning": {"steps": steps}}
 
 
 def test_bars():
-    point = {"peak": 100, "ours_peak": 99, "ratio": 1.2}
-    rows = [row(0.99, -0.1, 3), row(0.86, 0.2, 10), row(0.9, 0.14, 2), {"failed": "why"}]
-    found = fit.summary([*rows, {"points": [point, point | {"ratio": 1.01}]}])
-    assert found["cases"] == 3 and found["time_error"]["value"] == 0.14
+    point = {"every": 2, "peak": 100, "ours_peak": 99, "ratio": 1.2}
+    plain = point | {"every": None, "ratio": 0.9}  # has no checkpoint, and counts for no bar
+    rows = [row(0.99, -0.1, 3), row(0.86, 0.2, 10), row(0.9, 0.14, 2), row(0.5, 0.1, 1, False)]
+    points = {"points": [point, point | {"ratio": 1.01}, plain]}
+    found = fit.summary([*rows, {"failed": "why"}, points])
+    assert found["cases"] == 4 and abs(found["time_error"]["value"] - 0.12) < 1e-9
     assert all(bar["met"] for bar in found.values() if isinstance(bar, dict))
     rows = [row(1.001, 0.2, 11), row(0.84, 0.2, 1)]
     found = fit.summary([*rows, {"points": [point | {"ours_peak": 101, "ratio": 0.99}]}])
     assert not any(bar["met"] for bar in found.values() if isinstance(bar, dict))
     assert fit.summary([]) == {"cases": 0}
+
+
+def test_budget_binds_where_a_tenth_more_is_faster():
+    def fitted(*points, seconds=1.0):
+        frontier = [SimpleNamespace(peak=peak, seconds=s) for peak, s in points]
+        faster = [point for point in frontier if point.seconds < seconds]
+        return SimpleNamespace(
+            predicted_seconds=seconds, frontier=frontier, next_up=faster[0] if faster else None
+        )
+
+    assert fit.binding(fitted((90, 1.0), (109, 0.98)), 100)["binds"]
+    assert not fit.binding(fitted((90, 1.0), (109, 0.995)), 100)["binds"]
+    assert not fit.binding(fitted((90, 1.0), (111, 0.5)), 100)["binds"]
+    assert fit.binding(fitted((90, 1.0), (111, 0.5)), 100)["next_faster_peak"] == 111
+    assert not fit.binding(fitted((90, 1.0)), 100)["binds"]
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ from headroom.fitting.frontier_chart import Series, draw_frontier
 from headroom.fitting.ladder import Ladder, Rung, distinct, interesting
 from headroom.reports import read
 
+from helpers import fitted_models
+
 MIB = 1 << 20
 
 
@@ -104,7 +106,12 @@ def test_picture_is_a_png_with_labels(tmp_path, figures, monkeypatch):
     found = ladder(40)
     found.png("unused")
     words = [text.get_text() for text in figures[0].axes[0].texts]
-    assert "as it is" in words and found.points[0].title in words and len(words) <= 7
+    shared = ", 2 micro-batches, 8-bit moments"  # by all, and so in the legend alone
+    first = found.points[0].title.removesuffix(shared)
+    assert "as it is" in words and first in words and len(words) <= 7
+    legend = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    assert legend == ["headroom.fit" + shared, "now"]
+    assert str(found).splitlines()[0].endswith("14 shown, all with" + shared[1:])
     monkeypatch.undo()
     found.png(tmp_path / "ladder.png")
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
@@ -156,3 +163,16 @@ def test_ladder_refuses_what_fit_refuses():
         headroom.ladder(model, batch, allow=("half",))
     with pytest.raises(ValueError, match="eval"):
         headroom.ladder(model.eval(), batch)
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_the_bytes_of_parts_are_those_of_their_plans(count):
+    torch.manual_seed(0)
+    ids = torch.randint(fitted_models.VOCAB, (10, fitted_models.TOKENS))
+    batch = {"ids": ids, "labels": ids}
+    search = headroom.ladder(fitted_models.ours(), batch)._search
+    outer = next(o for o in search.every() if o.choice.micro_batches == count)
+    for point in (outer.points[0], outer.points[len(outer.points) // 2], outer.points[-1]):
+        plan = search.plan_of(outer.choice_of(point))
+        # What does not shrink, such as the states of generators, is much of so small a model.
+        assert point.peak == pytest.approx(plan.total_bytes, rel=0.015)

@@ -49,6 +49,13 @@ def test_time_is_scaled_by_bytes(counting, elements):
     assert found == pytest.approx(1e-9 * size) and Counting.steps == 5
 
 
+def test_weights_are_timed_in_the_dtype_that_they_will_have(counting):
+    own = params((50, 7), (9, 100))
+    found = optimizer_seconds(Counting, own, CPU, dtype=torch.bfloat16, elements=400)
+    assert found == pytest.approx(1e-9 * 2 * (350 + 900))
+    assert all(param.dtype == torch.float32 for param in own)
+
+
 def test_options_of_groups_count(counting):
     own = params((20, 3), (20, 3))
     groups = [{"params": own[:1], "factor": 5.0}, {"params": own[1:]}]

@@ -2,14 +2,13 @@
 bounded updates."""
 
 import itertools
-import sys
-from pathlib import Path
 
 import headroom
 import pytest
 import torch
 from headroom._core.table import table_of
 
+import bounded_updates
 from helpers.bad_inputs import (
     assert_untouched,
     snapshot,
@@ -30,10 +29,6 @@ from helpers.reference8bit import (
     step64,
 )
 from helpers.samples import FLOATS, mix_name, name_of, scalar
-
-sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
-
-import bounded_updates  # noqa: E402
 
 NAN, INF = float("nan"), float("inf")
 BNB_EXACT = {"bnb_exact": True}

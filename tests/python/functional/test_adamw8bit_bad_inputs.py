@@ -9,37 +9,18 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from helpers.bad_inputs import (
-    assert_untouched,
-    expanded,
-    misaligned,
-    of_dtype,
-    one,
-    option,
-    overlapping,
-    put,
-    snapshot,
-)
-from helpers.reference8bit import (
-    OPTIONS,
-    Sample,
-    run,
-    sample,
-)
-
-NAN, INF = float("nan"), float("inf")
+from helpers.bad_adamw_calls import bad_numbers, bad_scalars, bad_shapes, bad_steps, short_lists
+from helpers.bad_inputs import assert_untouched, misaligned, of_dtype, option, put, snapshot
+from helpers.reference8bit import OPTIONS, Sample, run, sample
 
 NAMES = [f.name for f in fields(Sample)]
-SHAPED = ("params", "grads", "exp_avgs", "exp_avg_sqs")
 CODES = ("exp_avgs", "exp_avg_sqs")
 ABSMAXS = ("exp_avg_absmaxs", "exp_avg_sq_absmaxs")
 
 
 def bad_lists():
-    for name in NAMES[1:]:
-        words = f"{'state_steps' if name == 'steps' else name} has 2 tensors"
-        yield f"{name} too short", lambda lists, _, n=name: getattr(lists, n).pop(), words
-    yield "params too short", lambda lists, _: lists.params.pop(), "grads has 3 tensors"
+    yield from short_lists(NAMES)
+    yield from bad_shapes()
     for name in NAMES[:-1]:
         kinds = {torch.float64, torch.int32, torch.bool, torch.int8, torch.complex64, torch.uint8}
         kinds |= {torch.float32, torch.bfloat16}
@@ -47,15 +28,6 @@ def bad_lists():
         right |= {torch.bfloat16} if name in ("params", "grads") else set()
         for dtype in sorted(kinds - right, key=str):
             yield f"{name} {dtype}", put(name, 2, of_dtype(dtype)), rf"{name}\[2\]"
-    for name in SHAPED:
-        if name != "params":
-            words = rf"{name}\[0\] has another shape than params\[0\]"
-            yield f"{name} of another shape", put(name, 0, lambda t: t.reshape(-1)), words
-            yield f"{name} broadcastable", put(name, 0, lambda t: t[:1]), words
-        if name != "grads":
-            for make in (expanded, overlapping):
-                words = rf"{name}\[0\] has elements that share memory"
-                yield f"{name} {make.__name__}", put(name, 0, make), words
     for name in ("params", "grads"):
         yield f"{name} misaligned", put(name, 0, misaligned), rf"{name}\[0\] is at"
     for name in ABSMAXS:
@@ -68,36 +40,7 @@ def bad_lists():
         yield f"{name} misaligned", put(name, 0, misaligned), rf"{name}\[0\] is at"
 
 
-def bad_steps():
-    for value in (-1.0, NAN, INF, 2.0**53):
-        make = put("steps", 1, lambda s, v=value: one(v, torch.float64))
-        yield f"step {value}", make, r"steps\[1\]"
-    yield "step of integers", put("steps", 1, of_dtype(torch.int64)), r"steps\[1\]"
-    yield "step of 2", put("steps", 1, lambda s: torch.zeros(2, dtype=s.dtype)), r"steps\[1\]"
-    yield "step of 0", put("steps", 1, lambda s: torch.zeros(0, dtype=s.dtype)), r"steps\[1\]"
-
-
 def bad_options():
-    for name, values in {
-        "lr": (-1.0, NAN, INF),
-        "beta1": (1.0, -0.1, NAN),
-        "beta2": (1.0, -0.1, NAN),
-        "eps": (-1.0, NAN, INF),
-        "weight_decay": (-1.0, NAN, INF),
-        "block_size": (0, -256, 1, 255, 1024, 2**32 + 256),
-    }.items():
-        for value in values:
-            yield f"{name} {value}", option(**{name: value}), f"{name} is"
-    for value in (-1.0, NAN, INF):
-        yield f"lr tensor {value}", option(lr=one(value)), "lr_ptr is"
-    yield "lr tensor of 2", option(lr=torch.ones(2)), "lr_tensor has 2 elements"
-    yield "lr tensor bfloat16", option(lr=one(1.0, torch.bfloat16)), "lr_tensor must be"
-    for value in (0.0, -1.0, NAN, INF):
-        yield f"grad_scale {value}", option(grad_scale=one(value)), "grad_scale is"
-    for name in ("grad_scale", "found_inf", "clip_coef"):
-        wanted = f"{name} must be a float32 tensor of one element"
-        yield f"{name} float64", option(**{name: one(1.0, torch.float64)}), wanted
-        yield f"{name} of 2", option(**{name: torch.ones(2)}), wanted
     for more in ({"decoupled": False}, {"skip_nonfinite": True}, {"seeds": [1, 2, 3]}):
         yield f"bnb_exact, {more}", option(bnb_exact=True, **more), "bnb_exact"
     for seeds in ([], [1], [1, 2, 3, 4]):
@@ -108,7 +51,14 @@ def bad_options():
         )
 
 
-BAD_CALLS = [*bad_lists(), *bad_steps(), *bad_options()]
+BLOCK_SIZES = (0, -256, 1, 255, 1024, 2**32 + 256)
+BAD_CALLS = [
+    *bad_lists(),
+    *bad_steps(),
+    *bad_numbers(block_size=BLOCK_SIZES),
+    *bad_scalars(),
+    *bad_options(),
+]
 
 
 @pytest.mark.parametrize(

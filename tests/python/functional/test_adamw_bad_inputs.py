@@ -5,17 +5,23 @@ import headroom
 import pytest
 import torch
 
+from helpers.bad_adamw_calls import (
+    SHAPED,
+    bad_numbers,
+    bad_scalars,
+    bad_shapes,
+    bad_steps,
+    short_lists,
+)
 from helpers.bad_inputs import (
     INF,
     NAN,
     assert_untouched,
-    expanded,
     meta,
     misaligned,
     of_dtype,
     one,
     option,
-    overlapping,
     put,
     quantized,
     snapshot,
@@ -24,86 +30,25 @@ from helpers.bad_inputs import (
 from helpers.samples import DEFAULTS, sample, table
 
 
-def drop(name):
-    return lambda lists, options: getattr(lists, name).pop()
-
-
-def both(*changes):
-    def change(lists, options):
-        for each in changes:
-            each(lists, options)
-
-    return change
-
-
-def bad_list_lengths():
-    for name in ("grads", "exp_avgs", "exp_avg_sqs", "steps"):
-        words = f"{'state_steps' if name == 'steps' else name} has 2 tensors"
-        yield f"{name} too short", drop(name), words
-    yield "params too short", drop("params"), "grads has 3 tensors"
+def bad_lists():
+    yield from short_lists((*SHAPED, "steps"))
     yield "max_exp_avg_sqs missing", option(amsgrad=True), "max_exp_avg_sqs has 0 tensors"
     keep = put("max_exp_avg_sqs", slice(None), lambda _: [torch.zeros(3)])
     yield "max_exp_avg_sqs for nothing", keep, "max_exp_avg_sqs has"
 
 
 def bad_tensors():
-    names = ("params", "grads", "exp_avgs", "exp_avg_sqs")
-    for name in names:
+    yield from bad_shapes()
+    for name in SHAPED:
         for dtype in (torch.float64, torch.int32, torch.bool, torch.int8, torch.float8_e4m3fn):
             yield f"{name} {dtype}", put(name, 2, of_dtype(dtype)), rf"{name}\[2\]"
         yield f"{name} complex", put(name, 2, of_dtype(torch.complex64)), rf"{name}\[2\]"
-        if name != "params":
-            words = rf"{name}\[0\] has another shape than params\[0\]"
-            yield f"{name} of another shape", put(name, 0, lambda t: t.reshape(-1)), words
-            yield f"{name} broadcastable", put(name, 0, lambda t: t[:1]), words
-        if name != "grads":
-            for make in (expanded, overlapping):
-                words = rf"{name}\[0\] has elements that share memory"
-                yield f"{name} {make.__name__}", put(name, 0, make), words
         yield f"{name} misaligned", put(name, 0, misaligned), rf"{name}\[0\] is at"
     words = r"exp_avg_sqs\[1\] has another dtype than exp_avgs"
     yield "moments of two dtypes", put("exp_avg_sqs", 1, of_dtype(torch.bfloat16)), words
 
 
-def bad_steps():
-    for value in (-1.0, NAN, INF, 2.0**53):
-        yield (
-            f"step {value}",
-            put("steps", 1, lambda s, v=value: one(v, torch.float64)),
-            r"steps\[1\]",
-        )
-    yield "step of integers", put("steps", 1, of_dtype(torch.int64)), r"steps\[1\]"
-    yield "step bfloat16", put("steps", 1, of_dtype(torch.bfloat16)), r"steps\[1\]"
-    yield "step of 2", put("steps", 1, lambda s: torch.zeros(2, dtype=torch.float64)), r"steps\[1\]"
-    yield "step of 0", put("steps", 1, lambda s: torch.zeros(0, dtype=torch.float64)), r"steps\[1\]"
-
-
-def bad_options():
-    for name, values in {
-        "lr": (-1.0, NAN, INF, -INF),
-        "beta1": (1.0, -0.1, NAN, 2.0),
-        "beta2": (1.0, -0.1, NAN, 2.0),
-        "eps": (-1.0, NAN, INF),
-        "weight_decay": (-1.0, NAN, INF),
-    }.items():
-        for value in values:
-            yield f"{name} {value}", option(**{name: value}), f"{name} is"
-    for value in (-1.0, NAN, INF):
-        yield f"lr tensor {value}", option(lr=one(value)), "lr_ptr is"
-    yield "lr tensor of 2", option(lr=torch.ones(2)), "lr_tensor has 2 elements"
-    yield "lr tensor of 0", option(lr=torch.ones(0)), "lr_tensor has 0 elements"
-    yield "lr tensor of integers", option(lr=torch.tensor(1)), "lr_tensor"
-    yield "lr tensor bfloat16", option(lr=one(1.0, torch.bfloat16)), "lr_ptr|lr_tensor"
-    for value in (0.0, -1.0, NAN, INF):
-        yield f"grad_scale {value}", option(grad_scale=one(value)), "grad_scale is"
-    for name in ("grad_scale", "found_inf", "clip_coef"):
-        wanted = f"{name} must be a float32 tensor of one element"
-        yield f"{name} float64", option(**{name: one(1.0, torch.float64)}), wanted
-        yield f"{name} of 2", option(**{name: torch.ones(2)}), wanted
-        yield f"{name} of 0", option(**{name: torch.ones(0)}), wanted
-
-
-BAD_CALLS = [*bad_list_lengths(), *bad_tensors(), *bad_steps(), *bad_options()]
+BAD_CALLS = [*bad_lists(), *bad_tensors(), *bad_steps(), *bad_numbers(), *bad_scalars()]
 
 
 @pytest.mark.parametrize(

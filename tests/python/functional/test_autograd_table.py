@@ -141,8 +141,18 @@ def a_second_derivative_is_right_or_raises(op, device):
         got, wanted = (second_derivative(f, op, device) for f in (op.function, op.reference))
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
         return
+    penalty = sum(grad.square().sum() for grad in grads)
+    for leaf in inputs:  # one of them alone, too
+        with pytest.raises(RuntimeError, match="a second derivative cannot be computed"):
+            torch.autograd.grad(penalty, leaf, retain_graph=True)
     with pytest.raises(RuntimeError, match="a second derivative cannot be computed"):
-        sum(grad.sum() for grad in grads).backward()
+        penalty.backward()
+    # Of a loss whose own gradient is a constant, which leads back to nothing.
+    results = op.function(*inputs)
+    total = sum(y.sum() for y in (results if isinstance(results, tuple) else (results,)))
+    grads = torch.autograd.grad(total, inputs, create_graph=True)
+    with pytest.raises(RuntimeError, match="a second derivative cannot be computed"):
+        torch.autograd.grad(sum(grad.square().sum() for grad in grads), inputs[0])
 
 
 @way

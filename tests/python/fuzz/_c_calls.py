@@ -41,6 +41,16 @@ GAP = 64  # bytes between tensors, which nobody may write
 CPU_ONLY = headroom.build_info()["cuda"] == "none" or not torch.cuda.is_available()
 
 
+def struct(*members: tuple[str, type], sizes: tuple = ()) -> type[Structure]:
+    """A struct; the memory is not enough for larger `sizes`."""
+    names = [(name, kind) for names, kind in members for name in names.split()]
+    return type("Struct", (Structure,), {"_fields_": names, "SIZES": sizes})
+
+
+def config(*members: tuple[str, type], sizes: tuple = ()) -> type[Structure]:
+    return struct(("size", c_size_t), *members, sizes=sizes)
+
+
 class TensorList(Structure):
     _fields_ = [
         ("count", c_int64),

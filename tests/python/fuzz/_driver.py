@@ -46,6 +46,9 @@ def main(case: Callable[[random.Random], str], arguments: list[str] | None = Non
     name = getattr(getattr(module, "__spec__", None), "name", None) or case.__module__
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=module.__doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="how long to go on")
+    parser.add_argument(
+        "--least", type=int, default=1, help="how many cases, however long they take"
+    )
     parser.add_argument("--cases", type=int, default=sys.maxsize, help="how many at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
@@ -91,7 +94,9 @@ def _loop(case: Callable, prog: str, options: argparse.Namespace, at: mmap.mmap)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     begin, tried, failures, outcomes = time.monotonic(), 0, 0, Counter()
-    while tried < options.cases and time.monotonic() - begin < options.seconds:
+    while tried < options.cases and (
+        tried < options.least or time.monotonic() - begin < options.seconds
+    ):
         number = options.first + tried
         at[:8] = struct.pack("q", number)
         rng = random.Random(f"{options.seed}/{number}")

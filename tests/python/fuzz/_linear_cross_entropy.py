@@ -5,8 +5,20 @@ from __future__ import annotations
 import random
 from ctypes import Structure, byref, c_double, c_int32, c_int64, c_size_t, c_void_p, sizeof
 
-from tests.python.fuzz._c_calls import BF16, F32, FLOATS, LIBRARY, OK, Call, Limited, Memory, exec_
-from tests.python.fuzz._rows import PART, SIZES, Rows, call, config, matrix, spans, struct, vector
+from tests.python.fuzz._c_calls import (
+    BF16,
+    F32,
+    FLOATS,
+    LIBRARY,
+    OK,
+    Call,
+    Limited,
+    Memory,
+    config,
+    exec_,
+    struct,
+)
+from tests.python.fuzz._rows import PART, SIZES, Rows, call, matrix, spans, vector
 
 Config = config(
     ("dtype grad_dtype target_bytes reduction mode round_each_chunk add_to_weight_grads", c_int32),

@@ -5,17 +5,26 @@ from __future__ import annotations
 import random
 from ctypes import Structure, byref, c_double, c_int32, c_int64, c_size_t, c_void_p, sizeof
 
-from tests.python.fuzz._c_calls import F32, FLOATS, LIBRARY, OK, Call, Limited, Memory, exec_
+from tests.python.fuzz._c_calls import (
+    F32,
+    FLOATS,
+    LIBRARY,
+    OK,
+    Call,
+    Limited,
+    Memory,
+    config,
+    exec_,
+    struct,
+)
 from tests.python.fuzz._rows import (
     SIZES,
     Rows,
     call,
-    config,
     matrix,
     part,
     same,
     spans,
-    struct,
     vector,
 )
 

@@ -12,8 +12,6 @@ import random
 import sys
 from collections.abc import Callable
 from ctypes import (
-    POINTER,
-    Structure,
     byref,
     c_double,
     c_float,
@@ -24,7 +22,7 @@ from ctypes import (
     c_void_p,
 )
 
-from tests.python.fuzz import _linear_cross_entropy, _mlp, _rows
+from tests.python.fuzz import _linear_cross_entropy, _losses, _mlp, _rows
 from tests.python.fuzz._c_calls import (
     BF16,
     F32,
@@ -40,110 +38,24 @@ from tests.python.fuzz._c_calls import (
     Call,
     List,
     Memory,
-    TensorList,
     exec_,
     without,
 )
+from tests.python.fuzz._configs import (
+    Adafactor,
+    AdamW,
+    AdamW8bit,
+    NormResult,
+    Place,
+    Quantize,
+    Shape,
+    Step,
+    UnscaleNorm,
+    UpdateScale,
+    Weights,
+)
 from tests.python.fuzz._driver import main
 from tests.python.fuzz._header import ListFunction, list_functions
-
-
-class Place(Structure):
-    _fields_ = [("offset", c_int64), ("run", c_int64), ("stride", c_int64)]
-
-
-class Weights(Structure):
-    _fields_ = [
-        ("size", c_size_t),
-        ("mode", c_int32),
-        ("residuals", POINTER(TensorList)),
-        ("seeds", POINTER(c_uint64)),
-        ("places", POINTER(Place)),
-        ("stalled", c_void_p),
-    ]
-
-
-class Step(Structure):
-    _fields_ = [
-        ("lr", c_double),
-        ("t", c_int64),
-        *((name, c_void_p) for name in ("lr_ptr", "clip_coef", "grad_scale", "found_inf")),
-        ("weights", POINTER(Weights)),
-        *((name, c_int32) for name in ("lr_dtype", "maximize", "skip_nonfinite")),
-        ("reserved", c_int32 * 5),
-    ]
-
-
-class AdamW(Structure):
-    _fields_ = [
-        ("size", c_size_t),
-        ("step", Step),
-        *((name, c_double) for name in ("beta1", "beta2", "eps", "weight_decay")),
-        *((name, c_int32) for name in ("decoupled", "amsgrad")),
-    ]
-
-
-class AdamW8bit(Structure):
-    _fields_ = [
-        ("size", c_size_t),
-        ("adamw", AdamW),
-        ("block_size", c_int32),
-        ("bnb_exact", c_int32),
-        ("seeds", POINTER(c_uint64)),
-    ]
-
-
-class Shape(Structure):
-    _fields_ = [
-        (name, c_int64)
-        for name in (
-            *("batch", "rows", "cols", "factored"),
-            *("whole_rows", "whole_cols", "whole_numel"),
-        )
-    ]
-
-
-class Adafactor(Structure):
-    _fields_ = [
-        ("size", c_size_t),
-        ("step", Step),
-        *((name, c_int32) for name in ("semantics", "phases")),
-        *((name, c_double) for name in ("beta2_decay", "eps1", "eps2", "clip_threshold")),
-        *((name, c_double) for name in ("weight_decay", "beta1")),
-        *((name, c_int32) for name in ("scale_parameter", "relative_step", "warmup_init")),
-    ]
-
-
-class UnscaleNorm(Structure):
-    _fields_ = [
-        ("size", c_size_t),
-        ("p", c_double),
-        ("max_norm", c_double),
-        ("write", c_int32),
-        ("grad_scale", c_void_p),
-        ("clip_coef", c_void_p),
-    ]
-
-
-class NormResult(Structure):
-    _fields_ = [(name, c_void_p) for name in ("norm", "norms", "found_inf", "culprit", "clip_coef")]
-
-
-class UpdateScale(Structure):
-    _fields_ = [
-        ("size", c_size_t),
-        *((name, c_double) for name in ("growth_factor", "backoff_factor")),
-        *((name, c_double) for name in ("min_scale", "max_scale")),
-        ("growth_interval", c_int32),
-        ("hysteresis", c_int32),
-    ]
-
-
-class Quantize(Structure):
-    _fields_ = [("size", c_size_t), ("is_signed", c_int32), ("block_size", c_int32)]
-
-
-# ---- Calls --------------------------------------------------------------------------------------
 
 
 def sizes(rng: random.Random) -> list[int]:
@@ -396,7 +308,7 @@ CALLS = (adamw, adamw, adamw8bit, adamw8bit, adafactor, adafactor, unscale_norm,
 CALLS = (*CALLS, quantize_blocks, join_weights, workspace, adafactor_workspace, dynamic_map)
 WRITTEN = {"hr_quantize_blocks", "hr_dequantize_blocks"}  # whose lists differ in size
 DERIVED = [of_lists(f) for name, f in list_functions().items() if name not in WRITTEN]
-CALLS = (*CALLS, *DERIVED, *_rows.CALLS, *_mlp.CALLS, *_linear_cross_entropy.CALLS)
+CALLS = (*CALLS, *DERIVED, *_rows.CALLS, *_losses.CALLS, *_mlp.CALLS, *_linear_cross_entropy.CALLS)
 
 
 def case(rng: random.Random) -> str:

@@ -1,10 +1,9 @@
 """A few seconds of each fuzz driver, with a seed that stays. A longer run by hand finds more:
 ``python -m tests.python.fuzz.convert --seconds 600 --seed 7``."""
 
-import os
+import importlib
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,23 +14,30 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[2]
 sys.path.append(str(ROOT))
 
-from tests.python.fuzz import _header, c_abi, torch_ops  # noqa: E402
+from tests.python.fuzz import _driver, _header, c_abi, torch_ops  # noqa: E402
+
+from helpers.fresh import run_fresh  # noqa: E402
 
 DRIVERS = sorted(path.stem for path in FOLDER.glob("[!_]*.py") if path.stem != "test_fuzz")
-SECONDS = 4  # half of it where parameters are sampled too
+SECONDS = 4  # a quarter of it where parameters are sampled too
 FEWEST = 20  # cases: with fewer a driver tries nothing to speak of
 
 
+def drive(name, *arguments):
+    """Runs the cases of a driver."""
+    return _driver.main(importlib.import_module(name).case, list(arguments))
+
+
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_a_driver_finds_nothing(driver, request):
-    seconds = SECONDS / 2 if request.config.getoption("--sample") else SECONDS
-    line = [sys.executable, "-m", f"tests.python.fuzz.{driver}", "--seconds", str(seconds)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    tried = re.search(r"^([\d,]+) cases in", done.stdout, re.MULTILINE)
-    assert tried and int(tried[1].replace(",", "")) >= FEWEST, done.stdout
-    print(done.stdout)
+def test_a_driver_finds_nothing(driver, request, tmp_path):
+    seconds = SECONDS / 4 if request.config.getoption("--sample") else SECONDS
+    name = f"tests.python.fuzz.{driver}"
+    limits = "--seconds", str(seconds), "--least", str(FEWEST)
+    status, printed = run_fresh(tmp_path, drive, name, *limits)
+    assert status == 0, printed
+    tried = re.search(r"^([\d,]+) cases in", printed, re.MULTILINE)
+    assert tried and int(tried[1].replace(",", "")) >= FEWEST, printed
+    print(printed)
 
 
 def test_every_function_is_called():
@@ -57,22 +63,18 @@ def test_every_op_that_writes_is_called():
         ("if number == 7: os.kill(os.getpid(), 11)", "case 7 ended the process with SIGSEGV"),
     ],
 )
-def test_the_loop_names_the_case_that_fails(body, said, tmp_path):
+def test_the_loop_names_the_case_that_fails(body, said, tmp_path, monkeypatch):
     (tmp_path / "fake.py").write_text(
-        "import itertools, os, sys\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from tests.python.fuzz._driver import main\n"
+        "import itertools, os\n"
         "numbers = itertools.count()\n"
         "def case(rng):\n"
         "    number = next(numbers)\n"
         f"    {body}\n"
         "    return 'accepted'\n"
-        "sys.exit(main(case, sys.argv[1:]))\n"
     )
-    line = [sys.executable, "fake.py", "--cases", "9"]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1 and said in done.stdout
-    assert "--seed 0 --first 7 --cases 1" in done.stdout
-    line = [sys.executable, "fake.py", "--cases", "7"]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "7 cases in" in done.stdout
+    monkeypatch.syspath_prepend(tmp_path)
+    status, printed = run_fresh(tmp_path, drive, "fake", "--cases", "9")
+    assert status == 1 and said in printed
+    assert "--seed 0 --first 7 --cases 1" in printed
+    status, printed = run_fresh(tmp_path, drive, "fake", "--cases", "7")
+    assert status == 0 and "7 cases in" in printed

@@ -148,6 +148,17 @@ OPS = [
         (_ROWS, (60, COLS)),
     ),
     DifferentiableOp(
+        "linear_distillation_loss of all rows",
+        lambda x, weight: linear_distillation_loss(
+            x, weight, x.detach().flip(-1), weight.detach(), workspace=2048
+        ),
+        lambda x, weight: reference(
+            x @ weight.T.to(x.dtype), x.detach().flip(-1) @ weight.detach().T.to(x.dtype), "forward"
+        ).mean(),
+        (_ROWS, (60, COLS)),
+        keeps_inputs=False,
+    ),
+    DifferentiableOp(
         "linear_cross_entropy",
         lambda x, weight, bias: linear_cross_entropy(x, weight, _targets(x), bias),
         lambda x, weight, bias: F.cross_entropy(_linear(x, weight, bias), _targets(x)),

@@ -11,8 +11,8 @@ KINDS = {
     "js 0.9": ("js", 0.9),
 }
 ENDS = {  # where the two terms of "js" all but cancel
-    "js 1e-5": ("js", 1e-5),
-    "js 1 - 1e-5": ("js", 1 - 1e-5),
+    "js 1e-6": ("js", 1e-6),
+    "js 1 - 1e-6": ("js", 1 - 1e-6),
 }
 
 

@@ -2,6 +2,7 @@
 
 import torch
 from headroom.memory import track
+from headroom.nn import Transformer, TransformerConfig
 from torch import nn
 
 WIDTH, TOKENS = 32, 152
@@ -76,3 +77,15 @@ class Peak:
     @property
     def bytes(self):
         return self._tracked.peak_bytes
+
+
+def ours():
+    """Returns a model of our blocks, and a batch: inputs and targets."""
+    torch.manual_seed(0)
+    config = TransformerConfig(vocab_size=96, hidden_size=32, layers=4, heads=4, features=88)
+    tokens = torch.randint(0, 96, (6, 33))
+    return Transformer(config), (tokens[:, :-1], tokens[:, 1:].contiguous())
+
+
+def cross_entropy(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())

@@ -6,7 +6,6 @@ ones: another rank may be waiting in a collective for ever.
 """
 
 import datetime
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -14,6 +13,8 @@ from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
+
+from helpers import fresh
 
 WORLD_SIZE = 2
 SECONDS = 60  # a scenario takes less than two; a hang must fail
@@ -66,7 +67,7 @@ class Ranks:
         self._kill()
 
     def _start(self):
-        context = multiprocessing.get_context("spawn")
+        context = fresh.context()
         handle, rendezvous = tempfile.mkstemp()
         os.close(handle)
         os.remove(rendezvous)  # gloo makes it

@@ -1,12 +1,16 @@
 """Loops of accelerate within a budget of memory."""
 
+import re
+
 import pytest
 import torch
+from headroom.fitting import Choice, families
 from headroom.memory import track
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 from helpers.bits import assert_same_bits
+from helpers.fitted_models import Plain
 from helpers.fitting import samples, stack
 
 accelerate = pytest.importorskip("accelerate")
@@ -54,7 +58,16 @@ def plain(accelerator, data, optimizer=torch.optim.SGD, **options):
     return losses, model
 
 
-def fitted(accelerator, data, budget, optimizer=torch.optim.SGD, told=None, allow=(), **options):
+def fitted(
+    accelerator,
+    data,
+    budget,
+    optimizer=torch.optim.SGD,
+    told=None,
+    allow=(),
+    choice=None,
+    **options,
+):
     """The same loop, fitted into a budget; and what was found, and the peak of the loop."""
     model = stack(**options)
     found = fit(
@@ -64,6 +77,7 @@ def fitted(accelerator, data, budget, optimizer=torch.optim.SGD, told=None, allo
         budget=budget,
         optimizer=lambda params: optimizer(params, lr=0.05),
         allow=allow,
+        choice=choice,
         tell=(told if told is not None else []).append,
     )
     assert found.model is model
@@ -107,6 +121,19 @@ def test_levels_leave_the_bits(make):
     assert len(told) == 2 and "measured peak" in told[1]
 
 
+def test_a_resumed_run_takes_its_choice_again_and_measures_nothing(make, monkeypatch):
+    monkeypatch.setattr(families, "measure_blocks", None)
+    data, told = batches(4, size=1), []
+    stored = Choice(("L5", "L5", "L0", "L5")).to_json()
+    losses, model, found, peak = fitted(make(), data, "1 GiB", told=told, choice=stored)
+    assert found.fitted.choice.to_json() == stored and found.fitted.is_given
+    want, other = plain(make(), data)
+    assert losses == want
+    assert_same_bits(model.parameters(), other.parameters())
+    assert 0.9 * peak <= found.fitted.predicted_peak
+    assert re.search(r"measured step [\d.]+ ms$", told[1])  # nothing was predicted
+
+
 @pytest.mark.slow
 def test_micro_batches_within_the_accumulation_of_the_loop(make):
     data = batches(6)
@@ -126,6 +153,70 @@ def test_micro_batches_within_the_accumulation_of_the_loop(make):
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-3)
     assert peak <= budget
+
+
+def padded(rows):
+    """A batch with very different numbers of labels that count, and one row without any."""
+    tokens = torch.randint(61, (rows, 9), generator=torch.Generator().manual_seed(2))
+    labels = tokens.clone()
+    for k in range(rows):
+        labels[k, 9 - 2 * k :] = -100
+    labels[0] = -100
+    return {"ids": tokens, "labels": labels}
+
+
+@pytest.mark.parametrize("accumulated", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_padded_and_smaller_batches_train_as_whole_ones(accumulated, make, monkeypatch):
+    """In float64, with clipping."""
+    from headroom.integrations import accelerate as ours
+
+    fit_in_loop = ours.fit_in_loop
+
+    def cut(*args, only, **options):
+        assert 3 * accumulated in only["micro_batches"]
+        return fit_in_loop(*args, only=only | {"micro_batches": (3 * accumulated,)}, **options)
+
+    monkeypatch.setattr(ours, "fit_in_loop", cut)
+    data = [padded(6), padded(6), padded(5), padded(2)]
+    models = []
+    for fits in (False, True):
+        accelerator = make(gradient_accumulation_steps=accumulated)
+        torch.manual_seed(0)
+        model = Plain().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        found = None
+        if fits:
+            options = dict(budget="1 GiB", optimizer=optimizer, tell=lambda text: None)
+            found = fit(accelerator, model, data[0], max_grad_norm=0.1, **options)
+        prepared, stepped = accelerator.prepare(model, optimizer)
+        losses = []
+        for batch in data:
+            with accelerator.accumulate(prepared):
+                if found is not None:
+                    loss = found.backward(prepared, batch)
+                else:
+                    loss = prepared(**batch)
+                    accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(prepared.parameters(), 0.1)
+                stepped.step()
+                stepped.zero_grad()
+            losses.append(float(loss.detach()))
+        models.append((model, losses))
+    (want, expected), (got, losses) = models
+    assert losses == pytest.approx(expected, rel=1e-12)
+    for mine, theirs in zip(got.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-13)
+
+
+def test_a_loss_that_is_a_sum_is_not_cut(make):
+    def loss(output, batch):
+        return output["loss"] * len(batch["x"])
+
+    data, notes = batches(1)[0], []
+    found = fit(make(), stack(), data, budget="1 GiB", loss=loss, tell=notes.append)
+    assert found.fitted.choice.micro_batches == 1
+    assert any("do not add up" in note for note in found.fitted.notes)
 
 
 def test_what_is_refused(make):

@@ -2,14 +2,16 @@
 
 import pytest
 import torch
+from headroom.fitting import families
 from torch.utils.data import DataLoader
 
 from helpers.bits import assert_same_bits
 from helpers.fitting import samples, stack
+from helpers.loops import QUIET
 
 lightning = pytest.importorskip("lightning")
 
-from headroom.integrations.lightning import FitCallback  # noqa: E402
+from headroom.integrations.lightning import FitCallback, fit_optimizer  # noqa: E402
 
 
 class Module(lightning.LightningModule):
@@ -42,11 +44,7 @@ def trained(folder, *callbacks, resume=None, steps=4, module=None, **options):
     module = module or Module()
     losses = Losses()
     trainer = lightning.Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
+        **QUIET,
         max_steps=steps,
         default_root_dir=folder,
         callbacks=[losses, *callbacks],
@@ -88,6 +86,54 @@ def test_accumulation_and_a_resumed_run(most, tmp_path):
     losses, module, trainer = trained(tmp_path, callback, **options)
     assert trainer.global_step == 4 and len(losses) == 4
     assert "L5" in callback.fitted.choice.levels
+
+
+class Asks(Module):
+    """A module that takes the optimizer that is chosen, if one is."""
+
+    def configure_optimizers(self):
+        optimizer = fit_optimizer(self, torch.optim.AdamW(self.parameters(), lr=1e-2))
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
+
+
+def test_the_optimizer_is_chosen_before_its_schedule_is_made(tmp_path, monkeypatch):
+    """A resumed run takes it again, without being allowed to choose it and without measuring."""
+    want, other, _ = trained(tmp_path, module=Asks())
+    assert type(other.optimizers()._optimizer) is torch.optim.AdamW
+    told = []
+    callback = FitCallback("1 GiB", ("8bit",), tell=told.append)
+    callback.choice = {"optimizer": "8bit", "weights": "given"}  # as of a checkpoint
+    losses, module, whole = trained(tmp_path, callback, module=Asks())
+    assert losses == pytest.approx(want, rel=0.05)
+    optimizer = whole.optimizers[0]
+    assert type(optimizer).__name__ == "AdamW8bit" and callback.fitted.optimizer is optimizer
+    assert whole.lr_scheduler_configs[0].scheduler.optimizer is optimizer
+    assert len(told) == 2 and "measured peak" in told[1]
+    first = FitCallback("1 GiB", ("8bit",), tell=told.append)
+    first.choice = callback.choice
+    _, _, half = trained(tmp_path, first, module=Asks(), steps=2)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    second = FitCallback("1 GiB", tell=told.append)
+    options = dict(resume=tmp_path / "half.ckpt", module=Asks())
+    with monkeypatch.context() as patched:
+        patched.setattr(families, "measure_blocks", None)
+        _, resumed, trainer = trained(tmp_path, second, **options)
+    assert second.fitted.is_given and second.fitted.choice == first.fitted.choice
+    assert second.fitted.choice.optimizer == "8bit" and trainer.global_step == 4
+    state = trainer.optimizers[0].state.values()
+    assert all(entry["step"] == 4 for entry in state)
+    again = FitCallback("1 GiB", tell=told.append)
+    trained(tmp_path, again, module=Asks(), steps=1)
+    with pytest.raises(RuntimeError, match="has fitted a training already"):
+        trained(tmp_path, again, module=Asks(), steps=1)
+
+
+@pytest.mark.slow
+def test_the_most_batches_that_any_epoch_accumulates_are_planned(tmp_path):
+    schedule = lightning.pytorch.callbacks.GradientAccumulationScheduler({3: 2})
+    callback = FitCallback("1 GiB", tell=lambda text: None)
+    trained(tmp_path, schedule, callback, steps=1)
+    assert callback.fitted.choice.micro_batches == 2
 
 
 def test_what_is_refused(tmp_path):

@@ -6,6 +6,7 @@ import re
 import headroom
 import pytest
 import torch
+from headroom.fitting import families
 
 from helpers.bits import assert_same_bits
 from helpers.fitting import Peak, samples, stack
@@ -15,10 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from headroom.integrations.transformers import HeadroomCallback, fit_trainer  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    transformers.utils.logging.set_verbosity_error()
+from helpers.trainers import losses_of, rates_of, trained, trainer_of  # noqa: E402
 
 
 class Watch(transformers.TrainerCallback):
@@ -32,45 +30,6 @@ class Watch(transformers.TrainerCallback):
 
     def on_step_end(self, *args, **given):
         self.peak.step_ended()
-
-
-def trainer_of(model, data, folder, callbacks=(), **options):
-    options = (
-        dict(
-            max_steps=4,
-            per_device_train_batch_size=4,
-            logging_steps=1,
-            save_strategy="no",
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-            remove_unused_columns=False,
-            max_grad_norm=0.5,
-            warmup_steps=2,
-            learning_rate=1e-2,
-        )
-        | options
-    )
-    return transformers.Trainer(
-        model,
-        transformers.TrainingArguments(str(folder), **options),
-        train_dataset=data,
-        callbacks=list(callbacks),
-    )
-
-
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def rates(trainer):
-    return [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def trained(model, data, folder, callbacks=(), **options):
-    trainer = trainer_of(model, data, folder, callbacks, **options)
-    trainer.train()
-    return trainer
 
 
 def ceiling(model, data, folder, **options):
@@ -91,7 +50,7 @@ def test_levels_leave_the_bits_the_order_and_the_random_numbers(tmp_path):
     got = trained(stack(), samples(), tmp_path, [watch, callback], **SGD)
     choice = callback.fitted.choice
     assert "L5" in choice.levels and choice.micro_batches == 1 and choice.optimizer == "given"
-    assert losses(got) == losses(want)
+    assert losses_of(got) == losses_of(want)
     assert_same_bits(got.model.parameters(), want.model.parameters())
     assert watch.peak.bytes <= callback.budget < most
     assert "L5" in told[0]
@@ -112,8 +71,8 @@ def test_micro_batches_have_the_same_samples(tmp_path):
     assert args.gradient_accumulation_steps * args.per_device_train_batch_size == 12
     assert got.state.global_step == want.state.global_step == 3
     assert got.state.epoch == pytest.approx(want.state.epoch)
-    assert losses(got) == pytest.approx(losses(want), rel=1e-3)
-    assert rates(got) == rates(want)
+    assert losses_of(got) == pytest.approx(losses_of(want), rel=1e-3)
+    assert rates_of(got) == rates_of(want)
     assert watch.peak.bytes <= callback.budget
 
 
@@ -130,16 +89,18 @@ def test_what_was_measured_is_told(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["callback", "call"])
-def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(by, tmp_path):
-    """With 8-bit moments, which it takes because the run that it resumes did."""
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(by, tmp_path, monkeypatch):
+    """With 8-bit moments, which it takes because the run that it resumes did, and measures nothing;
+    within another budget it looks for other levels."""
     options = dict(save_strategy="steps", save_steps=2, max_steps=4, max_grad_norm=0.0)
     options["per_device_train_batch_size"] = 1
     data = samples()
     with pytest.raises(headroom.fitting.DoesNotFit) as least:
         fit_trainer(trainer_of(stack(), data, tmp_path, **options), "200 KiB")
 
-    def run(resume=None):
-        given = dict(budget=int(0.9 * least.value.least), allow=("8bit",), tell=lambda text: None)
+    def run(resume=None, share=0.9):
+        budget, told = int(share * least.value.least), []
+        given = dict(budget=budget, allow=("8bit",), tell=told.append)
         if by == "callback":
             callback = HeadroomCallback(**given)
             trainer = trainer_of(stack(), data, tmp_path, [callback], **options)
@@ -147,15 +108,21 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(by, tmp_path):
             trainer = trainer_of(stack(), data, tmp_path, **options)
             callback = fit_trainer(trainer, resume_from_checkpoint=resume, **given)
         trainer.train(resume_from_checkpoint=resume)
-        return trainer, callback.fitted.choice
+        assert "measured peak" in told[-1]
+        return trainer, callback.fitted
 
-    whole, choice = run()
+    whole, fitted = run()
+    choice = fitted.choice
     assert choice.optimizer == "8bit" and type(whole.optimizer.optimizer).__name__ == "AdamW8bit"
-    resumed, again = run(str(tmp_path / "checkpoint-2"))
-    assert again.but(levels=()) == choice.but(levels=())
+    with monkeypatch.context() as patched:
+        patched.setattr(families, "measure_blocks", None)
+        resumed, again = run(str(tmp_path / "checkpoint-2"))
+    assert again.choice == choice and again.is_given
+    _, other = run(str(tmp_path / "checkpoint-2"), share=2.0)
+    assert other.choice.optimizer == "8bit" and not other.is_given
     assert resumed.state.global_step == 4
     assert_same_bits(resumed.model.parameters(), whole.model.parameters())
-    assert rates(resumed) == rates(whole)
+    assert rates_of(resumed) == rates_of(whole)
 
 
 def language_rows():
@@ -193,7 +160,7 @@ def test_a_language_model_without_logits_and_without_their_checkpoints(smoothing
     )
     assert callback.fitted.choice.fused_loss
     assert not model.is_activation_checkpointing and not got.args.activation_checkpointing
-    assert losses(got) == pytest.approx(losses(want), rel=1e-3)
+    assert losses_of(got) == pytest.approx(losses_of(want), rel=1e-3)
     assert watch.peak.bytes <= callback.budget
 
 
@@ -238,6 +205,6 @@ def test_added_to_a_trainer_that_exists_it_changes_levels_and_loss_alone(tmp_pat
     trainer.train()
     assert trainer.args.gradient_accumulation_steps == 2
     assert callback.fitted.choice.micro_batches == 2 and "L5" in callback.fitted.choice.levels
-    assert losses(trainer) == losses(want)
+    assert losses_of(trainer) == losses_of(want)
     assert_same_bits(trainer.model.parameters(), want.model.parameters())
     assert watch.peak.bytes <= callback.budget

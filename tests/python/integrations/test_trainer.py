@@ -7,7 +7,9 @@ from torch import nn
 from torch.nn.modules import module as every_module
 from torch.profiler import schedule
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+from helpers.trainers import trainer_of  # noqa: E402
 
 
 class Model(nn.Module):
@@ -23,19 +25,9 @@ def test_steps_of_the_trainer_are_recorded(tmp_path):
     from headroom.integrations.trainer import StepCallback
 
     model = Model()
-    options = transformers.TrainingArguments(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=3,
-        gradient_accumulation_steps=2,
-        max_steps=4,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
-        remove_unused_columns=False,
-    )
     dataset = [{"x": torch.randn(7)} for _ in range(24)]
-    trainer = transformers.Trainer(model=model, args=options, train_dataset=dataset)
+    options = dict(per_device_train_batch_size=3, gradient_accumulation_steps=2)
+    trainer = trainer_of(model, dataset, tmp_path, **options)
     plan = schedule(wait=1, warmup=1, active=2, repeat=1)
     with headroom.profile(None, model=model, schedule=plan, peak_flops=1e12) as prof:
         trainer.add_callback(StepCallback(prof))

@@ -129,6 +129,15 @@ def test_another_error_stays_as_it_is(tmp_path):
     assert [a.bytes for a in load_snapshot(path).at_end()] == [kept.nbytes]
 
 
+@pytest.fixture
+def ctrl_c_raises():
+    """Also in the background of a shell, which has such a process ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_while_recording(tmp_path):
     path = tmp_path / "run.pickle"
     model = nn.Linear(4, 4)

@@ -1,74 +1,43 @@
-"""Adafactor: the two rules against their originals and in float64, states of both, layouts, what it
-refuses, torch.compile. Shards are in test_adafactor_distributed.py."""
-
-import copy
-import io
+"""Adafactor: the two rules against their originals and in float64, the op, torch.compile. Shards
+are in test_adafactor_distributed.py."""
 
 import headroom
 import pytest
 import torch
 from headroom._core.table import table_of
 
-from helpers import training
+from helpers.adafactors import (
+    ADAFACTOR,
+    BOTH,
+    CASES,
+    SHAPES,
+    TORCH,
+    make,
+    set_grads,
+    start,
+    train,
+)
 from helpers.bad_inputs import assert_untouched, expanded, misaligned, snapshot
 from helpers.bits import assert_same_bits, bits
-from helpers.modes import WEIGHTS
-from helpers.samples import scalar
-
-HF = pytest.importorskip("transformers.optimization").Adafactor
-ADAFACTOR = headroom.optim.Adafactor
-TORCH = torch.optim.Adafactor
-SHAPES = ((7, 5), (64, 96), (8, 6, 3, 3), (1, 9), (9, 1), (1, 1), (11,), (), (2, 12, 20), (700, 3))
-MANUAL = {"lr": 1e-3, "relative_step": False}
-CASES = {
-    "torch": ("torch", {}),
-    "torch decay": ("torch", {"lr": 0.05, "weight_decay": 0.1, "maximize": True}),
-    "torch options": ("torch", {"beta2_decay": -0.5, "eps": (1e-3, 1e-2), "d": 1.5}),
-    "hf": ("hf", {}),
-    "hf warm-up": ("hf", {"warmup_init": True, "weight_decay": 0.1}),
-    "hf fine-tuning": ("hf", MANUAL | {"scale_parameter": False, "weight_decay": 0.1}),
-    "hf momentum": ("hf", MANUAL | {"beta1": 0.9, "clip_threshold": 0.5, "decay_rate": -0.6}),
-}
-EACH = pytest.mark.parametrize("semantics, options", CASES.values(), ids=CASES)
-BOTH = pytest.mark.parametrize("semantics", ["torch", "hf"])
-
-
-def make(semantics, params, ours=True, **options):
-    if ours:
-        return ADAFACTOR(params, semantics=semantics, **options)
-    return {"torch": TORCH, "hf": HF}[semantics](params, **options)
-
-
-def start(shapes=SHAPES, dtype=torch.float32, device="cpu"):
-    generator = torch.Generator().manual_seed(3)
-    return [
-        torch.nn.Parameter((0.1 * torch.randn(s, generator=generator)).to(device, dtype))
-        for s in shapes
-    ]
-
-
-def set_grads(params, step):
-    """The same for parameters of every dtype, spread over some powers of ten, some zero."""
-    generator = torch.Generator().manual_seed(1000 + step)
-    for p in params:
-        size = torch.rand(p.shape, generator=generator)
-        grad = torch.randn(p.shape, generator=generator) * 10 ** (3 * size - 2) * (size > 0.1)
-        p.grad = grad.bfloat16().to(p.device, p.dtype)
-
-
-def train(params, optimizer, steps):
-    training.train(optimizer, steps, lambda step: set_grads(params, step))
-    return params, optimizer
 
 
 def errors(params, exact):
     return [(p.double() - q.double()).norm().item() for p, q in zip(params, exact)]
 
 
+SLOW = {"torch options", "hf warm-up", "hf fine-tuning"}  # which checkpoints are tested with too
+
+
 # ---- The originals -------------------------------------------------------------------------------
 
 
-@EACH
+@pytest.mark.parametrize(
+    "semantics, options",
+    [
+        pytest.param(*case, id=name, marks=pytest.mark.slow if name in SLOW else ())
+        for name, case in CASES.items()
+    ],
+)
 def test_a_run_of_200_steps(semantics, options, device):
     """Closer to the rule in float64 than twice what the original is, or within a rounding a step,
     and with its states."""
@@ -138,224 +107,6 @@ def test_the_epsilon_of_torch_is_that_of_the_dtype():
                 p.grad = torch.full_like(p, eps / 4)  # so that epsilon decides
             optimizer.step()
         assert_same_bits(given, default)
-
-
-# ---- Checkpoints ---------------------------------------------------------------------------------
-
-
-@EACH
-@pytest.mark.parametrize("ours_first", [True, False])
-def test_checkpoints_of_one_resume_the_other(semantics, options, ours_first):
-    params = start()
-    optimizer = make(semantics, params, ours_first, **options)
-    train(params, optimizer, range(3))
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    other = make(semantics, others, not ours_first, **options)
-    other.load_state_dict(loaded)
-    train(others, other, range(3, 6))
-    train(params, optimizer, range(3, 6))
-    for p, q in zip(params, others):
-        torch.testing.assert_close(p, q, rtol=2**-20, atol=2**-24)
-
-
-@BOTH
-def test_states_widen_and_survive_a_change_of_precision(semantics):
-    """Statistics that torch kept in bfloat16 become float32, and float32 ones stay."""
-    params = start(dtype=torch.bfloat16)
-    theirs = make(semantics, params, False)
-    train(params, theirs, range(2))
-    ours = make(semantics, params)
-    ours.load_state_dict(theirs.state_dict())
-    for p in params:
-        for name, value in ours.state[p].items():
-            assert value.dtype == (torch.float64 if name == "step" else torch.float32)
-            assert torch.equal(value.float(), torch.as_tensor(theirs.state[p][name]).float())
-    wide = [torch.nn.Parameter(p.detach().float()) for p in params]
-    again = make(semantics, wide)
-    again.load_state_dict(ours.state_dict())
-    for p, q in zip(params, wide):
-        assert_same_bits(ours.state[p].values(), again.state[q].values())
-
-
-@BOTH
-def test_copies_and_pickles_continue(semantics):
-    params = start()
-    optimizer = make(semantics, params)
-    train(params, optimizer, range(2))
-    twins, twin = copy.deepcopy((params, optimizer))
-    assert twin.semantics == semantics
-    train(params, optimizer, range(2, 4))
-    train(twins, twin, range(2, 4))
-    assert_same_bits(params, twins)
-
-
-def test_a_checkpoint_of_the_other_rule_is_refused():
-    params = start(((3, 4), (5,)))
-    ours, hf = make("torch", params), make("hf", params, False)
-    train(params, ours, range(1))
-    train(params, hf, range(1))
-    before = copy.deepcopy(ours.state_dict())
-    with pytest.raises(ValueError, match="another rule than semantics='torch'.*clip_threshold"):
-        ours.load_state_dict(hf.state_dict())
-    assert str(before) == str(ours.state_dict())
-    with pytest.raises(ValueError, match="another rule than semantics='hf'.*beta2_decay"):
-        make("hf", params).load_state_dict(ours.state_dict())
-
-
-def test_a_state_of_another_shape_is_refused():
-    params = start(((3, 4), (5,)))
-    optimizer = make("torch", params)
-    train(params, optimizer, range(1))
-    spoiled = optimizer.state_dict()
-    spoiled["state"][0]["row_var"] = torch.zeros(4, 1)
-    with pytest.raises(ValueError, match=r"'row_var' of parameter 0 of group 0 is \(4, 1\)"):
-        make("torch", params).load_state_dict(spoiled)
-
-
-# ---- Options and layouts -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"semantics": "jax"}, "semantics must be 'torch' or 'hf'"),
-        ({"semantics": "torch", "decay_rate": -0.8}, "decay_rate is not an option of .*'torch'"),
-        ({"semantics": "hf", "d": 1.0}, "d is not an option of semantics='hf'"),
-        ({"semantics": "hf", "lr": 1e-3}, "Cannot combine manual `lr`"),
-        ({"semantics": "hf", "relative_step": False}, "lr is None"),
-        ({"semantics": "hf", "lr": 1e-3, "relative_step": False, "warmup_init": True}, "warmup"),
-        ({"lr": -1.0}, "Learning rate should be >= 0"),
-        ({"lr": float("nan")}, "Learning rate should be >= 0"),
-        ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
-        ({"beta2_decay": 0.1}, "beta2_decay should be <= 0"),
-        ({"eps": (-1.0, 1e-3)}, "epsilon1 should be >= 0"),
-        ({"eps": (None, -1.0)}, "epsilon2 should be >= 0"),
-        ({"d": 0.5}, "Clipping threshold d should be >= 1"),
-        ({"weight_decay": -1.0}, "weight_decay should be >= 0"),
-        ({"semantics": "hf", "beta1": 1.0}, "beta1 should be in"),
-        ({"semantics": "hf", "clip_threshold": 0.0}, "clip_threshold should be > 0"),
-        ({"max_grad_norm": -1.0}, "max_grad_norm must be"),
-    ],
-    ids=str,
-)
-def test_options_that_are_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        ADAFACTOR(start(((2, 2),)), **options)
-    if "semantics" not in options:
-        with pytest.raises(ValueError, match=words):
-            ADAFACTOR(start(((2, 2),))).add_param_group({"params": start(((3,),)), **options})
-
-
-def moved(p, how):
-    """The values of a parameter in other memory."""
-    if how == "channels_last":
-        return p.contiguous(memory_format=torch.channels_last)
-    if how == "transposed":
-        return p.transpose(0, 1).contiguous().transpose(0, 1)
-    room = torch.empty(*p.shape[:-1], 2 * p.shape[-1], dtype=p.dtype)
-    return room[..., ::2].copy_(p)
-
-
-@BOTH
-@pytest.mark.parametrize("how", ["channels_last", "transposed", "strided"])
-def test_rows_and_columns_are_those_of_the_indices(how, semantics):
-    plain = start(((6, 5, 3, 3), (4, 7, 1, 5)))
-    others = [torch.nn.Parameter(moved(p.detach(), how)) for p in plain]
-    assert not any(p.is_contiguous() for p in others)
-    optimizers = make(semantics, plain), make(semantics, others)
-    for step in range(3):
-        set_grads(plain, step)
-        for p, q in zip(plain, others):
-            q.grad = moved(p.grad, how) if step else p.grad
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_same_bits(plain, [p.contiguous() for p in others])
-
-
-@BOTH
-def test_empty_tensors_and_tied_ones(semantics, device):
-    params = start(((0, 4), (3, 0), (2, 3, 0, 5), (0,), (4, 4)), device=device)
-    params[0].requires_grad_()
-    optimizer = make(semantics, [*params, params[-1]])
-    reference = start(((0, 4), (3, 0), (2, 3, 0, 5), (0,), (4, 4)), device=device)[-1:]
-    train(params, optimizer, range(2))
-    other = make(semantics, reference)
-    for step in range(2):
-        set_grads(params, step)
-        reference[0].grad = params[-1].grad
-        other.step()
-    assert_same_bits(params[-1:], reference)
-    assert all(optimizer.state[p]["step"] == 2 for p in params)
-
-
-@BOTH
-def test_clipping_and_scaling(semantics, device):
-    """Gradients divided by a scale and clipped in the step are those divided and clipped before."""
-    params, others = start(device=device), start(device=device)
-    optimizer, other = make(semantics, params, max_grad_norm=1.0), make(semantics, others)
-    optimizer.grad_scale = scalar(1024.0, device)
-    for step in range(3):
-        set_grads(params, step)
-        set_grads(others, step)
-        for p in params:
-            p.grad *= 1024
-        torch.nn.utils.clip_grad_norm_(others, 1.0)
-        optimizer.step()
-        other.step()
-    for p, q in zip(params, others):
-        torch.testing.assert_close(p, q, rtol=2**-18, atol=2**-22)
-
-
-@BOTH
-def test_a_step_with_an_infinite_gradient_changes_nothing(semantics, device):
-    params = start(device=device)
-    optimizer = make(semantics, params)
-    scaler = headroom.amp.GradScaler(device)
-    train(params, optimizer, range(1))
-    kept = snapshot([*params, *(v for p in params for v in optimizer.state[p].values())])
-    set_grads(params, 1)
-    params[0].grad[0, 0] = float("inf")
-    scaler.scale(torch.zeros((), device=device))
-    scaler.step(optimizer)
-    assert_untouched(kept)
-
-
-@BOTH
-def test_a_tensor_as_learning_rate(semantics, device):
-    options = {"relative_step": False} if semantics == "hf" else {}
-    rate = torch.tensor(1e-3, device=device)
-    params, others = start(device=device), start(device=device)
-    optimizer, other = make(semantics, params, lr=rate, **options), None
-    other = make(semantics, others, lr=rate.item(), **options)
-    train(params, optimizer, range(2))
-    train(others, other, range(2))
-    assert_same_bits(params, others)
-
-
-def test_the_schedule_of_transformers():
-    from transformers.optimization import AdafactorSchedule
-
-    rates = []
-    for ours in (True, False):
-        params = start()
-        optimizer = make("hf", params, ours, warmup_init=True)
-        schedule = AdafactorSchedule(optimizer)
-        for step in range(3):
-            train(params, optimizer, [step])
-            schedule.step()
-        rates.append([float(rate) for rate in schedule.get_lr()])
-    assert rates[0] == pytest.approx(rates[1], rel=1e-6)
-
-
-def test_memory_says_that_there_is_next_to_none():
-    optimizer = ADAFACTOR([torch.nn.Parameter(torch.zeros(1000, 1000))])
-    (row,) = optimizer.memory()
-    assert row.bytes_per_parameter < 0.01
-    assert "row_var 4,000" in repr(optimizer)
 
 
 # ---- The op --------------------------------------------------------------------------------------
@@ -553,95 +304,3 @@ def test_compiled(case, backend):
     for p, q in zip(params, others):
         assert_same_bits(optimizer.state[p].values(), other.state[q].values())
     torch._dynamo.reset()
-
-
-# ---- Weights in 16 bits --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", WEIGHTS, ids=lambda mode: "-".join(mode.values()))
-@BOTH
-def test_weights_of_16_bits(semantics, mode, device):
-    """With all bits kept a run is that of float32 weights, bit for bit; else it is near."""
-    start16 = start(dtype=torch.bfloat16, device=device)
-    wide = [torch.nn.Parameter(p.detach().float()) for p in start16]
-    optimizer = make(semantics, start16, **mode)
-    reference = make(semantics, wide)
-    for step in range(20):
-        set_grads(start16, step)
-        for p, q in zip(start16, wide):
-            q.grad = p.grad.float()
-        optimizer.step()
-        reference.step()
-    weights = headroom.optim.master_weights(optimizer)
-    for p, q in zip(start16, wide):
-        if mode.get("master") in ("f32", "remainder16"):
-            assert_same_bits([weights[p]], [q])
-        else:
-            bits_kept = 7 if mode == {"rounding": "stochastic"} else 13
-            atol = 20 * 2.0**-bits_kept * max(q.abs().max().item(), 1e-2)
-            torch.testing.assert_close(weights[p], q.detach(), rtol=0, atol=atol)
-
-
-def test_stalled_weights_are_counted():
-    params = [torch.nn.Parameter(torch.ones(20, 30, dtype=torch.bfloat16))]
-    optimizer = ADAFACTOR(params, lr=1e-6, count_stalled=True)
-    set_grads(params, 0)
-    optimizer.step()
-    assert 0.5 < optimizer.stalled_fraction() <= 1
-
-
-@pytest.mark.parametrize("semantics", ["torch", "hf"])
-@pytest.mark.parametrize(
-    "before, after",
-    [
-        ((8, 4), (4, 8)),
-        ((8, 4), (32,)),
-        ((32,), (8, 4)),
-        ((32,), (16,)),
-        ((8, 8), (64,)),
-        ((2, 3, 4), (6, 8)),  # as many rows and columns
-        ((2, 3, 4), (4, 6, 2)),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("transposed", [False, True], ids=["table", "lists"])
-def test_statistics_of_another_shape_are_refused(before, after, semantics, transposed, device):
-    """After ``weight.data`` was replaced. AdamW raises, too."""
-    other = torch.nn.Parameter(torch.randn(5, 3, device=device))
-    param = torch.nn.Parameter(torch.randn(before, device=device))
-    optimizer = ADAFACTOR([("other", other), ("weight", param)], semantics=semantics)
-    other.grad, param.grad = torch.randn_like(other), torch.randn_like(param)
-    optimizer.step()
-    param.grad = None
-    param.data = torch.randn(after, device=device)
-    if transposed:
-        other.data = other.data.t().contiguous().t()
-    other.grad, param.grad = torch.randn_like(other), torch.randn_like(param)
-    tensors = [other, param, *(t for entry in optimizer.state.values() for t in entry.values())]
-    kept = [tensor.detach().clone() for tensor in tensors]
-    with pytest.raises(RuntimeError, match=r"parameter 'weight'.*shape"):
-        optimizer.step()
-    assert all(map(torch.equal, tensors, kept))
-    assert sum(map(len, optimizer.state.values())) == len(kept) - 2  # nothing was made
-    del optimizer.state[param]
-    optimizer.step()
-    assert optimizer.state[param]["step"] == 1
-
-
-@pytest.mark.parametrize(
-    "options, error, words",
-    [
-        ({"eps": 1e-3}, ValueError, "eps must be two numbers, got 0.001"),
-        ({"eps": (1e-3,)}, ValueError, "eps must be two numbers"),
-        ({"eps": ("a", 1e-3)}, TypeError, r"eps\[0\] must be a number or None, got 'a'"),
-        ({"eps": (None, None)}, TypeError, r"eps\[1\] must be a number, got None"),
-        ({"eps": (None, 1e-3), "semantics": "hf"}, TypeError, r"eps\[0\] must be a number, got"),
-        ({"weight_decay": "0.1"}, TypeError, "weight_decay must be a number, got '0.1'"),
-        ({"d": "1"}, TypeError, "d must be a number"),
-        ({"beta2_decay": "a"}, TypeError, "beta2_decay must be a number"),
-        ({"beta1": "a", "semantics": "hf"}, TypeError, "beta1 must be a number or None"),
-    ],
-)
-def test_options_of_another_kind(options, error, words):
-    with pytest.raises(error, match=words):
-        ADAFACTOR([torch.nn.Parameter(torch.ones(2))], **options)

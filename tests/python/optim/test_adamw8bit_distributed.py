@@ -1,99 +1,37 @@
-"""AdamW8bit in two processes: FSDP2, DTensors, distributed checkpoints.
+"""AdamW8bit in two processes: FSDP2, DTensors.
 
 The functions without `test_` in their name run on both ranks (helpers/ranks.py). Blocks are
 local to a shard. Where rows are whole blocks and shards are rows, blocks are those of one process,
 and so are all bits.
 """
 
-import copy
-
 import headroom
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from helpers import training
-from helpers.bits import assert_same_bits, bits, special
-from helpers.dcp import loaded, saved
+from helpers.bits import assert_same_bits, bits
 from helpers.mesh import mesh, whole
 from helpers.ranks import WORLD_SIZE
+from helpers.sharded8bit import (
+    ADAMW8BIT,
+    CODES,
+    OPTIONS,
+    SMALL,
+    WHOLE_ROWS,
+    Model,
+    assert_same_shards,
+    backward,
+    named,
+    names_of,
+    sharded,
+    train,
+)
 
 pytestmark = pytest.mark.gloo
-ADAMW8BIT = headroom.optim.AdamW8bit
-OPTIONS = dict(lr=1e-2, weight_decay=0.1, min_8bit_size=1000)
-CODES = "step", "exp_avg", "exp_avg_sq", "exp_avg_absmax", "exp_avg_sq_absmax"
-FLOATS = CODES[:3]
-
-
-class Model(torch.nn.Module):
-    """8-bit moments by the whole size alone: a shard of `even` or `uneven` has less than 1000. Rows
-    of `even`, `uneven` and `one` are whole blocks; rank 1 has 2 rows of `uneven` and none of `one`,
-    and fewer elements of `odd`. The others are small."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(7)
-        self.even = torch.nn.Linear(256, 6, bias=False)
-        self.uneven = torch.nn.Parameter(torch.randn(5, 256))
-        self.one = torch.nn.Parameter(torch.randn(1, 1024))
-        self.odd = torch.nn.Parameter(torch.randn(7, 300))
-        self.small = torch.nn.Linear(6, 1)
-
-    def forward(self, x):
-        hidden = self.even(x * self.uneven.sum(0) + self.one[0, :256])
-        return self.small(torch.tanh(hidden)) + self.odd.square().mean() + self.one.mean()
-
-
-WHOLE_ROWS = "even.weight", "uneven", "one"
-SMALL = "small.weight", "small.bias"
-
-
-def sharded(model=None, **policy):
-    return fully_shard(model or Model(), mesh=mesh(), **policy)
-
-
-def backward(model, seed, dtype=torch.float32):
-    """The same batch on every rank."""
-    batch = torch.randn(8, 256, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    model(batch).square().mean().backward()
-
-
-def train(model, optimizer, steps):
-    training.train(optimizer, steps, lambda step: backward(model, step))
-
-
-def named(model):
-    """In one order, which sharding changes otherwise."""
-    return dict(sorted(model.named_parameters()))
-
-
-def names_of(name, optimizer, param):
-    names = FLOATS if name in SMALL else CODES
-    assert set(optimizer.state[param]) == set(names), name
-    return names
-
-
-def assert_same_shards(model, optimizer, other, other_optimizer):
-    """Local parts, byte for byte."""
-    for name, p in named(model).items():
-        q = named(other)[name]
-        assert_same_bits([p.to_local()], [q.to_local()])
-        for key in names_of(name, optimizer, p):
-            left, right = optimizer.state[p][key], other_optimizer.state[q][key]
-            assert type(left) is type(right) and left.shape == right.shape
-            assert_same_bits(*([t.to_local()] if key != "step" else [t] for t in (left, right)))
-
-
-# ---- FSDP2 ---------------------------------------------------------------------------------------
 
 
 def fsdp(rank, options):
@@ -312,6 +250,7 @@ def compiled(rank):
     assert_same_shards(model, optimizer, other, reference)
 
 
+@pytest.mark.slow
 def test_compiled_step_on_dtensors(ranks):
     ranks(compiled)
 
@@ -333,139 +272,3 @@ def reports(rank):
 
 def test_memory_is_that_of_this_rank(ranks):
     ranks(reports)
-
-
-# ---- Checkpoints ---------------------------------------------------------------------------------
-
-
-def initial_state(rank, dtype):
-    """Torch makes the states that a checkpoint goes to by a step with lr 0."""
-    values = special(dtype).repeat(1, 300)
-    module = torch.nn.Module()
-    module.weight = torch.nn.Parameter(distribute_tensor(values, mesh(), [Shard(0)]))
-    optimizer = ADAMW8BIT(module.parameters(), lr=1e-2, weight_decay=0.1, min_8bit_size=0)
-    state = get_optimizer_state_dict(module, optimizer)["state"]["weight"]
-    assert_same_bits(whole([module.weight]), [values])
-    assert set(state) == set(CODES) and state["exp_avg"].dtype == torch.uint8
-    for name in ("exp_avg_absmax", "exp_avg_sq_absmax"):
-        assert state[name].full_tensor().count_nonzero() == 0
-    assert module.weight.grad is None and optimizer.param_groups[0]["lr"] == 1e-2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_state_is_created_without_touching_parameters(ranks, dtype):
-    ranks(initial_state, dtype)
-
-
-def resume(rank, path, flatten):
-    options = OPTIONS | {"code_rounding": "stochastic", "seed": 5}
-    model = sharded()
-    optimizer = ADAMW8BIT(model.parameters(), **options)
-    train(model, optimizer, range(3))
-    saved(model, optimizer, path, flatten_optimizer_state_dict=flatten)
-    train(model, optimizer, range(3, 5))
-    resumed = sharded(Model().apply(lambda m: [p.data.zero_() for p in m.parameters()]))
-    other = ADAMW8BIT(resumed.parameters(), **options)
-    loaded(resumed, other, path, flatten_optimizer_state_dict=flatten)
-    assert all(entry["step"] == 3 for entry in other.state.values())
-    train(resumed, other, range(3, 5))
-    assert_same_shards(model, optimizer, resumed, other)
-
-
-@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
-def test_resume_from_a_distributed_checkpoint(ranks, tmp_path, flatten):
-    ranks(resume, tmp_path / "checkpoint", flatten)
-
-
-class Aligned(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        model = Model()
-        self.even, self.uneven, self.one = model.even, model.uneven, model.one
-        self.small = model.small
-
-    def forward(self, x):
-        hidden = self.even(x * self.uneven.sum(0) + self.one[0, :256])
-        return self.small(torch.tanh(hidden)) + self.one.mean()
-
-
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-def reshard(rank):
-    """From shards to a whole model in one process, and from there to shards again."""
-    model = sharded(Aligned())
-    optimizer = ADAMW8BIT(model.parameters(), **OPTIONS)
-    train(model, optimizer, range(3))
-    full = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FULL))
-    single = Aligned()
-    for name, value in zip(named(model), whole(named(model).values())):
-        named(single)[name].data.copy_(value)
-    reference = ADAMW8BIT(single.parameters(), **OPTIONS)
-    again = {}
-    if rank == 0:  # rank 1 has an empty dict
-        set_optimizer_state_dict(single, reference, full, options=FULL)
-        for name, p in named(single).items():
-            for key in names_of(name, reference, p):
-                assert_same_bits([reference.state[p][key]], [full["state"][name][key]])
-        again = copy.deepcopy(get_optimizer_state_dict(single, reference, options=FULL))
-    resumed = sharded(Aligned())
-    other = ADAMW8BIT(resumed.parameters(), **OPTIONS)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_optimizer_state_dict(resumed, other, again, options=options)
-    resumed.load_state_dict(model.state_dict())
-    train(model, optimizer, range(3, 5))
-    train(resumed, other, range(3, 5))
-    assert_same_shards(model, optimizer, resumed, other)
-
-
-def test_full_state_dict_reshards_whole_blocks(ranks):
-    ranks(reshard)
-
-
-def refused(rank, shape, dim, words):
-    """Blocks of two shards are none of one process, even where there are as many: an error."""
-    module, single = torch.nn.Module(), torch.nn.Module()
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    module.weight = torch.nn.Parameter(distribute_tensor(values, mesh(), [Shard(dim)]))
-    single.weight = torch.nn.Parameter(values)
-    optimizer, reference = (
-        ADAMW8BIT(m.named_parameters(), min_8bit_size=0) for m in (module, single)
-    )
-    full = get_optimizer_state_dict(module, optimizer, options=FULL)
-    if rank == 0:
-        with pytest.raises(ValueError, match=words):
-            set_optimizer_state_dict(single, reference, full, options=FULL)
-
-
-OTHER_BLOCKS = {
-    "uneven rows": ((7, 300), 0, r"\(2, 1, 5\), wanted a tensor of shape \(9,\)"),
-    "as many blocks": ((6, 300), 0, r"\(2, 1, 4\), wanted a tensor of shape \(8,\)"),
-    "columns": ((2, 2048), 1, r"\(2, 1, 1, 8\), wanted a tensor of shape \(2, 8\)"),
-}
-
-
-@pytest.mark.parametrize("shape, dim, words", OTHER_BLOCKS.values(), ids=OTHER_BLOCKS)
-def test_other_blocks_are_refused(ranks, shape, dim, words):
-    words = rf"'exp_avg_absmax' of parameter 'weight' is {words}; .*load_sharded\(\) loads"
-    ranks(refused, shape, dim, words)
-
-
-def from_float32(rank, path):
-    """A checkpoint of torch's AdamW goes on in float32."""
-    model = sharded()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    train(model, optimizer, range(2))
-    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=path)
-    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=path)
-    other = ADAMW8BIT(model.parameters(), **OPTIONS)
-    set_optimizer_state_dict(model, other, state["optimizer"])
-    train(model, other, range(2, 3))
-    for entry in other.state.values():
-        assert set(entry) == set(FLOATS) and entry["step"] == 3
-        assert entry["exp_avg"].dtype == torch.float32
-
-
-def test_a_checkpoint_of_torch_goes_on_in_float32(ranks, tmp_path):
-    ranks(from_float32, tmp_path / "checkpoint")

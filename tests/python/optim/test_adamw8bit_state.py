@@ -227,6 +227,10 @@ BAD_STATES = {
         replaced("exp_avg_absmax", lambda t: 1.0),
         "'exp_avg_absmax' of parameter 'large' is float",
     ),
+    "sparse scales": (
+        replaced("exp_avg_absmax", torch.Tensor.to_sparse),
+        "'exp_avg_absmax' of parameter 'large' is of layout torch.sparse_coo",
+    ),
     "codes of another shape": (
         replaced("exp_avg", torch.Tensor.flatten),
         r"'exp_avg' of parameter 'large' is \(4200,\), wanted .* \(70, 60\)",

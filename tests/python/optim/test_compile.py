@@ -22,32 +22,32 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 # ---- optimizer.step() ----------------------------------------------------------------------------
 
 
+OPTIONS = {
+    "default": {},
+    "amsgrad": {"amsgrad": True, "maximize": True},
+    "bf16": {"dtype": torch.bfloat16},
+    "remainder16": {"dtype": torch.bfloat16, "master": "remainder16", "count_stalled": True},
+    "stochastic": {"dtype": torch.bfloat16, "rounding": "stochastic"},
+    "state_dtype": {
+        "state_dtype": torch.bfloat16,
+        "cls": headroom.optim.Adam,
+        "weight_decay": 0.1,
+    },
+    "8-bit": EIGHT_BIT,
+    "8-bit skip_step": EIGHT_BIT | {"nonfinite": "skip_step"},
+    "8-bit stochastic": EIGHT_BIT | {"nonfinite": "skip_element", "code_rounding": "stochastic"},
+    "8-bit clipped": EIGHT_BIT | {"dtype": torch.bfloat16, "max_grad_norm": 1.0},
+}
+# What is traced of these is traced of others too.
+SLOW = {"amsgrad", "bf16", "state_dtype", "8-bit", "8-bit skip_step"}
+
+
 @BACKENDS
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"amsgrad": True, "maximize": True},
-        {"dtype": torch.bfloat16},
-        {"dtype": torch.bfloat16, "master": "remainder16", "count_stalled": True},
-        {"dtype": torch.bfloat16, "rounding": "stochastic"},
-        {"state_dtype": torch.bfloat16, "cls": headroom.optim.Adam, "weight_decay": 0.1},
-        EIGHT_BIT,
-        EIGHT_BIT | {"nonfinite": "skip_step"},
-        EIGHT_BIT | {"nonfinite": "skip_element", "code_rounding": "stochastic"},
-        EIGHT_BIT | {"dtype": torch.bfloat16, "max_grad_norm": 1.0},
-    ],
-    ids=[
-        "default",
-        "amsgrad",
-        "bf16",
-        "remainder16",
-        "stochastic",
-        "state_dtype",
-        "8-bit",
-        "8-bit skip_step",
-        "8-bit stochastic",
-        "8-bit clipped",
+        pytest.param(options, id=name, marks=pytest.mark.slow if name in SLOW else ())
+        for name, options in OPTIONS.items()
     ],
 )
 def test_compiled_step_has_the_bits_of_the_eager_one(backend, options):
@@ -76,7 +76,10 @@ def test_compilation_between_eager_steps(options, backend):
 
 
 @BACKENDS
-@pytest.mark.parametrize("tensor_lr", [False, True], ids=["float", "tensor"])
+@pytest.mark.parametrize(
+    "tensor_lr",
+    [pytest.param(True, id="tensor", marks=pytest.mark.slow), pytest.param(False, id="float")],
+)
 def test_options_changed_between_compiled_steps_are_used_at_once(backend, tensor_lr):
     options = {"lr": torch.tensor(1e-2) if tensor_lr else 1e-2}
     (eager, compiled), theirs = pair(**options), pair(torch.optim.AdamW, **options)[0]

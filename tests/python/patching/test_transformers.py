@@ -50,6 +50,17 @@ def error(got, exact):
     return ((got.double() - exact).norm() / exact.norm().clamp_min(1e-12)).item()
 
 
+def assert_same_step(got, want):
+    """The bits of the loss and the logits. Those of gradients are the same too, but on some CPUs,
+    such as AMD's Zen, whose products in float32 are rounded by the strides of a key."""
+    assert_same_bits([got["loss"], got["logits"]], [want["loss"], want["logits"]])
+    for key, x in want.items():
+        if x.dtype == torch.float32:
+            assert (got[key] - x).norm() <= 1e-6 * x.norm(), key
+        else:
+            assert_same_bits([got[key]], [x])
+
+
 def kept_by(model, inputs):
     inputs = {name: x for name, x in inputs.items() if name != "labels"}
     return kept_bytes(lambda: model(**inputs).logits, list(model.parameters()))
@@ -102,7 +113,7 @@ def test_results_in_every_dtype_with_every_attention(name, dtype, padded, attent
     levels = [step(patched(model, level), inputs) for level in LEVELS]
     assert_tolerance_rule(levels[0], theirs, exact)
     for other in levels[1:]:
-        assert_same_bits(other.values(), levels[0].values())
+        assert_same_step(other, levels[0])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -336,7 +347,7 @@ def test_dropout_is_the_same_at_every_level(name):
     model = model_of(name, **drops[name])
     want = step(patched(model, "L0"), inputs_of())
     for level in DROPS:
-        assert_same_bits(step(patched(model, level), inputs_of()).values(), want.values())
+        assert_same_step(step(patched(model, level), inputs_of()), want)
     other = step(patched(model, "L0"), inputs_of(), seed=8)
     assert not torch.equal(other["logits"], want["logits"])
     evaluated, theirs = patched(model, "L5").eval(), model.eval()

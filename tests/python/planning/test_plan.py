@@ -11,6 +11,7 @@ from headroom.planning import Plan
 from headroom.planning.steps import Setup
 from headroom.planning.trace import trace
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 ROWS, IN, HIDDEN, OUT = 128, 64, 256, 10
 PARAMETERS = 4 * (HIDDEN * IN + HIDDEN + OUT * HIDDEN + OUT)
@@ -127,6 +128,60 @@ def test_checkpoints_and_save_levels_keep_fewer_activations():
     levels = [most(save=level) for level in ("L0", "L1", "L2", "L3", "L4", "L5")]
     assert levels == sorted(levels, reverse=True) and len(set(levels)) >= 4
     assert most(checkpoint_every=1) < most(checkpoint_every=2) < most()
+
+
+class Dropping(nn.Module):
+    """Small blocks that torch checkpoints: the states of generators are most of what they keep."""
+
+    def __init__(self, drop):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.Dropout(drop), nn.Tanh(), nn.Linear(16, 16))
+            for _ in range(6)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+
+class DroppingMLP(headroom.nn.MLP):
+    """An MLP of which a block does not know that it draws."""
+
+    drop = 0.0
+
+    def activate(self, *parts):
+        x = super().activate(*parts)
+        return F.dropout(x, self.drop) if self.drop else x
+
+
+def dropping_transformer(drop):
+    config = headroom.nn.TransformerConfig(
+        vocab_size=20, hidden_size=16, features=24, layers=5, heads=2, save="L5"
+    )
+    model = headroom.nn.Transformer(config)
+    for block in model.blocks:
+        block.mlp.__class__, block.mlp.drop = DroppingMLP, drop
+    return model
+
+
+@pytest.mark.parametrize("make", [Dropping, dropping_transformer])
+@pytest.mark.parametrize("drop", [0.0, 0.3])
+def test_states_of_generators_that_are_kept(make, drop):
+    """Torch's checkpoints keep one each, Headroom's where something was drawn."""
+    model = make(drop)
+    x = torch.randn(9, 16) if make is Dropping else torch.randint(20, (2, 5))
+
+    def loss(model, x):
+        return model(x).float().mean()
+
+    plan = headroom.plan(model, None, x, forward=loss)
+    with track(model, batch=x, stacks=False) as tracked:
+        for _ in range(2):
+            loss(model, x).backward()
+            model.zero_grad()
+    assert plan.peak_bytes == tracked.peak_bytes
 
 
 def test_release_gives_gradients_back_within_backward():

@@ -112,6 +112,20 @@ def test_losses_of_targets(dtype, is_frozen):
         compare(forward, dtype, is_frozen, bias=True)
 
 
+def test_gradients_that_a_loss_has_made_are_scaled_in_place():
+    """The forward pass makes them. If the backward pass of a plan took others, it would have the
+    peak, as the gradient of the head is large here."""
+    model, batch = nn.Linear(400, CLASSES), (torch.randn(30, 400), torch.arange(30))
+
+    def forward(model, batch):
+        return headroom.linear_cross_entropy(batch[0], model.weight, batch[1], model.bias)
+
+    plan = headroom.plan(model, None, batch, forward=forward)
+    with headroom.memory.track(model, batch=batch, stacks=False) as tracked:
+        forward(model, batch).backward()
+    assert plan.peak_bytes == pytest.approx(tracked.peak_bytes, rel=0.001)
+
+
 @pytest.mark.parametrize("reduction", ("mean", "sum"))
 @pytest.mark.parametrize("name", ("mse_loss", "smooth_l1_loss", "huber_loss"))
 def test_losses_that_are_reduced_in_memory_of_their_own(name, reduction):

@@ -157,7 +157,7 @@ def test_bad_arguments():
         with pytest.raises(kind, match=words):
             headroom.plan(*args, **options)
 
-    refused(PlanError, r"the loss has shape \[6, 4\]", model, optimizer, sample[0])
+    refused(PlanError, r"output of the model has shape \[6, 4\]", model, optimizer, sample[0])
     refused(ValueError, "does not have", model, torch.optim.SGD(mlp().parameters()), sample)
     refused(TypeError, "optimizer is str", model, "adam", sample)
     refused(ValueError, "sample_batch is missing", model, optimizer)

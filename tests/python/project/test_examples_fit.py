@@ -10,37 +10,27 @@ import headroom
 import pytest
 import torch
 
+import chart
+import choose
+import data
+import ladder
+from frontier import stairs
+from helpers.rung_reports import report as rung_report
+from model import SIZES
+from run import Run, predict
+from rungs import RUNGS, STORY
+from train import train
+
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import chart  # noqa: E402
-import choose  # noqa: E402
-import data  # noqa: E402
-import ladder  # noqa: E402
-from frontier import stairs  # noqa: E402
-from model import SIZES  # noqa: E402
-from run import Run, predict  # noqa: E402
-from rungs import RUNGS, STORY  # noqa: E402
-from train import train  # noqa: E402
-
 CPU, TINY = torch.device("cpu"), SIZES["tiny"]
 TEXT = str(EXAMPLES / "ladder.py")
-
-
-@pytest.fixture(autouse=True)
-def torch_settings():
-    """`train` is a program's main function and changes torch's settings for the whole process."""
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
 def test_the_demo_has_the_rung():
     assert "fit" in STORY and RUNGS["fit"].budget == 0.5 and RUNGS["fit"].tolerance == 0.002
 
 
-@pytest.mark.parametrize("share", [0.8, 0.5, 0.41])
+@pytest.mark.parametrize("share", [pytest.param(0.8, marks=pytest.mark.slow), 0.5, 0.41])
 def test_the_rung_is_what_fit_applies(share, monkeypatch):
     """With the same choice, which is applied here, and taken over into a rung in the demo."""
     fit, applied = headroom.fit, []
@@ -86,6 +76,7 @@ def test_gradients_wait_in_a_bucket_as_predicted(bucket):
     assert most >= weights if bucket is None else most < weights / 2
 
 
+@pytest.mark.slow
 def test_a_run_of_another_budget_or_size_is_refused(tmp_path):
     """Before anything is made of what was chosen for it."""
     train(RUNGS["fit"], tmp_path, size="tiny", path=TEXT, steps=1)
@@ -98,30 +89,12 @@ def test_a_run_of_another_budget_or_size_is_refused(tmp_path):
 
 
 def report(key, peak, seconds, **others):
-    kinds = dict.fromkeys(headroom.memory.KINDS, 0)
-    return asdict(RUNGS[key]) | {
-        "title": key,
-        "size": "tiny",
-        "vocab": 256,
-        "losses": [8.0, 7.0],
-        "gradients_of_L0": None,
-        "fit": None,
-        "step_seconds": seconds,
-        "held_out_bits_per_byte": 2.0,
-        "tokens_per_second": 1234.5,
-        "peak_bytes": peak << 20,
-        "predicted_peak_bytes": peak << 20,
-        "process_peak_bytes": peak << 20,
-        "bytes": kinds | {"activations": peak << 20},
-        "bytes_per_parameter": 16.04,
-        "model_parameters": 1000,
-        "batch": 4,
-        "context": 32,
-        "steps": 2,
-        "device": "cpu",
-        "seconds": 3.2,
-        **others,
-    }
+    """Of a rung that took so many MiB, all of them activations, and so many seconds a step."""
+    most = peak << 20
+    peaks = dict.fromkeys(("peak_bytes", "predicted_peak_bytes", "process_peak_bytes"), most)
+    kinds = dict.fromkeys(headroom.memory.KINDS, 0) | {"activations": most}
+    same = {"tolerance": RUNGS[key].tolerance, "step_seconds": seconds, "bytes": kinds}
+    return rung_report(key, 2.0, **(same | peaks | others))
 
 
 FOUND = {

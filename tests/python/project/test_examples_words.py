@@ -2,7 +2,6 @@
 
 import math
 import random
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -11,15 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import data
+from model import GPT, SIZES, HeadroomGPT
+from run import Run, predict
+from rungs import RUNGS, size_of
+from words import WORD, Vocabulary
+
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import data  # noqa: E402
-from model import GPT, SIZES, HeadroomGPT  # noqa: E402
-from run import Run, predict  # noqa: E402
-from rungs import RUNGS, size_of  # noqa: E402
-from words import WORD, Vocabulary  # noqa: E402
-
 CODE = b"def f(self, x_1):\n    return self.x_1 + 12 if x_1 else self\n"
 
 

@@ -48,6 +48,10 @@ arch = sm_90
         /*01f0*/                   CALL.REL.NOINC 0x1d0 ;
         /*0200*/                   BRA 0xf0 ;
 """
+LEAVES = """\
+        /*0010*/                   BRA 0x120 ;
+        /*0018*/                   MOV R2, R3 ;
+"""
 EXTRA = "        /*0048*/                   FMUL R5, R5, R5 ;\n"
 
 
@@ -61,6 +65,24 @@ def listing(monkeypatch):
         return disassembly.instructions(Path("libheadroom.so"))
 
     return read
+
+
+def test_a_loop_behind_a_table_of_branches(listing):
+    """The table is not in the listing: the loop is one because nothing else leads to it."""
+    jumps = "        /*0008*/                   BRXU UR4 -0x10 ;\n"
+    hidden = [
+        loop[0].accesses("load")
+        for loop in hot_loops(next(iter(listing(in_front(jumps + LEAVES)).values())))
+    ]
+    without = hot_loops(next(iter(listing(in_front(LEAVES)).values())))
+    assert sorted(hidden) == ["1x4", "2x16"] and len(without) == 1
+
+
+def in_front(text):
+    """The listing with instructions in front of its hot loop."""
+    lines = LISTING.splitlines(keepends=True)
+    at = next(n for n, line in enumerate(lines) if "/*0010*/" in line)
+    return "".join([*lines[:at], text, *lines[at + 1 :]])
 
 
 def worse(text):

@@ -15,23 +15,25 @@ HEAVY = [
 LIGHT = "headroom", "headroom.optim", "headroom.amp", "headroom.state", "headroom.grad.clip"
 
 
-def loaded(module, heavy):
-    """Those modules that importing one loads and importing torch does not."""
+@pytest.fixture(scope="module")
+def loaded():
+    """What importing headroom loads of HEAVY, and then importing its packages; torch does not."""
     code = (
-        f"import sys, torch; heavy = set({heavy!r}) - set(sys.modules); import {module}; "
-        "print(*sorted(heavy & set(sys.modules)))"
+        f"import sys, torch; heavy = set({HEAVY!r}) - set(sys.modules); "
+        "shown = lambda: print(*sorted(heavy & set(sys.modules))); "
+        f"import headroom; shown(); import {', '.join(LIGHT)}; shown()"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
-    return found.stdout.split()
+    return [line.split() for line in found.stdout.splitlines()]
 
 
-def test_importing_the_package_loads_no_distributed_torch():
-    assert not loaded("headroom", HEAVY)
+def test_importing_the_package_loads_no_distributed_torch(loaded):
+    assert not loaded[0]
 
 
-def test_importing_its_packages_loads_neither_fsdp_nor_checkpoints():
-    assert not loaded(", ".join(LIGHT), HEAVY[:2])
+def test_importing_its_packages_loads_neither_fsdp_nor_checkpoints(loaded):
+    assert not set(loaded[1]) & set(HEAVY[:2])
 
 
 def test_only_public_names_are_shown():

@@ -65,9 +65,9 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def run():
+def run(ranks):
     """Runs a function on a number of ranks."""
-    worlds = {2: Ranks(), 4: Ranks(4)}
+    worlds = {2: ranks, 4: Ranks(4)}
 
     def run(world, function, *arguments):
         if world == 1:
@@ -76,8 +76,7 @@ def run():
             worlds[world](function, *arguments)
 
     yield run
-    for ranks in worlds.values():
-        ranks.close()
+    worlds[4].close()
 
 
 def world_size():
@@ -238,14 +237,14 @@ def load(rank, case, path, old_ranks):
 
 
 @pytest.mark.parametrize(
-    "case, ranks, flatten",
-    [(case, ranks, False) for case in CASES for ranks in (1, 2, 4)]
+    "case, world, flatten",
+    [(case, world, False) for case in CASES for world in (1, 2, 4)]
     + [(case, 4, True) for case in CASES if case.startswith("8-bit")],
 )
-def test_any_number_of_ranks_resumes(run, tmp_path, case, ranks, flatten):
-    run(ranks, save, case, tmp_path, flatten)
-    for other in {1: (2, 4), 2: (1, 2, 4), 4: (1, 2)}[ranks]:
-        run(other, load, case, tmp_path, ranks)
+def test_any_number_of_ranks_resumes(run, tmp_path, case, world, flatten):
+    run(world, save, case, tmp_path, flatten)
+    for other in {1: (2, 4), 2: (1, 2, 4), 4: (1, 2)}[world]:
+        run(other, load, case, tmp_path, world)
 
 
 def full(rank, path, words):

@@ -1,0 +1,103 @@
+"""How a model is trained, as one value that JSON can carry."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+__all__ = ["ALLOWABLE", "Choice"]
+
+ALLOWABLE = ("8bit", "bf16", "adafactor")
+"""What changes the mathematics, and is used only if it is allowed."""
+
+_OPTIMIZERS = {"headroom": "headroom.optim", "8bit": "8-bit moments", "adafactor": "Adafactor"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a model is trained.
+
+    Attributes:
+        levels: of each block; empty where blocks stay as they are.
+        micro_batches: parts of the batch, whose gradients are added up.
+        optimizer: "given", or what takes its place: "headroom", "8bit" or "adafactor".
+        weights: "given", or "bf16": bfloat16 with 16 more bits that the optimizer keeps.
+        release: whether each gradient is used and freed as soon as it is there.
+        fused_loss: whether a language model computes its loss without logits.
+    """
+
+    levels: tuple[str, ...] = ()
+    micro_batches: int = 1
+    optimizer: str = "given"
+    weights: str = "given"
+    release: bool = False
+    fused_loss: bool = False
+
+    def but(self, **changes: Any) -> Choice:
+        """Returns the choice with some fields replaced."""
+        return replace(self, **changes)
+
+    @property
+    def changes(self) -> int:
+        """How many techniques are used besides levels."""
+        return (
+            (self.micro_batches > 1)
+            + (self.optimizer != "given")
+            + (self.weights != "given")
+            + self.release
+            + self.fused_loss
+        )
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What must be allowed for it: some of :data:`ALLOWABLE`."""
+        return tuple(name for name in ALLOWABLE if name in (self.optimizer, self.weights))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the choice in what :mod:`json` writes."""
+        return vars(self) | {"levels": list(self.levels)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Choice:
+        """Returns the choice that :meth:`to_json` described; fields that are not there have their
+        defaults.
+
+        Raises:
+            TypeError: it is no dict.
+            ValueError: a field is unknown, or has a value of another type.
+        """
+        if not isinstance(value, Mapping):
+            raise TypeError(
+                f"choice is {type(value).__name__}, wanted a Choice, or the dict that its "
+                "to_json() returned"
+            )
+        defaults = {part.name: part.default for part in fields(cls)}
+        for name, got in value.items():
+            if name not in defaults:
+                raise ValueError(f"choice has {name!r}, wanted some of {', '.join(defaults)}")
+            if name == "levels":
+                is_good = isinstance(got, (list, tuple)) and all(type(x) is str for x in got)
+                wanted = "a list of names"
+            else:
+                is_good = type(got) is type(defaults[name])
+                wanted = f"one of type {type(defaults[name]).__name__}"
+            if not is_good:
+                raise ValueError(f"choice has {name}={got!r}, wanted {wanted}")
+        return cls(**{**value, "levels": tuple(value.get("levels", ()))})
+
+    def __str__(self) -> str:
+        """Returns what is changed, in a few words."""
+        counts = Counter(self.levels)
+        parts = [f"{count} {level}" for level, count in sorted(counts.items())]
+        if len(parts) == 1:
+            parts = [f"all {level}" for level in counts]
+        if self.micro_batches > 1:
+            parts.append(f"{self.micro_batches} micro-batches")
+        if self.optimizer != "given":
+            parts.append(_OPTIMIZERS[self.optimizer])
+        if self.weights != "given":
+            parts.append(f"{self.weights} weights")
+        parts += ["fused loss"] * self.fused_loss + ["release"] * self.release
+        return ", ".join(parts) or "as it is"

@@ -1,0 +1,109 @@
+"""A step of the Trainer of transformers, as ``headroom.fit`` plans and measures it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from ..fitting.shares import SAMPLES, SUM
+from ..patching.losses import has_fused_loss
+from ..planning.steps import generators_kept
+from .batches import moved, sample_batch
+from .transformers import smoothed_loss
+
+__all__ = [
+    "Batch",
+    "batch_of_loader",
+    "inputs_of",
+    "loss_can_be_fused",
+    "loss_of",
+    "optimizer_of",
+    "rule_of_trainer",
+    "step_of",
+    "without_checkpointing",
+]
+
+Batch = tuple[dict[str, Any], Any]  # the inputs, and the number of items that losses are divided by
+
+
+def inputs_of(trainer: Any, batch: Any, *, who: str) -> dict[str, Any]:
+    """Returns a batch on the Trainer's device: that which is given, or one of its loader.
+
+    Raises:
+        TypeError: it is no dict.
+    """
+    if batch is None:
+        batch = batch_of_loader(trainer, who=who)
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"{who}: a batch is {type(batch).__name__}, wanted a dict")
+    return moved(dict(batch), torch.device(trainer.args.device))
+
+
+def batch_of_loader(trainer: Any, *, who: str) -> Any:
+    """Returns a batch of the Trainer's loader; making that leaves random numbers as they were."""
+    with generators_kept():
+        return sample_batch(trainer.get_train_dataloader(), who=who)
+
+
+def step_of(trainer: Any, inputs: dict[str, Any]) -> Batch:
+    """Returns inputs with the number of labels that the Trainer divides a sum of losses by."""
+    counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    if not counts or not isinstance(inputs.get("labels"), Tensor):
+        return inputs, None
+    return inputs, inputs["labels"].ne(-100).sum()
+
+
+def rule_of_trainer(trainer: Any, batch: Batch) -> str:
+    """Returns how the Trainer makes one loss of those of the batches that it accumulates."""
+    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if scaled is None:
+        counts = trainer.model_accepts_loss_kwargs and batch[1] is not None
+        scaled = counts or trainer.compute_loss_func is not None
+    return SUM if scaled else SAMPLES
+
+
+def loss_can_be_fused(trainer: Any) -> bool:
+    """Returns whether nothing of the user's looks at logits while the model trains."""
+    own = type(trainer).compute_loss is Trainer.compute_loss and "compute_loss" not in vars(trainer)
+    return own and trainer.compute_loss_func is None
+
+
+def loss_of(trainer: Any, model: nn.Module, batch: Batch) -> Tensor:
+    """Returns the loss of a batch as the Trainer computes it."""
+    inputs, items = batch
+    compute = trainer.compute_loss
+    if has_fused_loss(model) and loss_can_be_fused(trainer):
+        compute = functools.partial(smoothed_loss, trainer, compute)  # as fuse_loss() will do
+    return compute(model, dict(inputs), num_items_in_batch=items)
+
+
+@contextmanager
+def optimizer_of(trainer: Any) -> Iterator[torch.optim.Optimizer]:
+    """Gives the optimizer that the Trainer will make or has, and leaves the Trainer as it was."""
+    before = trainer.optimizer
+    try:
+        trainer.create_optimizer()
+        yield getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    finally:
+        trainer.optimizer = before
+
+
+@contextmanager
+def without_checkpointing(model: Any) -> Iterator[None]:
+    """Switches off activation checkpointing of transformers: levels take its place. Switches it on
+    again after an error."""
+    parts = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    for part in parts:
+        part.gradient_checkpointing = False
+    try:
+        yield
+    except BaseException:
+        for part in parts:
+            part.gradient_checkpointing = True
+        raise

@@ -1,0 +1,21 @@
+"""What the tests of the command share."""
+
+import json
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def folder(request, tmp_path, monkeypatch):
+    """A folder to work in, where `small_model` is a module with the test file's MODEL."""
+    (tmp_path / "small_model.py").write_text(request.module.MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "small_model", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def answer(capsys):
+    """Reads the JSON that the command has printed."""
+    return lambda: json.loads(capsys.readouterr().out)

@@ -1,0 +1,124 @@
+"""What is said where nothing fits: the batch that would."""
+
+import pickle
+from types import SimpleNamespace
+
+import headroom
+import pytest
+import torch
+import torch.nn.functional as F
+from headroom.fitting import Choice, DoesNotFit
+from headroom.fitting.floors import SMALLER, most_samples
+from headroom.planning import PlanError
+from torch import nn
+
+from helpers.fitted_models import Images
+
+
+def images(samples, *, trains_statistics=True):
+    torch.manual_seed(0)
+    model = Images(channels=12, depth=2)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d) and not trains_statistics:
+            module.eval()
+    return model, (torch.randn(samples, 3, 9, 9), torch.randint(5, (samples,)))
+
+
+def total(output, target):
+    return F.cross_entropy(output, target, reduction="sum")
+
+
+def fitted(samples, budget, *, loss=F.cross_entropy, **options):
+    model, batch = images(samples, **options)
+    return headroom.fit(model, batch, budget=budget, loss=loss, dry_run=True)
+
+
+class Line:
+    """A search for a model whose plans are a line over samples, from which they are a little off;
+    batches of fewer than ``least`` samples cannot be planned."""
+
+    def __init__(self, samples, unit=1, slope=100, least=1):
+        self.slope, self.least, self.asked = slope, least, []
+        setting = SimpleNamespace(batch=torch.zeros(samples, 1))
+        self.families = self
+        self.techniques = SimpleNamespace(
+            micro_batches=(unit,),
+            setting=setting,
+            optimizer_of=lambda choice: None,
+            can_release=lambda choice, optimizer: True,
+        )
+        whole = SimpleNamespace(peak=self.size(samples))
+        self.outers = [
+            SimpleNamespace(
+                choice=Choice((), unit), points=[whole], choice_of=lambda point: Choice((), unit)
+            )
+        ]
+
+    def size(self, samples):
+        return 1000 + self.slope * samples + samples * samples % 37
+
+    def every(self):
+        return self.outers
+
+    def planned_with(self, choice, optimizer, samples):
+        assert choice.release and samples % choice.micro_batches == 0
+        self.asked.append(samples)
+        if samples < self.least:
+            raise PlanError("too few samples")
+        return SimpleNamespace(total_bytes=self.size(samples))
+
+
+@pytest.mark.parametrize("unit", [1, 3])
+@pytest.mark.parametrize("samples", [6, 60, 6000])
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.98])
+def test_a_few_plans_find_the_most_samples(unit, samples, share):
+    search = Line(samples, unit)
+    within = int(search.size(unit) + share * (search.size(samples - 1) - search.size(unit)))
+    found = most_samples(search, within)
+    fits = [n for n in range(unit, samples, unit) if search.size(n) <= within]
+    assert found == max(fits) and len(search.asked) <= SMALLER + 1
+
+
+def test_no_batch_fits_a_budget_below_that_of_a_sample():
+    search = Line(50)
+    assert most_samples(search, search.size(1) - 1) is None and search.asked == [1]
+    assert most_samples(Line(1), 1 << 30) is None
+    search = Line(50, least=2)  # a BatchNorm takes no single sample
+    assert most_samples(search, search.size(2)) == 2
+
+
+def test_a_model_with_batch_norm_is_told_which_batch_fits():
+    with pytest.raises(DoesNotFit) as raised:
+        fitted(24, 2048)
+    assert raised.value.samples is None and "batch of" not in str(raised.value)
+    words = r"or a batch of \d+ samples, not 24 .*micro-batches: "
+    budget = raised.value.least // 2
+    with pytest.raises(DoesNotFit, match=words) as raised:
+        fitted(24, budget)
+    found = raised.value
+    assert 1 < found.samples < 24
+    assert fitted(found.samples, budget).predicted_peak <= budget
+    assert pickle.loads(pickle.dumps(found)).samples == found.samples
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loss", "trains_statistics"), [(F.cross_entropy, True), (total, False)], ids=["norm", "sum"]
+)
+def test_one_sample_more_than_the_batch_that_would_fit_does_not(loss, trains_statistics):
+    options = {"loss": loss, "trains_statistics": trains_statistics}
+    with pytest.raises(DoesNotFit) as raised:
+        fitted(24, 2048, **options)
+    budget = raised.value.least // 2
+    with pytest.raises(DoesNotFit) as raised:
+        fitted(24, budget, **options)
+    samples = raised.value.samples
+    assert fitted(samples, budget, **options).predicted_peak <= budget
+    with pytest.raises(DoesNotFit):
+        fitted(samples + 1, budget, **options)
+
+
+def test_a_loss_that_is_no_mean_is_offered_no_micro_batches():
+    with pytest.raises(DoesNotFit, match="losses of parts of a batch do not add up") as raised:
+        fitted(24, 2048, loss=total, trains_statistics=False)
+    assert "24 micro-batches" not in str(raised.value)

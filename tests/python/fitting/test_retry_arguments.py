@@ -1,0 +1,164 @@
+"""retry_on_oom: what it takes, and which errors it catches."""
+
+import functools
+import os
+
+import headroom
+import pytest
+import torch
+from headroom.fitting import RetryingStep, repeating
+from headroom.fitting.retry import retry_on_oom
+from torch import nn
+
+from helpers.retrying import CPU_ERROR, Failing, batch, model_of, step_of
+
+ERRORS = {
+    "cuda": torch.OutOfMemoryError("CUDA out of memory."),
+    "python": MemoryError(),
+    "cpu": RuntimeError(CPU_ERROR),
+    "c++": RuntimeError("std::bad_alloc"),
+    "runtime": RuntimeError("CUDA error: out of memory"),
+    "library": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
+def test_errors_that_are_retried(error):
+    model = model_of()
+    optimizer = headroom.optim.AdamW(model.parameters())
+    step = retry_on_oom(step_of(model, optimizer, Failing(error)), model=model, optimizer=optimizer)
+    with pytest.warns(UserWarning, match="step 1 ran out of memory .* raised from L0 to L1"):
+        step(batch())
+    assert model.save == ["L1", "L1"] and step.retries == 1
+    assert [one.step for one in step.history] == [1]
+    assert "1 of 2 attempts" in step.report() and "2 blocks raised from L0 to L1" in step.report()
+    assert isinstance(step, RetryingStep) and step.__name__ == "step"
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes do not fit"), ValueError("x"), KeyboardInterrupt()]
+)
+def test_other_errors_pass_at_once(error):
+    model = model_of()
+    optimizer = headroom.optim.AdamW(model.parameters())
+    step = retry_on_oom(step_of(model, optimizer, Failing(error)), model=model, optimizer=optimizer)
+    with pytest.raises(type(error)) as caught:
+        step(batch())
+    assert caught.value is error and step.retries == 0 and model.save == ["L0", "L0"]
+
+
+def test_a_decorator():
+    model = model_of()
+    optimizer = headroom.optim.AdamW(model.parameters())
+    fail = Failing(MemoryError())
+
+    @retry_on_oom(model=model, optimizer=[optimizer])
+    def step(tokens):
+        """A step."""
+        return step_of(model, optimizer, fail)(tokens)
+
+    with pytest.warns(UserWarning, match="L0 to L1"):
+        step(batch())
+    assert step.__doc__ == "A step."
+
+
+def test_arguments_that_do_not_fit():
+    model = model_of()
+    given = dict(model=model, optimizer=headroom.optim.AdamW(model.parameters()))
+    wrong = [
+        (dict(step=3), TypeError, "wanted a function"),
+        (dict(model=None), TypeError, "needs model= and optimizer="),
+        (dict(model=3), TypeError, "model is 3"),
+        (dict(optimizer="adam"), TypeError, "optimizer is 'adam'"),
+        (dict(scaler=3), TypeError, "scaler is 3"),
+        (dict(accumulator=3), TypeError, "accumulator is 3"),
+        (dict(micro_batches=0), ValueError, "micro_batches is 0"),
+        (dict(micro_batches=2), TypeError, "keyword argument"),
+    ]
+    for change, kind, words in wrong:
+        with pytest.raises(kind, match=words):
+            retry_on_oom(**(given | dict(step=lambda batch: None) | change))
+
+
+def refused(rank):
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = step_of(model, optimizer)
+    with pytest.raises(RuntimeError, match="2 ranks train"):
+        retry_on_oom(plain, model=model, optimizer=optimizer)(torch.ones(3, 2))
+    plain(torch.ones(3, 2))  # nothing has begun that others would wait for
+
+
+@pytest.mark.gloo
+def test_several_ranks_are_refused(ranks):
+    ranks(refused)
+
+
+def test_the_capture_of_a_graph_runs_the_step_as_it_is(monkeypatch):
+    monkeypatch.setattr(repeating, "is_capturing", lambda: True)
+    model = model_of()
+    optimizer = headroom.optim.AdamW(model.parameters())
+    error = MemoryError("in the capture")
+    step = retry_on_oom(step_of(model, optimizer, Failing(error)), model=model, optimizer=optimizer)
+    with pytest.raises(MemoryError) as caught:
+        step(batch())
+    assert caught.value is error and step.retries == 0
+
+
+class Drawing:
+    """A step as a method, of an object that has more than it says."""
+
+    def __init__(self):
+        self.model = model_of()
+        self.optimizer = headroom.optim.AdamW(self.model.parameters())
+        self.scaler = torch.amp.GradScaler("cpu")
+        self.batches = iter([batch()])
+        self.log = open(os.devnull)  # an iterator too
+
+    def scaled(self):
+        self.scaler.scale(self.model(batch()).mean()).backward()
+
+    def drawing(self):
+        self.model(next(self.batches))
+
+    def __call__(self):
+        self.scaled()
+        return self.scaler
+
+    def logging(self):
+        self.log.flush()
+        return self.model(batch())
+
+
+GLOBAL = headroom.GradAccumulator(nn.Linear(2, 2))
+
+
+def test_what_a_step_uses_and_was_not_given_is_refused():
+    owner = Drawing()
+    model, optimizer, batches = owner.model, owner.optimizer, (one for one in [batch()])
+    other, off = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu", enabled=False)
+
+    def stepping():
+        [optimizer.step() for optimizer in (other,)]
+
+    def wrong(part):
+        return (lambda: GLOBAL.micro_batch())()
+
+    refused = {
+        owner.scaled: "uses self.scaler, .* give it as scaler=",
+        owner: "uses self.scaler",
+        owner.drawing: "uses self.batches, an iterator",
+        (lambda: next(batches)): "uses batches, an iterator",
+        stepping: "uses other, .* give it as optimizer=",
+        functools.partial(wrong, 3): "uses GLOBAL, .* give it as accumulator=",
+    }
+    for step, words in refused.items():
+        step = retry_on_oom(step, model=model, optimizer=optimizer)
+        for _ in range(2):
+            with pytest.raises(TypeError, match=words):
+                step()
+    given = {"optimizer": [optimizer, other], "scaler": owner.scaler}
+    retry_on_oom(owner.scaled, model=model, **given)()
+    retry_on_oom(lambda: off.is_enabled(), model=model, optimizer=optimizer)()
+    retry_on_oom(owner.logging, model=model, optimizer=optimizer)()
+    owner.log.close()

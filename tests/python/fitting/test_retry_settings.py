@@ -1,0 +1,233 @@
+"""retry_on_oom: which settings it takes, one after another."""
+
+import warnings
+
+import headroom
+import pytest
+import torch
+from headroom.fitting import kept, optimizer_before
+from headroom.fitting.retry import retry_on_oom
+
+from helpers.retrying import Failing, assert_same, batch, contents, model_of, step_of
+
+
+def test_levels_rise_one_after_another_and_then_the_error_comes():
+    model = model_of()
+    model.save = ["L0", "L3"]
+    optimizer = headroom.optim.AdamW(model.parameters())
+    errors = Failing(*(torch.OutOfMemoryError("no room") for _ in range(9)))
+    # The last of what an optimizer does before it writes, when it has made its states.
+    optimizer._prepared_count = lambda found_inf: errors() or list
+    step = retry_on_oom(step_of(model, optimizer), model=model, optimizer=optimizer)
+    before = contents(model)
+    with warnings.catch_warnings(), pytest.raises(torch.OutOfMemoryError) as caught:
+        warnings.simplefilter("ignore", UserWarning)
+        step(batch())
+    assert "no room" in str(caught.value) and "no leaner setting is left" in str(caught.value)
+    assert [one.change for one in step.history] == [
+        "1 blocks raised from L0 to L1",
+        "1 blocks raised from L1 to L2",
+        "1 blocks raised from L2 to L3",
+        "2 blocks raised from L3 to L4",
+        "2 blocks raised from L4 to L5",
+    ]
+    assert_same(contents(model), before)
+    assert not optimizer.state and all(p.grad is None for p in model.parameters())
+
+
+class Trainer:
+    """An object with settings of its own."""
+
+    def __init__(self, model, fail):
+        self.model, self.fail = model, fail
+        self.optimizer = headroom.optim.AdamW(model.parameters())
+        self.choice = "roomy"
+
+    def leaner(self):
+        if self.choice == "lean":
+            return False
+        self.choice = "lean"
+        return True
+
+    def step(self, tokens):
+        return step_of(self.model, self.optimizer, self.fail)(tokens), self.choice
+
+
+def test_a_method_of_an_object_with_settings():
+    trainer = Trainer(model_of(), Failing(MemoryError("first")))
+    step = retry_on_oom(trainer.step)
+    with pytest.warns(UserWarning, match="roomy became lean"):
+        assert step(batch())[1] == "lean"
+    trainer.fail.errors = [MemoryError("second")]
+    with pytest.raises(MemoryError, match="no leaner setting"):
+        step(batch())
+    with pytest.raises(TypeError, match="optimizer is given"):
+        retry_on_oom(trainer.step, optimizer=trainer.optimizer)
+
+
+def test_micro_batches_after_the_levels():
+    model, twin = model_of("L5"), model_of("L5")
+    asked = []
+
+    def made(model, fail):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(tokens, micro_batches=1):
+            asked.append(micro_batches)
+            for part in tokens.chunk(micro_batches):
+                (model(part).square().mean() / micro_batches).backward()
+            fail()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step, optimizer
+
+    step, optimizer = made(model, Failing(MemoryError(), MemoryError()))
+    step = retry_on_oom(step, model=model, optimizer=optimizer, micro_batches=4)
+    torch.manual_seed(3)
+    with pytest.warns(UserWarning, match="micro-batches: 2 before, 4 now"):
+        step(batch(4))
+    step(batch(4))
+    assert asked == [1, 2, 4, 4]
+    plain, _ = made(twin, lambda: None)
+    torch.manual_seed(3)
+    for _ in range(2):
+        plain(batch(4), micro_batches=4)
+    assert_same(contents(model), contents(twin))
+
+
+@pytest.mark.parametrize("patched", [None, {}, {"norms": False, "glu": False}])
+def test_a_model_of_transformers(patched):
+    """Its levels rise, and what else it was patched with stays."""
+    from helpers.hf_models import inputs_of, model_of
+
+    def trained(fail, save):
+        model = model_of("Llama")
+        if patched is not None:
+            headroom.patch(model, save=save, **patched)
+        elif save != "L0":
+            headroom.patch(model, save=save, norms=False, glu=False, rope=False)
+        optimizer = headroom.optim.AdamW(model.parameters(), lr=0.01)
+
+        def plain():
+            model(**inputs_of()).loss.backward()
+            fail()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step = retry_on_oom(plain, model=model, optimizer=optimizer)
+        for k in range(3):
+            if k == 1:
+                fail.errors = fail.later
+            step()
+        return model, step
+
+    fail, none = Failing(), Failing()
+    fail.later, none.later = [MemoryError(), MemoryError()], []
+    with pytest.warns(UserWarning, match="L1 to L2"):
+        model, step = trained(fail, "L0")
+    twin, _ = trained(none, "L2")
+    assert step.retries == 2
+    assert_same(contents(model), contents(twin))
+
+
+@pytest.mark.parametrize("place", ["step", "forward"])
+def test_copies_that_took_the_room_go_to_the_host(monkeypatch, place):
+    """A step of an optimizer that fails beside its copies may fit without them."""
+    monkeypatch.setattr(optimizer_before, "_is_on_device", lambda param: True)
+    made, copy = [], kept._copy
+    monkeypatch.setattr(kept, "_copy", lambda x, on_host: made.append(on_host) or copy(x, on_host))
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fail = Failing(*(MemoryError("no room") for _ in range(2)))
+    if place == "step":
+        optimizer.register_step_post_hook(lambda *_: fail())
+    step = step_of(model, optimizer, fail if place == "forward" else lambda: None)
+    step = retry_on_oom(step, model=model, optimizer=optimizer)
+    with pytest.warns(UserWarning):
+        step(batch())
+    changes = [one.change for one in step.history]
+    if place == "forward":
+        assert model.save == ["L2", "L2"] and not any(made)
+        return
+    assert "memory of the host" in changes[0] and "L0 to L1" in changes[1]
+    first = made.index(True)
+    assert first > 0 and all(made[first:]) and model.save == ["L1", "L1"]
+
+
+def test_only_what_the_step_of_an_optimizer_writes_is_copied(monkeypatch):
+    made, copy = [], kept._copy
+    monkeypatch.setattr(kept, "_copy", lambda x, on_host: made.append(x) or copy(x, on_host))
+    used, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    model = torch.nn.ParameterList([used, unused])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+
+    def step():
+        (used * 2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step = retry_on_oom(step, model=model, optimizer=optimizer)
+    step()
+    assert len(made) == 1 and made[0] is used
+    step()
+    assert len(made[1:]) == 4 and not any(x is unused for x in made)
+
+
+def test_a_fitted_model_with_a_scaler():
+    """Its scaler is restored, or it would refuse to unscale a second time."""
+    model, tokens = model_of(), batch()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    fitted = headroom.fit(
+        model,
+        tokens,
+        budget="1 GiB",
+        optimizer=optimizer,
+        loss=lambda logits: logits.square().mean(),
+        scaler=scaler,
+        max_grad_norm=1.0,
+        only={"optimizer": ("headroom",)},  # it alone has the method that fails below
+    )
+    fail = Failing(MemoryError("no room"))
+    fitted.optimizer._prepared_count = lambda found_inf: fail() or list
+    step = headroom.retry_on_oom(fitted.step)
+    with pytest.warns(UserWarning, match="became"):
+        step(tokens)
+    assert step.retries == 1
+
+
+def test_a_step_inside_another():
+    """The inner one takes its settings first; then the outer one takes its own."""
+    model = model_of("L4")
+    optimizer = torch.optim.AdamW(model.parameters())
+    fail = Failing()
+    inner = retry_on_oom(step_of(model, optimizer, fail), model=model, optimizer=optimizer)
+    asked = []
+
+    def several(tokens, micro_batches=1):
+        asked.append(micro_batches)
+        return inner(tokens)
+
+    outer = retry_on_oom(several, model=model, optimizer=optimizer, micro_batches=2)
+    fail.errors = [MemoryError() for _ in range(2)]
+    torch.manual_seed(3)
+    with pytest.warns(UserWarning):
+        outer(batch())
+    assert model.save == ["L5", "L5"] and asked == [1, 2]
+    assert (inner.retries, outer.retries) == (1, 1)
+    twin = model_of("L5")
+    torch.manual_seed(3)
+    step_of(twin, torch.optim.AdamW(twin.parameters()))(batch())
+    assert_same(contents(model), contents(twin))
+
+
+def test_a_compiled_model():
+    model = model_of()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = headroom.optim.AdamW(compiled.parameters())
+    fail = Failing(MemoryError("no room"))
+    step = retry_on_oom(step_of(compiled, optimizer, fail), model=compiled, optimizer=optimizer)
+    with pytest.warns(UserWarning, match="2 blocks raised from L0 to L1"):
+        step(batch())
+    assert model.save == ["L1", "L1"]

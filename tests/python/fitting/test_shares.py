@@ -1,0 +1,177 @@
+"""Micro-batches of padded, uneven and empty parts have the gradient of the whole batch."""
+
+import headroom
+import pytest
+import torch
+import torch.nn.functional as F
+from headroom.fitting.loop import Loop
+from headroom.fitting.micro_batches import parts
+from headroom.fitting.setting import Setting
+from headroom.fitting.shares import rule_of, rules_of, shares, weighed
+from torch import nn
+
+from helpers.fitted_models import Plain, ids
+
+ROWS = 7
+
+
+def padded(empty=()):
+    """Rows of very different lengths; some have no label that counts."""
+    tokens = torch.randint(61, (ROWS, 12), generator=torch.Generator().manual_seed(2))
+    labels = tokens.clone()
+    for k in range(ROWS):
+        labels[k, 12 - k :] = -100
+        if k in empty:
+            labels[k] = -100
+    return {"ids": tokens, "labels": labels}
+
+
+def gradient(setting, each, rule):
+    """The gradient of a step, by the loop that makes it."""
+    model = setting.model
+    before = [p.detach().clone() for p in model.parameters()]
+    loss = Loop(setting, torch.optim.SGD(model.parameters(), lr=1.0), rule=rule).step(each)
+    found = torch.cat([(b - p.detach()).flatten() for b, p in zip(before, model.parameters())])
+    with torch.no_grad():
+        for p, b in zip(model.parameters(), before):
+            p.copy_(b)
+    return found, loss
+
+
+def assert_same_gradient(setting, count, rule, tolerance):
+    whole, loss = gradient(setting, [setting.batch], rule)
+    found, sum_of_parts = gradient(setting, parts(setting.batch, count), rule)
+    assert (found - whole).norm() <= tolerance * whole.norm()
+    assert abs(sum_of_parts - loss) <= tolerance * abs(loss)
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+@pytest.mark.parametrize("empty", [(), (0, 1, 2, 3), (6,)])
+def test_a_mean_over_labels_in_float64(count, empty):
+    setting = Setting(Plain().double(), padded(empty))
+    rule = rule_of(setting, count, rules_of(setting))
+    assert rule == "tokens"
+    assert_same_gradient(setting, count, rule, 1e-12)
+    whole, _ = gradient(setting, [setting.batch], rule)
+    equal, _ = gradient(setting, parts(setting.batch, count), "samples")
+    assert not (equal - whole).norm() <= 1e-2 * whole.norm()  # what the shares are for
+
+
+def test_a_mean_over_samples_of_uneven_parts_in_float64():
+    model = nn.Linear(5, 3).double()
+    batch = (torch.randn(ROWS, 5).double(), torch.randn(ROWS, 3).double())
+    setting = Setting(model, batch, F.mse_loss)
+    assert rules_of(setting) == ("samples",)
+    for count in (2, 3, 4):
+        assert_same_gradient(setting, count, "samples", 1e-14)
+    assert [float(s) for s in shares(parts(batch, 3))] == pytest.approx([3 / 7, 3 / 7, 1 / 7])
+
+
+class MeanOfMeans(nn.Module):
+    """A loss that counts each sequence the same, however long."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Plain()
+
+    def forward(self, ids, labels):
+        losses = [self.inner(a[None], b[None]) for a, b in zip(ids, labels)]
+        return torch.stack(losses).mean()
+
+
+def test_the_batch_shows_what_the_loss_is_a_mean_over():
+    batch = padded()
+    batch = {name: x[:6] for name, x in batch.items()}
+    setting = Setting(MeanOfMeans(), batch)
+    assert rule_of(setting, 3, rules_of(setting)) == "samples"
+    assert rule_of(Setting(Plain(), batch), 3, rules_of(setting)) == "tokens"
+    shifted = Setting(Plain(), batch, forward=lambda m, b: m(b["ids"][:, :-1], b["labels"][:, 1:]))
+    assert rule_of(shifted, 3, rules_of(shifted)) == "next tokens"
+    total = Setting(Plain(), batch, forward=lambda m, b: m(**b) * b["labels"].ne(-100).sum())
+    assert rule_of(total, 3, rules_of(total)) is None
+    assert rule_of(total, 3, ("samples", "sum")) == "sum"
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("amp", [None, torch.bfloat16])
+def test_rules_whose_losses_are_near_are_told_apart(amp, seed):
+    """Of a model that knows nothing yet, all tokens have about the same loss."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(500, 32), nn.Linear(32, 500))
+    ids = torch.randint(500, (8, 64))
+    labels = ids.clone()
+    for row, start in enumerate(torch.randint(4, 64, (8,)).tolist()):
+        labels[row, start:] = -100
+
+    def mean_of_means(model, batch):
+        logits = model(batch["ids"]).transpose(1, 2)
+        losses = nn.functional.cross_entropy(logits, batch["labels"], reduction="none")
+        return (losses.sum(1) / batch["labels"].ne(-100).sum(1)).mean()
+
+    setting = Setting(model, {"ids": ids, "labels": labels}, forward=mean_of_means, amp=amp)
+    assert rule_of(setting, 2, rules_of(setting)) == "samples"
+
+
+def test_a_batch_without_any_label_has_the_loss_that_it_has():
+    each = parts(padded(range(ROWS)), 3)
+    assert [float(share) for share in shares(each, "tokens")] == [1 / 3] * 3
+    assert torch.isnan(gradient(Setting(Plain(), None), each, "tokens")[1])
+
+
+def test_the_bits_of_equal_parts_are_those_of_a_division():
+    loss = torch.randn(1000)
+    each = parts(torch.zeros(9, 2), 3)
+    assert torch.equal(weighed(loss, shares(each)[0]), loss / 3)
+    assert weighed(loss, shares(each[:1])[0]) is loss
+
+
+def test_parts_of_what_cannot_be_cut():
+    assert [len(part) for part in parts(torch.zeros(3, 2), 5)] == [1, 1, 1]
+    assert [len(part) for part in parts(torch.zeros(5, 2), 4)] == [2, 2, 1]
+    for batch in (torch.zeros(()), {"a": 3}, torch.zeros(0, 2)):
+        with pytest.raises(ValueError, match="no samples to make 2 micro-batches of"):
+            parts(batch, 2)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert"])
+def test_models_of_transformers(name):
+    """Their loss is computed in float32, whatever the model is in."""
+    model_of = pytest.importorskip("helpers.hf_models").model_of
+    batch = padded((5,))
+    batch["input_ids"] = batch.pop("ids")
+    setting = Setting(model_of(name).double().eval(), batch)
+    rule = rule_of(setting, 7, rules_of(setting))
+    assert rule == rules_of(setting)[0] == ("tokens" if name == "Bert" else "next tokens")
+    assert_same_gradient(setting, 3, rule, 1e-6)
+    assert_same_gradient(setting, 7, rule, 1e-6)
+
+
+def test_a_fitted_step_of_a_padded_batch():
+    """And of one that is smaller than that which was planned."""
+    tokens = ids()[:, :12].repeat(4, 1)
+    labels = tokens.clone()
+    labels[::2, 5:] = -100
+    batch = {"ids": tokens, "labels": labels}
+    model = Plain().double()
+    setting = Setting(model, batch)
+    want = {}
+    for rows in (12, 7, 2):
+        small = {name: x[:rows] for name, x in batch.items()}
+        want[rows] = gradient(setting, [small], "tokens")
+    start = [p.detach().clone() for p in model.parameters()]
+    fitted = headroom.fit(
+        model,
+        batch,
+        budget="1 GiB",
+        optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
+        only={"micro_batches": (4,)},
+    )
+    for rows, (gradients, loss) in want.items():
+        small = {name: x[:rows] for name, x in batch.items()}
+        assert sum(fitted.shares(fitted.micro_batches(small))) == pytest.approx(1)
+        assert abs(fitted.step(small) - loss) <= 1e-12
+        found = torch.cat([(a - p.detach()).flatten() for a, p in zip(start, model.parameters())])
+        assert (found - gradients).norm() <= 1e-12 * gradients.norm()
+        with torch.no_grad():
+            for p, a in zip(model.parameters(), start):
+                p.copy_(a)
