@@ -49,7 +49,7 @@ def choose(rung: Rung, size: Size, device: torch.device, text: Text, seed: int) 
             "accumulate": choice.micro_batches,
             "optimizer": OPTIMIZERS.get(choice.optimizer, rung.optimizer),
             "release": choice.release,
-            "bucket_bytes": None if choice.release else rung.bucket_bytes,
+            "bucket_bytes": found.bucket_bytes or 0,
             "fused_loss": choice.fused_loss,
         },
         "frontier": [[p.peak - others, p.seconds, p.title] for p in ladder.points],

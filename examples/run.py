@@ -51,10 +51,9 @@ class Run:
         self.model = model_of(rung, size).to(device)
         self.optimizer = optimizer_of(rung, size, self.model)
         if rung.release:
-            size_of_bucket = (
-                {} if rung.bucket_bytes is None else {"bucket_bytes": rung.bucket_bytes}
+            headroom.optim.release_gradients(
+                self.model, self.optimizer, bucket_bytes=rung.bucket_bytes
             )
-            headroom.optim.release_gradients(self.model, self.optimizer, **size_of_bucket)
         self.accumulator = headroom.GradAccumulator(self.model) if rung.sum_in_f32 else None
         self.scaler = headroom.amp.GradScaler(
             device.type, init_scale=2.0**12, enabled=rung.scaler, max_consecutive_skips=10
@@ -166,6 +165,6 @@ def predict(rung: Rung, size: Size, device: torch.device) -> headroom.planning.P
         amp=rung.autocast and getattr(torch, rung.autocast),
         accumulation=count,
         accumulator=rung.sum_in_f32,
-        release=rung.release and (rung.bucket_bytes is None or max(1, rung.bucket_bytes)),
+        release=rung.release and max(1, rung.bucket_bytes),
         scaler=rung.scaler,
     )

@@ -23,7 +23,7 @@ class Rung:
     max_grad_norm: float | None = None  # clip inside the optimizer step, which writes no gradient
     weights: str = "float32"  # dtype of the parameters; in plain torch, norms stay float32
     release: bool = False  # step each parameter in the backward pass, then free its gradient
-    bucket_bytes: int | None = 0  # gradients wait until they are as many; None: Headroom's default
+    bucket_bytes: int = 0  # gradients wait until they are as many
     sum_in_f32: bool = False  # add micro-batches' gradients up in float32, whatever their dtype
     tolerance: float | None = 0.0  # allowed distance from the first rung's held-out loss, in bits
     # per byte; None where the training itself differs, so that the loss is shown but not judged

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from .._core.surroundings import is_trained
@@ -100,11 +101,20 @@ class _Callers:
         root = getattr(root, "__self__", root)  # of a method
         modules = root.named_modules() if isinstance(root, nn.Module) else ()
         self._names = {module: name or type(module).__name__ for name, module in modules}
-        self._running: list[str] = []
+        self._running: list[tuple[str, nn.Module]] = []
         self._thread = threading.get_ident()
 
     def innermost(self) -> str:
-        return self._running[-1] if self._running else "the function itself"
+        return self._running[-1][0] if self._running else "the function itself"
+
+    def is_running_statistic(self, x: Tensor) -> bool:
+        """Whether a tensor is a running statistic of a BatchNorm in training, which every run
+        moves, and which autograd saves but does not use."""
+        norm = self._running[-1][1] if self._running else None
+        if not isinstance(norm, _BatchNorm) or not norm.training:
+            return False
+        statistics = norm.running_mean, norm.running_var
+        return any(s is not None and s.data_ptr() == x.data_ptr() for s in statistics)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -119,7 +129,7 @@ class _Callers:
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         if threading.get_ident() == self._thread:
-            self._running.append(self._names.get(module, type(module).__name__))
+            self._running.append((self._names.get(module, type(module).__name__), module))
 
     def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
         if threading.get_ident() == self._thread and self._running:
@@ -140,7 +150,8 @@ def verified_region(fn: Callable[..., Any]) -> Iterator[None]:
 
     def pack(x: Tensor) -> _Packed:
         was = None
-        if not is_trained(x):  # which is not dropped
+        is_dropped = not is_trained(x)
+        if is_dropped and not callers.is_running_statistic(x):
             was = _dropped(f"saved tensor {len(entries)}, of {callers.innermost()},", x)
         packed = _Packed(inner_pack(x), was)
         entries.append(weakref.ref(packed))

@@ -197,7 +197,8 @@ class Families:
 
     def _measure(self, key: _Key) -> Measured:
         """Measures the blocks. Where the model does not run with its blocks at their leanest, such
-        as one that writes to the argument of a block after the block has run, it has none."""
+        as one that writes to the argument of a block after the block has run, or where they compute
+        something else when they run again, it has none."""
         try:
             return measure_blocks(self._setting_of(key))
         except RuntimeError as error:

@@ -15,6 +15,7 @@ from .apply import Applied
 from .choice import Choice
 from .loop import Loop
 from .micro_batches import bytes_of, parts
+from .releasing import bucket_of
 from .search import SAME, FrontierPoint
 from .shares import SAMPLES, shares
 from .table import described, table
@@ -152,6 +153,12 @@ class Fitted:
     def rule(self) -> str:
         """What the loss is a mean over; see :mod:`headroom.fitting.shares`."""
         return SAMPLES if self._loop is None else self._loop.rule
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """The ``bucket_bytes`` of :func:`headroom.optim.release_gradients` with which gradients are
+        released, or None if they are not."""
+        return bucket_of(self.model, self.choice) if self.choice.release else None
 
     @property
     def measured_seconds(self) -> float | None:

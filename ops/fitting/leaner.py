@@ -17,25 +17,46 @@ __all__ = ["MicroBatches", "Owner", "SaveLevels"]
 
 class SaveLevels:
     """Raises what all blocks of a model save, a level at a time, as :func:`headroom.patch` sets
-    it. The bits of the gradients stay."""
+    it. The bits of the gradients stay, unless a block computes something else when it runs again:
+    then :meth:`give_up`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = getattr(model, "_orig_mod", model)  # of what torch.compile returns
+        self._before: list[str] | None = None  # the first was raised
+        self._is_given_up = False
+
+    @property
+    def is_raised(self) -> bool:
+        """Whether a block saves less than at the beginning."""
+        return self._before is not None
 
     def leaner(self) -> str | None:
         """Sets the next level. Returns what was changed, or None if no block can keep less."""
-        found = find_layers(self._model)
-        layers = find_blocks(self._model) if found is None else found[1]
+        if self._is_given_up:
+            return None
+        layers = self._layers()
         now = [self._level(layer) for layer in layers]
         for target in LEVELS:
             wanted = [_raised(layer, level, target) for layer, level in zip(layers, now)]
             if wanted != now:
                 self._set(layers, wanted)
+                self._before = self._before or now
                 changed = [(a, b) for a, b in zip(now, wanted) if a != b]
                 return f"{len(changed)} blocks raised from {_span(changed, 0)} to " + _span(
                     changed, 1
                 )
         return None
+
+    def give_up(self) -> str:
+        """Sets the levels of the beginning, for good. Returns what was changed."""
+        assert self._before is not None
+        self._set(self._layers(), self._before)
+        self._before, self._is_given_up = None, True
+        return "blocks save what they saved at the beginning, and levels stay as they are"
+
+    def _layers(self) -> list[PatchedLayer]:
+        found = find_layers(self._model)
+        return find_blocks(self._model) if found is None else found[1]
 
     def _level(self, layer: PatchedLayer) -> str:
         module = layer.module

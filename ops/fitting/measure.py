@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..memory.cpu import check_no_profiler
+from ..patching.blocks import verified_blocks
 from . import clock
 from .blocks import Blocks, private_copy
 from .calls import Call, results_of
@@ -162,6 +163,8 @@ def measure_blocks(setting: Setting, *, repeats: int = 1, steps: float = 5.0) ->
 
     Raises:
         PlanError: the loss is no tensor of one element, or requires no gradient.
+        RecomputeError: a block computes something else when it runs again in the backward pass, so
+            that gradients would be wrong at its leanest level.
         RuntimeError: a profiler is running, which counts bytes on the CPU.
     """
     if setting.device.type == "cpu":
@@ -172,7 +175,7 @@ def measure_blocks(setting: Setting, *, repeats: int = 1, steps: float = 5.0) ->
         blocks = Blocks(model, fused_loss=setting.fused_loss, has_levels=setting.has_levels)
         blocks.set(blocks.leanest)
         kinds = _Kinds(blocks, setting.device)
-        with kinds.captured():
+        with kinds.captured(), verified_blocks():
             first = _pass(setting, blocks)
         kinds.measure(setting, repeats, began + steps * first.whole)
         found = kinds.costs()

@@ -6,13 +6,16 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 
 from .._core.capture import is_capturing
+from ..checkpointing import RecomputeError
+from ..patching.blocks import verified_blocks
 from .before import Before
-from .leaner import MicroBatches
+from .leaner import MicroBatches, SaveLevels
 from .out_of_memory import explained, forget_tensors, is_out_of_memory
 from .overlooked import refuse_overlooked
 from .training import Training
@@ -30,7 +33,8 @@ class Ladder(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Retry:
-    """A step that ran out of memory.
+    """A step that ran out of memory, or whose blocks, which then save less, computed something else
+    when they ran again.
 
     Attributes:
         step: the number of the call, from 1.
@@ -65,7 +69,7 @@ class RetryingStep:
 
     def report(self) -> str:
         """Returns what was changed in which step, as text."""
-        lines = [f"{self.retries} of {self._calls + self.retries} attempts ran out of memory"]
+        lines = [f"{self.retries} of {self._calls + self.retries} attempts were repeated"]
         lines += [f"  step {one.step}: {one.change} ({one.error})" for one in self.history]
         return "\n".join(lines)
 
@@ -76,16 +80,23 @@ class RetryingStep:
         if self._calls == 0:
             refuse_overlooked(self._step, self._training)
         self._calls += 1
+        is_repeated = False
         while True:
-            result, before, error = self._attempt(args, kwargs)
+            raised = self._raised() if is_repeated else None
+            result, before, error = self._attempt(args, kwargs, raised)
             if error is None:
                 return result
             try:
                 had_copies = before.copies_took_room
                 self._undo(before, error)
-                self._change(error, had_copies)
+                if isinstance(error, RecomputeError) and raised is not None:
+                    what, change = "would have wrong gradients", raised.give_up()
+                else:
+                    what, change = "ran out of memory", self._change(error, had_copies)
+                self._note(error, what, change)
             finally:
                 del before, error  # they hold copies, which must not be beside the next attempt
+            is_repeated = True
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         for ladder in self._ladders:
@@ -93,14 +104,24 @@ class RetryingStep:
                 kwargs = kwargs | {"micro_batches": ladder.count}
         return self._step(*args, **kwargs)
 
-    def _attempt(self, args: Any, kwargs: Any) -> tuple[Any, Before, Exception | None]:
-        """Returns what the step returned, or what there was before it and the error."""
+    def _raised(self) -> SaveLevels | None:
+        """Returns the levels, if blocks save less than at the beginning."""
+        levels = (one for one in self._ladders if isinstance(one, SaveLevels))
+        return next((one for one in levels if one.is_raised), None)
+
+    def _attempt(
+        self, args: Any, kwargs: Any, raised: SaveLevels | None
+    ) -> tuple[Any, Before, Exception | None]:
+        """Returns what the step returned, or what there was before it and the error. Where levels
+        were raised, blocks that compute something else when they run again are an error."""
         with Before(self._training) as before:
             try:
                 before.keep()
-                return self._run(args, kwargs), before, None
+                with nullcontext() if raised is None else verified_blocks():
+                    return self._run(args, kwargs), before, None
             except Exception as error:
-                if not is_out_of_memory(error):
+                is_wrong = raised is not None and isinstance(error, RecomputeError)
+                if not is_wrong and not is_out_of_memory(error):
                     raise
                 failure = error
         return None, before, failure
@@ -126,8 +147,8 @@ class RetryingStep:
                 "after that has not been done",
             ) from error
 
-    def _change(self, error: Exception, had_copies: bool) -> None:
-        """Sets a leaner setting, or raises if none is left."""
+    def _change(self, error: Exception, had_copies: bool) -> str:
+        """Sets a leaner setting and returns what was changed, or raises if none is left."""
         try:
             change = self._leaner(had_copies)
         except Exception as broken:
@@ -141,11 +162,12 @@ class RetryingStep:
                 "before the step. A smaller batch, headroom.fit or an optimizer with less state "
                 "would help",
             ) from error
+        return change
+
+    def _note(self, error: Exception, what: str, change: str) -> None:
         line = str(error).partition("\n")[0] or type(error).__name__
         self.history.append(Retry(self._calls, line, change))
-        warnings.warn(
-            f"step {self._calls} ran out of memory and is repeated: {change}. {line}", stacklevel=3
-        )
+        warnings.warn(f"step {self._calls} {what} and is repeated: {change}. {line}", stacklevel=3)
 
     def _leaner(self, had_copies: bool) -> str | None:
         if had_copies:

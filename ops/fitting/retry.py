@@ -63,6 +63,8 @@ def retry_on_oom(
             returns a decorator.
         model: the module that is trained. Its blocks save less after each failure, from L0 to L5,
             as :func:`headroom.patch` sets it, which leaves the bits of the gradients as they are.
+            The first step at a level compares what is computed again: if a block computes something
+            else then, all blocks stay as they were given.
         optimizer: the optimizer of the step, or several.
         scaler, accumulator: those of the step, if it has them.
         micro_batches: the most micro-batches that the step can be asked for. If it is more than 1,

@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -21,9 +22,11 @@ from ..nn import LEVELS, Block
 from .changes import Changes
 from .report import PatchReport
 
-__all__ = ["Options", "PatchedLayer", "chosen_levels", "find_blocks"]
+__all__ = ["Options", "PatchedLayer", "chosen_levels", "find_blocks", "verified_blocks"]
 
 KNOWN = "Llama, Qwen2, Qwen3, Mistral, Gemma 1 to 3, Phi-3, GPT-2 and BERT of transformers"
+
+_verified: ContextVar[bool] = ContextVar("verified_blocks", default=False)
 
 CHECKPOINT_OPTIONS = inspect.signature(checkpoint).parameters.values()
 
@@ -117,6 +120,18 @@ class AnyBlock:
         report.set_level(self.name, module, level)
 
 
+@contextmanager
+def verified_blocks() -> Iterator[None]:
+    """While it lasts, blocks at L5 that run forward, besides those of :mod:`headroom.nn` and those
+    that torch.compile traces, raise :class:`headroom.checkpointing.RecomputeError` in the backward
+    pass if they compute something else when they run again."""
+    token = _verified.set(True)
+    try:
+        yield
+    finally:
+        _verified.reset(token)
+
+
 def _has_seam(module: nn.Module) -> bool:
     """Whether a block is one of transformers that checkpoints itself when it is told to."""
     return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
@@ -153,6 +168,8 @@ def _checkpointed(
     if inside_checkpoint() or torch._C._are_functorch_transforms_active():
         # It is computed again already, or a checkpoint cannot have its hooks.
         return run(*args, **kwargs)
+    if _verified.get():
+        options = options | {"verify": True}
     if not options.get("use_reentrant") and _batch_norms(module):
         contexts = options.get("context_fn", noop_context_fn)
         options = options | {"context_fn": functools.partial(_contexts, module, contexts)}

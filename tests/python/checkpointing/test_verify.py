@@ -44,6 +44,17 @@ class TestBoth:
         module(x).sum().backward()
         assert torch.equal(got, x.grad)
 
+    @pytest.mark.parametrize("trains", [True, False])
+    def test_running_statistics_are_moved_and_not_compared(self, reentrant, trains):
+        """The gradients of a BatchNorm do not depend on them in training, when both runs move them.
+        In evaluation nothing moves them."""
+        module, plain = (block(nn.BatchNorm1d(700)).train(trains) for _ in range(2))
+        got = train(module, reentrant)
+        torch.manual_seed(1)
+        x = torch.randn(5, 8, requires_grad=True)
+        plain(x).sum().backward()
+        assert torch.equal(got, x.grad)
+
     def test_dropout_whose_generator_is_not_restored_is_caught(self, reentrant):
         with pytest.raises(RecomputeError, match="preserve_rng_state=True"):
             train(block(nn.Dropout(0.5)), reentrant, preserve_rng_state=False)

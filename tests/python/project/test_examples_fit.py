@@ -9,6 +9,7 @@ from pathlib import Path
 import headroom
 import pytest
 import torch
+from headroom.fitting.choice import Choice
 
 import chart
 import choose
@@ -30,14 +31,26 @@ def test_the_demo_has_the_rung():
     assert "fit" in STORY and RUNGS["fit"].budget == 0.5 and RUNGS["fit"].tolerance == 0.002
 
 
-@pytest.mark.parametrize("share", [pytest.param(0.8, marks=pytest.mark.slow), 0.5, 0.41])
-def test_the_rung_is_what_fit_applies(share, monkeypatch):
-    """With the same choice, which is applied here, and taken over into a rung in the demo."""
+@pytest.mark.parametrize(
+    "share, choice",
+    [
+        pytest.param(0.8, None, marks=pytest.mark.slow),
+        (0.5, None),
+        (0.41, None),
+        (0.7, Choice(("L2", "L5"), optimizer="headroom", release=True)),
+        (0.7, Choice(("L1", "L3"), optimizer="headroom", micro_batches=2)),
+        (0.7, Choice(("L5", "L4"))),
+    ],
+)
+def test_the_rung_is_what_fit_applies(share, choice, monkeypatch):
+    """With the same choice, which is applied here, and taken over into a rung in the demo. Where
+    measured times make it, it can be any; each technique is among those that are given."""
     fit, applied = headroom.fit, []
 
-    def applying(*args, dry_run, **kwargs):
+    def applying(*args, dry_run, ladder, **kwargs):
         assert dry_run
-        applied.append(fit(*args, **kwargs))
+        given = {"ladder": ladder} if choice is None else {"choice": choice}
+        applied.append(fit(*args, **given, **kwargs))
         return applied[0]
 
     monkeypatch.setattr(headroom, "fit", applying)
@@ -62,7 +75,7 @@ def test_the_rung_is_what_fit_applies(share, monkeypatch):
     assert list(peaks) == sorted(peaks) and list(seconds) == sorted(seconds, reverse=True)
 
 
-@pytest.mark.parametrize("bucket", [0, 1 << 14, None])
+@pytest.mark.parametrize("bucket", [0, 1 << 14])
 def test_gradients_wait_in_a_bucket_as_predicted(bucket):
     text, _ = data.load(TEXT, TINY.context)
     rung = replace(RUNGS["fit"], optimizer="headroom.optim.AdamW", release=True, save=["L5", "L1"])
@@ -73,7 +86,7 @@ def test_gradients_wait_in_a_bucket_as_predicted(bucket):
     assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.02)
     weights = sum(p.nbytes for p in run.model.parameters())
     most = measured.most_by_kind["gradients"]
-    assert most >= weights if bucket is None else most < weights / 2
+    assert most < weights / 2
 
 
 @pytest.mark.slow

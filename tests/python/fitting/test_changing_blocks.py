@@ -1,0 +1,184 @@
+"""Blocks that compute something else when they run again in the backward pass have no levels."""
+
+import functools
+import random
+import warnings
+
+import headroom
+import pytest
+import torch
+from torch import nn
+
+mse_loss = nn.functional.mse_loss
+
+
+class Two(nn.Module):
+    """Keeps more than its input for the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(48, 48), nn.Linear(48, 48)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)).square())
+
+
+class Moves(Two):
+    """Subtracts a mean that it moves before."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(48))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return super().forward(x - self.mean)
+
+
+class Counts(Two):
+    """Multiplies by a number that grows with each call."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x * (1 + 0.1 * self.calls))
+
+
+class Drops(Two):
+    """Drops elements by random numbers that torch does not draw."""
+
+    def forward(self, x):
+        kept = torch.tensor([random.random() < 0.8 for _ in range(48)])
+        return super().forward(x * kept)
+
+
+class Fills(Two):
+    """Writes to the argument that it has used."""
+
+    def forward(self, x):
+        result = super().forward(x * 1.0)
+        with torch.no_grad():
+            x.mul_(0.5)
+        return result
+
+
+class Norms(Two):
+    """Moves the running statistics of a norm, which its result does not depend on."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(48), nn.Dropout(0.2)
+
+    def forward(self, x):
+        return self.drop(self.norm(super().forward(x)))
+
+
+def chain(kind):
+    """Returns a model of four blocks, of which none has the batch as its argument."""
+    return nn.Sequential(nn.Linear(48, 48), nn.Sequential(*(kind() for _ in range(4))))
+
+
+def trained(make, batch, **options):
+    """Returns a model after three steps in half of what it takes, and what fit returned for it; or,
+    without options, after three steps of plain torch."""
+    for seed in (torch.manual_seed, random.seed):
+        seed(0)
+    model = make()
+    fitted = headroom.fit(model, batch, loss=mse_loss, **options) if options else None
+    optimizer = torch.optim.AdamW(model.parameters())
+    for seed in (torch.manual_seed, random.seed):
+        seed(1)
+    for _ in range(3):
+        if fitted is not None:
+            fitted.step(batch)
+            continue
+        mse_loss(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, fitted
+
+
+def budget_of(make, batch):
+    """Returns what the leanest levels need, and a tenth more."""
+    model = make()
+    headroom.patch(model, "L5")
+    return int(1.1 * headroom.plan(model, torch.optim.AdamW, batch, loss=mse_loss).peak_bytes)
+
+
+@pytest.mark.parametrize("kind", [Moves, Counts, Drops, Fills])
+def test_gradients_are_those_of_torch(kind):
+    make = functools.partial(chain, kind)
+    batch = torch.randn(200, 48), torch.randn(200, 48)
+    only = {"micro_batches": (1,), "release": (False,)}
+    with pytest.raises(headroom.fitting.DoesNotFit, match="blocks cannot be run again"):
+        headroom.fit(make(), batch, budget=budget_of(make, batch), loss=mse_loss, only=only)
+    plain, _ = trained(make, batch)
+    model, fitted = trained(make, batch, budget="1 GiB", only=only)
+    assert fitted.choice.levels == () and "blocks cannot be run again" in str(fitted)
+    for (name, one), other in zip(plain.state_dict().items(), model.state_dict().values()):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_running_statistics_and_dropout_are_no_change():
+    make, batch = functools.partial(chain, Norms), (torch.randn(200, 48), torch.randn(200, 48))
+    fitted = headroom.fit(make(), batch, budget=budget_of(make, batch), loss=mse_loss, dry_run=True)
+    assert "L5" in fitted.choice.levels
+
+
+@pytest.mark.parametrize("kind", [Moves, Counts, Drops, Norms])
+def test_a_repeated_step_has_the_gradients_of_torch(kind):
+    """Blocks that compute something else when they run again go back to the level that they had,
+    and the step is repeated; others stay at L5."""
+    batch, models = torch.randn(200, 48), []
+    for errors in ([], [MemoryError("no room")]):
+        for seed in (torch.manual_seed, random.seed):
+            seed(0)
+        model = chain(kind)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x, model=model, optimizer=optimizer, errors=errors):
+            model(x).square().mean().backward()
+            if errors:
+                raise errors.pop()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        if errors:
+            step = headroom.retry_on_oom(step, model=model, optimizer=optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            for _ in range(3):
+                step(batch)
+        models.append(model)
+    plain, model = models
+    for (name, one), other in zip(plain.state_dict().items(), model.state_dict().values()):
+        assert torch.equal(other, one), name
+    changes = [retry.change for retry in step.history]
+    assert changes[0] == "4 blocks raised from L0 to L5"
+    assert len(changes) == (1 if kind is Norms else 2) and step.retries == len(changes)
+    if kind is not Norms:
+        assert "levels stay as they are" in changes[1] and "saved tensor" in step.report()
+
+
+def test_without_levels_the_next_setting_is_taken():
+    model, asked, room = chain(Counts), [], [MemoryError("no room") for _ in range(2)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x, micro_batches=1):
+        asked.append(micro_batches)
+        for part in x.chunk(micro_batches):
+            (model(part).square().mean() / micro_batches).backward()
+        if micro_batches == 1 and room:
+            raise room.pop()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step = headroom.retry_on_oom(step, model=model, optimizer=optimizer, micro_batches=2)
+    with pytest.warns(UserWarning) as warned:
+        step(torch.randn(8, 48))
+    assert "step 1 would have wrong gradients and is repeated: blocks save" in str(
+        warned[1].message
+    )
+    assert asked == [1, 1, 1, 2] and [block.calls for block in model[1]] == [2] * 4
