@@ -1,8 +1,9 @@
 """Checksums of tensors, a number per block of bytes, computed where the tensor lies.
 
-A checksum is the sum of a block's words, modulo 2 ** 64. Equal bits give equal sums; bits that
-differ give other sums but for coincidences, among them the same words in another order within a
-block.
+A checksum is a weighted sum of a block's words, modulo 2 ** 64. Equal bits give equal sums; bits
+that differ give other sums but for coincidences. The weights are powers of an odd number, so that
+the same words in another order have another sum. In a whole block each 32 words share a weight,
+since products of all words with weights of their own would take as much memory as the tensor.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from torch.distributed.tensor import DTensor
 __all__ = ["BLOCK_BYTES", "checksums", "first_difference"]
 
 BLOCK_BYTES = 8192
+
+ROW = 32  # words of a whole block that share a weight
+FACTOR = 6364136223846793005  # Knuth's for MMIX; its powers repeat after 2 ** 62 only
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -38,7 +42,8 @@ def checksums(x: Tensor) -> Tensor | None:
     if type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided or x.is_meta:
         return None
     with torch.no_grad():
-        flat = _in_memory_order(x.detach())
+        x = x.detach().resolve_neg()
+        flat = _in_memory_order(x.conj() if x.is_conj() else x)  # which is the memory as it is
         if flat.dtype == torch.bool or flat.is_complex() or flat.element_size() not in _WORDS:
             flat = flat.view(torch.uint8)
         size = flat.element_size()
@@ -46,10 +51,16 @@ def checksums(x: Tensor) -> Tensor | None:
         words = flat.view(torch.int64 if aligned else _WORDS[size])
         block = BLOCK_BYTES // words.element_size()
         whole = words.numel() // block * block
-        sums = [words[:whole].view(-1, block).sum(1, dtype=torch.int64)]
+        rows = words[:whole].view(-1, block // ROW, ROW).sum(2, dtype=torch.int64)
+        sums = [(rows * _weights(block // ROW, x.device)).sum(1)]
         if whole < words.numel():
-            sums.append(words[whole:].sum(0, keepdim=True, dtype=torch.int64))
+            rest = words[whole:].long()
+            sums.append((rest * _weights(rest.numel(), x.device)).sum(0, keepdim=True))
         return torch.cat(sums)
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    return torch.full((count,), FACTOR, dtype=torch.int64, device=device).cumprod(0)
 
 
 def first_difference(was: Tensor, now: Tensor) -> int | None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch._C import _current_autograd_node
 from torch.utils._pytree import tree_leaves
 
 from .._core.surroundings import is_trained
@@ -36,11 +36,12 @@ class Dropped(NamedTuple):
     what: str
     shape: torch.Size
     dtype: torch.dtype
+    requires_grad: bool
     sums: Tensor | None
 
 
 def _dropped(what: str, x: Tensor) -> Dropped:
-    return Dropped(what, x.shape, x.dtype, checksums(x))
+    return Dropped(what, x.shape, x.dtype, x.requires_grad, checksums(x))
 
 
 def _compare(was: Dropped, now: Tensor) -> None:
@@ -69,27 +70,46 @@ _CAUSES = (
 )
 
 
+def _may_be_internal(was: Dropped) -> bool:
+    return was.dtype == torch.uint8 or (len(was.shape) == 1 and not was.requires_grad)
+
+
+def _is_internal(was: Dropped, node: Any) -> bool:
+    """Whether a tensor that a node of autograd has saved may differ although gradients do not: a
+    running statistic of a norm in training, which both runs move and no gradient depends on, or a
+    workspace of oneDNN or cuDNN, of which some bytes are never written. What these are computed
+    from is saved beside them, and compared."""
+    if node is None or not _may_be_internal(was):
+        return False
+    if "BatchNorm" in node.name():
+        return was.dtype == torch.uint8 or getattr(node, "_saved_training", False)
+    return "Rnn" in node.name() and was.dtype == torch.uint8
+
+
 class _Packed:
     """What autograd holds in the place of a saved tensor."""
 
     def __init__(self, holder: Any, was: Dropped | None) -> None:
         self.holder = holder
-        self._was = was
+        self.was = was
 
     def compare(self, now: Tensor) -> None:
-        if self._was is not None:
-            _compare(self._was, now)
+        """Compares it with the recomputed tensor, for the node of autograd that needs it now."""
+        if self.was is not None and not _is_internal(self.was, _current_autograd_node()):
+            _compare(self.was, now)
 
 
 def _name_first(entries: list[_Packed], inner_unpack: Callable[[Any], Tensor]) -> None:
     """Raises for the first difference in the order of the forward pass. The backward pass, which
     found one, asks for the last tensors first."""
     for packed in entries:
+        if packed.was is None or _may_be_internal(packed.was):
+            continue  # which only the node that has saved it knows
         try:
             now = inner_unpack(packed.holder)
         except RuntimeError:  # this one has been used already
             continue
-        packed.compare(now)
+        _compare(packed.was, now)
 
 
 class _Callers:
@@ -101,20 +121,11 @@ class _Callers:
         root = getattr(root, "__self__", root)  # of a method
         modules = root.named_modules() if isinstance(root, nn.Module) else ()
         self._names = {module: name or type(module).__name__ for name, module in modules}
-        self._running: list[tuple[str, nn.Module]] = []
+        self._running: list[str] = []
         self._thread = threading.get_ident()
 
     def innermost(self) -> str:
-        return self._running[-1][0] if self._running else "the function itself"
-
-    def is_running_statistic(self, x: Tensor) -> bool:
-        """Whether a tensor is a running statistic of a BatchNorm in training, which every run
-        moves, and which autograd saves but does not use."""
-        norm = self._running[-1][1] if self._running else None
-        if not isinstance(norm, _BatchNorm) or not norm.training:
-            return False
-        statistics = norm.running_mean, norm.running_var
-        return any(s is not None and s.data_ptr() == x.data_ptr() for s in statistics)
+        return self._running[-1] if self._running else "the function itself"
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -129,7 +140,7 @@ class _Callers:
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         if threading.get_ident() == self._thread:
-            self._running.append((self._names.get(module, type(module).__name__), module))
+            self._running.append(self._names.get(module, type(module).__name__))
 
     def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
         if threading.get_ident() == self._thread and self._running:
@@ -150,8 +161,7 @@ def verified_region(fn: Callable[..., Any]) -> Iterator[None]:
 
     def pack(x: Tensor) -> _Packed:
         was = None
-        is_dropped = not is_trained(x)
-        if is_dropped and not callers.is_running_statistic(x):
+        if not is_trained(x):  # which is not dropped
             was = _dropped(f"saved tensor {len(entries)}, of {callers.innermost()},", x)
         packed = _Packed(inner_pack(x), was)
         entries.append(weakref.ref(packed))

@@ -24,11 +24,7 @@ class SaveLevels:
         self._model = getattr(model, "_orig_mod", model)  # of what torch.compile returns
         self._before: list[str] | None = None  # the first was raised
         self._is_given_up = False
-
-    @property
-    def is_raised(self) -> bool:
-        """Whether a block saves less than at the beginning."""
-        return self._before is not None
+        self.is_unverified = False  # no step has run through at the levels that were raised
 
     def leaner(self) -> str | None:
         """Sets the next level. Returns what was changed, or None if no block can keep less."""
@@ -40,7 +36,7 @@ class SaveLevels:
             wanted = [_raised(layer, level, target) for layer, level in zip(layers, now)]
             if wanted != now:
                 self._set(layers, wanted)
-                self._before = self._before or now
+                self._before, self.is_unverified = self._before or now, True
                 changed = [(a, b) for a, b in zip(now, wanted) if a != b]
                 return f"{len(changed)} blocks raised from {_span(changed, 0)} to " + _span(
                     changed, 1
@@ -51,7 +47,7 @@ class SaveLevels:
         """Sets the levels of the beginning, for good. Returns what was changed."""
         assert self._before is not None
         self._set(self._layers(), self._before)
-        self._before, self._is_given_up = None, True
+        self._is_given_up, self.is_unverified = True, False
         return "blocks save what they saved at the beginning, and levels stay as they are"
 
     def _layers(self) -> list[PatchedLayer]:

@@ -7,6 +7,8 @@ import traceback
 
 import torch
 
+from ..checkpointing import RecomputeError
+
 __all__ = ["explained", "forget_tensors", "is_out_of_memory"]
 
 # How a RuntimeError says it: torch's allocator for the CPU on Linux and elsewhere, C++, the CUDA
@@ -52,8 +54,9 @@ def forget_tensors(error: BaseException) -> None:
 
 
 def explained(error: Exception, text: str) -> Exception:
-    """Returns an error with an explanation: a :class:`torch.OutOfMemoryError`, MemoryError or
-    RuntimeError, as the given one is. Subclasses of these want other arguments than a text."""
-    kinds = (torch.OutOfMemoryError, MemoryError)
+    """Returns an error with an explanation: a :class:`torch.OutOfMemoryError`, MemoryError,
+    :class:`headroom.checkpointing.RecomputeError` or RuntimeError, as the given one is. Other
+    subclasses want other arguments than a text."""
+    kinds = (torch.OutOfMemoryError, MemoryError, RecomputeError)
     kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
     return kind(f"{str(error) or type(error).__name__}\nheadroom.retry_on_oom: {text}")

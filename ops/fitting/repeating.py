@@ -80,23 +80,26 @@ class RetryingStep:
         if self._calls == 0:
             refuse_overlooked(self._step, self._training)
         self._calls += 1
-        is_repeated = False
         while True:
-            raised = self._raised() if is_repeated else None
-            result, before, error = self._attempt(args, kwargs, raised)
+            levels = self._unverified()
+            result, before, error = self._attempt(args, kwargs, levels is not None)
             if error is None:
+                if levels is not None:
+                    levels.is_unverified = False
                 return result
             try:
                 had_copies = before.copies_took_room
-                self._undo(before, error)
-                if isinstance(error, RecomputeError) and raised is not None:
-                    what, change = "would have wrong gradients", raised.give_up()
+                if isinstance(error, RecomputeError) and levels is not None:
+                    what, change = (
+                        "would have wrong gradients",
+                        self._give_up(levels, before, error),
+                    )
                 else:
+                    self._undo(before, error)
                     what, change = "ran out of memory", self._change(error, had_copies)
                 self._note(error, what, change)
             finally:
                 del before, error  # they hold copies, which must not be beside the next attempt
-            is_repeated = True
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         for ladder in self._ladders:
@@ -104,23 +107,23 @@ class RetryingStep:
                 kwargs = kwargs | {"micro_batches": ladder.count}
         return self._step(*args, **kwargs)
 
-    def _raised(self) -> SaveLevels | None:
-        """Returns the levels, if blocks save less than at the beginning."""
+    def _unverified(self) -> SaveLevels | None:
+        """Returns the levels, if they were raised and no step has run through since."""
         levels = (one for one in self._ladders if isinstance(one, SaveLevels))
-        return next((one for one in levels if one.is_raised), None)
+        return next((one for one in levels if one.is_unverified), None)
 
     def _attempt(
-        self, args: Any, kwargs: Any, raised: SaveLevels | None
+        self, args: Any, kwargs: Any, verifies: bool
     ) -> tuple[Any, Before, Exception | None]:
-        """Returns what the step returned, or what there was before it and the error. Where levels
-        were raised, blocks that compute something else when they run again are an error."""
+        """Returns what the step returned, or what there was before it and the error. Blocks that
+        compute something else when they run again are an error if it ``verifies``."""
         with Before(self._training) as before:
             try:
                 before.keep()
-                with nullcontext() if raised is None else verified_blocks():
+                with verified_blocks() if verifies else nullcontext():
                     return self._run(args, kwargs), before, None
             except Exception as error:
-                is_wrong = raised is not None and isinstance(error, RecomputeError)
+                is_wrong = verifies and isinstance(error, RecomputeError)
                 if not is_wrong and not is_out_of_memory(error):
                     raise
                 failure = error
@@ -146,6 +149,15 @@ class RetryingStep:
                 f"the step cannot be repeated, since it has changed {lost}; what the step does "
                 "after that has not been done",
             ) from error
+
+    def _give_up(self, levels: SaveLevels, before: Before, error: Exception) -> str:
+        """Takes back the levels of blocks that cannot run again, even if the step cannot be undone.
+        Returns what was changed."""
+        try:
+            self._undo(before, error)
+        finally:  # undoing has put back what these levels had set
+            change = levels.give_up()
+        return change
 
     def _change(self, error: Exception, had_copies: bool) -> str:
         """Sets a leaner setting and returns what was changed, or raises if none is left."""

@@ -7,12 +7,11 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import noop_context_fn
 
 from .._core.recompute import inside_checkpoint
@@ -26,7 +25,7 @@ __all__ = ["Options", "PatchedLayer", "chosen_levels", "find_blocks", "verified_
 
 KNOWN = "Llama, Qwen2, Qwen3, Mistral, Gemma 1 to 3, Phi-3, GPT-2 and BERT of transformers"
 
-_verified: ContextVar[bool] = ContextVar("verified_blocks", default=False)
+_verifying: set[object] = set()  # one for each verified_blocks() that lasts, in any thread
 
 CHECKPOINT_OPTIONS = inspect.signature(checkpoint).parameters.values()
 
@@ -125,11 +124,12 @@ def verified_blocks() -> Iterator[None]:
     """While it lasts, blocks at L5 that run forward, besides those of :mod:`headroom.nn` and those
     that torch.compile traces, raise :class:`headroom.checkpointing.RecomputeError` in the backward
     pass if they compute something else when they run again."""
-    token = _verified.set(True)
+    token = object()
+    _verifying.add(token)
     try:
         yield
     finally:
-        _verified.reset(token)
+        _verifying.remove(token)
 
 
 def _has_seam(module: nn.Module) -> bool:
@@ -168,19 +168,19 @@ def _checkpointed(
     if inside_checkpoint() or torch._C._are_functorch_transforms_active():
         # It is computed again already, or a checkpoint cannot have its hooks.
         return run(*args, **kwargs)
-    if _verified.get():
+    if _verifying:
         options = options | {"verify": True}
-    if not options.get("use_reentrant") and _batch_norms(module):
+    if not options.get("use_reentrant") and _norms_with_statistics(module):
         contexts = options.get("context_fn", noop_context_fn)
         options = options | {"context_fn": functools.partial(_contexts, module, contexts)}
     return checkpoint(run, *args, **options, **kwargs)
 
 
-def _batch_norms(module: nn.Module) -> list[_BatchNorm]:
+def _norms_with_statistics(module: nn.Module) -> list[_NormBase]:
     return [
         part
         for part in module.modules()
-        if isinstance(part, _BatchNorm) and part.training and part.track_running_stats
+        if isinstance(part, _NormBase) and part.training and part.track_running_stats
     ]
 
 
@@ -192,7 +192,7 @@ def _contexts(module: nn.Module, context_fn: Callable[[], tuple[Any, Any]]) -> t
         """The second run does not move the running statistics a second time."""
         held = [
             (norm, norm.momentum, norm.num_batches_tracked, norm.num_batches_tracked.clone())
-            for norm in _batch_norms(module)
+            for norm in _norms_with_statistics(module)
             if norm.num_batches_tracked is not None
         ]
         for norm, *_ in held:

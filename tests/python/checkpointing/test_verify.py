@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import headroom
 import pytest
 import torch
@@ -20,6 +22,44 @@ class Counter(nn.Module):
     def forward(self, x):
         self.factor += self.grows
         return x * self.factor
+
+
+class Called(nn.Module):
+    """Calls the forward of another module, without its hooks, and returns its first result."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        result = self.inner.forward(x)
+        return result[0] if isinstance(result, tuple) else result
+
+
+class Turns(nn.Module):
+    """Saves tensors that are conjugate in name, not in memory, and negative ones."""
+
+    def forward(self, x):
+        z = torch.complex(x, x.square())
+        return (z.conj() * z.mH.mT).real.exp() + z.conj().imag.exp()
+
+
+class Scales(nn.BatchNorm1d):
+    """Multiplies by a running statistic that it moves."""
+
+    def forward(self, x):
+        super().forward(x)
+        return x.exp() * self.running_var
+
+
+class Shuffles(nn.Module):
+    """Takes rows in another order each time."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x[torch.arange(len(x)).roll(self.calls)].exp()
 
 
 def block(middle: nn.Module) -> nn.Sequential:
@@ -44,11 +84,23 @@ class TestBoth:
         module(x).sum().backward()
         assert torch.equal(got, x.grad)
 
-    @pytest.mark.parametrize("trains", [True, False])
-    def test_running_statistics_are_moved_and_not_compared(self, reentrant, trains):
-        """The gradients of a BatchNorm do not depend on them in training, when both runs move them.
-        In evaluation nothing moves them."""
-        module, plain = (block(nn.BatchNorm1d(700)).train(trains) for _ in range(2))
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: block(nn.BatchNorm1d(700)),
+            lambda: block(nn.BatchNorm1d(700)).eval(),
+            lambda: block(Called(nn.BatchNorm1d(700))),
+            lambda: nn.BatchNorm1d(8),
+            lambda: nn.InstanceNorm1d(5, track_running_stats=True),
+            lambda: Called(nn.GRU(8, 24)),
+            lambda: Turns(),
+        ],
+    )
+    def test_what_gradients_do_not_depend_on_is_not_compared(self, reentrant, make):
+        """Such as running statistics that both runs move."""
+        torch.manual_seed(0)
+        module = make()
+        plain = copy.deepcopy(module)
         got = train(module, reentrant)
         torch.manual_seed(1)
         x = torch.randn(5, 8, requires_grad=True)
@@ -70,6 +122,21 @@ class TestBoth:
         assert train(block(Counter(0.0)), reentrant) is not None
         with pytest.raises(RecomputeError, match="other values"):
             train(block(Counter(0.5)), reentrant)
+
+
+def test_workspaces_are_not_compared():
+    """Of which oneDNN does not write all bytes."""
+    torch.manual_seed(0)
+    module = Called(nn.LSTM(8, 24, num_layers=2, bidirectional=True))
+    for seed in range(3):
+        torch.full((1 << 20,), seed, dtype=torch.uint8)  # freed, for the workspaces to come
+        assert train(module) is not None
+
+
+@pytest.mark.parametrize("middle", [Scales(700), Shuffles()])
+def test_what_gradients_depend_on_is_compared(middle):
+    with pytest.raises(RecomputeError, match="other values"):
+        train(block(middle))
 
 
 def test_the_error_names_module_tensor_and_elements():
@@ -210,6 +277,14 @@ class TestChecksums:
                 assert torch.equal(one, two)
         expanded = checksums(x[:, :1].expand(33, 100000))
         assert expanded is not None and expanded.numel() == 1
+
+    @pytest.mark.parametrize("shape", [(3,), (40, 48), (64, 100, 3)])
+    def test_the_order_counts(self, shape):
+        x = torch.arange(torch.Size(shape).numel()).view(shape)
+        for other in (x.roll(1, 0), x.flip(0), x[torch.arange(shape[0]) ^ (shape[0] > 3)]):
+            one, two = checksums(x), checksums(other.contiguous())
+            assert one is not None and two is not None
+            assert torch.equal(x, other) == torch.equal(one, two)
 
     def test_not_a_number_equals_itself(self):
         x = torch.full((9,), float("nan"))

@@ -3,10 +3,12 @@
 import functools
 import random
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import headroom
 import pytest
 import torch
+from headroom.checkpointing import RecomputeError
 from torch import nn
 
 mse_loss = nn.functional.mse_loss
@@ -182,3 +184,83 @@ def test_without_levels_the_next_setting_is_taken():
         warned[1].message
     )
     assert asked == [1, 1, 1, 2] and [block.calls for block in model[1]] == [2] * 4
+
+
+def counting(step_of, **options):
+    """Returns a model of blocks that count, and the retrying step that ``step_of`` makes of the
+    model, its optimizer and a list of errors, of which the step raises the last one."""
+    torch.manual_seed(0)
+    model, errors = chain(Counts), [MemoryError("no room")]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = step_of(model, optimizer, errors)
+    return model, errors, headroom.retry_on_oom(step, model=model, optimizer=optimizer, **options)
+
+
+def plain_step(model, optimizer, errors):
+    def step(x):
+        model(x).square().mean().backward()
+        if errors:
+            raise errors.pop()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@pytest.mark.filterwarnings("ignore:step")
+def test_levels_are_verified_in_the_first_step_that_runs_through():
+    """Also if the step that raised them has failed, and its batch was left out."""
+    batch = torch.randn(8, 48)
+    model, errors, step = counting(plain_step)
+    errors.append(MemoryError("no room"))
+    with pytest.raises(MemoryError, match="no leaner setting"):
+        step(batch)
+    for _ in range(3):
+        step(batch)
+    assert [block.calls for block in model[1]] == [3] * 4
+    assert "levels stay as they are" in step.history[-1].change
+
+
+@pytest.mark.filterwarnings("ignore:step")
+def test_a_forward_pass_in_another_thread_is_verified():
+    def step_of(model, optimizer, errors):
+        def step(x):
+            with ThreadPoolExecutor(1) as pool:
+                loss = pool.submit(lambda: model(x).square().mean()).result()
+            loss.backward()
+            if errors:
+                raise errors.pop()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    model, _, step = counting(step_of)
+    step(torch.randn(8, 48))
+    assert [block.calls for block in model[1]] == [1] * 4 and step.retries == 2
+
+
+@pytest.mark.filterwarnings("ignore:step")
+def test_levels_are_given_up_too_if_the_step_cannot_be_undone():
+    """A released gradient has stepped the last layer before a block differs."""
+
+    def step_of(model, optimizer, errors):
+        def step(x):
+            loss = model(x).square().mean()
+            if errors:
+                raise errors.pop()
+            loss.backward()
+            optimizer.step()
+
+        return step
+
+    torch.manual_seed(0)
+    model, errors = nn.Sequential(chain(Counts), nn.Linear(48, 3)), [MemoryError("no room")]
+    optimizer = headroom.optim.AdamW(model.parameters())
+    headroom.release_gradients(model, optimizer, bucket_bytes=1)
+    step = headroom.retry_on_oom(
+        step_of(model, optimizer, errors), model=model, optimizer=optimizer
+    )
+    with pytest.raises(RecomputeError, match="cannot be repeated, since it has changed"):
+        step(torch.randn(8, 48))
+    assert "forward" not in vars(model[0][1][0])
