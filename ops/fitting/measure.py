@@ -98,24 +98,20 @@ class Measured:
         blocks: in the order of the forward pass; those that a step does not call are left out.
         whole: the seconds of a forward and a backward pass with all blocks at their leanest.
         seconds_of_rest: of those, what is not of the blocks: before, behind and between them.
-        spent_seconds: on measuring.
     """
 
     blocks: list[BlockCosts] = field(default_factory=list)
     whole: PassSeconds = PassSeconds(0.0, 0.0)
     seconds_of_rest: float = 0.0
-    spent_seconds: float = 0.0
     _frontiers: dict[Any, list[Point]] = field(default_factory=dict, repr=False, compare=False)
 
-    def frontier(
-        self, after: int, gradients: int, *, gradients_stay: bool = True, states: int = 4096
-    ) -> list[Point]:
+    def frontier(self, after: int, gradients: int, *, gradients_stay: bool = True) -> list[Point]:
         """Returns the points of :func:`headroom.fitting.knapsack.frontier` for these blocks. They
         are kept: choices that differ in the optimizer ask for the same ones."""
-        key = after, gradients, gradients_stay, states
+        key = after, gradients, gradients_stay
         if key not in self._frontiers:
             options = self.options(gradients_stay=gradients_stay)
-            self._frontiers[key] = frontier(options, after, gradients, states=states)
+            self._frontiers[key] = frontier(options, after, gradients)
         return self._frontiers[key]
 
     def options(self, *, gradients_stay: bool = True) -> list[BlockOptions]:
@@ -187,7 +183,7 @@ def measure_blocks(setting: Setting, *, repeats: int = 1, steps: float = 5.0) ->
     if alone > whole.blocks:
         found = [block.scaled(whole.blocks / alone) for block in found]
     between = max(0.0, whole.blocks - alone)
-    return Measured(found, whole, whole.rest + between, clock.now() - began)
+    return Measured(found, whole, whole.rest + between)
 
 
 def seconds_at_leanest(setting: Setting, expected: float = 0.0) -> PassSeconds:
@@ -209,8 +205,8 @@ def _pass(setting: Setting, blocks: Blocks) -> PassSeconds:
 
 
 def _least(setting: Setting, blocks: Blocks, first: PassSeconds, expected: float) -> PassSeconds:
-    """Returns the seconds of a pass that is warm, and that nothing else held up. That the first was
-    is seen by its blocks: without any, or if they took longer than expected, a second is run."""
+    """Returns the seconds of a pass that is warm, and that nothing else held up. A second pass is
+    run if the first had no blocks, or if its blocks took longer than expected."""
     if 0 < first.blocks <= WARM * expected:
         return first
     return first.least(_pass(setting, blocks))

@@ -163,8 +163,8 @@ class PassTimes:
         return max(least, least + (found[more] - least) * (count - fewer) / (more - fewer))
 
     def most_of_blocks(self, count: int) -> float:
-        """Returns the seconds that the blocks of one of ``count`` parts take at most, if their
-        factor is none that is greater than those of other parts."""
+        """Returns how long the blocks of one of ``count`` parts may take: their share of the
+        batch's seconds, times the largest factor of the parts that were timed."""
         return self.whole.blocks / count * max(self._factor(n) for n, _ in self._timed)
 
     def _factor(self, count: int) -> float:

@@ -68,9 +68,7 @@ class Outline:
             held += (block.gradients if gradients_stay else 0) - cost.held
         return max(self.floor, self.base + most)
 
-    def frontier(
-        self, measured: Measured, *, gradients_stay: bool = True, states: int = 4096
-    ) -> list[Point]:
+    def frontier(self, measured: Measured, *, gradients_stay: bool = True) -> list[Point]:
         """Returns the points of :func:`headroom.fitting.knapsack.frontier` with the peaks of the
         whole step and the seconds of the blocks.
 
@@ -79,9 +77,7 @@ class Outline:
         """
         kept = sum(block.kept for block in measured.blocks)
         after = max(self.after_backward, self.after_forward + kept)
-        points = measured.frontier(
-            after, self.gradients, gradients_stay=gradients_stay, states=states
-        )
+        points = measured.frontier(after, self.gradients, gradients_stay=gradients_stay)
         found: list[Point] = []
         for point in reversed(points):  # the fastest first
             peak = max(self.floor, self.base + point.peak)
@@ -130,8 +126,8 @@ def outline(setup: Setup, names: Sequence[str], kept: int = 0) -> Outline:
 
 def settled(plan: Plan) -> Plan:
     """Returns a plan of a first step as that of a later one, which finds the optimizer's state; a
-    plan of several steps as it is. It takes half as long to make, and is for estimates: what else
-    the first step leaves behind is not in it."""
+    plan of several steps as it is. A plan of one step takes half as long to make as one of two, and
+    is for estimates: what else the first step leaves behind is not in it."""
     timeline = plan.timeline
     if any(span.step for span in timeline.spans):
         return plan
