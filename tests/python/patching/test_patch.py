@@ -239,13 +239,27 @@ class TestLevels:
             if isinstance(part, nn.BatchNorm2d):
                 part.momentum = momentum
         other = copy.deepcopy(model)
-        assert [*headroom.patch(other, "L5").levels.values()] == ["L5", "L5"]
+        options = {"verify": True}
+        assert [*headroom.patch(other, "L5", checkpoint_options=options).levels.values()] == ["L5", "L5"]
         for _ in range(2):
             wanted = models.outputs_and_gradients(model, x)
             assert all(map(torch.equal, models.outputs_and_gradients(other, x), wanted))
         theirs = other.state_dict()
         assert all(torch.equal(value, theirs[name]) for name, value in model.state_dict().items())
         assert other.layer1[0].bn1.momentum == momentum
+
+    def test_statistics_of_instance_norms_move_once(self):
+        def block():
+            norm = nn.InstanceNorm1d(5, track_running_stats=True)
+            return nn.Sequential(nn.Linear(7, 7), norm, nn.GELU(), nn.Linear(7, 7))
+
+        model, x = nn.Sequential(block(), block()), torch.randn(2, 5, 7)
+        other = copy.deepcopy(model)
+        headroom.patch(other, "L5", checkpoint_options={"verify": True})
+        wanted = models.outputs_and_gradients(model, x)
+        assert all(map(torch.equal, models.outputs_and_gradients(other, x), wanted))
+        theirs = other.state_dict()
+        assert all(torch.equal(value, theirs[name]) for name, value in model.state_dict().items())
 
     def test_lists_in_lists(self):
         model = nn.ModuleList(nn.ModuleList(models.plain_mlp() for _ in range(2)) for _ in range(2))
