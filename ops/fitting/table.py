@@ -38,6 +38,8 @@ def table(fitted: Fitted) -> str:
         lines.append(shortened(given, WIDTH) if fitted.is_given else "nothing had to be changed")
     if any(change.technique == "levels" for change in fitted.changes):
         lines.append("levels are what blocks keep for the backward pass: L0 the most, L5 the least")
+    if fitted.has_changed:
+        lines.append(shortened(f"changed since then to: {fitted.choice}", WIDTH))
     neighbors = (("faster", fitted.next_up), ("leaner", fitted.next_down))
     if not fitted.is_given:
         lines += [""] + [_neighbor(fitted, name, point) for name, point in neighbors]
