@@ -107,7 +107,7 @@ class Fitted:
     _times: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._made = self.choice  # by fit()
+        self._first = self.choice
 
     # ---- training -------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class Fitted:
         self.predicted_peak = None if known is None else known.peak
         self.predicted_seconds = None if known is None else known.seconds
         if known is None and self.estimate is not None:
-            if choice.but(levels=()) == self._made.but(levels=()):
+            if choice.but(levels=()) == self._first.but(levels=()):
                 point = self.estimate(choice.levels)
                 self.predicted_peak, self.predicted_seconds = point.peak, point.seconds
         self.measured_peak, self._steps, self._is_whole = None, 0, True
@@ -238,7 +238,8 @@ class Fitted:
         return [point for point in self.reachable if point.choice.but(levels=()) == bare]
 
     def take(self, point: FrontierPoint, plan: Plan | None = None) -> None:
-        """Sets the levels of another choice, whose estimates are the predictions from then on."""
+        """Sets the levels of another choice, whose estimates are the predictions from then on, or
+        its plan if there is one."""
         self.set_levels(point.choice.levels)
         self.predicted_peak, self.predicted_seconds = point.peak, point.seconds
         if plan is not None:
@@ -246,9 +247,9 @@ class Fitted:
 
     def undo(self) -> None:
         """Gives the model back what it had: levels, layers, the dtype of its weights, and
-        gradients that stay. With weights in bfloat16 they are those of the float32 run, bit for
-        bit; buffers that were cast have lost bits. The optimizer stays this one. A second call
-        does nothing."""
+        gradients that stay. With weights in bfloat16, those that the optimizer has are those of
+        the float32 run, bit for bit; buffers and other weights that were cast have lost bits. The
+        optimizer stays this one. A second call does nothing."""
         if self._applied is not None:
             self._applied.undo()
             self._applied = self.bucket_bytes = None
@@ -275,9 +276,9 @@ class Fitted:
         return less[-1] if less else None
 
     @property
-    def has_changed(self) -> bool:
-        """Whether the choice is another than the one that :func:`headroom.fit` made."""
-        return self.choice != self._made
+    def first_choice(self) -> Choice:
+        """The choice that :func:`headroom.fit` made or was given, which the changes are of."""
+        return self._first
 
     @property
     def is_applied(self) -> bool:

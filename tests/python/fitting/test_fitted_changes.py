@@ -138,6 +138,8 @@ def test_nothing_is_said_of_a_choice_that_nothing_is_known_of(choice):
     lines = str(fitted).splitlines()
     assert all(len(line) <= 80 for line in lines)
     assert sum("changed since then to" in line for line in lines) == 1
+    assert "next leaner" not in str(fitted)
+    assert ("as was chosen before: as it is" in lines) == (choice is not None)
     told = json.loads(json.dumps(fitted.to_json()))
     assert told["predicted"] == told["measured"] == {"peak_bytes": None, "seconds": None}
     fitted.step(batch)
