@@ -21,7 +21,9 @@ from .ladder import Ladder
 from .loop import Loop
 from .lower_bounds import below_every_choice
 from .micro_batches import bytes_of
+from .parting import Parting
 from .preparing import Asked, search_of
+from .releasing import bucket_of
 from .search import Found
 from .stored import Stored
 
@@ -84,7 +86,9 @@ def fit(
         margin: the share of the budget that is left free. None: 0.2 % on the CPU and 2 % on CUDA,
             by which plans have been wrong at the most.
         ladder: what :func:`headroom.ladder` returned for the same arguments: what it has measured
-            and planned is used, and only the rest is looked at.
+            and planned is used, and only the rest is looked at. The optimizer may be another one of
+            the same class with the same parameters and options; it is that of this call which
+            trains, or is replaced.
         dry_run: only report; nothing is changed.
         only: for fields of a :class:`Choice`, the values that the loop can take, such as
             ``{"micro_batches": (2, 4)}`` of a loop that makes 2 anyway. Other fields may have any.
@@ -107,7 +111,10 @@ def fit(
         if ladder is not None and not isinstance(ladder, Ladder):
             raise TypeError(f"ladder is {ladder!r}, wanted what headroom.ladder returned")
         if adapt and choice is not None:
-            raise ValueError("adapt needs times, which are not measured for a choice: give one")
+            raise ValueError(
+                "adapt and choice were both given: adapt needs times, and nothing is measured for "
+                "a given choice"
+            )
         asked = Asked(
             model, sample_batch, optimizer, loss, forward, device, amp, scaler, max_grad_norm,
             allow, only, choice,
@@ -139,7 +146,16 @@ def fit(
             report = report_of(search, found) if stored is None else {}
             chosen = techniques.optimizer_of(found.choice)
             if not dry_run:
-                applied = Applied(model, families.names, chosen, found.choice)
+                applied = Applied(model, found.blocks, chosen, found.choice)
+        outer = search.outer_of(found.choice) if stored is None else None
+        loop = Loop(
+            setting.but(batch=None), chosen, asked.live_scaler, max_grad_norm, families.rule
+        )
+        notes = [*techniques.notes, *families.notes]
+        parting = None
+        if not dry_run:
+            counts = techniques.micro_batches
+            parting = Parting(loop, counts, sample_batch, families.agree, notes)
         return Fitted(
             model,
             chosen,
@@ -148,17 +164,18 @@ def fit(
             found.plan,
             found.plan.total_bytes,
             found.seconds if stored is None else None,
-            blocks=families.names,
-            notes=[*techniques.notes, *families.notes],
+            blocks=list(found.blocks),
+            notes=notes,
             within=room,
             planner=search.plan_of if adapt else None,
-            _loop=Loop(
-                setting.but(batch=None), chosen, asked.live_scaler, max_grad_norm, families.rule
-            ),
+            estimate=None if outer is None else outer.at,
+            is_given=stored is not None,
+            bucket_bytes=bucket_of(model, found.choice) if found.choice.release else None,
+            _loop=loop,
             _applied=applied,
             _adapts=adapt,
             _sample_bytes=bytes_of(sample_batch),
-            _counts=techniques.micro_batches,
+            _parting=parting,
             **report,
         )
     except BaseException:  # of this rank or another, and Ctrl-C

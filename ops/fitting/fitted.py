@@ -13,9 +13,10 @@ from ..planning.result import Plan
 from .adapt import adapt
 from .apply import Applied
 from .choice import Choice
+from .knapsack import Point
 from .loop import Loop
 from .micro_batches import bytes_of, parts
-from .releasing import bucket_of
+from .parting import Parting
 from .search import SAME, FrontierPoint
 from .shares import SAMPLES, shares
 from .table import described, table
@@ -52,15 +53,17 @@ class Fitted:
     Attributes:
         model: that was given, changed in place unless ``dry_run`` was asked for.
         optimizer: to be stepped, and given to learning-rate schedulers.
-        choice: how the model is trained; ``choice.to_json()`` can be stored, and given to
+        choice: how the model is trained now; ``choice.to_json()`` can be stored, and given to
             :func:`headroom.fit` when the run is resumed.
         budget: bytes.
-        plan: of a step with the choice.
-        predicted_peak, predicted_seconds: of a step; bytes on the device. There are no seconds for
-            a choice that was given.
-        measured_peak: the most bytes of the first two steps, or None before them.
+        plan: of a step with the choice. None after :meth:`set_levels` or :meth:`leaner` has set one
+            that was not planned.
+        predicted_peak, predicted_seconds: of a step with the choice; bytes on the device. After the
+            choice was changed they are estimates, or None where nothing is known of the new one.
+            There are no seconds for a choice that was given.
+        measured_peak: the most bytes of the first two steps with the choice, or None before them.
         before_peak, before_seconds: predicted for the model as it was given.
-        changes: what each technique changed.
+        changes: what each technique changed, of the choice that :func:`headroom.fit` made.
         frontier: the choices that no other beats, by ascending peaks, as far as they were looked
             at; their bytes are estimates.
         blocks: the names of the blocks that ``choice.levels`` is of.
@@ -68,14 +71,18 @@ class Fitted:
         reachable: like ``frontier``, but of the choices that :meth:`set_levels` can reach.
         within: the budget without its margin.
         planner: returns the plan of a choice, or None.
+        estimate: returns the peak and the seconds of a step with other levels, or None.
+        is_given: whether the choice was given, and not looked for.
+        bucket_bytes: with which :func:`headroom.optim.release_gradients` releases gradients, or
+            would after a dry run; None if they are not released, or not any more.
     """
 
     model: nn.Module
     optimizer: Any
     choice: Choice
     budget: int
-    plan: Plan
-    predicted_peak: int
+    plan: Plan | None
+    predicted_peak: int | None
     predicted_seconds: float | None
     before_peak: int | None = None
     before_seconds: float | None = None
@@ -87,14 +94,20 @@ class Fitted:
     reachable: list[FrontierPoint] = field(default_factory=list)
     within: int = 0
     planner: Callable[[Choice], Plan] | None = None
+    estimate: Callable[[Sequence[str]], Point] | None = None
+    is_given: bool = False
+    bucket_bytes: int | None = None
     _loop: Loop | None = None
     _applied: Applied | None = None
     _adapts: bool = False
     _sample_bytes: int = 0  # of the batch that was planned
     _is_whole: bool = True  # whether measured batches were as large
-    _counts: tuple[int, ...] = (1,)
+    _parting: Parting | None = None
     _steps: int = 0
     _times: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._first = self.choice
 
     # ---- training -------------------------------------------------------------------------------
 
@@ -155,12 +168,6 @@ class Fitted:
         return SAMPLES if self._loop is None else self._loop.rule
 
     @property
-    def bucket_bytes(self) -> int | None:
-        """The ``bucket_bytes`` of :func:`headroom.optim.release_gradients` with which gradients are
-        released, or None if they are not."""
-        return bucket_of(self.model, self.choice) if self.choice.release else None
-
-    @property
     def measured_seconds(self) -> float | None:
         """The median time of the latest steps, from the third on, or None."""
         return statistics.median(self._times) if self._times else None
@@ -184,27 +191,45 @@ class Fitted:
         if len(levels) != len(self.blocks):
             raise ValueError(f"levels has {len(levels)} names, wanted {len(self.blocks)}")
         self._live().set_levels(levels)
-        self.choice = self.choice.but(levels=tuple(levels))
-        self.measured_peak, self._steps, self._is_whole = None, 0, True
-        self._times.clear()
+        self._become(self.choice.but(levels=tuple(levels)))
 
     def leaner(self) -> bool:
         """Sets the next leaner choice that a running training can take, between two steps: leaner
-        levels, in a few strides, and then more micro-batches. Returns whether there was one."""
+        levels, in a few strides, and then more micro-batches. Returns whether there was one. Later
+        steps are measured anew.
+
+        There are more micro-batches only where the losses of parts add up to the loss of the batch.
+        If nobody has compared them yet, the first call that comes so far does: without gradients,
+        on a copy of the model with the same weights."""
         self._live()
         self._adapts = False  # what was measured before says less than why this is called
         here = self.same_but_levels()
         now = next((p.peak for p in here if p.choice == self.choice), self.predicted_peak)
-        stride = max(1, (now - here[0].peak) // STRIDES) if here else 0
-        below = [point for point in here if point.peak <= now - stride]
-        if below:
-            self.take(below[-1])
-            return True
-        more = [count for count in self._counts if count > self.choice.micro_batches]
-        if not more or self.choice.release:
+        if here and now is not None:
+            most = now - max(1, (now - here[0].peak) // STRIDES)
+            if below := [point for point in here if point.peak <= most]:
+                self.take(below[-1])
+                return True
+        if self.choice.release or self._parting is None:
             return False
-        self.choice = self.choice.but(micro_batches=more[0])
-        return True
+        more = self._parting.above(self.choice.micro_batches)
+        if more:
+            self._become(self.choice.but(micro_batches=more[0]))
+        return bool(more)
+
+    def _become(self, choice: Choice) -> None:
+        """Takes note of another choice, which later steps are made with: what was predicted and
+        measured before is of the old one."""
+        self.choice, self.plan = choice, None
+        known = next((p for p in (*self.reachable, *self.frontier) if p.choice == choice), None)
+        self.predicted_peak = None if known is None else known.peak
+        self.predicted_seconds = None if known is None else known.seconds
+        if known is None and self.estimate is not None:
+            if choice.but(levels=()) == self._first.but(levels=()):
+                point = self.estimate(choice.levels)
+                self.predicted_peak, self.predicted_seconds = point.peak, point.seconds
+        self.measured_peak, self._steps, self._is_whole = None, 0, True
+        self._times.clear()
 
     def same_but_levels(self) -> list[FrontierPoint]:
         """Returns all choices that differ from this one in their levels alone and that no other of
@@ -213,7 +238,8 @@ class Fitted:
         return [point for point in self.reachable if point.choice.but(levels=()) == bare]
 
     def take(self, point: FrontierPoint, plan: Plan | None = None) -> None:
-        """Sets the levels of another choice, whose estimates are the predictions from then on."""
+        """Sets the levels of another choice, whose estimates are the predictions from then on, or
+        its plan if there is one."""
         self.set_levels(point.choice.levels)
         self.predicted_peak, self.predicted_seconds = point.peak, point.seconds
         if plan is not None:
@@ -221,19 +247,21 @@ class Fitted:
 
     def undo(self) -> None:
         """Gives the model back what it had: levels, layers, the dtype of its weights, and
-        gradients that stay. With weights in bfloat16 they are those of the float32 run, bit for
-        bit; buffers that were cast have lost bits. The optimizer stays this one. A second call
-        does nothing."""
+        gradients that stay. With weights in bfloat16, those that the optimizer has are those of
+        the float32 run, bit for bit; buffers and other weights that were cast have lost bits. The
+        optimizer stays this one. A second call does nothing."""
         if self._applied is not None:
             self._applied.undo()
-            self._applied = None
+            self._applied = self.bucket_bytes = None
 
     # ---- the report -----------------------------------------------------------------------------
 
     @property
     def next_up(self) -> FrontierPoint | None:
         """The next choice that is faster and takes more, or None."""
-        seconds = (1 - SAME) * (self.predicted_seconds or 0.0)
+        if self.predicted_peak is None or self.predicted_seconds is None:
+            return None
+        seconds = (1 - SAME) * self.predicted_seconds
         better = [point for point in self.frontier if point.seconds < seconds]
         more = [point for point in better if point.peak > self.predicted_peak]
         return more[0] if more else None
@@ -241,14 +269,16 @@ class Fitted:
     @property
     def next_down(self) -> FrontierPoint | None:
         """The next choice that takes less and is slower, or None."""
+        if self.predicted_peak is None:
+            return None
         peak = (1 - SAME) * self.predicted_peak
         less = [point for point in self.frontier if point.peak < peak]
         return less[-1] if less else None
 
     @property
-    def is_given(self) -> bool:
-        """Whether the choice was given, and not looked for."""
-        return self.predicted_seconds is None
+    def first_choice(self) -> Choice:
+        """The choice that :func:`headroom.fit` made or was given, which the changes are of."""
+        return self._first
 
     @property
     def is_applied(self) -> bool:

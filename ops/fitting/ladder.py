@@ -76,7 +76,8 @@ class Ladder:
         self._search = search
 
     def search_for(self, asked: Search) -> Search:
-        """Returns the search that the ladder was made by, for :func:`headroom.fit`.
+        """Returns the search that the ladder was made by for :func:`headroom.fit`, with the
+        optimizers of that call. The ladder's own stays as it is.
 
         Args:
             asked: one that has measured nothing yet, for the same model, batch and so on.
@@ -92,7 +93,7 @@ class Ladder:
                 f"ladder was made with another {', another '.join(wrong)}: give headroom.fit what "
                 "headroom.ladder was given, or leave ladder= out"
             )
-        return self._search
+        return self._search.with_optimizers(asked.families.techniques)
 
     def rungs(self, most: int = ROWS) -> list[Rung]:
         """Returns the model as it was given, and then up to ``most`` points of the frontier from
@@ -247,7 +248,7 @@ def _asked(search: Search) -> dict[str, Any]:
         "scaler": setting.scaler,
         "optimizer": repr((type(given), groups)),
         "max_grad_norm": techniques.clips,
-        "allow": list(techniques.optimizers),
+        "allow, or before its optimizer had begun to train": list(techniques.optimizers),
         "only": techniques.only,
     }
 

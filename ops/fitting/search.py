@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..planning.errors import PlanError
 from ..planning.result import Plan
@@ -11,6 +12,7 @@ from .choice import Choice
 from .families import Families
 from .knapsack import Point
 from .outer import Outer
+from .techniques import Techniques
 
 __all__ = ["SAME", "Found", "FrontierPoint", "Search"]
 
@@ -25,11 +27,17 @@ SLOWER = 0.01  # that twice as many micro-batches are taken to be until they are
 
 @dataclass(frozen=True)
 class Found:
-    """A choice with the plan that says that it fits."""
+    """A choice with the plan that says that it fits.
+
+    Attributes:
+        seconds: of a step, estimated.
+        blocks: the names of the blocks that ``choice.levels`` is of.
+    """
 
     choice: Choice
     plan: Plan
     seconds: float
+    blocks: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,26 @@ class Search:
         self._outers: dict[int, list[Outer]] = {}
         self._gone: set[Choice] = set()  # that cannot be planned
 
+    def with_optimizers(self, techniques: Techniques) -> Search:
+        """Returns this search for another call, in which the optimizers of ``techniques`` take the
+        place of those that were given and made before: what was measured and planned holds for
+        them too. This search stays as it is but for what the other one measures and plans.
+
+        Args:
+            techniques: of the same model and so on, with as many optimizers to choose from.
+        """
+        made, families = copy.copy(self), copy.copy(self.families)
+        families.techniques = replace(
+            families.techniques,
+            given=techniques.given,
+            optimizers=techniques.optimizers,
+            notes=[*families.techniques.notes],
+        )
+        families.notes = [*families.notes]
+        made.families = families
+        made._outers, made._gone = {**self._outers}, {*self._gone}
+        return made
+
     def best(self, budget: int) -> Found | None:
         """Returns the fastest choice whose plan is at most ``budget`` bytes, or None.
 
@@ -83,7 +111,7 @@ class Search:
             plans += 1
             plan = self._planned(outer, point)
             if plan is not None and plan.total_bytes <= budget:
-                best = Found(choice, plan, seconds)
+                best = self._found(choice, plan, seconds)
                 if plan.total_bytes >= (1 - ROOM) * budget or point.levels == self.keeping_all():
                     break
         return best or self._leanest_within(budget)
@@ -160,7 +188,7 @@ class Search:
         if outer is None or len(choice.levels) not in (0, len(self.families.names)):
             raise PlanError(f"{choice} is not possible for this model and its optimizer")
         plan = self.families.plan(choice, outer)
-        return Found(choice, plan, outer.at(choice.levels).seconds)
+        return self._found(choice, plan, outer.at(choice.levels).seconds)
 
     def keeping_all(self) -> tuple[str, ...]:
         """Returns the levels at which all blocks keep the most."""
@@ -255,4 +283,7 @@ class Search:
             return None
         self._time(outer)
         outer = self.outer_of(choice) or outer
-        return Found(choice, plan, outer.at(choice.levels).seconds)
+        return self._found(choice, plan, outer.at(choice.levels).seconds)
+
+    def _found(self, choice: Choice, plan: Plan, seconds: float) -> Found:
+        return Found(choice, plan, seconds, tuple(self.families.names))

@@ -27,7 +27,7 @@ class Stored:
     are 0, since nothing is measured.
 
     Args:
-        families: of the model, which learn the names of its blocks.
+        families: of the model, which stay as they are: a ladder may be theirs too.
         choice: that was made.
 
     Raises:
@@ -67,7 +67,8 @@ class Stored:
         """
         if choice not in self._found:
             self._check(choice)
-            self._found[choice] = Found(choice, self._planned(choice), 0.0)
+            plan, names = self._planned(choice)
+            self._found[choice] = Found(choice, plan, 0.0, names)
         return self._found[choice]
 
     def _check(self, choice: Choice) -> None:
@@ -81,16 +82,16 @@ class Stored:
                 "that of the batch"
             )
 
-    def _planned(self, choice: Choice) -> Plan:
-        """The plan. Levels are those of the blocks in the order in which a step calls them, which
-        is that of their names until the step says something else."""
+    def _planned(self, choice: Choice) -> tuple[Plan, tuple[str, ...]]:
+        """The plan, and the names of the blocks that have levels. Levels are those of the blocks in
+        the order in which a step calls them, which is that of their names until the step says
+        something else."""
         names = Blocks(self._families.setting.model).names if choice.levels else []
         while True:
             has_levels = len(names) == len(choice.levels)
             plan, called = self._traced(choice if has_levels else choice.but(levels=()), names)
             if has_levels and called == names:
-                self._families.names = names
-                return plan
+                return plan, tuple(names)
             if called == names:
                 raise ValueError(
                     f"choice has {len(choice.levels)} levels, wanted {len(names)}, one for each "

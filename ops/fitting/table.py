@@ -34,12 +34,14 @@ def table(fitted: Fitted) -> str:
         size, time = _signed(change.bytes), _milliseconds(change.seconds, "+")
         lines.append(f"{change.technique:<16}{size:>12}{time:>12}  {what}")
     if not fitted.changes:
-        given = f"as was chosen before: {fitted.choice}"
+        given = f"as was chosen before: {fitted.first_choice}"
         lines.append(shortened(given, WIDTH) if fitted.is_given else "nothing had to be changed")
     if any(change.technique == "levels" for change in fitted.changes):
         lines.append("levels are what blocks keep for the backward pass: L0 the most, L5 the least")
+    if fitted.choice != fitted.first_choice:
+        lines.append(shortened(f"changed since then to: {fitted.choice}", WIDTH))
     neighbors = (("faster", fitted.next_up), ("leaner", fitted.next_down))
-    if not fitted.is_given:
+    if not fitted.is_given and fitted.predicted_peak is not None:
         lines += [""] + [_neighbor(fitted, name, point) for name, point in neighbors]
     for note in fitted.notes:
         lines += _wrapped(note)
@@ -62,7 +64,7 @@ def _signed(size: int) -> str:
 
 
 def _neighbor(fitted: Fitted, name: str, point: FrontierPoint | None) -> str:
-    if point is None:
+    if point is None or fitted.predicted_peak is None:
         return f"next {name}: none was found"
     size = _signed(point.peak - fitted.predicted_peak)
     time = _milliseconds(point.seconds - (fitted.predicted_seconds or 0.0), "+")

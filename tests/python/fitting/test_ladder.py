@@ -2,14 +2,16 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import headroom
 import pytest
 import torch
-from headroom.fitting import frontier_chart
+from headroom.fitting import Choice, frontier_chart
 from headroom.fitting.frontier_chart import Series, draw_frontier
 from headroom.fitting.ladder import Ladder, Rung, distinct, interesting
 from headroom.reports import read
+from torch.optim import SGD, AdamW
 
 from helpers import fitted_models
 
@@ -176,3 +178,74 @@ def test_the_bytes_of_parts_are_those_of_their_plans(count):
         plan = search.plan_of(outer.choice_of(point))
         # What does not shrink, such as the states of generators, is much of so small a model.
         assert point.peak == pytest.approx(plan.total_bytes, rel=0.015)
+
+
+@pytest.fixture(scope="module")
+def made():
+    """A model whose ladder was made with optimizers of its own, by the class of these."""
+    torch.manual_seed(0)
+    model, batch = Repeated(), torch.randn(41, 30)
+
+    def loss(output):
+        return output.square().mean()
+
+    def optimizer(cls):
+        return cls(model.parameters(), lr=1e-3, **({"momentum": 0.9} if cls is SGD else {}))
+
+    def begun(cls):
+        found = optimizer(cls)
+        loss(model(batch)).backward()
+        found.step()
+        found.zero_grad()
+        return found
+
+    ladders = {
+        cls: headroom.ladder(model, batch, loss=loss, optimizer=optimizer(cls))
+        for cls in (SGD, AdamW)
+    }
+
+    def fit(budget="1 GiB", **options):
+        return headroom.fit(model, batch, budget=budget, loss=loss, **options)
+
+    return SimpleNamespace(ladders=ladders, optimizer=optimizer, begun=begun, fit=fit)
+
+
+def test_the_optimizer_of_a_call_with_a_ladder_is_the_one_that_it_is_given(made):
+    """With the state that it has, and not another one that the ladder was made with."""
+    given = made.begun(SGD)
+    fitted = made.fit(optimizer=given, ladder=made.ladders[SGD])
+    assert fitted.optimizer is given and len(given.state) == 12
+    fitted.undo()
+
+
+def test_each_call_with_a_ladder_replaces_its_own_optimizer(made):
+    ladder = made.ladders[AdamW]
+    choice = {"optimizer": "headroom"}
+    first, second = (
+        made.fit(optimizer=made.optimizer(AdamW), ladder=ladder, choice=choice, dry_run=True)
+        for _ in range(2)
+    )
+    assert type(first.optimizer) is headroom.optim.AdamW
+    assert first.optimizer is not second.optimizer
+    with pytest.raises(ValueError, match="before its optimizer had begun to train"):
+        made.fit(optimizer=made.begun(AdamW), ladder=ladder)
+    other = SGD(first.model.parameters(), lr=1e-3)
+    with pytest.raises(ValueError, match="ladder was made with another optimizer"):
+        made.fit(optimizer=other, ladder=ladder)
+
+
+def test_a_call_that_is_given_a_choice_leaves_the_ladder_as_it_is(made):
+    ladder = made.ladders[SGD]
+    options = {"optimizer": made.optimizer(SGD), "ladder": ladder, "dry_run": True}
+    budget = int(1.02 * ladder.points[0].peak) + (64 << 10)
+    before = made.fit(budget, **options)
+    given = made.fit(choice={}, **options)
+    assert given.choice == Choice() and given.blocks == []
+    after = made.fit(budget, **options)
+    names = [f"blocks.{number}" for number in range(3)]
+    assert after.blocks == before.blocks == names and len(after.choice.levels) == 3
+    del options["dry_run"]
+    fitted = made.fit(budget, **options)
+    fitted.set_levels(["L5", "L0", "L5"])
+    assert ["forward" in vars(block) for block in fitted.model.blocks] == [True, False, True]
+    fitted.undo()
