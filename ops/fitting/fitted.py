@@ -221,9 +221,9 @@ class Fitted:
 
     def undo(self) -> None:
         """Gives the model back what it had: levels, layers, the dtype of its weights, and
-        gradients that stay. With weights in bfloat16 they are those of the float32 run, bit for
-        bit; buffers that were cast have lost bits. The optimizer stays this one. A second call
-        does nothing."""
+        gradients that stay. With weights in bfloat16 those that the optimizer trains are those of
+        the float32 run, bit for bit; buffers, and weights that the optimizer lacks, have lost bits
+        if they were cast. The optimizer stays this one. A second call does nothing."""
         if self._applied is not None:
             self._applied.undo()
             self._applied = None

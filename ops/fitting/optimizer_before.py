@@ -114,7 +114,7 @@ class OptimizerBefore:
         """Whether the step failed beside copies that are on its device."""
         if self._backs is None or self._on_host:
             return False
-        return any(_is_on_device(param) for param in self._params())
+        return any(not param.is_cpu for param in self._params())
 
     def lost(self) -> str | None:
         """Returns what the step has changed for good, or None."""
@@ -161,10 +161,6 @@ class OptimizerBefore:
 
 def _version(param: Tensor) -> int | None:
     return version_of(local_part(param))
-
-
-def _is_on_device(param: Tensor) -> bool:
-    return not param.is_cpu
 
 
 def _put_back(owner: dict[str, Any], now: dict[str, Any], before: dict[str, Any]) -> None:
