@@ -51,6 +51,7 @@ def fit(
     only: Mapping[str, Collection[Any]] | None = None,
     choice: Choice | Mapping[str, Any] | None = None,
     group: Any = None,
+    _parts_add_up: bool = False,  # of loops of other libraries, which weigh losses themselves
 ) -> Fitted:
     """Finds the fastest way to train a model within a budget of memory, applies it, and returns
     what was done.
@@ -80,7 +81,8 @@ def fit(
         scaler: the :class:`torch.amp.GradScaler` of the loop.
         max_grad_norm: gradients are clipped to this norm before the step.
         allow: of "8bit" (moments of 8 bits), "bf16" (weights of 16 bits, with 16 more that the
-            optimizer keeps) and "adafactor".
+            optimizer keeps; weights that it lacks, such as the frozen ones beside a LoRA, are
+            rounded for good) and "adafactor".
         adapt: after three steps, of batches as large as the sample, spend what was measured to be
             left on faster levels.
         margin: the share of the budget that is left free. None: 0.2 % on the CPU and 2 % on CUDA,
@@ -91,7 +93,8 @@ def fit(
             trains, or is replaced.
         dry_run: only report; nothing is changed.
         only: for fields of a :class:`Choice`, the values that the loop can take, such as
-            ``{"micro_batches": (2, 4)}`` of a loop that makes 2 anyway. Other fields may have any.
+            ``{"micro_batches": (1, 2), "release": (False,)}``. Other fields may have any. It is
+            still looked at whether the losses of parts add up.
         choice: that another call has made: its ``fitted.choice``, or what
             ``fitted.choice.to_json()`` returned. It is planned, refused if it is above the budget,
             and applied, and nothing is measured: for a run that is resumed. What it needs need not
@@ -117,7 +120,7 @@ def fit(
             )
         asked = Asked(
             model, sample_batch, optimizer, loss, forward, device, amp, scaler, max_grad_norm,
-            allow, only, choice,
+            allow, only, choice, _parts_add_up,
         )  # fmt: skip
         search = search_of(asked)
         if ladder is not None:

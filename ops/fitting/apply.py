@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..amp.cast_model import cast_model
 from ..optim import load_master_weights, master_weights, release_gradients
@@ -33,6 +33,7 @@ class Applied:
         self._fused_loss = choice.fused_loss
         self.handle: Any = None
         self._undo: list[Callable[[], None]] = []
+        self._others: dict[Tensor, torch.dtype] = {}  # of tensors that were cast from other dtypes
         try:
             self._patch(choice)
             if choice.weights == "bf16":
@@ -63,7 +64,8 @@ class Applied:
         """Makes the parameters bfloat16, and gives the optimizer the bits that they lose."""
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         tensors = {*self.model.parameters(), *self.model.buffers()}
-        before = {x: x.data for x in tensors if x.dtype == torch.float32}
+        before = {x: x.data for x in tensors if x.is_floating_point()}
+        self._others = {x: x.dtype for x in before if x.dtype != torch.float32}
         try:
             cast_model(self.model, torch.bfloat16)
             load_master_weights(self.optimizer, {p: before[p] for p in params})
@@ -79,6 +81,10 @@ class Applied:
         cast_model(self.model, torch.float32)
         for param, value in weights.items():
             param.data = value
+        for x, dtype in self._others.items():
+            grad, x.grad = x.grad, None  # which has to be of the same dtype
+            x.data = x.data.to(dtype)
+            x.grad = None if grad is None else grad.to(dtype)
 
     def _end_release(self) -> None:
         self.handle.remove()

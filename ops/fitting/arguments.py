@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ..planning.copies import tensors_in
+from .choice import Choice
 
 __all__ = ["check_arguments", "check_margin", "check_only"]
 
@@ -71,14 +73,31 @@ def check_only(only: Any) -> None:
     """Checks the values that fields of a choice may have.
 
     Raises:
-        TypeError: it is no dict of collections.
+        TypeError: it is no dict of collections, or a value is of another type than the field.
+        ValueError: a field is unknown, has no values, or has a number below 1.
     """
     wanted = 'wanted a dict of values for fields of a Choice, such as {"micro_batches": (2, 4)}'
     if only is not None and not isinstance(only, Mapping):
         raise TypeError(f"only is {only!r}, {wanted}")
+    defaults = {part.name: part.default for part in fields(Choice) if part.name != "levels"}
     for name, values in (only or {}).items():
+        if name not in defaults:
+            raise ValueError(f"only has {name!r}, wanted some of {', '.join(sorted(defaults))}")
         if isinstance(values, str) or not isinstance(values, Collection):
             raise TypeError(f"only has {name}={values!r}, {wanted}")
+        if not values:
+            raise ValueError(
+                f"only has {name}={values!r}, wanted one value or more; leave {name} out of it for "
+                "any"
+            )
+        kind = type(defaults[name])
+        for value in values:
+            if type(value) is not kind:  # True is no number of micro-batches
+                raise TypeError(
+                    f"only has {value!r} for {name}, wanted values of type {kind.__name__}"
+                )
+            if kind is int and value < 1:
+                raise ValueError(f"only has {value} for {name}, wanted whole numbers from 1 on")
 
 
 def _check_number(name: str, value: Any, wanted: str) -> None:

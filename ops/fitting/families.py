@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import RNNBase
 
 from ..amp.cast_model import cast_model
+from ..checkpointing import RecomputeError
 from ..patching.families import find_layers
 from ..planning.api import made
 from ..planning.errors import PlanError
@@ -71,8 +72,7 @@ class Families:
         self._families: dict[_Key, _Family | None] = {}
         self._outlines: dict[Choice, Outline] = {}
         self._given_state: int | None = None
-        # A loop that names its numbers of micro-batches weights their losses itself.
-        self.agree: bool | None = True if "micro_batches" in techniques.only else None
+        self.agree: bool | None = True if techniques.parts_add_up else None
         self._rules = rules_of(self.setting)
         self.rule = self._rules[0]
         self._times: dict[str, PassTimes] = {}  # by weights
@@ -143,9 +143,13 @@ class Families:
 
     def parts_agree(self) -> bool:
         """Returns whether the losses of parts add up to that of the batch, and sets the rule by
-        which they do; they do not where samples are compared with one another."""
+        which they do; they do not where samples are compared with one another. If there are no
+        parts, nothing is compared."""
+        counts = [count for count in self.techniques.micro_batches if count > 1]
+        if not counts:
+            return True
         if self.agree is None:
-            found = rule_of(self.setting, self.techniques.micro_batches[1], self._rules)
+            found = rule_of(self.setting, counts[0], self._rules)
             self.agree, self.rule = found is not None, found or self.rule
         return self.agree
 
@@ -169,7 +173,10 @@ class Families:
                 if key.weights == "given" or is_out_of_memory(error):
                     raise
                 self._families[key] = None
-                reason = f"the model does not run with weights in bfloat16: {error}"
+                what = "the model does not run"
+                if isinstance(error, RecomputeError):
+                    what = "blocks cannot be run again"
+                reason = f"{what} with weights in bfloat16: {error}"
                 self._note(key, reason.partition("\n")[0])
         return self._families[key]
 
@@ -190,19 +197,22 @@ class Families:
         measured = self._measured[key.weights]
         if key.fused_loss != self.techniques.fused_losses[0]:
             return self._fused(key)
-        same = (c for c in self.techniques.choices() if _key(c) == key)
-        choice = next(same).but(levels=self._leanest())
+        same = (kind for kind, weights in self.techniques.optimizers if weights == key.weights)
+        # Gradients stay in it, also where the loop wants them released: the estimates say what
+        # that changes.
+        choice = Choice(self._leanest(), 1, next(same), key.weights, False, key.fused_loss)
         optimizer = self.techniques.optimizer_of(choice)
         return _Family(measured, self._outlined(choice, optimizer, measured, steps=1), choice)
 
     def _measure(self, key: _Key) -> Measured:
         """Measures the blocks. Where the model does not run with its blocks at their leanest, such
         as one that writes to the argument of a block after the block has run, or where they compute
-        something else when they run again, it has none."""
+        something else when they run again, it has none. Once it has been measured with levels, all
+        choices have them."""
         try:
             return measure_blocks(self._setting_of(key))
         except RuntimeError as error:
-            if key != self._plain or is_out_of_memory(error):
+            if self._measured or is_out_of_memory(error):
                 raise
             reason = str(error).partition("\n")[0]
         self.setting = self.setting.but(has_levels=False)

@@ -90,7 +90,9 @@ def allowing(now: Techniques, planned: Planned, leanest: Plan, within: int) -> I
     for names in _sets(now.allowed):
         if "bf16" not in names and leanest.total_bytes - moved > within:
             continue  # another optimizer leaves the rest of the peak as it is
-        more = Techniques.of(now.setting, now.given, names, now.max_grad_norm, now.only)
+        more = Techniques.of(
+            now.setting, now.given, names, now.max_grad_norm, now.only, now.parts_add_up
+        )
         more.optimizers = {k: made for k, made in more.optimizers.items() if k not in tried}
         tried |= {*more.optimizers}
         more.micro_batches = now.micro_batches  # of which some may be known not to be possible
@@ -117,10 +119,12 @@ def _fits(techniques: Techniques, planned: Planned, within: int) -> bool:
         if held_at_least(techniques.setting.model, optimizer, key[1]) > within:
             continue
         choice = Choice((), 1, *key, fused_loss=techniques.fused_losses[-1])
-        choices = [choice.but(micro_batches=techniques.micro_batches[-1])]
-        if techniques.can_release(choice, optimizer):
-            choices.append(choice.but(release=True))
-        for each in choices:
+        for each in (
+            choice.but(micro_batches=techniques.micro_batches[-1]),
+            choice.but(release=True),
+        ):
+            if techniques.obstacle(each) is not None:
+                continue
             try:
                 if planned(each, optimizer).total_bytes <= within:
                     return True
@@ -130,8 +134,8 @@ def _fits(techniques: Techniques, planned: Planned, within: int) -> bool:
 
 
 def held_at_least(model: nn.Module, optimizer: Any, weights: str) -> int:
-    """Returns fewer bytes than a step takes where each parameter gets a gradient: those of the
-    weights and of the optimizer's state, as far as it says what that will be."""
+    """Returns a lower bound of the bytes of a step in which each parameter gets a gradient: those
+    of the weights and of the optimizer's state, as far as it says what that will be."""
     size = sum(p.nbytes for p in model.parameters()) // (2 if weights == "bf16" else 1)
     return size + (state_bytes(optimizer) if is_headroom(optimizer) else 0)
 

@@ -71,7 +71,7 @@ def below_every_choice(families: Families, budget: int, within: int) -> DoesNotF
                 return None
     except PlanError:  # the search says why, if it is of every choice
         return None
-    if len(techniques.micro_batches) > 1 and not _parts_agree(families):
+    if not _may_agree(families):
         techniques.only_whole_batches()
     lowest = min(floors, key=lambda floor: floor.bytes)
     choice, plan = _leanest(techniques, floors)
@@ -92,15 +92,19 @@ def below_every_choice(families: Families, budget: int, within: int) -> DoesNotF
     )
 
 
-def _parts_agree(families: Families) -> bool:
-    """Whether losses of parts add up, by forward passes of the model, or False if these take more
-    memory than there is."""
+def _may_agree(families: Families) -> bool:
+    """Whether losses of parts add up, by forward passes of the model. If these take more memory
+    than there is, they may, and a note says that it is not known."""
     try:
         return families.parts_agree()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return False
+    families.techniques.notes.append(
+        "micro-batches: there is too little memory to see whether the losses of parts of a batch "
+        "add up to the loss of the batch"
+    )
+    return True
 
 
 def _expected(techniques: Techniques, key: tuple[str, str]) -> int:

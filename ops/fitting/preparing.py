@@ -45,13 +45,16 @@ class Asked:
     allow: Collection[str] | str
     only: Mapping[str, Collection[Any]] | None = None
     choice: Choice | Mapping[str, Any] | None = None
+    parts_add_up: bool = False  # which the loop itself sees to
 
     @property
     def stored(self) -> Choice | None:
         """The choice that was made before."""
-        if self.choice is None or isinstance(self.choice, Choice):
-            return self.choice
-        return Choice.from_json(self.choice)
+        if self.choice is None:
+            return None
+        # One that was made by hand is looked at as well.
+        given = vars(self.choice) if isinstance(self.choice, Choice) else self.choice
+        return Choice.from_json(given)
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -117,7 +120,9 @@ def search_of(asked: Asked) -> Search:
         asked.amp,
         asked.live_scaler is not None,
     )
-    techniques = Techniques.of(setting, given, asked.allowed, asked.max_grad_norm, asked.only)
+    techniques = Techniques.of(
+        setting, given, asked.allowed, asked.max_grad_norm, asked.only, asked.parts_add_up
+    )
     return Search(Families(techniques))
 
 

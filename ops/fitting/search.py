@@ -246,7 +246,7 @@ class Search:
 
     def _parts_agree(self) -> bool:
         """Whether batches can be parted. Where they cannot, there are no such choices any more."""
-        if len(self.families.techniques.micro_batches) == 1 or self.families.parts_agree():
+        if self.families.parts_agree():
             return True
         for count in self.families.techniques.only_whole_batches():
             self._outers.pop(count, None)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 
 from ..optim import Adam8bit
 from ..patching.losses import has_fused_loss, knows_loss
-from .choice import Choice
+from .choice import ALLOWABLE, Choice
 from .micro_batches import counts, mixes_samples, samples_of
 from .replacing import is_headroom, obstacle, replacement
 from .setting import Setting
 
 __all__ = ["Techniques"]
-
-_LIMITED = {part.name for part in fields(Choice)} - {"levels"}
 
 
 @dataclass
@@ -34,6 +32,8 @@ class Techniques:
         clips: whether something clips the gradients of a step.
         only: the values that fields of a choice may have in the loop that trains; a field that is
             not there may have any.
+        parts_add_up: whether the loop itself sees to it that the losses of parts of a batch add up,
+            so that they are not compared with the loss of the batch.
         notes: why something cannot be chosen.
     """
 
@@ -46,6 +46,7 @@ class Techniques:
     max_grad_norm: float | None = None
     clips: bool = False
     only: Mapping[str, Collection[Any]] = field(default_factory=dict)
+    parts_add_up: bool = False
     notes: list[str] = field(default_factory=list)
 
     @classmethod
@@ -56,13 +57,14 @@ class Techniques:
         allow: Collection[str] = (),
         max_grad_norm: float | None = None,
         only: Mapping[str, Collection[Any]] | None = None,
+        parts_add_up: bool = False,
     ) -> Techniques:
         """Returns the techniques for a model and its optimizer.
 
         Raises:
-            ValueError: ``only`` names no field of a choice, or leaves no value of one.
+            ValueError: ``only`` leaves no value of a field.
         """
-        found = cls(setting, optimizer, {("given", "given"): optimizer})
+        found = cls(setting, optimizer, {("given", "given"): optimizer}, parts_add_up=parts_add_up)
         found.allowed, found.max_grad_norm = tuple(allow), max_grad_norm
         limits = [group.get("max_grad_norm") for group in optimizer.param_groups]
         found.clips = max_grad_norm is not None or any(limit is not None for limit in limits)
@@ -82,34 +84,73 @@ class Techniques:
         return found
 
     def _limit(self, only: Mapping[str, Collection[Any]]) -> None:
-        """Leaves the values of ``only``. Of several numbers of micro-batches, the least is what the
-        loop makes anyway."""
+        """Leaves the values of ``only``.
+
+        Raises:
+            ValueError: a field has none that is possible.
+        """
         self.only = only
-        if wrong := sorted(only.keys() - _LIMITED):
-            raise ValueError(f"only has {wrong[0]!r}, wanted some of {', '.join(sorted(_LIMITED))}")
+        possible = self._pairs()
         self.optimizers = {
             (kind, weights): optimizer
             for (kind, weights), optimizer in self.optimizers.items()
             if kind in only.get("optimizer", (kind,)) and weights in only.get("weights", (weights,))
         }
+        if not self.optimizers:
+            asked = {*only.get("optimizer", ()), *only.get("weights", ())}
+            missing = [name for name in ALLOWABLE if name in asked - {*self.allowed}]
+            hint = "".join(f'; "{name}" is not in allow' for name in missing)
+            self._refuse(("optimizer", "weights"), f"one of {possible}{hint}")
+        possible = ", ".join(map(str, self.fused_losses))
         self.fused_losses = tuple(
             fused for fused in self.fused_losses if fused in only.get("fused_loss", (fused,))
         )
+        if not self.fused_losses:
+            self._refuse(("fused_loss",), f"one of {possible}")
         if "micro_batches" in only:
-            samples = samples_of(self.setting.batch) or 1
-            numbers = tuple(n for n in sorted(only["micro_batches"]) if samples % n == 0)
-            self.micro_batches = numbers[:1] if mixes_samples(self.setting.model) else numbers
-        for name, left in (
-            ("optimizer", self.optimizers),
-            ("fused_loss", self.fused_losses),
-            ("micro_batches", self.micro_batches),
-        ):
-            if not left:
-                notes = "".join(f"; {note}" for note in self.notes)
-                raise ValueError(
-                    f"only has {name}={tuple(only.get(name, ()))!r}, which is not possible for "
-                    f"this model and its optimizer{notes}"
+            self._limit_micro_batches(sorted(set(only["micro_batches"])))
+        if False not in only.get("release", (False,)):
+            self.optimizers = {
+                key: made
+                for key, made in self.optimizers.items()
+                if self.can_release(Choice((), 1, *key), made)
+            }
+            if not self.optimizers or 1 not in self.micro_batches:
+                self._refuse(
+                    ("release", "optimizer", "weights", "micro_batches"),
+                    "False in release as well: gradients can be released only where nothing clips "
+                    "or scales them, by an optimizer of Headroom's that has all parameters that "
+                    "are trained, in one micro-batch",
                 )
+            self.micro_batches = (1,)
+
+    def _limit_micro_batches(self, numbers: Sequence[int]) -> None:
+        """Leaves some numbers of micro-batches. Where samples are mixed, it is the least of a loop
+        that weighs the losses itself, which makes so many anyway."""
+        samples = samples_of(self.setting.batch) or 1
+        found = tuple(number for number in numbers if samples % number == 0)
+        wanted = f"numbers that divide the {samples} samples of the batch"
+        if mixes_samples(self.setting.model):
+            found = found[:1]
+            if not self.parts_add_up and found != (1,):
+                found, wanted = (), "1 among them"
+        self.micro_batches = found
+        if not found:
+            self._refuse(("micro_batches",), wanted)
+
+    def _refuse(self, names: Sequence[str], wanted: str) -> NoReturn:
+        given = ", ".join(
+            f"{name}={tuple(self.only[name])!r}" for name in names if name in self.only
+        )
+        raise ValueError(f"only has {given}, wanted {wanted}{self._reasons()}")
+
+    def _pairs(self) -> str:
+        return ", ".join(
+            f"optimizer {kind} with weights {weights}" for kind, weights in self.optimizers
+        )
+
+    def _reasons(self) -> str:
+        return "".join(f"; {note}" for note in self.notes)
 
     def _add_optimizers(self, given: torch.optim.Optimizer, allow: Collection[str]) -> None:
         if (reason := obstacle(given)) is not None:
@@ -132,6 +173,13 @@ class Techniques:
             own = "8bit" if isinstance(given, Adam8bit) else "headroom"
             for kind in dict.fromkeys((own, *kinds)):
                 self._add(given, kind, "remainder16")
+            params = {p for group in given.param_groups for p in group["params"]}
+            others = (p for p in self.setting.model.parameters() if p not in params)
+            if any(p.is_floating_point() and p.itemsize > 2 for p in others):
+                self.notes.append(
+                    "bf16: the weights that the optimizer lacks are rounded as well, but for "
+                    "norms, and undo() does not give back the bits that they lose"
+                )
 
     def _add(self, given: torch.optim.Optimizer, kind: str, master: str | None) -> None:
         weights = "given" if master is None else "bf16"
@@ -142,12 +190,18 @@ class Techniques:
 
     def only_whole_batches(self) -> tuple[int, ...]:
         """Takes back micro-batches, whose loss is not that of the batch, and returns how many there
-        might have been."""
-        gone, self.micro_batches = self.micro_batches[1:], (1,)
+        might have been.
+
+        Raises:
+            ValueError: ``only`` wants no whole batches.
+        """
         self.notes.append(
             "micro-batches: the losses of parts of a batch do not add up to the loss of the batch, "
             "or the model keeps something of each call, such as a moving average"
         )
+        if 1 not in self.micro_batches:
+            self._refuse(("micro_batches",), "1 among them")
+        gone, self.micro_batches = self.micro_batches[1:], (1,)
         return gone
 
     def optimizer_of(self, choice: Choice) -> torch.optim.Optimizer:
@@ -156,18 +210,21 @@ class Techniques:
 
     def obstacle(self, choice: Choice) -> str | None:
         """Returns why a choice, whatever its levels, cannot be for this model, or None."""
-        notes = "".join(f"; {note}" for note in self.notes)
         made = self.optimizers.get((choice.optimizer, choice.weights))
         if made is None:
-            pairs = ", ".join(f"{kind} with {weights}" for kind, weights in self.optimizers)
             return (
                 f"has optimizer {choice.optimizer} with weights {choice.weights}, wanted one of "
-                f"{pairs}{notes}"
+                f"{self._pairs()}{self._reasons()}"
             )
-        possible = {"micro_batches": self.micro_batches, "fused_loss": self.fused_losses}
+        possible = {
+            "micro_batches": self.micro_batches,
+            "fused_loss": self.fused_losses,
+            "release": self.only.get("release", (False, True)),
+        }
         for name, values in possible.items():
             if (got := getattr(choice, name)) not in values:
-                return f"has {name}={got}, wanted one of {', '.join(map(str, values))}{notes}"
+                wanted = ", ".join(map(str, values))
+                return f"has {name}={got}, wanted one of {wanted}{self._reasons()}"
         if choice.release and not self.can_release(choice, made):
             return "releases gradients, which this loop or this optimizer needs together"
         return None
@@ -177,7 +234,8 @@ class Techniques:
         for (optimizer, weights), made in self.optimizers.items():
             for fused_loss in self.fused_losses:
                 base = Choice((), micro_batches, optimizer, weights, False, fused_loss)
-                yield base
+                if False in self.only.get("release", (False,)):
+                    yield base
                 if self.can_release(base, made):
                     yield base.but(release=True)
 

@@ -76,7 +76,8 @@ def fit_in_loop(
     only: Mapping[str, Any],
     **options: Any,
 ) -> Fitted:
-    """Fits a model that someone else's loop trains into a budget, and returns what was done.
+    """Fits a model that someone else's loop trains into a budget, and returns what was done. The
+    loop weighs the losses of parts of a batch itself, so that they are not compared again.
 
     Args:
         model, batch, options: of :func:`headroom.fit`.
@@ -99,7 +100,7 @@ def fit_in_loop(
                     f"{format_bytes(extra)}; give a larger one"
                 )
             options["budget"] = size - extra
-    return fit(model, batch, only=only, **options)
+    return fit(model, batch, only=only, _parts_add_up=True, **options)
 
 
 def mixed_precision(accelerator: Any, *, who: str) -> dict[str, Any]:

@@ -123,6 +123,41 @@ def test_gradients_are_those_of_torch(kind):
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6, msg=name)
 
 
+class InBfloat16(nn.Module):
+    """A chain whose batch takes the dtype of its weights."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.chain = chain(kind)
+
+    def forward(self, x):
+        return self.chain(x.to(self.chain[0].weight.dtype)).float()
+
+
+class CountsInBfloat16(Counts):
+    def forward(self, x):
+        self.calls -= self.first.weight.dtype != torch.bfloat16
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Counts, CountsInBfloat16])
+def test_weights_in_bfloat16(kind):
+    """Where there is no other choice, they have no levels; else they are none."""
+    batch = torch.randn(20, 48), torch.randn(20, 48)
+    options = {"budget": "1 GiB", "loss": mse_loss, "allow": ("bf16",), "dry_run": True}
+    only = {"weights": ("bf16",), "micro_batches": (1,)}
+    fitted = headroom.fit(InBfloat16(kind), batch, **options, only=only)
+    assert fitted.choice.levels == () and fitted.choice.weights == "bf16"
+    assert fitted.notes[0].startswith("levels: blocks cannot be run again: ")
+    fitted = headroom.fit(InBfloat16(kind), batch, **options, only={"micro_batches": (1,)})
+    if kind is Counts:
+        assert fitted.choice.levels == ()
+    else:
+        assert fitted.choice.weights == "given" and len(fitted.choice.levels) == 4
+        note = "bf16: blocks cannot be run again with weights in bfloat16: checkpoint: "
+        assert fitted.notes[0].startswith(note)
+
+
 def test_running_statistics_and_dropout_are_no_change():
     make, batch = functools.partial(chain, Norms), (torch.randn(200, 48), torch.randn(200, 48))
     fitted = headroom.fit(make(), batch, budget=budget_of(make, batch), loss=mse_loss, dry_run=True)

@@ -125,6 +125,20 @@ def test_a_loss_that_is_no_mean_is_offered_no_micro_batches(unmeasured):
     assert "micro-batches," not in str(raised.value)
 
 
+def test_a_loss_that_cannot_be_compared_for_lack_of_memory(unmeasured, monkeypatch):
+    """Nothing is said of it that is not known."""
+
+    def fails(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(families, "rule_of", fails)
+    model, batch = net()
+    only = {"release": (False,), "micro_batches": (2, 4)}
+    text = str(refused(model, batch, trained(model), only=only))
+    assert "too little memory to see whether the losses of parts of a batch add up" in text
+    assert "micro-batches, optimizer headroom" in text and "do not add up" not in text
+
+
 def test_a_loop_that_names_its_micro_batches(unmeasured):
     """As those of other libraries do: gradients of several batches are not released."""
     model, batch = net()
