@@ -1,7 +1,9 @@
 """The Trainer of transformers within a budget of memory."""
 
 import copy
+import json
 import re
+from types import SimpleNamespace
 
 import headroom
 import pytest
@@ -14,6 +16,7 @@ from helpers.hf_models import model_of
 
 transformers = pytest.importorskip("transformers")
 
+from headroom.integrations.trainer_choice import choice_of_checkpoint  # noqa: E402
 from headroom.integrations.transformers import HeadroomCallback, fit_trainer  # noqa: E402
 
 from helpers.trainers import losses_of, rates_of, trained, trainer_of  # noqa: E402
@@ -208,3 +211,28 @@ def test_added_to_a_trainer_that_exists_it_changes_levels_and_loss_alone(tmp_pat
     assert losses_of(trainer) == losses_of(want)
     assert_same_bits(trainer.model.parameters(), want.model.parameters())
     assert watch.peak.bytes <= callback.budget
+
+
+class TestChoiceOfACheckpoint:
+    """As transformers stores the states of callbacks."""
+
+    def choice(self, folder, resume, kept=None):
+        if kept is not None:
+            text = json.dumps({"stateful_callbacks": {"HeadroomCallback": kept}})
+            (folder / "trainer_state.json").write_text(text)
+        args = SimpleNamespace(output_dir=str(folder / "out"))
+        return choice_of_checkpoint(SimpleNamespace(args=args), resume)
+
+    KEPT = {"args": {"budget": 7}, "attributes": {"choice": {"micro_batches": 2}}}
+
+    def test_it_is_of_the_checkpoint_and_not_of_the_working_directory(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "out").mkdir()
+        assert self.choice(tmp_path, True, self.KEPT) is None
+        assert self.choice(tmp_path, str(tmp_path)) == ({"micro_batches": 2}, 7)
+
+    def test_several_callbacks_are_a_list(self, tmp_path):
+        none = {"args": {"budget": 8}, "attributes": {"choice": None}}
+        assert self.choice(tmp_path, tmp_path, [none, self.KEPT]) == ({"micro_batches": 2}, 7)
+        assert self.choice(tmp_path, tmp_path, [none]) is None
+        assert self.choice(tmp_path, tmp_path, []) is None
