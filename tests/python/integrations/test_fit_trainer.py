@@ -191,6 +191,22 @@ class TestRefused:
         assert model.layers[1].gradient_checkpointing
         assert not any("forward" in vars(module) for module in model.modules())
 
+    def test_one_callback_is_of_one_trainer_and_a_trainer_of_one(self, tmp_path):
+        callback = HeadroomCallback("1 GiB", tell=lambda text: None)
+        first = trained(stack(), samples(), tmp_path, [callback], **SGD)
+        first.train()
+        with pytest.raises(RuntimeError, match="fitted the training of another Trainer"):
+            trained(stack(), samples(), tmp_path, [callback], **SGD)
+        late = trainer_of(stack(), samples(), tmp_path, **SGD)
+        late.add_callback(callback)
+        with pytest.raises(RuntimeError, match="fitted the training of another Trainer"):
+            late.train()
+        with pytest.raises(RuntimeError, match="the Trainer's training is fitted already"):
+            fit_trainer(first, "1 GiB")
+        both = [HeadroomCallback("1 GiB", tell=lambda text: None) for _ in range(2)]
+        with pytest.raises(RuntimeError, match="the Trainer's training is fitted already"):
+            trained(stack(), samples(), tmp_path, both, **SGD)
+
     def test_a_callback_that_something_else_calls(self):
         with pytest.raises(RuntimeError, match="called by something else than a Trainer"):
             HeadroomCallback("1 GiB").on_init_end(None, None, None)
@@ -211,6 +227,48 @@ def test_added_to_a_trainer_that_exists_it_changes_levels_and_loss_alone(tmp_pat
     assert losses_of(trainer) == losses_of(want)
     assert_same_bits(trainer.model.parameters(), want.model.parameters())
     assert watch.peak.bytes <= callback.budget
+
+
+class Odd(transformers.TrainerCallback):
+    """A callback as those of loggers are, with what has no copy."""
+
+    def __init__(self):
+        self.module, self.rows, self.logs = json, (k for k in ()), 0
+
+    def on_log(self, *args, **given):
+        self.logs += 1
+
+
+class Logs(transformers.Trainer):
+    """Counts its losses, which it logs, and has what has no copy."""
+
+    losses = 0
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.rows = (k for k in ())
+
+    def compute_loss(self, *args, **options):
+        self.losses += 1
+        self.log({"mine": float(self.losses)})
+        return super().compute_loss(*args, **options)
+
+
+def test_fitting_leaves_loggers_and_counters_alone(tmp_path):
+    class Rows(list):
+        def __deepcopy__(self, memo):
+            raise AssertionError("data may be large")
+
+    found = []
+    for callbacks in ([], [HeadroomCallback("1 GiB", tell=lambda text: None)]):
+        odd = Odd()
+        options = SGD | dict(cls=Logs, eval_dataset=Rows(samples(2)))
+        trainer = trained(stack(), Rows(samples()), tmp_path, [*callbacks, odd], **options)
+        logged = [
+            {k: v for k, v in one.items() if "train_" not in k} for one in trainer.state.log_history
+        ]
+        found.append((trainer.losses, odd.logs, logged))
+    assert found[0] == found[1]
 
 
 class TestChoiceOfACheckpoint:
