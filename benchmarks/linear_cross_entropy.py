@@ -8,7 +8,6 @@ resident memory rises above the inputs.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import threading
@@ -190,8 +189,7 @@ def main() -> None:
         for bar in row["bars"]:
             verdict = "met" if bar["met"] else "NOT MET"
             print(f"    {bar['value']:.2f} of {bar['of']}, wanted {bar['at_most']}: {verdict}")
-    if options.json:
-        options.json.write_text(json.dumps({**head, "cases": rows}, indent=1) + "\n")
+        _report.save(options.json, {**head, "cases": rows})
 
 
 if __name__ == "__main__":

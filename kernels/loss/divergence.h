@@ -82,7 +82,7 @@ typedef struct dv_row {
     float student, student_low, teacher, teacher_low; /* log-sum-exps times the temperature */
     float ratio, ratio_low;                           /* the student's less the teacher's */
     float mean, mean_low;
-    float lesser, greater;  /* beta and 1 - beta */
+    float lesser, greater;  /* the smaller and the larger of beta and 1 - beta */
     int student_is_greater; /* whether the greater one is the weight of the student */
     dv_scale scale;
 } dv_row;

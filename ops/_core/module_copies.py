@@ -40,9 +40,9 @@ def _copied_tensor(x: Tensor, memo: dict[int, Any]) -> Tensor:
 def deepcopy_with(kinds: Mapping[type, Callable[[Any, dict[int, Any]], Any]]) -> Iterator[None]:
     """While it lasts, :func:`copy.deepcopy` copies objects of some classes by the functions given
     here, which get the object and the memo; and functions that hold tensors, modules or optimizers
-    in their closures by functions that hold the copies."""
+    in their closures by functions that hold the copies. Python's modules are not copied."""
     dispatch: dict[type, Callable[..., Any]] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
-    added = {types.FunctionType: _copied_function, **kinds}
+    added = {types.FunctionType: _copied_function, types.ModuleType: _itself, **kinds}
     with _lock:
         before = {kind: dispatch.get(kind) for kind in added}
         dispatch.update(added)
@@ -54,6 +54,10 @@ def deepcopy_with(kinds: Mapping[type, Callable[[Any, dict[int, Any]], Any]]) ->
                     del dispatch[kind]
                 else:
                     dispatch[kind] = function
+
+
+def _itself(module: types.ModuleType, memo: dict[int, Any]) -> types.ModuleType:
+    return module
 
 
 def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:

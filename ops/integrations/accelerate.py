@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from ..fitting import Fitted
 from ..fitting.agree import together
@@ -68,8 +71,12 @@ class AcceleratedFit:
             None if seconds is None else seconds * steps / batches_planned(steps),
             tell if accelerator.is_main_process else lambda text: None,
         )
-        # Not a hook of this optimizer: while those run, none of them can be removed.
-        self._hook = register_optimizer_step_post_hook(self._stepped)
+        self._awaits_step = False
+        # Not a hook of this optimizer: while those run, none of them can be removed. It is one of
+        # the process, which must not keep this object, and so the model, alive.
+        hook = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
+        self._unhook = weakref.finalize(self, _ended, hook, self.measured)
+        self._unhook.atexit = False
 
     def backward(self, model: nn.Module, batch: Any) -> Tensor:
         """Runs the forward and backward pass of a batch, in the micro-batches that were chosen, and
@@ -86,7 +93,10 @@ class AcceleratedFit:
         cut = parts(batch, self._parts)
         work = [(part, share) for part, share in zip(cut, shares(cut, self._rule)) if share]
         if self.measured.has_ended:
-            self._hook.remove()
+            self._unhook()
+        if self._awaits_step:  # the step raised, or a scaler has skipped it
+            self.measured.abandon()
+        self._awaits_step = accelerator.sync_gradients
         self.measured.step_began(batch)
         total = None
         try:
@@ -105,10 +115,23 @@ class AcceleratedFit:
         assert total is not None
         return total
 
-    def _stepped(self, optimizer: Any, *given: Any) -> None:
-        if optimizer is self.optimizer:
-            self.measured.step_ended()
-            self.measured.pause()
+    def _stepped(self) -> None:
+        self._awaits_step = False
+        self.measured.step_ended()
+        self.measured.pause()
+
+
+def _stepped(fit: weakref.ref[AcceleratedFit], optimizer: Any, *given: Any) -> None:
+    """Is called after each step of any optimizer."""
+    found = fit()
+    if found is not None and found.optimizer is optimizer:
+        found._stepped()
+
+
+def _ended(hook: RemovableHandle, measured: FirstSteps) -> None:
+    """Leaves nothing of what measures in the process."""
+    hook.remove()
+    measured.abandon()
 
 
 def fit(

@@ -22,7 +22,7 @@ class FirstSteps:
 
     Call :meth:`step_began` and :meth:`step_ended` around each step, :meth:`pause` before something
     else than a step, such as an evaluation, :meth:`end` when the training ends, and
-    :meth:`abandon` if it raises. On the CPU allocations are recorded by
+    :meth:`abandon` if a step raises or is not finished. On the CPU allocations are recorded by
     :func:`headroom.memory.track`, which slows the steps down: hence the third is timed. On CUDA the
     allocator counts.
 
@@ -56,6 +56,7 @@ class FirstSteps:
         self._tell, self._records = tell, records
         self._recording: Any = None
         self._runs = False  # a step
+        self._whole = True  # nothing came between its parts
         self._steps = 0
         self._began = 0.0
         self._told = False
@@ -75,15 +76,19 @@ class FirstSteps:
         """
         if self._runs:
             return
-        self._runs = True
+        self._runs = self._whole = True
         if self._steps < TRACKED:
             self._record(batch)
         elif self._steps == TRACKED:
             self._began = self._now()
 
     def step_ended(self) -> None:
-        """An optimizer step has ended."""
+        """An optimizer step has ended. Does nothing if none has begun, and leaves out a step in
+        which something else ran."""
+        counts = self._runs and self._whole
         self._runs = False
+        if not counts:
+            return
         self._steps += 1
         if self._steps == TRACKED:
             self.pause()
@@ -93,6 +98,7 @@ class FirstSteps:
 
     def pause(self) -> None:
         """Stops to record until the next step begins."""
+        self._whole = False
         recording, self._recording = self._recording, None
         if recording is None:
             return
@@ -119,7 +125,9 @@ class FirstSteps:
         self._tell(f"headroom.fit: {'; '.join(parts)}")
 
     def abandon(self) -> None:
-        """Stops to record, after an error."""
+        """Stops to record, and leaves out the step that runs, which the next one takes the place
+        of."""
+        self._runs = False
         recording, self._recording = self._recording, None
         if recording is not None and self._device.type != "cuda":
             recording.__exit__(None, None, None)

@@ -84,6 +84,11 @@ class FitCallback(FitsLoop, Callback):
         if self.fitted is None:
             _check(trainer, pl_module, len(trainer.optimizers))
             self.fit(trainer, pl_module, trainer.optimizers[0], late=True)
+        elif self.fitted.model is not pl_module:
+            raise RuntimeError(
+                f"{WHO}: it has fitted the training of another module; give each Trainer a {WHO} "
+                "of its own"
+            )
         self._measure(pl_module, trainer.optimizers[0], pl_module.device)
         self._step = trainer.global_step
 

@@ -93,7 +93,7 @@ def fit_in_loop(
         if budget is None:
             options["target"] = "speed"
         else:
-            size = parse_bytes(budget)
+            size = parse_bytes(budget, "budget")
             if size <= extra:
                 raise ValueError(
                     f"{who}: budget is {format_bytes(size)}, and the loop itself holds "

@@ -121,11 +121,13 @@ def choice_of_checkpoint(trainer: Any, resume: Any) -> tuple[dict[str, Any], Any
     if not resume:
         return None
     folder = get_last_checkpoint(trainer.args.output_dir) if resume is True else resume
-    path = os.path.join(folder or "", STATE)
-    if not os.path.isfile(path):
+    if folder is None or not os.path.isfile(os.path.join(folder, STATE)):
         return None  # the Trainer says so
-    with open(path) as file:
-        kept = json.load(file).get("stateful_callbacks") or {}
-    found = kept.get("HeadroomCallback") or {}
-    choice = found.get("attributes", {}).get("choice")
-    return None if choice is None else (choice, found.get("args", {}).get("budget"))
+    with open(os.path.join(folder, STATE)) as file:
+        kept = (json.load(file).get("stateful_callbacks") or {}).get("HeadroomCallback") or {}
+    # transformers keeps the states of several callbacks of one class as a list.
+    for state in kept if isinstance(kept, list) else [kept]:
+        choice = state.get("attributes", {}).get("choice")
+        if choice is not None:
+            return choice, state.get("args", {}).get("budget")
+    return None

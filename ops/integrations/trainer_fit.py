@@ -33,8 +33,8 @@ except ImportError as error:
 
 from .trainer_choice import apply, check, choice_of_checkpoint, possible
 from .trainer_step import (
+    TrainerLoss,
     inputs_of,
-    loss_of,
     optimizer_of,
     rule_of_trainer,
     step_of,
@@ -44,6 +44,8 @@ from .trainer_step import (
 __all__ = ["HeadroomCallback", "fit_trainer"]
 
 WHO = "HeadroomCallback"
+# Attributes of a Trainer: the callback that its train() calls, and what was found for it.
+ATTACHED, FITTED = "_headroom_callback", "_headroom_fitted"
 
 
 class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
@@ -83,8 +85,7 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
 
         @functools.wraps(own)
         def train(resume_from_checkpoint: Any = None, *others: Any, **options: Any) -> Any:
-            if self.fitted is None:
-                self.fit(trainer, resume_from_checkpoint)
+            self._fit_once(trainer, resume_from_checkpoint)
             self._trains = True
             try:
                 return own(resume_from_checkpoint, *others, **options)
@@ -94,17 +95,16 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
                     self.measured.abandon()
 
         vars(trainer)["train"] = train
-        vars(trainer)["_headroom_callback"] = self
+        vars(trainer)[ATTACHED] = self
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Is called by the Trainer when everything is made and loaded."""
         trainer = _calling_trainer()
-        attached = vars(trainer).get("_headroom_callback")
+        attached = vars(trainer).get(ATTACHED)
         if attached is not None and attached is not self:
             # restore_callback_states_from_checkpoint=True has made another one of a checkpoint.
             self.__dict__ = attached.__dict__
-        if self.fitted is None:
-            self.fit(trainer, late=True)
+        self._fit_once(trainer, late=True)
         # transformers looks for the state of every callback in a checkpoint that it resumed from.
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
@@ -129,15 +129,30 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
         if self.measured is not None:
             self.measured.end()
 
+    def _fit_once(self, trainer: Trainer, *given: Any, **options: Any) -> None:
+        if self.fitted is None:
+            self.fit(trainer, *given, **options)
+        elif vars(trainer).get(FITTED) is not self.fitted:
+            raise RuntimeError(
+                f"{WHO}: it has fitted the training of another Trainer; give each Trainer a "
+                f"{WHO} of its own"
+            )
+
     def fit(self, trainer: Trainer, resume_from_checkpoint: Any = None, late: bool = False) -> None:
         """Plans the training of a Trainer, and changes the Trainer for it."""
         check(trainer, who=WHO)
+        if vars(trainer).get(FITTED) is not None:
+            raise RuntimeError(
+                f"{WHO}: the Trainer's training is fitted already; give it one {WHO}, or call "
+                "fit_trainer once"
+            )
         # Of whichever rank sees the checkpoint.
         found = gathered(lambda: choice_of_checkpoint(trainer, resume_from_checkpoint))
         kept, budget = next((one for one in found if one is not None), (self.choice, self.budget))
         fitted = self._fitted(trainer, kept, self.again(kept, budget), late)
         apply(trainer, fitted, late=late)
         self.fitted, self.choice = fitted, fitted.choice.to_json()
+        vars(trainer)[FITTED] = fitted
         self._says = trainer.is_world_process_zero()
         self.tell(str(fitted))
 
@@ -158,7 +173,7 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
             self._batches = args.gradient_accumulation_steps / steps
             batch = step_of(trainer, repeated(inputs, steps))
             precision = mixed_precision(trainer.accelerator, who=WHO)
-        forward = functools.partial(loss_of, trainer)
+        forward = TrainerLoss(trainer)
         setting = Setting(trainer.model, batch, None, forward, device=device, amp=precision["amp"])
 
         def fitted(choice: Mapping[str, Any] | None) -> Fitted:

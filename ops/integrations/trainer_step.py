@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,21 +14,31 @@ from transformers import Trainer
 
 from ..fitting.shares import SAMPLES, SUM
 from ..patching.losses import has_fused_loss
+from ..planning.errors import PlanError
 from ..planning.steps import generators_kept
 from .batches import moved, sample_batch
 from .transformers import smoothed_loss
 
 __all__ = [
     "Batch",
+    "TrainerLoss",
     "batch_of_loader",
     "inputs_of",
     "loss_can_be_fused",
-    "loss_of",
     "optimizer_of",
     "rule_of_trainer",
     "step_of",
     "without_checkpointing",
 ]
+
+# Attributes of a Trainer that no loss is computed from.
+SHARED = (
+    "_headroom_callback",
+    "callback_handler",
+    "data_collator",
+    "eval_dataset",
+    "train_dataset",
+)
 
 Batch = tuple[dict[str, Any], Any]  # the inputs, and the number of items that losses are divided by
 
@@ -74,13 +85,57 @@ def loss_can_be_fused(trainer: Any) -> bool:
     return own and trainer.compute_loss_func is None
 
 
-def loss_of(trainer: Any, model: nn.Module, batch: Batch) -> Tensor:
-    """Returns the loss of a batch as the Trainer computes it."""
-    inputs, items = batch
-    compute = trainer.compute_loss
-    if has_fused_loss(model) and loss_can_be_fused(trainer):
-        compute = functools.partial(smoothed_loss, trainer, compute)  # as fuse_loss() will do
-    return compute(model, dict(inputs), num_items_in_batch=items)
+class TrainerLoss:
+    """Computes losses as a Trainer does, on a copy of it, so that it logs nothing and its own
+    attributes stay.
+
+    A deep copy, with which a step is planned, shares what the loss does not need: callbacks, which
+    may hold files and modules of Python, and the data, which may be large. It shares what cannot be
+    copied, too.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._own, self._trainer = trainer, copy.copy(trainer)
+        handler = copy.copy(trainer.callback_handler)
+        handler.callbacks = []
+        vars(self._trainer).update(
+            callback_handler=handler, state=copy.copy(trainer.state), log=_ignored
+        )
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Returns the loss of a batch."""
+        inputs, items = batch
+        trainer = self._trainer
+        compute = trainer.compute_loss
+        if has_fused_loss(model) and loss_can_be_fused(trainer):
+            compute = functools.partial(smoothed_loss, trainer, compute)  # as fuse_loss() will do
+        return compute(model, dict(inputs), num_items_in_batch=items)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainerLoss:
+        made, before = copy.copy(self), self._trainer
+        made._trainer = trainer = copy.copy(before)
+        for old in (self, self._own, before):  # which functions of the user's may hold
+            memo[id(old)] = made if old is self else trainer
+        for name in SHARED:
+            value = vars(before).get(name)
+            if value is not None:
+                memo[id(value)] = value
+        for name, value in vars(before).items():
+            within = dict(memo)  # so that an error leaves nothing half copied
+            try:
+                vars(trainer)[name] = copy.deepcopy(value, within)
+            except PlanError:
+                raise
+            except Exception:  # such as a file, which nothing can copy
+                continue
+            alive = within.pop(id(within), [])  # as deepcopy() keeps what it has met
+            memo.update(within)
+            memo.setdefault(id(memo), []).extend(alive)
+        return made
+
+
+def _ignored(*args: Any, **options: Any) -> None:
+    """Logs nothing."""
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """Loops of accelerate within a budget of memory."""
 
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from headroom.fitting import Choice, families
 from headroom.memory import track
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from helpers.bits import assert_same_bits
 from helpers.fitted_models import Plain
@@ -228,3 +231,67 @@ def test_what_is_refused(make):
         fit(accelerator, wrapped, batch, budget="1 GiB")
     with pytest.raises(ValueError, match="budget is 1.00 KiB, and the loop itself holds"):
         fit(accelerator, stack(), batch, budget="1 KiB")
+
+
+def hooks_of_the_process():
+    return len(_global_optimizer_post_hooks)
+
+
+def found_for(accelerator, data, model=None, told=None):
+    return fit(
+        accelerator,
+        model or stack(),
+        data[0],
+        budget="1 GiB",
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.05),
+        choice=Choice(("L0",) * 4).to_json(),
+        tell=(told if told is not None else []).append,
+    )
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 4])
+def test_nothing_of_a_fit_outlives_it(make, steps):
+    before, data = hooks_of_the_process(), batches(4, size=1)
+    accelerator = make()
+    found = found_for(accelerator, data)
+    alive = weakref.ref(found.model)
+    model, optimizer = accelerator.prepare(found.model, found.optimizer)
+    for batch in data[:steps]:
+        found.backward(model, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert hooks_of_the_process() == before + (steps < 4)  # while they run none can be removed
+    accelerator.free_memory()
+    del found, model, optimizer
+    gc.collect()
+    assert alive() is None and hooks_of_the_process() == before
+
+
+def test_a_recording_ends_with_the_fit_whose_step_raised(make):
+    data, accelerator = batches(1, size=1), make()
+    found = found_for(accelerator, data)
+    model, optimizer = accelerator.prepare(found.model, found.optimizer)
+    found.backward(model, data[0])  # what follows raises, and nothing else of the loop runs
+    with pytest.raises(RuntimeError, match="a profiler is running already"):
+        track(model).__enter__()
+    del found
+    with track(model):
+        pass
+
+
+def test_a_step_that_is_not_made_is_left_out(make):
+    """As where the loop skips a batch after an error, or a scaler skips a step."""
+    data, told, accelerator = batches(4, size=1), [], make()
+    found = found_for(accelerator, data, told=told)
+    model, optimizer = accelerator.prepare(found.model, found.optimizer)
+    seen = []
+    record = found.measured._record
+    found.measured._record = lambda batch: (seen.append("recorded"), record(batch))
+    for k, batch in enumerate([data[0], *data]):
+        found.backward(model, batch)
+        if k:
+            optimizer.step()
+        optimizer.zero_grad()
+        seen.append("stepped" if k else "skipped")
+    assert seen == ["recorded", "skipped", *["recorded", "stepped"] * 2, "stepped", "stepped"]
+    assert found.measured.has_ended and len(told) == 2

@@ -136,6 +136,14 @@ def test_the_most_batches_that_any_epoch_accumulates_are_planned(tmp_path):
     assert callback.fitted.choice.micro_batches == 2
 
 
+def test_one_callback_is_of_one_module(tmp_path):
+    callback = FitCallback("1 GiB", tell=lambda text: None)
+    _, module, _ = trained(tmp_path, callback, steps=1)
+    trained(tmp_path, callback, steps=1, module=module)
+    with pytest.raises(RuntimeError, match="FitCallback: it has fitted the training of another"):
+        trained(tmp_path, callback, steps=1)
+
+
 def test_what_is_refused(tmp_path):
     class Manual(Module):
         def __init__(self):

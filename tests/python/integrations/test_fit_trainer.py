@@ -1,7 +1,9 @@
 """The Trainer of transformers within a budget of memory."""
 
 import copy
+import json
 import re
+from types import SimpleNamespace
 
 import headroom
 import pytest
@@ -14,6 +16,7 @@ from helpers.hf_models import model_of
 
 transformers = pytest.importorskip("transformers")
 
+from headroom.integrations.trainer_choice import choice_of_checkpoint  # noqa: E402
 from headroom.integrations.transformers import HeadroomCallback, fit_trainer  # noqa: E402
 
 from helpers.trainers import losses_of, rates_of, trained, trainer_of  # noqa: E402
@@ -188,6 +191,22 @@ class TestRefused:
         assert model.layers[1].gradient_checkpointing
         assert not any("forward" in vars(module) for module in model.modules())
 
+    def test_one_callback_is_of_one_trainer_and_a_trainer_of_one(self, tmp_path):
+        callback = HeadroomCallback("1 GiB", tell=lambda text: None)
+        first = trained(stack(), samples(), tmp_path, [callback], **SGD)
+        first.train()
+        with pytest.raises(RuntimeError, match="fitted the training of another Trainer"):
+            trained(stack(), samples(), tmp_path, [callback], **SGD)
+        late = trainer_of(stack(), samples(), tmp_path, **SGD)
+        late.add_callback(callback)
+        with pytest.raises(RuntimeError, match="fitted the training of another Trainer"):
+            late.train()
+        with pytest.raises(RuntimeError, match="the Trainer's training is fitted already"):
+            fit_trainer(first, "1 GiB")
+        both = [HeadroomCallback("1 GiB", tell=lambda text: None) for _ in range(2)]
+        with pytest.raises(RuntimeError, match="the Trainer's training is fitted already"):
+            trained(stack(), samples(), tmp_path, both, **SGD)
+
     def test_a_callback_that_something_else_calls(self):
         with pytest.raises(RuntimeError, match="called by something else than a Trainer"):
             HeadroomCallback("1 GiB").on_init_end(None, None, None)
@@ -208,3 +227,70 @@ def test_added_to_a_trainer_that_exists_it_changes_levels_and_loss_alone(tmp_pat
     assert losses_of(trainer) == losses_of(want)
     assert_same_bits(trainer.model.parameters(), want.model.parameters())
     assert watch.peak.bytes <= callback.budget
+
+
+class Odd(transformers.TrainerCallback):
+    """A callback as those of loggers are, with what has no copy."""
+
+    def __init__(self):
+        self.module, self.rows, self.logs = json, (k for k in ()), 0
+
+    def on_log(self, *args, **given):
+        self.logs += 1
+
+
+class Logs(transformers.Trainer):
+    """Counts its losses, which it logs, and has what has no copy."""
+
+    losses = 0
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.rows = (k for k in ())
+
+    def compute_loss(self, *args, **options):
+        self.losses += 1
+        self.log({"mine": float(self.losses)})
+        return super().compute_loss(*args, **options)
+
+
+def test_fitting_leaves_loggers_and_counters_alone(tmp_path):
+    class Rows(list):
+        def __deepcopy__(self, memo):
+            raise AssertionError("data may be large")
+
+    found = []
+    for callbacks in ([], [HeadroomCallback("1 GiB", tell=lambda text: None)]):
+        odd = Odd()
+        options = SGD | dict(cls=Logs, eval_dataset=Rows(samples(2)))
+        trainer = trained(stack(), Rows(samples()), tmp_path, [*callbacks, odd], **options)
+        logged = [
+            {k: v for k, v in one.items() if "train_" not in k} for one in trainer.state.log_history
+        ]
+        found.append((trainer.losses, odd.logs, logged))
+    assert found[0] == found[1]
+
+
+class TestChoiceOfACheckpoint:
+    """As transformers stores the states of callbacks."""
+
+    def choice(self, folder, resume, kept=None):
+        if kept is not None:
+            text = json.dumps({"stateful_callbacks": {"HeadroomCallback": kept}})
+            (folder / "trainer_state.json").write_text(text)
+        args = SimpleNamespace(output_dir=str(folder / "out"))
+        return choice_of_checkpoint(SimpleNamespace(args=args), resume)
+
+    KEPT = {"args": {"budget": 7}, "attributes": {"choice": {"micro_batches": 2}}}
+
+    def test_it_is_of_the_checkpoint_and_not_of_the_working_directory(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "out").mkdir()
+        assert self.choice(tmp_path, True, self.KEPT) is None
+        assert self.choice(tmp_path, str(tmp_path)) == ({"micro_batches": 2}, 7)
+
+    def test_several_callbacks_are_a_list(self, tmp_path):
+        none = {"args": {"budget": 8}, "attributes": {"choice": None}}
+        assert self.choice(tmp_path, tmp_path, [none, self.KEPT]) == ({"micro_batches": 2}, 7)
+        assert self.choice(tmp_path, tmp_path, [none]) is None
+        assert self.choice(tmp_path, tmp_path, []) is None

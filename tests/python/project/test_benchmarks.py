@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT))
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import adamw, adamw8bit, unscale_norm  # noqa: E402
+from benchmarks import adamw, adamw8bit, linear_cross_entropy, unscale_norm  # noqa: E402
 from benchmarks._limits import Rotation  # noqa: E402
 from benchmarks.harness import Unavailable  # noqa: E402
 
@@ -36,6 +36,20 @@ def test_the_command_runs_by_itself(tmp_path):
     line = [sys.executable, "-m", "benchmarks", "update_scale", "--quick"]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_memory_of_losses_is_saved_where_no_folder_is(tmp_path, monkeypatch):
+    def risen(dtype):
+        return {"name": str(dtype), "gradients": 1, "bytes": {"headroom": 1}, "bars": []}
+
+    path = tmp_path / "results" / "memory.json"
+    monkeypatch.setattr(linear_cross_entropy, "risen", risen)
+    monkeypatch.setattr(sys, "argv", ["linear_cross_entropy", "--json", str(path)])
+    linear_cross_entropy.main()
+    assert [case["name"] for case in json.loads(path.read_text())["cases"]] == [
+        "torch.float32",
+        "torch.bfloat16",
+    ]
 
 
 @pytest.mark.parametrize(
