@@ -240,7 +240,10 @@ class TestLevels:
                 part.momentum = momentum
         other = copy.deepcopy(model)
         options = {"verify": True}
-        assert [*headroom.patch(other, "L5", checkpoint_options=options).levels.values()] == ["L5", "L5"]
+        assert [*headroom.patch(other, "L5", checkpoint_options=options).levels.values()] == [
+            "L5",
+            "L5",
+        ]
         for _ in range(2):
             wanted = models.outputs_and_gradients(model, x)
             assert all(map(torch.equal, models.outputs_and_gradients(other, x), wanted))
