@@ -107,7 +107,7 @@ def _chunk_rows(hidden: Tensor, classes: int, workspace: int | str | None) -> in
     if workspace is None:
         return CHUNK_ROWS.get(hidden.device.type, CHUNK_ROWS["cpu"])
     row = 2 * 4 * pitch_of(classes)
-    most = parse_bytes(workspace) // row
+    most = parse_bytes(workspace, "workspace") // row
     if most < 1:
         raise ValueError(
             f"workspace is {workspace!r}, but the logits of one token, of student and teacher, "

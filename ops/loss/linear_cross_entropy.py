@@ -126,7 +126,7 @@ def linear_cross_entropy(
         z_loss=z_loss,
         logit_scale=logit_scale,
         mode=ops.MODES[mode],
-        workspace=0 if workspace is None else parse_bytes(workspace),
+        workspace=0 if workspace is None else parse_bytes(workspace, "workspace"),
         most_counted=-1 if max_counted is None else max_counted,
         round_each_chunk=round_each_chunk,
         shift=shift,

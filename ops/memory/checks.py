@@ -83,7 +83,7 @@ class assert_peak_below(contextlib.ContextDecorator):  # noqa: N801
         device: torch.device | str | None = None,
         top: int = 10,
     ) -> None:
-        self.limit = parse_bytes(limit)
+        self.limit = parse_bytes(limit, "limit")
         self._optimizers = [] if model is None else checked(model, optimizer)
         self._model, self._top = nn.Module() if model is None else model, top
         self._device = device_of(self._model, "cpu" if device is None and model is None else device)
@@ -166,7 +166,7 @@ def assert_no_growth(
         a for a in timeline.allocations if a.end is None and warmup <= a.step < warmup + steps - 1
     ]
     per_step = sum(a.bytes for a in left) / (steps - 1)
-    if per_step > parse_bytes(tolerance):
+    if per_step > parse_bytes(tolerance, "tolerance"):
         raise GrowthError(_growth(left, per_step, steps - 1), left)
     return None
 

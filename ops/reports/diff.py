@@ -77,7 +77,7 @@ class Diff:
 
     def fails(self, fail_above: int | str) -> bool:
         """Whether it grew by more than this, such as "50 MiB"."""
-        return self.growth > parse_bytes(fail_above)
+        return self.growth > parse_bytes(fail_above, "fail_above")
 
     def table(self, top: int = 10) -> str:
         """Returns the differences as text of at most 80 columns."""

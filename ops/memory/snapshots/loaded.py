@@ -187,7 +187,7 @@ def load_snapshot(
         ValueError: it is no snapshot, damaged, larger than ``max_bytes``, or holds objects, which
             could run code; says which.
     """
-    most = parse_bytes(max_bytes)
+    most = parse_bytes(max_bytes, "max_bytes")
     try:
         found = read_pickle(path, most)
         if not isinstance(found, dict):

@@ -371,7 +371,7 @@ def test_bad_options():
         ({"divergence": "tv"}, ValueError, "divergence is 'tv', wanted one of"),
         ({"reduction": "avg"}, ValueError, "reduction is 'avg', wanted one of"),
         ({"workspace": "1 KiB"}, ValueError, "logits of one token, .* take 2.38 KiB"),
-        ({"workspace": "many"}, ValueError, "size is 'many'"),
+        ({"workspace": "many"}, ValueError, "workspace is 'many'"),
         (
             {"target": torch.zeros(N).long(), "ignore_index": None},
             TypeError,

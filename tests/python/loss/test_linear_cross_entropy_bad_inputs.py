@@ -45,7 +45,7 @@ def test_bad_inputs():
         (ValueError, "mode is 'rows'", lambda: call(x, w, target, mode="rows")),
         (ValueError, "empty is 'one'", lambda: call(x, w, target, empty="one")),
         (ValueError, "stats is 'lse'", lambda: call(x, w, target, stats="lse")),
-        (ValueError, "size is 'much'", lambda: call(x, w, target, workspace="much")),
+        (ValueError, "workspace is 'much'", lambda: call(x, w, target, workspace="much")),
         (
             ValueError,
             "denominator is given",

@@ -177,4 +177,4 @@ def test_marker_with_wrong_arguments(pytester):
     )
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*size is '2 GiBs', wanted a number of bytes*"])
+    result.stdout.fnmatch_lines(["*limit is '2 GiBs', wanted a number of bytes*"])

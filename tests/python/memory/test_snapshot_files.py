@@ -327,5 +327,5 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path):
     _written(path, cuda_snapshot())
     with pytest.raises(ValueError, match="more than 100 B"):
         load_snapshot(path, max_bytes=100)
-    with pytest.raises(ValueError, match="size is 'many'"):
+    with pytest.raises(ValueError, match="max_bytes is 'many'"):
         load_snapshot(path, max_bytes="many")

@@ -153,5 +153,5 @@ def test_bad_arguments(tmp_path):
     (tmp_path / "x").write_text("x")
     with pytest.raises(ValueError, match="is no snapshot"):
         diff(tmp_path / "x", _timeline())
-    with pytest.raises(ValueError, match="size is '5 elephants'"):
+    with pytest.raises(ValueError, match="fail_above is '5 elephants'"):
         diff(_timeline(), _timeline()).fails("5 elephants")
