@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._C import _current_autograd_node
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
 from .._core.surroundings import is_trained
@@ -79,8 +80,8 @@ def _is_internal(was: Dropped, node: Any) -> bool:
     running statistic of a norm in training, which both runs move and no gradient depends on, or a
     workspace of oneDNN or cuDNN, of which some bytes are never written. What these are computed
     from is saved beside them, and compared."""
-    if node is None or not _may_be_internal(was):
-        return False
+    if node is None or isinstance(node, BackwardCFunction) or not _may_be_internal(was):
+        return False  # a function in Python may have such a name, and saves what it uses
     if "BatchNorm" in node.name():
         return was.dtype == torch.uint8 or getattr(node, "_saved_training", False)
     return "Rnn" in node.name() and was.dtype == torch.uint8

@@ -7,7 +7,7 @@ from typing import Any
 
 from .loop import Loop
 from .out_of_memory import is_out_of_memory
-from .shares import rule_of, rules_of
+from .shares import NO_RULE, rule_of, rules_of
 
 __all__ = ["Parting"]
 
@@ -45,11 +45,7 @@ class Parting:
 
     def _compare(self) -> None:
         setting = self._loop.setting.but(batch=self._sample)
-        reason = (
-            "the losses of parts of a batch do not add up to the loss of the batch, or the model "
-            "keeps something of each call, such as a moving average"
-        )
-        rule = None
+        reason, rule = NO_RULE, None
         try:
             rule = rule_of(setting, self._counts[1], rules_of(setting))
         except Exception as error:

@@ -90,13 +90,12 @@ class RetryingStep:
             try:
                 had_copies = before.copies_took_room
                 if isinstance(error, RecomputeError) and levels is not None:
-                    what, change = (
-                        "would have wrong gradients",
-                        self._give_up(levels, before, error),
-                    )
+                    what = "would have wrong gradients"
+                    change = self._give_up(levels, before, error)
                 else:
+                    what = "ran out of memory"
                     self._undo(before, error)
-                    what, change = "ran out of memory", self._change(error, had_copies)
+                    change = self._change(error, had_copies)
                 self._note(error, what, change)
             finally:
                 del before, error  # they hold copies, which must not be beside the next attempt

@@ -18,12 +18,17 @@ from .micro_batches import parts, samples_of
 from .out_of_memory import is_out_of_memory
 from .setting import Setting
 
-__all__ = ["SAMPLES", "SUM", "rule_of", "rules_of", "shares", "weighed"]
+__all__ = ["NO_RULE", "SAMPLES", "SUM", "rule_of", "rules_of", "shares", "weighed"]
 
 SAMPLES = "samples"  # the loss is a mean over samples
 TOKENS = "tokens"  # over the labels that are not -100
 NEXT_TOKENS = "next tokens"  # over these but the first of each sequence, which nothing predicts
 SUM = "sum"  # the loss of the batch is the sum of those of its parts
+
+NO_RULE = (
+    "the losses of parts of a batch do not add up to the loss of the batch, or the model keeps "
+    "something of each call, such as a moving average"
+)
 
 MOST_PARTS = 8  # whose losses are compared
 

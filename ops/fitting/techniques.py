@@ -14,6 +14,7 @@ from .choice import ALLOWABLE, Choice
 from .micro_batches import counts, mixes_samples, samples_of
 from .replacing import is_headroom, obstacle, replacement
 from .setting import Setting
+from .shares import NO_RULE
 
 __all__ = ["Techniques"]
 
@@ -195,10 +196,7 @@ class Techniques:
         Raises:
             ValueError: ``only`` wants no whole batches.
         """
-        self.notes.append(
-            "micro-batches: the losses of parts of a batch do not add up to the loss of the batch, "
-            "or the model keeps something of each call, such as a moving average"
-        )
+        self.notes.append(f"micro-batches: {NO_RULE}")
         if 1 not in self.micro_batches:
             self._refuse(("micro_batches",), "1 among them")
         gone, self.micro_batches = self.micro_batches[1:], (1,)

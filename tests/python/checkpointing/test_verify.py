@@ -62,6 +62,30 @@ class Shuffles(nn.Module):
         return x[torch.arange(len(x)).roll(self.calls)].exp()
 
 
+class MaskedBatchNorm(torch.autograd.Function):
+    """Has the name of an operation of torch's, and a mask in bytes, which its gradient uses."""
+
+    @staticmethod
+    def forward(ctx, x, mask):
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None
+
+
+class Masks(nn.Module):
+    """Leaves out other columns each time."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        mask = torch.arange(x.shape[1]) % (self.calls + 1) == 0
+        return MaskedBatchNorm.apply(x, mask.to(torch.uint8))
+
+
 def block(middle: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 700), middle, nn.GELU(), nn.Linear(700, 8))
@@ -131,6 +155,11 @@ def test_workspaces_are_not_compared():
     for seed in range(3):
         torch.full((1 << 20,), seed, dtype=torch.uint8)  # freed, for the workspaces to come
         assert train(module) is not None
+
+
+def test_what_a_function_in_python_saves_is_compared():
+    with pytest.raises(RecomputeError, match=r"saved tensor 0, .*uint8"):
+        train(Masks())
 
 
 @pytest.mark.parametrize("middle", [Scales(700), Shuffles()])

@@ -83,8 +83,8 @@ def chain(kind):
 
 
 def trained(make, batch, **options):
-    """Returns a model after three steps in half of what it takes, and what fit returned for it; or,
-    without options, after three steps of plain torch."""
+    """Returns a model after three steps, and what fit returned for it with these options; or,
+    without options, after three steps of plain torch, and None."""
     for seed in (torch.manual_seed, random.seed):
         seed(0)
     model = make()
