@@ -12,16 +12,15 @@ FLOORS = {
         [
             ["_core"],
             ["functional"],
-            ["optim", "grad", "amp", "nn", "loss"],
-            ["checkpointing", "state", "memory"],
-            ["patching"],
+            ["grad", "loss", "checkpointing"],
+            ["optim", "amp", "nn"],
+            ["state", "patching"],
+            ["step"],
+            ["memory", "profiling"],
             ["planning"],
-            ["profiling"],
-            ["fitting"],
-            ["fitting"],
+            ["fitting", "retrying"],
             ["reports"],
-            ["integrations"],
-            ["cli"],
+            ["integrations", "cli"],
         ]
     )
     for name in names
@@ -40,20 +39,11 @@ def modules():
 MODULES = modules()
 
 
-def statements(tree):
-    """The imports that run when a module is imported. Others are lazy, or for type checkers."""
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom):
-            yield node
-        elif isinstance(node, ast.Try):
-            yield from (inner for inner in node.body if isinstance(inner, ast.ImportFrom))
-
-
 def imported(name, path):
-    """The modules of the package that a module imports."""
+    """Yields the modules of the package that a module imports, in functions and for types too."""
     package = name if path.name == "__init__.py" else name[:-1]
-    for node in statements(ast.parse(path.read_text())):
-        if node.level == 0:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or node.level == 0:
             continue
         base = package[: len(package) - node.level + 1]
         target = (*base, *(node.module or "").split(".")) if node.module else base
