@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..planning.errors import PlanError
 from ..planning.result import Plan
+from ..step.errors import PlanError
 
 if TYPE_CHECKING:
     from .fitted import Fitted

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ..planning.copies import tensors_in
+from ..step.trees import tensors_in
 from .choice import Choice
 
 __all__ = ["check_arguments", "check_margin", "check_only"]

@@ -15,8 +15,8 @@ from ..amp.cast_model import cast_model
 from ..checkpointing import RecomputeError
 from ..patching.families import find_layers
 from ..planning.api import made
-from ..planning.errors import PlanError
 from ..planning.result import Plan
+from ..step.errors import PlanError
 from .blocks import Blocks, private_copy
 from .candidates import setup_of
 from .choice import Choice

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from .._core.sizes import format_bytes
-from ..planning.errors import PlanError
 from ..planning.result import Plan
+from ..step.errors import PlanError
 from .choice import ALLOWABLE, Choice
 from .errors import DoesNotFit
 from .micro_batches import samples_of

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from .._core.atomic import replacing
 from .._core.sizes import format_bytes
 from .._core.text import shortened
-from ..planning.copies import tensors_in
-from ..planning.errors import PlanError
+from ..step.errors import PlanError
+from ..step.trees import tensors_in
 from .by_kind import peak_by_kind
 from .choice import Choice
 from .frontier_chart import Series, draw_frontier

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..memory import track
+from ..step.run import Total, passes, update
 from .setting import Setting
-from .shares import SAMPLES, shares, weighed
+from .shares import SAMPLES, shares
 
 __all__ = ["Loop"]
 
@@ -37,19 +39,18 @@ class Loop:
 
     def step(self, parts: Sequence[Any]) -> Tensor:
         """Makes a step of the parts of a batch, and returns its loss, detached."""
-        model, total = self.setting.model, None
-        for part, share in zip(parts, shares(parts, self.rule)):
-            if not share:
-                continue
-            loss = weighed(self.setting.run(model, part), share)
-            seen = loss.detach()
-            total = seen if total is None else total + seen
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-            del loss
-        self._step_optimizer(model)
+        model, scaler = self.setting.model, self.scaler
+        total = Total()
+        passes(
+            partial(self.setting.run, model),
+            [part for part in zip(parts, shares(parts, self.rule)) if part[1]],
+            backward=lambda loss: (loss if scaler is None else scaler.scale(loss)).backward(),
+            seen=total.add,
+        )
+        update(model, self.optimizer, scaler, self.max_grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
-        assert total is not None
-        return total
+        assert total.loss is not None
+        return total.loss
 
     def timed(self, parts: Sequence[Any]) -> tuple[Tensor, float]:
         """Makes a step, and returns its loss and how many seconds it took."""
@@ -75,18 +76,6 @@ class Loop:
         finally:
             tracked.__exit__()
         return loss, tracked.peak_bytes
-
-    def _step_optimizer(self, model: nn.Module) -> None:
-        scaler = self.scaler
-        if self.max_grad_norm is not None:
-            if scaler is not None:
-                scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), self.max_grad_norm)
-        if scaler is None:
-            self.optimizer.step()
-        else:
-            scaler.step(self.optimizer)
-            scaler.update()
 
     def _now(self) -> float:
         if self.setting.device.type == "cuda":

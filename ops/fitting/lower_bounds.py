@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from .._core.sizes import format_bytes
 from ..planning.api import made
-from ..planning.errors import PlanError
 from ..planning.result import Plan
+from ..step.errors import PlanError
 from .blocks import Blocks
 from .candidates import setup_of
 from .choice import Choice

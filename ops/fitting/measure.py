@@ -12,10 +12,10 @@ from torch import nn
 
 from ..memory.cpu import check_no_profiler
 from ..patching.blocks import verified_blocks
+from ..step.randomness import generators_kept
 from . import clock
 from .blocks import Blocks, private_copy
 from .calls import Call, results_of
-from .generators import all_generators_kept
 from .knapsack import BlockOptions, Level, Point, frontier
 from .once import Alone, Bytes, Seconds
 from .passes import PassSeconds, is_first_run, seconds_of_pass
@@ -166,7 +166,7 @@ def measure_blocks(setting: Setting, *, repeats: int = 1, steps: float = 5.0) ->
     if setting.device.type == "cpu":
         check_no_profiler()  # whose hooks in the model cannot be copied
     began = clock.now()
-    with all_generators_kept(setting.device):
+    with generators_kept(setting.device):
         model = private_copy(setting.model)
         blocks = Blocks(model, fused_loss=setting.fused_loss, has_levels=setting.has_levels)
         blocks.set(blocks.leanest)
@@ -193,7 +193,7 @@ def seconds_at_leanest(setting: Setting, expected: float = 0.0) -> PassSeconds:
     Args:
         expected: seconds of the blocks; where they take longer, a second pass is run.
     """
-    with all_generators_kept(setting.device):
+    with generators_kept(setting.device):
         model = private_copy(setting.model)
         blocks = Blocks(model, fused_loss=setting.fused_loss, has_levels=setting.has_levels)
         blocks.set(blocks.leanest)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..planning.copies import tensors_in
+from ..step.trees import mapped, tensors_in
 
 __all__ = ["bytes_of", "counts", "first_samples", "mixes_samples", "parts", "samples_of"]
 
@@ -60,30 +59,20 @@ def parts(batch: Any, count: int) -> list[Any]:
     size = -(-samples // count)
 
     def cut(x: Tensor, at: int) -> Tensor:
-        return x[at : at + size] if x.shape[0] == samples else x
+        return x[at : at + size] if x.dim() and x.shape[0] == samples else x
 
-    return [_mapped(batch, partial(cut, at=at)) for at in range(0, samples, size)]
+    return [mapped(batch, partial(cut, at=at)) for at in range(0, samples, size)]
 
 
 def first_samples(batch: Any, count: int) -> Any:
     """Returns a batch of the first ``count`` samples, which are copies: views would keep the memory
     of all of them."""
     samples = samples_of(batch)
-    return _mapped(batch, lambda x: x[:count].clone() if x.shape[0] == samples else x)
 
+    def first(x: Tensor) -> Tensor:
+        return x[:count].clone() if x.dim() and x.shape[0] == samples else x
 
-def _mapped(value: Any, cut: Callable[[Tensor], Tensor]) -> Any:
-    """Returns nested mappings, lists and tuples with ``cut`` applied to tensors with dimensions."""
-    if isinstance(value, Tensor):
-        return cut(value) if value.dim() else value
-    if isinstance(value, MutableMapping):
-        made = copy.copy(value)  # of its class: a loss may read the attributes of a batch
-        made.update({key: _mapped(item, cut) for key, item in value.items()})
-        return made
-    if isinstance(value, (list, tuple)):
-        items = [_mapped(item, cut) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    return mapped(batch, first)
 
 
 def mixes_samples(model: nn.Module) -> bool:

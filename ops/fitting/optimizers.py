@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..memory.collecting import no_collections
+from ..step.randomness import generators_kept
 from .clock import Stopwatch
-from .generators import all_generators_kept
 
 __all__ = ["optimizer_seconds"]
 
@@ -45,7 +45,7 @@ def optimizer_seconds(
     own = [param for param in params if param.requires_grad]
     if optimizer is None or not own:
         return 0.0
-    with all_generators_kept(device), no_collections():
+    with generators_kept(device), no_collections():
         copies = _copies(own, elements, dtype)
         made = _made(optimizer, own, copies)
         watch = Stopwatch(device)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ..memory.track import device_of
 from ..planning.api import made
-from ..planning.copies import tensors_in
-from ..planning.errors import PlanError
+from ..step.errors import PlanError
+from ..step.trees import tensors_in
 from .arguments import check_arguments
 from .blocks import Blocks
 from .candidates import setup_of

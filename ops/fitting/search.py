@@ -6,8 +6,8 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..planning.errors import PlanError
 from ..planning.result import Plan
+from ..step.errors import PlanError
 from .choice import Choice
 from .families import Families
 from .knapsack import Point

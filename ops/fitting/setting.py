@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..planning.forward import autocast, loss_of
+from ..step.loss import autocast, loss_of
 
 __all__ = ["Setting"]
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from .._core.surroundings import Random
 from ..nn import Transformer
+from ..step.randomness import generators_kept
 from .blocks import private_copy
-from .generators import all_generators_kept
 from .micro_batches import parts, samples_of
 from .out_of_memory import is_out_of_memory
 from .setting import Setting
 
-__all__ = ["NO_RULE", "SAMPLES", "SUM", "rule_of", "rules_of", "shares", "weighed"]
+__all__ = ["NO_RULE", "SAMPLES", "SUM", "rule_of", "rules_of", "shares"]
 
 SAMPLES = "samples"  # the loss is a mean over samples
 TOKENS = "tokens"  # over the labels that are not -100
@@ -56,13 +56,6 @@ def shares(each: Sequence[Any], rule: str = SAMPLES) -> list[Fraction]:
     return [Fraction(count, sum(counts)) for count in counts]
 
 
-def weighed(loss: Tensor, share: Fraction) -> Tensor:
-    """Returns a share of a loss. That of n equal parts has the bits of ``loss / n``."""
-    if share.numerator != 1:
-        loss = loss * share.numerator
-    return loss if share.denominator == 1 else loss / share.denominator
-
-
 def rules_of(setting: Setting) -> tuple[str, ...]:
     """Returns the rules that may hold for a loss, the likeliest first."""
     if _labels(setting.batch) is None:
@@ -87,7 +80,7 @@ def rule_of(setting: Setting, count: int, rules: Sequence[str]) -> str | None:
         return None
     each = parts(setting.batch, max(count, min(MOST_PARTS, samples_of(setting.batch) or 1)))
     with ExitStack() as stack:
-        stack.enter_context(all_generators_kept(setting.device))
+        stack.enter_context(generators_kept(setting.device))
         stack.enter_context(torch.no_grad())
         whole: list[Tensor] = []
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,9 @@ from ..fitting.agree import together
 from ..fitting.choice import Choice
 from ..fitting.micro_batches import parts, samples_of
 from ..fitting.setting import Setting
-from ..fitting.shares import SAMPLES, rules_of, shares, weighed
-from ..planning.forward import loss_of
+from ..fitting.shares import SAMPLES, rules_of, shares
+from ..step.loss import loss_of
+from ..step.run import Total, passes
 from .batches import moved, repeated
 from .first_steps import FirstSteps
 from .loops import (
@@ -98,22 +99,22 @@ class AcceleratedFit:
             self.measured.abandon()
         self._awaits_step = accelerator.sync_gradients
         self.measured.step_began(batch)
-        total = None
+        total = Total()
         try:
-            for k, (part, share) in enumerate(work):
-                with ExitStack() as stack:
-                    if k + 1 < len(work):
-                        stack.enter_context(accelerator.no_sync(model))
-                    loss = weighed(loss_of(model, part, self._loss, self._forward), share)
-                    accelerator.backward(loss)
-                seen = loss.detach()
-                total = seen if total is None else total + seen
-                del loss
+            passes(
+                lambda part: loss_of(model, part, self._loss, self._forward),
+                work,
+                backward=accelerator.backward,
+                around=lambda k: (
+                    nullcontext() if k + 1 == len(work) else accelerator.no_sync(model)
+                ),
+                seen=total.add,
+            )
         except BaseException:
             self.measured.abandon()
             raise
-        assert total is not None
-        return total
+        assert total.loss is not None
+        return total.loss
 
     def _stepped(self) -> None:
         self._awaits_step = False

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..planning.steps import generators_kept
+from ..step.randomness import generators_kept
+from ..step.trees import mapped
 
 __all__ = ["moved", "repeated", "sample_batch"]
 
@@ -96,26 +97,13 @@ def _generators(of: Any) -> list[torch.Generator]:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Returns nested dicts, lists and tuples with all tensors on ``device``."""
-    if hasattr(batch, "to"):  # a tensor, or a mapping of tensors that knows how
-        return batch.to(device)
-    if isinstance(batch, dict):
-        return type(batch)({name: moved(value, device) for name, value in batch.items()})
-    if isinstance(batch, (list, tuple)):
-        items = [moved(value, device) for value in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    return batch
+    """Returns a batch with all tensors on ``device``."""
+    # A mapping may know how, and keep more than its items.
+    return batch.to(device) if hasattr(batch, "to") else mapped(batch, lambda x: x.to(device))
 
 
 def repeated(batch: Any, times: int) -> Any:
     """Returns a batch of ``times`` as many samples, which are its own again and again."""
     if times == 1:
         return batch
-    if isinstance(batch, torch.Tensor):
-        return torch.cat([batch] * times) if batch.dim() else batch
-    if isinstance(batch, dict):
-        return {name: repeated(value, times) for name, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        items = [repeated(value, times) for value in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    return batch
+    return mapped(batch, lambda x: torch.cat([x] * times) if x.dim() else x)

@@ -12,7 +12,7 @@ from .._core.sizes import parse_bytes
 from ..fitting import Fitted
 from ..fitting.agree import RankError
 from ..fitting.choice import ALLOWABLE
-from ..planning.errors import PlanError
+from ..step.errors import PlanError
 from .first_steps import FirstSteps
 
 __all__ = ["OPTIMIZER_STAYS", "FitsLoop", "kept_or_found", "optimizer_of_choice", "with_kept"]

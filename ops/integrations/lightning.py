@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..fitting import Fitted
 from ..fitting.agree import together
-from ..planning.steps import generators_kept
+from ..step.randomness import generators_kept
 from .batches import repeated, sample_batch
 from .fits_loop import (
     OPTIMIZER_STAYS,

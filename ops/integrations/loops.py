@@ -14,7 +14,7 @@ from ..fitting.agree import together, world_size
 from ..fitting.micro_batches import samples_of
 from ..fitting.setting import Setting
 from ..fitting.shares import rule_of
-from ..planning.copies import tensors_in
+from ..step.trees import tensors_in
 
 __all__ = [
     "WHOLE_BATCHES",

@@ -14,8 +14,8 @@ from transformers import Trainer
 
 from ..fitting.shares import SAMPLES, SUM
 from ..patching.losses import has_fused_loss
-from ..planning.errors import PlanError
-from ..planning.steps import generators_kept
+from ..step.errors import PlanError
+from ..step.randomness import generators_kept
 from .batches import moved, sample_batch
 from .transformers import smoothed_loss
 

@@ -15,10 +15,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._core.sizes import format_bytes
 from .._core.text import shortened
+from ..step.trees import tensors_in
 from .modules import watching_modules
 from .restored import restored
 from .track import device_of
-from .watch import plain_tensors, tensors_in
+from .watch import plain_tensors
 
 __all__ = ["Saved", "SavedTensor", "saved"]
 

@@ -14,28 +14,14 @@ from torch import Tensor, nn
 from torch.autograd import _enable_record_function
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..step.trees import tensors_in
 from .lines import Place, lines_at, place_here
 from .modules import watching_modules
 from .stream import Label, Note
 
-__all__ = ["Watch", "label_of", "listening", "plain_tensors", "tensors_in"]
+__all__ = ["Watch", "label_of", "listening", "plain_tensors"]
 
 _MASTERS = ("master", "remainder", "compensation", "residual")
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields every tensor in nested dicts, lists, tuples and objects with fields."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from tensors_in(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from tensors_in(getattr(value, name, None))
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:

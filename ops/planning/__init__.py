@@ -4,9 +4,9 @@
 of this one.
 """
 
+from ..step.errors import PlanError
 from .advice import Advice
 from .api import fits, max_batch, plan
-from .errors import PlanError
 from .result import DeviceShare, Plan
 from .sharding import DDP, FSDP
 

@@ -12,7 +12,7 @@ from torch import nn
 from .._core.sizes import format_bytes
 from ..nn.block import LEVELS, Block
 from ..optim import Adafactor, AdamW, AdamW8bit
-from .errors import PlanError
+from ..step.errors import PlanError
 from .patched import patched_models
 from .result import Plan
 from .sharding import DDP, FSDP, Sharding
@@ -296,7 +296,7 @@ def _maker(kind: Any, options: dict[str, Any]) -> Callable[[list[nn.Parameter]],
 
 
 def _samples(batch: Any) -> int | None:
-    from .copies import tensors_in
+    from ..step.trees import tensors_in
 
     first = next((x for x in tensors_in(batch) if x.dim()), None)
     return None if first is None else first.shape[0]

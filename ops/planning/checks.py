@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .copies import tensors_in
+from ..step.trees import tensors_in
 from .sharding import sharding_of
 from .sources import model_from
 from .steps import Setup

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -19,24 +19,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._core.module_copies import deepcopy_with
-from .errors import PlanError
+from ..step.errors import PlanError
 
-__all__ = ["Copier", "tensors_in"]
+__all__ = ["Copier"]
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields every tensor in nested dicts and other mappings, such as the batches of transformers'
-    tokenizers, lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from tensors_in(item)
 
 
 class Copier:

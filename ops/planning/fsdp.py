@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from ..step.trees import mapped, tensors_in
 from .recorder import Recorder
 from .sharding import Sharding, Unit
 
@@ -148,11 +148,11 @@ class ShardedModel:
         return args, kwargs
 
     def _called_after(self, unit: _Unit, args: Any, kwargs: Any) -> Any:
-        inputs = [x for x in _tensors((args, kwargs)) if x.requires_grad]
+        inputs = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
         if not torch.is_grad_enabled() or not inputs:
             return args, kwargs
         results = iter(_AfterBackward.apply(partial(self._after_backward, unit), *inputs))
-        return _mapped((args, kwargs), lambda x: next(results) if x.requires_grad else x)
+        return mapped((args, kwargs), lambda x: next(results) if x.requires_grad else x)
 
     def _after_forward(self, unit: _Unit, module: nn.Module, args: Any, output: Any) -> Any:
         dtype = unit.unit.policy.output_dtype
@@ -160,7 +160,7 @@ class ShardedModel:
             unit.waiting.discard(module)
             if not unit.waiting:
                 self._leave(unit)
-                for x in _tensors(output):
+                for x in tensors_in(output):
                     if x.requires_grad:
                         x.register_hook(partial(self._before_backward, unit))
         return output if dtype is None else _cast(output, dtype)
@@ -288,15 +288,5 @@ class ShardedModel:
         self._kept = None
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-
-
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return _mapped(value, lambda x: x.to(dtype) if x.is_floating_point() else x)
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Returns nested containers with their tensors changed."""
-    leaves, spec = tree_flatten(value)
-    return tree_unflatten([change(x) if isinstance(x, Tensor) else x for x in leaves], spec)
+    return mapped(value, lambda x: x.to(dtype) if x.is_floating_point() else x)

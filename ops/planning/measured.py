@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from ..memory import track
+from ..step.errors import PlanError
+from ..step.randomness import generators_kept
 from .device import device_share
-from .errors import PlanError
 from .result import Plan
-from .steps import Setup, Steps, generators_kept
+from .steps import Setup, Steps
 
 __all__ = ["measured"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import PlanError
+from ..step.errors import PlanError
 
 __all__ = ["model_from"]
 

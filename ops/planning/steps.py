@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -17,10 +16,11 @@ from ..checkpointing import checkpoint_every
 from ..grad.accumulate import GradAccumulator
 from ..nn.block import Block, save_level
 from ..optim import release_gradients
-from .forward import autocast, loss_of
+from ..step.loss import autocast, loss_of
+from ..step.run import passes, update
 from .sharding import Sharding
 
-__all__ = ["Setup", "Steps", "generators_kept"]
+__all__ = ["Setup", "Steps"]
 
 
 @dataclass(frozen=True)
@@ -138,19 +138,14 @@ class Steps:
         """Makes a step."""
         setup = self.setup
         is_short = setup.starts_short and number == 0 and setup.steps > 1
-        for _ in range(1 if is_short else setup.accumulation):
-            self.begin("forward")
-            loss = self._forward()
-            if setup.accumulation > 1 and self.accumulator is None:
-                loss = loss / setup.accumulation
-            if self.scaler is not None:
-                loss = self.scaler.scale(loss)
-            self.begin("backward")
-            with ExitStack() as stack:
-                if self.accumulator is not None:
-                    stack.enter_context(self.accumulator.micro_batch())
-                loss.backward()
-            del loss
+        count = 1 if is_short else setup.accumulation
+        share = 1 if self.accumulator is not None else Fraction(1, setup.accumulation)
+        passes(
+            self._forward,
+            [(self.batch, share)] * count,
+            backward=self._backward,
+            begin=self.begin,
+        )
         if self.optimizer is not None:
             self.begin("optimizer")
             self.step_optimizer()
@@ -161,22 +156,17 @@ class Steps:
             param.grad = None
 
     def step_optimizer(self) -> None:
-        setup = self.setup
         if self.accumulator is not None:
             self.accumulator.finish()
-        if setup.max_grad_norm is not None:
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), setup.max_grad_norm)
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        update(self.model, self.optimizer, self.scaler, self.setup.max_grad_norm)
 
-    def _forward(self) -> Tensor:
+    def _forward(self, batch: Any) -> Tensor:
         with autocast(self.setup.device, self.setup.amp):
-            return loss_of(self.model, self.batch, self.loss, self.forward)
+            return loss_of(self.model, batch, self.loss, self.forward)
+
+    def _backward(self, loss: Tensor) -> None:
+        with self.accumulator.micro_batch() if self.accumulator is not None else nullcontext():
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
 
 def _set_save(model: nn.Module, save: str) -> None:
@@ -190,18 +180,3 @@ def _set_save(model: nn.Module, save: str) -> None:
         )
     for block in blocks:
         block.save = save
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Leaves the random numbers of torch, Python and numpy as they were."""
-    state, python = torch.get_rng_state(), random.getstate()
-    numpy = sys.modules.get("numpy")
-    arrays = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(arrays)

@@ -21,10 +21,12 @@ from torch._subclasses.fake_tensor import (
 from .._core.surroundings import Random
 from ..memory.collecting import no_collections
 from ..memory.events import Timeline
-from .copies import Copier, tensors_in
+from ..step.errors import PlanError
+from ..step.randomness import generators_kept
+from ..step.trees import tensors_in
+from .copies import Copier
 from .cuda_view import Kernels, cuda_view, functions_told
 from .ddp import ReplicatedModel
-from .errors import PlanError
 from .fsdp import ShardedModel
 from .masks import masks_of
 from .ours import fakes_overwritten
@@ -32,7 +34,7 @@ from .recorder import Recorder
 from .recurrent import has_recurrent_layers
 from .sharding import FSDP
 from .states import move_to_shards
-from .steps import Setup, Steps, generators_kept
+from .steps import Setup, Steps
 
 __all__ = ["Setup", "trace"]
 

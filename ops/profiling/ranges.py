@@ -115,7 +115,7 @@ class Ranges:
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
         """Marks the backward pass that begins at the results of the model."""
-        from ..memory.watch import tensors_in
+        from ..step.trees import tensors_in
 
         if _graph_task() != -1:
             return

@@ -13,7 +13,7 @@ from headroom.fitting.families import Families
 from headroom.fitting.ladder import distinct
 from headroom.fitting.micro_batches import parts
 from headroom.planning import PlanError
-from headroom.planning.forward import loss_of
+from headroom.step.loss import loss_of
 from torch import nn
 
 mse_loss = nn.functional.mse_loss

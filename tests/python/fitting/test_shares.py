@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from headroom.fitting.loop import Loop
 from headroom.fitting.micro_batches import parts
 from headroom.fitting.setting import Setting
-from headroom.fitting.shares import rule_of, rules_of, shares, weighed
+from headroom.fitting.shares import rule_of, rules_of, shares
+from headroom.step.run import weighed
 from torch import nn
 
 from helpers.fitted_models import Plain, ids

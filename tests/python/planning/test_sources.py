@@ -5,8 +5,8 @@ import os
 
 import pytest
 import torch
-from headroom.planning.errors import PlanError
 from headroom.planning.sources import model_from
+from headroom.step.errors import PlanError
 from torch import nn
 
 LLAMA = {

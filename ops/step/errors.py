@@ -1,4 +1,4 @@
-"""The errors of planning."""
+"""The error of a step that cannot be run as it is described."""
 
 from __future__ import annotations
 

@@ -1,0 +1,52 @@
+"""Finds and replaces the tensors in nested containers, such as batches and states."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map
+
+__all__ = ["mapped", "tensors_in"]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields every tensor in nested mappings, lists, tuples, sets, dataclasses and what torch has
+    registered as a container."""
+    for leaf in tree_iter(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):  # such as the batches of transformers' tokenizers
+            yield from tensors_in(list(leaf.values()))
+        elif isinstance(leaf, (list, tuple, set, frozenset)):
+            yield from tensors_in([*leaf])
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            fields = dataclasses.fields(leaf)
+            yield from tensors_in([getattr(leaf, field.name, None) for field in fields])
+
+
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Returns copies of nested mappings, lists, tuples and dataclasses, of their own classes, in
+    which each tensor is replaced by what ``change`` returns for it. Everything else is shared."""
+
+    def replaced(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        if isinstance(leaf, MutableMapping):  # a loss may read the attributes of a batch
+            made = copy.copy(leaf)
+            made.update({key: mapped(item, change) for key, item in leaf.items()})
+            return made
+        if isinstance(leaf, (list, tuple)):
+            return type(leaf)(mapped([*leaf], change))
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            made = copy.copy(leaf)
+            for field in dataclasses.fields(leaf):
+                value = getattr(leaf, field.name, None)
+                object.__setattr__(made, field.name, mapped(value, change))
+            return made
+        return leaf
+
+    return tree_map(replaced, value)
