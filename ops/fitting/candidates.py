@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from .._core.module_copies import copied_modules
-from ..planning.checks import check_setup
-from ..planning.steps import Setup
+from ..planning.checks import check_step
+from ..step.description import Step
 from .choice import Choice
 from .levels import set_levels
 from .micro_batches import parts
@@ -24,7 +24,7 @@ def setup_of(
     names: Sequence[str],
     optimizer: torch.optim.Optimizer,
     max_grad_norm: float | None = None,
-) -> Setup:
+) -> Step:
     """Returns the step with a choice, for :func:`headroom.plan`. The model stays as it is: its
     modules are copied, and their tensors shared.
 
@@ -34,14 +34,14 @@ def setup_of(
     """
     model = copied_modules(setting.model, lambda x: x)
     set_levels(model, dict(zip(names, choice.levels)), fused_loss=choice.fused_loss)
-    return check_setup(
-        Setup(
+    return check_step(
+        Step(
             model,
             optimizer,
             parts(setting.batch, choice.micro_batches)[0],
             setting.loss,
             setting.forward,
-            device=setting.device.type,
+            device=setting.device,
             amp=setting.amp,
             scaler=setting.scaler,
             accumulation=min(2, choice.micro_batches),  # the second is like all that follow

@@ -13,7 +13,7 @@ from ..memory.events import Timeline
 from ..planning.api import made
 from ..planning.recorder import Recorder
 from ..planning.result import Plan
-from ..planning.steps import Setup
+from ..step.description import Step
 from .calls import results_of
 from .knapsack import Point
 from .measure import Measured
@@ -88,7 +88,7 @@ class Outline:
         return found[::-1]
 
 
-def outline(setup: Setup, names: Sequence[str], kept: int = 0) -> Outline:
+def outline(setup: Step, names: Sequence[str], kept: int = 0) -> Outline:
     """Returns the outline of a step.
 
     Args:
@@ -141,7 +141,7 @@ def settled(plan: Plan) -> Plan:
     )
 
 
-def _waiting(setup: Setup) -> int:
+def _waiting(setup: Step) -> int:
     """Returns the most bytes of gradients that wait to be released."""
     all_of_them = sum(p.numel() * p.element_size() for p in setup.model.parameters())
     return min(all_of_them, BUCKET_BYTES if setup.release is True else int(setup.release))

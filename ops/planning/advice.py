@@ -12,11 +12,11 @@ from torch import nn
 from .._core.sizes import format_bytes
 from ..nn.block import LEVELS, Block
 from ..optim import Adafactor, AdamW, AdamW8bit
+from ..step.description import Step
 from ..step.errors import PlanError
 from .patched import patched_models
 from .result import Plan
 from .sharding import DDP, FSDP, Sharding
-from .steps import Setup
 
 __all__ = ["Advice", "advise"]
 
@@ -58,7 +58,7 @@ class AdviceList(list):  # noqa: D101
 @dataclass(frozen=True)
 class _Change:
     name: str
-    setup: Setup
+    step: Step
     time: str
     source: str
     code: str
@@ -75,13 +75,13 @@ _COSTS = {
 
 
 def advise(
-    setup: Setup, plan: Plan, again: Callable[[Setup], Plan], top: int | None = None
+    step: Step, plan: Plan, again: Callable[[Step], Plan], top: int | None = None
 ) -> AdviceList:
     """Returns the changes that make the plan smaller, each planned by itself."""
     found = AdviceList()
-    for change in _changes(setup, plan):
+    for change in _changes(step, plan):
         try:
-            other = again(change.setup)
+            other = again(change.step)
         except (PlanError, ValueError, TypeError):
             continue  # it does not fit this model
         saved = plan.total_bytes - other.total_bytes
@@ -92,32 +92,32 @@ def advise(
     return found
 
 
-def _changes(setup: Setup, plan: Plan) -> Iterator[_Change]:
-    optimizer = setup.optimizer
+def _changes(step: Step, plan: Plan) -> Iterator[_Change]:
+    optimizer = step.optimizer
     options = _options(optimizer)
     given = ", ".join(f"{key}={value!r}" for key, value in options.items())
     given = f", {given}" if given else ""
     if optimizer is not None:
-        yield from _of_optimizer(setup, options, given)
-    yield from _of_activations(setup)
-    yield from _of_patch(setup)
-    if setup.sharding is not None:
-        yield from _of_ranks(setup.model, setup, setup.sharding)
-    elif _is_headroom(optimizer) and not setup.release and setup.max_grad_norm is None:
+        yield from _of_optimizer(step, options, given)
+    yield from _of_activations(step)
+    yield from _of_patch(step)
+    if step.sharding is not None:
+        yield from _of_ranks(step.model, step, step.sharding)
+    elif _is_headroom(optimizer) and not step.release and step.max_grad_norm is None:
         yield _Change(
             "release gradients",
-            setup.but(release=True),
+            step.but(release=True),
             "no slower",
             "the same updates, in the backward pass",
             "handle = headroom.release_gradients(model, optimizer)",
         )
-    size = _samples(setup.batch)
-    if setup.accumulation == 1 and size is not None and size % 2 == 0:
+    size = _samples(step.batch)
+    if step.accumulation == 1 and size is not None and size % 2 == 0:
         from .batches import resized
 
         yield _Change(
             "two micro-batches of half the size",
-            setup.but(batch=resized(setup.batch, size // 2), accumulation=2),
+            step.but(batch=resized(step.batch, size // 2), accumulation=2),
             "about as fast while a half still fills the device",
             "the same products, in two halves",
             "for part in halves(batch):  # then one optimizer.step()\n"
@@ -125,12 +125,12 @@ def _changes(setup: Setup, plan: Plan) -> Iterator[_Change]:
         )
 
 
-def _of_optimizer(setup: Setup, options: dict[str, Any], given: str) -> Iterator[_Change]:
-    kind = _kind(setup.optimizer)
-    if kind in ("Adam", "AdamW") and not _is_headroom(setup.optimizer):
+def _of_optimizer(step: Step, options: dict[str, Any], given: str) -> Iterator[_Change]:
+    kind = _kind(step.optimizer)
+    if kind in ("Adam", "AdamW") and not _is_headroom(step.optimizer):
         yield _Change(
             "headroom.optim.AdamW",
-            setup.but(optimizer=_maker(AdamW, options)),
+            step.but(optimizer=_maker(AdamW, options)),
             "faster: one pass over the parameters",
             "README, table of optimizers",
             f"optimizer = headroom.optim.AdamW(model.parameters(){given})",
@@ -138,25 +138,25 @@ def _of_optimizer(setup: Setup, options: dict[str, Any], given: str) -> Iterator
     if kind in ("Adam", "AdamW"):
         yield _Change(
             "headroom.optim.AdamW8bit",
-            setup.but(optimizer=_maker(AdamW8bit, options)),
+            step.but(optimizer=_maker(AdamW8bit, options)),
             "no slower: 8-bit states are fewer bytes to move",
             "README, table of optimizers",
             f"optimizer = headroom.optim.AdamW8bit(model.parameters(){given})",
         )
         yield _Change(
             "headroom.optim.Adafactor",
-            setup.but(optimizer=_maker(Adafactor, {})),
+            step.but(optimizer=_maker(Adafactor, {})),
             "no slower, but another optimizer: the learning rate is to be found again",
             "Shazeer and Stern 2018",
             "optimizer = headroom.optim.Adafactor(model.parameters())",
         )
-    dtypes = {p.dtype for p in setup.model.parameters() if p.requires_grad}
-    if kind in ("Adam", "AdamW", "AdamW8bit") and dtypes == {torch.float32} and not setup.scaler:
+    dtypes = {p.dtype for p in step.model.parameters() if p.requires_grad}
+    if kind in ("Adam", "AdamW", "AdamW8bit") and dtypes == {torch.float32} and not step.scaler:
         keep = {key: value for key, value in options.items() if key != "master"}
         maker = AdamW8bit if kind == "AdamW8bit" else AdamW
         yield _Change(
             "parameters in bfloat16 with a 16-bit remainder",
-            setup.but(
+            step.but(
                 dtype=torch.bfloat16,
                 amp=None,
                 optimizer=_maker(maker, keep | {"master": "remainder16"}),
@@ -169,41 +169,41 @@ def _of_optimizer(setup: Setup, options: dict[str, Any], given: str) -> Iterator
         )
 
 
-def _of_activations(setup: Setup) -> Iterator[_Change]:
-    blocks = [module for module in setup.model.modules() if isinstance(module, Block)]
-    if blocks and setup.checkpoint_every is None:
+def _of_activations(step: Step) -> Iterator[_Change]:
+    blocks = [module for module in step.model.modules() if isinstance(module, Block)]
+    if blocks and step.checkpoint_every is None:
         now = (
             max(LEVELS.index(block.save) for block in blocks)
-            if setup.save is None
-            else (LEVELS.index(setup.save))
+            if step.save is None
+            else (LEVELS.index(step.save))
         )
         for level in LEVELS[now + 1 :]:
             yield _Change(
                 f"save={level!r} in all blocks",
-                setup.but(save=level),
+                step.but(save=level),
                 _COSTS[level],
                 "products done again, of those of a Llama block: docs/blocks.md",
                 f'for block in model.blocks:\n    block.save = "{level}"',
             )
-    if setup.checkpoint_every is None:
+    if step.checkpoint_every is None:
         for every, cost in ((1, "about 33 % slower"), (2, "about 17 % slower")):
             yield _Change(
                 f"checkpoint_every(model, {every})",
-                setup.but(checkpoint_every=every),
+                step.but(checkpoint_every=every),
                 cost,
                 "a second forward pass of the blocks: a third of their products",
                 f"headroom.checkpoint_every(model, {every})",
             )
 
 
-def _of_patch(setup: Setup) -> Iterator[_Change]:
-    if setup.checkpoint_every is not None:
+def _of_patch(step: Step) -> Iterator[_Change]:
+    if step.checkpoint_every is not None:
         return
-    for level, model in patched_models(setup.model):
+    for level, model in patched_models(step.model):
         given = "" if level is None else f", save={level!r}"
         yield _Change(
             f"headroom.patch(model{given})",
-            setup.but(model=model),
+            step.but(model=model),
             "about as fast" if level is None else _COSTS[level],
             "no product is done again"
             if level is None
@@ -212,13 +212,13 @@ def _of_patch(setup: Setup) -> Iterator[_Change]:
         )
 
 
-def _of_ranks(model: nn.Module, setup: Setup, sharding: Sharding) -> Iterator[_Change]:
+def _of_ranks(model: nn.Module, step: Step, sharding: Sharding) -> Iterator[_Change]:
     how = sharding.how
     if isinstance(how, DDP):
         if not how.gradient_as_bucket_view:
             yield _Change(
                 "gradient_as_bucket_view=True",
-                setup.but(
+                step.but(
                     sharding=replace(sharding, how=replace(how, gradient_as_bucket_view=True))
                 ),
                 "no slower: one copy of the gradients less",
@@ -235,7 +235,7 @@ def _of_ranks(model: nn.Module, setup: Setup, sharding: Sharding) -> Iterator[_C
             blocks = f"for name in {names!r}:\n    fully_shard(model.get_submodule(name))\n"
         yield _Change(
             "fully_shard instead of DDP",
-            setup.but(sharding=sharded),
+            step.but(sharding=sharded),
             "1.5 times the bytes between ranks",
             "parameters are gathered twice and gradients scattered once: Rajbhandari et al. 2020",
             "from torch.distributed.fsdp import fully_shard\n"
@@ -248,7 +248,7 @@ def _of_ranks(model: nn.Module, setup: Setup, sharding: Sharding) -> Iterator[_C
         )
         yield _Change(
             "reshard_after_forward=True",
-            setup.but(sharding=replace(sharding, units=units)),
+            step.but(sharding=replace(sharding, units=units)),
             "1.5 times the bytes between ranks",
             "parameters are gathered again for the backward pass: Rajbhandari et al. 2020",
             "fully_shard(block, reshard_after_forward=True)  # of each block",

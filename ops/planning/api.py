@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._core.sizes import parse_bytes
+from ..step.description import Step
 from .advice import advise
 from .batches import resized
-from .checks import check_setup
+from .checks import check_step
 from .device import device_share
 from .recorder import Recorder
 from .result import Plan
 from .sharding import DDP, FSDP
-from .steps import Setup
 from .trace import trace
 
 __all__ = ["fits", "max_batch", "plan"]
@@ -88,14 +88,14 @@ def plan(
             raises. Says which one, and in which module.
         TypeError, ValueError: an argument does not fit; says which one, and what was wanted.
     """
-    setup = check_setup(
-        Setup(
+    step = check_step(
+        Step(
             model,
             optimizer,
             sample_batch,
             loss,
             forward,
-            device=device,  # type: ignore[arg-type]
+            device=None if device is None else torch.device(device),
             amp=amp,
             scaler=scaler,
             save=save,
@@ -111,17 +111,17 @@ def plan(
     if measure:
         from .measured import measured
 
-        return measured(setup)
-    return made(setup)
+        return measured(step)
+    return made(step)
 
 
-def made(setup: Setup, watch: Callable[[nn.Module, Recorder], None] | None = None) -> Plan:
-    """Returns the plan of a setup that was checked; ``watch`` is that of :func:`trace`."""
-    timeline = trace(setup, watch)
+def made(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None) -> Plan:
+    """Returns the plan of a step that was checked; ``watch`` is that of :func:`trace`."""
+    timeline = trace(step, watch)
     share = device_share(timeline)
-    model = type(setup.model).__name__
+    model = type(step.model).__name__
     return Plan(
-        timeline, share, model, setup.described(), lambda of, top: advise(setup, of, made, top)
+        timeline, share, model, step.described(), lambda of, top: advise(step, of, made, top)
     )
 
 

@@ -7,31 +7,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..step.description import Step
 from ..step.trees import tensors_in
 from .sharding import sharding_of
 from .sources import model_from
-from .steps import Setup
 
-__all__ = ["check_setup"]
+__all__ = ["check_step"]
 
 
-def check_setup(setup: Setup, world_size: Any = None, shard: Any = None) -> Setup:
-    """Returns the setup with its model made, its device known and its ranks."""
-    model, sharding = sharding_of(model_from(setup.model), world_size, shard)
+def check_step(step: Step, world_size: Any = None, shard: Any = None) -> Step:
+    """Returns the step with its model made, its device known and its ranks."""
+    model, sharding = sharding_of(model_from(step.model), world_size, shard)
     for name in ("release", "accumulator"):
-        if sharding is not None and getattr(setup, name):
+        if sharding is not None and getattr(step, name):
             raise ValueError(f"{name} is not planned on several ranks: leave it or the ranks out")
-    if setup.loss is not None and setup.forward is not None:
+    if step.loss is not None and step.forward is not None:
         raise ValueError("loss and forward were both given: forward computes the loss itself")
-    for name, function in (("loss", setup.loss), ("forward", setup.forward)):
+    for name, function in (("loss", step.loss), ("forward", step.forward)):
         if function is not None and not callable(function):
             raise TypeError(f"{name} is {type(function).__name__}, wanted a function")
-    if setup.batch is None:
+    if step.batch is None:
         raise ValueError("sample_batch is missing: give a batch such as the loop will see")
-    if not isinstance(setup.accumulation, int) or setup.accumulation < 1:
-        raise ValueError(f"accumulation is {setup.accumulation!r}, wanted an integer from 1 on")
-    if setup.amp not in (None, torch.bfloat16, torch.float16):
-        raise ValueError(f"amp is {setup.amp!r}, wanted torch.bfloat16, torch.float16 or None")
+    if not isinstance(step.accumulation, int) or step.accumulation < 1:
+        raise ValueError(f"accumulation is {step.accumulation!r}, wanted an integer from 1 on")
+    if step.amp not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"amp is {step.amp!r}, wanted torch.bfloat16, torch.float16 or None")
     found = {x.device for x in (*model.parameters(), *model.buffers())}
     real = {x for x in found if x.type != "meta"}
     if len(found) > 1 and (len(real) > 1 or len(found) > len(real)):
@@ -40,18 +40,16 @@ def check_setup(setup: Setup, world_size: Any = None, shard: Any = None) -> Setu
             f"the model is on several devices ({names}): plan each part by itself, or move all of "
             "it to one, such as the meta device"
         )
-    _check_optimizer(setup.optimizer, model)
-    device = setup.device
+    _check_optimizer(step.optimizer, model)
+    device = step.device
     if device is None:
-        kind = next(iter(real)).type if real else "cuda"
-    else:
-        kind = torch.device(device).type
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"device is {kind!r}, wanted cpu or cuda")
-    for x in tensors_in(setup.batch):
+        device = next(iter(real)) if real else torch.device("cuda")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device.type!r}, wanted cpu or cuda")
+    for x in tensors_in(step.batch):
         if x.requires_grad and not x.is_leaf:
             raise ValueError("a tensor of sample_batch has a graph behind it; detach it")
-    return setup.but(model=model, device=kind, sharding=sharding)
+    return step.but(model=model, device=device, sharding=sharding)
 
 
 def _check_optimizer(optimizer: Any, model: nn.Module) -> None:

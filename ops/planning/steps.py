@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,113 +15,48 @@ from ..checkpointing import checkpoint_every
 from ..grad.accumulate import GradAccumulator
 from ..nn.block import Block, save_level
 from ..optim import release_gradients
-from ..step.loss import autocast, loss_of
+from ..step.description import Step
 from ..step.run import passes, update
-from .sharding import Sharding
 
-__all__ = ["Setup", "Steps"]
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What is planned. Advice replaces some of it and traces again."""
-
-    model: nn.Module
-    optimizer: Any
-    batch: Any
-    loss: Callable[..., Tensor] | None = None
-    forward: Callable[[nn.Module, Any], Tensor] | None = None
-    device: str = "cpu"
-    amp: torch.dtype | None = None
-    scaler: bool = False
-    save: str | None = None
-    accumulation: int = 1
-    accumulator: bool = False  # float32 sums of micro-batches
-    release: bool | int = False  # a number is that of bytes in a bucket
-    checkpoint_every: int | None = None
-    max_grad_norm: float | None = None
-    dtype: torch.dtype | None = None  # of the parameters, in the place of their own
-    sharding: Sharding | None = None  # over several ranks
-    steps: int = 2
-    starts_short: bool = False  # the first of several steps is of one micro-batch
-
-    def but(self, **changes: Any) -> Setup:
-        """Returns the setup with some fields replaced."""
-        return replace(self, **changes)
-
-    def described(self) -> dict[str, str]:
-        """Returns the options in words, without those that are as usual."""
-        found = {"optimizer": name_of_optimizer(self.optimizer)}
-        if self.amp is not None:
-            found["amp"] = str(self.amp).removeprefix("torch.")
-        if self.dtype is not None:
-            found["parameters in"] = str(self.dtype).removeprefix("torch.")
-        for name in ("save", "checkpoint_every", "max_grad_norm"):
-            if (value := getattr(self, name)) is not None:
-                found[name.replace("_", " ")] = str(value)
-        if self.sharding is not None:
-            found["ranks"] = str(self.sharding)
-        if self.accumulation > 1:
-            found["accumulation"] = str(self.accumulation)
-        for name in ("accumulator", "release", "scaler"):
-            if getattr(self, name):
-                found[name] = "on"
-        return found
-
-
-def name_of_optimizer(optimizer: Any) -> str:
-    """The class of an optimizer, or of what a function makes."""
-    if optimizer is None:
-        return "none"
-    if hasattr(optimizer, "param_groups"):
-        kind = type(optimizer)
-    else:
-        kind = getattr(optimizer, "func", optimizer)
-    module = "headroom." if getattr(kind, "__module__", "").startswith("headroom") else ""
-    return module + getattr(kind, "__name__", type(kind).__name__)
+__all__ = ["Steps"]
 
 
 class Steps:
-    """A loop of training steps on copies of what the user gave."""
+    """A loop of training steps.
 
-    def __init__(
-        self,
-        setup: Setup,
-        model: nn.Module,
-        optimizer: Any,
-        batch: Any,
-        loss: Any,
-        forward: Any,
-    ) -> None:
-        self.setup = setup
-        self.model, self.batch = model, batch
-        self.optimizer: Any = optimizer
-        self.loss, self.forward = loss, forward
+    Attributes:
+        given: the step, of copies of what the user gave.
+    """
+
+    def __init__(self, given: Step) -> None:
+        self.given = given
+        self.model: nn.Module = given.model
+        self.optimizer: Any = given.optimizer
         self.scaler: Any = None
         self.accumulator: Any = None
 
     def prepare(self) -> None:
-        """Makes of the model and the optimizer what the setup says."""
-        setup, model = self.setup, self.model
+        """Makes of the model and the optimizer what the step says."""
+        given, model = self.given, self.model
         for param in model.parameters():
             param.grad = None
-        if setup.dtype is not None:
-            cast_model(model, setup.dtype)
-        if setup.save is not None:
-            _set_save(model, setup.save)
-        if setup.checkpoint_every is not None:
-            checkpoint_every(model, setup.checkpoint_every)
+        if given.dtype is not None:
+            cast_model(model, given.dtype)
+        if given.save is not None:
+            _set_save(model, given.save)
+        if given.checkpoint_every is not None:
+            checkpoint_every(model, given.checkpoint_every)
         self.distribute()
         if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
             self.optimizer = self.optimizer([p for p in model.parameters() if p.requires_grad])
-        if setup.scaler:
-            self.scaler = torch.amp.GradScaler(setup.device)
-        released = self.optimizer if setup.release else None
-        if setup.accumulator or (released is not None and setup.accumulation > 1):
+        if given.scaler:
+            self.scaler = torch.amp.GradScaler(given.device.type)
+        released = self.optimizer if given.release else None
+        if given.accumulator or (released is not None and given.accumulation > 1):
             self.accumulator = GradAccumulator(model)
         if released is not None:
             size: dict[str, Any] = (
-                {} if setup.release is True else {"bucket_bytes": int(setup.release)}
+                {} if given.release is True else {"bucket_bytes": int(given.release)}
             )
             release_gradients(
                 model, released, scaler=self.scaler, accumulator=self.accumulator, **size
@@ -136,13 +70,13 @@ class Steps:
 
     def step(self, number: int) -> None:
         """Makes a step."""
-        setup = self.setup
-        is_short = setup.starts_short and number == 0 and setup.steps > 1
-        count = 1 if is_short else setup.accumulation
-        share = 1 if self.accumulator is not None else Fraction(1, setup.accumulation)
+        given = self.given
+        is_short = given.starts_short and number == 0 and given.steps > 1
+        count = 1 if is_short else given.accumulation
+        share = 1 if self.accumulator is not None else Fraction(1, given.accumulation)
         passes(
-            self._forward,
-            [(self.batch, share)] * count,
+            partial(given.loss_of, self.model),
+            [(given.batch, share)] * count,
             backward=self._backward,
             begin=self.begin,
         )
@@ -158,11 +92,7 @@ class Steps:
     def step_optimizer(self) -> None:
         if self.accumulator is not None:
             self.accumulator.finish()
-        update(self.model, self.optimizer, self.scaler, self.setup.max_grad_norm)
-
-    def _forward(self, batch: Any) -> Tensor:
-        with autocast(self.setup.device, self.setup.amp):
-            return loss_of(self.model, batch, self.loss, self.forward)
+        update(self.model, self.optimizer, self.scaler, self.given.max_grad_norm)
 
     def _backward(self, loss: Tensor) -> None:
         with self.accumulator.micro_batch() if self.accumulator is not None else nullcontext():

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 from .._core.surroundings import Random
 from ..memory.collecting import no_collections
 from ..memory.events import Timeline
+from ..step.description import Step
 from ..step.errors import PlanError
 from ..step.randomness import generators_kept
 from ..step.trees import tensors_in
@@ -34,38 +35,36 @@ from .recorder import Recorder
 from .recurrent import has_recurrent_layers
 from .sharding import FSDP
 from .states import move_to_shards
-from .steps import Setup, Steps
+from .steps import Steps
 
-__all__ = ["Setup", "trace"]
+__all__ = ["trace"]
 
 
-def trace(setup: Setup, watch: Callable[[nn.Module, Recorder], None] | None = None) -> Timeline:
+def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None) -> Timeline:
     """Returns the memory of the steps.
 
     Args:
-        setup: what is traced.
+        step: what is traced.
         watch: is called before the first step with the copy of the model that is stepped and with
             the recorder, whose ``now`` is the number of the next event. It may add hooks.
 
     Raises:
         PlanError: an operation cannot be followed on fakes. The message names it and its module.
     """
-    device = torch.device("cuda", 0) if setup.device == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", 0) if step.device.type == "cuda" else torch.device("cpu")
     mode = FakeTensorMode(allow_non_fake_inputs=False)
     with generators_kept(), no_collections(), ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(cuda_view())
         copier = Copier(mode, device)
-        model, optimizer, batch, loss, forward = copier.copy(
-            (setup.model, setup.optimizer, setup.batch, setup.loss, setup.forward)
-        )
-        names = {module: name for name, module in model.named_modules()}
+        copied = step.copied(copier.copy)
+        names = {module: name for name, module in copied.model.named_modules()}
         recorder = Recorder(device, names, is_lying=device.type == "cuda")
-        run = _Traced(recorder, setup, model, optimizer, batch, loss, forward)
+        run = _Traced(recorder, copied)
         stack.enter_context(_foreach_of_fakes())
         stack.enter_context(_random_states(recorder))
         stack.enter_context(fakes_overwritten())
-        stack.enter_context(masks_of(setup.batch))
+        stack.enter_context(masks_of(step.batch))
         stack.enter_context(mode)
         run.prepare()
         if watch is not None:
@@ -76,8 +75,8 @@ def trace(setup: Setup, watch: Callable[[nn.Module, Recorder], None] | None = No
             stack.enter_context(Kernels(recorder, device.type == "cuda"))
             if device.type == "cuda":
                 stack.enter_context(functions_told(recorder))
-            for step in range(setup.steps):
-                run.step(step)
+            for number in range(step.steps):
+                run.step(number)
         except PlanError:
             raise
         except Exception as error:
@@ -88,8 +87,8 @@ def trace(setup: Setup, watch: Callable[[nn.Module, Recorder], None] | None = No
 class _Traced(Steps):
     """Steps on fakes."""
 
-    def __init__(self, recorder: Recorder, setup: Setup, *copies: Any) -> None:
-        super().__init__(setup, *copies)
+    def __init__(self, recorder: Recorder, copied: Step) -> None:
+        super().__init__(copied)
         self.recorder = recorder
         self._nodes: list[Any] = []
         self._is_stepping = self._is_scaling = False
@@ -97,7 +96,7 @@ class _Traced(Steps):
         recorder.scalar = self._scalar
 
     def distribute(self) -> None:
-        sharding = self.setup.sharding
+        sharding = self.given.sharding
         if sharding is None:
             return
         kind = ShardedModel if isinstance(sharding.how, FSDP) else ReplicatedModel
@@ -112,7 +111,7 @@ class _Traced(Steps):
             recorder.know(x, "parameters", name, name.rpartition(".")[0])
         for name, x in self.model.named_buffers():
             recorder.know(x, "buffers", name, name.rpartition(".")[0])
-        for x in tensors_in(self.batch):
+        for x in tensors_in(self.given.batch):
             recorder.know(x, "batch", "batch")
         self._know_states()
 

@@ -18,8 +18,8 @@ from headroom.fitting.passes import PassSeconds
 from headroom.fitting.rest import outline
 from headroom.fitting.setting import Setting
 from headroom.memory import track
-from headroom.planning.checks import check_setup
-from headroom.planning.steps import Setup
+from headroom.planning.checks import check_step
+from headroom.step.description import Step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -52,9 +52,11 @@ def outline_of(setting, measured, make, **options):
     blocks = Blocks(shared)
     blocks.set(blocks.leanest)
     kept = sum(block.levels[blocks.leanest[block.name]].kept for block in measured.blocks)
-    setup = Setup(shared, make, setting.batch, setting.loss, device="cpu", amp=setting.amp)
+    setup = Step(
+        shared, make, setting.batch, setting.loss, device=torch.device("cpu"), amp=setting.amp
+    )
     return outline(
-        check_setup(setup.but(**options)), [block.name for block in measured.blocks], kept
+        check_step(setup.but(**options)), [block.name for block in measured.blocks], kept
     )
 
 

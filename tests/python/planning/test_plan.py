@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from headroom.memory import track
 from headroom.planning import Plan
-from headroom.planning.steps import Setup
 from headroom.planning.trace import trace
+from headroom.step.description import Step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -187,10 +187,16 @@ def test_states_of_generators_that_are_kept(make, drop):
 def test_release_gives_gradients_back_within_backward():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     optimizer = headroom.optim.AdamW(model.parameters())
-    setup = Setup(model, optimizer, torch.randn(4, 64), forward=lambda m, x: m(x).mean())
-    all_of_them = trace(setup).most_by_kind["gradients"]
+    step = Step(
+        model,
+        optimizer,
+        torch.randn(4, 64),
+        forward=lambda m, x: m(x).mean(),
+        device=torch.device("cpu"),
+    )
+    all_of_them = trace(step).most_by_kind["gradients"]
     assert all_of_them == 4 * 8 * (64 * 64 + 64)
-    assert trace(setup.but(release=1 << 14)).most_by_kind["gradients"] <= all_of_them / 2
+    assert trace(step.but(release=1 << 14)).most_by_kind["gradients"] <= all_of_them / 2
 
 
 def test_autocast_keeps_copies_of_weights_in_16_bits():

@@ -1,0 +1,100 @@
+"""The description of a training step, which what plans, measures, fits or repeats one takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .loss import autocast, loss_of
+
+__all__ = ["Step", "name_of_optimizer"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step: what is trained, on what, and how.
+
+    Attributes:
+        model, optimizer, batch, loss, forward: as in :func:`headroom.plan`.
+        device: where it runs; None until it is known.
+        amp: the dtype of autocast, or None.
+        scaler: whether losses are scaled.
+        save, checkpoint_every: what blocks keep, or None where that stays as it is.
+        accumulation: micro-batches per step, each as large as ``batch``.
+        accumulator: whether the gradients of micro-batches are summed in float32.
+        release: whether gradients are released in the backward pass; or the bytes of a bucket.
+        max_grad_norm: gradients are clipped to it, or None.
+        dtype: of the parameters, in the place of their own, or None.
+        sharding: of several ranks, or None.
+        steps: how many of them are planned.
+        starts_short: whether the first of several steps is of one micro-batch.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    batch: Any
+    loss: Callable[..., Tensor] | None = None
+    forward: Callable[[nn.Module, Any], Tensor] | None = None
+    device: torch.device | None = None
+    amp: torch.dtype | None = None
+    scaler: bool = False
+    save: str | None = None
+    accumulation: int = 1
+    accumulator: bool = False
+    release: bool | int = False
+    checkpoint_every: int | None = None
+    max_grad_norm: float | None = None
+    dtype: torch.dtype | None = None
+    sharding: Any = None
+    steps: int = 2
+    starts_short: bool = False
+
+    def but(self, **changes: Any) -> Step:
+        """Returns the step with some fields replaced."""
+        return replace(self, **changes)
+
+    def copied(self, copy: Callable[[Any], Any]) -> Step:
+        """Returns the step with copies of what it is made of; ``copy`` gets all of it at once, so
+        that what is shared stays shared."""
+        names = ("model", "optimizer", "batch", "loss", "forward")
+        return replace(self, **copy({name: getattr(self, name) for name in names}))
+
+    def loss_of(self, model: nn.Module, batch: Any, *, trains: bool = True) -> Tensor:
+        """Returns the loss of a batch, which must require a gradient if ``trains``."""
+        with autocast(self.device.type if self.device else "cpu", self.amp):
+            return loss_of(model, batch, self.loss, self.forward, trains=trains)
+
+    def described(self) -> dict[str, str]:
+        """Returns the options in words, without those that are as usual."""
+        found = {"optimizer": name_of_optimizer(self.optimizer)}
+        if self.amp is not None:
+            found["amp"] = str(self.amp).removeprefix("torch.")
+        if self.dtype is not None:
+            found["parameters in"] = str(self.dtype).removeprefix("torch.")
+        for name in ("save", "checkpoint_every", "max_grad_norm"):
+            if (value := getattr(self, name)) is not None:
+                found[name.replace("_", " ")] = str(value)
+        if self.sharding is not None:
+            found["ranks"] = str(self.sharding)
+        if self.accumulation > 1:
+            found["accumulation"] = str(self.accumulation)
+        for name in ("accumulator", "release", "scaler"):
+            if getattr(self, name):
+                found[name] = "on"
+        return found
+
+
+def name_of_optimizer(optimizer: Any) -> str:
+    """The class of an optimizer, or of what a function makes."""
+    if optimizer is None:
+        return "none"
+    if hasattr(optimizer, "param_groups"):
+        kind = type(optimizer)
+    else:
+        kind = getattr(optimizer, "func", optimizer)
+    module = "headroom." if getattr(kind, "__module__", "").startswith("headroom") else ""
+    return module + getattr(kind, "__name__", type(kind).__name__)
