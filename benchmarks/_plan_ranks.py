@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._plan_cases import Case
+from ._plan_cases import Case, cases
+from ._plan_steps import made, run_steps
 
 RANKS = 2
 RUNS = 20  # at most, see `timeline`
@@ -49,8 +50,6 @@ def timeline(case: Case, enough: float) -> Any:
 
 
 def _rank(rank: int, threads: int, name: str, enough: float, store: str, pipe: Any) -> None:
-    from ._plan_cases import cases
-
     torch.set_num_threads(threads)
     torch.distributed.init_process_group(
         "gloo",
@@ -78,8 +77,6 @@ def _rank(rank: int, threads: int, name: str, enough: float, store: str, pipe: A
 
 def _measured(case: Case) -> Any:
     import headroom.memory
-
-    from .plan import made, run_steps
 
     model, optimizer, batch = made(case, torch.device("cpu"), partial(_sharded, case))
     with headroom.memory.track(model, optimizer, batch=batch, stacks=False) as tracked:

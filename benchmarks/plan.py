@@ -6,13 +6,11 @@ On the CPU the measure is :func:`headroom.memory.track`, which is exact; on a GP
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib.util
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,9 +18,9 @@ import torch
 from . import _plan_ranks, _report
 from ._plan_cases import Case
 from ._plan_cases import cases as all_cases
+from ._plan_steps import made, run_steps
 from .harness import rows_of
 
-STEPS = 2
 BUCKET = 1 << 16  # bytes of gradients that are released at once
 MEDIAN, WORST = 0.01, 0.04  # the bars, on the CPU
 
@@ -32,16 +30,6 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     if device.type == "cuda":  # one GPU
         found = [case for case in found if case.shard is None]
     return [case for case in found if case.quick] if quick else found
-
-
-def made(
-    case: Case, device: torch.device, changed: Callable[[Any], Any] = lambda model: model
-) -> tuple[Any, Any, Any]:
-    """Returns the model, which may be changed before its optimizer is made, that and a batch."""
-    torch.manual_seed(0)
-    model = changed(case.model().to(device))
-    batch = tuple(x.to(device) for x in case.batch())
-    return model, case.optimizer(model), batch
 
 
 def predicted(case: Case, device: torch.device) -> Any:
@@ -61,22 +49,6 @@ def predicted(case: Case, device: torch.device) -> Any:
         world_size=None if case.shard is None else _plan_ranks.RANKS,
         shard=case.shard,
     )
-
-
-def run_steps(case: Case, model: Any, optimizer: Any, batch: Any, device: torch.device) -> None:
-    """Trains, as a user's loop does."""
-    for _ in range(STEPS):
-        for _ in range(case.accumulation):
-            with contextlib.ExitStack() as stack:
-                if case.amp is not None:
-                    stack.enter_context(torch.autocast(device.type, dtype=case.amp))
-                loss = case.loss(model, batch)
-            if case.accumulation > 1:
-                loss = loss / case.accumulation
-            loss.backward()
-            del loss
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
 
 
 def _prepared(case: Case, device: torch.device) -> tuple[Any, Any, Any]:

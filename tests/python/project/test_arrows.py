@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-OPS = Path(__file__).resolve().parents[3] / "ops"
+ROOT = Path(__file__).resolve().parents[3]
 FLOORS = {
     name: floor
     for floor, names in enumerate(
@@ -27,19 +27,16 @@ FLOORS = {
 }
 
 
-def modules():
-    """The path of each module, by its name as a tuple."""
+def modules(folder):
+    """Returns the path of each module below a folder, by its name as a tuple."""
     found = {}
-    for path in OPS.rglob("*.py"):
-        parts = path.relative_to(OPS).with_suffix("").parts
+    for path in (ROOT / folder).rglob("*.py"):
+        parts = path.relative_to(ROOT / folder).with_suffix("").parts
         found[parts[:-1] if parts[-1] == "__init__" else parts] = path
     return found
 
 
-MODULES = modules()
-
-
-def imported(name, path):
+def imported(name, path, known):
     """Yields the modules of the package that a module imports, in functions and for types too."""
     package = name if path.name == "__init__.py" else name[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
@@ -49,20 +46,26 @@ def imported(name, path):
         target = (*base, *(node.module or "").split(".")) if node.module else base
         for alias in node.names:
             inner = (*target, alias.name)
-            if inner in MODULES or target:  # else headroom._C, which is no file of Python
-                yield inner if inner in MODULES else target
+            if inner in known or target:  # else headroom._C, which is no file of Python
+                yield inner if inner in known else target
 
 
-GRAPH = {name: set(imported(name, path)) for name, path in MODULES.items()}
+def graph(folder):
+    """Returns what each module below a folder imports."""
+    known = modules(folder)
+    return {name: set(imported(name, path, known)) for name, path in known.items()}
+
+
+GRAPH = graph("ops")
 
 
 def test_what_is_looked_at():
-    assert len(MODULES) > 80
+    assert len(GRAPH) > 80
     assert ("_core", "grouping") in GRAPH["grad", "clip"]
     assert ("state", "file") in GRAPH["state", "save"]
 
 
-@pytest.mark.parametrize("package", sorted(FLOORS.keys() & {name[0] for name in MODULES if name}))
+@pytest.mark.parametrize("package", sorted(FLOORS.keys() & {name[0] for name in GRAPH if name}))
 def test_packages_import_from_their_floor_or_lower_ones(package):
     for name, targets in GRAPH.items():
         if name and name[0] == package:
@@ -70,17 +73,20 @@ def test_packages_import_from_their_floor_or_lower_ones(package):
             assert not upward, ".".join(name)
 
 
-def test_no_two_files_import_each_other():
+@pytest.mark.parametrize("folder", ["ops", "benchmarks"])
+def test_no_two_files_import_each_other(folder):
     """Nor in a circle of several. The __init__ of a package is imported before its files."""
-    graph = {name: {t for t in targets if t != name[:-1]} for name, targets in GRAPH.items()}
+    arrows = {
+        name: {t for t in targets if t != name[:-1]} for name, targets in graph(folder).items()
+    }
     done = set()
 
     def visit(name, path):
         assert name not in path, " -> ".join(".".join(one) for one in (*path, name))
         if name not in done:
-            for target in graph.get(name, ()):
+            for target in arrows.get(name, ()):
                 visit(target, (*path, name))
             done.add(name)
 
-    for name in graph:
+    for name in arrows:
         visit(name, ())
