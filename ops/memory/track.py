@@ -55,6 +55,7 @@ class Tracked:
 
     def __exit__(self, *raised: object) -> None:
         try:
+            self._watch.catch_up()
             self._recorder.stop()
             self._ended = True
             self._after = self._watch.present()

@@ -4,6 +4,7 @@ neither numbers nor which tensors are kept, and that are gone afterwards."""
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -50,9 +51,14 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def label_of(
-    tensor: Tensor, kind: str, device: torch.device, name: str | None = None
+    tensor: Tensor,
+    kind: str,
+    device: torch.device,
+    name: str | None = None,
+    follow: Callable[[torch.UntypedStorage, int], None] | None = None,
 ) -> list[Label]:
-    """Labels for the memory of a tensor; none for what is on other devices or has none."""
+    """Returns labels for the memory of a tensor; none for what is on other devices or has none.
+    ``follow`` gets each storage and its address."""
     labels = []
     for part in plain_tensors(tensor):
         if part.device != device or part.layout != torch.strided:
@@ -60,6 +66,8 @@ def label_of(
         storage = part.untyped_storage()
         if storage.nbytes() and (address := storage.data_ptr()):
             labels.append(_label(address, storage.nbytes(), kind, name))
+            if follow is not None:
+                follow(storage, address)
     return labels
 
 
@@ -139,6 +147,16 @@ def listening(
     return stack
 
 
+class _End(weakref.ref):
+    """Tells when a storage ends."""
+
+    __slots__ = ("address", "waits")
+
+    address: int
+    waits: bool
+    """Whether its note may wait for the next one, because there are many."""
+
+
 class Watch:
     """Takes notes of what memory is, from :meth:`install` to :meth:`remove`.
 
@@ -167,6 +185,17 @@ class Watch:
         self._names = {id(p): name for name, p in named}
         self._params = list(model.parameters())
         self._sizes: dict[int, int] = {}  # of the optimizers' states, when they were last read
+        self._thread = 0  # that recorders see
+        self._sees_all = device.type != "cpu"  # else recorders see this thread alone
+        self._ends: dict[int, _End] = {}  # of storages, by address
+        self._ended: list[tuple[int, bool]] = []  # of storages; whether on other threads
+        self._addresses: dict[str, int] = {}  # of parameters and buffers, when they were labeled
+        self._held = [
+            (f"{name}.{key}".lstrip("."), kind, held, key)
+            for name, module in model.named_modules()
+            for kind, held in (("parameters", module._parameters), ("buffers", module._buffers))
+            for key in held
+        ]
 
     @property
     def modules(self) -> dict[int, str]:
@@ -217,12 +246,31 @@ class Watch:
         """Notes what some memory is."""
         self._take("note", {"labels": labels})
 
+    def begin_step(self) -> None:
+        """Notes that a step begins, for what has no optimizer to tell them apart."""
+        self._take("note", {"phase": "other", "ends_step": True})
+
     @property
     def count(self) -> int:
         """How many notes were taken since they began to be numbered."""
         return self._count
 
     def _take(self, *note: Any) -> None:
+        if self._is_here():
+            self.catch_up()
+            self._number(*note)
+
+    def catch_up(self) -> None:
+        """Notes what has ended since the last note."""
+        if self._ended:
+            ended, self._ended = self._ended, []
+            self._number("note", {"freed": ended})
+
+    def _is_here(self) -> bool:
+        """Returns whether a mark has a place: recorders of the CPU see one thread."""
+        return self._sees_all or threading.get_ident() == self._thread
+
+    def _number(self, *note: Any) -> None:
         number = self._count
         self._count = number + 1
         self._notes[number] = note
@@ -269,8 +317,25 @@ class Watch:
         return [
             label
             for kind, name, tensor in self._state()
-            for label in label_of(tensor, kind, self.device, name)
+            for label in self._labels(tensor, kind, name)
         ]
+
+    def _labels(self, tensor: Tensor, kind: str, name: str | None = None) -> list[Label]:
+        """Labels of memory that counts whoever allocated it, until its end."""
+        return label_of(tensor, kind, self.device, name, self._follow)
+
+    def _new_tensors(self) -> list[Label]:
+        """Labels of parameters and buffers that are elsewhere than when they were last labeled,
+        as after ``p.data = ...``."""
+        found = []
+        for name, kind, held, key in self._held:
+            tensor = held.get(key)
+            if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
+                address = tensor.untyped_storage().data_ptr()
+                if self._addresses.get(name) != address:
+                    self._addresses[name] = address
+                    found += self._labels(tensor, kind, name)
+        return found
 
     def _gradients(self) -> list[Label]:
         """Labels of gradients that did not arrive from autograd, such as sums of several."""
@@ -291,7 +356,7 @@ class Watch:
             label
             for (grad, name), address in zip(named, addresses)
             if address not in seen
-            for label in label_of(grad, "gradients", self.device, name)
+            for label in self._labels(grad, "gradients", name)
         ]
 
     # Hooks
@@ -299,8 +364,10 @@ class Watch:
     def install(self) -> None:
         """Adds the hooks. Whatever raises here leaves none behind."""
         self._gradient_addresses: set[int] = set()
+        self._thread = threading.get_ident()
         with ExitStack() as stack:
-            self._watch_ends(stack)
+            stack.callback(self._ends.clear)
+            self._watch_ends()
             places = (self._place, self._unpacked) if self._unpacks else ()
             stack.enter_context(listening(self._saved, *places))
             stack.enter_context(watching_modules(self.model, self._begin, self._end))
@@ -320,26 +387,34 @@ class Watch:
         """Removes every hook."""
         self._stack.close()
 
-    def _watch_ends(self, stack: ExitStack) -> None:
-        """Recorders do not see the end of what was there before them."""
-        seen = set()
-        for _, _, tensor in self._owned():
-            for part in plain_tensors(tensor):
-                if part.device == self.device and part.layout == torch.strided:
-                    storage = part.untyped_storage()
-                    address = storage.data_ptr()
-                    if address and address not in seen:
-                        seen.add(address)
-                        end = weakref.finalize(storage, self._freed, address)
-                        end.atexit = False
-                        stack.callback(end.detach)
+    def _watch_ends(self) -> None:
+        """Follows what is there already: recorders do not see its end."""
+        for kind, name, tensor in self._owned():
+            self._labels(tensor, kind, name)
+        self._new_tensors()
+
+    def _follow(self, storage: torch.UntypedStorage, address: int, waits: bool = False) -> None:
+        """Notes the end of a storage, which recorders of the CPU do not see if it began or ends on
+        another thread, or if its memory is not torch's."""
+        self._ends[address] = end = _End(storage, self._freed)
+        end.address, end.waits = address, waits
+
+    def _freed(self, end: _End) -> None:
+        if self._ends.get(end.address) is end:
+            del self._ends[end.address]
+            self._gradient_addresses.discard(end.address)
+            self._ended.append((end.address, not self._is_here()))
+            if not end.waits and self._is_here():
+                self.catch_up()
 
     def _begin(self, name: str) -> None:
+        if not self._is_here():
+            return
         self._modules.append(name)
         self._take("note", {"module": name})
 
     def _end(self) -> None:
-        if self._modules:
+        if self._modules and self._is_here():
             self._modules.pop()
         self._take("note", {"module": self._place()})
 
@@ -350,25 +425,30 @@ class Watch:
         if torch._C._current_graph_task_id() != -1:
             self._take("note", {"phase": "backward", "module": name})
 
-    def _freed(self, address: int) -> None:
-        self._take("note", {"freed": address})
-
     def _saved(self, tensor: Tensor) -> None:
         whole = tensor if tensor._base is None else tensor._base
         if isinstance(whole, nn.Parameter):
             return  # of the model, or gathered by FSDP, which frees it while autograd holds it
-        self._places[self._count] = place_here()
-        self._label(tensor, "activations", None)
+        if self._is_here():
+            self.catch_up()
+            self._label(tensor, "activations", None, place_here())
 
     def _arrived(self, name: str, grad: Tensor) -> None:
-        self._label(grad, "gradients", name)
+        if self._is_here():
+            self._label(grad, "gradients", name)
 
-    def _label(self, tensor: Tensor, kind: str, name: str | None) -> None:
+    def _label(self, tensor: Tensor, kind: str, name: str | None, place: Place = ()) -> None:
         if tensor.device != self.device:
             return
         if tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__"):
             storage = tensor.untyped_storage()
             if address := storage.data_ptr():
+                if not (self._sees_all or address in self._ends):
+                    self._follow(storage, address, waits=True)
+                if place:
+                    self._places[self._count] = place
+                elif kind == "gradients":
+                    self._gradient_addresses.add(address)
                 self._take("label", address, storage.nbytes(), kind, name)
         elif labels := label_of(tensor, kind, self.device, name):
             self._take("note", {"labels": labels})
@@ -378,7 +458,8 @@ class Watch:
             return  # computed again, within the backward pass
         labels = []
         for tensor in tensors_in((args, kwargs)):
-            labels += label_of(tensor, "batch", self.device)
+            labels += self._labels(tensor, "batch")
+        labels += self._new_tensors()
         self._take("note", {"labels": labels, "phase": "forward"})
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
