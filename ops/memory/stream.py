@@ -88,7 +88,8 @@ class Resolver:
         if event.phase in ("backward", "optimizer"):
             self._phase = event.phase  # until a note says otherwise
         self._index += 1
-        if (self._step, phase) != self.spans[-1][1:]:
+        last = self.spans[-1]
+        if phase != last.phase or self._step != last.step:
             self.spans.append(Span(self._index, self._step, phase))
         # What was there before the recorder is freed without an event: its place is taken then.
         before = self._live.pop(event.address, None)
