@@ -4,10 +4,10 @@ neither numbers nor which tensors are kept, and that are gone afterwards."""
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -172,6 +172,7 @@ class Watch:
         mark: Callable[[int], None],
         batch: Any = None,
         unpacked: bool = False,
+        places: bool = True,
     ) -> None:
         self.model, self.optimizers, self.device = model, list(optimizers), device
         self._modules: list[str] = []  # that run
@@ -185,6 +186,7 @@ class Watch:
         self._names = {id(p): name for name, p in named}
         self._params = list(model.parameters())
         self._sizes: dict[int, int] = {}  # of the optimizers' states, when they were last read
+        self._keeps_places = places  # where what is saved is saved; some recorders know it
         self._thread = 0  # that recorders see
         self._sees_all = device.type != "cpu"  # else recorders see this thread alone
         self._ends: dict[int, _End] = {}  # of storages, by address
@@ -255,26 +257,27 @@ class Watch:
         """How many notes were taken since they began to be numbered."""
         return self._count
 
-    def _take(self, *note: Any) -> None:
-        if self._is_here():
-            self.catch_up()
-            self._number(*note)
-
-    def catch_up(self) -> None:
-        """Notes what has ended since the last note."""
+    def _take(self, *note: Any) -> bool:
+        """Takes a note, and returns whether its mark has a place: recorders of the CPU see one
+        thread."""
+        if not (self._sees_all or get_ident() == self._thread):
+            return False
         if self._ended:
-            ended, self._ended = self._ended, []
-            self._number("note", {"freed": ended})
-
-    def _is_here(self) -> bool:
-        """Returns whether a mark has a place: recorders of the CPU see one thread."""
-        return self._sees_all or threading.get_ident() == self._thread
-
-    def _number(self, *note: Any) -> None:
+            self.catch_up()
         number = self._count
         self._count = number + 1
         self._notes[number] = note
         self._mark(number)
+        return True
+
+    def catch_up(self) -> None:
+        """Notes what has ended since the last note."""
+        ended, self._ended = self._ended, []
+        if ended:
+            self._take("note", {"freed": ended})
+
+    def _is_here(self) -> bool:
+        return self._sees_all or get_ident() == self._thread
 
     # What exists
 
@@ -364,7 +367,7 @@ class Watch:
     def install(self) -> None:
         """Adds the hooks. Whatever raises here leaves none behind."""
         self._gradient_addresses: set[int] = set()
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         with ExitStack() as stack:
             stack.callback(self._ends.clear)
             self._watch_ends()
@@ -408,10 +411,8 @@ class Watch:
                 self.catch_up()
 
     def _begin(self, name: str) -> None:
-        if not self._is_here():
-            return
-        self._modules.append(name)
-        self._take("note", {"module": name})
+        if self._take("note", {"module": name}):
+            self._modules.append(name)
 
     def _end(self) -> None:
         if self._modules and self._is_here():
@@ -430,14 +431,15 @@ class Watch:
         if isinstance(whole, nn.Parameter):
             return  # of the model, or gathered by FSDP, which frees it while autograd holds it
         if self._is_here():
-            self.catch_up()
-            self._label(tensor, "activations", None, place_here())
+            if self._ended:
+                self.catch_up()
+            self._label(tensor, "activations", None, self._keeps_places)
 
     def _arrived(self, name: str, grad: Tensor) -> None:
         if self._is_here():
             self._label(grad, "gradients", name)
 
-    def _label(self, tensor: Tensor, kind: str, name: str | None, place: Place = ()) -> None:
+    def _label(self, tensor: Tensor, kind: str, name: str | None, places: bool = False) -> None:
         if tensor.device != self.device:
             return
         if tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__"):
@@ -445,9 +447,9 @@ class Watch:
             if address := storage.data_ptr():
                 if not (self._sees_all or address in self._ends):
                     self._follow(storage, address, waits=True)
-                if place:
-                    self._places[self._count] = place
-                elif kind == "gradients":
+                if places:
+                    self._places[self._count] = place_here()
+                if kind == "gradients":
                     self._gradient_addresses.add(address)
                 self._take("label", address, storage.nbytes(), kind, name)
         elif labels := label_of(tensor, kind, self.device, name):
