@@ -6,6 +6,7 @@ import contextlib
 import functools
 import statistics
 import time
+import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,9 @@ from torch import nn
 
 from .._core.sizes import format_bytes, parse_bytes
 from .events import Allocation, Timeline
-from .stream import Note, resolve
+from .stream import resolve
 from .track import Tracked, checked, device_of, recorder_of
+from .watch import Watch
 
 __all__ = [
     "Comparison",
@@ -45,6 +47,20 @@ class GrowthError(AssertionError):
         self.allocations = allocations
 
 
+def _ran(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function and returns what it does, unless that is code that has yet to run."""
+    result = function(*args, **kwargs)
+    if isinstance(result, (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)):
+        if hasattr(result, "close"):
+            result.close()
+        raise TypeError(
+            f"{getattr(function, '__name__', function)!s} returned a {type(result).__name__}, "
+            "whose code has not run: give a function that runs it to its end, or write "
+            "`with headroom.memory.assert_peak_below(...)` within it"
+        )
+    return result
+
+
 class assert_peak_below(contextlib.ContextDecorator):  # noqa: N801
     """Raises if more than ``limit`` bytes are live at once in the block or function.
 
@@ -71,6 +87,7 @@ class assert_peak_below(contextlib.ContextDecorator):  # noqa: N801
         top: how many owners the report names.
 
     Raises:
+        TypeError: an ``async`` function or a generator, whose code runs after the call.
         PeakMemoryError: an AssertionError whose text shows kinds and owners at the peak.
     """
 
@@ -88,6 +105,9 @@ class assert_peak_below(contextlib.ContextDecorator):  # noqa: N801
         self._model, self._top = nn.Module() if model is None else model, top
         self._device = device_of(self._model, "cpu" if device is None and model is None else device)
         self._tracked: Tracked | None = None
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return super().__call__(functools.wraps(function)(functools.partial(_ran, function)))
 
     def _recreate_cm(self) -> assert_peak_below:
         arguments = self._model, self._optimizers
@@ -140,6 +160,7 @@ def assert_no_growth(
         device: whose memory to look at.
 
     Raises:
+        TypeError: an ``async`` function or a generator, whose code runs after the call.
         GrowthError: an AssertionError that names the lines that allocated what stays.
     """
     if steps < 2 or warmup < 0:
@@ -173,16 +194,20 @@ def assert_no_growth(
 
 def _repeated(step: Callable[[], Any], steps: int, device: torch.device) -> Timeline:
     recorder = recorder_of(device)
-    # A note begins a step, and the next note ends it.
-    notes = [Note(phase="other", ends_step=True) for _ in range(steps)]
-    recorder.start()
+    watch = Watch(nn.Module(), [], device, recorder.mark)
+    watch.install()
     try:
-        for number in range(steps):
-            recorder.mark(number)
-            step()
+        recorder.start()
+        try:
+            for _ in range(steps):
+                watch.begin_step()
+                _ran(step)
+            watch.catch_up()
+        finally:
+            recorder.stop()
     finally:
-        recorder.stop()
-    return resolve([], recorder.events(), notes, str(device))
+        watch.remove()
+    return resolve([], recorder.events(watch.modules), watch.notes, str(device))
 
 
 def _growth(left: list[Allocation], per_step: float, steps: int) -> str:
@@ -283,10 +308,10 @@ def compare(
     timelines = []
     for fn in functions:
         for _ in range(warmup):
-            fn()
+            _ran(fn)
         tracked = Tracked(nn.Module(), [], device_of(nn.Module(), place), None, True)
         with tracked:
-            fn()
+            _ran(fn)
         timelines.append(tracked.timeline)
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats):

@@ -4,13 +4,15 @@ The source is torch's profiler, whose memory events come from the allocator itse
 address and the size. (``TorchDispatchMode`` sees what ops return, but no temporary inside an op;
 hooks of the allocator in C++ have no stable interface.) Not seen: memory that does not come from
 torch's allocator (oneDNN's and OpenMP's own buffers, numpy, Python objects, memory mapped files),
-what other threads allocate, and the end of what was allocated before the recorder started.
+what other threads allocate, and the end of what others allocated or end. Of these :class:`Watch`
+knows what tensors are labeled.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -77,113 +79,107 @@ class CpuRecorder:
         module begins to run."""
         result, self._result = self._result, None
         found, times = self._read(result.experimental_event_tree(), modules or {})
-        if any(a > b for a, b in zip(times, times[1:])):  # of several threads
+        if times != sorted(times):  # of several threads
             found = [found[k] for k in sorted(range(len(found)), key=times.__getitem__)]
         for old in list(self._modules)[:-_NODES]:
             del self._modules[old]
         return found
 
     def _read(self, roots: list[Any], begins: Mapping[int, str]) -> tuple[list[Event], list[int]]:
-        """Returns the events and their times. Every attribute of a node costs most of a
+        """Returns the events and their times. Every attribute of a node costs a good part of a
         microsecond, and there are tens of thousands of nodes: few are asked for few."""
         found: list[Event] = []
         times: list[int] = []
         running = ""
-        modules = self._modules
+        modules, stacks = self._modules, self._stacks
         has_others = torch.cuda.is_initialized()  # whose memory is another recorder's
-        stack = [(node, _Context()) for node in reversed(roots)]
-        while stack:
-            node, context = stack.pop()
-            name = node.name
-            if name == "[memory]":
-                about = node.extra_fields
-                size = about.alloc_size
-                if size and not (has_others and about.device.type != "cpu"):
-                    event = _event(about.ptr, size, context, running)
+        work = [(iter(roots), _Context())]
+        while work:
+            nodes, context = work[-1]
+            for node in nodes:
+                name = node.name
+                if name == "[memory]":
+                    about = node.extra_fields
+                    size = about.alloc_size
+                    if size and not (has_others and about.device.type != "cpu"):
+                        time = node.start_time_ns
+                        times.append(time)
+                        found.append(_event(about.ptr, size, context, running, time // 1000))
+                    continue
+                if name.startswith(MARK):
+                    number = int(name[len(MARK) :])
+                    running = begins.get(number, running)
                     times.append(node.start_time_ns)
-                    event.time_us = times[-1] // 1000
-                    found.append(event)
-                continue
-            if name.startswith(MARK):
-                number = int(name[len(MARK) :])
-                running = begins.get(number, running)
-                times.append(node.start_time_ns)
-                found.append(Event("mark", number, time_us=times[-1] // 1000))
-                continue
-            if self._stacks and (fields := _python_call(node)) is not None:
-                context = context.of_python(fields)
-            elif context.op is None or running or name.startswith(_APART):
-                # The sequence numbers that forward and backward pass share.
-                sequence = -1
-                if running or context.phase is None or name.startswith(_NODE):
-                    sequence = getattr(node.extra_fields, "sequence_number", -1)
-                inner = context.of_op(name, modules.get(sequence), bool(running))
-                if sequence >= 0 and (running or inner.phase is None):
-                    modules[sequence] = running
-                context = inner
-            elif context.phase is None:
-                sequence = getattr(node.extra_fields, "sequence_number", -1)
-                if sequence >= 0:
-                    modules[sequence] = running
-            stack += [(child, context) for child in reversed(node.children)]
+                    found.append(Event("mark", number, time_us=times[-1] // 1000))
+                    continue
+                inner = context
+                fields = node.extra_fields if stacks else None
+                if stacks and isinstance(fields, _CALLS):
+                    inner = context.of_python(fields)
+                elif context.op is None or running or name.startswith(_APART):
+                    # The sequence numbers that forward and backward pass share.
+                    sequence = -1
+                    if running or context.phase is None or name.startswith(_NODE):
+                        sequence = getattr(fields or node.extra_fields, "sequence_number", -1)
+                    inner = context.of_op(name, modules.get(sequence), bool(running))
+                    if sequence >= 0 and (running or inner.phase is None):
+                        modules[sequence] = running
+                elif context.phase is None:
+                    sequence = getattr(fields or node.extra_fields, "sequence_number", -1)
+                    if sequence >= 0:
+                        modules[sequence] = running
+                if children := node.children:
+                    work.append((iter(children), inner))
+                    break
+            else:
+                work.pop()
         return found, times
 
 
-def _python_call(node: Any) -> Any:
-    return node.extra_fields if node.tag.name in ("PyCall", "PyCCall") else None
+_CALLS = (_profiler._ExtraFields_PyCall, _profiler._ExtraFields_PyCCall)
 
 
-def _event(address: int, size: int, context: _Context, running: str) -> Event:
+def _event(address: int, size: int, context: _Context, running: str, time_us: int) -> Event:
     if size < 0:
-        return Event("free", address, -size, phase=context.phase)
+        return Event("free", address, -size, None, None, context.phase, (), time_us)
     # Within a backward pass modules run if they are computed again; else the node knows its own.
-    module = running or context.module
-    return Event("alloc", address, size, context.op, module, context.phase, context.stack())
+    module, stack = running or context.module, context.stack()
+    return Event("alloc", address, size, context.op, module, context.phase, stack, time_us)
 
 
 class _Context:
     """What encloses an event: op, module, phase, lines of Python."""
 
-    __slots__ = ("op", "module", "phase", "_node", "_outer", "_stack")
+    __slots__ = ("op", "module", "phase", "_node", "_outer", "_stack", "_lines")
 
-    def __init__(self) -> None:
-        self.op: str | None = None
-        self.module: str | None = None
-        self.phase: str | None = None
-        self._node: Any = None
-        self._outer: _Context | None = None
-        self._stack: tuple[str, ...] | None = ()
-
-    def _inner(self) -> _Context:
-        inner = _Context()
-        inner.op, inner.module, inner.phase = self.op, self.module, self.phase
-        inner._node, inner._outer, inner._stack = None, self, None
-        return inner
+    def __init__(
+        self,
+        op: str | None = None,
+        module: str | None = None,
+        phase: str | None = None,
+        node: Any = None,
+        outer: _Context | None = None,
+    ) -> None:
+        self.op, self.module, self.phase = op, module, phase
+        self._node, self._outer = node, outer
+        self._stack: tuple[str, ...] | None = None
+        self._lines: tuple[str, ...] | None = None
 
     def of_op(self, name: str, module: str | None, runs: bool) -> _Context:
         """The context of an operation, whose name is that of the outermost one. ``module`` is of
         its node in the graph; ``runs`` tells that a module runs, in a backward pass again."""
         if name.startswith(_NODE):
-            inner = self._inner()
-            inner.op, inner.phase, inner.module = None, "backward", module
-            inner._outer, inner._stack = None, ()
-            return inner
+            return _Context(None, module, "backward")
         if name.startswith("Optimizer.step#"):
-            inner = self._inner()
-            inner.op, inner.phase, inner.module = None, "optimizer", None
-            return inner
+            return _Context(None, None, "optimizer", None, self)
         again = runs and self.op is not None and self.op.endswith(("Backward0", "Backward"))
         if (self.op is not None and not again) or name.startswith("Optimizer.zero_grad#"):
             return self
-        inner = self._inner()
-        inner.op = name
-        return inner
+        return _Context(name, self.module, self.phase, None, self)
 
     def of_python(self, fields: Any) -> _Context:
         """The context of a call in Python."""
-        inner = self._inner()
-        inner._node, inner.op = fields, None
-        return inner
+        return _Context(None, self.module, self.phase, fields, self)
 
     def stack(self) -> tuple[str, ...]:
         """Lines of the user's Python, innermost first."""
@@ -199,22 +195,29 @@ class _Context:
         return self._stack
 
     def _callers(self) -> tuple[str, ...]:
-        lines: list[str] = []
+        """The lines of the calls that lead here, of which each is read once."""
+        unread: list[_Context] = []
         context: _Context | None = self
-        while context is not None and len(lines) < DEPTH:
-            if context._node is not None:
-                line = _line(context._node.caller)
-                if line is not None:
-                    lines.append(line)
+        while context is not None and context._lines is None:
+            unread.append(context)
             context = context._outer
-        return tuple(lines)
+        lines = () if context is None or context._lines is None else context._lines
+        for each in reversed(unread):
+            line = None if each._node is None else _line(each._node.caller)
+            if line is not None:
+                lines = (line, *lines)[:DEPTH]
+            each._lines = lines
+        return lines
 
 
 def _line(frame: Any) -> str | None:
     """The line of a frame, or None for the frames of torch and of this package."""
-    if is_inner(frame.file_name):
-        return None
-    return line_of(frame.file_name, frame.line_number, frame.function_name)
+    return _text(frame.file_name, frame.line_number, frame.function_name)
+
+
+@lru_cache(1 << 16)
+def _text(path: str, number: int, function: str) -> str | None:
+    return None if is_inner(path) else line_of(path, number, function)
 
 
 class _quiet:

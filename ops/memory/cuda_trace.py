@@ -16,6 +16,7 @@ from .stream import Event
 __all__ = ["MARK", "events_of", "lines_of"]
 
 MARK = "headroom::mark:"
+_NAME = 256  # characters of a function that are kept; C++ has names of any length
 
 
 def events_of(snapshot: Mapping[str, Any], device: int = 0, first: int = 0) -> list[Event]:
@@ -56,5 +57,5 @@ def lines_of(frames: Any) -> tuple[tuple[str, ...], str | None]:
         if cut.startswith("torch/optim/optimizer.py") and frame["name"] in ("wrapper", "step"):
             phase = "optimizer"
         if len(lines) < DEPTH and not is_inner(cut) and not is_inner(path):
-            lines.append(line_of(path, frame["line"], frame["name"]))
+            lines.append(line_of(path, frame["line"], frame["name"][:_NAME]))
     return tuple(lines), phase

@@ -54,8 +54,9 @@ class Note:
     """What was known at a moment, which a mark with its number holds a place for."""
 
     labels: list[Label] = field(default_factory=list)
-    freed: int | None = None
-    """Address of memory that was there before the recorder, and has been freed."""
+    freed: list[tuple[int, bool]] = field(default_factory=list)
+    """Addresses of memory that has been freed, with True where no event of it can say so. Without,
+    it counts for memory alone that no event allocated."""
     phase: str | None = None
     """The phase that begins here."""
     module: str | None = None
@@ -75,6 +76,7 @@ class Resolver:
         self._step, self._has_stepped = 0, False
         self._phase = "other"
         self._module: str | None = None
+        self._unseen: dict[int, Allocation] = {}  # what labels alone have told of, by address
         self.allocations: list[Allocation] = []
         self.spans: list[Span] = [Span(0, 0, "other")]
 
@@ -86,7 +88,8 @@ class Resolver:
         if event.phase in ("backward", "optimizer"):
             self._phase = event.phase  # until a note says otherwise
         self._index += 1
-        if (self._step, phase) != self.spans[-1][1:]:
+        last = self.spans[-1]
+        if phase != last.phase or self._step != last.step:
             self.spans.append(Span(self._index, self._step, phase))
         # What was there before the recorder is freed without an event: its place is taken then.
         before = self._live.pop(event.address, None)
@@ -112,14 +115,16 @@ class Resolver:
             found = self._live.get(label.address)
             if found is None:
                 found = self._add(label.address, label.bytes, None, self._phase)
+                self._unseen[label.address] = found
             if _PRIORITY[label.kind] < _PRIORITY[found.kind]:
                 found.kind = label.kind
                 found.stack = found.stack or label.stack
                 if label.name is not None:
                     found.module, found.op = label.module, label.name
-        if note.freed is not None:
-            before = self._live.pop(note.freed, None)
-            if before is not None:
+        for address, is_elsewhere in note.freed:
+            unseen, before = self._unseen.pop(address, None), self._live.get(address)
+            if before is not None and (is_elsewhere or before is unseen):
+                del self._live[address]
                 self._index += 1
                 before.end = self._index
         if note.module is not None:

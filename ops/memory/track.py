@@ -32,7 +32,9 @@ class Tracked:
         self._recorder = recorder_of(device, stacks)
         mark = self._recorder.mark
         # On the CPU the recorder sees which node of the graph runs.
-        self._watch = Watch(model, optimizers, device, mark, batch, device.type != "cpu")
+        self._watch = Watch(
+            model, optimizers, device, mark, batch, device.type != "cpu", not stacks
+        )
         self._device = device
         self._before: list[Label] = []
         self._after: list[Label] = []
@@ -55,6 +57,7 @@ class Tracked:
 
     def __exit__(self, *raised: object) -> None:
         try:
+            self._watch.catch_up()
             self._recorder.stop()
             self._ended = True
             self._after = self._watch.present()

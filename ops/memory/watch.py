@@ -7,6 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -36,9 +37,14 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def label_of(
-    tensor: Tensor, kind: str, device: torch.device, name: str | None = None
+    tensor: Tensor,
+    kind: str,
+    device: torch.device,
+    name: str | None = None,
+    follow: Callable[[torch.UntypedStorage, int], None] | None = None,
 ) -> list[Label]:
-    """Labels for the memory of a tensor; none for what is on other devices or has none."""
+    """Returns labels for the memory of a tensor; none for what is on other devices or has none.
+    ``follow`` gets each storage and its address."""
     labels = []
     for part in plain_tensors(tensor):
         if part.device != device or part.layout != torch.strided:
@@ -46,6 +52,8 @@ def label_of(
         storage = part.untyped_storage()
         if storage.nbytes() and (address := storage.data_ptr()):
             labels.append(_label(address, storage.nbytes(), kind, name))
+            if follow is not None:
+                follow(storage, address)
     return labels
 
 
@@ -125,6 +133,16 @@ def listening(
     return stack
 
 
+class _End(weakref.ref):
+    """Tells when a storage ends."""
+
+    __slots__ = ("address", "waits")
+
+    address: int
+    waits: bool
+    """Whether its note may wait for the next one, because there are many."""
+
+
 class Watch:
     """Takes notes of what memory is, from :meth:`install` to :meth:`remove`.
 
@@ -140,6 +158,7 @@ class Watch:
         mark: Callable[[int], None],
         batch: Any = None,
         unpacked: bool = False,
+        places: bool = True,
     ) -> None:
         self.model, self.optimizers, self.device = model, list(optimizers), device
         self._modules: list[str] = []  # that run
@@ -153,6 +172,18 @@ class Watch:
         self._names = {id(p): name for name, p in named}
         self._params = list(model.parameters())
         self._sizes: dict[int, int] = {}  # of the optimizers' states, when they were last read
+        self._keeps_places = places  # where what is saved is saved; some recorders know it
+        self._thread = 0  # that recorders see
+        self._sees_all = device.type != "cpu"  # else recorders see this thread alone
+        self._ends: dict[int, _End] = {}  # of storages, by address
+        self._ended: list[tuple[int, bool]] = []  # of storages; whether on other threads
+        self._addresses: dict[str, int] = {}  # of parameters and buffers, when they were labeled
+        self._held = [
+            (f"{name}.{key}".lstrip("."), kind, held, key)
+            for name, module in model.named_modules()
+            for kind, held in (("parameters", module._parameters), ("buffers", module._buffers))
+            for key in held
+        ]
 
     @property
     def modules(self) -> dict[int, str]:
@@ -203,16 +234,36 @@ class Watch:
         """Notes what some memory is."""
         self._take("note", {"labels": labels})
 
+    def begin_step(self) -> None:
+        """Notes that a step begins, for what has no optimizer to tell them apart."""
+        self._take("note", {"phase": "other", "ends_step": True})
+
     @property
     def count(self) -> int:
         """How many notes were taken since they began to be numbered."""
         return self._count
 
-    def _take(self, *note: Any) -> None:
+    def _take(self, *note: Any) -> bool:
+        """Takes a note, and returns whether its mark has a place: recorders of the CPU see one
+        thread."""
+        if not (self._sees_all or get_ident() == self._thread):
+            return False
+        if self._ended:
+            self.catch_up()
         number = self._count
         self._count = number + 1
         self._notes[number] = note
         self._mark(number)
+        return True
+
+    def catch_up(self) -> None:
+        """Notes what has ended since the last note."""
+        ended, self._ended = self._ended, []
+        if ended:
+            self._take("note", {"freed": ended})
+
+    def _is_here(self) -> bool:
+        return self._sees_all or get_ident() == self._thread
 
     # What exists
 
@@ -255,8 +306,25 @@ class Watch:
         return [
             label
             for kind, name, tensor in self._state()
-            for label in label_of(tensor, kind, self.device, name)
+            for label in self._labels(tensor, kind, name)
         ]
+
+    def _labels(self, tensor: Tensor, kind: str, name: str | None = None) -> list[Label]:
+        """Labels of memory that counts whoever allocated it, until its end."""
+        return label_of(tensor, kind, self.device, name, self._follow)
+
+    def _new_tensors(self) -> list[Label]:
+        """Labels of parameters and buffers that are elsewhere than when they were last labeled,
+        as after ``p.data = ...``."""
+        found = []
+        for name, kind, held, key in self._held:
+            tensor = held.get(key)
+            if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
+                address = tensor.untyped_storage().data_ptr()
+                if self._addresses.get(name) != address:
+                    self._addresses[name] = address
+                    found += self._labels(tensor, kind, name)
+        return found
 
     def _gradients(self) -> list[Label]:
         """Labels of gradients that did not arrive from autograd, such as sums of several."""
@@ -277,7 +345,7 @@ class Watch:
             label
             for (grad, name), address in zip(named, addresses)
             if address not in seen
-            for label in label_of(grad, "gradients", self.device, name)
+            for label in self._labels(grad, "gradients", name)
         ]
 
     # Hooks
@@ -285,8 +353,10 @@ class Watch:
     def install(self) -> None:
         """Adds the hooks. Whatever raises here leaves none behind."""
         self._gradient_addresses: set[int] = set()
+        self._thread = get_ident()
         with ExitStack() as stack:
-            self._watch_ends(stack)
+            stack.callback(self._ends.clear)
+            self._watch_ends()
             places = (self._place, self._unpacked) if self._unpacks else ()
             stack.enter_context(listening(self._saved, *places))
             stack.enter_context(watching_modules(self.model, self._begin, self._end))
@@ -306,26 +376,32 @@ class Watch:
         """Removes every hook."""
         self._stack.close()
 
-    def _watch_ends(self, stack: ExitStack) -> None:
-        """Recorders do not see the end of what was there before them."""
-        seen = set()
-        for _, _, tensor in self._owned():
-            for part in plain_tensors(tensor):
-                if part.device == self.device and part.layout == torch.strided:
-                    storage = part.untyped_storage()
-                    address = storage.data_ptr()
-                    if address and address not in seen:
-                        seen.add(address)
-                        end = weakref.finalize(storage, self._freed, address)
-                        end.atexit = False
-                        stack.callback(end.detach)
+    def _watch_ends(self) -> None:
+        """Follows what is there already: recorders do not see its end."""
+        for kind, name, tensor in self._owned():
+            self._labels(tensor, kind, name)
+        self._new_tensors()
+
+    def _follow(self, storage: torch.UntypedStorage, address: int, waits: bool = False) -> None:
+        """Notes the end of a storage, which recorders of the CPU do not see if it began or ends on
+        another thread, or if its memory is not torch's."""
+        self._ends[address] = end = _End(storage, self._freed)
+        end.address, end.waits = address, waits
+
+    def _freed(self, end: _End) -> None:
+        if self._ends.get(end.address) is end:
+            del self._ends[end.address]
+            self._gradient_addresses.discard(end.address)
+            self._ended.append((end.address, not self._is_here()))
+            if not end.waits and self._is_here():
+                self.catch_up()
 
     def _begin(self, name: str) -> None:
-        self._modules.append(name)
-        self._take("note", {"module": name})
+        if self._take("note", {"module": name}):
+            self._modules.append(name)
 
     def _end(self) -> None:
-        if self._modules:
+        if self._modules and self._is_here():
             self._modules.pop()
         self._take("note", {"module": self._place()})
 
@@ -336,25 +412,31 @@ class Watch:
         if torch._C._current_graph_task_id() != -1:
             self._take("note", {"phase": "backward", "module": name})
 
-    def _freed(self, address: int) -> None:
-        self._take("note", {"freed": address})
-
     def _saved(self, tensor: Tensor) -> None:
         whole = tensor if tensor._base is None else tensor._base
         if isinstance(whole, nn.Parameter):
             return  # of the model, or gathered by FSDP, which frees it while autograd holds it
-        self._places[self._count] = place_here()
-        self._label(tensor, "activations", None)
+        if self._is_here():
+            if self._ended:
+                self.catch_up()
+            self._label(tensor, "activations", None, self._keeps_places)
 
     def _arrived(self, name: str, grad: Tensor) -> None:
-        self._label(grad, "gradients", name)
+        if self._is_here():
+            self._label(grad, "gradients", name)
 
-    def _label(self, tensor: Tensor, kind: str, name: str | None) -> None:
+    def _label(self, tensor: Tensor, kind: str, name: str | None, places: bool = False) -> None:
         if tensor.device != self.device:
             return
         if tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__"):
             storage = tensor.untyped_storage()
             if address := storage.data_ptr():
+                if not (self._sees_all or address in self._ends):
+                    self._follow(storage, address, waits=True)
+                if places:
+                    self._places[self._count] = place_here()
+                if kind == "gradients":
+                    self._gradient_addresses.add(address)
                 self._take("label", address, storage.nbytes(), kind, name)
         elif labels := label_of(tensor, kind, self.device, name):
             self._take("note", {"labels": labels})
@@ -364,7 +446,8 @@ class Watch:
             return  # computed again, within the backward pass
         labels = []
         for tensor in tensors_in((args, kwargs)):
-            labels += label_of(tensor, "batch", self.device)
+            labels += self._labels(tensor, "batch")
+        labels += self._new_tensors()
         self._take("note", {"labels": labels, "phase": "forward"})
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Callable, Iterable
@@ -29,6 +30,17 @@ _NO_STEP = (
     "prof.step() was never called, so headroom.profile cannot tell where a step ends: call it at "
     "the end of each step of the loop"
 )
+_DISTURBED = (
+    "another profiler, or headroom.memory.track or snapshot, began or ended its recording within "
+    "headroom.profile, and torch allows one: nothing more is recorded; use them one after another"
+)
+
+
+def _others_wait() -> bool:
+    """Returns whether a profiler was entered whose schedule waits: torch keeps no list of them."""
+    kind = torch.profiler.profile  # by type(), because proxies may do anything when they are asked
+    profilers = (each for each in gc.get_objects() if issubclass(type(each), kind))
+    return any(each.step_rec_fn is not None for each in profilers)
 
 
 class Profile:
@@ -75,7 +87,7 @@ class Profile:
     def __enter__(self) -> Profile:
         if self._ended:
             raise RuntimeError("this profile(...) has been used already: make another")
-        if _profiler_enabled():
+        if _profiler_enabled() or _others_wait():
             raise RuntimeError(
                 "another profiler runs already, and torch allows one: end it before "
                 "headroom.profile begins"
@@ -95,6 +107,13 @@ class Profile:
         self._error = None if kind is None else kind.__name__
         self._ranges.remove()
         self._installed = False
+        if self._is_disturbed():  # also after the error that step() raised
+            if (open_range := self.torch_profiler.step_rec_fn) is not None:
+                open_range.__exit__(None, None, None)
+                self.torch_profiler.step_rec_fn = None
+            if kind is None:
+                raise RuntimeError(_DISTURBED)
+            return
         try:
             self.torch_profiler.__exit__(kind, *raised)
         except Exception as error:
@@ -109,6 +128,8 @@ class Profile:
         """Says that a step has ended. Call it at the end of each, once."""
         if self._ended:
             raise RuntimeError("prof.step() was called after the with block of headroom.profile")
+        if self._is_disturbed():
+            raise RuntimeError(_DISTURBED)
         self._steps.add(self.torch_profiler.step_num)
         self._passes, self._endless = 0, False
         if self._installed:
@@ -116,6 +137,11 @@ class Profile:
             self._installed = False
         self.torch_profiler.step()
         self._follow()
+
+    def _is_disturbed(self) -> bool:
+        """Returns whether another profiler began or ended a recording. Torch would then write what
+        is there no more, and end the process."""
+        return _profiler_enabled() != (self.torch_profiler.current_action in _RECORDS)
 
     def _follow(self) -> None:
         """Adds the hooks when a recorded step begins."""
@@ -298,7 +324,8 @@ def profile(
         TypeError: a model or an optimizer that is none; a schedule that is not callable.
         ValueError: ``peak_flops`` or ``max_passes`` that is not positive; a model on the meta
             device or on several; an optimizer with parameters that the model does not have.
-        RuntimeError: on entering, if a profiler runs already.
+        RuntimeError: on entering, if a profiler runs or waits already; in ``step()``, if another
+            one began or ended within.
         OSError: on entering, if the folder cannot be made; after a cycle, if its files could not be
             written. What the files were before is kept.
     """

@@ -9,6 +9,7 @@ lists, tuples, text and numbers with the keys ``segments``, ``device_traces``,
 
 - every entry ``alloc``, ``free_requested`` and ``free_completed``, and every live block, has
   ``category``, its kind of :data:`headroom.memory.KINDS`, by which memory_viz colors;
+- the last entry, ``snapshot``, has the category ``unknown``, without which memory_viz stops;
 - and ``user_metadata``, which memory_viz shows: JSON with the keys ``kind``, ``module``, ``op``,
   ``phase`` and ``step``, and ``user`` with what the program had set itself;
 - its first frame has the filename ``"<headroom>"`` and says the same in words, for the views that

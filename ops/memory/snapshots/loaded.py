@@ -20,6 +20,7 @@ __all__ = ["Block", "OutOfMemory", "Segment", "Snapshot", "load_snapshot"]
 _LIVE = ("active_allocated", "active_pending_free", "active_awaiting_free")
 _GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _MOST = 2**63  # numbers are below
+_PATH = 4096  # characters of a path, at most
 
 
 class Block(NamedTuple):
@@ -78,6 +79,9 @@ class Snapshot:
         about = data.get("headroom")
         self._about = about if isinstance(about, dict) else {}
         self._names = _names(data, self._about)
+        self._segments: dict[int, list[tuple[int, Any]]] = {}
+        for number, segment in enumerate(data["segments"]):
+            self._segments.setdefault(segment["device"], []).append((number, segment))
         rows = [row for row in range(len(self._names)) if self._size(row)] or [0]
         self.devices = [self._names[row] for row in rows]
         if device is None:
@@ -89,7 +93,7 @@ class Snapshot:
         self.device = self._names[self._row]
         # Of all devices at once, so that whatever is wrong in a file is said when it is read.
         self._readers = readers or {
-            row: _Reader(self._trace(row), self._segments(row), row) for row in rows
+            row: _Reader(self._trace(row), self._segments.get(row, []), row) for row in rows
         }
         self._read = self._readers[self._row]
         self.has_kinds = self._read.has_kinds
@@ -111,11 +115,8 @@ class Snapshot:
             raise _wrong(f"device_traces[{row}]", found, "a list")
         return found
 
-    def _segments(self, row: int) -> list[tuple[int, Any]]:
-        return [(n, s) for n, s in enumerate(self.data["segments"]) if s["device"] == row]
-
     def _size(self, row: int) -> int:
-        return len(self._trace(row)) + len(self._segments(row))
+        return len(self._trace(row)) + len(self._segments.get(row, ()))
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -199,6 +200,7 @@ def load_snapshot(
             if not isinstance(segment, dict):
                 raise _wrong(f"segments[{number}]", segment, "a dict")
             _number(segment, "device", f"segments[{number}]")
+        _check_no_list_is_shared(found)
         snapshot = Snapshot(found)
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)} is no snapshot: {error}") from error
@@ -222,7 +224,7 @@ class _Reader:
 
     def __post_init__(self) -> None:
         self._live: dict[int, Allocation] = {}
-        self._tags: dict[str, Tag | None] = {}
+        self._tags: dict[tuple[str | None, ...], Tag | None] = {}
         self._stacks: dict[int, tuple[tuple[str, ...], str | None]] = {}
         self._before: list[Allocation] = []
         index = 0
@@ -288,7 +290,8 @@ class _Reader:
         text, category = entry.get("user_metadata"), entry.get("category")
         if not text and category is None:
             return None
-        key = f"{text}\0{category}" if isinstance(text, str) else str(category)
+        # As they are: a copy of a long text per entry would cost more than the file's size.
+        key = tuple(each if isinstance(each, str) else None for each in (text, category))
         if key not in self._tags:
             self._tags[key] = tag_of(entry)
         tag = self._tags[key]
@@ -307,6 +310,8 @@ class _Reader:
                 for key in ("name", "filename"):
                     if not isinstance(frame.get(key), str):
                         raise _wrong(f"{inner}[{key!r}]", frame.get(key), "text")
+                if len(frame["filename"]) > _PATH:
+                    raise _wrong(f"{inner}['filename']", frame["filename"], "a path")
                 _number(frame, "line", inner)
             found = self._stacks[id(frames)] = lines_of(frames)
         return found
@@ -353,9 +358,20 @@ class _Reader:
         return spans
 
 
+def _check_no_list_is_shared(data: Mapping[str, Any]) -> None:
+    """Raises ValueError if entries or blocks would be read again and again: the cost of a file
+    would not be bounded by its size."""
+    lists = [*data["device_traces"], *(segment.get("blocks") for segment in data["segments"])]
+    filled = [id(each) for each in lists if each]
+    if len(set(filled)) < len(filled):
+        raise ValueError("devices or segments share a list, which no recorder writes")
+
+
 def _names(data: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:
     segments = data["segments"]
     rows = max([len(data["device_traces"]), *(s["device"] + 1 for s in segments)])
+    if not rows:
+        raise ValueError("it has no devices: nothing was recorded")
     if rows > 4096:
         raise ValueError(f"it has {rows:,} devices")
     given = _listed(about, "devices")

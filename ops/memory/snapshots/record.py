@@ -117,7 +117,9 @@ class snapshot:  # noqa: N801
         self._source: Source = (
             CudaSource(place, stacks, most) if place.type == "cuda" else CpuSource(stacks, most)
         )
-        self._watch = Watch(model, optimizers, place, self._source.mark, batch, place.type != "cpu")
+        self._watch = Watch(
+            model, optimizers, place, self._source.mark, batch, place.type != "cpu", not stacks
+        )
         self._model, self._optimizers, self._device = model, optimizers, place
         self._every, self._advice = every, advice
         self._steps = self._signals = 0

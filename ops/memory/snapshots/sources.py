@@ -110,6 +110,7 @@ class CpuSource:
 
     def read(self) -> None:
         labels = self._watch.present()
+        self._watch.catch_up()
         with no_collections():
             self._recorder.stop()
             self._follow(labels)
@@ -131,6 +132,7 @@ class CpuSource:
 
     def stop(self) -> None:
         self._ranges.remove()
+        self._watch.catch_up()
         self._recorder.stop()
         self._follow(self._watch.present())
 

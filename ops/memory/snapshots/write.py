@@ -76,6 +76,7 @@ def snapshot_of_history(
     if oom is not None:
         about = {"stream": 0, "time_us": history.last_time_us, "frames": []}
         trace.append({"action": "oom", **oom, **about, "compile_context": "N/A"})
+    trace.append(_of_no_kind(history.last_time_us))
     # Frees of what nobody knew took a number and have no entry.
     places = [index for index, _, _ in moments]
     last = places[-1] if places else 0
@@ -276,6 +277,8 @@ def tagged(
     times = [e.get("time_us", 0) for e in trace if e["action"] in ("alloc", "free_completed")]
     annotations = list(found.get("external_annotations") or [])
     found["external_annotations"] = annotations + _annotations(row, following.places, times)
+    if row < len(traces):
+        trace.append(_of_no_kind(times[-1] if times else 0))
     names = [f"cuda:{index}" for index in range(len(traces))]
     found["headroom"] = _about(names, {row: following.places}, remarks)
     return found
@@ -304,6 +307,13 @@ class _TorchWords:
 
 
 # ---- what both have -----------------------------------------------------------------------------
+
+
+def _of_no_kind(time_us: int) -> dict[str, Any]:
+    """Returns the entry that torch writes where a snapshot is taken. Its category is the one that
+    the memory_viz page adds to those it finds, and it stops with an error where it must add it."""
+    entry = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "time_us": time_us}
+    return entry | {"frames": [], "compile_context": "N/A", "category": "unknown"}
 
 
 def _about(

@@ -7,7 +7,7 @@ import pickle
 
 from torch.cuda import _memory_viz
 
-__all__ = ["accepted_by_torch"]
+__all__ = ["accepted_by_torch", "check_categories"]
 
 
 def accepted_by_torch(data):
@@ -59,8 +59,27 @@ def _readable_by_the_page(data):
         if entry["action"] in ("alloc", "free_completed"):
             begin, end = entry["addr"], entry["addr"] + entry["size"]
             assert any(first <= begin and end <= last for first, last in ranges)
+    check_categories(data)
     _check_types(data)
     assert pickle.dumps(data, protocol=4)[1] == 4
+
+
+def check_categories(data):
+    """Collects categories as ``annotate_snapshot`` of ``MemoryViz.js`` does. In it, the end of a
+    free and its request become one event, whose category was seen with the request, and where there
+    are categories without "unknown" it raises, because it adds that one to a misspelled list."""
+    found = set()
+    for trace in data["device_traces"]:
+        before = None
+        for entry in trace:
+            if entry["action"] == "free_completed" and before is not None:
+                if before["action"] == "free_requested" and before["addr"] == entry["addr"]:
+                    before = None
+                    continue
+            if "category" in entry:
+                found.add(entry["category"])
+            before = entry
+    assert not found or "unknown" in found, "memory_viz stops: no category is unknown"
 
 
 def _check_types(value):

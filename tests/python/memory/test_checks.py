@@ -1,5 +1,7 @@
 """Assertions about memory fail when they should, and say who it was."""
 
+import inspect
+
 import pytest
 import torch
 from headroom import memory
@@ -31,6 +33,41 @@ def test_peak_as_a_decorator_counts_each_call_alone():
     with pytest.raises(memory.checks.PeakMemoryError):
         limited(102)
     limited(10)
+
+
+async def _later(kib=1000):
+    _uses(kib)
+
+
+def _items(kib=1000):
+    yield _uses(kib)
+
+
+async def _later_items(kib=1000):
+    yield _uses(kib)
+
+
+class _Callable:
+    async def __call__(self):
+        _uses(1000)
+
+
+@pytest.mark.parametrize("function", [_later, _items, _later_items, _Callable()])
+def test_code_that_runs_after_the_call_is_refused(function):
+    with pytest.raises(TypeError, match="whose code has not run"):
+        memory.assert_peak_below("1 KiB")(function)()
+    with pytest.raises(TypeError, match="whose code has not run"):
+        memory.assert_no_growth(function)
+    with pytest.raises(TypeError, match="whose code has not run"):
+        memory.assert_no_growth(steps=2)(function)()
+    with pytest.raises(TypeError, match="whose code has not run"):
+        memory.compare(lambda: None, function, warmup=0)
+
+
+def test_a_decorated_function_keeps_its_name_and_signature():
+    limited = memory.assert_peak_below("101 KiB")(_uses)
+    assert limited.__name__ == "_uses" and list(inspect.signature(limited).parameters) == ["kib"]
+    assert memory.assert_peak_below("1 MiB")(lambda x: x + 1)(2) == 3
 
 
 def test_a_model_is_counted_if_it_is_given():

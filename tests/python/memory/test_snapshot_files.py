@@ -3,6 +3,7 @@
 import os
 import pickle
 import struct
+import time
 import tracemalloc
 from datetime import datetime
 
@@ -17,6 +18,7 @@ from headroom.memory.watch import Watch
 from torch import nn
 
 from helpers.snapshots import OPTIMIZER, USER, cuda_snapshot, entry
+from helpers.viewer import check_categories
 
 
 def _written(path, value, protocol=4):
@@ -149,6 +151,7 @@ def test_what_cuda_recorded_gets_kinds(tmp_path):
     trace = found.data["device_traces"][0]
     assert '"user":"mine"' in trace[3]["user_metadata"] and trace[3]["frames"][1:] == [USER]
     assert trace[1]["category"] == "activations" and trace[6]["frames"][1:] == [OPTIMIZER, USER]
+    check_categories(found.data)
     names = {a["name"] for a in found.data["external_annotations"]}
     assert names == {
         "headroom::step 0 other",
@@ -238,6 +241,61 @@ def test_bombs_cost_no_more_than_their_size(bomb, tmp_path):
     finally:
         tracemalloc.stop()
     assert peak < 150 * len(BOMBS[bomb]) + (4 << 20)
+
+
+def _frames(**frame):
+    return {"frames": [{"name": "f", "filename": "f.py", "line": 1} | frame]}
+
+
+def _repeated(**what):
+    """As many entries as there are devices or texts to be read again and again."""
+    trace = [entry("alloc", 4096 * k, 1, **(what or {})) for k in range(2000)]
+    return {"device_traces": [trace], "segments": []}
+
+
+SHARED = {
+    "a trace": lambda: _repeated() | {"device_traces": _repeated()["device_traces"] * 2000},
+    "blocks": lambda: {"device_traces": [], "segments": cuda_snapshot()["segments"] * 2000},
+    "devices": lambda: {
+        "device_traces": [[] for _ in range(4096)],
+        "segments": [{"device": 4095 - k % 4096} for k in range(20_000)],
+    },
+}
+
+
+@pytest.mark.parametrize("what", SHARED)
+def test_what_is_shared_is_not_read_again_and_again(what, tmp_path):
+    path = _written(tmp_path / "s.pickle", SHARED[what]())
+    start = time.process_time()
+    with pytest.raises(ValueError, match="share a list|is NoneType, wanted a number"):
+        load_snapshot(path)
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize("key", ["user_metadata", "category", "name", "filename"])
+def test_long_texts_that_many_entries_share(key, tmp_path):
+    text = "x" * (1 << 20)
+    made = _repeated(**({key: text} if key in ("user_metadata", "category") else {}))
+    if key in ("name", "filename"):
+        for number, item in enumerate(made["device_traces"][0]):
+            item.update(_frames(**{key: text, "line": number}))
+    path = _written(tmp_path / "s.pickle", made)
+    tracemalloc.start()
+    try:
+        if key == "filename":
+            with pytest.raises(ValueError, match=r"\['filename'\] is '.*, wanted a path"):
+                load_snapshot(path)
+        else:
+            assert len(load_snapshot(path).timeline.allocations) == 2000
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 << 20
+
+
+def test_a_file_without_devices(tmp_path):
+    with pytest.raises(ValueError, match="is no snapshot: it has no devices"):
+        load_snapshot(_written(tmp_path / "s.pickle", {"device_traces": [], "segments": []}))
 
 
 def test_every_place_where_a_file_can_be_cut(tmp_path):

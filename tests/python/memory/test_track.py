@@ -1,10 +1,13 @@
 """What a step allocates is counted to the byte, named, and not changed by being looked at."""
 
 import os
+import threading
 
 import headroom
+import numpy as np
 import pytest
 import torch
+from headroom import memory
 from headroom.memory import track
 from headroom.memory.cpu import CpuRecorder
 from torch import nn
@@ -381,3 +384,95 @@ def test_blocks_fuse_what_they_fuse_unwatched(look):
     else:
         ops = {t.op for t in headroom.memory.saved(model, ids).tensors}
     assert any("mlp" in op.lower() for op in ops), ops
+
+
+# ---- memory that recorders of one thread do not see ---------------------------------------------
+
+
+def _from_a_thread(make):
+    """What a function returns that another thread calls."""
+    made = []
+    thread = threading.Thread(target=lambda: made.append(make()))
+    thread.start()
+    thread.join()
+    return made.pop()
+
+
+def _batch():
+    return torch.randn(33, 17)
+
+
+BATCHES = {
+    "a thread's": lambda: _from_a_thread(_batch),
+    "numpy's": lambda: torch.from_numpy(np.full((33, 17), 2.0, np.float32)),
+    "here": _batch,
+}
+
+
+class _Scaled(nn.Module):
+    """Saves what a library allocated."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(17, 17)
+
+    def forward(self, x):
+        return self.linear(x) * torch.from_numpy(np.full(x.shape, 3.0, np.float32))
+
+
+def _in_steps(model, steps, batch, backward=lambda loss: loss.backward()):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with track(model, optimizer) as tracked:
+        for _ in range(steps):
+            backward(model(batch()).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return tracked.timeline
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("model", [lambda: nn.Linear(17, 17), _Scaled])
+def test_batches_of_others_end(model, batch):
+    size = 4 * 33 * 17
+    few, many = (_in_steps(model(), steps, BATCHES[batch]) for steps in (3, 9))
+    assert few.peak_bytes == many.peak_bytes
+    assert size <= many.most_by_kind["batch"] <= 2 * size
+    left = many.by_kind(many.events - 1)
+    assert left.pop("parameters") == 4 * 18 * 17 and not any(left.values())
+
+
+def test_a_backward_pass_on_another_thread():
+    size = 4 * 18 * 17
+    timeline = _in_steps(_Scaled(), 9, _batch, lambda loss: _from_a_thread(loss.backward))
+    assert timeline.most_by_kind["gradients"] == size
+    left = timeline.by_kind(timeline.events - 1)
+    assert left.pop("parameters") == size and not any(left.values())
+    with memory.assert_peak_below("64 KiB"):
+        for _ in range(9):
+            model = _Scaled()
+            _from_a_thread(model(_batch()).sum().backward)
+    memory.assert_no_growth(lambda: _from_a_thread(model(_batch()).sum().backward))
+
+
+def test_weights_that_are_replaced_are_parameters():
+    class Renewed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(17, 100)
+            self.register_buffer("seen", torch.zeros(1000))
+
+        def forward(self, x):
+            self.seen = self.seen + 1
+            return self.linear(x)
+
+    model = Renewed()
+
+    def renew():
+        for p in model.parameters():
+            p.data = p.data.clone()
+        return _batch()
+
+    timeline = _in_steps(model, 5, renew)
+    kinds = [a.kind for a in timeline.allocations if a.bytes == 4 * 17 * 100]
+    assert kinds.count("parameters") == 6  # what was there before, and one of each step
+    assert [a.kind for a in timeline.allocations if a.bytes == 4000] == ["buffers"] * 6

@@ -425,3 +425,42 @@ def test_the_table_fits_a_terminal():
             assert ("*.*" in names) == merge and ("1.0" in names) == (not merge)
     assert "forward" in str(prof) and "aten::addmm" in str(prof)
     assert "smaller" in prof.table(rows=1)
+
+
+def _one_step(model):
+    model(torch.randn(3, 37)).sum().backward()
+
+
+def test_a_profiler_within_another_is_refused():
+    """Also while the outer one's schedule waits: torch ends the process where both record."""
+    model = _mlp()
+    late = schedule(wait=2, warmup=0, active=1, repeat=1)
+    for outer in (
+        headroom.profile(model=model, schedule=late),
+        torch.profiler.profile(schedule=late),
+    ):
+        with outer:
+            with pytest.raises(RuntimeError, match="another profiler runs already"):
+                with headroom.profile(model=model, schedule=_all(1)):
+                    pass
+            for _ in range(3):
+                _one_step(model)
+                outer.step()
+    assert _profiled(model, lambda: _one_step(model)).result.steps
+
+
+@pytest.mark.parametrize("waits", [0, 2])
+def test_a_recording_that_another_disturbs_is_dropped(waits, tmp_path):
+    model = _mlp()
+    plan = schedule(wait=waits, warmup=0, active=2, repeat=1)
+    with pytest.raises(RuntimeError, match="began or ended its recording within headroom.profile"):
+        with headroom.profile(tmp_path / "p", model=model, schedule=plan) as prof:
+            if waits:
+                with headroom.memory.track(model):
+                    _one_step(model)
+                    prof.step()
+            torch.autograd._disable_profiler()
+            _one_step(model)
+            prof.step()
+    assert prof.files == [] and not nn.modules.module._global_forward_hooks
+    assert _profiled(model, lambda: _one_step(model)).result.steps
