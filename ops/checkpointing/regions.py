@@ -76,6 +76,8 @@ def checkpoint(
             "in eager mode, and verify=False in the compiled function"
         )
     if use_reentrant:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
         return torch_checkpoint(verified_results(function), *args, **options, **kwargs)
     options["context_fn"] = functools.partial(_verified_contexts, function, context_fn)
     return torch_checkpoint(function, *args, **options, **kwargs)
