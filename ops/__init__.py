@@ -23,6 +23,7 @@ from ._core.lazy import lazy
 if TYPE_CHECKING:
     from . import (
         amp,
+        checkpointing,
         fitting,
         integrations,
         loss,
@@ -60,6 +61,7 @@ else:
             "checkpoint": ".checkpointing",
             "checkpoint_every": ".checkpointing",
             "checkpoint_sequential": ".checkpointing",
+            "checkpointing": ".checkpointing",
             "clip_grad_norm_": ".grad.clip",
             "clip_grad_value_": ".grad.clip",
             "fit": ".fitting",
@@ -104,6 +106,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_every",
     "checkpoint_sequential",
+    "checkpointing",
     "clip_grad_norm_",
     "clip_grad_value_",
     "fit",

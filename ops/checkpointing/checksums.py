@@ -1,9 +1,10 @@
 """Checksums of tensors, a number per block of bytes, computed where the tensor lies.
 
 A checksum is a weighted sum of a block's words, modulo 2 ** 64. Equal bits give equal sums; bits
-that differ give other sums but for coincidences. The weights are powers of an odd number, so that
-the same words in another order have another sum. In a whole block each 32 words share a weight,
-since products of all words with weights of their own would take as much memory as the tensor.
+that differ give other sums but for coincidences of one in 2 ** 30 or less. The weights are powers
+of an odd number, so that the same words in another order have another sum. Before a word is
+weighted, its upper bits are mixed into its lower ones: an even number of flipped signs, which are
+the highest bits, would otherwise add up to a multiple of 2 ** 64.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ __all__ = ["BLOCK_BYTES", "checksums", "first_difference"]
 
 BLOCK_BYTES = 8192
 
-ROW = 32  # words of a whole block that share a weight
+SHIFT = 29  # of the upper bits: a sign comes to lie below the middle of the word
+AT_A_TIME = 256  # blocks whose words are mixed in memory of their own, which stays in the cache
 FACTOR = 6364136223846793005  # Knuth's for MMIX; its powers repeat after 2 ** 62 only
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -42,8 +44,7 @@ def checksums(x: Tensor) -> Tensor | None:
     if type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided or x.is_meta:
         return None
     with torch.no_grad():
-        x = x.detach().resolve_neg()
-        flat = _in_memory_order(x.conj() if x.is_conj() else x)  # which is the memory as it is
+        flat = _in_memory_order(x.detach().resolve_conj().resolve_neg())
         if flat.dtype == torch.bool or flat.is_complex() or flat.element_size() not in _WORDS:
             flat = flat.view(torch.uint8)
         size = flat.element_size()
@@ -51,16 +52,20 @@ def checksums(x: Tensor) -> Tensor | None:
         words = flat.view(torch.int64 if aligned else _WORDS[size])
         block = BLOCK_BYTES // words.element_size()
         whole = words.numel() // block * block
-        rows = words[:whole].view(-1, block // ROW, ROW).sum(2, dtype=torch.int64)
-        sums = [(rows * _weights(block // ROW, x.device)).sum(1)]
+        weights = torch.full((block,), FACTOR, dtype=torch.int64, device=x.device).cumprod(0)
+        sums = [_sums(rows, weights) for rows in words[:whole].view(-1, block).split(AT_A_TIME)]
         if whole < words.numel():
-            rest = words[whole:].long()
-            sums.append((rest * _weights(rest.numel(), x.device)).sum(0, keepdim=True))
+            rest = words[whole:].unsqueeze(0)
+            sums.append(_sums(rest, weights[: rest.numel()]))
         return torch.cat(sums)
 
 
-def _weights(count: int, device: torch.device) -> Tensor:
-    return torch.full((count,), FACTOR, dtype=torch.int64, device=device).cumprod(0)
+def _sums(rows: Tensor, weights: Tensor) -> Tensor:
+    rows = rows.long()
+    mixed = rows >> SHIFT
+    mixed ^= rows
+    mixed *= weights
+    return mixed.sum(1)
 
 
 def first_difference(was: Tensor, now: Tensor) -> int | None:

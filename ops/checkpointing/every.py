@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from .regions import checkpoint
+from .regions import checkpointed
 
 __all__ = ["CheckpointedBlocks", "checkpoint_every"]
 
@@ -93,15 +92,13 @@ def checkpoint_every(model: nn.Module, n: int = 1, **options: Any) -> Checkpoint
     chosen = [pair for k, pair in enumerate(blocks) if k % n == 0]
     for _, block in chosen:
         block._checkpoint_options = options  # type: ignore[assignment]
-        block.forward = MethodType(
-            _forward, block
-        )  # bound, so that a deep copy is bound to its own
+        # Of the block, so that a copy has its own, and a function that pickle finds by its name.
+        block.forward = functools.partial(_forward, block)
     return CheckpointedBlocks(chosen, [name for k, (name, _) in enumerate(blocks) if k % n != 0])
 
 
-def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    own = type(self).forward
-    if not self.training or not torch.is_grad_enabled():
-        return own(self, *args, **kwargs)
-    # torch.compile traces a partial, but not the making of a method.
-    return checkpoint(functools.partial(own, self), *args, **self._checkpoint_options, **kwargs)
+def _forward(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    own = functools.partial(type(block).forward, block)  # torch.compile traces no making of methods
+    if not block.training or not torch.is_grad_enabled():
+        return own(*args, **kwargs)
+    return checkpointed(own, block._checkpoint_options, *args, **kwargs)

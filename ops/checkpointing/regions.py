@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -67,7 +68,7 @@ def checkpoint(
         options["context_fn"] = context_fn
     if function is None:
         options |= {"verify": verify} | kwargs
-        return lambda f: functools.wraps(f)(functools.partial(_called, f, options))
+        return lambda f: functools.wraps(f)(functools.partial(checkpointed, f, options))
     if not verify:
         return torch_checkpoint(function, *args, **options, **kwargs)
     if torch.compiler.is_compiling():
@@ -76,13 +77,24 @@ def checkpoint(
             "in eager mode, and verify=False in the compiled function"
         )
     if use_reentrant:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
         return torch_checkpoint(verified_results(function), *args, **options, **kwargs)
     options["context_fn"] = functools.partial(_verified_contexts, function, context_fn)
     return torch_checkpoint(function, *args, **options, **kwargs)
 
 
-def _called(function: Callable[..., Any], options: dict[str, Any], *args: Any, **kw: Any) -> Any:
-    return checkpoint(function, *args, **options, **kw)
+OPTIONS = frozenset(inspect.signature(checkpoint).parameters)
+
+
+def checkpointed(
+    function: Callable[..., Any], options: Mapping[str, Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Returns ``checkpoint(function, *args, **options, **kwargs)``, for a function that may have
+    keywords of the same names as options."""
+    if own := {name: kwargs.pop(name) for name in OPTIONS & kwargs.keys()}:
+        function = functools.partial(function, **own)
+    return checkpoint(function, *args, **options, **kwargs)
 
 
 def _verified_contexts(

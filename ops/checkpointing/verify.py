@@ -2,7 +2,9 @@
 
 While the region runs, hooks on saved tensors stand in front of the checkpoint's own: they keep the
 checksums of every tensor on its way into the checkpoint, and compare them when the recomputed
-tensor comes out. A reentrant checkpoint saves nothing in its forward pass, so its results are
+tensor comes out. Parameters and leaves that require grad are in memory all the time: of these, the
+version is kept, and whether the same one comes out is looked at, so that they are not read. A
+reentrant checkpoint saves nothing in its forward pass, so its results are
 compared instead.
 """
 
@@ -19,9 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch._C import _current_autograd_node
 from torch.autograd.function import BackwardCFunction
-from torch.utils._pytree import tree_leaves
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .._core.surroundings import is_trained
+from .._core.dtensor import local_part
+from .._core.surroundings import is_plain, is_trained, viewed
 from .checksums import BLOCK_BYTES, checksums, first_difference
 
 __all__ = ["RecomputeError", "verified_region", "verified_results"]
@@ -36,13 +40,58 @@ class Dropped(NamedTuple):
 
     what: str
     shape: torch.Size
+    stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
     sums: Tensor | None
+    leaf: Leaf | None = None
+
+
+class Leaf(NamedTuple):
+    """A parameter, or a leaf that requires grad, of which a tensor that was saved is a view."""
+
+    ref: weakref.ref[Tensor]
+    version: int
+    stride: tuple[int, ...]
+    offset: int
 
 
 def _dropped(what: str, x: Tensor) -> Dropped:
-    return Dropped(what, x.shape, x.dtype, x.requires_grad, checksums(x))
+    base, sums, leaf = viewed(x), None, None
+    if is_trained(x) or isinstance(base, nn.Parameter):
+        if is_plain(local_part(x)) and x.layout == torch.strided and not base.is_inference():
+            mine = local_part(x)
+            leaf = Leaf(weakref.ref(base), base._version, mine.stride(), mine.storage_offset())
+    else:
+        sums = checksums(x)
+    return Dropped(what, x.shape, _strides(x), x.dtype, x.requires_grad, sums, leaf)
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """Returns the strides of the dimensions that have several elements."""
+    if x.layout != torch.strided:
+        return ()
+    return tuple(stride for size, stride in zip(x.shape, x.stride()) if size > 1)
+
+
+def _is_there(leaf: Leaf, name: str, was: Dropped, now: Tensor) -> bool:
+    """Returns whether ``now`` is the memory that was saved, or memory that has been freed since.
+
+    Raises:
+        RecomputeError: the leaf has been written since.
+    """
+    base = leaf.ref()
+    if base is None:
+        return True
+    if base._version != leaf.version:
+        raise RecomputeError(
+            f"checkpoint: {name} was written between the forward and the backward pass: it is at "
+            f"version {base._version}, wanted version {leaf.version}. {_CAUSES}"
+        )
+    memory, same = local_part(base).untyped_storage(), _strides(now) == was.stride
+    if memory._cdata == local_part(now).untyped_storage()._cdata:
+        return same and local_part(now).storage_offset() == leaf.offset
+    return isinstance(base, DTensor) or memory.nbytes() < base.nbytes
 
 
 def _compare(was: Dropped, now: Tensor) -> None:
@@ -50,10 +99,20 @@ def _compare(was: Dropped, now: Tensor) -> None:
     if now.shape != was.shape or now.dtype != was.dtype:
         kind = f"{str(now.dtype).removeprefix('torch.')} {list(now.shape)}"
         raise RecomputeError(f"checkpoint: {name} was recomputed as {kind}. {_CAUSES}")
-    sums = None if was.sums is None else checksums(now)
-    if was.sums is None or sums is None:
+    sums_then = was.sums
+    if was.leaf is not None:
+        if _is_there(was.leaf, name, was, now):
+            return
+        leaf = was.leaf.ref().detach()
+        sums_then = checksums(leaf.as_strided(was.shape, was.leaf.stride, was.leaf.offset))
+    if _strides(now) != was.stride:
+        raise RecomputeError(
+            f"checkpoint: {name} was recomputed with strides {now.stride()}. {_CAUSES}"
+        )
+    sums = None if sums_then is None else checksums(now)
+    if sums_then is None or sums is None:
         return
-    block = first_difference(was.sums, sums)
+    block = first_difference(sums_then, sums)
     if block is None:
         return
     per_block = BLOCK_BYTES // now.element_size()
@@ -90,13 +149,13 @@ def _is_internal(was: Dropped, node: Any) -> bool:
 class _Packed:
     """What autograd holds in the place of a saved tensor."""
 
-    def __init__(self, holder: Any, was: Dropped | None) -> None:
+    def __init__(self, holder: Any, was: Dropped) -> None:
         self.holder = holder
         self.was = was
 
     def compare(self, now: Tensor) -> None:
         """Compares it with the recomputed tensor, for the node of autograd that needs it now."""
-        if self.was is not None and not _is_internal(self.was, _current_autograd_node()):
+        if not _is_internal(self.was, _current_autograd_node()):
             _compare(self.was, now)
 
 
@@ -104,7 +163,7 @@ def _name_first(entries: list[_Packed], inner_unpack: Callable[[Any], Tensor]) -
     """Raises for the first difference in the order of the forward pass. The backward pass, which
     found one, asks for the last tensors first."""
     for packed in entries:
-        if packed.was is None or _may_be_internal(packed.was):
+        if _may_be_internal(packed.was):
             continue  # which only the node that has saved it knows
         try:
             now = inner_unpack(packed.holder)
@@ -161,9 +220,7 @@ def verified_region(fn: Callable[..., Any]) -> Iterator[None]:
     entries: list[weakref.ref[_Packed]] = []
 
     def pack(x: Tensor) -> _Packed:
-        was = None
-        if not is_trained(x):  # which is not dropped
-            was = _dropped(f"saved tensor {len(entries)}, of {callers.innermost()},", x)
+        was = _dropped(f"saved tensor {len(entries)}, of {callers.innermost()},", x)
         packed = _Packed(inner_pack(x), was)
         entries.append(weakref.ref(packed))
         return packed
@@ -183,15 +240,22 @@ def verified_region(fn: Callable[..., Any]) -> Iterator[None]:
 
 
 def verified_results(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``fn`` with the results of its second and later calls compared with its first."""
+    """Returns ``fn`` with the results of its second and later calls compared with its first, which
+    a reentrant checkpoint makes without gradients. It is made with gradients, and drops what is
+    saved, because operations with two kernels (LSTMs) round otherwise in each."""
     first: list[Dropped] = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        results = fn(*args, **kwargs)
-        tensors = [x for x in tree_leaves(results) if isinstance(x, Tensor)]
         if not first:
+            dropping = torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: x)
+            with torch.enable_grad(), dropping:
+                results = fn(*args, **kwargs)
+            results = tree_map_only(Tensor, Tensor.detach, results)
+            tensors = [x for x in tree_leaves(results) if isinstance(x, Tensor)]
             first.extend(_dropped(f"result {k}", x) for k, x in enumerate(tensors))
             return results
+        results = fn(*args, **kwargs)
+        tensors = [x for x in tree_leaves(results) if isinstance(x, Tensor)]
         if len(tensors) != len(first):
             raise RecomputeError(
                 f"checkpoint: the function returned {len(first)} tensors, and {len(tensors)} when "

@@ -1,4 +1,4 @@
-"""Sums gradients over micro-batches in float32."""
+"""Sums gradients over micro-batches in float32, or in float64 where they are."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ BUCKET = 1 << 23  # elements that one reduction over the ranks carries, 32 MiB
 
 
 class GradAccumulator:
-    """Sums the gradients of micro-batches in float32, whatever their dtype, and returns their mean
-    in ``param.grad``.
+    """Sums the gradients of micro-batches in float32, and returns their mean in ``param.grad``.
 
     Each micro-batch leaves ``param.grad`` empty, so that gradients in low precision are never added
     to each other. After :meth:`finish` it holds the float32 mean, which Headroom's optimizers take
-    for parameters of any dtype.
+    for parameters of any dtype. Float64 gradients are summed in float64; sparse and complex ones
+    are refused.
 
     Example::
 
@@ -46,8 +46,9 @@ class GradAccumulator:
     ``optimizer.zero_grad()`` after the step as usual.
 
     Args:
-        source: a module, an optimizer, or an iterable of parameters; parameters that do not require
-            grad are left out. On several ranks, give the module.
+        source: a module, an optimizer, or an iterable of parameters. A module or an optimizer is
+            asked for its parameters at each micro-batch, so that layers may be unfrozen or added
+            later (added before the accumulator under FSDP2). On several ranks, give the module.
         compensated: keep the rounding error of each addition (Kahan): 4 more bytes per parameter.
         process_group: the ranks over which :meth:`finish` adds up gradients that nothing else
             reduces; ``"local"`` if each rank trains for itself. None finds DDP and FSDP2.
@@ -86,24 +87,20 @@ class GradAccumulator:
         compensated: bool = False,
         process_group: torch.distributed.ProcessGroup | str | None = None,
     ) -> None:
-        if isinstance(source, nn.Module):
-            params = source.parameters()
-        elif isinstance(source, torch.optim.Optimizer):
-            params = (p for group in source.param_groups for p in group["params"])
-        else:
-            params = [source] if isinstance(source, Tensor) else iter(source)
-        self._params = [p for p in dict.fromkeys(params) if p.requires_grad]
-        if not self._params:
+        if not isinstance(source, (nn.Module, torch.optim.Optimizer)):
+            source = [source] if isinstance(source, Tensor) else [*source]
+        self._source = source
+        self._params: list[Tensor] = []  # frozen ones too, which may be unfrozen later
+        self._find_params()
+        if not any(param.requires_grad for param in self._params):
             raise ValueError("GradAccumulator got no parameters that require grad")
         module = source if isinstance(source, nn.Module) else None
         self._ranks = Ranks(module, self._params, process_group)
-        for param in self._params:
-            if not _takes_float32(param) and hasattr(param, "grad_dtype"):
-                param.grad_dtype = None
         self._sums: dict[Tensor, Tensor] = {}
         self._losts: dict[Tensor, Tensor] = {}
         self._compensated = compensated
         self._weight = 0.0
+        self._has_any = False  # micro-batches, which may all be of weight 0
         # Weights of micro-batches whose gradients were averaged over the ranks before them.
         self._late: list[float] = []
         self._open: float | None = None  # weight of the running micro-batch, or None
@@ -111,19 +108,34 @@ class GradAccumulator:
         self._is_partial = False  # whether the sums hold a part of it already
         self._given: dict[Tensor, weakref.ref[Tensor]] = {}  # gradients that the last finish() set
 
+    def _find_params(self) -> None:
+        """Asks the source for its parameters."""
+        if isinstance(self._source, nn.Module):
+            params = self._source.parameters()
+        elif isinstance(self._source, torch.optim.Optimizer):
+            params = (p for group in self._source.param_groups for p in group["params"])
+        else:
+            params = iter(self._source)
+        self._params = list(dict.fromkeys(params))
+        for param in self._params:
+            if not _takes_sum(param) and hasattr(param, "grad_dtype"):
+                param.grad_dtype = None
+
     @contextlib.contextmanager
     def micro_batch(self, weight: float = 1.0) -> Iterator[None]:
         """Encloses the forward and backward pass of one micro-batch. Drops existing gradients at
-        its start, and adds the new ones at its end. An error inside drops the micro-batch, or, with
+        its start, and adds the new ones at its end; those of a micro-batch of weight 0, one without
+        labels say, are dropped. An error inside drops the micro-batch, or, with
         :func:`~headroom.optim.release_gradients`, which may have added a part of it already, all
         micro-batches since the last :meth:`finish`."""
         weight = _checked_weight(weight)
-        self._empty()
         weighting = self._ranks.weighting
+        if weighting is None:  # else modules may hold whole parameters now, which FSDP2 made
+            self._find_params()
+        self._empty()
         if weighting is not None:
-            if self._unit is None:
-                self._unit = self._ranks.largest(weight)
-            weighting.factor = weight / self._unit
+            self._unit = self._unit or self._ranks.largest(weight)
+            weighting.factor = weight / self._unit if weight else 0.0
         self._open = weight
         try:
             with self._ranks.micro_batch():
@@ -148,18 +160,21 @@ class GradAccumulator:
         samples, if the loss of the whole batch is a mean over samples), and clears ``param.grad``.
 
         Raises:
-            TypeError, ValueError: the weight is not a finite number > 0.
+            TypeError, ValueError: the weight is not a finite number >= 0.
             RuntimeError: ``param.grad`` is still the mean that :meth:`finish` set, plus this
                 micro-batch: ``zero_grad()`` was not called after the step. Or several ranks train,
                 and nothing says how their gradients are reduced.
         """
         weight = _checked_weight(weight)
         self._ranks.check_known()
+        if self._ranks.weighting is None:
+            self._find_params()
         self._take(self._params, weight)
         self._count(weight, late=self._ranks.averages or self._ranks.averaged_by_ddp)
 
     def _count(self, weight: float, late: bool) -> None:
         self._weight += weight
+        self._has_any = True
         if late:
             self._late.append(weight)
 
@@ -186,6 +201,7 @@ class GradAccumulator:
         for param in params:
             if param.grad is None:
                 continue
+            _check_grad(param)
             if param in self._given and self._given[param]() is param.grad:
                 raise RuntimeError(
                     "a gradient still holds the mean that finish() gave; call zero_grad() after "
@@ -202,30 +218,35 @@ class GradAccumulator:
                     )
                 weighting.weighted.discard(param)
                 factor = self._unit  # the rest of the weight is in the gradient
-            factors[param] = factor
-        calls = grouped(factors, lambda param: (param.grad.device, factors[param]))
-        for (_, factor), params in calls.items():
+            if factor:
+                factors[param] = factor
+            else:  # not added, because a mean over nothing is not a number
+                param.grad = None
+        calls = grouped(factors, lambda p: (p.grad.device, _sum_dtype(p.grad), factors[p]))
+        for (_, dtype, factor), params in calls.items():
             for param in params:
                 if param not in self._sums:
-                    self._sums[param] = torch.zeros_like(param.grad, dtype=torch.float32)
+                    self._sums[param] = torch.zeros_like(param.grad, dtype=dtype)
                     if self._compensated:
                         self._losts[param] = torch.zeros_like(self._sums[param])
-            accumulate_(
-                [local_part(self._sums[p]) for p in params],
-                [local_part(p.grad) for p in params],
-                losts=[local_part(self._losts[p]) for p in params] if self._compensated else (),
-                factor=factor,
-            )
+            sums = [local_part(self._sums[p]) for p in params]
+            grads = [local_part(p.grad) for p in params]
+            if dtype == torch.float64:
+                torch._foreach_add_(sums, grads, alpha=factor)
+            else:
+                losts = [local_part(self._losts[p]) for p in params] if self._compensated else ()
+                accumulate_(sums, grads, losts=losts, factor=factor)
             for param in params:
                 param.grad = None
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Sets ``param.grad`` to the float32 mean over all micro-batches since the last call.
+        """Sets ``param.grad`` to the mean over all micro-batches since the last call.
 
-        A parameter without a gradient in all of them (on all ranks, under DDP) gets none.
+        A parameter without a gradient in all of them (on all ranks, under DDP) gets none. If all
+        weights are 0, no parameter gets one.
         """
-        if self._weight == 0.0:
+        if not self._has_any:
             raise RuntimeError("finish() without a micro-batch since the last one")
         ranks = self._ranks
         weight, late = self._weight, 0.0
@@ -250,12 +271,20 @@ class GradAccumulator:
             own = ranks.averages and ranks.weighting is not None and not isinstance(param, DTensor)
             return self._weight if own else weight
 
-        calls = grouped(self._sums, lambda param: (self._sums[param].device, divisor(param)))
-        for (device, total), params in calls.items():
+        if weight == 0:
+            self._clear()
+            return
+        sums = self._sums
+        calls = grouped(sums, lambda p: (sums[p].device, sums[p].dtype, divisor(p)))
+        for (device, dtype, total), params in calls.items():
+            means = [local_part(sums[p]) for p in params]
+            if dtype == torch.float64:
+                torch._foreach_div_(means, total)
+                continue
             scale = torch.full((), total, dtype=torch.float32, device=device)
-            unscale_norm_([local_part(self._sums[p]) for p in params], grad_scale=scale)
-        for param, total in self._sums.items():
-            param.grad = total if _takes_float32(param) else total.to(param.dtype)
+            unscale_norm_(means, grad_scale=scale)
+        for param, mean in sums.items():
+            param.grad = mean if _takes_sum(param) else mean.to(param.dtype)
             self._given[param] = weakref.ref(param.grad)
         self._clear()
 
@@ -270,6 +299,7 @@ class GradAccumulator:
         self._check_closed("state_dict()")
         return {
             "weight": self._weight,
+            "has_any": self._has_any,
             "late": list(self._late),
             "compensated": self._compensated,
             "sums": [self._sums.get(param) for param in self._params],
@@ -298,22 +328,26 @@ class GradAccumulator:
             raise ValueError("losts and sums are not of the same parameters")
         self._sums, self._losts, self._weight = loaded["sums"], loaded["losts"], weight
         self._late = [float(weight) for weight in state_dict.get("late", ())]
+        self._has_any = bool(weight or state_dict.get("has_any"))
 
     def _fitted(self, name: str, tensors: Sequence[Tensor | None]) -> dict[Tensor, Tensor]:
         """Returns loaded tensors by parameter, on its device; raises if one does not fit."""
-        if len(tensors) != len(self._params):
+        params = self._params
+        if len(tensors) < len(params):  # Headroom before 0.2.0 left frozen parameters out
+            params = [param for param in params if param.requires_grad]
+        if len(tensors) != len(params):
             raise ValueError(
-                f"{name} is of {len(tensors)} parameters, but the accumulator has "
-                f"{len(self._params)}"
+                f"{name} is of {len(tensors)} parameters, but the accumulator has {len(params)}"
             )
         fitted = {}
-        for k, (tensor, param) in enumerate(zip(tensors, self._params)):
+        for k, (tensor, param) in enumerate(zip(tensors, params)):
             if tensor is None:
                 continue
-            if tensor.shape != param.shape or tensor.dtype != torch.float32:
+            dtype = _sum_dtype(param)
+            if tensor.shape != param.shape or tensor.dtype != dtype:
                 raise ValueError(
-                    f"{name}[{k}] is {tensor.dtype} of shape {tuple(tensor.shape)}, wanted float32 "
-                    f"of shape {tuple(param.shape)}"
+                    f"{name}[{k}] is {tensor.dtype} of shape {tuple(tensor.shape)}, wanted "
+                    f"{str(dtype).removeprefix('torch.')} of shape {tuple(param.shape)}"
                 )
             fitted[param] = tensor.detach().to(param.device)
         return fitted
@@ -324,6 +358,7 @@ class GradAccumulator:
 
     def _clear(self) -> None:
         self._sums, self._losts, self._weight, self._late = {}, {}, 0.0, []
+        self._has_any = False
 
     def _empty(self) -> None:
         for param in self._params:
@@ -333,7 +368,7 @@ class GradAccumulator:
         """Adds up the sums of all ranks. ``used``: how many ranks have a sum of each parameter."""
         for param, count in zip(self._params, used):
             if count and param not in self._sums:
-                self._sums[param] = torch.zeros_like(param, dtype=torch.float32)
+                self._sums[param] = torch.zeros_like(param, dtype=_sum_dtype(param))
         # The same order on every rank, whichever of its parameters had gradients first.
         self._sums = {param: self._sums[param] for param in self._params if param in self._sums}
         (group,) = self._ranks.groups
@@ -344,8 +379,25 @@ class GradAccumulator:
                 total.copy_(part.view(total.shape))
 
 
-def _takes_float32(param: Tensor) -> bool:
-    return getattr(param, "grad_dtype", param.dtype) in (torch.float32, None)
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _takes_sum(param: Tensor) -> bool:
+    return getattr(param, "grad_dtype", param.dtype) in (_sum_dtype(param), None)
+
+
+def _check_grad(param: Tensor) -> None:
+    if param.grad.layout != torch.strided:
+        kind, advice = "sparse", "give the Embedding sparse=False"
+    elif not param.grad.is_floating_point():
+        kind, advice = f"{param.grad.dtype}", "view the parameter as real numbers"
+    else:
+        return
+    raise TypeError(
+        f"a parameter of shape {tuple(param.shape)} has a {kind} gradient, which GradAccumulator "
+        f"does not add; {advice}, or leave the parameter out"
+    )
 
 
 def _checked_weight(weight: float | Tensor) -> float:
@@ -353,18 +405,21 @@ def _checked_weight(weight: float | Tensor) -> float:
         weight = weight.item()
     if not isinstance(weight, Real):
         raise TypeError(f"weight must be a number, got {type(weight).__name__}")
-    if not 0 < weight < math.inf:
-        raise ValueError(f"weight must be a finite number > 0, got {weight}")
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"weight must be a finite number >= 0, got {weight}")
     return float(weight)
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields buckets of consecutive tensors of one device: up to BUCKET elements, or one larger
-    tensor."""
+    """Yields buckets of consecutive tensors of one device and dtype: up to BUCKET elements, or one
+    larger tensor."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
-        if bucket and (size + tensor.numel() > BUCKET or tensor.device != bucket[0].device):
+        if bucket and (
+            size + tensor.numel() > BUCKET
+            or (tensor.device, tensor.dtype) != (bucket[0].device, bucket[0].dtype)
+        ):
             yield bucket
             bucket, size = [], 0
         bucket.append(tensor)

@@ -205,6 +205,8 @@ def _weigh(weighting: weakref.ref, sharded: weakref.ref, grad: Tensor) -> Tensor
     if weighting is None or sharded is None:
         return None
     weighting.weighted.add(sharded)
+    if weighting.factor == 0.0:
+        return torch.zeros_like(grad)  # a mean over nothing is not a number
     return None if weighting.factor == 1.0 else grad * weighting.factor
 
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import noop_context_fn
 from .._core.recompute import inside_checkpoint
 from ..checkpointing import checkpoint
 from ..checkpointing.every import repeated_blocks
+from ..checkpointing.regions import checkpointed
 from ..nn import LEVELS, Block
 from .changes import Changes
 from .report import PatchReport
@@ -141,6 +142,7 @@ def _forward(
     module: nn.Module,
     checkpointed: Callable[..., Any],
     own: Callable[..., Any] | None,
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -149,7 +151,7 @@ def _forward(
     return (checkpointed if module.training else _call)(run, *args, **kwargs)
 
 
-def _call(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call(run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return run(*args, **kwargs)
 
 
@@ -157,6 +159,7 @@ def _checkpointed(
     module: nn.Module,
     options: dict[str, Any],
     run: Callable[..., Any],
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -164,7 +167,7 @@ def _checkpointed(
     if not torch.is_grad_enabled():
         return run(*args, **kwargs)
     if torch.compiler.is_compiling():
-        return checkpoint(run, *args, **options, **kwargs)
+        return checkpointed(run, options, *args, **kwargs)
     if inside_checkpoint() or torch._C._are_functorch_transforms_active():
         # It is computed again already, or a checkpoint cannot have its hooks.
         return run(*args, **kwargs)
@@ -173,7 +176,7 @@ def _checkpointed(
     if not options.get("use_reentrant") and _norms_with_statistics(module):
         contexts = options.get("context_fn", noop_context_fn)
         options = options | {"context_fn": functools.partial(_contexts, module, contexts)}
-    return checkpoint(run, *args, **options, **kwargs)
+    return checkpointed(run, options, *args, **kwargs)
 
 
 def _norms_with_statistics(module: nn.Module) -> list[_NormBase]:

@@ -227,3 +227,59 @@ def test_importing_the_package_does_not_hide_the_function():
     import headroom.checkpointing
 
     assert headroom.checkpoint is headroom.checkpointing.checkpoint
+
+
+class Branches(nn.Module):
+    """Has keywords with the names of options."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+
+    def forward(self, x, debug=False, verify=1.0, function=None, own=0.0):
+        return self.up(x).exp() * (2 if debug else 1) * verify + (function or 0) + own
+
+
+def forwards(x, blocks):
+    for block in blocks:
+        x = block(x, debug=True, verify=0.5, function=3.0, own=0.25)
+    return x
+
+
+@pytest.mark.parametrize("way", ["checkpoint_every", "patch", "decorator"])
+@pytest.mark.parametrize("options", [{}, {"verify": True, "preserve_rng_state": False}])
+def test_keywords_of_a_block_are_its_own(way, options):
+    model = nn.Module()
+    model.blocks = nn.ModuleList(Branches() for _ in range(2))
+    x = torch.randn(4, 6)
+    wanted = forwards(x, model.blocks)
+    if way == "checkpoint_every":
+        headroom.checkpoint_every(model, **options)
+    elif way == "patch":
+        headroom.patch(model, save="L5", checkpoint_options=options)
+    else:
+        for block in model.blocks:
+            block.forward = headroom.checkpoint(**options)(block.forward)
+    got = forwards(x, model.blocks)
+    assert torch.equal(got, wanted)
+    got.sum().backward()
+
+
+@pytest.mark.parametrize("way", ["checkpoint_every", "patch"])
+def test_whole_models_are_saved_copied_and_loaded(way, tmp_path):
+    """Each copy checkpoints its own blocks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))))
+    x = torch.randn(4, 6)
+    wanted = gradients(model, x)
+    if way == "checkpoint_every":
+        headroom.checkpoint_every(model, n=2)
+    else:
+        headroom.patch(model, save="L5")
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    for one in (loaded, copy.deepcopy(model)):
+        with torch.no_grad():
+            assert all(block.forward.args[0] is block for block in (one[1][0], one[1][2]))
+            one[1][0].weight.mul_(1)
+        assert all(map(torch.equal, gradients(one, x), wanted))

@@ -117,6 +117,7 @@ class TestBoth:
             lambda: nn.BatchNorm1d(8),
             lambda: nn.InstanceNorm1d(5, track_running_stats=True),
             lambda: Called(nn.GRU(8, 24)),
+            lambda: Called(nn.LSTM(8, 24)),
             lambda: Turns(),
         ],
     )
@@ -210,12 +211,138 @@ def test_another_shape_or_dtype_is_named():
         y.sum().backward()
 
 
-def test_weights_are_not_read(monkeypatch):
+class Experts(nn.Module):
+    """Takes another expert each time."""
+
+    def __init__(self, trained: bool, same: bool = False) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(700, 700) for _ in range(3))
+        self.experts.requires_grad_(trained)
+        self.calls = 0
+        if same:
+            for expert in self.experts:
+                expert.load_state_dict(self.experts[0].state_dict())
+
+    def forward(self, x):
+        self.calls += 1
+        return self.experts[self.calls % 3](x)
+
+
+class TestLeaves:
+    """Parameters and inputs that require grad are in memory, and are not read."""
+
+    @pytest.mark.parametrize("trained", [False, True])
+    def test_another_expert_is_caught(self, trained):
+        with pytest.raises(RecomputeError, match=r"of 1\.experts\.1.*other values"):
+            train(block(Experts(trained)))
+
+    def test_an_equal_expert_is_none(self):
+        assert train(block(Experts(True, same=True))) is not None
+
+    @pytest.mark.parametrize("trained", [False, True])
+    def test_a_weight_that_is_written_between_the_passes_is_caught(self, trained):
+        """As without a checkpoint, where torch raises."""
+        module = block(nn.Identity())
+        module[3].requires_grad_(trained)
+        x = torch.randn(5, 8, requires_grad=True)
+        y = headroom.checkpoint(module, x, verify=True)
+        with torch.no_grad():
+            module[3].weight.mul_(2)
+        with pytest.raises(RecomputeError, match="written between .* version 2, wanted version 1"):
+            y.sum().backward()
+
+    def test_another_function_of_a_leaf_is_caught(self):
+        calls = []
+
+        def changes(x):
+            calls.append(None)
+            return x.square() if len(calls) == 1 else x.exp()
+
+        x = torch.randn(5, requires_grad=True)
+        y = headroom.checkpoint(changes, x, verify=True)
+        with pytest.raises(RecomputeError, match="saved tensor 0, of the function itself"):
+            y.sum().backward()
+
+    def test_another_view_of_a_leaf_is_caught(self):
+        turned = []
+
+        def turns(x):
+            turned.append(None)
+            w = x if len(turned) == 1 else x.t()
+            return w.square()
+
+        x = torch.randn(5, 5, requires_grad=True)
+        y = headroom.checkpoint(turns, x, verify=True)
+        with pytest.raises(RecomputeError, match="with strides"):
+            y.sum().backward()
+
+    def test_weights_in_other_memory_with_the_same_values_pass(self):
+        """As those that are gathered again for the backward pass (``param.data = whole``)."""
+        module, kept = block(nn.Identity()), block(nn.Identity())
+        x = torch.randn(5, 8, requires_grad=True)
+        y = headroom.checkpoint(module, x, verify=True)
+        for param in module.parameters():
+            param.data = param.data.clone()
+        y.sum().backward()
+        want = torch.autograd.grad(kept(x).sum(), x)[0]
+        assert torch.equal(x.grad, want)
+
+    def test_released_gradients(self):
+        """Parameters are stepped in the backward pass, after their block has run again."""
+        models = [nn.Sequential(block(nn.Dropout(0.1)), block(nn.Identity())) for _ in range(2)]
+        for model, verify in zip(models, (False, True)):
+            optimizer = headroom.optim.AdamW(model.parameters(), lr=0.1)
+            headroom.optim.release_gradients(model, optimizer, bucket_bytes=0)
+            headroom.checkpoint_every(model, verify=verify)
+            for step in range(3):
+                torch.manual_seed(step)
+                model(torch.randn(5, 8)).square().sum().backward()
+                optimizer.step()
+        for a, b in zip(models[0].parameters(), models[1].parameters()):
+            assert torch.equal(a, b)
+
+
+def test_what_is_turned_is_compared_by_its_order():
+    """A square tensor and its transpose are the same memory."""
+    turned = []
+
+    def turns(x):
+        turned.append(None)
+        y = x + 1
+        return (y if len(turned) == 1 else y.t()).square()
+
+    x = torch.randn(5, 5, requires_grad=True)
+    with pytest.raises(RecomputeError, match="with strides"):
+        headroom.checkpoint(turns, x, verify=True).sum().backward()
+
+
+@pytest.mark.parametrize("rows", [2, 64, 700])
+@pytest.mark.parametrize("change", [torch.neg, torch.conj])
+def test_flipped_signs_are_caught(change, rows):
+    """Of 64-bit words, of which an even number may add up to nothing."""
+    calls = []
+
+    def flips(x):
+        calls.append(None)
+        y = torch.complex(x, x + 1) if change is torch.conj else x + 0
+        y = y if len(calls) == 1 else change(y)
+        return (y * y * y).abs()
+
+    x = torch.randn(rows, 64, dtype=torch.float64, requires_grad=True)
+    y = headroom.checkpoint(flips, x, verify=True)
+    with pytest.raises(RecomputeError, match="other values"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_are_not_read(monkeypatch, frozen):
     from headroom.checkpointing import verify
 
     seen = []
     monkeypatch.setattr(verify, "checksums", lambda x: seen.append(x.shape) or None)
-    train(block(nn.Identity()))
+    module = block(nn.Identity())
+    module[3].requires_grad_(not frozen)
+    train(module)
     assert seen and all(700 * 8 != shape.numel() for shape in seen)
 
 
@@ -314,6 +441,17 @@ class TestChecksums:
             one, two = checksums(x), checksums(other.contiguous())
             assert one is not None and two is not None
             assert torch.equal(x, other) == torch.equal(one, two)
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex128])
+    @pytest.mark.parametrize("shape", [(2,), (8, 8), (1024,), (37, 1024)])
+    def test_an_even_number_of_flipped_signs_counts(self, dtype, shape):
+        x = torch.randn(shape, dtype=dtype)
+        pairs = torch.cat([x, -x], -1)  # which negation only brings into another order
+        for one, other in ((x, -x), (x, x.conj()), (pairs, -pairs), (x, x * 2)):
+            was, now = checksums(one), checksums(other)
+            assert was is not None and now is not None
+            assert torch.equal(one, other) == torch.equal(was, now)
+            assert torch.equal(one, other) or bool((was != now).all())
 
     def test_not_a_number_equals_itself(self):
         x = torch.full((9,), float("nan"))

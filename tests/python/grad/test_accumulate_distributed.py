@@ -358,3 +358,37 @@ def equal_weights_change_no_bits(rank):
 
 def test_equal_weights_under_fsdp2_have_the_usual_bits(ranks):
     ranks(equal_weights_change_no_bits)
+
+
+def unfrozen_and_without_labels(rank, wrap):
+    """One more layer from the second window on, and a micro-batch of rank 1 that has no labels: a
+    loss that is a mean over nothing, as is its gradient."""
+    net, single = make_model(), make_model()
+    for model in (net, single):
+        list(model.parameters())[0].requires_grad_(False)
+    model = DistributedDataParallel(net) if wrap == "ddp" else fully_shard(net, mesh=mesh())
+    accumulator = headroom.GradAccumulator(model)
+    for window in range(3):
+        if window == 1 and wrap == "ddp":  # FSDP2 itself does not see it once it has run
+            for each in (net, single):
+                each.requires_grad_(True)
+        single.zero_grad()
+        sizes = [[0, 3], [0, 2]] if window == 0 else [[3, 2], [5, 0]]
+        seeds = [[100 * window + 10 * r + k for k in range(2)] for r in range(WORLD_SIZE)]
+        for size, seed in zip(sizes[rank], seeds[rank]):
+            x, y = batch(seed, max(size, 1))
+            with accumulator.micro_batch(weight=size):
+                (mse_loss(model(x), y) * (1 if size else float("nan"))).backward()
+        accumulator.finish()
+        parts = [batch(s, n) for r in range(WORLD_SIZE) for n, s in zip(sizes[r], seeds[r]) if n]
+        x, y = (torch.cat(column) for column in zip(*parts))
+        mse_loss(single(x), y).backward()
+        for a, b in zip(net.parameters(), single.parameters()):
+            assert (a.grad is None) == (b.grad is None)
+            if b.grad is not None:
+                torch.testing.assert_close(*whole([a.grad]), b.grad, **CLOSE)
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_layers_that_are_unfrozen_and_micro_batches_without_labels(ranks, wrap):
+    ranks(unfrozen_and_without_labels, wrap)

@@ -307,7 +307,7 @@ def test_parameters_whose_grad_dtype_cannot_be_set(monkeypatch):
         param.grad, wide.grad = grad.clone(), grad.clone()
         accumulator.add()
         other.add()
-    monkeypatch.setattr(accumulate_module, "_takes_float32", lambda param: False)
+    monkeypatch.setattr(accumulate_module, "_takes_sum", lambda param: False)
     accumulator.finish()
     monkeypatch.undo()
     other.finish()
@@ -349,17 +349,17 @@ def test_weights_that_are_tensors():
     assert accumulator.state_dict()["weight"] == 8
 
 
-@pytest.mark.parametrize("weight", [0, -1, math.nan, math.inf])
+@pytest.mark.parametrize("weight", [-1, math.nan, math.inf])
 def test_weights_that_are_none(weight):
     net = model()
     accumulator = ACCUMULATOR(net)
     entered = False
-    with pytest.raises(ValueError, match="weight must be a finite number > 0"):
+    with pytest.raises(ValueError, match="weight must be a finite number >= 0"):
         with accumulator.micro_batch(weight):
             entered = True
     assert not entered  # said before the work is done
     mse_loss(net(torch.ones(1, 8)), torch.ones(1, 4)).backward()
-    with pytest.raises(ValueError, match="weight must be a finite number > 0"):
+    with pytest.raises(ValueError, match="weight must be a finite number >= 0"):
         accumulator.add(weight)
     assert all(p.grad is not None for p in net.parameters())
 
@@ -424,3 +424,124 @@ def test_memory_is_freed():
     ref = weakref.ref(net[0].weight.grad)
     net.zero_grad()
     assert ref() is None
+
+
+# ---- Layers that are unfrozen, weights of 0, other kinds of gradients ----------------------------
+
+
+@pytest.mark.parametrize("source", ["module", "optimizer", "list"])
+def test_layers_that_are_unfrozen_later(source):
+    """One more layer in each step: every gradient is that of the big batch."""
+    net = model(torch.float64)
+    net[2].requires_grad_(False)
+    given = {
+        "module": net,
+        "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
+        "list": list(net.parameters()),
+    }[source]
+    accumulator = ACCUMULATOR(given)
+    x, y, micro = batches(4, dtype=torch.float64)
+    for unfreezes in (False, True, True):
+        net[2].requires_grad_(unfreezes)
+        big = copy.deepcopy(net)
+        big.zero_grad()
+        mse_loss(big(x), y).backward()
+        for part, wanted in micro:
+            with accumulator.micro_batch():
+                mse_loss(net(part), wanted).backward()
+        accumulator.finish()
+        assert (net[2].weight.grad is not None) == unfreezes
+        trained = [p for p in net.parameters() if p.requires_grad]
+        want = flat_grad(p for p in big.parameters() if p.requires_grad)
+        assert relative(flat_grad(trained), want) <= 1e-14
+
+
+@pytest.mark.parametrize("source", ["module", "optimizer"])
+def test_layers_that_are_added_later(source):
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    accumulator = ACCUMULATOR(net if source == "module" else optimizer)
+    net.append(torch.nn.Linear(4, 4))
+    optimizer.add_param_group({"params": list(net[3].parameters())})
+    x, y, micro = batches(4)
+    for _ in range(2):
+        big = copy.deepcopy(net)
+        big.zero_grad()
+        mse_loss(big(x), y).backward()
+        for part, wanted in micro:
+            with accumulator.micro_batch():
+                mse_loss(net(part), wanted).backward()
+        accumulator.finish()
+        got, want = flat_grad(net.parameters()), flat_grad(big.parameters())
+        assert relative(got, want) <= 8 * 2**-24
+
+
+def test_a_micro_batch_without_labels_has_weight_0():
+    """Its loss, a mean over nothing, is not a number, and neither are its gradients."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(8, 11)
+    x, labels = torch.randn(12, 8), torch.randint(11, (12,))
+    labels[4:8] = -100
+    big = copy.deepcopy(net)
+    cross_entropy(big(x), labels).backward()
+    accumulator = ACCUMULATOR(net)
+    for part, wanted in zip(x.split(4), labels.split(4)):
+        with accumulator.micro_batch(weight=(wanted != -100).sum()):
+            cross_entropy(net(part), wanted).backward()
+    accumulator.finish()
+    assert relative(flat_grad(net.parameters()), flat_grad(big.parameters())) <= 4 * 2**-24
+    with accumulator.micro_batch(weight=0):
+        cross_entropy(net(x[4:8]), labels[4:8]).backward()
+    accumulator.finish()
+    assert all(p.grad is None for p in net.parameters())
+    with pytest.raises(RuntimeError, match="without a micro-batch"):
+        accumulator.finish()
+
+
+@pytest.mark.parametrize("compensated", [False, True])
+def test_float64_gradients_are_summed_in_float64(compensated):
+    net, big = model(torch.float64), model(torch.float64)
+    x, y, micro = batches(dtype=torch.float64)
+    mse_loss(big(x), y).backward()
+    accumulator = ACCUMULATOR(net, compensated=compensated)
+    for k, (part, wanted) in enumerate(micro):
+        if k == 5:
+            state, accumulator = accumulator.state_dict(), ACCUMULATOR(net, compensated=compensated)
+            accumulator.load_state_dict(state)
+        with accumulator.micro_batch(weight=len(part)):
+            mse_loss(net(part), wanted).backward()
+    accumulator.finish()
+    assert all(p.grad.dtype == torch.float64 for p in net.parameters())
+    assert relative(flat_grad(net.parameters()), flat_grad(big.parameters())) <= 1e-14
+
+
+def test_gradients_of_other_kinds_are_refused_before_anything_is_added():
+    layer = torch.nn.Embedding(7, 3, sparse=True)
+    dense = torch.nn.Parameter(torch.zeros(3))
+    accumulator = ACCUMULATOR([dense, layer.weight])
+    (layer(torch.tensor([1, 2])) + dense).sum().backward()
+    with pytest.raises(TypeError, match=r"\(7, 3\) has a sparse gradient.*sparse=False"):
+        accumulator.add()
+    assert dense.grad is not None and accumulator.state_dict()["sums"] == [None, None]
+    phase = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    accumulator = ACCUMULATOR([phase])
+    phase.abs().sum().backward()
+    with pytest.raises(TypeError, match="complex64 gradient.*real numbers"):
+        accumulator.add()
+
+
+def test_states_without_frozen_parameters_load():
+    """As Headroom 0.1.0 saved them."""
+    net = model()
+    net[0].requires_grad_(False)
+    x, y, micro = batches(2)
+    accumulator = ACCUMULATOR(net)
+    with accumulator.micro_batch():
+        mse_loss(net(micro[0][0]), micro[0][1]).backward()
+    state = accumulator.state_dict()
+    state["sums"], state["losts"] = state["sums"][2:], state["losts"][2:]
+    del state["has_any"]
+    other = ACCUMULATOR(net)
+    other.load_state_dict(state)
+    assert other.state_dict()["sums"][:2] == [None, None]
+    assert_same_bits(other.state_dict()["sums"][2:], accumulator.state_dict()["sums"][2:])
