@@ -22,7 +22,7 @@ from .._core.surroundings import Random
 from ..memory.collecting import no_collections
 from ..memory.events import Timeline
 from .copies import Copier, tensors_in
-from .cuda_view import Kernels, cuda_view, functions_told
+from .cuda_view import autocast_told, cuda_view, kernels
 from .ddp import ReplicatedModel
 from .errors import PlanError
 from .fsdp import ShardedModel
@@ -71,9 +71,9 @@ def trace(setup: Setup, watch: Callable[[nn.Module, Recorder], None] | None = No
         try:
             stack.enter_context(recorder.watching())
             run.install()
-            stack.enter_context(Kernels(recorder, device.type == "cuda"))
+            stack.enter_context(kernels(recorder))
             if device.type == "cuda":
-                stack.enter_context(functions_told(recorder))
+                stack.enter_context(autocast_told(recorder))
             for step in range(setup.steps):
                 run.step(step)
         except PlanError:
