@@ -21,7 +21,8 @@ __all__ = ["autocast_told", "cuda_view", "kernels"]
 @contextmanager
 def cuda_view() -> Iterator[None]:
     """While it lasts, ``torch.autocast("cuda")`` is enabled, checkpoints keep no state of CUDA's
-    random numbers, and questions about the GPU are answered as on one of compute capability 8.0."""
+    random numbers, generators can be made, and questions about the GPU are answered as on one of
+    compute capability 8.0."""
     with ExitStack() as stack:
 
         def patch(target: str, name: str, value: Any) -> None:
@@ -33,6 +34,7 @@ def cuda_view() -> Iterator[None]:
         patch("torch.amp.autocast_mode", "amp_definitely_not_available", lambda: False)
         patch("torch.utils.checkpoint", "get_device_states", lambda *args: ([], []))
         patch("torch.utils.checkpoint", "set_device_states", lambda *args, **options: None)
+        patch("torch", "Generator", _Generator)
         patch("torch.cuda", "is_bf16_supported", lambda *args, **options: True)
         patch("torch.cuda", "current_device", lambda: 0)
         patch("torch.cuda", "synchronize", lambda *args: None)
@@ -40,10 +42,17 @@ def cuda_view() -> Iterator[None]:
         yield
 
 
+class _Generator(torch.Generator):
+    """A generator of the CPU, also where one of a GPU is asked for: on fakes nothing is drawn."""
+
+    def __new__(cls, device: Any = None) -> _Generator:
+        return super().__new__(cls)
+
+
 @contextmanager
 def autocast_told(recorder: Recorder) -> Iterator[None]:
-    """While it lasts, the recorder is told when autocast is on. Inside of an operation that autocast
-    has taken, torch says that it is off."""
+    """While it lasts, the recorder is told when autocast is on. In an operation that autocast has
+    taken, torch says that it is off."""
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
     before: list[bool] = []
 
