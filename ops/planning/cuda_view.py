@@ -11,17 +11,18 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .recorder import Recorder
 
-__all__ = ["Kernels", "cuda_view", "functions_told"]
+__all__ = ["autocast_told", "cuda_view", "kernels"]
 
 
 @contextmanager
 def cuda_view() -> Iterator[None]:
     """While it lasts, ``torch.autocast("cuda")`` is enabled, checkpoints keep no state of CUDA's
-    random numbers, and questions about the GPU are answered as on one of compute capability 8.0."""
+    random numbers, generators can be made, and questions about the GPU are answered as on one of
+    compute capability 8.0."""
     with ExitStack() as stack:
 
         def patch(target: str, name: str, value: Any) -> None:
@@ -33,6 +34,7 @@ def cuda_view() -> Iterator[None]:
         patch("torch.amp.autocast_mode", "amp_definitely_not_available", lambda: False)
         patch("torch.utils.checkpoint", "get_device_states", lambda *args: ([], []))
         patch("torch.utils.checkpoint", "set_device_states", lambda *args, **options: None)
+        patch("torch", "Generator", _Generator)
         patch("torch.cuda", "is_bf16_supported", lambda *args, **options: True)
         patch("torch.cuda", "current_device", lambda: 0)
         patch("torch.cuda", "synchronize", lambda *args: None)
@@ -40,34 +42,17 @@ def cuda_view() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def functions_told(recorder: Recorder) -> Iterator[None]:
-    """Tells the recorder of the results of autograd functions, which get a graph after their
-    forward has run without one."""
-    function = torch.autograd.Function
-    own = vars(function).get("apply")  # a method of Python in some versions, else of C++
+class _Generator(torch.Generator):
+    """A generator of the CPU, also where one of a GPU is asked for: on fakes nothing is drawn."""
 
-    def told(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        forward = cls.forward
-
-        def noted(*inputs: Any, **options: Any) -> Any:
-            results = forward(*inputs, **options)
-            recorder.expect_metadata(results)
-            return results
-
-        with mock.patch.object(cls, "forward", staticmethod(noted)):
-            parent: Any = super(function, cls)
-            bound = parent.apply if own is None else own.__get__(None, cls)
-            return bound(*args, **kwargs)
-
-    with mock.patch.object(function, "apply", classmethod(told)), autocast_told(recorder):
-        yield
+    def __new__(cls, device: Any = None) -> _Generator:
+        return super().__new__(cls)
 
 
 @contextmanager
 def autocast_told(recorder: Recorder) -> Iterator[None]:
-    """Tells the recorder when autocast is on. Inside of an operation that autocast has taken, torch
-    says that it is off."""
+    """While it lasts, the recorder is told when autocast is on. In an operation that autocast has
+    taken, torch says that it is off."""
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
     before: list[bool] = []
 
@@ -89,37 +74,60 @@ def autocast_told(recorder: Recorder) -> Iterator[None]:
         yield
 
 
-class Kernels(TorchFunctionMode):
-    """Chooses kernels as CUDA does, where functions that torch decomposes in C++ ask where a tensor
-    is: fakes cannot answer there that it is on a GPU. Tells the recorder of attention."""
+@contextmanager
+def kernels(recorder: Recorder) -> Iterator[None]:
+    """While it lasts, kernels are chosen as the device of the plan does, also where torch asks in
+    C++ where a tensor is: fakes cannot answer there that it is on a GPU. Tells the recorder of
+    attention that is made of products.
 
-    def __init__(self, recorder: Recorder, is_cuda: bool) -> None:
-        super().__init__()
-        self._recorder = recorder
-        self._choices = _CHOICES if is_cuda else {}
+    They are registered with the dispatcher, because modes are not there in everything that a step
+    runs: what is recomputed in the backward pass, autograd functions, and functions of torch that
+    call others.
+    """
+    library = torch.library.Library("aten", "IMPL")
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        chosen = self._choices.get(func)
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs) if chosen is None else chosen(func, *args, **kwargs)
-        self._recorder.in_attention = True
+    def register(name: str, chosen: Callable[..., Any], key: str) -> None:
+        whole = getattr(torch.ops.aten, name).default
+
+        def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(x, FakeTensor):  # not of another thread
+                return chosen(x, *args, **kwargs)
+            return whole._op_dk(_COMPOSITE, x, *args, **kwargs)
+
+        library.impl(name, call, key)
+
+    def products(*args: Any, **kwargs: Any) -> Any:
+        recorder.in_attention = True
         try:
-            return func(*args, **kwargs) if chosen is None else chosen(func, *args, **kwargs)
+            return _PRODUCTS._op_dk(_COMPOSITE, *args, **kwargs)
         finally:
-            self._recorder.in_attention = False
+            recorder.in_attention = False
+
+    try:
+        if recorder.device.type == "cuda":
+            register("scaled_dot_product_attention", _attention, "AutogradCUDA")
+            register("dropout", _dropout, "AutogradCUDA")
+            register("_scaled_dot_product_attention_math", products, "AutogradCUDA")
+        else:
+            register("_scaled_dot_product_attention_math", products, "AutogradCPU")
+        yield
+    finally:
+        library._destroy()
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_PRODUCTS = torch.ops.aten._scaled_dot_product_attention_math.default
+_DROPOUT = torch.ops.aten.dropout.default
 
 
 def _attention(
-    func: Callable[..., Any],
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
@@ -141,33 +149,29 @@ def _attention(
         return out[..., :size] if pad else out
     if fits and query.dtype != torch.float64 and backends.mem_efficient_sdp_enabled():
         if attn_mask is not None:
-            if attn_mask.dtype == torch.bool:
-                zero = torch.zeros((), dtype=query.dtype, device=query.device)
-                attn_mask = torch.where(attn_mask, zero, float("-inf"))
-            attn_mask = attn_mask.expand(
+            attn_mask = _added(attn_mask, query).expand(
                 query.shape[0], query.shape[1], query.shape[2], key.shape[2]
             )
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         return ops._scaled_dot_product_efficient_attention(
             query, key, value, attn_mask, grad, dropout_p, is_causal, scale=scale
         )[0]
-    return func(
+    if attn_mask is not None:
+        attn_mask = _added(attn_mask, query)
+    return ops._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    )[0]
 
 
-def _dropout(
-    func: Callable[..., Any], input: Tensor, p: float = 0.5, *rest: Any, **options: Any
-) -> Tensor:
-    training = options.get("training", options.get("train", rest[0] if rest else True))
-    inplace = options.get("inplace", rest[1] if len(rest) > 1 else False)
-    if training and 0 < p < 1 and not inplace:  # Dropout.cpp, is_fused_kernel_acceptable
+def _added(mask: Tensor, query: Tensor) -> Tensor:
+    """Returns what a mask adds to scores."""
+    if mask.dtype != torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=query.dtype, device=query.device)
+    return torch.where(mask, zero, float("-inf"))
+
+
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    if train and 0 < p < 1 and input.numel():  # Dropout.cpp, is_fused_kernel_acceptable
         return torch.ops.aten.native_dropout(input, p, True)[0]
-    return func(input, p, *rest, **options)
-
-
-_CHOICES: dict[Any, Callable[..., Any]] = {
-    F.scaled_dot_product_attention: _attention,
-    F.dropout: _dropout,
-    torch.dropout: _dropout,
-}
+    return _DROPOUT._op_dk(_COMPOSITE, input, p, train)

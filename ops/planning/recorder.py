@@ -26,6 +26,7 @@ _DEVICE = torch.ops.prim.device.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _ADD = torch.ops.aten.add.Tensor
 _PUT = torch.ops.aten.index_put.default
+_CPU, _XLA = torch.device("cpu"), torch.device("xla", 0)
 _DRAWS = torch.Tag.nondeterministic_seeded
 
 
@@ -57,9 +58,8 @@ class Recorder(TorchDispatchMode):
         self._managed: set[int] = set()  # memory that comes and goes while its tensor stays
         self._stack: list[str | None] = []
         self._seen_in_backward: str | None = None
-        self.has_autocast = False  # whether autocast is on, and asks where tensors are
-        self._expected: dict[int, Any] = {}
-        self._accumulators: dict[int, Any] = {}
+        self.has_autocast = False  # which asks where tensors are
+        self._asked: Any = None  # the tensor of which C++ asked where it is, if nothing ran since
         self._unshared = 0  # what counts of an unshared tensor look like from inside the mode
 
     @classmethod
@@ -139,41 +139,20 @@ class Recorder(TorchDispatchMode):
     # ---- devices --------------------------------------------------------------------------------
 
     def _device_for_cpp(self, x: Tensor) -> torch.device:
-        """Answers where a tensor is. The autograd engine asks once for every result that has a
-        graph, in order to choose a thread and a stream: it hears the CPU, because without a GPU
-        it has no others. Autocast asks too, and hears the truth, or it would cast nothing."""
+        """Answers where a tensor is. The autograd engine asks for every tensor of its graph, in
+        order to choose a thread and a stream: it hears the CPU, because without a GPU it has no
+        others. In an operation that autocast has taken, autocast asks first whether a tensor is on
+        CUDA, and at once whether it is on XLA: the second answer is yes, or it would cast nothing.
+        """
         if not self._is_lying:
             return x.device
-        if not self.has_autocast:
-            return torch.device("cpu")
-        if self.phase == "backward" and not torch.is_grad_enabled():
-            return torch.device("cpu")
-        if id(x) in self._expected:
-            self._expected.pop(id(x))
-            return torch.device("cpu")
-        if x.is_leaf and x.requires_grad and id(x) not in self._accumulators:
-            self._make_accumulator(x)
-        return self.device
-
-    def _make_accumulator(self, x: Tensor) -> None:
-        """Makes the node that receives the gradient of a leaf, which asks for its device once."""
-        self.has_autocast, self.is_paused, paused = False, True, self.is_paused
-        try:
-            with self, torch.enable_grad():
-                node = x.view_as(x).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        finally:
-            self.has_autocast, self.is_paused = True, paused
-        key = id(x)
-        self._accumulators[key] = node, weakref.ref(x, lambda _: self._accumulators.pop(key, None))
-
-    def expect_metadata(self, results: Any) -> None:
-        """The next question about these tensors will be the engine's."""
-        if isinstance(results, FakeTensor):
-            key = id(results)
-            self._expected[key] = weakref.ref(results, lambda _: self._expected.pop(key, None))
-        elif isinstance(results, (list, tuple)):
-            for result in results:
-                self.expect_metadata(result)
+        if not self.has_autocast or torch.is_autocast_enabled("cuda"):  # it is off inside of them
+            return _CPU
+        is_again = self._asked is not None and self._asked() is x
+        # A leaf is asked of by autocast, twice, and by the engine before its first operation.
+        is_leaf = x.is_leaf and x.requires_grad
+        self._asked = None if is_again and is_leaf else weakref.ref(x)
+        return _XLA if is_again else _CPU
 
     # ---- operations -----------------------------------------------------------------------------
 
@@ -187,6 +166,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _DEVICE:
             return self._device_for_cpp(args[0])
+        self._asked = None
         if self.is_paused:
             if func is _ADD and torch._C._current_graph_task_id() != -1:
                 self._unshared = _uses(args[0])
@@ -219,8 +199,6 @@ class Recorder(TorchDispatchMode):
             held.append(made)
         result = func(*args, **kwargs)
         self._note(result, name, module)
-        if self.has_autocast and torch.is_grad_enabled() and _needs_grad(args):
-            self.expect_metadata(result)
         for made in held:
             made.end = self.now
         if held:
@@ -235,8 +213,6 @@ class Recorder(TorchDispatchMode):
                 result = BODIES[name](*args, **kwargs)
         finally:
             self._outer = outer
-        if self.has_autocast and torch.is_grad_enabled() and _needs_grad(args):
-            self.expect_metadata(result)
         return result
 
     def _is_summed_in_place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -333,15 +309,6 @@ class Recorder(TorchDispatchMode):
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def _needs_grad(args: Any) -> bool:
-    return any(
-        arg.requires_grad
-        if isinstance(arg, Tensor)
-        else isinstance(arg, (list, tuple)) and _needs_grad(arg)
-        for arg in args
-    )
 
 
 def _is_called_by_engine() -> bool:

@@ -26,7 +26,7 @@ from ..step.errors import PlanError
 from ..step.randomness import generators_kept
 from ..step.trees import tensors_in
 from .copies import Copier
-from .cuda_view import Kernels, cuda_view, functions_told
+from .cuda_view import autocast_told, cuda_view, kernels
 from .ddp import ReplicatedModel
 from .fsdp import ShardedModel
 from .masks import masks_of
@@ -72,9 +72,9 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
         try:
             stack.enter_context(recorder.watching())
             run.install()
-            stack.enter_context(Kernels(recorder, device.type == "cuda"))
+            stack.enter_context(kernels(recorder))
             if device.type == "cuda":
-                stack.enter_context(functions_told(recorder))
+                stack.enter_context(autocast_told(recorder))
             for number in range(step.steps):
                 run.step(number)
         except PlanError:
