@@ -101,8 +101,8 @@ def _may_agree(families: Families) -> bool:
         if not is_out_of_memory(error):
             raise
     families.techniques.notes.append(
-        "micro-batches: there is too little memory to see whether the gradients of parts of a batch "
-        "add up to the gradient of the batch"
+        "micro-batches: there is too little memory to see whether the gradients of parts of a "
+        "batch add up to the gradient of the batch"
     )
     return True
 
