@@ -21,7 +21,7 @@ from .blocks import Blocks, private_copy
 from .candidates import setup_of
 from .choice import Choice
 from .measure import Measured, measure_blocks, seconds_at_leanest
-from .micro_batches import first_samples, parts
+from .micro_batches import parts, some_samples
 from .optimizers import optimizer_seconds
 from .out_of_memory import is_out_of_memory
 from .outer import Outer
@@ -111,14 +111,14 @@ class Families:
         """Plans a choice with any optimizer. Without levels all blocks are at their leanest.
 
         Args:
-            samples: of the batch, of which the first so many are taken; None: all.
+            samples: so many of the batch; None: all.
 
         Raises:
             PlanError: the step cannot be followed, or raises.
         """
         setting = self.setting
         if samples is not None:
-            setting = setting.but(batch=first_samples(setting.batch, samples))
+            setting = setting.but(batch=some_samples(setting.batch, samples))
         choice = choice.but(levels=choice.levels or self._leanest())
         return made(setup_of(setting, choice, self.names, optimizer, self._max_grad_norm))
 
@@ -142,14 +142,14 @@ class Families:
         times.add(key.micro_batches, key.fused_loss, seconds)
 
     def parts_agree(self) -> bool:
-        """Returns whether the losses of parts add up to that of the batch, and sets the rule by
+        """Returns whether gradients of parts add up to that of the batch, and sets the rule by
         which they do; they do not where samples are compared with one another. If there are no
         parts, nothing is compared."""
         counts = [count for count in self.techniques.micro_batches if count > 1]
         if not counts:
             return True
         if self.agree is None:
-            found = rule_of(self.setting, counts[0], self._rules)
+            found = rule_of(self.setting, self._rules)
             self.agree, self.rule = found is not None, found or self.rule
         return self.agree
 

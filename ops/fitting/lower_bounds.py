@@ -93,7 +93,7 @@ def below_every_choice(families: Families, budget: int, within: int) -> DoesNotF
 
 
 def _may_agree(families: Families) -> bool:
-    """Whether losses of parts add up, by forward passes of the model. If these take more memory
+    """Whether gradients of parts add up, by passes of some samples. If these take more memory
     than there is, they may, and a note says that it is not known."""
     try:
         return families.parts_agree()
@@ -101,8 +101,8 @@ def _may_agree(families: Families) -> bool:
         if not is_out_of_memory(error):
             raise
     families.techniques.notes.append(
-        "micro-batches: there is too little memory to see whether the losses of parts of a batch "
-        "add up to the loss of the batch"
+        "micro-batches: there is too little memory to see whether the gradients of parts of a "
+        "batch add up to the gradient of the batch"
     )
     return True
 

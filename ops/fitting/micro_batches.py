@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..step.trees import mapped, tensors_in
 
-__all__ = ["bytes_of", "counts", "first_samples", "mixes_samples", "parts", "samples_of"]
+__all__ = ["bytes_of", "counts", "mixes_samples", "parts", "samples_of", "some_samples"]
 
 
 def samples_of(batch: Any) -> int | None:
@@ -64,15 +64,12 @@ def parts(batch: Any, count: int) -> list[Any]:
     return [mapped(batch, partial(cut, at=at)) for at in range(0, samples, size)]
 
 
-def first_samples(batch: Any, count: int) -> Any:
-    """Returns a batch of the first ``count`` samples, which are copies: views would keep the memory
-    of all of them."""
-    samples = samples_of(batch)
-
-    def first(x: Tensor) -> Tensor:
-        return x[:count].clone() if x.dim() and x.shape[0] == samples else x
-
-    return mapped(batch, first)
+def some_samples(batch: Any, count: int) -> Any:
+    """Returns a batch of at most ``count`` of the samples, spread over all of them, which are
+    copies: views would keep the memory of all of them."""
+    samples = samples_of(batch) or 0
+    rows = [k * samples // count for k in range(count)] if count < samples else [*range(samples)]
+    return mapped(batch, lambda x: x[rows] if x.dim() and x.shape[0] == samples else x)
 
 
 def mixes_samples(model: nn.Module) -> bool:

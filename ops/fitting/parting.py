@@ -15,7 +15,7 @@ __all__ = ["Parting"]
 class Parting:
     """The numbers of micro-batches that a running training can take.
 
-    A search compares the losses of parts with the loss of the batch only when it looks at parts,
+    A search compares gradients of parts with that of the batch only when it looks at parts,
     and a choice that is given is not searched for. Where nobody has compared them yet, the sample
     is held to do it with, as the plan of a step holds it too.
 
@@ -35,8 +35,8 @@ class Parting:
         self._sample = sample if self._agree is None else None
 
     def above(self, count: int) -> list[int]:
-        """Returns the numbers of micro-batches above ``count``; none if the losses of parts do not
-        add up to the loss of the batch, or if there is no memory to compare them. The model stays
+        """Returns the numbers of micro-batches above ``count``; none if the gradients of parts do
+        not add up to that of the batch, or if there is no memory to compare them. The model stays
         as it is."""
         more = [number for number in self._counts if number > count]
         if more and self._agree is None:
@@ -44,14 +44,15 @@ class Parting:
         return more if self._agree else []
 
     def _compare(self) -> None:
-        setting = self._loop.setting.but(batch=self._sample)
+        # The levels that were chosen stay: they are what there is memory for.
+        setting = self._loop.setting.but(batch=self._sample, has_levels=False)
         reason, rule = NO_RULE, None
         try:
-            rule = rule_of(setting, self._counts[1], rules_of(setting))
+            rule = rule_of(setting, rules_of(setting))
         except Exception as error:
             if is_out_of_memory(error):
                 return  # no answer: there may be memory the next time
-            reason = f"the losses of parts of a batch cannot be compared: {error}"
+            reason = f"parts of a batch cannot be compared with it: {error}"
         self._agree, self._sample = rule is not None, None
         if rule is None:
             self._notes.append(f"leaner() makes no more micro-batches: {reason}".partition("\n")[0])

@@ -78,8 +78,8 @@ class Stored:
             raise ValueError(f"choice {reason}")
         if choice.micro_batches > 1 and not self._families.parts_agree():
             raise ValueError(
-                f"choice has {choice.micro_batches} micro-batches, whose losses do not add up to "
-                "that of the batch"
+                f"choice has {choice.micro_batches} micro-batches, whose gradients do not add up "
+                "to that of the batch"
             )
 
     def _planned(self, choice: Choice) -> tuple[Plan, tuple[str, ...]]:

@@ -62,8 +62,7 @@ def rule_of_parts(setting: Setting, rules: Sequence[str], steps: int) -> str | N
         steps: how many batches these are.
     """
     samples = (samples_of(setting.batch) or steps) // steps
-    fewest = next((n for n in range(2, samples + 1) if samples % n == 0), None)
-    return rules[0] if fewest is None else rule_of(setting, steps * fewest, rules)
+    return rules[0] if samples < 2 else rule_of(setting, rules)
 
 
 def fit_in_loop(

@@ -119,6 +119,6 @@ def test_one_sample_more_than_the_batch_that_would_fit_does_not(loss, trains_sta
 
 
 def test_a_loss_that_is_no_mean_is_offered_no_micro_batches():
-    with pytest.raises(DoesNotFit, match="losses of parts of a batch do not add up") as raised:
+    with pytest.raises(DoesNotFit, match="gradients of parts of a batch do not add up") as raised:
         fitted(24, 2048, loss=total, trains_statistics=False)
     assert "24 micro-batches" not in str(raised.value)

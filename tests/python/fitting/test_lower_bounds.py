@@ -120,7 +120,7 @@ def test_a_loss_that_is_no_mean_is_offered_no_micro_batches(unmeasured):
         return mse_loss(output, target, reduction="sum")
 
     model, batch = net()
-    with pytest.raises(DoesNotFit, match="losses of parts of a batch do not add up") as raised:
+    with pytest.raises(DoesNotFit, match="gradients of parts of a batch do not add up") as raised:
         headroom.fit(model, batch, budget=trained(model), loss=total, allow=("8bit",))
     assert "micro-batches," not in str(raised.value)
 
@@ -135,7 +135,7 @@ def test_a_loss_that_cannot_be_compared_for_lack_of_memory(unmeasured, monkeypat
     model, batch = net()
     only = {"release": (False,), "micro_batches": (2, 4)}
     text = str(refused(model, batch, trained(model), only=only))
-    assert "too little memory to see whether the losses of parts of a batch add up" in text
+    assert "too little memory to see whether the gradients of parts of a batch add up" in text
     assert "micro-batches, optimizer headroom" in text and "do not add up" not in text
 
 

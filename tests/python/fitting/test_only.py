@@ -100,7 +100,7 @@ def test_a_loss_that_compares_samples_is_not_parted(numbers):
 def test_a_loss_that_compares_samples_has_whole_batches_if_it_can():
     x = torch.randn(SAMPLES, 16)
     only = {"micro_batches": (1, 4)}
-    with pytest.raises(DoesNotFit, match="losses of parts of a batch do not add up"):
+    with pytest.raises(DoesNotFit, match="gradients of parts of a batch do not add up"):
         fitted(chain(), x, loss=contrastive, optimizer=sgd, only=only, budget="2 KiB")
 
 

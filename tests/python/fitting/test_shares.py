@@ -50,7 +50,7 @@ def assert_same_gradient(setting, count, rule, tolerance):
 @pytest.mark.parametrize("empty", [(), (0, 1, 2, 3), (6,)])
 def test_a_mean_over_labels_in_float64(count, empty):
     setting = Setting(Plain().double(), padded(empty))
-    rule = rule_of(setting, count, rules_of(setting))
+    rule = rule_of(setting, rules_of(setting))
     assert rule == "tokens"
     assert_same_gradient(setting, count, rule, 1e-12)
     whole, _ = gradient(setting, [setting.batch], rule)
@@ -84,13 +84,13 @@ def test_the_batch_shows_what_the_loss_is_a_mean_over():
     batch = padded()
     batch = {name: x[:6] for name, x in batch.items()}
     setting = Setting(MeanOfMeans(), batch)
-    assert rule_of(setting, 3, rules_of(setting)) == "samples"
-    assert rule_of(Setting(Plain(), batch), 3, rules_of(setting)) == "tokens"
+    assert rule_of(setting, rules_of(setting)) == "samples"
+    assert rule_of(Setting(Plain(), batch), rules_of(setting)) == "tokens"
     shifted = Setting(Plain(), batch, forward=lambda m, b: m(b["ids"][:, :-1], b["labels"][:, 1:]))
-    assert rule_of(shifted, 3, rules_of(shifted)) == "next tokens"
+    assert rule_of(shifted, rules_of(shifted)) == "next tokens"
     total = Setting(Plain(), batch, forward=lambda m, b: m(**b) * b["labels"].ne(-100).sum())
-    assert rule_of(total, 3, rules_of(total)) is None
-    assert rule_of(total, 3, ("samples", "sum")) == "sum"
+    assert rule_of(total, rules_of(total)) is None
+    assert rule_of(total, ("samples", "sum")) == "sum"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -110,7 +110,7 @@ def test_rules_whose_losses_are_near_are_told_apart(amp, seed):
         return (losses.sum(1) / batch["labels"].ne(-100).sum(1)).mean()
 
     setting = Setting(model, {"ids": ids, "labels": labels}, forward=mean_of_means, amp=amp)
-    assert rule_of(setting, 2, rules_of(setting)) == "samples"
+    assert rule_of(setting, rules_of(setting)) == "samples"
 
 
 def test_a_batch_without_any_label_has_the_loss_that_it_has():
@@ -141,7 +141,7 @@ def test_models_of_transformers(name):
     batch = padded((5,))
     batch["input_ids"] = batch.pop("ids")
     setting = Setting(model_of(name).double().eval(), batch)
-    rule = rule_of(setting, 7, rules_of(setting))
+    rule = rule_of(setting, rules_of(setting))
     assert rule == rules_of(setting)[0] == ("tokens" if name == "Bert" else "next tokens")
     assert_same_gradient(setting, 3, rule, 1e-6)
     assert_same_gradient(setting, 7, rule, 1e-6)
