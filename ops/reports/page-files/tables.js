@@ -105,7 +105,9 @@ function segmentsSection(segments) {
   const share = percent(facts.free_bytes, facts.reserved_bytes);
   const verdict = facts.free_bytes * 5 < facts.reserved_bytes
     ? "Little is lost to fragmentation."
-    : "Much is held and not used: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets segments grow instead.";
+    : facts.expandable_segments
+      ? "Much is held and not used, though segments grow: it was in use earlier. torch.cuda.empty_cache() gives it back."
+      : "Much is held and not used: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets segments grow instead.";
   return el("section", null,
     el("div", { className: "head" }, el("h2", null, "Segments and fragmentation")),
     el("div", { className: "tiles" }, tile(bytes(facts.reserved_bytes), `reserved in ${count(facts.segments)} segments`),
