@@ -55,6 +55,7 @@ function isPale(color) { // whether light text is read better on it
 }
 
 const dot = (color) => el("span", { className: "dot", style: { background: color } });
+const entry = (color, text) => el("span", null, dot(color), el("span", null, text)); // of a legend
 const cell = (text, kind) => el("td", { className: kind || "" }, text);
 
 function tile(value, label) {

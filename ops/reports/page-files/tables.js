@@ -116,9 +116,9 @@ function segmentsSection(segments) {
       tile(bytes(facts.largest_free_block_bytes), "largest free block")),
     el("p", null, `At the end of the recording. ${verdict}`), canvas,
     segments.rows.length > state.shown ? more : null,
-    el("div", { className: "legend" }, el("button", null, dot(data.colors.parameters), el("span", null, "in use")),
-      el("button", null, dot(data.colors.communication), el("span", null, "waiting for another stream")),
-      el("button", null, dot(css("--line")), el("span", null, "free"))));
+    el("div", { className: "legend" }, entry(data.colors.parameters, "in use"),
+      entry(data.colors.communication, "waiting for another stream"),
+      entry(css("--line"), "free")));
 }
 
 function ladderSection(content) {
@@ -155,7 +155,7 @@ function ladderSection(content) {
     el("div", { className: "scroll" }, el("table", { className: "ladder" },
       el("thead", null, el("tr", null, ...names.map((name, index) => el("th", { className: index > 1 ? "n" : "" }, name)))),
       el("tbody", null, ...rows))),
-    el("div", { className: "legend" }, ...Object.entries(content.colors).map(([kind, color]) => el("button", null, dot(color), el("span", null, kind)))),
+    el("div", { className: "legend" }, ...Object.entries(content.colors).map(([kind, color]) => entry(color, kind))),
     el("p", null, "Bars are counted bytes; the upright mark is the ", content.summary.peak, " of the process",
       predicted ? ", the dashed one what the plan predicted." : "."));
 }

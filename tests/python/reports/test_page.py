@@ -146,6 +146,8 @@ def test_treemap_and_flame_graph(browser, page):
 def test_small_boxes_have_names_and_are_no_tab_stops(browser, page):
     browser.open(page)
     boxes = "[...document.querySelectorAll('.boxes button')]"
+    # What a legend only explains is no button.
+    assert browser.run("[...document.querySelectorAll('.legend button')].every(b => b.ariaPressed)")
     for view in ("treemap", "flame graph"):
         press(browser, view)
         found = browser.run(f"{boxes}.map(b => [b.innerText, b.tabIndex, b.ariaLabel])")
@@ -186,7 +188,7 @@ def test_what_the_allocator_holds(browser, tmp_path, grows):
     )
     for name, expected in (("reserved", False), ("reserved", True)):
         browser.run("window.labels.length = 0")
-        find = ".find(b => b.textContent === %s).click()" % json.dumps(name)
+        find = f".find(b => b.textContent === {json.dumps(name)}).click()"
         browser.run("[...document.querySelectorAll('.legend button')]" + find)
         browser.settle()
         labels = browser.run("window.labels")
