@@ -1,14 +1,12 @@
-"""The command ``headroom``: subcommands, exit codes, JSON, completion."""
+"""The command ``headroom``: subcommands, exit codes, JSON."""
 
 import json
-import shutil
-import subprocess
 
 import headroom
 import pytest
 import torch
-from headroom.cli import EXIT_CODES, command, completion, main
-from headroom.cli.command import COMMANDS, make_parser
+from headroom.cli import EXIT_CODES, command, main
+from headroom.cli.command import COMMANDS
 from headroom.memory import Allocation, Timeline
 
 from helpers import report_files
@@ -187,7 +185,7 @@ def test_errors_name_options_instead_of_arguments_of_python(folder, capsys):
 
 def test_exit_codes(capsys, monkeypatch):
     assert set(EXIT_CODES) == {0, 1, 2, 130}
-    for arguments in ([], ["bogus"], ["fit", "x:y"], ["report"], ["completion", "tcsh"]):
+    for arguments in ([], ["bogus"], ["fit", "x:y"], ["report"]):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         assert ended.value.code == 2
@@ -268,37 +266,6 @@ def test_demo_outside_of_a_clone(folder, capsys, answer, monkeypatch):
     assert main(["demo", "--size", "code=0", "--json"]) == 1
     assert answer()["command"][2:] == ["--size", "code=0"]
     assert main(["demo", "code=3"]) == 1
-
-
-def test_completion_in_bash(folder, capsys):
-    assert main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
-
-    def complete(*words):
-        asked = "COMP_WORDS=(headroom {}); COMP_CWORD={}; _headroom; echo ${{COMPREPLY[*]}}"
-        text = script + asked.format(" ".join(f"'{word}'" for word in words), len(words))
-        done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
-        return done.stdout.split()
-
-    assert complete("") == [*COMMANDS, "--help", "--version"]
-    assert complete("re") == ["report"]
-    assert complete("plan", "--max") == ["--max-grad-norm"]
-    assert complete("plan", "--amp", "") == ["bfloat16", "float16"]
-    assert complete("completion", "z") == ["zsh"]
-    (folder / "run.pickle").touch()
-    assert complete("report", "run") == ["run.pickle"]
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_completion_in_other_shells(answer, shell):
-    assert main(["completion", shell, "--json"]) == 0
-    script = answer()["script"]
-    for one in completion.commands_of(make_parser()):
-        assert one.name in script
-        for option in one.options:
-            assert all(name.lstrip("-") in script for name in option.names)
-    if shutil.which(shell):
-        subprocess.run([shell, "-n"], input=script, text=True, check=True)
 
 
 def test_python_m_headroom():
