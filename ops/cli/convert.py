@@ -15,6 +15,7 @@ from ..state.convert import LIBRARIES, convert_state
 from ..state.file import is_state_file
 from ..state.load import load_state
 from ..state.save import save_state
+from .arguments import ArgumentError, count
 from .output import print_json
 
 HELP = "convert an optimizer state for a library"
@@ -31,8 +32,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--from", dest="from_", help="IN's library, if not recognized", **library)
     command.add_argument("--key", help="the state's place in IN: 'optimizer', 'a.b'")
     command.add_argument("--param-dtype", choices=DTYPES, help="dtype of the parameters")
-    command.add_argument("--block-size", type=int, help="elements per scale of 8-bit moments")
-    command.add_argument("--min-8bit-size", type=int, default=4096)
+    command.add_argument("--block-size", type=count(1), help="elements per scale of 8-bit moments")
+    command.add_argument("--min-8bit-size", type=count(0), default=4096)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -110,7 +111,7 @@ def _path(checkpoint: Any, key: str | None) -> list[str]:
         for part in path:
             inner = inner.get(part) if isinstance(inner, dict) else None
         if not is_state(inner):
-            raise ValueError(f"there is no {WHAT}, at {key!r}")
+            raise ArgumentError(f"--key is {key!r}, where there is not {WHAT}")
         return path
     if is_state(checkpoint):
         return []

@@ -18,7 +18,7 @@ WHERE = (
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("arguments", nargs=argparse.REMAINDER, help="of examples/demo.sh")
+    command.epilog = "Arguments that are not listed here are those of examples/demo.sh."
 
 
 def run(options: argparse.Namespace) -> int:

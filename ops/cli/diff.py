@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 from .._core.progress import progress_bar
-from .._core.sizes import format_bytes, parse_bytes
+from .._core.sizes import format_bytes
 from ..reports.diff import diff
 from ..reports.files import load
+from .arguments import count, size
 from .output import print_json
 
 HELP = "say what grew between two snapshots or plans"
@@ -22,12 +23,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     what = "what is compared: when the most is live (default), or the end, such as for leaks"
     command.add_argument("--at", choices=("peak", "end"), default="peak", help=what)
     command.add_argument("--device", help="of the snapshots, such as cuda:1")
-    command.add_argument("--fail-above", metavar="SIZE", help='exit with 1 above this: "50 MiB"')
-    command.add_argument("--top", type=int, default=10, metavar="N", help="rows shown")
+    command.add_argument(
+        "--fail-above", type=size, metavar="SIZE", help='exit with 1 above this: "50 MiB"'
+    )
+    command.add_argument("--top", type=count(0), default=10, metavar="N", help="rows shown")
 
 
 def run(options: argparse.Namespace) -> int:
-    limit = None if options.fail_above is None else parse_bytes(options.fail_above, "--fail-above")
+    limit = options.fail_above
     files = options.a, options.b
     quiet = options.json or not sys.stderr.isatty()
     sides = []

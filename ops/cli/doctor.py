@@ -63,7 +63,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the doctor by itself, where the package cannot be imported."""
     parser = argparse.ArgumentParser(prog="headroom doctor", description=__doc__)
     add_arguments(parser)
-    return run(parser.parse_args(arguments))
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown and options.json:
+        error = {"error": f"unrecognized arguments: {unknown[0]}", "type": "ArgumentError"}
+        print(json.dumps({"format": "headroom.error/1"} | error, indent=2))
+    if unknown:
+        parser.error(f"unrecognized arguments: {unknown[0]}")
+    return run(options)
 
 
 def examine(root: Path = Path("/")) -> list[Finding]:

@@ -8,8 +8,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from .._core.sizes import format_bytes, parse_bytes
+from .._core.sizes import format_bytes
 from ..planning import max_batch, plan
+from .arguments import ArgumentError, size
 from .output import print_json
 from .plan import described
 from .setups import add_setup_arguments, real_setup_of, setup_of
@@ -22,7 +23,9 @@ ALLOWABLE = ("8bit", "bf16", "adafactor")
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add_setup_arguments(command)
     question = command.add_mutually_exclusive_group(required=True)
-    question.add_argument("--budget", metavar="SIZE", help='memory of the device, such as "24 GiB"')
+    question.add_argument(
+        "--budget", type=size, metavar="SIZE", help='memory of the device, such as "24 GiB"'
+    )
     question.add_argument(
         "--ladder", action="store_true", help="show all trades of memory against time, measured"
     )
@@ -57,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     if options.ladder:
         return _ladder(options)
-    budget = parse_bytes(options.budget, "--budget")
+    budget = options.budget
     if options.measure:
         return _measured(options, budget)
     arguments, keywords = setup_of(options)
@@ -84,11 +87,11 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     """Refuses options that do not go together."""
     if options.ladder and (options.max_batch or options.measure):
-        raise ValueError("--ladder has no budget, which --max-batch and --measure need")
+        raise ArgumentError("--ladder has no budget, which --max-batch and --measure need")
     if options.allow and not (options.measure or options.ladder):
-        raise ValueError("--allow goes with --measure or --ladder")
+        raise ArgumentError("--allow goes with --measure or --ladder")
     if (options.png or options.out) and not options.ladder:
-        raise ValueError("--png and --out are of --ladder")
+        raise ArgumentError("--png and --out are of --ladder")
 
 
 def _measured(options: argparse.Namespace, budget: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from .._core.atomic import replacing
 from ..planning import Plan, plan
+from .arguments import count
 from .output import print_json
 from .setups import add_setup_arguments, setup_of
 
@@ -18,9 +19,11 @@ HELP = "predict the memory of a training step"
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add_setup_arguments(command)
-    command.add_argument("--advice", type=int, default=0, metavar="N", help="what would help most")
+    command.add_argument(
+        "--advice", type=count(0), default=0, metavar="N", help="what would help most"
+    )
     command.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON as well")
-    command.add_argument("--top", type=int, default=8, metavar="N", help="owners in the table")
+    command.add_argument("--top", type=count(0), default=8, metavar="N", help="owners in the table")
 
 
 def run(options: argparse.Namespace) -> int:

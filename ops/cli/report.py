@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..reports import read, report
 from ..reports.terminal import show
+from .arguments import ArgumentError, count
 from .output import print_json
 
 HELP = "make a page of snapshots, plans and profiles"
@@ -22,14 +23,18 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--png", type=Path, metavar="PNG", help="write a picture as well")
     command.add_argument("--title", help="of the page (default: the names of the files)")
     command.add_argument("--terminal", action="store_true", help="show it here, and write no page")
-    command.add_argument("--top", type=int, default=10, metavar="N", help="owners shown here")
+    command.add_argument("--top", type=count(0), default=10, metavar="N", help="owners shown here")
 
 
 def run(options: argparse.Namespace) -> int:
     out = options.out or Path(options.files[0].name + ".html")
     clash = [path for path in options.files if path.exists() and _is_same(path, out, options.png)]
     if clash:
-        raise ValueError(f"{clash[0]} is read, and would be replaced: choose another --out")
+        raise ArgumentError(f"{clash[0]} is read, and would be replaced: choose another --out")
+    if options.terminal and options.out is not None:
+        raise ArgumentError("--terminal writes no page: leave --out out")
+    if options.png is not None and options.png.absolute() == out.absolute():
+        raise ArgumentError(f"--png is {str(options.png)!r}, where the page goes: choose another")
     if options.terminal:
         parts = [part for file in options.files for part in read(file)]
         if options.png is not None:

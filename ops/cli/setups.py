@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ..nn.steps import LEVELS
+from .arguments import ArgumentError, count
+
 __all__ = ["add_setup_arguments", "real_setup_of", "setup_of"]
 
 MODEL = "module:function that returns a model, or a transformers config.json or its folder"
@@ -62,9 +65,9 @@ def add_setup_arguments(command: argparse.ArgumentParser) -> None:
     )
     step.add_argument("--device", default="cuda", help="cuda (default, no GPU needed) or cpu")
     step.add_argument("--amp", choices=AMP, help="dtype of torch.autocast")
-    step.add_argument("--save", metavar="LEVEL", help="save level of the blocks of headroom.nn")
-    step.add_argument("--checkpoint-every", type=int, metavar="N")
-    step.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches")
+    step.add_argument("--save", choices=LEVELS, help="save level of the blocks of headroom.nn")
+    step.add_argument("--checkpoint-every", type=count(1), metavar="N")
+    step.add_argument("--accumulation", type=count(1), default=1, metavar="N", help="micro-batches")
     step.add_argument("--release", action="store_true", help="release gradients in the backward")
     step.add_argument("--scaler", action="store_true", help="scale losses")
     step.add_argument("--max-grad-norm", type=float, metavar="NORM")
@@ -74,27 +77,30 @@ def setup_of(options: argparse.Namespace) -> tuple[tuple[Any, ...], dict[str, An
     """Returns the arguments of :func:`headroom.plan` that the options stand for.
 
     Raises:
-        ValueError: an option is not of the form that it should have; says which one.
+        ArgumentError: an option is not of the form that it should have; says which one.
     """
-    given = [name for name in ("tokens", "input", "batch") if getattr(options, name)]
+    given = [name for name in ("tokens", "input", "batch") if getattr(options, name) is not None]
     if len(given) != 1:
-        raise ValueError(
+        raise ArgumentError(
             f"the batch is given {len(given)} times, wanted once: --tokens, --input or --batch"
         )
     if options.target and options.loss is None:
-        raise ValueError("--target needs a --loss, which compares the output with it")
+        raise ArgumentError("--target needs a --loss, which compares the output with it")
+    if options.target and not options.input:
+        raise ArgumentError("--target goes with --input")
+    _check(options)
     batch: Any
-    if options.tokens:
+    if options.tokens is not None:
         ids = tensor(options.tokens + ":int64", "--tokens", dimensions=2)
         batch = {"input_ids": ids, "labels": ids.clone()}
-    elif options.batch:
+    elif options.batch is not None:
         batch = named(options.batch, "--batch")()
+        if batch is None:
+            raise ArgumentError(f"--batch is {options.batch!r}, which returned None")
     else:
         parts = [tensor(text, "--input") for text in options.input]
         parts += [tensor(options.target, "--target")] if options.target else []
         batch = tuple(parts)
-    if options.target and not options.input:
-        raise ValueError("--target goes with --input")
     keywords = {
         "loss": _loss(options.loss),
         "device": options.device,
@@ -115,27 +121,46 @@ def real_setup_of(options: argparse.Namespace) -> tuple[tuple[Any, ...], dict[st
     normal random numbers, or zeros where they are not floating-point.
 
     Raises:
-        ValueError: the device is not there, the model is no function, or an option says what
+        ArgumentError: the device is not there, the model is no function, or an option says what
             fitting decides by itself.
     """
     decided = [name for name in DECIDED if getattr(options, name) not in (None, False, 1)]
     if decided:
-        raise ValueError(f"--{decided[0].replace('_', '-')} is what is looked for: leave it out")
+        raise ArgumentError(f"--{decided[0].replace('_', '-')} is what is looked for: leave it out")
+    _check(options)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device is cuda, and there is no GPU to measure on: --device cpu")
+        raise ArgumentError("--device is cuda, and there is no GPU to measure on: --device cpu")
     (source, optimizer, batch), keywords = setup_of(options)
     if ":" not in source:
-        raise ValueError(f"MODEL is {source!r}, wanted module:function, whose model can be run")
+        raise ArgumentError(f"MODEL is {source!r}, wanted module:function, whose model can be run")
     if optimizer is None:
-        raise ValueError("--optimizer is none, wanted one that makes the step")
+        raise ArgumentError("--optimizer is none, wanted one that makes the step")
     with device:
-        made = named(source, "MODEL")
-        model = made if isinstance(made, torch.nn.Module) else made()
+        model = named(source, "MODEL")
+        model = model if isinstance(model, torch.nn.Module) else model()
+        if not isinstance(model, torch.nn.Module):
+            raise ArgumentError(f"MODEL is {source!r}, which returned a {type(model).__name__}")
         batch = tree_map_only(Tensor, lambda x: _filled(x, device), batch)
     chosen = {name: keywords[name] for name in ("loss", "device", "amp", "max_grad_norm")}
     scaler = torch.amp.GradScaler(device.type) if options.scaler else None
     return (model.to(device), batch), chosen | {"optimizer": optimizer, "scaler": scaler}
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuses a model, a device or a norm that is none."""
+    if ":" in options.model:
+        named(options.model, "MODEL")
+    elif not os.path.exists(options.model) or not options.model:
+        raise ArgumentError(
+            f"MODEL is {options.model!r}, and there is no such file or folder; wanted {MODEL}. "
+            "Names on the Hugging Face hub are not looked up, since nothing is downloaded"
+        )
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", options.device):
+        raise ArgumentError(f"--device is {options.device!r}, wanted cpu, cuda or cuda:1")
+    norm = options.max_grad_norm
+    if norm is not None and not norm > 0:
+        raise ArgumentError(f"--max-grad-norm is {norm}, wanted a positive number")
 
 
 def _filled(x: Tensor, device: torch.device) -> Tensor:
@@ -153,12 +178,17 @@ def tensor(text: str, argument: str, dimensions: int | None = None) -> Tensor:
     good = all(re.fullmatch(r"[1-9]\d{0,11}", size) for size in sizes)
     if not good or (dimensions is not None and len(sizes) != dimensions):
         form = "BxS" if dimensions == 2 else "sizes with x between them"
-        raise ValueError(f"{argument} is {shape!r}, wanted {form}, such as 4x2048")
+        raise ArgumentError(f"{argument} is {shape!r}, wanted {form}, such as 4x2048")
     if colon and dtype not in DTYPES:
-        raise ValueError(f"{argument} has the dtype {dtype!r}, wanted one of {', '.join(DTYPES)}")
-    return torch.empty(
-        [int(size) for size in sizes], dtype=DTYPES[dtype or "float32"], device="meta"
-    )
+        raise ArgumentError(
+            f"{argument} has the dtype {dtype!r}, wanted one of {', '.join(DTYPES)}"
+        )
+    try:
+        return torch.empty(
+            [int(size) for size in sizes], dtype=DTYPES[dtype or "float32"], device="meta"
+        )
+    except RuntimeError as error:  # more bytes than 64 bits count
+        raise ArgumentError(f"{argument} is {shape!r}: {error}") from None
 
 
 def named(text: str, argument: str) -> Any:
@@ -166,19 +196,23 @@ def named(text: str, argument: str) -> Any:
     path = list(sys.path)
     sys.path.insert(0, os.getcwd())
     try:
-        return pkgutil.resolve_name(text)
+        found = pkgutil.resolve_name(text)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{argument} is {text!r}, wanted module:function: {error}") from error
+        raise ArgumentError(f"{argument} is {text!r}, wanted module:function: {error}") from error
     finally:
         sys.path[:] = path
+    if not callable(found):
+        got = type(found).__name__
+        raise ArgumentError(f"{argument} is {text!r}, a value of type {got}; wanted a function")
+    return found
 
 
 def _loss(text: str | None) -> Any:
     if text is None or ":" in text:
         return text and named(text, "--loss")
     found = getattr(torch.nn.functional, text, None)
-    if not callable(found):
-        raise ValueError(f"--loss is {text!r}, wanted one of torch.nn.functional, or a function")
+    if not callable(found) or isinstance(found, type):
+        raise ArgumentError(f"--loss is {text!r}, wanted one of torch.nn.functional, or a function")
     return found
 
 
@@ -187,7 +221,7 @@ def _optimizer(text: str, options: list[str]) -> Any:
     for option in options:
         name, equals, value = option.partition("=")
         if not equals or not name.isidentifier():
-            raise ValueError(f"--option is {option!r}, wanted NAME=VALUE")
+            raise ArgumentError(f"--option is {option!r}, wanted NAME=VALUE")
         values[name] = _value(value)
     if text == "none":
         return None
@@ -195,14 +229,24 @@ def _optimizer(text: str, options: list[str]) -> Any:
         return partial(named(text, "--optimizer"), **values)
     place, _, name = text.rpartition(".")
     if place not in ("", "torch.optim", "headroom.optim"):
-        raise ValueError(f"--optimizer is {text!r}, wanted a name of headroom.optim or torch.optim")
+        raise ArgumentError(
+            f"--optimizer is {text!r}, wanted a name of headroom.optim or torch.optim"
+        )
     import headroom.optim
 
     package = torch.optim if place == "torch.optim" else headroom.optim
     found = getattr(package, name, None)
     if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
-        raise ValueError(f"--optimizer is {text!r}, and {package.__name__} has none of this name")
-    return partial(found, **values) if values else found
+        raise ArgumentError(
+            f"--optimizer is {text!r}, and {package.__name__} has none of this name"
+        )
+    if not values:
+        return found
+    try:
+        found([torch.nn.Parameter(torch.zeros(2, 2))], **values)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"--option is refused by {text}: {error}") from error
+    return partial(found, **values)
 
 
 def _value(text: str) -> Any:

@@ -184,6 +184,8 @@ class _Side:
         if device is not None and isinstance(value, Snapshot):
             value = value.of(device)
         timeline = value if isinstance(value, Timeline) else getattr(value, "timeline", None)
+        if device is not None and isinstance(timeline, Timeline) and timeline.device != device:
+            raise ValueError(f"device is {device!r}, and {self.name} is of {timeline.device!r}")
         if not isinstance(timeline, Timeline):
             raise TypeError(
                 f"got {type(value).__name__}, wanted the path of a snapshot, or something with a "

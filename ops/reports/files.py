@@ -168,7 +168,7 @@ def _snapshot(value: Snapshot, name: str) -> list[Part]:
         reserved = one.reserved_over_events() if is_held else []
         if max(reserved, default=0) < one.timeline.peak_bytes:
             reserved = []  # segments were not recorded as they came and went
-        content = recording.described(one.timeline, reserved)
+        content = recording.described(one.timeline, reserved, one.has_kinds)
         content["notes"] += [
             f"Out of memory after event {failure.event:,}: {format_bytes(failure.bytes)} were "
             f"asked for, and the device had {format_bytes(failure.device_free)} free."

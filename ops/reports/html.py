@@ -17,7 +17,7 @@ from pathlib import Path
 
 from .._core.binaries import VERSION
 from .files import Part
-from .kinds import COLORS
+from .kinds import COLORS, UNKNOWN, color_of
 
 __all__ = ["page_of"]
 
@@ -51,7 +51,7 @@ def page_of(parts: Sequence[Part], title: str) -> str:
     data = {
         "title": title,
         "version": VERSION,
-        "colors": COLORS,
+        "colors": COLORS | {UNKNOWN: color_of(UNKNOWN)},
         "parts": [
             {"kind": part.kind, "file": part.file, "title": part.title, "content": part.content}
             for part in parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..memory.events import KINDS
 
-__all__ = ["COLORS", "LADDER", "PHASES", "color_of", "name_of"]
+__all__ = ["COLORS", "LADDER", "PHASES", "UNKNOWN", "color_of", "name_of"]
 
 # Okabe and Ito's colors, which color-blind readers can tell apart, and two shades of them.
 COLORS = {
@@ -20,6 +20,9 @@ COLORS = {
     "temporaries": "#9AA3AE",
 }
 assert COLORS.keys() == KINDS.keys()
+
+UNKNOWN = "unknown"
+"""The kind of all allocations of a snapshot that does not say what memory is for."""
 
 LADDER = {
     "parameters": "parameters",

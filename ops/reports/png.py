@@ -10,7 +10,7 @@ from typing import Any
 from .._core.drawing import FAINT, INK, LINE, byte_unit, new_figure, plain_axes, safe_text, save_png
 from .._core.sizes import format_bytes
 from .files import Part
-from .kinds import COLORS, PHASES, name_of
+from .kinds import COLORS, PHASES, color_of, name_of
 
 __all__ = ["draw"]
 
@@ -45,7 +45,7 @@ def _recording(axes: Any, part: Part) -> None:
             [*events, facts["events"]],
             *([*row, row[-1]] for row in values),
             step="post",
-            colors=[COLORS[kind] for kind in series],
+            colors=[color_of(kind) for kind in series],
             labels=[name_of(kind) for kind in series],
             linewidth=0,
         )

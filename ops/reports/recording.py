@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._core.text import quoted
 from ..memory.events import KINDS, Span, Timeline
+from .kinds import UNKNOWN
 from .limits import SUM
 from .text import Texts
 
@@ -27,15 +28,19 @@ GROUPS = 9  # modules or lines that have a color of their own
 BANDS = 1500  # phases that are shown over time
 
 
-def described(timeline: Timeline, reserved: Sequence[int] = ()) -> dict[str, Any]:
+def described(
+    timeline: Timeline, reserved: Sequence[int] = (), has_kinds: bool = True
+) -> dict[str, Any]:
     """Returns what a report shows of a timeline, in what :mod:`json` writes. ``reserved`` is what
-    the allocator holds at each event, where that is known.
+    the allocator holds at each event, where that is known. Without ``has_kinds``, nobody has said
+    what memory is for, and all of it is "unknown".
 
     ``summary`` has the numbers that ``headroom report --json`` prints, ``series`` the live bytes by
     kind, by module and by line at each point, as differences from the point before, ``top`` the
     largest owners at each point, and ``owners`` who is live at the peak.
     """
     columns = _Columns(timeline)
+    kinds = {kind: kind if has_kinds else UNKNOWN for kind in KINDS}
     points = _points(columns)
     texts = Texts()
     rows = columns.at_peak()
@@ -58,14 +63,14 @@ def described(timeline: Timeline, reserved: Sequence[int] = ()) -> dict[str, Any
         rest[kind][0] += size
         rest[kind][1] += count
     return {
-        "summary": _summary(timeline, columns),
-        "kinds": list(KINDS),
+        "summary": _summary(timeline, columns, kinds),
+        "kinds": list(kinds.values()),
         "events": timeline.events,
         "peak": timeline.peak_index,
         "points": _differences(points.tolist()),
         "series": {
             "kind": {
-                kind: _differences(series.tolist())
+                kinds[kind]: _differences(series.tolist())
                 for kind, series in columns.kinds_at(points).items()
             },
             "module": columns.groups_at(points, [_module(key) for key in columns.keys]),
@@ -87,7 +92,7 @@ def described(timeline: Timeline, reserved: Sequence[int] = ()) -> dict[str, Any
     }
 
 
-def _summary(timeline: Timeline, columns: _Columns) -> dict[str, Any]:
+def _summary(timeline: Timeline, columns: _Columns, kinds: dict[str, str]) -> dict[str, Any]:
     span = timeline.span(timeline.peak_index)
     return {
         "device": quoted(timeline.device),
@@ -95,7 +100,9 @@ def _summary(timeline: Timeline, columns: _Columns) -> dict[str, Any]:
         "peak_event": timeline.peak_index,
         "peak_phase": span.phase,
         "peak_step": span.step,
-        "peak_by_kind": {kind: size for kind, size in columns.kinds_of_peak().items() if size},
+        "peak_by_kind": {
+            kinds[kind]: size for kind, size in columns.kinds_of_peak().items() if size
+        },
         "end_bytes": columns.last,
         "allocations": len(timeline.allocations),
         "events": timeline.events,

@@ -52,5 +52,6 @@ def segments_of(snapshot: Snapshot) -> dict[str, Any]:
         "stuck_bytes": stuck,
         "largest_free_block_bytes": largest,
         "segments": len(snapshot.segments),
+        "expandable_segments": sum(segment.is_expandable for segment in snapshot.segments),
     }
     return {"summary": summary, "rows": rows, "strings": texts.strings, "stacks": texts.stacks}

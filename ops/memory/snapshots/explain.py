@@ -113,7 +113,8 @@ def _fragmentation(snapshot: Snapshot, asked: int) -> list[str]:
         f"The allocator held {format_bytes(held)}, of which {format_bytes(sum(gaps))} were free in "
         f"{len(gaps)} gaps, the largest of {format_bytes(largest)}{free}."
     ]
-    if largest < asked <= sum(gaps):
+    grows = any(segment.is_expandable for segment in snapshot.segments)
+    if largest < asked <= sum(gaps) and not grows:
         lines += [
             "The gaps together would have been enough: let segments grow, with",
             '       os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"',

@@ -36,7 +36,9 @@ function bytes(size) {
 const count = (number) => Math.round(number).toLocaleString("en-US");
 const percent = (part, whole) => `${((100 * part) / Math.max(1, whole)).toFixed(1)} %`;
 const words = (kind) => kind.replaceAll("_", " ");
-const PALETTE = Object.values(data.colors);
+// Colors of names that are no kinds; gray is left to what is unknown and to all others.
+const GRAY = data.colors.temporaries;
+const PALETTE = Object.values(data.colors).filter((color) => color !== GRAY);
 
 function sums(differences) {
   let sum = 0;
@@ -53,6 +55,7 @@ function isPale(color) { // whether light text is read better on it
 }
 
 const dot = (color) => el("span", { className: "dot", style: { background: color } });
+const entry = (color, text) => el("span", null, dot(color), el("span", null, text)); // of a legend
 const cell = (text, kind) => el("td", { className: kind || "" }, text);
 
 function tile(value, label) {

@@ -43,7 +43,7 @@ function colorOf(node, plain) {
   if (plain) {
     let hash = 7;
     for (const letter of node.name) hash = (hash * 31 + letter.charCodeAt(0)) % 9973;
-    return PALETTE[hash % (PALETTE.length - 1)];
+    return PALETTE[hash % PALETTE.length];
   }
   for (const [kind, size] of node.kinds) {
     if (size > most) [found, most] = [kind, size];
@@ -105,6 +105,9 @@ function breakdownSection(content) {
     const share = percent(node.size, root.tree.size);
     return el("button", {
       className: isPale(color) ? "pale" : "",
+      // What is too small for a text is named for screen readers, and reached through its parent.
+      "aria-label": `${node.name}, ${bytes(node.size)}`,
+      tabIndex: text ? 0 : -1,
       style: { left: `${x}px`, top: `${y}px`, width: `${Math.max(1, width)}px`, height: `${Math.max(1, height)}px`, background: color },
       onclick: () => {
         if (node.children.size) {

@@ -25,7 +25,7 @@ function recordingPart(content) {
     tiles,
     options ? el("p", null, options) : null,
     el("section", null, el("div", { className: "head" }, el("h2", null, "The peak by kind")), stripe,
-      el("div", { className: "legend" }, ...parts.map(([name, size, color]) => el("button", null, dot(color), el("span", null, `${name} ${bytes(size)}`))))),
+      el("div", { className: "legend" }, ...parts.map(([name, size, color]) => entry(color, `${name} ${bytes(size)}`)))),
     timelineSection(content), breakdownSection(content), ownersSection(content),
     content.segments ? segmentsSection(content.segments) : null,
     ...content.notes.map((note) => el("p", null, note)),

@@ -124,8 +124,8 @@ function profilePart(content) {
         ...content.steps.slice(0, 60).map((step) => el("tr", null, cell(`step ${step.number}`, "kind"),
           el("td", { className: "bars" }, el("div", { style: { width: `${(100 * (step.wall_us || 0)) / longest}%` } }, phaseBar(step.phases_us, step.wall_us))),
           cell(time(step.wall_us), "n")))))),
-      el("div", { className: "legend" }, ...Object.entries(facts.phases_us).map(([phase, us]) => el("button", null,
-        dot(STEP_COLORS[phase]), el("span", null, `${phase} ${percent(us, facts.wall_us)}`))))),
+      el("div", { className: "legend" }, ...Object.entries(facts.phases_us).map(([phase, us]) =>
+        entry(STEP_COLORS[phase], `${phase} ${percent(us, facts.wall_us)}`)))),
     searchTable("Modules", rows, [
       { name: "module", value: (row) => row.name || "(model)", text: (row) => (row.type ? `${row.name || "(model)"}  ${row.type}` : row.name) },
       { name: "forward a step", value: total("forward_us"), text: perStep("forward_us") },

@@ -105,7 +105,9 @@ function segmentsSection(segments) {
   const share = percent(facts.free_bytes, facts.reserved_bytes);
   const verdict = facts.free_bytes * 5 < facts.reserved_bytes
     ? "Little is lost to fragmentation."
-    : "Much is held and not used: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets segments grow instead.";
+    : facts.expandable_segments
+      ? "Much is held and not used, though segments grow: it was in use earlier. torch.cuda.empty_cache() gives it back."
+      : "Much is held and not used: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets segments grow instead.";
   return el("section", null,
     el("div", { className: "head" }, el("h2", null, "Segments and fragmentation")),
     el("div", { className: "tiles" }, tile(bytes(facts.reserved_bytes), `reserved in ${count(facts.segments)} segments`),
@@ -114,9 +116,9 @@ function segmentsSection(segments) {
       tile(bytes(facts.largest_free_block_bytes), "largest free block")),
     el("p", null, `At the end of the recording. ${verdict}`), canvas,
     segments.rows.length > state.shown ? more : null,
-    el("div", { className: "legend" }, el("button", null, dot(data.colors.parameters), el("span", null, "in use")),
-      el("button", null, dot(data.colors.communication), el("span", null, "waiting for another stream")),
-      el("button", null, dot(css("--line")), el("span", null, "free"))));
+    el("div", { className: "legend" }, entry(data.colors.parameters, "in use"),
+      entry(data.colors.communication, "waiting for another stream"),
+      entry(css("--line"), "free")));
 }
 
 function ladderSection(content) {
@@ -153,7 +155,7 @@ function ladderSection(content) {
     el("div", { className: "scroll" }, el("table", { className: "ladder" },
       el("thead", null, el("tr", null, ...names.map((name, index) => el("th", { className: index > 1 ? "n" : "" }, name)))),
       el("tbody", null, ...rows))),
-    el("div", { className: "legend" }, ...Object.entries(content.colors).map(([kind, color]) => el("button", null, dot(color), el("span", null, kind)))),
+    el("div", { className: "legend" }, ...Object.entries(content.colors).map(([kind, color]) => entry(color, kind))),
     el("p", null, "Bars are counted bytes; the upright mark is the ", content.summary.peak, " of the process",
       predicted ? ", the dashed one what the plan predicted." : "."));
 }

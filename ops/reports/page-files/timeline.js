@@ -7,6 +7,7 @@ function timelineSection(content) {
   const points = sums(content.points);
   const modes = { kind: "kind", module: "module", line: "line" };
   const reserved = sums(content.reserved);
+  const held = { name: "reserved", values: reserved }; // a line, and no layer
   const tops = [];
   for (const top of content.top) tops.push(top === null ? tops[tops.length - 1] : top);
   const few = Object.keys(content.series.kind).length < 2;
@@ -18,14 +19,14 @@ function timelineSection(content) {
 
   function choose(mode) {
     state.mode = mode;
-    state.hidden.clear();
+    for (const layer of layers) state.hidden.delete(layer);
     const named = Object.entries(content.series[mode]);
     layers = named.map(([name, differences], index) => {
-      const color = mode === "kind" ? data.colors[name] : name === "others" || name === "unknown" ? data.colors.temporaries : PALETTE[index % (PALETTE.length - 1)];
+      const color = mode === "kind" ? data.colors[name] : name === "others" || name === "unknown" ? GRAY : PALETTE[index % PALETTE.length];
       return { name: mode === "kind" ? words(name) : name, color, values: sums(differences) };
     });
-    legend.replaceChildren(...layers.map((layer) => el("button", {
-      "aria-pressed": "true",
+    legend.replaceChildren(...[...layers, ...(reserved.length ? [held] : [])].map((layer) => el("button", {
+      "aria-pressed": String(!state.hidden.has(layer)),
       title: layer.name,
       onclick: (event) => {
         const hide = !state.hidden.has(layer);
@@ -34,7 +35,7 @@ function timelineSection(content) {
         event.currentTarget.setAttribute("aria-pressed", String(!hide));
         canvas.redraw();
       },
-    }, dot(layer.color), el("span", null, layer.name))));
+    }, layer === held ? el("span", { className: "dot stroke" }) : dot(layer.color), el("span", null, layer.name))));
     canvas.redraw();
   }
 
@@ -55,6 +56,7 @@ function timelineSection(content) {
 
   function draw(context, width, height) {
     const shown = layers.filter((layer) => !state.hidden.has(layer));
+    const line = state.hidden.has(held) ? [] : reserved;
     const first = pointAt(state.from), last = Math.min(points.length - 1, pointAt(state.to) + 1);
     // Of the points in one pixel, the fullest is drawn: a peak must not fade.
     const chosen = [];
@@ -66,7 +68,7 @@ function timelineSection(content) {
       else if (sum > full) chosen[chosen.length - 1] = at;
       full = here === column ? Math.max(full, sum) : sum;
       column = here;
-      most = Math.max(most, sum, reserved.length ? reserved[at] : 0);
+      most = Math.max(most, sum, line.length ? line[at] : 0);
     }
     const xs = chosen.map((at) => Math.floor(toX(points[at], width)));
     const end = Math.ceil(toX(last === points.length - 1 ? content.events : points[last], width));
@@ -111,9 +113,9 @@ function timelineSection(content) {
       context.fill();
       base.set(upper);
     }
-    if (reserved.length) {
+    if (line.length) {
       context.beginPath();
-      steps(chosen.map((at) => reserved[at]));
+      steps(chosen.map((at) => line[at]));
       context.strokeStyle = css("--ink");
       context.lineWidth = 1.2;
       context.stroke();

@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+from headroom.cli import main
 
 
 @pytest.fixture
@@ -19,3 +20,19 @@ def folder(request, tmp_path, monkeypatch):
 def answer(capsys):
     """Reads the JSON that the command has printed."""
     return lambda: json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs the command with wrong arguments, and returns what it says as text and as JSON."""
+
+    def run(arguments):
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, "--json"])
+        said = capsys.readouterr()
+        found = json.loads(said.out)
+        assert ended.value.code == 2 and found["format"] == "headroom.error/1"
+        assert found["error"] in said.err
+        return found["error"]
+
+    return run

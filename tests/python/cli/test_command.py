@@ -1,14 +1,12 @@
-"""The command ``headroom``: subcommands, exit codes, JSON, completion."""
+"""The command ``headroom``: subcommands, exit codes, JSON."""
 
 import json
-import shutil
-import subprocess
 
 import headroom
 import pytest
 import torch
-from headroom.cli import EXIT_CODES, command, completion, main
-from headroom.cli.command import COMMANDS, make_parser
+from headroom.cli import EXIT_CODES, command, main
+from headroom.cli.command import COMMANDS
 from headroom.memory import Allocation, Timeline
 
 from helpers import report_files
@@ -21,6 +19,20 @@ def model():
 
 def batch():
     return torch.zeros(33, 60), torch.zeros(33, dtype=torch.int64)
+
+def nothing():
+    return None
+
+def raises_KeyError(*_):
+    return {}["name"]
+
+def raises_AssertionError(*_):
+    assert False
+
+def raises_SystemExit(*_):
+    raise SystemExit(7)
+
+seven = 7
 """
 SETUP = ["small_model:model", "--device", "cpu", "--loss", "cross_entropy"]
 BATCH = ["--input", "33x60", "--target", "33:int64"]
@@ -91,21 +103,89 @@ def test_tokens_and_options_of_the_optimizer(folder, answer):
         ([*SETUP, *BATCH, "--optimizer", "Adagrad9"], "--optimizer is 'Adagrad9'"),
         ([*SETUP, *BATCH, "--optimizer", "os.path"], "--optimizer is 'os.path'"),
         ([*SETUP, *BATCH, "--option", "lr"], "--option is 'lr', wanted NAME=VALUE"),
-        ([*SETUP, "--batch", "small_model:nothing"], "--batch is 'small_model:nothing'"),
-        (["no_such_file.json", *SETUP[1:], *BATCH], "no_such_file.json"),
+        ([*SETUP, "--batch", "small_model:missing"], "--batch is 'small_model:missing'"),
+        ([*SETUP, *BATCH, "--option", "bogus=1"], "--option is refused by AdamW"),
+        (
+            [*SETUP, *BATCH, "--optimizer", "small_model:seven"],
+            "--optimizer is 'small_model:seven'",
+        ),
+        (["no_such_file.json", *SETUP[1:], *BATCH], "MODEL is 'no_such_file.json'"),
+        (
+            ["small_model:seven", *SETUP[1:], *BATCH],
+            "MODEL is 'small_model:seven', a value of type int",
+        ),
+        ([*SETUP, "--batch", "small_model:nothing"], "which returned None"),
+        ([SETUP[0], *SETUP[3:], *BATCH, "--device", "gpu"], "--device is 'gpu', wanted cpu"),
+        ([SETUP[0], *SETUP[3:], *BATCH, "--device", "mps"], "--device is 'mps', wanted cpu"),
+        ([*SETUP, *BATCH, "--max-grad-norm", "nan"], "--max-grad-norm is nan"),
+        ([*SETUP, *BATCH, "--accumulation", "0"], "--accumulation: got '0'"),
+        ([*SETUP, *BATCH, "--save", "L9"], "--save: invalid choice"),
+        ([*SETUP, *BATCH, "--top", "-1"], "--top: got '-1', wanted a whole number from 0 on"),
+        ([*SETUP, *BATCH, "--bogus"], "there is no argument '--bogus'"),
+        ([*SETUP, "--input", "9x99999999999x99999999999"], "--input is '9x"),
     ],
 )
-def test_arguments_that_plan_refuses(folder, capsys, arguments, message):
-    assert main(["plan", *arguments, "--json"]) == 1
+def test_arguments_that_plan_refuses(folder, refused, arguments, message):
+    assert message in refused(["plan", *arguments])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "a command is missing"),
+        (["bogus"], "invalid choice: 'bogus'"),
+        (["fit", *SETUP, *BATCH, "--budget", "many"], "--budget: the size is 'many'"),
+        (["fit", *SETUP, *BATCH, "--budget", "-1"], "--budget: the size is '-1'"),
+        (["fit", *SETUP, "--budget", "1 GiB"], "the batch is given 0 times"),
+        (["diff", "a.json", "a.json", "--fail-above", "many"], "--fail-above: the size is 'many'"),
+        (["diff", "a.json", "a.json", "--device", "cuda:9"], "--device is 'cuda:9', and "),
+        (["diff", "a.json", "a.json", "--top", "-1"], "--top: got '-1'"),
+        (["report", "a.json", "--top", "x"], "--top: got 'x'"),
+        (["report", "a.json", "-o", "a.json"], "would be replaced"),
+        (["report", "a.json", "-o", "b", "--png", "b"], "--png is 'b', where the page goes"),
+        (["report", "a.json", "-o", "b", "--terminal"], "--terminal writes no page"),
+        (["convert", "state.pt", "b", "--to", "torch", "--key", "x"], "--key is 'x'"),
+        (
+            ["convert", "state.pt", "b", "--to", "headroom-8bit", "--block-size", "3"],
+            "--block-size",
+        ),
+        (["convert", "state.pt", "b", "--to", "torch", "--min-8bit-size", "-1"], "--min-8bit-size"),
+        (["doctor", "x"], "there is no argument 'x'"),
+    ],
+)
+def test_wrong_arguments_of_each_command(folder, refused, arguments, message):
+    report_files.timeline(40).save("a.json")
+    param = torch.nn.Parameter(torch.ones(7))
+    torch.save(torch.optim.AdamW([param]).state_dict(), "state.pt")
+    before = sorted(folder.iterdir())
+    assert message in refused(arguments)
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("place", ["model", "batch", "loss"])
+@pytest.mark.parametrize("error", ["KeyError", "AssertionError", "SystemExit"])
+def test_functions_that_raise(folder, capsys, answer, place, error):
+    functions = {"model": "small_model:model", "batch": "small_model:batch", "loss": "mse_loss"}
+    functions[place] = f"small_model:raises_{error}"
+    model, *rest = functions.values()
+    arguments = [model, "--device", "cpu", "--batch", rest[0], "--loss", rest[1], "--json"]
+    assert main(["plan", *arguments]) == 1
     said = capsys.readouterr()
-    assert message in said.err
-    error = json.loads(said.out)
-    assert error["format"] == "headroom.error/1" and message in error["error"]
+    found = json.loads(said.out)
+    assert found["format"] == "headroom.error/1" and found["error"] in said.err
+    assert error in found["error"]
+    if place != "loss":
+        assert f"raises_{error} (" in found["error"] and "small_model.py:" in found["error"]
+
+
+def test_errors_name_options_instead_of_arguments_of_python(folder, capsys):
+    assert main(["plan", SETUP[0], "--input", "33x60", "--device", "cpu"]) == 1
+    assert "give --loss, a function" in capsys.readouterr().err
 
 
 def test_exit_codes(capsys, monkeypatch):
     assert set(EXIT_CODES) == {0, 1, 2, 130}
-    for arguments in ([], ["bogus"], ["fit", "x:y"], ["report"], ["completion", "tcsh"]):
+    for arguments in ([], ["bogus"], ["fit", "x:y"], ["report"]):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         assert ended.value.code == 2
@@ -143,8 +223,6 @@ def test_report(folder, capsys, answer):
     assert found["parts"][0]["total_bytes"] == plan.total_bytes
     assert found["parts"][1]["segments"]["segments"] > 0
     before = sorted(folder.iterdir())
-    assert main(["report", "plan.json", "--out", "plan.json"]) == 1
-    assert "would be replaced" in capsys.readouterr().err
     assert main(["report", "plan.json", "--terminal"]) == 0
     assert "peak of tensors" in capsys.readouterr().out
     assert sorted(folder.iterdir()) == before
@@ -164,7 +242,6 @@ def test_diff_fails_above_a_limit(folder, capsys, answer):
         assert found["growth"] == 3 << 20 and found["fails"] is (code == 1)
         assert found["names"] == ["a.json", "b.json"] and found["rows"][0]["change"] == "new"
     assert main(["diff", "b.json", "a.json", "--fail-above", "0"]) == 0
-    assert main([*run, "--fail-above", "many"]) == 1
     (folder / "ladder.json").write_text(json.dumps(report_files.ladder()))
     assert main(["diff", "a.json", "ladder.json"]) == 1
     assert "ladder.json has no memory over time" in capsys.readouterr().err
@@ -183,41 +260,12 @@ def test_demo_outside_of_a_clone(folder, capsys, answer, monkeypatch):
     (folder / "capi").mkdir()
     (folder / "capi" / "headroom.h").touch()
     (folder / "examples" / "demo.sh").write_text('echo "got $*"; exit ${1#code=}\n')
-    assert main(["demo", "--json", "code=0", "--size", "tiny"]) == 0
+    assert main(["demo", "code=0", "--size", "tiny", "--json"]) == 0
     found = answer()
     assert found["exit_code"] == 0 and found["command"][2:] == ["code=0", "--size", "tiny"]
+    assert main(["demo", "--size", "code=0", "--json"]) == 1
+    assert answer()["command"][2:] == ["--size", "code=0"]
     assert main(["demo", "code=3"]) == 1
-
-
-def test_completion_in_bash(folder, capsys):
-    assert main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
-
-    def complete(*words):
-        asked = "COMP_WORDS=(headroom {}); COMP_CWORD={}; _headroom; echo ${{COMPREPLY[*]}}"
-        text = script + asked.format(" ".join(f"'{word}'" for word in words), len(words))
-        done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
-        return done.stdout.split()
-
-    assert complete("") == [*COMMANDS, "--help", "--version"]
-    assert complete("re") == ["report"]
-    assert complete("plan", "--max") == ["--max-grad-norm"]
-    assert complete("plan", "--amp", "") == ["bfloat16", "float16"]
-    assert complete("completion", "z") == ["zsh"]
-    (folder / "run.pickle").touch()
-    assert complete("report", "run") == ["run.pickle"]
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_completion_in_other_shells(answer, shell):
-    assert main(["completion", shell, "--json"]) == 0
-    script = answer()["script"]
-    for one in completion.commands_of(make_parser()):
-        assert one.name in script
-        for option in one.options:
-            assert all(name.lstrip("-") in script for name in option.names)
-    if shutil.which(shell):
-        subprocess.run([shell, "-n"], input=script, text=True, check=True)
 
 
 def test_python_m_headroom():

@@ -73,21 +73,20 @@ def test_ladder_is_printed_drawn_and_opened(folder, capsys, answer):
         (["--ladder", "--optimizer", "none"], "--optimizer is none"),
     ],
 )
-def test_options_that_do_not_go_together(folder, capsys, arguments, message):
-    assert main(["fit", *SETUP, *SHAPES, *arguments]) == 1
-    assert message in capsys.readouterr().err
+def test_options_that_do_not_go_together(folder, refused, arguments, message):
+    assert message in refused(["fit", *SETUP, *SHAPES, *arguments])
 
 
-def test_a_configuration_cannot_be_run(folder, capsys):
+def test_a_configuration_cannot_be_run(folder, refused):
+    (folder / "config.json").write_text("{}")
     line = ["fit", "config.json", "--tokens", "2x9", "--device", "cpu", "--ladder"]
-    assert main(line) == 1
-    assert "wanted module:function" in capsys.readouterr().err
+    assert "wanted module:function" in refused(line)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_device_that_is_not_there(folder, capsys):
-    assert main(["fit", "small_model:Model", *SHAPES, "--loss", "mse_loss", "--ladder"]) == 1
-    assert "there is no GPU" in capsys.readouterr().err
+def test_a_device_that_is_not_there(folder, refused):
+    line = ["fit", "small_model:Model", *SHAPES, "--loss", "mse_loss", "--ladder"]
+    assert "there is no GPU" in refused(line)
 
 
 def test_a_question_is_missing(folder):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 from headroom.memory import format_bytes
@@ -140,6 +141,58 @@ def test_treemap_and_flame_graph(browser, page):
     browser.run(f"{boxes}.find(b => b.innerText.startsWith('model/block.py:1')).click()")
     browser.settle()
     assert "train.py:12 main › model/block.py:1" in text(browser, ".crumbs")
+
+
+def test_small_boxes_have_names_and_are_no_tab_stops(browser, page):
+    browser.open(page)
+    boxes = "[...document.querySelectorAll('.boxes button')]"
+    # What a legend only explains is no button.
+    assert browser.run("[...document.querySelectorAll('.legend button')].every(b => b.ariaPressed)")
+    for view in ("treemap", "flame graph"):
+        press(browser, view)
+        found = browser.run(f"{boxes}.map(b => [b.innerText, b.tabIndex, b.ariaLabel])")
+        assert {stop for shown, stop, _ in found if shown} == {0}
+        assert {stop for shown, stop, _ in found if not shown} <= {-1}
+        assert all(re.fullmatch(r".+, [\d.]+ ([KMG]i)?B", name, re.S) for _, _, name in found)
+        if view == "treemap":
+            assert any(not shown for shown, _, _ in found)  # there are small boxes
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_what_the_allocator_holds(browser, tmp_path, grows):
+    value = report_files.snapshot(500)
+    size = 8 << 30  # a segment in which nothing is
+    block = {"address": 1 << 20, "size": size, "requested_size": 0, "state": "inactive"}
+    empty = {"address": 1 << 20, "total_size": size, "blocks": [block | {"frames": []}]}
+    value["segments"].append(value["segments"][0] | empty)
+    for segment in value["segments"]:
+        segment["is_expandable"] = grows
+    taken = {"action": "segment_alloc", "addr": 1 << 20, "size": size, "stream": 0, "frames": []}
+    value["device_traces"][0].insert(0, taken | {"time_us": 0})
+    report_files.write_snapshot(tmp_path / "run.pickle", value)
+    report([tmp_path / "run.pickle"], tmp_path / "run.html")
+    browser.open(tmp_path / "run.html")
+    advice = "[...document.querySelectorAll('p')].map(p => p.innerText).join('\\n')"
+    shown = browser.run(advice)
+    assert "Much is held and not used" in shown
+    assert ("expandable_segments:True" in shown) is not grows
+    # Nobody has said what this memory is for.
+    press(browser, "kind")
+    whole = browser.run("document.body.innerText")
+    assert "temporaries" not in whole and "unknown" in whole
+    # What is reserved can be hidden, and the scale then is that of what is live.
+    browser.run(
+        "(() => { const p = CanvasRenderingContext2D.prototype, old = p.fillText; "
+        "window.labels = []; p.fillText = function (text, x, y) { labels.push(text); "
+        "old.call(this, text, x, y); }; })()"
+    )
+    for name, expected in (("reserved", False), ("reserved", True)):
+        browser.run("window.labels.length = 0")
+        find = f".find(b => b.textContent === {json.dumps(name)}).click()"
+        browser.run("[...document.querySelectorAll('.legend button')]" + find)
+        browser.settle()
+        labels = browser.run("window.labels")
+        assert any("GiB" in label for label in labels) is expected, labels
 
 
 @pytest.mark.parametrize("dark", [False, True])
