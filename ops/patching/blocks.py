@@ -18,6 +18,7 @@ from .._core.recompute import inside_checkpoint
 from ..checkpointing import checkpoint
 from ..checkpointing.every import repeated_blocks
 from ..nn import LEVELS, Block
+from .caches import is_cache, is_filled, warn_of_cache
 from .changes import Changes
 from .report import PatchReport
 
@@ -108,14 +109,12 @@ class AnyBlock:
         if level is None:
             return
         module = self.module
-        run = functools.partial(_checkpointed, module, dict(options.checkpoint))
         if _has_seam(module):
-            # Transformers then passes no caches, which a second run would write to again.
-            changes.set(module, "gradient_checkpointing", level == "L5")
-            changes.set(module, "_gradient_checkpointing_func", run)
-        elif level == "L5":
-            forward = functools.partial(_forward, module, run, vars(module).get("forward"))
-            changes.set(module, "forward", forward)
+            # The forward of the class would drop even a cache that has been filled.
+            changes.set(module, "gradient_checkpointing", False)
+        if level == "L5":
+            own, of_checkpoint = vars(module).get("forward"), dict(options.checkpoint)
+            changes.set(module, "forward", functools.partial(_forward, module, of_checkpoint, own))
         report.set_level(self.name, module, level)
 
 
@@ -139,18 +138,31 @@ def _has_seam(module: nn.Module) -> bool:
 
 def _forward(
     module: nn.Module,
-    checkpointed: Callable[..., Any],
+    options: dict[str, Any],
     own: Callable[..., Any] | None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """The forward of a block at L5."""
     run = functools.partial(type(module).forward, module) if own is None else own
-    return (checkpointed if module.training else _call)(run, *args, **kwargs)
+    if not module.training or not torch.is_grad_enabled() or _checkpoints_itself(module):
+        return run(*args, **kwargs)
+    if not getattr(module, "_can_checkpoint_with_cache", False):
+        caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
+        if any(is_filled(cache, module) for cache in caches):
+            return run(*args, **kwargs)  # what a cache takes cannot be computed again
+        if caches:
+            warn_of_cache(module, "save levels")
+            args = tuple(None if is_cache(value) else value for value in args)
+            kwargs = {name: None if is_cache(kwargs[name]) else kwargs[name] for name in kwargs}
+            if kwargs.get("use_cache"):
+                kwargs["use_cache"] = False
+    return _checkpointed(module, options, functools.partial(run, **kwargs), *args)
 
 
-def _call(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return run(*args, **kwargs)
+def _checkpoints_itself(module: nn.Module) -> bool:
+    """Whether transformers was told to checkpoint a block after it was patched."""
+    return _has_seam(module) and getattr(module, "gradient_checkpointing", False)
 
 
 def _checkpointed(
@@ -158,22 +170,19 @@ def _checkpointed(
     options: dict[str, Any],
     run: Callable[..., Any],
     *args: Any,
-    **kwargs: Any,
 ) -> Any:
-    """Returns ``run(*args, **kwargs)``, the forward of ``module``, and keeps its inputs alone."""
-    if not torch.is_grad_enabled():
-        return run(*args, **kwargs)
+    """Returns ``run(*args)``, the forward of ``module``, and keeps its inputs alone."""
     if torch.compiler.is_compiling():
-        return checkpoint(run, *args, **options, **kwargs)
+        return checkpoint(run, *args, **options)
     if inside_checkpoint() or torch._C._are_functorch_transforms_active():
         # It is computed again already, or a checkpoint cannot have its hooks.
-        return run(*args, **kwargs)
+        return run(*args)
     if _verifying:
         options = options | {"verify": True}
     if not options.get("use_reentrant") and _norms_with_statistics(module):
         contexts = options.get("context_fn", noop_context_fn)
         options = options | {"context_fn": functools.partial(_contexts, module, contexts)}
-    return checkpoint(run, *args, **options, **kwargs)
+    return checkpoint(run, *args, **options)
 
 
 def _norms_with_statistics(module: nn.Module) -> list[_NormBase]:
