@@ -217,14 +217,21 @@ def _contexts(module: nn.Module, context_fn: Callable[[], tuple[Any, Any]]) -> t
     return first, without_statistics()
 
 
-def find_blocks(model: nn.Module) -> list[PatchedLayer]:
-    """Returns the blocks of :mod:`headroom.nn` in a model, or else its repeated blocks."""
-    ours: list[PatchedLayer] = [
-        HeadroomBlock(name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, Block)
-    ]
-    return ours or [AnyBlock(name, module) for name, module in _called_blocks(model)]
+def find_blocks(model: nn.Module, known: Sequence[PatchedLayer] = ()) -> list[PatchedLayer]:
+    """Returns the blocks of a model whose levels can be set, in the order of ``named_modules()``:
+    those that are ``known``, blocks of :mod:`headroom.nn`, and repeated blocks beside these, such
+    as those of a vision tower."""
+    found = {layer.name: layer for layer in known}
+    for name, module in model.named_modules():
+        if isinstance(module, Block):
+            found[name] = HeadroomBlock(name, module)
+    alone = not found
+    around = {name[:k] for name in found for k, c in enumerate(name) if c == "."}
+    for name, module in _called_blocks(model):
+        parents = {name[:k] for k, c in enumerate(name) if c == "."} | {name}
+        if alone or (name not in around and not parents & found.keys() and any(module.children())):
+            found[name] = AnyBlock(name, module)
+    return [found[name] for name, _ in model.named_modules() if name in found]
 
 
 def _called_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -256,7 +263,11 @@ def chosen_levels(
             "headroom.checkpoint in its forward"
         )
     if isinstance(save, str):
-        levels: list[str | None] = [save] * len(layers)
+        # Blocks that cannot be at a level stay as they are beside some that can.
+        some = any(save in layer.levels for layer in layers)
+        levels: list[str | None] = [
+            save if save in layer.levels or not some else None for layer in layers
+        ]
     elif isinstance(save, Mapping):
         levels = _from_mapping(save, layers, kind)
     elif not isinstance(save, Sequence):
