@@ -1,10 +1,11 @@
-"""Values of tensors that a loop reads to log them, in a step that is planned on fakes."""
+"""Answers for values of tensors that a loop reads to log them, in a step planned on fakes."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -12,24 +13,26 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["ValuesRead"]
+__all__ = ["ValuesRead", "line_of"]
 
+FEW = 3  # lines that a note names
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_INDEX = torch.ops.aten.index.Tensor
 PACKAGE = __name__.partition(".")[0]
 _MODULE = nn.Module._call_impl.__code__
 
 
 class ValuesRead:
     """Answers 1 for the values of fakes that a loop's own code reads, such as ``loss.item()`` for
-    its metrics. What a module reads in its ``forward`` is left to planning, which refuses: sizes
-    of what follows may depend on it.
+    its metrics, and all elements where it selects some by a mask. What a module asks for in its
+    ``forward`` is left to planning, which refuses: the sizes of what follows may depend on it.
 
     Attributes:
         lines: where values were read, as ``file:line``.
     """
 
     def __init__(self) -> None:
-        self.lines: dict[str, None] = {}
+        self.lines: list[str] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ValuesRead:
         return self  # a copy for planning notes lines in the same place
@@ -40,43 +43,73 @@ class ValuesRead:
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
             yield
             return
-        with _Answers(self.lines, sys._getframe()):
+        with _Answers(self.lines):
             yield
 
     def note(self) -> list[str]:
         """Returns a sentence for the plan, if values were read."""
         if not self.lines:
             return []
-        where = ", ".join(self.lines)
-        return [f"values that the loop reads are planned as 1, as for metrics: {where}"]
+        return [
+            "values that the loop reads are planned as 1, and masks as True, as for metrics: "
+            + ", ".join(self.lines[:FEW])
+            + (f" and {len(self.lines) - FEW} more lines" if len(self.lines) > FEW else "")
+        ]
+
+
+def line_of(error: BaseException | None) -> str | None:
+    """Returns where code of the user's or of another library caused an error, as ``file:line``."""
+    trace = None if error is None else error.__traceback__
+    found = None
+    while trace is not None:
+        found = _line(trace.tb_frame, trace.tb_lineno) or found
+        trace = trace.tb_next
+    return found
+
+
+def _line(frame: FrameType, line: int) -> str | None:
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    name = frame.f_code.co_filename.rpartition("/")[2]
+    return None if package in ("torch", PACKAGE) else f"{name}:{line}"
 
 
 class _Answers(TorchDispatchMode):
-    def __init__(self, lines: dict[str, None], outermost: Any) -> None:
+    def __init__(self, lines: list[str]) -> None:
         super().__init__()
-        self._lines, self._outermost = lines, outermost
+        self._lines = lines
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is _ITEM and isinstance(args[0], FakeTensor) and args[0].constant is None:
-            line = self._line()
-            if line is not None:
-                self._lines[line] = None
+            if self._is_loops():
                 dtype = args[0].dtype
                 return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        elif func is _INDEX and _selects(*args) and self._is_loops():
+            x, (mask,) = args
+            return x.flatten(0, mask.dim() - 1).clone()
         return func(*args, **kwargs or {})
 
-    def _line(self) -> str | None:
-        """Where the loop reads a value; None if a module does."""
+    def _is_loops(self) -> bool:
+        """Whether the loop asks, and not a module; notes where."""
         frame: Any = sys._getframe(2)
         found = None
-        while frame is not None and frame is not self._outermost:
-            code = frame.f_code
-            if code is _MODULE:
-                return None
-            package = frame.f_globals.get("__name__", "").partition(".")[0]
-            if found is None and package not in ("torch", PACKAGE):
-                found = f"{code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+        while frame is not None:
+            if frame.f_code is _MODULE:
+                return False
+            found = found or _line(frame, frame.f_lineno)
             frame = frame.f_back
-        return found
+        if found is not None and found not in self._lines:
+            self._lines.append(found)
+        return found is not None
+
+
+def _selects(x: Any, indices: list[Any]) -> bool:
+    """Whether elements of a fake are taken where a mask is True."""
+    return (
+        isinstance(x, FakeTensor)
+        and len(indices) == 1
+        and isinstance(indices[0], FakeTensor)
+        and indices[0].dtype == torch.bool
+        and indices[0].dim() > 0
+    )
