@@ -8,9 +8,8 @@ from typing import Any
 from torch import nn
 
 from ..nn import LEVELS, Block
-from ..patching.blocks import PatchedLayer, find_blocks
-from ..patching.families import find_layers
-from ..patching.patch import patch, patch_call
+from ..patching.blocks import PatchedLayer
+from ..patching.patch import patch, patch_call, repeated_layers
 
 __all__ = ["MicroBatches", "Owner", "SaveLevels"]
 
@@ -51,8 +50,7 @@ class SaveLevels:
         return "blocks save what they saved at the beginning, and levels stay as they are"
 
     def _layers(self) -> list[PatchedLayer]:
-        found = find_layers(self._model)
-        return find_blocks(self._model) if found is None else found[1]
+        return repeated_layers(self._model)[1]
 
     def _level(self, layer: PatchedLayer) -> str:
         module = layer.module

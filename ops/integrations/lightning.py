@@ -22,6 +22,7 @@ from .fits_loop import (
     with_kept,
 )
 from .loops import batches_planned, extra_bytes, fit_in_loop
+from .values import ValuesRead
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -152,6 +153,7 @@ class FitCallback(FitsLoop, Callback):
             steps = batches_planned(most)
             self._batches = most / steps
             self.extra = extra_bytes(module, batch)
+        values = ValuesRead()
         only: dict[str, Any] = {
             "release": (False,),
             "micro_batches": (steps,),
@@ -173,7 +175,7 @@ class FitCallback(FitsLoop, Callback):
                 who=WHO,
                 only=only,
                 optimizer=optimizer,
-                forward=partial(_forward, trainer),
+                forward=partial(_forward, trainer, values),
                 device=module.device,
                 scaler=getattr(trainer.precision_plugin, "scaler", None),
                 max_grad_norm=trainer.gradient_clip_val or None,
@@ -181,7 +183,9 @@ class FitCallback(FitsLoop, Callback):
                 choice=choice,
             )
 
-        return kept_or_found(self.again(self.choice, self._kept_budget), fitted)
+        found = kept_or_found(self.again(self.choice, self._kept_budget), fitted)
+        found.notes += values.note()
+        return found
 
 
 def fit_optimizer(module: LightningModule, optimizer: Any) -> Any:
@@ -241,11 +245,12 @@ def _check(trainer: Trainer, module: LightningModule, optimizers: int) -> None:
         raise ValueError(f"{WHO}: {wrong}")
 
 
-def _forward(trainer: Trainer, module: Any, batch: Any) -> Tensor:
+def _forward(trainer: Trainer, values: ValuesRead, module: Any, batch: Any) -> Tensor:
     """Returns the loss of ``training_step`` of a copy of the module."""
     step = module.training_step
     takes = [p for p in inspect.signature(step).parameters.values() if p.kind != p.KEYWORD_ONLY]
-    with _attached(module, trainer), trainer.precision_plugin.forward_context():
+    precision = trainer.precision_plugin
+    with _attached(module, trainer), precision.forward_context(), values.answered():
         output = step(batch) if len(takes) == 1 else step(batch, 0)
     return output["loss"] if isinstance(output, Mapping) else output
 

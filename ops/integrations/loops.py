@@ -14,7 +14,9 @@ from ..fitting.agree import together, world_size
 from ..fitting.micro_batches import samples_of
 from ..fitting.setting import Setting
 from ..fitting.shares import rule_of
+from ..step.errors import PlanError
 from ..step.trees import tensors_in
+from .values import line_of
 
 __all__ = [
     "WHOLE_BATCHES",
@@ -99,7 +101,16 @@ def fit_in_loop(
                     f"{format_bytes(extra)}; give a larger one"
                 )
             options["budget"] = size - extra
-    return fit(model, batch, only=only, _parts_add_up=True, **options)
+    try:
+        return fit(model, batch, only=only, _parts_add_up=True, **options)
+    except PlanError as error:
+        line = line_of(error.__cause__)
+        if line is None:
+            raise
+        raise PlanError(
+            f"{who}: {error}. This is at {line}. Without {who}, headroom.patch(model, 'L5') and "
+            "smaller batches save memory where nothing can be planned"
+        ) from error
 
 
 def mixed_precision(accelerator: Any, *, who: str) -> dict[str, Any]:

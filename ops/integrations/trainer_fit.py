@@ -201,6 +201,7 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
             )
             if not adds_up:
                 found.notes.append(WHOLE_BATCHES)
+            found.notes += forward.values.note()
             return found
 
         trainer.model.train()  # as the Trainer does before each step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from ..step.errors import PlanError
 from ..step.randomness import generators_kept
 from .batches import moved, sample_batch
 from .transformers import smoothed_loss
+from .values import ValuesRead
 
 __all__ = [
     "Batch",
@@ -52,7 +54,12 @@ def inputs_of(trainer: Any, batch: Any, *, who: str) -> dict[str, Any]:
     if batch is None:
         batch = batch_of_loader(trainer, who=who)
     if not isinstance(batch, Mapping):
-        raise TypeError(f"{who}: a batch is {type(batch).__name__}, wanted a dict")
+        raise TypeError(
+            f"{who}: a batch of the loader is {type(batch).__name__}, wanted a dict of what "
+            f"compute_loss() is given; where {type(trainer).__name__} makes that in its step, as "
+            "GRPO does, give such a dict as sample_batch=, or leave the callback out and call "
+            "headroom.patch(model, 'L5')"
+        )
     return moved(dict(batch), torch.device(trainer.args.device))
 
 
@@ -96,6 +103,10 @@ class TrainerLoss:
 
     def __init__(self, trainer: Any) -> None:
         self._own, self._trainer = trainer, copy.copy(trainer)
+        self.values = ValuesRead()
+        for name, value in vars(trainer).items():
+            if _is_plain(value):  # such as metrics, which a loss may add to
+                vars(self._trainer)[name] = copy.deepcopy(value)
         handler = copy.copy(trainer.callback_handler)
         handler.callbacks = []
         vars(self._trainer).update(
@@ -109,7 +120,8 @@ class TrainerLoss:
         compute = trainer.compute_loss
         if has_fused_loss(model) and loss_can_be_fused(trainer):
             compute = functools.partial(smoothed_loss, trainer, compute)  # as fuse_loss() will do
-        return compute(model, dict(inputs), num_items_in_batch=items)
+        with self.values.answered():
+            return compute(model, dict(inputs), num_items_in_batch=items)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainerLoss:
         made, before = copy.copy(self), self._trainer
@@ -132,6 +144,15 @@ class TrainerLoss:
             memo.update(within)
             memo.setdefault(id(memo), []).extend(alive)
         return made
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is numbers and text, and lists and dicts of these."""
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple, set, deque)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (int, float, str, type(None)))
 
 
 def _ignored(*args: Any, **options: Any) -> None:

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import noop_context_fn
 from .._core.recompute import inside_checkpoint
 from ..checkpointing import checkpoint
 from ..checkpointing.every import repeated_blocks
-from ..checkpointing.regions import checkpointed
 from ..nn import LEVELS, Block
+from .caches import is_cache, is_filled, warn_of_cache
 from .changes import Changes
 from .report import PatchReport
 
@@ -109,14 +109,12 @@ class AnyBlock:
         if level is None:
             return
         module = self.module
-        run = functools.partial(_checkpointed, module, dict(options.checkpoint))
         if _has_seam(module):
-            # Transformers then passes no caches, which a second run would write to again.
-            changes.set(module, "gradient_checkpointing", level == "L5")
-            changes.set(module, "_gradient_checkpointing_func", run)
-        elif level == "L5":
-            forward = functools.partial(_forward, module, run, vars(module).get("forward"))
-            changes.set(module, "forward", forward)
+            # The forward of the class would drop even a cache that has been filled.
+            changes.set(module, "gradient_checkpointing", False)
+        if level == "L5":
+            own, of_checkpoint = vars(module).get("forward"), dict(options.checkpoint)
+            changes.set(module, "forward", functools.partial(_forward, module, of_checkpoint, own))
         report.set_level(self.name, module, level)
 
 
@@ -140,7 +138,7 @@ def _has_seam(module: nn.Module) -> bool:
 
 def _forward(
     module: nn.Module,
-    checkpointed: Callable[..., Any],
+    options: dict[str, Any],
     own: Callable[..., Any] | None,
     /,
     *args: Any,
@@ -148,11 +146,24 @@ def _forward(
 ) -> Any:
     """The forward of a block at L5."""
     run = functools.partial(type(module).forward, module) if own is None else own
-    return (checkpointed if module.training else _call)(run, *args, **kwargs)
+    if not module.training or not torch.is_grad_enabled() or _checkpoints_itself(module):
+        return run(*args, **kwargs)
+    if not getattr(module, "_can_checkpoint_with_cache", False):
+        caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
+        if any(is_filled(cache, module) for cache in caches):
+            return run(*args, **kwargs)  # what a cache takes cannot be computed again
+        if caches:
+            warn_of_cache(module, "save levels")
+            args = tuple(None if is_cache(value) else value for value in args)
+            kwargs = {name: None if is_cache(kwargs[name]) else kwargs[name] for name in kwargs}
+            if kwargs.get("use_cache"):
+                kwargs["use_cache"] = False
+    return _checkpointed(module, options, functools.partial(run, **kwargs), *args)
 
 
-def _call(run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return run(*args, **kwargs)
+def _checkpoints_itself(module: nn.Module) -> bool:
+    """Whether transformers was told to checkpoint a block after it was patched."""
+    return _has_seam(module) and getattr(module, "gradient_checkpointing", False)
 
 
 def _checkpointed(
@@ -161,22 +172,19 @@ def _checkpointed(
     run: Callable[..., Any],
     /,
     *args: Any,
-    **kwargs: Any,
 ) -> Any:
-    """Returns ``run(*args, **kwargs)``, the forward of ``module``, and keeps its inputs alone."""
-    if not torch.is_grad_enabled():
-        return run(*args, **kwargs)
+    """Returns ``run(*args)``, the forward of ``module``, and keeps its inputs alone."""
     if torch.compiler.is_compiling():
-        return checkpointed(run, options, *args, **kwargs)
+        return checkpoint(run, *args, **options)
     if inside_checkpoint() or torch._C._are_functorch_transforms_active():
         # It is computed again already, or a checkpoint cannot have its hooks.
-        return run(*args, **kwargs)
+        return run(*args)
     if _verifying:
         options = options | {"verify": True}
     if not options.get("use_reentrant") and _norms_with_statistics(module):
         contexts = options.get("context_fn", noop_context_fn)
         options = options | {"context_fn": functools.partial(_contexts, module, contexts)}
-    return checkpointed(run, options, *args, **kwargs)
+    return checkpoint(run, *args, **options)
 
 
 def _norms_with_statistics(module: nn.Module) -> list[_NormBase]:
@@ -211,14 +219,21 @@ def _contexts(module: nn.Module, context_fn: Callable[[], tuple[Any, Any]]) -> t
     return first, without_statistics()
 
 
-def find_blocks(model: nn.Module) -> list[PatchedLayer]:
-    """Returns the blocks of :mod:`headroom.nn` in a model, or else its repeated blocks."""
-    ours: list[PatchedLayer] = [
-        HeadroomBlock(name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, Block)
-    ]
-    return ours or [AnyBlock(name, module) for name, module in _called_blocks(model)]
+def find_blocks(model: nn.Module, known: Sequence[PatchedLayer] = ()) -> list[PatchedLayer]:
+    """Returns the blocks of a model whose levels can be set, in the order of ``named_modules()``:
+    those that are ``known``, blocks of :mod:`headroom.nn`, and repeated blocks beside these, such
+    as those of a vision tower."""
+    found = {layer.name: layer for layer in known}
+    for name, module in model.named_modules():
+        if isinstance(module, Block):
+            found[name] = HeadroomBlock(name, module)
+    alone = not found
+    around = {name[:k] for name in found for k, c in enumerate(name) if c == "."}
+    for name, module in _called_blocks(model):
+        parents = {name[:k] for k, c in enumerate(name) if c == "."} | {name}
+        if alone or (name not in around and not parents & found.keys() and any(module.children())):
+            found[name] = AnyBlock(name, module)
+    return [found[name] for name, _ in model.named_modules() if name in found]
 
 
 def _called_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -250,7 +265,11 @@ def chosen_levels(
             "headroom.checkpoint in its forward"
         )
     if isinstance(save, str):
-        levels: list[str | None] = [save] * len(layers)
+        # Blocks that cannot be at a level stay as they are beside some that can.
+        some = any(save in layer.levels for layer in layers)
+        levels: list[str | None] = [
+            save if save in layer.levels or not some else None for layer in layers
+        ]
     elif isinstance(save, Mapping):
         levels = _from_mapping(save, layers, kind)
     elif not isinstance(save, Sequence):

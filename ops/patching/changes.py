@@ -83,7 +83,8 @@ class Changes:
         if record is None:
             return
         for name, held in record.before.items():
-            self._write(module, name, held)
+            if not _is_wrapped(module, name, record.now[name]):
+                self._write(module, name, held)
         self._write(module, RECORD, (ABSENT, None))
 
     def rollback(self) -> None:
@@ -91,6 +92,19 @@ class Changes:
         while self._log:
             module, name, held = self._log.pop()
             _put(module, name, held)
+
+
+def _is_replaced(module: nn.Module, attribute: str, value: Any) -> bool:
+    """Whether something else has set a ``forward`` since ``value`` was set."""
+    found = vars(module).get(attribute)
+    # accelerate leaves it as a method of the module
+    return attribute == "forward" and value not in (found, getattr(found, "__func__", None))
+
+
+def _is_wrapped(module: nn.Module, attribute: str, value: Any) -> bool:
+    """Whether what has replaced a ``forward`` may stay and call it: it does by itself what the
+    class does once the module is no longer patched."""
+    return getattr(value, "can_stay", False) and _is_replaced(module, attribute, value)
 
 
 def is_patched(module: nn.Module) -> bool:
@@ -106,14 +120,14 @@ def patched_names(attributes: Mapping[str, Any]) -> set[str]:
 
 def restore(modules: Iterable[tuple[str, nn.Module]], changes: Changes) -> None:
     """Restores named modules, or raises before the first change if something set one of their
-    attributes again, after patch(): what it did would be lost, or would call what is gone."""
+    attributes again, after patch(): what it did would be lost, or would call what is gone. A
+    ``forward`` around that of a loss stays."""
     patched = [(name, module) for name, module in modules if is_patched(module)]
     for name, module in patched:
         record = vars(module)[RECORD]
         for attribute, value in record.now.items():
-            found = vars(module).get(attribute)
-            if attribute != "forward" or value in (found, getattr(found, "__func__", None)):
-                continue  # accelerate leaves it as a method of the module
+            if not _is_replaced(module, attribute, value) or _is_wrapped(module, attribute, value):
+                continue
             raise RuntimeError(
                 f"headroom.patch: {attribute} of {name or type(module).__name__} was replaced by "
                 "something else after it was patched; remove that first"

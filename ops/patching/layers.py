@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..nn.fused import is_untouched
 from ..nn.steps import run_steps
+from .caches import is_filled, warn_of_cache
 from .calls import takes
 from .parts import Call, Dial, Family
 
@@ -35,23 +36,18 @@ def layer_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     if getattr(self, "gradient_checkpointing", False) and self.training:
         # As GradientCheckpointingLayer does, whose wrapper is on the forward of the class.
         if cache is not None or given.get("use_cache"):
-            _warn_of_cache(self, "gradient checkpointing")
+            warn_of_cache(self, "gradient checkpointing")
             given["use_cache"] = False
         run = functools.partial(_run, self, 0, None, given)
         return self._gradient_checkpointing_func(run, x)
     level = dial.level
     if cache is not None and level > 0 and torch.is_grad_enabled():
-        if self.training and cache.get_seq_length(_index(self, family)) == 0:
-            _warn_of_cache(self, "save levels")
+        if self.training and not is_filled(cache, self):
+            warn_of_cache(self, "save levels")
             given["use_cache"], cache = False, None
         else:
             level = 0  # what a cache takes is changed by it, and cannot be computed again
     return _run(self, level, cache, given, x)
-
-
-def _index(layer: Any, family: Family) -> int:
-    halves: tuple[Any, ...] = family.halves(layer)
-    return next(half.layer_idx for half in halves if hasattr(half, "layer_idx"))
 
 
 def _is_known(layer: Any, family: Family, given: dict[str, Any]) -> bool:
@@ -82,17 +78,6 @@ def _only_captures(half: nn.Module) -> bool:
 
     collected = output_capturing._active_collector.get()
     return not any(key.endswith("attentions") for key in collected or ())
-
-
-def _warn_of_cache(layer: nn.Module, what: str) -> None:
-    """Says that keys and values are not cached, as transformers does where it checkpoints."""
-    if not torch.compiler.is_compiling():
-        from transformers.utils import logging
-
-        logging.get_logger("transformers.modeling_layers").warning_once(
-            f"Caching is incompatible with {what} in {type(layer).__name__}. "
-            "Setting `past_key_values=None`."
-        )
 
 
 def _run(layer: Any, level: int, cache: Any, given: dict[str, Any], x: Tensor) -> Tensor:

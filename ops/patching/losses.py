@@ -6,16 +6,19 @@ import dataclasses
 import functools
 import inspect
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .._core.surroundings import is_plain
 from ..loss.language_model import is_plain_head, language_model_loss
 from ..loss.linear_cross_entropy import linear_cross_entropy
-from .calls import takes
-from .changes import Changes
+from .calls import own_forward, takes
+from .changes import Changes, is_patched
 from .families import DECODERS
 from .report import PatchReport
 
@@ -25,6 +28,8 @@ GIVEN_BY_THE_MODEL = {  # or meaningless in its loss
     *("softcap", "reduction", "denominator", "ignore_index", "shift", "token_weight", "stats"),
 }
 OF_THE_LOSS = ("labels", "logits_to_keep", "return_dict")
+
+_calls = threading.local()  # running: how many calls of loss_forward() last in this thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +103,8 @@ class Forward(functools.partial):
     """The ``forward`` of a model with the signature of its class, by which Trainer decides what a
     batch may hold. Like any partial it is copied and pickled with the model."""
 
+    can_stay = True  # where something else calls it, after unpatch()
+
     @property
     def __signature__(self) -> inspect.Signature:
         own = inspect.signature(type(self.args[0]).forward)
@@ -157,6 +164,9 @@ def swap_losses(
         passed_on = tuple(name for name in fields if name not in ("loss", "logits"))
         rule = LossRule(kind.model, names, options, output, passed_on)
         changes.set(module, "forward", Forward(loss_forward, module, rule))
+        body = getattr(module, kind.body)
+        if "forward" not in vars(body):
+            changes.set(body, "forward", functools.partial(_body_forward, body, kind.model))
         report.swap(name, module, "loss", "headroom.linear_cross_entropy")
     if not found:
         reason = "its loss: not a model of transformers with the head of a language model"
@@ -184,8 +194,40 @@ def loss_forward(self: Any, rule: LossRule, *args: Any, **kwargs: Any) -> Any:
 
     Takes ``label_smoothing`` besides, which then holds for the loss of an evaluation too.
     """
+    if torch.compiler.is_compiling():
+        return _loss_forward(self, rule, *args, **kwargs)
+    _calls.running = running = getattr(_calls, "running", 0) + 1
+    try:
+        return _loss_forward(self, rule, *args, **kwargs)
+    finally:
+        _calls.running = running - 1
+
+
+def _body_forward(self: Any, model: str, *args: Any, **kwargs: Any) -> Any:
+    """Takes the place of the ``forward`` of the model below the head, and says so if that trains
+    without the patched loss, as where another library has set a ``forward`` of the model since."""
+    if (
+        self.training
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not getattr(_calls, "running", 0)
+        and torch._C._current_graph_task_id() == -1  # no backward pass computes it again
+    ):
+        warnings.warn(
+            f"headroom.patch: loss= and its options do nothing in this training: the body of "
+            f"{model} is called past the forward that was patched. TRL's trainers, for one, set a "
+            "forward of their own, with a loss that makes no logits either: patch without loss=, "
+            "or train with transformers' Trainer",
+            stacklevel=2,
+        )
+    return own_forward(self, args, kwargs)
+
+
+def _loss_forward(self: Any, rule: LossRule, *args: Any, **kwargs: Any) -> Any:
     if args and args[0] is self:
         args = args[1:]  # accelerate binds a forward to the model when it takes its wrapper off
+    if not is_patched(self):  # any more, but something else calls what patch() had set
+        return type(self).forward(self, *args, **kwargs)
     given = dict(zip(rule.names, args)) | kwargs
     kind = KINDS[rule.kind]
     smoothing = given.pop("label_smoothing", None)

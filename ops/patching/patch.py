@@ -38,7 +38,9 @@ def patch(
         model: any module. Blocks of :mod:`headroom.nn` and of the architectures of transformers
             that :mod:`headroom.patching.families` knows have all levels. In any other model norms
             and gated units are recognized by what they compute, and repeated blocks, which are the
-            members of a ModuleList or Sequential of one class, can be at L0 or at L5.
+            members of a ModuleList or Sequential of one class, can be at L0 or at L5; so can such
+            blocks beside those that are known, as in the vision tower of a language model. One
+            level for all leaves those as they are that cannot have it, and the report says so.
         save: what blocks keep for the backward pass: one level for all, one per block, or levels
             by the name or the number of a block. L0 keeps everything, L5 the input alone. None,
             also for a block that is not named, leaves blocks as they are, but is L1 for layers of
@@ -74,6 +76,9 @@ def patch(
         levels = chosen_levels(save, layers, model)
         for layer, level in zip(layers, levels):
             layer.patch(level, options, changes, report)
+            if isinstance(save, str) and level is None:
+                reason = f"it cannot be at {save}, only at {' or '.join(layer.levels)}"
+                report.leave(layer.name, layer.module, reason)
         generic.swap_modules(model, options, changes, report)
         if loss_options is not None:
             swap_losses(model, loss_options, changes, report)
@@ -96,8 +101,8 @@ def patch_call(model: nn.Module) -> dict[str, Any] | None:
 def repeated_layers(model: nn.Module) -> tuple[str | None, list[PatchedLayer]]:
     """Returns the name of a known architecture, or None, and the blocks whose levels :func:`patch`
     can set, in the order of ``named_modules()``."""
-    known = families.find_layers(model)
-    return (None, find_blocks(model)) if known is None else known
+    name, known = families.find_layers(model) or (None, [])
+    return name, find_blocks(model, known)
 
 
 def unpatch(model: nn.Module) -> None:

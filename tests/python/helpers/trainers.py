@@ -19,7 +19,13 @@ QUIET = dict(
     warmup_steps=2,
     learning_rate=1e-2,
 )
-OF_THE_TRAINER = ("optimizers", "optimizer_cls_and_kwargs", "compute_loss_func", "eval_dataset")
+OF_THE_TRAINER = (
+    "optimizers",
+    "optimizer_cls_and_kwargs",
+    "compute_loss_func",
+    "eval_dataset",
+    "data_collator",
+)
 
 
 def trainer_of(model, data, folder, callbacks=(), cls=transformers.Trainer, **options):

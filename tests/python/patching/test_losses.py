@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
+import types
+import warnings
 
 import headroom
 import pytest
@@ -42,7 +45,7 @@ def step(model, inputs, **options):
 
 def patched(model, loss=True, **options):
     copied = copy.deepcopy(model)
-    headroom.patch(copied, "L0", loss=loss, **AS_IT_IS | options)
+    headroom.patch(copied, loss=loss, **{"save": "L0"} | AS_IT_IS | options)
     return copied
 
 
@@ -252,3 +255,52 @@ def test_compiled(fresh_dynamo):
     want = step(model, inputs)
     model.compile(fullgraph=True, backend="aot_eager")
     assert_close(step(model, inputs), want)
+
+
+def set_forward_as_trl(model):
+    """Sets a forward as ``patch_fused_lm_head`` of TRL does: with a loss of its own, and the one
+    that was there for all other calls."""
+    own = model.forward
+
+    def forward(self, *args, fused_lm_head=False, labels=None, **kwargs):
+        if not fused_lm_head:
+            return own(*args, labels=labels, **kwargs)
+        hidden = self.base_model(*args, **kwargs).last_hidden_state
+        logits = self.get_output_embeddings()(hidden[:, :-1]).flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+
+    model.forward = types.MethodType(forward, model)
+
+
+class TestAForwardThatIsSetLater:
+    def test_says_that_the_loss_is_not_taken(self):
+        model = patched(made("Llama"), {"z_loss": 1.0})
+        set_forward_as_trl(model)
+        with pytest.warns(UserWarning, match="loss= and its options do nothing in this training"):
+            model(**inputs_of(), fused_lm_head=True).backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(**inputs_of()).loss.backward()  # which calls ours
+            model(inputs_of()["input_ids"])
+            model.eval()(**inputs_of(), fused_lm_head=True)
+            with torch.no_grad():
+                model.train()(**inputs_of(), fused_lm_head=True)
+
+    def test_can_stay_when_the_model_is_unpatched(self):
+        plain = made("Llama")
+        model = patched(plain, {"z_loss": 1.0})
+        set_forward_as_trl(model)
+        set_later = model.forward
+        headroom.unpatch(model)
+        assert model.forward == set_later and "forward" not in vars(model.model)
+        assert_same_bits(step(model, inputs_of()).values(), step(plain, inputs_of()).values())
+        assert model(**inputs_of()).logits is not None
+        assert headroom.patch(model, loss=True).left[0].reason.startswith("its loss: something")
+
+    def test_of_a_layer_has_to_be_removed_first(self):
+        model = patched(made("Llama"), save="L5")
+        layer = model.model.layers[1]
+        layer.forward = functools.partial(lambda own, *a, **k: own(*a, **k), layer.forward)
+        with pytest.raises(RuntimeError, match="forward of model.layers.1 was replaced"):
+            headroom.unpatch(model)
+        assert "_headroom_patch" in vars(model)

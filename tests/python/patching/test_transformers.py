@@ -14,7 +14,7 @@ from headroom.nn import LEVELS
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.bits import assert_same_bits
-from helpers.hf_models import MODELS, TOKENS, inputs_of, model_of
+from helpers.hf_models import MODELS, TOKENS, config_of, inputs_of, model_of
 from helpers.kept import kept_bytes
 
 transformers = pytest.importorskip("transformers")
@@ -474,3 +474,49 @@ def test_trainer(tmp_path):
     for level, options in {"L1": {}, "L5": {}, "L2": {"gradient_checkpointing": True}}.items():
         for a, b in zip(train(level, **options), want):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+class TestVisionTowers:
+    """Blocks of a class that is not known, beside those of a language model that is."""
+
+    @staticmethod
+    def made():
+        sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4)
+        vision = transformers.CLIPVisionConfig(
+            **sizes, num_hidden_layers=3, image_size=8, patch_size=4, projection_dim=32
+        )
+        config = transformers.LlavaConfig(
+            vision_config=vision,
+            text_config=config_of("Llama"),
+            image_token_index=5,
+            vision_feature_layer=-1,
+        )
+        torch.manual_seed(7)
+        model = transformers.LlavaForConditionalGeneration(config).train()
+        ids = torch.randint(6, 61, (2, 9))
+        ids[:, 1:5] = 5  # one for each patch of an image
+        inputs = dict(input_ids=ids, labels=ids, pixel_values=torch.randn(2, 3, 8, 8))
+        return model, inputs
+
+    def test_levels(self):
+        model, inputs = self.made()
+        report = headroom.patch(model, "L5")
+        layers = [*model.model.vision_tower.encoder.layers, *model.model.language_model.layers]
+        assert len(report.levels) == 5 and {*report.levels.values()} == {"L5"}
+        assert all("forward" in vars(layer) for layer in layers) and not report.left
+        runs = []
+        layers[0].mlp.fc1.register_forward_hook(lambda *_: runs.append(1))
+        got = step(model, inputs)
+        assert len(runs) == 2
+        headroom.unpatch(model)
+        assert_close(got, step(model, inputs))
+
+    def test_a_level_that_only_known_blocks_have(self):
+        model, _ = self.made()
+        report = headroom.patch(model, "L2")
+        assert len(report.levels) == 2
+        assert "left alone: 3 CLIPEncoderLayer" in str(report)
+        assert "it cannot be at L2, only at L0 or L5" in str(report)
+        with pytest.raises(ValueError, match="save is L2 for model.vision_tower.encoder.layers.0"):
+            headroom.patch(model, {"model.vision_tower.encoder.layers.0": "L2"})
+        assert len(headroom.patch(model).levels) == 2  # the others stay as they are

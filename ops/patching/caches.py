@@ -1,0 +1,37 @@
+"""Caches of keys and values of transformers in layers that run a second time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["is_cache", "is_filled", "warn_of_cache"]
+
+
+def is_cache(value: Any) -> bool:
+    """Returns whether an argument of a layer is a cache, by whatever name it is passed."""
+    return hasattr(value, "get_seq_length")
+
+
+def is_filled(cache: Any, layer: nn.Module) -> bool:
+    """Returns whether a cache holds anything that ``layer`` has given it. It cannot be dropped
+    then, and the layer would change it once more in a second run."""
+    numbers = (getattr(module, "layer_idx", None) for module in layer.modules())
+    index = next((number for number in numbers if isinstance(number, int)), 0)
+    try:
+        return bool(cache.get_seq_length(index))
+    except ValueError:  # a layer of linear attention, which has a state and counts no tokens
+        return cache.has_previous_state(index)
+
+
+def warn_of_cache(layer: nn.Module, what: str) -> None:
+    """Says that keys and values are not cached, as transformers does where it checkpoints."""
+    if not torch.compiler.is_compiling():
+        from transformers.utils import logging
+
+        logging.get_logger("transformers.modeling_layers").warning_once(
+            f"Caching is incompatible with {what} in {type(layer).__name__}. "
+            "Setting `past_key_values=None`."
+        )
