@@ -1055,13 +1055,14 @@ HR_API hr_status hr_norm_forward(const hr_rows *y, const hr_rows *sum, float *me
  * hr_norm_backward: from the gradient dy of y to those of x, weight and bias, in the same pass:
  *
  *     g       = dy * (weight + offset)
- *     dx      = rstd * (g - hat * mean of (g * hat) - mean of g) + dsum     no mean of g for RMS
+ *     dx      = rstd * (g - h * mean of (g * h) - mean of g) + dsum         no mean of g for RMS
  *     dweight = sum over rows of dy * hat
  *     dbias   = sum over rows of dy
  *
  * With `residual` in the forward call, x is its sum, dsum the gradient that reached the sum, and dx
- * the gradient of both addends. hat is rounded as it was in the forward call. dweight and dbias are
- * added in binary32 over fixed groups of rows, and the groups in binary64 in a fixed order.
+ * the gradient of both addends. hat is rounded as it was in the forward call; h is hat without any
+ * rounding, as autograd of models has it: where dx cancels, nothing of g is left. dweight and dbias
+ * are added in binary32 over fixed groups of rows, and the groups in binary64 in a fixed order.
  *
  * dx              out: [rows, cols], or NULL. May be dy or dsum
  * dweight, dbias  out: [cols], or NULL
@@ -1365,8 +1366,8 @@ HR_API hr_status hr_mlp_backward(const hr_rows *dx, const hr_mlp_params *grads, 
 
 typedef enum hr_cross_entropy_reduction {
     HR_REDUCE_SUM = 0,
-    HR_REDUCE_MEAN = 1,        /* NaN if no row counts, as in torch */
-    HR_REDUCE_MEAN_OR_ZERO = 2 /* 0 if no row counts */
+    HR_REDUCE_MEAN = 1,        /* NaN if D is 0: no row counts, or all weigh 0 */
+    HR_REDUCE_MEAN_OR_ZERO = 2 /* 0 if D is 0 */
 } hr_cross_entropy_reduction;
 
 typedef struct hr_cross_entropy_config {
@@ -1458,16 +1459,17 @@ HR_API hr_status hr_cross_entropy_backward(const hr_rows *grad, const float *dlo
  * which hr_cross_entropy_backward() gives the gradient of it. With D the sum of w_y and n the
  * number of rows that are not ignored,
  *
- *     result  = sum of loss                                                 HR_REDUCE_SUM
- *     result  = sum of (loss - z_loss * lse^2) / D + sum of z_loss * lse^2 / n     otherwise
- *     factors = 1, 1                  or            1 / D, 1 / n
+ *     result  = sum of loss + sum of z_loss * lse^2                   HR_REDUCE_SUM
+ *     result  = sum of loss / D + sum of z_loss * lse^2 / n           otherwise
+ *     factors = 1, 1            or      1 / D, 1 / n
  *
- * Sums are binary64, in a fixed order. The factors depend on the targets alone, so that they can be
+ * A factor is 0 where D or n is, and so are the gradients of a mean of nothing. Sums are binary64, in a fixed order. The factors depend on the targets alone, so that they can be
  * had before there is a loss.
  *
  * result   out: f32 [1], or NULL
  * factors  out: f32 [2], or NULL
- * loss     in: f32 [rows]; NULL if result is
+ * loss     in: f32 [rows], from a forward call whose config->z_loss is 0, because a z-loss hides
+ *          what is small beside it; NULL if result is
  * lse      in: f32 [rows]; NULL if result is, or without a z_loss
  */
 HR_API hr_status hr_cross_entropy_reduce(float *result, float *factors, const float *loss,
@@ -1667,7 +1669,7 @@ HR_API hr_status hr_linear_cross_entropy_query(hr_linear_cross_entropy_needs *ne
  *     row   = token_weight * loss
  *     result = sum of (row - token_weight * z) / D + sum of token_weight * z / n,  z = z_loss * lse^2
  *
- * with D the sum of token_weight * w_y and n the sum of token_weight over the rows that count, 1 and
+ * (z is added, and not taken off a rounded row) with D the sum of token_weight * w_y and n the sum of token_weight over the rows that count, 1 and
  * 1 for HR_REDUCE_SUM, and both the denominator where one is given. Logits are binary32 and are
  * computed for some rows or some classes at a time. Rows that are ignored are left out of the
  * products: on the CPU always, on CUDA, where nobody waits for their number, all products have the
@@ -1677,7 +1679,8 @@ HR_API hr_status hr_linear_cross_entropy_query(hr_linear_cross_entropy_needs *ne
  * halves: the upper ones are the gradient itself.
  *
  * result     out: f32 [1], or NULL
- * factors    out: f32 [2]: 1 / D and 1 / n, for hr_linear_cross_entropy_backward(), or NULL
+ * factors    out: f32 [2]: 1 / D and 1 / n, or 0 where that is 0, for
+ *            hr_linear_cross_entropy_backward(), or NULL
  * scale      out: f32 [1]: what the gradients have still to be multiplied by, or NULL. It is 1
  *            unless dtype is f16, whose gradients would be lost below 2^-24: they are those of a sum
  * rows_out   out, host: which results of rows are wanted; NULL: none

@@ -133,17 +133,28 @@ HR_INLINE double ce_lse(float top, double sum)
     return (double)top + ce_log(sum);
 }
 
-/* The loss of a row. `weighted`: the sum of weight * z; `weights`: of weights. */
-HR_INLINE float ce_loss(const hr_cross_entropy_config *config, double lse, double z, double weight,
+/* The loss of a row, but for its z-loss. `weighted`: the sum of weight * z; `weights`: of weights. */
+HR_INLINE double ce_loss(const hr_cross_entropy_config *config, double lse, double z, double weight,
                         double weights, double weighted, int64_t classes)
 {
     const double smoothing = config->label_smoothing;
     double loss = (1.0 - smoothing) * weight * (lse - z);
     if (smoothing > 0.0)
         loss += smoothing / (double)classes * (weights * lse - weighted);
-    if (config->z_loss != 0.0)
-        loss += config->z_loss * lse * lse;
-    return (float)loss;
+    return loss;
+}
+
+/* The z-loss of a row. */
+HR_INLINE double ce_z_loss(double z_loss, double lse)
+{
+    return z_loss == 0.0 ? 0.0 : z_loss * lse * lse;
+}
+
+/* What rows that weigh this much in all are multiplied by for their mean; 0 for nothing, so that the
+ * gradients of its mean, which may be NaN, are 0. */
+HR_INLINE double ce_mean_factor(double weight)
+{
+    return weight == 0.0 ? 0.0 : 1.0 / weight;
 }
 
 /* The row of a gradient: grad = p * exp(z - lse) - w * weight, but at the target. */
@@ -229,10 +240,9 @@ HR_INLINE void ce_count(const cross_entropy_args *a, int64_t row, ce_totals *tot
     totals->count += 1.0;
     if (!a->loss)
         return;
-    const double lse = a->config.z_loss != 0.0 ? (double)a->lse[row] : 0.0;
-    const double z_loss = a->config.z_loss * lse * lse;
-    totals->loss += (double)a->loss[row] - z_loss;
-    totals->z_loss += z_loss;
+    totals->loss += (double)a->loss[row];
+    if (a->config.z_loss != 0.0)
+        totals->z_loss += ce_z_loss(a->config.z_loss, (double)a->lse[row]);
 }
 
 /* Writes what is wanted of a reduction. */
@@ -240,10 +250,8 @@ HR_INLINE void ce_finish(const cross_entropy_args *a, const ce_totals *totals)
 {
     double factor = 1.0, z_factor = 1.0;
     if (a->config.reduction != HR_REDUCE_SUM) {
-        factor = 1.0 / totals->weight;
-        z_factor = 1.0 / totals->count;
-        if (a->config.reduction == HR_REDUCE_MEAN_OR_ZERO && totals->count == 0.0)
-            factor = z_factor = 0.0;
+        factor = ce_mean_factor(totals->weight);
+        z_factor = ce_mean_factor(totals->count);
     }
     if (a->new_factors) {
         a->new_factors[0] = (float)factor;
@@ -251,10 +259,9 @@ HR_INLINE void ce_finish(const cross_entropy_args *a, const ce_totals *totals)
     }
     if (!a->result)
         return;
-    double result = totals->loss * factor; /* 0 times infinity, a NaN, where nothing is counted */
-    if (a->config.z_loss != 0.0)
-        result += totals->z_loss * z_factor;
-    *a->result = (float)result;
+    const double result = totals->loss * factor + totals->z_loss * z_factor;
+    const int is_empty = a->config.reduction == HR_REDUCE_MEAN && factor == 0.0;
+    *a->result = is_empty ? NAN : (float)result;
 }
 
 #ifdef __cplusplus

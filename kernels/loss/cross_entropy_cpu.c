@@ -18,8 +18,9 @@ HR_INLINE void forward_row(const cross_entropy_args *a, int64_t row)
     ce_seen seen = ce_nothing_seen();
     ce_see(a, &seen, row_at(&a->logits, row, config->dtype), target, a->argmax != NULL, 0);
     const double lse = ce_lse(seen.top, seen.sum);
-    a->loss[row] = ce_loss(config, lse, (double)seen.z, ce_weight(a, target), a->weight_sum,
-                           seen.weighted, a->all);
+    a->loss[row] = (float)(ce_loss(config, lse, (double)seen.z, ce_weight(a, target), a->weight_sum,
+                                   seen.weighted, a->all) +
+                           ce_z_loss(config->z_loss, lse));
     a->lse[row] = (float)lse;
     if (a->lse_low)
         a->lse_low[row] = isfinite(a->lse[row]) ? (float)(lse - (double)a->lse[row]) : 0.0f;

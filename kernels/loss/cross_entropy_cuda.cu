@@ -52,8 +52,9 @@ static __device__ __forceinline__ void forward_row(const cross_entropy_args &a, 
     float z = NAN;
     if (ce_is_class(&a, target))
         z = capped(hr_load(logits, target, dtype), (float)a.config.softcap);
-    a.loss[row] =
-        ce_loss(&a.config, lse, (double)z, ce_weight(&a, target), weights, weighted, a.all);
+    a.loss[row] = (float)(ce_loss(&a.config, lse, (double)z, ce_weight(&a, target), weights,
+                                  weighted, a.all) +
+                          ce_z_loss(a.config.z_loss, lse));
     a.lse[row] = (float)lse;
     if (a.lse_low)
         a.lse_low[row] = isfinite((float)lse) ? (float)(lse - (double)(float)lse) : 0.0f;

@@ -13,6 +13,7 @@ typedef struct lce_totals {
     int64_t count;     /* of the rows that are listed */
     double weight_sum; /* of all classes */
     float factors[2];  /* of the rows' losses and of their z-losses in the result */
+    int32_t is_nan;    /* the result, whatever they are: a mean of nothing */
     float used[2];     /* the same, in the gradients of the logits */
 } lce_totals;
 
@@ -22,7 +23,7 @@ typedef struct lce_list {
     int64_t *target; /* its class; ignore_index: none */
     float *scale;    /* token_weight */
     float *dloss;    /* the gradient of its loss, with token_weight */
-    float *loss, *lse, *lse_low;
+    float *loss, *lse, *lse_low; /* loss: without the z-loss */
     int64_t capacity;
     lce_totals *totals;
 } lce_list;
@@ -151,16 +152,16 @@ HR_INLINE void lce_total(const lce_listing *l, int64_t count, double weights, do
     lce_totals *const t = l->list.totals;
     const hr_cross_entropy_config *const config = &l->ce.config;
     double factor = 1.0, z_factor = 1.0;
+    t->is_nan = 0;
     if (l->given_factors) {
         factor = (double)l->given_factors[0];
         z_factor = (double)l->given_factors[1];
     } else if (l->denominator) {
         factor = z_factor = 1.0 / (double)*l->denominator;
     } else if (!l->lse && config->reduction != HR_REDUCE_SUM) {
-        factor = 1.0 / weights;
-        z_factor = 1.0 / tokens;
-        if (config->reduction == HR_REDUCE_MEAN_OR_ZERO && count == 0)
-            factor = z_factor = 0.0;
+        factor = ce_mean_factor(weights);
+        z_factor = ce_mean_factor(tokens);
+        t->is_nan = config->reduction == HR_REDUCE_MEAN && factor == 0.0;
     }
     if (count > l->list.capacity)
         factor = z_factor = NAN;
@@ -192,14 +193,16 @@ HR_INLINE void lce_end(const lce_ending *e, int64_t i)
     const float high = (float)lse, low = isfinite(high) ? (float)(lse - (double)high) : 0.0f;
     const int64_t target = e->list.target[place];
     const double weight = ce_weight(&e->ce, target);
-    const double loss = (double)ce_loss(&e->ce.config, lse, (double)seen->z, weight,
-                                        e->list.totals->weight_sum, seen->weighted, e->ce.all);
+    const double scale = (double)e->list.scale[place];
+    const double loss =
+        scale * ce_loss(&e->ce.config, lse, (double)seen->z, weight, e->list.totals->weight_sum,
+                        seen->weighted, e->ce.all);
     e->list.lse[place] = high;
     e->list.lse_low[place] = low;
-    e->list.loss[place] = (float)((double)e->list.scale[place] * loss);
+    e->list.loss[place] = (float)loss;
     const hr_linear_cross_entropy_rows *const out = &e->out;
     if (out->loss)
-        out->loss[row] = e->list.loss[place];
+        out->loss[row] = (float)(loss + scale * ce_z_loss(e->ce.config.z_loss, lse));
     if (out->lse)
         out->lse[row] = high;
     if (out->lse_low)
@@ -241,6 +244,13 @@ HR_INLINE void lce_add(const lce_addition *a, void *high, uint16_t *low, float a
     const uint32_t bits = hr_bits(sum);
     upper[j] = a->is_last ? hr_to_bf16(sum) : (uint16_t)(bits >> 16);
     low[j] = (uint16_t)bits;
+}
+
+/* The result from the sums over the list of losses and z-losses. */
+HR_INLINE float lce_result(const lce_totals *t, double loss, double z_loss)
+{
+    const double result = loss * (double)t->factors[0] + z_loss * (double)t->factors[1];
+    return t->is_nan ? NAN : (float)result;
 }
 
 #ifdef __cplusplus

@@ -89,14 +89,10 @@ hr_status lce_reduce_cpu(const lce_reduction *r)
     const lce_list *const list = &r->list;
     double loss = 0.0, z_loss = 0.0;
     for (int64_t i = 0; i < list->totals->count; i++) {
-        const double lse = (double)list->lse[i];
-        const double z = r->z_loss == 0.0 ? 0.0 : (double)list->scale[i] * r->z_loss * lse * lse;
-        loss += (double)list->loss[i] - z;
-        z_loss += z;
+        loss += (double)list->loss[i];
+        z_loss += (double)list->scale[i] * ce_z_loss(r->z_loss, (double)list->lse[i]);
     }
-    const float *const factors = list->totals->factors;
-    *r->result =
-        (float)(loss * (double)factors[0] + (r->z_loss == 0.0 ? 0.0 : z_loss * (double)factors[1]));
+    *r->result = lce_result(list->totals, loss, z_loss);
     return HR_OK;
 }
 

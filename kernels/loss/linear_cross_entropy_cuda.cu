@@ -182,17 +182,13 @@ static __global__ void __launch_bounds__(THREADS)
     const int64_t count =
         r.list.totals->count < r.list.capacity ? r.list.totals->count : r.list.capacity;
     for (int64_t i = threadIdx.x; i < count; i += THREADS) {
-        const double lse = (double)r.list.lse[i];
-        const double z = r.z_loss == 0.0 ? 0.0 : (double)r.list.scale[i] * r.z_loss * lse * lse;
-        loss += (double)r.list.loss[i] - z;
-        z_loss += z;
+        loss += (double)r.list.loss[i];
+        z_loss += (double)r.list.scale[i] * ce_z_loss(r.z_loss, (double)r.list.lse[i]);
     }
     loss = row_total<THREADS>(loss);
     z_loss = row_total<THREADS>(z_loss);
-    const float *const factors = r.list.totals->factors;
     if (threadIdx.x == 0)
-        *r.result = (float)(loss * (double)factors[0] +
-                            (r.z_loss == 0.0 ? 0.0 : z_loss * (double)factors[1]));
+        *r.result = lce_result(r.list.totals, loss, z_loss);
 }
 
 /* ---- Rows of matrices ------------------------------------------------------------------------ */

@@ -50,7 +50,9 @@ HR_INLINE float norm_y(float hat, float weight, float bias)
     return hat * weight + bias;
 }
 
-/* The gradient of one element before what reached the sum is added. */
+/* The gradient of one element before what reached the sum is added. Its hat, and that of the mean of
+ * g * hat, is (x - mean) * rstd without any rounding, as in autograd of the model's own code: a row
+ * whose gradient cancels would else be left with what rounding took off g. */
 HR_INLINE float norm_dx(float g, float hat, float rstd, float mean_g_hat, float mean_g)
 {
     return rstd * (g - hat * mean_g_hat - mean_g);

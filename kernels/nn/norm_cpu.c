@@ -151,11 +151,10 @@ static void backward_row(const norm_args *a, int64_t row, ready_weights *w, floa
             float *const x_place = xs + j % KEPT, *const dy_place = dys + j % KEPT;
             norm_tile t = {.x = is_kept ? x_place : tile_in(x_place, x, j, n, dtype),
                            .mean = a->mean ? a->mean[row] : 0.0f,
-                           .factor = norm_factor(rstd, a->config.casting, dtype),
+                           .factor = rstd,
                            .rstd = rstd,
                            .g_hat = (float)(g_hat_sum / (double)a->cols),
                            .g = layer ? (float)(g_sum / (double)a->cols) : 0.0f};
-            tile_round(&t, a, hat, n);
             use_weights(&t, w, a, j);
             if (a->dy.data)
                 t.dy = is_kept ? dy_place : tile_in(dy_place, dy, j, n, dtype);
@@ -165,15 +164,19 @@ static void backward_row(const norm_args *a, int64_t row, ready_weights *w, floa
                 g_sum += t.total_g;
                 continue;
             }
+            norm_tile normed = t;
+            normed.factor = norm_factor(rstd, a->config.casting, dtype);
+            if (a->y.data || sums)
+                tile_round(&normed, a, hat, n);
             if (a->y.data)
-                RUN_INTO(weigh, &t, row_at(&a->y, row, dtype), j, n, dtype);
+                RUN_INTO(weigh, &normed, row_at(&a->y, row, dtype), j, n, dtype);
             if (sums) {
-                t.dweight = sums + j;
-                RUN(add_dweight, &t, n);
+                normed.dweight = sums + j;
+                RUN(add_dweight, &normed, n);
             }
             if (sums && layer) {
-                t.dbias = sums + a->cols + j;
-                RUN(add_dbias, &t, n);
+                normed.dbias = sums + a->cols + j;
+                RUN(add_dbias, &normed, n);
             }
             if (a->dx.data && a->dsum.data) {
                 float own[TILE];

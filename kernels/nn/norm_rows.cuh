@@ -183,13 +183,12 @@ static __device__ __forceinline__ void backward_row(const norm_args &a, const ro
     float means[2] = {0.0f, 0.0f}; /* of g * hat and of g */
     if (a.dx.data) {
         row_visit<once>(walk, cols, load, [&](int j) {
-            float w[E], hat[E], part = 0.0f, g_part = 0.0f;
+            float w[E], part = 0.0f, g_part = 0.0f;
             read_weights<E>(a, j, w);
-            read_hat<E>(a, x, mean, factor, dtype, hat);
 #pragma unroll
             for (int e = 0; e < E; e++) {
                 const float g = few_get(dy, e, dtype) * w[e];
-                part += g * hat[e];
+                part += g * norm_hat(few_get(x, e, dtype), mean, rstd, 0, dtype);
                 g_part += g;
             }
             means[0] += part;
@@ -222,7 +221,8 @@ static __device__ __forceinline__ void backward_row(const norm_args &a, const ro
         read_weights<E>(a, j, out);
 #pragma unroll
         for (int e = 0; e < E; e++)
-            out[e] = norm_dx(g[e] * out[e], hat[e], rstd, means[0], means[1]);
+            out[e] = norm_dx(g[e] * out[e], norm_hat(few_get(x, e, dtype), mean, rstd, 0, dtype), rstd,
+                             means[0], means[1]);
         if (a.dsum.data) {
             const few<E> dsum = few_load<E>(row_at(a.dsum, row, dtype), j, dtype);
 #pragma unroll

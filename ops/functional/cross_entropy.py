@@ -58,7 +58,8 @@ def cross_entropy(
             rows that are ignored.
         return_argmax: also returns the first class with the largest logit of each row, int64; -1
             for rows that are ignored.
-        empty: the mean if no row counts: "nan", as in torch, or "zero". Gradients are then zero.
+        empty: the mean if the weights of the rows that count add up to 0, as they do if there are no
+            such rows: "nan", as in torch, or "zero". Gradients of it are zero.
 
     Returns:
         The loss, float32, or a tuple of it and what else was asked for, in the order of the

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .gemm import gemm_into
 
-__all__ = ["Gradients", "Head", "counting_rows", "over_chunks", "pitch_of"]
+__all__ = ["Gradients", "Head", "counting_rows", "gain_of", "over_chunks", "pitch_of"]
 
 PITCH = 8  # elements to which rows of logits are padded, so that each begins at 16 bytes
 
@@ -20,6 +20,13 @@ PITCH = 8  # elements to which rows of logits are padded, so that each begins at
 def pitch_of(classes: int) -> int:
     """Returns the elements from one row of logits to the next."""
     return (classes + PITCH - 1) // PITCH * PITCH
+
+
+def gain_of(dtype: torch.dtype, temperature: float) -> float:
+    """Returns what the gradient of a sum is multiplied by while it is computed: in float16 most of a
+    row's gradient, at most 1 / temperature over the classes, would else round to 0, and the loss
+    scale comes too late."""
+    return 1024.0 * temperature if dtype == torch.float16 else 1.0
 
 
 def counting_rows(ignored: Tensor) -> Tensor:
@@ -39,6 +46,12 @@ class Head:
         self.hidden = self.hidden.unsqueeze(0).flatten(0, -2)
         if self.bias is not None:
             self.bias = self.bias.float()
+
+    @property
+    def kept_dtype(self) -> torch.dtype:
+        """Returns the dtype of the gradient of the hidden states, until it is scaled."""
+        dtype = self.hidden.dtype
+        return torch.float32 if dtype == torch.float16 else dtype
 
     def take(self, index: Tensor) -> None:
         self.hidden = self.hidden.index_select(0, index)
@@ -62,7 +75,9 @@ class Gradients:
         classes = head.weight.shape[0]
         float32 = {"dtype": torch.float32, "device": head.weight.device}
         return cls(
-            head.hidden.new_zeros(head.hidden.shape) if wants[0] else None,
+            torch.zeros(head.hidden.shape, dtype=head.kept_dtype, device=head.hidden.device)
+            if wants[0]
+            else None,
             torch.zeros(head.weight.shape, **float32) if wants[1] else None,
             torch.zeros(classes, **float32) if wants[2] else None,
         )
@@ -91,8 +106,8 @@ def over_chunks(
     wants: tuple[bool, bool, bool],
     find: Callable[[Tensor], Tensor] = counting_rows,
 ) -> tuple[Tensor, Gradients]:
-    """Returns the divergence of each token, and gradients: of the sum, or of the tokens times
-    ``dloss``. A chunk has at most ``chunk_rows`` tokens, and each as many, as far as that goes.
+    """Returns the divergence of each token, and gradients: of the sum times :func:`gain_of`, or of
+    the tokens times ``dloss``. A chunk has at most ``chunk_rows`` tokens, and each as many, as far as that goes.
 
     ``find`` is given ``ignored`` on the CPU, where tokens that do not count are left out: on CUDA,
     one would have to wait for their number.
@@ -111,7 +126,7 @@ def over_chunks(
     losses = torch.zeros(count, device=device)
     grads = Gradients.of(student, wants)
     if dloss is None:
-        dloss = torch.ones((), device=device)
+        dloss = torch.full((), gain_of(dtype, numbers[1]), device=device)
     buffers = [
         torch.empty(min(chunk_rows, count), pitch_of(classes), device=device) for _ in range(2)
     ]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._core.registration import FLOATS, differentiable, refuse_derivative, require
 from .divergence import reduced, rows_that_count
-from .divergence_chunks import Head, counting_rows, over_chunks
+from .divergence_chunks import Head, counting_rows, gain_of, over_chunks
 from .kept_gradients import origins_of, without_derivative
 
 __all__ = ["backward_of", "check", "forward_of", "scale_of"]
@@ -27,8 +27,9 @@ HEADS = (
 OPTIONS = "float beta, float temperature"
 WANTS = "int chunk_rows, bool want_hidden, bool want_weight, bool want_bias"
 _library = torch.library.Library("headroom", "FRAGMENT")
-# Gradients are of the sum, and those that are not wanted have no elements, because a schema has no
-# optional results. `count` is what a mean divides the sum by.
+# Gradients are of the sum times a gain, in float32 for float16, and those that are not wanted have no
+# elements, because a schema has no optional results. `count` is what divides them: the gain, times
+# what a mean divides the sum by.
 _library.define(
     f"linear_divergence({HEADS}, {OPTIONS}, int reduction, {WANTS}) -> "
     "(Tensor loss, Tensor count, Tensor hidden, Tensor weight, Tensor bias)"
@@ -58,9 +59,9 @@ def forward_of(
     )
     loss, count = rows.view(heads[0].shape[:-1]), rows.new_empty(0)
     if reduction:
-        count = torch.as_tensor(
-            rows_that_count(rows, ignored) if reduction == 1 else 1, device=rows.device
-        ).float()
+        counted = rows_that_count(rows, ignored) if reduction == 1 else 1
+        gain = gain_of(heads[0].dtype, temperature)
+        count = torch.as_tensor(counted, device=rows.device).float() * gain
         loss = reduced(rows, ignored, "mean" if reduction == 1 else "sum")
     kept = (grads.hidden, grads.weight, grads.bias)
     return (
@@ -176,7 +177,7 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     return (
         of(() if kept else hidden.shape[:-1]),
         of(() if kept else (0,)),
-        of(hidden.shape, hidden.dtype) if kept and w1 else of((0,)),
+        of(hidden.shape, Head(hidden, weight, None).kept_dtype) if kept and w1 else of((0,)),
         of(weight.shape) if kept and w2 else of((0,)),
         of(bias.shape) if kept and w3 else of((0,)),
     )

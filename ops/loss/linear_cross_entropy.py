@@ -84,7 +84,9 @@ def linear_cross_entropy(
         shift: the row at place t of a sequence (the dimension before the features) takes the
             target, and its weight, at place t + 1, and the last row counts for nothing; no copy is
             made.
-        empty: the mean if no row counts: "zero", or "nan", as in torch. Gradients are then zero.
+        empty: the mean if the weights of the rows that count add up to 0, as they do if there are no
+            such rows: "zero", or "nan", as in torch. Gradients of it are zero; a ``z_loss`` is
+            divided by ``token_weight`` alone.
         mode: "tokens" computes all classes for a chunk of rows; "vocabulary" all rows for a tile of
             classes, which computes the logits once more but adds up no gradient of ``weight``;
             "auto" takes the former unless fewer than 64 rows (512 on CUDA) fit the workspace.

@@ -187,19 +187,20 @@ class _Parallel(torch.autograd.Function):
         share = numbers.label_smoothing
         own, total = counts.double(), float(numbers.all_classes)
         if class_weight is not None:
-            own = own * class_weight.double()[torch.where(counts, target, 0).long()]
+            own = torch.where(counts, class_weight.double()[torch.where(counts, target, 0).long()], 0)
             total = class_weight.double().sum()
         row = (1 - share) * own * (lse - target_logit)
         row += share / numbers.all_classes * (total * lse - weighted) * counts
         z = numbers.z_loss * lse.square()
-        scale = counts.double() if token_weight is None else token_weight.double() * counts
+        scale = own.new_ones(()) if token_weight is None else token_weight.double()
+        scale = torch.where(counts, scale, 0)
         factors = _factors(scale, own, denominator, how)
         if how.reduction == "none":
             loss = scale * (row + z) * factors[0]
         else:
             loss = (scale * row).sum() * factors[0] + (scale * z).sum() * factors[1]
             if how.empty == "nan" and how.reduction == "mean" and denominator is None:
-                loss = torch.where(counts.any(), loss, torch.nan)
+                loss = torch.where(factors[0] == 0, torch.nan, loss)
         high = lse.float()
         low = (lse - high.double()).float()
         ctx.how = how
@@ -222,7 +223,7 @@ class _Parallel(torch.autograd.Function):
 
 
 def _factors(scale: Tensor, own: Tensor, denominator: Tensor | None, how: _How) -> Tensor:
-    """Returns what rows and their z-losses are divided by, inverted: 0 where no row counts."""
+    """Returns what rows and their z-losses are divided by, inverted: 0 for 0."""
     if denominator is not None:
         return (1 / denominator.double()).expand(2)
     if how.reduction != "mean":

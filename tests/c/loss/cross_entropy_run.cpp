@@ -15,7 +15,8 @@ Tensors::Value logits_of(const CrossEntropyCase &c)
 CrossEntropyRun::CrossEntropyRun(Backend &on, const CrossEntropyCase &c)
     : backend(on), shape(c), logits(on, matrix(c), {c.dtype}, c.shift, logits_of(c)),
       grad(on, matrix(c, !c.in_place), {c.grad_dtype}, c.shift, garbage),
-      weight(on, {c.classes}, {HR_F32}, 0, [](size_t, size_t i) { return 1 + noise(2, i) / 2; }),
+      weight(on, {c.classes}, {HR_F32}, 0,
+             [&](size_t, size_t i) { return c.weigh * (1 + noise(2, i) / 2); }),
       loss(on, {c.rows}, {HR_F32}, 0, garbage), lse(on, {c.rows}, {HR_F32}, 0, garbage),
       lse_low(on, {c.rows}, {HR_F32}, 0, garbage),
       dloss(on, {c.per_row ? c.rows : 1}, {HR_F32}, 0,
@@ -40,11 +41,16 @@ CrossEntropyRun::CrossEntropyRun(Backend &on, const CrossEntropyCase &c)
 
 hr_status CrossEntropyRun::forward() const
 {
+    return forward(config_argument);
+}
+
+hr_status CrossEntropyRun::forward(const hr_cross_entropy_config *how) const
+{
     return hr_cross_entropy_forward(
         static_cast<float *>(loss.data[0]), static_cast<float *>(lse.data[0]),
         shape.low ? static_cast<float *>(lse_low.data[0]) : nullptr, static_cast<int64_t *>(argmax),
         logits_argument, target, shape.weight ? static_cast<float *>(weight.data[0]) : nullptr,
-        rows, classes, config_argument, exec_argument);
+        rows, classes, how, exec_argument);
 }
 
 hr_status CrossEntropyRun::reduce() const
@@ -69,9 +75,13 @@ hr_status CrossEntropyRun::backward() const
 
 hr_status CrossEntropyRun::call() const
 {
-    hr_status status = forward();
+    hr_cross_entropy_config plain = config; // the reduction adds z-losses itself
+    plain.z_loss = 0;
+    hr_status status = forward(shape.z_loss > 0 && config_argument ? &plain : config_argument);
     if (status == HR_OK)
         status = reduce();
+    if (status == HR_OK && shape.z_loss > 0)
+        status = forward();
     return status == HR_OK ? backward() : status;
 }
 

@@ -7,6 +7,7 @@ struct CrossEntropyCase {
     int64_t rows = 5, classes = 7;
     int64_t gap = 0; // elements between rows
     hr_dtype dtype = HR_F32, grad_dtype = HR_F32;
+    double weigh = 1; // multiplies the weights
     bool weight = false, per_row = false, low = true, in_place = false, int32 = false;
     double smoothing = 0, softcap = 0, z_loss = 0;
     hr_cross_entropy_reduction reduction = HR_REDUCE_MEAN;
@@ -47,6 +48,9 @@ class CrossEntropyRun
     hr_exec exec;
     const hr_exec *exec_argument = &exec;
     int64_t rows, classes;
+
+  private:
+    hr_status forward(const hr_cross_entropy_config *how) const;
 };
 
 std::ostream &operator<<(std::ostream &out, const CrossEntropyCase &c);

@@ -278,6 +278,32 @@ TEST_P(CrossEntropy, ReductionsWithoutRows)
         }
 }
 
+// A z-loss hides nothing of losses that weigh little, and the mean of what weighs 0 has no gradient.
+TEST_P(CrossEntropy, RowsThatWeighLittle)
+{
+    for (const double weigh : {1e-8, 0.0}) {
+        CrossEntropyCase c;
+        c.rows = 40, c.weight = true, c.weigh = weigh;
+        const CrossEntropyRun plain(*backend, c);
+        c.z_loss = 1;
+        const CrossEntropyRun run(*backend, c);
+        ASSERT_EQ(plain.call(), HR_OK) << hr_last_error();
+        ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
+        double z_loss = 0, count = 0;
+        for (int64_t i = 0; i < c.rows; i++)
+            count += run.target_of(i) != -100;
+        for (const double lse : run.lse.values(0))
+            z_loss += lse * lse / count;
+        if (weigh == 0) {
+            EXPECT_TRUE(std::isnan(run.result.values(0)[0]));
+            EXPECT_EQ(plain.gradients(), std::vector<double>(280, 0.0));
+        } else {
+            const double exact = plain.result.values(0)[0] + z_loss;
+            EXPECT_NEAR(run.result.values(0)[0], exact, 4 * kUnit * exact);
+        }
+    }
+}
+
 // The factors can be had before there is a loss, and have the same bits.
 TEST_P(CrossEntropy, FactorsWithoutALoss)
 {

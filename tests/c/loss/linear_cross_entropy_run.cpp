@@ -50,7 +50,7 @@ LinearCrossEntropyRun::LinearCrossEntropyRun(Backend &on, const LinearCrossEntro
       hidden(on, {c.rows * (c.features + c.gap)}, {c.dtype}, 0, values(1, 0, 1)),
       weight(on, {c.classes * (c.features + c.gap)}, {c.dtype}, 0, values(2, 0, 1)),
       bias(on, {c.classes}, {c.dtype}, 0, values(3, 0, 1)),
-      class_weight(on, {c.classes}, {HR_F32}, 0, values(4, 1, 0.5)),
+      class_weight(on, {c.classes}, {HR_F32}, 0, values(4, c.weigh, c.weigh / 2)),
       token_weight(on, {c.rows}, {HR_F32}, 0, values(5, 1, 0.5)),
       denominator(on, {1}, {HR_F32}, 0, values(6, 9, 1)),
       results(on, std::vector<int64_t>(7, c.rows), {HR_F32}, 0, garbage),

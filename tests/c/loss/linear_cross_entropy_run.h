@@ -9,6 +9,7 @@ struct LinearCrossEntropyCase {
     hr_dtype dtype = HR_F32, grad_dtype = HR_F32;
     hr_linear_cross_entropy_mode mode = HR_LINEAR_CROSS_ENTROPY_TOKENS;
     size_t limit = 0; // of the workspace
+    double weigh = 1; // multiplies the weights of classes
     bool bias = false, class_weight = false, token_weight = false, denominator = false;
     bool int32 = false, rank = false;
     double smoothing = 0, softcap = 0, z_loss = 0, scale = 1;

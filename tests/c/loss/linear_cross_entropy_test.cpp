@@ -236,6 +236,32 @@ TEST_P(LinearCrossEntropy, RoundsSumsOfABf16GradientOnceOrAfterEachChunk)
     EXPECT_LT(4 * errors[0], errors[1]);
 }
 
+// A z-loss hides nothing of losses that weigh little; where nothing weighs anything, or no row
+// counts, the mean is NaN or 0 and has no gradient.
+TEST_P(LinearCrossEntropy, RowsThatWeighLittleOrNothing)
+{
+    for (const hr_dtype dtype : {HR_F32, HR_F16}) {
+        Case c = {.limit = 3 * 11 * 4, .weigh = 1e-8, .class_weight = true, .z_loss = 1};
+        c.dtype = dtype;
+        const Call little(*backend, c);
+        ASSERT_EQ(little.forward(), HR_OK) << hr_last_error();
+        const double exact = Reference(little, Vector(9, 1)).result;
+        EXPECT_NEAR(little.numbers.values(0)[0], exact, 4e-7 * std::fabs(exact));
+        for (const hr_cross_entropy_reduction reduction : {HR_REDUCE_MEAN, HR_REDUCE_MEAN_OR_ZERO})
+            for (const int64_t rows : {9, 5, 0}) {
+                c.rows = rows, c.weigh = 0, c.z_loss = 0, c.ignored = rows == 5 ? 1 : 3;
+                c.reduction = reduction;
+                const Call run(*backend, c);
+                ASSERT_EQ(run.forward(), HR_OK) << hr_last_error();
+                const double result = run.numbers.values(0)[0];
+                EXPECT_TRUE(reduction == HR_REDUCE_MEAN ? std::isnan(result) : result == 0);
+                EXPECT_TRUE(std::isfinite(run.numbers.values(2)[0]));
+                EXPECT_EQ(run.dweight.values(0), Vector(66, 0));
+                EXPECT_EQ(run.dhidden.values(0), Vector(size_t(rows) * 6, 0));
+            }
+    }
+}
+
 TEST_P(LinearCrossEntropy, MoreRowsThanTheBoundAreNoticed)
 {
     Call run(*backend, {.ignored = 3}); // 6 of 9 rows count

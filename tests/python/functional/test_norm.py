@@ -91,6 +91,31 @@ def test_castings_are_those_of_the_models(device):
     assert (once != llama_result).float().mean() > 0.05
 
 
+def llama(x, weight, root_dtype=torch.float32):
+    """What transformers' LlamaRMSNorm computes."""
+    wide = x.float()
+    root = (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt().to(root_dtype)
+    return weight * (wide * root).to(x.dtype)
+
+
+@pytest.mark.parametrize("casting", ("llama", "narrow"))
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("cols", (1, 2, 77, 2056))
+def test_gradients_that_cancel(cols, dtype, casting, device):
+    """A gradient along x changes its length alone, which the norm takes away: dx is almost 0."""
+    x, _, _, _, _ = sample((6, cols), dtype, device)
+    weight = torch.ones(cols, dtype=dtype, device=device)
+    model = functools.partial(llama, root_dtype=dtype if casting == "narrow" else torch.float32)
+    exact = gradients(rms_reference, [x.double(), weight.double()], x.double())
+    theirs = gradients(model, [x, weight], x)
+    ours = gradients(functools.partial(rms_norm, casting=casting), [x, weight], x)
+    unit = torch.finfo(torch.float32).eps * x.abs().max().item()
+    for got, other, value in zip(ours[1:], theirs[1:], exact[1:]):
+        limit = 2 * (other.double() - value).abs().max() + 64 * unit
+        limit = limit + torch.finfo(dtype).eps * value.abs()
+        assert ((got.double() - value).abs() <= limit).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layer", (False, True), ids=("rms", "layer"))
 def test_residual(layer, dtype, device):

@@ -78,6 +78,37 @@ def test_values_and_gradients(dtype, kind, reduction, device):
     assert_as_good(got, sample.results(plain, dtype), exact)
 
 
+@pytest.mark.parametrize(("kind", "temperature"), [(k, 1.0) for k in KINDS] + [("js", 4.0)])
+def test_f16_under_a_loss_scale(kind, temperature, device):
+    """The gradient of a logit is less than what float16 holds, unless it is scaled in time."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (5, 16), (30_011, 16), (5, 24), (30_011, 24)
+    student, teacher = [], []
+    for k, shape in enumerate(shapes):
+        tensor = torch.randn(shape, generator=generator).to(device, torch.float16) / 4
+        (student if k < 2 else teacher).append(tensor)
+    name, beta = KINDS[kind]
+
+    def gradients(function, dtype):
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in student]
+        loss = function(*leaves, *(t.to(dtype) for t in teacher))
+        return [g.double() / 2**16 for g in torch.autograd.grad(loss * 2**16, leaves)]
+
+    def plain(h, w, th, tw):
+        wide = torch.promote_types(h.dtype, torch.float32)
+        logits = F.linear(h, w).to(wide), F.linear(th, tw).to(wide)
+        return reference(*logits, kind, temperature).mean()
+
+    fused = functools.partial(
+        linear_distillation_loss, divergence=name, beta=beta, temperature=temperature
+    )
+    exact = gradients(plain, torch.float64)
+    ours, theirs = gradients(fused, torch.float16), gradients(plain, torch.float16)
+    for got, other, value in zip(ours, theirs, exact, strict=True):
+        assert (got - value).norm() <= 2 * (other - value).norm()
+        assert (got - value).norm() < 1e-3 * value.norm()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16_hidden_states_with_logits_of_60_and_more(kind, device):
     """Logits are float32, where bfloat16 would round them to steps of 1/4."""

@@ -181,6 +181,41 @@ def nothing_counts(rank):
     assert loss.isnan()
 
 
+def weighs_nothing(rank):
+    """Weights of 0 or NaN give what they give without ranks."""
+    hidden, weight, _, target, ones = given()
+    counts = (target != -100).float()
+    mine = slice(0, 30) if rank == 0 else slice(30, CLASSES)
+    for options in (
+        {"token_weight": counts * 0},
+        {"class_weight": ones * 0},
+        {"class_weight": ones * 0, "z_loss": 0.1},
+        {"token_weight": torch.where(counts > 0, counts, torch.nan)},
+        {"class_weight": ones * 1e-8, "z_loss": 1.0},
+    ):
+        for empty in ("zero", "nan"):
+            results = []
+            for function, part, places in (
+                (headroom.linear_cross_entropy, slice(None), {}),
+                (
+                    parallel_linear_cross_entropy,
+                    mine,
+                    {"first_class": mine.start, "all_classes": CLASSES},
+                ),
+            ):
+                leaves = [x.clone().requires_grad_() for x in (hidden, weight[part])]
+                loss = function(*leaves, target, empty=empty, **places, **options)
+                loss.backward()
+                results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+            results[0][2] = results[0][2][mine]
+            for one, other in zip(*results):
+                torch.testing.assert_close(one, other, equal_nan=True)
+            is_empty = not (counts * options.get("token_weight", counts)).any()
+            is_empty |= not options.get("class_weight", ones).any()
+            assert results[0][0].isnan() == (is_empty and empty == "nan")
+            assert all(grad.isfinite().all() for grad in results[1][1:])
+
+
 def distilled(rank, is_biased):
     """Heads that are sharded are gathered: what each rank's own whole heads give, averaged."""
     hidden, weight, bias, target, _ = given()
@@ -301,6 +336,10 @@ def test_what_is_refused_before_anyone_waits(ranks):
 
 def test_nothing_counts(ranks):
     ranks(nothing_counts)
+
+
+def test_weights_that_are_0_or_nan(ranks):
+    ranks(weighs_nothing)
 
 
 @pytest.mark.parametrize("ignored", [None, 0, 1])
