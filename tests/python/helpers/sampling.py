@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from pathlib import Path
 
 import pytest
 
-__all__ = ["sample"]
+__all__ = ["ALONE", "sample"]
+
+# Cases that alone reach a line or a branch; tests/python/mutation/cases.py measures them.
+DATA = Path(__file__).with_name("kept_cases.json")
+ALONE = frozenset(case for cases in json.loads(DATA.read_text()).values() for case in cases)
 
 
-def sample(items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+def sample(
+    items: Iterable[pytest.Item], kept_too: Collection[str] = ALONE
+) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Returns the items to run and the others. Of each test the first cases are kept in which every
-    value of every parameter occurs once; only combinations are left out.
+    value of every parameter occurs once, and those of ``kept_too``; only combinations are left out.
     """
     kept, left_out = [], []
     seen: dict[str, set[tuple[str, int]]] = defaultdict(set)
@@ -21,6 +29,7 @@ def sample(items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[pytest
         # By identity: values need not be hashable, and each is one object in all of its cases.
         values = {(name, id(value)) for name, value in case.params.items()} if case else set()
         known = seen[item.nodeid.partition("[")[0]]
-        (left_out if case and values <= known else kept).append(item)
+        leave = case and values <= known and item.nodeid not in kept_too
+        (left_out if leave else kept).append(item)
         known |= values
     return kept, left_out
