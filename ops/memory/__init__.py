@@ -6,12 +6,12 @@ planning and reporting share: allocations and :class:`Timeline`.
 """
 
 from .._core.sizes import format_bytes, parse_bytes
+from ..step.trees import tensors_in
 from .checks import assert_no_growth, assert_peak_below, compare
 from .events import KINDS, PHASES, Allocation, Owner, Span, Timeline
 from .saved import saved
 from .snapshots import Snapshot, load_snapshot, snapshot
 from .track import Tracked, track
-from .watch import tensors_in
 
 __all__ = [
     "Allocation",

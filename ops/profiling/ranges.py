@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ..memory.modules import watching_modules
+from ..step.watch import watching_modules
 
 __all__ = ["Ranges"]
 
@@ -115,7 +115,7 @@ class Ranges:
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
         """Marks the backward pass that begins at the results of the model."""
-        from ..memory.watch import tensors_in
+        from ..step.trees import tensors_in
 
         if _graph_task() != -1:
             return

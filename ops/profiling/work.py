@@ -210,7 +210,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Returns an estimate of the bytes that a step moves: gradients are read, parameters and states
     are read and written."""
-    from ..memory.watch import tensors_in
+    from ..step.trees import tensors_in
 
     total = 0
     for param, state in list(optimizer.state.items()):

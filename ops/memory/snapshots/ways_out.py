@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._core.sizes import format_bytes
-from ..watch import tensors_in
+from ...step.trees import tensors_in
 
 __all__ = ["Planned", "shapes_of", "ways_out"]
 

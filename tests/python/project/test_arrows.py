@@ -11,7 +11,7 @@ FLOORS = {
     for floor, names in enumerate(
         [
             ["_core"],
-            ["functional"],
+            ["functional", "step"],
             ["optim", "grad", "amp", "nn", "loss"],
             ["checkpointing", "state", "memory"],
             ["patching"],

@@ -1,0 +1,1 @@
+"""What a training step is: what its trees hold, what runs in it, what it keeps."""
