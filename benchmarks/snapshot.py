@@ -24,7 +24,7 @@ def _blocks(width: int) -> nn.Module:
     return nn.Sequential(*(block() for _ in range(4)))
 
 
-class _Run:
+class Run:
     """Steps of a model whose optimizer has its state already."""
 
     def __init__(self, tokens: int, width: int, device: torch.device) -> None:
@@ -41,11 +41,11 @@ class _Run:
             self.optimizer.zero_grad()
 
 
-def plain(run: _Run) -> Contender:
+def plain(run: Run) -> Contender:
     return Contender(run.steps)
 
 
-def headroom_snapshot(run: _Run, stacks: bool) -> Contender:
+def headroom_snapshot(run: Run, stacks: bool) -> Contender:
     import headroom
 
     def call() -> None:
@@ -55,7 +55,7 @@ def headroom_snapshot(run: _Run, stacks: bool) -> Contender:
     return Contender(call)
 
 
-def torch_profiler(run: _Run, stacks: bool) -> Contender:
+def torch_profiler(run: Run, stacks: bool) -> Contender:
     def call() -> None:
         with torch.profiler.profile(profile_memory=True, with_stack=stacks) as profile:
             run.steps()
@@ -64,11 +64,12 @@ def torch_profiler(run: _Run, stacks: bool) -> Contender:
     return Contender(call)
 
 
-def cases(device: torch.device, quick: bool) -> list[Case]:
-    tokens, width = (16, 16) if quick else (1024, 256)
+SIZES = {"steps-f32": (1024, 256), "small-operations": (16, 16)}  # tokens, width
 
-    def setup(device: torch.device) -> dict[str, Callable[[], Contender]]:
-        run = _Run(tokens, width, device)
+
+def cases(device: torch.device, quick: bool) -> list[Case]:
+    def setup(size: tuple[int, int], device: torch.device) -> dict[str, Callable[[], Contender]]:
+        run = Run(*size, device)
         return {
             "headroom": partial(headroom_snapshot, run, True),
             "headroom, stacks=False": partial(headroom_snapshot, run, False),
@@ -77,5 +78,12 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
             "nothing": partial(plain, run),
         }
 
-    what = f"{STEPS} steps of 4 blocks of LayerNorm, Linear, GELU, Linear on {tokens:,} x {width}"
-    return [Case("steps-f32", f"{what}, f32, the file included", setup, "torch.profiler")]
+    def what(tokens: int, width: int) -> str:
+        shape = f"{tokens:,} x {width}"
+        return f"{STEPS} steps of 4 blocks of LayerNorm, Linear, GELU, Linear on {shape}"
+
+    return [
+        Case(name, f"{what(*size)}, f32, the file included", partial(setup, size), "torch.profiler")
+        for name, size in SIZES.items()
+        if name == "small-operations" or not quick
+    ]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .harness import Case, Contender, Share
+from .snapshot import SIZES, Run
 
 EXAMPLES = str(Path(__file__).resolve().parents[1] / "examples")
 RUNGS = ("torch", "L1", "L5", "everything", "checkpoint")
@@ -36,16 +37,27 @@ class Demo:
     def step(self) -> None:
         self.run.step(self.text)
 
-    def tracked(self) -> Any:
+    def tracked(self, stacks: bool = False) -> Any:
         import headroom
 
-        with headroom.memory.track(self.run.model, self.run.optimizer) as found:
+        model, optimizer = self.run.model, self.run.optimizer
+        with headroom.memory.track(model, optimizer, stacks=stacks) as found:
             self.step()
         return found
 
 
-def headroom_track(demo: Demo) -> Contender:
-    return Contender(lambda: demo.tracked().timeline, counts=lambda: _counts(demo))
+class Small(Demo):
+    """Steps of operations that take about as long as to look at them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.run = Run(*SIZES["small-operations"], device)
+
+    def step(self) -> None:
+        self.run.steps()
+
+
+def headroom_track(demo: Demo, stacks: bool = False) -> Contender:
+    return Contender(lambda: demo.tracked(stacks).timeline, counts=lambda: _counts(demo))
 
 
 def recorded_only(demo: Demo) -> Contender:
@@ -73,22 +85,29 @@ def _counts(demo: Demo) -> dict[str, float]:
 def cases(device: torch.device, quick: bool) -> list[Case]:
     size = "tiny" if quick else "small"
 
-    def setup(rung: str, device: torch.device) -> dict[str, Any]:
-        demo = Demo(rung, size, device)
+    def setup(demo_on: Any, device: torch.device) -> dict[str, Any]:
+        demo = demo_on(device)
         return {
             "headroom": partial(headroom_track, demo),
+            "headroom, stacks=True": partial(headroom_track, demo, True),
             "recorded, not read": partial(recorded_only, demo),
             "torch.profiler": partial(torch_profiler, demo),
             "a step": lambda: Contender(demo.step),
         }
 
+    small = Case(
+        name="small-operations",
+        what="5 steps of 4 blocks of LayerNorm, Linear, GELU, Linear on 16 x 16",
+        setup=partial(setup, Small),
+        against="a step",
+    )
     return [
         Case(
             name=rung,
             what=f"a step of the demo's rung {rung}",
-            setup=partial(setup, rung),
+            setup=partial(setup, partial(Demo, rung, size)),
             against="a step",
             bars=[Share("time", "headroom", "a step", at_most=BAR, device="cpu")],
         )
         for rung in (("torch",) if quick else RUNGS)
-    ]
+    ] + [small]

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from . import functional  # registers the ops
-from ._core import binaries
+from ._core import binaries, upward
 from ._core.lazy import lazy
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ else:
             "unpatch": ".patching",
         },
     )
+    upward.plan = lambda *args, **options: __getattr__("plan")(*args, **options)
 
 __all__ = [
     "GradAccumulator",

@@ -16,9 +16,11 @@ DEPTH = 8  # lines that are kept
 _INNER = (
     str(Path(torch.__file__).parent) + os.sep,
     str(Path(__file__).parent) + os.sep,
+    str(Path(__file__).parents[1] / "step") + os.sep,
     "<",
     "torch/",  # below the folder of sys.path that it was imported from
     "headroom/memory/",
+    "headroom/step/",
 )
 
 Place = tuple[tuple[CodeType, int], ...]

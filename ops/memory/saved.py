@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from .._core.sizes import format_bytes
 from .._core.text import shortened
-from ..step.trees import tensors_in
-from .modules import watching_modules
+from ..step.trees import plain_tensors, tensors_in
+from ..step.watch import listening, watching_modules
 from .restored import restored
 from .track import device_of
-from .watch import plain_tensors
 
 __all__ = ["Saved", "SavedTensor", "saved"]
 
@@ -132,13 +130,13 @@ _start = functools.partial(shortened, keep="beginning")
 
 
 class _Token:
-    """What autograd holds in the place of a tensor."""
+    """What autograd keeps, where, and which nodes of the graph have it."""
 
     __slots__ = ("tensor", "module", "ops", "producer")
 
-    def __init__(self, tensor: Tensor, module: str, op: str | None = None) -> None:
+    def __init__(self, tensor: Tensor, module: str) -> None:
         self.tensor, self.module = tensor.detach(), module
-        self.ops: list[str] = [] if op is None else [op]
+        self.ops: list[str] = []
         self.producer = _producer(tensor)
 
 
@@ -164,49 +162,19 @@ class _Listener:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        enter = saved_tensors_hooks.__enter__
-
-        def listening_enter(hooks: saved_tensors_hooks) -> None:
-            pack, unpack = hooks.pack_hook, hooks.unpack_hook
-            hooks.pack_hook, hooks.unpack_hook = self._of_others(pack), self._silent(unpack)
-            try:
-                enter(hooks)
-            finally:
-                hooks.pack_hook, hooks.unpack_hook = pack, unpack
-
         with contextlib.ExitStack() as stack:
-            stack.enter_context(watching_modules(self._model, self._modules.append, self._end))
-            stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
-            stack.callback(setattr, saved_tensors_hooks, "__enter__", enter)
-            saved_tensors_hooks.__enter__ = listening_enter
+            begin, end = self._modules.append, self._modules.pop
+            stack.enter_context(watching_modules(self._model, begin, end))
+            last, asks = lambda: self.tokens[-1], lambda: self._asking is not None
+            stack.enter_context(listening(self._keep, last, self._asked, asks))
             yield
 
-    def _end(self) -> None:
-        self._modules.pop()
+    def _keep(self, tensor: Tensor) -> None:
+        self.tokens.append(_Token(tensor, self._modules[-1]))
 
-    def _pack(self, tensor: Tensor) -> _Token:
-        self.tokens.append(token := _Token(tensor, self._modules[-1]))
-        return token
-
-    def _unpack(self, token: _Token) -> Tensor:
+    def _asked(self, token: _Token) -> None:
         if self._asking is not None:
             token.ops.append(self._asking)
-        return token.tensor
-
-    def _of_others(self, pack: Callable) -> Callable:
-        @functools.wraps(pack)  # a checkpoint is told by the name and the marks of its hook
-        def listening_pack(tensor: Tensor) -> Any:
-            packed = pack(tensor)
-            for kept in tensors_in(packed):
-                name = f"{_HELD} {pack.__qualname__.partition('.')[0]}"
-                self.tokens.append(_Token(kept, self._modules[-1], name))
-            return packed
-
-        return listening_pack
-
-    def _silent(self, unpack: Callable) -> Callable:
-        # To ask a node must not compute anything again.
-        return lambda packed: torch.empty(0) if self._asking is not None else unpack(packed)
 
     def ask(self, outputs: Any) -> None:
         """Finds the node of each token by asking every node of the graph for what it saved."""

@@ -12,28 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import _enable_record_function
-from torch.autograd.graph import saved_tensors_hooks
 
-from ..step.trees import tensors_in
+from ..step.trees import plain_tensors, tensors_in
+from ..step.watch import listening, unseen, watching_modules
 from .lines import Place, lines_at, place_here
-from .modules import watching_modules
 from .stream import Label, Note
 
-__all__ = ["Watch", "label_of", "listening", "plain_tensors"]
+__all__ = ["Watch", "label_of"]
 
 _MASTERS = ("master", "remainder", "compensation", "residual")
-
-
-def plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors with memory that a tensor consists of: itself, or what a subclass wraps."""
-    if type(tensor) in (Tensor, nn.Parameter, nn.Buffer) or not hasattr(
-        tensor, "__tensor_flatten__"
-    ):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    parts = [getattr(tensor, name) for name in names]  # a DTensor names its mesh among them
-    return [plain for part in parts if isinstance(part, Tensor) for plain in plain_tensors(part)]
 
 
 def label_of(
@@ -60,77 +47,6 @@ def label_of(
 def _label(address: int, size: int, kind: str, name: str | None) -> Label:
     module, _, own = (None, None, None) if name is None else name.rpartition(".")
     return Label(address, size, kind, module, own)
-
-
-def _given_back(tensor: Tensor, version: int) -> Tensor:
-    """With hooks autograd does not look for changes in place by itself, so this does."""
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an "
-            f"inplace operation: [{tensor.type()} {list(tensor.shape)}] is at version "
-            f"{tensor._version}; expected version {version} instead"
-        )
-    return tensor
-
-
-def listening(
-    note: Callable[[Tensor], None],
-    place: Callable[[], str | None] = lambda: None,
-    unpacked: Callable[[str], None] = lambda _: None,
-) -> ExitStack:
-    """Returns a context in which ``note`` gets every tensor that autograd keeps for the backward
-    pass, also within the hooks of others, such as checkpoints. If ``place`` names where the model
-    is when a tensor is kept, ``unpacked`` gets the name when the backward pass asks for it.
-
-    Of those, what counts is what their hooks return, because that is kept, and within a backward
-    pass what is computed again.
-    """
-    enter = saved_tensors_hooks.__enter__
-
-    def wrapped(pack: Callable) -> Callable:
-        @functools.wraps(pack)  # a checkpoint is told by the name and the marks of its hook
-        def listening_pack(tensor: Tensor) -> Any:
-            if torch._C._current_graph_task_id() != -1:
-                note(tensor)
-            packed = pack(tensor)
-            for kept in tensors_in(packed):
-                note(kept)
-            return packed
-
-        return listening_pack
-
-    def listening_enter(self: saved_tensors_hooks) -> None:
-        given = self.pack_hook
-        self.pack_hook = wrapped(given)
-        try:
-            enter(self)
-        finally:
-            self.pack_hook = given
-
-    def pack(tensor: Tensor) -> tuple[Tensor, int, str | None]:
-        note(tensor)
-        if tensor.is_leaf:
-            return tensor, tensor._version, place()
-        # An output that kept its node would keep itself alive. Recorders need not see this.
-        _enable_record_function(False)
-        try:
-            return tensor.detach(), tensor._version, place()
-        finally:
-            _enable_record_function(True)
-
-    def unpack(kept: tuple[Tensor, int, str | None]) -> Tensor:
-        tensor, version, name = kept
-        if name is not None:
-            unpacked(name)
-        return _given_back(tensor, version)
-
-    stack = ExitStack()
-    with ExitStack() as undo:
-        undo.enter_context(saved_tensors_hooks(pack, unpack))
-        undo.callback(setattr, saved_tensors_hooks, "__enter__", enter)
-        saved_tensors_hooks.__enter__ = listening_enter
-        stack = undo.pop_all()
-    return stack
 
 
 class _End(weakref.ref):
@@ -354,22 +270,26 @@ class Watch:
         """Adds the hooks. Whatever raises here leaves none behind."""
         self._gradient_addresses: set[int] = set()
         self._thread = get_ident()
+        # Recorders that keep lines of Python see every call.
+        hidden = (lambda hook: hook) if self._keeps_places else unseen
+        self._at_end = hidden(self._freed)
         with ExitStack() as stack:
             stack.callback(self._ends.clear)
             self._watch_ends()
             places = (self._place, self._unpacked) if self._unpacks else ()
-            stack.enter_context(listening(self._saved, *places))
-            stack.enter_context(watching_modules(self.model, self._begin, self._end))
+            stack.enter_context(listening(self._saved, *places, hidden=hidden))
+            stack.enter_context(watching_modules(self.model, self._begin, self._end, hidden))
             for p in self._params:
                 if p.requires_grad and p.is_leaf:
                     stack.callback(_restore_hooks, p, p._backward_hooks)
                     arrived = functools.partial(self._arrived, self._names[id(p)])
-                    stack.callback(p.register_hook(arrived).remove)
+                    stack.callback(p.register_hook(hidden(arrived)).remove)
             add = self.model.register_forward_pre_hook
-            stack.callback(add(self._forward, with_kwargs=True, prepend=True).remove)
+            stack.callback(add(hidden(self._forward), with_kwargs=True, prepend=True).remove)
+            begins, ends = hidden(self._step_begins), hidden(self._step_ends)
             for optimizer in self.optimizers:
-                stack.callback(optimizer.register_step_pre_hook(self._step_begins).remove)
-                stack.callback(optimizer.register_step_post_hook(self._step_ends).remove)
+                stack.callback(optimizer.register_step_pre_hook(begins).remove)
+                stack.callback(optimizer.register_step_post_hook(ends).remove)
             self._stack = stack.pop_all()
 
     def remove(self) -> None:
@@ -385,7 +305,7 @@ class Watch:
     def _follow(self, storage: torch.UntypedStorage, address: int, waits: bool = False) -> None:
         """Notes the end of a storage, which recorders of the CPU do not see if it began or ends on
         another thread, or if its memory is not torch's."""
-        self._ends[address] = end = _End(storage, self._freed)
+        self._ends[address] = end = _End(storage, self._at_end)
         end.address, end.waits = address, waits
 
     def _freed(self, end: _End) -> None:

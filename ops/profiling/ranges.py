@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ..memory.modules import watching_modules
+from ..step.watch import watching_modules
 
 __all__ = ["Ranges"]
 

@@ -229,8 +229,7 @@ def bytes_of_parameters(
 ) -> Mapping[str, tuple[int, int]]:
     """Returns the bytes of the parameters of each module itself, and of their optimizers' states,
     each parameter at its first name."""
-    from ..memory.watch import plain_tensors
-    from ..step.trees import tensors_in
+    from ..step.trees import plain_tensors, tensors_in
 
     def size(value: Any) -> int:
         parts = [part for tensor in tensors_in(value) for part in plain_tensors(tensor)]

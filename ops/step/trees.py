@@ -7,15 +7,18 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map
 
-__all__ = ["mapped", "tensors_in"]
+__all__ = ["mapped", "plain_tensors", "tensors_in"]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yields every tensor in nested mappings, lists, tuples, sets, dataclasses and what torch has
     registered as a container."""
+    if isinstance(value, Tensor):  # by far the most that is asked
+        yield value
+        return
     for leaf in tree_iter(value):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -50,3 +53,15 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
         return leaf
 
     return tree_map(replaced, value)
+
+
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """Returns the tensors with memory that a tensor consists of: itself, or what a subclass
+    wraps."""
+    if type(tensor) in (Tensor, nn.Parameter, nn.Buffer) or not hasattr(
+        tensor, "__tensor_flatten__"
+    ):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    parts = [getattr(tensor, name) for name in names]  # a DTensor names its mesh among them
+    return [plain for part in parts if isinstance(part, Tensor) for plain in plain_tensors(part)]

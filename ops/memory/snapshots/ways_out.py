@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..._core import upward
 from ..._core.sizes import format_bytes
 from ...step.trees import tensors_in
 
@@ -104,13 +105,13 @@ def ways_out(planned: Planned | None, kinds: Mapping[str, int], asked: int) -> l
 
 
 def _from_plan(planned: Planned, asked: int) -> list[str]:
-    from ...planning import plan
-
     if len(planned.optimizers) > 1:
         raise ValueError("there are several optimizers")
     device = next(planned.model.parameters()).device.type
     optimizer = planned.optimizers[0] if planned.optimizers else None
-    now = plan(planned.model, optimizer, _like(planned.batch), forward=_forward, device=device)
+    now = upward.plan(
+        planned.model, optimizer, _like(planned.batch), forward=_forward, device=device
+    )
     advice = sorted(now.advice(), key=lambda each: (each.bytes < asked, _cost(each.time)))
     if not advice:
         return ["Of the changes that were planned, none would make the step smaller."]

@@ -1,0 +1,168 @@
+"""Hears which tensors autograd keeps and which module runs, through hooks that change neither
+numbers nor what is kept, and that are gone afterwards."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import _enable_record_function
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module as every_module
+
+from .trees import tensors_in
+
+__all__ = ["listening", "unseen", "watching_modules"]
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def _as_it_is(hook: _Hook) -> _Hook:
+    return hook
+
+
+def unseen(hook: _Hook) -> _Hook:
+    """Returns a hook whose calls profilers of Python do not see, of which each would cost as much
+    as the hook. Before Python 3.11 they see them."""
+    api = ctypes.pythonapi
+    if not hasattr(api, "PyThreadState_EnterTracing"):
+        return hook
+    enter, leave, here = (
+        api.PyThreadState_EnterTracing,
+        api.PyThreadState_LeaveTracing,
+        api.PyThreadState_Get,
+    )
+    here.restype = ctypes.c_void_p
+    enter.argtypes = leave.argtypes = [ctypes.c_void_p]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        thread = here()
+        enter(thread)
+        try:
+            return hook(*args, **kwargs)
+        finally:
+            leave(thread)
+
+    return call  # type: ignore[return-value]
+
+
+@contextmanager
+def watching_modules(
+    model: nn.Module,
+    begin: Callable[[str], None],
+    end: Callable[[], None],
+    hidden: Callable[[_Hook], _Hook] = _as_it_is,
+) -> Iterator[None]:
+    """Calls ``begin`` with the name of a module of the model before it runs, and ``end`` after it.
+
+    The hooks are those of all modules: with hooks of their own, blocks would run operations that
+    they otherwise fuse, and so allocate something else. What ``torch.compile`` traces has none: it
+    is seen as a whole, as the module that was compiled.
+    """
+    names = {module: name for name, module in model.named_modules()}
+
+    def name_of(module: nn.Module) -> str | None:
+        name = names.get(module)
+        if name is None and (compiled := module._modules.get("_orig_mod")) is not None:
+            name = names.get(compiled)  # of torch.compile, around one of the model's
+        return name
+
+    def before(module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling() and (name := name_of(module)) is not None:
+            begin(name)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and name_of(module) is not None:
+            end()
+
+    with ExitStack() as stack:
+        stack.callback(every_module.register_module_forward_pre_hook(hidden(before)).remove)
+        add = every_module.register_module_forward_hook
+        stack.callback(add(hidden(after), always_call=True).remove)
+        yield
+
+
+def _given_back(tensor: Tensor, version: int) -> Tensor:
+    """With hooks autograd does not look for changes in place by itself, so this does."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation: [{tensor.type()} {list(tensor.shape)}] is at version "
+            f"{tensor._version}; expected version {version} instead"
+        )
+    return tensor
+
+
+def listening(
+    note: Callable[[Tensor], None],
+    place: Callable[[], Any] = lambda: None,
+    unpacked: Callable[[Any], None] = lambda _: None,
+    asks: Callable[[], bool] = lambda: False,
+    hidden: Callable[[_Hook], _Hook] = _as_it_is,
+) -> ExitStack:
+    """Returns a context in which ``note`` gets every tensor that autograd keeps for the backward
+    pass, also within the hooks of others, such as checkpoints.
+
+    Args:
+        place: what it returns when a tensor is kept, if that is not None,
+        unpacked: gets when the tensor is asked for: the name of the module that ran, say.
+        asks: while it returns True, hooks of others are asked and compute nothing.
+        hidden: wraps hooks, as :func:`unseen`.
+
+    Of those, what counts is what their hooks return, because that is kept, and within a backward
+    pass what is computed again.
+    """
+    enter, note = saved_tensors_hooks.__enter__, hidden(note)
+
+    def wrapped(pack: Callable) -> Callable:
+        @functools.wraps(pack)  # a checkpoint is told by the name and the marks of its hook
+        def listening_pack(tensor: Tensor) -> Any:
+            if torch._C._current_graph_task_id() != -1:
+                note(tensor)
+            packed = pack(tensor)
+            for kept in tensors_in(packed):
+                note(kept)
+            return packed
+
+        return listening_pack
+
+    def silent(unpack: Callable) -> Callable:
+        return lambda packed: torch.empty(0) if asks() else unpack(packed)
+
+    def listening_enter(self: saved_tensors_hooks) -> None:
+        given = self.pack_hook, self.unpack_hook
+        self.pack_hook, self.unpack_hook = wrapped(given[0]), silent(given[1])
+        try:
+            enter(self)
+        finally:
+            self.pack_hook, self.unpack_hook = given
+
+    def pack(tensor: Tensor) -> tuple[Tensor, int, Any]:
+        note(tensor)
+        if tensor.is_leaf:
+            return tensor, tensor._version, place()
+        # An output that kept its node would keep itself alive. Recorders need not see this.
+        _enable_record_function(False)
+        try:
+            return tensor.detach(), tensor._version, place()
+        finally:
+            _enable_record_function(True)
+
+    def unpack(kept: tuple[Tensor, int, Any]) -> Tensor:
+        tensor, version, name = kept
+        if name is not None:
+            unpacked(name)
+        return _given_back(tensor, version)
+
+    stack = ExitStack()
+    with ExitStack() as undo:
+        undo.enter_context(saved_tensors_hooks(hidden(pack), hidden(unpack)))
+        undo.callback(setattr, saved_tensors_hooks, "__enter__", enter)
+        saved_tensors_hooks.__enter__ = listening_enter
+        stack = undo.pop_all()
+    return stack

@@ -1,0 +1,55 @@
+"""What autograd keeps and which module runs is heard, and hooks may be hidden from profilers."""
+
+import sys
+
+import pytest
+import torch
+from headroom.step.watch import listening, unseen, watching_modules
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has no such function before 3.11")
+def test_calls_of_a_hook_are_not_seen():
+    seen = []
+
+    def inner():
+        return 1
+
+    hook = unseen(lambda: [inner() for _ in range(3)])
+    fails = unseen(lambda: {}["it"])
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, about: seen.append(frame.f_code.co_name))
+    try:
+        hook()
+        with pytest.raises(KeyError):
+            fails()
+        inner()
+    finally:
+        sys.setprofile(before)
+    assert seen.count("inner") == 2  # its call outside, and its return
+
+
+def test_what_is_kept_comes_back_by_the_name_of_its_place():
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+    running, kept, asked = [""], [], []
+    with watching_modules(model, running.append, running.pop):
+        with listening(kept.append, lambda: running[-1], asked.append):
+            model(torch.randn(4, 5)).sum().backward()
+    assert {"0", "1", "2"} >= set(asked) >= {"1", "2"} and len(asked) == len(kept)
+    assert not nn.modules.module._global_forward_hooks
+
+
+def test_hooks_of_others_compute_nothing_while_one_asks():
+    model, calls, is_asking = nn.Linear(5, 5), [], [True]
+
+    def run(x):
+        calls.append(1)
+        return model(x).tanh()
+
+    with listening(lambda tensor: None, asks=lambda: is_asking[0]):
+        out = checkpoint(run, torch.randn(3, 5, requires_grad=True), use_reentrant=False)
+    assert out.grad_fn._saved_result.numel() == 0 and calls == [1]
+    is_asking[0] = False
+    out.sum().backward()
+    assert calls == [1, 1]
