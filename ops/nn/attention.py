@@ -35,7 +35,17 @@ def packed_positions(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
     ``cu_seqlens`` is ``[sequences + 1]``: 0, and where each sequence ends. What lies behind the
     last end is one more sequence.
+
+    Raises:
+        ValueError: ``cu_seqlens`` on the CPU, where looking waits for no device, does not begin
+            with 0 or falls.
     """
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        if type(cu_seqlens) is Tensor and (cu_seqlens[0] != 0 or (cu_seqlens.diff() < 0).any()):
+            raise ValueError(
+                f"cu_seqlens is {cu_seqlens.tolist()[:20]}, wanted 0 and then where each sequence "
+                "ends, in rising order; take the cumulative sum of the lengths"
+            )
     index = torch.arange(tokens, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), index, right=True)
     return sequence, index - cu_seqlens[sequence]

@@ -90,7 +90,8 @@ class Optimizer(StatefulOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as :meth:`torch.optim.Optimizer.add_param_group` does. A parameter that it
-        names twice is kept once, and a group without ``max_grad_norm`` gets that of the others.
+        names twice is kept and stepped once, where torch steps it twice; a group without
+        ``max_grad_norm`` gets that of the others.
 
         Raises:
             TypeError, ValueError: an option or a parameter does not fit. No group is added then.

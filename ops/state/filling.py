@@ -45,6 +45,7 @@ class FilledModel:
             shapes = {key: file.entries[of].shape for key, of in stored.items()}
             self._check_fit(dict.fromkeys(self._tree) | shapes)
         self._targets = {key: target for key, target in _copied_to(model).items() if key in stored}
+        self._before: list[tuple[Tensor, Tensor]] = []
         self._places: dict[str, list[Tensor]] = {}  # by the names of tensors in the file
         for key, target in self._targets.items():
             self._places.setdefault(stored[key], []).append(target)
@@ -65,9 +66,10 @@ class FilledModel:
         self._versions = None if versions is None else _versions(self._file, versions)
 
     def load(self, progress: bool) -> None:
-        """Fills the model."""
+        """Fills the model, and keeps what it overwrites."""
         for name, tensor in self._stored(progress):
             for target in self._places[name]:
+                self._before.append((target, target.to("cpu", copy=True)))
                 target.copy_(tensor)
         if not isinstance(self._model, nn.Module):
             self._model.load_state_dict(self._others)
@@ -81,22 +83,23 @@ class FilledModel:
             state._metadata = self._versions
         self._model.load_state_dict(state, strict=self._strict)
 
+    def restore(self) -> None:
+        """Gives the model what :meth:`load` has overwritten."""
+        for target, before in self._before:
+            target.copy_(before)
+
     def _stored(self, progress: bool) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors to copy, from memory if they are held, else from the file."""
         if self._places.keys() <= self._tensors.keys():
             yield from ((name, self._tensors[name]) for name in self._places)
             return
-        count = 0
-
-        def effect() -> str:
-            what = f"{count} of {len(self._places)} tensors of the {self._name} are loaded"
-            state = f"{what}, so do not go on with it" if count else "Nothing was loaded"
-            return f"The file was changed while it was loaded. {state}. {self._file.advice}"
-
+        effect = (
+            "The file was changed while it was loaded. The run is as it was before. "
+            f"{self._file.advice}"
+        )
         names = in_file(self._file, set(self._places))
         for batch in self._file.batches(names, effect, progress=progress):
             yield from batch.items()
-            count += len(batch)
 
     def _check_fit(self, shapes: dict[str, Any]) -> None:
         """Compares with the model's own state before anything changes: torch's loader would fail

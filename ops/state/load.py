@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from ..optim.base import Optimizer
 from .code_maps import check_maps
 from .file import StateFile, StateFileError
 from .filling import FilledModel
-from .generators import checked_generators
+from .generators import checked_generators, generator_states, restore_generators
 from .parts import Part, decoded, in_file, named_objects, names_in
 
 __all__ = ["load_state"]
@@ -41,9 +42,10 @@ def load_state(
     The whole file is checked before anything changes. What is loaded is what was checked: it is
     read to memory of its own, never mapped. Models are filled last, by one tensor at a time (or a
     few that make 8 MB), each read and checked once more on its way; existing states of an optimizer
-    are replaced, and both are held until that is done. So the file is read once, the part of a
-    model that is larger than 8 MB twice, and the memory needed beyond the states themselves is one
-    tensor.
+    are replaced, and both are held until that is done, as are copies on the CPU of what a model
+    had, to give everything back if the load fails or is interrupted. So the file is read once, the
+    part of a model that is larger than 8 MB twice, and the memory needed beyond the states
+    themselves is one copy of the model and one tensor.
 
     Args:
         path: a file of :func:`save_state`, of this version of Headroom or an earlier one.
@@ -64,10 +66,9 @@ def load_state(
         ValueError: it does not fit the model, or the generator of NumPy, which is of another kind;
             or the error of an object's ``load_state_dict``.
 
-        Nothing has changed then, with two exceptions: a ``load_state_dict`` other than those of
-        optimizers, scalers and schedulers (which are restored) may fail after it has begun; and if
-        another process writes to the file in the moment in which a model of more than 8 MB is
-        filled, the error says that a part of the model is loaded.
+        Nothing has changed then, nor after a KeyboardInterrupt or where memory is short, but for
+        what a ``load_state_dict`` of the loader, or one that a module has of its own, did before it
+        failed.
     """
     parts = {
         "optimizer": optimizer,
@@ -111,9 +112,7 @@ def load_state(
             filled.take(tensors)
         del tensors
         file.check_unchanged()
-        _load_all(file, wanted, models, states, progress)
-        for restore in generators:
-            restore()
+        _load_all(file, wanted, models, states, generators, progress)
     return states["extra"]
 
 
@@ -122,15 +121,19 @@ def _load_all(
     wanted: list[tuple[str, str, Any]],
     models: dict[str, FilledModel],
     states: dict[str, Any],
+    generators: list[Callable[[], None]],
     progress: bool,
 ) -> None:
     """Loads the states into the objects. If one fails, restores those that were loaded before."""
     undo: list[Callable[[], None]] = []
+    if generators:
+        undo.append(functools.partial(restore_generators, generator_states()))
     try:
         for part, name, one in wanted:
             try:
                 if part == "model":
-                    models.pop(name).load(progress)
+                    undo.append(models[name].restore)
+                    models[name].load(progress)
                     continue
                 if part != "loader":
                     undo.append(_undo(one, part))
@@ -140,6 +143,8 @@ def _load_all(
                     f"'{name}' of {file.path} does not load: {type(error).__name__}: "
                     f"{quoted(error)}"
                 ) from error
+        for restore in generators:
+            restore()
     except BaseException:
         for restore in reversed(undo):
             restore()
@@ -203,6 +208,6 @@ def _moved(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of these names, each on its device."""
     effect = f"Nothing was loaded. {file.advice}"
-    for batch in file.batches(in_file(file, set(places)), lambda: effect, progress=progress):
+    for batch in file.batches(in_file(file, set(places)), effect, progress=progress):
         for name, tensor in batch.items():
             yield name, file.strided(name, tensor).to(places[name], copy=True)

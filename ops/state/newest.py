@@ -74,9 +74,11 @@ def latest(directory: str | os.PathLike[str], *, verify: bool = True) -> Path | 
 
 def remove_older(path: str, keep: int) -> None:
     """Removes all but the newest ``keep`` states among the file that has just been written and the
-    files whose names differ from its name in nothing but numbers."""
+    files whose names differ from its name in nothing but the last number."""
     written = Path(os.path.realpath(path))
-    family = r"\d+".join(map(re.escape, re.split(r"\d+", written.name)))
+    # Another number may be that of another run, as in seed1-step100.
+    parts = re.fullmatch(r"(.*?)\d+(\D*)", written.name, re.DOTALL)
+    family = r"\d+".join(map(re.escape, parts.groups() if parts else [written.name]))
     others = [
         other
         for other in written.parent.iterdir()

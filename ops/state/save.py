@@ -69,8 +69,9 @@ def save_state(
         rng: save the states of the random number generators of Python, torch, all CUDA devices in
             use, and NumPy if it is imported.
         keep: afterwards, keep this file and the ``keep - 1`` newest whose names differ from it in
-            nothing but numbers, and remove older ones. Files that are not states stay. A number in
-            the files tells which are older, as :func:`latest` says; clocks and names do not.
+            nothing but the last number, and remove older ones. Files that are not states stay. A
+            number in the files tells which are older, as :func:`latest` says; clocks and names do
+            not.
         progress: show a bar if it takes longer than a second.
 
     Tensors that share the same memory, such as tied weights, are saved once. Gradients are not

@@ -139,7 +139,7 @@ def convert_state(
                 states = {key: state.copied() for key, state in states.items()}
             with described(f"the options of group {index}", group):
                 check_options(group, target.is_adafactor)
-                new = target_group(group, to, states, report.notes, decoupled)
+                new = target_group(group, to, states, report, decoupled)
             size = block_size or _block_size(states)
             if to == "headroom-8bit":
                 new["block_size"] = size

@@ -8,8 +8,22 @@ import torch
 
 from .libraries import LIBRARIES, PRIVATE
 from .neutral import State, is_byte, number_of
+from .report import Loss, Report
 
 __all__ = ["decouples", "target_group"]
+
+
+# Options that change later steps, and what they are where an optimizer has none of that name.
+USUAL = {
+    "maximize": False,
+    "amsgrad": False,
+    "bias_correction": True,
+    "max_grad_norm": None,
+    "state_dtype": torch.float32,
+    "min_8bit_size": 4096,
+    "code_rounding": "nearest",
+    "nonfinite": "propagate",
+}
 
 
 def decouples(optimizer: torch.optim.Optimizer) -> bool | None:
@@ -25,11 +39,11 @@ def target_group(
     group: dict[str, Any],
     to: str,
     states: dict[Any, State],
-    notes: list[str],
+    report: Report,
     decoupled: bool | None,
 ) -> dict[str, Any]:
-    """Returns the options of a group as the target has them."""
-    target, source = LIBRARIES[to], dict(group)
+    """Returns the options of a group as the target has them, and reports those that it lacks."""
+    target, source, notes = LIBRARIES[to], dict(group), report.notes
     if decoupled is not None:
         source.setdefault("decoupled_weight_decay", decoupled)
     own = (*target.options, *target.more)
@@ -37,11 +51,10 @@ def target_group(
     new["lr"] = number_of(source["lr"])
     if target.is_adafactor:
         _translate_adafactor(source, new, to, notes)
-    for name in ("maximize", "amsgrad"):
-        if source.get(name) and name not in own:
-            notes.append(f"{to} has no {name}, which the source was run with")
-    if source.get("bias_correction", True) is False and "bias_correction" not in own:
-        notes.append(f"{to} corrects the bias of moments, which the source did not")
+    for name, usual in USUAL.items():
+        if name not in own and source.get(name) not in (None, usual, str(usual)):
+            report.losses.append(Loss(None, name, "dropped"))
+            notes.append(f"{to} has no {name}, and the source was run with {source[name]!r}")
     if "decoupled_weight_decay" in own and "decoupled_weight_decay" not in source:
         if source.get("weight_decay"):
             notes.append("the state does not say whether weight decay is Adam's or AdamW's")

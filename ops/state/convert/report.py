@@ -16,10 +16,10 @@ __all__ = ["Loss", "Report", "losses"]
 
 @dataclass
 class Loss:
-    """The effect of the conversion on one part of the state of one parameter."""
+    """The effect of the conversion on one part of the state of one parameter, or on an option."""
 
-    param: Any  # its key in the state dict
-    name: str  # "exp_avg", "step", ...
+    param: Any  # its key in the state dict; None for an option of a group
+    name: str  # "exp_avg", "step", "maximize", ...
     kind: str  # "none", "rounded" or "dropped"
     error: float = 0.0  # the largest of an element
     largest: float = 0.0  # the largest magnitude of an element before
@@ -41,7 +41,8 @@ class Report:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every part of every state was kept to the bit."""
+        """Whether every part of every state was kept to the bit, and every option that changes
+        steps."""
         return all(loss.kind == "none" for loss in self.losses)
 
     def __str__(self) -> str:

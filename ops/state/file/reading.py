@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -166,14 +167,14 @@ class StateFile:
         return {name: self.strided(name, tensor) for name, tensor in found.items()}
 
     def batches(
-        self, names: Iterable[str], effect: Callable[[], str], *, progress: bool = True
+        self, names: Iterable[str], effect: str, *, progress: bool = True
     ) -> Iterator[dict[str, Tensor]]:
         """Yields tensors of these names, each checked as it is read, in memory that the next ones
         overwrite: one, or as many as fit in a piece. They are in the order of their indices.
 
         Raises:
-            StateFileError: a tensor is not what was saved; ``effect`` returns what the error says
-                of the consequences.
+            StateFileError: a tensor is not what was saved; ``effect`` is what the error says of
+                the consequences.
         """
         batches: list[dict[str, int]] = []  # names, and where they begin in the buffer
         end, longest = 0, 0
@@ -236,7 +237,7 @@ class StateFile:
         names: Iterable[str],
         targets: dict[str, memoryview],
         bar: tqdm,
-        effect: str | Callable[[], str],
+        effect: str,
     ) -> None:
         """Reads tensors, into their targets where they have one, and checks what was read."""
         local = threading.local()
@@ -254,12 +255,15 @@ class StateFile:
 
         spans = self._spans(names)
         pool = ThreadPoolExecutor(layout.threads()) if len(spans) > 1 else None
+        checked = map(check, spans)
         try:
-            for size, damaged in pool.map(check, spans) if pool else map(check, spans):
+            if pool:
+                with contextlib.suppress(RuntimeError):  # no thread can be started: this one checks
+                    checked = pool.map(check, spans)
+            for size, damaged in checked:
                 if damaged is not None:
                     raise StateFileError(
-                        f"'{damaged}' is damaged in {self.path}: its checksum is wrong. "
-                        f"{effect if isinstance(effect, str) else effect()}"
+                        f"'{damaged}' is damaged in {self.path}: its checksum is wrong. {effect}"
                     )
                 bar.update(size)
         finally:

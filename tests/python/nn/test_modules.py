@@ -18,6 +18,7 @@ from headroom.nn import (
     Rotation,
     Transformer,
     TransformerConfig,
+    attention_pattern,
 )
 from torch import nn
 
@@ -347,3 +348,9 @@ def test_bad_arguments():
         TransformerConfig(**SIZES, window_layers=(True,))
     with pytest.raises(ValueError, match="hidden_size is 15, wanted a multiple of heads .2., or"):
         TransformerConfig(**SIZES | {"hidden_size": 15})
+
+
+@pytest.mark.parametrize("ends", [[0, 5, 3, 7], [1, 3, 7], [7, 3, 0]])
+def test_ends_of_sequences_that_are_no_ends_are_refused(ends):
+    with pytest.raises(ValueError, match="cu_seqlens is .*cumulative sum of the lengths"):
+        attention_pattern(torch.ones(1, 7, 4), causal=True, cu_seqlens=torch.tensor(ends))

@@ -235,7 +235,9 @@ def test_options_of_groups():
     run([*first, *second], optimizer)
     optimizer.param_groups[0]["initial_lr"] = 0.7
     state, report = convert(optimizer, "bitsandbytes-8bit")
-    assert report.notes == ["bitsandbytes-8bit has no maximize, which the source was run with"] * 2
+    assert (
+        report.notes == ["bitsandbytes-8bit has no maximize, and the source was run with True"] * 2
+    )
     assert state["param_groups"] == [
         dict(
             lr=lr,
@@ -266,7 +268,7 @@ def test_amsgrad_is_kept_where_it_is_known():
         (ADAMW if name == "headroom" else ADAMW8BIT)(parameters()).load_state_dict(state)
     _, report = convert(optimizer, "bitsandbytes")
     dropped = [loss.name for loss in report.losses if loss.kind == "dropped"]
-    assert dropped == ["max_exp_avg_sq"] * 3 and "amsgrad" in report.notes[0]
+    assert dropped == ["amsgrad"] + ["max_exp_avg_sq"] * 3 and "amsgrad" in report.notes[0]
 
 
 def test_apex_has_one_step_for_a_group():
@@ -297,3 +299,29 @@ def test_steps_that_float32_cannot_count_and_parts_that_nobody_has():
     there, report = convert(state, "headroom-8bit", min_8bit_size=0)
     assert there["state"][1]["exp_avg_absmax"].numel() == 0
     assert there["state"][0]["step"] == 2**24 + 1
+
+
+@pytest.mark.parametrize(
+    "cls, options, to",
+    [
+        (headroom.optim.AdamW, {"maximize": True}, "apex"),
+        (headroom.optim.AdamW, {"state_dtype": torch.bfloat16}, "torch"),
+        (headroom.optim.AdamW, {"max_grad_norm": 1.0}, "torch"),
+        (headroom.optim.AdamW8bit, {"min_8bit_size": 10}, "bitsandbytes-8bit"),
+        (headroom.optim.AdamW8bit, {"nonfinite": "skip_step"}, "torchao-8bit"),
+    ],
+)
+def test_options_that_the_target_lacks_are_a_loss(cls, options, to):
+    if to.startswith("torchao"):
+        pytest.importorskip("torchao")
+    for given in (options, {}):
+        param = torch.nn.Parameter(torch.ones(5000))
+        optimizer = cls([param], **given)
+        param.grad = torch.ones(5000)
+        optimizer.step()
+        for source in (optimizer, optimizer.state_dict()):
+            report = headroom.optim.convert_state(source, to).report
+            dropped = [loss.name for loss in report.losses if loss.kind == "dropped"]
+            assert dropped == list(given)
+            assert report.is_lossless == (not given)
+            assert all(f"{name}: 1 dropped" in str(report) for name in given)

@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 import zlib
 
 import numpy as np
@@ -18,6 +19,7 @@ from headroom.state.file import StateFile, layout, writing
 from headroom.state.file.layout import PIECE, PREFIX, SMALL
 from headroom.state.parts import in_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.bits import assert_same_bits
 from helpers.small_runs import trained
@@ -102,7 +104,7 @@ def test_a_file_that_changes_behind_the_checks_changes_nothing(
 
 
 def test_a_file_that_changes_while_a_model_is_filled_is_noticed(path, monkeypatch):
-    """No place is left then to have what was there before, but the error says so."""
+    """What has been filled by then gets back what it had."""
     monkeypatch.setattr(layout, "PIECE", 100)
     saved, other = trained(), trained(1)
     save_state(path, model=saved[0], optimizer=saved[1])
@@ -119,9 +121,58 @@ def test_a_file_that_changes_while_a_model_is_filled_is_noticed(path, monkeypatc
             file.write(b"!!")
 
     monkeypatch.setattr(StateFile, "check_unchanged", change)
-    with pytest.raises(StateFileError, match="damaged.*6 of 7 tensors of the model are loaded"):
+    with pytest.raises(StateFileError, match="damaged.*The run is as it was before"):
         load_state(path, model=other[0], optimizer=other[1])
-    assert_same_bits(values(nn.Module(), other[1]), values(nn.Module(), before[1]))
+    assert_same_bits(values(*other), values(*before))
+
+
+class Interrupts(TorchDispatchMode):
+    """Raises in the place of one operation."""
+
+    def __init__(self, number, error):
+        super().__init__()
+        self.number, self.error, self.count = number, error, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        if self.count == self.number:
+            raise self.error
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")], ids=str)
+@pytest.mark.parametrize("piece", [PIECE, 100], ids=["held", "one by one"])
+def test_an_interrupted_load_leaves_the_run_as_it_was(error, piece, path, monkeypatch):
+    """Whichever operation it is that does not run."""
+    monkeypatch.setattr(layout, "PIECE", piece)
+    save_state(path, model=(saved := trained())[0], optimizer=saved[1])
+    torch.manual_seed(7)
+    other = trained(1)
+    before, rng = copy.deepcopy(other), torch.get_rng_state()
+    with Interrupts(-1, error) as counting:
+        load_state(path, model=before[0], optimizer=before[1], progress=False)
+    assert_same_bits(values(*before), values(*saved))
+    torch.set_rng_state(rng)
+    before = copy.deepcopy(other)
+    # All is written by the last operations.
+    for number in (*range(1, counting.count, 997), *range(counting.count - 120, counting.count, 3)):
+        with pytest.raises(type(error)), Interrupts(number, error):
+            load_state(path, model=other[0], optimizer=other[1], progress=False)
+        assert_same_bits(values(*other), values(*before))
+        assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_where_no_thread_can_be_started_the_one_that_loads_reads(path, monkeypatch):
+    monkeypatch.setattr(layout, "PIECE", 100)
+    saved, other = trained(), trained(1)
+    save_state(path, model=saved[0], optimizer=saved[1])
+
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    load_state(path, model=other[0], optimizer=other[1], progress=False)
+    assert_same_bits(values(*other), values(*saved))
 
 
 class Hooked(nn.Linear):

@@ -170,3 +170,17 @@ def test_what_is_written_is_synced_before_it_is_renamed_and_its_folder_after(pat
     end = [("fsync", partial), ("replace", partial), ("fsync", path.parent.name)]
     assert calls[-3:] == end and set(calls[:-3]) == {("pwrite", partial)}
     assert load_state(path)[0].tolist() == [1] * 5
+
+
+def test_keep_leaves_other_runs_alone(tmp_path):
+    """Of several numbers in a name the last counts."""
+    for seed in (0, 1, 10):
+        for step in (100, 200, 300):
+            path = tmp_path / f"seed{seed}-step{step}.v"
+            save_state(path, extra=step, rng=False, keep=2)
+    want = {f"seed{seed}-step{step}.v" for seed in (0, 1, 10) for step in (200, 300)}
+    assert set(os.listdir(tmp_path)) == want
+    (tmp_path / "newest").symlink_to("run7")  # whose own name the file gets
+    save_state(tmp_path / "newest", extra=1, rng=False)
+    with pytest.raises(ValueError, match="keep=2 needs a number"):
+        save_state(tmp_path / "newest", extra=1, rng=False, keep=2)
