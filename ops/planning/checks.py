@@ -21,6 +21,8 @@ def check_setup(setup: Setup, world_size: Any = None, shard: Any = None) -> Setu
     for name in ("release", "accumulator"):
         if sharding is not None and getattr(setup, name):
             raise ValueError(f"{name} is not planned on several ranks: leave it or the ranks out")
+        if not setup.set_to_none and getattr(setup, name):
+            raise ValueError(f"set_to_none=False keeps gradients, which {name} gives back")
     if setup.loss is not None and setup.forward is not None:
         raise ValueError("loss and forward were both given: forward computes the loss itself")
     for name, function in (("loss", setup.loss), ("forward", setup.forward)):

@@ -41,6 +41,7 @@ class Setup:
     release: bool | int = False  # a number is that of bytes in a bucket
     checkpoint_every: int | None = None
     max_grad_norm: float | None = None
+    set_to_none: bool = True  # as in zero_grad()
     dtype: torch.dtype | None = None  # of the parameters, in the place of their own
     sharding: Sharding | None = None  # over several ranks
     steps: int = 2
@@ -67,6 +68,8 @@ class Setup:
         for name in ("accumulator", "release", "scaler"):
             if getattr(self, name):
                 found[name] = "on"
+        if not self.set_to_none:
+            found["set to none"] = "off"
         return found
 
 
@@ -155,10 +158,9 @@ class Steps:
             self.begin("optimizer")
             self.step_optimizer()
             self.begin("other")
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=setup.set_to_none)
         self.begin("other")
-        for param in self.model.parameters():
-            param.grad = None
+        self.model.zero_grad(set_to_none=setup.set_to_none)
 
     def step_optimizer(self) -> None:
         setup = self.setup

@@ -28,8 +28,9 @@ from .errors import PlanError
 from .fsdp import ShardedModel
 from .masks import masks_of
 from .ours import fakes_overwritten
+from .probe import unasked
 from .recorder import Recorder
-from .recurrent import has_recurrent_layers
+from .recurrent import LAYERS, has_recurrent_layers
 from .sharding import FSDP
 from .states import move_to_shards
 from .steps import Setup, Steps, generators_kept
@@ -50,6 +51,7 @@ def trace(setup: Setup, watch: Callable[[nn.Module, Recorder], None] | None = No
     """
     device = torch.device("cuda", 0) if setup.device == "cuda" else torch.device("cpu")
     mode = FakeTensorMode(allow_non_fake_inputs=False)
+    unasked.clear()
     with generators_kept(), no_collections(), ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(cuda_view())
@@ -122,6 +124,8 @@ class _Traced(Steps):
         found = [] if self._spread is None else ["All bytes are those of one rank."]
         if self.recorder.device.type == "cuda" and has_recurrent_layers(self.model):
             found.append("Recurrent layers are planned as on the CPU: cuDNN's are not known.")
+        if unasked & set(LAYERS):
+            found.append("LSTMs were not run here: what they hold for themselves is an estimate.")
         return found
 
     def step(self, number: int) -> None:
