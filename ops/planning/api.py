@@ -47,8 +47,8 @@ def plan(
     """Returns the memory that training steps will need, without taking it.
 
     Two steps run on fake tensors, and no GPU is needed. Nothing is computed, except that a plan for
-    the CPU runs each convolution and 16-bit product once on zeros, of up to 64 MiB, to see its
-    scratch memory. The model, optimizer, batch and random numbers stay as they are.
+    the CPU runs each convolution, LSTM and 16-bit product once on zeros, of up to 64 MiB, to see
+    its scratch memory. The model, optimizer, batch and random numbers stay as they are.
 
     Args:
         model: a module, on any one device, the meta device included; a function that makes one, or
