@@ -56,7 +56,7 @@ def _measured(func: Any, args: Any, kwargs: Any) -> Found:
     for event in recorder.events():
         live += event.bytes if event.action == "alloc" else -event.bytes
         most = max(most, live)
-    results = (result,) if isinstance(result, Tensor) else result
+    results = result if isinstance(result, (list, tuple)) else (result,)
     return max(0, most - live), tuple(map(_bytes, results))
 
 
