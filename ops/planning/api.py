@@ -39,6 +39,7 @@ def plan(
     release: bool | int = False,
     scaler: bool = False,
     max_grad_norm: float | None = None,
+    set_to_none: bool = True,
     world_size: int | DeviceMesh | None = None,
     shard: str | DDP | FSDP | Sequence[Any] | None = None,
     measure: bool = False,
@@ -46,8 +47,8 @@ def plan(
     """Returns the memory that training steps will need, without taking it.
 
     Two steps run on fake tensors, and no GPU is needed. Nothing is computed, except that a plan for
-    the CPU runs each convolution and 16-bit product once on zeros, of up to 64 MiB, to see its
-    scratch memory. The model, optimizer, batch and random numbers stay as they are.
+    the CPU runs each convolution, LSTM and 16-bit product once on zeros, of up to 64 MiB, to see
+    its scratch memory. The model, optimizer, batch and random numbers stay as they are.
 
     Args:
         model: a module, on any one device, the meta device included; a function that makes one, or
@@ -73,6 +74,8 @@ def plan(
         scaler: losses are scaled by a :class:`torch.amp.GradScaler`.
         max_grad_norm: gradients are clipped to this norm before the step, by
             :func:`headroom.clip_grad_norm_`.
+        set_to_none: of ``optimizer.zero_grad``. With False, gradients stay allocated from one step
+            to the next.
         world_size: ranks, or the mesh of them, of which the last dimension shards. The plan is of
             rank 0, and ``sample_batch`` what one rank gets. A model of DistributedDataParallel or
             ``fully_shard`` needs neither this nor ``shard``.
@@ -104,6 +107,7 @@ def plan(
             release=release,
             checkpoint_every=checkpoint_every,
             max_grad_norm=max_grad_norm,
+            set_to_none=set_to_none,
         ),
         world_size,
         shard,

@@ -21,6 +21,8 @@ def check_step(step: Step, world_size: Any = None, shard: Any = None) -> Step:
     for name in ("release", "accumulator"):
         if sharding is not None and getattr(step, name):
             raise ValueError(f"{name} is not planned on several ranks: leave it or the ranks out")
+        if not step.set_to_none and getattr(step, name):
+            raise ValueError(f"set_to_none=False keeps gradients, which {name} gives back")
     if step.loss is not None and step.forward is not None:
         raise ValueError("loss and forward were both given: forward computes the loss itself")
     for name, function in (("loss", step.loss), ("forward", step.forward)):

@@ -123,6 +123,14 @@ def _embedding(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Size
     return [] if indices.is_contiguous() else [(_bytes(indices), "temporaries")]
 
 
+@entry("aten::mean")
+def _mean(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
+    # ReduceOps.cpp: 16-bit numbers are summed as a copy in 32 bits.
+    if device != "cpu" or not _is_narrow(args):
+        return []
+    return [(4 * args[0].numel(), "temporaries")]
+
+
 @entry("aten::sort")
 def _sort(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
     # Sorting.cpp: the numbers of the elements of a row.

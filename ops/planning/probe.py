@@ -16,26 +16,35 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..memory.cpu import CpuRecorder
 
-__all__ = ["scratch"]
+__all__ = ["asked", "scratch"]
 
 LIMIT = 64 << 20  # Bytes of arguments and results: larger operations are not run.
-_found: dict[Any, int | None] = {}
+Found = tuple[int, tuple[int, ...]]
+_found: dict[Any, Found] = {}
+unasked: set[str] = set()  # names of operations that could not be asked of in this plan
 
 
 def scratch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
     """Returns the most bytes that a CPU operation holds beyond its results, or ``None`` where that
     cannot be asked: its tensors are too large, or a profiler runs on this thread."""
+    found = asked(func, args, kwargs)
+    return None if found is None else found[0]
+
+
+def asked(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Found | None:
+    """Returns that, and the bytes of each result."""
     state = torch.get_num_threads(), torch.is_grad_enabled()
     key = str(func), *state, _described(args), _described(kwargs)
     if key not in _found:
         if _bytes(args) > LIMIT or torch._C._autograd._profiler_enabled():
+            unasked.add(func._schema.name)
             return None
         with _disable_current_modes():
             _found[key] = _measured(func, _real(args), _real(kwargs))
     return _found[key]
 
 
-def _measured(func: Any, args: Any, kwargs: Any) -> int:
+def _measured(func: Any, args: Any, kwargs: Any) -> Found:
     func(*args, **kwargs)  # The first call allocates what is kept.
     recorder = CpuRecorder(stacks=False)
     recorder.start()
@@ -47,8 +56,8 @@ def _measured(func: Any, args: Any, kwargs: Any) -> int:
     for event in recorder.events():
         live += event.bytes if event.action == "alloc" else -event.bytes
         most = max(most, live)
-    del result
-    return max(0, most - live)
+    results = result if isinstance(result, (list, tuple)) else (result,)
+    return max(0, most - live), tuple(map(_bytes, results))
 
 
 def _described(value: Any) -> Any:

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..memory.events import KINDS, Allocation, Span, Timeline
+from ..step.errors import PlanError
 from .inside import BODIES, inside
 
 __all__ = ["Recorder"]
@@ -234,6 +235,13 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, result: Any, name: str, module: str | None) -> None:
         if isinstance(result, FakeTensor):
+            if result.layout != torch.strided:
+                where = f" in {module!r}" if module else ""
+                raise PlanError(
+                    f"{name}{where} makes a tensor of layout {result.layout}, and how many numbers "
+                    "it has depends on values. Plan with measure=True, which runs real steps, or "
+                    "an nn.Embedding with sparse=False, whose gradient is at least as large"
+                )
             storage = result.untyped_storage()
             at = self._live.get(storage._cdata)
             if storage._cdata in self._managed:

@@ -84,10 +84,9 @@ class Steps:
             self.begin("optimizer")
             self.step_optimizer()
             self.begin("other")
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=given.set_to_none)
         self.begin("other")
-        for param in self.model.parameters():
-            param.grad = None
+        self.model.zero_grad(set_to_none=given.set_to_none)
 
     def step_optimizer(self) -> None:
         if self.accumulator is not None:

@@ -31,8 +31,9 @@ from .ddp import ReplicatedModel
 from .fsdp import ShardedModel
 from .masks import masks_of
 from .ours import fakes_overwritten
+from .probe import unasked
 from .recorder import Recorder
-from .recurrent import has_recurrent_layers
+from .recurrent import LAYERS, has_recurrent_layers
 from .sharding import FSDP
 from .states import move_to_shards
 from .steps import Steps
@@ -53,6 +54,7 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
     """
     device = torch.device("cuda", 0) if step.device.type == "cuda" else torch.device("cpu")
     mode = FakeTensorMode(allow_non_fake_inputs=False)
+    unasked.clear()
     with generators_kept(), no_collections(), ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(cuda_view())
@@ -123,6 +125,8 @@ class _Traced(Steps):
         found = [] if self._spread is None else ["All bytes are those of one rank."]
         if self.recorder.device.type == "cuda" and has_recurrent_layers(self.model):
             found.append("Recurrent layers are planned as on the CPU: cuDNN's are not known.")
+        if unasked & set(LAYERS):
+            found.append("LSTMs were not run here: what they hold for themselves is an estimate.")
         return found
 
     def step(self, number: int) -> None:

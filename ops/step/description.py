@@ -28,6 +28,7 @@ class Step:
         accumulator: whether the gradients of micro-batches are summed in float32.
         release: whether gradients are released in the backward pass; or the bytes of a bucket.
         max_grad_norm: gradients are clipped to it, or None.
+        set_to_none: as in ``zero_grad()``.
         dtype: of the parameters, in the place of their own, or None.
         sharding: of several ranks, or None.
         steps: how many of them are planned.
@@ -48,6 +49,7 @@ class Step:
     release: bool | int = False
     checkpoint_every: int | None = None
     max_grad_norm: float | None = None
+    set_to_none: bool = True
     dtype: torch.dtype | None = None
     sharding: Any = None
     steps: int = 2
@@ -85,6 +87,8 @@ class Step:
         for name in ("accumulator", "release", "scaler"):
             if getattr(self, name):
                 found[name] = "on"
+        if not self.set_to_none:
+            found["set to none"] = "off"
         return found
 
 

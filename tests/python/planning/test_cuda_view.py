@@ -279,3 +279,17 @@ def test_models_of_the_benchmark(case, technique, precision):
         )
         assert 0 <= most[1]["activations"] - most[0]["activations"] <= states
         assert cuda.peak_bytes <= cpu.peak_bytes <= 1.1 * (cuda.peak_bytes + states)
+
+
+def test_advice_for_a_gpu_has_checkpoints():
+    """They were left out when they could not be planned."""
+    x = torch.randn(3, 200, WIDTH)
+    plan = headroom.plan(Blocks(True, True), torch.optim.AdamW, x, device="cuda", amp=BF16)
+    names = {advice.name for advice in plan.advice()}
+    assert "checkpoint_every(model, 1)" in names
+    case = next(case for case in cases() if case.name == "llama-fused")
+    plan = headroom.plan(
+        case.model(), torch.optim.AdamW, case.batch(), forward=case.loss, device="cuda", amp=BF16
+    )
+    names = {advice.name for advice in plan.advice()}
+    assert {f"save={level!r} in all blocks" for level in ("L2", "L3", "L4", "L5")} <= names

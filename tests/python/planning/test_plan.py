@@ -260,6 +260,26 @@ def test_advice_is_planned_again_and_can_be_pasted():
     assert len(plan.advice(top=1)) == 1
 
 
+def test_gradients_that_stay_between_steps():
+    """They exist in the forward pass of the second step, and are written in place."""
+    model, sample = Attending(), tokens()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with track(model, optimizer, batch=sample, stacks=False) as tracked:
+        for _ in range(2):
+            F.cross_entropy(model(sample[0]), sample[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    kept = planned(model, optimizer, sample, set_to_none=False)
+    assert kept.peak_bytes == pytest.approx(tracked.peak_bytes, rel=0.01)
+    plain = planned(model, optimizer, sample)
+    gradients = plain.timeline.most_by_kind["gradients"]
+    peaks = [plan.timeline.peaks()[1, "forward"] for plan in (plain, kept)]
+    assert peaks[1] - peaks[0] == gradients and "set to none off" in str(kept)
+    for name in ("release", "accumulator"):
+        with pytest.raises(ValueError, match=f"set_to_none=False keeps gradients, which {name}"):
+            planned(model, optimizer, sample, set_to_none=False, **{name: True})
+
+
 def test_fits_and_max_batch():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters())

@@ -190,6 +190,28 @@ def test_a_closure_over_the_model_sees_the_copy():
     assert all(p.grad is None for p in model.parameters())
 
 
+class Looked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(30, 8, sparse=True), nn.Linear(8, 1)
+
+    def forward(self, ids):
+        return self.out(self.embed(ids)).mean()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_sparse_gradients_are_refused_and_can_be_measured(device):
+    model, ids = Looked(), torch.arange(6)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(PlanError, match=r"in 'embed' makes .*sparse_coo.* measure=True.*sparse=F"):
+        headroom.plan(model, optimizer, ids, device=device)
+    with pytest.raises(PlanError, match="sparse_coo"):
+        headroom.fit(model, ids, optimizer=optimizer, budget="1 GiB")
+    measured = headroom.plan(model, optimizer, ids, measure=True)
+    model.embed.sparse = False
+    assert measured.peak_bytes <= headroom.plan(model, optimizer, ids).peak_bytes + 8 * 6 * 8
+
+
 class RaisesInBackward(torch.autograd.Function):
     error: BaseException = RuntimeError("no luck")
 
