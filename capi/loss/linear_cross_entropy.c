@@ -282,6 +282,7 @@ hr_status hr_linear_cross_entropy_query(hr_linear_cross_entropy_needs *needs, in
     static const char function[] = "hr_linear_cross_entropy_query";
     lce_config own = HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT;
     HR_REQUIRE(needs, "%s: needs is NULL", function);
+    HR_TRY(hr_check_vector(function, "needs", needs, HR_F64));
     HR_TRY(check_lce_sizes(function, rows, features, classes));
     HR_TRY(check_config(function, &own, config, rows, classes));
     HR_TRY(hr_check_exec(function, exec));

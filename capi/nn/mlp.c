@@ -12,6 +12,7 @@ hr_status hr_mlp_query(hr_mlp_needs *needs, int64_t tokens, int64_t hidden, int6
     static const char function[] = "hr_mlp_query";
     hr_mlp_config own = HR_MLP_CONFIG_INIT;
     HR_REQUIRE(needs, "%s: needs is NULL", function);
+    HR_TRY(hr_check_vector(function, "needs", needs, HR_F64));
     HR_TRY(mlp_check_sizes(function, tokens, hidden, features));
     HR_TRY(mlp_check_config(function, &own, config));
     HR_TRY(hr_check_exec(function, exec));

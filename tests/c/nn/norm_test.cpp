@@ -380,6 +380,7 @@ TEST(NormWorkspace, BadInputs)
         EXPECT_EQ(bytes, 77u);
     };
     refused("hr_norm_workspace: bytes is NULL", nullptr, 4, &config);
+    refused("hr_norm_workspace: bytes is at", moved(&bytes, 4), 4, &config);
     refused("hr_norm_workspace: rows is -1", &bytes, -1, &config);
     refused("hr_norm_workspace: config is NULL", &bytes, 4, nullptr);
     refused("hr_norm_workspace: config->kind is 2", &bytes, 4, &unknown);
