@@ -139,8 +139,7 @@ TEST_P(RowNorm, ForwardAndBackwardFollowTheFormulas)
                     rstd * (std::fabs(g[size_t(j)]) + (std::fabs(plain[size_t(j)]) + 1) * g_size +
                             std::fabs(g_mean) + 1) +
                     std::fabs(through);
-                ASSERT_NEAR(dx(i, j), exact,
-                            std::fabs(exact) * unit + size * 32 * kUnit + 2 * tiny)
+                ASSERT_NEAR(dx(i, j), exact, std::fabs(exact) * unit + size * 32 * kUnit + 2 * tiny)
                     << c << ", row " << i << ", column " << j;
             }
         }
