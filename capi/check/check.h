@@ -27,6 +27,15 @@
             return hr_try_status;                     \
     } while (0)
 
+/* Returns the status of a call that the checks before it left nothing to refuse of; what is left is a
+ * failure of the device. */
+#define HR_RUN(call)                     \
+    do {                                 \
+        const hr_status hr_run = (call); \
+        if (hr_run != HR_OK)             \
+            return hr_run;               \
+    } while (0)
+
 /* Ends an entry point: evaluates `launch` while exec's device is current and returns its status. In
  * a build without CUDA it is never reached, because hr_check_exec() refuses the device. */
 #if HR_WITH_CUDA

@@ -56,6 +56,7 @@ static hr_status check_sizes(const hr_tensor_list *grads)
 hr_status hr_unscale_norm_workspace(size_t *bytes, const hr_tensor_list *grads)
 {
     HR_REQUIRE(bytes, "hr_unscale_norm_workspace: bytes is NULL");
+    HR_TRY(hr_check_scalar("hr_unscale_norm_workspace", "bytes", bytes, HR_F64));
     HR_TRY(check_sizes(grads));
     *bytes = workspace_bytes_of(grads);
     return HR_OK;

@@ -139,7 +139,7 @@ static hr_status check_grads(lce_call *call)
 
 static hr_status check_workspace(lce_call *call, void *workspace, size_t bytes)
 {
-    LCE_RUN(lce_layout_of(&call->layout, &call->sizes, call->wanted, &call->config, call->exec));
+    HR_RUN(lce_layout_of(&call->layout, &call->sizes, call->wanted, &call->config, call->exec));
     HR_REQUIRE(bytes >= call->layout.bytes, "%s: workspace_bytes is %zu, wanted %zu",
                call->function, bytes, call->layout.bytes);
     HR_REQUIRE(workspace && (uintptr_t)workspace % 16 == 0,
@@ -159,11 +159,11 @@ static hr_status check_targets_there(const lce_call *call)
     const cross_entropy_args *const args = &call->listing.ce;
     ce_stray *const there = (ce_stray *)(void *)(call->workspace + call->layout.totals);
     int32_t previous = 0;
-    LCE_RUN(hr_cuda_enter(call->exec->device, &previous));
+    HR_RUN(hr_cuda_enter(call->exec->device, &previous));
     const hr_status status =
         cross_entropy_stray_cuda(&stray, there, args, call->function, call->exec);
     hr_cuda_leave(previous);
-    LCE_RUN(status);
+    HR_RUN(status);
 #endif
     return ce_check_stray(call->function, &call->listing.ce, &stray);
 }
@@ -282,6 +282,7 @@ hr_status hr_linear_cross_entropy_query(hr_linear_cross_entropy_needs *needs, in
     static const char function[] = "hr_linear_cross_entropy_query";
     lce_config own = HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT;
     HR_REQUIRE(needs, "%s: needs is NULL", function);
+    HR_TRY(hr_check_vector(function, "needs", needs, HR_F64));
     HR_TRY(check_lce_sizes(function, rows, features, classes));
     HR_TRY(check_config(function, &own, config, rows, classes));
     HR_TRY(hr_check_exec(function, exec));
@@ -289,7 +290,7 @@ hr_status hr_linear_cross_entropy_query(hr_linear_cross_entropy_needs *needs, in
                function, wanted, (int)LCE_ANY);
     const lce_sizes s = lce_sizes_of(rows, features, classes, &own, exec);
     lce_layout layout;
-    LCE_RUN(lce_layout_of(&layout, &s, wanted, &own, exec));
+    HR_RUN(lce_layout_of(&layout, &s, wanted, &own, exec));
     *needs = (hr_linear_cross_entropy_needs){layout.bytes, s.chunk, s.tile, s.mode};
     return HR_OK;
 }

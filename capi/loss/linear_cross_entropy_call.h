@@ -3,21 +3,13 @@
 #ifndef HR_LINEAR_CROSS_ENTROPY_CALL_H
 #define HR_LINEAR_CROSS_ENTROPY_CALL_H
 
+#include "capi/check/check.h"
 #include "kernels/loss/linear_cross_entropy.h"
 
 #define LCE_ALIGNMENT ((size_t)256)
 #define LCE_NONE      SIZE_MAX
 #define LCE_ANY \
     (HR_LINEAR_CROSS_ENTROPY_HIDDEN | HR_LINEAR_CROSS_ENTROPY_WEIGHT | HR_LINEAR_CROSS_ENTROPY_BIAS)
-
-/* Returns the status of a call that the checks before it left nothing to refuse of; what is left is
- * a failure of the device. */
-#define LCE_RUN(call)                        \
-    do {                                     \
-        const hr_status run_status = (call); \
-        if (run_status != HR_OK)             \
-            return run_status;               \
-    } while (0)
 
 typedef struct lce_sizes {
     int64_t rows, features, classes;

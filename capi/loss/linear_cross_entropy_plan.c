@@ -122,7 +122,7 @@ hr_status lce_layout_of(lce_layout *layout, const lce_sizes *s, uint32_t wanted,
                                  {s->tile, s->features, s->chunk}};
     for (int i = 0; i < 3; i++) {
         size_t bytes = 0;
-        LCE_RUN(hr_gemm_workspace(&bytes, shapes[i][0], shapes[i][1], shapes[i][2], &gemm, exec));
+        HR_RUN(hr_gemm_workspace(&bytes, shapes[i][0], shapes[i][1], shapes[i][2], &gemm, exec));
         if (bytes > layout->product_bytes)
             layout->product_bytes = bytes;
     }

@@ -11,17 +11,17 @@
 #define ON_DEVICE(call, name, ...)                                                \
     do {                                                                          \
         if ((call)->exec->device == HR_CPU) {                                     \
-            LCE_RUN(name##_cpu(__VA_ARGS__));                                     \
+            HR_RUN(name##_cpu(__VA_ARGS__));                                      \
         } else {                                                                  \
             int32_t previous = 0;                                                 \
-            LCE_RUN(hr_cuda_enter((call)->exec->device, &previous));              \
+            HR_RUN(hr_cuda_enter((call)->exec->device, &previous));               \
             const hr_status step_status = name##_cuda(__VA_ARGS__, (call)->exec); \
             hr_cuda_leave(previous);                                              \
-            LCE_RUN(step_status);                                                 \
+            HR_RUN(step_status);                                                  \
         }                                                                         \
     } while (0)
 #else
-#define ON_DEVICE(call, name, ...) LCE_RUN(name##_cpu(__VA_ARGS__))
+#define ON_DEVICE(call, name, ...) HR_RUN(name##_cpu(__VA_ARGS__))
 #endif
 
 static void *at(const lce_call *call, size_t place)
@@ -121,9 +121,9 @@ static hr_status compute_logits(const lce_call *call, const lce_part *part)
     for (int64_t j = 0; j < part->classes; j += width) {
         const int64_t n = part->classes - j < width ? part->classes - j : width;
         hr_rows weights;
-        LCE_RUN(weights_of(call, &weights, part->class + j, n));
+        HR_RUN(weights_of(call, &weights, part->class + j, n));
         const hr_rows to = rows_from(&logits, 0, j, HR_F32);
-        LCE_RUN(product(call, &to, &hidden, &weights, part->rows, n, s->features, &config));
+        HR_RUN(product(call, &to, &hidden, &weights, part->rows, n, s->features, &config));
     }
     return HR_OK;
 }
@@ -165,10 +165,10 @@ static hr_status hidden_gradient(const lce_call *call, const lce_part *part)
     for (int64_t j = 0; j < part->classes; j += width) {
         const int64_t n = part->classes - j < width ? part->classes - j : width;
         hr_rows weights;
-        LCE_RUN(weights_of(call, &weights, part->class + j, n));
+        HR_RUN(weights_of(call, &weights, part->class + j, n));
         const hr_rows from = rows_from(&dlogits, 0, j, s->computed);
         config.beta = part->is_first_tile && j == 0 ? 0.0 : 1.0;
-        LCE_RUN(product(call, &sums, &from, &weights, part->rows, s->features, n, &config));
+        HR_RUN(product(call, &sums, &from, &weights, part->rows, s->features, n, &config));
     }
     if (!part->is_last_tile)
         return HR_OK;
@@ -203,8 +203,8 @@ static hr_status weight_gradient(const lce_call *call, const lce_part *part)
         const int64_t n = part->classes - j < width ? part->classes - j : width;
         const hr_rows from = rows_from(&dlogits, 0, j, s->computed);
         const hr_rows to = rows_from(&call->grads.weight, part->class + j, 0, dtype);
-        LCE_RUN(product(call, in_panels ? &sums : &to, &from, &hidden, n, s->features, part->rows,
-                        &config));
+        HR_RUN(product(call, in_panels ? &sums : &to, &from, &hidden, n, s->features, part->rows,
+                       &config));
         if (!in_panels)
             continue;
         const lce_addition addition = {.high = to,
@@ -244,11 +244,11 @@ static hr_status gradients(const lce_call *call, const lce_part *part)
     cross_entropy_args a = rows_of(call, part);
     ON_DEVICE(call, cross_entropy_backward, &a);
     if (call->wanted & HR_LINEAR_CROSS_ENTROPY_HIDDEN)
-        LCE_RUN(hidden_gradient(call, part));
+        HR_RUN(hidden_gradient(call, part));
     if (call->wanted & HR_LINEAR_CROSS_ENTROPY_WEIGHT)
-        LCE_RUN(weight_gradient(call, part));
+        HR_RUN(weight_gradient(call, part));
     if (call->wanted & HR_LINEAR_CROSS_ENTROPY_BIAS)
-        LCE_RUN(bias_gradient(call, part));
+        HR_RUN(bias_gradient(call, part));
     return HR_OK;
 }
 
@@ -274,14 +274,14 @@ static hr_status run_chunk(const lce_call *call, lce_part part)
             part.is_first_tile = part.class == 0;
             part.is_last_tile = left <= s->tile;
             if (pass == 0 || !are_there)
-                LCE_RUN(compute_logits(call, &part));
+                HR_RUN(compute_logits(call, &part));
             if (pass == 1) {
-                LCE_RUN(gradients(call, &part));
+                HR_RUN(gradients(call, &part));
                 continue;
             }
-            LCE_RUN(see(call, &part));
+            HR_RUN(see(call, &part));
             if (part.is_last_tile)
-                LCE_RUN(end_rows(call, &part));
+                HR_RUN(end_rows(call, &part));
         }
     return HR_OK;
 }
@@ -293,7 +293,7 @@ static hr_status zero(const lce_call *call, const hr_rows *rows, int64_t count, 
 #if HR_WITH_CUDA
     if (call->exec->device != HR_CPU) {
         int32_t previous = 0;
-        LCE_RUN(hr_cuda_enter(call->exec->device, &previous));
+        HR_RUN(hr_cuda_enter(call->exec->device, &previous));
         const hr_status status = lce_zero_cuda(rows, count, bytes, pitch, call->exec);
         hr_cuda_leave(previous);
         return status;
@@ -310,13 +310,13 @@ static hr_status zero_gradients(const lce_call *call, int64_t counted)
     const lce_sizes *const s = &call->sizes;
     const hr_rows bias = {call->grads.bias, s->classes};
     if (call->wanted & HR_LINEAR_CROSS_ENTROPY_HIDDEN)
-        LCE_RUN(zero(call, &call->grads.hidden, s->rows, s->features));
+        HR_RUN(zero(call, &call->grads.hidden, s->rows, s->features));
     if (counted > 0 || call->config.add_to_weight_grads)
         return HR_OK;
     if (call->wanted & HR_LINEAR_CROSS_ENTROPY_WEIGHT)
-        LCE_RUN(zero(call, &call->grads.weight, s->classes, s->features));
+        HR_RUN(zero(call, &call->grads.weight, s->classes, s->features));
     if (call->wanted & HR_LINEAR_CROSS_ENTROPY_BIAS)
-        LCE_RUN(zero(call, &bias, 1, s->classes));
+        HR_RUN(zero(call, &bias, 1, s->classes));
     return HR_OK;
 }
 
@@ -338,15 +338,15 @@ hr_status lce_run(lce_call *call)
     ON_DEVICE(call, lce_list_rows, &call->listing);
     /* On CUDA nobody waits for the count: all rows of the list are multiplied. */
     const int64_t counted = call->exec->device == HR_CPU ? list->totals->count : s->capacity;
-    LCE_RUN(zero_gradients(call, counted));
+    HR_RUN(zero_gradients(call, counted));
     const int64_t chunks = counted / s->chunk + (counted % s->chunk != 0);
     const int64_t rows = chunks ? counted / chunks + (counted % chunks != 0) : 1;
     for (int64_t first = 0; first < counted; first += rows) {
         const int64_t left = counted - first;
-        LCE_RUN(run_chunk(call, (lce_part){.first = first,
-                                           .rows = left < rows ? left : rows,
-                                           .is_first = first == 0,
-                                           .is_last = left <= rows}));
+        HR_RUN(run_chunk(call, (lce_part){.first = first,
+                                          .rows = left < rows ? left : rows,
+                                          .is_first = first == 0,
+                                          .is_last = left <= rows}));
     }
     if (!call->result)
         return HR_OK;

@@ -217,6 +217,7 @@ hr_status hr_gemm_workspace(size_t *bytes, int64_t m, int64_t n, int64_t k,
     static const char function[] = "hr_gemm_workspace";
     hr_gemm_config own = HR_GEMM_CONFIG_INIT;
     HR_REQUIRE(bytes, "%s: bytes is NULL", function);
+    HR_TRY(hr_check_vector(function, "bytes", bytes, HR_F64));
     HR_TRY(check_gemm_sizes(function, m, n, k));
     HR_TRY(check_config(function, &own, config));
     HR_TRY(hr_check_exec(function, exec));

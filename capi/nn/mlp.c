@@ -12,6 +12,7 @@ hr_status hr_mlp_query(hr_mlp_needs *needs, int64_t tokens, int64_t hidden, int6
     static const char function[] = "hr_mlp_query";
     hr_mlp_config own = HR_MLP_CONFIG_INIT;
     HR_REQUIRE(needs, "%s: needs is NULL", function);
+    HR_TRY(hr_check_vector(function, "needs", needs, HR_F64));
     HR_TRY(mlp_check_sizes(function, tokens, hidden, features));
     HR_TRY(mlp_check_config(function, &own, config));
     HR_TRY(hr_check_exec(function, exec));
@@ -22,8 +23,8 @@ hr_status hr_mlp_query(hr_mlp_needs *needs, int64_t tokens, int64_t hidden, int6
     const mlp_sizes s = mlp_sizes_of(tokens, hidden, features, &own);
     const uint32_t kept = mlp_kept(save, wanted);
     mlp_layout forward, backward;
-    MLP_RUN(mlp_forward_layout(&forward, &s, kept, &own, exec));
-    MLP_RUN(mlp_backward_layout(&backward, &s, wanted, kept, &own, exec));
+    HR_RUN(mlp_forward_layout(&forward, &s, kept, &own, exec));
+    HR_RUN(mlp_backward_layout(&backward, &s, wanted, kept, &own, exec));
     const size_t rows = (size_t)tokens;
     *needs = (hr_mlp_needs){
         .mean = kept & MLP_STATISTICS && own.norm == HR_NORM_LAYER ? rows * sizeof(float) : 0,
@@ -58,7 +59,7 @@ static hr_status begin_with_x(const mlp_call *call, const hr_rows *to, const hr_
 #if HR_WITH_CUDA
     if (!on_cpu) {
         int32_t previous = 0;
-        MLP_RUN(hr_cuda_enter(call->exec->device, &previous));
+        HR_RUN(hr_cuda_enter(call->exec->device, &previous));
         const hr_status status =
             copy_rows_cuda(to->data, to_pitch, x->data, from_pitch, bytes, rows, call->exec);
         hr_cuda_leave(previous);
@@ -80,17 +81,17 @@ static hr_status forward_tile(const mlp_call *call, const hr_rows *y, int64_t fi
     const hr_rows activated =
         mlp_tile_rows(call, saved->activated, call->layout.inner, s->features, first);
     const hr_norm_config norm = mlp_norm_config(&call->config);
-    MLP_RUN(hr_norm_forward(&normed, NULL, mlp_from_row(saved->mean, first),
-                            mlp_from_row(saved->rstd, first), &x, NULL, call->params.norm_weight,
-                            call->params.norm_bias, rows, s->hidden, &norm, call->exec));
-    MLP_RUN(mlp_gate_up(call, &gate_up, &normed, rows));
-    MLP_RUN(mlp_activate(call, &activated, &gate_up, rows));
+    HR_RUN(hr_norm_forward(&normed, NULL, mlp_from_row(saved->mean, first),
+                           mlp_from_row(saved->rstd, first), &x, NULL, call->params.norm_weight,
+                           call->params.norm_bias, rows, s->hidden, &norm, call->exec));
+    HR_RUN(mlp_gate_up(call, &gate_up, &normed, rows));
+    HR_RUN(mlp_activate(call, &activated, &gate_up, rows));
     hr_gemm_config config = mlp_gemm_config(&call->config);
     config.transpose_b = 1;
     const void *bias = call->params.down_bias;
     if (call->config.residual) {
         config.beta = 1;
-        MLP_RUN(begin_with_x(call, &to, &x, rows, &bias));
+        HR_RUN(begin_with_x(call, &to, &x, rows, &bias));
     }
     return mlp_product(call, &to, &activated, &call->params.down, bias, rows, s->hidden,
                        s->features, &config);
@@ -101,7 +102,7 @@ static hr_status forward(const mlp_call *call, const hr_rows *y)
     const mlp_sizes *const s = &call->sizes;
     for (int64_t first = 0; first < s->tokens; first += s->tile) {
         const int64_t left = s->tokens - first;
-        MLP_RUN(forward_tile(call, y, first, left < s->tile ? left : s->tile));
+        HR_RUN(forward_tile(call, y, first, left < s->tile ? left : s->tile));
     }
     return HR_OK;
 }
@@ -123,7 +124,7 @@ hr_status hr_mlp_forward(const hr_rows *y, const hr_mlp_saved *saved, const hr_r
         "%s: y is x, which must have the same stride and be needed no more, so that saved is "
         "empty",
         call.function);
-    MLP_RUN(mlp_forward_layout(&call.layout, &call.sizes, kept, &call.config, exec));
+    HR_RUN(mlp_forward_layout(&call.layout, &call.sizes, kept, &call.config, exec));
     HR_TRY(mlp_check_workspace(&call, workspace, workspace_bytes));
     return forward(&call, y);
 }

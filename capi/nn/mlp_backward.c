@@ -48,13 +48,13 @@ static hr_status add_tile(const mlp_call *call, const matrix_grad *m, const hr_r
     const hr_rows sum = {mlp_at(call, m->sum), m->inputs};
     const hr_rows column = {mlp_at(call, call->layout.column), 1};
     if (m->grad.data)
-        MLP_RUN(mlp_product(call, m->sum == MLP_NONE ? &m->grad : &sum, output_grads, inputs, NULL,
-                            m->outputs, m->inputs, rows, &config));
+        HR_RUN(mlp_product(call, m->sum == MLP_NONE ? &m->grad : &sum, output_grads, inputs, NULL,
+                           m->outputs, m->inputs, rows, &config));
     else /* the narrowest product that has the gradient of the bias beside it */
-        MLP_RUN(mlp_product(call, &column, output_grads, output_grads, NULL, m->outputs, 1, rows,
-                            &config));
+        HR_RUN(mlp_product(call, &column, output_grads, output_grads, NULL, m->outputs, 1, rows,
+                           &config));
     if (m->bias_grad && several && first > 0)
-        MLP_RUN(add_vectors(call, bias_sum, addend, m->outputs));
+        HR_RUN(add_vectors(call, bias_sum, addend, m->outputs));
     return HR_OK;
 }
 
@@ -80,7 +80,7 @@ static hr_status store_rows(const mlp_call *call, const hr_rows *to, float *from
         }
         const hr_tensor_list params = {count, data, numel, dtype};
         const hr_tensor_list sums = {count, values, numel, f32};
-        MLP_RUN(hr_split_weights(&params, &sums, &nearest, call->exec));
+        HR_RUN(hr_split_weights(&params, &sums, &nearest, call->exec));
     }
     return HR_OK;
 }
@@ -88,10 +88,10 @@ static hr_status store_rows(const mlp_call *call, const hr_rows *to, float *from
 static hr_status store_sums(const mlp_call *call, const matrix_grad *m)
 {
     if (m->grad.data && m->sum != MLP_NONE)
-        MLP_RUN(store_rows(call, &m->grad, (float *)mlp_at(call, m->sum), m->outputs, m->inputs));
+        HR_RUN(store_rows(call, &m->grad, (float *)mlp_at(call, m->sum), m->outputs, m->inputs));
     const hr_rows bias = {m->bias_grad, m->outputs};
     if (m->bias_grad && m->bias_sum != MLP_NONE)
-        MLP_RUN(store_rows(call, &bias, (float *)mlp_at(call, m->bias_sum), 1, m->outputs));
+        HR_RUN(store_rows(call, &bias, (float *)mlp_at(call, m->bias_sum), 1, m->outputs));
     return HR_OK;
 }
 
@@ -131,10 +131,10 @@ static hr_status evaluate_again(const mlp_backward *b, const hr_rows *normed,
     const hr_norm_config norm = mlp_norm_config(&call->config);
     if (again & MLP_NORMED) {
         const hr_rows x = mlp_rows_from(call, &call->x, first);
-        MLP_RUN(hr_norm_backward(NULL, NULL, NULL, normed, NULL, NULL, &x, call->params.norm_weight,
-                                 call->params.norm_bias, mlp_from_row(call->saved.mean, first),
-                                 mlp_from_row(call->saved.rstd, first), rows, call->sizes.hidden,
-                                 &norm, NULL, 0, call->exec));
+        HR_RUN(hr_norm_backward(NULL, NULL, NULL, normed, NULL, NULL, &x, call->params.norm_weight,
+                                call->params.norm_bias, mlp_from_row(call->saved.mean, first),
+                                mlp_from_row(call->saved.rstd, first), rows, call->sizes.hidden,
+                                &norm, NULL, 0, call->exec));
     }
     return again & MLP_GATE_UP ? mlp_gate_up(call, gate_up, normed, rows) : HR_OK;
 }
@@ -152,7 +152,7 @@ static hr_status backward_tile(const mlp_backward *b, int64_t first, int64_t row
     const hr_rows activated = mlp_tile_rows(call, saved->activated, at->inner, s->features, first);
     const hr_rows inner = mlp_tile_rows(call, NULL, at->inner, s->features, first);
     const hr_rows gate_up_grads = mlp_tile_rows(call, NULL, at->gate_up_grad, s->width, first);
-    MLP_RUN(evaluate_again(b, &normed, &gate_up, first, rows));
+    HR_RUN(evaluate_again(b, &normed, &gate_up, first, rows));
     const int is_activated_again = (b->wanted & HR_MLP_DOWN) && !saved->activated;
     if (through) {
         const hr_gemm_config config = mlp_gemm_config(&call->config);
@@ -160,29 +160,29 @@ static hr_status backward_tile(const mlp_backward *b, int64_t first, int64_t row
         const hr_rows up = mlp_columns_from(call, &gate_up, s->features);
         const hr_rows dup = mlp_columns_from(call, &gate_up_grads, s->features);
         const int gated = call->config.gated;
-        MLP_RUN(mlp_product(call, &inner, &dy, &call->params.down, NULL, rows, s->features,
-                            s->hidden, &config));
-        MLP_RUN(hr_glu_backward(&gate_up_grads, gated ? &dup : NULL,
-                                is_activated_again ? &inner : NULL, &inner, &gate_up,
-                                gated ? &up : NULL, rows, s->features, &glu, call->exec));
+        HR_RUN(mlp_product(call, &inner, &dy, &call->params.down, NULL, rows, s->features,
+                           s->hidden, &config));
+        HR_RUN(hr_glu_backward(&gate_up_grads, gated ? &dup : NULL,
+                               is_activated_again ? &inner : NULL, &inner, &gate_up,
+                               gated ? &up : NULL, rows, s->features, &glu, call->exec));
     } else if (is_activated_again) {
-        MLP_RUN(mlp_activate(call, &inner, &gate_up, rows));
+        HR_RUN(mlp_activate(call, &inner, &gate_up, rows));
     }
     const matrix_grad down = down_grad(b);
-    MLP_RUN(add_tile(call, &down, &dy, &activated, first, rows));
+    HR_RUN(add_tile(call, &down, &dy, &activated, first, rows));
     gate_up_part parts[2];
     const int count = through ? mlp_parts(call, &b->grads, parts) : 0;
     hr_gemm_config config = mlp_gemm_config(&call->config);
     for (int i = 0; i < count; i++) {
         const hr_rows grads = mlp_columns_from(call, &gate_up_grads, parts[i].first);
         const matrix_grad m = gate_up_grad(b, &parts[i]);
-        MLP_RUN(add_tile(call, &m, &grads, &normed, first, rows));
+        HR_RUN(add_tile(call, &m, &grads, &normed, first, rows));
         if (b->wanted & HR_MLP_X) {
             const hr_rows dx =
                 mlp_rows_from(call, &b->dx, first); /* of normed, until the norm ran */
             config.beta = i;
-            MLP_RUN(mlp_product(call, &dx, &grads, &parts[i].matrix, NULL, rows, s->hidden,
-                                parts[i].width, &config));
+            HR_RUN(mlp_product(call, &dx, &grads, &parts[i].matrix, NULL, rows, s->hidden,
+                               parts[i].width, &config));
         }
     }
     return HR_OK;
@@ -194,15 +194,15 @@ static hr_status backward(const mlp_backward *b)
     const mlp_sizes *const s = &call->sizes;
     for (int64_t i = 0; i < s->tiles; i++) {
         const int64_t first = i * s->tile, left = s->tokens - first;
-        MLP_RUN(backward_tile(b, first, left < s->tile ? left : s->tile));
+        HR_RUN(backward_tile(b, first, left < s->tile ? left : s->tile));
     }
     const matrix_grad down = down_grad(b);
-    MLP_RUN(store_sums(call, &down));
+    HR_RUN(store_sums(call, &down));
     gate_up_part parts[2];
     const int count = mlp_parts(call, &b->grads, parts);
     for (int i = 0; i < count; i++) {
         const matrix_grad m = gate_up_grad(b, &parts[i]);
-        MLP_RUN(store_sums(call, &m));
+        HR_RUN(store_sums(call, &m));
     }
     if (!(b->wanted & HR_MLP_X))
         return HR_OK;
@@ -254,7 +254,7 @@ hr_status hr_mlp_backward(const hr_rows *dx, const hr_mlp_params *grads, const h
                    "%s: saved->mean is NULL, wanted that of hr_mlp_forward with HR_NORM_LAYER",
                    function);
     }
-    MLP_RUN(
+    HR_RUN(
         mlp_backward_layout(&b.call.layout, &b.call.sizes, b.wanted, b.kept, &b.call.config, exec));
     HR_TRY(mlp_check_workspace(&b.call, workspace, workspace_bytes));
     return backward(&b);

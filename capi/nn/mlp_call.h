@@ -2,16 +2,8 @@
 #ifndef HR_MLP_CALL_H
 #define HR_MLP_CALL_H
 
+#include "capi/check/check.h"
 #include "capi/nn/mlp_plan.h"
-
-/* Returns the status of a call that the checks before it left nothing to refuse of; what is left is
- * a failure of the device. */
-#define MLP_RUN(call)                        \
-    do {                                     \
-        const hr_status run_status = (call); \
-        if (run_status != HR_OK)             \
-            return run_status;               \
-    } while (0)
 
 typedef struct mlp_call {
     const char *function;

@@ -38,6 +38,8 @@ hr_status mlp_check_config(const char *function, hr_mlp_config *own, const hr_ml
                "%s: config->eps is %g, wanted a finite binary32 of 0 or more", function, own->eps);
     HR_REQUIRE(isfinite((float)own->offset), "%s: config->offset is %g, wanted a finite binary32",
                function, own->offset);
+    HR_REQUIRE(own->reserved == 0, "%s: config->reserved is %" PRId32 ", wanted 0", function,
+               own->reserved);
     HR_REQUIRE(own->tile_tokens >= 0, "%s: config->tile_tokens is %" PRId64 ", wanted 0 or more",
                function, own->tile_tokens);
     return HR_OK;

@@ -70,8 +70,8 @@ hr_status mlp_gate_up(const mlp_call *call, const hr_rows *gate_up, const hr_row
     config.transpose_b = 1;
     for (int i = 0; i < count; i++) {
         const hr_rows to = mlp_columns_from(call, gate_up, parts[i].first);
-        MLP_RUN(mlp_product(call, &to, normed, &parts[i].matrix, parts[i].bias, rows,
-                            parts[i].width, call->sizes.hidden, &config));
+        HR_RUN(mlp_product(call, &to, normed, &parts[i].matrix, parts[i].bias, rows, parts[i].width,
+                           call->sizes.hidden, &config));
     }
     return HR_OK;
 }

@@ -96,6 +96,7 @@ hr_status hr_norm_workspace(size_t *bytes, int64_t rows, int64_t cols, const hr_
     static const char function[] = "hr_norm_workspace";
     hr_norm_config own = HR_NORM_CONFIG_INIT;
     HR_REQUIRE(bytes, "%s: bytes is NULL", function);
+    HR_TRY(hr_check_vector(function, "bytes", bytes, HR_F64));
     HR_TRY(hr_check_sizes(function, rows, cols));
     HR_TRY(check_config(function, &own, config));
     *bytes = workspace_bytes_of(rows, cols, own.kind);

@@ -103,6 +103,7 @@ static size_t workspace_bytes_of(const hr_adafactor_shape *shapes, int64_t count
 hr_status hr_adafactor_workspace(size_t *bytes, const hr_adafactor_shape *shapes, int64_t count)
 {
     HR_REQUIRE(bytes, "hr_adafactor_workspace: bytes is NULL");
+    HR_TRY(hr_check_scalar("hr_adafactor_workspace", "bytes", bytes, HR_F64));
     HR_REQUIRE(count >= 0, "hr_adafactor_workspace: count is %" PRId64 ", wanted 0 or more", count);
     HR_TRY(check_shapes("hr_adafactor_workspace", shapes, count));
     *bytes = workspace_bytes_of(shapes, count);

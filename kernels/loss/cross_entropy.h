@@ -135,7 +135,7 @@ HR_INLINE double ce_lse(float top, double sum)
 
 /* The loss of a row, but for its z-loss. `weighted`: the sum of weight * z; `weights`: of weights. */
 HR_INLINE double ce_loss(const hr_cross_entropy_config *config, double lse, double z, double weight,
-                        double weights, double weighted, int64_t classes)
+                         double weights, double weighted, int64_t classes)
 {
     const double smoothing = config->label_smoothing;
     double loss = (1.0 - smoothing) * weight * (lse - z);

@@ -1,4 +1,4 @@
-"""Passes the learning rate to the optimizer ops, and checks the arguments of their fakes.
+"""Passes the learning rate to the optimizer ops, and checks arguments of functions and of fakes.
 
 A fake refuses while an op is traced what the op would refuse when it runs.
 """
@@ -6,7 +6,7 @@ A fake refuses while an op is traced what the op would refuse when it runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 from .registration import require
 
 __all__ = [
+    "check_count",
+    "check_flags",
     "check_list",
     "check_number",
     "check_pair",
@@ -30,6 +32,21 @@ def check_number(name: str, value: Any, wanted: str = "a number") -> None:
     """Refuses an option of an optimizer that is not a number, before it is compared with one."""
     if not isinstance(value, Real):
         raise TypeError(f"{name} must be {wanted}, got {value!r}")
+
+
+def check_flags(**flags: Any) -> None:
+    """Refuses options that are neither True nor False, which would be taken for one of them."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}, wanted True or False")
+
+
+def check_count(name: str, value: Any, least: int | None = None) -> None:
+    """Refuses an option that is not an integer, of ``least`` or more if that is given."""
+    if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
+        raise TypeError(f"{name} is {value!r}, wanted an integer")
+    if least is not None and value < least:
+        raise ValueError(f"{name} is {value}, wanted {least} or more")
 
 
 def check_pair(name: str, value: Any) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "differentiable",
     "no_second_derivative",
     "refuse_derivative",
+    "register_fake",
     "require",
 ]
 
@@ -35,6 +36,40 @@ def require(condition: bool, message: str) -> None:
     """Raises in a fake, while an op is traced, the error that the op would raise when it runs."""
     if not condition:
         raise RuntimeError(message)
+
+
+def register_fake(name: str, fake: Callable[..., Any]) -> None:
+    """Gives ``headroom::name`` its fake, which refuses tensors on several devices, as the op does.
+
+    A tensor on "meta" would else let the fake run on real ones, and return memory that nobody
+    wrote.
+    """
+    names = [a.name for a in getattr(torch.ops.headroom, name).default._schema.arguments]
+
+    def on_one_device(*args: Any, **options: Any) -> Any:
+        given = {key: x for key, x in zip(names, args) if isinstance(x, Tensor)}
+        first = next(iter(given), "")
+        for key, tensor in given.items():
+            device = given[first].device
+            require(
+                tensor.device == device,
+                f"{key} is on {tensor.device}, but {first} is on {device}",
+            )
+        return fake(*args, **options)
+
+    torch.library.register_fake(f"headroom::{name}", on_one_device)
+
+
+def _check_required(required: list[tuple[int, str]], args: tuple) -> None:
+    """Raises where an argument that must be a tensor is None, which the dispatcher lets pass."""
+    for k, name in required:
+        if k < len(args) and args[k] is None:
+            raise TypeError(f"{name} is None, wanted a tensor")
+
+
+def _required_tensors(op: Any) -> list[tuple[int, str]]:
+    arguments = enumerate(op._schema.arguments)
+    return [(k, a.name) for k, a in arguments if str(a.type) == "Tensor" and not a.kwarg_only]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -54,9 +89,11 @@ def complete(name: str, spared: Callable[[dict[str, Any]], set[str]] = lambda gi
     op = getattr(torch.ops.headroom, name).default
     arguments = op._schema.arguments
     positional = [argument.name for argument in arguments if not argument.kwarg_only]
+    required = _required_tensors(op)
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
     def before(keyset: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+        _check_required(required, args)
         given = dict(zip(positional, args)) | options
         if torch.is_grad_enabled() and any(
             tensor.requires_grad for value in given.values() for tensor in _tensors(value)
@@ -100,6 +137,7 @@ def _autograd_kernel(
     """
     op = getattr(torch.ops.headroom, name).default
     positional = [argument for argument in op._schema.arguments if not argument.kwarg_only]
+    required = _required_tensors(op)
     by_name = {a.name: a.default_value for a in op._schema.arguments if a.kwarg_only}
 
     def run(keyset: torch._C.DispatchKeySet, args: tuple, options: dict[str, Any]) -> Any:
@@ -130,6 +168,7 @@ def _autograd_kernel(
     function._backward_cls.__name__ = f"headroom::{name}_backward"  # what a profile shows
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+        _check_required(required, args)
         if forward_ad._current_level >= 0 and any(map(_is_dual, _tensors([*args]))):
             raise NotImplementedError(
                 f"headroom::{name} has no forward-mode derivative; use torch.func.vjp or .grad, "
@@ -176,7 +215,7 @@ def differentiable(
             :class:`torch.utils.flop_counter.FlopCounterMode`. None for ops that multiply no
             matrices.
     """
-    torch.library.register_fake(f"headroom::{name}", fake)
+    register_fake(name, fake)
     kernel = _autograd_kernel(name, setup_context, backward)
     _library.impl(name, kernel, "Autograd", with_keyset=True)
     if flops is not None:

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from .registration import FLOATS, require
 
-__all__ = ["autocast", "autocast_dtype", "cast", "check_rows", "promoted"]
+__all__ = [
+    "autocast",
+    "autocast_dtype",
+    "cast",
+    "check_rows",
+    "check_tensors",
+    "constant_factors",
+    "promoted",
+]
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -41,18 +49,43 @@ def promoted(x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return x.to(dtype), other.to(dtype)
 
 
+def check_tensors(**tensors: Any) -> None:
+    """Raises where an argument that must be a tensor is something else."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            got = "None" if tensor is None else f"a {type(tensor).__name__}"
+            raise TypeError(f"{name} is {got}, wanted a tensor")
+
+
+def constant_factors(factors: Tensor | None, name: str) -> Tensor | None:
+    """Returns an argument that gets no gradient, in float32.
+
+    Raises:
+        RuntimeError: it requires grad, or is complex.
+    """
+    if factors is None:
+        return None
+    check_tensors(**{name: factors})
+    if factors.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{name} requires grad, but gets no gradient; detach it")
+    if factors.is_complex():
+        raise RuntimeError(f"{name} has dtype {factors.dtype}, wanted real numbers")
+    return factors.float()
+
+
 def check_rows(
     x: Tensor,
     like_x: dict[str, Tensor | None],
     vectors: dict[str, Tensor | None],
     x_name: str = "x",
 ) -> None:
-    """Raises, while an op on rows is traced, what the op would raise when it runs.
+    """Raises, while an op on rows is traced, what the op would raise when it runs; devices are
+    compared by :func:`register_fake`.
 
     Args:
         x: ``[..., cols]``, of a dtype that kernels take.
-        like_x: tensors of the shape, dtype and device of ``x``, by the names of their arguments.
-        vectors: tensors ``[cols]`` on its device, all of one dtype.
+        like_x: tensors of the shape and dtype of ``x``, by the names of their arguments.
+        vectors: tensors ``[cols]``, all of one dtype.
         x_name: what the op calls ``x``.
     """
     require(x.dim() > 0, f"{x_name} has no dimensions, wanted [..., cols]")
@@ -62,17 +95,10 @@ def check_rows(
             continue
         require(tensor.shape == x.shape, f"{name} has another shape than {x_name}")
         require(
-            tensor.device == x.device,
-            f"{name} is on {tensor.device}, but {x_name} is on {x.device}",
-        )
-        require(
             tensor.dtype == x.dtype, f"{name} has dtype {tensor.dtype}, but {x_name} has {x.dtype}"
         )
     given = {name: tensor for name, tensor in vectors.items() if tensor is not None}
     for name, tensor in given.items():
-        require(
-            tensor.shape == x.shape[-1:] and tensor.device == x.device,
-            f"{name} must be a tensor [{x.shape[-1]}] on {x.device}",
-        )
+        require(tensor.shape == x.shape[-1:], f"{name} must be a tensor [{x.shape[-1]}]")
         require(tensor.dtype in FLOATS, f"{name} has dtype {tensor.dtype}, wanted one of {FLOATS}")
     require(len({t.dtype for t in given.values()}) <= 1, "bias has another dtype than weight")

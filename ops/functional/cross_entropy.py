@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.registration import FLOATS, complete, differentiable, refuse_derivative, require
+from .._core.checks import check_flags
+from .._core.registration import (
+    FLOATS,
+    complete,
+    differentiable,
+    refuse_derivative,
+    register_fake,
+    require,
+)
+from .._core.rows import check_tensors, constant_factors
 from .over_logits import check_float32, logits_gradient, refuse_leaf
 
 __all__ = ["cross_entropy"]
@@ -58,8 +67,8 @@ def cross_entropy(
             rows that are ignored.
         return_argmax: also returns the first class with the largest logit of each row, int64; -1
             for rows that are ignored.
-        empty: the mean if the weights of the rows that count add up to 0, as they do if there are no
-            such rows: "nan", as in torch, or "zero". Gradients of it are zero.
+        empty: the mean if the weights of the rows that count add up to 0, as they do if no row
+            counts: "nan", as in torch, or "zero". Gradients of it are zero.
 
     Returns:
         The loss, float32, or a tuple of it and what else was asked for, in the order of the
@@ -73,6 +82,10 @@ def cross_entropy(
 
     The formula and its sources are documented at ``hr_cross_entropy_forward`` in ``headroom.h``.
     """
+    check_tensors(logits=logits, target=target)
+    check_flags(
+        inplace_backward=inplace_backward, return_lse=return_lse, return_argmax=return_argmax
+    )
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}, wanted one of {', '.join(REDUCTIONS)}")
     if empty not in ("nan", "zero"):
@@ -84,10 +97,7 @@ def cross_entropy(
         )
     if inplace_backward:
         refuse_leaf(logits, "logits")
-    if weight is not None:
-        if weight.requires_grad:
-            raise RuntimeError("weight requires grad, but gets no gradient; detach it")
-        weight = weight.float()
+    weight = constant_factors(weight, "weight")
     how = MEAN_OR_ZERO if reduction == "mean" and empty == "zero" else REDUCTIONS[reduction]
     loss, lse, _, argmax, _ = torch.ops.headroom.cross_entropy(
         logits,
@@ -121,13 +131,10 @@ def _check(logits: Tensor, target: Tensor, weight: Tensor | None) -> None:
         "target must have the shape of logits without the last dimension, which is that of the "
         "classes; move it there with logits.movedim(1, -1)",
     )
-    require(target.device == logits.device, f"target is on {target.device}, not with logits")
     if weight is not None:
         require(
-            weight.numel() == logits.shape[-1]
-            and weight.dtype == torch.float32
-            and weight.device == logits.device,
-            f"weight must be a float32 tensor of {logits.shape[-1]} elements on {logits.device}",
+            weight.numel() == logits.shape[-1] and weight.dtype == torch.float32,
+            f"weight must be a float32 tensor of {logits.shape[-1]} elements",
         )
 
 
@@ -151,7 +158,7 @@ def _fake_cross_entropy(
 
 def _check_backward(dloss, logits, target, weight, lse, lse_low, factors, *_) -> None:
     _check(logits, target, weight)
-    check_float32(logits.device, dloss=dloss, lse=lse, lse_low=lse_low, factors=factors)
+    check_float32(dloss=dloss, lse=lse, lse_low=lse_low, factors=factors)
 
 
 def _fake_backward(*arguments):
@@ -160,7 +167,6 @@ def _fake_backward(*arguments):
     return logits.new_empty(logits.shape)
 
 
-@torch.library.register_fake("headroom::cross_entropy_backward_")
 def _fake_backward_in_place(*arguments):
     _check_backward(*arguments)
 
@@ -187,4 +193,5 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple:
 
 differentiable("cross_entropy", fake=_fake_cross_entropy, setup_context=_setup, backward=_backward)
 refuse_derivative("cross_entropy_backward", fake=_fake_backward)
+register_fake("cross_entropy_backward_", _fake_backward_in_place)
 complete("cross_entropy_backward_")

@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.registration import FLOATS, complete, differentiable, refuse_derivative, require
+from .._core.checks import check_flags
+from .._core.registration import (
+    FLOATS,
+    complete,
+    differentiable,
+    refuse_derivative,
+    register_fake,
+    require,
+)
+from .._core.rows import check_tensors
 from .over_logits import check_float32, logits_gradient, refuse_leaf
 
 __all__ = ["beta_of", "divergence", "ignored_rows", "reduced"]
@@ -74,6 +83,8 @@ def divergence(
 
     The formula and its sources are documented at ``hr_divergence_forward`` in ``headroom.h``.
     """
+    check_tensors(student=student, teacher=teacher)
+    check_flags(inplace_backward=inplace_backward)
     beta = beta_of(divergence, beta)
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}, wanted one of {', '.join(REDUCTIONS)}")
@@ -130,7 +141,7 @@ def ignored_rows(
         return ~mask
     if given.is_floating_point() or given.dtype == torch.bool:
         raise RuntimeError(f"target has dtype {given.dtype}, wanted integers; give masks as mask=")
-    if not isinstance(ignore_index, int):
+    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
         raise TypeError(f"ignore_index is {ignore_index!r}, wanted an integer; use mask= instead")
     return given == ignore_index
 
@@ -164,17 +175,10 @@ def _check(student: Tensor, teacher: Tensor, ignored: Tensor | None) -> None:
         teacher.dtype == student.dtype,
         f"teacher has dtype {teacher.dtype}, but student has {student.dtype}",
     )
-    require(
-        teacher.device == student.device,
-        f"teacher is on {teacher.device}, but student is on {student.device}",
-    )
     if ignored is not None:
         require(
-            ignored.dtype == torch.bool
-            and ignored.shape == student.shape[:-1]
-            and ignored.device == student.device,
-            "ignored must be a bool tensor of the shape of student without the last dimension on "
-            f"{student.device}",
+            ignored.dtype == torch.bool and ignored.shape == student.shape[:-1],
+            "ignored must be a bool tensor of the shape of student without the last dimension",
         )
 
 
@@ -188,7 +192,7 @@ def _fake_divergence(student, teacher, ignored, beta, temperature, in_place):
 
 def _check_backward(dloss, student, teacher, ignored, statistics) -> None:
     _check(student, teacher, ignored)
-    check_float32(student.device, dloss=dloss, statistics=statistics)
+    check_float32(dloss=dloss, statistics=statistics)
 
 
 def _fake_backward(dloss, student, teacher, ignored, statistics, beta, temperature):
@@ -196,13 +200,9 @@ def _fake_backward(dloss, student, teacher, ignored, statistics, beta, temperatu
     return student.new_empty(student.shape)
 
 
-@torch.library.register_fake("headroom::divergence_backward_")
 def _fake_backward_in_place(dloss, student, teacher, ignored, statistics, beta, temperature, grad):
     _check_backward(dloss, student, teacher, ignored, statistics)
-    require(
-        grad.shape == student.shape and grad.device == student.device,
-        "grad must have the shape and device of student",
-    )
+    require(grad.shape == student.shape, "grad must have the shape of student")
 
 
 # ---- Gradients -------------------------------------------------------------------------------
@@ -223,4 +223,5 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple:
 
 differentiable("divergence", fake=_fake_divergence, setup_context=_setup, backward=_backward)
 refuse_derivative("divergence_backward", fake=_fake_backward)
+register_fake("divergence_backward_", _fake_backward_in_place)
 complete("divergence_backward_")

@@ -23,9 +23,11 @@ def pitch_of(classes: int) -> int:
 
 
 def gain_of(dtype: torch.dtype, temperature: float) -> float:
-    """Returns what the gradient of a sum is multiplied by while it is computed: in float16 most of a
-    row's gradient, at most 1 / temperature over the classes, would else round to 0, and the loss
-    scale comes too late."""
+    """Returns what the gradient of a sum is multiplied by while it is computed.
+
+    In float16 most of a row's gradient, whose elements are at most about 1 / temperature, would
+    else round to 0, and the loss scale comes too late.
+    """
     return 1024.0 * temperature if dtype == torch.float16 else 1.0
 
 
@@ -107,7 +109,8 @@ def over_chunks(
     find: Callable[[Tensor], Tensor] = counting_rows,
 ) -> tuple[Tensor, Gradients]:
     """Returns the divergence of each token, and gradients: of the sum times :func:`gain_of`, or of
-    the tokens times ``dloss``. A chunk has at most ``chunk_rows`` tokens, and each as many, as far as that goes.
+    the tokens times ``dloss``. A chunk has at most ``chunk_rows`` tokens, and each as many, as far
+    as that goes.
 
     ``find`` is given ``ignored`` on the CPU, where tokens that do not count are left out: on CUDA,
     one would have to wait for their number.

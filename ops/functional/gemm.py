@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.registration import FLOATS, complete, differentiable, require
-from .._core.rows import autocast, autocast_dtype, cast
+from .._core.checks import check_flags
+from .._core.registration import FLOATS, complete, differentiable, register_fake, require
+from .._core.rows import autocast, autocast_dtype, cast, check_tensors
 
 __all__ = ["gemm", "gemm_into"]
 
@@ -51,6 +52,8 @@ def gemm(
     On CUDA it follows ``torch.backends.cuda.matmul`` and ``torch.use_deterministic_algorithms``.
     The formula is documented at ``hr_gemm`` in ``headroom.h``.
     """
+    check_tensors(a=a, b=b)
+    check_flags(transpose_a=transpose_a, transpose_b=transpose_b)
     device = a.device.type
     if autocast_dtype(device) is not None:
         a, b = autocast(a, b)
@@ -116,7 +119,6 @@ def _fake(a, b, c, bias, transpose_a, transpose_b, alpha, beta, float32_out, pre
         require(x.dim() in (2, 3), f"{name} has {x.dim()} dimensions, wanted 2 or 3")
     require(a.dtype in FLOATS, f"a has dtype {a.dtype}, wanted one of {FLOATS}")
     require(a.dtype == b.dtype, f"b has dtype {b.dtype}, but a has {a.dtype}")
-    require(a.device == b.device, f"b is on {b.device}, but a is on {a.device}")
     batch, m, k = _sizes(a.shape, transpose_a)
     other_batch, other_k, n = _sizes(b.shape, transpose_b)
     require(
@@ -126,27 +128,22 @@ def _fake(a, b, c, bias, transpose_a, transpose_b, alpha, beta, float32_out, pre
     out = a.new_empty((*batch, m, n), dtype=torch.float32 if float32_out else a.dtype)
     if c is not None:
         require(
-            c.shape == out.shape and c.dtype == out.dtype and c.device == out.device,
+            c.shape == out.shape and c.dtype == out.dtype,
             "c must have the sizes, dtype and device of the result",
         )
     if bias is not None:
         require(
-            bias.dim() == 1
-            and bias.shape[0] == n
-            and bias.dtype == out.dtype
-            and bias.device == out.device,
+            bias.dim() == 1 and bias.shape[0] == n and bias.dtype == out.dtype,
             f"bias must be a tensor [{n}] with the dtype and device of the result",
         )
     return out
 
 
-@torch.library.register_fake("headroom::gemm_")
 def _fake_into(c, a, b, bias, transpose_a, transpose_b, alpha, beta, precision):
     options = transpose_a, transpose_b, alpha, beta, c.dtype == torch.float32, precision
     out = _fake(a, b, None, bias, *options)
     require(c.shape == out.shape and c.dim() == 2, f"c is {[*c.shape]}, wanted {[*out.shape]}")
     require(c.dtype == out.dtype, f"c has dtype {c.dtype}, wanted float32 or that of a")
-    require(c.device == a.device, f"c is on {c.device}, but a is on {a.device}")
 
 
 def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -193,4 +190,5 @@ def _flops(a_shape, b_shape, c_shape, bias_shape, transpose_a, transpose_b, *_, 
 
 
 differentiable("gemm", fake=_fake, setup_context=_setup, backward=_backward, flops=_flops)
+register_fake("gemm_", _fake_into)
 complete("gemm_")

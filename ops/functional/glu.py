@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.checks import check_flags
 from .._core.registration import differentiable, refuse_derivative, require
-from .._core.rows import check_rows, promoted
+from .._core.rows import check_rows, check_tensors, promoted
 
 __all__ = ["glu"]
 
@@ -40,6 +41,8 @@ def glu(
 
     The formula and its source are documented at ``hr_glu_forward`` in ``headroom.h``.
     """
+    check_tensors(gate=gate)
+    check_flags(packed=packed)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, wanted one of {', '.join(ACTIVATIONS)}")
     if packed and up is not None:

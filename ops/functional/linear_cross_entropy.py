@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .._core.registration import FLOATS, complete, differentiable, refuse_derivative, require
+from .._core.registration import (
+    FLOATS,
+    complete,
+    differentiable,
+    refuse_derivative,
+    register_fake,
+    require,
+)
 from .gemm import matmul_precision
 from .kept_gradients import multiplied, origins_of, without_derivative
 
@@ -161,14 +168,6 @@ def _check(hidden, weight, bias, target, class_weight, token_weight, all_classes
                 tensor.dtype == hidden.dtype,
                 f"{name} has dtype {tensor.dtype}, but hidden has {hidden.dtype}",
             )
-    others = {"weight": weight, "bias": bias, "target": target}
-    others |= {"class_weight": class_weight, "token_weight": token_weight}
-    for name, tensor in others.items():
-        if tensor is not None:
-            require(
-                tensor.device == hidden.device,
-                f"{name} is on {tensor.device}, but hidden is on {hidden.device}",
-            )
     if bias is not None:
         require(tuple(bias.shape) == (classes,), f"bias must be a tensor [{classes}]")
     require(
@@ -185,7 +184,7 @@ def _check(hidden, weight, bias, target, class_weight, token_weight, all_classes
         if tensor is not None:
             require(
                 tensor.dtype == torch.float32 and tensor.numel() == size,
-                f"{name} must be a float32 tensor of {size} elements on {hidden.device}",
+                f"{name} must be a float32 tensor of {size} elements",
             )
 
 
@@ -232,10 +231,7 @@ def _check_backward(*arguments) -> None:
     given = {"dloss": dloss, **dict(zip(("factors", "lse", "lse_low"), arguments[7:10]))}
     for name, tensor in given.items():
         if tensor is not None:
-            require(
-                tensor.dtype == torch.float32 and tensor.device == hidden.device,
-                f"{name} must be a float32 tensor on {hidden.device}",
-            )
+            require(tensor.dtype == torch.float32, f"{name} must be a float32 tensor")
     all_classes, flags = arguments[-3:-1]
     _check(hidden, weight, bias, target, class_weight, token_weight, all_classes, flags)
 
@@ -245,14 +241,8 @@ def _fake_backward(*arguments):
     return _grads(*arguments[1:3], arguments[-1])
 
 
-@torch.library.register_fake("headroom::linear_cross_entropy_backward_")
 def _fake_backward_in_place(*arguments):
     _check_backward(*arguments)
-    for grad in arguments[10:12]:
-        require(
-            grad is None or grad.device == arguments[1].device,
-            "weight_grad and bias_grad must be with hidden",
-        )
     return _grads(*arguments[1:3], HIDDEN if arguments[-1] else 0)[0]
 
 
@@ -329,4 +319,5 @@ differentiable(
     "linear_cross_entropy", fake=_fake, setup_context=_setup, backward=_backward, flops=_flops
 )
 refuse_derivative("linear_cross_entropy_backward", fake=_fake_backward, flops=_backward_flops)
+register_fake("linear_cross_entropy_backward_", _fake_backward_in_place)
 complete("linear_cross_entropy_backward_")

@@ -27,9 +27,9 @@ HEADS = (
 OPTIONS = "float beta, float temperature"
 WANTS = "int chunk_rows, bool want_hidden, bool want_weight, bool want_bias"
 _library = torch.library.Library("headroom", "FRAGMENT")
-# Gradients are of the sum times a gain, in float32 for float16, and those that are not wanted have no
-# elements, because a schema has no optional results. `count` is what divides them: the gain, times
-# what a mean divides the sum by.
+# Gradients are of the sum times a gain, in float32 for float16, and those that are not wanted have
+# no elements, because a schema has no optional results. `count` is what divides them: the gain,
+# times what a mean divides the sum by.
 _library.define(
     f"linear_divergence({HEADS}, {OPTIONS}, int reduction, {WANTS}) -> "
     "(Tensor loss, Tensor count, Tensor hidden, Tensor weight, Tensor bias)"

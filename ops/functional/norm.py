@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._core.registration import differentiable, refuse_derivative
-from .._core.rows import check_rows, promoted
+from .._core.rows import check_rows, check_tensors, promoted
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -50,6 +50,7 @@ def rms_norm(
 
     The formula and its source are documented at ``hr_norm_forward`` in ``headroom.h``.
     """
+    check_tensors(x=x)
     if casting not in CASTINGS:
         raise ValueError(f"casting is {casting!r}, wanted one of {', '.join(CASTINGS)}")
     if residual is not None:
@@ -86,6 +87,7 @@ def layer_norm(
 
     The formula and its source are documented at ``hr_norm_forward`` in ``headroom.h``.
     """
+    check_tensors(x=x)
     if residual is not None:
         x, residual = promoted(x, residual)
     y, total, _, _ = torch.ops.headroom.layer_norm(x, weight, bias, residual, eps)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.checks import check_count, check_flags
 from .._core.registration import FLOATS, differentiable, require
-from .._core.rows import promoted
+from .._core.rows import check_tensors, promoted
 
 __all__ = ["rope", "rope_tables"]
 
@@ -58,6 +59,9 @@ def rope(
 
     The formula and its source are documented at ``hr_rope`` in ``headroom.h``.
     """
+    check_tensors(q=q, cos=cos, sin=sin)
+    check_flags(interleaved=interleaved, token_major=token_major)
+    check_count("offset", offset)
     if rotary_dim is None:
         columns = cos.shape[-1] if cos.dim() > 0 else 0
         per_position = cos.dim() == 2 and 2 * columns <= q.shape[-1]
@@ -95,10 +99,6 @@ def _check(q, k, cos, sin, position_ids, offset, rotary_dim, token_major) -> Non
             f"k has shape {list(k.shape)}, which differs from that of q, {list(q.shape)}, in more "
             "than the heads",
         )
-    given = {"k": k, "cos": cos, "sin": sin, "position_ids": position_ids}
-    for name, x in given.items():
-        if x is not None:
-            require(x.device == q.device, f"{name} is on {x.device}, but q is on {q.device}")
     require(cos.dtype in FLOATS, f"cos has dtype {cos.dtype}, wanted one of {FLOATS}")
     require(
         sin.shape == cos.shape and sin.dtype == cos.dtype,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._core.rows import autocast
+from .._core.rows import autocast, check_tensors
 from .._core.sizes import format_bytes, parse_bytes
 from ..functional.divergence import REDUCTIONS, beta_of, ignored_rows
 from ..functional.divergence_chunks import pitch_of
@@ -75,6 +75,12 @@ def linear_distillation_loss(
     for the device, and the work can be captured in a CUDA graph. Weights and biases that are
     DTensors, as FSDP2 makes them, are gathered: see :mod:`headroom.loss.gathered`.
     """
+    check_tensors(
+        student_hidden=student_hidden,
+        student_weight=student_weight,
+        teacher_hidden=teacher_hidden,
+        teacher_weight=teacher_weight,
+    )
     beta = beta_of(divergence, beta)
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}, wanted one of {', '.join(REDUCTIONS)}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from .._core.rows import constant_factors
 from .._core.surroundings import is_plain
 
-__all__ = ["constant_factors", "token_factors", "whole_layer"]
+__all__ = ["token_factors", "whole_layer"]
 
 
 def whole_layer(
@@ -21,19 +21,6 @@ def whole_layer(
 
     whole_bias = None if bias is None else gathered(bias, hidden.dtype)
     return hidden, gathered(weight, hidden.dtype), whole_bias
-
-
-def constant_factors(factors: Tensor | None, name: str) -> Tensor | None:
-    """Returns an argument that gets no gradient, in float32.
-
-    Raises:
-        RuntimeError: it requires grad.
-    """
-    if factors is None:
-        return None
-    if factors.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(f"{name} requires grad, but gets no gradient; detach it")
-    return factors.float()
 
 
 def token_factors(factors: Tensor | None, target: Tensor) -> Tensor | None:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.rows import autocast
+from .._core.checks import check_count, check_flags
+from .._core.rows import autocast, check_tensors, constant_factors
 from .._core.sizes import parse_bytes
 from ..functional import linear_cross_entropy as ops
-from .inputs import constant_factors, token_factors, whole_layer
+from .inputs import token_factors, whole_layer
 
 __all__ = ["linear_cross_entropy"]
 
@@ -84,8 +85,8 @@ def linear_cross_entropy(
         shift: the row at place t of a sequence (the dimension before the features) takes the
             target, and its weight, at place t + 1, and the last row counts for nothing; no copy is
             made.
-        empty: the mean if the weights of the rows that count add up to 0, as they do if there are no
-            such rows: "zero", or "nan", as in torch. Gradients of it are zero; a ``z_loss`` is
+        empty: the mean if the weights of the rows that count add up to 0, as they do if no row
+            counts: "zero", or "nan", as in torch. Gradients of it are zero; a ``z_loss`` is
             divided by ``token_weight`` alone.
         mode: "tokens" computes all classes for a chunk of rows; "vocabulary" all rows for a tile of
             classes, which computes the logits once more but adds up no gradient of ``weight``;
@@ -119,7 +120,16 @@ def linear_cross_entropy(
 
     The formula and its sources are documented at ``hr_linear_cross_entropy`` in ``headroom.h``.
     """
+    check_tensors(hidden=hidden, weight=weight, target=target)
     _check_names(reduction, denominator, empty, mode, stats)
+    check_flags(
+        shift=shift,
+        accumulate_into_grad=accumulate_into_grad,
+        round_each_chunk=round_each_chunk,
+        check_target=check_target,
+    )
+    if max_counted is not None:
+        check_count("max_counted", max_counted, 0)
     hidden, weight, bias = autocast(*whole_layer(hidden, weight, bias))
     options = ops.Options(
         ignore_index=ignore_index,
@@ -128,7 +138,7 @@ def linear_cross_entropy(
         z_loss=z_loss,
         logit_scale=logit_scale,
         mode=ops.MODES[mode],
-        workspace=0 if workspace is None else parse_bytes(workspace, "workspace"),
+        workspace=_workspace(workspace),
         most_counted=-1 if max_counted is None else max_counted,
         round_each_chunk=round_each_chunk,
         shift=shift,
@@ -159,6 +169,15 @@ def linear_cross_entropy(
         return found[0]
     of_rows = dict(zip(ops.RESULTS, found[3:]))
     return found[0], {n: _stat(n, of_rows[_OF_ROWS[n]], target, options) for n in stats}
+
+
+def _workspace(workspace: int | str | None) -> int:
+    if workspace is None:
+        return 0
+    size = parse_bytes(workspace, "workspace")
+    if size < 1:
+        raise ValueError(f"workspace is {workspace!r}, wanted 1 byte or more, or None")
+    return size
 
 
 def _check_names(reduction: str, denominator: Any, empty: str, mode: str, stats: Any) -> None:
@@ -226,6 +245,13 @@ class _IntoGrad(torch.autograd.Function):
                 raise ValueError(
                     f"{name} is not a leaf, so its .grad is not what accumulate_into_grad could "
                     "add to; under autocast, keep the weights in 16 bits"
+                )
+            grad = None if leaf is None or not leaf.requires_grad else leaf.grad
+            if grad is not None and (not grad.is_contiguous() or grad.dtype != leaf.dtype):
+                raise ValueError(
+                    f"{name}.grad is a {grad.dtype} tensor with strides {grad.stride()}, wanted a "
+                    f"contiguous one in {leaf.dtype} for accumulate_into_grad; set it to None, or "
+                    f"to {name}.grad.contiguous()"
                 )
             if leaf is not None and leaf.dtype == torch.float16:
                 raise ValueError("accumulate_into_grad needs float32 or bfloat16 weights")

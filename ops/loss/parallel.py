@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from .._core.dtensor import first_row
-from .._core.rows import autocast
+from .._core.rows import autocast, check_tensors, constant_factors
 from ..functional.cross_entropy import REDUCTIONS
 from ..functional.linear_cross_entropy import Options, call, gradients
-from .inputs import constant_factors, token_factors
+from .inputs import token_factors
 
 __all__ = ["parallel_linear_cross_entropy"]
 
@@ -93,6 +93,7 @@ def parallel_linear_cross_entropy(
         raise ValueError(
             "denominator is given, but reduction is 'none'; divide the losses yourself"
         )
+    check_tensors(hidden=hidden, weight=weight, target=target)
     class_weight = constant_factors(class_weight, "class_weight")
     token_weight = token_factors(token_weight, target)
     if isinstance(weight, DTensor):
@@ -187,7 +188,8 @@ class _Parallel(torch.autograd.Function):
         share = numbers.label_smoothing
         own, total = counts.double(), float(numbers.all_classes)
         if class_weight is not None:
-            own = torch.where(counts, class_weight.double()[torch.where(counts, target, 0).long()], 0)
+            of_target = class_weight.double()[torch.where(counts, target, 0).long()]
+            own = torch.where(counts, of_target, 0)
             total = class_weight.double().sum()
         row = (1 - share) * own * (lse - target_logit)
         row += share / numbers.all_classes * (total * lse - weighted) * counts

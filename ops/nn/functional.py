@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._core.rows import autocast
+from .._core.checks import check_flags
+from .._core.rows import autocast, check_tensors
 from ..functional.gemm import matmul_precision
 from ..functional.mlp import ACTIVATIONS, NORMS, SAVES, wanted_gradients
 from ..functional.norm import CASTINGS
@@ -78,6 +79,8 @@ def mlp_block(
 
     The formula and the kinds of memory are documented at ``hr_mlp_forward`` in ``headroom.h``.
     """
+    check_tensors(x=x, gate_up_weight=gate_up_weight, down_weight=down_weight)
+    check_flags(residual=residual)
     if casting is None:
         casting = "llama" if norm == "rms" else "once"
     matrices = gate_up_weight, up_weight, down_weight, gate_up_bias, up_bias, down_bias

@@ -97,6 +97,8 @@ TEST(UnscaleNormWorkspaceBadInputs, AreRefused)
     size_t bytes = 77;
     EXPECT_EQ(hr_unscale_norm_workspace(nullptr, &lists[0]), HR_INVALID_ARGUMENT);
     EXPECT_TRUE(matches(hr_last_error(), "bytes is NULL"));
+    EXPECT_EQ(hr_unscale_norm_workspace(moved(&bytes, 4), &lists[0]), HR_INVALID_ARGUMENT);
+    EXPECT_TRUE(matches(hr_last_error(), "bytes is at"));
     EXPECT_EQ(hr_unscale_norm_workspace(&bytes, nullptr), HR_INVALID_ARGUMENT);
     EXPECT_TRUE(matches(hr_last_error(), "grads is NULL"));
     for (int i = 1; i < 5; i++) {

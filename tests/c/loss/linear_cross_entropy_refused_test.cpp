@@ -221,6 +221,8 @@ TEST(LinearCrossEntropyQuery, BadInputsAreRefused)
     };
     EXPECT_EQ(query(nullptr, 3, 0, &config, &exec), HR_INVALID_ARGUMENT);
     EXPECT_TRUE(matches(hr_last_error(), "needs is NULL"));
+    EXPECT_EQ(query(moved(&needs, 4), 3, 0, &config, &exec), HR_INVALID_ARGUMENT);
+    EXPECT_TRUE(matches(hr_last_error(), "needs is at"));
     EXPECT_EQ(query(&needs, -1, 0, &config, &exec), HR_INVALID_ARGUMENT);
     EXPECT_EQ(query(&needs, 3, 8, &config, &exec), HR_INVALID_ARGUMENT);
     EXPECT_TRUE(matches(hr_last_error(), "wanted is 8, wanted at most 7"));

@@ -115,6 +115,7 @@ TEST_P(GemmRefused, BadInputsOfTheWorkspace)
     newer.size += 4;
     size_t bytes = 77;
     EXPECT_EQ(hr_gemm_workspace(nullptr, 1, 1, 1, &config, &exec), HR_INVALID_ARGUMENT);
+    EXPECT_EQ(hr_gemm_workspace(moved(&bytes, 4), 1, 1, 1, &config, &exec), HR_INVALID_ARGUMENT);
     EXPECT_EQ(hr_gemm_workspace(&bytes, -1, 1, 1, &config, &exec), HR_INVALID_ARGUMENT);
     EXPECT_EQ(hr_gemm_workspace(&bytes, 1, 1, 1, nullptr, &exec), HR_INVALID_ARGUMENT);
     EXPECT_EQ(hr_gemm_workspace(&bytes, 1, 1, 1, &newer, &exec), HR_INVALID_ARGUMENT);

@@ -41,6 +41,7 @@ template <class Run> BadInputs<Run> bad_inputs()
         {"config->deterministic is 2", [](Run &r) { r.config.deterministic = 2; }},
         {"eps is -1", [](Run &r) { r.config.eps = -1; }},
         {"offset is inf", [](Run &r) { r.config.offset = INFINITY; }},
+        {"config->reserved is 1, wanted 0", [](Run &r) { r.config.reserved = 1; }},
         {"tile_tokens is -1", [](Run &r) { r.config.tile_tokens = -1; }},
         {"x->stride is 5, wanted cols \\(6\\)", [](Run &r) { r.x_rows.stride = 5; }},
         {"params is NULL", [](Run &r) { r.params_argument = nullptr; }},
@@ -159,6 +160,8 @@ TEST(MlpQuery, BadInputs)
         EXPECT_EQ(std::memcmp(&needs, &before, sizeof needs), 0);
     };
     refused("needs is NULL", nullptr, 4, 0, 1, &config, &exec);
+    refused("needs is at .*, which is not a multiple of 8 bytes", moved(&needs, 1), 4, 0, 1,
+            &config, &exec);
     refused("tokens is -1", &needs, -1, 0, 1, &config, &exec);
     refused("config is NULL", &needs, 4, 0, 1, nullptr, &exec);
     refused("hr_mlp_query: exec->device is -2", &needs, 4, 0, 1, &config, &nowhere);

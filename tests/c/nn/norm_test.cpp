@@ -139,8 +139,7 @@ TEST_P(RowNorm, ForwardAndBackwardFollowTheFormulas)
                     rstd * (std::fabs(g[size_t(j)]) + (std::fabs(plain[size_t(j)]) + 1) * g_size +
                             std::fabs(g_mean) + 1) +
                     std::fabs(through);
-                ASSERT_NEAR(dx(i, j), exact,
-                            std::fabs(exact) * unit + size * 32 * kUnit + 2 * tiny)
+                ASSERT_NEAR(dx(i, j), exact, std::fabs(exact) * unit + size * 32 * kUnit + 2 * tiny)
                     << c << ", row " << i << ", column " << j;
             }
         }
@@ -380,6 +379,7 @@ TEST(NormWorkspace, BadInputs)
         EXPECT_EQ(bytes, 77u);
     };
     refused("hr_norm_workspace: bytes is NULL", nullptr, 4, &config);
+    refused("hr_norm_workspace: bytes is at", moved(&bytes, 4), 4, &config);
     refused("hr_norm_workspace: rows is -1", &bytes, -1, &config);
     refused("hr_norm_workspace: config is NULL", &bytes, 4, nullptr);
     refused("hr_norm_workspace: config->kind is 2", &bytes, 4, &unknown);

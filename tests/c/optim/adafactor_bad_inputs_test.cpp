@@ -168,6 +168,7 @@ TEST(AdafactorWorkspaceBadInputs, AreRefused)
     size_t bytes = 77;
     const hr_adafactor_shape negative = matrix(-1, 2), huge = matrix(INT64_MAX, 2);
     const hr_adafactor_shape good = matrix(2, 2);
+    EXPECT_EQ(hr_adafactor_workspace(moved(&bytes, 4), &good, 1), HR_INVALID_ARGUMENT);
     EXPECT_EQ(hr_adafactor_workspace(nullptr, &good, 1), HR_INVALID_ARGUMENT);
     const hr_adafactor_shape two[] = {matrix(INT64_MAX / 32, 1), matrix(INT64_MAX / 32, 1)};
     EXPECT_EQ(hr_adafactor_workspace(&bytes, two, 2), HR_INVALID_ARGUMENT);

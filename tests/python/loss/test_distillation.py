@@ -434,7 +434,7 @@ def test_products_into_matrices_that_exist():
         (memory, r"c must be a matrix \[5, 9\]"),
         (memory[:, :9].half(), "c has dtype Half, wanted float32 or that of a"),
         (memory[:, :9].T.contiguous().T, "c must have dense rows"),
-        (memory[:, :9].to("meta"), "c is on meta, but a is on cpu"),
+        (memory[:, :9].to("meta"), "a is on cpu, but c is on meta"),
     ):
         with pytest.raises(RuntimeError, match=message):
             gemm_into(c, a, b, transpose_b=True)
