@@ -23,6 +23,7 @@ from .setting import Setting
 
 __all__ = ["BlockCosts", "LevelCost", "Measured", "measure_blocks", "seconds_at_leanest"]
 
+NOISE = 1.02  # times the seconds of a level: what one that computes less again may take
 WARM = 1.1  # times the seconds of blocks by themselves: what a pass takes that nothing held up
 
 
@@ -139,7 +140,7 @@ class Measured:
         return found
 
 
-def measure_blocks(setting: Setting, *, repeats: int = 1, steps: float = 5.0) -> Measured:
+def measure_blocks(setting: Setting, *, repeats: int = 5, steps: float = 5.0) -> Measured:
     """Measures the blocks of a model whose levels :func:`headroom.patch` can set: one of each kind,
     by itself, with what the model calls it with.
 
@@ -149,8 +150,9 @@ def measure_blocks(setting: Setting, *, repeats: int = 1, steps: float = 5.0) ->
 
     Args:
         setting: what is trained.
-        repeats: how often the time of each level is taken, besides once while bytes are counted;
-            the least counts, since what else runs only adds to it.
+        repeats: how often the time of each level is taken at most, besides once while bytes are
+            counted; the least counts, since what else runs only adds to it. It is taken once, and
+            again as long as a level seems slower than one that computes more again.
         steps: times are taken less often, or only while bytes are counted, if measuring would
             otherwise take longer than so many passes of the model forward and backward.
 
@@ -231,9 +233,26 @@ class _Kind:
     def costs(self, name: str, calls: int) -> BlockCosts:
         """Returns the costs of a block of this kind that a step calls so many times."""
         levels = {level: self._cost(level, calls) for level in self.names}
+        # A leaner level does no more forward and no less backward, where it computes again; what
+        # else runs only adds to a time.
+        costs = list(levels.values())
+        for number, (level, cost) in enumerate(levels.items()):
+            levels[level] = replace(
+                cost,
+                forward_seconds=min(c.forward_seconds for c in costs[: number + 1]),
+                backward_seconds=min(c.backward_seconds for c in costs[number:]),
+            )
         gradients = max(found.gradients for found in self.bytes.values())
         largest = max(found.largest for found in self.bytes.values())
         return BlockCosts(name, self.number, levels, gradients, largest)
+
+    def are_apart(self) -> bool:
+        """Returns whether the times of levels are in the order of what they compute again, and the
+        level that keeps the most seems not to have been held up."""
+        costs = [self._cost(level, 1) for level in self.names]
+        backward = [cost.backward_seconds for cost in costs]
+        in_order = all(a <= NOISE * b for a, b in zip(backward, backward[1:]))
+        return in_order and costs[0].seconds <= WARM * min(cost.seconds for cost in costs)
 
     def _cost(self, level: str, calls: int) -> LevelCost:
         found = self.bytes[level]
@@ -311,6 +330,8 @@ class _Kinds:
                 return
             for kind, level in self._each():
                 kind.timed.setdefault(level, []).append(kind.alone(setting).seconds())
+            if all(kind.are_apart() for kind in self._kinds.values()):
+                return
 
     def _each(self) -> Iterator[tuple[_Kind, str]]:
         """Sets one level after the other, and yields the kinds that can be at it."""

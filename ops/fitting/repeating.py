@@ -89,8 +89,9 @@ class RetryingStep:
                 return result
             try:
                 had_copies = before.copies_took_room
-                if isinstance(error, RecomputeError) and levels is not None:
-                    what = "would have wrong gradients"
+                if levels is not None and not is_out_of_memory(error):
+                    wrong = isinstance(error, RecomputeError)
+                    what = "would have wrong gradients" if wrong else "failed at these levels"
                     change = self._give_up(levels, before, error)
                 else:
                     what = "ran out of memory"
@@ -114,16 +115,18 @@ class RetryingStep:
     def _attempt(
         self, args: Any, kwargs: Any, verifies: bool
     ) -> tuple[Any, Before, Exception | None]:
-        """Returns what the step returned, or what there was before it and the error. Blocks that
-        compute something else when they run again are an error if it ``verifies``."""
+        """Returns what the step returned, or what there was before it and the error. If it
+        ``verifies``, that is any RuntimeError: blocks may compute something else when they run
+        again, or write to their inputs, from which they would be run."""
         with Before(self._training) as before:
             try:
                 before.keep()
                 with verified_blocks() if verifies else nullcontext():
                     return self._run(args, kwargs), before, None
             except Exception as error:
-                is_wrong = verifies and isinstance(error, RecomputeError)
-                if not is_wrong and not is_out_of_memory(error):
+                if not (verifies and isinstance(error, RuntimeError)) and not is_out_of_memory(
+                    error
+                ):
                     raise
                 failure = error
         return None, before, failure

@@ -66,6 +66,13 @@ class Fills(Two):
         return result
 
 
+class Scales(Two):
+    """Writes to its argument before it uses it."""
+
+    def forward(self, x):
+        return super().forward(x.mul_(1.5))
+
+
 class Norms(Two):
     """Moves the running statistics of a norm, which its result does not depend on."""
 
@@ -164,10 +171,11 @@ def test_running_statistics_and_dropout_are_no_change():
     assert "L5" in fitted.choice.levels
 
 
-@pytest.mark.parametrize("kind", [Moves, Counts, Drops, Norms])
+@pytest.mark.parametrize("kind", [Moves, Counts, Drops, Fills, Scales, Norms])
 def test_a_repeated_step_has_the_gradients_of_torch(kind):
-    """Blocks that compute something else when they run again go back to the level that they had,
-    and the step is repeated; others stay at L5."""
+    """Blocks that compute something else when they run again, or that write to what they would
+    be run again from, go back to the level that they had, and the step is repeated; others stay at
+    L5."""
     batch, models = torch.randn(200, 48), []
     for errors in ([], [MemoryError("no room")]):
         for seed in (torch.manual_seed, random.seed):
@@ -196,7 +204,8 @@ def test_a_repeated_step_has_the_gradients_of_torch(kind):
     assert changes[0] == "4 blocks raised from L0 to L5"
     assert len(changes) == (1 if kind is Norms else 2) and step.retries == len(changes)
     if kind is not Norms:
-        assert "levels stay as they are" in changes[1] and "saved tensor" in step.report()
+        assert "levels stay as they are" in changes[1]
+        assert ("inplace" if kind in (Fills, Scales) else "saved tensor") in step.report()
 
 
 def test_without_levels_the_next_setting_is_taken():
@@ -240,6 +249,23 @@ def plain_step(model, optimizer, errors):
         optimizer.zero_grad()
 
     return step
+
+
+@pytest.mark.filterwarnings("ignore:step")
+def test_an_error_that_has_nothing_to_do_with_levels_is_raised():
+    def step_of(model, optimizer, errors):
+        def step(x):
+            model(x).square().mean().backward()
+            if errors:
+                raise errors.pop()
+            raise RuntimeError("no matter what")
+
+        return step
+
+    model, _, step = counting(step_of)
+    with pytest.raises(RuntimeError, match="no matter what"):
+        step(torch.randn(8, 48))
+    assert "forward" not in vars(model[1][0]) and step.retries == 2
 
 
 @pytest.mark.filterwarnings("ignore:step")

@@ -14,6 +14,7 @@ from headroom.fitting import clock, measure
 from headroom.fitting.blocks import Blocks
 from headroom.fitting.knapsack import choose, frontier
 from headroom.fitting.measure import measure_blocks, seconds_at_leanest
+from headroom.fitting.once import Alone, Seconds
 from headroom.fitting.passes import PassSeconds
 from headroom.fitting.rest import outline
 from headroom.fitting.setting import Setting
@@ -266,6 +267,38 @@ def test_measuring_takes_at_most_seven_steps(sizes, monkeypatch):
     for block in measured.blocks:
         assert block.levels["L0"].seconds == 3 and block.levels["L5"].seconds == 4
     assert measured.seconds_of_rest == 0
+
+
+@pytest.mark.parametrize(
+    ("held_up", "rounds", "least"),
+    [((), 1, 0), ((9, 0), 2, 0), ((9, 9, 0), 3, 0), ((9,) * 9, 5, 9)],
+)
+@pytest.mark.parametrize("of_backward", [False, True])
+def test_times_are_taken_until_levels_are_apart(held_up, rounds, least, of_backward, monkeypatch):
+    """The level that keeps all is held up in the first rounds. No backward pass that computes more
+    again is said to take less."""
+    taken = []
+
+    def seconds(self):
+        number, is_leanest = divmod(len(taken), 2)  # in turn
+        taken.append(number)
+        more = held_up[number] if number < len(held_up) and not is_leanest else 0
+        forward, backward = (0, more) if of_backward else (more, 0)
+        return Seconds(1.0 + forward, (3.0 if is_leanest else 2.0) + backward)
+
+    counted, found, kinds = Alone.bytes, [], measure._Kinds
+    monkeypatch.setattr(Alone, "bytes", lambda self: (counted(self)[0], Seconds(50.0, 50.0)))
+    monkeypatch.setattr(Alone, "seconds", seconds)
+    monkeypatch.setattr(clock, "now", lambda: Ticking.time)
+    monkeypatch.setattr(measure, "_Kinds", lambda *given: found.append(kinds(*given)) or found[0])
+    model = nn.Sequential(*(Ticks((4,)) for _ in range(3)))
+    setting = Setting(model, torch.ones(3, 4), forward=lambda m, x: m(x.requires_grad_()).sum())
+    measure_blocks(setting, steps=1000)
+    assert len(taken) == 2 * rounds
+    for block in found[0].costs():
+        keeps, leanest = block.levels["L0"], block.levels["L5"]
+        assert leanest.seconds == 4 and keeps.backward_seconds == (2, 3)[of_backward and least > 0]
+        assert keeps.forward_seconds == (1 if of_backward else 1 + least)
 
 
 @pytest.mark.parametrize(
