@@ -94,7 +94,10 @@ def _loader_follows(trainer: Any, parts: int, *, who: str) -> bool:
     for each in (size, size // parts):
         try:
             args.per_device_train_batch_size = trainer._train_batch_size = each
-            found.append(samples_of(batch_of_loader(trainer, who=who)) or 0)
+            batch = batch_of_loader(trainer, who=who)
+            if not isinstance(batch, Mapping):  # of which the Trainer makes batches of its own size
+                return False
+            found.append(samples_of(batch) or 0)
         finally:
             args.per_device_train_batch_size, trainer._train_batch_size = size, before
     return found[0] == parts * found[1]

@@ -107,6 +107,10 @@ class TrainerLoss:
         for name, value in vars(trainer).items():
             if _is_plain(value):  # such as metrics, which a loss may add to
                 vars(self._trainer)[name] = copy.deepcopy(value)
+        # train() sets it, and losses of TRL divide by it.
+        vars(self._trainer).setdefault(
+            "current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps
+        )
         handler = copy.copy(trainer.callback_handler)
         handler.callbacks = []
         vars(self._trainer).update(

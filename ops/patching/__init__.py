@@ -1,7 +1,7 @@
-"""Changes models that exist, in place: their norms, gated units and blocks become Headroom's.
+"""Changes models that exist, in place: their norms and blocks become Headroom's.
 
 ``headroom.patch`` is a function, hence the name of this package. :mod:`.patch` is the frame,
-:mod:`.families` knows architectures of transformers, and :mod:`.generic` takes any other module.
+:mod:`.families` knows architectures of transformers, and :mod:`.generic` norms of any model.
 """
 
 from .patch import patch, unpatch

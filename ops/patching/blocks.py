@@ -74,8 +74,7 @@ class PatchedLayer(Protocol):
     ) -> None:
         """Sets ``level``, or leaves what the block keeps as it is if that is None, and swaps what
         ``options`` asks for inside the block. Says so in the report. The generic part looks
-        afterwards at norms and gated units in the block that have neither been changed nor
-        claimed."""
+        afterwards at norms in the block that have neither been changed nor claimed."""
         ...
 
 

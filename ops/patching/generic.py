@@ -1,31 +1,21 @@
-"""Norms and gated units of any module."""
+"""Norms of any module."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .blocks import Options
 from .changes import Changes, is_patched
-from .gated import glu_forward, is_gated, recognized_glu
 from .norms import NAME, NormRule, is_norm, norm_forward, recognized_norm
 from .report import PatchReport
 
-__all__ = ["swap_modules"]
+__all__ = ["swap_norms"]
 
-Rule = TypeVar("Rule")
-KINDS = {
-    "silu": "SwiGLU",
-    "gelu": "GeGLU",
-    "gelu_tanh": "GeGLU",
-    "relu": "ReGLU",
-    "relu_squared": "ReLU^2 GLU",
-}
 PLAIN = (int, float, bool, str, tuple, torch.dtype, torch.Size, type(None))
 INTERNAL = vars(nn.Module()).keys() - {"training"}
 
@@ -54,8 +44,8 @@ def _fingerprint(module: nn.Module) -> Hashable:
     return type(module), tuple(sorted((k, repr(v)) for k, v in own.items())), vectors
 
 
-def swap_modules(model: nn.Module, options: Options, changes: Changes, report: PatchReport) -> None:
-    """Swaps the norms and gated units of a model that nothing has changed or claimed before.
+def swap_norms(model: nn.Module, changes: Changes, report: PatchReport) -> None:
+    """Swaps the norms of a model that nothing has changed or claimed before.
 
     Only the ``forward`` of instances is set. Hooks of the modules themselves run as before.
     """
@@ -67,8 +57,8 @@ def swap_modules(model: nn.Module, options: Options, changes: Changes, report: P
             if NAME.search(module.original_name):
                 report.leave(name, module, "it is compiled by torch.jit")
             continue
-        if options.norms and is_norm(module):
-            rule = _obstacle(module) or _tried(module, lambda m: _norm_rule(m, tried))
+        if is_norm(module):
+            rule = _obstacle(module) or _tried(module, tried)
             if isinstance(rule, str):
                 report.leave(name, module, rule)
             else:
@@ -76,20 +66,13 @@ def swap_modules(model: nn.Module, options: Options, changes: Changes, report: P
                 changes.set(module, "forward", forward)
                 function = "rms_norm" if rule.kind == "RMSNorm" else "layer_norm"
                 report.swap(name, module, rule.kind, f"headroom.functional.{function}")
-        elif options.glu and is_gated(module):
-            unit = _obstacle(module) or _tried(module, recognized_glu)
-            if isinstance(unit, str):
-                report.leave(name, module, unit)
-            else:
-                changes.set(module, "forward", functools.partial(glu_forward, module, unit))
-                report.swap(name, module, KINDS[unit.activation], "headroom.functional.glu")
 
 
-def _tried(module: nn.Module, trial: Callable[[nn.Module], Rule | str]) -> Rule | str:
+def _tried(module: nn.Module, tried: dict[Hashable, NormRule | str]) -> NormRule | str:
     """Returns the result of a trial, after which the attributes of the module are what they were.
     A module that sets some of them when it is called does more than a rule says."""
     before = dict(vars(module))
-    rule = trial(module)
+    rule = _norm_rule(module, tried)
     after = vars(module)
     if after.keys() == before.keys() and all(after[key] is before[key] for key in before):
         return rule

@@ -28,7 +28,7 @@ def patch(
     loss: bool | Mapping[str, Any] = False,
     checkpoint_options: Mapping[str, Any] | None = None,
 ) -> PatchReport:
-    """Gives a model Headroom's norms, gated units and blocks with a dial, in place.
+    """Gives a model Headroom's norms and blocks with a dial, in place.
 
     Parameters, their names and the ``state_dict`` stay as they are; only attributes of module
     instances are set, and :func:`unpatch` removes them. A second call starts anew. If the call
@@ -37,7 +37,7 @@ def patch(
     Args:
         model: any module. Blocks of :mod:`headroom.nn` and of the architectures of transformers
             that :mod:`headroom.patching.families` knows have all levels. In any other model norms
-            and gated units are recognized by what they compute, and repeated blocks, which are the
+            are recognized by what they compute, and repeated blocks, which are the
             members of a ModuleList or Sequential of one class, can be at L0 or at L5; so can such
             blocks beside those that are known, as in the vision tower of a language model. One
             level for all leaves those as they are that cannot have it, and the report says so.
@@ -47,7 +47,7 @@ def patch(
             those architectures of transformers: the leanest level that costs nothing, at which
             norms, rotations and activations are computed again, but no product.
         norms: whether norms are swapped.
-        glu: whether gated units are swapped.
+        glu: whether gated units are swapped, in known architectures.
         rope: whether rotary embeddings are swapped, in known architectures.
         loss: whether language models of transformers compute the loss of a training step by
             :func:`headroom.linear_cross_entropy`, without logits; or a dict of its options, such as
@@ -79,7 +79,8 @@ def patch(
             if isinstance(save, str) and level is None:
                 reason = f"it cannot be at {save}, only at {' or '.join(layer.levels)}"
                 report.leave(layer.name, layer.module, reason)
-        generic.swap_modules(model, options, changes, report)
+        if norms:
+            generic.swap_norms(model, changes, report)
         if loss_options is not None:
             swap_losses(model, loss_options, changes, report)
         if report.changed:

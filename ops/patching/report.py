@@ -18,7 +18,7 @@ class Swap:
 
     Attributes:
         name: of the module in the model.
-        kind: what it is, such as "RMSNorm" or "GLU".
+        kind: what it is, such as "RMSNorm" or "loss".
         was: its class.
         now: the function that it calls.
     """

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from helpers import foreign_models as models
-from helpers.generic_models import HIDDEN
+from helpers.foreign_models import HIDDEN
 
 
 class WrongRMSNorm(models.RMSNorm):
@@ -202,22 +202,18 @@ class TestNorms:
         model.norm.register_forward_pre_hook(lambda *_: calls.append("before"))
         model.norm.register_forward_hook(lambda *_: calls.append("after"))
         model.norm.register_full_backward_hook(lambda *_: calls.append("backward"))
-        model.layers[0].mlp.w2.register_forward_hook(lambda *_: calls.append("w2"))
         report = headroom.patch(model)
         assert not calls, "a trial called a hook"
-        assert "norm" in report.swapped and "layers.1.mlp" in report.swapped
-        assert [(left.name, "has hooks" in left.reason) for left in report.left] == [
-            ("layers.0.mlp", True)
-        ]
+        assert "norm" in report.swapped and not report.left
         model(x).sum().backward()
-        assert calls == ["w2", "before", "after", "backward"]
+        assert calls == ["before", "after", "backward"]
 
     def test_models_of_cast_model(self):
         model, x = models.llama(), models.tokens()
         headroom.cast_model(model, torch.bfloat16)
         wanted = model(x)
         report = headroom.patch(model)
-        assert len(report.swapped) == 7
+        assert len(report.swapped) == 5
         got = model(x)
         assert got.dtype == wanted.dtype
         assert (got - wanted).abs().max() <= 0.02 * wanted.abs().max()

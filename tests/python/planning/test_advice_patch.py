@@ -58,7 +58,7 @@ def check(model, x, loss):
     return advice
 
 
-def test_norms_and_gated_units():
+def test_norms():
     model = nn.Sequential(*(Gated() for _ in range(3)))
     assert list(check(model, torch.randn(200, 48), summed)) == ["headroom.patch(model)"]
 
