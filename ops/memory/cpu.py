@@ -161,8 +161,8 @@ class _Context:
         return inner
 
     def of_op(self, name: str, module: str | None, runs: bool) -> _Context:
-        """The context of an operation, whose name is that of the outermost one. ``module`` is of
-        its node in the graph; ``runs`` tells that a module runs, in a backward pass again."""
+        """Returns the context of an operation, whose name is that of the outermost one. ``module``
+        is of its node in the graph; ``runs`` tells that a module runs, in a backward pass again."""
         if name.startswith(_NODE):
             inner = self._inner()
             inner.op, inner.phase, inner.module = None, "backward", module
@@ -180,13 +180,13 @@ class _Context:
         return inner
 
     def of_python(self, fields: Any) -> _Context:
-        """The context of a call in Python."""
+        """Returns the context of a call in Python."""
         inner = self._inner()
         inner._node, inner.op = fields, None
         return inner
 
     def stack(self) -> tuple[str, ...]:
-        """Lines of the user's Python, innermost first."""
+        """Returns the lines of the user's Python, innermost first."""
         if self._stack is None:
             if self._node is None:  # an operation
                 self._stack = self._outer.stack() if self._outer is not None else ()
@@ -211,7 +211,7 @@ class _Context:
 
 
 def _line(frame: Any) -> str | None:
-    """The line of a frame, or None for the frames of torch and of this package."""
+    """Returns the line of a frame, or None for the frames of torch and of this package."""
     if is_inner(frame.file_name):
         return None
     return line_of(frame.file_name, frame.line_number, frame.function_name)

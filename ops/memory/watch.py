@@ -39,7 +39,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors with memory that a tensor consists of: itself, or what a subclass wraps."""
+    """Returns the tensors with memory that a tensor consists of: itself, or what a subclass
+    wraps."""
     if type(tensor) in (Tensor, nn.Parameter, nn.Buffer) or not hasattr(
         tensor, "__tensor_flatten__"
     ):
@@ -69,7 +70,8 @@ def _label(address: int, size: int, kind: str, name: str | None) -> Label:
 
 
 def _given_back(tensor: Tensor, version: int) -> Tensor:
-    """With hooks autograd does not look for changes in place by itself, so this does."""
+    """Checks what is given back for changes in place: with hooks autograd does not do so by
+    itself."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an "
@@ -170,7 +172,7 @@ class Watch:
 
     @property
     def modules(self) -> dict[int, str]:
-        """The numbers of the notes at which another module begins to run, with its name."""
+        """Returns the numbers of the notes at which another module begins to run, with its name."""
         return {
             number: about[0]["module"]
             for number, (what, *about) in self._notes.items()
@@ -179,7 +181,7 @@ class Watch:
 
     @property
     def notes(self) -> list[Note]:
-        """The notes, by their numbers."""
+        """Returns the notes, by their numbers."""
         kept = self.kept_notes()  # one is missing where Ctrl-C came between
         return [kept.get(number) or Note() for number in range(self._count)]
 
@@ -219,7 +221,7 @@ class Watch:
 
     @property
     def count(self) -> int:
-        """How many notes were taken since they began to be numbered."""
+        """Returns how many notes were taken since they began to be numbered."""
         return self._count
 
     def _take(self, *note: Any) -> None:
@@ -321,7 +323,7 @@ class Watch:
         self._stack.close()
 
     def _watch_ends(self, stack: ExitStack) -> None:
-        """Recorders do not see the end of what was there before them."""
+        """Notes the ends of what was there before: recorders do not see them."""
         seen = set()
         for _, _, tensor in self._owned():
             for part in plain_tensors(tensor):

@@ -26,7 +26,7 @@ class Loss:
 
     @property
     def relative(self) -> float:
-        """The error, in units of the largest element."""
+        """Returns the error, in units of the largest element."""
         return self.error / self.largest if self.largest else self.error
 
 
@@ -41,7 +41,7 @@ class Report:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every part of every state was kept to the bit."""
+        """Returns whether every part of every state was kept to the bit."""
         return all(loss.kind == "none" for loss in self.losses)
 
     def __str__(self) -> str:
