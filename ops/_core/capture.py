@@ -8,8 +8,8 @@ __all__ = ["is_capturing", "refuse_in_capture"]
 
 
 def is_capturing() -> bool:
-    """Whether the current stream is being captured. Where there is no driver, torch's own function
-    raises."""
+    """Returns whether the current stream is being captured. Where there is no driver, torch's own
+    function raises."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

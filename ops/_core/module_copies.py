@@ -38,9 +38,10 @@ def _copied_tensor(x: Tensor, memo: dict[int, Any]) -> Tensor:
 
 @contextmanager
 def deepcopy_with(kinds: Mapping[type, Callable[[Any, dict[int, Any]], Any]]) -> Iterator[None]:
-    """While it lasts, :func:`copy.deepcopy` copies objects of some classes by the functions given
-    here, which get the object and the memo; and functions that hold tensors, modules or optimizers
-    in their closures by functions that hold the copies. Python's modules are not copied."""
+    """Lets :func:`copy.deepcopy`, while it lasts, copy objects of some classes by the functions
+    given here, which get the object and the memo; and functions that hold tensors, modules or
+    optimizers in their closures by functions that hold the copies. Python's modules are not
+    copied."""
     dispatch: dict[type, Callable[..., Any]] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
     added = {types.FunctionType: _copied_function, types.ModuleType: _itself, **kinds}
     with _lock:

@@ -34,5 +34,5 @@ def name_of(groups: Sequence[dict[str, Any]], param: Tensor) -> str:
 
 
 def bare_name_of(groups: Sequence[dict[str, Any]], param: Tensor) -> str:
-    """Like :func:`name_of`, but ``weight`` for a parameter with a name."""
+    """Returns the name as :func:`name_of` does, but ``weight`` for a parameter with a name."""
     return next((name for one, name in named_params(groups, "{}") if one is param), UNKNOWN)

@@ -136,8 +136,8 @@ class _Region:
         return f"the recomputed region {name}"
 
     def is_ready(self) -> bool:
-        """Whether the region can be run again. The first call packs the inputs, because a region
-        of which nothing is saved keeps none."""
+        """Returns whether the region can be run again. The first call packs the inputs, because a
+        region of which nothing is saved keeps none."""
         if self._inputs is None:
             if any(x is not None and x._version != version for x, version in self._given):
                 return False
@@ -228,7 +228,7 @@ class _Result:
         self._dtype, self._version = x.dtype, x._version  # gets the same number
 
     def is_in(self, x: Tensor) -> bool:
-        """Whether a view of the memory holds what the region wrote."""
+        """Returns whether a view of the memory holds what the region wrote."""
         return not self._memory.expired() and x.dtype == self._dtype and x._version == self._version
 
 
@@ -322,8 +322,8 @@ def _unpack(packed: _Kept | _Token) -> Tensor:
 
 
 def _memory(x: Tensor) -> int:
-    """A number that tells memory apart; of a tensor without memory of its own, such as a DTensor,
-    the tensor's."""
+    """Returns a number that tells memory apart; of a tensor without memory of its own, such as a
+    DTensor, the tensor's."""
     return x.untyped_storage()._cdata if is_plain(x) else id(x)
 
 

@@ -111,7 +111,7 @@ def table(findings: list[Finding]) -> str:
 
 
 def _imported(name: str) -> Any:
-    """The module, or the error that importing it raised."""
+    """Returns the module, or the error that importing it raised."""
     try:
         return importlib.import_module(name)
     except Exception as error:  # a broken binary raises OSError, a wrong torch AttributeError, ...
@@ -199,8 +199,8 @@ def _devices(root: Path) -> Iterator[Finding]:
 
 
 def runs_on(archs: list[int], device: int) -> bool:
-    """Whether a library for these architectures runs on a device: machine code runs on the same
-    major number and a minor one that is not smaller, and the portable code of the newest
+    """Returns whether a library for these architectures runs on a device: machine code runs on the
+    same major number and a minor one that is not smaller, and the portable code of the newest
     architecture on all that are newer."""
     same = any(arch // 10 == device // 10 and arch <= device for arch in archs)
     return same or device >= max(archs)
@@ -317,7 +317,7 @@ def _short(error: BaseException) -> str:
 
 
 def _size(size: int) -> str:
-    """The size as Headroom writes it everywhere."""
+    """Returns the size as Headroom writes it everywhere."""
     try:
         return _own("sizes").format_bytes(size)
     except (OSError, ImportError, AttributeError):
@@ -325,8 +325,8 @@ def _size(size: int) -> str:
 
 
 def _own(name: str) -> Any:
-    """A file of the package that imports nothing but the standard library, as a module. Its path
-    finds it, because its name would import the package."""
+    """Returns a file of the package that imports nothing but the standard library, as a module. Its
+    path finds it, because its name would import the package."""
     file = Path(__file__).resolve().parents[1] / "_core" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"headroom_{name}", file)
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]

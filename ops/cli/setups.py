@@ -250,7 +250,7 @@ def _optimizer(text: str, options: list[str]) -> Any:
 
 
 def _value(text: str) -> Any:
-    """A number, a truth value, a dtype, or else the text."""
+    """Returns a number, a truth value, a dtype, or else the text."""
     words = {"true": True, "false": False, "none": None} | DTYPES
     if text.lower() in words:
         return words[text.lower()]

@@ -237,17 +237,17 @@ class Variant:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that are live at once, above what existed before the call."""
+        """Returns the most bytes that are live at once, above what existed before the call."""
         return self.timeline.peak_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that stay after the call: what it returned is dropped before."""
+        """Returns the bytes that stay after the call: what it returned is dropped before."""
         return sum(a.bytes for a in self.timeline.allocations if a.end is None)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all allocations together."""
+        """Returns the bytes of all allocations together."""
         return sum(a.bytes for a in self.timeline.allocations)
 
 

@@ -166,8 +166,8 @@ class _Context:
         self._lines: tuple[str, ...] | None = None
 
     def of_op(self, name: str, module: str | None, runs: bool) -> _Context:
-        """The context of an operation, whose name is that of the outermost one. ``module`` is of
-        its node in the graph; ``runs`` tells that a module runs, in a backward pass again."""
+        """Returns the context of an operation, whose name is that of the outermost one. ``module``
+        is of its node in the graph; ``runs`` tells that a module runs, in a backward pass again."""
         if name.startswith(_NODE):
             return _Context(None, module, "backward")
         if name.startswith("Optimizer.step#"):
@@ -182,7 +182,7 @@ class _Context:
         return _Context(None, self.module, self.phase, fields, self)
 
     def stack(self) -> tuple[str, ...]:
-        """Lines of the user's Python, innermost first."""
+        """Returns the lines of the user's Python, innermost first."""
         if self._stack is None:
             if self._node is None:  # an operation
                 self._stack = self._outer.stack() if self._outer is not None else ()

@@ -60,7 +60,7 @@ class CudaRecorder:
 
     @property
     def found(self) -> dict[str, Any]:
-        """Torch's snapshot at the end of the recording."""
+        """Returns torch's snapshot at the end of the recording."""
         return self._found
 
     def stop(self) -> None:

@@ -91,7 +91,7 @@ class Owner(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The owner in a few words."""
+        """Returns the owner in a few words."""
         parts = [
             self.module or ("(model)" if self.module == "" else ""),
             (self.op or "").removeprefix("aten::"),
@@ -166,12 +166,12 @@ class Timeline:
 
     @property
     def peak_by_kind(self) -> dict[str, int]:
-        """The bytes of every kind at the peak; they add up to :attr:`peak_bytes`."""
+        """Returns the bytes of every kind at the peak; they add up to :attr:`peak_bytes`."""
         return self.by_kind()
 
     @property
     def most_by_kind(self) -> dict[str, int]:
-        """The most bytes of every kind, each at its own moment."""
+        """Returns the most bytes of every kind, each at its own moment."""
         series = self.by_kind_over_events()
         return {kind: max(series.get(kind, (0,))) for kind in KINDS}
 

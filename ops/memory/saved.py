@@ -141,7 +141,7 @@ class _Token:
 
 
 def _producer(tensor: Tensor) -> str:
-    """The node that computed a tensor, behind views."""
+    """Returns the node that computed a tensor, behind views."""
     node = tensor.grad_fn
     while node is not None:
         name = node.name()
@@ -296,7 +296,7 @@ def _pieces(
 
 
 def _droppable(ops: list[str], producer: str) -> str:
-    """Who could drop it. What an operation needs that no block computes again decides."""
+    """Returns who could drop it. What an operation needs that no block computes again decides."""
     if any(op.startswith(_HELD) for op in ops):
         return _STAYS
     if all(re.match(_PRODUCTS, op) for op in ops):

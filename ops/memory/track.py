@@ -66,7 +66,7 @@ class Tracked:
 
     @property
     def timeline(self) -> Timeline:
-        """Every allocation, with its kind and its owner."""
+        """Returns every allocation, with its kind and its owner."""
         if self._timeline is None:
             if not self._ended:
                 raise RuntimeError("read what was tracked after the with block has ended")
@@ -83,16 +83,16 @@ class Tracked:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that were live at once."""
+        """Returns the most bytes that were live at once."""
         return self.timeline.peak_bytes
 
     @property
     def peak_by_kind(self) -> dict[str, int]:
-        """The bytes of every kind at the peak."""
+        """Returns the bytes of every kind at the peak."""
         return self.timeline.peak_by_kind
 
     def owners(self, top: int | None = None) -> list[Owner]:
-        """Who owns the bytes at the peak, the largest first."""
+        """Returns who owns the bytes at the peak, the largest first."""
         return self.timeline.owners(top=top)
 
     def __str__(self) -> str:

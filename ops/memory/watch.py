@@ -103,7 +103,7 @@ class Watch:
 
     @property
     def modules(self) -> dict[int, str]:
-        """The numbers of the notes at which another module begins to run, with its name."""
+        """Returns the numbers of the notes at which another module begins to run, with its name."""
         return {
             number: about[0]["module"]
             for number, (what, *about) in self._notes.items()
@@ -112,7 +112,7 @@ class Watch:
 
     @property
     def notes(self) -> list[Note]:
-        """The notes, by their numbers."""
+        """Returns the notes, by their numbers."""
         kept = self.kept_notes()  # one is missing where Ctrl-C came between
         return [kept.get(number) or Note() for number in range(self._count)]
 
@@ -156,7 +156,7 @@ class Watch:
 
     @property
     def count(self) -> int:
-        """How many notes were taken since they began to be numbered."""
+        """Returns how many notes were taken since they began to be numbered."""
         return self._count
 
     def _take(self, *note: Any) -> bool:

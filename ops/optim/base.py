@@ -66,7 +66,7 @@ class Optimizer(StatefulOptimizer):
 
     @property
     def _skips_steps(self) -> bool:
-        """Whether a step with gradients that are not finite changes nothing, even without a
+        """Returns whether a step with gradients that are not finite changes nothing, even without a
         scaler."""
         return False
 
@@ -190,7 +190,7 @@ class Optimizer(StatefulOptimizer):
 
     @property
     def _max_grad_norm(self) -> float | None:
-        """The norm that a step clips to by default."""
+        """Returns the norm that a step clips to by default."""
         return common_max_grad_norm(self.param_groups)
 
     def _init_group(self, group: dict[str, Any], *columns: list[Tensor]) -> None:
@@ -219,9 +219,9 @@ class Optimizer(StatefulOptimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """The number of steps that changed nothing because a gradient was infinite or NaN. Steps
-        look for such gradients if they clip, have a scaler, or were told to. The count is on the
-        device, and reading it waits for the device. The first time that it is not 0, a warning
+        """Returns the number of steps that changed nothing because a gradient was infinite or NaN.
+        Steps look for such gradients if they clip, have a scaler, or were told to. The count is on
+        the device, and reading it waits for the device. The first time that it is not 0, a warning
         names the first parameter whose gradient is not finite, if the last step was skipped or
         gradients still exist; of sharded gradients, on this rank.
 

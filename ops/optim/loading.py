@@ -61,7 +61,7 @@ class Kept:
 
 
 def keep_states(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
-    """A hook before loading: checks the form, and wraps every state in a :class:`Kept`."""
+    """Checks the form before loading, and wraps every state in a :class:`Kept`."""
     _check_form(loaded)
     entries = {
         key: {name: Kept(value) for name, value in entry.items()}

@@ -63,17 +63,17 @@ class Layout(NamedTuple):
 
     @property
     def param_like(self) -> tuple[str, ...]:
-        """The names of the tensors that have the parameter's shape."""
+        """Returns the names of the tensors that have the parameter's shape."""
         return tuple(slot.name for slot in self.slots if slot.shape is None)
 
     @property
     def extra(self) -> tuple[str, ...]:
-        """The names of the tensors with other shapes."""
+        """Returns the names of the tensors with other shapes."""
         return tuple(slot.name for slot in self.slots if slot.shape is not None)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, in the order in which the op takes them."""
+        """Returns all names, in the order in which the op takes them."""
         return (*self.param_like, *self.extra)
 
     def slot(self, name: str) -> Slot:
@@ -103,11 +103,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return 0
 
     def _layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
-        """Like ``_layout_index``, for many parameters."""
+        """Returns what ``_layout_index`` does, for many parameters."""
         return [self._layout_index(param, group) for param in params]
 
     def _layout_index_of_state(self, entry: dict[str, Any]) -> int:
-        """Like ``_layout_index``, for an existing state."""
+        """Returns what ``_layout_index`` does, for an existing state."""
         return 0
 
     def _every_layout(self, group: dict[str, Any]) -> tuple[Layout, ...]:

@@ -201,7 +201,8 @@ class _Modules:
                     row.peak_bytes = max(row.peak_bytes or 0, now)
 
     def rows(self) -> list[ModuleRow]:
-        """The modules in order, those inside counted in, without those that nothing is in."""
+        """Returns the modules in order, those inside counted in, without those that nothing is
+        in."""
         for name, row in self._rows.items():
             params, states = self._own.get(name, (0, 0))
             peak = row.peak_bytes
@@ -216,7 +217,7 @@ class _Modules:
 
 
 def _outer(name: str) -> Iterable[str]:
-    """A module's name and the names of those around it."""
+    """Returns a module's name and the names of those around it."""
     yield name
     while name:
         name = name.rpartition(".")[0]
@@ -266,7 +267,8 @@ def _ops(
 
 
 def _op_name(call: Call) -> str:
-    """The name of an operation. An autograd function of ours runs within the op that it is of."""
+    """Returns the name of an operation. An autograd function of ours runs within the op that it is
+    of."""
     name, outer = call.name, call.parent
     if outer is not None and name.startswith("headroom::") and name == f"{outer.name}_forward":
         return outer.name
@@ -286,7 +288,7 @@ def _curves(memory: Iterable[Memory], start: int) -> dict[str, dict[str, Any]]:
 
 
 def _thinned(points: list[tuple[float, int]]) -> list[list[float]]:
-    """At most some of the points: the largest of each of as many intervals."""
+    """Returns at most some of the points: the largest of each of as many intervals."""
     size = -(-len(points) // _POINTS)
     groups = (points[k : k + size] for k in range(0, len(points), size))
     return [list(max(group, key=lambda point: point[1])) for group in groups]

@@ -88,7 +88,7 @@ class Arguments:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the first tensor."""
+        """Returns the dtype of the first tensor."""
         return next((_DTYPES[kind] for kind in self._dtypes if kind in _DTYPES), None)
 
     def values(self) -> list[Any]:

@@ -62,22 +62,22 @@ class Call:
 
     @property
     def own_ns(self) -> int:
-        """Nanoseconds less those of the calls in it."""
+        """Returns the nanoseconds less those of the calls in it."""
         return max(0, self.end - self.start - self.inside)
 
     @property
     def is_node(self) -> bool:
-        """Whether it is a node of autograd that runs."""
+        """Returns whether it is a node of autograd that runs."""
         return self.name.startswith(_NODE)
 
     @property
     def is_loader(self) -> bool:
-        """Whether torch's DataLoader makes a batch in it."""
+        """Returns whether torch's DataLoader makes a batch in it."""
         return self.name.startswith(_LOADER)
 
     @property
     def is_optimizer(self) -> bool:
-        """Whether it is a call of an optimizer's ``step`` or ``zero_grad``."""
+        """Returns whether it is a call of an optimizer's ``step`` or ``zero_grad``."""
         return self.name.startswith(_OPTIMIZER)
 
 

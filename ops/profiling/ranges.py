@@ -25,7 +25,7 @@ _TWICE = r"Using `torch\.compile\(module\)` when there are global hooks"  # it i
 
 
 def _graph_task() -> int:
-    """The number of the backward pass that runs on this thread, or -1."""
+    """Returns the number of the backward pass that runs on this thread, or -1."""
     return torch._C._current_graph_task_id()
 
 
@@ -105,7 +105,7 @@ class Ranges:
             self._close(running)
 
     def _of_thread(self) -> list[Any]:
-        """The open ranges of this thread."""
+        """Returns the open ranges of this thread."""
         running = getattr(self._running, "ranges", None)
         if running is None:
             running = self._running.ranges = []

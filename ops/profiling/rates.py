@@ -23,7 +23,8 @@ class Published:
 
 
 def _published(name: str, half: float, tf32: float, single: float, source: str) -> Published:
-    """``half`` is for float16 and bfloat16 with sums in float32. All are in TFLOP/s."""
+    """Returns the published rates in TFLOP/s. ``half`` is for float16 and bfloat16 with sums in
+    float32."""
     rates = {"float16": half, "bfloat16": half, "tf32": tf32, "float32": single}
     return Published(name, {kind: rate * 1e12 for kind, rate in rates.items()}, source)
 
@@ -93,7 +94,7 @@ def _kind(dtype: str) -> str:
 
 @functools.lru_cache
 def _measured(device: torch.device, dtype: str, threads: int) -> float:
-    """FLOP/s of the fastest of several products."""
+    """Returns the FLOP/s of the fastest of several products."""
     kind = getattr(torch, dtype)
     largest = 8192 if device.type == "cuda" else 1024
     best, size, began = 0.0, 256, time.perf_counter()

@@ -206,7 +206,7 @@ class Profile:
 
     @property
     def result(self) -> ProfileResult:
-        """Of the last cycle that has ended.
+        """Returns the result of the last cycle that has ended.
 
         Raises:
             RuntimeError: none has.

@@ -87,7 +87,7 @@ class Figures:
 
     @property
     def host_us(self) -> float:
-        """The time of the host in all three."""
+        """Returns the time of the host in all three."""
         return self.forward_us + self.backward_us + self.recompute_us
 
     def add(self, other: Figures) -> None:

@@ -106,7 +106,8 @@ def _ops(result: ProfileResult, rows: int, width: int, count: int) -> list[str]:
 
 
 def _grid(head: list[str], cells: list[list[str]], width: int) -> list[str]:
-    """Lines of a name and columns, of which the last are left out where names get no room."""
+    """Returns the lines of a name and columns, of which the last are left out where names get no
+    room."""
     columns = len(head) - 1
     while columns > 4 and width - columns * _COLUMN < 20:
         columns -= 1
@@ -118,7 +119,7 @@ def _grid(head: list[str], cells: list[list[str]], width: int) -> list[str]:
 
 
 def _merged(rows: Iterable[ModuleRow]) -> Iterable[ModuleRow]:
-    """Rows with those added up whose names differ in numbers alone."""
+    """Adds up rows whose names differ in numbers alone."""
     found: dict[tuple[str, str], ModuleRow] = {}
     for row in rows:
         name = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", row.name)
@@ -135,14 +136,14 @@ def _merged(rows: Iterable[ModuleRow]) -> Iterable[ModuleRow]:
 
 
 def _largest(rows: list[ModuleRow], count: int) -> list[ModuleRow]:
-    """Those that take the longest, in the order of the model."""
+    """Returns those that take the longest, in the order of the model."""
     kept = sorted(rows, key=lambda row: -row.total.host_us)[:count]
     chosen = {id(row) for row in kept}
     return [row for row in rows if id(row) in chosen]
 
 
 def _cut(text: str, width: int) -> str:
-    """The end of a name that is too long, or less of its indentation."""
+    """Shortens a name that is too long to its end, or takes away some of its indentation."""
     if len(text) <= width:
         return text
     if len(text.lstrip()) <= width:

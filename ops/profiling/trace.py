@@ -84,7 +84,7 @@ def _base_time(head: bytes) -> int | None:
 
 
 def _added(recording: Recording, base: int) -> Iterator[dict[str, Any]]:
-    """Events in the format of Chrome's traces, in microseconds."""
+    """Returns events in the format of Chrome's traces, in microseconds."""
 
     def event(name: str, start: int, end: int, track: str) -> dict[str, Any]:
         times = {"ts": (start - base) / 1e3, "dur": (end - start) / 1e3}
@@ -111,8 +111,8 @@ def _added(recording: Recording, base: int) -> Iterator[dict[str, Any]]:
 
 
 def _backward(calls: Iterable[Call]) -> Iterator[tuple[str, int, int]]:
-    """Module after module in the backward pass, from their nodes, by thread. Nodes within those
-    that compute something again are left out."""
+    """Returns module after module in the backward pass, from their nodes, by thread. Nodes within
+    those that compute something again are left out."""
     current: dict[int, tuple[str, int, int]] = {}
     for call in calls:
         if not call.is_node or (call.parent is not None and call.parent.phase == "backward"):

@@ -50,14 +50,16 @@ class Work(NamedTuple):
 
 
 def _scores_again(values: list[Any], flops: Callable[..., int]) -> int:
-    """Attention keeps no scores: its backward pass multiplies queries and keys again."""
+    """Returns the work of scores in the backward pass: attention keeps none, and multiplies queries
+    and keys again."""
     _, query, key = values[:3]
     batch, heads, rows, size = query.shape
     return 2 * batch * heads * rows * size * key.shape[-2]
 
 
 def _gates_again(values: list[Any], flops: Callable[..., int]) -> int:
-    """The MLP block evaluates gate and up again if they were not kept."""
+    """Returns the work of gate and up in the backward pass, which evaluates them again if they were
+    not kept."""
     kept_gates = 12
     kept = [*values]
     kept[kept_gates] = torch.empty(1, 1, device="meta")
@@ -65,13 +67,14 @@ def _gates_again(values: list[Any], flops: Callable[..., int]) -> int:
 
 
 def _logits_again(values: list[Any], flops: Callable[..., int]) -> int:
-    """A loss that kept no logits multiplies hidden states and weights again."""
+    """Returns the work of logits in the backward pass of a loss that kept none."""
     _, hidden, weight = values[:3]
     return 2 * hidden.numel() * weight.shape[0]
 
 
 def _both_logits_again(values: list[Any], flops: Callable[..., int]) -> int:
-    """So does a divergence of student and teacher, for the losses of tokens."""
+    """Returns the work of both logits in the backward pass of a divergence of student and
+    teacher."""
     _, student, weight, _, teacher = values[:5]
     return 2 * (student.numel() + teacher.numel()) * weight.shape[0]
 
@@ -129,7 +132,7 @@ class Worker:
             yield call, work
 
     def _moved(self, name: str) -> bool:
-        """Whether the bytes of an op are known, or can be estimated."""
+        """Returns whether the bytes of an op are known, or can be estimated."""
         found = self._moves.get(name)
         if found is None:
             op = op_of(name)
@@ -179,7 +182,8 @@ def _is_pointwise(op: Any) -> bool:
 
 
 def _bytes(schema: Any, values: list[Any], results: Any) -> int:
-    """Bytes of arguments and results. Written arguments count twice, unless they are not read."""
+    """Returns the bytes of arguments and results. Written arguments count twice, unless they are
+    not read."""
     given = [tensor for tensor in _tensors(values) if tensor.dim()]  # numbers are recorded as such
     addressed = {id(tensor) for tensor in _tensors(values)}
     total = sum(map(_size, given))
@@ -193,7 +197,8 @@ def _bytes(schema: Any, values: list[Any], results: Any) -> int:
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes of a tensor, whose expanded dimensions are read again and again from one place."""
+    """Returns the bytes of a tensor, whose expanded dimensions are read again and again from one
+    place."""
     return tensor.element_size() * prod(
         n for n, s in zip(tensor.shape, tensor.stride()) if s or not n
     )

@@ -33,19 +33,19 @@ class Row(NamedTuple):
 
     @property
     def growth(self) -> int:
-        """How many bytes more the second side has."""
+        """Returns how many bytes more the second side has."""
         return self.bytes_b - self.bytes_a
 
     @property
     def change(self) -> str:
-        """ "new", "gone", "grown", "shrunk" or "same"."""
+        """Returns "new", "gone", "grown", "shrunk" or "same"."""
         if not self.count_a or not self.count_b:
             return "gone" if self.count_a else "new"
         return "grown" if self.growth > 0 else "shrunk" if self.growth else "same"
 
     @property
     def name(self) -> str:
-        """The owner in a few words."""
+        """Returns the owner in a few words."""
         return Owner(self.kind, self.module, self.op, self.stack, 0, 0).name
 
 
@@ -71,12 +71,13 @@ class Diff:
 
     @property
     def growth(self) -> int:
-        """How many bytes more are live on the second side at the moment that is compared."""
+        """Returns how many bytes more are live on the second side at the moment that is
+        compared."""
         before, after = self.totals["live"]
         return after - before
 
     def fails(self, fail_above: int | str) -> bool:
-        """Whether it grew by more than this, such as "50 MiB"."""
+        """Returns whether it grew by more than this, such as "50 MiB"."""
         return self.growth > parse_bytes(fail_above, "fail_above")
 
     def table(self, top: int = 10) -> str:
@@ -230,7 +231,7 @@ def _key(owner: Owner) -> tuple[Any, ...]:
 
 
 def _loose(owner: Owner) -> tuple[Any, ...]:
-    """Without the numbers of ``folder/file.py:12 function``."""
+    """Returns a key without the line numbers of ``folder/file.py:12 function``."""
     kind, *rest = _key(owner)
     if owner.stack:
         rest = [tuple(re.sub(r":\d+(?= |$)", "", line) for line in owner.stack)]

@@ -82,7 +82,7 @@ def _list(value: Any, what: str) -> list[Any]:
 
 
 def _numbers(value: Mapping[str, Any], names: tuple[str, ...], what: str) -> dict[str, Any]:
-    """The numbers of these names. What was not recorded is left out."""
+    """Returns the numbers of these names. What was not recorded is left out."""
     return {
         name: number(value[name], f"{name} of {what}", -LARGEST, LARGEST)
         for name in names

@@ -114,7 +114,7 @@ def _differences(values: list[int]) -> list[int]:
 
 
 def _bands(timeline: Timeline) -> list[Span]:
-    """The phases, without those that are too short to be seen where there are many."""
+    """Returns the phases, without those that are too short to be seen where there are many."""
     spans = timeline.spans
     if len(spans) <= BANDS:
         return spans
@@ -125,7 +125,7 @@ def _bands(timeline: Timeline) -> list[Span]:
 
 
 def _module(key: tuple) -> str:
-    """The module that owns it, with one level below a list of blocks: "layers.3"."""
+    """Returns the module that owns it, with one level below a list of blocks: "layers.3"."""
     if key[1] is None:
         return "no module"
     parts = key[1].split(".")
@@ -134,7 +134,7 @@ def _module(key: tuple) -> str:
 
 
 def _line(key: tuple) -> str:
-    """The innermost line of the user's, or else the operation."""
+    """Returns the innermost line of the user's, or else the operation."""
     return quoted(key[3][0] if key[3] else key[2] or "unknown", 80)
 
 
@@ -171,7 +171,8 @@ class _Columns:
         return change
 
     def kinds_at(self, points: Tensor) -> dict[str, Tensor]:
-        """The live bytes of each kind at the points. Kinds that never occur are left out."""
+        """Returns the live bytes of each kind at the points. Kinds that never occur are left
+        out."""
         found = {}
         for number, kind in enumerate(KINDS):
             mask = self.kind == number
@@ -180,8 +181,8 @@ class _Columns:
         return found
 
     def groups_at(self, points: Tensor, names: list[str]) -> dict[str, list[int]]:
-        """The live bytes at the points by a name of each owner, as differences: of the names with
-        the most bytes, and of all others together."""
+        """Returns the live bytes at the points by a name of each owner, as differences: of the
+        names with the most bytes, and of all others together."""
         numbers: dict[str, int] = {}
         of_owner = torch.tensor([numbers.setdefault(name, len(numbers)) for name in names])
         at_peak = torch.zeros(len(numbers) or 1, dtype=torch.int64)
@@ -206,7 +207,8 @@ class _Columns:
         return {kind: int(series[0]) for kind, series in self.kinds_at(at).items()}
 
     def at_peak(self) -> list[tuple[int, int, int]]:
-        """Each owner that is live at the peak, its bytes and its allocations, the largest first."""
+        """Returns each owner that is live at the peak, its bytes and its allocations, the largest
+        first."""
         peak = self.timeline.peak_index
         live = (self.start <= peak) & (peak < self.end)
         owner = self.owner[live]
@@ -217,8 +219,8 @@ class _Columns:
         return [(one, sizes[one], counts[one]) for one in order if counts[one]]
 
     def top_at(self, points: Tensor, shown: list[int]) -> tuple[list[list[tuple]], list[int]]:
-        """The largest owners at each point, with their bytes, and those of them that are not in
-        ``shown``. Of more owners than can be followed, those with the most bytes are."""
+        """Returns the largest owners at each point, with their bytes, and those of them that are
+        not in ``shown``. Of more owners than can be followed, those with the most bytes are."""
         most = max(1, CELLS // len(points))
         weight = torch.zeros(len(self.keys), dtype=torch.int64)
         weight.index_add_(0, self.owner, self.bytes)
@@ -244,8 +246,8 @@ class _Columns:
 
 
 def _points(columns: _Columns) -> Tensor:
-    """The events that are shown: all, or of each of ``POINTS`` ranges the one with the most live
-    bytes."""
+    """Returns the events that are shown: all, or of each of ``POINTS`` ranges the one with the most
+    live bytes."""
     events = columns.events
     if events <= POINTS:
         return torch.arange(events)

@@ -110,7 +110,8 @@ def _where(facts: dict[str, Any]) -> str:
 
 
 def _area(content: dict[str, Any]) -> list[Pieces]:
-    """Live bytes over the events, as columns of blocks; each is the most of its events."""
+    """Returns the live bytes over the events, as columns of blocks, each the most of its
+    events."""
     total = 0
     sums = []
     for changes in zip(*content["series"]["kind"].values()):

@@ -91,7 +91,7 @@ def _row(name: str, size: int, live: int) -> str:
 
 
 def _lines_of_error(error: BaseException) -> tuple[str, ...]:
-    """The user's lines that the error came through, innermost first."""
+    """Returns the user's lines that the error came through, innermost first."""
     frames: list[Mapping[str, object]] = [
         {"name": frame.name, "filename": frame.filename, "line": frame.lineno}
         for frame in reversed(traceback.extract_tb(error.__traceback__))
@@ -100,7 +100,7 @@ def _lines_of_error(error: BaseException) -> tuple[str, ...]:
 
 
 def _fragmentation(snapshot: Snapshot, asked: int) -> list[str]:
-    """What the allocator held and nobody used."""
+    """Says what the allocator held and nobody used."""
     failure = snapshot.out_of_memory[-1] if snapshot.out_of_memory else None
     whose = "system" if snapshot.device == "cpu" else "device"
     free = "" if failure is None else f"; the {whose} had {format_bytes(failure.device_free)} free"

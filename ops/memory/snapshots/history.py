@@ -70,12 +70,12 @@ class History(Resolver):
 
     @property
     def last_time_us(self) -> int:
-        """The time of the last event; 0 if there was none."""
+        """Returns the time of the last event; 0 if there was none."""
         return self._times[-1] if self._times else 0
 
     @property
     def kept_spans(self) -> list[Span]:
-        """The phases of the events that were kept."""
+        """Returns the phases of the events that were kept."""
         return [span._replace(start=max(span.start, self.dropped)) for span in self.spans]
 
     def end_what_was_overwritten(self) -> None:

@@ -44,7 +44,7 @@ class Segment(NamedTuple):
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of its free blocks."""
+        """Returns the bytes of its free blocks."""
         return sum(block.size for block in self.blocks if block.allocation is None)
 
 
@@ -120,25 +120,25 @@ class Snapshot:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Allocations over the events, with what each was for. What was live before the first event
-        starts at 0."""
+        """Returns allocations over the events, with what each was for. What was live before the
+        first event starts at 0."""
         spans = self._read.spans(_listed(self._about, "spans"))
         return Timeline(self._read.allocations, spans, self.device, list(self.remarks))
 
     @property
     def times(self) -> list[int]:
-        """Microseconds since 1970 of each event of the timeline; the first is that of the state
-        before them."""
+        """Returns microseconds since 1970 of each event of the timeline; the first is that of the
+        state before them."""
         return self._read.times[: self.timeline.events]
 
     @property
     def segments(self) -> list[Segment]:
-        """What the allocator holds at the end."""
+        """Returns what the allocator holds at the end."""
         return self._read.segments
 
     @property
     def out_of_memory(self) -> list[OutOfMemory]:
-        """The requests that failed."""
+        """Returns the requests that failed."""
         return self._read.failures
 
     def at_peak(self) -> list[Allocation]:
@@ -343,7 +343,7 @@ class _Reader:
         return Segment(address, size, stream, bool(segment.get("is_expandable")), blocks)
 
     def spans(self, rows: list[Any]) -> list[Span]:
-        """The phases that the file names, if they make sense."""
+        """Returns the phases that the file names, if they make sense."""
         given = rows[self.row] if self.row < len(rows) else None
         spans: list[Span] = []
         for span in given if isinstance(given, list) else ():

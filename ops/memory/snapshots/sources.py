@@ -46,10 +46,10 @@ class Source(Protocol):
     def start(self, watch: Watch, before: list[Label]) -> None: ...
 
     def must_read(self) -> bool:
-        """Whether there is so much to be read that :meth:`read` should be called soon."""
+        """Returns whether there is so much to be read that :meth:`read` should be called soon."""
 
     def can_read(self) -> bool:
-        """Whether :meth:`read` may be called here."""
+        """Returns whether :meth:`read` may be called here."""
 
     def read(self) -> None:
         """Reads the events until now."""
@@ -138,7 +138,7 @@ class CpuSource:
 
 
 def _code_of_functions() -> set[Any]:
-    """The code of all functions of autograd, which it calls from C++."""
+    """Returns the code of all functions of autograd, which it calls from C++."""
     found: set[Any] = set()
     classes = [torch.autograd.Function]
     while classes:

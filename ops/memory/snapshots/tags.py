@@ -51,7 +51,7 @@ class Tag(NamedTuple):
 
 
 def is_ours(text: Any) -> bool:
-    """Whether a ``user_metadata`` is that of a tag."""
+    """Returns whether a ``user_metadata`` is that of a tag."""
     return isinstance(text, str) and text.startswith('{"kind":') and len(text) <= _MOST
 
 

@@ -110,7 +110,7 @@ def _check(data: bytes) -> None:
 
 
 def _refusal(data: bytes, at: int) -> str:
-    """Why the instruction at a place is not taken."""
+    """Returns why the instruction at a place is not taken."""
     code = data[at : at + 1]
     if code == b"c":  # GLOBAL: two lines of text
         name = b".".join(data[at + 1 : at + 200].split(b"\n", 2)[:2])

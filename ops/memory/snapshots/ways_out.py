@@ -70,7 +70,7 @@ def shapes_of(value: Any) -> Any:
 
 
 def _like(value: Any) -> Any:
-    """Tensors on the meta device in the place of shapes."""
+    """Returns tensors on the meta device in the place of shapes."""
     if isinstance(value, _Shape):
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     if isinstance(value, dict):
@@ -123,7 +123,7 @@ def _from_plan(planned: Planned, asked: int) -> list[str]:
 
 
 def _forward(model: nn.Module, batch: Any) -> Tensor:
-    """A sum of what the model returns, in place of a loss that is not known."""
+    """Returns a sum of what the model returns, in place of a loss that is not known."""
     arguments, named = batch
     parts = [t.float().sum() for t in tensors_in(model(*arguments, **named)) if t.requires_grad]
     if not parts:
@@ -132,7 +132,7 @@ def _forward(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _cost(time: str) -> float:
-    """The percentage of "about 7 % slower"; 0 for what is no slower."""
+    """Returns the percentage of "about 7 % slower"; 0 for what is no slower."""
     found = re.search(r"([\d.]+) % slower", time)
     return float(found[1]) if found else 0.0
 

@@ -119,7 +119,7 @@ class _Words:
         return frames, text
 
     def _line(self, line: str) -> dict[str, Any]:
-        """The frame of ``folder/file.py:12 function``."""
+        """Returns the frame of ``folder/file.py:12 function``."""
         frame = self._lines.get(line)
         if frame is None:
             place, _, name = line.partition(" ")
@@ -133,7 +133,7 @@ class _Words:
 
 
 def _segments(history: History, words: _Words) -> list[dict[str, Any]]:
-    """The pages in which allocations were, as segments without gaps."""
+    """Returns the pages in which allocations were, as segments without gaps."""
     ranges: list[list[int]] = []
     placed = [(history.address(a), a) for a in history.allocations]
     placed.sort(key=lambda pair: pair[0])
@@ -324,7 +324,7 @@ def _about(
 
 
 def _annotations(row: int, spans: Sequence[Span], times: Sequence[int]) -> list[dict[str, Any]]:
-    """A range of time for every phase, as torch writes those of ``record_function``."""
+    """Returns a range of time for every phase, as torch writes those of ``record_function``."""
     if not times:
         return []
     found = []

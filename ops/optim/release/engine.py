@@ -39,7 +39,7 @@ class Engine:
         return bool(self._hooks)
 
     def add_hooks(self) -> None:
-        """Hooks the parameters that are new, or require grad since the last call."""
+        """Adds hooks to the parameters that are new, or require grad since the last call."""
         # Weak: torch's hooks on parameters are out of the garbage collector's sight, and would keep
         # the optimizer, and with it the parameters, for good. The optimizer keeps the handle.
         method = weakref.WeakMethod(self._ready)
@@ -68,7 +68,7 @@ class Engine:
     # ---- in backward ----------------------------------------------------------------------------
 
     def _ready(self, param: Tensor) -> None:
-        """The hook: a parameter has its gradient."""
+        """Runs when a parameter has its gradient."""
         if param.grad is None:
             return
         if param.grad.requires_grad:

@@ -143,7 +143,7 @@ class ReleaseHandle:
 
     @property
     def active(self) -> bool:
-        """Whether gradients are released: until :meth:`remove`."""
+        """Returns whether gradients are released: until :meth:`remove`."""
         return self._engine.active
 
     def remove(self) -> None:
@@ -154,8 +154,8 @@ class ReleaseHandle:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether parameters have been stepped, or gradients added to moments, since the last
-        ``optimizer.step()``."""
+        """Returns whether parameters have been stepped, or gradients added to moments, since the
+        last ``optimizer.step()``."""
         return self._strategy.has_stepped
 
     def abandon(self) -> None:
@@ -317,7 +317,7 @@ def _check_model(model: nn.Module, optimizer: Optimizer, sums_over_ranks: bool) 
 
 
 def _refuse_ddp(module: nn.Module, args: Any) -> None:
-    """A hook before the forward of a model that was not wrapped when the release began."""
+    """Refuses the forward of a model that was not wrapped when the release began."""
     if torch.compiler.is_compiling():
         return
     if DistributedDataParallel._get_active_ddp_module() is not None:

@@ -28,7 +28,7 @@ class Norms:
 
     @property
     def params(self) -> list[Tensor]:
-        """The parameters whose gradients were measured."""
+        """Returns the parameters whose gradients were measured."""
         return [param for params, _ in self._parts for param in params]
 
     def measure(self, params: list[Tensor], grad_scale: Tensor | None) -> Tensor:

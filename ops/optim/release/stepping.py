@@ -79,13 +79,13 @@ class Stepping(InBackward):
 
     @property
     def _grad_scale(self) -> Tensor | None:
-        """The factor that gradients are to be divided by."""
+        """Returns the factor that gradients are to be divided by."""
         return self.optimizer.grad_scale if self._scaler is None else self._scaler._scale
 
     _needs_norms = False  # whether a step measures gradients although no scaler asks for it
 
     def _clip_coef(self) -> Tensor | None:
-        """The factor that clips gradients before all are known."""
+        """Returns the factor that clips gradients before all are known."""
         return None
 
     def _step_finite(self, params: list[Tensor], scale: Tensor | None) -> None:

@@ -50,7 +50,7 @@ class Strategy:
 
     @property
     def has_begun(self) -> bool:
-        """Whether backward has begun a step that :meth:`finish` must finish."""
+        """Returns whether backward has begun a step that :meth:`finish` must finish."""
         return False
 
     def check_finish(self, max_grad_norm: float | None) -> None:

@@ -26,7 +26,7 @@ class Loss:
 
     @property
     def relative(self) -> float:
-        """The error, in units of the largest element."""
+        """Returns the error, in units of the largest element."""
         return self.error / self.largest if self.largest else self.error
 
 

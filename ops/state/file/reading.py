@@ -141,7 +141,7 @@ class StateFile:
 
     @property
     def advice(self) -> str:
-        """What to do if it is damaged."""
+        """Says what to do if it is damaged."""
         folder = os.path.dirname(self.path) or "."
         return f"Load another one: headroom.latest({folder!r}) finds the newest that is whole"
 

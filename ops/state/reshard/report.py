@@ -36,17 +36,17 @@ class ReshardReport:
 
     @property
     def kept(self) -> int:
-        """The number of blocks that have the codes and the scale that were saved."""
+        """Returns the number of blocks that have the codes and the scale that were saved."""
         return sum(moment.kept for moment in self.moments)
 
     @property
     def requantized(self) -> int:
-        """The number of blocks that lay across several old ones."""
+        """Returns the number of blocks that lay across several old ones."""
         return sum(moment.requantized for moment in self.moments)
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every block has the codes and the scale that were saved."""
+        """Returns whether every block has the codes and the scale that were saved."""
         return not self.requantized
 
     def __str__(self) -> str:
