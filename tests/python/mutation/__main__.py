@@ -1,5 +1,5 @@
 """Changes a package of `ops` in small ways, runs for each change the tests that reach it, and
-prints what none of them noticed. `tests/mutate.sh` calls it; CONTRIBUTING.md says how to read it."""
+prints what none of them noticed. `tests/mutate.sh` calls it; CONTRIBUTING.md has more."""
 
 from __future__ import annotations
 
