@@ -151,7 +151,7 @@ class TrainerLoss:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is numbers and text, and lists and dicts of these."""
+    """Returns whether a value is numbers and text, and lists and dicts of these."""
     if isinstance(value, Mapping):
         return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
     if isinstance(value, (list, tuple, set, deque)):

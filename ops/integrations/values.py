@@ -39,7 +39,7 @@ class ValuesRead:
 
     @contextmanager
     def answered(self) -> Iterator[None]:
-        """While it lasts, values of fakes are answered. Costs nothing where no fakes are."""
+        """Answers for the values of fakes while it lasts. Costs nothing where no fakes are."""
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
             yield
             return
@@ -91,7 +91,7 @@ class _Answers(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
     def _is_loops(self) -> bool:
-        """Whether the loop asks, and not a module; notes where."""
+        """Returns whether the loop asks, and not a module; notes where."""
         frame: Any = sys._getframe(2)
         found = None
         while frame is not None:
@@ -105,7 +105,7 @@ class _Answers(TorchDispatchMode):
 
 
 def _selects(x: Any, indices: list[Any]) -> bool:
-    """Whether elements of a fake are taken where a mask is True."""
+    """Returns whether elements of a fake are taken where a mask is True."""
     return (
         isinstance(x, FakeTensor)
         and len(indices) == 1

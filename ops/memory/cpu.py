@@ -178,7 +178,7 @@ class _Context:
         return _Context(name, self.module, self.phase, None, self)
 
     def of_python(self, fields: Any) -> _Context:
-        """The context of a call in Python."""
+        """Returns the context of a call in Python."""
         return _Context(None, self.module, self.phase, fields, self)
 
     def stack(self) -> tuple[str, ...]:
@@ -195,7 +195,7 @@ class _Context:
         return self._stack
 
     def _callers(self) -> tuple[str, ...]:
-        """The lines of the calls that lead here, of which each is read once."""
+        """Returns the lines of the calls that lead here, of which each is read once."""
         unread: list[_Context] = []
         context: _Context | None = self
         while context is not None and context._lines is None:
@@ -211,7 +211,7 @@ class _Context:
 
 
 def _line(frame: Any) -> str | None:
-    """The line of a frame, or None for the frames of torch and of this package."""
+    """Returns the line of a frame, or None for the frames of torch and of this package."""
     return _text(frame.file_name, frame.line_number, frame.function_name)
 
 

@@ -93,7 +93,7 @@ class Step:
 
 
 def name_of_optimizer(optimizer: Any) -> str:
-    """The class of an optimizer, or of what a function makes."""
+    """Returns the class of an optimizer, or of what a function makes."""
     if optimizer is None:
         return "none"
     if hasattr(optimizer, "param_groups"):

@@ -88,7 +88,7 @@ def watching_modules(
 
 
 def _given_back(tensor: Tensor, version: int) -> Tensor:
-    """With hooks autograd does not look for changes in place by itself, so this does."""
+    """Raises if a tensor was changed in place: with hooks autograd does not look by itself."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an "

@@ -41,8 +41,8 @@ class Report:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every part of every state was kept to the bit, and every option that changes
-        steps."""
+        """Returns whether every part of every state was kept to the bit, and every option that
+        changes steps."""
         return all(loss.kind == "none" for loss in self.losses)
 
     def __str__(self) -> str:

@@ -336,6 +336,27 @@ def test_flipped_signs_are_caught(change, rows):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_weights_are_not_read(monkeypatch, frozen):
+def test_another_dtype_of_one_width_is_named():
+    """Whose bytes could be the same."""
+    dtypes = iter([torch.float16, torch.bfloat16])
+
+    def casts(x):
+        return torch.zeros(3, dtype=next(dtypes)).exp() * x
+
+    x = torch.randn(3, requires_grad=True)
+    y = headroom.checkpoint(casts, x, verify=True, determinism_check="none")
+    with pytest.raises(RecomputeError, match=r"float16 \[3\].* recomputed as bfloat16 \[3\]"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_decorated_function_is_verified(reentrant):
+    decorated = headroom.checkpoint(verify=True, use_reentrant=reentrant)(block(Counter(0.5)))
+    with pytest.raises(RecomputeError):
+        decorated(torch.randn(5, 8, requires_grad=True)).sum().backward()
+
+
+def test_weights_are_not_read(monkeypatch):
     from headroom.checkpointing import verify
 
     seen = []

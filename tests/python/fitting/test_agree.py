@@ -68,6 +68,21 @@ def longer_batches_on_one_rank(rank):
     assert gathered(lambda: found.choice) == [found.choice] * 2
 
 
+def propose_again_within_less(rank):
+    """Each rank likes what is 10 bytes too large for the other, until the limit excludes both."""
+    peaks = {"A": (100, 130), "B": (130, 100), "C": (95, 95)}
+    asked = []
+
+    def propose(limit):
+        asked.append(limit)
+        mine = "AB"[rank]
+        return mine if peaks[mine][rank] <= limit else "C"
+
+    found = agreed(propose, lambda choice: (peaks[choice][rank], 1.0), 120)
+    assert found.choice == "C" and found.peaks == (95, 95)
+    assert asked == [120, 110, 100, 90]
+
+
 def nothing_fits_everywhere(rank):
     mine = Costs((1.0,) * BLOCKS)
     expensive = (lambda levels: (10_000, 1.0)) if rank else mine.price
@@ -144,6 +159,7 @@ def test_an_error_on_one_rank_raises_on_all(ranks, broken, where):
     "scenario",
     [
         longer_batches_on_one_rank,
+        propose_again_within_less,
         nothing_fits_everywhere,
         what_json_does_not_carry_raises_on_all,
     ],

@@ -49,8 +49,7 @@ def assert_same_step(loss_of, hidden, weight):
     assert_tolerance_rule(*found)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("softcap", [None, 6.0])
+@pytest.mark.parametrize("temperature, softcap", [(1.0, None), (0.7, None), (1.0, 6.0), (0.7, 6.0)])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_values_and_gradients(with_bias, softcap, temperature):
     hidden, weight, target = given()

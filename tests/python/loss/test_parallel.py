@@ -23,6 +23,8 @@ ROWS, FEATURES, CLASSES = 37, 24, 53
 CASES = {
     "plain": {},
     "smoothed": dict(label_smoothing=0.1, reduction="sum"),
+    "classes": dict(class_weight=True),
+    "tokens": dict(token_weight=True, class_weight=True, reduction="sum"),
     "everything": dict(
         label_smoothing=0.2,
         softcap=5.0,

@@ -42,6 +42,16 @@ def test_live_bytes_peak_and_owners():
     assert len(timeline.owners(top=1)) == 1
 
 
+def test_a_phase_that_occurs_again_keeps_its_largest_peak():
+    """As with micro-batches, of which the first may be the longest."""
+    allocations = [Allocation(0, 70, 1, 2, "temporaries"), Allocation(1, 30, 5, 6, "temporaries")]
+    names = ("forward", "backward", "forward", "backward")
+    spans = [Span(start, 0, name) for start, name in zip((1, 3, 5, 7), names)]
+    timeline = Timeline(allocations, spans)
+    assert timeline.peaks_by_phase() == {"forward": 70, "backward": 0}
+    assert timeline.peaks()[0, "forward"] == timeline.peaks_by_step()[0] == 70
+
+
 def test_phases_and_steps():
     timeline = _timeline()
     assert timeline.peaks_by_phase() == {"forward": 250, "backward": 200, "optimizer": 205}

@@ -179,6 +179,24 @@ def test_a_model_on_several_devices():
         headroom.plan(model, None, batch())
 
 
+class Seeds(nn.Linear):
+    """Moves every generator itself; of the fakes no random number is drawn."""
+
+    def forward(self, x):
+        torch.manual_seed(5)
+        random.seed(5)
+        np.random.seed(5)
+        return super().forward(x)
+
+
+def test_random_states_are_as_before():
+    model = Seeds(5, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    before = everything(model, optimizer)
+    headroom.plan(model, optimizer, torch.randn(4, 5), forward=lambda m, x: m(x).sum())
+    same(before, everything(model, optimizer))
+
+
 def test_a_closure_over_the_model_sees_the_copy():
     model, sample = mlp(), batch()
 
