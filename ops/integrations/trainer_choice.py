@@ -87,7 +87,7 @@ def cuts_of(trainer: Any, *, who: str) -> list[int]:
 
 
 def _loader_follows(trainer: Any, parts: int, *, who: str) -> bool:
-    """Returns whether a loader that is the user's own has smaller batches where the Trainer's are."""
+    """Returns whether a loader of the user's own has smaller batches where the Trainer's are."""
     args, before = trainer.args, trainer._train_batch_size
     size = args.per_device_train_batch_size
     found = []

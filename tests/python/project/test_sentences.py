@@ -8,14 +8,14 @@ OPS = Path(__file__).resolve().parents[3] / "ops"
 # How many docstrings of functions in a package do not. A number may only fall; others are 0.
 LEFT = {
     "checkpointing": 2,
-    "fitting": 59,
+    "fitting": 57,
     "functional": 7,
     "grad": 7,
-    "integrations": 19,
+    "integrations": 18,
     "loss": 1,
     "nn": 9,
-    "patching": 22,
-    "planning": 53,
+    "patching": 20,
+    "planning": 40,
 }
 # Words that end as verbs do ("Returns", "Checks"), and begin a noun phrase or a remark.
 NO_VERBS = """allocations as bytes does events flops is lines microseconds nanoseconds numbers
