@@ -19,10 +19,10 @@ typedef struct lce_totals {
 
 /* The rows that count, one after another; the list is filled up with rows that are ignored. */
 typedef struct lce_list {
-    int64_t *index;  /* which row; -1: none */
-    int64_t *target; /* its class; ignore_index: none */
-    float *scale;    /* token_weight */
-    float *dloss;    /* the gradient of its loss, with token_weight */
+    int64_t *index;              /* which row; -1: none */
+    int64_t *target;             /* its class; ignore_index: none */
+    float *scale;                /* token_weight */
+    float *dloss;                /* the gradient of its loss, with token_weight */
     float *loss, *lse, *lse_low; /* loss: without the z-loss */
     int64_t capacity;
     lce_totals *totals;
@@ -194,9 +194,8 @@ HR_INLINE void lce_end(const lce_ending *e, int64_t i)
     const int64_t target = e->list.target[place];
     const double weight = ce_weight(&e->ce, target);
     const double scale = (double)e->list.scale[place];
-    const double loss =
-        scale * ce_loss(&e->ce.config, lse, (double)seen->z, weight, e->list.totals->weight_sum,
-                        seen->weighted, e->ce.all);
+    const double loss = scale * ce_loss(&e->ce.config, lse, (double)seen->z, weight,
+                                        e->list.totals->weight_sum, seen->weighted, e->ce.all);
     e->list.lse[place] = high;
     e->list.lse_low[place] = low;
     e->list.loss[place] = (float)loss;

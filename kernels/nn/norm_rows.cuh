@@ -221,8 +221,8 @@ static __device__ __forceinline__ void backward_row(const norm_args &a, const ro
         read_weights<E>(a, j, out);
 #pragma unroll
         for (int e = 0; e < E; e++)
-            out[e] = norm_dx(g[e] * out[e], norm_hat(few_get(x, e, dtype), mean, rstd, 0, dtype), rstd,
-                             means[0], means[1]);
+            out[e] = norm_dx(g[e] * out[e], norm_hat(few_get(x, e, dtype), mean, rstd, 0, dtype),
+                             rstd, means[0], means[1]);
         if (a.dsum.data) {
             const few<E> dsum = few_load<E>(row_at(a.dsum, row, dtype), j, dtype);
 #pragma unroll

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..planning.result import Plan
 from ..step.errors import PlanError
-
-if TYPE_CHECKING:
-    from .fitted import Fitted
 
 __all__ = ["adapt"]
 
 TRIES = 3  # plans at most
 
 
-def adapt(fitted: Fitted) -> bool:
-    """Sets faster levels if the measured peak says that there is room for them, and returns whether
-    it did. What is set has a plan, and the measured peak and what its plan adds to the last one are
-    within the budget and its margin."""
+def adapt(fitted: Any) -> bool:
+    """Sets faster levels of a :class:`Fitted` if the measured peak says that there is room for
+    them, and returns whether it did. What is set has a plan, and the measured peak and what its
+    plan adds to the last one are within the budget and its margin."""
     measured, seconds = fitted.measured_peak, fitted.predicted_seconds
     if measured is None or fitted.planner is None or seconds is None:
         return False

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .._core.sizes import format_bytes
 from .._core.text import shortened
-
-if TYPE_CHECKING:
-    from .fitted import Fitted
-    from .search import FrontierPoint
+from .search import FrontierPoint
 
 __all__ = ["described", "table"]
 
 WIDTH = 80
 
 
-def table(fitted: Fitted) -> str:
+def table(fitted: Any) -> str:
     """Returns the report."""
     name = shortened(type(fitted.model).__name__, 40)
     state = "" if fitted.is_applied else ", not applied"
@@ -63,7 +60,7 @@ def _signed(size: int) -> str:
     return f"+{format_bytes(size)}" if size > 0 else format_bytes(size)
 
 
-def _neighbor(fitted: Fitted, name: str, point: FrontierPoint | None) -> str:
+def _neighbor(fitted: Any, name: str, point: FrontierPoint | None) -> str:
     if point is None or fitted.predicted_peak is None:
         return f"next {name}: none was found"
     size = _signed(point.peak - fitted.predicted_peak)
@@ -77,7 +74,7 @@ def _wrapped(note: str) -> list[str]:
     return textwrap.wrap(note, WIDTH, initial_indent="note: ", subsequent_indent="  ")
 
 
-def described(fitted: Fitted) -> dict[str, Any]:
+def described(fitted: Any) -> dict[str, Any]:
     """Returns the report in what :mod:`json` writes."""
     return {
         "format": "headroom.fitted/1",

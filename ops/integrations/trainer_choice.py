@@ -15,8 +15,8 @@ from ..fitting.micro_batches import samples_of
 from ..patching.losses import has_fused_loss
 from .fits_loop import OPTIMIZER_STAYS, optimizer_of_choice
 from .loops import batches_planned
+from .trainer_loss import fuse_loss
 from .trainer_step import batch_of_loader, loss_can_be_fused
-from .transformers import fuse_loss
 
 __all__ = ["apply", "check", "choice_of_checkpoint", "possible"]
 

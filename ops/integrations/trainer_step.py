@@ -18,7 +18,7 @@ from ..patching.losses import has_fused_loss
 from ..step.errors import PlanError
 from ..step.randomness import generators_kept
 from .batches import moved, sample_batch
-from .transformers import smoothed_loss
+from .trainer_loss import smoothed_loss
 from .values import ValuesRead
 
 __all__ = [

@@ -57,6 +57,8 @@ def graph(folder):
 
 
 GRAPH = graph("ops")
+# Public names of headroom.optim, imported when they are used, that are about states.
+UPWARD = {(("optim",), ("state",))}
 
 
 def test_what_is_looked_at():
@@ -70,6 +72,7 @@ def test_packages_import_from_their_floor_or_lower_ones(package):
     for name, targets in GRAPH.items():
         if name and name[0] == package:
             upward = [t for t in targets if t and FLOORS.get(t[0], 0) > FLOORS[package]]
+            upward = [target for target in upward if (name, target[:1]) not in UPWARD]
             assert not upward, ".".join(name)
 
 
