@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
 from tests.python.helpers.sampling import ALONE
 
 from .changes import Change, changes_of
