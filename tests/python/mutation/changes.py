@@ -175,6 +175,9 @@ def _is_left_alone(node):
             "__slots__",
         ):
             return True
+        if node.type == "expr_stmt" and node.children[1].type == "annassign":
+            if len(node.children[1].children) == 2:  # a declaration
+                return True
         if node.type == "decorator" and "overload" in node.get_code():
             return True
         node = node.parent
