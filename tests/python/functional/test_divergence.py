@@ -360,5 +360,5 @@ def test_backward_refuses_one_tensor_without_data(name):
         lambda: ops.divergence_backward(*arguments),
         lambda: ops.divergence_backward_(*arguments, student),
     ):
-        with pytest.raises(RuntimeError, match=f"student is on cpu, but {name} is on meta"):
+        with pytest.raises(RuntimeError, match=f"{name} is on meta"):
             call()
