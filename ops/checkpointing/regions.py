@@ -145,7 +145,7 @@ def checkpoint_sequential(
         raise ValueError(
             f"segments is {segments}, wanted 1 to {max(1, len(modules))}, the number of functions"
         )
-    size = len(modules) // segments
+    size = max(1, len(modules)) // segments
     options["use_reentrant"] = use_reentrant
     for start in range(0, size * (segments - 1), size):
         run = functools.partial(_run, modules[start : start + size])

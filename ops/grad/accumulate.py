@@ -161,9 +161,9 @@ class GradAccumulator:
 
         Raises:
             TypeError, ValueError: the weight is not a finite number >= 0.
-            RuntimeError: ``param.grad`` is still the mean that :meth:`finish` set, plus this
-                micro-batch: ``zero_grad()`` was not called after the step. Or several ranks train,
-                and nothing says how their gradients are reduced.
+            RuntimeError: ``param.grad`` is still the tensor that :meth:`finish` set, because
+                ``zero_grad()`` was not called after the step, or with ``set_to_none=False``. Or
+                several ranks train, and nothing says how their gradients are reduced.
         """
         weight = _checked_weight(weight)
         self._ranks.check_known()
@@ -204,8 +204,9 @@ class GradAccumulator:
             _check_grad(param)
             if param in self._given and self._given[param]() is param.grad:
                 raise RuntimeError(
-                    "a gradient still holds the mean that finish() gave; call zero_grad() after "
-                    "the step, or use micro_batch()"
+                    "a gradient is still the tensor of the mean that finish() gave; call "
+                    "zero_grad() after the step with set_to_none=True, its default (one that is "
+                    "zeroed in place cannot be told from one that is not), or use micro_batch()"
                 )
             factor = weight
             if weighting is not None and isinstance(param, DTensor):

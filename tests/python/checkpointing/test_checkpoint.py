@@ -7,6 +7,7 @@ import copy
 import headroom
 import pytest
 import torch
+from headroom.checkpointing import CheckpointedBlocks
 from torch import nn
 
 
@@ -91,6 +92,7 @@ class TestEvery:
         model, x = model_and_input()
         names = list(model.state_dict())
         handle = headroom.checkpoint_every(model, 2)
+        assert type(handle) is CheckpointedBlocks
         assert list(model.state_dict()) == names
         assert "3 of 5 blocks" in repr(handle)
         model.eval()
@@ -169,6 +171,14 @@ class TestSequential:
             headroom.checkpoint_sequential([nn.Identity(), nn.Identity()], 3, torch.ones(1))
         with pytest.raises(TypeError):
             headroom.checkpoint_sequential([nn.Identity()] * 4, 2, torch.ones(1), verfy=True)
+
+    @pytest.mark.parametrize("functions", [[], [nn.Identity()], nn.Sequential(nn.Identity())])
+    def test_one_function_or_none_is_one_segment(self, functions):
+        x = torch.ones(1)
+        assert torch.equal(headroom.checkpoint_sequential(functions, 1, x), x)
+        for segments in (0, 2):
+            with pytest.raises(ValueError, match=f"segments is {segments}, wanted 1 to 1"):
+                headroom.checkpoint_sequential(functions, segments, x)
 
 
 def test_options_that_a_reentrant_checkpoint_does_not_have_are_refused_as_in_torch():

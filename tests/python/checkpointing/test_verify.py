@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import threading
 
 import headroom
 import pytest
@@ -50,6 +52,14 @@ class Scales(nn.BatchNorm1d):
     def forward(self, x):
         super().forward(x)
         return x.exp() * self.running_var
+
+
+class Moves(nn.BatchNorm1d):
+    """Has other running statistics each time, by which it divides in ``eval()``."""
+
+    def forward(self, x):
+        self.running_var = self.running_var * 2
+        return super().forward(x)
 
 
 class Shuffles(nn.Module):
@@ -169,12 +179,65 @@ def test_what_gradients_depend_on_is_compared(middle):
         train(block(middle))
 
 
+def test_statistics_that_are_divided_by_are_compared():
+    with pytest.raises(RecomputeError, match=r"float32 \[8\].*other values"):
+        train(Moves(8).eval())
+
+
 def test_the_error_names_module_tensor_and_elements():
     with pytest.raises(
         RecomputeError,
         match=r"saved tensor 2, of 2, \(float32 \[5, 700\]\) .* elements 0 to 2047",
     ):
         train(block(Counter(0.5)))
+
+
+@pytest.mark.parametrize("way", ["method", "partial", "partial of a method", "every"])
+def test_the_error_names_modules_as_the_region_does(way):
+    module = block(Counter(0.5))
+    x = torch.randn(5, 8, requires_grad=True)
+    with pytest.raises(RecomputeError, match="of 2,"):
+        if way == "every":
+            model = nn.Sequential(module, block(nn.Identity()))
+            headroom.checkpoint_every(model, n=2, verify=True)
+            model(x).sum().backward()
+        else:
+            regions = {
+                "method": module.forward,
+                "partial": functools.partial(module),
+                "partial of a method": functools.partial(type(module).forward, module),
+            }
+            headroom.checkpoint(regions[way], x, verify=True).sum().backward()
+
+
+class Outer(nn.Module):
+    """Saves what has changed after an inner module, and while one runs in another thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Counter(0.5)
+
+    def forward(self, x):
+        x = self.counter(x)
+        running, ends = threading.Event(), threading.Event()
+
+        class Waits(nn.Module):
+            def forward(self):
+                running.set()
+                ends.wait(10)
+
+        other = threading.Thread(target=Waits())
+        other.start()
+        running.wait(10)
+        x = x.exp()
+        ends.set()
+        other.join()
+        return x
+
+
+def test_the_error_names_the_module_that_runs_in_this_thread():
+    with pytest.raises(RecomputeError, match="of Outer,"):
+        train(Outer())
 
 
 class Late(nn.Module):
@@ -453,6 +516,15 @@ class TestChecksums:
                 assert torch.equal(one, two)
         expanded = checksums(x[:, :1].expand(33, 100000))
         assert expanded is not None and expanded.numel() == 1
+
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+    def test_words_of_every_width_have_wide_sums(self, dtype):
+        """Of 1000 rows that are no multiple of 8 bytes, no two have the same sum."""
+        info = torch.iinfo(dtype)
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randint(info.min, info.max, (1000, 101), dtype=dtype, generator=generator)
+        sums = [checksums(row) for row in rows]
+        assert len({tuple(found.tolist()) for found in sums if found is not None}) == 1000
 
     @pytest.mark.parametrize("shape", [(3,), (40, 48), (64, 100, 3)])
     def test_the_order_counts(self, shape):

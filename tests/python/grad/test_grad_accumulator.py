@@ -192,6 +192,10 @@ def test_add_says_when_zero_grad_was_forgotten():
     mse_loss(net(micro[0][0]), micro[0][1]).backward()
     with pytest.raises(RuntimeError, match=r"call zero_grad\(\) after the step"):
         accumulator.add()
+    net.zero_grad(set_to_none=False)
+    mse_loss(net(micro[0][0]), micro[0][1]).backward()
+    with pytest.raises(RuntimeError, match="set_to_none=True"):
+        accumulator.add()
     net.zero_grad()
     mse_loss(net(micro[0][0]), micro[0][1]).backward()
     accumulator.add()

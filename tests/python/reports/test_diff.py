@@ -113,6 +113,17 @@ def test_lines_that_moved_belong_together():
     assert found.rows[0].stack == ("m.py:21 forward", "run.py:9 main")  # that of the larger one
 
 
+def test_the_table_has_both_sides_and_kinds_of_one_side_only():
+    one = _timeline(("parameters", 100, ()))
+    found = diff(one, _timeline(("activations", 50, ())))
+    found.names = "before", "after"
+    lines = [line.split() for line in str(found).splitlines()]
+    assert lines[0] == ["before", "after", "growth"]
+    assert ["parameters", "100", "B", "0", "B", "-100", "B"] in lines
+    assert ["activations", "0", "B", "50", "B", "+50", "B"] in lines
+    assert not any(line and line[0] == "gradients" for line in lines)
+
+
 def test_snapshots_plans_and_tracked_runs_compare(tmp_path):
     model = nn.Linear(8, 8)
     with track(model) as tracked:

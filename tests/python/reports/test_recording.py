@@ -85,6 +85,18 @@ def test_timelines_with_almost_nothing(timeline):
     json.dumps(content, allow_nan=False)
 
 
+def test_lines_are_those_of_the_user_or_else_the_operation():
+    made = [
+        Allocation(0, 7, stack=("a.py:1 f", "b.py:2 g")),
+        Allocation(1, 6, op="aten::mm"),
+        Allocation(2, 5, op="aten::mm", stack=("c.py:3 h",)),
+        Allocation(3, 4),
+    ]
+    lines = recording.described(Timeline(made))["series"]["line"]
+    sizes = {name: sum(row) for name, row in lines.items()}
+    assert sizes == {"a.py:1 f": 7, "aten::mm": 6, "c.py:3 h": 5, "unknown": 4}
+
+
 def test_segments_of_a_snapshot(tmp_path):
     value = report_files.snapshot(801)
     [part] = read(report_files.write_snapshot(tmp_path / "run.pickle", value))

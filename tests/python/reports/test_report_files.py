@@ -4,11 +4,14 @@ import copy
 import json
 import os
 import pickle
+import re
 import resource
 import sys
 
 import pytest
 from headroom.cli import main
+from headroom.memory import Allocation, Snapshot, Timeline
+from headroom.planning import Plan
 from headroom.reports import files, read, report, terminal
 
 from helpers import report_files
@@ -240,6 +243,57 @@ def parts_of(folder):
     (folder / "ladder.json").write_text(json.dumps(report_files.ladder()))
     (folder / "profile.json").write_text(json.dumps(report_files.profile()))
     return [read(folder / f"{name}.json")[0] for name in ("plan", "ladder", "profile")]
+
+
+def test_what_a_plan_says_beside_its_timeline(tmp_path):
+    plan = report_files.plan()
+    plan.save(tmp_path / "plan.json")
+    [part] = read(tmp_path / "plan.json")
+    assert part.title == "plan of Model" and part.summary["total_bytes"] == plan.total_bytes
+    assert sum(part.summary["device_share"].values()) == 6000 + (400 << 20)
+    assert files.format_bytes(plan.total_bytes) in terminal.text_of([part])
+    plan.model = ""
+    plan.save(tmp_path / "plan.json")
+    assert read(tmp_path / "plan.json")[0].title == "plan"
+
+
+def test_what_has_memory_over_time_is_loaded(tmp_path):
+    parts_of(tmp_path)
+    timeline = report_files.timeline(9)
+    (tmp_path / "timeline.json").write_text(json.dumps(timeline.to_json()))
+    snapshot = report_files.write_snapshot(tmp_path / "run.pickle", report_files.snapshot(9))
+    for path, kind in (("plan.json", Plan), ("timeline.json", Timeline), (snapshot, Snapshot)):
+        assert type(files.load(tmp_path / path)) is kind
+    for name in ("ladder", "profile"):
+        with pytest.raises(ValueError, match=f"{name}.json has no memory over time"):
+            files.load(tmp_path / f"{name}.json")
+
+
+def test_names_that_are_too_long_for_a_line_end_as_they_do(tmp_path):
+    long = "a" * 40 + "".join(f"{n:02}" for n in range(30))
+    profile = report_files.profile()
+    profile["ops"][-1]["name"] = long
+    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    made = [Allocation(0, 7, module=long), Allocation(1, 7, module="a" * 42)]
+    (tmp_path / "timeline.json").write_text(json.dumps(Timeline(made).to_json()))
+    for name in ("profile", "timeline"):
+        text = terminal.text_of(read(tmp_path / f"{name}.json"))
+        assert f"..{long[-40:]} " in text and f".{long[-41:]}" not in text
+    assert "a" * 42 + " " in text
+    text = terminal.text_of(read(tmp_path / "profile.json"))
+    assert re.search(r"\n\noperations +own ms a step +calls\n", text)
+
+
+@pytest.mark.parametrize("count, more", [(3, None), (5, "3 more")])
+def test_a_page_is_named_after_its_files(count, more, tmp_path):
+    paths = [tmp_path / f"file-{number}.json" for number in range(count)]
+    for path in paths:
+        report_files.plan(3).save(path)
+    report(paths, tmp_path / "out.html")
+    title = re.search("<title>(.*?)</title>", (tmp_path / "out.html").read_text())[1]
+    named = [path.name in title for path in paths]
+    assert named == [True] * (2 if more else count) + [False] * (count - 2 if more else 0)
+    assert title.endswith(f" and {more}") if more else "more" not in title
 
 
 def test_text_with_and_without_rich(tmp_path, monkeypatch, capsys):
