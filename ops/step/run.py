@@ -42,18 +42,19 @@ def passes(
         loss_of: the loss of a micro-batch.
         parts: micro-batches, and the share of the step's loss that each has.
         backward: makes the gradients of a loss.
-        around: a context for the backward pass of a micro-batch, by its index.
+        around: a context for both passes of a micro-batch, by its index, such as ``no_sync()``,
+            which DistributedDataParallel asks for in the forward pass.
         begin: is told "forward" and "backward" as they begin.
         seen: is given the weighed loss of each micro-batch before its backward pass.
     """
     for index, (part, share) in enumerate(parts):
-        begin("forward")
-        loss = weighed(loss_of(part), share)
-        seen(loss)
-        begin("backward")
         with around(index):
+            begin("forward")
+            loss = weighed(loss_of(part), share)
+            seen(loss)
+            begin("backward")
             backward(loss)
-        del loss  # with its graph, before the next is made
+            del loss  # with its graph, before the next is made
 
 
 def weighed(loss: Tensor, share: Fraction | int) -> Tensor:
