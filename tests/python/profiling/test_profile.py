@@ -425,6 +425,7 @@ def test_the_table_fits_a_terminal():
             assert ("*.*" in names) == merge and ("1.0" in names) == (not merge)
     assert "forward" in str(prof) and "aten::addmm" in str(prof)
     assert "smaller" in prof.table(rows=1)
+    assert prof.table(width=80) == prof.table(width=80, merge=True)
 
 
 def _one_step(model):
