@@ -61,6 +61,8 @@ class Recorder(TorchDispatchMode):
         self._seen_in_backward: str | None = None
         self.has_autocast = False  # which asks where tensors are
         self._asked: Any = None  # the tensor of which C++ asked where it is, if nothing ran since
+        self._accumulator: Any = None  # of the leaf that was asked of last: nothing else holds it
+        self._is_accumulating = False
         self._unshared = 0  # what counts of an unshared tensor look like from inside the mode
 
     @classmethod
@@ -149,11 +151,25 @@ class Recorder(TorchDispatchMode):
             return x.device
         if not self.has_autocast or torch.is_autocast_enabled("cuda"):  # it is off inside of them
             return _CPU
+        if x.is_leaf and x.requires_grad:
+            if self._is_accumulating:
+                return _CPU
+            self._accumulate(x)
         is_again = self._asked is not None and self._asked() is x
-        # A leaf is asked of by autocast, twice, and by the engine before its first operation.
-        is_leaf = x.is_leaf and x.requires_grad
-        self._asked = None if is_again and is_leaf else weakref.ref(x)
+        self._asked = None if is_again else weakref.ref(x)
         return _XLA if is_again else _CPU
+
+    def _accumulate(self, x: Tensor) -> None:
+        """Has the engine ask now where a leaf is, and not before the leaf's first operation: its
+        question could not be told from one of autocast then, and XLA would end the process."""
+        before = self.is_paused, self._asked
+        self.is_paused = self._is_accumulating = True
+        try:
+            with self, torch.enable_grad():
+                self._accumulator = x.view_as(x).grad_fn
+        finally:
+            self._is_accumulating = False
+            self.is_paused, self._asked = before
 
     # ---- operations -----------------------------------------------------------------------------
 
