@@ -218,6 +218,9 @@ static __device__ __forceinline__ void backward_row(const norm_args &a, const ro
         }
         if (!a.dx.data)
             return;
+        /* Read again, from the cache: held until here they take registers that there are not. */
+        if (dtype != HR_F32)
+            x = few_load<E>(row_at(a.x, row, dtype), j, dtype);
         read_weights<E>(a, j, out);
 #pragma unroll
         for (int e = 0; e < E; e++)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .caches import without_caches
 from .regions import checkpointed
 
 __all__ = ["CheckpointedBlocks", "checkpoint_every"]
@@ -60,7 +61,8 @@ def checkpoint_every(model: nn.Module, n: int = 1, **options: Any) -> Checkpoint
     With n = 1 the model keeps one input per block; with n = 2 half of the blocks keep all that
     they save, for half the time of recomputation. Only training is changed: in ``eval()`` and
     under ``torch.no_grad()`` a block runs as before. Names of parameters and the ``state_dict``
-    stay.
+    stay. An empty cache of keys and values, which transformers hands to its layers in training too,
+    is dropped; a layer that is given a filled one runs as before.
 
     Args:
         model: has its blocks in a ModuleList or Sequential of two or more modules of one class.
@@ -101,4 +103,8 @@ def _forward(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     own = functools.partial(type(block).forward, block)  # torch.compile traces no making of methods
     if not block.training or not torch.is_grad_enabled():
         return own(*args, **kwargs)
+    given = without_caches(block, "checkpoint_every", args, kwargs)
+    if given is None:
+        return own(*args, **kwargs)  # what a cache takes cannot be computed again
+    args, kwargs = given
     return checkpointed(own, block._checkpoint_options, *args, **kwargs)

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import noop_context_fn
 
 from .._core.recompute import inside_checkpoint
 from ..checkpointing import checkpoint
+from ..checkpointing.caches import without_caches
 from ..checkpointing.every import repeated_blocks
 from ..nn import LEVELS, Block
-from .caches import is_cache, is_filled, warn_of_cache
 from .changes import Changes
 from .report import PatchReport
 
@@ -148,15 +148,10 @@ def _forward(
     if not module.training or not torch.is_grad_enabled() or _checkpoints_itself(module):
         return run(*args, **kwargs)
     if not getattr(module, "_can_checkpoint_with_cache", False):
-        caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
-        if any(is_filled(cache, module) for cache in caches):
+        given = without_caches(module, "save levels", args, kwargs)
+        if given is None:
             return run(*args, **kwargs)  # what a cache takes cannot be computed again
-        if caches:
-            warn_of_cache(module, "save levels")
-            args = tuple(None if is_cache(value) else value for value in args)
-            kwargs = {name: None if is_cache(kwargs[name]) else kwargs[name] for name in kwargs}
-            if kwargs.get("use_cache"):
-                kwargs["use_cache"] = False
+        args, kwargs = given
     return _checkpointed(module, options, functools.partial(run, **kwargs), *args)
 
 

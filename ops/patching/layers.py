@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpointing.caches import is_filled, warn_of_cache
 from ..nn.fused import is_untouched
 from ..nn.steps import run_steps
-from .caches import is_filled, warn_of_cache
 from .calls import takes
 from .parts import Call, Dial, Family
 

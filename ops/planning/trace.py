@@ -205,6 +205,9 @@ class _Traced(Steps):
             return 1.0 if x.is_floating_point() else 1
         if self._is_scaling:  # whether a gradient was infinite
             return 0.0
+        is_flag = x.dtype == torch.bool and self.recorder.phase == "backward"
+        if is_flag and self.given.release:  # the same of gradients that are released
+            return False
         if self.recorder.phase == "forward" and x.dtype == torch.int64 and self._is_seed(x):
             return 1
         return None

@@ -7,11 +7,27 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["is_cache", "is_filled", "warn_of_cache"]
+__all__ = ["is_filled", "warn_of_cache", "without_caches"]
 
 
-def is_cache(value: Any) -> bool:
-    """Returns whether an argument of a layer is a cache, by whatever name it is passed."""
+def without_caches(
+    layer: nn.Module, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Returns the arguments of a layer without the caches among them, by whatever name they are
+    passed, or None where one is filled. Warns of ``what`` if there are any."""
+    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+    if any(is_filled(cache, layer) for cache in caches):
+        return None
+    if caches:
+        warn_of_cache(layer, what)
+        args = tuple(None if _is_cache(value) else value for value in args)
+        kwargs = {name: None if _is_cache(kwargs[name]) else kwargs[name] for name in kwargs}
+        if kwargs.get("use_cache"):
+            kwargs["use_cache"] = False
+    return args, kwargs
+
+
+def _is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length")
 
 
