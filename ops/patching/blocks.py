@@ -131,7 +131,7 @@ def verified_blocks() -> Iterator[None]:
 
 
 def _has_seam(module: nn.Module) -> bool:
-    """Whether a block is one of transformers that checkpoints itself when it is told to."""
+    """Returns whether a block is one of transformers that checkpoints itself when it is told to."""
     return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
 
 
@@ -147,16 +147,15 @@ def _forward(
     run = functools.partial(type(module).forward, module) if own is None else own
     if not module.training or not torch.is_grad_enabled() or _checkpoints_itself(module):
         return run(*args, **kwargs)
-    if not getattr(module, "_can_checkpoint_with_cache", False):
-        given = without_caches(module, "save levels", args, kwargs)
-        if given is None:
-            return run(*args, **kwargs)  # what a cache takes cannot be computed again
-        args, kwargs = given
+    given = without_caches(module, "save levels", args, kwargs)
+    if given is None:
+        return run(*args, **kwargs)  # what a cache takes cannot be computed again
+    args, kwargs = given
     return _checkpointed(module, options, functools.partial(run, **kwargs), *args)
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:
-    """Whether transformers was told to checkpoint a block after it was patched."""
+    """Returns whether transformers was told to checkpoint a block after it was patched."""
     return _has_seam(module) and getattr(module, "gradient_checkpointing", False)
 
 

@@ -51,7 +51,7 @@ def layer_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _is_known(layer: Any, family: Family, given: dict[str, Any]) -> bool:
-    """Whether the steps of the family compute what the layer's own forward does."""
+    """Returns whether the steps of the family compute what the layer's own forward does."""
     for name in UNKNOWN:
         if given.get(name) is not None and given[name] is not False:
             return False
@@ -68,8 +68,8 @@ def _is_known(layer: Any, family: Family, given: dict[str, Any]) -> bool:
 
 
 def _only_captures(half: nn.Module) -> bool:
-    """Whether a module has no hooks but those by which transformers collects attentions, and now
-    collects none."""
+    """Returns whether a module has no hooks but those by which transformers collects attentions,
+    and now collects none."""
     hooks = [*half._forward_pre_hooks.values(), *half._backward_hooks.values()]
     hooks += [*half._backward_pre_hooks.values(), *half._forward_hooks.values()]
     if not all(getattr(hook, "__qualname__", "").startswith(CAPTURE) for hook in hooks):
