@@ -90,10 +90,11 @@ c_tests() {
 }
 
 # A process for each core, but no more than memory has room for. In order: the files of few tests,
-# which xdist would put last, take longest.
+# which xdist would put last, take longest. A process that ends in a test ends the run: its successor
+# would wait for ever.
 python_tests() {
     "$venv/bin/python" -m pytest "${select[@]}" --durations=10 \
-        --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder tests/python
+        --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 tests/python
 }
 
 mkdir -p build
