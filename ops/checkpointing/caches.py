@@ -14,8 +14,8 @@ def without_caches(
     layer: nn.Module, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Returns the arguments of a layer without the caches among them, by whatever name they are
-    passed, or None where one is filled. Warns of ``what`` if there are any. A layer that says it can
-    run a second time with a cache keeps it."""
+    passed, or None where one is filled. Warns of ``what`` if there are any. A layer that says it
+    can run a second time with a cache keeps it."""
     if getattr(layer, "_can_checkpoint_with_cache", False):
         return args, kwargs
     caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from ..memory.events import KINDS, Allocation, Span, Timeline
 from ..step.errors import PlanError
@@ -61,7 +62,7 @@ class Recorder(TorchDispatchMode):
         self._seen_in_backward: str | None = None
         self.has_autocast = False  # which asks where tensors are
         self._asked: Any = None  # the tensor of which C++ asked where it is, if nothing ran since
-        self._accumulator: Any = None  # of the leaf that was asked of last: nothing else holds it
+        self._accumulators: dict[int, Any] = {}  # of leaves that no operation has taken yet
         self._is_accumulating = False
         self._unshared = 0  # what counts of an unshared tensor look like from inside the mode
 
@@ -154,19 +155,22 @@ class Recorder(TorchDispatchMode):
         if x.is_leaf and x.requires_grad:
             if self._is_accumulating:
                 return _CPU
-            self._accumulate(x)
+            if id(x) not in self._accumulators:
+                self._accumulate(x)
         is_again = self._asked is not None and self._asked() is x
         self._asked = None if is_again else weakref.ref(x)
         return _XLA if is_again else _CPU
 
     def _accumulate(self, x: Tensor) -> None:
         """Has the engine ask now where a leaf is, and not before the leaf's first operation: its
-        question could not be told from one of autocast then, and XLA would end the process."""
+        question could not be told from one of autocast then, and XLA would end the process. It asks
+        when it makes the leaf's gradient accumulator, which lives on until the operation holds it:
+        the engine makes it under a lock, in which no other may be made of the leaf."""
         before = self.is_paused, self._asked
         self.is_paused = self._is_accumulating = True
         try:
             with self, torch.enable_grad():
-                self._accumulator = x.view_as(x).grad_fn
+                self._accumulators[id(x)] = x.view_as(x).grad_fn
         finally:
             self._is_accumulating = False
             self.is_paused, self._asked = before
@@ -184,6 +188,9 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE:
             return self._device_for_cpp(args[0])
         self._asked = None
+        if self._accumulators and not self._is_accumulating:
+            for x in tree_iter(args):
+                self._accumulators.pop(id(x), None)
         if self.is_paused:
             if func is _ADD and torch._C._current_graph_task_id() != -1:
                 self._unshared = _uses(args[0])
