@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from .._core.dtensor import sharded_dim
 from ..functional.adafactor import APPLY, NORM, STATES, SUMS, lines_of
-from .run import Call
+from .plan import Call
 
 __all__ = ["new_workspace", "prepared_sharded", "sharding_of"]
 

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .._core.checks import check_number, check_pair, lr_arguments
+from .._core.checks import check_number, check_pair
 from .._core.registration import FLOATS
 from .._core.weight_modes import NEAREST, Master, Rounding, weights_mode
 from .base import Optimizer
 from .options import own_arguments
-from .plan import Bucket
-from .run import Call, table_call
-from .scalars import StepScalars
+from .plan import Bucket, Call, table_call
 from .states import STEP, Layout, Slot
 
 __all__ = ["Adam", "AdamW"]
@@ -162,21 +160,31 @@ class Adam(Optimizer):
                 group["decoupled_weight_decay"] = True
         super().__setstate__(state)
 
-    def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
+    def layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
         dtype = group.get("state_dtype") or (torch.float32 if group.get("master") else None)
         names = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
         moments = (Slot(name, dtype=dtype, loads=FLOATS) for name in names)
         return (Layout((*moments, STEP)),)
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        return {
+            "beta1": beta1,
+            "beta2": beta2,
+            "weight_decay": group["weight_decay"],
+            "eps": group["eps"],
+            "amsgrad": group["amsgrad"],
+            "maximize": group["maximize"],
+            "decoupled": group["decoupled_weight_decay"],
+        }
 
     def _prepared(
         self,
         group: dict[str, Any],
         bucket: Bucket,
         states: list[list[Tensor]] | Tensor,
-        scalars: StepScalars,
+        options: dict[str, Any],
     ) -> Call:
-        options = self._options(group, bucket.device, scalars)
-        options |= self._weights_options(group, bucket)
         if isinstance(states, Tensor):
             return table_call(torch.ops.headroom._adamw_table_, bucket, states, options)
         lists = dict(zip(bucket.layout.names, states))
@@ -190,26 +198,6 @@ class Adam(Optimizer):
             lists["step"],
             lists.get(bucket.layout.weights.residual, []),
             **options,
-        )
-
-    def _options(
-        self, group: dict[str, Any], device: torch.device, scalars: StepScalars
-    ) -> dict[str, Any]:
-        """Returns the op's arguments that are not lists."""
-        beta1, beta2 = group["betas"]
-        lr = group["lr"]
-        if isinstance(lr, Tensor) and not lr.is_cpu:
-            lr = lr.to(device)
-        return dict(
-            **lr_arguments(lr, device),
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=group["amsgrad"],
-            maximize=group["maximize"],
-            decoupled=group["decoupled_weight_decay"],
-            **scalars.on(device),
         )
 
 

@@ -12,15 +12,14 @@ from torch.optim.optimizer import ParamsT
 
 from .._core.checks import check_number
 from .._core.dtensor import shard_number
+from .._core.names import name_of
 from .._core.overlap import is_dense
 from .._core.weight_modes import Master, Rounding, weights_mode
 from ..functional.adamw8bit import BLOCK_SIZES, signed
 from .adam import Adam
-from .block_scales import ABSMAXS, BlockScales, unpadded, zero_absmaxs
+from .block_scales import ABSMAXS, absmax_shape, unpadded, zero_absmaxs
 from .options import own_arguments
-from .plan import Bucket
-from .run import Call, table_call
-from .scalars import StepScalars
+from .plan import Bucket, Call, table_call
 from .states import STEP, Layout, Slot
 
 __all__ = ["Adam8bit", "AdamW8bit"]
@@ -138,8 +137,8 @@ class Adam8bit(Adam):
                 raise ValueError("override() got a parameter that this optimizer does not have")
             if self.state.get(param):
                 raise ValueError(
-                    f"{self._name_of(param)} has a state already; call override() before its "
-                    "first step"
+                    f"{name_of(self.param_groups, param)} has a state already; call override() "
+                    "before its first step"
                 )
         self._overrides.update(dict.fromkeys(chosen, bits))
 
@@ -194,43 +193,45 @@ class Adam8bit(Adam):
     # ---- one step -------------------------------------------------------------------------------
 
     @property
-    def _skips_steps(self) -> bool:
+    def skips_nonfinite(self) -> bool:
         return self.defaults["nonfinite"] == "skip_step"
 
-    def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
+    def layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
         as_adam = Layout(
             tuple(
                 slot if slot is STEP else slot._replace(dtype=torch.float32)
-                for slot in super()._layouts(group)[0].slots
+                for slot in super().layouts(group)[0].slots
             )
         )
-        scales = BlockScales(group["block_size"])
         codes = (Slot(name, dtype=torch.uint8) for name in ("exp_avg", "exp_avg_sq"))
-        absmaxs = (Slot(name, scales.shape, torch.float32, first=scales.zeros) for name in ABSMAXS)
+        shape, zeros = (
+            partial(of, block_size=group["block_size"]) for of in (absmax_shape, zero_absmaxs)
+        )
+        absmaxs = (Slot(name, shape, torch.float32, first=zeros) for name in ABSMAXS)
         return as_adam, Layout((*codes, *absmaxs, STEP))
 
-    def _layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
+    def layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
         entry = self.state.get(param)
         if entry and "exp_avg" in entry:
-            return self._layout_index_of_state(entry)
+            return self.layout_index_of_state(entry)
         if param in self._overrides:
             return int(self._overrides[param] == 8)
         wanted = group["optim_bits"] == 8 and not group["amsgrad"]  # which a checkpoint may bring
         return int(wanted and param.numel() >= group["min_8bit_size"])
 
-    def _layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
+    def layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
         # Most have a state. Every step asks for thousands of small parameters.
         return [
             int(entry["exp_avg"].dtype is torch.uint8)
             if entry and "exp_avg" in entry
-            else self._layout_index(param, group)
+            else self.layout_index(param, group)
             for param, entry in zip(params, map(self.state.get, params))
         ]
 
-    def _layout_index_of_state(self, entry: dict[str, Any]) -> int:
+    def layout_index_of_state(self, entry: dict[str, Any]) -> int:
         return int(getattr(entry.get("exp_avg"), "dtype", None) == torch.uint8)
 
-    def _translated(
+    def translated(
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
     ) -> dict[str, Any]:
         entry = dict(entry)
@@ -245,17 +246,21 @@ class Adam8bit(Adam):
                 entry[name] = scales.contiguous()
         return entry
 
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        options = super()._options(group)
+        options["skip_nonfinite"] = self.defaults["nonfinite"] == "skip_element"
+        options["decoupled"] |= group["bnb_exact"]
+        return options
+
     def _prepared(
         self,
         group: dict[str, Any],
         bucket: Bucket,
         states: list[list[Tensor]] | Tensor,
-        scalars: StepScalars,
+        options: dict[str, Any],
     ) -> Call:
         if bucket.layout.index != EIGHT_BIT:
-            return super()._prepared(group, bucket, states, scalars)
-        options = self._options(group, bucket.device, scalars)
-        options |= self._weights_options(group, bucket)
+            return super()._prepared(group, bucket, states, options)
         del options["amsgrad"]
         is_random = group["code_rounding"] == "stochastic"
         options |= {
@@ -296,14 +301,6 @@ class Adam8bit(Adam):
                 view.copy_(params[k])
 
         return call
-
-    def _options(
-        self, group: dict[str, Any], device: torch.device, scalars: StepScalars
-    ) -> dict[str, Any]:
-        options = super()._options(group, device, scalars)
-        options["skip_nonfinite"] = self.defaults["nonfinite"] == "skip_element"
-        options["decoupled"] |= group["bnb_exact"]
-        return options
 
     def _seeds(self, group: dict[str, Any], params: list[Tensor]) -> list[int]:
         """Returns a seed for every parameter, distinct for each shard of one."""

@@ -145,7 +145,7 @@ def restored_states(
             for key, value in values.items():  # which are read from here on
                 if isinstance(value, Tensor):
                     _check_storage(key, value, names[param])
-            values = optimizer._translated(param, values, group)
+            values = optimizer.translated(param, values, group)
             values = _restored(optimizer, param, values, group, names[param])
         restored[param] = values
     return restored
@@ -159,7 +159,7 @@ def _restored(
     name: str,
 ) -> dict[str, Any]:
     """Returns a loaded state on the device and in the memory order of its parameter, or raises."""
-    layout = optimizer._layout(param, group, optimizer._layout_index_of_state(entry))
+    layout = optimizer.layout(param, group, optimizer.layout_index_of_state(entry))
     unknown = [key for key in RESIDUALS if key in entry and key not in layout.names]
     if unknown:
         raise ValueError(

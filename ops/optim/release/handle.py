@@ -134,12 +134,12 @@ class ReleaseHandle:
             self._strategy.check_moments()
         # A step of some parameters does not look at the others.
         groups = self._optimizer.param_groups
-        check_overlap(self._optimizer, [param for group in groups for param in group["params"]])
+        check_overlap(groups, [param for group in groups for param in group["params"]])
 
         self._engine = Engine(self._optimizer, self._strategy, bucket_bytes)
         if not self._strategy.sums_over_ranks:
             self._engine.add_hook(model.register_forward_pre_hook(_refuse_ddp))
-        self._optimizer._release = self
+        self._optimizer.release_handle = self
 
     @property
     def active(self) -> bool:
@@ -149,8 +149,8 @@ class ReleaseHandle:
     def remove(self) -> None:
         """Ends the release: the optimizer works as it did before."""
         self._engine.remove()
-        if self._optimizer._release is self:
-            self._optimizer._release = None
+        if self._optimizer.release_handle is self:
+            self._optimizer.release_handle = None
 
     @property
     def has_stepped(self) -> bool:
@@ -305,7 +305,7 @@ def _check_model(model: nn.Module, optimizer: Optimizer, sums_over_ranks: bool) 
                 "reduces gradients after the parameters have got them; use FSDP2's "
                 "fully_shard, or for DDP an accumulator, GradAccumulator(ddp_model)"
             )
-    if optimizer._release is not None:
+    if optimizer.release_handle is not None:
         raise ValueError("the optimizer has a handle of release_gradients() already")
     mine = {param for group in optimizer.param_groups for param in group["params"]}
     for name, param in model.named_parameters():

@@ -10,8 +10,8 @@ from torch import Tensor
 from ...functional.unscale_norm import grad_norm
 from ...grad.norm import Measured, are_local, clip_coef, measure
 from ..base import Optimizer
+from ..errors import explained
 from ..plan import like_param
-from ..run import explained
 
 __all__ = ["Norms"]
 
