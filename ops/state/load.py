@@ -13,11 +13,10 @@ from torch import Tensor
 
 from .._core.text import quoted
 from ..optim.base import Optimizer
-from .code_maps import check_maps
 from .file import StateFile, StateFileError
 from .filling import FilledModel
 from .generators import checked_generators, generator_states, restore_generators
-from .parts import Part, decoded, in_file, named_objects, names_in
+from .parts import Part, check_maps, decoded, in_file, named_objects, names_in
 
 __all__ = ["load_state"]
 

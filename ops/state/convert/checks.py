@@ -15,8 +15,7 @@ from .codes import Codes, is_finite, shown
 from .neutral import MOMENTS, SQUARES, number_of
 
 __all__ = [
-    "check_adafactor_shapes",
-    "check_adam_shapes",
+    "check_shapes",
     "check_moments",
     "check_options",
     "check_tensors",
@@ -96,12 +95,10 @@ def named_params(params: Any, keys: list[Any]) -> Mapping[Any, Tensor]:
     return params
 
 
-def check_options(group: Mapping[str, Any], is_adafactor: bool) -> None:
+def check_options(group: Mapping[str, Any]) -> None:
     """Refuses options of a group without a learning rate, or with tensors that have no memory."""
     check_tensors(group)
     lr = group["lr"]
-    if lr is None and is_adafactor:
-        return
     number = number_of(lr)
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise ValueError(f"have an lr of {shown(lr)}, wanted a number")
@@ -151,7 +148,7 @@ def check_moments(moments: dict[str, Tensor | Codes]) -> None:
             raise ValueError(f"has an '{name}' with negative elements, or NaN")
 
 
-def check_adam_shapes(moments: dict[str, Tensor | Codes], param: Tensor | None) -> None:
+def check_shapes(moments: dict[str, Tensor | Codes], param: Tensor | None) -> None:
     """Refuses moments that do not have one shape, the parameter's."""
     shapes = {moment.shape for moment in moments.values()}
     if not set(moments) >= set(MOMENTS[:2]) or len(shapes) != 1:
@@ -162,20 +159,4 @@ def check_adam_shapes(moments: dict[str, Tensor | Codes], param: Tensor | None) 
     if param is not None and shapes != {param.shape}:
         raise ValueError(
             f"has moments of shape {tuple(shapes.pop())}, the parameter {tuple(param.shape)}"
-        )
-
-
-def check_adafactor_shapes(moments: dict[str, Tensor | Codes], param: Tensor | None) -> None:
-    """Refuses statistics of rows and columns that do not fit each other, or the parameter."""
-    found = {name: tuple(moment.shape) for name, moment in moments.items()}
-    row, col = found.get("row"), found.get("col")
-    if row is not None or col is not None:
-        if not row or not col or row[:-1] != col[:-1]:
-            raise ValueError(f"has statistics of rows {row} and of columns {col}")
-        found["variance"] = (*row, col[-1])
-    if "variance" not in found:
-        raise ValueError("has neither a 'variance' nor statistics of rows and columns")
-    if param is not None and found["variance"] != tuple(param.shape):
-        raise ValueError(
-            f"is of a parameter of shape {found['variance']}, this one has {tuple(param.shape)}"
         )

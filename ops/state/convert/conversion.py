@@ -11,13 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from ..._core.progress import progress_bar
 from ..._core.registration import FLOATS
-from ..._core.weight_modes import RESIDUALS
 from ...functional.adamw8bit import BLOCK_SIZES
 from .checks import (
-    check_adafactor_shapes,
-    check_adam_shapes,
     check_moments,
     check_options,
+    check_shapes,
     check_tensors,
     checked_step,
     described,
@@ -25,9 +23,8 @@ from .checks import (
     named_params,
 )
 from .codes import Codes, shown
-from .libraries import KEYS, LIBRARIES, detect
+from .libraries import KEYS, LIBRARIES, decouples, detect, target_group
 from .neutral import Context, Library, State
-from .options import decouples, target_group
 from .report import Report, losses
 
 __all__ = ["Converted", "convert_state"]
@@ -59,16 +56,14 @@ def convert_state(
         to: the library. ``"headroom"`` and ``"headroom-8bit"``: Adam and AdamW of
             :mod:`headroom.optim`, and their 8-bit forms. ``"torch"``. ``"bitsandbytes"``: 32-bit;
             ``"bitsandbytes-8bit"``, and ``"bitsandbytes-8bit-flat"`` for releases before 2026.
-            ``"torchao-8bit"``. ``"apex"``: FusedAdam. ``"deepspeed"``: DeepSpeedCPUAdam.
-            ``"flashoptim"``, with its 8-bit moments, and ``"flashoptim-float"``.
-            ``"torch-adafactor"`` and ``"transformers-adafactor"``, which Headroom's Adafactor loads
-            too. States of Adam and of Adafactor do not convert to each other.
+            ``"torchao-8bit"``. ``"apex"``: FusedAdam. ``"deepspeed"``: DeepSpeedCPUAdam. States of
+            Adafactor need no conversion: Headroom's loads torch's, and with ``semantics="hf"``
+            those of transformers.
         from_: the library of ``source``, if its keys do not tell.
-        params: the parameters, in the order of the groups, or by their keys in the state; not
-            needed for an optimizer, which has them. They are needed to convert what an optimizer
-            keeps beside 16-bit weights, except for a float32 master copy.
+        params: the parameters, in the order of the groups, or by their keys in the state, for their
+            dtypes and shapes; not needed for an optimizer, which has them.
         param_dtype: the dtype of the parameters, if they are not given. Many loaders cast states to
-            it; the report then includes that loss. FlashOptim's states depend on it.
+            it; the report then includes that loss.
         block_size: elements per scale of 8-bit moments. None: that of the source if the target has
             such blocks, else 256.
         min_8bit_size: tensors with fewer elements get moments of 32 bits; codes stay codes.
@@ -79,10 +74,11 @@ def convert_state(
         lost. Parts that are the same in both libraries are not copied if ``source`` is a state
         dict.
 
-        Nothing is lost between Headroom, torch, bitsandbytes 32-bit, apex, DeepSpeed and
-        ``"flashoptim-float"`` if parameters are float32; nor between the 8-bit forms of Headroom,
-        bitsandbytes and torchao with equal blocks; nor from 8 bits to float32. From float32 to 8
-        bits, codes are those that :func:`headroom.functional.adamw8bit_` would store.
+        Nothing is lost between Headroom, torch, bitsandbytes 32-bit, apex and DeepSpeed if
+        parameters are float32; nor between the 8-bit forms of Headroom, bitsandbytes and torchao
+        with equal blocks; nor from 8 bits to float32. From float32 to 8 bits, codes are those that
+        :func:`headroom.functional.adamw8bit_` would store. What completes 16-bit weights goes from
+        one of Headroom's optimizers to another, and is dropped elsewhere.
 
     Raises:
         ValueError: an argument is not one of those above, or the state is of no known library,
@@ -112,8 +108,6 @@ def convert_state(
     for name in (from_, to):
         if not isinstance(name, str) or name not in LIBRARIES:
             raise ValueError(f"there is no {shown(name)}; the libraries are {', '.join(LIBRARIES)}")
-    if LIBRARIES[from_].is_adafactor != LIBRARIES[to].is_adafactor:
-        raise ValueError(f"a state of {from_} cannot be that of {to}: Adam is not Adafactor")
     if block_size is not None and (type(block_size) is not int or block_size not in BLOCK_SIZES):
         raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {shown(block_size)}")
     if type(min_8bit_size) is not int or min_8bit_size < 0:
@@ -138,7 +132,7 @@ def convert_state(
             if is_live:
                 states = {key: state.copied() for key, state in states.items()}
             with described(f"the options of group {index}", group):
-                check_options(group, target.is_adafactor)
+                check_options(group)
                 new = target_group(group, to, states, report, decoupled)
             size = block_size or _block_size(states)
             if to == "headroom-8bit":
@@ -163,15 +157,12 @@ def _state(key: Any, entry: Any, reader: Library, context: Context) -> State:
         )
     with described(f"the state of parameter {key}", entry):
         check_tensors(entry)
-        if {*RESIDUALS, "error_bits"} & entry.keys():
-            check_tensors(context.param)
         state = reader.read(entry, context)
         if state.step is None:
             raise KeyError("step")
         state.step = checked_step(state.step)
         check_moments(state.moments)
-        check = check_adafactor_shapes if reader.is_adafactor else check_adam_shapes
-        check(state.moments, context.param)
+        check_shapes(state.moments, context.param)
     state.others = [name for name in entry if name not in KEYS]
     return state
 

@@ -18,8 +18,8 @@ from tqdm import tqdm
 from ..._core.progress import progress_bar
 from ..._core.text import quoted
 from . import layout
-from .errors import MALFORMED, StateFileError
 from .header import Entry, checked_entries, parsed, unsigned
+from .layout import MALFORMED, StateFileError
 from .tensors import memory_of
 
 __all__ = ["StateFile", "is_state_file"]

@@ -15,8 +15,6 @@ from headroom.state.convert import LIBRARIES
 from tests.python.fuzz._driver import hostile, main, mutated, snapshot
 
 SHAPES = ((12, 8), (70,), ())
-ADAMS = [name for name, library in LIBRARIES.items() if not library.is_adafactor]
-ADAFACTORS = [name for name, library in LIBRARIES.items() if library.is_adafactor]
 DOCUMENTED = (ValueError, NotImplementedError, ImportError)
 _made: dict = {}
 
@@ -43,16 +41,14 @@ def sources() -> dict:
             "headroom-8bit": (optim.AdamW8bit, {"block_size": 64, "min_8bit_size": 16}),
             "remainder16": (optim.AdamW, {"master": "remainder16"}),
             "torch": (torch.optim.AdamW, {}),
-            "torch-adafactor": (torch.optim.Adafactor, {}),
-            "transformers-adafactor": (optim.Adafactor, {"semantics": "hf", "beta1": 0.9}),
+            "adafactor": (torch.optim.Adafactor, {}),
         }
         for name, (kind, options) in kinds.items():
             params, optimizer = trained(kind, **options)
             _made[name] = optimizer.state_dict(), params
-        for name in ADAMS:
+        for name in LIBRARIES:
             if name not in _made:
-                source = "remainder16" if name.startswith("flash") else "headroom-8bit"
-                state, params = _made[source]
+                state, params = _made["headroom-8bit"]
                 try:
                     made = headroom.optim.convert_state(
                         state, name, params=params, min_8bit_size=16, block_size=64
@@ -74,8 +70,7 @@ def case(rng: random.Random) -> str:
     if rng.random() < 0.15:
         option = ("param_dtype", "block_size", "min_8bit_size", "from_", "params")
         options[rng.choice(option)] = hostile(rng)
-    own = ADAFACTORS if "adafactor" in name else ADAMS
-    to = rng.choice(own) if rng.random() < 0.95 else hostile(rng)
+    to = rng.choice(list(LIBRARIES)) if rng.random() < 0.95 else hostile(rng)
     if rng.random() < 0.1:
         options["from_"] = rng.choice(list(LIBRARIES))
     before = snapshot(state), snapshot(params)

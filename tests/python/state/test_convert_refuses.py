@@ -35,7 +35,7 @@ def with_value(name, value):
 
 BAD = [
     ("headroom-8bit", "nowhere", None, "there is no 'nowhere'; the libraries are headroom"),
-    ("headroom-8bit", "torch-adafactor", None, "Adam is not Adafactor"),
+    ("headroom", "flashoptim", None, "there is no 'flashoptim'"),
     ("headroom-8bit", "torch", without("step"), "parameter 0 has no 'step'"),
     (
         "headroom-8bit",
@@ -120,6 +120,12 @@ def test_other_bad_inputs():
         convert(state, "torch", params=ps[:2])
     with pytest.raises(ValueError, match="no known library has states with the keys"):
         convert(torch_sgd(), "torch")
+    _, adafactor = run(parameters(), torch.optim.Adafactor(parameters()))
+    with pytest.raises(ValueError, match="states of Adafactor are not converted"):
+        convert(adafactor, "headroom")
+    flash = {0: {"step": 1, "exp_avg::quantized": torch.zeros(3)}}
+    with pytest.raises(ValueError, match="no known library.*'exp_avg::quantized', 'step'"):
+        convert({"state": flash, "param_groups": [{"params": [0], "lr": LR}]}, "torch")
     lion = old_bitsandbytes(ps, 256)
     del lion["state"][0]["state2"]
     with pytest.raises(ValueError, match="not Adam or AdamW"):
