@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from numbers import Real
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ from .options import own_arguments
 from .plan import Bucket, Call, table_call
 from .states import STEP, Layout, Slot
 
-__all__ = ["Adam", "AdamW"]
+__all__ = ["Adam", "AdamW", "decoupling"]
+
+P = ParamSpec("P")
 
 
 class Adam(Optimizer):
@@ -201,6 +204,24 @@ class Adam(Optimizer):
         )
 
 
+def decoupling(adam: Callable[P, None]) -> Callable[P, None]:
+    """Returns the constructor of an AdamW, from that of its Adam: weight decay is decoupled, and
+    0.01 by default."""
+    params = dict(inspect.signature(adam).parameters)
+    del params["decoupled_weight_decay"]
+    params["weight_decay"] = params["weight_decay"].replace(default=1e-2)
+    place = list(params).index("weight_decay")
+
+    @wraps(adam)
+    def init(*args: P.args, **options: P.kwargs) -> None:
+        if len(args) <= place:
+            options.setdefault("weight_decay", 1e-2)
+        adam(*args, **options, decoupled_weight_decay=True)
+
+    init.__signature__ = inspect.Signature(list(params.values()), return_annotation=None)
+    return init
+
+
 class AdamW(Adam):
     r"""AdamW, fused: a drop-in for :class:`torch.optim.AdamW`.
 
@@ -212,29 +233,7 @@ class AdamW(Adam):
     """
 
     _always_decoupled = True
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        state_dtype: torch.dtype | None = None,
-        max_grad_norm: float | None = None,
-        master: Master | None = None,
-        rounding: Rounding = "nearest",
-        seed: int = 0,
-        count_stalled: bool = False,
-    ) -> None:
-        super().__init__(**own_arguments(locals()), decoupled_weight_decay=True)
+    __init__ = decoupling(Adam.__init__)
 
 
 def _numbers(betas: Any) -> Any:

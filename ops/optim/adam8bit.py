@@ -16,7 +16,7 @@ from .._core.names import name_of
 from .._core.overlap import is_dense
 from .._core.weight_modes import Master, Rounding, weights_mode
 from ..functional.adamw8bit import BLOCK_SIZES, signed
-from .adam import Adam
+from .adam import Adam, decoupling
 from .block_scales import ABSMAXS, absmax_shape, unpadded, zero_absmaxs
 from .options import own_arguments
 from .plan import Bucket, Call, table_call
@@ -320,33 +320,7 @@ class AdamW8bit(Adam8bit):
     """
 
     _always_decoupled = True
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        max_grad_norm: float | None = None,
-        master: Master | None = None,
-        rounding: Rounding = "nearest",
-        seed: int = 0,
-        count_stalled: bool = False,
-        min_8bit_size: int = 4096,
-        block_size: int = 256,
-        bnb_exact: bool = False,
-        code_rounding: CodeRounding = "nearest",
-        nonfinite: Nonfinite = "propagate",
-    ) -> None:
-        super().__init__(**own_arguments(locals()), decoupled_weight_decay=True)
+    __init__ = decoupling(Adam8bit.__init__)
 
 
 def _is_moved(param: Tensor, *others: Tensor) -> bool:
