@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from functools import partial
-from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -18,10 +17,10 @@ from .._core.names import name_of
 from .._core.registration import FLOATS
 from .._core.weight_modes import NEAREST, RESIDUALS, Master, Rounding, weights_mode
 from ..functional.adafactor import is_hf
-from .adafactor_sharding import new_workspace, prepared_sharded, sharding_of
+from .adafactor_sharding import prepared_sharded, sharding_of
 from .adafactor_state import LINES, NAMES, RMS, float32_slot, shape_of, zero_scalar
 from .base import Optimizer
-from .options import own_arguments
+from .options import check_lr, own_arguments
 from .plan import Bucket, Call, table_call
 from .states import STEP, Layout
 
@@ -29,7 +28,7 @@ __all__ = ["Adafactor"]
 
 FACTORED, VECTOR = 0, 1  # the layouts of states
 
-# The options of each rule with their defaults, named as in the original.
+# The options of each rule with their defaults, named as in the original. None stands for them.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "torch": {
         "lr": 1e-2,
@@ -54,20 +53,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-class _Default:
-    """Stands for the default of an option in each rule, and shows it in the signature."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        of = (f"{rule}: {own[self.name]}" for rule, own in DEFAULTS.items() if self.name in own)
-        return f"<{', '.join(of)}>"
-
-
-BY_RULE: dict[str, Any] = {name: _Default(name) for own in DEFAULTS.values() for name in own}
-
-
 class Adafactor(Optimizer):
     r"""Adafactor, fused, following torch or transformers: a drop-in for
     :class:`torch.optim.Adafactor` (``semantics="torch"``) and for ``transformers``' Adafactor
@@ -82,6 +67,7 @@ class Adafactor(Optimizer):
 
     Args:
         params: parameters, or groups of them, as in every optimizer of torch.
+            Options that are not given have the defaults of the rule.
         lr: learning rate. In ``"torch"``, the upper bound of the relative step, 1e-2 by default; it
             may be a tensor of one element, which is read on its device when the step runs. In
             ``"hf"``, None with ``relative_step``, else the step.
@@ -127,21 +113,21 @@ class Adafactor(Optimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor | None = BY_RULE["lr"],
-        beta2_decay: float = BY_RULE["beta2_decay"],
-        eps: tuple[float | None, float] = BY_RULE["eps"],
-        d: float = BY_RULE["d"],
-        weight_decay: float = BY_RULE["weight_decay"],
+        lr: float | Tensor | None = None,
+        beta2_decay: float | None = None,
+        eps: tuple[float | None, float] | None = None,
+        d: float | None = None,
+        weight_decay: float | None = None,
         *,
         semantics: Literal["torch", "hf"] = "torch",
         foreach: bool | None = None,
-        maximize: bool = BY_RULE["maximize"],
-        clip_threshold: float = BY_RULE["clip_threshold"],
-        decay_rate: float = BY_RULE["decay_rate"],
+        maximize: bool | None = None,
+        clip_threshold: float | None = None,
+        decay_rate: float | None = None,
         beta1: float | None = None,
-        scale_parameter: bool = BY_RULE["scale_parameter"],
-        relative_step: bool = BY_RULE["relative_step"],
-        warmup_init: bool = BY_RULE["warmup_init"],
+        scale_parameter: bool | None = None,
+        relative_step: bool | None = None,
+        warmup_init: bool | None = None,
         max_grad_norm: float | None = None,
         master: Master | None = None,
         rounding: Rounding = "nearest",
@@ -155,7 +141,7 @@ class Adafactor(Optimizer):
         given = {
             name: value
             for name, value in arguments.items()
-            if name in options and value is not None and not isinstance(value, _Default)
+            if name in options and value is not None
         }
         for name in given:
             if name not in DEFAULTS[semantics]:
@@ -180,15 +166,8 @@ class Adafactor(Optimizer):
         if lr is None:
             if not hf or not options["relative_step"]:
                 raise ValueError("lr is None, which needs semantics='hf' and relative_step=True")
-        elif isinstance(lr, Tensor):
-            if lr.numel() != 1:
-                raise ValueError("Tensor lr must be 1-element")
-            if lr.dtype not in (torch.float32, torch.float64):
-                raise ValueError(f"Tensor lr must be float32 or float64, got {lr.dtype}")
-        elif not isinstance(lr, Real):
-            raise TypeError(f"lr must be a number or a Tensor, got {type(lr).__name__}")
-        if lr is not None and not 0.0 <= lr < math.inf:
-            raise ValueError(f"Learning rate should be >= 0 but is: {lr}")
+        else:
+            check_lr(lr, "Learning rate should be >= 0 but is")
         decay, threshold = ("decay_rate", "clip_threshold") if hf else ("beta2_decay", "d")
         for name in (decay, threshold, "weight_decay"):
             check_number(name, options[name])
@@ -336,7 +315,8 @@ class Adafactor(Optimizer):
         states: list[list[Tensor]] | Tensor,
         options: dict[str, Any],
     ) -> Call:
-        layout, names, device = bucket.layout, bucket.layout.names, bucket.params[0].device
+        layout, names = bucket.layout, bucket.layout.names
+        space = {"dtype": torch.float64, "device": bucket.params[0].device}
         if isinstance(states, Tensor):
             shape = dict(
                 factored=layout.index == FACTORED,
@@ -345,7 +325,7 @@ class Adafactor(Optimizer):
                 weights_mode=options.pop("weights_mode"),
             )
             size = torch.ops.headroom._adafactor_table_workspace(states, **shape)
-            options |= shape | {"workspace": new_workspace(size, device)}
+            options |= shape | {"workspace": torch.empty(size, **space)}
             return table_call(torch.ops.headroom._adafactor_table_, bucket, states, options)
         columns = dict(zip(names, states))
         keys = *NAMES[self.semantics], "exp_avg", "RMS", "step", layout.weights.residual
@@ -356,5 +336,5 @@ class Adafactor(Optimizer):
         # A traced op, or one that a mode looks at, makes its workspace by itself.
         if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
             size = torch.ops.headroom._adafactor_workspace(bucket.params)
-            options["workspace"] = new_workspace(size, device)
+            options["workspace"] = torch.empty(size, **space)
         return partial(torch.ops.headroom.adafactor_, *lists, **options)

@@ -6,7 +6,6 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from numbers import Real
 from typing import Any, ParamSpec
 
 import torch
@@ -17,7 +16,7 @@ from .._core.checks import check_number, check_pair
 from .._core.registration import FLOATS
 from .._core.weight_modes import NEAREST, Master, Rounding, weights_mode
 from .base import Optimizer
-from .options import own_arguments
+from .options import check_lr, own_arguments
 from .plan import Bucket, Call, table_call
 from .states import STEP, Layout, Slot
 
@@ -123,16 +122,8 @@ class Adam(Optimizer):
     def _check_options(self, options: dict[str, Any]) -> None:
         """Refuses what torch's constructor refuses, with its messages, and what torch refuses
         later."""
-        lr, betas = options["lr"], options["betas"]
-        if isinstance(lr, Tensor):
-            if lr.numel() != 1:
-                raise ValueError("Tensor lr must be 1-element")
-            if lr.dtype not in (torch.float32, torch.float64):
-                raise ValueError(f"Tensor lr must be float32 or float64, got {lr.dtype}")
-        elif not isinstance(lr, Real):
-            raise TypeError(f"lr must be a number or a Tensor, got {type(lr).__name__}")
-        if not 0.0 <= lr < math.inf:
-            raise ValueError(f"Invalid learning rate: {lr}")
+        betas = options["betas"]
+        check_lr(options["lr"], "Invalid learning rate")
         check_number("eps", options["eps"])
         if not 0.0 <= options["eps"] < math.inf:
             raise ValueError(f"Invalid epsilon value: {options['eps']}")

@@ -17,16 +17,20 @@ from .._core.overlap import is_dense
 from .._core.weight_modes import Master, Rounding, weights_mode
 from ..functional.adamw8bit import BLOCK_SIZES, signed
 from .adam import Adam, decoupling
-from .block_scales import ABSMAXS, absmax_shape, unpadded, zero_absmaxs
+from .block_scales import ABSMAXS, unpadded, zero_absmaxs
 from .options import own_arguments
-from .plan import Bucket, Call, table_call
+from .plan import Bucket, Call, places_in, table_call
 from .states import STEP, Layout, Slot
 
 __all__ = ["Adam8bit", "AdamW8bit"]
 
 Nonfinite = Literal["skip_step", "skip_element", "propagate"]
 CodeRounding = Literal["nearest", "stochastic"]
-NONFINITE, CODE_ROUNDINGS = get_args(Nonfinite), get_args(CodeRounding)
+CHOICES = {
+    "block_size": BLOCK_SIZES,
+    "code_rounding": get_args(CodeRounding),
+    "nonfinite": get_args(Nonfinite),
+}
 EIGHT_BIT = 1  # among an optimizer's layouts; the other is Adam's
 OPTIONS = (  # which Adam lacks
     "optim_bits",
@@ -168,18 +172,11 @@ class Adam8bit(Adam):
         check_number("min_8bit_size", options["min_8bit_size"])
         if not options["min_8bit_size"] >= 0:
             raise ValueError(f"min_8bit_size must be >= 0, got {options['min_8bit_size']}")
-        if not isinstance(options["block_size"], int) or options["block_size"] not in BLOCK_SIZES:
-            raise ValueError(
-                f"block_size must be one of {BLOCK_SIZES}, as an int, got {options['block_size']!r}"
-            )
-        if not isinstance(options["seed"], int) or not 0 <= options["seed"] < 2**32:
-            raise ValueError(f"seed must be from 0 to 2^32 - 1, got {options['seed']}")
-        if options["code_rounding"] not in CODE_ROUNDINGS:
-            raise ValueError(
-                f"code_rounding must be one of {CODE_ROUNDINGS}, got {options['code_rounding']!r}"
-            )
-        if options["nonfinite"] not in NONFINITE:
-            raise ValueError(f"nonfinite must be one of {NONFINITE}, got {options['nonfinite']!r}")
+        for name, allowed in CHOICES.items():
+            value = options[name]
+            if type(value) is not type(allowed[0]) or value not in allowed:
+                kind = ", as an int" if isinstance(allowed[0], int) else ""
+                raise ValueError(f"{name} must be one of {allowed}{kind}, got {value!r}")
         if options["bnb_exact"]:
             if options["block_size"] != 256 or options["code_rounding"] != "nearest":
                 raise ValueError("bnb_exact=True needs block_size=256, code_rounding='nearest'")
@@ -204,10 +201,11 @@ class Adam8bit(Adam):
             )
         )
         codes = (Slot(name, dtype=torch.uint8) for name in ("exp_avg", "exp_avg_sq"))
-        shape, zeros = (
-            partial(of, block_size=group["block_size"]) for of in (absmax_shape, zero_absmaxs)
+        zeros = partial(zero_absmaxs, block_size=group["block_size"])
+        absmaxs = (
+            Slot(name, lambda param: zeros(param).shape, torch.float32, first=zeros)
+            for name in ABSMAXS
         )
-        absmaxs = (Slot(name, shape, torch.float32, first=zeros) for name in ABSMAXS)
         return as_adam, Layout((*codes, *absmaxs, STEP))
 
     def layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
@@ -304,8 +302,7 @@ class Adam8bit(Adam):
 
     def _seeds(self, group: dict[str, Any], params: list[Tensor]) -> list[int]:
         """Returns a seed for every parameter, distinct for each shard of one."""
-        everyone = (param for group in self.param_groups for param in group["params"])
-        places = {param: place for place, param in enumerate(everyone)}
+        places = places_in(self.param_groups)
         keys = [(shard_number(param) << 20) + places[param] for param in params]
         return [signed((group["seed"] << 32) + key % 2**32) for key in keys]
 

@@ -38,6 +38,7 @@ from .options import (
 from .plan import (
     Bucket,
     Call,
+    Calls,
     Plan,
     StepScalars,
     arguments_of,
@@ -228,7 +229,7 @@ class Optimizer(StatefulOptimizer):
         except (RuntimeError, NotImplementedError):  # the op's own error is better
             return None
 
-    def _calls(self, plan: Plan, scalars: StepScalars) -> list[tuple[Bucket, Call]]:
+    def _calls(self, plan: Plan, scalars: StepScalars) -> Calls:
         """Returns the calls that step the parameters of a plan, with their buckets. Missing states,
         and all else that a step allocates, are made here: the calls only write."""
         tables = list(plan.tables)
@@ -244,15 +245,11 @@ class Optimizer(StatefulOptimizer):
             return self._calls_on_lists(plan.group, scalars)
         return self._calls_on(plan.group, zip(plan.buckets, tables), scalars)
 
-    def _calls_on_lists(
-        self, group: dict[str, Any], scalars: StepScalars
-    ) -> list[tuple[Bucket, Call]]:
+    def _calls_on_lists(self, group: dict[str, Any], scalars: StepScalars) -> Calls:
         """Returns the calls that step the parameters of a group by ops that take lists of
         tensors, one for each layout and :meth:`_list_key`."""
         layouts = self.every_layout(group)
-        lists: list[list[list[Tensor]]] = [
-            [[] for _ in range(2 + len(one.slots))] for one in layouts
-        ]
+        lists: list[Any] = [[[] for _ in range(2 + len(one.slots))] for one in layouts]
         self._init_group(group, *(column for columns in lists for column in columns))
         buckets = []
         for layout, (owners, grads, *states) in zip(layouts, lists):
@@ -295,11 +292,8 @@ class Optimizer(StatefulOptimizer):
                 column.append(value)
 
     def _calls_on(
-        self,
-        group: dict[str, Any],
-        buckets: Iterable[tuple[Bucket, Any]],
-        scalars: StepScalars,
-    ) -> list[tuple[Bucket, Call]]:
+        self, group: dict[str, Any], buckets: Iterable[tuple[Bucket, Any]], scalars: StepScalars
+    ) -> Calls:
         calls = []
         for bucket, states in buckets:
             stalled = None if self._stalled is None else self._stalled.on(bucket.params[0].device)
@@ -311,7 +305,7 @@ class Optimizer(StatefulOptimizer):
                 raise explained(self, error, bucket.owners, bucket.grads) from error
         return calls
 
-    def _run(self, calls: list[tuple[Bucket, Call]]) -> None:
+    def _run(self, calls: Calls) -> None:
         for bucket, call in calls:
             try:
                 call()
@@ -352,7 +346,7 @@ class Optimizer(StatefulOptimizer):
         """Returns the call that counts a step, which is skipped if the flag is not 0, after
         everything that it needs has been made."""
         if found_inf is None:
-            return _nothing
+            return lambda: None
         count = self._skips.prepared(found_inf, self.max_consecutive_skips)
 
         def counted() -> None:
@@ -431,7 +425,3 @@ class Optimizer(StatefulOptimizer):
     def _check_loaded(self, index: int, group: dict[str, Any]) -> None:
         """Refuses a group of a checkpoint whose options a step could not use."""
         check_loaded_group(group, self.defaults, self._check_options, index)
-
-
-def _nothing() -> None:
-    """Does nothing."""

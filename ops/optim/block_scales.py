@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .._core.dtensor import sharded_dim
 
-__all__ = ["ABSMAXS", "absmax_shape", "unpadded", "zero_absmaxs"]
+__all__ = ["ABSMAXS", "unpadded", "zero_absmaxs"]
 
 ABSMAXS = ("exp_avg_absmax", "exp_avg_sq_absmax")  # their names in the state
 
@@ -48,11 +48,6 @@ def zero_absmaxs(param: Tensor, block_size: int) -> Tensor:
     scales = torch.zeros(local, dtype=torch.float32, device=param.to_local().device)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(scales, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def absmax_shape(param: Tensor, block_size: int) -> torch.Size:
-    """Returns the shape of :func:`zero_absmaxs`."""
-    return zero_absmaxs(param, block_size).shape
 
 
 def unpadded(absmaxs: list[Tensor], params: list[Tensor], block_size: int) -> list[Tensor]:

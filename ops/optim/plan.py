@@ -25,6 +25,7 @@ from .states import Layout
 __all__ = [
     "Bucket",
     "Call",
+    "Calls",
     "Plan",
     "StepScalars",
     "arguments_of",
@@ -32,6 +33,7 @@ __all__ = [
     "check_memory",
     "check_overlap",
     "like_param",
+    "places_in",
     "table_call",
     "table_of_grads",
 ]
@@ -68,6 +70,9 @@ class Bucket(NamedTuple):
     params: list[Tensor]  # their shards on this rank; the owners themselves if not sharded
     grads: list[Tensor]
     positions: Tensor | None = None  # among the group's parameters with gradients; None: all
+
+
+Calls = list[tuple[Bucket, Call]]  # of a step
 
 
 class Plan(NamedTuple):
@@ -131,8 +136,7 @@ def arguments_of(
     mode, owners = bucket.layout.weights, bucket.owners
     arguments["weights_mode"] = mode.number
     if mode.is_random:
-        everyone = (param for one in groups for param in one["params"])
-        places = {param: place for place, param in enumerate(everyone)}
+        places = places_in(groups)
         seeds = weight_seeds(group.get("seed", 0), (places[param] for param in owners))
         arguments["weight_seeds"] = seeds
         if any(isinstance(param, DTensor) for param in owners):
@@ -140,6 +144,11 @@ def arguments_of(
     if stalled is not None:
         arguments["stalled"] = stalled
     return arguments
+
+
+def places_in(groups: list[dict[str, Any]]) -> dict[Tensor, int]:
+    """Returns the place of each parameter among all, which is the same on every rank."""
+    return {p: place for place, p in enumerate(p for group in groups for p in group["params"])}
 
 
 def table_call(op: Callable[..., None], bucket: Bucket, table: Tensor, options: Any) -> Call:

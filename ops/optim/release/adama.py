@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,17 +133,12 @@ class IntoMoments(InBackward):
         for group in groups:
             for param in group["params"]:
                 for name in ("exp_avg", "exp_avg_sq"):
-                    dtype = self._dtype_of(name, param, group)
+                    entry = self.optimizer.state.get(param, {})
+                    slot = self.optimizer.layout(param, group).slot(name)
+                    dtype = entry[name].dtype if name in entry else slot.dtype or param.dtype
                     if dtype != torch.float32:
                         raise ValueError(
                             f"{NEEDS} needs float32 moments, in which a micro-batch is not rounded "
                             f"away, but those of {name_of(groups, param)} are {dtype}; use an "
                             "accumulator"
                         )
-
-    def _dtype_of(self, name: str, param: Tensor, group: dict[str, Any]) -> torch.dtype:
-        optimizer = self.optimizer
-        if name in optimizer.state.get(param, ()):
-            return optimizer.state[param][name].dtype
-        like = torch.empty_like(local_part(param), device="meta")
-        return optimizer.layout(param, group).slot(name).new(like).dtype

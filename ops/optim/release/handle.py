@@ -18,9 +18,8 @@ from ..master_weights import headroom_optimizer
 from ..plan import check_overlap
 from .accumulation import Accumulation
 from .adama import NEEDS, IntoMoments
-from .clipping import ByPreviousNorm, TwoPass
 from .engine import Engine
-from .stepping import Stepping
+from .stepping import ByPreviousNorm, Stepping, TwoPass
 from .strategy import Strategy
 
 __all__ = ["ReleaseHandle", "release_gradients"]
@@ -102,30 +101,18 @@ def release_gradients(
     - The backward of a compiled model makes all gradients of a graph before it hands out the first,
       so that they are not freed one by one.
     """
-    return ReleaseHandle(
-        model, optimizer, scaler, clip, accumulator, accumulate_into_state, bucket_bytes
-    )
+    inner = headroom_optimizer(optimizer, "release_gradients")
+    scaler = scaler if scaler is not None and scaler.is_enabled() else None
+    strategy = _strategy(inner, scaler, clip, accumulator, accumulate_into_state)
+    return ReleaseHandle(model, strategy, bucket_bytes)
 
 
 class ReleaseHandle:
     """What :func:`release_gradients` returns: :meth:`remove` ends the release. It is a context
     manager too."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scaler: GradScaler | None,
-        clip: str | None,
-        accumulator: GradAccumulator | None,
-        accumulate_into_state: bool,
-        bucket_bytes: int,
-    ) -> None:
-        self._optimizer = headroom_optimizer(optimizer, "release_gradients")
-        scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._strategy = _strategy(
-            self._optimizer, scaler, clip, accumulator, accumulate_into_state
-        )
+    def __init__(self, model: nn.Module, strategy: Strategy, bucket_bytes: int) -> None:
+        self._strategy, self._optimizer = strategy, strategy.optimizer
         _check_model(model, self._optimizer, self._strategy.sums_over_ranks)
         if not bucket_bytes >= 0:
             raise ValueError(f"bucket_bytes must be >= 0, got {bucket_bytes}")

@@ -12,7 +12,7 @@ from ..._core.weight_modes import RESIDUALS
 from ...functional.dynamic_map import dynamic_map
 from ...optim.adam8bit import OPTIONS
 from ...optim.block_scales import ABSMAXS, zero_absmaxs
-from .codes import Codes, codes_of, floats_of, other_map
+from .codes import Codes, check_map, codes_of, floats_of
 from .neutral import MOMENTS, Context, Library, State, cast, step64
 
 __all__ = ["LIBRARIES"]
@@ -51,9 +51,8 @@ def _read(entry: dict[str, Any], context: Context) -> State:
             if type(value).__name__ != "OptimState8bit":
                 raise ValueError(f"has an {type(value).__name__}, which is not of 8 bits")
             size = value.codes.numel() // max(1, value.scale.numel())
-            moments[name] = Codes(
-                value.codes, value.scale, size, is_signed, other_map(value.qmap, is_signed)
-            )
+            check_map(value.qmap, is_signed)
+            moments[name] = Codes(value.codes, value.scale, size, is_signed)
         else:
             moments[name] = value
     step = entry.get("step", context.group.get("step"))

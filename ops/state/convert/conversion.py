@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..._core.progress import progress_bar
@@ -20,7 +18,6 @@ from .checks import (
     checked_step,
     described,
     keys_of,
-    named_params,
 )
 from .codes import Codes, shown
 from .libraries import KEYS, LIBRARIES, decouples, detect, target_group
@@ -43,7 +40,6 @@ def convert_state(
     to: str,
     *,
     from_: str | None = None,
-    params: Iterable[Tensor] | Mapping[Any, Tensor] | None = None,
     param_dtype: torch.dtype | None = None,
     block_size: int | None = None,
     min_8bit_size: int = 4096,
@@ -60,10 +56,8 @@ def convert_state(
             Adafactor need no conversion: Headroom's loads torch's, and with ``semantics="hf"``
             those of transformers.
         from_: the library of ``source``, if its keys do not tell.
-        params: the parameters, in the order of the groups, or by their keys in the state, for their
-            dtypes and shapes; not needed for an optimizer, which has them.
-        param_dtype: the dtype of the parameters, if they are not given. Many loaders cast states to
-            it; the report then includes that loss.
+        param_dtype: the dtype of the parameters, if ``source`` is a state dict, which does not say.
+            Many loaders cast states to it; the report then includes that loss.
         block_size: elements per scale of 8-bit moments. None: that of the source if the target has
             such blocks, else 256.
         min_8bit_size: tensors with fewer elements get moments of 32 bits; codes stay codes.
@@ -97,11 +91,10 @@ def convert_state(
         new.load_state_dict(state)
         print(report)
     """
-    decoupled, is_live = None, isinstance(source, torch.optim.Optimizer)
+    decoupled, dtypes = None, None
     if isinstance(source, torch.optim.Optimizer):
         decoupled = decouples(source)
-        if params is None:
-            params = [param for group in source.param_groups for param in group["params"]]
+        dtypes = [param.dtype for group in source.param_groups for param in group["params"]]
         source = source.state_dict()
     keys = keys_of(source)
     from_ = detect(source) if from_ is None else from_
@@ -114,22 +107,17 @@ def convert_state(
         raise ValueError(f"min_8bit_size must be a number of elements, got {shown(min_8bit_size)}")
     if param_dtype is not None and param_dtype not in (*FLOATS, torch.float64):
         raise ValueError(f"param_dtype must be a floating-point dtype, got {shown(param_dtype)}")
-    named = named_params(params, keys)
+    dtype_of = dict(zip(keys, dtypes or [param_dtype] * len(keys)))
     reader, target, report = LIBRARIES[from_], LIBRARIES[to], Report(from_, to)
     entries, groups = {}, []
     with progress_bar(len(source["state"]), None, unit="state", shown=progress) as bar:
         for index, group in enumerate(source["param_groups"]):
-            contexts = {}
-            for key in group["params"]:
-                param = named.get(key)
-                dtype = param_dtype if param is None else param.dtype
-                contexts[key] = Context(group, param, dtype, casts=target.casts)
             states = {
-                key: _state(key, source["state"][key], reader, contexts[key])
+                key: _state(key, source["state"][key], reader, group)
                 for key in group["params"]
                 if source["state"].get(key)
             }
-            if is_live:
+            if dtypes is not None:
                 states = {key: state.copied() for key, state in states.items()}
             with described(f"the options of group {index}", group):
                 check_options(group)
@@ -138,8 +126,7 @@ def convert_state(
             if to == "headroom-8bit":
                 new["block_size"] = size
             for key, state in states.items():
-                context = contexts[key]
-                context.group, context.min_8bit_size, context.block_size = new, min_8bit_size, size
+                context = Context(new, dtype_of[key], size, min_8bit_size, target.casts)
                 with described(f"the state of parameter {key}", source["state"][key]):
                     entries[key] = target.write(state, context)
                     report.losses += losses(key, state, target.read(entries[key], context))
@@ -148,7 +135,7 @@ def convert_state(
     return Converted({"state": entries, "param_groups": groups}, report)
 
 
-def _state(key: Any, entry: Any, reader: Library, context: Context) -> State:
+def _state(key: Any, entry: Any, reader: Library, group: dict[str, Any]) -> State:
     if any(isinstance(value, DTensor) for value in entry.values()):
         raise NotImplementedError(
             f"the state of parameter {key} is a DTensor; gather it first, with "
@@ -157,12 +144,12 @@ def _state(key: Any, entry: Any, reader: Library, context: Context) -> State:
         )
     with described(f"the state of parameter {key}", entry):
         check_tensors(entry)
-        state = reader.read(entry, context)
+        state = reader.read(entry, Context(group))
         if state.step is None:
             raise KeyError("step")
         state.step = checked_step(state.step)
         check_moments(state.moments)
-        check_shapes(state.moments, context.param)
+        check_shapes(state.moments)
     state.others = [name for name in entry if name not in KEYS]
     return state
 

@@ -46,8 +46,7 @@ class Context:
     """What a reader or writer may need besides the state."""
 
     group: dict[str, Any]
-    param: Tensor | None
-    dtype: torch.dtype | None  # of the parameter
+    dtype: torch.dtype | None = None  # of the parameter
     block_size: int = 256
     min_8bit_size: int = 4096
     casts: bool = False  # the target's loader casts to the parameter's dtype

@@ -19,20 +19,27 @@ from helpers.conversions import (
 # ---- Old forms -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("qmap", [None, torch.linspace(-1, 1, 256)], ids=["", "other map"])
 @pytest.mark.parametrize("block_size", [256, 2048])
-def test_old_states_of_bitsandbytes(block_size, qmap):
-    """Blocks and maps that are not ours are decoded by what they are."""
-    source = old_bitsandbytes(parameters(shapes=[(90, 100)]), block_size, qmap)
+def test_old_states_of_bitsandbytes(block_size):
+    """Blocks that are not ours are decoded by what they are."""
+    source = old_bitsandbytes(parameters(shapes=[(90, 100)]), block_size)
     entry = source["state"][0]
     state, report = convert(source, "torch")
     for name, j, is_signed in (("exp_avg", 1, True), ("exp_avg_sq", 2, False)):
-        values = headroom.functional.dynamic_map(is_signed) if qmap is None else qmap
+        values = headroom.functional.dynamic_map(is_signed)
         scales = entry[f"absmax{j}"].repeat_interleave(block_size)[:9000].view(90, 100)
         wanted = values[entry[f"state{j}"].int()] * scales
         assert same_bits(state["state"][0][name], wanted)
     _, report = convert(source, "headroom-8bit")
-    assert report.is_lossless == (block_size == 256 and qmap is None)
+    assert report.is_lossless == (block_size == 256)
+
+
+def test_codes_of_another_map_are_refused():
+    source = old_bitsandbytes(parameters(shapes=[(90, 100)]), 256, torch.linspace(-1, 1, 256))
+    with pytest.raises(
+        ValueError, match="parameter 0 has 8-bit codes of another map.*0.36 to 0.41"
+    ):
+        convert(source, "torch")
 
 
 # ---- Weights of 16 bits -------------------------------------------------------------------------
