@@ -17,7 +17,6 @@ __all__ = [
     "shard_groups",
     "shard_number",
     "sharded_dim",
-    "slices_of",
 ]
 
 
@@ -49,12 +48,6 @@ def _local_shape_and_offsets(tensor: DTensor) -> tuple[tuple[int, ...], tuple[in
     return compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-
-
-def slices_of(tensor: DTensor) -> tuple[slice, ...]:
-    """Returns the elements of the whole tensor that this rank has, as an index into it."""
-    where = zip(*_local_shape_and_offsets(tensor))
-    return tuple(slice(offset, offset + size) for size, offset in where)
 
 
 def first_row(tensor: Tensor) -> int:

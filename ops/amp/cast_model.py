@@ -252,9 +252,11 @@ class CastReport:
     """Every floating-point buffer, by its name."""
 
     def __str__(self) -> str:
-        lines = [f"parameters: {_by_dtype(self.parameters)}"]
-        classes = Counter(self.modules.values())
-        lines += [f"in float32 behind casts: {_counted(classes)}"] if classes else []
+        counts = (f"{count:,} in {_short(dtype)}" for dtype, count in self.parameters.items())
+        lines = [f"parameters: {', '.join(counts) or 'none'}"]
+        if self.modules:
+            classes = (f"{n} {name}" for name, n in Counter(self.modules.values()).items())
+            lines.append(f"in float32 behind casts: {', '.join(classes)}")
         inside = tuple(f"{name}." for name in self.modules)
         outside = {
             name: dtype for name, dtype in self.buffers.items() if not name.startswith(inside)
@@ -289,15 +291,6 @@ def cast_report(model: nn.Module) -> CastReport:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _by_dtype(elements: dict[torch.dtype, int]) -> str:
-    counts = (f"{count:,} in {_short(dtype)}" for dtype, count in elements.items())
-    return ", ".join(counts) or "none"
-
-
-def _counted(classes: Counter[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in classes.items())
 
 
 # ---- Hooks: functions of this module, so that copies and pickles of a model have them ------------

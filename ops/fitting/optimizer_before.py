@@ -104,7 +104,7 @@ class OptimizerBefore:
     @property
     def _release(self) -> Any:
         """The handle of gradients that are released, or None."""
-        return getattr(self._optimizer, "_release", None) if self._is_ours else None
+        return self._optimizer.release_handle if self._is_ours else None
 
     def _has_changed(self) -> bool:
         return any(_version(param) != version for param, version in self._versions)

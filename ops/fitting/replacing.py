@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..optim import Adafactor, Adam, Adam8bit, AdamW, AdamW8bit
+from ..optim import Adafactor, Adam, Adam8bit, AdamW, AdamW8bit, Optimizer
 from ..optim.memory import state_memory
 
 __all__ = ["is_headroom", "made", "obstacle", "replacement", "state_bytes"]
@@ -58,7 +58,7 @@ def made(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 def is_headroom(optimizer: Any) -> bool:
     """Returns whether an optimizer is one of Headroom's, and not a wrapper."""
-    return hasattr(optimizer, "_weights_mode")
+    return isinstance(optimizer, Optimizer)
 
 
 def obstacle(optimizer: torch.optim.Optimizer) -> str | None:

@@ -180,12 +180,12 @@ class GradAccumulator:
 
     @property
     def is_open(self) -> bool:
-        """Whether a micro-batch is running."""
+        """Returns whether a micro-batch is running."""
         return self._open is not None
 
     @property
     def sums_over_ranks(self) -> bool:
-        """Whether backward leaves gradients to this rank, and :meth:`finish` adds them up."""
+        """Returns whether backward leaves gradients to this rank, for :meth:`finish` to add up."""
         return self._ranks.sums
 
     @torch.no_grad()

@@ -70,14 +70,14 @@ class Ranks:
 
     @property
     def sums(self) -> bool:
-        """Whether finish() adds up the sums of the ranks, as each has its own gradients."""
+        """Returns whether finish() adds up the sums of the ranks, as each has its own gradients."""
         return isinstance(self._given, dist.ProcessGroup) or (
             self._given is None and self.ddp is not None and not self.averages
         )
 
     @property
     def groups(self) -> tuple[Any, ...]:
-        """The process groups over which gradients are reduced, one after another."""
+        """Returns the process groups over which gradients are reduced, one after another."""
         if isinstance(self._given, dist.ProcessGroup):
             return (self._given,)
         if self.averages:
@@ -86,7 +86,7 @@ class Ranks:
 
     @property
     def averaged_by_ddp(self) -> bool:
-        """Whether DDP has averaged the gradients of the last backward, which did not run in
+        """Returns whether DDP has averaged the gradients of the last backward, which did not run in
         :meth:`micro_batch`."""
         # The last forward, which may have run under no_sync(), set the second.
         ddp = self.ddp
@@ -125,7 +125,7 @@ class Ranks:
             self.check_known(": the forward did not run in a DistributedDataParallel module")
 
     def _look(self, stack: contextlib.ExitStack, module: nn.Module, args: Any) -> None:
-        """A hook before the model's forward: finds a DDP module that wraps it since."""
+        """Finds a DDP module that wraps the model since, before a forward of the model."""
         if torch.compiler.is_compiling() or self.ddp is not None:
             return
         self.ddp = DistributedDataParallel._get_active_ddp_module()
@@ -182,7 +182,7 @@ class Weighting:
         weakref.finalize(self, _remove, handles)
 
     def _unshard(self, module: nn.Module) -> None:
-        """A hook after FSDP2's own, which has made the module's parameters whole."""
+        """Hooks the module's parameters, which a hook of FSDP2 has made whole before."""
         for owner in module.modules():
             for name, param in owner._parameters.items():
                 sharded = self._sharded.get((owner, name))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
-from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -13,25 +12,23 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from .._core.checks import check_number, check_pair, lr_arguments
-from .._core.grouping import grouped
+from .._core.checks import check_number, check_pair
+from .._core.names import name_of
 from .._core.registration import FLOATS
 from .._core.weight_modes import NEAREST, RESIDUALS, Master, Rounding, weights_mode
 from ..functional.adafactor import is_hf
-from .adafactor_sharding import new_workspace, prepared_sharded, sharding_of
+from .adafactor_sharding import prepared_sharded, sharding_of
 from .adafactor_state import LINES, NAMES, RMS, float32_slot, shape_of, zero_scalar
 from .base import Optimizer
-from .options import own_arguments
-from .plan import Bucket
-from .run import Call, table_call
-from .scalars import StepScalars
+from .options import check_lr, own_arguments
+from .plan import Bucket, Call, table_call
 from .states import STEP, Layout
 
 __all__ = ["Adafactor"]
 
 FACTORED, VECTOR = 0, 1  # the layouts of states
 
-# The options of each rule with their defaults, named as in the original.
+# The options of each rule with their defaults, named as in the original. None stands for them.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "torch": {
         "lr": 1e-2,
@@ -56,20 +53,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-class _Default:
-    """Stands for the default of an option in each rule, and shows it in the signature."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        of = (f"{rule}: {own[self.name]}" for rule, own in DEFAULTS.items() if self.name in own)
-        return f"<{', '.join(of)}>"
-
-
-BY_RULE: dict[str, Any] = {name: _Default(name) for own in DEFAULTS.values() for name in own}
-
-
 class Adafactor(Optimizer):
     r"""Adafactor, fused, following torch or transformers: a drop-in for
     :class:`torch.optim.Adafactor` (``semantics="torch"``) and for ``transformers``' Adafactor
@@ -84,6 +67,7 @@ class Adafactor(Optimizer):
 
     Args:
         params: parameters, or groups of them, as in every optimizer of torch.
+            Options that are not given have the defaults of the rule.
         lr: learning rate. In ``"torch"``, the upper bound of the relative step, 1e-2 by default; it
             may be a tensor of one element, which is read on its device when the step runs. In
             ``"hf"``, None with ``relative_step``, else the step.
@@ -129,21 +113,21 @@ class Adafactor(Optimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor | None = BY_RULE["lr"],
-        beta2_decay: float = BY_RULE["beta2_decay"],
-        eps: tuple[float | None, float] = BY_RULE["eps"],
-        d: float = BY_RULE["d"],
-        weight_decay: float = BY_RULE["weight_decay"],
+        lr: float | Tensor | None = None,
+        beta2_decay: float | None = None,
+        eps: tuple[float | None, float] | None = None,
+        d: float | None = None,
+        weight_decay: float | None = None,
         *,
         semantics: Literal["torch", "hf"] = "torch",
         foreach: bool | None = None,
-        maximize: bool = BY_RULE["maximize"],
-        clip_threshold: float = BY_RULE["clip_threshold"],
-        decay_rate: float = BY_RULE["decay_rate"],
+        maximize: bool | None = None,
+        clip_threshold: float | None = None,
+        decay_rate: float | None = None,
         beta1: float | None = None,
-        scale_parameter: bool = BY_RULE["scale_parameter"],
-        relative_step: bool = BY_RULE["relative_step"],
-        warmup_init: bool = BY_RULE["warmup_init"],
+        scale_parameter: bool | None = None,
+        relative_step: bool | None = None,
+        warmup_init: bool | None = None,
         max_grad_norm: float | None = None,
         master: Master | None = None,
         rounding: Rounding = "nearest",
@@ -157,7 +141,7 @@ class Adafactor(Optimizer):
         given = {
             name: value
             for name, value in arguments.items()
-            if name in options and value is not None and not isinstance(value, _Default)
+            if name in options and value is not None
         }
         for name in given:
             if name not in DEFAULTS[semantics]:
@@ -182,15 +166,8 @@ class Adafactor(Optimizer):
         if lr is None:
             if not hf or not options["relative_step"]:
                 raise ValueError("lr is None, which needs semantics='hf' and relative_step=True")
-        elif isinstance(lr, Tensor):
-            if lr.numel() != 1:
-                raise ValueError("Tensor lr must be 1-element")
-            if lr.dtype not in (torch.float32, torch.float64):
-                raise ValueError(f"Tensor lr must be float32 or float64, got {lr.dtype}")
-        elif not isinstance(lr, Real):
-            raise TypeError(f"lr must be a number or a Tensor, got {type(lr).__name__}")
-        if lr is not None and not 0.0 <= lr < math.inf:
-            raise ValueError(f"Learning rate should be >= 0 but is: {lr}")
+        else:
+            check_lr(lr, "Learning rate should be >= 0 but is")
         decay, threshold = ("decay_rate", "clip_threshold") if hf else ("beta2_decay", "d")
         for name in (decay, threshold, "weight_decay"):
             check_number(name, options[name])
@@ -216,7 +193,7 @@ class Adafactor(Optimizer):
 
     # ---- states ---------------------------------------------------------------------------------
 
-    def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
+    def layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
         hf = self.semantics == "hf"
         row, col, variance = NAMES[self.semantics]
         momentum = (float32_slot("exp_avg"),) if hf and group["beta1"] is not None else ()
@@ -224,13 +201,13 @@ class Adafactor(Optimizer):
         factored = Layout((*momentum, LINES[row], LINES[col], *extra))
         return factored, Layout((float32_slot(variance), *momentum, *extra))
 
-    def _layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
+    def layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
         return FACTORED if param.dim() >= 2 else VECTOR
 
-    def _layout_index_of_state(self, entry: dict[str, Any]) -> int:
+    def layout_index_of_state(self, entry: dict[str, Any]) -> int:
         return VECTOR if NAMES[self.semantics][2] in entry else FACTORED
 
-    def _translated(
+    def translated(
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
     ) -> dict[str, Any]:
         # torch's statistics have the gradient's dtype, and ours are always float32.
@@ -293,15 +270,15 @@ class Adafactor(Optimizer):
                 value = entry.get(name)
                 if isinstance(value, Tensor) and value.shape != size:
                     raise RuntimeError(
-                        f"the state of {self._name_of(param)} is that of another shape: its "
-                        f"'{name}' has shape {tuple(value.shape)}, but the parameter now has shape "
-                        f"{tuple(shape)}; delete optimizer.state[parameter] to start its "
-                        "statistics anew"
+                        f"the state of {name_of(self.param_groups, param)} is that of another "
+                        f"shape: its '{name}' has shape {tuple(value.shape)}, but the parameter "
+                        f"now has shape {tuple(shape)}; delete optimizer.state[parameter] to "
+                        "start its statistics anew"
                     )
 
-    def _entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         self._check_shapes([param])
-        return super()._entry(param, group)
+        return super().entry(param, group)
 
     # ---- one step -------------------------------------------------------------------------------
 
@@ -311,17 +288,36 @@ class Adafactor(Optimizer):
             return None
         return super()._table(bucket)
 
+    def _list_key(self, param: Tensor) -> Hashable:
+        return param.device, sharding_of(param)
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        hf = self.semantics == "hf"
+        eps1, eps2 = group["eps"]
+        return {
+            "hf": hf,
+            "beta2_decay": group["decay_rate" if hf else "beta2_decay"],
+            "eps1": -1.0 if eps1 is None else eps1,
+            "eps2": eps2,
+            "clip_threshold": group["clip_threshold" if hf else "d"],
+            "weight_decay": group["weight_decay"],
+            "beta1": group.get("beta1") or 0.0,
+            "scale_parameter": group.get("scale_parameter", True),
+            "relative_step": group.get("relative_step", True),
+            "warmup_init": group.get("warmup_init", False),
+            "maximize": group.get("maximize", False),
+        }
+
     def _prepared(
         self,
         group: dict[str, Any],
         bucket: Bucket,
         states: list[list[Tensor]] | Tensor,
-        scalars: StepScalars,
+        options: dict[str, Any],
     ) -> Call:
-        options = self._options(group, bucket.device, scalars)
         layout, names = bucket.layout, bucket.layout.names
+        space = {"dtype": torch.float64, "device": bucket.params[0].device}
         if isinstance(states, Tensor):
-            options |= self._weights_options(group, bucket)
             shape = dict(
                 factored=layout.index == FACTORED,
                 momentum="exp_avg" in names,
@@ -329,55 +325,16 @@ class Adafactor(Optimizer):
                 weights_mode=options.pop("weights_mode"),
             )
             size = torch.ops.headroom._adafactor_table_workspace(states, **shape)
-            options |= shape | {"workspace": new_workspace(size, bucket.device)}
+            options |= shape | {"workspace": torch.empty(size, **space)}
             return table_call(torch.ops.headroom._adafactor_table_, bucket, states, options)
         columns = dict(zip(names, states))
-        row, col, variance = NAMES[self.semantics]
-        lists = [bucket.params, bucket.grads]
-        keys = row, col, variance, "exp_avg", "RMS", "step", layout.weights.residual
-        lists += [columns.get(name, []) for name in keys]
-        positions = range(len(bucket.owners))
-        calls: list[Call] = []
-        for sharding, where in grouped(positions, lambda k: sharding_of(bucket.owners[k])).items():
-            chosen = [[column[k] for k in where] if column else [] for column in lists]
-            some = bucket._replace(owners=[bucket.owners[k] for k in where])
-            more = options | self._weights_options(group, some)
-            if sharding is not None:
-                calls.append(prepared_sharded(some.owners, *sharding, chosen, more))
-                continue
-            # A traced op, or one that a mode looks at, makes its workspace by itself.
-            if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
-                size = torch.ops.headroom._adafactor_workspace(chosen[0])
-                more["workspace"] = new_workspace(size, bucket.device)
-            calls.append(partial(torch.ops.headroom.adafactor_, *chosen, **more))
-
-        def call() -> None:
-            for one in calls:
-                one()
-
-        return call
-
-    def _options(
-        self, group: dict[str, Any], device: torch.device, scalars: StepScalars
-    ) -> dict[str, Any]:
-        """Returns the op's arguments that are not lists."""
-        hf = self.semantics == "hf"
-        lr = 0.0 if group["lr"] is None else group["lr"]
-        if isinstance(lr, Tensor) and not lr.is_cpu:
-            lr = lr.to(device)
-        eps1, eps2 = group["eps"]
-        return dict(
-            hf=hf,
-            **lr_arguments(lr, device),
-            beta2_decay=group["decay_rate" if hf else "beta2_decay"],
-            eps1=-1.0 if eps1 is None else eps1,
-            eps2=eps2,
-            clip_threshold=group["clip_threshold" if hf else "d"],
-            weight_decay=group["weight_decay"],
-            beta1=group.get("beta1") or 0.0,
-            scale_parameter=group.get("scale_parameter", True),
-            relative_step=group.get("relative_step", True),
-            warmup_init=group.get("warmup_init", False),
-            maximize=group.get("maximize", False),
-            **scalars.on(device),
-        )
+        keys = *NAMES[self.semantics], "exp_avg", "RMS", "step", layout.weights.residual
+        lists = [bucket.params, bucket.grads, *(columns.get(name, []) for name in keys)]
+        sharding = sharding_of(bucket.owners[0])
+        if sharding is not None:
+            return prepared_sharded(bucket.owners, *sharding, lists, options)
+        # A traced op, or one that a mode looks at, makes its workspace by itself.
+        if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
+            size = torch.ops.headroom._adafactor_workspace(bucket.params)
+            options["workspace"] = torch.empty(size, **space)
+        return partial(torch.ops.headroom.adafactor_, *lists, **options)

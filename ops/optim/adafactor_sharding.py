@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from .._core.dtensor import sharded_dim
 from ..functional.adafactor import APPLY, NORM, STATES, SUMS, lines_of
-from .run import Call
+from .plan import Call
 
-__all__ = ["new_workspace", "prepared_sharded", "sharding_of"]
+__all__ = ["prepared_sharded", "sharding_of"]
 
 ROWS, COLS, ELEMENTS = "rows", "cols", "elements"  # what a dimension of a mesh shards
 
@@ -32,11 +32,6 @@ def sharding_of(param: Tensor) -> tuple[Any, tuple[str | None, ...]] | None:
     return (param.device_mesh, tuple(roles)) if any(roles) else None
 
 
-def new_workspace(size: int, device: torch.device) -> Tensor:
-    """Returns a workspace for the op, whose size an op has said."""
-    return torch.empty(size, dtype=torch.float64, device=device)
-
-
 def prepared_sharded(
     owners: list[Tensor],
     mesh: Any,
@@ -52,7 +47,7 @@ def prepared_sharded(
         rows, cols = owner.shape[-2:] if owner.dim() >= 2 else (0, 0)
         wholes += [rows * (ROWS in roles), cols * (COLS in roles), owner.numel()]
     size = torch.ops.headroom._adafactor_workspace(params, wholes)
-    workspace = new_workspace(size, params[0].device)
+    workspace = torch.empty(size, dtype=torch.float64, device=params[0].device)
     counts = [len(params)] * 2 + [0, 0, 0]
     if ROWS in roles or COLS in roles:
         counts[2] = sum(math.prod(param.shape[:-2]) for param in params)

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
-from functools import partial
-from numbers import Real
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .._core.checks import check_number, check_pair, lr_arguments
+from .._core.checks import check_number, check_pair
 from .._core.registration import FLOATS
 from .._core.weight_modes import NEAREST, Master, Rounding, weights_mode
 from .base import Optimizer
-from .options import own_arguments
-from .plan import Bucket
-from .run import Call, table_call
-from .scalars import StepScalars
+from .options import check_lr, own_arguments
+from .plan import Bucket, Call, table_call
 from .states import STEP, Layout, Slot
 
-__all__ = ["Adam", "AdamW"]
+__all__ = ["Adam", "AdamW", "decoupling"]
+
+P = ParamSpec("P")
 
 
 class Adam(Optimizer):
@@ -122,16 +122,8 @@ class Adam(Optimizer):
     def _check_options(self, options: dict[str, Any]) -> None:
         """Refuses what torch's constructor refuses, with its messages, and what torch refuses
         later."""
-        lr, betas = options["lr"], options["betas"]
-        if isinstance(lr, Tensor):
-            if lr.numel() != 1:
-                raise ValueError("Tensor lr must be 1-element")
-            if lr.dtype not in (torch.float32, torch.float64):
-                raise ValueError(f"Tensor lr must be float32 or float64, got {lr.dtype}")
-        elif not isinstance(lr, Real):
-            raise TypeError(f"lr must be a number or a Tensor, got {type(lr).__name__}")
-        if not 0.0 <= lr < math.inf:
-            raise ValueError(f"Invalid learning rate: {lr}")
+        betas = options["betas"]
+        check_lr(options["lr"], "Invalid learning rate")
         check_number("eps", options["eps"])
         if not 0.0 <= options["eps"] < math.inf:
             raise ValueError(f"Invalid epsilon value: {options['eps']}")
@@ -162,21 +154,31 @@ class Adam(Optimizer):
                 group["decoupled_weight_decay"] = True
         super().__setstate__(state)
 
-    def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
+    def layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
         dtype = group.get("state_dtype") or (torch.float32 if group.get("master") else None)
         names = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
         moments = (Slot(name, dtype=dtype, loads=FLOATS) for name in names)
         return (Layout((*moments, STEP)),)
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        return {
+            "beta1": beta1,
+            "beta2": beta2,
+            "weight_decay": group["weight_decay"],
+            "eps": group["eps"],
+            "amsgrad": group["amsgrad"],
+            "maximize": group["maximize"],
+            "decoupled": group["decoupled_weight_decay"],
+        }
 
     def _prepared(
         self,
         group: dict[str, Any],
         bucket: Bucket,
         states: list[list[Tensor]] | Tensor,
-        scalars: StepScalars,
+        options: dict[str, Any],
     ) -> Call:
-        options = self._options(group, bucket.device, scalars)
-        options |= self._weights_options(group, bucket)
         if isinstance(states, Tensor):
             return table_call(torch.ops.headroom._adamw_table_, bucket, states, options)
         lists = dict(zip(bucket.layout.names, states))
@@ -192,25 +194,23 @@ class Adam(Optimizer):
             **options,
         )
 
-    def _options(
-        self, group: dict[str, Any], device: torch.device, scalars: StepScalars
-    ) -> dict[str, Any]:
-        """Returns the op's arguments that are not lists."""
-        beta1, beta2 = group["betas"]
-        lr = group["lr"]
-        if isinstance(lr, Tensor) and not lr.is_cpu:
-            lr = lr.to(device)
-        return dict(
-            **lr_arguments(lr, device),
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=group["amsgrad"],
-            maximize=group["maximize"],
-            decoupled=group["decoupled_weight_decay"],
-            **scalars.on(device),
-        )
+
+def decoupling(adam: Callable[P, None]) -> Callable[P, None]:
+    """Returns the constructor of an AdamW, from that of its Adam: weight decay is decoupled, and
+    0.01 by default."""
+    params = dict(inspect.signature(adam).parameters)
+    del params["decoupled_weight_decay"]
+    params["weight_decay"] = params["weight_decay"].replace(default=1e-2)
+    place = list(params).index("weight_decay")
+
+    @wraps(adam)
+    def init(*args: P.args, **options: P.kwargs) -> None:
+        if len(args) <= place:
+            options.setdefault("weight_decay", 1e-2)
+        adam(*args, **options, decoupled_weight_decay=True)
+
+    init.__signature__ = inspect.Signature(list(params.values()), return_annotation=None)
+    return init
 
 
 class AdamW(Adam):
@@ -224,29 +224,7 @@ class AdamW(Adam):
     """
 
     _always_decoupled = True
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        state_dtype: torch.dtype | None = None,
-        max_grad_norm: float | None = None,
-        master: Master | None = None,
-        rounding: Rounding = "nearest",
-        seed: int = 0,
-        count_stalled: bool = False,
-    ) -> None:
-        super().__init__(**own_arguments(locals()), decoupled_weight_decay=True)
+    __init__ = decoupling(Adam.__init__)
 
 
 def _numbers(betas: Any) -> Any:

@@ -12,22 +12,25 @@ from torch.optim.optimizer import ParamsT
 
 from .._core.checks import check_number
 from .._core.dtensor import shard_number
+from .._core.names import name_of
 from .._core.overlap import is_dense
 from .._core.weight_modes import Master, Rounding, weights_mode
 from ..functional.adamw8bit import BLOCK_SIZES, signed
-from .adam import Adam
-from .block_scales import ABSMAXS, BlockScales, unpadded, zero_absmaxs
+from .adam import Adam, decoupling
+from .block_scales import ABSMAXS, unpadded, zero_absmaxs
 from .options import own_arguments
-from .plan import Bucket
-from .run import Call, table_call
-from .scalars import StepScalars
+from .plan import Bucket, Call, places_in, table_call
 from .states import STEP, Layout, Slot
 
 __all__ = ["Adam8bit", "AdamW8bit"]
 
 Nonfinite = Literal["skip_step", "skip_element", "propagate"]
 CodeRounding = Literal["nearest", "stochastic"]
-NONFINITE, CODE_ROUNDINGS = get_args(Nonfinite), get_args(CodeRounding)
+CHOICES = {
+    "block_size": BLOCK_SIZES,
+    "code_rounding": get_args(CodeRounding),
+    "nonfinite": get_args(Nonfinite),
+}
 EIGHT_BIT = 1  # among an optimizer's layouts; the other is Adam's
 OPTIONS = (  # which Adam lacks
     "optim_bits",
@@ -138,8 +141,8 @@ class Adam8bit(Adam):
                 raise ValueError("override() got a parameter that this optimizer does not have")
             if self.state.get(param):
                 raise ValueError(
-                    f"{self._name_of(param)} has a state already; call override() before its "
-                    "first step"
+                    f"{name_of(self.param_groups, param)} has a state already; call override() "
+                    "before its first step"
                 )
         self._overrides.update(dict.fromkeys(chosen, bits))
 
@@ -169,18 +172,11 @@ class Adam8bit(Adam):
         check_number("min_8bit_size", options["min_8bit_size"])
         if not options["min_8bit_size"] >= 0:
             raise ValueError(f"min_8bit_size must be >= 0, got {options['min_8bit_size']}")
-        if not isinstance(options["block_size"], int) or options["block_size"] not in BLOCK_SIZES:
-            raise ValueError(
-                f"block_size must be one of {BLOCK_SIZES}, as an int, got {options['block_size']!r}"
-            )
-        if not isinstance(options["seed"], int) or not 0 <= options["seed"] < 2**32:
-            raise ValueError(f"seed must be from 0 to 2^32 - 1, got {options['seed']}")
-        if options["code_rounding"] not in CODE_ROUNDINGS:
-            raise ValueError(
-                f"code_rounding must be one of {CODE_ROUNDINGS}, got {options['code_rounding']!r}"
-            )
-        if options["nonfinite"] not in NONFINITE:
-            raise ValueError(f"nonfinite must be one of {NONFINITE}, got {options['nonfinite']!r}")
+        for name, allowed in CHOICES.items():
+            value = options[name]
+            if type(value) is not type(allowed[0]) or value not in allowed:
+                kind = ", as an int" if isinstance(allowed[0], int) else ""
+                raise ValueError(f"{name} must be one of {allowed}{kind}, got {value!r}")
         if options["bnb_exact"]:
             if options["block_size"] != 256 or options["code_rounding"] != "nearest":
                 raise ValueError("bnb_exact=True needs block_size=256, code_rounding='nearest'")
@@ -194,43 +190,46 @@ class Adam8bit(Adam):
     # ---- one step -------------------------------------------------------------------------------
 
     @property
-    def _skips_steps(self) -> bool:
+    def skips_nonfinite(self) -> bool:
         return self.defaults["nonfinite"] == "skip_step"
 
-    def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
+    def layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
         as_adam = Layout(
             tuple(
                 slot if slot is STEP else slot._replace(dtype=torch.float32)
-                for slot in super()._layouts(group)[0].slots
+                for slot in super().layouts(group)[0].slots
             )
         )
-        scales = BlockScales(group["block_size"])
         codes = (Slot(name, dtype=torch.uint8) for name in ("exp_avg", "exp_avg_sq"))
-        absmaxs = (Slot(name, scales.shape, torch.float32, first=scales.zeros) for name in ABSMAXS)
+        zeros = partial(zero_absmaxs, block_size=group["block_size"])
+        absmaxs = (
+            Slot(name, lambda param: zeros(param).shape, torch.float32, first=zeros)
+            for name in ABSMAXS
+        )
         return as_adam, Layout((*codes, *absmaxs, STEP))
 
-    def _layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
+    def layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
         entry = self.state.get(param)
         if entry and "exp_avg" in entry:
-            return self._layout_index_of_state(entry)
+            return self.layout_index_of_state(entry)
         if param in self._overrides:
             return int(self._overrides[param] == 8)
         wanted = group["optim_bits"] == 8 and not group["amsgrad"]  # which a checkpoint may bring
         return int(wanted and param.numel() >= group["min_8bit_size"])
 
-    def _layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
+    def layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
         # Most have a state. Every step asks for thousands of small parameters.
         return [
             int(entry["exp_avg"].dtype is torch.uint8)
             if entry and "exp_avg" in entry
-            else self._layout_index(param, group)
+            else self.layout_index(param, group)
             for param, entry in zip(params, map(self.state.get, params))
         ]
 
-    def _layout_index_of_state(self, entry: dict[str, Any]) -> int:
+    def layout_index_of_state(self, entry: dict[str, Any]) -> int:
         return int(getattr(entry.get("exp_avg"), "dtype", None) == torch.uint8)
 
-    def _translated(
+    def translated(
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
     ) -> dict[str, Any]:
         entry = dict(entry)
@@ -245,17 +244,21 @@ class Adam8bit(Adam):
                 entry[name] = scales.contiguous()
         return entry
 
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        options = super()._options(group)
+        options["skip_nonfinite"] = self.defaults["nonfinite"] == "skip_element"
+        options["decoupled"] |= group["bnb_exact"]
+        return options
+
     def _prepared(
         self,
         group: dict[str, Any],
         bucket: Bucket,
         states: list[list[Tensor]] | Tensor,
-        scalars: StepScalars,
+        options: dict[str, Any],
     ) -> Call:
         if bucket.layout.index != EIGHT_BIT:
-            return super()._prepared(group, bucket, states, scalars)
-        options = self._options(group, bucket.device, scalars)
-        options |= self._weights_options(group, bucket)
+            return super()._prepared(group, bucket, states, options)
         del options["amsgrad"]
         is_random = group["code_rounding"] == "stochastic"
         options |= {
@@ -297,18 +300,9 @@ class Adam8bit(Adam):
 
         return call
 
-    def _options(
-        self, group: dict[str, Any], device: torch.device, scalars: StepScalars
-    ) -> dict[str, Any]:
-        options = super()._options(group, device, scalars)
-        options["skip_nonfinite"] = self.defaults["nonfinite"] == "skip_element"
-        options["decoupled"] |= group["bnb_exact"]
-        return options
-
     def _seeds(self, group: dict[str, Any], params: list[Tensor]) -> list[int]:
         """Returns a seed for every parameter, distinct for each shard of one."""
-        everyone = (param for group in self.param_groups for param in group["params"])
-        places = {param: place for place, param in enumerate(everyone)}
+        places = places_in(self.param_groups)
         keys = [(shard_number(param) << 20) + places[param] for param in params]
         return [signed((group["seed"] << 32) + key % 2**32) for key in keys]
 
@@ -323,33 +317,7 @@ class AdamW8bit(Adam8bit):
     """
 
     _always_decoupled = True
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        max_grad_norm: float | None = None,
-        master: Master | None = None,
-        rounding: Rounding = "nearest",
-        seed: int = 0,
-        count_stalled: bool = False,
-        min_8bit_size: int = 4096,
-        block_size: int = 256,
-        bnb_exact: bool = False,
-        code_rounding: CodeRounding = "nearest",
-        nonfinite: Nonfinite = "propagate",
-    ) -> None:
-        super().__init__(**own_arguments(locals()), decoupled_weight_decay=True)
+    __init__ = decoupling(Adam8bit.__init__)
 
 
 def _is_moved(param: Tensor, *others: Tensor) -> bool:

@@ -1,8 +1,8 @@
 """The base of Headroom's optimizers: a fused step over each group, and states that are never cast.
 
 A subclass declares the state of its parameters (states.py) and runs one op for the parameters of a
-group on one device (plan.py). Other parts of a step are in measuring.py, skips.py, loading.py and
-memory.py.
+group on one device. What a step passes to it is in plan.py; measuring.py, skips.py, loading.py and
+memory.py do the rest. They take tensors and groups, and call no method of an optimizer in a step.
 
 A step makes everything that it allocates before it writes: one that runs out of memory has changed
 nothing.
@@ -10,15 +10,22 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
+from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from .._core.dtensor import local_part
+from .._core.names import name_of
+from .._core.table import table_of
 from .._core.weight_modes import check_weight_options
 from ..grad.norm import Measured
+from .errors import explained
 from .loading import KEPT, complete_groups, export_state, keep_states, restored_states
 from .measuring import first_nonfinite, with_measured
 from .memory import StateMemory, state_memory
@@ -28,19 +35,27 @@ from .options import (
     common_max_grad_norm,
     keep_unique,
 )
-from .plan import Bucket, check_memory, plan_group, table_of_bucket
-from .run import Call, fill_columns, prepared, prepared_gathered
-from .scalars import StepScalars
+from .plan import (
+    Bucket,
+    Call,
+    Calls,
+    Plan,
+    StepScalars,
+    arguments_of,
+    buckets_of,
+    check_memory,
+    like_param,
+)
 from .skips import SkippedSteps
+from .stalled import StalledWeights, stalled_fraction
 from .states import StatefulOptimizer
-from .weights import StalledWeights, stalled_fraction, weights_arguments
 
 __all__ = ["Optimizer"]
 
 
 class Optimizer(StatefulOptimizer):
-    """Base of Headroom's optimizers. A subclass defines :meth:`_prepared` and the declarations of
-    :class:`StatefulOptimizer`."""
+    """Base of Headroom's optimizers. A subclass defines :meth:`_options`, :meth:`_prepared` and the
+    declarations of :class:`StatefulOptimizer`."""
 
     # Tensors of one element that users and torch.amp.GradScaler set and delete. A step reads them
     # once, into StepScalars.
@@ -53,7 +68,7 @@ class Optimizer(StatefulOptimizer):
     measured_params: Sequence[Tensor] = ()
     max_consecutive_skips = 10  # skipped steps in a row before a warning
     _stalled: StalledWeights | None = None  # in the last step
-    _release: Any = None  # the ReleaseHandle that steps parameters inside backward, if there is one
+    release_handle: Any = None  # the ReleaseHandle that steps parameters inside backward
 
     def __init__(
         self, params: ParamsT, defaults: dict[str, Any], *, count_stalled: bool = False
@@ -65,24 +80,29 @@ class Optimizer(StatefulOptimizer):
         super().__init__(params, defaults)
 
     @property
-    def _skips_steps(self) -> bool:
+    def skips_nonfinite(self) -> bool:
         """Returns whether a step with gradients that are not finite changes nothing, even without a
         scaler."""
         return False
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Returns the op's arguments that are options of a group, beside the learning rate."""
+        raise NotImplementedError
 
     def _prepared(
         self,
         group: dict[str, Any],
         bucket: Bucket,
         states: list[list[Tensor]] | Tensor,
-        scalars: StepScalars,
+        options: dict[str, Any],
     ) -> Call:
         """Returns the call that runs the op on a bucket, after everything that it needs has been
         made: the call allocates nothing before its last write. ``states`` are the lists that its
-        layout names, or a table of parameters, gradients and states."""
+        layout names, or a table of parameters, gradients and states; ``options`` are all other
+        arguments."""
         raise NotImplementedError
 
-    def _translated(
+    def translated(
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]
     ) -> dict[str, Any]:
         """Returns a loaded state of another library in the form of this optimizer, unchecked."""
@@ -144,65 +164,153 @@ class Optimizer(StatefulOptimizer):
                 ops before it have: a group takes one op for each layout of states and device. Or
                 memory runs out: then nothing has been written.
         """
-        if self._release is not None and self._release.finish(closure, max_grad_norm):
-            return None
+        if self.release_handle is not None:
+            if self.release_handle.finish(closure, max_grad_norm):
+                return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if max_grad_norm is None:
-            max_grad_norm = self._max_grad_norm
-        traced = torch.compiler.is_compiling()
+            max_grad_norm = common_max_grad_norm(self.param_groups)
         with torch.no_grad():
-            plans = [] if traced else [plan_group(self, g) for g in self.param_groups]
-            if not traced:
-                self._places = check_memory(self, plans, self._places)
-            scalars = self._scalars
-            self.measured = None
-            checks = self.check_finite or (self._skips_steps and self.found_inf is None)
-            if max_grad_norm is not None or checks:
-                scalars = with_measured(self, scalars, max_grad_norm, plans)
-            calls = [call for plan in plans for call in prepared(self, plan, scalars)]
-            for group in self.param_groups if traced else ():
-                calls += prepared_gathered(self, group, scalars)
-            count = self._prepared_count(scalars.found_inf)
-            self._run(calls)
-            self._note_skips(count())
+            self._step(max_grad_norm)
         return loss
 
-    def _run(self, calls: list[Call]) -> None:
-        """Writes."""
+    def _step(self, max_grad_norm: float | None) -> None:
+        traced = torch.compiler.is_compiling()
+        plans = [] if traced else [self._plan(group) for group in self.param_groups]
+        if not traced:
+            self._places = check_memory(self.param_groups, plans, self._places)
+        scalars = self.scalars
+        self.measured = None
+        checks = self.check_finite or (self.skips_nonfinite and self.found_inf is None)
+        if max_grad_norm is not None or checks:
+            scalars = with_measured(self, scalars, max_grad_norm, plans)
+        calls = [call for plan in plans for call in self._calls(plan, scalars)]
+        for group in self.param_groups if traced else ():
+            calls += self._calls_on_lists(group, scalars)
+        count = self.prepared_count(scalars.found_inf)
         if self._stalled is not None:
             self._stalled.restart()
-        for call in calls:
-            call()
-
-    def prepared_part(self, index: int, params: list[Tensor], scalars: StepScalars) -> list[Call]:
-        """Returns the calls that step some parameters of group ``index``, which have gradients, and
-        no others. They measure nothing: they skip, unscale and clip by ``scalars`` alone."""
-        with torch.no_grad():
-            plan = plan_group(self, self.param_groups[index] | {"params": params})
-            return prepared(self, plan, scalars)
+        self._run(calls)
+        count()
 
     @property
-    def _scalars(self) -> StepScalars:
+    def scalars(self) -> StepScalars:
+        """Returns the scalars that were set as attributes."""
         return StepScalars(self.grad_scale, self.found_inf, self.clip_coef)
 
-    @property
-    def _max_grad_norm(self) -> float | None:
-        """Returns the norm that a step clips to by default."""
-        return common_max_grad_norm(self.param_groups)
+    def prepared_part(self, index: int, params: list[Tensor], scalars: StepScalars) -> Call:
+        """Returns the call that steps some parameters of group ``index``, which have gradients, and
+        no others. It measures nothing: it skips, unscales and clips by ``scalars`` alone."""
+        with torch.no_grad():
+            plan = self._plan(self.param_groups[index] | {"params": params})
+            return partial(self._run, self._calls(plan, scalars))
 
-    def _init_group(self, group: dict[str, Any], *columns: list[Tensor]) -> None:
-        # torch.compile knows this method by name: it runs it, does not trace it, and takes the
-        # tensors that the lists then hold as inputs of the graph.
-        fill_columns(self, group, columns)
+    def _plan(self, group: dict[str, Any]) -> Plan:
+        layouts, params = self.every_layout(group), group["params"]
+        grads = list(map(attrgetter("grad"), params))
+        found = [grad for grad in grads if grad is not None]
+        if len(found) < len(grads):
+            params = [param for param, grad in zip(params, grads) if grad is not None]
+        if not params:
+            return Plan(group, [], [], [], [])
+        indices = self.layout_indices(params, group) if len(layouts) > 1 else []
+        buckets = buckets_of(layouts, indices, params, found)
+        return Plan(group, params, found, buckets, [self._table(bucket) for bucket in buckets])
 
     def _table(self, bucket: Bucket) -> Tensor | None:
-        return table_of_bucket(self, bucket)
+        """Returns the table of a bucket, or None if it needs the list path or has no states yet."""
+        layout = bucket.layout
+        try:
+            lists = bucket.params, bucket.grads
+            return table_of(lists, self.state, layout.param_like, layout.extra)
+        except (RuntimeError, NotImplementedError):  # the op's own error is better
+            return None
 
-    def _weights_options(self, group: dict[str, Any], bucket: Bucket) -> dict[str, Any]:
-        return weights_arguments(self.param_groups, group, bucket, self._stalled)
+    def _calls(self, plan: Plan, scalars: StepScalars) -> Calls:
+        """Returns the calls that step the parameters of a plan, with their buckets. Missing states,
+        and all else that a step allocates, are made here: the calls only write."""
+        tables = list(plan.tables)
+        try:
+            for i, bucket in enumerate(plan.buckets):
+                if tables[i] is None and any(param not in self.state for param in bucket.params):
+                    for param in bucket.params:
+                        self.entry(param, plan.group)
+                    tables[i] = self._table(bucket)
+        except (RuntimeError, NotImplementedError) as error:
+            raise explained(self, error, plan.params, plan.grads) from error
+        if any(table is None for table in tables):
+            return self._calls_on_lists(plan.group, scalars)
+        return self._calls_on(plan.group, zip(plan.buckets, tables), scalars)
+
+    def _calls_on_lists(self, group: dict[str, Any], scalars: StepScalars) -> Calls:
+        """Returns the calls that step the parameters of a group by ops that take lists of
+        tensors, one for each layout and :meth:`_list_key`."""
+        layouts = self.every_layout(group)
+        lists: list[Any] = [[[] for _ in range(2 + len(one.slots))] for one in layouts]
+        self._init_group(group, *(column for columns in lists for column in columns))
+        buckets = []
+        for layout, (owners, grads, *states) in zip(layouts, lists):
+            if any(param.device.type not in ("cpu", "cuda") for param in owners):
+                raise explained(self, NotImplementedError(), owners, grads)
+            grads = [like_param(grad, param) for grad, param in zip(grads, owners)]
+            columns = [list(map(local_part, column)) for column in (owners, grads, *states)]
+            positions: dict[Hashable, list[int]] = {}
+            for i, owner in enumerate(owners):
+                positions.setdefault(self._list_key(owner), []).append(i)
+            for chosen in positions.values():
+                members = [[column[i] for i in chosen] for column in (owners, *columns)]
+                buckets.append((Bucket(layout, *members[:3]), members[3:]))
+        return self._calls_on(group, buckets, scalars)
+
+    def _list_key(self, param: Tensor) -> Hashable:
+        """Returns what parameters that one op takes as lists have in common."""
+        return param.device
+
+    def _init_group(self, group: dict[str, Any], *columns: list[Tensor]) -> None:
+        """Fills lists with the parameters that have gradients, the gradients, and the states, which
+        it makes if they are missing. Each layout of the group has such lists, one layout after
+        another.
+
+        torch.compile knows this method by name: it runs it, does not trace it, and takes the
+        tensors that the lists then hold as inputs of the graph.
+        """
+        rest = iter(columns)
+        lists = {
+            (layout.index, layout.weights): (layout, list(islice(rest, 2 + len(layout.slots))))
+            for layout in self.every_layout(group)
+        }
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            layout, chosen = lists[self.layout_index(param, group), self.weights_mode(param, group)]
+            entry = self.entry(param, group)
+            values = (param, param.grad, *(entry[name] for name in layout.names))
+            for value, column in zip(values, chosen):
+                column.append(value)
+
+    def _calls_on(
+        self, group: dict[str, Any], buckets: Iterable[tuple[Bucket, Any]], scalars: StepScalars
+    ) -> Calls:
+        calls = []
+        for bucket, states in buckets:
+            stalled = None if self._stalled is None else self._stalled.on(bucket.params[0].device)
+            try:
+                shared = arguments_of(bucket, group, self.param_groups, scalars, stalled)
+                options = self._options(group) | shared
+                calls.append((bucket, self._prepared(group, bucket, states, options)))
+            except (RuntimeError, NotImplementedError) as error:
+                raise explained(self, error, bucket.owners, bucket.grads) from error
+        return calls
+
+    def _run(self, calls: Calls) -> None:
+        for bucket, call in calls:
+            try:
+                call()
+            except (RuntimeError, NotImplementedError) as error:
+                raise explained(self, error, bucket.owners, bucket.grads) from error
 
     def stalled_fraction(self) -> float:
         """Returns the share of weights that the last step was too small to move: float32 would have
@@ -231,24 +339,26 @@ class Optimizer(StatefulOptimizer):
         skipped = self._skips.total()
         if skipped:
             words = f"{skipped:,} steps were"
-            self._skips.warn("read", words, self._name_of_culprit, stacklevel=3)
+            self._skips.warn("read", words, self._culprit, stacklevel=3)
         return skipped
 
-    def _prepared_count(self, found_inf: Tensor | None) -> Callable[[], list[int]]:
+    def prepared_count(self, found_inf: Tensor | None) -> Call:
         """Returns the call that counts a step, which is skipped if the flag is not 0, after
         everything that it needs has been made."""
         if found_inf is None:
-            return list
-        return self._skips.prepared(found_inf, self.max_consecutive_skips)
+            return lambda: None
+        count = self._skips.prepared(found_inf, self.max_consecutive_skips)
 
-    def _note_skips(self, rows: list[int]) -> None:
-        for skipped in rows:
-            words = f"the last {skipped:,} steps were all"
-            self._skips.warn("in a row", words, self._name_of_culprit, stacklevel=5)
+        def counted() -> None:
+            for skipped in count():
+                words = f"the last {skipped:,} steps were all"
+                self._skips.warn("in a row", words, self._culprit, stacklevel=6)
 
-    def _name_of_culprit(self) -> str | None:
+        return counted
+
+    def _culprit(self) -> str | None:
         param = first_nonfinite(self)
-        return None if param is None else self._name_of(param)
+        return None if param is None else name_of(self.param_groups, param)
 
     # ---- states ---------------------------------------------------------------------------------
 

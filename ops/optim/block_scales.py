@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .._core.dtensor import sharded_dim
 
-__all__ = ["ABSMAXS", "BlockScales", "unpadded", "zero_absmaxs"]
+__all__ = ["ABSMAXS", "unpadded", "zero_absmaxs"]
 
 ABSMAXS = ("exp_avg_absmax", "exp_avg_sq_absmax")  # their names in the state
 
@@ -48,19 +48,6 @@ def zero_absmaxs(param: Tensor, block_size: int) -> Tensor:
     scales = torch.zeros(local, dtype=torch.float32, device=param.to_local().device)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(scales, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-class BlockScales:
-    """The shape and the first values of the scales of blocks of one size."""
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-
-    def shape(self, param: Tensor) -> torch.Size:
-        return self.zeros(param).shape
-
-    def zeros(self, param: Tensor) -> Tensor:
-        return zero_absmaxs(param, self.block_size)
 
 
 def unpadded(absmaxs: list[Tensor], params: list[Tensor], block_size: int) -> list[Tensor]:

@@ -89,7 +89,7 @@ def _check_form(loaded: dict[str, Any]) -> None:
             raise TypeError(f"{place} has an option named {odd[0]!r}, wanted a string")
         for key, value in group.items():
             if isinstance(value, Tensor):
-                _check_storage(key, value, place)
+                _check_memory(key, value, place)
 
 
 def export_state(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -144,8 +144,9 @@ def restored_states(
             group = groups[id(param)]
             for key, value in values.items():  # which are read from here on
                 if isinstance(value, Tensor):
-                    _check_storage(key, value, names[param])
-            values = optimizer._translated(param, values, group)
+                    on_meta = local_part(param).is_meta
+                    _check_memory(key, value, names[param], may_be_on_meta=on_meta)
+            values = optimizer.translated(param, values, group)
             values = _restored(optimizer, param, values, group, names[param])
         restored[param] = values
     return restored
@@ -159,7 +160,7 @@ def _restored(
     name: str,
 ) -> dict[str, Any]:
     """Returns a loaded state on the device and in the memory order of its parameter, or raises."""
-    layout = optimizer._layout(param, group, optimizer._layout_index_of_state(entry))
+    layout = optimizer.layout(param, group, optimizer.layout_index_of_state(entry))
     unknown = [key for key in RESIDUALS if key in entry and key not in layout.names]
     if unknown:
         raise ValueError(
@@ -198,7 +199,6 @@ def _checked(value: Any, layout: Layout, slot: Slot, param: Tensor, name: str) -
         raise ValueError(
             f"the loaded '{key}' of {name} is {got}, wanted a tensor of shape {tuple(shape)}{hint}"
         )
-    _check_memory(key, value, param, name)
     if isinstance(value, DTensor) != isinstance(param, DTensor):
         raise ValueError(
             f"the loaded '{key}' of {name} is a {type(value).__name__}, but the parameter "
@@ -229,28 +229,22 @@ def _counter(value: Any, param: Tensor, name: str) -> Tensor:
                 f"the loaded 'step' of {name} has {value.numel()} elements of {value.dtype}, "
                 "wanted 1 number"
             )
-        _check_memory("step", value, param, name)
     count = torch.as_tensor(value).detach().reshape(()).to(param.device, torch.float64)
     if not 0 <= count.item() < 2**53:
         raise ValueError(f"the loaded 'step' of {name} is {count.item()}, wanted 0 or more")
     return count
 
 
-def _check_memory(key: str, value: Tensor, param: Tensor, name: str) -> None:
-    """Refuses tensors without elements to read: sparse ones, and those on the meta device."""
+def _check_memory(key: str, value: Tensor, name: str, may_be_on_meta: bool = False) -> None:
+    """Refuses tensors without elements to read: sparse ones, those on the meta device, and those
+    whose storage was freed, which torch reads without a check."""
     local = local_part(value)
-    if local.layout != torch.strided or (local.is_meta and not local_part(param).is_meta):
+    if local.layout != torch.strided or (local.is_meta and not may_be_on_meta):
         what = "on the meta device" if local.is_meta else f"of layout {local.layout}"
         raise ValueError(f"the loaded '{key}' of {name} is {what}, wanted a dense tensor")
-
-
-def _check_storage(key: str, value: Tensor, name: str) -> None:
-    """Refuses a tensor whose storage was freed, which torch reads without a check."""
-    local = local_part(value)
-    if local.layout != torch.strided or local.is_meta or not local.numel():
-        return
-    if local.untyped_storage().nbytes() < spanned_bytes(local):
-        raise ValueError(f"the loaded '{key}' of {name} has no memory: its storage was freed")
+    if local.numel() and not local.is_meta:
+        if local.untyped_storage().nbytes() < spanned_bytes(local):
+            raise ValueError(f"the loaded '{key}' of {name} has no memory: its storage was freed")
 
 
 def _check_values(key: str, value: Tensor, name: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.dtensor import local_part
+from .._core.names import name_of
 from .._core.weight_modes import WeightsMode
 from .base import Optimizer
 
@@ -22,9 +23,9 @@ def headroom_optimizer(optimizer: Any, caller: str) -> Optimizer:
         TypeError: it is not one of :mod:`headroom.optim`.
     """
     inner = optimizer
-    while not hasattr(inner, "_weights_mode") and hasattr(inner, "optimizer"):
+    while not isinstance(inner, Optimizer) and hasattr(inner, "optimizer"):
         inner = inner.optimizer
-    if hasattr(inner, "_weights_mode"):
+    if isinstance(inner, Optimizer):
         return inner
     kind = type(inner)
     raise TypeError(
@@ -112,7 +113,7 @@ def load_master_weights(
     entries = list(_weights(optimizer, create=True))
     for param, *_ in entries:
         if param not in by_tensor:
-            raise KeyError(f"the weights have no {optimizer._name_of(param)}")
+            raise KeyError(f"the weights have no {name_of(optimizer.param_groups, param)}")
     for tensor, value in by_tensor.items():
         if tensor.shape != value.shape:
             raise ValueError(
@@ -135,7 +136,7 @@ def _weights(
 ) -> Iterable[tuple[Tensor, WeightsMode, Tensor | None]]:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            mode = optimizer._weights_mode(param, group)
+            mode = optimizer.weights_mode(param, group)
             if mode.residual and create:
-                optimizer._entry(param, group)
+                optimizer.entry(param, group)
             yield param, mode, optimizer.state.get(param, {}).get(mode.residual)

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from .._core.dtensor import local_part
 from ..grad.norm import measure
-from .plan import Plan, like_param, table_of_grads
-from .run import explained
-from .scalars import StepScalars
+from .errors import explained
+from .plan import Plan, StepScalars, like_param, table_of_grads
 
 __all__ = ["first_nonfinite", "with_measured"]
 

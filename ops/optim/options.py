@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .._core.text import quoted
 
 __all__ = [
     "check_loaded_group",
+    "check_lr",
     "check_max_grad_norm",
     "common_max_grad_norm",
     "keep_unique",
@@ -22,6 +25,20 @@ __all__ = [
 def own_arguments(scope: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a constructor from its ``locals()``, taken in its first line."""
     return {name: value for name, value in scope.items() if name not in ("self", "__class__")}
+
+
+def check_lr(lr: Any, words: str) -> None:
+    """Refuses a learning rate that is no number of 0 or more, nor a tensor of one; ``words`` are
+    those of torch for a number out of range."""
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        if lr.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"Tensor lr must be float32 or float64, got {lr.dtype}")
+    elif not isinstance(lr, Real):
+        raise TypeError(f"lr must be a number or a Tensor, got {type(lr).__name__}")
+    if not 0.0 <= lr < math.inf:
+        raise ValueError(f"{words}: {lr}")
 
 
 def check_max_grad_norm(limit: Any) -> None:

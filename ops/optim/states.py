@@ -14,7 +14,7 @@ from .._core.names import name_of
 from .._core.registration import FLOATS
 from .._core.weight_modes import NEAREST, WeightsMode, mode_of
 
-__all__ = ["STEP", "Layout", "Slot", "StatefulOptimizer"]
+__all__ = ["STEP", "Layout", "Slot", "StatefulOptimizer", "dtype_refusal"]
 
 
 class Slot(NamedTuple):
@@ -91,74 +91,57 @@ class Layout(NamedTuple):
 
 
 class StatefulOptimizer(torch.optim.Optimizer):
-    """An optimizer that declares the state of its parameters. A subclass defines :meth:`_layouts`
+    """An optimizer that declares the state of its parameters. A subclass defines :meth:`layouts`
     and, if there are several, the three methods that choose one."""
 
-    def _layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
+    def layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
         """Returns the layouts that states in a group may have, without the residuals of weights."""
         raise NotImplementedError
 
-    def _layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
-        """Returns the position in ``_layouts`` of this parameter's state."""
+    def layout_index(self, param: Tensor, group: dict[str, Any]) -> int:
+        """Returns the position in ``layouts`` of this parameter's state."""
         return 0
 
-    def _layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
-        """Returns what ``_layout_index`` does, for many parameters."""
-        return [self._layout_index(param, group) for param in params]
+    def layout_indices(self, params: list[Tensor], group: dict[str, Any]) -> list[int]:
+        """Returns what ``layout_index`` does, for many parameters."""
+        return [self.layout_index(param, group) for param in params]
 
-    def _layout_index_of_state(self, entry: dict[str, Any]) -> int:
-        """Returns what ``_layout_index`` does, for an existing state."""
+    def layout_index_of_state(self, entry: dict[str, Any]) -> int:
+        """Returns what ``layout_index`` does, for an existing state."""
         return 0
 
-    def _every_layout(self, group: dict[str, Any]) -> tuple[Layout, ...]:
-        """Returns ``_layouts`` and, if the group has a mode for 16-bit weights, the layouts with
+    def every_layout(self, group: dict[str, Any]) -> tuple[Layout, ...]:
+        """Returns ``layouts`` and, if the group has a mode for 16-bit weights, the layouts with
         that mode."""
-        layouts = tuple(one._replace(index=i) for i, one in enumerate(self._layouts(group)))
+        layouts = tuple(one._replace(index=i) for i, one in enumerate(self.layouts(group)))
         mode = mode_of(group)
         if mode is NEAREST:
             return layouts
         return *layouts, *(layout.with_weights(mode) for layout in layouts)
 
-    def _weights_mode(self, param: Tensor, group: dict[str, Any]) -> WeightsMode:
+    def weights_mode(self, param: Tensor, group: dict[str, Any]) -> WeightsMode:
         mode = mode_of(group)
         return mode if param.dtype in mode.params else NEAREST
 
-    def _layout(self, param: Tensor, group: dict[str, Any], index: int | None = None) -> Layout:
+    def layout(self, param: Tensor, group: dict[str, Any], index: int | None = None) -> Layout:
         """Returns the layout of a parameter's state."""
-        index = self._layout_index(param, group) if index is None else index
-        layout, mode = self._layouts(group)[index], self._weights_mode(param, group)
+        index = self.layout_index(param, group) if index is None else index
+        layout, mode = self.layouts(group)[index], self.weights_mode(param, group)
         return (layout if mode is NEAREST else layout.with_weights(mode))._replace(index=index)
 
-    def _entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Returns the state of a parameter, after it has made missing tensors."""
-        layout = self._layout(param, group)
-        if not self.state.get(param) and self._refusal(param, "") is not None:
-            raise RuntimeError(self._refusal(param, self._name_of(param)))
+        layout = self.layout(param, group)
+        if not self.state.get(param) and dtype_refusal(param, "", "") is not None:
+            name = name_of(self.param_groups, param)
+            raise RuntimeError(dtype_refusal(param, type(self).__name__, name))
         missing = [name for name in layout.names if name not in self.state.get(param, ())]
         if missing:
-            refuse_in_capture(f"{', '.join(missing)} of {self._name_of(param)}")
+            refuse_in_capture(f"{', '.join(missing)} of {name_of(self.param_groups, param)}")
         made = {name: layout.slot(name).new(param) for name in missing}  # all, or none
         entry = self.state[param]
         entry.update(made)
         return entry
-
-    def _name_of(self, param: Tensor) -> str:
-        return name_of(self.param_groups, param)
-
-    def _refusal(self, param: Tensor, name: str) -> str | None:
-        """Returns an error for a parameter whose dtype cannot be stepped, or None."""
-        if param.is_complex():
-            return (
-                f"{type(self).__name__} does not support complex parameters, but {name} is "
-                "complex; optimize torch.view_as_real of it"
-            )
-        if param.dtype in FLOATS:
-            return None
-        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
-        return (
-            f"{type(self).__name__} takes parameters in {dtypes}, but {name} is in {param.dtype}; "
-            "convert it, for instance with model.float(), or give it to an optimizer of torch.optim"
-        )
 
     def _check_params(self, params: Any) -> None:
         params = [params] if isinstance(params, Tensor) else params
@@ -168,5 +151,21 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 name, param = f"parameter '{param[0]}'", param[1]
             # Tensors that take no gradient, such as quantized weights, may come along.
             if isinstance(param, Tensor) and param.requires_grad:
-                if (words := self._refusal(param, name)) is not None:
+                if (words := dtype_refusal(param, type(self).__name__, name)) is not None:
                     raise ValueError(words)
+
+
+def dtype_refusal(param: Tensor, kind: str, name: str) -> str | None:
+    """Returns why an optimizer of class ``kind`` cannot step the dtype of a parameter, or None."""
+    if param.is_complex():
+        return (
+            f"{kind} does not support complex parameters, but {name} is complex; optimize "
+            "torch.view_as_real of it"
+        )
+    if param.dtype in FLOATS:
+        return None
+    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+    return (
+        f"{kind} takes parameters in {dtypes}, but {name} is in {param.dtype}; convert it, for "
+        "instance with model.float(), or give it to an optimizer of torch.optim"
+    )

@@ -1,39 +1,21 @@
-"""States of a run: files with checksums, conversion between libraries, and resharding.
-
-Each function is imported when it is first used.
-"""
+"""States of a run: files with checksums, conversion between libraries, and resharding."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from .._core.lazy import lazy
+from .compare import check_same_state
+from .convert import Converted, Loss, Report, convert_state
+from .file import StateFileError
+from .load import load_state
+from .newest import latest
+from .save import save_state
 
 if TYPE_CHECKING:
-    from .compare import check_same_state
-    from .convert import Converted, Loss, Report, convert_state
-    from .file import StateFileError
-    from .load import load_state
-    from .newest import latest
     from .reshard import ReshardReport, load_sharded
-    from .save import save_state
-else:
-    __getattr__ = lazy(
-        __name__,
-        {
-            "Converted": ".convert",
-            "Loss": ".convert",
-            "Report": ".convert",
-            "ReshardReport": ".reshard",
-            "StateFileError": ".file",
-            "check_same_state": ".compare",
-            "convert_state": ".convert",
-            "latest": ".newest",
-            "load_sharded": ".reshard",
-            "load_state": ".load",
-            "save_state": ".save",
-        },
-    )
+else:  # which loads torch.distributed.checkpoint
+    __getattr__ = lazy(__name__, dict.fromkeys(("ReshardReport", "load_sharded"), ".reshard"))
 
 __all__ = [
     "Converted",

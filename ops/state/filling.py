@@ -1,10 +1,9 @@
-"""Fills a model from a state file by one tensor at a time."""
+"""Fills a model with tensors that were read from a state file."""
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,9 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from .._core.text import quoted
-from .file import StateFile, StateFileError, check_storage, identity, layout
-from .parts import decoded, in_file, names_in
-from .tree import tensor_names
+from .file import StateFile, StateFileError, check_storage, identity
+from .parts import decoded
 
 __all__ = ["FilledModel"]
 
@@ -23,13 +21,9 @@ __all__ = ["FilledModel"]
 class FilledModel:
     """A model that is filled from a file.
 
-    Parameters and buffers that torch's loader would only copy to are copied to from the file, and
-    then given to the model's ``load_state_dict`` as they are, so that its hooks run. Everything
-    else is read before anything changes: states of modules that load themselves in another way,
-    and models of up to a piece.
-
-    Attributes:
-        held: the names of the tensors to read before.
+    Parameters and buffers that torch's loader would only copy to are copied to one by one, each
+    from a tensor that is dropped then, and given to the model's ``load_state_dict`` as they are, so
+    that its hooks run. Beside what a model had, no more than one tensor is then held.
     """
 
     def __init__(self, file: StateFile, name: str, model: Any, strict: bool) -> None:
@@ -37,7 +31,6 @@ class FilledModel:
         self._tree = file.document["tree"][name]
         if not isinstance(self._tree, dict):
             raise StateFileError(f"'{name}' of {file.path} is not a state")
-        self.held = set(names_in(file, name))
         stored = {key: of for key, item in self._tree.items() if (of := _tensor_of(item))}
         if "$" not in self._tree:  # else it has keys that are not names
             for of in stored.values():
@@ -49,13 +42,10 @@ class FilledModel:
         self._places: dict[str, list[Tensor]] = {}  # by the names of tensors in the file
         for key, target in self._targets.items():
             self._places.setdefault(stored[key], []).append(target)
-        if sum(file.entries[of].size for of in self._places) > layout.PIECE:
-            others = {key: item for key, item in self._tree.items() if key not in self._targets}
-            self.held = set(tensor_names(others))
 
     def take(self, tensors: dict[str, Tensor]) -> None:
-        """Takes the tensors that it holds, and decodes the rest."""
-        self._tensors = {name: tensors[name] for name in self.held}
+        """Takes the tensors to copy, and decodes the rest."""
+        self._new = {name: tensors[name] for name in self._places}
         others = {key: item for key, item in self._tree.items() if key not in self._targets}
         self._others = decoded(self._file, self._name, tensors.__getitem__, others)
         if not isinstance(self._others, dict):
@@ -65,10 +55,11 @@ class FilledModel:
         versions = self._file.document["module_versions"].get(self._name)
         self._versions = None if versions is None else _versions(self._file, versions)
 
-    def load(self, progress: bool) -> None:
+    def load(self) -> None:
         """Fills the model, and keeps what it overwrites."""
-        for name, tensor in self._stored(progress):
-            for target in self._places[name]:
+        for name, targets in self._places.items():
+            tensor = self._new.pop(name)
+            for target in targets:
                 self._before.append((target, target.to("cpu", copy=True)))
                 target.copy_(tensor)
         if not isinstance(self._model, nn.Module):
@@ -87,19 +78,6 @@ class FilledModel:
         """Gives the model what :meth:`load` has overwritten."""
         for target, before in self._before:
             target.copy_(before)
-
-    def _stored(self, progress: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors to copy, from memory if they are held, else from the file."""
-        if self._places.keys() <= self._tensors.keys():
-            yield from ((name, self._tensors[name]) for name in self._places)
-            return
-        effect = (
-            "The file was changed while it was loaded. The run is as it was before. "
-            f"{self._file.advice}"
-        )
-        names = in_file(self._file, set(self._places))
-        for batch in self._file.batches(names, effect, progress=progress):
-            yield from batch.items()
 
     def _check_fit(self, shapes: dict[str, Any]) -> None:
         """Compares with the model's own state before anything changes: torch's loader would fail

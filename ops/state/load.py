@@ -13,11 +13,10 @@ from torch import Tensor
 
 from .._core.text import quoted
 from ..optim.base import Optimizer
-from .code_maps import check_maps
 from .file import StateFile, StateFileError
 from .filling import FilledModel
 from .generators import checked_generators, generator_states, restore_generators
-from .parts import Part, decoded, in_file, named_objects, names_in
+from .parts import Part, check_maps, decoded, in_file, named_objects, names_in
 
 __all__ = ["load_state"]
 
@@ -39,13 +38,12 @@ def load_state(
 ) -> Any:
     """Loads what :func:`save_state` saved, and returns its ``extra``.
 
-    The whole file is checked before anything changes. What is loaded is what was checked: it is
-    read to memory of its own, never mapped. Models are filled last, by one tensor at a time (or a
-    few that make 8 MB), each read and checked once more on its way; existing states of an optimizer
-    are replaced, and both are held until that is done, as are copies on the CPU of what a model
-    had, to give everything back if the load fails or is interrupted. So the file is read once, the
-    part of a model that is larger than 8 MB twice, and the memory needed beyond the states
-    themselves is one copy of the model and one tensor.
+    The whole file is read once and checked before anything changes. What is loaded is what was
+    checked: it is read to memory of its own, never mapped. Models are filled last, by one tensor at
+    a time; existing states of an optimizer are replaced, and both are held until that is done, as
+    are copies on the CPU of what a model had, to give everything back if the load fails or is
+    interrupted. So the memory needed beyond the states themselves is one copy of the model and one
+    tensor.
 
     Args:
         path: a file of :func:`save_state`, of this version of Headroom or an earlier one.
@@ -100,8 +98,7 @@ def load_state(
         kept = {name for _, name, _ in wanted if name not in models} | {"extra"}
         if rng:
             kept.add("rng")
-        names = {name for part in kept for name in names_in(file, part)}
-        names.update(*(filled.held for filled in models.values()))
+        names = {name for part in (*kept, *models) for name in names_in(file, part)}
         tensors |= file.read(in_file(file, names - tensors.keys()), but=tensors, progress=progress)
         states = {name: decoded(file, name, tensors.__getitem__) for name in kept}
         for part, name, _ in wanted:
@@ -111,8 +108,7 @@ def load_state(
         for filled in models.values():
             filled.take(tensors)
         del tensors
-        file.check_unchanged()
-        _load_all(file, wanted, models, states, generators, progress)
+        _load_all(file, wanted, models, states, generators)
     return states["extra"]
 
 
@@ -122,7 +118,6 @@ def _load_all(
     models: dict[str, FilledModel],
     states: dict[str, Any],
     generators: list[Callable[[], None]],
-    progress: bool,
 ) -> None:
     """Loads the states into the objects. If one fails, restores those that were loaded before."""
     undo: list[Callable[[], None]] = []
@@ -133,7 +128,7 @@ def _load_all(
             try:
                 if part == "model":
                     undo.append(models[name].restore)
-                    models[name].load(progress)
+                    models[name].load()
                     continue
                 if part != "loader":
                     undo.append(_undo(one, part))
@@ -207,7 +202,6 @@ def _moved(
     file: StateFile, places: dict[str, torch.device], progress: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of these names, each on its device."""
-    effect = f"Nothing was loaded. {file.advice}"
-    for batch in file.batches(in_file(file, set(places)), effect, progress=progress):
+    for batch in file.batches(in_file(file, set(places)), progress=progress):
         for name, tensor in batch.items():
             yield name, file.strided(name, tensor).to(places[name], copy=True)

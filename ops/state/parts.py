@@ -1,17 +1,30 @@
-"""The parts of a run's state: objects that save and load themselves, and their encoded states."""
+"""The parts of a run's state: objects that save and load themselves, their encoded states, and
+the maps of 8-bit codes."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from .._core.text import quoted
+from ..functional.dynamic_map import dynamic_map
 from .file import MALFORMED, StateFile, StateFileError
 from .tree import decode, encode, tensor_names
 
-__all__ = ["Part", "Stateful", "decoded", "encoded", "in_file", "named_objects", "names_in"]
+__all__ = [
+    "Part",
+    "Stateful",
+    "check_maps",
+    "decoded",
+    "encoded",
+    "in_file",
+    "maps_checksum",
+    "named_objects",
+    "names_in",
+]
 
 
 class Stateful(Protocol):
@@ -69,3 +82,20 @@ def names_in(file: StateFile, part: str) -> Iterable[str]:
 def in_file(file: StateFile, names: set[str]) -> list[str]:
     """Returns the names in the order of the file, and behind them those that it lacks."""
     return [name for name in file.entries if name in names] + sorted(names - file.entries.keys())
+
+
+def maps_checksum() -> str:
+    """Returns a checksum of the values that 8-bit codes stand for."""
+    maps = (bytes(dynamic_map(signed).untyped_storage()) for signed in (True, False))
+    return f"{zlib.crc32(b''.join(maps)):08x}"
+
+
+def check_maps(file: StateFile) -> None:
+    """Raises StateFileError if the file was saved with other maps."""
+    saved = file.document.get("maps_crc32")
+    if saved not in (None, maps_checksum()):
+        raise StateFileError(
+            f"the 8-bit codes in {file.path} stand for other values than in this version of "
+            f"Headroom (maps {quoted(saved)}, wanted {maps_checksum()}); load it with "
+            f"{quoted(file.document.get('headroom'))}"
+        )

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from .._core import binaries
 from ..optim.adam8bit import Adam8bit
-from .code_maps import maps_checksum
 from .file import check_tensor, identity, write
 from .generators import generator_states
 from .newest import remove_older
-from .parts import Part, encoded, named_objects
+from .parts import Part, encoded, maps_checksum, named_objects
 
 __all__ = ["save_state"]
 
@@ -61,11 +60,10 @@ def save_state(
             ``load_state_dict()``, or lists of them. A loader is a data loader with a position, such
             as torchdata's ``StatefulDataLoader``.
         extra: whatever else the run needs: numbers, strings, bytes, None, paths of ``pathlib``,
-            dates and times (with an offset, but no named time zone), dtypes, devices, tensors,
-            NumPy arrays, and lists, tuples, sets, dicts, ``argparse.Namespace`` and
-            ``types.SimpleNamespace`` of those. They come back as they were, of the same classes,
-            tensors on the CPU. Anything else is refused, subclasses too, and the error names the
-            key.
+            dtypes, devices, tensors, NumPy arrays, and lists, tuples, sets and dicts of those. They
+            come back as they were, of the same classes, tensors on the CPU. Anything else is
+            refused, subclasses too, and the error names the key (of a namespace, save ``vars()`` of
+            it).
         rng: save the states of the random number generators of Python, torch, all CUDA devices in
             use, and NumPy if it is imported.
         keep: afterwards, keep this file and the ``keep - 1`` newest whose names differ from it in

@@ -7,13 +7,10 @@ other values and subclasses are refused, with the keys that lead to them.
 
 from __future__ import annotations
 
-import argparse
 import base64
-import datetime
 import math
 import pathlib
 import sys
-import types
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,24 +26,13 @@ LARGEST = 8192  # bits of an integer, which Python reads up to 4,300 digits of
 SEQUENCES = {tuple: "tuple", torch.Size: "size"}
 MAPPINGS = {dict: "dict", OrderedDict: "ordered_dict", Counter: "counter"}
 SETS = {set: "set", frozenset: "frozenset"}
-NAMESPACES = {argparse.Namespace: "argparse_namespace", types.SimpleNamespace: "namespace"}
-PATHS = {
-    pathlib.PosixPath: "path",
-    pathlib.PurePosixPath: "pure_posix_path",
-    pathlib.PureWindowsPath: "pure_windows_path",
-}
-TIMES = {datetime.date: "date", datetime.datetime: "datetime", datetime.time: "time"}
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype)
 }
-KINDS = {
-    name: kind
-    for kinds in (SEQUENCES, MAPPINGS, SETS, NAMESPACES, PATHS, TIMES)
-    for kind, name in kinds.items()
-}
-INSTEAD = "save what it is made of, such as vars(), str() or list() of it"
+KINDS = {name: kind for kinds in (SEQUENCES, MAPPINGS, SETS) for kind, name in kinds.items()}
+INSTEAD = "save what it is made of, such as vars(), str(), list() or isoformat() of it"
 
 
 def encode(value: Any, path: str, keep: Callable[[Tensor, str], str], depth: int = 0) -> Any:
@@ -83,16 +69,10 @@ def encode(value: Any, path: str, keep: Callable[[Tensor, str], str], depth: int
             return {key: inner(item, key) for key, item in value.items()}
         pairs = [[inner(key, key, _no_key), inner(item, key)] for key, item in value.items()]
         return {"$": MAPPINGS[kind], "items": pairs}
-    if kind in NAMESPACES:
-        return {"$": NAMESPACES[kind], "items": encode(vars(value), path, keep, depth + 1)}
-    if kind in PATHS:
-        return {"$": PATHS[kind], "path": str(value)}
-    if kind in TIMES:
-        return _time(value, path)
-    if kind is datetime.timedelta:
-        return {"$": "timedelta", "parts": [value.days, value.seconds, value.microseconds]}
-    if kind in (bytes, bytearray):
-        return {"$": kind.__name__, "base64": base64.b64encode(value).decode()}
+    if kind is pathlib.PosixPath:
+        return {"$": "path", "path": str(value)}
+    if kind is bytes:
+        return {"$": "bytes", "base64": base64.b64encode(value).decode()}
     if kind is torch.dtype:
         return {"$": "dtype", "name": str(value).removeprefix("torch.")}
     if kind is torch.device:
@@ -108,25 +88,9 @@ def encode(value: Any, path: str, keep: Callable[[Tensor, str], str], depth: int
         return {"$": "numpy", "name": keep(tensor, path), "scalar": scalar}
     raise TypeError(
         f"'{path}' is a {kind.__module__}.{kind.__qualname__}, which a state file does not hold: "
-        "it takes tensors, numbers, strings, bytes, None, paths, dates and times, dtypes, devices, "
-        f"NumPy arrays, and lists, tuples, sets, dicts and namespaces of those; {INSTEAD}"
+        "it takes tensors, numbers, strings, bytes, None, paths, dtypes, devices, NumPy arrays, "
+        f"and lists, tuples, sets and dicts of those; {INSTEAD}"
     )
-
-
-def _time(value: Any, path: str) -> dict[str, Any]:
-    """Returns the encoded form of a date or a time, with the offset of its zone if it has one."""
-    found = {"$": TIMES[type(value)], "iso": value.isoformat()}
-    zone = getattr(value, "tzinfo", None)
-    if zone is not None:
-        offset = zone.utcoffset(None) if type(zone) is datetime.timezone else None
-        if offset is None or repr(zone) != repr(datetime.timezone(offset)):
-            raise TypeError(
-                f"'{path}' has the time zone {zone!r}, and a state file holds offsets only: save "
-                "value.astimezone(datetime.timezone.utc), or value.isoformat()"
-            )
-    if getattr(value, "fold", 0):
-        found["fold"] = 1
-    return found
 
 
 def _no_key(tensor: Tensor, path: str) -> str:
@@ -184,8 +148,10 @@ def _special(value: dict[str, Any], tensor: Callable[[str], Tensor]) -> Any:
         return tensor(value["name"])
     if name == "float":
         return float(value["value"])
-    if name in ("bytes", "bytearray"):
-        return {"bytes": bytes, "bytearray": bytearray}[name](base64.b64decode(value["base64"]))
+    if name == "bytes":
+        return base64.b64decode(value["base64"])
+    if name == "path":
+        return pathlib.Path(value["path"])
     if name == "dtype":
         if value["name"] not in DTYPES:
             raise ValueError(f"{value['name']!r} is not a dtype")
@@ -203,19 +169,4 @@ def _special(value: dict[str, Any], tensor: Callable[[str], Tensor]) -> Any:
         return kind(dict(pairs)) if kind is Counter else kind(pairs)
     if kind in SETS:
         return kind(decode(item, tensor) for item in value["items"])
-    if kind in NAMESPACES:
-        return _namespace(kind, decode(value["items"], tensor))
-    if kind in PATHS:
-        return kind(value["path"])
-    if kind in TIMES:
-        found = kind.fromisoformat(value["iso"])
-        return found.replace(fold=value["fold"]) if "fold" in value else found
-    if name == "timedelta":
-        return datetime.timedelta(*value["parts"])
     raise ValueError(f"there is no kind {name!r} in this version of Headroom")
-
-
-def _namespace(kind: Any, items: dict[str, Any]) -> Any:
-    found = kind()
-    vars(found).update(items)
-    return found

@@ -3,9 +3,8 @@
 The engine (engine.py) collects gradients as they become ready and hands them over in buckets. A
 strategy says what becomes of them:
 
-- stepping.py steps their parameters;
-- clipping.py does too, and clips by the norm of all gradients, of the step before or of a first
-  backward;
+- stepping.py steps their parameters, and clips by the norm of all gradients, of the step before or
+  of a first backward;
 - accumulation.py adds them to the sums of a GradAccumulator;
 - adama.py adds them to the moments of Adam.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..._core.names import name_of
 from ...grad.accumulate import GradAccumulator
 from ..base import Optimizer
 from .strategy import Strategy
@@ -28,7 +29,7 @@ class Accumulation(Strategy):
         mine = {p for group in groups for p in group["params"] if p.requires_grad}
         missing = mine - set(self._accumulator._params)
         if missing:
-            name = self.optimizer._name_of(missing.pop())
+            name = name_of(groups, missing.pop())
             raise ValueError(f"the accumulator does not have {name}")
 
     def admit(self, param: Tensor, waits: bool) -> None:

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..._core.dtensor import local_part
+from ..._core.names import name_of
 from ...functional.accumulate import accumulate_
 from ..adam import Adam
 from ..base import Optimizer
@@ -88,7 +88,7 @@ class IntoMoments(InBackward):
         """Adds a gradient to the moments so that the step with the last micro-batch, which scales
         them by beta, leaves of it what that step leaves of its own gradient."""
         group = self.optimizer.param_groups[self.places[param]]
-        entry = self.optimizer._entry(param, group)
+        entry = self.optimizer.entry(param, group)
         beta1, beta2 = map(float, group["betas"])
         share = -self._share if group["maximize"] else self._share
         grad = local_part(like_param(param.grad, param))
@@ -129,20 +129,16 @@ class IntoMoments(InBackward):
 
     def check_moments(self) -> None:
         """Raises if a moment has fewer bits than float32."""
-        for group in self.optimizer.param_groups:
+        groups = self.optimizer.param_groups
+        for group in groups:
             for param in group["params"]:
                 for name in ("exp_avg", "exp_avg_sq"):
-                    dtype = self._dtype_of(name, param, group)
+                    entry = self.optimizer.state.get(param, {})
+                    slot = self.optimizer.layout(param, group).slot(name)
+                    dtype = entry[name].dtype if name in entry else slot.dtype or param.dtype
                     if dtype != torch.float32:
                         raise ValueError(
                             f"{NEEDS} needs float32 moments, in which a micro-batch is not rounded "
-                            f"away, but those of {self.optimizer._name_of(param)} are {dtype}; use "
-                            "an accumulator"
+                            f"away, but those of {name_of(groups, param)} are {dtype}; use an "
+                            "accumulator"
                         )
-
-    def _dtype_of(self, name: str, param: Tensor, group: dict[str, Any]) -> torch.dtype:
-        optimizer = self.optimizer
-        if name in optimizer.state.get(param, ()):
-            return optimizer.state[param][name].dtype
-        like = torch.empty_like(local_part(param), device="meta")
-        return optimizer._layout(param, group).slot(name).new(like).dtype

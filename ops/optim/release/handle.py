@@ -18,9 +18,8 @@ from ..master_weights import headroom_optimizer
 from ..plan import check_overlap
 from .accumulation import Accumulation
 from .adama import NEEDS, IntoMoments
-from .clipping import ByPreviousNorm, TwoPass
 from .engine import Engine
-from .stepping import Stepping
+from .stepping import ByPreviousNorm, Stepping, TwoPass
 from .strategy import Strategy
 
 __all__ = ["ReleaseHandle", "release_gradients"]
@@ -102,30 +101,18 @@ def release_gradients(
     - The backward of a compiled model makes all gradients of a graph before it hands out the first,
       so that they are not freed one by one.
     """
-    return ReleaseHandle(
-        model, optimizer, scaler, clip, accumulator, accumulate_into_state, bucket_bytes
-    )
+    inner = headroom_optimizer(optimizer, "release_gradients")
+    scaler = scaler if scaler is not None and scaler.is_enabled() else None
+    strategy = _strategy(inner, scaler, clip, accumulator, accumulate_into_state)
+    return ReleaseHandle(model, strategy, bucket_bytes)
 
 
 class ReleaseHandle:
     """What :func:`release_gradients` returns: :meth:`remove` ends the release. It is a context
     manager too."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scaler: GradScaler | None,
-        clip: str | None,
-        accumulator: GradAccumulator | None,
-        accumulate_into_state: bool,
-        bucket_bytes: int,
-    ) -> None:
-        self._optimizer = headroom_optimizer(optimizer, "release_gradients")
-        scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._strategy = _strategy(
-            self._optimizer, scaler, clip, accumulator, accumulate_into_state
-        )
+    def __init__(self, model: nn.Module, strategy: Strategy, bucket_bytes: int) -> None:
+        self._strategy, self._optimizer = strategy, strategy.optimizer
         _check_model(model, self._optimizer, self._strategy.sums_over_ranks)
         if not bucket_bytes >= 0:
             raise ValueError(f"bucket_bytes must be >= 0, got {bucket_bytes}")
@@ -134,12 +121,12 @@ class ReleaseHandle:
             self._strategy.check_moments()
         # A step of some parameters does not look at the others.
         groups = self._optimizer.param_groups
-        check_overlap(self._optimizer, [param for group in groups for param in group["params"]])
+        check_overlap(groups, [param for group in groups for param in group["params"]])
 
         self._engine = Engine(self._optimizer, self._strategy, bucket_bytes)
         if not self._strategy.sums_over_ranks:
             self._engine.add_hook(model.register_forward_pre_hook(_refuse_ddp))
-        self._optimizer._release = self
+        self._optimizer.release_handle = self
 
     @property
     def active(self) -> bool:
@@ -149,8 +136,8 @@ class ReleaseHandle:
     def remove(self) -> None:
         """Ends the release: the optimizer works as it did before."""
         self._engine.remove()
-        if self._optimizer._release is self:
-            self._optimizer._release = None
+        if self._optimizer.release_handle is self:
+            self._optimizer.release_handle = None
 
     @property
     def has_stepped(self) -> bool:
@@ -305,7 +292,7 @@ def _check_model(model: nn.Module, optimizer: Optimizer, sums_over_ranks: bool) 
                 "reduces gradients after the parameters have got them; use FSDP2's "
                 "fully_shard, or for DDP an accumulator, GradAccumulator(ddp_model)"
             )
-    if optimizer._release is not None:
+    if optimizer.release_handle is not None:
         raise ValueError("the optimizer has a handle of release_gradients() already")
     mine = {param for group in optimizer.param_groups for param in group["params"]}
     for name, param in model.named_parameters():

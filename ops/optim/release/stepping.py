@@ -1,20 +1,69 @@
-"""Steps each parameter as soon as its gradient is ready."""
+"""Steps each parameter as soon as its gradient is ready, clipped by the norm of all if wanted."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from ...grad.norm import Measured
+from ...functional.unscale_norm import grad_norm
+from ...grad.norm import Measured, are_local, clip_coef, measure
 from ..base import Optimizer
-from .norms import Norms
+from ..errors import explained
+from ..plan import like_param
 from .strategy import InBackward
 
-__all__ = ["Stepping"]
+__all__ = ["ByPreviousNorm", "Stepping", "TwoPass"]
+
+
+class Norms:
+    """The norms of the gradients of a step, each with all its shards."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parts: list[tuple[list[Tensor], Tensor]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    @property
+    def params(self) -> list[Tensor]:
+        """Returns the parameters whose gradients were measured."""
+        return [param for params, _ in self._parts for param in params]
+
+    def measure(self, params: list[Tensor], grad_scale: Tensor | None) -> Tensor:
+        """Returns the norm of each gradient, infinite or NaN if one of its elements is."""
+        grads, scale = [like_param(param.grad, param) for param in params], grad_scale
+        try:
+            if are_local(grads):
+                device = grads[0].device
+                norms = torch.zeros(len(grads), dtype=torch.float32, device=device)
+                scale = None if scale is None else scale.to(device, torch.float32)
+                grad_norm(grads, norms=norms, grad_scale=scale)
+            else:
+                home = grads[0].device
+                parts = [measure([grad], grad_scale=scale).norm for grad in grads]
+                norms = torch.stack([part.to(home) for part in parts])
+        except (RuntimeError, NotImplementedError) as error:
+            raise explained(self._optimizer, error, params, grads) from error
+        self._parts.append((params, norms))
+        return norms
+
+    def total(self, max_norm: float | None) -> Measured:
+        """Returns what :func:`headroom.grad.norm.measure` would, of all gradients together."""
+        if not self._parts:
+            return measure([])
+        home = self._parts[0][1].device
+        norms = torch.cat([part.to(home) for _, part in self._parts]).double()
+        norm, flags = torch.linalg.vector_norm(norms), ~norms.isfinite()
+        coef = clip_coef(norm, math.inf if max_norm is None else max_norm)
+        culprit = torch.where(flags.any(), flags.float().argmax(), -1)
+        where = range(len(norms))
+        return Measured(norm.float(), flags.any().float(), coef.float(), [(where, culprit)])
 
 
 class Stepping(InBackward):
@@ -72,7 +121,7 @@ class Stepping(InBackward):
         elif self._verdict is not None:
             coef = None if self.max_norm is None else self._verdict.clip_coef
             self._apply(params, scale, self._verdict.found_inf, coef)
-        elif self._scaler is not None or self._needs_norms or self.optimizer._skips_steps:
+        elif self._scaler is not None or self._needs_norms or self.optimizer.skips_nonfinite:
             self._step_finite(params, scale)
         else:
             self._apply(params, scale)
@@ -108,7 +157,7 @@ class Stepping(InBackward):
             self._keep_norm(measured.norm)
         optimizer.measured, optimizer.measured_params = measured, self._norms.params
         if measured is not None:
-            optimizer._note_skips(optimizer._prepared_count(measured.found_inf)())
+            optimizer.prepared_count(measured.found_inf)()
 
     def _keep_norm(self, norm: Tensor) -> None:
         """Keeps the norm of a step for the next one."""
@@ -131,7 +180,39 @@ class Stepping(InBackward):
         self._seen = set()
         self.optimizer.grad_norm = verdict.norm
         skips = self._scaler is not None or self.max_norm is not None
-        if not (skips or self.optimizer._skips_steps):
+        if not (skips or self.optimizer.skips_nonfinite):
             verdict.found_inf = torch.zeros_like(verdict.found_inf)
         if self._flag is not None:
             self._flag.copy_(verdict.found_inf)
+
+
+class ByPreviousNorm(Stepping):
+    """``clip="previous"``: clips by the norm of the previous step."""
+
+    _needs_norms = True
+
+    def check(self) -> None:
+        _check_limit("previous", self.max_norm)
+
+    def _clip_coef(self) -> Tensor | None:
+        return None if self.norm is None else clip_coef(self.norm, self.max_norm)
+
+    def _keep_norm(self, norm: Tensor) -> None:
+        before = torch.zeros_like(norm) if self.norm is None else self.norm
+        self.norm = torch.where(norm.isfinite(), norm, before.to(norm.device))
+
+
+class TwoPass(Stepping):
+    """``clip="two-pass"``: clips by the norm that a first backward has measured."""
+
+    def check(self) -> None:
+        _check_limit("two-pass", self.max_norm)
+
+    def _check_measured(self) -> None:
+        if self._verdict is None:
+            raise RuntimeError("clip='two-pass' needs a backward under measure() before this one")
+
+
+def _check_limit(clip: str, max_norm: float | None) -> None:
+    if max_norm is None:
+        raise ValueError(f"clip={clip!r} needs an optimizer with max_grad_norm")

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ..._core.grouping import grouped
+from ..._core.names import name_of
 from ..base import Optimizer
+from ..options import common_max_grad_norm
 
 __all__ = ["InBackward", "Strategy"]
 
@@ -74,7 +76,7 @@ class InBackward(Strategy):
 
     @property
     def max_norm(self) -> float | None:
-        return self.optimizer._max_grad_norm
+        return common_max_grad_norm(self.optimizer.param_groups)
 
     @property
     def has_begun(self) -> bool:
@@ -102,10 +104,10 @@ class InBackward(Strategy):
             self._refuse(first, "has got a gradient since the last optimizer.step()")
 
     def _refuse(self, param: Tensor, what: str) -> None:
+        name = name_of(self.optimizer.param_groups, param)
         raise RuntimeError(
-            f"{self.optimizer._name_of(param)} {what}. Call step() after every backward(), sum "
-            "micro-batches in a GradAccumulator, and do not use a parameter in several reentrant "
-            "checkpoints"
+            f"{name} {what}. Call step() after every backward(), sum micro-batches in a "
+            "GradAccumulator, and do not use a parameter in several reentrant checkpoints"
         )
 
     def drop(self) -> None:
@@ -138,13 +140,12 @@ class InBackward(Strategy):
         clip_coef: Tensor | None = None,
     ) -> None:
         """Steps parameters, with these scalars beside the optimizer's own."""
-        scalars = self.optimizer._scalars.joined(found_inf, clip_coef)
+        scalars = self.optimizer.scalars.joined(found_inf, clip_coef)
         if grad_scale is not None:
             scalars = scalars._replace(grad_scale=grad_scale)
         calls = [
-            call
+            self.optimizer.prepared_part(index, members, scalars)
             for index, members in grouped(params, self.places.__getitem__).items()
-            for call in self.optimizer.prepared_part(index, members, scalars)
         ]
         self.has_stepped = True
         with torch.no_grad():

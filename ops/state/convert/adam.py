@@ -1,18 +1,21 @@
-"""Reads and writes states of torch's Adam and AdamW, whose keys most libraries have."""
+"""Reads and writes Adam's states of torch, Headroom, torchao, apex and DeepSpeed: torch's keys."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..._core.weight_modes import HALVES, RESIDUALS
-from ...functional.weights import join_weights_
-from .codes import Codes, floats_of, other_map
-from .neutral import MOMENTS, Context, Library, State, cast
+from ..._core.weight_modes import RESIDUALS
+from ...functional.dynamic_map import dynamic_map
+from ...optim.adam8bit import OPTIONS
+from ...optim.block_scales import ABSMAXS, zero_absmaxs
+from .codes import Codes, check_map, codes_of, floats_of
+from .neutral import MOMENTS, Context, Library, State, cast, step64
 
-__all__ = ["LIBRARIES", "TORCH_OPTIONS", "read_adam", "write_torch"]
+__all__ = ["LIBRARIES"]
 
 TORCH_OPTIONS = {
     "amsgrad": False,
@@ -22,11 +25,18 @@ TORCH_OPTIONS = {
     "differentiable": False,
     "fused": None,
 }
+OUR_OPTIONS = (
+    "decoupled_weight_decay",
+    "state_dtype",
+    "max_grad_norm",
+    "master",
+    "rounding",
+    "seed",
+)
 
 
-def read_adam(entry: dict[str, Any], context: Context) -> State:
-    """Reads a state with torch's keys: of torch, Headroom, torchao, DeepSpeed, and apex, whose step
-    is in the group."""
+def _read(entry: dict[str, Any], context: Context) -> State:
+    """Reads a state of any of them. The step of apex is in the group."""
     moments: dict[str, Tensor | Codes] = {}
     for name in MOMENTS:
         value = entry.get(name)
@@ -41,26 +51,72 @@ def read_adam(entry: dict[str, Any], context: Context) -> State:
             if type(value).__name__ != "OptimState8bit":
                 raise ValueError(f"has an {type(value).__name__}, which is not of 8 bits")
             size = value.codes.numel() // max(1, value.scale.numel())
-            moments[name] = Codes(
-                value.codes, value.scale, size, is_signed, other_map(value.qmap, is_signed)
-            )
+            check_map(value.qmap, is_signed)
+            moments[name] = Codes(value.codes, value.scale, size, is_signed)
         else:
             moments[name] = value
     step = entry.get("step", context.group.get("step"))
-    residual = {name: entry[name] for name in RESIDUALS if name in entry}
-    weights = residual.get("master")
-    if residual and context.param is not None and context.param.dtype in HALVES:
-        weights = torch.empty_like(context.param, dtype=torch.float32)
-        mode = {name: context.group[name] for name in ("master", "rounding")}
-        join_weights_([weights], [context.param.detach()], list(residual.values()), **mode)
-    return State(step, moments, residual, weights)
+    return State(step, moments, {name: entry[name] for name in RESIDUALS if name in entry})
 
 
-def write_torch(state: State, context: Context) -> dict[str, Any]:
+def _write_torch(state: State, context: Context) -> dict[str, Any]:
     moments = {name: cast(floats_of(moment), context) for name, moment in state.moments.items()}
     return {"step": torch.tensor(float(state.step)), **moments}
 
 
+def _write_apex(state: State, context: Context) -> dict[str, Any]:
+    entry = _write_torch(state, context)
+    return {name: entry[name] for name in MOMENTS[:2]}
+
+
+def _write_deepspeed(state: State, context: Context) -> dict[str, Any]:
+    return {"step": int(state.step), **_write_apex(state, context)}
+
+
+def _write_torchao_8bit(state: State, context: Context) -> dict[str, Any]:
+    try:
+        from torchao.optim.subclass_8bit import OptimState8bit
+    except ImportError as error:
+        raise ImportError("to='torchao-8bit' needs the package torchao") from error
+    entry = _write_torch(State(state.step, {}), context)
+    for name, moment in state.moments.items():
+        is_signed, size = name == "exp_avg", context.block_size
+        if not context.is_8bit(moment) or math.prod(moment.shape) % size:
+            entry[name] = cast(floats_of(moment), context)
+            continue
+        codes = codes_of(moment, size, is_signed)
+        values = dynamic_map(is_signed).to(codes.codes.device)
+        entry[name] = OptimState8bit(
+            codes.codes, codes.absmax, values, is_signed, context.dtype or torch.float32
+        )
+    return entry
+
+
+def _write_headroom(state: State, context: Context) -> dict[str, Any]:
+    moments = {name: floats_of(moment) for name, moment in state.moments.items()}
+    return {"step": step64(state), **moments, **state.residual}
+
+
+def _write_headroom_8bit(state: State, context: Context) -> dict[str, Any]:
+    # With amsgrad, which has no 8-bit form, the moments stay in float32.
+    if "max_exp_avg_sq" in state.moments or not context.is_8bit(state.moments["exp_avg"]):
+        return _write_headroom(state, context)
+    entry: dict[str, Any] = {"step": step64(state)}
+    for name, absmax in zip(MOMENTS, ABSMAXS):
+        codes = codes_of(state.moments[name], context.block_size, name == "exp_avg", any_order=True)
+        entry[name] = codes.codes
+        shape = zero_absmaxs(codes.codes, context.block_size).shape
+        entry[absmax] = codes.absmax.view(shape)
+    return entry | state.residual
+
+
 LIBRARIES = {
-    "torch": Library(read_adam, write_torch, TORCH_OPTIONS, ("decoupled_weight_decay",), True),
+    "headroom": Library(_read, _write_headroom, TORCH_OPTIONS, OUR_OPTIONS),
+    "headroom-8bit": Library(_read, _write_headroom_8bit, TORCH_OPTIONS, (*OUR_OPTIONS, *OPTIONS)),
+    "torch": Library(_read, _write_torch, TORCH_OPTIONS, ("decoupled_weight_decay",), casts=True),
+    "torchao-8bit": Library(_read, _write_torchao_8bit, {"amsgrad": False}, casts=True),
+    "apex": Library(_read, _write_apex, {"bias_correction": True}, ("step",), casts=True),
+    "deepspeed": Library(
+        _read, _write_deepspeed, {"bias_correction": True, "amsgrad": False}, casts=True
+    ),
 }

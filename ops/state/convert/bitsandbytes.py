@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...functional.dynamic_map import dynamic_map
-from .codes import Codes, codes_of, floats_of, other_map
+from .codes import Codes, check_map, codes_of, floats_of
 from .neutral import Context, Library, State
 
 __all__ = ["BNB_WRAPPER", "LIBRARIES"]
@@ -30,8 +30,8 @@ def _read_bitsandbytes(entry: dict[str, Any], context: Context) -> State:
             absmax = entry[f"absmax{i}"]
             numel, blocks = moment.numel(), absmax.numel()
             size = next((b for b in BNB_BLOCK_SIZES if -(-numel // b) == blocks), 256)
-            values = other_map(entry[f"qmap{i}"], i == 1)
-            moments[name] = Codes(moment.contiguous(), absmax, size, i == 1, values)
+            check_map(entry[f"qmap{i}"], i == 1)
+            moments[name] = Codes(moment.contiguous(), absmax, size, i == 1)
     return State(entry["step"], moments)
 
 

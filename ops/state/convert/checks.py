@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,15 +15,13 @@ from .codes import Codes, is_finite, shown
 from .neutral import MOMENTS, SQUARES, number_of
 
 __all__ = [
-    "check_adafactor_shapes",
-    "check_adam_shapes",
+    "check_shapes",
     "check_moments",
     "check_options",
     "check_tensors",
     "checked_step",
     "described",
     "keys_of",
-    "named_params",
 ]
 
 STEPS = 2.0**53  # the largest counter that Headroom steps from, and that a float64 counts exactly
@@ -79,29 +77,10 @@ def keys_of(source: Any) -> list[Any]:
     return keys
 
 
-def named_params(params: Any, keys: list[Any]) -> Mapping[Any, Tensor]:
-    """Returns the parameters by their keys."""
-    if params is None:
-        return {}
-    if not isinstance(params, Mapping):
-        if isinstance(params, Tensor) or not isinstance(params, Iterable):
-            raise ValueError(f"params must be parameters, got a {type(params).__name__}")
-        params = list(params)
-        if len(params) != len(keys):
-            raise ValueError(f"the groups have {len(keys)} parameters, params {len(params)}")
-        params = dict(zip(keys, params))
-    for key, param in params.items():
-        if not isinstance(param, Tensor):
-            raise ValueError(f"params: {key!r} is a {type(param).__name__}, not a tensor")
-    return params
-
-
-def check_options(group: Mapping[str, Any], is_adafactor: bool) -> None:
+def check_options(group: Mapping[str, Any]) -> None:
     """Refuses options of a group without a learning rate, or with tensors that have no memory."""
     check_tensors(group)
     lr = group["lr"]
-    if lr is None and is_adafactor:
-        return
     number = number_of(lr)
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise ValueError(f"have an lr of {shown(lr)}, wanted a number")
@@ -140,8 +119,6 @@ def check_moments(moments: dict[str, Tensor | Codes]) -> None:
         if isinstance(moment, Codes):
             if not is_finite(moment.absmax, False):
                 raise ValueError(f"has scales of '{name}' that are negative or not finite")
-            if moment.values is not None and not is_finite(moment.values, True):
-                raise ValueError(f"has a map of '{name}' with values that are not finite")
             continue
         if not isinstance(moment, Tensor) or not moment.is_floating_point():
             kind = moment.dtype if isinstance(moment, Tensor) else type(moment).__name__
@@ -151,31 +128,11 @@ def check_moments(moments: dict[str, Tensor | Codes]) -> None:
             raise ValueError(f"has an '{name}' with negative elements, or NaN")
 
 
-def check_adam_shapes(moments: dict[str, Tensor | Codes], param: Tensor | None) -> None:
-    """Refuses moments that do not have one shape, the parameter's."""
+def check_shapes(moments: dict[str, Tensor | Codes]) -> None:
+    """Refuses moments that do not have one shape."""
     shapes = {moment.shape for moment in moments.values()}
     if not set(moments) >= set(MOMENTS[:2]) or len(shapes) != 1:
         raise ValueError(
             f"has moments {sorted(moments)}, of shapes {sorted(map(tuple, shapes))}; wanted "
             f"{MOMENTS[:2]} of one shape"
-        )
-    if param is not None and shapes != {param.shape}:
-        raise ValueError(
-            f"has moments of shape {tuple(shapes.pop())}, the parameter {tuple(param.shape)}"
-        )
-
-
-def check_adafactor_shapes(moments: dict[str, Tensor | Codes], param: Tensor | None) -> None:
-    """Refuses statistics of rows and columns that do not fit each other, or the parameter."""
-    found = {name: tuple(moment.shape) for name, moment in moments.items()}
-    row, col = found.get("row"), found.get("col")
-    if row is not None or col is not None:
-        if not row or not col or row[:-1] != col[:-1]:
-            raise ValueError(f"has statistics of rows {row} and of columns {col}")
-        found["variance"] = (*row, col[-1])
-    if "variance" not in found:
-        raise ValueError("has neither a 'variance' nor statistics of rows and columns")
-    if param is not None and found["variance"] != tuple(param.shape):
-        raise ValueError(
-            f"is of a parameter of shape {found['variance']}, this one has {tuple(param.shape)}"
         )

@@ -16,12 +16,12 @@ from ...functional.quantize_blocks import quantize_blocks
 
 __all__ = [
     "Codes",
+    "check_map",
     "codes_of",
     "encode",
     "flattened",
     "floats_of",
     "is_finite",
-    "other_map",
     "pieces",
     "shown",
     "unflattened",
@@ -38,7 +38,6 @@ class Codes:
     absmax: Tensor  # float32, flat
     block_size: int
     is_signed: bool
-    values: Tensor | None = None  # the map; None: dynamic_map()
 
     def __post_init__(self) -> None:
         if type(self.block_size) is not int or self.block_size < 1:
@@ -49,8 +48,6 @@ class Codes:
                 f"has {self.absmax.numel()} scales and codes of {self.codes.dtype}, wanted "
                 f"{blocks} and torch.uint8"
             )
-        if self.values is not None and self.values.shape != (256,):
-            raise ValueError(f"has a map of shape {tuple(self.values.shape)}, wanted (256,)")
 
     @property
     def shape(self) -> torch.Size:
@@ -60,8 +57,8 @@ class Codes:
         return replace(self, codes=self.codes.clone(), absmax=self.absmax.clone())
 
     def decode(self) -> Tensor:
-        values = dynamic_map(self.is_signed) if self.values is None else self.values
-        values, codes = values.to(self.codes.device), flattened(self.codes)
+        codes = flattened(self.codes)
+        values = dynamic_map(self.is_signed).to(codes.device)
         out = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
         for part, blocks in pieces(codes.numel(), self.block_size):
             scales = self.absmax[blocks].repeat_interleave(self.block_size)
@@ -84,8 +81,7 @@ def codes_of(
     With ``any_order`` they may be in any order of memory."""
     if (
         isinstance(moment, Codes)
-        and (moment.block_size == block_size)
-        and moment.values is None
+        and moment.block_size == block_size
         and (any_order or moment.codes.is_contiguous())
     ):
         return moment
@@ -109,9 +105,13 @@ def is_finite(numbers: Tensor, is_signed: bool) -> bool:
     return (low > -math.inf if is_signed else low >= 0) and high < math.inf
 
 
-def other_map(values: Tensor, is_signed: bool) -> Tensor | None:
-    """Returns a map if it is not Headroom's, else None: bitsandbytes 0.36 to 0.41 had others."""
-    return None if torch.equal(values.cpu(), dynamic_map(is_signed)) else values
+def check_map(values: Tensor, is_signed: bool) -> None:
+    """Refuses codes whose map is not Headroom's: bitsandbytes 0.36 to 0.41 had others."""
+    if not torch.equal(values.cpu(), dynamic_map(is_signed)):
+        raise ValueError(
+            "has 8-bit codes of another map, as bitsandbytes 0.36 to 0.41 had; load the state with "
+            "that release, and go on in 32 bits"
+        )
 
 
 def pieces(numel: int, block_size: int) -> Iterable[tuple[slice, slice]]:

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..._core.progress import progress_bar
 from ..._core.registration import FLOATS
-from ..._core.weight_modes import RESIDUALS
 from ...functional.adamw8bit import BLOCK_SIZES
 from .checks import (
-    check_adafactor_shapes,
-    check_adam_shapes,
     check_moments,
     check_options,
+    check_shapes,
     check_tensors,
     checked_step,
     described,
     keys_of,
-    named_params,
 )
 from .codes import Codes, shown
-from .libraries import KEYS, LIBRARIES, detect
+from .libraries import KEYS, LIBRARIES, decouples, detect, target_group
 from .neutral import Context, Library, State
-from .options import decouples, target_group
 from .report import Report, losses
 
 __all__ = ["Converted", "convert_state"]
@@ -46,7 +40,6 @@ def convert_state(
     to: str,
     *,
     from_: str | None = None,
-    params: Iterable[Tensor] | Mapping[Any, Tensor] | None = None,
     param_dtype: torch.dtype | None = None,
     block_size: int | None = None,
     min_8bit_size: int = 4096,
@@ -59,16 +52,12 @@ def convert_state(
         to: the library. ``"headroom"`` and ``"headroom-8bit"``: Adam and AdamW of
             :mod:`headroom.optim`, and their 8-bit forms. ``"torch"``. ``"bitsandbytes"``: 32-bit;
             ``"bitsandbytes-8bit"``, and ``"bitsandbytes-8bit-flat"`` for releases before 2026.
-            ``"torchao-8bit"``. ``"apex"``: FusedAdam. ``"deepspeed"``: DeepSpeedCPUAdam.
-            ``"flashoptim"``, with its 8-bit moments, and ``"flashoptim-float"``.
-            ``"torch-adafactor"`` and ``"transformers-adafactor"``, which Headroom's Adafactor loads
-            too. States of Adam and of Adafactor do not convert to each other.
+            ``"torchao-8bit"``. ``"apex"``: FusedAdam. ``"deepspeed"``: DeepSpeedCPUAdam. States of
+            Adafactor need no conversion: Headroom's loads torch's, and with ``semantics="hf"``
+            those of transformers.
         from_: the library of ``source``, if its keys do not tell.
-        params: the parameters, in the order of the groups, or by their keys in the state; not
-            needed for an optimizer, which has them. They are needed to convert what an optimizer
-            keeps beside 16-bit weights, except for a float32 master copy.
-        param_dtype: the dtype of the parameters, if they are not given. Many loaders cast states to
-            it; the report then includes that loss. FlashOptim's states depend on it.
+        param_dtype: the dtype of the parameters, if ``source`` is a state dict, which does not say.
+            Many loaders cast states to it; the report then includes that loss.
         block_size: elements per scale of 8-bit moments. None: that of the source if the target has
             such blocks, else 256.
         min_8bit_size: tensors with fewer elements get moments of 32 bits; codes stay codes.
@@ -79,10 +68,11 @@ def convert_state(
         lost. Parts that are the same in both libraries are not copied if ``source`` is a state
         dict.
 
-        Nothing is lost between Headroom, torch, bitsandbytes 32-bit, apex, DeepSpeed and
-        ``"flashoptim-float"`` if parameters are float32; nor between the 8-bit forms of Headroom,
-        bitsandbytes and torchao with equal blocks; nor from 8 bits to float32. From float32 to 8
-        bits, codes are those that :func:`headroom.functional.adamw8bit_` would store.
+        Nothing is lost between Headroom, torch, bitsandbytes 32-bit, apex and DeepSpeed if
+        parameters are float32; nor between the 8-bit forms of Headroom, bitsandbytes and torchao
+        with equal blocks; nor from 8 bits to float32. From float32 to 8 bits, codes are those that
+        :func:`headroom.functional.adamw8bit_` would store. What completes 16-bit weights goes from
+        one of Headroom's optimizers to another, and is dropped elsewhere.
 
     Raises:
         ValueError: an argument is not one of those above, or the state is of no known library,
@@ -101,51 +91,42 @@ def convert_state(
         new.load_state_dict(state)
         print(report)
     """
-    decoupled, is_live = None, isinstance(source, torch.optim.Optimizer)
+    decoupled, dtypes = None, None
     if isinstance(source, torch.optim.Optimizer):
         decoupled = decouples(source)
-        if params is None:
-            params = [param for group in source.param_groups for param in group["params"]]
+        dtypes = [param.dtype for group in source.param_groups for param in group["params"]]
         source = source.state_dict()
     keys = keys_of(source)
     from_ = detect(source) if from_ is None else from_
     for name in (from_, to):
         if not isinstance(name, str) or name not in LIBRARIES:
             raise ValueError(f"there is no {shown(name)}; the libraries are {', '.join(LIBRARIES)}")
-    if LIBRARIES[from_].is_adafactor != LIBRARIES[to].is_adafactor:
-        raise ValueError(f"a state of {from_} cannot be that of {to}: Adam is not Adafactor")
     if block_size is not None and (type(block_size) is not int or block_size not in BLOCK_SIZES):
         raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {shown(block_size)}")
     if type(min_8bit_size) is not int or min_8bit_size < 0:
         raise ValueError(f"min_8bit_size must be a number of elements, got {shown(min_8bit_size)}")
     if param_dtype is not None and param_dtype not in (*FLOATS, torch.float64):
         raise ValueError(f"param_dtype must be a floating-point dtype, got {shown(param_dtype)}")
-    named = named_params(params, keys)
+    dtype_of = dict(zip(keys, dtypes or [param_dtype] * len(keys)))
     reader, target, report = LIBRARIES[from_], LIBRARIES[to], Report(from_, to)
     entries, groups = {}, []
     with progress_bar(len(source["state"]), None, unit="state", shown=progress) as bar:
         for index, group in enumerate(source["param_groups"]):
-            contexts = {}
-            for key in group["params"]:
-                param = named.get(key)
-                dtype = param_dtype if param is None else param.dtype
-                contexts[key] = Context(group, param, dtype, casts=target.casts)
             states = {
-                key: _state(key, source["state"][key], reader, contexts[key])
+                key: _state(key, source["state"][key], reader, group)
                 for key in group["params"]
                 if source["state"].get(key)
             }
-            if is_live:
+            if dtypes is not None:
                 states = {key: state.copied() for key, state in states.items()}
             with described(f"the options of group {index}", group):
-                check_options(group, target.is_adafactor)
+                check_options(group)
                 new = target_group(group, to, states, report, decoupled)
             size = block_size or _block_size(states)
             if to == "headroom-8bit":
                 new["block_size"] = size
             for key, state in states.items():
-                context = contexts[key]
-                context.group, context.min_8bit_size, context.block_size = new, min_8bit_size, size
+                context = Context(new, dtype_of[key], size, min_8bit_size, target.casts)
                 with described(f"the state of parameter {key}", source["state"][key]):
                     entries[key] = target.write(state, context)
                     report.losses += losses(key, state, target.read(entries[key], context))
@@ -154,7 +135,7 @@ def convert_state(
     return Converted({"state": entries, "param_groups": groups}, report)
 
 
-def _state(key: Any, entry: Any, reader: Library, context: Context) -> State:
+def _state(key: Any, entry: Any, reader: Library, group: dict[str, Any]) -> State:
     if any(isinstance(value, DTensor) for value in entry.values()):
         raise NotImplementedError(
             f"the state of parameter {key} is a DTensor; gather it first, with "
@@ -163,15 +144,12 @@ def _state(key: Any, entry: Any, reader: Library, context: Context) -> State:
         )
     with described(f"the state of parameter {key}", entry):
         check_tensors(entry)
-        if {*RESIDUALS, "error_bits"} & entry.keys():
-            check_tensors(context.param)
-        state = reader.read(entry, context)
+        state = reader.read(entry, Context(group))
         if state.step is None:
             raise KeyError("step")
         state.step = checked_step(state.step)
         check_moments(state.moments)
-        check = check_adafactor_shapes if reader.is_adafactor else check_adam_shapes
-        check(state.moments, context.param)
+        check_shapes(state.moments)
     state.others = [name for name in entry if name not in KEYS]
     return state
 

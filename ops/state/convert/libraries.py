@@ -1,46 +1,38 @@
-"""Lists the libraries that states come from and go to, and detects the library of a state."""
+"""Lists the libraries that states come from and go to, and translates the options of groups."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ..._core.weight_modes import RESIDUALS
 from ...optim.block_scales import ABSMAXS
-from . import (
-    adam,
-    apex,
-    bitsandbytes,
-    deepspeed,
-    flashoptim,
-    headroom,
-    torch_adafactor,
-    torchao,
-    transformers_adafactor,
-)
+from . import adam, bitsandbytes
 from .bitsandbytes import BNB_WRAPPER
-from .neutral import MOMENTS, Library
+from .neutral import MOMENTS, Library, State, number_of
+from .report import Loss, Report
 
-__all__ = ["KEYS", "LIBRARIES", "PRIVATE", "detect"]
+__all__ = ["KEYS", "LIBRARIES", "decouples", "detect", "target_group"]
 
-LIBRARIES: dict[str, Library] = (
-    headroom.LIBRARIES
-    | adam.LIBRARIES
-    | bitsandbytes.LIBRARIES
-    | torchao.LIBRARIES
-    | apex.LIBRARIES
-    | deepspeed.LIBRARIES
-    | flashoptim.LIBRARIES
-    | torch_adafactor.LIBRARIES
-    | transformers_adafactor.LIBRARIES
-)
+LIBRARIES: dict[str, Library] = adam.LIBRARIES | bitsandbytes.LIBRARIES
 # The parts of states that readers know, and the options that only some libraries have.
 KEYS = {
-    *("step", "RMS", "error_bits", BNB_WRAPPER, *MOMENTS, *ABSMAXS, *RESIDUALS),
+    *("step", BNB_WRAPPER, *MOMENTS, *ABSMAXS, *RESIDUALS),
     *(f"{name}{i}" for name in ("state", "absmax", "qmap") for i in (1, 2)),
-    *(f"{name}::{part}" for name in MOMENTS for part in ("quantized", "scales")),
-    *("row_var", "col_var", "variance", "exp_avg_sq_row", "exp_avg_sq_col"),
 }
 PRIVATE = {key for library in LIBRARIES.values() for key in (*library.options, *library.more)}
+# Options that change later steps, and what they are where an optimizer has none of that name.
+USUAL = {
+    "maximize": False,
+    "amsgrad": False,
+    "bias_correction": True,
+    "max_grad_norm": None,
+    "state_dtype": torch.float32,
+    "min_8bit_size": 4096,
+    "code_rounding": "nearest",
+    "nonfinite": "propagate",
+}
 
 
 def detect(state_dict: dict[str, Any]) -> str:
@@ -50,12 +42,11 @@ def detect(state_dict: dict[str, Any]) -> str:
     options = {key for group in state_dict["param_groups"] for key in group}
     if BNB_WRAPPER in keys or "state1" in keys or "t_alpha" in options:
         return "bitsandbytes"
-    if "exp_avg::quantized" in keys or "master_bytewidth" in options:
-        return "flashoptim"
-    if {"row_var", "variance"} & keys or "beta2_decay" in options:
-        return "torch-adafactor"
-    if {"exp_avg_sq_row", "RMS"} & keys or "decay_rate" in options:
-        return "transformers-adafactor"
+    if {"beta2_decay", "decay_rate"} & options:
+        raise ValueError(
+            "states of Adafactor are not converted: headroom.optim.Adafactor loads those of torch, "
+            "and with semantics='hf' those of transformers"
+        )
     if "exp_avg_absmax" in keys:
         return "headroom-8bit"
     if any(hasattr(entry.get("exp_avg"), "codes") for entry in entries):
@@ -66,3 +57,39 @@ def detect(state_dict: dict[str, Any]) -> str:
             f"libraries are {', '.join(LIBRARIES)}"
         )
     return "apex" if entries and "step" not in keys and "step" in options else "torch"
+
+
+def decouples(optimizer: torch.optim.Optimizer) -> bool | None:
+    """Returns whether an optimizer decouples weight decay, if its groups do not say so."""
+    for name in ("adam_w_mode", "is_adamw"):  # of DeepSpeed and apex, of torchao
+        if hasattr(optimizer, name):
+            return bool(getattr(optimizer, name))
+    return True if type(optimizer).__module__.startswith("bitsandbytes") else None
+
+
+def target_group(
+    group: dict[str, Any],
+    to: str,
+    states: dict[Any, State],
+    report: Report,
+    decoupled: bool | None,
+) -> dict[str, Any]:
+    """Returns the options of a group as the target has them, and reports those that it lacks."""
+    target, source, notes = LIBRARIES[to], dict(group), report.notes
+    if decoupled is not None:
+        source.setdefault("decoupled_weight_decay", decoupled)
+    own = (*target.options, *target.more)
+    new = {**target.options, **{k: v for k, v in source.items() if k not in PRIVATE or k in own}}
+    new["lr"] = number_of(source["lr"])
+    for name, usual in USUAL.items():
+        if name not in own and source.get(name) not in (None, usual, str(usual)):
+            report.losses.append(Loss(None, name, "dropped"))
+            notes.append(f"{to} has no {name}, and the source was run with {source[name]!r}")
+    if "decoupled_weight_decay" in own and "decoupled_weight_decay" not in source:
+        if source.get("weight_decay"):
+            notes.append("the state does not say whether weight decay is Adam's or AdamW's")
+    if to == "torchao-8bit":
+        new["lr"] = torch.tensor(new["lr"], dtype=torch.float32)
+    if to == "apex":
+        new["step"] = max((int(state.step) for state in states.values()), default=0)
+    return new

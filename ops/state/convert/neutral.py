@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._core.weight_modes import HALVES
 from .codes import Codes
 
 __all__ = [
@@ -19,13 +18,12 @@ __all__ = [
     "SQUARES",
     "State",
     "cast",
-    "is_byte",
     "number_of",
     "step64",
 ]
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "row", "col", "variance")  # never negative
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq")  # never negative
 
 
 @dataclass
@@ -33,9 +31,8 @@ class State:
     """The state of one parameter, of any library."""
 
     step: float
-    moments: dict[str, Tensor | Codes]  # MOMENTS, or Adafactor's exp_avg, row, col, variance
+    moments: dict[str, Tensor | Codes]  # some of MOMENTS
     residual: dict[str, Tensor] = field(default_factory=dict)  # of 16-bit weights
-    weights: Tensor | None = None  # in float32, joined with the residual, if they are known
     others: list[str] = field(default_factory=list)  # parts that no other library has
 
     def copied(self) -> State:
@@ -49,21 +46,13 @@ class Context:
     """What a reader or writer may need besides the state."""
 
     group: dict[str, Any]
-    param: Tensor | None
-    dtype: torch.dtype | None  # of the parameter
+    dtype: torch.dtype | None = None  # of the parameter
     block_size: int = 256
     min_8bit_size: int = 4096
     casts: bool = False  # the target's loader casts to the parameter's dtype
 
     def is_8bit(self, moment: Tensor | Codes) -> bool:
         return isinstance(moment, Codes) or moment.numel() >= self.min_8bit_size
-
-    def with_param(self, weights: Tensor | None) -> Context:
-        """Completes a context without the parameter: a 16-bit parameter is the rounding of its
-        float32 weights."""
-        if self.param is None and weights is not None and self.dtype in HALVES:
-            self.param = weights.to(self.dtype)
-        return self
 
 
 class Library(NamedTuple):
@@ -74,7 +63,6 @@ class Library(NamedTuple):
     options: dict[str, Any]  # those of a group that not all libraries have, with defaults
     more: tuple[str, ...] = ()  # options that are carried over if the source has them
     casts: bool = False  # the loader casts states to the parameter's dtype
-    is_adafactor: bool = False
 
 
 def number_of(value: Any) -> Any:
@@ -93,7 +81,3 @@ def cast(moment: Tensor, context: Context) -> Tensor:
 
 def step64(state: State) -> Tensor:
     return torch.tensor(float(state.step), dtype=torch.float64)
-
-
-def is_byte(residual: dict[str, Tensor]) -> bool:
-    return any(tensor.dtype == torch.int8 for tensor in residual.values())

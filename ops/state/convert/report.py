@@ -70,10 +70,7 @@ def losses(key: Any, before: State, after: State) -> Iterable[Loss]:
     for name, moment in before.moments.items():
         yield _loss(key, name, moment, after.moments.get(name))
     for name, residual in before.residual.items():
-        if name in after.residual:
-            yield _loss(key, name, residual, after.residual[name])
-        else:
-            yield _loss(key, name, before.weights, after.weights)
+        yield _loss(key, name, residual, after.residual.get(name))
     yield from (Loss(key, name, "dropped") for name in before.others)
 
 

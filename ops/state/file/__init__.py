@@ -23,7 +23,7 @@ harm, and read to memory that belongs to the load before it is checked and used,
 process can change it in between. Nothing is mapped.
 """
 
-from .errors import MALFORMED, StateFileError
+from .layout import MALFORMED, StateFileError
 from .reading import StateFile, is_state_file
 from .tensors import check_storage, check_tensor, identity
 from .writing import write

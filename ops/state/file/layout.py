@@ -1,4 +1,4 @@
-"""The numbers and names of the layout of state files, and their checksum.
+"""The numbers and names of the layout of state files, their checksum, and their error.
 
 Use them as attributes of this module, ``layout.PIECE``: tests replace some of them.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 
 import torch
+
+from ..._core.text import shortened
 
 try:
     from isal.isal_zlib import crc32  # the same sums, several times as fast
@@ -21,6 +23,7 @@ __all__ = [
     "DTYPES",
     "FORMAT",
     "LONGEST_HEADER",
+    "MALFORMED",
     "MOST_DIMS",
     "MOST_VALUES",
     "NAMES",
@@ -28,6 +31,7 @@ __all__ = [
     "PREFIX",
     "SEQUENCE_DIGITS",
     "SMALL",
+    "StateFileError",
     "ZEROS",
     "crc32",
     "threads",
@@ -63,8 +67,25 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 DOCUMENT = {"tree": dict, "module_versions": dict, "saved_ns": int, "piece": int, "tensors": dict}
+# Values of any kind may stand in a header that someone has made up.
+MALFORMED = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def threads() -> int:
     """Returns how many threads copy, read and sum."""
     return min(8, os.cpu_count() or 1)
+
+
+class StateFileError(RuntimeError):
+    """A state file is damaged, is not a state file, or is being written by someone else."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message, 1000, keep="beginning"))  # it may quote the file

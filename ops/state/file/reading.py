@@ -18,8 +18,8 @@ from tqdm import tqdm
 from ..._core.progress import progress_bar
 from ..._core.text import quoted
 from . import layout
-from .errors import MALFORMED, StateFileError
 from .header import Entry, checked_entries, parsed, unsigned
+from .layout import MALFORMED, StateFileError
 from .tensors import memory_of
 
 __all__ = ["StateFile", "is_state_file"]
@@ -70,7 +70,7 @@ class StateFile:
             status = os.fstat(self._file)
             if not stat.S_ISREG(status.st_mode):
                 raise StateFileError(f"{self.path} is not a file")
-            self._size, self._changed_ns = status.st_size, status.st_mtime_ns
+            self._size = status.st_size
             try:
                 self.document, self.entries = self._parse(self._read_header())
             except StateFileError:
@@ -163,18 +163,17 @@ class StateFile:
         targets = {name: memory_of(tensor) for name, tensor in found.items() if tensor.nbytes}
         others = [name for name in self.entries if name not in but]
         with self._bar("reading", others, progress) as bar:
-            self._verify(others, targets, bar, "Nothing was loaded. " + self.advice)
+            self._verify(others, targets, bar)
         return {name: self.strided(name, tensor) for name, tensor in found.items()}
 
     def batches(
-        self, names: Iterable[str], effect: str, *, progress: bool = True
+        self, names: Iterable[str], *, progress: bool = True
     ) -> Iterator[dict[str, Tensor]]:
         """Yields tensors of these names, each checked as it is read, in memory that the next ones
         overwrite: one, or as many as fit in a piece. They are in the order of their indices.
 
         Raises:
-            StateFileError: a tensor is not what was saved; ``effect`` is what the error says of
-                the consequences.
+            StateFileError: a tensor is not what was saved.
         """
         batches: list[dict[str, int]] = []  # names, and where they begin in the buffer
         end, longest = 0, 0
@@ -195,16 +194,8 @@ class StateFile:
                     span = buffer[start : start + entry.size]
                     targets[name] = memory_of(span) if entry.size else memoryview(b"")
                     found[name] = span.view(entry.dtype).view(entry.shape)
-                self._verify(batch, targets, bar, effect)
+                self._verify(batch, targets, bar)
                 yield found
-
-    def check_unchanged(self) -> None:
-        """Raises StateFileError if someone has written to the file since it was opened."""
-        status = os.fstat(self._file)
-        if (status.st_size, status.st_mtime_ns) != (self._size, self._changed_ns):
-            raise StateFileError(
-                f"{self.path} was changed while it was read. Nothing was loaded. {self.advice}"
-            )
 
     def strided(self, name: str, tensor: Tensor) -> Tensor:
         """Returns a tensor that was read, in the memory order in which it was saved."""
@@ -232,13 +223,7 @@ class StateFile:
 
     # ---- checksums --------------------------------------------------------------------------
 
-    def _verify(
-        self,
-        names: Iterable[str],
-        targets: dict[str, memoryview],
-        bar: tqdm,
-        effect: str,
-    ) -> None:
+    def _verify(self, names: Iterable[str], targets: dict[str, memoryview], bar: tqdm) -> None:
         """Reads tensors, into their targets where they have one, and checks what was read."""
         local = threading.local()
 
@@ -263,7 +248,8 @@ class StateFile:
             for size, damaged in checked:
                 if damaged is not None:
                     raise StateFileError(
-                        f"'{damaged}' is damaged in {self.path}: its checksum is wrong. {effect}"
+                        f"'{damaged}' is damaged in {self.path}: its checksum is wrong. Nothing "
+                        f"was loaded. {self.advice}"
                     )
                 bar.update(size)
         finally:

@@ -15,9 +15,8 @@ from tqdm import tqdm
 from ..._core.atomic import BusyFileError, replacing
 from ..._core.progress import progress_bar
 from . import layout
-from .errors import StateFileError
 from .header import check_readable, header_of
-from .sequence import next_sequence
+from .layout import StateFileError
 from .tensors import check_tensor, in_index_order
 
 __all__ = ["write"]
@@ -89,6 +88,38 @@ def _write_all(
             sums[name] = copier.write(start, tensor)
             start += tensor.nbytes
     _write(file, 0, memoryview(header_of(document, tensors, sums, sequence)))
+
+
+def next_sequence(folder: str) -> int:
+    """Returns a number higher than that of any state file in a folder."""
+    highest = 0
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.name.startswith("."):
+                highest = max(highest, _stored_sequence(entry.path))
+    return min(highest + 1, 10**layout.SEQUENCE_DIGITS - 1)
+
+
+def _stored_sequence(path: str) -> int:
+    """Returns the number in a header without a look at its checksum: a number that is too high does
+    no harm here, and every file of the folder is asked."""
+    begin = b""
+    with contextlib.suppress(OSError):
+        if os.path.isfile(path):
+            with open(path, "rb", buffering=0) as file:
+                begin = file.read(
+                    8
+                    + len(layout.PREFIX)
+                    + 8
+                    + len(layout.BEFORE_SEQUENCE)
+                    + layout.SEQUENCE_DIGITS
+                )
+    if begin[8:].startswith(layout.PREFIX) and begin[8 + len(layout.PREFIX) + 8 :].startswith(
+        layout.BEFORE_SEQUENCE
+    ):
+        digits = begin[-layout.SEQUENCE_DIGITS :]
+        return int(digits) if digits.isdigit() else 0
+    return 0
 
 
 class _Copier:

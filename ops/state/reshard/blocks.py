@@ -14,7 +14,7 @@ from ..._core.overlap import is_dense
 from ...functional.dynamic_map import dynamic_map
 from ...optim.block_scales import zero_absmaxs
 from ..convert.codes import encode, flattened, pieces
-from .sources import Source, Stored
+from .sources import Checkpoint, Stored
 
 __all__ = ["Cut", "first_element", "has_these_blocks", "recut"]
 
@@ -35,7 +35,9 @@ def _shards(size: int, ranks: int) -> list[tuple[int, int]]:
     return [(offset, min(step, size - offset)) for offset in range(0, size, step)]
 
 
-def has_these_blocks(saved: Source, fqn: str, moment: str, param: Tensor, block_size: int) -> bool:
+def has_these_blocks(
+    saved: Checkpoint, fqn: str, moment: str, param: Tensor, block_size: int
+) -> bool:
     """Returns whether the saved blocks of a moment are those that its shards have here.
 
     Raises:
@@ -94,13 +96,11 @@ def has_these_blocks(saved: Source, fqn: str, moment: str, param: Tensor, block_
 
 
 def _check_shards(
-    saved: Source, codes: Stored, absmax: Stored, what: str, dim: int, ranks: int
+    saved: Checkpoint, codes: Stored, absmax: Stored, what: str, dim: int, ranks: int
 ) -> None:
     """Refuses codes that were not saved as torch's shards of one dimension, in the order of the
     ranks. The scales alone would not show it."""
     chunks = saved.chunks(codes)
-    if chunks is None:
-        return
     wanted = [
         (tuple(offset * (d == dim) for d in range(len(codes.size))), (*codes.size[:dim], size))
         for offset, size in _shards(codes.size[dim], ranks)

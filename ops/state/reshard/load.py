@@ -24,14 +24,14 @@ from ...optim.block_scales import ABSMAXS, zero_absmaxs
 from ...optim.master_weights import headroom_optimizer
 from .blocks import first_element, has_these_blocks, recut
 from .report import Recut, ReshardReport, gathered_report
-from .sources import Checkpoint, Gathered, Source, Stored
+from .sources import Checkpoint, Stored
 
 __all__ = ["load_sharded"]
 
 
 @torch.no_grad()
 def load_sharded(
-    checkpoint: str | os.PathLike[str] | dcp.StorageReader | Mapping[str, Any],
+    checkpoint: str | os.PathLike[str] | dcp.StorageReader,
     model: nn.Module,
     optimizer: Optimizer,
     *,
@@ -57,8 +57,7 @@ def load_sharded(
     ``optimizer``; ``dcp.load`` would raise for each.
 
     Args:
-        checkpoint: the folder, or a reader of another storage; or the full state dict that
-            ``get_optimizer_state_dict`` gathers with ``full_state_dict=True``, on every rank.
+        checkpoint: the folder, or a reader of another storage.
         model: the module whose parameters ``optimizer`` has, sharded by FSDP2 or by hand, or not.
         optimizer: one of :mod:`headroom.optim`, with or without states, or accelerate's wrapper of
             it.
@@ -71,7 +70,8 @@ def load_sharded(
         What became of 8-bit moments that were saved in other blocks: :class:`ReshardReport`.
 
     Raises:
-        TypeError: the optimizer is not one of :mod:`headroom.optim`.
+        TypeError: the optimizer is not one of :mod:`headroom.optim`, or the checkpoint is a state
+            dict that was gathered; torch's ``set_optimizer_state_dict`` loads one.
         KeyError: the checkpoint has no states under ``key``.
         ValueError: a state does not fit; or an 8-bit moment whose blocks would change is, or was,
             sharded by other than rows, or by several dimensions of a mesh. The message names the
@@ -91,15 +91,16 @@ def load_sharded(
         print(headroom.optim.load_sharded("checkpoint", model, optimizer))
     """
     optimizer = headroom_optimizer(optimizer, "load_sharded")
+    if isinstance(checkpoint, Mapping):
+        raise TypeError(
+            "load_sharded() reads a checkpoint of torch.distributed.checkpoint, got a state dict; "
+            "set_optimizer_state_dict() of torch.distributed.checkpoint.state_dict loads a full one"
+        )
     is_fresh = not optimizer.state
     try:
-        saved: Source
-        if isinstance(checkpoint, Mapping):
-            saved = Gathered(checkpoint)
-        else:
-            is_reader = isinstance(checkpoint, dcp.StorageReader)
-            reader = checkpoint if is_reader else dcp.FileSystemReader(checkpoint)
-            saved = Checkpoint(reader, key, process_group)
+        is_reader = isinstance(checkpoint, dcp.StorageReader)
+        reader = checkpoint if is_reader else dcp.FileSystemReader(checkpoint)
+        saved = Checkpoint(reader, key, process_group)
         own = get_optimizer_state_dict(model, optimizer)
         params = {
             fqn: (param, group)
@@ -108,15 +109,8 @@ def load_sharded(
         }
         # A fresh optimizer's zeros are read into; a state is left alone until all is there.
         entries, recuts = _read(saved, params, optimizer, own["state"] if is_fresh else {})
-        fixed = dict.fromkeys(
-            (
-                "full_state_dict",
-                "cpu_offload",
-                "broadcast_from_rank0",
-                "flatten_optimizer_state_dict",
-            ),
-            False,
-        )
+        fixed = dict.fromkeys(("full_state_dict", "cpu_offload", "broadcast_from_rank0"), False)
+        fixed["flatten_optimizer_state_dict"] = False
         set_optimizer_state_dict(
             model,
             optimizer,
@@ -134,7 +128,7 @@ def load_sharded(
 
 
 def _read(
-    saved: Source,
+    saved: Checkpoint,
     params: dict[str, tuple[Tensor, dict[str, Any]]],
     optimizer: Optimizer,
     own: Mapping[str, dict[str, Any]],
@@ -201,7 +195,7 @@ def _target(
     if name in ABSMAXS:
         zeros = zero_absmaxs(param, options["block_size"])
     else:
-        layout = optimizer._layout(param, options, optimizer._layout_index_of_state(parts))
+        layout = optimizer.layout(param, options, optimizer.layout_index_of_state(parts))
         zeros = layout.slot(name).new(param)
     if zeros.shape != part.size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Saved optimizer states: a distributed checkpoint, or a state dict that was gathered."""
+"""Reads the optimizer states of a distributed checkpoint."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.tensor import DTensor
 
-from ..._core.dtensor import slices_of
-
-__all__ = ["Checkpoint", "Gathered", "Source", "Stored"]
+__all__ = ["Checkpoint", "Stored"]
 
 
 class Stored(NamedTuple):
@@ -86,59 +82,6 @@ class Checkpoint:
             if math.prod(chunk.sizes)
             for offset in [tuple(chunk.offsets)]
         )
-
-
-class Gathered:
-    """A full state dict of an optimizer, on every rank, nested or flattened."""
-
-    def __init__(self, state_dict: Mapping[str, Any]) -> None:
-        if "state" in state_dict:
-            states, self.groups = state_dict["state"], state_dict["param_groups"]
-            self._values = {
-                f"{fqn}.{name}": value
-                for fqn, entry in states.items()
-                for name, value in entry.items()
-            }
-        else:
-            options = {key: v for key, v in state_dict.items() if not key.startswith("state.")}
-            self._values = {
-                key.removeprefix("state."): value
-                for key, value in state_dict.items()
-                if key.startswith("state.")
-            }
-            self.groups = _groups_of_parameters(options)
-        if not self._values:
-            raise ValueError(
-                "the state dict is empty on this rank; gather it on all: full_state_dict=True "
-                "without cpu_offload"
-            )
-        self.parts: dict[str, dict[str, Stored]] = {}
-        for key, value in self._values.items():
-            fqn, _, name = key.rpartition(".")
-            part = (
-                Stored(key, value.shape, value.dtype) if isinstance(value, Tensor) else Stored(key)
-            )
-            if isinstance(value, DTensor):
-                raise ValueError(f"'{key}' is a DTensor; gather it first: full_state_dict=True")
-            self.parts.setdefault(fqn, {})[name] = part
-
-    def read(self, targets: dict[str, Any]) -> None:
-        """Fills tensors with the shard of this rank, and sets what is not a tensor."""
-        for key, target in targets.items():
-            value = self._values[key]
-            if target is None:
-                targets[key] = value
-            elif isinstance(target, DTensor):
-                target.to_local().copy_(value[slices_of(target)])
-            else:
-                target.copy_(value)
-
-    def chunks(self, part: Stored) -> None:
-        """Returns None: a gathered tensor does not tell how it was sharded."""
-        return None
-
-
-Source = Checkpoint | Gathered
 
 
 def _groups_of_parameters(options: Mapping[str, Any]) -> list[dict[str, Any]]:

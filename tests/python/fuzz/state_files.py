@@ -1,10 +1,8 @@
 """State files made up by chance: each loads, or is refused with one of the errors that are
 documented and with nothing changed."""
 
-import argparse
 import contextlib
 import copy
-import datetime
 import functools
 import json
 import math
@@ -51,8 +49,7 @@ HOSTILE = (
     *({"$": "size", "items": [2**70]}, {"$": "counter", "items": [[0, "a"]]}),
     *({"$": "dtype", "name": name} for name in ("load", "float32", None, [])),
     *({"$": "device", "name": name} for name in ("cuda:99", "x", None, "meta")),
-    *({"$": "datetime", "iso": "now"}, {"$": "timedelta", "parts": [10**20]}),
-    *({"$": "path", "path": 1}, {"$": "namespace", "items": []}, {"$": "float", "value": "1e999"}),
+    *({"$": "path", "path": 1}, {"$": "bytes", "base64": "?"}, {"$": "float", "value": "1e999"}),
 )
 
 
@@ -108,8 +105,8 @@ def plain(value):
 
 EXTRA = {
     "list": [1, 2.5, "text", None, math.inf, torch.arange(5), np.ones(3), np.float32(1)],
-    "more": {1: (2, {3}), "path": Path("a"), "when": datetime.datetime(2020, 1, 1), "b": b"\0"},
-    "args": argparse.Namespace(lr=0.1, dtype=torch.float16, device=torch.device("cpu")),
+    "more": {1: (2, {3}), "path": Path("a"), "b": b"\0"},
+    "args": {"lr": 0.1, "dtype": torch.float16, "device": torch.device("cpu")},
 }
 
 

@@ -17,14 +17,14 @@ from pathlib import Path
 import headroom
 import torch
 from headroom._core import atomic
-from headroom.state.file import reading, sequence, writing
+from headroom.state.file import reading, writing
 
 CALLS = (
     *("open", "close", "stat", "fstat", "fchmod", "mkdir"),
     *("pwrite", "fsync", "replace", "unlink"),
 )
 FILE = "step-2.safetensors"
-MODULES = atomic, reading, sequence, writing  # which call the system
+MODULES = atomic, reading, writing  # which call the system
 
 
 class Shim:

@@ -81,7 +81,9 @@ def test_a_model_and_its_optimizer_are_freed_without_remove():
         optimizer = OPTIM.AdamW(net.parameters())
         OPTIM.release_gradients(net, optimizer)
         train(net, optimizer)
-        return [weakref.ref(kept) for kept in (net.first.weight, optimizer, optimizer._release)]
+        return [
+            weakref.ref(kept) for kept in (net.first.weight, optimizer, optimizer.release_handle)
+        ]
 
     refs = trained()
     gc.collect()

@@ -26,7 +26,7 @@ from helpers.conversions import (
 from helpers.roundtrip import through_file
 from helpers.samples import FLOATS
 
-FLOAT_ADAMS = ["headroom", "torch", "bitsandbytes", "apex", "deepspeed", "flashoptim-float"]
+FLOAT_ADAMS = ["headroom", "torch", "bitsandbytes", "apex", "deepspeed"]
 EIGHT_BIT_ADAMS = ["headroom-8bit", "bitsandbytes-8bit", "bitsandbytes-8bit-flat", "torchao-8bit"]
 # Those that step on the CPU. DeepSpeed compiles when it is first made.
 DEEPSPEED = pytest.param("deepspeed", marks=pytest.mark.slow)

@@ -80,10 +80,7 @@ def test_a_state_dict_loads(rounding):
 
 @FLATTEN
 @ROUNDINGS
-@pytest.mark.parametrize("gathered", [False, True], ids=["folder", "state dict"])
-def test_load_sharded_takes_the_option_of_a_distributed_checkpoint(
-    rounding, flatten, gathered, tmp_path
-):
+def test_load_sharded_takes_the_option_of_a_distributed_checkpoint(rounding, flatten, tmp_path):
     model, optimizer = made(code_rounding=rounding, seed=5)
     step(model, optimizer)
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
@@ -91,9 +88,14 @@ def test_load_sharded_takes_the_option_of_a_distributed_checkpoint(
     dcp.save({"optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
     other, loaded = made()
     other.load_state_dict(model.state_dict())
-    source = copy.deepcopy(state) if gathered else tmp_path
-    headroom.optim.load_sharded(source, other, loaded)
+    headroom.optim.load_sharded(tmp_path, other, loaded)
     assert_resumed((other, loaded), (model, optimizer))
+
+
+def test_a_state_dict_that_was_gathered_is_for_torchs_loader():
+    model, optimizer = made()
+    with pytest.raises(TypeError, match=r"got a state dict; set_optimizer_state_dict\(\)"):
+        headroom.optim.load_sharded(optimizer.state_dict(), model, optimizer)
 
 
 @FLATTEN

@@ -8,7 +8,6 @@ never resharded.
 
 import copy
 import math
-import re
 
 import headroom
 import pytest
@@ -245,37 +244,6 @@ def test_any_number_of_ranks_resumes(run, tmp_path, case, world, flatten):
     run(world, save, case, tmp_path, flatten)
     for other in {1: (2, 4), 2: (1, 2, 4), 4: (1, 2)}[world]:
         run(other, load, case, tmp_path, world)
-
-
-def full(rank, path, words):
-    """What ranks gather says what the checkpoint says."""
-    gathered = torch.load(path / "numbers.pt")[2]
-    pairs, reports = [make("8-bit") for _ in range(2)], []
-    for (model, optimizer), source in zip(pairs, (gathered, path)):
-        if rank == 0:
-            with pytest.warns(UserWarning, match=words):
-                reports.append(load_sharded(source, model, optimizer))
-        else:
-            reports.append(load_sharded(source, model, optimizer))
-    assert reports[0] == reports[1] and re.search(words, str(reports[0]))
-    left, right = (numbers(*pair) for pair in pairs)
-    assert left.keys() == right.keys()
-    assert_same_bits(left.values(), right.values())
-    model, optimizer = pairs[0]
-    before = numbers(model, optimizer)
-    with pytest.raises(ValueError, match="on all: full_state_dict=True"):
-        load_sharded({}, model, optimizer)
-    gathered["state"]["vector"]["exp_avg_absmax"] = torch.ones(1, 1, 3)
-    with pytest.raises(ValueError, match=r"of 'vector' was saved with scales of shape \(1, 1, 3\)"):
-        load_sharded(gathered, model, optimizer)
-    assert_same_bits(numbers(model, optimizer).values(), before.values())
-
-
-def test_a_full_state_dict_says_the_same(run, tmp_path):
-    run(4, save, "8-bit", tmp_path, False)
-    words = "20 blocks kept their bits, 40 lie across old blocks and were quantized again, by up to"
-    run(1, full, tmp_path, words)
-    run(2, full, tmp_path, "quantized again, by up to")
 
 
 # ---- What is refused -----------------------------------------------------------------------------

@@ -198,7 +198,7 @@ def test_safetensors_reads_the_file(name, path):
 
 
 def test_at_most_one_tensor_is_copied(path, monkeypatch):
-    """Of those that are saved, and of a model that is loaded."""
+    """Of those that are saved."""
     real, live, most = torch.empty, set(), 0
 
     def counted(*args, **kwargs):
@@ -210,18 +210,12 @@ def test_at_most_one_tensor_is_copied(path, monkeypatch):
         return tensor
 
     ordered = [torch.randn(9, 9) for _ in range(5)]
-    model, other = build(), build(seed=5)
+    model = build()
     monkeypatch.setattr(torch, "empty", counted)
     save_state(path, model=model, extra=ordered, rng=False)
     assert most == 0
     save_state(path, extra=[tensor.t() for tensor in ordered], rng=False)
     assert most == 1
-    save_state(path, model=model, rng=False)
-    monkeypatch.setattr(layout, "PIECE", 100)  # models are larger than what is held
-    most = 0
-    load_state(path, model=other)
-    assert most == 1
-    assert_same_bits(other.state_dict().values(), model.state_dict().values())
 
 
 @pytest.mark.slow

@@ -13,11 +13,10 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from headroom import StateFileError, load_state, save_state
+from headroom import load_state, save_state
 from headroom.state import load
 from headroom.state.file import StateFile, layout, writing
 from headroom.state.file.layout import PIECE, PREFIX, SMALL
-from headroom.state.parts import in_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -77,7 +76,7 @@ def cut_off(path):
 @pytest.mark.parametrize("change", [damage_end, cut_off])
 @pytest.mark.parametrize("piece", [PIECE, 100], ids=["held", "one by one"])
 @pytest.mark.parametrize("target", ["cpu", "device"])
-def test_a_file_that_changes_behind_the_checks_changes_nothing(
+def test_a_file_that_changes_behind_the_checks_loads_what_was_checked(
     change, piece, target, path, monkeypatch
 ):
     """What was mapped gave a SIGBUS, or other numbers."""
@@ -86,8 +85,6 @@ def test_a_file_that_changes_behind_the_checks_changes_nothing(
         monkeypatch.setattr(load, "_on_cpu", lambda device: False)
     saved, other = trained(), trained(1)
     save_state(path, model=saved[0], optimizer=saved[1])
-    os.utime(path, ns=(10**9, 10**9))  # clocks of files are coarse
-    before = copy.deepcopy(other)
     real = StateFile.read
 
     def read(self, *args, **options):
@@ -96,34 +93,8 @@ def test_a_file_that_changes_behind_the_checks_changes_nothing(
         return found
 
     monkeypatch.setattr(StateFile, "read", read)
-    rng = torch.get_rng_state()
-    with pytest.raises(StateFileError, match="changed while it was read. Nothing was loaded"):
-        load_state(path, model=other[0], optimizer=other[1])
-    assert_same_bits(values(*other), values(*before))
-    assert torch.equal(torch.get_rng_state(), rng)
-
-
-def test_a_file_that_changes_while_a_model_is_filled_is_noticed(path, monkeypatch):
-    """What has been filled by then gets back what it had."""
-    monkeypatch.setattr(layout, "PIECE", 100)
-    saved, other = trained(), trained(1)
-    save_state(path, model=saved[0], optimizer=saved[1])
-    before = copy.deepcopy(other)
-    real = StateFile.check_unchanged
-
-    def change(self):
-        real(self)
-        with StateFile(path) as file:
-            last = list(in_file(file, {n for n in file.entries if "model" in n}))[-1]
-            start = file.entries[last].start
-        with open(path, "r+b") as file:
-            file.seek(start)
-            file.write(b"!!")
-
-    monkeypatch.setattr(StateFile, "check_unchanged", change)
-    with pytest.raises(StateFileError, match="damaged.*The run is as it was before"):
-        load_state(path, model=other[0], optimizer=other[1])
-    assert_same_bits(values(*other), values(*before))
+    load_state(path, model=other[0], optimizer=other[1])
+    assert_same_bits(values(*other), values(*saved))
 
 
 class Interrupts(TorchDispatchMode):

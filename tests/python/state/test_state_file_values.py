@@ -4,10 +4,8 @@ refused."""
 import argparse
 import datetime
 import os
-import types
 from collections import Counter, OrderedDict
-from pathlib import Path, PurePosixPath, PureWindowsPath
-from zoneinfo import ZoneInfo
+from pathlib import Path, PureWindowsPath
 
 import numpy as np
 import pytest
@@ -22,7 +20,7 @@ from helpers.bits import assert_same_bits
 from helpers.state_runs import build
 
 VALUES = {
-    "scalars": [None, True, 1, -(2**70), 0.1, "text \u00fc \ud800 $", b"\0\xff", bytearray(b"a")],
+    "scalars": [None, True, 1, -(2**70), 0.1, "text \u00fc \ud800 $", b"\0\xff"],
     "floats": [float("inf"), float("-inf"), 5e-324, -0.0],
     "nested": {"a": (1, [2, (3,)]), "b": {}, "c": [], "d": ()},
     "keys": {0: "a", "0": "b", (1, 2): "c", None: "d", 1.5: "e", float("inf"): "f"},
@@ -31,19 +29,7 @@ VALUES = {
     "torch": [torch.bfloat16, torch.device("cuda:1"), torch.Size([2, 3])],
     "numpy": [np.float64(0.1), np.int8(-3), np.bool_(True), np.uint32(7)],
     "sets": [{3, "a", (1, 2), None}, set(), frozenset({b"x"}), {frozenset({1}): 2}],
-    "paths": [Path("/a/\u00fc"), PurePosixPath("b"), PureWindowsPath(r"c:\d"), {Path("k"): 1}],
-    "times": [
-        datetime.datetime(2024, 2, 29, 1, 2, 3, 4),
-        datetime.datetime(2024, 10, 27, 2, 30, fold=1, tzinfo=datetime.timezone.utc),
-        datetime.datetime(1, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=-3.5))),
-        datetime.date(1999, 12, 31),
-        datetime.time(23, 59, 59, 999999),
-        datetime.timedelta(days=-1, seconds=5, microseconds=7),
-    ],
-    "namespaces": [
-        argparse.Namespace(lr=0.1, out=Path("runs"), more=argparse.Namespace()),
-        types.SimpleNamespace(**{"$": 1, "items": [{2}]}),
-    ],
+    "paths": [Path("/a/\u00fc"), Path("b"), {Path("k"): 1}],
 }
 
 
@@ -54,8 +40,6 @@ def same(left, right):
         return [*left] == [*right] and all(map(same, left.values(), right.values()))
     if isinstance(left, (set, frozenset)):  # whose order is not their own
         return left == right
-    if isinstance(left, datetime.datetime) and left.fold != right.fold:
-        return False
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(same, left, right))
     return left == right and str(left) == str(right)
@@ -148,7 +132,10 @@ class Subclassed(argparse.Namespace):
         ({"a": 2**9000}, "'extra.k.1.a' is a number of 9,001 bits"),
         (Subclassed(a=1), "'extra.k.1' is a .*Subclassed.*such as vars"),
         ({torch.zeros(2)}, "an element of the set 'extra.k.1' is a tensor"),
-        (datetime.datetime.now(ZoneInfo("UTC")), "'extra.k.1' has the time zone.*isoformat"),
+        (datetime.datetime(2024, 2, 29), "'extra.k.1' is a datetime.datetime.*isoformat"),
+        (argparse.Namespace(lr=0.1), "'extra.k.1' is a argparse.Namespace.*such as vars"),
+        (PureWindowsPath("a"), "'extra.k.1' is a pathlib.*PureWindowsPath.* str"),
+        (bytearray(b"a"), "'extra.k.1' is a builtins.bytearray"),
         (torch.zeros([1] * 65), "'extra.k.1' has 65 dimensions"),
         (FakeTensorMode().from_tensor(torch.zeros(2)), "'extra.k.1' is a FakeTensor"),
         (torch.nested.nested_tensor([torch.ones(2)]), "'extra.k.1' is a nested tensor"),

@@ -1,4 +1,4 @@
-"""Passes the mode of 16-bit parameters to an op, and counts stalled weights."""
+"""Counts the weights that a step was too small to move."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from .._core.dtensor import local_part, place_of
-from .._core.weight_modes import weight_seeds
-from .plan import Bucket
+from .._core.dtensor import local_part
 
-__all__ = ["StalledWeights", "stalled_fraction", "weights_arguments"]
+__all__ = ["StalledWeights", "stalled_fraction"]
 
 
 class StalledWeights:
@@ -50,25 +47,3 @@ def stalled_fraction(stalled: StalledWeights | None, state: dict[Any, Any]) -> f
     if not stepped:
         raise RuntimeError("stalled_fraction() comes after a step that updated parameters")
     return stalled.total() / stepped
-
-
-def weights_arguments(
-    groups: list[dict[str, Any]],
-    group: dict[str, Any],
-    bucket: Bucket,
-    stalled: StalledWeights | None,
-) -> dict[str, Any]:
-    """Returns the arguments of an op for the mode in which the parameters of a bucket are
-    stored."""
-    mode, owners = bucket.layout.weights, bucket.owners
-    options: dict[str, Any] = {"weights_mode": mode.number}
-    if mode.is_random:
-        everyone = (param for one in groups for param in one["params"])
-        places = {param: place for place, param in enumerate(everyone)}
-        seeds = weight_seeds(group.get("seed", 0), (places[param] for param in owners))
-        options["weight_seeds"] = seeds
-        if any(isinstance(param, DTensor) for param in owners):
-            options["places"] = [number for param in owners for number in place_of(param)]
-    if stalled is not None:
-        options["stalled"] = stalled.on(bucket.device)
-    return options
