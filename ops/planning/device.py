@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..memory.events import Timeline
-from .device_costs import blas_workspaces, context
+from .device_costs import context, cublas_workspace
 from .replay import replay
 from .result import DeviceShare
 
@@ -26,24 +26,21 @@ _NOT_REPLAYED = (
 )
 
 
-def device_share(timeline: Timeline, capability: tuple[int, int] = (8, 0)) -> DeviceShare:
+def device_share(timeline: Timeline) -> DeviceShare:
     """Returns the share of a device: the allocator's, by a replay of its rules over the allocations
     of the plan, cuBLAS's and the context's. Notes settings of the allocator that it leaves out."""
     if timeline.device != "cuda":
         return DeviceShare()
-    workspaces = blas_workspaces(
-        capability,
-        kept=_keeps_workspaces(),
-        config=os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
-    )
-    size = workspaces.bytes if workspaces.kept else 0
+    has_device = torch.cuda.is_initialized()  # asking would make a context
+    capability = torch.cuda.get_device_capability() if has_device else (8, 0)
+    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    size = cublas_workspace(capability, config) if _keeps_workspaces() else 0
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     settings = settings.replace(" ", "")
     if left_out := [name for name in _NOT_REPLAYED if name in settings]:
         timeline.notes.append(f"The plan does not follow the allocator's {', '.join(left_out)}.")
     found = replay(_events(timeline, size), "expandable_segments:true" in settings.lower())
-    fixed = context(capability)
-    return DeviceShare(found.rounding, found.fragmentation, size, fixed.bytes, fixed.source)
+    return DeviceShare(found.rounding, found.fragmentation, size, *context(capability))
 
 
 def _keeps_workspaces() -> bool:
