@@ -25,7 +25,8 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def _in_memory_order(x: Tensor) -> Tensor:
-    """The elements of a tensor, each once, in one dimension; a copy only if they have gaps."""
+    """Returns the elements of a tensor, each once, in one dimension; a copy only if they have
+    gaps."""
     for dim, stride in enumerate(x.stride()):
         if stride == 0 and x.shape[dim] > 1:
             x = x.narrow(dim, 0, 1)

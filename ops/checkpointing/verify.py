@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .._core.dtensor import local_part
+from .._core.running_modules import watching_modules
 from .._core.surroundings import is_plain, is_trained, viewed
 from .checksums import BLOCK_BYTES, checksums, first_difference
 
@@ -135,10 +136,10 @@ def _may_be_internal(was: Dropped) -> bool:
 
 
 def _is_internal(was: Dropped, node: Any) -> bool:
-    """Whether a tensor that a node of autograd has saved may differ although gradients do not: a
-    running statistic of a norm in training, which both runs move and no gradient depends on, or a
-    workspace of oneDNN or cuDNN, of which some bytes are never written. What these are computed
-    from is saved beside them, and compared."""
+    """Returns whether a tensor that a node of autograd has saved may differ though gradients do
+    not: a running statistic of a norm in training, which both runs move and no gradient depends on,
+    or a workspace of oneDNN or cuDNN, of which some bytes are never written. What these are
+    computed from is saved beside them, and compared."""
     if node is None or isinstance(node, BackwardCFunction) or not _may_be_internal(was):
         return False  # a function in Python may have such a name, and saves what it uses
     if "BatchNorm" in node.name():
@@ -172,39 +173,26 @@ def _name_first(entries: list[_Packed], inner_unpack: Callable[[Any], Tensor]) -
         _compare(packed.was, now)
 
 
-class _Callers:
-    """The modules that are running in this thread, outermost first, by their names in ``root``."""
+@contextmanager
+def _callers(function: Any) -> Iterator[list[str]]:
+    """Gives the modules that run in this thread, outermost first, by their names in the module that
+    ``function`` is, or is of."""
+    if isinstance(function, functools.partial):
+        function = function.args[0] if function.args else function.func
+    root = getattr(function, "__self__", function)  # of a method
+    running = ["the function itself"]
+    thread = threading.get_ident()
 
-    def __init__(self, root: Any) -> None:
-        if isinstance(root, functools.partial):
-            root = root.args[0] if root.args else root.func
-        root = getattr(root, "__self__", root)  # of a method
-        modules = root.named_modules() if isinstance(root, nn.Module) else ()
-        self._names = {module: name or type(module).__name__ for name, module in modules}
-        self._running: list[str] = []
-        self._thread = threading.get_ident()
+    def begin(name: str) -> None:
+        if threading.get_ident() == thread:
+            running.append(name or type(root).__name__)
 
-    def innermost(self) -> str:
-        return self._running[-1] if self._running else "the function itself"
+    def end() -> None:
+        if threading.get_ident() == thread:
+            running.pop()
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        hooks = nn.modules.module
-        before = hooks.register_module_forward_pre_hook(self._enter)
-        after = hooks.register_module_forward_hook(self._leave, always_call=True)
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
-
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        if threading.get_ident() == self._thread:
-            self._running.append(self._names.get(module, type(module).__name__))
-
-    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
-        if threading.get_ident() == self._thread and self._running:
-            self._running.pop()
+    with watching_modules(root if isinstance(root, nn.Module) else None, begin, end):
+        yield running
 
 
 @contextmanager
@@ -216,11 +204,10 @@ def verified_region(fn: Callable[..., Any]) -> Iterator[None]:
         yield
         return
     inner_pack, inner_unpack = inner
-    callers = _Callers(fn)
     entries: list[weakref.ref[_Packed]] = []
 
     def pack(x: Tensor) -> _Packed:
-        was = _dropped(f"saved tensor {len(entries)}, of {callers.innermost()},", x)
+        was = _dropped(f"saved tensor {len(entries)}, of {running[-1]},", x)
         packed = _Packed(inner_pack(x), was)
         entries.append(weakref.ref(packed))
         return packed
@@ -235,7 +222,7 @@ def verified_region(fn: Callable[..., Any]) -> Iterator[None]:
         return now
 
     functools.update_wrapper(pack, inner_pack)  # checkpoints are recognized by their pack hook
-    with callers.watched(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with _callers(fn) as running, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 
 

@@ -1,13 +1,13 @@
 """Memory of training steps: who owns it, when, and how much at the peak.
 
-:func:`track` measures steps while they run, :func:`assert_peak_below`, :func:`assert_no_growth` and
-:func:`compare` are for tests and experiments. :mod:`headroom.memory.events` is what measuring,
+:func:`track` measures steps while they run, :func:`assert_peak_below` and
+:func:`assert_no_growth` are for tests. :mod:`headroom.memory.events` is what measuring,
 planning and reporting share: allocations and :class:`Timeline`.
 """
 
 from .._core.sizes import format_bytes, parse_bytes
 from ..step.trees import tensors_in
-from .checks import assert_no_growth, assert_peak_below, compare
+from .checks import assert_no_growth, assert_peak_below
 from .events import KINDS, PHASES, Allocation, Owner, Span, Timeline
 from .saved import saved
 from .snapshots import Snapshot, load_snapshot, snapshot
@@ -24,7 +24,6 @@ __all__ = [
     "Tracked",
     "assert_no_growth",
     "assert_peak_below",
-    "compare",
     "format_bytes",
     "load_snapshot",
     "parse_bytes",

@@ -1,14 +1,11 @@
-"""Assertions about memory, and a comparison of two variants: for tests and experiments."""
+"""Assertions about memory, for tests."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import statistics
-import time
 import types
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,13 +18,10 @@ from .track import Tracked, checked, device_of, recorder_of
 from .watch import Watch
 
 __all__ = [
-    "Comparison",
     "GrowthError",
     "PeakMemoryError",
-    "Variant",
     "assert_no_growth",
     "assert_peak_below",
-    "compare",
 ]
 
 
@@ -224,107 +218,3 @@ def _growth(left: list[Allocation], per_step: float, steps: int) -> str:
     if len(ordered) > 5:
         lines.append(f"  and {len(ordered) - 5} more")
     return "\n".join(lines)
-
-
-@dataclass
-class Variant:
-    """One side of a comparison."""
-
-    name: str
-    timeline: Timeline
-    seconds: float
-    """The median time of a call, without anything that looks on."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """Returns the most bytes that are live at once, above what existed before the call."""
-        return self.timeline.peak_bytes
-
-    @property
-    def kept_bytes(self) -> int:
-        """Returns the bytes that stay after the call: what it returned is dropped before."""
-        return sum(a.bytes for a in self.timeline.allocations if a.end is None)
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Returns the bytes of all allocations together."""
-        return sum(a.bytes for a in self.timeline.allocations)
-
-
-@dataclass
-class Comparison:
-    """What :func:`compare` returns; ``print`` it."""
-
-    a: Variant
-    b: Variant
-
-    def __str__(self) -> str:
-        sides = self.a, self.b
-        names = [side.name if len(side.name) <= 16 else side.name[:13] + "..." for side in sides]
-        lines = [f"{'':<24}{names[0]:>17}{names[1]:>17}{'ratio':>9}"]
-
-        def row(name: str, values: list[float], show: Callable[[float], str]) -> None:
-            ratio = f"{values[1] / values[0]:.2f}" if values[0] else "-"
-            lines.append(f"{name:<24}{show(values[0]):>17}{show(values[1]):>17}{ratio:>9}")
-
-        row("peak", [side.peak_bytes for side in sides], format_bytes)
-        kinds = [side.timeline.most_by_kind for side in sides]
-        for kind in kinds[0]:
-            if any(sizes[kind] for sizes in kinds):
-                row(f"  most {kind}", [sizes[kind] for sizes in kinds], format_bytes)
-        row("kept after the call", [side.kept_bytes for side in sides], format_bytes)
-        row("allocated in all", [side.allocated_bytes for side in sides], format_bytes)
-        row("allocations", [len(s.timeline.allocations) for s in sides], lambda n: f"{n:,.0f}")
-        row("time", [side.seconds for side in sides], lambda s: f"{1000 * s:.2f} ms")
-        return "\n".join(lines)
-
-
-def compare(
-    fn_a: Callable[[], Any],
-    fn_b: Callable[[], Any],
-    *,
-    repeats: int = 5,
-    warmup: int = 1,
-    names: tuple[str, str] | None = None,
-    device: torch.device | str = "cpu",
-) -> Comparison:
-    """Runs two functions and returns the bytes and the time of each, side by side.
-
-    Example::
-
-        x = torch.randn(256, 256)
-        both = headroom.memory.compare(lambda: x + x, lambda: x.clone().add_(x))
-        print(both)
-
-    Each is called without arguments, ``warmup`` times, once while its memory is recorded, and then
-    in turns ``repeats`` times for its time.
-    """
-    if repeats < 1 or warmup < 0:
-        raise ValueError(f"repeats={repeats}, warmup={warmup}; wanted at least 1 and 0")
-    place, functions = torch.device(device), (fn_a, fn_b)
-    labels = names or tuple(
-        getattr(fn, "__name__", type(fn).__name__).replace("<lambda>", "lambda") for fn in functions
-    )
-    timelines = []
-    for fn in functions:
-        for _ in range(warmup):
-            _ran(fn)
-        tracked = Tracked(nn.Module(), [], device_of(nn.Module(), place), None, True)
-        with tracked:
-            _ran(fn)
-        timelines.append(tracked.timeline)
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for _ in range(repeats):
-        for fn, found in zip(functions, seconds):
-            _wait_for(place)
-            start = time.perf_counter()
-            fn()
-            _wait_for(place)
-            found.append(time.perf_counter() - start)
-    sides = [Variant(*each) for each in zip(labels, timelines, map(statistics.median, seconds))]
-    return Comparison(*sides)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -27,7 +27,6 @@ __all__ = ["CpuRecorder", "check_no_profiler"]
 MARK = "headroom::mark:"
 _NODE = "autograd::engine::evaluate_function: "  # a node of the graph begins to run
 _APART = (_NODE, "Optimizer.")  # what is no part of the operation around it
-_NODES = 1 << 18  # of the graph, whose modules are known to later recordings of the same recorder
 
 
 def check_no_profiler() -> None:
@@ -81,8 +80,6 @@ class CpuRecorder:
         found, times = self._read(result.experimental_event_tree(), modules or {})
         if times != sorted(times):  # of several threads
             found = [found[k] for k in sorted(range(len(found)), key=times.__getitem__)]
-        for old in list(self._modules)[:-_NODES]:
-            del self._modules[old]
         return found
 
     def _read(self, roots: list[Any], begins: Mapping[int, str]) -> tuple[list[Event], list[int]]:

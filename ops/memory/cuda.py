@@ -10,7 +10,7 @@ import torch
 from . import cuda_trace
 from .stream import Event
 
-__all__ = ["CudaRecorder"]
+__all__ = ["ENTRIES", "CudaRecorder"]
 
 ENTRIES = 1_000_000  # events that are kept; torch keeps all by default, in gigabytes
 
@@ -27,7 +27,8 @@ class CudaRecorder:
         self._annotate = getattr(torch._C, "_cuda_annotateMemory", None)
         self._anchor: torch.Tensor | None = None
         self._last = ""
-        self._found: dict[str, Any] = {}
+        self.found: dict[str, Any] = {}
+        """torch's snapshot at the end of the recording."""
         self.remarks: list[str] = []
 
     def start(self) -> None:
@@ -58,15 +59,10 @@ class CudaRecorder:
         torch.cuda.synchronize(self._device)
         return torch.cuda.memory._snapshot(self._device)
 
-    @property
-    def found(self) -> dict[str, Any]:
-        """Returns torch's snapshot at the end of the recording."""
-        return self._found
-
     def stop(self) -> None:
         """Ends the recording."""
         try:
-            self._found = self.read()
+            self.found = self.read()
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
             if self._annotate is None and hasattr(torch.cuda.memory, "_set_memory_metadata"):
@@ -76,8 +72,8 @@ class CudaRecorder:
     def events(self, modules: Mapping[int, str] | None = None) -> list[Event]:
         """Returns what was recorded, in order. Modules are told by the notes alone."""
         index = self._device.index or 0
-        if len(self._found["device_traces"][index]) >= self._most:
+        if len(self.found["device_traces"][index]) >= self._most:
             self.remarks.append(
                 f"Only the last {self._most:,} events were kept: track fewer steps."
             )
-        return cuda_trace.events_of(self._found, index)
+        return cuda_trace.events_of(self.found, index)

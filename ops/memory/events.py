@@ -4,7 +4,7 @@ a beginning, an end and an owner, and the timeline that they add up to. Needs no
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from os import PathLike
@@ -310,16 +310,3 @@ class Timeline:
         """Reads what :meth:`save` wrote."""
         with open(path, encoding="utf-8") as file:
             return cls.from_json(json.load(file))
-
-
-def join(timelines: Sequence[Timeline]) -> Timeline:
-    """Returns the timelines of one device behind one another, such as those of several steps."""
-    allocations, spans, at = [], [], 0
-    for timeline in timelines:
-        for a in timeline.allocations:
-            values = asdict(a) | {"start": a.start + at, "stack": a.stack}
-            values["end"] = timeline.events + at if a.end is None else a.end + at
-            allocations.append(Allocation(**values))
-        spans += [Span(span.start + at, span.step, span.phase) for span in timeline.spans]
-        at += timeline.events
-    return Timeline(allocations, spans, timelines[0].device if timelines else "cpu")

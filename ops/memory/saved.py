@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._core.running_modules import watching_modules
 from .._core.sizes import format_bytes
+from .._core.surroundings import Buffers
 from .._core.text import shortened
+from ..step.loss import loss_of, output_of
+from ..step.randomness import generators_kept
 from ..step.trees import plain_tensors, tensors_in
-from ..step.watch import listening, watching_modules
-from .restored import restored
+from ..step.watch import listening
 from .track import device_of
 
 __all__ = ["Saved", "SavedTensor", "saved"]
 
-_LEVEL = 'a headroom.nn block, save="{}": {} computed again'
-_HELD = "held by a hook"
-_CHECKPOINT = "headroom.checkpoint of the module"
-_STAYS = "no one: a checkpoint or a block keeps this to drop the rest"
-_PRODUCTS = r"^(Addmm|Mm|Bmm|Baddbmm|MklLinear|Linear)"
-_ACTIVATIONS = r"(Gelu|Silu|Relu|Tanh|Sigmoid|Glu|Mul)"
-_NORMS = r"(Layer|RMS|Rms|rms_|layer_)[Nn]orm"
-_VIEWS = r"^(Unsafe)?(View|Reshape|Transpose|T|Permute|Expand|Squeeze|Unsqueeze|Clone|Slice|Select)"
-_DROPPED_BY = (  # by what keeps it: the first that matches all of them
-    (r"Attention.*(query|key|value)", _LEVEL.format("L3", "q, k and v are")),
-    (r"Attention", _LEVEL.format("L5", "attention is")),
-    (r"LogSoftmax|NllLoss", "headroom.functional.cross_entropy: keeps the logits instead"),
-    (r"(Gelu|Silu|Relu|Tanh|Sigmoid|Glu)", _LEVEL.format("L2", "a product is")),
-)
+_HELD = "held by a hook"  # such as that of a checkpoint
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
 
 
@@ -52,8 +42,6 @@ class SavedTensor:
     """Of the storage, which views share."""
     uses: int
     """How often it is kept."""
-    droppable: str
-    """Who could drop it."""
 
 
 @dataclass
@@ -76,39 +64,27 @@ class Saved:
             found[name] = found.get(name, 0) + t.bytes
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
-    def by_drop(self) -> dict[str, int]:
-        """Returns the bytes that each technique could drop, the largest first."""
-        found: dict[str, int] = {}
-        for t in self.tensors:
-            found[t.droppable] = found.get(t.droppable, 0) + t.bytes
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
-
     def table(self, top: int = 20) -> str:
         """Returns text of at most 80 columns. Modules that differ in a number are one row."""
         groups: dict[tuple[str, ...], list[SavedTensor]] = {}
-        drops = list(self.by_drop())
         for t in self.tensors:
             module = re.sub(r"(?<![^.])\d+(?![^.])", "*", t.module) or "(model)"
             shape = f"{_dtype(t.dtype)}{list(t.shape)}".replace(" ", "")
-            key = module, _plain(t.op), shape, str(drops.index(t.droppable) + 1)
-            groups.setdefault(key, []).append(t)
+            groups.setdefault((module, _plain(t.op), shape), []).append(t)
         ordered = sorted(groups.items(), key=lambda item: -sum(t.bytes for t in item[1]))
         lines = [
             f"{format_bytes(self.bytes)} saved for the backward pass on {self.device}, in "
             f"{len(self.tensors)} pieces",
             "",
-            f"{'bytes':>9}{'n':>4}  {'module':<19}{'saved by':<26}{'shape':<17} by",
+            f"{'bytes':>9}{'n':>4}  {'module':<19}{'saved by':<28}shape",
         ]
-        for (module, op, shape, drop), group in ordered[:top]:
+        for (module, op, shape), group in ordered[:top]:
             size = format_bytes(sum(t.bytes for t in group))
-            cells = f"{shortened(module, 18):<19}{_start(op, 25):<26}{_start(shape, 16):<17}"
-            lines.append(f"{size:>9}{len(group):>4}  {cells}{drop:>3}")
+            cells = f"{shortened(module, 18):<19}{_start(op, 27):<28}{_start(shape, 18)}"
+            lines.append(f"{size:>9}{len(group):>4}  {cells}")
         if rest := ordered[top:]:
             size = format_bytes(sum(t.bytes for _, group in rest for t in group))
             lines.append(f"{size:>9}{sum(len(g) for _, g in rest):>4}  {len(rest)} more rows")
-        lines += ["", "who could drop it"]
-        for number, (drop, size) in enumerate(self.by_drop().items(), start=1):
-            lines.append(f"{format_bytes(size):>9}{number:>4}  {_start(drop, 64)}")
         return "\n".join(lines)
 
     __str__ = table
@@ -126,29 +102,17 @@ def _plain(op: str) -> str:
     return op
 
 
-_start = functools.partial(shortened, keep="beginning")
+_start = partial(shortened, keep="beginning")
 
 
 class _Token:
     """What autograd keeps, where, and which nodes of the graph have it."""
 
-    __slots__ = ("tensor", "module", "ops", "producer")
+    __slots__ = ("tensor", "module", "ops")
 
     def __init__(self, tensor: Tensor, module: str) -> None:
         self.tensor, self.module = tensor.detach(), module
         self.ops: list[str] = []
-        self.producer = _producer(tensor)
-
-
-def _producer(tensor: Tensor) -> str:
-    """Returns the node that computed a tensor, behind views."""
-    node = tensor.grad_fn
-    while node is not None:
-        name = node.name()
-        if not re.match(_VIEWS, name) or not node.next_functions:
-            return name
-        node = node.next_functions[0][0]
-    return ""
 
 
 class _Listener:
@@ -203,14 +167,14 @@ def saved(
     device: torch.device | str | None = None,
 ) -> Saved:
     """Runs one forward pass and returns what it keeps for the backward pass, by module and
-    operation, with who could drop it.
+    operation. ``headroom.plan(...).advice()`` says what would drop it.
 
     Example::
 
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
         table = headroom.memory.saved(model, torch.randn(8, 64))
         print(table)
-        print(table.bytes, table.by_module(depth=1), table.by_drop())
+        print(table.bytes, table.by_module(depth=1))
 
     Views and tensors that share a storage are counted once, with all operations that keep them.
     Parameters, buffers and the batch are left out, because they exist anyway. Within a checkpoint
@@ -226,8 +190,9 @@ def saved(
         device: to look at, if the model is on several.
 
     Raises:
-        ValueError: a model on the meta device or on several devices, a loss that is no scalar, or
-            an output that requires no gradient.
+        ValueError: a model on the meta device or on several devices, or an output that requires no
+            gradient.
+        PlanError: a loss that is no tensor of one element.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}, wanted a torch.nn.Module")
@@ -235,30 +200,22 @@ def saved(
         raise TypeError(f"loss is {type(loss).__name__}, wanted a function of the output")
     place = device_of(model, device)
     listener = _Listener(model)
-    with restored(model), torch.enable_grad(), listener.listening():
-        result = _forward(model, batch, loss)
-        if not any(t.requires_grad for t in tensors_in(result)):
-            raise ValueError("the output requires no gradient, so that nothing is saved for one")
-        listener.ask(result)
+    buffers = Buffers([model])
+    try:
+        with generators_kept(place), torch.enable_grad(), listener.listening():
+            if loss is None:
+                result = output_of(model, batch)
+            else:
+                result = loss_of(model, batch, loss, trains=False)
+            if not any(t.requires_grad for t in tensors_in(result)):
+                raise ValueError(
+                    "the output requires no gradient, so that nothing is saved for one"
+                )
+            listener.ask(result)
+    finally:
+        buffers.restore()
     existing = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
     return Saved(_pieces(listener.tokens, existing, place), place)
-
-
-def _forward(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None) -> Any:
-    if isinstance(batch, Mapping):
-        output, more = model(**batch), (batch,)
-    elif isinstance(batch, (tuple, list)):
-        inputs, more = (batch, ()) if loss is None else (batch[:-1], (batch[-1],))
-        output = model(*inputs)
-    else:
-        output, more = model(batch), ()
-    if loss is None:
-        return output
-    value = loss(output, *more)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        got = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise ValueError(f"loss returned {got}, wanted a scalar: take its mean() or sum()")
-    return value
 
 
 def _pieces(
@@ -289,23 +246,6 @@ def _pieces(
                 dtype=part.dtype,
                 bytes=part.untyped_storage().nbytes(),
                 uses=len(group),
-                droppable=_droppable(ops, token.producer),
             )
         )
     return sorted(found, key=lambda t: -t.bytes)
-
-
-def _droppable(ops: list[str], producer: str) -> str:
-    """Returns who could drop it. What an operation needs that no block computes again decides."""
-    if any(op.startswith(_HELD) for op in ops):
-        return _STAYS
-    if all(re.match(_PRODUCTS, op) for op in ops):
-        if re.search(_NORMS, producer):
-            return _LEVEL.format("L1", "norms are")
-        if re.search(_ACTIVATIONS, producer):
-            return _LEVEL.format("L1", "activations are")
-    for pattern, drop in _DROPPED_BY:
-        if all(re.search(pattern, op) or re.match(_PRODUCTS, op) for op in ops):
-            if any(re.search(pattern, op) for op in ops):
-                return drop
-    return _CHECKPOINT

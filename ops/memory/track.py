@@ -10,7 +10,7 @@ from torch import nn
 
 from .collecting import no_collections
 from .cpu import CpuRecorder, check_no_profiler
-from .cuda import CudaRecorder
+from .cuda import ENTRIES, CudaRecorder
 from .events import Owner, Timeline
 from .stream import Event, Label, Note, resolve
 from .watch import Watch
@@ -28,41 +28,47 @@ class Tracked:
         device: torch.device,
         batch: Any,
         stacks: bool,
+        most: int | None = None,
     ) -> None:
-        self._recorder = recorder_of(device, stacks)
-        mark = self._recorder.mark
+        self.recorder = recorder_of(device, stacks, most)
+        mark = self.recorder.mark
         # On the CPU the recorder sees which node of the graph runs.
-        self._watch = Watch(
-            model, optimizers, device, mark, batch, device.type != "cpu", not stacks
+        self.watch = Watch(
+            model, optimizers, device, mark, batch, device.type != "cpu", not stacks, most
         )
         self._device = device
-        self._before: list[Label] = []
-        self._after: list[Label] = []
+        self.before: list[Label] = []
+        """What existed before."""
+        self.after: list[Label] = []
+        """What exists afterwards."""
+        self.is_running = False
         self._timeline: Timeline | None = None
         self._ended = False
 
     def __enter__(self) -> Tracked:
         if self._ended:
-            raise RuntimeError("this track(...) has been used already: make another")
+            raise RuntimeError("this recording has been used already: make another")
         if self._device.type == "cpu":
             check_no_profiler()
-        self._before = self._watch.present()
-        self._watch.install()
+        self.before = self.watch.present()
+        self.watch.install()
         try:
-            self._recorder.start()
+            self.recorder.start()
         except BaseException:
-            self._watch.remove()
+            self.watch.remove()
             raise
+        self.is_running = True
         return self
 
     def __exit__(self, *raised: object) -> None:
+        self.is_running = False
         try:
-            self._watch.catch_up()
-            self._recorder.stop()
+            self.watch.catch_up()
+            self.recorder.stop()
             self._ended = True
-            self._after = self._watch.present()
+            self.after = self.watch.present()
         finally:
-            self._watch.remove()
+            self.watch.remove()
 
     @property
     def timeline(self) -> Timeline:
@@ -75,11 +81,16 @@ class Tracked:
         return self._timeline
 
     def _read(self) -> Timeline:
-        notes = self._watch.notes
-        events = self._recorder.events(self._watch.modules)
+        events, notes = self.seen()
+        return resolve(self.before, events, notes, str(self._device), self.recorder.remarks)
+
+    def seen(self) -> tuple[list[Event], list[Note]]:
+        """Returns what happened, in order, and the notes by their numbers. May be called once."""
+        notes = self.watch.notes
+        events = self.recorder.events(self.watch.modules)
         events.append(Event("mark", len(notes)))
-        notes.append(Note(self._after))
-        return resolve(self._before, events, notes, str(self._device), self._recorder.remarks)
+        notes.append(Note(self.after))
+        return events, notes
 
     @property
     def peak_bytes(self) -> int:
@@ -99,10 +110,12 @@ class Tracked:
         return self.timeline.table()
 
 
-def recorder_of(device: torch.device, stacks: bool = True) -> CpuRecorder | CudaRecorder:
-    """Returns what records the allocator of a device."""
+def recorder_of(
+    device: torch.device, stacks: bool = True, most: int | None = None
+) -> CpuRecorder | CudaRecorder:
+    """Returns what records the allocator of a device; on CUDA the last ``most`` events."""
     if device.type == "cuda":
-        return CudaRecorder(device, stacks)
+        return CudaRecorder(device, stacks, most or ENTRIES)
     return CpuRecorder(stacks)
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._core.running_modules import watching_modules
 from ..step.trees import plain_tensors, tensors_in
-from ..step.watch import listening, unseen, watching_modules
+from ..step.watch import listening, unseen
 from .lines import Place, lines_at, place_here
 from .stream import Label, Note
 
@@ -75,13 +76,14 @@ class Watch:
         batch: Any = None,
         unpacked: bool = False,
         places: bool = True,
+        most: int | None = None,
     ) -> None:
         self.model, self.optimizers, self.device = model, list(optimizers), device
         self._modules: list[str] = []  # that run
         self._unpacks = unpacked  # whether to note which module the backward pass is in
         self._mark, self._batch = mark, batch
         self._notes: dict[int, tuple[Any, ...]] = {}  # arguments of Note or Label, by number
-        self._count = self._forgotten = 0
+        self._count, self._most = 0, most  # notes that are kept, or None for all
         self._stack = ExitStack()
         named = list(model.named_parameters(remove_duplicate=False))
         self._places: dict[int, Place] = {}  # where what is saved is saved, by the note's number
@@ -117,7 +119,7 @@ class Watch:
         return [kept.get(number) or Note() for number in range(self._count)]
 
     def kept_notes(self) -> dict[int, Note]:
-        """Returns the notes that were not forgotten, by their numbers."""
+        """Returns the notes that were kept, by their numbers."""
         notes: dict[int, Note] = {}
         for number, (what, *about) in self._notes.items():
             if what == "label":
@@ -128,36 +130,9 @@ class Watch:
                 notes[number] = Note(**about[0])
         return notes
 
-    def take_notes(self) -> tuple[list[Note], dict[int, str]]:
-        """Returns the notes and :attr:`modules` until now, and begins to number anew."""
-        taken = self.notes, self.modules
-        self._notes, self._places, self._count = {}, {}, 0
-        return taken
-
-    def go_on(self) -> None:
-        """Notes again which module runs, for a recorder that begins anew."""
-        if self._modules:
-            self._take("note", {"module": self._place()})
-
-    def forget(self, number: int) -> None:
-        """Drops the notes before a number, whose marks no recorder has any more."""
-        for old in range(self._forgotten, number):
-            self._notes.pop(old, None)
-            self._places.pop(old, None)
-        self._forgotten = max(self._forgotten, number)
-
-    def note(self, labels: list[Label]) -> None:
-        """Notes what some memory is."""
-        self._take("note", {"labels": labels})
-
     def begin_step(self) -> None:
         """Notes that a step begins, for what has no optimizer to tell them apart."""
         self._take("note", {"phase": "other", "ends_step": True})
-
-    @property
-    def count(self) -> int:
-        """Returns how many notes were taken since they began to be numbered."""
-        return self._count
 
     def _take(self, *note: Any) -> bool:
         """Takes a note, and returns whether its mark has a place: recorders of the CPU see one
@@ -169,6 +144,9 @@ class Watch:
         number = self._count
         self._count = number + 1
         self._notes[number] = note
+        if self._most is not None:  # the recorder has no more marks either
+            self._notes.pop(number - self._most, None)
+            self._places.pop(number - self._most, None)
         self._mark(number)
         return True
 

@@ -119,7 +119,7 @@ class AnyBlock:
 
 @contextmanager
 def verified_blocks() -> Iterator[None]:
-    """While it lasts, blocks at L5 that run forward, besides those of :mod:`headroom.nn` and those
+    """Lets blocks at L5 that run forward, besides those of :mod:`headroom.nn` and those
     that torch.compile traces, raise :class:`headroom.checkpointing.RecomputeError` in the backward
     pass if they compute something else when they run again."""
     token = object()
@@ -143,7 +143,7 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The forward of a block at L5."""
+    """Takes the place of the forward of a block at L5."""
     run = functools.partial(type(module).forward, module) if own is None else own
     if not module.training or not torch.is_grad_enabled() or _checkpoints_itself(module):
         return run(*args, **kwargs)
@@ -193,7 +193,7 @@ def _contexts(module: nn.Module, context_fn: Callable[[], tuple[Any, Any]]) -> t
 
     @contextmanager
     def without_statistics() -> Iterator[None]:
-        """The second run does not move the running statistics a second time."""
+        """Keeps the second run from moving the running statistics a second time."""
         held = [
             (norm, norm.momentum, norm.num_batches_tracked, norm.num_batches_tracked.clone())
             for norm in _norms_with_statistics(module)
@@ -230,7 +230,8 @@ def find_blocks(model: nn.Module, known: Sequence[PatchedLayer] = ()) -> list[Pa
 
 
 def _called_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The repeated blocks, and where these are lists, which are not called, those in them."""
+    """Yields the repeated blocks, and where these are lists, which are not called, those in
+    them."""
     for name, module in repeated_blocks(model):
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             yield from ((f"{name}.{inner}", block) for inner, block in _called_blocks(module))

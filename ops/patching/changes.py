@@ -95,15 +95,15 @@ class Changes:
 
 
 def _is_replaced(module: nn.Module, attribute: str, value: Any) -> bool:
-    """Whether something else has set a ``forward`` since ``value`` was set."""
+    """Returns whether something else has set a ``forward`` since ``value`` was set."""
     found = vars(module).get(attribute)
     # accelerate leaves it as a method of the module
     return attribute == "forward" and value not in (found, getattr(found, "__func__", None))
 
 
 def _is_wrapped(module: nn.Module, attribute: str, value: Any) -> bool:
-    """Whether what has replaced a ``forward`` may stay and call it: it does by itself what the
-    class does once the module is no longer patched."""
+    """Returns whether what has replaced a ``forward`` may stay and call it: it does by itself what
+    the class does once the module is no longer patched."""
     return getattr(value, "can_stay", False) and _is_replaced(module, attribute, value)
 
 

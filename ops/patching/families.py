@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -19,7 +19,9 @@ from .norms import norm_forward
 from .parts import Call, Dial, Family, attention_steps, mlp_steps
 from .report import PatchReport
 
-__all__ = ["DECODERS", "FAMILIES", "TransformersLayer", "family_of", "find_layers"]
+__all__ = ["DECODERS", "FAMILIES", "TransformersLayer", "entry_of", "find_layers"]
+
+_Entry = TypeVar("_Entry", bound=Any)
 
 LEANEST_FREE = "L1"  # computes no product again
 
@@ -195,14 +197,14 @@ def _families() -> dict[str, Family]:
 FAMILIES = _families()
 
 
-def family_of(layer: nn.Module) -> Family | None:
-    """Returns the architecture whose layer this is, or None. A class derived from it counts if it
-    leaves ``forward`` alone, as those of FSDP2 do."""
-    for kind in type(layer).__mro__:
-        family = FAMILIES.get(kind.__name__)
-        if family is not None and kind.__module__ == family.module:
-            own = inspect.unwrap(type(layer).forward) is inspect.unwrap(kind.forward)
-            return family if own else None
+def entry_of(module: nn.Module, table: Mapping[str, _Entry]) -> _Entry | None:
+    """Returns the entry of a table for the class of a module, by its name and where it is defined,
+    or None. A class derived from it counts if it leaves ``forward`` alone, as those of FSDP2 do."""
+    for kind in type(module).__mro__:
+        entry = table.get(kind.__name__)
+        if entry is not None and kind.__module__ == entry.module:
+            own = inspect.unwrap(type(module).forward) is inspect.unwrap(kind.forward)
+            return entry if own else None
     return None
 
 
@@ -242,7 +244,7 @@ def find_layers(model: nn.Module) -> tuple[str, list[PatchedLayer]] | None:
     layers: list[PatchedLayer] = []
     names = []
     for name, module in model.named_modules():
-        family = family_of(module)
+        family = entry_of(module, FAMILIES)
         if family is not None:
             layers.append(TransformersLayer(name, module, family))
             names.append(family.layer)

@@ -21,7 +21,7 @@ INTERNAL = vars(nn.Module()).keys() - {"training"}
 
 
 def _obstacle(module: nn.Module) -> str | None:
-    """Why no forward can be set on a module, or None."""
+    """Returns why no forward can be set on a module, or None."""
     if parametrize.is_parametrized(module):
         return "its parameters are parametrized"
     if "forward" in vars(module):
@@ -32,8 +32,8 @@ def _obstacle(module: nn.Module) -> str | None:
 
 
 def _fingerprint(module: nn.Module) -> Hashable:
-    """What a norm computes depends on its class and its attributes, so modules that are alike are
-    tried once. Returns None where an attribute is not a plain value."""
+    """Returns the class and the attributes of a norm, which decide what it computes, so that
+    modules that are alike are tried once; None where an attribute is not a plain value."""
     own: dict[str, Any] = {k: v for k, v in vars(module).items() if k not in INTERNAL}
     if not all(isinstance(value, PLAIN) for value in own.values()):
         return None

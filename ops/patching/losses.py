@@ -19,7 +19,7 @@ from ..loss.language_model import is_plain_head, language_model_loss
 from ..loss.linear_cross_entropy import linear_cross_entropy
 from .calls import own_forward, takes
 from .changes import Changes, is_patched
-from .families import DECODERS
+from .families import DECODERS, entry_of
 from .report import PatchReport
 
 __all__ = ["LossRule", "check_loss_options", "has_fused_loss", "knows_loss", "swap_losses"]
@@ -135,15 +135,6 @@ def check_loss_options(loss: bool | Mapping[str, Any]) -> Mapping[str, Any] | No
     return dict(loss)
 
 
-def _kind_of(model: nn.Module) -> Kind | None:
-    for cls in type(model).__mro__:
-        kind = KINDS.get(cls.__name__)
-        if kind is not None and cls.__module__ == kind.module:
-            own = inspect.unwrap(type(model).forward) is inspect.unwrap(cls.forward)
-            return kind if own else None
-    return None
-
-
 def swap_losses(
     model: nn.Module, options: Mapping[str, Any], changes: Changes, report: PatchReport
 ) -> None:
@@ -151,7 +142,7 @@ def swap_losses(
     compute their loss from hidden states while they train."""
     found = False
     for name, module in model.named_modules():
-        kind = _kind_of(module)
+        kind = entry_of(module, KINDS)
         if kind is None:
             continue
         found = True
@@ -176,7 +167,8 @@ def swap_losses(
 def knows_loss(model: nn.Module) -> bool:
     """Returns whether patch() can change the loss of a model, or of one that it wraps."""
     return any(
-        _kind_of(module) is not None and ("forward" not in vars(module) or has_fused_loss(module))
+        entry_of(module, KINDS) is not None
+        and ("forward" not in vars(module) or has_fused_loss(module))
         for module in model.modules()
     )
 
@@ -248,7 +240,8 @@ def _loss_forward(self: Any, rule: LossRule, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_step(model: Any, kind: Kind, given: Mapping[str, Any]) -> bool:
-    """Whether a call is one of training that needs a loss, and its logits for nothing else."""
+    """Returns whether a call is one of training that needs a loss, and its logits for nothing
+    else."""
     keep = given.get("logits_to_keep")
     if not model.training or given.get("labels") is None or "_loss_function" in vars(model):
         return False

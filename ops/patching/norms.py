@@ -101,8 +101,8 @@ def _eps(module: nn.Module, eps: str | float) -> float:
 
 
 def _rows(columns: int) -> Tensor:
-    """Eight rows: large and small ones, of which eps changes some, one with a value far from the
-    others, and some far from zero."""
+    """Returns eight rows: large and small ones, of which eps changes some, one with a value far
+    from the others, and some far from zero."""
     generator = torch.Generator("cpu").manual_seed(columns)
     x = torch.randn(8, columns, generator=generator, **CPU)
     scales = torch.tensor([1.0, 1e-3, 30.0, 1e-6, 3e-4, 0.1, 1e-2, 1.0], **CPU)
@@ -144,7 +144,8 @@ class _Probe:
         self.bias = self.vectors.get("module.bias")
 
     def own(self, rank: int) -> Tensor | None:
-        """The result of the module for its input in ``rank`` dimensions, as rows, or None."""
+        """Returns the result of the module for its input in ``rank`` dimensions, as rows, or
+        None."""
         shape = {2: (8,), 3: (2, 4), 4: (2, 2, 2)}[rank]
         x = self.x.reshape(*shape, -1)
         try:
@@ -157,7 +158,7 @@ class _Probe:
         return y.reshape(self.x.shape)
 
     def exact(self, rule: NormRule) -> tuple[Tensor, Tensor]:
-        """The result of a rule in float64, and the size of what a rounding changes."""
+        """Returns the result of a rule in float64, and the size of what a rounding changes."""
         x, eps = self.x.double(), _eps(self.module, rule.eps)
         one = torch.ones((), dtype=torch.float64, device=x.device)
         w = one if self.weight is None else self.weight.double()
@@ -260,8 +261,8 @@ def norm_forward(module: nn.Module, rule: NormRule, *args: Any, **kwargs: Any) -
 
 
 def _alike(module: nn.Module, rule: NormRule, x: Tensor) -> bool:
-    """Whether weight and bias are like ``x``. Where dtypes differ, and under autocast, modules
-    differ in the dtypes of their results."""
+    """Returns whether weight and bias are like ``x``. Where dtypes differ, and under autocast,
+    modules differ in the dtypes of their results."""
     for name in ("weight", "bias"):
         vector = getattr(module, name, None)
         if vector is not None and (

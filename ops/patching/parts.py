@@ -263,8 +263,8 @@ def _activated(act: nn.Module, packed: bool, gate: Tensor, up: Tensor | None = N
 
 
 def _in_checkpoint() -> bool:
-    """Whether a checkpoint will run the layer again, up to the last tensor that is saved: before
-    the last product, unless that is within the op that saves it."""
+    """Returns whether a checkpoint will run the layer again, up to the last tensor that is saved:
+    before the last product, unless that is within the op that saves it."""
     return not torch.compiler.is_compiling() and inside_checkpoint()
 
 

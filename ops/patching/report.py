@@ -83,11 +83,11 @@ class PatchReport:
 
     @property
     def changed(self) -> bool:
-        """Whether anything was changed."""
+        """Returns whether anything was changed."""
         return bool(self.swapped or self.levels)
 
     def undo(self) -> None:
-        """Does what :func:`headroom.unpatch` does to the model."""
+        """Undoes the changes, as :func:`headroom.unpatch` does."""
         model = self._root()
         if model is not None:
             restore(model.named_modules(), Changes())

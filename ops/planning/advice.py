@@ -12,8 +12,9 @@ from torch import nn
 from .._core.sizes import format_bytes
 from ..nn.block import LEVELS, Block
 from ..optim import Adafactor, AdamW, AdamW8bit
-from ..step.description import Step
+from ..step.description import Step, class_of_optimizer
 from ..step.errors import PlanError
+from .batches import resized, samples_of
 from .patched import patched_models
 from .result import Plan
 from .sharding import DDP, FSDP, Sharding
@@ -111,10 +112,8 @@ def _changes(step: Step, plan: Plan) -> Iterator[_Change]:
             "the same updates, in the backward pass",
             "handle = headroom.release_gradients(model, optimizer)",
         )
-    size = _samples(step.batch)
+    size = samples_of(step.batch)
     if step.accumulation == 1 and size is not None and size % 2 == 0:
-        from .batches import resized
-
         yield _Change(
             "two micro-batches of half the size",
             step.but(batch=resized(step.batch, size // 2), accumulation=2),
@@ -126,7 +125,7 @@ def _changes(step: Step, plan: Plan) -> Iterator[_Change]:
 
 
 def _of_optimizer(step: Step, options: dict[str, Any], given: str) -> Iterator[_Change]:
-    kind = _kind(step.optimizer)
+    kind = getattr(class_of_optimizer(step.optimizer), "__name__", "")
     if kind in ("Adam", "AdamW") and not _is_headroom(step.optimizer):
         yield _Change(
             "headroom.optim.AdamW",
@@ -229,7 +228,7 @@ def _of_ranks(model: nn.Module, step: Step, sharding: Sharding) -> Iterator[_Cha
             sharded = sharding.but(model, FSDP())
         except ValueError:
             return  # such as shared parameters
-        names = [unit.modules[0] for unit in sharded.units[1:]]
+        names = [unit.module for unit in sharded.units[1:]]
         blocks = "".join(f"fully_shard(model.get_submodule({name!r}))\n" for name in names[:1])
         if len(names) > 1:
             blocks = f"for name in {names!r}:\n    fully_shard(model.get_submodule(name))\n"
@@ -243,8 +242,7 @@ def _of_ranks(model: nn.Module, step: Step, sharding: Sharding) -> Iterator[_Cha
         )
     elif any(not unit.reshards for unit in sharding.units[1:]):
         units = tuple(
-            replace(unit, reshards=unit.modules != ("",) or unit.reshards)
-            for unit in sharding.units
+            replace(unit, reshards=bool(unit.module) or unit.reshards) for unit in sharding.units
         )
         yield _Change(
             "reshard_after_forward=True",
@@ -256,25 +254,11 @@ def _of_ranks(model: nn.Module, step: Step, sharding: Sharding) -> Iterator[_Cha
 
 
 def _is_headroom(optimizer: Any) -> bool:
-    kind = (
-        type(optimizer)
-        if hasattr(optimizer, "param_groups")
-        else getattr(optimizer, "func", optimizer)
-    )
-    return getattr(kind, "__module__", "").startswith("headroom")
-
-
-def _kind(optimizer: Any) -> str:
-    kind = (
-        type(optimizer)
-        if hasattr(optimizer, "param_groups")
-        else getattr(optimizer, "func", optimizer)
-    )
-    return getattr(kind, "__name__", "")
+    return getattr(class_of_optimizer(optimizer), "__module__", "").startswith("headroom")
 
 
 def _options(optimizer: Any) -> dict[str, Any]:
-    """The options of Adam that differ from the defaults, of the first group."""
+    """Returns the options of Adam that differ from the defaults, of the first group."""
     if not hasattr(optimizer, "param_groups"):
         found = getattr(optimizer, "keywords", {})
     else:
@@ -293,10 +277,3 @@ def _maker(kind: Any, options: dict[str, Any]) -> Callable[[list[nn.Parameter]],
 
     make.__name__, make.__module__ = kind.__name__, kind.__module__
     return make
-
-
-def _samples(batch: Any) -> int | None:
-    from ..step.trees import tensors_in
-
-    first = next((x for x in tensors_in(batch) if x.dim()), None)
-    return None if first is None else first.shape[0]

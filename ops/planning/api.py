@@ -77,8 +77,8 @@ def plan(
         set_to_none: of ``optimizer.zero_grad``. With False, gradients stay allocated from one step
             to the next.
         world_size: ranks, or the mesh of them, of which the last dimension shards. The plan is of
-            rank 0, and ``sample_batch`` what one rank gets. A model of DistributedDataParallel or
-            ``fully_shard`` needs neither this nor ``shard``.
+            rank 0, and ``sample_batch`` what one rank gets. A model of DistributedDataParallel
+            needs neither this nor ``shard``; one of ``fully_shard`` is planned before that.
         shard: "ddp", the default; "fsdp", which shards each repeated block and then the model by
             ``fully_shard``; "fsdp-no-reshard", which keeps whole parameters from the forward to the
             backward pass; a list of the modules to shard besides the model, by themselves, names
@@ -137,7 +137,8 @@ def fits(
     budget: int | str,
     **options: Any,
 ) -> bool:
-    """Whether training steps need at most ``budget`` bytes, such as "16 GiB", on their device.
+    """Returns whether training steps need at most ``budget`` bytes, such as "16 GiB", on their
+    device.
 
     All other arguments are those of :func:`plan`. On CUDA the allocator's share and the context
     count too.

@@ -9,19 +9,24 @@ from torch import Tensor
 
 from ..step.trees import mapped, tensors_in
 
-__all__ = ["resized"]
+__all__ = ["resized", "samples_of"]
+
+
+def samples_of(batch: Any) -> int | None:
+    """Returns the size of the first dimension of the first tensor that has any, or None."""
+    return next((x.shape[0] for x in tensors_in(batch) if x.dim()), None)
 
 
 def resized(batch: Any, samples: int) -> Any:
     """Returns a batch of as many samples, on the meta device."""
-    first = next((x for x in tensors_in(batch) if x.dim()), None)
-    if first is None:
+    count = samples_of(batch)
+    if count is None:
         raise ValueError(
             "sample_batch has no tensor with a dimension, so it has no batch to resize"
         )
 
     def resize(x: Tensor) -> Tensor:
-        if not x.dim() or x.shape[0] != first.shape[0]:
+        if not x.dim() or x.shape[0] != count:
             return x
         return torch.empty((samples, *x.shape[1:]), dtype=x.dtype, device="meta")
 

@@ -12,9 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -57,8 +54,6 @@ class Copier:
                 "the model has lazy parameters, whose shapes are not known yet; call it once, or "
                 "plan with measure=True"
             )
-        if isinstance(x, DTensor):
-            return self._whole(x)
         if type(x) not in _PLAIN or x.layout != torch.strided:
             kind = type(x).__name__ if type(x) not in _PLAIN else str(x.layout)
             raise PlanError(
@@ -73,12 +68,6 @@ class Copier:
         with torch.no_grad(), _without_modes():
             on_meta = torch.empty(0, dtype=x.dtype, device="meta")
             on_meta.set_(self._storages[key], x.storage_offset(), x.shape, x.stride())
-        return self._like(x, FakeTensor(self.mode, on_meta, self.device))
-
-    def _whole(self, x: DTensor) -> Tensor:
-        """The fake of all ranks' parts of a tensor."""
-        with torch.no_grad(), _without_modes():
-            on_meta = torch.empty(x.shape, dtype=x.dtype, device="meta")
         return self._like(x, FakeTensor(self.mode, on_meta, self.device))
 
     def _like(self, x: Tensor, made: Any) -> Tensor:
@@ -123,38 +112,10 @@ def _without_modes() -> Iterator[None]:
 
 
 def _tensors_as_fakes(copier: Copier) -> AbstractContextManager[None]:
-    """While it lasts, :func:`copy.deepcopy` makes fakes of tensors and looks into closures."""
+    """Lets :func:`copy.deepcopy` make fakes of tensors and look into closures."""
     added: dict[type, Callable[..., Any]] = {
         kind: lambda x, memo: copier.fake(x) for kind in _PLAIN
     }
     shared = (torch._C.Generator, type(threading.Lock()), type(threading.RLock()))
     added |= {kind: lambda x, memo: x for kind in shared}
-    added |= {DTensor: lambda x, memo: copier.fake(x)}
-    added |= {kind: _unsharded for kind in _sharded_kinds()}
     return deepcopy_with(added)
-
-
-def _sharded_kinds() -> Iterator[type]:
-    """Yields the classes that ``fully_shard`` gave to modules."""
-    kinds = list(FSDPModule.__subclasses__())
-    while kinds:
-        yield (kind := kinds.pop())
-        kinds += kind.__subclasses__()
-
-
-def _unsharded(module: Any, memo: dict[int, Any]) -> Any:
-    """Returns a copy of a module as it was before ``fully_shard``, which refuses copies."""
-    kind = type(module)
-    memo[id(module)] = made = object.__new__(kind.__mro__[kind._orig_cls_mro_index])
-    for name, value in vars(module).items():
-        if name in (STATE_KEY, REGISTRY_KEY):
-            continue
-        if name.endswith("_hooks"):
-            value = type(value)((k, hook) for k, hook in value.items() if not _is_of_fsdp(hook))
-        made.__dict__[name] = copy.deepcopy(value, memo)
-    return made
-
-
-def _is_of_fsdp(hook: Any) -> bool:
-    function = getattr(hook, "hook", hook)  # of a state dict
-    return str(getattr(function, "__module__", "")).startswith("torch.distributed.fsdp")

@@ -20,9 +20,8 @@ __all__ = ["autocast_told", "cuda_view", "kernels"]
 
 @contextmanager
 def cuda_view() -> Iterator[None]:
-    """While it lasts, ``torch.autocast("cuda")`` is enabled, checkpoints keep no state of CUDA's
-    random numbers, generators can be made, and questions about the GPU are answered as on one of
-    compute capability 8.0."""
+    """Enables ``torch.autocast("cuda")`` and generators, keeps no state of CUDA's random numbers in
+    checkpoints, and answers questions about the GPU as on one of compute capability 8.0."""
     with ExitStack() as stack:
 
         def patch(target: str, name: str, value: Any) -> None:
@@ -51,8 +50,8 @@ class _Generator(torch.Generator):
 
 @contextmanager
 def autocast_told(recorder: Recorder) -> Iterator[None]:
-    """While it lasts, the recorder is told when autocast is on. In an operation that autocast has
-    taken, torch says that it is off."""
+    """Tells the recorder when autocast is on. In an operation that autocast has taken, torch says
+    that it is off."""
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
     before: list[bool] = []
 
@@ -76,9 +75,9 @@ def autocast_told(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def kernels(recorder: Recorder) -> Iterator[None]:
-    """While it lasts, kernels are chosen as the device of the plan does, also where torch asks in
-    C++ where a tensor is: fakes cannot answer there that it is on a GPU. Tells the recorder of
-    attention that is made of products.
+    """Chooses kernels as the device of the plan does, also where torch asks in C++ where a tensor
+    is: fakes cannot answer there that it is on a GPU. Tells the recorder of attention that is made
+    of products.
 
     They are registered with the dispatcher, because modes are not there in everything that a step
     runs: what is recomputed in the backward pass, autograd functions, and functions of torch that
@@ -131,8 +130,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As sdp_utils.cpp chooses: flash attention for 16-bit numbers without a mask, the
-    memory-efficient kernel otherwise, and plain products where neither fits."""
+    """Computes attention as sdp_utils.cpp chooses: by flash attention for 16-bit numbers without a
+    mask, by the memory-efficient kernel otherwise, and by plain products where neither fits."""
     backends = torch.backends.cuda
     ops = torch.ops.aten
     small = query.dtype in (torch.bfloat16, torch.float16)

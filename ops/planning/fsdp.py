@@ -66,14 +66,13 @@ class _AfterBackward(torch.autograd.Function):
 class _Unit:
     """What is gathered and reduced together, and where in the step it is."""
 
-    def __init__(self, unit: Unit, modules: list[nn.Module], parameters: list[_Parameter]) -> None:
-        self.unit, self.modules, self.parameters = unit, modules, parameters
-        self.name = unit.modules[0]
+    def __init__(self, unit: Unit, module: nn.Module, parameters: list[_Parameter]) -> None:
+        self.unit, self.module, self.parameters = unit, module, parameters
+        self.name = unit.module
         self.phase = "idle"  # "forward", "before backward" or "after backward"
         self.is_in_backward = self.is_whole = False
         self.arriving: Tensor | None = None  # the buffer that receives the whole parameters
         self.uses: list[int] = []  # places in the order of the forward pass
-        self.waiting: set[nn.Module] = set()  # modules of it that have not run in this pass
 
 
 class ShardedModel:
@@ -95,7 +94,7 @@ class ShardedModel:
                 given = model.get_parameter(name)
                 own.append(_Parameter(name, given, self._ranks, unit.policy.param_dtype))
                 own[-1].places = places[id(given)]
-            self._units.append(_Unit(unit, [modules[name] for name in unit.modules], own))
+            self._units.append(_Unit(unit, modules[unit.module], own))
         for parameter in self._parameters():
             parameter.put(parameter.shard)
         self._kept: Tensor | None = None  # the last buffer of the forward pass
@@ -121,11 +120,9 @@ class ShardedModel:
         for parameter in self._parameters():
             self._recorder.manage(parameter.whole)
         for unit in self._units:
-            for module in unit.modules:
-                module.register_forward_pre_hook(
-                    partial(self._before_forward, unit), prepend=True, with_kwargs=True
-                )
-                module.register_forward_hook(partial(self._after_forward, unit))
+            before = partial(self._before_forward, unit)
+            unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            unit.module.register_forward_hook(partial(self._after_forward, unit))
 
     # Forward
 
@@ -137,15 +134,10 @@ class ShardedModel:
             self._gather(unit)
             self._receive(unit)
             return args, kwargs
-        enters = unit.phase != "forward"
         unit.phase = "forward"
-        if enters:
-            unit.waiting = set(unit.modules)
         self._gather(unit)
         self._receive(unit)
-        if enters and unit.parameters:
-            args, kwargs = self._called_after(unit, args, kwargs)
-        return args, kwargs
+        return self._called_after(unit, args, kwargs) if unit.parameters else (args, kwargs)
 
     def _called_after(self, unit: _Unit, args: Any, kwargs: Any) -> Any:
         inputs = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
@@ -157,12 +149,10 @@ class ShardedModel:
     def _after_forward(self, unit: _Unit, module: nn.Module, args: Any, output: Any) -> Any:
         dtype = unit.unit.policy.output_dtype
         if not unit.is_in_backward:
-            unit.waiting.discard(module)
-            if not unit.waiting:
-                self._leave(unit)
-                for x in tensors_in(output):
-                    if x.requires_grad:
-                        x.register_hook(partial(self._before_backward, unit))
+            self._leave(unit)
+            for x in tensors_in(output):
+                if x.requires_grad:
+                    x.register_hook(partial(self._before_backward, unit))
         return output if dtype is None else _cast(output, dtype)
 
     def _leave(self, unit: _Unit) -> None:
@@ -219,7 +209,7 @@ class ShardedModel:
         return made
 
     def _copied_by_gloo(self, x: Tensor, unit: _Unit) -> None:
-        """On the CPU, gloo copies what is gathered or reduced while it sends it."""
+        """Counts the copy that gloo makes on the CPU of what is gathered or reduced."""
         if self._recorder.device.type == "cpu" and self._ranks > 1:
             self._buffer(x.numel() * x.element_size(), unit)
 
@@ -275,7 +265,7 @@ class ShardedModel:
                 shard.grad.add_(new)
 
     def _end_backward(self) -> None:
-        """What is left when the whole backward pass is done, such as units whose inputs needed no
+        """Ends the backward pass of what is left, such as units whose inputs needed no
         gradients."""
         self._has_callback = False
         for unit in self._units:

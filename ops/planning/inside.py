@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .probe import scratch
+from .probe import scratch, unasked
 
-__all__ = ["BODIES", "entry", "inside"]
+__all__ = ["BODIES", "entry", "inside", "left_out"]
 
 Sizes = list[tuple[int, str]]
 Entry = Callable[[Sequence[Any], dict[str, Any], str], Sizes]
@@ -33,6 +33,11 @@ def inside(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: str) 
             return [(found, "temporaries")]
     entry = _TABLE.get(name)
     return [] if entry is None else entry(args, kwargs, device)
+
+
+def left_out() -> list[str]:
+    """Returns the operations of this plan whose scratch memory is known in no way."""
+    return sorted(unasked - _TABLE.keys() - BODIES.keys())
 
 
 _CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward"}
@@ -65,12 +70,12 @@ def _bytes(x: Tensor) -> int:
 
 
 def _wide(x: Tensor) -> int:
-    """Bytes of an element of the type that x is summed in."""
+    """Returns the bytes of an element of the type that x is summed in."""
     return 4 if x.dtype in (torch.bfloat16, torch.float16) else x.element_size()
 
 
 def _flash_blocks(q: Tensor, k: Tensor) -> tuple[int, int]:
-    """The rows and columns of a block: FlashAttentionKernel.cpp, cpu_flash_attention."""
+    """Returns the rows and columns of a block: FlashAttentionKernel.cpp, cpu_flash_attention."""
     rows, columns = q.shape[-2], k.shape[-2]
     block = 256 if rows >= 768 else 64 if rows >= 192 else 32
     return min(block, rows), min(512, columns)
@@ -139,44 +144,6 @@ def _sort(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
     if device != "cpu" or not x.dim() or isinstance(dim, bool):
         return []
     return [(8 * x.shape[dim], "temporaries")]
-
-
-@entry("aten::convolution", "aten::convolution_backward")
-def _convolution(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
-    """oneDNN's blocked layouts, mkldnn/Conv.cpp: it copies what it reads, unless an image has few
-    channels, and copies what it has written. Its own scratch memory is not known."""
-    if device != "cpu" or not torch.backends.mkldnn.is_available():
-        return []
-    if len(args) > 9:  # backward: gradient, input, weight and so on, and which are wanted
-        grad, x, weight, mask = args[0], args[1], args[2], args[10]
-    else:
-        grad, x, weight, mask = None, args[0], args[1], (True, True, True)
-    if x.dim() != 4 or x.dtype != torch.float32 or x.is_contiguous(memory_format=_LAST):
-        return []
-    read = _bytes(x) if x.shape[1] > 4 else 0
-    if grad is None:
-        shape = [
-            (n + 2 * pad - step * (k - 1) - 1) // stride + 1
-            for n, k, stride, pad, step in zip(
-                x.shape[2:], weight.shape[2:], _pair(args[3]), _pair(args[4]), _pair(args[5])
-            )
-        ]
-        written = x.shape[0] * weight.shape[0] * math.prod(shape) * x.element_size()
-        return [(max(read + _bytes(weight), written), "temporaries")]
-    results = mask[0] * _bytes(x), mask[1] * _bytes(weight)
-    most = 0
-    if mask[0]:
-        most = max(_bytes(grad) + _bytes(weight) + _bytes(x), 2 * _bytes(x))
-    if mask[1]:
-        most = max(most, results[0] + _bytes(grad) + read + _bytes(weight))
-    return [(max(0, most - sum(results)), "temporaries")]
-
-
-_LAST = torch.channels_last
-
-
-def _pair(value: Any) -> list[int]:
-    return list(value) * 2 if len(value) == 1 else list(value)
 
 
 def _reduced_in_its_own_memory(x: Tensor, y: Tensor, reduction: int = 1, *rest: Any) -> Tensor:

@@ -19,7 +19,7 @@ __all__ = ["masks_of"]
 
 @contextmanager
 def masks_of(batch: Any) -> Iterator[None]:
-    """While it lasts, masks are told from those of a batch, which is a dict of named arguments.
+    """Tells masks from those of a batch, which is a dict of named arguments.
 
     Without "position_ids" in it, positions are those that the model counts, and no row holds
     several sequences. An "attention_mask" of ones masks nothing.

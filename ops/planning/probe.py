@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten
 
 from ..memory.cpu import CpuRecorder
+from ..step.trees import mapped, tensors_in
 
 __all__ = ["asked", "scratch"]
 
@@ -34,13 +36,17 @@ def scratch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int | Non
 def asked(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Found | None:
     """Returns that, and the bytes of each result."""
     state = torch.get_num_threads(), torch.is_grad_enabled()
-    key = str(func), *state, _described(args), _described(kwargs)
+    leaves, tree = tree_flatten((args, kwargs))
+    key = str(func), *state, tree, *map(_described, leaves)
     if key not in _found:
-        if _bytes(args) > LIMIT or torch._C._autograd._profiler_enabled():
+        if (
+            sum(x.nbytes for x in tensors_in(args)) > LIMIT
+            or torch._C._autograd._profiler_enabled()
+        ):
             unasked.add(func._schema.name)
             return None
         with _disable_current_modes():
-            _found[key] = _measured(func, _real(args), _real(kwargs))
+            _found[key] = _measured(func, mapped(args, _zeros), mapped(kwargs, _zeros))
     return _found[key]
 
 
@@ -56,32 +62,14 @@ def _measured(func: Any, args: Any, kwargs: Any) -> Found:
     for event in recorder.events():
         live += event.bytes if event.action == "alloc" else -event.bytes
         most = max(most, live)
-    results = result if isinstance(result, (list, tuple)) else (result,)
-    return max(0, most - live), tuple(map(_bytes, results))
+    return max(0, most - live), tuple(x.nbytes for x in tensors_in(result))
 
 
-def _described(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape), value.stride(), value.requires_grad
-    if isinstance(value, (list, tuple)):
-        return tuple(_described(item) for item in value)
-    if isinstance(value, dict):
-        return tuple((name, _described(item)) for name, item in value.items())
-    return value
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, tuple(leaf.shape), leaf.stride(), leaf.requires_grad
+    return leaf
 
 
-def _bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    return sum(_bytes(item) for item in value) if isinstance(value, (list, tuple)) else 0
-
-
-def _real(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-        return made.zero_()
-    if isinstance(value, (list, tuple)):
-        return type(value)(_real(item) for item in value)
-    if isinstance(value, dict):
-        return {name: _real(item) for name, item in value.items()}
-    return value
+def _zeros(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).zero_()

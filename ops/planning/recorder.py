@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from .._core.running_modules import watching_modules
 from ..memory.events import KINDS, Allocation, Span, Timeline
 from ..step.errors import PlanError
+from ..step.watch import listening
 from .inside import BODIES, inside
 
 __all__ = ["Recorder"]
@@ -27,6 +26,7 @@ _RANK = {kind: rank for rank, kind in enumerate(KINDS)}
 _DEVICE = torch.ops.prim.device.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _ADD = torch.ops.aten.add.Tensor
+_DETACH = torch.ops.aten.detach.default
 _PUT = torch.ops.aten.index_put.default
 _CPU, _XLA = torch.device("cpu"), torch.device("xla", 0)
 _DRAWS = torch.Tag.nondeterministic_seeded
@@ -37,21 +37,20 @@ class Recorder(TorchDispatchMode):
 
     Args:
         device: of the plan: ``cpu`` or ``cuda``.
-        names: of the modules.
         is_lying: C++ is told that fakes are on the CPU, so that the autograd engine runs without a
             GPU.
     """
 
-    def __init__(self, device: torch.device, names: dict[nn.Module, str], is_lying: bool) -> None:
+    def __init__(self, device: torch.device, is_lying: bool) -> None:
         super().__init__()
-        self.device, self.names, self._is_lying = device, names, is_lying
+        self.device, self._is_lying = device, is_lying
         self.allocations: list[Allocation] = []
         self.spans: list[Span] = []
         self.now = 0
         self.step, self.phase = 0, "other"
         self.module: str | None = None
         self.last: tuple[str, str | None] = ("", None)  # the operation and module, for errors
-        self.operations = self.draws = 0  # draws: operations that take random numbers
+        self.draws = 0  # operations that took random numbers
         self.scalar: Callable[[Any, Tensor], Any] = lambda func, x: None
         self.is_paused = False
         self.in_attention = False
@@ -109,23 +108,23 @@ class Recorder(TorchDispatchMode):
         self.now += 1
 
     def manage(self, x: Tensor) -> None:
-        """From now on the memory of a tensor counts from :meth:`appear` to :meth:`vanish`."""
+        """Counts the memory of a tensor from :meth:`appear` to :meth:`vanish` from now on."""
         self._managed.add(x.untyped_storage()._cdata)
 
     def appear(self, x: Tensor, kind: str, owner: str | None, module: str | None) -> None:
-        """The memory of a tensor that is managed is allocated."""
+        """Allocates the memory of a tensor that is managed."""
         storage = x.untyped_storage()
         if storage.nbytes() and storage._cdata not in self._live:
             self._born(storage, kind, owner, module)
 
     def vanish(self, x: Tensor) -> None:
-        """The memory of a tensor that is managed is freed."""
+        """Frees the memory of a tensor that is managed."""
         key = x.untyped_storage()._cdata
         if key in self._live:
             self._died(key, self._live[key][1])
 
     def begin(self, phase: str) -> None:
-        """A phase begins."""
+        """Begins a phase."""
         self.phase = phase
         self.spans.append(Span(self.now, self.step, phase))
         self.now += 1  # so that a phase in which nothing is allocated has an event
@@ -133,7 +132,7 @@ class Recorder(TorchDispatchMode):
         self._stack.clear()
 
     def allocation_of(self, x: Tensor) -> Allocation | None:
-        """What is known of the memory of a tensor."""
+        """Returns what is known of the memory of a tensor, or None."""
         at = self._live.get(x.untyped_storage()._cdata)
         return None if at is None else self.allocations[at[1]]
 
@@ -188,6 +187,8 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE:
             return self._device_for_cpp(args[0])
         self._asked = None
+        if func is _DETACH:  # also of what autograd keeps: it takes no memory
+            return func(*args, **kwargs)
         if self._accumulators and not self._is_accumulating:
             for x in tree_iter(args):
                 self._accumulators.pop(id(x), None)
@@ -198,7 +199,6 @@ class Recorder(TorchDispatchMode):
         if self._is_lying and "device" in kwargs and kwargs["device"] is not None:
             kwargs = kwargs | {"device": self.device}
         self.last = str(func), self.module
-        self.operations += 1
         self.draws += _DRAWS in func.tags
         if func is _ITEM and (value := self.scalar(func, args[0])) is not None:
             return value
@@ -240,8 +240,8 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _is_summed_in_place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the autograd engine would add a gradient to another in place. It does so if
-        nothing else holds the other, but never for subclasses of Tensor (InputBuffer.cpp)."""
+        """Returns whether the autograd engine would add a gradient to another in place. It does so
+        if nothing else holds the other, but never for subclasses of Tensor (InputBuffer.cpp)."""
         if kwargs or not _is_called_by_engine():
             return False
         x, y = args
@@ -283,67 +283,37 @@ class Recorder(TorchDispatchMode):
 
     # ---- modules and saved tensors --------------------------------------------------------------
 
-    def _enter_module(self, module: nn.Module, inputs: Any) -> None:
-        self._stack.append(self.module)
-        name = self.names.get(module)
-        if name is not None:
-            self.module = name
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Notes, while it lasts, operations, the modules that run, and tensors that autograd
+        keeps."""
+        with listening(self._kept, self._place, self._asked_for), self:
+            with watching_modules(model, self._enter, self._leave):
+                self._calibrate()
+                yield
 
-    def _leave_module(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _enter(self, name: str) -> None:
+        self._stack.append(self.module)
+        self.module = name
+
+    def _leave(self) -> None:
         if self._stack:
             self.module = self._stack.pop()
 
-    def _saved(self, x: Any) -> None:
+    def _kept(self, x: Tensor) -> None:
         if isinstance(x, FakeTensor):
             self.know(x, "activations", module=self.module)
 
-    def _pack(self, x: Tensor) -> Any:
-        self._saved(x)
-        if x.grad_fn is not None:  # a saved output that kept its node would keep itself alive
-            self.is_paused, paused = True, self.is_paused
-            try:
-                x = x.detach()
-            finally:
-                self.is_paused = paused
-        return x, self.module
+    def _place(self) -> tuple[str | None]:
+        return (self.module,)
 
-    def _unpack(self, packed: Any) -> Tensor:
+    def _asked_for(self, place: tuple[str | None]) -> None:
         if self.phase == "backward":
-            self._seen_in_backward = packed[1]
-        return packed[0]
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """While it lasts, modules and tensors that autograd saves are noted."""
-        hooks_init = saved_tensors_hooks.__init__
-
-        def listening(hooks: Any, pack: Callable[[Tensor], Any], unpack: Any) -> None:
-            @functools.wraps(pack)  # a checkpoint is told by the name and the marks of its hook
-            def noted(x: Tensor) -> Any:
-                packed = pack(x)
-                if packed is x or isinstance(packed, Tensor):
-                    self._saved(packed)
-                return packed
-
-            hooks_init(hooks, noted, unpack)
-
-        added = nn.modules.module
-        handles = [
-            added.register_module_forward_pre_hook(self._enter_module),
-            added.register_module_forward_hook(self._leave_module, always_call=True),
-        ]
-        try:
-            with saved_tensors_hooks(self._pack, self._unpack):
-                with mock.patch.object(saved_tensors_hooks, "__init__", listening), self:
-                    self._calibrate()
-                    yield
-        finally:
-            for handle in handles:
-                handle.remove()
+            (self._seen_in_backward,) = place
 
 
 def _is_called_by_engine() -> bool:
-    """Whether C++ code of the autograd engine dispatched the operation."""
+    """Returns whether C++ code of the autograd engine dispatched the operation."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
@@ -351,13 +321,13 @@ def _is_called_by_engine() -> bool:
 
 
 def _uses(x: Tensor) -> int:
-    """The references to a tensor and its memory."""
+    """Returns the number of references to a tensor and its memory."""
     storage = x.untyped_storage()
     return x._use_count() + torch._C._storage_Use_Count(storage._cdata)
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether the elements of a tensor have neither gaps nor overlaps."""
+    """Returns whether the elements of a tensor have neither gaps nor overlaps."""
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape) if n != 1):
         if stride != expected:

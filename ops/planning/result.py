@@ -59,47 +59,48 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes of tensors that are live at once: what ``headroom.memory.track`` and, up
-        to rounding, ``torch.cuda.max_memory_allocated`` will show."""
+        """Returns the most bytes of tensors that are live at once: what ``headroom.memory.track``
+        and, up to rounding, ``torch.cuda.max_memory_allocated`` will show."""
         return self.timeline.peak_bytes
 
     @property
     def total_bytes(self) -> int:
-        """What the process takes on the device: the peak and the share of the device."""
+        """Returns what the process takes on the device: the peak and the share of the device."""
         return self.peak_bytes + self.device_share.bytes
 
     @property
     def reserved_bytes(self) -> int:
-        """What ``torch.cuda.max_memory_reserved`` will show; the peak on the CPU."""
+        """Returns what ``torch.cuda.max_memory_reserved`` will show; the peak on the CPU."""
         return self.total_bytes - self.device_share.context
 
     @property
     def allocated_bytes(self) -> int:
-        """What ``torch.cuda.max_memory_allocated`` will show; the peak on the CPU."""
+        """Returns what ``torch.cuda.max_memory_allocated`` will show; the peak on the CPU."""
         return self.peak_bytes + self.device_share.rounding + self.device_share.workspaces
 
     @property
     def peak_by_kind(self) -> dict[str, int]:
-        """The bytes of every kind at the peak; they add up to :attr:`peak_bytes`."""
+        """Returns the bytes of every kind at the peak; they add up to :attr:`peak_bytes`."""
         return self.timeline.peak_by_kind
 
     @property
     def peak_owners(self) -> list[Owner]:
-        """Who owns the bytes at the peak, the largest first."""
+        """Returns who owns the bytes at the peak, the largest first."""
         return self.timeline.owners()
 
     @property
     def first_step(self) -> int:
-        """The peak of the first step, before which an optimizer may have no state."""
+        """Returns the peak of the first step, before which an optimizer may have no state."""
         return self.timeline.peaks_by_step().get(0, 0)
 
     @property
     def steady(self) -> int:
-        """The peak of the steps after it."""
+        """Returns the peak of the steps after it."""
         return max(self.timeline.peaks_by_step().items())[1]
 
     def fits(self, budget: int | str) -> bool:
-        """Whether all that the process takes on the device is at most this, such as "16 GiB"."""
+        """Returns whether all that the process takes on the device is at most ``budget``, such as
+        "16 GiB"."""
         return self.total_bytes <= parse_bytes(budget, "budget")
 
     def advice(self, top: int | None = None) -> Any:

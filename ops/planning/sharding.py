@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,13 +53,13 @@ class Unit:
     """What one call of ``fully_shard`` gathers and reduces together.
 
     Attributes:
-        modules: names; ``""`` is the model itself, the root.
+        module: its name; ``""`` is the model itself, the root.
         parameters: names, the first where several are of one parameter.
         reshards: whether the whole parameters are dropped after the forward pass.
         policy: in which dtypes it computes and reduces.
     """
 
-    modules: tuple[str, ...]
+    module: str
     parameters: tuple[str, ...]
     reshards: bool
     policy: MixedPrecisionPolicy
@@ -104,20 +104,15 @@ def sharding_of(
     """
     ranks = _ranks(world_size)
     wrapped = isinstance(model, DistributedDataParallel)
-    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    if (wrapped or is_sharded) and shard is not None:
-        by = "DistributedDataParallel" if wrapped else "fully_shard"
-        raise ValueError(f"shard is {shard!r}, but the model is one of {by} already: leave it out")
+    if wrapped and shard is not None:
+        raise ValueError(f"shard is {shard!r}, but the model is wrapped by DDP: leave it out")
     if isinstance(model, DistributedDataParallel):
         own = torch.distributed.get_world_size(model.process_group)
         return model.module, Sharding(own if ranks is None else ranks, _ddp_of(model))
-    if is_sharded:
-        own, units = _sharded(model)
-        return model, Sharding(own if ranks is None else ranks, FSDP(), units)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError(
-            "the model has DTensors that fully_shard did not make: plan the model before it is "
-            "parallelized, with the sizes of one rank"
+            "the model is sharded already: plan it before fully_shard, with world_size and shard, "
+            "or before it is parallelized in another way, with the sizes of one rank"
         )
     if ranks is None and shard is None:
         return model, None
@@ -195,7 +190,7 @@ def _units(model: nn.Module, how: FSDP) -> tuple[Unit, ...]:
         found[unit].append(name)
     reshard = how.reshard_after_forward
     return tuple(
-        Unit((unit,), tuple(names), bool(unit) if reshard is None else reshard, how.mp_policy)
+        Unit(unit, tuple(names), bool(unit) if reshard is None else reshard, how.mp_policy)
         for unit, names in found.items()
     )
 
@@ -219,45 +214,3 @@ def _wrapped(model: nn.Module, wrap: Iterable[Any] | None) -> Iterator[str]:
             raise ValueError(f"shard names {what!r}, which is no module of the model and no class")
         chosen.update(names)
     yield from (name for name, _ in model.named_modules() if name and name in chosen)
-
-
-def _sharded(model: nn.Module) -> tuple[int, tuple[Unit, ...]]:
-    """Returns the ranks and units of a model that ``fully_shard`` sharded."""
-    from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
-
-    if not isinstance(model, FSDPModule):
-        raise ValueError("parts of the model are sharded and it is not: call fully_shard on it too")
-    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
-    units, seen, ranks = [], set(), 1
-    for module in model.modules():
-        state: Any = _get_module_fsdp_state(module)
-        if state is None or id(state) in seen:
-            continue
-        seen.add(id(state))
-        groups = getattr(state, "_fsdp_param_groups", None)
-        groups = [state._fsdp_param_group] if groups is None else groups
-        if len(groups) > 1 or (groups and groups[0] and groups[0]._use_post_forward_mesh):
-            raise ValueError(
-                f"{names[module]!r} is sharded over several meshes, which plans do not follow: "
-                "fully_shard it without shard_placement_fn, and reshard_after_forward as a bool"
-            )
-        if not groups or groups[0] is None:
-            units.append(Unit((names[module],), (), True, state._mp_policy))
-            continue
-        group = groups[0]
-        ranks = group.mesh_info.shard_mesh_size
-        keeps = module is model and getattr(state, "_auto_reshard_after_forward", True)
-        units.append(
-            Unit(
-                tuple(names[part] for part in group.modules),
-                tuple(_name(param._module_info, names) for param in group.fsdp_params),
-                group.post_forward_mesh_info is not None and not keeps,
-                state._mp_policy,
-            )
-        )
-    return ranks, tuple(units)
-
-
-def _name(info: Any, names: dict[nn.Module, str]) -> str:
-    module = names[info.module]
-    return f"{module}.{info.param_name}" if module else info.param_name

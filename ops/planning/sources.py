@@ -22,7 +22,7 @@ __all__ = ["model_from"]
 _ARCHITECTURES = "architectures"
 
 
-def model_from(source: Any, *, dtype: torch.dtype | None = None) -> nn.Module:
+def model_from(source: Any) -> nn.Module:
     """Returns the model that ``source`` stands for; what is built here is on the meta device.
 
     Args:
@@ -34,8 +34,6 @@ def model_from(source: Any, *, dtype: torch.dtype | None = None) -> nn.Module:
               importable, also from the current folder;
             - a configuration of transformers: its object, its dict, the path of a ``config.json``
               or of the folder that holds one.
-        dtype: of the parameters of a model from a configuration; by default the one that it names,
-            or else torch's default.
 
     Raises:
         PlanError: the text is no function and no file, such as the name of a model on the hub, or
@@ -44,13 +42,13 @@ def model_from(source: Any, *, dtype: torch.dtype | None = None) -> nn.Module:
     if isinstance(source, nn.Module):
         return source
     if isinstance(source, Mapping):
-        return _from_config(dict(source), dtype)
+        return _from_config(dict(source))
     if hasattr(source, "to_dict") and hasattr(source, "model_type"):
-        return _from_config(source, dtype)
+        return _from_config(source)
     if isinstance(source, PathLike):
-        return _from_config(_read(Path(source)), dtype)
+        return _from_config(_read(Path(source)))
     if isinstance(source, str):
-        return _from_text(source, dtype)
+        return _from_text(source)
     if callable(source):
         return _called(source, getattr(source, "__name__", repr(source)))
     raise PlanError(
@@ -59,9 +57,9 @@ def model_from(source: Any, *, dtype: torch.dtype | None = None) -> nn.Module:
     )
 
 
-def _from_text(text: str, dtype: torch.dtype | None) -> nn.Module:
+def _from_text(text: str) -> nn.Module:
     if Path(text).exists():
-        return _from_config(_read(Path(text)), dtype)
+        return _from_config(_read(Path(text)))
     module, colon, function = text.partition(":")
     if colon and function and os.sep not in text:
         return _called(_function(module, function), text)
@@ -119,8 +117,9 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _from_config(config: Any, dtype: torch.dtype | None) -> nn.Module:
-    """Builds the model of a configuration of transformers, on the meta device."""
+def _from_config(config: Any) -> nn.Module:
+    """Builds the model of a configuration of transformers, on the meta device, in the dtype that it
+    names, or else torch's default."""
     with _offline():
         try:
             import transformers
@@ -130,10 +129,9 @@ def _from_config(config: Any, dtype: torch.dtype | None) -> nn.Module:
             ) from error
         if isinstance(config, dict):
             config = _configuration(transformers, config)
-        dtype = dtype or _dtype(config)
         before = torch.get_default_dtype()
         try:
-            torch.set_default_dtype(dtype)
+            torch.set_default_dtype(_dtype(config))
             with torch.device("meta"):
                 return _class(transformers, config)(config)
         finally:

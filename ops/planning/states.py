@@ -34,8 +34,9 @@ def move_to_shards(optimizer: Any, replaced: Mapping[Tensor, tuple[Tensor, int]]
 
 
 def _split(group: dict[str, Any], replaced: Mapping[Tensor, tuple[Tensor, int]]) -> list[Any]:
-    """The group with shards. Where the number of elements decides about 8-bit states, it is that
-    on all ranks: those that are large enough become a group for which no shard is too small."""
+    """Returns the group with shards. Where the number of elements decides about 8-bit states, it is
+    that on all ranks: those that are large enough become a group for which no shard is too
+    small."""
     least = group.get("min_8bit_size")
     parts: dict[bool, list[Tensor]] = {True: [], False: []}
     for param in group["params"]:

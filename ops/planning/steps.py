@@ -66,7 +66,7 @@ class Steps:
         """Spreads the model over ranks."""
 
     def begin(self, phase: str) -> None:
-        """A phase begins."""
+        """Says that a phase begins."""
 
     def step(self, number: int) -> None:
         """Makes a step."""

@@ -29,6 +29,7 @@ from .copies import Copier
 from .cuda_view import autocast_told, cuda_view, kernels
 from .ddp import ReplicatedModel
 from .fsdp import ShardedModel
+from .inside import left_out
 from .masks import masks_of
 from .ours import fakes_overwritten
 from .probe import unasked
@@ -60,8 +61,7 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
             stack.enter_context(cuda_view())
         copier = Copier(mode, device)
         copied = step.copied(copier.copy)
-        names = {module: name for name, module in copied.model.named_modules()}
-        recorder = Recorder(device, names, is_lying=device.type == "cuda")
+        recorder = Recorder(device, is_lying=device.type == "cuda")
         run = _Traced(recorder, copied)
         stack.enter_context(_foreach_of_fakes())
         stack.enter_context(_random_states(recorder))
@@ -72,7 +72,7 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
         if watch is not None:
             watch(run.model, recorder)
         try:
-            stack.enter_context(recorder.watching())
+            stack.enter_context(recorder.watching(copied.model))
             run.install()
             stack.enter_context(kernels(recorder))
             if device.type == "cuda":
@@ -121,12 +121,14 @@ class _Traced(Steps):
         self.recorder.begin(phase)
 
     def notes(self) -> list[str]:
-        """Sentences that the plan ends with."""
+        """Returns the sentences that the plan ends with."""
         found = [] if self._spread is None else ["All bytes are those of one rank."]
         if self.recorder.device.type == "cuda" and has_recurrent_layers(self.model):
             found.append("Recurrent layers are planned as on the CPU: cuDNN's are not known.")
         if unasked & set(LAYERS):
             found.append("LSTMs were not run here: what they hold for themselves is an estimate.")
+        if names := ", ".join(left_out()):
+            found.append(f"What {names} hold inside was too large to see, and is left out.")
         return found
 
     def step(self, number: int) -> None:
@@ -213,7 +215,7 @@ class _Traced(Steps):
         return None
 
     def _is_seed(self, x: Tensor) -> bool:
-        """Whether a number was drawn for a generator: its value changes no size either."""
+        """Returns whether a number was drawn for a generator: its value changes no size either."""
         at = self.recorder.allocation_of(x)
         return at is not None and at.op in ("aten::randint", "aten::random_")
 

@@ -1,23 +1,19 @@
-"""Marks what runs, while it runs: ranges of modules in the trace, and of phases and modules for
-NVTX. Nothing is added to the modules, and nothing stays behind."""
+"""Marks which module runs, while it runs, by ranges in the trace. Nothing is added to the modules,
+and nothing stays behind."""
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch._C import _profiler
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
-from ..step.watch import watching_modules
+from .._core.running_modules import watching_modules
 
 __all__ = ["Ranges"]
 
@@ -37,15 +33,10 @@ class Ranges:
 
     Args:
         model: whose modules get ranges.
-        nvtx: also mark modules, forward passes, backward passes and optimizer steps for NVIDIA's
-            tools. The range of a backward pass begins where the gradient reaches the results of
-            the model.
-        called: is called before each forward pass of the whole model.
     """
 
-    def __init__(self, model: nn.Module, nvtx: bool, called: Callable[[], None]) -> None:
-        self._model, self._called = model, called
-        self._nvtx: Any = torch.cuda.nvtx if nvtx else None
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._running = threading.local()
         self._stack = ExitStack()
         self.labels: dict[str, tuple[str, bool]] = {}
@@ -57,12 +48,6 @@ class Ranges:
             stack.callback(self._close_all)
             stack.enter_context(_without_warning(_TWICE))
             stack.enter_context(watching_modules(self._model, self._begin, self._end))
-            if self._nvtx is not None:
-                forward = self._model.register_forward_hook(self._returned)
-                stack.callback(forward.remove)
-                before, after = self._step_begins, self._step_ends
-                stack.callback(register_optimizer_step_pre_hook(before).remove)
-                stack.callback(register_optimizer_step_post_hook(after).remove)
             self._stack = stack.pop_all()
 
     def remove(self) -> None:
@@ -76,8 +61,6 @@ class Ranges:
         running = self._of_thread()
         if not running or not again and running[0][2]:
             self._close_all()  # what an exception that hooks do not see has left
-            if not again:
-                self._called()
         label = self._labels.get((name, again))
         if label is None:
             label = f"{'recompute' if again else 'module'}: {name or '(model)'}"
@@ -85,8 +68,6 @@ class Ranges:
             self._labels[name, again] = label
         mark = _profiler._RecordFunctionFast(label)
         mark.__enter__()
-        if self._nvtx is not None:
-            self._nvtx.range_push(label)
         running.append((mark, name, again))
 
     def _end(self) -> None:
@@ -94,10 +75,7 @@ class Ranges:
             self._close(running)
 
     def _close(self, running: list[Any]) -> None:
-        mark = running.pop()[0]
-        if self._nvtx is not None:
-            self._nvtx.range_pop()
-        mark.__exit__(None, None, None)
+        running.pop()[0].__exit__(None, None, None)
 
     def _close_all(self) -> None:
         running = self._of_thread()
@@ -110,35 +88,6 @@ class Ranges:
         if running is None:
             running = self._running.ranges = []
         return running
-
-    # Phases, for NVTX alone: the profiler has its own marks of them
-
-    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Marks the backward pass that begins at the results of the model."""
-        from ..step.trees import tensors_in
-
-        if _graph_task() != -1:
-            return
-        begun: set[int] = set()
-
-        def arrives(grad: torch.Tensor) -> None:
-            task = _graph_task()
-            if task in begun:
-                return
-            begun.add(task)
-            mark = self._nvtx.range_start("backward")
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self._nvtx.range_end(mark))
-
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(arrives)
-
-    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._nvtx.range_push("optimizer")
-
-    def _step_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._nvtx.range_pop()
 
 
 @contextmanager

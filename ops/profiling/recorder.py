@@ -61,15 +61,12 @@ class Profile:
         schedule: Callable[[int], ProfilerAction],
         on_trace_ready: Callable[[Any], Any] | None,
         peak_flops: float | None,
-        nvtx: bool,
-        max_passes: int,
         settings: dict[str, Any],
     ) -> None:
         self._folder, self._model, self._optimizers = folder, model, optimizers
         self._device, self._peak_flops, self._handler = device, peak_flops, on_trace_ready
-        self._ranges = Ranges(model, nvtx, self._pass_begins)
-        self._flags = {name: bool(settings[name]) for name in _FLAGS} | {"nvtx": nvtx}
-        self._max_passes, self._passes, self._endless = max_passes, 0, False
+        self._ranges = Ranges(model)
+        self._flags = {name: bool(value) for name, value in settings.items()}
         self._installed = self._ended = False
         self._steps: set[int] = set()  # that prof.step() has ended
         self._error: str | None = None
@@ -131,7 +128,6 @@ class Profile:
         if self._is_disturbed():
             raise RuntimeError(_DISTURBED)
         self._steps.add(self.torch_profiler.step_num)
-        self._passes, self._endless = 0, False
         if self._installed:
             self._ranges.remove()  # before the files are written, which may fail
             self._installed = False
@@ -156,17 +152,6 @@ class Profile:
             return ProfilerAction.NONE if self._ended else schedule(step)
 
         return action
-
-    def _pass_begins(self) -> None:
-        self._passes += 1
-        if self._passes > self._max_passes and not self._endless:
-            self._endless = True
-            warnings.warn(
-                f"step {self.torch_profiler.step_num} has run the model {self._passes - 1} times "
-                "and has not ended: call prof.step() at the end of each step, because what is "
-                "recorded grows until then; if steps have more passes, raise max_passes",
-                stacklevel=2,
-            )
 
     # What was recorded
 
@@ -243,9 +228,6 @@ class Profile:
         return self.table()
 
 
-_FLAGS = ("record_shapes", "profile_memory", "with_stack")
-
-
 def activities_of(device: torch.device) -> list[ProfilerActivity]:
     """Returns what there is to record for a device."""
     wanted = [ProfilerActivity.CPU]
@@ -271,9 +253,7 @@ def profile(
     record_shapes: bool = True,
     profile_memory: bool = True,
     with_stack: bool = False,
-    nvtx: bool = False,
     peak_flops: float | None = None,
-    max_passes: int = 1000,
     device: torch.device | str | None = None,
 ) -> Profile:
     """Profiles training steps by phase, module and operation, with ``torch.profiler``.
@@ -314,16 +294,14 @@ def profile(
         record_shapes: of arguments; without, there are no FLOPs and no bytes of operations.
         profile_memory: allocations; without, there are no bytes of modules.
         with_stack: lines of Python in the trace, which slows the steps down.
-        nvtx: also ranges for NVIDIA's tools, of modules, backward passes and optimizer steps.
         peak_flops: of the device, in FLOP/s, for utilization. By default that of a table
             (:data:`headroom.profiling.PUBLISHED`), or measured with a short product.
-        max_passes: forward passes in one step after which a warning says that no step ends.
         device: to look at, if the model is on several.
 
     Raises:
         TypeError: a model or an optimizer that is none; a schedule that is not callable.
-        ValueError: ``peak_flops`` or ``max_passes`` that is not positive; a model on the meta
-            device or on several; an optimizer with parameters that the model does not have.
+        ValueError: ``peak_flops`` that is not positive; a model on the meta device or on several;
+            an optimizer with parameters that the model does not have.
         RuntimeError: on entering, if a profiler runs or waits already; in ``step()``, if another
             one began or ended within.
         OSError: on entering, if the folder cannot be made; after a cycle, if its files could not be
@@ -331,8 +309,6 @@ def profile(
     """
     if peak_flops is not None and not peak_flops > 0:
         raise ValueError(f"peak_flops is {peak_flops}, wanted FLOP/s above 0, or None")
-    if max_passes < 1:
-        raise ValueError(f"max_passes is {max_passes}, wanted 1 or more")
     if schedule is None:
         schedule = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
     elif not callable(schedule):
@@ -355,7 +331,5 @@ def profile(
         schedule,
         on_trace_ready,
         peak_flops,
-        nvtx,
-        max_passes,
         settings,
     )

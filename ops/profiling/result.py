@@ -13,7 +13,7 @@ over the recorded steps, so divide them by ``len(steps)``. Version 1::
     trace           name of the trace file beside this one, or null
     complete        false if the with block ended while the cycle was being recorded
     ended_by        name of the exception that ended it, or null
-    settings        {"record_shapes", "profile_memory", "with_stack", "nvtx": bool}
+    settings        {"record_shapes", "profile_memory", "with_stack": bool}
     steps           [{"number": of the step, "start_us", "wall_us": float,
                       "complete": whether prof.step() ended it,
                       "phases_us": {"data", "forward", "backward", "optimizer", "other": float},
@@ -65,6 +65,7 @@ import torch
 from torch import nn
 
 from .._core import binaries
+from ..step.trees import plain_tensors, tensors_in
 from .rates import PeakRate
 
 __all__ = ["Figures", "ModuleRow", "OpRow", "ProfileResult", "StepRow"]
@@ -229,7 +230,6 @@ def bytes_of_parameters(
 ) -> Mapping[str, tuple[int, int]]:
     """Returns the bytes of the parameters of each module itself, and of their optimizers' states,
     each parameter at its first name."""
-    from ..step.trees import plain_tensors, tensors_in
 
     def size(value: Any) -> int:
         parts = [part for tensor in tensors_in(value) for part in plain_tensors(tensor)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .loss import autocast, loss_of
 
-__all__ = ["Step", "name_of_optimizer"]
+__all__ = ["Step", "class_of_optimizer", "name_of_optimizer"]
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,17 @@ class Step:
         return found
 
 
+def class_of_optimizer(optimizer: Any) -> Any:
+    """Returns the class of an optimizer, or what makes one, which may be its class."""
+    if hasattr(optimizer, "param_groups"):
+        return type(optimizer)
+    return getattr(optimizer, "func", optimizer)
+
+
 def name_of_optimizer(optimizer: Any) -> str:
-    """Returns the class of an optimizer, or of what a function makes."""
+    """Returns the name of the class of an optimizer, or of what makes one."""
     if optimizer is None:
         return "none"
-    if hasattr(optimizer, "param_groups"):
-        kind = type(optimizer)
-    else:
-        kind = getattr(optimizer, "func", optimizer)
+    kind = class_of_optimizer(optimizer)
     module = "headroom." if getattr(kind, "__module__", "").startswith("headroom") else ""
     return module + getattr(kind, "__name__", type(kind).__name__)

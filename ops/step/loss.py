@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .errors import PlanError
 
-__all__ = ["autocast", "loss_of"]
+__all__ = ["autocast", "loss_of", "output_of"]
 
 
 def loss_of(
@@ -52,23 +52,23 @@ def loss_of(
     return result
 
 
-def _result(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None) -> Any:
-    target = None
+def output_of(model: nn.Module, batch: Any) -> Any:
+    """Returns what a model makes of a batch: a mapping gives named arguments, a tuple or list
+    arguments in order."""
     if isinstance(batch, Mapping):
-        output, target = model(**batch), batch
-    elif isinstance(batch, (tuple, list)):
-        if loss is None:
-            _check_arguments(model, batch)
-            output = model(*batch)
-        else:
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def _result(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None) -> Any:
+    if loss is not None:
+        if isinstance(batch, (tuple, list)):
             *inputs, target = batch
             return loss(model(*inputs), target)
-    else:
-        output = model(batch)
-        if loss is not None:
-            return loss(output)
-    if loss is not None:
-        return loss(output, target)
+        return loss(output_of(model, batch), *([batch] if isinstance(batch, Mapping) else []))
+    if isinstance(batch, (tuple, list)):
+        _check_arguments(model, batch)
+    output = output_of(model, batch)
     found = getattr(output, "loss", None)
     if found is None and isinstance(output, dict):
         found = output.get("loss")

@@ -1,23 +1,22 @@
-"""Hears which tensors autograd keeps and which module runs, through hooks that change neither
-numbers nor what is kept, and that are gone afterwards."""
+"""Hears which tensors autograd keeps, through hooks that change neither numbers nor what is kept,
+and that are gone afterwards."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import _enable_record_function
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules import module as every_module
 
 from .trees import tensors_in
 
-__all__ = ["listening", "unseen", "watching_modules"]
+__all__ = ["listening", "unseen"]
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
@@ -49,42 +48,6 @@ def unseen(hook: _Hook) -> _Hook:
             leave(thread)
 
     return call  # type: ignore[return-value]
-
-
-@contextmanager
-def watching_modules(
-    model: nn.Module,
-    begin: Callable[[str], None],
-    end: Callable[[], None],
-    hidden: Callable[[_Hook], _Hook] = _as_it_is,
-) -> Iterator[None]:
-    """Calls ``begin`` with the name of a module of the model before it runs, and ``end`` after it.
-
-    The hooks are those of all modules: with hooks of their own, blocks would run operations that
-    they otherwise fuse, and so allocate something else. What ``torch.compile`` traces has none: it
-    is seen as a whole, as the module that was compiled.
-    """
-    names = {module: name for name, module in model.named_modules()}
-
-    def name_of(module: nn.Module) -> str | None:
-        name = names.get(module)
-        if name is None and (compiled := module._modules.get("_orig_mod")) is not None:
-            name = names.get(compiled)  # of torch.compile, around one of the model's
-        return name
-
-    def before(module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling() and (name := name_of(module)) is not None:
-            begin(name)
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and name_of(module) is not None:
-            end()
-
-    with ExitStack() as stack:
-        stack.callback(every_module.register_module_forward_pre_hook(hidden(before)).remove)
-        add = every_module.register_module_forward_hook
-        stack.callback(add(hidden(after), always_call=True).remove)
-        yield
 
 
 def _given_back(tensor: Tensor, version: int) -> Tensor:

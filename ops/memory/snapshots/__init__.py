@@ -16,8 +16,8 @@ lists, tuples, text and numbers with the keys ``segments``, ``device_traces``,
   show frames only;
 - ``external_annotations`` has a range ``headroom::step 3 backward`` per phase of a step;
 - the key ``headroom`` holds ``format`` (``"headroom.memory.snapshot/1"``), ``devices`` (the name
-  of each row of ``device_traces``), ``spans`` (for each row ``[event, step, phase]``, where events
-  are its entries ``alloc`` and ``free_completed``, counted from 1) and ``remarks``.
+  of each row of ``device_traces``) and ``spans`` (for each row ``[event, step, phase]``, where
+  events are its entries ``alloc`` and ``free_completed``, counted from 1).
 
 On the CPU there is one row. Its segments are the pages in which allocations were, so that memory
 which went back to the system counts as inactive; addresses are those of the process.

@@ -51,7 +51,7 @@ def explain(
 
     Args:
         asked: the bytes of the request that failed, if the snapshot does not say it.
-        planned: from what changes are planned; None for advice from the kinds alone.
+        planned: from what changes are planned, or None.
     """
     timeline = snapshot.timeline
     failure = snapshot.out_of_memory[-1] if snapshot.out_of_memory else None
@@ -81,7 +81,7 @@ def explain(
         name = owner._replace(stack=()).name
         lines.append(f"  {format_bytes(owner.bytes)}{count}, {owner.kind}: {name}")
         lines += [f"      {line}" for line in dict.fromkeys(owner.stack[: 2 * _LINES])][:_LINES]
-    lines += ["", *_fragmentation(snapshot, asked), "", *ways_out(planned, kinds, asked)]
+    lines += ["", *_fragmentation(snapshot, asked), "", *ways_out(planned, asked)]
     return "\n".join(lines)
 
 

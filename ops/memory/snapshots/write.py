@@ -43,15 +43,15 @@ def save(snapshot: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 @no_collections()
 def snapshot_of_history(
-    history: History, device: str, remarks: Sequence[str] = (), oom: Mapping[str, int] | None = None
+    history: History, device: str, failed: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """Returns the snapshot of what a recorder without segments saw. ``oom`` has ``size`` and
-    ``device_free`` of a request that failed after all events."""
+    """Returns the snapshot of what a recorder without segments saw. ``failed`` has ``size`` and
+    ``device_free`` of a request that was refused after all events."""
     history.end_what_was_overwritten()
-    words = _Words()
+    words, times = _Words(), history.times
     moments = []  # (event, whether it begins, allocation); an end comes before a beginning
     for a in history.allocations:
-        if a.start > history.dropped:
+        if a.start > 0:
             moments.append((a.start, True, a))
         if a.end is not None:
             moments.append((a.end, False, a))
@@ -64,7 +64,7 @@ def snapshot_of_history(
             "addr": history.address(a),
             "size": a.bytes,
             "stream": 0,
-            "time_us": history.time_us(index),
+            "time_us": times[index],
             "frames": frames,
             "compile_context": "N/A",
             "user_metadata": text,
@@ -73,28 +73,24 @@ def snapshot_of_history(
         trace.append(entry)
         if not begins:
             trace.append(entry | {"action": "free_completed"})
-    if oom is not None:
-        about = {"stream": 0, "time_us": history.last_time_us, "frames": []}
-        trace.append({"action": "oom", **oom, **about, "compile_context": "N/A"})
-    trace.append(_of_no_kind(history.last_time_us))
+    if failed is not None:
+        about = {"stream": 0, "time_us": times[-1], "frames": []}
+        trace.append({"action": "oom", **failed, **about, "compile_context": "N/A"})
+    trace.append(_of_no_kind(times[-1]))
     # Frees of what nobody knew took a number and have no entry.
     places = [index for index, _, _ in moments]
     last = places[-1] if places else 0
     spans = [
-        Span(bisect_left(places, s.start) + 1 if s.start > history.dropped else 0, s.step, s.phase)
-        for s in history.kept_spans
-        if s.start <= max(last, history.dropped)
+        Span(bisect_left(places, s.start) + 1 if s.start > 0 else 0, s.step, s.phase)
+        for s in history.spans
+        if s.start <= last
     ]
-    times = [history.time_us(index) for index in places]
     return {
         "segments": _segments(history, words),
         "device_traces": [trace],
-        "allocator_settings": {
-            "trace_alloc_overflowed": history.dropped > 0,
-            "trace_alloc_max_entries": history.most,
-        },
-        "external_annotations": _annotations(0, spans, times),
-        "headroom": _about([device], {0: spans}, remarks),
+        "allocator_settings": {},
+        "external_annotations": _annotations(0, spans, [times[index] for index in places]),
+        "headroom": _about([device], {0: spans}),
     }
 
 
@@ -231,15 +227,15 @@ def tagged(
     found: dict[str, Any],
     notes: Mapping[int, Note],
     before: Iterable[Label],
+    after: Iterable[Label],
     row: int,
-    remarks: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Returns what ``torch.cuda.memory._snapshot()`` returned, with kinds and owners in it.
 
     Args:
         found: is changed.
         notes: by the numbers of the marks in the trace; some may be missing.
-        before: labels of what existed before the first event.
+        before, after: labels of what existed before the first event, and after the last one.
         row: of ``device_traces``, that the notes are about.
     """
     traces = found["device_traces"]
@@ -250,6 +246,7 @@ def tagged(
     earlier = {a.address: Tag(a.kind, a.module, a.name) for a in before}
     for event in events_of(found, row, min(notes, default=0)):
         following.see(event)
+    following.note(Note(list(after)))
     made = iter(following.of_trace)
     words = _TorchWords()
     for entry in trace:
@@ -280,7 +277,7 @@ def tagged(
     if row < len(traces):
         trace.append(_of_no_kind(times[-1] if times else 0))
     names = [f"cuda:{index}" for index in range(len(traces))]
-    found["headroom"] = _about(names, {row: following.places}, remarks)
+    found["headroom"] = _about(names, {row: following.places})
     return found
 
 
@@ -316,11 +313,9 @@ def _of_no_kind(time_us: int) -> dict[str, Any]:
     return entry | {"frames": [], "compile_context": "N/A", "category": "unknown"}
 
 
-def _about(
-    devices: list[str], spans: Mapping[int, list[Span]], remarks: Sequence[str]
-) -> dict[str, Any]:
+def _about(devices: list[str], spans: Mapping[int, list[Span]]) -> dict[str, Any]:
     rows = [[list(span) for span in spans.get(row, [])] for row in range(len(devices))]
-    return {"format": FORMAT, "devices": devices, "spans": rows, "remarks": list(remarks)}
+    return {"format": FORMAT, "devices": devices, "spans": rows}
 
 
 def _annotations(row: int, spans: Sequence[Span], times: Sequence[int]) -> list[dict[str, Any]]:

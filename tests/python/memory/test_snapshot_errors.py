@@ -76,22 +76,20 @@ def test_an_error_of_memory_explains_itself(tmp_path):
     assert f"The snapshot is in {path}." in text
 
 
-def test_without_a_plan_the_kinds_advise(tmp_path):
+def test_why_nothing_can_be_planned_is_said(tmp_path):
     model = Greedy()
     optimizers = [torch.optim.AdamW([p]) for p in model.parameters()]
     with pytest.raises(RuntimeError) as raised:
         _run(model, optimizers[0], tmp_path / "a", advice=False, stacks=False)
     text = _notes(raised.value)
-    assert "No changes could be planned: the model was not called, or advice was turned off" in text
-    assert "headroom.checkpoint_every(model, 1)" in text
+    assert "No changes could be planned: advice was turned off, or the model was called" in text
     model.calls = 0
     with pytest.raises(RuntimeError) as raised:
         with snapshot(tmp_path / "b", model, optimizers, stacks=False):
             for _ in range(3):
                 model(torch.randn(32, 16)).sum().backward()
     text = _notes(raised.value)
-    assert "No changes could be planned: there are several optimizers. From the kinds:" in text
-    assert "keep fewer activations: 12.0 KiB are activations" in text
+    assert "No changes could be planned: there are several optimizers.\nheadroom.fit(" in text
 
 
 def test_errors_of_memory_are_told_from_others():
@@ -187,8 +185,7 @@ def test_a_full_disk(tmp_path, full_disk):
     path.write_bytes(b"old")
     with pytest.raises(OSError, match="No space left") as raised:
         with snapshot(path, device="cpu", stacks=False) as recording:
-            with pytest.raises(OSError, match="free space there"):
-                recording.dump(tmp_path / "other.pickle")
+            pass
     assert raised.value.errno == errno.ENOSPC and "as it was" in str(raised.value)
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["run.pickle"]
     assert recording.files == []
@@ -197,9 +194,8 @@ def test_a_full_disk(tmp_path, full_disk):
 def test_a_full_disk_does_not_hide_the_error_that_matters(tmp_path, full_disk):
     model = Greedy()
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.warns(UserWarning, match="a snapshot was not written: .*No space left"):
-        with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as raised:
-            _run(model, optimizer, tmp_path / "run.pickle", every=1, stacks=False)
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as raised:
+        _run(model, optimizer, tmp_path / "run.pickle", stacks=False)
     text = _notes(raised.value)
     assert "were asked for" in text and "could not write" in text
     assert "The snapshot is in" not in text

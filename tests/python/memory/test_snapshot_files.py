@@ -9,13 +9,8 @@ from datetime import datetime
 
 import pytest
 import torch
-from headroom.memory import load_snapshot
-from headroom.memory.snapshots import Snapshot
-from headroom.memory.snapshots.sources import CudaSource
-from headroom.memory.snapshots.write import save
+from headroom.memory import load_snapshot, snapshot
 from headroom.memory.stream import Label
-from headroom.memory.watch import Watch
-from torch import nn
 
 from helpers.snapshots import OPTIMIZER, USER, cuda_snapshot, entry
 from helpers.viewer import check_categories
@@ -86,53 +81,36 @@ def test_categories_of_the_profiler_are_kinds(tmp_path):
 # ---- CUDA, with what torch returns made by hand -----------------------------------------------
 
 
-class _Cuda:
-    """Stands for :class:`headroom.memory.cuda.CudaRecorder`."""
-
-    remarks = ()
-
-    def __init__(self):
-        self.calls = []
-
-    def mark(self, number):
-        self.calls.append(number)
-
-    def start(self):
-        self.calls.append("start")
-
-    def read(self):
-        self.calls.append("read")
-        return cuda_snapshot()
-
-    def stop(self):
-        self.calls.append("stop")
-
-    @property
-    def found(self):
-        return cuda_snapshot()
+@pytest.fixture
+def cuda(monkeypatch):
+    """A GPU whose allocator did what the snapshot made by hand says; the options of its history."""
+    asked, anchor, memory = {}, torch.zeros(1), torch.cuda.memory
+    monkeypatch.setattr(memory, "_record_memory_history", lambda **options: asked.update(options))
+    monkeypatch.setattr(memory, "_snapshot", lambda device: cuda_snapshot())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: anchor)
+    monkeypatch.setattr(torch._C, "_cuda_annotateMemory", lambda *_: None, raising=False)
+    return asked
 
 
-def _cuda_source(labels, before=(), most=1000):
-    """A source whose watch took these notes, one of which stands at each mark of the trace."""
-    source = CudaSource(torch.device("cuda", 0), True, most)
-    source._recorder = _Cuda()
-    watch = Watch(nn.Linear(2, 2), [], torch.device("cuda", 0), source.mark)
-    source.start(watch, list(before))
-    for note in labels:
-        watch._take("note", note)
-    return source, watch
+def _recorded(path, notes, before=(), **options):
+    """A snapshot of the device that took these notes, one of which stands at each mark of the
+    trace."""
+    with snapshot(path, device="cuda:0", **options) as recording:
+        recording._tracked.before = list(before)
+        for note in notes:
+            recording._tracked.watch._take("note", note)
+    return recording
 
 
-def test_what_cuda_recorded_gets_kinds(tmp_path):
+def test_what_cuda_recorded_gets_kinds(tmp_path, cuda):
     notes = [
         {"labels": [Label(1000, 300, "activations")], "module": "up", "phase": "forward"},
         {"labels": [Label(1000, 100, "optimizer_state", "up", "exp_avg")]},
     ]
     before = [Label(5000, 64, "gradients", "up", "weight"), Label(2024, 700, "parameters", "", "w")]
-    source, _ = _cuda_source(notes, before)
-    source.read()
     path = tmp_path / "s.pickle"
-    save(source.snapshot(), path)
+    _recorded(path, notes, before)
     found = load_snapshot(path)
     assert found.has_kinds and found.device == "cuda:0"
     described = [(a.bytes, a.kind, a.module, a.op, a.phase) for a in found.timeline.allocations]
@@ -160,32 +138,28 @@ def test_what_cuda_recorded_gets_kinds(tmp_path):
     }
 
 
-def test_cuda_drops_notes_whose_marks_are_gone():
-    source, watch = _cuda_source([{"phase": "forward"}] * 50, most=10)
-    assert not source.must_read() and source.can_read()
-    assert sorted(watch.kept_notes()) == list(range(40, 50))
-    source.read()  # which takes a note itself
-    assert sorted(source._notes) == list(range(40, 51))
-    source.stop()
-    assert source._recorder.calls[-3:] == ["read", 51, "stop"]
+def test_what_is_there_at_the_end_has_its_kind(tmp_path, cuda):
+    """Also what was never seen to become it."""
+    with snapshot(tmp_path / "s.pickle", device="cuda:0") as recording:
+        recording._tracked.watch.present = lambda: [Label(1512, 200, "parameters", "up", "weight")]
+    live = {a.bytes: a.kind for a in load_snapshot(tmp_path / "s.pickle").at_end()}
+    assert live == {700: "temporaries", 200: "parameters", 100: "temporaries"}
 
 
-def test_torch_is_asked_for_a_bounded_history(monkeypatch):
-    asked = {}
-    memory = torch.cuda.memory
-    monkeypatch.setattr(memory, "_record_memory_history", lambda **options: asked.update(options))
-    monkeypatch.setattr(memory, "_snapshot", lambda device: cuda_snapshot())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    anchor = torch.zeros(1)
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: anchor)
-    monkeypatch.setattr(torch._C, "_cuda_annotateMemory", lambda *_: None, raising=False)
-    source = CudaSource(torch.device("cuda", 0), True, 123)
-    source.start(Watch(nn.Module(), [], torch.device("cuda", 0), source.mark), [])
-    assert asked["max_entries"] == 123 and asked["enabled"] == "all"
-    assert (asked["stacks"], asked["context"], asked["clear_history"]) == ("python", "alloc", True)
-    source.stop()
-    assert asked["enabled"] is None
-    assert Snapshot(source.snapshot()).timeline.peak_bytes == 1264
+def test_cuda_drops_notes_whose_marks_are_gone(tmp_path, cuda):
+    recording = _recorded(tmp_path / "a", [{"phase": "forward"}] * 50, max_entries=10)
+    assert sorted(recording._tracked.watch.kept_notes()) == list(range(40, 50))
+
+
+def test_torch_is_asked_for_a_bounded_history(tmp_path, cuda):
+    with snapshot(tmp_path / "run.pickle", device="cuda:0", max_entries=123) as recording:
+        assert cuda["max_entries"] == 123 and cuda["enabled"] == "all"
+        assert (cuda["stacks"], cuda["context"]) == ("python", "alloc") and cuda["clear_history"]
+        recording.dump(tmp_path / "now.pickle")
+        assert cuda["enabled"] == "all"
+    assert cuda["enabled"] is None
+    assert [path.name for path in recording.files] == ["now.pickle", "run.pickle"]
+    assert all(load_snapshot(path).timeline.peak_bytes == 1264 for path in recording.files)
 
 
 # ---- bad files ----------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import random
 
 import pytest
 from headroom.memory import KINDS, Allocation, Span, Timeline, format_bytes, parse_bytes
-from headroom.memory.events import join
 
 
 def _timeline():
@@ -58,10 +57,6 @@ def test_phases_and_steps():
     assert timeline.peaks_by_step() == {0: 250}
     without = Timeline(timeline.allocations)  # known at the events that allocate
     assert without.peaks_by_phase()["forward"] == 250
-    twice = join([timeline, timeline])
-    assert twice.peak_bytes == 250 and twice.bytes_over_events() == 2 * (
-        timeline.bytes_over_events()
-    ) + [0]
 
 
 def test_series_equal_a_sum_at_each_event():

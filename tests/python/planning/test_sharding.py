@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers.mesh import mesh
 
 MIB = 1 << 20
+MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 WHOLE = 64 * 64 * 4  # bytes of a matrix of `matrices`
 
 
@@ -124,7 +125,7 @@ def test_what_is_wrapped():
 
     def units(wrap):
         found = sharding_of(model, 2, FSDP(wrap))[1].units
-        return [(unit.modules[0], unit.parameters) for unit in found]
+        return [(unit.module, unit.parameters) for unit in found]
 
     inner = ("1.0.weight", "1.0.bias", "1.1.weight", "1.1.bias")
     root = ("0.weight", "0.bias")
@@ -132,9 +133,8 @@ def test_what_is_wrapped():
     each = [("", ()), ("0", root), ("1.0", inner[:2]), ("1.1", inner[2:])]
     assert units([nn.Linear]) == each
     assert units(["1", "1.0"]) == [("", root), ("1", inner[2:]), ("1.0", inner[:2])]
-    assert [unit.modules for unit in sharding_of(matrices(), 2, "fsdp")[1].units] == [
-        ("",), ("0",), ("1",), ("2",),
-    ]  # fmt: skip
+    names = [unit.module for unit in sharding_of(matrices(), 2, "fsdp")[1].units]
+    assert names == ["", "0", "1", "2"]
 
 
 def test_states_of_a_trained_optimizer_are_those_of_shards():
@@ -235,7 +235,7 @@ def distributed(kind):
     if kind == "keep":
         options["reshard_after_forward"] = False
     if kind == "mixed":
-        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        options["mp_policy"] = MIXED
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -269,21 +269,30 @@ def least(kind, x, enough):
 def planned_and_measured(rank, kinds, tolerance):
     x = torch.randint(101, (5, 33))
     for kind in kinds:
-        model, optimizer = distributed(kind)
-        inner = model.module if kind.startswith("ddp") else model
-        before = everything(inner, optimizer)
-        plan = headroom.plan(model, optimizer, x, forward=mean)
-        after = everything(inner, optimizer)
-        assert all(map(torch.equal, before[0], after[0])) and before[1] == after[1]
-        assert torch.equal(before[2], after[2])
+        if kind.startswith("ddp"):
+            model, optimizer = distributed(kind)
+            before = everything(model.module, optimizer)
+            plan = headroom.plan(model, optimizer, x, forward=mean)
+            after = everything(model.module, optimizer)
+            assert all(map(torch.equal, before[0], after[0])) and before[1] == after[1]
+            assert torch.equal(before[2], after[2])
+        else:
+            optimizer = headroom.optim.AdamW8bit if kind == "8bit" else torch.optim.AdamW
+            policy = MIXED if kind == "mixed" else MixedPrecisionPolicy()
+            shard = FSDP(None, False if kind == "keep" else None, policy)
+            plan = planned(Small(), optimizer, x, world_size=mesh(), shard=shard)
         real, model, optimizer = least(kind, x, plan.peak_bytes * (1 + tolerance))
         sizes = plan.peak_bytes, real.peak_bytes, plan.timeline.peaks(), real.peaks()
         assert plan.peak_bytes == pytest.approx(real.peak_bytes, rel=tolerance), (kind, sizes)
         for part in ("parameters", "optimizer_state", "batch") if rank == 0 else ():
             most = plan.timeline.most_by_kind[part], real.most_by_kind[part]
             assert most[0] == most[1], (kind, part)
-        trained = headroom.plan(model, optimizer, x, forward=mean)
-        assert trained.peak_bytes == plan.peak_bytes, kind
+        if kind.startswith("ddp"):
+            trained = headroom.plan(model, optimizer, x, forward=mean)
+            assert trained.peak_bytes == plan.peak_bytes, kind
+        else:
+            with pytest.raises(ValueError, match="plan it before fully_shard"):
+                headroom.plan(model, optimizer, x, forward=mean)
 
 
 @pytest.mark.gloo

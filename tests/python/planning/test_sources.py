@@ -56,7 +56,7 @@ def test_configurations(tmp_path):
         model_from(transformers.LlamaConfig(**LLAMA)),
         model_from(tmp_path),
         model_from(str(file)),
-        model_from(LLAMA | {"architectures": ["LlamaModel"]}, dtype=torch.float16),
+        model_from(LLAMA | {"architectures": ["LlamaModel"], "dtype": "float16"}),
     ]
     assert {k: v for k, v in os.environ.items() if "OFFLINE" in k} == environment
     assert torch.get_default_dtype() == torch.float32

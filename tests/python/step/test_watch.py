@@ -4,7 +4,8 @@ import sys
 
 import pytest
 import torch
-from headroom.step.watch import listening, unseen, watching_modules
+from headroom._core.running_modules import watching_modules
+from headroom.step.watch import listening, unseen
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
