@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from .._core.sizes import format_bytes
 from .._core.text import shortened
+from ..step.before import Before
 from ..step.trees import plain_tensors, tensors_in
 from ..step.watch import listening, watching_modules
-from .restored import restored
 from .track import device_of
 
 __all__ = ["Saved", "SavedTensor", "saved"]
@@ -235,11 +235,16 @@ def saved(
         raise TypeError(f"loss is {type(loss).__name__}, wanted a function of the output")
     place = device_of(model, device)
     listener = _Listener(model)
-    with restored(model), torch.enable_grad(), listener.listening():
-        result = _forward(model, batch, loss)
-        if not any(t.requires_grad for t in tensors_in(result)):
-            raise ValueError("the output requires no gradient, so that nothing is saved for one")
-        listener.ask(result)
+    with Before(model) as before, torch.enable_grad():
+        before.keep(model.parameters())
+        before.callback(before.restore)
+        with listener.listening():
+            result = _forward(model, batch, loss)
+            if not any(t.requires_grad for t in tensors_in(result)):
+                raise ValueError(
+                    "the output requires no gradient, so that nothing is saved for one"
+                )
+            listener.ask(result)
     existing = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
     return Saved(_pieces(listener.tokens, existing, place), place)
 

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.nn.modules import module as every_module
 
+from ...step.out_of_memory import add_note
 from ..track import checked, device_of
 from ..watch import Watch
-from .explain import add_note, asked_bytes, explain
+from .explain import asked_bytes, explain
 from .loaded import Snapshot
 from .sources import CpuSource, CudaSource, Source
 from .ways_out import Planned, shapes_of
