@@ -151,7 +151,7 @@ class RetryingStep:
         if is_capturing():  # an error ends the capture, so that nothing can be repeated in it
             return self._run(args, kwargs)
         _refuse_ranks()
-        if self._calls == 0 and self._owner is None:
+        if self._calls == 0:
             self._training.refuse_unknown(self._step)
         self._calls += 1
         while True:
