@@ -13,7 +13,7 @@ from headroom.retrying import retry_on_oom
 from torch import nn
 
 from helpers.failing_allocator import failing_allocator
-from helpers.retrying import CPU_ERROR, Failing, batch, model_of
+from helpers.retrying import CPU_ERROR, Failing, batch, model_of, step_of
 
 
 def test_nothing_of_the_failed_attempt_is_alive_when_the_step_is_repeated():
@@ -189,6 +189,23 @@ def test_an_accumulator_with_sums_from_before():
     accumulator.finish(), other.finish()
     for param, same in zip(model.parameters(), twin.parameters()):
         assert torch.equal(param.grad, same.grad)
+
+
+def test_what_is_set_on_an_optimizer_for_a_step():
+    """A scale from before the step stays; one that the step has set is gone."""
+    model = model_of()
+    optimizer = headroom.optim.AdamW(model.parameters())
+    scale = optimizer.grad_scale = torch.tensor(8.0)
+    fail, seen = Failing(MemoryError("no room")), []
+
+    def step(tokens):
+        seen.append(vars(optimizer).get("found_inf"))
+        optimizer.found_inf = torch.zeros(())
+        step_of(model, optimizer, fail)(tokens)
+
+    with pytest.warns(UserWarning, match="L0 to L1"):
+        retry_on_oom(step, model=model, optimizer=optimizer)(batch())
+    assert optimizer.grad_scale is scale and seen == [None, None]
 
 
 def test_generators_are_restored_with_no_leaner_setting():
