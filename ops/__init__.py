@@ -8,6 +8,7 @@ decide what they keep, :mod:`headroom.checkpointing` recomputed activations,
 :mod:`headroom.patching` the same for models that exist, :mod:`headroom.memory` where bytes go,
 :mod:`headroom.planning` where they will go, :mod:`headroom.profiling` where time goes,
 :mod:`headroom.fitting` the fastest way to train within a budget,
+:mod:`headroom.retrying` steps that are repeated when memory runs out,
 :mod:`headroom.reports` pictures of these, :mod:`headroom.state` files of a run's state, and
 :mod:`headroom.integrations` what other libraries' training loops need.
 """
@@ -34,11 +35,12 @@ if TYPE_CHECKING:
         planning,
         profiling,
         reports,
+        retrying,
         state,
     )
     from .amp.cast_model import cast_model, cast_report
     from .checkpointing import checkpoint, checkpoint_every, checkpoint_sequential
-    from .fitting import fit, retry_on_oom
+    from .fitting import fit
     from .fitting.ladder import ladder
     from .grad.accumulate import GradAccumulator
     from .grad.clip import clip_grad_norm_, clip_grad_value_
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from .patching import patch, unpatch
     from .planning import fits, max_batch, plan
     from .profiling import profile
+    from .retrying import retry_on_oom
     from .state import StateFileError, latest, load_state, save_state
 else:
     __getattr__ = lazy(
@@ -89,7 +92,8 @@ else:
             "profiling": ".profiling",
             "release_gradients": ".optim",
             "reports": ".reports",
-            "retry_on_oom": ".fitting",
+            "retry_on_oom": ".retrying",
+            "retrying": ".retrying",
             "save_state": ".state",
             "state": ".state",
             "unpatch": ".patching",
@@ -138,6 +142,7 @@ __all__ = [
     "release_gradients",
     "reports",
     "retry_on_oom",
+    "retrying",
     "save_state",
     "state",
     "unpatch",

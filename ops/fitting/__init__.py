@@ -8,8 +8,6 @@ from .choice import Choice
 from .errors import DoesNotFit
 from .fitted import Change, Fitted
 from .ladder import Ladder, Rung
-from .repeating import Retry, RetryingStep
-from .retry import retry_on_oom
 from .search import FrontierPoint
 
 __all__ = [
@@ -19,9 +17,6 @@ __all__ = [
     "Fitted",
     "FrontierPoint",
     "Ladder",
-    "Retry",
-    "RetryingStep",
     "Rung",
     "fit",
-    "retry_on_oom",
 ]

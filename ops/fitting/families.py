@@ -17,13 +17,13 @@ from ..patching.families import find_layers
 from ..planning.api import made
 from ..planning.result import Plan
 from ..step.errors import PlanError
+from ..step.out_of_memory import is_out_of_memory
 from .blocks import Blocks, private_copy
 from .candidates import setup_of
 from .choice import Choice
 from .measure import Measured, measure_blocks, seconds_at_leanest
 from .micro_batches import parts, some_samples
 from .optimizers import optimizer_seconds
-from .out_of_memory import is_out_of_memory
 from .outer import Outer
 from .passes import PassTimes
 from .releasing import bucket_of

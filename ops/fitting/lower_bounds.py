@@ -11,13 +11,13 @@ from .._core.sizes import format_bytes
 from ..planning.api import made
 from ..planning.result import Plan
 from ..step.errors import PlanError
+from ..step.out_of_memory import is_out_of_memory
 from .blocks import Blocks
 from .candidates import setup_of
 from .choice import Choice
 from .errors import DoesNotFit
 from .families import Families
 from .floors import allowing, held_at_least, listed, words
-from .out_of_memory import is_out_of_memory
 from .replacing import is_headroom, state_bytes
 from .techniques import Techniques
 

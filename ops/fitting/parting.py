@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..step.out_of_memory import is_out_of_memory
 from .loop import Loop
-from .out_of_memory import is_out_of_memory
 from .shares import NO_RULE, rule_of, rules_of
 
 __all__ = ["Parting"]

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from .._core.dtensor import local_part
 from ..nn import Transformer
+from ..step.out_of_memory import is_out_of_memory
 from ..step.randomness import generators_kept
 from .blocks import Blocks, private_copy
 from .micro_batches import parts, samples_of, some_samples
-from .out_of_memory import is_out_of_memory
 from .replay import Replay
 from .setting import Setting
 

@@ -123,7 +123,7 @@ class AcceleratedFit:
 
 
 def _stepped(fit: weakref.ref[AcceleratedFit], optimizer: Any, *given: Any) -> None:
-    """Is called after each step of any optimizer."""
+    """Tells the fit of an optimizer that this has stepped; is called for all of them."""
     found = fit()
     if found is not None and found.optimizer is optimizer:
         found._stepped()

@@ -63,7 +63,7 @@ def _by_index(loader: Any) -> Any:
 
 
 def _copied(sampler: Any, data: Any) -> Any:
-    """A sampler that can be used up; the data, which may be large, are not copied."""
+    """Returns a sampler that can be used up; the data, which may be large, are not copied."""
     generators = {id(generator): generator for generator in _generators(sampler)}
     return copy.deepcopy(sampler, {id(data): data, **generators})
 

@@ -65,11 +65,11 @@ class FirstSteps:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing is left to measure."""
+        """Returns whether nothing is left to measure."""
         return self._told
 
     def step_began(self, batch: Any = None) -> None:
-        """A step begins. Does nothing within one, such as at its second batch.
+        """Begins to measure a step. Does nothing within one, such as at its second batch.
 
         Args:
             batch: tensors that were there before, and count.
@@ -83,7 +83,7 @@ class FirstSteps:
             self._began = self._now()
 
     def step_ended(self) -> None:
-        """An optimizer step has ended. Does nothing if none has begun, and leaves out a step in
+        """Ends the measurement of a step. Does nothing if none has begun, and leaves out a step in
         which something else ran."""
         counts = self._runs and self._whole
         self._runs = False

@@ -81,7 +81,7 @@ class FitCallback(FitsLoop, Callback):
         self._kept_budget = state_dict.get("budget")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Is called by the Trainer when everything is made and loaded."""
+        """Fits the model, if nothing has; the Trainer has made and loaded everything."""
         if self.fitted is None:
             _check(trainer, pl_module, len(trainer.optimizers))
             self.fit(trainer, pl_module, trainer.optimizers[0], late=True)
@@ -96,32 +96,32 @@ class FitCallback(FitsLoop, Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, *given: Any, **options: Any
     ) -> None:
-        """Is called by the Trainer before each batch."""
+        """Begins to measure a step."""
         if self.measured is not None:
             self.measured.step_began()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *given: Any, **options: Any
     ) -> None:
-        """Is called by the Trainer after each batch."""
+        """Ends the measurement if this batch has ended a step."""
         if self.measured is not None and trainer.global_step > self._step:
             self._step = trainer.global_step
             self.measured.step_ended()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Is called by the Trainer before an evaluation."""
+        """Leaves the evaluation that begins out of what is measured."""
         if self.measured is not None:
             self.measured.pause()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Is called by the Trainer at the end."""
+        """Tells what was measured."""
         if self.measured is not None:
             self.measured.end()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Is called by the Trainer after an error."""
+        """Stops to measure, after an error."""
         if self.measured is not None:
             self.measured.abandon()
 
@@ -223,7 +223,7 @@ def fit_optimizer(module: LightningModule, optimizer: Any) -> Any:
 
 
 def _accumulated(trainer: Trainer) -> int:
-    """The most batches that are accumulated in a step of any epoch."""
+    """Returns the most batches that are accumulated in a step of any epoch."""
     callbacks: list[Any] = getattr(trainer, "callbacks", [])
     schedules = [c.scheduling for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
     return max([trainer.accumulate_grad_batches, *(n for each in schedules for n in each.values())])

@@ -32,5 +32,5 @@ class StepCallback(TrainerCallback):
         self._prof = prof
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Is called by the Trainer."""
+        """Tells the profile that a step has ended."""
         self._prof.step()

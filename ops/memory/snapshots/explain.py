@@ -13,7 +13,7 @@ from ..cuda_trace import lines_of
 from .loaded import Snapshot
 from .ways_out import Planned, ways_out
 
-__all__ = ["add_note", "asked_bytes", "explain"]
+__all__ = ["asked_bytes", "explain"]
 
 _ROWS = 5
 _LINES = 3  # of each stack
@@ -33,15 +33,6 @@ def asked_bytes(error: BaseException) -> int | None:
         return None
     found = _ON_CUDA.search(text)
     return parse_bytes(f"{found[1]} {found[2]}") if found else 0
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Adds text to an error: as a note from Python 3.11 on, else to its message."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    else:
-        first = str(error.args[0]) if error.args else ""
-        error.args = (f"{first}\n{note}", *error.args[1:])
 
 
 def explain(

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...step.out_of_memory import add_note
 from ..collecting import no_collections
 from ..cuda import CudaRecorder
 from ..stream import Note
 from ..track import Tracked, checked, device_of
-from .explain import add_note, asked_bytes, explain
+from .explain import asked_bytes, explain
 from .history import History
 from .loaded import Snapshot
 from .ways_out import Planned, shapes_of

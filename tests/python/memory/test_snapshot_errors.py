@@ -13,7 +13,8 @@ import pytest
 import torch
 from headroom._core import atomic
 from headroom.memory import format_bytes, load_snapshot, snapshot
-from headroom.memory.snapshots.explain import add_note, asked_bytes
+from headroom.memory.snapshots.explain import asked_bytes
+from headroom.step.out_of_memory import add_note
 from torch import nn
 
 from helpers.viewer import accepted_by_torch

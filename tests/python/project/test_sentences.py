@@ -10,7 +10,7 @@ LEFT = {
     "fitting": 57,
     "functional": 7,
     "grad": 7,
-    "integrations": 18,
+    "integrations": 5,
     "loss": 1,
     "nn": 9,
     "planning": 1,

@@ -1,4 +1,4 @@
-"""Errors that say that memory has run out, and what they keep alive."""
+"""Errors that say that memory has run out: what they keep alive, and what else they say."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import traceback
 
 import torch
 
-from ..checkpointing import RecomputeError
-
-__all__ = ["explained", "forget_tensors", "is_out_of_memory"]
+__all__ = ["add_note", "forget_tensors", "is_out_of_memory"]
 
 # How a RuntimeError says it: torch's allocator for the CPU on Linux and elsewhere, C++, the CUDA
 # runtime, and CUDA's libraries, which allocate beside torch, such as CUBLAS_STATUS_ALLOC_FAILED.
@@ -53,10 +51,10 @@ def forget_tensors(error: BaseException) -> None:
         torch.cuda.empty_cache()
 
 
-def explained(error: Exception, text: str) -> Exception:
-    """Returns an error with an explanation: a :class:`torch.OutOfMemoryError`, MemoryError,
-    :class:`headroom.checkpointing.RecomputeError` or RuntimeError, as the given one is. Other
-    subclasses want other arguments than a text."""
-    kinds = (torch.OutOfMemoryError, MemoryError, RecomputeError)
-    kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
-    return kind(f"{str(error) or type(error).__name__}\nheadroom.retry_on_oom: {text}")
+def add_note(error: BaseException, note: str) -> None:
+    """Adds text to an error: as a note from Python 3.11 on, else to its message."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        first = str(error.args[0]) if error.args else ""
+        error.args = (f"{first}\n{note}", *error.args[1:])

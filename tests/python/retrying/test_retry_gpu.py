@@ -6,7 +6,7 @@ import gc
 import headroom
 import pytest
 import torch
-from headroom.fitting.retry import retry_on_oom
+from headroom.retrying import retry_on_oom
 
 from helpers.retrying import assert_same, contents, quietly, step_of
 
@@ -72,25 +72,6 @@ def test_less_memory_than_a_step_takes(optimizer_of):
         losses = [quietly(step, batch) for _ in range(3)]
     assert step.retries >= 1, step.report()
     assert_same(results(model, losses), wanted)
-
-
-def test_copies_of_an_optimizer_that_leave_no_room_for_its_step():
-    """Without copies the step fits, so that the copies go to the host and the levels stay."""
-    batch, state, peak = tokens(1, 16), {}, None
-    for limited in (False, True):
-        model, optimizer, step = made("L0", torch.optim.AdamW, layers=24)
-        step(batch)
-        fresh()
-        if limited:
-            step = retry_on_oom(step, model=model, optimizer=optimizer)
-        # The copies are 3 times the parameters, and take the room of what the step allocates.
-        with held_to(peak + 32 * MIB) if limited else contextlib.nullcontext():
-            losses = [quietly(step, batch) for _ in range(2)]
-        peak = torch.cuda.max_memory_reserved()
-        state[limited] = results(model, losses)
-    assert "memory of the host" in step.report() and step.retries == 1
-    assert model.save == ["L0"] * 24
-    assert_same(state[True], state[False])
 
 
 def test_what_another_stream_still_writes_is_waited_for():

@@ -9,7 +9,7 @@ import weakref
 import headroom
 import pytest
 import torch
-from headroom.fitting.retry import retry_on_oom
+from headroom.retrying import retry_on_oom
 from torch import nn
 
 from helpers.failing_allocator import failing_allocator
@@ -43,15 +43,15 @@ def test_nothing_of_the_failed_attempt_is_alive_when_the_step_is_repeated():
 
 
 def test_copies_for_the_failed_attempt_are_gone_when_the_step_is_repeated():
+    """Here those of gradients that were there before it, to which the failed backward has added."""
     model = model_of()
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = headroom.optim.AdamW(model.parameters())
     fail, live = Failing(), []
-    optimizer.register_step_post_hook(lambda *_: fail())  # the copies are there until its end
-    plain = step_of(model, optimizer)
 
     def step(tokens):
         live.append(allocator.live(collects=False))
-        return plain(tokens)
+        model(tokens).square().mean().backward()
+        fail()
 
     step = retry_on_oom(step, model=model, optimizer=optimizer)
     with failing_allocator() as allocator:
@@ -99,7 +99,7 @@ def test_what_a_failed_backward_was_about_to_run_is_gone_when_the_step_is_repeat
         optimizer.zero_grad()
 
     step = retry_on_oom(step, model=model, optimizer=optimizer)
-    step._ladders = [Often()]
+    step._leaner = lambda: "again"
     with pytest.warns(UserWarning, match="again"):
         step(torch.randn(7, 5))
     assert alive == [[], [False]]
@@ -189,6 +189,23 @@ def test_an_accumulator_with_sums_from_before():
     accumulator.finish(), other.finish()
     for param, same in zip(model.parameters(), twin.parameters()):
         assert torch.equal(param.grad, same.grad)
+
+
+def test_what_is_set_on_an_optimizer_for_a_step():
+    """A scale from before the step stays; one that the step has set is gone."""
+    model = model_of()
+    optimizer = headroom.optim.AdamW(model.parameters())
+    scale = optimizer.grad_scale = torch.tensor(8.0)
+    fail, seen = Failing(MemoryError("no room")), []
+
+    def step(tokens):
+        seen.append(vars(optimizer).get("found_inf"))
+        optimizer.found_inf = torch.zeros(())
+        step_of(model, optimizer, fail)(tokens)
+
+    with pytest.warns(UserWarning, match="L0 to L1"):
+        retry_on_oom(step, model=model, optimizer=optimizer)(batch())
+    assert optimizer.grad_scale is scale and seen == [None, None]
 
 
 def test_generators_are_restored_with_no_leaner_setting():
@@ -285,7 +302,7 @@ def test_sparse_gradients():
     fail = Failing()
     model, optimizer, step = made(fail)
     step = retry_on_oom(step, model=model, optimizer=optimizer, micro_batches=1)
-    step._ladders = [Often()]
+    step._leaner = lambda: "again"
     twin, _, plain = made(lambda: None)
     for ends in (False, True, False):
         fail.errors = [MemoryError()]
@@ -294,10 +311,3 @@ def test_sparse_gradients():
         plain(torch.tensor([1, 3]), ends)
     assert torch.equal(model.weight, twin.weight)
     assert torch.equal(model.weight.grad.to_dense(), twin.weight.grad.to_dense())
-
-
-class Often:
-    """Settings without an end."""
-
-    def leaner(self):
-        return "again"

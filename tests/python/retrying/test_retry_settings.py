@@ -5,10 +5,9 @@ import warnings
 import headroom
 import pytest
 import torch
-from headroom.fitting import kept, optimizer_before
-from headroom.fitting.retry import retry_on_oom
+from headroom.retrying import retry_on_oom
 
-from helpers.retrying import Failing, assert_same, batch, contents, model_of, step_of
+from helpers.retrying import Failing, assert_same, batch, contents, model_of, said, step_of
 
 
 def test_levels_rise_one_after_another_and_then_the_error_comes():
@@ -23,7 +22,7 @@ def test_levels_rise_one_after_another_and_then_the_error_comes():
     with warnings.catch_warnings(), pytest.raises(torch.OutOfMemoryError) as caught:
         warnings.simplefilter("ignore", UserWarning)
         step(batch())
-    assert "no room" in str(caught.value) and "no leaner setting is left" in str(caught.value)
+    assert "no leaner setting is left" in said(caught.value)
     assert [one.change for one in step.history] == [
         "1 blocks raised from L0 to L1",
         "1 blocks raised from L1 to L2",
@@ -129,49 +128,6 @@ def test_a_model_of_transformers(patched):
     twin, _ = trained(none, "L2")
     assert step.retries == 2
     assert_same(contents(model), contents(twin))
-
-
-@pytest.mark.parametrize("place", ["step", "forward"])
-def test_copies_that_took_the_room_go_to_the_host(monkeypatch, place):
-    """A step of an optimizer that fails beside its copies may fit without them."""
-    monkeypatch.setattr(optimizer_before, "_is_on_device", lambda param: True)
-    made, copy = [], kept._copy
-    monkeypatch.setattr(kept, "_copy", lambda x, on_host: made.append(on_host) or copy(x, on_host))
-    model = model_of()
-    optimizer = torch.optim.AdamW(model.parameters())
-    fail = Failing(*(MemoryError("no room") for _ in range(2)))
-    if place == "step":
-        optimizer.register_step_post_hook(lambda *_: fail())
-    step = step_of(model, optimizer, fail if place == "forward" else lambda: None)
-    step = retry_on_oom(step, model=model, optimizer=optimizer)
-    with pytest.warns(UserWarning):
-        step(batch())
-    changes = [one.change for one in step.history]
-    if place == "forward":
-        assert model.save == ["L2", "L2"] and not any(made)
-        return
-    assert "memory of the host" in changes[0] and "L0 to L1" in changes[1]
-    first = made.index(True)
-    assert first > 0 and all(made[first:]) and model.save == ["L1", "L1"]
-
-
-def test_only_what_the_step_of_an_optimizer_writes_is_copied(monkeypatch):
-    made, copy = [], kept._copy
-    monkeypatch.setattr(kept, "_copy", lambda x, on_host: made.append(x) or copy(x, on_host))
-    used, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-    model = torch.nn.ParameterList([used, unused])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
-
-    def step():
-        (used * 2).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step = retry_on_oom(step, model=model, optimizer=optimizer)
-    step()
-    assert len(made) == 1 and made[0] is used
-    step()
-    assert len(made[1:]) == 4 and not any(x is unused for x in made)
 
 
 def test_a_fitted_model_with_a_scaler():

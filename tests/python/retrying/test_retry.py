@@ -46,6 +46,9 @@ OPTIMIZERS = {
 }
 
 
+OURS = ("headroom", "8bit", "adafactor")
+
+
 class Training(Run):
     """A step that draws from every generator."""
 
@@ -91,6 +94,11 @@ class BatchNorm(Training):
         return [torch.randn(5, 6, generator=generator) for _ in range(3)]
 
 
+def late(optimizer):
+    """Optimizers of torch write while they allocate."""
+    return None if optimizer in OURS else "that of (AdamW|SGD) failed half way"
+
+
 BUILDS = pytest.mark.parametrize("build", [Transformer, BatchNorm])
 
 
@@ -98,7 +106,7 @@ BUILDS = pytest.mark.parametrize("build", [Transformer, BatchNorm])
 @pytest.mark.parametrize("optimizer", ["headroom", "8bit", "adafactor", "foreach", "momentum"])
 def test_a_failure_at_some_allocations_of_a_step(allocator, build, optimizer):
     kind = type(build.__name__, (build,), {"kind": optimizer})
-    assert fail_everywhere(allocator, kind, which=1, stride=11) > 2
+    assert fail_everywhere(allocator, kind, which=1, stride=11, late=late(optimizer)) > 2
 
 
 @pytest.mark.slow
@@ -107,4 +115,4 @@ def test_a_failure_at_some_allocations_of_a_step(allocator, build, optimizer):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_failure_at_every_allocation_of_a_step(allocator, build, optimizer, which):
     kind = type(build.__name__, (build,), {"kind": optimizer})
-    assert fail_everywhere(allocator, kind, which) > 20
+    assert fail_everywhere(allocator, kind, which, late=late(optimizer)) > 20

@@ -18,13 +18,14 @@ def allocator():
 
 
 class Loop(Run):
-    """A model of one block, and torch's AdamW."""
+    """A model of one block, and Headroom's AdamW."""
 
-    late = None  # what an error says that comes when the optimizer has stepped
+    late = None  # what an error says that comes when an optimizer has stepped or begun to
+    adamw = headroom.optim.AdamW
 
     def made(self, save):
         self.model = model_of(save, layers=1)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.optimizer = self.adamw(self.model.parameters(), lr=0.01)
 
     def loss(self, batch):
         return self.model(batch).square().mean()
@@ -82,7 +83,8 @@ class Scaled(Loop):
     """Mixed precision as torch's pages have it."""
 
     more = ("scaler",)
-    late = "AdamW has stepped"  # in scaler.update()
+    adamw = torch.optim.AdamW
+    late = "AdamW has stepped|that of AdamW failed half way"  # scaler.update() allocates, too
     scaler_of = torch.amp.GradScaler
 
     def made(self, save):
@@ -103,12 +105,15 @@ class Scaled(Loop):
         return {k: v for k, v in self.scaler.state_dict().items()}
 
 
-class ScaledByOurs(Scaled):
-    scaler_of = headroom.amp.GradScaler
+class ScaledAndOurs(Scaled):
+    """The optimizer is Headroom's."""
 
-    def made(self, save):
-        super().made(save)
-        self.optimizer = headroom.optim.AdamW(self.model.parameters(), lr=0.01)
+    adamw = headroom.optim.AdamW
+    late = "AdamW has stepped"
+
+
+class ScaledByOurs(ScaledAndOurs):
+    scaler_of = headroom.amp.GradScaler
 
 
 class Checkpointed(Loop):
@@ -143,23 +148,6 @@ class Compiled(Loop):
         return self.compiled(batch).square().mean()
 
 
-class Closures(Loop):
-    """An optimizer that runs the model by itself."""
-
-    def made(self, save):
-        super().made(save)
-        self.optimizer = torch.optim.LBFGS(self.model.parameters(), lr=0.1, max_iter=2)
-
-    def plain(self, batch):
-        def closure():
-            self.optimizer.zero_grad()
-            loss = self.loss(batch)
-            loss.backward()
-            return loss
-
-        self.optimizer.step(closure)
-
-
 class Behind(Loop):
     """A schedule and a moving average of the weights behind the step."""
 
@@ -184,7 +172,7 @@ class Behind(Loop):
 class TwoOptimizers(Loop):
     """The second one may fail when the first one has stepped."""
 
-    late = "AdamW has stepped"
+    late = "AdamW has stepped|that of SGD failed half way"
 
     def made(self, save):
         super().made(save)
@@ -208,7 +196,6 @@ class Released(Loop):
 
     def made(self, save):
         super().made(save)
-        self.optimizer = headroom.optim.AdamW(self.model.parameters(), lr=0.01)
         self.handle = headroom.optim.release_gradients(
             self.model, self.optimizer, bucket_bytes=1 << 10
         )
@@ -234,6 +221,8 @@ class Own(torch.optim.Optimizer):
 
 
 class WithOwn(Loop):
+    late = "that of Own failed half way"
+
     def made(self, save):
         super().made(save)
         self.optimizer = Own(self.model.parameters(), lr=0.1)
@@ -245,7 +234,7 @@ class WithOwn(Loop):
 
 
 KINDS = [
-    *(MicroBatches, OverCalls, Zeroed, Scaled, ScaledByOurs, Checkpointed, Hooked, Closures),
+    *(MicroBatches, OverCalls, Zeroed, Scaled, ScaledAndOurs, ScaledByOurs, Checkpointed, Hooked),
     *(Behind, TwoOptimizers, Released, WithOwn),
 ]
 
