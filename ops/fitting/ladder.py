@@ -15,15 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from .._core.atomic import replacing
+from .._core.frontier_chart import Series, draw_frontier
 from .._core.sizes import format_bytes
 from .._core.text import shortened
+from ..step.description import Step
 from ..step.errors import PlanError
 from ..step.trees import tensors_in
-from .by_kind import peak_by_kind
-from .choice import Choice
-from .frontier_chart import Series, draw_frontier
-from .preparing import Asked, peak_as_given, search_of
-from .search import SAME, FrontierPoint, Search
+from .arguments import allowed_of, checked
+from .choice import SAME, Choice, FrontierPoint
+from .search.changes import peak_as_given, peak_by_kind, plain_choice
+from .search.search import Search, search_of
 
 __all__ = ["Ladder", "Rung", "distinct", "interesting", "ladder"]
 
@@ -93,7 +94,7 @@ class Ladder:
                 f"ladder was made with another {', another '.join(wrong)}: give headroom.fit what "
                 "headroom.ladder was given, or leave ladder= out"
             )
-        return self._search.with_optimizers(asked.families.techniques)
+        return self._search.with_techniques(asked.candidates.techniques, asked.given)
 
     def rungs(self, most: int = ROWS) -> list[Rung]:
         """Returns the model as it was given, and then up to ``most`` points of the frontier from
@@ -213,18 +214,18 @@ def ladder(
         OSError: ``path`` cannot be written.
         TypeError, ValueError: an argument does not fit; says which one, and what was wanted.
     """
-    asked = Asked(
-        model, sample_batch, optimizer, loss, forward, device, amp, scaler, max_grad_norm, allow
-    )
-    search = search_of(asked)
+    step = Step(
+        model, optimizer, sample_batch, loss, forward, device, amp, scaler,
+        max_grad_norm=max_grad_norm,
+    )  # fmt: skip
+    search = search_of(checked(step), allowed_of(allow))
     search.time_all()
     points = distinct(search.frontier())
-    families = search.families
     if not points:
-        raise PlanError("; ".join(families.notes) or "nothing can be planned")
+        raise PlanError("; ".join(search.candidates.notes) or "nothing can be planned")
     made = Ladder(
         type(model).__name__,
-        str(families.setting.device),
+        str(search.candidates.step.device),
         _as_given(search),
         [_rung(search, str(p.choice), p.peak, p.seconds, p.choice) for p in points],
         search,
@@ -236,17 +237,18 @@ def ladder(
 
 def _asked(search: Search) -> dict[str, Any]:
     """Returns what a search is for, in what can be compared."""
-    techniques = search.families.techniques
-    setting, given = techniques.setting, techniques.given
-    groups = [{**group, "params": list(map(id, group["params"]))} for group in given.param_groups]
+    techniques = search.candidates.techniques
+    step = techniques.step
+    groups = step.optimizer.param_groups
+    options = [{**group, "params": list(map(id, group["params"]))} for group in groups]
     return {
-        "model": id(setting.model),
-        "sample_batch": list(map(id, tensors_in(setting.batch))),
-        "loss or forward": (setting.loss, setting.forward),
-        "device": setting.device,
-        "amp": setting.amp,
-        "scaler": setting.scaler,
-        "optimizer": repr((type(given), groups)),
+        "model": id(step.model),
+        "sample_batch": list(map(id, tensors_in(step.batch))),
+        "loss or forward": (step.loss, step.forward),
+        "device": step.device,
+        "amp": step.amp,
+        "scaler": bool(step.scaler),
+        "optimizer": repr((type(step.optimizer), options)),
         "max_grad_norm": techniques.clips,
         "allow, or before its optimizer had begun to train": list(techniques.optimizers),
         "only": techniques.only,
@@ -269,22 +271,17 @@ def distinct(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
 
 def _as_given(search: Search) -> Rung:
     """Returns the model as it was given. Its time is that of blocks which keep all they can."""
-    fused = search.families.techniques.fused_losses[0]
-    choice = Choice(search.keeping_all(), fused_loss=fused)
-    outer = search.outer_of(choice)
-    assert outer is not None  # the first of every search
-    estimate = outer.at(choice.levels)
-    peak = peak_as_given(search)
+    choice = plain_choice(search.candidates, search.known)
+    estimate = search.known[choice.but(levels=())].at(choice.levels)
+    peak = peak_as_given(search.candidates)
     size = estimate.peak if peak is None else peak
     rung = _rung(search, "as it is", size, estimate.seconds, choice)
     return replace(rung, choice=None)
 
 
 def _rung(search: Search, title: str, peak: int, seconds: float, choice: Choice) -> Rung:
-    outer = search.outer_of(choice)
-    assert outer is not None  # the choice is of the search
-    optimizer = search.families.techniques.optimizer_of(choice)
-    kinds = peak_by_kind(outer, choice.levels, peak, optimizer)
+    candidate = search.known[choice.but(levels=())]
+    kinds = peak_by_kind(search.candidates, candidate, choice.levels, peak)
     return Rung(title, peak, seconds, choice, kinds)
 
 

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import headroom
 import pytest
 import torch
-from headroom.fitting import Choice, frontier_chart
-from headroom.fitting.frontier_chart import Series, draw_frontier
+from headroom._core import frontier_chart
+from headroom._core.frontier_chart import Series, draw_frontier
+from headroom.fitting import Choice
 from headroom.fitting.ladder import Ladder, Rung, distinct, interesting
 from headroom.reports import read
 from torch.optim import SGD, AdamW
@@ -173,9 +174,9 @@ def test_the_bytes_of_parts_are_those_of_their_plans(count):
     ids = torch.randint(fitted_models.VOCAB, (10, fitted_models.TOKENS))
     batch = {"ids": ids, "labels": ids}
     search = headroom.ladder(fitted_models.ours(), batch)._search
-    outer = next(o for o in search.every() if o.choice.micro_batches == count)
-    for point in (outer.points[0], outer.points[len(outer.points) // 2], outer.points[-1]):
-        plan = search.plan_of(outer.choice_of(point))
+    found = next(c for c in search.every() if c.choice.micro_batches == count)
+    for point in (found.points[0], found.points[len(found.points) // 2], found.points[-1]):
+        plan = search.candidates.plan(found.choice_of(point))
         # What does not shrink, such as the states of generators, is much of so small a model.
         assert point.peak == pytest.approx(plan.total_bytes, rel=0.015)
 

@@ -1,13 +1,13 @@
 """The values that fields of a choice may have: checked, kept to, and no reason to trust a loss."""
 
-import functools
-
 import headroom
 import pytest
 import torch
-from headroom.fitting import DoesNotFit
-from headroom.fitting.choice import Choice
-from headroom.fitting.preparing import Asked, search_of
+from headroom.fitting import Choice, DoesNotFit
+from headroom.fitting.api import fit_step
+from headroom.fitting.arguments import checked
+from headroom.fitting.search.techniques import techniques_of
+from headroom.step.description import Step
 from torch import nn
 
 mse_loss = nn.functional.mse_loss
@@ -38,9 +38,7 @@ def fitted(model, batch=None, **options):
 def techniques(**options):
     """What is possible in a loop, before anything is measured."""
     batch = torch.randn(SAMPLES, 16), torch.randn(SAMPLES, 16)
-    given = {"optimizer": None, "loss": mse_loss, "max_grad_norm": None, "allow": (), **options}
-    asked = functools.partial(Asked, chain(), batch, forward=None, device=None, amp=None)
-    return search_of(asked(scaler=None, **given)).families.techniques
+    return techniques_of(checked(Step(chain(), None, batch, mse_loss, scaler=None)), **options)
 
 
 @pytest.mark.parametrize(
@@ -106,12 +104,18 @@ def test_a_loss_that_compares_samples_has_whole_batches_if_it_can():
 
 def test_loops_of_other_libraries_weigh_losses_themselves():
     x = torch.randn(SAMPLES, 16)
-    options = {"only": {"micro_batches": (4,)}, "_parts_add_up": True}
-    assert fitted(chain(), x, loss=contrastive, optimizer=sgd, **options).choice.micro_batches == 4
+    only = {"micro_batches": (4,)}
+
+    def choice_of(model, batch, loss):
+        step = Step(model, sgd, batch, loss, scaler=None)
+        options = {"only": only, "parts_add_up": True, "dry_run": True}
+        return fit_step(step, budget="1 GiB", **options).choice
+
+    assert choice_of(chain(), x, contrastive).micro_batches == 4
     model = chain(nn.BatchNorm1d(16))
-    assert fitted(model, **options).choice.micro_batches == 4
+    assert choice_of(model, (x, x), mse_loss).micro_batches == 4
     with pytest.raises(ValueError, match="wanted 1 among them.*not with a BatchNorm in training"):
-        fitted(model, only=options["only"])
+        fitted(model, only=only)
 
 
 def test_gradients_that_are_to_be_released():

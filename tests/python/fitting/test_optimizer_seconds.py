@@ -6,8 +6,8 @@ import random
 import headroom
 import pytest
 import torch
-from headroom.fitting import clock
-from headroom.fitting.optimizers import optimizer_seconds
+from headroom.fitting.costs import clock
+from headroom.fitting.costs.optimizer_seconds import optimizer_seconds
 from torch import nn
 
 CPU = torch.device("cpu")

@@ -7,8 +7,9 @@ import random
 import headroom
 import pytest
 import torch
-from headroom.fitting import Choice, DoesNotFit, families
-from headroom.fitting.agree import gathered
+from headroom.fitting import Choice, DoesNotFit
+from headroom.fitting.ranks import gathered
+from headroom.fitting.search import candidates
 from torch import nn
 
 from helpers.fitting import cross_entropy, ours, samples, stack
@@ -33,7 +34,7 @@ def unmeasured(monkeypatch):
 
     def forbid():
         for name in ("measure_blocks", "seconds_at_leanest", "optimizer_seconds"):
-            monkeypatch.setattr(families, name, refuse)
+            monkeypatch.setattr(candidates, name, refuse)
 
     return forbid
 

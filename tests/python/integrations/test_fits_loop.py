@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from headroom.fitting import DoesNotFit
-from headroom.fitting.agree import RankError
+from headroom.fitting.ranks import RankError
 from headroom.integrations.fits_loop import FitsLoop, kept_or_found
 from headroom.integrations.loops import fit_in_loop
 from torch import nn

@@ -1,0 +1,113 @@
+"""What a block is called with, kept so that the block can be called again by itself."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._core.surroundings import Settings
+
+__all__ = ["Call", "described", "results_of", "tensors_of"]
+
+_SHARED = (nn.Module, torch.dtype, torch.device, type)  # nothing in these belongs to one call
+
+
+class Call:
+    """The arguments of one call, without the graph behind them.
+
+    Attributes:
+        settings: autocast and the choice of kernels, as they were around the call.
+    """
+
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
+    ) -> None:
+        self.settings = Settings([device.type])
+        self._needs_grad: set[int] = set()
+        self._given = _mapped((args, dict(kwargs)), self._kept)
+
+    def _kept(self, x: Tensor) -> Tensor:
+        kept = x.detach()
+        if x.requires_grad:
+            self._needs_grad.add(id(kept))
+        return kept
+
+    def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments for another call. Those that require gradients are no leaves, as
+        in a model, so that a block may change them in place; objects that a call may change, such
+        as caches, are copies."""
+        made: dict[int, Tensor] = {}
+
+        def renewed(x: Tensor) -> Tensor:
+            if id(x) not in made:
+                needs_grad = id(x) in self._needs_grad
+                made[id(x)] = x.detach().requires_grad_().clone() if needs_grad else x
+            return made[id(x)]
+
+        return _mapped(self._given, renewed)
+
+
+def _mapped(value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
+    """Returns a copy of nested containers and objects with other tensors in it."""
+    if isinstance(value, Tensor):
+        return tensor(value)
+    if isinstance(value, dict) and type(value) is dict:
+        return {key: _mapped(item, tensor) for key, item in value.items()}
+    if isinstance(value, tuple):
+        items = (_mapped(item, tensor) for item in value)
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [_mapped(item, tensor) for item in value]
+    if not hasattr(value, "__dict__") or callable(value) or isinstance(value, _SHARED):
+        return value
+    memo: dict[int, Any] = {}
+    for x in tensors_of(value):
+        memo[id(x)] = tensor(x)
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # what cannot be copied is shared, as it is between the blocks of a model
+        return value
+
+
+def tensors_of(value: Any, seen: set[int] | None = None) -> list[Tensor]:
+    """Returns the tensors in nested containers and objects, modules left out."""
+    if isinstance(value, Tensor):
+        return [value]
+    seen = set() if seen is None else seen
+    if id(value) in seen or isinstance(value, _SHARED):
+        return []
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        inner = list(value.values())
+    elif isinstance(value, (list, tuple, set)):
+        inner = list(value)
+    else:
+        inner = list(getattr(value, "__dict__", {}).values())
+    return [x for item in inner for x in tensors_of(item, seen)]
+
+
+def described(value: Any) -> Hashable:
+    """Returns what distinguishes values that lead to different costs: shapes, strides, dtypes,
+    whether gradients are needed, and plain values; of other objects their class."""
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), tuple(value.stride()), value.dtype, value.requires_grad)
+    if isinstance(value, (int, float, str, type(None), torch.dtype, torch.device)):
+        return value
+    if isinstance(value, Mapping):
+        return tuple((str(key), described(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(described(item) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return tuple(described(getattr(value, name)) for name in names)
+    return type(value).__qualname__
+
+
+def results_of(value: Any) -> list[Tensor]:
+    """Returns the tensors in the result of a block that a backward pass may begin at."""
+    return [x for x in tensors_of(value) if x.requires_grad]
