@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..patching.levels import Blocks
 from ..step.description import Step
 from ..step.micro_batches import bytes_of
 from .apply.applied import Applied
 from .apply.fitted import Fitted
 from .arguments import allowed_of, budget_of, check_margin, check_only, checked, within
 from .choice import Choice
-from .costs.blocks import Blocks
 from .ranks import from_first, gathered, together
 from .report import Chosen
 from .search.changes import changes_of, peak_before
-from .search.optimizers import bucket_of
 from .search.refusal import does_not_fit, given_does_not_fit
 from .search.search import Search, search_of
+from .search.techniques import bucket_of
 
 __all__ = ["fit", "fit_step"]
 

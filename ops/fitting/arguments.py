@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, Dataset
 from .._core.available import available
 from .._core.sizes import parse_bytes
 from ..memory.track import device_of
+from ..optim.replacing import optimizer_of
 from ..step.description import Step
 from ..step.trees import tensors_in
 from .choice import ALLOWABLE, Choice
-from .search.optimizers import optimizer_of
 
 __all__ = ["MARGINS", "allowed_of", "budget_of", "check_margin", "check_only", "checked", "within"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .out_of_memory import is_out_of_memory
+from ..step.out_of_memory import is_out_of_memory
 
 __all__ = ["kept", "kept_attributes"]
 

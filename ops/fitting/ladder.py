@@ -249,7 +249,7 @@ def _asked(search: Search) -> dict[str, Any]:
         "amp": step.amp,
         "scaler": bool(step.scaler),
         "optimizer": repr((type(step.optimizer), options)),
-        "max_grad_norm": techniques.clips,
+        "max_grad_norm": step.max_grad_norm is not None,
         "allow, or before its optimizer had begun to train": list(techniques.optimizers),
         "only": techniques.only,
     }

@@ -14,9 +14,9 @@ import torch
 from .._core.capture import is_capturing
 from ..checkpointing import RecomputeError
 from ..patching.blocks import verified_blocks
+from ..step.out_of_memory import explained, forget_tensors, is_out_of_memory
 from .before import Before
 from .leaner import MicroBatches, SaveLevels
-from .out_of_memory import explained, forget_tensors, is_out_of_memory
 from .overlooked import refuse_overlooked
 from .training import Training
 

@@ -15,10 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ..fitting import Fitted
 from ..fitting.choice import Choice
-from ..fitting.costs.agreement import rules_of
 from ..fitting.ranks import together
 from ..step.description import Step
 from ..step.micro_batches import SAMPLES, parts, samples_of, shares
+from ..step.rules import rules_of
 from ..step.run import Total, passes
 from .batches import moved, repeated
 from .first_steps import ToldSteps

@@ -11,11 +11,11 @@ from torch import nn
 from .._core.sizes import format_bytes, parse_bytes
 from ..fitting import Fitted
 from ..fitting.api import fit_step
-from ..fitting.costs.agreement import rule_of
 from ..fitting.ranks import together, world_size
 from ..step.description import Step
 from ..step.errors import PlanError
 from ..step.micro_batches import samples_of
+from ..step.rules import rule_of
 from ..step.trees import tensors_in
 from .values import line_of
 

@@ -12,9 +12,9 @@ from ...amp.cast_model import cast_model
 from ...optim import load_master_weights, master_weights, release_gradients
 from ...patching import unpatch
 from ...patching.changes import RECORD
+from ...patching.levels import set_levels
 from ..choice import Choice
-from ..costs.blocks import set_levels
-from ..search.optimizers import bucket_of
+from ..search.techniques import bucket_of
 
 __all__ = ["Applied"]
 

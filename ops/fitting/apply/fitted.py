@@ -13,10 +13,10 @@ from ...planning.result import Plan
 from ...step.description import Step
 from ...step.errors import PlanError
 from ...step.micro_batches import bytes_of, parts, shares
+from ...step.out_of_memory import is_out_of_memory
+from ...step.rules import NO_RULE, rule_of, rules_of
 from ...step.run import train
 from ..choice import SAME, Choice, FrontierPoint
-from ..costs.agreement import NO_RULE, rule_of, rules_of
-from ..out_of_memory import is_out_of_memory
 from ..report import Change, described, report
 from .adapt import expected
 from .applied import Applied

@@ -1,4 +1,4 @@
-"""What was measured of a model: the costs of its blocks at their levels, and passes of all of it."""
+"""What was measured of a model: what its blocks cost at their levels, and passes of it."""
 
 from __future__ import annotations
 

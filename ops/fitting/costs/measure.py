@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..._core import clock
 from ...memory.cpu import check_no_profiler
 from ...patching.blocks import verified_blocks
+from ...patching.levels import Blocks
 from ...step.description import Step
 from ...step.randomness import generators_kept
-from . import clock
 from .alone import Alone, Bytes, Seconds
 from .block_costs import BlockCosts, LevelCost, Measured, PassSeconds
-from .blocks import Blocks
 from .calls import Call, results_of
+from .kinds import Likeness
 from .passes import is_first_run, seconds_of_pass
 
 __all__ = ["measure_blocks", "seconds_at_leanest"]
@@ -168,7 +169,7 @@ class _Kinds:
     """The kinds of the blocks of a model."""
 
     def __init__(self, blocks: Blocks, device: torch.device) -> None:
-        self._blocks, self._device = blocks, device
+        self._blocks, self._device, self._likeness = blocks, device, Likeness(blocks)
         self._kinds: dict[Hashable, _Kind] = {}
         self._order: dict[str, _Kind] = {}  # of each block, in the order of calls
         self._calls: dict[str, int] = {}  # of each block in a step
@@ -196,7 +197,7 @@ class _Kinds:
             self._calls[name] = self._calls.get(name, 0) + 1
             if name in self._order:
                 return
-            key = self._blocks.kind(name, args, kwargs)
+            key = self._likeness.of(name, args, kwargs)
             if key not in self._kinds:
                 call = Call(args, kwargs, self._device)
                 number, levels = len(self._kinds), self._blocks.levels(name)

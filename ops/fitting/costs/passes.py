@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._core.clock import Stopwatch
 from ...step.description import Step
 from .block_costs import PassSeconds
 from .calls import results_of
-from .clock import Stopwatch
 
 __all__ = ["PassTimes", "is_first_run", "seconds_of_pass"]
 

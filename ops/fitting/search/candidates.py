@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from torch.nn import RNNBase
 
-from ..._core.module_copies import copied_modules
+from ..._core.module_copies import copied_modules, private_copy
 from ...amp.cast_model import cast_model
 from ...checkpointing import RecomputeError
+from ...optim.replacing import is_headroom, state_bytes
 from ...patching.families import find_layers
+from ...patching.levels import Blocks, set_levels
 from ...planning.api import made
 from ...planning.checks import check_step
 from ...planning.recorder import Recorder
@@ -23,18 +25,16 @@ from ...planning.result import Plan
 from ...step.description import Step
 from ...step.errors import PlanError
 from ...step.micro_batches import parts, some_samples
+from ...step.out_of_memory import is_out_of_memory
+from ...step.rules import NO_RULE, rule_of, rules_of
 from ..choice import Choice
-from ..costs.agreement import NO_RULE, rule_of, rules_of
 from ..costs.block_costs import Measured
-from ..costs.blocks import Blocks, private_copy, set_levels
 from ..costs.measure import measure_blocks, seconds_at_leanest
 from ..costs.optimizer_seconds import optimizer_seconds
 from ..costs.outline import Outline, outline
 from ..costs.passes import PassTimes
-from ..out_of_memory import is_out_of_memory
 from .candidate import Candidate, Found, Frontiers
-from .optimizers import bucket_of, is_headroom, state_bytes
-from .techniques import Techniques
+from .techniques import Techniques, bucket_of
 
 __all__ = ["Candidates"]
 
@@ -127,7 +127,7 @@ class Candidates:
         Raises:
             PlanError: the model as it is cannot be planned.
         """
-        for choice in self.techniques.choices():
+        for choice in self.techniques.choices:
             costs = None if choice in self._gone else self._costs(_pass_of(choice))
             if costs is not None:
                 yield self._candidate(costs, choice)
@@ -384,12 +384,11 @@ class Candidates:
     def _seconds_of_step(self, choice: Choice) -> float:
         key = choice.optimizer, choice.weights
         if key not in self._step_seconds:
-            optimizer = self.techniques.optimizers[key]
-            params = [p for group in optimizer.param_groups for p in group["params"]]
             dtype = torch.bfloat16 if choice.weights == "bf16" else None
             assert self.step.device is not None
-            seconds = optimizer_seconds(optimizer, params, self.step.device, dtype=dtype)
-            self._step_seconds[key] = seconds
+            self._step_seconds[key] = optimizer_seconds(
+                self.techniques.optimizers[key], self.step.device, dtype=dtype
+            )
         return self._step_seconds[key]
 
     def _state_of(self, choice: Choice) -> int:

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from ...optim.replacing import is_headroom, state_bytes
+from ...patching.levels import Blocks
 from ...planning.api import made
 from ...step.errors import PlanError
 from ..choice import SAME, Choice
-from ..costs.blocks import Blocks
 from ..costs.outline import settled
 from ..report import Change
 from .candidate import Candidate, Found
 from .candidates import Candidates, step_with
-from .optimizers import is_headroom, state_bytes
 
 __all__ = ["changes_of", "peak_as_given", "peak_before", "peak_by_kind", "plain_choice"]
 

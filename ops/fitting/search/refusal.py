@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ..._core.sizes import format_bytes
@@ -114,44 +113,36 @@ def _allowing(candidates: Candidates, leanest: Plan, within: int) -> Iterator[st
     now, kinds = candidates.techniques, leanest.peak_by_kind
     moved = sum(kinds[kind] for kind in ("optimizer_state", "master_weights", "gradients"))
     tried = {*now.optimizers}
-    for names in _sets(now.allowed):
+    more = [name for name in ALLOWABLE if name not in now.allowed]
+    pairs = [(name, "bf16") for name in more if name != "bf16" and "bf16" in more]
+    for names in [*((name,) for name in more), *pairs]:
         if "bf16" not in names and leanest.total_bytes - moved > within:
             continue  # another optimizer leaves the rest of the peak as it is
-        every = techniques_of(now.step, names, now.only, now.parts_add_up)
-        optimizers = {key: made for key, made in every.optimizers.items() if key not in tried}
-        tried |= {*optimizers}
-        # Of micro-batches some may be known not to be possible.
-        more = replace(every, optimizers=optimizers, micro_batches=now.micro_batches)
-        if _fits(candidates, more, within):
-            shown = ", ".join(f'"{name}"' for name in names)
-            yield f"allow=({shown}{',' if len(names) == 1 else ''})"
+        allowed = (*now.allowed, *names)
+        every = techniques_of(now.step, allowed, now.only, now.parts_add_up)
+        new = {*every.optimizers} - tried
+        tried |= new
+        if any(_fits(candidates, every, key, within) for key in every.optimizers if key in new):
+            shown = ", ".join(f'"{name}"' for name in allowed)
+            yield f"allow=({shown}{',' if len(allowed) == 1 else ''})"
             return
 
 
-def _sets(allowed: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yields the allowances that are more than what is allowed, fewer first."""
-    more = [name for name in ALLOWABLE if name not in allowed]
-    for name in more:
-        yield (*allowed, name)
-    if len(more) > 1:
-        for name in ("8bit", "adafactor"):
-            if name in more and "bf16" in more:
-                yield (*allowed, name, "bf16")
-
-
-def _fits(candidates: Candidates, techniques: Techniques, within: int) -> bool:
-    """Returns whether a step at the leanest levels fits, by plans alone."""
-    for key, optimizer in techniques.optimizers.items():
-        choice = Choice((), 1, *key, fused_loss=techniques.fused_losses[-1])
-        parted = choice.but(micro_batches=techniques.micro_batches[-1])
-        for each in (parted, choice.but(release=True)):
-            if techniques.obstacle(each) is not None:
-                continue
+def _fits(
+    candidates: Candidates, techniques: Techniques, key: tuple[str, str], within: int
+) -> bool:
+    """Returns whether a step with this optimizer fits at the leanest levels, by plans alone."""
+    # Of micro-batches some may be known not to be possible.
+    base = Choice((), candidates.techniques.micro_batches[-1], *key)
+    base = base.but(fused_loss=techniques.fused_losses[-1])
+    for choice in (base, base.but(micro_batches=1, release=True)):
+        if choice in techniques.choices:
             try:
-                if candidates.planned_with(each, optimizer).total_bytes <= within:
-                    return True
+                plan = candidates.planned_with(choice, techniques.optimizers[key])
             except PlanError:
                 continue
+            if plan.total_bytes <= within:
+                return True
     return False
 
 
@@ -166,7 +157,7 @@ def most_samples(candidates: Candidates, every: Sequence[Candidate], within: int
         return None
     leanest = min(own, key=lambda candidate: candidate.points[0].peak)
     optimizer = techniques.optimizer_of(leanest.choice)
-    releases = techniques.can_release(leanest.choice, optimizer)
+    releases = leanest.choice.but(release=True) in techniques.choices
     choice = leanest.choice_of(leanest.points[0]).but(release=releases)
 
     def size(units: int) -> int | None:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ...optim import Adam8bit
+from ...optim import Adam8bit, release_gradients
+from ...optim.replacing import is_headroom, obstacle, replacement
 from ...patching.losses import has_fused_loss, knows_loss
 from ...step.description import Step
 from ...step.micro_batches import samples_of
 from ..choice import ALLOWABLE, Choice
-from .optimizers import is_headroom, obstacle, replacement
 
-__all__ = ["Techniques", "techniques_of"]
+__all__ = ["BUCKET_BYTES", "Techniques", "bucket_of", "techniques_of"]
+
+BUCKET_BYTES = inspect.signature(release_gradients).parameters["bucket_bytes"].default
+BUCKETS = 8  # or more, that the gradients of a model fill
+
+FIELDS = ("optimizer", "weights", "fused_loss", "micro_batches", "release")
 
 Optimizers = Mapping[tuple[str, str], torch.optim.Optimizer]
 
@@ -31,8 +38,7 @@ class Techniques:
             chosen.
         allowed: what changes the mathematics, and may.
         optimizers: by the fields ``optimizer`` and ``weights`` of a choice.
-        fused_losses: the values that ``fused_loss`` can have.
-        micro_batches: the values that ``micro_batches`` can have.
+        choices: all that are possible, without levels, those with the fewest micro-batches first.
         only: the values that fields of a choice may have in the loop that trains; a field that is
             not there may have any.
         parts_add_up: whether the loop itself sees to it that the losses of parts of a batch add up,
@@ -43,11 +49,24 @@ class Techniques:
     step: Step
     allowed: tuple[str, ...]
     optimizers: Optimizers
-    fused_losses: tuple[bool, ...] = (False,)
-    micro_batches: tuple[int, ...] = (1,)
+    choices: tuple[Choice, ...]
     only: Mapping[str, Collection[Any]] = field(default_factory=dict)
     parts_add_up: bool = False
     notes: tuple[str, ...] = ()
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """Returns the numbers of micro-batches that can be chosen, the fewest first."""
+        return tuple(dict.fromkeys(choice.micro_batches for choice in self.choices))
+
+    @property
+    def fused_losses(self) -> tuple[bool, ...]:
+        """Returns the values that ``fused_loss`` can have, that of the model as it is first."""
+        return tuple(dict.fromkeys(choice.fused_loss for choice in self.choices))
+
+    def optimizer_of(self, choice: Choice) -> torch.optim.Optimizer:
+        """Returns the optimizer of a choice."""
+        return self.optimizers[choice.optimizer, choice.weights]
 
     def whole_batches(self, reason: str) -> Techniques:
         """Returns the techniques without micro-batches, and with the reason as a note.
@@ -56,79 +75,45 @@ class Techniques:
             ValueError: ``only`` wants no whole batches.
         """
         found = replace(self, notes=(*self.notes, f"micro-batches: {reason}"))
-        if 1 not in self.micro_batches:
-            raise found.refusal(("micro_batches",), "1 among them")
-        return replace(found, micro_batches=(1,))
+        whole = tuple(choice for choice in self.choices if choice.micro_batches == 1)
+        if not whole:
+            raise found.refusal("micro_batches", (1,))
+        return replace(found, choices=whole)
 
-    def refusal(self, names: Sequence[str], wanted: str) -> ValueError:
-        """Returns the error that says that ``only`` leaves no value of these fields."""
-        given = ", ".join(
-            f"{name}={tuple(self.only[name])!r}" for name in names if name in self.only
-        )
+    def obstacle(self, choice: Choice) -> str | None:
+        """Returns why a choice, whatever its levels, cannot be for this model, or None."""
+        left: Sequence[Choice] = self.choices
+        for name in FIELDS:
+            got, possible = getattr(choice, name), _values(left, name)
+            if got not in possible:
+                return f"has {name}={got!r}, wanted {_one_of(possible)}{self._reasons()}"
+            left = [each for each in left if getattr(each, name) == got]
+        return None
+
+    def refusal(self, name: str, possible: Collection[Any]) -> ValueError:
+        """Returns the error that says that ``only`` leaves no value of a field."""
+        given = ", ".join(f"{key}={tuple(values)!r}" for key, values in self.only.items())
+        missing = {*self.only[name]} & {*ALLOWABLE} - {*self.allowed}
+        hint = "".join(f'; "{missed}" is not in allow' for missed in sorted(missing))
+        if name == "release":
+            hint = (
+                ": gradients can be released only where nothing clips or scales them, by an "
+                "optimizer of Headroom's that has all parameters that are trained, in one "
+                "micro-batch"
+            )
+        wanted = f"{_one_of(possible)} for {name}{hint}"
         return ValueError(f"only has {given}, wanted {wanted}{self._reasons()}")
-
-    @property
-    def pairs(self) -> str:
-        """Returns the optimizers that can be chosen, in words."""
-        return ", ".join(
-            f"optimizer {kind} with weights {weights}" for kind, weights in self.optimizers
-        )
 
     def _reasons(self) -> str:
         return "".join(f"; {note}" for note in self.notes)
 
-    def optimizer_of(self, choice: Choice) -> torch.optim.Optimizer:
-        """Returns the optimizer of a choice."""
-        return self.optimizers[choice.optimizer, choice.weights]
 
-    def obstacle(self, choice: Choice) -> str | None:
-        """Returns why a choice, whatever its levels, cannot be for this model, or None."""
-        made = self.optimizers.get((choice.optimizer, choice.weights))
-        if made is None:
-            return (
-                f"has optimizer {choice.optimizer} with weights {choice.weights}, wanted one of "
-                f"{self.pairs}{self._reasons()}"
-            )
-        possible = {
-            "micro_batches": self.micro_batches,
-            "fused_loss": self.fused_losses,
-            "release": self.only.get("release", (False, True)),
-        }
-        for name, values in possible.items():
-            if (got := getattr(choice, name)) not in values:
-                wanted = ", ".join(map(str, values))
-                return f"has {name}={got}, wanted one of {wanted}{self._reasons()}"
-        if choice.release and not self.can_release(choice, made):
-            return "releases gradients, which this loop or this optimizer needs together"
-        return None
+def _values(choices: Sequence[Choice], name: str) -> list[Any]:
+    return list(dict.fromkeys(getattr(choice, name) for choice in choices))
 
-    def choices(self) -> Iterator[Choice]:
-        """Yields all choices, without levels, those with the fewest micro-batches first."""
-        for count in self.micro_batches:
-            for (optimizer, weights), made in self.optimizers.items():
-                for fused_loss in self.fused_losses:
-                    base = Choice((), count, optimizer, weights, False, fused_loss)
-                    if False in self.only.get("release", (False,)):
-                        yield base
-                    if self.can_release(base, made):
-                        yield base.but(release=True)
 
-    def can_release(self, choice: Choice, optimizer: Any) -> bool:
-        """Returns whether gradients can be released: a step that is made within the backward pass
-        can neither clip nor wait for other micro-batches, nor be skipped as a whole."""
-        if not is_headroom(optimizer) or self.clips or self.step.scaler:
-            return False
-        if True not in self.only.get("release", (True,)):
-            return False
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        trained = (p for p in self.step.model.parameters() if p.requires_grad)
-        return choice.micro_batches == 1 and all(id(p) in own for p in trained)
-
-    @property
-    def clips(self) -> bool:
-        """Returns whether something clips the gradients of a step."""
-        limits = [group.get("max_grad_norm") for group in self.step.optimizer.param_groups]
-        return any(limit is not None for limit in (self.step.max_grad_norm, *limits))
+def _one_of(values: Collection[Any]) -> str:
+    return f"one of {', '.join(map(str, values))}"
 
 
 def techniques_of(
@@ -142,25 +127,41 @@ def techniques_of(
     Raises:
         ValueError: ``only`` leaves no value of a field.
     """
+    only = only or {}
     optimizers, notes = _optimizers(step, allow)
-    fused_losses = (False,)
+    fused_losses: tuple[bool, ...] = (False,)
     if has_fused_loss(step.model):
         fused_losses = (True,)  # as the user wants it
     elif step.loss is None and knows_loss(step.model):
         fused_losses = (False, True)
-    micro_batches = (1,)
+    samples = samples_of(step.batch)
+    asked = sorted(n for n in {*only.get("micro_batches", ())} if (samples or 1) % n == 0)
+    numbers = asked or [1, *counts(samples)]
     if mixes_samples(step.model):
         notes.append(
             "micro-batches: not with a BatchNorm in training, whose statistics are over the whole "
             "batch"
         )
-    else:
-        micro_batches = (1, *counts(samples_of(step.batch)))
+        numbers = numbers[:1] if parts_add_up else [1]  # a loop makes so many anyway
+    choices = []
+    for count, (key, optimizer), fused_loss in product(numbers, optimizers.items(), fused_losses):
+        choice = Choice((), count, *key, fused_loss=fused_loss)
+        choices.append(choice)
+        if count == 1 and _can_release(step, optimizer):
+            choices.append(choice.but(release=True))
     every = Techniques(
-        step, tuple(allow), optimizers, fused_losses, micro_batches, only or {}, parts_add_up,
-        tuple(notes),
-    )  # fmt: skip
-    return _limited(every)
+        step, tuple(allow), optimizers, tuple(choices), only, parts_add_up, tuple(notes)
+    )
+    left = choices
+    for name in FIELDS:
+        if name in only:
+            possible = _values(left, name)
+            left = [choice for choice in left if getattr(choice, name) in only[name]]
+            if not left:
+                raise every.refusal(name, possible)
+    keys = {(choice.optimizer, choice.weights) for choice in left}
+    optimizers = {key: optimizer for key, optimizer in optimizers.items() if key in keys}
+    return replace(every, optimizers=optimizers, choices=tuple(left))
 
 
 def counts(samples: int | None) -> Iterator[int]:
@@ -179,6 +180,17 @@ def mixes_samples(model: nn.Module) -> bool:
     """Returns whether a step of the whole batch is another than that of its parts, because a
     BatchNorm takes statistics over the batch."""
     return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
+
+
+def _can_release(step: Step, optimizer: Any) -> bool:
+    """Returns whether gradients can be released: a step that is made within the backward pass can
+    neither clip nor wait for other micro-batches, nor be skipped as a whole."""
+    limits = [group.get("max_grad_norm") for group in optimizer.param_groups]
+    clips = any(limit is not None for limit in (step.max_grad_norm, *limits))
+    if not is_headroom(optimizer) or clips or step.scaler:
+        return False
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return all(id(p) in own for p in step.model.parameters() if p.requires_grad)
 
 
 def _optimizers(step: Step, allow: Collection[str]) -> tuple[Optimizers, list[str]]:
@@ -216,66 +228,16 @@ def _optimizers(step: Step, allow: Collection[str]) -> tuple[Optimizers, list[st
     return found, notes
 
 
-def _limited(every: Techniques) -> Techniques:
-    """Returns what ``only`` leaves.
+def bucket_of(model: nn.Module, choice: Choice) -> int:
+    """Returns the ``bucket_bytes`` of :func:`headroom.release_gradients` for a model with a choice:
+    the default, or less for a small model, whose gradients would all wait in one bucket.
 
-    Raises:
-        ValueError: a field has no value that is possible.
+    It is the same before and after the choice is applied to the model.
     """
-    only = every.only
-    optimizers = {
-        (kind, weights): optimizer
-        for (kind, weights), optimizer in every.optimizers.items()
-        if kind in only.get("optimizer", (kind,)) and weights in only.get("weights", (weights,))
-    }
-    if not optimizers:
-        asked = {*only.get("optimizer", ()), *only.get("weights", ())}
-        missing = [name for name in ALLOWABLE if name in asked - {*every.allowed}]
-        hint = "".join(f'; "{name}" is not in allow' for name in missing)
-        raise every.refusal(("optimizer", "weights"), f"one of {every.pairs}{hint}")
-    fused_losses = tuple(x for x in every.fused_losses if x in only.get("fused_loss", (x,)))
-    if not fused_losses:
-        possible = ", ".join(map(str, every.fused_losses))
-        raise every.refusal(("fused_loss",), f"one of {possible}")
-    found = replace(
-        every,
-        optimizers=optimizers,
-        fused_losses=fused_losses,
-        micro_batches=_micro_batches(every),
+    is_cast = choice.weights == "bf16"
+    gradients = sum(
+        p.numel() * (2 if is_cast else p.element_size())
+        for p in model.parameters()
+        if p.requires_grad
     )
-    if False in only.get("release", (False,)):
-        return found
-    releasing = {
-        key: made
-        for key, made in optimizers.items()
-        if found.can_release(Choice((), 1, *key), made)
-    }
-    if not releasing or 1 not in found.micro_batches:
-        raise found.refusal(
-            ("release", "optimizer", "weights", "micro_batches"),
-            "False in release as well: gradients can be released only where nothing clips or "
-            "scales them, by an optimizer of Headroom's that has all parameters that are trained, "
-            "in one micro-batch",
-        )
-    return replace(found, optimizers=releasing, micro_batches=(1,))
-
-
-def _micro_batches(every: Techniques) -> tuple[int, ...]:
-    """Returns the numbers of micro-batches that ``only`` leaves. Where samples are mixed, it is the
-    least of a loop that weighs the losses itself, which makes so many anyway.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if "micro_batches" not in every.only:
-        return every.micro_batches
-    samples = samples_of(every.step.batch) or 1
-    found = tuple(n for n in sorted(set(every.only["micro_batches"])) if samples % n == 0)
-    wanted = f"numbers that divide the {samples} samples of the batch"
-    if mixes_samples(every.step.model):
-        found = found[:1]
-        if not every.parts_add_up and found != (1,):
-            found, wanted = (), "1 among them"
-    if not found:
-        raise every.refusal(("micro_batches",), wanted)
-    return found
+    return max(1, min(BUCKET_BYTES, gradients // BUCKETS))

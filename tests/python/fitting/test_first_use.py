@@ -257,7 +257,7 @@ def test_a_model_of_lstms_stays_within_its_budget():
 
 def test_recurrent_layers_of_a_gpu_are_warned_of():
     step = step_of(Words(), {}).but(device=torch.device("cuda"))
-    candidates = Candidates(Techniques(step, (), {}))
+    candidates = Candidates(Techniques(step, (), {}, ()))
     for _ in range(2):
         candidates._note_recurrent_layers()
     assert len(candidates.notes) == 1 and "LSTM: what cuDNN takes" in candidates.notes[0]

@@ -11,8 +11,9 @@ from headroom.fitting.apply.applied import Applied
 from headroom.fitting.costs import measure
 from headroom.fitting.costs.block_costs import PassSeconds
 from headroom.fitting.search import candidates, changes
-from headroom.fitting.search.optimizers import BUCKET_BYTES, bucket_of, obstacle, replacement
+from headroom.fitting.search.techniques import BUCKET_BYTES, bucket_of
 from headroom.nn import Transformer, TransformerConfig
+from headroom.optim.replacing import obstacle, replacement
 from torch import nn
 
 from helpers.fitting import cross_entropy, ours
@@ -291,9 +292,9 @@ def test_a_running_training_can_be_made_leaner(steady_times):
 def test_bfloat16_weights_are_timed_as_such(monkeypatch):
     own, dtypes = candidates.optimizer_seconds, {}
 
-    def seconds(optimizer, params, device, *, dtype):
+    def seconds(optimizer, device, *, dtype):
         dtypes[optimizer.defaults.get("master")] = dtype
-        return own(optimizer, params, device, dtype=dtype)
+        return own(optimizer, device, dtype=dtype)
 
     monkeypatch.setattr(candidates, "optimizer_seconds", seconds)
     model, batch = ours()

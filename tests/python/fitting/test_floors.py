@@ -43,7 +43,7 @@ class Line:
             micro_batches=(unit,),
             step=SimpleNamespace(batch=torch.zeros(samples, 1)),
             optimizer_of=lambda choice: None,
-            can_release=lambda choice, optimizer: True,
+            choices=(Choice((), unit, release=True),),
         )
         whole = SimpleNamespace(peak=self.size(samples))
         self.every = [

@@ -6,7 +6,7 @@ import headroom
 import pytest
 import torch
 import torch.nn.functional as F
-from headroom.fitting.costs.agreement import rule_of, rules_of
+from headroom.step.rules import rule_of, rules_of
 from torch import nn
 
 from helpers.fitting import step_of

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from headroom.fitting.costs import clock
+from headroom._core import clock
 from headroom.fitting.costs.block_costs import PassSeconds
 from headroom.fitting.costs.passes import PassTimes, seconds_of_pass
 from torch import nn

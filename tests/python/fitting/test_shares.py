@@ -4,8 +4,8 @@ import headroom
 import pytest
 import torch
 import torch.nn.functional as F
-from headroom.fitting.costs.agreement import rule_of, rules_of
 from headroom.step.micro_batches import parts, shares
+from headroom.step.rules import rule_of, rules_of
 from headroom.step.run import train, weighed
 from torch import nn
 

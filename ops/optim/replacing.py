@@ -1,5 +1,4 @@
-"""Optimizers that take the place of a given one, with its parameter groups and options, and how
-many bytes of gradients wait for each other where they release them."""
+"""Optimizers that take the place of a given one, with its parameter groups and options."""
 
 from __future__ import annotations
 
@@ -10,22 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...optim import Adafactor, Adam, Adam8bit, AdamW, AdamW8bit, release_gradients
-from ...optim.memory import state_memory
-from ..choice import Choice
+from .adafactor import Adafactor
+from .adam import Adam, AdamW
+from .adam8bit import Adam8bit, AdamW8bit
+from .memory import state_memory
 
-__all__ = [
-    "BUCKET_BYTES",
-    "bucket_of",
-    "is_headroom",
-    "obstacle",
-    "optimizer_of",
-    "replacement",
-    "state_bytes",
-]
+__all__ = ["is_headroom", "obstacle", "optimizer_of", "replacement", "state_bytes"]
 
-BUCKET_BYTES = inspect.signature(release_gradients).parameters["bucket_bytes"].default
-BUCKETS = 8  # or more, that the gradients of a model fill
 
 _DECOUPLED = (torch.optim.AdamW, AdamW, AdamW8bit)
 _COUPLED = (torch.optim.Adam, Adam, Adam8bit)
@@ -133,18 +123,3 @@ def state_bytes(optimizer: Any, without: Iterable[Tensor] = ()) -> int:
         without: the parameters that will get no gradient, and thus no state.
     """
     return sum(sum(row.bytes.values()) for row in state_memory(optimizer, without))
-
-
-def bucket_of(model: nn.Module, choice: Choice) -> int:
-    """Returns the ``bucket_bytes`` of :func:`headroom.release_gradients` for a model with a choice:
-    the default, or less for a small model, whose gradients would all wait in one bucket.
-
-    It is the same before and after the choice is applied to the model.
-    """
-    is_cast = choice.weights == "bf16"
-    gradients = sum(
-        p.numel() * (2 if is_cast else p.element_size())
-        for p in model.parameters()
-        if p.requires_grad
-    )
-    return max(1, min(BUCKET_BYTES, gradients // BUCKETS))

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._core.dtensor import local_part
-from ...nn import Transformer
-from ...step.description import Step
-from ...step.micro_batches import (
+from .._core.dtensor import local_part
+from ..nn import Transformer
+from ..patching.levels import Blocks
+from .description import Step
+from .micro_batches import (
     NEXT_TOKENS,
     SAMPLES,
     TOKENS,
@@ -26,10 +27,9 @@ from ...step.micro_batches import (
     shares,
     some_samples,
 )
-from ...step.randomness import generators_kept
-from ...step.replay import Replay
-from ..out_of_memory import is_out_of_memory
-from .blocks import Blocks
+from .out_of_memory import is_out_of_memory
+from .randomness import generators_kept
+from .replay import Replay
 
 __all__ = ["NO_RULE", "rule_of", "rules_of"]
 
