@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from .drawing import (
     FAINT,
@@ -18,7 +20,7 @@ from .drawing import (
     save_png,
 )
 
-__all__ = ["Series", "draw_frontier", "label_points"]
+__all__ = ["Series", "draw_frontier", "label_points", "telling"]
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe and Ito's
 MARKERS = ("o", "s", "^", "D")
@@ -143,3 +145,45 @@ def label_points(
                 taken.append(box)
                 break
             text.remove()
+
+
+class _Trade(Protocol):
+    peak: int
+    seconds: float
+
+
+_Point = TypeVar("_Point", bound=_Trade)
+
+
+def telling(points: Sequence[_Point], most: int) -> list[_Point]:
+    """Returns up to ``most`` points of a frontier, 2 or more: both ends, and in turn the point that
+    is the furthest from the straight line between those already chosen beside it."""
+    if len(points) <= most:
+        return list(points)
+    last = len(points) - 1
+    chosen, heap = [0, last], [_furthest(points, 0, last)]
+    while len(chosen) < most:
+        _, number, left, right = heapq.heappop(heap)
+        chosen.append(number)
+        for ends in ((left, number), (number, right)):
+            if ends[1] - ends[0] > 1:
+                heapq.heappush(heap, _furthest(points, *ends))
+    return [points[number] for number in sorted(chosen)]
+
+
+def _furthest(points: Sequence[_Trade], left: int, right: int) -> tuple[float, int, int, int]:
+    """Returns the negative distance, the number and the neighbors of the point between two others
+    that is the furthest from the line through them, in a picture with the frontier as diagonal."""
+    width = max(1, points[-1].peak - points[0].peak)
+    height = max(1e-12, points[0].seconds - points[-1].seconds)
+
+    def place(number: int) -> tuple[float, float]:
+        point, start = points[number], points[left]
+        return (point.peak - start.peak) / width, (point.seconds - start.seconds) / height
+
+    across, up = place(right)
+    length = max(1e-12, math.hypot(across, up))
+    distances = [(abs(x * up - y * across) / length, n) for n in range(left + 1, right)
+                 for x, y in [place(n)]]  # fmt: skip
+    distance, number = max(distances)
+    return -distance, number, left, right

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..optim.release import bucket_of
 from ..patching.levels import Blocks
 from ..step.description import Step
 from ..step.micro_batches import bytes_of
@@ -17,10 +18,11 @@ from .arguments import allowed_of, budget_of, check_margin, check_only, checked,
 from .choice import Choice
 from .ranks import from_first, gathered, together
 from .report import Chosen
+from .search.candidates import Candidates
 from .search.changes import changes_of, peak_before
 from .search.refusal import does_not_fit, given_does_not_fit
-from .search.search import Search, search_of
-from .search.techniques import bucket_of
+from .search.search import Search
+from .search.techniques import techniques_of
 
 __all__ = ["fit", "fit_step"]
 
@@ -148,7 +150,8 @@ def fit_step(
         given = None if choice is None else Choice.from_json(choice)
         allowed = allowed_of(allow, () if given is None else given.needs)
         step = checked(step)
-        search = search_of(step, allowed, only, given, parts_add_up)
+        techniques = techniques_of(step, allowed, only, parts_add_up)
+        search = Search(Candidates(techniques), given)
         if ladder is not None:
             if not hasattr(ladder, "search_for"):
                 raise TypeError(f"ladder is {ladder!r}, wanted what headroom.ladder returned")
@@ -189,7 +192,7 @@ def fit_step(
             list(chosen.notes),
             within=room,
             is_given=given is not None,
-            bucket_bytes=bucket_of(model, chosen.choice) if chosen.choice.release else None,
+            bucket_bytes=bucket_of(model, chosen.choice.dtype) if chosen.choice.release else None,
             rule=chosen.rule,
             # The batch is held as long as the gradients of its parts may still be compared.
             _step=step.but(

@@ -3,27 +3,22 @@ is trained, and the bytes that it may take."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
 from .._core.available import available
 from .._core.sizes import parse_bytes
 from ..memory.track import device_of
 from ..optim.replacing import optimizer_of
+from ..step.checks import check_described, check_number
 from ..step.description import Step
 from ..step.trees import tensors_in
 from .choice import ALLOWABLE, Choice
 
 __all__ = ["MARGINS", "allowed_of", "budget_of", "check_margin", "check_only", "checked", "within"]
-
-PLAIN = (tuple, list, Mapping, DataLoader, Dataset)
-"""Batches in which nothing but a tensor is looked for. Others may have them wherever they like."""
 
 MARGINS = {"cpu": 0.002, "cuda": 0.02}
 """The share of a budget that is left free: by which plans were wrong at the most where they were
@@ -47,38 +42,10 @@ def checked(step: Step) -> Step:
     Raises:
         TypeError, ValueError: an argument does not fit; says which one, and what was wanted.
     """
-    model, batch = step.model, step.batch
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {type(model).__name__}, wanted a torch.nn.Module")
-    if not model.training:
-        raise ValueError("the model is in eval(): call model.train() before this")
-    if batch is None:
-        raise ValueError("sample_batch is None, wanted a batch such as the loop will see")
-    # NumPy may be missing, so its arrays are known by what they have.
-    is_plain = isinstance(batch, PLAIN) or hasattr(batch, "__array_interface__")
-    if is_plain and next(tensors_in(batch), None) is None:
-        raise TypeError(
-            f"sample_batch is a {type(batch).__name__} without tensors, wanted one batch of the "
-            "loop; of a DataLoader: next(iter(loader))"
-        )
-    if step.loss is not None and step.forward is not None:
-        raise ValueError("loss and forward were both given: forward computes the loss itself")
-    for name, value in (("loss", step.loss), ("forward", step.forward)):
-        if value is not None and not callable(value):
-            raise TypeError(f"{name} is {value!r}, wanted a function")
-    if step.amp is not None and not (
-        isinstance(step.amp, torch.dtype) and step.amp.is_floating_point
-    ):
-        raise TypeError(f"amp is {step.amp!r}, wanted a dtype such as torch.bfloat16")
-    scaler = step.scaler
-    if scaler is not None and not hasattr(scaler, "is_enabled"):
-        raise TypeError(f"scaler is {scaler!r}, wanted a torch.amp.GradScaler")
-    if step.max_grad_norm is not None:
-        _check_number("max_grad_norm", step.max_grad_norm, "a norm above 0")
-        if not step.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm is {step.max_grad_norm}, wanted a norm above 0")
+    check_described(step)
+    model, scaler = step.model, step.scaler
     device = device_of(model, step.device)
-    for x in tensors_in(batch):
+    for x in tensors_in(step.batch):
         if x.device != device:
             raise ValueError(
                 f"sample_batch has a tensor on {x.device}, but the model is on {device}"
@@ -113,7 +80,7 @@ def check_margin(margin: Any) -> None:
     """
     if margin is None:
         return
-    _check_number("margin", margin, "a share of the budget, such as 0.02")
+    check_number("margin", margin, "a share of the budget, such as 0.02")
     if not 0 <= margin < 1:
         raise ValueError(f"margin is {margin}, wanted a share of the budget from 0 to below 1")
 
@@ -185,9 +152,3 @@ def within(budget: int, margin: float | None, device: torch.device, blocks: int)
     """
     share = MARGINS[device.type] if margin is None else margin
     return max(0, int(budget * (1 - share)) - UNSEEN - UNSEEN_OF_BLOCK * blocks)
-
-
-def _check_number(name: str, value: Any, wanted: str) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or math.isnan(value):
-        raise TypeError(f"{name} is {value!r}, wanted {wanted}")

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
+
 __all__ = ["ALLOWABLE", "SAME", "Choice", "FrontierPoint"]
 
 ALLOWABLE = ("8bit", "bf16", "adafactor")
@@ -57,6 +59,11 @@ class Choice:
     def needs(self) -> tuple[str, ...]:
         """Returns what must be allowed for it: some of :data:`ALLOWABLE`."""
         return tuple(name for name in ALLOWABLE if name in (self.optimizer, self.weights))
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Returns the dtype that weights are cast to, or None."""
+        return torch.bfloat16 if self.weights == "bf16" else None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the choice in what :mod:`json` writes."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
 import json
-import math
 import os
 import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.atomic import replacing
-from .._core.frontier_chart import Series, draw_frontier
+from .._core.frontier_chart import Series, draw_frontier, telling
 from .._core.sizes import format_bytes
 from .._core.text import shortened
 from ..step.description import Step
@@ -23,10 +21,12 @@ from ..step.errors import PlanError
 from ..step.trees import tensors_in
 from .arguments import allowed_of, checked
 from .choice import SAME, Choice, FrontierPoint
+from .search.candidates import Candidates
 from .search.changes import peak_as_given, peak_by_kind, plain_choice
-from .search.search import Search, search_of
+from .search.search import Search
+from .search.techniques import techniques_of
 
-__all__ = ["Ladder", "Rung", "distinct", "interesting", "ladder"]
+__all__ = ["Ladder", "Rung", "distinct", "ladder"]
 
 ROWS = 14  # of the table, besides the first
 SAVED = 200  # rungs of the file, besides the first
@@ -99,7 +99,7 @@ class Ladder:
     def rungs(self, most: int = ROWS) -> list[Rung]:
         """Returns the model as it was given, and then up to ``most`` points of the frontier from
         the fastest to the leanest: those between which the frontier is the most nearly straight."""
-        return [self.first, *reversed(interesting(self.points, most))]
+        return [self.first, *reversed(telling(self.points, most))]
 
     def __str__(self) -> str:
         first, rungs = self.first, self.rungs()
@@ -168,7 +168,7 @@ class Ladder:
             ImportError: matplotlib is missing.
             OSError: the file cannot be written.
         """
-        labeled, shared = {id(rung) for rung in interesting(self.points, LABELS)}, self._shared()
+        labeled, shared = {id(rung) for rung in telling(self.points, LABELS)}, self._shared()
         points = [
             (rung.peak, rung.seconds, _without(rung.title, shared) if id(rung) in labeled else "")
             for rung in self.points
@@ -218,7 +218,7 @@ def ladder(
         model, optimizer, sample_batch, loss, forward, device, amp, scaler,
         max_grad_norm=max_grad_norm,
     )  # fmt: skip
-    search = search_of(checked(step), allowed_of(allow))
+    search = Search(Candidates(techniques_of(checked(step), allowed_of(allow))))
     search.time_all()
     points = distinct(search.frontier())
     if not points:
@@ -283,40 +283,6 @@ def _rung(search: Search, title: str, peak: int, seconds: float, choice: Choice)
     candidate = search.known[choice.but(levels=())]
     kinds = peak_by_kind(search.candidates, candidate, choice.levels, peak)
     return Rung(title, peak, seconds, choice, kinds)
-
-
-def interesting(points: Sequence[Rung], most: int) -> list[Rung]:
-    """Returns up to ``most`` points of a frontier, 2 or more: both ends, and in turn the point that
-    is the furthest from the straight line between those already chosen beside it."""
-    if len(points) <= most:
-        return list(points)
-    last = len(points) - 1
-    chosen, heap = [0, last], [_furthest(points, 0, last)]
-    while len(chosen) < most:
-        _, number, left, right = heapq.heappop(heap)
-        chosen.append(number)
-        for ends in ((left, number), (number, right)):
-            if ends[1] - ends[0] > 1:
-                heapq.heappush(heap, _furthest(points, *ends))
-    return [points[number] for number in sorted(chosen)]
-
-
-def _furthest(points: Sequence[Rung], left: int, right: int) -> tuple[float, int, int, int]:
-    """Returns the negative distance, the number and the neighbors of the point between two others
-    that is the furthest from the line through them, in a picture with the frontier as diagonal."""
-    width = max(1, points[-1].peak - points[0].peak)
-    height = max(1e-12, points[0].seconds - points[-1].seconds)
-
-    def place(number: int) -> tuple[float, float]:
-        rung, start = points[number], points[left]
-        return (rung.peak - start.peak) / width, (rung.seconds - start.seconds) / height
-
-    across, up = place(right)
-    length = max(1e-12, math.hypot(across, up))
-    distances = [(abs(x * up - y * across) / length, n) for n in range(left + 1, right)
-                 for x, y in [place(n)]]  # fmt: skip
-    distance, number = max(distances)
-    return -distance, number, left, right
 
 
 def _without(title: str, shared: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,8 +114,6 @@ def _neighbor(fitted: Any, name: str, point: FrontierPoint | None) -> str:
 
 
 def _wrapped(note: str) -> list[str]:
-    import textwrap
-
     return textwrap.wrap(note, WIDTH, initial_indent="note: ", subsequent_indent="  ")
 
 

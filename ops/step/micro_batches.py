@@ -3,13 +3,14 @@ the parts add up to that of the batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from .trees import mapped, tensors_in
 
@@ -19,7 +20,9 @@ __all__ = [
     "SUM",
     "TOKENS",
     "bytes_of",
+    "counts",
     "labels_of",
+    "mixes_samples",
     "parts",
     "samples_of",
     "shares",
@@ -79,6 +82,24 @@ def some_samples(batch: Any, count: int) -> Any:
     samples = samples_of(batch) or 0
     rows = [k * samples // count for k in range(count)] if count < samples else [*range(samples)]
     return mapped(batch, lambda x: x[rows] if x.dim() and x.shape[0] == samples else x)
+
+
+def counts(samples: int | None) -> Iterator[int]:
+    """Yields the numbers of micro-batches to look at: of those that divide the samples, the first
+    from each power of two on, up to 64."""
+    last = 1
+    for power in range(1, 7):
+        fitting = (n for n in range(2**power, 2 ** (power + 1)) if samples and samples % n == 0)
+        count = next(fitting, last)
+        if count > last:
+            yield count
+            last = count
+
+
+def mixes_samples(model: nn.Module) -> bool:
+    """Returns whether a step of the whole batch is another than that of its parts, because a
+    BatchNorm takes statistics over the batch."""
+    return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
 
 
 def shares(each: Sequence[Any], rule: str = SAMPLES) -> list[Fraction]:

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ...amp.cast_model import cast_model
 from ...optim import load_master_weights, master_weights, release_gradients
+from ...optim.release import bucket_of
 from ...patching import unpatch
 from ...patching.changes import RECORD
 from ...patching.levels import set_levels
 from ..choice import Choice
-from ..search.techniques import bucket_of
 
 __all__ = ["Applied"]
 
@@ -39,7 +39,7 @@ class Applied:
             if choice.weights == "bf16":
                 self._cast()
             if choice.release:
-                bucket = bucket_of(model, choice)
+                bucket = bucket_of(model, choice.dtype)
                 self.handle = release_gradients(model, optimizer, bucket_bytes=bucket)
                 self._undo.append(self._end_release)
         except BaseException:

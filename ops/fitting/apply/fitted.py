@@ -18,7 +18,6 @@ from ...step.rules import NO_RULE, rule_of, rules_of
 from ...step.run import train
 from ..choice import SAME, Choice, FrontierPoint
 from ..report import Change, described, report
-from .adapt import expected
 from .applied import Applied
 
 __all__ = ["Fitted"]
@@ -228,7 +227,7 @@ class Fitted:
             ]
             for point in sorted(faster, key=lambda point: point.seconds)[:TRIES]:
                 plan = planner(point.choice)
-                if expected(plan, now, measured) <= self.within:
+                if _expected(plan, now, measured) <= self.within:
                     self.take(point)
                     self.plan, self.predicted_peak = plan, plan.total_bytes
                     return
@@ -320,3 +319,20 @@ class Fitted:
             "a Fitted holds hooks and an optimizer of one process, and cannot be pickled: save "
             "model.state_dict() and optimizer.state_dict(), and to_json() for the report"
         )
+
+
+def _expected(plan: Plan, now: Plan, measured: int) -> int:
+    """Returns the bytes on the device that a step of a plan takes at the most, if steps of the plan
+    ``now`` were measured to take ``measured`` bytes.
+
+    A plan may be wrong by other bytes in each phase of a step, and the phase that takes the most
+    was measured. None of the others took more. So no phase of the other plan takes more than what
+    was measured and what, by the plans, the phase takes more than before.
+    """
+    took = measured - (now.allocated_bytes - now.peak_bytes)
+    before = now.timeline.peaks()
+    more = max(bytes - before.get(phase, 0) for phase, bytes in plan.timeline.peaks().items())
+    said = min(now.first_step, now.steady)
+    if more > 0 and took > said:  # of what is more, plans may say too little by the same factor
+        more = -(-more * took // said)
+    return took + more + plan.total_bytes - plan.peak_bytes

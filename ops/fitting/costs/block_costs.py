@@ -11,7 +11,7 @@ __all__ = ["BlockCosts", "LevelCost", "Measured", "PassSeconds"]
 @dataclass(frozen=True)
 class LevelCost:
     """What a block costs at a level; the bytes are those of
-    :class:`headroom.fitting.costs.alone.Bytes`.
+    :class:`headroom.memory.alone.Bytes`.
 
     Attributes:
         held, backward, forward: bytes, as in :class:`headroom.fitting.search.knapsack.Level`.

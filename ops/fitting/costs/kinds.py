@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ...patching.levels import Blocks
-from .calls import described
+from ...step.calls import described
 
 __all__ = ["Likeness"]
 

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from ..._core import clock
+from ...memory.alone import Alone, Bytes, Seconds
 from ...memory.cpu import check_no_profiler
 from ...patching.blocks import verified_blocks
 from ...patching.levels import Blocks
+from ...step.calls import Call, results_of
 from ...step.description import Step
 from ...step.randomness import generators_kept
-from .alone import Alone, Bytes, Seconds
 from .block_costs import BlockCosts, LevelCost, Measured, PassSeconds
-from .calls import Call, results_of
 from .kinds import Likeness
 from .passes import is_first_run, seconds_of_pass
 

@@ -13,9 +13,9 @@ from ...memory.events import Timeline
 from ...planning.api import made
 from ...planning.recorder import Recorder
 from ...planning.result import Plan
+from ...step.calls import results_of
 from ...step.description import Step
 from .block_costs import Measured
-from .calls import results_of
 
 __all__ = ["Outline", "outline", "settled"]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..._core.clock import Stopwatch
+from ...step.calls import results_of
 from ...step.description import Step
 from .block_costs import PassSeconds
-from .calls import results_of
 
 __all__ = ["PassTimes", "is_first_run", "seconds_of_pass"]
 
@@ -132,17 +132,9 @@ class PassTimes:
         )
 
     def factor(self, count: int) -> float:
-        """Returns by which factor the blocks take longer in ``count`` parts than in the batch.
-        What each part adds is taken to be the same between two numbers that were timed."""
+        """Returns by which factor the blocks take longer in ``count`` parts than in the batch."""
         found = {n: self._factor(n) for n, _ in self._timed}
-        if count in found:
-            return found[count]
-        fewer = max(n for n in found if n < count)
-        least = max(factor for n, factor in found.items() if n < count)
-        more = min((n for n in found if n > count), default=None)
-        if more is None:
-            return least
-        return max(least, least + (found[more] - least) * (count - fewer) / (more - fewer))
+        return found.get(count) or max(factor for n, factor in found.items() if n < count)
 
     def most_of_blocks(self, count: int) -> float:
         """Returns how long the blocks of one of ``count`` parts may take: their share of the

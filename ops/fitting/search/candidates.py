@@ -15,6 +15,7 @@ from torch.nn import RNNBase
 from ..._core.module_copies import copied_modules, private_copy
 from ...amp.cast_model import cast_model
 from ...checkpointing import RecomputeError
+from ...optim.release import bucket_of
 from ...optim.replacing import is_headroom, state_bytes
 from ...patching.families import find_layers
 from ...patching.levels import Blocks, set_levels
@@ -34,7 +35,7 @@ from ..costs.optimizer_seconds import optimizer_seconds
 from ..costs.outline import Outline, outline
 from ..costs.passes import PassTimes
 from .candidate import Candidate, Found, Frontiers
-from .techniques import Techniques, bucket_of
+from .techniques import Techniques
 
 __all__ = ["Candidates"]
 
@@ -256,20 +257,18 @@ class Candidates:
         if key not in self._passes:
             try:
                 self._passes[key] = self._made(key)
-            except PlanError as error:
-                if key == self._plain:
-                    raise
-                self._passes[key] = None
-                self._note_pass(key, str(error))
             except RuntimeError as error:
-                if key.weights == "given" or is_out_of_memory(error):
+                reason = str(error)
+                if not isinstance(error, PlanError):
+                    if key.weights == "given" or is_out_of_memory(error):
+                        raise
+                    is_again = isinstance(error, RecomputeError)
+                    what = "blocks cannot be run again" if is_again else "the model does not run"
+                    reason = f"{what} with weights in bfloat16: {error}".partition("\n")[0]
+                elif key == self._plain:
                     raise
                 self._passes[key] = None
-                what = "the model does not run"
-                if isinstance(error, RecomputeError):
-                    what = "blocks cannot be run again"
-                reason = f"{what} with weights in bfloat16: {error}"
-                self._note_pass(key, reason.partition("\n")[0])
+                self._note_pass(key, reason)
         return self._passes[key]
 
     @property
@@ -384,11 +383,10 @@ class Candidates:
     def _seconds_of_step(self, choice: Choice) -> float:
         key = choice.optimizer, choice.weights
         if key not in self._step_seconds:
-            dtype = torch.bfloat16 if choice.weights == "bf16" else None
             assert self.step.device is not None
-            self._step_seconds[key] = optimizer_seconds(
-                self.techniques.optimizers[key], self.step.device, dtype=dtype
-            )
+            optimizer = self.techniques.optimizers[key]
+            seconds = optimizer_seconds(optimizer, self.step.device, dtype=choice.dtype)
+            self._step_seconds[key] = seconds
         return self._step_seconds[key]
 
     def _state_of(self, choice: Choice) -> int:
@@ -435,7 +433,7 @@ class Candidates:
             state = self._state_of(choice) + max(0, of_plan - self._state_of(costs.choice))
         floor, after, waiting = found.floor, found.after_backward, found.gradients
         if choice.release:
-            waiting = bucket_of(self.step.model, choice)
+            waiting = bucket_of(self.step.model, choice.dtype)
             if not self.names:  # then it is all of the backward pass
                 after = max(0, after - found.all_gradients)
         if not is_same or choice.release:
@@ -464,8 +462,8 @@ def step_with(
             batch=parts(step.batch, choice.micro_batches)[0],
             accumulation=min(2, choice.micro_batches),  # the second is like all that follow
             starts_short=True,  # the first step is there to leave behind what later ones find
-            release=choice.release and bucket_of(step.model, choice),
-            dtype=torch.bfloat16 if choice.weights == "bf16" else None,
+            release=choice.release and bucket_of(step.model, choice.dtype),
+            dtype=choice.dtype,
         )
     )
 

@@ -79,7 +79,7 @@ def does_not_fit(
     return DoesNotFit(
         f"nothing trains the model within {format_bytes(budget)}, of which "
         f"{format_bytes(budget - within)} is left free: the leanest choice takes "
-        f"{format_bytes(least)} ({_words(choice)}), of which {shown}. What would fit: "
+        f"{format_bytes(least)} ({choice}), of which {shown}. What would fit: "
         f"{', or '.join(advice)}{reasons}",
         least,
         kinds,
@@ -91,17 +91,6 @@ def _listed(kinds: Mapping[str, int]) -> str:
     """Returns bytes by kind as text, the most first."""
     most = sorted(((size, name) for name, size in kinds.items() if size), reverse=True)
     return ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for size, name in most)
-
-
-def _words(choice: Choice) -> str:
-    """Returns a leanest choice in words."""
-    found = [f"all {len(choice.levels)} blocks at their leanest"] if choice.levels else []
-    found += [f"{choice.micro_batches} micro-batches"] if choice.micro_batches > 1 else []
-    found += [] if choice.optimizer == "given" else [f"optimizer {choice.optimizer}"]
-    found += [] if choice.weights == "given" else [f"weights {choice.weights}"]
-    found += ["gradients released"] if choice.release else []
-    found += ["the fused loss"] if choice.fused_loss else []
-    return ", ".join(found) or "as given"
 
 
 def _allowing(candidates: Candidates, leanest: Plan, within: int) -> Iterator[str]:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
-
 from ...planning.result import Plan
-from ...step.description import Step
 from ...step.errors import PlanError
 from ..choice import Choice, FrontierPoint
 from .candidate import Candidate, Found
 from .candidates import Candidates
 from .knapsack import Point
-from .techniques import Techniques, techniques_of
+from .techniques import Techniques
 
-__all__ = ["Search", "search_of"]
+__all__ = ["Search"]
 
 PLANS = 8  # at most, to find the fastest choice
 ROOM = 0.02  # of the budget, which is not worth another plan
@@ -162,25 +158,19 @@ class Search:
     def _fastest(self, budget: int) -> tuple[float, Candidate, Point] | None:
         """Returns the fastest estimate within the budget; of equal ones that with the fewest
         changes."""
-        every = self.every()
-        picked = [
-            (self._expected(candidate, point), candidate.choice.changes, n, point)
-            for n, candidate in enumerate(every)
-            if (point := candidate.within(self._room(candidate, budget))) is not None
-        ]
+        every, picked = self.every(), []
+        for number, candidate in enumerate(every):
+            is_estimate = candidate.planned is None
+            point = candidate.within(round((1 - CAUTION) * budget) if is_estimate else budget)
+            if point is not None:
+                count = candidate.choice.micro_batches
+                slower = 0 if candidate.is_timed else SLOWER * count.bit_length()
+                seconds = (1 + slower) * point.seconds
+                picked.append((seconds, candidate.choice.changes, number, point))
         if not picked:
             return None
-        seconds, _, n, point = min(picked)
-        return seconds, every[n], point
-
-    @staticmethod
-    def _room(candidate: Candidate, budget: int) -> int:
-        return budget if candidate.planned is not None else round((1 - CAUTION) * budget)
-
-    def _expected(self, candidate: Candidate, point: Point) -> float:
-        if candidate.is_timed:
-            return point.seconds
-        return point.seconds * (1 + SLOWER * candidate.choice.micro_batches.bit_length())
+        seconds, _, number, point = min(picked)
+        return seconds, every[number], point
 
     def _time(self, candidate: Candidate) -> None:
         """Times what the candidate has in common with others."""
@@ -218,22 +208,3 @@ class Search:
 
     def _found(self, choice: Choice, plan: Plan, seconds: float) -> Found:
         return Found(choice, plan, seconds, tuple(self.candidates.names))
-
-
-def search_of(
-    step: Step,
-    allow: Collection[str] = (),
-    only: Mapping[str, Collection[Any]] | None = None,
-    given: Choice | None = None,
-    parts_add_up: bool = False,
-) -> Search:
-    """Returns the search for a step that was checked, which has measured nothing yet.
-
-    Args:
-        allow, only, parts_add_up: as in :func:`headroom.fitting.search.techniques.techniques_of`.
-        given: the only choice; see :class:`Search`.
-
-    Raises:
-        ValueError: ``only`` leaves no value of a field.
-    """
-    return Search(Candidates(techniques_of(step, allow, only, parts_add_up)), given)

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from ...optim import Adam8bit, release_gradients
+from ...optim import Adam8bit
 from ...optim.replacing import is_headroom, obstacle, replacement
 from ...patching.losses import has_fused_loss, knows_loss
 from ...step.description import Step
-from ...step.micro_batches import samples_of
+from ...step.micro_batches import counts, mixes_samples, samples_of
 from ..choice import ALLOWABLE, Choice
 
-__all__ = ["BUCKET_BYTES", "Techniques", "bucket_of", "techniques_of"]
-
-BUCKET_BYTES = inspect.signature(release_gradients).parameters["bucket_bytes"].default
-BUCKETS = 8  # or more, that the gradients of a model fill
+__all__ = ["Techniques", "techniques_of"]
 
 FIELDS = ("optimizer", "weights", "fused_loss", "micro_batches", "release")
 
@@ -164,24 +158,6 @@ def techniques_of(
     return replace(every, optimizers=optimizers, choices=tuple(left))
 
 
-def counts(samples: int | None) -> Iterator[int]:
-    """Yields the numbers of micro-batches to look at: of those that divide the samples, the first
-    from each power of two on, up to 64."""
-    last = 1
-    for power in range(1, 7):
-        fitting = (n for n in range(2**power, 2 ** (power + 1)) if samples and samples % n == 0)
-        count = next(fitting, last)
-        if count > last:
-            yield count
-            last = count
-
-
-def mixes_samples(model: nn.Module) -> bool:
-    """Returns whether a step of the whole batch is another than that of its parts, because a
-    BatchNorm takes statistics over the batch."""
-    return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
-
-
 def _can_release(step: Step, optimizer: Any) -> bool:
     """Returns whether gradients can be released: a step that is made within the backward pass can
     neither clip nor wait for other micro-batches, nor be skipped as a whole."""
@@ -226,18 +202,3 @@ def _optimizers(step: Step, allow: Collection[str]) -> tuple[Optimizers, list[st
         except (TypeError, ValueError, RuntimeError) as error:
             notes.append(f"{kind}: {error}")
     return found, notes
-
-
-def bucket_of(model: nn.Module, choice: Choice) -> int:
-    """Returns the ``bucket_bytes`` of :func:`headroom.release_gradients` for a model with a choice:
-    the default, or less for a small model, whose gradients would all wait in one bucket.
-
-    It is the same before and after the choice is applied to the model.
-    """
-    is_cast = choice.weights == "bf16"
-    gradients = sum(
-        p.numel() * (2 if is_cast else p.element_size())
-        for p in model.parameters()
-        if p.requires_grad
-    )
-    return max(1, min(BUCKET_BYTES, gradients // BUCKETS))

@@ -11,8 +11,8 @@ from headroom.fitting.apply.applied import Applied
 from headroom.fitting.costs import measure
 from headroom.fitting.costs.block_costs import PassSeconds
 from headroom.fitting.search import candidates, changes
-from headroom.fitting.search.techniques import BUCKET_BYTES, bucket_of
 from headroom.nn import Transformer, TransformerConfig
+from headroom.optim.release.handle import BUCKET_BYTES, bucket_of
 from headroom.optim.replacing import obstacle, replacement
 from torch import nn
 
@@ -320,7 +320,7 @@ def test_release_helps_a_small_model_as_much_as_its_plan_says():
 @pytest.mark.parametrize("weights", ["given", "bf16"])
 def test_the_bucket_is_that_of_the_plan_before_and_after_weights_are_cast(weights):
     model, _ = ours()
-    choice = Choice(weights=weights, release=True)
+    choice = Choice(weights=weights, release=True).dtype
     size = sum(p.numel() for p in model.parameters()) * (2 if weights == "bf16" else 4)
     bucket = bucket_of(model, choice)
     assert bucket == size // 8

@@ -8,9 +8,9 @@ import headroom
 import pytest
 import torch
 from headroom._core import frontier_chart
-from headroom._core.frontier_chart import Series, draw_frontier
+from headroom._core.frontier_chart import Series, draw_frontier, telling
 from headroom.fitting import Choice
-from headroom.fitting.ladder import Ladder, Rung, distinct, interesting
+from headroom.fitting.ladder import Ladder, Rung, distinct
 from headroom.reports import read
 from torch.optim import SGD, AdamW
 
@@ -33,14 +33,14 @@ def ladder(count):
     return Ladder("GPT", "cpu", Rung("as it is", 220 * MIB, 0.25), frontier(count))
 
 
-def test_a_corner_of_the_frontier_is_interesting():
+def test_a_corner_of_the_frontier_is_telling():
     """Of points on two straight lines, the corner is the first to be chosen besides the ends."""
     steep = [Rung("", 10 + n, 100.0 - 8 * n) for n in range(11)]
     flat = [Rung("", 20 + 10 * n, 20.0 - n) for n in range(1, 12)]
     points = steep + flat
-    assert interesting(points, 3) == [points[0], steep[-1], points[-1]]
-    assert interesting(points, 2) == [points[0], points[-1]]
-    assert interesting(points, 100) == points
+    assert telling(points, 3) == [points[0], steep[-1], points[-1]]
+    assert telling(points, 2) == [points[0], points[-1]]
+    assert telling(points, 100) == points
 
 
 def test_points_that_are_hardly_faster_are_left_out():
@@ -52,7 +52,7 @@ def test_points_that_are_hardly_faster_are_left_out():
 @pytest.mark.parametrize("count", [1, 2, 14, 15, 777])
 def test_points_that_are_shown_are_of_the_frontier_in_order(count):
     points = frontier(count)
-    shown = interesting(points, 14)
+    shown = telling(points, 14)
     assert len(shown) == min(count, 14) and len(set(shown)) == len(shown)
     assert [point for point in points if point in set(shown)] == shown
     assert shown[0] == points[0] and shown[-1] == points[-1]

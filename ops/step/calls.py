@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._core.surroundings import Settings
+from .._core.surroundings import Settings
 
 __all__ = ["Call", "described", "results_of", "tensors_of"]
 

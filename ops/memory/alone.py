@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..._core.clock import Stopwatch
-from ...memory.collecting import no_collections
-from ...memory.stream import Event
-from ...memory.track import recorder_of
-from .calls import Call, results_of
+from .._core.clock import Stopwatch
+from ..step.calls import Call, results_of
+from .collecting import no_collections
+from .stream import Event
+from .track import recorder_of
 
 __all__ = ["Alone", "Bytes", "Seconds"]
 
