@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["copied_modules", "deepcopy_with"]
+__all__ = ["copied_modules", "deepcopy_with", "private_copy"]
 
 _lock = threading.RLock()
 
@@ -27,6 +27,31 @@ def copied_modules(model: nn.Module, tensor: Callable[[Tensor], Tensor]) -> nn.M
     memo = {id(x): tensor(x) for x in {*model.parameters(), *model.buffers()}}
     with deepcopy_with({Tensor: _copied_tensor}):
         return copy.deepcopy(model, memo)
+
+
+def private_copy(model: nn.Module) -> nn.Module:
+    """Returns a copy of a model with the same weights in the same memory, which can run forward
+    and backward without a trace on the model: its buffers, gradients and modules are its own, and
+    its parameters have none of the hooks on gradients of the model's.
+
+    Raises:
+        TypeError: something in the model cannot be copied.
+    """
+    try:
+        return copied_modules(model, _private)
+    except Exception as error:
+        raise TypeError(
+            f"{type(model).__name__} cannot be copied, and only a copy is measured: "
+            f"{type(error).__name__}: {error}; remove from its modules what copy.deepcopy refuses"
+        ) from error
+
+
+def _private(x: Tensor) -> Tensor:
+    if not isinstance(x, nn.Parameter):
+        return x.detach().clone()
+    made = nn.Parameter(x.detach(), requires_grad=x.requires_grad)
+    vars(made).update(vars(x))
+    return made
 
 
 def _copied_tensor(x: Tensor, memo: dict[int, Any]) -> Tensor:

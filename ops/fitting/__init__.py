@@ -1,14 +1,15 @@
 """Finds the fastest way to train a model within a budget of memory: :func:`headroom.fit`.
 
-``headroom.fit`` is a function, hence the name of this package.
+A step has costs, from which candidates follow; the search finds the fastest of them, which is
+planned and applied. ``headroom.fit`` is a function, hence the name of this package.
 """
 
 from .api import fit
-from .choice import Choice
-from .errors import DoesNotFit
-from .fitted import Change, Fitted
+from .apply.fitted import Fitted
+from .choice import Choice, FrontierPoint
 from .ladder import Ladder, Rung
-from .search import FrontierPoint
+from .report import Change
+from .search.refusal import DoesNotFit
 
 __all__ = [
     "Change",

@@ -8,26 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .agree import best_of_ranks, together
-from .apply import Applied
-from .arguments import check_margin, check_only
-from .blocks import Blocks
-from .budgets import budget_of, within
-from .changes import report_of
+from ..optim.release import bucket_of
+from ..patching.levels import Blocks
+from ..step.description import Step
+from ..step.micro_batches import bytes_of
+from .apply.applied import Applied
+from .apply.fitted import Fitted
+from .arguments import allowed_of, budget_of, check_margin, check_only, checked, within
 from .choice import Choice
-from .fitted import Fitted
-from .floors import does_not_fit
-from .ladder import Ladder
-from .loop import Loop
-from .lower_bounds import below_every_choice
-from .micro_batches import bytes_of
-from .parting import Parting
-from .preparing import Asked, search_of
-from .releasing import bucket_of
-from .search import Found
-from .stored import Stored
+from .ranks import from_first, gathered, together
+from .report import Chosen
+from .search.candidates import Candidates
+from .search.changes import changes_of, peak_before
+from .search.refusal import does_not_fit, given_does_not_fit
+from .search.search import Search
+from .search.techniques import techniques_of
 
-__all__ = ["fit"]
+__all__ = ["fit", "fit_step"]
 
 
 def fit(
@@ -46,12 +43,11 @@ def fit(
     allow: Sequence[str] = (),
     adapt: bool = False,
     margin: float | None = None,
-    ladder: Ladder | None = None,
+    ladder: Any = None,
     dry_run: bool = False,
     only: Mapping[str, Collection[Any]] | None = None,
     choice: Choice | Mapping[str, Any] | None = None,
     group: Any = None,
-    _parts_add_up: bool = False,  # of loops of other libraries, which weigh losses themselves
 ) -> Fitted:
     """Finds the fastest way to train a model within a budget of memory, applies it, and returns
     what was done.
@@ -99,8 +95,9 @@ def fit(
             ``fitted.choice.to_json()`` returned. It is planned, refused if it is above the budget,
             and applied, and nothing is measured: for a run that is resumed. What it needs need not
             be allowed again.
-        group: the ranks that train together. All of them call this, and all take one choice: see
-            :func:`headroom.fitting.agree.agreed`. None: all ranks, where there are several.
+        group: the ranks that train together, all of which call this. The first of them chooses, for
+            the least budget of all, and the others take its choice. None: all ranks, where there
+            are several.
 
     Raises:
         DoesNotFit: no choice fits the budget, or not the one that was given. Says which floor was
@@ -108,80 +105,137 @@ def fit(
         PlanError: the step cannot be planned; see :func:`headroom.plan`.
         TypeError, ValueError: an argument does not fit; says which one, and what was wanted.
     """
+    step = Step(
+        model, optimizer, sample_batch, loss, forward, device, amp, scaler,
+        max_grad_norm=max_grad_norm,
+    )  # fmt: skip
+    return fit_step(
+        step, budget=budget, target=target, allow=allow, adapt=adapt, margin=margin, ladder=ladder,
+        dry_run=dry_run, only=only, choice=choice, group=group,
+    )  # fmt: skip
+
+
+def fit_step(
+    step: Step,
+    *,
+    budget: int | float | str | None = None,
+    target: str | None = None,
+    allow: Sequence[str] = (),
+    adapt: bool = False,
+    margin: float | None = None,
+    ladder: Any = None,
+    dry_run: bool = False,
+    only: Mapping[str, Collection[Any]] | None = None,
+    choice: Choice | Mapping[str, Any] | None = None,
+    group: Any = None,
+    parts_add_up: bool = False,
+) -> Fitted:
+    """Fits a step into a budget, and returns what was done.
+
+    Args:
+        step: as a user describes it.
+        parts_add_up: whether a loop itself weighs the losses of parts of a batch, so that they are
+            not compared with the loss of the batch.
+
+    All other arguments and the errors are those of :func:`fit`.
+    """
     with together(group):
         check_margin(margin)
         check_only(only)
-        if ladder is not None and not isinstance(ladder, Ladder):
-            raise TypeError(f"ladder is {ladder!r}, wanted what headroom.ladder returned")
         if adapt and choice is not None:
             raise ValueError(
                 "adapt and choice were both given: adapt needs times, and nothing is measured for "
                 "a given choice"
             )
-        asked = Asked(
-            model, sample_batch, optimizer, loss, forward, device, amp, scaler, max_grad_norm,
-            allow, only, choice, _parts_add_up,
-        )  # fmt: skip
-        search = search_of(asked)
+        given = None if choice is None else Choice.from_json(choice)
+        allowed = allowed_of(allow, () if given is None else given.needs)
+        step = checked(step)
+        techniques = techniques_of(step, allowed, only, parts_add_up)
+        search = Search(Candidates(techniques), given)
         if ladder is not None:
+            if not hasattr(ladder, "search_for"):
+                raise TypeError(f"ladder is {ladder!r}, wanted what headroom.ladder returned")
             search = ladder.search_for(search)
-        families, stored = search.families, asked.stored
-        techniques, setting = families.techniques, families.setting
-        source = search if stored is None else Stored(families, stored)
+        model, candidates = step.model, search.candidates
         held = sum(x.nbytes for x in {*model.parameters(), *model.buffers()})
-        limit = budget_of(budget, target, setting.device, held)
-        room = within(limit, margin, setting.device, len(Blocks(model).names))
-
-    def propose(room: int) -> Found:
-        if source is search and ladder is None:
-            error = below_every_choice(families, limit, room)
-            if error is not None:
-                raise error
-        found = source.best(room)
-        if found is None:
-            raise does_not_fit(search, limit, room)
-        return found
-
-    found = best_of_ranks(source, propose, room, group)
+        limit = budget_of(budget, target, step.device, held)
+        room = within(limit, margin, step.device, len(Blocks(model).names))
+    least = min(gathered(lambda: room, group=group))
+    chosen = from_first(lambda: _chosen(search, limit, least), group=group)
     applied = None
     try:
         with together(group):
-            report = report_of(search, found) if stored is None else {}
-            chosen = techniques.optimizer_of(found.choice)
+            candidates.agree, candidates.rule = chosen.agree, chosen.rule
+            found = candidates.taken(chosen.choice)
+            if found.plan.total_bytes > room:  # of a larger batch than the first rank's
+                raise given_does_not_fit(found.choice, found.plan, room)
+            optimizer = candidates.techniques.optimizer_of(chosen.choice)
             if not dry_run:
-                applied = Applied(model, found.blocks, chosen, found.choice)
-        outer = search.outer_of(found.choice) if stored is None else None
-        loop = Loop(
-            setting.but(batch=None), chosen, asked.live_scaler, max_grad_norm, families.rule
-        )
-        notes = [*techniques.notes, *families.notes]
-        parting = None
-        if not dry_run:
-            counts = techniques.micro_batches
-            parting = Parting(loop, counts, sample_batch, families.agree, notes)
+                applied = Applied(model, found.blocks, optimizer, chosen.choice)
+        counts = candidates.techniques.micro_batches
+        agree = chosen.agree if len(counts) > 1 else False
+        candidate = search.known.get(chosen.choice.but(levels=()))
         return Fitted(
             model,
-            chosen,
-            found.choice,
+            optimizer,
+            chosen.choice,
             limit,
             found.plan,
             found.plan.total_bytes,
-            found.seconds if stored is None else None,
-            blocks=list(found.blocks),
-            notes=notes,
+            chosen.seconds,
+            chosen.before_peak,
+            chosen.before_seconds,
+            chosen.changes,
+            chosen.frontier,
+            chosen.reachable,
+            list(found.blocks),
+            list(chosen.notes),
             within=room,
-            planner=search.plan_of if adapt else None,
-            estimate=None if outer is None else outer.at,
-            is_given=stored is not None,
-            bucket_bytes=bucket_of(model, found.choice) if found.choice.release else None,
-            _loop=loop,
+            is_given=given is not None,
+            bucket_bytes=bucket_of(model, chosen.choice.dtype) if chosen.choice.release else None,
+            rule=chosen.rule,
+            # The batch is held as long as the gradients of its parts may still be compared.
+            _step=step.but(
+                optimizer=optimizer, batch=step.batch if applied and agree is None else None
+            ),
+            _sample_bytes=bytes_of(step.batch),
             _applied=applied,
-            _adapts=adapt,
-            _sample_bytes=bytes_of(sample_batch),
-            _parting=parting,
-            **report,
+            _counts=counts,
+            _agree=agree,
+            _planner=(lambda choice: candidates.taken(choice).plan) if adapt else None,
+            _estimate=None if candidate is None else candidate.at,
         )
     except BaseException:  # of this rank or another, and Ctrl-C
         if applied is not None:
             applied.undo()
         raise
+
+
+def _chosen(search: Search, budget: int, within: int) -> Chosen:
+    """Returns what is chosen for a budget, of which a plan may take ``within`` bytes.
+
+    Raises:
+        DoesNotFit: nothing fits.
+    """
+    found, candidates = search.best(within), search.candidates
+    if found is None:
+        choice, plan = search.leanest()
+        if search.given is not None:
+            raise given_does_not_fit(choice, plan, within)
+        raise does_not_fit(candidates, search.every(), (choice, plan), budget, within)
+    if search.given is not None:
+        return Chosen(found.choice, candidates.agree, candidates.rule, notes=candidates.notes)
+    before = peak_before(candidates, search.known, found)
+    changes, seconds = changes_of(candidates, search.known, found, before)
+    return Chosen(
+        found.choice,
+        candidates.agree,
+        candidates.rule,
+        candidates.notes,
+        found.seconds,
+        before,
+        seconds,
+        changes,
+        search.frontier(),
+        search.frontier(found.choice),
+    )

@@ -1,59 +1,75 @@
-"""Checks the arguments of ``headroom.fit`` and ``headroom.ladder`` that stand for themselves."""
+"""Checks the arguments of ``headroom.fit`` and ``headroom.ladder``, and makes of them the step that
+is trained, and the bytes that it may take."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
 
+from .._core.available import available
+from .._core.sizes import parse_bytes
+from ..memory.track import device_of
+from ..optim.replacing import optimizer_of
+from ..step.checks import check_described, check_number
+from ..step.description import Step
 from ..step.trees import tensors_in
-from .choice import Choice
+from .choice import ALLOWABLE, Choice
 
-__all__ = ["check_arguments", "check_margin", "check_only"]
+__all__ = ["MARGINS", "allowed_of", "budget_of", "check_margin", "check_only", "checked", "within"]
 
-PLAIN = (tuple, list, Mapping, DataLoader, Dataset)
-"""Batches in which nothing but a tensor is looked for. Others may have them wherever they like."""
+MARGINS = {"cpu": 0.002, "cuda": 0.02}
+"""The share of a budget that is left free: by which plans were wrong at the most where they were
+compared with measured peaks."""
+
+LEAST = 1024
+"""Bytes. A number below it is not meant as bytes."""
+
+UNSEEN = 16 << 10
+UNSEEN_OF_BLOCK = 5056
+"""Bytes that plans do not see: tables of the optimizer, and the state of the CPU's random numbers
+that a block which is computed again keeps."""
+
+FREE = {"cpu": 0.2, "cuda": 0.05}
+"""The share of the free memory of a device that ``target="speed"`` leaves to everything else."""
 
 
-def check_arguments(
-    sample_batch: Any,
-    *,
-    loss: Any = None,
-    forward: Any = None,
-    amp: Any = None,
-    scaler: Any = None,
-    max_grad_norm: Any = None,
-    allow: Any = (),
-) -> None:
-    """Checks what would otherwise fail deep in a step, or not at all.
+def checked(step: Step) -> Step:
+    """Returns a step of a user's arguments with its device and its optimizer.
 
     Raises:
         TypeError, ValueError: an argument does not fit; says which one, and what was wanted.
     """
-    # NumPy may be missing, so its arrays are known by what they have.
-    is_plain = isinstance(sample_batch, PLAIN) or hasattr(sample_batch, "__array_interface__")
-    if is_plain and next(tensors_in(sample_batch), None) is None:
-        raise TypeError(
-            f"sample_batch is a {type(sample_batch).__name__} without tensors, wanted one batch of "
-            "the loop; of a DataLoader: next(iter(loader))"
-        )
-    for name, value in (("loss", loss), ("forward", forward)):
-        if value is not None and not callable(value):
-            raise TypeError(f"{name} is {value!r}, wanted a function")
-    if amp is not None and not (isinstance(amp, torch.dtype) and amp.is_floating_point):
-        raise TypeError(f"amp is {amp!r}, wanted a dtype such as torch.bfloat16")
-    if scaler is not None and not hasattr(scaler, "is_enabled"):
-        raise TypeError(f"scaler is {scaler!r}, wanted a torch.amp.GradScaler")
-    if max_grad_norm is not None:
-        _check_number("max_grad_norm", max_grad_norm, "a norm above 0")
-        if not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm is {max_grad_norm}, wanted a norm above 0")
+    check_described(step)
+    model, scaler = step.model, step.scaler
+    device = device_of(model, step.device)
+    for x in tensors_in(step.batch):
+        if x.device != device:
+            raise ValueError(
+                f"sample_batch has a tensor on {x.device}, but the model is on {device}"
+            )
+    optimizer = torch.optim.AdamW if step.optimizer is None else step.optimizer
+    return step.but(
+        device=device,
+        optimizer=optimizer_of(optimizer, model),
+        scaler=scaler if scaler is not None and scaler.is_enabled() else False,
+    )
+
+
+def allowed_of(allow: Any, needed: Collection[str] = ()) -> tuple[str, ...]:
+    """Returns what may change the mathematics, and is allowed or needed.
+
+    Raises:
+        TypeError, ValueError: a name is unknown.
+    """
     if not isinstance(allow, (str, list, tuple, set, frozenset)):
         raise TypeError(f'allow is {allow!r}, wanted names such as ("8bit", "bf16")')
+    found = (allow,) if isinstance(allow, str) else tuple(allow)
+    if wrong := [name for name in found if name not in ALLOWABLE]:
+        raise ValueError(f"allow has {wrong[0]!r}, wanted some of {', '.join(ALLOWABLE)}")
+    return tuple(dict.fromkeys((*found, *needed)))
 
 
 def check_margin(margin: Any) -> None:
@@ -64,7 +80,7 @@ def check_margin(margin: Any) -> None:
     """
     if margin is None:
         return
-    _check_number("margin", margin, "a share of the budget, such as 0.02")
+    check_number("margin", margin, "a share of the budget, such as 0.02")
     if not 0 <= margin < 1:
         raise ValueError(f"margin is {margin}, wanted a share of the budget from 0 to below 1")
 
@@ -100,7 +116,39 @@ def check_only(only: Any) -> None:
                 raise ValueError(f"only has {value} for {name}, wanted whole numbers from 1 on")
 
 
-def _check_number(name: str, value: Any, wanted: str) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or math.isnan(value):
-        raise TypeError(f"{name} is {value!r}, wanted {wanted}")
+def budget_of(
+    budget: int | float | str | None, target: str | None, device: torch.device, held: int = 0
+) -> int:
+    """Returns the budget in bytes; ``held`` as in :func:`headroom._core.available.available`.
+
+    Raises:
+        ValueError: both or neither were given, ``target`` is unknown, or the budget is no size that
+            can be meant.
+    """
+    if (budget is None) == (target is None):
+        raise ValueError(
+            f"budget is {budget!r} and target {target!r}, wanted one of them: a budget such as "
+            '"6 GiB", or target="speed" for what the device has'
+        )
+    if budget is not None:
+        size = parse_bytes(budget, "budget")
+        if size < LEAST:
+            raise ValueError(
+                f'budget is {budget!r}, which is {size} bytes; write the unit, such as "6 GiB"'
+            )
+        return size
+    if target != "speed":
+        raise ValueError(f'target is {target!r}, wanted "speed"')
+    return int((1 - FREE[device.type]) * available(device, held))
+
+
+def within(budget: int, margin: float | None, device: torch.device, blocks: int) -> int:
+    """Returns what a plan may take: the budget without its margin, and without what plans do not
+    see.
+
+    Args:
+        margin: the share that is left free, or None for that of the device.
+        blocks: how many there are.
+    """
+    share = MARGINS[device.type] if margin is None else margin
+    return max(0, int(budget * (1 - share)) - UNSEEN - UNSEEN_OF_BLOCK * blocks)

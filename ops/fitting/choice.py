@@ -7,10 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-__all__ = ["ALLOWABLE", "Choice"]
+import torch
+
+__all__ = ["ALLOWABLE", "SAME", "Choice", "FrontierPoint"]
 
 ALLOWABLE = ("8bit", "bf16", "adafactor")
 """What changes the mathematics, and is used only if it is allowed."""
+
+SAME = 0.002
+"""The share of bytes or seconds below which two choices are no different in a report."""
 
 _OPTIMIZERS = {"headroom": "headroom.optim", "8bit": "8-bit moments", "adafactor": "Adafactor"}
 
@@ -41,7 +46,7 @@ class Choice:
 
     @property
     def changes(self) -> int:
-        """How many techniques are used besides levels."""
+        """Returns how many techniques are used besides levels."""
         return (
             (self.micro_batches > 1)
             + (self.optimizer != "given")
@@ -52,22 +57,29 @@ class Choice:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What must be allowed for it: some of :data:`ALLOWABLE`."""
+        """Returns what must be allowed for it: some of :data:`ALLOWABLE`."""
         return tuple(name for name in ALLOWABLE if name in (self.optimizer, self.weights))
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Returns the dtype that weights are cast to, or None."""
+        return torch.bfloat16 if self.weights == "bf16" else None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the choice in what :mod:`json` writes."""
         return vars(self) | {"levels": list(self.levels)}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Choice:
-        """Returns the choice that :meth:`to_json` described; fields that are not there have their
-        defaults.
+    def from_json(cls, value: Choice | Mapping[str, Any]) -> Choice:
+        """Returns the choice that :meth:`to_json` described, or one that was made by hand; fields
+        that are not there have their defaults.
 
         Raises:
-            TypeError: it is no dict.
+            TypeError: it is neither.
             ValueError: a field is unknown, or has a value of another type.
         """
+        if isinstance(value, Choice):
+            value = vars(value)
         if not isinstance(value, Mapping):
             raise TypeError(
                 f"choice is {type(value).__name__}, wanted a Choice, or the dict that its "
@@ -101,3 +113,18 @@ class Choice:
             parts.append(f"{self.weights} weights")
         parts += ["fused loss"] * self.fused_loss + ["release"] * self.release
         return ", ".join(parts) or "as it is"
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    """A choice that no other beats in both.
+
+    Attributes:
+        peak: bytes of a step on its device, estimated from plans.
+        seconds: of a step, estimated.
+        choice: how.
+    """
+
+    peak: int
+    seconds: float
+    choice: Choice

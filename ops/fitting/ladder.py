@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
 import json
-import math
 import os
 import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,17 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from .._core.atomic import replacing
+from .._core.frontier_chart import Series, draw_frontier, telling
 from .._core.sizes import format_bytes
 from .._core.text import shortened
+from ..step.description import Step
 from ..step.errors import PlanError
 from ..step.trees import tensors_in
-from .by_kind import peak_by_kind
-from .choice import Choice
-from .frontier_chart import Series, draw_frontier
-from .preparing import Asked, peak_as_given, search_of
-from .search import SAME, FrontierPoint, Search
+from .arguments import allowed_of, checked
+from .choice import SAME, Choice, FrontierPoint
+from .search.candidates import Candidates
+from .search.changes import peak_as_given, peak_by_kind, plain_choice
+from .search.search import Search
+from .search.techniques import techniques_of
 
-__all__ = ["Ladder", "Rung", "distinct", "interesting", "ladder"]
+__all__ = ["Ladder", "Rung", "distinct", "ladder"]
 
 ROWS = 14  # of the table, besides the first
 SAVED = 200  # rungs of the file, besides the first
@@ -93,12 +94,12 @@ class Ladder:
                 f"ladder was made with another {', another '.join(wrong)}: give headroom.fit what "
                 "headroom.ladder was given, or leave ladder= out"
             )
-        return self._search.with_optimizers(asked.families.techniques)
+        return self._search.with_techniques(asked.candidates.techniques, asked.given)
 
     def rungs(self, most: int = ROWS) -> list[Rung]:
         """Returns the model as it was given, and then up to ``most`` points of the frontier from
         the fastest to the leanest: those between which the frontier is the most nearly straight."""
-        return [self.first, *reversed(interesting(self.points, most))]
+        return [self.first, *reversed(telling(self.points, most))]
 
     def __str__(self) -> str:
         first, rungs = self.first, self.rungs()
@@ -167,7 +168,7 @@ class Ladder:
             ImportError: matplotlib is missing.
             OSError: the file cannot be written.
         """
-        labeled, shared = {id(rung) for rung in interesting(self.points, LABELS)}, self._shared()
+        labeled, shared = {id(rung) for rung in telling(self.points, LABELS)}, self._shared()
         points = [
             (rung.peak, rung.seconds, _without(rung.title, shared) if id(rung) in labeled else "")
             for rung in self.points
@@ -213,18 +214,18 @@ def ladder(
         OSError: ``path`` cannot be written.
         TypeError, ValueError: an argument does not fit; says which one, and what was wanted.
     """
-    asked = Asked(
-        model, sample_batch, optimizer, loss, forward, device, amp, scaler, max_grad_norm, allow
-    )
-    search = search_of(asked)
+    step = Step(
+        model, optimizer, sample_batch, loss, forward, device, amp, scaler,
+        max_grad_norm=max_grad_norm,
+    )  # fmt: skip
+    search = Search(Candidates(techniques_of(checked(step), allowed_of(allow))))
     search.time_all()
     points = distinct(search.frontier())
-    families = search.families
     if not points:
-        raise PlanError("; ".join(families.notes) or "nothing can be planned")
+        raise PlanError("; ".join(search.candidates.notes) or "nothing can be planned")
     made = Ladder(
         type(model).__name__,
-        str(families.setting.device),
+        str(search.candidates.step.device),
         _as_given(search),
         [_rung(search, str(p.choice), p.peak, p.seconds, p.choice) for p in points],
         search,
@@ -236,18 +237,19 @@ def ladder(
 
 def _asked(search: Search) -> dict[str, Any]:
     """Returns what a search is for, in what can be compared."""
-    techniques = search.families.techniques
-    setting, given = techniques.setting, techniques.given
-    groups = [{**group, "params": list(map(id, group["params"]))} for group in given.param_groups]
+    techniques = search.candidates.techniques
+    step = techniques.step
+    groups = step.optimizer.param_groups
+    options = [{**group, "params": list(map(id, group["params"]))} for group in groups]
     return {
-        "model": id(setting.model),
-        "sample_batch": list(map(id, tensors_in(setting.batch))),
-        "loss or forward": (setting.loss, setting.forward),
-        "device": setting.device,
-        "amp": setting.amp,
-        "scaler": setting.scaler,
-        "optimizer": repr((type(given), groups)),
-        "max_grad_norm": techniques.clips,
+        "model": id(step.model),
+        "sample_batch": list(map(id, tensors_in(step.batch))),
+        "loss or forward": (step.loss, step.forward),
+        "device": step.device,
+        "amp": step.amp,
+        "scaler": bool(step.scaler),
+        "optimizer": repr((type(step.optimizer), options)),
+        "max_grad_norm": step.max_grad_norm is not None,
         "allow, or before its optimizer had begun to train": list(techniques.optimizers),
         "only": techniques.only,
     }
@@ -269,57 +271,18 @@ def distinct(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
 
 def _as_given(search: Search) -> Rung:
     """Returns the model as it was given. Its time is that of blocks which keep all they can."""
-    fused = search.families.techniques.fused_losses[0]
-    choice = Choice(search.keeping_all(), fused_loss=fused)
-    outer = search.outer_of(choice)
-    assert outer is not None  # the first of every search
-    estimate = outer.at(choice.levels)
-    peak = peak_as_given(search)
+    choice = plain_choice(search.candidates, search.known)
+    estimate = search.known[choice.but(levels=())].at(choice.levels)
+    peak = peak_as_given(search.candidates)
     size = estimate.peak if peak is None else peak
     rung = _rung(search, "as it is", size, estimate.seconds, choice)
     return replace(rung, choice=None)
 
 
 def _rung(search: Search, title: str, peak: int, seconds: float, choice: Choice) -> Rung:
-    outer = search.outer_of(choice)
-    assert outer is not None  # the choice is of the search
-    optimizer = search.families.techniques.optimizer_of(choice)
-    kinds = peak_by_kind(outer, choice.levels, peak, optimizer)
+    candidate = search.known[choice.but(levels=())]
+    kinds = peak_by_kind(search.candidates, candidate, choice.levels, peak)
     return Rung(title, peak, seconds, choice, kinds)
-
-
-def interesting(points: Sequence[Rung], most: int) -> list[Rung]:
-    """Returns up to ``most`` points of a frontier, 2 or more: both ends, and in turn the point that
-    is the furthest from the straight line between those already chosen beside it."""
-    if len(points) <= most:
-        return list(points)
-    last = len(points) - 1
-    chosen, heap = [0, last], [_furthest(points, 0, last)]
-    while len(chosen) < most:
-        _, number, left, right = heapq.heappop(heap)
-        chosen.append(number)
-        for ends in ((left, number), (number, right)):
-            if ends[1] - ends[0] > 1:
-                heapq.heappush(heap, _furthest(points, *ends))
-    return [points[number] for number in sorted(chosen)]
-
-
-def _furthest(points: Sequence[Rung], left: int, right: int) -> tuple[float, int, int, int]:
-    """Returns the negative distance, the number and the neighbors of the point between two others
-    that is the furthest from the line through them, in a picture with the frontier as diagonal."""
-    width = max(1, points[-1].peak - points[0].peak)
-    height = max(1e-12, points[0].seconds - points[-1].seconds)
-
-    def place(number: int) -> tuple[float, float]:
-        rung, start = points[number], points[left]
-        return (rung.peak - start.peak) / width, (rung.seconds - start.seconds) / height
-
-    across, up = place(right)
-    length = max(1e-12, math.hypot(across, up))
-    distances = [(abs(x * up - y * across) / length, n) for n in range(left + 1, right)
-                 for x, y in [place(n)]]  # fmt: skip
-    distance, number = max(distances)
-    return -distance, number, left, right
 
 
 def _without(title: str, shared: Sequence[str]) -> str:

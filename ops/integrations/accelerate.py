@@ -14,15 +14,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..fitting import Fitted
-from ..fitting.agree import together
 from ..fitting.choice import Choice
-from ..fitting.micro_batches import parts, samples_of
-from ..fitting.setting import Setting
-from ..fitting.shares import SAMPLES, rules_of, shares
-from ..step.loss import loss_of
+from ..fitting.ranks import together
+from ..step.description import Step
+from ..step.micro_batches import SAMPLES, parts, samples_of, shares
+from ..step.rules import rules_of
 from ..step.run import Total, passes
 from .batches import moved, repeated
-from .first_steps import FirstSteps
+from .first_steps import ToldSteps
 from .loops import (
     WHOLE_BATCHES,
     batches_planned,
@@ -53,23 +52,21 @@ class AcceleratedFit:
         self,
         accelerator: Accelerator,
         fitted: Fitted,
+        step: Step,
         extra: int,
-        rule: str,
-        loss: Callable[..., Tensor] | None,
-        forward: Callable[[nn.Module, Any], Tensor] | None,
         tell: Callable[[str], Any],
     ) -> None:
-        self._accelerator, self._loss, self._forward = accelerator, loss, forward
+        self._accelerator, self._step = accelerator, step
         self.fitted, self.model, self.optimizer = fitted, fitted.model, fitted.optimizer
         steps = accelerator.gradient_accumulation_steps
-        seconds = fitted.predicted_seconds
-        self._parts, self._rule = fitted.choice.micro_batches // batches_planned(steps), rule
-        self.measured = FirstSteps(
+        self._parts = fitted.choice.micro_batches // batches_planned(steps)
+        self.measured = ToldSteps(
             self.model,
             self.optimizer,
             accelerator.device,
-            fitted.predicted_peak + extra,
-            None if seconds is None else seconds * steps / batches_planned(steps),
+            fitted,
+            extra,
+            steps / batches_planned(steps),
             tell if accelerator.is_main_process else lambda text: None,
         )
         self._awaits_step = False
@@ -92,7 +89,7 @@ class AcceleratedFit:
         """
         accelerator = self._accelerator
         cut = parts(batch, self._parts)
-        work = [(part, share) for part, share in zip(cut, shares(cut, self._rule)) if share]
+        work = [(part, share) for part, share in zip(cut, shares(cut, self._step.rule)) if share]
         if self.measured.has_ended:
             self._unhook()
         if self._awaits_step:  # the step raised, or a scaler has skipped it
@@ -102,7 +99,7 @@ class AcceleratedFit:
         total = Total()
         try:
             passes(
-                lambda part: loss_of(model, part, self._loss, self._forward),
+                partial(self._step.loss_of, model),
                 work,
                 backward=accelerator.backward,
                 around=lambda k: (
@@ -129,7 +126,7 @@ def _stepped(fit: weakref.ref[AcceleratedFit], optimizer: Any, *given: Any) -> N
         found._stepped()
 
 
-def _ended(hook: RemovableHandle, measured: FirstSteps) -> None:
+def _ended(hook: RemovableHandle, measured: ToldSteps) -> None:
     """Leaves nothing of what measures in the process."""
     hook.remove()
     measured.abandon()
@@ -210,8 +207,10 @@ def fit(
     with together():  # so that all ranks hear of an error
         extra = extra_bytes(model, batch, *ahead)
         precision = mixed_precision(accelerator, who=WHO)
-        setting = Setting(model, batch, loss, forward, device, precision["amp"])
-        rule = rule_of_parts(setting, rules_of(setting), 1)
+        step = Step(
+            model, optimizer, batch, loss, forward, device, max_grad_norm=max_grad_norm, **precision
+        )
+        rule = rule_of_parts(step, rules_of(step), 1)
     size = samples_of(batch) or 1
     cuts = [n for n in range(1, size + 1) if size % n == 0] if rule else [1]
     only: dict[str, Any] = {
@@ -221,23 +220,18 @@ def fit(
     if forward is not None:
         only["fused_loss"] = (False,)
     fitted = fit_in_loop(
-        model,
-        repeated(batch, steps),
+        step.but(batch=repeated(batch, steps)),
         budget=budget,
         extra=extra,
         who=WHO,
         only=only,
-        optimizer=optimizer,
-        loss=loss,
-        forward=forward,
-        device=device,
-        max_grad_norm=max_grad_norm,
         allow=allow,
         choice=choice,
-        **precision,
     )
     if rule is None:
         fitted.notes.append(WHOLE_BATCHES)
     if accelerator.is_main_process:
         tell(str(fitted))
-    return AcceleratedFit(accelerator, fitted, extra, rule or SAMPLES, loss, forward, tell)
+    # Autocast is the accelerator's, which it puts around the model.
+    trained = step.but(batch=None, amp=None, rule=rule or SAMPLES)
+    return AcceleratedFit(accelerator, fitted, trained, extra, tell)

@@ -10,10 +10,10 @@ from torch import nn
 
 from .._core.sizes import parse_bytes
 from ..fitting import Fitted
-from ..fitting.agree import RankError
 from ..fitting.choice import ALLOWABLE
+from ..fitting.ranks import RankError
 from ..step.errors import PlanError
-from .first_steps import FirstSteps
+from .first_steps import ToldSteps
 
 __all__ = ["OPTIMIZER_STAYS", "FitsLoop", "kept_or_found", "optimizer_of_choice", "with_kept"]
 
@@ -89,7 +89,7 @@ class FitsLoop:
         self.allow = (allow,) if isinstance(allow, str) else tuple(allow)
         self.sample_batch, self._tell = sample_batch, tell
         self.fitted: Fitted | None = None
-        self.measured: FirstSteps | None = None
+        self.measured: ToldSteps | None = None
         self.choice: dict[str, Any] | None = None
         self.extra = 0
         self._batches = 1.0  # of a step, for each that was planned
@@ -110,13 +110,13 @@ class FitsLoop:
     ) -> None:
         """Makes what measures the first steps."""
         assert self.fitted is not None
-        seconds = self.fitted.predicted_seconds
-        self.measured = FirstSteps(
+        self.measured = ToldSteps(
             model,
             optimizer,
             device,
-            self.fitted.predicted_peak + self.extra,
-            None if seconds is None else seconds * self._batches,
+            self.fitted,
+            self.extra,
+            self._batches,
             self.tell,
             records=records,
         )

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from ..fitting import Fitted
-from ..fitting.agree import together
+from ..fitting.ranks import together
+from ..step.description import Step
 from ..step.randomness import generators_kept
 from .batches import repeated, sample_batch
 from .fits_loop import (
@@ -167,18 +168,21 @@ class FitCallback(FitsLoop, Callback):
             only["weights"] = ("given",)  # its buckets have the dtype of the weights already
 
         def fitted(choice: Mapping[str, Any] | None) -> Fitted:
-            return fit_in_loop(
+            step = Step(
                 module,
+                optimizer,
                 repeated(batch, steps),
-                budget=self.budget,
-                extra=self.extra,
-                who=WHO,
-                only=only,
-                optimizer=optimizer,
                 forward=partial(_forward, trainer, values),
                 device=module.device,
                 scaler=getattr(trainer.precision_plugin, "scaler", None),
                 max_grad_norm=trainer.gradient_clip_val or None,
+            )
+            return fit_in_loop(
+                step,
+                budget=self.budget,
+                extra=self.extra,
+                who=WHO,
+                only=only,
                 allow=with_kept(self.allow, None if late else self.choice),
                 choice=choice,
             )

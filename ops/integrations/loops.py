@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from .._core.sizes import format_bytes, parse_bytes
-from ..fitting import Fitted, fit
-from ..fitting.agree import together, world_size
-from ..fitting.micro_batches import samples_of
-from ..fitting.setting import Setting
-from ..fitting.shares import rule_of
+from ..fitting import Fitted
+from ..fitting.api import fit_step
+from ..fitting.ranks import together, world_size
+from ..step.description import Step
 from ..step.errors import PlanError
+from ..step.micro_batches import samples_of
+from ..step.rules import rule_of
 from ..step.trees import tensors_in
 from .values import line_of
 
@@ -54,22 +55,21 @@ def batches_planned(steps: int) -> int:
     return min(steps, 2)
 
 
-def rule_of_parts(setting: Setting, rules: Sequence[str], steps: int) -> str | None:
+def rule_of_parts(step: Step, rules: Sequence[str], steps: int) -> str | None:
     """Returns the rule by which losses of smaller batches add up to those that a loop computes, or
     None if there is none, such as for a loss that is a sum where the loop wants means.
 
     Args:
-        setting: with the batches that the loop accumulates as one.
-        rules: of :mod:`headroom.fitting.shares`.
+        step: with the batches that the loop accumulates as one.
+        rules: of :mod:`headroom.step.micro_batches`.
         steps: how many batches these are.
     """
-    samples = (samples_of(setting.batch) or steps) // steps
-    return rules[0] if samples < 2 else rule_of(setting, rules)
+    samples = (samples_of(step.batch) or steps) // steps
+    return rules[0] if samples < 2 else rule_of(step, rules)
 
 
 def fit_in_loop(
-    model: nn.Module,
-    batch: Any,
+    step: Step,
     *,
     budget: int | str | None,
     extra: int,
@@ -77,11 +77,12 @@ def fit_in_loop(
     only: Mapping[str, Any],
     **options: Any,
 ) -> Fitted:
-    """Fits a model that someone else's loop trains into a budget, and returns what was done. The
+    """Fits a step that someone else's loop makes into a budget, and returns what was done. The
     loop weighs the losses of parts of a batch itself, so that they are not compared again.
 
     Args:
-        model, batch, options: of :func:`headroom.fit`.
+        step: as it is described; of the batches that are planned.
+        options: of :func:`headroom.fit`.
         budget: bytes, of which ``extra`` are left for the loop; None: the device's memory.
         who: the caller, for errors.
         only: the values that fields of a choice may have in this loop.
@@ -102,7 +103,7 @@ def fit_in_loop(
                 )
             options["budget"] = size - extra
     try:
-        return fit(model, batch, only=only, _parts_add_up=True, **options)
+        return fit_step(step, only=only, parts_add_up=True, **options)
     except PlanError as error:
         line = line_of(error.__cause__)
         if line is None:
@@ -114,7 +115,7 @@ def fit_in_loop(
 
 
 def mixed_precision(accelerator: Any, *, who: str) -> dict[str, Any]:
-    """Returns the options ``amp`` and ``scaler`` of :func:`headroom.fit` for an accelerator."""
+    """Returns ``amp`` and ``scaler`` of a step for an accelerator."""
     known = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
     name = accelerator.mixed_precision
     if name not in known:

@@ -11,8 +11,8 @@ from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..fitting import Fitted
-from ..fitting.micro_batches import samples_of
 from ..patching.losses import has_fused_loss
+from ..step.micro_batches import samples_of
 from .fits_loop import OPTIMIZER_STAYS, optimizer_of_choice
 from .loops import batches_planned
 from .trainer_loss import fuse_loss

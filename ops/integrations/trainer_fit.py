@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..fitting import Fitted
-from ..fitting.agree import gathered, together
-from ..fitting.setting import Setting
+from ..fitting.ranks import gathered, together
+from ..step.description import Step
 from .batches import repeated
 from .fits_loop import FitsLoop, kept_or_found, with_kept
 from .loops import (
@@ -174,7 +174,15 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
             batch = step_of(trainer, repeated(inputs, steps))
             precision = mixed_precision(trainer.accelerator, who=WHO)
         forward = TrainerLoss(trainer)
-        setting = Setting(trainer.model, batch, None, forward, device=device, amp=precision["amp"])
+        step = Step(
+            trainer.model,
+            None,
+            batch,
+            forward=forward,
+            device=device,
+            max_grad_norm=args.max_grad_norm or float("inf"),
+            **precision,
+        )
 
         def fitted(choice: Mapping[str, Any] | None) -> Fitted:
             with together():
@@ -182,22 +190,16 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
                 adds_up = late or choice is not None
                 if not adds_up:
                     rules = (rule_of_trainer(trainer, batch),)
-                    adds_up = rule_of_parts(setting, rules, steps) is not None
+                    adds_up = rule_of_parts(step, rules, steps) is not None
                 only = possible(trainer, kept, late=late, adds_up=adds_up, who=WHO)
             found = fit_in_loop(
-                trainer.model,
-                batch,
+                step.but(optimizer=optimizer),
                 budget=self.budget,
                 extra=self.extra,
                 who=WHO,
                 only=only,
-                optimizer=optimizer,
-                forward=forward,
-                device=device,
-                max_grad_norm=args.max_grad_norm or float("inf"),
                 allow=with_kept(self.allow, kept),
                 choice=choice,
-                **precision,
             )
             if not adds_up:
                 found.notes.append(WHOLE_BATCHES)

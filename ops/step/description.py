@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .loss import autocast, loss_of
+from .micro_batches import SAMPLES
 
 __all__ = ["Step", "class_of_optimizer", "name_of_optimizer"]
 
@@ -22,7 +23,7 @@ class Step:
         model, optimizer, batch, loss, forward: as in :func:`headroom.plan`.
         device: where it runs; None until it is known.
         amp: the dtype of autocast, or None.
-        scaler: whether losses are scaled.
+        scaler: the :class:`torch.amp.GradScaler` that scales losses; True for a new one; or False.
         save, checkpoint_every: what blocks keep, or None where that stays as it is.
         accumulation: micro-batches per step, each as large as ``batch``.
         accumulator: whether the gradients of micro-batches are summed in float32.
@@ -33,6 +34,8 @@ class Step:
         sharding: of several ranks, or None.
         steps: how many of them are planned.
         starts_short: whether the first of several steps is of one micro-batch.
+        rule: what the loss is a mean over, by which micro-batches are weighed; see
+            :mod:`headroom.step.micro_batches`.
     """
 
     model: nn.Module
@@ -42,7 +45,7 @@ class Step:
     forward: Callable[[nn.Module, Any], Tensor] | None = None
     device: torch.device | None = None
     amp: torch.dtype | None = None
-    scaler: bool = False
+    scaler: Any = False
     save: str | None = None
     accumulation: int = 1
     accumulator: bool = False
@@ -54,6 +57,7 @@ class Step:
     sharding: Any = None
     steps: int = 2
     starts_short: bool = False
+    rule: str = SAMPLES
 
     def but(self, **changes: Any) -> Step:
         """Returns the step with some fields replaced."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Total", "passes", "update"]
+from .description import Step
+from .micro_batches import shares
+
+__all__ = ["Total", "passes", "train", "update"]
 
 
 class Total:
@@ -25,6 +29,22 @@ class Total:
         """Adds a loss."""
         seen = loss.detach()
         self.loss = seen if self.loss is None else self.loss + seen
+
+
+def train(step: Step, parts: Sequence[Any]) -> Tensor:
+    """Makes a training step of the parts of a batch, after which there are no gradients, and
+    returns the loss of the batch, detached."""
+    model, optimizer, scaler, total = step.model, step.optimizer, step.scaler or None, Total()
+    passes(
+        partial(step.loss_of, model),
+        [part for part in zip(parts, shares(parts, step.rule)) if part[1]],
+        backward=lambda loss: (loss if scaler is None else scaler.scale(loss)).backward(),
+        seen=total.add,
+    )
+    update(model, optimizer, scaler, step.max_grad_norm)
+    optimizer.zero_grad(set_to_none=step.set_to_none)
+    assert total.loss is not None
+    return total.loss
 
 
 def passes(

@@ -11,6 +11,6 @@ strategy says what becomes of them:
 The user's loop sees the handle (handle.py).
 """
 
-from .handle import ReleaseHandle, release_gradients
+from .handle import ReleaseHandle, bucket_of, release_gradients
 
-__all__ = ["ReleaseHandle", "release_gradients"]
+__all__ = ["ReleaseHandle", "bucket_of", "release_gradients"]

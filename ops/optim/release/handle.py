@@ -22,9 +22,27 @@ from .engine import Engine
 from .stepping import ByPreviousNorm, Stepping, TwoPass
 from .strategy import Strategy
 
-__all__ = ["ReleaseHandle", "release_gradients"]
+__all__ = ["BUCKET_BYTES", "ReleaseHandle", "bucket_of", "release_gradients"]
+
+BUCKET_BYTES = 1 << 22
+BUCKETS = 8  # or more, that the gradients of a model fill
 
 CLIPS = {None: Stepping, "previous": ByPreviousNorm, "two-pass": TwoPass}
+
+
+def bucket_of(model: nn.Module, dtype: torch.dtype | None = None) -> int:
+    """Returns the ``bucket_bytes`` for a model: the default, or less for a small model, whose
+    gradients would all wait in one bucket.
+
+    Args:
+        dtype: that the weights will be cast to; None: they stay as they are.
+    """
+    gradients = sum(
+        p.numel() * (p.dtype if dtype is None else dtype).itemsize
+        for p in model.parameters()
+        if p.requires_grad
+    )
+    return max(1, min(BUCKET_BYTES, gradients // BUCKETS))
 
 
 def release_gradients(
@@ -35,7 +53,7 @@ def release_gradients(
     clip: Literal["previous", "two-pass"] | None = None,
     accumulator: GradAccumulator | None = None,
     accumulate_into_state: bool = False,
-    bucket_bytes: int = 1 << 22,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> ReleaseHandle:
     """Steps each parameter inside backward, as soon as its gradient is ready, and frees the
     gradient, so that about one parameter's gradient is in memory at a time.

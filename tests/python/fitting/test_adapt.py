@@ -3,10 +3,13 @@
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import headroom
 import torch
 from headroom.fitting import Choice, Fitted, FrontierPoint
+from headroom.fitting.apply import fitted
+from headroom.step.description import Step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -52,25 +55,38 @@ class Device:
     totals: list = dataclasses.field(default_factory=list)
     steps: int = 0
 
-    def measured(self, batch, parts):
+    def train(self, step, parts):
         plan = self.plans[self.fitted.choice.levels[0]]
-        step, self.steps = min(self.steps, 1), self.steps + 1
+        number, self.steps = min(self.steps, 1), self.steps + 1
         most = max(
             -(-self.tenths * (bytes + self.errors[phase]) // 10)
             for phase, bytes in plan.timeline.peaks().items()
-            if phase[0] == step
+            if phase[0] == number
         )
-        most = most * len(batch) // len(SAMPLE)  # a smaller batch takes less
-        allocated = most + plan.allocated_bytes - plan.peak_bytes
-        self.totals.append(allocated + plan.total_bytes - plan.allocated_bytes)
-        return torch.zeros(()), allocated
-
-    def timed(self, parts):
-        loss, _ = self.measured(parts[0], parts)
-        return loss, 1.0
+        most = most * len(parts[0]) // len(SAMPLE)  # a smaller batch takes less
+        self.allocated = most + plan.allocated_bytes - plan.peak_bytes
+        self.totals.append(self.allocated + plan.total_bytes - plan.allocated_bytes)
+        return torch.zeros(())
 
     def set_levels(self, levels):
         pass
+
+
+class Measured:
+    """Counts the bytes of the first two steps of a device."""
+
+    def __init__(self, model, device, where):
+        self.device, self.count, self.peak, self.seconds = device, 0, None, None
+
+    def step_began(self, batch):
+        pass
+
+    def step_ended(self):
+        self.count += 1
+        if self.count <= 2:
+            self.peak = max(self.device.allocated, self.peak or 0)
+
+    pause = abandon = lambda self: None
 
 
 def fitted_to(device, within):
@@ -79,29 +95,33 @@ def fitted_to(device, within):
         for k, (level, plan) in enumerate(device.plans.items())
     ]
     first = points[0]
-    device.fitted = Fitted(
-        nn.Linear(1, 1),
-        None,
-        first.choice,
-        within,
-        device.plans[LEVELS[0]],
-        first.peak,
-        first.seconds,
-        blocks=["block"],
-        reachable=sorted(points, key=lambda point: point.peak),
-        within=within,
-        planner=lambda choice: device.plans[choice.levels[0]],
-        _loop=device,
-        _applied=device,
-        _adapts=True,
-        _sample_bytes=SAMPLE.nbytes,
-    )
+    with mock.patch.object(fitted, "FirstSteps", Measured):
+        device.fitted = Fitted(
+            nn.Linear(1, 1),
+            device,
+            first.choice,
+            within,
+            device.plans[LEVELS[0]],
+            first.peak,
+            first.seconds,
+            blocks=["block"],
+            reachable=sorted(points, key=lambda point: point.peak),
+            within=within,
+            _planner=lambda choice: device.plans[choice.levels[0]],
+            _step=Step(nn.Linear(1, 1), None, None, device=torch.device("cpu")),
+            _applied=device,
+            _sample_bytes=SAMPLE.nbytes,
+        )
     return device.fitted
 
 
-def train(fitted, batches):
-    for size in batches:
-        fitted.step(SAMPLE[:size])
+def train(found, batches):
+    with (
+        mock.patch.object(fitted, "FirstSteps", Measured),
+        mock.patch.object(fitted, "train", found.optimizer.train),
+    ):
+        for size in batches:
+            found.step(SAMPLE[:size])
 
 
 @settings(derandomize=True, deadline=None, database=None)
@@ -132,12 +152,12 @@ def test_what_is_left_is_spent():
     tables = {level: dict.fromkeys(PHASES, 600 + 100 * k) for k, level in enumerate(LEVELS)}
     plans = {level: plan_of(table) for level, table in tables.items()}
     device = Device(plans, dict.fromkeys(PHASES, -250))
-    fitted = fitted_to(device, 700)
-    train(fitted, [8, 8])
-    assert fitted.choice.levels == ("L5",)
-    train(fitted, [8])
-    assert fitted.choice.levels == ("L0",) and fitted.predicted_seconds == 6.0
-    train(fitted, [8, 8, 8])
+    found = fitted_to(device, 700)
+    train(found, [8, 8])
+    assert found.choice.levels == ("L5",)
+    train(found, [8])
+    assert found.choice.levels == ("L0",) and found.predicted_seconds == 6.0
+    train(found, [8, 8, 8])
     assert max(device.totals) == 900 - 250 + 37 <= 700
 
 
@@ -149,29 +169,29 @@ def test_another_phase_may_have_the_next_peak():
     }
     errors = {phase: -200 if phase[1] == "backward" else 0 for phase in PHASES}
     device = Device({level: plan_of(table) for level, table in tables.items()}, errors)
-    fitted = fitted_to(device, 700)
-    train(fitted, [8] * 6)
-    assert fitted.choice.levels == ("L5",) and max(device.totals) == 600 + 37
+    found = fitted_to(device, 700)
+    train(found, [8] * 6)
+    assert found.choice.levels == ("L5",) and max(device.totals) == 600 + 37
 
 
 def test_plans_that_say_too_little_by_a_factor():
     tables = {level: dict.fromkeys(PHASES, 500 + 100 * k) for k, level in enumerate(LEVELS)}
     plans = {level: plan_of(table) for level, table in tables.items()}
     device = Device(plans, dict.fromkeys(PHASES, 0), tenths=13)
-    fitted = fitted_to(device, 770 + 37)  # L3 takes 780
-    train(fitted, [8] * 6)
-    assert fitted.choice.levels == ("L5",) and max(device.totals) == 650 + 37
+    found = fitted_to(device, 770 + 37)  # L3 takes 780
+    train(found, [8] * 6)
+    assert found.choice.levels == ("L5",) and max(device.totals) == 650 + 37
 
 
 def test_smaller_batches_say_nothing():
     plans = {level: plan_of(dict.fromkeys(PHASES, 600)) for level in LEVELS}
-    fitted = fitted_to(Device(plans, dict.fromkeys(PHASES, 0)), 10_000)
-    train(fitted, [4, 4, 8, 8])
-    assert fitted.choice.levels == ("L5",)
+    found = fitted_to(Device(plans, dict.fromkeys(PHASES, 0)), 10_000)
+    train(found, [4, 4, 8, 8])
+    assert found.choice.levels == ("L5",)
 
 
 def test_the_batch_that_was_planned_is_the_measure():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     batch = torch.zeros(6, 4), torch.zeros(6, dtype=torch.long)
-    fitted = headroom.fit(model, batch, budget="1 GiB", loss=nn.functional.cross_entropy)
-    assert fitted._sample_bytes == 6 * 4 * 4 + 6 * 8
+    found = headroom.fit(model, batch, budget="1 GiB", loss=nn.functional.cross_entropy)
+    assert found._sample_bytes == 6 * 4 * 4 + 6 * 8

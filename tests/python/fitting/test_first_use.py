@@ -2,19 +2,21 @@
 ladder that was looked at before."""
 
 from collections import UserDict
-from types import SimpleNamespace
 
 import headroom
 import headroom.memory
 import pytest
 import torch
-from headroom.fitting import measure
-from headroom.fitting.families import Families
+from headroom.fitting.costs import measure
 from headroom.fitting.ladder import distinct
-from headroom.fitting.micro_batches import parts
+from headroom.fitting.search.candidates import Candidates
+from headroom.fitting.search.techniques import Techniques
 from headroom.planning import PlanError
 from headroom.step.loss import loss_of
+from headroom.step.micro_batches import parts
 from torch import nn
+
+from helpers.fitting import step_of
 
 mse_loss = nn.functional.mse_loss
 
@@ -254,11 +256,11 @@ def test_a_model_of_lstms_stays_within_its_budget():
 
 
 def test_recurrent_layers_of_a_gpu_are_warned_of():
-    setting = SimpleNamespace(model=Words(), device=torch.device("cuda"))
-    families = SimpleNamespace(setting=setting, notes=[])
+    step = step_of(Words(), {}).but(device=torch.device("cuda"))
+    candidates = Candidates(Techniques(step, (), {}, ()))
     for _ in range(2):
-        Families._note_recurrent_layers(families)  # type: ignore[arg-type]
-    assert len(families.notes) == 1 and "LSTM: what cuDNN takes" in families.notes[0]
+        candidates._note_recurrent_layers()
+    assert len(candidates.notes) == 1 and "LSTM: what cuDNN takes" in candidates.notes[0]
 
 
 def test_bytes_by_kind_of_a_ladder_are_near_those_of_plans():
@@ -277,7 +279,7 @@ def test_bytes_by_kind_of_a_ladder_are_near_those_of_plans():
         if rung.choice is None:
             plan = headroom.plan(model, torch.optim.AdamW, batch, loss=mse_loss)
         else:
-            plan = search.plan_of(rung.choice)
+            plan = search.candidates.plan(rung.choice)
         for kind, size in plan.peak_by_kind.items():
             moves = kind in ("gradients", "activations", "temporaries")
             near = pytest.approx(size, abs=(0.25 if moves else 0.002) * rung.peak)

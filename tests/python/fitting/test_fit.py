@@ -6,12 +6,14 @@ from dataclasses import replace
 import headroom
 import pytest
 import torch
-from headroom.fitting import Choice, DoesNotFit, families, measure, preparing
-from headroom.fitting.apply import Applied
-from headroom.fitting.passes import PassSeconds
-from headroom.fitting.releasing import BUCKET_BYTES, bucket_of
-from headroom.fitting.replacing import obstacle, replacement
+from headroom.fitting import Choice, DoesNotFit
+from headroom.fitting.apply.applied import Applied
+from headroom.fitting.costs import measure
+from headroom.fitting.costs.block_costs import PassSeconds
+from headroom.fitting.search import candidates, changes
 from headroom.nn import Transformer, TransformerConfig
+from headroom.optim.release.handle import BUCKET_BYTES, bucket_of
+from headroom.optim.replacing import obstacle, replacement
 from torch import nn
 
 from helpers.fitting import cross_entropy, ours
@@ -82,15 +84,15 @@ def steady_times(monkeypatch):
 
     own_pass = measure._pass
 
-    def steady_pass(setting, blocks):
-        own_pass(setting, blocks)
+    def steady_pass(step, blocks):
+        own_pass(step, blocks)
         return PassSeconds(10.0, 1.0)
 
     monkeypatch.setattr(measure._Kind, "_cost", cost)
     monkeypatch.setattr(measure, "_pass", steady_pass)
-    monkeypatch.setattr(families, "optimizer_seconds", lambda *args, **options: 0.1)
+    monkeypatch.setattr(candidates, "optimizer_seconds", lambda *args, **options: 0.1)
     slow = PassSeconds(1e3, 1e3)
-    monkeypatch.setattr(families, "seconds_at_leanest", lambda setting, expected: slow)
+    monkeypatch.setattr(candidates, "seconds_at_leanest", lambda step, expected, **options: slow)
 
 
 @pytest.mark.parametrize("share", [0.75, 0.6])
@@ -155,7 +157,7 @@ def test_an_error_while_it_is_applied_takes_everything_back(monkeypatch):
     def fails(*args, **kwargs):
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("headroom.fitting.apply.load_master_weights", fails)
+    monkeypatch.setattr("headroom.fitting.apply.applied.load_master_weights", fails)
     optimizer = replacement(torch.optim.AdamW(model.parameters()), "8bit", "remainder16")
     with pytest.raises(MemoryError):
         Applied(model, ["blocks.1"], optimizer, Choice(("L5",), 1, "8bit", "bf16"))
@@ -288,13 +290,13 @@ def test_a_running_training_can_be_made_leaner(steady_times):
 
 
 def test_bfloat16_weights_are_timed_as_such(monkeypatch):
-    own, dtypes = families.optimizer_seconds, {}
+    own, dtypes = candidates.optimizer_seconds, {}
 
-    def seconds(optimizer, params, device, *, dtype):
+    def seconds(optimizer, device, *, dtype):
         dtypes[optimizer.defaults.get("master")] = dtype
-        return own(optimizer, params, device, dtype=dtype)
+        return own(optimizer, device, dtype=dtype)
 
-    monkeypatch.setattr(families, "optimizer_seconds", seconds)
+    monkeypatch.setattr(candidates, "optimizer_seconds", seconds)
     model, batch = ours()
     headroom.fit(model, batch, budget="1 GiB", loss=cross_entropy, allow=("bf16",), dry_run=True)
     assert dtypes["remainder16"] == torch.bfloat16
@@ -318,7 +320,7 @@ def test_release_helps_a_small_model_as_much_as_its_plan_says():
 @pytest.mark.parametrize("weights", ["given", "bf16"])
 def test_the_bucket_is_that_of_the_plan_before_and_after_weights_are_cast(weights):
     model, _ = ours()
-    choice = Choice(weights=weights, release=True)
+    choice = Choice(weights=weights, release=True).dtype
     size = sum(p.numel() for p in model.parameters()) * (2 if weights == "bf16" else 4)
     bucket = bucket_of(model, choice)
     assert bucket == size // 8
@@ -340,7 +342,7 @@ def test_the_model_as_given_is_planned_only_where_it_must_be(monkeypatch):
     def refuse(search, steps):
         raise AssertionError("the model as given is planned")
 
-    monkeypatch.setattr(preparing, "peak_as_given", refuse)
+    monkeypatch.setattr(changes, "peak_as_given", refuse)
     whole = headroom.fit(model, batch, budget="1 GiB", loss=cross_entropy, dry_run=True)
     if whole.choice.optimizer == "given":
         assert whole.before_peak == plan.total_bytes

@@ -113,7 +113,7 @@ def test_no_memory_to_compare_parts_is_no_answer():
         return mean(output)
 
     fitted, _ = fitted_to(mean, choice={})
-    fitted._loop.setting = fitted._loop.setting.but(loss=loss)
+    fitted._step = fitted._step.but(loss=loss)
     assert not fitted.leaner() and fitted.choice.micro_batches == 1
     fails[0] = False
     assert fitted.leaner() and fitted.choice.micro_batches == 2

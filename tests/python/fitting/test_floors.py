@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from headroom.fitting import Choice, DoesNotFit
-from headroom.fitting.floors import SMALLER, most_samples
+from headroom.fitting.search.refusal import SMALLER, most_samples
 from headroom.planning import PlanError
 from torch import nn
 
@@ -34,21 +34,19 @@ def fitted(samples, budget, *, loss=F.cross_entropy, **options):
 
 
 class Line:
-    """A search for a model whose plans are a line over samples, from which they are a little off;
-    batches of fewer than ``least`` samples cannot be planned."""
+    """The candidates of a model whose plans are a line over samples, from which they are a little
+    off; batches of fewer than ``least`` samples cannot be planned."""
 
     def __init__(self, samples, unit=1, slope=100, least=1):
         self.slope, self.least, self.asked = slope, least, []
-        setting = SimpleNamespace(batch=torch.zeros(samples, 1))
-        self.families = self
         self.techniques = SimpleNamespace(
             micro_batches=(unit,),
-            setting=setting,
+            step=SimpleNamespace(batch=torch.zeros(samples, 1)),
             optimizer_of=lambda choice: None,
-            can_release=lambda choice, optimizer: True,
+            choices=(Choice((), unit, release=True),),
         )
         whole = SimpleNamespace(peak=self.size(samples))
-        self.outers = [
+        self.every = [
             SimpleNamespace(
                 choice=Choice((), unit), points=[whole], choice_of=lambda point: Choice((), unit)
             )
@@ -56,9 +54,6 @@ class Line:
 
     def size(self, samples):
         return 1000 + self.slope * samples + samples * samples % 37
-
-    def every(self):
-        return self.outers
 
     def planned_with(self, choice, optimizer, samples):
         assert choice.release and samples % choice.micro_batches == 0
@@ -74,17 +69,17 @@ class Line:
 def test_a_few_plans_find_the_most_samples(unit, samples, share):
     search = Line(samples, unit)
     within = int(search.size(unit) + share * (search.size(samples - 1) - search.size(unit)))
-    found = most_samples(search, within)
+    found = most_samples(search, search.every, within)
     fits = [n for n in range(unit, samples, unit) if search.size(n) <= within]
     assert found == max(fits) and len(search.asked) <= SMALLER + 1
 
 
 def test_no_batch_fits_a_budget_below_that_of_a_sample():
     search = Line(50)
-    assert most_samples(search, search.size(1) - 1) is None and search.asked == [1]
-    assert most_samples(Line(1), 1 << 30) is None
+    assert most_samples(search, search.every, search.size(1) - 1) is None and search.asked == [1]
+    assert most_samples(Line(1), Line(1).every, 1 << 30) is None
     search = Line(50, least=2)  # a BatchNorm takes no single sample
-    assert most_samples(search, search.size(2)) == 2
+    assert most_samples(search, search.every, search.size(2)) == 2
 
 
 def test_a_model_with_batch_norm_is_told_which_batch_fits():

@@ -4,7 +4,7 @@ import itertools
 import time
 
 import pytest
-from headroom.fitting.knapsack import BlockOptions, Level, Point, choose, frontier, peak_of
+from headroom.fitting.search.knapsack import BlockOptions, Level, Point, choose, frontier, peak_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import headroom
 import pytest
 import torch
-from headroom.fitting import Choice, frontier_chart
-from headroom.fitting.frontier_chart import Series, draw_frontier
-from headroom.fitting.ladder import Ladder, Rung, distinct, interesting
+from headroom._core import frontier_chart
+from headroom._core.frontier_chart import Series, draw_frontier, telling
+from headroom.fitting import Choice
+from headroom.fitting.ladder import Ladder, Rung, distinct
 from headroom.reports import read
 from torch.optim import SGD, AdamW
 
@@ -32,14 +33,14 @@ def ladder(count):
     return Ladder("GPT", "cpu", Rung("as it is", 220 * MIB, 0.25), frontier(count))
 
 
-def test_a_corner_of_the_frontier_is_interesting():
+def test_a_corner_of_the_frontier_is_telling():
     """Of points on two straight lines, the corner is the first to be chosen besides the ends."""
     steep = [Rung("", 10 + n, 100.0 - 8 * n) for n in range(11)]
     flat = [Rung("", 20 + 10 * n, 20.0 - n) for n in range(1, 12)]
     points = steep + flat
-    assert interesting(points, 3) == [points[0], steep[-1], points[-1]]
-    assert interesting(points, 2) == [points[0], points[-1]]
-    assert interesting(points, 100) == points
+    assert telling(points, 3) == [points[0], steep[-1], points[-1]]
+    assert telling(points, 2) == [points[0], points[-1]]
+    assert telling(points, 100) == points
 
 
 def test_points_that_are_hardly_faster_are_left_out():
@@ -51,7 +52,7 @@ def test_points_that_are_hardly_faster_are_left_out():
 @pytest.mark.parametrize("count", [1, 2, 14, 15, 777])
 def test_points_that_are_shown_are_of_the_frontier_in_order(count):
     points = frontier(count)
-    shown = interesting(points, 14)
+    shown = telling(points, 14)
     assert len(shown) == min(count, 14) and len(set(shown)) == len(shown)
     assert [point for point in points if point in set(shown)] == shown
     assert shown[0] == points[0] and shown[-1] == points[-1]
@@ -173,9 +174,9 @@ def test_the_bytes_of_parts_are_those_of_their_plans(count):
     ids = torch.randint(fitted_models.VOCAB, (10, fitted_models.TOKENS))
     batch = {"ids": ids, "labels": ids}
     search = headroom.ladder(fitted_models.ours(), batch)._search
-    outer = next(o for o in search.every() if o.choice.micro_batches == count)
-    for point in (outer.points[0], outer.points[len(outer.points) // 2], outer.points[-1]):
-        plan = search.plan_of(outer.choice_of(point))
+    found = next(c for c in search.every() if c.choice.micro_batches == count)
+    for point in (found.points[0], found.points[len(found.points) // 2], found.points[-1]):
+        plan = search.candidates.plan(found.choice_of(point))
         # What does not shrink, such as the states of generators, is much of so small a model.
         assert point.peak == pytest.approx(plan.total_bytes, rel=0.015)
 

@@ -9,23 +9,24 @@ import headroom
 import pytest
 import torch
 import torch.nn.functional as F
+from headroom._core import clock
 from headroom._core.module_copies import copied_modules
-from headroom.fitting import clock, measure
-from headroom.fitting.blocks import Blocks
-from headroom.fitting.knapsack import choose, frontier
-from headroom.fitting.measure import measure_blocks, seconds_at_leanest
-from headroom.fitting.once import Alone, Seconds
-from headroom.fitting.passes import PassSeconds
-from headroom.fitting.rest import outline
-from headroom.fitting.setting import Setting
+from headroom.fitting.costs import measure
+from headroom.fitting.costs.block_costs import PassSeconds
+from headroom.fitting.costs.measure import measure_blocks, seconds_at_leanest
+from headroom.fitting.costs.outline import outline
+from headroom.fitting.search.candidate import Frontiers, levels_of
+from headroom.fitting.search.knapsack import choose, frontier
 from headroom.memory import track
+from headroom.memory.alone import Alone, Seconds
+from headroom.patching.levels import Blocks
 from headroom.planning.checks import check_step
-from headroom.step.description import Step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from helpers import fitted_models as models
+from helpers.fitting import step_of
 
 
 @pytest.fixture(autouse=True)
@@ -47,28 +48,24 @@ class Work(TorchDispatchMode):
         return result
 
 
-def outline_of(setting, measured, make, **options):
+def outline_of(step, measured, make, **options):
     """The outline of steps whose blocks are at their leanest levels."""
-    shared = copied_modules(setting.model, lambda x: x)
+    shared = copied_modules(step.model, lambda x: x)
     blocks = Blocks(shared)
     blocks.set(blocks.leanest)
     kept = sum(block.levels[blocks.leanest[block.name]].kept for block in measured.blocks)
-    setup = Step(
-        shared, make, setting.batch, setting.loss, device=torch.device("cpu"), amp=setting.amp
-    )
-    return outline(
-        check_step(setup.but(**options)), [block.name for block in measured.blocks], kept
-    )
+    made = check_step(step.but(model=shared, optimizer=make, **options))
+    return outline(made, [block.name for block in measured.blocks], kept)
 
 
-def peak_of_two_steps(setting, make, levels, bucket=0):
-    model = copy.deepcopy(setting.model)
+def peak_of_two_steps(step, make, levels, bucket=0):
+    model = copy.deepcopy(step.model)
     Blocks(model).set(levels)
     optimizer = make([param for param in model.parameters() if param.requires_grad])
     handle = headroom.release_gradients(model, optimizer, bucket_bytes=bucket) if bucket else None
-    with track(model, optimizer, batch=setting.batch) as tracked:
+    with track(model, optimizer, batch=step.batch) as tracked:
         for _ in range(2):
-            setting.run(model, setting.batch).backward()
+            step.loss_of(model, step.batch).backward()
             optimizer.step()
             optimizer.zero_grad()
     if handle is not None:
@@ -87,18 +84,18 @@ def choices(measured, count):
 
 
 CASES = {
-    "headroom.nn": lambda: Setting(models.ours(), models.batch_of_ours()),
-    "autocast": lambda: Setting(models.ours(), models.batch_of_ours(), amp=torch.bfloat16),
-    "large vocabulary": lambda: Setting(models.ours(vocab_size=4001), models.batch_of_ours()),
-    "windows": lambda: Setting(
+    "headroom.nn": lambda: step_of(models.ours(), models.batch_of_ours()),
+    "autocast": lambda: step_of(models.ours(), models.batch_of_ours(), amp=torch.bfloat16),
+    "large vocabulary": lambda: step_of(models.ours(vocab_size=4001), models.batch_of_ours()),
+    "windows": lambda: step_of(
         models.ours(window=24, window_layers=(True, False) * 2), models.batch_of_ours()
     ),
-    "llama": lambda: Setting(models.llama(), models.transformers_batch()),
-    "gpt2": lambda: Setting(models.gpt2(), models.transformers_batch()),
-    "plain": lambda: Setting(models.Plain(), models.plain_batch()),
-    "two kinds": lambda: Setting(models.Plain((150, 99, 150, 99)), models.plain_batch()),
-    "frozen": lambda: Setting(models.Plain(frozen=2), models.plain_batch()),
-    "convolutions": lambda: Setting(
+    "llama": lambda: step_of(models.llama(), models.transformers_batch()),
+    "gpt2": lambda: step_of(models.gpt2(), models.transformers_batch()),
+    "plain": lambda: step_of(models.Plain(), models.plain_batch()),
+    "two kinds": lambda: step_of(models.Plain((150, 99, 150, 99)), models.plain_batch()),
+    "frozen": lambda: step_of(models.Plain(frozen=2), models.plain_batch()),
+    "convolutions": lambda: step_of(
         models.Images(), (torch.randn(5, 3, 13, 13), torch.randint(5, (5,))), F.cross_entropy
     ),
 }
@@ -111,15 +108,15 @@ KINDS = {"two kinds": 2, "windows": 2, "frozen": 3}
 )
 def test_one_plan_and_the_costs_of_blocks_give_the_peak_of_any_levels(case):
     torch.manual_seed(0)
-    setting = CASES[case]()
-    measured = measure_blocks(setting, repeats=1)
-    assert [block.name for block in measured.blocks] == Blocks(setting.model).names
+    step = CASES[case]()
+    measured = measure_blocks(step, repeats=1)
+    assert [block.name for block in measured.blocks] == Blocks(step.model).names
     assert len({block.kind for block in measured.blocks}) == KINDS.get(case, 1)
     make = torch.optim.AdamW
-    found = outline_of(setting, measured, make)
+    found = outline_of(step, measured, make)
     names = [block.name for block in measured.blocks]
     for levels in choices(measured, 2):
-        peak = peak_of_two_steps(setting, make, dict(zip(names, levels)))
+        peak = peak_of_two_steps(step, make, dict(zip(names, levels)))
         assert found.peak(measured, levels) == pytest.approx(peak, rel=0.005), levels
 
 
@@ -127,9 +124,9 @@ def test_one_plan_and_the_costs_of_blocks_give_the_peak_of_any_levels(case):
 @pytest.mark.parametrize("case", ["headroom.nn", pytest.param("llama", marks=pytest.mark.slow)])
 def test_one_step_says_of_a_later_one_what_two_do(case, make):
     torch.manual_seed(0)
-    setting = CASES[case]()
-    measured = measure_blocks(setting, repeats=0)
-    one, two = (outline_of(setting, measured, make, steps=steps) for steps in (1, 2))
+    step = CASES[case]()
+    measured = measure_blocks(step, repeats=0)
+    one, two = (outline_of(step, measured, make, steps=steps) for steps in (1, 2))
     for name in ("base", "after_forward", "after_backward", "gradients", "floor"):
         assert getattr(one, name) == pytest.approx(getattr(two, name), rel=0.002), name
     assert one.plan.total_bytes == pytest.approx(two.plan.total_bytes, rel=0.002)
@@ -140,27 +137,27 @@ def test_one_step_says_of_a_later_one_what_two_do(case, make):
 @pytest.mark.parametrize("bucket", [1, pytest.param(1 << 22, marks=pytest.mark.slow)])
 def test_released_gradients_do_not_stay(bucket):
     torch.manual_seed(0)
-    setting, make = CASES["headroom.nn"](), headroom.optim.AdamW
-    measured = measure_blocks(setting, repeats=1)
-    found = outline_of(setting, measured, make, release=bucket)
+    step, make = CASES["headroom.nn"](), headroom.optim.AdamW
+    measured = measure_blocks(step, repeats=1)
+    found = outline_of(step, measured, make, release=bucket)
     names = [block.name for block in measured.blocks]
     for levels in choices(measured, 1):
-        peak = peak_of_two_steps(setting, make, dict(zip(names, levels)), bucket)
+        peak = peak_of_two_steps(step, make, dict(zip(names, levels)), bucket)
         predicted = found.peak(measured, levels, gradients_stay=False)
         # In a large bucket gradients wait that the plan cannot tell apart.
         assert 0.995 * peak <= predicted <= (1.005 if bucket == 1 else 1.2) * peak, levels
     if bucket == 1:
-        assert predicted < outline_of(setting, measured, make).peak(measured, levels)
+        assert predicted < outline_of(step, measured, make).peak(measured, levels)
 
 
 @pytest.mark.parametrize("case", ["headroom.nn", "autocast"])
 def test_the_frontier_has_the_peaks_of_whole_steps(case, monkeypatch):
-    setting = CASES[case]()
+    step = CASES[case]()
     with Work() as work:
         monkeypatch.setattr(clock, "now", lambda: work.done)
-        measured = measure_blocks(setting, repeats=0)
-    found = outline_of(setting, measured, torch.optim.AdamW)
-    points = found.frontier(measured)
+        measured = measure_blocks(step, repeats=0)
+    found = outline_of(step, measured, torch.optim.AdamW)
+    points = Frontiers().of(measured, found)
     assert len(points) > 3
     assert all(point.peak == found.peak(measured, point.levels) for point in points)
     peaks, seconds = [p.peak for p in points], [p.seconds for p in points]
@@ -170,8 +167,8 @@ def test_the_frontier_has_the_peaks_of_whole_steps(case, monkeypatch):
 
 
 def test_bytes_of_a_block_are_what_a_hand_counts():
-    setting = CASES["plain"]()
-    block = measure_blocks(setting, repeats=1).blocks[1]
+    step = CASES["plain"]()
+    block = measure_blocks(step, repeats=1).blocks[1]
     rows, wide, features = models.ROWS * models.TOKENS, 4 * models.WIDTH, 4 * 150
     # Mean and deviation, their result, what GELU and the second Linear take, the result.
     held = rows * (8 + wide + 2 * features + wide)
@@ -179,7 +176,7 @@ def test_bytes_of_a_block_are_what_a_hand_counts():
     generator = torch.get_rng_state().numel()  # that the checkpoint keeps
     assert 0 <= block.levels["L5"].held - rows * wide - generator <= 128
     assert block.levels["L5"].backward >= held - rows * wide
-    sizes = [4 * x.numel() for x in setting.model.blocks[1].parameters()]
+    sizes = [4 * x.numel() for x in step.model.blocks[1].parameters()]
     assert block.gradients == sum(sizes)
 
 
@@ -191,11 +188,11 @@ def in_bfloat16(model, batch):
 def test_autocast_of_the_users_own_counts():
     model, batch = models.ours(layers=2), models.batch_of_ours()
     costs = [
-        measure_blocks(setting, repeats=1).blocks[1].levels["L0"]
-        for setting in (
-            Setting(model, batch, amp=torch.bfloat16),
-            Setting(model, batch, forward=in_bfloat16),
-            Setting(model, batch),
+        measure_blocks(step, repeats=1).blocks[1].levels["L0"]
+        for step in (
+            step_of(model, batch, amp=torch.bfloat16),
+            step_of(model, batch, forward=in_bfloat16),
+            step_of(model, batch),
         )
     ]
     assert costs[0].held == costs[1].held != costs[2].held
@@ -211,16 +208,16 @@ def test_frozen_blocks_without_gradients_hold_nothing():
 
 def test_seconds_add_up_to_those_of_a_step(monkeypatch):
     model = models.ours()
-    setting = Setting(model, models.batch_of_ours())
+    step = step_of(model, models.batch_of_ours())
     monkeypatch.setattr(measure, "WARM", 0.0)  # first runs of blocks copy their arguments
     with Work() as work:
         monkeypatch.setattr(clock, "now", lambda: work.done)
-        measured = measure_blocks(setting, repeats=1, steps=1000)
+        measured = measure_blocks(step, repeats=1, steps=1000)
         names = [block.name for block in measured.blocks]
         for levels in choices(measured, 3):
             Blocks(model).set(dict(zip(names, levels)))
             start = work.done
-            setting.run(model, setting.batch).backward()
+            step.loss_of(model, step.batch).backward()
             whole = work.done - start
             model.zero_grad()
             costs = [block.levels[level] for block, level in zip(measured.blocks, levels)]
@@ -261,7 +258,7 @@ class Ticks(nn.Module):
 def test_measuring_takes_at_most_seven_steps(sizes, monkeypatch):
     monkeypatch.setattr(clock, "now", lambda: Ticking.time)
     model, began = nn.Sequential(*(Ticks(size) for size in sizes)), Ticking.time
-    measured = measure_blocks(Setting(model, torch.ones(3, 4), forward=lambda m, x: m(x).sum()))
+    measured = measure_blocks(step_of(model, torch.ones(3, 4), forward=lambda m, x: m(x).sum()))
     assert len(measured.blocks) == len(sizes)
     assert Ticking.time - began < 7 * 3 * len(sizes)
     for block in measured.blocks:
@@ -292,8 +289,8 @@ def test_times_are_taken_until_levels_are_apart(held_up, rounds, least, of_backw
     monkeypatch.setattr(clock, "now", lambda: Ticking.time)
     monkeypatch.setattr(measure, "_Kinds", lambda *given: found.append(kinds(*given)) or found[0])
     model = nn.Sequential(*(Ticks((4,)) for _ in range(3)))
-    setting = Setting(model, torch.ones(3, 4), forward=lambda m, x: m(x.requires_grad_()).sum())
-    measure_blocks(setting, steps=1000)
+    step = step_of(model, torch.ones(3, 4), forward=lambda m, x: m(x.requires_grad_()).sum())
+    measure_blocks(step, steps=1000)
     assert len(taken) == 2 * rounds
     for block in found[0].costs():
         keeps, leanest = block.levels["L0"], block.levels["L5"]
@@ -308,8 +305,8 @@ def test_times_are_taken_until_levels_are_apart(held_up, rounds, least, of_backw
 )
 def test_a_pass_that_was_held_up_is_run_again(blocks, expected, kept, left, monkeypatch):
     seconds = iter(PassSeconds(took, 10 - took) for took in blocks)
-    monkeypatch.setattr(measure, "seconds_of_pass", lambda setting, model, blocks: next(seconds))
-    found = seconds_at_leanest(images_setting(models.Images()), expected)
+    monkeypatch.setattr(measure, "seconds_of_pass", lambda step, model, blocks: next(seconds))
+    found = seconds_at_leanest(images_step(models.Images()), expected)
     assert found == (kept, 6 if left else min(10 - took for took in blocks))
     assert len(list(seconds)) == left
 
@@ -353,15 +350,15 @@ def prepared_images():
     return model, seen
 
 
-def images_setting(model):
-    return Setting(model, (torch.randn(4, 3, 9, 9), torch.randint(5, (4,))), F.cross_entropy)
+def images_step(model):
+    return step_of(model, (torch.randn(4, 3, 9, 9), torch.randint(5, (4,))), F.cross_entropy)
 
 
 def test_the_model_stays_as_it_is():
     model, seen = prepared_images()
-    setting = images_setting(model)
+    step = images_step(model)
     before = state_of(model)
-    measured = measure_blocks(setting)
+    measured = measure_blocks(step)
     assert same(before, state_of(model))
     assert not seen and len(measured.blocks) == 3
 
@@ -375,9 +372,9 @@ def test_a_forward_that_closes_over_the_model_runs_the_copy():
         return own(images).float()
 
     model.forward = forward
-    setting = images_setting(model)
+    step = images_step(model)
     before = state_of(model)
-    measured = measure_blocks(setting, repeats=1)
+    measured = measure_blocks(step, repeats=1)
     assert same(before, state_of(model)) and not seen
     assert len(measured.blocks) == 3 and model.forward is forward
 
@@ -399,23 +396,23 @@ def test_a_failure_leaves_the_model_as_it_is(runs):
     model, seen = prepared_images()
     for block in model.blocks:
         block.insert(0, Breaks())
-    setting = images_setting(model)
+    step = images_step(model)
     before = state_of(model)
     Breaks.left = runs
     with pytest.raises(ArithmeticError, match="this block is broken"):
-        measure_blocks(setting)
+        measure_blocks(step)
     assert same(before, state_of(model)) and not seen
     Breaks.left = 1 << 30
     with track(model):  # no recorder is left running
-        measure = setting.run(model, setting.batch)
+        measure = step.loss_of(model, step.batch)
     assert measure.isfinite()
 
 
 def test_a_model_without_blocks_is_all_rest():
     model = nn.Linear(4, 3)
-    measured = measure_blocks(Setting(model, torch.ones(5, 4), forward=lambda m, x: m(x).sum()))
+    measured = measure_blocks(step_of(model, torch.ones(5, 4), forward=lambda m, x: m(x).sum()))
     assert measured.blocks == [] and measured.seconds_of_rest > 0
-    assert frontier(measured.options(), 5)[0].peak == 5
+    assert frontier(levels_of(measured), 5)[0].peak == 5
 
 
 class Again(nn.Module):
@@ -430,7 +427,7 @@ class Again(nn.Module):
 
 
 def test_blocks_count_as_often_as_they_are_called():
-    measured = measure_blocks(Setting(Again(), torch.randn(7, 6)))
+    measured = measure_blocks(step_of(Again(), torch.randn(7, 6)))
     assert [block.name for block in measured.blocks] == ["blocks.0", "blocks.1"]
     twice, once = (block.levels["L0"] for block in measured.blocks)
     assert once.held == 7 * 6 * 4 and twice.held == 2 * once.held

@@ -1,13 +1,13 @@
 """The values that fields of a choice may have: checked, kept to, and no reason to trust a loss."""
 
-import functools
-
 import headroom
 import pytest
 import torch
-from headroom.fitting import DoesNotFit
-from headroom.fitting.choice import Choice
-from headroom.fitting.preparing import Asked, search_of
+from headroom.fitting import Choice, DoesNotFit
+from headroom.fitting.api import fit_step
+from headroom.fitting.arguments import checked
+from headroom.fitting.search.techniques import techniques_of
+from headroom.step.description import Step
 from torch import nn
 
 mse_loss = nn.functional.mse_loss
@@ -38,9 +38,7 @@ def fitted(model, batch=None, **options):
 def techniques(**options):
     """What is possible in a loop, before anything is measured."""
     batch = torch.randn(SAMPLES, 16), torch.randn(SAMPLES, 16)
-    given = {"optimizer": None, "loss": mse_loss, "max_grad_norm": None, "allow": (), **options}
-    asked = functools.partial(Asked, chain(), batch, forward=None, device=None, amp=None)
-    return search_of(asked(scaler=None, **given)).families.techniques
+    return techniques_of(checked(Step(chain(), None, batch, mse_loss, scaler=None)), **options)
 
 
 @pytest.mark.parametrize(
@@ -58,13 +56,13 @@ def techniques(**options):
         (
             {"micro_batches": (3,)},
             ValueError,
-            r"only has micro_batches=\(3,\), wanted numbers that divide the 8 samples",
+            r"only has micro_batches=\(3,\), wanted one of 1, 2, 4, 8 for micro_batches",
         ),
         (
             {"weights": ("bf16",)},
             ValueError,
-            r"only has weights=\('bf16',\), wanted one of optimizer given with weights given, "
-            'optimizer headroom with weights given; "bf16" is not in allow',
+            r"only has weights=\('bf16',\), wanted one of given for weights; "
+            '"bf16" is not in allow',
         ),
         (
             {"optimizer": ("lion",), "weights": ("given",)},
@@ -88,7 +86,9 @@ def test_a_loss_that_compares_samples_is_not_parted(numbers):
     """Although the numbers of parts are named: the step of what is returned would have it."""
     x = torch.randn(SAMPLES, 16)
     for budget in ("1 GiB", "2 KiB"):  # which is refused before anything is measured
-        with pytest.raises(ValueError, match=r"wanted 1 among them.*do not add up") as raised:
+        with pytest.raises(
+            ValueError, match=r"wanted one of 1 for micro_batches.*do not add up"
+        ) as raised:
             fitted(
                 chain(), x, loss=contrastive, optimizer=sgd, budget=budget,
                 only={"micro_batches": numbers},
@@ -106,18 +106,26 @@ def test_a_loss_that_compares_samples_has_whole_batches_if_it_can():
 
 def test_loops_of_other_libraries_weigh_losses_themselves():
     x = torch.randn(SAMPLES, 16)
-    options = {"only": {"micro_batches": (4,)}, "_parts_add_up": True}
-    assert fitted(chain(), x, loss=contrastive, optimizer=sgd, **options).choice.micro_batches == 4
+    only = {"micro_batches": (4,)}
+
+    def choice_of(model, batch, loss):
+        step = Step(model, sgd, batch, loss, scaler=None)
+        options = {"only": only, "parts_add_up": True, "dry_run": True}
+        return fit_step(step, budget="1 GiB", **options).choice
+
+    assert choice_of(chain(), x, contrastive).micro_batches == 4
     model = chain(nn.BatchNorm1d(16))
-    assert fitted(model, **options).choice.micro_batches == 4
-    with pytest.raises(ValueError, match="wanted 1 among them.*not with a BatchNorm in training"):
-        fitted(model, only=options["only"])
+    assert choice_of(model, (x, x), mse_loss).micro_batches == 4
+    with pytest.raises(
+        ValueError, match="wanted one of 1 for micro_batches.*not with a BatchNorm in training"
+    ):
+        fitted(model, only=only)
 
 
 def test_gradients_that_are_to_be_released():
     only = {"release": (True,)}
     found = techniques(only=only)
-    assert [choice.release for choice in found.choices()] == [True]
+    assert [choice.release for choice in found.choices] == [True]
     assert found.micro_batches == (1,)
     assert fitted(chain(), only=only).choice.release
     for choice in (Choice(optimizer="headroom"), Choice(("L0",) * 3, optimizer="headroom")):
@@ -139,7 +147,10 @@ def test_gradients_that_are_to_be_released():
     ],
 )
 def test_gradients_that_cannot_be_released(options, more):
-    with pytest.raises(ValueError, match=r"only has release=\(True,\).*wanted False in release"):
+    with pytest.raises(
+        ValueError,
+        match=r"only has release=\(True,\).*wanted one of False for release: gradients can",
+    ):
         fitted(chain(), only={"release": (True,), **more}, **options)
 
 

@@ -6,9 +6,10 @@ import headroom
 import pytest
 import torch
 import torch.nn.functional as F
-from headroom.fitting.setting import Setting
-from headroom.fitting.shares import rule_of, rules_of
+from headroom.step.rules import rule_of, rules_of
 from torch import nn
+
+from helpers.fitting import step_of
 
 WIDTH = 5
 
@@ -79,12 +80,12 @@ def rule_for(does, draws=False, dtype=torch.float32):
     batch = torch.randn(6, WIDTH, dtype=dtype) + 1, torch.randn(6, 1, dtype=dtype)
     if does is masked:
         batch = *batch, torch.randn(6, 6, dtype=dtype)
-    setting = Setting(Model(does, draws).to(dtype), batch)
-    state = [x.clone() for x in setting.model.state_dict().values()]
+    step = step_of(Model(does, draws).to(dtype), batch)
+    state = [x.clone() for x in step.model.state_dict().values()]
     random = torch.get_rng_state()
-    found = rule_of(setting, rules_of(setting))
-    assert all(map(torch.equal, state, setting.model.state_dict().values()))
-    assert torch.equal(random, torch.get_rng_state()) and setting.model.training
+    found = rule_of(step, rules_of(step))
+    assert all(map(torch.equal, state, step.model.state_dict().values()))
+    assert torch.equal(random, torch.get_rng_state()) and step.model.training
     return found
 
 
@@ -105,8 +106,8 @@ def penalized(model, batch):
 
 def test_a_loss_with_a_gradient_in_it():
     batch = torch.randn(6, WIDTH), torch.randn(6, 1)
-    setting = Setting(Model(draws=True), batch, forward=penalized)
-    assert rule_of(setting, rules_of(setting)) == "samples"
+    step = step_of(Model(draws=True), batch, forward=penalized)
+    assert rule_of(step, rules_of(step)) == "samples"
 
 
 @pytest.mark.slow  # imports transformers
@@ -118,12 +119,12 @@ def test_the_loss_of_a_router_of_transformers():
     )  # fmt: skip
     model = transformers.MixtralForCausalLM(config)
     tokens = torch.randint(50, (6, 5))
-    setting = Setting(model, {"input_ids": tokens, "labels": tokens})
-    assert rule_of(setting, rules_of(setting)) == "next tokens"
-    asked = setting.but(batch={**setting.batch, "output_router_logits": True})
+    step = step_of(model, {"input_ids": tokens, "labels": tokens})
+    assert rule_of(step, rules_of(step)) == "next tokens"
+    asked = step.but(batch={**step.batch, "output_router_logits": True})
     assert rule_of(asked, rules_of(asked)) is None
     config.output_router_logits = True
-    assert rule_of(setting, rules_of(setting)) is None
+    assert rule_of(step, rules_of(step)) is None
 
 
 @pytest.mark.parametrize("draws", [False, True])
@@ -140,15 +141,15 @@ def test_modules_that_are_in_evaluation_mode_stay_so():
     """A frozen norm moves no statistics."""
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     model[1].eval()
-    setting = Setting(model, (torch.randn(6, WIDTH), torch.randn(6, 1)), F.mse_loss)
-    assert rule_of(setting, rules_of(setting)) == "samples"
+    step = step_of(model, (torch.randn(6, WIDTH), torch.randn(6, 1)), F.mse_loss)
+    assert rule_of(step, rules_of(step)) == "samples"
     model[1].train()
-    assert rule_of(setting, rules_of(setting)) is None
+    assert rule_of(step, rules_of(step)) is None
 
 
 def test_a_batch_that_cannot_be_run_is_not_parted():
     """What measures it next says why."""
-    assert rule_of(Setting(Model(), (torch.randn(6, 4), torch.randn(6, 1))), ("samples",)) is None
+    assert rule_of(step_of(Model(), (torch.randn(6, 4), torch.randn(6, 1))), ("samples",)) is None
 
 
 class Policy(nn.Module):
@@ -175,23 +176,23 @@ class Policy(nn.Module):
 def test_losses_that_are_zero_are_compared_by_their_gradients(rows):
     batch = torch.randn(rows, WIDTH), torch.randint(3, (rows,)), torch.rand(rows) + 1
     for normalizes, rule in ((True, None), (False, "samples")):
-        setting = Setting(Policy(normalizes), batch)
-        loss = float(setting.run(setting.model, batch).detach())
+        step = step_of(Policy(normalizes), batch)
+        loss = float(step.loss_of(step.model, batch).detach())
         assert abs(loss) < 1e-6
-        assert rule_of(setting, rules_of(setting)) == rule
+        assert rule_of(step, rules_of(step)) == rule
 
 
 def test_a_sum_that_is_next_to_nothing_is_no_mean():
     model, batch = nn.Linear(WIDTH, 1).double(), torch.randn(8, WIDTH).double()
-    setting = Setting(model, batch, forward=lambda m, x: 1e-9 * m(x).square().sum())
-    assert rule_of(setting, rules_of(setting)) is None
-    assert rule_of(setting, ("samples", "sum")) == "sum"
+    step = step_of(model, batch, forward=lambda m, x: 1e-9 * m(x).square().sum())
+    assert rule_of(step, rules_of(step)) is None
+    assert rule_of(step, ("samples", "sum")) == "sum"
 
 
 def test_a_loss_without_a_gradient_tells_nothing():
-    setting = Setting(Model(), (torch.randn(6, WIDTH), torch.randn(6, 1)))
+    step = step_of(Model(), (torch.randn(6, WIDTH), torch.randn(6, 1)))
     for scale in (0.0, float("inf")):
-        nothing = setting.but(forward=lambda m, b, scale=scale: scale * m(*b))
+        nothing = step.but(forward=lambda m, b, scale=scale: scale * m(*b))
         assert rule_of(nothing, ("samples",)) is None
 
 
@@ -203,8 +204,8 @@ def standardized(model, x):
 def test_a_batch_that_is_standardized_besides_dropout(rows):
     """Random numbers hide nothing: parts get those of the batch."""
     for does, rule in ((standardized, None), (None, "samples")):
-        setting = Setting(Model(does, draws=True), (torch.randn(rows, WIDTH), torch.randn(rows, 1)))
-        assert rule_of(setting, rules_of(setting)) == rule
+        step = step_of(Model(does, draws=True), (torch.randn(rows, WIDTH), torch.randn(rows, 1)))
+        assert rule_of(step, rules_of(step)) == rule
 
 
 class Beside(nn.Module):
@@ -222,8 +223,8 @@ class Beside(nn.Module):
 
 
 def test_each_parameter_is_compared_at_its_own_scale():
-    setting = Setting(Beside(), (torch.randn(8, WIDTH), torch.randn(8, 1)), amp=torch.bfloat16)
-    assert rule_of(setting, rules_of(setting)) is None
+    step = step_of(Beside(), (torch.randn(8, WIDTH), torch.randn(8, 1)), amp=torch.bfloat16)
+    assert rule_of(step, rules_of(step)) is None
 
 
 def noise(model, x):
@@ -250,8 +251,8 @@ def flattened(model, x):
 @pytest.mark.parametrize("does", [noise, noise_of_transposed, one_number, given_mask, flattened])
 @pytest.mark.parametrize("rows", [7, 33])
 def test_random_numbers_that_parts_get_again(does, rows):
-    setting = Setting(Model(does, draws=True), (torch.randn(rows, WIDTH), torch.randn(rows, 1)))
-    assert rule_of(setting, rules_of(setting)) == "samples"
+    step = step_of(Model(does, draws=True), (torch.randn(rows, WIDTH), torch.randn(rows, 1)))
+    assert rule_of(step, rules_of(step)) == "samples"
 
 
 def weighed_by_chance(model, x):
@@ -280,8 +281,8 @@ def with_python(model, x):
     "does", [weighed_by_chance, permuted, with_its_own, with_numpy, with_python]
 )
 def test_random_numbers_that_parts_cannot_get(does):
-    setting = Setting(Model(does), (torch.randn(6, WIDTH), torch.randn(6, 1)))
-    assert rule_of(setting, rules_of(setting)) is None
+    step = step_of(Model(does), (torch.randn(6, WIDTH), torch.randn(6, 1)))
+    assert rule_of(step, rules_of(step)) is None
 
 
 @pytest.mark.parametrize("amp", [None, torch.bfloat16])
@@ -295,5 +296,5 @@ def test_blocks_that_drop_again_what_they_dropped(amp):
     tokens = torch.randint(50, (6, 9))
     models = headroom.nn.Transformer(config), nn.Sequential(nn.Embedding(50, 16), *encoder)
     for model in models:
-        setting = Setting(model, tokens, forward=lambda m, x: m(x).sin().mean(), amp=amp)
-        assert rule_of(setting, ("samples",)) == "samples"
+        step = step_of(model, tokens, forward=lambda m, x: m(x).sin().mean(), amp=amp)
+        assert rule_of(step, ("samples",)) == "samples"

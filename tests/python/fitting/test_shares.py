@@ -4,14 +4,13 @@ import headroom
 import pytest
 import torch
 import torch.nn.functional as F
-from headroom.fitting.loop import Loop
-from headroom.fitting.micro_batches import parts
-from headroom.fitting.setting import Setting
-from headroom.fitting.shares import rule_of, rules_of, shares
-from headroom.step.run import weighed
+from headroom.step.micro_batches import parts, shares
+from headroom.step.rules import rule_of, rules_of
+from headroom.step.run import train, weighed
 from torch import nn
 
 from helpers.fitted_models import Plain, ids
+from helpers.fitting import step_of
 
 ROWS = 7
 
@@ -27,11 +26,12 @@ def padded(empty=()):
     return {"ids": tokens, "labels": labels}
 
 
-def gradient(setting, each, rule):
+def gradient(step, each, rule):
     """The gradient of a step, by the loop that makes it."""
-    model = setting.model
+    model = step.model
     before = [p.detach().clone() for p in model.parameters()]
-    loss = Loop(setting, torch.optim.SGD(model.parameters(), lr=1.0), rule=rule).step(each)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loss = train(step.but(optimizer=optimizer, rule=rule), each)
     found = torch.cat([(b - p.detach()).flatten() for b, p in zip(before, model.parameters())])
     with torch.no_grad():
         for p, b in zip(model.parameters(), before):
@@ -39,9 +39,9 @@ def gradient(setting, each, rule):
     return found, loss
 
 
-def assert_same_gradient(setting, count, rule, tolerance):
-    whole, loss = gradient(setting, [setting.batch], rule)
-    found, sum_of_parts = gradient(setting, parts(setting.batch, count), rule)
+def assert_same_gradient(step, count, rule, tolerance):
+    whole, loss = gradient(step, [step.batch], rule)
+    found, sum_of_parts = gradient(step, parts(step.batch, count), rule)
     assert (found - whole).norm() <= tolerance * whole.norm()
     assert abs(sum_of_parts - loss) <= tolerance * abs(loss)
 
@@ -49,22 +49,22 @@ def assert_same_gradient(setting, count, rule, tolerance):
 @pytest.mark.parametrize("count", [2, 3, 7])
 @pytest.mark.parametrize("empty", [(), (0, 1, 2, 3), (6,)])
 def test_a_mean_over_labels_in_float64(count, empty):
-    setting = Setting(Plain().double(), padded(empty))
-    rule = rule_of(setting, rules_of(setting))
+    step = step_of(Plain().double(), padded(empty))
+    rule = rule_of(step, rules_of(step))
     assert rule == "tokens"
-    assert_same_gradient(setting, count, rule, 1e-12)
-    whole, _ = gradient(setting, [setting.batch], rule)
-    equal, _ = gradient(setting, parts(setting.batch, count), "samples")
+    assert_same_gradient(step, count, rule, 1e-12)
+    whole, _ = gradient(step, [step.batch], rule)
+    equal, _ = gradient(step, parts(step.batch, count), "samples")
     assert not (equal - whole).norm() <= 1e-2 * whole.norm()  # what the shares are for
 
 
 def test_a_mean_over_samples_of_uneven_parts_in_float64():
     model = nn.Linear(5, 3).double()
     batch = (torch.randn(ROWS, 5).double(), torch.randn(ROWS, 3).double())
-    setting = Setting(model, batch, F.mse_loss)
-    assert rules_of(setting) == ("samples",)
+    step = step_of(model, batch, F.mse_loss)
+    assert rules_of(step) == ("samples",)
     for count in (2, 3, 4):
-        assert_same_gradient(setting, count, "samples", 1e-14)
+        assert_same_gradient(step, count, "samples", 1e-14)
     assert [float(s) for s in shares(parts(batch, 3))] == pytest.approx([3 / 7, 3 / 7, 1 / 7])
 
 
@@ -83,12 +83,12 @@ class MeanOfMeans(nn.Module):
 def test_the_batch_shows_what_the_loss_is_a_mean_over():
     batch = padded()
     batch = {name: x[:6] for name, x in batch.items()}
-    setting = Setting(MeanOfMeans(), batch)
-    assert rule_of(setting, rules_of(setting)) == "samples"
-    assert rule_of(Setting(Plain(), batch), rules_of(setting)) == "tokens"
-    shifted = Setting(Plain(), batch, forward=lambda m, b: m(b["ids"][:, :-1], b["labels"][:, 1:]))
+    step = step_of(MeanOfMeans(), batch)
+    assert rule_of(step, rules_of(step)) == "samples"
+    assert rule_of(step_of(Plain(), batch), rules_of(step)) == "tokens"
+    shifted = step_of(Plain(), batch, forward=lambda m, b: m(b["ids"][:, :-1], b["labels"][:, 1:]))
     assert rule_of(shifted, rules_of(shifted)) == "next tokens"
-    total = Setting(Plain(), batch, forward=lambda m, b: m(**b) * b["labels"].ne(-100).sum())
+    total = step_of(Plain(), batch, forward=lambda m, b: m(**b) * b["labels"].ne(-100).sum())
     assert rule_of(total, rules_of(total)) is None
     assert rule_of(total, ("samples", "sum")) == "sum"
 
@@ -109,14 +109,14 @@ def test_rules_whose_losses_are_near_are_told_apart(amp, seed):
         losses = nn.functional.cross_entropy(logits, batch["labels"], reduction="none")
         return (losses.sum(1) / batch["labels"].ne(-100).sum(1)).mean()
 
-    setting = Setting(model, {"ids": ids, "labels": labels}, forward=mean_of_means, amp=amp)
-    assert rule_of(setting, rules_of(setting)) == "samples"
+    step = step_of(model, {"ids": ids, "labels": labels}, forward=mean_of_means, amp=amp)
+    assert rule_of(step, rules_of(step)) == "samples"
 
 
 def test_a_batch_without_any_label_has_the_loss_that_it_has():
     each = parts(padded(range(ROWS)), 3)
     assert [float(share) for share in shares(each, "tokens")] == [1 / 3] * 3
-    assert torch.isnan(gradient(Setting(Plain(), None), each, "tokens")[1])
+    assert torch.isnan(gradient(step_of(Plain(), None), each, "tokens")[1])
 
 
 def test_the_bits_of_equal_parts_are_those_of_a_division():
@@ -140,11 +140,11 @@ def test_models_of_transformers(name):
     model_of = pytest.importorskip("helpers.hf_models").model_of
     batch = padded((5,))
     batch["input_ids"] = batch.pop("ids")
-    setting = Setting(model_of(name).double().eval(), batch)
-    rule = rule_of(setting, rules_of(setting))
-    assert rule == rules_of(setting)[0] == ("tokens" if name == "Bert" else "next tokens")
-    assert_same_gradient(setting, 3, rule, 1e-6)
-    assert_same_gradient(setting, 7, rule, 1e-6)
+    step = step_of(model_of(name).double().eval(), batch)
+    rule = rule_of(step, rules_of(step))
+    assert rule == rules_of(step)[0] == ("tokens" if name == "Bert" else "next tokens")
+    assert_same_gradient(step, 3, rule, 1e-6)
+    assert_same_gradient(step, 7, rule, 1e-6)
 
 
 def test_a_fitted_step_of_a_padded_batch():
@@ -154,11 +154,11 @@ def test_a_fitted_step_of_a_padded_batch():
     labels[::2, 5:] = -100
     batch = {"ids": tokens, "labels": labels}
     model = Plain().double()
-    setting = Setting(model, batch)
+    step = step_of(model, batch)
     want = {}
     for rows in (12, 7, 2):
         small = {name: x[:rows] for name, x in batch.items()}
-        want[rows] = gradient(setting, [small], "tokens")
+        want[rows] = gradient(step, [small], "tokens")
     start = [p.detach().clone() for p in model.parameters()]
     fitted = headroom.fit(
         model,

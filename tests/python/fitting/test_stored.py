@@ -7,8 +7,9 @@ import random
 import headroom
 import pytest
 import torch
-from headroom.fitting import Choice, DoesNotFit, families
-from headroom.fitting.agree import gathered
+from headroom.fitting import Choice, DoesNotFit
+from headroom.fitting.ranks import gathered
+from headroom.fitting.search import candidates
 from torch import nn
 
 from helpers.fitting import cross_entropy, ours, samples, stack
@@ -33,7 +34,7 @@ def unmeasured(monkeypatch):
 
     def forbid():
         for name in ("measure_blocks", "seconds_at_leanest", "optimizer_seconds"):
-            monkeypatch.setattr(families, name, refuse)
+            monkeypatch.setattr(candidates, name, refuse)
 
     return forbid
 
@@ -114,8 +115,8 @@ def test_a_choice_above_the_budget_is_refused_and_changes_nothing(unmeasured):
         (Choice(("L0",) * 4, 4), {}, "choice has micro_batches=4, wanted one of 1, 2, 6"),
         (Choice(("L0",) * 4, fused_loss=True), {}, "choice has fused_loss=True"),
         (Choice(("L0",) * 4, optimizer="headroom"), {"optimizer": torch.optim.SGD}, "SGD has no"),
-        (Choice(("L0",) * 4, release=True), {}, "choice releases gradients"),
-        (Choice(("L0",) * 4, optimizer="lion"), {}, "choice has optimizer lion"),
+        (Choice(("L0",) * 4, release=True), {}, "choice has release=True, wanted one of False"),
+        (Choice(("L0",) * 4, optimizer="lion"), {}, "choice has optimizer='lion'"),
         (Choice(("L0",) * 4), {"adapt": True}, "adapt and choice were both given"),
         (
             Choice(("L0",) * 4),

@@ -3,6 +3,7 @@
 import torch
 from headroom.memory import track
 from headroom.nn import Transformer, TransformerConfig
+from headroom.step.description import Step
 from torch import nn
 
 WIDTH, TOKENS = 32, 152
@@ -89,3 +90,8 @@ def ours():
 
 def cross_entropy(output, target):
     return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def step_of(model, batch, loss=None, forward=None, *, amp=None, optimizer=None):
+    """Returns a step on the CPU."""
+    return Step(model, optimizer, batch, loss, forward, torch.device("cpu"), amp)

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from headroom.integrations import first_steps
-from headroom.integrations.first_steps import FirstSteps
+from headroom.integrations.first_steps import ToldSteps
+from headroom.memory import first_steps
 from torch import nn
 
 
@@ -18,7 +18,9 @@ class Loop:
         self.model = nn.Linear(8, 8)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         cpu = torch.device("cpu")
-        self.steps = FirstSteps(self.model, self.optimizer, cpu, 1, 1.0, self.told.append)
+        fitted = SimpleNamespace(predicted_peak=1, predicted_seconds=1.0)
+        tell = self.told.append
+        self.steps = ToldSteps(self.model, self.optimizer, cpu, fitted, 0, 1.0, tell)
 
     def train(self, size=4, between=lambda: None):
         self.steps.step_began()

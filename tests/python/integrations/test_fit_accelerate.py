@@ -6,7 +6,8 @@ import weakref
 
 import pytest
 import torch
-from headroom.fitting import Choice, families
+from headroom.fitting import Choice
+from headroom.fitting.search import candidates
 from headroom.memory import track
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
@@ -125,7 +126,7 @@ def test_levels_leave_the_bits(make):
 
 
 def test_a_resumed_run_takes_its_choice_again_and_measures_nothing(make, monkeypatch):
-    monkeypatch.setattr(families, "measure_blocks", None)
+    monkeypatch.setattr(candidates, "measure_blocks", None)
     data, told = batches(4, size=1), []
     stored = Choice(("L5", "L5", "L0", "L5")).to_json()
     losses, model, found, peak = fitted(make(), data, "1 GiB", told=told, choice=stored)

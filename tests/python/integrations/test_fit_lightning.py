@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from headroom.fitting import families
+from headroom.fitting.search import candidates
 from torch.utils.data import DataLoader
 
 from helpers.bits import assert_same_bits
@@ -116,7 +116,7 @@ def test_the_optimizer_is_chosen_before_its_schedule_is_made(tmp_path, monkeypat
     second = FitCallback("1 GiB", tell=told.append)
     options = dict(resume=tmp_path / "half.ckpt", module=Asks())
     with monkeypatch.context() as patched:
-        patched.setattr(families, "measure_blocks", None)
+        patched.setattr(candidates, "measure_blocks", None)
         _, resumed, trainer = trained(tmp_path, second, **options)
     assert second.fitted.is_given and second.fitted.choice == first.fitted.choice
     assert second.fitted.choice.optimizer == "8bit" and trainer.global_step == 4

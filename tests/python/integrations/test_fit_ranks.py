@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 import torch
 import torch.distributed as dist
-from headroom.fitting.agree import RankError, gathered
+from headroom.fitting.ranks import RankError, gathered
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader
 

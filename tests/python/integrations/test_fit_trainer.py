@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import headroom
 import pytest
 import torch
-from headroom.fitting import families
+from headroom.fitting.search import candidates
 
 from helpers.bits import assert_same_bits
 from helpers.fitting import Peak, samples, stack
@@ -118,7 +118,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(by, tmp_path, monk
     choice = fitted.choice
     assert choice.optimizer == "8bit" and type(whole.optimizer.optimizer).__name__ == "AdamW8bit"
     with monkeypatch.context() as patched:
-        patched.setattr(families, "measure_blocks", None)
+        patched.setattr(candidates, "measure_blocks", None)
         resumed, again = run(str(tmp_path / "checkpoint-2"))
     assert again.choice == choice and again.is_given
     _, other = run(str(tmp_path / "checkpoint-2"), share=2.0)

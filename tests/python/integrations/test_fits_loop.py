@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 from headroom.fitting import DoesNotFit
-from headroom.fitting.agree import RankError
+from headroom.fitting.ranks import RankError
 from headroom.integrations.fits_loop import FitsLoop, kept_or_found
 from headroom.integrations.loops import fit_in_loop
+from headroom.step.description import Step
 from torch import nn
 
 KEPT = {"optimizer": "8bit", "weights": "given"}
@@ -59,4 +60,6 @@ def test_other_errors_pass():
 
 def test_a_budget_that_is_none_is_named():
     with pytest.raises(ValueError, match="^budget is 'much', wanted a number of bytes"):
-        fit_in_loop(nn.Linear(2, 2), None, budget="much", extra=0, who="a loop", only={})
+        fit_in_loop(
+            Step(nn.Linear(2, 2), None, None), budget="much", extra=0, who="a loop", only={}
+        )

@@ -1,0 +1,131 @@
+"""What was measured of a model: what its blocks cost at their levels, and passes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+__all__ = ["BlockCosts", "LevelCost", "Measured", "PassSeconds"]
+
+
+@dataclass(frozen=True)
+class LevelCost:
+    """What a block costs at a level; the bytes are those of
+    :class:`headroom.memory.alone.Bytes`.
+
+    Attributes:
+        held, backward, forward: bytes, as in :class:`headroom.fitting.search.knapsack.Level`.
+        backward_released: ``backward`` where gradients of parameters do not stay: they are
+            released, or added to those of an earlier micro-batch.
+        kept: bytes besides ``held`` that stay until the forward pass of the model has ended: of
+            weights that autocast has cast, and of caches.
+        forward_seconds, backward_seconds: of the passes.
+    """
+
+    held: int
+    backward: int
+    backward_released: int
+    forward: int
+    kept: int
+    forward_seconds: float
+    backward_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+    def scaled(self, factor: float) -> LevelCost:
+        """Returns the same with other seconds."""
+        forward, backward = factor * self.forward_seconds, factor * self.backward_seconds
+        return replace(self, forward_seconds=forward, backward_seconds=backward)
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """What a block costs.
+
+    Attributes:
+        name: of the module in the model.
+        kind: the same for blocks that are alike, and for no others of the model.
+        levels: from the one that keeps the most on.
+        gradients: bytes of the gradients of its parameters.
+        largest: of these gradients.
+    """
+
+    name: str
+    kind: int
+    levels: dict[str, LevelCost]
+    gradients: int
+    largest: int
+
+    def scaled(self, factor: float) -> BlockCosts:
+        """Returns the same with other seconds at all levels."""
+        return replace(self, levels={n: cost.scaled(factor) for n, cost in self.levels.items()})
+
+    @property
+    def kept(self) -> int:
+        """Returns the most of ``kept`` at any level."""
+        return max(cost.kept for cost in self.levels.values())
+
+    def part(self, count: int) -> BlockCosts:
+        """Returns what it costs in one of ``count`` micro-batches."""
+
+        def share(size: int, whole: int = 0) -> int:
+            whole = min(size, whole)
+            return whole + -(-(size - whole) // count)
+
+        levels = {
+            name: replace(
+                cost.scaled(1 / count),
+                held=share(cost.held),
+                backward=share(cost.backward, self.gradients),
+                backward_released=share(cost.backward_released, self.largest),
+                forward=share(cost.forward),
+            )
+            for name, cost in self.levels.items()
+        }
+        return replace(self, levels=levels)
+
+
+class PassSeconds(NamedTuple):
+    """The seconds of a forward and a backward pass.
+
+    Attributes:
+        blocks: from the first block to the last one in the forward pass, and back in the backward.
+        rest: before and behind them.
+    """
+
+    blocks: float
+    rest: float
+
+    @property
+    def whole(self) -> float:
+        return self.blocks + self.rest
+
+    def least(self, other: PassSeconds) -> PassSeconds:
+        """Returns the least of both, since what else runs on the machine only adds to it."""
+        return PassSeconds(min(self.blocks, other.blocks), min(self.rest, other.rest))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured.
+
+    Attributes:
+        blocks: in the order of the forward pass; those that a step does not call are left out.
+        whole: the seconds of a forward and a backward pass with all blocks at their leanest.
+        seconds_of_rest: of those, what is not of the blocks: before, behind and between them.
+    """
+
+    blocks: list[BlockCosts] = field(default_factory=list)
+    whole: PassSeconds = PassSeconds(0.0, 0.0)
+    seconds_of_rest: float = 0.0
+
+    def part(self, count: int) -> Measured:
+        """Returns what the blocks cost in one of ``count`` micro-batches.
+
+        Bytes are those of the batch divided by their number, but for gradients of parameters, whose
+        size is the same: all of them where they stay, or else one at a time. Seconds are divided
+        too.
+        """
+        return Measured([block.part(count) for block in self.blocks])

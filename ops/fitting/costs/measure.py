@@ -1,0 +1,245 @@
+"""Measures what each block costs at each of its levels."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..._core import clock
+from ...memory.alone import Alone, Bytes, Seconds
+from ...memory.cpu import check_no_profiler
+from ...patching.blocks import verified_blocks
+from ...patching.levels import Blocks
+from ...step.calls import Call, results_of
+from ...step.description import Step
+from ...step.randomness import generators_kept
+from .block_costs import BlockCosts, LevelCost, Measured, PassSeconds
+from .kinds import Likeness
+from .passes import is_first_run, seconds_of_pass
+
+__all__ = ["measure_blocks", "seconds_at_leanest"]
+
+NOISE = 1.02  # times the seconds of a level: what one that computes less again may take
+WARM = 1.1  # times the seconds of blocks by themselves: what a pass takes that nothing held up
+
+
+def measure_blocks(
+    step: Step,
+    *,
+    fused_loss: bool = False,
+    has_levels: bool = True,
+    repeats: int = 5,
+    steps: float = 5.0,
+) -> Measured:
+    """Measures the blocks of a model whose levels :func:`headroom.patch` can set: one of each kind,
+    by itself, with what the model calls it with.
+
+    The model, its buffers and gradients, and the random numbers stay as they are. What is needed
+    besides the memory that is there is that of a step without optimizer in which all blocks keep
+    the least, and that of one block that keeps everything.
+
+    Args:
+        step: that is made, on its device; its optimizer does not count.
+        fused_loss: whether a language model computes its loss without logits.
+        has_levels: whether there are blocks whose levels can be set.
+        repeats: how often the time of each level is taken at most, besides once while bytes are
+            counted; the least counts, since what else runs only adds to it. It is taken once, and
+            again as long as a level seems slower than one that computes more again.
+        steps: times are taken less often, or only while bytes are counted, if measuring would
+            otherwise take longer than so many passes of the model forward and backward.
+
+    Returns:
+        Costs of all blocks, in which blocks of one kind are equal.
+
+    Raises:
+        PlanError: the loss is no tensor of one element, or requires no gradient.
+        RecomputeError: a block computes something else when it runs again in the backward pass, so
+            that gradients would be wrong at its leanest level.
+        RuntimeError: a profiler is running, which counts bytes on the CPU.
+    """
+    assert step.device is not None
+    if step.device.type == "cpu":
+        check_no_profiler()  # whose hooks in the model cannot be copied
+    began = clock.now()
+    with generators_kept(step.device):
+        blocks = Blocks.of_copy(step.model, fused_loss=fused_loss, has_levels=has_levels)
+        kinds = _Kinds(blocks, step.device)
+        with kinds.captured(), verified_blocks():
+            first = _pass(step, blocks)
+        kinds.measure(repeats, began + steps * first.whole)
+        found = kinds.costs()
+        alone = sum(block.levels[blocks.leanest[block.name]].seconds for block in found)
+        blocks.set(blocks.leanest)
+        whole = _least(step, blocks, first, alone)
+    # What a model does between its blocks only adds to their time: if they are faster in it than
+    # by themselves, something has held them up there.
+    if alone > whole.blocks:
+        found = [block.scaled(whole.blocks / alone) for block in found]
+    between = max(0.0, whole.blocks - alone)
+    return Measured(found, whole, whole.rest + between)
+
+
+def seconds_at_leanest(
+    step: Step, expected: float = 0.0, *, fused_loss: bool = False, has_levels: bool = True
+) -> PassSeconds:
+    """Returns the seconds of a forward and a backward pass in which all blocks keep the least. Like
+    :func:`measure_blocks` it leaves everything as it is.
+
+    Args:
+        expected: seconds of the blocks; where they take longer, a second pass is run.
+        step, fused_loss, has_levels: as in :func:`measure_blocks`.
+    """
+    with generators_kept(step.device):
+        blocks = Blocks.of_copy(step.model, fused_loss=fused_loss, has_levels=has_levels)
+        return _least(step, blocks, _pass(step, blocks), expected)
+
+
+def _pass(step: Step, blocks: Blocks) -> PassSeconds:
+    return seconds_of_pass(step, blocks.model, map(blocks.module, blocks.names))
+
+
+def _least(step: Step, blocks: Blocks, first: PassSeconds, expected: float) -> PassSeconds:
+    """Returns the seconds of a pass that is warm, and that nothing else held up. A second pass is
+    run if the first had no blocks, or if its blocks took longer than expected."""
+    if 0 < first.blocks <= WARM * expected:
+        return first
+    return first.least(_pass(step, blocks))
+
+
+@dataclass
+class _Kind:
+    """Blocks that are alike, of which the first is measured."""
+
+    number: int
+    block: nn.Module
+    call: Call
+    names: tuple[str, ...]  # of levels
+    used: set[int] = field(default_factory=set)  # the results that get gradients
+    bytes: dict[str, Bytes] = field(default_factory=dict)
+    counted: dict[str, Seconds] = field(default_factory=dict)  # while bytes were counted: more
+    timed: dict[str, list[Seconds]] = field(default_factory=dict)
+
+    def alone(self, device: torch.device) -> Alone:
+        return Alone(self.block, self.call, device, sorted(self.used))
+
+    def costs(self, name: str, calls: int) -> BlockCosts:
+        """Returns the costs of a block of this kind that a step calls so many times."""
+        levels = {level: self._cost(level, calls) for level in self.names}
+        # A leaner level does no more forward and no less backward, where it computes again; what
+        # else runs only adds to a time.
+        costs = list(levels.values())
+        for number, (level, cost) in enumerate(levels.items()):
+            levels[level] = replace(
+                cost,
+                forward_seconds=min(c.forward_seconds for c in costs[: number + 1]),
+                backward_seconds=min(c.backward_seconds for c in costs[number:]),
+            )
+        gradients = max(found.gradients for found in self.bytes.values())
+        largest = max(found.largest for found in self.bytes.values())
+        return BlockCosts(name, self.number, levels, gradients, largest)
+
+    def are_apart(self) -> bool:
+        """Returns whether the times of levels are in the order of what they compute again, and the
+        level that keeps the most seems not to have been held up."""
+        costs = [self._cost(level, 1) for level in self.names]
+        backward = [cost.backward_seconds for cost in costs]
+        in_order = all(a <= NOISE * b for a, b in zip(backward, backward[1:]))
+        return in_order and costs[0].seconds <= WARM * min(cost.seconds for cost in costs)
+
+    def _cost(self, level: str, calls: int) -> LevelCost:
+        found = self.bytes[level]
+        forward, backward = zip(self.counted[level], *self.timed.get(level, ()))
+        return LevelCost(
+            calls * found.held,
+            found.backward,
+            found.released,
+            (calls - 1) * (found.held + found.kept) + found.forward,
+            calls * found.kept,
+            calls * min(forward),
+            calls * min(backward),
+        )
+
+
+class _Kinds:
+    """The kinds of the blocks of a model."""
+
+    def __init__(self, blocks: Blocks, device: torch.device) -> None:
+        self._blocks, self._device, self._likeness = blocks, device, Likeness(blocks)
+        self._kinds: dict[Hashable, _Kind] = {}
+        self._order: dict[str, _Kind] = {}  # of each block, in the order of calls
+        self._calls: dict[str, int] = {}  # of each block in a step
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Notes the calls of blocks while it lasts."""
+        handles: list[Any] = []
+        try:
+            for name in self._blocks.names:
+                block = self._blocks.module(name)
+                handles.append(
+                    block.register_forward_pre_hook(self._before(name), with_kwargs=True)
+                )
+                handles.append(block.register_forward_hook(self._after(name)))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before(self, name: str) -> Any:
+        def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not is_first_run():
+                return
+            self._calls[name] = self._calls.get(name, 0) + 1
+            if name in self._order:
+                return
+            key = self._likeness.of(name, args, kwargs)
+            if key not in self._kinds:
+                call = Call(args, kwargs, self._device)
+                number, levels = len(self._kinds), self._blocks.levels(name)
+                self._kinds[key] = _Kind(number, block, call, levels)
+            self._order[name] = self._kinds[key]
+
+        return before
+
+    def _after(self, name: str) -> Any:
+        def after(block: nn.Module, args: Any, result: Any) -> None:
+            kind = self._order.get(name)
+            if kind is not None and kind.block is block:
+                for k, x in enumerate(results_of(result)):
+                    x.register_hook(lambda grad, k=k: kind.used.add(k))
+
+        return after
+
+    def measure(self, repeats: int, deadline: float) -> None:
+        """Measures the kinds at all levels. Times are taken of all levels in turn, or of none, so
+        that what happens meanwhile on the machine is shared by all."""
+        start = clock.now()
+        for kind, level in self._each():
+            kind.bytes[level], kind.counted[level] = kind.alone(self._device).bytes()
+        for _ in range(repeats):
+            took, start = clock.now() - start, clock.now()
+            if start + took > deadline:
+                return
+            for kind, level in self._each():
+                kind.timed.setdefault(level, []).append(kind.alone(self._device).seconds())
+            if all(kind.are_apart() for kind in self._kinds.values()):
+                return
+
+    def _each(self) -> Iterator[tuple[_Kind, str]]:
+        """Sets one level after the other, and yields the kinds that can be at it."""
+        for level in sorted({level for kind in self._kinds.values() for level in kind.names}):
+            self._blocks.set(
+                {block: level for block, kind in self._order.items() if level in kind.names}
+            )
+            for kind in self._kinds.values():
+                if level in kind.names:
+                    yield kind, level
+
+    def costs(self) -> list[BlockCosts]:
+        """Returns the costs of all blocks, in the order of their first calls."""
+        return [kind.costs(name, self._calls[name]) for name, kind in self._order.items()]

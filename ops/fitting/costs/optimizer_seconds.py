@@ -1,0 +1,93 @@
+"""Measures how long the step of an optimizer takes."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._core.clock import Stopwatch
+from ...memory.collecting import no_collections
+from ...step.randomness import generators_kept
+
+__all__ = ["optimizer_seconds"]
+
+ELEMENTS = 4 << 20
+
+
+def optimizer_seconds(
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    *,
+    dtype: torch.dtype | None = None,
+    elements: int = ELEMENTS,
+    repeats: int = 3,
+) -> float:
+    """Returns the seconds of a step, timed on copies of some parameters and scaled by bytes.
+
+    Nothing that is given is changed, and random numbers go on as if nothing had been run.
+
+    Args:
+        optimizer: whose class and options count.
+        device: that its parameters are on.
+        dtype: that they will be cast to before the optimizer steps them; None: they stay as they
+            are.
+        elements: no more than so many are copied, from the first on.
+        repeats: the median of so many steps counts, after two that make states and warm up.
+    """
+    with generators_kept(device), no_collections():
+        groups = _copied(optimizer.param_groups, elements, dtype)
+        if not groups:
+            return 0.0
+        made = _like(optimizer, groups)
+        watch = Stopwatch(device)
+        for number in range(2 + repeats):
+            if number >= 2:
+                watch.lap()
+            made.step()
+        watch.lap()
+        seconds = statistics.median(watch.seconds())
+    trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    copies = (p for group in groups for p in group["params"])
+    return seconds * _bytes(trained, dtype) / _bytes(copies, dtype)
+
+
+def _bytes(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> int:
+    return sum(x.numel() * (dtype or x.dtype).itemsize for x in tensors)
+
+
+def _copied(
+    groups: Iterable[dict[str, Any]], left: int, dtype: torch.dtype | None
+) -> list[dict[str, Any]]:
+    """Returns groups of copies of the first parameters with gradients, of up to ``left`` elements,
+    for which the last of them is cut."""
+    made = []
+    for group in groups:
+        copies = []
+        for param in group["params"]:
+            if left <= 0 or not param.requires_grad or param.numel() == 0:
+                continue
+            cut = param.detach()
+            if cut.dim() and cut.numel() > left:
+                cut = cut[: max(1, left * cut.shape[0] // cut.numel())]
+            left -= cut.numel()
+            copy = nn.Parameter(cut.to(dtype or cut.dtype, copy=True))
+            copy.grad = torch.randn_like(copy).mul_(1e-3)
+            copies.append(copy)
+        if copies:
+            made.append({**group, "params": copies})
+    return made
+
+
+def _like(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Returns an optimizer of the class and with the defaults of another."""
+    kind: Any = type(optimizer)
+    known = inspect.signature(kind).parameters
+    defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
+    if "semantics" in known:  # of Adafactor, which decides what the other options are
+        defaults["semantics"] = optimizer.semantics  # type: ignore[attr-defined]
+    return kind(groups, **defaults)

@@ -1,0 +1,482 @@
+"""Makes the candidates: measures and plans once what several of them share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import RNNBase
+
+from ..._core.module_copies import copied_modules, private_copy
+from ...amp.cast_model import cast_model
+from ...checkpointing import RecomputeError
+from ...optim.release import bucket_of
+from ...optim.replacing import is_headroom, state_bytes
+from ...patching.families import find_layers
+from ...patching.levels import Blocks, set_levels
+from ...planning.api import made
+from ...planning.checks import check_step
+from ...planning.recorder import Recorder
+from ...planning.result import Plan
+from ...step.description import Step
+from ...step.errors import PlanError
+from ...step.micro_batches import parts, some_samples
+from ...step.out_of_memory import is_out_of_memory
+from ...step.rules import NO_RULE, rule_of, rules_of
+from ..choice import Choice
+from ..costs.block_costs import Measured
+from ..costs.measure import measure_blocks, seconds_at_leanest
+from ..costs.optimizer_seconds import optimizer_seconds
+from ..costs.outline import Outline, outline
+from ..costs.passes import PassTimes
+from .candidate import Candidate, Found, Frontiers
+from .techniques import Techniques
+
+__all__ = ["Candidates"]
+
+
+class _Pass(NamedTuple):
+    """What decides the forward and the backward pass of a choice, besides its levels."""
+
+    micro_batches: int
+    weights: str
+    fused_loss: bool
+
+
+@dataclass(frozen=True)
+class _PassCosts:
+    """What choices have in common that differ in the optimizer and the release alone.
+
+    Attributes:
+        choice: that the plan of the outline is of.
+        is_planned: whether the outline is of such a pass, or only estimated.
+    """
+
+    measured: Measured
+    outline: Outline
+    choice: Choice
+    is_planned: bool = True
+
+
+class Candidates:
+    """Makes candidates, and measures and plans for them, each thing when it is asked for the first
+    time.
+
+    Attributes:
+        techniques: what can be chosen, and for what.
+        names: of the blocks, in the order of the forward pass; none before they are measured.
+        agree: what :meth:`parts_agree` has found, or None.
+        rule: what the loss is a mean over; see :mod:`headroom.step.micro_batches`.
+    """
+
+    def __init__(self, techniques: Techniques) -> None:
+        self.techniques = techniques
+        self.names: list[str] = []
+        self.agree: bool | None = True if techniques.parts_add_up else None
+        self._rules = rules_of(techniques.step)
+        self.rule = self._rules[0]
+        self._notes: list[str] = []
+        self._has_levels = True
+        self._measured: dict[str, Measured] = {}  # by weights
+        self._times: dict[str, PassTimes] = {}  # by weights
+        self._passes: dict[_Pass, _PassCosts | None] = {}
+        self._outlines: dict[Choice, Outline] = {}
+        self._planned: dict[Choice, tuple[str, ...]] = {}  # the levels of the latest plan
+        self._gone: set[Choice] = set()  # that cannot be planned
+        self._step_seconds: dict[tuple[str, str], float] = {}
+        self._states: dict[tuple[str, str], int] = {}
+        self._frontiers = Frontiers()
+
+    def with_techniques(self, techniques: Techniques) -> Candidates:
+        """Returns these candidates for another call, in which the optimizers of ``techniques`` take
+        the place of those that were given and made before: what was measured and planned holds for
+        them too, and is shared.
+
+        Args:
+            techniques: of the same model and so on, with as many optimizers to choose from.
+        """
+        found = copy.copy(self)
+        found.techniques = replace(
+            self.techniques, step=techniques.step, optimizers=techniques.optimizers
+        )
+        found._notes, found._gone = [*self._notes], {*self._gone}
+        return found
+
+    @property
+    def step(self) -> Step:
+        """Returns the step that candidates are for."""
+        return self.techniques.step
+
+    @property
+    def notes(self) -> list[str]:
+        """Returns why some choices cannot be."""
+        return [*self.techniques.notes, *self._notes]
+
+    def note(self, text: str) -> None:
+        """Adds a note, once."""
+        if text not in self._notes:
+            self._notes.append(text)
+
+    def every(self) -> Iterator[Candidate]:
+        """Yields the candidates as far as they are known, those of whole batches first.
+
+        Raises:
+            PlanError: the model as it is cannot be planned.
+        """
+        for choice in self.techniques.choices:
+            costs = None if choice in self._gone else self._costs(_pass_of(choice))
+            if costs is not None:
+                yield self._candidate(costs, choice)
+
+    def plan(self, choice: Choice) -> Plan:
+        """Returns the plan of a choice with its levels, from which candidates are then made.
+
+        Raises:
+            PlanError: the step cannot be followed, or raises.
+        """
+        key = _pass_of(choice)
+        costs = self._costs(key)
+        if costs is None:
+            raise PlanError(f"{choice} is none of the choices for this model")
+        if choice not in self._outlines:
+            optimizer = self.techniques.optimizer_of(choice)
+            self._outlines[choice] = self._outlined(choice, optimizer, costs.measured)
+        found = self._outlines[choice]
+        if not costs.is_planned:  # the others are estimated from this one
+            self._passes[key] = _PassCosts(costs.measured, found, choice)
+        self._planned[choice.but(levels=())] = choice.levels
+        return found.plan
+
+    def leave_out(self, choice: Choice, error: Exception) -> None:
+        """Leaves out a choice that cannot be planned, whatever its levels."""
+        self._gone.add(choice.but(levels=()))
+        self.note(str(error))
+
+    def planned_with(
+        self, choice: Choice, optimizer: torch.optim.Optimizer, samples: int | None = None
+    ) -> Plan:
+        """Returns the plan of a choice with any optimizer. Without levels all blocks are at their
+        leanest.
+
+        Args:
+            samples: so many of the batch; None: all.
+
+        Raises:
+            PlanError: the step cannot be followed, or raises.
+        """
+        step = self.step
+        if samples is not None:
+            step = step.but(batch=some_samples(step.batch, samples))
+        choice = choice.but(levels=choice.levels or self._leanest())
+        return made(step_with(step, choice, self.names, optimizer))
+
+    def taken(self, choice: Choice) -> Found:
+        """Returns a choice that was made elsewhere with its plan. Nothing is measured for it but
+        whether the gradients of parts add up.
+
+        Raises:
+            ValueError: it is none of the choices for this model, its optimizer and this batch.
+            PlanError: it cannot be planned.
+        """
+        if choice in self._outlines:
+            return Found(choice, self._outlines[choice].plan, None, tuple(self.names))
+        reason = self.techniques.obstacle(choice)
+        if reason is not None:
+            raise ValueError(f"choice {reason}")
+        if choice.micro_batches > 1 and not self.parts_agree():
+            raise ValueError(
+                f"choice has {choice.micro_batches} micro-batches, whose gradients do not add up "
+                "to that of the batch"
+            )
+        # Levels are those of the blocks in the order in which a step calls them, which is that of
+        # their names until the step says something else.
+        names = (self.names or Blocks(self.step.model).names) if choice.levels else []
+        while True:
+            has_levels = len(names) == len(choice.levels)
+            plan, called = self._traced(choice if has_levels else choice.but(levels=()), names)
+            if has_levels and called == names:
+                return Found(choice, plan, None, tuple(names))
+            if called == names:
+                raise ValueError(
+                    f"choice has {len(choice.levels)} levels, wanted {len(names)}, one for each "
+                    "block that a step calls"
+                )
+            names = called
+
+    def _traced(self, choice: Choice, names: Sequence[str]) -> tuple[Plan, list[str]]:
+        """Returns the plan, and the names of the blocks in the order of their first calls."""
+        called: dict[str, None] = {}
+        step = step_with(self.step, choice, names, self.techniques.optimizer_of(choice))
+        return made(step, partial(_watch, names, called)), list(called)
+
+    def time(self, choice: Choice) -> None:
+        """Measures the seconds of parts of this size, with this loss. Parts are timed with a loss
+        that was not timed yet, so that one pass says of both."""
+        key = _pass_of(choice)
+        times = self._times[key.weights]
+        if times.is_known(key.micro_batches, key.fused_loss):
+            return
+        unknown = (f for f in self.techniques.fused_losses if not times.is_known(1, f))
+        if key.micro_batches > 1 and (fused := next(unknown, None)) is not None:
+            fused_too = key._replace(fused_loss=fused)
+            key = key if self._costs(fused_too) is None else fused_too
+        expected = times.most_of_blocks(key.micro_batches)
+        seconds = seconds_at_leanest(self._step_of(key), expected, **self._blocks_of(key))
+        times.add(key.micro_batches, key.fused_loss, seconds)
+
+    def parts_agree(self) -> bool:
+        """Returns whether gradients of parts add up to that of the batch, and sets the rule by
+        which they do; they do not where samples are compared with one another: then there are no
+        micro-batches to choose any more. If there were none, nothing is compared.
+
+        Raises:
+            ValueError: the loop takes only micro-batches.
+        """
+        if all(count == 1 for count in self.techniques.micro_batches):
+            return self.agree is not False
+        if self.agree is None:
+            found = rule_of(self.step, self._rules, has_levels=self._has_levels)
+            self.agree, self.rule = found is not None, found or self.rule
+            if not self.agree:
+                self.techniques = self.techniques.whole_batches(NO_RULE)
+        return self.agree
+
+    @property
+    def swaps_layers(self) -> bool:
+        """Returns whether setting levels makes layers of transformers Headroom's."""
+        return bool(self.names) and find_layers(self.step.model) is not None
+
+    # ---- what passes cost -----------------------------------------------------------------------
+
+    def _costs(self, key: _Pass) -> _PassCosts | None:
+        if key not in self._passes:
+            try:
+                self._passes[key] = self._made(key)
+            except RuntimeError as error:
+                reason = str(error)
+                if not isinstance(error, PlanError):
+                    if key.weights == "given" or is_out_of_memory(error):
+                        raise
+                    is_again = isinstance(error, RecomputeError)
+                    what = "blocks cannot be run again" if is_again else "the model does not run"
+                    reason = f"{what} with weights in bfloat16: {error}".partition("\n")[0]
+                elif key == self._plain:
+                    raise
+                self._passes[key] = None
+                self._note_pass(key, reason)
+        return self._passes[key]
+
+    @property
+    def _plain(self) -> _Pass:
+        """Returns what is nearest to the model as it was given."""
+        return _Pass(1, "given", self.techniques.fused_losses[0])
+
+    def _made(self, key: _Pass) -> _PassCosts | None:
+        own = self.techniques.fused_losses[0]
+        if (
+            key.micro_batches > 1
+        ):  # whose bytes are those of the batch divided until they are planned
+            whole = self._costs(key._replace(micro_batches=1))
+            if whole is None:
+                return None
+            measured = whole.measured.part(key.micro_batches)
+            found = whole.outline.part(key.micro_batches)
+            return _PassCosts(measured, found, whole.choice, is_planned=False)
+        if key.fused_loss != own:  # of which much is hoped until it is planned
+            plain = self._costs(key._replace(fused_loss=own))
+            if plain is None:
+                return None
+            found = replace(plain.outline, after_forward=0, after_backward=0)
+            choice = plain.choice.but(fused_loss=True)
+            return _PassCosts(plain.measured, found, choice, is_planned=False)
+        measured = self._measured[key.weights] = self._measure(key)
+        self._times[key.weights] = PassTimes(measured.whole, own)
+        self.names = [block.name for block in measured.blocks]
+        self._note_recurrent_layers()
+        same = (kind for kind, weights in self.techniques.optimizers if weights == key.weights)
+        # Gradients stay in it, also where the loop wants them released: the estimates say what
+        # that changes.
+        choice = Choice(self._leanest(), 1, next(same), key.weights, False, own)
+        optimizer = self.techniques.optimizer_of(choice)
+        return _PassCosts(measured, self._outlined(choice, optimizer, measured, steps=1), choice)
+
+    def _measure(self, key: _Pass) -> Measured:
+        """Measures the blocks. Where the model does not run with its blocks at their leanest, such
+        as one that writes to the argument of a block after the block has run, or where they compute
+        something else when they run again, it has none. Once it has been measured with levels, all
+        choices have them."""
+        try:
+            return measure_blocks(self._step_of(key), **self._blocks_of(key))
+        except RuntimeError as error:
+            if self._measured or is_out_of_memory(error):
+                raise
+            reason = str(error).partition("\n")[0]
+        self._has_levels = False
+        measured = measure_blocks(self._step_of(key), has_levels=False, fused_loss=key.fused_loss)
+        self.note(f"levels: blocks cannot be run again: {reason}")
+        return measured
+
+    def _outlined(
+        self, choice: Choice, optimizer: Any, measured: Measured, steps: int = 2
+    ) -> Outline:
+        """Returns the outline of a plan of so many steps: one for estimates, two for what is
+        chosen."""
+        step = step_with(self.step, choice, self.names, optimizer).but(steps=steps)
+        kept = sum(block.levels[level].kept for block, level in zip(measured.blocks, choice.levels))
+        return outline(step, self.names, kept)
+
+    def _step_of(self, key: _Pass) -> Step:
+        """Returns the step that is measured: of a part of the batch, and of weights in 16 bits."""
+        step = self.step.but(batch=parts(self.step.batch, key.micro_batches)[0])
+        if key.weights == "given":
+            return step
+        return step.but(model=cast_model(private_copy(step.model), torch.bfloat16))
+
+    def _blocks_of(self, key: _Pass) -> dict[str, bool]:
+        return {"fused_loss": key.fused_loss, "has_levels": self._has_levels}
+
+    def _leanest(self) -> tuple[str, ...]:
+        leanest = Blocks(self.step.model).leanest
+        return tuple(leanest[name] for name in self.names)
+
+    def _note_pass(self, key: _Pass, reason: str) -> None:
+        what = [f"{key.micro_batches} micro-batches"] if key.micro_batches > 1 else []
+        what += ["bf16"] if key.weights == "bf16" else []
+        what += ["the fused loss"] if key.fused_loss else []
+        self.note(f"{' with '.join(what)}: {reason}")
+
+    def _note_recurrent_layers(self) -> None:
+        """Warns of layers whose kernels for a GPU allocate what no plan sees."""
+        step = self.step
+        found = {type(m).__name__ for m in step.model.modules() if isinstance(m, RNNBase)}
+        if found and step.device is not None and step.device.type == "cuda":
+            self.note(
+                f"{', '.join(sorted(found))}: what cuDNN takes for recurrent layers is in no plan, "
+                "so the peak may be above the budget: look at the measured one"
+            )
+
+    # ---- estimates ------------------------------------------------------------------------------
+
+    def _candidate(self, costs: _PassCosts, choice: Choice) -> Candidate:
+        count, weights, fused_loss = _pass_of(choice)
+        times, measured = self._times[weights], self._measured[weights]
+        factor = times.factor(count)
+        between = measured.seconds_of_rest - measured.whole.rest  # the blocks
+        seconds = times.rest(count, fused_loss) + factor * between + self._seconds_of_step(choice)
+        planned = self._planned.get(choice)
+        if planned is not None:
+            found = self._outlines[choice.but(levels=planned)]
+        elif choice == costs.choice.but(levels=()):
+            found = costs.outline
+        else:
+            found = self._estimated(costs, choice)
+        is_timed = times.is_known(count, fused_loss)
+        return Candidate(
+            choice, costs.measured, found, seconds, factor, is_timed, planned, self._frontiers
+        )
+
+    def _seconds_of_step(self, choice: Choice) -> float:
+        key = choice.optimizer, choice.weights
+        if key not in self._step_seconds:
+            assert self.step.device is not None
+            optimizer = self.techniques.optimizers[key]
+            seconds = optimizer_seconds(optimizer, self.step.device, dtype=choice.dtype)
+            self._step_seconds[key] = seconds
+        return self._step_seconds[key]
+
+    def _state_of(self, choice: Choice) -> int:
+        """Returns the bytes of the state of a choice's optimizer. They are computed for Headroom's,
+        but for what these keep beside weights in 16 bits while the weights are in 32; of others a
+        plan says it."""
+        key = choice.optimizer, choice.weights
+        if key not in self._states:
+            optimizer = self.techniques.optimizers[key]
+            if is_headroom(optimizer):
+                self._states[key] = state_bytes(optimizer, self._unused)
+            else:
+                plain = self._passes[self._plain]
+                assert plain is not None
+                kinds = plain.outline.standing
+                self._states[key] = kinds["optimizer_state"] + kinds["master_weights"]
+        return self._states[key]
+
+    @cached_property
+    def _unused(self) -> list[nn.Parameter]:
+        """Returns the parameters that get no gradient in the first plan. There are none unless
+        their bytes are all that the gradients in it lack."""
+        plain = self._passes.get(self._plain)
+        if plain is None:  # the loop takes other weights only
+            return []
+        trained = {n: p for n, p in self.step.model.named_parameters() if p.requires_grad}
+        lacking = sum(p.nbytes for p in trained.values()) - plain.outline.all_gradients
+        allocations = plain.outline.plan.timeline.allocations
+        found = {a.op for a in allocations if a.kind == "gradients"}
+        unused = [param for name, param in trained.items() if name not in found]
+        return unused if sum(p.nbytes for p in unused) == lacking else []
+
+    def _estimated(self, costs: _PassCosts, choice: Choice) -> Outline:
+        """Returns the outline with another optimizer than that of the plan, or with release."""
+        found = costs.outline
+        kinds = found.standing
+        of_plan = kinds["optimizer_state"] + kinds["master_weights"]
+        is_same = (choice.optimizer, choice.weights) == (
+            costs.choice.optimizer,
+            costs.choice.weights,
+        )
+        state = of_plan
+        if not is_same:
+            state = self._state_of(choice) + max(0, of_plan - self._state_of(costs.choice))
+        floor, after, waiting = found.floor, found.after_backward, found.gradients
+        if choice.release:
+            waiting = bucket_of(self.step.model, choice.dtype)
+            if not self.names:  # then it is all of the backward pass
+                after = max(0, after - found.all_gradients)
+        if not is_same or choice.release:
+            standing = sum(kinds[kind] for kind in ("parameters", "buffers", "batch"))
+            floor = standing + state + (0 if choice.release else found.all_gradients)
+        base = max(0, found.base + state - of_plan)
+        return replace(found, base=base, after_backward=after, gradients=waiting, floor=floor)
+
+
+def step_with(
+    step: Step, choice: Choice, names: Sequence[str], optimizer: torch.optim.Optimizer
+) -> Step:
+    """Returns the step with a choice, for :func:`headroom.plan`. The model stays as it is: its
+    modules are copied, and their tensors shared.
+
+    Args:
+        names: of the blocks that ``choice.levels`` are for.
+        optimizer: of the choice.
+    """
+    model = copied_modules(step.model, lambda x: x)
+    set_levels(model, dict(zip(names, choice.levels)), fused_loss=choice.fused_loss)
+    return check_step(
+        step.but(
+            model=model,
+            optimizer=optimizer,
+            batch=parts(step.batch, choice.micro_batches)[0],
+            accumulation=min(2, choice.micro_batches),  # the second is like all that follow
+            starts_short=True,  # the first step is there to leave behind what later ones find
+            release=choice.release and bucket_of(step.model, choice.dtype),
+            dtype=choice.dtype,
+        )
+    )
+
+
+def _pass_of(choice: Choice) -> _Pass:
+    return _Pass(choice.micro_batches, choice.weights, choice.fused_loss)
+
+
+def _watch(names: Sequence[str], called: dict[str, None], model: nn.Module, _: Recorder) -> None:
+    """Notes the blocks of a model when they are called."""
+
+    def note(name: str) -> Any:
+        return lambda block, args: called.setdefault(name)
+
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(note(name))

@@ -1,0 +1,175 @@
+"""Says why nothing fits, and what would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..._core.sizes import format_bytes
+from ...planning.result import Plan
+from ...step.errors import PlanError
+from ...step.micro_batches import samples_of
+from ..choice import ALLOWABLE, Choice
+from .candidate import Candidate
+from .candidates import Candidates
+from .techniques import Techniques, techniques_of
+
+__all__ = ["DoesNotFit", "does_not_fit", "given_does_not_fit", "most_samples"]
+
+SMALLER = 8  # plans at most of smaller batches
+
+
+class DoesNotFit(ValueError):
+    """No choice trains the model within the budget. Says which floor was hit and what would help.
+
+    Attributes:
+        least: the bytes that the leanest choice takes, by its plan.
+        by_kind: its bytes at the peak, by kind.
+        samples: the most samples of a batch with which a choice would fit, by its plan; None if not
+            even one does, or smaller batches were not looked at.
+    """
+
+    def __init__(
+        self, message: str, least: int, by_kind: dict[str, int], samples: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.least, self.by_kind, self.samples = least, by_kind, samples
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.least, self.by_kind, self.samples)
+
+
+def given_does_not_fit(choice: Choice, plan: Plan, within: int) -> DoesNotFit:
+    """Returns the error that says what a choice takes that was made before."""
+    return DoesNotFit(
+        f"the choice that was given ({choice}) takes {format_bytes(plan.total_bytes)}, and the "
+        f"budget leaves {format_bytes(within)} besides its margin: give a larger budget, or leave "
+        "choice out to look for another",
+        plan.total_bytes,
+        plan.peak_by_kind,
+    )
+
+
+def does_not_fit(
+    candidates: Candidates,
+    every: Sequence[Candidate],
+    leanest: tuple[Choice, Plan],
+    budget: int,
+    within: int,
+) -> DoesNotFit:
+    """Returns the error that says which floor was hit, and what would help.
+
+    Args:
+        every: the candidates, as they are known.
+        leanest: the choice that takes the least, and its plan.
+        budget: that was asked for.
+        within: what is left of it beside the margin.
+    """
+    choice, plan = leanest
+    least, kinds = plan.total_bytes, plan.peak_by_kind
+    shown = _listed(kinds)
+    if plan.device_share.bytes:
+        shown += f", the device {format_bytes(plan.device_share.bytes)}"
+    needed = least + budget - within + least // 100  # with its margin
+    advice = [f"a budget of {format_bytes(needed)}", *_allowing(candidates, plan, within)]
+    samples = most_samples(candidates, every, within)
+    if samples is not None:
+        advice.append(f"a batch of {samples} samples, not {samples_of(candidates.step.batch)}")
+    reasons = f" ({'; '.join(candidates.notes)})" if candidates.notes else ""
+    return DoesNotFit(
+        f"nothing trains the model within {format_bytes(budget)}, of which "
+        f"{format_bytes(budget - within)} is left free: the leanest choice takes "
+        f"{format_bytes(least)} ({choice}), of which {shown}. What would fit: "
+        f"{', or '.join(advice)}{reasons}",
+        least,
+        kinds,
+        samples,
+    )
+
+
+def _listed(kinds: Mapping[str, int]) -> str:
+    """Returns bytes by kind as text, the most first."""
+    most = sorted(((size, name) for name, size in kinds.items() if size), reverse=True)
+    return ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for size, name in most)
+
+
+def _allowing(candidates: Candidates, leanest: Plan, within: int) -> Iterator[str]:
+    """Yields what to allow besides, by a plan that fits.
+
+    Args:
+        leanest: the plan of the leanest choice of what is allowed.
+    """
+    now, kinds = candidates.techniques, leanest.peak_by_kind
+    moved = sum(kinds[kind] for kind in ("optimizer_state", "master_weights", "gradients"))
+    tried = {*now.optimizers}
+    more = [name for name in ALLOWABLE if name not in now.allowed]
+    pairs = [(name, "bf16") for name in more if name != "bf16" and "bf16" in more]
+    for names in [*((name,) for name in more), *pairs]:
+        if "bf16" not in names and leanest.total_bytes - moved > within:
+            continue  # another optimizer leaves the rest of the peak as it is
+        allowed = (*now.allowed, *names)
+        every = techniques_of(now.step, allowed, now.only, now.parts_add_up)
+        new = {*every.optimizers} - tried
+        tried |= new
+        if any(_fits(candidates, every, key, within) for key in every.optimizers if key in new):
+            shown = ", ".join(f'"{name}"' for name in allowed)
+            yield f"allow=({shown}{',' if len(allowed) == 1 else ''})"
+            return
+
+
+def _fits(
+    candidates: Candidates, techniques: Techniques, key: tuple[str, str], within: int
+) -> bool:
+    """Returns whether a step with this optimizer fits at the leanest levels, by plans alone."""
+    # Of micro-batches some may be known not to be possible.
+    base = Choice((), candidates.techniques.micro_batches[-1], *key)
+    base = base.but(fused_loss=techniques.fused_losses[-1])
+    for choice in (base, base.but(micro_batches=1, release=True)):
+        if choice in techniques.choices:
+            try:
+                plan = candidates.planned_with(choice, techniques.optimizers[key])
+            except PlanError:
+                continue
+            if plan.total_bytes <= within:
+                return True
+    return False
+
+
+def most_samples(candidates: Candidates, every: Sequence[Candidate], within: int) -> int | None:
+    """Returns the most samples of a smaller batch with which a step fits, by plans at the leanest
+    levels, or None. Bytes are almost a line over samples, so that a few plans find it."""
+    techniques = candidates.techniques
+    unit = techniques.micro_batches[0]  # what a loop makes anyway
+    whole = (samples_of(techniques.step.batch) or 0) // unit
+    own = [candidate for candidate in every if candidate.choice.micro_batches == unit]
+    if not own:
+        return None
+    leanest = min(own, key=lambda candidate: candidate.points[0].peak)
+    optimizer = techniques.optimizer_of(leanest.choice)
+    releases = leanest.choice.but(release=True) in techniques.choices
+    choice = leanest.choice_of(leanest.points[0]).but(release=releases)
+
+    def size(units: int) -> int | None:
+        try:
+            return candidates.planned_with(choice, optimizer, units * unit).total_bytes
+        except PlanError:  # such as of a BatchNorm, which takes no single sample
+            return None
+
+    first = ((units, found) for units in (1, 2) if units < whole and (found := size(units)))
+    low, least = next(first, (0, within + 1))
+    if least > within:
+        return None
+    high, most = whole, max(leanest.points[0].peak, within + 1)
+    for number in range(SMALLER):
+        if high - low < 2:
+            break
+        middle = (low + high) // 2
+        if number < SMALLER // 2:
+            middle = low + (high - low) * (within - least) // (most - least)
+            middle = min(max(middle, low + 1), high - 1)
+        found = size(middle)
+        if found is not None and found <= within:
+            low, least = middle, found
+        else:
+            high, most = middle, max(found or 0, within + 1)
+    return low * unit

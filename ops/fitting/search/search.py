@@ -1,0 +1,210 @@
+"""Finds the fastest choice within a budget."""
+
+from __future__ import annotations
+
+from ...planning.result import Plan
+from ...step.errors import PlanError
+from ..choice import Choice, FrontierPoint
+from .candidate import Candidate, Found
+from .candidates import Candidates
+from .knapsack import Point
+from .techniques import Techniques
+
+__all__ = ["Search"]
+
+PLANS = 8  # at most, to find the fastest choice
+ROOM = 0.02  # of the budget, which is not worth another plan
+CAUTION = 0.003  # of the budget, which choices leave free until they are planned
+SLOWER = 0.01  # that twice as many micro-batches are taken to be until they are timed
+
+
+class Search:
+    """Searches the candidates for one model. What is measured and planned is kept for further
+    budgets.
+
+    Args:
+        candidates: which are made as they are asked for.
+        given: the only choice, made before, for which nothing is measured; None: any may be found.
+
+    Attributes:
+        known: what is known of each choice, which is without levels.
+    """
+
+    def __init__(self, candidates: Candidates, given: Choice | None = None) -> None:
+        self.candidates, self.given = candidates, given
+        self.known: dict[Choice, Candidate] = {}
+
+    def with_techniques(self, techniques: Techniques, given: Choice | None) -> Search:
+        """Returns this search for another call; see :meth:`Candidates.with_techniques`. This one
+        stays as it is but for what the other one measures and plans."""
+        return Search(self.candidates.with_techniques(techniques), given)
+
+    def every(self) -> list[Candidate]:
+        """Returns all candidates.
+
+        Raises:
+            PlanError: the model as it is cannot be planned.
+        """
+        if not self.known:
+            self._look()
+        return list(self.known.values())
+
+    def of(self, choice: Choice) -> Candidate | None:
+        """Returns what is known of a choice, whatever its levels, or None if it cannot be."""
+        if not self.known:
+            self._look()
+        return self.known.get(choice.but(levels=()))
+
+    def best(self, budget: int) -> Found | None:
+        """Returns the fastest choice whose plan is at most ``budget`` bytes, or None.
+
+        Raises:
+            PlanError: the model as it is cannot be planned.
+            ValueError: the choice that was given is none for this model.
+        """
+        if self.given is not None:
+            found = self.candidates.taken(self.given)
+            return found if found.plan.total_bytes <= budget else None
+        best: Found | None = None
+        plans = 0
+        while plans < PLANS:
+            picked = self._fastest(budget)
+            if picked is None:
+                break
+            seconds, candidate, point = picked
+            choice = candidate.choice_of(point)
+            if best is not None and best.seconds is not None:
+                if choice == best.choice or seconds >= best.seconds:
+                    break
+            if choice.micro_batches > 1 and not self._parts_agree():
+                continue  # and not timed, for parts may not even run
+            if not candidate.is_timed:
+                self._time(candidate)
+                continue
+            plans += 1
+            plan = self._planned(choice)
+            if plan is not None and plan.total_bytes <= budget:
+                best = self._found(choice, plan, seconds)
+                if plan.total_bytes >= (1 - ROOM) * budget or point.levels == candidate.keeping_all:
+                    break
+        return best or self._leanest_within(budget)
+
+    def frontier(self, of: Choice | None = None) -> list[FrontierPoint]:
+        """Returns the choices that no other beats, by ascending peaks. Left out are choices whose
+        parts of a batch have not been timed, or compared with the batch.
+
+        Args:
+            of: only choices that differ from this one in their levels.
+        """
+        every = [
+            candidate
+            for candidate in self.every()
+            if (self._is_known(candidate) if of is None else candidate.choice == of.but(levels=()))
+        ]
+        found = sorted(
+            (point.peak, point.seconds, candidate.choice.changes, n, m, point)
+            for n, candidate in enumerate(every)
+            for m, point in enumerate(candidate.points)
+        )
+        kept: list[FrontierPoint] = []
+        for peak, seconds, _, n, _, point in found:
+            if not kept or seconds < kept[-1].seconds:
+                kept.append(FrontierPoint(peak, seconds, every[n].choice_of(point)))
+        return kept
+
+    def _is_known(self, candidate: Candidate) -> bool:
+        agree = candidate.choice.micro_batches == 1 or self.candidates.agree is True
+        return candidate.is_timed and agree
+
+    def time_all(self) -> None:
+        """Times parts of all sizes, so that :meth:`frontier` has them."""
+        self._parts_agree()
+        for candidate in self.every():
+            if not self.known[candidate.choice].is_timed:
+                self._time(candidate)
+
+    def leanest(self) -> tuple[Choice, Plan]:
+        """Returns the choice that takes the least, and its plan.
+
+        Raises:
+            PlanError: no choice can be planned.
+        """
+        if self.given is not None:
+            return self.given, self.candidates.taken(self.given).plan
+        self._parts_agree()
+        ranked = sorted(self.every(), key=lambda candidate: candidate.points[0].peak)
+        found = []
+        for bare in [candidate.choice for candidate in ranked[:3]]:
+            candidate = self.of(bare)  # which another plan may have been of use to
+            if candidate is None:
+                continue
+            choice = candidate.choice_of(candidate.points[0])
+            plan = self._planned(choice)
+            if plan is not None:
+                found.append((plan.total_bytes, len(found), choice, plan))
+        if not found:
+            raise PlanError("; ".join(self.candidates.notes) or "nothing can be planned")
+        return min(found)[2:]
+
+    def _look(self) -> None:
+        """Makes the candidates anew, and keeps those of which nothing new is known: they have their
+        points."""
+        fresh = {candidate.choice: candidate for candidate in self.candidates.every()}
+        self.known = {
+            choice: old if (old := self.known.get(choice)) == candidate else candidate
+            for choice, candidate in fresh.items()
+        }
+
+    def _fastest(self, budget: int) -> tuple[float, Candidate, Point] | None:
+        """Returns the fastest estimate within the budget; of equal ones that with the fewest
+        changes."""
+        every, picked = self.every(), []
+        for number, candidate in enumerate(every):
+            is_estimate = candidate.planned is None
+            point = candidate.within(round((1 - CAUTION) * budget) if is_estimate else budget)
+            if point is not None:
+                count = candidate.choice.micro_batches
+                slower = 0 if candidate.is_timed else SLOWER * count.bit_length()
+                seconds = (1 + slower) * point.seconds
+                picked.append((seconds, candidate.choice.changes, number, point))
+        if not picked:
+            return None
+        seconds, _, number, point = min(picked)
+        return seconds, every[number], point
+
+    def _time(self, candidate: Candidate) -> None:
+        """Times what the candidate has in common with others."""
+        self.candidates.time(candidate.choice)
+        self._look()
+
+    def _parts_agree(self) -> bool:
+        """Returns whether batches can be parted. Where they cannot, there are no such choices any
+        more."""
+        before = self.candidates.techniques
+        agree = self.candidates.parts_agree()
+        if self.candidates.techniques is not before:
+            self._look()
+        return agree
+
+    def _planned(self, choice: Choice) -> Plan | None:
+        """Returns the plan of a choice, or None where it cannot be: then the choice is no more."""
+        plan = None
+        try:
+            plan = self.candidates.plan(choice)
+        except PlanError as error:
+            self.candidates.leave_out(choice, error)
+        self._look()
+        return plan
+
+    def _leanest_within(self, budget: int) -> Found | None:
+        """Returns the leanest choice, where estimates said that it is above the budget, and it is
+        not."""
+        choice, plan = self.leanest()
+        candidate = self.of(choice)
+        if plan.total_bytes > budget or candidate is None:
+            return None
+        self._time(candidate)
+        return self._found(choice, plan, self.known[candidate.choice].at(choice.levels).seconds)
+
+    def _found(self, choice: Choice, plan: Plan, seconds: float) -> Found:
+        return Found(choice, plan, seconds, tuple(self.candidates.names))

@@ -1,0 +1,125 @@
+"""Optimizers that take the place of a given one, with its parameter groups and options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .adafactor import Adafactor
+from .adam import Adam, AdamW
+from .adam8bit import Adam8bit, AdamW8bit
+from .memory import state_memory
+
+__all__ = ["is_headroom", "obstacle", "optimizer_of", "replacement", "state_bytes"]
+
+
+_DECOUPLED = (torch.optim.AdamW, AdamW, AdamW8bit)
+_COUPLED = (torch.optim.Adam, Adam, Adam8bit)
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_CLASSES: dict[tuple[str, bool], Any] = {
+    ("headroom", True): AdamW,
+    ("headroom", False): Adam,
+    ("8bit", True): AdamW8bit,
+    ("8bit", False): Adam8bit,
+}
+
+
+def optimizer_of(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
+    """Returns the optimizer, or what the function makes of the model's parameters.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: it has parameters that the model lacks.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        if not callable(optimizer):
+            raise TypeError(
+                f"optimizer is {type(optimizer).__name__}, wanted a torch.optim.Optimizer or a "
+                "function that makes one from parameters, such as its class"
+            )
+        params = [p for p in model.parameters() if p.requires_grad]
+        if not params:
+            raise ValueError("no parameter of the model requires a gradient: nothing is trained")
+        optimizer = optimizer(params)
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"the function optimizer returned {optimizer!r}, wanted a torch.optim.Optimizer"
+            )
+    own = {id(p) for p in model.parameters()}
+    foreign = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in own]
+    if foreign:
+        raise ValueError(
+            f"the optimizer has {len(foreign)} parameters that the model does not have, the first "
+            f"of shape {list(foreign[0].shape)}: make it from model.parameters()"
+        )
+    return optimizer
+
+
+def is_headroom(optimizer: Any) -> bool:
+    """Returns whether an optimizer is one of Headroom's, and not a wrapper."""
+    return hasattr(optimizer, "_weights_mode")
+
+
+def obstacle(optimizer: torch.optim.Optimizer) -> str | None:
+    """Returns why no other optimizer may take the place of this one, or None."""
+    kind = type(optimizer)
+    if kind not in (*_DECOUPLED, *_COUPLED):
+        return f"{kind.__name__} has no counterpart: only Adam and AdamW have"
+    if optimizer.state:
+        return "the optimizer has state already: training has begun"
+    if any("initial_lr" in group for group in optimizer.param_groups) or hasattr(
+        optimizer.step, "_wrapped_by_lr_sched"
+    ):
+        return (
+            "a learning-rate scheduler was made for the optimizer, and would not see another: "
+            "make it after fit(), from .optimizer"
+        )
+    if any(getattr(optimizer, name, None) for name in _HOOKS):
+        return "the optimizer has hooks on its step"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "the optimizer is differentiable"
+    return None
+
+
+def replacement(
+    given: torch.optim.Optimizer, kind: str, master: str | None = None
+) -> torch.optim.Optimizer:
+    """Returns an optimizer of the same parameters, in the same groups with the same options.
+
+    Args:
+        given: an Adam or AdamW, of torch or Headroom.
+        kind: "headroom", "8bit" or "adafactor". Adafactor has no ``betas`` and ``eps`` of Adam; its
+            ``lr`` bounds the root mean square of a step, which is about what it is in Adam.
+        master: how the bits that 16-bit weights lack are kept.
+    """
+    decoupled = type(given) in _DECOUPLED
+    cls = Adafactor if kind == "adafactor" else _CLASSES[kind, decoupled]
+    fixed: dict[str, Any] = {} if master is None else {"master": master}
+    if cls is Adafactor:
+        fixed |= {"semantics": "hf", "scale_parameter": False, "relative_step": False}
+        kept = {"lr", "weight_decay", "max_grad_norm"}
+    else:
+        kept = inspect.signature(cls).parameters.keys() - fixed.keys()
+    source = given.defaults
+    groups = [
+        {name: value for name, value in group.items() if name in kept or name not in source}
+        for group in given.param_groups
+    ]
+    for group in groups:
+        for name in {"master", "rounding", "seed", "state_dtype", "semantics"} - kept:
+            group.pop(name, None)
+    defaults = {name: value for name, value in source.items() if name in kept}
+    return cls(groups, **defaults, **fixed)
+
+
+def state_bytes(optimizer: Any, without: Iterable[Tensor] = ()) -> int:
+    """Returns the bytes of the state that one of Headroom's optimizers has or will have.
+
+    Args:
+        without: the parameters that will get no gradient, and thus no state.
+    """
+    return sum(sum(row.bytes.values()) for row in state_memory(optimizer, without))

@@ -1,0 +1,145 @@
+"""Cuts a batch into parts, and says what the loss of each part counts for, so that the gradients of
+the parts add up to that of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .trees import mapped, tensors_in
+
+__all__ = [
+    "NEXT_TOKENS",
+    "SAMPLES",
+    "SUM",
+    "TOKENS",
+    "bytes_of",
+    "counts",
+    "labels_of",
+    "mixes_samples",
+    "parts",
+    "samples_of",
+    "shares",
+    "some_samples",
+]
+
+# What the loss of a batch is a mean over, which a rule of shares is called by.
+SAMPLES = "samples"
+TOKENS = "tokens"  # the labels that are not -100
+NEXT_TOKENS = "next tokens"  # these but the first of each sequence, which nothing predicts
+SUM = "sum"  # over nothing: the loss of the batch is the sum of those of its parts
+
+IGNORED = -100  # the label of what counts for nothing, in losses of torch and of transformers
+
+
+def samples_of(batch: Any) -> int | None:
+    """Returns the samples of a batch: the first dimension of its first tensor that has one. None
+    if there is no such tensor."""
+    first = next((x for x in tensors_in(batch) if x.dim()), None)
+    return None if first is None else first.shape[0]
+
+
+def bytes_of(batch: Any) -> int:
+    """Returns the bytes of the tensors of a batch."""
+    return sum(x.numel() * x.element_size() for x in tensors_in(batch))
+
+
+def parts(batch: Any, count: int) -> list[Any]:
+    """Returns ``count`` parts of a batch, which are views of it: of equal size, but for the last
+    where the samples cannot be divided so. Where these are fewer, so are the parts.
+
+    Tensors whose first dimension is that of the first tensor are cut along it; everything else is
+    in every part.
+
+    Raises:
+        ValueError: the batch has no samples.
+    """
+    if count == 1:
+        return [batch]
+    samples = samples_of(batch)
+    if not samples:
+        raise ValueError(
+            f"the batch has no samples to make {count} micro-batches of: wanted a tensor whose "
+            "first dimension counts them"
+        )
+    size = -(-samples // count)
+
+    def cut(x: Tensor, at: int) -> Tensor:
+        return x[at : at + size] if x.dim() and x.shape[0] == samples else x
+
+    return [mapped(batch, partial(cut, at=at)) for at in range(0, samples, size)]
+
+
+def some_samples(batch: Any, count: int) -> Any:
+    """Returns a batch of at most ``count`` of the samples, spread over all of them, which are
+    copies: views would keep the memory of all of them."""
+    samples = samples_of(batch) or 0
+    rows = [k * samples // count for k in range(count)] if count < samples else [*range(samples)]
+    return mapped(batch, lambda x: x[rows] if x.dim() and x.shape[0] == samples else x)
+
+
+def counts(samples: int | None) -> Iterator[int]:
+    """Yields the numbers of micro-batches to look at: of those that divide the samples, the first
+    from each power of two on, up to 64."""
+    last = 1
+    for power in range(1, 7):
+        fitting = (n for n in range(2**power, 2 ** (power + 1)) if samples and samples % n == 0)
+        count = next(fitting, last)
+        if count > last:
+            yield count
+            last = count
+
+
+def mixes_samples(model: nn.Module) -> bool:
+    """Returns whether a step of the whole batch is another than that of its parts, because a
+    BatchNorm takes statistics over the batch."""
+    return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
+
+
+def shares(each: Sequence[Any], rule: str = SAMPLES) -> list[Fraction]:
+    """Returns what the loss of each part of a batch is multiplied by.
+
+    Parts without a token that counts get 0 and need not be computed: a mean over none is nan. If no
+    part has any, all get the same.
+
+    Args:
+        each: the parts.
+        rule: what the loss is a mean over.
+    """
+    if rule == SUM:
+        return [Fraction(1) for _ in each]
+    if rule == SAMPLES or len(each) == 1:
+        counts = [samples_of(part) or 1 for part in each]
+    else:
+        # One transfer for all of them, before anything is computed that it would wait for.
+        counts = torch.stack([_counted(part, rule == NEXT_TOKENS) for part in each]).tolist()
+        counts = counts if any(counts) else [1] * len(each)
+    return [Fraction(count, sum(counts)) for count in counts]
+
+
+def _counted(part: Any, shifted: bool) -> Tensor:
+    """Returns the number of tokens that count."""
+    labels = labels_of(part)
+    assert labels is not None
+    if shifted and labels.dim() > 1 and not (isinstance(part, Mapping) and "shift_labels" in part):
+        labels = labels[..., 1:]
+    return labels.ne(IGNORED).sum()
+
+
+def labels_of(batch: Any) -> Tensor | None:
+    """Returns the labels of a batch that are whole numbers: of a dict by their name, else the last
+    ones. None if there are none."""
+    found = None
+    if isinstance(batch, Mapping):
+        found = batch.get("shift_labels", batch.get("labels"))
+    elif isinstance(batch, (tuple, list)) and batch:
+        found = batch[-1]
+    if not isinstance(found, Tensor) or not found.dim():
+        return None
+    return None if found.is_floating_point() or found.is_complex() else found
