@@ -30,9 +30,9 @@ class SaveLevels:
     def leaner(self) -> str | None:
         """Sets the next level. Returns what was changed, or None if no block can keep less."""
         layers = [] if self._is_given_up else repeated_layers(self._model)[1]
-        now = {layer.name: self._level(layer) for layer in layers}
+        now: dict[str | int, str] = {layer.name: self._level(layer) for layer in layers}
         for target in LEVELS:
-            raised = {
+            raised: dict[str | int, str] = {
                 layer.name: next(level for level in layer.levels if level >= target)
                 for layer in layers
                 if now[layer.name] < target <= layer.levels[-1]

@@ -224,9 +224,7 @@ def test_without_levels_the_next_setting_is_taken():
     step = headroom.retry_on_oom(step, model=model, optimizer=optimizer, micro_batches=2)
     with pytest.warns(UserWarning) as warned:
         step(torch.randn(8, 48))
-    assert "step 1 failed at these levels and is repeated: blocks save" in str(
-        warned[1].message
-    )
+    assert "step 1 failed at these levels and is repeated: blocks save" in str(warned[1].message)
     assert asked == [1, 1, 1, 2] and [block.calls for block in model[1]] == [2] * 4
 
 
