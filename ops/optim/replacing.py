@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .adafactor import Adafactor
 from .adam import Adam, AdamW
 from .adam8bit import Adam8bit, AdamW8bit
+from .base import Optimizer
 from .memory import state_memory
 
 __all__ = ["is_headroom", "obstacle", "optimizer_of", "replacement", "state_bytes"]
@@ -61,7 +62,7 @@ def optimizer_of(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 def is_headroom(optimizer: Any) -> bool:
     """Returns whether an optimizer is one of Headroom's, and not a wrapper."""
-    return hasattr(optimizer, "_weights_mode")
+    return isinstance(optimizer, Optimizer)
 
 
 def obstacle(optimizer: torch.optim.Optimizer) -> str | None:

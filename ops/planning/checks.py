@@ -76,7 +76,7 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
                     f"index {index}) that the model does not have: it is of another model, or was "
                     "made before the model was changed"
                 )
-    if getattr(inner, "_release", None) is not None:
+    if getattr(inner, "release_handle", None) is not None:
         raise ValueError(
             "the optimizer releases gradients by hooks on the real parameters: call remove() of "
             "its handle, and plan with release=True"
