@@ -69,7 +69,7 @@ class Before(contextlib.ExitStack):
         if training.scaler is not None:
             self._backs.append(kept_attributes(training.scaler))
         if training.accumulator is not None:
-            self._backs.append(kept_attributes(training.accumulator, ("_sums", "_losts")))
+            self._backs.append(kept_attributes(training.accumulator, ("_sums", "_compensations")))
 
     def _add(self, part: _Part) -> None:
         self._parts.append(part)

@@ -36,7 +36,7 @@ def source_of(name: str, members: list[str]) -> str:
 def layout_in_c(name: str, members: list[str], folder: Path) -> list[tuple[int, ...]]:
     source, program = folder / f"{name}.c", folder / name
     source.write_text(source_of(name, members))
-    command = ["cc", "-std=c99", "-Wall", "-Wextra", "-Werror", f"-I{INCLUDE}"]
+    command = ["cc", "-std=c99", "-Wall", "-Wextra", "-Werror", "-DHR_EXPERIMENTAL", f"-I{INCLUDE}"]
     done = subprocess.run([*command, source, "-o", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = subprocess.check_output([program], text=True).splitlines()
