@@ -14,16 +14,16 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
 def lists(shapes: Shapes, dtype: torch.dtype, compensated=False, zero_grads=False) -> Lists:
-    dtypes = {"sums": F32, "losts": F32 if compensated else None, "grads": dtype}
-    passes = {"sums": 2, "losts": 2, "grads": 2 if zero_grads else 1}
-    return Lists(shapes, dtypes, passes, zeros={"losts"})
+    dtypes = {"sums": F32, "compensations": F32 if compensated else None, "grads": dtype}
+    passes = {"sums": 2, "compensations": 2, "grads": 2 if zero_grads else 1}
+    return Lists(shapes, dtypes, passes, zeros={"compensations"})
 
 
 def headroom_op(data: Rotation, zero_grads: bool = False) -> Contender:
     from headroom.functional import accumulate_
 
     def call(d):
-        accumulate_(d.sums, d.grads, losts=d.losts, zero_grads=zero_grads)
+        accumulate_(d.sums, d.grads, compensations=d.compensations, zero_grads=zero_grads)
 
     return on_next(data, call)
 

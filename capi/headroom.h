@@ -7,14 +7,17 @@
  *
  * Contents
  * --------
- * Version, status, element types, where to run, lists of tensors, CPU threads and instruction sets.
- * Then each family of functions, with its formula and its config:
+ * Part 1, simple: version, status, element types, where to run, lists of tensors, CPU threads and
+ * instruction sets; then, each with its formula and its config,
  *
  *     Weights in 16 bits        hr_join_weights, hr_split_weights, hr_get_weights_mode_info
  *     Blocks of 8-bit codes     hr_quantize_blocks, hr_dequantize_blocks, hr_dynamic_map
  *     Scalars of a step         hr_step_config, a part of every optimizer's config
  *     Adam and AdamW            hr_adamw
  *       with 8-bit moments      hr_adamw8bit
+ *
+ * Part 2, advanced: calls with workspace, what a loop does around a step, and layers on rows.
+ *
  *     Adafactor                 hr_adafactor, hr_adafactor_workspace
  *     Gradients: unscale, norm  hr_unscale_norm, hr_unscale_norm_workspace
  *     The loss scale            hr_update_scale
@@ -23,9 +26,12 @@
  *     Norms of rows             hr_norm_forward, hr_norm_backward, hr_norm_workspace
  *     Gated linear units        hr_glu_forward, hr_glu_backward
  *     Rotary embeddings         hr_rope
- *     The MLP block             hr_mlp_forward, hr_mlp_backward, hr_mlp_query
  *     Cross entropy             hr_cross_entropy_forward, hr_cross_entropy_backward,
  *                               hr_cross_entropy_reduce
+ *
+ * Part 3, experimental: declared where HR_EXPERIMENTAL is defined before the include.
+ *
+ *     The MLP block             hr_mlp_forward, hr_mlp_backward, hr_mlp_query
  *     Divergences               hr_divergence_forward, hr_divergence_backward
  *     Linear cross entropy      hr_linear_cross_entropy, hr_linear_cross_entropy_backward,
  *                               hr_linear_cross_entropy_query
@@ -44,7 +50,8 @@
  * --------------
  * Before 1.0 a minor version may change anything here, and its library has another name. Within a
  * minor version functions stay, configs grow only at their end, and numbers of enums keep their
- * meaning. The bits that a step computes change only with a line in the CHANGELOG.
+ * meaning. The bits that a step computes change only with a line in the CHANGELOG. The experimental
+ * part may change in every release.
  *
  * In one minute
  * -------------
@@ -102,6 +109,8 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* ==== Part 1, simple ========================================================================== */
 
 /* ---- Version --------------------------------------------------------------------------------- */
 
@@ -571,6 +580,8 @@ HR_API hr_status hr_adamw8bit(const hr_tensor_list *params, const hr_tensor_list
                               const hr_tensor_list *grads, const hr_adamw8bit_config *config,
                               const hr_exec *exec);
 
+/* ==== Part 2, advanced ======================================================================== */
+
 /* ---- Adafactor ------------------------------------------------------------------------------- */
 
 /*
@@ -627,7 +638,7 @@ typedef enum hr_adafactor_phases {
     HR_ADAFACTOR_SUMS = 1,   /* writes sums of g^2 and param^2 to the workspace */
     HR_ADAFACTOR_STATES = 2, /* updates row_var and col_var, writes sums of row_var */
     HR_ADAFACTOR_NORM = 4,   /* updates variance, writes the sum of u^2 */
-    HR_ADAFACTOR_APPLY = 8,  /* updates params, exp_avgs, rmss and steps */
+    HR_ADAFACTOR_APPLY = 8,  /* updates params, exp_avgs, rms_values and steps */
     HR_ADAFACTOR_ALL = 15
 } hr_adafactor_phases;
 
@@ -687,7 +698,7 @@ HR_API hr_status hr_adafactor_workspace(size_t *bytes, const hr_adafactor_shape 
  * variances  in/out: f32, numel of the param if not factored, else 0; zeros before the first step.
  *            NULL if every parameter is factored
  * exp_avgs   in/out: f32, numel of the param; zeros before the first step. NULL: no momentum
- * rmss       out: f32, numel 1 each: RMS(param) before the step; written only if the rule uses it
+ * rms_values  out: f32, numel 1 each: RMS(param) before the step; written only if the rule uses it
  *            (TORCH, or HF with scale_parameter). NULL: not wanted
  * steps      in/out: as for hr_adamw; NULL: all use config->step.t
  * grads      in: f32, bf16 or f16, row-major, not changed
@@ -736,7 +747,7 @@ HR_API hr_status hr_adafactor_workspace(size_t *bytes, const hr_adafactor_shape 
  */
 HR_API hr_status hr_adafactor(const hr_tensor_list *params, const hr_tensor_list *row_vars,
                               const hr_tensor_list *col_vars, const hr_tensor_list *variances,
-                              const hr_tensor_list *exp_avgs, const hr_tensor_list *rmss,
+                              const hr_tensor_list *exp_avgs, const hr_tensor_list *rms_values,
                               const hr_tensor_list *steps, const hr_tensor_list *grads,
                               const hr_adafactor_shape *shapes, const hr_adafactor_config *config,
                               void *workspace, size_t workspace_bytes, const hr_exec *exec);
@@ -868,13 +879,13 @@ HR_API hr_status hr_update_scale(float *scale, int32_t *growth_tracker, int32_t 
 /*
  * hr_accumulate: adds a list of gradients to binary32 sums. With x = grad * factor:
  *
- *     sum = sum + x                                                     without `losts`
- *     y = x - lost;  t = sum + y;  lost = (t - sum) - y;  sum = t       with `losts`
- *     grad = 0                                                          if zero_grads
+ *     sum = sum + x                                               without `compensations`
+ *     y = x - lost;  t = sum + y;  lost = (t - sum) - y;  sum = t    with `compensations`
+ *     grad = 0                                                    if zero_grads
  *
- * With `losts` the sum is compensated (Kahan, doi:10.1145/363707.363723): its error stays within 2
- * roundings of the sum of |x|, for up to 2^20 gradients or so. Without, the error grows with the
- * number of gradients. The bits are the same on the CPU and on CUDA.
+ * With `compensations`, which hold the `lost` of each sum (Kahan, doi:10.1145/363707.363723), the
+ * error stays within 2 roundings of the sum of |x|, for up to 2^20 gradients or so. Without, it
+ * grows with the number of gradients. The bits are the same on the CPU and on CUDA.
  */
 typedef struct hr_accumulate_config {
     size_t size;             /* sizeof(hr_accumulate_config) */
@@ -889,13 +900,13 @@ typedef struct hr_accumulate_config {
     }
 
 /*
- * sums   in/out: f32
- * losts  in/out: f32, zeros at first. NULL: the sums are not compensated
- * grads  in, or in/out with zero_grads: f32, bf16 or f16
+ * sums           in/out: f32
+ * compensations  in/out: f32, zeros at first. NULL: the sums are not compensated
+ * grads          in, or in/out with zero_grads: f32, bf16 or f16
  *
  * Errors: as for hr_adamw.
  */
-HR_API hr_status hr_accumulate(const hr_tensor_list *sums, const hr_tensor_list *losts,
+HR_API hr_status hr_accumulate(const hr_tensor_list *sums, const hr_tensor_list *compensations,
                                const hr_tensor_list *grads, const hr_accumulate_config *config,
                                const hr_exec *exec);
 
@@ -1211,6 +1222,130 @@ HR_API hr_status hr_rope(const hr_heads *q_out, const hr_heads *k_out, const hr_
                          const hr_rows *positions, const hr_rope_shape *shape,
                          const hr_rope_config *config, const hr_exec *exec);
 
+/* ---- Cross entropy --------------------------------------------------------------------------- */
+
+typedef enum hr_cross_entropy_reduction {
+    HR_REDUCE_SUM = 0,
+    HR_REDUCE_MEAN = 1,        /* NaN if D is 0: no row counts, or all weigh 0 */
+    HR_REDUCE_MEAN_OR_ZERO = 2 /* 0 if D is 0 */
+} hr_cross_entropy_reduction;
+
+typedef struct hr_cross_entropy_config {
+    size_t size;
+    hr_dtype dtype;       /* f32, bf16 or f16: of logits */
+    hr_dtype grad_dtype;  /* of grad: the same, or bf16 or f16 where logits are f32 */
+    int32_t target_bytes; /* 8: targets are int64_t; 4: int32_t */
+    hr_cross_entropy_reduction reduction; /* for hr_cross_entropy_reduce alone */
+    int64_t ignore_index;   /* rows with this target count for nothing; may be any number */
+    double label_smoothing; /* in [0, 1] */
+    double softcap;         /* > 0; 0: none */
+    double z_loss;          /* >= 0, finite; 0: none */
+} hr_cross_entropy_config;
+
+#define HR_CROSS_ENTROPY_CONFIG_INIT                                                            \
+    {                                                                                           \
+        sizeof(hr_cross_entropy_config), HR_F32, HR_F32, 8, HR_REDUCE_MEAN, -100, 0.0, 0.0, 0.0 \
+    }
+
+/*
+ * hr_cross_entropy_forward: the cross entropy of each row of logits with its target y, from 0 to
+ * classes - 1:
+ *
+ *     z    = softcap * tanh(logit / softcap)                               with a softcap
+ *     lse  = log of the sum of exp(z)
+ *     loss = (1 - s) * w_y * (lse - z_y)
+ *            + s / classes * sum over j of w_j * (lse - z_j)               s: label_smoothing
+ *            + z_loss * lse^2
+ *
+ * w is 1 without `weight`. A row is read once. Exponentials are binary32, relative to the largest
+ * logit of the row; the loss is put together in binary64 and rounded once, so that a small loss is
+ * as exact as the sum of exponentials is. Sums are added in an order that depends on the number of
+ * classes (on CUDA also on the address of the row): each device repeats itself bit for bit, for any
+ * number of threads. Sources: Milakov and Gimelshein, arXiv:1805.02867; label smoothing: Szegedy et
+ * al., arXiv:1512.00567; z-loss: Chowdhery et al., arXiv:2204.02311; softcap: Gemma Team,
+ * arXiv:2408.00118.
+ *
+ * loss      out: f32 [rows]; 0 for ignored rows
+ * lse       out: f32 [rows]; 0 for ignored rows, which are not read
+ * lse_low   out: f32 [rows]: what rounding to binary32 took off lse, or NULL. With it the gradient
+ *           of logits around 60 is 10 times as exact
+ * argmax    out: [rows]: the first class with the largest z, -1 for ignored rows; NULL: not wanted
+ * logits    in: [rows, classes]. Minus infinity stands for a class that is masked
+ * target    in: [rows], int64_t or int32_t as config->target_bytes says
+ * weight    in: f32 [classes], or NULL
+ *
+ * rows may be 0; classes is 1 or more. A row whose logits are all minus infinity, or that has a NaN
+ * or plus infinity, has the loss NaN.
+ *
+ * Errors: HR_INVALID_ARGUMENT on the CPU if a target is neither ignore_index nor a class. On CUDA,
+ * where nobody waits for the targets, such a row has the loss NaN, and its gradient is NaN; nothing
+ * is read outside of the logits and the weights. The three functions do the same.
+ */
+HR_API hr_status hr_cross_entropy_forward(float *loss, float *lse, float *lse_low, int64_t *argmax,
+                                          const hr_rows *logits, const void *target,
+                                          const float *weight, int64_t rows, int64_t classes,
+                                          const hr_cross_entropy_config *config,
+                                          const hr_exec *exec);
+
+/*
+ * hr_cross_entropy_backward: the gradient of the logits, with p_j = exp(z_j - lse):
+ *
+ *     a    = dloss * factors[0];  b = dloss * factors[1]
+ *     dz_j = p_j * (a * ((1 - s) * w_y + s / classes * sum of w) + b * 2 * z_loss * lse)
+ *            - a * s / classes * w_j - a * (1 - s) * w_y if j is y
+ *     grad = dz * (1 - tanh(logit / softcap)^2)                            with a softcap
+ *
+ * At the target p_y - 1 is computed without cancellation. A probability below 2^-126 counts as 0.
+ * Rows that are ignored get zeros. Each logit is read once, each gradient written once.
+ *
+ * grad      out: [rows, classes], in config->grad_dtype. May be the logits: grad->data is then
+ *           logits->data, and the rows begin at the same addresses. Otherwise no overlap
+ * dloss     in: f32: the gradient of the loss of row i is dloss[i * dloss_stride]
+ * dloss_stride  1, or any other number of 0 or more; 0: one number for all rows
+ * factors   in: f32 [2] from hr_cross_entropy_reduce(), or NULL for ones
+ * logits, target, weight  in: as in the forward call
+ * lse, lse_low            in: what it wrote; lse_low may be NULL for zeros
+ */
+HR_API hr_status hr_cross_entropy_backward(const hr_rows *grad, const float *dloss,
+                                           int64_t dloss_stride, const float *factors,
+                                           const hr_rows *logits, const void *target,
+                                           const float *weight, const float *lse,
+                                           const float *lse_low, int64_t rows, int64_t classes,
+                                           const hr_cross_entropy_config *config,
+                                           const hr_exec *exec);
+
+/*
+ * hr_cross_entropy_reduce: the sum or the mean of the losses, on the device, and the factors with
+ * which hr_cross_entropy_backward() gives the gradient of it. With D the sum of w_y and n the
+ * number of rows that are not ignored,
+ *
+ *     result  = sum of loss + sum of z_loss * lse^2                   HR_REDUCE_SUM
+ *     result  = sum of loss / D + sum of z_loss * lse^2 / n           otherwise
+ *     factors = 1, 1            or      1 / D, 1 / n
+ *
+ * A factor is 0 where D or n is, and so are the gradients of a mean of nothing. Sums are binary64, in a fixed order. The factors depend on the targets alone, so that they can be
+ * had before there is a loss.
+ *
+ * result   out: f32 [1], or NULL
+ * factors  out: f32 [2], or NULL
+ * loss     in: f32 [rows], from a forward call whose config->z_loss is 0, because a z-loss hides
+ *          what is small beside it; NULL if result is
+ * lse      in: f32 [rows]; NULL if result is, or without a z_loss
+ */
+HR_API hr_status hr_cross_entropy_reduce(float *result, float *factors, const float *loss,
+                                         const float *lse, const void *target, const float *weight,
+                                         int64_t rows, int64_t classes,
+                                         const hr_cross_entropy_config *config,
+                                         const hr_exec *exec);
+
+/* ==== Part 3, experimental ==================================================================== */
+
+/*
+ * Define HR_EXPERIMENTAL before the include to see this part: blocks and losses that make several
+ * passes over their inputs. Its functions and configs may change in every release.
+ */
+#ifdef HR_EXPERIMENTAL
+
 /* ---- The MLP block --------------------------------------------------------------------------- */
 
 /*
@@ -1361,122 +1496,6 @@ HR_API hr_status hr_mlp_backward(const hr_rows *dx, const hr_mlp_params *grads, 
                                  const hr_mlp_saved *saved, int64_t tokens, int64_t hidden,
                                  int64_t features, const hr_mlp_config *config, void *workspace,
                                  size_t workspace_bytes, const hr_exec *exec);
-
-/* ---- Cross entropy --------------------------------------------------------------------------- */
-
-typedef enum hr_cross_entropy_reduction {
-    HR_REDUCE_SUM = 0,
-    HR_REDUCE_MEAN = 1,        /* NaN if D is 0: no row counts, or all weigh 0 */
-    HR_REDUCE_MEAN_OR_ZERO = 2 /* 0 if D is 0 */
-} hr_cross_entropy_reduction;
-
-typedef struct hr_cross_entropy_config {
-    size_t size;
-    hr_dtype dtype;       /* f32, bf16 or f16: of logits */
-    hr_dtype grad_dtype;  /* of grad: the same, or bf16 or f16 where logits are f32 */
-    int32_t target_bytes; /* 8: targets are int64_t; 4: int32_t */
-    hr_cross_entropy_reduction reduction; /* for hr_cross_entropy_reduce alone */
-    int64_t ignore_index;   /* rows with this target count for nothing; may be any number */
-    double label_smoothing; /* in [0, 1] */
-    double softcap;         /* > 0; 0: none */
-    double z_loss;          /* >= 0, finite; 0: none */
-} hr_cross_entropy_config;
-
-#define HR_CROSS_ENTROPY_CONFIG_INIT                                                            \
-    {                                                                                           \
-        sizeof(hr_cross_entropy_config), HR_F32, HR_F32, 8, HR_REDUCE_MEAN, -100, 0.0, 0.0, 0.0 \
-    }
-
-/*
- * hr_cross_entropy_forward: the cross entropy of each row of logits with its target y, from 0 to
- * classes - 1:
- *
- *     z    = softcap * tanh(logit / softcap)                               with a softcap
- *     lse  = log of the sum of exp(z)
- *     loss = (1 - s) * w_y * (lse - z_y)
- *            + s / classes * sum over j of w_j * (lse - z_j)               s: label_smoothing
- *            + z_loss * lse^2
- *
- * w is 1 without `weight`. A row is read once. Exponentials are binary32, relative to the largest
- * logit of the row; the loss is put together in binary64 and rounded once, so that a small loss is
- * as exact as the sum of exponentials is. Sums are added in an order that depends on the number of
- * classes (on CUDA also on the address of the row): each device repeats itself bit for bit, for any
- * number of threads. Sources: Milakov and Gimelshein, arXiv:1805.02867; label smoothing: Szegedy et
- * al., arXiv:1512.00567; z-loss: Chowdhery et al., arXiv:2204.02311; softcap: Gemma Team,
- * arXiv:2408.00118.
- *
- * loss      out: f32 [rows]; 0 for ignored rows
- * lse       out: f32 [rows]; 0 for ignored rows, which are not read
- * lse_low   out: f32 [rows]: what rounding to binary32 took off lse, or NULL. With it the gradient
- *           of logits around 60 is 10 times as exact
- * argmax    out: [rows]: the first class with the largest z, -1 for ignored rows; NULL: not wanted
- * logits    in: [rows, classes]. Minus infinity stands for a class that is masked
- * target    in: [rows], int64_t or int32_t as config->target_bytes says
- * weight    in: f32 [classes], or NULL
- *
- * rows may be 0; classes is 1 or more. A row whose logits are all minus infinity, or that has a NaN
- * or plus infinity, has the loss NaN.
- *
- * Errors: HR_INVALID_ARGUMENT on the CPU if a target is neither ignore_index nor a class. On CUDA,
- * where nobody waits for the targets, such a row has the loss NaN, and its gradient is NaN; nothing
- * is read outside of the logits and the weights. The three functions do the same.
- */
-HR_API hr_status hr_cross_entropy_forward(float *loss, float *lse, float *lse_low, int64_t *argmax,
-                                          const hr_rows *logits, const void *target,
-                                          const float *weight, int64_t rows, int64_t classes,
-                                          const hr_cross_entropy_config *config,
-                                          const hr_exec *exec);
-
-/*
- * hr_cross_entropy_backward: the gradient of the logits, with p_j = exp(z_j - lse):
- *
- *     a    = dloss * factors[0];  b = dloss * factors[1]
- *     dz_j = p_j * (a * ((1 - s) * w_y + s / classes * sum of w) + b * 2 * z_loss * lse)
- *            - a * s / classes * w_j - a * (1 - s) * w_y if j is y
- *     grad = dz * (1 - tanh(logit / softcap)^2)                            with a softcap
- *
- * At the target p_y - 1 is computed without cancellation. A probability below 2^-126 counts as 0.
- * Rows that are ignored get zeros. Each logit is read once, each gradient written once.
- *
- * grad      out: [rows, classes], in config->grad_dtype. May be the logits: grad->data is then
- *           logits->data, and the rows begin at the same addresses. Otherwise no overlap
- * dloss     in: f32: the gradient of the loss of row i is dloss[i * dloss_stride]
- * dloss_stride  1, or any other number of 0 or more; 0: one number for all rows
- * factors   in: f32 [2] from hr_cross_entropy_reduce(), or NULL for ones
- * logits, target, weight  in: as in the forward call
- * lse, lse_low            in: what it wrote; lse_low may be NULL for zeros
- */
-HR_API hr_status hr_cross_entropy_backward(const hr_rows *grad, const float *dloss,
-                                           int64_t dloss_stride, const float *factors,
-                                           const hr_rows *logits, const void *target,
-                                           const float *weight, const float *lse,
-                                           const float *lse_low, int64_t rows, int64_t classes,
-                                           const hr_cross_entropy_config *config,
-                                           const hr_exec *exec);
-
-/*
- * hr_cross_entropy_reduce: the sum or the mean of the losses, on the device, and the factors with
- * which hr_cross_entropy_backward() gives the gradient of it. With D the sum of w_y and n the
- * number of rows that are not ignored,
- *
- *     result  = sum of loss + sum of z_loss * lse^2                   HR_REDUCE_SUM
- *     result  = sum of loss / D + sum of z_loss * lse^2 / n           otherwise
- *     factors = 1, 1            or      1 / D, 1 / n
- *
- * A factor is 0 where D or n is, and so are the gradients of a mean of nothing. Sums are binary64, in a fixed order. The factors depend on the targets alone, so that they can be
- * had before there is a loss.
- *
- * result   out: f32 [1], or NULL
- * factors  out: f32 [2], or NULL
- * loss     in: f32 [rows], from a forward call whose config->z_loss is 0, because a z-loss hides
- *          what is small beside it; NULL if result is
- * lse      in: f32 [rows]; NULL if result is, or without a z_loss
- */
-HR_API hr_status hr_cross_entropy_reduce(float *result, float *factors, const float *loss,
-                                         const float *lse, const void *target, const float *weight,
-                                         int64_t rows, int64_t classes,
-                                         const hr_cross_entropy_config *config,
-                                         const hr_exec *exec);
 
 /* ---- Divergences ----------------------------------------------------------------------------- */
 
@@ -1726,6 +1745,8 @@ HR_API hr_status hr_linear_cross_entropy_backward(
     const hr_linear_cross_entropy_inputs *inputs, int64_t rows, int64_t features, int64_t classes,
     const hr_linear_cross_entropy_config *config, void *workspace, size_t workspace_bytes,
     const hr_exec *exec);
+
+#endif /* HR_EXPERIMENTAL */
 
 #ifdef __cplusplus
 }

@@ -5,7 +5,7 @@
 
 #include "capi/check/check.h"
 
-hr_status hr_accumulate(const hr_tensor_list *sums, const hr_tensor_list *losts,
+hr_status hr_accumulate(const hr_tensor_list *sums, const hr_tensor_list *compensations,
                         const hr_tensor_list *grads, const hr_accumulate_config *config,
                         const hr_exec *exec)
 {
@@ -21,9 +21,10 @@ hr_status hr_accumulate(const hr_tensor_list *sums, const hr_tensor_list *losts,
     const int64_t count = grads->count;
     HR_TRY(hr_check_list("hr_accumulate", "grads", grads, count, NULL, HR_FLOATS));
     HR_TRY(hr_check_list("hr_accumulate", "sums", sums, count, grads->numel, HR_BIT(HR_F32)));
-    if (losts)
-        HR_TRY(hr_check_list("hr_accumulate", "losts", losts, count, grads->numel, HR_BIT(HR_F32)));
-    const accumulate_args args = {sums, losts, grads, &own};
+    if (compensations)
+        HR_TRY(hr_check_list("hr_accumulate", "compensations", compensations, count, grads->numel,
+                             HR_BIT(HR_F32)));
+    const accumulate_args args = {sums, compensations, grads, &own};
     if (exec->device == HR_CPU)
         return accumulate_cpu(&args);
     HR_RETURN_CUDA(accumulate_cuda(&args, exec), exec);

@@ -161,26 +161,26 @@ static hr_status check_lists(const adafactor_args *a)
     if (a->exp_avgs)
         HR_TRY(hr_check_list(function, "exp_avgs", a->exp_avgs, count, a->params->numel,
                              HR_BIT(HR_F32)));
-    if (a->rmss)
-        HR_TRY(hr_check_list(function, "rmss", a->rmss, count, NULL, HR_BIT(HR_F32)));
-    for (int64_t k = 0; a->rmss && k < count; k++)
-        HR_REQUIRE(a->rmss->numel[k] == 1,
-                   "hr_adafactor: rmss[%" PRId64 "] has numel %" PRId64 ", wanted 1", k,
-                   a->rmss->numel[k]);
+    if (a->rms_values)
+        HR_TRY(hr_check_list(function, "rms_values", a->rms_values, count, NULL, HR_BIT(HR_F32)));
+    for (int64_t k = 0; a->rms_values && k < count; k++)
+        HR_REQUIRE(a->rms_values->numel[k] == 1,
+                   "hr_adafactor: rms_values[%" PRId64 "] has numel %" PRId64 ", wanted 1", k,
+                   a->rms_values->numel[k]);
     HR_TRY(step_check_steps(function, a->steps, count));
     return HR_OK;
 }
 
 hr_status hr_adafactor(const hr_tensor_list *params, const hr_tensor_list *row_vars,
                        const hr_tensor_list *col_vars, const hr_tensor_list *variances,
-                       const hr_tensor_list *exp_avgs, const hr_tensor_list *rmss,
+                       const hr_tensor_list *exp_avgs, const hr_tensor_list *rms_values,
                        const hr_tensor_list *steps, const hr_tensor_list *grads,
                        const hr_adafactor_shape *shapes, const hr_adafactor_config *config,
                        void *workspace, size_t workspace_bytes, const hr_exec *exec)
 {
     hr_adafactor_config own = HR_ADAFACTOR_HF_INIT;
     hr_weights own_weights = HR_WEIGHTS_INIT;
-    const adafactor_args args = {params, row_vars, col_vars, variances, exp_avgs, rmss,
+    const adafactor_args args = {params, row_vars, col_vars, variances, exp_avgs, rms_values,
                                  steps,  grads,    shapes,   &own,      workspace};
     HR_REQUIRE(config, "hr_adafactor: config is NULL");
     HR_TRY(copy_config(&own, config));

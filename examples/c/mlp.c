@@ -7,6 +7,7 @@
  *
  * A block keeps its input and its gate and up between the passes, as HR_MLP_SAVE_GATE_UP says.
  */
+#define HR_EXPERIMENTAL /* the MLP block */
 #include "device.h"
 
 enum { CONTEXT = 6, CHARS = 128, ROWS = 256, HIDDEN = 64, INNER = 128, LAYERS = 2, STEPS = 160 };

@@ -37,7 +37,7 @@ HR_INLINE float accumulate_factor(const hr_accumulate_config *config)
 
 typedef struct accumulate_args {
     const hr_tensor_list *sums;
-    const hr_tensor_list *losts; /* NULL: plain */
+    const hr_tensor_list *compensations; /* NULL: plain */
     const hr_tensor_list *grads;
     const hr_accumulate_config *config;
 } accumulate_args;

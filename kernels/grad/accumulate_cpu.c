@@ -24,7 +24,7 @@ HR_INLINE void accumulate_run(float *restrict sum, float *restrict lost, void *r
 HR_INLINE void accumulate_tensor(const accumulate_args *args, int64_t k, int64_t begin, int64_t end)
 {
     float *const sum = (float *)args->sums->data[k];
-    float *const lost = args->losts ? (float *)args->losts->data[k] : NULL;
+    float *const lost = args->compensations ? (float *)args->compensations->data[k] : NULL;
     void *const grad = args->grads->data[k];
     const float factor = accumulate_factor(args->config);
     FOR_DTYPE(args->grads->dtype[k], D,

@@ -23,14 +23,14 @@ template <hr_dtype dtype, int compensated, int count>
 static __device__ __forceinline__ void add_groups(const sum_record &t, float factor, int zero_grads,
                                                   int first)
 {
-    pack<4> grads[count], sums[count], losts[count];
+    pack<4> grads[count], sums[count], compensations[count];
 #pragma unroll
     for (int k = 0; k < count; k++) {
         const int i = first + k * 4 * THREADS;
         grads[k] = pack_load<4>(t.grad, i, dtype);
         sums[k] = pack_load<4>(t.sum, i, HR_F32);
         if (compensated)
-            losts[k] = pack_load<4>(t.lost, i, HR_F32);
+            compensations[k] = pack_load<4>(t.lost, i, HR_F32);
     }
 #pragma unroll
     for (int k = 0; k < count; k++) {
@@ -40,7 +40,7 @@ static __device__ __forceinline__ void add_groups(const sum_record &t, float fac
         for (int e = 0; e < 4; e++) {
             const float x = pack_get(grads[k], e, dtype) * factor;
             if (compensated)
-                lost[e] = pack_get(losts[k], e, HR_F32);
+                lost[e] = pack_get(compensations[k], e, HR_F32);
             total[e] = accumulate_sum(pack_get(sums[k], e, HR_F32), x, &lost[e], compensated);
         }
         pack_store(t.sum, i, pack_of(total, HR_F32), HR_F32);
@@ -86,7 +86,7 @@ hr_status accumulate_cuda(const accumulate_args *args, const hr_exec *exec)
     (hr_accumulate_config &)launch = *args->config;
     const auto fill = [=](sum_record &t, int64_t k) {
         t.sum = (float *)args->sums->data[k];
-        t.lost = args->losts ? (float *)args->losts->data[k] : nullptr;
+        t.lost = args->compensations ? (float *)args->compensations->data[k] : nullptr;
         t.grad = args->grads->data[k];
         t.dtype = (uint32_t)args->grads->dtype[k];
     };

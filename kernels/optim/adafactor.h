@@ -175,8 +175,8 @@ HR_INLINE float adafactor_apply(adafactor_step s, float param, float update, flo
 /* The checked arguments of a call. */
 typedef struct adafactor_args {
     const hr_tensor_list *params, *row_vars, *col_vars, *variances;
-    const hr_tensor_list *exp_avgs, *rmss; /* or NULL */
-    const hr_tensor_list *steps;           /* NULL: config->step.t */
+    const hr_tensor_list *exp_avgs, *rms_values; /* or NULL */
+    const hr_tensor_list *steps;                 /* NULL: config->step.t */
     const hr_tensor_list *grads;
     const hr_adafactor_shape *shapes;
     const hr_adafactor_config *config;

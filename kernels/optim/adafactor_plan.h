@@ -255,7 +255,7 @@ static inline adafactor_tensor adafactor_tensor_of(const adafactor_args *a, int6
     t.col_var = (float *)adafactor_data(a->col_vars, k);
     t.variance = (float *)adafactor_data(a->variances, k);
     t.exp_avg = (float *)adafactor_data(a->exp_avgs, k);
-    t.rms = (float *)adafactor_data(a->rmss, k);
+    t.rms = (float *)adafactor_data(a->rms_values, k);
     t.step = step_counter(a->steps, k);
     t.param_dtype = a->params->dtype[k];
     t.grad_dtype = a->grads->dtype[k];

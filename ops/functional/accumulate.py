@@ -17,7 +17,7 @@ def accumulate_(
     sums: Sequence[Tensor],
     grads: Sequence[Tensor],
     *,
-    losts: Sequence[Tensor] = (),
+    compensations: Sequence[Tensor] = (),
     factor: float | Tensor = 1.0,
     zero_grads: bool = False,
 ) -> None:
@@ -27,8 +27,8 @@ def accumulate_(
         sums: float32 tensors of any shapes and strides, on one device; written.
         grads: float32, bfloat16 or float16 tensors of the same shapes, on the same device; written
             only if ``zero_grads``.
-        losts: float32 tensors like ``sums``, zeros at first: with them the sum is compensated
-            (Kahan) and its error does not grow with the number of additions.
+        compensations: float32 tensors like ``sums``, zeros at first, for what additions lose
+            (Kahan): with them the error does not grow with the number of additions.
         factor: a number, or a float32 tensor of one element on that device.
         zero_grads: leave zeros in ``grads``.
 
@@ -38,19 +38,19 @@ def accumulate_(
 
     Rounding and source are documented at ``hr_accumulate`` in ``headroom.h``.
     """
-    sums, losts, grads = list(sums), list(losts), list(grads)
+    sums, compensations, grads = list(sums), list(compensations), list(grads)
     if len(grads) != len(sums):
         raise RuntimeError(f"grads has {len(grads)} tensors, but sums has {len(sums)}")
     if not sums:
         return
     number = {"factor_tensor": factor} if isinstance(factor, Tensor) else {"factor": factor}
-    torch.ops.headroom.accumulate_(sums, losts, grads, **number, zero_grads=zero_grads)
+    torch.ops.headroom.accumulate_(sums, compensations, grads, **number, zero_grads=zero_grads)
 
 
 list_op(
     "accumulate_",
-    {"sums": FLOATS[:1], "losts": FLOATS[:1], "grads": FLOATS},
-    may_be_empty={"losts"},
+    {"sums": FLOATS[:1], "compensations": FLOATS[:1], "grads": FLOATS},
+    may_be_empty={"compensations"},
     scalars={"factor_tensor"},
     spared=lambda given: set() if given.get("zero_grads") else {"grads"},
 )

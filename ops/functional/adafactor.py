@@ -25,7 +25,7 @@ def adafactor_(
     col_vars: list[Tensor],
     variances: list[Tensor],
     exp_avgs: list[Tensor],
-    rmss: list[Tensor],
+    rms_values: list[Tensor],
     state_steps: list[Tensor],
     *,
     semantics: str = "torch",
@@ -66,8 +66,8 @@ def adafactor_(
             empty list if all parameters are factored.
         exp_avgs: float32 tensors shaped like params, the momentum of ``beta1``; updated. An empty
             list for no momentum.
-        rmss: float32 tensors of one element that receive the root mean square of the parameter
-            before the step, if the rule needs it. An empty list to leave it out.
+        rms_values: float32 tensors of one element that receive the root mean square of the
+            parameter before the step, if the rule needs it. An empty list to leave it out.
         state_steps: float32 or float64 tensors of one element, the steps before this one; each
             grows by 1.
         semantics: ``"torch"`` or ``"hf"``: the implementation whose rule is used.
@@ -98,7 +98,7 @@ def adafactor_(
         col_vars,
         variances,
         exp_avgs,
-        rmss,
+        rms_values,
         state_steps,
         list(residuals),
         hf=is_hf(semantics),
@@ -138,7 +138,7 @@ def _(
     col_vars,
     variances,
     exp_avgs,
-    rmss,
+    rms_values,
     state_steps,
     residuals,
     *,
@@ -160,8 +160,8 @@ def _(
             check_list(name, tensors, params, f32, numels)
     if exp_avgs:
         check_list("exp_avgs", exp_avgs, params, f32)
-    if rmss:
-        check_list("rmss", rmss, params, f32, [1] * len(params))
+    if rms_values:
+        check_list("rms_values", rms_values, params, f32, [1] * len(params))
     check_steps(state_steps, params)
     check_weights(params, residuals, options)
     check_scalars(options, params)

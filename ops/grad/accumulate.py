@@ -97,7 +97,7 @@ class GradAccumulator:
         module = source if isinstance(source, nn.Module) else None
         self._ranks = Ranks(module, self._params, process_group)
         self._sums: dict[Tensor, Tensor] = {}
-        self._losts: dict[Tensor, Tensor] = {}
+        self._compensations: dict[Tensor, Tensor] = {}
         self._compensated = compensated
         self._weight = 0.0
         self._has_any = False  # micro-batches, which may all be of weight 0
@@ -229,14 +229,15 @@ class GradAccumulator:
                 if param not in self._sums:
                     self._sums[param] = torch.zeros_like(param.grad, dtype=dtype)
                     if self._compensated:
-                        self._losts[param] = torch.zeros_like(self._sums[param])
+                        self._compensations[param] = torch.zeros_like(self._sums[param])
             sums = [local_part(self._sums[p]) for p in params]
             grads = [local_part(p.grad) for p in params]
             if dtype == torch.float64:
                 torch._foreach_add_(sums, grads, alpha=factor)
             else:
-                losts = [local_part(self._losts[p]) for p in params] if self._compensated else ()
-                accumulate_(sums, grads, losts=losts, factor=factor)
+                kept = params if self._compensated else ()
+                compensations = [local_part(self._compensations[p]) for p in kept]
+                accumulate_(sums, grads, compensations=compensations, factor=factor)
             for param in params:
                 param.grad = None
 
@@ -304,7 +305,7 @@ class GradAccumulator:
             "late": list(self._late),
             "compensated": self._compensated,
             "sums": [self._sums.get(param) for param in self._params],
-            "losts": [self._losts.get(param) for param in self._params],
+            "compensations": [self._compensations.get(param) for param in self._params],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -324,10 +325,13 @@ class GradAccumulator:
         weight = float(state_dict["weight"])
         if not 0 <= weight < math.inf:
             raise ValueError(f"weight must be a finite number >= 0, got {weight}")
-        loaded = {name: self._fitted(name, state_dict[name]) for name in ("sums", "losts")}
-        if self._compensated and loaded["sums"].keys() != loaded["losts"].keys():
-            raise ValueError("losts and sums are not of the same parameters")
-        self._sums, self._losts, self._weight = loaded["sums"], loaded["losts"], weight
+        if "losts" in state_dict:  # Headroom before 0.2.0
+            state_dict = state_dict | {"compensations": state_dict["losts"]}
+        loaded = {name: self._fitted(name, state_dict[name]) for name in ("sums", "compensations")}
+        if self._compensated and loaded["sums"].keys() != loaded["compensations"].keys():
+            raise ValueError("compensations and sums are not of the same parameters")
+        self._sums, self._compensations = loaded["sums"], loaded["compensations"]
+        self._weight = weight
         self._late = [float(weight) for weight in state_dict.get("late", ())]
         self._has_any = bool(weight or state_dict.get("has_any"))
 
@@ -358,7 +362,7 @@ class GradAccumulator:
             raise RuntimeError(f"{what} inside micro_batch()")
 
     def _clear(self) -> None:
-        self._sums, self._losts, self._weight, self._late = {}, {}, 0.0, []
+        self._sums, self._compensations, self._weight, self._late = {}, {}, 0.0, []
         self._has_any = False
 
     def _empty(self) -> None:

@@ -8,6 +8,7 @@ differ between ranks must be in the gradients before that.
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -145,10 +146,7 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        size = 1
-        for group in self.groups:
-            size *= dist.get_world_size(group)
-        return size
+        return math.prod(map(dist.get_world_size, self.groups))
 
     def largest(self, value: float) -> float:
         """Returns the largest value of any rank."""

@@ -164,9 +164,8 @@ class Optimizer(StatefulOptimizer):
                 ops before it have: a group takes one op for each layout of states and device. Or
                 memory runs out: then nothing has been written.
         """
-        if self.release_handle is not None:
-            if self.release_handle.finish(closure, max_grad_norm):
-                return None
+        if (handle := self.release_handle) is not None and handle.finish(closure, max_grad_norm):
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from .._core.text import quoted
 from .file import StateFile, StateFileError, check_storage, identity
-from .parts import decoded
+from .parts import decoded, names_in
 
 __all__ = ["FilledModel"]
 
@@ -31,6 +31,7 @@ class FilledModel:
         self._tree = file.document["tree"][name]
         if not isinstance(self._tree, dict):
             raise StateFileError(f"'{name}' of {file.path} is not a state")
+        self.names = names_in(file, name)  # of all its tensors
         stored = {key: of for key, item in self._tree.items() if (of := _tensor_of(item))}
         if "$" not in self._tree:  # else it has keys that are not names
             for of in stored.values():

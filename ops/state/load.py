@@ -95,10 +95,10 @@ def load_state(
         optimizers = [(name, one) for part, name, one in wanted if part == "optimizer"]
         places = {k: v for name, one in optimizers for k, v in _places(one, tree[name]).items()}
         tensors = dict(_moved(file, places, progress))
-        kept = {name for _, name, _ in wanted if name not in models} | {"extra"}
-        if rng:
-            kept.add("rng")
-        names = {name for part in (*kept, *models) for name in names_in(file, part)}
+        kept = {"extra", *(["rng"] if rng else [])}
+        kept.update(name for _, name, _ in wanted if name not in models)
+        names = {name for part in kept for name in names_in(file, part)}
+        names.update(*(filled.names for filled in models.values()))
         tensors |= file.read(in_file(file, names - tensors.keys()), but=tensors, progress=progress)
         states = {name: decoded(file, name, tensors.__getitem__) for name in kept}
         for part, name, _ in wanted:

@@ -6,13 +6,14 @@ namespace
 
 using namespace headroom;
 
-void accumulate_(const Tensors &sums, const Tensors &losts, const Tensors &grads, double factor,
-                 const OptionalTensor &factor_tensor, bool zero_grads)
+void accumulate_(const Tensors &sums, const Tensors &compensations, const Tensors &grads,
+                 double factor, const OptionalTensor &factor_tensor, bool zero_grads)
 {
     if (sums.empty())
         return;
-    ListCall call(
-        {{"sums", sums, true}, {"losts", losts, true, true}, {"grads", grads, zero_grads}});
+    ListCall call({{"sums", sums, true},
+                   {"compensations", compensations, true, true},
+                   {"grads", grads, zero_grads}});
     hr_accumulate_config config = HR_ACCUMULATE_CONFIG_INIT;
     config.factor = factor;
     config.factor_ptr = scalar_of(factor_tensor, call.like, "factor_tensor");
@@ -26,7 +27,7 @@ void accumulate_(const Tensors &sums, const Tensors &losts, const Tensors &grads
 
 STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
 {
-    m.def("accumulate_(Tensor(a!)[] sums, Tensor(b!)[] losts, Tensor(c!)[] grads, *, "
+    m.def("accumulate_(Tensor(a!)[] sums, Tensor(b!)[] compensations, Tensor(c!)[] grads, *, "
           "float factor=1.0, Tensor? factor_tensor=None, bool zero_grads=False) -> ()");
 }
 

@@ -13,7 +13,8 @@ namespace
 using namespace headroom;
 
 struct Lists {
-    hr_tensor_list params, grads, row_vars, col_vars, variances, exp_avgs, rmss, residuals, steps;
+    hr_tensor_list params, grads, row_vars, col_vars, variances, exp_avgs, rms_values, residuals,
+        steps;
 };
 
 struct AdafactorOptions {
@@ -56,7 +57,7 @@ void run(const Lists &lists, const Shapes &shapes, hr_adafactor_config config,
     config.step.weights = weights.get();
     const Exec exec(like);
     check(hr_adafactor(&lists.params, given(lists.row_vars), given(lists.col_vars),
-                       given(lists.variances), given(lists.exp_avgs), given(lists.rmss),
+                       given(lists.variances), given(lists.exp_avgs), given(lists.rms_values),
                        &lists.steps, &lists.grads, shapes.data(), &config,
                        workspace.mutable_data_ptr(), static_cast<size_t>(workspace.numel()) * 8,
                        &exec.exec));
@@ -128,21 +129,21 @@ Tensor workspace_for(const Shapes &shapes, const OptionalTensor &given, const Te
 
 void adafactor_(const Tensors &params, const Tensors &grads, const Tensors &row_vars,
                 const Tensors &col_vars, const Tensors &variances, const Tensors &exp_avgs,
-                const Tensors &rmss, const Tensors &state_steps, const Tensors &residuals, bool hf,
-                double lr, double beta2_decay, double eps1, double eps2, double clip_threshold,
-                double weight_decay, double beta1, bool scale_parameter, bool relative_step,
-                bool warmup_init, bool maximize, const OptionalTensor &lr_tensor,
-                const OptionalTensor &grad_scale, const OptionalTensor &found_inf,
-                const OptionalTensor &clip_coef, int64_t phases, const Integers &wholes,
-                const OptionalTensor &workspace, int64_t weights_mode, const Integers &weight_seeds,
-                const Integers &places, const OptionalTensor &stalled)
+                const Tensors &rms_values, const Tensors &state_steps, const Tensors &residuals,
+                bool hf, double lr, double beta2_decay, double eps1, double eps2,
+                double clip_threshold, double weight_decay, double beta1, bool scale_parameter,
+                bool relative_step, bool warmup_init, bool maximize,
+                const OptionalTensor &lr_tensor, const OptionalTensor &grad_scale,
+                const OptionalTensor &found_inf, const OptionalTensor &clip_coef, int64_t phases,
+                const Integers &wholes, const OptionalTensor &workspace, int64_t weights_mode,
+                const Integers &weight_seeds, const Integers &places, const OptionalTensor &stalled)
 {
     const size_t count = params.size();
     if (count == 0)
         return;
     const std::pair<const Tensors &, const char *> optional[] = {
-        {row_vars, "row_vars"}, {col_vars, "col_vars"}, {variances, "variances"},
-        {exp_avgs, "exp_avgs"}, {rmss, "rmss"},         {residuals, "residuals"}};
+        {row_vars, "row_vars"}, {col_vars, "col_vars"},     {variances, "variances"},
+        {exp_avgs, "exp_avgs"}, {rms_values, "rms_values"}, {residuals, "residuals"}};
     check_count(grads, "grads", count);
     for (const auto &[list, name] : optional)
         check_count(list, name, list.empty() ? 0 : count);
@@ -185,7 +186,7 @@ void adafactor_(const Tensors &params, const Tensors &grads, const Tensors &row_
 }
 
 // What a table holds: params, grads, variances unless factored, exp_avgs if momentum, residuals if
-// the mode has them, row_vars and col_vars if factored, rmss if with_rms, steps. The parameters are
+// the mode has them, row_vars and col_vars if factored, rms_values if with_rms, steps. The parameters are
 // contiguous, and all are factored or none is.
 struct TableLists {
     Lists lists{};
@@ -206,7 +207,7 @@ struct TableLists {
         lists.residuals = take(completed);
         lists.row_vars = take(factored);
         lists.col_vars = take(factored);
-        lists.rmss = take(with_rms);
+        lists.rms_values = take(with_rms);
         lists.steps = take(true);
         for (int64_t k = 0; k < lists.params.count; k++)
             shapes.push_back(factored ? factored_shape(k)
@@ -284,7 +285,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
 {
     m.def("adafactor_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] row_vars, "
           "Tensor(c!)[] col_vars, Tensor(d!)[] variances, Tensor(e!)[] exp_avgs, "
-          "Tensor(f!)[] rmss, Tensor(g!)[] state_steps, Tensor(h!)[] residuals, *, " OPTIONS
+          "Tensor(f!)[] rms_values, Tensor(g!)[] state_steps, Tensor(h!)[] residuals, *, " OPTIONS
           ", int phases=15, int[]? wholes=None, Tensor(i!)? workspace=None, " HR_WEIGHT_OPTIONS
           ") -> ()");
     m.def("_adafactor_table_(Tensor(a!) first, Tensor table, *, bool factored, bool momentum, "

@@ -85,8 +85,8 @@ class IntoMoments(InBackward):
         self._apply(params, clip_coef=coef)
 
     def _fold(self, param: Tensor) -> None:
-        """Adds a gradient to the moments so that the step with the last micro-batch, which scales
-        them by beta, leaves of it what that step leaves of its own gradient."""
+        """Adds a gradient to the moments, divided by beta so that the decay of the step with the
+        last micro-batch cancels."""
         group = self.optimizer.param_groups[self.places[param]]
         entry = self.optimizer.entry(param, group)
         beta1, beta2 = map(float, group["betas"])

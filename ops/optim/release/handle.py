@@ -1,4 +1,4 @@
-"""What a training loop sees of gradient release: a function, and the handle that it returns."""
+"""Offers gradient release to a training loop: a function, and the handle that it returns."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def release_gradients(
 
 
 class ReleaseHandle:
-    """What :func:`release_gradients` returns: :meth:`remove` ends the release. It is a context
+    """A running release, as :func:`release_gradients` began it; :meth:`remove` ends it. A context
     manager too."""
 
     def __init__(self, model: nn.Module, strategy: Strategy, bucket_bytes: int) -> None:

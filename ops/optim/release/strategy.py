@@ -1,4 +1,4 @@
-"""The base of what becomes of gradients that are released."""
+"""Base classes for handling released gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["InBackward", "Strategy"]
 
 
 class Strategy:
-    """What becomes of gradients that are ready. The engine calls :meth:`admit` for each, and then
+    """Handles gradients that are ready. The engine calls :meth:`admit` for each, and then
     :meth:`take` for those of a bucket; it holds a lock meanwhile.
 
     Attributes:

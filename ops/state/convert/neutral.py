@@ -43,7 +43,7 @@ class State:
 
 @dataclass
 class Context:
-    """What a reader or writer may need besides the state."""
+    """The group, the dtype and the options that a reader or a writer needs beside a state."""
 
     group: dict[str, Any]
     dtype: torch.dtype | None = None  # of the parameter

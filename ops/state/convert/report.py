@@ -32,7 +32,7 @@ class Loss:
 
 @dataclass
 class Report:
-    """What a conversion lost, part by part, with notes."""
+    """The losses of a conversion, part by part, with notes."""
 
     source: str
     target: str

@@ -23,7 +23,7 @@ CHECKSUM = slice(8 + len(layout.PREFIX), 16 + len(layout.PREFIX))  # its place i
 
 @dataclass(frozen=True)
 class Entry:
-    """What the header says of a tensor."""
+    """A tensor as the header describes it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

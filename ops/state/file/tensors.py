@@ -1,4 +1,4 @@
-"""Which tensors a state file holds, and how their memory is read."""
+"""Refuses tensors that a state file does not hold, and reads the memory of the others."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ __all__ = ["Cut", "first_element", "has_these_blocks", "recut"]
 
 
 class Cut(NamedTuple):
-    """What :func:`recut` did to a shard: the numbers of a Recut."""
+    """The counts and errors of :func:`recut` on one shard: the numbers of a Recut."""
 
     kept: int
     requantized: int

@@ -29,7 +29,7 @@ class Recut(NamedTuple):
 
 @dataclass
 class ReshardReport:
-    """What became of 8-bit moments that were saved in other blocks, on all ranks together. All
+    """The 8-bit moments that were saved in other blocks, on all ranks together. All
     other states have the bits that were saved."""
 
     moments: list[Recut] = field(default_factory=list)

@@ -21,7 +21,7 @@ struct Accumulate : ListOp<Accumulate, hr_accumulate_config> {
     static std::vector<ListOf> lists()
     {
         return {{"sums", {HR_F32}, 10},
-                {"losts", {HR_F32}, 1e-7, COMPENSATED},
+                {"compensations", {HR_F32}, 1e-7, COMPENSATED},
                 {"grads", float_types(), 1, 0, true}};
     }
     static Config config()
@@ -60,9 +60,10 @@ TEST_P(AccumulateValues, CompensationKeepsWhatAPlainSumLoses)
         c.type = HR_BF16;
         c.factor = 0.1;
         const Accumulate::Run run(*backend, c);
-        const auto &sums = run.tensors[Accumulate::SUMS], &losts = run.tensors[Accumulate::LOSTS];
+        const auto &sums = run.tensors[Accumulate::SUMS],
+                   &compensations = run.tensors[Accumulate::LOSTS];
         const auto begin = sums.values(0), grad = run.tensors[Accumulate::GRADS].values(0);
-        const auto lost = flags ? losts.values(0) : std::vector<double>(33);
+        const auto lost = flags ? compensations.values(0) : std::vector<double>(33);
         for (int call = 0; call < kCalls; call++)
             ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
         const auto end = sums.values(0);

@@ -65,8 +65,8 @@ TEST_P(AdafactorBadInputs, Lists)
         *backend,
         {{"exp_avgs\\[2\\] has dtype f16", [](AdafactorRun &r) { r.exp_avgs.dtype[2] = HR_F16; }},
          {"exp_avgs\\[2\\] has numel 5", [](AdafactorRun &r) { r.exp_avgs.numel[2] = 5; }},
-         {"rmss\\[1\\] has numel 2", [](AdafactorRun &r) { r.rmss.numel[1] = 2; }},
-         {"rmss\\[1\\] is NULL", [](AdafactorRun &r) { r.rmss.data[1] = nullptr; }},
+         {"rms_values\\[1\\] has numel 2", [](AdafactorRun &r) { r.rms_values.numel[1] = 2; }},
+         {"rms_values\\[1\\] is NULL", [](AdafactorRun &r) { r.rms_values.data[1] = nullptr; }},
          {"steps\\[1\\] has numel 2", [](AdafactorRun &r) { r.steps.numel[1] = 2; }},
          {"steps\\[1\\] has dtype bf16", [](AdafactorRun &r) { r.steps.dtype[1] = HR_BF16; }}});
 }

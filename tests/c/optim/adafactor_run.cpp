@@ -81,14 +81,15 @@ AdafactorRun::AdafactorRun(Backend &backend, const AdafactorCase &c)
       variances(backend, sizes(shapes, variances_of), f32, shift_of(c, 3), variance),
       exp_avgs(backend, sizes(shapes, numel_of), f32, shift_of(c, 4),
                [](size_t k, size_t i) { return 1e-3 * noise(k + 50, i); }),
-      rmss(backend, sizes(shapes, one), f32, shift_of(c, 5), [](size_t, size_t) { return 77; }),
+      rms_values(backend, sizes(shapes, one), f32, shift_of(c, 5),
+                 [](size_t, size_t) { return 77; }),
       steps(backend, sizes(shapes, one), counters, shift_of(c, 6),
             [&](size_t k, size_t) { return c.counted + double(k % 9); }),
       grads(backend, sizes(shapes, numel_of), c.grads, shift_of(c, 7), c.grad), config(c.config),
       exec(backend.exec()), shapes_argument(shapes.data()), backend_(backend)
 {
     exp_avgs.argument = c.momentum ? &exp_avgs.list : nullptr;
-    rmss.argument = c.rmss ? &rmss.list : nullptr;
+    rms_values.argument = c.rms_values ? &rms_values.list : nullptr;
     steps.argument = c.steps ? &steps.list : nullptr;
     const auto scalar = [&](double value, hr_dtype dtype) {
         scalars_.emplace_back(backend, encode({value}, dtype));
@@ -120,7 +121,7 @@ AdafactorRun::AdafactorRun(Backend &backend, const AdafactorCase &c)
 hr_status AdafactorRun::call() const
 {
     return hr_adafactor(params.argument, row_vars.argument, col_vars.argument, variances.argument,
-                        exp_avgs.argument, rmss.argument, steps.argument, grads.argument,
+                        exp_avgs.argument, rms_values.argument, steps.argument, grads.argument,
                         shapes_argument, config_argument, workspace, workspace_bytes,
                         exec_argument);
 }
@@ -134,7 +135,7 @@ hr_status AdafactorRun::call(int32_t phases)
 std::vector<uint8_t> AdafactorRun::results() const
 {
     return image_of({&params.buffers, &row_vars.buffers, &col_vars.buffers, &variances.buffers,
-                     &exp_avgs.buffers, &rmss.buffers, &steps.buffers});
+                     &exp_avgs.buffers, &rms_values.buffers, &steps.buffers});
 }
 
 std::vector<uint8_t> AdafactorRun::image() const
@@ -158,8 +159,8 @@ void AdafactorRun::take(const AdafactorRun &other)
 std::vector<const std::vector<Buffer> *> AdafactorRun::buffers() const
 {
     std::vector<const std::vector<Buffer> *> all = {
-        &params.buffers,   &row_vars.buffers, &col_vars.buffers, &variances.buffers,
-        &exp_avgs.buffers, &rmss.buffers,     &steps.buffers,    &grads.buffers,
+        &params.buffers,   &row_vars.buffers,   &col_vars.buffers, &variances.buffers,
+        &exp_avgs.buffers, &rms_values.buffers, &steps.buffers,    &grads.buffers,
         &scalars_,         &workspace_};
     if (weights)
         all.push_back(&weights->buffers);
@@ -193,7 +194,7 @@ ExactAdafactor::ExactAdafactor(const AdafactorRun &run, const AdafactorCase &c)
                  wide(run.col_vars.values(k)),
                  wide(run.variances.values(k)),
                  wide(run.exp_avgs.values(k)),
-                 run.rmss.values(k)[0],
+                 run.rms_values.values(k)[0],
                  run.steps.values(k)[0] + (c.steps ? 1 : 0)};
         if (numel == 0) {
             results.push_back(r);
@@ -238,7 +239,7 @@ ExactAdafactor::ExactAdafactor(const AdafactorRun &run, const AdafactorCase &c)
         }
         const bool scaled = torch || o.scale_parameter;
         const long double rms = std::sqrt(norm2(r.params) / numel);
-        if (c.rmss && scaled)
+        if (c.rms_values && scaled)
             r.rms = rms;
         for (size_t i = 0; i < numel; i++)
             g[i] /= std::sqrt(torch ? std::max(v[i], eps1 * eps1) : v[i]);
@@ -300,7 +301,7 @@ void expect_exact(const AdafactorRun &run, const ExactAdafactor &exact, const Ad
         expect_near(
             run.exp_avgs.values(k), r.exp_avgs, 0x1p-22L,
             [&](size_t i) { return change(i) + 0x1p-31L; }, "exp_avg" + name);
-        expect_near(run.rmss.values(k), {r.rms}, sum, nothing, "rms" + name);
+        expect_near(run.rms_values.values(k), {r.rms}, sum, nothing, "rms" + name);
         expect_near(run.steps.values(k), {r.step}, 0, nothing, "step" + name);
         expect_near(
             c.weights ? joined[k] : run.params.values(k), r.params, rounding,

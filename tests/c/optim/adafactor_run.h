@@ -10,7 +10,7 @@ struct AdafactorCase {
     std::vector<hr_adafactor_shape> shapes = {{1, 5, 7, 1, 0, 0, 0}};
     std::vector<hr_dtype> params = {HR_F32}, grads = {HR_F32};
     hr_adafactor_semantics semantics = HR_ADAFACTOR_HF;
-    bool momentum = false, rmss = true, steps = true;
+    bool momentum = false, rms_values = true, steps = true;
     double counted = 0; // what every counter has above those made up
     std::optional<hr_dtype> lr_on_device;
     std::optional<float> grad_scale, found_inf, clip_coef;
@@ -40,7 +40,7 @@ class AdafactorRun
     std::vector<std::vector<double>> weights_as_f32() const; // params, completed by residuals
 
     std::vector<hr_adafactor_shape> shapes;
-    Tensors params, row_vars, col_vars, variances, exp_avgs, rmss, steps, grads;
+    Tensors params, row_vars, col_vars, variances, exp_avgs, rms_values, steps, grads;
     std::optional<WeightsData> weights;
     hr_adafactor_config config;
     void *workspace = nullptr;

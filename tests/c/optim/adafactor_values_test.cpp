@@ -118,7 +118,7 @@ TEST_P(AdafactorValues, Options)
         [](AdafactorCase &c) {
             c.momentum = true, c.config.beta1 = 0.2, c.config.step.maximize = 1;
         },
-        [](AdafactorCase &c) { c.steps = c.rmss = false, c.config.step.t = 17; },
+        [](AdafactorCase &c) { c.steps = c.rms_values = false, c.config.step.t = 17; },
         // Past the 10,000 steps after which relative steps are shorter than 1 / 100.
         [](AdafactorCase &c) { c.counted = 12345; },
         [](AdafactorCase &c) { c.counted = 1e6, c.config.step.lr = 0.5; },

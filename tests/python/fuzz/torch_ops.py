@@ -180,7 +180,7 @@ def adafactor(rng: random.Random) -> Call:
         tensor(rng, (0,) if f else shape, f32) for shape, f in zip(shapes, factored)
     ]
     lists["exp_avgs"] = [tensor(rng, shape, f32) for shape in shapes] if momentum else []
-    lists["rmss"] = [tensor(rng, (), f32) for _ in shapes] if with_rms else []
+    lists["rms_values"] = [tensor(rng, (), f32) for _ in shapes] if with_rms else []
     lists |= {"state_steps": counters, "residuals": residuals}
     rule = {"hf": rng.random() < 0.5, "lr": 1e-2, "beta2_decay": -0.8, "eps1": 1e-30, "eps2": 1e-3}
     rule |= {"clip_threshold": 1.0, "weight_decay": 0.0, "beta1": 0.9 if momentum else 0.0}

@@ -389,10 +389,13 @@ def with_sums(compensated=True):
 BAD_SUMS = {
     "plain": (lambda s: s.update(compensated=False), "made with compensated=False"),
     "weight": (lambda s: s.update(weight=math.nan), "weight must be a finite number >= 0"),
-    "fewer": (lambda s: s["losts"].pop(), "losts is of 3 parameters, but the accumulator has 4"),
+    "fewer": (
+        lambda s: s["compensations"].pop(),
+        "compensations is of 3 parameters, but the accumulator has 4",
+    ),
     "shape": (lambda s: s["sums"].reverse(), r"sums\[0\] is .* \(4,\), wanted .* \(32, 8\)"),
     "dtype": (lambda s: s["sums"].append(s["sums"].pop().half()), r"sums\[3\] is torch.float16"),
-    "one": (lambda s: s["losts"].__setitem__(0, None), "not of the same parameters"),
+    "one": (lambda s: s["compensations"].__setitem__(0, None), "not of the same parameters"),
 }
 
 
@@ -407,7 +410,7 @@ def test_sums_that_do_not_fit_change_nothing(name):
         accumulator.load_state_dict(saved)
     now = accumulator.state_dict()
     assert now["weight"] == kept["weight"] == 6
-    assert_same_bits([*now["sums"], *now["losts"]], [*kept["sums"], *kept["losts"]])
+    assert_same_bits([*now["sums"], *now["compensations"]], [*kept["sums"], *kept["compensations"]])
 
 
 def test_no_state_in_the_middle_of_a_micro_batch():
@@ -424,7 +427,7 @@ def test_memory_is_freed():
     """The sums become the gradients: after zero_grad nothing is left."""
     net = model()
     accumulator = accumulate(net, batches(2)[2], compensated=True)
-    assert not accumulator._sums and not accumulator._losts
+    assert not accumulator._sums and not accumulator._compensations
     ref = weakref.ref(net[0].weight.grad)
     net.zero_grad()
     assert ref() is None
@@ -543,8 +546,9 @@ def test_states_without_frozen_parameters_load():
     with accumulator.micro_batch():
         mse_loss(net(micro[0][0]), micro[0][1]).backward()
     state = accumulator.state_dict()
-    state["sums"], state["losts"] = state["sums"][2:], state["losts"][2:]
+    state["sums"], state["compensations"] = state["sums"][2:], state["compensations"][2:]
     del state["has_any"]
+    state["losts"] = state.pop("compensations")  # its name then
     other = ACCUMULATOR(net)
     other.load_state_dict(state)
     assert other.state_dict()["sums"][:2] == [None, None]

@@ -125,7 +125,7 @@ OPTIONS = dict(
     relative_step=True,
     warmup_init=False,
 )
-LISTS = "params grads row_vars col_vars variances exp_avgs rmss state_steps residuals".split()
+LISTS = "params grads row_vars col_vars variances exp_avgs rms_values state_steps residuals".split()
 
 
 def sample(shapes=((6, 7), (5,), (4, 3, 3)), dtype=torch.float32, device="cpu"):
@@ -140,7 +140,7 @@ def sample(shapes=((6, 7), (5,), (4, 3, 3)), dtype=torch.float32, device="cpu"):
         values = torch.randn_like(p), row, col, variance, torch.zeros_like(p).float()
         for name, value in zip(LISTS[1:6], values):
             lists[name].append(value)
-        lists["rmss"].append(torch.zeros((), device=device))
+        lists["rms_values"].append(torch.zeros((), device=device))
         lists["state_steps"].append(torch.zeros((), device=device))
     return lists
 

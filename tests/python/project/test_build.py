@@ -99,14 +99,31 @@ def test_one_version_everywhere():
 
 
 @pytest.mark.parametrize("compiler", [("cc", "-xc", "-std=c99"), ("c++", "-xc++", "-std=c++17")])
-def test_the_header_compiles_alone_without_warnings(compiler, tmp_path):
+@pytest.mark.parametrize("part", ["", "-DHR_EXPERIMENTAL"])
+def test_the_header_compiles_alone_without_warnings(compiler, part, tmp_path):
     source = tmp_path / "alone"
     source.write_text(
         "#include <headroom.h>\n#include <headroom.h>\n"
         "int main(void) { hr_adamw_config c = HR_ADAMW_CONFIG_INIT; return c.size == 0; }\n"
     )
     flags = ["-pedantic", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
-    run(*compiler, *flags, f"-I{HEADER.parent}", source)
+    run(*compiler, *flags, *part.split(), f"-I{HEADER.parent}", source)
+
+
+def test_the_experimental_part_is_seen_by_those_who_ask_for_it():
+    """Parts come in the order simple, advanced, experimental, and the last is behind a macro."""
+    text = HEADER.read_text()
+    parts = re.findall(r"^/\* ==== Part (\d), (\w+) =+ \*/$", text, re.MULTILINE)
+    assert parts == [("1", "simple"), ("2", "advanced"), ("3", "experimental")]
+    found = [
+        set(
+            re.findall(r"\b(hr_\w+)\(", run("cc", "-E", "-xc", *part, f"-I{HEADER.parent}", HEADER))
+        )
+        for part in ([], ["-DHR_EXPERIMENTAL"])
+    ]
+    behind = text[text.index("#ifdef HR_EXPERIMENTAL") :]
+    assert found[1] - found[0] == set(re.findall(r"HR_API hr_\w+ (hr_\w+)\(", behind))
+    assert "hr_mlp_forward" in found[1] and "hr_adamw" in found[0]
 
 
 def blocks_of_code(text):

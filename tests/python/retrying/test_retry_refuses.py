@@ -176,7 +176,7 @@ def test_two_steps_of_one_optimizer():
     model = model_of()
     optimizer = headroom.optim.AdamW(model.parameters())
     fail = Failing()
-    optimizer._prepared_count = lambda found_inf: fail() or list  # before it writes
+    optimizer.prepared_count = lambda found_inf: fail() or list  # before it writes
     plain = step_of(model, optimizer)
 
     def step(tokens):
