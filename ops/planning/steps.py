@@ -46,9 +46,10 @@ class Steps:
             _set_save(model, given.save)
         if given.checkpoint_every is not None:
             checkpoint_every(model, given.checkpoint_every)
-        self.distribute()
         if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
+            # Of whole parameters, whose sizes optimizers see of shards too.
             self.optimizer = self.optimizer([p for p in model.parameters() if p.requires_grad])
+        self.distribute()
         if given.scaler:
             self.scaler = torch.amp.GradScaler(given.device.type)
         released = self.optimizer if given.release else None
