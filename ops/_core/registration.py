@@ -18,12 +18,16 @@ from torch.autograd import forward_ad
 from . import binaries  # noqa: F401  (registers the ops)
 
 __all__ = [
+    "AGAIN",
     "FLOATS",
+    "binder",
+    "by_name",
     "complete",
     "differentiable",
     "no_second_derivative",
     "refuse_derivative",
     "register_fake",
+    "register_flops",
     "require",
 ]
 
@@ -38,16 +42,35 @@ def require(condition: bool, message: str) -> None:
         raise RuntimeError(message)
 
 
+def binder(name: str) -> Callable[[tuple, dict[str, Any]], dict[str, Any]]:
+    """Returns a function that names the arguments of a call of ``headroom::name`` as its schema
+    does. The dispatcher leaves out arguments at the end that have their default values."""
+    arguments = getattr(torch.ops.headroom, name).default._schema.arguments
+    names = [a.name for a in arguments]
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return lambda args, options: defaults | dict(zip(names, args)) | options
+
+
+def by_name(name: str) -> Callable[..., Any]:
+    """Returns ``headroom::name`` as a function of named arguments, which ignores those that are not
+    in its schema."""
+    op = getattr(torch.ops.headroom, name)
+    names = tuple(argument.name for argument in op.default._schema.arguments)
+    return lambda **given: op(*[given[each] for each in names])
+
+
 def register_fake(name: str, fake: Callable[..., Any]) -> None:
-    """Gives ``headroom::name`` its fake, which refuses tensors on several devices, as the op does.
+    """Gives ``headroom::name`` its fake, which takes arguments by their names in the schema, and
+    refuses tensors on several devices, as the op does.
 
     A tensor on "meta" would else let the fake run on real ones, and return memory that nobody
     wrote.
     """
-    names = [a.name for a in getattr(torch.ops.headroom, name).default._schema.arguments]
+    bound = binder(name)
 
     def on_one_device(*args: Any, **options: Any) -> Any:
-        given = {key: x for key, x in zip(names, args) if isinstance(x, Tensor)}
+        named = bound(args, options)
+        given = {key: x for key, x in named.items() if isinstance(x, Tensor)}
         first = next(iter(given), "")
         for key, tensor in given.items():
             device = given[first].device
@@ -55,7 +78,7 @@ def register_fake(name: str, fake: Callable[..., Any]) -> None:
                 tensor.device == device,
                 f"{key} is on {tensor.device}, but {first} is on {device}",
             )
-        return fake(*args, **options)
+        return fake(**named)
 
     torch.library.register_fake(f"headroom::{name}", on_one_device)
 
@@ -128,7 +151,7 @@ def _is_dual(tensor: Tensor) -> bool:
 
 
 def _autograd_kernel(
-    name: str, setup_context: Callable[..., None], backward: Callable[..., Any]
+    name: str, save: Callable[..., None], backward: Callable[..., dict[str, Any]]
 ) -> Callable[..., Any]:
     """Returns the kernel of ``headroom::name`` that records its gradient.
 
@@ -137,8 +160,9 @@ def _autograd_kernel(
     """
     op = getattr(torch.ops.headroom, name).default
     positional = [argument for argument in op._schema.arguments if not argument.kwarg_only]
-    required = _required_tensors(op)
-    by_name = {a.name: a.default_value for a in op._schema.arguments if a.kwarg_only}
+    names = [argument.name for argument in positional]
+    results = [result.name for result in op._schema.returns]
+    required, bound = _required_tensors(op), binder(name)
 
     def run(keyset: torch._C.DispatchKeySet, args: tuple, options: dict[str, Any]) -> Any:
         return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **options)
@@ -150,13 +174,15 @@ def _autograd_kernel(
         with torch._C._AutoDispatchBelowAutograd():
             with _outer_gradients():
                 output = run(keyset, tuple(args), options)
-        named = {"keyword_only_inputs": by_name | options} if by_name else {}
-        setup_context(ctx, inputs=tuple(args), output=output, **named)
+        every = output if isinstance(output, tuple) else (output,)
+        save(ctx, bound(tuple(args), options), dict(zip(results, every)))
         return output
 
     def backward_of_all(ctx: Any, *grads: Any) -> tuple:
-        result = backward(ctx, *grads)
-        return *(result if isinstance(result, tuple) else (result,)), None, None
+        needs = dict(zip(names, ctx.needs_input_grad))
+        found = backward(ctx, dict(zip(results, grads)), needs)
+        wanted = (found.get(each) if needs[each] else None for each in names)
+        return *wanted, None, None
 
     # A function of a single level sees tensors as this level of torch.func wraps them; `run` hands
     # them to the level below, as the kernels of torch's own ops do.
@@ -177,7 +203,6 @@ def _autograd_kernel(
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             with torch._C._AutoDispatchBelowAutograd():
                 return run(keyset, args, options)
-        # The dispatcher leaves out arguments at the end that have their default values.
         args += tuple(argument.default_value for argument in positional[len(args) :])
         if not torch._C._are_functorch_transforms_active():
             return function.apply(*args, keyset, options)
@@ -187,15 +212,38 @@ def _autograd_kernel(
     return kernel
 
 
+def register_flops(
+    name: str, flops: Callable[..., int], again: Callable[..., int] | None = None
+) -> None:
+    """Tells :class:`torch.utils.flop_counter.FlopCounterMode` and the profiler how many operations
+    ``headroom::name`` does, and how many of them compute something again. The functions take the
+    shapes of tensors and the other arguments by their names."""
+    from torch.utils.flop_counter import register_flop_formula, shape_wrapper  # heavy
+
+    bound = binder(name)
+
+    def named(function: Callable[..., int]) -> Callable[..., int]:
+        return lambda *args, out_shape=None, **options: function(**bound(args, options))
+
+    register_flop_formula(getattr(torch.ops.headroom, name))(named(flops))
+    if again is not None:
+        AGAIN[f"headroom::{name}"] = shape_wrapper(named(again))
+
+
+# By the name of an op: its operations that compute something again, from its arguments.
+AGAIN: dict[str, Callable[..., int]] = {}
+
+
 def differentiable(
     name: str,
     *,
     fake: Callable[..., Any],
-    setup_context: Callable[..., None],
-    backward: Callable[..., Any],
+    save: Callable[[Any, dict[str, Any], dict[str, Tensor]], None],
+    backward: Callable[[Any, dict[str, Tensor | None], dict[str, bool]], dict[str, Tensor | None]],
     flops: Callable[..., int] | None = None,
 ) -> None:
     """Gives ``headroom::name`` its fake, its gradient and its count of floating-point operations.
+    Arguments and results are known by their names in the schema.
 
     The gradient works in ``backward()``, ``torch.autograd.grad`` and under ``torch.func.grad``,
     ``vjp``, ``jacrev`` and ``vmap`` of them (one call per sample); ``jvp`` raises. The profiler
@@ -206,22 +254,18 @@ def differentiable(
         name: an op that writes none of its arguments and takes no lists of tensors.
         fake: takes the op's arguments and returns empty tensors of the shapes, dtypes and strides
             of its results.
-        setup_context: ``setup_context(ctx, inputs, output)`` saves what ``backward`` needs; it gets
-            ``keyword_only_inputs`` too if the schema has such arguments. Tensors are saved with
+        save: ``save(ctx, given, results)`` saves what ``backward`` needs. Tensors are saved with
             ``ctx.save_for_backward`` alone, so that hooks and checkpoints see them.
-        backward: ``backward(ctx, *grads)`` returns a gradient, or None, for each positional
-            argument. It reads ``ctx.saved_tensors`` once, because each reading unpacks them again.
-        flops: takes the shapes of the arguments, and ``out_shape``; for
-            :class:`torch.utils.flop_counter.FlopCounterMode`. None for ops that multiply no
-            matrices.
+        backward: ``backward(ctx, grads, needs)`` gets the gradients of the results, and which
+            arguments need one, and returns these. It reads ``ctx.saved_tensors`` once, because each
+            reading unpacks them again.
+        flops: as in :func:`register_flops`. None for ops that multiply no matrices.
     """
     register_fake(name, fake)
-    kernel = _autograd_kernel(name, setup_context, backward)
+    kernel = _autograd_kernel(name, save, backward)
     _library.impl(name, kernel, "Autograd", with_keyset=True)
     if flops is not None:
-        from torch.utils.flop_counter import register_flop_formula  # heavy, and few ops need it
-
-        register_flop_formula(getattr(torch.ops.headroom, name))(flops)
+        register_flops(name, flops)
 
 
 def no_second_derivative(name: str) -> RuntimeError:
@@ -233,17 +277,12 @@ def no_second_derivative(name: str) -> RuntimeError:
     )
 
 
-def refuse_derivative(
-    name: str, *, fake: Callable[..., Any], flops: Callable[..., int] | None = None
-) -> None:
-    """Gives ``headroom::name``, which computes a gradient, its fake, its FLOPs and, as its own
-    derivative, an error. So ``create_graph=True`` works until someone asks for the second
-    derivative.
+def refuse_derivative(name: str, *, fake: Callable[..., Any]) -> None:
+    """Gives ``headroom::name``, which computes a gradient, its fake and, as its own derivative, an
+    error. So ``create_graph=True`` works until someone asks for the second derivative.
     """
 
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(*_: Any) -> Any:
         raise no_second_derivative(name)
 
-    differentiable(
-        name, fake=fake, setup_context=lambda ctx, **_: None, backward=backward, flops=flops
-    )
+    differentiable(name, fake=fake, save=lambda *_: None, backward=backward)

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .._core.checks import check_flags
-from .._core.registration import (
-    FLOATS,
-    complete,
-    differentiable,
-    refuse_derivative,
-    register_fake,
-    require,
-)
+from .._core.row_ops import FLOAT32, MATRIX, kind, row_op
 from .._core.rows import check_tensors, constant_factors
-from .over_logits import check_float32, logits_gradient, refuse_leaf
+from .over_logits import refuse_leaf
 
 __all__ = ["cross_entropy"]
 
@@ -103,95 +94,30 @@ def cross_entropy(
         logits,
         target,
         weight,
-        ignore_index,
-        how,
-        label_smoothing,
-        0.0 if softcap is None else softcap,
-        z_loss,
-        return_argmax,
-        inplace_backward and not torch.compiler.is_compiling(),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=0.0 if softcap is None else softcap,
+        z_loss=z_loss,
+        reduction=how,
+        want_argmax=return_argmax,
+        in_place=inplace_backward and not torch.compiler.is_compiling(),
     )
     if not (return_lse or return_argmax):
         return loss
     return loss, *((lse,) if return_lse else ()), *((argmax,) if return_argmax else ())
 
 
-# ---- Fakes: the shapes and dtypes of the results ---------------------------------------------
-
-
-def _check(logits: Tensor, target: Tensor, weight: Tensor | None) -> None:
-    require(logits.dim() > 0, "logits has no dimensions, wanted [..., cols]")
-    require(logits.dtype in FLOATS, f"logits has dtype {logits.dtype}, wanted one of {FLOATS}")
-    require(
-        target.dtype in (torch.int64, torch.int32),
-        f"target has dtype {target.dtype}, wanted int64 or int32: the number of a class per row",
-    )
-    require(
-        target.shape == logits.shape[:-1],
-        "target must have the shape of logits without the last dimension, which is that of the "
-        "classes; move it there with logits.movedim(1, -1)",
-    )
-    if weight is not None:
-        require(
-            weight.numel() == logits.shape[-1] and weight.dtype == torch.float32,
-            f"weight must be a float32 tensor of {logits.shape[-1]} elements",
-        )
-
-
-def _fake_cross_entropy(
-    logits, target, weight, ignore_index, reduction, smoothing, softcap, z_loss, argmax, in_place
-):
-    _check(logits, target, weight)
-    rows = logits.shape[:-1]
-
-    def of(shape, dtype=torch.float32):
-        return logits.new_empty(shape, dtype=dtype)
-
-    return (
-        of(rows if reduction == 0 else ()),
-        of(rows),
-        of(rows),
-        of(rows if argmax else (0,), torch.int64),
-        of((0 if reduction == 0 else 2,)),
-    )
-
-
-def _check_backward(dloss, logits, target, weight, lse, lse_low, factors, *_) -> None:
-    _check(logits, target, weight)
-    check_float32(dloss=dloss, lse=lse, lse_low=lse_low, factors=factors)
-
-
-def _fake_backward(*arguments):
-    _check_backward(*arguments)
-    logits = arguments[1]
-    return logits.new_empty(logits.shape)
-
-
-def _fake_backward_in_place(*arguments):
-    _check_backward(*arguments)
-
-
-# ---- Gradients -------------------------------------------------------------------------------
-
-
-def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    logits, target, weight, ctx.ignore_index, _, *numbers, _, ctx.in_place = inputs
-    ctx.numbers = numbers
-    _, lse, lse_low, argmax, factors = output
-    ctx.save_for_backward(logits, target, weight, lse, lse_low, factors)
-    ctx.mark_non_differentiable(lse, lse_low, argmax, factors)
-    ctx.set_materialize_grads(False)
-    ctx.is_spent = False
-
-
-def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple:
-    grad = logits_gradient(
-        ctx, dloss, "cross_entropy", ctx.ignore_index, *ctx.numbers, takes_grad=False
-    )
-    return (grad, *(None,) * 9)
-
-
-differentiable("cross_entropy", fake=_fake_cross_entropy, setup_context=_setup, backward=_backward)
-refuse_derivative("cross_entropy_backward", fake=_fake_backward)
-register_fake("cross_entropy_backward_", _fake_backward_in_place)
-complete("cross_entropy_backward_")
+_ROW = kind("rows", dtypes=FLOAT32)
+row_op(
+    "cross_entropy",
+    {
+        "logits": MATRIX,
+        "target": kind("rows", dtypes=(torch.int64, torch.int32)),
+        "weight": kind("cols", dtypes=FLOAT32),
+        "loss": kind("", "rows", dtypes=FLOAT32, where="reduction"),
+        "lse": _ROW,
+        "lse_low": _ROW,
+        "argmax": kind("rows", dtypes=(torch.int64,), where="want_argmax"),
+        "factors": kind("2", "0", dtypes=FLOAT32, where="reduction"),
+    },
+)

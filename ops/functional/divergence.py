@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .._core.checks import check_flags
-from .._core.registration import (
-    FLOATS,
-    complete,
-    differentiable,
-    refuse_derivative,
-    register_fake,
-    require,
-)
+from .._core.registration import FLOATS
+from .._core.row_ops import FLOAT32, MATRIX, kind, row_op
 from .._core.rows import check_tensors
-from .over_logits import check_float32, logits_gradient, refuse_leaf
+from .over_logits import refuse_leaf
 
 __all__ = ["beta_of", "divergence", "ignored_rows", "reduced"]
 
@@ -164,64 +156,15 @@ def rows_that_count(rows: Tensor, ignored: Tensor | None) -> Tensor | int:
     return (rows.numel() - ignored.sum()).clamp_min(1)
 
 
-# ---- Fakes: the shapes and dtypes of the results ---------------------------------------------
-
-
-def _check(student: Tensor, teacher: Tensor, ignored: Tensor | None) -> None:
-    require(student.dim() > 0, "student has no dimensions, wanted [..., cols]")
-    require(student.dtype in FLOATS, f"student has dtype {student.dtype}, wanted one of {FLOATS}")
-    require(teacher.shape == student.shape, "teacher has another shape than student")
-    require(
-        teacher.dtype == student.dtype,
-        f"teacher has dtype {teacher.dtype}, but student has {student.dtype}",
-    )
-    if ignored is not None:
-        require(
-            ignored.dtype == torch.bool and ignored.shape == student.shape[:-1],
-            "ignored must be a bool tensor of the shape of student without the last dimension",
-        )
-
-
-def _fake_divergence(student, teacher, ignored, beta, temperature, in_place):
-    _check(student, teacher, ignored)
-    return (
-        student.new_empty(student.shape[:-1], dtype=torch.float32),
-        student.new_empty((student.shape[:-1].numel(), STATISTICS), dtype=torch.float32),
-    )
-
-
-def _check_backward(dloss, student, teacher, ignored, statistics) -> None:
-    _check(student, teacher, ignored)
-    check_float32(dloss=dloss, statistics=statistics)
-
-
-def _fake_backward(dloss, student, teacher, ignored, statistics, beta, temperature):
-    _check_backward(dloss, student, teacher, ignored, statistics)
-    return student.new_empty(student.shape)
-
-
-def _fake_backward_in_place(dloss, student, teacher, ignored, statistics, beta, temperature, grad):
-    _check_backward(dloss, student, teacher, ignored, statistics)
-    require(grad.shape == student.shape, "grad must have the shape of student")
-
-
-# ---- Gradients -------------------------------------------------------------------------------
-
-
-def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    student, teacher, ignored, *ctx.numbers, ctx.in_place = inputs
-    ctx.save_for_backward(student, teacher, ignored, output[1])
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.is_spent = False
-
-
-def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple:
-    grad = logits_gradient(ctx, dloss, "divergence", *ctx.numbers, takes_grad=True)
-    return (grad, *(None,) * 5)
-
-
-differentiable("divergence", fake=_fake_divergence, setup_context=_setup, backward=_backward)
-refuse_derivative("divergence_backward", fake=_fake_backward)
-register_fake("divergence_backward_", _fake_backward_in_place)
-complete("divergence_backward_")
+row_op(
+    "divergence",
+    {
+        "student": MATRIX,
+        "teacher": MATRIX,
+        "ignored": kind("rows", dtypes=(torch.bool,)),
+        "loss": kind("rows", dtypes=FLOAT32),
+        "dloss": kind("rows", "", dtypes=FLOAT32),
+        "statistics": kind(f"count {STATISTICS}", dtypes=FLOAT32),
+        "grad": kind("rows cols", dtypes=FLOATS),
+    },
+)

@@ -114,7 +114,7 @@ def _sizes(x: Any, transpose: bool) -> tuple:
     return (batch, cols, rows) if transpose else (batch, rows, cols)
 
 
-def _fake(a, b, c, bias, transpose_a, transpose_b, alpha, beta, float32_out, precision):
+def _fake(a, b, c, bias, transpose_a, transpose_b, float32_out, **_):
     for name, x in (("a", a), ("b", b)):
         require(x.dim() in (2, 3), f"{name} has {x.dim()} dimensions, wanted 2 or 3")
     require(a.dtype in FLOATS, f"a has dtype {a.dtype}, wanted one of {FLOATS}")
@@ -139,56 +139,54 @@ def _fake(a, b, c, bias, transpose_a, transpose_b, alpha, beta, float32_out, pre
     return out
 
 
-def _fake_into(c, a, b, bias, transpose_a, transpose_b, alpha, beta, precision):
-    options = transpose_a, transpose_b, alpha, beta, c.dtype == torch.float32, precision
-    out = _fake(a, b, None, bias, *options)
+def _fake_into(c, **given):
+    out = _fake(c=None, float32_out=c.dtype == torch.float32, **given)
     require(c.shape == out.shape and c.dim() == 2, f"c is {[*c.shape]}, wanted {[*out.shape]}")
     require(c.dtype == out.dtype, f"c has dtype {c.dtype}, wanted float32 or that of a")
 
 
-def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    a, b, _, _, *ctx.options = inputs
-    wanted = ctx.needs_input_grad
-    ctx.save_for_backward(a if wanted[1] else None, b if wanted[0] else None)
-    ctx.dtype = a.dtype
+def _save(ctx: Any, given: dict[str, Any], results: dict[str, Tensor]) -> None:
+    needs_a, needs_b, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(given["a"] if needs_b else None, given["b"] if needs_a else None)
+    ctx.numbers = {n: x for n, x in given.items() if n not in ("a", "b", "c", "bias")}
+    ctx.dtype = given["a"].dtype
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple:
+def _backward(
+    ctx: Any, grads: dict[str, Tensor], needs: dict[str, bool]
+) -> dict[str, Tensor | None]:
     a, b = ctx.saved_tensors
-    transpose_a, transpose_b, alpha, beta, _, precision = ctx.options
-    wanted = ctx.needs_input_grad
+    (grad,) = grads.values()
+    turned_a, turned_b = ctx.numbers["transpose_a"], ctx.numbers["transpose_b"]
+    found: dict[str, Tensor | None] = {}
     g = grad.to(ctx.dtype)
 
     def product(x: Tensor, y: Tensor, transpose_x: bool, transpose_y: bool) -> Tensor:
-        options = transpose_x, transpose_y, alpha, 0.0, False, precision
-        return torch.ops.headroom.gemm(x, y, None, None, *options)
+        own = {"transpose_a": transpose_x, "transpose_b": transpose_y}
+        numbers = ctx.numbers | own | {"beta": 0.0, "float32_out": False}
+        return torch.ops.headroom.gemm(x, y, None, None, **numbers)
 
-    da = db = dc = dbias = None
-    if wanted[0]:
-        da = (
-            product(b, g, transpose_b, True)
-            if transpose_a
-            else product(g, b, False, not transpose_b)
+    if needs["a"]:
+        found["a"] = (
+            product(b, g, turned_b, True) if turned_a else product(g, b, False, not turned_b)
         )
-    if wanted[1]:
-        db = (
-            product(g, a, True, transpose_a)
-            if transpose_b
-            else product(a, g, not transpose_a, False)
+    if needs["b"]:
+        found["b"] = (
+            product(g, a, True, turned_a) if turned_b else product(a, g, not turned_a, False)
         )
-    if wanted[2]:
-        dc = grad * beta
-    if wanted[3]:
-        dbias = grad.sum(tuple(range(grad.dim() - 1)))
-    return da, db, dc, dbias, *[None] * len(ctx.options)
+    if needs["c"]:
+        found["c"] = grad * ctx.numbers["beta"]
+    if needs["bias"]:
+        found["bias"] = grad.sum(tuple(range(grad.dim() - 1)))
+    return found
 
 
-def _flops(a_shape, b_shape, c_shape, bias_shape, transpose_a, transpose_b, *_, **__) -> int:
-    batch, m, k = _sizes(a_shape, transpose_a)
-    _, _, n = _sizes(b_shape, transpose_b)
+def _flops(a, b, transpose_a, transpose_b, **_) -> int:
+    batch, m, k = _sizes(a, transpose_a)
+    _, _, n = _sizes(b, transpose_b)
     return 2 * m * n * k * (batch[0] if batch else 1)
 
 
-differentiable("gemm", fake=_fake, setup_context=_setup, backward=_backward, flops=_flops)
+differentiable("gemm", fake=_fake, save=_save, backward=_backward, flops=_flops)
 register_fake("gemm_", _fake_into)
 complete("gemm_")

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from .._core.checks import check_flags
-from .._core.registration import differentiable, refuse_derivative, require
-from .._core.rows import check_rows, check_tensors, promoted
+from .._core.registration import require
+from .._core.row_ops import MATRIX, kind, row_op
+from .._core.rows import check_tensors, promoted
 
 __all__ = ["glu"]
 
@@ -52,38 +53,10 @@ def glu(
     return torch.ops.headroom.glu(gate, up, ACTIVATIONS[activation], packed)
 
 
-def _empty_h(gate: Tensor, up: Tensor | None, packed: bool, dh: Tensor | None = None) -> Tensor:
-    check_rows(gate, {"up": up}, {}, "gate")
+def _sizes(gate: Tensor, packed: bool, **_: Any) -> dict[str, Any]:
     cols = gate.shape[-1]
     require(not packed or cols % 2 == 0, f"gate has {cols} columns, wanted an even number")
-    h = gate.new_empty((*gate.shape[:-1], cols // 2) if packed else gate.shape)
-    check_rows(h, {"dh": dh}, {}, "h")
-    return h
+    return {"inner": cols // 2 if packed else cols}
 
 
-def _fake_glu(gate, up, activation, packed):
-    return _empty_h(gate, up, packed)
-
-
-def _fake_glu_backward(dh, gate, up, activation, packed, want_h):
-    h = _empty_h(gate, up, packed, dh)
-    nothing = gate.new_empty((0,))
-    dgate = gate.new_empty(gate.shape)
-    dup = nothing if up is None else gate.new_empty(gate.shape)
-    return dgate, dup, h if want_h else gate.new_empty((0,))
-
-
-def _setup_glu(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    gate, up, ctx.activation, ctx.packed = inputs
-    ctx.save_for_backward(gate, up)
-
-
-def _backward_glu(ctx: Any, dh: Tensor) -> tuple:
-    gate, up = ctx.saved_tensors
-    dgate, dup, _ = torch.ops.headroom.glu_backward(dh, gate, up, ctx.activation, ctx.packed, False)
-    wanted = ctx.needs_input_grad
-    return dgate if wanted[0] else None, dup if wanted[1] else None, None, None
-
-
-differentiable("glu", fake=_fake_glu, setup_context=_setup_glu, backward=_backward_glu)
-refuse_derivative("glu_backward", fake=_fake_glu_backward)
+row_op("glu", {"gate": MATRIX, "up": MATRIX, "h": kind("rows inner")}, sizes=_sizes)

@@ -3,15 +3,16 @@ number. The inputs that they depend on are not kept, so a second derivative cann
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._core.registration import no_second_derivative
+from .._core.row_ops import Gradient
 
-__all__ = ["may_overwrite", "multiplied", "origins_of", "without_derivative"]
+__all__ = ["KeptGradient", "may_overwrite", "multiplied"]
 
 
 def may_overwrite(kept: Tensor) -> bool:
@@ -36,31 +37,68 @@ def multiplied(
     ]
 
 
-def origins_of(inputs: Iterable[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
-    """Returns, for each input that needs a gradient, a tensor without elements that autograd takes
-    for a result of it. It says where gradients come from, and keeps no memory of the input."""
-    with torch.enable_grad():
-        return [
-            x.narrow(0, 0, 0).clone() if x is not None and needed else None
-            for x, needed in zip(inputs, needs)
-        ]
+class KeptGradient:
+    """The gradient of an op whose forward pass computes gradients, as far as they are asked for.
 
+    Args:
+        derived: the gradient by the backward op, where the forward pass has not computed it.
+        inputs: the arguments that have gradients.
+        kept: results that are kept: what the gradients are to be scaled by, and these.
+        is_done: takes a call's arguments and which of ``inputs`` need gradients, and returns
+            whether the forward pass has computed them.
+        scaled: takes a dtype, and returns a function of the gradient of the loss and of ``kept``,
+            which returns the gradients in it.
+    """
 
-def without_derivative(
-    name: str,
-    function: Callable[..., Sequence[Tensor]],
-    tensors: Sequence[Tensor],
-    origins: Sequence[Tensor | None],
-) -> tuple[Tensor, ...]:
-    """Returns ``function(*tensors)`` in a backward pass. Where a second derivative may follow, one
-    with respect to ``origins`` raises and names ``headroom::{name}``."""
-    if not torch.is_grad_enabled():
-        return tuple(function(*tensors))
-    return _WithoutDerivative.apply(name, function, len(tensors), *tensors, *origins)
+    def __init__(
+        self,
+        derived: Gradient,
+        inputs: tuple[str, ...],
+        kept: tuple[str, ...],
+        is_done: Callable[[dict[str, Any], Sequence[bool]], bool],
+        scaled: Callable[[torch.dtype], Callable[..., Sequence[Tensor]]],
+    ) -> None:
+        self._derived, self._inputs, self._kept = derived, inputs, kept
+        self._is_done, self._scaled = is_done, scaled
+
+    def save(self, ctx: Any, given: dict[str, Any], results: dict[str, Tensor]) -> None:
+        first, *_ = inputs = [given[name] for name in self._inputs]
+        needs = ctx.needs_input_grad[: len(inputs)]
+        ctx.dtype, ctx.is_done = first.dtype, self._is_done(given, needs)
+        if not ctx.is_done:
+            self._derived.save(ctx, given, results)
+            return
+        # Tensors without elements that autograd takes for results of the inputs: they say where
+        # gradients come from, and keep no memory of an input.
+        with torch.enable_grad():
+            ctx.origins = [
+                x.narrow(0, 0, 0).clone() if x is not None and needed else None
+                for x, needed in zip(inputs, needs)
+            ]
+        ctx.save_for_backward(*(results[name] for name in self._kept))
+        _, *others = results.values()
+        ctx.mark_non_differentiable(*others)
+        ctx.set_materialize_grads(False)
+
+    def backward(
+        self, ctx: Any, grads: dict[str, Tensor | None], needs: dict[str, bool]
+    ) -> dict[str, Tensor | None]:
+        if not ctx.is_done:
+            found = self._derived.backward(ctx, grads, needs)
+            return {name: None if g is None else g.to(ctx.dtype) for name, g in found.items()}
+        dloss = next(iter(grads.values()))
+        if dloss is None:
+            return {}
+        function, tensors = self._scaled(ctx.dtype), (dloss, *ctx.saved_tensors)
+        if not torch.is_grad_enabled():
+            return dict(zip(self._inputs, function(*tensors)))
+        name = self._derived.name
+        found = _WithoutDerivative.apply(name, function, len(tensors), *tensors, *ctx.origins)
+        return dict(zip(self._inputs, found))
 
 
 class _WithoutDerivative(torch.autograd.Function):
-    """Computes gradients of which no derivative can be computed, and refuses one."""
+    """Computes gradients, and refuses a derivative of them with respect to what they depend on."""
 
     generate_vmap_rule = True
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.registration import FLOATS, differentiable, refuse_derivative, require
+from .._core.registration import FLOATS, refuse_derivative, require
+from .._core.row_ops import FLOAT32, MATRIX, Gradient, kind, row_op
 from .divergence import reduced, rows_that_count
 from .divergence_chunks import Head, counting_rows, gain_of, over_chunks
-from .kept_gradients import origins_of, without_derivative
+from .kept_gradients import KeptGradient
 
 __all__ = ["backward_of", "check", "forward_of", "scale_of"]
 
@@ -25,7 +26,9 @@ HEADS = (
     "Tensor teacher_weight, Tensor? teacher_bias, Tensor? ignored"
 )
 OPTIONS = "float beta, float temperature"
-WANTS = "int chunk_rows, bool want_hidden, bool want_weight, bool want_bias"
+WANTS = (
+    "int chunk_rows, bool want_dstudent_hidden, bool want_dstudent_weight, bool want_dstudent_bias"
+)
 _library = torch.library.Library("headroom", "FRAGMENT")
 # Gradients are of the sum times a gain, in float32 for float16, and those that are not wanted have
 # no elements, because a schema has no optional results. `count` is what divides them: the gain,
@@ -42,7 +45,7 @@ _library.define(
 # Of the losses of tokens.
 _library.define(
     f"linear_divergence_backward(Tensor dloss, {HEADS}, {OPTIONS}, {WANTS}) -> "
-    "(Tensor, Tensor, Tensor)"
+    "(Tensor dstudent_hidden, Tensor dstudent_weight, Tensor dstudent_bias)"
 )
 
 
@@ -165,86 +168,84 @@ def check(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias) ->
     )
 
 
-def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
-    *heads, ignored, beta, temperature, reduction, chunk_rows, w1, w2, w3 = arguments
-    check(*heads)
-    hidden, weight, bias = heads[:3]
+_HEADS = [
+    f"{who}_{part}" for who in ("student", "teacher") for part in ("hidden", "weight", "bias")
+]
+_WANTS = [f"want_d{name}" for name in _HEADS[:3]]
 
+
+def _check(**given: Any) -> None:
+    check(*(given[name] for name in _HEADS))
+
+
+def _results(student_hidden, student_weight, student_bias, reduction, **given):
     def of(shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-        return hidden.new_empty(shape, dtype=dtype)
+        return student_hidden.new_empty(shape, dtype=dtype)
 
-    kept = bool(reduction)
+    kept, (w1, w2, w3) = bool(reduction), (given[name] for name in _WANTS)
+    dtype = Head(student_hidden, student_weight, None).kept_dtype
     return (
-        of(() if kept else hidden.shape[:-1]),
+        of(() if kept else student_hidden.shape[:-1]),
         of(() if kept else (0,)),
-        of(hidden.shape, Head(hidden, weight, None).kept_dtype) if kept and w1 else of((0,)),
-        of(weight.shape) if kept and w2 else of((0,)),
-        of(bias.shape) if kept and w3 else of((0,)),
+        of(student_hidden.shape, dtype) if kept and w1 else of((0,)),
+        of(student_weight.shape) if kept and w2 else of((0,)),
+        of(student_bias.shape) if kept and w3 else of((0,)),
     )
 
 
-def _fake_backward(dloss: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    check(*arguments[:6])
-    require(dloss.dtype == torch.float32, f"dloss is {dloss.dtype}, wanted float32")
+def _gradients(dloss, **given):
     return tuple(
-        like.new_empty(like.shape) if is_wanted else dloss.new_empty(0)
-        for like, is_wanted in zip(arguments[:3], arguments[-3:])
+        given[name].new_empty(given[name].shape) if given[want] else dloss.new_empty(0)
+        for name, want in zip(_HEADS, _WANTS)
     )
 
 
-def _fake_scale(dloss: Tensor, count: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *kept, dtype = rest
+def _fake_scale(dloss, count, hidden, weight, bias, dtype):
     for name, one in {"dloss": dloss, "count": count}.items():
         require(one.dtype == torch.float32, f"{name} is {one.dtype}, wanted float32")
-    return tuple(one.new_empty(one.shape, dtype=dtype) for one in kept)
+    return tuple(one.new_empty(one.shape, dtype=dtype) for one in (hidden, weight, bias))
 
 
-# ---- Gradients -------------------------------------------------------------------------------
+# ---- Gradients and FLOPs ---------------------------------------------------------------------
 
 
-def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    *_, beta, temperature, ctx.is_done, chunk_rows, _, _, _ = inputs
-    ctx.numbers, ctx.dtype = (beta, temperature, chunk_rows), inputs[0].dtype
-    # Of gradients that are there, neither the hidden states nor the weights are needed again.
-    ctx.save_for_backward(*(output[1:] if ctx.is_done else inputs[:7]))
-    ctx.origins = origins_of(inputs[:3], ctx.needs_input_grad) if ctx.is_done else []
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
+def _gradient(derived: Gradient) -> KeptGradient:
+    """Of gradients that are there, neither the hidden states nor the weights are needed again."""
+    return KeptGradient(
+        derived,
+        inputs=tuple(_HEADS[:3]),
+        kept=("count", "hidden", "weight", "bias"),
+        is_done=lambda given, needs: bool(given["reduction"]),
+        scaled=lambda dtype: partial(torch.ops.headroom.linear_divergence_scale, dtype=dtype),
+    )
 
 
-def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple:
-    none = (None,) * 14
-    if dloss is None:
-        return none
-    wants, ops = ctx.needs_input_grad[:3], torch.ops.headroom
-    if ctx.is_done:
-        scaled = partial(ops.linear_divergence_scale, dtype=ctx.dtype)
-        tensors = dloss, *ctx.saved_tensors
-        grads = without_derivative("linear_divergence_backward", scaled, tensors, ctx.origins)
-    else:
-        grads = ops.linear_divergence_backward(dloss, *ctx.saved_tensors, *ctx.numbers, *wants)
-    return (*(grad if wanted else None for grad, wanted in zip(grads, wants)), *none[3:])
+def _logits(student_hidden, student_weight, teacher_hidden, **_) -> int:
+    """Returns the work of the logits of both, which the backward pass computes again."""
+    features = student_hidden[-1] + teacher_hidden[-1]
+    return 2 * math.prod(student_hidden[:-1]) * student_weight[0] * features
 
 
-def _flops(s_shape, w_shape, b_shape, t_shape, t_w_shape, *rest, **_) -> int:
-    *_, reduction, _, want_hidden, want_weight, _ = rest
-    tokens, classes = math.prod(s_shape[:-1]), w_shape[0]
-    gradients = (want_hidden + want_weight) if reduction else 0
-    return 2 * tokens * classes * (s_shape[-1] * (1 + gradients) + t_shape[-1])
+def _backward_flops(student_hidden, student_weight, **given) -> int:
+    products = given[_WANTS[0]] + given[_WANTS[1]]
+    gradients = 2 * math.prod(student_hidden) * student_weight[0] * products
+    return _logits(student_hidden, student_weight, given["teacher_hidden"]) + gradients
 
 
-def _backward_flops(dloss_shape, s_shape, w_shape, b_shape, t_shape, *rest, **_) -> int:
-    *_, want_hidden, want_weight, _ = rest
-    tokens, classes = math.prod(s_shape[:-1]), w_shape[0]
-    return 2 * tokens * classes * (s_shape[-1] * (1 + want_hidden + want_weight) + t_shape[-1])
-
-
-differentiable(
+row_op(
     "linear_divergence",
-    fake=_fake_forward,
-    setup_context=_setup,
-    backward=_backward,
-    flops=_flops,
+    {
+        "student_hidden": MATRIX,
+        "teacher_hidden": kind("rows teacher", dtypes=FLOATS),
+        "ignored": kind("rows", dtypes=(torch.bool,)),
+        "dloss": kind("rows", "", dtypes=FLOAT32),
+    },
+    check=_check,
+    results=_results,
+    gradients=_gradients,
+    gradient=_gradient,
+    flops=lambda reduction, **given: (_backward_flops if reduction else _logits)(**given),
+    backward_flops=_backward_flops,
+    again=_logits,
 )
-refuse_derivative("linear_divergence_backward", fake=_fake_backward, flops=_backward_flops)
 refuse_derivative("linear_divergence_scale", fake=_fake_scale)

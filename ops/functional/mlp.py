@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._core.registration import FLOATS, differentiable, refuse_derivative, require
-from .._core.rows import check_rows
+from .._core.registration import FLOATS, require
+from .._core.row_ops import MATRIX, kind, row_op
 
 __all__ = ["ACTIVATIONS", "NORMS", "SAVES", "wanted_gradients"]
 
@@ -57,37 +57,30 @@ def _kept(save: int, wanted: int) -> dict[str, bool]:
 # ---- Fakes and FLOPs ---------------------------------------------------------------------------
 
 
-def _check(rows: Tensor, gate_up, up, down, matrices_bias, norm_vectors) -> tuple[int, int]:
-    """Returns the inner features and the width of gate and up together."""
-    check_rows(rows, {}, norm_vectors)
-    require(down.dim() == 2 and gate_up.dim() == 2, "gate_up and down must be matrices")
-    hidden, features = rows.shape[-1], down.shape[1]
+_VECTOR = kind("cols", dtypes=FLOATS)
+_KINDS = {
+    "x": MATRIX,
+    "norm_weight": _VECTOR,
+    "norm_bias": _VECTOR,
+    "down": kind("cols features"),
+    "gate_up": kind("width cols"),
+    "up": kind("features cols"),
+    "gate_up_bias": kind("width"),
+    "up_bias": kind("features"),
+    "down_bias": kind("cols"),
+    "y": MATRIX,
+}
+
+
+def _check(gate_up: Tensor, up: Tensor | None, down: Tensor, **_: Any) -> None:
+    width, features = gate_up.shape[0], down.shape[1]
+    wanted = (features,) if up is not None else (features, 2 * features)
+    require(width in wanted, f"gate_up has {width} rows, but down has {features} columns")
+
+
+def _results(x, gate_up, up, down, norm, save, wanted, **_):
+    tokens, (hidden, features) = prod(x.shape[:-1]), down.shape
     gated = up is not None or gate_up.shape[0] != features
-    width = 2 * features if gated and up is None else features
-    shapes = {"gate_up": (width, hidden), "up": (features, hidden), "down": (hidden, features)}
-    for (name, shape), matrix in zip(shapes.items(), (gate_up, up, down)):
-        if matrix is not None:
-            sizes = f"[{shape[0]}, {shape[1]}]"
-            require(tuple(matrix.shape) == shape, f"{name} must be a matrix {sizes}")
-    sizes = {"gate_up_bias": width, "up_bias": features, "down_bias": hidden}
-    for (name, size), bias in zip(sizes.items(), matrices_bias):
-        if bias is not None:
-            require(tuple(bias.shape) == (size,), f"{name} must be a tensor [{size}]")
-    for name, tensor in {"gate_up": gate_up, "up": up, "down": down}.items():
-        if tensor is not None:
-            same = tensor.dtype == rows.dtype and tensor.dtype in FLOATS
-            require(
-                same, f"{name} has dtype {tensor.dtype}, which is another than that of the rows"
-            )
-    return features, 2 * features if gated else features
-
-
-def _fake(*arguments):
-    x, norm_weight, norm_bias, gate_up, up, down, *biases = arguments[:TENSORS]
-    norm, *_, save, wanted, _ = arguments[TENSORS:]
-    norm_vectors = {"norm_weight": norm_weight, "norm_bias": norm_bias}
-    features, width = _check(x, gate_up, up, down, biases, norm_vectors)
-    tokens, hidden = prod(x.shape[:-1]), x.shape[-1]
     kept = _kept(save, wanted)
 
     def rows(name: str, cols: int) -> Tensor:
@@ -101,16 +94,12 @@ def _fake(*arguments):
         statistics(kept["x"] and norm == NORMS["layer"]),
         statistics(kept["x"]),
         rows("normed", hidden),
-        rows("gates", width),
+        rows("gates", 2 * features if gated else features),
         rows("activated", features),
     )
 
 
-def _fake_backward(*arguments):
-    dy, x, norm_weight, norm_bias, gate_up, up, down, gate_up_bias, up_bias = arguments[:9]
-    gradients = arguments[-1]
-    norm_vectors = {"norm_weight": norm_weight, "norm_bias": norm_bias}
-    _check(dy, gate_up, up, down, (gate_up_bias, up_bias, None), norm_vectors)
+def _gradients(dy, gradients, norm_weight, norm_bias, gate_up, up, down, **_):
     like_norm = next((t for t in (norm_weight, norm_bias) if t is not None), dy)
 
     def empty(bit: int, shape: Sequence[int], like: Tensor = dy, given: bool = True) -> Tensor:
@@ -137,48 +126,37 @@ def _products(gate_up, up, down) -> tuple[int, int]:
     return gates, 2 * prod(down)
 
 
-def _flops(x, norm_weight, norm_bias, gate_up, up, down, *_, **__) -> int:
+def _flops(x, gate_up, up, down, **_) -> int:
     return prod(x[:-1]) * sum(_products(gate_up, up, down))
 
 
-def _backward_flops(dy, x, norm_weight, norm_bias, gate_up, up, down, *rest, **_) -> int:
-    kept_gates, kept_activated = rest[5], rest[6]
-    gradients = rest[-1]
+def _gates_again(dy, gate_up, up, down, gates, activated, gradients, **_) -> int:
+    """Returns the work of gate and up, which are evaluated again if they were not kept."""
+    evaluates = gradients & THROUGH or (gradients & DOWN and not prod(activated))
+    return prod(dy[:-1]) * _products(gate_up, up, down)[0] * (evaluates and not prod(gates))
+
+
+def _backward_flops(dy, gate_up, up, down, gradients, **rest) -> int:
     gates, inner = _products(gate_up, up, down)
-    through, down_wanted = bool(gradients & THROUGH), bool(gradients & DOWN)
-    evaluates = through or (down_wanted and not prod(kept_activated))
-    total = gates if evaluates and not prod(kept_gates) else 0
-    total += inner * (through + down_wanted)
+    total = inner * (bool(gradients & THROUGH) + bool(gradients & DOWN))
     total += gates if gradients & GATE_UP else 0
     total += gates if gradients & (X | NORM_WEIGHT | NORM_BIAS) else 0
-    return prod(dy[:-1]) * total
+    return prod(dy[:-1]) * total + _gates_again(dy, gate_up, up, down, gradients=gradients, **rest)
 
 
-# ---- Gradients ---------------------------------------------------------------------------------
+def _saved(given: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Tensor | None]:
+    return {} if _kept(given["save"], given["wanted"])["x"] else {"x": None}
 
 
-def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    x, *weights = inputs[: TENSORS - 1]  # without down_bias, which backward does not read
-    norm, casting, _, *options = inputs[TENSORS:]
-    ctx.options = (norm, casting, *options)
-    save, wanted = inputs[-3:-1]
-    _, *kept = output
-    ctx.mark_non_differentiable(*kept)
-    ctx.set_materialize_grads(False)
-    if wanted:
-        ctx.save_for_backward(x if _kept(save, wanted)["x"] else None, *weights, *kept)
-
-
-def _backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple:
-    saved = ctx.saved_tensors  # unpacked once: a hook may evaluate them again
-    nothing = (None,) * (len(ctx.options) + 1)  # one option is not there: eps
-    gradients = wanted_gradients(ctx.needs_input_grad)
-    if dy is None or not gradients:
-        return (None,) * TENSORS + nothing
-    found = torch.ops.headroom.mlp_block_backward(dy, *saved, *ctx.options, gradients)
-    needs = ctx.needs_input_grad
-    return tuple(g if need else None for g, need in zip(found, needs)) + nothing
-
-
-differentiable("mlp_block", fake=_fake, setup_context=_setup, backward=_backward, flops=_flops)
-refuse_derivative("mlp_block_backward", fake=_fake_backward, flops=_backward_flops)
+row_op(
+    "mlp_block",
+    _KINDS,
+    check=_check,
+    results=_results,
+    gradients=_gradients,
+    saved=_saved,
+    scalars=lambda given, needs: {"gradients": wanted_gradients(list(needs.values())[:TENSORS])},
+    flops=_flops,
+    backward_flops=_backward_flops,
+    again=_gates_again,
+)

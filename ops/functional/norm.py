@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._core.registration import differentiable, refuse_derivative
-from .._core.rows import check_rows, check_tensors, promoted
+from .._core.registration import FLOATS, require
+from .._core.row_ops import FLOAT32, MATRIX, kind, row_op
+from .._core.rows import check_tensors, promoted
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -94,131 +96,18 @@ def layer_norm(
     return y if residual is None else (y, total)
 
 
-# ---- Fakes: the shapes and dtypes of the results ---------------------------------------------
+def _check(weight: Tensor | None, bias: Tensor | None = None, **_: Any) -> None:
+    both = weight is None or bias is None or weight.dtype == bias.dtype
+    require(both, "bias has another dtype than weight")
 
 
-def _empty(x: Tensor, wanted: bool = True) -> Tensor:
-    return x.new_empty(x.shape if wanted else (0,))
+def _saved(given: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Tensor | None]:
+    return {} if given["residual"] is None else {"x": results["sum"]}
 
 
-def _statistics(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-def _fake_rms_norm(x, weight, residual, eps, offset, casting):
-    check_rows(x, {"residual": residual}, {"weight": weight})
-    return _empty(x), _empty(x, residual is not None), _statistics(x)
-
-
-def _fake_layer_norm(x, weight, bias, residual, eps):
-    check_rows(x, {"residual": residual}, {"weight": weight, "bias": bias})
-    return _empty(x), _empty(x, residual is not None), _statistics(x), _statistics(x)
-
-
-def _vector(x: Tensor, like: Tensor | None, wanted: bool) -> Tensor:
-    return x.new_empty(x.shape[-1:] if wanted else (0,), dtype=(x if like is None else like).dtype)
-
-
-def _fake_rms_norm_backward(
-    dy, dsum, x, weight, rstd, offset, casting, want_dx, want_dweight, want_y
-):
-    check_rows(x, {"dy": dy, "dsum": dsum}, {"weight": weight})
-    return _empty(x, want_dx), _vector(x, weight, want_dweight), _empty(x, want_y)
-
-
-def _fake_layer_norm_backward(
-    dy, dsum, x, weight, bias, mean, rstd, want_dx, want_dweight, want_dbias, want_y
-):
-    check_rows(x, {"dy": dy, "dsum": dsum}, {"weight": weight, "bias": bias})
-    like = bias if weight is None else weight
-    vectors = _vector(x, like, want_dweight), _vector(x, like, want_dbias)
-    return _empty(x, want_dx), *vectors, _empty(x, want_y)
-
-
-# ---- Gradients -------------------------------------------------------------------------------
-
-
-def _save(ctx: Any, tensors: tuple, statistics: tuple[Tensor, ...], residual: Any) -> None:
-    ctx.save_for_backward(*tensors, *statistics)
-    ctx.mark_non_differentiable(*statistics)
-    ctx.set_materialize_grads(False)
-    ctx.has_residual = residual is not None
-
-
-def _setup_rms_norm(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    x, weight, residual, _, ctx.offset, ctx.casting = inputs
-    _, total, rstd = output
-    _save(ctx, (x if residual is None else total, weight), (rstd,), residual)
-
-
-def _backward_rms_norm(ctx: Any, dy: Tensor | None, dsum: Tensor | None, _: None) -> tuple:
-    x, weight, rstd = ctx.saved_tensors
-    wanted = ctx.needs_input_grad
-    if dy is None:
-        return dsum, None, dsum, None, None, None
-    dx, dweight, _ = torch.ops.headroom.rms_norm_backward(
-        dy,
-        dsum if ctx.has_residual else None,
-        x,
-        weight,
-        rstd,
-        ctx.offset,
-        ctx.casting,
-        wanted[0] or wanted[2],
-        wanted[1],
-        False,
-    )
-    return (
-        dx if wanted[0] else None,
-        dweight if wanted[1] else None,
-        dx if wanted[2] else None,
-        None,
-        None,
-        None,
-    )
-
-
-def _setup_layer_norm(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, residual, _ = inputs
-    _, total, mean, rstd = output
-    _save(ctx, (x if residual is None else total, weight, bias), (mean, rstd), residual)
-
-
-def _backward_layer_norm(ctx: Any, dy: Tensor | None, dsum: Tensor | None, *_: None) -> tuple:
-    x, weight, bias, mean, rstd = ctx.saved_tensors
-    wanted = ctx.needs_input_grad
-    if dy is None:
-        return dsum, None, None, dsum, None
-    dx, dweight, dbias, _ = torch.ops.headroom.layer_norm_backward(
-        dy,
-        dsum if ctx.has_residual else None,
-        x,
-        weight,
-        bias,
-        mean,
-        rstd,
-        wanted[0] or wanted[3],
-        wanted[1],
-        wanted[2],
-        False,
-    )
-    return (
-        dx if wanted[0] else None,
-        dweight if wanted[1] else None,
-        dbias if wanted[2] else None,
-        dx if wanted[3] else None,
-        None,
-    )
-
-
-differentiable(
-    "rms_norm", fake=_fake_rms_norm, setup_context=_setup_rms_norm, backward=_backward_rms_norm
-)
-differentiable(
-    "layer_norm",
-    fake=_fake_layer_norm,
-    setup_context=_setup_layer_norm,
-    backward=_backward_layer_norm,
-)
-refuse_derivative("rms_norm_backward", fake=_fake_rms_norm_backward)
-refuse_derivative("layer_norm_backward", fake=_fake_layer_norm_backward)
+_ROW, _VECTOR = kind("rows", dtypes=FLOAT32), kind("cols", dtypes=FLOATS)
+_KINDS = {"x": MATRIX, "residual": MATRIX, "weight": _VECTOR}
+_RESULTS = {"y": MATRIX, "sum": kind("rows cols", where="residual"), "rstd": _ROW}
+_RULES = {"also": {"residual": "x"}, "alone": {"dsum": ("x", "residual")}, "saved": _saved}
+row_op("rms_norm", _KINDS | _RESULTS, **_RULES)
+row_op("layer_norm", _KINDS | {"bias": _VECTOR, "mean": _ROW} | _RESULTS, check=_check, **_RULES)

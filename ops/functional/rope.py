@@ -134,38 +134,39 @@ def _empty(x: Tensor) -> Tensor:
     return like if x.shape[-1] <= 1 or like.stride(-1) == 1 else x.new_empty(x.shape)
 
 
-def _fake(q, k, cos, sin, position_ids, offset, rotary_dim, interleaved, token_major, inverse):
+def _fake(q, k, cos, sin, position_ids, offset, rotary_dim, token_major, **_):
     _check(q, k, cos, sin, position_ids, offset, rotary_dim, token_major)
     return _empty(q), q.new_empty(0) if k is None else _empty(k)
 
 
-def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    _, k, cos, sin, position_ids, offset, rotary_dim, interleaved, token_major, inverse = inputs
+_NUMBERS = ("offset", "rotary_dim", "interleaved", "token_major")
+
+
+def _save(ctx: Any, given: dict[str, Any], results: dict[str, Tensor]) -> None:
     if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
         raise RuntimeError(
             "headroom::rope has no derivative with respect to cos and sin, but one of them "
             "requires grad; detach it"
         )
-    ctx.save_for_backward(cos, sin, position_ids)
-    ctx.options = offset, rotary_dim, interleaved, token_major, not inverse
+    ctx.save_for_backward(given["cos"], given["sin"], given["position_ids"])
+    ctx.numbers = {name: given[name] for name in _NUMBERS} | {"inverse": not given["inverse"]}
     ctx.set_materialize_grads(False)
-    if k is None:
-        ctx.mark_non_differentiable(output[1])
+    if given["k"] is None:
+        ctx.mark_non_differentiable(results["k_out"])
 
 
-def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
-    cos, sin, position_ids = ctx.saved_tensors
-    wanted = [grad if needed else None for grad, needed in zip((dq, dk), ctx.needs_input_grad)]
-    given = [grad for grad in wanted if grad is not None]
-    turned = iter(())
-    if given:
-        first, second = (*given, None)[:2]
-        turned = iter(torch.ops.headroom.rope(first, second, cos, sin, position_ids, *ctx.options))
-    grads = [None if grad is None else next(turned) for grad in wanted]
-    return *grads, *[None] * 8
+def _backward(
+    ctx: Any, grads: dict[str, Tensor | None], needs: dict[str, bool]
+) -> dict[str, Tensor | None]:
+    tables = ctx.saved_tensors
+    wanted = {n: g for n, g in zip("qk", grads.values()) if g is not None and needs[n]}
+    if not wanted:
+        return {}
+    first, second = (*wanted.values(), None)[:2]
+    return dict(zip(wanted, torch.ops.headroom.rope(first, second, *tables, **ctx.numbers)))
 
 
-differentiable("rope", fake=_fake, setup_context=_setup, backward=_backward)
+differentiable("rope", fake=_fake, save=_save, backward=_backward)
 
 
 # ---- Tables ------------------------------------------------------------------------------------

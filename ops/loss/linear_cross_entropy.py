@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._core.checks import check_count, check_flags
+from .._core.registration import by_name
 from .._core.rows import autocast, check_tensors, constant_factors
 from .._core.sizes import parse_bytes
 from ..functional import linear_cross_entropy as ops
@@ -17,6 +18,7 @@ from .inputs import token_factors, whole_layer
 
 __all__ = ["linear_cross_entropy"]
 
+_backward_ = by_name("linear_cross_entropy_backward_")
 STATS = ("lse", "target_logit", "entropy", "argmax", "rank", "accuracy")
 _OF_ROWS = {
     "lse": "lse",
@@ -138,18 +140,18 @@ def linear_cross_entropy(
         z_loss=z_loss,
         logit_scale=logit_scale,
         mode=ops.MODES[mode],
-        workspace=_workspace(workspace),
+        workspace_limit=_workspace(workspace),
         most_counted=-1 if max_counted is None else max_counted,
         round_each_chunk=round_each_chunk,
         shift=shift,
         check_target=check_target,
     )
-    tensors = (
-        *(hidden, weight, bias, target),
-        constant_factors(class_weight, "class_weight"),
-        token_factors(token_weight, target),
-        _denominator(denominator, hidden),
-    )
+    constants = {
+        "target": target,
+        "class_weight": constant_factors(class_weight, "class_weight"),
+        "token_weight": token_factors(token_weight, target),
+        "denominator": _denominator(denominator, hidden),
+    }
     how = "mean or zero" if reduction == "mean" and empty == "zero" else reduction
     wanted = _wanted(hidden, weight, bias)
     results = {_OF_ROWS[name] for name in stats}
@@ -157,14 +159,16 @@ def linear_cross_entropy(
         _check_grads_can_be_written()
         results |= {"lse", "lse_low"}
         anchor = hidden.new_empty(0, requires_grad=True)
-        found = _IntoGrad.apply(
-            anchor, hidden, (weight, bias), *tensors[3:], options, how, tuple(results)
-        )
+        how_to = {"options": options, "reduction": how, "results": results}
+        found = _IntoGrad.apply(anchor, hidden, (weight, bias), constants, how_to)
     else:
         if reduction == "none" and wanted:
             results |= {"lse", "lse_low"}
         fused = wanted if reduction != "none" else 0
-        found = ops.call(*tensors, options, reduction=how, results=tuple(results), wanted=fused)
+        layer = {"hidden": hidden, "weight": weight, "bias": bias}
+        found = ops.call(
+            options, reduction=how, results=results, wanted=fused, **layer, **constants
+        )
     if not stats:
         return found[0]
     of_rows = dict(zip(ops.RESULTS, found[3:]))
@@ -237,9 +241,13 @@ class _IntoGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, hidden: Tensor, leaves: tuple[Tensor, Tensor | None], *rest: Any
+        ctx: Any,
+        anchor: Tensor,
+        hidden: Tensor,
+        leaves: tuple[Tensor, Tensor | None],
+        constants: dict[str, Tensor | None],
+        how: dict[str, Any],
     ) -> tuple[Tensor, ...]:
-        *others, options, how, results = rest
         for name, leaf in zip(("weight", "bias"), leaves):
             if leaf is not None and leaf.requires_grad and not leaf.is_leaf:
                 raise ValueError(
@@ -255,10 +263,13 @@ class _IntoGrad(torch.autograd.Function):
                 )
             if leaf is not None and leaf.dtype == torch.float16:
                 raise ValueError("accumulate_into_grad needs float32 or bfloat16 weights")
-        found = ops.call(hidden, *leaves, *others, options, reduction=how, results=results)
-        ctx.save_for_backward(hidden, *leaves, *others[:-1], found[1], *found[3:5])
+        given = {"hidden": hidden, "weight": leaves[0], "bias": leaves[1], **constants}
+        found = ops.call(**given, **how)
+        del given["denominator"]
+        given |= {"factors": found[1], "lse": found[3], "lse_low": found[4]}
+        ctx.save_for_backward(*given.values())
         # What is saved may be unpacked as another tensor, which has no .grad that anyone reads.
-        ctx.leaves, ctx.options = leaves, options
+        ctx.leaves, ctx.names, ctx.options = leaves, tuple(given), how["options"]
         ctx.mark_non_differentiable(*found[1:])
         ctx.set_materialize_grads(False)
         return found
@@ -270,20 +281,23 @@ class _IntoGrad(torch.autograd.Function):
                 "accumulate_into_grad adds to .grad, which has no graph for a second derivative; "
                 "leave it out, or call backward without create_graph=True"
             )
-        hidden, weight, bias, *others = ctx.saved_tensors
+        given = dict(zip(ctx.names, ctx.saved_tensors))
         wants_hidden = ctx.needs_input_grad[1]
         if dloss is None:
-            return (None,) * 10
+            return (None,) * 5
         grads = [
             _grad_of(leaf) if leaf is not None and leaf.requires_grad else None
             for leaf in ctx.leaves
         ]
-        options = ctx.options
-        found = torch.ops.headroom.linear_cross_entropy_backward_(
-            *(dloss, hidden, weight, bias, *others, *grads),
-            *(options.ignore_index, *options.numbers(hidden), wants_hidden),
+        found = _backward_(
+            dloss=dloss,
+            weight_grad=grads[0],
+            bias_grad=grads[1],
+            want_hidden=wants_hidden,
+            **given,
+            **ctx.options.numbers(given["hidden"]),
         )
-        return (None, found if wants_hidden else None, *(None,) * 8)
+        return None, found if wants_hidden else None, None, None, None
 
 
 def _grad_of(leaf: Tensor) -> Tensor:

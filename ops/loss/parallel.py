@@ -19,6 +19,11 @@ from .inputs import token_factors
 __all__ = ["parallel_linear_cross_entropy"]
 
 STATS = ("lse", "target_logit")
+# What the backward pass keeps, by the names of the op's arguments.
+_SAVED = (
+    *("hidden", "weight", "bias", "target", "class_weight", "token_weight"),
+    *("factors", "lse", "lse_low"),
+)
 
 
 class _How(NamedTuple):
@@ -207,7 +212,7 @@ class _Parallel(torch.autograd.Function):
         low = (lse - high.double()).float()
         ctx.how = how
         ctx.save_for_backward(
-            hidden, weight, bias, target, class_weight, token_weight, high, low, factors.float()
+            *(hidden, weight, bias, target, class_weight, token_weight), factors.float(), high, low
         )
         stats = high.clone(), target_logit.float()
         ctx.mark_non_differentiable(*stats)
@@ -250,7 +255,17 @@ def _part(
         return zeros - torch.inf, zeros, zeros, zeros
     names = ("lse", "lse_low", "target_logit", "weighted")
     numbers = how.numbers
-    found = call(hidden, weight, bias, target, class_weight, None, None, numbers, results=names)
+    found = call(
+        numbers,
+        results=names,
+        hidden=hidden,
+        weight=weight,
+        bias=bias,
+        target=target,
+        class_weight=class_weight,
+        token_weight=None,
+        denominator=None,
+    )
     return found[3:7]
 
 
@@ -274,15 +289,13 @@ def _part_gradients(
     wanted: tuple[bool, ...],
 ) -> list[Tensor | None]:
     """Returns the gradients of hidden, of which ranks have addends, weight and bias."""
-    hidden, weight, bias, target, class_weight, token_weight, lse, low, factors = saved
-    inputs: tuple[Any, ...] = (hidden, weight, bias)
-    if weight.shape[0] == 0:
+    given = dict(zip(_SAVED, saved))
+    inputs = [given[name] for name in _SAVED[:3]]
+    if given["weight"].shape[0] == 0:
         found: Any = tuple(None if x is None else torch.zeros_like(x) for x in inputs)
     else:
         bits = sum(1 << k for k, is_wanted in enumerate(wanted) if is_wanted)
-        layer = (hidden, weight, bias, target)
-        weights = (class_weight, token_weight, factors)
-        found = gradients(dloss.contiguous(), *layer, *weights, lse, low, how.numbers, bits)
+        found = gradients(how.numbers, bits, dloss=dloss.contiguous(), **given)
     return [
         grad.to(given.dtype) if grad is not None and is_wanted else None
         for grad, given, is_wanted in zip(found, inputs, wanted)

@@ -4,7 +4,7 @@ that must move.
 **FLOPs** are those of the formulas of :mod:`torch.utils.flop_counter`, to which our ops add theirs:
 products of matrices, convolutions and attention, two for a multiplication and an addition. What has
 no formula counts as none. FLOPs that compute something again are told apart, inside fused
-operations too (:data:`AGAIN_INSIDE`).
+operations too.
 
 **Bytes** are those of the arguments and of the results, each element once, where several indices
 share an element too. For element-wise operations and copies that is what a device must move, and
@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from .._core.registration import AGAIN
 from .arguments import Arguments, ListTypes, call_on_meta, op_of
 from .events import Call
 
-__all__ = ["AGAIN_INSIDE", "Work", "Worker", "optimizer_bytes"]
+__all__ = ["Work", "Worker", "optimizer_bytes"]
 
 _COPIES = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::cat", "aten::_foreach_copy_"}
 _FUNCTION = 0
@@ -49,47 +50,23 @@ class Work(NamedTuple):
     counted: bool = False
 
 
-def _scores_again(values: list[Any], flops: Callable[..., int]) -> int:
+def _scores_again(grad: Tensor, query: Tensor, key: Tensor, *_: Any) -> int:
     """Returns the work of scores in the backward pass: attention keeps none, and multiplies queries
     and keys again."""
-    _, query, key = values[:3]
     batch, heads, rows, size = query.shape
     return 2 * batch * heads * rows * size * key.shape[-2]
 
 
-def _gates_again(values: list[Any], flops: Callable[..., int]) -> int:
-    """Returns the work of gate and up in the backward pass, which evaluates them again if they were
-    not kept."""
-    kept_gates = 12
-    kept = [*values]
-    kept[kept_gates] = torch.empty(1, 1, device="meta")
-    return flops(*values) - flops(*kept)
-
-
-def _logits_again(values: list[Any], flops: Callable[..., int]) -> int:
-    """Returns the work of logits in the backward pass of a loss that kept none."""
-    _, hidden, weight = values[:3]
-    return 2 * hidden.numel() * weight.shape[0]
-
-
-def _both_logits_again(values: list[Any], flops: Callable[..., int]) -> int:
-    """Returns the work of both logits in the backward pass of a divergence of student and
-    teacher."""
-    _, student, weight, _, teacher = values[:5]
-    return 2 * (student.numel() + teacher.numel()) * weight.shape[0]
-
-
-# By the name of the op: takes its arguments and its formula, returns FLOPs computed again in it.
-AGAIN_INSIDE: dict[str, Callable[[list[Any], Callable[..., int]], int]] = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _scores_again,
-    "aten::_scaled_dot_product_flash_attention_backward": _scores_again,
-    "aten::_scaled_dot_product_efficient_attention_backward": _scores_again,
-    "aten::_scaled_dot_product_cudnn_attention_backward": _scores_again,
-    "headroom::mlp_block_backward": _gates_again,
-    "headroom::linear_cross_entropy_backward": _logits_again,
-    "headroom::linear_cross_entropy_backward_": _logits_again,
-    "headroom::linear_divergence_backward": _both_logits_again,
-}
+# Of torch's fused operations; ours say it where they are registered.
+_AGAIN_INSIDE: dict[str, Callable[..., int]] = dict.fromkeys(
+    (
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+        "aten::_scaled_dot_product_flash_attention_backward",
+        "aten::_scaled_dot_product_efficient_attention_backward",
+        "aten::_scaled_dot_product_cudnn_attention_backward",
+    ),
+    _scores_again,
+)
 
 
 class Worker:
@@ -163,8 +140,8 @@ class Worker:
         if formula is not None:
             try:
                 flops = formula(*values, out_val=results)
-                if inside := AGAIN_INSIDE.get(name):
-                    again = inside(values, formula)
+                if inside := _AGAIN_INSIDE.get(name, AGAIN.get(name)):
+                    again = inside(*values)
             except Exception:  # whatever a formula of someone else does with these arguments
                 return None
         size = None if schema is None else _bytes(schema, values, results)

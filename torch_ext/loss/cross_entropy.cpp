@@ -4,6 +4,7 @@
 // optional results.
 #include <tuple>
 
+#include "torch_ext/core/numbers.h"
 #include "torch_ext/loss/loss_rows.h"
 
 namespace
@@ -11,19 +12,20 @@ namespace
 
 using namespace headroom;
 
+// The numbers that all ops take.
+#define NUMBERS(of) \
+    of(int, ignore_index) of(float, label_smoothing) of(float, softcap) of(float, z_loss)
+
 // Logits, their targets and the weights of classes.
 class Loss : public LossRows
 {
   public:
-    Loss(const Tensor &logits, const Tensor &target, const OptionalTensor &weight,
-         int64_t ignore_index, double label_smoothing, double softcap, double z_loss)
+    Loss(const Tensor &logits, const Tensor &target,
+         const OptionalTensor &weight NUMBERS(HR_PARAMETER))
         : LossRows(logits, "logits")
     {
         config.dtype = config.grad_dtype = float_of(in, "logits");
-        config.ignore_index = ignore_index;
-        config.label_smoothing = label_smoothing;
-        config.softcap = softcap;
-        config.z_loss = z_loss;
+        NUMBERS(HR_SET)
         this->target = targets(target, &config.target_bytes,
                                ", which is that of the classes; move it there with "
                                "logits.movedim(1, -1)");
@@ -38,12 +40,12 @@ class Loss : public LossRows
 
 // The loss, lse, what rounding took off it, argmax, and factors for the backward op.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>
-cross_entropy(const Tensor &logits, const Tensor &target, const OptionalTensor &weight,
-              int64_t ignore_index, int64_t reduction, double label_smoothing, double softcap,
-              double z_loss, bool want_argmax, bool)
+cross_entropy(const Tensor &logits, const Tensor &target,
+              const OptionalTensor &weight NUMBERS(HR_PARAMETER), int64_t reduction,
+              bool want_argmax, bool)
 {
     const hr_cross_entropy_reduction reduces_to = reduction_of(reduction);
-    Loss loss(logits, target, weight, ignore_index, label_smoothing, softcap, z_loss);
+    Loss loss(logits, target, weight NUMBERS(HR_ARGUMENT));
     const RowsIn in(logits, "logits");
     const bool reduces = reduction != NONE;
     Tensor rows = loss.of_rows(true), lse = loss.of_rows(true), low = loss.of_rows(true);
@@ -83,10 +85,9 @@ void backward(Loss &loss, const hr_rows *grad, const hr_rows *logits, const Tens
 
 Tensor cross_entropy_backward(const Tensor &dloss, const Tensor &logits, const Tensor &target,
                               const OptionalTensor &weight, const Tensor &lse,
-                              const Tensor &lse_low, const Tensor &factors, int64_t ignore_index,
-                              double label_smoothing, double softcap, double z_loss)
+                              const Tensor &lse_low, const Tensor &factors NUMBERS(HR_PARAMETER))
 {
-    Loss loss(logits, target, weight, ignore_index, label_smoothing, softcap, z_loss);
+    Loss loss(logits, target, weight NUMBERS(HR_ARGUMENT));
     const RowsIn in(logits, "logits");
     Tensor grad = empty_rows(loss.in, logits);
     const hr_rows rows = rows_of(grad);
@@ -96,10 +97,9 @@ Tensor cross_entropy_backward(const Tensor &dloss, const Tensor &logits, const T
 
 void cross_entropy_backward_(const Tensor &dloss, Tensor logits, const Tensor &target,
                              const OptionalTensor &weight, const Tensor &lse, const Tensor &lse_low,
-                             const Tensor &factors, int64_t ignore_index, double label_smoothing,
-                             double softcap, double z_loss)
+                             const Tensor &factors NUMBERS(HR_PARAMETER))
 {
-    Loss loss(logits, target, weight, ignore_index, label_smoothing, softcap, z_loss);
+    Loss loss(logits, target, weight NUMBERS(HR_ARGUMENT));
     const RowsIn in(logits, "logits"); // a copy where the rows are not evenly spaced
     const hr_rows *const rows = in.get();
     if (rows->data == loss.in.data || loss.in.numel() == 0) {
@@ -116,16 +116,14 @@ void cross_entropy_backward_(const Tensor &dloss, Tensor logits, const Tensor &t
 
 STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
 {
-    m.def("cross_entropy(Tensor logits, Tensor target, Tensor? weight, int ignore_index, "
-          "int reduction, float label_smoothing, float softcap, float z_loss, bool want_argmax, "
-          "bool in_place) -> "
-          "(Tensor loss, Tensor lse, Tensor lse_low, Tensor argmax, Tensor factors)");
+    m.def("cross_entropy(Tensor logits, Tensor target, Tensor? weight" NUMBERS(
+        HR_SCHEMA) ", int reduction, bool want_argmax, bool in_place) -> "
+                   "(Tensor loss, Tensor lse, Tensor lse_low, Tensor argmax, Tensor factors)");
     m.def("cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor? weight, "
-          "Tensor lse, Tensor lse_low, Tensor factors, int ignore_index, float label_smoothing, "
-          "float softcap, float z_loss) -> Tensor");
-    m.def("cross_entropy_backward_(Tensor dloss, Tensor(a!) logits, Tensor target, "
-          "Tensor? weight, Tensor lse, Tensor lse_low, Tensor factors, int ignore_index, "
-          "float label_smoothing, float softcap, float z_loss) -> ()");
+          "Tensor lse, Tensor lse_low, Tensor factors" NUMBERS(HR_SCHEMA) ") -> Tensor dlogits");
+    m.def(
+        "cross_entropy_backward_(Tensor dloss, Tensor(a!) logits, Tensor target, "
+        "Tensor? weight, Tensor lse, Tensor lse_low, Tensor factors" NUMBERS(HR_SCHEMA) ") -> ()");
 }
 
 HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)

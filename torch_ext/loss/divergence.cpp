@@ -115,7 +115,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
           "float temperature, bool in_place) -> "
           "(Tensor loss, Tensor statistics)");
     m.def("divergence_backward(Tensor dloss, Tensor student, Tensor teacher, Tensor? ignored, "
-          "Tensor statistics, float beta, float temperature) -> Tensor");
+          "Tensor statistics, float beta, float temperature) -> Tensor dstudent");
     m.def("divergence_backward_(Tensor dloss, Tensor student, Tensor teacher, Tensor? ignored, "
           "Tensor statistics, float beta, float temperature, Tensor(a!) grad) -> ()");
 }

@@ -5,6 +5,7 @@
 // optional results.
 #include <tuple>
 
+#include "torch_ext/core/numbers.h"
 #include "torch_ext/loss/loss_rows.h"
 
 namespace
@@ -12,18 +13,36 @@ namespace
 
 using namespace headroom;
 
-// Bits of `results`, and of `options`.
+// Bits of `results`.
 enum { LSE = 1, LSE_LOW = 2, TARGET_LOGIT = 4, WEIGHTED = 8, LARGEST = 16, ENTROPY = 32 };
 enum { ARGMAX = 64, RANK = 128 };
-enum { ALLOW_TF32 = 1, REDUCED_PRECISION = 2, DETERMINISTIC = 4, ROUND_EACH_CHUNK = 8, SHIFT = 16 };
-enum { CHECK_TARGET = 32 };
 
-// The numbers that all ops take, in the order of their schemas.
-struct Numbers {
-    int64_t ignore_index, reduction;
-    double label_smoothing, softcap, z_loss, logit_scale;
-    int64_t mode, workspace, most_counted, first_class, all_classes, options;
-};
+using Config = hr_linear_cross_entropy_config;
+
+// The numbers that all ops take; `order` is the config's mode, a name that torch keeps to itself
+// while it traces ops that write their arguments.
+#define NUMBERS(of) \
+    LIKE_CONFIG(of) \
+    of(int, order)
+#define LIKE_CONFIG(of)                                                                            \
+    of(int, ignore_index) of(float, label_smoothing) of(float, softcap) of(float, z_loss)          \
+        of(float, logit_scale) of(int, workspace_limit) of(int, most_counted) of(int, first_class) \
+            of(int, all_classes) of(bool, round_each_chunk) of(bool, check_target)
+
+Config config_of(int64_t reduction, int64_t precision NUMBERS(HR_PARAMETER))
+{
+    Config config = HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT;
+    LIKE_CONFIG(HR_SET)
+    set(config.mode, order, "order");
+    config.reduction = reduction_of(reduction);
+    set_precision(config, precision);
+    return config;
+}
+
+hr_dtype grad_dtype_of(hr_dtype dtype)
+{
+    return dtype == HR_F16 ? HR_F32 : dtype;
+}
 
 // The tensors that all ops take.
 class Layer : public LossRows
@@ -31,30 +50,11 @@ class Layer : public LossRows
   public:
     Layer(const Tensor &hidden, const Tensor &weight, const OptionalTensor &bias,
           const Tensor &target, const OptionalTensor &class_weight,
-          const OptionalTensor &token_weight, const Numbers &n)
-        : LossRows(hidden, "hidden")
+          const OptionalTensor &token_weight, const Config &numbers, bool shift)
+        : LossRows(hidden, "hidden"), config(numbers)
     {
         config.dtype = float_of(in, "hidden");
-        config.grad_dtype = config.dtype == HR_F16 ? HR_F32 : config.dtype;
-        config.reduction = reduction_of(n.reduction);
-        config.mode = static_cast<hr_linear_cross_entropy_mode>(
-            n.mode >= 0 && n.mode <= 2 ? static_cast<int>(n.mode) : -1);
-        config.round_each_chunk = (n.options & ROUND_EACH_CHUNK) != 0;
-        config.allow_tf32 = (n.options & ALLOW_TF32) != 0;
-        config.allow_reduced_precision_reduction = (n.options & REDUCED_PRECISION) != 0;
-        config.deterministic = (n.options & DETERMINISTIC) != 0;
-        config.check_target = (n.options & CHECK_TARGET) != 0;
-        config.ignore_index = n.ignore_index;
-        config.label_smoothing = n.label_smoothing;
-        config.softcap = n.softcap;
-        config.z_loss = n.z_loss;
-        config.logit_scale = n.logit_scale;
-        config.first_class = n.first_class;
-        config.all_classes = n.all_classes;
-        config.most_counted = n.most_counted;
-        if (n.workspace < 0)
-            fail("workspace is " + std::to_string(n.workspace) + ", wanted 0 or more bytes");
-        config.workspace_limit = static_cast<size_t>(n.workspace);
+        config.grad_dtype = grad_dtype_of(config.dtype);
         const View matrix_view(weight);
         if (matrix_view.dim != 2 || matrix_view.sizes[1] != matrix.cols)
             fail("weight must be a matrix [classes, " + std::to_string(matrix.cols) + "]");
@@ -72,13 +72,13 @@ class Layer : public LossRows
             inputs.bias = dense(*bias, "bias");
         }
         inputs.target = targets(target, &config.target_bytes);
-        if ((n.options & SHIFT) != 0 && in.dim < 2)
+        if (shift && in.dim < 2)
             fail("hidden has no dimension of a sequence to shift along, wanted [..., sequence, "
                  "features]");
-        config.sequence = (n.options & SHIFT) != 0 ? in.sizes[in.dim - 2] : 0;
+        config.sequence = shift ? in.sizes[in.dim - 2] : 0;
         if (class_weight)
-            inputs.class_weight =
-                vector(*class_weight, "class_weight", n.all_classes > 0 ? n.all_classes : classes);
+            inputs.class_weight = vector(*class_weight, "class_weight",
+                                         config.all_classes > 0 ? config.all_classes : classes);
         if (token_weight)
             inputs.token_weight = vector(*token_weight, "token_weight", matrix.rows);
     }
@@ -107,7 +107,7 @@ class Layer : public LossRows
     }
 
     int64_t classes;
-    hr_linear_cross_entropy_config config = HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT;
+    Config config;
     hr_linear_cross_entropy_inputs inputs = {};
 
   private:
@@ -157,14 +157,11 @@ using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 Forward linear_cross_entropy(const Tensor &hidden, const Tensor &weight, const OptionalTensor &bias,
                              const Tensor &target, const OptionalTensor &class_weight,
                              const OptionalTensor &token_weight, const OptionalTensor &denominator,
-                             int64_t ignore_index, int64_t reduction, double label_smoothing,
-                             double softcap, double z_loss, double logit_scale, int64_t mode,
-                             int64_t workspace_limit, int64_t most_counted, int64_t first_class,
-                             int64_t all_classes, int64_t options, int64_t results, int64_t wanted)
+                             int64_t reduction NUMBERS(HR_PARAMETER), int64_t precision, bool shift,
+                             int64_t results, int64_t wanted)
 {
     Layer layer(hidden, weight, bias, target, class_weight, token_weight,
-                {ignore_index, reduction, label_smoothing, softcap, z_loss, logit_scale, mode,
-                 workspace_limit, most_counted, first_class, all_classes, options});
+                config_of(reduction, precision NUMBERS(HR_ARGUMENT)), shift);
     layer.inputs.denominator = scalar_of(denominator, layer.in, "denominator");
     const bool reduces = reduction != NONE;
     const bool is_part = all_classes != 0 && all_classes != layer.classes;
@@ -226,14 +223,11 @@ void backward(Layer &layer, const hr_linear_cross_entropy_grads &grads, uint32_t
 std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
     const Tensor &dloss, const Tensor &hidden, const Tensor &weight, const OptionalTensor &bias,
     const Tensor &target, const OptionalTensor &class_weight, const OptionalTensor &token_weight,
-    const OptionalTensor &factors, const Tensor &lse, const Tensor &lse_low, int64_t ignore_index,
-    double label_smoothing, double softcap, double z_loss, double logit_scale, int64_t mode,
-    int64_t workspace_limit, int64_t most_counted, int64_t first_class, int64_t all_classes,
-    int64_t options, int64_t wanted)
+    const OptionalTensor &factors, const Tensor &lse, const Tensor &lse_low NUMBERS(HR_PARAMETER),
+    int64_t precision, bool shift, int64_t wanted)
 {
     Layer layer(hidden, weight, bias, target, class_weight, token_weight,
-                {ignore_index, SUM, label_smoothing, softcap, z_loss, logit_scale, mode,
-                 workspace_limit, most_counted, first_class, all_classes, options});
+                config_of(SUM, precision NUMBERS(HR_ARGUMENT)), shift);
     const Gradients gradients(layer, wanted);
     backward(layer, gradients.grads, gradients.wanted(), dloss, factors, lse, lse_low);
     return {gradients.hidden, gradients.weight, gradients.bias};
@@ -255,18 +249,17 @@ void *existing(const OptionalTensor &tensor, const Layer &layer, const char *nam
     return view.data;
 }
 
-Tensor linear_cross_entropy_backward_(
-    const Tensor &dloss, const Tensor &hidden, const Tensor &weight, const OptionalTensor &bias,
-    const Tensor &target, const OptionalTensor &class_weight, const OptionalTensor &token_weight,
-    const OptionalTensor &factors, const Tensor &lse, const Tensor &lse_low,
-    OptionalTensor weight_grad, OptionalTensor bias_grad, int64_t ignore_index,
-    double label_smoothing, double softcap, double z_loss, double logit_scale, int64_t mode,
-    int64_t workspace_limit, int64_t most_counted, int64_t first_class, int64_t all_classes,
-    int64_t options, bool want_hidden)
+Tensor linear_cross_entropy_backward_(const Tensor &dloss, const Tensor &hidden,
+                                      const Tensor &weight, const OptionalTensor &bias,
+                                      const Tensor &target, const OptionalTensor &class_weight,
+                                      const OptionalTensor &token_weight,
+                                      const OptionalTensor &factors, const Tensor &lse,
+                                      const Tensor &lse_low, OptionalTensor weight_grad,
+                                      OptionalTensor bias_grad NUMBERS(HR_PARAMETER),
+                                      int64_t precision, bool shift, bool want_hidden)
 {
     Layer layer(hidden, weight, bias, target, class_weight, token_weight,
-                {ignore_index, SUM, label_smoothing, softcap, z_loss, logit_scale, mode,
-                 workspace_limit, most_counted, first_class, all_classes, options});
+                config_of(SUM, precision NUMBERS(HR_ARGUMENT)), shift);
     layer.config.add_to_weight_grads = 1;
     Gradients gradients(layer, want_hidden ? HR_LINEAR_CROSS_ENTROPY_HIDDEN : 0);
     gradients.grads.weight.data = existing(weight_grad, layer, "weight_grad", 2);
@@ -275,28 +268,59 @@ Tensor linear_cross_entropy_backward_(
     return gradients.hidden;
 }
 
+// Bytes that the ops above allocate besides their results, for plans: the CPU's if `is_cuda`, where
+// there is no such device. dtype is an hr_dtype.
+int64_t linear_cross_entropy_workspace(int64_t rows, int64_t features, int64_t classes,
+                                       int64_t dtype, int64_t wanted, bool adds,
+                                       bool is_cuda NUMBERS(HR_PARAMETER), int64_t precision)
+{
+    Config config = config_of(SUM, precision NUMBERS(HR_ARGUMENT));
+    set(config.dtype, dtype, "dtype");
+    config.grad_dtype = grad_dtype_of(config.dtype);
+    config.add_to_weight_grads = adds;
+    hr_linear_cross_entropy_needs needs;
+    const auto query = [&](int32_t device) {
+        const hr_exec exec = {device, nullptr};
+        return hr_linear_cross_entropy_query(&needs, rows, features, classes,
+                                             static_cast<uint32_t>(wanted), &config, &exec);
+    };
+    if (!is_cuda || query(0) != HR_OK)
+        check(query(HR_CPU));
+    return static_cast<int64_t>(needs.workspace);
+}
+
 } // namespace
 
 #define LAYER                                                                           \
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, " \
     "Tensor? token_weight, "
-#define NUMBERS                                                                          \
-    "float label_smoothing, float softcap, float z_loss, float logit_scale, int order, " \
-    "int workspace, int most_counted, int first_class, int all_classes, int options, "
 
 STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
 {
-    m.def("linear_cross_entropy(" LAYER
-          "Tensor? denominator, int ignore_index, int reduction, " NUMBERS
-          "int results, int wanted) -> (Tensor loss, Tensor factors, Tensor scale, Tensor lse, "
-          "Tensor lse_low, Tensor target_logit, Tensor weighted, Tensor largest, Tensor entropy, "
-          "Tensor argmax, Tensor rank, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
+    m.def("linear_cross_entropy(" LAYER "Tensor? denominator, int reduction" NUMBERS(
+        HR_SCHEMA) ", int precision, bool shift, int results, int wanted) -> (Tensor loss, Tensor "
+                   "factors, "
+                   "Tensor scale, Tensor lse, Tensor lse_low, Tensor target_logit, Tensor "
+                   "weighted, "
+                   "Tensor largest, Tensor entropy, Tensor argmax, Tensor rank, Tensor dhidden, "
+                   "Tensor dweight, Tensor dbias)");
     m.def("linear_cross_entropy_backward(Tensor dloss, " LAYER
-          "Tensor? factors, Tensor lse, Tensor lse_low, int ignore_index, " NUMBERS
-          "int wanted) -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
+          "Tensor? factors, Tensor lse, Tensor lse_low" NUMBERS(
+              HR_SCHEMA) ", int precision, bool shift, int wanted) -> (Tensor dhidden, Tensor "
+                         "dweight, "
+                         "Tensor dbias)");
     m.def("linear_cross_entropy_backward_(Tensor dloss, " LAYER
           "Tensor? factors, Tensor lse, Tensor lse_low, Tensor(a!)? weight_grad, "
-          "Tensor(b!)? bias_grad, int ignore_index, " NUMBERS "bool want_hidden) -> Tensor");
+          "Tensor(b!)? bias_grad" NUMBERS(
+              HR_SCHEMA) ", int precision, bool shift, bool want_hidden) -> Tensor dhidden");
+    m.def("linear_cross_entropy_workspace(int rows, int features, int classes, int dtype, "
+          "int wanted, bool adds, bool is_cuda" NUMBERS(HR_SCHEMA) ", int precision) -> int");
+}
+
+// For all devices, because no tensor argument names one.
+STABLE_TORCH_LIBRARY_IMPL(headroom, CompositeExplicitAutograd, m)
+{
+    m.impl("linear_cross_entropy_workspace", TORCH_BOX(&linear_cross_entropy_workspace));
 }
 
 HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)

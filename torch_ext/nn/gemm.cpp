@@ -1,6 +1,7 @@
 // gemm.cpp: headroom::gemm, and torch's own product on the CPU, lent to the C interface.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
+#include "torch_ext/core/numbers.h"
 #include "torch_ext/core/rows.h"
 
 namespace
@@ -105,9 +106,6 @@ struct Factor {
     }
 };
 
-// Bits of `precision`.
-enum { ALLOW_TF32 = 1, ALLOW_REDUCED_PRECISION_REDUCTION = 2, DETERMINISTIC = 4 };
-
 std::string sizes_of(const Factor &x)
 {
     return std::string("[") + std::to_string(x.rows) + ", " + std::to_string(x.cols) + "]";
@@ -133,10 +131,7 @@ struct Product {
         config.batch = left.batch;
         config.batch_stride_a = left.batch_stride, config.batch_stride_b = right.batch_stride;
         config.batch_stride_c = m * n;
-        config.allow_tf32 = (precision & ALLOW_TF32) != 0;
-        config.allow_reduced_precision_reduction =
-            (precision & ALLOW_REDUCED_PRECISION_REDUCTION) != 0;
-        config.deterministic = (precision & DETERMINISTIC) != 0;
+        set_precision(config, precision);
     }
     Product(const Product &) = delete;
 

@@ -4,6 +4,7 @@
 // optional results.
 #include <tuple>
 
+#include "torch_ext/core/numbers.h"
 #include "torch_ext/core/rows.h"
 
 namespace
@@ -19,8 +20,7 @@ class Inputs
         : gate_view(gate), matrix(matrix_of(gate_view, "gate")), exec(gate_view),
           sizes(gate_view.sizes, gate_view.sizes + gate_view.dim)
     {
-        config.activation =
-            static_cast<hr_activation>(activation < 0 || activation > 4 ? -1 : activation);
+        set(config.activation, activation, "activation");
         config.dtype = float_of(gate_view, "gate");
         if (packed && up)
             fail("up is given, but with packed the second half of gate is up");
@@ -100,7 +100,7 @@ std::tuple<Tensor, Tensor, Tensor> glu_backward(const Tensor &dh, const Tensor &
 
 STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
 {
-    m.def("glu(Tensor gate, Tensor? up, int activation, bool packed) -> Tensor");
+    m.def("glu(Tensor gate, Tensor? up, int activation, bool packed) -> Tensor h");
     m.def("glu_backward(Tensor dh, Tensor gate, Tensor? up, int activation, bool packed, "
           "bool want_h) -> (Tensor dgate, Tensor dup, Tensor h)");
 }

@@ -5,6 +5,7 @@
 #include <deque>
 #include <tuple>
 
+#include "torch_ext/core/numbers.h"
 #include "torch_ext/core/rows.h"
 
 namespace
@@ -21,39 +22,38 @@ struct Weights {
     const OptionalTensor &gate_up_bias, &up_bias, &down_bias;
 };
 
-struct Options {
-    int64_t norm, casting;
-    double eps, offset;
-    int64_t activation;
-    bool residual;
-    int64_t tile_tokens, save, wanted, precision;
-};
+// The numbers of the config that all ops take.
+#define NUMBERS(of)                                                                     \
+    of(int, norm) of(int, casting) of(float, eps) of(float, offset) of(int, activation) \
+        of(bool, residual) of(int, tile_tokens)
 
-// The number of an enum, or -1, which is none of any.
-int small(int64_t number)
+hr_mlp_config config_of(int64_t precision NUMBERS(HR_PARAMETER))
 {
-    return number >= 0 && number < 1 << 16 ? static_cast<int>(number) : -1;
+    hr_mlp_config config = HR_MLP_CONFIG_INIT;
+    NUMBERS(HR_SET)
+    set_precision(config, precision);
+    return config;
+}
+
+hr_mlp_needs needs_of(int64_t tokens, int64_t hidden, int64_t features, int64_t save,
+                      int64_t wanted, const hr_mlp_config &config, const hr_exec &exec)
+{
+    hr_mlp_needs needs;
+    hr_mlp_save level;
+    set(level, save, "save");
+    check(hr_mlp_query(&needs, tokens, hidden, features, level, static_cast<uint32_t>(wanted),
+                       &config, &exec));
+    return needs;
 }
 
 // The rows of a call, x or dy, and the weights that it takes.
 class Block
 {
   public:
-    Block(const Tensor &rows, const char *name, const Weights &w, const Options &o)
-        : rows(rows), matrix(matrix_of(this->rows, name)), exec(this->rows), save(small(o.save)),
-          wanted(small(o.wanted))
+    Block(const Tensor &rows, const char *name, const Weights &w, const hr_mlp_config &numbers)
+        : rows(rows), matrix(matrix_of(this->rows, name)), exec(this->rows), config(numbers)
     {
-        config.norm = static_cast<hr_norm_kind>(small(o.norm));
-        config.casting = static_cast<hr_norm_casting>(small(o.casting));
-        config.activation = static_cast<hr_activation>(small(o.activation));
         config.dtype = config.norm_dtype = float_of(this->rows, name);
-        config.residual = o.residual;
-        config.eps = o.eps;
-        config.offset = o.offset;
-        config.tile_tokens = o.tile_tokens;
-        config.allow_tf32 = o.precision & 1;
-        config.allow_reduced_precision_reduction = o.precision >> 1 & 1;
-        config.deterministic = o.precision >> 2 & 1;
         const View down(w.down), gate_up(w.gate_up);
         if (down.dim != 2 || gate_up.dim != 2)
             fail("gate_up and down must be matrices");
@@ -76,13 +76,9 @@ class Block
     }
     Block(const Block &) = delete;
 
-    hr_mlp_needs query() const
+    hr_mlp_needs needs(int64_t save, int64_t wanted) const
     {
-        hr_mlp_needs needs;
-        check(hr_mlp_query(&needs, matrix.rows, matrix.cols, features,
-                           static_cast<hr_mlp_save>(save), static_cast<uint32_t>(wanted), &config,
-                           &exec.exec));
-        return needs;
+        return needs_of(matrix.rows, matrix.cols, features, save, wanted, config, exec.exec);
     }
 
     int64_t width() const
@@ -128,9 +124,8 @@ class Block
     const View rows;
     const Matrix matrix;
     const Exec exec;
-    const int save, wanted;
     int64_t features;
-    hr_mlp_config config = HR_MLP_CONFIG_INIT;
+    hr_mlp_config config;
     hr_mlp_params params = {};
 
   private:
@@ -183,15 +178,15 @@ using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 Forward mlp_block(const Tensor &x, const OptionalTensor &norm_weight,
                   const OptionalTensor &norm_bias, const Tensor &gate_up, const OptionalTensor &up,
                   const Tensor &down, const OptionalTensor &gate_up_bias,
-                  const OptionalTensor &up_bias, const OptionalTensor &down_bias, int64_t norm,
-                  int64_t casting, double eps, double offset, int64_t activation, bool residual,
-                  int64_t tile_tokens, int64_t save, int64_t wanted, int64_t precision)
+                  const OptionalTensor &up_bias,
+                  const OptionalTensor &down_bias NUMBERS(HR_PARAMETER), int64_t save,
+                  int64_t wanted, int64_t precision)
 {
-    const Block block(
-        x, "x", {norm_weight, norm_bias, gate_up, up, down, gate_up_bias, up_bias, down_bias},
-        {norm, casting, eps, offset, activation, residual, tile_tokens, save, wanted, precision});
+    const Block block(x, "x",
+                      {norm_weight, norm_bias, gate_up, up, down, gate_up_bias, up_bias, down_bias},
+                      config_of(precision NUMBERS(HR_ARGUMENT)));
     const RowsIn in(x, "x");
-    const hr_mlp_needs needs = block.query();
+    const hr_mlp_needs needs = block.needs(save, wanted);
     const Tensor y = empty_rows(block.rows, x);
     const Tensor mean = block.statistics(needs.mean), rstd = block.statistics(needs.rstd);
     const Tensor normed = block.kept(needs.normed, block.matrix.cols);
@@ -217,15 +212,13 @@ Gradients mlp_block_backward(const Tensor &dy, const OptionalTensor &x,
                              const Tensor &gate_up, const OptionalTensor &up, const Tensor &down,
                              const OptionalTensor &gate_up_bias, const OptionalTensor &up_bias,
                              const Tensor &mean, const Tensor &rstd, const Tensor &normed,
-                             const Tensor &gates, const Tensor &activated, int64_t norm,
-                             int64_t casting, double offset, int64_t activation, bool residual,
-                             int64_t tile_tokens, int64_t save, int64_t wanted, int64_t precision,
-                             int64_t gradients)
+                             const Tensor &gates, const Tensor &activated NUMBERS(HR_PARAMETER),
+                             int64_t save, int64_t wanted, int64_t precision, int64_t gradients)
 {
     const OptionalTensor absent;
-    const Block block(
-        dy, "dy", {norm_weight, norm_bias, gate_up, up, down, gate_up_bias, up_bias, absent},
-        {norm, casting, 0.0, offset, activation, residual, tile_tokens, save, wanted, precision});
+    const Block block(dy, "dy",
+                      {norm_weight, norm_bias, gate_up, up, down, gate_up_bias, up_bias, absent},
+                      config_of(precision NUMBERS(HR_ARGUMENT)));
     if (gradients & ~wanted)
         fail("gradients is " + std::to_string(gradients) + ", wanted a part of " +
              std::to_string(wanted));
@@ -233,7 +226,7 @@ Gradients mlp_block_backward(const Tensor &dy, const OptionalTensor &x,
     std::optional<RowsIn> x_in;
     if (x)
         x_in.emplace(block.like_rows(*x, "x"), "x");
-    const hr_mlp_needs needs = block.query();
+    const hr_mlp_needs needs = block.needs(save, wanted);
     const hr_mlp_config &config = block.config;
     const int64_t hidden = block.matrix.cols, features = block.features;
     const hr_mlp_saved saved = {static_cast<float *>(block.held(mean, "mean", 1, HR_F32)),
@@ -282,22 +275,48 @@ Gradients mlp_block_backward(const Tensor &dy, const OptionalTensor &x,
             ddown, dgate_up_bias, dup_bias,   ddown_bias};
 }
 
+// Bytes that the ops above allocate besides their results on the CPU, for plans. dtypes are hr_dtype.
+std::tuple<int64_t, int64_t> mlp_block_workspace(int64_t tokens, int64_t hidden, int64_t features,
+                                                 int64_t dtype, int64_t norm_dtype,
+                                                 bool gated NUMBERS(HR_PARAMETER), int64_t save,
+                                                 int64_t wanted, int64_t precision)
+{
+    hr_mlp_config config = config_of(precision NUMBERS(HR_ARGUMENT));
+    set(config.dtype, dtype, "dtype");
+    set(config.norm_dtype, norm_dtype, "norm_dtype");
+    config.gated = gated;
+    const hr_mlp_needs needs =
+        needs_of(tokens, hidden, features, save, wanted, config, {HR_CPU, nullptr});
+    return {static_cast<int64_t>(needs.forward_workspace),
+            static_cast<int64_t>(needs.backward_workspace)};
+}
+
 } // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
 {
     m.def("mlp_block(Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_up, Tensor? up, "
-          "Tensor down, Tensor? gate_up_bias, Tensor? up_bias, Tensor? down_bias, int norm, "
-          "int casting, float eps, float offset, int activation, bool residual, int tile_tokens, "
-          "int save, int wanted, int precision) -> (Tensor y, Tensor mean, Tensor rstd, "
-          "Tensor normed, Tensor gates, Tensor activated)");
+          "Tensor down, Tensor? gate_up_bias, Tensor? up_bias, Tensor? down_bias" NUMBERS(
+              HR_SCHEMA) ", int save, int wanted, int precision) -> (Tensor y, Tensor mean, Tensor "
+                         "rstd, "
+                         "Tensor normed, Tensor gates, Tensor activated)");
     m.def("mlp_block_backward(Tensor dy, Tensor? x, Tensor? norm_weight, Tensor? norm_bias, "
           "Tensor gate_up, Tensor? up, Tensor down, Tensor? gate_up_bias, Tensor? up_bias, "
-          "Tensor mean, Tensor rstd, Tensor normed, Tensor gates, Tensor activated, int norm, "
-          "int casting, float offset, int activation, bool residual, int tile_tokens, int save, "
-          "int wanted, int precision, int gradients) -> (Tensor dx, Tensor dnorm_weight, "
-          "Tensor dnorm_bias, Tensor dgate_up, Tensor dup, Tensor ddown, Tensor dgate_up_bias, "
-          "Tensor dup_bias, Tensor ddown_bias)");
+          "Tensor mean, Tensor rstd, Tensor normed, Tensor gates, "
+          "Tensor activated" NUMBERS(
+              HR_SCHEMA) ", int save, int wanted, int precision, int gradients) -> (Tensor dx, "
+                         "Tensor dnorm_weight, Tensor dnorm_bias, Tensor dgate_up, Tensor dup, "
+                         "Tensor ddown, "
+                         "Tensor dgate_up_bias, Tensor dup_bias, Tensor ddown_bias)");
+    m.def("mlp_block_workspace(int tokens, int hidden, int features, int dtype, int norm_dtype, "
+          "bool gated" NUMBERS(HR_SCHEMA) ", int save, int wanted, int precision) -> "
+                                          "(int forward, int backward)");
+}
+
+// For all devices, because no tensor argument names one.
+STABLE_TORCH_LIBRARY_IMPL(headroom, CompositeExplicitAutograd, m)
+{
+    m.impl("mlp_block_workspace", TORCH_BOX(&mlp_block_workspace));
 }
 
 HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)

@@ -4,6 +4,7 @@
 // optional results.
 #include <tuple>
 
+#include "torch_ext/core/numbers.h"
 #include "torch_ext/core/rows.h"
 
 namespace
@@ -128,7 +129,7 @@ Forward backward(Norm &norm, const Tensor &dy, const OptionalTensor &dsum, const
 void set_casting(Norm &norm, double offset, int64_t casting)
 {
     norm.config.offset = offset;
-    norm.config.casting = static_cast<hr_norm_casting>(casting < 0 || casting > 2 ? -1 : casting);
+    set(norm.config.casting, casting, "casting");
 }
 
 std::tuple<Tensor, Tensor, Tensor> rms_norm(const Tensor &x, const OptionalTensor &weight,

@@ -17,7 +17,7 @@ ROWS, INNER, COLS = 5, 7, 3
 def scaled_rows():
     """``scale[:, None] * (x @ weight)``, whose gradient is an op of its own."""
     library = torch.library.Library("headroom", "FRAGMENT")
-    library.define("test_scaled_rows(Tensor x, Tensor weight, Tensor scale) -> Tensor")
+    library.define("test_scaled_rows(Tensor x, Tensor weight, Tensor scale) -> Tensor y")
     library.define(
         "test_scaled_rows_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale)"
         " -> (Tensor, Tensor, Tensor)"
@@ -30,21 +30,23 @@ def scaled_rows():
         scaled = grad * scale[:, None]
         return scaled @ weight.t(), x.t() @ scaled, ((x @ weight) * grad).sum(1)
 
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
+    def save(ctx, given, results):
+        assert list(results) == ["y"]
+        ctx.save_for_backward(*given.values())
 
-    def backward(ctx, grad):
-        return torch.ops.headroom.test_scaled_rows_backward(grad, *ctx.saved_tensors)
+    def backward(ctx, grads, needs):
+        op = torch.ops.headroom.test_scaled_rows_backward
+        return dict(zip(needs, op(grads["y"], *ctx.saved_tensors)))
 
-    def flops(x, weight, scale, *, out_shape, **_):
-        return 2 * out_shape[0] * out_shape[1] * x[1]
+    def flops(x, weight, **_):
+        return 2 * x[0] * x[1] * weight[1]
 
     library.impl("test_scaled_rows", forward, "CPU")
     library.impl("test_scaled_rows_backward", backward_op, "CPU")
     differentiable(
         "test_scaled_rows",
         fake=lambda x, weight, scale: x.new_empty(len(x), weight.shape[1]),
-        setup_context=setup_context,
+        save=save,
         backward=backward,
         flops=flops,
     )

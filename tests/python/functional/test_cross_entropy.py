@@ -229,9 +229,9 @@ def test_opcheck(device):
     logits, target, weight = sample((4, 9), torch.float32, device)
     ops, check = torch.ops.headroom, torch.library.opcheck
     simple = ("test_schema", "test_faketensor")  # the others trace, which takes seconds
-    arguments = (target, weight, -100, 1, 0.1, 5.0, 1e-3, True, False)
+    arguments = (target, weight, -100, 0.1, 5.0, 1e-3, 1, True, False)
     check(ops.cross_entropy.default, (logits.clone().requires_grad_(), *arguments))
-    check(ops.cross_entropy.default, (logits, target, None, -100, 0, 0.0, 0.0, 0.0, False, False),
+    check(ops.cross_entropy.default, (logits, target, None, -100, 0.0, 0.0, 0.0, 0, False, False),
           test_utils=simple)  # fmt: skip
     _, lse, low, _, factors = ops.cross_entropy(logits, *arguments)
     rest = (target, weight, lse, low, factors, -100, 0.1, 5.0, 1e-3)

@@ -213,7 +213,7 @@ BAD = {
     "dh has another shape than h": lambda g, u: torch.ops.headroom.glu_backward(
         g, g, None, 0, True, False
     ),
-    "config->activation is -1": lambda g, u: torch.ops.headroom.glu(g, u, 5, False),
+    "config->activation is 5": lambda g, u: torch.ops.headroom.glu(g, u, 5, False),
     "up is given, but": lambda g, u: torch.ops.headroom.glu(g, u, 0, True),
 }
 

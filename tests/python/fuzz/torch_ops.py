@@ -301,8 +301,9 @@ def linear_cross_entropy_backward(rng: random.Random) -> Call:
     lists["bias_grad"] = torch.zeros(classes, dtype=kept) if rng.random() < 0.5 else None
     rule = {"ignore_index": -100, "label_smoothing": rng.choice([0.0, 0.1])}
     rule |= {"softcap": rng.choice([0.0, 30.0]), "z_loss": rng.choice([0.0, 1e-4])}
-    rule |= {"logit_scale": 0.5, "order": rng.randrange(3), "workspace": rng.choice([0, 1])}
-    rule |= {"most_counted": -1, "first_class": 0, "all_classes": 0, "options": 0}
+    rule |= {"logit_scale": 0.5, "order": rng.randrange(3), "workspace_limit": rng.choice([0, 1])}
+    rule |= {"most_counted": -1, "first_class": 0, "all_classes": 0, "precision": 0}
+    rule |= dict.fromkeys(("round_each_chunk", "check_target", "shift"), False)
     return Call("linear_cross_entropy_backward_", lists, want_hidden=rng.random() < 0.5, **rule)
 
 

@@ -203,31 +203,26 @@ def test_tensors_without_data(reduction):
 
 def test_opcheck(device):
     leaves, target, (cw, tw) = sample(device=device)
-    x, w, b = leaves
-    options = ops.Options(label_smoothing=0.1).numbers(x)
-    layer = (x, w, b, target, cw, tw)
-    forward = torch.ops.headroom.linear_cross_entropy
+    names = ("hidden", "weight", "bias", "target", "class_weight", "token_weight")
+    layer = dict(zip(names, (*leaves, target, cw, tw)), denominator=None)
+    options = ops.Options(label_smoothing=0.1)
+    numbers = options.numbers(leaves[0])
+
+    def check(name, **given):
+        op = getattr(torch.ops.headroom, name).default
+        opcheck(op, [given[argument.name] for argument in op._schema.arguments])
+
     for reduction, results, wanted in ((1, 255, 7), (0, 3, 0), (2, 3, 5)):
-        opcheck(forward, (*layer, None, -100, reduction, *options, results, wanted))
-    with torch.no_grad():
-        _, factors, _, lse, low, *_ = forward(*layer, None, -100, 1, *options, 3, 0)
-        plain = tuple(t.detach() for t in layer)
-        for wanted in (7, 2):
-            opcheck(
-                torch.ops.headroom.linear_cross_entropy_backward,
-                (
-                    torch.ones(ROWS, device=device),
-                    *plain,
-                    factors,
-                    lse,
-                    low,
-                    -100,
-                    *options,
-                    wanted,
-                ),
-            )
-        opcheck(
-            torch.ops.headroom.linear_cross_entropy_backward_,
-            (torch.ones((), device=device), *plain, factors, lse, low,
-             torch.ones_like(plain[1]), None, -100, *options, True),
-        )  # fmt: skip
+        own = {"reduction": reduction, "results": results, "wanted": wanted}
+        check("linear_cross_entropy", **layer, **numbers, **own)
+    plain = {name: None if t is None else t.detach() for name, t in layer.items()}
+    _, factors, _, lse, low, *_ = ops.call(options, results=("lse", "lse_low"), **plain)
+    given = plain | numbers | {"factors": factors, "lse": lse, "lse_low": low}
+    for wanted in (7, 2):
+        given |= {"dloss": torch.ones(ROWS, device=device), "wanted": wanted}
+        check("linear_cross_entropy_backward", **given)
+    given |= {"dloss": torch.ones((), device=device), "want_hidden": True}
+    into = {"weight_grad": torch.ones_like(plain["weight"]), "bias_grad": None}
+    check("linear_cross_entropy_backward_", **given, **into)
+    sizes = {"rows": 5, "features": 8, "classes": 9, "dtype": 0, "adds": False, "is_cuda": False}
+    check("linear_cross_entropy_workspace", **given, **sizes)

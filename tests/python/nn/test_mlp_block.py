@@ -224,13 +224,16 @@ def test_opcheck(device):
         norm, activation = (1, 2) if case == "gpt2" else (0, 0)
         has = wanted_gradients([tensor is not None for tensor in leaves])
         options = (norm, 0, 1e-6, 0.0, activation, True, 4, save, has, 0)
+        torch.library.opcheck(
+            torch.ops.headroom.mlp_block_workspace.default, (6, 8, 12, 0, 0, True, *options)
+        )
         torch.library.opcheck(torch.ops.headroom.mlp_block.default, (*leaves, *options))
         if case == "llama":
             continue
         with torch.no_grad():
             _, *kept = torch.ops.headroom.mlp_block(*leaves, *options)
         given = [None if t is None else t.detach() for t in leaves[:8]]
-        options = (norm, 0, 0.0, activation, True, 4, save, has, 0, has)
+        options = (*options, has)
         backward = torch.ops.headroom.mlp_block_backward.default
         torch.library.opcheck(backward, (dy, *given, *kept, *options))
 
