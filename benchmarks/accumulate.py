@@ -9,8 +9,16 @@ import torch
 from ._lists import Lists, list_case, on_next
 from ._model import OP_ONLY, Shapes, model_for
 from .harness import Bar, Case, Contender, Rotation, SameWork
+from .instructions.row import FACTOR, Row
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+SUM, COMPENSATED = {"90": 7.1, "86": 7.1, "75": 7.4}, {"90": 14, "86": 14, "75": 15.5}
+BUDGETS = [
+    Row("accumulate_kernel", "f32", 12, 8, 4, FACTOR, 1, {"90": 6.1, "86": 6.1, "75": 6.4}),
+    Row("accumulate_kernel", "bf16", 10, 6, 4, FACTOR, 1, SUM),
+    Row("accumulate_kernel", "f16", 10, 6, 4, FACTOR, 1, SUM, f16=True),
+    Row("accumulate_kernel", "bf16, compensated", 18, 10, 8, FACTOR, 1, COMPENSATED),
+]
 
 
 def lists(shapes: Shapes, dtype: torch.dtype, compensated=False, zero_grads=False) -> Lists:
@@ -22,21 +30,18 @@ def lists(shapes: Shapes, dtype: torch.dtype, compensated=False, zero_grads=Fals
 def headroom_op(data: Rotation, zero_grads: bool = False) -> Contender:
     from headroom.functional import accumulate_
 
-    def call(d):
-        accumulate_(d.sums, d.grads, compensations=d.compensations, zero_grads=zero_grads)
-
-    return on_next(data, call)
+    add = partial(accumulate_, zero_grads=zero_grads)
+    return on_next(data, lambda d: add(d.sums, d.grads, compensations=d.compensations))
 
 
 def headroom_add(data: Rotation, compensated: bool = False) -> Contender:
     """`GradAccumulator.add()`, which takes each gradient from its parameter."""
     import headroom
 
-    pairs = {}
+    chosen, pairs = None, {}
     for d in data.sets:
         params = [torch.nn.Parameter(grad.clone()) for grad in d.grads]
         pairs[id(d)] = params, headroom.GradAccumulator(params, compensated=compensated)
-    chosen = None
 
     def give():
         nonlocal chosen
@@ -86,11 +91,10 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         of = lists(model.shapes, dtype, compensated, zero_grads)
         return list_case(name, f"add() on {model}, {what}", of, contenders, *bars)
 
-    zeroed, compensated = "the gradients zeroed (add(): dropped)", "compensated (torch: plain)"
     return [
         case("bf16", "bf16 to f32", BF16, Bar("fraction", 0.85, "cpu")),
         case("f16", "f16 to f32", F16),
         case("f32", "f32 to f32", F32),
-        case("bf16-zeroed", f"bf16 to f32, {zeroed}", BF16, zero_grads=True),
-        case("bf16-compensated", f"bf16 to f32, {compensated}", BF16, compensated=True),
+        case("bf16-zeroed", "bf16 to f32, and zeroed (add(): dropped)", BF16, zero_grads=True),
+        case("bf16-compensated", "bf16 to f32, compensated (torch: plain)", BF16, compensated=True),
     ]

@@ -11,6 +11,7 @@ import torch
 
 from ._model import Shapes, filled_like, model_for, optimizer_step
 from .harness import Bar, Case, Contender, Rotation, Unavailable, sets_needed
+from .instructions.row import ADD, FACTOR, Row, evenly
 
 F32, BF16 = torch.float32, torch.bfloat16
 HF, FOR_LOOP, FOREACH = "transformers", "torch for-loop", "torch foreach"
@@ -109,3 +110,14 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         ),
         case("small", f"step() on {len(small.shapes):,} small tensors, f32", small, moved=False),
     ]
+
+
+BUDGETS = [
+    Row("adafactor_sums_kernel", "f32", 8, 8, 0, FACTOR, 3, evenly(9.4)),
+    Row("adafactor_sums_kernel", "bf16", 4, 4, 0, FACTOR, 3, evenly(11)),
+    Row("adafactor_norm_kernel", "f32", 4, 4, 0, ADD, 1, evenly(7.2)),
+    Row("adafactor_norm_kernel", "bf16", 2, 2, 0, ADD, 1, evenly(8.2)),
+    Row("adafactor_apply_kernel", "f32", 12, 8, 4, ADD, 1, evenly(10.9)),
+    Row("adafactor_apply_kernel", "bf16", 6, 4, 2, ADD, 1, {"90": 11, "86": 11, "75": 18.3}),
+    Row("adafactor_apply_kernel", "f16", 6, 4, 2, ADD, 1, {"90": 11, "86": 11, "75": 12}, f16=True),
+]

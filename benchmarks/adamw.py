@@ -12,6 +12,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from ._model import OP_ONLY, Shapes, filled_like, model_for, optimizer_step
 from .harness import Bar, Case, Contender, Rotation, Unavailable, sets_needed
+from .instructions.row import SQRT, Row
 
 HYPER = {
     "lr": 1e-3,
@@ -225,3 +226,16 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         ),
         tiny_op("op-10000x64", f"the op on {tiny}", many),
     ]
+
+
+ADAMW, REMAINDER16 = {"90": 43.9, "86": 44.1}, {"90": 59.2, "86": 59.3, "75": 61.1}
+BUDGETS = [
+    Row("adamw_kernel", "f32", 28, 16, 12, SQRT, 1, ADAMW | {"75": 45.5}, 55),
+    Row("adamw_kernel", "all bf16", 14, 8, 6, SQRT, 1, ADAMW | {"75": 65.8}, 58),
+    Row("adamw_kernel", "all f16", 14, 8, 6, SQRT, 1, ADAMW | {"75": 47.2}, 58, f16=True),
+    Row("adamw_kernel", "bf16, f32 moments", 22, 12, 10, SQRT, 1, ADAMW | {"75": 53.2}, 58),
+    Row("adamw_kernel", "f16, f32 moments", 22, 12, 10, SQRT, 1, ADAMW | {"75": 47}, 58, f16=True),
+    Row("adamw_kernel", "f32, bf16 moments", 20, 12, 8, SQRT, 1, ADAMW | {"75": 58.9}),
+    Row("adamw_kernel", "remainder16", 18, 10, 8, SQRT, 1, REMAINDER16 | {"75": 73.4}, 75),
+    Row("adamw_kernel", "remainder16, f32 moments", 26, 14, 12, SQRT, 1, REMAINDER16, 75),
+]

@@ -12,6 +12,7 @@ import torch
 from . import adamw
 from ._model import OP_ONLY, Shapes, filled_like, model_for, optimizer_step
 from .harness import Bar, Case, Contender, Rotation, Unavailable, filled, sets_needed
+from .instructions.row import SQRT, Row
 
 BLOCK, SMALLEST = 256, 4096  # the optimizers' defaults: smaller tensors keep float32 moments
 HYPER = {name: value for name, value in adamw.HYPER.items() if name != "amsgrad"}
@@ -176,3 +177,13 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         model("bf16", f"{step}, bf16 parameters", bf16, *bf16_bars),
         many_step("step-10000x5000", what, many, Bar("ratio", 60.0, "cpu", BNB)),
     ]
+
+
+ADAMW8BIT = {"90": 77, "86": 74.2, "75": 85}
+REMAINDER16_8BIT = {"90": 91, "86": 87.6, "75": 91.3}
+BUDGETS = [
+    Row("adamw8bit_kernel", "f32", 16.06, 11, 6, SQRT, 1, {"90": 80, "86": 77.4, "75": 81}, 80),
+    Row("adamw8bit_kernel", "bf16", 10.06, 7, 4, SQRT, 1, ADAMW8BIT, 75),
+    Row("adamw8bit_kernel", "f16", 10.06, 7, 4, SQRT, 1, ADAMW8BIT | {"75": 79}, 75, f16=True),
+    Row("adamw8bit_kernel", "remainder16", 14.06, 9, 6, SQRT, 1, REMAINDER16_8BIT, 95),
+]

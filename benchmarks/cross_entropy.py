@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ._layers import trained
 from .harness import Bar, Case, Rotation, filled, sets_needed
+from .instructions.row import Row
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -61,3 +62,16 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         for dtype in (F32, BF16)
         for shape in ((4096, 2048), (512, 8192), (4096, 32000))
     ]
+
+
+SOFTMAX = {"90": 20, "86": 20}
+EXP, FORWARD, BACKWARD = ("FFMA",), "cross_entropy_forward_kernel", "cross_entropy_backward_kernel"
+BUDGETS = [
+    Row(FORWARD, "f32", 4, 4, 0, EXP, 8, {"90": 19, "86": 19, "75": 20.1}),
+    Row(FORWARD, "bf16", 2, 2, 0, EXP, 8, SOFTMAX | {"75": 21.1}),
+    Row(FORWARD, "f16", 2, 2, 0, EXP, 8, SOFTMAX | {"75": 21.1}, f16=True),
+    Row(BACKWARD, "f32", 8, 4, 4, EXP, 8, {"90": 20.5, "86": 20.5, "75": 21.7}),
+    Row(BACKWARD, "bf16", 4, 2, 2, EXP, 8, SOFTMAX | {"75": 27.9}),
+    Row(BACKWARD, "f16", 4, 2, 2, EXP, 8, SOFTMAX | {"75": 21.7}, f16=True),
+    Row(BACKWARD, "f32 to bf16", 6, 4, 2, EXP, 8, SOFTMAX | {"75": 27.9}),
+]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ._layers import held_bytes, trained
 from .harness import Bar, Case, Rotation, filled, sets_needed
+from .instructions.row import Row
 
 F32, BF16 = torch.float32, torch.bfloat16
 KINDS = ("forward_kl", "reverse_kl", "js")
@@ -120,6 +121,20 @@ def peaks(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> dict[str, i
             trained(data, of("js"), lambda d: [d.hidden, d.weight]).call, device
         )[1]
     return found
+
+
+EXP, FORWARD, BACKWARD = ("FFMA",), "divergence_forward_kernel", "divergence_backward_kernel"
+BUDGETS = [
+    # The loop of log-sum-exps, and what follows it where the mixture has to be computed.
+    Row(FORWARD, "f32, log-sum-exp", 4, 4, 0, EXP, 9, {"90": 21.8, "86": 21, "75": 21.7}),
+    Row(FORWARD, "bf16, log-sum-exp", 2, 2, 0, EXP, 9, {"90": 22.1, "86": 21.9, "75": 23.1}),
+    Row(FORWARD, "f32, mixture", 8, 8, 0, EXP, 34, {"90": 126, "86": 126.1, "75": 128.3}),
+    Row(FORWARD, "bf16, mixture", 4, 4, 0, EXP, 34, {"90": 127.9, "86": 128, "75": 130}),
+    Row(BACKWARD, "f32, forward", 12, 8, 4, EXP, 19, {"90": 59, "86": 58.5, "75": 60.9}),
+    Row(BACKWARD, "bf16, forward", 6, 4, 2, EXP, 19, {"90": 59, "86": 58.6, "75": 68.8}),
+    Row(BACKWARD, "f32, mixture", 12, 8, 4, EXP, 34, {"90": 116, "86": 116.6, "75": 118.8}),
+    Row(BACKWARD, "bf16, mixture", 6, 4, 2, EXP, 34, {"90": 121.8, "86": 121.3, "75": 131}),
+]
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._layers import trained
 from .harness import Bar, Case, Rotation, filled, sets_needed
+from .instructions.row import LOGISTIC, SQUARE, Row
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -69,3 +70,14 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         *(case("silu", dtype, shape) for dtype in (F32, BF16) for shape in (big, long)),
         *(case(other, BF16, big) for other in ("gelu", "gelu_tanh")),
     ]
+
+
+GLU, GLU_BACK = {"90": 33.2, "86": 33.4, "75": 36.2}, {"90": 49.9, "86": 48.6, "75": 51.3}
+BUDGETS = [
+    Row("glu_kernel", "silu, f32", 12, 8, 4, SQUARE, 10, GLU),
+    Row("glu_kernel", "silu, bf16", 6, 4, 2, SQUARE, 10, GLU | {"75": 42.4}, 36),
+    Row("glu_kernel", "silu, f16", 6, 4, 2, SQUARE, 10, GLU, 36, f16=True),
+    Row("glu_kernel", "silu, f32, backward", 20, 12, 8, LOGISTIC, 12, GLU_BACK),
+    Row("glu_kernel", "silu, bf16, backward", 10, 6, 4, LOGISTIC, 12, GLU_BACK | {"75": 63.8}, 60),
+    Row("glu_kernel", "silu, f16, backward", 10, 6, 4, LOGISTIC, 12, GLU_BACK, 60, f16=True),
+]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ._layers import trained
 from .harness import Bar, Case, Rotation, filled, sets_needed
+from .instructions.row import FACTOR, Row, evenly
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -79,3 +80,15 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         for dtype in (F32, BF16)
         for shape in ((4096, 2048), (512, 8192))
     ]
+
+
+NORM_Y = {"90": 11.9, "86": 11.9, "75": 18.9}
+BUDGETS = [
+    # RMS norms: y from a row and its weights; and the pass of a gradient that finds its means, a
+    # loop where rows do not fit in registers. The next pass has too many ways to be found.
+    Row("norm_forward_kernel", "f32", 8, 8, 4, FACTOR, 2, evenly(11.1)),
+    Row("norm_forward_kernel", "bf16", 4, 4, 2, FACTOR, 2, NORM_Y),
+    Row("norm_forward_kernel", "f16", 4, 4, 2, FACTOR, 2, NORM_Y | {"75": 12.3}, f16=True),
+    Row("norm_backward_long_kernel", "f32, means", 8, 12, 0, FACTOR, 3, evenly(11.9)),
+    Row("norm_backward_long_kernel", "bf16, means", 4, 6, 0, FACTOR, 3, evenly(13.5)),
+]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ._layers import trained
 from .harness import Bar, Case, Rotation, filled, sets_needed
+from .instructions.row import ADD, Row, evenly
 
 F32, BF16 = torch.float32, torch.bfloat16
 HEAD_DIM, GROUP = 128, 4  # query heads per key head
@@ -102,3 +103,10 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         for dtype in (F32, BF16)
         for tokens, cols in ((4096, 2048), (512, 8192))
     ]
+
+
+BUDGETS = [
+    Row("rope_kernel", "f32", 8, 4, 4, ADD, 1, evenly(6.3)),
+    Row("rope_kernel", "bf16", 4, 2, 2, ADD, 1, {"90": 5.7, "86": 5.7, "75": 12.9}),
+    Row("rope_kernel", "f16", 4, 2, 2, ADD, 1, {"90": 5.7, "86": 5.7, "75": 6.7}, f16=True),
+]

@@ -11,6 +11,7 @@ import torch
 
 from ._model import OP_ONLY, Shapes, filled_like, model_for
 from .harness import Bar, Case, Contender, Rotation, sets_needed
+from .instructions.row import SQUARE, Row, evenly
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TORCH_OP = "torch, op only"
@@ -263,3 +264,15 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         norm_case("norm-bf16", bf16),
         norm_case("norm-f16", f16),
     ]
+
+
+F32_NORM, NORM = evenly(4.1), evenly(4.9)
+UNSCALE_BF16 = {"90": 6.2, "86": 6.2, "75": 13.5}
+UNSCALE = {"90": 8.3, "86": 8.3, "75": 9.4}
+BUDGETS = [
+    Row("unscale_norm_kernel", "f32, norm", 4, 4, 0, SQUARE, 0.5, F32_NORM),
+    Row("unscale_norm_kernel", "bf16, norm", 2, 2, 0, SQUARE, 0.5, NORM, 6),
+    Row("unscale_norm_kernel", "f16, norm", 2, 2, 0, SQUARE, 0.5, NORM, 6, f16=True),
+    Row("unscale_norm_kernel", "bf16, norm and unscale", 4, 2, 2, SQUARE, 0.5, UNSCALE_BF16),
+    Row("unscale_norm_kernel", "f16, norm and unscale", 4, 2, 2, SQUARE, 0.5, UNSCALE, f16=True),
+]

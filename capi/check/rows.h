@@ -13,6 +13,12 @@ hr_status hr_check_float(const char *function, const char *name, hr_dtype dtype)
 hr_status hr_check_rows(const char *function, const char *name, const hr_rows *matrix, int64_t rows,
                         int64_t cols, hr_dtype dtype);
 
+/* A matrix that may be absent, by value. */
+static inline hr_rows hr_rows_or_none(const hr_rows *rows)
+{
+    return rows ? *rows : (hr_rows){NULL, 0};
+}
+
 /* An aligned address of a vector. NULL is allowed. */
 hr_status hr_check_vector(const char *function, const char *name, const void *vector,
                           hr_dtype dtype);

@@ -23,11 +23,6 @@ static hr_status check_matrix(const char *function, const char *name, const hr_r
     return hr_check_rows(function, name, matrix, args->rows, args->cols, args->dtype);
 }
 
-static hr_rows rows_or_none(const hr_rows *rows)
-{
-    return rows ? *rows : (hr_rows){NULL, 0};
-}
-
 /* If no matrix has gaps between rows, all of them are one long row. */
 static void join_rows(glu_args *args)
 {
@@ -64,7 +59,7 @@ hr_status hr_glu_forward(const hr_rows *h, const hr_rows *gate, const hr_rows *u
     HR_TRY(check_matrix(function, "up", up, 0, &args));
     args.h = *h;
     args.gate = *gate;
-    args.up = rows_or_none(up);
+    args.up = hr_rows_or_none(up);
     return run(&args, exec);
 }
 
@@ -87,10 +82,10 @@ hr_status hr_glu_backward(const hr_rows *dgate, const hr_rows *dup, const hr_row
     HR_TRY(check_matrix(function, "gate", gate, 1, &args));
     HR_TRY(check_matrix(function, "up", up, 0, &args));
     args.dgate = *dgate;
-    args.dup = rows_or_none(dup);
-    args.h = rows_or_none(h);
+    args.dup = hr_rows_or_none(dup);
+    args.h = hr_rows_or_none(h);
     args.dh = *dh;
     args.gate = *gate;
-    args.up = rows_or_none(up);
+    args.up = hr_rows_or_none(up);
     return run(&args, exec);
 }

@@ -44,11 +44,6 @@ static hr_status check_input(const char *function, const hr_rows *x, const void 
     return HR_OK;
 }
 
-static hr_rows rows_or_none(const hr_rows *rows)
-{
-    return rows ? *rows : (hr_rows){NULL, 0};
-}
-
 hr_status hr_norm_forward(const hr_rows *y, const hr_rows *sum, float *mean, float *rstd,
                           const hr_rows *x, const hr_rows *residual, const void *weight,
                           const void *bias, int64_t rows, int64_t cols,
@@ -71,9 +66,9 @@ hr_status hr_norm_forward(const hr_rows *y, const hr_rows *sum, float *mean, flo
     HR_REQUIRE(!mean || own.kind == HR_NORM_LAYER,
                "%s: mean is given, but only HR_NORM_LAYER has one", function);
     const norm_args args = {.y = *y,
-                            .sum = rows_or_none(sum),
+                            .sum = hr_rows_or_none(sum),
                             .x = *x,
-                            .residual = rows_or_none(residual),
+                            .residual = hr_rows_or_none(residual),
                             .weight = weight,
                             .bias = bias,
                             .mean = mean,
@@ -141,10 +136,10 @@ hr_status hr_norm_backward(const hr_rows *dx, void *dweight, void *dbias, const 
     HR_REQUIRE(needed == 0 || (workspace && (uintptr_t)workspace % 8 == 0),
                "%s: workspace is at %p, wanted a multiple of 8 bytes", function, workspace);
     const norm_args args = {.x = *x,
-                            .y = rows_or_none(y),
-                            .dx = rows_or_none(dx),
-                            .dy = rows_or_none(dy),
-                            .dsum = rows_or_none(dsum),
+                            .y = hr_rows_or_none(y),
+                            .dx = hr_rows_or_none(dx),
+                            .dy = hr_rows_or_none(dy),
+                            .dsum = hr_rows_or_none(dsum),
                             .dweight = dweight,
                             .dbias = dbias,
                             .weight = weight,

@@ -1,4 +1,4 @@
-"""What ops on rows share: dtypes under autocast, and the checks of their fakes."""
+"""What the functions of ops on rows share: dtypes under autocast, and checks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .registration import FLOATS, require
+from .registration import FLOATS
 
 __all__ = [
     "autocast",
     "autocast_dtype",
     "cast",
-    "check_rows",
     "check_tensors",
     "constant_factors",
     "promoted",
@@ -71,34 +70,3 @@ def constant_factors(factors: Tensor | None, name: str) -> Tensor | None:
     if factors.is_complex():
         raise RuntimeError(f"{name} has dtype {factors.dtype}, wanted real numbers")
     return factors.float()
-
-
-def check_rows(
-    x: Tensor,
-    like_x: dict[str, Tensor | None],
-    vectors: dict[str, Tensor | None],
-    x_name: str = "x",
-) -> None:
-    """Raises, while an op on rows is traced, what the op would raise when it runs; devices are
-    compared by :func:`register_fake`.
-
-    Args:
-        x: ``[..., cols]``, of a dtype that kernels take.
-        like_x: tensors of the shape and dtype of ``x``, by the names of their arguments.
-        vectors: tensors ``[cols]``, all of one dtype.
-        x_name: what the op calls ``x``.
-    """
-    require(x.dim() > 0, f"{x_name} has no dimensions, wanted [..., cols]")
-    require(x.dtype in FLOATS, f"{x_name} has dtype {x.dtype}, wanted one of {FLOATS}")
-    for name, tensor in like_x.items():
-        if tensor is None:
-            continue
-        require(tensor.shape == x.shape, f"{name} has another shape than {x_name}")
-        require(
-            tensor.dtype == x.dtype, f"{name} has dtype {tensor.dtype}, but {x_name} has {x.dtype}"
-        )
-    given = {name: tensor for name, tensor in vectors.items() if tensor is not None}
-    for name, tensor in given.items():
-        require(tensor.shape == x.shape[-1:], f"{name} must be a tensor [{x.shape[-1]}]")
-        require(tensor.dtype in FLOATS, f"{name} has dtype {tensor.dtype}, wanted one of {FLOATS}")
-    require(len({t.dtype for t in given.values()}) <= 1, "bias has another dtype than weight")

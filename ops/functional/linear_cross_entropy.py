@@ -118,31 +118,27 @@ def gradients(options: Options, wanted: int, **tensors: Tensor | None) -> tuple[
 
 # ---- Fakes and FLOPs ---------------------------------------------------------------------------
 
-_FACTOR = kind("", "1", dtypes=FLOAT32)
 _ROW, _INTEGERS = kind("rows", dtypes=FLOAT32), (torch.int64, torch.int32)
 _KINDS = {
     "hidden": MATRIX,
     "weight": kind("classes cols"),
     "bias": kind("classes"),
     "target": kind("rows", dtypes=_INTEGERS),
-    "denominator": _FACTOR,
+    "class_weight": kind("all", dtypes=FLOAT32),
+    "token_weight": _ROW,
+    "denominator": kind("", "1", dtypes=FLOAT32),
     "dloss": kind("rows", "", dtypes=FLOAT32),
     "factors": kind("2", dtypes=FLOAT32),
     "lse": _ROW,
     "lse_low": _ROW,
+    "weight_grad": kind("classes cols", dtypes=(torch.float32, torch.bfloat16)),
+    "bias_grad": kind("classes", dtypes=(torch.float32, torch.bfloat16)),
 }
 _OF_CLASSES = ("argmax", "rank")  # integers
 
 
-def _check(target, weight, class_weight, token_weight, all_classes, shift, **_) -> None:
+def _check(target: Tensor, shift: bool, **_: Any) -> None:
     require(not shift or target.dim() > 0, "hidden has no dimension of a sequence")
-    sizes = {"class_weight": all_classes or weight.shape[0], "token_weight": prod(target.shape)}
-    for (name, size), tensor in zip(sizes.items(), (class_weight, token_weight)):
-        if tensor is not None:
-            require(
-                tensor.dtype == torch.float32 and tensor.numel() == size,
-                f"{name} must be a float32 tensor of {size} elements",
-            )
 
 
 def _gradients(hidden, weight, wanted=0, want_hidden=None, **_):
@@ -228,6 +224,7 @@ def _gradient(derived: Gradient) -> KeptGradient:
 row_op(
     "linear_cross_entropy",
     _KINDS,
+    sizes=lambda weight, all_classes, **_: {"all": all_classes or weight.shape[0]},
     check=_check,
     results=_results,
     gradients=_gradients,

@@ -1,7 +1,4 @@
 // glu.cpp: headroom::glu and headroom::glu_backward.
-//
-// What a call does not ask for is returned as a tensor without elements, because a schema has no
-// optional results.
 #include <tuple>
 
 #include "torch_ext/core/numbers.h"
@@ -17,31 +14,23 @@ class Inputs
 {
   public:
     Inputs(const Tensor &gate, const OptionalTensor &up, int64_t activation, bool packed)
-        : gate_view(gate), matrix(matrix_of(gate_view, "gate")), exec(gate_view),
-          sizes(gate_view.sizes, gate_view.sizes + gate_view.dim)
+        : view(gate), matrix(matrix_of(view, "gate")), exec(view), gate_in_(gate, "gate")
     {
         set(config.activation, activation, "activation");
-        config.dtype = float_of(gate_view, "gate");
+        config.dtype = float_of(view, "gate");
         if (packed && up)
             fail("up is given, but with packed the second half of gate is up");
         if (packed && matrix.cols % 2 != 0)
             fail("gate has " + std::to_string(matrix.cols) +
                  " columns, wanted an even number with packed");
-        gate_in_.emplace(gate, "gate");
-        gate_rows = *gate_in_->get();
-        if (packed) {
-            matrix.cols /= 2;
-            sizes.back() = matrix.cols;
-            up_rows = second_half(gate_rows);
-        } else if (up) {
-            up_in_.emplace(require_like(gate_view, "gate", *up, "up"), "up");
-            up_rows = *up_in_->get();
-        }
-    }
-
-    Tensor empty_h() const
-    {
-        return torch::stable::new_empty(gate_view.tensor, {sizes.data(), sizes.size()});
+        matrix.cols /= packed ? 2 : 1;
+        sizes.assign(view.sizes, view.sizes + view.dim);
+        sizes.back() = matrix.cols;
+        if (up)
+            up_in_.emplace(require_like(view, "gate", *up, "up"), "up");
+        if (packed)
+            half_ = second_half(*gate_in_.get());
+        up_rows = packed ? &half_ : up ? up_in_->get() : nullptr;
     }
 
     hr_rows second_half(const hr_rows &rows) const
@@ -50,21 +39,28 @@ class Inputs
         return {rows.data ? static_cast<char *>(rows.data) + bytes : nullptr, rows.stride};
     }
 
-    const hr_rows *up() const
+    Tensor empty_h(bool wanted = true) const
     {
-        return up_rows ? &*up_rows : nullptr;
+        return wanted ? torch::stable::new_empty(view.tensor, {sizes.data(), sizes.size()})
+                      : nothing(view.tensor);
     }
 
-    const View gate_view;
+    const hr_rows *gate() const
+    {
+        return gate_in_.get();
+    }
+
+    const View view; // of gate
     Matrix matrix;
     const Exec exec;
     std::vector<int64_t> sizes; // of h
     hr_glu_config config = HR_GLU_CONFIG_INIT;
-    hr_rows gate_rows;
-    std::optional<hr_rows> up_rows;
+    const hr_rows *up_rows;
 
   private:
-    std::optional<RowsIn> gate_in_, up_in_;
+    const RowsIn gate_in_;
+    std::optional<RowsIn> up_in_;
+    hr_rows half_;
 };
 
 Tensor glu(const Tensor &gate, const OptionalTensor &up, int64_t activation, bool packed)
@@ -72,8 +68,8 @@ Tensor glu(const Tensor &gate, const OptionalTensor &up, int64_t activation, boo
     const Inputs in(gate, up, activation, packed);
     Tensor h = in.empty_h();
     const hr_rows h_rows = rows_of(h);
-    check(hr_glu_forward(&h_rows, &in.gate_rows, in.up(), in.matrix.rows, in.matrix.cols,
-                         &in.config, &in.exec.exec));
+    check(hr_glu_forward(&h_rows, in.gate(), in.up_rows, in.matrix.rows, in.matrix.cols, &in.config,
+                         &in.exec.exec));
     return h;
 }
 
@@ -82,16 +78,15 @@ std::tuple<Tensor, Tensor, Tensor> glu_backward(const Tensor &dh, const Tensor &
                                                 bool packed, bool want_h)
 {
     const Inputs in(gate, up, activation, packed);
-    View h_view = in.gate_view; // as h is, wanted or not
+    View h_view = in.view; // as h is, wanted or not
     h_view.sizes = const_cast<int64_t *>(in.sizes.data());
     const RowsIn dh_in(require_like(h_view, "h", dh, "dh"), "dh");
-    Tensor h = want_h ? in.empty_h() : nothing(gate);
-    Tensor dgate = empty_rows(in.gate_view, gate);
-    Tensor dup = empty_like_if(up.has_value(), in.gate_view);
+    Tensor h = in.empty_h(want_h), dgate = empty_rows(in.view, gate);
+    Tensor dup = empty_like_if(up.has_value(), in.view);
     const hr_rows dgate_rows = rows_of(dgate), h_rows = rows_of(h);
     const hr_rows dup_rows = packed ? in.second_half(dgate_rows) : rows_of(dup);
-    check(hr_glu_backward(&dgate_rows, in.up() ? &dup_rows : nullptr, want_h ? &h_rows : nullptr,
-                          dh_in.get(), &in.gate_rows, in.up(), in.matrix.rows, in.matrix.cols,
+    check(hr_glu_backward(&dgate_rows, in.up_rows ? &dup_rows : nullptr, want_h ? &h_rows : nullptr,
+                          dh_in.get(), in.gate(), in.up_rows, in.matrix.rows, in.matrix.cols,
                           &in.config, &in.exec.exec));
     return {dgate, dup, h};
 }

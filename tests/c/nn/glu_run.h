@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "tests/c/harness/tensors.h"
+#include "tests/c/harness/row_op.h"
 
 struct GluCase {
     int64_t rows = 5, cols = 7;
@@ -101,11 +101,6 @@ class GluRun
             const bool special = c.special && noise(uint64_t(role) + 50, i) < -0.5;
             return special ? kSpecial[i * uint64_t(role) % 16] : noise(uint64_t(role), i) * size;
         };
-    }
-
-    static double garbage(size_t, size_t)
-    {
-        return 77;
     }
 
     static std::vector<int64_t> of(const GluCase &c, bool wanted = true)

@@ -22,14 +22,8 @@ std::vector<GluCase> cases()
     for (const auto &[rows, cols] : shapes)
         for (const hr_dtype dtype : kTypes)
             for (int i = 0; i < 3; i++, k++)
-                all.push_back({.rows = rows,
-                               .cols = cols,
-                               .gap = k % 2 * 8,
-                               .activation = hr_activation(k % kActivations),
-                               .dtype = dtype,
-                               .up = k % 3 != 2,
-                               .again = k % 4 != 1,
-                               .shift = k % 7 == 3});
+                all.push_back({rows, cols, k % 2 * 8, hr_activation(k % kActivations), dtype,
+                               k % 3 != 2, k % 4 != 1, size_t(k % 7 == 3)});
     all.push_back({.rows = 0, .cols = 9});
     return all;
 }
@@ -177,14 +171,11 @@ TEST_P(Glu, GateAndUpMayLieSideBySide)
         ASSERT_EQ(apart.call(), HR_OK);
         const GluCase wide = {.rows = 3, .cols = 2 * cols, .dtype = HR_BF16};
         const GluRun packed(*backend, wide);
-        std::vector<uint8_t> bytes;
-        const std::vector<uint8_t> halves[] = {apart.gate.buffers[0].content(),
-                                               apart.up.buffers[0].content()};
+        std::vector<double> rows;
         for (int64_t row = 0; row < 3; row++)
-            for (const std::vector<uint8_t> &half : halves)
-                bytes.insert(bytes.end(), half.begin() + row * cols * 2,
-                             half.begin() + (row + 1) * cols * 2);
-        packed.gate.buffers[0].put(bytes);
+            for (const std::vector<double> &half : {apart.gate.values(0), apart.up.values(0)})
+                rows.insert(rows.end(), half.begin() + row * cols, half.begin() + (row + 1) * cols);
+        packed.gate.put(0, rows);
         const auto part = [&](const Tensors &tensor, int64_t k) {
             return hr_rows{moved(tensor.data[0], size_t(k * cols * 2)), 2 * cols};
         };
@@ -206,23 +197,14 @@ TEST_P(Glu, GateAndUpMayLieSideBySide)
     }
 }
 
-namespace
-{
-std::vector<GluCase> cases_for_bits()
+static std::vector<GluCase> cases_for_bits()
 {
     std::vector<GluCase> all;
     for (const hr_dtype dtype : kTypes)
         for (int k = 0; k < kActivations; k++)
-            all.push_back({.rows = 3,
-                           .cols = 171,
-                           .gap = k % 2,
-                           .activation = hr_activation(k),
-                           .dtype = dtype,
-                           .up = k != 2,
-                           .special = true});
+            all.push_back({3, 171, k % 2, hr_activation(k), dtype, k != 2, true, 0, true});
     return all;
 }
-} // namespace
 
 TEST(GluBits, AreTheSameOnEveryInstructionSetAndThreadCount)
 {
@@ -238,18 +220,13 @@ TEST(GluBits, AreThoseOfTheCpuOnCuda)
 
 TEST_P(Glu, BadInputs)
 {
-    using Bad = BadInput<GluRun>;
-    const std::vector<Bad> bad = {
+    const BadInputs<GluRun> bad = {
         {"hr_glu_forward: rows is -1, wanted 0 or more", [](GluRun &r) { r.rows = -1; }},
         {"cols is 0, wanted 1 or more", [](GluRun &r) { r.cols = 0; }},
-        {"config is NULL", [](GluRun &r) { r.config_argument = nullptr; }},
-        {"config->size is 3, wanted", [](GluRun &r) { r.config.size = 3; }},
         {"config->activation is 5, wanted 0 to 4",
          [](GluRun &r) { r.config.activation = hr_activation(5); }},
         {"config->activation is -1", [](GluRun &r) { r.config.activation = hr_activation(-1); }},
         {"config->dtype is f64", [](GluRun &r) { r.config.dtype = HR_F64; }},
-        {"exec is NULL", [](GluRun &r) { r.exec_argument = nullptr; }},
-        {"exec->device is -2", [](GluRun &r) { r.exec.device = -2; }},
         {": h is NULL", [](GluRun &r) { r.h_argument = nullptr; }},
         {"gate is NULL", [](GluRun &r) { r.gate_argument = nullptr; }},
         {"h->stride is 6, wanted cols \\(7\\)", [](GluRun &r) { r.h_rows.stride = 6; }},
@@ -257,32 +234,16 @@ TEST_P(Glu, BadInputs)
         {"up->data is at .* not a multiple of 4 bytes",
          [](GluRun &r) { r.up_rows.data = moved(r.up_rows.data, 2); }},
     };
-    expect_all_refused(*backend, GluCase{}, bad);
+    expect_all_refused(*backend, GluCase{}, joined({bad_config_or_exec<GluRun>(), bad}));
     GluRun run(*backend, GluCase{});
     expect_no_such_device(run);
 }
 
-namespace
-{
-// A run whose call is backward alone.
-class GluBackwardRun : public GluRun
-{
-  public:
-    using GluRun::GluRun;
-    hr_status call() const
-    {
-        return backward();
-    }
-};
-} // namespace
-
 TEST_P(Glu, BadInputsOfBackward)
 {
-    using Run = GluBackwardRun;
-    const std::vector<BadInput<Run>> bad = {
+    using Run = BackwardOf<GluRun>;
+    const BadInputs<Run> bad = {
         {"hr_glu_backward: rows is -1", [](Run &r) { r.rows = -1; }},
-        {"config is NULL", [](Run &r) { r.config_argument = nullptr; }},
-        {"exec is NULL", [](Run &r) { r.exec_argument = nullptr; }},
         {"dgate is NULL", [](Run &r) { r.dgate_argument = nullptr; }},
         {"dh is NULL", [](Run &r) { r.dh_argument = nullptr; }},
         {"gate is NULL", [](Run &r) { r.gate_argument = nullptr; }},
@@ -295,5 +256,5 @@ TEST_P(Glu, BadInputsOfBackward)
         {"gate->stride is 6", [](Run &r) { r.gate_rows.stride = 6; }},
         {"up->stride is 6", [](Run &r) { r.up_rows.stride = 6; }},
     };
-    expect_all_refused(*backend, GluCase{}, bad);
+    expect_all_refused(*backend, GluCase{}, joined({bad_config_or_exec<Run>(), bad}));
 }

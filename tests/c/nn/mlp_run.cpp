@@ -8,8 +8,6 @@ Tensors::Value values(uint64_t role, double size, double center = 0)
     return [=](size_t k, size_t i) { return noise(role + k, i) * size + center; };
 }
 
-const Tensors::Value garbage = [](size_t, size_t) { return 77.0; };
-
 // Of the weights, in the order of hr_mlp_params; 0 for those that a case does not have.
 std::vector<int64_t> numel_of(const MlpCase &c)
 {

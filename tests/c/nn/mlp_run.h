@@ -1,7 +1,7 @@
 // Calls of hr_mlp_forward() and hr_mlp_backward() on made-up rows and weights.
 #pragma once
 
-#include "tests/c/harness/tensors.h"
+#include "tests/c/harness/row_op.h"
 
 struct MlpCase {
     int64_t tokens = 5, hidden = 6, features = 7;

@@ -17,8 +17,6 @@ Tensors::Value values(int role, const RowNormCase &c, double size, double center
     };
 }
 
-const Tensors::Value garbage = [](size_t, size_t) { return 77.0; };
-
 std::vector<int64_t> matrix(const RowNormCase &c, bool wanted = true)
 {
     return {wanted ? c.rows * (c.cols + c.gap) : 0};

@@ -1,7 +1,7 @@
 // Calls of hr_norm_forward() and hr_norm_backward() on made-up rows.
 #pragma once
 
-#include "tests/c/harness/tensors.h"
+#include "tests/c/harness/row_op.h"
 
 struct RowNormCase {
     int64_t rows = 5, cols = 7;

@@ -309,22 +309,9 @@ TEST_P(RowNorm, BadInputs)
     expect_no_such_device(run);
 }
 
-namespace
-{
-// A run whose call is backward alone.
-class BackwardRun : public RowNormRun
-{
-  public:
-    using RowNormRun::RowNormRun;
-    hr_status call() const
-    {
-        return backward();
-    }
-};
-} // namespace
-
 TEST_P(RowNorm, BadInputsOfBackward)
 {
+    using BackwardRun = BackwardOf<RowNormRun>;
     const std::vector<BadInput<BackwardRun>> bad = {
         {"rows is -1", [](BackwardRun &r) { r.rows = -1; }},
         {"config is NULL", [](BackwardRun &r) { r.config_argument = nullptr; }},

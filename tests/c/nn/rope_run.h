@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "tests/c/harness/refused.h"
-#include "tests/c/harness/tensors.h"
+#include "tests/c/harness/row_op.h"
 
 enum Layout { BY_TOKEN, BY_HEAD, PACKED }; // PACKED: [tokens, q heads | k heads | v heads]
 enum Positions { OFFSET, PER_BATCH, SHARED };
@@ -140,11 +140,6 @@ class RopeRun
             const double value = noise(role, i) * 1.5;
             return special && noise(role + 50, i) < -0.9 ? kSpecial[i % 8] : value;
         };
-    }
-
-    static double garbage(size_t, size_t)
-    {
-        return 77;
     }
 
     void *at(const Tensors &tensor, int64_t vector) const

@@ -190,6 +190,16 @@ def a_gradient_may_be_expanded_or_transposed(op, device):
 
 
 @way
+def frozen_inputs_change_no_other_gradient(op, device):
+    inputs = op.inputs(device=device)
+    for k, wanted in enumerate(gradients(op.function, inputs)):
+        given = [t.detach() for t in inputs]
+        given[k].requires_grad_()
+        (got,) = torch.autograd.grad(loss_of(op.function, *given), given[k])
+        torch.testing.assert_close(got, wanted)
+
+
+@way
 def autocast(op, device):
     """Under AMP rows come out of a product in bfloat16, and other arguments are float32."""
     inputs = op.inputs(device=device)

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from headroom.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from helpers.row_values import DTYPES, assert_as_good
+
 SHAPES = ((5, 7), (2, 3, 640), (33, 1025), (16, 1), (4, 5003))
 OPTIONS = {
     "plain": {},
@@ -52,14 +53,6 @@ def loss_and_gradient(function, logits, *arguments, **options):
         loss * torch.linspace(1, 2, loss.numel(), device=loss.device).view(loss.shape)
     ).sum().backward()
     return loss.detach(), leaf.grad
-
-
-def assert_as_good(ours, theirs, exact, dtypes):
-    """At most twice torch's error against float64, with one rounding of the largest value free."""
-    for k, (got, other, value, dtype) in enumerate(zip(ours, theirs, exact, dtypes)):
-        unit = torch.finfo(dtype).eps * value.abs().max().item() / 2
-        error, limit = ((t.double() - value).abs().max().item() for t in (got, other))
-        assert error <= 2 * limit + unit, f"output {k}: {error} against {limit}"
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -223,37 +216,6 @@ def test_kept_for_backward(device):
         cross_entropy(logits.requires_grad_(), target)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
     assert sum(storages.values()) == 64 * 512 * 2 + 64 * 8 + 2 * 64 * 4 + 2 * 4
-
-
-def test_opcheck(device):
-    logits, target, weight = sample((4, 9), torch.float32, device)
-    ops, check = torch.ops.headroom, torch.library.opcheck
-    simple = ("test_schema", "test_faketensor")  # the others trace, which takes seconds
-    arguments = (target, weight, -100, 0.1, 5.0, 1e-3, 1, True, False)
-    check(ops.cross_entropy.default, (logits.clone().requires_grad_(), *arguments))
-    check(ops.cross_entropy.default, (logits, target, None, -100, 0.0, 0.0, 0.0, 0, False, False),
-          test_utils=simple)  # fmt: skip
-    _, lse, low, _, factors = ops.cross_entropy(logits, *arguments)
-    rest = (target, weight, lse, low, factors, -100, 0.1, 5.0, 1e-3)
-    dloss = torch.ones((), device=device)
-    check(ops.cross_entropy_backward.default, (dloss, logits, *rest), test_utils=simple)
-    check(ops.cross_entropy_backward_.default, (dloss, logits, *rest), test_utils=simple)
-
-
-@pytest.mark.parametrize("name", ["dloss", "lse", "lse_low", "factors"])
-@pytest.mark.parametrize("suffix", ["", "_"])
-def test_backward_refuses_one_tensor_without_data(name, suffix):
-    """A single meta tensor sends the whole call to the fake, which would change nothing."""
-    logits, target, _ = sample((4, 9), torch.float32, "cpu")
-    kept = {each: torch.ones(4) for each in ("dloss", "lse", "lse_low")}
-    kept |= {"factors": torch.ones(2)}
-    kept[name] = kept[name].to("meta")
-    dloss, *others = kept.values()
-    op = getattr(torch.ops.headroom, f"cross_entropy_backward{suffix}")
-    with pytest.raises(
-        RuntimeError, match=f"is on cpu, but {name} is on meta|{name} is on meta, but"
-    ):
-        op(dloss, logits, target, None, *others, -100, 0.0, 0.0, 0.0)
 
 
 def test_other_ways_to_a_gradient(device):

@@ -8,8 +8,7 @@ from headroom.functional import rope, rope_tables
 from torch.utils.checkpoint import checkpoint
 
 from helpers.rope_scalings import SCALINGS
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from helpers.row_values import DTYPES, assert_as_good
 
 
 def sample(shape, dtype, device, seed=0):
@@ -48,14 +47,6 @@ def gradients(function, q, k, dq, dk):
     outs = function(q, k)
     torch.autograd.backward(outs, (dq, dk))
     return *outs, q.grad, k.grad
-
-
-def assert_as_good(got, theirs, exact, dtype):
-    """At most twice the other error against float64, with one rounding of a large value free."""
-    for ours, other, value in zip(got, theirs, exact, strict=True):
-        errors = [(t.double() - value).abs().max().item() for t in (ours, other)]
-        unit = torch.finfo(dtype).eps * value.abs().max().item() / 2
-        assert errors[0] <= 2 * errors[1] + unit
 
 
 @pytest.mark.parametrize("interleaved", (False, True), ids=("halves", "interleaved"))

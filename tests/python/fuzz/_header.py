@@ -1,5 +1,6 @@
-"""The functions of headroom.h that take lists of tensors, one config and an exec: their arguments,
-as their contracts and declarations say. c_abi.py calls them from that alone."""
+"""The functions of headroom.h that take lists of tensors, or matrices of rows and their sizes, one
+config and an exec: their arguments, as their contracts and declarations say. c_abi.py and _rows.py
+call them from that alone."""
 
 from __future__ import annotations
 
@@ -50,11 +51,69 @@ def list_functions() -> dict[str, ListFunction]:
     return found
 
 
-def _config(text: str, name: str) -> tuple[type[Structure], dict[str, float]] | None:
-    body = re.search(rf"typedef struct {name} {{(.*?)}} {name};", text, re.DOTALL)
+@dataclass
+class RowFunction:
+    name: str
+    outputs: list[str]  # come first
+    inputs: list[str]
+    may_be_null: set[str]
+    config: type[Structure]
+    enums: dict[str, int]  # members of the config, and how many values they have
+
+
+def row_functions() -> list[RowFunction]:
+    """Returns those that take matrices of one dtype, and nothing else."""
+    text = HEADER.read_text()
+    found: list[RowFunction] = []
+    sizes = r"int64_t rows;int64_t cols;const (hr_\w+_config) \*config;const hr_exec \*exec;"
+    for name, parameters in status_functions(text).items():
+        shape = rf"(?:const hr_rows \*\w+;)+{sizes}"
+        if not (match := re.fullmatch(shape, "".join(f"{each};" for each in parameters))):
+            continue
+        contract = text[: text.index(f"hr_status {name}(")].rpartition("/*")[2]
+        words = {
+            argument: line
+            for names, line in re.findall(r"^ \* ([\w, ]+?)  +((?:in|out):.*)$", contract, re.M)
+            for argument in names.split(", ")
+        }
+        matrices = [each.split("*")[1] for each in parameters[:-4]]
+        before = {n for f in found if f.config.__name__ == match[1] for n in f.may_be_null}
+        nullable = {each for each in matrices if "NULL" in words[each]}
+        nullable |= {n for n in matrices if "as in the forward call" in words[n] and n in before}
+        members = _members(text, match[1])
+        found.append(
+            RowFunction(
+                name,
+                [each for each in matrices if words[each].startswith("out")],
+                [each for each in matrices if words[each].startswith("in")],
+                nullable,
+                type(match[1], (Structure,), {"_fields_": [(m, _kind(k)) for m, k in members]}),
+                {m: _values(text, kind) for m, kind in members if kind.startswith("hr_")},
+            )
+        )
+    return found
+
+
+def _kind(name: str) -> type:
+    return KINDS.get(name, c_int32)  # others are enums
+
+
+def _values(text: str, enum: str) -> int:
+    """How many values an enum has; the kernels take the first three dtypes."""
+    body = re.search(rf"typedef enum {enum} {{(.*?)}} {enum};", text, re.DOTALL)
+    return 3 if enum == "hr_dtype" else len(re.findall(r"\bHR_\w+ =", body[1]))
+
+
+def _members(text: str, config: str) -> list[tuple[str, str]]:
+    """Returns the names and types of the members of a config."""
+    body = re.search(rf"typedef struct {config} {{(.*?)}} {config};", text, re.DOTALL)
     code = re.sub(r"/\*.*?\*/", "", body[1], flags=re.DOTALL)
-    members = re.findall(r"([\w ]+?(?: \*| ))(\w+);", code)
-    kinds = [(member, KINDS.get(kind.strip())) for kind, member in members]
+    found = re.findall(r"([\w ]+?(?: \*| ))(\w+);", code)
+    return [(member, kind.strip()) for kind, member in found]
+
+
+def _config(text: str, name: str) -> tuple[type[Structure], dict[str, float]] | None:
+    kinds = [(member, KINDS.get(kind)) for member, kind in _members(text, name)]
     if None in (kind for _, kind in kinds):  # it holds structs: a call of it has to be written
         return None
     macro = re.search(rf"#define {name.upper()}_INIT.*?{{(.*?)}}", text, re.DOTALL)

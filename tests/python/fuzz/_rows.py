@@ -24,6 +24,7 @@ from tests.python.fuzz._c_calls import (
     struct,
     values,
 )
+from tests.python.fuzz._header import RowFunction, row_functions
 
 SIZES = {F32: 4, BF16: 2, F16: 2}
 PART = 1 << 13  # bytes of a matrix: enough for any dtype and for sizes that change places
@@ -42,7 +43,6 @@ GemmConfig = config(
     sizes=("batch", "batch_stride_a", "batch_stride_b", "batch_stride_c"),
 )
 NormConfig = config(("kind casting dtype weight_dtype", c_int32), ("eps offset", c_double))
-GluConfig = config(("activation dtype", c_int32))
 SHAPE = ("batch", "tokens", "q_heads", "k_heads", "head_dim", "table_rows")
 RopeShape = struct((" ".join(SHAPE), c_int64), sizes=SHAPE)
 RopeConfig = config(
@@ -164,32 +164,43 @@ def norm_backward(rng: random.Random, memory: Memory) -> Call:
     return call("hr_norm_backward", [*arguments, workspace, needed, exec_()], written)
 
 
-# ---- Gated linear units --------------------------------------------------------------------------
+# ---- Functions of matrices of one dtype ----------------------------------------------------------
 
 
-def glu(rng: random.Random, memory: Memory) -> Call:
-    def written(*arguments):
-        rows, cols, own = arguments[-4:-1]
-        count = 1 if name == "hr_glu_forward" else 3
-        size = SIZES[own.dtype]
-        return [s for m in arguments[:count] for s in spans(m, rows.value, cols.value, size)]
+def of_rows(function: RowFunction):
+    """Calls of a function that headroom.h alone describes. What may be NULL of the gradients is
+    NULL where what they are the gradients of is."""
 
-    own = GluConfig(sizeof(GluConfig), rng.randrange(5), rng.choice(FLOATS))
-    rows, cols = Limited(rng.choice([0, 1, 2, 5])), c_int64(rng.choice([1, 2, 7, 16, 33, 70]))
-    row = (rng, memory, cols.value, own.dtype)
-    gate, up, dh = matrix(*row), some(rng, matrix, *row), matrix(*row)
-    if up and rng.random() < 0.4:  # side by side
-        gate.stride = up.stride = 2 * cols.value
-        up.data = gate.data + cols.value * SIZES[own.dtype]
-    name = rng.choice(["hr_glu_forward", "hr_glu_backward"])
-    places = [same(each) for each in (gate, up) if each]
-    if name == "hr_glu_forward":
-        arguments = [rng.choice([matrix(*row), *places]), gate, up]
-    else:
-        places = rng.sample([*places, same(dh), *(matrix(*row) for _ in range(3))], 3)
-        dgate, dup, h = places[0], up and places[1], rng.choice([None, places[2]])
-        arguments = [dgate, dup, h, dh, gate, up]
-    return call(name, [*arguments, rows, cols, own, exec_()], written)
+    def make(rng: random.Random, memory: Memory) -> Call:
+        def written(*arguments):
+            rows, cols, own = arguments[-4:-1]
+            outputs = arguments[: len(function.outputs)]
+            return [s for m in outputs for s in spans(m, rows.value, cols.value, SIZES[own.dtype])]
+
+        own = function.config(sizeof(function.config))
+        for member, count in function.enums.items():
+            setattr(own, member, rng.randrange(count))
+        rows, cols = Limited(rng.choice([0, 1, 2, 5])), c_int64(rng.choice([1, 2, 7, 16, 33, 70]))
+        row = (rng, memory, cols.value, own.dtype)
+        given: dict[str, Structure | None] = {
+            name: None if name in function.may_be_null and rng.random() < 0.5 else matrix(*row)
+            for name in function.inputs
+        }
+        read = [each for each in given.values() if each]
+        if len(read) > 1 and rng.random() < 0.4:  # side by side
+            read[0].stride = read[1].stride = 2 * cols.value
+            read[1].data = read[0].data + cols.value * SIZES[own.dtype]
+        places = [*map(same, read), *(matrix(*row) for _ in function.outputs)]
+        outputs = dict(zip(function.outputs, rng.sample(places, len(function.outputs))))
+        for name in function.may_be_null & {*outputs}:
+            if name.removeprefix("d") in given:
+                outputs[name] = given[name.removeprefix("d")] and outputs[name]
+            elif rng.random() < 0.5:
+                outputs[name] = None
+        arguments = [*outputs.values(), *given.values(), rows, cols, own, exec_()]
+        return call(function.name, arguments, written)
+
+    return make
 
 
 # ---- Rotary embeddings ---------------------------------------------------------------------------
@@ -310,4 +321,4 @@ def workspaces(rng: random.Random, memory: Memory) -> Call:
     return call("hr_norm_workspace", [bytes_, *norm_sizes(rng), norm_config(rng)], None)
 
 
-CALLS = (norm_forward, norm_backward, glu, rope, gemm, gemm, workspaces)
+CALLS = (norm_forward, norm_backward, *map(of_rows, row_functions()), rope, gemm, gemm, workspaces)

@@ -13,23 +13,15 @@ from collections.abc import Callable
 import headroom.functional  # noqa: F401  (registers the ops)
 import torch
 from headroom._core.list_ops import LIST_OPS, ListOp
+from headroom._core.row_ops import ROW_OPS, RowOp
 from tests.python.fuzz._driver import changed_tensor, hostile_tensor, main
+from tests.python.helpers.row_calls import FLOATS, arguments_of, is_described, right_call
+from tests.python.helpers.row_calls import padded as tensor
 from torch import Tensor
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((3, 4), (), (5,), (0,), (64,), (70, 5), (2, 3, 4))
-PAD = 8  # elements on both sides of a tensor, which nobody may write
 NUMBERS = (0.0, 1.0, -1.0, 0.5, 1e-300, 1e300, math.nan, math.inf, -math.inf)
 INTEGERS = (0, 1, 2, 3, 6, 7, -1, 15, 64, 255, 256, 512, 2**31 - 1, 2**62, -(2**63))
-
-
-def tensor(rng: random.Random, shape: tuple, dtype: torch.dtype) -> Tensor:
-    numel = math.prod(shape)
-    if dtype.is_floating_point:
-        memory = torch.empty(numel + 2 * PAD).uniform_(0.5, 1.5).to(dtype)
-    else:
-        memory = torch.randint(0, 100, (numel + 2 * PAD,)).to(dtype)
-    return memory[PAD : PAD + numel].view(shape)
 
 
 class Call:
@@ -241,33 +233,6 @@ def join_weights(rng: random.Random) -> Call:
     return Call("split_weights_", lists, weights_mode=mode)
 
 
-def cross_entropy_backward(rng: random.Random) -> Call:
-    f32, classes = torch.float32, rng.choice([1, 5, 70])
-    rows = rng.choice([(), (3,), (0,), (2, 3)])
-    logits = tensor(rng, (*rows, classes), rng.choice(FLOATS))
-    target = tensor(rng, rows, rng.choice([torch.int32, torch.int64])).remainder_(classes)
-    lists = {"dloss": tensor(rng, rng.choice([(), rows]), f32), "logits": logits, "target": target}
-    lists["weight"] = tensor(rng, (classes,), f32) if rng.random() < 0.5 else None
-    lists |= {name: tensor(rng, rows, f32) for name in ("lse", "lse_low")}
-    lists["factors"] = tensor(rng, rng.choice([(0,), (2,)]), f32)
-    rule = {"ignore_index": rng.choice([-100, 0]), "label_smoothing": rng.choice([0.0, 0.1])}
-    rule |= {"softcap": rng.choice([0.0, 30.0]), "z_loss": rng.choice([0.0, 1e-4])}
-    return Call("cross_entropy_backward_", lists, **rule)
-
-
-def divergence_backward(rng: random.Random) -> Call:
-    f32, dtype, classes = torch.float32, rng.choice(FLOATS), rng.choice([1, 5, 70])
-    rows = rng.choice([(), (3,), (0,), (2, 3)])
-    student, teacher = (tensor(rng, (*rows, classes), dtype) for _ in range(2))
-    lists = {"dloss": tensor(rng, rng.choice([(), rows]), f32)}
-    lists |= {"student": student, "teacher": teacher}
-    lists["ignored"] = tensor(rng, rows, torch.bool) if rng.random() < 0.5 else None
-    lists["statistics"] = tensor(rng, (math.prod(rows), 6), f32)
-    lists["grad"] = student if rng.random() < 0.3 else tensor(rng, (*rows, classes), dtype)
-    rule = {"beta": rng.choice([0.0, 0.5, 1.0]), "temperature": rng.choice([1.0, 2.0])}
-    return Call("divergence_backward_", lists, **rule)
-
-
 def gemm_into(rng: random.Random) -> Call:
     dtype, (m, n, k) = rng.choice(FLOATS), (rng.choice([0, 1, 5, 33]) for _ in range(3))
     out = rng.choice([dtype, torch.float32])
@@ -283,39 +248,27 @@ def gemm_into(rng: random.Random) -> Call:
     return Call("gemm_", lists, **rule)
 
 
-def linear_cross_entropy_backward(rng: random.Random) -> Call:
-    f32, classes, features = torch.float32, rng.choice([1, 5, 70]), rng.choice([1, 6])
-    rows, dtype = rng.choice([(3,), (2, 3)]), rng.choice(FLOATS)
-    kept = f32 if dtype == torch.float16 else dtype
-    target = tensor(rng, rows, rng.choice([torch.int32, torch.int64])).remainder_(classes)
-    lists = {"dloss": tensor(rng, rng.choice([(), rows]), f32)}
-    lists["hidden"] = tensor(rng, (*rows, features), dtype)
-    lists["weight"] = tensor(rng, (classes, features), dtype)
-    lists["bias"] = tensor(rng, (classes,), dtype) if rng.random() < 0.5 else None
-    lists["target"] = target
-    lists["class_weight"] = tensor(rng, (classes,), f32) if rng.random() < 0.5 else None
-    lists["token_weight"] = tensor(rng, rows, f32) if rng.random() < 0.5 else None
-    lists["factors"] = tensor(rng, (2,), f32) if rng.random() < 0.5 else None
-    lists |= {name: tensor(rng, rows, f32) for name in ("lse", "lse_low")}
-    lists["weight_grad"] = torch.zeros(classes, features, dtype=kept)
-    lists["bias_grad"] = torch.zeros(classes, dtype=kept) if rng.random() < 0.5 else None
-    rule = {"ignore_index": -100, "label_smoothing": rng.choice([0.0, 0.1])}
-    rule |= {"softcap": rng.choice([0.0, 30.0]), "z_loss": rng.choice([0.0, 1e-4])}
-    rule |= {"logit_scale": 0.5, "order": rng.randrange(3), "workspace_limit": rng.choice([0, 1])}
-    rule |= {"most_counted": -1, "first_class": 0, "all_classes": 0, "precision": 0}
-    rule |= dict.fromkeys(("round_each_chunk", "check_target", "shift"), False)
-    return Call("linear_cross_entropy_backward_", lists, want_hidden=rng.random() < 0.5, **rule)
+def of_rows(op: RowOp, name: str) -> Callable[[random.Random], Call]:
+    """Calls of an op on rows, or of one of its gradient, from what it says of its tensors."""
+
+    def make(rng: random.Random) -> Call:
+        given = right_call(rng, op, name)
+        kinds = {argument.name: str(argument.type) for argument in arguments_of(name)}
+        if "grad" in given and rng.random() < 0.3:  # over the first tensor
+            given["grad"] = given[next(iter(op.kinds))]
+        tensors = {key: value for key, value in given.items() if "Tensor" in kinds[key]}
+        return Call(name, tensors, **{k: v for k, v in given.items() if k not in tensors})
+
+    return make
 
 
 CALLS = (adamw, adamw, adamw8bit, adamw8bit, adafactor, adafactor, unscale_norm, update_scale)
 CALLS = (
     *CALLS,
     join_weights,
-    cross_entropy_backward,
-    divergence_backward,
-    linear_cross_entropy_backward,
     gemm_into,
     *map(of_lists, LIST_OPS.values()),
+    *(of_rows(op, name) for op in ROW_OPS.values() for name in op.ops if is_described(op, name)),
 )
 
 # ---- One case ------------------------------------------------------------------------------------

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from headroom._core.row_ops import ROW_OPS
+
+from helpers.row_calls import is_described
 
 ROOT = Path(__file__).resolve().parents[3]
 OPS = {
@@ -39,21 +42,34 @@ def test_every_layer_has_the_stem(op, family):
     assert not missing, f"{op} lacks {', '.join(missing)}"
 
 
-def test_a_list_op_costs_what_contributing_says():
-    """The table there is of the op to copy: its files, and the lines of them and of the edits."""
+@pytest.mark.parametrize("kind, op", [("list op", "accumulate"), ("row op", "glu")])
+def test_an_op_costs_what_contributing_says(kind, op):
+    """The tables there are of the ops to copy: their files, and the lines of them and of edits."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    measure = re.search(r"at most (\d+) files, (\d+) edits\s+and (\d+) lines", text)
-    files = re.findall(r"^\| \d+ \| `(.+?)` \| (\d+) \|", text, re.MULTILINE)
-    edits, lines = re.search(r"^\| \| edits: (.+?) \| (\d+) \|", text, re.MULTILINE).groups()
-    total = re.search(r"(\d+) files, (\d+) edits\*\* \| \*\*(\d+)\*\*", text)
+    number = r"(\d+|\d,\d+)"
+    pattern = rf"{kind}\b.*?at most (\d+) files, (\d+) edits\s+and {number} lines"
+    measure = re.search(pattern, text, re.DOTALL)
+    table = text[measure.end() :]
+    total = re.search(rf"(\d+) files, (\d+) edits\*\* \| \*\*{number}\*\*", table)
+    table = table[: total.end()]
+    files = re.findall(r"^\| \d+ \| `(.+?)` \| (\d+) \|", table, re.MULTILINE)
+    edits, lines = re.search(r"^\| \| edits: (.+?) \| (\d+) \|", table, re.MULTILINE).groups()
+    assert all(op in path for path, _ in files)
     assert [int(total[1]), int(total[2])] == [len(files), edits.count("`") // 2]
-    assert int(total[3]) == sum(int(stated) for _, stated in files) + int(lines)
-    assert all(int(is_) <= int(limit) for is_, limit in zip(total.groups(), measure.groups()))
+    values, limits = ([int(n.replace(",", "")) for n in each.groups()] for each in (total, measure))
+    assert values[2] == sum(int(stated) for _, stated in files) + int(lines)
+    assert all(value <= limit for value, limit in zip(values, limits))
     for path, stated in files:
         count = len((ROOT / path).read_text().splitlines())
         assert abs(count - int(stated)) <= 5, f"{path} has {count} lines, the table says {stated}"
-    for shared in ("project/test_benchmarks.py", "fuzz/c_abi.py", "fuzz/torch_ops.py"):
-        assert "accumulate" not in (ROOT / "tests/python" / shared).read_text(), shared
+
+
+@pytest.mark.parametrize("op", ["accumulate", "glu"])
+def test_what_ops_share_is_not_told_of_an_op(op):
+    shared = ["project/test_benchmarks.py", "functional/test_row_ops.py"]
+    shared += [f"fuzz/{name}.py" for name in ("c_abi", "torch_ops", "_rows", "_header")]
+    for path in shared:
+        assert not re.search(rf"\b(hr_)?{op}\b", (ROOT / "tests/python" / path).read_text()), path
 
 
 def test_files_of_c_have_names_of_their_own():
@@ -114,10 +130,12 @@ def test_lower_layers_allocate_nothing(folder):
 
 
 def test_every_op_is_opchecked():
-    import headroom  # noqa: F401  (registers the ops)
+    import headroom.functional  # noqa: F401  (registers the ops)
 
     schemas = (schema.name for schema in torch._C._jit_get_all_schemas())
     ops = {name.removeprefix("headroom::") for name in schemas if name.startswith("headroom::")}
     texts = [path.read_text() for path in (ROOT / "tests/python").glob("*/test_*.py")]
     checked = "\n".join(text for text in texts if re.search(r"opcheck\(|\(ListOpSuite\)", text))
+    described = {n for op in ROW_OPS.values() for n in op.ops if is_described(op, n)}
+    ops -= described  # test_row_ops.py checks them
     assert ops and not [op for op in sorted(ops) if not re.search(rf"\b{op}\b", checked)]
