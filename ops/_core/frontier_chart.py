@@ -148,8 +148,11 @@ def label_points(
 
 
 class _Trade(Protocol):
-    peak: int
-    seconds: float
+    @property
+    def peak(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
 
 
 _Point = TypeVar("_Point", bound=_Trade)

@@ -105,8 +105,9 @@ def fit(
         PlanError: the step cannot be planned; see :func:`headroom.plan`.
         TypeError, ValueError: an argument does not fit; says which one, and what was wanted.
     """
+    where = None if device is None else torch.device(device)
     step = Step(
-        model, optimizer, sample_batch, loss, forward, device, amp, scaler,
+        model, optimizer, sample_batch, loss, forward, where, amp, scaler,
         max_grad_norm=max_grad_norm,
     )  # fmt: skip
     return fit_step(
@@ -157,6 +158,7 @@ def fit_step(
                 raise TypeError(f"ladder is {ladder!r}, wanted what headroom.ladder returned")
             search = ladder.search_for(search)
         model, candidates = step.model, search.candidates
+        assert step.device is not None
         held = sum(x.nbytes for x in {*model.parameters(), *model.buffers()})
         limit = budget_of(budget, target, step.device, held)
         room = within(limit, margin, step.device, len(Blocks(model).names))

@@ -214,8 +214,9 @@ def ladder(
         OSError: ``path`` cannot be written.
         TypeError, ValueError: an argument does not fit; says which one, and what was wanted.
     """
+    where = None if device is None else torch.device(device)
     step = Step(
-        model, optimizer, sample_batch, loss, forward, device, amp, scaler,
+        model, optimizer, sample_batch, loss, forward, where, amp, scaler,
         max_grad_norm=max_grad_norm,
     )  # fmt: skip
     search = Search(Candidates(techniques_of(checked(step), allowed_of(allow))))

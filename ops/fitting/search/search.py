@@ -149,11 +149,10 @@ class Search:
     def _look(self) -> None:
         """Makes the candidates anew, and keeps those of which nothing new is known: they have their
         points."""
-        fresh = {candidate.choice: candidate for candidate in self.candidates.every()}
-        self.known = {
-            choice: old if (old := self.known.get(choice)) == candidate else candidate
-            for choice, candidate in fresh.items()
-        }
+        before, self.known = self.known, {}
+        for found in self.candidates.every():
+            old = before.get(found.choice)
+            self.known[found.choice] = old if old is not None and old == found else found
 
     def _fastest(self, budget: int) -> tuple[float, Candidate, Point] | None:
         """Returns the fastest estimate within the budget; of equal ones that with the fewest

@@ -1,12 +1,14 @@
 """What is said where nothing fits: the batch that would."""
 
 import pickle
+import re
 from types import SimpleNamespace
 
 import headroom
 import pytest
 import torch
 import torch.nn.functional as F
+from headroom._core.sizes import format_bytes, parse_bytes
 from headroom.fitting import Choice, DoesNotFit
 from headroom.fitting.search.refusal import SMALLER, most_samples
 from headroom.planning import PlanError
@@ -117,3 +119,25 @@ def test_a_loss_that_is_no_mean_is_offered_no_micro_batches():
     with pytest.raises(DoesNotFit, match="gradients of parts of a batch do not add up") as raised:
         fitted(24, 2048, loss=total, trains_statistics=False)
     assert "24 micro-batches" not in str(raised.value)
+
+
+def test_the_error_says_what_would_fit():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(160, 160) for _ in range(6)))
+    batch, mse_loss = (torch.randn(12, 160), torch.randn(12, 160)), F.mse_loss
+    held = 3 * sum(p.nbytes for p in model.parameters())  # and the states of AdamW
+
+    def fitted(budget, **options):
+        return headroom.fit(model, batch, budget=budget, loss=mse_loss, dry_run=True, **options)
+
+    with pytest.raises(DoesNotFit) as raised:
+        fitted(held)
+    error, text = raised.value, str(raised.value)
+    assert f"nothing trains the model within {format_bytes(held)}, of which" in text
+    assert sum(error.by_kind.values()) == error.least
+    budget = parse_bytes(re.search(r"What would fit: a budget of ([\d.]+ [KM]iB)", text)[1])
+    assert fitted(budget).predicted_peak <= budget
+    allow = eval(re.search(r"allow=(\(.*?\))", text)[1])
+    assert fitted(held, allow=allow).predicted_peak <= held
+    with pytest.raises(DoesNotFit):
+        fitted(int(0.97 * error.least))
