@@ -61,7 +61,7 @@ def linear_forward(module: nn.Linear, input: Tensor) -> Tensor:
 
 
 def _is_slow(*tensors: Tensor | None) -> bool:
-    """Whether torch would multiply these slowly, and the op takes them."""
+    """Returns whether torch would multiply these slowly, and the op takes them."""
     given = [tensor for tensor in tensors if tensor is not None]
     lowered = autocast_dtype("cpu")
     if lowered is None and any(tensor.dtype != given[0].dtype for tensor in given):

@@ -46,7 +46,7 @@ def attend(
 
 
 def _is_slow_flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether torch would choose FlashAttention, in such a dtype, and its gradient is wanted."""
+    """Returns whether torch would choose FlashAttention in such a dtype, with a gradient."""
     return (
         q.dtype in SLOW_ON_CPU
         and q.device.type == "cpu"
