@@ -201,6 +201,7 @@ LEVELS = {
         "ONEDNN_MAX_CPU_ISA": "AVX2",
     },
     "baseline": {"HEADROOM_CPU_LEVEL": "baseline", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "highest": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
 }
 PROGRAM = """
 import torch
@@ -225,4 +226,4 @@ def test_bits_are_the_same_on_processors_without_the_instructions():
         ).stdout
         for level, env in LEVELS.items()
     }
-    assert printed["avx2"] == printed["baseline"]
+    assert printed["avx2"] == printed["baseline"] == printed["highest"]
