@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from headroom.functional import gemm, linear
 from headroom.functional.linear import SLOW_ON_CPU
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -165,6 +166,19 @@ def test_a_patched_head_is_still_plain(slow):
     assert not is_plain_head(head)
 
 
+class Backward(TorchDispatchMode):
+    """Records in which dtypes gradients of FlashAttention are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "flash_attention_for_cpu_backward" in func.name():
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **kwargs or {})
+
+
 @pytest.mark.parametrize("mask", (False, True))
 @pytest.mark.parametrize("kv_heads", (4, 2))
 def test_attention_has_the_result_of_torch_and_a_gradient_in_float32(slow, kv_heads, mask):
@@ -184,8 +198,11 @@ def test_attention_has_the_result_of_torch_and_a_gradient_in_float32(slow, kv_he
     y = attend(*given, added, dropout=0.0, causal=not mask, scale=None)
     other = theirs(*given)
     exact = theirs(*(t.double() for t in given), added=None if added is None else added.double())
-    assert torch.equal(y, other) and "Flash" in type(y.grad_fn).__name__
-    results = [torch.autograd.grad(t, given, dy.to(t.dtype)) for t in (y, other, exact)]
+    assert torch.equal(y, other)
+    with Backward() as seen:
+        results = [torch.autograd.grad(y, given, dy)]
+    assert seen.dtypes == [torch.float32]
+    results += [torch.autograd.grad(t, given, dy.to(t.dtype)) for t in (other, exact)]
     for got, limit, value in zip(*results, strict=True):
         error, limit = ((t - value).abs().max().item() for t in (got, limit))
         assert got.dtype == torch.float16
