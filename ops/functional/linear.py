@@ -1,4 +1,4 @@
-"""``x @ weight.T + bias``: a product of :func:`headroom.functional.gemm` as layers call it."""
+"""``x @ weight.T + bias``, by the product that is fast on this processor."""
 
 from __future__ import annotations
 
@@ -18,46 +18,36 @@ SLOW_ON_CPU = {d for d in FLOATS if not torch.ops.headroom.lends_product(d)}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns ``x @ weight.T + bias``, as ``torch.nn.functional.linear`` does, summed in float32
-    and rounded once.
+    """Returns ``x @ weight.T + bias``: ``torch.nn.functional.linear``, but on the CPU in a dtype
+    that torch has no fast product for.
 
-    On a CPU whose instructions multiply 16 bits it is torch's product. Where there are none for the
-    dtype, torch multiplies many times slower than in float32; this widens small parts of the
-    factors to float32 in the caches, and allocates nothing but the result. The bits of that depend
-    on neither the number of threads nor the instruction set, but may differ from torch's, whose
-    order of the terms is another.
+    Where the processor has no instructions for products in 16 bits, torch multiplies these many
+    times slower than float32. There :func:`gemm` widens small parts of the factors to float32 in
+    the caches, sums in float32, rounds once, and allocates nothing but the result. Its bits depend
+    on neither the number of threads nor the instruction set, but may differ from those of torch,
+    which adds the terms in another order.
 
     Args:
-        x: float32, bfloat16 or float16 ``[..., in]``.
+        x: ``[..., in]``.
         weight: ``[out, in]``, of the same dtype.
         bias: ``[out]``, of the same dtype.
 
     Returns:
-        A contiguous tensor ``[..., out]``. It has gradients of any order. Under autocast, tensors
-        are cast as ``torch.nn.functional.linear`` casts them.
+        A tensor ``[..., out]``. It has gradients of any order. Under autocast, tensors are cast as
+        torch casts them.
 
     Raises:
-        RuntimeError: an argument does not fit, or a CUDA tensor was given and there is no
-            cuBLASLt.
-
-    The formula is documented at ``hr_gemm`` in ``headroom.h``.
+        RuntimeError: an argument does not fit.
     """
     check_tensors(x=x, weight=weight)
+    if not SLOW_ON_CPU or x.device.type != "cpu" or not _is_slow(x, weight, bias):
+        return F.linear(x, weight, bias)
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise RuntimeError(
             f"x is {[*x.shape]} and weight {[*weight.shape]}, wanted [..., in] and [out, in]"
         )
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return gemm(rows, weight, transpose_b=True, bias=bias).view(*x.shape[:-1], weight.shape[0])
-
-
-def linear_forward(module: nn.Linear, input: Tensor) -> Tensor:
-    """Computes the forward of an ``nn.Linear``: by :func:`linear` on the CPU in a dtype that torch
-    has no fast product for, elsewhere by torch."""
-    weight, bias = module.weight, module.bias
-    if input.device.type == "cpu" and SLOW_ON_CPU and _is_slow(input, weight, bias):
-        return linear(input, weight, bias)
-    return F.linear(input, weight, bias)
 
 
 def _is_slow(*tensors: Tensor | None) -> bool:
@@ -67,3 +57,8 @@ def _is_slow(*tensors: Tensor | None) -> bool:
     if lowered is None and any(tensor.dtype != given[0].dtype for tensor in given):
         return False
     return (lowered or given[0].dtype) in SLOW_ON_CPU and all(map(takes_ops, given))
+
+
+def linear_forward(module: nn.Linear, input: Tensor) -> Tensor:
+    """Computes the forward of an ``nn.Linear`` by :func:`linear`."""
+    return linear(input, module.weight, module.bias)

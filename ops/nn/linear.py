@@ -10,7 +10,7 @@ __all__ = ["Linear"]
 
 
 class Linear(nn.Linear):
-    """``torch.nn.Linear``, whose product is :func:`headroom.functional.linear` on the CPU in a
-    dtype that torch has no fast product for. Elsewhere it is torch's in everything."""
+    """``torch.nn.Linear``, whose product is :func:`headroom.functional.linear`: torch's own, but on
+    the CPU in a dtype that torch has no fast product for."""
 
     forward = linear_forward

@@ -15,7 +15,6 @@ from headroom.functional import (
     gemm,
     glu,
     layer_norm,
-    linear,
     rms_norm,
     rope,
     rope_tables,
@@ -120,7 +119,6 @@ OPS = [
         keeps_inputs=False,
     ),
     DifferentiableOp("gemm", gemm, lambda a, b: a @ b.to(a.dtype), (_ROWS, (COLS, 8)), twice=True),
-    DifferentiableOp("linear", linear, _linear, (_ROWS, (8, COLS), (8,)), twice=True),
     DifferentiableOp(
         "cross_entropy",
         lambda z: cross_entropy(z, _targets(z), reduction="none", label_smoothing=0.1),
