@@ -973,8 +973,8 @@ typedef struct hr_gemm_config {
  *            fewer bytes than hr_gemm_workspace() says there are fewer algorithms to choose from.
  *            The CPU needs none
  *
- * CPU: a product that the host lent with hr_set_gemm(), else a blocked loop, whose bits depend on
- * neither the threads nor the instruction set. CUDA: cuBLASLt, which is looked for at the first
+ * CPU: a product that the host lent with hr_set_gemm(), else a blocked loop, which widens 16 bits in
+ * the caches, and whose bits depend on neither the threads nor the instruction set. CUDA: cuBLASLt, which is looked for at the first
  * product: in the process (PyTorch brings it), then where the system and the wheels of NVIDIA have
  * it. The first product on a device creates a handle of cuBLASLt, and should not be captured in a
  * CUDA graph. Epilogues need what cuBLASLt needs for them: aux at a multiple of 16 bytes with a
@@ -992,7 +992,8 @@ HR_API hr_status hr_gemm_workspace(size_t *bytes, int64_t m, int64_t n, int64_t 
 
 /* Computes what hr_gemm() was called for, with m, n, k and batch of 1 or more and without an
  * epilogue, and returns HR_OK; or writes nothing and returns HR_UNSUPPORTED, after which Headroom's
- * own loop does it. Other results are those of the call. */
+ * own loop does it: also where the host would be slower, as many are in 16 bits, which that loop
+ * multiplies about as fast as binary32. Other results are those of the call. */
 typedef hr_status (*hr_gemm_fn)(void *context, const hr_rows *c, const hr_rows *a, const hr_rows *b,
                                 const void *bias, int64_t m, int64_t n, int64_t k,
                                 const hr_gemm_config *config);

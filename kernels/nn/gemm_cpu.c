@@ -13,10 +13,19 @@
 #define SIDE 128 /* of a tile of C */
 #define KC   256
 
+#define LINE 16 /* binary32 of a cache line */
+
+/* Where the sliver begins that holds column s of a packed factor: with a line to spare behind each,
+ * or those of KC terms would lie a power of two apart, and share few places of the cache. */
+HR_INLINE int sliver_at(int s, int width, int kc)
+{
+    return s / width * (width * kc + LINE);
+}
+
 /* At multiples of a cache line: a vector across two lines takes twice as long to load. */
 typedef struct gemm_tile {
-    _Alignas(64) float a[SIDE * KC]; /* slivers of MR rows, [k][MR] each */
-    _Alignas(64) float b[SIDE * KC]; /* slivers of NR columns, [k][NR] each */
+    _Alignas(64) float a[SIDE * KC + SIDE / 4 * LINE]; /* slivers of MR rows, [k][MR] each */
+    _Alignas(64) float b[SIDE * KC + SIDE / 4 * LINE]; /* slivers of NR columns, [k][NR] each */
     _Alignas(64) float sums[SIDE * SIDE];
 } gemm_tile;
 
@@ -28,7 +37,7 @@ HR_INLINE void pack_columns(float *restrict packed, const hr_rows *x, int64_t k0
     for (int p = 0; p < kc; p++) {
         const float *const row = tile_in(buffer, row_at(x, k0 + p, dtype), j0, count, dtype);
         for (int s = 0; s < count; s += width) {
-            float *const restrict to = packed + s * kc + p * width;
+            float *const restrict to = packed + sliver_at(s, width, kc) + p * width;
             if (count - s >= width)
                 for (int j = 0; j < width; j++)
                     to[j] = row[s + j];
@@ -52,7 +61,7 @@ HR_INLINE void pack_rows(float *restrict packed, const hr_rows *x, int64_t k0, i
             rows[j] = s + j < count
                           ? tile_in(buffers[j], row_at(x, j0 + s + j, dtype), k0, kc, dtype)
                           : zeros;
-        float *const restrict to = packed + s / width * width * kc + s % width;
+        float *const restrict to = packed + sliver_at(s, width, kc) + s % width;
         const float *const r0 = rows[0], *const r1 = rows[1], *const r2 = rows[2],
                            *const r3 = rows[3];
         for (int p = 0; p < kc; p++) {
@@ -64,7 +73,7 @@ HR_INLINE void pack_rows(float *restrict packed, const hr_rows *x, int64_t k0, i
     }
     for (int j = (count + ROWS - 1) / ROWS * ROWS; j % width != 0; j++)
         for (int p = 0; p < kc; p++)
-            packed[j / width * width * kc + p * width + j % width] = 0.0f;
+            packed[sliver_at(j, width, kc) + p * width + j % width] = 0.0f;
 }
 
 /* Adds the products of kc terms to ROWS x COLS sums. The size of the block must be a constant of the
@@ -129,7 +138,8 @@ HR_INLINE void tile_sums(gemm_tile *tile, const hr_rows *a, const hr_rows *b, co
             pack_columns(tile->b, b, k0, j0, kc, cols, NR, config->dtype);
         for (int j = 0; j < cols; j += NR)
             for (int i = 0; i < rows; i += MR)
-                micro(tile->sums + i * SIDE + j, tile->a + i * kc, tile->b + j * kc, kc);
+                micro(tile->sums + i * SIDE + j, tile->a + sliver_at(i, MR, kc),
+                      tile->b + sliver_at(j, NR, kc), kc);
     }
 }
 

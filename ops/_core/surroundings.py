@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import is_autocast_available
+from torch.autograd import forward_ad
 from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.nn.parameter import is_lazy
+
+from .registration import FLOATS
 
 __all__ = [
     "Buffers",
@@ -21,16 +24,42 @@ __all__ = [
     "Settings",
     "is_plain",
     "is_trained",
+    "takes_ops",
     "version_of",
     "viewed",
 ]
 
+_DEVICES = ("cpu", "cuda", "meta")
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # a fake has memory of its own, which is counted
 
 
 def is_plain(x: Any) -> bool:
     """Returns whether ``x`` is a Tensor, a Parameter or a fake of one, and of no other subclass."""
     return type(x) in _PLAIN
+
+
+def takes_ops(x: Any) -> bool:
+    """Returns whether ops of Headroom on rows take ``x`` here, as those of torch do.
+
+    They take no float64, no nested and subclassed tensors and no other devices. Transforms of
+    ``torch.func`` and forward-mode derivatives are left to torch, and so are traces that leave
+    Python, which shall not depend on this package.
+    """
+    if (
+        not is_plain(x)
+        or x.dtype not in FLOATS
+        or x.device.type not in _DEVICES
+        or x.is_nested
+        or x.layout is not torch.strided
+    ):
+        return False
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_exporting()
+    return not (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def viewed(x: Tensor) -> Tensor:

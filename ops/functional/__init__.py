@@ -18,6 +18,7 @@ from .divergence import divergence
 from .dynamic_map import dynamic_map
 from .gemm import gemm
 from .glu import glu
+from .linear import linear
 from .norm import layer_norm, rms_norm
 from .quantize_blocks import dequantize_blocks, quantize_blocks
 from .rope import rope, rope_tables
@@ -39,6 +40,7 @@ __all__ = [
     "grad_norm",
     "join_weights_",
     "layer_norm",
+    "linear",
     "quantize_blocks",
     "rms_norm",
     "rope",

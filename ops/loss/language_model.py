@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .._core.surroundings import is_plain
 from ..functional.cross_entropy import cross_entropy
+from ..functional.linear import linear_forward
 from .linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["is_plain_head", "language_model_loss"]
@@ -16,11 +17,12 @@ __all__ = ["is_plain_head", "language_model_loss"]
 
 def is_plain_head(head: nn.Module) -> bool:
     """Returns whether a head does nothing but multiply by its weight and add its bias: an
-    ``nn.Linear`` without hooks, adapters or another ``forward``. Hooks of FSDP2, whose weights are
-    DTensors outside of them, do not count."""
-    if not isinstance(head, nn.Linear) or "forward" in vars(head):
+    ``nn.Linear`` without hooks, adapters or a ``forward`` that does something else. Hooks of FSDP2,
+    whose weights are DTensors outside of them, do not count."""
+    if not isinstance(head, nn.Linear):
         return False
-    if type(head).forward is not nn.Linear.forward:
+    own = vars(head).get("forward", type(head).forward)
+    if getattr(own, "func", own) not in (nn.Linear.forward, linear_forward):
         return False
     hooks = (
         *(head._forward_hooks, head._forward_pre_hooks),

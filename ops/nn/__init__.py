@@ -7,6 +7,7 @@ from .attention import Attention, Pattern, Rotation, attention_pattern
 from .block import LAYOUTS, LEVELS, Block
 from .config import TransformerConfig
 from .hf import config_from_hf, state_from_hf, state_to_hf, transformer_from_hf
+from .linear import Linear
 from .loss import LinearCrossEntropyLoss
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
@@ -19,6 +20,7 @@ __all__ = [
     "LAYOUTS",
     "LEVELS",
     "LayerNorm",
+    "Linear",
     "LinearCrossEntropyLoss",
     "MLP",
     "Pattern",

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._core.rows import autocast_dtype
 from ..functional.rope import rope
 from .config import check_probabilities, check_sizes
+from .flash import attend
+from .linear import Linear
 
 __all__ = ["Attention", "Pattern", "Rotation", "attention_pattern", "packed_positions"]
 
@@ -173,8 +174,8 @@ class Attention(nn.Module):
         self.rotary_dim, self.interleaved = rotary_dim, interleaved
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         rows = (heads + 2 * self.kv_heads) * self.head_dim
-        self.qkv = nn.Linear(hidden_size, rows, bias=qkv_bias, **options)
-        self.out = nn.Linear(heads * self.head_dim, hidden_size, bias=out_bias, **options)
+        self.qkv = Linear(hidden_size, rows, bias=qkv_bias, **options)
+        self.out = Linear(heads * self.head_dim, hidden_size, bias=out_bias, **options)
         self.q_norm, self.k_norm = q_norm, k_norm
 
     def pattern(
@@ -227,16 +228,8 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
         mask, causal = pattern
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=causal,
-            scale=self.scale,
-            enable_gqa=self.kv_heads != self.heads,
-        )
+        dropout = self.dropout if self.training else 0.0
+        return attend(q, k, v, mask, dropout=dropout, causal=causal, scale=self.scale)
 
     @staticmethod
     def merge(heads: Tensor) -> Tensor:

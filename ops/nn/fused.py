@@ -8,13 +8,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .._core.rows import autocast_dtype
+from ..functional.linear import linear_forward
 from .functional import mlp_block
+from .linear import Linear
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
 
 __all__ = ["can_fuse", "fused_mlp", "is_fusible", "is_known", "is_untouched", "known"]
 
-known: set[Any] = {nn.Linear, RMSNorm, LayerNorm}  # and functions; they draw no random numbers
+# Classes, and functions in the place of a forward, that draw no random numbers.
+known: set[Any] = {nn.Linear, Linear, linear_forward, RMSNorm, LayerNorm}
 
 
 def is_untouched(module: nn.Module) -> bool:
@@ -44,7 +47,7 @@ def can_fuse(x: Tensor, linears: tuple[nn.Module, ...], others: tuple[nn.Module,
     """
     return (
         autocast_dtype(x.device.type) is None
-        and all(type(linear) is nn.Linear for linear in linears)
+        and all(type(linear) in (nn.Linear, Linear) for linear in linears)
         and all(is_untouched(module) for module in (*others, *linears))
         and all(type(linear.weight) in (nn.Parameter, FakeTensor) for linear in linears)
         and all(linear.weight.dtype == x.dtype for linear in linears)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..functional.glu import ACTIVATIONS, glu
+from .linear import Linear
 
 __all__ = ["MLP"]
 
@@ -43,13 +44,13 @@ class MLP(nn.Module):
         self.activation, self.gated = activation, gated
         options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         if gated:
-            self.gate_up = nn.Linear(hidden_size, 2 * features, **options)
+            self.gate_up = Linear(hidden_size, 2 * features, **options)
         else:
-            self.up = nn.Linear(hidden_size, features, **options)
-        self.down = nn.Linear(features, hidden_size, **options)
+            self.up = Linear(hidden_size, features, **options)
+        self.down = Linear(features, hidden_size, **options)
 
     @property
-    def first(self) -> nn.Linear:
+    def first(self) -> Linear:
         """The Linear in front of the activation."""
         return self.gate_up if self.gated else self.up
 

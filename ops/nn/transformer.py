@@ -15,6 +15,7 @@ from ..loss.language_model import language_model_loss
 from .attention import Attention, Pattern, Rotation, attention_pattern, packed_positions
 from .block import Block
 from .config import TransformerConfig
+from .linear import Linear
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
 
@@ -132,7 +133,7 @@ class Transformer(nn.Module):
         self.head = None
         if config.head:
             size = config.hidden_size, config.vocab_size
-            self.head = nn.Linear(*size, bias=config.head_bias, **options)
+            self.head = Linear(*size, bias=config.head_bias, **options)
             if config.tied:
                 self.head.weight = self.embedding.tokens.weight
         if save is not None:

@@ -1,4 +1,4 @@
-"""Norms of any module."""
+"""Norms and Linears of any module."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from .._core.rows import autocast_dtype
+from ..functional.linear import SLOW_ON_CPU, linear_forward
 from .changes import Changes, is_patched
 from .norms import NAME, NormRule, is_norm, norm_forward, recognized_norm
 from .report import PatchReport
 
-__all__ = ["swap_norms"]
+__all__ = ["swap_linears", "swap_norms"]
 
 PLAIN = (int, float, bool, str, tuple, torch.dtype, torch.Size, type(None))
 INTERNAL = vars(nn.Module()).keys() - {"training"}
@@ -66,6 +68,22 @@ def swap_norms(model: nn.Module, changes: Changes, report: PatchReport) -> None:
                 changes.set(module, "forward", forward)
                 function = "rms_norm" if rule.kind == "RMSNorm" else "layer_norm"
                 report.swap(name, module, rule.kind, f"headroom.functional.{function}")
+
+
+def swap_linears(model: nn.Module, changes: Changes, report: PatchReport) -> None:
+    """Swaps the Linears on the CPU in dtypes, or under an autocast to one, that torch has no fast
+    product for on this processor."""
+    lowered = autocast_dtype("cpu")
+    for name, module in model.named_modules():
+        if type(module) is not nn.Linear or module.weight.device.type != "cpu":
+            continue
+        if (lowered or module.weight.dtype) not in SLOW_ON_CPU:
+            continue
+        if (reason := _obstacle(module)) is not None:
+            report.leave(name, module, reason)
+            continue
+        changes.set(module, "forward", functools.partial(linear_forward, module))
+        report.swap(name, module, "Linear", "headroom.functional.linear")
 
 
 def _tried(module: nn.Module, tried: dict[Hashable, NormRule | str]) -> NormRule | str:

@@ -28,7 +28,8 @@ def patch(
     loss: bool | Mapping[str, Any] = False,
     checkpoint_options: Mapping[str, Any] | None = None,
 ) -> PatchReport:
-    """Gives a model Headroom's norms and blocks with a dial, in place.
+    """Gives a model Headroom's norms and blocks with a dial, in place; and on a CPU without
+    instructions for products in 16 bits, Linears in these :func:`headroom.functional.linear`.
 
     Parameters, their names and the ``state_dict`` stay as they are; only attributes of module
     instances are set, and :func:`unpatch` removes them. A second call starts anew. If the call
@@ -81,6 +82,7 @@ def patch(
                 report.leave(layer.name, layer.module, reason)
         if norms:
             generic.swap_norms(model, changes, report)
+        generic.swap_linears(model, changes, report)
         if loss_options is not None:
             swap_losses(model, loss_options, changes, report)
         if report.changed:

@@ -29,13 +29,31 @@ Tensor borrowed(const hr_rows &x, int64_t rows, int64_t cols, bool transpose, hr
     return Tensor(handle);
 }
 
+// The answer of an op of torch that takes nothing and returns a bool; false where it is missing.
+bool asks(const char *op)
+{
+    StableIValue stack[] = {0};
+    return torch_call_dispatcher(op, "", stack, TORCH_ABI_VERSION) == AOTI_TORCH_SUCCESS &&
+           torch::stable::detail::to<bool>(stack[0]);
+}
+
+// Whether torch's product is worth more than the own loop. For 16 bits torch needs oneDNN, and that a
+// processor with the instructions: else torch multiplies them 4 to 200 times slower than float32. The
+// test is torch's own, so that both follow the same settings.
+bool lends_product(hr_dtype dtype)
+{
+    static const bool bf16 = asks("mkldnn::_is_mkldnn_bf16_supported");
+    static const bool f16 = asks("mkldnn::_is_mkldnn_fp16_supported");
+    return dtype == HR_F32 || (dtype == HR_BF16 ? bf16 : f16);
+}
+
 // Calls torch's kernels themselves, below autograd, autocast, modes and the profiler.
 hr_status torch_product(void *, const hr_rows *c, const hr_rows *a, const hr_rows *b,
                         const void *bias, int64_t m, int64_t n, int64_t k,
                         const hr_gemm_config *config)
 {
     const bool adds_c = config->beta != 0;
-    if (config->out_dtype != config->dtype || (bias && adds_c))
+    if (config->out_dtype != config->dtype || (bias && adds_c) || !lends_product(config->dtype))
         return HR_UNSUPPORTED;
     try {
         const hr_dtype dtype = config->dtype;
@@ -193,6 +211,13 @@ Tensor gemm(const Tensor &a, const Tensor &b, const OptionalTensor &c, const Opt
     return out;
 }
 
+bool lends_product_of(ScalarType dtype)
+{
+    return dtype == ScalarType::BFloat16 ? lends_product(HR_BF16)
+           : dtype == ScalarType::Half   ? lends_product(HR_F16)
+                                         : true;
+}
+
 // Into a matrix that exists, whose rows may have gaps between them.
 void gemm_(const Tensor &c, const Tensor &a, const Tensor &b, const OptionalTensor &bias,
            bool transpose_a, bool transpose_b, double alpha, double beta, int64_t precision)
@@ -222,8 +247,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
 {
     m.def("gemm(Tensor a, Tensor b, Tensor? c, Tensor? bias, bool transpose_a, bool transpose_b, "
           "float alpha, float beta, bool float32_out, int precision) -> Tensor");
+    m.def("lends_product(ScalarType dtype) -> bool");
     m.def("gemm_(Tensor(a!) c, Tensor a, Tensor b, Tensor? bias, bool transpose_a, "
           "bool transpose_b, float alpha, float beta, int precision) -> ()");
+}
+
+// For all devices, because no tensor argument names one.
+STABLE_TORCH_LIBRARY_IMPL(headroom, CompositeExplicitAutograd, m)
+{
+    m.impl("lends_product", TORCH_BOX(&lends_product_of));
 }
 
 HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)

@@ -67,8 +67,8 @@ def check(m, n, k, dtype, device, batch, turn):
     assert_as_good(got, theirs, exact, max(m, n, k))
     product = gemm(a, b, transpose_a=ta, transpose_b=tb)
     wanted = (a.mT if ta else a) @ (b.mT if tb else b)
-    if device == "cpu" and not batch:
-        assert torch.equal(product, wanted)  # the product that torch lends
+    if device == "cpu" and not batch and torch.ops.headroom.lends_product(dtype):
+        assert torch.equal(product, wanted)
     exact = reference(a.double(), b.double(), 0, 0, ta, tb)
     assert_as_good([product], [wanted], [exact], k)
 

@@ -111,6 +111,32 @@ def test_a_plan_is_what_a_run_takes(make, accumulation):
         assert plan.timeline.most_by_kind[kind] == real.most_by_kind[kind], kind
 
 
+class Narrow(nn.Module):
+    """Blocks, and a Linear that is patched where its products are slow."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        config = headroom.nn.TransformerConfig(
+            vocab_size=64, hidden_size=64, layers=2, heads=4, features=128, dropout=0.0, head=False
+        )
+        self.body = headroom.nn.Transformer(config, save="L1", dtype=dtype)
+        self.out = nn.Linear(64, 64, dtype=dtype)
+        headroom.patch(self.out)
+
+    def forward(self, tokens):
+        return self.out(self.body(tokens)).flatten(0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_in_16_bits_have_no_scratch_memory_of_their_own(dtype):
+    """Nor has the gradient of attention, which is computed in float32 where they are slow, any that
+    a plan does not know."""
+    model, sample = Narrow(dtype), tokens()
+    plan = planned(model, headroom.optim.AdamW(model.parameters()), sample)
+    real = measured(model, headroom.optim.AdamW(model.parameters()), sample, F.cross_entropy)
+    assert plan.peak_bytes == pytest.approx(real.peak_bytes, rel=0.01)
+
+
 def test_checkpoints_and_save_levels_keep_fewer_activations():
     config = headroom.nn.TransformerConfig(
         vocab_size=64, hidden_size=32, features=64, layers=3, heads=4
