@@ -41,7 +41,7 @@ class Inputs
 
     Tensor empty_h() const
     {
-        return torch::stable::new_empty(gate_view.tensor, {sizes.data(), sizes.size()});
+        return new_tensor(gate_view.tensor, {sizes.data(), sizes.size()});
     }
 
     hr_rows second_half(const hr_rows &rows) const
