@@ -190,8 +190,11 @@ hr_status mlp_backward_layout(mlp_layout *layout, const mlp_sizes *s, uint32_t w
     layout->gate_up = take(layout, again & MLP_GATE_UP, s->tile, s->width, s->element);
     layout->inner =
         take(layout, through || (again & MLP_ACTIVATED), s->tile, s->features, s->element);
+    /* In the place of what it is the gradient of, or of what it is made of. */
     layout->gate_up_grad = layout->gate_up;
-    if (through && layout->gate_up == MLP_NONE)
+    if (through && layout->gate_up == MLP_NONE && !config->gated && !(again & MLP_ACTIVATED))
+        layout->gate_up_grad = layout->inner;
+    else if (through && layout->gate_up == MLP_NONE)
         layout->gate_up_grad = take(layout, 1, s->tile, s->width, s->element);
     layout->gate_up_sum = take(layout, sums && (wanted & HR_MLP_GATE_UP), s->width, s->hidden, 4);
     layout->down_sum = take(layout, sums && (wanted & HR_MLP_DOWN), s->hidden, s->features, 4);

@@ -31,7 +31,8 @@ typedef struct mlp_layout {
     size_t normed;       /* [tile, hidden] */
     size_t gate_up;      /* [tile, width] */
     size_t inner;        /* [tile, features]: activated, or its gradient and then itself */
-    size_t gate_up_grad; /* [tile, width]: gate_up itself where that is evaluated again */
+    size_t gate_up_grad; /* [tile, width]: gate_up itself where that is evaluated again; inner
+                            where there is no gate and activated was kept */
     /* sums over tiles: f32 */
     size_t gate_up_sum;      /* [width, hidden] */
     size_t down_sum;         /* [hidden, features] */

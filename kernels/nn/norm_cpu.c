@@ -170,14 +170,15 @@ static void backward_row(const norm_args *a, int64_t row, ready_weights *w, floa
                 tile_round(&normed, a, hat, n);
             if (a->y.data)
                 RUN_INTO(weigh, &normed, row_at(&a->y, row, dtype), j, n, dtype);
+            norm_tile *const adds = a->dx.data && !norm_rounds(&a->config) ? &t : &normed;
             if (sums) {
-                normed.dweight = sums + j;
+                adds->dweight = sums + j;
+                adds->dbias = layer ? sums + a->cols + j : NULL;
+            }
+            if (normed.dweight)
                 RUN(add_dweight, &normed, n);
-            }
-            if (sums && layer) {
-                normed.dbias = sums + a->cols + j;
+            if (normed.dbias)
                 RUN(add_dbias, &normed, n);
-            }
             if (a->dx.data && a->dsum.data) {
                 float own[TILE];
                 t.out = own;

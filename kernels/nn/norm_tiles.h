@@ -137,19 +137,32 @@ TILE_LOOP(weigh)
     }
 }
 
-TILE_LOOP(gradient)
+/* The gradient of x, and what the row adds to those of weight and bias where they are wanted: x and
+ * dy are read once for all three. */
+HR_INLINE void gradients(const norm_tile *t, int64_t begin, int64_t end, int weights, int biases)
 {
-    const norm_tile *const t = (const norm_tile *)context;
     const float *const x = t->x, *const dy = t->dy, *const weight = t->weight;
     const float mean = t->mean, factor = t->factor;
     const float rstd = t->rstd, g_hat = t->g_hat, g = t->g;
+    float *const restrict dweight = t->dweight, *const restrict dbias = t->dbias;
     float *const out = t->out;
 #pragma GCC ivdep
     for (int64_t j = begin; j < end; j++) {
-        const float hat = norm_hat(x[j], mean, factor, 0, HR_F32);
-        const float dx = norm_dx(dy[j] * weight[j], hat, rstd, g_hat, g);
+        const float reached = dy[j], hat = norm_hat(x[j], mean, factor, 0, HR_F32);
+        const float dx = norm_dx(reached * weight[j], hat, rstd, g_hat, g);
+        if (weights)
+            dweight[j] += reached * hat;
+        if (biases)
+            dbias[j] += reached;
         out[j] = STORED(dx);
     }
+}
+
+TILE_LOOP(gradient)
+{
+    const norm_tile *const t = (const norm_tile *)context;
+    FOR_FLAG(t->dweight, WEIGHTS,
+             FOR_FLAG(t->dbias, BIASES, gradients(t, begin, end, WEIGHTS, BIASES)))
 }
 
 CPU_VARIANTS(sum)

@@ -85,14 +85,14 @@ class RowsIn
 // A new contiguous tensor like another.
 inline Tensor empty_rows(const View &like, const Tensor &tensor)
 {
-    return torch::stable::new_empty(tensor, {like.sizes, static_cast<size_t>(like.dim)});
+    return new_tensor(tensor, {like.sizes, static_cast<size_t>(like.dim)});
 }
 
 // What a call does not ask for: schemas have no optional results.
 inline Tensor nothing(const Tensor &like, std::optional<ScalarType> type = std::nullopt)
 {
     const int64_t none = 0;
-    return torch::stable::new_empty(like, {&none, 1}, type);
+    return new_tensor(like, {&none, 1}, type);
 }
 
 // A new tensor with an element for each row of x; without elements where it is not wanted.
@@ -100,7 +100,7 @@ inline Tensor empty_of_rows(const View &x, bool wanted, ScalarType type = Scalar
 {
     if (!wanted)
         return nothing(x.tensor, type);
-    return torch::stable::new_empty(x.tensor, {x.sizes, static_cast<size_t>(x.dim - 1)}, type);
+    return new_tensor(x.tensor, {x.sizes, static_cast<size_t>(x.dim - 1)}, type);
 }
 
 inline Tensor empty_like_if(bool wanted, const View &view)

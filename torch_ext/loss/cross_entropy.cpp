@@ -51,7 +51,7 @@ cross_entropy(const Tensor &logits, const Tensor &target,
     Tensor rows = loss.of_rows(true), lse = loss.of_rows(true), low = loss.of_rows(true);
     Tensor argmax = loss.of_rows(want_argmax, ScalarType::Long);
     const int64_t two = reduces ? 2 : 0;
-    Tensor factors = torch::stable::new_empty(logits, {&two, 1}, ScalarType::Float);
+    Tensor factors = new_tensor(logits, {&two, 1}, ScalarType::Float);
     loss.config.z_loss = reduces ? 0.0 : z_loss; // which the reduction adds
     check(hr_cross_entropy_forward(data_of<float>(rows), data_of<float>(lse), data_of<float>(low),
                                    data_of<int64_t>(argmax, want_argmax), in.get(), loss.target,
@@ -61,7 +61,7 @@ cross_entropy(const Tensor &logits, const Tensor &target,
         return {rows, lse, low, argmax, factors};
     loss.config.reduction = reduces_to;
     loss.config.z_loss = z_loss;
-    Tensor result = torch::stable::new_empty(logits, {&two, size_t{0}}, ScalarType::Float);
+    Tensor result = new_tensor(logits, {&two, size_t{0}}, ScalarType::Float);
     check(hr_cross_entropy_reduce(data_of<float>(result), data_of<float>(factors),
                                   data_of<float>(rows), data_of<float>(lse), loss.target,
                                   loss.weight, loss.matrix.rows, loss.matrix.cols, &loss.config,

@@ -55,7 +55,7 @@ std::tuple<Tensor, Tensor> divergence(const Tensor &student, const Tensor &teach
     const RowsIn in(student, "student");
     Tensor loss = of.of_rows(true);
     const int64_t shape[] = {of.matrix.rows, HR_DIVERGENCE_STATISTICS};
-    Tensor statistics = torch::stable::new_empty(student, {shape, 2}, ScalarType::Float);
+    Tensor statistics = new_tensor(student, {shape, 2}, ScalarType::Float);
     check(hr_divergence_forward(data_of<float>(loss), data_of<float>(statistics), in.get(),
                                 of.teacher.get(), of.ignored, of.matrix.rows, of.matrix.cols,
                                 &of.config, &of.exec.exec));

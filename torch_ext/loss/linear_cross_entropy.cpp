@@ -85,16 +85,14 @@ class Layer : public LossRows
 
     Tensor numbers(int64_t count, bool scalar = false) const
     {
-        return torch::stable::new_empty(in.tensor, {&count, scalar ? size_t{0} : size_t{1}},
-                                        ScalarType::Float);
+        return new_tensor(in.tensor, {&count, scalar ? size_t{0} : size_t{1}}, ScalarType::Float);
     }
 
     // A new tensor for a gradient, or one without elements.
     Tensor gradient(const int64_t *sizes, size_t dim, bool wanted) const
     {
         const ScalarType type = scalar_type_of(config.grad_dtype);
-        return wanted ? torch::stable::new_empty(in.tensor, {sizes, dim}, type)
-                      : nothing(in.tensor, type);
+        return wanted ? new_tensor(in.tensor, {sizes, dim}, type) : nothing(in.tensor, type);
     }
 
     // Workspace for the gradients that are wanted.

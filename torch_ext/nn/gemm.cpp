@@ -192,9 +192,8 @@ Tensor gemm(const Tensor &a, const Tensor &b, const OptionalTensor &c, const Opt
     Product product(a, b, transpose_a, transpose_b, alpha, precision);
     const int64_t sizes[] = {product.left.batch, product.m, product.n};
     const size_t skipped = product.like.dim == 2;
-    Tensor out = torch::stable::new_empty(product.left.tensor, {sizes + skipped, 3 - skipped},
-                                          float32_out ? ScalarType::Float
-                                                      : product.left.tensor.scalar_type());
+    Tensor out = new_tensor(product.left.tensor, {sizes + skipped, 3 - skipped},
+                            float32_out ? ScalarType::Float : product.left.tensor.scalar_type());
     const View to(out);
     if (c) {
         const View from(*c);

@@ -41,7 +41,7 @@ class Inputs
 
     Tensor empty_h(bool wanted = true) const
     {
-        return wanted ? torch::stable::new_empty(view.tensor, {sizes.data(), sizes.size()})
+        return wanted ? new_tensor(view.tensor, {sizes.data(), sizes.size()})
                       : nothing(view.tensor);
     }
 

@@ -90,13 +90,13 @@ class Block
     Tensor kept(size_t bytes, int64_t cols) const
     {
         const int64_t sizes[] = {matrix.rows, cols};
-        return bytes ? torch::stable::new_empty(rows.tensor, {sizes, 2}) : nothing(rows.tensor);
+        return bytes ? new_tensor(rows.tensor, {sizes, 2}) : nothing(rows.tensor);
     }
 
     Tensor statistics(size_t bytes) const
     {
         const int64_t count = bytes ? matrix.rows : 0;
-        return torch::stable::new_empty(rows.tensor, {&count, 1}, ScalarType::Float);
+        return new_tensor(rows.tensor, {&count, 1}, ScalarType::Float);
     }
 
     // A tensor that forward kept: NULL if it has no elements.
@@ -241,7 +241,7 @@ Gradients mlp_block_backward(const Tensor &dy, const OptionalTensor &x,
     const Tensor dx = empty_like_if(want_dx, block.rows);
     const auto vector = [&](int which, int64_t size, void *&address, hr_dtype dtype) {
         const int64_t count = gradients & which ? size : 0;
-        Tensor tensor = torch::stable::new_empty(dy, {&count, 1}, scalar_type_of(dtype));
+        Tensor tensor = new_tensor(dy, {&count, 1}, scalar_type_of(dtype));
         address = count ? data_of(tensor) : nullptr;
         return tensor;
     };
@@ -249,7 +249,7 @@ Gradients mlp_block_backward(const Tensor &dy, const OptionalTensor &x,
         const int64_t sizes[] = {outputs, inputs};
         if (!(gradients & which) || !outputs)
             return nothing(dy);
-        Tensor tensor = torch::stable::new_empty(dy, {sizes, 2});
+        Tensor tensor = new_tensor(dy, {sizes, 2});
         rows = {data_of(tensor), inputs};
         return tensor;
     };

@@ -104,8 +104,8 @@ Forward backward(Norm &norm, const Tensor &dy, const OptionalTensor &dsum, const
     const auto vector = [&](bool is_wanted) {
         if (!is_wanted)
             return nothing(x.tensor);
-        return torch::stable::new_empty(x.tensor, {&norm.matrix.cols, 1},
-                                        scalar_type_of(norm.config.weight_dtype));
+        return new_tensor(x.tensor, {&norm.matrix.cols, 1},
+                          scalar_type_of(norm.config.weight_dtype));
     };
     Tensor dweight = vector(wanted.dweight), dbias = vector(wanted.dbias);
     Tensor workspace;

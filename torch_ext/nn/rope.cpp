@@ -45,7 +45,7 @@ class Heads
     // A new tensor in the memory order of this one, and what the C interface calls it.
     std::pair<Tensor, hr_heads> empty_like() const
     {
-        Tensor out = torch::stable::empty_like(tensor_);
+        Tensor out = in_huge_pages(torch::stable::empty_like(tensor_));
         const View like(out);
         if (like.sizes[like.dim - 1] > 1 && like.strides[like.dim - 1] != 1)
             out = empty_rows(like, out);

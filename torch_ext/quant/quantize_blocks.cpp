@@ -31,8 +31,7 @@ std::tuple<Tensor, Tensor> quantize_blocks(const Tensor &values, bool is_signed,
     const Layout layout(view, "values", 0, true);
     Tensor codes = layout.empty(aoti_torch_dtype_uint8(), view);
     const int64_t blocks = hr_block_count(view.numel(), block_size);
-    Tensor absmax =
-        torch::stable::new_empty(values, {&blocks, 1}, torch::headeronly::ScalarType::Float);
+    Tensor absmax = new_tensor(values, {&blocks, 1}, torch::headeronly::ScalarType::Float);
     List value_list, code_list, absmax_list;
     Staging staging;
     staging.add(value_list, view, &layout, "values", 0, false);

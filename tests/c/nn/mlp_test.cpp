@@ -377,6 +377,23 @@ TEST_P(Mlp, WorkspaceDoesNotGrowWithTheTokens)
     EXPECT_EQ(query(900, HR_MLP_SAVE_INPUT).tile_tokens, 900);
 }
 
+TEST_P(Mlp, GradientWithoutAGateTakesThePlaceOfWhatItIsMadeOf)
+{
+    hr_mlp_config config = HR_MLP_CONFIG_INIT;
+    config.gated = 0;
+    const hr_exec exec = backend->exec();
+    const auto workspace = [&](hr_mlp_save save) {
+        hr_mlp_needs needs;
+        EXPECT_EQ(
+            hr_mlp_query(&needs, 512, 256, 1024, save, 127 & ~HR_MLP_NORM_BIAS, &config, &exec),
+            HR_OK)
+            << hr_last_error();
+        return needs.backward_workspace;
+    };
+    const size_t features = size_t{512} * 1024 * 4, normed = size_t{512} * 256 * 4;
+    EXPECT_EQ(workspace(HR_MLP_SAVE_GATE_UP) - workspace(HR_MLP_SAVE_ALL), normed + features);
+}
+
 TEST(MlpBits, AreTheSameOnEveryInstructionSetAndThreadCount)
 {
     std::vector<MlpCase> all = cases();
