@@ -2,6 +2,7 @@
  * adamw_cpu.c: the CPU step of Adam and AdamW. One parallel region covers the elements of the whole
  * list, so ten thousand small tensors are handed to threads as often as one large tensor.
  */
+#include "kernels/core/f16_cpu.h"
 #include "kernels/optim/adamw.h"
 #include "kernels/weights/weights_cpu.h"
 
@@ -69,13 +70,19 @@ typedef struct adamw_part {
 HR_INLINE void adamw_to_tile(const void *restrict base, int64_t i, int count, hr_dtype dtype,
                              float *restrict tile)
 {
-    FOR_DTYPE(dtype, D, for (int j = 0; j < count; j++) tile[j] = hr_load(base, i + j, D))
+    if (dtype == HR_F16)
+        f16_load(tile, base, i, count);
+    else
+        FOR_F32_OR_BF16(dtype, D, for (int j = 0; j < count; j++) tile[j] = hr_load(base, i + j, D))
 }
 
 HR_INLINE void adamw_from_tile(void *restrict base, int64_t i, int count, hr_dtype dtype,
                                const float *restrict tile)
 {
-    FOR_DTYPE(dtype, D, for (int j = 0; j < count; j++) hr_store(base, i + j, tile[j], D))
+    if (dtype == HR_F16)
+        f16_store(base, i, tile, count);
+    else
+        FOR_F32_OR_BF16(dtype, D, for (int j = 0; j < count; j++) hr_store(base, i + j, tile[j], D))
 }
 
 /* Updates any mix of types, with amsgrad and skip: converts tiles to binary32, which stay in the
@@ -139,8 +146,6 @@ HR_INLINE void adamw_part_range(void *context, int64_t begin, int64_t end)
         ADAMW_CASE(HR_F32, HR_BF16, HR_F32)
         ADAMW_CASE(HR_BF16, HR_BF16, HR_F32)
         ADAMW_CASE(HR_BF16, HR_BF16, HR_BF16)
-        ADAMW_CASE(HR_F16, HR_F16, HR_F32)
-        ADAMW_CASE(HR_F16, HR_F16, HR_F16)
     default:
         adamw_by_tiles(p, begin, end);
         break;
