@@ -90,7 +90,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     return [
         case("bf16", "bf16 to f32", BF16, Bar("fraction", 0.85, "cpu")),
         case("f16", "f16 to f32", F16),
-        case("f32", "f32 to f32", F32),
+        case("f32", "f32 to f32", F32, Bar("ratio", 1.0, "cpu")),
         case("bf16-zeroed", f"bf16 to f32, {zeroed}", BF16, zero_grads=True),
         case("bf16-compensated", f"bf16 to f32, {compensated}", BF16, compensated=True),
     ]
