@@ -94,7 +94,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     return [
         case("bf16", "bf16 to f32", BF16, Bar("fraction", 0.85, "cpu")),
         case("f16", "f16 to f32", F16),
-        case("f32", "f32 to f32", F32),
+        case("f32", "f32 to f32", F32, Bar("ratio", 1.0, "cpu")),
         case("bf16-zeroed", "bf16 to f32, and zeroed (add(): dropped)", BF16, zero_grads=True),
         case("bf16-compensated", "bf16 to f32, compensated (torch: plain)", BF16, compensated=True),
     ]

@@ -11,7 +11,7 @@ import torch
 from torch.optim.adamw import adamw as torch_adamw
 
 from ._model import OP_ONLY, Shapes, filled_like, model_for, optimizer_step
-from .harness import Bar, Case, Contender, Rotation, Unavailable, sets_needed
+from .harness import Bar, Case, Contender, Rotation, Unavailable, by_level, sets_needed
 from .instructions.row import SQRT, Row
 
 HYPER = {
@@ -208,14 +208,16 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     many = Layout(((64,),) * (40 if quick else 10_000), F32, F32)
 
     f32_bars = Bar("ratio", 0.97, "cpu"), Bar("ratio", 1.15, "cuda"), Bar("fraction", 0.93, "cuda")
-    bf16_bar, mixed_bar, step_bar = (Bar("ratio", least, "cpu") for least in (1.3, 1.2, 4.0))
+    bf16_bar, f16_bar, mixed_bar, step_bar = (
+        Bar("ratio", least, "cpu") for least in (by_level(1.2, 1.4), 1.0, 1.2, 4.0)
+    )
     step, tiny = f"step() on {whole}", f"{len(many.shapes):,} f32 tensors of 64"
     return [
         model("f32", f"{step}, all f32", f32, *f32_bars),
         model("bf16", f"{step}, all bf16", bf16, bf16_bar),
         model("f32-bf16moments", f"{step}, f32, bf16 moments", f32_bf16, mixed_bar, against=f32),
         model("bf16-f32moments", f"{step}, bf16, f32 moments", bf16_f32, against=f32),
-        model("f16", f"{step}, all f16", f16),
+        model("f16", f"{step}, all f16", f16, f16_bar),
         tiny_step("step-10000x64", f"step() on {tiny}", many, step_bar, new_grads=False),
         tiny_step(
             "step-10000x64-newgrads",

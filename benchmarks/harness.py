@@ -57,6 +57,11 @@ class Bar:
     against: str | None = None
 
 
+def by_level(avx2: float, avx512: float) -> float:
+    """Returns what to aim at with the instructions that torch uses here."""
+    return avx512 if "AVX512" in torch.backends.cpu.get_cpu_capability() else avx2
+
+
 @dataclass
 class Share:
     """The result that one row aims at, beside another row of the case, on one kind of device.

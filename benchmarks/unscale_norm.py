@@ -259,7 +259,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         clip_case("clip-f16", f16),
         clip_case("clip-10000x64", many, Bar("ratio", 5.0, "cpu"), tiny=True),
         unscale_case("unscale-f32", f32),
-        unscale_case("unscale-f16", f16),
+        unscale_case("unscale-f16", f16, Bar("ratio", 1.0, "cpu")),
         norm_case("norm-f32", f32),
         norm_case("norm-bf16", bf16),
         norm_case("norm-f16", f16),

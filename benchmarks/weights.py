@@ -11,7 +11,7 @@ import torch
 
 from . import adamw, adamw8bit
 from ._model import OP_ONLY, Shapes, filled_like, model_for, optimizer_step
-from .harness import Bar, Case, Contender, Rotation, Unavailable, sets_needed
+from .harness import Bar, Case, Contender, Rotation, Unavailable, by_level, sets_needed
 
 F32, BF16, I16, I8 = torch.float32, torch.bfloat16, torch.int16, torch.int8
 FUSED, OPTIMI = "torch fused f32", "optimi kahan"
@@ -141,22 +141,28 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
             "remainder16",
             f"{wide}, 16-bit remainders",
             Layout(shapes, 4, I16, F32),
-            Bar("ratio", 1.1, "cpu"),
+            Bar("ratio", by_level(1.25, 1.4), "cpu"),
         ),
         case(
             "remainder16-8bit",
             f"{eight}, 16-bit remainders",
             Layout(shapes, 4, I16, None),
-            Bar("ratio", 1.3, "cpu"),
+            Bar("ratio", by_level(0.8, 1.2), "cpu"),
             Bar("fraction", 0.8, "cuda"),
         ),
         case("remainder8-8bit", f"{eight}, 8-bit remainders", Layout(shapes, 5, I8, None)),
         case("master", f"{wide}, f32 masters", Layout(shapes, 3, F32, F32)),
-        case("stochastic", f"{one}, bf16 moments, stochastic", Layout(shapes, 1, None, BF16)),
+        case(
+            "stochastic",
+            f"{one}, bf16 moments, stochastic",
+            Layout(shapes, 1, None, BF16),
+            Bar("ratio", by_level(0.8, 1.0), "cpu"),
+        ),
         case(
             "kahan",
             f"{one}, bf16 moments, Kahan",
             Layout(shapes, 2, BF16, BF16),
+            Bar("ratio", by_level(0.9, 1.1), "cpu"),
             Bar("ratio", 4.0, "cpu", OPTIMI),
         ),
     ]

@@ -219,7 +219,8 @@ HR_API hr_cpu_level hr_get_cpu_level(void);
 
 /* Chooses a lower level, or returns to a higher one, for the whole process. HR_UNSUPPORTED if the
  * CPU or the build lacks it. The environment variable HEADROOM_CPU_LEVEL (baseline, avx2, avx512,
- * avx512vbmi) sets the level at start. */
+ * avx512vbmi) sets the level at start; one that is unknown or above the CPU's is passed over, and
+ * hr_build_info() names the level in use. Python's import warns of it. */
 HR_API hr_status hr_set_cpu_level(hr_cpu_level level);
 
 /* ---- Weights in 16 bits ---------------------------------------------------------------------- */

@@ -25,9 +25,16 @@ static size_t workspace_bytes_of(const hr_tensor_list *grads)
     return 8 * (size_t)(2 * grads->count + norm_chunks_of_list(grads) + 1);
 }
 
-static norm_order order_of(double p)
+/* Whether every result is finite is asked of the largest magnitude, which is quicker to find than a
+ * sum. */
+static norm_order order_of(double p, const hr_unscale_norm_result *result)
 {
-    return p == 2.0 ? NORM_2 : p == 1.0 ? NORM_1 : isinf(p) ? NORM_INF : NORM_P;
+    const int measures = result && (result->norm || result->norms || result->clip_coef);
+    return !measures  ? NORM_INF
+           : p == 2.0 ? NORM_2
+           : p == 1.0 ? NORM_1
+           : isinf(p) ? NORM_INF
+                      : NORM_P;
 }
 
 /* Checks a list that may not have its addresses and types yet. */
@@ -85,7 +92,7 @@ hr_status hr_unscale_norm(const hr_tensor_list *grads, const hr_unscale_norm_res
         HR_TRY(hr_check_scalar("hr_unscale_norm", "result->culprit", result->culprit, HR_F64));
         HR_TRY(hr_check_scalar("hr_unscale_norm", "result->clip_coef", result->clip_coef, HR_F32));
     }
-    const unscale_norm_args args = {grads, result, &own, order_of(own.p),
+    const unscale_norm_args args = {grads, result, &own, order_of(own.p, result),
                                     result ? workspace : NULL};
     if (exec->device == HR_CPU) {
         HR_TRY(step_check_grad_scale("hr_unscale_norm", own.grad_scale));

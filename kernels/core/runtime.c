@@ -6,6 +6,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
+#endif
 
 static _Thread_local char last_error[512];
 
@@ -44,8 +47,11 @@ void hr_parallel_for(int64_t begin, int64_t end, int64_t grain, hr_range_fn rang
 hr_cpu_level runtime_highest_cpu_level(void)
 {
 #if defined(__x86_64__) && defined(__GNUC__)
+    unsigned a, b, c, d; /* of a leaf that names F16C, which not every compiler's builtin does */
     __builtin_cpu_init();
-    const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                     __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
+                     __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
     const int avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     const int vbmi = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");

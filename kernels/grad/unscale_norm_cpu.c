@@ -2,13 +2,30 @@
  * unscale_norm_cpu.c: the CPU loop of hr_unscale_norm. A chunk is added in LANES interleaved sums,
  * whatever the width of a vector, so every instruction set adds in the same order.
  */
-#include "kernels/core/cpu.h"
+#include "kernels/core/f16_cpu.h"
 #include "kernels/grad/unscale_norm.h"
 
 #define LANES 32
 
+/* Adds the terms of `count` elements to the sums. */
+HR_INLINE void norm_add(double *restrict sums, const float *restrict x, int count, double p,
+                        norm_order order)
+{
+    for (int lane = 0; lane < count; lane++)
+        sums[lane] = norm_combine(sums[lane], norm_term(x[lane], order, p), order);
+}
+
+/* The sum of a chunk, from its interleaved sums. */
+HR_INLINE double norm_total(double *sums, norm_order order)
+{
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int lane = 0; lane < width; lane++)
+            sums[lane] = norm_combine(sums[lane], sums[lane + width], order);
+    return sums[0];
+}
+
 /* Unscales `count` elements to x. This is a loop of its own because a compiler does not vectorize
- * the conversion to f16 in a loop that also adds in binary64. */
+ * the rounding to 16 bits in a loop that also adds in binary64. */
 HR_INLINE void unscale_few_as(void *restrict grad, int64_t begin, int count, float factor,
                               hr_dtype dtype, int write, float *restrict x)
 {
@@ -24,8 +41,8 @@ HR_INLINE void unscale_few_as(void *restrict grad, int64_t begin, int count, flo
 HR_INLINE void unscale_few(void *restrict grad, int64_t begin, int count, float factor,
                            hr_dtype dtype, int write, float *restrict x)
 {
-    FOR_DTYPE(dtype, D, if (write) unscale_few_as(grad, begin, count, factor, D, 1, x);
-              else unscale_few_as(grad, begin, count, factor, D, 0, x))
+    FOR_F32_OR_BF16(dtype, D, if (write) unscale_few_as(grad, begin, count, factor, D, 1, x);
+                    else unscale_few_as(grad, begin, count, factor, D, 0, x))
 }
 
 HR_INLINE double unscale_chunk(void *restrict grad, int64_t begin, int64_t end, float factor,
@@ -37,40 +54,101 @@ HR_INLINE double unscale_chunk(void *restrict grad, int64_t begin, int64_t end, 
     for (; end - i >= LANES; i += LANES) {
         cpu_prefetch(grad, i, LANES, end, dtype);
         unscale_few(grad, i, LANES, factor, dtype, write, x);
-        for (int lane = 0; lane < LANES; lane++)
-            sums[lane] = norm_combine(sums[lane], norm_term(x[lane], order, p), order);
+        norm_add(sums, x, LANES, p, order);
     }
     unscale_few(grad, i, (int)(end - i), factor, dtype, write, x);
     for (int lane = 0; lane < end - i; lane++)
         sums[0] = norm_combine(sums[0], norm_term(x[lane], order, p), order);
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int lane = 0; lane < width; lane++)
-            sums[lane] = norm_combine(sums[lane], sums[lane + width], order);
-    return sums[0];
+    return norm_total(sums, order);
+}
+
+/* Unscales `count` elements of f16 to x, by the conversions of whole tiles. */
+HR_INLINE void unscale_tile(void *restrict grad, int64_t i, int count, float factor, int write,
+                            float *restrict x)
+{
+    cpu_prefetch(grad, i, count, i + count + F16_TILE * 4, HR_F16);
+    f16_load(x, grad, i, count);
+    for (int lane = 0; lane < count; lane++)
+        hr_store(x, lane, x[lane] * factor, HR_F32);
+    if (write)
+        f16_store(grad, i, x, count);
+}
+
+HR_INLINE double unscale_f16(void *restrict grad, int64_t begin, int64_t end, float factor,
+                             double p, norm_order order, int write)
+{
+    double sums[LANES] = {0};
+    float x[F16_TILE];
+    for (int64_t i = begin; i < end; i += F16_TILE) {
+        const int count = end - i < F16_TILE ? (int)(end - i) : F16_TILE;
+        unscale_tile(grad, i, count, factor, write, x);
+        int j = 0;
+        for (; count - j >= LANES; j += LANES)
+            norm_add(sums, x + j, LANES, p, order);
+        for (; j < count; j++)
+            sums[0] = norm_combine(sums[0], norm_term(x[j], order, p), order);
+    }
+    return norm_total(sums, order);
+}
+
+/* The largest magnitude, as an integer that is above that of infinity for a NaN. */
+HR_INLINE double unscale_largest(void *restrict grad, int64_t begin, int64_t end, float factor,
+                                 hr_dtype dtype, int write)
+{
+    uint32_t largest[LANES] = {0};
+    float x[F16_TILE];
+    for (int64_t i = begin; i < end; i += F16_TILE) {
+        const int count = end - i < F16_TILE ? (int)(end - i) : F16_TILE;
+        if (dtype == HR_F16) {
+            unscale_tile(grad, i, count, factor, write, x);
+        } else {
+            cpu_prefetch(grad, i, count, end, dtype);
+            unscale_few(grad, i, count, factor, dtype, write, x);
+        }
+        for (int j = count; j % LANES; j++)
+            x[j] = 0.0f;
+        for (int j = 0; j < count; j += LANES)
+            for (int lane = 0; lane < LANES; lane++) {
+                const uint32_t magnitude = hr_bits(x[j + lane]) & 0x7FFFFFFFu;
+                largest[lane] = magnitude > largest[lane] ? magnitude : largest[lane];
+            }
+    }
+    for (int lane = 1; lane < LANES; lane++)
+        largest[0] = largest[lane] > largest[0] ? largest[lane] : largest[0];
+    return (double)hr_float(largest[0]);
 }
 
 HR_INLINE void scale_chunk(void *restrict grad, int64_t begin, int64_t end, float factor,
                            hr_dtype dtype)
 {
-    for (int64_t i = begin; i < end; i++)
+    float x[F16_TILE];
+    for (int64_t i = begin; dtype == HR_F16 && i < end; i += F16_TILE)
+        unscale_tile(grad, i, end - i < F16_TILE ? (int)(end - i) : F16_TILE, factor, 1, x);
+    for (int64_t i = begin; dtype != HR_F16 && i < end; i++)
         hr_store(grad, i, hr_load(grad, i, dtype) * factor, dtype);
 }
 
 HR_INLINE double unscale_dispatch(void *grad, int64_t begin, int64_t end, float factor, double p,
                                   hr_dtype dtype, norm_order order, int write)
 {
+#define UNSCALE_CASE(order)                                                         \
+    return dtype == HR_F16 ? unscale_f16(grad, begin, end, factor, p, order, write) \
+                           : unscale_chunk(grad, begin, end, factor, p, dtype, order, write)
     switch (order) {
     case NORM_2:
-        FOR_DTYPE(dtype, D,
-                  return write ? unscale_chunk(grad, begin, end, factor, p, D, NORM_2, 1)
-                               : unscale_chunk(grad, begin, end, factor, p, D, NORM_2, 0))
-    case NORM_1:
-        return unscale_chunk(grad, begin, end, factor, p, dtype, NORM_1, write);
+        if (dtype == HR_F16)
+            return unscale_f16(grad, begin, end, factor, p, NORM_2, write);
+        FOR_F32_OR_BF16(dtype, D,
+                        return write ? unscale_chunk(grad, begin, end, factor, p, D, NORM_2, 1)
+                                     : unscale_chunk(grad, begin, end, factor, p, D, NORM_2, 0))
     case NORM_INF:
-        return unscale_chunk(grad, begin, end, factor, p, dtype, NORM_INF, write);
+        FOR_DTYPE(dtype, D, return unscale_largest(grad, begin, end, factor, D, write))
+    case NORM_1:
+        UNSCALE_CASE(NORM_1);
     default:
-        return unscale_chunk(grad, begin, end, factor, p, dtype, NORM_P, write);
+        UNSCALE_CASE(NORM_P);
     }
+#undef UNSCALE_CASE
 }
 
 HR_INLINE void scale_dispatch(void *grad, int64_t begin, int64_t end, float factor, hr_dtype dtype){

@@ -42,8 +42,8 @@ HR_INLINE int adamw_is_slow(adamw_constants c)
     return c.one_minus_beta1 < 0.5f;
 }
 
-/* `l2` and `slow` are what the two functions above give. */
-HR_INLINE adamw_values adamw_element_of(adamw_constants c, adamw_values x, int amsgrad, int l2,
+/* The new moments. `l2` and `slow` are what the two functions above give. */
+HR_INLINE adamw_values adamw_moments_of(adamw_constants c, adamw_values x, int amsgrad, int l2,
                                         int slow)
 {
     const float scaled = x.grad * c.grad_factor;
@@ -54,14 +54,27 @@ HR_INLINE adamw_values adamw_element_of(adamw_constants c, adamw_values x, int a
     const float weight = slow ? c.one_minus_beta1 : -c.beta1;
     x.exp_avg = from + weight * (grad - x.exp_avg);
     x.exp_avg_sq = c.beta2 * x.exp_avg_sq + c.one_minus_beta2 * (grad * grad);
-    float second = x.exp_avg_sq;
     if (amsgrad) {
-        const int keep = x.max_exp_avg_sq >= second || x.max_exp_avg_sq != x.max_exp_avg_sq;
-        x.max_exp_avg_sq = keep ? x.max_exp_avg_sq : second; /* NaN wins on either side */
-        second = x.max_exp_avg_sq;
+        const int keep = x.max_exp_avg_sq >= x.exp_avg_sq || x.max_exp_avg_sq != x.max_exp_avg_sq;
+        x.max_exp_avg_sq = keep ? x.max_exp_avg_sq : x.exp_avg_sq; /* NaN wins on either side */
     }
-    const float denominator = sqrtf(second) * c.rsqrt_bias2 + c.eps;
-    x.param = c.keep * x.param - c.step_size * (x.exp_avg / denominator);
+    return x;
+}
+
+/* The new parameter, from its new first moment and the root of its new second moment, or of the
+ * maximum of these. */
+HR_INLINE float adamw_param_of(adamw_constants c, float param, float exp_avg, float root)
+{
+    const float denominator = root * c.rsqrt_bias2 + c.eps;
+    return c.keep * param - c.step_size * (exp_avg / denominator);
+}
+
+HR_INLINE adamw_values adamw_element_of(adamw_constants c, adamw_values x, int amsgrad, int l2,
+                                        int slow)
+{
+    x = adamw_moments_of(c, x, amsgrad, l2, slow);
+    const float root = sqrtf(amsgrad ? x.max_exp_avg_sq : x.exp_avg_sq);
+    x.param = adamw_param_of(c, x.param, x.exp_avg, root);
     return x;
 }
 

@@ -15,12 +15,12 @@
  * bnb_exact. */
 typedef enum adamw8bit_rule { ADAMW8BIT_PLAIN, ADAMW8BIT_ANY, ADAMW8BIT_BNB } adamw8bit_rule;
 
-/* The tables of both maps. `vectors` and `bytes` are indexed by is_signed. */
+/* The tables of both maps. All but `maps` are indexed by is_signed. */
 typedef struct adamw8bit_tables {
     quant_maps maps;
     dynamic_vectors vectors[2];
+    dynamic_decades decades[2];
     dynamic_bytes bytes[2];
-    dynamic_cells cells;
 } adamw8bit_tables;
 
 typedef struct adamw8bit_tensor adamw8bit_tensor;
@@ -63,8 +63,8 @@ typedef struct adamw8bit_pending {
     float *m, *v;
     float absmax_m, absmax_v;
     dynamic_scale scale_m, scale_v;
-    int vectors;   /* 1: vector code may encode it */
-    int no_clamps; /* 1: dynamic_encode_vbmi() needs no clamps for its second moments */
+    int vectors;  /* 1: vector code may encode it */
+    int overlaps; /* 1: it may be encoded while the next block is updated */
 } adamw8bit_pending;
 
 #define LANES CPU_STEP /* elements at a time; every block size is a multiple of it */
@@ -144,7 +144,7 @@ HR_INLINE adamw8bit_pending adamw8bit_close(const adamw8bit_tensor *t, int64_t b
     pending.scale_m = dynamic_scale_of(pending.absmax_m);
     pending.scale_v = dynamic_scale_of(pending.absmax_v);
     pending.vectors = 0;
-    pending.no_clamps = 0;
+    pending.overlaps = 0;
     if (!bnb && !t->call->args->config->seeds) {
         pending.scale_m = adamw8bit_rescale(m, count, pending.scale_m);
         pending.scale_v = adamw8bit_rescale(v, count, pending.scale_v);

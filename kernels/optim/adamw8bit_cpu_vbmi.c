@@ -42,6 +42,11 @@ typedef struct adamw8bit_values {
     __m512 m[4], v[4];
 } adamw8bit_values;
 
+/* Which codes of a block are not sure: for each 64 elements a bit by vector and lane. */
+typedef struct adamw8bit_unsure {
+    uint64_t m[ADAMW8BIT_MAX_BLOCK / LANES], v[ADAMW8BIT_MAX_BLOCK / LANES], any;
+} adamw8bit_unsure;
+
 /* Decodes 64 codes of each moment. */
 CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_decode_vbmi(const adamw8bit_tables *tables,
                                                           const uint8_t *exp_avg,
@@ -61,7 +66,8 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_decode_vbmi(const adamw8bit_tables
 
 /* Updates 64 elements, whose decoded moments are in `values`. Meanwhile, a part for each vector,
  * decodes the codes at exp_avg and exp_avg_sq, of the elements that come next, to `values`, and
- * encodes 64 elements of the block `before` from i on, unless that is NULL.
+ * encodes 64 elements of the block `before` from i on, unless that is NULL, and notes which of
+ * these codes are not sure.
  *
  * The largest magnitudes leave out NaNs. Returns 0 if a moment may be NaN, else 3: where a moment
  * is NaN, so is the parameter, and its store sees that. */
@@ -69,12 +75,13 @@ CPU_AVX512_VBMI_BF16 HR_INLINE int
 adamw8bit_update_vbmi(const adamw8bit_tensor *t, const adamw8bit_repeated *c, adamw8bit_elements at,
                       hr_dtype param_dtype, hr_dtype grad_dtype, hr_weights_mode mode,
                       adamw8bit_values *values, const adamw8bit_pending *before, int i,
-                      __m512 *largest_m, __m512 *largest_v)
+                      adamw8bit_unsure *unsure, __m512 *largest_m, __m512 *largest_v)
 {
     const adamw8bit_tables *const tables = t->call->tables;
     const cpu_order order = adamw8bit_order(param_dtype, grad_dtype, mode);
     __m512 grads[2], old[2], params[2], exp_avgs[4], roots[4];
     __m512i codes_m = _mm512_setzero_si512(), codes_v = _mm512_setzero_si512();
+    uint64_t unsure_m = 0, unsure_v = 0;
     dynamic_decoding next_m, next_v;
     int no_nan = 3;
     dynamic_decode_vbmi(&next_m, &tables->bytes[1], at.exp_avg, 1, order);
@@ -108,20 +115,23 @@ adamw8bit_update_vbmi(const adamw8bit_tensor *t, const adamw8bit_repeated *c, ad
             dynamic_decode_byte_vbmi(&next_v, &tables->bytes[0], k, 0);
         }
         if (before && k < 4) {
-            codes_m = dynamic_encode_vbmi(codes_m, &tables->bytes[1], &tables->cells, k,
-                                          _mm512_loadu_ps(before->m + i + 16 * k), c->scale_m, 1,
-                                          order, 0);
-            codes_v = dynamic_encode_vbmi(codes_v, &tables->bytes[0], &tables->cells, k,
-                                          _mm512_loadu_ps(before->v + i + 16 * k), c->scale_v, 0,
-                                          order, 0);
+            codes_m =
+                dynamic_encode_vbmi(codes_m, &unsure_m, &tables->bytes[1], &tables->vectors[1], k,
+                                    _mm512_loadu_ps(before->m + i + 16 * k), c->scale_m, 1, order);
+            codes_v =
+                dynamic_encode_vbmi(codes_v, &unsure_v, &tables->bytes[0], &tables->vectors[0], k,
+                                    _mm512_loadu_ps(before->v + i + 16 * k), c->scale_v, 0, order);
         }
     }
     dynamic_decoded_vbmi(&next_m, values->m);
     dynamic_decoded_vbmi(&next_v, values->v);
     if (before) {
         const int64_t first = before->begin + i;
-        dynamic_encoded_vbmi(codes_m, &tables->bytes[1], 1, t->exp_avg + first);
-        dynamic_encoded_vbmi(codes_v, &tables->bytes[0], 0, t->exp_avg_sq + first);
+        _mm512_storeu_si512(t->exp_avg + first, codes_m);
+        _mm512_storeu_si512(t->exp_avg_sq + first, codes_v);
+        unsure->m[i / LANES] = unsure_m;
+        unsure->v[i / LANES] = unsure_v;
+        unsure->any |= unsure_m | unsure_v;
     }
     return no_nan;
 }
@@ -149,6 +159,31 @@ static void adamw8bit_order_in_row(float *x, cpu_order order)
     memcpy(x, in_row, sizeof in_row);
 }
 
+/* Encodes those of 64 elements of a block, from i on, whose codes are not sure. */
+static void adamw8bit_encode_unsure(const adamw8bit_tensor *t, const adamw8bit_pending *p, int i,
+                                    uint64_t unsure_m, uint64_t unsure_v, cpu_order order)
+{
+    const quant_maps *const maps = &t->call->tables->maps;
+    for (int is_signed = 0; is_signed < 2; is_signed++) {
+        const float *const x = (is_signed ? p->m : p->v) + i;
+        uint8_t *const codes = (is_signed ? t->exp_avg : t->exp_avg_sq) + p->begin + i;
+        for (uint64_t rest = is_signed ? unsure_m : unsure_v; rest; rest &= rest - 1) {
+            const int at = __builtin_ctzll(rest), element = cpu_element(order, at / 16, at % 16);
+            if (i + element < p->count)
+                codes[element] =
+                    quant_encode(maps, x[at], is_signed ? p->scale_m : p->scale_v, is_signed);
+        }
+    }
+}
+
+static __attribute__((noinline)) void
+adamw8bit_encode_all_unsure(const adamw8bit_tensor *t, const adamw8bit_pending *p, int count,
+                            const adamw8bit_unsure *unsure, cpu_order order)
+{
+    for (int i = 0; i < count; i += LANES)
+        adamw8bit_encode_unsure(t, p, i, unsure->m[i / LANES], unsure->v[i / LANES], order);
+}
+
 /* Encodes the elements of a block from i on, without an update to overlap with. */
 static __attribute__((noinline)) CPU_AVX512_VBMI_BF16 void
 adamw8bit_encode_rest(const adamw8bit_tensor *t, const adamw8bit_pending *p, int i, cpu_order order)
@@ -162,24 +197,26 @@ adamw8bit_encode_rest(const adamw8bit_tensor *t, const adamw8bit_pending *p, int
             continue;
         }
         __m512i codes_m = _mm512_setzero_si512(), codes_v = _mm512_setzero_si512();
+        uint64_t unsure_m = 0, unsure_v = 0;
         for (int k = 0; k < 4; k++) {
-            codes_m = dynamic_encode_vbmi(codes_m, &tables->bytes[1], &tables->cells, k,
-                                          _mm512_loadu_ps(p->m + i + 16 * k),
-                                          _mm512_set1_ps(p->scale_m.second), 1, order, 1);
-            codes_v = dynamic_encode_vbmi(codes_v, &tables->bytes[0], &tables->cells, k,
-                                          _mm512_loadu_ps(p->v + i + 16 * k),
-                                          _mm512_set1_ps(p->scale_v.second), 0, order, 1);
+            codes_m = dynamic_encode_vbmi(
+                codes_m, &unsure_m, &tables->bytes[1], &tables->vectors[1], k,
+                _mm512_loadu_ps(p->m + i + 16 * k), _mm512_set1_ps(p->scale_m.second), 1, order);
+            codes_v = dynamic_encode_vbmi(
+                codes_v, &unsure_v, &tables->bytes[0], &tables->vectors[0], k,
+                _mm512_loadu_ps(p->v + i + 16 * k), _mm512_set1_ps(p->scale_v.second), 0, order);
         }
         uint8_t few[2][LANES];
         const int whole = p->count - i >= LANES;
         uint8_t *const exp_avg = t->exp_avg + p->begin + i;
         uint8_t *const exp_avg_sq = t->exp_avg_sq + p->begin + i;
-        dynamic_encoded_vbmi(codes_m, &tables->bytes[1], 1, whole ? exp_avg : few[1]);
-        dynamic_encoded_vbmi(codes_v, &tables->bytes[0], 0, whole ? exp_avg_sq : few[0]);
+        _mm512_storeu_si512(whole ? exp_avg : few[1], codes_m);
+        _mm512_storeu_si512(whole ? exp_avg_sq : few[0], codes_v);
         if (!whole) {
             memcpy(exp_avg, few[1], (size_t)(p->count - i));
             memcpy(exp_avg_sq, few[0], (size_t)(p->count - i));
         }
+        adamw8bit_encode_unsure(t, p, i, unsure_m, unsure_v, order);
     }
 }
 
@@ -225,11 +262,10 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_close_vbmi(const adamw8bit_tensor 
     const __m256 both8 = _mm256_max_ps(_mm256_unpacklo_ps(v8, m8), _mm256_unpackhi_ps(v8, m8));
     const __m128 both4 = _mm_max_ps(_mm256_castps256_ps128(both8), _mm256_extractf128_ps(both8, 1));
     const __m128 largest = _mm_max_ps(both4, _mm_movehl_ps(both4, both4));
-    /* If the absmax of exp_avg_sq is below 2, its reciprocal is above 1/2, which scales no positive
-     * number to zero: then encoding needs no clamps. */
+    /* The first factor of dynamic_scale_of() is then 1. */
     const __mmask8 usual =
         _mm_mask_cmp_ps_mask(_mm_cmp_ps_mask(largest, _mm_set1_ps(0x1p-64f), _CMP_GE_OQ), largest,
-                             _mm_set_ps(0.0f, 0.0f, 0x1p64f, 2.0f), _CMP_LT_OQ);
+                             _mm_set1_ps(0x1p64f), _CMP_LE_OQ);
     if (__builtin_expect((usual & no_nan) != 3, 0)) {
         float lanes[4];
         _mm_storeu_ps(lanes, largest);
@@ -242,7 +278,7 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_close_vbmi(const adamw8bit_tensor 
     p->scale_m.second = _mm_cvtss_f32(_mm_movehdup_ps(scale));
     p->absmax_v = t->exp_avg_sq_absmax[block] = _mm_cvtss_f32(largest);
     p->absmax_m = t->exp_avg_absmax[block] = _mm_cvtss_f32(_mm_movehdup_ps(largest));
-    p->vectors = p->no_clamps = 1;
+    p->vectors = p->overlaps = 1;
 }
 
 CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor *t, void *residual,
@@ -281,9 +317,11 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor
         c.absmax_v = _mm512_set1_ps(absmax_v);
         c.scale_m = _mm512_set1_ps(before->scale_m.second);
         c.scale_v = _mm512_set1_ps(before->scale_v.second);
-        const int overlaps = before->no_clamps;
+        const int overlaps = before->overlaps;
         /* The bound of cpu_prefetch(), checked once per block. */
         const int ahead = to - begin > block_size + ADAMW8BIT_AHEAD;
+        adamw8bit_unsure unsure;
+        unsure.any = 0;
         int no_nan = 3, i = 0;
         for (; count - i >= LANES; i += LANES) {
             if (ahead) {
@@ -303,11 +341,13 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor
                                            t->exp_avg_sq + next};
             if (__builtin_expect(overlaps, 1)) /* `before` is then a full block */
                 no_nan &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, mode, &values,
-                                                before, i, &largest_m, &largest_v);
+                                                before, i, &unsure, &largest_m, &largest_v);
             else
                 no_nan &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, mode, &values,
-                                                NULL, 0, &largest_m, &largest_v);
+                                                NULL, 0, NULL, &largest_m, &largest_v);
         }
+        if (__builtin_expect(unsure.any != 0, 0))
+            adamw8bit_encode_all_unsure(t, before, i, &unsure, order);
         if (!overlaps || i < before->count)
             adamw8bit_encode_rest(t, before, overlaps ? i : 0, order);
         if (i < count) {
@@ -320,7 +360,7 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void adamw8bit_blocks_vbmi(const adamw8bit_tensor
             const adamw8bit_elements at = {
                 {few.param, residuals}, few.grad, m + i, v + i, few.exp_avg, few.exp_avg_sq};
             no_nan &= adamw8bit_update_vbmi(t, &c, at, param_dtype, grad_dtype, mode, &values, NULL,
-                                            0, &largest_m, &largest_v);
+                                            0, NULL, &largest_m, &largest_v);
             memcpy((char *)t->param + (begin + i) * param_size, few.param,
                    (size_t)((count - i) * param_size));
             memcpy((char *)residual + (begin + i) * residual_size, residuals,

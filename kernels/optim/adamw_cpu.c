@@ -2,6 +2,7 @@
  * adamw_cpu.c: the CPU step of Adam and AdamW. One parallel region covers the elements of the whole
  * list, so ten thousand small tensors are handed to threads as often as one large tensor.
  */
+#include "kernels/core/f16_cpu.h"
 #include "kernels/optim/adamw.h"
 #include "kernels/weights/weights_cpu.h"
 
@@ -34,6 +35,116 @@ HR_INLINE void adamw_few(adamw_constants c, void *restrict param, void *restrict
     }
 }
 
+/* ---- Two bf16 at a time ---------------------------------------------------------------------- */
+
+/* Whether the first of two bf16 is the low half of a word. */
+#define ADAMW_FIRST_IS_LOW (__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__)
+
+/* Two bf16 that lie side by side are the halves of a word. Vectors of words need no instruction that
+ * widens or packs, which is most of what a vector of bf16 costs. */
+HR_INLINE uint32_t adamw_pair(const void *base, int64_t i)
+{
+    uint32_t pair;
+    memcpy(&pair, (const uint16_t *)base + i, sizeof pair);
+    return pair;
+}
+
+HR_INLINE void adamw_put_pair(void *base, int64_t i, uint32_t first, uint32_t second)
+{
+    const uint32_t pair = first >> 16 | (second & 0xFFFF0000u);
+    memcpy((uint16_t *)base + i, &pair, sizeof pair);
+}
+
+/* hr_to_bf16() in the high half; the low half is not cleared. */
+HR_INLINE uint32_t adamw_to_high(float x)
+{
+    const uint32_t bits = hr_bits(x);
+    return x != x ? 0x7FFF0000u : bits + 0x7FFFu + ((bits >> 16) & 1u);
+}
+
+/* Where a pair waits between its two loops: its elements, and the roots of their second moments. */
+typedef struct adamw_waiting {
+    float param[2][CPU_STEP / 2], exp_avg[2][CPU_STEP / 2], root[2][CPU_STEP / 2];
+} adamw_waiting;
+
+/* Updates the moments of element `which` of pair j. Returns them in high halves. */
+HR_INLINE uint32_t adamw_half_moments(adamw_constants c, adamw_waiting *w, int which, int j,
+                                      uint32_t param, uint32_t residual, uint32_t grad,
+                                      uint32_t exp_avg, uint32_t exp_avg_sq, hr_weights_mode mode,
+                                      int l2, int slow, uint32_t *new_exp_avg_sq)
+{
+    adamw_values x = {hr_float(param), hr_float(grad), hr_float(exp_avg), hr_float(exp_avg_sq),
+                      0.0f};
+    if (mode == HR_WEIGHTS_KAHAN)
+        x.param = weights_join_kahan(x.param, hr_float(residual), HR_BF16);
+    x = adamw_moments_of(c, x, 0, l2, slow);
+    w->param[which][j] = x.param;
+    w->exp_avg[which][j] = x.exp_avg;
+    w->root[which][j] = sqrtf(x.exp_avg_sq);
+    *new_exp_avg_sq = adamw_to_high(x.exp_avg_sq);
+    return adamw_to_high(x.exp_avg);
+}
+
+/* Updates the parameter of element `which` of pair j, and returns it in a high half. `random`: 16
+ * bits, if the mode rounds at random. */
+HR_INLINE uint32_t adamw_half_param(adamw_constants c, const adamw_waiting *w, int which, int j,
+                                    hr_weights_mode mode, uint32_t random, uint32_t *residual)
+{
+    const float param =
+        adamw_param_of(c, w->param[which][j], w->exp_avg[which][j], w->root[which][j]);
+    if (mode == HR_WEIGHTS_STOCHASTIC)
+        return param != param ? 0x7FFF0000u : hr_bits(param) + random;
+    const uint32_t high = adamw_to_high(param);
+    if (mode == HR_WEIGHTS_KAHAN) {
+        const float rounded = hr_float(high & 0xFFFF0000u);
+        const int is_finite = (hr_bits(rounded) & 0x7FFFFFFFu) < 0x7F800000u;
+        *residual = adamw_to_high(is_finite ? param - rounded : 0.0f);
+    }
+    return high;
+}
+
+/* adamw_few() of CPU_STEP elements, where all is bf16, for the modes NEAREST, KAHAN and STOCHASTIC.
+ * Two loops, because a core sees a few vectors ahead: with one it would wait for each square root
+ * and then for a division. */
+HR_INLINE void adamw_pairs(adamw_constants c, void *restrict param, void *restrict residual,
+                           const void *restrict grad, void *restrict exp_avg,
+                           void *restrict exp_avg_sq, int64_t i, hr_weights_mode mode,
+                           const uint16_t *restrict random, int l2, int slow)
+{
+    const uint32_t high = 0xFFFF0000u;
+    adamw_waiting w;
+    for (int j = 0; j < CPU_STEP / 2; j++) {
+        const uint32_t p = adamw_pair(param, i + 2 * j), g = adamw_pair(grad, i + 2 * j);
+        const uint32_t m = adamw_pair(exp_avg, i + 2 * j), v = adamw_pair(exp_avg_sq, i + 2 * j);
+        const uint32_t r = mode == HR_WEIGHTS_KAHAN ? adamw_pair(residual, i + 2 * j) : 0;
+        uint32_t v0, v1;
+        const uint32_t m0 = adamw_half_moments(c, &w, 0, j, p << 16, r << 16, g << 16, m << 16,
+                                               v << 16, mode, l2, slow, &v0);
+        const uint32_t m1 = adamw_half_moments(c, &w, 1, j, p & high, r & high, g & high, m & high,
+                                               v & high, mode, l2, slow, &v1);
+        adamw_put_pair(exp_avg, i + 2 * j, m0, m1);
+        adamw_put_pair(exp_avg_sq, i + 2 * j, v0, v1);
+    }
+    for (int j = 0; j < CPU_STEP / 2; j++) {
+        const uint32_t bits = weights_are_random(mode) ? adamw_pair(random, 2 * j) : 0;
+        uint32_t r0 = 0, r1 = 0;
+        const uint32_t p0 = adamw_half_param(c, &w, 0, j, mode, bits & 0xFFFFu, &r0);
+        const uint32_t p1 = adamw_half_param(c, &w, 1, j, mode, bits >> 16, &r1);
+        adamw_put_pair(param, i + 2 * j, p0, p1);
+        if (mode == HR_WEIGHTS_KAHAN)
+            adamw_put_pair(residual, i + 2 * j, r0, r1);
+    }
+}
+
+HR_INLINE int adamw_has_pairs(hr_dtype param, hr_dtype grad, hr_dtype state, hr_weights_mode mode)
+{
+    return ADAMW_FIRST_IS_LOW && param == HR_BF16 && grad == HR_BF16 && state == HR_BF16 &&
+           (mode == HR_WEIGHTS_NEAREST || mode == HR_WEIGHTS_KAHAN ||
+            mode == HR_WEIGHTS_STOCHASTIC);
+}
+
+/* ---- Runs ------------------------------------------------------------------------------------ */
+
 /* Updates the elements [begin, end), without amsgrad, and prefetches up to `last`. */
 HR_INLINE void adamw_run(adamw_constants c, void *restrict param, void *restrict residual,
                          const void *restrict grad, void *restrict exp_avg,
@@ -41,14 +152,22 @@ HR_INLINE void adamw_run(adamw_constants c, void *restrict param, void *restrict
                          hr_dtype param_dtype, hr_weights_mode mode,
                          const uint16_t *restrict random, hr_dtype grad_dtype, hr_dtype state_dtype)
 {
+    const int l2 = adamw_has_l2(c), slow = adamw_is_slow(c);
     int64_t i = begin;
     for (; end - i >= CPU_STEP; i += CPU_STEP) {
         weights_prefetch(param, residual, i, CPU_STEP, last, param_dtype, mode);
         cpu_prefetch(grad, i, CPU_STEP, last, grad_dtype);
         cpu_prefetch(exp_avg, i, CPU_STEP, last, state_dtype);
         cpu_prefetch(exp_avg_sq, i, CPU_STEP, last, state_dtype);
-        adamw_few(c, param, residual, grad, exp_avg, exp_avg_sq, NULL, i, i + CPU_STEP, param_dtype,
-                  mode, random, grad_dtype, state_dtype, 0, 0);
+        if (adamw_has_pairs(param_dtype, grad_dtype, state_dtype, mode))
+            FOR_FLAG(l2 || !slow, GENERAL,
+                     if (GENERAL) adamw_pairs(c, param, residual, grad, exp_avg, exp_avg_sq, i,
+                                              mode, random, l2, slow);
+                     else adamw_pairs(c, param, residual, grad, exp_avg, exp_avg_sq, i, mode,
+                                      random, 0, 1))
+        else
+            adamw_few(c, param, residual, grad, exp_avg, exp_avg_sq, NULL, i, i + CPU_STEP,
+                      param_dtype, mode, random, grad_dtype, state_dtype, 0, 0);
         random = weights_are_random(mode) ? random + CPU_STEP : random;
     }
     adamw_few(c, param, residual, grad, exp_avg, exp_avg_sq, NULL, i, end, param_dtype, mode,
@@ -69,13 +188,19 @@ typedef struct adamw_part {
 HR_INLINE void adamw_to_tile(const void *restrict base, int64_t i, int count, hr_dtype dtype,
                              float *restrict tile)
 {
-    FOR_DTYPE(dtype, D, for (int j = 0; j < count; j++) tile[j] = hr_load(base, i + j, D))
+    if (dtype == HR_F16)
+        f16_load(tile, base, i, count);
+    else
+        FOR_F32_OR_BF16(dtype, D, for (int j = 0; j < count; j++) tile[j] = hr_load(base, i + j, D))
 }
 
 HR_INLINE void adamw_from_tile(void *restrict base, int64_t i, int count, hr_dtype dtype,
                                const float *restrict tile)
 {
-    FOR_DTYPE(dtype, D, for (int j = 0; j < count; j++) hr_store(base, i + j, tile[j], D))
+    if (dtype == HR_F16)
+        f16_store(base, i, tile, count);
+    else
+        FOR_F32_OR_BF16(dtype, D, for (int j = 0; j < count; j++) hr_store(base, i + j, tile[j], D))
 }
 
 /* Updates any mix of types, with amsgrad and skip: converts tiles to binary32, which stay in the
@@ -139,8 +264,6 @@ HR_INLINE void adamw_part_range(void *context, int64_t begin, int64_t end)
         ADAMW_CASE(HR_F32, HR_BF16, HR_F32)
         ADAMW_CASE(HR_BF16, HR_BF16, HR_F32)
         ADAMW_CASE(HR_BF16, HR_BF16, HR_BF16)
-        ADAMW_CASE(HR_F16, HR_F16, HR_F32)
-        ADAMW_CASE(HR_F16, HR_F16, HR_F16)
     default:
         adamw_by_tiles(p, begin, end);
         break;

@@ -3,9 +3,10 @@
  *
  * Gathering table entries, or a search, would cost more than the rest of an optimizer step. But
  * within a decade code and value are linear functions of each other, and the tables of decades fit
- * in vector registers. So a value is slope * place + base, with an error of a few units in the last
- * place that a table of 4-bit differences corrects. And a code is the value times a slope, rounded;
- * where a value is so close to a midpoint that this may be wrong, dynamic_encode() decides.
+ * in vector registers. So with AVX-512 a value is slope * place + base, with an error of a few units
+ * in the last place that a table of 4-bit differences corrects. (With AVX2 this takes longer than
+ * loads from the table of values.) And a code is the value times a slope, rounded; where a value is
+ * so close to a midpoint that this may be wrong, dynamic_encode() decides.
  *
  * The codes are those of quant_encode() in quantize_blocks.h, which names the tests that compare
  * them.
@@ -26,6 +27,12 @@
  * quotient is so small that it would get code 0, which means zero (quant_keep_positive()). */
 #define DYNAMIC_LEAST_POSITIVE 3.25e-7f
 
+/* The binade, as a biased exponent, from which decades are counted, and decades per binade in units
+ * of 2^-16: dynamic_codes_avx2() must find a decade or the one before. dynamic_map_test.cpp has
+ * numbers on either side of every border. */
+#define DYNAMIC_FIRST_BINADE   106
+#define DYNAMIC_BINADE_DECADES 21000
+
 typedef struct dynamic_vectors {
     /* Decoding, indexed by the last 4 bits of the exponent of dynamic_place(). */
     float value_slopes[16], value_bases[16];
@@ -36,6 +43,32 @@ typedef struct dynamic_vectors {
     float begins[16];
     float slopes[32], offsets[32], lasts[32];
 } dynamic_vectors;
+
+/* Encoding with 8 lanes: 8 entries for the 9 decades, because the first two need one only. Where a
+ * decade has one part, or two, any line will do that passes its thresholds. */
+typedef struct dynamic_decades {
+    float ends[8]; /* where the next decade begins */
+    float slopes[8], offsets[8], lasts[8];
+} dynamic_decades;
+
+static inline void dynamic_decades_fill(dynamic_decades *d, const dynamic_map *map, int is_signed)
+{
+    const int zero = dynamic_zero(is_signed), least = is_signed ? 1 : 2;
+    for (int i = 0; i < 8; i++) {
+        const int next = (least << (i + 1)) - (is_signed ? 0 : 1); /* its first code, from zero */
+        d->ends[i] = i < 7 ? map->thresholds[zero + next - 1] : INFINITY;
+        d->slopes[i] = map->slopes[i + 1];
+        d->offsets[i] = map->offsets[i + 1];
+        d->lasts[i] = map->lasts[i + 1];
+    }
+    const float first = map->thresholds[zero], second = map->thresholds[zero + 1];
+    d->slopes[0] = is_signed ? 0.5f / first : 1.0f / (second - first);
+    d->offsets[0] = is_signed ? 0.0f : 0.5f - first * d->slopes[0];
+    for (int i = 0; !is_signed && i < 8; i++) {
+        d->offsets[i] += DYNAMIC_OFFSET;
+        d->lasts[i] += DYNAMIC_OFFSET;
+    }
+}
 
 static inline float dynamic_place(int code, int is_signed)
 {
@@ -146,40 +179,10 @@ CPU_AVX512 HR_INLINE __m512i dynamic_codes_avx512(const dynamic_vectors *v, __m5
     return _mm512_srli_epi32(bits, DYNAMIC_FRACTION_BITS);
 }
 
-/* The AVX2 forms take 8 numbers at a time. A register holds 8 entries, so a table of 16 takes
- * two. */
-CPU_AVX2 HR_INLINE __m256 dynamic_look_up_avx2(const float *table, __m256i entry)
-{
-    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), entry);
-    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), entry);
-    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(entry, 28)));
-}
-
-CPU_AVX2 HR_INLINE __m256 dynamic_values_avx2(const dynamic_vectors *v, const uint8_t *codes,
-                                              int is_signed)
-{
-    const __m256i code = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)codes));
-    const __m256i magic = _mm256_set1_epi32(is_signed ? 0x4C000000 : 0x4B000000);
-    const __m256 from = _mm256_set1_ps(is_signed ? 0x1p25f + 508.0f : 0x1p23f - 1.0f);
-    const __m256 place = _mm256_sub_ps(_mm256_castsi256_ps(_mm256_or_si256(code, magic)), from);
-    const __m256i entry = _mm256_srli_epi32(_mm256_castps_si256(place), 23);
-    const __m256 slope = dynamic_look_up_avx2(v->value_slopes, entry);
-    __m256 base = dynamic_look_up_avx2(v->value_bases, entry);
-    if (is_signed)
-        base = _mm256_xor_ps(base, _mm256_and_ps(place, _mm256_set1_ps(-0.0f)));
-    const __m256 near = _mm256_fmadd_ps(slope, place, base);
-    const __m256i group = _mm256_srli_epi32(code, 3);
-    const __m256 low = dynamic_look_up_avx2((const float *)v->differences, group);
-    const __m256 high = dynamic_look_up_avx2((const float *)v->differences + 16, group);
-    const __m256i differences = _mm256_castps_si256(
-        _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(code, 24))));
-    const __m256i bit = _mm256_and_si256(_mm256_slli_epi32(code, 2), _mm256_set1_epi32(28));
-    const __m256i difference = _mm256_srai_epi32(_mm256_sllv_epi32(differences, bit), 28);
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(near), difference));
-}
-
-CPU_AVX2 HR_INLINE __m256i dynamic_codes_avx2(const dynamic_map *map, __m256 y, __m256 x,
-                                              int is_signed, int *sure)
+/* The codes nearest to 8 numbers y, as dynamic_codes_avx512() gives them, in bits 0 to 7 of words
+ * that are below 2^15. A word of `sure` is 0 where dynamic_encode() must decide. */
+CPU_AVX2 HR_INLINE __m256i dynamic_codes_avx2(const dynamic_decades *d, __m256 y, __m256 x,
+                                              int is_signed, __m256i *sure)
 {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     __m256 magnitude;
@@ -188,33 +191,31 @@ CPU_AVX2 HR_INLINE __m256i dynamic_codes_avx2(const dynamic_map *map, __m256 y, 
     } else {
         const __m256 positive = _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GT_OQ);
         magnitude = _mm256_max_ps(y, _mm256_set1_ps(DYNAMIC_LEAST_POSITIVE));
-        magnitude = _mm256_blendv_ps(_mm256_set1_ps(0x1p-31f), magnitude, positive);
+        magnitude = _mm256_and_ps(magnitude, positive);
     }
-    const __m256i pair = _mm256_srli_epi32(_mm256_castps_si256(magnitude), 24);
-    const __m256 begin = dynamic_look_up_avx2(map->begins, pair);
-    const __m256i before =
-        _mm256_castps_si256(dynamic_look_up_avx2((const float *)map->before, pair));
-    const __m256 begun = _mm256_cmp_ps(magnitude, begin, _CMP_GT_OQ);
-    const __m256i decade = _mm256_sub_epi32(before, _mm256_castps_si256(begun));
-    const __m256 slope = dynamic_look_up_avx2(map->slopes, decade);
-    const __m256 offset = dynamic_look_up_avx2(map->offsets, decade);
-    const __m256 last = dynamic_look_up_avx2(map->lasts, decade);
+    /* The decade or the one before, from the exponent: 0.32 decades for each binade from 2^-21. */
+    const __m256i binade = _mm256_subs_epu16(_mm256_srli_epi32(_mm256_castps_si256(magnitude), 23),
+                                             _mm256_set1_epi32(DYNAMIC_FIRST_BINADE));
+    const __m256i guess = _mm256_mulhi_epu16(binade, _mm256_set1_epi32(DYNAMIC_BINADE_DECADES));
+    const __m256 end = _mm256_permutevar8x32_ps(_mm256_loadu_ps(d->ends), guess);
+    const __m256 ended = _mm256_cmp_ps(magnitude, end, _CMP_GT_OQ);
+    const __m256i decade = _mm256_sub_epi32(guess, _mm256_castps_si256(ended));
+    const __m256 slope = _mm256_permutevar8x32_ps(_mm256_loadu_ps(d->slopes), decade);
+    const __m256 offset = _mm256_permutevar8x32_ps(_mm256_loadu_ps(d->offsets), decade);
+    const __m256 last = _mm256_permutevar8x32_ps(_mm256_loadu_ps(d->lasts), decade);
     __m256 place = _mm256_min_ps(_mm256_fmadd_ps(magnitude, slope, offset), last);
-    int inside = 0xFF;
     if (is_signed) {
         place = _mm256_or_ps(place, _mm256_and_ps(y, sign));
         place = _mm256_add_ps(place, _mm256_set1_ps(127.0f + DYNAMIC_OFFSET));
         place = _mm256_max_ps(place, _mm256_set1_ps(DYNAMIC_OFFSET));
-        inside = _mm256_movemask_ps(_mm256_cmp_ps(magnitude, begin, _CMP_NEQ_UQ));
-    } else {
-        place = _mm256_add_ps(place, _mm256_set1_ps(DYNAMIC_OFFSET));
     }
     const __m256i bits = _mm256_castps_si256(place);
     const int fraction = (1 << DYNAMIC_FRACTION_BITS) - 2 * DYNAMIC_SLACK_UNITS;
-    const __m256i close = _mm256_cmpeq_epi32(_mm256_and_si256(bits, _mm256_set1_epi32(fraction)),
-                                             _mm256_setzero_si256());
-    *sure = inside & ~_mm256_movemask_ps(_mm256_castsi256_ps(close));
-    return _mm256_and_si256(_mm256_srli_epi32(bits, DYNAMIC_FRACTION_BITS), _mm256_set1_epi32(255));
+    *sure = _mm256_and_si256(bits, _mm256_set1_epi32(fraction));
+    if (is_signed)
+        *sure = _mm256_andnot_si256(_mm256_castps_si256(_mm256_cmp_ps(magnitude, end, _CMP_EQ_OQ)),
+                                    *sure);
+    return _mm256_srli_epi32(bits, DYNAMIC_FRACTION_BITS);
 }
 #endif
 

@@ -2,10 +2,9 @@
  * dynamic_map_cpu_vbmi.h: decodes and encodes 64 codes at a time, with AVX-512 VBMI's byte
  * permutes.
  *
- * Decoding looks a value up byte by byte. Encoding looks the first 16 bits of a number up in a
- * table: the numbers that share these bits, a cell, have one code or two neighboring codes. A
- * gather reads the table, because it needs few of the instructions that compete for the vector
- * units.
+ * Decoding looks a value up byte by byte. Encoding is that of dynamic_map_cpu.h; which codes are not
+ * sure is collected for many elements, because a branch for each vector would cost more than the
+ * codes.
  *
  * The codes are those of quant_encode() in quantize_blocks.h, which names the tests that compare
  * them.
@@ -14,7 +13,7 @@
 #define HR_DYNAMIC_MAP_CPU_VBMI_H
 
 #include "kernels/core/cpu_vbmi.h"
-#include "kernels/quant/dynamic_map.h"
+#include "kernels/quant/dynamic_map_cpu.h"
 
 /* The tables of one map. */
 typedef struct dynamic_bytes {
@@ -22,59 +21,11 @@ typedef struct dynamic_bytes {
     /* Constants. Loading them costs less than an instruction that broadcasts a byte. */
     uint8_t
         unpacking[2][64]; /* by order: the elements in the order that unpacking their bytes needs */
-    uint8_t packing[2][64];  /* by order: the place of byte 2 of each element's word */
+    uint8_t packing[2][64];  /* by order: the place of byte 0 of each element's word */
     uint8_t repeated[5][64]; /* bytes 64, 126, 127, 128 and 192 */
 } dynamic_bytes;
 
 enum { DYNAMIC_64, DYNAMIC_126, DYNAMIC_127, DYNAMIC_128, DYNAMIC_192 };
-
-/* The cells of both maps. Bits 16 to 23 of cell + bits(y) are the code: a carry passes into them
- * where the second code of the cell begins. A carry can only add 1, so for a negative y these bits
- * are 126 - code. |y| must be at least signed_least, because no carry leads to or from the code of
- * zero.
- *
- * The cells of the signed map are for numbers from 2^-22 to 1 and their negatives. Between these
- * lie the cells of the unsigned map, for numbers from 0 to 1; there a positive number never gets
- * code 0, which means zero (quant_keep_positive()). */
-#define DYNAMIC_CELLS_UNSIGNED 0x4000
-typedef struct dynamic_cells {
-    uint32_t cells[0xC000];
-    float signed_least; /* the largest number that gets code 127 and whose negative gets it too */
-} dynamic_cells;
-
-HR_INLINE uint32_t dynamic_cell(uint32_t first, uint32_t low, uint32_t high, uint32_t last)
-{
-    const uint32_t carry = low != high ? 0xFFFFu - (last & 0xFFFFu) : 0u;
-    return ((low - first) << 16) + carry;
-}
-
-static inline void dynamic_cells_fill(dynamic_cells *c, const dynamic_map maps[2])
-{
-    const float *const thresholds = maps[1].thresholds;
-    c->signed_least = hr_float(hr_bits(thresholds[127]) - 1u);
-    for (uint32_t first = 0; first <= 0x3F80u; first++) {
-        const float from = hr_float(first << 16), to = hr_float(first << 16 | 0xFFFFu);
-        int low = dynamic_encode(&maps[0], from, 0), high = dynamic_encode(&maps[0], to, 0);
-        /* A positive number gets at least code 1. */
-        low = low == 0 && first != 0 ? 1 : low;
-        high = high == 0 ? 1 : high;
-        const uint32_t last = first == 0 ? 0u : hr_bits(maps[0].thresholds[low]);
-        c->cells[DYNAMIC_CELLS_UNSIGNED + first] =
-            dynamic_cell(first, (uint32_t)low, (uint32_t)high, last);
-        if (first < 0x3480u)
-            continue;
-        low = dynamic_encode(&maps[1], from, 1), high = dynamic_encode(&maps[1], to, 1);
-        c->cells[first] =
-            dynamic_cell(first, (uint32_t)low, (uint32_t)high, hr_bits(thresholds[low]));
-        /* Below zero, the magnitude of a threshold gets the next code already. */
-        low = dynamic_encode(&maps[1], -from, 1), high = dynamic_encode(&maps[1], -to, 1);
-        low = low == 127 ? 126 : low;
-        high = high == 127 ? 126 : high;
-        c->cells[0x8000u + first] =
-            dynamic_cell(0x8000u + first, (uint32_t)(126 - low), (uint32_t)(126 - high),
-                         hr_bits(low > 0 ? thresholds[low - 1] : 0.0f) - 1u);
-    }
-}
 
 static inline void dynamic_bytes_fill(dynamic_bytes *b, const dynamic_map *map)
 {
@@ -86,7 +37,7 @@ static inline void dynamic_bytes_fill(dynamic_bytes *b, const dynamic_map *map)
             for (int lane = 0; lane < 16; lane++) {
                 const int element = cpu_element((cpu_order)order, k, lane);
                 b->unpacking[order][lane / 4 * 16 + k * 4 + lane % 4] = (uint8_t)element;
-                b->packing[order][element] = (uint8_t)(4 * lane + 2);
+                b->packing[order][element] = (uint8_t)(4 * lane);
             }
     for (int code = 0; code < 256; code++)
         for (int k = 0; k < 4; k++)
@@ -168,42 +119,22 @@ CPU_AVX512_VBMI_BF16 HR_INLINE void dynamic_decoded_vbmi(const dynamic_decoding 
 }
 
 /* Encodes vector k of numbers y = x * scale and puts the codes in their places among 64. Begin with
- * k = 0. In the unsigned map with `clamps` the code is at least 1 where x > 0, and 0 elsewhere;
- * without, x must be at least 0, and y may be 0 only where x is 0. */
-CPU_AVX512_VBMI_BF16 HR_INLINE __m512i dynamic_encode_vbmi(__m512i codes, const dynamic_bytes *b,
-                                                           const dynamic_cells *c, int k, __m512 x,
-                                                           __m512 scale, int is_signed,
-                                                           cpu_order order, int clamps)
+ * k = 0. Adds to `unsure` the lanes whose codes are not sure: bit 16 * k + lane. */
+CPU_AVX512_VBMI_BF16 HR_INLINE __m512i dynamic_encode_vbmi(__m512i codes, uint64_t *unsure,
+                                                           const dynamic_bytes *b,
+                                                           const dynamic_vectors *v, int k,
+                                                           __m512 x, __m512 scale, int is_signed,
+                                                           cpu_order order)
 {
-    __m512 y = _mm512_mul_ps(x, scale);
-    if (is_signed) {
-        /* The number of greater magnitude; for y = -signed_least and for a NaN, signed_least. */
-        y = _mm512_range_ps(y, _mm512_set1_ps(c->signed_least), 0x7);
-    } else if (clamps) {
-        const __mmask16 positive = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ);
-        y = _mm512_maskz_max_ps(positive, y, _mm512_set1_ps(0x1p-30f));
-    }
-    const __m512i bits = _mm512_castps_si512(y);
-    const __m512i cells = _mm512_i32gather_epi32(
-        _mm512_srli_epi32(bits, 16), c->cells + (is_signed ? 0 : DYNAMIC_CELLS_UNSIGNED), 4);
-    const __m512i sums = _mm512_add_epi32(cells, bits);
+    __mmask16 sure;
+    const __m512i words = dynamic_codes_avx512(v, _mm512_mul_ps(x, scale), x, is_signed, &sure);
     const __m512i places = _mm512_load_si512(b->packing[order]);
+    *unsure |= (uint64_t)(uint16_t)~sure << (16 * k);
     if (k == 0)
-        return _mm512_permutexvar_epi8(places, sums);
+        return _mm512_permutexvar_epi8(places, words);
     const __mmask64 elements =
         order == CPU_IN_ROW ? 0xFFFFull << (16 * k) : 0x55555555ull << (k / 2 * 32 + k % 2);
-    return _mm512_mask_permutexvar_epi8(codes, elements, places, sums);
-}
-
-/* Stores 64 codes. */
-CPU_AVX512_VBMI_BF16 HR_INLINE void dynamic_encoded_vbmi(__m512i codes, const dynamic_bytes *b,
-                                                         int is_signed, uint8_t *to)
-{
-    if (is_signed) {
-        const __mmask64 negative = _mm512_cmplt_epu8_mask(codes, dynamic_repeated(b, DYNAMIC_127));
-        codes = _mm512_mask_sub_epi8(codes, negative, dynamic_repeated(b, DYNAMIC_126), codes);
-    }
-    _mm512_storeu_si512(to, codes);
+    return _mm512_mask_permutexvar_epi8(codes, elements, places, words);
 }
 #endif
 

@@ -1,6 +1,8 @@
 """Finds the binaries of the package and loads them. Import it before the ops are used."""
 
 import ctypes
+import os
+import warnings
 from pathlib import Path
 
 import torch
@@ -19,8 +21,20 @@ except OSError as error:
     ) from error
 
 # The library is the one place where the version number is kept.
-_number = ctypes.CDLL(next(map(str, LIBRARY_DIR.glob("libheadroom.so.*")))).hr_version()
+_library = ctypes.CDLL(next(map(str, LIBRARY_DIR.glob("libheadroom.so.*"))))
+_number = _library.hr_version()
 VERSION = f"{_number // 10000}.{_number // 100 % 100}.{_number % 100}"
+
+# The library never prints: a level that it does not take is said here.
+_library.hr_build_info.restype = ctypes.c_char_p
+_level = _library.hr_build_info().decode().rpartition("cpu=")[2]
+_wanted = os.environ.get("HEADROOM_CPU_LEVEL") or _level
+if _wanted != _level:
+    warnings.warn(
+        f"HEADROOM_CPU_LEVEL={_wanted} is not a level of this processor (baseline, avx2, avx512 "
+        f"and avx512vbmi, up to its highest): CPU kernels use {_level}",
+        stacklevel=2,
+    )
 
 try:
     from .. import _C

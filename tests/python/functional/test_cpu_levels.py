@@ -2,7 +2,9 @@
 each instruction set as on the baseline, whose loop calls the shared inline functions.
 
 The two places of each: weights_join() and weights_split() in kernels/weights/weights.h and
-weights_cpu_vbmi.h; quant_encode() in kernels/quant/quantize_blocks.h and dynamic_map_cpu*.h.
+weights_cpu_vbmi.h; quant_encode() in kernels/quant/quantize_blocks.h and dynamic_map_cpu*.h;
+hr_from_f16() and hr_to_f16() in kernels/core/dtype.h and f16_cpu.c; hr_philox() in
+kernels/core/random.h and weights_cpu.c.
 """
 
 import pytest
@@ -132,3 +134,48 @@ def test_no_positive_second_moment_gets_the_code_of_zero(largest, levels):
         if 2.0**-32 < largest < 2.0**32:  # else the reciprocal is taken in two steps
             assert torch.equal(codes.long(), wanted)
         assert torch.equal(codes == 0, moment == 0)
+
+
+@pytest.mark.parametrize("factor", [1 + 2.0**-11, 1 - 2.0**-12, 0.5, 2.0**-10, 3.0, 2.0**-20])
+def test_every_f16_is_read_and_rounded_alike(factor, levels):
+    """Times factors that make ties, denormals, zeros and infinities of them; and their norm."""
+
+    def unscaled(level):
+        _C.set_cpu_level(level)
+        grad = PARAMS.view(torch.float16).clone()[1:]  # an odd address and count
+        norms = torch.zeros(4)
+        factors, parts = torch.tensor(factor), [part.clone() for part in grad.split(20_000)]
+        torch.ops.headroom.unscale_norm_(parts, clip_coef=factors, norms=norms)
+        torch.ops.headroom.unscale_norm_([grad], clip_coef=factors)
+        return grad, norms, *parts
+
+    wanted = unscaled(_C.CpuLevel.BASELINE)
+    assert wanted[0].nan_to_num().unique().numel() > 2**10
+    for level in levels:
+        assert_same_bits(unscaled(level), wanted)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "stochastic", "kahan"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_steps_with_all_in_16_bits_are_alike(dtype, mode, levels):
+    """Params of every bit pattern, and so moments and gradients, NaNs and negative second moments
+    among them; from an odd element on."""
+    number = {"nearest": 0, "stochastic": 1, "kahan": 2}[mode]
+
+    def stepped(level):
+        _C.set_cpu_level(level)
+        torch.manual_seed(3)
+        param, grad, exp_avg, exp_avg_sq, residual = (
+            PARAMS[torch.randperm(2**16)].view(dtype)[1:] for _ in range(5)
+        )
+        residuals = [residual] if mode == "kahan" else []
+        torch.ops.headroom.adamw_(
+            [param], [grad], [exp_avg], [exp_avg_sq], [], [torch.ones(())], residuals, lr=0.1,
+            beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+            decoupled=True, weights_mode=number, weight_seeds=[5] if mode == "stochastic" else None,
+        )  # fmt: skip
+        return param, exp_avg, exp_avg_sq, *residuals
+
+    wanted = stepped(_C.CpuLevel.BASELINE)
+    for level in levels:
+        assert_same_bits(stepped(level), wanted)
