@@ -221,10 +221,10 @@ def _chosen(search: Search, budget: int, within: int) -> Chosen:
     """
     found, candidates = search.best(within), search.candidates
     if found is None:
-        choice, plan = search.leanest()
         if search.given is not None:
-            raise given_does_not_fit(choice, plan, within)
-        raise does_not_fit(candidates, search.every(), (choice, plan), budget, within)
+            raise given_does_not_fit(search.given, candidates.taken(search.given).plan, within)
+        leanest = search.leanest()
+        raise does_not_fit(candidates, search.every(), leanest, budget, within)
     if search.given is not None:
         return Chosen(found.choice, candidates.agree, candidates.rule, notes=candidates.notes)
     before = peak_before(candidates, search.known, found)

@@ -54,7 +54,7 @@ def checked(step: Step) -> Step:
     return step.but(
         device=device,
         optimizer=optimizer_of(optimizer, model),
-        scaler=scaler if scaler is not None and scaler.is_enabled() else False,
+        scaler=scaler if scaler and scaler.is_enabled() else False,
     )
 
 

@@ -86,7 +86,7 @@ def report(fitted: Any) -> str:
     if not fitted.is_given and fitted.predicted_peak is not None:
         lines += [""] + [_neighbor(fitted, name, point) for name, point in neighbors]
     for note in fitted.notes:
-        lines += _wrapped(note)
+        lines += textwrap.wrap(note, WIDTH, initial_indent="note: ", subsequent_indent="  ")
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -111,10 +111,6 @@ def _neighbor(fitted: Any, name: str, point: FrontierPoint | None) -> str:
     size = _signed(point.peak - fitted.predicted_peak)
     time = _milliseconds(point.seconds - (fitted.predicted_seconds or 0.0), "+")
     return f"next {name}: {format_bytes(point.peak)} ({size}), {time} a step"
-
-
-def _wrapped(note: str) -> list[str]:
-    return textwrap.wrap(note, WIDTH, initial_indent="note: ", subsequent_indent="  ")
 
 
 def described(fitted: Any) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def check_described(step: Step) -> None:
     ):
         raise TypeError(f"amp is {step.amp!r}, wanted a dtype such as torch.bfloat16")
     scaler = step.scaler
-    if scaler is not None and not hasattr(scaler, "is_enabled"):
+    if scaler and not hasattr(scaler, "is_enabled"):
         raise TypeError(f"scaler is {scaler!r}, wanted a torch.amp.GradScaler")
     if step.max_grad_norm is not None:
         check_number("max_grad_norm", step.max_grad_norm, "a norm above 0")

@@ -278,21 +278,17 @@ class Fitted:
     @property
     def next_up(self) -> FrontierPoint | None:
         """Returns the next choice that is faster and takes more, or None."""
-        if self.predicted_peak is None or self.predicted_seconds is None:
+        peak, seconds = self.predicted_peak, self.predicted_seconds
+        if peak is None or seconds is None:
             return None
-        seconds = (1 - SAME) * self.predicted_seconds
-        better = [point for point in self.frontier if point.seconds < seconds]
-        more = [point for point in better if point.peak > self.predicted_peak]
-        return more[0] if more else None
+        better = (p for p in self.frontier if p.seconds < (1 - SAME) * seconds and p.peak > peak)
+        return next(better, None)
 
     @property
     def next_down(self) -> FrontierPoint | None:
         """Returns the next choice that takes less and is slower, or None."""
-        if self.predicted_peak is None:
-            return None
-        peak = (1 - SAME) * self.predicted_peak
-        less = [point for point in self.frontier if point.peak < peak]
-        return less[-1] if less else None
+        peak = (1 - SAME) * (self.predicted_peak or 0)
+        return next((point for point in reversed(self.frontier) if point.peak < peak), None)
 
     @property
     def first_choice(self) -> Choice:
@@ -332,7 +328,4 @@ def _expected(plan: Plan, now: Plan, measured: int) -> int:
     took = measured - (now.allocated_bytes - now.peak_bytes)
     before = now.timeline.peaks()
     more = max(bytes - before.get(phase, 0) for phase, bytes in plan.timeline.peaks().items())
-    said = min(now.first_step, now.steady)
-    if more > 0 and took > said:  # of what is more, plans may say too little by the same factor
-        more = -(-more * took // said)
     return took + more + plan.total_bytes - plan.peak_bytes

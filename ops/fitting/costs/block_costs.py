@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
-__all__ = ["BlockCosts", "LevelCost", "Measured", "PassSeconds"]
+from ...step.measured import PassSeconds
+
+__all__ = ["BlockCosts", "LevelCost", "Measured"]
 
 
 @dataclass(frozen=True)
@@ -85,26 +86,6 @@ class BlockCosts:
             for name, cost in self.levels.items()
         }
         return replace(self, levels=levels)
-
-
-class PassSeconds(NamedTuple):
-    """The seconds of a forward and a backward pass.
-
-    Attributes:
-        blocks: from the first block to the last one in the forward pass, and back in the backward.
-        rest: before and behind them.
-    """
-
-    blocks: float
-    rest: float
-
-    @property
-    def whole(self) -> float:
-        return self.blocks + self.rest
-
-    def least(self, other: PassSeconds) -> PassSeconds:
-        """Returns the least of both, since what else runs on the machine only adds to it."""
-        return PassSeconds(min(self.blocks, other.blocks), min(self.rest, other.rest))
 
 
 @dataclass(frozen=True)

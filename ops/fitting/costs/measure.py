@@ -17,10 +17,10 @@ from ...patching.blocks import verified_blocks
 from ...patching.levels import Blocks
 from ...step.calls import Call, results_of
 from ...step.description import Step
+from ...step.measured import PassSeconds, is_first_run, seconds_of_pass
 from ...step.randomness import generators_kept
-from .block_costs import BlockCosts, LevelCost, Measured, PassSeconds
+from .block_costs import BlockCosts, LevelCost, Measured
 from .kinds import Likeness
-from .passes import is_first_run, seconds_of_pass
 
 __all__ = ["measure_blocks", "seconds_at_leanest"]
 

@@ -225,7 +225,8 @@ class Candidates:
         if key.micro_batches > 1 and (fused := next(unknown, None)) is not None:
             fused_too = key._replace(fused_loss=fused)
             key = key if self._costs(fused_too) is None else fused_too
-        expected = times.most_of_blocks(key.micro_batches)
+        count = key.micro_batches
+        expected = times.whole.blocks / count * times.factor(count)
         seconds = seconds_at_leanest(self._step_of(key), expected, **self._blocks_of(key))
         times.add(key.micro_batches, key.fused_loss, seconds)
 
@@ -268,7 +269,8 @@ class Candidates:
                 elif key == self._plain:
                     raise
                 self._passes[key] = None
-                self._note_pass(key, reason)
+                choice = Choice((), key.micro_batches, weights=key.weights)
+                self.note(f"{choice.but(fused_loss=key.fused_loss)}: {reason}")
         return self._passes[key]
 
     @property
@@ -343,12 +345,6 @@ class Candidates:
     def _leanest(self) -> tuple[str, ...]:
         leanest = Blocks(self.step.model).leanest
         return tuple(leanest[name] for name in self.names)
-
-    def _note_pass(self, key: _Pass, reason: str) -> None:
-        what = [f"{key.micro_batches} micro-batches"] if key.micro_batches > 1 else []
-        what += ["bf16"] if key.weights == "bf16" else []
-        what += ["the fused loss"] if key.fused_loss else []
-        self.note(f"{' with '.join(what)}: {reason}")
 
     def _note_recurrent_layers(self) -> None:
         """Warns of layers whose kernels for a GPU allocate what no plan sees."""

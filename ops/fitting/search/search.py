@@ -96,11 +96,12 @@ class Search:
         Args:
             of: only choices that differ from this one in their levels.
         """
-        every = [
-            candidate
-            for candidate in self.every()
-            if (self._is_known(candidate) if of is None else candidate.choice == of.but(levels=()))
-        ]
+        every = self.every()
+        if of is not None:
+            every = [candidate for candidate in every if candidate.choice == of.but(levels=())]
+        else:
+            parts = self.candidates.agree
+            every = [c for c in every if c.is_timed and (parts or c.choice.micro_batches == 1)]
         found = sorted(
             (point.peak, point.seconds, candidate.choice.changes, n, m, point)
             for n, candidate in enumerate(every)
@@ -111,10 +112,6 @@ class Search:
             if not kept or seconds < kept[-1].seconds:
                 kept.append(FrontierPoint(peak, seconds, every[n].choice_of(point)))
         return kept
-
-    def _is_known(self, candidate: Candidate) -> bool:
-        agree = candidate.choice.micro_batches == 1 or self.candidates.agree is True
-        return candidate.is_timed and agree
 
     def time_all(self) -> None:
         """Times parts of all sizes, so that :meth:`frontier` has them."""
@@ -129,8 +126,6 @@ class Search:
         Raises:
             PlanError: no choice can be planned.
         """
-        if self.given is not None:
-            return self.given, self.candidates.taken(self.given).plan
         self._parts_agree()
         ranked = sorted(self.every(), key=lambda candidate: candidate.points[0].peak)
         found = []

@@ -9,11 +9,11 @@ import torch
 from headroom.fitting import Choice, DoesNotFit
 from headroom.fitting.apply.applied import Applied
 from headroom.fitting.costs import measure
-from headroom.fitting.costs.block_costs import PassSeconds
 from headroom.fitting.search import candidates, changes
 from headroom.nn import Transformer, TransformerConfig
 from headroom.optim.release.handle import BUCKET_BYTES, bucket_of
 from headroom.optim.replacing import obstacle, replacement
+from headroom.step.measured import PassSeconds
 from torch import nn
 
 from helpers.fitting import cross_entropy, ours

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from headroom._core import clock
 from headroom._core.module_copies import copied_modules
 from headroom.fitting.costs import measure
-from headroom.fitting.costs.block_costs import PassSeconds
 from headroom.fitting.costs.measure import measure_blocks, seconds_at_leanest
 from headroom.fitting.costs.outline import outline
 from headroom.fitting.search.candidate import Frontiers, levels_of
@@ -21,6 +20,7 @@ from headroom.memory import track
 from headroom.memory.alone import Alone, Seconds
 from headroom.patching.levels import Blocks
 from headroom.planning.checks import check_step
+from headroom.step.measured import PassSeconds
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from headroom._core import clock
-from headroom.fitting.costs.block_costs import PassSeconds
-from headroom.fitting.costs.passes import PassTimes, seconds_of_pass
+from headroom.fitting.costs.passes import PassTimes
+from headroom.step.measured import PassSeconds, seconds_of_pass
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -100,7 +100,6 @@ def test_smaller_parts_take_no_less():
     times.add(2, False, PassSeconds(5.0, 2.5))
     assert times.factor(2) == times.factor(4) == 1.25 and times.factor(1) == 1.0
     assert times.rest(2, False) == times.rest(4, False) == 5.0
-    assert (times.most_of_blocks(1), times.most_of_blocks(4)) == (10.0, 2.5)
 
 
 def test_parts_that_were_not_timed_take_as_much_longer_as_larger_ones():

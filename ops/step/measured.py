@@ -1,0 +1,120 @@
+"""Times whole passes of a model, and how much of them its blocks take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._core.clock import Stopwatch
+from .calls import results_of
+from .description import Step
+
+__all__ = ["PassSeconds", "is_first_run", "seconds_of_pass"]
+
+
+class PassSeconds(NamedTuple):
+    """The seconds of a forward and a backward pass.
+
+    Attributes:
+        blocks: from the first block to the last one in the forward pass, and back in the backward.
+        rest: before and behind them.
+    """
+
+    blocks: float
+    rest: float
+
+    @property
+    def whole(self) -> float:
+        return self.blocks + self.rest
+
+    def least(self, other: PassSeconds) -> PassSeconds:
+        """Returns the least of both, since what else runs on the machine only adds to it."""
+        return PassSeconds(min(self.blocks, other.blocks), min(self.rest, other.rest))
+
+
+def seconds_of_pass(step: Step, model: nn.Module, blocks: Iterable[nn.Module]) -> PassSeconds:
+    """Returns the seconds of a forward and a backward pass of a copy of the model, whose gradients
+    are dropped as they arrive.
+
+    Args:
+        blocks: of the copy.
+    """
+    assert step.device is not None
+    marks = _Marks(step.device)
+
+    def drop(param: Tensor) -> None:
+        param.grad = None
+
+    with ExitStack() as hooks:
+        for param in model.parameters():
+            if param.requires_grad:
+                hooks.callback(param.register_post_accumulate_grad_hook(drop).remove)
+        for block in blocks:
+            before = block.register_forward_pre_hook(marks.before, with_kwargs=True)
+            hooks.callback(before.remove)
+            hooks.callback(block.register_forward_hook(marks.after).remove)
+        hooks.callback(marks.remove)
+        marks.take("start")
+        loss = step.loss_of(model, step.batch)
+        marks.take("turn")
+        loss.backward()
+        marks.take("end")
+    return marks.seconds()
+
+
+class _Marks:
+    """The times at which the passes enter the blocks and leave them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._watch = Stopwatch(device)
+        self._names: list[str] = []
+        self._handles: list[Any] = []
+
+    def take(self, name: str) -> None:
+        self._names.append(name)
+        self._watch.lap()
+
+    def before(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if is_first_run() and "in" not in self._names:
+            self.take("in")
+            self._take_at_gradients((args, kwargs), "back out")
+
+    def after(self, block: nn.Module, args: Any, result: Any) -> None:
+        if is_first_run():
+            self.take("out")
+            self._take_at_gradients(result, "back in")
+
+    def _take_at_gradients(self, value: Any, name: str) -> None:
+        def arrived(grad: Tensor) -> None:
+            if "turn" in self._names:  # and not of a gradient that the loss is made of
+                self.take(name)
+
+        self._handles += [x.register_hook(arrived) for x in results_of(value)]
+
+    def remove(self) -> None:
+        """Removes the hooks on tensors, which may be the user's."""
+        for handle in self._handles:
+            handle.remove()
+
+    def seconds(self) -> PassSeconds:
+        """Returns what the marks say. Where the arguments of the first block need no gradient, the
+        backward pass ends in it."""
+        at = list(accumulate(self._watch.seconds(), initial=0.0))
+        first = dict(reversed(list(zip(self._names, at, strict=True))))
+        last = dict(zip(self._names, at, strict=True))
+        blocks = 0.0
+        if "out" in last:
+            blocks += last["out"] - first["in"]
+        if "back in" in first:
+            blocks += last.get("back out", at[-1]) - first["back in"]
+        return PassSeconds(blocks, at[-1] - blocks)
+
+
+def is_first_run() -> bool:
+    """Returns whether a block runs in the forward pass of the model, and not in a checkpoint's."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
