@@ -21,11 +21,20 @@ LOOP_NAME(update)(const adamw8bit_tensor *t, void *restrict param, const void *r
     const int bnb = rule == ADAMW8BIT_BNB;
     LOOP_NAME(decode)(t->call, exp_avg, absmax_m, 1, m);
     LOOP_NAME(decode)(t->call, exp_avg_sq, absmax_v, 0, v);
+    /* Two loops for the common rule: with one a core would wait for each root and each division. */
+    adamw_constants c = t->constants;
+    c.l2 = 0.0f;
+    float roots[LANES];
     for (int lane = 0; lane < LANES; lane++) {
-        adamw_values x = {hr_load(param, lane, param_dtype), hr_load(grad, lane, grad_dtype),
-                          m[lane], v[lane], 0.0f};
-        x = adamw8bit_apply(t, x, rounded_to, rule);
-        hr_store(param, lane, x.param, param_dtype);
+        adamw_values x = {rule == ADAMW8BIT_PLAIN ? 0.0f : hr_load(param, lane, param_dtype),
+                          hr_load(grad, lane, grad_dtype), m[lane], v[lane], 0.0f};
+        if (rule == ADAMW8BIT_PLAIN) {
+            x = adamw_moments_of(c, x, 0, 0, adamw_is_slow(c));
+            roots[lane] = sqrtf(x.exp_avg_sq);
+        } else {
+            x = adamw8bit_apply(t, x, rounded_to, rule);
+            hr_store(param, lane, x.param, param_dtype);
+        }
         m[lane] = x.exp_avg;
         v[lane] = x.exp_avg_sq;
         const uint32_t magnitude_m = quant_magnitude(x.exp_avg, bnb);
@@ -33,6 +42,10 @@ LOOP_NAME(update)(const adamw8bit_tensor *t, void *restrict param, const void *r
         largest_m[lane] = magnitude_m > largest_m[lane] ? magnitude_m : largest_m[lane];
         largest_v[lane] = magnitude_v > largest_v[lane] ? magnitude_v : largest_v[lane];
     }
+    for (int lane = 0; rule == ADAMW8BIT_PLAIN && lane < LANES; lane++)
+        hr_store(param, lane,
+                 adamw_param_of(c, hr_load(param, lane, param_dtype), m[lane], roots[lane]),
+                 param_dtype);
 }
 
 /* Like LOOP_NAME(update), for types that are not constants: converts LANES elements to binary32 and
