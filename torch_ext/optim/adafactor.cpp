@@ -210,8 +210,9 @@ struct TableLists {
         lists.rms_values = take(with_rms);
         lists.steps = take(true);
         for (int64_t k = 0; k < lists.params.count; k++)
-            shapes.push_back(factored ? factored_shape(k)
-                                      : hr_adafactor_shape{1, 1, lists.params.numel[k]});
+            shapes.push_back(factored
+                                 ? factored_shape(k)
+                                 : hr_adafactor_shape{1, 1, lists.params.numel[k], 0, 0, 0, 0});
         lists.row_vars.numel = rows.data();
         lists.col_vars.numel = cols.data();
     }
