@@ -11,13 +11,4 @@ from .ladder import Ladder, Rung
 from .report import Change
 from .search.refusal import DoesNotFit
 
-__all__ = [
-    "Change",
-    "Choice",
-    "DoesNotFit",
-    "Fitted",
-    "FrontierPoint",
-    "Ladder",
-    "Rung",
-    "fit",
-]
+__all__ = ["Change", "Choice", "DoesNotFit", "Fitted", "FrontierPoint", "Ladder", "Rung", "fit"]

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._core.clock import Stopwatch
 from ..step.calls import Call, results_of
+from ..step.clock import Stopwatch
 from .collecting import no_collections
 from .stream import Event
 from .track import recorder_of

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._core.clock import Stopwatch
 from .calls import results_of
+from .clock import Stopwatch
 from .description import Step
 
 __all__ = ["PassSeconds", "is_first_run", "seconds_of_pass"]

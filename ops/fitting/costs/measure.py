@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._core import clock
 from ...memory.alone import Alone, Bytes, Seconds
 from ...memory.cpu import check_no_profiler
 from ...patching.blocks import verified_blocks
 from ...patching.levels import Blocks
+from ...step import clock
 from ...step.calls import Call, results_of
 from ...step.description import Step
 from ...step.measured import PassSeconds, is_first_run, seconds_of_pass

@@ -9,7 +9,6 @@ import headroom
 import pytest
 import torch
 import torch.nn.functional as F
-from headroom._core import clock
 from headroom._core.module_copies import copied_modules
 from headroom.fitting.costs import measure
 from headroom.fitting.costs.measure import measure_blocks, seconds_at_leanest
@@ -20,6 +19,7 @@ from headroom.memory import track
 from headroom.memory.alone import Alone, Seconds
 from headroom.patching.levels import Blocks
 from headroom.planning.checks import check_step
+from headroom.step import clock
 from headroom.step.measured import PassSeconds
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -6,8 +6,8 @@ import random
 import headroom
 import pytest
 import torch
-from headroom._core import clock
 from headroom.fitting.costs.optimizer_seconds import optimizer_seconds
+from headroom.step import clock
 from torch import nn
 
 CPU = torch.device("cpu")

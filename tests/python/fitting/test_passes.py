@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from headroom._core import clock
 from headroom.fitting.costs.passes import PassTimes
+from headroom.step import clock
 from headroom.step.measured import PassSeconds, seconds_of_pass
 from torch import nn
 from torch.utils.checkpoint import checkpoint
