@@ -23,38 +23,6 @@ __all__ = ["DECODERS", "FAMILIES", "TransformersLayer", "family_of", "find_layer
 
 LEANEST_FREE = "L1"  # computes no product again
 
-# The arguments of the forward of a layer, in their order.
-DECODER = (
-    "hidden_states",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "use_cache",
-    "position_embeddings",
-)
-GEMMA = (
-    "hidden_states",
-    "position_embeddings",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-)
-ENCODER = (
-    "hidden_states",
-    "attention_mask",
-    "encoder_hidden_states",
-    "encoder_attention_mask",
-    "past_key_values",
-)
-GPT2 = (
-    "hidden_states",
-    "past_key_values",
-    "attention_mask",
-    "encoder_hidden_states",
-    "encoder_attention_mask",
-    "use_cache",
-)
-
 
 def _decoder(layer: Any, call: Call) -> BlockSteps:
     attention, mlp = layer.self_attn, layer.mlp
@@ -210,17 +178,16 @@ def _families() -> dict[str, Family]:
     found = {}
     for model, prefix in DECODERS.items():
         module = f"transformers.models.{model}.modeling_{model}"
-        arguments = GEMMA if model in ("gemma2", "gemma3") else DECODER
         steps = _phi3 if model == "phi3" else _decoder
         layer = f"{prefix}DecoderLayer"
-        found[layer] = Family(module, layer, arguments, steps, _halves)
+        found[layer] = Family(module, layer, steps, _halves)
     gpt2 = "transformers.models.gpt2.modeling_gpt2"
     found["GPT2Block"] = Family(
-        gpt2, "GPT2Block", GPT2, _gpt2, _halves_of_gpt2, rotates=False, supports=_plain_gpt2
+        gpt2, "GPT2Block", _gpt2, _halves_of_gpt2, rotates=False, supports=_plain_gpt2
     )
     bert = "transformers.models.bert.modeling_bert"
     found["BertLayer"] = Family(
-        bert, "BertLayer", ENCODER, _bert, _halves_of_bert, rotates=False, supports=_whole_bert
+        bert, "BertLayer", _bert, _halves_of_bert, rotates=False, supports=_whole_bert
     )
     return found
 
@@ -259,7 +226,8 @@ class TransformersLayer:
             report.leave(self.name, layer, reason)
             return
         level = LEANEST_FREE if level is None else level
-        dial = Dial(self.family, save_level(level), options.glu, options.rope)
+        arguments = tuple(inspect.signature(layer.forward).parameters)
+        dial = Dial(self.family, arguments, save_level(level), options.glu, options.rope)
         changes.set(layer, "_headroom_dial", dial)
         changes.set(layer, "forward", functools.partial(layer_forward, layer))
         report.set_level(self.name, layer, level)

@@ -28,11 +28,14 @@ def layer_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Takes the place of a layer's ``forward``. What it does not know it leaves to that."""
     dial: Dial = self._headroom_dial
     family = dial.family
-    given = dict(zip(family.arguments, args)) | kwargs
+    given = dict(zip(dial.arguments, args)) | kwargs
     if not _is_known(self, family, given):
         return type(self).forward(self, *args, **kwargs)
     x = given.pop("hidden_states")
+    # Transformers 5.24 renamed it, and takes the old name in keywords.
     cache = given.pop("past_key_values", None)
+    if cache is None and "cache" in dial.arguments:
+        cache = given.pop("cache", None)
     if getattr(self, "gradient_checkpointing", False) and self.training:
         # As GradientCheckpointingLayer does, whose wrapper is on the forward of the class.
         if cache is not None or given.get("use_cache"):

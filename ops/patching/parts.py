@@ -41,7 +41,6 @@ class Family(NamedTuple):
     Attributes:
         module: where its classes are defined.
         layer: the name of the class of a layer.
-        arguments: names of those of the ``forward`` of a layer, in their order.
         steps: returns the steps of a layer, given it and the call.
         halves: returns the modules in a layer whose ``forward`` is not called.
         rotates: whether the layer is given the tables of a rotation.
@@ -50,7 +49,6 @@ class Family(NamedTuple):
 
     module: str
     layer: str
-    arguments: tuple[str, ...]
     steps: Callable[[Any, Call], BlockSteps]
     halves: Callable[[Any], tuple[nn.Module, ...]]
     rotates: bool = True
@@ -62,11 +60,14 @@ class Dial(NamedTuple):
 
     Attributes:
         family: its architecture.
+        arguments: the names of those of its class's ``forward``, in their order, which releases of
+            transformers change.
         level: how much is kept, 0 to 5.
         glu, rope: whether activations and rotations are ops of Headroom.
     """
 
     family: Family
+    arguments: tuple[str, ...]
     level: int
     glu: bool = True
     rope: bool = True
