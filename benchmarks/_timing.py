@@ -70,8 +70,9 @@ def _once(contender: Contender, calls: int, device: torch.device) -> float:
         end.record()
         torch.cuda.synchronize(device)
         return begin.elapsed_time(end) / 1e3
-    # Of one thread, its own time: other work on the machine does not count.
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    # With one thread, the processor time of this process: other work on the machine does not count,
+    # and threads that a library keeps of its own do.
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
     for _ in range(calls):
         call()

@@ -35,6 +35,35 @@ HR_INLINE void adamw_few(adamw_constants c, void *restrict param, void *restrict
     }
 }
 
+/* adamw_few() of CPU_STEP elements without amsgrad and skip. Two loops, because a core sees a few
+ * vectors ahead: with one it would wait for each square root and then for a division. */
+HR_INLINE void adamw_step(adamw_constants c, void *restrict param, void *restrict residual,
+                          const void *restrict grad, void *restrict exp_avg,
+                          void *restrict exp_avg_sq, int64_t i, hr_dtype param_dtype,
+                          hr_weights_mode mode, const uint16_t *restrict random,
+                          hr_dtype grad_dtype, hr_dtype state_dtype, int l2, int slow)
+{
+    float params[CPU_STEP], exp_avgs[CPU_STEP], roots[CPU_STEP];
+    for (int j = 0; j < CPU_STEP; j++) {
+        const weights_bits bits = weights_bits_at(param, residual, i + j, param_dtype, mode);
+        adamw_values x = {weights_join(bits, param_dtype, mode), hr_load(grad, i + j, grad_dtype),
+                          hr_load(exp_avg, i + j, state_dtype),
+                          hr_load(exp_avg_sq, i + j, state_dtype), 0.0f};
+        x = adamw_moments_of(c, x, 0, l2, slow);
+        params[j] = x.param;
+        exp_avgs[j] = x.exp_avg;
+        roots[j] = sqrtf(x.exp_avg_sq);
+        hr_store(exp_avg, i + j, x.exp_avg, state_dtype);
+        hr_store(exp_avg_sq, i + j, x.exp_avg_sq, state_dtype);
+    }
+    for (int j = 0; j < CPU_STEP; j++) {
+        const float x = adamw_param_of(c, params[j], exp_avgs[j], roots[j]);
+        const uint32_t word = weights_are_random(mode) ? random[j] : 0;
+        const weights_bits bits = weights_split(x, param_dtype, mode, word);
+        weights_put_bits(param, residual, i + j, bits, param_dtype, mode);
+    }
+}
+
 /* ---- Two bf16 at a time ---------------------------------------------------------------------- */
 
 /* Whether the first of two bf16 is the low half of a word. */
@@ -103,9 +132,7 @@ HR_INLINE uint32_t adamw_half_param(adamw_constants c, const adamw_waiting *w, i
     return high;
 }
 
-/* adamw_few() of CPU_STEP elements, where all is bf16, for the modes NEAREST, KAHAN and STOCHASTIC.
- * Two loops, because a core sees a few vectors ahead: with one it would wait for each square root
- * and then for a division. */
+/* adamw_few() of CPU_STEP elements, where all is bf16, for the modes NEAREST, KAHAN and STOCHASTIC. */
 HR_INLINE void adamw_pairs(adamw_constants c, void *restrict param, void *restrict residual,
                            const void *restrict grad, void *restrict exp_avg,
                            void *restrict exp_avg_sq, int64_t i, hr_weights_mode mode,
@@ -166,8 +193,8 @@ HR_INLINE void adamw_run(adamw_constants c, void *restrict param, void *restrict
                      else adamw_pairs(c, param, residual, grad, exp_avg, exp_avg_sq, i, mode,
                                       random, 0, 1))
         else
-            adamw_few(c, param, residual, grad, exp_avg, exp_avg_sq, NULL, i, i + CPU_STEP,
-                      param_dtype, mode, random, grad_dtype, state_dtype, 0, 0);
+            adamw_step(c, param, residual, grad, exp_avg, exp_avg_sq, i, param_dtype, mode, random,
+                       grad_dtype, state_dtype, l2, slow);
         random = weights_are_random(mode) ? random + CPU_STEP : random;
     }
     adamw_few(c, param, residual, grad, exp_avg, exp_avg_sq, NULL, i, end, param_dtype, mode,
