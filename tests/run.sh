@@ -5,7 +5,7 @@
 #                              of its parameters; without what is marked slow
 #   bash tests/run.sh full     all of it: also the sanitizers and the slow tests
 #
-# On 2 cores the first takes 9 to 14 minutes with torch's installation, and the second half an hour. Both
+# On 2 cores the first takes 7 to 14 minutes with torch's installation, and the second half an hour. Both
 # end by saying what took longest.
 set -euo pipefail
 
