@@ -36,7 +36,7 @@ Given = Mapping[str, Any]  # arguments and results by name
 
 @dataclass(frozen=True)
 class Kind:
-    """What a tensor of an op is, measured against the op's first tensor ``[..., cols]``.
+    """Describes a tensor of an op, measured against the op's first tensor ``[..., cols]``.
 
     Attributes:
         shapes: those that it may have, in words: "rows" are all dimensions of the first tensor but

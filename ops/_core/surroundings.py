@@ -127,7 +127,7 @@ def _backends() -> tuple[Any, ...]:
 
 
 class Settings:
-    """What decides which kernels run, now: autocast, and the choice of
+    """Keeps what decides which kernels run, now: autocast, and the choice of
     :func:`torch.nn.attention.sdpa_kernel`."""
 
     def __init__(self, kinds: Iterable[str]) -> None:

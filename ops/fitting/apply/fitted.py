@@ -28,7 +28,7 @@ TRIES = 3  # plans at most, to spend what is left
 
 @dataclass(repr=False)
 class Fitted:
-    """What :func:`headroom.fit` returns.
+    """Holds a fitted model and its optimizer, and steps them: what :func:`headroom.fit` returns.
 
     Attributes:
         model: that was given, changed in place unless ``dry_run`` was asked for.
