@@ -213,7 +213,9 @@ class TestNorms:
         headroom.cast_model(model, torch.bfloat16)
         wanted = model(x)
         report = headroom.patch(model)
-        assert len(report.swapped) == 5
+        swaps = [swap for one in report.swapped.values() for swap in one]
+        # Processors that multiply slowly in 16 bits get other layers for that too.
+        assert sum(swap.kind != "Linear" for swap in swaps) == 5
         got = model(x)
         assert got.dtype == wanted.dtype
         assert (got - wanted).abs().max() <= 0.02 * wanted.abs().max()
