@@ -44,15 +44,11 @@ class Reach:
     def __init__(self, folders, select, is_full, package):
         self.by_line: dict[tuple[str, int], set[str]] = {}
         self.seconds: dict[str, float] = {}
-        self.outside: set[str] = set()
-        self.passed: set[str] = set()
         files = [f for d in folders for f in sorted((ROOT / "tests/python" / d).glob("test_*.py"))]
         for count, file in enumerate(files):
             print(f"\r{count} of {len(files)} files of tests measured ", end="", flush=True)
             known = measured(file, select, "full" if is_full else "default", run_forked)
             failed = set(known["failed"])
-            self.outside |= set(known["outside"]) - failed
-            self.passed |= set(known["seconds"]) - failed
             self.seconds.update(known["seconds"])
             for path, tests in known["arcs"].items():
                 if path.startswith(f"ops/{package}"):
@@ -65,16 +61,10 @@ class Reach:
     def of(self, change: Change) -> list[str]:
         path = str(change.path.relative_to(ROOT))
         tests = self.by_line.get((path, change.line), set())
-        if not tests and not any((path, n) in self.by_line for n in self._inside(change)):
-            tests = self.outside  # what runs in other processes is not seen
         if len(tests) == 0:
             # Run when the module is imported, or not at all: any test of the file.
             tests = {t for (p, _), ts in self.by_line.items() if p == path for t in ts}
         return sorted(tests, key=lambda test: self.seconds[test])
-
-    @staticmethod
-    def _inside(change):
-        return range(max(change.line - 3, 1), change.line + 4)
 
 
 def _changed_lines(path, base):

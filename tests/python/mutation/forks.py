@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import multiprocessing.util
 import os
 import signal
 import sys
 import threading
+from multiprocessing.forkserver import _forkserver
 
 from .reach import ROOT
 
@@ -28,19 +30,44 @@ def import_what_tests_need():
     assert "headroom" not in sys.modules
 
 
-def run_forked(function, *arguments, seconds):
+def _start_server():
+    """Makes this process's server of processes, which tests ask for fresh ones, a fork as well."""
+    from helpers import fresh
+
+    # Else it would import headroom for each change, whether or not a test asks.
+    fresh.IMPORTED[:] = []
+    spawn, multiprocessing.util.spawnv_passfds = multiprocessing.util.spawnv_passfds, _fork_server
+    try:
+        _forkserver.ensure_running()
+    finally:
+        multiprocessing.util.spawnv_passfds = spawn
+
+
+def _fork_server(path, arguments, fds):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            exec(arguments[-1], {})
+        finally:
+            os._exit(0)
+    return pid
+
+
+def run_forked(function, *arguments, seconds, output=os.devnull):
     """Returns the exit status of a function in a fork, or None where it took longer. It and all
     that it has started are a group of processes, which is killed at the end."""
     pid = os.fork()
     if pid == 0:
         os.setpgid(0, 0)
-        os.nice(10)
         status = 70
         try:
-            with open(os.devnull, "r+") as null:
-                for stream in range(3):
-                    os.dup2(null.fileno(), stream)
+            with open(os.devnull) as nothing, open(output, "w") as written:
+                for file, stream in ((nothing, 0), (written, 1), (written, 2)):
+                    os.dup2(file.fileno(), stream)
+            _start_server()
             status = function(*arguments) or 0
+            sys.stdout.flush()
+            sys.stderr.flush()
         finally:
             os._exit(status)
     ended = threading.Event()
