@@ -90,7 +90,6 @@ class GradAccumulator:
         if not isinstance(source, (nn.Module, torch.optim.Optimizer)):
             source = [source] if isinstance(source, Tensor) else [*source]
         self._source = source
-        self._params: list[Tensor] = []  # frozen ones too, which may be unfrozen later
         self._find_params()
         if not any(param.requires_grad for param in self._params):
             raise ValueError("GradAccumulator got no parameters that require grad")
@@ -116,7 +115,8 @@ class GradAccumulator:
             params = (p for group in self._source.param_groups for p in group["params"])
         else:
             params = iter(self._source)
-        self._params = list(dict.fromkeys(params))
+        # Frozen ones too, which may be unfrozen later.
+        self._params: list[Tensor] = list(dict.fromkeys(params))
         for param in self._params:
             if not _takes_sum(param) and hasattr(param, "grad_dtype"):
                 param.grad_dtype = None
@@ -273,9 +273,6 @@ class GradAccumulator:
             own = ranks.averages and ranks.weighting is not None and not isinstance(param, DTensor)
             return self._weight if own else weight
 
-        if weight == 0:
-            self._clear()
-            return
         sums = self._sums
         calls = grouped(sums, lambda p: (sums[p].device, sums[p].dtype, divisor(p)))
         for (device, dtype, total), params in calls.items():

@@ -4,13 +4,18 @@ The functions without `test_` in their name run on both ranks (helpers/ranks.py)
 """
 
 import contextlib
+import gc
 
 import headroom
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -354,6 +359,66 @@ def equal_weights_change_no_bits(rank):
     accumulator.finish()
     backward(nets[1], rank)
     assert_same_bits(*([g.to_local() for g in grads(net)] for net in nets))
+
+
+class Renamed(torch.nn.Module):
+    """A model whose work another method than forward() does."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = make_model()
+
+    def loss(self, x, y):
+        return mse_loss(self.net(x), y)
+
+
+def weights_that_come_too_late(rank):
+    """Hooks on the model's forward() put in the weight; they do not run where it is not called."""
+    model = fully_shard(Renamed(), mesh=mesh())
+    register_fsdp_forward_method(model, "loss")
+    accumulator = headroom.GradAccumulator(model)
+    single = make_model()
+    backward(single, 1)
+    for weights in ([3, 3], [2, 4]):
+        if weights[0] == weights[1]:
+            with accumulator.micro_batch(weights[rank]):
+                model.loss(*batch(1)).backward()
+            accumulator.finish()
+            for a, b in zip(whole(grads(model)), grads(single)):
+                torch.testing.assert_close(a, b, **CLOSE)
+        elif rank == 0:  # the other has the largest weight, which is right as it is
+            with pytest.raises(RuntimeError, match="averaged a gradient before it had this rank's"):
+                with accumulator.micro_batch(weights[rank]):
+                    model.loss(*batch(1)).backward()
+        else:
+            with accumulator.micro_batch(weights[rank]):
+                model.loss(*batch(1)).backward()
+
+
+def test_weights_that_fsdp2_gets_too_late(ranks):
+    ranks(weights_that_come_too_late)
+
+
+def gradients_outside(rank):
+    """A micro-batch's weight is in no gradient after it, and nothing stays of an accumulator."""
+    net, single = fully_shard(make_model(), mesh=mesh()), make_model()
+    before = [len(module._forward_pre_hooks) for module in net.modules()]
+    accumulator = headroom.GradAccumulator(net)
+    with accumulator.micro_batch(1 + rank):
+        backward(net, 2)
+    accumulator.finish()
+    net.zero_grad()
+    backward(net, 3)
+    backward(single, 3)
+    for a, b in zip(whole(grads(net)), grads(single)):
+        torch.testing.assert_close(a, b, **CLOSE)
+    del accumulator
+    gc.collect()
+    assert [len(module._forward_pre_hooks) for module in net.modules()] == before
+
+
+def test_gradients_outside_of_micro_batches(ranks):
+    ranks(gradients_outside)
 
 
 def test_equal_weights_under_fsdp2_have_the_usual_bits(ranks):

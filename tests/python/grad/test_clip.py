@@ -12,6 +12,7 @@ import warnings
 import headroom
 import pytest
 import torch
+from headroom.grad.norm import clip_coef
 from torch.nn.utils import clip_grad_norm_ as torch_clip
 
 from helpers.bits import assert_same_bits, bits
@@ -132,6 +133,16 @@ def test_the_forms_of_parameters(device):
     assert headroom.clip_grad_norm_(single, 1.0) == headroom.clip_grad_norm_(
         parameters(device=device)[:1], 1.0
     )
+
+
+def test_the_factor_of_a_norm_that_several_parts_make(device):
+    """Of parts on several devices or ranks, the factor is computed in torch."""
+    for norm in (0.0, 0.25, 0.5, 2.0, math.inf, math.nan):
+        param = torch.nn.Parameter(torch.ones(1, device=device))
+        param.grad = torch.ones(1, device=device)
+        norm = torch.tensor(norm, device=device)
+        torch.nn.utils.clip_grads_with_norm_([param], 0.5, norm)
+        assert_same_bits([clip_coef(norm, 0.5).reshape(1)], [param.grad])
 
 
 def test_no_gradients():

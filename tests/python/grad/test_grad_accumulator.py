@@ -82,6 +82,15 @@ def test_16_bit_gradients_lose_nothing_in_the_sum(dtype, device):
     assert usual_error > 1000 * error
 
 
+def test_the_mean_where_torch_makes_float64_by_default():
+    net, want = model(), model()
+    _, _, micro = batches(3)
+    accumulate(want, micro)
+    torch.set_default_dtype(torch.float64)
+    accumulate(net, micro)
+    assert_same_bits([p.grad for p in net.parameters()], [p.grad for p in want.parameters()])
+
+
 def test_unequal_token_counts(device):
     """The loss of the big batch is a mean over all tokens that are not padding."""
     torch.manual_seed(0)
