@@ -216,7 +216,6 @@ def _spread(kept: set[nn.Module], shared: list[list[tuple[nn.Module, Tensor]]]) 
                 grows = grows or bool(more)
 
 
-@torch.no_grad()
 def _cast(tensors: list[Tensor], dtype: torch.dtype) -> None:
     """Casts tensors that overlap in memory so that they still overlap in the same way."""
     tensors = list(dict.fromkeys(tensors))
@@ -234,7 +233,7 @@ def _cast(tensors: list[Tensor], dtype: torch.dtype) -> None:
         grad, tensor.grad = tensor.grad, None
         tensor.data = value
         if grad is not None:
-            tensor.grad = grad.to(dtype)
+            tensor.grad = grad.detach().to(dtype)
 
 
 # ---- what a model is now -------------------------------------------------------------------------

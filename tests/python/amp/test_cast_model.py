@@ -105,6 +105,14 @@ def test_what_is_kept(keep, names, extra):
     assert net(tokens()).dtype == BF16
 
 
+def test_a_module_of_two_names_is_kept_by_either():
+    for name in ("first", "again", "ag*.0"):
+        net = nn.ModuleDict({"first": nn.Sequential(nn.Linear(2, 2)), "other": nn.Linear(2, 2)})
+        net["again"] = net.first
+        headroom.cast_model(net, BF16, keep=[name])
+        assert net.first[0].weight.dtype == F32 and net.other.weight.dtype == BF16
+
+
 # ---- Frequencies and positions -------------------------------------------------------------------
 
 POSITION = 8191  # the last of a context of 8,192

@@ -4,6 +4,7 @@ import copy
 import inspect
 import math
 import pickle
+import re
 
 import pytest
 import torch
@@ -151,6 +152,18 @@ def test_arguments_that_torch_accepts_and_should_not(arguments, message):
     assert not Scaler("cpu", enabled=False, **arguments).is_enabled()
 
 
+SMALL, ALMOST_1, PAST_1 = 5e-324, math.nextafter(1, 0), math.nextafter(1, 2)
+
+
+def test_arguments_at_the_ends_of_what_is_allowed():
+    Scaler("cpu", 4.0, PAST_1, SMALL, 1, min_scale=4.0, max_scale=4.0, max_consecutive_skips=0)
+    Scaler("cpu", SMALL, 1e308, ALMOST_1, min_scale=0.0)
+    with pytest.raises(ValueError, match="got 1 and 0$"):
+        Scaler("cpu", growth_interval=1, hysteresis=0)
+    with pytest.raises(ValueError, match="got -1.0, 65536.0, inf$"):
+        Scaler("cpu", min_scale=-1.0)
+
+
 @pytest.mark.parametrize("new_scale", [0.0, -1.0, math.inf, math.nan])
 def test_update_refuses_a_scale_that_is_none(new_scale):
     scaler = start(Scaler("cpu"))
@@ -272,12 +285,21 @@ def test_a_loaded_scale_is_moved_into_the_bounds():
 
 
 BAD_STATES = {
-    "scale": [math.nan, math.inf, -1.0, 1e39, "1", None],
+    "scale": [math.nan, math.inf, -1.0, 2.0**128, "1", None],
     "growth_factor": [1.0, math.nan, math.inf],
     "backoff_factor": [0.0, 1.0, math.nan],
     "growth_interval": [0, 2.5, 2**31],
-    "_growth_tracker": [-1, "0"],
-    "hysteresis_tracker": [1.5, 2**40, None],
+    "_growth_tracker": [-1, "0", 2**31],
+    "hysteresis_tracker": [1.5, 2**31, -(2**31) - 1, None],
+}
+# What each may be at most and at least.
+ENDS = {
+    "scale": [0, math.nextafter(2.0**128, 0)],
+    "growth_factor": [PAST_1, 1e308],
+    "backoff_factor": [SMALL, ALMOST_1],
+    "growth_interval": [1, 2**31 - 1],
+    "_growth_tracker": [0, 2**31 - 1],
+    "hysteresis_tracker": [-(2**31), 2**31 - 1],
 }
 BAD_PAIRS = [(key, value) for key, values in BAD_STATES.items() for value in values]
 
@@ -293,6 +315,25 @@ def test_a_loaded_state_that_no_scaler_has_changes_nothing(key, value, live):
     if key != "hysteresis_tracker":
         with pytest.raises(ValueError, match=f"has {key}=None"):
             scaler.load_state_dict({k: v for k, v in kept.items() if k != key})
+
+
+def test_loaded_values_at_the_ends_of_what_is_allowed():
+    scaler = Scaler("cpu", min_scale=0.0)
+    kept = scaler.state_dict()
+    for key, values in ENDS.items():
+        for value in values:
+            scaler.load_state_dict(kept | {key: value})
+            assert scaler.state_dict() == kept | {key: value}
+
+
+def test_a_bad_value_is_quoted_with_what_was_wanted():
+    scaler = Scaler("cpu")
+    for key, value, words in (
+        ("growth_factor", 1.0, "=1.0, wanted a finite number > 1"),
+        ("growth_interval", 0, "=0, wanted an integer >= 1"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            scaler.load_state_dict(scaler.state_dict() | {key: value})
 
 
 def test_hysteresis_restored_into_a_used_scaler():

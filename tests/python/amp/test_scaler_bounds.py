@@ -77,6 +77,18 @@ def test_culprit(unscale, device):
     assert scaler.culprit() is None
 
 
+def test_culprit_of_a_step_before_a_new_scale():
+    _, optimizer, params = named()
+    scaler = start(Scaler("cpu"))
+    params[1].grad[0] = math.nan
+    scaler.step(optimizer)
+    scaler.update(128.0)
+    assert scaler.culprit() == "0.bias"
+    params[1].grad[0] = 1.0
+    scaler.step(optimizer)
+    assert scaler.culprit() is None
+
+
 @pytest.mark.parametrize("name", TORCHS)
 def test_culprit_without_names_and_of_torchs_optimizers(name):
     params = parameters()
@@ -118,6 +130,14 @@ def test_too_many_skips(device):
     params[3].grad[1] = 0.0  # training may go on
     scaler.step(optimizer)
     scaler.update()
+
+
+def test_a_long_history_ends_with_the_last_8_scales():
+    params = parameters()
+    scaler = Scaler("cpu", init_scale=2.0**12, max_consecutive_skips=9)
+    words = re.escape("The loss scale went 512 -> 256 -> 128 -> 64 -> 32 -> 16 -> 8 -> 4; the")
+    with pytest.raises(RuntimeError, match=f"^10 steps in a row.*{words}"):
+        run(scaler, TORCHS["sgd"](params), params, [1] * 10)
 
 
 def test_skips_that_are_not_in_a_row(device):

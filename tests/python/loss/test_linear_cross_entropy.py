@@ -129,6 +129,8 @@ def test_shifted_targets_and_strides(cut, device):
 def test_stats(device):
     leaves, target, _ = sample(device=device, rows=(3, 11))
     x, w, b = leaves
+    with torch.no_grad():  # some hits, at the row's own place and at the next
+        target[:, 4] = target[:, 5] = (x @ w.T + b).argmax(-1)[:, 4]
     names = ("lse", "target_logit", "entropy", "argmax", "rank", "accuracy")
     loss, stats = headroom.linear_cross_entropy(x, w, target, b, stats=names)
     z, counts = (x @ w.T + b).detach(), target != -100
@@ -155,6 +157,7 @@ def test_stats(device):
         torch.testing.assert_close(tiles[1][name], stats[name])
     shifted = headroom.linear_cross_entropy(x, w, target, b, shift=True, stats=("accuracy",))[1]
     hits = (z.argmax(-1)[:, :-1] == target[:, 1:])[counts[:, 1:]]
+    assert hits.any() and stats["accuracy"] > 0
     torch.testing.assert_close(shifted["accuracy"], hits.float().mean())
 
 

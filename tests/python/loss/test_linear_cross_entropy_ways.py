@@ -108,6 +108,56 @@ def test_gradients_into_grad_are_refused_where_there_is_none(device):
     assert all(leaf.grad is None for leaf in leaves)
 
 
+class WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def test_a_loss_that_gets_no_gradient_adds_none(device):
+    leaves, target, _ = sample(device=device)
+    x, w, b = leaves
+    loss = headroom.linear_cross_entropy(x, w, target, b, accumulate_into_grad=True)
+    WithoutGradient.apply(loss).backward()
+    assert all(leaf.grad is None for leaf in leaves)
+
+
+def test_grads_that_cannot_be_added_to_are_named(device):
+    leaves, target, _ = sample(device=device)
+    x, w, b = leaves
+
+    def refused(words, weight=w, bias=b):
+        kept = [None if t.grad is None else t.grad.clone() for t in (weight, bias)]
+        with pytest.raises(ValueError, match=words):
+            headroom.linear_cross_entropy(x, weight, target, bias, accumulate_into_grad=True)
+        for t, grad in zip((weight, bias), kept):
+            assert (t.grad is None) == (grad is None) and (grad is None or t.grad.equal(grad))
+
+    w.grad = torch.ones_like(w).T.contiguous().T
+    refused(r"weight.grad is a torch.float32 tensor with strides \(1, 211\), wanted a contiguous")
+    w.grad = None
+    b.grad = torch.ones(2 * len(b), device=device)[::2]
+    refused("bias.grad is a torch.float32 tensor with strides")
+    narrow = b.detach().bfloat16().requires_grad_()
+    narrow.grad_dtype = None
+    narrow.grad = torch.ones_like(narrow).float()
+    with pytest.raises(ValueError, match="bias.grad is a torch.float32 .* in torch.bfloat16"):
+        headroom.linear_cross_entropy(
+            *(x.bfloat16(), w.detach().bfloat16(), target, narrow), accumulate_into_grad=True
+        )
+    half = [t.detach().half().requires_grad_() for t in leaves]
+    with pytest.raises(ValueError, match="needs float32 or bfloat16 weights"):
+        headroom.linear_cross_entropy(*half[:2], target, accumulate_into_grad=True)
+    frozen = headroom.linear_cross_entropy(x, w.detach(), target, accumulate_into_grad=True)
+    frozen.backward()  # the gradient of hidden alone, as without the option
+    want = torch.autograd.grad(headroom.linear_cross_entropy(x, w.detach(), target), x)
+    torch.testing.assert_close(x.grad, *want)
+
+
 def test_gradients_are_added_to_grad_with_hooks(device):
     """Of leaves whose .grad is there: hooks of hidden run, those of what is added into .grad do
     not."""

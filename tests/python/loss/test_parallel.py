@@ -132,21 +132,63 @@ def split(rank, name, dtype):
 def dtensors(rank):
     """Uneven shards; with four ranks the last has no rows of five classes."""
     for classes in (CLASSES, 5):
-        hidden, weight, _, target, _ = given()
-        weight, target = weight[:classes], torch.where(target < classes, target, 0)
-        exact = reference(hidden, weight, torch.zeros(classes), target, None, None, {})
+        hidden, weight, bias, target, _ = given()
+        weight, bias = weight[:classes], bias[:classes]
+        target = torch.where(target < classes, target, 0)
+        exact = reference(hidden, weight, bias, target, None, None, {})
         over = mesh()
         sharded = distribute_tensor(weight.clone(), over, [Shard(0)]).requires_grad_()
         x = distribute_tensor(hidden.clone(), over, [Replicate()]).requires_grad_()
-        parallel_linear_cross_entropy(x, sharded, target).backward()
-        assert sharded.grad.placements == (Shard(0),)
-        got = whole([x.grad, sharded.grad])
-        for mine, true in zip(got, exact[2:4]):
+        added = distribute_tensor(bias.clone(), over, [Shard(0)]).requires_grad_()
+        parallel_linear_cross_entropy(x, sharded, target, bias=added).backward()
+        assert sharded.grad.placements == added.grad.placements == (Shard(0),)
+        got = whole([x.grad, sharded.grad, added.grad])
+        for mine, true in zip(got, exact[2:]):
             torch.testing.assert_close(mine.double(), true, rtol=1e-4, atol=1e-6)
         with pytest.raises(ValueError, match="weight is placed as .*Replicate"):
             parallel_linear_cross_entropy(hidden, x, target)
+        with pytest.raises(ValueError, match="bias is placed as .*Replicate"):
+            parallel_linear_cross_entropy(hidden, sharded, target, bias=x)
         with pytest.raises(ValueError, match="hidden is placed as .*Shard"):
             parallel_linear_cross_entropy(sharded, sharded, target)
+
+
+def one_has_none(rank):
+    """All classes on rank 0, beside what one process gives: further results, frozen parts, another
+    index to ignore, and a group and a denominator of one element that are given."""
+    hidden, weight, bias, target, _ = given()
+    options = dict(ignore_index=7, label_smoothing=0.1, stats=["target_logit", "lse"])
+    target = torch.where(target == -100, 7, target)
+    mine = slice(0, CLASSES) if rank == 0 else slice(CLASSES, CLASSES)
+    places = dict(first_class=mine.start, all_classes=CLASSES, group=dist.group.WORLD)
+    total = torch.tensor([9.0], dtype=torch.float64)
+    for frozen in range(3):
+        leaves = [
+            x.clone().requires_grad_(k != frozen) for k, x in enumerate((hidden, weight, bias))
+        ]
+        one, wanted = headroom.linear_cross_entropy(
+            *(leaves[0], leaves[1], target, leaves[2]), denominator=total.float()[0], **options
+        )
+        one.backward()
+        parts = [leaves[0].detach().clone(), *(x.detach()[mine].clone() for x in leaves[1:])]
+        parts = [part.requires_grad_(k != frozen) for k, part in enumerate(parts)]
+        got, stats = parallel_linear_cross_entropy(
+            *(parts[0], parts[1], target), bias=parts[2], denominator=total, **places, **options
+        )
+        torch.testing.assert_close(got, one)
+        assert list(stats) == list(wanted) and not any(s.requires_grad for s in stats.values())
+        for name, values in stats.items():
+            torch.testing.assert_close(values, wanted[name])
+        got.backward()
+        for k, (part, leaf) in enumerate(zip(parts, leaves)):
+            if k == frozen:
+                assert part.grad is None
+            else:
+                torch.testing.assert_close(part.grad, leaf.grad if k == 0 else leaf.grad[mine])
+    for wrong in (CLASSES, -1):
+        target[4] = wrong
+        with pytest.raises(RuntimeError, match=f"{wrong}.*wanted"):
+            parallel_linear_cross_entropy(hidden, weight[mine], target, ignore_index=7, **places)
 
 
 def refused(rank):
@@ -156,6 +198,7 @@ def refused(rank):
         (dict(empty="none"), "empty is 'none'"),
         (dict(stats="lse"), "stats is 'lse', wanted a list"),
         (dict(first_class=3, all_classes=CLASSES), "first_class is 3 and all_classes is 53"),
+        (dict(first_class=-1, all_classes=CLASSES + 9), "first_class is -1 and all_classes is 62"),
         (dict(reduction="none", denominator=3.0), "denominator is given, but reduction is 'none'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -168,6 +211,8 @@ def refused(rank):
     ):
         with pytest.raises(RuntimeError, match=message):
             parallel_linear_cross_entropy(hidden, weight, target, **options)
+    with pytest.raises(RuntimeError, match=r"target has shape \(36,\), .* dimension, \(37,\)"):
+        parallel_linear_cross_entropy(hidden, weight, target[1:])
     target[4] = 2 * CLASSES
     with pytest.raises(RuntimeError, match="106"):
         parallel_linear_cross_entropy(hidden, weight, target)
@@ -330,6 +375,10 @@ def test_dtensors_of_four(four):
 @pytest.mark.parametrize("is_biased", [False, True])
 def test_distillation_of_sharded_heads(ranks, is_biased):
     ranks(distilled, is_biased)
+
+
+def test_a_rank_without_classes(ranks):
+    ranks(one_has_none)
 
 
 def test_what_is_refused_before_anyone_waits(ranks):

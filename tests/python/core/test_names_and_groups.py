@@ -1,0 +1,44 @@
+"""Names of parameters in messages, and groups of what one call takes."""
+
+import pytest
+import torch
+from headroom._core.grouping import by_device, grouped, positions_by_device
+from headroom._core.lazy import lazy
+from headroom._core.names import bare_name_of, name_of, named_params, param_names
+
+A, B, C = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+GROUPS = [{"params": [A, B]}, {"params": [C], "param_names": ["weight"]}]
+
+
+def test_names_of_parameters():
+    names = ["parameter 0 of group 0", "parameter 1 of group 0", "parameter 'weight'"]
+    assert [name for _, name in named_params(GROUPS)] == names
+    assert param_names(GROUPS) == dict(zip((A, B, C), names))
+    assert [name_of(GROUPS, p) for p in (A, B, C)] == names
+    assert [bare_name_of(GROUPS, p) for p in (B, C)] == [names[1], "weight"]
+    for name in (name_of, bare_name_of):
+        assert name(GROUPS, torch.ones(2)) == "a parameter that the optimizer does not have"
+
+
+def test_groups_keep_the_order():
+    assert list(grouped([3, 1, 4, 1, 5, 9], lambda n: n % 2).items()) == [
+        (1, [3, 1, 1, 5, 9]),
+        (0, [4]),
+    ]
+    tensors = [torch.ones(1), torch.ones(1, device="meta"), torch.ones(2)]
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    assert positions_by_device(tensors) == {cpu: [0, 2], meta: [1]}
+    assert [[id(t) for t in ts] for ts in by_device(tensors).values()] == [
+        [id(tensors[0]), id(tensors[2])],
+        [id(tensors[1])],
+    ]
+
+
+def test_names_that_are_imported_when_used():
+    import headroom.loss
+
+    get = lazy("headroom.loss", {"gathered": ".gathered", "LOCAL": "headroom.grad.ranks"})
+    assert get("gathered") is headroom.loss.gathered and get("LOCAL") == "local"
+    assert vars(headroom.loss).pop("LOCAL") == "local"  # no call is needed for the next
+    with pytest.raises(AttributeError, match="module 'headroom.loss' has no attribute 'more'"):
+        get("more")

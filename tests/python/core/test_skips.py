@@ -1,0 +1,32 @@
+"""Counts of skipped steps, and when they come to the host."""
+
+import torch
+from headroom._core.skips import LateCounts, count_step, new_counts, skip_flag
+
+
+def test_steps_are_counted():
+    """All that were skipped, and those in a row, from any flag of one element."""
+    counts = new_counts(torch.device("cpu"))
+    assert counts.dtype == torch.int64 and counts.tolist() == [0, 0]
+    seen = []
+    for flag in (1.0, 0.5, 0.0, torch.nan, -2.0, torch.inf, 0.0, 1.0):
+        count_step(counts, skip_flag(torch.tensor([[flag]]), counts.device))
+        seen.append(counts.tolist())
+    assert seen == [[1, 1], [2, 2], [2, 0], [3, 1], [4, 2], [5, 3], [5, 0], [6, 1]]
+    flag = skip_flag(torch.ones(1, requires_grad=True), counts.device)
+    assert flag.dtype == torch.int64 and flag.shape == () and not flag.requires_grad
+
+
+def test_counts_arrive_once_in_their_order():
+    late, count = LateCounts(), torch.tensor(5)
+    late.send(count)
+    count += 1
+    own = torch.empty_like(count)
+    late.send(count, own)
+    count += 1
+    assert own == 6 and list(late.arrived()) == [5, 6] and list(late.arrived()) == []
+    late.send(count)
+    late.clear()
+    assert list(late.arrived()) == []
+    room = late.room_for(count)
+    assert room is not count and room.dtype == count.dtype and room.shape == ()
