@@ -147,7 +147,11 @@ class Settings:
                 if options != _autocast(options[0]):
                     stack.enter_context(torch.autocast(*options))
             if self._backends != _backends():
+                # sdpa_kernel() leaves what it turns on first in the order, also when it ends.
+                order = torch._C._get_sdp_priority_order()
+                stack.callback(torch._C._set_sdp_priority_order, order)
                 stack.enter_context(sdpa_kernel(self._chosen, set_priority=True))
+                torch._C._set_sdp_priority_order(self._backends[-1])
             yield
 
 

@@ -226,10 +226,10 @@ def test_buffers_that_stay_by_their_names():
 def test_memory_that_is_shared_without_being_one_parameter():
     net = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in "abcd"})
     flat = torch.randn(40)
-    net.a.weight = nn.Parameter(flat[:16].view(4, 4))
-    net.b.weight = nn.Parameter(flat[:16].view(4, 4).t())
-    net.c.weight = nn.Parameter(flat[8:24].view(4, 4))
-    net.d.weight = nn.Parameter(flat[24:].view(4, 4))  # of the same storage, and alone
+    net.a.weight = nn.Parameter(flat[16:32].view(4, 4))
+    net.b.weight = nn.Parameter(flat[16:32].view(4, 4).t())
+    net.c.weight = nn.Parameter(flat[24:].view(4, 4))
+    net.d.weight = nn.Parameter(flat[:16].view(4, 4))  # of the same storage, and alone
     values = [p.detach().clone() for p in net.parameters()]
     headroom.cast_model(net, BF16, keep=["d"])
     for p, value in zip(net.parameters(), values):
