@@ -132,7 +132,7 @@ class Settings:
 
     def __init__(self, kinds: Iterable[str]) -> None:
         self._autocast = [_autocast(kind) for kind in kinds if is_autocast_available(kind)]
-        self._backends, self._chosen = _backends(), _cur_sdpa_kernel_backends(with_priority=True)
+        self._backends, self._chosen = _backends(), _cur_sdpa_kernel_backends()
 
     def hold(self) -> bool:
         """Returns whether they are in force."""

@@ -62,12 +62,13 @@ def drawn(monkeypatch, tmp_path):
 
 
 def test_a_picture_of_two_series(drawn):
-    points = [(2 * GIB, 0.5, "large"), (GIB, 1.0, "cost $1")]
+    points = [(2 * GIB, 0.5, "large"), (GIB, 1.0, "cost $1"), (GIB // 2, 1.5, "")]
     axes = drawn("peak for $", [Series("found", points, True), Series("by hand", [(GIB, 2.0, "")])])
     stairs, first, second = axes.lines[0], *axes.collections
-    assert list(stairs.get_xdata()) == [1, 2] and list(stairs.get_ydata()) == [1000, 500]
+    assert list(stairs.get_xdata()) == [0.5, 1, 2]
+    assert list(stairs.get_ydata()) == [1500, 1000, 500]
     assert stairs.get_drawstyle() == "steps-post" and len(axes.lines) == 1
-    assert first.get_offsets().tolist() == [[1, 1000], [2, 500]]
+    assert first.get_offsets().tolist() == [[0.5, 1500], [1, 1000], [2, 500]]
     assert second.get_offsets().tolist() == [[1, 2000]]
     assert axes.get_xlabel().startswith("GiB at the peak") and "milliseconds" in axes.get_ylabel()
     assert axes.get_xlim() == (0, pytest.approx(2.12)) and axes.get_ylim() == (

@@ -1,8 +1,11 @@
 """Where the local elements of a DTensor lie in the whole one, on two ranks."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
+from headroom._core import dtensor
 from headroom._core.dtensor import (
     first_row,
     local_part,
@@ -19,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from helpers.mesh import mesh
 
+WHERE = "_local_shape_and_offsets"
 WHOLE = torch.arange(5 * 4 * 3).view(5, 4, 3)
 
 
@@ -56,6 +60,29 @@ def places(rank):
     assert shard_number(both) == rank and len(shard_groups(both)) == 2
     turned = distribute_tensor(WHOLE, over, [Replicate(), Shard(0)])
     assert shard_number(turned) == 0 and len(shard_groups(turned)) == 1
+
+
+def cuts_in_two_dimensions(rank):
+    """As two dimensions of a mesh cut them, of which this process has one alone."""
+    sharded = distribute_tensor(WHOLE, mesh(), [Shard(0)])
+    for rows, columns, last in (
+        *((slice(0, 3), slice(2, 4), slice(0, 3)), (slice(3, 5), slice(0, 2), slice(0, 3))),
+        *((slice(3, 5), slice(0, 4), slice(2, 3)), (slice(0, 5), slice(1, 3), slice(0, 3))),
+    ):
+        part = WHOLE[rows, columns, last]
+        offsets = rows.start, columns.start, last.start
+        with mock.patch.object(dtensor, WHERE, return_value=(part.shape, offsets)):
+            number = found(place_of(sharded))
+            assert [number(i) for i in range(part.numel())] == part.flatten().tolist()
+    local = (5, 2, 2), (0, 2, 1)
+    with mock.patch.object(dtensor, WHERE, return_value=local):
+        with pytest.raises(NotImplementedError, match="along the first and another; got "):
+            place_of(sharded)
+
+
+@pytest.mark.gloo
+def test_places_of_shards_of_two_dimensions(ranks):
+    ranks(cuts_in_two_dimensions)
 
 
 @pytest.mark.gloo

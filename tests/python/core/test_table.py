@@ -3,7 +3,7 @@
 import headroom
 import pytest
 import torch
-from headroom._core.table import table_of
+from headroom._core.table import joined, table_of
 from torch import nn
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3, torch.float64: 6}
@@ -140,3 +140,19 @@ def test_without_the_exchange_api_steps_go_through_lists(monkeypatch, device):
     names = {event.key for event in profile.key_averages()}
     assert "headroom::adamw_" in names and "headroom::_adamw_table_" not in names
     assert all(torch.equal(a, b) for a, b in zip(with_tables, with_lists))
+
+
+def test_tables_that_are_joined(device):
+    """Entries of each table at their places: the table of all of them in that order."""
+    dtypes = torch.float32, torch.bfloat16, torch.float16
+    sizes = (3, 1, 4, 2, 5)
+    lists = [[torch.ones(n, dtype=d, device=device) for n in sizes] for d in dtypes[:2]]
+    lists[0][2] = lists[0][2].half()
+    whole = table_of(tuple(lists))
+    places = [torch.tensor([4, 0]), torch.tensor([2]), torch.tensor([1, 3])]
+    parts = [table_of(tuple([one[i] for i in where] for one in lists)) for where in places]
+    got = joined(parts, places)
+    assert torch.equal(got[:, :-1], whole[:, :-1])
+    of_dtypes = (table.view(torch.int32)[:, -1, : len(sizes)] for table in (got, whole))
+    assert torch.equal(*of_dtypes)
+    assert joined([whole], [torch.arange(5)]) is whole

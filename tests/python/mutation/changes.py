@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from cosmic_ray.ast import ast_nodes, get_ast
@@ -114,7 +115,14 @@ OPERATORS += [NegateIn, DropKeyword, DeleteStatement, ReturnNone]
 class Change:
     path: Path
     line: int
-    source: str = field(repr=False)
+    operator: type[Operator]
+    occurrence: int
+
+    @cached_property
+    def source(self) -> str | None:
+        """The changed file, or None if it is no program. Made for the few that are drawn."""
+        changed = mutate_code(self.path.read_text(), self.operator(), self.occurrence)
+        return changed if changed is not None and _compiles(changed) else None
 
     @property
     def lines(self) -> tuple[str, str]:
@@ -127,9 +135,8 @@ class Change:
 def changes_of(path: Path, random, lines=None):
     """Yields changes to a file in a random order, one for each place and kind, so that what has
     many forms is not drawn more often. ``lines`` are the only ones to change, or None for all."""
-    source = path.read_text()
     places: dict[tuple, list] = {}
-    tree = get_ast(source)
+    tree = get_ast(path.read_text())
     for operator in OPERATORS:
         occurrence = 0
         for node in ast_nodes(tree):
@@ -141,9 +148,7 @@ def changes_of(path: Path, random, lines=None):
     chosen = [(place, random.choice(forms)) for place, forms in sorted(places.items())]
     random.shuffle(chosen)
     for (start, _), (operator, occurrence) in chosen:
-        changed = mutate_code(source, operator(), occurrence)
-        if changed is not None and _compiles(changed):
-            yield Change(path, start[0], changed)
+        yield Change(path, start[0], operator, occurrence)
 
 
 def _compiles(source):
