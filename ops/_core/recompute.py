@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .surroundings import Parameters, Random, Settings, is_plain, is_trained, viewed
+from .randomness import Random
+from .surroundings import Parameters, Settings, is_plain, is_trained, viewed
 
 __all__ = ["Dropping", "can_drop", "inside_checkpoint"]
 

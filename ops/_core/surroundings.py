@@ -1,9 +1,9 @@
-"""What a function must find as it was, to compute the same again: the states of random generators,
-the settings that choose kernels, and the parameters and buffers of modules."""
+"""What a function must find as it was, to compute the same again, beside random numbers: the
+settings that choose kernels, and the parameters and buffers of modules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,7 +20,6 @@ from .registration import FLOATS
 __all__ = [
     "Buffers",
     "Parameters",
-    "Random",
     "Settings",
     "is_plain",
     "is_trained",
@@ -78,32 +77,6 @@ def version_of(x: Tensor) -> int | None:
     """Returns how often a tensor has been written; None if it was made in inference mode, or a lazy
     module has still to make it."""
     return None if is_lazy(x) or x.is_inference() else x._version
-
-
-class Random:
-    """The states of the generators that a function may draw from, now."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        devices = {x.device for x in tensors if x.device.type == "cuda"}
-        self._cpu = torch.get_rng_state()
-        self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
-
-    def moved(self) -> bool:
-        """Returns whether something may have been drawn since."""
-        if self._cuda and torch.cuda.is_current_stream_capturing():
-            return True  # while a graph is captured, the state does not show it
-        return not torch.equal(self._cpu, torch.get_rng_state()) or any(
-            not torch.equal(state, torch.cuda.get_rng_state(device))
-            for device, state in self._cuda.items()
-        )
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        with torch.random.fork_rng(devices=[d.index for d in self._cuda], device_type="cuda"):
-            torch.set_rng_state(self._cpu)
-            for device, state in self._cuda.items():
-                torch.cuda.set_rng_state(state, device)
-            yield
 
 
 def _autocast(kind: str) -> tuple[Any, ...]:

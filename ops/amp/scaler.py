@@ -16,12 +16,12 @@ from .._core.dtensor import local_part, shard_groups
 from .._core.grouping import grouped
 from .._core.names import bare_name_of
 from .._core.registration import FLOATS
-from .._core.skips import LateCounts
 from .._core.text import quoted
 from ..functional.unscale_norm import unscale_norm_
 from ..functional.update_scale import update_scale_
 from ..grad.norm import any_rank
 from ..optim.base import Optimizer
+from ..optim.skips import LateCounts
 
 __all__ = ["GradScaler"]
 

@@ -1,24 +1,67 @@
-"""Counts the steps that changed nothing because a gradient was infinite or NaN."""
+"""Counts the steps that changed nothing because a gradient was infinite or NaN, on the device. The
+host reads the counts without waiting for it."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._core.skips import LateCounts, count_step, new_counts, skip_flag
+__all__ = ["LateCounts", "SkippedSteps"]
 
-__all__ = ["SkippedSteps"]
+
+class LateCounts:
+    """Brings counts to the host without waiting: on CUDA they arrive some steps later."""
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[Any, Tensor]] = deque()
+
+    def room_for(self, count: Tensor) -> Tensor | None:
+        """Returns the memory that a count is copied to, or None while a CUDA graph is captured,
+        which cannot copy to the host."""
+        if not count.is_cuda:
+            return torch.empty_like(count)
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        return torch.empty(count.shape, dtype=count.dtype, device="cpu", pin_memory=True)
+
+    def send(self, count: Tensor, copy: Tensor | None = None) -> None:
+        """Begins to copy the present value of a count to ``copy``, which :meth:`room_for` made.
+        Does nothing while a CUDA graph is captured."""
+        copy = self.room_for(count) if copy is None else copy
+        if copy is None:
+            return
+        copy.copy_(count, non_blocking=True)
+        event = None
+        if count.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        self._pending.append((event, copy))
+
+    def arrived(self) -> Iterator[int]:
+        """Yields the counts that have arrived, in their order."""
+        while self._pending:
+            event, count = self._pending[0]
+            if event is not None and (
+                torch.cuda.is_current_stream_capturing() or not event.query()
+            ):
+                return
+            self._pending.popleft()
+            yield int(count)
+
+    def clear(self) -> None:
+        self._pending.clear()
 
 
 class SkippedSteps:
     """Counts skipped steps on each device. The counts reach the host late."""
 
     def __init__(self) -> None:
-        self._counts: dict[torch.device, Tensor] = {}  # new_counts() by device
+        self._counts: dict[torch.device, Tensor] = {}  # all skipped, and in a row up to now
         self._late = LateCounts()
         self._unseen = 0  # steps since a count was last sent to the host
         self._warned: set[str] = set()  # the occasions of warnings
@@ -26,7 +69,7 @@ class SkippedSteps:
     def on(self, device: torch.device) -> Tensor:
         """Returns the counts on a device, made at the first call."""
         if device not in self._counts:
-            self._counts[device] = new_counts(device)
+            self._counts[device] = torch.zeros(2, dtype=torch.int64, device=device)
         return self._counts[device]
 
     def total(self) -> int:
@@ -38,19 +81,24 @@ class SkippedSteps:
         allocates nothing, and returns the numbers of skipped steps in a row that have reached the
         host since the last one and are ``limit`` or more."""
         counts = self.on(found_inf.device)
-        skipped = skip_flag(found_inf, counts.device)
+        skipped = (found_inf.detach().reshape(()) != 0).to(torch.int64)
+        in_a_row = counts[1]
+
+        def add() -> None:
+            counts.add_(skipped)
+            in_a_row.mul_(skipped)
+
         if torch.compiler.is_compiling():
-            count_step(counts, skipped)
+            add()
             return list
         is_due = self._unseen + 1 >= limit
-        row = counts[1]
-        copy = self._late.room_for(row) if is_due else None
+        copy = self._late.room_for(in_a_row) if is_due else None
 
         def count() -> list[int]:
-            count_step(counts, skipped)
+            add()
             self._unseen = 0 if is_due else self._unseen + 1
             if copy is not None:
-                self._late.send(row, copy)
+                self._late.send(in_a_row, copy)
             return [skipped for skipped in self._late.arrived() if skipped >= limit]
 
         return count

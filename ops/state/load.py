@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.randomness import generator_states, restore_generators
 from .._core.text import quoted
 from ..optim.base import Optimizer
 from .file import StateFile, StateFileError
 from .filling import FilledModel
-from .generators import checked_generators, generator_states, restore_generators
+from .generators import checked_generators
 from .parts import Part, check_maps, decoded, in_file, named_objects, names_in
 
 __all__ = ["load_state"]
@@ -117,11 +118,11 @@ def _load_all(
     wanted: list[tuple[str, str, Any]],
     models: dict[str, FilledModel],
     states: dict[str, Any],
-    generators: list[Callable[[], None]],
+    generators: dict[str, Any] | None,
 ) -> None:
     """Loads the states into the objects. If one fails, restores those that were loaded before."""
     undo: list[Callable[[], None]] = []
-    if generators:
+    if generators is not None:
         undo.append(functools.partial(restore_generators, generator_states()))
     try:
         for part, name, one in wanted:
@@ -138,8 +139,8 @@ def _load_all(
                     f"'{name}' of {file.path} does not load: {type(error).__name__}: "
                     f"{quoted(error)}"
                 ) from error
-        for restore in generators:
-            restore()
+        if generators is not None:
+            restore_generators(generators)
     except BaseException:
         for restore in reversed(undo):
             restore()

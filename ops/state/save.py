@@ -13,7 +13,7 @@ from torch import Tensor
 from .._core import binaries
 from ..optim.adam8bit import Adam8bit
 from .file import check_tensor, identity, write
-from .generators import generator_states
+from .generators import saved_generators
 from .newest import remove_older
 from .parts import Part, encoded, maps_checksum, named_objects
 
@@ -108,7 +108,7 @@ def save_state(
     if extra is not None:
         tree["extra"] = encoded(extra, "extra", found.add)
     if rng:
-        tree["rng"] = encoded(generator_states(), "rng", found.add)
+        tree["rng"] = encoded(saved_generators(), "rng", found.add)
     document = {
         "headroom": binaries.VERSION,
         "torch": str(torch.__version__),
