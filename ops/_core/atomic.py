@@ -39,7 +39,7 @@ ADVICE = {
 
 
 class BusyFileError(RuntimeError):
-    """Another process or thread is writing the file."""
+    """Says that another process or thread is writing the file."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a CUDA graph must not capture."""
+"""Refuses what a CUDA graph must not capture."""
 
 from __future__ import annotations
 

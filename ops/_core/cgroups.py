@@ -1,4 +1,4 @@
-"""The limit of memory that the system sets for this process.
+"""Finds the limit of memory that the system sets for this process.
 
 This file imports nothing but the standard library: ``headroom doctor`` also runs where the package
 cannot be imported, and then loads it by its path.

@@ -1,4 +1,4 @@
-"""What pictures share: ink, axes without frames, units of bytes, files that are whole or not there.
+"""Helps to draw pictures: ink, axes without frames, units of bytes, files that are whole or not.
 
 matplotlib is imported when a picture is drawn.
 """

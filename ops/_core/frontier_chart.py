@@ -1,4 +1,4 @@
-"""The frontier of a model as one picture: the peak of a step against its time."""
+"""Draws the frontier of a model as one picture: the peak of a step against its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deep copies that look into closures, and of which a caller says how some objects are copied."""
+"""Makes deep copies that look into closures; a caller says how some objects are copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The states of random generators: taken, compared and given back."""
+"""Takes, compares and gives back the states of random generators."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def can_drop() -> bool:
 
 
 class _Kept:
-    """What autograd holds in the place of a tensor that is kept.
+    """Stands in autograd in the place of a tensor that is kept.
 
     Hooks that were in force before get it, such as those that move tensors to the CPU. Without
     any, a change in place raises: autograd itself does not look when there are hooks.
@@ -78,7 +78,7 @@ class _Kept:
 
 
 class _Token:
-    """What autograd holds in the place of a tensor that is dropped."""
+    """Stands in autograd in the place of a tensor that is dropped."""
 
     def __init__(self, region: _Region, index: int, x: Tensor) -> None:
         self._region, self.index = region, index
@@ -98,7 +98,7 @@ class _Token:
 
 
 class _Tensors:
-    """What one backward pass has computed again, with how often each will still be asked for."""
+    """Holds what one backward pass has computed again, and how often it will still be asked for."""
 
     def __init__(self, task: int, found: dict[int, tuple[Tensor, int]]) -> None:
         self.task, self.found = task, found
@@ -112,7 +112,7 @@ class _Enough(Exception):
 
 
 class _Region:
-    """One call of a function."""
+    """Runs one call of a function again."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ def _results(results: Any) -> tuple[Tensor, ...]:
 
 
 class _Result:
-    """The memory of a result while operations behind its region may save it."""
+    """Tells the memory of a result while operations behind its region may save it."""
 
     def __init__(self, region: _Region, index: int, x: Tensor) -> None:
         self.region, self.index = region, index
@@ -234,7 +234,7 @@ class _Result:
 
 
 class Dropping:
-    """A context in which regions are run, and in which later operations save their results.
+    """Encloses regions that are run, and later operations that save their results.
 
         with Dropping() as dropping:
             q, k, v = dropping.run(project, x)

@@ -72,8 +72,8 @@ Sizes = dict[str, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class RowOp:
-    """An op on rows and the ops of its gradient. ``kinds`` has its arguments and results by name,
-    the first of which leads; a gradient is of the kind of what it is the gradient of."""
+    """Describes an op on rows and the ops of its gradient. ``kinds`` has arguments and results by
+    name, the first of which leads; a gradient is of the kind of what it is the gradient of."""
 
     name: str
     kinds: dict[str, Kind]
@@ -166,7 +166,7 @@ def _names(arguments: Iterable[Any]) -> list[str]:
 
 
 class Gradient:
-    """The gradient of ``headroom::name`` by ``headroom::name_backward``, from their schemas.
+    """Computes the gradient of an op by ``headroom::name_backward``, from their schemas.
 
     Args:
         op: the op.

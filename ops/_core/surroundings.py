@@ -1,9 +1,9 @@
-"""What a function must find as it was, to compute the same again, beside random numbers: the
+"""Keeps what a function must find as it was to compute the same again, beside random numbers: the
 settings that choose kernels, and the parameters and buffers of modules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from .registration import FLOATS
 
 __all__ = [
     "Buffers",
+    "DEVICES",
     "Parameters",
     "Settings",
     "is_plain",
@@ -28,7 +29,7 @@ __all__ = [
     "viewed",
 ]
 
-_DEVICES = ("cpu", "cuda", "meta")
+DEVICES = ("cpu", "cuda", "meta")
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # a fake has memory of its own, which is counted
 
 
@@ -37,8 +38,9 @@ def is_plain(x: Any) -> bool:
     return type(x) in _PLAIN
 
 
-def takes_ops(x: Any) -> bool:
-    """Returns whether ops of Headroom on rows take ``x`` here, as those of torch do.
+def takes_ops(x: Any, ranks: Collection[int] | None = None) -> bool:
+    """Returns whether ops of Headroom on rows take ``x`` here, as those of torch do, and it has one
+    of these numbers of dimensions.
 
     They take no float64, no nested and subclassed tensors and no other devices. Transforms of
     ``torch.func`` and forward-mode derivatives are left to torch, and so are traces that leave
@@ -47,9 +49,10 @@ def takes_ops(x: Any) -> bool:
     if (
         not is_plain(x)
         or x.dtype not in FLOATS
-        or x.device.type not in _DEVICES
+        or x.device.type not in DEVICES
         or x.is_nested
         or x.layout is not torch.strided
+        or (ranks is not None and x.dim() not in ranks)
     ):
         return False
     if torch.compiler.is_compiling():
@@ -125,7 +128,7 @@ class Settings:
 
 
 class Parameters:
-    """The parameters of modules as they are now, to find out whether they are the same later.
+    """Keeps the parameters of modules as they are now, to find out whether they are the same later.
 
     Neither DTensors nor other subclasses are looked at. FSDP2 frees and allocates the memory of a
     parameter, but leaves its storage and its version, so those are compared.
@@ -156,7 +159,7 @@ class Parameters:
 
 
 class Buffers:
-    """The buffers of modules as they are now, such as the running statistics of BatchNorm.
+    """Keeps the buffers of modules as they are now, such as the running statistics of BatchNorm.
 
     Buffers of more than ``limit`` bytes are not copied, but watched: weights that a model keeps in
     buffers, quantized ones for instance, do not change. So are sparse buffers, and those of lazy

@@ -1,4 +1,4 @@
-"""The modes of storing 16-bit weights: ``master=`` and ``rounding=`` of an optimizer."""
+"""Defines the modes of storing 16-bit weights: ``master=`` and ``rounding=`` of an optimizer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RESIDUALS = ("compensation", "master", "remainder")  # their names in a paramete
 
 
 class WeightsMode(NamedTuple):
-    """How the parameters of a group are stored."""
+    """Says how the parameters of a group are stored."""
 
     number: int  # hr_weights_mode
     residual: str | None = None  # its name in the state

@@ -21,7 +21,7 @@ from ..functional.unscale_norm import unscale_norm_
 from ..functional.update_scale import update_scale_
 from ..grad.norm import any_rank
 from ..optim.base import Optimizer
-from ..optim.skips import LateCounts
+from ..optim.counts import LateCounts
 
 __all__ = ["GradScaler"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,15 +55,13 @@ def checkpoint(
             saved the tensor, the tensor, and the elements among which the first difference is.
         RuntimeError: with ``verify``, while torch.compile traces the call.
     """
-    options: dict[str, Any] = {"use_reentrant": use_reentrant}
-    if not preserve_rng_state:
-        options["preserve_rng_state"] = False
-    if determinism_check != "default":
-        options["determinism_check"] = determinism_check
-    if debug:
-        options["debug"] = True
-    if not early_stop:
-        options["early_stop"] = False
+    options: dict[str, Any] = {
+        "use_reentrant": use_reentrant,
+        "preserve_rng_state": preserve_rng_state,
+        "determinism_check": determinism_check,
+        "debug": debug,
+        "early_stop": early_stop,
+    }
     if context_fn is not noop_context_fn:
         options["context_fn"] = context_fn
     if function is None:
@@ -104,9 +102,7 @@ def _verified_contexts(
 
     @contextmanager
     def verified() -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(verified_region(function))
-            stack.enter_context(first)
+        with verified_region(function), first:
             yield
 
     return verified(), second

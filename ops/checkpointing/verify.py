@@ -33,11 +33,11 @@ __all__ = ["RecomputeError", "verified_region", "verified_results"]
 
 
 class RecomputeError(RuntimeError):
-    """What a checkpoint recomputed is not what it had dropped, so gradients would be wrong."""
+    """Says that a checkpoint recomputed other values than it dropped: gradients would be wrong."""
 
 
 class Dropped(NamedTuple):
-    """A tensor as it was in the forward pass."""
+    """Describes a tensor as it was in the forward pass."""
 
     what: str
     shape: torch.Size
@@ -49,7 +49,7 @@ class Dropped(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A parameter, or a leaf that requires grad, of which a tensor that was saved is a view."""
+    """Tells the parameter, or leaf that requires grad, of which a saved tensor is a view."""
 
     ref: weakref.ref[Tensor]
     version: int
@@ -148,7 +148,7 @@ def _is_internal(was: Dropped, node: Any) -> bool:
 
 
 class _Packed:
-    """What autograd holds in the place of a saved tensor."""
+    """Stands in autograd in the place of a saved tensor."""
 
     def __init__(self, holder: Any, was: Dropped) -> None:
         self.holder = holder

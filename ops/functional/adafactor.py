@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._core.checks import check_list, check_scalars, check_steps, lr_arguments
-from .._core.registration import FLOATS, complete, require
+from .._core.checks import check_list, lr_arguments
+from .._core.registration import complete, require
 from .._core.weight_modes import weights_mode
-from .weights import check_weights
+from .weights import check_step
 
 __all__ = ["adafactor_"]
 
@@ -147,8 +147,7 @@ def _(
     **options,
 ):
     f32 = (torch.float32,)
-    check_list("params", params, params, FLOATS)
-    check_list("grads", grads, params, FLOATS)
+    check_step(params, grads, state_steps, residuals, options)
     lines = [lines_of(param.shape) for param in params]
     vectors = [param.numel() if param.dim() < 2 else 0 for param in params]
     for name, tensors, numels in (
@@ -162,9 +161,6 @@ def _(
         check_list("exp_avgs", exp_avgs, params, f32)
     if rms_values:
         check_list("rms_values", rms_values, params, f32, [1] * len(params))
-    check_steps(state_steps, params)
-    check_weights(params, residuals, options)
-    check_scalars(options, params)
     require(
         workspace is None or not params or workspace.device == params[0].device,
         "workspace must be on the device of params[0]",

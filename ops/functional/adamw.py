@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._core.checks import check_list, check_scalars, check_steps, lr_arguments
+from .._core.checks import check_list, lr_arguments
 from .._core.registration import FLOATS, complete, require
 from .._core.weight_modes import weights_mode
-from .weights import check_weights
+from .weights import check_step
 
 __all__ = ["adamw_"]
 
@@ -121,20 +121,16 @@ def _(
     amsgrad,
     **options,
 ):
-    check_list("params", params, params, FLOATS)
-    check_list("grads", grads, params, FLOATS)
+    check_step(params, grads, state_steps, residuals, options)
     check_list("exp_avgs", exp_avgs, params, FLOATS)
     check_list("exp_avg_sqs", exp_avg_sqs, params, FLOATS)
     check_list("max_exp_avg_sqs", max_exp_avg_sqs, params if amsgrad else [], FLOATS)
-    check_steps(state_steps, params)
-    check_weights(params, residuals, options)
     for name, tensors in (("exp_avg_sqs", exp_avg_sqs), ("max_exp_avg_sqs", max_exp_avg_sqs)):
         for k, (tensor, like) in enumerate(zip(tensors, exp_avgs)):
             require(
                 tensor.dtype == like.dtype,
                 f"{name}[{k}] is {tensor.dtype}, exp_avgs[{k}] {like.dtype}",
             )
-    check_scalars(options, params)
 
 
 complete("adamw_")

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._core.checks import check_list, check_scalars, check_steps, lr_arguments
-from .._core.registration import FLOATS, complete, require
+from .._core.checks import check_list, lr_arguments
+from .._core.registration import complete, require
 from .._core.weight_modes import weights_mode
-from .weights import check_weights
+from .weights import check_step
 
 __all__ = ["BLOCK_SIZES", "adamw8bit_"]
 
@@ -152,8 +152,7 @@ def _(
         "bnb_exact needs decoupled weight decay, block_size 256, no seeds, not skip_nonfinite",
     )
     require(seeds is None or len(seeds) == len(params), "seeds must be as many as params")
-    check_list("params", params, params, FLOATS)
-    check_list("grads", grads, params, FLOATS)
+    check_step(params, grads, state_steps, residuals, options)
     check_list("exp_avgs", exp_avgs, params, codes)
     check_list("exp_avg_sqs", exp_avg_sqs, params, codes)
     blocks = [-(-param.numel() // block_size) for param in params]
@@ -164,9 +163,6 @@ def _(
         check_list(name, absmaxs, params, scales, blocks)
         for k, absmax in enumerate(absmaxs):
             require(absmax.is_contiguous(), f"{name}[{k}] must be contiguous")
-    check_steps(state_steps, params)
-    check_weights(params, residuals, options)
-    check_scalars(options, params)
 
 
 complete("adamw8bit_")

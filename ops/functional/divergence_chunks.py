@@ -38,7 +38,7 @@ def counting_rows(ignored: Tensor) -> Tensor:
 
 @dataclass
 class Head:
-    """What logits come from: hidden states as a matrix, weight and bias."""
+    """Holds what logits come from: hidden states as a matrix, weight and bias."""
 
     hidden: Tensor
     weight: Tensor
@@ -66,7 +66,7 @@ class Head:
 
 @dataclass
 class Gradients:
-    """Of the student: of the hidden states, and sums over the chunks in float32."""
+    """Holds the student's gradients: of the hidden states, and sums over the chunks in float32."""
 
     hidden: Tensor | None
     weight: Tensor | None

@@ -1,4 +1,4 @@
-"""Matrix products with gradients: ``headroom::gemm``."""
+"""Multiplies matrices, with gradients: ``headroom::gemm``."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def gemm_into(
 
 
 def matmul_precision(dtype: torch.dtype) -> int:
-    """What torch's settings allow cuBLAS, as the bits that the op takes."""
+    """Returns what torch's settings allow cuBLAS, as the bits that the op takes."""
     matmul = torch.backends.cuda.matmul
     reduced = {
         torch.bfloat16: lambda: matmul.allow_bf16_reduced_precision_reduction,
@@ -109,7 +109,7 @@ def matmul_precision(dtype: torch.dtype) -> int:
 
 
 def _sizes(x: Any, transpose: bool) -> tuple:
-    """The batch, rows and columns of op(x)."""
+    """Returns the batch, rows and columns of op(x)."""
     *batch, rows, cols = x
     return (batch, cols, rows) if transpose else (batch, rows, cols)
 

@@ -38,7 +38,7 @@ def multiplied(
 
 
 class KeptGradient:
-    """The gradient of an op whose forward pass computes gradients, as far as they are asked for.
+    """Gives the gradient of an op whose forward pass computes those that are asked for.
 
     Args:
         derived: the gradient by the backward op, where the forward pass has not computed it.

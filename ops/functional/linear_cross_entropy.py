@@ -41,7 +41,7 @@ HIDDEN, WEIGHT, BIAS = 1, 2, 4  # gradients
 
 @dataclass(frozen=True)
 class Options:
-    """The numbers that the ops take, as in ``hr_linear_cross_entropy_config``."""
+    """Holds the numbers that the ops take, as in ``hr_linear_cross_entropy_config``."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0

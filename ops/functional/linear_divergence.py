@@ -106,7 +106,7 @@ def scale_of(
 
 
 def _scaled(kept: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``kept * factor``, rounded once, without a second float32 tensor of that size."""
+    """Returns ``kept * factor``, rounded once, without a second float32 tensor of that size."""
     if kept.dtype == dtype == torch.float32:
         return kept * factor
     out = torch.empty(kept.shape, dtype=dtype, device=kept.device)
@@ -210,7 +210,7 @@ def _fake_scale(dloss, count, hidden, weight, bias, dtype):
 
 
 def _gradient(derived: Gradient) -> KeptGradient:
-    """Of gradients that are there, neither the hidden states nor the weights are needed again."""
+    """Makes the gradient keep gradients that are there, instead of hidden states and weights."""
     return KeptGradient(
         derived,
         inputs=tuple(_HEADS[:3]),

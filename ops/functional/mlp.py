@@ -121,7 +121,7 @@ def _gradients(dy, gradients, norm_weight, norm_bias, gate_up, up, down, **_):
 
 
 def _products(gate_up, up, down) -> tuple[int, int]:
-    """FLOPs per token of gate and up, and of down, from the shapes of their matrices."""
+    """Returns FLOPs per token of gate and up, and of down, from the shapes of their matrices."""
     gates = 2 * prod(gate_up) + (2 * prod(up) if up is not None else 0)
     return gates, 2 * prod(down)
 

@@ -66,33 +66,10 @@ def unscale_norm_(
     )
 
 
-def grad_norm(
-    grads: Sequence[Tensor],
-    *,
-    norm: Tensor | None = None,
-    norms: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    culprit: Tensor | None = None,
-    clip: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    clip_coef: Tensor | None = None,
-    p: float = 2.0,
-    max_norm: float = 0.0,
-) -> None:
-    """Measures what :func:`unscale_norm_` measures, and leaves the gradients as they are."""
-    run(
-        False,
-        grads,
-        norm=norm,
-        norms=norms,
-        found_inf=found_inf,
-        culprit=culprit,
-        clip=clip,
-        grad_scale=grad_scale,
-        clip_coef=clip_coef,
-        p=p,
-        max_norm=max_norm,
-    )
+def grad_norm(grads: Sequence[Tensor], **options: Any) -> None:
+    """Measures what :func:`unscale_norm_` measures, whose arguments it takes, and leaves the
+    gradients as they are."""
+    run(False, grads, **options)
 
 
 def run(write: bool, grads: Sequence[Tensor], table: Tensor | None = None, **options: Any) -> None:

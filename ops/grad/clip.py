@@ -1,4 +1,4 @@
-"""Gradient clipping, with the arguments and results of :mod:`torch.nn.utils`."""
+"""Clips gradients, with the arguments and results of :mod:`torch.nn.utils`."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass
 class Measured:
-    """The results of :func:`measure`, on the device of the first gradient."""
+    """Holds the results of :func:`measure`, on the device of the first gradient."""
 
     norm: Tensor  # float32, 0-dim
     found_inf: Tensor  # float32, 0-dim: 1 if any gradient on any rank is infinite or NaN, else 0

@@ -1,4 +1,4 @@
-"""What the losses of this package make of their arguments before an op takes them."""
+"""Brings the arguments of this package's losses into the form that ops take."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .._core.rows import autocast_dtype
 from ..functional.rope import rope
-from .config import check_probabilities, check_sizes
+from .config import check_probabilities, check_sizes, head_sizes
 from .flash import attend
 from .linear import Linear
 
@@ -25,7 +25,7 @@ class Rotation(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """Which tokens see which, for :func:`torch.nn.functional.scaled_dot_product_attention`."""
+    """Says which tokens see which, for :func:`torch.nn.functional.scaled_dot_product_attention`."""
 
     mask: Tensor | None
     causal: bool
@@ -149,26 +149,12 @@ class Attention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(
-            "Attention",
-            hidden_size=hidden_size,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            window=window,
-        )
+        check_sizes("Attention", window=window)
         check_probabilities("Attention", dropout=dropout)
-        self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
-        if heads % self.kv_heads:
-            raise ValueError(
-                f"Attention: kv_heads is {self.kv_heads}, wanted a divisor of heads ({heads})"
-            )
-        if head_dim is None and hidden_size % heads:
-            raise ValueError(
-                f"Attention: hidden_size is {hidden_size}, wanted a multiple of heads ({heads}), "
-                "or head_dim"
-            )
-        self.head_dim = hidden_size // heads if head_dim is None else head_dim
+        self.heads = heads
+        self.kv_heads, self.head_dim = head_sizes(
+            "Attention", hidden_size, heads, kv_heads, head_dim
+        )
         self.causal, self.window, self.scale = causal, window, scale
         self.dropout = dropout
         self.rotary_dim, self.interleaved = rotary_dim, interleaved

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._core.checks import check_choice
 from .config import TransformerConfig
 from .transformer import Transformer
 
@@ -43,10 +44,7 @@ def config_from_hf(config: Any) -> TransformerConfig:
 
 
 def _kind(config: Any) -> str:
-    if config.model_type not in _NAMES:
-        raise ValueError(
-            f"model_type is {config.model_type!r}, wanted one of {', '.join(sorted(_NAMES))}"
-        )
+    check_choice("model_type", config.model_type, sorted(_NAMES))
     return config.model_type
 
 
@@ -60,13 +58,12 @@ def _refuse(config: Any, **wanted: Any) -> None:
 
 
 def _activation(name: str) -> str:
-    if name not in ACTIVATIONS:
-        raise ValueError(f"the activation is {name!r}, wanted one of {', '.join(ACTIVATIONS)}")
+    check_choice("the activation", name, ACTIVATIONS)
     return ACTIVATIONS[name]
 
 
 def _llama(config: Any) -> dict[str, Any]:
-    """Of Llama, Mistral, Qwen2, Qwen3, Phi-3, and what others have in common with them."""
+    """Returns the shape of Llama, Mistral, Qwen2, Qwen3 and Phi-3, and what others have of it."""
     kind = config.model_type
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rotary = dict(config.rope_parameters)
@@ -203,7 +200,7 @@ _SHAPES = {"gemma": _gemma, "gemma3_text": _gemma3, "phi": _phi, "gpt2": _gpt2, 
 
 
 class _Names(NamedTuple):
-    """How a model of transformers names its modules: ours, to theirs without the prefix."""
+    """Maps our names of modules to those of a model of transformers, without the prefix."""
 
     prefix: str  # of all but the head
     modules: dict[str, str]  # several of theirs, one above the other, are one of ours
@@ -286,7 +283,7 @@ _NAMES = {
 
 
 def _parts(config: TransformerConfig, ours: str) -> list[int] | None:
-    """How many rows of one of our tensors each of their tensors has."""
+    """Returns how many rows of one of our tensors each of their tensors has."""
     if ours.endswith("attention.qkv"):
         assert config.head_dim is not None and config.kv_heads is not None
         keys = config.kv_heads * config.head_dim

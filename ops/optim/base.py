@@ -1,7 +1,7 @@
 """The base of Headroom's optimizers: a fused step over each group, and states that are never cast.
 
 A subclass declares the state of its parameters (states.py) and runs one op for the parameters of a
-group on one device. What a step passes to it is in plan.py; measuring.py, skips.py, loading.py and
+group on one device. What a step passes to it is in plan.py; measuring.py, counts.py, loading.py and
 memory.py do the rest. They take tensors and groups, and call no method of an optimizer in a step.
 
 A step makes everything that it allocates before it writes: one that runs out of memory has changed
@@ -25,6 +25,7 @@ from .._core.names import name_of
 from .._core.table import table_of
 from .._core.weight_modes import check_weight_options
 from ..grad.norm import Measured
+from .counts import SkippedSteps, StalledWeights, stalled_fraction
 from .errors import explained
 from .loading import KEPT, complete_groups, export_state, keep_states, restored_states
 from .measuring import first_nonfinite, with_measured
@@ -46,8 +47,6 @@ from .plan import (
     check_memory,
     like_param,
 )
-from .skips import SkippedSteps
-from .stalled import StalledWeights, stalled_fraction
 from .states import StatefulOptimizer
 
 __all__ = ["Optimizer"]

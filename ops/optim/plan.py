@@ -42,7 +42,7 @@ Call = Callable[[], None]  # steps the parameters of a bucket
 
 
 class StepScalars(NamedTuple):
-    """Tensors of one element that a step reads without waiting for the device."""
+    """Holds tensors of one element that a step reads without waiting for the device."""
 
     grad_scale: Tensor | None = None  # gradients are divided by it
     found_inf: Tensor | None = None  # the step changes nothing if it is not 0
@@ -63,7 +63,7 @@ class StepScalars(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """The parameters of a group that one op takes: all have states of one layout."""
+    """Holds the parameters of a group that one op takes: all have states of one layout."""
 
     layout: Layout
     owners: list[Tensor]  # the optimizer's parameters
@@ -76,8 +76,8 @@ Calls = list[tuple[Bucket, Call]]  # of a step
 
 
 class Plan(NamedTuple):
-    """The plan of a step for a group: its parameters with gradients, in buckets, and a table for
-    each bucket, or None if a table cannot be made or states are missing."""
+    """Holds a step of a group: its parameters with gradients, in buckets, and a table for each
+    bucket, or None if a table cannot be made or states are missing."""
 
     group: dict[str, Any]
     params: list[Tensor]

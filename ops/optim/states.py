@@ -18,7 +18,7 @@ __all__ = ["STEP", "Layout", "Slot", "StatefulOptimizer", "dtype_refusal"]
 
 
 class Slot(NamedTuple):
-    """A tensor in the state of a parameter."""
+    """Declares a tensor in the state of a parameter."""
 
     name: str
     shape: Callable[[Tensor], Sequence[int]] | None = None  # of a parameter; None: its own
@@ -55,7 +55,7 @@ STEP = Slot("step", _scalar_shape, torch.float64)  # counts past 2^24
 
 
 class Layout(NamedTuple):
-    """The tensors in the state of each parameter that one op takes."""
+    """Declares the tensors in the state of each parameter that one op takes."""
 
     slots: tuple[Slot, ...]
     weights: WeightsMode = NEAREST  # how the parameters are stored
@@ -91,7 +91,7 @@ class Layout(NamedTuple):
 
 
 class StatefulOptimizer(torch.optim.Optimizer):
-    """An optimizer that declares the state of its parameters. A subclass defines :meth:`layouts`
+    """Declares the state of its parameters. A subclass defines :meth:`layouts`
     and, if there are several, the three methods that choose one."""
 
     def layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:

@@ -33,7 +33,7 @@ CHECKPOINT_OPTIONS = inspect.signature(checkpoint).parameters.values()
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What patch() was asked for, besides the levels.
+    """Holds what patch() was asked for, besides the levels.
 
     Attributes:
         norms, glu, rope: whether these are swapped.

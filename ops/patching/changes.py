@@ -14,7 +14,7 @@ ABSENT = "absent"  # stands for an attribute that only the class had, or nothing
 
 
 class _Record:
-    """What was set on one module: for each name what had been there, and what is there now.
+    """Records what was set on one module: for each name what had been there, and what is now.
 
     It lives on the module, so that a copy of a patched model, or a part of one, can be unpatched
     too: deep copies and pickles keep the two values beside the attribute itself.
@@ -48,7 +48,7 @@ def _is_property(module: nn.Module, name: str) -> bool:
 
 
 class Changes:
-    """A log of what one call of patch() did, which can be taken back."""
+    """Logs what one call of patch() did, to take it back."""
 
     def __init__(self) -> None:
         self._log: list[tuple[nn.Module, str, tuple[str, Any]]] = []

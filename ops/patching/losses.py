@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._core.surroundings import is_plain
+from .._core.surroundings import is_plain, takes_ops
 from ..loss.language_model import is_plain_head, language_model_loss
 from ..loss.linear_cross_entropy import linear_cross_entropy
-from .calls import own_forward, takes
 from .changes import Changes, is_patched
 from .families import DECODERS, entry_of
 from .report import PatchReport
@@ -34,7 +33,7 @@ _calls = threading.local()  # running: how many calls of loss_forward() last in 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A class of transformers with the head of a language model.
+    """Describes a class of transformers with the head of a language model.
 
     Attributes:
         module, model: where the class is, and its name.
@@ -82,7 +81,7 @@ KINDS = _kinds()
 
 @dataclasses.dataclass(frozen=True)
 class LossRule:
-    """What the patched ``forward`` of a model knows.
+    """Holds what the patched ``forward`` of a model knows.
 
     Attributes:
         kind: the name of its class in transformers.
@@ -212,7 +211,7 @@ def _body_forward(self: Any, model: str, *args: Any, **kwargs: Any) -> Any:
             "or train with transformers' Trainer",
             stacklevel=2,
         )
-    return own_forward(self, args, kwargs)
+    return type(self).forward(self, *args, **kwargs)
 
 
 def _loss_forward(self: Any, rule: LossRule, *args: Any, **kwargs: Any) -> Any:
@@ -250,7 +249,7 @@ def _is_step(model: Any, kind: Kind, given: Mapping[str, Any]) -> bool:
     if given.get("return_dict") is False or not getattr(model.config, "return_dict", True):
         return False
     head: Any = kind.head(model)
-    return is_plain_head(head) and (not is_plain(head.weight) or takes(head.weight, (2,)))
+    return is_plain_head(head) and (not is_plain(head.weight) or takes_ops(head.weight, (2,)))
 
 
 def _loss_of(model: Any, kind: Kind, given: Mapping[str, Any]) -> Callable[..., Tensor]:

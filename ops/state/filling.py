@@ -19,7 +19,7 @@ __all__ = ["FilledModel"]
 
 
 class FilledModel:
-    """A model that is filled from a file.
+    """Fills a model from a file.
 
     Parameters and buffers that torch's loader would only copy to are copied to one by one, each
     from a tensor that is dropped then, and given to the model's ``load_state_dict`` as they are, so

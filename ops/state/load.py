@@ -205,4 +205,4 @@ def _moved(
     """Yields the tensors of these names, each on its device."""
     for batch in file.batches(in_file(file, set(places)), progress=progress):
         for name, tensor in batch.items():
-            yield name, file.strided(name, tensor).to(places[name], copy=True)
+            yield name, tensor.to(places[name])

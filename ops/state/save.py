@@ -134,7 +134,7 @@ def _check_keep(path: str, keep: int | None) -> None:
 
 
 class _Tensors:
-    """The tensors of a file by their names. Tensors that share the same memory have one name."""
+    """Collects the tensors of a file by their names; those that share the same memory have one."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Tensor] = {}

@@ -127,8 +127,8 @@ def release_gradients(
 
 
 class ReleaseHandle:
-    """A running release, as :func:`release_gradients` began it; :meth:`remove` ends it. A context
-    manager too."""
+    """Controls a release that :func:`release_gradients` began; :meth:`remove`, or leaving it as a
+    context, ends it."""
 
     def __init__(self, model: nn.Module, strategy: Strategy, bucket_bytes: int) -> None:
         self._strategy, self._optimizer = strategy, strategy.optimizer

@@ -21,7 +21,7 @@ __all__ = ["ByPreviousNorm", "Stepping", "TwoPass"]
 
 
 class Norms:
-    """The norms of the gradients of a step, each with all its shards."""
+    """Collects the norms of the gradients of a step, each with all its shards."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -187,7 +187,7 @@ class Stepping(InBackward):
 
 
 class ByPreviousNorm(Stepping):
-    """``clip="previous"``: clips by the norm of the previous step."""
+    """Clips by the norm of the previous step: ``clip="previous"``."""
 
     _needs_norms = True
 
@@ -203,7 +203,7 @@ class ByPreviousNorm(Stepping):
 
 
 class TwoPass(Stepping):
-    """``clip="two-pass"``: clips by the norm that a first backward has measured."""
+    """Clips by the norm that a first backward has measured: ``clip="two-pass"``."""
 
     def check(self) -> None:
         _check_limit("two-pass", self.max_norm)

@@ -63,7 +63,7 @@ class Strategy:
 
 
 class InBackward(Strategy):
-    """A strategy that steps parameters inside backward, each at most once before
+    """Steps parameters inside backward, each at most once before
     ``optimizer.step()``."""
 
     def __init__(self, optimizer: Optimizer) -> None:

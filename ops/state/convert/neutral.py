@@ -28,7 +28,7 @@ SQUARES = ("exp_avg_sq", "max_exp_avg_sq")  # never negative
 
 @dataclass
 class State:
-    """The state of one parameter, of any library."""
+    """Holds the state of one parameter, of any library."""
 
     step: float
     moments: dict[str, Tensor | Codes]  # some of MOMENTS
@@ -43,7 +43,7 @@ class State:
 
 @dataclass
 class Context:
-    """The group, the dtype and the options that a reader or a writer needs beside a state."""
+    """Holds the group, the dtype and the options that a reader or a writer needs beside a state."""
 
     group: dict[str, Any]
     dtype: torch.dtype | None = None  # of the parameter
@@ -56,7 +56,7 @@ class Context:
 
 
 class Library(NamedTuple):
-    """A library that states come from and go to."""
+    """Reads and writes the states of a library."""
 
     read: Callable[[dict[str, Any], Context], State]
     write: Callable[[State, Context], dict[str, Any]]

@@ -23,7 +23,7 @@ CHECKSUM = slice(8 + len(layout.PREFIX), 16 + len(layout.PREFIX))  # its place i
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor as the header describes it."""
+    """Describes a tensor as the header does."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
