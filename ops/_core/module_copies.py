@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ def _copied_tensor(x: Tensor, memo: dict[int, Any]) -> Tensor:
     return made
 
 
-@contextmanager
+@contextlib.contextmanager
 def deepcopy_with(kinds: Mapping[type, Callable[[Any, dict[int, Any]], Any]]) -> Iterator[None]:
     """Lets :func:`copy.deepcopy`, while it lasts, copy objects of some classes by the functions
     given here, which get the object and the memo; and functions that hold tensors, modules or
@@ -98,31 +98,26 @@ def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> type
     made.__dict__.update(function.__dict__)
     memo[id(function)] = made
     for cell, old in zip(cells, function.__closure__ or ()):
-        try:
+        with contextlib.suppress(ValueError):  # an empty cell
             cell.cell_contents = copy.deepcopy(old.cell_contents, memo)
-        except ValueError:
-            pass  # an empty cell
     return made
 
 
 def _holds_tensors(value: Any, seen: set[int]) -> bool:
+    if isinstance(value, (Tensor, nn.Module, Optimizer)):
+        return True
     if id(value) in seen:
         return False
     seen.add(id(value))
-    if isinstance(value, (Tensor, nn.Module, Optimizer)):
-        return True
+    inside: list[Any] = []
     if isinstance(value, types.FunctionType):
         for cell in value.__closure__ or ():
-            try:
-                if _holds_tensors(cell.cell_contents, seen):
-                    return True
-            except ValueError:
-                continue
-        return False
-    if isinstance(value, types.MethodType):
-        return _holds_tensors(value.__self__, seen) or _holds_tensors(value.__func__, seen)
-    if isinstance(value, (list, tuple, set)):
-        return any(_holds_tensors(item, seen) for item in value)
-    if isinstance(value, dict):
-        return any(_holds_tensors(item, seen) for item in value.values())
-    return False
+            with contextlib.suppress(ValueError):
+                inside.append(cell.cell_contents)
+    elif isinstance(value, types.MethodType):
+        inside = [value.__self__, value.__func__]
+    elif isinstance(value, (list, tuple, set)):
+        inside = [*value]
+    elif isinstance(value, dict):
+        inside = [*value.values()]
+    return any(_holds_tensors(item, seen) for item in inside)

@@ -202,16 +202,6 @@ class Attention(nn.Module):
             )
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def project(
-        self,
-        x: Tensor,
-        cos: Tensor | None = None,
-        sin: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q, k and v of ``x``."""
-        return self.split(self.qkv(x), cos, sin, position_ids)
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
         mask, causal = pattern
         dropout = self.dropout if self.training else 0.0
@@ -237,7 +227,7 @@ class Attention(nn.Module):
             mask, cu_seqlens: as in :func:`attention_pattern`.
         """
         pattern = self.pattern(x, mask, cu_seqlens)
-        q, k, v = self.project(x, *(rotation or ()))
+        q, k, v = self.split(self.qkv(x), *(rotation or ()))
         return self.out(self.merge(self.attend(q, k, v, pattern)))
 
     def extra_repr(self) -> str:

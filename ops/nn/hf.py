@@ -62,6 +62,18 @@ def _activation(name: str) -> str:
     return ACTIVATIONS[name]
 
 
+_BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+    }
+
+
 def _llama(config: Any) -> dict[str, Any]:
     """Returns the shape of Llama, Mistral, Qwen2, Qwen3 and Phi-3, and what others have of it."""
     kind = config.model_type
@@ -74,10 +86,7 @@ def _llama(config: Any) -> dict[str, Any]:
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "layers": config.num_hidden_layers,
-        "heads": config.num_attention_heads,
+        **_sizes(config),
         "features": config.intermediate_size,
         "kv_heads": config.num_key_value_heads,
         "head_dim": head_dim,
@@ -127,9 +136,7 @@ def _phi(config: Any) -> dict[str, Any]:
         "norm": "layer",
         "norm_eps": config.layer_norm_eps,
         "gated": False,
-        "qkv_bias": True,
-        "out_bias": True,
-        "mlp_bias": True,
+        **_BIASES,
         "head_bias": True,
         "qk_norm": config.qk_layernorm,
     }
@@ -143,18 +150,13 @@ def _gpt2(config: Any) -> dict[str, Any]:
         scale_attn_weights=True,
     )
     return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "layers": config.num_hidden_layers,
-        "heads": config.num_attention_heads,
+        **_sizes(config),
         "features": config.n_inner or 4 * config.hidden_size,
         "norm": "layer",
         "norm_eps": config.layer_norm_epsilon,
         "activation": _activation(config.activation_function),
         "gated": False,
-        "qkv_bias": True,
-        "out_bias": True,
-        "mlp_bias": True,
+        **_BIASES,
         "positions": "learned",
         "max_positions": config.max_position_embeddings,
         "tied": bool(config.tie_word_embeddings),
@@ -167,19 +169,14 @@ def _gpt2(config: Any) -> dict[str, Any]:
 def _bert(config: Any) -> dict[str, Any]:
     _refuse(config, is_decoder=False, add_cross_attention=False)
     return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "layers": config.num_hidden_layers,
-        "heads": config.num_attention_heads,
+        **_sizes(config),
         "features": config.intermediate_size,
         "layout": "post",
         "norm": "layer",
         "norm_eps": config.layer_norm_eps,
         "activation": _activation(config.hidden_act),
         "gated": False,
-        "qkv_bias": True,
-        "out_bias": True,
-        "mlp_bias": True,
+        **_BIASES,
         "causal": False,
         "positions": "learned",
         "max_positions": config.max_position_embeddings,

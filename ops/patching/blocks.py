@@ -119,8 +119,8 @@ class AnyBlock:
 
 @contextmanager
 def verified_blocks() -> Iterator[None]:
-    """Lets blocks at L5 that run forward raise :class:`headroom.checkpointing.RecomputeError` in the
-    backward pass if they compute something else when they run again; but not those of
+    """Lets blocks at L5 that run forward raise :class:`headroom.checkpointing.RecomputeError` in
+    the backward pass if they compute something else when they run again; but not those of
     :mod:`headroom.nn`, those that torch.compile traces and those with ``use_reentrant``."""
     token = object()
     _verifying.add(token)

@@ -6,6 +6,7 @@ Use them as attributes of this module, ``layout.PIECE``: tests replace some of t
 from __future__ import annotations
 
 import os
+import re
 
 import torch
 
@@ -17,7 +18,7 @@ except ImportError:
     from zlib import crc32
 
 __all__ = [
-    "BEFORE_SEQUENCE",
+    "BEGINNING",
     "BLOCK",
     "DOCUMENT",
     "DTYPES",
@@ -46,8 +47,11 @@ MOST_VALUES = 1 << 22  # in a header: some 300 MB of Python objects at worst
 MOST_DIMS = 64  # torch's loops have no more
 PREFIX = b'{"__metadata__":{"crc32":"'
 ZEROS = b"0" * 8
-BEFORE_SEQUENCE = b'","sequence":"'
 SEQUENCE_DIGITS = 16
+# A file with a number, which is the first group.
+BEGINNING = re.compile(
+    b'.{8}%b.{8}","sequence":"([0-9]{%d})' % (re.escape(PREFIX), SEQUENCE_DIGITS), re.DOTALL
+)
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
