@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["is_capturing", "refuse_in_capture"]
-
 
 def is_capturing() -> bool:
     """Returns whether the current stream is being captured. Where there is no driver, torch's own

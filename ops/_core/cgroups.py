@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["cgroup_limit"]
-
 UNLIMITED = 1 << 60  # what cgroup v1 writes for no limit is near 2**63
 
 

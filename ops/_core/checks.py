@@ -14,18 +14,6 @@ from torch import Tensor
 
 from .registration import require
 
-__all__ = [
-    "check_choice",
-    "COUNTERS",
-    "check_count",
-    "check_flags",
-    "check_list",
-    "check_number",
-    "check_pair",
-    "check_scalars",
-    "lr_arguments",
-]
-
 COUNTERS = (torch.float32, torch.float64)  # of step counts and learning rates
 
 

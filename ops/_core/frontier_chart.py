@@ -20,8 +20,6 @@ from .drawing import (
     save_png,
 )
 
-__all__ = ["Series", "draw_frontier", "label_points", "telling"]
-
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe and Ito's
 MARKERS = ("o", "s", "^", "D")
 # Where a label may stand: the shift from its point in typographic points, and its alignment.

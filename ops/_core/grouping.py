@@ -8,8 +8,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["by_device", "grouped"]
-
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 

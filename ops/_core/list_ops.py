@@ -11,8 +11,6 @@ import torch
 from .checks import check_list
 from .registration import complete, require
 
-__all__ = ["LIST_OPS", "ListOp", "list_op"]
-
 
 @dataclass(frozen=True)
 class ListOp:

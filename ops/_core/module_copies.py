@@ -12,8 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["copied_modules", "deepcopy_with", "private_copy"]
-
 _lock = threading.RLock()
 
 

@@ -12,8 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .dtensor import local_part
 
-__all__ = ["is_dense", "is_freed", "overlapping", "place_in_memory", "spanned_bytes"]
-
 
 class _Span(NamedTuple):
     """Holds the bytes from the first element of a tensor to its last."""

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Random", "generator_states", "generators_kept", "restore_generators"]
-
 
 def generator_states(
     devices: Iterable[torch.device] | None = None, *, host: bool = True

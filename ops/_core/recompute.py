@@ -22,8 +22,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .randomness import Random
 from .surroundings import Parameters, Settings, is_plain, is_trained, viewed
 
-__all__ = ["Dropping", "can_drop", "inside_checkpoint"]
-
 
 def inside_checkpoint() -> bool:
     """Returns whether a checkpoint's hooks are in force: it drops all that is saved, and runs its

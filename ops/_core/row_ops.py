@@ -28,8 +28,6 @@ from .registration import (
     require,
 )
 
-__all__ = ["FLOAT32", "MATRIX", "ROW_OPS", "Gradient", "Kind", "RowOp", "kind", "row_op"]
-
 FLOAT32 = (torch.float32,)
 Given = Mapping[str, Any]  # arguments and results by name
 

@@ -10,16 +10,6 @@ from torch import Tensor
 from .registration import FLOATS
 from .surroundings import is_trained
 
-__all__ = [
-    "autocast",
-    "autocast_dtype",
-    "cast",
-    "check_tensors",
-    "constant_factors",
-    "promoted",
-    "refuse_leaf",
-]
-
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Returns the dtype of ``torch.autocast`` where it is on, or None."""

@@ -17,18 +17,6 @@ from torch.nn.parameter import is_lazy
 
 from .registration import FLOATS
 
-__all__ = [
-    "Buffers",
-    "DEVICES",
-    "Parameters",
-    "Settings",
-    "is_plain",
-    "is_trained",
-    "takes_ops",
-    "version_of",
-    "viewed",
-]
-
 DEVICES = ("cpu", "cuda", "meta")
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # a fake has memory of its own, which is counted
 

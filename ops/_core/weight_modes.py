@@ -10,22 +10,6 @@ from torch import Tensor
 
 from .registration import FLOATS
 
-__all__ = [
-    "HALVES",
-    "MASTERS",
-    "MODES",
-    "Master",
-    "NEAREST",
-    "RESIDUALS",
-    "ROUNDINGS",
-    "Rounding",
-    "WeightsMode",
-    "check_weight_options",
-    "mode_of",
-    "weight_seeds",
-    "weights_mode",
-]
-
 Master = Literal["f32", "remainder16", "remainder8"]  # or None
 Rounding = Literal["nearest", "stochastic", "kahan"]
 MASTERS = (None, *get_args(Master))

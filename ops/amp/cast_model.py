@@ -19,8 +19,6 @@ from .._core.grouping import grouped
 from .._core.overlap import overlapping
 from .._core.registration import FLOATS
 
-__all__ = ["CastReport", "cast_model", "cast_report"]
-
 CASTABLE = (*FLOATS, torch.float64)
 # By name, because libraries have classes of their own: LlamaRMSNorm, T5LayerNorm.
 NORMS = ("*RMSNorm", "*LayerNorm", "*GroupNorm", "*BatchNorm?d", "*InstanceNorm?d")

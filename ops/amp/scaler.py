@@ -23,8 +23,6 @@ from ..grad.norm import any_rank
 from ..optim.base import Optimizer
 from ..optim.counts import LateCounts
 
-__all__ = ["GradScaler"]
-
 SMALLEST = 2.0**-126  # the smallest scale whose inverse is finite and exact in float32
 HISTORY = 8  # scales that the error message shows
 LIVE = ("_hysteresis_tracker", "_culprits", "_last_culprits", "_skips", "_scales", "_pending")

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["BLOCK_BYTES", "checksums", "first_difference"]
-
 BLOCK_BYTES = 8192
 
 SHIFT = 29  # of the upper bits: a sign comes to lie below the middle of the word

@@ -15,8 +15,6 @@ from torch.utils.checkpoint import noop_context_fn
 
 from .verify import verified_region
 
-__all__ = ["checkpoint", "checkpoint_sequential"]
-
 
 def checkpoint(
     function: Callable[..., Any] | None = None,

@@ -27,8 +27,6 @@ from .._core.running_modules import watching_modules
 from .._core.surroundings import is_plain, is_trained, viewed
 from .checksums import BLOCK_BYTES, checksums, first_difference
 
-__all__ = ["RecomputeError", "verified_region"]
-
 
 class RecomputeError(RuntimeError):
     """Says that a checkpoint recomputed other values than it dropped: gradients would be wrong."""

@@ -13,8 +13,6 @@ from .._core.registration import complete, require
 from .._core.weight_modes import weights_mode
 from .weights import check_step
 
-__all__ = ["adafactor_"]
-
 SUMS, STATES, NORM, APPLY, ALL = 1, 2, 4, 8, 15  # phases: hr_adafactor_phases
 
 

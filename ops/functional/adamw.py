@@ -12,8 +12,6 @@ from .._core.registration import FLOATS, complete, require
 from .._core.weight_modes import weights_mode
 from .weights import check_step
 
-__all__ = ["adamw_"]
-
 
 def adamw_(
     params: list[Tensor],

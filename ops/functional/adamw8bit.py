@@ -12,8 +12,6 @@ from .._core.registration import complete, require
 from .._core.weight_modes import weights_mode
 from .weights import check_step
 
-__all__ = ["BLOCK_SIZES", "adamw8bit_"]
-
 BLOCK_SIZES = (64, 128, 256, 512)
 
 

@@ -9,8 +9,6 @@ from .._core.checks import check_choice, check_flags
 from .._core.row_ops import FLOAT32, MATRIX, kind, row_op
 from .._core.rows import check_tensors, constant_factors, refuse_leaf
 
-__all__ = ["cross_entropy"]
-
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 MEAN_OR_ZERO = 3
 

@@ -10,8 +10,6 @@ from .._core.registration import FLOATS
 from .._core.row_ops import FLOAT32, MATRIX, kind, row_op
 from .._core.rows import check_tensors, refuse_leaf
 
-__all__ = ["beta_of", "divergence", "ignored_rows", "reduced"]
-
 STATISTICS = 6  # HR_DIVERGENCE_STATISTICS
 KINDS = ("forward_kl", "reverse_kl", "js")
 REDUCTIONS = ("none", "mean", "batchmean", "sum")

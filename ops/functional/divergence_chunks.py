@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .gemm import gemm_into
 
-__all__ = ["Gradients", "Head", "counting_rows", "gain_of", "over_chunks", "pitch_of"]
-
 PITCH = 8  # elements to which rows of logits are padded, so that each begins at 16 bytes
 
 

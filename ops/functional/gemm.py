@@ -11,8 +11,6 @@ from .._core.checks import check_flags
 from .._core.registration import FLOATS, complete, differentiable, register_fake, require
 from .._core.rows import autocast, autocast_dtype, cast, check_tensors
 
-__all__ = ["gemm", "gemm_into"]
-
 
 def gemm(
     a: Tensor,

@@ -12,8 +12,6 @@ from .._core.registration import require
 from .._core.row_ops import MATRIX, kind, row_op
 from .._core.rows import check_tensors, promoted
 
-__all__ = ["glu"]
-
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu_squared": 4}
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from .._core.registration import no_second_derivative
 from .._core.row_ops import Gradient
 
-__all__ = ["KeptGradient", "may_overwrite", "multiplied"]
-
 
 def may_overwrite(kept: Tensor) -> bool:
     """Returns whether a saved tensor, which is unpacked now, is needed no more: the graph is not

@@ -20,8 +20,6 @@ from .._core.row_ops import FLOAT32, MATRIX, Gradient, kind, row_op
 from .gemm import matmul_precision
 from .kept_gradients import KeptGradient, multiplied
 
-__all__ = ["MODES", "REDUCTIONS", "RESULTS", "Options", "call", "gradients"]
-
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2, "mean or zero": 3}
 MODES = {"auto": 0, "tokens": 1, "vocabulary": 2}
 

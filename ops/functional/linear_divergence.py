@@ -19,8 +19,6 @@ from .divergence import reduced, rows_that_count
 from .divergence_chunks import Head, counting_rows, gain_of, over_chunks
 from .kept_gradients import KeptGradient
 
-__all__ = ["backward_of", "check", "forward_of", "scale_of"]
-
 HEADS = (
     "Tensor student_hidden, Tensor student_weight, Tensor? student_bias, Tensor teacher_hidden, "
     "Tensor teacher_weight, Tensor? teacher_bias, Tensor? ignored"

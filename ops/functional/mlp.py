@@ -13,8 +13,6 @@ from torch import Tensor
 from .._core.registration import FLOATS, require
 from .._core.row_ops import MATRIX, kind, row_op
 
-__all__ = ["ACTIVATIONS", "NORMS", "SAVES", "wanted_gradients"]
-
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu_squared": 4}
 NORMS = {"rms": 0, "layer": 1}
 SAVES = {"all": 0, "gate_up": 1, "input": 2}

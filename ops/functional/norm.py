@@ -13,8 +13,6 @@ from .._core.registration import FLOATS, require
 from .._core.row_ops import FLOAT32, MATRIX, kind, row_op
 from .._core.rows import check_tensors, promoted
 
-__all__ = ["layer_norm", "rms_norm"]
-
 CASTINGS = {"once": 0, "llama": 1, "narrow": 2}
 
 

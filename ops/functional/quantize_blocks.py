@@ -8,8 +8,6 @@ from torch import Tensor
 
 from .._core.registration import FLOATS, complete, require
 
-__all__ = ["dequantize_blocks", "quantize_blocks"]
-
 BLOCK_SIZES = tuple(2**k for k in range(6, 13))
 
 

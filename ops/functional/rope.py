@@ -13,8 +13,6 @@ from .._core.checks import check_count, check_flags
 from .._core.registration import FLOATS, differentiable, require
 from .._core.rows import check_tensors, promoted
 
-__all__ = ["rope", "rope_tables"]
-
 
 def rope(
     q: Tensor,

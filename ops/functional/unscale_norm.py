@@ -13,8 +13,6 @@ from torch import Tensor
 from .._core.registration import FLOATS, complete, require
 from .._core.table import table_of
 
-__all__ = ["grad_norm", "unscale_norm_"]
-
 
 def unscale_norm_(
     grads: Sequence[Tensor],

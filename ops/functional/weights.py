@@ -13,8 +13,6 @@ from .._core.checks import COUNTERS, check_list, check_scalars
 from .._core.registration import FLOATS, complete, require
 from .._core.weight_modes import HALVES, MODES, weights_mode
 
-__all__ = ["check_step", "join_weights_", "split_weights_"]
-
 
 def check_step(
     params: list[Tensor],

@@ -20,8 +20,6 @@ from ..functional.accumulate import accumulate_
 from ..functional.unscale_norm import unscale_norm_
 from .ranks import Ranks, checksum
 
-__all__ = ["GradAccumulator"]
-
 BUCKET = 32 << 20  # bytes that one reduction over the ranks carries
 
 

@@ -19,16 +19,6 @@ from .._core.registration import FLOATS
 from .._core.table import table_of
 from ..functional.unscale_norm import run
 
-__all__ = [
-    "Measured",
-    "any_rank",
-    "are_local",
-    "clip_coef",
-    "grad_norm",
-    "is_ours",
-    "measure",
-]
-
 
 @dataclass
 class Measured:

@@ -23,8 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._core.fsdp import fsdp_class
 
-__all__ = ["Ranks", "Weighting", "checksum"]
-
 LOCAL = "local"
 
 

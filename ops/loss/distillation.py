@@ -13,8 +13,6 @@ from ..functional.divergence_chunks import pitch_of
 from ..functional.linear_divergence import check
 from .inputs import whole_layer
 
-__all__ = ["linear_distillation_loss"]
-
 # Rows of a chunk where no workspace is given. Each chunk reads and writes the weight gradient once,
 # which takes as long as the products of some 200 rows on a GPU, and of some 10 on a CPU.
 CHUNK_ROWS = {"cuda": 1024, "cpu": 256}

@@ -7,8 +7,6 @@ from torch import Tensor
 from .._core.rows import constant_factors
 from .._core.surroundings import is_plain
 
-__all__ = ["token_factors", "whole_layer"]
-
 
 def whole_layer(
     hidden: Tensor, weight: Tensor, bias: Tensor | None

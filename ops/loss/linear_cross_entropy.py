@@ -16,8 +16,6 @@ from .._core.sizes import parse_bytes
 from ..functional import linear_cross_entropy as ops
 from .inputs import token_factors, whole_layer
 
-__all__ = ["linear_cross_entropy"]
-
 _backward_ = by_name("linear_cross_entropy_backward_")
 STATS = ("lse", "target_logit", "entropy", "argmax", "rank", "accuracy")
 # The results of rows that they are made of.

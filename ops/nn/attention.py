@@ -13,8 +13,6 @@ from .config import check_probabilities, check_sizes, head_sizes
 from .flash import attend
 from .linear import Linear
 
-__all__ = ["Attention", "Pattern", "Rotation", "attention_pattern", "packed_positions"]
-
 
 class Rotation(NamedTuple):
     """Arguments of :func:`headroom.functional.rope`: tables and, or None, positions."""

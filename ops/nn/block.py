@@ -13,8 +13,6 @@ from .fused import fused_mlp, is_fusible
 from .mlp import MLP
 from .steps import LEVELS, AttentionSteps, BlockSteps, MLPSteps, run_steps, save_level
 
-__all__ = ["LAYOUTS", "LEVELS", "Block", "norm_names", "save_level"]
-
 LAYOUTS = ("pre", "post", "sandwich", "parallel")
 
 

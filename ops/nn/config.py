@@ -8,8 +8,6 @@ from typing import Any
 
 from .._core.checks import check_choice
 
-__all__ = ["TransformerConfig", "check_probabilities", "check_sizes", "head_sizes"]
-
 
 def check_sizes(owner: str, **sizes: int | None) -> None:
     """Raises a ValueError where one is less than 1; None is a default."""

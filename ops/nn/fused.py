@@ -14,8 +14,6 @@ from .linear import Linear
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
 
-__all__ = ["can_fuse", "fused_mlp", "is_fusible", "is_known", "is_untouched", "known"]
-
 # Classes, and functions in the place of a forward, that draw no random numbers.
 known: set[Any] = {nn.Linear, Linear, linear_forward, RMSNorm, LayerNorm}
 

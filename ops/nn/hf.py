@@ -13,8 +13,6 @@ from .._core.checks import check_choice
 from .config import TransformerConfig
 from .transformer import Transformer
 
-__all__ = ["config_from_hf", "state_from_hf", "state_to_hf", "transformer_from_hf"]
-
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",

@@ -11,8 +11,6 @@ from .._core.checks import check_choice
 from ..functional.cross_entropy import REDUCTIONS
 from ..loss.linear_cross_entropy import linear_cross_entropy
 
-__all__ = ["LinearCrossEntropyLoss"]
-
 
 class LinearCrossEntropyLoss(nn.Module):
     """:class:`torch.nn.LinearCrossEntropyLoss`, by :func:`headroom.linear_cross_entropy`: a linear

@@ -11,8 +11,6 @@ from .._core.checks import check_choice
 from ..functional.glu import ACTIVATIONS, glu
 from .linear import Linear
 
-__all__ = ["MLP"]
-
 
 class MLP(nn.Module):
     """``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` without a gate.

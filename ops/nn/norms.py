@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from .._core.checks import check_choice
 from ..functional.norm import CASTINGS, layer_norm, rms_norm
 
-__all__ = ["LayerNorm", "RMSNorm"]
-
 
 def _check_shape(kind: str, normalized_shape: int | tuple[int, ...]) -> None:
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape

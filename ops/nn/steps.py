@@ -16,16 +16,6 @@ from .._core.recompute import Dropping, can_drop
 from .._core.rows import autocast_dtype
 from .fused import is_known
 
-__all__ = [
-    "LEVELS",
-    "AttentionSteps",
-    "BlockSteps",
-    "MLPSteps",
-    "Run",
-    "run_steps",
-    "save_level",
-]
-
 LEVELS = ("L0", "L1", "L2", "L3", "L4", "L5")
 MLP_SAVES = ("all", "gate_up", "input", "input", "input", "input")  # per level
 

@@ -19,8 +19,6 @@ from .linear import Linear
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
 
-__all__ = ["Embedding", "Transformer"]
-
 
 def _norm(config: TransformerConfig, size: int, options: dict[str, Any]) -> nn.Module:
     if config.norm == "layer":

@@ -24,8 +24,6 @@ from .options import check_lr, own_arguments
 from .plan import Bucket, Call, table_call
 from .states import STEP, Layout
 
-__all__ = ["Adafactor"]
-
 FACTORED, VECTOR = 0, 1  # the layouts of states
 
 # The options of each rule with their defaults, named as in the original. None stands for them.

@@ -20,8 +20,6 @@ from .options import check_lr, own_arguments
 from .plan import Bucket, Call, table_call
 from .states import STEP, Layout, Slot
 
-__all__ = ["Adam", "AdamW", "decoupling"]
-
 P = ParamSpec("P")
 
 

@@ -22,8 +22,6 @@ from .options import own_arguments
 from .plan import Bucket, Call, places_in, table_call
 from .states import STEP, Layout, Slot
 
-__all__ = ["Adam8bit", "AdamW8bit"]
-
 Nonfinite = Literal["skip_step", "skip_element", "propagate"]
 CodeRounding = Literal["nearest", "stochastic"]
 CHOICES = {

@@ -49,8 +49,6 @@ from .plan import (
 )
 from .states import StatefulOptimizer
 
-__all__ = ["Optimizer"]
-
 
 class Optimizer(StatefulOptimizer):
     """Base of Headroom's optimizers. A subclass defines :meth:`_options`, :meth:`_prepared` and the

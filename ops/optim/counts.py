@@ -13,8 +13,6 @@ from torch import Tensor
 
 from .._core.dtensor import local_part
 
-__all__ = ["LateCounts", "SkippedSteps", "StalledWeights", "stalled_fraction"]
-
 
 class LateCounts:
     """Brings counts to the host without waiting: on CUDA they arrive some steps later."""

@@ -22,8 +22,6 @@ from .._core.registration import FLOATS
 from .._core.weight_modes import RESIDUALS
 from .states import Layout, Slot, StatefulOptimizer
 
-__all__ = ["KEPT", "complete_groups", "export_state", "keep_states", "restored_states"]
-
 STATE_DTYPES = {str(dtype): dtype for dtype in FLOATS}
 KEPT = (  # attributes that copies and pickles have, beyond torch's
     "_skips",

@@ -13,8 +13,6 @@ from .._core.dtensor import local_part
 from .._core.names import param_names
 from .states import StatefulOptimizer
 
-__all__ = ["StateMemory", "state_memory"]
-
 
 @dataclass
 class StateMemory:

@@ -22,22 +22,6 @@ from .._core.table import joined
 from .._core.weight_modes import NEAREST, weight_seeds
 from .states import Layout
 
-__all__ = [
-    "Bucket",
-    "Call",
-    "Calls",
-    "Plan",
-    "StepScalars",
-    "arguments_of",
-    "buckets_of",
-    "check_memory",
-    "check_overlap",
-    "like_param",
-    "places_in",
-    "table_call",
-    "table_of_grads",
-]
-
 Call = Callable[[], None]  # steps the parameters of a bucket
 
 

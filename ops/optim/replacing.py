@@ -15,9 +15,6 @@ from .adam8bit import Adam8bit, AdamW8bit
 from .base import Optimizer
 from .memory import state_memory
 
-__all__ = ["is_headroom", "obstacle", "optimizer_of", "replacement", "state_bytes"]
-
-
 _DECOUPLED = (torch.optim.AdamW, AdamW, AdamW8bit)
 _COUPLED = (torch.optim.Adam, Adam, Adam8bit)
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")

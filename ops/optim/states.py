@@ -14,8 +14,6 @@ from .._core.names import name_of
 from .._core.registration import FLOATS
 from .._core.weight_modes import NEAREST, WeightsMode, mode_of
 
-__all__ = ["STEP", "Layout", "Slot", "StatefulOptimizer", "dtype_refusal"]
-
 
 class Slot(NamedTuple):
     """Declares a tensor in the state of a parameter."""

@@ -22,8 +22,6 @@ from ..nn import LEVELS, Block
 from .changes import Changes
 from .report import PatchReport
 
-__all__ = ["Options", "PatchedLayer", "chosen_levels", "find_blocks", "verified_blocks"]
-
 KNOWN = "Llama, Qwen2, Qwen3, Mistral, Gemma 1 to 3, Phi-3, GPT-2 and BERT of transformers"
 
 _verifying: set[object] = set()  # one for each verified_blocks() that lasts, in any thread

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Changes", "is_patched", "patched_names", "restore"]
-
 RECORD = "_headroom_patch"  # the attribute of a module that says what patch() set on it
 ABSENT = "absent"  # stands for an attribute that only the class had, or nothing
 

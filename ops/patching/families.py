@@ -19,8 +19,6 @@ from .norms import norm_forward
 from .parts import Call, Dial, Family, attention_steps, mlp_steps
 from .report import PatchReport
 
-__all__ = ["DECODERS", "FAMILIES", "TransformersLayer", "entry_of", "find_layers"]
-
 _Entry = TypeVar("_Entry", bound=Any)
 
 LEANEST_FREE = "L1"  # computes no product again

@@ -16,8 +16,6 @@ from .changes import Changes, is_patched
 from .norms import NAME, NormRule, is_norm, norm_forward, recognized_norm
 from .report import PatchReport
 
-__all__ = ["swap_linears", "swap_norms"]
-
 PLAIN = (int, float, bool, str, tuple, torch.dtype, torch.Size, type(None))
 INTERNAL = vars(nn.Module()).keys() - {"training"}
 

@@ -14,8 +14,6 @@ from ..nn.fused import is_untouched
 from ..nn.steps import run_steps
 from .parts import Call, Dial, Family
 
-__all__ = ["layer_forward"]
-
 UNKNOWN = ("encoder_hidden_states", "encoder_attention_mask", "output_attentions")
 NOT_FOR_ATTENTION = {
     *("attention_mask", "position_embeddings", "encoder_hidden_states", "encoder_attention_mask"),

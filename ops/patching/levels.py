@@ -13,8 +13,6 @@ from .families import find_layers
 from .patch import patch, patch_call, repeated_layers
 from .report import PatchReport
 
-__all__ = ["Blocks", "set_levels"]
-
 
 def set_levels(
     model: nn.Module, levels: Mapping[str, str], *, fused_loss: bool = False

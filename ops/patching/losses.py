@@ -21,8 +21,6 @@ from .changes import Changes, is_patched
 from .families import DECODERS, entry_of
 from .report import PatchReport
 
-__all__ = ["LossRule", "check_loss_options", "has_fused_loss", "knows_loss", "swap_losses"]
-
 GIVEN_BY_THE_MODEL = {  # or meaningless in its loss
     *("softcap", "reduction", "denominator", "ignore_index", "shift", "token_weight", "stats"),
 }

@@ -22,8 +22,6 @@ from .._core.rows import autocast_dtype
 from .._core.surroundings import DEVICES, is_plain, takes_ops
 from ..functional.norm import CASTINGS, layer_norm, rms_norm
 
-__all__ = ["NAME", "NormRule", "is_norm", "norm_forward", "recognized_norm"]
-
 NAME = re.compile(r"norm|rms|ln$", re.IGNORECASE)
 EPS_NAMES = (
     "eps",

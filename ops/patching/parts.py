@@ -18,8 +18,6 @@ from ..nn.fused import can_fuse, is_untouched
 from ..nn.steps import AttentionSteps, BlockSteps, MLPSteps, Run
 from .norms import NormRule, norm_forward
 
-__all__ = ["Call", "Dial", "Family", "attention_steps", "mlp_steps"]
-
 ACTIVATIONS = {
     "SiLUActivation": "silu",
     "SiLU": "silu",

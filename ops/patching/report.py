@@ -11,8 +11,6 @@ from torch import nn
 from .._core.grouping import grouped
 from .changes import Changes, restore
 
-__all__ = ["Left", "PatchReport", "Swap"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Swap:

@@ -13,8 +13,6 @@ from .._core.dtensor import local_part
 from .._core.names import named_params
 from ..checkpointing.checksums import checksums
 
-__all__ = ["check_same_state"]
-
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:

@@ -15,8 +15,6 @@ from .._core.text import quoted
 from .file import StateFile, StateFileError, check_storage, identity
 from .parts import decoded, names_in
 
-__all__ = ["FilledModel"]
-
 
 class FilledModel:
     """Fills a model from a file.

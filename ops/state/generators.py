@@ -12,8 +12,6 @@ from .._core.randomness import generator_states
 from .._core.text import quoted
 from .file import MALFORMED, StateFile, StateFileError
 
-__all__ = ["checked_generators", "saved_generators"]
-
 
 class OtherGenerator(Exception):
     """NumPy draws from a generator of another kind than the saved one."""

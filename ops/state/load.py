@@ -19,8 +19,6 @@ from .filling import FilledModel
 from .generators import checked_generators
 from .parts import Part, check_maps, decoded, in_file, named_objects, names_in
 
-__all__ = ["load_state"]
-
 # What a forged state may raise in a load_state_dict, beside the loader's own errors.
 GARBLED = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError)
 

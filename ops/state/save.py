@@ -17,8 +17,6 @@ from .generators import saved_generators
 from .newest import remove_older
 from .parts import Part, encoded, maps_checksum, named_objects
 
-__all__ = ["save_state"]
-
 
 def save_state(
     path: str | os.PathLike[str],

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["decode", "encode", "tensor_names"]
-
 DEEPEST = 100  # containers inside one another
 LARGEST = 8192  # bits of an integer, which Python reads up to 4,300 digits of
 

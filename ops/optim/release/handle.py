@@ -23,8 +23,6 @@ from .engine import Engine
 from .stepping import ByPreviousNorm, Stepping, TwoPass
 from .strategy import Strategy
 
-__all__ = ["BUCKET_BYTES", "ReleaseHandle", "bucket_of", "release_gradients"]
-
 BUCKET_BYTES = 1 << 22
 BUCKETS = 8  # or more, that the gradients of a model fill
 

@@ -17,8 +17,6 @@ from ..errors import explained
 from ..plan import like_param
 from .strategy import InBackward
 
-__all__ = ["ByPreviousNorm", "Stepping", "TwoPass"]
-
 
 class Norms:
     """Collects the norms of the gradients of a step, each with all its shards."""

@@ -14,16 +14,6 @@ from ..._core.overlap import is_freed
 from .codes import Codes, are_scales, shown
 from .neutral import MOMENTS, SQUARES, number_of
 
-__all__ = [
-    "check_shapes",
-    "check_moments",
-    "check_options",
-    "check_tensors",
-    "checked_step",
-    "described",
-    "keys_of",
-]
-
 STEPS = 2.0**53  # the largest counter that Headroom steps from, and that a float64 counts exactly
 
 

@@ -14,19 +14,6 @@ from ..._core.overlap import is_dense
 from ...functional.dynamic_map import dynamic_map
 from ...functional.quantize_blocks import quantize_blocks
 
-__all__ = [
-    "Codes",
-    "check_map",
-    "codes_of",
-    "encode",
-    "flattened",
-    "floats_of",
-    "are_scales",
-    "pieces",
-    "shown",
-    "unflattened",
-]
-
 PIECE = 2**20  # elements worked on at a time
 
 

@@ -24,8 +24,6 @@ from .libraries import KEYS, LIBRARIES, decouples, detect, target_group
 from .neutral import Context, Library, State
 from .report import Report, losses
 
-__all__ = ["Converted", "convert_state"]
-
 
 class Converted(NamedTuple):
     """The result of :func:`convert_state`."""

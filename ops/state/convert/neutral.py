@@ -11,17 +11,6 @@ from torch import Tensor
 
 from .codes import Codes
 
-__all__ = [
-    "Context",
-    "Library",
-    "MOMENTS",
-    "SQUARES",
-    "State",
-    "cast",
-    "number_of",
-    "step64",
-]
-
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq")  # never negative
 

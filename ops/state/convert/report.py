@@ -11,8 +11,6 @@ import torch
 from .codes import floats_of
 from .neutral import State, step64
 
-__all__ = ["Loss", "Report", "losses"]
-
 
 @dataclass
 class Loss:

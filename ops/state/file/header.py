@@ -15,8 +15,6 @@ from torch import Tensor
 from . import layout
 from .tensors import strides_to_keep
 
-__all__ = ["Entry", "check_readable", "checked_entries", "header_of", "parsed", "unsigned"]
-
 DEEPEST = 400  # nested brackets in a header; Python's own limit is 1,000 calls
 CHECKSUM = slice(8 + len(layout.PREFIX), 16 + len(layout.PREFIX))  # its place in the file
 

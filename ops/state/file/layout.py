@@ -13,30 +13,9 @@ import torch
 from ..._core.text import shortened
 
 try:
-    from isal.isal_zlib import crc32  # the same sums, several times as fast
+    from isal.isal_zlib import crc32 as crc32  # the same sums, several times as fast
 except ImportError:
-    from zlib import crc32
-
-__all__ = [
-    "BEGINNING",
-    "BLOCK",
-    "DOCUMENT",
-    "DTYPES",
-    "FORMAT",
-    "LONGEST_HEADER",
-    "MALFORMED",
-    "MOST_DIMS",
-    "MOST_VALUES",
-    "NAMES",
-    "PIECE",
-    "PREFIX",
-    "SEQUENCE_DIGITS",
-    "SMALL",
-    "StateFileError",
-    "ZEROS",
-    "crc32",
-    "threads",
-]
+    from zlib import crc32 as crc32
 
 FORMAT = 2
 PIECE = 8 << 20  # bytes that have a checksum

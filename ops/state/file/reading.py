@@ -22,8 +22,6 @@ from .header import Entry, checked_entries, parsed, unsigned
 from .layout import MALFORMED, StateFileError
 from .tensors import memory_of
 
-__all__ = ["StateFile", "is_state_file"]
-
 
 def is_state_file(path: str | os.PathLike[str]) -> bool:
     """Returns whether a file begins as a state file does, even if the rest is damaged.

@@ -13,15 +13,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..._core.overlap import is_freed, spanned_bytes
 from . import layout
 
-__all__ = [
-    "check_storage",
-    "check_tensor",
-    "identity",
-    "in_index_order",
-    "memory_of",
-    "strides_to_keep",
-]
-
 
 def check_tensor(tensor: Tensor, name: str) -> None:
     """Raises TypeError for a tensor that is not dense or has a dtype that the file lacks, and

@@ -19,8 +19,6 @@ from .header import check_readable, header_of
 from .layout import StateFileError
 from .tensors import check_tensor, in_index_order
 
-__all__ = ["write"]
-
 
 def write(
     path: str, document: dict[str, Any], tensors: dict[str, Tensor], *, progress: bool = True

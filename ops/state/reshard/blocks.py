@@ -16,8 +16,6 @@ from ..convert.codes import encode, flattened, pieces
 from .report import Recut
 from .sources import Checkpoint, Stored
 
-__all__ = ["first_element", "has_these_blocks", "recut"]
-
 
 def _shards(size: int, ranks: int) -> list[tuple[int, int]]:
     """Returns the offsets and sizes of the shards of a dimension that are not empty, by the rule of

@@ -26,8 +26,6 @@ from .blocks import first_element, has_these_blocks, recut
 from .report import Recut, ReshardReport, gathered_report
 from .sources import Checkpoint, Stored
 
-__all__ = ["load_sharded"]
-
 
 @torch.no_grad()
 def load_sharded(

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-__all__ = ["Recut", "ReshardReport", "gathered_report"]
-
 
 class Recut(NamedTuple):
     """Counts the blocks of an 8-bit moment that was cut into others."""

@@ -11,8 +11,6 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-__all__ = ["Checkpoint", "Stored"]
-
 
 class Stored(NamedTuple):
     """Describes a part of a parameter's state, as it was saved."""
