@@ -24,8 +24,8 @@ def cgroup_limit(root: Path = Path("/")) -> int | None:
         return None
     limits = []
     for line in lines:
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        number, _, remainder = line.partition(":")
+        controllers, _, path = remainder.partition(":")
         if number == "0" and not controllers:
             base, name = root / "sys/fs/cgroup", "memory.max"
         elif "memory" in controllers.split(","):

@@ -47,16 +47,16 @@ def private_copy(model: nn.Module) -> nn.Module:
 def _private(x: Tensor) -> Tensor:
     if not isinstance(x, nn.Parameter):
         return x.detach().clone()
-    made = nn.Parameter(x.detach(), requires_grad=x.requires_grad)
-    vars(made).update(vars(x))
-    return made
+    own = nn.Parameter(x.detach(), requires_grad=x.requires_grad)
+    vars(own).update(vars(x))
+    return own
 
 
 def _copied_tensor(x: Tensor, memo: dict[int, Any]) -> Tensor:
     if x.is_leaf:
         return x.__deepcopy__(memo)
-    memo[id(x)] = made = x.detach().clone()
-    return made
+    memo[id(x)] = copied = x.detach().clone()
+    return copied
 
 
 @contextlib.contextmanager
@@ -68,12 +68,12 @@ def deepcopy_with(kinds: Mapping[type, Callable[[Any, dict[int, Any]], Any]]) ->
     dispatch: dict[type, Callable[..., Any]] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
     added = {types.FunctionType: _copied_function, types.ModuleType: _itself, **kinds}
     with _lock:
-        before = {kind: dispatch.get(kind) for kind in added}
+        replaced = {kind: dispatch.get(kind) for kind in added}
         dispatch.update(added)
         try:
             yield
         finally:
-            for kind, function in before.items():
+            for kind, function in replaced.items():
                 if function is None:
                     del dispatch[kind]
                 else:
@@ -89,16 +89,16 @@ def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> type
     if not _holds_tensors(function, set()):
         return function
     cells = tuple(types.CellType() for _ in function.__closure__ or ())
-    made = types.FunctionType(
+    copied = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
     )
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__dict__.update(function.__dict__)
-    memo[id(function)] = made
+    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__dict__.update(function.__dict__)
+    memo[id(function)] = copied
     for cell, old in zip(cells, function.__closure__ or ()):
         with contextlib.suppress(ValueError):  # an empty cell
             cell.cell_contents = copy.deepcopy(old.cell_contents, memo)
-    return made
+    return copied
 
 
 def _holds_tensors(value: Any, seen: set[int]) -> bool:

@@ -56,10 +56,10 @@ class _Kept:
     any, a change in place raises: autograd itself does not look when there are hooks.
     """
 
-    def __init__(self, x: Tensor, outer: tuple[Callable, Callable] | None) -> None:
-        self._unpack = None if outer is None else outer[1]
+    def __init__(self, x: Tensor, hooks: tuple[Callable, Callable] | None) -> None:
+        self._unpack = None if hooks is None else hooks[1]
         # The tensor itself would keep the node alive that saves it.
-        self._held = x.detach() if outer is None else outer[0](x)
+        self._held = x.detach() if hooks is None else hooks[0](x)
         self._version = x._version
 
     def tensor(self) -> Tensor:
@@ -288,24 +288,24 @@ class Dropping:
         region = _Region(
             function, inputs, self._pack, settings, Parameters(reads) if reads else None
         )
-        before = Random([x for x in inputs if x is not None]) if random else None
-        kept = {_memory(x) for x in inputs if x is not None}
+        random_states = Random([x for x in inputs if x is not None]) if random else None
+        own_memory = {_memory(x) for x in inputs if x is not None}
         count = 0
 
         def pack(x: Tensor) -> _Kept | _Token:
             nonlocal count
             index, count = count, count + 1
-            if _memory(x) in kept or _is_parameter(x) or not region.is_ready():
+            if _memory(x) in own_memory or _is_parameter(x) or not region.is_ready():
                 return self._pack(x)
             return region.token(index, x)
 
         with saved_tensors_hooks(pack, _unpack):
             results = function(*inputs)
-        if before is not None and before.moved():
-            region.random = before
+        if random_states is not None and random_states.moved():
+            region.random = random_states
         if not keep_results:
             for k, x in enumerate(_results(results)):
-                if _memory(x) not in kept and type(x) in (Tensor, FakeTensor):
+                if _memory(x) not in own_memory and type(x) in (Tensor, FakeTensor):
                     self._results[_memory(x)] = _Result(region, ~k, x)
         return results
 

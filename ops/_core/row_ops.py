@@ -312,8 +312,8 @@ def row_op(
             found = checked(given)
             if own is not None:
                 return own(**given)
-            made = tuple(empty(each, given, found) for each in names)
-            return made if len(made) > 1 else made[0] if made else None
+            tensors = tuple(empty(each, given, found) for each in names)
+            return tensors if len(tensors) > 1 else tensors[0] if tensors else None
 
         op.ops.append(name)
         return fake

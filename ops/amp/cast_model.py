@@ -101,14 +101,14 @@ def cast_model(
     for _, name, tensor in tensors:
         if isinstance(tensor, DTensor):
             raise TypeError(f"'{name}' is a DTensor: call cast_model() before fully_shard()")
-    kept, kept_tensors = _chosen(model, tensors, keep)
+    kept_modules, kept_tensors = _chosen(model, tensors, keep)
     kept_tensors |= _wide(tensors, cast)
     owners = _owners(tensors)
-    _spread(kept, owners.values())
+    _spread(kept_modules, owners.values())
     for tensor, modules in owners.items():
-        in_float32 = tensor in kept_tensors or not kept.isdisjoint(modules)
+        in_float32 = tensor in kept_tensors or not kept_modules.isdisjoint(modules)
         _cast(tensor, torch.float32 if in_float32 else dtype)
-    _set_hooks(model, kept if dtype != torch.float32 else set(), dtype)
+    _set_hooks(model, kept_modules if dtype != torch.float32 else set(), dtype)
     return model
 
 

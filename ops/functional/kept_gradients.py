@@ -13,10 +13,10 @@ from .._core.registration import no_second_derivative
 from .._core.row_ops import Gradient
 
 
-def may_overwrite(kept: Tensor) -> bool:
+def may_overwrite(saved: Tensor) -> bool:
     """Returns whether a saved tensor, which is unpacked now, is needed no more: the graph is not
     retained, and no transform or compiler looks on."""
-    return type(kept) is Tensor and not (
+    return type(saved) is Tensor and not (
         torch._C._are_functorch_transforms_active()
         or torch._C._autograd._get_current_graph_task_keep_graph()
     )

@@ -330,5 +330,5 @@ def _llama3(frequencies: Tensor, factor: float, trained: int, scaling: Mapping[s
             f"scaling has high_freq_factor {high}, wanted more than {low}, its low one"
         )
     turns = trained * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * kept + frequencies / factor * (1 - kept)
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * unscaled + frequencies / factor * (1 - unscaled)

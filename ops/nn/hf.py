@@ -376,7 +376,7 @@ def transformer_from_hf(model: Any, **options: Any) -> Transformer:
     options = {"dtype": first.dtype, "device": first.device} | options
     config = config_from_hf(model.config)
     config.head = config.head and model.get_output_embeddings() is not None
-    made = Transformer(config, **options)
+    transformer = Transformer(config, **options)
     given = dict(model.base_model.state_dict())  # without heads of other kinds
     if config.head:
         head = model.get_output_embeddings().state_dict()
@@ -384,5 +384,5 @@ def transformer_from_hf(model: Any, **options: Any) -> Transformer:
     state = state_from_hf(given, model.config)
     if not config.head:
         state.pop("head.weight", None)
-    made.load_state_dict(state)
-    return made.train(model.training)
+    transformer.load_state_dict(state)
+    return transformer.train(model.training)

@@ -27,7 +27,7 @@ from .._core.weight_modes import check_weight_options
 from ..grad.norm import Measured
 from .counts import SkippedSteps, StalledWeights, stalled_fraction
 from .errors import explained
-from .loading import KEPT, complete_groups, export_state, keep_states, restored_states
+from .loading import COPIED, complete_groups, export_state, keep_states, restored_states
 from .measuring import first_nonfinite, with_measured
 from .memory import StateMemory, state_memory
 from .options import (
@@ -273,9 +273,9 @@ class Optimizer(StatefulOptimizer):
         torch.compile knows this method by name: it runs it, does not trace it, and takes the
         tensors that the lists then hold as inputs of the graph.
         """
-        rest = iter(columns)
+        remaining = iter(columns)
         lists = {
-            (layout.index, layout.weights): (layout, list(islice(rest, 2 + len(layout.slots))))
+            (layout.index, layout.weights): (layout, list(islice(remaining, 2 + len(layout.slots))))
             for layout in self.every_layout(group)
         }
         for param in group["params"]:
@@ -400,8 +400,8 @@ class Optimizer(StatefulOptimizer):
             hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: self.__dict__[name] for name in KEPT if name in self.__dict__}
-        return super().__getstate__() | kept
+        attributes = {name: self.__dict__[name] for name in COPIED if name in self.__dict__}
+        return super().__getstate__() | attributes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         groups, is_checkpoint = state["param_groups"], "defaults" not in state

@@ -23,7 +23,7 @@ from .._core.weight_modes import RESIDUALS
 from .states import Layout, Slot, StatefulOptimizer
 
 STATE_DTYPES = {str(dtype): dtype for dtype in FLOATS}
-KEPT = (  # attributes that copies and pickles have, beyond torch's
+COPIED = (  # attributes that copies and pickles have, beyond torch's
     "_skips",
     "_stalled",
     "check_finite",

@@ -165,7 +165,7 @@ def table_of_grads(plans: list[Plan]) -> Tensor | None:
 # ---- what a step refuses ------------------------------------------------------------------------
 
 
-def check_memory(groups: list[dict[str, Any]], plans: list[Plan], before: list[Any]) -> list[Any]:
+def check_memory(groups: list[dict[str, Any]], plans: list[Plan], earlier: list[Any]) -> list[Any]:
     """Returns where the parameters of a step lie in memory. If that has changed, refuses parameters
     that share memory."""
     places: list[Any] = []
@@ -174,11 +174,11 @@ def check_memory(groups: list[dict[str, Any]], plans: list[Plan], before: list[A
             places.append(list(map(place_in_memory, plan.params)))
         else:  # addresses and sizes
             places += [table[0, :2] for table in plan.tables]
-    same = len(places) == len(before) and all(
+    same = len(places) == len(earlier) and all(
         torch.equal(now, then)
         if isinstance(now, Tensor) and isinstance(then, Tensor)
         else type(now) is type(then) and now == then
-        for now, then in zip(places, before)
+        for now, then in zip(places, earlier)
     )
     if not same:
         check_overlap(groups, [param for plan in plans for param in plan.params])

@@ -136,9 +136,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         missing = [name for name in layout.names if name not in self.state.get(param, ())]
         if missing:
             refuse_in_capture(f"{', '.join(missing)} of {name_of(self.param_groups, param)}")
-        made = {name: layout.slot(name).new(param) for name in missing}  # all, or none
+        new = {name: layout.slot(name).new(param) for name in missing}  # all, or none
         entry = self.state[param]
-        entry.update(made)
+        entry.update(new)
         return entry
 
     def _check_params(self, params: Any) -> None:

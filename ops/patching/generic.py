@@ -87,13 +87,13 @@ def swap_linears(model: nn.Module, changes: Changes, report: PatchReport) -> Non
 def _tried(module: nn.Module, tried: dict[Hashable, NormRule | str]) -> NormRule | str:
     """Returns the result of a trial, after which the attributes of the module are what they were.
     A module that sets some of them when it is called does more than a rule says."""
-    before = dict(vars(module))
+    attributes = dict(vars(module))
     rule = _norm_rule(module, tried)
-    after = vars(module)
-    if after.keys() == before.keys() and all(after[key] is before[key] for key in before):
+    now = vars(module)
+    if now.keys() == attributes.keys() and all(now[key] is attributes[key] for key in attributes):
         return rule
-    after.clear()
-    after.update(before)
+    now.clear()
+    now.update(attributes)
     return "its forward sets attributes of its own"
 
 

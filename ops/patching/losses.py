@@ -38,7 +38,7 @@ class Kind:
         output: the class of what it returns.
         body: the attribute that holds the model below the head.
         head: returns the Linear, given the model.
-        before: returns what the Linear is given, from the model and the hidden states.
+        transform: returns what the Linear is given, from the model and the hidden states.
         shift: whether a token is to predict the one after it.
     """
 
@@ -47,7 +47,7 @@ class Kind:
     output: str = "CausalLMOutputWithPast"
     body: str = "model"
     head: Callable[[Any], nn.Module] = lambda model: model.lm_head
-    before: Callable[[Any, Tensor], Tensor] | None = None
+    transform: Callable[[Any, Tensor], Tensor] | None = None
     shift: bool = True
 
 
@@ -68,7 +68,7 @@ def _kinds() -> dict[str, Kind]:
         output="MaskedLMOutput",
         body="bert",
         head=lambda model: model.cls.predictions.decoder,
-        before=lambda model, hidden: model.cls.predictions.transform(hidden),
+        transform=lambda model, hidden: model.cls.predictions.transform(hidden),
         shift=False,
     )
     return found
@@ -225,8 +225,8 @@ def _loss_forward(self: Any, rule: LossRule, *args: Any, **kwargs: Any) -> Any:
     loss_of = _loss_of(self, kind, given)
     outputs = getattr(self, kind.body)(**{k: v for k, v in given.items() if k not in OF_THE_LOSS})
     hidden = outputs.last_hidden_state
-    if kind.before is not None:
-        hidden = kind.before(self, hidden)
+    if kind.transform is not None:
+        hidden = kind.transform(self, hidden)
     options = dict(rule.options)
     if smoothing is not None:
         options["label_smoothing"] = smoothing

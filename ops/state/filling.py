@@ -37,7 +37,7 @@ class FilledModel:
             shapes = {key: file.entries[of].shape for key, of in stored.items()}
             self._check_fit(dict.fromkeys(self._tree) | shapes)
         self._targets = {key: target for key, target in _copied_to(model).items() if key in stored}
-        self._before: list[tuple[Tensor, Tensor]] = []
+        self._overwritten: list[tuple[Tensor, Tensor]] = []
         self._places: dict[str, list[Tensor]] = {}  # by the names of tensors in the file
         for key, target in self._targets.items():
             self._places.setdefault(stored[key], []).append(target)
@@ -59,7 +59,7 @@ class FilledModel:
         for name, targets in self._places.items():
             tensor = self._new.pop(name)
             for target in targets:
-                self._before.append((target, target.to("cpu", copy=True)))
+                self._overwritten.append((target, target.to("cpu", copy=True)))
                 target.copy_(tensor)
         if not isinstance(self._model, nn.Module):
             self._model.load_state_dict(self._others)
@@ -75,7 +75,7 @@ class FilledModel:
 
     def restore(self) -> None:
         """Gives the model what :meth:`load` has overwritten."""
-        for target, before in self._before:
+        for target, before in self._overwritten:
             target.copy_(before)
 
     def _check_fit(self, shapes: dict[str, Any]) -> None:

@@ -94,12 +94,12 @@ def load_state(
         optimizers = [(name, one) for part, name, one in wanted if part == "optimizer"]
         places = {k: v for name, one in optimizers for k, v in _places(one, tree[name]).items()}
         tensors = dict(_moved(file, places, progress))
-        kept = {"extra", *(["rng"] if rng else [])}
-        kept.update(name for _, name, _ in wanted if name not in models)
-        names = {name for part in kept for name in names_in(file, part)}
+        parts_read = {"extra", *(["rng"] if rng else [])}
+        parts_read.update(name for _, name, _ in wanted if name not in models)
+        names = {name for part in parts_read for name in names_in(file, part)}
         names.update(*(filled.names for filled in models.values()))
         tensors |= file.read(in_file(file, names - tensors.keys()), but=tensors, progress=progress)
-        states = {name: decoded(file, name, tensors.__getitem__) for name in kept}
+        states = {name: decoded(file, name, tensors.__getitem__) for name in parts_read}
         for part, name, _ in wanted:
             if part != "model" and not isinstance(states[name], dict):
                 raise StateFileError(f"'{name}' of {file.path} is not a state")
@@ -147,16 +147,16 @@ def _load_all(
 
 def _undo(one: Any, part: str) -> Callable[[], None]:
     """Returns a function that restores an optimizer, scaler or scheduler as it is now."""
-    before = one.state_dict()
+    state = one.state_dict()
     if part != "optimizer":
-        before = copy.deepcopy(before)
+        state = copy.deepcopy(state)
     attributes = dict(vars(one)) if part == "scheduler" and hasattr(one, "__dict__") else None
 
     def restore() -> None:
         if attributes is not None:  # torch's schedulers take whatever is in a state as attributes
             vars(one).clear()
             vars(one).update(attributes)
-        one.load_state_dict(before)
+        one.load_state_dict(state)
 
     return restore
 

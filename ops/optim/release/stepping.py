@@ -196,8 +196,8 @@ class ByPreviousNorm(Stepping):
         return None if self.norm is None else clip_coef(self.norm, self.max_norm)
 
     def _keep_norm(self, norm: Tensor) -> None:
-        before = torch.zeros_like(norm) if self.norm is None else self.norm
-        self.norm = torch.where(norm.isfinite(), norm, before.to(norm.device))
+        previous = torch.zeros_like(norm) if self.norm is None else self.norm
+        self.norm = torch.where(norm.isfinite(), norm, previous.to(norm.device))
 
 
 class TwoPass(Stepping):
