@@ -9,9 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.checks import COUNTERS, check_list, check_scalars
+from .._core.checks import COUNTERS, check_list, check_scalars, lr_arguments
 from .._core.registration import FLOATS, complete, require
 from .._core.weight_modes import HALVES, MODES, weights_mode
+
+
+def op_arguments(
+    params: Sequence[Tensor],
+    lr: float | Tensor,
+    *,
+    master: str | None = None,
+    rounding: str = "nearest",
+    weight_seeds: Sequence[int] | None = None,
+    places: Sequence[int] | None = None,
+    **scalars: Tensor | None,
+) -> dict[str, Any]:
+    """Returns the arguments that the ops of all optimizers take, from those of their functions."""
+    return {
+        **lr_arguments(lr, params[0].device),
+        **scalars,
+        "weights_mode": weights_mode(master, rounding).number,
+        "weight_seeds": None if weight_seeds is None else list(weight_seeds),
+        "places": None if places is None else list(places),
+    }
 
 
 def check_step(

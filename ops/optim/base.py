@@ -40,7 +40,9 @@ from .plan import (
     Bucket,
     Call,
     Calls,
+    Options,
     Plan,
+    States,
     StepScalars,
     arguments_of,
     buckets_of,
@@ -86,13 +88,7 @@ class Optimizer(StatefulOptimizer):
         """Returns the op's arguments that are options of a group, beside the learning rate."""
         raise NotImplementedError
 
-    def _prepared(
-        self,
-        group: dict[str, Any],
-        bucket: Bucket,
-        states: list[list[Tensor]] | Tensor,
-        options: dict[str, Any],
-    ) -> Call:
+    def _prepared(self, group: Options, bucket: Bucket, states: States, options: Options) -> Call:
         """Returns the call that runs the op on a bucket, after everything that it needs has been
         made: the call allocates nothing before its last write. ``states`` are the lists that its
         layout names, or a table of parameters, gradients and states; ``options`` are all other

@@ -23,6 +23,8 @@ from .._core.weight_modes import NEAREST, weight_seeds
 from .states import Layout
 
 Call = Callable[[], None]  # steps the parameters of a bucket
+Options = dict[str, Any]  # of a group or of an op, by name
+States = list[list[Tensor]] | Tensor  # the lists that a layout names, or a table
 
 
 class StepScalars(NamedTuple):
