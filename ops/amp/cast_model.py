@@ -204,14 +204,13 @@ def _spread(kept: set[nn.Module], owners: Iterable[list[nn.Module]]) -> None:
                 grows = grows or bool(more)
 
 
-@torch.no_grad()
 def _cast(tensor: Tensor, dtype: torch.dtype) -> None:
     """Casts a tensor and its gradient in place."""
     if tensor.dtype != dtype:
         grad, tensor.grad = tensor.grad, None
         tensor.data = tensor.data.to(dtype)
         if grad is not None:
-            tensor.grad = grad.to(dtype)
+            tensor.grad = grad.detach().to(dtype)
 
 
 # ---- what a model is now -------------------------------------------------------------------------
