@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._core.randomness import generator_states, restore_generators
 from .._core.text import quoted
@@ -89,7 +89,7 @@ def load_state(
         models = {
             name: FilledModel(file, name, one, strict)
             for part, name, one in wanted
-            if part == "model"
+            if part == "model" and isinstance(one, nn.Module)
         }
         optimizers = [(name, one) for part, name, one in wanted if part == "optimizer"]
         places = {k: v for name, one in optimizers for k, v in _places(one, tree[name]).items()}
@@ -100,8 +100,8 @@ def load_state(
         names.update(*(filled.names for filled in models.values()))
         tensors |= file.read(in_file(file, names - tensors.keys()), but=tensors, progress=progress)
         states = {name: decoded(file, name, tensors.__getitem__) for name in parts_read}
-        for part, name, _ in wanted:
-            if part != "model" and not isinstance(states[name], dict):
+        for _, name, _ in wanted:
+            if name not in models and not isinstance(states[name], dict):
                 raise StateFileError(f"'{name}' of {file.path} is not a state")
         generators = checked_generators(file, states.get("rng"))
         for filled in models.values():
@@ -125,7 +125,7 @@ def _load_all(
     try:
         for part, name, one in wanted:
             try:
-                if part == "model":
+                if name in models:
                     undo.append(models[name].restore)
                     models[name].load()
                     continue
