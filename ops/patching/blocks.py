@@ -19,6 +19,7 @@ from ..checkpointing import checkpoint
 from ..checkpointing.caches import without_caches
 from ..checkpointing.every import repeated_blocks
 from ..nn import LEVELS, Block
+from ..nn.steps import save_level
 from .changes import Changes
 from .report import PatchReport
 
@@ -88,7 +89,7 @@ class HeadroomBlock:
         self, level: str | None, options: Options, changes: Changes, report: PatchReport
     ) -> None:
         if level is not None:
-            changes.set(self.module, "save", level)
+            changes.set(self.module, "_level", save_level(level))
             report.set_level(self.name, self.module, level)
 
 

@@ -25,24 +25,16 @@ class _Record:
 
 def _get(module: nn.Module, name: str) -> tuple[str, Any]:
     """Returns where an attribute is kept, and its value."""
-    if _is_property(module, name):
-        return "property", getattr(module, name)
     attributes = vars(module)
     return ("instance", attributes[name]) if name in attributes else (ABSENT, None)
 
 
 def _put(module: nn.Module, name: str, held: tuple[str, Any]) -> None:
     kind, value = held
-    if kind == "property":
-        setattr(module, name, value)
-    elif kind == ABSENT:
+    if kind == ABSENT:
         vars(module).pop(name, None)
     else:
         vars(module)[name] = value
-
-
-def _is_property(module: nn.Module, name: str) -> bool:
-    return isinstance(getattr(type(module), name, None), property)
 
 
 class Changes:
@@ -52,7 +44,7 @@ class Changes:
         self._log: list[tuple[nn.Module, str, tuple[str, Any]]] = []
 
     def set(self, module: nn.Module, name: str, value: Any) -> None:
-        """Sets an attribute of the instance, such as a ``forward``, or a property of its class.
+        """Sets an attribute of the instance, such as a ``forward``.
 
         A ``forward`` should be a :func:`functools.partial` of a function of a module and of the
         module: it is then copied, pickled and compiled with it. Parameters, buffers and modules
@@ -65,10 +57,8 @@ class Changes:
         if record is None:
             record = _Record()
             self._write(module, RECORD, ("instance", record))
-        before = _get(module, name)
-        kind = "property" if before[0] == "property" else "instance"
-        self._write(module, name, (kind, value))
-        record.before.setdefault(name, before)
+        record.before.setdefault(name, _get(module, name))
+        self._write(module, name, ("instance", value))
         record.now[name] = value
 
     def _write(self, module: nn.Module, name: str, held: tuple[str, Any]) -> None:
