@@ -52,8 +52,15 @@ def spanned_bytes(tensor: Tensor) -> int:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Returns whether the elements lie side by side in memory, in any order of the dimensions."""
-    return torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    """Returns whether the elements lie side by side in memory, in any order of the dimensions.
+    (torch's own function cannot be traced.)"""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size != 1:
+            if stride != extent:
+                return False
+            extent *= size
+    return True
 
 
 def _address(tensor: Tensor) -> int:
