@@ -10,7 +10,8 @@ from .._core.lazy import lazy
 if TYPE_CHECKING:
     from . import accelerate, lightning, peft, trainer, transformers
 else:
-    modules = ("accelerate", "lightning", "peft", "trainer", "transformers")
-    __getattr__, __dir__ = lazy(__name__, {}, modules)
+    __getattr__, __dir__ = lazy(
+        __name__, {}, ("accelerate", "lightning", "peft", "trainer", "transformers")
+    )
 
 __all__ = ["accelerate", "lightning", "peft", "trainer", "transformers"]

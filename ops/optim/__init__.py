@@ -16,8 +16,9 @@ from .release import ReleaseHandle, release_gradients
 if TYPE_CHECKING:
     from ..state import check_same_state, convert_state, load_sharded
 else:  # the package of states needs this one
-    names = ("check_same_state", "convert_state", "load_sharded")
-    __getattr__, __dir__ = lazy(__name__, {"..state": names})
+    __getattr__, __dir__ = lazy(
+        __name__, {"..state": ("check_same_state", "convert_state", "load_sharded")}
+    )
 
 __all__ = [
     "Adafactor",
