@@ -10,19 +10,8 @@ from .._core.lazy import lazy
 if TYPE_CHECKING:
     from . import accelerate, lightning, peft, trainer, transformers
 else:
-    __getattr__ = lazy(
-        __name__,
-        {
-            "accelerate": ".accelerate",
-            "lightning": ".lightning",
-            "peft": ".peft",
-            "trainer": ".trainer",
-            "transformers": ".transformers",
-        },
+    __getattr__, __dir__ = lazy(
+        __name__, {}, ("accelerate", "lightning", "peft", "trainer", "transformers")
     )
 
 __all__ = ["accelerate", "lightning", "peft", "trainer", "transformers"]
-
-
-def __dir__() -> list[str]:
-    return list(__all__)

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from .._core.randomness import generators_kept
 from ..fitting import Fitted
 from ..fitting.ranks import together
 from ..step.description import Step
-from ..step.randomness import generators_kept
 from .batches import repeated, sample_batch
 from .fits_loop import (
     OPTIMIZER_STAYS,

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._core.randomness import generators_kept
 from .._core.running_modules import watching_modules
 from .._core.sizes import format_bytes
 from .._core.surroundings import Buffers
 from .._core.text import shortened
 from ..step.loss import loss_of, output_of
-from ..step.randomness import generators_kept
 from ..step.trees import plain_tensors, tensors_in
 from ..step.watch import listening
 from .track import device_of

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
+from .._core.randomness import generator_states, restore_generators
 from .._core.surroundings import Buffers
 from ..patching.changes import patched_names
-from ..state.generators import generator_states, restore_generators
 
 __all__ = ["Before"]
 

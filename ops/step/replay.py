@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..state.generators import generator_states, restore_generators
+from .._core.randomness import generator_states, restore_generators
 
 __all__ = ["Replay"]
 

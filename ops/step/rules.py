@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.dtensor import local_part
+from .._core.randomness import generators_kept
 from ..nn import Transformer
 from ..patching.levels import Blocks
 from .description import Step
@@ -28,7 +29,6 @@ from .micro_batches import (
     some_samples,
 )
 from .out_of_memory import is_out_of_memory
-from .randomness import generators_kept
 from .replay import Replay
 
 __all__ = ["NO_RULE", "rule_of", "rules_of"]
