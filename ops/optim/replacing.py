@@ -15,7 +15,14 @@ from .adam8bit import Adam8bit, AdamW8bit
 from .base import Optimizer
 from .memory import state_memory
 
-__all__ = ["is_headroom", "obstacle", "optimizer_of", "replacement", "state_bytes"]
+__all__ = [
+    "check_parameters",
+    "is_headroom",
+    "obstacle",
+    "optimizer_of",
+    "replacement",
+    "state_bytes",
+]
 
 
 _DECOUPLED = (torch.optim.AdamW, AdamW, AdamW8bit)
@@ -50,6 +57,16 @@ def optimizer_of(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
             raise TypeError(
                 f"the function optimizer returned {optimizer!r}, wanted a torch.optim.Optimizer"
             )
+    check_parameters(optimizer, model)
+    return optimizer
+
+
+def check_parameters(optimizer: Any, model: nn.Module) -> None:
+    """Refuses an optimizer of another model.
+
+    Raises:
+        ValueError: it has parameters that the model lacks.
+    """
     own = {id(p) for p in model.parameters()}
     foreign = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in own]
     if foreign:
@@ -57,7 +74,6 @@ def optimizer_of(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
             f"the optimizer has {len(foreign)} parameters that the model does not have, the first "
             f"of shape {list(foreign[0].shape)}: make it from model.parameters()"
         )
-    return optimizer
 
 
 def is_headroom(optimizer: Any) -> bool:

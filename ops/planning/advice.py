@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._core.module_copies import copied_modules
 from .._core.sizes import format_bytes
 from ..nn.block import LEVELS, Block
 from ..optim import Adafactor, AdamW, AdamW8bit
+from ..patching import patch
+from ..patching.changes import is_patched
+from ..patching.families import find_layers
 from ..step.description import Step, class_of_optimizer
 from ..step.errors import PlanError
-from .batches import resized, samples_of
-from .patched import patched_models
+from ..step.micro_batches import resized, samples_of
 from .result import Plan
 from .sharding import DDP, FSDP, Sharding
 
@@ -198,7 +201,7 @@ def _of_activations(step: Step) -> Iterator[_Change]:
 def _of_patch(step: Step) -> Iterator[_Change]:
     if step.checkpoint_every is not None:
         return
-    for level, model in patched_models(step.model):
+    for level, model in _patched(step.model):
         given = "" if level is None else f", save={level!r}"
         yield _Change(
             f"headroom.patch(model{given})",
@@ -209,6 +212,27 @@ def _of_patch(step: Step) -> Iterator[_Change]:
             else "products done again, of those of a Llama block: docs/blocks.md",
             f"headroom.patch(model{given})",
         )
+
+
+def _patched(model: nn.Module) -> Iterator[tuple[str | None, nn.Module]]:
+    """Yields copies that were patched, each with its level. None of a model in which nothing is
+    recognized, that is patched already, or that is of :mod:`headroom.nn`.
+
+    The copies have the parameters and buffers of the model, not copies of those: modules alone are
+    new, so that the model stays as it is.
+    """
+    if any(is_patched(module) or isinstance(module, Block) for module in model.modules()):
+        return
+    # Other blocks than those of known architectures can only be checkpointed, which is advice too.
+    levels = (None, "L2", "L3", "L4", "L5") if find_layers(model) is not None else (None,)
+    for level in levels:
+        try:
+            made = copied_modules(model, lambda x: x)
+            report = patch(made, save=level)
+        except Exception:  # it cannot be copied or patched, and then it is not advised
+            return
+        if report.changed:
+            yield level, made
 
 
 def _of_ranks(model: nn.Module, step: Step, sharding: Sharding) -> Iterator[_Change]:

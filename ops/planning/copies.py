@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class Copier:
             self._kept.append(storage)
             self._storages[key] = torch.UntypedStorage(storage.nbytes(), device="meta")
         # A tensor on meta, so the storage takes no memory. Outside of the mode: it is no operation.
-        with torch.no_grad(), _without_modes():
+        with torch.no_grad(), _disable_current_modes():
             on_meta = torch.empty(0, dtype=x.dtype, device="meta")
             on_meta.set_(self._storages[key], x.storage_offset(), x.shape, x.stride())
         return self._like(x, FakeTensor(self.mode, on_meta, self.device))
@@ -103,12 +103,6 @@ class Copier:
                     f"a copy of {type(value).__name__} cannot be made to plan with: {error}. Give "
                     "a function that makes it, as 'module:function', or plan with measure=True"
                 ) from error
-
-
-@contextmanager
-def _without_modes() -> Iterator[None]:
-    with _disable_current_modes():
-        yield
 
 
 def _tensors_as_fakes(copier: Copier) -> AbstractContextManager[None]:
