@@ -178,24 +178,16 @@ def fit_step(
         agree = chosen.agree if len(counts) > 1 else False
         candidate = search.known.get(chosen.choice.but(levels=()))
         return Fitted(
-            model,
-            optimizer,
-            chosen.choice,
-            limit,
-            found.plan,
-            found.plan.total_bytes,
-            chosen.seconds,
-            chosen.before_peak,
-            chosen.before_seconds,
-            chosen.changes,
-            chosen.frontier,
-            chosen.reachable,
-            list(found.blocks),
-            list(chosen.notes),
+            **vars(chosen) | {"agree": agree},
+            model=model,
+            optimizer=optimizer,
+            budget=limit,
+            plan=found.plan,
+            predicted_peak=found.plan.total_bytes,
+            blocks=list(found.blocks),
             within=room,
             is_given=given is not None,
             bucket_bytes=bucket_of(model, chosen.choice.dtype) if chosen.choice.release else None,
-            rule=chosen.rule,
             # The batch is held as long as the gradients of its parts may still be compared.
             _step=step.but(
                 optimizer=optimizer, batch=step.batch if applied and agree is None else None
@@ -203,7 +195,6 @@ def fit_step(
             _sample_bytes=bytes_of(step.batch),
             _applied=applied,
             _counts=counts,
-            _agree=agree,
             _planner=(lambda choice: candidates.taken(choice).plan) if adapt else None,
             _estimate=None if candidate is None else candidate.at,
         )

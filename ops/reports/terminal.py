@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from .._core.sizes import format_bytes
+from .._core.text import shortened
 from .files import Part
 from .kinds import PHASES, color_of, name_of
 
@@ -84,8 +85,7 @@ def _recording(content: dict[str, Any], top: int) -> list[Pieces]:
         if len(names) == 2 and names[1].startswith(f"{names[0]}."):
             del names[0]  # the name of a parameter begins with that of its module
         name = " ".join(filter(None, names)) or (strings[stacks[0]] if stacks else "unknown")
-        name = name if len(name) <= 42 else ".." + name[-40:]
-        text = f"{name:<42}{format_bytes(size):>11}{count:>8}"
+        text = f"{shortened(name, 42):<42}{format_bytes(size):>11}{count:>8}"
         lines.append([("■ ", content["kinds"][kind]), (text, None)])
     if "segments" in facts:
         held = facts["segments"]
@@ -165,7 +165,7 @@ def _profile(content: dict[str, Any], top: int) -> list[Pieces]:
     heads = f"{'operations':<44}{'own ms a step':>16}{'calls':>10}"
     lines += [[], [(heads, "head")]]
     for op in sorted(content["ops"], key=lambda op: -op.get("self_us", 0))[:top]:
-        name = op["name"] if len(op["name"]) <= 42 else ".." + op["name"][-40:]
+        name = shortened(op["name"], 42)
         spent = op.get("self_us", 0) / steps / 1e3
         lines.append([(f"{name:<44}{spent:>16,.3f}{op.get('calls', 0):>10,}", None)])
     return lines + [[(note, None)] for note in content["notes"]]

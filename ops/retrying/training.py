@@ -18,8 +18,8 @@ from .._core.dtensor import local_part
 from .._core.surroundings import version_of
 from ..grad.accumulate import GradAccumulator
 from ..optim.base import Optimizer as HeadroomOptimizer
+from ..step.restoring import ModelBefore
 from ..step.trees import mapped
-from .before import Before
 
 __all__ = ["BeforeTraining", "Training"]
 
@@ -98,7 +98,7 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-class BeforeTraining(Before):
+class BeforeTraining(ModelBefore):
     """What a training is before a step. A context, in which the step runs."""
 
     def __init__(self, training: Training) -> None:

@@ -17,7 +17,7 @@ from ...step.out_of_memory import is_out_of_memory
 from ...step.rules import NO_RULE, rule_of, rules_of
 from ...step.run import train
 from ..choice import SAME, Choice, FrontierPoint
-from ..report import Change, described, report
+from ..report import Chosen, described, report
 from .applied import Applied
 
 __all__ = ["Fitted"]
@@ -26,8 +26,8 @@ STRIDES = 4  # from the levels that were chosen to the leanest
 TRIES = 3  # plans at most, to spend what is left
 
 
-@dataclass(repr=False)
-class Fitted:
+@dataclass(repr=False, kw_only=True)
+class Fitted(Chosen):
     """Holds a fitted model and its optimizer, and steps them: what :func:`headroom.fit` returns.
 
     Attributes:
@@ -40,44 +40,28 @@ class Fitted:
             that was not planned.
         predicted_peak, predicted_seconds: of a step with the choice; bytes on the device. After the
             choice was changed they are estimates, or None where nothing is known of the new one.
-            There are no seconds for a choice that was given.
-        before_peak, before_seconds: predicted for the model as it was given.
-        changes: what each technique changed, of the choice that :func:`headroom.fit` made.
-        frontier: the choices that no other beats, by ascending peaks, as far as they were looked
-            at; their bytes are estimates.
-        reachable: like ``frontier``, but of the choices that :meth:`set_levels` can reach.
         blocks: the names of the blocks that ``choice.levels`` is of.
-        notes: what could not be used, and why.
         within: the budget without its margin.
         is_given: whether the choice was given, and not looked for.
         bucket_bytes: with which :func:`headroom.optim.release_gradients` releases gradients, or
             would after a dry run; None if they are not released, or not any more.
-        rule: what the loss is a mean over; see :mod:`headroom.step.micro_batches`.
+
+    All others are those of :class:`headroom.fitting.report.Chosen`.
     """
 
     model: nn.Module
     optimizer: Any
-    choice: Choice
     budget: int
     plan: Plan | None
     predicted_peak: int | None
-    predicted_seconds: float | None
-    before_peak: int | None = None
-    before_seconds: float | None = None
-    changes: Sequence[Change] = ()
-    frontier: Sequence[FrontierPoint] = ()
-    reachable: Sequence[FrontierPoint] = ()
     blocks: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     within: int = 0
     is_given: bool = False
     bucket_bytes: int | None = None
-    rule: str = "samples"
     _step: Step | None = None  # which is run, and whose batch parts are compared with
     _sample_bytes: int = 0  # of the batch that was planned
     _applied: Applied | None = None
     _counts: Sequence[int] = ()  # of the micro-batches that there can be
-    _agree: bool | None = None  # whether the losses of parts add up; None: not compared yet
     _planner: Callable[[Choice], Plan] | None = None  # to spend what is measured to be left
     _estimate: Callable[[Sequence[str]], Any] | None = None  # of other levels
 
@@ -193,7 +177,7 @@ class Fitted:
     def _parts_agree(self) -> bool:
         """Returns whether the losses of parts of a batch add up; False if there is no memory to
         compare them. The model stays as it is."""
-        if self._agree is None:
+        if self.agree is None:
             assert self._step is not None
             reason, rule = NO_RULE, None
             try:
@@ -203,12 +187,12 @@ class Fitted:
                 if is_out_of_memory(error):
                     return False  # no answer: there may be memory the next time
                 reason = f"parts of a batch cannot be compared with it: {error}"
-            self._agree, self.rule = rule is not None, rule or self.rule
+            self.agree, self.rule = rule is not None, rule or self.rule
             self._step = self._step.but(batch=None)
             if rule is None:
                 note = f"leaner() makes no more micro-batches: {reason}"
                 self.notes.append(note.partition("\n")[0])
-        return self._agree
+        return self.agree
 
     def _adapt(self, planner: Callable[[Choice], Plan]) -> None:
         """Sets faster levels if the measured peak says that there is room for them. What is set has

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from ..._core.sizes import format_bytes, parse_bytes
+from ..._core.text import shortened
 from ..cuda_trace import lines_of
 from .loaded import Snapshot
 from .ways_out import Planned, ways_out
@@ -77,8 +78,7 @@ def explain(
 
 
 def _row(name: str, size: int, live: int) -> str:
-    name = name if len(name) <= 21 else ".." + name[-19:]
-    return f"{name:<22}{format_bytes(size):>12}{100 * size / max(1, live):>7.1f} %"
+    return f"{shortened(name, 21):<22}{format_bytes(size):>12}{100 * size / max(1, live):>7.1f} %"
 
 
 def _lines_of_error(error: BaseException) -> tuple[str, ...]:

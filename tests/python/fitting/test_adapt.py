@@ -97,13 +97,13 @@ def fitted_to(device, within):
     first = points[0]
     with mock.patch.object(fitted, "FirstSteps", Measured):
         device.fitted = Fitted(
-            nn.Linear(1, 1),
-            device,
-            first.choice,
-            within,
-            device.plans[LEVELS[0]],
-            first.peak,
-            first.seconds,
+            model=nn.Linear(1, 1),
+            optimizer=device,
+            choice=first.choice,
+            budget=within,
+            plan=device.plans[LEVELS[0]],
+            predicted_peak=first.peak,
+            predicted_seconds=first.seconds,
             blocks=["block"],
             reachable=sorted(points, key=lambda point: point.peak),
             within=within,

@@ -1,4 +1,4 @@
-"""What a model is before a training step, and the way back to it."""
+"""Gives a model back what it was before a training step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .._core.surroundings import Buffers
 from ..patching.changes import patched_names
 from ..state.generators import generator_states, restore_generators
 
-__all__ = ["Before"]
+__all__ = ["ModelBefore"]
 
 # The containers of every module, and where a block of headroom.nn has its level.
 NOT_RESTORED = {"_level", *(name for name in vars(nn.Module()) if name.startswith("_"))}
 
 
-class Before(contextlib.ExitStack):
-    """What a model is before a step: random numbers, buffers, attributes of modules and gradients.
-    A context, in which the step runs.
+class ModelBefore(contextlib.ExitStack):
+    """Keeps what a model is before a step: random numbers, buffers, attributes of modules and
+    gradients. A context, in which the step runs.
 
     Args:
         limit: buffers of more bytes are not copied; whether they change is seen.
@@ -36,7 +36,7 @@ class Before(contextlib.ExitStack):
         self._backs: list[Callable[[], Any]] = []
         self._oldest: Tensor | None = None
 
-    def keep(self, params: Iterable[Tensor]) -> None:
+    def keep(self, params: Iterable[Tensor] = ()) -> None:
         """Keeps everything. If this itself runs out of memory, nothing has been changed, and what
         has been kept so far can be restored.
 
