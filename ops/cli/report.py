@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from ..reports import read, report
-from ..reports.terminal import show
+from ..reports.terminal import text_of
 from .arguments import ArgumentError, count
 from .output import print_json
 
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
         print_json({"format": "headroom.report/1", "written": paths, "parts": summaries})
         return 0
     if options.terminal:
-        show(parts, top=options.top)
+        print(text_of(parts, options.top))
     for path in paths:
         print(f"wrote {path}")
     return 0

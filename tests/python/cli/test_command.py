@@ -250,24 +250,6 @@ def test_diff_fails_above_a_limit(folder, capsys, answer):
     assert answer()["growth"] == 0
 
 
-def test_demo_outside_of_a_clone(folder, capsys, answer, monkeypatch):
-    from headroom.cli import demo
-
-    monkeypatch.setattr(demo, "__file__", str(folder / "a" / "b" / "demo.py"))
-    assert main(["demo"]) == 1
-    assert "clone the repository" in capsys.readouterr().err
-    (folder / "examples").mkdir()
-    (folder / "capi").mkdir()
-    (folder / "capi" / "headroom.h").touch()
-    (folder / "examples" / "demo.sh").write_text('echo "got $*"; exit ${1#code=}\n')
-    assert main(["demo", "code=0", "--size", "tiny", "--json"]) == 0
-    found = answer()
-    assert found["exit_code"] == 0 and found["command"][2:] == ["code=0", "--size", "tiny"]
-    assert main(["demo", "--size", "code=0", "--json"]) == 1
-    assert answer()["command"][2:] == ["--size", "code=0"]
-    assert main(["demo", "code=3"]) == 1
-
-
 def test_python_m_headroom():
     from headroom.__main__ import main as run
 

@@ -221,8 +221,7 @@ def test_a_rung_is_compared_with_the_first_of_its_size(tmp_path, capsys):
     firsts = [rung["first_peak_bytes"] for rung in part.summary["rungs"]]
     assert firsts == [peaks[0], peaks[0], peaks[2], peaks[2]]
     assert part.summary["least_peak_bytes"] == peaks[1]
-    terminal.show([part])
-    shares = [line.split()[4] for line in capsys.readouterr().out.splitlines() if "rung " in line]
+    shares = [line.split()[4] for line in terminal.text_of([part]).splitlines() if "rung " in line]
     assert shares == ["100%", "50%", "100%", "50%"]
 
 
@@ -296,14 +295,8 @@ def test_a_page_is_named_after_its_files(count, more, tmp_path):
     assert title.endswith(f" and {more}") if more else "more" not in title
 
 
-def test_text_with_and_without_rich(tmp_path, monkeypatch, capsys):
-    parts = parts_of(tmp_path)
-    terminal.show(parts)
-    with_rich = capsys.readouterr().out
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    terminal.show(parts)
-    plain = capsys.readouterr().out
-    assert [line.rstrip() for line in with_rich.splitlines()] == plain.splitlines()
+def test_text_for_a_terminal(tmp_path):
+    plain = terminal.text_of(parts_of(tmp_path))
     timeline = report_files.plan().timeline
     assert f"peak of tensors {files.format_bytes(timeline.peak_bytes)}" in plain
     assert "rung 3" in plain and "41.0% model-FLOPs utilization" in plain
