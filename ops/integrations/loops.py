@@ -14,9 +14,8 @@ from ..fitting.api import fit_step
 from ..fitting.ranks import together, world_size
 from ..step.description import Step
 from ..step.errors import PlanError
-from ..step.micro_batches import samples_of
+from ..step.micro_batches import bytes_of, samples_of
 from ..step.rules import rule_of
-from ..step.trees import tensors_in
 from .values import line_of
 
 __all__ = [
@@ -39,14 +38,10 @@ def extra_bytes(model: nn.Module, *held: Any) -> int:
     Args:
         held: these batches.
     """
-    extra = SCALARS + sum(_bytes(tensors_in(batch)) for batch in held)
+    extra = SCALARS + bytes_of(held)
     if world_size() > 1:
-        extra += _bytes(p for p in model.parameters() if p.requires_grad)
+        extra += bytes_of([p for p in model.parameters() if p.requires_grad])
     return extra
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(x.nbytes for x in tensors)
 
 
 def batches_planned(steps: int) -> int:

@@ -211,7 +211,7 @@ class ShardedModel:
     def _copied_by_gloo(self, x: Tensor, unit: _Unit) -> None:
         """Counts the copy that gloo makes on the CPU of what is gathered or reduced."""
         if self._recorder.device.type == "cpu" and self._ranks > 1:
-            self._buffer(x.numel() * x.element_size(), unit)
+            self._buffer(x.nbytes, unit)
 
     # Backward
 

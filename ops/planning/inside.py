@@ -65,10 +65,6 @@ def entry(*names: str) -> Callable[[Entry], Entry]:
     return register
 
 
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
 def _wide(x: Tensor) -> int:
     """Returns the bytes of an element of the type that x is summed in."""
     return 4 if x.dtype in (torch.bfloat16, torch.float16) else x.element_size()
@@ -125,7 +121,7 @@ def _layer_norm_backward(args: Sequence[Any], kwargs: dict[str, Any], device: st
 def _embedding(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
     # Embedding.cpp: indices become contiguous.
     indices = args[1]
-    return [] if indices.is_contiguous() else [(_bytes(indices), "temporaries")]
+    return [] if indices.is_contiguous() else [(indices.nbytes, "temporaries")]
 
 
 @entry("aten::mean")

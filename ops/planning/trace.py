@@ -124,7 +124,10 @@ class _Traced(Steps):
         """Returns the sentences that the plan ends with."""
         found = [] if self._spread is None else ["All bytes are those of one rank."]
         if self.recorder.device.type == "cuda" and has_recurrent_layers(self.model):
-            found.append("Recurrent layers are planned as on the CPU: cuDNN's are not known.")
+            found.append(
+                "Recurrent layers are planned as on the CPU: what cuDNN takes for them is not "
+                "known, so the measured peak may be above this."
+            )
         if unasked & set(LAYERS):
             found.append("LSTMs were not run here: what they hold for themselves is an estimate.")
         if names := ", ".join(left_out()):

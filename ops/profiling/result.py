@@ -232,8 +232,7 @@ def bytes_of_parameters(
     each parameter at its first name."""
 
     def size(value: Any) -> int:
-        parts = [part for tensor in tensors_in(value) for part in plain_tensors(tensor)]
-        return sum(part.numel() * part.element_size() for part in parts)
+        return sum(part.nbytes for tensor in tensors_in(value) for part in plain_tensors(tensor))
 
     found: dict[str, tuple[int, int]] = {}
     for name, param in model.named_parameters():

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from .._core.registration import AGAIN
+from ..step.micro_batches import bytes_of
 from .arguments import Arguments, ListTypes, call_on_meta, op_of
 from .events import Call
 
@@ -192,11 +193,5 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Returns an estimate of the bytes that a step moves: gradients are read, parameters and states
     are read and written."""
-    from ..step.trees import tensors_in
-
-    total = 0
-    for param, state in list(optimizer.state.items()):
-        states = sum(t.numel() * t.element_size() for t in tensors_in(state))
-        size = param.numel() * param.element_size() if isinstance(param, Tensor) else 0
-        total += 3 * size + 2 * states
-    return total
+    states = list(optimizer.state.items())
+    return sum(3 * bytes_of(param) + 2 * bytes_of(state) for param, state in states)

@@ -47,8 +47,8 @@ def samples_of(batch: Any) -> int | None:
 
 
 def bytes_of(batch: Any) -> int:
-    """Returns the bytes of the tensors of a batch."""
-    return sum(x.numel() * x.element_size() for x in tensors_in(batch))
+    """Returns the bytes of the tensors in a batch, or in other containers."""
+    return sum(x.nbytes for x in tensors_in(batch))
 
 
 def parts(batch: Any, count: int) -> list[Any]:

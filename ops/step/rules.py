@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from .micro_batches import (
 from .out_of_memory import is_out_of_memory
 from .randomness import generators_kept
 from .replay import Replay
+from .watch import hearing_gradients
 
 __all__ = ["NO_RULE", "rule_of", "rules_of"]
 
@@ -115,11 +114,7 @@ def _gradients(step: Step, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         some = flat[:: max(1, flat.numel() // ELEMENTS) | 1].double()
         found[name] = found[name] + some if name in found else some  # may arrive several times
 
-    with ExitStack() as hooks:
-        for name, param in model.named_parameters():
-            if param.requires_grad:
-                hook = param.register_post_accumulate_grad_hook(partial(take, name))
-                hooks.callback(hook.remove)
+    with hearing_gradients(model, take):
         (step.loss_of(model, batch) * (SCALE if step.scaler else 1)).backward()
     return found
 

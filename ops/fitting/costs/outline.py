@@ -124,7 +124,7 @@ def outline(step: Step, names: Sequence[str], kept: int = 0) -> Outline:
         )
         floor, at = max(floor, *live[at:begin]), ended
     if step.release:  # what waits to be released
-        size = sum(p.numel() * p.element_size() for p in step.model.parameters())
+        size = sum(p.nbytes for p in step.model.parameters())
         gradients = min(size, int(step.release))
     return Outline(base, forward, max(0, backward), gradients, max(floor, *live[at:]), plan)
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import RNNBase
 
 from ..._core.module_copies import copied_modules, private_copy
 from ...amp.cast_model import cast_model
@@ -299,13 +298,15 @@ class Candidates:
         measured = self._measured[key.weights] = self._measure(key)
         self._times[key.weights] = PassTimes(measured.whole, own)
         self.names = [block.name for block in measured.blocks]
-        self._note_recurrent_layers()
         same = (kind for kind, weights in self.techniques.optimizers if weights == key.weights)
         # Gradients stay in it, also where the loop wants them released: the estimates say what
         # that changes.
         choice = Choice(self._leanest(), 1, next(same), key.weights, False, own)
         optimizer = self.techniques.optimizer_of(choice)
-        return _PassCosts(measured, self._outlined(choice, optimizer, measured, steps=1), choice)
+        found = self._outlined(choice, optimizer, measured, steps=1)
+        for text in found.plan.timeline.notes:
+            self.note(text)
+        return _PassCosts(measured, found, choice)
 
     def _measure(self, key: _Pass) -> Measured:
         """Measures the blocks. Where the model does not run with its blocks at their leanest, such
@@ -345,16 +346,6 @@ class Candidates:
     def _leanest(self) -> tuple[str, ...]:
         leanest = Blocks(self.step.model).leanest
         return tuple(leanest[name] for name in self.names)
-
-    def _note_recurrent_layers(self) -> None:
-        """Warns of layers whose kernels for a GPU allocate what no plan sees."""
-        step = self.step
-        found = {type(m).__name__ for m in step.model.modules() if isinstance(m, RNNBase)}
-        if found and step.device is not None and step.device.type == "cuda":
-            self.note(
-                f"{', '.join(sorted(found))}: what cuDNN takes for recurrent layers is in no plan, "
-                "so the peak may be above the budget: look at the measured one"
-            )
 
     # ---- estimates ------------------------------------------------------------------------------
 

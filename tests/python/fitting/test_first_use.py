@@ -9,14 +9,10 @@ import pytest
 import torch
 from headroom.fitting.costs import measure
 from headroom.fitting.ladder import distinct
-from headroom.fitting.search.candidates import Candidates
-from headroom.fitting.search.techniques import Techniques
 from headroom.planning import PlanError
 from headroom.step.loss import loss_of
 from headroom.step.micro_batches import parts
 from torch import nn
-
-from helpers.fitting import step_of
 
 mse_loss = nn.functional.mse_loss
 
@@ -253,14 +249,6 @@ def test_a_model_of_lstms_stays_within_its_budget():
     assert tracked.peak_bytes <= budget
     assert tracked.peak_bytes == pytest.approx(fitted.predicted_peak, rel=0.002)
     assert not any("LSTM" in note for note in fitted.notes)
-
-
-def test_recurrent_layers_of_a_gpu_are_warned_of():
-    step = step_of(Words(), {}).but(device=torch.device("cuda"))
-    candidates = Candidates(Techniques(step, (), {}, ()))
-    for _ in range(2):
-        candidates._note_recurrent_layers()
-    assert len(candidates.notes) == 1 and "LSTM: what cuDNN takes" in candidates.notes[0]
 
 
 def test_bytes_by_kind_of_a_ladder_are_near_those_of_plans():
