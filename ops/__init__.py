@@ -15,6 +15,7 @@ decide what they keep, :mod:`headroom.checkpointing` recomputed activations,
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from . import functional  # registers the ops
@@ -100,7 +101,7 @@ else:
             "unpatch": ".patching",
         },
     )
-    advisers.append(lambda *seen: __getattr__("planning").ways_out(*seen))
+    advisers.append(lambda *seen: import_module(".planning.ways_out", __name__).ways_out(*seen))
 
 __all__ = [
     "GradAccumulator",

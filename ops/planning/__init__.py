@@ -9,7 +9,6 @@ from .advice import Advice
 from .api import fits, max_batch, plan
 from .result import DeviceShare, Plan
 from .sharding import DDP, FSDP
-from .ways_out import ways_out
 
 __all__ = [
     "DDP",
@@ -21,5 +20,4 @@ __all__ = [
     "fits",
     "max_batch",
     "plan",
-    "ways_out",
 ]
