@@ -6,5 +6,5 @@ from collections.abc import Callable
 __all__ = ["advisers"]
 
 advisers: list[Callable[..., list[str]]] = []
-"""Each returns lines that say what would have made a step smaller, of the model, its optimizers, the
-shapes of its arguments, and the bytes that were asked for."""
+"""Each returns lines that say what would have made a step smaller, of the model, its optimizers,
+the shapes of its arguments, and the bytes that were asked for."""
