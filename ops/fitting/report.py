@@ -1,4 +1,4 @@
-"""What was chosen, and the report of it, as text of at most 80 columns and for JSON."""
+"""Reports what was chosen, as text of at most 80 columns and for JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH = 80
 
 @dataclass(frozen=True)
 class Change:
-    """What one technique changed.
+    """The change that one technique makes.
 
     Attributes:
         technique: its name.

@@ -1,4 +1,4 @@
-"""What only another library's training loop needs. Each module is imported when it is first used,
+"""Adapts Headroom to the training loops of other libraries. Each module is imported when it is first used,
 and names the package that it needs if that is missing."""
 
 from __future__ import annotations

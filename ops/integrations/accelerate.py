@@ -40,7 +40,7 @@ WHO = "headroom.integrations.accelerate.fit"
 
 
 class AcceleratedFit:
-    """What :func:`fit` has made ready for ``accelerator.prepare()``.
+    """A model and an optimizer that :func:`fit` has made ready for ``accelerator.prepare()``.
 
     Attributes:
         model, optimizer: to prepare.

@@ -1,4 +1,4 @@
-"""What callbacks that fit a training into a budget have in common."""
+"""The base of callbacks that fit a training into a budget."""
 
 from __future__ import annotations
 

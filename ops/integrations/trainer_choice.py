@@ -1,4 +1,4 @@
-"""What ``headroom.fit`` can choose for a Trainer of transformers, and how that is applied."""
+"""Says what ``headroom.fit`` can choose for a Trainer of transformers, and applies a choice."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
         }
 
     def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Is called by the Trainer when it has been made."""
+        """Attaches to the Trainer that has been made."""
         self.attach(_calling_trainer())
 
     def attach(self, trainer: Trainer) -> None:
@@ -98,7 +98,7 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
         vars(trainer)[ATTACHED] = self
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Is called by the Trainer when everything is made and loaded."""
+        """Fits the model, if nothing has; the Trainer has made and loaded everything."""
         trainer = _calling_trainer()
         attached = vars(trainer).get(ATTACHED)
         if attached is not None and attached is not self:
@@ -112,12 +112,12 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
         self._measure(trainer.model, optimizer, args.device, records=self._trains)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Is called by the Trainer before each optimizer step."""
+        """Begins to measure a step."""
         if self.measured is not None:
             self.measured.step_began()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Is called by the Trainer after each optimizer step."""
+        """Ends the measurement of a step."""
         if self.measured is None:
             return
         self.measured.step_ended()
@@ -125,7 +125,7 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
             self.measured.pause()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Is called by the Trainer at the end."""
+        """Tells what was measured."""
         if self.measured is not None:
             self.measured.end()
 

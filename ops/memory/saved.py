@@ -45,7 +45,7 @@ class SavedTensor:
 
 @dataclass
 class Saved:
-    """What :func:`saved` returns; ``print`` it."""
+    """The result of :func:`saved`; ``print`` it."""
 
     tensors: list[SavedTensor]
     """The largest first."""
@@ -105,7 +105,7 @@ _start = partial(shortened, keep="beginning")
 
 
 class _Token:
-    """What autograd keeps, where, and which nodes of the graph have it."""
+    """A tensor that autograd keeps, its module, and the nodes of the graph that have it."""
 
     __slots__ = ("tensor", "module", "ops")
 

@@ -1,4 +1,4 @@
-"""What would make a step smaller: each change is planned again."""
+"""Finds changes that would make a step smaller: each is planned again."""
 
 from __future__ import annotations
 

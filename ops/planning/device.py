@@ -1,5 +1,5 @@
-"""What a CUDA device holds besides the tensors of a plan: the allocator's share, cuBLAS's scratch
-memory and the context."""
+"""Estimates what a CUDA device holds besides the tensors of a plan: the allocator's share, cuBLAS's
+scratch memory and the context."""
 
 from __future__ import annotations
 

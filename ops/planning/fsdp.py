@@ -64,7 +64,7 @@ class _AfterBackward(torch.autograd.Function):
 
 
 class _Unit:
-    """What is gathered and reduced together, and where in the step it is."""
+    """Parameters that are gathered and reduced together, and where in the step they are."""
 
     def __init__(self, unit: Unit, module: nn.Module, parameters: list[_Parameter]) -> None:
         self.unit, self.module, self.parameters = unit, module, parameters

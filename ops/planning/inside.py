@@ -1,4 +1,4 @@
-"""What operations allocate inside, and free before they end: fakes do not show it.
+"""Adds what operations allocate inside, and free before they end: fakes do not show it.
 
 Every entry says where its figure is from: a line of torch's source, which was compared with the
 allocations that torch's profiler shows for the operation.

@@ -91,7 +91,7 @@ class Memory:
 
 
 class Recording:
-    """What was recorded.
+    """The calls and allocations that were recorded.
 
     Attributes:
         calls: in the order of their starts.

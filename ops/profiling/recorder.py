@@ -44,7 +44,7 @@ def _others_wait() -> bool:
 
 
 class Profile:
-    """What :func:`profile` returns: a context, and afterwards what was recorded in it.
+    """The result of :func:`profile`: a context, and afterwards what was recorded in it.
 
     Attributes:
         torch_profiler: the :class:`torch.profiler.profile` that records.

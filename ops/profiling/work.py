@@ -34,7 +34,7 @@ _FUNCTION = 0
 
 
 class Work(NamedTuple):
-    """What one call did.
+    """The work of one call.
 
     Attributes:
         flops: all of them.

@@ -1,4 +1,4 @@
-"""What grew between two snapshots, timelines or plans: by kind and by stack, never by address."""
+"""Compares two snapshots, timelines or plans by kind and by stack, never by address."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOMENTS = ("peak", "end")
 
 
 class Row(NamedTuple):
-    """What belongs together on both sides: allocations of one kind, owner and stack."""
+    """The allocations of one kind, owner and stack on both sides."""
 
     kind: str
     module: str | None
@@ -52,7 +52,7 @@ class Row(NamedTuple):
 
 @dataclass
 class Diff:
-    """What :func:`diff` returns.
+    """The result of :func:`diff`.
 
     Attributes:
         names: of the two sides.

@@ -120,7 +120,7 @@ class Retry(NamedTuple):
 
 
 class RetryingStep:
-    """What :func:`retry_on_oom` returns: a function, and what became of its calls.
+    """A step that repeats itself when it runs out of memory, and what became of its calls.
 
     Attributes:
         history: a :class:`Retry` for each attempt that was repeated.

@@ -1,4 +1,4 @@
-"""What a training step works on, and what that was before the step."""
+"""Holds what a training step works on, and gives it back what it was before the step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FROM_SCALER = ("grad_scale", "found_inf")  # what torch's scaler sets on an opti
 
 
 class Training:
-    """What a training step changes: the arguments of :func:`headroom.retry_on_oom` of these names.
+    """The objects that a training step changes: the arguments of :func:`headroom.retry_on_oom`.
 
     Attributes:
         begun, ended: the classes of optimizers that are not Headroom's, which write while they
@@ -99,7 +99,7 @@ def _unwrapped(optimizer: Any) -> Any:
 
 
 class BeforeTraining(ModelBefore):
-    """What a training is before a step. A context, in which the step runs."""
+    """Keeps what a training is before a step. A context, in which the step runs."""
 
     def __init__(self, training: Training) -> None:
         super().__init__(training.model, LARGE)

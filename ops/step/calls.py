@@ -1,4 +1,4 @@
-"""What a block is called with, kept so that the block can be called again by itself."""
+"""Keeps what a block is called with, so that the block can be called again by itself."""
 
 from __future__ import annotations
 

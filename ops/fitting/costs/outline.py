@@ -1,4 +1,4 @@
-"""What a step takes besides its blocks: bytes from one plan."""
+"""Reads from one plan the bytes that a step takes besides its blocks."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ __all__ = ["Candidates"]
 
 
 class _Pass(NamedTuple):
-    """What decides the forward and the backward pass of a choice, besides its levels."""
+    """The fields of a choice that decide its forward and its backward pass, besides the levels."""
 
     micro_batches: int
     weights: str
@@ -49,7 +49,7 @@ class _Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class _PassCosts:
-    """What choices have in common that differ in the optimizer and the release alone.
+    """The costs that choices share which differ in the optimizer and the release alone.
 
     Attributes:
         choice: that the plan of the outline is of.

@@ -28,7 +28,7 @@ __all__ = ["BlockOptions", "Level", "Point", "choose", "frontier"]
 
 @dataclass(frozen=True)
 class Level:
-    """What a block costs at one level.
+    """The costs of a block at one level.
 
     Attributes:
         name: of the level, such as "L2".

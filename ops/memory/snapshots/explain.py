@@ -39,7 +39,7 @@ def asked_bytes(error: BaseException) -> int | None:
 
 
 class Called(NamedTuple):
-    """What a step was made of: ``batch`` is that of the arguments and named arguments that the
+    """The parts of a step: ``batch`` is that of the arguments and named arguments that the
     model was called with last, on the meta device."""
 
     model: nn.Module

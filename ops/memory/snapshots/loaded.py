@@ -34,7 +34,7 @@ class Block(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """What the allocator took from the device at once."""
+    """A range of memory that the allocator took from the device at once."""
 
     address: int
     size: int
