@@ -75,7 +75,7 @@ FORMAT, VERSION = "headroom.profile", 1
 
 @dataclass
 class Figures:
-    """The time, work and memory of something, over all recorded steps. See the module's docstring."""
+    """The time, work and memory of something, over all steps. See the module's docstring."""
 
     forward_us: float = 0.0
     backward_us: float = 0.0
