@@ -1,5 +1,5 @@
-"""Adapts Headroom to the training loops of other libraries. Each module is imported when it is first
-used, and names the package that it needs if that is missing."""
+"""Adapts Headroom to the training loops of other libraries. Each module is imported when it is
+first used, and names the package that it needs if that is missing."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from .result import Plan
 from .sharding import DDP, FSDP
 from .trace import trace
 
-__all__ = ["fits", "max_batch", "plan"]
+__all__ = ["fits", "max_batch", "plan", "plan_of"]
 
 
 def plan(
@@ -114,19 +114,19 @@ def plan(
         shard,
     )
     if measure:
-        from .measured import measured
+        from .real_steps import plan_of_real_steps
 
-        return measured(step)
-    return made(step)
+        return plan_of_real_steps(step)
+    return plan_of(step)
 
 
-def made(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None) -> Plan:
+def plan_of(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None) -> Plan:
     """Returns the plan of a step that was checked; ``watch`` is that of :func:`trace`."""
     timeline = trace(step, watch)
     share = device_share(timeline)
     model = type(step.model).__name__
     return Plan(
-        timeline, share, model, step.described(), lambda of, top: advise(step, of, made, top)
+        timeline, share, model, step.described(), lambda of, top: advise(step, of, plan_of, top)
     )
 
 

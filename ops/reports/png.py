@@ -33,6 +33,13 @@ def draw(parts: Sequence[Part], path: str | os.PathLike[str]) -> None:
     save_png(figure, path)
 
 
+def _add_legend(axes: Any, reverse: bool = False) -> None:
+    axes.legend(
+        loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8.5,
+        handlelength=1, handleheight=1, labelcolor=INK, reverse=reverse,
+    )  # fmt: skip
+
+
 def _recording(axes: Any, part: Part) -> None:
     content = part.content
     facts = content["summary"]
@@ -49,10 +56,7 @@ def _recording(axes: Any, part: Part) -> None:
             labels=[name_of(kind) for kind in series],
             linewidth=0,
         )
-        axes.legend(
-            loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8.5,
-            handlelength=1, handleheight=1, labelcolor=INK, reverse=True,
-        )  # fmt: skip
+        _add_legend(axes, reverse=True)
     axes.axvline(facts["peak_event"], color=INK, linewidth=0.8, linestyle=(0, (3, 3)))
     axes.set_xlim(0, max(1, facts["events"]))
     axes.set_ylim(0, None)
@@ -86,10 +90,7 @@ def _ladder(axes: Any, part: Part) -> None:
     axes.invert_yaxis()
     axes.set_xlabel(name, color=FAINT, fontsize=8.5)
     axes.grid(axis="x", color=LINE, linewidth=0.7)
-    axes.legend(
-        loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8.5,
-        handlelength=1, handleheight=1, labelcolor=INK,
-    )  # fmt: skip
+    _add_legend(axes)
     plain_axes(axes, part.title)
 
 
@@ -107,10 +108,7 @@ def _profile(axes: Any, part: Part) -> None:
     axes.set_xlabel("steps", color=FAINT, fontsize=8.5)
     axes.grid(axis="y", color=LINE, linewidth=0.7)
     if names:
-        axes.legend(
-            loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8.5,
-            handlelength=1, handleheight=1, labelcolor=INK, reverse=True,
-        )  # fmt: skip
+        _add_legend(axes, reverse=True)
     plain_axes(axes, part.title)
 
 

@@ -17,7 +17,7 @@ from ...patching.levels import Blocks
 from ...step import clock
 from ...step.calls import Call, results_of
 from ...step.description import Step
-from ...step.measured import PassSeconds, is_first_run, seconds_of_pass
+from ...step.pass_seconds import PassSeconds, is_first_run, seconds_of_pass
 from ...step.randomness import generators_kept
 from ...step.watch import hearing_blocks
 from .block_costs import BlockCosts, LevelCost, Measured

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ...memory.events import Timeline
-from ...planning.api import made
+from ...planning.api import plan_of
 from ...planning.recorder import Recorder
 from ...planning.result import Plan
 from ...step.calls import results_of
@@ -106,7 +106,7 @@ def outline(step: Step, names: Sequence[str], kept: int = 0) -> Outline:
         PlanError: the step cannot be followed on fakes.
     """
     marks = _Marks(names)
-    plan = settled(made(step, marks.watch))
+    plan = settled(plan_of(step, marks.watch))
     live = plan.timeline.bytes_over_events()
     base = forward = backward = floor = at = gradients = 0
     for start, turn, end in _passes(plan.timeline):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...step.measured import PassSeconds
+from ...step.pass_seconds import PassSeconds
 
 __all__ = ["PassTimes"]
 

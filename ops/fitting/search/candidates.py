@@ -18,7 +18,7 @@ from ...optim.release import bucket_of
 from ...optim.replacing import is_headroom, state_bytes
 from ...patching.families import find_layers
 from ...patching.levels import Blocks, set_levels
-from ...planning.api import made
+from ...planning.api import plan_of
 from ...planning.checks import check_step
 from ...planning.recorder import Recorder
 from ...planning.result import Plan
@@ -172,7 +172,7 @@ class Candidates:
         if samples is not None:
             step = step.but(batch=some_samples(step.batch, samples))
         choice = choice.but(levels=choice.levels or self._leanest())
-        return made(step_with(step, choice, self.names, optimizer))
+        return plan_of(step_with(step, choice, self.names, optimizer))
 
     def taken(self, choice: Choice) -> Found:
         """Returns a choice that was made elsewhere with its plan. Nothing is measured for it but
@@ -211,7 +211,7 @@ class Candidates:
         """Returns the plan, and the names of the blocks in the order of their first calls."""
         called: dict[str, None] = {}
         step = step_with(self.step, choice, names, self.techniques.optimizer_of(choice))
-        return made(step, partial(_watch, names, called)), list(called)
+        return plan_of(step, partial(_watch, names, called)), list(called)
 
     def time(self, choice: Choice) -> None:
         """Measures the seconds of parts of this size, with this loss. Parts are timed with a loss

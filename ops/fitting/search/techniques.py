@@ -1,5 +1,5 @@
-"""Finds the techniques that can be chosen for a model: optimizers, weights, release, the fused loss,
-micro-batches."""
+"""Finds the techniques that can be chosen for a model: optimizers, weights, release, the fused
+loss, micro-batches."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from headroom.fitting.search import candidates, changes
 from headroom.nn import Transformer, TransformerConfig
 from headroom.optim.release.handle import BUCKET_BYTES, bucket_of
 from headroom.optim.replacing import obstacle, replacement
-from headroom.step.measured import PassSeconds
+from headroom.step.pass_seconds import PassSeconds
 from torch import nn
 
 from helpers.fitting import cross_entropy, ours
