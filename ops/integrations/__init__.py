@@ -8,20 +8,19 @@ from typing import TYPE_CHECKING
 from .._core.lazy import lazy
 
 if TYPE_CHECKING:
-    from . import accelerate, lightning, peft, trainer, transformers
+    from . import accelerate, lightning, trainer, transformers
 else:
     __getattr__ = lazy(
         __name__,
         {
             "accelerate": ".accelerate",
             "lightning": ".lightning",
-            "peft": ".peft",
             "trainer": ".trainer",
             "transformers": ".transformers",
         },
     )
 
-__all__ = ["accelerate", "lightning", "peft", "trainer", "transformers"]
+__all__ = ["accelerate", "lightning", "trainer", "transformers"]
 
 
 def __dir__() -> list[str]:

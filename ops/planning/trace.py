@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -64,10 +65,9 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
         recorder = Recorder(device, is_lying=device.type == "cuda")
         run = _Traced(recorder, copied)
         # Torch's optimizers choose for fakes as they choose for tensors.
-        kinds = [*torch.optim.optimizer._foreach_supported_types, FakeTensor]
-        stack.enter_context(
-            mock.patch.object(torch.optim.optimizer, "_foreach_supported_types", kinds)
-        )
+        optimizer = sys.modules["torch.optim.optimizer"]
+        kinds = [*optimizer._foreach_supported_types, FakeTensor]
+        stack.enter_context(mock.patch.object(optimizer, "_foreach_supported_types", kinds))
         stack.enter_context(_random_states(recorder))
         stack.enter_context(fakes_overwritten())
         stack.enter_context(masks_of(step.batch))
