@@ -16,7 +16,6 @@ from .._core.running_modules import watching_modules
 from .._core.sizes import format_bytes
 from .._core.text import shortened
 from ..step.loss import loss_of, output_of
-from ..step.restoring import ModelBefore
 from ..step.trees import plain_tensors, tensors_in
 from ..step.watch import listening
 from .track import device_of
@@ -197,6 +196,8 @@ def saved(
         raise TypeError(f"model is {type(model).__name__}, wanted a torch.nn.Module")
     if loss is not None and not callable(loss):
         raise TypeError(f"loss is {type(loss).__name__}, wanted a function of the output")
+    from ..step.restoring import ModelBefore  # which imports much
+
     place = device_of(model, device)
     listener = _Listener(model)
     with ModelBefore(model) as before:

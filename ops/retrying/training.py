@@ -18,6 +18,7 @@ from .._core.dtensor import local_part
 from .._core.surroundings import version_of
 from ..grad.accumulate import GradAccumulator
 from ..optim.base import Optimizer as HeadroomOptimizer
+from ..patching.changes import patched_names
 from ..step.restoring import ModelBefore
 from ..step.trees import mapped
 
@@ -102,7 +103,7 @@ class BeforeTraining(ModelBefore):
     """Keeps what a training is before a step. A context, in which the step runs."""
 
     def __init__(self, training: Training) -> None:
-        super().__init__(training.model, LARGE)
+        super().__init__(training.model, LARGE, patched_names)
         self._training = training
 
     def keep_all(self) -> None:
