@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from ...memory.first_steps import FirstSteps
 from ...planning.result import Plan
 from ...step.description import Step
-from ...step.errors import PlanError
-from ...step.micro_batches import bytes_of, parts, shares
+from ...step.micro_batches import parts, shares
 from ...step.out_of_memory import is_out_of_memory
 from ...step.rules import NO_RULE, rule_of, rules_of
 from ...step.run import train
@@ -23,7 +22,6 @@ from .applied import Applied
 __all__ = ["Fitted"]
 
 STRIDES = 4  # from the levels that were chosen to the leanest
-TRIES = 3  # plans at most, to spend what is left
 
 
 @dataclass(repr=False, kw_only=True)
@@ -59,10 +57,8 @@ class Fitted(Chosen):
     is_given: bool = False
     bucket_bytes: int | None = None
     _step: Step | None = None  # which is run, and whose batch parts are compared with
-    _sample_bytes: int = 0  # of the batch that was planned
     _applied: Applied | None = None
     _counts: Sequence[int] = ()  # of the micro-batches that there can be
-    _planner: Callable[[Choice], Plan] | None = None  # to spend what is measured to be left
     _estimate: Callable[[Sequence[str]], Any] | None = None  # of other levels
 
     def __post_init__(self) -> None:
@@ -94,10 +90,6 @@ class Fitted(Chosen):
             raise
         self._measured.step_ended()
         self._measured.pause()
-        self._is_whole &= self._measured.count > 2 or bytes_of(batch) >= self._sample_bytes
-        # Smaller batches than the sample do not say what that would leave.
-        if self._planner is not None and self._is_whole and self._measured.count == 3:
-            self._adapt(self._planner)
         return loss
 
     def micro_batches(self, batch: Any) -> list[Any]:
@@ -160,7 +152,6 @@ class Fitted(Chosen):
         If nobody has compared them yet, the first call that comes so far does: without gradients,
         on a copy of the model with the same weights."""
         self._live()
-        self._planner = None  # what was measured before says less than why this is called
         here = self.same_but_levels()
         now = next((p.peak for p in here if p.choice == self.choice), self.predicted_peak)
         if here and now is not None:
@@ -194,30 +185,6 @@ class Fitted(Chosen):
                 self.notes.append(note.partition("\n")[0])
         return self.agree
 
-    def _adapt(self, planner: Callable[[Choice], Plan]) -> None:
-        """Sets faster levels if the measured peak says that there is room for them. What is set has
-        a plan, and the measured peak and what its plan adds to the last one are within the budget
-        and its margin."""
-        measured, seconds = self.measured_peak, self.predicted_seconds
-        if measured is None or seconds is None:
-            return
-        try:
-            now = planner(self.choice)
-            off = measured - now.allocated_bytes
-            faster = [
-                point
-                for point in self.same_but_levels()
-                if point.seconds < seconds and point.peak + off <= self.within
-            ]
-            for point in sorted(faster, key=lambda point: point.seconds)[:TRIES]:
-                plan = planner(point.choice)
-                if _expected(plan, now, measured) <= self.within:
-                    self.take(point)
-                    self.plan, self.predicted_peak = plan, plan.total_bytes
-                    return
-        except PlanError:
-            return
-
     def _become(self, choice: Choice) -> None:
         """Takes note of another choice, which later steps are made with: what was predicted and
         measured before is of the old one."""
@@ -233,7 +200,7 @@ class Fitted(Chosen):
         self._measure_anew()
 
     def _measure_anew(self) -> None:
-        step, self._is_whole = self._step, True
+        step = self._step
         if step is not None and step.device is not None:
             self._measured = FirstSteps(self.model, self.optimizer, step.device)
 
@@ -299,17 +266,3 @@ class Fitted(Chosen):
             "a Fitted holds hooks and an optimizer of one process, and cannot be pickled: save "
             "model.state_dict() and optimizer.state_dict(), and to_json() for the report"
         )
-
-
-def _expected(plan: Plan, now: Plan, measured: int) -> int:
-    """Returns the bytes on the device that a step of a plan takes at the most, if steps of the plan
-    ``now`` were measured to take ``measured`` bytes.
-
-    A plan may be wrong by other bytes in each phase of a step, and the phase that takes the most
-    was measured. None of the others took more. So no phase of the other plan takes more than what
-    was measured and what, by the plans, the phase takes more than before.
-    """
-    took = measured - (now.allocated_bytes - now.peak_bytes)
-    before = now.timeline.peaks()
-    more = max(bytes - before.get(phase, 0) for phase, bytes in plan.timeline.peaks().items())
-    return took + more + plan.total_bytes - plan.peak_bytes
