@@ -142,7 +142,6 @@ def test_arguments_that_plan_refuses(folder, refused, arguments, message):
         (["diff", "a.json", "a.json", "--top", "-1"], "--top: got '-1'"),
         (["report", "a.json", "--top", "x"], "--top: got 'x'"),
         (["report", "a.json", "-o", "a.json"], "would be replaced"),
-        (["report", "a.json", "-o", "b", "--png", "b"], "--png is 'b', where the page goes"),
         (["report", "a.json", "-o", "b", "--terminal"], "--terminal writes no page"),
         (["convert", "state.pt", "b", "--to", "torch", "--key", "x"], "--key is 'x'"),
         (
@@ -214,10 +213,10 @@ def test_every_command_has_json_and_help(capsys):
 def test_report(folder, capsys, answer):
     report_files.plan().save("plan.json")
     report_files.write_snapshot(folder / "run.pickle", report_files.snapshot(500))
-    assert main(["report", "plan.json", "run.pickle", "--json", "--png", "out.png"]) == 0
+    assert main(["report", "plan.json", "run.pickle", "--json"]) == 0
     found = answer()
     assert found["format"] == "headroom.report/1"
-    assert found["written"] == ["plan.json.html", "out.png"]
+    assert found["written"] == ["plan.json.html"]
     plan = report_files.plan()
     assert found["parts"][0]["peak_bytes"] == plan.peak_bytes
     assert found["parts"][0]["total_bytes"] == plan.total_bytes

@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import resource
-import sys
 
 import pytest
 from headroom.cli import main
@@ -302,19 +301,3 @@ def test_text_for_a_terminal(tmp_path):
     assert "rung 3" in plain and "41.0% model-FLOPs utilization" in plain
     heights = [line for line in plain.splitlines() if "█" in line]
     assert len(heights) > 8
-
-
-def test_a_picture(tmp_path, monkeypatch):
-    parts = parts_of(tmp_path)
-    image = pytest.importorskip("PIL.Image")
-    from headroom.reports.png import draw
-
-    draw(parts, tmp_path / "out.png")
-    picture = image.open(tmp_path / "out.png")
-    assert picture.width > 900 and picture.height > 600
-    colors = {color for _, color in picture.convert("RGB").getcolors(1 << 20)}
-    assert {(0, 114, 178), (230, 159, 0), (0, 158, 115)} <= colors  # of kinds
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        report([tmp_path / "plan.json"], tmp_path / "o.html", png=tmp_path / "other.png")
-    assert not (tmp_path / "o.html").exists() and not (tmp_path / "other.png").exists()
