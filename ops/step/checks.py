@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from .._core.checks import check_number
 from .description import Step
 from .trees import tensors_in
 
-__all__ = ["check_batch_and_loss", "check_described", "check_number"]
+__all__ = ["check_batch_and_loss", "check_described"]
 
 PLAIN = (tuple, list, Mapping, DataLoader, Dataset)
 """Batches in which nothing but a tensor is looked for. Others may have them wherever they like."""
@@ -64,14 +63,3 @@ def check_batch_and_loss(step: Step) -> None:
     for name, value in (("loss", step.loss), ("forward", step.forward)):
         if value is not None and not callable(value):
             raise TypeError(f"{name} is {value!r}, wanted a function")
-
-
-def check_number(name: str, value: Any, wanted: str) -> None:
-    """Checks that a value is a number.
-
-    Raises:
-        TypeError: it is none; says what was wanted.
-    """
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or math.isnan(value):
-        raise TypeError(f"{name} is {value!r}, wanted {wanted}")

@@ -62,12 +62,12 @@ def explain(
     index = timeline.events - 1 if failure is None else min(failure.event, timeline.events - 1)
     kinds = timeline.by_kind(index)
     live, span = sum(kinds.values()), timeline.span(index)
-    called = enumerate(_lines_of_error(error)[:_LINES])
+    callers = enumerate(_lines_of_error(error)[:_LINES])
     lines = [
         "",
         f"Memory ran out on {snapshot.device}: {format_bytes(asked)} were asked for, and "
         f"{format_bytes(live)} were live, in step {span.step}, {span.phase}.",
-        *(f"{'  asked for' if n == 0 else '     called'} at {line}" for n, line in called),
+        *(f"{'  asked for' if n == 0 else '     called'} at {line}" for n, line in callers),
         "",
         f"{'live by kind':<22}{'bytes':>12}{'share':>9}",
     ]
