@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING
 from .._core.lazy import lazy
 
 if TYPE_CHECKING:
-    from . import accelerate, lightning, trainer, transformers
+    from . import accelerate, lightning, transformers
 else:
     __getattr__ = lazy(
         __name__,
         {
             "accelerate": ".accelerate",
             "lightning": ".lightning",
-            "trainer": ".trainer",
             "transformers": ".transformers",
         },
     )
 
-__all__ = ["accelerate", "lightning", "trainer", "transformers"]
+__all__ = ["accelerate", "lightning", "transformers"]
 
 
 def __dir__() -> list[str]:

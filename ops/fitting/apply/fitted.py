@@ -62,7 +62,8 @@ class Fitted(Chosen):
     _estimate: Callable[[Sequence[str]], Any] | None = None  # of other levels
 
     def __post_init__(self) -> None:
-        self._first = self.choice
+        self.first_choice = self.choice
+        """The choice that :func:`headroom.fit` made or was given, which the changes are of."""
         self._measure_anew()
 
     # ---- training -------------------------------------------------------------------------------
@@ -193,7 +194,7 @@ class Fitted(Chosen):
             (p for p in (*self.reachable, *self.frontier) if p.choice == choice), None
         )
         if known is None and self._estimate is not None:
-            if choice.but(levels=()) == self._first.but(levels=()):
+            if choice.but(levels=()) == self.first_choice.but(levels=()):
                 known = self._estimate(choice.levels)
         self.predicted_peak = None if known is None else known.peak
         self.predicted_seconds = None if known is None else known.seconds
@@ -240,12 +241,6 @@ class Fitted(Chosen):
         """Returns the next choice that takes less and is slower, or None."""
         peak = (1 - SAME) * (self.predicted_peak or 0)
         return next((point for point in reversed(self.frontier) if point.peak < peak), None)
-
-    @property
-    def first_choice(self) -> Choice:
-        """Returns the choice that :func:`headroom.fit` made or was given, which the changes are
-        of."""
-        return self._first
 
     @property
     def is_applied(self) -> bool:
