@@ -110,16 +110,8 @@ class FitsLoop:
     ) -> None:
         """Makes what measures the first steps."""
         assert self.fitted is not None
-        self.measured = ToldSteps(
-            model,
-            optimizer,
-            device,
-            self.fitted,
-            self.extra,
-            self._batches,
-            self.tell,
-            records=records,
-        )
+        told = self.fitted, self.extra, self._batches, self.tell
+        self.measured = ToldSteps(model, optimizer, device, *told, records=records)
 
 
 def _bytes(budget: Any) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..memory.events import KINDS
 
-__all__ = ["COLORS", "LADDER", "UNKNOWN", "color_of", "name_of"]
+__all__ = ["COLORS", "LADDER", "UNKNOWN", "color_of"]
 
 # Okabe and Ito's colors, which color-blind readers can tell apart, and two shades of them.
 COLORS = {
@@ -31,11 +31,6 @@ LADDER = {
     "saved activations": "activations",
 }
 """The kinds that the memory ladder counts, by what they are called there."""
-
-
-def name_of(kind: str) -> str:
-    """Returns a kind in words."""
-    return kind.replace("_", " ")
 
 
 def color_of(kind: str) -> str:

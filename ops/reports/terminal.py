@@ -9,7 +9,6 @@ from typing import Any
 from .._core.sizes import format_bytes
 from .._core.text import shortened
 from .files import Part
-from .kinds import name_of
 
 __all__ = ["text_of"]
 
@@ -39,8 +38,8 @@ def _recording(content: dict[str, Any], top: int) -> list[str]:
         lines.append(f"{format_bytes(facts['total_bytes'])} on {facts['device']}, predicted")
     lines += [f"peak of tensors {format_bytes(peak)}, {_where(facts)}", "", *_area(content), ""]
     for kind, size in facts["peak_by_kind"].items():
-        share = size / max(1, peak)
-        lines.append(f"{name_of(kind):<18}{format_bytes(size):>11}{share:>8.1%}  {_bar(share)}")
+        share, name = size / max(1, peak), kind.replace("_", " ")
+        lines.append(f"{name:<18}{format_bytes(size):>11}{share:>8.1%}  {_bar(share)}")
     owners = [owner for owner in content["owners"] if owner[4]][:top]
     if owners:
         lines += ["", f"{'owners at the peak':<44}{'bytes':>11}{'count':>8}"]
