@@ -15,14 +15,16 @@ from ..fitting.ranks import together
 from ..step.description import Step
 from ..step.randomness import generators_kept
 from .batches import repeated, sample_batch
-from .fits_loop import (
+from .loops import (
     OPTIMIZER_STAYS,
     FitsLoop,
+    batches_planned,
+    extra_bytes,
+    fit_in_loop,
     kept_or_found,
     optimizer_of_choice,
     with_kept,
 )
-from .loops import batches_planned, extra_bytes, fit_in_loop
 from .values import ValuesRead
 
 try:
@@ -51,7 +53,7 @@ class FitCallback(FitsLoop, Callback):
     A checkpoint keeps the choice. A run that resumes within the same budget takes it again, and
     measures nothing; within another budget it takes the same optimizer.
 
-    Arguments and attributes are those of :class:`headroom.integrations.fits_loop.FitsLoop`; and
+    Arguments and attributes are those of :class:`headroom.integrations.loops.FitsLoop`; and
 
     Args:
         fused_loss: whether models of transformers may compute their loss without logits;

@@ -13,14 +13,16 @@ from ..fitting import Fitted
 from ..fitting.ranks import gathered, together
 from ..step.description import Step
 from .batches import repeated
-from .fits_loop import FitsLoop, kept_or_found, with_kept
 from .loops import (
     WHOLE_BATCHES,
+    FitsLoop,
     batches_planned,
     extra_bytes,
     fit_in_loop,
+    kept_or_found,
     mixed_precision,
     rule_of_parts,
+    with_kept,
 )
 
 try:
@@ -63,7 +65,7 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
     it. Added to a Trainer that exists, it can only change levels and loss: use
     :func:`fit_trainer` then.
 
-    Arguments and attributes are those of :class:`headroom.integrations.fits_loop.FitsLoop`.
+    Arguments and attributes are those of :class:`headroom.integrations.loops.FitsLoop`.
     """
 
     _trains = False

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .._core.module_copies import deepcopy_with
 from ..step.errors import PlanError
 
-__all__ = ["Copier"]
+__all__ = ["Copier", "copy_attributes"]
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter)
 
@@ -75,9 +75,7 @@ class Copier:
             made = nn.Parameter(made, requires_grad=x.requires_grad)
         else:
             made.requires_grad_(x.requires_grad and x.is_leaf)
-        for name, value in vars(x).items():  # such as the axes that optimizers look for
-            if not name.startswith("_") and not hasattr(made, name):
-                setattr(made, name, value)
+        copy_attributes(x, made)
         if isinstance(x, nn.Buffer):
             made.persistent, made._is_buffer = getattr(x, "persistent", True), True
         return made
@@ -103,6 +101,13 @@ class Copier:
                     f"a copy of {type(value).__name__} cannot be made to plan with: {error}. Give "
                     "a function that makes it, as 'module:function', or plan with measure=True"
                 ) from error
+
+
+def copy_attributes(x: Tensor, made: Tensor) -> None:
+    """Gives a tensor the attributes of another, such as the axes that optimizers look for."""
+    for name, value in vars(x).items():
+        if not name.startswith("_") and not hasattr(made, name):
+            setattr(made, name, value)
 
 
 def _tensors_as_fakes(copier: Copier) -> AbstractContextManager[None]:

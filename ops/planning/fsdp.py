@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..step.trees import mapped, tensors_in
+from .copies import copy_attributes
 from .recorder import Recorder
 from .sharding import Sharding, Unit
 
@@ -43,9 +44,7 @@ class _Parameter:
 
 def _as_parameter(x: Tensor, like: Tensor) -> Tensor:
     made = nn.Parameter(x.detach(), requires_grad=like.requires_grad)
-    for name, value in vars(like).items():  # such as the axes that optimizers look for
-        if not name.startswith("_") and not hasattr(made, name):
-            setattr(made, name, value)
+    copy_attributes(like, made)
     return made
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .probe import scratch, unasked
+from .probe import asked, unasked
 
 __all__ = ["BODIES", "entry", "inside", "left_out"]
 
@@ -28,9 +28,9 @@ def inside(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: str) 
     """Returns the bytes and kinds of what an operation holds while its results are allocated."""
     name = func._schema.name
     if device == "cpu" and (name in _CONVOLUTIONS or (name in _PRODUCTS and _is_narrow(args))):
-        found = scratch(func, args, kwargs)
+        found = asked(func, args, kwargs)
         if found is not None:
-            return [(found, "temporaries")]
+            return [(found[0], "temporaries")]
     entry = _TABLE.get(name)
     return [] if entry is None else entry(args, kwargs, device)
 
