@@ -129,12 +129,8 @@ def described(fitted: Any) -> dict[str, Any]:
         "measured": {"peak_bytes": fitted.measured_peak, "seconds": fitted.measured_seconds},
         "changes": [vars(change) for change in fitted.changes],
         "frontier": [
-            {
-                "peak_bytes": point.peak,
-                "seconds": point.seconds,
-                "choice": point.choice.to_json(),
-            }
-            for point in fitted.frontier
+            {"peak_bytes": p.peak, "seconds": p.seconds, "choice": p.choice.to_json()}
+            for p in fitted.frontier
         ],
         "notes": fitted.notes,
     }
