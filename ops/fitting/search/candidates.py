@@ -256,7 +256,7 @@ class Candidates:
     def _costs(self, key: _Pass) -> _PassCosts | None:
         if key not in self._passes:
             try:
-                self._passes[key] = self._made(key)
+                self._passes[key] = self._new_costs(key)
             except RuntimeError as error:
                 reason = str(error)
                 if not isinstance(error, PlanError):
@@ -277,11 +277,9 @@ class Candidates:
         """Returns what is nearest to the model as it was given."""
         return _Pass(1, "given", self.techniques.fused_losses[0])
 
-    def _made(self, key: _Pass) -> _PassCosts | None:
+    def _new_costs(self, key: _Pass) -> _PassCosts | None:
         own = self.techniques.fused_losses[0]
-        if (
-            key.micro_batches > 1
-        ):  # whose bytes are those of the batch divided until they are planned
+        if key.micro_batches > 1:  # whose bytes are the batch's, divided, until they are planned
             whole = self._costs(key._replace(micro_batches=1))
             if whole is None:
                 return None
