@@ -15,10 +15,12 @@ decide what they keep, :mod:`headroom.checkpointing` recomputed activations,
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from . import functional  # registers the ops
-from ._core import binaries, upward
+from ._core import binaries
+from ._core.advice import advisers
 from ._core.lazy import lazy
 
 if TYPE_CHECKING:
@@ -74,7 +76,7 @@ else:
         """amp checkpointing fitting grad integrations loss memory nn optim patching planning
         profiling reports retrying state""".split(),
     )
-    upward.plan = lambda *args, **options: __getattr__("plan")(*args, **options)
+    advisers.append(lambda *seen: import_module(".planning.ways_out", __name__).ways_out(*seen))
 
 __all__ = [
     "GradAccumulator",

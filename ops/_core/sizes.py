@@ -32,9 +32,10 @@ def parse_bytes(size: int | float | str, name: str = "size") -> int:
     return int(size)
 
 
-def format_bytes(size: int | float) -> str:
-    """Returns a size with three or four digits: ``"1.50 GiB"``, ``"734 MiB"``, ``"512 B"``."""
-    sign, size = ("-" if size < 0 else ""), abs(size)
+def format_bytes(size: int | float, plus: str = "") -> str:
+    """Returns a size with three or four digits: ``"1.50 GiB"``, ``"734 MiB"``, ``"512 B"``; with
+    ``plus`` in front of one above 0."""
+    sign, size = ("-" if size < 0 else plus if size > 0 else ""), abs(size)
     if size < 1000:
         return f"{sign}{size:.0f} B"
     units = ["KiB", "MiB", "GiB", "TiB", "PiB"]

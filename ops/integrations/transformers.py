@@ -1,4 +1,4 @@
-"""What transformers' Trainer needs: fitting to a budget, and the loss that makes no logits."""
+"""Adapts transformers' Trainer: fits it to a budget, with the loss that makes no logits."""
 
 from __future__ import annotations
 

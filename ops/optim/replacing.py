@@ -47,6 +47,16 @@ def optimizer_of(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
             raise TypeError(
                 f"the function optimizer returned {optimizer!r}, wanted a torch.optim.Optimizer"
             )
+    check_parameters(optimizer, model)
+    return optimizer
+
+
+def check_parameters(optimizer: Any, model: nn.Module) -> None:
+    """Refuses an optimizer of another model.
+
+    Raises:
+        ValueError: it has parameters that the model lacks.
+    """
     own = {id(p) for p in model.parameters()}
     foreign = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in own]
     if foreign:
@@ -54,7 +64,6 @@ def optimizer_of(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
             f"the optimizer has {len(foreign)} parameters that the model does not have, the first "
             f"of shape {list(foreign[0].shape)}: make it from model.parameters()"
         )
-    return optimizer
 
 
 def is_headroom(optimizer: Any) -> bool:
