@@ -24,7 +24,7 @@ GOOD = {
     "pair": lambda: [checks.check_pair("betas", pair) for pair in ((1, 2), [0.1, 0.2])],
     "list": lambda: checks.check_list("m", [TWO, ONE], [TWO, ONE], (torch.float32,)),
     "numels": lambda: checks.check_list("m", [TWO], [ONE], (torch.float32,), [2]),
-    "steps": lambda: checks.check_steps([ONE.double(), ONE], [TWO, ONE]),
+    "choice": lambda: checks.check_choice("mode", "a", ("a", "b")),
     "scalars": lambda: checks.check_scalars(
         {"lr_tensor": ONE.double(), "grad_scale": ONE, "found_inf": None, "clip_coef": ONE[0]},
         [TWO],
@@ -45,6 +45,8 @@ BAD = {
     "lr must be a number, got '1'": lambda: checks.check_number("lr", "1"),
     "lr must be a float, got None": lambda: checks.check_number("lr", None, "a float"),
     "b is 1, wanted True or False": lambda: checks.check_flags(a=True, b=1),
+    "mode is 'c', wanted one of a, b": lambda: checks.check_choice("mode", "c", ("a", "b")),
+    "f: mode is 'c', wanted": lambda: checks.check_choice("mode", "c", ("a", "b"), "f: "),
     "n is True, wanted an integer": lambda: checks.check_count("n", True),
     "n is 2.0, wanted an integer": lambda: checks.check_count("n", 2.0),
     "n is 1, wanted 2 or more": lambda: checks.check_count("n", 1, 2),
@@ -62,8 +64,6 @@ BAD = {
     "m[0] is torch.float64, not among (torch.float32,)": lambda: checks.check_list(
         "m", [ONE.double()], [ONE], F32
     ),
-    "state_steps[0] has 2 elements, wanted 1": lambda: checks.check_steps([TWO], [TWO]),
-    "state_steps[0] is torch.int64, not": lambda: checks.check_steps([ONE.long()], [TWO]),
     "grad_scale must be a tensor of one": lambda: checks.check_scalars({"grad_scale": TWO}, [ONE]),
     "clip_coef must be a tensor of one element with a dtype among (torch.float32,)": (
         lambda: checks.check_scalars({"clip_coef": ONE.double()}, [ONE])

@@ -44,7 +44,7 @@ def test_points_that_tell_most():
 def drawn(monkeypatch, tmp_path):
     """Draws, and returns the axes, whose file is written too."""
     pytest.importorskip("matplotlib")
-    from headroom._core import frontier_chart
+    from headroom._core import drawing
 
     def draw(title, series):
         figures = []
@@ -53,7 +53,7 @@ def drawn(monkeypatch, tmp_path):
             figures.append(new_figure(*size))
             return figures[-1]
 
-        monkeypatch.setattr(frontier_chart, "new_figure", kept)
+        monkeypatch.setattr(drawing, "new_figure", kept)
         draw_frontier(tmp_path / "frontier.png", title, series)
         assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
         return figures[-1].axes[0]

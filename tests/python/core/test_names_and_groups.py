@@ -1,8 +1,10 @@
 """Names of parameters in messages, and groups of what one call takes."""
 
+import sys
+
 import pytest
 import torch
-from headroom._core.grouping import by_device, grouped, positions_by_device
+from headroom._core.grouping import by_device, grouped
 from headroom._core.lazy import lazy
 from headroom._core.names import bare_name_of, name_of, named_params, param_names
 
@@ -26,8 +28,7 @@ def test_groups_keep_the_order():
         (0, [4]),
     ]
     tensors = [torch.ones(1), torch.ones(1, device="meta"), torch.ones(2)]
-    cpu, meta = torch.device("cpu"), torch.device("meta")
-    assert positions_by_device(tensors) == {cpu: [0, 2], meta: [1]}
+    assert list(by_device(tensors)) == [torch.device("cpu"), torch.device("meta")]
     assert [[id(t) for t in ts] for ts in by_device(tensors).values()] == [
         [id(tensors[0]), id(tensors[2])],
         [id(tensors[1])],
@@ -37,8 +38,13 @@ def test_groups_keep_the_order():
 def test_names_that_are_imported_when_used():
     import headroom.loss
 
-    get = lazy("headroom.loss", {"gathered": ".gathered", "LOCAL": "headroom.grad.ranks"})
-    assert get("gathered") is headroom.loss.gathered and get("LOCAL") == "local"
-    assert vars(headroom.loss).pop("LOCAL") == "local"  # no call is needed for the next
+    names = {".gathered": ["_Gathered"], "headroom.grad.ranks": ["LOCAL"]}
+    get, shown = lazy("headroom.loss", names, ["gathered"])
+    gathered = sys.modules["headroom.loss.gathered"] if get("gathered") else None
+    assert headroom.loss.gathered is gathered and get("_Gathered") is gathered._Gathered
+    assert get("LOCAL") == "local" and shown() == headroom.loss.__all__
+    for name in ("_Gathered", "LOCAL"):  # no call is needed for the next
+        assert vars(headroom.loss).pop(name) is get(name)
+        del vars(headroom.loss)[name]
     with pytest.raises(AttributeError, match="module 'headroom.loss' has no attribute 'more'"):
         get("more")

@@ -80,3 +80,8 @@ WRITTEN = {
 @pytest.mark.parametrize("size", WRITTEN)
 def test_what_is_written(size):
     assert format_bytes(size) == WRITTEN[size]
+
+
+def test_a_sign_of_what_is_more():
+    assert format_bytes(1 << 20, "+") == "+1.00 MiB" and format_bytes(-5, "+") == "-5 B"
+    assert format_bytes(0, "+") == "0 B"

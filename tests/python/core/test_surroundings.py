@@ -1,4 +1,4 @@
-"""What a function must find as it was: generators, settings, parameters and buffers."""
+"""What a function must find as it was: settings, parameters and buffers."""
 
 import warnings
 
@@ -7,7 +7,6 @@ import torch
 from headroom._core.surroundings import (
     Buffers,
     Parameters,
-    Random,
     Settings,
     is_plain,
     is_trained,
@@ -80,18 +79,7 @@ def test_leaves_views_and_versions():
     assert version_of(nn.LazyLinear(1).weight) is None
 
 
-# ---- Generators and settings ---------------------------------------------------------------------
-
-
-def test_random_numbers_are_drawn_again():
-    random = Random([torch.ones(1)])
-    assert not random.moved()
-    first = torch.rand(3)
-    assert random.moved()
-    after = torch.get_rng_state()
-    with random.restored():
-        assert torch.equal(torch.rand(3), first)
-    assert torch.equal(torch.get_rng_state(), after)
+# ---- Settings ------------------------------------------------------------------------------------
 
 
 CHANGES = {

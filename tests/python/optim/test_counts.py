@@ -1,20 +1,21 @@
 """Counts of skipped steps, and when they come to the host."""
 
 import torch
-from headroom._core.skips import LateCounts, count_step, new_counts, skip_flag
+from headroom.optim.counts import LateCounts, SkippedSteps
 
 
 def test_steps_are_counted():
-    """All that were skipped, and those in a row, from any flag of one element."""
-    counts = new_counts(torch.device("cpu"))
+    """All that were skipped, and those in a row, from any flag of one element; every third time
+    those in a row are looked at, and said where they are three or more."""
+    skips, seen, said = SkippedSteps(), [], []
+    counts = skips.on(torch.device("cpu"))
     assert counts.dtype == torch.int64 and counts.tolist() == [0, 0]
-    seen = []
     for flag in (1.0, 0.5, 0.0, torch.nan, -2.0, torch.inf, 0.0, 1.0):
-        count_step(counts, skip_flag(torch.tensor([[flag]]), counts.device))
+        said.append(skips.prepared(torch.tensor([[flag]], requires_grad=True), 3)())
         seen.append(counts.tolist())
     assert seen == [[1, 1], [2, 2], [2, 0], [3, 1], [4, 2], [5, 3], [5, 0], [6, 1]]
-    flag = skip_flag(torch.ones(1, requires_grad=True), counts.device)
-    assert flag.dtype == torch.int64 and flag.shape == () and not flag.requires_grad
+    assert said == [[], [], [], [], [], [3], [], []]
+    assert skips.on(counts.device) is counts and skips.total() == 6
 
 
 def test_counts_arrive_once_in_their_order():
