@@ -131,9 +131,10 @@ class Replay(TorchDispatchMode):
             return whole
         differs = [d for d, (a, b) in enumerate(zip(whole.shape, size)) if a != b]
         if whole.dim() == len(size) and len(differs) == 1:
-            each, rest = divmod(whole.shape[differs[0]], self._samples)
-            if rest == 0 and size[differs[0]] == each * samples:
-                return whole.narrow(differs[0], each * start, each * samples)
+            (dim,) = differs
+            each, rest = divmod(whole.shape[dim], self._samples)
+            if rest == 0 and size[dim] == each * samples:
+                return whole.narrow(dim, each * start, each * samples)
         self.is_exact = False
         return whole.new_zeros(size)
 

@@ -263,6 +263,10 @@ def permuted(model, x):
     return x[torch.randperm(len(x))].cumsum(0)
 
 
+def for_pairs(model, x):
+    return x + torch.rand(len(x), len(x)).mean(1, keepdim=True)
+
+
 def with_its_own(model, x):
     made = vars(model).setdefault("generator", torch.Generator().manual_seed(3))
     return x + torch.rand(x.shape, generator=made)
@@ -278,7 +282,7 @@ def with_python(model, x):
 
 
 @pytest.mark.parametrize(
-    "does", [weighed_by_chance, permuted, with_its_own, with_numpy, with_python]
+    "does", [weighed_by_chance, permuted, for_pairs, with_its_own, with_numpy, with_python]
 )
 def test_random_numbers_that_parts_cannot_get(does):
     step = step_of(Model(does), (torch.randn(6, WIDTH), torch.randn(6, 1)))
