@@ -83,6 +83,14 @@ def test_the_seconds_of_passes(still, again):
     assert seconds_of_pass(step_of(model, x), model, model.blocks).blocks == 5
 
 
+def test_no_hook_stays_on_a_batch_that_blocks_take(still):
+    model = nn.Sequential(Slow(still, 1, 10), Slow(still, 2, 20))
+    x = torch.ones(3, 2, requires_grad=True)
+    step = step_of(model, x, forward=lambda model, x: model(x).sum())
+    assert seconds_of_pass(step, model, model) == PassSeconds(33, 0)
+    assert not x._backward_hooks
+
+
 def test_the_least_seconds_of_two_passes():
     assert PassSeconds(1, 4).least(PassSeconds(2, 3)) == PassSeconds(1, 3)
 

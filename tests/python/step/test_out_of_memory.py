@@ -59,3 +59,4 @@ def test_errors_that_say_nothing_of_memory(kind):
     assert is_out_of_memory(kind("DefaultCPUAllocator: not enough memory")) == (
         kind is RuntimeError
     )
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("x"))
