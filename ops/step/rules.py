@@ -140,7 +140,7 @@ def _error(
         got = [float(share) * one[name] for one, share in zip(found, each) if share and name in one]
         wanted = whole.get(name)
         difference = sum(got) - (0.0 if wanted is None else wanted)
-        error = float(torch.as_tensor(difference, device="cpu").norm())
+        error = float(torch.as_tensor(difference).norm())
         errors.append(error / (norms.get(name, 0.0) + ROUNDING * largest))
     return math.nan if any(map(math.isnan, errors)) else max(errors)
 

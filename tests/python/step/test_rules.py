@@ -161,12 +161,6 @@ def test_at_most_16_samples_in_8_parts_are_compared():
         seen.clear()
 
 
-def test_another_default_device_is_none_of_the_steps():
-    step = step_of(Model(draws=True), (torch.randn(6, WIDTH), torch.randn(6, 1)))
-    with torch.device("meta"):
-        assert rule_of(step, rules_of(step)) == "samples"
-
-
 def test_gradients_that_vanish_without_a_scale():
     model = nn.Linear(WIDTH, 1).half()
     x = torch.randn(6, WIDTH).half()
