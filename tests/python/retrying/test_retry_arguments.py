@@ -99,13 +99,17 @@ def test_several_ranks_are_refused(ranks):
     ranks(refused)
 
 
-def test_one_rank_is_none_of_several():
+def test_one_rank_is_none_of_several(monkeypatch):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        retry_on_oom(step_of(model, optimizer), model=model, optimizer=optimizer)(torch.ones(3, 2))
+        step = retry_on_oom(step_of(model, optimizer), model=model, optimizer=optimizer)
+        step(torch.ones(3, 2))
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        with pytest.raises(RuntimeError, match="2 ranks train"):
+            step(torch.ones(3, 2))
     finally:
         torch.distributed.destroy_process_group()
 

@@ -197,13 +197,13 @@ def test_blocks_of_transformers_that_are_checkpointed_already():
 
 
 class Counts(nn.Linear):
-    """Multiplies by a number that grows with each call."""
+    """Multiplies by a number that grows with each call, unless it is steady."""
 
-    calls = 0
+    calls, is_steady = 0, False
 
     def forward(self, x):
         self.calls += 1
-        return super().forward(x * self.calls).tanh()
+        return super().forward(x if self.is_steady else x * self.calls).tanh()
 
 
 def test_levels_are_given_up_where_a_block_computes_something_else_when_it_runs_again():
@@ -226,6 +226,18 @@ def test_levels_are_given_up_where_a_block_computes_something_else_when_it_runs_
     with pytest.raises(RuntimeError, match="nothing of levels") as caught:
         step(x)
     assert "headroom" not in said(caught.value)
+
+
+def test_levels_that_are_given_up_are_those_of_the_beginning():
+    model = nn.Sequential(*(Counts(3, 3) for _ in range(3)))
+    model[0].is_steady = True
+    headroom.patch(model, save=["L5", "L0", "L0"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fail = Failing(MemoryError("no room"))
+    step = retry_on_oom(step_of(model, optimizer, fail), model=model, optimizer=optimizer)
+    with pytest.warns(UserWarning, match="levels stay as they are"):
+        step(torch.ones(2, 3))
+    assert ["forward" in vars(block) for block in model] == [True, False, False]
 
 
 def test_a_fitted_model_with_a_scaler():
