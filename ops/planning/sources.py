@@ -61,7 +61,7 @@ def _from_text(text: str) -> nn.Module:
     if Path(text).exists():
         return _from_config(_read(Path(text)))
     module, colon, function = text.partition(":")
-    if colon and function and os.sep not in text:
+    if module and function and os.sep not in text:
         return _called(_function(module, function), text)
     if colon or text.endswith(".json") or text.startswith((".", os.sep, "~")):
         raise PlanError(f"there is no file {text!r} and no function of this name")

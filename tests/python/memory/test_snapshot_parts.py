@@ -61,14 +61,12 @@ def test_pages_and_blocks_of_a_history():
 
 def test_what_another_took_the_place_of_has_ended():
     """Another thread freed it, which recorders do not see: the later one stays."""
-    made = history(
-        Event("alloc", 8192, 100), Event("alloc", 8250, 10), Event("alloc", 12288, 10),
-        Event("alloc", 12280, 50), Event("alloc", 12330, 5),
-    )  # fmt: skip
+    places = ((8192, 100), (8250, 10), (12288, 10), (12280, 50), (12320, 5), (8280, 5))
+    made = history(*(Event("alloc", at, size) for at, size in places))
     made.end_what_was_overwritten()
     live = sorted((made.address(a), a.bytes) for a in made.allocations if a.end is None)
-    assert live == [(4096, 100), (8250, 10), (12280, 50), (12330, 5)]
-    assert [a.end for a in made.allocations] == [None, 2, None, 4, None, None]
+    assert live == [(4096, 100), (8250, 10), (8280, 5), (12320, 5)]
+    assert [a.end for a in made.allocations] == [None, 2, None, 4, 5, None, None]
 
 
 def test_lines_of_paths_with_spaces(tmp_path):

@@ -99,6 +99,13 @@ def test_a_plan_as_text():
     assert max(map(len, long.splitlines())) <= 80
 
 
+def test_the_largest_owners_are_shown():
+    rows = [Allocation(n, 100 + n, module="x" * (n + 1)) for n in range(12)]
+    lines = str(Plan(Timeline(rows, [Span(1, 0, "forward")]))).splitlines()
+    assert [line.split()[0] for line in lines[-8:]] == ["x" * n for n in range(12, 4, -1)]
+    assert "largest owners" in lines[-9]
+
+
 def test_batches_of_other_sizes():
     x = torch.ones(4, 3, dtype=torch.int32)
     batch = {"x": x, "row": torch.ones(3), "scalar": torch.ones(()), "text": "t", "y": x[:, 0]}
