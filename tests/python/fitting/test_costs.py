@@ -10,6 +10,8 @@ from headroom.fitting.search.candidate import Candidate, Frontiers, levels_of
 from headroom.memory import Allocation, Span, Timeline
 from headroom.planning.result import DeviceShare, Plan
 
+from helpers.frozen import are_frozen
+
 #                 held backward released forward kept seconds
 MOST = LevelCost(100, 60, 40, 120, 8, 1.0, 2.0)
 LEAST = LevelCost(10, 160, 130, 110, 4, 1.0, 3.0)
@@ -34,6 +36,7 @@ def plan(states=50):
 
 
 def test_seconds_are_scaled_and_added():
+    assert are_frozen(MOST, block(), Measured([block()]))
     assert MOST.seconds == 3 and MOST.scaled(2) == replace(
         MOST, forward_seconds=2.0, backward_seconds=4.0
     )
@@ -75,6 +78,7 @@ def test_the_peak_of_levels():
 def test_the_outline_of_a_part():
     whole = Outline(1500, 40, 61, 30, 2000, plan())
     found = whole.part(4)
+    assert are_frozen(found)
     standing, gradients = 1000, 90  # when the forward pass begins, and the most
     assert whole.standing["parameters"] == standing and whole.all_gradients == gradients
     assert found.base == standing + -(-500 // 4) + gradients
@@ -110,6 +114,7 @@ def candidate(choice=AS_IT_IS, planned=None, **options):
 
 def test_a_candidate_adds_the_device_and_the_rest():
     found = candidate()
+    assert are_frozen(found)
     assert found.keeping_all == ("L0", "L0")
     point = found.at(("L0", "L5"))
     assert (point.peak, point.levels) == (1000 + 270 + 5000, ("L0", "L5"))
@@ -144,6 +149,7 @@ def test_gradients_do_not_stay_if_they_are_released_or_there_before():
 def test_levels_that_a_block_can_be_set_to():
     """Blocks behind one run forward while what it keeps is there."""
     first, second = levels_of(Measured([block(), block("b", 31)]))
+    assert are_frozen(first, *first.levels)
     assert [(x.name, x.held, x.backward, x.forward, x.seconds) for x in first.levels] == [
         ("L0", 100, 60, 120, 3.0), ("L5", 10, 160, 110, 4.0),
     ]  # fmt: skip

@@ -13,6 +13,8 @@ from headroom.fitting.search.knapsack import Point, choose
 from headroom.step.description import Step
 from torch import nn
 
+from helpers.frozen import are_frozen
+
 MIB = 1 << 20
 CPU = torch.device("cpu")
 
@@ -33,6 +35,7 @@ CHOICES = {
 
 def test_a_choice_in_words():
     assert {str(choice): choice for choice in CHOICES.values()} == CHOICES
+    assert are_frozen(*CHOICES.values())
     assert [c.changes for c in CHOICES.values()] == [0, 0, 0, 1, 1, 2, 1, 2, 5]
     assert [c.needs for c in CHOICES.values()] == [
         (), (), (), (), (), ("8bit", "bf16"), ("adafactor",), (), ("8bit", "bf16"),
@@ -120,6 +123,7 @@ def test_a_report_of_little():
 
 def test_the_report_for_json():
     fitted = made()
+    assert are_frozen(*fitted.changes, *fitted.frontier)
     found = json.loads(json.dumps(fitted.to_json()))
     assert found == {
         "format": "headroom.fitted/1", "model": "Linear", "budget_bytes": 100 * MIB,
@@ -180,7 +184,7 @@ def test_what_a_ladder_shows():
             ]
         )
     )
-    assert found.rungs(2) == [first, points[2], points[0]]
+    assert are_frozen(first) and found.rungs(2) == [first, points[2], points[0]]
     bare = Ladder("GPT", "cuda:0", first, [Rung("as it is", 10, 0.0)])
     assert str(bare).splitlines()[:2] == [
         "GPT on cuda:0: 1 choices",
@@ -273,6 +277,7 @@ def test_a_step_of_arguments():
 
 
 def test_the_fastest_point_within_a_budget():
+    assert are_frozen(Point(10, 3.0, ("L5",)))
     points = [Point(10, 3.0, ("L5",)), Point(20, 2.0, ("L2",)), Point(30, 1.0, ("L0",))]
     for budget, wanted in ((9, None), (10, 0), (19, 0), (20, 1), (29, 1), (30, 2), (99, 2)):
         assert choose(points, budget) is (None if wanted is None else points[wanted])

@@ -11,6 +11,8 @@ from headroom.memory import Allocation, Timeline
 from headroom.planning import Plan
 from headroom.step.errors import PlanError
 
+from helpers.frozen import are_frozen
+
 GIVEN, OURS, EIGHT = (Choice(optimizer=name) for name in ("given", "headroom", "8bit"))
 PARTS = Choice(micro_batches=2)
 KEEPS, RUNS_AGAIN = ("L0",), ("L5",)
@@ -90,7 +92,7 @@ def best(budget, *args, **options):
 def test_the_fastest_that_fits_is_planned_and_taken():
     rows = {GIVEN: (5000, 3.0), OURS: (5000, 2.0), EIGHT: (2000, 2.5)}
     found, made = best(10_000, rows)
-    assert (found.choice, found.seconds) == (OURS.but(levels=KEEPS), 3.0)
+    assert (found.choice, found.seconds) == (OURS.but(levels=KEEPS), 3.0) and are_frozen(found)
     assert found.plan.total_bytes == 6000 and found.blocks == ("block",)
     assert made.plans == [found.choice]  # all keep all: nothing can be faster
     found, made = best(5200, rows)  # of which 8-bit moments at L0 are the fastest

@@ -11,6 +11,7 @@ from headroom.step.description import Step
 from torch import nn
 
 from helpers.fitted_models import llama
+from helpers.frozen import are_frozen
 
 GIVEN, OURS = Choice(), Choice(optimizer="headroom")
 
@@ -43,7 +44,7 @@ def test_every_choice_in_order():
         )
     )
     assert found.micro_batches == (1, 2, 6) and found.fused_losses == (False,)
-    assert found.notes == () and found.allowed == () and found.only == {}
+    assert are_frozen(found) and found.notes == () and found.allowed == () and found.only == {}
     assert found.parts_add_up is False and techniques(add_up=True).parts_add_up is True
     assert type(found.optimizer_of(OURS)) is headroom.optim.AdamW
     assert found.optimizer_of(GIVEN) is found.step.optimizer

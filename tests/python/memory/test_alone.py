@@ -7,6 +7,8 @@ from headroom.step import clock
 from headroom.step.calls import Call
 from torch import nn
 
+from helpers.frozen import are_frozen
+
 ROWS, IN, OUT = 7, 24, 40
 X, Y, W = 4 * ROWS * IN, 4 * ROWS * OUT, 4 * IN * OUT
 CPU = torch.device("cpu")
@@ -43,6 +45,7 @@ def bytes_of(*given, **options):
 
 def test_the_bytes_of_a_matrix():
     found = bytes_of(nn.Linear(IN, OUT, False), x())
+    assert are_frozen(found, alone(nn.Linear(IN, OUT, False), x()))
     # Backward: the gradient of the result, which is freed by then, beside those of weight and
     # input, and the loss and its gradient.
     assert found == Bytes(Y, 0, Y, W + X + 8, W + X + 8, W, W)

@@ -13,6 +13,8 @@ from headroom.step.description import Step
 from headroom.step.errors import PlanError
 from torch import nn
 
+from helpers.frozen import are_frozen
+
 CPU = torch.device("cpu")
 EVERY = {"checkpoint_every(model, 1)", "checkpoint_every(model, 2)"}
 HALVES = "two micro-batches of half the size"
@@ -181,7 +183,7 @@ def test_advice_is_sorted_cut_and_shown():
         "checkpoint_every(model, 2): 100 B less, about 17 % slower\n"
         "    headroom.checkpoint_every(model, 2)"
     )
-    assert repr(found) == str(found) == "\n".join(map(str, found))
+    assert are_frozen(*found) and repr(found) == str(found) == "\n".join(map(str, found))
     assert [a.name for a in advise(step, plan_of(1000), lambda changed: plan_of(900), 2)] == sorted(
         EVERY
     )

@@ -9,6 +9,8 @@ from headroom.planning.allocator import Allocator
 from headroom.planning.replay import replay
 from torch import nn
 
+from helpers.frozen import are_frozen
+
 MIB = 1 << 20
 
 
@@ -45,7 +47,7 @@ def grow(*sizes):
 def test_growing(sizes, allocated, reserved):
     got = replay(grow(*sizes))
     assert (got.requested_peak, got.reserved_peak) == (sum(sizes), reserved)
-    assert got.allocated_peak == allocated
+    assert got.allocated_peak == allocated and are_frozen(got)
     assert got.rounding + got.fragmentation == reserved - sum(sizes)
 
 

@@ -35,10 +35,14 @@ def planned(model, optimizer, sample=None, loss=F.cross_entropy, **options):
 
 def test_an_mlp_is_what_a_hand_counts():
     model = mlp()
+    model[0].register_buffer("table", torch.zeros(100))
     plan = planned(model, torch.optim.AdamW(model.parameters()))
     steps = 4 * 4  # counters of the four parameters
     kinds = plan.peak_by_kind
-    assert kinds["parameters"] == PARAMETERS
+    assert kinds["parameters"] == PARAMETERS and kinds["buffers"] == 400
+    owners = {(owner.kind, owner.module, owner.op): owner.bytes for owner in plan.peak_owners}
+    assert owners["buffers", "0", "0.table"] == 400 and owners["batch", None, "batch"] == BATCH
+    assert owners["parameters", "2", "2.weight"] == 4 * OUT * HIDDEN
     assert kinds["optimizer_state"] == 2 * PARAMETERS + steps
     # At the peak the ReLU goes backward: its result and two gradients of that size exist.
     assert kinds["gradients"] == 4 * (OUT * HIDDEN + OUT)

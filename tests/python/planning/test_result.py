@@ -9,6 +9,8 @@ from headroom.planning.batches import resized, samples_of
 from headroom.planning.device import device_share
 from headroom.planning.result import DeviceShare
 
+from helpers.frozen import are_frozen
+
 MIB = 1 << 20
 
 
@@ -38,7 +40,7 @@ SHARE = DeviceShare(3 * MIB, 7 * MIB, 10 * MIB, 380 * MIB, "somebody")
 def test_the_numbers_of_a_plan():
     plan = Plan(timeline("cuda"), SHARE)
     assert plan.peak_bytes == 320 * MIB and SHARE.bytes == 400 * MIB
-    assert plan.total_bytes == 720 * MIB
+    assert plan.total_bytes == 720 * MIB and are_frozen(SHARE)
     assert plan.reserved_bytes == 340 * MIB and plan.allocated_bytes == 333 * MIB
     assert (plan.first_step, plan.steady) == (200 * MIB, 320 * MIB)
     assert plan.fits("720 MiB") and not plan.fits(720 * MIB - 1)

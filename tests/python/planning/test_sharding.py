@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from helpers.frozen import are_frozen
 from helpers.mesh import mesh
 
 MIB = 1 << 20
@@ -133,7 +134,9 @@ def test_what_is_wrapped():
     each = [("", ()), ("0", root), ("1.0", inner[:2]), ("1.1", inner[2:])]
     assert units([nn.Linear]) == each
     assert units(["1", "1.0"]) == [("", root), ("1", inner[2:]), ("1.0", inner[:2])]
-    names = [unit.module for unit in sharding_of(matrices(), 2, "fsdp")[1].units]
+    sharding = sharding_of(matrices(), 2, "fsdp")[1]
+    assert are_frozen(sharding, sharding.how, *sharding.units, DDP())
+    names = [unit.module for unit in sharding.units]
     assert names == ["", "0", "1", "2"]
 
 

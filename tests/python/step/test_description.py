@@ -12,6 +12,7 @@ from headroom.step.loss import loss_of
 from torch import nn
 
 from helpers.fitting import step_of
+from helpers.frozen import are_frozen
 
 
 def test_what_is_usual():
@@ -21,7 +22,7 @@ def test_what_is_usual():
     assert {name: value for name, value in usual.items() if value is not None} == flags | {
         "accumulation": 1, "set_to_none": True, "steps": 2, "rule": "samples",
     }  # fmt: skip
-    assert step.described() == {"optimizer": "none"}
+    assert step.described() == {"optimizer": "none"} and are_frozen(step)
 
 
 def test_options_in_words():
