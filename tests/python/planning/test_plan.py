@@ -214,6 +214,20 @@ def test_states_of_generators_that_are_kept(make, drop):
     assert plan.peak_bytes == tracked.peak_bytes
 
 
+def test_blocks_that_draw_a_seed_are_planned():
+    """Its value is asked for, which fakes do not have and which changes no size."""
+    config = headroom.nn.TransformerConfig(
+        vocab_size=64, hidden_size=32, features=64, layers=2, heads=4, dropout=0.1
+    )
+    model, ids = headroom.nn.Transformer(config), torch.randint(64, (2, 32))
+    plan = headroom.plan(model, None, ids, forward=lambda model, ids: model(ids).square().mean())
+    with track(model, batch=ids, stacks=False) as tracked:
+        for _ in range(2):
+            model(ids).square().mean().backward()
+            model.zero_grad()
+    assert plan.peak_bytes == pytest.approx(tracked.peak_bytes, rel=0.01)
+
+
 def test_release_gives_gradients_back_within_backward():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     optimizer = headroom.optim.AdamW(model.parameters())
