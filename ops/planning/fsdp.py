@@ -252,11 +252,9 @@ class ShardedModel:
         self._copied_by_gloo(sent, unit)
         if reduced != kept:
             result = result.to(kept)
-        at = 0
         for parameter in parameters:
             shard = parameter.shard
-            new = result[at : at + shard.numel()].view(shard.shape)
-            at += parameter.elements
+            new = result[: shard.numel()].view(shard.shape)  # wherever in the buffer it is
             if shard.grad is None:
                 shard.grad = new
                 self._recorder.know(new, "gradients", unit.name, unit.name)

@@ -112,9 +112,9 @@ def _safe_softmax(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> S
 def _layer_norm_backward(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
     if device != "cpu":
         return []
-    # layer_norm_kernel.cpp: sums of each thread for the weight and the bias.
+    # layer_norm_kernel.cpp: sums of each thread for the weight and the bias, in the dtype of x.
     x, columns = args[1], math.prod(args[2])
-    return [(2 * torch.get_num_threads() * columns * _wide(x), "temporaries")]
+    return [(2 * torch.get_num_threads() * columns * x.element_size(), "temporaries")]
 
 
 @entry("aten::embedding", "aten::embedding_dense_backward")

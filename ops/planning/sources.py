@@ -62,7 +62,7 @@ def _from_text(text: str) -> nn.Module:
     if Path(text).exists():
         return _from_config(_read(Path(text)))
     module, colon, function = text.partition(":")
-    if colon and function and os.sep not in text:
+    if module and function and os.sep not in text:
         try:
             return _called(named(text), text)
         except (ModuleNotFoundError, AttributeError) as error:

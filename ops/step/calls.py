@@ -42,13 +42,9 @@ class Call:
         """Returns the arguments for another call. Those that require gradients are no leaves, as
         in a model, so that a block may change them in place; objects that a call may change, such
         as caches, are copies."""
-        made: dict[int, Tensor] = {}
 
         def renewed(x: Tensor) -> Tensor:
-            if id(x) not in made:
-                needs_grad = id(x) in self._needs_grad
-                made[id(x)] = x.detach().requires_grad_().clone() if needs_grad else x
-            return made[id(x)]
+            return x.detach().requires_grad_().clone() if id(x) in self._needs_grad else x
 
         return _mapped(self._given, renewed)
 

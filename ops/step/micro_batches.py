@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -108,13 +109,9 @@ def resized(batch: Any, samples: int) -> Any:
 def counts(samples: int | None) -> Iterator[int]:
     """Yields the numbers of micro-batches to look at: of those that divide the samples, the first
     from each power of two on, up to 64."""
-    last = 1
     for power in range(1, 7):
         fitting = (n for n in range(2**power, 2 ** (power + 1)) if samples and samples % n == 0)
-        count = next(fitting, last)
-        if count > last:
-            yield count
-            last = count
+        yield from islice(fitting, 1)
 
 
 def mixes_samples(model: nn.Module) -> bool:

@@ -102,8 +102,8 @@ class _Marks:
         """Returns what the marks say. Where the arguments of the first block need no gradient, the
         backward pass ends in it."""
         at = list(accumulate(self._watch.seconds(), initial=0.0))
-        first = dict(reversed(list(zip(self._names, at, strict=True))))
-        last = dict(zip(self._names, at, strict=True))
+        marks = list(zip(self._names, at))
+        first, last = dict(reversed(marks)), dict(marks)
         blocks = 0.0
         if "out" in last:
             blocks += last["out"] - first["in"]

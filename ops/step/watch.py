@@ -149,10 +149,8 @@ def listening(
             unpacked(name)
         return _given_back(tensor, version)
 
-    stack = ExitStack()
     with ExitStack() as undo:
         undo.enter_context(saved_tensors_hooks(hidden(pack), hidden(unpack)))
         undo.callback(setattr, saved_tensors_hooks, "__enter__", enter)
         saved_tensors_hooks.__enter__ = listening_enter
-        stack = undo.pop_all()
-    return stack
+        return undo.pop_all()

@@ -1,10 +1,13 @@
 """Assertions about memory fail when they should, and say who it was."""
 
+import gc
 import inspect
+import threading
 
 import pytest
 import torch
 from headroom import memory
+from headroom.memory.collecting import no_collections
 from torch import nn
 
 pytest_plugins = "pytester"
@@ -150,6 +153,107 @@ def test_what_is_replaced_or_made_once_is_no_growth():
     test()
     with pytest.raises(ValueError, match="steps=1, warmup=2; wanted at least 2 and 0"):
         memory.assert_no_growth(test, steps=1)
+
+
+def test_options_of_decorated_tests_that_may_not_grow():
+    kept, calls = [], []
+
+    def leak(size, times=1):
+        calls.append(size)
+        kept.extend(torch.zeros(size) for _ in range(times))
+
+    memory.assert_no_growth(steps=3, warmup=1, tolerance=512)(leak)(64, times=2)
+    assert calls == [64] * 4
+    with pytest.raises(memory.checks.GrowthError, match="each of 2 steps left 512 B") as caught:
+        memory.assert_no_growth(steps=3, warmup=0, tolerance=511)(leak)(64, times=2)
+    assert [a.bytes for a in caught.value.allocations] == [256] * 4
+    assert {a.step for a in caught.value.allocations} == {0, 1}
+    assert memory.assert_no_growth(steps=2)(leak).__name__ == "leak"
+    assert memory.assert_no_growth(lambda: None) is None and len(calls) == 4 + 3
+    calls.clear()
+    memory.assert_no_growth(lambda: calls.append(1))
+    assert len(calls) == 5 + 2
+    with pytest.raises(ValueError, match="steps=2, warmup=-1"):
+        memory.assert_no_growth(leak, steps=2, warmup=-1)
+
+
+def test_a_report_of_growth_names_five_places():
+    kept, has_more = [], True
+
+    def step():
+        for size in (10, 20, 30):
+            kept.append(torch.zeros(size))  # 240 bytes in three pieces
+        kept.append(torch.ones(40))
+        kept.append(torch.ones(50))
+        kept.append(torch.full((70,), 1.0))
+        kept.append(torch.arange(80.0))
+        if has_more:
+            kept.append(torch.rand(1))
+            kept.append(torch.rand(2))
+
+    with pytest.raises(memory.checks.GrowthError) as caught:
+        memory.assert_no_growth(step, steps=2)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "each of 1 steps left 1.18 KiB behind, on average"
+    assert [line for line in lines if "pieces" in line] == [
+        f"  {size} B in {count} pieces, of 1 steps, by aten::{op}"
+        for size, count, op in (
+            (320, 1, "arange"), (280, 1, "full"), (240, 3, "zeros"), (200, 1, "ones"),
+            (160, 1, "ones"),
+        )
+    ]  # fmt: skip
+    assert lines[-1] == "  and 2 more"
+    has_more = False
+    with pytest.raises(memory.checks.GrowthError) as caught:
+        memory.assert_no_growth(step, steps=2)
+    assert "more" not in str(caught.value)
+
+
+def test_options_of_a_peak():
+    model = nn.Linear(64, 64)
+
+    @memory.assert_peak_below("1 KiB", model, top=1)
+    def step():
+        model(torch.ones(2, 64))
+
+    for _ in range(2):  # each call alone, with the same options
+        with pytest.raises(memory.checks.PeakMemoryError) as caught:
+            step()
+        text = str(caught.value)
+        assert text.startswith("17.") and "more than the limit of 1.00 KiB" in text
+        assert sum(line.startswith(" " * 18) for line in text.splitlines()) == 1  # the rest
+        assert caught.value.timeline.peak_by_kind["parameters"] == 4 * 65 * 64
+    peak = caught.value.timeline.peak_bytes
+    with memory.assert_peak_below(peak, model):
+        model(torch.ones(2, 64))
+    with pytest.raises(memory.checks.PeakMemoryError, match="1 B more than the limit"):
+        with memory.assert_peak_below(peak - 1, model):
+            model(torch.ones(2, 64))
+
+
+def test_collections_are_as_before():
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            with pytest.raises(KeyError), no_collections(), no_collections():
+                assert not gc.isenabled()
+                raise KeyError
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()
+
+
+def test_what_another_thread_replaces_is_no_growth():
+    """Also in the last step."""
+    leaf, kept = torch.ones(64, requires_grad=True), {}
+
+    def step():
+        made = {"last": leaf.exp()}  # which autograd keeps, so that its end is seen
+        thread = threading.Thread(target=kept.update, args=(made,))
+        thread.start()
+        thread.join()
+
+    memory.assert_no_growth(step, steps=4)
 
 
 def test_growth_ends_the_recording_when_a_step_raises():

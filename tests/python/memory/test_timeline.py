@@ -5,6 +5,7 @@ import random
 
 import pytest
 from headroom.memory import KINDS, Allocation, Span, Timeline, format_bytes, parse_bytes
+from headroom.memory.stream import Event, Label, Note, resolve
 
 
 def _timeline():
@@ -122,3 +123,50 @@ def test_sizes_are_printed_in_binary_units():
     sizes = [0, 999, 1000, 1024, 734 << 20, 1023 << 20, 3 << 29, 70 << 40, -2048]
     wanted = ["0 B", "999 B", "0.98 KiB", "1.00 KiB", "734 MiB", "1.00 GiB", "1.50 GiB"]
     assert [format_bytes(size) for size in sizes] == [*wanted, "70.0 TiB", "-2.00 KiB"]
+
+
+def test_events_and_notes_by_hand():
+    notes = [
+        Note(
+            [Label(100, 10, "activations", None, None, ("a.py:1 f",))], phase="forward", module="up"
+        ),
+        Note([Label(100, 10, "gradients", "up", "weight")], phase="backward"),
+        Note(freed=[(500, False), (100, False)], phase="optimizer"),
+        Note(ends_step=True),
+        Note(freed=[(100, True)], phase="forward"),
+    ]
+    events = [
+        Event("alloc", 100, 10, "aten::mm"),
+        Event("mark", 0),
+        Event("alloc", 200, 20, "c10d::broadcast", stack=("b.py:2 g",)),
+        Event("mark", 1),
+        Event("alloc", 300, 30, "aten::mm", "down", "backward"),
+        Event("mark", 2),
+        Event("alloc", 400, 40),
+        Event("free", 999, 9),
+        Event("mark", 3),
+        Event("alloc", 200, 50),
+        Event("mark", 4),
+        Event("alloc", 600, 60),
+    ]
+    found = resolve([Label(500, 5, "batch")], events, notes, "cuda:0", ["Seen."])
+    # There are many of them.
+    assert not any(hasattr(one, "__dict__") for one in (*found.allocations, *events, *notes))
+    rows = [
+        (a.bytes, a.kind, a.module, a.op, a.phase, a.step, a.start, a.end, a.stack)
+        for a in found.allocations
+    ]
+    assert rows == [
+        (5, "batch", None, None, "other", 0, 0, 5 - 1, ()),
+        (10, "gradients", "up", "weight", "other", 0, 1, 8, ("a.py:1 f",)),
+        (20, "communication", "up", "c10d::broadcast", "forward", 0, 2, 7, ("b.py:2 g",)),
+        (30, "temporaries", "down", "aten::mm", "backward", 0, 3, None, ()),
+        (40, "temporaries", None, None, "optimizer", 0, 5, None, ()),
+        (50, "temporaries", None, None, "other", 0, 7, None, ()),
+        (60, "temporaries", None, None, "forward", 1, 9, None, ()),
+    ]
+    assert found.notes == ["Seen."] and found.device == "cuda:0"
+    assert [tuple(span) for span in found.spans] == [
+        (0, 0, "other"), (2, 0, "forward"), (3, 0, "backward"), (5, 0, "optimizer"),
+        (7, 0, "other"), (9, 1, "forward"),
+    ]  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 from headroom import memory
 from headroom.memory import track
 from headroom.memory.cpu import CpuRecorder
+from headroom.memory.watch import Watch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -57,6 +58,33 @@ def test_known_allocations_are_found_to_the_byte():
     assert tracked.timeline.live(len(sizes))[0].bytes == 300
     by_size = {a.bytes: a for a in tracked.timeline.allocations}
     assert by_size[600].op == "aten::cat" and "test_track.py" in by_size[600].stack[0]
+
+
+def _raw():
+    return torch.UntypedStorage(333)
+
+
+def test_lines_of_memory_that_no_operation_allocates():
+    with track(nn.Linear(2, 2), stacks=True) as tracked:
+        kept = _raw()
+    (found,) = (a for a in tracked.timeline.allocations if a.bytes == kept.nbytes())
+    assert found.op is None and "test_track.py:" in found.stack[0]
+    assert found.stack[0].endswith(" _raw")
+
+
+def test_what_is_asked_for_in_a_backward_pass_tells_its_module():
+    """As on CUDA, whose recorder does not see the nodes of the graph."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    watch = Watch(model, [], torch.device("cpu"), lambda number: None, unpacked=True)
+    watch.install()
+    try:
+        y = model(torch.randn(2, 3))
+        assert y.grad_fn._saved_result is not None  # asked for outside of it
+        assert "backward" not in {note.phase for note in watch.notes}
+        y.sum().backward()
+    finally:
+        watch.remove()
+    assert [note.module for note in watch.notes if note.phase == "backward"] == ["1", "0"]
 
 
 def test_temporaries_inside_an_operation_are_seen():

@@ -8,6 +8,7 @@ import torch
 from headroom.planning.allocator import Allocator, replay
 from torch import nn
 
+
 MIB = 1 << 20
 
 

@@ -11,6 +11,9 @@ from headroom.planning.masks import masks_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+aten = torch.ops.aten
 
 
 def measured(call) -> int:
@@ -47,6 +50,52 @@ def test_scratch_of_a_convolution_and_of_a_16_bit_product():
         ]
     assert [sum(size for size, _ in sizes) for sizes in found] == real
     assert inside(torch.ops.aten.mm.default, (a.float(), a.float().t()), {}, "cpu") == []
+
+
+def attention(rows, columns, dtype=torch.float32):
+    q = torch.randn(1, 2, rows, 8).to(dtype)
+    k, v = (torch.randn(1, 2, columns, 8).to(dtype) for _ in range(2))
+    return aten._scaled_dot_product_flash_attention_for_cpu.default, (q, k, v), {}
+
+
+def norm(dtype):
+    x, weight = torch.randn(5, 7, 9).to(dtype), torch.ones(7, 9).to(dtype)
+    _, mean, rstd = aten.native_layer_norm.default(x, (7, 9), weight, weight, 1e-5)
+    masks = [True, True, True]
+    args = (torch.ones_like(x), x, (7, 9), mean, rstd, weight, weight, masks)
+    return aten.native_layer_norm_backward.default, args, {}
+
+
+def embedding(contiguous):
+    indices = torch.arange(24).view(4, 6)
+    indices = indices if contiguous else indices.t()
+    return aten.embedding.default, (torch.randn(30, 8), indices), {}
+
+
+CALLS = {
+    "attention": lambda: attention(33, 40),
+    "attention of 200 rows": lambda: attention(200, 600),
+    "attention of 800 rows": lambda: attention(800, 70),
+    "attention in 16 bits": lambda: attention(200, 70, torch.bfloat16),
+    "norm": lambda: norm(torch.float32),
+    "norm in 16 bits": lambda: norm(torch.bfloat16),
+    "norm in 64 bits": lambda: norm(torch.float64),
+    "embedding": lambda: embedding(True),
+    "embedding of transposed indices": lambda: embedding(False),
+    "sort": lambda: (aten.sort.default, (torch.randn(7, 9),), {}),
+    "sort of columns": lambda: (aten.sort.default, (torch.randn(7, 9), 0), {}),
+    "stable sort": lambda: (aten.sort.stable, (torch.randn(7, 9),), {"stable": True, "dim": 0}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_scratch_is_what_the_cpu_takes(name):
+    func, args, kwargs = CALLS[name]()
+    real = measured(lambda: func(*args, **kwargs))
+    with FakeTensorMode() as mode:
+        found = inside(func, tree_map_only(torch.Tensor, mode.from_tensor, args), kwargs, "cpu")
+    assert sum(size for size, _ in found) == real
+    assert {kind for _, kind in found} <= {"temporaries"}
 
 
 def test_large_operations_are_not_run(monkeypatch):

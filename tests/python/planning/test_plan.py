@@ -35,10 +35,14 @@ def planned(model, optimizer, sample=None, loss=F.cross_entropy, **options):
 
 def test_an_mlp_is_what_a_hand_counts():
     model = mlp()
+    model[0].register_buffer("table", torch.zeros(100))
     plan = planned(model, torch.optim.AdamW(model.parameters()))
     steps = 4 * 4  # counters of the four parameters
     kinds = plan.peak_by_kind
-    assert kinds["parameters"] == PARAMETERS
+    assert kinds["parameters"] == PARAMETERS and kinds["buffers"] == 400
+    owners = {(owner.kind, owner.module, owner.op): owner.bytes for owner in plan.peak_owners}
+    assert owners["buffers", "0", "0.table"] == 400 and owners["batch", None, "batch"] == BATCH
+    assert owners["parameters", "2", "2.weight"] == 4 * OUT * HIDDEN
     assert kinds["optimizer_state"] == 2 * PARAMETERS + steps
     # At the peak the ReLU goes backward: its result and two gradients of that size exist.
     assert kinds["gradients"] == 4 * (OUT * HIDDEN + OUT)
@@ -208,6 +212,20 @@ def test_states_of_generators_that_are_kept(make, drop):
             loss(model, x).backward()
             model.zero_grad()
     assert plan.peak_bytes == tracked.peak_bytes
+
+
+def test_blocks_that_draw_a_seed_are_planned():
+    """Its value is asked for, which fakes do not have and which changes no size."""
+    config = headroom.nn.TransformerConfig(
+        vocab_size=64, hidden_size=32, features=64, layers=2, heads=4, dropout=0.1
+    )
+    model, ids = headroom.nn.Transformer(config), torch.randint(64, (2, 32))
+    plan = headroom.plan(model, None, ids, forward=lambda model, ids: model(ids).square().mean())
+    with track(model, batch=ids, stacks=False) as tracked:
+        for _ in range(2):
+            model(ids).square().mean().backward()
+            model.zero_grad()
+    assert plan.peak_bytes == pytest.approx(tracked.peak_bytes, rel=0.01)
 
 
 def test_release_gives_gradients_back_within_backward():

@@ -172,6 +172,69 @@ def test_bad_arguments():
     refused(PlanError, "requires no gradient", model, None, sample, loss=F.cross_entropy)
 
 
+class Around:
+    """What libraries put around an optimizer."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+def test_more_bad_arguments():
+    model, sample = mlp(), batch()
+    optimizer = headroom.optim.AdamW(model.parameters())
+
+    def refused(kind, words, optimizer=optimizer, sample=sample, **options):
+        with pytest.raises(kind, match=words):
+            headroom.plan(model, optimizer, sample, **{"loss": F.cross_entropy} | options)
+
+    refused(ValueError, "loss and forward were both given", forward=len)
+    refused(TypeError, "forward is int, wanted a function", loss=None, forward=3)
+    for value in (1.5, "2", -1):
+        refused(ValueError, f"accumulation is {value!r}, wanted an integer", accumulation=value)
+    x = sample[0].clone().requires_grad_()
+    refused(ValueError, "a tensor of sample_batch has a graph", sample=(x * 2, sample[1]))
+    headroom.plan(model, optimizer, (x, sample[1]), loss=F.cross_entropy)  # a leaf has none
+    foreign = torch.optim.SGD([{"params": [model[0].weight]}, {"params": [nn.Parameter(x)]}])
+    for wrapped in (foreign, Around(foreign), Around(Around(foreign))):
+        refused(ValueError, r"shape \[6, 8\] \(group 1, index 0\) that the model does", wrapped)
+    refused(TypeError, "optimizer is Around", Around(3))
+    handle = headroom.release_gradients(model, optimizer)
+    for wrapped in (optimizer, Around(optimizer)):
+        refused(ValueError, "releases gradients by hooks on the real", wrapped)
+    handle.remove()
+
+
+def test_real_steps_that_cannot_be():
+    model, sample = mlp(), batch()
+
+    def refused(words, model=model, **options):
+        with pytest.raises(PlanError, match=words):
+            headroom.plan(
+                model,
+                None,
+                sample,
+                loss=F.cross_entropy,
+                measure=True,
+                **{"device": "cpu"} | options,
+            )
+
+    refused("is on the meta device", model=mlp().to("meta"))
+    refused("runs one process: leave world_size", world_size=2)
+    if not torch.cuda.is_available():
+        refused('device="cuda" needs a GPU, and there is none', device="cuda")
+
+
+def test_a_meta_model_is_planned_for_a_gpu_unless_it_is_said():
+    for device, model, planned in (
+        (None, mlp(), "cpu"), (None, mlp().to("meta"), "cuda"), ("cpu", mlp().to("meta"), "cpu"),
+        (torch.device("cuda", 1), mlp(), "cuda"),
+    ):  # fmt: skip
+        plan = headroom.plan(model, None, batch(), loss=F.cross_entropy, device=device)
+        assert plan.timeline.device == planned and (planned == "cuda") == (
+            plan.device_share.bytes > 0
+        )
+
+
 def test_a_model_on_several_devices():
     model = mlp()
     model[3].to("meta")

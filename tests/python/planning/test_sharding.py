@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from helpers.frozen import are_frozen
 from helpers.mesh import mesh
 
 MIB = 1 << 20
@@ -133,7 +134,9 @@ def test_what_is_wrapped():
     each = [("", ()), ("0", root), ("1.0", inner[:2]), ("1.1", inner[2:])]
     assert units([nn.Linear]) == each
     assert units(["1", "1.0"]) == [("", root), ("1", inner[2:]), ("1.0", inner[:2])]
-    names = [unit.module for unit in sharding_of(matrices(), 2, "fsdp")[1].units]
+    sharding = sharding_of(matrices(), 2, "fsdp")[1]
+    assert are_frozen(sharding, sharding.how, *sharding.units, DDP())
+    names = [unit.module for unit in sharding.units]
     assert names == ["", "0", "1", "2"]
 
 
@@ -188,6 +191,51 @@ def test_bad_arguments():
     refused("no dimension", scalar, world_size=2, shard="fsdp")
     refused("release is not planned", model, world_size=2, release=True)
     refused("one process", model, headroom.planning.PlanError, world_size=2, measure=True)
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_ranks_of_a_process_group_and_of_a_mesh():
+    model = matrices()
+    found = sharding_of(model, None, "fsdp")[1]
+    assert (found.ranks, str(found), len(found.units)) == (1, "1 by FSDP", 4)
+    assert str(sharding_of(model, 3, None)[1]) == "3 by DDP"
+    flat, square, cube = (
+        torch.distributed.init_device_mesh("cpu", (1,) * dims) for dims in (1, 2, 3)
+    )
+    for mesh_of in (flat, square):
+        assert sharding_of(model, mesh_of, "fsdp")[1].ranks == 1
+    assert sharding_of(model, flat, "ddp")[1] == sharding_of(model, 1, "ddp")[1]
+    with pytest.raises(ValueError, match="a mesh of 2 dimensions; DDP takes one"):
+        sharding_of(model, square, "ddp")
+    for shard in ("fsdp", "ddp"):
+        with pytest.raises(ValueError, match="a mesh of 3 dimensions, wanted the one that shards"):
+            sharding_of(model, cube, shard)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_of_ddp_says_how_it_is_spread():
+    inner = matrices()
+    for options, wanted in (
+        ({}, DDP()),
+        ({"bucket_cap_mb": 3, "gradient_as_bucket_view": True}, DDP(3.0, True)),
+        ({"broadcast_buffers": False}, DDP(broadcast_buffers=False)),
+    ):
+        model = DistributedDataParallel(inner, **options)
+        found, sharding = sharding_of(model, None, None)
+        assert found is inner and sharding.how == wanted and sharding.ranks == 1
+        assert sharding_of(model, 4, None)[1].ranks == 4 and sharding.units == ()
+        with pytest.raises(ValueError, match="shard is 'ddp', but the model is wrapped"):
+            sharding_of(model, None, "ddp")
+    assert sharding_of(inner, None, None) == (inner, None)
 
 
 # Runs

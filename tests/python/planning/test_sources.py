@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import pytest
 import torch
@@ -46,6 +47,26 @@ def test_objects_and_functions(tmp_path, monkeypatch):
             model_from(text)
 
 
+def test_modules_that_are_broken_say_so_themselves(tmp_path, monkeypatch):
+    """And where functions are looked for, all is as before."""
+    (tmp_path / "broken_to_plan.py").write_text("import no_such_module_at_all\n")
+    (tmp_path / "package_to_plan").mkdir()
+    (tmp_path / "package_to_plan" / "__init__.py").write_text(
+        "import torch\nmodel = torch.nn.Linear(2, 2)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
+        model_from("broken_to_plan:make")
+    with pytest.raises(PlanError, match="no module 'package_to_plan.inner' to take 'make' from"):
+        model_from("package_to_plan.inner:make")
+    assert model_from("package_to_plan:model").in_features == 2
+    for text in ("a/b:c", "missing.json", "~/x", "/x", ":make", "module:"):
+        with pytest.raises(PlanError, match="there is no file .* and no function of this name"):
+            model_from(text)
+    assert sys.path == before
+
+
 def test_configurations(tmp_path):
     transformers = pytest.importorskip("transformers")
     file = tmp_path / "config.json"
@@ -57,6 +78,7 @@ def test_configurations(tmp_path):
         model_from(tmp_path),
         model_from(str(file)),
         model_from(LLAMA | {"architectures": ["LlamaModel"], "dtype": "float16"}),
+        model_from(LLAMA | {"architectures": ["OfTomorrow"], "dtype": "int8"}),
     ]
     assert {k: v for k, v in os.environ.items() if "OFFLINE" in k} == environment
     assert torch.get_default_dtype() == torch.float32
@@ -64,9 +86,9 @@ def test_configurations(tmp_path):
         assert all(p.is_meta for p in model.parameters())
         assert sum(b.numel() for b in model.buffers()) < 100
     kinds = [type(model).__name__ for model in models]
-    assert kinds == [*["LlamaForCausalLM"] * 4, "LlamaModel"]
+    assert kinds == [*["LlamaForCausalLM"] * 4, "LlamaModel", "LlamaForCausalLM"]
     dtypes = [next(model.parameters()).dtype for model in models]
-    assert dtypes == [torch.float32] * 2 + [torch.bfloat16] * 2 + [torch.float16]
+    assert dtypes == [torch.float32] * 2 + [torch.bfloat16] * 2 + [torch.float16, torch.float32]
 
 
 def test_a_large_configuration_takes_no_memory():

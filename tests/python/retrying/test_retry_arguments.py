@@ -14,7 +14,7 @@ from helpers.retrying import CPU_ERROR, Failing, batch, model_of, step_of
 ERRORS = {
     "cuda": torch.OutOfMemoryError("CUDA out of memory."),
     "python": MemoryError(),
-    "cpu": RuntimeError(CPU_ERROR),
+    "cpu": RuntimeError(f"{CPU_ERROR}\nand more of it"),
     "c++": RuntimeError("std::bad_alloc"),
     "runtime": RuntimeError("CUDA error: out of memory"),
     "library": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
@@ -26,11 +26,15 @@ def test_errors_that_are_retried(error):
     model = model_of()
     optimizer = headroom.optim.AdamW(model.parameters())
     step = retry_on_oom(step_of(model, optimizer, Failing(error)), model=model, optimizer=optimizer)
-    with pytest.warns(UserWarning, match="step 1 ran out of memory .* raised from L0 to L1"):
+    with pytest.warns(UserWarning) as warned:
         step(batch())
     assert model.save == ["L1", "L1"] and step.retries == 1
-    assert [one.step for one in step.history] == [1]
-    assert "1 of 2 attempts" in step.report() and "2 blocks raised from L0 to L1" in step.report()
+    said, change = str(error).partition("\n")[0] or "MemoryError", "2 blocks raised from L0 to L1"
+    assert step.history == [(1, said, change)]
+    words = f"step 1 ran out of memory and is repeated: {change}. {said}"
+    assert [str(one.message) for one in warned] == [words] and warned[0].filename == __file__
+    step(batch())
+    assert step.report() == f"1 of 3 attempts were repeated\n  step 1: {change} ({said})"
     assert isinstance(step, RetryingStep) and step.__name__ == "step"
 
 
@@ -73,6 +77,8 @@ def test_arguments_that_do_not_fit():
         (dict(accumulator=3), TypeError, "accumulator is 3"),
         (dict(micro_batches=0), ValueError, "micro_batches is 0"),
         (dict(micro_batches=2.0), TypeError, "micro_batches is 2.0"),
+        (dict(micro_batches=True), TypeError, "micro_batches is True"),
+        (dict(optimizer=None), TypeError, "needs model= and optimizer="),
     ]
     for change, kind, words in wrong:
         with pytest.raises(kind, match=words):
@@ -91,6 +97,55 @@ def refused(rank):
 @pytest.mark.gloo
 def test_several_ranks_are_refused(ranks):
     ranks(refused)
+
+
+def test_one_rank_is_none_of_several(monkeypatch):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        step = retry_on_oom(step_of(model, optimizer), model=model, optimizer=optimizer)
+        step(torch.ones(3, 2))
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        with pytest.raises(RuntimeError, match="2 ranks train"):
+            step(torch.ones(3, 2))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another, as accelerate has them."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def step(self):
+        self.optimizer.step()
+
+
+def test_wrapped_optimizers_are_those_in_them():
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    wrapped = Wrapper(Wrapper(optimizer))
+    fail = Failing()
+
+    def step(tokens):
+        model(tokens).square().mean().backward()
+        wrapped.step()
+        fail()
+        optimizer.zero_grad()
+
+    for given in (wrapped, optimizer, (wrapped,)):
+        retrying = retry_on_oom(step, model=model, optimizer=given)
+        retrying(batch())
+        fail.errors = [MemoryError("no room")]
+        with pytest.raises(MemoryError, match="cannot be repeated.*AdamW has stepped"):
+            retrying(batch())
 
 
 def test_the_capture_of_a_graph_runs_the_step_as_it_is(monkeypatch):

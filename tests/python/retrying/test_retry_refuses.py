@@ -126,7 +126,7 @@ class Watching(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
         self.register_buffer("large", torch.zeros(1 << 23, dtype=torch.float32))
-        self.register_buffer("small", torch.zeros(3))
+        self.register_buffer("small", torch.zeros(1 << 22))  # the largest that is copied
         self.writes = writes
 
     def forward(self, x):
@@ -146,7 +146,7 @@ def test_large_buffers_are_watched_and_small_ones_restored(writes):
     words = "cannot be repeated.*buffer large" if writes else "no leaner setting is left"
     with pytest.raises(MemoryError, match=words):
         step(torch.ones(2, 3))
-    assert model.small.tolist() == [1.0 if writes else 0.0] * 3
+    assert model.small[-3:].tolist() == [1.0 if writes else 0.0] * 3
 
 
 @pytest.mark.parametrize("kind", [headroom.optim.AdamW, torch.optim.AdamW])

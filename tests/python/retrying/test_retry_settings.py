@@ -6,6 +6,7 @@ import headroom
 import pytest
 import torch
 from headroom.retrying import retry_on_oom
+from torch import nn
 
 from helpers.retrying import Failing, assert_same, batch, contents, model_of, said, step_of
 
@@ -60,8 +61,39 @@ def test_a_method_of_an_object_with_settings():
     trainer.fail.errors = [MemoryError("second")]
     with pytest.raises(MemoryError, match="no leaner setting"):
         step(batch())
-    with pytest.raises(TypeError, match="optimizer is given"):
+    with pytest.raises(TypeError, match="optimizer is given, but Trainer, whose method"):
         retry_on_oom(trainer.step, optimizer=trainer.optimizer)
+    with pytest.raises(TypeError, match="micro_batches is given"):
+        retry_on_oom(trainer.step, micro_batches=2)
+
+
+class Unnamed:
+    """An object with settings that have no names."""
+
+    def __init__(self, model, fail):
+        self.model, self.optimizer = model, headroom.optim.AdamW(model.parameters())
+        self.scaler, self.fail, self.asked = torch.amp.GradScaler("cpu", 4.0), fail, 0
+
+    def leaner(self):
+        self.asked += 1
+        return True
+
+    def step(self, tokens):
+        self.scaler.scale(self.model(tokens).square().mean()).backward()
+        self.scaler.unscale_(self.optimizer)
+        self.scaler._init_scale += 1  # as all of it is restored
+        self.fail()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def test_a_method_of_an_object_with_a_scaler_and_settings_without_names():
+    """The scaler is restored, or it would refuse to unscale a second time."""
+    owner = Unnamed(model_of(), Failing(MemoryError("first")))
+    step = retry_on_oom(owner.step)
+    with pytest.warns(UserWarning, match="its setting became a leaner one"):
+        step(batch())
+    assert owner.asked == 1 and owner.scaler._init_scale == 5 and owner.model.save == ["L0"] * 2
 
 
 def test_micro_batches_after_the_levels():
@@ -88,6 +120,10 @@ def test_micro_batches_after_the_levels():
         step(batch(4))
     step(batch(4))
     assert asked == [1, 2, 4, 4]
+    assert [one.change for one in step.history] == [
+        "micro-batches: 1 before, 2 now",
+        "micro-batches: 2 before, 4 now",
+    ]
     plain, _ = made(twin, lambda: None)
     torch.manual_seed(3)
     for _ in range(2):
@@ -128,6 +164,80 @@ def test_a_model_of_transformers(patched):
     twin, _ = trained(none, "L2")
     assert step.retries == 2
     assert_same(contents(model), contents(twin))
+
+
+def test_a_model_whose_blocks_have_one_level_left():
+    """Those of nobody's architecture, which are at the last where they are checkpointed."""
+
+    class Block(nn.Linear):
+        gradient_checkpointing = False
+
+    blocks = nn.Sequential(*(Block(3, 3) for _ in range(3)))
+    optimizer = torch.optim.SGD(blocks.parameters(), lr=0.1)
+    fail = Failing(*(MemoryError() for _ in range(2)))
+    step = retry_on_oom(step_of(blocks, optimizer, fail), model=blocks, optimizer=optimizer)
+    with pytest.warns(UserWarning), pytest.raises(MemoryError, match="no leaner setting"):
+        step(torch.ones(2, 3))
+    assert [one.change for one in step.history] == ["3 blocks raised from L0 to L5"]
+
+
+def test_blocks_of_transformers_that_are_checkpointed_already():
+    from helpers.hf_models import inputs_of, model_of
+
+    model = model_of("Llama")
+    model.gradient_checkpointing_enable()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        model(**inputs_of()).loss.backward()
+        raise MemoryError
+
+    with pytest.raises(MemoryError, match="no leaner setting"):
+        retry_on_oom(step, model=model, optimizer=optimizer)()
+
+
+class Counts(nn.Linear):
+    """Multiplies by a number that grows with each call, unless it is steady."""
+
+    calls, is_steady = 0, False
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x if self.is_steady else x * self.calls).tanh()
+
+
+def test_levels_are_given_up_where_a_block_computes_something_else_when_it_runs_again():
+    model = nn.Sequential(*(Counts(3, 3) for _ in range(2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fail, x = Failing(MemoryError("no room")), torch.ones(2, 3)
+    step = retry_on_oom(step_of(model, optimizer, fail), model=model, optimizer=optimizer)
+    with pytest.warns(UserWarning) as warned:
+        step(x)
+    assert [str(one.message).partition(".")[0] for one in warned] == [
+        "step 1 ran out of memory and is repeated: 2 blocks raised from L0 to L5",
+        "step 1 failed at these levels and is repeated: blocks save what they saved at the "
+        "beginning, and levels stay as they are",
+    ]
+    assert [block.calls for block in model] == [1, 1]
+    fail.errors = [MemoryError("no room")]
+    with pytest.raises(MemoryError, match="no leaner setting"):
+        step(x)
+    fail.errors = [RuntimeError("nothing of levels")]
+    with pytest.raises(RuntimeError, match="nothing of levels") as caught:
+        step(x)
+    assert "headroom" not in said(caught.value)
+
+
+def test_levels_that_are_given_up_are_those_of_the_beginning():
+    model = nn.Sequential(*(Counts(3, 3) for _ in range(3)))
+    model[0].is_steady = True
+    headroom.patch(model, save=["L5", "L0", "L0"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fail = Failing(MemoryError("no room"))
+    step = retry_on_oom(step_of(model, optimizer, fail), model=model, optimizer=optimizer)
+    with pytest.warns(UserWarning, match="levels stay as they are"):
+        step(torch.ones(2, 3))
+    assert ["forward" in vars(block) for block in model] == [True, False, False]
 
 
 def test_a_fitted_model_with_a_scaler():
@@ -187,3 +297,24 @@ def test_a_compiled_model():
     with pytest.warns(UserWarning, match="2 blocks raised from L0 to L1"):
         step(batch())
     assert model.save == ["L1", "L1"]
+
+
+@pytest.mark.parametrize("patches", [True, False])
+def test_what_the_step_patches_itself_stays(patches):
+    """Patches are settings, and the step finds those that it has made when it is repeated."""
+    model = nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    headroom.patch(model)
+    is_patched = set(vars(model[0]))
+    headroom.unpatch(model)
+    plain, fail = set(vars(model[0])), Failing(MemoryError("no room"))
+    if not patches:
+        headroom.patch(model)
+
+    def step(x):
+        headroom.patch(model) if patches else headroom.unpatch(model)
+        step_of(model, optimizer, fail)(x)
+
+    with pytest.raises(MemoryError, match="no leaner setting"):
+        retry_on_oom(step, model=model, optimizer=optimizer)(torch.ones(2, 8))
+    assert set(vars(model[0])) == (is_patched if patches else plain) and is_patched != plain

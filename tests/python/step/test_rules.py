@@ -1,6 +1,8 @@
 """Batches are parted only where a step of the parts is a step of the batch."""
 
+import dataclasses
 import random
+from types import SimpleNamespace
 
 import headroom
 import pytest
@@ -27,7 +29,7 @@ class Model(nn.Module):
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
         self.dropout = nn.Dropout(0.5 if draws else 0.0)
         self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("calls", torch.tensor(10**6))
         self._does = does
 
     def forward(self, x, y, *others):
@@ -51,6 +53,16 @@ def averages_unused(model, x):
 
 def counts(model, x):
     model.calls += int(model.training)
+    return x
+
+
+def keeps_a_row_of_each_sample(model, x):
+    model.mean = torch.zeros(len(x))
+    return x
+
+
+def keeps_what_is_rounded(model, x):
+    model.mean = 1 + 1e-9 * torch.full((2,), len(x), dtype=torch.float64)
     return x
 
 
@@ -90,7 +102,7 @@ def rule_for(does, draws=False, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("does", [None, constant, scaled_in_training])
+@pytest.mark.parametrize("does", [None, constant, scaled_in_training, keeps_what_is_rounded])
 @pytest.mark.parametrize("draws", [False, True])
 def test_models_whose_batches_can_be_parted(does, draws, dtype):
     assert rule_for(does, draws, dtype) == "samples"
@@ -128,9 +140,85 @@ def test_the_loss_of_a_router_of_transformers():
 
 
 @pytest.mark.parametrize("draws", [False, True])
-@pytest.mark.parametrize("does", [averages, averages_unused, counts, centers_a_little, masked])
+@pytest.mark.parametrize(
+    "does",
+    [averages, averages_unused, counts, keeps_a_row_of_each_sample, centers_a_little, masked],
+)
 def test_models_whose_batches_cannot(does, draws):
     assert rule_for(does, draws) is None
+
+
+def test_at_most_16_samples_in_8_parts_are_compared():
+    seen = []
+
+    def notes(model, x):
+        seen.append(len(x))
+        return x
+
+    for rows, each in ((40, [16, *[2] * 8]), (9, [9, 2, 2, 2, 2, 1]), (1, [1, 1])):
+        step = step_of(Model(notes), (torch.randn(rows, WIDTH), torch.randn(rows, 1)))
+        assert rule_of(step, rules_of(step)) == "samples" and seen == each
+        seen.clear()
+
+
+def test_gradients_that_vanish_without_a_scale():
+    model = nn.Linear(WIDTH, 1).half()
+    x = torch.randn(6, WIDTH).half()
+    step = step_of(model, x, forward=lambda m, x: 3e-8 * m(x).float().square().mean())
+    scaled = step.but(scaler=torch.amp.GradScaler("cpu"))
+    assert rule_of(step, rules_of(step)) is None
+    assert rule_of(scaled, rules_of(scaled)) == "samples"
+
+
+class Routed(Model):
+    """A model whose configuration may ask for the loss of a router."""
+
+    def __init__(self, asks, coefficient):
+        super().__init__()
+        self.config = SimpleNamespace(output_router_logits=asks, router_aux_loss_coef=coefficient)
+
+    def forward(self, x, y, output_router_logits=False):
+        return super().forward(x, y)
+
+
+def test_a_loss_of_a_router_is_not_parted():
+    batch = {"x": torch.randn(6, WIDTH), "y": torch.randn(6, 1)}
+    asked = batch | {"output_router_logits": True}
+    for asks, coefficient, given, rule in (
+        (True, 1e-3, batch, None),
+        (False, 1e-3, asked, None),
+        (False, 1e-3, batch, "samples"),
+        (True, 0.0, asked, "samples"),
+    ):
+        step = step_of(Routed(asks, coefficient), given)
+        assert rule_of(step, rules_of(step)) == rule
+
+
+class OfTransformers(nn.Module):
+    __module__ = "transformers.models.any"
+
+
+def test_the_likeliest_rule_comes_first():
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    named = {
+        name: type(name, (OfTransformers,), {"__module__": OfTransformers.__module__})()
+        for name in ("AnyForCausalLM", "AnyLMHeadModel", "AnyForMaskedLM")
+    }
+    config = headroom.nn.TransformerConfig(
+        vocab_size=9, hidden_size=8, layers=1, heads=1, features=8
+    )
+    causal = headroom.nn.Transformer(config)
+    both = headroom.nn.Transformer(dataclasses.replace(config, causal=False))
+    shifted, plain = ("next tokens", "tokens", "samples"), ("tokens", "samples", "next tokens")
+    for model, rules in (
+        (named["AnyForCausalLM"], shifted), (named["AnyLMHeadModel"], shifted), (causal, shifted),
+        (nn.Sequential(causal), shifted), (named["AnyForMaskedLM"], plain), (both, plain),
+        (Model(), plain), (type("AnyForCausalLM", (nn.Module,), {})(), plain),
+    ):  # fmt: skip
+        step = step_of(model, {"x": tokens, "labels": tokens})
+        assert rules_of(step) == rules
+        assert rules_of(step.but(loss=len)) == rules_of(step.but(forward=len)) == plain
+        assert rules_of(step.but(batch={"x": tokens})) == ("samples",)
 
 
 def test_a_loss_that_is_another_in_training():
@@ -275,6 +363,15 @@ def permuted(model, x):
     return x[torch.randperm(len(x))].cumsum(0)
 
 
+def for_pairs(model, x):
+    return x + torch.rand(len(x), len(x)).mean(1, keepdim=True)
+
+
+def with_its_own(model, x):
+    made = vars(model).setdefault("generator", torch.Generator().manual_seed(3))
+    return x + torch.rand(x.shape, generator=made)
+
+
 def with_numpy(model, x):
     np = pytest.importorskip("numpy")
     return x + torch.from_numpy(np.random.rand(*x.shape)).to(x)
@@ -284,7 +381,9 @@ def with_python(model, x):
     return x + torch.tensor([random.random() for _ in range(len(x))])[:, None]
 
 
-@pytest.mark.parametrize("does", [weighed_by_chance, permuted, with_numpy, with_python])
+@pytest.mark.parametrize(
+    "does", [weighed_by_chance, permuted, for_pairs, with_its_own, with_numpy, with_python]
+)
 def test_random_numbers_that_parts_cannot_get(does):
     step = step_of(Model(does), (torch.randn(6, WIDTH), torch.randn(6, 1)))
     assert rule_of(step, rules_of(step)) is None

@@ -1,10 +1,21 @@
 """Micro-batches of padded, uneven and empty parts have the gradient of the whole batch."""
 
+from fractions import Fraction
+
 import headroom
 import pytest
 import torch
 import torch.nn.functional as F
-from headroom.step.micro_batches import parts, shares
+from headroom.step.micro_batches import (
+    bytes_of,
+    counts,
+    labels_of,
+    mixes_samples,
+    parts,
+    samples_of,
+    shares,
+    some_samples,
+)
 from headroom.step.rules import rule_of, rules_of
 from headroom.step.run import train, weighed
 from torch import nn
@@ -132,6 +143,62 @@ def test_parts_of_what_cannot_be_cut():
     for batch in (torch.zeros(()), {"a": 3}, torch.zeros(0, 2)):
         with pytest.raises(ValueError, match="no samples to make 2 micro-batches of"):
             parts(batch, 2)
+
+
+def test_parts_and_their_shares():
+    x, row = torch.arange(7), torch.zeros(3)
+    batch = {"x": x, "row": row, "y": torch.ones(7, 2), "scalar": torch.ones(()), "n": 3}
+    each = parts(batch, 3)
+    assert [part["x"].tolist() for part in each] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert all(part["row"] is row and part["n"] == 3 for part in each)
+    assert each[0]["y"].data_ptr() == batch["y"].data_ptr()  # views
+    assert parts(batch, 1) == [batch] and samples_of(batch) == 7 and samples_of([3]) is None
+    assert samples_of([torch.ones(()), torch.ones(4)]) == 4
+    assert bytes_of(batch) == 8 * 7 + 4 * 3 + 4 * 14 + 4
+    assert shares(each) == [Fraction(3, 7), Fraction(3, 7), Fraction(1, 7)]
+    assert shares(each, "sum") == [1, 1, 1] and shares([{"n": 3}]) == [1]
+
+
+def test_tokens_that_count():
+    tokens = torch.tensor([[1, 2, 3], [4, -100, -100], [5, 6, -100], [-100, 7, 7]])
+    flat = tokens[:, 0]
+    halves = parts({"labels": tokens}, 2), parts(("x", flat), 2)
+    assert shares(halves[0], "tokens") == [Fraction(4, 8), Fraction(4, 8)]
+    assert shares(halves[0], "next tokens") == [Fraction(2, 5), Fraction(3, 5)]
+    assert shares(halves[1], "next tokens") == [Fraction(2, 3), Fraction(1, 3)]  # none before them
+    shifted = parts({"shift_labels": tokens, "labels": tokens * 0}, 2)
+    assert shares(shifted, "next tokens") == [Fraction(4, 8), Fraction(4, 8)]
+    ignored = torch.full((2, 3), -100)
+    assert shares(parts({"labels": ignored}, 2), "tokens") == [Fraction(1, 2)] * 2
+    for batch, found in (
+        ({"labels": tokens}, tokens), ({"labels": tokens, "shift_labels": flat}, flat),
+        ((1, tokens), tokens), ([tokens], tokens), ((tokens, 1), None), ((), None), (tokens, None),
+        ({"x": tokens}, None), ({"labels": torch.ones(2)}, None),
+        ({"labels": torch.tensor(1)}, None), ([torch.ones(2, dtype=torch.complex64)], None),
+    ):  # fmt: skip
+        assert labels_of(batch) is found
+
+
+def test_some_samples_are_spread_over_all():
+    x = torch.arange(10)
+    some = some_samples({"x": x, "row": x[:3], "scalar": torch.ones(())}, 4)
+    assert some["x"].tolist() == [0, 2, 5, 7] and some["row"].tolist() == [0, 1, 2]
+    for count in (10, 64):
+        every = some_samples([x], count)[0]
+        assert torch.equal(every, x) and every.data_ptr() != x.data_ptr()
+
+
+def test_numbers_of_micro_batches():
+    assert list(counts(96)) == [2, 4, 8, 16, 32, 96] and list(counts(64)) == [2, 4, 8, 16, 32, 64]
+    assert list(counts(15)) == [3, 5, 15] and list(counts(254)) == [2, 127]
+    assert list(counts(127)) == [127] and list(counts(131)) == []
+    assert list(counts(1)) == list(counts(0)) == list(counts(None)) == []
+
+
+def test_norms_that_mix_samples():
+    model = nn.Sequential(nn.LayerNorm(3), nn.BatchNorm1d(3))
+    assert mixes_samples(model) and not mixes_samples(model[:1])
+    assert not mixes_samples(model.eval())
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert"])

@@ -1,6 +1,8 @@
 """What autograd keeps and which module runs is heard, and hooks may be hidden from profilers."""
 
+import gc
 import sys
+import weakref
 
 import pytest
 import torch
@@ -54,3 +56,56 @@ def test_hooks_of_others_compute_nothing_while_one_asks():
     is_asking[0] = False
     out.sum().backward()
     assert calls == [1, 1]
+
+
+def test_what_hooks_of_others_keep_is_noted_in_the_place_of_what_they_got():
+    made, noted = [], []
+
+    def halved(tensor):
+        made.append(tensor.detach().half())
+        return {"scale": 2.0, "values": [made[-1]]}
+
+    halved.is_marked = True
+    hooks = torch.autograd.graph.saved_tensors_hooks(halved, lambda kept: kept["values"][0].float())
+    enter = torch.autograd.graph.saved_tensors_hooks.__enter__
+    weight = torch.ones(3, requires_grad=True)
+    with listening(noted.append):
+        with hooks:
+            pack = torch._C._autograd._top_saved_tensors_default_hooks(False)[0]
+            assert pack.__name__ == "halved" and pack.is_marked
+            out = (weight * torch.full((3,), 2.0)).sum()
+        assert hooks.pack_hook is halved
+        out.backward()
+    assert weight.grad.tolist() == [2.0] * 3
+    assert made and [id(x) for x in noted] == [id(x) for x in made]
+    assert torch.autograd.graph.saved_tensors_hooks.__enter__ is enter
+
+
+def test_a_kept_tensor_that_is_changed_in_place_is_an_error():
+    asked = []
+    leaf = torch.ones(3, requires_grad=True)
+    with listening(lambda tensor: None, lambda: None, asked.append):
+        for changed in (True, False):
+            x = leaf * 1.0
+            out = (x * x).sum()
+            if changed:
+                with torch.no_grad():
+                    x.mul_(2)
+                with pytest.raises(RuntimeError, match=r"inplace .*\[3\]\] is at version 1"):
+                    out.backward()
+            else:
+                out.backward()
+    assert asked == [] and leaf.grad.tolist() == [2.0] * 3  # places that are None are not told
+
+
+def test_a_kept_result_does_not_keep_itself_alive():
+    leaf, kept = torch.ones(3, requires_grad=True), []
+    gc.disable()
+    try:
+        with listening(lambda tensor: kept.append(tensor.shape)):
+            out = leaf.exp()
+            storage = weakref.ref(out.untyped_storage())
+            del out
+            assert kept == [(3,)] and storage() is None
+    finally:
+        gc.enable()
