@@ -8,7 +8,6 @@ import torch
 from headroom.planning.allocator import Allocator, replay
 from torch import nn
 
-
 MIB = 1 << 20
 
 
