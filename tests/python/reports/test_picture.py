@@ -51,6 +51,7 @@ def test_memory_over_time(figure_of):
     names = [area.get_label() for area in axes.collections]
     assert legend_of(axes) == names[::-1] and "optimizer state" in names
     assert has_lines_only_across(axes, axes.yaxis, axes.xaxis)
+    assert list(figure.get_size_inches()) == [9.5, 3.4]
 
 
 def test_bars_of_a_ladder(figure_of):
@@ -72,6 +73,7 @@ def test_bars_of_a_ladder(figure_of):
     names = [bars.get_label() for bars in axes.containers]
     assert sorted(legend_of(axes)) == sorted([*names, "measured peak", "predicted peak"])
     assert has_lines_only_across(axes, axes.xaxis, axes.yaxis)
+    assert list(figure.get_size_inches()) == [9.5, pytest.approx(1.4 + 4 * 0.3)]
 
 
 def test_phases_of_the_steps_of_a_profile(figure_of):
@@ -89,3 +91,17 @@ def test_phases_of_the_steps_of_a_profile(figure_of):
     assert legend_of(axes) == [bars.get_label() for bars in axes.containers][::-1]
     assert all(tick == int(tick) for tick in axes.get_xticks())  # there is no half of a step
     assert has_lines_only_across(axes, axes.yaxis, axes.xaxis)
+    assert list(figure.get_size_inches()) == [9.5, 2.8]
+
+
+def test_six_parts_are_drawn_at_most(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from headroom.reports import png
+
+    report_files.plan(3).save(tmp_path / "file.json")
+    found = []
+    monkeypatch.setattr(png, "save_png", lambda figure, path: found.append((figure, path)))
+    png.draw(read(tmp_path / "file.json") * 7, "where")
+    ((figure, path),) = found
+    assert len(figure.axes) == 6 and path == "where"
+    assert list(figure.get_size_inches()) == [9.5, pytest.approx(6 * 3.4)]
