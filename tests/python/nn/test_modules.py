@@ -181,8 +181,14 @@ def test_shapes_alone_on_the_meta_device(layout):
     config = TransformerConfig(31, 32, 2, 4, 48, layout=layout, save="L3", window=3)
     model = Transformer(config, device="meta")
     ids = torch.zeros(2, 8, dtype=torch.long, device="meta")
-    logits = model(ids)
-    assert logits.shape == (2, 8, 31) and logits.is_meta
+    ends = torch.zeros(3, dtype=torch.int32, device="meta")  # nobody looks where they are
+    for logits in (model(ids), model(ids, cu_seqlens=ends, position_ids=ids)):
+        assert logits.shape == (2, 8, 31) and logits.is_meta
+    options = {"device": "meta", "dtype": torch.bfloat16}
+    norms = {"attention_norm": RMSNorm(16, **options), "mlp_norm": LayerNorm(16, **options)}
+    block = Block(Attention(16, 4, qkv_bias=True, **options), MLP(16, 8, **options), norms)
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in block.parameters())
+    assert len(list(block.parameters())) == 8
 
 
 @pytest.mark.parametrize(
@@ -464,6 +470,10 @@ def test_compile():
 def test_bad_arguments():
     with pytest.raises(ValueError, match="normalized_shape is .2, 3., wanted the size of one dim"):
         RMSNorm((2, 3))
+    with pytest.raises(ValueError, match="RMSNorm: normalized_shape is 0, wanted the size of one"):
+        RMSNorm(0)
+    with pytest.raises(ValueError, match="LayerNorm: normalized_shape is .1, 1., wanted the size"):
+        LayerNorm((1, 1))
     with pytest.raises(ValueError, match="casting is 'twice', wanted one of once"):
         RMSNorm(3, casting="twice")
     with pytest.raises(ValueError, match="activation is 'swish', wanted one of silu"):
