@@ -9,9 +9,11 @@ import pytest
 import torch
 from headroom.profiling import Figures, ModuleRow, OpRow, PeakRate, ProfileResult, StepRow, rates
 from headroom.profiling.analysis import analyze
-from headroom.profiling.arguments import ListTypes
-from headroom.profiling.events import read
+from headroom.profiling.arguments import Arguments, ListTypes, call_on_meta, op_of
+from headroom.profiling.events import Memory, read
+from headroom.profiling.phases import intervals
 from headroom.profiling.table import _number, table
+from headroom.profiling.trace import _added
 from torch import nn
 from torch._C._autograd import DeviceType
 
@@ -64,10 +66,13 @@ def _events():
 
 
 def _result(events, device="cpu", **settings):
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    return _analyzed(read(events, LABELS), device, **settings)
+
+
+def _analyzed(recording, device="cpu", **settings):
     return analyze(
-        read(events, LABELS),
-        model,
+        recording,
+        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)),
         [],
         ListTypes(list),
         {0, 1},
@@ -419,3 +424,146 @@ def test_time_in_front_of_a_batch_is_data_only_at_the_begin_of_a_step():
     ]
     phases = _result(events).steps[0].phases_us
     assert phases == {"data": 4e3, "forward": 0, "backward": 0, "optimizer": 2e3, "other": 4e3}
+
+
+NODE = "autograd::engine::evaluate_function: "
+MS = 1_000_000
+
+
+def _backward():
+    """A step on thread 1 whose backward pass runs on thread 2, in which module 0 runs again."""
+    here, there = {"start_thread_id": 1}, {"start_thread_id": 2}
+    node = there | {"scope": 1, "fwd_thread_id": 1}
+    return [
+        Event("ProfilerStep#0", 0, 20 * MS, **here),
+        Event("module: (model)", 1 * MS, 6 * MS, **here),
+        Event("module: 0", 1 * MS, 2 * MS, **here),
+        Event("aten::relu", 1 * MS, 1 * MS, sequence_nr=7, **here),
+        Event("module: 1", 3 * MS, 2 * MS, **here),
+        Event("aten::tanh", 3 * MS, 1 * MS, sequence_nr=8, **here),
+        Event("aten::sum", 7 * MS, 1 * MS, sequence_nr=9, **here),  # of no module
+        Event("aten::waits", 8 * MS, 1 * MS, is_async=True, **here),
+        Event("aten::hidden", 8 * MS, 1 * MS, is_hidden_event=True, **here),
+        Event(f"{NODE}SumBackward", 9 * MS, 1 * MS, sequence_nr=9, **node),
+        Event(f"{NODE}TanhBackward", 10 * MS, 2 * MS, sequence_nr=8, **node),
+        Event("aten::tanh_backward", 10 * MS, 1 * MS, **there),
+        Event(f"{NODE}ReluBackward", 12 * MS, 4 * MS, sequence_nr=7, **node),
+        Event("recompute: 0", 12 * MS, 2 * MS, **there),
+        Event("aten::relu", 12 * MS, 1 * MS, sequence_nr=3, **there),
+        Event("aten::mul", 15 * MS, 1 * MS, sequence_nr=4, **there),
+        Event(f"{NODE}AccumulateGrad", 16 * MS, 1 * MS, fwd_thread_id=1, **there),
+        Event("Optimizer.step#SGD.step", 17 * MS, 2 * MS, **here),
+        Event("aten::add_", 17 * MS, 1 * MS, **here),
+    ]
+
+
+def test_modules_and_phases_of_a_backward_pass_on_another_thread():
+    labels = LABELS | {"recompute: 0": ("0", True)}
+    recording = read(_backward(), labels)
+    found = [
+        (call.name.removeprefix(NODE), call.thread, call.module, call.phase, call.again)
+        for call in recording.calls
+    ]
+    assert found == [
+        ("module: (model)", 1, "", "forward", False),
+        ("module: 0", 1, "0", "forward", False),
+        ("aten::relu", 1, "0", "forward", False),
+        ("module: 1", 1, "1", "forward", False),
+        ("aten::tanh", 1, "1", "forward", False),
+        ("aten::sum", 1, None, None, False),
+        ("SumBackward", 2, None, "backward", False),
+        ("TanhBackward", 2, "1", "backward", False),
+        ("aten::tanh_backward", 2, "1", "backward", False),
+        ("ReluBackward", 2, "0", "backward", False),
+        ("recompute: 0", 2, "0", "backward", True),
+        ("aten::relu", 2, "0", "backward", True),
+        ("aten::mul", 2, "0", "backward", True),
+        ("AccumulateGrad", 2, None, "backward", False),
+        ("Optimizer.step#SGD.step", 1, None, "optimizer", False),
+        ("aten::add_", 1, None, "optimizer", False),
+    ]
+    assert not recording.has_device and list(recording.steps) == [0]
+    result = _analyzed(recording)
+    rows = {row.name: row for row in result.modules}
+    times = {
+        name: (row.self.forward_us, row.self.backward_us, row.self.recompute_us)
+        for name, row in rows.items()
+    }
+    # The model alone; the node of 0 but what ran again in it, and the product within.
+    assert times == {"": (2e3, 0, 0), "0": (2e3, 1e3, 3e3), "1": (2e3, 2e3, 0)}
+    assert (rows["0"].calls, rows["0"].recomputed_calls) == (1, 1)
+    outside = result.outside
+    assert (outside.forward_us, outside.backward_us, outside.recompute_us) == (1e3, 2e3, 0)
+    (step,) = result.steps
+    assert step.recompute_us == 3e3 and step.wall_us == 20e3
+    assert step.phases_us == {
+        "data": 1e3, "forward": 8e3, "backward": 8e3, "optimizer": 2e3, "other": 1e3,
+    }  # fmt: skip
+    assert intervals(recording, recording.steps[0]) == [
+        (0, MS, "data"),
+        (MS, 9 * MS, "forward"),
+        (9 * MS, 17 * MS, "backward"),
+        (17 * MS, 19 * MS, "optimizer"),
+        (19 * MS, 20 * MS, "other"),
+    ]
+    ops = {row.name: (row.calls, row.total_us, row.self_us) for row in result.ops}
+    assert ops["aten::relu"] == (2, 2e3, 2e3) and ops["aten::mul"] == (1, 1e3, 1e3)
+    assert ops["Optimizer.step#SGD.step"] == (1, 2e3, 1e3)
+    assert not any(name.startswith((NODE, "module", "recompute")) for name in ops)
+
+
+def test_tracks_of_the_trace():
+    recording = read(_backward(), LABELS | {"recompute: 0": ("0", True)})
+    memory = [Memory(2 * MS, 30, "cpu", None), Memory(3 * MS, -10, "cpu", None)]
+    recording.memory = [*memory, Memory(4 * MS, 5, "cuda:0", None)]
+    first, second, *events = _added(recording, MS)
+    assert first["args"] == {"name": "headroom"} and second["args"] == {"sort_index": -1}
+    spans = [(e["tid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert spans == [
+        ("phases", "data", -1e3, 1e3),
+        ("phases", "forward", 0, 8e3),
+        ("phases", "backward", 8e3, 8e3),
+        ("phases", "optimizer", 16e3, 2e3),
+        ("phases", "other", 18e3, 1e3),
+        ("modules in the backward pass", "(no module)", 8e3, 1e3),
+        ("modules in the backward pass", "1", 9e3, 2e3),
+        ("modules in the backward pass", "0", 11e3, 4e3),
+        ("modules in the backward pass", "(no module)", 15e3, 1e3),
+    ]
+    counts = [(e["name"], e["ts"], e["args"]["bytes"]) for e in events if e["ph"] == "C"]
+    assert counts == [
+        ("live bytes on cpu since the start", 1e3, 30),
+        ("live bytes on cpu since the start", 2e3, 20),
+        ("live bytes on cuda:0 since the start", 3e3, 5),
+    ]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32),
+        *(torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
+    ],
+    ids=str,
+)
+def test_dtypes_that_the_profiler_writes(dtype):
+    x = torch.ones(3, 5).to(dtype)
+    with torch.profiler.profile(record_shapes=True) as prof:
+        x.t().clone()
+        torch.cat([x, x])
+    events = {event.name(): event for event in prof.profiler.kineto_results.events()}
+    types = ListTypes(prof.profiler.kineto_results.experimental_event_tree)
+    found = Arguments(events["aten::clone"], types)
+    given = found.values()[0]
+    assert found.dtype == given.dtype == dtype and given.is_meta
+    assert (given.shape, given.stride()) == ((5, 3), (1, 5))
+    parts, dim = Arguments(events["aten::cat"], types).values()
+    assert [(part.dtype, part.shape) for part in parts] == [(dtype, (3, 5))] * 2
+    schema, result = call_on_meta(op_of("aten::cat"), [parts, 0])
+    assert schema.name == "aten::cat" and (result.shape, result.dtype) == ((6, 5), dtype)
+
+
+def test_names_that_are_no_ops():
+    for name in ("relu", "aten::", "aten::no such op", "aten::bogus", "nobody::relu"):
+        assert op_of(name) is None, name
+    assert call_on_meta(op_of("aten::relu"), [1, 2, 3]) == (None, None)
