@@ -73,6 +73,8 @@ def test_usage_and_help(monkeypatch, capsys):
         text = command.format_help()
         for action in command._actions:
             assert action.help is None or action.help.split("%")[0] in text
+        silent = {one.option_strings[-1] for one in command._actions if one.help is None}
+        assert silent <= {"--checkpoint-every", "--max-grad-norm", "--min-8bit-size"}
         if name in ("plan", "fit"):
             assert "(default: AdamW)" in text and "the batch: one of these" in text
     with pytest.raises(SystemExit):

@@ -177,6 +177,9 @@ class TestNorms:
 
         found = recognized_norm(RowsOfTokensRMSNorm(HIDDEN))
         assert found.ranks == (3,) and torch.bfloat16 in found.dtypes
+        assert found.autocast == ("cpu",)
+        wide = recognized_norm(WideRMSNorm(HIDDEN))
+        assert torch.bfloat16 in wide.dtypes and wide.autocast == ()
         plain = recognized_norm(models.RMSNorm(HIDDEN))
         assert plain.ranks == (2, 3, 4) and plain.autocast == ("cpu",)
         with torch.autocast("cpu", torch.bfloat16):
