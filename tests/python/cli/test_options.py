@@ -395,3 +395,15 @@ def test_rows_and_moments_of_a_diff(folder, capsys):
     assert main(["diff", "a.json", "b.json", "--at", "end", "--fail-above", "1 KiB"]) == 1
     grown = f"grew by {format_bytes(found.growth)}, more than 1.00 KiB"
     assert capsys.readouterr().err == f"headroom diff: {grown}\n"
+
+
+class Bomb:
+    def __reduce__(self):
+        return Path.touch, (Path("hit"),)
+
+
+def test_a_conversion_runs_no_code_of_the_file(folder, capsys):
+    torch.save({"state": {}, "param_groups": [], "more": Bomb()}, "bomb.pt")
+    assert main(["convert", "bomb.pt", "out.pt", "--to", "torch"]) == 1
+    assert "bomb.pt cannot be loaded" in capsys.readouterr().err
+    assert not (folder / "hit").exists() and not (folder / "out.pt").exists()
