@@ -51,7 +51,7 @@ def checksums(x: Tensor) -> Tensor | None:
         words = flat.view(torch.int64 if aligned else _WORDS[size])
         block = BLOCK_BYTES // words.element_size()
         whole = words.numel() // block * block
-        weights = torch.full((block,), FACTOR, dtype=torch.int64, device=x.device).cumprod(0)
+        weights = torch.full((block,), FACTOR, device=x.device).cumprod(0)
         sums = [_sums(rows, weights) for rows in words[:whole].view(-1, block).split(AT_A_TIME)]
         if whole < words.numel():
             tail = words[whole:].unsqueeze(0)

@@ -24,7 +24,8 @@ DTYPES = {
     for name in ("float32", "bfloat16", "float16", "int64", "int32", "bool", "uint8")
 }
 AMP = ("bfloat16", "float16")
-DECIDED = ("save", "checkpoint_every", "accumulation", "release")
+DECIDED = {"save": None, "checkpoint_every": None, "accumulation": 1, "release": False}
+"""What fitting decides by itself, and what it is where it was not given."""
 
 
 def add_setup_arguments(command: argparse.ArgumentParser) -> None:
@@ -123,7 +124,7 @@ def real_setup_of(options: argparse.Namespace) -> tuple[tuple[Any, ...], dict[st
         ArgumentError: the device is not there, the model is no function, or an option says what
             fitting decides by itself.
     """
-    decided = [name for name in DECIDED if getattr(options, name) not in (None, False, 1)]
+    decided = [name for name, unset in DECIDED.items() if getattr(options, name) != unset]
     if decided:
         raise ArgumentError(f"--{decided[0].replace('_', '-')} is what is looked for: leave it out")
     _check(options)

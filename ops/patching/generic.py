@@ -7,7 +7,6 @@ from collections.abc import Hashable
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from .._core.rows import autocast_dtype
 from ..functional.linear import SLOW_ON_CPU, linear_forward
@@ -20,8 +19,6 @@ INTERNAL = vars(nn.Module()).keys() - {"training"}
 
 def _obstacle(module: nn.Module) -> str | None:
     """Returns why no forward can be set on a module, or None."""
-    if parametrize.is_parametrized(module):
-        return "its parameters are parametrized"
     if "forward" in vars(module):
         return "something else has replaced its forward"
     if any(p is not None and type(p) is not nn.Parameter for p in module._parameters.values()):

@@ -24,7 +24,7 @@ _NODE = "autograd::engine::evaluate_function: "
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")
 _LOADER = "enumerate(DataLoader)#"
 _STEP = "ProfilerStep#"
-_FUNCTION, _BACKWARD = 0, 1  # of RecordScope: operations, and the work of nodes of autograd
+_FUNCTION = 0  # of RecordScope: operations
 
 
 class Call:

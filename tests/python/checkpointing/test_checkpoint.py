@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import headroom
 import pytest
@@ -185,6 +186,40 @@ def test_options_that_a_reentrant_checkpoint_does_not_have_are_refused_as_in_tor
     x = torch.ones(3, requires_grad=True)
     with pytest.raises(ValueError, match="debug"):
         headroom.checkpoint(torch.exp, x, use_reentrant=True, debug=True)
+
+
+def test_defaults_are_torchs_but_for_the_older_way():
+    ours = inspect.signature(headroom.checkpoint).parameters
+    theirs = inspect.signature(torch.utils.checkpoint.checkpoint).parameters
+    known = {name: option.default for name, option in ours.items() if name in theirs}
+    assert known.pop("use_reentrant") is False and len(known) == 8
+    assert known == {name: theirs[name].default for name in known}
+
+
+def test_options_reach_torch():
+    ends = []
+
+    def grows(x, more):
+        y = x[: 1 + len(ends)] if more else x
+        y = (y * y).exp()
+        ends.append(None)
+        return y.sum()
+
+    def run(more, **options):
+        ends.clear()
+        x = torch.randn(3, requires_grad=True)
+        headroom.checkpoint(grows, x, more, **options).backward()
+        return len(ends)
+
+    for verify in (False, True):
+        assert run(False, verify=verify) == 1
+        assert run(False, verify=verify, early_stop=False) == 2
+    error = torch.utils.checkpoint.CheckpointError
+    with pytest.raises(error, match="different metadata") as plain:
+        run(True)
+    with pytest.raises(error, match="aten.mul.Tensor"):
+        run(True, debug=True)
+    assert "aten.mul.Tensor" not in str(plain.value)
 
 
 def test_decorator():

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from headroom.cli import main
+from headroom.cli.command import COMMANDS
 
 
 @pytest.fixture
@@ -32,7 +33,8 @@ def refused(capsys):
         said = capsys.readouterr()
         found = json.loads(said.out)
         assert ended.value.code == 2 and found["format"] == "headroom.error/1"
-        assert found["error"] in said.err
+        name = next((f"headroom {word}" for word in arguments if word in COMMANDS), "headroom")
+        assert said.err == f"{name}: {found['error']}\n"
         return found["error"]
 
     return run

@@ -1,11 +1,14 @@
 """``headroom doctor`` with parts of the machine and of the installation taken away or broken."""
 
-import importlib
+import importlib.metadata
 import json
+import platform
+import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import headroom
 import headroom_command
@@ -13,7 +16,7 @@ import pytest
 import torch
 from headroom._core.cgroups import cgroup_limit
 from headroom.cli import doctor, main
-from headroom.cli.doctor import BROKEN, NOTE, examine, runs_on, table
+from headroom.cli.doctor import BROKEN, NOTE, OK, examine, runs_on, table
 
 
 def named(findings):
@@ -21,9 +24,11 @@ def named(findings):
 
 
 def test_what_it_finds_here(capsys):
+    assert main(["--version"]) == 0  # what the command imports, and torch, is imported
+    capsys.readouterr()
     started = time.process_time()
     assert main(["doctor", "--json"]) == 0
-    assert time.process_time() - started < 1  # torch is imported
+    assert time.process_time() - started < 1
     found = json.loads(capsys.readouterr().out)
     assert found["format"] == "headroom.doctor/1"
     values = {(row["part"], row["name"]): row["value"] for row in found["findings"]}
@@ -171,3 +176,156 @@ def test_the_command_says_why_the_package_cannot_be_imported(tmp_path):
     (broken / "_core" / "cgroups.py").unlink()
     done = subprocess.run(command, **options)
     assert done.returncode == 0 and "unknown: " in done.stdout, done.stderr
+
+
+DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul\n"
+
+
+def test_all_lines_of_a_machine(monkeypatch, tmp_path):
+    write(tmp_path / "proc/driver/nvidia/version", DRIVER)
+    write(tmp_path / "proc/cpuinfo", "processor : 0\nmodel name\t: Good CPU 7\nflags : x\n")
+    write(tmp_path / "proc/meminfo", "MemTotal: 8388608 kB\nMemAvailable: 2097152 kB\nHuge: 3\n")
+    write(tmp_path / "proc/self/cgroup", "0::/a\n")
+    write(tmp_path / "sys/fs/cgroup/a/memory.max", f"{3 << 30}\n")
+
+    class Cuda:
+        @staticmethod
+        def cuDriverGetVersion(number):
+            number._obj.value = 13020
+
+    limits = dict.fromkeys(["RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_MEMLOCK"], 1 << 20)
+    limits = {getattr(resource, name): size for name, size in limits.items()}
+    limits[resource.RLIMIT_NOFILE] = 1024
+    none = resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limits.get(which, none), none))
+    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: {"libcuda.so.1": Cuda}[name])
+    monkeypatch.setattr(doctor.os, "statvfs", lambda path: SimpleNamespace(f_frsize=4, f_blocks=99))
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda process: {1, 5, 6})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    info = {"version": "1.2", "compiler": "cc 5", "cpu": "avx9", "cuda": "none"}
+    monkeypatch.setattr(headroom, "build_info", lambda: info)
+    installed = {"headroom": "1.2.3", "rich": "9.9"}
+
+    def version(name):
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    machine = f"{platform.system()} {platform.release()} {platform.machine()}"
+    cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for the CPU"
+    lacks = "not installed"
+    assert examine(tmp_path) == [
+        ("versions", "Python", f"{platform.python_version()} at {sys.executable}", OK, ""),
+        ("versions", "system", machine, OK, ""),
+        ("versions", "torch", f"{torch.__version__}, {cuda}", OK, ""),
+        ("versions", "threads of torch", str(torch.get_num_threads()), OK, ""),
+        ("versions", "headroom", "1.2.3", OK, ""),
+        ("library", "version", "1.2", OK, ""),
+        ("library", "compiler", "cc 5", OK, ""),
+        ("library", "instruction set", "avx9", OK, ""),
+        ("library", "CUDA", "built for the CPU", NOTE,
+         "for a GPU: HEADROOM_CUDA=1 pip install . fetches the compiler"),
+        ("devices", "CPU", "Good CPU 7, 3 cores for this process", OK, ""),
+        ("devices", "NVIDIA driver", "580.65.06, for CUDA 13.2 and older", OK, ""),
+        ("devices", "CUDA in torch", "not available", BROKEN,
+         "install a torch that is built for a CUDA of this driver or an older one"),
+        ("memory", "RAM", "2.00 GiB available of 8.00 GiB", OK, ""),
+        ("memory", "limit of the cgroup", "3.00 GiB", NOTE,
+         "the process is killed above this, whatever RAM is free"),
+        ("memory", "ulimit -v", "1.00 MiB", NOTE, "CUDA reserves addresses for all of its memory"),
+        ("memory", "ulimit -d", "1.00 MiB", NOTE, "allocations above it fail"),
+        ("memory", "ulimit -l", "1.00 MiB", OK, ""),
+        ("memory", "ulimit -f", "unlimited", OK, ""),
+        ("memory", "ulimit -n", "1024", OK, ""),
+        ("memory", "/dev/shm", "396 B", NOTE,
+         "workers of a DataLoader need more; docker run --shm-size=8g"),
+        ("optional", "rich", "9.9", OK, ""),
+        ("optional", "matplotlib", lacks, NOTE, "headroom report --png: pip install matplotlib"),
+        ("optional", "transformers", lacks, NOTE,
+         "headroom plan with a config.json: pip install transformers"),
+        ("optional", "isal", lacks, NOTE,
+         "checksums of state files at the speed of memory: pip install isal"),
+        ("optional", "bitsandbytes", lacks, NOTE,
+         "nothing of Headroom needs it; its optimizer states convert without it"),
+        ("optional", "torchao", lacks, NOTE, "converting states of torchao: pip install torchao"),
+    ]  # fmt: skip
+
+    # And where these are otherwise.
+    info |= {"cuda": "13.0", "archs": "80;90"}
+    del installed["headroom"]
+    write(tmp_path / "sys/fs/cgroup/a/memory.max", f"{8 << 30}\n")  # as much as there is
+    write(tmp_path / "proc/driver/nvidia/version", "of another form\n")
+    write(tmp_path / "proc/cpuinfo", "processor : 0\n")
+    large = SimpleNamespace(f_frsize=1 << 20, f_blocks=256)
+    monkeypatch.setattr(doctor.os, "statvfs", lambda path: large)
+    found = named(examine(tmp_path))
+    assert found["versions", "headroom"].value == "not installed as a package"
+    assert found["library", "CUDA"] == ("library", "CUDA", "13.0", OK, "")
+    assert found["library", "architectures"] == ("library", "architectures", "80;90", OK, "")
+    assert found["memory", "limit of the cgroup"][2:] == ("none", OK, "")
+    assert found["memory", "/dev/shm"][2:] == ("256 MiB", OK, "")
+    driver = found["devices", "NVIDIA driver"]
+    assert driver.value == "of an unknown version, for CUDA 13.2 and older"
+    assert found["devices", "CPU"].value.startswith(f"{platform.machine()}, 3 cores")
+
+    def no_library(name):
+        raise OSError(f"{name}: cannot open")
+
+    monkeypatch.setattr(doctor.ctypes, "CDLL", no_library)
+    write(tmp_path / "proc/driver/nvidia/version", DRIVER)
+    found = named(examine(tmp_path))
+    assert found["devices", "NVIDIA driver"][2:] == (
+        *("580.65.06, libcuda.so.1: cannot open", BROKEN),
+        "in a container: start it with the NVIDIA runtime (--gpus all)",
+    )
+    assert ("devices", "CUDA in torch") not in found
+
+
+def test_devices_that_the_library_has(monkeypatch, tmp_path):
+    properties = SimpleNamespace(name="NVIDIA L4", major=8, minor=9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (20 << 30, 24 << 30))
+    value = "NVIDIA L4, sm_89, 20.0 GiB free of 24.0 GiB"
+    for archs, status, more in (("80;90", OK, ""), ("90", BROKEN, "; the library has 90")):
+        info = headroom.build_info() | {"cuda": "13.0", "archs": archs}
+        monkeypatch.setattr(headroom, "build_info", lambda info=info: info)
+        found = named(examine(tmp_path))["devices", "cuda:0"]
+        assert (found.value, found.status) == (value + more, status)
+
+
+def test_the_whole_text():
+    found = [
+        doctor.Finding("one", "a", "x"),
+        doctor.Finding("one", "longer", "y", NOTE, "do this"),
+        doctor.Finding("two", "b", "", BROKEN, "do that"),
+        doctor.Finding("two", "c", "z", BROKEN),
+    ]
+    assert table(found) == (
+        "one\n  a       x\n- longer  y\n            do this\n\n"
+        "two\n! b\n            do that\n! c       z\n\n2 broken, marked with !"
+    )
+    assert table(found[:1]) == "one\n  a  x\n\nnothing is broken"
+    assert doctor._short(ValueError("a  b\n" + "c" * 400)) == "a b " + "c" * 293 + "..."
+    assert doctor._short(ValueError("c" * 300)) == "c" * 300
+    assert doctor._short(ValueError()) == "ValueError"
+
+
+def test_the_doctor_by_itself(capsys):
+    assert doctor.main(["--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["format"] == "headroom.doctor/1"
+    for words in (["x"], ["x", "--json"]):
+        with pytest.raises(SystemExit) as ended:
+            doctor.main(words)
+        said = capsys.readouterr()
+        assert ended.value.code == 2 and "headroom doctor: error: unrecognized" in said.err
+        if len(words) == 1:
+            assert said.out == ""
+        else:
+            assert json.loads(said.out) == {
+                "format": "headroom.error/1",
+                "error": "unrecognized arguments: x",
+                "type": "ArgumentError",
+            }

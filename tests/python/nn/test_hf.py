@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from headroom.nn import (  # noqa: E402
     Transformer,
+    TransformerConfig,
     config_from_hf,
     state_from_hf,
     state_to_hf,
@@ -103,6 +104,131 @@ def test_results_gradients_and_names(name):
             continue  # a bias of keys alone has a gradient of zero
         ours_off, theirs_off = error(our_grads[key], grad), error(their_grads[key], grad)
         assert ours_off <= 2 * max(theirs_off, 2**-22), (key, ours_off, theirs_off)
+
+
+ROPE = dict(rope_theta=10000.0, rope_type="default")
+LINEAR = dict(rope_type="linear", factor=2.0, rope_theta=77.0)
+SHAPE = dict(vocab_size=61, hidden_size=32, layers=2, heads=4, features=40, max_positions=64)
+GROUPED = SHAPE | dict(kv_heads=2, head_dim=8, rope_scaling=ROPE, rotary_dim=8)
+GEMMA = GROUPED | dict(
+    head_dim=16, rotary_dim=16, norm_offset=1.0, norm_casting="once", activation="gelu_tanh",
+    embedding_scale=32**0.5, tied=True,
+)  # fmt: skip
+BIASES = dict(qkv_bias=True, out_bias=True, mlp_bias=True)
+VECTORS = SHAPE | BIASES | dict(kv_heads=4, head_dim=8, norm="layer", norm_eps=1e-4, gated=False)
+# What transformers has, and what of the shape is not a default then.
+SHAPES = {
+    "Llama": (
+        WIDE
+        | dict(attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3, hidden_act="gelu")
+        | dict(attention_dropout=0.1, tie_word_embeddings=True, rope_parameters=LINEAR),
+        GROUPED
+        | BIASES
+        | dict(norm_eps=1e-3, activation="gelu", rope_base=77.0, rope_scaling=LINEAR)
+        | dict(tied=True, attention_dropout=0.1),
+    ),
+    "Qwen2": (
+        WIDE
+        | dict(use_sliding_window=True, sliding_window=4, max_window_layers=1)
+        | dict(attention_dropout=0.2),
+        GROUPED | dict(qkv_bias=True, window=4, window_layers=(False, True), attention_dropout=0.2),
+    ),
+    "Qwen3": (
+        WIDE | dict(head_dim=10, attention_bias=True),
+        GROUPED | dict(head_dim=10, rotary_dim=10, qkv_bias=True, out_bias=True, qk_norm=True),
+    ),
+    "Mistral": (
+        WIDE | dict(sliding_window=5, head_dim=12),
+        GROUPED | dict(head_dim=12, rotary_dim=12, window=5),
+    ),
+    "Gemma": (WIDE | dict(head_dim=16), GEMMA),
+    "Gemma3Text": (
+        WIDE
+        | dict(head_dim=16, sliding_window=4, query_pre_attn_scalar=25, attention_dropout=0.3)
+        | dict(layer_types=["sliding_attention", "full_attention"]),
+        GEMMA
+        | dict(layout="sandwich", qk_norm=True, window=4, window_layers=(True, False))
+        | dict(attention_scale=0.2, rope_base=1e6, window_rope_base=1e4, attention_dropout=0.3)
+        | dict(rope_scaling=ROPE | dict(rope_theta=1e6)),
+    ),
+    "Phi": (
+        WIDE
+        | dict(num_key_value_heads=4, layer_norm_eps=1e-4, qk_layernorm=True, resid_pdrop=0.1)
+        | dict(embd_pdrop=0.2, attention_dropout=0.3, partial_rotary_factor=0.25),
+        VECTORS
+        | dict(layout="parallel", activation="gelu_tanh", head_bias=True, qk_norm=True)
+        | dict(rope_scaling=ROPE, rotary_dim=2)
+        | dict(dropout=0.1, attention_dropout=0.3, embedding_dropout=0.2),
+    ),
+    "Phi3": (
+        WIDE | dict(resid_pdrop=0.1, embd_pdrop=0.2, attention_dropout=0.3, sliding_window=7),
+        GROUPED | dict(norm_eps=1e-5, window=7, dropout=0.1, attention_dropout=0.3),
+    ),
+    "GPT2": (
+        SIZES
+        | dict(n_positions=64, n_inner=50, resid_pdrop=0.1, embd_pdrop=0.2, attn_pdrop=0.3)
+        | dict(layer_norm_epsilon=1e-4, activation_function="relu", tie_word_embeddings=False),
+        VECTORS
+        | dict(features=50, activation="relu", positions="learned")
+        | dict(dropout=0.1, attention_dropout=0.3, embedding_dropout=0.2),
+    ),
+    "Bert": (
+        SIZES
+        | dict(intermediate_size=40, max_position_embeddings=64, type_vocab_size=3)
+        | dict(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.2, layer_norm_eps=1e-4)
+        | dict(hidden_act="gelu_new"),
+        VECTORS
+        | dict(layout="post", activation="gelu_tanh", causal=False, positions="learned")
+        | dict(token_types=3, embedding_norm=True, final_norm=False, head=False)
+        | dict(dropout=0.1, attention_dropout=0.2, embedding_dropout=0.1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(name):
+    options, shape = SHAPES[name]
+    config = getattr(transformers, f"{name}Config")(**options, **TIGHT)
+    assert config_from_hf(config) == TransformerConfig(**shape)
+
+
+def test_activations():
+    names = dict(gelu="gelu", gelu_new="gelu_tanh", gelu_pytorch_tanh="gelu_tanh", relu="relu")
+    names |= dict(relu2="relu_squared", silu="silu", swish="silu")
+    for theirs, ours in names.items():
+        config = transformers.GPT2Config(activation_function=theirs)
+        assert config_from_hf(config).activation == ours
+    assert config_from_hf(config).features == 4 * config.hidden_size
+
+
+@pytest.mark.parametrize(
+    "name, option, value",
+    [
+        ("GPT2", "add_cross_attention", True),
+        ("GPT2", "scale_attn_by_inverse_layer_idx", True),
+        ("GPT2", "scale_attn_weights", False),
+        ("Bert", "is_decoder", True),
+        ("Bert", "add_cross_attention", True),
+        ("Gemma3Text", "use_bidirectional_attention", True),
+    ],
+)
+def test_what_headroom_has_in_one_way_only(name, option, value):
+    config = getattr(transformers, f"{name}Config")(**{option: value})
+    with pytest.raises(ValueError, match=f"has {option}={value}, of which headroom.nn has only"):
+        config_from_hf(config)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Bert"])
+def test_the_model_that_is_made(name):
+    model = model_of(name).to(torch.bfloat16)
+    assert not transformer_from_hf(model).training
+    made = transformer_from_hf(model.train(), save="L2")
+    assert made.training and made.save == ["L2", "L2"]
+    assert {p.dtype for p in made.parameters()} == {torch.bfloat16}
+    assert next(transformer_from_hf(model, dtype=torch.float32).parameters()).dtype == torch.float32
+    if name == "Llama":
+        state = state_to_hf(made.state_dict(), model.config, "language_model.")
+        assert {name.partition(".")[0] for name in state} == {"language_model", "lm_head"}
 
 
 @pytest.mark.parametrize("name", MODELS)

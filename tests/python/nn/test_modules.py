@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -180,8 +181,14 @@ def test_shapes_alone_on_the_meta_device(layout):
     config = TransformerConfig(31, 32, 2, 4, 48, layout=layout, save="L3", window=3)
     model = Transformer(config, device="meta")
     ids = torch.zeros(2, 8, dtype=torch.long, device="meta")
-    logits = model(ids)
-    assert logits.shape == (2, 8, 31) and logits.is_meta
+    ends = torch.zeros(3, dtype=torch.int32, device="meta")  # nobody looks where they are
+    for logits in (model(ids), model(ids, cu_seqlens=ends, position_ids=ids)):
+        assert logits.shape == (2, 8, 31) and logits.is_meta
+    options = {"device": "meta", "dtype": torch.bfloat16}
+    norms = {"attention_norm": RMSNorm(16, **options), "mlp_norm": LayerNorm(16, **options)}
+    block = Block(Attention(16, 4, qkv_bias=True, **options), MLP(16, 8, **options), norms)
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in block.parameters())
+    assert len(list(block.parameters())) == 8
 
 
 @pytest.mark.parametrize(
@@ -289,9 +296,142 @@ def test_queries_and_keys_are_normalized_and_rotated():
         assert_close(got, torch.cat([first * c - second * s, second * c + first * s], -1))
 
 
+def test_what_modules_say_of_themselves():
+    norms = {"attention_norm": RMSNorm(16, 1e-3), "mlp_norm": LayerNorm(16, bias=False)}
+    attention = Attention(16, 4, kv_heads=2, head_dim=6, causal=False, window=3, dropout=0.5)
+    mlp = MLP(16, 24, activation="relu", gated=False, bias=True)
+    block = Block(attention, mlp, norms, dropout=0.25, save="L3")
+    lines = [line.strip() for line in repr(block).splitlines()]
+    assert lines == [
+        "Block(",
+        "layout=pre, dropout=0.25, save=L3",
+        "(attention): Attention(",
+        "heads=4, kv_heads=2, head_dim=6, causal=False, window=3, dropout=0.5",
+        "(qkv): Linear(in_features=16, out_features=48, bias=False)",
+        "(out): Linear(in_features=24, out_features=16, bias=False)",
+        ")",
+        "(mlp): MLP(",
+        "activation=relu, gated=False",
+        "(up): Linear(in_features=16, out_features=24, bias=True)",
+        "(down): Linear(in_features=24, out_features=16, bias=True)",
+        ")",
+        "(attention_norm): RMSNorm((16,), eps=0.001, elementwise_affine=True)",
+        "(mlp_norm): LayerNorm((16,), eps=1e-05, elementwise_affine=True)",
+        ")",
+    ]
+    plain = MLP(4, 6)
+    assert (plain.activation, plain.gated) == ("silu", True)
+    assert plain.gate_up.weight.shape == (12, 4) and plain.down.weight.shape == (4, 6)
+    assert plain.gate_up.bias is None is plain.down.bias and not hasattr(plain, "up")
+    norm = RMSNorm(3)
+    assert (norm.eps, norm.offset, norm.casting) == (None, 0.0, "once")
+    assert norm.epsilon == torch.finfo(torch.float32).eps
+    assert RMSNorm(3, elementwise_affine=False).weight is None
+    assert LayerNorm(3).eps == 1e-5 and LayerNorm(3, bias=False).bias is None
+    default = Attention(16, 4)
+    assert (default.causal, default.window, default.scale, default.dropout) == (True, None, None, 0)
+    assert (default.rotary_dim, default.interleaved) == (None, False)
+    assert (default.heads, default.kv_heads, default.head_dim) == (4, 4, 4)
+    made = Block(attention, MLP(16, 24), norms)
+    assert (made.layout, made.dropout, made.save) == ("pre", 0.0, "L0")
+
+
 # ---- Transformer ---------------------------------------------------------------------------------
 
 SIZES = dict(vocab_size=30, hidden_size=16, layers=2, heads=2, features=24)
+
+
+@pytest.mark.parametrize("layout", ["pre", "sandwich", "parallel"])
+def test_a_config_reaches_its_modules(layout):
+    config = TransformerConfig(
+        30, 16, 3, 4, 24, kv_heads=2, head_dim=6, layout=layout, norm_eps=1e-3, norm_offset=1.0,
+        norm_casting="once", activation="relu", gated=False, qkv_bias=True, head_bias=True,
+        qk_norm=True, causal=False, window=5, window_layers=(True, False, True),
+        attention_scale=0.3, max_positions=9, rotary_dim=4, rope_interleaved=True, token_types=2,
+        embedding_norm=True, embedding_scale=2.0, dropout=0.1, attention_dropout=0.2,
+        embedding_dropout=0.3, save="L2",
+    )  # fmt: skip
+    model = Transformer(config, dtype=torch.bfloat16, device="cpu")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
+    per_block = {"pre": 2, "sandwich": 4, "parallel": 1}[layout]
+    assert len(norms) == 2 + 3 * (2 + per_block)
+    assert {(n.eps, n.offset, n.casting) for n in norms} == {(1e-3, 1.0, "once")}
+    for block, window in zip(model.blocks, (5, None, 5)):
+        attention, mlp = block.attention, block.mlp
+        assert (block.layout, block.dropout, block.save) == (layout, 0.1, "L2")
+        assert (attention.window, attention.causal, attention.scale) == (window, False, 0.3)
+        assert (attention.dropout, attention.rotary_dim, attention.interleaved) == (0.2, 4, True)
+        assert attention.qkv.weight.shape == (48, 16) and attention.out.weight.shape == (16, 24)
+        assert attention.qkv.bias is not None and attention.out.bias is None
+        assert attention.q_norm.normalized_shape == attention.k_norm.normalized_shape == (6,)
+        assert (mlp.activation, mlp.gated, mlp.up.bias) == ("relu", False, None)
+    embedding = model.embedding
+    assert embedding.types.weight.shape == (2, 16) and embedding.positions is None
+    assert (embedding.scale, embedding.dropout) == (2.0, 0.3)
+    assert model.head.bias is not None and model.head.weight is not embedding.tokens.weight
+    other = Transformer(
+        TransformerConfig(
+            30, 16, 1, 4, 24, norm="layer", norm_eps=1e-3, out_bias=True, mlp_bias=True,
+            positions="learned", max_positions=9, final_norm=False, tied=True,
+        )
+    )  # fmt: skip
+    assert other.norm is None and other.embedding.norm is None and other.embedding.types is None
+    assert other.embedding.positions.weight.shape == (9, 16)
+    assert other.head.weight is other.embedding.tokens.weight and other.head.bias is None
+    (block,) = other.blocks
+    assert type(block.mlp_norm) is LayerNorm and block.mlp_norm.eps == 1e-3
+    assert block.attention.out.bias is not None and block.attention.qkv.bias is None
+    assert block.mlp.gate_up.bias is not None and block.mlp.down.bias is not None
+    assert block.attention.q_norm is None and (block.dropout, block.save) == (0.0, "L0")
+    assert Transformer(TransformerConfig(**SIZES, head=False)).head is None
+
+
+def test_defaults_of_a_config():
+    """Those of Llama."""
+    config = dataclasses.asdict(TransformerConfig(**SIZES))
+    assert config == SIZES | dict(
+        kv_heads=2, head_dim=8, layout="pre", norm="rms", norm_eps=1e-6, norm_offset=0.0,
+        norm_casting="llama", activation="silu", gated=True, qkv_bias=False, out_bias=False,
+        mlp_bias=False, head_bias=False, qk_norm=False, causal=True, window=None,
+        window_layers=None, attention_scale=None, positions="rope", max_positions=2048,
+        rope_base=10000.0, rope_scaling=None, rotary_dim=None, rope_interleaved=False,
+        window_rope_base=None, token_types=0, embedding_norm=False, embedding_scale=None,
+        final_norm=True, head=True, tied=False, dropout=0.0, attention_dropout=0.0,
+        embedding_dropout=0.0, save="L0",
+    )  # fmt: skip
+
+
+def test_embeddings_are_a_sum():
+    config = TransformerConfig(
+        **SIZES, positions="learned", max_positions=9, token_types=2, embedding_scale=3.0,
+        embedding_norm=True, norm="layer", embedding_dropout=0.5,
+    )  # fmt: skip
+    embedding = Transformer(config).embedding
+    ids, types = torch.randint(30, (2, 5)), torch.tensor([[0, 1, 1, 0, 1]] * 2)
+    places = torch.tensor([[3, 1, 4, 1, 5]])
+    torch.manual_seed(2)
+    found = embedding(ids, places, types)
+    x = embedding.tokens.weight[ids] * 3 + embedding.types.weight[types]
+    x = F.layer_norm(x + embedding.positions.weight[places], (16,), eps=1e-6)
+    torch.manual_seed(2)
+    assert_close(found, F.dropout(x, 0.5))
+    embedding.eval()
+    x = embedding.tokens.weight[ids] * 3 + embedding.types.weight[0]
+    x = F.layer_norm(x + embedding.positions.weight[:5], (16,), eps=1e-6)
+    assert_close(embedding(ids), x)
+
+
+def test_levels_of_a_model():
+    model = Transformer(TransformerConfig(**SIZES, save="L1"))
+    assert model.save == ["L1", "L1"]
+    model.save = ("L2", "L5")
+    assert [block.save for block in model.blocks] == ["L2", "L5"] == model.save
+    assert Transformer(TransformerConfig(**SIZES, save="L1"), save="L4").save == ["L4", "L4"]
+    with pytest.raises(ValueError, match="save has 3 levels, wanted one, or one for each of the 2"):
+        model.save = ["L0"] * 3
+    with pytest.raises(ValueError, match="save is 'L6', wanted one of L0, L1, L2, L3, L4, L5"):
+        model.save = "L6"
 
 
 @pytest.mark.parametrize("positions", ["rope", "learned"])
@@ -330,6 +470,10 @@ def test_compile():
 def test_bad_arguments():
     with pytest.raises(ValueError, match="normalized_shape is .2, 3., wanted the size of one dim"):
         RMSNorm((2, 3))
+    with pytest.raises(ValueError, match="RMSNorm: normalized_shape is 0, wanted the size of one"):
+        RMSNorm(0)
+    with pytest.raises(ValueError, match="LayerNorm: normalized_shape is .1, 1., wanted the size"):
+        LayerNorm((1, 1))
     with pytest.raises(ValueError, match="casting is 'twice', wanted one of once"):
         RMSNorm(3, casting="twice")
     with pytest.raises(ValueError, match="activation is 'swish', wanted one of silu"):

@@ -143,6 +143,49 @@ class TestNorms:
         assert not isinstance(found, str), found
         assert (found.kind, found.eps, found.offset, found.casting) == rule
 
+    @pytest.mark.parametrize("eps", [1e-5, 1e-6, 1e-12, 1e-8, 1e-3, 0.0])
+    @pytest.mark.parametrize("columns", [HIDDEN, 500])
+    def test_eps_in_the_code(self, eps, columns):
+        """Rows of the trial tell each from the others; nobody's random numbers are drawn for it."""
+
+        class HiddenRMSNorm(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.rand(columns))
+
+            def forward(self, x):
+                return x * (x.square().mean(-1, True) + eps).rsqrt() * self.weight
+
+        module, state = HiddenRMSNorm(), torch.get_rng_state()
+        found = recognized_norm(module)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert (found.kind, found.eps) == ("RMSNorm", eps)
+
+    def test_ranks_and_dtypes_that_a_norm_takes(self):
+        class RowsOfTokensRMSNorm(models.RMSNorm):
+            def forward(self, x):
+                if x.dim() != 3:
+                    raise ValueError("wanted [batch, tokens, columns]")
+                return super().forward(x)
+
+        class MultipliedRMSNorm(models.RMSNorm):
+            """Takes the mean by a product, which autocast lowers."""
+
+            def forward(self, x):
+                mean = x.square() @ x.new_full((x.shape[-1], 1), 1 / x.shape[-1])
+                return x * (mean + self.eps).rsqrt() * self.weight
+
+        found = recognized_norm(RowsOfTokensRMSNorm(HIDDEN))
+        assert found.ranks == (3,) and torch.bfloat16 in found.dtypes
+        assert found.autocast == ("cpu",)
+        wide = recognized_norm(WideRMSNorm(HIDDEN))
+        assert torch.bfloat16 in wide.dtypes and wide.autocast == ()
+        plain = recognized_norm(models.RMSNorm(HIDDEN))
+        assert plain.ranks == (2, 3, 4) and plain.autocast == ("cpu",)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = recognized_norm(MultipliedRMSNorm(HIDDEN))
+        assert found.kind == "RMSNorm" and found == recognized_norm(MultipliedRMSNorm(HIDDEN))
+
     def test_a_gate_beside_the_input_is_passed_on(self):
         module = GatedRMSNorm(HIDDEN)
         x, gate = torch.randn(4, HIDDEN), torch.randn(4, HIDDEN)

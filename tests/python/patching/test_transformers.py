@@ -242,6 +242,11 @@ def test_a_cache_while_training():
         cache = model(ids[:, :5], use_cache=True).past_key_values
     want = model(ids[:, 5:], past_key_values=copy.deepcopy(cache)).logits
     other = patched(model, "L5")
+    kept = [
+        kept_by(one, {"input_ids": ids[:, 5:], "past_key_values": copy.deepcopy(cache)})
+        for one in (other, patched(model, "L0"), patched(model, "L1"))
+    ]
+    assert kept[0] == kept[1] == kept[2]
     got = other(ids[:, 5:], past_key_values=cache).logits
     torch.testing.assert_close(got, want)
     evaluated = patched(model, "L3").eval()(ids, use_cache=True)

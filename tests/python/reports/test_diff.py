@@ -124,6 +124,82 @@ def test_the_table_has_both_sides_and_kinds_of_one_side_only():
     assert not any(line and line[0] == "gradients" for line in lines)
 
 
+def _side(*rows):
+    return Timeline([Allocation(i, *row[:-1], stack=row[-1]) for i, row in enumerate(rows)])
+
+
+LONG = "a_function_with_a_name_that_is_longer_than_the_line"
+DEEP = tuple(f"f{n}.py:{n} {LONG}" for n in range(4))
+TEXT = f"""\
+                           ..f-a.pickle     b.pickle       growth
+live at the peak               6.29 KiB     8.33 KiB    +2.03 KiB
+peak                           6.29 KiB     8.33 KiB    +2.03 KiB
+
+kind
+parameters                     4.00 KiB     4.00 KiB          0 B
+gradients                         300 B        100 B       -200 B
+batch                               0 B         70 B        +70 B
+activations                    1.95 KiB     4.10 KiB    +2.15 KiB
+temporaries                        50 B         60 B        +10 B
+
+      growth  pieces      what
+   +2.15 KiB  1 -> 2      .. {LONG}
+                          .. {LONG}
+                          .. {LONG}
+                          .. {LONG}
+       +70 B  0 -> 1      new, batch: empty
+"""
+
+
+def _both():
+    weight = ("parameters", 0, None, "0", "0.weight", ())
+    product = ("activations", 1, 4, "1", "aten::mm", DEEP)
+    sizes = {"gradients": (300, 100), "temporaries": (50, 60)}
+    sides = []
+    for k, products in enumerate([[2000], [2000, 2200]]):
+        rows = [(4096, weight), *((size, product) for size in products)]
+        rows.append((sizes["gradients"][k], ("gradients", 2, None, None, None, ())))
+        rows.append((sizes["temporaries"][k], ("temporaries", 1, None, None, "aten::add", ())))
+        rows += [(70, ("batch", 1, None, None, "aten::empty", ()))] * k
+        sides.append(_side(*((b, start, end, kind, *own) for b, (kind, start, end, *own) in rows)))
+    return sides
+
+
+def test_the_whole_text():
+    found = diff(*_both())
+    found.names, found.notes = ("a-long-name-of-a.pickle", "b.pickle"), ["A remark."]
+    rows = ("       +10 B  1 -> 1      grown, temporaries: add\n"
+            "      -200 B  1 -> 1      shrunk, gradients: ?\n")  # fmt: skip
+    for text, end in (
+        (found.table(2), "      -190 B              2 more\n"),
+        (str(found), rows),
+        (found.table(4), rows),
+    ):
+        lines = "\n".join(line.rstrip() for line in text.splitlines())
+        assert lines == f"{TEXT}{end}\nA remark."
+
+
+def test_all_of_the_json():
+    found = diff(*_both(), at="end").to_dict()
+    assert found["totals"] == {"live": [4446, 4326], "peak": [6446, 8526]}
+    assert found["growth"] == -120 and found["notes"] == [] and found["at"] == "end"
+    assert found["names"] == ["timeline", "timeline"]
+    assert {kind: sides for kind, sides in found["kinds"].items() if any(sides)} == {
+        "parameters": [4096, 4096],
+        "gradients": [300, 100],
+        "batch": [0, 70],
+        "temporaries": [50, 60],
+    }
+    assert len(found["kinds"]) == 10
+    names = ("kind", "module", "op", "stack", "bytes_a", "bytes_b", "count_a", "count_b")
+    rows = [
+        ("batch", None, "aten::empty", [], 0, 70, 0, 1, 70, "new"),
+        ("temporaries", None, "aten::add", [], 50, 60, 1, 1, 10, "grown"),
+        ("gradients", None, None, [], 300, 100, 1, 1, -200, "shrunk"),
+    ]
+    assert found["rows"] == [dict(zip((*names, "growth", "change"), row)) for row in rows]
+
+
 def test_snapshots_plans_and_tracked_runs_compare(tmp_path):
     model = nn.Linear(8, 8)
     with track(model) as tracked:

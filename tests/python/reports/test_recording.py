@@ -5,7 +5,8 @@ import time
 from itertools import accumulate
 
 import pytest
-from headroom.memory import Allocation, Timeline
+from headroom.memory import Allocation, Span, Timeline
+from headroom.memory.events import KINDS
 from headroom.reports import read, recording
 
 from helpers import report_files
@@ -83,6 +84,104 @@ def test_timelines_with_almost_nothing(timeline):
     content = recording.described(timeline)
     assert content["summary"]["peak_bytes"] == timeline.peak_bytes
     json.dumps(content, allow_nan=False)
+
+
+def small():
+    made = [
+        Allocation(0, 3000, 0, None, "parameters", "0", "0.weight"),
+        Allocation(1, 1000, 1, 5, "activations", "layers.3.mlp", "aten::mm", stack=("a.py:1 f",)),
+        Allocation(2, 500, 2, 4, "activations", stack=("a.py:2 f",)),
+        Allocation(3, 500, 3, 4, "activations", stack=("a.py:2 f",)),
+        Allocation(4, 200, 5, None, "gradients", None, "aten::add"),
+        Allocation(5, 100, 3, 4, "temporaries"),
+    ]
+    return Timeline(made, [Span(0, 0, "forward"), Span(4, 0, "backward")], "cuda:0", ["A note."])
+
+
+def test_all_that_is_shown_of_a_small_timeline():
+    zeros = [0, 0, 0, 0, 0, 0]
+    assert recording.described(small(), [5000] * 5 + [4000]) == {
+        "summary": {
+            "device": "cuda:0", "peak_bytes": 5100, "peak_event": 3, "peak_phase": "forward",
+            "peak_step": 0, "end_bytes": 3200, "allocations": 6, "events": 6,
+            "peak_by_kind": {"parameters": 3000, "activations": 2000, "temporaries": 100},
+        },
+        "kinds": list(KINDS),
+        "events": 6,
+        "peak": 3,
+        "points": [0, 1, 1, 1, 1, 1],
+        "series": {
+            "kind": {
+                "parameters": [3000, *zeros[1:]],
+                "gradients": [*zeros[1:], 200],
+                "activations": [0, 1000, 500, 500, -1000, -1000],
+                "temporaries": [0, 0, 0, 100, -100, 0],
+            },
+            "module": {
+                "0": [3000, *zeros[1:]],
+                "no module": [0, 0, 500, 600, -1100, 200],
+                "layers.3": [0, 1000, 0, 0, 0, -1000],
+            },
+            "line": {
+                "0.weight": [3000, *zeros[1:]],
+                "a.py:1 f": [0, 1000, 0, 0, 0, -1000],
+                "a.py:2 f": [0, 0, 500, 500, -1000, 0],
+                "unknown": [0, 0, 0, 100, -100, 0],
+                "aten::add": [*zeros[1:], 200],
+            },
+        },
+        "reserved": [5000, 0, 0, 0, 0, -1000],
+        "top": [
+            [[0, 3000]],
+            [[0, 3000], [1, 1000]],
+            [[0, 3000], [1, 1000], [2, 500]],
+            [[0, 3000], [1, 1000], [2, 1000], [3, 100]],
+            [[0, 3000], [1, 1000]],
+            [[0, 3000], [4, 200]],
+        ],
+        "bands": [[0, 0, "forward"], [4, 0, "backward"]],
+        "owners": [
+            [0, 0, 1, 0, 3000, 1],
+            [6, 3, 4, 1, 1000, 1],
+            [6, None, None, 2, 1000, 2],
+            [9, None, None, 0, 100, 1],
+            [3, None, 6, 0, 0, 0],
+        ],
+        "rest": [[0, 0]] * 10,
+        "strings": [
+            *("0", "0.weight", "a.py:1 f", "layers.3.mlp", "aten::mm", "a.py:2 f", "aten::add")
+        ],
+        "stacks": [[], [2], [5]],
+        "notes": ["A note."],
+    }  # fmt: skip
+
+
+def test_what_is_the_same_at_the_next_point_is_not_repeated():
+    made = [Allocation(0, 10, 0), Allocation(1, 5, 2, 3, op="x"), Allocation(2, 0, 4, op="y")]
+    assert recording.described(Timeline(made))["top"] == [
+        *([[0, 10]], None, [[0, 10], [1, 5]], [[0, 10]], None)
+    ]
+
+
+@pytest.mark.parametrize("most, shown", [(3, [0, 1, 7]), (2, [1])])
+def test_of_many_phases_those_that_can_be_seen_are_shown(most, shown, monkeypatch):
+    """Of 12 events, phases take 1, 6 and 5."""
+    monkeypatch.setattr(recording, "BANDS", most)
+    spans = [Span(0, 0, "forward"), Span(1, 0, "backward"), Span(7, 0, "optimizer")]
+    timeline = Timeline([Allocation(0, 7, 11)], spans)
+    assert timeline.events == 12
+    assert [start for start, _, _ in recording.described(timeline)["bands"]] == shown
+
+
+def test_modules_end_below_a_list_and_others_are_one():
+    names = ["", "a", "a.b.c", "a.b.3.c.4", "7.x.y", *(f"m.{k}" for k in range(12))]
+    made = [Allocation(k, 100 - k, module=name) for k, name in enumerate(names)]
+    found = recording.described(Timeline(made))["series"]["module"]
+    groups = ["(model)", "a", "a.b", "a.b.3", "7", "m.0", "m.1", "m.2", "m.3"]
+    sizes = {name: 100 - k for k, name in enumerate(groups)}
+    assert {name: sum(row) for name, row in found.items()} == (
+        sizes | {"others": sum(100 - k for k in range(9, 17))}
+    )
 
 
 def test_lines_are_those_of_the_user_or_else_the_operation():

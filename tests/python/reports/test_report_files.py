@@ -1,6 +1,7 @@
 """Files that a report refuses, and what they leave behind: nothing."""
 
 import copy
+import io
 import json
 import os
 import pickle
@@ -9,9 +10,10 @@ import resource
 
 import pytest
 from headroom.cli import main
-from headroom.memory import Allocation, Snapshot, Timeline
+from headroom.memory import Allocation, Snapshot, Span, Timeline
 from headroom.planning import Plan
-from headroom.reports import files, read, report, terminal
+from headroom.reports import files, limits, read, report, terminal
+from headroom.reports.profile import described as described_profile
 
 from helpers import report_files
 
@@ -265,6 +267,128 @@ def test_what_has_memory_over_time_is_loaded(tmp_path):
     for name in ("ladder", "profile"):
         with pytest.raises(ValueError, match=f"{name}.json has no memory over time"):
             files.load(tmp_path / f"{name}.json")
+
+
+TEXT = """\
+plan of Model
+400 MiB on cuda:0, predicted
+peak of tensors 4.98 KiB, in the forward phase of step 0
+
+ 4.98 KiB    █
+           ▂██▂
+           ████
+          ▆█████
+          ██████
+          ██████
+          ██████
+      0 B ██████
+
+parameters           2.93 KiB   58.8%  ████████████████
+activations          1.95 KiB   39.2%  ███████████
+temporaries             100 B    2.0%  █
+
+owners at the peak                                bytes   count
+■ 0.weight                                     2.93 KiB       1
+■ layers.3.mlp aten::mm                        0.98 KiB       1
+■ a.py:2 f                                     0.98 KiB       2
+A note.
+
+the memory ladder
+rung 0                                  320 MiB   100%  ████████████████████████
+rung 1                                  160 MiB    50%  ████████████
+rung 2                                 80.0 MiB    25%  ████
+rung 3                                 40.0 MiB    12%  ████
+
+■ parameters  ■ gradients  ■ optimizer state  ■ saved activations
+
+profile profile.json
+14.60 ms a step, of 3 on cpu a CPU
+41.0% model-FLOPs utilization
+
+data                     0.50 ms    3.4%  █
+forward                  4.00 ms   27.4%  ████████
+backward                 8.00 ms   54.8%  ███████████████
+optimizer                2.00 ms   13.7%  ████
+other                    0.10 ms    0.7%
+
+operations                                     own ms a step     calls
+aten::op8                                              0.107        24
+aten::op7                                              0.093        21
+aten::op6                                              0.080        18
+A note."""
+
+
+def test_the_whole_text(tmp_path):
+    plan = report_files.plan()
+    made = [
+        Allocation(0, 3000, 0, None, "parameters", "0", "0.weight"),
+        Allocation(1, 1000, 1, 5, "activations", "layers.3.mlp", "aten::mm", stack=("a.py:1 f",)),
+        Allocation(2, 500, 2, 4, "activations", stack=("a.py:2 f",)),
+        Allocation(3, 500, 3, 4, "activations", stack=("a.py:2 f",)),
+        Allocation(4, 200, 5, None, "gradients", None, "aten::add"),
+        Allocation(5, 100, 3, 4, "temporaries"),
+    ]
+    spans = [Span(0, 0, "forward"), Span(4, 0, "backward")]
+    plan.timeline = Timeline(made, spans, "cuda:0", ["A note."])
+    parts_of(tmp_path)
+    plan.save(tmp_path / "plan.json")
+    names = ("plan", "ladder", "profile")
+    parts = [read(tmp_path / f"{name}.json")[0] for name in names]
+    assert terminal.text_of(parts, top=3) == TEXT
+    sizes = {"rounding": 1000, "fragmentation": 2000, "workspaces": 3000, "context": 400 << 20}
+    share = {"device_share": sizes, "options": {"optimizer": "AdamW"}}
+    assert parts[0].content["plan"] == share and parts[0].summary["device_share"] == sizes
+
+
+def test_colors_in_a_terminal(tmp_path, monkeypatch):
+    pytest.importorskip("rich")
+    for name, value in {"TERM": "xterm", "COLORTERM": "truecolor"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    terminal.show(parts_of(tmp_path), screen, top=1)
+    text = screen.getvalue()
+    assert "\x1b[1mplan of Model\x1b[0m" in text
+    parameters = "\x1b[38;2;0;114;178m"
+    assert f"{parameters}■ \x1b[0mparameters  " in text and f"  {parameters}█" in text
+    assert "\x1b[38;2;0;158;115m■ \x1b[0moptimizer state  " in text
+    assert text.count("aten::op") == 1
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ("x" * 99, "it is '" + "x" * 59 + ", wanted a number from 0 to 4.61169e+18"),
+        (True, "it is True, wanted a number from 0 to 4.61169e+18"),
+        (-1, "it is -1, wanted a number from 0 to 4.61169e+18"),
+        (2**62 + 1, "it is 4611686018427387905, wanted a number from 0 to 4.61169e+18"),
+    ],
+)
+def test_numbers_within_limits(value, message):
+    with pytest.raises(ValueError) as error:
+        limits.number(value, "it")
+    assert str(error.value) == message
+    assert limits.number(2**62, "it") == 2**62 and limits.number(0, "it") == 0
+    assert limits.number(-1.5, "it", -1.5, 2) == -1.5
+
+
+def test_as_much_of_a_profile_is_shown_as_a_page_can_take(tmp_path):
+    value = report_files.profile(2)
+    value["steps"] *= 200
+    value["modules"] *= 2001
+    value["ops"] *= 200
+    value["notes"] *= 60
+    value["notes"][0] = "n" * 500
+    points = value["memory"]["cpu"]["points"] * 500
+    value["memory"] = {f"d{k}": {"peak_bytes": k, "points": points} for k in range(17)}
+    content = described_profile(value)
+    assert content["summary"]["steps"] == 600
+    for name, most in (("steps", 400), ("modules", 4000), ("ops", 1500), ("notes", 50)):
+        assert len(content[name]) == most, name
+    assert len(content["memory"]) == 16 and len(content["memory"][3]["points"]) == 2000
+    assert content["memory"][3]["device"] == "d3" and content["memory"][3]["peak_bytes"] == 3
+    assert len(content["notes"][0]) <= 401
 
 
 def test_names_that_are_too_long_for_a_line_end_as_they_do(tmp_path):
