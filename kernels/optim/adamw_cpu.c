@@ -213,19 +213,19 @@ typedef struct adamw_part {
 
 /* Convert the elements [i, i + count) to a tile of binary32, and back. */
 HR_INLINE void adamw_to_tile(const void *restrict base, int64_t i, int count, hr_dtype dtype,
-                             float *restrict tile)
+                             float *restrict tile, f16_conversions f16)
 {
     if (dtype == HR_F16)
-        f16_load(tile, base, i, count);
+        f16_load(tile, (const uint16_t *)base + i, count, f16);
     else
         FOR_F32_OR_BF16(dtype, D, for (int j = 0; j < count; j++) tile[j] = hr_load(base, i + j, D))
 }
 
 HR_INLINE void adamw_from_tile(void *restrict base, int64_t i, int count, hr_dtype dtype,
-                               const float *restrict tile)
+                               const float *restrict tile, f16_conversions f16)
 {
     if (dtype == HR_F16)
-        f16_store(base, i, tile, count);
+        f16_store((uint16_t *)base + i, tile, count, f16);
     else
         FOR_F32_OR_BF16(dtype, D, for (int j = 0; j < count; j++) hr_store(base, i + j, tile[j], D))
 }
@@ -233,7 +233,7 @@ HR_INLINE void adamw_from_tile(void *restrict base, int64_t i, int count, hr_dty
 /* Updates any mix of types, with amsgrad and skip: converts tiles to binary32, which stay in the
  * first-level cache. A loop for each of the 54 mixes would take minutes to compile and a
  * megabyte. */
-HR_INLINE void adamw_by_tiles(const adamw_part *p, int64_t begin, int64_t end)
+HR_INLINE void adamw_by_tiles(const adamw_part *p, int64_t begin, int64_t end, f16_conversions f16)
 {
     enum { PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, TILES };
     _Alignas(64) float tiles[TILES][WEIGHTS_TILE];
@@ -243,24 +243,29 @@ HR_INLINE void adamw_by_tiles(const adamw_part *p, int64_t begin, int64_t end)
         cpu_prefetch(p->grad, i, count, end, p->grad_dtype);
         cpu_prefetch(p->exp_avg, i, count, end, p->state_dtype);
         cpu_prefetch(p->exp_avg_sq, i, count, end, p->state_dtype);
-        adamw_to_tile(p->param, i, count, p->param_dtype, tiles[PARAM]);
-        adamw_to_tile(p->grad, i, count, p->grad_dtype, tiles[GRAD]);
-        adamw_to_tile(p->exp_avg, i, count, p->state_dtype, tiles[EXP_AVG]);
-        adamw_to_tile(p->exp_avg_sq, i, count, p->state_dtype, tiles[EXP_AVG_SQ]);
+        adamw_to_tile(p->param, i, count, p->param_dtype, tiles[PARAM], f16);
+        adamw_to_tile(p->grad, i, count, p->grad_dtype, tiles[GRAD], f16);
+        adamw_to_tile(p->exp_avg, i, count, p->state_dtype, tiles[EXP_AVG], f16);
+        adamw_to_tile(p->exp_avg_sq, i, count, p->state_dtype, tiles[EXP_AVG_SQ], f16);
         if (p->max_exp_avg_sq) {
-            adamw_to_tile(p->max_exp_avg_sq, i, count, p->state_dtype, tiles[MAX_EXP_AVG_SQ]);
+            adamw_to_tile(p->max_exp_avg_sq, i, count, p->state_dtype, tiles[MAX_EXP_AVG_SQ], f16);
             adamw_few(p->constants, tiles[PARAM], NULL, tiles[GRAD], tiles[EXP_AVG],
                       tiles[EXP_AVG_SQ], tiles[MAX_EXP_AVG_SQ], 0, count, HR_F32,
                       HR_WEIGHTS_NEAREST, NULL, HR_F32, HR_F32, 1, p->skip);
-            adamw_from_tile(p->max_exp_avg_sq, i, count, p->state_dtype, tiles[MAX_EXP_AVG_SQ]);
-        } else {
+            adamw_from_tile(p->max_exp_avg_sq, i, count, p->state_dtype, tiles[MAX_EXP_AVG_SQ],
+                            f16);
+        } else if (p->skip) {
             adamw_few(p->constants, tiles[PARAM], NULL, tiles[GRAD], tiles[EXP_AVG],
                       tiles[EXP_AVG_SQ], NULL, 0, count, HR_F32, HR_WEIGHTS_NEAREST, NULL, HR_F32,
-                      HR_F32, 0, p->skip);
+                      HR_F32, 0, 1);
+        } else {
+            adamw_run(p->constants, tiles[PARAM], NULL, tiles[GRAD], tiles[EXP_AVG],
+                      tiles[EXP_AVG_SQ], 0, count, 0, HR_F32, HR_WEIGHTS_NEAREST, NULL, HR_F32,
+                      HR_F32);
         }
-        adamw_from_tile(p->param, i, count, p->param_dtype, tiles[PARAM]);
-        adamw_from_tile(p->exp_avg, i, count, p->state_dtype, tiles[EXP_AVG]);
-        adamw_from_tile(p->exp_avg_sq, i, count, p->state_dtype, tiles[EXP_AVG_SQ]);
+        adamw_from_tile(p->param, i, count, p->param_dtype, tiles[PARAM], f16);
+        adamw_from_tile(p->exp_avg, i, count, p->state_dtype, tiles[EXP_AVG], f16);
+        adamw_from_tile(p->exp_avg_sq, i, count, p->state_dtype, tiles[EXP_AVG_SQ], f16);
     }
 }
 
@@ -271,14 +276,70 @@ HR_INLINE void adamw_as(const adamw_part *p, int64_t begin, int64_t end, hr_dtyp
               param, HR_WEIGHTS_NEAREST, NULL, grad, state);
 }
 
+/* adamw_run() where all is f16, of which F16_AT_ONCE elements are converted at a time: between the
+ * roots and divisions, which leave time for it. */
+HR_INLINE void adamw_f16_step(adamw_constants c, uint16_t *restrict param,
+                              const uint16_t *restrict grad, uint16_t *restrict exp_avg,
+                              uint16_t *restrict exp_avg_sq, int l2, int slow, f16_conversions f16)
+{
+    float params[CPU_STEP], exp_avgs[CPU_STEP], roots[CPU_STEP];
+    for (int j = 0; j < CPU_STEP; j += F16_AT_ONCE) {
+        float g[F16_AT_ONCE], m[F16_AT_ONCE], v[F16_AT_ONCE];
+        f16.widen(params + j, param + j);
+        f16.widen(g, grad + j);
+        f16.widen(m, exp_avg + j);
+        f16.widen(v, exp_avg_sq + j);
+        for (int lane = 0; lane < F16_AT_ONCE; lane++) {
+            adamw_values x = {params[j + lane], g[lane], m[lane], v[lane], 0.0f};
+            x = adamw_moments_of(c, x, 0, l2, slow);
+            params[j + lane] = x.param;
+            exp_avgs[j + lane] = x.exp_avg;
+            roots[j + lane] = sqrtf(x.exp_avg_sq);
+            hr_store(m, lane, x.exp_avg, HR_F32);
+            hr_store(v, lane, x.exp_avg_sq, HR_F32);
+        }
+        f16.narrow(exp_avg + j, m);
+        f16.narrow(exp_avg_sq + j, v);
+    }
+    for (int j = 0; j < CPU_STEP; j += F16_AT_ONCE) {
+        float p[F16_AT_ONCE];
+        for (int lane = j; lane < j + F16_AT_ONCE; lane++)
+            hr_store(p, lane - j, adamw_param_of(c, params[lane], exp_avgs[lane], roots[lane]),
+                     HR_F32);
+        f16.narrow(param + j, p);
+    }
+}
+
+HR_INLINE void adamw_f16(const adamw_part *p, int64_t begin, int64_t end, f16_conversions f16)
+{
+    const int l2 = adamw_has_l2(p->constants), slow = adamw_is_slow(p->constants);
+    uint16_t *const param = (uint16_t *)p->param;
+    const uint16_t *const grad = (const uint16_t *)p->grad;
+    uint16_t *const exp_avg = (uint16_t *)p->exp_avg, *const exp_avg_sq = (uint16_t *)p->exp_avg_sq;
+    int64_t i = begin;
+    for (; end - i >= CPU_STEP; i += CPU_STEP) {
+        cpu_prefetch(param, i, CPU_STEP, end, HR_F16);
+        cpu_prefetch(grad, i, CPU_STEP, end, HR_F16);
+        cpu_prefetch(exp_avg, i, CPU_STEP, end, HR_F16);
+        cpu_prefetch(exp_avg_sq, i, CPU_STEP, end, HR_F16);
+        FOR_FLAG(l2 || !slow, GENERAL,
+                 if (GENERAL) adamw_f16_step(p->constants, param + i, grad + i, exp_avg + i,
+                                             exp_avg_sq + i, l2, slow, f16);
+                 else adamw_f16_step(p->constants, param + i, grad + i, exp_avg + i, exp_avg_sq + i,
+                                     0, 1, f16))
+    }
+    adamw_few(p->constants, param, NULL, grad, exp_avg, exp_avg_sq, NULL, i, end, HR_F16,
+              HR_WEIGHTS_NEAREST, NULL, HR_F16, HR_F16, 0, 0);
+}
+
 /* A number for each mix of types. The common ones have a loop of their own. */
 #define ADAMW_MIX(param, grad, state) ((param) | (grad) << 4 | (state) << 8)
 
-HR_INLINE void adamw_part_range(void *context, int64_t begin, int64_t end)
+HR_INLINE void adamw_part_range(void *context, int64_t begin, int64_t end, f16_conversions f16)
 {
     const adamw_part *const p = (const adamw_part *)context;
     if (p->skip || p->max_exp_avg_sq) {
-        adamw_by_tiles(p, begin, end);
+        adamw_by_tiles(p, begin, end, f16);
         return;
     }
 #define ADAMW_CASE(param, grad, state)               \
@@ -291,14 +352,17 @@ HR_INLINE void adamw_part_range(void *context, int64_t begin, int64_t end)
         ADAMW_CASE(HR_F32, HR_BF16, HR_F32)
         ADAMW_CASE(HR_BF16, HR_BF16, HR_F32)
         ADAMW_CASE(HR_BF16, HR_BF16, HR_BF16)
+    case ADAMW_MIX(HR_F16, HR_F16, HR_F16):
+        adamw_f16(p, begin, end, f16);
+        break;
     default:
-        adamw_by_tiles(p, begin, end);
+        adamw_by_tiles(p, begin, end, f16);
         break;
     }
 #undef ADAMW_CASE
 }
 
-CPU_VARIANTS(adamw_part_range)
+CPU_F16_VARIANTS(adamw_part_range)
 
 /* Joins, updates and splits weights in one loop, which needs adamw_is_joined(). */
 HR_INLINE void adamw_joined(const adamw_part *p, int64_t begin, int64_t end, hr_weights_mode mode,
