@@ -116,7 +116,8 @@ HR_INLINE double unscale_largest(void *restrict grad, int64_t begin, int64_t end
     float x[TILE];
     for (int64_t i = begin; i < end; i += TILE) {
         const int count = end - i < TILE ? (int)(end - i) : TILE;
-        cpu_prefetch(grad, i, count, end, dtype);
+        if (dtype != HR_F32) /* a core that converts nothing looks ahead by itself */
+            cpu_prefetch(grad, i, count, end, dtype);
         unscale_few(grad, i, count, factor, dtype, write, x);
         for (int j = count; j % LANES; j++)
             x[j] = 0.0f;
