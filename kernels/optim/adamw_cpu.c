@@ -84,16 +84,17 @@ HR_INLINE void adamw_put_pair(void *base, int64_t i, uint32_t first, uint32_t se
     memcpy((uint16_t *)base + i, &pair, sizeof pair);
 }
 
-/* hr_to_bf16() in the high half; the low half is not cleared. */
+/* hr_to_bf16() of a number in the high half; the low half is not cleared. */
 HR_INLINE uint32_t adamw_to_high(float x)
 {
     const uint32_t bits = hr_bits(x);
-    return x != x ? 0x7FFF0000u : bits + 0x7FFFu + ((bits >> 16) & 1u);
+    return bits + 0x7FFFu + ((bits >> 16) & 1u);
 }
 
 /* Where a pair waits between its two loops: its elements, and the roots of their second moments. */
 typedef struct adamw_waiting {
-    float param[2][CPU_STEP / 2], exp_avg[2][CPU_STEP / 2], root[2][CPU_STEP / 2];
+    float param[2][CPU_STEP / 2], exp_avg[2][CPU_STEP / 2], exp_avg_sq[2][CPU_STEP / 2];
+    float root[2][CPU_STEP / 2];
 } adamw_waiting;
 
 /* Updates the moments of element `which` of pair j. Returns them in high halves. */
@@ -109,30 +110,53 @@ HR_INLINE uint32_t adamw_half_moments(adamw_constants c, adamw_waiting *w, int w
     x = adamw_moments_of(c, x, 0, l2, slow);
     w->param[which][j] = x.param;
     w->exp_avg[which][j] = x.exp_avg;
+    w->exp_avg_sq[which][j] = x.exp_avg_sq;
     w->root[which][j] = sqrtf(x.exp_avg_sq);
     *new_exp_avg_sq = adamw_to_high(x.exp_avg_sq);
     return adamw_to_high(x.exp_avg);
 }
 
-/* Updates the parameter of element `which` of pair j, and returns it in a high half. `random`: 16
- * bits, if the mode rounds at random. */
-HR_INLINE uint32_t adamw_half_param(adamw_constants c, const adamw_waiting *w, int which, int j,
-                                    hr_weights_mode mode, uint32_t random, uint32_t *residual)
+HR_INLINE float adamw_waiting_param(adamw_constants c, const adamw_waiting *w, int which, int j)
 {
-    const float param =
-        adamw_param_of(c, w->param[which][j], w->exp_avg[which][j], w->root[which][j]);
+    return adamw_param_of(c, w->param[which][j], w->exp_avg[which][j], w->root[which][j]);
+}
+
+/* Updates the parameter of element `which` of pair j, and returns it in a high half. `random`: 16
+ * bits, if the mode rounds at random. `*finite` is not finite if the parameter or one of its moments
+ * is a NaN, or if Kahan's residual is not a number. */
+HR_INLINE uint32_t adamw_half_param(adamw_constants c, const adamw_waiting *w, int which, int j,
+                                    hr_weights_mode mode, uint32_t random, uint32_t *residual,
+                                    float *finite)
+{
+    const float param = adamw_waiting_param(c, w, which, j);
+    *finite = param;
     if (mode == HR_WEIGHTS_STOCHASTIC)
-        return param != param ? 0x7FFF0000u : hr_bits(param) + random;
+        return hr_bits(param) + random;
     const uint32_t high = adamw_to_high(param);
     if (mode == HR_WEIGHTS_KAHAN) {
-        const float rounded = hr_float(high & 0xFFFF0000u);
-        const int is_finite = (hr_bits(rounded) & 0x7FFFFFFFu) < 0x7F800000u;
-        *residual = adamw_to_high(is_finite ? param - rounded : 0.0f);
+        *finite = param - hr_float(high & 0xFFFF0000u);
+        *residual = adamw_to_high(*finite);
     }
     return high;
 }
 
-/* adamw_few() of CPU_STEP elements, where all is bf16, for the modes NEAREST, KAHAN and STOCHASTIC. */
+/* Stores CPU_STEP elements that waited, NaNs and infinities among them. */
+static __attribute__((noinline, cold)) void
+adamw_put_any(adamw_constants c, const adamw_waiting *w, void *param, void *residual, void *exp_avg,
+              void *exp_avg_sq, int64_t i, hr_weights_mode mode, const uint16_t *random)
+{
+    for (int j = 0; j < CPU_STEP; j++) {
+        const float x = adamw_waiting_param(c, w, j % 2, j / 2);
+        const weights_bits bits =
+            weights_split(x, HR_BF16, mode, weights_are_random(mode) ? random[j] : 0);
+        weights_put_bits(param, residual, i + j, bits, HR_BF16, mode);
+        hr_store(exp_avg, i + j, w->exp_avg[j % 2][j / 2], HR_BF16);
+        hr_store(exp_avg_sq, i + j, w->exp_avg_sq[j % 2][j / 2], HR_BF16);
+    }
+}
+
+/* adamw_few() of CPU_STEP elements, where all is bf16, for the modes NEAREST, KAHAN and STOCHASTIC.
+ * The loops round as if all were numbers, and adamw_put_any() puts right what was not. */
 HR_INLINE void adamw_pairs(adamw_constants c, void *restrict param, void *restrict residual,
                            const void *restrict grad, void *restrict exp_avg,
                            void *restrict exp_avg_sq, int64_t i, hr_weights_mode mode,
@@ -152,15 +176,22 @@ HR_INLINE void adamw_pairs(adamw_constants c, void *restrict param, void *restri
         adamw_put_pair(exp_avg, i + 2 * j, m0, m1);
         adamw_put_pair(exp_avg_sq, i + 2 * j, v0, v1);
     }
+    uint32_t largest = 0;
     for (int j = 0; j < CPU_STEP / 2; j++) {
         const uint32_t bits = weights_are_random(mode) ? adamw_pair(random, 2 * j) : 0;
         uint32_t r0 = 0, r1 = 0;
-        const uint32_t p0 = adamw_half_param(c, &w, 0, j, mode, bits & 0xFFFFu, &r0);
-        const uint32_t p1 = adamw_half_param(c, &w, 1, j, mode, bits >> 16, &r1);
+        float finite0, finite1;
+        const uint32_t p0 = adamw_half_param(c, &w, 0, j, mode, bits & 0xFFFFu, &r0, &finite0);
+        const uint32_t p1 = adamw_half_param(c, &w, 1, j, mode, bits >> 16, &r1, &finite1);
         adamw_put_pair(param, i + 2 * j, p0, p1);
         if (mode == HR_WEIGHTS_KAHAN)
             adamw_put_pair(residual, i + 2 * j, r0, r1);
+        const uint32_t magnitude = hr_bits(finite0 + finite1) & 0x7FFFFFFFu;
+        largest = magnitude > largest ? magnitude : largest;
     }
+    if (__builtin_expect(largest >= 0x7F800000u, 0))
+        adamw_put_any(c, &w, param, residual, exp_avg, exp_avg_sq, i, mode,
+                      weights_are_random(mode) ? random : NULL);
 }
 
 HR_INLINE int adamw_has_pairs(hr_dtype param, hr_dtype grad, hr_dtype state, hr_weights_mode mode)
