@@ -116,7 +116,7 @@ HR_INLINE double unscale_largest(void *restrict grad, int64_t begin, int64_t end
     float x[TILE];
     for (int64_t i = begin; i < end; i += TILE) {
         const int count = end - i < TILE ? (int)(end - i) : TILE;
-        if (dtype != HR_F32) /* a core that converts nothing looks ahead by itself */
+        if (dtype != HR_F32) /* with so little to do, a core looks ahead by itself */
             cpu_prefetch(grad, i, count, end, dtype);
         unscale_few(grad, i, count, factor, dtype, write, x);
         for (int j = count; j % LANES; j++)
@@ -128,7 +128,7 @@ HR_INLINE double unscale_largest(void *restrict grad, int64_t begin, int64_t end
 }
 
 /* unscale_largest() of f16. Whether there is a NaN is known in the end, when each becomes the one
- * that hr_store() writes. */
+ * that hr_store() writes. A core that converts by single instructions needs no prefetches. */
 HR_INLINE double unscale_largest_f16(uint16_t *restrict grad, int64_t begin, int64_t end,
                                      float factor, int write, f16_conversions f16)
 {
@@ -136,7 +136,6 @@ HR_INLINE double unscale_largest_f16(uint16_t *restrict grad, int64_t begin, int
     float x[LANES] = {0};
     int64_t i = begin;
     for (; end - i >= LANES; i += LANES) {
-        cpu_prefetch(grad, i, LANES, end, HR_F16);
         f16_load(x, grad + i, LANES, f16);
         for (int lane = 0; lane < LANES; lane++)
             x[lane] *= factor;
