@@ -15,10 +15,13 @@ HR_INLINE void accumulate_run(float *restrict sum, float *restrict lost, void *r
                               int64_t begin, int64_t end, float factor, hr_dtype dtype,
                               int compensated, int zero_grads)
 {
-    CPU_IN_STEPS(begin, end, from, to,
-                 accumulate_fetch(sum, compensated ? lost : NULL, grad, from, end, dtype),
-                 for (int64_t i = from; i < to; i++) accumulate_element(
-                     sum, lost, grad, i, factor, dtype, compensated, zero_grads));
+    /* A core that only adds looks ahead by itself. */
+    const int fetches = dtype != HR_F32 || compensated;
+    CPU_IN_STEPS(
+        begin, end, from, to,
+        if (fetches) accumulate_fetch(sum, compensated ? lost : NULL, grad, from, end, dtype),
+        for (int64_t i = from; i < to; i++)
+            accumulate_element(sum, lost, grad, i, factor, dtype, compensated, zero_grads));
 }
 
 HR_INLINE void accumulate_tensor(const accumulate_args *args, int64_t k, int64_t begin, int64_t end)

@@ -6,6 +6,7 @@
 #include "kernels/grad/unscale_norm.h"
 
 #define LANES 32
+#define TILE  256 /* elements that are converted before they are added */
 
 /* Adds the terms of `count` elements to the sums. */
 HR_INLINE void norm_add(double *restrict sums, const float *restrict x, int count, double p,
@@ -62,26 +63,26 @@ HR_INLINE double unscale_chunk(void *restrict grad, int64_t begin, int64_t end, 
     return norm_total(sums, order);
 }
 
-/* Unscales `count` elements of f16 to x, by the conversions of whole tiles. */
-HR_INLINE void unscale_tile(void *restrict grad, int64_t i, int count, float factor, int write,
-                            float *restrict x)
+/* Unscales `count` elements of f16 to x. */
+HR_INLINE void unscale_tile(uint16_t *restrict grad, int count, float factor, int write,
+                            float *restrict x, f16_conversions f16)
 {
-    cpu_prefetch(grad, i, count, i + count + F16_TILE * 4, HR_F16);
-    f16_load(x, grad, i, count);
+    cpu_prefetch(grad, 0, count, count + TILE * 4, HR_F16);
+    f16_load(x, grad, count, f16);
     for (int lane = 0; lane < count; lane++)
         hr_store(x, lane, x[lane] * factor, HR_F32);
     if (write)
-        f16_store(grad, i, x, count);
+        f16_store(grad, x, count, f16);
 }
 
-HR_INLINE double unscale_f16(void *restrict grad, int64_t begin, int64_t end, float factor,
-                             double p, norm_order order, int write)
+HR_INLINE double unscale_f16(uint16_t *restrict grad, int64_t begin, int64_t end, float factor,
+                             double p, norm_order order, int write, f16_conversions f16)
 {
     double sums[LANES] = {0};
-    float x[F16_TILE];
-    for (int64_t i = begin; i < end; i += F16_TILE) {
-        const int count = end - i < F16_TILE ? (int)(end - i) : F16_TILE;
-        unscale_tile(grad, i, count, factor, write, x);
+    float x[TILE];
+    for (int64_t i = begin; i < end; i += TILE) {
+        const int count = end - i < TILE ? (int)(end - i) : TILE;
+        unscale_tile(grad + i, count, factor, write, x, f16);
         int j = 0;
         for (; count - j >= LANES; j += LANES)
             norm_add(sums, x + j, LANES, p, order);
@@ -91,58 +92,94 @@ HR_INLINE double unscale_f16(void *restrict grad, int64_t begin, int64_t end, fl
     return norm_total(sums, order);
 }
 
-/* The largest magnitude, as an integer that is above that of infinity for a NaN. */
-HR_INLINE double unscale_largest(void *restrict grad, int64_t begin, int64_t end, float factor,
-                                 hr_dtype dtype, int write)
+/* Raises the largest magnitude of each lane. */
+HR_INLINE void norm_raise(uint32_t *restrict largest, const float *restrict x)
 {
-    uint32_t largest[LANES] = {0};
-    float x[F16_TILE];
-    for (int64_t i = begin; i < end; i += F16_TILE) {
-        const int count = end - i < F16_TILE ? (int)(end - i) : F16_TILE;
-        if (dtype == HR_F16) {
-            unscale_tile(grad, i, count, factor, write, x);
-        } else {
-            cpu_prefetch(grad, i, count, end, dtype);
-            unscale_few(grad, i, count, factor, dtype, write, x);
-        }
-        for (int j = count; j % LANES; j++)
-            x[j] = 0.0f;
-        for (int j = 0; j < count; j += LANES)
-            for (int lane = 0; lane < LANES; lane++) {
-                const uint32_t magnitude = hr_bits(x[j + lane]) & 0x7FFFFFFFu;
-                largest[lane] = magnitude > largest[lane] ? magnitude : largest[lane];
-            }
+    for (int lane = 0; lane < LANES; lane++) {
+        const uint32_t magnitude = hr_bits(x[lane]) & 0x7FFFFFFFu;
+        largest[lane] = magnitude > largest[lane] ? magnitude : largest[lane];
     }
+}
+
+HR_INLINE double norm_largest(uint32_t *largest)
+{
     for (int lane = 1; lane < LANES; lane++)
         largest[0] = largest[lane] > largest[0] ? largest[lane] : largest[0];
     return (double)hr_float(largest[0]);
 }
 
-HR_INLINE void scale_chunk(void *restrict grad, int64_t begin, int64_t end, float factor,
-                           hr_dtype dtype)
+/* The largest magnitude, as an integer that is above that of infinity for a NaN. */
+HR_INLINE double unscale_largest(void *restrict grad, int64_t begin, int64_t end, float factor,
+                                 hr_dtype dtype, int write)
 {
-    float x[F16_TILE];
-    for (int64_t i = begin; dtype == HR_F16 && i < end; i += F16_TILE)
-        unscale_tile(grad, i, end - i < F16_TILE ? (int)(end - i) : F16_TILE, factor, 1, x);
+    uint32_t largest[LANES] = {0};
+    float x[TILE];
+    for (int64_t i = begin; i < end; i += TILE) {
+        const int count = end - i < TILE ? (int)(end - i) : TILE;
+        if (dtype != HR_F32) /* with so little to do, a core looks ahead by itself */
+            cpu_prefetch(grad, i, count, end, dtype);
+        unscale_few(grad, i, count, factor, dtype, write, x);
+        for (int j = count; j % LANES; j++)
+            x[j] = 0.0f;
+        for (int j = 0; j < count; j += LANES)
+            norm_raise(largest, x + j);
+    }
+    return norm_largest(largest);
+}
+
+/* unscale_largest() of f16. Whether there is a NaN is known in the end, when each becomes the one
+ * that hr_store() writes. A core that converts by single instructions needs no prefetches. */
+HR_INLINE double unscale_largest_f16(uint16_t *restrict grad, int64_t begin, int64_t end,
+                                     float factor, int write, f16_conversions f16)
+{
+    uint32_t largest[LANES] = {0};
+    float x[LANES] = {0};
+    int64_t i = begin;
+    for (; end - i >= LANES; i += LANES) {
+        f16_load(x, grad + i, LANES, f16);
+        for (int lane = 0; lane < LANES; lane++)
+            x[lane] *= factor;
+        norm_raise(largest, x);
+        if (write)
+            f16_store(grad + i, x, LANES, f16);
+    }
+    unscale_few_as(grad, i, (int)(end - i), factor, HR_F16, write, x);
+    norm_raise(largest, x);
+    const double result = norm_largest(largest);
+    for (i = begin; write && result != result && i < end; i++)
+        grad[i] = (grad[i] & 0x7FFFu) > 0x7C00u ? 0x7FFFu : grad[i];
+    return result;
+}
+
+HR_INLINE void scale_chunk(void *restrict grad, int64_t begin, int64_t end, float factor,
+                           hr_dtype dtype, f16_conversions f16)
+{
+    float x[TILE];
+    for (int64_t i = begin; dtype == HR_F16 && i < end; i += TILE)
+        unscale_tile((uint16_t *)grad + i, end - i < TILE ? (int)(end - i) : TILE, factor, 1, x,
+                     f16);
     for (int64_t i = begin; dtype != HR_F16 && i < end; i++)
         hr_store(grad, i, hr_load(grad, i, dtype) * factor, dtype);
 }
 
 HR_INLINE double unscale_dispatch(void *grad, int64_t begin, int64_t end, float factor, double p,
-                                  hr_dtype dtype, norm_order order, int write)
+                                  hr_dtype dtype, norm_order order, int write, f16_conversions f16)
 {
-#define UNSCALE_CASE(order)                                                         \
-    return dtype == HR_F16 ? unscale_f16(grad, begin, end, factor, p, order, write) \
-                           : unscale_chunk(grad, begin, end, factor, p, dtype, order, write)
+#define UNSCALE_CASE(order)                                                              \
+    return dtype == HR_F16                                                               \
+               ? unscale_f16((uint16_t *)grad, begin, end, factor, p, order, write, f16) \
+               : unscale_chunk(grad, begin, end, factor, p, dtype, order, write)
     switch (order) {
     case NORM_2:
         if (dtype == HR_F16)
-            return unscale_f16(grad, begin, end, factor, p, NORM_2, write);
+            return unscale_f16((uint16_t *)grad, begin, end, factor, p, NORM_2, write, f16);
         FOR_F32_OR_BF16(dtype, D,
                         return write ? unscale_chunk(grad, begin, end, factor, p, D, NORM_2, 1)
                                      : unscale_chunk(grad, begin, end, factor, p, D, NORM_2, 0))
     case NORM_INF:
-        FOR_DTYPE(dtype, D, return unscale_largest(grad, begin, end, factor, D, write))
+        if (dtype == HR_F16)
+            return unscale_largest_f16((uint16_t *)grad, begin, end, factor, write, f16);
+        FOR_F32_OR_BF16(dtype, D, return unscale_largest(grad, begin, end, factor, D, write))
     case NORM_1:
         UNSCALE_CASE(NORM_1);
     default:
@@ -151,11 +188,12 @@ HR_INLINE double unscale_dispatch(void *grad, int64_t begin, int64_t end, float 
 #undef UNSCALE_CASE
 }
 
-HR_INLINE void scale_dispatch(void *grad, int64_t begin, int64_t end, float factor, hr_dtype dtype){
-    FOR_DTYPE(dtype, D, scale_chunk(grad, begin, end, factor, D))}
+HR_INLINE void scale_dispatch(void *grad, int64_t begin, int64_t end, float factor, hr_dtype dtype,
+                              f16_conversions f16){
+    FOR_DTYPE(dtype, D, scale_chunk(grad, begin, end, factor, D, f16))}
 
 /* Runs over the chunks whose first element is in [begin, end), with the tensors laid end to end. */
-HR_INLINE void unscale_norm_range(void *context, int64_t begin, int64_t end)
+HR_INLINE void unscale_norm_range(void *context, int64_t begin, int64_t end, f16_conversions f16)
 {
     const unscale_norm_args *a = (const unscale_norm_args *)context;
     double *sums = (double *)a->workspace; /* of the chunks of tensor k */
@@ -172,10 +210,10 @@ HR_INLINE void unscale_norm_range(void *context, int64_t begin, int64_t end)
             const int64_t from = c * NORM_CHUNK;
             const int64_t to = numel - from < NORM_CHUNK ? numel : from + NORM_CHUNK;
             if (sums)
-                sums[c] =
-                    unscale_dispatch(grad, from, to, factor, a->config->p, dtype, a->order, write);
+                sums[c] = unscale_dispatch(grad, from, to, factor, a->config->p, dtype, a->order,
+                                           write, f16);
             else
-                scale_dispatch(grad, from, to, factor, dtype);
+                scale_dispatch(grad, from, to, factor, dtype, f16);
         }
         if (sums)
             sums += norm_chunks(numel);
@@ -183,7 +221,7 @@ HR_INLINE void unscale_norm_range(void *context, int64_t begin, int64_t end)
     }
 }
 
-CPU_VARIANTS(unscale_norm_range)
+CPU_F16_VARIANTS(unscale_norm_range)
 
 hr_status unscale_norm_cpu(const unscale_norm_args *args)
 {

@@ -84,16 +84,17 @@ HR_INLINE void adamw_put_pair(void *base, int64_t i, uint32_t first, uint32_t se
     memcpy((uint16_t *)base + i, &pair, sizeof pair);
 }
 
-/* hr_to_bf16() in the high half; the low half is not cleared. */
+/* hr_to_bf16() of a number in the high half; the low half is not cleared. */
 HR_INLINE uint32_t adamw_to_high(float x)
 {
     const uint32_t bits = hr_bits(x);
-    return x != x ? 0x7FFF0000u : bits + 0x7FFFu + ((bits >> 16) & 1u);
+    return bits + 0x7FFFu + ((bits >> 16) & 1u);
 }
 
 /* Where a pair waits between its two loops: its elements, and the roots of their second moments. */
 typedef struct adamw_waiting {
-    float param[2][CPU_STEP / 2], exp_avg[2][CPU_STEP / 2], root[2][CPU_STEP / 2];
+    float param[2][CPU_STEP / 2], exp_avg[2][CPU_STEP / 2], exp_avg_sq[2][CPU_STEP / 2];
+    float root[2][CPU_STEP / 2];
 } adamw_waiting;
 
 /* Updates the moments of element `which` of pair j. Returns them in high halves. */
@@ -109,30 +110,53 @@ HR_INLINE uint32_t adamw_half_moments(adamw_constants c, adamw_waiting *w, int w
     x = adamw_moments_of(c, x, 0, l2, slow);
     w->param[which][j] = x.param;
     w->exp_avg[which][j] = x.exp_avg;
+    w->exp_avg_sq[which][j] = x.exp_avg_sq;
     w->root[which][j] = sqrtf(x.exp_avg_sq);
     *new_exp_avg_sq = adamw_to_high(x.exp_avg_sq);
     return adamw_to_high(x.exp_avg);
 }
 
-/* Updates the parameter of element `which` of pair j, and returns it in a high half. `random`: 16
- * bits, if the mode rounds at random. */
-HR_INLINE uint32_t adamw_half_param(adamw_constants c, const adamw_waiting *w, int which, int j,
-                                    hr_weights_mode mode, uint32_t random, uint32_t *residual)
+HR_INLINE float adamw_waiting_param(adamw_constants c, const adamw_waiting *w, int which, int j)
 {
-    const float param =
-        adamw_param_of(c, w->param[which][j], w->exp_avg[which][j], w->root[which][j]);
+    return adamw_param_of(c, w->param[which][j], w->exp_avg[which][j], w->root[which][j]);
+}
+
+/* Updates the parameter of element `which` of pair j, and returns it in a high half. `random`: 16
+ * bits, if the mode rounds at random. `*finite` is not finite if the parameter or one of its moments
+ * is a NaN, or if Kahan's residual is not a number. */
+HR_INLINE uint32_t adamw_half_param(adamw_constants c, const adamw_waiting *w, int which, int j,
+                                    hr_weights_mode mode, uint32_t random, uint32_t *residual,
+                                    float *finite)
+{
+    const float param = adamw_waiting_param(c, w, which, j);
+    *finite = param;
     if (mode == HR_WEIGHTS_STOCHASTIC)
-        return param != param ? 0x7FFF0000u : hr_bits(param) + random;
+        return hr_bits(param) + random;
     const uint32_t high = adamw_to_high(param);
     if (mode == HR_WEIGHTS_KAHAN) {
-        const float rounded = hr_float(high & 0xFFFF0000u);
-        const int is_finite = (hr_bits(rounded) & 0x7FFFFFFFu) < 0x7F800000u;
-        *residual = adamw_to_high(is_finite ? param - rounded : 0.0f);
+        *finite = param - hr_float(high & 0xFFFF0000u);
+        *residual = adamw_to_high(*finite);
     }
     return high;
 }
 
-/* adamw_few() of CPU_STEP elements, where all is bf16, for the modes NEAREST, KAHAN and STOCHASTIC. */
+/* Stores CPU_STEP elements that waited, NaNs and infinities among them. */
+static __attribute__((noinline, cold)) void
+adamw_put_any(adamw_constants c, const adamw_waiting *w, void *param, void *residual, void *exp_avg,
+              void *exp_avg_sq, int64_t i, hr_weights_mode mode, const uint16_t *random)
+{
+    for (int j = 0; j < CPU_STEP; j++) {
+        const float x = adamw_waiting_param(c, w, j % 2, j / 2);
+        const weights_bits bits =
+            weights_split(x, HR_BF16, mode, weights_are_random(mode) ? random[j] : 0);
+        weights_put_bits(param, residual, i + j, bits, HR_BF16, mode);
+        hr_store(exp_avg, i + j, w->exp_avg[j % 2][j / 2], HR_BF16);
+        hr_store(exp_avg_sq, i + j, w->exp_avg_sq[j % 2][j / 2], HR_BF16);
+    }
+}
+
+/* adamw_few() of CPU_STEP elements, where all is bf16, for the modes NEAREST, KAHAN and STOCHASTIC.
+ * The loops round as if all were numbers, and adamw_put_any() puts right what was not. */
 HR_INLINE void adamw_pairs(adamw_constants c, void *restrict param, void *restrict residual,
                            const void *restrict grad, void *restrict exp_avg,
                            void *restrict exp_avg_sq, int64_t i, hr_weights_mode mode,
@@ -152,15 +176,22 @@ HR_INLINE void adamw_pairs(adamw_constants c, void *restrict param, void *restri
         adamw_put_pair(exp_avg, i + 2 * j, m0, m1);
         adamw_put_pair(exp_avg_sq, i + 2 * j, v0, v1);
     }
+    uint32_t largest = 0;
     for (int j = 0; j < CPU_STEP / 2; j++) {
         const uint32_t bits = weights_are_random(mode) ? adamw_pair(random, 2 * j) : 0;
         uint32_t r0 = 0, r1 = 0;
-        const uint32_t p0 = adamw_half_param(c, &w, 0, j, mode, bits & 0xFFFFu, &r0);
-        const uint32_t p1 = adamw_half_param(c, &w, 1, j, mode, bits >> 16, &r1);
+        float finite0, finite1;
+        const uint32_t p0 = adamw_half_param(c, &w, 0, j, mode, bits & 0xFFFFu, &r0, &finite0);
+        const uint32_t p1 = adamw_half_param(c, &w, 1, j, mode, bits >> 16, &r1, &finite1);
         adamw_put_pair(param, i + 2 * j, p0, p1);
         if (mode == HR_WEIGHTS_KAHAN)
             adamw_put_pair(residual, i + 2 * j, r0, r1);
+        const uint32_t magnitude = hr_bits(finite0 + finite1) & 0x7FFFFFFFu;
+        largest = magnitude > largest ? magnitude : largest;
     }
+    if (__builtin_expect(largest >= 0x7F800000u, 0))
+        adamw_put_any(c, &w, param, residual, exp_avg, exp_avg_sq, i, mode,
+                      weights_are_random(mode) ? random : NULL);
 }
 
 HR_INLINE int adamw_has_pairs(hr_dtype param, hr_dtype grad, hr_dtype state, hr_weights_mode mode)
@@ -213,19 +244,19 @@ typedef struct adamw_part {
 
 /* Convert the elements [i, i + count) to a tile of binary32, and back. */
 HR_INLINE void adamw_to_tile(const void *restrict base, int64_t i, int count, hr_dtype dtype,
-                             float *restrict tile)
+                             float *restrict tile, f16_conversions f16)
 {
     if (dtype == HR_F16)
-        f16_load(tile, base, i, count);
+        f16_load(tile, (const uint16_t *)base + i, count, f16);
     else
         FOR_F32_OR_BF16(dtype, D, for (int j = 0; j < count; j++) tile[j] = hr_load(base, i + j, D))
 }
 
 HR_INLINE void adamw_from_tile(void *restrict base, int64_t i, int count, hr_dtype dtype,
-                               const float *restrict tile)
+                               const float *restrict tile, f16_conversions f16)
 {
     if (dtype == HR_F16)
-        f16_store(base, i, tile, count);
+        f16_store((uint16_t *)base + i, tile, count, f16);
     else
         FOR_F32_OR_BF16(dtype, D, for (int j = 0; j < count; j++) hr_store(base, i + j, tile[j], D))
 }
@@ -233,7 +264,7 @@ HR_INLINE void adamw_from_tile(void *restrict base, int64_t i, int count, hr_dty
 /* Updates any mix of types, with amsgrad and skip: converts tiles to binary32, which stay in the
  * first-level cache. A loop for each of the 54 mixes would take minutes to compile and a
  * megabyte. */
-HR_INLINE void adamw_by_tiles(const adamw_part *p, int64_t begin, int64_t end)
+HR_INLINE void adamw_by_tiles(const adamw_part *p, int64_t begin, int64_t end, f16_conversions f16)
 {
     enum { PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, TILES };
     _Alignas(64) float tiles[TILES][WEIGHTS_TILE];
@@ -243,24 +274,29 @@ HR_INLINE void adamw_by_tiles(const adamw_part *p, int64_t begin, int64_t end)
         cpu_prefetch(p->grad, i, count, end, p->grad_dtype);
         cpu_prefetch(p->exp_avg, i, count, end, p->state_dtype);
         cpu_prefetch(p->exp_avg_sq, i, count, end, p->state_dtype);
-        adamw_to_tile(p->param, i, count, p->param_dtype, tiles[PARAM]);
-        adamw_to_tile(p->grad, i, count, p->grad_dtype, tiles[GRAD]);
-        adamw_to_tile(p->exp_avg, i, count, p->state_dtype, tiles[EXP_AVG]);
-        adamw_to_tile(p->exp_avg_sq, i, count, p->state_dtype, tiles[EXP_AVG_SQ]);
+        adamw_to_tile(p->param, i, count, p->param_dtype, tiles[PARAM], f16);
+        adamw_to_tile(p->grad, i, count, p->grad_dtype, tiles[GRAD], f16);
+        adamw_to_tile(p->exp_avg, i, count, p->state_dtype, tiles[EXP_AVG], f16);
+        adamw_to_tile(p->exp_avg_sq, i, count, p->state_dtype, tiles[EXP_AVG_SQ], f16);
         if (p->max_exp_avg_sq) {
-            adamw_to_tile(p->max_exp_avg_sq, i, count, p->state_dtype, tiles[MAX_EXP_AVG_SQ]);
+            adamw_to_tile(p->max_exp_avg_sq, i, count, p->state_dtype, tiles[MAX_EXP_AVG_SQ], f16);
             adamw_few(p->constants, tiles[PARAM], NULL, tiles[GRAD], tiles[EXP_AVG],
                       tiles[EXP_AVG_SQ], tiles[MAX_EXP_AVG_SQ], 0, count, HR_F32,
                       HR_WEIGHTS_NEAREST, NULL, HR_F32, HR_F32, 1, p->skip);
-            adamw_from_tile(p->max_exp_avg_sq, i, count, p->state_dtype, tiles[MAX_EXP_AVG_SQ]);
-        } else {
+            adamw_from_tile(p->max_exp_avg_sq, i, count, p->state_dtype, tiles[MAX_EXP_AVG_SQ],
+                            f16);
+        } else if (p->skip) {
             adamw_few(p->constants, tiles[PARAM], NULL, tiles[GRAD], tiles[EXP_AVG],
                       tiles[EXP_AVG_SQ], NULL, 0, count, HR_F32, HR_WEIGHTS_NEAREST, NULL, HR_F32,
-                      HR_F32, 0, p->skip);
+                      HR_F32, 0, 1);
+        } else {
+            adamw_run(p->constants, tiles[PARAM], NULL, tiles[GRAD], tiles[EXP_AVG],
+                      tiles[EXP_AVG_SQ], 0, count, 0, HR_F32, HR_WEIGHTS_NEAREST, NULL, HR_F32,
+                      HR_F32);
         }
-        adamw_from_tile(p->param, i, count, p->param_dtype, tiles[PARAM]);
-        adamw_from_tile(p->exp_avg, i, count, p->state_dtype, tiles[EXP_AVG]);
-        adamw_from_tile(p->exp_avg_sq, i, count, p->state_dtype, tiles[EXP_AVG_SQ]);
+        adamw_from_tile(p->param, i, count, p->param_dtype, tiles[PARAM], f16);
+        adamw_from_tile(p->exp_avg, i, count, p->state_dtype, tiles[EXP_AVG], f16);
+        adamw_from_tile(p->exp_avg_sq, i, count, p->state_dtype, tiles[EXP_AVG_SQ], f16);
     }
 }
 
@@ -271,14 +307,70 @@ HR_INLINE void adamw_as(const adamw_part *p, int64_t begin, int64_t end, hr_dtyp
               param, HR_WEIGHTS_NEAREST, NULL, grad, state);
 }
 
+/* adamw_run() where all is f16, of which F16_AT_ONCE elements are converted at a time: between the
+ * roots and divisions, which leave time for it. */
+HR_INLINE void adamw_f16_step(adamw_constants c, uint16_t *restrict param,
+                              const uint16_t *restrict grad, uint16_t *restrict exp_avg,
+                              uint16_t *restrict exp_avg_sq, int l2, int slow, f16_conversions f16)
+{
+    float params[CPU_STEP], exp_avgs[CPU_STEP], roots[CPU_STEP];
+    for (int j = 0; j < CPU_STEP; j += F16_AT_ONCE) {
+        float g[F16_AT_ONCE], m[F16_AT_ONCE], v[F16_AT_ONCE];
+        f16.widen(params + j, param + j);
+        f16.widen(g, grad + j);
+        f16.widen(m, exp_avg + j);
+        f16.widen(v, exp_avg_sq + j);
+        for (int lane = 0; lane < F16_AT_ONCE; lane++) {
+            adamw_values x = {params[j + lane], g[lane], m[lane], v[lane], 0.0f};
+            x = adamw_moments_of(c, x, 0, l2, slow);
+            params[j + lane] = x.param;
+            exp_avgs[j + lane] = x.exp_avg;
+            roots[j + lane] = sqrtf(x.exp_avg_sq);
+            hr_store(m, lane, x.exp_avg, HR_F32);
+            hr_store(v, lane, x.exp_avg_sq, HR_F32);
+        }
+        f16.narrow(exp_avg + j, m);
+        f16.narrow(exp_avg_sq + j, v);
+    }
+    for (int j = 0; j < CPU_STEP; j += F16_AT_ONCE) {
+        float p[F16_AT_ONCE];
+        for (int lane = j; lane < j + F16_AT_ONCE; lane++)
+            hr_store(p, lane - j, adamw_param_of(c, params[lane], exp_avgs[lane], roots[lane]),
+                     HR_F32);
+        f16.narrow(param + j, p);
+    }
+}
+
+HR_INLINE void adamw_f16(const adamw_part *p, int64_t begin, int64_t end, f16_conversions f16)
+{
+    const int l2 = adamw_has_l2(p->constants), slow = adamw_is_slow(p->constants);
+    uint16_t *const param = (uint16_t *)p->param;
+    const uint16_t *const grad = (const uint16_t *)p->grad;
+    uint16_t *const exp_avg = (uint16_t *)p->exp_avg, *const exp_avg_sq = (uint16_t *)p->exp_avg_sq;
+    int64_t i = begin;
+    for (; end - i >= CPU_STEP; i += CPU_STEP) {
+        cpu_prefetch(param, i, CPU_STEP, end, HR_F16);
+        cpu_prefetch(grad, i, CPU_STEP, end, HR_F16);
+        cpu_prefetch(exp_avg, i, CPU_STEP, end, HR_F16);
+        cpu_prefetch(exp_avg_sq, i, CPU_STEP, end, HR_F16);
+        FOR_FLAG(l2 || !slow, GENERAL,
+                 if (GENERAL) adamw_f16_step(p->constants, param + i, grad + i, exp_avg + i,
+                                             exp_avg_sq + i, l2, slow, f16);
+                 else adamw_f16_step(p->constants, param + i, grad + i, exp_avg + i, exp_avg_sq + i,
+                                     0, 1, f16))
+    }
+    adamw_few(p->constants, param, NULL, grad, exp_avg, exp_avg_sq, NULL, i, end, HR_F16,
+              HR_WEIGHTS_NEAREST, NULL, HR_F16, HR_F16, 0, 0);
+}
+
 /* A number for each mix of types. The common ones have a loop of their own. */
 #define ADAMW_MIX(param, grad, state) ((param) | (grad) << 4 | (state) << 8)
 
-HR_INLINE void adamw_part_range(void *context, int64_t begin, int64_t end)
+HR_INLINE void adamw_part_range(void *context, int64_t begin, int64_t end, f16_conversions f16)
 {
     const adamw_part *const p = (const adamw_part *)context;
     if (p->skip || p->max_exp_avg_sq) {
-        adamw_by_tiles(p, begin, end);
+        adamw_by_tiles(p, begin, end, f16);
         return;
     }
 #define ADAMW_CASE(param, grad, state)               \
@@ -291,14 +383,17 @@ HR_INLINE void adamw_part_range(void *context, int64_t begin, int64_t end)
         ADAMW_CASE(HR_F32, HR_BF16, HR_F32)
         ADAMW_CASE(HR_BF16, HR_BF16, HR_F32)
         ADAMW_CASE(HR_BF16, HR_BF16, HR_BF16)
+    case ADAMW_MIX(HR_F16, HR_F16, HR_F16):
+        adamw_f16(p, begin, end, f16);
+        break;
     default:
-        adamw_by_tiles(p, begin, end);
+        adamw_by_tiles(p, begin, end, f16);
         break;
     }
 #undef ADAMW_CASE
 }
 
-CPU_VARIANTS(adamw_part_range)
+CPU_F16_VARIANTS(adamw_part_range)
 
 /* Joins, updates and splits weights in one loop, which needs adamw_is_joined(). */
 HR_INLINE void adamw_joined(const adamw_part *p, int64_t begin, int64_t end, hr_weights_mode mode,

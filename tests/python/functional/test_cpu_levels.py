@@ -146,8 +146,10 @@ def test_every_f16_is_read_and_rounded_alike(factor, levels):
         norms = torch.zeros(4)
         factors, parts = torch.tensor(factor), [part.clone() for part in grad.split(20_000)]
         torch.ops.headroom.unscale_norm_(parts, clip_coef=factors, norms=norms)
+        found_inf, checked = torch.zeros(()), grad.clone()
+        torch.ops.headroom.unscale_norm_([checked], clip_coef=factors, found_inf=found_inf)
         torch.ops.headroom.unscale_norm_([grad], clip_coef=factors)
-        return grad, norms, *parts
+        return grad, norms, found_inf, checked, *parts
 
     wanted = unscaled(_C.CpuLevel.BASELINE)
     assert wanted[0].nan_to_num().unique().numel() > 2**10
@@ -159,23 +161,26 @@ def test_every_f16_is_read_and_rounded_alike(factor, levels):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_steps_with_all_in_16_bits_are_alike(dtype, mode, levels):
     """Params of every bit pattern, and so moments and gradients, NaNs and negative second moments
-    among them; from an odd element on."""
+    among them; from an odd element on. Wanted is what parts give that are too small for a vector:
+    the formula, an element at a time."""
     number = {"nearest": 0, "stochastic": 1, "kahan": 2}[mode]
 
-    def stepped(level):
+    def stepped(level, size=2**16):
         _C.set_cpu_level(level)
         torch.manual_seed(3)
-        param, grad, exp_avg, exp_avg_sq, residual = (
-            PARAMS[torch.randperm(2**16)].view(dtype)[1:] for _ in range(5)
-        )
-        residuals = [residual] if mode == "kahan" else []
+        whole = [PARAMS[torch.randperm(2**16)].view(dtype)[1:] for _ in range(5)]
+        param, grad, exp_avg, exp_avg_sq, residual = (list(x.split(size)) for x in whole)
+        places = [n for k, x in enumerate(param) for n in (k * size, x.numel(), 0)]
+        stochastic = mode == "stochastic"
         torch.ops.headroom.adamw_(
-            [param], [grad], [exp_avg], [exp_avg_sq], [], [torch.ones(())], residuals, lr=0.1,
-            beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
-            decoupled=True, weights_mode=number, weight_seeds=[5] if mode == "stochastic" else None,
+            param, grad, exp_avg, exp_avg_sq, [], [torch.ones(()) for _ in param],
+            residual if mode == "kahan" else [], lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.1,
+            eps=1e-8, amsgrad=False, maximize=False, decoupled=True, weights_mode=number,
+            weight_seeds=[5] * len(param) if stochastic else None,
+            places=places if stochastic else None,
         )  # fmt: skip
-        return param, exp_avg, exp_avg_sq, *residuals
+        return whole
 
-    wanted = stepped(_C.CpuLevel.BASELINE)
-    for level in levels:
+    wanted = stepped(_C.CpuLevel.BASELINE, 63)
+    for level in (_C.CpuLevel.BASELINE, *levels):
         assert_same_bits(stepped(level), wanted)
