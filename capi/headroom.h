@@ -34,7 +34,7 @@
  *     The MLP block             hr_mlp_forward, hr_mlp_backward, hr_mlp_query
  *     Divergences               hr_divergence_forward, hr_divergence_backward
  *     Linear cross entropy      hr_linear_cross_entropy, hr_linear_cross_entropy_backward,
- *                               hr_linear_cross_entropy_query
+ *                               hr_linear_cross_entropy_join, hr_linear_cross_entropy_query
  *
  * Words
  * -----
@@ -1710,9 +1710,9 @@ HR_API hr_status hr_linear_cross_entropy_query(hr_linear_cross_entropy_needs *ne
  * rows may be 0; features and classes are 1 or more.
  * workspace  at a multiple of 16 bytes, of as many bytes as hr_linear_cross_entropy_query() says
  *
- * With several parts of the classes (all_classes is not classes), lse, loss and argmax are those of
- * the part, and gradients cannot be asked for: they need the lse over all parts. rank needs all
- * classes at once, which is TOKENS.
+ * With several parts of the classes (all_classes is not classes), lse and argmax are those of the
+ * part. The loss comes from hr_linear_cross_entropy_join(), and gradients from the backward function
+ * with the lse over all parts. rank needs all classes at once, which is TOKENS.
  *
  * Each device repeats itself bit for bit, where its products do. Sources: Wijmans et al.,
  * arXiv:2411.09009; and those of hr_cross_entropy_forward().
@@ -1729,6 +1729,27 @@ HR_API hr_status hr_linear_cross_entropy(
     const hr_linear_cross_entropy_grads *grads, const hr_linear_cross_entropy_inputs *inputs,
     int64_t rows, int64_t features, int64_t classes, const hr_linear_cross_entropy_config *config,
     void *workspace, size_t workspace_bytes, const hr_exec *exec);
+
+/*
+ * hr_linear_cross_entropy_join: the loss from what hr_linear_cross_entropy() has written for each
+ * part of the classes, each of which may lie on another device. The formulas are those above, over all
+ * classes; with one part the results are those of that call but for the rounding of its results.
+ *
+ * result, factors  out: as above
+ * rows_out   out, host: loss, lse, lse_low, target_logit and weighted; the others are NULL
+ * parts      in: f32 [rows, 4 * part_count]: of each row and part lse, lse_low, target_logit and
+ *            weighted, which may be 0 without label_smoothing. A part without classes has minus
+ *            infinity, 0, 0 and 0
+ * inputs     in, host: target, class_weight, token_weight and denominator; the others are not read
+ * config     all_classes is how many all parts have; check_target is not read
+ * workspace  as hr_linear_cross_entropy_query() says for one feature and one class
+ * Errors: as for hr_linear_cross_entropy.
+ */
+HR_API hr_status hr_linear_cross_entropy_join(
+    float *result, float *factors, const hr_linear_cross_entropy_rows *rows_out,
+    const hr_rows *parts, int64_t part_count, const hr_linear_cross_entropy_inputs *inputs,
+    int64_t rows, const hr_linear_cross_entropy_config *config, void *workspace,
+    size_t workspace_bytes, const hr_exec *exec);
 
 /*
  * hr_linear_cross_entropy_backward: the gradients from the forward pass's lse, with logits that are

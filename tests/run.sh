@@ -3,7 +3,7 @@
 #
 #   bash tests/run.sh          what shows a regression soon: every test, but not every combination
 #                              of its parameters; without what is marked slow
-#   bash tests/run.sh full     all of it: also the sanitizers and the slow tests
+#   bash tests/run.sh full     all of it: also the sanitizers, the slow tests, and 64-bit Arm
 #
 # On 2 cores the first takes 7 to 14 minutes with torch's installation, and the second half an hour. Both
 # end by saying what took longest.
@@ -40,9 +40,9 @@ stage() {
 }
 
 # Packages of Debian and Ubuntu: a compiler, GoogleTest, what examples/c builds with, the formatter,
-# and for the full run a browser.
+# and for the full run a browser, and a compiler and an emulator of 64-bit Arm.
 system_packages() {
-    local missing=()
+    local missing=() sudo=(sudo -n)
     command -v g++ >/dev/null || missing+=(g++)
     command -v pkg-config >/dev/null || missing+=(pkg-config)
     command -v readelf >/dev/null || missing+=(binutils)
@@ -50,11 +50,16 @@ system_packages() {
     [ -e /usr/include/gtest/gtest.h ] || missing+=(libgtest-dev)
     # What reads the pages of reports; without one their tests are skipped.
     [ "$sanitized" = OFF ] || command -v chromium google-chrome >/dev/null || missing+=(chromium)
+    if [ "$sanitized" = ON ] && [ "$(uname -m)" = x86_64 ]; then
+        command -v aarch64-linux-gnu-g++ >/dev/null || missing+=(g++-aarch64-linux-gnu)
+        command -v qemu-aarch64 >/dev/null || missing+=(qemu-user)
+    fi
     [ ${#missing[@]} -gt 0 ] || return 0
-    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    [ "$(id -u)" != 0 ] || sudo=()
+    if command -v apt-get >/dev/null && "${sudo[@]}" true 2>/dev/null; then
         echo "apt-get install ${missing[*]}"
-        apt-get update -qq >/dev/null
-        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${missing[@]}" >/dev/null
+        "${sudo[@]}" apt-get update -qq >/dev/null
+        "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${missing[@]}" >/dev/null
     else
         echo "some tools are missing; on Debian and Ubuntu: sudo apt-get install ${missing[*]}"
     fi
@@ -89,6 +94,14 @@ c_tests() {
         awk 'NR <= 5 { printf "%.1f s  %s\n", $3, $1 }')
 }
 
+aarch64() {
+    if command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null; then
+        PATH=$venv/bin:$PATH bash tests/aarch64.sh "$build/tests/c/headroom_tests"
+    else
+        echo "left out; what it needs: sudo apt-get install g++-aarch64-linux-gnu qemu-user"
+    fi
+}
+
 # A process for each core, but no more than memory has room for. In order: the files of few tests,
 # which xdist would put last, take longest. A process that ends in a test ends the run: its successor
 # would wait for ever.
@@ -108,6 +121,9 @@ stage "environment and package" bash examples/setup.sh
 stage "style" style
 stage "C tests: build" build_c_tests
 stage "C tests" c_tests
+if [ "$sanitized" = ON ] && [ "$(uname -m)" = x86_64 ]; then
+    stage "C tests of 64-bit Arm, emulated" aarch64
+fi
 if [ "$sanitized" = OFF ] && grep -qs avx512f /proc/cpuinfo; then
     ops=(tests/python/{amp,functional,grad,optim})
     stage "Python tests of ops, with AVX2" with_avx2 python_tests "${ops[@]}"

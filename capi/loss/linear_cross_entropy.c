@@ -102,9 +102,12 @@ static hr_status check_inputs(lce_call *call)
     const hr_linear_cross_entropy_inputs *const in = &call->inputs;
     const char *const function = call->function;
     const hr_dtype dtype = call->config.dtype;
-    HR_TRY(hr_check_rows(function, "inputs->hidden", &in->hidden, s->rows, s->features, dtype));
-    HR_TRY(hr_check_rows(function, "inputs->weight", &in->weight, s->classes, s->features, dtype));
-    HR_TRY(hr_check_vector(function, "inputs->bias", in->bias, dtype));
+    if (call->part_count == 0) {
+        HR_TRY(hr_check_rows(function, "inputs->hidden", &in->hidden, s->rows, s->features, dtype));
+        HR_TRY(
+            hr_check_rows(function, "inputs->weight", &in->weight, s->classes, s->features, dtype));
+        HR_TRY(hr_check_vector(function, "inputs->bias", in->bias, dtype));
+    }
     HR_TRY(hr_check_vector(function, "inputs->class_weight", in->class_weight, HR_F32));
     HR_TRY(hr_check_vector(function, "inputs->token_weight", in->token_weight, HR_F32));
     HR_TRY(hr_check_vector(function, "inputs->denominator", in->denominator, HR_F32));
@@ -217,7 +220,12 @@ static hr_status check_rows_out(const lce_call *call)
     for (int i = 0; i < 9; i++)
         HR_TRY(
             hr_check_vector(call->function, vectors[i].name, vectors[i].vector, vectors[i].dtype));
-    const int is_part = call->config.all_classes != call->sizes.classes;
+    const int joins = call->part_count > 0;
+    HR_REQUIRE(!joins || (!out->largest && !out->entropy && !out->argmax && !out->rank),
+               "%s: rows_out->largest, entropy, argmax or rank is given, wanted NULL: parts does "
+               "not say",
+               call->function);
+    const int is_part = !joins && call->config.all_classes != call->sizes.classes;
     HR_REQUIRE(!is_part || (!out->loss && !out->rank && !call->result && !call->wanted),
                "%s: result, grads, rows_out->loss or rows_out->rank is given, but weight holds "
                "%" PRId64 " of %" PRId64 " classes; they need the lse of all",
@@ -249,6 +257,32 @@ hr_status hr_linear_cross_entropy(float *result, float *factors, float *scale,
     call.listing.factors = factors;
     call.listing.scale = scale;
     call.listing.keeps_range = call.config.dtype == HR_F16 && scale;
+    call.listing.denominator = inputs->denominator;
+    return lce_run(&call);
+}
+
+hr_status hr_linear_cross_entropy_join(float *result, float *factors,
+                                       const hr_linear_cross_entropy_rows *rows_out,
+                                       const hr_rows *parts, int64_t part_count,
+                                       const hr_linear_cross_entropy_inputs *inputs, int64_t rows,
+                                       const lce_config *config, void *workspace,
+                                       size_t workspace_bytes, const hr_exec *exec)
+{
+    lce_call call = {
+        .function = "hr_linear_cross_entropy_join", .result = result, .part_count = part_count};
+    HR_REQUIRE(part_count >= 1 && part_count <= MOST_ELEMENTS / LCE_OF_A_PART,
+               "%s: part_count is %" PRId64 ", wanted 1 to 2^54", call.function, part_count);
+    HR_TRY(check_call(&call, NULL, inputs, rows, 1, 1, config, exec));
+    HR_TRY(
+        hr_check_logits(call.function, "parts", parts, rows, part_count * LCE_OF_A_PART, HR_F32));
+    call.parts = *parts;
+    HR_TRY(hr_check_vector(call.function, "result", result, HR_F32));
+    HR_TRY(hr_check_vector(call.function, "factors", factors, HR_F32));
+    if (rows_out)
+        call.out = *rows_out;
+    HR_TRY(check_rows_out(&call));
+    HR_TRY(check_workspace(&call, workspace, workspace_bytes));
+    call.listing.factors = factors;
     call.listing.denominator = inputs->denominator;
     return lce_run(&call);
 }

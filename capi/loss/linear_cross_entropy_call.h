@@ -45,6 +45,8 @@ typedef struct lce_call {
     lce_sizes sizes;
     lce_layout layout;
     lce_listing listing;
+    hr_rows parts; /* what parts of the classes have seen: hr_linear_cross_entropy_join() */
+    int64_t part_count;
     uint32_t wanted;
     int32_t is_backward; /* lse is given */
     float *result;

@@ -150,6 +150,33 @@ HR_INLINE double ce_z_loss(double z_loss, double lse)
     return z_loss == 0.0 ? 0.0 : z_loss * lse * lse;
 }
 
+/* What rounding takes off an lse that is not infinite or NaN. */
+HR_INLINE float ce_low(double lse)
+{
+    return isfinite((float)lse) ? (float)(lse - (double)(float)lse) : 0.0f;
+}
+
+/* Writes the loss and the lse of a row, every NaN as the same; z: the target's logit. */
+HR_INLINE void ce_finish_row(const cross_entropy_args *a, int64_t row, double lse, float z,
+                             double weights, double weighted)
+{
+    const double loss = ce_loss(&a->config, lse, (double)z, ce_weight(a, ce_target(a, row)),
+                                weights, weighted, a->all);
+    hr_store(a->loss, row, (float)(loss + ce_z_loss(a->config.z_loss, lse)), HR_F32);
+    hr_store(a->lse, row, (float)lse, HR_F32);
+    if (a->lse_low)
+        a->lse_low[row] = ce_low(lse);
+}
+
+HR_INLINE void ce_clear_row(const cross_entropy_args *a, int64_t row)
+{
+    a->loss[row] = a->lse[row] = 0.0f;
+    if (a->lse_low)
+        a->lse_low[row] = 0.0f;
+    if (a->argmax)
+        a->argmax[row] = -1;
+}
+
 /* What rows that weigh this much in all are multiplied by for their mean; 0 for nothing, so that the
  * gradients of its mean, which may be NaN, are 0. */
 HR_INLINE double ce_mean_factor(double weight)
@@ -254,14 +281,14 @@ HR_INLINE void ce_finish(const cross_entropy_args *a, const ce_totals *totals)
         z_factor = ce_mean_factor(totals->count);
     }
     if (a->new_factors) {
-        a->new_factors[0] = (float)factor;
-        a->new_factors[1] = (float)z_factor;
+        hr_store(a->new_factors, 0, (float)factor, HR_F32);
+        hr_store(a->new_factors, 1, (float)z_factor, HR_F32);
     }
     if (!a->result)
         return;
     const double result = totals->loss * factor + totals->z_loss * z_factor;
     const int is_empty = a->config.reduction == HR_REDUCE_MEAN && factor == 0.0;
-    *a->result = is_empty ? NAN : (float)result;
+    hr_store(a->result, 0, is_empty ? NAN : (float)result, HR_F32);
 }
 
 #ifdef __cplusplus

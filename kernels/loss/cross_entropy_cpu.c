@@ -5,25 +5,14 @@
 
 HR_INLINE void forward_row(const cross_entropy_args *a, int64_t row)
 {
-    const hr_cross_entropy_config *const config = &a->config;
     const int64_t target = ce_target(a, row);
     if (ce_is_ignored(a, target)) {
-        a->loss[row] = a->lse[row] = 0.0f;
-        if (a->lse_low)
-            a->lse_low[row] = 0.0f;
-        if (a->argmax)
-            a->argmax[row] = -1;
+        ce_clear_row(a, row);
         return;
     }
     ce_seen seen = ce_nothing_seen();
-    ce_see(a, &seen, row_at(&a->logits, row, config->dtype), target, a->argmax != NULL, 0);
-    const double lse = ce_lse(seen.top, seen.sum);
-    a->loss[row] = (float)(ce_loss(config, lse, (double)seen.z, ce_weight(a, target), a->weight_sum,
-                                   seen.weighted, a->all) +
-                           ce_z_loss(config->z_loss, lse));
-    a->lse[row] = (float)lse;
-    if (a->lse_low)
-        a->lse_low[row] = isfinite(a->lse[row]) ? (float)(lse - (double)a->lse[row]) : 0.0f;
+    ce_see(a, &seen, row_at(&a->logits, row, a->config.dtype), target, a->argmax != NULL, 0);
+    ce_finish_row(a, row, ce_lse(seen.top, seen.sum), seen.z, a->weight_sum, seen.weighted);
     if (a->argmax)
         a->argmax[row] = seen.argmax;
 }

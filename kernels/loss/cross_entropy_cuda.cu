@@ -52,12 +52,7 @@ static __device__ __forceinline__ void forward_row(const cross_entropy_args &a, 
     float z = NAN;
     if (ce_is_class(&a, target))
         z = capped(hr_load(logits, target, dtype), (float)a.config.softcap);
-    a.loss[row] = (float)(ce_loss(&a.config, lse, (double)z, ce_weight(&a, target), weights,
-                                  weighted, a.all) +
-                          ce_z_loss(a.config.z_loss, lse));
-    a.lse[row] = (float)lse;
-    if (a.lse_low)
-        a.lse_low[row] = isfinite((float)lse) ? (float)(lse - (double)(float)lse) : 0.0f;
+    ce_finish_row(&a, row, lse, z, weights, weighted);
 }
 
 static __global__ void __launch_bounds__(THREADS)
@@ -67,13 +62,8 @@ static __global__ void __launch_bounds__(THREADS)
     if (row >= a.rows)
         return; /* a whole warp or a whole block */
     if (ce_is_ignored(&a, ce_target(&a, row))) {
-        if (lane == 0) {
-            a.loss[row] = a.lse[row] = 0.0f;
-            if (a.lse_low)
-                a.lse_low[row] = 0.0f;
-            if (a.argmax)
-                a.argmax[row] = -1;
-        }
+        if (lane == 0)
+            ce_clear_row(&a, row);
         return;
     }
     const bool plain = !(a.config.softcap > 0.0) && !(a.config.label_smoothing > 0.0);

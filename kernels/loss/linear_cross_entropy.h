@@ -52,10 +52,15 @@ typedef struct lce_seeing {
     int32_t is_first, wants_argmax, wants_mean, wants_rank;
 } lce_seeing;
 
+/* Of each part of the classes and row in hr_linear_cross_entropy_join(). */
+enum { LCE_LSE, LCE_LSE_LOW, LCE_TARGET_LOGIT, LCE_WEIGHTED, LCE_OF_A_PART };
+
 /* Ends what was seen of rows [first, first + rows) of the list. */
 typedef struct lce_ending {
     cross_entropy_args ce;
     const lce_seen *seen;
+    hr_rows parts; /* [rows, part_count * LCE_OF_A_PART]: what parts of the classes have seen, */
+    int64_t part_count; /* instead of `seen`, or 0 */
     lce_list list;
     int64_t first, rows;
     hr_linear_cross_entropy_rows out;
@@ -145,6 +150,13 @@ HR_INLINE void lce_put(const lce_listing *l, int64_t place, int64_t row)
     list->lse_low[place] = l->lse_low && row >= 0 ? l->lse_low[row] : 0.0f;
 }
 
+/* Writes a result of a row, if it is wanted; every NaN as the same. */
+HR_INLINE void lce_write(float *results, int64_t row, double value)
+{
+    if (results)
+        hr_store(results, row, (float)value, HR_F32);
+}
+
 /* Writes what there is one of, from the sums over the rows that count. */
 HR_INLINE void lce_total(const lce_listing *l, int64_t count, double weights, double tokens,
                          double weight_sum)
@@ -174,51 +186,61 @@ HR_INLINE void lce_total(const lce_listing *l, int64_t count, double weights, do
         t->used[0] = 1.0f;
         t->used[1] = (float)(z_factor / factor);
     }
-    if (l->factors) {
-        l->factors[0] = t->factors[0];
-        l->factors[1] = t->factors[1];
-    }
+    lce_write(l->factors, 0, factor);
+    lce_write(l->factors, 1, z_factor);
     if (l->scale)
         *l->scale = keeps_range ? (float)factor : 1.0f;
+}
+
+/* What all parts of the classes have seen of a row: the sum of exp(lse) is that of their sums. */
+HR_INLINE lce_seen lce_join(const lce_ending *e, int64_t row)
+{
+    const float *const parts = (const float *)e->parts.data + row * e->parts.stride;
+    lce_seen seen = {0.0, 0.0, 0.0, -INFINITY, 0.0f, 0, 0};
+    for (int64_t k = 0; k < e->part_count; k++) {
+        const float *const part = parts + k * LCE_OF_A_PART;
+        seen.top = part[LCE_LSE] > seen.top ? part[LCE_LSE] : seen.top;
+        seen.z += part[LCE_TARGET_LOGIT];
+        seen.weighted += (double)part[LCE_WEIGHTED];
+    }
+    for (int64_t k = 0; k < e->part_count; k++) {
+        const float *const part = parts + k * LCE_OF_A_PART;
+        const double less = (double)part[LCE_LSE] - (double)ce_base(seen.top);
+        seen.sum += 1.0 + ce_expm1(less + (double)part[LCE_LSE_LOW]);
+    }
+    return seen;
 }
 
 /* The results of row i of those that end, at its places. */
 HR_INLINE void lce_end(const lce_ending *e, int64_t i)
 {
     const int64_t place = e->first + i, row = e->list.index[place];
-    const lce_seen *const seen = e->seen + i;
     if (row < 0)
         return;
-    const double lse = ce_lse(seen->top, seen->sum);
-    const float high = (float)lse, low = isfinite(high) ? (float)(lse - (double)high) : 0.0f;
+    const lce_seen seen = e->part_count > 0 ? lce_join(e, row) : e->seen[i];
+    const double lse = ce_lse(seen.top, seen.sum);
+    const float low = ce_low(lse);
     const int64_t target = e->list.target[place];
     const double weight = ce_weight(&e->ce, target);
     const double scale = (double)e->list.scale[place];
-    const double loss = scale * ce_loss(&e->ce.config, lse, (double)seen->z, weight,
-                                        e->list.totals->weight_sum, seen->weighted, e->ce.all);
-    e->list.lse[place] = high;
+    const double loss = scale * ce_loss(&e->ce.config, lse, (double)seen.z, weight,
+                                        e->list.totals->weight_sum, seen.weighted, e->ce.all);
+    e->list.lse[place] = (float)lse;
     e->list.lse_low[place] = low;
     e->list.loss[place] = (float)loss;
     const hr_linear_cross_entropy_rows *const out = &e->out;
-    if (out->loss)
-        out->loss[row] = (float)(loss + scale * ce_z_loss(e->ce.config.z_loss, lse));
-    if (out->lse)
-        out->lse[row] = high;
-    if (out->lse_low)
-        out->lse_low[row] = low;
-    if (out->target_logit)
-        out->target_logit[row] = seen->z;
-    if (out->weighted)
-        out->weighted[row] = (float)seen->weighted;
-    if (out->largest)
-        out->largest[row] = seen->top;
-    if (out->entropy)
-        out->entropy[row] =
-            (float)(lse - ((double)seen->top + (seen->sum > 0.0 ? seen->mean / seen->sum : 0.0)));
+    lce_write(out->loss, row, loss + scale * ce_z_loss(e->ce.config.z_loss, lse));
+    lce_write(out->lse, row, lse);
+    lce_write(out->lse_low, row, (double)low);
+    lce_write(out->target_logit, row, (double)seen.z);
+    lce_write(out->weighted, row, seen.weighted);
+    lce_write(out->largest, row, (double)seen.top);
+    const double mean = seen.sum > 0.0 ? seen.mean / seen.sum : 0.0;
+    lce_write(out->entropy, row, lse - ((double)seen.top + mean));
     if (out->argmax)
-        out->argmax[row] = seen->argmax;
+        out->argmax[row] = seen.argmax;
     if (out->rank)
-        out->rank[row] = seen->rank;
+        out->rank[row] = seen.rank;
 }
 
 /* The bits of binary32 in halves of 16, and back. */
@@ -246,10 +268,11 @@ HR_INLINE void lce_add(const lce_addition *a, void *high, uint16_t *low, float a
 }
 
 /* The result from the sums over the list of losses and z-losses. */
-HR_INLINE float lce_result(const lce_totals *t, double loss, double z_loss)
+HR_INLINE void lce_finish(const lce_reduction *r, double loss, double z_loss)
 {
+    const lce_totals *const t = r->list.totals;
     const double result = loss * (double)t->factors[0] + z_loss * (double)t->factors[1];
-    return t->is_nan ? NAN : (float)result;
+    lce_write(r->result, 0, t->is_nan ? NAN : result);
 }
 
 #ifdef __cplusplus

@@ -92,7 +92,7 @@ hr_status lce_reduce_cpu(const lce_reduction *r)
         loss += (double)list->loss[i];
         z_loss += (double)list->scale[i] * ce_z_loss(r->z_loss, (double)list->lse[i]);
     }
-    *r->result = lce_result(list->totals, loss, z_loss);
+    lce_finish(r, loss, z_loss);
     return HR_OK;
 }
 

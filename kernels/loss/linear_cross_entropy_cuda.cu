@@ -188,7 +188,7 @@ static __global__ void __launch_bounds__(THREADS)
     loss = row_total<THREADS>(loss);
     z_loss = row_total<THREADS>(z_loss);
     if (threadIdx.x == 0)
-        *r.result = lce_result(r.list.totals, loss, z_loss);
+        lce_finish(&r, loss, z_loss);
 }
 
 /* ---- Rows of matrices ------------------------------------------------------------------------ */

@@ -95,9 +95,9 @@ static void forward_row(const norm_args *a, int64_t row, ready_weights *w)
             rstd = norm_rstd(total, a->cols, (float)a->config.eps);
     }
     if (a->mean)
-        a->mean[row] = mean;
+        hr_store(a->mean, row, mean, HR_F32); /* every NaN as the same */
     if (a->rstd)
-        a->rstd[row] = rstd;
+        hr_store(a->rstd, row, rstd, HR_F32);
 }
 
 static void forward_rows(void *context, int64_t begin, int64_t end)

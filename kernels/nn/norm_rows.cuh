@@ -107,9 +107,9 @@ static __device__ __forceinline__ void forward_row(const norm_args &a, int width
     const float factor = norm_factor(rstd, a.config.casting, dtype);
     if (team.lane == 0 && cols > 0) {
         if (a.mean)
-            a.mean[row] = mean;
+            hr_store(a.mean, row, mean, HR_F32); /* every NaN as the same */
         if (a.rstd)
-            a.rstd[row] = rstd;
+            hr_store(a.rstd, row, rstd, HR_F32);
     }
     void *const y = row_at(a.y, row, dtype);
     row_visit(walk, cols, load, [&](int j) {

@@ -6,7 +6,7 @@ losses that are built from these ops.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from math import prod
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.registration import by_name, register_flops, require
+from .._core.registration import by_name, complete, register_fake, register_flops, require
 from .._core.row_ops import FLOAT32, MATRIX, Gradient, kind, row_op
 from .gemm import matmul_precision
 from .kept_gradients import KeptGradient, multiplied
@@ -34,6 +34,7 @@ RESULTS = {
     "argmax": 64,
     "rank": 128,
 }
+PART = ("lse", "lse_low", "target_logit", "weighted")  # that the loss over several parts needs
 HIDDEN, WEIGHT, BIAS = 1, 2, 4  # gradients
 
 
@@ -64,6 +65,7 @@ class Options:
 
 _NUMBERS = tuple(each.name for each in fields(Options))
 _forward, _backward = by_name("linear_cross_entropy"), by_name("linear_cross_entropy_backward")
+_join = by_name("linear_cross_entropy_join")
 
 
 def call(
@@ -112,6 +114,30 @@ def gradients(options: Options, wanted: int, **tensors: Tensor | None) -> tuple[
     """
     numbers = options.numbers(tensors["hidden"])
     return _backward(**tensors, **numbers, wanted=wanted)
+
+
+def joined(
+    options: Options,
+    parts: Sequence[Tensor],
+    *,
+    reduction: str = "none",
+    **tensors: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Returns the loss, its factors, and lse, lse_low and target_logit of rows, over all classes.
+
+    Args:
+        options: all other numbers.
+        parts: for each part of the classes float32 ``[..., 4]``: ``PART`` of the rows.
+        reduction: one of ``REDUCTIONS``.
+        tensors: ``target``, ``class_weight``, ``token_weight`` and ``denominator`` of :func:`call`.
+
+    Raises:
+        RuntimeError: an argument does not fit.
+    """
+    names = ("ignore_index", "label_smoothing", "z_loss", "all_classes")
+    numbers = {name: getattr(options, name) for name in names}
+    numbers |= {"reduction": REDUCTIONS[reduction]}
+    return _join(parts=torch.cat([*parts], -1), **tensors, **numbers)
 
 
 # ---- Fakes and FLOPs ---------------------------------------------------------------------------
@@ -176,6 +202,16 @@ def _results(hidden, weight, reduction, all_classes, results, wanted, **_):
     )
 
 
+def _joined_results(parts, target, class_weight, token_weight, reduction, all_classes, **_):
+    require(parts.dtype == torch.float32 and parts.shape[-1] % 4 == 0, "parts must be [..., 4 n]")
+    require(target.dtype in _INTEGERS and target.shape == parts.shape[:-1], "target does not fit")
+    for tensor, numel in ((class_weight, all_classes), (token_weight, target.numel())):
+        is_fitting = tensor is None or (tensor.dtype, tensor.numel()) == (torch.float32, numel)
+        require(is_fitting, "class_weight or token_weight does not fit")
+    rows = [parts.new_empty(target.shape) for _ in range(3)]
+    return parts.new_empty(() if reduction else target.shape), parts.new_empty(2), *rows
+
+
 def _logits(hidden, weight, **_) -> int:
     """Returns the work of the logits, which the backward pass computes again; rows that are ignored
     count too."""
@@ -234,3 +270,5 @@ row_op(
     again=_logits,
 )
 register_flops("linear_cross_entropy_backward_", _flops_into, _logits)
+register_fake("linear_cross_entropy_join", _joined_results)
+complete("linear_cross_entropy_join")

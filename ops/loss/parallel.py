@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from .._core.dtensor import first_row
 from .._core.rows import autocast, check_tensors, constant_factors
 from ..functional.cross_entropy import REDUCTIONS
-from ..functional.linear_cross_entropy import Options, call, gradients
+from ..functional.linear_cross_entropy import PART, Options, call, gradients, joined
 from .inputs import token_factors
 
 __all__ = ["parallel_linear_cross_entropy"]
@@ -31,7 +31,6 @@ class _How(NamedTuple):
 
     group: Any
     reduction: str
-    empty: str
     numbers: Options
 
 
@@ -152,7 +151,8 @@ def parallel_linear_cross_entropy(
             )
         denominator = denominator.reshape(())
     fixed = (target, class_weight, token_weight, denominator)
-    how = _How(group, reduction, empty, numbers)
+    is_zero = reduction == "mean" and empty == "zero"
+    how = _How(group, "mean or zero" if is_zero else reduction, numbers)
     loss, *rows = _Parallel.apply(hidden, weight, bias, fixed, how)
     return (loss, {name: rows[STATS.index(name)] for name in stats}) if stats else loss
 
@@ -184,39 +184,23 @@ class _Parallel(torch.autograd.Function):
         how: _How,
     ) -> tuple[Tensor, ...]:
         target, class_weight, token_weight, denominator = fixed
-        numbers = how.numbers
         part = _part(hidden, weight, bias, target, class_weight, how)
-        parts = _gathered(torch.stack(part), how.group).double()
-        counts = target != numbers.ignore_index
-        lse = torch.where(counts, (parts[:, 0] + parts[:, 1]).logsumexp(0), 0.0)
-        _, _, target_logit, weighted = parts.sum(0)
-        share = numbers.label_smoothing
-        own, total = counts.double(), float(numbers.all_classes)
-        if class_weight is not None:
-            of_target = class_weight.double()[torch.where(counts, target, 0).long()]
-            own = torch.where(counts, of_target, 0)
-            total = class_weight.double().sum()
-        row = (1 - share) * own * (lse - target_logit)
-        row += share / numbers.all_classes * (total * lse - weighted) * counts
-        z = numbers.z_loss * lse.square()
-        scale = own.new_ones(()) if token_weight is None else token_weight.double()
-        scale = torch.where(counts, scale, 0)
-        factors = _factors(scale, own, denominator, how)
-        if how.reduction == "none":
-            loss = scale * (row + z) * factors[0]
-        else:
-            loss = (scale * row).sum() * factors[0] + (scale * z).sum() * factors[1]
-            if how.empty == "nan" and how.reduction == "mean" and denominator is None:
-                loss = torch.where(factors[0] == 0, torch.nan, loss)
-        high = lse.float()
-        low = (lse - high.double()).float()
+        loss, factors, lse, lse_low, target_logit = joined(
+            how.numbers,
+            _gathered(torch.stack(part, -1), how.group),
+            reduction=how.reduction,
+            target=target,
+            class_weight=class_weight,
+            token_weight=token_weight,
+            denominator=denominator,
+        )
         ctx.how = how
         ctx.save_for_backward(
-            *(hidden, weight, bias, target, class_weight, token_weight), factors.float(), high, low
+            *(hidden, weight, bias, target, class_weight, token_weight), factors, lse, lse_low
         )
-        stats = high.clone(), target_logit.float()
+        stats = lse.clone(), target_logit
         ctx.mark_non_differentiable(*stats)
-        return loss.float(), *stats
+        return loss, *stats
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -227,16 +211,6 @@ class _Parallel(torch.autograd.Function):
             dist.all_reduce(total, group=ctx.how.group)
             dhidden = total.to(dhidden.dtype)
         return dhidden, *grads[1:], None, None
-
-
-def _factors(scale: Tensor, own: Tensor, denominator: Tensor | None, how: _How) -> Tensor:
-    """Returns what rows and their z-losses are divided by, inverted: 0 for 0."""
-    if denominator is not None:
-        return (1 / denominator.double()).expand(2)
-    if how.reduction != "mean":
-        return scale.new_ones(2)
-    sums = torch.stack([(scale * own).sum(), scale.sum()])
-    return torch.where(sums == 0, 0.0, 1 / sums)
 
 
 def _part(
@@ -253,11 +227,9 @@ def _part(
         _check_classes(target, how.numbers)
         zeros = torch.zeros(target.shape, dtype=torch.float32, device=hidden.device)
         return zeros - torch.inf, zeros, zeros, zeros
-    names = ("lse", "lse_low", "target_logit", "weighted")
-    numbers = how.numbers
     found = call(
-        numbers,
-        results=names,
+        how.numbers,
+        results=PART,
         hidden=hidden,
         weight=weight,
         bias=bias,

@@ -266,6 +266,50 @@ Tensor linear_cross_entropy_backward_(const Tensor &dloss, const Tensor &hidden,
     return gradients.hidden;
 }
 
+// The loss of rows of which parts of the classes have lse, lse_low, target_logit and weighted.
+#define JOINED(of) \
+    of(int, ignore_index) of(float, label_smoothing) of(float, z_loss) of(int, all_classes)
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>
+linear_cross_entropy_join(const Tensor &parts, const Tensor &target,
+                          const OptionalTensor &class_weight, const OptionalTensor &token_weight,
+                          const OptionalTensor &denominator, int64_t reduction JOINED(HR_PARAMETER))
+{
+    LossRows rows(parts, "parts");
+    if (dtype_of(rows.in.torch_dtype) != HR_F32 || rows.matrix.cols % 4 != 0)
+        fail("parts must be float32 [..., 4 * parts]");
+    Config config = HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT;
+    JOINED(HR_SET)
+    config.reduction = reduction_of(reduction);
+    hr_linear_cross_entropy_inputs inputs = {};
+    inputs.target = rows.targets(target, &config.target_bytes);
+    if (class_weight)
+        inputs.class_weight = rows.vector(*class_weight, "class_weight", all_classes);
+    if (token_weight)
+        inputs.token_weight = rows.vector(*token_weight, "token_weight", rows.matrix.rows);
+    inputs.denominator = scalar_of(denominator, rows.in, "denominator");
+    const bool reduces = reduction != NONE;
+    const int64_t two = 2;
+    const Tensor loss =
+        reduces ? new_tensor(parts, {&two, size_t{0}}, ScalarType::Float) : rows.of_rows(true);
+    const Tensor factors = new_tensor(parts, {&two, 1}, ScalarType::Float);
+    const Tensor lse = rows.of_rows(true), low = rows.of_rows(true), logit = rows.of_rows(true);
+    hr_linear_cross_entropy_rows out = {};
+    out.loss = data_of<float>(loss, !reduces);
+    out.lse = data_of<float>(lse);
+    out.lse_low = data_of<float>(low);
+    out.target_logit = data_of<float>(logit);
+    const RowsIn in(parts, "parts");
+    const hr_exec *const exec = &rows.exec.exec;
+    hr_linear_cross_entropy_needs needs;
+    check(hr_linear_cross_entropy_query(&needs, rows.matrix.rows, 1, 1, 0, &config, exec));
+    const Tensor workspace = workspace_of(needs.workspace, parts);
+    check(hr_linear_cross_entropy_join(data_of<float>(loss, reduces), data_of<float>(factors), &out,
+                                       in.get(), rows.matrix.cols / 4, &inputs, rows.matrix.rows,
+                                       &config, data_of<void>(workspace), needs.workspace, exec));
+    return {loss, factors, lse, low, logit};
+}
+
 // Bytes that the ops above allocate besides their results, for plans: the CPU's if `is_cuda`, where
 // there is no such device. dtype is an hr_dtype.
 int64_t linear_cross_entropy_workspace(int64_t rows, int64_t features, int64_t classes,
@@ -311,6 +355,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
           "Tensor? factors, Tensor lse, Tensor lse_low, Tensor(a!)? weight_grad, "
           "Tensor(b!)? bias_grad" NUMBERS(
               HR_SCHEMA) ", int precision, bool shift, bool want_hidden) -> Tensor dhidden");
+    m.def("linear_cross_entropy_join(Tensor parts, Tensor target, Tensor? class_weight, "
+          "Tensor? token_weight, Tensor? denominator, int reduction" JOINED(
+              HR_SCHEMA) ") -> (Tensor loss, Tensor factors, Tensor lse, Tensor lse_low, Tensor "
+                         "target_logit)");
     m.def("linear_cross_entropy_workspace(int rows, int features, int classes, int dtype, "
           "int wanted, bool adds, bool is_cuda" NUMBERS(HR_SCHEMA) ", int precision) -> int");
 }
@@ -326,4 +374,5 @@ HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)
     m.impl("linear_cross_entropy", TORCH_BOX(&linear_cross_entropy));
     m.impl("linear_cross_entropy_backward", TORCH_BOX(&linear_cross_entropy_backward));
     m.impl("linear_cross_entropy_backward_", TORCH_BOX(&linear_cross_entropy_backward_));
+    m.impl("linear_cross_entropy_join", TORCH_BOX(&linear_cross_entropy_join));
 }

@@ -6,6 +6,7 @@
 #include <limits>
 #include <optional>
 
+#include "tests/c/harness/bits.h"
 #include "tests/c/harness/refused.h"
 
 using UpdateScale = OnBackend;
@@ -114,6 +115,7 @@ struct Model {
 
 TEST_P(UpdateScale, FollowsTheRule)
 {
+    Digest digest;
     for (const int interval : {1, 2, 5})
         for (const int hysteresis : {0, 1, 2, 3}) // 0: no tracker
             for (const auto &[growth, backoff] : {std::pair(2.0, 0.5), {1.0001, 0.3}, {1e9, 1e-9}})
@@ -138,6 +140,7 @@ TEST_P(UpdateScale, FollowsTheRule)
                         const bool found =
                             noise(i / 40, interval) < 0 ? noise(1, i) < 0.6 : noise(2, i) < -0.9;
                         run.step(found ? 1.0f : 0.0f);
+                        digest.add(run.image());
                         model.step(found, run.config);
                         ASSERT_EQ(run.scale_now(), model.scale) << "step " << i;
                         ASSERT_EQ(run.growth_now(), model.good) << "step " << i;

@@ -1,8 +1,10 @@
 // bits.h: the bytes that a run leaves, compared wherever it runs: on any instruction set, with any
-// number of threads, on CUDA in any order of threads. The guards around every buffer stay whole.
+// number of threads, on CUDA in any order of threads, and on another processor by tests/aarch64.sh.
+// The guards around every buffer stay whole.
 #pragma once
 
 #include <initializer_list>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -23,6 +25,31 @@ auto bytes_after(Backend &backend, const Case &c, Image image)
     return image(run);
 }
 
+// Bytes that a test sees, as a number in its report. It does not depend on the levels that a processor
+// has, if the test adds what the plainest leaves.
+class Digest
+{
+  public:
+    ~Digest()
+    {
+        testing::Test::RecordProperty("bits", std::to_string(hash_));
+    }
+    template <typename T> void add(const std::vector<T> &values)
+    {
+        const auto *const bytes = reinterpret_cast<const uint8_t *>(values.data());
+        for (size_t i = 0; i < values.size() * sizeof(T); i++) // FNV-1a
+            hash_ = (hash_ ^ bytes[i]) * 0x100000001B3;
+    }
+    template <typename A, typename B> void add(const std::pair<A, B> &both)
+    {
+        add(both.first);
+        add(both.second);
+    }
+
+  private:
+    uint64_t hash_ = 0xCBF29CE484222325;
+};
+
 // On the plainest instruction set, without threads.
 template <typename Run, typename Case, typename Image> auto baseline(const Case &c, Image image)
 {
@@ -34,8 +61,10 @@ template <typename Run, typename Case, typename Image = decltype(everything)>
 void expect_bits_on_the_cpu(const std::vector<Case> &cases, Image image = everything)
 {
     bool lent = false; // by a case that is large enough
+    Digest digest;
     for (const Case &c : cases) {
         const auto expected = baseline<Run>(c, image);
+        digest.add(expected);
         for (const hr_cpu_level l :
              {HR_CPU_BASELINE, HR_CPU_AVX2, HR_CPU_AVX512, HR_CPU_AVX512_VBMI}) {
             const CpuLevel level(l);

@@ -1,6 +1,7 @@
 // hr_join_weights() and hr_split_weights(): every mode, on every backend, and what they refuse.
 #include <cmath>
 
+#include "tests/c/harness/bits.h"
 #include "tests/c/harness/refused.h"
 #include "tests/c/weights/weights_data.h"
 
@@ -133,6 +134,7 @@ TEST_P(Weights, AreKeptToTheErrorOfTheirMode)
 
 TEST_P(Weights, HaveTheBitsOfTheCpu)
 {
+    Digest digest;
     for (const Mode &m : kModes)
         for (const unsigned shifted : {0, 1, 2, 4, 7}) { // every list alone at an odd address
             Call here(*backend, m.mode, m.dtype, 1, shifted), there(cpu_backend(), m.mode, m.dtype);
@@ -141,6 +143,7 @@ TEST_P(Weights, HaveTheBitsOfTheCpu)
                 ASSERT_EQ(run->join(), HR_OK) << hr_last_error();
             }
             EXPECT_EQ(here.image(), there.image()) << m.mode << ", shifted " << shifted;
+            digest.add(there.image());
         }
 }
 

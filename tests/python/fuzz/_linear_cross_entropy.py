@@ -90,6 +90,14 @@ def query(sizes: list[Limited], grads: Structure, own: Structure) -> int:
     return needs.workspace
 
 
+def _of_rows(out, rows) -> list:
+    numbers = []
+    for name, _ in Results._fields_ if out is not None else ():
+        size = 8 if name in ("argmax", "rank") else 4
+        numbers += spans(c_void_p(getattr(out, name)), 1, rows.value, size)
+    return numbers
+
+
 def _of_grads(grads, rows, features, classes, own, workspace, size) -> list:
     element = SIZES[own.grad_dtype]
     outputs = [(workspace, 1, size.value, 1)]
@@ -105,10 +113,7 @@ def _of_grads(grads, rows, features, classes, own, workspace, size) -> list:
 def forward(rng: random.Random, memory: Memory) -> Call:
     def written(result, factors, scale, out, grads, inputs, *rest):
         numbers = spans(result, 1, 1, 4) + spans(factors, 1, 2, 4) + spans(scale, 1, 1, 4)
-        for name, _ in Results._fields_ if out is not None else ():
-            size = 8 if name in ("argmax", "rank") else 4
-            numbers += spans(c_void_p(getattr(out, name)), 1, rest[0].value, size)
-        return numbers + _of_grads(grads, *rest[:-1])
+        return numbers + _of_rows(out, rest[0]) + _of_grads(grads, *rest[:-1])
 
     sizes = sizes_of(rng)
     rows, features, classes = (each.value for each in sizes)
@@ -144,6 +149,26 @@ def backward(rng: random.Random, memory: Memory) -> Call:
     return call("hr_linear_cross_entropy_backward", [*arguments, exec_()], written, more)
 
 
+def joined(rng: random.Random, memory: Memory) -> Call:
+    def written(result, factors, out, parts, count, inputs, rows, own, workspace, size, where):
+        numbers = spans(result, 1, 1, 4) + spans(factors, 1, 2, 4)
+        return numbers + _of_rows(out, rows) + spans(workspace, 1, size.value, 1)
+
+    rows, _, classes = sizes_of(rng)
+    own, count, out = layer_config(rng, rows.value), c_int64(rng.choice([1, 2, 3])), Results()
+    own.all_classes = classes.value
+    inputs = inputs_of(rng, memory, own, 1, classes.value)
+    for name in ("loss", "lse", "lse_low", "target_logit", "weighted"):
+        if rng.random() < 0.5:
+            setattr(out, name, memory.take(PART))
+    size = c_size_t(query([rows, Limited(1), Limited(1)], Grads(), own))
+    workspace = c_void_p(memory.take(size.value + 16) + rng.choice([0, 16]))
+    numbers = (vector(rng, memory, F32, 0.7) for _ in range(2))
+    parts = matrix(rng, memory, 4 * count.value, F32)
+    arguments = [*numbers, out, parts, count, inputs, rows, own, workspace, size, exec_()]
+    return call("hr_linear_cross_entropy_join", arguments, written)
+
+
 def asked(rng: random.Random, memory: Memory) -> Call:
     sizes = sizes_of(rng)
     own, wanted = layer_config(rng, sizes[0].value), c_int32(rng.randrange(8))
@@ -153,4 +178,4 @@ def asked(rng: random.Random, memory: Memory) -> Call:
     return made
 
 
-CALLS = (forward, forward, backward, asked)
+CALLS = (forward, forward, backward, joined, asked)

@@ -129,6 +129,34 @@ def split(rank, name, dtype):
     assert_same_bits(same, [got[0]] * ranks)
 
 
+def alone(rank):
+    """A rank that has all classes gets the bits that it gets without ranks."""
+    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
+    hidden, weight, bias, target, class_weight = given()
+    for case in CASES.values():
+        results = []
+        for function, places in (
+            (headroom.linear_cross_entropy, {}),
+            (parallel_linear_cross_entropy, {"group": groups[rank]}),
+        ):
+            leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+            loss, stats = function(
+                *leaves[:2],
+                target,
+                bias=leaves[2],
+                stats=["lse", "target_logit"],
+                **options_of(case, class_weight),
+                **places,
+            )
+            loss.sum().backward()
+            results.append([loss.detach(), *stats.values(), *(leaf.grad for leaf in leaves)])
+        if "label_smoothing" in case:  # sums of logits were rounded
+            torch.testing.assert_close(*results)
+        else:
+            assert_same_bits(*(found[:3] for found in results))
+            torch.testing.assert_close(*results)
+
+
 def dtensors(rank):
     """Uneven shards; with four ranks the last has no rows of five classes."""
     for classes in (CLASSES, 5):
@@ -361,6 +389,24 @@ def test_classes_split_over_two(ranks, name, dtype):
 def test_classes_split_over_four(four):
     for name in CASES:
         four(split, name, torch.float32)
+
+
+def test_a_rank_alone(ranks):
+    ranks(alone)
+
+
+@pytest.mark.parametrize("reduction", [0, 1])
+def test_join_is_an_op(reduction):
+    parts, target = torch.randn(3, 5, 8), torch.randint(9, (3, 5))
+    weights = torch.rand(9), torch.rand(3, 5)
+    call = (parts, target, *weights, torch.tensor(3.0), reduction, -100, 0.1, 0.01, 9)
+    torch.library.opcheck(torch.ops.headroom.linear_cross_entropy_join.default, call)
+    for k, wrong in enumerate((parts.double(), target[:2], weights[0][:8], weights[1][:2])):
+        bad = (*call[:k], wrong, *call[k + 1 :])
+        for device in ("cpu", "meta"):
+            moved = [x.to(device) if isinstance(x, torch.Tensor) else x for x in bad]
+            with pytest.raises(RuntimeError, match="parts|target|class_weight|token_weight"):
+                torch.ops.headroom.linear_cross_entropy_join(*moved)
 
 
 def test_dtensors(ranks):
