@@ -1,8 +1,8 @@
 """Takes memory of the host in slabs outside torch's allocators, and keeps account of them.
 
-torch's pinned allocator rounds sizes up to powers of two and gives nothing back. A slab is a mapping
-of exactly the size that was asked for, and goes back to the system with the last tensor in it. As
-torch knows nothing of it, its bytes count for no device, not even for the CPU.
+torch's pinned allocator rounds sizes up to powers of two and gives nothing back. A slab is a
+mapping of exactly the size that was asked for, and goes back to the system with the last tensor in
+it. As torch knows nothing of it, its bytes count for no device, not even for the CPU.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _exact(size: int) -> str:
 
 @dataclass(frozen=True)
 class Event:
-    """Describes that an arena took bytes (or, if negative, gave them back), and what it had then."""
+    """Says how many bytes an arena took, or, if negative, gave back, and how many it had then."""
 
     change: int
     total: int
@@ -71,7 +71,7 @@ class HostArena:
 
     Nothing is taken when an arena is made. :meth:`take` maps a slab of exactly the bytes that it is
     asked for, aligned to 512 bytes. The slab is given back when the last tensor in it is freed.
-    Slabs are not copied into forked processes, such as those of data loaders: a child that reads one
+    Forked processes, such as those of data loaders, do not have slabs: one that reads a slab
     crashes.
 
     Args:

@@ -1,4 +1,4 @@
-"""The copy engine of a CUDA device: a stream for each direction, for as long as the process lives."""
+"""The copy engine of a CUDA device: a stream for each direction, made once."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Copies bytes between host and device: what every engine offers, and the one of the CPU.
 
-An engine has two queues, up (to the device) and down (to the host). A copy is put into its queue and
-runs there when the copies before it have, and when what its tickets stand for is done; the caller
-goes on meanwhile. Source and destination of a copy are the caller's: until its ticket has been
-waited for, the source must not be written, the destination not be touched, and neither be freed.
+An engine has two queues, up (to the device) and down (to the host). A copy is put into its queue
+and runs there when the copies before it have, and when what its tickets stand for is done; the
+caller goes on meanwhile. Source and destination of a copy are the caller's: until its ticket has
+been waited for, the source must not be written, the destination not be touched, and neither be
+freed.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ _engines: dict[torch.device, Engine] = {}
 
 
 def engine_of(device: torch.device) -> Engine:
-    """Returns the engine of a device, which is made at the first call and shared by all that copy to
-    and from it."""
+    """Returns the engine of a device, which is made at the first call and shared by all that use
+    it."""
     if device not in _engines:
         _engines[device] = Streams(device) if device.type == "cuda" else Inline()
     return _engines[device]

@@ -108,6 +108,8 @@ class Adam8bit(Adam):
         rounding: Rounding = "nearest",
         seed: int = 0,
         count_stalled: bool = False,
+        offload: Literal["state"] | None = None,
+        budget: int | str | None = None,
         min_8bit_size: int = 4096,
         block_size: int = 256,
         bnb_exact: bool = False,

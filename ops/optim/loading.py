@@ -36,6 +36,7 @@ KEPT = (  # attributes that copies and pickles have, beyond torch's
     "max_consecutive_skips",
     "measured",
     "measured_params",
+    "paging",
 )
 NONNEGATIVE = (  # states that are means of squares, or magnitudes
     "exp_avg_sq",
