@@ -12,6 +12,7 @@ from torch import nn
 
 from helpers import modes
 from helpers.bits import assert_same_bits
+from helpers.copies import POLICIES, adversary, copying_with
 from helpers.modes import EVERY, entries
 from helpers.roundtrip import through_pickle
 
@@ -59,3 +60,19 @@ def test_a_paged_step_has_the_bits_of_the_ordinary_one(name, bucket_bytes):
         modes.train(model, optimizer, range(4, 6))
     assert_same_run(ordinary, paged)
     assert optimizer.paging is None and handle.__repr__() == "OffloadHandle(removed)"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["adamw-f32", "adamw8bit-remainder16", "adamw8bit-stochastic-both"])
+def test_copies_may_run_at_any_time_that_their_tickets_allow(name, policy):
+    ordinary, paged = pair(name)
+    with copying_with(adversary(policy)) as engine:
+        offload(paged[1], bucket_bytes=6000, host=HostArena())
+        for model, optimizer in (ordinary, paged):
+            modes.train(model, optimizer, range(4))
+        state = paged[1].state_dict()["state"]
+        assert_same_bits(ordinary[0].parameters(), paged[0].parameters())
+        for key, entry in ordinary[1].state_dict()["state"].items():
+            assert_same_bits(entry.values(), [state[key][name] for name in entry])
+        assert engine.pending == 0 or policy != "eager"
+        assert engine.bytes_up >= engine.bytes_down > 0
