@@ -114,8 +114,8 @@ class Home:
         )
 
     def fill(self, layout: Layout, param: Tensor, entry: dict[str, Any]) -> None:
-        """Copies a state here, makes what it lacks, and puts the tensors here in its place."""
-        self.wait()
+        """Copies a state here, makes what it lacks, and puts the tensors here in its place. Copies
+        to this place must have ended."""
         for name, view in self.views.items():
             value, slot = entry.get(name), layout.slot(name)
             if value is view:

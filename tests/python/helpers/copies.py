@@ -97,9 +97,7 @@ class Adversary(Engine):
                 if heads := self._heads():
                     self._run_one(self.random.choice(heads))
         elif self.policy != "late":
-            while heads := [
-                head for head in self._heads() if self.policy in ("eager", head.queue)
-            ]:
+            while heads := [head for head in self._heads() if self.policy in ("eager", head.queue)]:
                 self._run_one(heads[0])
         else:
             self._heads()

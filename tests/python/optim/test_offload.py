@@ -63,7 +63,9 @@ def test_a_paged_step_has_the_bits_of_the_ordinary_one(name, bucket_bytes):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["adamw-f32", "adamw8bit-remainder16", "adamw8bit-stochastic-both"])
+@pytest.mark.parametrize(
+    "name", ["adamw-f32", "adamw8bit-remainder16", "adamw8bit-stochastic-both"]
+)
 def test_copies_may_run_at_any_time_that_their_tickets_allow(name, policy):
     ordinary, paged = pair(name)
     with copying_with(adversary(policy)) as engine:
