@@ -15,8 +15,6 @@ import tempfile
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -28,10 +26,18 @@ from .._core.available import host_headroom
 from .._core.sizes import format_bytes, parse_bytes
 from .pinning import pinned
 
-__all__ = ["ALIGNMENT", "HostArena", "HostMemoryError", "default_arena"]
+__all__ = ["ALIGNMENT", "HostArena", "HostMemoryError", "default_arena", "in_arena"]
 
 ALIGNMENT = 512  # of slabs; that of what torch allocates on a device
 SHARE = 0.8  # of the memory that can be had, which an arena takes at most
+
+
+_slabs: set[int] = set()  # their addresses
+
+
+def in_arena(tensor: Tensor) -> bool:
+    """Returns whether the memory of a tensor is that of an arena."""
+    return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in _slabs
 
 
 class HostMemoryError(MemoryError):
@@ -54,16 +60,6 @@ class HostMemoryError(MemoryError):
 
 def _exact(size: int) -> str:
     return format_bytes(size) if size < 1000 else f"{format_bytes(size)} ({size:,} bytes)"
-
-
-@dataclass(frozen=True)
-class Event:
-    """Says how many bytes an arena took, or, if negative, gave back, and how many it had then."""
-
-    change: int
-    total: int
-    kind: str
-    owner: str
 
 
 class HostArena:
@@ -110,7 +106,6 @@ class HostArena:
         self.peak = 0
         self._by: dict[tuple[str, str], int] = {}
         self._lock = threading.RLock()  # slabs are freed on any thread, and in a collection
-        self._listeners: list[Any] = []
 
     def __repr__(self) -> str:
         lines = [f"HostArena: {_exact(self.bytes)} now, {_exact(self.peak)} at most"]
@@ -173,9 +168,10 @@ class HostArena:
             registered = None
             if device.type == "cuda" and self.pin == "auto":
                 registered = pinned(slab, device)
+            _slabs.add(slab.data_ptr())
             self._count(size, kind, owner)
         # The mapping lives until the last tensor has dropped the view, and is unregistered before.
-        give_back = partial(_give_back, self, mapping, registered)
+        give_back = partial(_give_back, self, mapping, slab.data_ptr(), registered)
         weakref.finalize(view, give_back, size, kind, owner).atexit = False
         return slab
 
@@ -186,18 +182,6 @@ class HostArena:
             left = self._by.pop((kind, owner), 0) + change
             if left:
                 self._by[kind, owner] = left
-            event = Event(change, self.bytes, kind, owner)
-            for listener in self._listeners:
-                listener(event)
-
-    @contextlib.contextmanager
-    def listening(self, listener: Any) -> Iterator[None]:
-        """Calls ``listener`` with each :class:`Event` of the block."""
-        self._listeners.append(listener)
-        try:
-            yield
-        finally:
-            self._listeners.remove(listener)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostArena:
         return self  # what copies keep lies in the same memory
@@ -207,10 +191,17 @@ class HostArena:
 
 
 def _give_back(
-    arena: HostArena, mapping: mmap.mmap, registered: Any, size: int, kind: str, owner: str
+    arena: HostArena,
+    mapping: mmap.mmap,
+    address: int,
+    registered: Any,
+    size: int,
+    kind: str,
+    owner: str,
 ) -> None:
     if registered is not None:
         registered()
+    _slabs.discard(address)
     arena._count(-size, kind, owner)
     del mapping
 

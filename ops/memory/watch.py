@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.running_modules import watching_modules
+from ..host.arena import in_arena
 from ..step.trees import plain_tensors, tensors_in
 from ..step.watch import listening, unseen
 from .lines import Place, lines_at, place_here
@@ -35,7 +36,7 @@ def label_of(
     ``follow`` gets each storage and its address."""
     labels = []
     for part in plain_tensors(tensor):
-        if part.device != device or part.layout != torch.strided:
+        if part.device != device or part.layout != torch.strided or in_arena(part):
             continue
         storage = part.untyped_storage()
         if storage.nbytes() and (address := storage.data_ptr()):

@@ -357,8 +357,7 @@ def _states_of(bucket: Bucket, states: Mapping[Tensor, Mapping[str, Tensor]]) ->
     table = table_of(lists, states, layout.param_like, layout.extra)
     if table is not None:
         return table
-    names = layout.names
-    return [*lists, *([states[param][name] for param in bucket.params] for name in names)]
+    return [[states[param][name] for param in bucket.params] for name in layout.names]
 
 
 def _bring(place: Place, entry: dict[str, Any], home: Home | None) -> None:

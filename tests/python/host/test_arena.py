@@ -1,4 +1,4 @@
-"""The host arena: slabs of exact size, an account of them, limits, and what forks and copies get."""
+"""The host arena: slabs of exact size, an account of them, limits, forks and copies."""
 
 import copy
 import faulthandler
