@@ -183,6 +183,9 @@ class Watch:
 
     def _state(self) -> Iterator[tuple[str, str, Tensor]]:
         for optimizer in self.optimizers:
+            paging = getattr(optimizer, "paging", None)  # states that are on the host
+            for ring in [] if paging is None else paging.rings:
+                yield "optimizer_state", "ring", ring
             for param, state in list(optimizer.state.items()):
                 module = self._names.get(id(param), "").rpartition(".")[0]
                 items = state.items() if isinstance(state, Mapping) else [("state", state)]

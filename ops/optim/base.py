@@ -465,8 +465,6 @@ class Optimizer(StatefulOptimizer):
         self._places = []
         self.__dict__.setdefault("_skips", SkippedSteps())
         super().__setstate__(state | {"state": restored})
-        if not is_checkpoint and self.paging is not None:
-            self.paging.adopt(self)
 
     def _check_loaded(self, index: int, group: dict[str, Any]) -> None:
         """Refuses a group of a checkpoint whose options a step could not use."""

@@ -32,6 +32,7 @@ from .fsdp import ShardedModel
 from .inside import left_out
 from .masks import masks_of
 from .ours import fakes_overwritten
+from .paged_states import StatesOnHost
 from .probe import unasked
 from .recorder import Recorder
 from .recurrent import LAYERS, has_recurrent_layers
@@ -62,7 +63,7 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
         copier = Copier(mode, device)
         copied = step.copied(copier.copy)
         recorder = Recorder(device, is_lying=device.type == "cuda")
-        run = _Traced(recorder, copied)
+        run = _Traced(recorder, copied, mode)
         stack.enter_context(_foreach_of_fakes())
         stack.enter_context(_random_states(recorder))
         stack.enter_context(fakes_overwritten())
@@ -89,12 +90,14 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
 class _Traced(Steps):
     """Steps on fakes."""
 
-    def __init__(self, recorder: Recorder, copied: Step) -> None:
+    def __init__(self, recorder: Recorder, copied: Step, mode: FakeTensorMode) -> None:
         super().__init__(copied)
+        self._mode = mode
         self.recorder = recorder
         self._nodes: list[Any] = []
         self._is_stepping = self._is_scaling = False
         self._spread: ShardedModel | ReplicatedModel | None = None  # over ranks
+        self._host: StatesOnHost | None = None
         recorder.scalar = self._scalar
 
     def distribute(self) -> None:
@@ -109,6 +112,10 @@ class _Traced(Steps):
     def prepare(self) -> None:
         super().prepare()
         recorder = self.recorder
+        if (paging := getattr(self.optimizer, "paging", None)) is not None:
+            self._host = host = StatesOnHost(recorder, self._mode)
+            paging.arena, paging.engine_of = host, lambda device: host
+            paging.adopt(self.optimizer)
         for name, x in self.model.named_parameters():
             recorder.know(x, "parameters", name, name.rpartition(".")[0])
         for name, x in self.model.named_buffers():
@@ -123,6 +130,8 @@ class _Traced(Steps):
     def notes(self) -> list[str]:
         """Returns the sentences that the plan ends with."""
         found = [] if self._spread is None else ["All bytes are those of one rank."]
+        if self._host is not None:
+            found.append(self._host.note())
         if self.recorder.device.type == "cuda" and has_recurrent_layers(self.model):
             found.append("Recurrent layers are planned as on the CPU: cuDNN's are not known.")
         if unasked & set(LAYERS):
@@ -133,6 +142,8 @@ class _Traced(Steps):
 
     def step(self, number: int) -> None:
         self.recorder.step = number
+        if self._host is not None:
+            self._host.begin_step()
         super().step(number)
 
     def step_optimizer(self) -> None:
@@ -189,6 +200,9 @@ class _Traced(Steps):
     def _know_states(self) -> None:
         if self.optimizer is None:
             return
+        if self._host is not None:
+            for ring in self.optimizer.paging.rings:
+                self.recorder.know(ring, "optimizer_state", "ring")
         for entry in self.optimizer.state.values():
             for key, value in entry.items():
                 kind = (

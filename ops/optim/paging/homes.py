@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..._core.overlap import is_dense
 from ...host.engine import Engine, Ticket
 from ..block_scales import ABSMAXS
-from ..states import STEP, Layout
+from ..states import STEP, Layout, Slot
 
 __all__ = ["Field", "Home", "aligned", "fields_of", "flat", "is_cuttable", "size_of"]
 
@@ -60,11 +61,19 @@ def fields_of(layout: Layout, param: Tensor, entry: Mapping[str, Any]) -> tuple[
     for name in layout.names:
         tensor = entry.get(name)
         if not isinstance(tensor, Tensor) or not is_dense(tensor):
-            tensor = layout.slot(name).new(torch.empty_like(param, device="meta"))
+            tensor = _new_on_meta(layout.slot(name), param)
         size = tensor.numel() * tensor.element_size()
         fields.append(Field(name, first, size, tensor.shape, tensor.stride(), tensor.dtype))
         first = aligned(first + size)
     return tuple(fields)
+
+
+def _new_on_meta(slot: Slot, param: Tensor) -> Tensor:
+    """Returns what a parameter has before its first step, without memory that a plan would
+    count."""
+    form = {"dtype": param.dtype, "device": "meta"}
+    with _disable_current_modes():
+        return slot.new(torch.empty_strided(param.shape, param.stride(), **form))
 
 
 def size_of(fields: tuple[Field, ...]) -> int:

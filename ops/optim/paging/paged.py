@@ -20,6 +20,7 @@ from ..._core.names import name_of
 from ..._core.sizes import format_bytes
 from ..._core.table import table_of
 from ...host.arena import HostArena
+from ...host.engine import Engine
 from ...host.engines import engine_of
 from ..errors import explained
 from ..plan import Bucket, Calls, Plan, StepScalars
@@ -75,14 +76,19 @@ class Paging:
         self.arena, self.budget, self.bucket_bytes = arena, budget, bucket_bytes
         self._forget()
 
+    def engine_of(self, device: torch.device) -> Engine:
+        """Returns what copies to and from a device."""
+        return engine_of(device)
+
     def _forget(self) -> None:
         self.resident: set[Tensor] = set()
         self._homes: dict[Tensor, Home] = {}
         self._rings: dict[torch.device, Ring] = {}
         self._slots: dict[torch.device, int] = {}  # bytes of one
+        self._has_adopted = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the settings: a copy of the optimizer adopts the states that it has."""
+        """Returns the settings: a copy adopts the states of its optimizer at the first step."""
         return {name: self.__dict__[name] for name in ("arena", "budget", "bucket_bytes")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -125,7 +131,7 @@ class Paging:
         with torch.no_grad():
             leaving = [p for param, p in places.items() if state.get(param)]
             self._house([p for p in leaving if p.param not in resident], state, optimizer)
-            self._slots, self.resident = slots, resident
+            self._slots, self.resident, self._has_adopted = slots, resident, True
             for place in leaving:
                 if place.param in resident:
                     _bring(place, state[place.param], self._homes.get(place.param))
@@ -185,8 +191,9 @@ class Paging:
             size, first = sum(place.size for place in those), 0
             owner = type(optimizer).__name__
             slab = self.arena.take(size, kind=KIND, owner=owner, device=device)
+            engine = self.engine_of(device)
             for place in those:
-                homes[place.param] = Home(slab, first, place.fields, engine_of(device))
+                homes[place.param] = Home(slab, first, place.fields, engine)
                 first += place.size
         for place in places:
             home, before = homes[place.param], self._homes.get(place.param)
@@ -236,6 +243,11 @@ class Paging:
         """Returns the bytes of the largest ring that steps need."""
         return SLOTS * max(self._slots.values(), default=0)
 
+    @property
+    def rings(self) -> list[Tensor]:
+        """Returns the memory of the rings that exist."""
+        return [ring.memory for ring in self._rings.values()]
+
     def memory(self, optimizer: Any) -> PagingMemory:
         """Returns the bytes of the state, by where they are."""
         resident = sum(
@@ -244,7 +256,7 @@ class Paging:
             for tensor in optimizer.state.get(param, {}).values()
             if isinstance(tensor, Tensor)
         )
-        ring = sum(SLOTS * ring.slot_bytes for ring in self._rings.values())
+        ring = sum(memory.nbytes for memory in self.rings)
         return PagingMemory(sum(home.size for home in self._homes.values()), resident, ring)
 
     # ---- a step ---------------------------------------------------------------------------------
@@ -253,6 +265,8 @@ class Paging:
         """Returns the calls that step the parameters of a plan, with their buckets. All that they
         allocate has been made: missing states, the ring, and what the op needs."""
         refuse_in_capture("copies of states from the host")
+        if not self._has_adopted:
+            self.adopt(optimizer)
         found: Calls = []
         for bucket in plan.buckets:
             positions: dict[tuple[torch.device, bool], list[int]] = {}
@@ -301,7 +315,7 @@ class Paging:
         if ring is None or ring.slot_bytes < slot:
             self.wait()
             self._rings.pop(device, None)
-            ring = self._rings[device] = Ring(device, slot, engine_of(device))
+            ring = self._rings[device] = Ring(device, slot, self.engine_of(device))
         return ring
 
     # ---- what others see ------------------------------------------------------------------------
@@ -332,7 +346,7 @@ def check_param(optimizer: Any, param: Tensor) -> None:
             f"{name} is sharded, and states of shards are not offloaded: with FSDP2, "
             "CPUOffloadPolicy keeps parameters and states on the host"
         )
-    if param.device.type not in ("cpu", "cuda"):
+    if param.device.type not in ("cpu", "cuda", "meta"):  # a plan is made of parameters on meta
         raise ValueError(
             f"{name} is on {param.device}: states of parameters on CPU and CUDA devices are "
             "offloaded; move the model before"

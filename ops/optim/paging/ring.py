@@ -29,8 +29,8 @@ class Ring:
 
     def __init__(self, device: torch.device, slot_bytes: int, engine: Engine) -> None:
         self.engine, self.slot_bytes = engine, slot_bytes
-        memory = torch.empty(SLOTS * slot_bytes, dtype=torch.uint8, device=device)
-        self.slots = memory.split(slot_bytes)
+        self.memory = torch.empty(SLOTS * slot_bytes, dtype=torch.uint8, device=device)
+        self.slots = self.memory.split(slot_bytes)
         # What was computed before may still use the memory, which the allocator has lent again.
         self.busy: list[Any] = [engine.mark()] * SLOTS  # the ticket after which a slot is free
 
@@ -164,7 +164,7 @@ def _merged(copies: Sequence[Copy]) -> list[Copy]:
 
 
 def _follows(a: Tensor, b: Tensor) -> bool:
-    same = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
     return same and a.storage_offset() + a.numel() == b.storage_offset()
 
 

@@ -346,9 +346,9 @@ def test_copies_are_paged_and_apart(duplicate):
     assert optimizer.paging is not paged[1].paging
     assert optimizer.paging.arena is handle.host is default_arena()
     assert optimizer.paging.bucket_bytes == 6000
-    assert optimizer.offload_handle.memory().host == handle.memory().host
     for run in (ordinary, (model, optimizer)):
         modes.train(*run, range(2, 4))
+    assert optimizer.offload_handle.memory().host == handle.memory().host
     assert_same_run(ordinary, (model, optimizer))
     modes.train(*paged, range(2, 4))
     assert_same_run(ordinary, paged)
@@ -575,8 +575,6 @@ def test_what_is_refused():
         offload(AdamW(model.parameters()), host={})
     with pytest.raises(ValueError, match="bucket_bytes must be positive, got 0"):
         offload(AdamW(model.parameters()), bucket_bytes=0)
-    with pytest.raises(ValueError, match="is on meta"):
-        AdamW(nn.Linear(4, 4, device="meta").parameters(), offload="state")
     optimizer = AdamW(model.parameters(), offload="state")
     with pytest.raises(ValueError, match="is offloaded already"):
         offload(optimizer)
