@@ -1,4 +1,4 @@
-"""The limit of memory that the system sets for this process, and what is left of it.
+"""Finds the limit of memory that the system sets for this process, and what is left of it.
 
 This file imports nothing but the standard library: ``headroom doctor`` also runs where the package
 cannot be imported, and then loads it by its path.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-
-__all__ = ["cgroup_headroom", "cgroup_limit"]
 
 UNLIMITED = 1 << 60  # what cgroup v1 writes for no limit is near 2**63
 
@@ -47,8 +45,8 @@ def _limits(root: Path) -> Iterator[tuple[Path, int, int]]:
     except OSError:
         return
     for line in lines:
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        number, _, remainder = line.partition(":")
+        controllers, _, path = remainder.partition(":")
         if number == "0" and not controllers:
             base, name, version = root / "sys/fs/cgroup", "memory.max", 2
         elif "memory" in controllers.split(","):

@@ -26,8 +26,6 @@ from .._core.available import host_headroom
 from .._core.sizes import format_bytes, parse_bytes
 from .pinning import pinned
 
-__all__ = ["ALIGNMENT", "HostArena", "HostMemoryError", "default_arena", "in_arena"]
-
 ALIGNMENT = 512  # of slabs; that of what torch allocates on a device
 SHARE = 0.8  # of the memory that can be had, which an arena takes at most
 

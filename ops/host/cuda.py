@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .engine import Engine
 
-__all__ = ["PIECE", "Streams"]
-
 # A device's copies in one direction run one after another, whatever the priority of their streams:
 # a small one of the training loop waits for no more than a piece.
 PIECE = 32 << 20

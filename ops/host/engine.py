@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Engine", "Inline", "Ticket"]
-
 Ticket = Any  # stands for work that was put into a queue, or was given to the device before
 
 

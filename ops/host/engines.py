@@ -7,8 +7,6 @@ import torch
 from .cuda import Streams
 from .engine import Engine, Inline
 
-__all__ = ["engine_of"]
-
 _engines: dict[torch.device, Engine] = {}
 
 

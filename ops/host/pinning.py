@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .._core.sizes import format_bytes
 
-__all__ = ["pinned"]
-
 _warned = False
 
 

@@ -8,8 +8,6 @@ from ...host.arena import HostArena
 from ..master_weights import headroom_optimizer
 from .handle import OffloadHandle, begin
 
-__all__ = ["offload"]
-
 
 def offload(
     optimizer: torch.optim.Optimizer,

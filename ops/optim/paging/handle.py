@@ -8,8 +8,6 @@ from ..._core.sizes import parse_bytes
 from ...host.arena import HostArena, default_arena
 from .paged import Paging, PagingMemory
 
-__all__ = ["OffloadHandle", "begin"]
-
 
 def begin(
     optimizer: Any,

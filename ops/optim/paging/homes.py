@@ -15,8 +15,6 @@ from ...host.engine import Engine, Ticket
 from ..block_scales import ABSMAXS
 from ..states import STEP, Layout, Slot
 
-__all__ = ["Field", "Home", "aligned", "fields_of", "flat", "is_cuttable", "size_of"]
-
 ALIGNMENT = 64  # of tensors in a run of bytes; kernels want 16
 PART = 1 << 20  # elements
 

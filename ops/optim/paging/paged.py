@@ -28,8 +28,6 @@ from ..states import Layout, dtype_refusal
 from .homes import Field, Home, aligned, fields_of, is_cuttable, size_of
 from .ring import SLOTS, Ring, Run, pieces_of, smallest_cut
 
-__all__ = ["Paging", "PagingMemory"]
-
 BUCKET_BYTES = 16 << 20  # of state in a slot: a link reaches 0.95 of its rate with a third of it
 BUCKETS = 8  # or more, that the states of an optimizer fill
 KIND = "optimizer state"

@@ -14,8 +14,6 @@ from ..plan import Bucket, Call
 from ..states import STEP
 from .homes import Field, Home, aligned, flat
 
-__all__ = ["CUT", "SLOTS", "Piece", "Ring", "Run", "pieces_of", "smallest_cut"]
-
 SLOTS = 3  # one is filled and one is emptied while a step runs on the third
 CUT = (
     4096  # elements, at multiples of which parameters are cut: whole blocks, and whole cache lines
