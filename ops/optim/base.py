@@ -263,7 +263,7 @@ class Optimizer(StatefulOptimizer):
             raise explained(self, error, plan.params, plan.grads) from error
         if any(table is None for table in tables):
             return self._calls_on_lists(plan.group, scalars)
-        return self._calls_on(plan.group, zip(plan.buckets, tables), scalars)
+        return self.calls_on(plan.group, zip(plan.buckets, tables), scalars)
 
     def _calls_on_lists(self, group: dict[str, Any], scalars: StepScalars) -> Calls:
         """Returns the calls that step the parameters of a group by ops that take lists of
@@ -283,7 +283,7 @@ class Optimizer(StatefulOptimizer):
             for chosen in positions.values():
                 members = [[column[i] for i in chosen] for column in (owners, *columns)]
                 buckets.append((Bucket(layout, *members[:3]), members[3:]))
-        return self._calls_on(group, buckets, scalars)
+        return self.calls_on(group, buckets, scalars)
 
     def _list_key(self, param: Tensor) -> Hashable:
         """Returns what parameters that one op takes as lists have in common."""
@@ -311,9 +311,10 @@ class Optimizer(StatefulOptimizer):
             for value, column in zip(values, chosen):
                 column.append(value)
 
-    def _calls_on(
+    def calls_on(
         self, group: dict[str, Any], buckets: Iterable[tuple[Bucket, Any]], scalars: StepScalars
     ) -> Calls:
+        """Returns the calls that step buckets, each with its states: lists, or a table."""
         calls = []
         for bucket, states in buckets:
             stalled = None if self._stalled is None else self._stalled.on(bucket.params[0].device)

@@ -38,11 +38,11 @@ class OffloadHandle:
     ``with`` block."""
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+        self._offloaded = optimizer
 
     @property
     def _paging(self) -> Paging:
-        if (paging := self._optimizer.paging) is None:
+        if (paging := self._offloaded.paging) is None:
             raise RuntimeError("the state of the optimizer is not offloaded any more")
         return paging
 
@@ -53,7 +53,7 @@ class OffloadHandle:
 
     def memory(self) -> PagingMemory:
         """Returns the bytes of the state on the host and on devices, and those of the ring."""
-        return self._paging.memory(self._optimizer)
+        return self._paging.memory(self._offloaded)
 
     def wait(self) -> None:
         """Waits until the copies of the last step have ended. ``optimizer.state`` may be read then;
@@ -63,7 +63,7 @@ class OffloadHandle:
     def leaner(self) -> bool:
         """Moves half of the state that stays on devices to the host, or all. Returns whether there
         was any."""
-        paging, optimizer = self._paging, self._optimizer
+        paging, optimizer = self._paging, self._offloaded
         before = paging.resident
         if not before:
             return False
@@ -82,9 +82,9 @@ class OffloadHandle:
     def remove(self) -> None:
         """Brings the state back to the devices of the parameters, and ends the offload. A second
         call does nothing."""
-        if self._optimizer.paging is not None:
-            self._optimizer.paging.release(self._optimizer)
-            self._optimizer.paging = None
+        if self._offloaded.paging is not None:
+            self._offloaded.paging.release(self._offloaded)
+            self._offloaded.paging = None
 
     def __enter__(self) -> OffloadHandle:
         return self
@@ -93,6 +93,6 @@ class OffloadHandle:
         self.remove()
 
     def __repr__(self) -> str:
-        if self._optimizer.paging is None:
+        if self._offloaded.paging is None:
             return "OffloadHandle(removed)"
         return f"OffloadHandle({self.memory()})"

@@ -278,7 +278,7 @@ class Paging:
                     run, staged = self._staged(optimizer, plan.group, part, device, stays)
                 except (RuntimeError, NotImplementedError) as error:
                     raise explained(optimizer, error, part.owners, part.grads) from error
-                steps = optimizer._calls_on(plan.group, staged, scalars)
+                steps = optimizer.calls_on(plan.group, staged, scalars)
                 found += steps if run is None else run.calls(steps)
         return found
 

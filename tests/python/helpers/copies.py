@@ -154,7 +154,7 @@ def copying_with(engine: Engine) -> Iterator[Engine]:
     """Lets optimizers page with an engine. With an adversary, the ops of their steps are work for
     the device, too, and the loop goes on when these are done."""
     kind, engines = headroom.optim.Optimizer, paged.engine_of
-    calls_on, step = kind._calls_on, kind._step
+    calls_on, step = kind.calls_on, kind._step
 
     def deferred(self, *args):
         calls = calls_on(self, *args)
@@ -167,11 +167,11 @@ def copying_with(engine: Engine) -> Iterator[Engine]:
         if self.paging is not None and isinstance(engine, Adversary):
             engine.finish_compute()
 
-    kind._calls_on, kind._step, paged.engine_of = deferred, stepped, lambda device: engine
+    kind.calls_on, kind._step, paged.engine_of = deferred, stepped, lambda device: engine
     try:
         yield engine
     finally:
-        kind._calls_on, kind._step, paged.engine_of = calls_on, step, engines
+        kind.calls_on, kind._step, paged.engine_of = calls_on, step, engines
 
 
 class Failing(Engine):

@@ -253,7 +253,7 @@ def is_lent_memory(engine):
 def fails(engine):
     """A step that raises while copies for the pieces after it are on their way."""
     model, optimizer = trained(steps=2)
-    calls = optimizer._calls_on
+    calls = optimizer.calls_on
 
     def failing(*args):
         found = calls(*args)
@@ -262,11 +262,11 @@ def fails(engine):
     def broken():
         raise RuntimeError("broken")
 
-    optimizer._calls_on = failing
+    optimizer.calls_on = failing
     with pytest.raises(RuntimeError, match="broken"):
         modes.train(model, optimizer, range(2, 3))
     assert not engine.queues["up"]
-    del optimizer._calls_on
+    del optimizer.calls_on
     modes.train(model, optimizer, range(2, 3))
     assert_equal(contents(model, optimizer.state_dict()["state"]), wanted(3))
 
