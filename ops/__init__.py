@@ -3,12 +3,12 @@
 Importing the package registers the ops ``torch.ops.headroom.*``, which :mod:`headroom.functional`
 calls. Everything else is imported when it is first used: :mod:`headroom.optim` holds optimizers
 with the names and arguments of :mod:`torch.optim`, :mod:`headroom.amp` loss scaling and 16-bit
-models, :mod:`headroom.loss` losses that never make their logits, :mod:`headroom.nn` blocks that
-decide what they keep, :mod:`headroom.checkpointing` recomputed activations,
-:mod:`headroom.patching` the same for models that exist, :mod:`headroom.memory` where bytes go,
-:mod:`headroom.planning` where they will go, :mod:`headroom.profiling` where time goes,
-:mod:`headroom.fitting` the fastest way to train within a budget,
-:mod:`headroom.retrying` steps that are repeated when memory runs out,
+models, :mod:`headroom.host` memory for what a device has no room for, :mod:`headroom.loss` losses
+that never make their logits, :mod:`headroom.nn` blocks that decide what they keep,
+:mod:`headroom.checkpointing` recomputed activations, :mod:`headroom.patching` the same for models
+that exist, :mod:`headroom.memory` where bytes go, :mod:`headroom.planning` where they will go,
+:mod:`headroom.profiling` where time goes, :mod:`headroom.fitting` the fastest way to train within a
+budget, :mod:`headroom.retrying` steps that are repeated when memory runs out,
 :mod:`headroom.reports` pictures of these, :mod:`headroom.state` files of a run's state, and
 :mod:`headroom.integrations` what other libraries' training loops need.
 """
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         amp,
         checkpointing,
         fitting,
+        host,
         integrations,
         loss,
         memory,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from .grad.accumulate import GradAccumulator
     from .grad.clip import clip_grad_norm_, clip_grad_value_
     from .grad.norm import grad_norm
+    from .host import HostArena
     from .loss import linear_cross_entropy, linear_distillation_loss, linear_log_prob
     from .optim import release_gradients
     from .patching import patch, unpatch
@@ -65,6 +67,7 @@ else:
             ".grad.accumulate": ("GradAccumulator",),
             ".grad.clip": ("clip_grad_norm_", "clip_grad_value_"),
             ".grad.norm": ("grad_norm",),
+            ".host": ("HostArena",),
             ".loss": ("linear_cross_entropy", "linear_distillation_loss", "linear_log_prob"),
             ".optim": ("release_gradients",),
             ".patching": ("patch", "unpatch"),
@@ -73,13 +76,14 @@ else:
             ".retrying": ("retry_on_oom",),
             ".state": ("StateFileError", "latest", "load_state", "save_state"),
         },
-        """amp checkpointing fitting grad integrations loss memory nn optim patching planning
+        """amp checkpointing fitting grad host integrations loss memory nn optim patching planning
         profiling reports retrying state""".split(),
     )
     advisers.append(lambda *seen: import_module(".planning.ways_out", __name__).ways_out(*seen))
 
 __all__ = [
     "GradAccumulator",
+    "HostArena",
     "StateFileError",
     "amp",
     "build_info",
@@ -98,6 +102,7 @@ __all__ = [
     "get_include",
     "get_library_dir",
     "grad_norm",
+    "host",
     "integrations",
     "ladder",
     "latest",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from .cgroups import cgroup_limit
+from .cgroups import cgroup_headroom, cgroup_limit
 
 
 def available(device: torch.device, held: int = 0, root: Path = Path("/")) -> int:
@@ -37,6 +37,21 @@ def available(device: torch.device, held: int = 0, root: Path = Path("/")) -> in
             'target="speed": this system does not say how much memory is available; give budget='
         )
     return min(free) + held
+
+
+def host_headroom(root: Path = Path("/")) -> dict[str, int]:
+    """Returns how many bytes of host memory can still be taken, by what limits them; nothing if the
+    system does not say.
+
+    Args:
+        root: below which files of the system are read.
+    """
+    free = _kibibytes(root / "proc/meminfo", "MemAvailable")
+    found = {
+        "the memory that is available": None if free is None else free << 10,
+        "what the cgroup has left": cgroup_headroom(root),
+    }
+    return {name: size for name, size in found.items() if size is not None}
 
 
 def _kibibytes(file: Path, name: str) -> int | None:

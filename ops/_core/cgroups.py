@@ -1,4 +1,4 @@
-"""Finds the limit of memory that the system sets for this process.
+"""Finds the limit of memory that the system sets for this process, and what is left of it.
 
 This file imports nothing but the standard library: ``headroom doctor`` also runs where the package
 cannot be imported, and then loads it by its path.
@@ -6,6 +6,7 @@ cannot be imported, and then loads it by its path.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 UNLIMITED = 1 << 60  # what cgroup v1 writes for no limit is near 2**63
@@ -18,29 +19,66 @@ def cgroup_limit(root: Path = Path("/")) -> int | None:
     Args:
         root: below which files of the system are read.
     """
+    return min((limit for _, limit, _ in _limits(root)), default=None)
+
+
+def cgroup_headroom(root: Path = Path("/")) -> int | None:
+    """Returns the bytes that this process can still take before a cgroup that it is in reaches its
+    limit; None if there is no limit. Pages of files do not count as taken: the system drops them
+    for whoever needs memory.
+
+    Args:
+        root: below which files of the system are read.
+    """
+    found = []
+    for folder, limit, version in _limits(root):
+        used = _number(folder / ("memory.current" if version == 2 else "memory.usage_in_bytes"))
+        if used is not None:
+            found.append(max(0, limit - max(0, used - _file_pages(folder, version))))
+    return min(found, default=None)
+
+
+def _limits(root: Path) -> Iterator[tuple[Path, int, int]]:
+    """Yields the folder, the limit and the version of each cgroup of this process that has one."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return None
-    limits = []
+        return
     for line in lines:
         number, _, remainder = line.partition(":")
         controllers, _, path = remainder.partition(":")
         if number == "0" and not controllers:
-            base, name = root / "sys/fs/cgroup", "memory.max"
+            base, name, version = root / "sys/fs/cgroup", "memory.max", 2
         elif "memory" in controllers.split(","):
-            base, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            base, name, version = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", 1
         else:
             continue
         # In a container the path may be that of the host, and the limit at the top is ours.
         folder = base / path.strip("/")
         while True:
-            try:
-                text = (folder / name).read_text().strip()
-                limits += [int(text)] if text.isdigit() and int(text) < UNLIMITED else []
-            except OSError:
-                pass
+            limit = _number(folder / name)
+            if limit is not None and limit < UNLIMITED:
+                yield folder, limit, version
             if folder == base or base not in folder.parents:
                 break
             folder = folder.parent
-    return min(limits, default=None)
+
+
+def _number(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _file_pages(folder: Path, version: int) -> int:
+    """Returns the bytes of the pages of files of a cgroup, without those in shared memory, which
+    are on neither list."""
+    names = {("" if version == 2 else "total_") + f"{kind}_file" for kind in ("active", "inactive")}
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    pairs = (line.split() for line in lines)
+    return sum(int(size) for name, size in pairs if name in names)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.running_modules import watching_modules
+from ..host.arena import in_arena
 from ..step.trees import plain_tensors, tensors_in
 from ..step.watch import listening, unseen
 from .lines import Place, lines_at, place_here
@@ -35,7 +36,7 @@ def label_of(
     ``follow`` gets each storage and its address."""
     labels = []
     for part in plain_tensors(tensor):
-        if part.device != device or part.layout != torch.strided:
+        if part.device != device or part.layout != torch.strided or in_arena(part):
             continue
         storage = part.untyped_storage()
         if storage.nbytes() and (address := storage.data_ptr()):
@@ -63,8 +64,12 @@ def tensors_of_model(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 def tensors_of_state(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields the kind and the name of each tensor of an optimizer's state, and the tensor.
-    ``names`` are those of the parameters, by their ids."""
+    """Yields the kind and the name of each tensor of an optimizer's state, and the tensor; and the
+    rings that states on the host pass through. ``names`` are those of the parameters, by their
+    ids."""
+    paging = getattr(optimizer, "paging", None)
+    for ring in [] if paging is None else paging.rings:
+        yield "optimizer_state", "ring", ring
     for param, state in list(optimizer.state.items()):
         module = names.get(id(param), "").rpartition(".")[0]
         items = state.items() if isinstance(state, Mapping) else [("state", state)]

@@ -11,6 +11,8 @@ from .adam8bit import Adam8bit, AdamW8bit
 from .base import Optimizer
 from .master_weights import load_master_weights, master_weights
 from .memory import StateMemory
+from .paging import OffloadHandle
+from .paging.api import offload
 from .release import ReleaseHandle, release_gradients
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ __all__ = [
     "Adam8bit",
     "AdamW",
     "AdamW8bit",
+    "OffloadHandle",
     "Optimizer",
     "ReleaseHandle",
     "StateMemory",
@@ -34,5 +37,6 @@ __all__ = [
     "load_master_weights",
     "load_sharded",
     "master_weights",
+    "offload",
     "release_gradients",
 ]

@@ -108,6 +108,10 @@ class Adafactor(Optimizer):
         )
     """
 
+    refuses_offload = (
+        "Adafactor's state is not offloaded: factored, it is a thousandth of the weights"
+    )
+
     def __init__(
         self,
         params: ParamsT,

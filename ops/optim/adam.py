@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import Any, ParamSpec
+from typing import Any, Literal, ParamSpec
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ class Adam(Optimizer):
             step, parameter and element alone, not on device, threads or sharding.
         count_stalled: count the weights that each step is too small to move, for
             :meth:`stalled_fraction`.
+        offload, budget: ``"state"`` keeps the state on the host, but for as much as the budget has
+            room for; see :func:`headroom.optim.offload`.
 
     The state of a parameter is ``step`` (float64, counts past 2^24), ``exp_avg``, ``exp_avg_sq``
     and with ``amsgrad`` ``max_exp_avg_sq``: the keys of torch, so a checkpoint of one resumes the
@@ -100,9 +102,11 @@ class Adam(Optimizer):
         rounding: Rounding = "nearest",
         seed: int = 0,
         count_stalled: bool = False,
+        offload: Literal["state"] | None = None,
+        budget: int | str | None = None,
     ) -> None:
         defaults = own_arguments(locals()) | {"betas": _numbers(betas)}
-        for name in ("params", "count_stalled"):
+        for name in ("params", "count_stalled", "offload", "budget"):
             del defaults[name]
         # Groups have torch's keys and no other, unless an option of Headroom is used.
         for name in ("state_dtype", "max_grad_norm"):
@@ -115,7 +119,8 @@ class Adam(Optimizer):
         self._check_options(defaults)
         if len({isinstance(beta, Tensor) for beta in betas}) > 1:
             raise ValueError("betas must be either both floats or both Tensors")
-        super().__init__(params, defaults, count_stalled=count_stalled)
+        own = {"count_stalled": count_stalled, "offload": offload, "budget": budget}
+        super().__init__(params, defaults, **own)
 
     def _check_options(self, options: dict[str, Any]) -> None:
         """Refuses what torch's constructor refuses, with its messages, and what torch refuses

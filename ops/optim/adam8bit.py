@@ -52,9 +52,9 @@ class Adam8bit(Adam):
 
     Args:
         params, lr, betas, eps, weight_decay, maximize, foreach, capturable, differentiable, fused,
-            decoupled_weight_decay, max_grad_norm, master, rounding, count_stalled: as in
-            :class:`Adam`. A bfloat16 parameter with ``master="remainder16"`` takes 6 bytes with its
-            state.
+            decoupled_weight_decay, max_grad_norm, master, rounding, count_stalled, offload, budget:
+            as in :class:`Adam`. A bfloat16 parameter with ``master="remainder16"`` takes 6 bytes
+            with its state.
         amsgrad: must be False.
         min_8bit_size: parameters with fewer elements than this have float32 moments. The elements
             of a DTensor are counted on all ranks together.
@@ -106,6 +106,8 @@ class Adam8bit(Adam):
         rounding: Rounding = "nearest",
         seed: int = 0,
         count_stalled: bool = False,
+        offload: Literal["state"] | None = None,
+        budget: int | str | None = None,
         min_8bit_size: int = 4096,
         block_size: int = 256,
         bnb_exact: bool = False,

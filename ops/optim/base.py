@@ -10,11 +10,12 @@ nothing.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ from .options import (
     common_max_grad_norm,
     keep_unique,
 )
+from .paging import OffloadHandle, Paging
+from .paging.handle import begin
 from .plan import (
     Bucket,
     Call,
@@ -68,15 +71,32 @@ class Optimizer(StatefulOptimizer):
     max_consecutive_skips = 10  # skipped steps in a row before a warning
     _stalled: StalledWeights | None = None  # in the last step
     release_handle: Any = None  # the ReleaseHandle that steps parameters inside backward
+    paging: Paging | None = None  # what keeps the states on the host
+    refuses_offload: str | None = None  # why states stay on the device, if they must
 
     def __init__(
-        self, params: ParamsT, defaults: dict[str, Any], *, count_stalled: bool = False
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        *,
+        count_stalled: bool = False,
+        offload: Literal["state"] | None = None,
+        budget: int | str | None = None,
     ) -> None:
         self._stalled = StalledWeights() if count_stalled else None
         self._skips = SkippedSteps()
         self._places: list[Any] = []  # where the parameters lay at the last step
         check_max_grad_norm(defaults.get("max_grad_norm"))
+        if budget is not None and offload is None:
+            raise ValueError('budget is of what is offloaded: give offload="state" with it')
         super().__init__(params, defaults)
+        if offload is not None:
+            begin(self, offload, budget)
+
+    @property
+    def offload_handle(self) -> OffloadHandle | None:
+        """Returns the handle of the offload, or None if there is none."""
+        return None if self.paging is None else OffloadHandle(self)
 
     @property
     def skips_nonfinite(self) -> bool:
@@ -171,6 +191,10 @@ class Optimizer(StatefulOptimizer):
 
     def _step(self, max_grad_norm: float | None) -> None:
         traced = torch.compiler.is_compiling()
+        if traced and self.paging is not None:
+            raise RuntimeError(
+                "a step whose state is on the host cannot be compiled; compile the model alone"
+            )
         plans = [] if traced else [self._plan(group) for group in self.param_groups]
         if not traced:
             self._places = check_memory(self.param_groups, plans, self._places)
@@ -217,6 +241,8 @@ class Optimizer(StatefulOptimizer):
         layout = bucket.layout
         try:
             lists = bucket.params, bucket.grads
+            if self.paging is not None:  # the states are staged later
+                return table_of(lists)
             return table_of(lists, self.state, layout.param_like, layout.extra)
         except (RuntimeError, NotImplementedError):  # the op's own error is better
             return None
@@ -224,6 +250,8 @@ class Optimizer(StatefulOptimizer):
     def _calls(self, plan: Plan, scalars: StepScalars) -> Calls:
         """Returns the calls that step the parameters of a plan, with their buckets. Missing states,
         and all else that a step allocates, are made here: the calls only write."""
+        if self.paging is not None:
+            return self.paging.calls(self, plan, scalars)
         tables = list(plan.tables)
         try:
             for i, bucket in enumerate(plan.buckets):
@@ -235,7 +263,7 @@ class Optimizer(StatefulOptimizer):
             raise explained(self, error, plan.params, plan.grads) from error
         if any(table is None for table in tables):
             return self._calls_on_lists(plan.group, scalars)
-        return self._calls_on(plan.group, zip(plan.buckets, tables), scalars)
+        return self.calls_on(plan.group, zip(plan.buckets, tables), scalars)
 
     def _calls_on_lists(self, group: dict[str, Any], scalars: StepScalars) -> Calls:
         """Returns the calls that step the parameters of a group by ops that take lists of
@@ -255,7 +283,7 @@ class Optimizer(StatefulOptimizer):
             for chosen in positions.values():
                 members = [[column[i] for i in chosen] for column in (owners, *columns)]
                 buckets.append((Bucket(layout, *members[:3]), members[3:]))
-        return self._calls_on(group, buckets, scalars)
+        return self.calls_on(group, buckets, scalars)
 
     def _list_key(self, param: Tensor) -> Hashable:
         """Returns what parameters that one op takes as lists have in common."""
@@ -283,9 +311,10 @@ class Optimizer(StatefulOptimizer):
             for value, column in zip(values, chosen):
                 column.append(value)
 
-    def _calls_on(
+    def calls_on(
         self, group: dict[str, Any], buckets: Iterable[tuple[Bucket, Any]], scalars: StepScalars
     ) -> Calls:
+        """Returns the calls that step buckets, each with its states: lists, or a table."""
         calls = []
         for bucket, states in buckets:
             stalled = None if self._stalled is None else self._stalled.on(bucket.params[0].device)
@@ -354,6 +383,15 @@ class Optimizer(StatefulOptimizer):
 
     # ---- states ---------------------------------------------------------------------------------
 
+    def state_device(self, param: Tensor) -> torch.device:
+        is_paged = self.paging is not None and param not in self.paging.resident
+        return torch.device("cpu") if is_paged else param.device
+
+    def entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        if self.paging is not None and param not in self.paging.resident:
+            return self.paging.entry(self, param, group)
+        return super().entry(param, group)
+
     def memory(self) -> list[StateMemory]:
         """Returns the bytes of the state on this rank, by its dtypes. Parameters before their first
         step count with the state that they will have. Parameters without a state that require no
@@ -371,7 +409,10 @@ class Optimizer(StatefulOptimizer):
         numbers with the same bits; loading turns them back. ``state_dtype`` becomes a name: torch
         gathers options too, and takes no dtypes there.
         """
-        return export_state(super().state_dict())
+        state_dict = super().state_dict()
+        if self.paging is not None:
+            state_dict["state"] = self.paging.detached(self, state_dict["state"])
+        return export_state(state_dict)
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -397,7 +438,10 @@ class Optimizer(StatefulOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         attributes = {name: self.__dict__[name] for name in COPIED if name in self.__dict__}
-        return super().__getstate__() | attributes
+        state = super().__getstate__()
+        if self.paging is not None:  # a pickled view would bring its whole slab
+            state["state"] = defaultdict(dict, self.paging.detached(self, state["state"]))
+        return state | attributes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         groups, is_checkpoint = state["param_groups"], "defaults" not in state
@@ -410,6 +454,8 @@ class Optimizer(StatefulOptimizer):
             for group in groups:
                 check_weight_options(group)
             common_max_grad_norm(groups)
+            if self.paging is not None:
+                self.paging.adopt(self, groups, restored)
         self._places = []
         self.__dict__.setdefault("_skips", SkippedSteps())
         super().__setstate__(state | {"state": restored})

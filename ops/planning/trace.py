@@ -32,6 +32,7 @@ from .fsdp import ShardedModel
 from .inside import left_out
 from .masks import masks_of
 from .ours import fakes_overwritten
+from .paged_states import StatesOnHost
 from .probe import unasked
 from .recorder import Recorder
 from .recurrent import LAYERS, has_recurrent_layers
@@ -62,7 +63,7 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
         copier = Copier(mode, device)
         copied = step.copied(copier.copy)
         recorder = Recorder(device, is_lying=device.type == "cuda")
-        run = _Traced(recorder, copied)
+        run = _Traced(recorder, copied, mode)
         # Torch's optimizers choose for fakes as they choose for tensors.
         optimizer = sys.modules["torch.optim.optimizer"]
         kinds = [*optimizer._foreach_supported_types, FakeTensor]
@@ -92,12 +93,14 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
 class _Traced(Steps):
     """Steps on fakes."""
 
-    def __init__(self, recorder: Recorder, copied: Step) -> None:
+    def __init__(self, recorder: Recorder, copied: Step, mode: FakeTensorMode) -> None:
         super().__init__(copied)
+        self._mode = mode
         self.recorder = recorder
         self._nodes: list[Any] = []
         self._is_stepping = self._is_scaling = False
         self._spread: ShardedModel | ReplicatedModel | None = None  # over ranks
+        self._host: StatesOnHost | None = None
         recorder.scalar = self._scalar
 
     def distribute(self) -> None:
@@ -111,6 +114,10 @@ class _Traced(Steps):
 
     def prepare(self) -> None:
         super().prepare()
+        if (paging := getattr(self.optimizer, "paging", None)) is not None:
+            self._host = host = StatesOnHost(self.recorder, self._mode)
+            paging.arena, paging.engine_of = host, lambda device: host
+            paging.adopt(self.optimizer)
         for x in tensors_in(self.given.batch):
             self.recorder.know(x, "batch", "batch")
         self._know_all()
@@ -121,6 +128,8 @@ class _Traced(Steps):
     def notes(self) -> list[str]:
         """Returns the sentences that the plan ends with."""
         found = [] if self._spread is None else ["All bytes are those of one rank."]
+        if self._host is not None:
+            found.append(self._host.note())
         if self.recorder.device.type == "cuda" and has_recurrent_layers(self.model):
             found.append(
                 "Recurrent layers are planned as on the CPU: what cuDNN takes for them is not "
@@ -134,6 +143,8 @@ class _Traced(Steps):
 
     def step(self, number: int) -> None:
         self.recorder.step = number
+        if self._host is not None:
+            self._host.begin_step()
         super().step(number)
 
     def step_optimizer(self) -> None:

@@ -113,6 +113,11 @@ class IntoMoments(InBackward):
     def check(self) -> None:
         super().check()
         optimizer = self.optimizer
+        if optimizer.paging is not None:
+            raise ValueError(
+                f"{NEEDS} does not go with states on the host, which every micro-batch would be "
+                "copied for; use an accumulator"
+            )
         if not isinstance(optimizer, Adam):
             raise TypeError(f"{NEEDS} wants Adam or AdamW, got {type(optimizer).__name__}")
         if optimizer.defaults.get("nonfinite", "propagate") != "propagate":

@@ -27,6 +27,8 @@ def test_arguments_defaults_and_their_order_are_torchs(name):
         "rounding": "nearest",
         "seed": 0,
         "count_stalled": False,
+        "offload": None,
+        "budget": None,
     }
     assert {p.name: p.default for p in ours[len(theirs) :]} == more
 

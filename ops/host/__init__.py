@@ -1,0 +1,6 @@
+"""Memory of the host that tensors of a device can stay in: an arena with an account, and engines
+that copy between the two."""
+
+from .arena import HostArena, HostMemoryError, default_arena
+
+__all__ = ["HostArena", "HostMemoryError", "default_arena"]

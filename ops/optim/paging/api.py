@@ -1,0 +1,68 @@
+"""The function that keeps the state of an optimizer that exists on the host."""
+
+from __future__ import annotations
+
+import torch
+
+from ...host.arena import HostArena
+from ..master_weights import headroom_optimizer
+from .handle import OffloadHandle, begin
+
+
+def offload(
+    optimizer: torch.optim.Optimizer,
+    *,
+    budget: int | str | None = None,
+    host: HostArena | None = None,
+    bucket_bytes: int | None = None,
+) -> OffloadHandle:
+    """Keeps the state of an optimizer on the host: moments, float32 copies and remainders. Steps
+    run on the device of the parameters, as before, and have the same bits.
+
+    A step takes the state through a ring of three slots on the device, one piece after the other:
+    while one is stepped, the next is copied up and the one before down. That costs the time of
+    copying the state both ways, where it is longer than the step itself. The training loop stays as
+    it is: groups, schedulers, clipping, scalers, gradient release, state dicts and files. States
+    are read in ``optimizer.state`` as tensors on the CPU, after ``handle.wait()``, and what is
+    written to them counts in the next step.
+
+    On the CPU, where host and device are one, it makes sense with an arena in a file: the state is
+    then on the disk.
+
+    Example::
+
+        model = torch.nn.Linear(512, 512)
+        optimizer = headroom.optim.AdamW8bit(model.parameters(), lr=1e-3)
+        handle = headroom.optim.offload(optimizer)
+        model(torch.randn(4, 512)).square().mean().backward()
+        optimizer.step()
+        print(handle.memory())
+        handle.remove()
+
+    Args:
+        optimizer: one of Headroom's with moments, with or without a state, or accelerate's wrapper
+            of it. ``offload="state"`` of its constructor does the same.
+        budget: the bytes of state, or text such as ``"2 GiB"``, that may stay on the device, with
+            those of the ring. The parameters that come first keep theirs. None or 0: only the ring.
+        host: the arena; None: that of the process, ``headroom.host.default_arena()``.
+        bucket_bytes: of a slot; None: 16 MiB, or an eighth of the state if that is less. A
+            parameter with more state than that is cut, but with stochastic rounding, whose random
+            numbers follow its elements, its state makes the slots larger.
+
+    Returns:
+        A handle with ``memory()``, ``wait()``, ``leaner()``, which moves more to the host, and
+        ``remove()``; a context manager. It is ``optimizer.offload_handle``, too.
+
+    Raises:
+        TypeError: the optimizer is not one of Headroom's.
+        ValueError: the budget is below the ring; the optimizer has factored states, which are small
+            already, or is offloaded already; or a parameter is sharded, or on neither a CPU nor a
+            CUDA device.
+        HostMemoryError: the host has no room for the state that exists.
+
+        An optimizer step raises HostMemoryError where the host has no room for new state; nothing
+        has been written then.
+    """
+    inner = headroom_optimizer(optimizer, "offload")
+    begin(inner, "state", budget, host, bucket_bytes)
+    return OffloadHandle(inner)

@@ -1,0 +1,98 @@
+"""Offers offload to a training loop: a function, and the handle that it returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..._core.sizes import parse_bytes
+from ...host.arena import HostArena, default_arena
+from .paged import Paging, PagingMemory
+
+
+def begin(
+    optimizer: Any,
+    what: str | None,
+    budget: int | str | None,
+    host: HostArena | None = None,
+    bucket_bytes: int | None = None,
+) -> None:
+    """Begins to keep the state of an optimizer on the host; see :func:`headroom.optim.offload`."""
+    if what != "state":
+        raise ValueError(f'offload must be "state" or None, got {what!r}')
+    if optimizer.paging is not None:
+        raise ValueError("the state of the optimizer is offloaded already: see its offload_handle")
+    if optimizer.refuses_offload is not None:
+        raise ValueError(optimizer.refuses_offload)
+    if host is not None and not isinstance(host, HostArena):
+        raise TypeError(f"host is {type(host).__name__}, wanted a headroom.HostArena")
+    if bucket_bytes is not None and bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+    size = None if budget is None else parse_bytes(budget, "budget")
+    paging = Paging(default_arena() if host is None else host, size, bucket_bytes)
+    paging.adopt(optimizer)
+    optimizer.paging = paging
+
+
+class OffloadHandle:
+    """The offload of an optimizer's state, which lasts until :meth:`remove`, or the end of a
+    ``with`` block."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._offloaded = optimizer
+
+    @property
+    def _paging(self) -> Paging:
+        if (paging := self._offloaded.paging) is None:
+            raise RuntimeError("the state of the optimizer is not offloaded any more")
+        return paging
+
+    @property
+    def host(self) -> HostArena:
+        """Returns the arena that the state lies in."""
+        return self._paging.arena
+
+    def memory(self) -> PagingMemory:
+        """Returns the bytes of the state on the host and on devices, and those of the ring."""
+        return self._paging.memory(self._offloaded)
+
+    def wait(self) -> None:
+        """Waits until the copies of the last step have ended. ``optimizer.state`` may be read then;
+        ``state_dict()`` waits by itself. On the CPU there is nothing to wait for."""
+        self._paging.wait()
+
+    def leaner(self) -> bool:
+        """Moves half of the state that stays on devices to the host, or all. Returns whether there
+        was any."""
+        paging, optimizer = self._paging, self._offloaded
+        before = paging.resident
+        if not before:
+            return False
+        memory, budget = self.memory(), paging.budget
+        for less in (paging.ring_bytes + memory.resident // 2, 0):
+            paging.budget = less
+            try:
+                paging.adopt(optimizer)
+            except BaseException:
+                paging.budget = budget
+                raise
+            if len(paging.resident) < len(before):
+                break
+        return True
+
+    def remove(self) -> None:
+        """Brings the state back to the devices of the parameters, and ends the offload. A second
+        call does nothing."""
+        if self._offloaded.paging is not None:
+            self._offloaded.paging.release(self._offloaded)
+            self._offloaded.paging = None
+
+    def __enter__(self) -> OffloadHandle:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        if self._offloaded.paging is None:
+            return "OffloadHandle(removed)"
+        return f"OffloadHandle({self.memory()})"

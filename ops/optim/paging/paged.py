@@ -1,0 +1,383 @@
+"""Keeps the states of an optimizer's parameters in a host arena, and stages them for each step.
+
+The states that the budget has room for stay on the device. The others lie in the arena, and a step
+takes them through the slots of a ring: in pieces, whose copies run while others are stepped. Each
+piece is one call of the optimizer's op, on states in a slot instead of those in ``state``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..._core.capture import refuse_in_capture
+from ..._core.grouping import grouped
+from ..._core.names import name_of
+from ..._core.sizes import format_bytes
+from ..._core.table import table_of
+from ...host.arena import HostArena
+from ...host.engine import Engine
+from ...host.engines import engine_of
+from ..errors import explained
+from ..plan import Bucket, Calls, Plan, StepScalars
+from ..states import Layout, dtype_refusal
+from .homes import Field, Home, aligned, fields_of, is_cuttable, size_of
+from .ring import SLOTS, Ring, Run, pieces_of, smallest_cut
+
+BUCKET_BYTES = 16 << 20  # of state in a slot: a link reaches 0.95 of its rate with a third of it
+BUCKETS = 8  # or more, that the states of an optimizer fill
+KIND = "optimizer state"
+
+
+class PagingMemory(NamedTuple):
+    """Bytes of the state of an optimizer, and of what it passes through."""
+
+    host: int  # in the arena
+    resident: int  # on devices
+    ring: int  # on devices, for each step
+
+
+class Place(NamedTuple):
+    """A parameter whose state has, or will have, these fields."""
+
+    param: Tensor
+    group: dict[str, Any]
+    layout: Layout
+    fields: tuple[Field, ...]
+
+    @property
+    def size(self) -> int:
+        return size_of(self.fields)
+
+    @property
+    def is_cuttable(self) -> bool:
+        return is_cuttable(self.layout, self.param, self.group, self.fields)
+
+
+class Paging:
+    """The states of an optimizer that lie on the host.
+
+    Attributes:
+        arena: where they lie.
+        budget: bytes of state that may stay on a device, with those of the ring; None or 0: those
+            of the ring alone.
+        resident: the parameters whose states stay.
+    """
+
+    def __init__(
+        self, arena: HostArena, budget: int | None = None, bucket_bytes: int | None = None
+    ) -> None:
+        self.arena, self.budget, self.bucket_bytes = arena, budget, bucket_bytes
+        self._forget()
+
+    def engine_of(self, device: torch.device) -> Engine:
+        """Returns what copies to and from a device."""
+        return engine_of(device)
+
+    def _forget(self) -> None:
+        self.resident: set[Tensor] = set()
+        self._homes: dict[Tensor, Home] = {}
+        self._rings: dict[torch.device, Ring] = {}
+        self._slots: dict[torch.device, int] = {}  # bytes of one
+        self._has_adopted = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the settings: a copy adopts the states of its optimizer at the first step."""
+        return {name: self.__dict__[name] for name in ("arena", "budget", "bucket_bytes")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_homes"):
+            self.wait()  # the memory that copies use is about to be freed
+
+    # ---- where states lie -----------------------------------------------------------------------
+
+    def adopt(
+        self,
+        optimizer: Any,
+        groups: list[dict[str, Any]] | None = None,
+        state: dict[Any, Any] | None = None,
+    ) -> None:
+        """Chooses which states stay on the device, and moves all to where they belong.
+
+        Args:
+            groups, state: those that the optimizer is about to have; None: those that it has.
+
+        Raises:
+            ValueError: the budget is below the ring, or a parameter is not one of a plain tensor on
+                a CPU or CUDA device. Nothing has been changed then.
+            HostMemoryError: the arena has no room. Nothing has been changed then.
+        """
+        groups = optimizer.param_groups if groups is None else groups
+        state = optimizer.state if state is None else state
+        members = {param: group for group in groups for param in group["params"]}
+        places = {}
+        for param, group in members.items():
+            if param.requires_grad or state.get(param):
+                check_param(optimizer, param)
+                layout = _layout(optimizer, param, group, state.get(param))
+                fields = fields_of(layout, param, state.get(param) or {})
+                places[param] = Place(param, group, layout, fields)
+        slots, resident = self._choice(places)
+        with torch.no_grad():
+            leaving = [p for param, p in places.items() if state.get(param)]
+            self._house([p for p in leaving if p.param not in resident], state, optimizer)
+            self._slots, self.resident, self._has_adopted = slots, resident, True
+            for place in leaving:
+                if place.param in resident:
+                    _bring(place, state[place.param], self._homes.get(place.param))
+            for param in [*self._homes]:
+                if param in resident or param not in members:
+                    self._homes.pop(param).wait()
+
+    def _choice(
+        self, places: Mapping[Tensor, Place]
+    ) -> tuple[dict[torch.device, int], set[Tensor]]:
+        """Returns the bytes of a slot on each device, and the parameters whose states stay: the
+        first, as many as there is room for, so that more budget is never more to copy."""
+        slots, resident = {}, set()
+        for device, those in grouped(places.values(), lambda place: place.param.device).items():
+            total = sum(place.size for place in those)
+            slots[device] = slot = self._slot(those, total)
+            room, ring = 0, SLOTS * slot
+            if self.budget:
+                room = total if self.budget >= total else self.budget - ring
+                if room < 0:
+                    raise ValueError(
+                        f"budget is {format_bytes(self.budget)} ({self.budget:,} bytes), but the "
+                        f"ring that the state passes through takes {format_bytes(ring)} "
+                        f"({ring:,} bytes), {SLOTS} slots of {slot:,}"
+                    )
+            for place in those:
+                room -= place.size
+                if room < 0:
+                    break
+                resident.add(place.param)
+        return slots, resident
+
+    def _slot(self, places: Iterable[Place], total: int) -> int:
+        """Returns the bytes of a slot: what was asked for, or what the largest parameter needs that
+        cannot be cut."""
+        slot = self.bucket_bytes
+        if slot is None:
+            slot = min(BUCKET_BYTES, total // BUCKETS)
+        for place in places:
+            size = place.size
+            if size > slot and place.is_cuttable:
+                size = min(size, smallest_cut(place.fields, block_size_of(place.group)))
+            slot = max(slot, size)
+        return aligned(slot, 512)
+
+    def _house(self, places: list[Place], state: dict[Any, Any], optimizer: Any) -> None:
+        """Puts states into the arena: where they were there, or into one new slab for each device.
+        Makes what they lack."""
+        homes, new = {}, []
+        for place in places:
+            home = self._homes.get(place.param)
+            if home is not None and home.fields == place.fields:
+                homes[place.param] = home
+            else:
+                new.append(place)
+        for device, those in grouped(new, lambda place: place.param.device).items():
+            size, first = sum(place.size for place in those), 0
+            owner = type(optimizer).__name__
+            slab = self.arena.take(size, kind=KIND, owner=owner, device=device)
+            engine = self.engine_of(device)
+            for place in those:
+                homes[place.param] = Home(slab, first, place.fields, engine)
+                first += place.size
+        for place in places:
+            home, before = homes[place.param], self._homes.get(place.param)
+            if before is not None:
+                before.wait()
+            home.fill(place.layout, place.param, state[place.param])
+            self._homes[place.param] = home
+
+    def entry(self, optimizer: Any, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """Returns the state of a parameter in the arena, after it has made what is missing."""
+        self._house_missing(optimizer, [param], optimizer.layout(param, group), group)
+        return optimizer.state[param]
+
+    def _house_missing(
+        self, optimizer: Any, params: Iterable[Tensor], layout: Layout, group: dict[str, Any]
+    ) -> None:
+        state, names, places = optimizer.state, layout.names, []
+        for param in params:
+            home = self._homes.get(param)
+            if home is None or not home.holds(state.get(param), names):
+                check_param(optimizer, param)
+                fields = fields_of(layout, param, state.get(param) or {})
+                places.append(Place(param, group, layout, fields))
+        if places:
+            with torch.no_grad():
+                self._house(places, state, optimizer)
+
+    def release(self, optimizer: Any) -> None:
+        """Puts all states onto the devices of their parameters."""
+        members = {p: group for group in optimizer.param_groups for p in group["params"]}
+        with torch.no_grad():
+            for param, home in self._homes.items():
+                if param in members and param in optimizer.state:
+                    group, entry = members[param], optimizer.state[param]
+                    layout = optimizer.layout(param, group)
+                    _bring(Place(param, group, layout, home.fields), entry, home)
+        self.wait()
+        self._forget()
+
+    def wait(self) -> None:
+        """Waits until the copies to the arena have ended: its tensors may be read then."""
+        for home in self._homes.values():
+            home.wait()
+
+    @property
+    def ring_bytes(self) -> int:
+        """Returns the bytes of the largest ring that steps need."""
+        return SLOTS * max(self._slots.values(), default=0)
+
+    @property
+    def rings(self) -> list[Tensor]:
+        """Returns the memory of the rings that exist."""
+        return [ring.memory for ring in self._rings.values()]
+
+    def memory(self, optimizer: Any) -> PagingMemory:
+        """Returns the bytes of the state, by where they are."""
+        resident = sum(
+            tensor.nbytes
+            for param in self.resident
+            for tensor in optimizer.state.get(param, {}).values()
+            if isinstance(tensor, Tensor)
+        )
+        ring = sum(memory.nbytes for memory in self.rings)
+        return PagingMemory(sum(home.size for home in self._homes.values()), resident, ring)
+
+    # ---- a step ---------------------------------------------------------------------------------
+
+    def calls(self, optimizer: Any, plan: Plan, scalars: StepScalars) -> Calls:
+        """Returns the calls that step the parameters of a plan, with their buckets. All that they
+        allocate has been made: missing states, the ring, and what the op needs."""
+        refuse_in_capture("copies of states from the host")
+        if not self._has_adopted:
+            self.adopt(optimizer)
+        found: Calls = []
+        for bucket in plan.buckets:
+            positions: dict[tuple[torch.device, bool], list[int]] = {}
+            for i, owner in enumerate(bucket.owners):
+                where = owner.device, owner in self.resident
+                positions.setdefault(where, []).append(i)
+            for (device, stays), chosen in positions.items():
+                columns = bucket.owners, bucket.params, bucket.grads
+                part = Bucket(bucket.layout, *([column[i] for i in chosen] for column in columns))
+                try:
+                    run, staged = self._staged(optimizer, plan.group, part, device, stays)
+                except (RuntimeError, NotImplementedError) as error:
+                    raise explained(optimizer, error, part.owners, part.grads) from error
+                steps = optimizer.calls_on(plan.group, staged, scalars)
+                found += steps if run is None else run.calls(steps)
+        return found
+
+    def _staged(
+        self,
+        optimizer: Any,
+        group: dict[str, Any],
+        bucket: Bucket,
+        device: torch.device,
+        stays: bool,
+    ) -> tuple[Run | None, list[tuple[Bucket, Any]]]:
+        """Returns what copies the states of a bucket, unless they stay on the device, and its
+        pieces with their states."""
+        if stays:
+            for param in bucket.owners:
+                if any(name not in optimizer.state[param] for name in bucket.layout.names):
+                    optimizer.entry(param, group)
+            return None, [(bucket, _states_of(bucket, optimizer.state))]
+        self._house_missing(optimizer, bucket.owners, bucket.layout, group)
+        ring = self._ring(device, group, bucket)
+        pieces = pieces_of(bucket, self._homes, ring, block_size_of(group))
+        return Run(ring, pieces), [(p.bucket, _states_of(p.bucket, p.states)) for p in pieces]
+
+    def _ring(self, device: torch.device, group: dict[str, Any], bucket: Bucket) -> Ring:
+        """Returns the ring of a device, which is made anew if a parameter needs a larger slot."""
+        slot = self._slots.get(device, 0)
+        for param in bucket.owners:
+            home = self._homes[param]
+            if home.size > slot and not is_cuttable(bucket.layout, param, group, home.fields):
+                slot = aligned(home.size, 512)
+        ring = self._rings.get(device)
+        if ring is None or ring.slot_bytes < slot:
+            self.wait()
+            self._rings.pop(device, None)
+            ring = self._rings[device] = Ring(device, slot, self.engine_of(device))
+        return ring
+
+    # ---- what others see ------------------------------------------------------------------------
+
+    def detached(self, optimizer: Any, state: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Returns a dict of states in which tensors of the arena are copies."""
+        self.wait()
+        homes = {id(optimizer.state.get(param)): home for param, home in self._homes.items()}
+        found = {}
+        for key, entry in state.items():
+            views = homes[id(entry)].views if id(entry) in homes else {}
+            copies = {n: entry[n].clone() for n, view in views.items() if entry.get(n) is view}
+            found[key] = entry | copies if copies else entry
+        return found
+
+
+def check_param(optimizer: Any, param: Tensor) -> None:
+    """Refuses a parameter whose state cannot lie in an arena.
+
+    Raises:
+        ValueError: it is sharded, or neither on a CPU nor on a CUDA device.
+        RuntimeError: the optimizer does not step its dtype.
+    """
+    kind = type(optimizer).__name__
+    name = name_of(optimizer.param_groups, param)
+    if isinstance(param, DTensor):
+        raise ValueError(
+            f"{name} is sharded, and states of shards are not offloaded: with FSDP2, "
+            "CPUOffloadPolicy keeps parameters and states on the host"
+        )
+    if param.device.type not in ("cpu", "cuda", "meta"):  # a plan is made of parameters on meta
+        raise ValueError(
+            f"{name} is on {param.device}: states of parameters on CPU and CUDA devices are "
+            "offloaded; move the model before"
+        )
+    if (words := dtype_refusal(param, kind, name)) is not None:
+        raise RuntimeError(words)
+
+
+def block_size_of(group: Mapping[str, Any]) -> int:
+    """Returns the elements for each scale of 8-bit states; 1 where there are none."""
+    return group.get("block_size", 1)
+
+
+def _layout(optimizer: Any, param: Tensor, group: dict[str, Any], entry: Any) -> Layout:
+    index = optimizer.layout_index_of_state(entry) if entry else None
+    return optimizer.layout(param, group, index)
+
+
+def _states_of(bucket: Bucket, states: Mapping[Tensor, Mapping[str, Tensor]]) -> Any:
+    """Returns the states that an op takes for a bucket: a table, or lists if there is none."""
+    layout, lists = bucket.layout, (bucket.params, bucket.grads)
+    table = table_of(lists, states, layout.param_like, layout.extra)
+    if table is not None:
+        return table
+    return [[states[param][name] for param in bucket.params] for name in layout.names]
+
+
+def _bring(place: Place, entry: dict[str, Any], home: Home | None) -> None:
+    """Puts a state onto the device of its parameter."""
+    if home is not None:
+        home.wait()
+    for field in place.fields:
+        value = entry.get(field.name)
+        is_away = isinstance(value, Tensor) and value.device != place.param.device
+        if is_away or (home is not None and value is home.views.get(field.name)):
+            entry[field.name] = field.on(place.param.device).copy_(value)

@@ -1,0 +1,654 @@
+"""States on the host: the same bits as without, whatever the budget, the slots and the engine."""
+
+import copy
+import gc
+import weakref
+
+import headroom
+import pytest
+import torch
+from headroom.amp import GradScaler
+from headroom.host import HostArena, HostMemoryError, default_arena
+from headroom.host.arena import in_arena
+from headroom.optim import Adafactor, AdamW, AdamW8bit, offload
+from headroom.optim.paging import ring
+from torch import nn
+
+from helpers import modes
+from helpers.bits import assert_same_bits
+from helpers.copies import POLICIES, Failing, adversary, copying_with
+from helpers.layouts import LAYOUTS
+from helpers.modes import EVERY, entries
+from helpers.roundtrip import through_file, through_pickle
+
+PAGED = {name: mode for name, mode in EVERY.items() if not name.startswith("adafactor")}
+
+
+@pytest.fixture(autouse=True)
+def small_cuts(monkeypatch):
+    """Cuts parameters of a test into several parts."""
+    monkeypatch.setattr(ring, "CUT", 512)
+
+
+def assert_same_run(left, right):
+    assert_same_bits(left[0].parameters(), right[0].parameters())
+    assert_same_states(left[1], right[1])
+
+
+def assert_same_states(left, right):
+    for one, other in zip(entries(left), entries(right)):
+        assert one.keys() == other.keys()
+        assert_same_bits(one.values(), [other[key] for key in one])
+
+
+def pair(name, dtype=torch.bfloat16, **options):
+    built = [modes.build(dtype) for _ in range(2)]
+    return [(model, EVERY[name].make(model.parameters(), **options)) for model in built]
+
+
+# ---- the same bits ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 512, 20_000])
+@pytest.mark.parametrize("name", PAGED)
+def test_a_paged_step_has_the_bits_of_the_ordinary_one(name, bucket_bytes):
+    ordinary, paged = pair(name)
+    handle = offload(paged[1], bucket_bytes=bucket_bytes, host=HostArena())
+    for model, optimizer in (ordinary, paged):
+        modes.train(model, optimizer, range(4))
+    assert_same_run(ordinary, paged)
+    memory = handle.memory()
+    assert memory.resident == 0 and memory.host == handle.host.bytes
+    handle.remove()
+    assert_same_run(ordinary, paged)
+    for model, optimizer in (ordinary, paged):
+        modes.train(model, optimizer, range(4, 6))
+    assert_same_run(ordinary, paged)
+    assert optimizer.paging is None and handle.__repr__() == "OffloadHandle(removed)"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "name", ["adamw-f32", "adamw8bit-remainder16", "adamw8bit-stochastic-both"]
+)
+def test_copies_may_run_at_any_time_that_their_tickets_allow(name, policy):
+    ordinary, paged = pair(name)
+    with copying_with(adversary(policy)) as engine:
+        offload(paged[1], bucket_bytes=6000, host=HostArena())
+        for model, optimizer in (ordinary, paged):
+            modes.train(model, optimizer, range(4))
+        state = paged[1].state_dict()["state"]
+        assert_same_bits(ordinary[0].parameters(), paged[0].parameters())
+        for key, entry in ordinary[1].state_dict()["state"].items():
+            assert_same_bits(entry.values(), [state[key][name] for name in entry])
+        assert engine.pending == 0 or policy != "eager"
+        assert engine.bytes_up >= engine.bytes_down > 0
+
+
+# ---- everything that a loop does ----------------------------------------------------------------
+
+
+def assert_train_alike(make, loop, **options):
+    """Runs a loop with an ordinary optimizer and a paged one, and compares all that they have."""
+    runs = []
+    for is_paged in (False, True):
+        torch.manual_seed(0)
+        model = modes.build(torch.bfloat16)
+        optimizer = make(model)
+        if is_paged:
+            offload(optimizer, **{"bucket_bytes": 6000, "host": HostArena()} | options)
+        runs.append((model, optimizer, loop(model, optimizer)))
+    (*ordinary, one), (*paged, other) = runs
+    assert_same_run(ordinary, paged)
+    assert one == other
+    return paged
+
+
+def small(model, **options):
+    return AdamW8bit(model.parameters(), **{"lr": 1e-2, "min_8bit_size": 64} | options)
+
+
+def test_groups_schedulers_and_tensor_rates():
+    def make(model):
+        params = list(model.parameters())
+        rate = torch.tensor(0.02)
+        groups = [{"params": params[:3], "lr": rate}, {"params": params[3:], "weight_decay": 0.3}]
+        return AdamW(groups, lr=1e-2, master="remainder16")
+
+    def loop(model, optimizer):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for step in range(4):
+            modes.train(model, optimizer, [step])
+            scheduler.step()
+        return [float(group["lr"]) for group in optimizer.param_groups]
+
+    assert_train_alike(make, loop)
+
+
+def test_clipping_and_skipped_steps():
+    def loop(model, optimizer):
+        norms = []
+        for step in range(4):
+            optimizer.zero_grad()
+            modes.loss_of(model, modes.batch(step)).backward()
+            if step == 2:
+                model.mix.grad[0, 0, 0] = torch.nan
+            optimizer.step()
+            norms.append(optimizer.grad_norm.item())
+        with pytest.warns(UserWarning, match="skipped"):
+            assert optimizer.skipped_steps == 1
+        return [norm for norm in norms if norm == norm]
+
+    assert_train_alike(lambda model: small(model, max_grad_norm=0.1), loop)
+
+
+def test_a_scaler_and_its_overflow():
+    def loop(model, optimizer):
+        scaler = GradScaler("cpu", init_scale=2.0**10)
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(modes.loss_of(model, modes.batch(step))).backward()
+            if step == 1:
+                model.outer.bias.grad[3] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+        return scaler.get_scale()
+
+    assert_train_alike(small, loop)
+
+
+@pytest.mark.parametrize("clip", [None, "previous", "two-pass"])
+@pytest.mark.parametrize("bucket_bytes", [0, 3000])
+def test_released_gradients(clip, bucket_bytes):
+    def loop(model, optimizer):
+        options = {"clip": clip, "bucket_bytes": bucket_bytes}
+        handle = headroom.release_gradients(model, optimizer, **options)
+        for step in range(4):
+            if clip == "two-pass":
+                with handle.measure():
+                    modes.loss_of(model, modes.batch(step)).backward()
+            modes.loss_of(model, modes.batch(step)).backward()
+            optimizer.step()
+        handle.remove()
+
+    limit = None if clip is None else 0.1
+    assert_train_alike(lambda model: small(model, max_grad_norm=limit), loop)
+
+
+def test_released_gradients_with_an_accumulator():
+    def loop(model, optimizer):
+        accumulator = headroom.GradAccumulator(model)
+        handle = headroom.release_gradients(model, optimizer, accumulator=accumulator)
+        for step in range(3):
+            for micro in range(2):
+                with accumulator.micro_batch():
+                    modes.loss_of(model, modes.batch(2 * step + micro)).backward()
+            accumulator.finish()
+            optimizer.step()
+        handle.remove()
+
+    assert_train_alike(small, loop)
+
+
+def test_moments_do_not_take_micro_batches_of_paged_states():
+    model = nn.Linear(4, 4)
+    optimizer = AdamW(model.parameters())
+    handle = headroom.release_gradients(model, optimizer, accumulate_into_state=True)
+    offload(optimizer)
+    with pytest.raises(ValueError, match="does not go with states on the host"):
+        with handle.micro_batch(0.5):
+            model(torch.randn(2, 4)).sum().backward()
+    handle.remove()
+    with pytest.raises(ValueError, match="does not go with states on the host"):
+        headroom.release_gradients(model, optimizer, accumulate_into_state=True)
+
+
+def test_parameters_come_late_freeze_and_stay_without_gradients():
+    def loop(model, optimizer):
+        for step in range(6):
+            optimizer.zero_grad()
+            model.inner.requires_grad_(step in (0, 4, 5))
+            modes.loss_of(model, modes.batch(step)).backward()
+            if step == 3:
+                optimizer.add_param_group({"params": [model.mix], "lr": 0.5})
+            optimizer.step()
+
+    def make(model):
+        params = [p for p in model.parameters() if p is not model.mix]
+        return AdamW8bit(params, lr=1e-2, min_8bit_size=64)
+
+    assert_train_alike(make, loop)
+
+
+def test_writes_between_steps_count():
+    def loop(model, optimizer):
+        for step in range(4):
+            modes.train(model, optimizer, [step])
+            entry = optimizer.state[model.mix]
+            if step == 1:
+                entry["exp_avg"].fill_(3)  # in place
+                model.outer.weight.data.mul_(0.5)
+            elif step == 2:
+                entry["exp_avg_sq_absmax"] = torch.ones_like(entry["exp_avg_sq_absmax"])
+
+    paged = assert_train_alike(small, loop)
+    assert all(in_arena(value) for entry in entries(paged[1]) for value in entry.values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parameters_and_gradients_of_any_strides(layout):
+    """In parts, too: a parameter is cut if its elements lie together."""
+    start = torch.randn(6, 8, 8, 8)
+    params = [nn.Parameter(LAYOUTS[layout](start)) for _ in range(2)]
+    plain = nn.Parameter(torch.randn(70, 16))
+    others = [nn.Parameter(plain.detach().clone()) for _ in range(2)]
+    optimizers = [AdamW([*pair], lr=0.1, max_grad_norm=1.0) for pair in zip(params, others)]
+    offload(optimizers[1], bucket_bytes=512)
+    for step in range(3):
+        grad = torch.randn(6, 8, 8, 8)
+        for param, other, optimizer in zip(params, others, optimizers):
+            param.grad = grad.clone()
+            other.grad = torch.full((16, 70), float(step)).t()
+            optimizer.step()
+    assert_same_bits([params[0], others[0]], [params[1], others[1]])
+    assert_same_states(*optimizers)
+
+
+# ---- saving and loading -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adamw-f32", "adamw8bit-remainder16", "adam-amsgrad-f16-moments"])
+@pytest.mark.parametrize("to_paged", [False, True])
+@pytest.mark.parametrize("from_paged", [False, True])
+def test_states_load_in_both_directions(name, from_paged, to_paged):
+    (source, one), (target, other) = pair(name)
+    if from_paged:
+        offload(one, bucket_bytes=6000)
+    if to_paged:
+        handle = offload(other, bucket_bytes=6000, host=HostArena())
+        modes.train(target, other, [9])
+        before = {param: dict(entry) for param, entry in other.state.items()}
+    modes.train(source, one, range(2))
+    saved = through_file(one.state_dict())
+    assert not any(
+        in_arena(value) for entry in one.state_dict()["state"].values() for value in entry.values()
+    )
+    target.load_state_dict(source.state_dict())
+    other.load_state_dict(saved)
+    if to_paged:  # into the memory that was there
+        held = handle.host.bytes
+        assert all(other.state[p][name] is t for p, e in before.items() for name, t in e.items())
+    for model, optimizer in ((source, one), (target, other)):
+        modes.train(model, optimizer, range(2, 4))
+    assert_same_run((source, one), (target, other))
+    if to_paged:
+        assert handle.host.bytes == held == handle.memory().host
+
+
+def test_state_dicts_are_those_of_today():
+    ordinary, paged = pair("adamw8bit-remainder16")
+    offload(paged[1])
+    for model, optimizer in (ordinary, paged):
+        modes.train(model, optimizer, range(2))
+    one, other = ordinary[1].state_dict(), paged[1].state_dict()
+    assert one.keys() == other.keys() and one["param_groups"] == other["param_groups"]
+    for key, entry in one["state"].items():
+        assert entry.keys() == other["state"][key].keys()
+        assert_same_bits(entry.values(), [other["state"][key][name] for name in entry])
+    kept = copy.deepcopy(other["state"])
+    modes.train(*paged, [5])
+    for key, entry in kept.items():  # copies: the next step does not change them
+        assert_same_bits(entry.values(), other["state"][key].values())
+
+
+def test_other_formats_move_a_state(monkeypatch):
+    """8-bit states in the place of float32 ones, and back."""
+    model = modes.build()
+    arena = HostArena()
+    optimizer = small(model)
+    offload(optimizer, host=arena)
+    modes.train(model, optimizer, range(2))
+    eight = optimizer.state_dict()
+    bytes_of_eight = arena.bytes
+    full = AdamW(modes.build().parameters())
+    modes.train(modes.build(), full, [])
+    other = modes.build()
+    full = AdamW(other.parameters())
+    modes.train(other, full, range(2))
+    optimizer.load_state_dict(full.state_dict())
+    assert arena.bytes > 2 * bytes_of_eight
+    assert_same_states(optimizer, full)
+    optimizer.load_state_dict(eight)
+    assert arena.bytes == bytes_of_eight
+    assert arena.peak > arena.bytes
+
+
+def test_state_files(tmp_path):
+    (source, one), (target, other) = pair("adamw8bit-remainder16")
+    for optimizer in (one, other):
+        offload(optimizer, bucket_bytes=6000)
+    modes.train(source, one, range(2))
+    path = tmp_path / "state.safetensors"
+    headroom.save_state(path, model=source, optimizer=one)
+    headroom.load_state(path, model=target, optimizer=other)
+    for run in ((source, one), (target, other)):
+        modes.train(*run, range(2, 4))
+    assert_same_run((source, one), (target, other))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle])
+def test_copies_are_paged_and_apart(duplicate):
+    ordinary, paged = pair("adamw8bit-remainder16")
+    handle = offload(paged[1], bucket_bytes=6000)
+    for run in (ordinary, paged):
+        modes.train(*run, range(2))
+    model, optimizer = duplicate(paged)
+    assert optimizer.paging is not paged[1].paging
+    assert optimizer.paging.arena is handle.host is default_arena()
+    assert optimizer.paging.bucket_bytes == 6000
+    for run in (ordinary, (model, optimizer)):
+        modes.train(*run, range(2, 4))
+    assert optimizer.offload_handle.memory().host == handle.memory().host
+    assert_same_run(ordinary, (model, optimizer))
+    modes.train(*paged, range(2, 4))
+    assert_same_run(ordinary, paged)
+
+
+def test_a_pickle_has_no_more_than_the_states():
+    import pickle
+
+    model = nn.ModuleList(nn.Linear(64, 64) for _ in range(20))
+    optimizer = AdamW(model.parameters(), offload="state")
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert len(pickle.dumps(optimizer)) < 20 * 64 * 66 * 4 * 3.5
+
+
+def test_master_weights_of_paged_states():
+    ordinary, paged = pair("adamw8bit-remainder16")
+    offload(paged[1])
+    for run in (ordinary, paged):
+        modes.train(*run, range(2))
+    one, other = (headroom.optim.master_weights(run[1], run[0]) for run in (ordinary, paged))
+    assert_same_bits(one.values(), other.values())
+    changed = {name: value + 0.125 for name, value in one.items()}
+    for model, optimizer in (ordinary, paged):
+        headroom.optim.load_master_weights(optimizer, changed, model)
+        modes.train(model, optimizer, range(2, 4))
+    assert_same_run(ordinary, paged)
+    assert all(in_arena(value) for entry in entries(paged[1]) for value in entry.values())
+
+
+# ---- budgets ------------------------------------------------------------------------------------
+
+
+def trained(budget=None, bucket_bytes=2048, **options):
+    model = modes.build(torch.bfloat16)
+    optimizer = EVERY["adamw8bit-remainder16"].make(model.parameters())
+    handle = offload(optimizer, budget=budget, bucket_bytes=bucket_bytes, host=HostArena())
+    modes.train(model, optimizer, range(3))
+    return model, optimizer, handle
+
+
+def test_budgets_are_never_exceeded_and_more_is_never_more_to_copy():
+    ordinary = modes.build(torch.bfloat16)
+    plain = EVERY["adamw8bit-remainder16"].make(ordinary.parameters())
+    modes.train(ordinary, plain, range(3))
+    _, _, handle = trained()
+    ring_bytes, total = handle.memory().ring, handle.memory().host
+    generator = torch.Generator().manual_seed(1)
+    budgets = torch.randint(ring_bytes, total + 2000, (40,), generator=generator).tolist()
+    last = total + 1
+    for budget in sorted([ring_bytes, total, *budgets]):
+        model, optimizer, handle = trained(budget)
+        memory = handle.memory()
+        assert memory.resident + memory.ring <= budget
+        assert memory.host == handle.host.bytes <= last
+        last = memory.host
+        assert_same_run((ordinary, plain), (model, optimizer))
+    assert memory.host == memory.ring == 0
+
+
+def test_a_budget_below_the_ring_names_both():
+    optimizer = AdamW(nn.Linear(64, 64).parameters())
+    with pytest.raises(ValueError, match=r"budget is .*2,000 bytes.*ring .* takes .*13,824 bytes"):
+        offload(optimizer, budget=2000, bucket_bytes=4096)
+    assert optimizer.paging is None
+    offload(optimizer, budget=0, bucket_bytes=4096)
+    assert optimizer.paging.resident == set()
+
+
+def test_a_parameter_that_is_rounded_at_random_is_not_cut():
+    model = nn.Linear(64, 64, bias=False).bfloat16()
+    whole = AdamW8bit(model.parameters(), code_rounding="stochastic", min_8bit_size=1)
+    cut = AdamW8bit(model.parameters(), min_8bit_size=1)
+    with pytest.raises(ValueError, match="26,112"):
+        offload(whole, budget=1, bucket_bytes=1)
+    with pytest.raises(ValueError, match="4,608"):
+        offload(cut, budget=1, bucket_bytes=1)
+
+
+def test_leaner_moves_more_to_the_host():
+    model, optimizer, handle = trained(1 << 20)
+    ordinary = modes.build(torch.bfloat16)
+    plain = EVERY["adamw8bit-remainder16"].make(ordinary.parameters())
+    modes.train(ordinary, plain, range(3))
+    sizes = [handle.memory().resident]
+    while handle.leaner():
+        sizes.append(handle.memory().resident)
+        step = len(sizes) + 2
+        for run in ((model, optimizer), (ordinary, plain)):
+            modes.train(*run, [step])
+        assert_same_run((ordinary, plain), (model, optimizer))
+    assert len(sizes) > 2 and sizes == sorted(sizes, reverse=True) and sizes[-1] == 0
+
+
+def test_a_host_without_room_changes_nothing():
+    model, optimizer = modes.build(), None
+    optimizer = AdamW(model.parameters())
+    modes.train(model, optimizer, range(2))
+    tensors = [value for entry in entries(optimizer) for value in entry.values()]
+    with pytest.raises(HostMemoryError, match="asked for .* for optimizer state of AdamW"):
+        offload(optimizer, host=HostArena(1000))
+    assert optimizer.paging is None and optimizer.offload_handle is None
+    now = [value for entry in entries(optimizer) for value in entry.values()]
+    assert all(a is b for a, b in zip(tensors, now))
+    fresh = AdamW(model.parameters())
+    offload(fresh, host=HostArena(1000))
+    weights = [param.detach().clone() for param in model.parameters()]
+    modes.loss_of(model, modes.batch(0)).backward()
+    with pytest.raises(HostMemoryError):
+        fresh.step()
+    assert_same_bits(weights, model.parameters())
+    fresh.paging.arena.budget = None
+    fresh.step()
+
+
+def test_a_load_that_the_host_has_no_room_for_changes_nothing():
+    model = modes.build()
+    optimizer = small(model)
+    offload(optimizer, host=HostArena())
+    modes.train(model, optimizer, range(2))
+    other = AdamW(modes.build().parameters())
+    for param in other.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    other.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    optimizer.paging.arena.budget = optimizer.paging.arena.bytes + 100
+    with pytest.raises(HostMemoryError):
+        optimizer.load_state_dict(other.state_dict())
+    after = optimizer.state_dict()
+    for key, entry in before["state"].items():
+        assert_same_bits(entry.values(), after["state"][key].values())
+
+
+# ---- failures -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failure_at_every_call_of_the_engine(error):
+    """Each parameter is stepped with its state, or neither is; and the next step works."""
+
+    def run(k, steps=1):
+        model = modes.build(torch.bfloat16)
+        optimizer = EVERY["adamw8bit-remainder16"].make(model.parameters())
+        handle = offload(optimizer, bucket_bytes=2048, host=HostArena())
+        modes.train(model, optimizer, range(2))
+        for step in range(2, 2 + steps):
+            optimizer.zero_grad()
+            modes.loss_of(model, modes.batch(step)).backward()
+            optimizer.step()
+        handle.wait()
+        return found(model, optimizer)
+
+    def found(model, optimizer):
+        return [
+            [p.detach().clone(), *(v.clone() for v in e.values())]
+            for p, e in zip(optimizer.param_groups[0]["params"], entries(optimizer))
+        ]
+
+    before, after = run(0, 0), run(0, 1)
+    k = 0
+    while True:
+        k += 1
+        model = modes.build(torch.bfloat16)
+        optimizer = EVERY["adamw8bit-remainder16"].make(model.parameters())
+        offload(optimizer, bucket_bytes=12_000, host=HostArena())
+        modes.train(model, optimizer, range(2))
+        optimizer.zero_grad()
+        modes.loss_of(model, modes.batch(2)).backward()
+        with copying_with(Failing(k, lambda: error("failed"))) as engine:
+            optimizer.paging._rings.clear()
+            for home in optimizer.paging._homes.values():
+                home._engine = engine
+            try:
+                optimizer.step()
+            except error:
+                pass
+            else:
+                break
+        now = found(model, optimizer)
+        for one, was, will in zip(now, before, after):
+            assert any(all(map(torch.equal, one, other)) for other in (was, will)), k
+        modes.train(model, optimizer, [3])
+    assert k > 10
+
+
+def test_an_optimizer_and_its_memory_are_freed():
+    arena = HostArena()
+    model = modes.build()
+    optimizer = AdamW(model.parameters())
+    offload(optimizer, host=arena)
+    modes.train(model, optimizer, range(2))
+    assert arena.bytes > 0
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None and arena.bytes == 0
+
+
+def test_states_in_files(tmp_path):
+    ordinary, paged = pair("adamw8bit-remainder16")
+    offload(paged[1], host=HostArena(file=tmp_path), bucket_bytes=6000)
+    for run in (ordinary, paged):
+        modes.train(*run, range(3))
+    assert_same_run(ordinary, paged)
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+def test_what_is_refused():
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="Adafactor's state is not offloaded"):
+        offload(Adafactor(model.parameters()))
+    with pytest.raises(TypeError, match="wants an optimizer of headroom.optim"):
+        offload(torch.optim.AdamW(model.parameters()))
+    with pytest.raises(ValueError, match='offload must be "state" or None, got .step'):
+        AdamW(model.parameters(), offload="step")
+    with pytest.raises(ValueError, match="give offload="):
+        AdamW8bit(model.parameters(), budget="1 GiB")
+    with pytest.raises(ValueError, match="budget is '1 apple'"):
+        AdamW8bit(model.parameters(), offload="state", budget="1 apple")
+    with pytest.raises(TypeError, match="host is dict, wanted a headroom.HostArena"):
+        offload(AdamW(model.parameters()), host={})
+    with pytest.raises(ValueError, match="bucket_bytes must be positive, got 0"):
+        offload(AdamW(model.parameters()), bucket_bytes=0)
+    optimizer = AdamW(model.parameters(), offload="state")
+    with pytest.raises(ValueError, match="is offloaded already"):
+        offload(optimizer)
+
+
+def test_a_sparse_gradient_is_named():
+    table = nn.Embedding(100, 8, sparse=True)
+    optimizer = AdamW(table.parameters(), offload="state")
+    table(torch.tensor([3])).sum().backward()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        optimizer.step()
+
+
+def test_a_step_in_a_compiled_function_runs_by_itself(fresh_dynamo):
+    ordinary, paged = pair("adamw")
+    offload(paged[1], bucket_bytes=6000)
+    for model, optimizer in (ordinary, paged):
+        for step in range(2):
+            optimizer.zero_grad()
+            modes.loss_of(model, modes.batch(step)).backward()
+            torch.compile(optimizer.step, backend="eager")()
+    assert_same_run(ordinary, paged)
+
+
+# ---- the handle and the reports -----------------------------------------------------------------
+
+
+def test_the_handle():
+    model = modes.build(torch.bfloat16)
+    optimizer = EVERY["adamw8bit-remainder16"].make(model.parameters())
+    with offload(optimizer, host=HostArena()) as handle:
+        modes.train(model, optimizer, [0])
+        assert optimizer.offload_handle.host is handle.host
+        assert "PagingMemory(host=" in repr(handle)
+        assert sum(sum(row.bytes.values()) for row in optimizer.memory()) <= handle.memory().host
+    assert optimizer.offload_handle is None
+    handle.remove()
+    with pytest.raises(RuntimeError, match="is not offloaded any more"):
+        handle.memory()
+
+
+def test_the_constructor():
+    model = nn.Linear(64, 64)
+    plain = AdamW(model.parameters())
+    optimizer = AdamW(model.parameters(), offload="state", budget="1 MiB")
+    assert optimizer.param_groups[0].keys() == plain.param_groups[0].keys()
+    assert optimizer.defaults.keys() == plain.defaults.keys()
+    assert optimizer.paging.budget == 1 << 20 and len(optimizer.paging.resident) == 2
+
+
+def test_the_bytes_of_each_parameter():
+    """4.03 with 8-bit moments and remainders, 2.03 without, in exact sums."""
+    for master, wanted in (("remainder16", 4.03), (None, 2.03)):
+        model = nn.Linear(1024, 1024, bias=False).bfloat16()
+        optimizer = AdamW8bit(model.parameters(), master=master)
+        handle = offload(optimizer, host=HostArena())
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        assert handle.host.bytes / model.weight.numel() == pytest.approx(wanted, rel=0.01)
+
+
+def test_the_device_has_a_ring_instead_of_the_states():
+    """As headroom.memory counts it, on a CPU, too."""
+
+    def peak(**options):
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+        optimizer = AdamW(model.parameters(), **options)
+        with headroom.memory.track(model, optimizer) as tracked:
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.randn(2, 256)).sum().backward()
+                optimizer.step()
+        return tracked.peak_bytes, optimizer
+
+    (without, _), (with_ring, optimizer) = peak(), peak(offload="state")
+    memory = optimizer.offload_handle.memory()
+    assert without - with_ring == pytest.approx(memory.host - memory.ring, rel=0.02)
