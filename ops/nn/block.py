@@ -12,7 +12,7 @@ from .fused import fused_mlp, is_fusible
 from .mlp import MLP
 from .steps import LEVELS, AttentionSteps, BlockSteps, MLPSteps, run_steps, save_level
 
-__all__ = ["LAYOUTS", "LEVELS", "Block", "save_level"]
+__all__ = ["LAYOUTS", "LEVELS", "Block"]
 
 LAYOUTS = ("pre", "post", "sandwich", "parallel")
 
@@ -36,6 +36,11 @@ class Block(nn.Module):
     "L4"    h + a: the input of the MLP too, by the product behind attention
     "L5"    h: attention too, so that only the input of the block is kept
     ======  =================================================================================
+
+    With "@host" behind it, as in "L2@host", what the level keeps is held in the host arena
+    (:class:`headroom.HostArena`) between the forward and the backward pass: tensors of 64 KiB and
+    more, each once, and no parameters or inputs that the model shares. torch.compile traces no
+    such level but "L5@host", which is then "L5".
 
     All but L0 and L5 also keep what attention keeps beside q, k, v and its result: 4 bytes per head
     with FlashAttention. With layout "post" or "sandwich", L1 to L4 keep the inputs of the two norms
@@ -93,7 +98,7 @@ class Block(nn.Module):
 
     @property
     def save(self) -> str:
-        return LEVELS[self._level]
+        return str(self._level)
 
     @save.setter
     def save(self, name: str) -> None:

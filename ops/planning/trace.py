@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from .._core.surroundings import Random
+from ..host.saved import fakes_on_host
 from ..memory.collecting import no_collections
 from ..memory.events import Timeline
 from ..step.description import Step
@@ -31,6 +32,7 @@ from .ddp import ReplicatedModel
 from .fsdp import ShardedModel
 from .inside import left_out
 from .masks import masks_of
+from .on_host import HostUse
 from .ours import fakes_overwritten
 from .probe import unasked
 from .recorder import Recorder
@@ -62,6 +64,7 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
         copier = Copier(mode, device)
         copied = step.copied(copier.copy)
         recorder = Recorder(device, is_lying=device.type == "cuda")
+        host = HostUse(recorder)
         run = _Traced(recorder, copied)
         stack.enter_context(_foreach_of_fakes())
         stack.enter_context(_random_states(recorder))
@@ -75,15 +78,18 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
             stack.enter_context(recorder.watching(copied.model))
             run.install()
             stack.enter_context(kernels(recorder))
+            stack.enter_context(fakes_on_host(host.slabs))
             if device.type == "cuda":
                 stack.enter_context(autocast_told(recorder))
+            copied_before = 0
             for number in range(step.steps):
+                copied_before = host.bytes_copied
                 run.step(number)
         except PlanError:
             raise
         except Exception as error:
             raise _explained(error, recorder) from error
-        return recorder.timeline(run.notes())
+        return recorder.timeline(run.notes(), host.allocations, host.bytes_copied - copied_before)
 
 
 class _Traced(Steps):
