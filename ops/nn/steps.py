@@ -52,7 +52,7 @@ def save_level(name: str) -> SaveLevel:
     if level not in LEVELS:
         raise ValueError(
             f"save is {name!r}, wanted one of {', '.join(LEVELS)}, or one of these with "
-            f"{ON_HOST!r} behind it, such as 'L5{ON_HOST}'"
+            f"{ON_HOST!r} behind it"
         )
     return SaveLevel(LEVELS.index(level), on_host=level != name)
 

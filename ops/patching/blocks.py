@@ -294,10 +294,11 @@ def chosen_levels(
     for layer, level in zip(layers, levels):
         if level is None:
             continue
-        try:
-            save_level(level)
-        except ValueError as error:
-            raise ValueError(f"headroom.patch, for {layer.name}: {error}") from None
+        if not isinstance(level, str) or level.removesuffix(ON_HOST) not in LEVELS:
+            raise ValueError(
+                f"headroom.patch: save is {level!r} for {layer.name}, wanted one of "
+                f"{', '.join(LEVELS)}, or one of these with {ON_HOST!r} behind it"
+            )
         if level.removesuffix(ON_HOST) not in layer.levels:
             raise ValueError(
                 f"headroom.patch: save is {level} for {layer.name}, a "
