@@ -11,6 +11,7 @@ from torch import nn
 
 from .._core.sizes import format_bytes
 from ..nn.block import LEVELS, Block
+from ..nn.steps import SaveLevel, levels_for_all, save_level
 from ..optim import Adafactor, AdamW, AdamW8bit
 from ..step.description import Step, class_of_optimizer
 from ..step.errors import PlanError
@@ -171,18 +172,26 @@ def _of_optimizer(step: Step, options: dict[str, Any], given: str) -> Iterator[_
 def _of_activations(step: Step) -> Iterator[_Change]:
     blocks = [module for module in step.model.modules() if isinstance(module, Block)]
     if blocks and step.checkpoint_every is None:
-        now = (
-            max(LEVELS.index(block.save) for block in blocks)
-            if step.save is None
-            else (LEVELS.index(step.save))
-        )
-        for level in LEVELS[now + 1 :]:
+        names = [block.save for block in blocks] if step.save is None else [step.save]
+        levels = [save_level(name) for name in names]
+        now, on_host = max(levels).number, any(level.on_host for level in levels)
+        for number in range(now + 1, len(LEVELS)):
+            level = str(SaveLevel(number, on_host))
             yield _Change(
                 f"save={level!r} in all blocks",
                 step.but(save=level),
-                _COSTS[level],
+                _COSTS[LEVELS[number]],
                 "products done again, of those of a Llama block: docs/blocks.md",
-                f'for block in model.blocks:\n    block.save = "{level}"',
+                _set_in_all(level),
+            )
+        if not on_host:
+            level = str(SaveLevel(now, True))
+            yield _Change(
+                f"save={level!r} in all blocks",
+                step.but(save=level),
+                "copies to the host and back",
+                "hidden where a block's copies take less than its forward pass: docs/blocks.md",
+                _set_in_all(level),
             )
     if step.checkpoint_every is None:
         for every, cost in ((1, "about 33 % slower"), (2, "about 17 % slower")):
@@ -193,6 +202,17 @@ def _of_activations(step: Step) -> Iterator[_Change]:
                 "a second forward pass of the blocks: a third of their products",
                 f"headroom.checkpoint_every(model, {every})",
             )
+
+
+def _set_in_all(level: str) -> str:
+    """Returns the code that sets a level, which leaves what the last block keeps on the device."""
+    first, last = levels_for_all(level, 2)
+    if first == last:
+        return f'for block in model.blocks:\n    block.save = "{level}"'
+    return (
+        f'for block in model.blocks[:-1]:\n    block.save = "{first}"\n'
+        f'model.blocks[-1].save = "{last}"'
+    )
 
 
 def _of_patch(step: Step) -> Iterator[_Change]:

@@ -511,3 +511,27 @@ def test_a_plan_for_cuda_holds_what_is_still_being_copied():
     there, away = peaks["L0"], peaks["L0@host"]
     assert away.peak_bytes < there.peak_bytes
     assert 0 < away.link_bytes < 2 * away.host_peak_bytes  # the last two blocks need not come back
+
+
+def test_advice_stays_on_the_host_or_proposes_it():
+    ids = torch.randint(50, (3, 37))
+    names = {}
+    for save in ("L1", "L1@host"):
+        plan = headroom.plan(
+            transformer(save), None, ids, forward=lambda model, x: model(x, labels=x)
+        )
+        names[save] = {advice.name: advice for advice in plan.advice()}
+    proposed = names["L1"]["save='L1@host' in all blocks"]
+    assert proposed.plan.host_peak_bytes > 0 and proposed.bytes > 0
+    assert 'model.blocks[-1].save = "L1"' in proposed.code
+    assert "save='L2@host' in all blocks" in names["L1@host"]
+    assert not any("L2'" in name for name in names["L1@host"])
+
+
+def test_fit_takes_a_model_whose_blocks_are_on_the_host():
+    ids = torch.randint(50, (3, 37))
+    model = transformer("L1@host")
+    fitted = headroom.fit(
+        model, ids, budget="64 MiB", forward=lambda model, x: model(x, labels=x), dry_run=True
+    )
+    assert len(fitted.choice.levels) == 4 and set(fitted.choice.levels) <= set(LEVELS)
