@@ -3,12 +3,12 @@
 Importing the package registers the ops ``torch.ops.headroom.*``, which :mod:`headroom.functional`
 calls. Everything else is imported when it is first used: :mod:`headroom.optim` holds optimizers
 with the names and arguments of :mod:`torch.optim`, :mod:`headroom.amp` loss scaling and 16-bit
-models, :mod:`headroom.loss` losses that never make their logits, :mod:`headroom.nn` blocks that
-decide what they keep, :mod:`headroom.checkpointing` recomputed activations,
-:mod:`headroom.patching` the same for models that exist, :mod:`headroom.memory` where bytes go,
-:mod:`headroom.planning` where they will go, :mod:`headroom.profiling` where time goes,
-:mod:`headroom.fitting` the fastest way to train within a budget,
-:mod:`headroom.retrying` steps that are repeated when memory runs out,
+models, :mod:`headroom.host` memory for what a device has no room for, :mod:`headroom.loss` losses
+that never make their logits, :mod:`headroom.nn` blocks that decide what they keep,
+:mod:`headroom.checkpointing` recomputed activations, :mod:`headroom.patching` the same for models
+that exist, :mod:`headroom.memory` where bytes go, :mod:`headroom.planning` where they will go,
+:mod:`headroom.profiling` where time goes, :mod:`headroom.fitting` the fastest way to train within a
+budget, :mod:`headroom.retrying` steps that are repeated when memory runs out,
 :mod:`headroom.reports` pictures of these, :mod:`headroom.state` files of a run's state, and
 :mod:`headroom.integrations` what other libraries' training loops need.
 """
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         amp,
         checkpointing,
         fitting,
+        host,
         integrations,
         loss,
         memory,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from .grad.accumulate import GradAccumulator
     from .grad.clip import clip_grad_norm_, clip_grad_value_
     from .grad.norm import grad_norm
+    from .host import HostArena
     from .loss import linear_cross_entropy, linear_distillation_loss, linear_log_prob
     from .optim import release_gradients
     from .patching import patch, unpatch
@@ -57,6 +59,7 @@ else:
         __name__,
         {
             "GradAccumulator": ".grad.accumulate",
+            "HostArena": ".host",
             "StateFileError": ".state",
             "amp": ".amp",
             "cast_model": ".amp.cast_model",
@@ -72,6 +75,7 @@ else:
             "fitting": ".fitting",
             "grad": ".grad",
             "grad_norm": ".grad.norm",
+            "host": ".host",
             "integrations": ".integrations",
             "ladder": ".fitting.ladder",
             "latest": ".state",
@@ -103,6 +107,7 @@ else:
 
 __all__ = [
     "GradAccumulator",
+    "HostArena",
     "StateFileError",
     "amp",
     "build_info",
@@ -121,6 +126,7 @@ __all__ = [
     "get_include",
     "get_library_dir",
     "grad_norm",
+    "host",
     "integrations",
     "ladder",
     "latest",

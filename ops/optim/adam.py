@@ -58,6 +58,8 @@ class Adam(Optimizer):
             step, parameter and element alone, not on device, threads or sharding.
         count_stalled: count the weights that each step is too small to move, for
             :meth:`stalled_fraction`.
+        offload, budget: ``"state"`` keeps the state on the host, but for as much as the budget has
+            room for; see :func:`headroom.optim.offload`.
 
     The state of a parameter is ``step`` (float64, counts past 2^24), ``exp_avg``, ``exp_avg_sq``
     and with ``amsgrad`` ``max_exp_avg_sq``: the keys of torch, so a checkpoint of one resumes the

@@ -389,6 +389,10 @@ class Optimizer(StatefulOptimizer):
 
     # ---- states ---------------------------------------------------------------------------------
 
+    def state_device(self, param: Tensor) -> torch.device:
+        is_paged = self.paging is not None and param not in self.paging.resident
+        return torch.device("cpu") if is_paged else param.device
+
     def entry(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         if self.paging is not None and param not in self.paging.resident:
             return self.paging.entry(self, param, group)

@@ -173,7 +173,8 @@ def _restored(
     restored = dict(entry)
     for key in layout.names:
         if key in entry:
-            restored[key] = _checked(entry[key], layout, layout.slot(key), param, name)
+            slot, device = layout.slot(key), optimizer.state_device(param)
+            restored[key] = _checked(entry[key], layout, slot, param, name, device)
         elif key not in RESIDUALS:  # a state without one leaves the weights as they are
             raise ValueError(f"the loaded state of {name} has no '{key}'; it has {sorted(entry)}")
     moments = {restored[key].dtype for key in MOMENTS if key in layout.names}
@@ -184,10 +185,12 @@ def _restored(
     return restored
 
 
-def _checked(value: Any, layout: Layout, slot: Slot, param: Tensor, name: str) -> Tensor:
+def _checked(
+    value: Any, layout: Layout, slot: Slot, param: Tensor, name: str, device: torch.device
+) -> Tensor:
     key = slot.name
     if key == "step":
-        return _counter(value, param, name)
+        return _counter(value, device, name)
     shape, dtypes = slot.shape_for(param), slot.dtypes_for(param)
     if not isinstance(value, Tensor) or value.shape != shape:
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -214,14 +217,14 @@ def _checked(value: Any, layout: Layout, slot: Slot, param: Tensor, name: str) -
         )
     if key in NONNEGATIVE and value.dtype != torch.uint8:
         _check_values(key, value, name)
-    value = value.detach().to(param.device)
+    value = value.detach().to(device)
     if not isinstance(value, DTensor) and not is_dense(value):
         value = value.contiguous()  # elements that share memory cannot be stepped
     # Codes stay in the order in which their scales were made.
     return _ordered(value, param) if slot.shape is None and value.dtype != torch.uint8 else value
 
 
-def _counter(value: Any, param: Tensor, name: str) -> Tensor:
+def _counter(value: Any, device: torch.device, name: str) -> Tensor:
     if not isinstance(value, (Tensor, Real)):
         raise ValueError(f"the loaded 'step' of {name} is of type {type(value).__name__}")
     if isinstance(value, Tensor):
@@ -230,7 +233,7 @@ def _counter(value: Any, param: Tensor, name: str) -> Tensor:
                 f"the loaded 'step' of {name} has {value.numel()} elements of {value.dtype}, "
                 "wanted 1 number"
             )
-    count = torch.as_tensor(value).detach().reshape(()).to(param.device, torch.float64)
+    count = torch.as_tensor(value).detach().reshape(()).to(device, torch.float64)
     if not 0 <= count.item() < 2**53:
         raise ValueError(f"the loaded 'step' of {name} is {count.item()}, wanted 0 or more")
     return count
@@ -287,5 +290,6 @@ def _ordered(value: Tensor, param: Tensor) -> Tensor:
     """Returns a state in the memory order of its parameter."""
     if isinstance(value, DTensor) or value.stride() == param.stride():
         return value
-    ordered = torch.empty_like(param, dtype=value.dtype, memory_format=torch.preserve_format)
+    kept = {"dtype": value.dtype, "device": value.device}
+    ordered = torch.empty_like(param, **kept, memory_format=torch.preserve_format)
     return ordered.copy_(value)

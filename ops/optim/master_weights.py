@@ -67,7 +67,8 @@ def master_weights(optimizer: Optimizer, model: nn.Module | None = None) -> dict
         for param, mode, residual in _weights(optimizer):
             value = param.detach().to(torch.float32, copy=True)
             if mode.residual and residual is not None:
-                lists = [local_part(value)], [local_part(param)], [local_part(residual)]
+                residual = local_part(residual).to(value.device)  # from where it may be paged to
+                lists = [local_part(value)], [local_part(param)], [residual]
                 torch.ops.headroom.join_weights_(*lists, mode.number)
             joined[param] = value
     if model is None:
@@ -125,8 +126,11 @@ def load_master_weights(
             if mode.residual is None:
                 param.copy_(value)
                 continue
-            lists = [local_part(param)], [local_part(residual)], [local_part(value)]
+            here = local_part(residual).to(param.device)
+            lists = [local_part(param)], [here], [local_part(value)]
             torch.ops.headroom.split_weights_(*lists, mode.number)
+            if here.device != residual.device:
+                residual.copy_(here)
         for tensor, value in by_tensor.items():
             tensor.copy_(value)
 
@@ -134,6 +138,8 @@ def load_master_weights(
 def _weights(
     optimizer: Optimizer, create: bool = False
 ) -> Iterable[tuple[Tensor, WeightsMode, Tensor | None]]:
+    if optimizer.paging is not None:
+        optimizer.paging.wait()
     for group in optimizer.param_groups:
         for param in group["params"]:
             mode = optimizer.weights_mode(param, group)

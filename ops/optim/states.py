@@ -143,6 +143,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
         entry.update(made)
         return entry
 
+    def state_device(self, param: Tensor) -> torch.device:
+        """Returns where the state of a parameter lies."""
+        return param.device
+
     def _check_params(self, params: Any) -> None:
         params = [params] if isinstance(params, Tensor) else params
         for i, param in enumerate(params if isinstance(params, list) else ()):
