@@ -49,7 +49,7 @@ def can_drop() -> bool:
     )
 
 
-class _Kept:
+class Kept:
     """Stands in autograd in the place of a tensor that is kept.
 
     Hooks that were in force before get it, such as those that move tensors to the CPU. Without
@@ -116,13 +116,13 @@ class _Region:
         self,
         function: Callable[..., Any],
         inputs: tuple[Tensor | None, ...],
-        pack: Callable[[Tensor], _Kept | _Token],
+        pack: Callable[[Tensor], Kept | _Token],
         settings: Settings,
         parameters: Parameters | None,
     ) -> None:
         self._function, self._pack = function, pack
         self._given = [(x, 0 if x is None else x._version) for x in inputs]
-        self._inputs: list[tuple[_Kept | _Token, bool] | None] | None = None
+        self._inputs: list[tuple[Kept | _Token, bool] | None] | None = None
         self._settings = settings
         self._parameters = parameters
         self.random: Random | None = None
@@ -292,7 +292,7 @@ class Dropping:
         own_memory = {_memory(x) for x in inputs if x is not None}
         count = 0
 
-        def pack(x: Tensor) -> _Kept | _Token:
+        def pack(x: Tensor) -> Kept | _Token:
             nonlocal count
             index, count = count, count + 1
             if _memory(x) in own_memory or _is_parameter(x) or not region.is_ready():
@@ -309,14 +309,14 @@ class Dropping:
                     self._results[_memory(x)] = _Result(region, ~k, x)
         return results
 
-    def _pack(self, x: Tensor) -> _Kept | _Token:
+    def _pack(self, x: Tensor) -> Kept | _Token:
         result = self._results.get(_memory(x))
         if result is None or not result.is_in(x) or not result.region.is_ready():
-            return _Kept(x, self._outer)
+            return Kept(x, self._outer)
         return result.region.token(result.index, x)
 
 
-def _unpack(packed: _Kept | _Token) -> Tensor:
+def _unpack(packed: Kept | _Token) -> Tensor:
     return packed.tensor()
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
+from ..host.saved import saved_on_host
 from .verify import verified_region
 
 
@@ -26,11 +27,12 @@ def checkpoint(
     debug: bool = False,
     early_stop: bool = True,
     verify: bool = False,
+    host: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Returns ``function(*args, **kwargs)``, and keeps its inputs instead of its activations.
 
-    The backward pass calls the function again. All but ``verify`` goes to
+    The backward pass calls the function again. All but ``verify`` and ``host`` goes to
     :func:`torch.utils.checkpoint.checkpoint`, whose documentation says the rest.
 
     Args:
@@ -47,8 +49,11 @@ def checkpoint(
             and once more when it has been recomputed; what differs raises in the backward pass.
             Costs 0.1 % of the bytes that are dropped, and waits for the device in the backward
             pass.
+        host: holds the inputs that require a gradient in the host arena until the backward pass
+            calls the function; while torch.compile traces it, they stay on the device.
 
     Raises:
+        HostMemoryError: with ``host``, when the arena has no room.
         RecomputeError: with ``verify``, in the backward pass: names the module whose operation
             saved the tensor, the tensor, and the elements among which the first difference is.
         RuntimeError: with ``verify``, while torch.compile traces the call.
@@ -64,8 +69,11 @@ def checkpoint(
     if context_fn is not noop_context_fn:
         options["context_fn"] = context_fn
     if function is None:
-        options |= {"verify": verify} | kwargs
+        options |= {"verify": verify, "host": host} | kwargs
         return lambda f: functools.wraps(f)(functools.partial(checkpointed, f, options))
+    if host and not torch.compiler.is_compiling():
+        with saved_on_host(stay=(*args, *kwargs.values())):
+            return checkpoint(function, *args, verify=verify, **options, **kwargs)
     if not verify:
         return torch_checkpoint(function, *args, **options, **kwargs)
     if torch.compiler.is_compiling():

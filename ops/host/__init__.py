@@ -2,5 +2,6 @@
 that copy between the two."""
 
 from .arena import HostArena, HostMemoryError, default_arena
+from .saved import trim
 
-__all__ = ["HostArena", "HostMemoryError", "default_arena"]
+__all__ = ["HostArena", "HostMemoryError", "default_arena", "trim"]

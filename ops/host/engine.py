@@ -19,7 +19,13 @@ Ticket = Any  # stands for work that was put into a queue, or was given to the d
 
 
 class Engine:
-    """What engines have in common: checks, and counts of the bytes that were copied."""
+    """What engines have in common: checks, and counts of the bytes that were copied.
+
+    Attributes:
+        is_asynchronous: whether copies run beside what the device computes.
+    """
+
+    is_asynchronous = True
 
     def __init__(self) -> None:
         self.bytes_up = 0
@@ -60,6 +66,8 @@ class Engine:
 
 class Inline(Engine):
     """An engine whose copies are done when the call returns: that of tensors on the CPU."""
+
+    is_asynchronous = False
 
     def _copy(self, queue: str, target: Tensor, source: Tensor, after: Iterable[Ticket]) -> Ticket:
         target.copy_(source)

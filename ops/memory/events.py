@@ -111,12 +111,16 @@ class Timeline:
             that allocate.
         device: that the memory is of.
         notes: sentences that :meth:`table` ends with.
+        host: what the host arena held meanwhile; None: nothing.
+        link_bytes: bytes that the last step copied between the device and the arena.
     """
 
     allocations: list[Allocation]
     spans: list[Span] = field(default_factory=list)
     device: str = "cpu"
     notes: list[str] = field(default_factory=list)
+    host: Timeline | None = None
+    link_bytes: int = 0
 
     def __post_init__(self) -> None:
         ends = (a.start if a.end is None else a.end for a in self.allocations)
@@ -282,6 +286,8 @@ class Timeline:
             "stacks": [list(stack) for stack in stacks],
             "spans": [list(span) for span in self.spans],
             "notes": self.notes,
+            "host": self.host and self.host.to_json(),
+            "link_bytes": self.link_bytes,
         }
 
     @classmethod
@@ -298,7 +304,9 @@ class Timeline:
             named["stack"] = stacks[named["stack"]]
             allocations.append(Allocation(**named))
         spans = [Span(*span) for span in value["spans"]]
-        return cls(allocations, spans, value["device"], list(value["notes"]))
+        host = value.get("host") and cls.from_json(value["host"])
+        notes, link_bytes = list(value["notes"]), value.get("link_bytes", 0)
+        return cls(allocations, spans, value["device"], notes, host, link_bytes)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the timeline as JSON."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from . import functional
 from .attention import Attention, Pattern, Rotation, attention_pattern
-from .block import LAYOUTS, LEVELS, Block
+from .block import LAYOUTS, Block
 from .config import TransformerConfig
 from .hf import config_from_hf, state_from_hf, state_to_hf, transformer_from_hf
 from .linear import Linear

@@ -11,7 +11,7 @@ from .attention import Attention, Pattern, Rotation
 from .config import check_probabilities
 from .fused import fused_mlp, is_fusible
 from .mlp import MLP
-from .steps import LEVELS, AttentionSteps, BlockSteps, MLPSteps, run_steps, save_level
+from .steps import AttentionSteps, BlockSteps, MLPSteps, run_steps, save_level
 
 LAYOUTS = ("pre", "post", "sandwich", "parallel")
 
@@ -42,6 +42,11 @@ class Block(nn.Module):
     "L4"    h + a: the input of the MLP too, by the product behind attention
     "L5"    h: attention too, so that only the input of the block is kept
     ======  =================================================================================
+
+    With "@host" behind it, as in "L2@host", what the level keeps is held in the host arena
+    (:class:`headroom.HostArena`) between the forward and the backward pass: tensors of 64 KiB and
+    more, each once, and no parameters or inputs that the model shares. torch.compile traces no
+    such level but "L5@host", which is then "L5".
 
     All but L0 and L5 also keep what attention keeps beside q, k, v and its result: 4 bytes per head
     with FlashAttention. With layout "post" or "sandwich", L1 to L4 keep the inputs of the two norms
@@ -96,7 +101,7 @@ class Block(nn.Module):
 
     @property
     def save(self) -> str:
-        return LEVELS[self._level]
+        return str(self._level)
 
     @save.setter
     def save(self, name: str) -> None:

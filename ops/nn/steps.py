@@ -11,22 +11,44 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .._core.checks import check_choice
 from .._core.recompute import Dropping, can_drop
 from .._core.rows import autocast_dtype
+from ..host.saved import saved_on_host
 from .fused import is_known
 
 LEVELS = ("L0", "L1", "L2", "L3", "L4", "L5")
+ON_HOST = "@host"
 MLP_SAVES = ("all", "gate_up", "input", "input", "input", "input")  # per level
 
 Run = Callable[..., Any]
 Drop = Callable[[Tensor, Run], Tensor]
 
 
-def save_level(name: str) -> int:
-    """Returns the number of a save level, or raises a ValueError."""
-    check_choice("save", name, LEVELS)
-    return LEVELS.index(name)
+class SaveLevel(NamedTuple):
+    """How much a block keeps, 0 to 5, and whether what it keeps is held on the host."""
+
+    number: int
+    on_host: bool = False
+
+    def __str__(self) -> str:
+        return LEVELS[self.number] + (ON_HOST if self.on_host else "")
+
+
+def save_level(name: str) -> SaveLevel:
+    """Returns what the name of a save level means, or raises a ValueError."""
+    level = name.removesuffix(ON_HOST)
+    if level not in LEVELS:
+        raise ValueError(
+            f"save is {name!r}, wanted one of {', '.join(LEVELS)}, or one of these with "
+            f"{ON_HOST!r} behind it"
+        )
+    return SaveLevel(LEVELS.index(level), on_host=level != name)
+
+
+def levels_for_all(name: str, blocks: int) -> list[str]:
+    """Returns the level of each of some blocks that run one after another, given one for all. The
+    last block's tensors are wanted back as soon as they would have left, so they stay."""
+    return [name] * (blocks - 1) + [name.removesuffix(ON_HOST)] * min(blocks, 1)
 
 
 class AttentionSteps(NamedTuple):
@@ -89,17 +111,21 @@ class BlockSteps(NamedTuple):
 
 
 def run_steps(
-    steps: Callable[[], BlockSteps], level: int, x: Tensor, *tables: Tensor | None
+    steps: Callable[[], BlockSteps], save: SaveLevel, x: Tensor, *tables: Tensor | None
 ) -> Tensor:
-    """Returns the result of a block, of which ``level`` says what is kept.
+    """Returns the result of a block.
 
     Args:
         steps: returns the steps. It is a function, because torch.compile does not take modules
             through the boundary of a checkpoint.
-        level: 0 to 5.
+        save: what is kept, and where.
         x: the input.
         *tables: of the rotation.
     """
+    level = save.number
+    if save.on_host and not (level == 5 and torch.compiler.is_compiling()):
+        with saved_on_host(stay=tables):
+            return run_steps(steps, SaveLevel(level), x, *tables)
     if torch.compiler.is_compiling():
         if level == 5 and torch.is_grad_enabled():
 

@@ -18,6 +18,7 @@ from .config import TransformerConfig
 from .linear import Linear
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
+from .steps import levels_for_all
 
 
 def _norm(config: TransformerConfig, size: int, options: dict[str, Any]) -> nn.Module:
@@ -142,7 +143,8 @@ class Transformer(nn.Module):
 
     @save.setter
     def save(self, levels: str | Sequence[str]) -> None:
-        levels = [levels] * len(self.blocks) if isinstance(levels, str) else list(levels)
+        count = len(self.blocks)
+        levels = levels_for_all(levels, count) if isinstance(levels, str) else list(levels)
         if len(levels) != len(self.blocks):
             raise ValueError(
                 f"save has {len(levels)} levels, wanted one, or one for each of the "

@@ -18,8 +18,9 @@ from .._core.recompute import inside_checkpoint
 from ..checkpointing import checkpoint
 from ..checkpointing.caches import without_caches
 from ..checkpointing.every import repeated_blocks
+from ..host.saved import saved_on_host
 from ..nn import LEVELS, Block
-from ..nn.steps import save_level
+from ..nn.steps import ON_HOST, levels_for_all, save_level
 from .changes import Changes
 from .report import PatchReport
 
@@ -110,9 +111,13 @@ class AnyBlock:
         if _has_seam(module):
             # The forward of the class would drop even a cache that has been filled.
             changes.set(module, "gradient_checkpointing", False)
-        if level == "L5":
+        save = save_level(level)
+        if save.number == 5 or save.on_host:
             own, of_checkpoint = vars(module).get("forward"), dict(options.checkpoint)
-            changes.set(module, "forward", functools.partial(_forward, module, of_checkpoint, own))
+            if save.on_host:
+                of_checkpoint["host"] = True
+            forward = _forward if save.number == 5 else _forward_on_host
+            changes.set(module, "forward", functools.partial(forward, module, of_checkpoint, own))
         report.set_level(self.name, module, level)
 
 
@@ -151,6 +156,15 @@ def _forward(
         return run(*args, **kwargs)  # what a cache takes cannot be computed again
     args, kwargs = given
     return _checkpointed(module, options, functools.partial(run, **kwargs), *args)
+
+
+def _forward_on_host(
+    module: nn.Module, _: Any, own: Callable[..., Any] | None, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Takes the place of the forward of a block at L0@host."""
+    run = functools.partial(type(module).forward, module) if own is None else own
+    with saved_on_host(stay=(*args, *kwargs.values())):
+        return run(*args, **kwargs)
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:
@@ -260,9 +274,10 @@ def chosen_levels(
         )
     if isinstance(save, str):
         # Blocks that cannot be at a level stay as they are beside some that can.
-        some = any(save in layer.levels for layer in layers)
+        can = [save.removesuffix(ON_HOST) in layer.levels for layer in layers]
         levels: list[str | None] = [
-            save if save in layer.levels or not some else None for layer in layers
+            level if fits or not any(can) else None
+            for level, fits in zip(levels_for_all(save, len(layers)), can)
         ]
     elif isinstance(save, Mapping):
         levels = _from_mapping(save, layers, kind)
@@ -276,12 +291,14 @@ def chosen_levels(
                 f"each block of {kind}, from {layers[0].name} to {layers[-1].name}"
             )
     for layer, level in zip(layers, levels):
-        if level is not None and level not in LEVELS:
+        if level is None:
+            continue
+        if not isinstance(level, str) or level.removesuffix(ON_HOST) not in LEVELS:
             raise ValueError(
                 f"headroom.patch: save is {level!r} for {layer.name}, wanted one of "
-                f"{', '.join(LEVELS)}"
+                f"{', '.join(LEVELS)}, or one of these with {ON_HOST!r} behind it"
             )
-        if level is not None and level not in layer.levels:
+        if level.removesuffix(ON_HOST) not in layer.levels:
             raise ValueError(
                 f"headroom.patch: save is {level} for {layer.name}, a "
                 f"{type(layer.module).__name__}, which can be at {' or '.join(layer.levels)}; the "

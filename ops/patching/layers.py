@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .._core.surroundings import takes_ops
 from ..checkpointing.caches import is_filled, warn_of_cache
 from ..nn.fused import is_untouched
-from ..nn.steps import run_steps
+from ..nn.steps import SaveLevel, run_steps
 from .parts import Call, Dial, Family
 
 UNKNOWN = ("encoder_hidden_states", "encoder_attention_mask", "output_attentions")
@@ -39,15 +39,16 @@ def layer_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         if cache is not None or given.get("use_cache"):
             warn_of_cache(self, "gradient checkpointing")
             given["use_cache"] = False
-        run = functools.partial(_run, self, 0, None, given)
+        run = functools.partial(_run, self, SaveLevel(0), None, given)
         return self._gradient_checkpointing_func(run, x)
     level = dial.level
-    if cache is not None and level > 0 and torch.is_grad_enabled():
+    if cache is not None and level.number > 0 and torch.is_grad_enabled():
         if self.training and not is_filled(cache, self):
             warn_of_cache(self, "save levels")
             given["use_cache"], cache = False, None
         else:
-            level = 0  # what a cache takes is changed by it, and cannot be computed again
+            # What a cache takes is changed by it, and cannot be computed again.
+            level = SaveLevel(0)
     return _run(self, level, cache, given, x)
 
 
@@ -81,7 +82,7 @@ def _only_captures(half: nn.Module) -> bool:
     return not any(key.endswith("attentions") for key in collected or ())
 
 
-def _run(layer: Any, level: int, cache: Any, given: dict[str, Any], x: Tensor) -> Tensor:
+def _run(layer: Any, level: SaveLevel, cache: Any, given: dict[str, Any], x: Tensor) -> Tensor:
     dial: Dial = layer._headroom_dial
     tables = given["position_embeddings"] if dial.family.rotates else ()
     options = {name: value for name, value in given.items() if name not in NOT_FOR_ATTENTION}

@@ -80,7 +80,8 @@ class Blocks:
     @property
     def now(self) -> dict[str, str] | None:
         """Returns for each block the level that it is at; None where no levels leave the model as
-        it is: setting them replaces layers, what was patched before, or another checkpoint."""
+        it is: setting them replaces layers, what was patched before, or another checkpoint, and
+        brings back what is held on the host."""
         modules = {name: layer.module for name, layer in self._layers.items()}
         if (
             find_layers(self.model) is not None
@@ -88,10 +89,11 @@ class Blocks:
             or any(getattr(module, "gradient_checkpointing", False) for module in modules.values())
         ):
             return None
-        return {
+        found = {
             name: module.save if isinstance(module, Block) else "L0"
             for name, module in modules.items()
         }
+        return found if all(found[name] in self.levels(name) for name in found) else None
 
     def set(self, levels: Mapping[str, str]) -> None:
         """Sets the levels of blocks by their names."""

@@ -15,7 +15,7 @@ from ..functional.glu import glu
 from ..functional.rope import rope
 from ..nn.functional import mlp_block
 from ..nn.fused import can_fuse, is_untouched
-from ..nn.steps import AttentionSteps, BlockSteps, MLPSteps, Run
+from ..nn.steps import AttentionSteps, BlockSteps, MLPSteps, Run, SaveLevel
 from .norms import NormRule, norm_forward
 
 ACTIVATIONS = {
@@ -60,13 +60,13 @@ class Dial(NamedTuple):
         family: its architecture.
         arguments: the names of those of its class's ``forward``, in their order, which releases of
             transformers change.
-        level: how much is kept, 0 to 5.
+        level: what is kept, and where.
         glu, rope: whether activations and rotations are ops of Headroom.
     """
 
     family: Family
     arguments: tuple[str, ...]
-    level: int
+    level: SaveLevel
     glu: bool = True
     rope: bool = True
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from .._core.module_copies import copied_modules
 from .._core.sizes import format_bytes
-from ..nn.block import LEVELS, Block
+from ..nn.block import Block
+from ..nn.steps import LEVELS, SaveLevel, levels_for_all, save_level
 from ..optim import Adafactor, AdamW, AdamW8bit
 from ..patching import patch
 from ..patching.changes import is_patched
@@ -169,14 +170,26 @@ def _of_optimizer(step: Step, options: dict[str, Any], given: str) -> Iterator[C
 def _of_activations(step: Step) -> Iterator[Change]:
     blocks = [module for module in step.model.modules() if isinstance(module, Block)]
     if blocks and step.checkpoint_every is None:
-        now = step.save or max(block.save for block in blocks)
-        for level in LEVELS[LEVELS.index(now) + 1 :]:
+        names = [block.save for block in blocks] if step.save is None else [step.save]
+        levels = [save_level(name) for name in names]
+        now, on_host = max(levels).number, any(level.on_host for level in levels)
+        for number in range(now + 1, len(LEVELS)):
+            level = str(SaveLevel(number, on_host))
             yield (
                 f"save={level!r} in all blocks",
                 step.but(save=level),
-                _TIMES[level],
+                _TIMES[LEVELS[number]],
                 _SOURCE_OF_TIMES,
-                f'for block in model.blocks:\n    block.save = "{level}"',
+                _set_in_all(level),
+            )
+        if not on_host:
+            level = str(SaveLevel(now, True))
+            yield (
+                f"save={level!r} in all blocks",
+                step.but(save=level),
+                "copies to the host and back",
+                "hidden where a block's copies take less than its forward pass: docs/blocks.md",
+                _set_in_all(level),
             )
     if step.checkpoint_every is None:
         for every, cost in ((1, "about 33 % slower"), (2, "about 17 % slower")):
@@ -187,6 +200,17 @@ def _of_activations(step: Step) -> Iterator[Change]:
                 "a second forward pass of the blocks: a third of their products",
                 f"headroom.checkpoint_every(model, {every})",
             )
+
+
+def _set_in_all(level: str) -> str:
+    """Returns the code that sets a level, which leaves what the last block keeps on the device."""
+    first, last = levels_for_all(level, 2)
+    if first == last:
+        return f'for block in model.blocks:\n    block.save = "{level}"'
+    return (
+        f'for block in model.blocks[:-1]:\n    block.save = "{first}"\n'
+        f'model.blocks[-1].save = "{last}"'
+    )
 
 
 def _of_patch(step: Step) -> Iterator[Change]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -136,8 +136,16 @@ class Recorder(TorchDispatchMode):
         at = self._live.get(x.untyped_storage()._cdata)
         return None if at is None else self.allocations[at[1]]
 
-    def timeline(self, notes: Iterable[str] = ()) -> Timeline:
-        return Timeline(self.allocations, self.spans, self.device.type, list(notes))
+    def timeline(
+        self,
+        notes: Iterable[str] = (),
+        on_host: Sequence[Allocation] = (),
+        link_bytes: int = 0,
+    ) -> Timeline:
+        host = Timeline([*on_host], self.spans, "host") if on_host else None
+        return Timeline(
+            self.allocations, self.spans, self.device.type, list(notes), host, link_bytes
+        )
 
     # ---- devices --------------------------------------------------------------------------------
 

@@ -69,6 +69,16 @@ class Plan:
         return self.peak_bytes + self.device_share.bytes
 
     @property
+    def host_peak_bytes(self) -> int:
+        """Returns the most bytes that the host arena holds at once."""
+        return 0 if self.timeline.host is None else self.timeline.host.peak_bytes
+
+    @property
+    def link_bytes(self) -> int:
+        """Returns the bytes that a step copies to the host arena and back."""
+        return self.timeline.link_bytes
+
+    @property
     def reserved_bytes(self) -> int:
         """Returns what ``torch.cuda.max_memory_reserved`` will show; the peak on the CPU."""
         return self.total_bytes - self.device_share.context
@@ -141,6 +151,12 @@ class Plan:
                 self._row("CUDA context", share.context, "estimate"),
             ]
         lines.append(self._row("total", self.total_bytes))
+        if self.timeline.host is not None:
+            for kind, size in self.timeline.host.most_by_kind.items():
+                if size:
+                    words = kind.replace("_", " ")
+                    lines.append(f"{'on the host':<20}{format_bytes(size):>12}  {words}")
+            lines.append(f"{'copied per step':<20}{format_bytes(self.link_bytes):>12}")
         lines += ["", f"{'phase':<20}{'first step':>12}{'steady':>12}"]
         peaks = timeline.peaks()
         last = max(step for step, _ in peaks)
@@ -188,6 +204,8 @@ class Plan:
             "peak_bytes": self.peak_bytes,
             "peak_by_kind": self.peak_by_kind,
             "total_bytes": self.total_bytes,
+            "host_peak_bytes": self.host_peak_bytes,
+            "link_bytes": self.link_bytes,
             "device_share": vars(self.device_share),
             "timeline": self.timeline.to_json(),
         }

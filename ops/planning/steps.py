@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ..amp.cast_model import cast_model
 from ..checkpointing import checkpoint_every
 from ..grad.accumulate import GradAccumulator
-from ..nn.block import Block, save_level
+from ..nn.block import Block
+from ..nn.steps import levels_for_all, save_level
 from ..optim import release_gradients
 from ..step.description import Step
 from ..step.run import passes, update
@@ -108,5 +109,5 @@ def _set_save(model: nn.Module, save: str) -> None:
             f"save is {save!r}, but the model has no blocks of headroom.nn: headroom.patch(model) "
             "makes them of those of transformers"
         )
-    for block in blocks:
-        block.save = save
+    for block, level in zip(blocks, levels_for_all(save, len(blocks))):
+        block.save = level

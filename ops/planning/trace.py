@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from .._core.randomness import Random, generators_kept
+from ..host.saved import fakes_on_host
 from ..memory.collecting import no_collections
 from ..memory.events import Timeline
 from ..memory.watch import tensors_of_model, tensors_of_state
@@ -31,8 +32,8 @@ from .ddp import ReplicatedModel
 from .fsdp import ShardedModel
 from .inside import left_out
 from .masks import masks_of
+from .on_host import PlannedHost
 from .ours import fakes_overwritten
-from .paged_states import StatesOnHost
 from .probe import unasked
 from .recorder import Recorder
 from .recurrent import LAYERS, has_recurrent_layers
@@ -63,7 +64,7 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
         copier = Copier(mode, device)
         copied = step.copied(copier.copy)
         recorder = Recorder(device, is_lying=device.type == "cuda")
-        run = _Traced(recorder, copied, mode)
+        run = _Traced(recorder, copied, PlannedHost(recorder, mode))
         # Torch's optimizers choose for fakes as they choose for tensors.
         optimizer = sys.modules["torch.optim.optimizer"]
         kinds = [*optimizer._foreach_supported_types, FakeTensor]
@@ -79,6 +80,7 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
             stack.enter_context(recorder.watching(copied.model))
             run.install()
             stack.enter_context(kernels(recorder))
+            stack.enter_context(fakes_on_host(run.host.slabs))
             if device.type == "cuda":
                 stack.enter_context(autocast_told(recorder))
             for number in range(step.steps):
@@ -87,20 +89,19 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
             raise
         except Exception as error:
             raise _explained(error, recorder) from error
-        return recorder.timeline(run.notes())
+        host = run.host
+        return recorder.timeline(run.notes(), host.allocations, host.bytes_up + host.bytes_down)
 
 
 class _Traced(Steps):
     """Steps on fakes."""
 
-    def __init__(self, recorder: Recorder, copied: Step, mode: FakeTensorMode) -> None:
+    def __init__(self, recorder: Recorder, copied: Step, host: PlannedHost) -> None:
         super().__init__(copied)
-        self._mode = mode
-        self.recorder = recorder
+        self.recorder, self.host = recorder, host
         self._nodes: list[Any] = []
         self._is_stepping = self._is_scaling = False
         self._spread: ShardedModel | ReplicatedModel | None = None  # over ranks
-        self._host: StatesOnHost | None = None
         recorder.scalar = self._scalar
 
     def distribute(self) -> None:
@@ -115,8 +116,7 @@ class _Traced(Steps):
     def prepare(self) -> None:
         super().prepare()
         if (paging := getattr(self.optimizer, "paging", None)) is not None:
-            self._host = host = StatesOnHost(self.recorder, self._mode)
-            paging.arena, paging.engine_of = host, lambda device: host
+            paging.arena, paging.engine_of = self.host, lambda device: self.host
             paging.adopt(self.optimizer)
         for x in tensors_in(self.given.batch):
             self.recorder.know(x, "batch", "batch")
@@ -128,8 +128,6 @@ class _Traced(Steps):
     def notes(self) -> list[str]:
         """Returns the sentences that the plan ends with."""
         found = [] if self._spread is None else ["All bytes are those of one rank."]
-        if self._host is not None:
-            found.append(self._host.note())
         if self.recorder.device.type == "cuda" and has_recurrent_layers(self.model):
             found.append(
                 "Recurrent layers are planned as on the CPU: what cuDNN takes for them is not "
@@ -143,8 +141,7 @@ class _Traced(Steps):
 
     def step(self, number: int) -> None:
         self.recorder.step = number
-        if self._host is not None:
-            self._host.begin_step()
+        self.host.begin_step()
         super().step(number)
 
     def step_optimizer(self) -> None:

@@ -34,8 +34,9 @@ class SaveLevels:
         for target in LEVELS:
             raised: dict[str | int, str] = {
                 layer.name: next(level for level in layer.levels if level >= target)
+                + now[layer.name][2:]  # on the host, if it is there
                 for layer in layers
-                if now[layer.name] < target <= layer.levels[-1]
+                if now[layer.name][:2] < target <= layer.levels[-1]
             }
             if raised:
                 self._first, self.is_unverified = self._first or now, True

@@ -1,0 +1,76 @@
+"""The host arena of a plan: what the states of optimizers and the levels of blocks take of it, and
+what a step copies."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..host.engine import Inline
+from ..host.slabs import Slabs
+from ..memory.events import Allocation
+from .recorder import Recorder
+
+
+class PlannedHost(Inline):
+    """Counts slabs that have no memory, and copies that copy nothing: an arena and an engine.
+
+    Attributes:
+        allocations: of slabs, at the events of the recorder.
+        slabs: of what blocks keep.
+    """
+
+    def __init__(self, recorder: Recorder, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.is_asynchronous = recorder.device.type == "cuda"
+        self.allocations: list[Allocation] = []
+        self.slabs = Slabs(self._take_for_blocks, lambda device: self)
+        self._recorder, self._mode = recorder, mode
+
+    def take(self, size: int, *, kind: str, owner: str, device: torch.device) -> Tensor:
+        """Returns a fake of a slab for the states of an optimizer."""
+        with _disable_current_modes(), self._mode:
+            slab = torch.empty(size, dtype=torch.uint8, device="cpu")
+        self._recorder.manage(slab)  # and it never appears on the device
+        self._allocate(slab, "optimizer_state", owner)
+        return slab
+
+    def _take_for_blocks(self, size: int, device: torch.device) -> Tensor:
+        with _disable_current_modes():
+            slab = torch.empty(size, dtype=torch.uint8, device="meta")
+        self._allocate(slab, "activations", None)
+        return slab
+
+    def _allocate(self, slab: Tensor, kind: str, owner: str | None) -> None:
+        recorder = self._recorder
+        allocation = Allocation(
+            len(self.allocations),
+            slab.numel(),
+            recorder.now,
+            kind=kind,
+            module=recorder.module,
+            op=owner,
+            phase=recorder.phase,
+            step=recorder.step,
+        )
+        self.allocations.append(allocation)
+        weakref.finalize(slab, self._freed, allocation)
+
+    def _freed(self, allocation: Allocation) -> None:
+        allocation.end = self._recorder.now
+
+    def begin_step(self) -> None:
+        """Counts the copies of the step that follows alone."""
+        self.bytes_up = self.bytes_down = 0
+
+    def up(self, target: Tensor, source: Tensor, after: Iterable[Any] = ()) -> None:
+        self.bytes_up += source.numel()
+
+    def down(self, target: Tensor, source: Tensor, after: Iterable[Any] = ()) -> None:
+        self.bytes_down += target.numel()
