@@ -10,17 +10,6 @@ from .._core.lazy import lazy
 if TYPE_CHECKING:
     from . import accelerate, lightning, transformers
 else:
-    __getattr__ = lazy(
-        __name__,
-        {
-            "accelerate": ".accelerate",
-            "lightning": ".lightning",
-            "transformers": ".transformers",
-        },
-    )
+    __getattr__, __dir__ = lazy(__name__, {}, ("accelerate", "lightning", "transformers"))
 
 __all__ = ["accelerate", "lightning", "transformers"]
-
-
-def __dir__() -> list[str]:
-    return list(__all__)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..step.randomness import generators_kept
+from .._core.randomness import generators_kept
 from ..step.trees import mapped
 
 __all__ = ["moved", "repeated", "sample_batch"]

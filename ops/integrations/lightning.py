@@ -10,10 +10,10 @@ from unittest import mock
 
 from torch import Tensor
 
+from .._core.randomness import generators_kept
 from ..fitting import Fitted
 from ..fitting.ranks import together
 from ..step.description import Step
-from ..step.randomness import generators_kept
 from .batches import repeated, sample_batch
 from .loops import (
     OPTIMIZER_STAYS,

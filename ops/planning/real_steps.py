@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from .._core.randomness import generators_kept
 from ..memory import track
 from ..step.description import Step
 from ..step.errors import PlanError
-from ..step.randomness import generators_kept
 from .device import device_share
 from .result import Plan
 from .steps import Steps

@@ -18,13 +18,12 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from .._core.surroundings import Random
+from .._core.randomness import Random, generators_kept
 from ..memory.collecting import no_collections
 from ..memory.events import Timeline
 from ..memory.watch import tensors_of_model, tensors_of_state
 from ..step.description import Step
 from ..step.errors import PlanError
-from ..step.randomness import generators_kept
 from ..step.trees import tensors_in
 from .copies import Copier
 from .cuda_view import autocast_told, cuda_view, kernels
@@ -223,7 +222,7 @@ def _random_states(recorder: Recorder) -> Iterator[None]:
         return found
 
     def begin(random: Random, tensors: Any) -> None:
-        random._cpu, random._cuda = torch.get_rng_state(), {}
+        random._states = {"torch": torch.get_rng_state(), "cuda": {}}
         random._draws = recorder.draws  # type: ignore[attr-defined]
 
     def moved(random: Any) -> bool:

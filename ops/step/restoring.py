@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
+from .._core.randomness import generator_states, restore_generators
 from .._core.surroundings import Buffers
-from ..state.generators import generator_states, restore_generators
 
 __all__ = ["ModelBefore"]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.dtensor import local_part
+from .._core.randomness import generators_kept
 from ..nn import Transformer
 from ..patching.levels import Blocks
 from .description import Step
@@ -26,7 +27,6 @@ from .micro_batches import (
     some_samples,
 )
 from .out_of_memory import is_out_of_memory
-from .randomness import generators_kept
 from .same_draws import SameDraws
 from .watch import hearing_gradients
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..._core.randomness import generators_kept
 from ...memory.alone import Alone, Bytes, Seconds
 from ...memory.cpu import check_no_profiler
 from ...patching.blocks import verified_blocks
@@ -18,7 +19,6 @@ from ...step import clock
 from ...step.calls import Call, results_of
 from ...step.description import Step
 from ...step.pass_seconds import PassSeconds, is_first_run, seconds_of_pass
-from ...step.randomness import generators_kept
 from ...step.watch import hearing_blocks
 from .block_costs import BlockCosts, LevelCost, Measured
 from .kinds import Likeness
