@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import headroom
 import pytest
 import torch
-from headroom._core import frontier_chart
+from headroom._core import drawing
 from headroom._core.frontier_chart import Series, draw_frontier, telling
 from headroom.fitting import Choice
 from headroom.fitting.ladder import Ladder, Rung, distinct
@@ -84,7 +84,7 @@ def figures(monkeypatch):
     """The figures that are written."""
     pytest.importorskip("matplotlib")
     found = []
-    monkeypatch.setattr(frontier_chart, "save_png", lambda figure, path: found.append(figure))
+    monkeypatch.setattr(drawing, "save_png", lambda figure, path: found.append(figure))
     return found
 
 
