@@ -76,8 +76,8 @@ def test_arguments_that_do_not_fit():
         (dict(scaler=3), TypeError, "scaler is 3"),
         (dict(accumulator=3), TypeError, "accumulator is 3"),
         (dict(micro_batches=0), ValueError, "micro_batches is 0"),
-        (dict(micro_batches=2.0), ValueError, "micro_batches is 2.0"),
-        (dict(micro_batches=True), ValueError, "micro_batches is True"),
+        (dict(micro_batches=2.0), TypeError, "micro_batches is 2.0"),
+        (dict(micro_batches=True), TypeError, "micro_batches is True"),
         (dict(optimizer=None), TypeError, "needs model= and optimizer="),
     ]
     for change, kind, words in wrong:
