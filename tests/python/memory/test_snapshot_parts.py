@@ -1,15 +1,11 @@
-"""Parts of a snapshot by hand: its pages, tags and phases, and the ways out that an error names."""
+"""Parts of a snapshot by hand: its pages, tags, lines and phases."""
 
 import json
-from types import SimpleNamespace
 
-import pytest
 import torch
-from headroom._core import upward
 from headroom.memory import Allocation, load_snapshot, snapshot
 from headroom.memory.snapshots.history import History
 from headroom.memory.snapshots.tags import Tag, tag_of
-from headroom.memory.snapshots.ways_out import Planned, shapes_of, ways_out
 from headroom.memory.snapshots.write import snapshot_of_history
 from headroom.memory.stream import Event, Label, Note
 from torch import nn
@@ -118,69 +114,3 @@ def test_a_step_ends_with_its_last_optimizer(tmp_path):
     names = {a["name"] for a in found.data["external_annotations"]}
     assert {"headroom::step 0 optimizer", "headroom::step 1 backward"} <= names
     assert not any("step 2 forward" in name for name in names)
-
-
-# ---- ways out of memory that ran out ------------------------------------------------------------
-
-
-def advice(name, size, time):
-    return SimpleNamespace(name=name, bytes=size, time=time, code=f"use({name})\nagain()")
-
-
-@pytest.fixture
-def planned(monkeypatch):
-    """What is planned, and the advice that there is."""
-    asked, found = [], []
-
-    def plan(*args, **options):
-        asked.append((args, options))
-        return SimpleNamespace(advice=lambda: found)
-
-    monkeypatch.setattr(upward, "plan", plan, raising=False)
-    return asked, found
-
-
-def test_the_cheapest_ways_that_save_enough_come_first(planned):
-    asked, found = planned
-    found += [
-        advice("small", 99, "no slower"), advice("dear", 500, "about 25 % slower"),
-        advice("cheap", 100, "about 7.5 % slower"), advice("free", 100, "no slower"),
-        advice("tiny", 1, "about 1 % slower"),
-    ]  # fmt: skip
-    model, optimizer = nn.Linear(2, 2), object()
-    lines = ways_out(Planned(model, [optimizer], "batch"), 100)
-    assert lines == [
-        "The cheapest ways out, each planned by itself for a step of this shape:",
-        "1. free: 100 B less, no slower", "       use(free)", "       again()",
-        "2. cheap: 100 B less, about 7.5 % slower", "       use(cheap)", "       again()",
-        "3. dear: 500 B less, about 25 % slower", "       use(dear)", "       again()",
-    ]  # fmt: skip
-    (args, options) = asked[0]
-    assert args == (model, optimizer, "batch") and options["device"] == "cpu"
-    loss = options["forward"](
-        lambda x, y: (x * 2, y, x.detach()), ((torch.ones(3, requires_grad=True),), {"y": 1})
-    )
-    assert float(loss.detach()) == 6
-    ways_out(Planned(model, [], "batch"), 100)
-    assert asked[1][0] == (model, None, "batch")
-    with pytest.raises(ValueError, match="requires no gradient"):
-        options["forward"](lambda x: x, ((torch.ones(3),), {}))
-
-
-def test_where_nothing_is_advised(planned):
-    model = nn.Linear(2, 2)
-    assert ways_out(Planned(model, [], "x"), 1) == [
-        "Of the changes that were planned, none would make the step smaller."
-    ]
-    assert ways_out(None, 1)[0].startswith("No changes could be planned: advice was turned off")
-    assert ways_out(Planned(model, [1, 2], "x"), 1)[0] == (
-        "No changes could be planned: there are several optimizers."
-    )
-
-
-def test_shapes_of_a_batch():
-    x = torch.ones(2, 3, dtype=torch.float16)
-    found = shapes_of(((x, 3), {"mask": None, "kind": "a"}))
-    assert found[0][0].shape == (2, 3) and found[0][0].dtype == torch.float16
-    assert found[0][0].is_meta and found[0][1] == 3 and found[1] == {"mask": None, "kind": "a"}
-    assert shapes_of((x, object())) is None

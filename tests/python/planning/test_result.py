@@ -5,9 +5,9 @@ import torch
 from headroom.memory import Allocation, Span, Timeline
 from headroom.planning import Plan
 from headroom.planning import device as device_module
-from headroom.planning.batches import resized, samples_of
 from headroom.planning.device import device_share
 from headroom.planning.result import DeviceShare
+from headroom.step.micro_batches import resized, samples_of
 
 from helpers.frozen import are_frozen
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from headroom.step import clock
 from headroom.step.clock import Stopwatch
-from headroom.step.measured import PassSeconds, seconds_of_pass
+from headroom.step.pass_seconds import PassSeconds, seconds_of_pass
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -7,8 +7,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from headroom._core.randomness import generators_kept
 from headroom.step.micro_batches import parts
-from headroom.step.randomness import generators_kept
 from headroom.step.run import Total, passes, train, update, weighed
 from torch import nn
 
