@@ -15,10 +15,12 @@ decide what they keep, :mod:`headroom.checkpointing` recomputed activations,
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from . import functional  # registers the ops
-from ._core import binaries, upward
+from ._core import binaries
+from ._core.advice import advisers
 from ._core.lazy import lazy
 
 if TYPE_CHECKING:
@@ -53,53 +55,28 @@ if TYPE_CHECKING:
     from .retrying import retry_on_oom
     from .state import StateFileError, latest, load_state, save_state
 else:
-    __getattr__ = lazy(
+    __getattr__, _ = lazy(
         __name__,
         {
-            "GradAccumulator": ".grad.accumulate",
-            "StateFileError": ".state",
-            "amp": ".amp",
-            "cast_model": ".amp.cast_model",
-            "cast_report": ".amp.cast_model",
-            "checkpoint": ".checkpointing",
-            "checkpoint_every": ".checkpointing",
-            "checkpoint_sequential": ".checkpointing",
-            "checkpointing": ".checkpointing",
-            "clip_grad_norm_": ".grad.clip",
-            "clip_grad_value_": ".grad.clip",
-            "fit": ".fitting",
-            "fits": ".planning",
-            "fitting": ".fitting",
-            "grad": ".grad",
-            "grad_norm": ".grad.norm",
-            "integrations": ".integrations",
-            "ladder": ".fitting.ladder",
-            "latest": ".state",
-            "linear_cross_entropy": ".loss",
-            "linear_distillation_loss": ".loss",
-            "linear_log_prob": ".loss",
-            "load_state": ".state",
-            "loss": ".loss",
-            "max_batch": ".planning",
-            "memory": ".memory",
-            "nn": ".nn",
-            "optim": ".optim",
-            "patch": ".patching",
-            "patching": ".patching",
-            "plan": ".planning",
-            "planning": ".planning",
-            "profile": ".profiling",
-            "profiling": ".profiling",
-            "release_gradients": ".optim",
-            "reports": ".reports",
-            "retry_on_oom": ".retrying",
-            "retrying": ".retrying",
-            "save_state": ".state",
-            "state": ".state",
-            "unpatch": ".patching",
+            ".amp.cast_model": ("cast_model", "cast_report"),
+            ".checkpointing": ("checkpoint", "checkpoint_every", "checkpoint_sequential"),
+            ".fitting": ("fit",),
+            ".fitting.ladder": ("ladder",),
+            ".grad.accumulate": ("GradAccumulator",),
+            ".grad.clip": ("clip_grad_norm_", "clip_grad_value_"),
+            ".grad.norm": ("grad_norm",),
+            ".loss": ("linear_cross_entropy", "linear_distillation_loss", "linear_log_prob"),
+            ".optim": ("release_gradients",),
+            ".patching": ("patch", "unpatch"),
+            ".planning": ("fits", "max_batch", "plan"),
+            ".profiling": ("profile",),
+            ".retrying": ("retry_on_oom",),
+            ".state": ("StateFileError", "latest", "load_state", "save_state"),
         },
+        """amp checkpointing fitting grad integrations loss memory nn optim patching planning
+        profiling reports retrying state""".split(),
     )
-    upward.plan = lambda *args, **options: __getattr__("plan")(*args, **options)
+    advisers.append(lambda *seen: import_module(".planning.ways_out", __name__).ways_out(*seen))
 
 __all__ = [
     "GradAccumulator",

@@ -10,8 +10,6 @@ import secrets
 import stat
 from collections.abc import Iterator
 
-__all__ = ["BusyFileError", "partial_of", "remove_partial", "replacing"]
-
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 NO_MODES = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP)  # of file systems without permissions
 KINDS_OF_FILES = (
@@ -39,7 +37,7 @@ ADVICE = {
 
 
 class BusyFileError(RuntimeError):
-    """Another process or thread is writing the file."""
+    """Says that another process or thread is writing the file."""
 
 
 @contextlib.contextmanager

@@ -9,8 +9,6 @@ import torch
 
 from .cgroups import cgroup_limit
 
-__all__ = ["available"]
-
 
 def available(device: torch.device, held: int = 0, root: Path = Path("/")) -> int:
     """Returns the bytes that training may take on a device: what is free there, and what it has.

@@ -1,10 +1,8 @@
-"""What a CUDA graph must not capture."""
+"""Refuses what a CUDA graph must not capture."""
 
 from __future__ import annotations
 
 import torch
-
-__all__ = ["is_capturing", "refuse_in_capture"]
 
 
 def is_capturing() -> bool:

@@ -1,4 +1,4 @@
-"""The limit of memory that the system sets for this process.
+"""Finds the limit of memory that the system sets for this process.
 
 This file imports nothing but the standard library: ``headroom doctor`` also runs where the package
 cannot be imported, and then loads it by its path.
@@ -7,8 +7,6 @@ cannot be imported, and then loads it by its path.
 from __future__ import annotations
 
 from pathlib import Path
-
-__all__ = ["cgroup_limit"]
 
 UNLIMITED = 1 << 60  # what cgroup v1 writes for no limit is near 2**63
 
@@ -26,8 +24,8 @@ def cgroup_limit(root: Path = Path("/")) -> int | None:
         return None
     limits = []
     for line in lines:
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        number, _, remainder = line.partition(":")
+        controllers, _, path = remainder.partition(":")
         if number == "0" and not controllers:
             base, name = root / "sys/fs/cgroup", "memory.max"
         elif "memory" in controllers.split(","):

@@ -5,7 +5,7 @@ A fake refuses while an op is traced what the op would refuse when it runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -13,17 +13,6 @@ import torch
 from torch import Tensor
 
 from .registration import require
-
-__all__ = [
-    "check_count",
-    "check_flags",
-    "check_list",
-    "check_number",
-    "check_pair",
-    "check_scalars",
-    "check_steps",
-    "lr_arguments",
-]
 
 COUNTERS = (torch.float32, torch.float64)  # of step counts and learning rates
 
@@ -39,6 +28,12 @@ def check_flags(**flags: Any) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}, wanted True or False")
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str], owner: str = "") -> None:
+    """Refuses an option that is none of ``choices``. ``owner`` begins the message."""
+    if value not in choices:
+        raise ValueError(f"{owner}{name} is {value!r}, wanted one of {', '.join(choices)}")
 
 
 def check_count(name: str, value: Any, least: int | None = None) -> None:
@@ -85,11 +80,6 @@ def check_list(
             count = tensor.numel()
             require(count == numels[k], f"{one} has {count} elements, wanted {numels[k]}")
         require(tensor.dtype in dtypes, f"{one} is {tensor.dtype}, not among {dtypes}")
-
-
-def check_steps(state_steps: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-    """Requires a step counter of one element for each parameter."""
-    check_list("state_steps", state_steps, params, COUNTERS, [1] * len(params))
 
 
 def check_scalars(options: dict[str, Any], params: Sequence[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What pictures share: ink, axes without frames, units of bytes, files that are whole or not there.
+"""Helps to draw pictures: ink, axes without frames, units of bytes, files that are whole or not.
 
 matplotlib is imported when a picture is drawn.
 """
@@ -9,8 +9,6 @@ import os
 from typing import Any
 
 from .atomic import replacing
-
-__all__ = ["FAINT", "INK", "LINE", "byte_unit", "new_figure", "plain_axes", "safe_text", "save_png"]
 
 INK, FAINT, LINE = "#1f2328", "#59636e", "#d8dee4"
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))

@@ -9,16 +9,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = [
-    "first_row",
-    "local_part",
-    "moved_shard",
-    "place_of",
-    "shard_groups",
-    "shard_number",
-    "sharded_dim",
-]
-
 
 def sharded_dim(placement: Placement) -> int | None:
     """Returns the dimension that a placement shards, or None. A strided shard, which is not a Shard

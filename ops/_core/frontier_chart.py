@@ -1,4 +1,4 @@
-"""The frontier of a model as one picture: the peak of a step against its time."""
+"""Draws the frontier of a model as one picture: the peak of a step against its time."""
 
 from __future__ import annotations
 
@@ -9,18 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from .drawing import (
-    FAINT,
-    INK,
-    LINE,
-    byte_unit,
-    new_figure,
-    plain_axes,
-    safe_text,
-    save_png,
-)
-
-__all__ = ["Series", "draw_frontier", "label_points", "telling"]
+from . import drawing
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe and Ito's
 MARKERS = ("o", "s", "^", "D")
@@ -65,9 +54,9 @@ def draw_frontier(path: str | os.PathLike[str], title: str, series: Sequence[Ser
     points = [point for one in series for point in one.points]
     if not points:
         raise ValueError("there is no point to draw")
-    unit, name = byte_unit(max(peak for peak, _, _ in points))
+    unit, name = drawing.byte_unit(max(peak for peak, _, _ in points))
     scale, of_time = _time_unit(max(seconds for _, seconds, _ in points))
-    figure = new_figure(9.5, 5.4)
+    figure = drawing.new_figure(9.5, 5.4)
     axes = figure.subplots()
     placed: list[tuple[float, float, str, str]] = []  # also marks of other series keep labels away
     for number, one in enumerate(series):
@@ -80,17 +69,17 @@ def draw_frontier(path: str | os.PathLike[str], title: str, series: Sequence[Ser
     axes.set_ylim(0 if least < most / 2 else 0.9 * least, 1.06 * most)
     axes.set_xlabel(
         f"{name} at the peak of a step: the more to the left and the lower, the better",
-        color=FAINT,
+        color=drawing.FAINT,
         fontsize=8.5,
     )
-    axes.set_ylabel(f"{of_time} of a step", color=FAINT, fontsize=8.5)
-    axes.grid(color=LINE, linewidth=0.7)
+    axes.set_ylabel(f"{of_time} of a step", color=drawing.FAINT, fontsize=8.5)
+    axes.grid(color=drawing.LINE, linewidth=0.7)
     if len(series) > 1:
-        axes.legend(loc="best", frameon=False, fontsize=9, labelcolor=INK)
-    plain_axes(axes, title)
+        axes.legend(loc="best", frameon=False, fontsize=9, labelcolor=drawing.INK)
+    drawing.plain_axes(axes, title)
     figure.draw_without_rendering()  # settles the layout, which the labels are placed in
     label_points(figure, axes, placed)
-    save_png(figure, path)
+    drawing.save_png(figure, path)
 
 
 def _draw(axes: Any, series: Series, points: list[Any], color: str, marker: str) -> None:
@@ -99,7 +88,7 @@ def _draw(axes: Any, series: Series, points: list[Any], color: str, marker: str)
         axes.step(x, y, where="post", color=color, linewidth=1.6, alpha=0.55, zorder=2)
     axes.scatter(
         x, y, s=34 if len(x) < 40 else 10, marker=marker, color=color, edgecolors="white",
-        linewidths=0.6, zorder=3, label=safe_text(series.name),
+        linewidths=0.6, zorder=3, label=drawing.safe_text(series.name),
     )  # fmt: skip
 
 
@@ -136,7 +125,7 @@ def label_points(
             continue
         for right, up, ha, va in PLACES:
             text = axes.annotate(
-                safe_text(words), (x, y), xytext=(right, up), textcoords="offset points",
+                drawing.safe_text(words), (x, y), xytext=(right, up), textcoords="offset points",
                 ha=ha, va=va, fontsize=8.5, color=color,
             )  # fmt: skip
             box = text.get_window_extent(renderer).padded(1)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["fsdp_class"]
-
 
 def fsdp_class(name: str) -> tuple[type, ...]:
     """Returns a class of :mod:`torch.distributed.fsdp` for ``isinstance``, or no class while that

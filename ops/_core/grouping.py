@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
 import torch
 from torch import Tensor
-
-__all__ = ["by_device", "grouped", "positions_by_device"]
 
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
@@ -26,8 +24,3 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
 def by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
     """Returns the tensors of each device."""
     return grouped(tensors, lambda tensor: tensor.device)
-
-
-def positions_by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
-    """Returns the positions of the tensors of each device."""
-    return grouped(range(len(tensors)), lambda i: tensors[i].device)

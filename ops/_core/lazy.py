@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["lazy"]
 
-
-def lazy(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns the ``__getattr__`` of a package (PEP 562).
+def lazy(
+    package: str, names: Mapping[str, Iterable[str]], modules: Iterable[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Returns the ``__getattr__`` and the ``__dir__`` of a package (PEP 562); the second shows its
+    ``__all__``, imported or not.
 
     Args:
         package: its ``__name__``.
-        modules: for each name the module that has it, relative to the package; a name that is
-            ``f".{name}"`` itself is a package in it.
+        names: those that each module offers; the module is relative to the package.
+        modules: names of modules in the package that it offers themselves.
     """
+    places = {name: module for module, offered in names.items() for name in offered}
 
     def get(name: str) -> Any:
-        if name not in modules:
+        if name in modules:
+            value = import_module(f".{name}", package)
+        elif name in places:
+            value = getattr(import_module(places[name], package), name)
+        else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = import_module(modules[name], package)
-        value = module if modules[name] == f".{name}" else getattr(module, name)
         setattr(import_module(package), name, value)
         return value
 
-    return get
+    return get, lambda: list(import_module(package).__all__)

@@ -1,4 +1,4 @@
-"""Element-wise ops on lists of tensors: their fakes, from what each says of its lists."""
+"""Makes the fakes of element-wise ops on lists of tensors from what each says of its lists."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import torch
 from .checks import check_list
 from .registration import complete, require
 
-__all__ = ["LIST_OPS", "ListOp", "list_op"]
-
 
 @dataclass(frozen=True)
 class ListOp:
-    """The arguments of an op whose lists hold tensors of the same shapes on one device."""
+    """Describes an op whose lists hold tensors of the same shapes on one device."""
 
     name: str
     lists: dict[str, tuple[torch.dtype, ...]]  # what each takes; the first leads

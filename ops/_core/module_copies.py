@@ -1,18 +1,16 @@
-"""Deep copies that look into closures, and of which a caller says how some objects are copied."""
+"""Makes deep copies that look into closures; a caller says how some objects are copied."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-
-__all__ = ["copied_modules", "deepcopy_with", "private_copy"]
 
 _lock = threading.RLock()
 
@@ -49,19 +47,19 @@ def private_copy(model: nn.Module) -> nn.Module:
 def _private(x: Tensor) -> Tensor:
     if not isinstance(x, nn.Parameter):
         return x.detach().clone()
-    made = nn.Parameter(x.detach(), requires_grad=x.requires_grad)
-    vars(made).update(vars(x))
-    return made
+    own = nn.Parameter(x.detach(), requires_grad=x.requires_grad)
+    vars(own).update(vars(x))
+    return own
 
 
 def _copied_tensor(x: Tensor, memo: dict[int, Any]) -> Tensor:
     if x.is_leaf:
         return x.__deepcopy__(memo)
-    memo[id(x)] = made = x.detach().clone()
-    return made
+    memo[id(x)] = copied = x.detach().clone()
+    return copied
 
 
-@contextmanager
+@contextlib.contextmanager
 def deepcopy_with(kinds: Mapping[type, Callable[[Any, dict[int, Any]], Any]]) -> Iterator[None]:
     """Lets :func:`copy.deepcopy`, while it lasts, copy objects of some classes by the functions
     given here, which get the object and the memo; and functions that hold tensors, modules or
@@ -70,12 +68,12 @@ def deepcopy_with(kinds: Mapping[type, Callable[[Any, dict[int, Any]], Any]]) ->
     dispatch: dict[type, Callable[..., Any]] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
     added = {types.FunctionType: _copied_function, types.ModuleType: _itself, **kinds}
     with _lock:
-        before = {kind: dispatch.get(kind) for kind in added}
+        replaced = {kind: dispatch.get(kind) for kind in added}
         dispatch.update(added)
         try:
             yield
         finally:
-            for kind, function in before.items():
+            for kind, function in replaced.items():
                 if function is None:
                     del dispatch[kind]
                 else:
@@ -91,38 +89,33 @@ def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> type
     if not _holds_tensors(function, set()):
         return function
     cells = tuple(types.CellType() for _ in function.__closure__ or ())
-    made = types.FunctionType(
+    copied = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
     )
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__dict__.update(function.__dict__)
-    memo[id(function)] = made
+    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__dict__.update(function.__dict__)
+    memo[id(function)] = copied
     for cell, old in zip(cells, function.__closure__ or ()):
-        try:
+        with contextlib.suppress(ValueError):  # an empty cell
             cell.cell_contents = copy.deepcopy(old.cell_contents, memo)
-        except ValueError:
-            pass  # an empty cell
-    return made
+    return copied
 
 
 def _holds_tensors(value: Any, seen: set[int]) -> bool:
+    if isinstance(value, (Tensor, nn.Module, Optimizer)):
+        return True
     if id(value) in seen:
         return False
     seen.add(id(value))
-    if isinstance(value, (Tensor, nn.Module, Optimizer)):
-        return True
+    inside: list[Any] = []
     if isinstance(value, types.FunctionType):
         for cell in value.__closure__ or ():
-            try:
-                if _holds_tensors(cell.cell_contents, seen):
-                    return True
-            except ValueError:
-                continue
-        return False
-    if isinstance(value, types.MethodType):
-        return _holds_tensors(value.__self__, seen) or _holds_tensors(value.__func__, seen)
-    if isinstance(value, (list, tuple, set)):
-        return any(_holds_tensors(item, seen) for item in value)
-    if isinstance(value, dict):
-        return any(_holds_tensors(item, seen) for item in value.values())
-    return False
+            with contextlib.suppress(ValueError):
+                inside.append(cell.cell_contents)
+    elif isinstance(value, types.MethodType):
+        inside = [value.__self__, value.__func__]
+    elif isinstance(value, (list, tuple, set)):
+        inside = [*value]
+    elif isinstance(value, dict):
+        inside = [*value.values()]
+    return any(_holds_tensors(item, seen) for item in inside)

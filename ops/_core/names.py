@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["bare_name_of", "name_of", "named_params", "param_names"]
-
 UNKNOWN = "a parameter that the optimizer does not have"
 
 

@@ -12,11 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .dtensor import local_part
 
-__all__ = ["is_dense", "overlapping", "place_in_memory", "spanned_bytes"]
-
 
 class _Span(NamedTuple):
-    """The bytes from the first element of a tensor to its last."""
+    """Holds the bytes from the first element of a tensor to its last."""
 
     device: tuple[str, int]
     start: int
@@ -41,15 +39,21 @@ def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
     return None
 
 
+def is_freed(tensor: Tensor) -> bool:
+    """Returns whether the storage of a strided tensor is shorter than the tensor, as after
+    ``untyped_storage().resize_(0)``: torch reads and writes such a tensor without a check."""
+    return bool(tensor.numel()) and tensor.untyped_storage().nbytes() < spanned_bytes(tensor)
+
+
 def spanned_bytes(tensor: Tensor) -> int:
-    """Returns the bytes that a strided tensor with elements needs of its storage, which is shorter
-    after ``untyped_storage().resize_(0)``: torch reads and writes such a tensor without a check."""
+    """Returns the bytes that a strided tensor with elements needs of its storage."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return (tensor.storage_offset() + last + 1) * tensor.element_size()
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Returns whether the elements lie side by side in memory, in any order of the dimensions."""
+    """Returns whether the elements lie side by side in memory, in any order of the dimensions.
+    (torch's own function cannot be traced.)"""
     extent = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size != 1:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tqdm import tqdm
 
-__all__ = ["progress_bar"]
-
 
 def progress_bar(total: int, description: str | None, *, unit: str, shown: bool) -> tqdm:
     """Returns a bar, to be used in a ``with`` block. Bytes (``unit="B"``) are shown with prefixes,

@@ -19,9 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .surroundings import Parameters, Random, Settings, is_plain, is_trained, viewed
-
-__all__ = ["Dropping", "can_drop", "inside_checkpoint"]
+from .randomness import Random
+from .surroundings import Parameters, Settings, is_plain, is_trained, viewed
 
 
 def inside_checkpoint() -> bool:
@@ -51,16 +50,16 @@ def can_drop() -> bool:
 
 
 class _Kept:
-    """What autograd holds in the place of a tensor that is kept.
+    """Stands in autograd in the place of a tensor that is kept.
 
     Hooks that were in force before get it, such as those that move tensors to the CPU. Without
     any, a change in place raises: autograd itself does not look when there are hooks.
     """
 
-    def __init__(self, x: Tensor, outer: tuple[Callable, Callable] | None) -> None:
-        self._unpack = None if outer is None else outer[1]
+    def __init__(self, x: Tensor, hooks: tuple[Callable, Callable] | None) -> None:
+        self._unpack = None if hooks is None else hooks[1]
         # The tensor itself would keep the node alive that saves it.
-        self._held = x.detach() if outer is None else outer[0](x)
+        self._held = x.detach() if hooks is None else hooks[0](x)
         self._version = x._version
 
     def tensor(self) -> Tensor:
@@ -77,7 +76,7 @@ class _Kept:
 
 
 class _Token:
-    """What autograd holds in the place of a tensor that is dropped."""
+    """Stands in autograd in the place of a tensor that is dropped."""
 
     def __init__(self, region: _Region, index: int, x: Tensor) -> None:
         self._region, self.index = region, index
@@ -97,7 +96,7 @@ class _Token:
 
 
 class _Tensors:
-    """What one backward pass has computed again, with how often each will still be asked for."""
+    """Holds what one backward pass has computed again, and how often it will still be asked for."""
 
     def __init__(self, task: int, found: dict[int, tuple[Tensor, int]]) -> None:
         self.task, self.found = task, found
@@ -111,7 +110,7 @@ class _Enough(Exception):
 
 
 class _Region:
-    """One call of a function."""
+    """Runs one call of a function again."""
 
     def __init__(
         self,
@@ -220,7 +219,7 @@ def _results(results: Any) -> tuple[Tensor, ...]:
 
 
 class _Result:
-    """The memory of a result while operations behind its region may save it."""
+    """Tells the memory of a result while operations behind its region may save it."""
 
     def __init__(self, region: _Region, index: int, x: Tensor) -> None:
         self.region, self.index = region, index
@@ -233,7 +232,7 @@ class _Result:
 
 
 class Dropping:
-    """A context in which regions are run, and in which later operations save their results.
+    """Encloses regions that are run, and later operations that save their results.
 
         with Dropping() as dropping:
             q, k, v = dropping.run(project, x)
@@ -289,24 +288,24 @@ class Dropping:
         region = _Region(
             function, inputs, self._pack, settings, Parameters(reads) if reads else None
         )
-        before = Random([x for x in inputs if x is not None]) if random else None
-        kept = {_memory(x) for x in inputs if x is not None}
+        random_states = Random([x for x in inputs if x is not None]) if random else None
+        own_memory = {_memory(x) for x in inputs if x is not None}
         count = 0
 
         def pack(x: Tensor) -> _Kept | _Token:
             nonlocal count
             index, count = count, count + 1
-            if _memory(x) in kept or _is_parameter(x) or not region.is_ready():
+            if _memory(x) in own_memory or _is_parameter(x) or not region.is_ready():
                 return self._pack(x)
             return region.token(index, x)
 
         with saved_tensors_hooks(pack, _unpack):
             results = function(*inputs)
-        if before is not None and before.moved():
-            region.random = before
+        if random_states is not None and random_states.moved():
+            region.random = random_states
         if not keep_results:
             for k, x in enumerate(_results(results)):
-                if _memory(x) not in kept and type(x) in (Tensor, FakeTensor):
+                if _memory(x) not in own_memory and type(x) in (Tensor, FakeTensor):
                     self._results[_memory(x)] = _Result(region, ~k, x)
         return results
 

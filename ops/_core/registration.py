@@ -17,20 +17,6 @@ from torch.autograd import forward_ad
 
 from . import binaries  # noqa: F401  (registers the ops)
 
-__all__ = [
-    "AGAIN",
-    "FLOATS",
-    "binder",
-    "by_name",
-    "complete",
-    "differentiable",
-    "no_second_derivative",
-    "refuse_derivative",
-    "register_fake",
-    "register_flops",
-    "require",
-]
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels read and write
 
 _library = torch.library.Library("headroom", "IMPL")

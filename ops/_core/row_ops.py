@@ -28,8 +28,6 @@ from .registration import (
     require,
 )
 
-__all__ = ["FLOAT32", "MATRIX", "ROW_OPS", "Gradient", "Kind", "RowOp", "kind", "row_op"]
-
 FLOAT32 = (torch.float32,)
 Given = Mapping[str, Any]  # arguments and results by name
 
@@ -72,8 +70,8 @@ Sizes = dict[str, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class RowOp:
-    """An op on rows and the ops of its gradient. ``kinds`` has its arguments and results by name,
-    the first of which leads; a gradient is of the kind of what it is the gradient of."""
+    """Describes an op on rows and the ops of its gradient. ``kinds`` has arguments and results by
+    name, the first of which leads; a gradient is of the kind of what it is the gradient of."""
 
     name: str
     kinds: dict[str, Kind]
@@ -166,7 +164,7 @@ def _names(arguments: Iterable[Any]) -> list[str]:
 
 
 class Gradient:
-    """The gradient of ``headroom::name`` by ``headroom::name_backward``, from their schemas.
+    """Computes the gradient of an op by ``headroom::name_backward``, from their schemas.
 
     Args:
         op: the op.
@@ -314,8 +312,8 @@ def row_op(
             found = checked(given)
             if own is not None:
                 return own(**given)
-            made = tuple(empty(each, given, found) for each in names)
-            return made if len(made) > 1 else made[0] if made else None
+            tensors = tuple(empty(each, given, found) for each in names)
+            return tensors if len(tensors) > 1 else tensors[0] if tensors else None
 
         op.ops.append(name)
         return fake

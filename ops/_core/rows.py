@@ -1,4 +1,4 @@
-"""What the functions of ops on rows share: dtypes under autocast, and checks."""
+"""Helps the functions of ops on rows: dtypes under autocast, and checks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 
 from .registration import FLOATS
-
-__all__ = [
-    "autocast",
-    "autocast_dtype",
-    "cast",
-    "check_tensors",
-    "constant_factors",
-    "promoted",
-]
+from .surroundings import is_trained
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -70,3 +62,12 @@ def constant_factors(factors: Tensor | None, name: str) -> Tensor | None:
     if factors.is_complex():
         raise RuntimeError(f"{name} has dtype {factors.dtype}, wanted real numbers")
     return factors.float()
+
+
+def refuse_leaf(logits: Tensor, name: str) -> None:
+    """Raises where a gradient over the logits, an argument of this name, would change a leaf."""
+    if is_trained(logits):
+        raise ValueError(
+            f"inplace_backward=True would write the gradient over {name}, which is a leaf that "
+            "requires grad, or a view of one; leave it out"
+        )

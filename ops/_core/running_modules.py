@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from torch.nn.modules import module as every_module
 
-__all__ = ["watching_modules"]
-
 
 @contextmanager
 def watching_modules(

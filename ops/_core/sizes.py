@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import re
 
-__all__ = ["format_bytes", "parse_bytes"]
-
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS |= {f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
@@ -34,9 +32,10 @@ def parse_bytes(size: int | float | str, name: str = "size") -> int:
     return int(size)
 
 
-def format_bytes(size: int | float) -> str:
-    """Returns a size with three or four digits: ``"1.50 GiB"``, ``"734 MiB"``, ``"512 B"``."""
-    sign, size = ("-" if size < 0 else ""), abs(size)
+def format_bytes(size: int | float, plus: str = "") -> str:
+    """Returns a size with three or four digits: ``"1.50 GiB"``, ``"734 MiB"``, ``"512 B"``; with
+    ``plus`` in front of one above 0."""
+    sign, size = ("-" if size < 0 else plus if size > 0 else ""), abs(size)
     if size < 1000:
         return f"{sign}{size:.0f} B"
     units = ["KiB", "MiB", "GiB", "TiB", "PiB"]

@@ -1,9 +1,9 @@
-"""What a function must find as it was, to compute the same again: the states of random generators,
-the settings that choose kernels, and the parameters and buffers of modules."""
+"""Keeps what a function must find as it was to compute the same again, beside random numbers: the
+settings that choose kernels, and the parameters and buffers of modules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,19 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from .registration import FLOATS
 
-__all__ = [
-    "Buffers",
-    "Parameters",
-    "Random",
-    "Settings",
-    "is_plain",
-    "is_trained",
-    "takes_ops",
-    "version_of",
-    "viewed",
-]
-
-_DEVICES = ("cpu", "cuda", "meta")
+DEVICES = ("cpu", "cuda", "meta")
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # a fake has memory of its own, which is counted
 
 
@@ -38,8 +26,9 @@ def is_plain(x: Any) -> bool:
     return type(x) in _PLAIN
 
 
-def takes_ops(x: Any) -> bool:
-    """Returns whether ops of Headroom on rows take ``x`` here, as those of torch do.
+def takes_ops(x: Any, ranks: Collection[int] | None = None) -> bool:
+    """Returns whether ops of Headroom on rows take ``x`` here, as those of torch do, and it has one
+    of these numbers of dimensions.
 
     They take no float64, no nested and subclassed tensors and no other devices. Transforms of
     ``torch.func`` and forward-mode derivatives are left to torch, and so are traces that leave
@@ -48,9 +37,10 @@ def takes_ops(x: Any) -> bool:
     if (
         not is_plain(x)
         or x.dtype not in FLOATS
-        or x.device.type not in _DEVICES
+        or x.device.type not in DEVICES
         or x.is_nested
         or x.layout is not torch.strided
+        or (ranks is not None and x.dim() not in ranks)
     ):
         return False
     if torch.compiler.is_compiling():
@@ -78,32 +68,6 @@ def version_of(x: Tensor) -> int | None:
     """Returns how often a tensor has been written; None if it was made in inference mode, or a lazy
     module has still to make it."""
     return None if is_lazy(x) or x.is_inference() else x._version
-
-
-class Random:
-    """The states of the generators that a function may draw from, now."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        devices = {x.device for x in tensors if x.device.type == "cuda"}
-        self._cpu = torch.get_rng_state()
-        self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
-
-    def moved(self) -> bool:
-        """Returns whether something may have been drawn since."""
-        if self._cuda and torch.cuda.is_current_stream_capturing():
-            return True  # while a graph is captured, the state does not show it
-        return not torch.equal(self._cpu, torch.get_rng_state()) or any(
-            not torch.equal(state, torch.cuda.get_rng_state(device))
-            for device, state in self._cuda.items()
-        )
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        with torch.random.fork_rng(devices=[d.index for d in self._cuda], device_type="cuda"):
-            torch.set_rng_state(self._cpu)
-            for device, state in self._cuda.items():
-                torch.cuda.set_rng_state(state, device)
-            yield
 
 
 def _autocast(kind: str) -> tuple[Any, ...]:
@@ -152,7 +116,7 @@ class Settings:
 
 
 class Parameters:
-    """The parameters of modules as they are now, to find out whether they are the same later.
+    """Keeps the parameters of modules as they are now, to find out whether they are the same later.
 
     Neither DTensors nor other subclasses are looked at. FSDP2 frees and allocates the memory of a
     parameter, but leaves its storage and its version, so those are compared.
@@ -183,7 +147,7 @@ class Parameters:
 
 
 class Buffers:
-    """The buffers of modules as they are now, such as the running statistics of BatchNorm.
+    """Keeps the buffers of modules as they are now, such as the running statistics of BatchNorm.
 
     Buffers of more than ``limit`` bytes are not copied, but watched: weights that a model keeps in
     buffers, quantized ones for instance, do not change. So are sparse buffers, and those of lazy

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from .binaries import _C
 
-__all__ = ["joined", "table_of"]
-
 _PLAIN = (Tensor, torch.nn.Parameter)
 _ROWS = 3  # address, number of elements, dtype: torch_ext/table.h
 _exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)

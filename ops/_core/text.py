@@ -1,7 +1,5 @@
 """Texts that are cut to the width of a table, or to what a message or a page can show."""
 
-__all__ = ["LONGEST", "quoted", "shortened"]
-
 LONGEST = 240  # characters of a quotation
 
 

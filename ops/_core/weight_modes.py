@@ -1,4 +1,4 @@
-"""The modes of storing 16-bit weights: ``master=`` and ``rounding=`` of an optimizer."""
+"""Defines the modes of storing 16-bit weights: ``master=`` and ``rounding=`` of an optimizer."""
 
 from __future__ import annotations
 
@@ -10,22 +10,6 @@ from torch import Tensor
 
 from .registration import FLOATS
 
-__all__ = [
-    "HALVES",
-    "MASTERS",
-    "MODES",
-    "Master",
-    "NEAREST",
-    "RESIDUALS",
-    "ROUNDINGS",
-    "Rounding",
-    "WeightsMode",
-    "check_weight_options",
-    "mode_of",
-    "weight_seeds",
-    "weights_mode",
-]
-
 Master = Literal["f32", "remainder16", "remainder8"]  # or None
 Rounding = Literal["nearest", "stochastic", "kahan"]
 MASTERS = (None, *get_args(Master))
@@ -35,7 +19,7 @@ RESIDUALS = ("compensation", "master", "remainder")  # their names in a paramete
 
 
 class WeightsMode(NamedTuple):
-    """How the parameters of a group are stored."""
+    """Says how the parameters of a group are stored."""
 
     number: int  # hr_weights_mode
     residual: str | None = None  # its name in the state

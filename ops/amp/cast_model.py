@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 
+from .._core.grouping import grouped
+from .._core.overlap import overlapping
 from .._core.registration import FLOATS
-
-__all__ = ["CastReport", "cast_model", "cast_report"]
 
 CASTABLE = (*FLOATS, torch.float64)
 # By name, because libraries have classes of their own: LlamaRMSNorm, T5LayerNorm.
@@ -58,8 +58,8 @@ def cast_model(
     modules do not change. :func:`cast_report` lists the buffers of a model, to find buffers with
     other names.
 
-    Parameters stay the same objects, so the optimizer may already exist. Tensors that share memory
-    still share it, and if one of them is kept, all are, with their modules. Hooks do the casts:
+    Parameters stay the same objects, so the optimizer may already exist. If a tensor that several
+    modules have is kept, all of these are kept. Hooks do the casts:
     ``state_dict()`` has the same keys as before, in two dtypes, ``torch.compile`` traces them, and
     copies and pickles of the model have them too. A further call starts anew, so that
     ``cast_model(model, torch.float32)`` undoes everything except the loss of bits.
@@ -86,8 +86,8 @@ def cast_model(
         The model.
 
     Raises:
-        ValueError: a dtype that is not one of the three, or something to keep or to cast that the
-            model does not have.
+        ValueError: a dtype that is not one of the three, something to keep or to cast that the
+            model does not have, or tensors that share memory without being one tensor.
         TypeError: ``keep`` or ``cast`` has something else, or the model has DTensors already.
 
     What it cannot do: the outputs of a kept last layer come in ``dtype``, too; a module that uses
@@ -101,14 +101,14 @@ def cast_model(
     for _, name, tensor in tensors:
         if isinstance(tensor, DTensor):
             raise TypeError(f"'{name}' is a DTensor: call cast_model() before fully_shard()")
-    kept, kept_tensors = _chosen(model, tensors, keep)
+    kept_modules, kept_tensors = _chosen(model, tensors, keep)
     kept_tensors |= _wide(tensors, cast)
-    shared = _shared(tensors)
-    _spread(kept, shared)
-    for users in shared:
-        in_float32 = any(user in kept or tensor in kept_tensors for user, tensor in users)
-        _cast([tensor for _, tensor in users], torch.float32 if in_float32 else dtype)
-    _set_hooks(model, kept if dtype != torch.float32 else set(), dtype)
+    owners = _owners(tensors)
+    _spread(kept_modules, owners.values())
+    for tensor, modules in owners.items():
+        in_float32 = tensor in kept_tensors or not kept_modules.isdisjoint(modules)
+        _cast(tensor, torch.float32 if in_float32 else dtype)
+    _set_hooks(model, kept_modules if dtype != torch.float32 else set(), dtype)
     return model
 
 
@@ -178,63 +178,39 @@ def _is_norm(module: nn.Module) -> bool:
     return any(fnmatchcase(type(module).__name__, pattern) for pattern in NORMS)
 
 
-def _shared(tensors: list[tuple[nn.Module, str, Tensor]]) -> list[list[tuple[nn.Module, Tensor]]]:
-    """Returns groups of tensors that overlap in memory, with their modules. (Tensors of one file or
-    flat buffer may have one storage and not overlap.)"""
-    runs = sorted(
-        (tensor.untyped_storage()._cdata, *_extent(tensor), index)
-        for index, (_, _, tensor) in enumerate(tensors)
-    )
-    shared: list[list[tuple[nn.Module, Tensor]]] = []
-    place = None, 0
-    for storage, start, end, index in runs:
-        if storage != place[0] or start >= place[1]:
-            shared.append([])
-            place = storage, end
-        shared[-1].append((tensors[index][0], tensors[index][2]))
-        place = storage, max(end, place[1])
-    return shared
+def _owners(tensors: list[tuple[nn.Module, str, Tensor]]) -> dict[Tensor, list[nn.Module]]:
+    """Returns the modules that hold each tensor. Refuses different tensors that overlap in memory,
+    which would do so no longer once they are cast. (Tensors of one file or flat buffer may have one
+    storage and not overlap.)"""
+    owners = grouped(tensors, lambda held: held[2])
+    if (pair := overlapping(list(owners))) is not None:
+        first, second = (owners[list(owners)[place]][0][1] for place in pair)
+        raise ValueError(
+            f"'{first}' and '{second}' share memory without being one tensor, which a cast would "
+            "end: tie weights by giving both modules the same Parameter"
+        )
+    return {tensor: [module for module, *_ in held] for tensor, held in owners.items()}
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Returns its first byte in its storage, and the byte after its last one."""
-    start = tensor.storage_offset()
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    end = start + (steps + 1 if tensor.numel() else 0)
-    return start * tensor.element_size(), end * tensor.element_size()
-
-
-def _spread(kept: set[nn.Module], shared: list[list[tuple[nn.Module, Tensor]]]) -> None:
-    """Keeps the modules that share memory with a kept one."""
+def _spread(kept: set[nn.Module], owners: Iterable[list[nn.Module]]) -> None:
+    """Keeps the modules that share a tensor with a kept one."""
     grows = True
     while grows:
         grows = False
-        for users in shared:
-            if any(user in kept for user, _ in users):
-                more = {inner for user, _ in users for inner in user.modules()} - kept
+        for modules in owners:
+            if not kept.isdisjoint(modules):
+                more = {inner for module in modules for inner in module.modules()} - kept
                 kept |= more
                 grows = grows or bool(more)
 
 
-@torch.no_grad()
-def _cast(tensors: list[Tensor], dtype: torch.dtype) -> None:
-    """Casts tensors that overlap in memory so that they still overlap in the same way."""
-    tensors = list(dict.fromkeys(tensors))
-    if {tensor.dtype for tensor in tensors} == {dtype}:
-        return
-    if len(tensors) == 1:
-        new = [tensors[0].data.to(dtype)]
-    else:
-        size = tensors[0].element_size()
-        start = min(_extent(tensor)[0] for tensor in tensors) // size
-        end = max(_extent(tensor)[1] for tensor in tensors) // size
-        memory = tensors[0].data.as_strided((end - start,), (1,), start).to(dtype)
-        new = [memory.as_strided(t.shape, t.stride(), t.storage_offset() - start) for t in tensors]
-    for tensor, value in zip(tensors, new):
+def _cast(tensor: Tensor, dtype: torch.dtype) -> None:
+    """Casts a tensor and its gradient in place."""
+    if tensor.dtype != dtype:
         grad, tensor.grad = tensor.grad, None
-        tensor.data = value
+        tensor.data = tensor.data.to(dtype)
         if grad is not None:
-            tensor.grad = grad.to(dtype)
+            tensor.grad = grad.detach().to(dtype)
 
 
 # ---- what a model is now -------------------------------------------------------------------------
@@ -242,7 +218,7 @@ def _cast(tensors: list[Tensor], dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class CastReport:
-    """The dtypes of a model, as :func:`cast_report` found them."""
+    """Lists the dtypes of a model, as :func:`cast_report` found them."""
 
     parameters: dict[torch.dtype, int]
     """Elements of parameters in each dtype. A tied parameter counts once."""

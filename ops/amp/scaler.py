@@ -16,14 +16,12 @@ from .._core.dtensor import local_part, shard_groups
 from .._core.grouping import grouped
 from .._core.names import bare_name_of
 from .._core.registration import FLOATS
-from .._core.skips import LateCounts
 from .._core.text import quoted
 from ..functional.unscale_norm import unscale_norm_
 from ..functional.update_scale import update_scale_
 from ..grad.norm import any_rank
 from ..optim.base import Optimizer
-
-__all__ = ["GradScaler"]
+from ..optim.counts import LateCounts
 
 SMALLEST = 2.0**-126  # the smallest scale whose inverse is finite and exact in float32
 HISTORY = 8  # scales that the error message shows

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["is_filled", "warn_of_cache", "without_caches"]
-
 
 def without_caches(
     layer: nn.Module, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]

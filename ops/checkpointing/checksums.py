@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["BLOCK_BYTES", "checksums", "first_difference"]
-
 BLOCK_BYTES = 8192
 
 SHIFT = 29  # of the upper bits: a sign comes to lie below the middle of the word
@@ -56,8 +54,8 @@ def checksums(x: Tensor) -> Tensor | None:
         weights = torch.full((block,), FACTOR, dtype=torch.int64, device=x.device).cumprod(0)
         sums = [_sums(rows, weights) for rows in words[:whole].view(-1, block).split(AT_A_TIME)]
         if whole < words.numel():
-            rest = words[whole:].unsqueeze(0)
-            sums.append(_sums(rest, weights[: rest.numel()]))
+            tail = words[whole:].unsqueeze(0)
+            sums.append(_sums(tail, weights[: tail.numel()]))
         return torch.cat(sums)
 
 

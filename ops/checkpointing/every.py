@@ -12,8 +12,6 @@ from torch import nn
 from .caches import without_caches
 from .regions import checkpointed
 
-__all__ = ["CheckpointedBlocks", "checkpoint_every"]
-
 
 def repeated_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields names and blocks: the members of the outermost lists of two or more modules of one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,9 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from .verify import verified_region, verified_results
-
-__all__ = ["checkpoint", "checkpoint_sequential"]
+from .verify import verified_region
 
 
 def checkpoint(
@@ -47,23 +45,22 @@ def checkpoint(
         early_stop: ends the second call as soon as everything needed has been computed.
         verify: also compares values. Every tensor that is dropped is read once for its checksums,
             and once more when it has been recomputed; what differs raises in the backward pass.
-            With ``use_reentrant`` the results are compared. Costs 0.1 % of the bytes that are
-            dropped, and waits for the device in the backward pass.
+            Costs 0.1 % of the bytes that are dropped, and waits for the device in the backward
+            pass.
 
     Raises:
         RecomputeError: with ``verify``, in the backward pass: names the module whose operation
             saved the tensor, the tensor, and the elements among which the first difference is.
         RuntimeError: with ``verify``, while torch.compile traces the call.
+        ValueError: ``verify`` is asked of a reentrant checkpoint, whose first run saves nothing.
     """
-    options: dict[str, Any] = {"use_reentrant": use_reentrant}
-    if not preserve_rng_state:
-        options["preserve_rng_state"] = False
-    if determinism_check != "default":
-        options["determinism_check"] = determinism_check
-    if debug:
-        options["debug"] = True
-    if not early_stop:
-        options["early_stop"] = False
+    options: dict[str, Any] = {
+        "use_reentrant": use_reentrant,
+        "preserve_rng_state": preserve_rng_state,
+        "determinism_check": determinism_check,
+        "debug": debug,
+        "early_stop": early_stop,
+    }
     if context_fn is not noop_context_fn:
         options["context_fn"] = context_fn
     if function is None:
@@ -77,9 +74,10 @@ def checkpoint(
             "in eager mode, and verify=False in the compiled function"
         )
     if use_reentrant:
-        if not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        return torch_checkpoint(verified_results(function), *args, **options, **kwargs)
+        raise ValueError(
+            "checkpoint: verify=True compares what the first run saves, and with "
+            "use_reentrant=True it saves nothing; leave use_reentrant out"
+        )
     options["context_fn"] = functools.partial(_verified_contexts, function, context_fn)
     return torch_checkpoint(function, *args, **options, **kwargs)
 
@@ -104,9 +102,7 @@ def _verified_contexts(
 
     @contextmanager
     def verified() -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(verified_region(function))
-            stack.enter_context(first)
+        with verified_region(function), first:
             yield
 
     return verified(), second

@@ -4,8 +4,7 @@ While the region runs, hooks on saved tensors stand in front of the checkpoint's
 checksums of every tensor on its way into the checkpoint, and compare them when the recomputed
 tensor comes out. Parameters and leaves that require grad are in memory all the time: of these, the
 version is kept, and whether the same one comes out is looked at, so that they are not read. A
-reentrant checkpoint saves nothing in its forward pass, so its results are
-compared instead.
+reentrant checkpoint saves nothing in its forward pass, and is refused.
 """
 
 from __future__ import annotations
@@ -22,22 +21,19 @@ from torch import Tensor, nn
 from torch._C import _current_autograd_node
 from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .._core.dtensor import local_part
 from .._core.running_modules import watching_modules
 from .._core.surroundings import is_plain, is_trained, viewed
 from .checksums import BLOCK_BYTES, checksums, first_difference
 
-__all__ = ["RecomputeError", "verified_region", "verified_results"]
-
 
 class RecomputeError(RuntimeError):
-    """What a checkpoint recomputed is not what it had dropped, so gradients would be wrong."""
+    """Says that a checkpoint recomputed other values than it dropped: gradients would be wrong."""
 
 
 class Dropped(NamedTuple):
-    """A tensor as it was in the forward pass."""
+    """Describes a tensor as it was in the forward pass."""
 
     what: str
     shape: torch.Size
@@ -49,7 +45,7 @@ class Dropped(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A parameter, or a leaf that requires grad, of which a tensor that was saved is a view."""
+    """Tells the parameter, or leaf that requires grad, of which a saved tensor is a view."""
 
     ref: weakref.ref[Tensor]
     version: int
@@ -148,7 +144,7 @@ def _is_internal(was: Dropped, node: Any) -> bool:
 
 
 class _Packed:
-    """What autograd holds in the place of a saved tensor."""
+    """Stands in autograd in the place of a saved tensor."""
 
     def __init__(self, holder: Any, was: Dropped) -> None:
         self.holder = holder
@@ -224,32 +220,3 @@ def verified_region(fn: Callable[..., Any]) -> Iterator[None]:
     functools.update_wrapper(pack, inner_pack)  # checkpoints are recognized by their pack hook
     with _callers(fn) as running, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
-
-
-def verified_results(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``fn`` with the results of its second and later calls compared with its first, which
-    a reentrant checkpoint makes without gradients. It is made with gradients, and drops what is
-    saved, because operations with two kernels (LSTMs) round otherwise in each."""
-    first: list[Dropped] = []
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not first:
-            dropping = torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: x)
-            with torch.enable_grad(), dropping:
-                results = fn(*args, **kwargs)
-            results = tree_map_only(Tensor, Tensor.detach, results)
-            tensors = [x for x in tree_leaves(results) if isinstance(x, Tensor)]
-            first.extend(_dropped(f"result {k}", x) for k, x in enumerate(tensors))
-            return results
-        results = fn(*args, **kwargs)
-        tensors = [x for x in tree_leaves(results) if isinstance(x, Tensor)]
-        if len(tensors) != len(first):
-            raise RecomputeError(
-                f"checkpoint: the function returned {len(first)} tensors, and {len(tensors)} when "
-                f"it was called again. {_CAUSES}"
-            )
-        for was, now in zip(first, tensors):
-            _compare(was, now)
-        return results
-
-    return call

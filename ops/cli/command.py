@@ -18,7 +18,7 @@ from .output import print_json
 
 __all__ = ["COMMANDS", "EXIT_CODES", "main", "make_parser"]
 
-COMMANDS = ("plan", "fit", "report", "diff", "convert", "doctor", "demo")
+COMMANDS = ("plan", "fit", "report", "diff", "convert", "doctor")
 EXIT_CODES = {
     0: "done; for a question such as `fit`, the answer is yes",
     1: "failed, or the answer is no; the reason is on standard error or in the output",
@@ -71,9 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if options.command is None:
             parser.error(f"a command is missing: one of {', '.join(COMMANDS)}")
-        if options.command == "demo":
-            options.arguments = unknown
-        elif unknown:
+        if unknown:
             parser.error(f"there is no argument {unknown[0]!r}; see {name} --help")
         code = options.run(options)
         sys.stdout.flush()

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 HELP = "say what this machine and installation have, lack, and how to get it"
 OK, NOTE, BROKEN = "ok", "note", "broken"
 OPTIONAL = {
-    "rich": "a report in the terminal with colors: pip install rich",
-    "matplotlib": "headroom report --png: pip install matplotlib",
+    "matplotlib": "pictures of headroom.ladder: pip install matplotlib",
     "transformers": "headroom plan with a config.json: pip install transformers",
     "isal": "checksums of state files at the speed of memory: pip install isal",
     "bitsandbytes": "nothing of Headroom needs it; its optimizer states convert without it",

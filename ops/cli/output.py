@@ -1,4 +1,4 @@
-"""What subcommands print: one JSON object for programs."""
+"""Prints one JSON object for programs."""
 
 from __future__ import annotations
 

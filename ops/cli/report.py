@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from ..reports import read, report
-from ..reports.terminal import show
+from ..reports.terminal import text_of
 from .arguments import ArgumentError, count
 from .output import print_json
 
@@ -20,7 +20,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("files", nargs="+", type=Path, metavar="FILE", help=what)
     where = "the page (default: the first FILE with .html in the current folder)"
     command.add_argument("-o", "--out", type=Path, metavar="HTML", help=where)
-    command.add_argument("--png", type=Path, metavar="PNG", help="write a picture as well")
     command.add_argument("--title", help="of the page (default: the names of the files)")
     command.add_argument("--terminal", action="store_true", help="show it here, and write no page")
     command.add_argument("--top", type=count(0), default=10, metavar="N", help="owners shown here")
@@ -28,37 +27,26 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     out = options.out or Path(options.files[0].name + ".html")
-    clash = [path for path in options.files if path.exists() and _is_same(path, out, options.png)]
+    clash = [
+        path for path in options.files if path.exists() and out.exists() and path.samefile(out)
+    ]
     if clash:
         raise ArgumentError(f"{clash[0]} is read, and would be replaced: choose another --out")
     if options.terminal and options.out is not None:
         raise ArgumentError("--terminal writes no page: leave --out out")
-    if options.png is not None and options.png.absolute() == out.absolute():
-        raise ArgumentError(f"--png is {str(options.png)!r}, where the page goes: choose another")
     if options.terminal:
         parts = [part for file in options.files for part in read(file)]
-        if options.png is not None:
-            from ..reports.png import draw
-
-            draw(parts, options.png)
-        written = [options.png]
+        written = []
     else:
         quiet = options.json or not sys.stderr.isatty()
-        parts = report(options.files, out, title=options.title, png=options.png, progress=not quiet)
-        written = [out, options.png]
-    paths = [str(path) for path in written if path is not None]
+        parts = report(options.files, out, title=options.title, progress=not quiet)
+        written = [str(out)]
     if options.json:
         summaries = [part.summary for part in parts]
-        print_json({"format": "headroom.report/1", "written": paths, "parts": summaries})
+        print_json({"format": "headroom.report/1", "written": written, "parts": summaries})
         return 0
     if options.terminal:
-        show(parts, top=options.top)
-    for path in paths:
+        print(text_of(parts, options.top))
+    for path in written:
         print(f"wrote {path}")
     return 0
-
-
-def _is_same(path: Path, *targets: Path | None) -> bool:
-    return any(
-        target is not None and target.exists() and path.samefile(target) for target in targets
-    )

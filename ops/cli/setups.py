@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import pkgutil
 import re
-import sys
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ..nn.steps import LEVELS
+from ..planning import sources
+from ..step.trees import mapped
 from .arguments import ArgumentError, count
 
 __all__ = ["add_setup_arguments", "real_setup_of", "setup_of"]
@@ -141,7 +140,7 @@ def real_setup_of(options: argparse.Namespace) -> tuple[tuple[Any, ...], dict[st
         model = model if isinstance(model, torch.nn.Module) else model()
         if not isinstance(model, torch.nn.Module):
             raise ArgumentError(f"MODEL is {source!r}, which returned a {type(model).__name__}")
-        batch = tree_map_only(Tensor, lambda x: _filled(x, device), batch)
+        batch = mapped(batch, lambda x: _filled(x, device))
     chosen = {name: keywords[name] for name in ("loss", "device", "amp", "max_grad_norm")}
     scaler = torch.amp.GradScaler(device.type) if options.scaler else None
     return (model.to(device), batch), chosen | {"optimizer": optimizer, "scaler": scaler}
@@ -193,14 +192,10 @@ def tensor(text: str, argument: str, dimensions: int | None = None) -> Tensor:
 
 def named(text: str, argument: str) -> Any:
     """Returns the function ``"module:function"``, whose module may be in the current folder."""
-    path = list(sys.path)
-    sys.path.insert(0, os.getcwd())
     try:
-        found = pkgutil.resolve_name(text)
+        found = sources.named(text)
     except (ImportError, AttributeError, ValueError) as error:
         raise ArgumentError(f"{argument} is {text!r}, wanted module:function: {error}") from error
-    finally:
-        sys.path[:] = path
     if not callable(found):
         got = type(found).__name__
         raise ArgumentError(f"{argument} is {text!r}, a value of type {got}; wanted a function")

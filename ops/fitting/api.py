@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ..optim.release import bucket_of
 from ..patching.levels import Blocks
 from ..step.description import Step
-from ..step.micro_batches import bytes_of
 from .apply.applied import Applied
 from .apply.fitted import Fitted
 from .arguments import allowed_of, budget_of, check_margin, check_only, checked, within
@@ -41,7 +40,6 @@ def fit(
     scaler: Any = None,
     max_grad_norm: float | None = None,
     allow: Sequence[str] = (),
-    adapt: bool = False,
     margin: float | None = None,
     ladder: Any = None,
     dry_run: bool = False,
@@ -79,8 +77,6 @@ def fit(
         allow: of "8bit" (moments of 8 bits), "bf16" (weights of 16 bits, with 16 more that the
             optimizer keeps; weights that it lacks, such as the frozen ones beside a LoRA, are
             rounded for good) and "adafactor".
-        adapt: after three steps, of batches as large as the sample, spend what was measured to be
-            left on faster levels.
         margin: the share of the budget that is left free. None: 0.2 % on the CPU and 2 % on CUDA,
             by which plans have been wrong at the most.
         ladder: what :func:`headroom.ladder` returned for the same arguments: what it has measured
@@ -111,7 +107,7 @@ def fit(
         max_grad_norm=max_grad_norm,
     )  # fmt: skip
     return fit_step(
-        step, budget=budget, target=target, allow=allow, adapt=adapt, margin=margin, ladder=ladder,
+        step, budget=budget, target=target, allow=allow, margin=margin, ladder=ladder,
         dry_run=dry_run, only=only, choice=choice, group=group,
     )  # fmt: skip
 
@@ -122,7 +118,6 @@ def fit_step(
     budget: int | float | str | None = None,
     target: str | None = None,
     allow: Sequence[str] = (),
-    adapt: bool = False,
     margin: float | None = None,
     ladder: Any = None,
     dry_run: bool = False,
@@ -143,11 +138,6 @@ def fit_step(
     with together(group):
         check_margin(margin)
         check_only(only)
-        if adapt and choice is not None:
-            raise ValueError(
-                "adapt and choice were both given: adapt needs times, and nothing is measured for "
-                "a given choice"
-            )
         given = None if choice is None else Choice.from_json(choice)
         allowed = allowed_of(allow, () if given is None else given.needs)
         step = checked(step)
@@ -178,33 +168,22 @@ def fit_step(
         agree = chosen.agree if len(counts) > 1 else False
         candidate = search.known.get(chosen.choice.but(levels=()))
         return Fitted(
-            model,
-            optimizer,
-            chosen.choice,
-            limit,
-            found.plan,
-            found.plan.total_bytes,
-            chosen.seconds,
-            chosen.before_peak,
-            chosen.before_seconds,
-            chosen.changes,
-            chosen.frontier,
-            chosen.reachable,
-            list(found.blocks),
-            list(chosen.notes),
+            **vars(chosen) | {"agree": agree},
+            model=model,
+            optimizer=optimizer,
+            budget=limit,
+            plan=found.plan,
+            predicted_peak=found.plan.total_bytes,
+            blocks=list(found.blocks),
             within=room,
             is_given=given is not None,
             bucket_bytes=bucket_of(model, chosen.choice.dtype) if chosen.choice.release else None,
-            rule=chosen.rule,
             # The batch is held as long as the gradients of its parts may still be compared.
             _step=step.but(
                 optimizer=optimizer, batch=step.batch if applied and agree is None else None
             ),
-            _sample_bytes=bytes_of(step.batch),
             _applied=applied,
             _counts=counts,
-            _agree=agree,
-            _planner=(lambda choice: candidates.taken(choice).plan) if adapt else None,
             _estimate=None if candidate is None else candidate.at,
         )
     except BaseException:  # of this rank or another, and Ctrl-C

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from .._core.available import available
+from .._core.checks import check_number
 from .._core.sizes import parse_bytes
 from ..memory.track import device_of
 from ..optim.replacing import optimizer_of
-from ..step.checks import check_described, check_number
+from ..step.checks import check_described
 from ..step.description import Step
 from ..step.trees import tensors_in
 from .choice import ALLOWABLE, Choice

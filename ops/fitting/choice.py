@@ -1,4 +1,4 @@
-"""How a model is trained, as one value that JSON can carry."""
+"""A choice of how a model is trained, as one value that JSON can carry."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OPTIMIZERS = {"headroom": "headroom.optim", "8bit": "8-bit moments", "adafactor
 
 @dataclass(frozen=True)
 class Choice:
-    """How a model is trained.
+    """A way to train a model.
 
     Attributes:
         levels: of each block; empty where blocks stay as they are.

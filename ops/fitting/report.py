@@ -1,14 +1,15 @@
-"""What was chosen, and the report of it, as text of at most 80 columns and for JSON."""
+"""Reports what was chosen, as text of at most 80 columns and for JSON."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .._core.sizes import format_bytes
 from .._core.text import shortened
+from ..step.micro_batches import SAMPLES
 from .choice import Choice, FrontierPoint
 
 __all__ = ["Change", "Chosen", "described", "report"]
@@ -18,7 +19,7 @@ WIDTH = 80
 
 @dataclass(frozen=True)
 class Change:
-    """What one technique changed.
+    """The change that one technique makes.
 
     Attributes:
         technique: its name.
@@ -34,23 +35,28 @@ class Change:
     after: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Chosen:
-    """What was chosen, and what is known of it besides a plan: nothing of a choice that was given.
+    """Tells what was chosen, and what is known of it besides a plan.
 
     Attributes:
-        agree: whether the losses of parts of a batch add up, or None if they were not compared.
-        rule: what the loss is a mean over.
-        seconds: of a step, estimated.
-        notes, before_peak, before_seconds, changes, frontier, reachable: as in
-            :class:`headroom.fitting.Fitted`.
+        choice: how the model is trained.
+        agree: whether the losses of parts of a batch add up; None: not compared yet.
+        rule: what the loss is a mean over; see :mod:`headroom.step.micro_batches`.
+        notes: what could not be used, and why.
+        predicted_seconds: of a step with the choice. There are none for a choice that was given.
+        before_peak, before_seconds: predicted for the model as it was given.
+        changes: what each technique changed, of the choice that :func:`headroom.fit` made.
+        frontier: the choices that no other beats, by ascending peaks, as far as they were looked
+            at; their bytes are estimates.
+        reachable: like ``frontier``, but of the choices that :meth:`Fitted.set_levels` can reach.
     """
 
     choice: Choice
-    agree: bool | None
-    rule: str
-    notes: Sequence[str] = ()
-    seconds: float | None = None
+    agree: bool | None = None
+    rule: str = SAMPLES
+    notes: list[str] = field(default_factory=list)
+    predicted_seconds: float | None = None
     before_peak: int | None = None
     before_seconds: float | None = None
     changes: Sequence[Change] = ()
@@ -73,7 +79,7 @@ def report(fitted: Any) -> str:
         lines.append("")
     for change in fitted.changes:
         what = shortened(f"{change.before} -> {change.after}", WIDTH - 42, "beginning")
-        size, time = _signed(change.bytes), _milliseconds(change.seconds, "+")
+        size, time = format_bytes(change.bytes, "+"), _milliseconds(change.seconds, "+")
         lines.append(f"{change.technique:<16}{size:>12}{time:>12}  {what}")
     if not fitted.changes:
         given = f"as was chosen before: {fitted.first_choice}"
@@ -101,14 +107,10 @@ def _milliseconds(seconds: float, sign: str = "") -> str:
     return f"{1000 * seconds:{sign},.{digits}f} ms"
 
 
-def _signed(size: int) -> str:
-    return f"+{format_bytes(size)}" if size > 0 else format_bytes(size)
-
-
 def _neighbor(fitted: Any, name: str, point: FrontierPoint | None) -> str:
     if point is None or fitted.predicted_peak is None:
         return f"next {name}: none was found"
-    size = _signed(point.peak - fitted.predicted_peak)
+    size = format_bytes(point.peak - fitted.predicted_peak, "+")
     time = _milliseconds(point.seconds - (fitted.predicted_seconds or 0.0), "+")
     return f"next {name}: {format_bytes(point.peak)} ({size}), {time} a step"
 
@@ -127,12 +129,8 @@ def described(fitted: Any) -> dict[str, Any]:
         "measured": {"peak_bytes": fitted.measured_peak, "seconds": fitted.measured_seconds},
         "changes": [vars(change) for change in fitted.changes],
         "frontier": [
-            {
-                "peak_bytes": point.peak,
-                "seconds": point.seconds,
-                "choice": point.choice.to_json(),
-            }
-            for point in fitted.frontier
+            {"peak_bytes": p.peak, "seconds": p.seconds, "choice": p.choice.to_json()}
+            for p in fitted.frontier
         ],
         "notes": fitted.notes,
     }

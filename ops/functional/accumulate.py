@@ -10,8 +10,6 @@ from torch import Tensor
 from .._core.list_ops import list_op
 from .._core.registration import FLOATS
 
-__all__ = ["accumulate_"]
-
 
 def accumulate_(
     sums: Sequence[Tensor],

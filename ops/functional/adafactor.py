@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._core.checks import check_list, check_scalars, check_steps, lr_arguments
-from .._core.registration import FLOATS, complete, require
-from .._core.weight_modes import weights_mode
-from .weights import check_weights
-
-__all__ = ["adafactor_"]
+from .._core.checks import check_list
+from .._core.registration import complete, require
+from .weights import check_step, op_arguments
 
 SUMS, STATES, NORM, APPLY, ALL = 1, 2, 4, 8, 15  # phases: hr_adafactor_phases
 
@@ -39,15 +37,8 @@ def adafactor_(
     relative_step: bool = True,
     warmup_init: bool = False,
     maximize: bool = False,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    clip_coef: Tensor | None = None,
     residuals: Sequence[Tensor] = (),
-    master: str | None = None,
-    rounding: str = "nearest",
-    weight_seeds: Sequence[int] | None = None,
-    places: Sequence[int] | None = None,
-    stalled: Tensor | None = None,
+    **step: Any,
 ) -> None:
     """Steps Adafactor on a list of parameters, in place.
 
@@ -75,11 +66,8 @@ def adafactor_(
         eps: the two regularizers. The first may be None in torch's rule: the epsilon of the
             parameter's dtype.
         scale_parameter, relative_step, warmup_init: options of ``"hf"`` only.
-        grad_scale: float32 tensor of one element; gradients are divided by it.
-        found_inf: float32 tensor of one element; if it is not 0, nothing changes, steps included.
-        clip_coef: float32 tensor of one element; gradients are multiplied by it.
-        residuals, master, rounding, weight_seeds, places, stalled: the storage of 16-bit
-            parameters, as in :func:`adamw_`.
+        residuals, step: ``grad_scale``, ``found_inf``, ``clip_coef``, ``master``, ``rounding``,
+            ``weight_seeds``, ``places`` and ``stalled``, as in :func:`adamw_`.
 
     Raises:
         RuntimeError: shapes, devices or dtypes do not fit, an option is out of range, or a tensor
@@ -102,7 +90,7 @@ def adafactor_(
         state_steps,
         list(residuals),
         hf=is_hf(semantics),
-        **lr_arguments(lr, params[0].device),
+        **op_arguments(params, lr, **step),
         beta2_decay=beta2_decay,
         eps1=-1.0 if eps[0] is None else eps[0],
         eps2=eps[1],
@@ -113,13 +101,6 @@ def adafactor_(
         relative_step=relative_step,
         warmup_init=warmup_init,
         maximize=maximize,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        clip_coef=clip_coef,
-        weights_mode=weights_mode(master, rounding).number,
-        weight_seeds=None if weight_seeds is None else list(weight_seeds),
-        places=None if places is None else list(places),
-        stalled=stalled,
     )
 
 
@@ -147,8 +128,7 @@ def _(
     **options,
 ):
     f32 = (torch.float32,)
-    check_list("params", params, params, FLOATS)
-    check_list("grads", grads, params, FLOATS)
+    check_step(params, grads, state_steps, residuals, options)
     lines = [lines_of(param.shape) for param in params]
     vectors = [param.numel() if param.dim() < 2 else 0 for param in params]
     for name, tensors, numels in (
@@ -162,9 +142,6 @@ def _(
         check_list("exp_avgs", exp_avgs, params, f32)
     if rms_values:
         check_list("rms_values", rms_values, params, f32, [1] * len(params))
-    check_steps(state_steps, params)
-    check_weights(params, residuals, options)
-    check_scalars(options, params)
     require(
         workspace is None or not params or workspace.device == params[0].device,
         "workspace must be on the device of params[0]",

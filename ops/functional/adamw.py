@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._core.checks import check_list, check_scalars, check_steps, lr_arguments
+from .._core.checks import check_list
 from .._core.registration import FLOATS, complete, require
-from .._core.weight_modes import weights_mode
-from .weights import check_weights
-
-__all__ = ["adamw_"]
+from .weights import check_step, op_arguments
 
 
 def adamw_(
@@ -31,16 +29,9 @@ def adamw_(
     amsgrad: bool = False,
     maximize: bool = False,
     decoupled: bool = True,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    clip_coef: Tensor | None = None,
     skip_nonfinite: bool = False,
     residuals: Sequence[Tensor] = (),
-    master: str | None = None,
-    rounding: str = "nearest",
-    weight_seeds: Sequence[int] | None = None,
-    places: Sequence[int] | None = None,
-    stalled: Tensor | None = None,
+    **step: Any,
 ) -> None:
     """Steps AdamW, or Adam, on a list of parameters, in place and in one pass.
 
@@ -57,20 +48,23 @@ def adamw_(
             grows by 1.
         lr: learning rate; a tensor of one element is read on its device.
         decoupled: decay weights as AdamW does; False adds the decay to the gradient, as Adam does.
-        grad_scale: float32 tensor of one element; gradients are divided by it.
-        found_inf: float32 tensor of one element; if it is not 0, nothing changes, steps included.
-        clip_coef: float32 tensor of one element; gradients are multiplied by it.
         skip_nonfinite: leave parameters and moments as they are where the gradient is infinite or
             NaN.
-        master, rounding: the mode of 16-bit parameters; see :class:`Adam`.
-        residuals: the tensors that the mode keeps beside them, shaped like params: float32 with
-            ``master="f32"``, int16 with ``"remainder16"``, int8 with ``"remainder8"``, the
-            parameter's dtype with ``rounding="kahan"``, else none; updated.
-        weight_seeds: with ``rounding="stochastic"``, a 64-bit number for each parameter.
-        places: offset, run and stride of each parameter in the tensor that it is a shard of, for
-            stochastic rounding: element i is ``offset + i // run * stride + i % run`` of it.
-        stalled: int64 tensor of one element; grows by the number of weights that float32 would have
-            moved and whose stored value did not change.
+        residuals: the tensors that the mode of storing 16-bit parameters keeps beside them, shaped
+            like params: float32 with ``master="f32"``, int16 with ``"remainder16"``, int8 with
+            ``"remainder8"``, the parameter's dtype with ``rounding="kahan"``, else none; updated.
+        step: what the functions of all optimizers take:
+
+            - grad_scale: float32 tensor of one element; gradients are divided by it.
+            - found_inf: float32 tensor of one element; if it is not 0, nothing changes, steps
+              included.
+            - clip_coef: float32 tensor of one element; gradients are multiplied by it.
+            - master, rounding: the mode; see :class:`headroom.optim.Adam`.
+            - weight_seeds: with ``rounding="stochastic"``, a 64-bit number for each parameter.
+            - places: offset, run and stride of each parameter in the tensor that it is a shard of,
+              for stochastic rounding: element i is ``offset + i // run * stride + i % run`` of it.
+            - stalled: int64 tensor of one element; grows by the number of weights that float32
+              would have moved and whose stored value did not change.
 
     Raises:
         RuntimeError: shapes, devices or dtypes do not fit, an option is out of range, or a tensor
@@ -89,7 +83,7 @@ def adamw_(
         max_exp_avg_sqs,
         state_steps,
         list(residuals),
-        **lr_arguments(lr, params[0].device),
+        **op_arguments(params, lr, **step),
         beta1=beta1,
         beta2=beta2,
         weight_decay=weight_decay,
@@ -97,14 +91,7 @@ def adamw_(
         amsgrad=amsgrad,
         maximize=maximize,
         decoupled=decoupled,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        clip_coef=clip_coef,
         skip_nonfinite=skip_nonfinite,
-        weights_mode=weights_mode(master, rounding).number,
-        weight_seeds=None if weight_seeds is None else list(weight_seeds),
-        places=None if places is None else list(places),
-        stalled=stalled,
     )
 
 
@@ -121,20 +108,16 @@ def _(
     amsgrad,
     **options,
 ):
-    check_list("params", params, params, FLOATS)
-    check_list("grads", grads, params, FLOATS)
+    check_step(params, grads, state_steps, residuals, options)
     check_list("exp_avgs", exp_avgs, params, FLOATS)
     check_list("exp_avg_sqs", exp_avg_sqs, params, FLOATS)
     check_list("max_exp_avg_sqs", max_exp_avg_sqs, params if amsgrad else [], FLOATS)
-    check_steps(state_steps, params)
-    check_weights(params, residuals, options)
     for name, tensors in (("exp_avg_sqs", exp_avg_sqs), ("max_exp_avg_sqs", max_exp_avg_sqs)):
         for k, (tensor, like) in enumerate(zip(tensors, exp_avgs)):
             require(
                 tensor.dtype == like.dtype,
                 f"{name}[{k}] is {tensor.dtype}, exp_avgs[{k}] {like.dtype}",
             )
-    check_scalars(options, params)
 
 
 complete("adamw_")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._core.checks import check_list, check_scalars, check_steps, lr_arguments
-from .._core.registration import FLOATS, complete, require
-from .._core.weight_modes import weights_mode
-from .weights import check_weights
-
-__all__ = ["BLOCK_SIZES", "adamw8bit_"]
+from .._core.checks import check_list
+from .._core.registration import complete, require
+from .weights import check_step, op_arguments
 
 BLOCK_SIZES = (64, 128, 256, 512)
 
@@ -37,15 +35,8 @@ def adamw8bit_(
     skip_nonfinite: bool = False,
     bnb_exact: bool = False,
     seeds: Sequence[int] | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    clip_coef: Tensor | None = None,
     residuals: Sequence[Tensor] = (),
-    master: str | None = None,
-    rounding: str = "nearest",
-    weight_seeds: Sequence[int] | None = None,
-    places: Sequence[int] | None = None,
-    stalled: Tensor | None = None,
+    **step: Any,
 ) -> None:
     """Steps AdamW, or Adam, with moments of one byte, in place and in one pass.
 
@@ -77,11 +68,8 @@ def adamw8bit_(
             about 2,000 get another code.)
         seeds: a 64-bit number for each parameter: codes are rounded stochastically, and depend only
             on seed, step, element and values. None: codes are rounded to nearest.
-        grad_scale: float32 tensor of one element; gradients are divided by it.
-        found_inf: float32 tensor of one element; if it is not 0, nothing changes, steps included.
-        clip_coef: float32 tensor of one element; gradients are multiplied by it.
-        residuals, master, rounding, weight_seeds, places, stalled: the storage of 16-bit
-            parameters, as in :func:`adamw_`.
+        residuals, step: ``grad_scale``, ``found_inf``, ``clip_coef``, ``master``, ``rounding``,
+            ``weight_seeds``, ``places`` and ``stalled``, as in :func:`adamw_`.
 
     Raises:
         RuntimeError: shapes, devices or dtypes do not fit, an option is out of range, or a tensor
@@ -101,7 +89,7 @@ def adamw8bit_(
         exp_avg_sq_absmaxs,
         state_steps,
         list(residuals),
-        **lr_arguments(lr, params[0].device),
+        **op_arguments(params, lr, **step),
         beta1=beta1,
         beta2=beta2,
         weight_decay=weight_decay,
@@ -112,13 +100,6 @@ def adamw8bit_(
         skip_nonfinite=skip_nonfinite,
         bnb_exact=bnb_exact,
         seeds=None if seeds is None else [signed(seed) for seed in seeds],
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        clip_coef=clip_coef,
-        weights_mode=weights_mode(master, rounding).number,
-        weight_seeds=None if weight_seeds is None else list(weight_seeds),
-        places=None if places is None else list(places),
-        stalled=stalled,
     )
 
 
@@ -152,8 +133,7 @@ def _(
         "bnb_exact needs decoupled weight decay, block_size 256, no seeds, not skip_nonfinite",
     )
     require(seeds is None or len(seeds) == len(params), "seeds must be as many as params")
-    check_list("params", params, params, FLOATS)
-    check_list("grads", grads, params, FLOATS)
+    check_step(params, grads, state_steps, residuals, options)
     check_list("exp_avgs", exp_avgs, params, codes)
     check_list("exp_avg_sqs", exp_avg_sqs, params, codes)
     blocks = [-(-param.numel() // block_size) for param in params]
@@ -164,9 +144,6 @@ def _(
         check_list(name, absmaxs, params, scales, blocks)
         for k, absmax in enumerate(absmaxs):
             require(absmax.is_contiguous(), f"{name}[{k}] must be contiguous")
-    check_steps(state_steps, params)
-    check_weights(params, residuals, options)
-    check_scalars(options, params)
 
 
 complete("adamw8bit_")

@@ -5,12 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._core.checks import check_flags
+from .._core.checks import check_choice, check_flags
 from .._core.row_ops import FLOAT32, MATRIX, kind, row_op
-from .._core.rows import check_tensors, constant_factors
-from .over_logits import refuse_leaf
-
-__all__ = ["cross_entropy"]
+from .._core.rows import check_tensors, constant_factors, refuse_leaf
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 MEAN_OR_ZERO = 3
@@ -77,8 +74,7 @@ def cross_entropy(
     check_flags(
         inplace_backward=inplace_backward, return_lse=return_lse, return_argmax=return_argmax
     )
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}, wanted one of {', '.join(REDUCTIONS)}")
+    check_choice("reduction", reduction, REDUCTIONS)
     if empty not in ("nan", "zero"):
         raise ValueError(f"empty is {empty!r}, wanted nan or zero")
     if target.is_floating_point():

@@ -5,13 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._core.checks import check_flags
+from .._core.checks import check_choice, check_flags
 from .._core.registration import FLOATS
 from .._core.row_ops import FLOAT32, MATRIX, kind, row_op
-from .._core.rows import check_tensors
-from .over_logits import refuse_leaf
-
-__all__ = ["beta_of", "divergence", "ignored_rows", "reduced"]
+from .._core.rows import check_tensors, refuse_leaf
 
 STATISTICS = 6  # HR_DIVERGENCE_STATISTICS
 KINDS = ("forward_kl", "reverse_kl", "js")
@@ -78,8 +75,7 @@ def divergence(
     check_tensors(student=student, teacher=teacher)
     check_flags(inplace_backward=inplace_backward)
     beta = beta_of(divergence, beta)
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}, wanted one of {', '.join(REDUCTIONS)}")
+    check_choice("reduction", reduction, REDUCTIONS)
     if teacher.requires_grad:
         raise RuntimeError(
             "teacher requires grad, but gets no gradient; compute it under torch.no_grad(), or "
@@ -106,8 +102,7 @@ def divergence(
 
 def beta_of(divergence: str, beta: float) -> float:
     """Returns the ``beta`` of the generalized divergence that a name stands for."""
-    if divergence not in KINDS:
-        raise ValueError(f"divergence is {divergence!r}, wanted one of {', '.join(KINDS)}")
+    check_choice("divergence", divergence, KINDS)
     return {"forward_kl": 0.0, "reverse_kl": 1.0}.get(divergence, beta)
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .gemm import gemm_into
 
-__all__ = ["Gradients", "Head", "counting_rows", "gain_of", "over_chunks", "pitch_of"]
-
 PITCH = 8  # elements to which rows of logits are padded, so that each begins at 16 bytes
 
 
@@ -38,7 +36,7 @@ def counting_rows(ignored: Tensor) -> Tensor:
 
 @dataclass
 class Head:
-    """What logits come from: hidden states as a matrix, weight and bias."""
+    """Holds what logits come from: hidden states as a matrix, weight and bias."""
 
     hidden: Tensor
     weight: Tensor
@@ -66,7 +64,7 @@ class Head:
 
 @dataclass
 class Gradients:
-    """Of the student: of the hidden states, and sums over the chunks in float32."""
+    """Holds the student's gradients: of the hidden states, and sums over the chunks in float32."""
 
     hidden: Tensor | None
     weight: Tensor | None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["dynamic_map"]
-
 
 def dynamic_map(signed: bool) -> Tensor:
     """Returns the values of the 256 codes of 8-bit moments, ascending, float32 ``[256]``.

@@ -1,4 +1,4 @@
-"""Matrix products with gradients: ``headroom::gemm``."""
+"""Multiplies matrices, with gradients: ``headroom::gemm``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from torch import Tensor
 from .._core.checks import check_flags
 from .._core.registration import FLOATS, complete, differentiable, register_fake, require
 from .._core.rows import autocast, autocast_dtype, cast, check_tensors
-
-__all__ = ["gemm", "gemm_into"]
 
 
 def gemm(
@@ -95,7 +93,7 @@ def gemm_into(
 
 
 def matmul_precision(dtype: torch.dtype) -> int:
-    """What torch's settings allow cuBLAS, as the bits that the op takes."""
+    """Returns what torch's settings allow cuBLAS, as the bits that the op takes."""
     matmul = torch.backends.cuda.matmul
     reduced = {
         torch.bfloat16: lambda: matmul.allow_bf16_reduced_precision_reduction,
@@ -109,7 +107,7 @@ def matmul_precision(dtype: torch.dtype) -> int:
 
 
 def _sizes(x: Any, transpose: bool) -> tuple:
-    """The batch, rows and columns of op(x)."""
+    """Returns the batch, rows and columns of op(x)."""
     *batch, rows, cols = x
     return (batch, cols, rows) if transpose else (batch, rows, cols)
 

@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.checks import check_flags
+from .._core.checks import check_choice, check_flags
 from .._core.registration import require
 from .._core.row_ops import MATRIX, kind, row_op
 from .._core.rows import check_tensors, promoted
-
-__all__ = ["glu"]
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu_squared": 4}
 
@@ -44,8 +42,7 @@ def glu(
     """
     check_tensors(gate=gate)
     check_flags(packed=packed)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}, wanted one of {', '.join(ACTIVATIONS)}")
+    check_choice("activation", activation, ACTIVATIONS)
     if packed and up is not None:
         raise ValueError("up is given, but with packed=True the second half of gate is up")
     if up is not None:

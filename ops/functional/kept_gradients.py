@@ -12,13 +12,11 @@ from torch import Tensor
 from .._core.registration import no_second_derivative
 from .._core.row_ops import Gradient
 
-__all__ = ["KeptGradient", "may_overwrite", "multiplied"]
 
-
-def may_overwrite(kept: Tensor) -> bool:
+def may_overwrite(saved: Tensor) -> bool:
     """Returns whether a saved tensor, which is unpacked now, is needed no more: the graph is not
     retained, and no transform or compiler looks on."""
-    return type(kept) is Tensor and not (
+    return type(saved) is Tensor and not (
         torch._C._are_functorch_transforms_active()
         or torch._C._autograd._get_current_graph_task_keep_graph()
     )
@@ -38,7 +36,7 @@ def multiplied(
 
 
 class KeptGradient:
-    """The gradient of an op whose forward pass computes gradients, as far as they are asked for.
+    """Gives the gradient of an op whose forward pass computes those that are asked for.
 
     Args:
         derived: the gradient by the backward op, where the forward pass has not computed it.

@@ -11,8 +11,6 @@ from .._core.rows import autocast_dtype, check_tensors
 from .._core.surroundings import takes_ops
 from .gemm import gemm
 
-__all__ = ["SLOW_ON_CPU", "linear", "linear_forward"]
-
 # The dtypes that torch has no fast product for on this processor.
 SLOW_ON_CPU = {d for d in FLOATS if not torch.ops.headroom.lends_product(d)}
 

@@ -20,8 +20,6 @@ from .._core.row_ops import FLOAT32, MATRIX, Gradient, kind, row_op
 from .gemm import matmul_precision
 from .kept_gradients import KeptGradient, multiplied
 
-__all__ = ["MODES", "PART", "REDUCTIONS", "RESULTS", "Options", "call", "gradients", "joined"]
-
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2, "mean or zero": 3}
 MODES = {"auto": 0, "tokens": 1, "vocabulary": 2}
 
@@ -42,7 +40,7 @@ HIDDEN, WEIGHT, BIAS = 1, 2, 4  # gradients
 
 @dataclass(frozen=True)
 class Options:
-    """The numbers that the ops take, as in ``hr_linear_cross_entropy_config``."""
+    """Holds the numbers that the ops take, as in ``hr_linear_cross_entropy_config``."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0

@@ -19,8 +19,6 @@ from .divergence import reduced, rows_that_count
 from .divergence_chunks import Head, counting_rows, gain_of, over_chunks
 from .kept_gradients import KeptGradient
 
-__all__ = ["backward_of", "check", "forward_of", "scale_of"]
-
 HEADS = (
     "Tensor student_hidden, Tensor student_weight, Tensor? student_bias, Tensor teacher_hidden, "
     "Tensor teacher_weight, Tensor? teacher_bias, Tensor? ignored"
@@ -66,13 +64,13 @@ def forward_of(
         gain = gain_of(heads[0].dtype, temperature)
         count = torch.as_tensor(counted, device=rows.device).float() * gain
         loss = reduced(rows, ignored, "mean" if reduction == 1 else "sum")
-    kept = (grads.hidden, grads.weight, grads.bias)
+    student_grads = (grads.hidden, grads.weight, grads.bias)
     return (
         loss,
         count,
         *(
             rows.new_empty(0) if one is None else one.view(like.shape)
-            for one, like in zip(kept, heads[:3])
+            for one, like in zip(student_grads, heads[:3])
         ),
     )
 
@@ -85,10 +83,10 @@ def backward_of(
     student, teacher = Head(*heads[:3]), Head(*heads[3:])
     numbers, wants = (beta, temperature), (w1, w2, w3)
     _, grads = over_chunks(student, teacher, ignored, dloss, numbers, chunk_rows, wants, find)
-    kept = (grads.hidden, grads.weight, grads.bias)
+    student_grads = (grads.hidden, grads.weight, grads.bias)
     return tuple(
         dloss.new_empty(0) if one is None else one.to(like.dtype).view(like.shape)
-        for one, like in zip(kept, heads[:3])
+        for one, like in zip(student_grads, heads[:3])
     )
 
 
@@ -102,16 +100,16 @@ def scale_of(
 ) -> tuple[Tensor, ...]:
     """Computes ``headroom::linear_divergence_scale``."""
     factor = dloss / count
-    return tuple(_scaled(kept, factor, dtype) for kept in (hidden, weight, bias))
+    return tuple(_scaled(grad, factor, dtype) for grad in (hidden, weight, bias))
 
 
-def _scaled(kept: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``kept * factor``, rounded once, without a second float32 tensor of that size."""
-    if kept.dtype == dtype == torch.float32:
-        return kept * factor
-    out = torch.empty(kept.shape, dtype=dtype, device=kept.device)
-    if kept.numel():
-        for part, to in zip(kept.split(4096), out.split(4096)):
+def _scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns ``grad * factor``, rounded once, without a second float32 tensor of that size."""
+    if grad.dtype == dtype == torch.float32:
+        return grad * factor
+    out = torch.empty(grad.shape, dtype=dtype, device=grad.device)
+    if grad.numel():
+        for part, to in zip(grad.split(4096), out.split(4096)):
             to.copy_(part.float() * factor)
     return out
 
@@ -182,14 +180,14 @@ def _results(student_hidden, student_weight, student_bias, reduction, **given):
     def of(shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         return student_hidden.new_empty(shape, dtype=dtype)
 
-    kept, (w1, w2, w3) = bool(reduction), (given[name] for name in _WANTS)
+    has_grads, (w1, w2, w3) = bool(reduction), (given[name] for name in _WANTS)
     dtype = Head(student_hidden, student_weight, None).kept_dtype
     return (
-        of(() if kept else student_hidden.shape[:-1]),
-        of(() if kept else (0,)),
-        of(student_hidden.shape, dtype) if kept and w1 else of((0,)),
-        of(student_weight.shape) if kept and w2 else of((0,)),
-        of(student_bias.shape) if kept and w3 else of((0,)),
+        of(() if has_grads else student_hidden.shape[:-1]),
+        of(() if has_grads else (0,)),
+        of(student_hidden.shape, dtype) if has_grads and w1 else of((0,)),
+        of(student_weight.shape) if has_grads and w2 else of((0,)),
+        of(student_bias.shape) if has_grads and w3 else of((0,)),
     )
 
 
@@ -210,7 +208,7 @@ def _fake_scale(dloss, count, hidden, weight, bias, dtype):
 
 
 def _gradient(derived: Gradient) -> KeptGradient:
-    """Of gradients that are there, neither the hidden states nor the weights are needed again."""
+    """Makes the gradient keep gradients that are there, instead of hidden states and weights."""
     return KeptGradient(
         derived,
         inputs=tuple(_HEADS[:3]),

@@ -13,8 +13,6 @@ from torch import Tensor
 from .._core.registration import FLOATS, require
 from .._core.row_ops import MATRIX, kind, row_op
 
-__all__ = ["ACTIVATIONS", "NORMS", "SAVES", "wanted_gradients"]
-
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu_squared": 4}
 NORMS = {"rms": 0, "layer": 1}
 SAVES = {"all": 0, "gate_up": 1, "input": 2}
@@ -121,7 +119,7 @@ def _gradients(dy, gradients, norm_weight, norm_bias, gate_up, up, down, **_):
 
 
 def _products(gate_up, up, down) -> tuple[int, int]:
-    """FLOPs per token of gate and up, and of down, from the shapes of their matrices."""
+    """Returns FLOPs per token of gate and up, and of down, from the shapes of their matrices."""
     gates = 2 * prod(gate_up) + (2 * prod(up) if up is not None else 0)
     return gates, 2 * prod(down)
 

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.checks import check_choice
 from .._core.registration import FLOATS, require
 from .._core.row_ops import FLOAT32, MATRIX, kind, row_op
 from .._core.rows import check_tensors, promoted
-
-__all__ = ["layer_norm", "rms_norm"]
 
 CASTINGS = {"once": 0, "llama": 1, "narrow": 2}
 
@@ -53,8 +52,7 @@ def rms_norm(
     The formula and its source are documented at ``hr_norm_forward`` in ``headroom.h``.
     """
     check_tensors(x=x)
-    if casting not in CASTINGS:
-        raise ValueError(f"casting is {casting!r}, wanted one of {', '.join(CASTINGS)}")
+    check_choice("casting", casting, CASTINGS)
     if residual is not None:
         x, residual = promoted(x, residual)
     y, total, _ = torch.ops.headroom.rms_norm(x, weight, residual, eps, offset, CASTINGS[casting])

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from .._core.registration import FLOATS, complete, require
 
-__all__ = ["dequantize_blocks", "quantize_blocks"]
-
 BLOCK_SIZES = tuple(2**k for k in range(6, 13))
 
 
@@ -67,12 +65,8 @@ def _check_block_size(block_size: int) -> None:
 def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a new tensor in the memory order of ``like``, or a contiguous one if that is not
     dense."""
-    order = sorted(range(like.dim()), key=like.stride)
-    dense = 1
-    for d in order:
-        if like.shape[d] > 1 and like.stride(d) != dense:
-            return torch.empty(like.shape, dtype=dtype, device=like.device)
-        dense *= like.shape[d]
+    if not torch.ops.aten.is_non_overlapping_and_dense(like):
+        return torch.empty(like.shape, dtype=dtype, device=like.device)
     return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device)
 
 

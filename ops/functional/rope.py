@@ -13,8 +13,6 @@ from .._core.checks import check_count, check_flags
 from .._core.registration import FLOATS, differentiable, require
 from .._core.rows import check_tensors, promoted
 
-__all__ = ["rope", "rope_tables"]
-
 
 def rope(
     q: Tensor,
@@ -127,7 +125,7 @@ def _check(q, k, cos, sin, position_ids, offset, rotary_dim, token_major) -> Non
 
 
 def _empty(x: Tensor) -> Tensor:
-    """In the memory order of ``x``, as far as the elements of a head are neighbors in it."""
+    """Returns a tensor in the memory order of ``x``, as far as elements of a head are neighbors."""
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         return x.new_empty(x.shape)
     like = torch.empty_like(x)
@@ -296,9 +294,9 @@ def _check_scaling(kind: str, scaling: Mapping[str, Any]) -> None:
 def _yarn(
     frequencies: Tensor, base: float, factor: float, trained: int, scaling: Mapping[str, Any]
 ) -> Tensor:
-    """Pairs that turn more than ``beta_fast`` times within the trained length keep their frequency,
-    those that turn less than ``beta_slow`` times are slowed down, and between them, counted in
-    pairs, one passes evenly into the other."""
+    """Returns slower frequencies: pairs that turn more than ``beta_fast`` times within the trained
+    length keep theirs, those that turn less than ``beta_slow`` times are slowed down, and between
+    them, counted in pairs, one passes evenly into the other."""
     pairs = frequencies.numel()
 
     def pair_that_turns(times: float) -> float:
@@ -325,12 +323,12 @@ def _attention_factor(factor: float, scaling: Mapping[str, Any]) -> float:
 
 
 def _llama3(frequencies: Tensor, factor: float, trained: int, scaling: Mapping[str, Any]) -> Tensor:
-    """Like YaRN, but passes evenly in the number of turns within the trained length."""
+    """Slows frequencies as YaRN does, but evenly in the turns within the trained length."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     if not high > low:
         raise ValueError(
             f"scaling has high_freq_factor {high}, wanted more than {low}, its low one"
         )
     turns = trained * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * kept + frequencies / factor * (1 - kept)
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * unscaled + frequencies / factor * (1 - unscaled)

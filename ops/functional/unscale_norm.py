@@ -13,36 +13,24 @@ from torch import Tensor
 from .._core.registration import FLOATS, complete, require
 from .._core.table import table_of
 
-__all__ = ["grad_norm", "unscale_norm_"]
 
-
-def unscale_norm_(
-    grads: Sequence[Tensor],
-    *,
-    norm: Tensor | None = None,
-    norms: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    culprit: Tensor | None = None,
-    clip: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    clip_coef: Tensor | None = None,
-    p: float = 2.0,
-    max_norm: float = 0.0,
-) -> None:
+def unscale_norm_(grads: Sequence[Tensor], **options: Any) -> None:
     """Multiplies gradients by ``clip_coef / grad_scale`` in place and measures the result.
 
     Args:
         grads: float32, bfloat16 or float16 tensors of any shapes and strides on one device; written
             unless the factor is 1.
-        norm, norms, found_inf, clip: float32 outputs on that device, of 1, ``len(grads)``, 1 and 1
-            elements; outputs that are left out are not computed. ``found_inf`` becomes 1 if a
-            result is infinite or NaN and does not change otherwise; ``clip`` becomes
-            ``min(1, max_norm / (norm + 1e-6))``.
-        culprit: int64 output of one element: the number of the first gradient with a result that is
-            infinite or NaN, or -1.
-        grad_scale, clip_coef: float32 tensors of one element on that device.
-        p: order of the norms, > 0 or infinite.
-        max_norm: the limit of ``clip``.
+        options: none of them is needed:
+
+            - norm, norms, found_inf, clip: float32 outputs on that device, of 1, ``len(grads)``, 1
+              and 1 elements; outputs that are left out are not computed. ``found_inf`` becomes 1 if
+              a result is infinite or NaN and does not change otherwise; ``clip`` becomes
+              ``min(1, max_norm / (norm + 1e-6))``.
+            - culprit: int64 output of one element: the number of the first gradient with a result
+              that is infinite or NaN, or -1.
+            - grad_scale, clip_coef: float32 tensors of one element on that device.
+            - p: order of the norms, > 0 or infinite; 2 by default.
+            - max_norm: the limit of ``clip``, 0 by default.
 
     Raises:
         RuntimeError: an argument does not fit, or a tensor requires grad outside
@@ -51,48 +39,13 @@ def unscale_norm_(
     With an empty list nothing is written. Rounding and order are documented at ``hr_unscale_norm``
     in ``headroom.h``.
     """
-    run(
-        True,
-        grads,
-        norm=norm,
-        norms=norms,
-        found_inf=found_inf,
-        culprit=culprit,
-        clip=clip,
-        grad_scale=grad_scale,
-        clip_coef=clip_coef,
-        p=p,
-        max_norm=max_norm,
-    )
+    run(True, grads, **options)
 
 
-def grad_norm(
-    grads: Sequence[Tensor],
-    *,
-    norm: Tensor | None = None,
-    norms: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    culprit: Tensor | None = None,
-    clip: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    clip_coef: Tensor | None = None,
-    p: float = 2.0,
-    max_norm: float = 0.0,
-) -> None:
-    """Measures what :func:`unscale_norm_` measures, and leaves the gradients as they are."""
-    run(
-        False,
-        grads,
-        norm=norm,
-        norms=norms,
-        found_inf=found_inf,
-        culprit=culprit,
-        clip=clip,
-        grad_scale=grad_scale,
-        clip_coef=clip_coef,
-        p=p,
-        max_norm=max_norm,
-    )
+def grad_norm(grads: Sequence[Tensor], **options: Any) -> None:
+    """Measures what :func:`unscale_norm_` measures, whose arguments it takes, and leaves the
+    gradients as they are."""
+    run(False, grads, **options)
 
 
 def run(write: bool, grads: Sequence[Tensor], table: Tensor | None = None, **options: Any) -> None:

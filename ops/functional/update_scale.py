@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .._core.registration import complete, require
 
-__all__ = ["update_scale_"]
-
 
 def update_scale_(
     scale: Tensor,

@@ -9,15 +9,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.checks import check_list
+from .._core.checks import COUNTERS, check_list, check_scalars, lr_arguments
 from .._core.registration import FLOATS, complete, require
 from .._core.weight_modes import HALVES, MODES, weights_mode
 
-__all__ = ["check_weights", "join_weights_", "split_weights_"]
+
+def op_arguments(
+    params: Sequence[Tensor],
+    lr: float | Tensor,
+    *,
+    master: str | None = None,
+    rounding: str = "nearest",
+    weight_seeds: Sequence[int] | None = None,
+    places: Sequence[int] | None = None,
+    **scalars: Tensor | None,
+) -> dict[str, Any]:
+    """Returns the arguments that the ops of all optimizers take, from those of their functions."""
+    return {
+        **lr_arguments(lr, params[0].device),
+        **scalars,
+        "weights_mode": weights_mode(master, rounding).number,
+        "weight_seeds": None if weight_seeds is None else list(weight_seeds),
+        "places": None if places is None else list(places),
+    }
 
 
-def check_weights(params: list[Tensor], residuals: list[Tensor], options: dict[str, Any]) -> None:
-    """Checks the arguments of an optimizer's op for 16-bit parameters, in its fake."""
+def check_step(
+    params: list[Tensor],
+    grads: list[Tensor],
+    state_steps: list[Tensor],
+    residuals: list[Tensor],
+    options: dict[str, Any],
+) -> None:
+    """Checks the arguments that the ops of all optimizers take, in their fakes."""
+    check_list("params", params, params, FLOATS)
+    check_list("grads", grads, params, FLOATS)
+    check_list("state_steps", state_steps, params, COUNTERS, [1] * len(params))
+    check_scalars(options, params)
+    _check_weights(params, residuals, options)
+
+
+def _check_weights(params: list[Tensor], residuals: list[Tensor], options: dict[str, Any]) -> None:
     number = options.get("weights_mode", 0)
     mode = next((mode for mode in MODES.values() if mode.number == number), None)
     require(mode is not None, f"weights_mode is {number}, wanted 0 to 6")

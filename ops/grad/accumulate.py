@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
 from .._core.dtensor import local_part
-from .._core.grouping import grouped
+from .._core.grouping import by_device, grouped
 from ..functional.accumulate import accumulate_
 from ..functional.unscale_norm import unscale_norm_
 from .ranks import Ranks, checksum
 
-__all__ = ["GradAccumulator"]
-
-BUCKET = 1 << 23  # elements that one reduction over the ranks carries, 32 MiB
+BUCKET = 32 << 20  # bytes that one reduction over the ranks carries
 
 
 class GradAccumulator:
@@ -377,11 +376,12 @@ class GradAccumulator:
         # The same order on every rank, whichever of its parameters had gradients first.
         self._sums = {param: self._sums[param] for param in self._params if param in self._sums}
         (group,) = self._ranks.groups
-        for totals in _buckets(map(local_part, self._sums.values())):
-            flat = torch.cat([total.reshape(-1) for total in totals])
-            torch.distributed.all_reduce(flat, group=group)
-            for total, part in zip(totals, flat.split([total.numel() for total in totals])):
-                total.copy_(part.view(total.shape))
+        for sums in by_device(map(local_part, self._sums.values())).values():
+            for totals in _take_tensors(sums, BUCKET):
+                flat = _flatten_dense_tensors(totals)
+                torch.distributed.all_reduce(flat, group=group)
+                for total, part in zip(totals, _unflatten_dense_tensors(flat, totals)):
+                    total.copy_(part)
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
@@ -413,21 +413,3 @@ def _checked_weight(weight: float | Tensor) -> float:
     if not 0 <= weight < math.inf:
         raise ValueError(f"weight must be a finite number >= 0, got {weight}")
     return float(weight)
-
-
-def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields buckets of consecutive tensors of one device and dtype: up to BUCKET elements, or one
-    larger tensor."""
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if bucket and (
-            size + tensor.numel() > BUCKET
-            or (tensor.device, tensor.dtype) != (bucket[0].device, bucket[0].dtype)
-        ):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.numel()
-    if bucket:
-        yield bucket

@@ -1,4 +1,4 @@
-"""Gradient clipping, with the arguments and results of :mod:`torch.nn.utils`."""
+"""Clips gradients, with the arguments and results of :mod:`torch.nn.utils`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_  # even if it is replaced later
-from torch.nn.utils import clip_grad_value_
+from torch.nn.utils import clip_grad_value_ as clip_grad_value_
 
 from .._core.dtensor import local_part
 from .._core.grouping import by_device
 from .._core.table import table_of
 from ..functional.unscale_norm import multiply_
 from .norm import is_ours, measure
-
-__all__ = ["clip_grad_norm_", "clip_grad_value_"]
 
 
 @torch.no_grad()

@@ -19,20 +19,10 @@ from .._core.registration import FLOATS
 from .._core.table import table_of
 from ..functional.unscale_norm import run
 
-__all__ = [
-    "Measured",
-    "any_rank",
-    "are_local",
-    "clip_coef",
-    "grad_norm",
-    "is_ours",
-    "measure",
-]
-
 
 @dataclass
 class Measured:
-    """The results of :func:`measure`, on the device of the first gradient."""
+    """Holds the results of :func:`measure`, on the device of the first gradient."""
 
     norm: Tensor  # float32, 0-dim
     found_inf: Tensor  # float32, 0-dim: 1 if any gradient on any rank is infinite or NaN, else 0

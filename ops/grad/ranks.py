@@ -23,13 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._core.fsdp import fsdp_class
 
-__all__ = ["Ranks", "Weighting", "checksum"]
-
 LOCAL = "local"
 
 
 class Ranks:
-    """The ranks that share the work on a model, and the fate of their gradients in backward.
+    """Knows the ranks that share the work on a model, and what becomes of gradients in backward.
 
     Attributes:
         ddp: the DistributedDataParallel module, given or found in the first forward.

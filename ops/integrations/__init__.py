@@ -1,5 +1,5 @@
-"""What only another library's training loop needs. Each module is imported when it is first used,
-and names the package that it needs if that is missing."""
+"""Adapts Headroom to the training loops of other libraries. Each module is imported when it is
+first used, and names the package that it needs if that is missing."""
 
 from __future__ import annotations
 
@@ -8,21 +8,8 @@ from typing import TYPE_CHECKING
 from .._core.lazy import lazy
 
 if TYPE_CHECKING:
-    from . import accelerate, lightning, peft, trainer, transformers
+    from . import accelerate, lightning, transformers
 else:
-    __getattr__ = lazy(
-        __name__,
-        {
-            "accelerate": ".accelerate",
-            "lightning": ".lightning",
-            "peft": ".peft",
-            "trainer": ".trainer",
-            "transformers": ".transformers",
-        },
-    )
+    __getattr__, __dir__ = lazy(__name__, {}, ("accelerate", "lightning", "transformers"))
 
-__all__ = ["accelerate", "lightning", "peft", "trainer", "transformers"]
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__all__ = ["accelerate", "lightning", "transformers"]

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from ..fitting import Fitted
 from ..fitting.choice import Choice
@@ -40,7 +38,7 @@ WHO = "headroom.integrations.accelerate.fit"
 
 
 class AcceleratedFit:
-    """What :func:`fit` has made ready for ``accelerator.prepare()``.
+    """A model and an optimizer that :func:`fit` has made ready for ``accelerator.prepare()``.
 
     Attributes:
         model, optimizer: to prepare.
@@ -70,11 +68,9 @@ class AcceleratedFit:
             tell if accelerator.is_main_process else lambda text: None,
         )
         self._awaits_step = False
-        # Not a hook of this optimizer: while those run, none of them can be removed. It is one of
-        # the process, which must not keep this object, and so the model, alive.
-        hook = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
-        self._unhook = weakref.finalize(self, _ended, hook, self.measured)
-        self._unhook.atexit = False
+        # Neither the hook nor a recording may keep this object alive, or outlive it.
+        self.optimizer.register_step_post_hook(partial(_stepped, weakref.ref(self)))
+        weakref.finalize(self, self.measured.abandon).atexit = False
 
     def backward(self, model: nn.Module, batch: Any) -> Tensor:
         """Runs the forward and backward pass of a batch, in the micro-batches that were chosen, and
@@ -90,8 +86,6 @@ class AcceleratedFit:
         accelerator = self._accelerator
         cut = parts(batch, self._parts)
         work = [(part, share) for part, share in zip(cut, shares(cut, self._step.rule)) if share]
-        if self.measured.has_ended:
-            self._unhook()
         if self._awaits_step:  # the step raised, or a scaler has skipped it
             self.measured.abandon()
         self._awaits_step = accelerator.sync_gradients
@@ -113,23 +107,13 @@ class AcceleratedFit:
         assert total.loss is not None
         return total.loss
 
-    def _stepped(self) -> None:
-        self._awaits_step = False
-        self.measured.step_ended()
-        self.measured.pause()
 
-
-def _stepped(fit: weakref.ref[AcceleratedFit], optimizer: Any, *given: Any) -> None:
-    """Tells the fit of an optimizer that this has stepped; is called for all of them."""
-    found = fit()
-    if found is not None and found.optimizer is optimizer:
-        found._stepped()
-
-
-def _ended(hook: RemovableHandle, measured: ToldSteps) -> None:
-    """Leaves nothing of what measures in the process."""
-    hook.remove()
-    measured.abandon()
+def _stepped(fit: weakref.ref[AcceleratedFit], *given: Any) -> None:
+    """Tells the fit of an optimizer that this has stepped."""
+    if (found := fit()) is not None:
+        found._awaits_step = False
+        found.measured.step_ended()
+        found.measured.pause()
 
 
 def fit(

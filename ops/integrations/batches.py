@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..step.randomness import generators_kept
+from .._core.randomness import generators_kept
 from ..step.trees import mapped
 
 __all__ = ["moved", "repeated", "sample_batch"]
@@ -37,29 +37,19 @@ def sample_batch(loader: Any, *, who: str) -> Any:
             "sample_batch="
         )
     with generators_kept(), _own_generators_kept(loader):
-        if isinstance(loader.dataset, IterableDataset):
-            plain = DataLoader(
-                loader.dataset, batch_size=loader.batch_size, collate_fn=loader.collate_fn
-            )
-            found = next(iter(plain), None)
+        data = loader.dataset
+        how: dict[str, Any]
+        if isinstance(data, IterableDataset):
+            how = {"batch_size": loader.batch_size}
+        elif loader.batch_sampler is None:  # batches are made by the dataset
+            how = {"batch_size": None, "sampler": _copied(loader.sampler, data)}
         else:
-            found = _by_index(loader)
+            how = {"batch_sampler": _copied(loader.batch_sampler, data)}
+        plain = DataLoader(data, collate_fn=loader.collate_fn, **how)
+        found = next(iter(plain), None)
     if found is None:
         raise ValueError(f"{who}: the training loader has no batch; give sample_batch=")
     return found
-
-
-def _by_index(loader: Any) -> Any:
-    data = loader.dataset
-    if loader.batch_sampler is None:  # batches are made by the dataset
-        index = next(iter(_copied(loader.sampler, data)), None)
-        return None if index is None else loader.collate_fn(data[index])
-    indices = next(iter(_copied(loader.batch_sampler, data)), None)
-    if indices is None:
-        return None
-    if hasattr(data, "__getitems__"):
-        return loader.collate_fn(data.__getitems__(indices))
-    return loader.collate_fn([data[index] for index in indices])
 
 
 def _copied(sampler: Any, data: Any) -> Any:

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 
+from .._core.randomness import generators_kept
 from ..fitting import Fitted
 from ..fitting.ranks import together
 from ..step.description import Step
-from ..step.randomness import generators_kept
 from .batches import repeated, sample_batch
-from .fits_loop import (
+from .loops import (
     OPTIMIZER_STAYS,
     FitsLoop,
+    batches_planned,
+    extra_bytes,
+    fit_in_loop,
     kept_or_found,
     optimizer_of_choice,
     with_kept,
 )
-from .loops import batches_planned, extra_bytes, fit_in_loop
 from .values import ValuesRead
 
 try:
@@ -51,7 +53,7 @@ class FitCallback(FitsLoop, Callback):
     A checkpoint keeps the choice. A run that resumes within the same budget takes it again, and
     measures nothing; within another budget it takes the same optimizer.
 
-    Arguments and attributes are those of :class:`headroom.integrations.fits_loop.FitsLoop`; and
+    Arguments and attributes are those of :class:`headroom.integrations.loops.FitsLoop`; and
 
     Args:
         fused_loss: whether models of transformers may compute their loss without logits;
@@ -254,23 +256,12 @@ def _forward(trainer: Trainer, values: ValuesRead, module: Any, batch: Any) -> T
     step = module.training_step
     takes = [p for p in inspect.signature(step).parameters.values() if p.kind != p.KEYWORD_ONLY]
     precision = trainer.precision_plugin
-    with _attached(module, trainer), precision.forward_context(), values.answered():
+    # A copy of the module has no Trainer, and is to log nothing.
+    given = {"_trainer": trainer, "log": _ignore, "log_dict": _ignore}
+    attached = mock.patch.dict(vars(module), given)
+    with attached, precision.forward_context(), values.answered():
         output = step(batch) if len(takes) == 1 else step(batch, 0)
     return output["loss"] if isinstance(output, Mapping) else output
-
-
-@contextmanager
-def _attached(module: Any, trainer: Trainer) -> Iterator[None]:
-    """Gives a copy of the module the Trainer that copies do not have, without its logs."""
-    given = {"_trainer": trainer, "log": _ignore, "log_dict": _ignore}
-    before = {name: vars(module)[name] for name in given if name in vars(module)}
-    vars(module).update(given)
-    try:
-        yield
-    finally:
-        for name in given:
-            vars(module).pop(name)
-        vars(module).update(before)
 
 
 def _ignore(*args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""What ``headroom.fit`` can choose for a Trainer of transformers, and how that is applied."""
+"""Says what ``headroom.fit`` can choose for a Trainer of transformers, and applies a choice."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..fitting import Fitted
 from ..patching.losses import has_fused_loss
 from ..step.micro_batches import samples_of
-from .fits_loop import OPTIMIZER_STAYS, optimizer_of_choice
-from .loops import batches_planned
+from .loops import OPTIMIZER_STAYS, batches_planned, optimizer_of_choice
 from .trainer_loss import fuse_loss
 from .trainer_step import batch_of_loader, loss_can_be_fused
 

@@ -13,14 +13,16 @@ from ..fitting import Fitted
 from ..fitting.ranks import gathered, together
 from ..step.description import Step
 from .batches import repeated
-from .fits_loop import FitsLoop, kept_or_found, with_kept
 from .loops import (
     WHOLE_BATCHES,
+    FitsLoop,
     batches_planned,
     extra_bytes,
     fit_in_loop,
+    kept_or_found,
     mixed_precision,
     rule_of_parts,
+    with_kept,
 )
 
 try:
@@ -63,7 +65,7 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
     it. Added to a Trainer that exists, it can only change levels and loss: use
     :func:`fit_trainer` then.
 
-    Arguments and attributes are those of :class:`headroom.integrations.fits_loop.FitsLoop`.
+    Arguments and attributes are those of :class:`headroom.integrations.loops.FitsLoop`.
     """
 
     _trains = False
@@ -76,7 +78,7 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
         }
 
     def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Is called by the Trainer when it has been made."""
+        """Attaches to the Trainer that has been made."""
         self.attach(_calling_trainer())
 
     def attach(self, trainer: Trainer) -> None:
@@ -98,7 +100,7 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
         vars(trainer)[ATTACHED] = self
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Is called by the Trainer when everything is made and loaded."""
+        """Fits the model, if nothing has; the Trainer has made and loaded everything."""
         trainer = _calling_trainer()
         attached = vars(trainer).get(ATTACHED)
         if attached is not None and attached is not self:
@@ -112,12 +114,12 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
         self._measure(trainer.model, optimizer, args.device, records=self._trains)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Is called by the Trainer before each optimizer step."""
+        """Begins to measure a step."""
         if self.measured is not None:
             self.measured.step_began()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Is called by the Trainer after each optimizer step."""
+        """Ends the measurement of a step."""
         if self.measured is None:
             return
         self.measured.step_ended()
@@ -125,7 +127,7 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
             self.measured.pause()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Is called by the Trainer at the end."""
+        """Tells what was measured."""
         if self.measured is not None:
             self.measured.end()
 

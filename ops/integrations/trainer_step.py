@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from .._core.randomness import generators_kept
 from ..patching.losses import has_fused_loss
 from ..step.errors import PlanError
 from ..step.micro_batches import SAMPLES, SUM
-from ..step.randomness import generators_kept
 from .batches import moved, sample_batch
 from .trainer_loss import smoothed_loss
 from .values import ValuesRead

@@ -1,4 +1,4 @@
-"""What transformers' Trainer needs: fitting to a budget, and the loss that makes no logits."""
+"""Adapts transformers' Trainer: fits it to a budget, with the loss that makes no logits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from .trainer_loss import fuse_loss, loss_function
 if TYPE_CHECKING:
     from .trainer_fit import HeadroomCallback, fit_trainer
 else:  # which imports transformers
-    __getattr__ = lazy(
-        __name__, {"HeadroomCallback": "..trainer_fit", "fit_trainer": "..trainer_fit"}
-    )
+    __getattr__, __dir__ = lazy(__name__, {"..trainer_fit": ("HeadroomCallback", "fit_trainer")})
 
 __all__ = ["HeadroomCallback", "fit_trainer", "fuse_loss", "loss_function"]

@@ -16,7 +16,7 @@ from .log_prob import linear_log_prob
 if TYPE_CHECKING:
     from .parallel import parallel_linear_cross_entropy
 else:
-    __getattr__ = lazy(__name__, {"parallel_linear_cross_entropy": ".parallel"})
+    __getattr__, __dir__ = lazy(__name__, {".parallel": ("parallel_linear_cross_entropy",)})
 
 __all__ = [
     "language_model_loss",
@@ -25,7 +25,3 @@ __all__ = [
     "linear_log_prob",
     "parallel_linear_cross_entropy",
 ]
-
-
-def __dir__() -> list[str]:
-    return list(__all__)

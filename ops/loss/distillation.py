@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._core.checks import check_choice
 from .._core.rows import autocast, check_tensors
 from .._core.sizes import format_bytes, parse_bytes
 from ..functional.divergence import REDUCTIONS, beta_of, ignored_rows
 from ..functional.divergence_chunks import pitch_of
 from ..functional.linear_divergence import check
 from .inputs import whole_layer
-
-__all__ = ["linear_distillation_loss"]
 
 # Rows of a chunk where no workspace is given. Each chunk reads and writes the weight gradient once,
 # which takes as long as the products of some 200 rows on a GPU, and of some 10 on a CPU.
@@ -82,8 +81,7 @@ def linear_distillation_loss(
         teacher_weight=teacher_weight,
     )
     beta = beta_of(divergence, beta)
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}, wanted one of {', '.join(REDUCTIONS)}")
+    check_choice("reduction", reduction, REDUCTIONS)
     if teacher_hidden.requires_grad:
         raise RuntimeError(
             "teacher_hidden requires grad, but the teacher gets no gradient; run it under "
@@ -109,7 +107,7 @@ def linear_distillation_loss(
 
 
 def _chunk_rows(hidden: Tensor, classes: int, workspace: int | str | None) -> int:
-    """How many tokens a chunk has at most."""
+    """Returns how many tokens a chunk has at most."""
     if workspace is None:
         return CHUNK_ROWS.get(hidden.device.type, CHUNK_ROWS["cpu"])
     row = 2 * 4 * pitch_of(classes)

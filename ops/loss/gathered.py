@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
-__all__ = ["gathered"]
-
 
 class _Gathered(torch.autograd.Function):
     """Makes a sharded weight whole; the gradient is averaged over the ranks and sharded again."""

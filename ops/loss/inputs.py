@@ -1,4 +1,4 @@
-"""What the losses of this package make of their arguments before an op takes them."""
+"""Brings the arguments of this package's losses into the form that ops take."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from torch import Tensor
 
 from .._core.rows import constant_factors
 from .._core.surroundings import is_plain
-
-__all__ = ["token_factors", "whole_layer"]
 
 
 def whole_layer(

@@ -12,8 +12,6 @@ from ..functional.cross_entropy import cross_entropy
 from ..functional.linear import linear_forward
 from .linear_cross_entropy import linear_cross_entropy
 
-__all__ = ["is_plain_head", "language_model_loss"]
-
 
 def is_plain_head(head: nn.Module) -> bool:
     """Returns whether a head does nothing but multiply by its weight and add its bias: an

@@ -9,25 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.checks import check_count, check_flags
+from .._core.checks import check_choice, check_count, check_flags
 from .._core.registration import by_name
 from .._core.rows import autocast, check_tensors, constant_factors
 from .._core.sizes import parse_bytes
 from ..functional import linear_cross_entropy as ops
 from .inputs import token_factors, whole_layer
 
-__all__ = ["linear_cross_entropy"]
-
 _backward_ = by_name("linear_cross_entropy_backward_")
 STATS = ("lse", "target_logit", "entropy", "argmax", "rank", "accuracy")
-_OF_ROWS = {
-    "lse": "lse",
-    "target_logit": "target_logit",
-    "entropy": "entropy",
-    "argmax": "argmax",
-    "rank": "rank",
-    "accuracy": "argmax",
-}
+# The results of rows that they are made of.
+_OF_ROWS = {name: name for name in STATS} | {"accuracy": "argmax"}
 
 
 def linear_cross_entropy(
@@ -193,8 +185,7 @@ def _check_names(reduction: str, denominator: Any, empty: str, mode: str, stats:
         )
     if empty not in ("nan", "zero"):
         raise ValueError(f"empty is {empty!r}, wanted nan or zero")
-    if mode not in ops.MODES:
-        raise ValueError(f"mode is {mode!r}, wanted one of {', '.join(ops.MODES)}")
+    check_choice("mode", mode, ops.MODES)
     if isinstance(stats, str) or any(name not in STATS for name in stats):
         raise ValueError(f"stats is {stats!r}, wanted a list of names among {', '.join(STATS)}")
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .linear_cross_entropy import linear_cross_entropy
 
-__all__ = ["linear_log_prob"]
-
 # Options of the loss after which it would be no log-probability, or which are set here.
 _OTHERS = {
     *("class_weight", "token_weight", "reduction", "denominator", "label_smoothing"),

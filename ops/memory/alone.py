@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from ..step.calls import Call, results_of
 from ..step.clock import Stopwatch
+from ..step.watch import hearing_gradients
 from .collecting import no_collections
 from .stream import Event
 from .track import recorder_of
@@ -76,7 +76,7 @@ class Alone:
         watch = Stopwatch(self.device)
         arrivals: list[tuple[int, int]] = []
 
-        def arrived(param: Tensor) -> None:
+        def arrived(name: str, param: Tensor) -> None:
             assert param.grad is not None
             storage = param.grad.untyped_storage()
             arrivals.append((storage.data_ptr(), storage.nbytes()))
@@ -86,7 +86,7 @@ class Alone:
             watch.lap()
             recorder.mark(number)
 
-        with no_collections(), _watching(self.block, arrived):
+        with no_collections(), hearing_gradients(self.block, arrived):
             recorder.start()
             try:
                 self._run(moment)
@@ -124,16 +124,6 @@ class Alone:
 def _passes(watch: Stopwatch) -> Seconds:
     first, second, _, last = watch.seconds()
     return Seconds(first + second, last)
-
-
-@contextmanager
-def _watching(block: nn.Module, arrived: Callable[[Tensor], None]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for param in block.parameters():
-            if param.requires_grad:
-                handle = param.register_post_accumulate_grad_hook(arrived)
-                stack.callback(handle.remove)
-        yield
 
 
 class _Loss(torch.autograd.Function):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._core.grouping import grouped
 from .._core.sizes import format_bytes, parse_bytes
 from .events import Allocation, Timeline
 from .stream import resolve
@@ -160,17 +161,14 @@ def assert_no_growth(
     if steps < 2 or warmup < 0:
         raise ValueError(f"steps={steps}, warmup={warmup}; wanted at least 2 and 0")
     if step is None:
+        check = functools.partial(
+            assert_no_growth, steps=steps, warmup=warmup, tolerance=tolerance, device=device
+        )
 
         def decorator(function: Callable[..., Any]) -> Callable[..., None]:
             @functools.wraps(function)
             def run(*args: Any, **kwargs: Any) -> None:
-                assert_no_growth(
-                    lambda: function(*args, **kwargs),
-                    steps=steps,
-                    warmup=warmup,
-                    tolerance=tolerance,
-                    device=device,
-                )
+                check(functools.partial(function, *args, **kwargs))
 
             return run
 
@@ -205,9 +203,7 @@ def _repeated(step: Callable[[], Any], steps: int, device: torch.device) -> Time
 
 
 def _growth(left: list[Allocation], per_step: float, steps: int) -> str:
-    groups: dict[tuple[str | None, tuple[str, ...]], list[Allocation]] = {}
-    for a in left:
-        groups.setdefault((a.op, a.stack), []).append(a)
+    groups = grouped(left, lambda a: (a.op, a.stack))
     lines = [f"each of {steps} steps left {format_bytes(per_step)} behind, on average"]
     ordered = sorted(groups.items(), key=lambda item: -sum(a.bytes for a in item[1]))
     for (op, stack), group in ordered[:5]:

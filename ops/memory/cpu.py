@@ -145,7 +145,7 @@ def _event(address: int, size: int, context: _Context, running: str, time_us: in
 
 
 class _Context:
-    """What encloses an event: op, module, phase, lines of Python."""
+    """The surroundings of an event: op, module, phase, lines of Python."""
 
     __slots__ = ("op", "module", "phase", "_node", "_outer", "_stack", "_lines")
 

@@ -24,7 +24,9 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device, stacks: bool = True, most: int = ENTRIES) -> None:
         self._device, self._stacks, self._most = device, stacks, most
+        # Torch knows the one or the other.
         self._annotate = getattr(torch._C, "_cuda_annotateMemory", None)
+        self._set_metadata = getattr(torch.cuda.memory, "_set_memory_metadata", lambda text: None)
         self._anchor: torch.Tensor | None = None
         self._last = ""
         self.found: dict[str, Any] = {}
@@ -47,14 +49,13 @@ class CudaRecorder:
         text = self._last = f"{cuda_trace.MARK}{number}"
         if self._annotate is not None and self._anchor is not None:
             self._annotate(self._anchor.data_ptr(), text)
-        elif hasattr(torch.cuda.memory, "_set_memory_metadata"):
-            torch.cuda.memory._set_memory_metadata(text)
+        else:
+            self._set_metadata(text)
 
     def read(self) -> dict[str, Any]:
         """Returns torch's snapshot of now, and goes on."""
-        if self._annotate is None and hasattr(torch.cuda.memory, "_set_memory_metadata"):
-            # The last marks are those of the next allocation.
-            torch.cuda.memory._set_memory_metadata(self._last)
+        if self._annotate is None:  # the last marks are those of the next allocation
+            self._set_metadata(self._last)
             torch.empty(1, dtype=torch.uint8, device=self._device)
         torch.cuda.synchronize(self._device)
         return torch.cuda.memory._snapshot(self._device)
@@ -65,8 +66,8 @@ class CudaRecorder:
             self.found = self.read()
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
-            if self._annotate is None and hasattr(torch.cuda.memory, "_set_memory_metadata"):
-                torch.cuda.memory._set_memory_metadata("")
+            if self._annotate is None:
+                self._set_metadata("")
             self._anchor = None
 
     def events(self, modules: Mapping[int, str] | None = None) -> list[Event]:

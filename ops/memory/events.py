@@ -80,7 +80,7 @@ class Span(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """What belongs together at a moment: allocations of one kind, module, op and line."""
+    """The allocations of one kind, module, op and line at a moment."""
 
     kind: str
     module: str | None

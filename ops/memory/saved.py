@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from .._core.running_modules import watching_modules
 from .._core.sizes import format_bytes
-from .._core.surroundings import Buffers
 from .._core.text import shortened
 from ..step.loss import loss_of, output_of
-from ..step.randomness import generators_kept
 from ..step.trees import plain_tensors, tensors_in
 from ..step.watch import listening
 from .track import device_of
@@ -46,7 +44,7 @@ class SavedTensor:
 
 @dataclass
 class Saved:
-    """What :func:`saved` returns; ``print`` it."""
+    """The result of :func:`saved`; ``print`` it."""
 
     tensors: list[SavedTensor]
     """The largest first."""
@@ -106,7 +104,7 @@ _start = partial(shortened, keep="beginning")
 
 
 class _Token:
-    """What autograd keeps, where, and which nodes of the graph have it."""
+    """A tensor that autograd keeps, its module, and the nodes of the graph that have it."""
 
     __slots__ = ("tensor", "module", "ops")
 
@@ -178,8 +176,8 @@ def saved(
 
     Views and tensors that share a storage are counted once, with all operations that keep them.
     Parameters, buffers and the batch are left out, because they exist anyway. Within a checkpoint
-    what counts is what stays after the forward pass. Buffers and random numbers are put back, no
-    gradient is computed.
+    what counts is what stays after the forward pass. Buffers, attributes of modules and random
+    numbers are put back, no gradient is computed.
 
     Args:
         model: called in its present mode, as ``model(batch)``, ``model(*batch)`` for a tuple or
@@ -198,11 +196,14 @@ def saved(
         raise TypeError(f"model is {type(model).__name__}, wanted a torch.nn.Module")
     if loss is not None and not callable(loss):
         raise TypeError(f"loss is {type(loss).__name__}, wanted a function of the output")
+    from ..step.restoring import ModelBefore  # which imports much
+
     place = device_of(model, device)
     listener = _Listener(model)
-    buffers = Buffers([model])
-    try:
-        with generators_kept(place), torch.enable_grad(), listener.listening():
+    with ModelBefore(model) as before:
+        before.keep()
+        before.callback(before.restore)
+        with torch.enable_grad(), listener.listening():
             if loss is None:
                 result = output_of(model, batch)
             else:
@@ -212,8 +213,6 @@ def saved(
                     "the output requires no gradient, so that nothing is saved for one"
                 )
             listener.ask(result)
-    finally:
-        buffers.restore()
     existing = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
     return Saved(_pieces(listener.tokens, existing, place), place)
 

@@ -39,7 +39,7 @@ class Event:
 
 
 class Label(NamedTuple):
-    """What the memory at an address is, at the moment of a note."""
+    """The purpose of the memory at an address, at the moment of a note."""
 
     address: int
     bytes: int
@@ -51,7 +51,7 @@ class Label(NamedTuple):
 
 @dataclass(slots=True)
 class Note:
-    """What was known at a moment, which a mark with its number holds a place for."""
+    """The facts known at a moment, which a mark with its number holds a place for."""
 
     labels: list[Label] = field(default_factory=list)
     freed: list[tuple[int, bool]] = field(default_factory=list)

@@ -19,7 +19,7 @@ __all__ = ["Tracked", "track"]
 
 
 class Tracked:
-    """What :func:`track` returns: a context, and afterwards what was seen in it."""
+    """The result of :func:`track`: a context, and afterwards what was seen in it."""
 
     def __init__(
         self,

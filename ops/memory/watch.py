@@ -19,7 +19,7 @@ from ..step.watch import listening, unseen
 from .lines import Place, lines_at, place_here
 from .stream import Label, Note
 
-__all__ = ["Watch", "label_of"]
+__all__ = ["Watch", "label_of", "tensors_of_model", "tensors_of_state"]
 
 _MASTERS = ("master", "remainder", "compensation", "residual")
 
@@ -48,6 +48,30 @@ def label_of(
 def _label(address: int, size: int, kind: str, name: str | None) -> Label:
     module, _, own = (None, None, None) if name is None else name.rpartition(".")
     return Label(address, size, kind, module, own)
+
+
+def tensors_of_model(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Yields the kind and the name of each parameter, gradient and buffer, and the tensor."""
+    for name, p in model.named_parameters():
+        yield "parameters", name, p
+        if p.grad is not None:
+            yield "gradients", name, p.grad
+    for name, tensor in model.named_buffers():
+        yield "buffers", name, tensor
+
+
+def tensors_of_state(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Yields the kind and the name of each tensor of an optimizer's state, and the tensor.
+    ``names`` are those of the parameters, by their ids."""
+    for param, state in list(optimizer.state.items()):
+        module = names.get(id(param), "").rpartition(".")[0]
+        items = state.items() if isinstance(state, Mapping) else [("state", state)]
+        for key, value in items:
+            kind = "master_weights" if str(key) in _MASTERS else "optimizer_state"
+            for tensor in tensors_in(value):
+                yield kind, f"{module}.{key}", tensor
 
 
 class _End(weakref.ref):
@@ -170,25 +194,14 @@ class Watch:
         ]
 
     def _owned(self) -> Iterator[tuple[str, str | None, Tensor]]:
-        for name, p in self.model.named_parameters():
-            yield "parameters", name, p
-            if p.grad is not None:
-                yield "gradients", name, p.grad
-        for name, tensor in self.model.named_buffers():
-            yield "buffers", name, tensor
+        yield from tensors_of_model(self.model)
         yield from self._state()
         for tensor in tensors_in(self._batch):
             yield "batch", None, tensor
 
     def _state(self) -> Iterator[tuple[str, str, Tensor]]:
         for optimizer in self.optimizers:
-            for param, state in list(optimizer.state.items()):
-                module = self._names.get(id(param), "").rpartition(".")[0]
-                items = state.items() if isinstance(state, Mapping) else [("state", state)]
-                for key, value in items:
-                    kind = "master_weights" if str(key) in _MASTERS else "optimizer_state"
-                    for tensor in tensors_in(value):
-                        yield kind, f"{module}.{key}", tensor
+            yield from tensors_of_state(optimizer, self._names)
 
     def _new_state(self) -> list[Label]:
         """Labels of the states, if there are more of them than when they were last read. What

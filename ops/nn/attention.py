@@ -9,11 +9,9 @@ from torch import Tensor, nn
 
 from .._core.rows import autocast_dtype
 from ..functional.rope import rope
-from .config import check_probabilities, check_sizes
+from .config import check_probabilities, check_sizes, head_sizes
 from .flash import attend
 from .linear import Linear
-
-__all__ = ["Attention", "Pattern", "Rotation", "attention_pattern", "packed_positions"]
 
 
 class Rotation(NamedTuple):
@@ -25,7 +23,7 @@ class Rotation(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """Which tokens see which, for :func:`torch.nn.functional.scaled_dot_product_attention`."""
+    """Says which tokens see which, for :func:`torch.nn.functional.scaled_dot_product_attention`."""
 
     mask: Tensor | None
     causal: bool
@@ -149,26 +147,12 @@ class Attention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(
-            "Attention",
-            hidden_size=hidden_size,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            window=window,
-        )
+        check_sizes("Attention", window=window)
         check_probabilities("Attention", dropout=dropout)
-        self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
-        if heads % self.kv_heads:
-            raise ValueError(
-                f"Attention: kv_heads is {self.kv_heads}, wanted a divisor of heads ({heads})"
-            )
-        if head_dim is None and hidden_size % heads:
-            raise ValueError(
-                f"Attention: hidden_size is {hidden_size}, wanted a multiple of heads ({heads}), "
-                "or head_dim"
-            )
-        self.head_dim = hidden_size // heads if head_dim is None else head_dim
+        self.heads = heads
+        self.kv_heads, self.head_dim = head_sizes(
+            "Attention", hidden_size, heads, kv_heads, head_dim
+        )
         self.causal, self.window, self.scale = causal, window, scale
         self.dropout = dropout
         self.rotary_dim, self.interleaved = rotary_dim, interleaved
@@ -216,16 +200,6 @@ class Attention(nn.Module):
             )
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def project(
-        self,
-        x: Tensor,
-        cos: Tensor | None = None,
-        sin: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q, k and v of ``x``."""
-        return self.split(self.qkv(x), cos, sin, position_ids)
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
         mask, causal = pattern
         dropout = self.dropout if self.training else 0.0
@@ -251,7 +225,7 @@ class Attention(nn.Module):
             mask, cu_seqlens: as in :func:`attention_pattern`.
         """
         pattern = self.pattern(x, mask, cu_seqlens)
-        q, k, v = self.project(x, *(rotation or ()))
+        q, k, v = self.split(self.qkv(x), *(rotation or ()))
         return self.out(self.merge(self.attend(q, k, v, pattern)))
 
     def extra_repr(self) -> str:

@@ -6,15 +6,21 @@ import functools
 
 from torch import Tensor, nn
 
+from .._core.checks import check_choice
 from .attention import Attention, Pattern, Rotation
 from .config import check_probabilities
 from .fused import fused_mlp, is_fusible
 from .mlp import MLP
 from .steps import LEVELS, AttentionSteps, BlockSteps, MLPSteps, run_steps, save_level
 
-__all__ = ["LAYOUTS", "LEVELS", "Block", "save_level"]
-
 LAYOUTS = ("pre", "post", "sandwich", "parallel")
+
+
+def norm_names(layout: str) -> list[str]:
+    """Returns the names of the norms that a block of a layout has."""
+    names = ["attention_norm"]
+    names += [] if layout == "parallel" else ["mlp_norm"]
+    return names + (["attention_post_norm", "mlp_post_norm"] if layout == "sandwich" else [])
 
 
 class Block(nn.Module):
@@ -74,11 +80,8 @@ class Block(nn.Module):
         save: str = "L0",
     ) -> None:
         super().__init__()
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout is {layout!r}, wanted one of {', '.join(LAYOUTS)}")
-        wanted = ["attention_norm"]
-        wanted += [] if layout == "parallel" else ["mlp_norm"]
-        wanted += ["attention_post_norm", "mlp_post_norm"] if layout == "sandwich" else []
+        check_choice("layout", layout, LAYOUTS)
+        wanted = norm_names(layout)
         if sorted(norms) != sorted(wanted):
             raise ValueError(
                 f"Block: norms are {', '.join(norms)}, wanted {', '.join(wanted)} for layout "

@@ -1,4 +1,4 @@
-"""What a transformer looks like."""
+"""Describes what a transformer looks like."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["TransformerConfig", "check_probabilities", "check_sizes"]
+from .._core.checks import check_choice
 
 
 def check_sizes(owner: str, **sizes: int | None) -> None:
@@ -21,6 +21,25 @@ def check_probabilities(owner: str, **probabilities: float) -> None:
     for name, p in probabilities.items():
         if not 0 <= p <= 1:
             raise ValueError(f"{owner}: {name} is {p}, wanted a probability from 0 to 1")
+
+
+def head_sizes(
+    owner: str, hidden_size: int, heads: int, kv_heads: int | None, head_dim: int | None
+) -> tuple[int, int]:
+    """Returns how many heads keys and values have, and the size of a head; None is a default.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    check_sizes(owner, hidden_size=hidden_size, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    if kv_heads is not None and heads % kv_heads:
+        raise ValueError(f"{owner}: kv_heads is {kv_heads}, wanted a divisor of heads ({heads})")
+    if head_dim is None and hidden_size % heads:
+        raise ValueError(
+            f"{owner}: hidden_size is {hidden_size}, wanted a multiple of heads ({heads}), or "
+            "head_dim"
+        )
+    return kv_heads or heads, head_dim or hidden_size // heads
 
 
 @dataclass
@@ -106,11 +125,7 @@ class TransformerConfig:
         check_sizes(
             "TransformerConfig",
             vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            heads=self.heads,
             features=self.features,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
             window=self.window,
             max_positions=self.max_positions,
         )
@@ -125,29 +140,12 @@ class TransformerConfig:
             attention_dropout=self.attention_dropout,
             embedding_dropout=self.embedding_dropout,
         )
-        for name, wanted in {
-            "norm": ("rms", "layer"),
-            "positions": ("rope", "learned", "none"),
-        }.items():
-            if getattr(self, name) not in wanted:
-                raise ValueError(
-                    f"TransformerConfig: {name} is {getattr(self, name)!r}, wanted one of "
-                    f"{', '.join(wanted)}"
-                )
-        if self.head_dim is None:
-            if self.hidden_size % self.heads:
-                raise ValueError(
-                    f"TransformerConfig: hidden_size is {self.hidden_size}, wanted a multiple of "
-                    f"heads ({self.heads}), or head_dim"
-                )
-            self.head_dim = self.hidden_size // self.heads
-        if self.kv_heads is None:
-            self.kv_heads = self.heads
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"TransformerConfig: kv_heads is {self.kv_heads}, wanted a divisor of heads "
-                f"({self.heads})"
-            )
+        owner = "TransformerConfig: "
+        check_choice("norm", self.norm, ("rms", "layer"), owner)
+        check_choice("positions", self.positions, ("rope", "learned", "none"), owner)
+        self.kv_heads, self.head_dim = head_sizes(
+            "TransformerConfig", self.hidden_size, self.heads, self.kv_heads, self.head_dim
+        )
         if self.window_layers is not None and len(self.window_layers) != self.layers:
             raise ValueError(
                 f"TransformerConfig: window_layers has {len(self.window_layers)} entries, wanted "

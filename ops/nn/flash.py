@@ -13,8 +13,6 @@ from .._core.rows import autocast_dtype
 from .._core.surroundings import takes_ops
 from ..functional.linear import SLOW_ON_CPU
 
-__all__ = ["attend"]
-
 _aten = torch.ops.aten
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._core.checks import check_flags
+from .._core.checks import check_choice, check_flags
 from .._core.rows import autocast, check_tensors
 from ..functional.gemm import matmul_precision
 from ..functional.mlp import ACTIVATIONS, NORMS, SAVES, wanted_gradients
@@ -91,20 +91,19 @@ def mlp_block(
     needs = [tensor is not None and (every or tensor.requires_grad) for tensor in tensors]
     return torch.ops.headroom.mlp_block(
         *tensors,
-        _one_of(NORMS, "norm", norm),
-        _one_of(CASTINGS, "casting", casting),
+        _number("norm", norm, NORMS),
+        _number("casting", casting, CASTINGS),
         eps,
         offset,
-        _one_of(ACTIVATIONS, "activation", activation),
+        _number("activation", activation, ACTIVATIONS),
         residual,
         tile_tokens,
-        _one_of(SAVES, "save", save),
+        _number("save", save, SAVES),
         wanted_gradients(needs) if torch.is_grad_enabled() else 0,
         matmul_precision(x.dtype) if x.device.type == "cuda" else 0,
     )[0]
 
 
-def _one_of(names: dict[str, int], argument: str, name: str) -> int:
-    if name not in names:
-        raise ValueError(f"{argument} is {name!r}, wanted one of {', '.join(names)}")
-    return names[name]
+def _number(argument: str, name: str, numbers: dict[str, int]) -> int:
+    check_choice(argument, name, numbers)
+    return numbers[name]

@@ -1,4 +1,4 @@
-"""When the feed-forward half of a block can be the one op that mlp_block is."""
+"""Finds out whether the feed-forward half of a block can be the one op that mlp_block is."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from .linear import Linear
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
 
-__all__ = ["can_fuse", "fused_mlp", "is_fusible", "is_known", "is_untouched", "known"]
-
 # Classes, and functions in the place of a forward, that draw no random numbers.
 known: set[Any] = {nn.Linear, Linear, linear_forward, RMSNorm, LayerNorm}
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """Whether calling the module does nothing but what its class says, or a known function in place
-    of its ``forward``."""
+    """Returns whether calling the module does nothing but what its class says, or a known function
+    in place of its ``forward``."""
     if module._forward_hooks or module._forward_pre_hooks:
         return False
     if module._backward_hooks or module._backward_pre_hooks:
@@ -32,8 +30,7 @@ def is_untouched(module: nn.Module) -> bool:
 
 
 def is_known(module: nn.Module | None) -> bool:
-    """Whether the module is one of those that draw no random numbers, and not an adapter or the
-    like in the place of one. None is."""
+    """Returns whether the module is unmodified and draws no random numbers; True for None."""
     if module is None:
         return True
     return (type(module) in known or "forward" in vars(module)) and is_untouched(module)

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._core.checks import check_choice
 from .config import TransformerConfig
 from .transformer import Transformer
-
-__all__ = ["config_from_hf", "state_from_hf", "state_to_hf", "transformer_from_hf"]
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -43,10 +42,7 @@ def config_from_hf(config: Any) -> TransformerConfig:
 
 
 def _kind(config: Any) -> str:
-    if config.model_type not in _NAMES:
-        raise ValueError(
-            f"model_type is {config.model_type!r}, wanted one of {', '.join(sorted(_NAMES))}"
-        )
+    check_choice("model_type", config.model_type, sorted(_NAMES))
     return config.model_type
 
 
@@ -60,13 +56,24 @@ def _refuse(config: Any, **wanted: Any) -> None:
 
 
 def _activation(name: str) -> str:
-    if name not in ACTIVATIONS:
-        raise ValueError(f"the activation is {name!r}, wanted one of {', '.join(ACTIVATIONS)}")
+    check_choice("the activation", name, ACTIVATIONS)
     return ACTIVATIONS[name]
 
 
+_BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+    }
+
+
 def _llama(config: Any) -> dict[str, Any]:
-    """Of Llama, Mistral, Qwen2, Qwen3, Phi-3, and what others have in common with them."""
+    """Returns the shape of Llama, Mistral, Qwen2, Qwen3 and Phi-3, and what others have of it."""
     kind = config.model_type
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rotary = dict(config.rope_parameters)
@@ -77,10 +84,7 @@ def _llama(config: Any) -> dict[str, Any]:
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "layers": config.num_hidden_layers,
-        "heads": config.num_attention_heads,
+        **_sizes(config),
         "features": config.intermediate_size,
         "kv_heads": config.num_key_value_heads,
         "head_dim": head_dim,
@@ -130,9 +134,7 @@ def _phi(config: Any) -> dict[str, Any]:
         "norm": "layer",
         "norm_eps": config.layer_norm_eps,
         "gated": False,
-        "qkv_bias": True,
-        "out_bias": True,
-        "mlp_bias": True,
+        **_BIASES,
         "head_bias": True,
         "qk_norm": config.qk_layernorm,
     }
@@ -146,18 +148,13 @@ def _gpt2(config: Any) -> dict[str, Any]:
         scale_attn_weights=True,
     )
     return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "layers": config.num_hidden_layers,
-        "heads": config.num_attention_heads,
+        **_sizes(config),
         "features": config.n_inner or 4 * config.hidden_size,
         "norm": "layer",
         "norm_eps": config.layer_norm_epsilon,
         "activation": _activation(config.activation_function),
         "gated": False,
-        "qkv_bias": True,
-        "out_bias": True,
-        "mlp_bias": True,
+        **_BIASES,
         "positions": "learned",
         "max_positions": config.max_position_embeddings,
         "tied": bool(config.tie_word_embeddings),
@@ -170,19 +167,14 @@ def _gpt2(config: Any) -> dict[str, Any]:
 def _bert(config: Any) -> dict[str, Any]:
     _refuse(config, is_decoder=False, add_cross_attention=False)
     return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "layers": config.num_hidden_layers,
-        "heads": config.num_attention_heads,
+        **_sizes(config),
         "features": config.intermediate_size,
         "layout": "post",
         "norm": "layer",
         "norm_eps": config.layer_norm_eps,
         "activation": _activation(config.hidden_act),
         "gated": False,
-        "qkv_bias": True,
-        "out_bias": True,
-        "mlp_bias": True,
+        **_BIASES,
         "causal": False,
         "positions": "learned",
         "max_positions": config.max_position_embeddings,
@@ -203,7 +195,7 @@ _SHAPES = {"gemma": _gemma, "gemma3_text": _gemma3, "phi": _phi, "gpt2": _gpt2, 
 
 
 class _Names(NamedTuple):
-    """How a model of transformers names its modules: ours, to theirs without the prefix."""
+    """Maps our names of modules to those of a model of transformers, without the prefix."""
 
     prefix: str  # of all but the head
     modules: dict[str, str]  # several of theirs, one above the other, are one of ours
@@ -286,7 +278,7 @@ _NAMES = {
 
 
 def _parts(config: TransformerConfig, ours: str) -> list[int] | None:
-    """How many rows of one of our tensors each of their tensors has."""
+    """Returns how many rows of one of our tensors each of their tensors has."""
     if ours.endswith("attention.qkv"):
         assert config.head_dim is not None and config.kv_heads is not None
         keys = config.kv_heads * config.head_dim
@@ -384,7 +376,7 @@ def transformer_from_hf(model: Any, **options: Any) -> Transformer:
     options = {"dtype": first.dtype, "device": first.device} | options
     config = config_from_hf(model.config)
     config.head = config.head and model.get_output_embeddings() is not None
-    made = Transformer(config, **options)
+    transformer = Transformer(config, **options)
     given = dict(model.base_model.state_dict())  # without heads of other kinds
     if config.head:
         head = model.get_output_embeddings().state_dict()
@@ -392,5 +384,5 @@ def transformer_from_hf(model: Any, **options: Any) -> Transformer:
     state = state_from_hf(given, model.config)
     if not config.head:
         state.pop("head.weight", None)
-    made.load_state_dict(state)
-    return made.train(model.training)
+    transformer.load_state_dict(state)
+    return transformer.train(model.training)

@@ -6,8 +6,6 @@ from torch import nn
 
 from ..functional.linear import linear_forward
 
-__all__ = ["Linear"]
-
 
 class Linear(nn.Linear):
     """``torch.nn.Linear``, whose product is :func:`headroom.functional.linear`: torch's own, but on

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._core.checks import check_choice
 from ..functional.cross_entropy import REDUCTIONS
 from ..loss.linear_cross_entropy import linear_cross_entropy
-
-__all__ = ["LinearCrossEntropyLoss"]
 
 
 class LinearCrossEntropyLoss(nn.Module):
@@ -54,10 +53,7 @@ class LinearCrossEntropyLoss(nn.Module):
     ) -> None:
         super().__init__()
         owner = "LinearCrossEntropyLoss"
-        if reduction not in REDUCTIONS:
-            raise ValueError(
-                f"{owner}: reduction is {reduction!r}, wanted one of {', '.join(REDUCTIONS)}"
-            )
+        check_choice("reduction", reduction, REDUCTIONS, f"{owner}: ")
         if weight is not None and weight.shape != (num_classes,):
             raise ValueError(
                 f"{owner}: weight has shape {tuple(weight.shape)}, wanted ({num_classes},)"

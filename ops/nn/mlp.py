@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._core.checks import check_choice
 from ..functional.glu import ACTIVATIONS, glu
 from .linear import Linear
-
-__all__ = ["MLP"]
 
 
 class MLP(nn.Module):
@@ -37,10 +36,7 @@ class MLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"MLP: activation is {activation!r}, wanted one of {', '.join(ACTIVATIONS)}"
-            )
+        check_choice("activation", activation, ACTIVATIONS, "MLP: ")
         self.activation, self.gated = activation, gated
         options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         if gated:
@@ -51,7 +47,7 @@ class MLP(nn.Module):
 
     @property
     def first(self) -> Linear:
-        """The Linear in front of the activation."""
+        """Returns the Linear in front of the activation."""
         return self.gate_up if self.gated else self.up
 
     def activate(self, x: Tensor) -> Tensor:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .._core.checks import check_choice
 from ..functional.norm import CASTINGS, layer_norm, rms_norm
 
-__all__ = ["LayerNorm", "RMSNorm"]
 
-
-def _columns(kind: str, normalized_shape: int | tuple[int, ...]) -> int:
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+def _check_shape(kind: str, normalized_shape: int | tuple[int, ...]) -> None:
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
     if len(shape) != 1 or shape[0] < 1:
         raise ValueError(
             f"{kind}: normalized_shape is {normalized_shape}, wanted the size of one dimension"
         )
-    return shape[0]
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """:class:`torch.nn.RMSNorm` over the last dimension, by :func:`headroom.functional.rms_norm`.
 
     Args:
@@ -42,16 +40,11 @@ class RMSNorm(nn.Module):
         offset: float = 0.0,
         casting: str = "once",
     ) -> None:
-        super().__init__()
-        if casting not in CASTINGS:
-            raise ValueError(f"casting is {casting!r}, wanted one of {', '.join(CASTINGS)}")
-        columns = _columns("RMSNorm", normalized_shape)
-        self.normalized_shape = (columns,)
-        self.eps, self.offset, self.casting = eps, offset, casting
-        self.elementwise_affine = elementwise_affine
-        weight = torch.empty(columns, device=device, dtype=dtype) if elementwise_affine else None
-        self.weight = None if weight is None else nn.Parameter(weight)
-        self.reset_parameters()
+        check_choice("casting", casting, CASTINGS)
+        _check_shape("RMSNorm", normalized_shape)
+        # First: torch's constructor calls reset_parameters().
+        self.offset, self.casting = offset, casting
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
     def reset_parameters(self) -> None:
         if self.weight is not None:
@@ -64,13 +57,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.epsilon, offset=self.offset, casting=self.casting)  # type: ignore[return-value]
 
-    def extra_repr(self) -> str:
-        return (
-            f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
-        )
 
-
-class LayerNorm(nn.Module):
+class LayerNorm(nn.LayerNorm):
     """:class:`torch.nn.LayerNorm` over the last dimension, by
     :func:`headroom.functional.layer_norm`, with the arguments of torch's."""
 
@@ -83,30 +71,8 @@ class LayerNorm(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        columns = _columns("LayerNorm", normalized_shape)
-        self.normalized_shape = (columns,)
-        self.eps, self.elementwise_affine = eps, elementwise_affine
-
-        def vector(wanted: bool) -> nn.Parameter | None:
-            return (
-                nn.Parameter(torch.empty(columns, device=device, dtype=dtype)) if wanted else None
-            )
-
-        self.weight = vector(elementwise_affine)
-        self.bias = vector(elementwise_affine and bias)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.weight is not None:
-            nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        _check_shape("LayerNorm", normalized_shape)
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)  # type: ignore[return-value]
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
-        )

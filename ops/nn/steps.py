@@ -11,19 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .._core.checks import check_choice
 from .._core.recompute import Dropping, can_drop
 from .._core.rows import autocast_dtype
 from .fused import is_known
-
-__all__ = [
-    "LEVELS",
-    "AttentionSteps",
-    "BlockSteps",
-    "MLPSteps",
-    "Run",
-    "run_steps",
-    "save_level",
-]
 
 LEVELS = ("L0", "L1", "L2", "L3", "L4", "L5")
 MLP_SAVES = ("all", "gate_up", "input", "input", "input", "input")  # per level
@@ -34,13 +25,12 @@ Drop = Callable[[Tensor, Run], Tensor]
 
 def save_level(name: str) -> int:
     """Returns the number of a save level, or raises a ValueError."""
-    if name not in LEVELS:
-        raise ValueError(f"save is {name!r}, wanted one of {', '.join(LEVELS)}")
+    check_choice("save", name, LEVELS)
     return LEVELS.index(name)
 
 
 class AttentionSteps(NamedTuple):
-    """Attention of one call.
+    """Holds the steps of attention in one call.
 
     Attributes:
         linears: modules that take the input of attention.
@@ -65,7 +55,7 @@ class AttentionSteps(NamedTuple):
 
 
 class MLPSteps(NamedTuple):
-    """The feed-forward half.
+    """Holds the steps of the feed-forward half.
 
     Attributes:
         linears: modules that take its input.
@@ -83,8 +73,9 @@ class MLPSteps(NamedTuple):
 
 
 class BlockSteps(NamedTuple):
-    """A block of one call. Layouts and norms are those of :class:`headroom.nn.Block`; dropout is
-    the probability behind the halves, 0 if not in training."""
+    """Holds the steps of a block in one call. Layouts and norms are those of
+    :class:`headroom.nn.Block`; dropout is the probability behind the halves, 0 if not in training.
+    """
 
     layout: str
     attention: AttentionSteps
@@ -150,7 +141,7 @@ def _reading(run: Run, *modules: nn.Module | None, random: bool = False) -> Run:
 
 
 class _Dropout:
-    """The dropout of one call. It can be repeated, because a seed is kept in place of its mask."""
+    """Drops elements in one call, the same again if asked: a seed is kept in place of a mask."""
 
     def __init__(self, p: float) -> None:
         self.p = p
@@ -179,7 +170,7 @@ def _drop(p: float) -> Drop:
 def _run(
     steps: BlockSteps, level: int, run: Run, mlp_save: str, x: Tensor, *tables: Tensor | None
 ) -> Tensor:
-    """What ``run`` runs is dropped."""
+    """Runs a block; what ``run`` runs is dropped."""
     layout, attention, mlp = steps.layout, steps.attention, steps.mlp
     behind_attention = functools.partial(_add_attention, steps, _drop(steps.attention_dropout))
     behind_mlp = functools.partial(_add_mlp, steps, _drop(steps.mlp_dropout))

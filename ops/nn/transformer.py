@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from ..functional.rope import rope_tables
 from ..loss.language_model import language_model_loss
 from .attention import Attention, Pattern, Rotation, attention_pattern, packed_positions
-from .block import Block
+from .block import Block, norm_names
 from .config import TransformerConfig
 from .linear import Linear
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
-
-__all__ = ["Embedding", "Transformer"]
 
 
 def _norm(config: TransformerConfig, size: int, options: dict[str, Any]) -> nn.Module:
@@ -61,10 +59,7 @@ def _block(config: TransformerConfig, layer: int, options: dict[str, Any]) -> Bl
         bias=config.mlp_bias,
         **options,
     )
-    names = ["attention_norm"]
-    names += [] if config.layout == "parallel" else ["mlp_norm"]
-    names += ["attention_post_norm", "mlp_post_norm"] if config.layout == "sandwich" else []
-    norms = {name: _norm(config, hidden, options) for name in names}
+    norms = {name: _norm(config, hidden, options) for name in norm_names(config.layout)}
     return Block(
         attention, mlp, norms, layout=config.layout, dropout=config.dropout, save=config.save
     )
@@ -142,7 +137,7 @@ class Transformer(nn.Module):
 
     @property
     def save(self) -> list[str]:
-        """The level of each block."""
+        """Returns the level of each block."""
         return [block.save for block in self.blocks]
 
     @save.setter
@@ -221,7 +216,7 @@ class Transformer(nn.Module):
         return language_model_loss(x, self.head, labels, **options)
 
     def _rows(self, position_ids: Tensor) -> int:
-        """How many positions there may be."""
+        """Returns how many positions there may be."""
         seen = type(position_ids) is Tensor and position_ids.device.type == "cpu"
         if not seen or torch.compiler.is_compiling() or position_ids.numel() == 0:
             return self.config.max_positions
@@ -238,7 +233,7 @@ class Transformer(nn.Module):
         position_ids: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> tuple[Rotation | None, Pattern]:
-        """What blocks with or without a window get beside ``x``."""
+        """Returns what blocks with or without a window get beside ``x``."""
         config = self.config
         pattern = attention_pattern(
             x,

@@ -16,9 +16,8 @@ from .release import ReleaseHandle, release_gradients
 if TYPE_CHECKING:
     from ..state import check_same_state, convert_state, load_sharded
 else:  # the package of states needs this one
-    __getattr__ = lazy(
-        __name__,
-        dict.fromkeys(("check_same_state", "convert_state", "load_sharded"), "..state"),
+    __getattr__, __dir__ = lazy(
+        __name__, {"..state": ("check_same_state", "convert_state", "load_sharded")}
     )
 
 __all__ = [
@@ -37,7 +36,3 @@ __all__ = [
     "master_weights",
     "release_gradients",
 ]
-
-
-def __dir__() -> list[str]:
-    return list(__all__)

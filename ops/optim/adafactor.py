@@ -21,10 +21,8 @@ from .adafactor_sharding import prepared_sharded, sharding_of
 from .adafactor_state import LINES, NAMES, RMS, float32_slot, shape_of, zero_scalar
 from .base import Optimizer
 from .options import check_lr, own_arguments
-from .plan import Bucket, Call, table_call
+from .plan import Bucket, Call, Options, States, table_call
 from .states import STEP, Layout
-
-__all__ = ["Adafactor"]
 
 FACTORED, VECTOR = 0, 1  # the layouts of states
 
@@ -308,13 +306,7 @@ class Adafactor(Optimizer):
             "maximize": group.get("maximize", False),
         }
 
-    def _prepared(
-        self,
-        group: dict[str, Any],
-        bucket: Bucket,
-        states: list[list[Tensor]] | Tensor,
-        options: dict[str, Any],
-    ) -> Call:
+    def _prepared(self, group: Options, bucket: Bucket, states: States, options: Options) -> Call:
         layout, names = bucket.layout, bucket.layout.names
         space = {"dtype": torch.float64, "device": bucket.params[0].device}
         if isinstance(states, Tensor):

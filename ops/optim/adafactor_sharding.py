@@ -13,8 +13,6 @@ from .._core.dtensor import sharded_dim
 from ..functional.adafactor import APPLY, NORM, STATES, SUMS, lines_of
 from .plan import Call
 
-__all__ = ["prepared_sharded", "sharding_of"]
-
 ROWS, COLS, ELEMENTS = "rows", "cols", "elements"  # what a dimension of a mesh shards
 
 

@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from .._core.dtensor import moved_shard, sharded_dim
 from .states import Slot
 
-__all__ = ["LINES", "NAMES", "RMS", "float32_slot", "shape_of", "zero_scalar"]
-
 # The names of the states of each rule: row, column and element variances.
 NAMES = {
     "torch": ("row_var", "col_var", "variance"),

@@ -17,10 +17,8 @@ from .._core.registration import FLOATS
 from .._core.weight_modes import NEAREST, Master, Rounding, weights_mode
 from .base import Optimizer
 from .options import check_lr, own_arguments
-from .plan import Bucket, Call, table_call
+from .plan import Bucket, Call, Options, States, table_call
 from .states import STEP, Layout, Slot
-
-__all__ = ["Adam", "AdamW", "decoupling"]
 
 P = ParamSpec("P")
 
@@ -172,13 +170,7 @@ class Adam(Optimizer):
             "decoupled": group["decoupled_weight_decay"],
         }
 
-    def _prepared(
-        self,
-        group: dict[str, Any],
-        bucket: Bucket,
-        states: list[list[Tensor]] | Tensor,
-        options: dict[str, Any],
-    ) -> Call:
+    def _prepared(self, group: Options, bucket: Bucket, states: States, options: Options) -> Call:
         if isinstance(states, Tensor):
             return table_call(torch.ops.headroom._adamw_table_, bucket, states, options)
         lists = dict(zip(bucket.layout.names, states))

@@ -19,10 +19,8 @@ from ..functional.adamw8bit import BLOCK_SIZES, signed
 from .adam import Adam, decoupling
 from .block_scales import ABSMAXS, unpadded, zero_absmaxs
 from .options import own_arguments
-from .plan import Bucket, Call, places_in, table_call
+from .plan import Bucket, Call, Options, States, places_in, table_call
 from .states import STEP, Layout, Slot
-
-__all__ = ["Adam8bit", "AdamW8bit"]
 
 Nonfinite = Literal["skip_step", "skip_element", "propagate"]
 CodeRounding = Literal["nearest", "stochastic"]
@@ -250,13 +248,7 @@ class Adam8bit(Adam):
         options["decoupled"] |= group["bnb_exact"]
         return options
 
-    def _prepared(
-        self,
-        group: dict[str, Any],
-        bucket: Bucket,
-        states: list[list[Tensor]] | Tensor,
-        options: dict[str, Any],
-    ) -> Call:
+    def _prepared(self, group: Options, bucket: Bucket, states: States, options: Options) -> Call:
         if bucket.layout.index != EIGHT_BIT:
             return super()._prepared(group, bucket, states, options)
         del options["amsgrad"]

@@ -1,7 +1,7 @@
 """The base of Headroom's optimizers: a fused step over each group, and states that are never cast.
 
 A subclass declares the state of its parameters (states.py) and runs one op for the parameters of a
-group on one device. What a step passes to it is in plan.py; measuring.py, skips.py, loading.py and
+group on one device. What a step passes to it is in plan.py; measuring.py, counts.py, loading.py and
 memory.py do the rest. They take tensors and groups, and call no method of an optimizer in a step.
 
 A step makes everything that it allocates before it writes: one that runs out of memory has changed
@@ -25,8 +25,9 @@ from .._core.names import name_of
 from .._core.table import table_of
 from .._core.weight_modes import check_weight_options
 from ..grad.norm import Measured
+from .counts import SkippedSteps, StalledWeights, stalled_fraction
 from .errors import explained
-from .loading import KEPT, complete_groups, export_state, keep_states, restored_states
+from .loading import COPIED, complete_groups, export_state, keep_states, restored_states
 from .measuring import first_nonfinite, with_measured
 from .memory import StateMemory, state_memory
 from .options import (
@@ -39,18 +40,16 @@ from .plan import (
     Bucket,
     Call,
     Calls,
+    Options,
     Plan,
+    States,
     StepScalars,
     arguments_of,
     buckets_of,
     check_memory,
     like_param,
 )
-from .skips import SkippedSteps
-from .stalled import StalledWeights, stalled_fraction
 from .states import StatefulOptimizer
-
-__all__ = ["Optimizer"]
 
 
 class Optimizer(StatefulOptimizer):
@@ -89,13 +88,7 @@ class Optimizer(StatefulOptimizer):
         """Returns the op's arguments that are options of a group, beside the learning rate."""
         raise NotImplementedError
 
-    def _prepared(
-        self,
-        group: dict[str, Any],
-        bucket: Bucket,
-        states: list[list[Tensor]] | Tensor,
-        options: dict[str, Any],
-    ) -> Call:
+    def _prepared(self, group: Options, bucket: Bucket, states: States, options: Options) -> Call:
         """Returns the call that runs the op on a bucket, after everything that it needs has been
         made: the call allocates nothing before its last write. ``states`` are the lists that its
         layout names, or a table of parameters, gradients and states; ``options`` are all other
@@ -276,9 +269,9 @@ class Optimizer(StatefulOptimizer):
         torch.compile knows this method by name: it runs it, does not trace it, and takes the
         tensors that the lists then hold as inputs of the graph.
         """
-        rest = iter(columns)
+        remaining = iter(columns)
         lists = {
-            (layout.index, layout.weights): (layout, list(islice(rest, 2 + len(layout.slots))))
+            (layout.index, layout.weights): (layout, list(islice(remaining, 2 + len(layout.slots))))
             for layout in self.every_layout(group)
         }
         for param in group["params"]:
@@ -403,8 +396,8 @@ class Optimizer(StatefulOptimizer):
             hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: self.__dict__[name] for name in KEPT if name in self.__dict__}
-        return super().__getstate__() | kept
+        attributes = {name: self.__dict__[name] for name in COPIED if name in self.__dict__}
+        return super().__getstate__() | attributes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         groups, is_checkpoint = state["param_groups"], "defaults" not in state

@@ -10,8 +10,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .._core.dtensor import sharded_dim
 
-__all__ = ["ABSMAXS", "unpadded", "zero_absmaxs"]
-
 ABSMAXS = ("exp_avg_absmax", "exp_avg_sq_absmax")  # their names in the state
 
 

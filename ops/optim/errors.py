@@ -11,8 +11,6 @@ from torch import Tensor
 from .._core.names import name_of
 from .states import dtype_refusal
 
-__all__ = ["explained"]
-
 
 def explained(
     optimizer: torch.optim.Optimizer,

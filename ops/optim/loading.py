@@ -17,15 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from .._core.dtensor import local_part
 from .._core.names import param_names
-from .._core.overlap import is_dense, spanned_bytes
+from .._core.overlap import is_dense, is_freed
 from .._core.registration import FLOATS
 from .._core.weight_modes import RESIDUALS
 from .states import Layout, Slot, StatefulOptimizer
 
-__all__ = ["KEPT", "complete_groups", "export_state", "keep_states", "restored_states"]
-
 STATE_DTYPES = {str(dtype): dtype for dtype in FLOATS}
-KEPT = (  # attributes that copies and pickles have, beyond torch's
+COPIED = (  # attributes that copies and pickles have, beyond torch's
     "_skips",
     "_stalled",
     "check_finite",
@@ -37,18 +35,7 @@ KEPT = (  # attributes that copies and pickles have, beyond torch's
     "measured",
     "measured_params",
 )
-NONNEGATIVE = (  # states that are means of squares, or magnitudes
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "exp_avg_absmax",
-    "exp_avg_sq_absmax",
-    "row_var",
-    "col_var",
-    "variance",
-    "exp_avg_sq_row",
-    "exp_avg_sq_col",
-    "RMS",
-)
+SIGNED = ("exp_avg", *RESIDUALS)  # all other states are means of squares, or magnitudes
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # which Adam's op takes in one dtype
 
 
@@ -211,7 +198,7 @@ def _checked(value: Any, layout: Layout, slot: Slot, param: Tensor, name: str) -
         raise ValueError(
             f"the loaded '{key}' of {name} has dtype {value.dtype}, wanted one of {dtypes}"
         )
-    if key in NONNEGATIVE and value.dtype != torch.uint8:
+    if key not in SIGNED and value.dtype != torch.uint8:
         _check_values(key, value, name)
     value = value.detach().to(param.device)
     if not isinstance(value, DTensor) and not is_dense(value):
@@ -237,14 +224,13 @@ def _counter(value: Any, param: Tensor, name: str) -> Tensor:
 
 def _check_memory(key: str, value: Tensor, name: str, may_be_on_meta: bool = False) -> None:
     """Refuses tensors without elements to read: sparse ones, those on the meta device, and those
-    whose storage was freed, which torch reads without a check."""
+    whose storage was freed."""
     local = local_part(value)
     if local.layout != torch.strided or (local.is_meta and not may_be_on_meta):
         what = "on the meta device" if local.is_meta else f"of layout {local.layout}"
         raise ValueError(f"the loaded '{key}' of {name} is {what}, wanted a dense tensor")
-    if local.numel() and not local.is_meta:
-        if local.untyped_storage().nbytes() < spanned_bytes(local):
-            raise ValueError(f"the loaded '{key}' of {name} has no memory: its storage was freed")
+    if not local.is_meta and is_freed(local):
+        raise ValueError(f"the loaded '{key}' of {name} has no memory: its storage was freed")
 
 
 def _check_values(key: str, value: Tensor, name: str) -> None:

@@ -13,8 +13,6 @@ from .._core.names import name_of
 from .._core.weight_modes import WeightsMode
 from .base import Optimizer
 
-__all__ = ["headroom_optimizer", "load_master_weights", "master_weights"]
-
 
 def headroom_optimizer(optimizer: Any, caller: str) -> Optimizer:
     """Returns the optimizer itself, or the one inside a wrapper such as accelerate's.

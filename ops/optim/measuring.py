@@ -13,8 +13,6 @@ from ..grad.norm import measure
 from .errors import explained
 from .plan import Plan, StepScalars, like_param, table_of_grads
 
-__all__ = ["first_nonfinite", "with_measured"]
-
 
 def with_measured(
     optimizer: Any, scalars: StepScalars, max_grad_norm: float | None, plans: list[Plan]

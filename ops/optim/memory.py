@@ -13,12 +13,10 @@ from .._core.dtensor import local_part
 from .._core.names import param_names
 from .states import StatefulOptimizer
 
-__all__ = ["StateMemory", "state_memory"]
-
 
 @dataclass
 class StateMemory:
-    """Bytes of state of the parameters whose states have the same dtypes."""
+    """Counts the bytes of state of the parameters whose states have the same dtypes."""
 
     dtypes: tuple[str, ...]  # of the state tensors of one parameter, each once
     names: list[str] = field(default_factory=list)  # of the parameters

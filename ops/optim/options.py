@@ -12,15 +12,6 @@ from torch import Tensor
 
 from .._core.text import quoted
 
-__all__ = [
-    "check_loaded_group",
-    "check_lr",
-    "check_max_grad_norm",
-    "common_max_grad_norm",
-    "keep_unique",
-    "own_arguments",
-]
-
 
 def own_arguments(scope: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a constructor from its ``locals()``, taken in its first line."""

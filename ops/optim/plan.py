@@ -22,27 +22,13 @@ from .._core.table import joined
 from .._core.weight_modes import NEAREST, weight_seeds
 from .states import Layout
 
-__all__ = [
-    "Bucket",
-    "Call",
-    "Calls",
-    "Plan",
-    "StepScalars",
-    "arguments_of",
-    "buckets_of",
-    "check_memory",
-    "check_overlap",
-    "like_param",
-    "places_in",
-    "table_call",
-    "table_of_grads",
-]
-
 Call = Callable[[], None]  # steps the parameters of a bucket
+Options = dict[str, Any]  # of a group or of an op, by name
+States = list[list[Tensor]] | Tensor  # the lists that a layout names, or a table
 
 
 class StepScalars(NamedTuple):
-    """Tensors of one element that a step reads without waiting for the device."""
+    """Holds tensors of one element that a step reads without waiting for the device."""
 
     grad_scale: Tensor | None = None  # gradients are divided by it
     found_inf: Tensor | None = None  # the step changes nothing if it is not 0
@@ -63,7 +49,7 @@ class StepScalars(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """The parameters of a group that one op takes: all have states of one layout."""
+    """Holds the parameters of a group that one op takes: all have states of one layout."""
 
     layout: Layout
     owners: list[Tensor]  # the optimizer's parameters
@@ -76,8 +62,8 @@ Calls = list[tuple[Bucket, Call]]  # of a step
 
 
 class Plan(NamedTuple):
-    """The plan of a step for a group: its parameters with gradients, in buckets, and a table for
-    each bucket, or None if a table cannot be made or states are missing."""
+    """Holds a step of a group: its parameters with gradients, in buckets, and a table for each
+    bucket, or None if a table cannot be made or states are missing."""
 
     group: dict[str, Any]
     params: list[Tensor]
@@ -181,7 +167,7 @@ def table_of_grads(plans: list[Plan]) -> Tensor | None:
 # ---- what a step refuses ------------------------------------------------------------------------
 
 
-def check_memory(groups: list[dict[str, Any]], plans: list[Plan], before: list[Any]) -> list[Any]:
+def check_memory(groups: list[dict[str, Any]], plans: list[Plan], earlier: list[Any]) -> list[Any]:
     """Returns where the parameters of a step lie in memory. If that has changed, refuses parameters
     that share memory."""
     places: list[Any] = []
@@ -190,11 +176,11 @@ def check_memory(groups: list[dict[str, Any]], plans: list[Plan], before: list[A
             places.append(list(map(place_in_memory, plan.params)))
         else:  # addresses and sizes
             places += [table[0, :2] for table in plan.tables]
-    same = len(places) == len(before) and all(
+    same = len(places) == len(earlier) and all(
         torch.equal(now, then)
         if isinstance(now, Tensor) and isinstance(then, Tensor)
         else type(now) is type(then) and now == then
-        for now, then in zip(places, before)
+        for now, then in zip(places, earlier)
     )
     if not same:
         check_overlap(groups, [param for plan in plans for param in plan.params])

@@ -15,9 +15,6 @@ from .adam8bit import Adam8bit, AdamW8bit
 from .base import Optimizer
 from .memory import state_memory
 
-__all__ = ["is_headroom", "obstacle", "optimizer_of", "replacement", "state_bytes"]
-
-
 _DECOUPLED = (torch.optim.AdamW, AdamW, AdamW8bit)
 _COUPLED = (torch.optim.Adam, Adam, Adam8bit)
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -50,6 +47,16 @@ def optimizer_of(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
             raise TypeError(
                 f"the function optimizer returned {optimizer!r}, wanted a torch.optim.Optimizer"
             )
+    check_parameters(optimizer, model)
+    return optimizer
+
+
+def check_parameters(optimizer: Any, model: nn.Module) -> None:
+    """Refuses an optimizer of another model.
+
+    Raises:
+        ValueError: it has parameters that the model lacks.
+    """
     own = {id(p) for p in model.parameters()}
     foreign = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in own]
     if foreign:
@@ -57,7 +64,6 @@ def optimizer_of(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
             f"the optimizer has {len(foreign)} parameters that the model does not have, the first "
             f"of shape {list(foreign[0].shape)}: make it from model.parameters()"
         )
-    return optimizer
 
 
 def is_headroom(optimizer: Any) -> bool:
@@ -102,18 +108,18 @@ def replacement(
     fixed: dict[str, Any] = {} if master is None else {"master": master}
     if cls is Adafactor:
         fixed |= {"semantics": "hf", "scale_parameter": False, "relative_step": False}
-        kept = {"lr", "weight_decay", "max_grad_norm"}
+        accepted = {"lr", "weight_decay", "max_grad_norm"}
     else:
-        kept = inspect.signature(cls).parameters.keys() - fixed.keys()
+        accepted = inspect.signature(cls).parameters.keys() - fixed.keys()
     source = given.defaults
     groups = [
-        {name: value for name, value in group.items() if name in kept or name not in source}
+        {name: value for name, value in group.items() if name in accepted or name not in source}
         for group in given.param_groups
     ]
     for group in groups:
-        for name in {"master", "rounding", "seed", "state_dtype", "semantics"} - kept:
+        for name in {"master", "rounding", "seed", "state_dtype", "semantics"} - accepted:
             group.pop(name, None)
-    defaults = {name: value for name, value in source.items() if name in kept}
+    defaults = {name: value for name, value in source.items() if name in accepted}
     return cls(groups, **defaults, **fixed)
 
 

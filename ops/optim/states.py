@@ -14,11 +14,9 @@ from .._core.names import name_of
 from .._core.registration import FLOATS
 from .._core.weight_modes import NEAREST, WeightsMode, mode_of
 
-__all__ = ["STEP", "Layout", "Slot", "StatefulOptimizer", "dtype_refusal"]
-
 
 class Slot(NamedTuple):
-    """A tensor in the state of a parameter."""
+    """Declares a tensor in the state of a parameter."""
 
     name: str
     shape: Callable[[Tensor], Sequence[int]] | None = None  # of a parameter; None: its own
@@ -55,7 +53,7 @@ STEP = Slot("step", _scalar_shape, torch.float64)  # counts past 2^24
 
 
 class Layout(NamedTuple):
-    """The tensors in the state of each parameter that one op takes."""
+    """Declares the tensors in the state of each parameter that one op takes."""
 
     slots: tuple[Slot, ...]
     weights: WeightsMode = NEAREST  # how the parameters are stored
@@ -91,7 +89,7 @@ class Layout(NamedTuple):
 
 
 class StatefulOptimizer(torch.optim.Optimizer):
-    """An optimizer that declares the state of its parameters. A subclass defines :meth:`layouts`
+    """Declares the state of its parameters. A subclass defines :meth:`layouts`
     and, if there are several, the three methods that choose one."""
 
     def layouts(self, group: dict[str, Any]) -> tuple[Layout, ...]:
@@ -138,9 +136,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         missing = [name for name in layout.names if name not in self.state.get(param, ())]
         if missing:
             refuse_in_capture(f"{', '.join(missing)} of {name_of(self.param_groups, param)}")
-        made = {name: layout.slot(name).new(param) for name in missing}  # all, or none
+        new = {name: layout.slot(name).new(param) for name in missing}  # all, or none
         entry = self.state[param]
-        entry.update(made)
+        entry.update(new)
         return entry
 
     def _check_params(self, params: Any) -> None:

@@ -19,10 +19,9 @@ from ..checkpointing import checkpoint
 from ..checkpointing.caches import without_caches
 from ..checkpointing.every import repeated_blocks
 from ..nn import LEVELS, Block
+from ..nn.steps import save_level
 from .changes import Changes
 from .report import PatchReport
-
-__all__ = ["Options", "PatchedLayer", "chosen_levels", "find_blocks", "verified_blocks"]
 
 KNOWN = "Llama, Qwen2, Qwen3, Mistral, Gemma 1 to 3, Phi-3, GPT-2 and BERT of transformers"
 
@@ -33,7 +32,7 @@ CHECKPOINT_OPTIONS = inspect.signature(checkpoint).parameters.values()
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What patch() was asked for, besides the levels.
+    """Holds what patch() was asked for, besides the levels.
 
     Attributes:
         norms, glu, rope: whether these are swapped.
@@ -90,7 +89,7 @@ class HeadroomBlock:
         self, level: str | None, options: Options, changes: Changes, report: PatchReport
     ) -> None:
         if level is not None:
-            changes.set(self.module, "save", level)
+            changes.set(self.module, "_level", save_level(level))
             report.set_level(self.name, self.module, level)
 
 
@@ -119,9 +118,9 @@ class AnyBlock:
 
 @contextmanager
 def verified_blocks() -> Iterator[None]:
-    """Lets blocks at L5 that run forward, besides those of :mod:`headroom.nn` and those
-    that torch.compile traces, raise :class:`headroom.checkpointing.RecomputeError` in the backward
-    pass if they compute something else when they run again."""
+    """Lets blocks at L5 that run forward raise :class:`headroom.checkpointing.RecomputeError` in
+    the backward pass if they compute something else when they run again; but not those of
+    :mod:`headroom.nn`, those that torch.compile traces and those with ``use_reentrant``."""
     token = object()
     _verifying.add(token)
     try:
@@ -172,9 +171,10 @@ def _checkpointed(
     if inside_checkpoint() or torch._C._are_functorch_transforms_active():
         # It is computed again already, or a checkpoint cannot have its hooks.
         return run(*args)
-    if _verifying:
+    reentrant = options.get("use_reentrant")
+    if _verifying and not reentrant:
         options = options | {"verify": True}
-    if not options.get("use_reentrant") and _norms_with_statistics(module):
+    if not reentrant and _norms_with_statistics(module):
         contexts = options.get("context_fn", noop_context_fn)
         options = options | {"context_fn": functools.partial(_contexts, module, contexts)}
     return checkpoint(run, *args, **options)

@@ -7,14 +7,12 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Changes", "is_patched", "patched_names", "restore"]
-
 RECORD = "_headroom_patch"  # the attribute of a module that says what patch() set on it
 ABSENT = "absent"  # stands for an attribute that only the class had, or nothing
 
 
 class _Record:
-    """What was set on one module: for each name what had been there, and what is there now.
+    """Records what was set on one module: for each name what had been there, and what is now.
 
     It lives on the module, so that a copy of a patched model, or a part of one, can be unpatched
     too: deep copies and pickles keep the two values beside the attribute itself.
@@ -27,34 +25,26 @@ class _Record:
 
 def _get(module: nn.Module, name: str) -> tuple[str, Any]:
     """Returns where an attribute is kept, and its value."""
-    if _is_property(module, name):
-        return "property", getattr(module, name)
     attributes = vars(module)
     return ("instance", attributes[name]) if name in attributes else (ABSENT, None)
 
 
 def _put(module: nn.Module, name: str, held: tuple[str, Any]) -> None:
     kind, value = held
-    if kind == "property":
-        setattr(module, name, value)
-    elif kind == ABSENT:
+    if kind == ABSENT:
         vars(module).pop(name, None)
     else:
         vars(module)[name] = value
 
 
-def _is_property(module: nn.Module, name: str) -> bool:
-    return isinstance(getattr(type(module), name, None), property)
-
-
 class Changes:
-    """A log of what one call of patch() did, which can be taken back."""
+    """Logs what one call of patch() did, to take it back."""
 
     def __init__(self) -> None:
         self._log: list[tuple[nn.Module, str, tuple[str, Any]]] = []
 
     def set(self, module: nn.Module, name: str, value: Any) -> None:
-        """Sets an attribute of the instance, such as a ``forward``, or a property of its class.
+        """Sets an attribute of the instance, such as a ``forward``.
 
         A ``forward`` should be a :func:`functools.partial` of a function of a module and of the
         module: it is then copied, pickled and compiled with it. Parameters, buffers and modules
@@ -67,10 +57,8 @@ class Changes:
         if record is None:
             record = _Record()
             self._write(module, RECORD, ("instance", record))
-        before = _get(module, name)
-        kind = "property" if before[0] == "property" else "instance"
-        self._write(module, name, (kind, value))
-        record.before.setdefault(name, before)
+        record.before.setdefault(name, _get(module, name))
+        self._write(module, name, ("instance", value))
         record.now[name] = value
 
     def _write(self, module: nn.Module, name: str, held: tuple[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a layer of each architecture of transformers is made of."""
+"""Knows what a layer of each architecture of transformers is made of."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from .layers import layer_forward
 from .norms import norm_forward
 from .parts import Call, Dial, Family, attention_steps, mlp_steps
 from .report import PatchReport
-
-__all__ = ["DECODERS", "FAMILIES", "TransformersLayer", "entry_of", "find_layers"]
 
 _Entry = TypeVar("_Entry", bound=Any)
 
@@ -141,19 +139,6 @@ def _bert(layer: Any, call: Call) -> BlockSteps:
     )
 
 
-def _halves(layer: Any) -> tuple[nn.Module, ...]:
-    return layer.self_attn, layer.mlp
-
-
-def _halves_of_gpt2(layer: Any) -> tuple[nn.Module, ...]:
-    return layer.attn, layer.mlp
-
-
-def _halves_of_bert(layer: Any) -> tuple[nn.Module, ...]:
-    attention = layer.attention
-    return attention, attention.self, attention.output, layer.intermediate, layer.output
-
-
 def _plain_gpt2(layer: Any) -> bool:
     upcast = layer.attn.reorder_and_upcast_attn
     return not upcast or layer.attn.config._attn_implementation != "eager"
@@ -182,14 +167,15 @@ def _families() -> dict[str, Family]:
         module = f"transformers.models.{model}.modeling_{model}"
         steps = _phi3 if model == "phi3" else _decoder
         layer = f"{prefix}DecoderLayer"
-        found[layer] = Family(module, layer, steps, _halves)
+        found[layer] = Family(module, layer, steps, ("self_attn", "mlp"))
     gpt2 = "transformers.models.gpt2.modeling_gpt2"
     found["GPT2Block"] = Family(
-        gpt2, "GPT2Block", _gpt2, _halves_of_gpt2, rotates=False, supports=_plain_gpt2
+        gpt2, "GPT2Block", _gpt2, ("attn", "mlp"), rotates=False, supports=_plain_gpt2
     )
     bert = "transformers.models.bert.modeling_bert"
+    halves = ("attention", "attention.self", "attention.output", "intermediate", "output")
     found["BertLayer"] = Family(
-        bert, "BertLayer", _bert, _halves_of_bert, rotates=False, supports=_whole_bert
+        bert, "BertLayer", _bert, halves, rotates=False, supports=_whole_bert
     )
     return found
 
@@ -234,7 +220,7 @@ class TransformersLayer:
         changes.set(layer, "forward", functools.partial(layer_forward, layer))
         report.set_level(self.name, layer, level)
         # The steps swap what is in the MLP. Norms are left to what takes any of them.
-        report.claim(*(half for half in self.family.halves(layer)))
+        report.claim(*map(layer.get_submodule, self.family.halves))
 
 
 def find_layers(model: nn.Module) -> tuple[str, list[PatchedLayer]] | None:

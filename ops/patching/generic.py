@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +15,6 @@ from .changes import Changes, is_patched
 from .norms import NAME, NormRule, is_norm, norm_forward, recognized_norm
 from .report import PatchReport
 
-__all__ = ["swap_linears", "swap_norms"]
-
-PLAIN = (int, float, bool, str, tuple, torch.dtype, torch.Size, type(None))
 INTERNAL = vars(nn.Module()).keys() - {"training"}
 
 
@@ -33,25 +29,12 @@ def _obstacle(module: nn.Module) -> str | None:
     return None
 
 
-def _fingerprint(module: nn.Module) -> Hashable:
-    """Returns the class and the attributes of a norm, which decide what it computes, so that
-    modules that are alike are tried once; None where an attribute is not a plain value."""
-    own: dict[str, Any] = {k: v for k, v in vars(module).items() if k not in INTERNAL}
-    if not all(isinstance(value, PLAIN) for value in own.values()):
-        return None
-    vectors = tuple(
-        (name, None if p is None else (p.shape, p.dtype, p.device))
-        for name, p in module._parameters.items()
-    )
-    return type(module), tuple(sorted((k, repr(v)) for k, v in own.items())), vectors
-
-
 def swap_norms(model: nn.Module, changes: Changes, report: PatchReport) -> None:
     """Swaps the norms of a model that nothing has changed or claimed before.
 
     Only the ``forward`` of instances is set. Hooks of the modules themselves run as before.
     """
-    tried: dict[Hashable, NormRule | str] = {}
+    tried: dict[Hashable, NormRule | str] = {}  # by what decides the result
     for name, module in model.named_modules():
         if is_patched(module) or report.is_claimed(module):
             continue
@@ -89,20 +72,28 @@ def swap_linears(model: nn.Module, changes: Changes, report: PatchReport) -> Non
 def _tried(module: nn.Module, tried: dict[Hashable, NormRule | str]) -> NormRule | str:
     """Returns the result of a trial, after which the attributes of the module are what they were.
     A module that sets some of them when it is called does more than a rule says."""
-    before = dict(vars(module))
+    attributes = dict(vars(module))
     rule = _norm_rule(module, tried)
-    after = vars(module)
-    if after.keys() == before.keys() and all(after[key] is before[key] for key in before):
+    now = vars(module)
+    if now.keys() == attributes.keys() and all(now[key] is attributes[key] for key in attributes):
         return rule
-    after.clear()
-    after.update(before)
+    now.clear()
+    now.update(attributes)
     return "its forward sets attributes of its own"
 
 
 def _norm_rule(module: nn.Module, tried: dict[Hashable, NormRule | str]) -> NormRule | str:
-    key = _fingerprint(module)
-    if key is None:
+    """Returns the result of a trial, or of that of a module with the same class, attributes and
+    shapes, which decide what a norm computes."""
+    vectors = tuple(
+        (name, None if p is None else (p.shape, p.dtype, p.device))
+        for name, p in module._parameters.items()
+    )
+    try:
+        own = frozenset(item for item in vars(module).items() if item[0] not in INTERNAL)
+    except TypeError:  # an attribute that cannot be compared with others
         return recognized_norm(module)
+    key = type(module), own, vectors
     if key not in tried:
         tried[key] = recognized_norm(module)
     return tried[key]

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._core.surroundings import takes_ops
 from ..checkpointing.caches import is_filled, warn_of_cache
 from ..nn.fused import is_untouched
 from ..nn.steps import run_steps
-from .calls import takes
 from .parts import Call, Dial, Family
-
-__all__ = ["layer_forward"]
 
 UNKNOWN = ("encoder_hidden_states", "encoder_attention_mask", "output_attentions")
 NOT_FOR_ATTENTION = {
@@ -58,11 +56,11 @@ def _is_known(layer: Any, family: Family, given: dict[str, Any]) -> bool:
     for name in UNKNOWN:
         if given.get(name) is not None and given[name] is not False:
             return False
-    if not takes(given.get("hidden_states"), (3,)):
+    if not takes_ops(given.get("hidden_states"), (3,)):
         return False
     if family.rotates and given.get("position_embeddings") is None:
         return False
-    for half in family.halves(layer):
+    for half in map(layer.get_submodule, family.halves):
         if type(half).__module__ != family.module or "forward" in vars(half):
             return False
         if not is_untouched(half) and not _only_captures(half):

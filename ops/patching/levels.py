@@ -13,8 +13,6 @@ from .families import find_layers
 from .patch import patch, patch_call, repeated_layers
 from .report import PatchReport
 
-__all__ = ["Blocks", "set_levels"]
-
 
 def set_levels(
     model: nn.Module, levels: Mapping[str, str], *, fused_loss: bool = False
@@ -70,9 +68,9 @@ class Blocks:
         cls, model: nn.Module, *, fused_loss: bool = False, has_levels: bool = True
     ) -> Blocks:
         """Returns the blocks of a private copy of a model, all at their leanest."""
-        made = cls(private_copy(model), fused_loss=fused_loss, has_levels=has_levels)
-        made.set(made.leanest)
-        return made
+        blocks = cls(private_copy(model), fused_loss=fused_loss, has_levels=has_levels)
+        blocks.set(blocks.leanest)
+        return blocks
 
     @property
     def leanest(self) -> dict[str, str]:

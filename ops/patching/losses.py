@@ -14,15 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._core.surroundings import is_plain
+from .._core.surroundings import is_plain, takes_ops
 from ..loss.language_model import is_plain_head, language_model_loss
 from ..loss.linear_cross_entropy import linear_cross_entropy
-from .calls import own_forward, takes
 from .changes import Changes, is_patched
 from .families import DECODERS, entry_of
 from .report import PatchReport
-
-__all__ = ["LossRule", "check_loss_options", "has_fused_loss", "knows_loss", "swap_losses"]
 
 GIVEN_BY_THE_MODEL = {  # or meaningless in its loss
     *("softcap", "reduction", "denominator", "ignore_index", "shift", "token_weight", "stats"),
@@ -34,14 +31,14 @@ _calls = threading.local()  # running: how many calls of loss_forward() last in 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A class of transformers with the head of a language model.
+    """Describes a class of transformers with the head of a language model.
 
     Attributes:
         module, model: where the class is, and its name.
         output: the class of what it returns.
         body: the attribute that holds the model below the head.
         head: returns the Linear, given the model.
-        before: returns what the Linear is given, from the model and the hidden states.
+        transform: returns what the Linear is given, from the model and the hidden states.
         shift: whether a token is to predict the one after it.
     """
 
@@ -50,7 +47,7 @@ class Kind:
     output: str = "CausalLMOutputWithPast"
     body: str = "model"
     head: Callable[[Any], nn.Module] = lambda model: model.lm_head
-    before: Callable[[Any, Tensor], Tensor] | None = None
+    transform: Callable[[Any, Tensor], Tensor] | None = None
     shift: bool = True
 
 
@@ -71,7 +68,7 @@ def _kinds() -> dict[str, Kind]:
         output="MaskedLMOutput",
         body="bert",
         head=lambda model: model.cls.predictions.decoder,
-        before=lambda model, hidden: model.cls.predictions.transform(hidden),
+        transform=lambda model, hidden: model.cls.predictions.transform(hidden),
         shift=False,
     )
     return found
@@ -82,7 +79,7 @@ KINDS = _kinds()
 
 @dataclasses.dataclass(frozen=True)
 class LossRule:
-    """What the patched ``forward`` of a model knows.
+    """Holds what the patched ``forward`` of a model knows.
 
     Attributes:
         kind: the name of its class in transformers.
@@ -212,7 +209,7 @@ def _body_forward(self: Any, model: str, *args: Any, **kwargs: Any) -> Any:
             "or train with transformers' Trainer",
             stacklevel=2,
         )
-    return own_forward(self, args, kwargs)
+    return type(self).forward(self, *args, **kwargs)
 
 
 def _loss_forward(self: Any, rule: LossRule, *args: Any, **kwargs: Any) -> Any:
@@ -228,8 +225,8 @@ def _loss_forward(self: Any, rule: LossRule, *args: Any, **kwargs: Any) -> Any:
     loss_of = _loss_of(self, kind, given)
     outputs = getattr(self, kind.body)(**{k: v for k, v in given.items() if k not in OF_THE_LOSS})
     hidden = outputs.last_hidden_state
-    if kind.before is not None:
-        hidden = kind.before(self, hidden)
+    if kind.transform is not None:
+        hidden = kind.transform(self, hidden)
     options = dict(rule.options)
     if smoothing is not None:
         options["label_smoothing"] = smoothing
@@ -250,7 +247,7 @@ def _is_step(model: Any, kind: Kind, given: Mapping[str, Any]) -> bool:
     if given.get("return_dict") is False or not getattr(model.config, "return_dict", True):
         return False
     head: Any = kind.head(model)
-    return is_plain_head(head) and (not is_plain(head.weight) or takes(head.weight, (2,)))
+    return is_plain_head(head) and (not is_plain(head.weight) or takes_ops(head.weight, (2,)))
 
 
 def _loss_of(model: Any, kind: Kind, given: Mapping[str, Any]) -> Callable[..., Tensor]:

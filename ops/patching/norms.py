@@ -19,11 +19,8 @@ from torch.func import functional_call
 from .. import nn as ours
 from .._core.registration import FLOATS
 from .._core.rows import autocast_dtype
-from .._core.surroundings import is_plain
+from .._core.surroundings import DEVICES, is_plain, takes_ops
 from ..functional.norm import CASTINGS, layer_norm, rms_norm
-from .calls import CPU, DEVICES, own_forward, takes
-
-__all__ = ["NAME", "NormRule", "is_norm", "norm_forward", "recognized_norm"]
 
 NAME = re.compile(r"norm|rms|ln$", re.IGNORECASE)
 EPS_NAMES = (
@@ -35,6 +32,7 @@ EPS_NAMES = (
     "layer_norm_epsilon",
 )
 EPS_VALUES = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3, 0.0)  # of classes that keep it in their code
+CPU: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}  # whatever torch's defaults are
 RANKS = (2, 3, 4)
 TOLERANCE = 8  # roundings of a result, at most
 LOW_TOLERANCE = 32  # in 16 bits, where some compute everything in these
@@ -42,7 +40,7 @@ LOW_TOLERANCE = 32  # in 16 bits, where some compute everything in these
 
 @dataclasses.dataclass(frozen=True)
 class NormRule:
-    """What a norm computes.
+    """Says what a norm computes.
 
     Attributes:
         kind: "RMSNorm" or "LayerNorm".
@@ -128,7 +126,7 @@ class _Own(nn.Module):
         self.module = module
 
     def forward(self, *args: Any) -> Any:
-        return own_forward(self.module, args, {})
+        return type(self.module).forward(self.module, *args)
 
 
 class _Probe:
@@ -249,20 +247,20 @@ def recognized_norm(module: nn.Module) -> NormRule | str:
 
 def norm_forward(module: nn.Module, rule: NormRule, *args: Any, **kwargs: Any) -> Any:
     """Takes the place of the forward of a norm."""
-    if len(args) != 1 or kwargs or not takes(args[0], rule.ranks):
-        return own_forward(module, args, kwargs)
+    if len(args) != 1 or kwargs or not _takes(module, rule, args[0]):
+        return type(module).forward(module, *args, **kwargs)
     x = args[0]
-    if not _alike(module, rule, x):
-        return own_forward(module, args, kwargs)
     weight, eps = getattr(module, "weight", None), _eps(module, rule.eps)
     if rule.kind == "LayerNorm":
         return layer_norm(x, weight, getattr(module, "bias", None), eps)
     return rms_norm(x, weight, eps, offset=rule.offset, casting=rule.casting)
 
 
-def _alike(module: nn.Module, rule: NormRule, x: Tensor) -> bool:
-    """Returns whether weight and bias are like ``x``. Where dtypes differ, and under autocast,
-    modules differ in the dtypes of their results."""
+def _takes(module: nn.Module, rule: NormRule, x: Any) -> bool:
+    """Returns whether the op takes ``x``, and weight and bias are like it. Where dtypes differ, and
+    under autocast, modules differ in the dtypes of their results."""
+    if not takes_ops(x, rule.ranks):
+        return False
     for name in ("weight", "bias"):
         vector = getattr(module, name, None)
         if vector is not None and (

@@ -18,8 +18,6 @@ from ..nn.fused import can_fuse, is_untouched
 from ..nn.steps import AttentionSteps, BlockSteps, MLPSteps, Run
 from .norms import NormRule, norm_forward
 
-__all__ = ["Call", "Dial", "Family", "attention_steps", "mlp_steps"]
-
 ACTIVATIONS = {
     "SiLUActivation": "silu",
     "SiLU": "silu",
@@ -36,13 +34,13 @@ def _any(layer: Any) -> bool:
 
 
 class Family(NamedTuple):
-    """An architecture.
+    """Describes an architecture.
 
     Attributes:
         module: where its classes are defined.
         layer: the name of the class of a layer.
         steps: returns the steps of a layer, given it and the call.
-        halves: returns the modules in a layer whose ``forward`` is not called.
+        halves: the names of the modules in a layer whose ``forward`` is not called.
         rotates: whether the layer is given the tables of a rotation.
         supports: whether a layer has nothing that ``steps`` does not know.
     """
@@ -50,13 +48,13 @@ class Family(NamedTuple):
     module: str
     layer: str
     steps: Callable[[Any, Call], BlockSteps]
-    halves: Callable[[Any], tuple[nn.Module, ...]]
+    halves: tuple[str, ...]
     rotates: bool = True
     supports: Callable[[Any], bool] = _any
 
 
 class Dial(NamedTuple):
-    """What patch() sets on a layer.
+    """Holds what patch() sets on a layer.
 
     Attributes:
         family: its architecture.
@@ -74,7 +72,7 @@ class Dial(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a model gives to a layer in one call.
+    """Holds what a model gives to a layer in one call.
 
     Attributes:
         dial: of the layer.

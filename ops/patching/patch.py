@@ -13,8 +13,6 @@ from .changes import Changes, restore
 from .losses import check_loss_options, swap_losses
 from .report import PatchReport
 
-__all__ = ["patch", "patch_call", "repeated_layers", "unpatch"]
-
 CALL = "_headroom_patch_call"  # the attribute of a model that says how patch() was called
 
 

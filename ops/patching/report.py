@@ -1,15 +1,15 @@
-"""What patch() did to a model."""
+"""Reports what patch() did to a model."""
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
+from itertools import chain
 
 from torch import nn
 
+from .._core.grouping import grouped
 from .changes import Changes, restore
-
-__all__ = ["Left", "PatchReport", "Swap"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Left:
 
 
 class PatchReport:
-    """What patch() did to a model.
+    """Lists what patch() did to a model.
 
     Attributes:
         model: the class of the model.
@@ -95,29 +95,21 @@ class PatchReport:
     def __str__(self) -> str:
         known = self.architecture or "not an architecture that Headroom knows"
         lines = [f"headroom.patch: {self.model} ({known})"]
-        groups: dict[tuple[str, str, str], list[str]] = {}
-        for swaps in self.swapped.values():
-            for one in swaps:
-                groups.setdefault((one.kind, one.was, one.now), []).append(one.name)
-        for (kind, was, now), names in groups.items():
+        swaps = grouped(chain(*self.swapped.values()), lambda one: (one.kind, one.was, one.now))
+        for (kind, was, now), same in swaps.items():
             what = kind if kind == was else f"{kind} ({was})"
-            lines.append(f"  {len(names)} {what} -> {now}")
+            lines.append(f"  {len(same)} {what} -> {now}")
         lines += self._level_lines()
-        reasons: dict[tuple[str, str], list[str]] = {}
-        for left in self.left:
-            reasons.setdefault((left.was, left.reason), []).append(left.name)
-        for (was, reason), names in reasons.items():
-            where = names[0] if len(names) == 1 else f"{names[0]} and others"
-            lines.append(f"  left alone: {len(names)} {was} ({where}): {reason}")
+        for (was, reason), same in grouped(self.left, lambda one: (one.was, one.reason)).items():
+            where = same[0].name + (" and others" if len(same) > 1 else "")
+            lines.append(f"  left alone: {len(same)} {was} ({where}): {reason}")
         if not self.changed:
             lines.append("  nothing was recognized, and nothing was changed")
         return "\n".join(lines)
 
     def _level_lines(self) -> list[str]:
-        groups: dict[tuple[str, str], list[str]] = {}
-        for name, level in self.levels.items():
-            groups.setdefault((self._blocks[name], level), []).append(name)
         lines = []
+        groups = grouped(self.levels, lambda name: (self._blocks[name], self.levels[name]))
         for (block, level), names in groups.items():
             where = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
             plural = "block" if len(names) == 1 else "blocks"

@@ -1,4 +1,4 @@
-"""What would make a step smaller: each change is planned again."""
+"""Finds changes that would make a step smaller: each is planned again."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._core.module_copies import copied_modules
 from .._core.sizes import format_bytes
 from ..nn.block import LEVELS, Block
 from ..optim import Adafactor, AdamW, AdamW8bit
+from ..patching import patch
+from ..patching.changes import is_patched
+from ..patching.families import find_layers
 from ..step.description import Step, class_of_optimizer
 from ..step.errors import PlanError
-from .batches import resized, samples_of
-from .patched import patched_models
+from ..step.micro_batches import resized, samples_of
 from .result import Plan
 from .sharding import DDP, FSDP, Sharding
 
@@ -56,23 +59,18 @@ class AdviceList(list):  # noqa: D101
     __repr__ = __str__
 
 
-@dataclass(frozen=True)
-class _Change:
-    name: str
-    step: Step
-    time: str
-    source: str
-    code: str
-
+Change = tuple[str, Step, str, str, str]
+"""The name of a change, the step with it, and ``time``, ``source`` and ``code`` of its advice."""
 
 # The products that are done again, of those of a Llama block.
-_COSTS = {
+_TIMES = {
     "L1": "about as fast",
     "L2": "about 6 % slower",
     "L3": "about 7 % slower",
     "L4": "about 8 % slower",
     "L5": "about 25 % slower",
 }
+_SOURCE_OF_TIMES = "products done again, of those of a Llama block: docs/blocks.md"
 
 
 def advise(
@@ -80,20 +78,20 @@ def advise(
 ) -> AdviceList:
     """Returns the changes that make the plan smaller, each planned by itself."""
     found = AdviceList()
-    for change in _changes(step, plan):
+    for name, changed, *about in _changes(step):
         try:
-            other = again(change.step)
+            other = again(changed)
         except (PlanError, ValueError, TypeError):
             continue  # it does not fit this model
         saved = plan.total_bytes - other.total_bytes
         if saved > 0:
-            found.append(Advice(change.name, saved, change.time, change.source, change.code, other))
+            found.append(Advice(name, saved, *about, other))
     found.sort(key=lambda advice: -advice.bytes)
     del found[len(found) if top is None else top :]
     return found
 
 
-def _changes(step: Step, plan: Plan) -> Iterator[_Change]:
+def _changes(step: Step) -> Iterator[Change]:
     optimizer = step.optimizer
     options = _options(optimizer)
     given = ", ".join(f"{key}={value!r}" for key, value in options.items())
@@ -105,7 +103,7 @@ def _changes(step: Step, plan: Plan) -> Iterator[_Change]:
     if step.sharding is not None:
         yield from _of_ranks(step.model, step, step.sharding)
     elif _is_headroom(optimizer) and not step.release and step.max_grad_norm is None:
-        yield _Change(
+        yield (
             "release gradients",
             step.but(release=True),
             "no slower",
@@ -114,7 +112,7 @@ def _changes(step: Step, plan: Plan) -> Iterator[_Change]:
         )
     size = samples_of(step.batch)
     if step.accumulation == 1 and size is not None and size % 2 == 0:
-        yield _Change(
+        yield (
             "two micro-batches of half the size",
             step.but(batch=resized(step.batch, size // 2), accumulation=2),
             "about as fast while a half still fills the device",
@@ -124,10 +122,10 @@ def _changes(step: Step, plan: Plan) -> Iterator[_Change]:
         )
 
 
-def _of_optimizer(step: Step, options: dict[str, Any], given: str) -> Iterator[_Change]:
+def _of_optimizer(step: Step, options: dict[str, Any], given: str) -> Iterator[Change]:
     kind = getattr(class_of_optimizer(step.optimizer), "__name__", "")
     if kind in ("Adam", "AdamW") and not _is_headroom(step.optimizer):
-        yield _Change(
+        yield (
             "headroom.optim.AdamW",
             step.but(optimizer=_maker(AdamW, options)),
             "faster: one pass over the parameters",
@@ -135,14 +133,14 @@ def _of_optimizer(step: Step, options: dict[str, Any], given: str) -> Iterator[_
             f"optimizer = headroom.optim.AdamW(model.parameters(){given})",
         )
     if kind in ("Adam", "AdamW"):
-        yield _Change(
+        yield (
             "headroom.optim.AdamW8bit",
             step.but(optimizer=_maker(AdamW8bit, options)),
             "no slower: 8-bit states are fewer bytes to move",
             "README, table of optimizers",
             f"optimizer = headroom.optim.AdamW8bit(model.parameters(){given})",
         )
-        yield _Change(
+        yield (
             "headroom.optim.Adafactor",
             step.but(optimizer=_maker(Adafactor, {})),
             "no slower, but another optimizer: the learning rate is to be found again",
@@ -153,7 +151,7 @@ def _of_optimizer(step: Step, options: dict[str, Any], given: str) -> Iterator[_
     if kind in ("Adam", "AdamW", "AdamW8bit") and dtypes == {torch.float32} and not step.scaler:
         keep = {key: value for key, value in options.items() if key != "master"}
         maker = AdamW8bit if kind == "AdamW8bit" else AdamW
-        yield _Change(
+        yield (
             "parameters in bfloat16 with a 16-bit remainder",
             step.but(
                 dtype=torch.bfloat16,
@@ -168,25 +166,21 @@ def _of_optimizer(step: Step, options: dict[str, Any], given: str) -> Iterator[_
         )
 
 
-def _of_activations(step: Step) -> Iterator[_Change]:
+def _of_activations(step: Step) -> Iterator[Change]:
     blocks = [module for module in step.model.modules() if isinstance(module, Block)]
     if blocks and step.checkpoint_every is None:
-        now = (
-            max(LEVELS.index(block.save) for block in blocks)
-            if step.save is None
-            else (LEVELS.index(step.save))
-        )
-        for level in LEVELS[now + 1 :]:
-            yield _Change(
+        now = step.save or max(block.save for block in blocks)
+        for level in LEVELS[LEVELS.index(now) + 1 :]:
+            yield (
                 f"save={level!r} in all blocks",
                 step.but(save=level),
-                _COSTS[level],
-                "products done again, of those of a Llama block: docs/blocks.md",
+                _TIMES[level],
+                _SOURCE_OF_TIMES,
                 f'for block in model.blocks:\n    block.save = "{level}"',
             )
     if step.checkpoint_every is None:
         for every, cost in ((1, "about 33 % slower"), (2, "about 17 % slower")):
-            yield _Change(
+            yield (
                 f"checkpoint_every(model, {every})",
                 step.but(checkpoint_every=every),
                 cost,
@@ -195,27 +189,46 @@ def _of_activations(step: Step) -> Iterator[_Change]:
             )
 
 
-def _of_patch(step: Step) -> Iterator[_Change]:
+def _of_patch(step: Step) -> Iterator[Change]:
     if step.checkpoint_every is not None:
         return
-    for level, model in patched_models(step.model):
+    for level, model in _patched(step.model):
         given = "" if level is None else f", save={level!r}"
-        yield _Change(
+        yield (
             f"headroom.patch(model{given})",
             step.but(model=model),
-            "about as fast" if level is None else _COSTS[level],
-            "no product is done again"
-            if level is None
-            else "products done again, of those of a Llama block: docs/blocks.md",
+            "about as fast" if level is None else _TIMES[level],
+            "no product is done again" if level is None else _SOURCE_OF_TIMES,
             f"headroom.patch(model{given})",
         )
 
 
-def _of_ranks(model: nn.Module, step: Step, sharding: Sharding) -> Iterator[_Change]:
+def _patched(model: nn.Module) -> Iterator[tuple[str | None, nn.Module]]:
+    """Yields copies that were patched, each with its level. None of a model in which nothing is
+    recognized, that is patched already, or that is of :mod:`headroom.nn`.
+
+    The copies have the parameters and buffers of the model, not copies of those: modules alone are
+    new, so that the model stays as it is.
+    """
+    if any(is_patched(module) or isinstance(module, Block) for module in model.modules()):
+        return
+    # Other blocks than those of known architectures can only be checkpointed, which is advice too.
+    levels = (None, "L2", "L3", "L4", "L5") if find_layers(model) is not None else (None,)
+    for level in levels:
+        try:
+            made = copied_modules(model, lambda x: x)
+            report = patch(made, save=level)
+        except Exception:  # it cannot be copied or patched, and then it is not advised
+            return
+        if report.changed:
+            yield level, made
+
+
+def _of_ranks(model: nn.Module, step: Step, sharding: Sharding) -> Iterator[Change]:
     how = sharding.how
     if isinstance(how, DDP):
         if not how.gradient_as_bucket_view:
-            yield _Change(
+            yield (
                 "gradient_as_bucket_view=True",
                 step.but(
                     sharding=replace(sharding, how=replace(how, gradient_as_bucket_view=True))
@@ -232,7 +245,7 @@ def _of_ranks(model: nn.Module, step: Step, sharding: Sharding) -> Iterator[_Cha
         blocks = "".join(f"fully_shard(model.get_submodule({name!r}))\n" for name in names[:1])
         if len(names) > 1:
             blocks = f"for name in {names!r}:\n    fully_shard(model.get_submodule(name))\n"
-        yield _Change(
+        yield (
             "fully_shard instead of DDP",
             step.but(sharding=sharded),
             "1.5 times the bytes between ranks",
@@ -244,7 +257,7 @@ def _of_ranks(model: nn.Module, step: Step, sharding: Sharding) -> Iterator[_Cha
         units = tuple(
             replace(unit, reshards=bool(unit.module) or unit.reshards) for unit in sharding.units
         )
-        yield _Change(
+        yield (
             "reshard_after_forward=True",
             step.but(sharding=replace(sharding, units=units)),
             "1.5 times the bytes between ranks",

@@ -1,4 +1,8 @@
-"""Torch's CUDA caching allocator, as far as it decides what is reserved, without a GPU.
+"""Replays torch's CUDA caching allocator, as far as it decides what is reserved, without a GPU.
+
+A GPU runs out of memory when the bytes that torch has *reserved* from the driver reach its size,
+and those exceed the bytes in use: requests are rounded up, they are served from segments of 2 MiB
+or 20 MiB, and a freed piece fits only what is not larger. :func:`replay` repeats those decisions.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.11 to 2.15, for one stream,
 outside CUDA graphs and private pools, with as much memory as is asked for. Addresses are made up:
@@ -9,8 +13,9 @@ order.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Hashable, Iterable
 
-__all__ = ["Allocator", "Block"]
+__all__ = ["Allocator", "Block", "replay"]
 
 MIB = 1 << 20
 SMALLEST_BLOCK = 512
@@ -84,11 +89,18 @@ class Pool:
 
 
 class Allocator:
-    """The allocator of one device; :func:`~headroom.planning.replay.replay` drives it.
+    """The allocator of one device; :func:`replay` drives it.
 
     Args:
         expandable: whether segments grow page by page, as ``expandable_segments:True`` makes them,
             instead of being allocated one by one.
+
+    Attributes:
+        requested_peak: the most bytes that the tensors needed at once.
+        allocated_peak: the most in blocks in use, what ``torch.cuda.max_memory_allocated`` reports:
+            ``requested_peak`` and the rounding.
+        reserved: bytes taken from the driver. Nothing is given back, so that this is what
+            ``torch.cuda.max_memory_reserved`` reports.
     """
 
     def __init__(self, expandable: bool = False) -> None:
@@ -97,6 +109,14 @@ class Allocator:
         self.allocated_peak = self.requested_peak = 0
         self.segments: list[Block] = []  # the first block of each
         self._small, self._large = Pool(True), Pool(False)
+
+    @property
+    def rounding(self) -> int:
+        return self.allocated_peak - self.requested_peak
+
+    @property
+    def fragmentation(self) -> int:
+        return self.reserved - self.allocated_peak
 
     def allocate(self, size: int) -> Block | None:
         """Returns a block of at least ``size`` bytes, for 0 bytes ``None``."""
@@ -182,3 +202,27 @@ class Allocator:
             last = pool.last = block
         self.reserved += grown
         return last
+
+
+def replay(events: Iterable[tuple[Hashable, int]], expandable: bool = False) -> Allocator:
+    """Returns the allocator after a sequence of events.
+
+    Args:
+        events: pairs of a name and bytes. Bytes of 0 or more allocate under that name, negative
+            ones free what the name holds (the number does not matter).
+        expandable: as in :class:`Allocator`.
+
+    Raises:
+        KeyError: a name is freed that holds nothing.
+        ValueError: a name is allocated twice.
+    """
+    allocator = Allocator(expandable)
+    live: dict[Hashable, Block | None] = {}
+    for index, (name, size) in enumerate(events):
+        if size < 0:
+            allocator.free(live.pop(name))
+        elif name in live:
+            raise ValueError(f"event {index} allocates {name!r}, which was not freed before")
+        else:
+            live[name] = allocator.allocate(size)
+    return allocator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._core.sizes import parse_bytes
 from ..step.description import Step
+from ..step.micro_batches import resized
 from .advice import advise
-from .batches import resized
 from .checks import check_step
 from .device import device_share
 from .recorder import Recorder
@@ -20,7 +21,7 @@ from .result import Plan
 from .sharding import DDP, FSDP
 from .trace import trace
 
-__all__ = ["fits", "max_batch", "plan"]
+__all__ = ["fits", "max_batch", "plan", "plan_of"]
 
 
 def plan(
@@ -113,19 +114,19 @@ def plan(
         shard,
     )
     if measure:
-        from .measured import measured
+        from .real_steps import plan_of_real_steps
 
-        return measured(step)
-    return made(step)
+        return plan_of_real_steps(step)
+    return plan_of(step)
 
 
-def made(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None) -> Plan:
+def plan_of(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None) -> Plan:
     """Returns the plan of a step that was checked; ``watch`` is that of :func:`trace`."""
     timeline = trace(step, watch)
     share = device_share(timeline)
     model = type(step.model).__name__
     return Plan(
-        timeline, share, model, step.described(), lambda of, top: advise(step, of, made, top)
+        timeline, share, model, step.described(), lambda of, top: advise(step, of, plan_of, top)
     )
 
 
@@ -170,14 +171,8 @@ def max_batch(
     def does_fit(samples: int) -> bool:
         return plan(model, optimizer, resized(sample_batch, samples), **options).fits(size)
 
-    most, least = 1, 0
-    while most <= limit and does_fit(most):
-        least, most = most, most * 2
-    most = min(most, limit + 1)
-    while most - least > 1:
-        middle = (least + most) // 2
-        if does_fit(middle):
-            least = middle
-        else:
-            most = middle
-    return least
+    bound = 1
+    while bound <= limit and does_fit(bound):
+        bound *= 2
+    tried = range(bound // 2 + 1, min(bound, limit + 1))  # of which the first ones fit
+    return bound // 2 + bisect_left(tried, True, key=lambda samples: not does_fit(samples))

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from .._core.checks import check_count
+from ..optim.replacing import check_parameters
+from ..step.checks import check_batch_and_loss
 from ..step.description import Step
 from ..step.trees import tensors_in
 from .sharding import sharding_of
@@ -23,15 +26,8 @@ def check_step(step: Step, world_size: Any = None, shard: Any = None) -> Step:
             raise ValueError(f"{name} is not planned on several ranks: leave it or the ranks out")
         if not step.set_to_none and getattr(step, name):
             raise ValueError(f"set_to_none=False keeps gradients, which {name} gives back")
-    if step.loss is not None and step.forward is not None:
-        raise ValueError("loss and forward were both given: forward computes the loss itself")
-    for name, function in (("loss", step.loss), ("forward", step.forward)):
-        if function is not None and not callable(function):
-            raise TypeError(f"{name} is {type(function).__name__}, wanted a function")
-    if step.batch is None:
-        raise ValueError("sample_batch is missing: give a batch such as the loop will see")
-    if not isinstance(step.accumulation, int) or step.accumulation < 1:
-        raise ValueError(f"accumulation is {step.accumulation!r}, wanted an integer from 1 on")
+    check_batch_and_loss(step)
+    check_count("accumulation", step.accumulation, 1)
     if step.amp not in (None, torch.bfloat16, torch.float16):
         raise ValueError(f"amp is {step.amp!r}, wanted torch.bfloat16, torch.float16 or None")
     found = {x.device for x in (*model.parameters(), *model.buffers())}
@@ -67,15 +63,7 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
             f"optimizer is {type(optimizer).__name__}, wanted a torch.optim.Optimizer, a function "
             "that makes one from parameters, or None"
         )
-    own = {id(param) for param in model.parameters()}
-    for group, entry in enumerate(inner.param_groups):
-        for index, param in enumerate(entry["params"]):
-            if isinstance(param, Tensor) and id(param) not in own:
-                raise ValueError(
-                    f"the optimizer has a parameter of shape {list(param.shape)} (group {group}, "
-                    f"index {index}) that the model does not have: it is of another model, or was "
-                    "made before the model was changed"
-                )
+    check_parameters(inner, model)
     if getattr(inner, "release_handle", None) is not None:
         raise ValueError(
             "the optimizer releases gradients by hooks on the real parameters: call remove() of "

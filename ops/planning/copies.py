@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .._core.module_copies import deepcopy_with
 from ..step.errors import PlanError
 
-__all__ = ["Copier"]
+__all__ = ["Copier", "copy_attributes"]
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter)
 
@@ -65,7 +65,7 @@ class Copier:
             self._kept.append(storage)
             self._storages[key] = torch.UntypedStorage(storage.nbytes(), device="meta")
         # A tensor on meta, so the storage takes no memory. Outside of the mode: it is no operation.
-        with torch.no_grad(), _without_modes():
+        with torch.no_grad(), _disable_current_modes():
             on_meta = torch.empty(0, dtype=x.dtype, device="meta")
             on_meta.set_(self._storages[key], x.storage_offset(), x.shape, x.stride())
         return self._like(x, FakeTensor(self.mode, on_meta, self.device))
@@ -75,9 +75,7 @@ class Copier:
             made = nn.Parameter(made, requires_grad=x.requires_grad)
         else:
             made.requires_grad_(x.requires_grad and x.is_leaf)
-        for name, value in vars(x).items():  # such as the axes that optimizers look for
-            if not name.startswith("_") and not hasattr(made, name):
-                setattr(made, name, value)
+        copy_attributes(x, made)
         if isinstance(x, nn.Buffer):
             made.persistent, made._is_buffer = getattr(x, "persistent", True), True
         return made
@@ -105,10 +103,11 @@ class Copier:
                 ) from error
 
 
-@contextmanager
-def _without_modes() -> Iterator[None]:
-    with _disable_current_modes():
-        yield
+def copy_attributes(x: Tensor, made: Tensor) -> None:
+    """Gives a tensor the attributes of another, such as the axes that optimizers look for."""
+    for name, value in vars(x).items():
+        if not name.startswith("_") and not hasattr(made, name):
+            setattr(made, name, value)
 
 
 def _tensors_as_fakes(copier: Copier) -> AbstractContextManager[None]:

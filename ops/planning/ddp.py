@@ -5,12 +5,13 @@ It follows ``torch/csrc/distributed/c10d/reducer.cpp``, without a process group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..step.micro_batches import bytes_of
 from .recorder import Recorder
 from .sharding import DDP, Sharding
 
@@ -37,14 +38,10 @@ def buckets(parameters: Iterable[Tensor], bucket_cap_mb: float | None = None) ->
         key = (parameter.dtype, parameter.device)
         bucket = open_buckets.setdefault(key, [])
         bucket.append(parameter)
-        if _bytes(bucket) >= (rest if key in closed else first) * MIB:
+        if bytes_of(bucket) >= (rest if key in closed else first) * MIB:
             closed.add(key)
             found.append(open_buckets.pop(key))
     return found + list(open_buckets.values())
-
-
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 class ReplicatedModel:
@@ -89,7 +86,7 @@ class ReplicatedModel:
             late = [p for p in self._parameters if p not in set(self._arrived)]
             self._allocate([*dict.fromkeys(self._arrived), *late])
         if self._how.broadcast_buffers:
-            size = _bytes(list(self._model.buffers()))
+            size = bytes_of([*self._model.buffers()])
             sent = torch.empty(size, dtype=torch.uint8, device=self._recorder.device)
             self._recorder.know(sent, "communication", "DistributedDataParallel", "")
 

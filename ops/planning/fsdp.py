@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..step.trees import mapped, tensors_in
+from .copies import copy_attributes
 from .recorder import Recorder
 from .sharding import Sharding, Unit
 
@@ -43,9 +44,7 @@ class _Parameter:
 
 def _as_parameter(x: Tensor, like: Tensor) -> Tensor:
     made = nn.Parameter(x.detach(), requires_grad=like.requires_grad)
-    for name, value in vars(like).items():  # such as the axes that optimizers look for
-        if not name.startswith("_") and not hasattr(made, name):
-            setattr(made, name, value)
+    copy_attributes(like, made)
     return made
 
 
@@ -64,7 +63,7 @@ class _AfterBackward(torch.autograd.Function):
 
 
 class _Unit:
-    """What is gathered and reduced together, and where in the step it is."""
+    """Parameters that are gathered and reduced together, and where in the step they are."""
 
     def __init__(self, unit: Unit, module: nn.Module, parameters: list[_Parameter]) -> None:
         self.unit, self.module, self.parameters = unit, module, parameters
@@ -211,7 +210,7 @@ class ShardedModel:
     def _copied_by_gloo(self, x: Tensor, unit: _Unit) -> None:
         """Counts the copy that gloo makes on the CPU of what is gathered or reduced."""
         if self._recorder.device.type == "cpu" and self._ranks > 1:
-            self._buffer(x.numel() * x.element_size(), unit)
+            self._buffer(x.nbytes, unit)
 
     # Backward
 

@@ -1,4 +1,4 @@
-"""What operations allocate inside, and free before they end: fakes do not show it.
+"""Adds what operations allocate inside, and free before they end: fakes do not show it.
 
 Every entry says where its figure is from: a line of torch's source, which was compared with the
 allocations that torch's profiler shows for the operation.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .probe import scratch, unasked
+from .probe import asked, unasked
 
 __all__ = ["BODIES", "entry", "inside", "left_out"]
 
@@ -28,9 +28,9 @@ def inside(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: str) 
     """Returns the bytes and kinds of what an operation holds while its results are allocated."""
     name = func._schema.name
     if device == "cpu" and (name in _CONVOLUTIONS or (name in _PRODUCTS and _is_narrow(args))):
-        found = scratch(func, args, kwargs)
+        found = asked(func, args, kwargs)
         if found is not None:
-            return [(found, "temporaries")]
+            return [(found[0], "temporaries")]
     entry = _TABLE.get(name)
     return [] if entry is None else entry(args, kwargs, device)
 
@@ -63,10 +63,6 @@ def entry(*names: str) -> Callable[[Entry], Entry]:
         return function
 
     return register
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
 
 
 def _wide(x: Tensor) -> int:
@@ -125,7 +121,7 @@ def _layer_norm_backward(args: Sequence[Any], kwargs: dict[str, Any], device: st
 def _embedding(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Sizes:
     # Embedding.cpp: indices become contiguous.
     indices = args[1]
-    return [] if indices.is_contiguous() else [(_bytes(indices), "temporaries")]
+    return [] if indices.is_contiguous() else [(indices.nbytes, "temporaries")]
 
 
 @entry("aten::mean")

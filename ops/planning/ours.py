@@ -1,4 +1,4 @@
-"""What Headroom's own operations allocate inside, as their C functions say."""
+"""Adds what Headroom's own operations allocate inside, as their C functions say."""
 
 from __future__ import annotations
 

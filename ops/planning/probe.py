@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 from ..memory.cpu import CpuRecorder
 from ..step.trees import mapped, tensors_in
 
-__all__ = ["asked", "scratch"]
+__all__ = ["asked"]
 
 LIMIT = 64 << 20  # Bytes of arguments and results: larger operations are not run.
 Found = tuple[int, tuple[int, ...]]
@@ -26,15 +26,10 @@ _found: dict[Any, Found] = {}
 unasked: set[str] = set()  # names of operations that could not be asked of in this plan
 
 
-def scratch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
-    """Returns the most bytes that a CPU operation holds beyond its results, or ``None`` where that
-    cannot be asked: its tensors are too large, or a profiler runs on this thread."""
-    found = asked(func, args, kwargs)
-    return None if found is None else found[0]
-
-
 def asked(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Found | None:
-    """Returns that, and the bytes of each result."""
+    """Returns the most bytes that a CPU operation holds beyond its results, and the bytes of each
+    result; or None where that cannot be asked: its tensors are too large, or a profiler runs on
+    this thread."""
     state = torch.get_num_threads(), torch.is_grad_enabled()
     leaves, tree = tree_flatten((args, kwargs))
     key = str(func), *state, tree, *map(_described, leaves)

@@ -1,4 +1,4 @@
-"""What an LSTM allocates on the CPU, where torch hands each layer to oneDNN.
+"""Plans LSTMs on the CPU, where torch hands each layer to oneDNN.
 
 The fakes of ``aten::mkldnn_rnn_layer`` have an empty workspace, though it is the largest tensor of
 such a model. A layer is run once on zeros to see it. What is too large for that is estimated. All

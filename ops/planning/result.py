@@ -19,7 +19,7 @@ _FORMAT = "headroom.plan/1"
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """What a CUDA device holds besides the tensors, in bytes.
+    """The bytes that a CUDA device holds besides the tensors.
 
     Attributes:
         rounding: blocks of the caching allocator are larger than the tensors in them.

@@ -1,4 +1,4 @@
-"""How a model is spread over ranks: by DDP or FSDP2, as arguments say or as the model is."""
+"""Finds out how a model is spread over ranks: by DDP or FSDP2, as arguments or the model say."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FSDP:
 
 @dataclass(frozen=True)
 class Unit:
-    """What one call of ``fully_shard`` gathers and reduces together.
+    """The parameters that one call of ``fully_shard`` gathers and reduces together.
 
     Attributes:
         module: its name; ``""`` is the model itself, the root.

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
+import pkgutil
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 from ..step.errors import PlanError
 
-__all__ = ["model_from"]
+__all__ = ["model_from", "named"]
 
-_ARCHITECTURES = "architectures"
+# Keeps transformers from the network, also where it is imported later.
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
 def model_from(source: Any) -> nn.Module:
@@ -62,7 +63,10 @@ def _from_text(text: str) -> nn.Module:
         return _from_config(_read(Path(text)))
     module, colon, function = text.partition(":")
     if colon and function and os.sep not in text:
-        return _called(_function(module, function), text)
+        try:
+            return _called(named(text), text)
+        except (ModuleNotFoundError, AttributeError) as error:
+            raise PlanError(f"there is no {text!r}: {error}") from error
     if colon or text.endswith(".json") or text.startswith((".", os.sep, "~")):
         raise PlanError(f"there is no file {text!r} and no function of this name")
     raise PlanError(
@@ -72,24 +76,18 @@ def _from_text(text: str) -> nn.Module:
     )
 
 
-def _function(module: str, name: str) -> Any:
+def named(text: str) -> Any:
+    """Returns what ``"module:name"`` names, whose module may be in the current folder.
+
+    Raises:
+        ImportError, AttributeError, ValueError: there is nothing of this name.
+    """
     path = list(sys.path)
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise PlanError(f"there is no module {module!r} to take {name!r} from") from error
+        return pkgutil.resolve_name(text)
     finally:
         sys.path[:] = path
-    for part in name.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError as error:
-            raise PlanError(f"module {module!r} has no {name!r}") from error
-    return found
 
 
 def _called(function: Any, name: str) -> nn.Module:
@@ -120,7 +118,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _from_config(config: Any) -> nn.Module:
     """Builds the model of a configuration of transformers, on the meta device, in the dtype that it
     names, or else torch's default."""
-    with _offline():
+    with mock.patch.dict(os.environ, _OFFLINE):
         try:
             import transformers
         except ImportError as error:
@@ -163,7 +161,7 @@ def _dtype(config: Any) -> torch.dtype:
 
 def _class(transformers: Any, config: Any) -> Any:
     """Returns the class that the configuration names, or else the one with a language head."""
-    for name in getattr(config, _ARCHITECTURES, None) or ():
+    for name in getattr(config, "architectures", None) or ():
         found = getattr(transformers, name, None)
         if found is not None:
             return found
@@ -173,19 +171,3 @@ def _class(transformers: Any, config: Any) -> Any:
         if type(config) in found:
             return found[type(config)]
     raise PlanError(f"transformers knows no model for a {type(config).__name__}")
-
-
-@contextmanager
-def _offline() -> Iterator[None]:
-    """Keeps transformers from the network, also where it is imported later."""
-    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

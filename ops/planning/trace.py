@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from .._core.surroundings import Random
+from .._core.randomness import Random, generators_kept
 from ..memory.collecting import no_collections
 from ..memory.events import Timeline
+from ..memory.watch import tensors_of_model, tensors_of_state
 from ..step.description import Step
 from ..step.errors import PlanError
-from ..step.randomness import generators_kept
 from ..step.trees import tensors_in
 from .copies import Copier
 from .cuda_view import autocast_told, cuda_view, kernels
@@ -63,7 +63,10 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
         copied = step.copied(copier.copy)
         recorder = Recorder(device, is_lying=device.type == "cuda")
         run = _Traced(recorder, copied)
-        stack.enter_context(_foreach_of_fakes())
+        # Torch's optimizers choose for fakes as they choose for tensors.
+        optimizer = sys.modules["torch.optim.optimizer"]
+        kinds = [*optimizer._foreach_supported_types, FakeTensor]
+        stack.enter_context(mock.patch.object(optimizer, "_foreach_supported_types", kinds))
         stack.enter_context(_random_states(recorder))
         stack.enter_context(fakes_overwritten())
         stack.enter_context(masks_of(step.batch))
@@ -108,14 +111,9 @@ class _Traced(Steps):
 
     def prepare(self) -> None:
         super().prepare()
-        recorder = self.recorder
-        for name, x in self.model.named_parameters():
-            recorder.know(x, "parameters", name, name.rpartition(".")[0])
-        for name, x in self.model.named_buffers():
-            recorder.know(x, "buffers", name, name.rpartition(".")[0])
         for x in tensors_in(self.given.batch):
-            recorder.know(x, "batch", "batch")
-        self._know_states()
+            self.recorder.know(x, "batch", "batch")
+        self._know_all()
 
     def begin(self, phase: str) -> None:
         self.recorder.begin(phase)
@@ -124,7 +122,10 @@ class _Traced(Steps):
         """Returns the sentences that the plan ends with."""
         found = [] if self._spread is None else ["All bytes are those of one rank."]
         if self.recorder.device.type == "cuda" and has_recurrent_layers(self.model):
-            found.append("Recurrent layers are planned as on the CPU: cuDNN's are not known.")
+            found.append(
+                "Recurrent layers are planned as on the CPU: what cuDNN takes for them is not "
+                "known, so the measured peak may be above this."
+            )
         if unasked & set(LAYERS):
             found.append("LSTMs were not run here: what they hold for themselves is an estimate.")
         if names := ", ".join(left_out()):
@@ -143,11 +144,11 @@ class _Traced(Steps):
                 super().step_optimizer()
         finally:
             self._is_scaling = False
-        self._know_states()
+        self._know_all()
 
     def _flagged(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def flagged(*args: Any, **options: Any) -> Any:
-            self._know_gradients()
+            self._know_all()  # such as sums of micro-batches, which did not arrive from autograd
             self._is_stepping = True
             try:
                 return step(*args, **options)
@@ -180,24 +181,13 @@ class _Traced(Steps):
 
         return note
 
-    def _know_gradients(self) -> None:
-        """Notes gradients that did not arrive from autograd, such as sums of micro-batches."""
-        for name, param in self.model.named_parameters():
-            if param.grad is not None:
-                self.recorder.know(param.grad, "gradients", name, name.rpartition(".")[0])
-
-    def _know_states(self) -> None:
-        if self.optimizer is None:
-            return
-        for entry in self.optimizer.state.values():
-            for key, value in entry.items():
-                kind = (
-                    "master_weights"
-                    if key in ("master", "remainder", "compensation")
-                    else "optimizer_state"
-                )
-                for x in tensors_in(value):
-                    self.recorder.know(x, kind, key)
+    def _know_all(self) -> None:
+        """Notes what parameters, gradients, buffers and states there are."""
+        for kind, name, x in tensors_of_model(self.model):
+            self.recorder.know(x, kind, name, name.rpartition(".")[0])
+        if self.optimizer is not None:
+            for kind, name, x in tensors_of_state(self.optimizer, {}):
+                self.recorder.know(x, kind, name.removeprefix("."))
 
     def _scalar(self, func: Any, x: Tensor) -> Any:
         """Answers for the value of a tensor, which fakes do not have."""
@@ -221,18 +211,6 @@ class _Traced(Steps):
 
 
 @contextmanager
-def _foreach_of_fakes() -> Iterator[None]:
-    """Lets torch's optimizers choose for fakes as they choose for tensors."""
-    module = sys.modules["torch.optim.optimizer"]
-    kinds = getattr(module, "_foreach_supported_types", None)
-    if kinds is None:
-        yield
-        return
-    with mock.patch.object(module, "_foreach_supported_types", [*kinds, FakeTensor]):
-        yield
-
-
-@contextmanager
 def _random_states(recorder: Recorder) -> Iterator[None]:
     """Counts the states of the CPU's generator that are kept for what is computed again, and says
     whether that drew from it: on fakes nothing is drawn. The state of a GPU's is in C++."""
@@ -244,7 +222,7 @@ def _random_states(recorder: Recorder) -> Iterator[None]:
         return found
 
     def begin(random: Random, tensors: Any) -> None:
-        random._cpu, random._cuda = torch.get_rng_state(), {}
+        random._states = {"torch": torch.get_rng_state(), "cuda": {}}
         random._draws = recorder.draws  # type: ignore[attr-defined]
 
     def moved(random: Any) -> bool:

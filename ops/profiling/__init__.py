@@ -1,4 +1,4 @@
-"""Where the time of training steps goes: ``torch.profiler`` with our ranges, counts and tables.
+"""Shows where the time of steps goes: ``torch.profiler`` with our ranges, counts and tables.
 
 :func:`headroom.profile` records; :class:`ProfileResult` is what it finds, and
 :mod:`headroom.profiling.result` says what the file of it holds.

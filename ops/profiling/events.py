@@ -14,7 +14,7 @@ whether it was computed again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch._C._autograd import DeviceType
 
@@ -81,17 +81,17 @@ class Call:
         return self.name.startswith(_OPTIMIZER)
 
 
-class Memory:
+class Memory(NamedTuple):
     """An allocation (positive) or its end (negative), with the innermost call around it."""
 
-    __slots__ = ("time", "bytes", "device", "call")
-
-    def __init__(self, time: int, bytes: int, device: str, call: Call | None) -> None:
-        self.time, self.bytes, self.device, self.call = time, bytes, device, call
+    time: int
+    bytes: int
+    device: str
+    call: Call | None
 
 
 class Recording:
-    """What was recorded.
+    """The calls and allocations that were recorded.
 
     Attributes:
         calls: in the order of their starts.

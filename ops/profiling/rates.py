@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
+
+from ..step.clock import Stopwatch
 
 __all__ = ["PUBLISHED", "PeakRate", "peak_rate"]
 
@@ -102,21 +103,15 @@ def _measured(device: torch.device, dtype: str, threads: int) -> float:
         while True:
             a, b = (torch.ones(size, size, dtype=kind, device=device) for _ in range(2))
             torch.mm(a, b)
-            took = math.inf
+            watch = Stopwatch(device)
             for _ in range(4):
-                _wait(device)
-                start = time.perf_counter()
+                watch.lap()
                 torch.mm(a, b)
-                _wait(device)
-                took = min(took, max(time.perf_counter() - start, 1e-9))
+            watch.lap()
+            took = max(min(watch.seconds()), 1e-9)
             best = max(best, 2 * size**3 / took)
             spent = time.perf_counter() - began
             if spent > 0.3:
                 return best
             if size < largest and spent + 5 * 8 * took < 0.3:  # the next takes eight times as long
                 size *= 2
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -44,7 +44,56 @@ def _others_wait() -> bool:
 
 
 class Profile:
-    """What :func:`profile` returns: a context, and afterwards what was recorded in it.
+    """Profiles training steps by phase, module and operation, with ``torch.profiler``.
+
+    Example::
+
+        model = torch.nn.Linear(64, 64)
+        optimizer = headroom.optim.AdamW(model.parameters())
+        with headroom.profile("runs/profile", model=model, optimizer=optimizer) as prof:
+            for _ in range(6):
+                loss = model(torch.randn(8, 64)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                prof.step()
+        print(prof.table())
+
+    Each cycle of the schedule writes ``rankR.C.pt.trace.json.gz``, which Perfetto, TensorBoard and
+    chrome://tracing open, and ``rankR.C.profile.json`` (:mod:`headroom.profiling.result`). The
+    trace has a range for each module that runs, and tracks of phases (:mod:`.phases`), of modules
+    in the backward pass (:mod:`.events`), and of live bytes. What is computed again in the backward
+    pass is named ``recompute: NAME``. FLOPs and bytes come from the shapes of arguments
+    (:mod:`.work`).
+
+    The steps compute the same bits as without. Steps that the schedule does not record have no
+    hooks. In a model that ``torch.compile`` has compiled, a compiled region is one module; compile
+    before the first recorded step, because what is compiled in one is compiled again after it. If
+    the block raises, the cycle that was being recorded is written, and says so.
+
+    Args:
+        path: a folder for the files, made if it is missing; None writes none.
+        model: whose modules get ranges. It, or a compiled or wrapped form of it, is trained.
+        optimizer: or several, whose states are counted.
+        schedule: as :func:`torch.profiler.schedule` makes them. By default a step is skipped, a
+            step warms up, and three are recorded, once.
+        on_trace_ready: called with the :class:`torch.profiler.profile` after a cycle's files have
+            been written, as torch's handlers are.
+        record_shapes: of arguments; without, there are no FLOPs and no bytes of operations.
+        profile_memory: allocations; without, there are no bytes of modules.
+        with_stack: lines of Python in the trace, which slows the steps down.
+        peak_flops: of the device, in FLOP/s, for utilization. By default that of a table
+            (:data:`headroom.profiling.PUBLISHED`), or measured with a short product.
+        device: to look at, if the model is on several.
+
+    Raises:
+        TypeError: a model or an optimizer that is none; a schedule that is not callable.
+        ValueError: ``peak_flops`` that is not positive; a model on the meta device or on several;
+            an optimizer with parameters that the model does not have.
+        RuntimeError: on entering, if a profiler runs or waits already; in ``step()``, if another
+            one began or ended within.
+        OSError: on entering, if the folder cannot be made; after a cycle, if its files could not be
+            written. What the files were before is kept.
 
     Attributes:
         torch_profiler: the :class:`torch.profiler.profile` that records.
@@ -54,18 +103,39 @@ class Profile:
 
     def __init__(
         self,
-        folder: Path | None,
+        path: str | os.PathLike[str] | None = None,
+        *,
         model: nn.Module,
-        optimizers: list[torch.optim.Optimizer],
-        device: torch.device,
-        schedule: Callable[[int], ProfilerAction],
-        on_trace_ready: Callable[[Any], Any] | None,
-        peak_flops: float | None,
-        settings: dict[str, Any],
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+        schedule: Callable[[int], ProfilerAction] | None = None,
+        on_trace_ready: Callable[[Any], Any] | None = None,
+        record_shapes: bool = True,
+        profile_memory: bool = True,
+        with_stack: bool = False,
+        peak_flops: float | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
-        self._folder, self._model, self._optimizers = folder, model, optimizers
-        self._device, self._peak_flops, self._handler = device, peak_flops, on_trace_ready
-        self._ranges = Ranges(model)
+        if peak_flops is not None and not peak_flops > 0:
+            raise ValueError(f"peak_flops is {peak_flops}, wanted FLOP/s above 0, or None")
+        if schedule is None:
+            schedule = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
+        elif not callable(schedule):
+            raise TypeError(
+                f"schedule is {type(schedule).__name__}, wanted what torch.profiler.schedule(...) "
+                "returns"
+            )
+        self._folder = None if path is None else Path(path)
+        self._model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
+        self._optimizers = checked(self._model, optimizer)
+        self._device = device_of(self._model, device)
+        self._peak_flops, self._handler = peak_flops, on_trace_ready
+        self._ranges = Ranges(self._model)
+        settings = {
+            "record_shapes": record_shapes,
+            "profile_memory": profile_memory,
+            "with_stack": with_stack,
+        }
+        cuda = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
         self._flags = {name: bool(value) for name, value in settings.items()}
         self._installed = self._ended = False
         self._steps: set[int] = set()  # that prof.step() has ended
@@ -73,7 +143,7 @@ class Profile:
         self.results: list[ProfileResult] = []
         self.files: list[Path] = []
         self.torch_profiler = torch.profiler.profile(
-            activities=activities_of(device),
+            activities=[ProfilerActivity.CPU, *cuda],
             schedule=self._scheduled(schedule),
             on_trace_ready=self._ready,
             **settings,
@@ -228,14 +298,6 @@ class Profile:
         return self.table()
 
 
-def activities_of(device: torch.device) -> list[ProfilerActivity]:
-    """Returns what there is to record for a device."""
-    wanted = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        wanted.append(ProfilerActivity.CUDA)
-    return wanted
-
-
 def _rank() -> int:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
@@ -243,93 +305,4 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0")) if os.environ.get("RANK", "0").isdigit() else 0
 
 
-def profile(
-    path: str | os.PathLike[str] | None = None,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
-    schedule: Callable[[int], ProfilerAction] | None = None,
-    on_trace_ready: Callable[[Any], Any] | None = None,
-    record_shapes: bool = True,
-    profile_memory: bool = True,
-    with_stack: bool = False,
-    peak_flops: float | None = None,
-    device: torch.device | str | None = None,
-) -> Profile:
-    """Profiles training steps by phase, module and operation, with ``torch.profiler``.
-
-    Example::
-
-        model = torch.nn.Linear(64, 64)
-        optimizer = headroom.optim.AdamW(model.parameters())
-        with headroom.profile("runs/profile", model=model, optimizer=optimizer) as prof:
-            for _ in range(6):
-                loss = model(torch.randn(8, 64)).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                prof.step()
-        print(prof.table())
-
-    Each cycle of the schedule writes ``rankR.C.pt.trace.json.gz``, which Perfetto, TensorBoard and
-    chrome://tracing open, and ``rankR.C.profile.json`` (:mod:`headroom.profiling.result`). The
-    trace has a range for each module that runs, and tracks of phases (:mod:`.phases`), of modules
-    in the backward pass (:mod:`.events`), and of live bytes. What is computed again in the backward
-    pass is named ``recompute: NAME``. FLOPs and bytes come from the shapes of arguments
-    (:mod:`.work`).
-
-    The steps compute the same bits as without. Steps that the schedule does not record have no
-    hooks. In a model that ``torch.compile`` has compiled, a compiled region is one module; compile
-    before the first recorded step, because what is compiled in one is compiled again after it. If
-    the block raises, the cycle that was being recorded is written, and says so.
-
-    Args:
-        path: a folder for the files, made if it is missing; None writes none.
-        model: whose modules get ranges. It, or a compiled or wrapped form of it, is trained.
-        optimizer: or several, whose states are counted.
-        schedule: as :func:`torch.profiler.schedule` makes them. By default a step is skipped, a
-            step warms up, and three are recorded, once.
-        on_trace_ready: called with the :class:`torch.profiler.profile` after a cycle's files have
-            been written, as torch's handlers are.
-        record_shapes: of arguments; without, there are no FLOPs and no bytes of operations.
-        profile_memory: allocations; without, there are no bytes of modules.
-        with_stack: lines of Python in the trace, which slows the steps down.
-        peak_flops: of the device, in FLOP/s, for utilization. By default that of a table
-            (:data:`headroom.profiling.PUBLISHED`), or measured with a short product.
-        device: to look at, if the model is on several.
-
-    Raises:
-        TypeError: a model or an optimizer that is none; a schedule that is not callable.
-        ValueError: ``peak_flops`` that is not positive; a model on the meta device or on several;
-            an optimizer with parameters that the model does not have.
-        RuntimeError: on entering, if a profiler runs or waits already; in ``step()``, if another
-            one began or ended within.
-        OSError: on entering, if the folder cannot be made; after a cycle, if its files could not be
-            written. What the files were before is kept.
-    """
-    if peak_flops is not None and not peak_flops > 0:
-        raise ValueError(f"peak_flops is {peak_flops}, wanted FLOP/s above 0, or None")
-    if schedule is None:
-        schedule = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
-    elif not callable(schedule):
-        raise TypeError(
-            f"schedule is {type(schedule).__name__}, wanted what torch.profiler.schedule(...) "
-            "returns"
-        )
-    model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
-    optimizers = checked(model, optimizer)
-    settings = {
-        "record_shapes": record_shapes,
-        "profile_memory": profile_memory,
-        "with_stack": with_stack,
-    }
-    return Profile(
-        None if path is None else Path(path),
-        model,
-        optimizers,
-        device_of(model, device),
-        schedule,
-        on_trace_ready,
-        peak_flops,
-        settings,
-    )
+profile = Profile

@@ -1,4 +1,4 @@
-"""What a recorded cycle amounts to, as numbers: :class:`ProfileResult`, and the file of it.
+"""The sums of a recorded cycle: :class:`ProfileResult`, and the file of it.
 
 ``NAME.profile.json`` beside the trace is :meth:`ProfileResult.to_dict` as JSON. All times are in
 microseconds and start at the begin of the first recorded step; figures of modules and ops are sums
@@ -75,7 +75,7 @@ FORMAT, VERSION = "headroom.profile", 1
 
 @dataclass
 class Figures:
-    """What something took, over all recorded steps. See the module's docstring."""
+    """The time, work and memory of something, over all steps. See the module's docstring."""
 
     forward_us: float = 0.0
     backward_us: float = 0.0
@@ -147,7 +147,7 @@ class StepRow:
 
 @dataclass
 class ProfileResult:
-    """What a recorded cycle amounts to. The fields are those of the file that the module's
+    """The sums of a recorded cycle. The fields are those of the file that the module's
     docstring describes."""
 
     device: dict[str, str]
@@ -232,8 +232,7 @@ def bytes_of_parameters(
     each parameter at its first name."""
 
     def size(value: Any) -> int:
-        parts = [part for tensor in tensors_in(value) for part in plain_tensors(tensor)]
-        return sum(part.numel() * part.element_size() for part in parts)
+        return sum(part.nbytes for tensor in tensors_in(value) for part in plain_tensors(tensor))
 
     found: dict[str, tuple[int, int]] = {}
     for name, param in model.named_parameters():

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable
 
 from .._core.sizes import format_bytes
+from .._core.text import shortened
 from .result import Figures, ModuleRow, ProfileResult
 
 __all__ = ["table"]
@@ -113,7 +114,8 @@ def _grid(head: list[str], cells: list[list[str]], width: int) -> list[str]:
         columns -= 1
     room = width - columns * _COLUMN
     return [
-        f"{_cut(name, room - 1):<{room}}" + "".join(f"{v:>{_COLUMN}}" for v in values[:columns])
+        f"{shortened(name, room - 1):<{room}}"
+        + "".join(f"{v:>{_COLUMN}}" for v in values[:columns])
         for name, *values in [head, *cells]
     ]
 
@@ -140,15 +142,6 @@ def _largest(rows: list[ModuleRow], count: int) -> list[ModuleRow]:
     kept = sorted(rows, key=lambda row: -row.total.host_us)[:count]
     chosen = {id(row) for row in kept}
     return [row for row in rows if id(row) in chosen]
-
-
-def _cut(text: str, width: int) -> str:
-    """Shortens a name that is too long to its end, or takes away some of its indentation."""
-    if len(text) <= width:
-        return text
-    if len(text.lstrip()) <= width:
-        return text[len(text) - width :]
-    return "…" + text[len(text) - width + 1 :]
 
 
 def _ms(us: float) -> str:

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from .._core.registration import AGAIN
+from ..step.micro_batches import bytes_of
+from ..step.trees import tensors_in
 from .arguments import Arguments, ListTypes, call_on_meta, op_of
 from .events import Call
 
@@ -33,7 +35,7 @@ _FUNCTION = 0
 
 
 class Work(NamedTuple):
-    """What one call did.
+    """The work of one call.
 
     Attributes:
         flops: all of them.
@@ -161,15 +163,17 @@ def _is_pointwise(op: Any) -> bool:
 def _bytes(schema: Any, values: list[Any], results: Any) -> int:
     """Returns the bytes of arguments and results. Written arguments count twice, unless they are
     not read."""
-    given = [tensor for tensor in _tensors(values) if tensor.dim()]  # numbers are recorded as such
-    addressed = {id(tensor) for tensor in _tensors(values)}
+    given = [
+        tensor for tensor in tensors_in(values) if tensor.dim()
+    ]  # numbers are recorded as such
+    addressed = {id(tensor) for tensor in tensors_in(values)}
     total = sum(map(_size, given))
     for value, argument in zip(values, schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            total += sum(map(_size, _tensors([value])))
+            total += sum(map(_size, tensors_in(value)))
     if schema.name in ("aten::copy_", "aten::fill_", "aten::zero_"):
         total -= sum(map(_size, given[:1]))
-    new = (tensor for tensor in _tensors([results]) if id(tensor) not in addressed)
+    new = (tensor for tensor in tensors_in(results) if id(tensor) not in addressed)
     return total + sum(map(_size, new))
 
 
@@ -181,22 +185,8 @@ def _size(tensor: Tensor) -> int:
     )
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Returns an estimate of the bytes that a step moves: gradients are read, parameters and states
     are read and written."""
-    from ..step.trees import tensors_in
-
-    total = 0
-    for param, state in list(optimizer.state.items()):
-        states = sum(t.numel() * t.element_size() for t in tensors_in(state))
-        size = param.numel() * param.element_size() if isinstance(param, Tensor) else 0
-        total += 3 * size + 2 * states
-    return total
+    states = list(optimizer.state.items())
+    return sum(3 * bytes_of(param) + 2 * bytes_of(state) for param, state in states)

@@ -1,14 +1,15 @@
-"""What grew between two snapshots, timelines or plans: by kind and by stack, never by address."""
+"""Compares two snapshots, timelines or plans by kind and by stack, never by address."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from .._core.grouping import grouped
 from .._core.sizes import format_bytes, parse_bytes
+from .._core.text import shortened
 from ..memory.events import KINDS, Owner, Timeline
 from ..memory.snapshots import Snapshot, load_snapshot
 
@@ -19,7 +20,7 @@ _MOMENTS = ("peak", "end")
 
 
 class Row(NamedTuple):
-    """What belongs together on both sides: allocations of one kind, owner and stack."""
+    """The allocations of one kind, owner and stack on both sides."""
 
     kind: str
     module: str | None
@@ -51,7 +52,7 @@ class Row(NamedTuple):
 
 @dataclass
 class Diff:
-    """What :func:`diff` returns.
+    """The result of :func:`diff`.
 
     Attributes:
         names: of the two sides.
@@ -82,7 +83,7 @@ class Diff:
 
     def table(self, top: int = 10) -> str:
         """Returns the differences as text of at most 80 columns."""
-        columns = [_cut(name, 12) for name in self.names]
+        columns = [shortened(name, 12) for name in self.names]
         lines = [f"{'':<26}{columns[0]:>13}{columns[1]:>13}{'growth':>13}"]
         for name, (a, b) in self.totals.items():
             shown = f"live at the {self.at}" if name == "live" else name
@@ -96,10 +97,10 @@ class Diff:
         for row in self.rows[:top]:
             pieces = f"{row.count_a} -> {row.count_b}"
             about = f"{row.change}, {row.kind}: {row.name}"
-            lines.append(f"{_signed(row.growth):>12}  {pieces:<12}{_cut(about, 54)}")
-            lines += [f"{'':<26}{_cut(line, 54)}" for line in row.stack[:3]]
+            lines.append(f"{format_bytes(row.growth, '+'):>12}  {pieces:<12}{shortened(about, 54)}")
+            lines += [f"{'':<26}{shortened(line, 54)}" for line in row.stack[:3]]
         if rest := self.rows[top:]:
-            growth = _signed(sum(row.growth for row in rest))
+            growth = format_bytes(sum(row.growth for row in rest), "+")
             lines.append(f"{growth:>12}  {'':<12}{len(rest)} more")
         return "\n".join([*lines, *([""] if self.notes else []), *self.notes])
 
@@ -208,20 +209,13 @@ class _Side:
 
 def _rows(first: list[Owner], second: list[Owner]) -> list[Row]:
     """Matches owners, first by their lines, then without line numbers."""
-    a, b = _grouped(first, _key), _grouped(second, _key)
+    a, b = grouped(first, _key), grouped(second, _key)
     shared = a.keys() & b.keys()
     rows = [_row(a[key], b[key]) for key in a if key in shared]
-    left = _grouped((o for key, group in a.items() if key not in shared for o in group), _loose)
-    right = _grouped((o for key, group in b.items() if key not in shared for o in group), _loose)
+    left = grouped((o for key, group in a.items() if key not in shared for o in group), _loose)
+    right = grouped((o for key, group in b.items() if key not in shared for o in group), _loose)
     keys = dict.fromkeys([*left, *right])
     return rows + [_row(left.get(key, []), right.get(key, [])) for key in keys]
-
-
-def _grouped(owners: Iterable[Owner], key: Any) -> dict[Any, list[Owner]]:
-    groups: dict[Any, list[Owner]] = {}
-    for owner in owners:
-        groups.setdefault(key(owner), []).append(owner)
-    return groups
 
 
 def _key(owner: Owner) -> tuple[Any, ...]:
@@ -246,12 +240,4 @@ def _row(a: list[Owner], b: list[Owner]) -> Row:
 
 
 def _cells(name: str, a: int, b: int) -> str:
-    return f"{name:<26}{format_bytes(a):>13}{format_bytes(b):>13}{_signed(b - a):>13}"
-
-
-def _signed(size: int) -> str:
-    return f"{'+' if size > 0 else ''}{format_bytes(size)}"
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else ".." + text[2 - width :]
+    return f"{name:<26}{format_bytes(a):>13}{format_bytes(b):>13}{format_bytes(b - a, '+'):>13}"

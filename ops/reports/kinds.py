@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..memory.events import KINDS
 
-__all__ = ["COLORS", "LADDER", "PHASES", "UNKNOWN", "color_of", "name_of"]
+__all__ = ["COLORS", "LADDER", "UNKNOWN", "color_of"]
 
 # Okabe and Ito's colors, which color-blind readers can tell apart, and two shades of them.
 COLORS = {
@@ -31,21 +31,6 @@ LADDER = {
     "saved activations": "activations",
 }
 """The kinds that the memory ladder counts, by what they are called there."""
-
-
-PHASES = {
-    "data": "batch",
-    "forward": "gradients",
-    "backward": "activations",
-    "optimizer": "optimizer_state",
-    "other": "temporaries",
-}
-"""The kinds whose colors the phases of a step have in pictures of time."""
-
-
-def name_of(kind: str) -> str:
-    """Returns a kind in words."""
-    return kind.replace("_", " ")
 
 
 def color_of(kind: str) -> str:

@@ -1,4 +1,4 @@
-"""What a file may ask for: sizes and forms of JSON are checked before anything is made of them."""
+"""Checks the sizes and forms of JSON from files before anything is made of them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ def report(
     out: str | os.PathLike[str],
     *,
     title: str | None = None,
-    png: str | os.PathLike[str] | None = None,
     progress: bool = False,
 ) -> list[Part]:
     """Writes one HTML page about the files, and returns what it shows.
@@ -30,13 +29,11 @@ def report(
             saved, ladders, profiles. At least one.
         out: the page, which replaces a file as a whole or stays away.
         title: of the page; by default the names of the files.
-        png: a picture to write as well; needs matplotlib.
         progress: shows a bar.
 
     Raises:
         OSError: a file cannot be read or written.
         ValueError: a file is none that a report can be made of; nothing is written.
-        ImportError: matplotlib is missing for ``png``.
     """
     if not files:
         raise ValueError("there are no files to report on")
@@ -48,10 +45,6 @@ def report(
             bar.update()
         more = f" and {len(names) - 2} more" if len(names) > 3 else ""
         page = page_of(parts, title or ", ".join(names[: 2 if more else 3]) + more)
-        if png is not None:
-            from .png import draw
-
-            draw(parts, png)
         with replacing(out) as file, os.fdopen(os.dup(file), "w", encoding="utf-8") as stream:
             stream.write(page)
         bar.update()

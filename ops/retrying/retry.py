@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .._core.capture import is_capturing
+from .._core.checks import check_count
 from ..grad.accumulate import GradAccumulator
 from ..patching.blocks import verified_blocks
 from ..step.out_of_memory import add_note, forget_tensors, is_out_of_memory
@@ -90,8 +91,7 @@ def retry_on_oom(
         return functools.partial(retry_on_oom, micro_batches=micro_batches, **options)
     if not callable(step):
         raise TypeError(f"retry_on_oom: step is {step!r}, wanted a function")
-    if not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1:
-        raise ValueError(f"retry_on_oom: micro_batches is {micro_batches!r}, wanted an int >= 1")
+    check_count("retry_on_oom: micro_batches", micro_batches, 1)
     owner: Any = getattr(step, "__self__", None)
     if model is None and all(hasattr(owner, name) for name in ("model", "optimizer", "leaner")):
         extra = [name for name, value in options.items() if value is not None]
@@ -120,7 +120,7 @@ class Retry(NamedTuple):
 
 
 class RetryingStep:
-    """What :func:`retry_on_oom` returns: a function, and what became of its calls.
+    """A step that repeats itself when it runs out of memory, and what became of its calls.
 
     Attributes:
         history: a :class:`Retry` for each attempt that was repeated.

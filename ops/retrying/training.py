@@ -1,4 +1,4 @@
-"""What a training step works on, and what that was before the step."""
+"""Holds what a training step works on, and gives it back what it was before the step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from .._core.dtensor import local_part
 from .._core.surroundings import version_of
 from ..grad.accumulate import GradAccumulator
 from ..optim.base import Optimizer as HeadroomOptimizer
+from ..patching.changes import patched_names
+from ..step.restoring import ModelBefore
 from ..step.trees import mapped
-from .before import Before
 
 __all__ = ["BeforeTraining", "Training"]
 
@@ -29,7 +30,7 @@ FROM_SCALER = ("grad_scale", "found_inf")  # what torch's scaler sets on an opti
 
 
 class Training:
-    """What a training step changes: the arguments of :func:`headroom.retry_on_oom` of these names.
+    """The objects that a training step changes: the arguments of :func:`headroom.retry_on_oom`.
 
     Attributes:
         begun, ended: the classes of optimizers that are not Headroom's, which write while they
@@ -98,11 +99,11 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-class BeforeTraining(Before):
-    """What a training is before a step. A context, in which the step runs."""
+class BeforeTraining(ModelBefore):
+    """Keeps what a training is before a step. A context, in which the step runs."""
 
     def __init__(self, training: Training) -> None:
-        super().__init__(training.model, LARGE)
+        super().__init__(training.model, LARGE, patched_names)
         self._training = training
 
     def keep_all(self) -> None:

@@ -15,7 +15,7 @@ from .save import save_state
 if TYPE_CHECKING:
     from .reshard import ReshardReport, load_sharded
 else:  # which loads torch.distributed.checkpoint
-    __getattr__ = lazy(__name__, dict.fromkeys(("ReshardReport", "load_sharded"), ".reshard"))
+    __getattr__, __dir__ = lazy(__name__, {".reshard": ("ReshardReport", "load_sharded")})
 
 __all__ = [
     "Converted",
@@ -30,7 +30,3 @@ __all__ = [
     "load_state",
     "save_state",
 ]
-
-
-def __dir__() -> list[str]:
-    return list(__all__)

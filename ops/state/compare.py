@@ -11,32 +11,21 @@ from torch.distributed.tensor import DTensor
 
 from .._core.dtensor import local_part
 from .._core.names import named_params
-
-__all__ = ["check_same_state"]
-
-PIECE = 2**20  # words worked on at a time
-ODD = -0x61C8864680B583EB  # 2^64 divided by the golden ratio, as a signed integer
+from ..checkpointing.checksums import checksums
 
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
     """Returns an int64 checksum of the bits of a tensor, in the order of their indices, on its
-    device. One flipped bit always changes it; other changes escape it with a chance of about
-    2^-64."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if data.storage_offset() % 8:
-        data = data.clone()
-    whole = data.numel() // 8 * 8
-    parts = [*data[:whole].view(torch.int64).split(PIECE), data[whole:].long()]
-    places = torch.arange(min(PIECE, parts[0].numel() + 8), device=data.device) * ODD
-    total = torch.full((), tensor.numel(), dtype=torch.int64, device=data.device)
-    for part in parts:
-        mixed = part ^ places[: part.numel()]
-        for _ in range(2):  # after one round, two flipped signs would cancel out
-            mixed *= ODD
-            mixed ^= (mixed >> 32).bitwise_and_(0xFFFFFFFF)
-        total = total * ODD + mixed.sum()
-    return total
+    device: a checksum of the checksums of its blocks. One flipped bit always changes it; other
+    changes escape it by coincidences of one in 2^30 or less."""
+    data = tensor.detach().contiguous()
+    if data.storage_offset() * data.element_size() % 8:
+        data = data.clone()  # words begin where they do on other ranks
+    sums = checksums(data)
+    while len(sums) > 1:
+        sums = checksums(sums)
+    return sums.sum() + tensor.numel()
 
 
 def check_same_state(

@@ -15,31 +15,26 @@ from .._core.text import quoted
 from .file import StateFile, StateFileError, check_storage, identity
 from .parts import decoded, names_in
 
-__all__ = ["FilledModel"]
-
 
 class FilledModel:
-    """A model that is filled from a file.
+    """Fills a model from a file.
 
     Parameters and buffers that torch's loader would only copy to are copied to one by one, each
     from a tensor that is dropped then, and given to the model's ``load_state_dict`` as they are, so
     that its hooks run. Beside what a model had, no more than one tensor is then held.
     """
 
-    def __init__(self, file: StateFile, name: str, model: Any, strict: bool) -> None:
+    def __init__(self, file: StateFile, name: str, model: nn.Module, strict: bool) -> None:
         self._file, self._name, self._model, self._strict = file, name, model, strict
         self._tree = file.document["tree"][name]
-        if not isinstance(self._tree, dict):
-            raise StateFileError(f"'{name}' of {file.path} is not a state")
+        if not isinstance(self._tree, dict) or "$" in self._tree:
+            raise StateFileError(f"'{name}' of {file.path} is not the state of a module")
         self.names = names_in(file, name)  # of all its tensors
         stored = {key: of for key, item in self._tree.items() if (of := _tensor_of(item))}
-        if "$" not in self._tree:  # else it has keys that are not names
-            for of in stored.values():
-                file.check_has(of)
-            shapes = {key: file.entries[of].shape for key, of in stored.items()}
-            self._check_fit(dict.fromkeys(self._tree) | shapes)
+        shapes = {key: file.check_has(of).shape for key, of in stored.items()}
+        self._check_fit(dict.fromkeys(self._tree) | shapes)
         self._targets = {key: target for key, target in _copied_to(model).items() if key in stored}
-        self._before: list[tuple[Tensor, Tensor]] = []
+        self._overwritten: list[tuple[Tensor, Tensor]] = []
         self._places: dict[str, list[Tensor]] = {}  # by the names of tensors in the file
         for key, target in self._targets.items():
             self._places.setdefault(stored[key], []).append(target)
@@ -49,10 +44,6 @@ class FilledModel:
         self._new = {name: tensors[name] for name in self._places}
         others = {key: item for key, item in self._tree.items() if key not in self._targets}
         self._others = decoded(self._file, self._name, tensors.__getitem__, others)
-        if not isinstance(self._others, dict):
-            raise StateFileError(f"'{self._name}' of {self._file.path} is not a state")
-        if "$" in self._tree:
-            self._check_fit({k: getattr(v, "shape", None) for k, v in self._others.items()})
         versions = self._file.document["module_versions"].get(self._name)
         self._versions = None if versions is None else _versions(self._file, versions)
 
@@ -61,13 +52,10 @@ class FilledModel:
         for name, targets in self._places.items():
             tensor = self._new.pop(name)
             for target in targets:
-                self._before.append((target, target.to("cpu", copy=True)))
+                self._overwritten.append((target, target.to("cpu", copy=True)))
                 target.copy_(tensor)
-        if not isinstance(self._model, nn.Module):
-            self._model.load_state_dict(self._others)
-            return
         state: OrderedDict[str, Any] = OrderedDict()
-        for key in self._others if "$" in self._tree else self._tree:
+        for key in self._tree:
             state[key] = self._targets[key] if key in self._targets else self._others[key]
             if key.endswith("_extra_state"):  # which modules may keep
                 state[key] = copy.deepcopy(state[key])
@@ -77,7 +65,7 @@ class FilledModel:
 
     def restore(self) -> None:
         """Gives the model what :meth:`load` has overwritten."""
-        for target, before in self._before:
+        for target, before in self._overwritten:
             target.copy_(before)
 
     def _check_fit(self, shapes: dict[str, Any]) -> None:
@@ -101,9 +89,9 @@ class FilledModel:
                 )
             if not isinstance(here, Tensor):
                 continue
-            if shape is None and isinstance(self._model, nn.Module):
+            if shape is None:
                 raise ValueError(f"'{key}' in {what} is not a tensor, but the model's is")
-            if shape is None or is_lazy(here):
+            if is_lazy(here):
                 continue
             if here.shape != shape:
                 raise ValueError(
@@ -130,12 +118,11 @@ def _has_memory(tensor: Tensor) -> bool:
     )
 
 
-def _copied_to(model: Any) -> dict[str, Tensor]:
+def _copied_to(model: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters and buffers that the model's ``load_state_dict`` copies to and leaves
     as they are otherwise. Those below modules with hooks or a loader of their own are left out."""
-    if not isinstance(model, nn.Module) or "load_state_dict" in vars(model):
-        return {}
-    if type(model).load_state_dict is not nn.Module.load_state_dict:
+    own_loader = vars(model).get("load_state_dict", type(model).load_state_dict)
+    if own_loader is not nn.Module.load_state_dict:
         return {}
     own = model.state_dict()
     found: dict[str, Tensor] = {}

@@ -1,75 +1,50 @@
-"""Saves and restores the random number generators of Python, torch, CUDA and NumPy."""
+"""Brings the states of random generators into a file and checks those that come from one."""
 
 from __future__ import annotations
 
-import functools
 import random
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from .._core.randomness import generator_states
 from .._core.text import quoted
 from .file import MALFORMED, StateFile, StateFileError
-
-__all__ = ["checked_generators", "generator_states", "restore_generators"]
 
 
 class OtherGenerator(Exception):
     """NumPy draws from a generator of another kind than the saved one."""
 
 
-def generator_states() -> dict[str, Any]:
-    """Returns the states of all generators that are in use."""
-    version, words, gauss = random.getstate()
-    states = {
-        "python": (version, torch.tensor(words), gauss),
-        "torch": torch.get_rng_state(),
-    }
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
+def saved_generators() -> dict[str, Any]:
+    """Returns the states of all generators that are in use, as a file holds them."""
+    states = generator_states()
+    version, words, gauss = states["python"]
+    states["python"] = version, torch.tensor(words), gauss
+    if "cuda" in states:
+        states["cuda"] = list(states["cuda"].values())
     return states
 
 
-def restore_generators(states: dict[str, Any]) -> None:
-    """Gives the generators the states that :func:`generator_states` returned in this process."""
-    for put in _setters(states):
-        put()
-
-
-def _setters(states: dict[str, Any]) -> list[Callable[[], None]]:
-    version, words, gauss = states["python"]
-    put = [
-        functools.partial(random.setstate, (version, tuple(words.tolist()), gauss)),
-        functools.partial(torch.set_rng_state, states["torch"]),
-    ]
-    for index, state in zip(range(torch.cuda.device_count()), states.get("cuda", ())):
-        put.append(functools.partial(torch.cuda.set_rng_state, state, index))
-    if "numpy" in states and "numpy" in sys.modules:
-        put.append(functools.partial(sys.modules["numpy"].random.set_state, states["numpy"]))
-    return put
-
-
-def checked_generators(file: StateFile, states: Any) -> list[Callable[[], None]]:
-    """Returns functions that restore the generators. Each state was given to a generator that
-    nobody uses, so that none can fail once other things are changed."""
-    if states is None:
-        return []
+def checked_generators(file: StateFile, saved: Any) -> dict[str, Any] | None:
+    """Returns the states that a file holds, if any, for :func:`restore_generators`. Each was given
+    to a generator that nobody uses, so that none can fail once other things are changed."""
+    if saved is None:
+        return None
     try:
-        version, words, gauss = states["python"]
+        version, words, gauss = saved["python"]
         python = (version, tuple(words.tolist()), gauss)
         random.Random(0).setstate(python)
         if gauss is not None and type(gauss) is not float:
             raise ValueError("Python's last normal number is not a number")
-        torch.Generator().set_state(states["torch"])
-        for index, state in zip(range(torch.cuda.device_count()), states.get("cuda", ())):
+        torch.Generator().set_state(saved["torch"])
+        cuda = dict(zip(range(torch.cuda.device_count()), saved.get("cuda", ())))
+        for index, state in cuda.items():
             torch.Generator(device=f"cuda:{index}").set_state(state)
-        if "numpy" in states and "numpy" in sys.modules:
-            _check_numpy_state(states["numpy"])
-        put = _setters(states)
+        if "numpy" in saved and "numpy" in sys.modules:
+            _check_numpy_state(saved["numpy"])
+        return {**saved, "python": python, "cuda": cuda}
     except OtherGenerator as error:
         raise ValueError(f"{file.path}: {error}; rng=False loads the rest") from None
     except MALFORMED as error:
@@ -77,7 +52,6 @@ def checked_generators(file: StateFile, states: Any) -> list[Callable[[], None]]
             f"the states of random number generators in {file.path} do not load: "
             f"{quoted(error)}; rng=False loads the rest"
         ) from error
-    return put
 
 
 def _check_numpy_state(state: Any) -> None:

@@ -9,16 +9,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .._core.randomness import generator_states, restore_generators
 from .._core.text import quoted
 from ..optim.base import Optimizer
 from .file import StateFile, StateFileError
 from .filling import FilledModel
-from .generators import checked_generators, generator_states, restore_generators
+from .generators import checked_generators
 from .parts import Part, check_maps, decoded, in_file, named_objects, names_in
-
-__all__ = ["load_state"]
 
 # What a forged state may raise in a load_state_dict, beside the loader's own errors.
 GARBLED = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError)
@@ -90,19 +89,19 @@ def load_state(
         models = {
             name: FilledModel(file, name, one, strict)
             for part, name, one in wanted
-            if part == "model"
+            if part == "model" and isinstance(one, nn.Module)
         }
         optimizers = [(name, one) for part, name, one in wanted if part == "optimizer"]
         places = {k: v for name, one in optimizers for k, v in _places(one, tree[name]).items()}
         tensors = dict(_moved(file, places, progress))
-        kept = {"extra", *(["rng"] if rng else [])}
-        kept.update(name for _, name, _ in wanted if name not in models)
-        names = {name for part in kept for name in names_in(file, part)}
+        parts_read = {"extra", *(["rng"] if rng else [])}
+        parts_read.update(name for _, name, _ in wanted if name not in models)
+        names = {name for part in parts_read for name in names_in(file, part)}
         names.update(*(filled.names for filled in models.values()))
         tensors |= file.read(in_file(file, names - tensors.keys()), but=tensors, progress=progress)
-        states = {name: decoded(file, name, tensors.__getitem__) for name in kept}
-        for part, name, _ in wanted:
-            if part != "model" and not isinstance(states[name], dict):
+        states = {name: decoded(file, name, tensors.__getitem__) for name in parts_read}
+        for _, name, _ in wanted:
+            if name not in models and not isinstance(states[name], dict):
                 raise StateFileError(f"'{name}' of {file.path} is not a state")
         generators = checked_generators(file, states.get("rng"))
         for filled in models.values():
@@ -117,16 +116,16 @@ def _load_all(
     wanted: list[tuple[str, str, Any]],
     models: dict[str, FilledModel],
     states: dict[str, Any],
-    generators: list[Callable[[], None]],
+    generators: dict[str, Any] | None,
 ) -> None:
     """Loads the states into the objects. If one fails, restores those that were loaded before."""
     undo: list[Callable[[], None]] = []
-    if generators:
+    if generators is not None:
         undo.append(functools.partial(restore_generators, generator_states()))
     try:
         for part, name, one in wanted:
             try:
-                if part == "model":
+                if name in models:
                     undo.append(models[name].restore)
                     models[name].load()
                     continue
@@ -138,8 +137,8 @@ def _load_all(
                     f"'{name}' of {file.path} does not load: {type(error).__name__}: "
                     f"{quoted(error)}"
                 ) from error
-        for restore in generators:
-            restore()
+        if generators is not None:
+            restore_generators(generators)
     except BaseException:
         for restore in reversed(undo):
             restore()
@@ -148,16 +147,16 @@ def _load_all(
 
 def _undo(one: Any, part: str) -> Callable[[], None]:
     """Returns a function that restores an optimizer, scaler or scheduler as it is now."""
-    before = one.state_dict()
+    state = one.state_dict()
     if part != "optimizer":
-        before = copy.deepcopy(before)
+        state = copy.deepcopy(state)
     attributes = dict(vars(one)) if part == "scheduler" and hasattr(one, "__dict__") else None
 
     def restore() -> None:
         if attributes is not None:  # torch's schedulers take whatever is in a state as attributes
             vars(one).clear()
             vars(one).update(attributes)
-        one.load_state_dict(before)
+        one.load_state_dict(state)
 
     return restore
 
@@ -204,4 +203,4 @@ def _moved(
     """Yields the tensors of these names, each on its device."""
     for batch in file.batches(in_file(file, set(places)), progress=progress):
         for name, tensor in batch.items():
-            yield name, file.strided(name, tensor).to(places[name], copy=True)
+            yield name, tensor.to(places[name])

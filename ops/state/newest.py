@@ -13,8 +13,6 @@ from .._core.atomic import partial_of, remove_partial
 from .._core.text import quoted
 from .file import StateFile, StateFileError, is_state_file
 
-__all__ = ["latest", "remove_older"]
-
 
 def latest(directory: str | os.PathLike[str], *, verify: bool = True) -> Path | None:
     """Returns the state in a folder that was saved last, or None if there is no state or no folder.

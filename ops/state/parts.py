@@ -14,18 +14,6 @@ from ..functional.dynamic_map import dynamic_map
 from .file import MALFORMED, StateFile, StateFileError
 from .tree import decode, encode, tensor_names
 
-__all__ = [
-    "Part",
-    "Stateful",
-    "check_maps",
-    "decoded",
-    "encoded",
-    "in_file",
-    "maps_checksum",
-    "named_objects",
-    "names_in",
-]
-
 
 class Stateful(Protocol):
     """An object that gives its state and takes it back."""

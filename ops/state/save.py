@@ -13,11 +13,9 @@ from torch import Tensor
 from .._core import binaries
 from ..optim.adam8bit import Adam8bit
 from .file import check_tensor, identity, write
-from .generators import generator_states
+from .generators import saved_generators
 from .newest import remove_older
 from .parts import Part, encoded, maps_checksum, named_objects
-
-__all__ = ["save_state"]
 
 
 def save_state(
@@ -108,7 +106,7 @@ def save_state(
     if extra is not None:
         tree["extra"] = encoded(extra, "extra", found.add)
     if rng:
-        tree["rng"] = encoded(generator_states(), "rng", found.add)
+        tree["rng"] = encoded(saved_generators(), "rng", found.add)
     document = {
         "headroom": binaries.VERSION,
         "torch": str(torch.__version__),
@@ -134,7 +132,7 @@ def _check_keep(path: str, keep: int | None) -> None:
 
 
 class _Tensors:
-    """The tensors of a file by their names. Tensors that share the same memory have one name."""
+    """Collects the tensors of a file by their names; those that share the same memory have one."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Tensor] = {}

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["decode", "encode", "tensor_names"]
-
 DEEPEST = 100  # containers inside one another
 LARGEST = 8192  # bits of an integer, which Python reads up to 4,300 digits of
 
@@ -32,6 +30,15 @@ DTYPES = {
     if isinstance(dtype, torch.dtype)
 }
 KINDS = {name: kind for kinds in (SEQUENCES, MAPPINGS, SETS) for kind, name in kinds.items()}
+# Values that become a text: the name of their kind, the key of the text, the way there and back.
+TEXTS: dict[type, tuple[str, str, Callable[[Any], str], Callable[[str], Any]]] = {
+    float: ("float", "value", repr, float),
+    bytes: ("bytes", "base64", lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    pathlib.PosixPath: ("path", "path", str, pathlib.Path),
+    torch.dtype: ("dtype", "name", lambda value: str(value)[len("torch.") :], DTYPES.__getitem__),
+    torch.device: ("device", "name", str, torch.device),
+}
+BACK = {name: (key, back) for name, key, _, back in TEXTS.values()}
 INSTEAD = "save what it is made of, such as vars(), str(), list() or isoformat() of it"
 
 
@@ -49,8 +56,11 @@ def encode(value: Any, path: str, keep: Callable[[Tensor, str], str], depth: int
         if value.bit_length() > LARGEST:
             raise TypeError(f"'{path}' is a number of {value.bit_length():,} bits; save a tensor")
         return value
-    if kind is float:
-        return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
+    if kind is float and math.isfinite(value):
+        return value
+    if kind in TEXTS:
+        name, place, text_of, _ = TEXTS[kind]
+        return {"$": name, place: text_of(value)}
     if depth > DEEPEST:
         raise TypeError(f"'{path}' contains itself, or is nested too deeply")
 
@@ -69,14 +79,6 @@ def encode(value: Any, path: str, keep: Callable[[Tensor, str], str], depth: int
             return {key: inner(item, key) for key, item in value.items()}
         pairs = [[inner(key, key, _no_key), inner(item, key)] for key, item in value.items()]
         return {"$": MAPPINGS[kind], "items": pairs}
-    if kind is pathlib.PosixPath:
-        return {"$": "path", "path": str(value)}
-    if kind is bytes:
-        return {"$": "bytes", "base64": base64.b64encode(value).decode()}
-    if kind is torch.dtype:
-        return {"$": "dtype", "name": str(value).removeprefix("torch.")}
-    if kind is torch.device:
-        return {"$": "device", "name": str(value)}
     if isinstance(value, Tensor):
         return {"$": "tensor", "name": keep(value, path)}
     if (numpy := sys.modules.get("numpy")) and isinstance(value, (numpy.ndarray, numpy.generic)):
@@ -146,27 +148,16 @@ def _special(value: dict[str, Any], tensor: Callable[[str], Tensor]) -> Any:
     name = value["$"]
     if name == "tensor":
         return tensor(value["name"])
-    if name == "float":
-        return float(value["value"])
-    if name == "bytes":
-        return base64.b64decode(value["base64"])
-    if name == "path":
-        return pathlib.Path(value["path"])
-    if name == "dtype":
-        if value["name"] not in DTYPES:
-            raise ValueError(f"{value['name']!r} is not a dtype")
-        return DTYPES[value["name"]]
-    if name == "device":
-        return torch.device(value["name"])
+    if name in BACK:
+        key, back = BACK[name]
+        return back(value[key])
     if name == "numpy":
         array = tensor(value["name"]).numpy()  # raises if NumPy is missing
         return array[()] if value["scalar"] else array
     kind = KINDS.get(name)
-    if kind in SEQUENCES:
-        return kind(decode(item, tensor) for item in value["items"])
+    if kind is None:
+        raise ValueError(f"there is no kind {name!r} in this version of Headroom")
     if kind in MAPPINGS:
         pairs = [(decode(key, tensor), decode(item, tensor)) for key, item in value["items"]]
         return kind(dict(pairs)) if kind is Counter else kind(pairs)
-    if kind in SETS:
-        return kind(decode(item, tensor) for item in value["items"])
-    raise ValueError(f"there is no kind {name!r} in this version of Headroom")
+    return kind(decode(item, tensor) for item in value["items"])

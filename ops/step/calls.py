@@ -1,4 +1,4 @@
-"""What a block is called with, kept so that the block can be called again by itself."""
+"""Keeps what a block is called with, so that the block can be called again by itself."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.surroundings import Settings
+from .trees import mapped
 
 __all__ = ["Call", "described", "results_of", "tensors_of"]
 
@@ -52,26 +53,19 @@ class Call:
         return _mapped(self._given, renewed)
 
 
-def _mapped(value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Returns a copy of nested containers and objects with other tensors in it."""
-    if isinstance(value, Tensor):
-        return tensor(value)
-    if isinstance(value, dict) and type(value) is dict:
-        return {key: _mapped(item, tensor) for key, item in value.items()}
-    if isinstance(value, tuple):
-        items = (_mapped(item, tensor) for item in value)
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [_mapped(item, tensor) for item in value]
-    if not hasattr(value, "__dict__") or callable(value) or isinstance(value, _SHARED):
-        return value
-    memo: dict[int, Any] = {}
-    for x in tensors_of(value):
-        memo[id(x)] = tensor(x)
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception:  # what cannot be copied is shared, as it is between the blocks of a model
-        return value
+
+    def copied(leaf: Any) -> Any:
+        if not hasattr(leaf, "__dict__") or callable(leaf) or isinstance(leaf, _SHARED):
+            return leaf
+        memo: dict[int, Any] = {id(x): change(x) for x in tensors_of(leaf)}
+        try:
+            return copy.deepcopy(leaf, memo)
+        except Exception:  # what cannot be copied is shared, as it is between the blocks of a model
+            return leaf
+
+    return mapped(value, change, copied)
 
 
 def tensors_of(value: Any, seen: set[int] | None = None) -> list[Tensor]:

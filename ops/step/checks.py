@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from .._core.checks import check_number
 from .description import Step
 from .trees import tensors_in
 
-__all__ = ["check_described", "check_number"]
+__all__ = ["check_batch_and_loss", "check_described"]
 
 PLAIN = (tuple, list, Mapping, DataLoader, Dataset)
 """Batches in which nothing but a tensor is looked for. Others may have them wherever they like."""
@@ -30,8 +29,7 @@ def check_described(step: Step) -> None:
         raise TypeError(f"model is {type(model).__name__}, wanted a torch.nn.Module")
     if not model.training:
         raise ValueError("the model is in eval(): call model.train() before this")
-    if batch is None:
-        raise ValueError("sample_batch is None, wanted a batch such as the loop will see")
+    check_batch_and_loss(step)
     # NumPy may be missing, so its arrays are known by what they have.
     is_plain = isinstance(batch, PLAIN) or hasattr(batch, "__array_interface__")
     if is_plain and next(tensors_in(batch), None) is None:
@@ -39,11 +37,6 @@ def check_described(step: Step) -> None:
             f"sample_batch is a {type(batch).__name__} without tensors, wanted one batch of the "
             "loop; of a DataLoader: next(iter(loader))"
         )
-    if step.loss is not None and step.forward is not None:
-        raise ValueError("loss and forward were both given: forward computes the loss itself")
-    for name, value in (("loss", step.loss), ("forward", step.forward)):
-        if value is not None and not callable(value):
-            raise TypeError(f"{name} is {value!r}, wanted a function")
     if step.amp is not None and not (
         isinstance(step.amp, torch.dtype) and step.amp.is_floating_point
     ):
@@ -57,12 +50,16 @@ def check_described(step: Step) -> None:
             raise ValueError(f"max_grad_norm is {step.max_grad_norm}, wanted a norm above 0")
 
 
-def check_number(name: str, value: Any, wanted: str) -> None:
-    """Checks that a value is a number.
+def check_batch_and_loss(step: Step) -> None:
+    """Checks that there is a batch, and one way at the most to compute its loss.
 
     Raises:
-        TypeError: it is none; says what was wanted.
+        TypeError, ValueError: says which argument does not fit, and what was wanted.
     """
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or math.isnan(value):
-        raise TypeError(f"{name} is {value!r}, wanted {wanted}")
+    if step.batch is None:
+        raise ValueError("sample_batch is None, wanted a batch such as the loop will see")
+    if step.loss is not None and step.forward is not None:
+        raise ValueError("loss and forward were both given: forward computes the loss itself")
+    for name, value in (("loss", step.loss), ("forward", step.forward)):
+        if value is not None and not callable(value):
+            raise TypeError(f"{name} is {value!r}, wanted a function")

@@ -24,6 +24,7 @@ __all__ = [
     "labels_of",
     "mixes_samples",
     "parts",
+    "resized",
     "samples_of",
     "shares",
     "some_samples",
@@ -46,8 +47,8 @@ def samples_of(batch: Any) -> int | None:
 
 
 def bytes_of(batch: Any) -> int:
-    """Returns the bytes of the tensors of a batch."""
-    return sum(x.numel() * x.element_size() for x in tensors_in(batch))
+    """Returns the bytes of the tensors in a batch, or in other containers."""
+    return sum(x.nbytes for x in tensors_in(batch))
 
 
 def parts(batch: Any, count: int) -> list[Any]:
@@ -82,6 +83,26 @@ def some_samples(batch: Any, count: int) -> Any:
     samples = samples_of(batch) or 0
     rows = [k * samples // count for k in range(count)] if count < samples else [*range(samples)]
     return mapped(batch, lambda x: x[rows] if x.dim() and x.shape[0] == samples else x)
+
+
+def resized(batch: Any, samples: int) -> Any:
+    """Returns a batch of as many samples, on the meta device.
+
+    Raises:
+        ValueError: the batch has no samples.
+    """
+    count = samples_of(batch)
+    if count is None:
+        raise ValueError(
+            "sample_batch has no tensor with a dimension, so it has no batch to resize"
+        )
+
+    def resize(x: Tensor) -> Tensor:
+        if not x.dim() or x.shape[0] != count:
+            return x
+        return torch.empty((samples, *x.shape[1:]), dtype=x.dtype, device="meta")
+
+    return mapped(batch, resize)
 
 
 def counts(samples: int | None) -> Iterator[int]:

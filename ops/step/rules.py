@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._core.dtensor import local_part
+from .._core.randomness import generators_kept
 from ..nn import Transformer
 from ..patching.levels import Blocks
 from .description import Step
@@ -28,8 +27,8 @@ from .micro_batches import (
     some_samples,
 )
 from .out_of_memory import is_out_of_memory
-from .randomness import generators_kept
-from .replay import Replay
+from .same_draws import SameDraws
+from .watch import hearing_gradients
 
 __all__ = ["NO_RULE", "rule_of", "rules_of"]
 
@@ -59,7 +58,7 @@ def rule_of(step: Step, rules: Sequence[str], *, has_levels: bool = True) -> str
     the first of several. None if there is none, such as for a loss that compares samples with one
     another; if the model cannot be called with the parts; if it keeps something of each call, such
     as a moving average in a buffer, which would be moved several times in a step; or if it cannot
-    be found out, as where random numbers of the batch cannot be drawn again for its parts.
+    be found out, as where random numbers do not come from torch, or depend on values.
 
     What is compared are elements of the gradients of all parameters, in training mode, of at most
     16 samples in 8 parts. Blocks keep as little as they can, or without ``has_levels`` what they
@@ -79,22 +78,15 @@ def rule_of(step: Step, rules: Sequence[str], *, has_levels: bool = True) -> str
 def _compared(step: Step, rules: Sequence[str], has_levels: bool) -> str | None:
     assert step.device is not None
     batch = some_samples(step.batch, 2 * MOST_PARTS)
-    samples = samples_of(batch) or 1
-    each = parts(batch, min(MOST_PARTS, samples))
-    with generators_kept(step.device):
-        replay = Replay(samples, step.device)
+    each = parts(batch, min(MOST_PARTS, samples_of(batch) or 1))
+    with generators_kept(step.device), SameDraws():
         model = Blocks.of_copy(step.model, has_levels=has_levels).model
-        with replay.of_batch():
-            whole = _gradients(step, model, batch)
+        whole = _gradients(step, model, batch)
         buffers = dict(model.named_buffers())
-        model, found, start = Blocks.of_copy(step.model, has_levels=has_levels).model, [], 0
-        for part in each:
-            count = samples_of(part) or 1
-            with replay.of_part(start, count):
-                found.append(_gradients(step, model, part))
-            start += count
+        model = Blocks.of_copy(step.model, has_levels=has_levels).model
+        found = [_gradients(step, model, part) for part in each]
     tolerance = _tolerance(step)
-    if not replay.is_exact or not _is_equal(buffers, dict(model.named_buffers()), tolerance):
+    if not _is_equal(buffers, dict(model.named_buffers()), tolerance):
         return None
     errors = {rule: _error(whole, found, shares(each, rule)) for rule in rules}
     least = min(errors.values())
@@ -115,11 +107,7 @@ def _gradients(step: Step, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         some = flat[:: max(1, flat.numel() // ELEMENTS) | 1].double()
         found[name] = found[name] + some if name in found else some  # may arrive several times
 
-    with ExitStack() as hooks:
-        for name, param in model.named_parameters():
-            if param.requires_grad:
-                hook = param.register_post_accumulate_grad_hook(partial(take, name))
-                hooks.callback(hook.remove)
+    with hearing_gradients(model, take):
         (step.loss_of(model, batch) * (SCALE if step.scaler else 1)).backward()
     return found
 

@@ -31,26 +31,29 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in([getattr(leaf, field.name, None) for field in fields])
 
 
-def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+def mapped(
+    value: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda leaf: leaf
+) -> Any:
     """Returns copies of nested mappings, lists, tuples and dataclasses, of their own classes, in
-    which each tensor is replaced by what ``change`` returns for it. Everything else is shared."""
+    which each tensor is replaced by what ``change`` returns for it. Everything else is replaced by
+    what ``other`` returns, or else shared."""
 
     def replaced(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return change(leaf)
         if isinstance(leaf, MutableMapping):  # a loss may read the attributes of a batch
             made = copy.copy(leaf)
-            made.update({key: mapped(item, change) for key, item in leaf.items()})
+            made.update({key: mapped(item, change, other) for key, item in leaf.items()})
             return made
         if isinstance(leaf, (list, tuple)):
-            return type(leaf)(mapped([*leaf], change))
+            return type(leaf)(mapped([*leaf], change, other))
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             made = copy.copy(leaf)
             for field in dataclasses.fields(leaf):
                 value = getattr(leaf, field.name, None)
-                object.__setattr__(made, field.name, mapped(value, change))
+                object.__setattr__(made, field.name, mapped(value, change, other))
             return made
-        return leaf
+        return other(leaf)
 
     return tree_map(replaced, value)
 

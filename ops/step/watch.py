@@ -1,22 +1,22 @@
-"""Hears which tensors autograd keeps, through hooks that change neither numbers nor what is kept,
-and that are gone afterwards."""
+"""Hears which tensors autograd keeps, when gradients arrive and when blocks run, through hooks that
+change neither numbers nor what is kept, and that are gone afterwards."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import _enable_record_function
 from torch.autograd.graph import saved_tensors_hooks
 
 from .trees import tensors_in
 
-__all__ = ["listening", "unseen"]
+__all__ = ["hearing_blocks", "hearing_gradients", "listening", "unseen"]
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
@@ -48,6 +48,33 @@ def unseen(hook: _Hook) -> _Hook:
             leave(thread)
 
     return call  # type: ignore[return-value]
+
+
+@contextmanager
+def hearing_gradients(
+    module: nn.Module, arrived: Callable[[str, nn.Parameter], None]
+) -> Iterator[None]:
+    """Calls ``arrived``, while it lasts, with the name of a parameter and the parameter whenever a
+    gradient has been added to it."""
+    with ExitStack() as hooks:
+        for name, param in module.named_parameters():
+            if param.requires_grad:
+                hook = functools.partial(arrived, name)
+                hooks.callback(param.register_post_accumulate_grad_hook(hook).remove)
+        yield
+
+
+@contextmanager
+def hearing_blocks(
+    blocks: Iterable[nn.Module], before: Callable[..., None], after: Callable[..., None]
+) -> Iterator[None]:
+    """Calls, while it lasts, ``before(block, args, kwargs)`` and ``after(block, args, result)`` of
+    each run of a block."""
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
+            hooks.callback(block.register_forward_hook(after).remove)
+        yield
 
 
 def _given_back(tensor: Tensor, version: int) -> Tensor:

@@ -11,23 +11,21 @@ from torch import Tensor, nn
 from ...memory.first_steps import FirstSteps
 from ...planning.result import Plan
 from ...step.description import Step
-from ...step.errors import PlanError
-from ...step.micro_batches import bytes_of, parts, shares
+from ...step.micro_batches import parts, shares
 from ...step.out_of_memory import is_out_of_memory
 from ...step.rules import NO_RULE, rule_of, rules_of
 from ...step.run import train
 from ..choice import SAME, Choice, FrontierPoint
-from ..report import Change, described, report
+from ..report import Chosen, described, report
 from .applied import Applied
 
 __all__ = ["Fitted"]
 
 STRIDES = 4  # from the levels that were chosen to the leanest
-TRIES = 3  # plans at most, to spend what is left
 
 
-@dataclass(repr=False)
-class Fitted:
+@dataclass(repr=False, kw_only=True)
+class Fitted(Chosen):
     """Holds a fitted model and its optimizer, and steps them: what :func:`headroom.fit` returns.
 
     Attributes:
@@ -40,49 +38,32 @@ class Fitted:
             that was not planned.
         predicted_peak, predicted_seconds: of a step with the choice; bytes on the device. After the
             choice was changed they are estimates, or None where nothing is known of the new one.
-            There are no seconds for a choice that was given.
-        before_peak, before_seconds: predicted for the model as it was given.
-        changes: what each technique changed, of the choice that :func:`headroom.fit` made.
-        frontier: the choices that no other beats, by ascending peaks, as far as they were looked
-            at; their bytes are estimates.
-        reachable: like ``frontier``, but of the choices that :meth:`set_levels` can reach.
         blocks: the names of the blocks that ``choice.levels`` is of.
-        notes: what could not be used, and why.
         within: the budget without its margin.
         is_given: whether the choice was given, and not looked for.
         bucket_bytes: with which :func:`headroom.optim.release_gradients` releases gradients, or
             would after a dry run; None if they are not released, or not any more.
-        rule: what the loss is a mean over; see :mod:`headroom.step.micro_batches`.
+
+    All others are those of :class:`headroom.fitting.report.Chosen`.
     """
 
     model: nn.Module
     optimizer: Any
-    choice: Choice
     budget: int
     plan: Plan | None
     predicted_peak: int | None
-    predicted_seconds: float | None
-    before_peak: int | None = None
-    before_seconds: float | None = None
-    changes: Sequence[Change] = ()
-    frontier: Sequence[FrontierPoint] = ()
-    reachable: Sequence[FrontierPoint] = ()
     blocks: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     within: int = 0
     is_given: bool = False
     bucket_bytes: int | None = None
-    rule: str = "samples"
     _step: Step | None = None  # which is run, and whose batch parts are compared with
-    _sample_bytes: int = 0  # of the batch that was planned
     _applied: Applied | None = None
     _counts: Sequence[int] = ()  # of the micro-batches that there can be
-    _agree: bool | None = None  # whether the losses of parts add up; None: not compared yet
-    _planner: Callable[[Choice], Plan] | None = None  # to spend what is measured to be left
     _estimate: Callable[[Sequence[str]], Any] | None = None  # of other levels
 
     def __post_init__(self) -> None:
-        self._first = self.choice
+        self.first_choice = self.choice
+        """The choice that :func:`headroom.fit` made or was given, which the changes are of."""
         self._measure_anew()
 
     # ---- training -------------------------------------------------------------------------------
@@ -110,10 +91,6 @@ class Fitted:
             raise
         self._measured.step_ended()
         self._measured.pause()
-        self._is_whole &= self._measured.count > 2 or bytes_of(batch) >= self._sample_bytes
-        # Smaller batches than the sample do not say what that would leave.
-        if self._planner is not None and self._is_whole and self._measured.count == 3:
-            self._adapt(self._planner)
         return loss
 
     def micro_batches(self, batch: Any) -> list[Any]:
@@ -176,7 +153,6 @@ class Fitted:
         If nobody has compared them yet, the first call that comes so far does: without gradients,
         on a copy of the model with the same weights."""
         self._live()
-        self._planner = None  # what was measured before says less than why this is called
         here = self.same_but_levels()
         now = next((p.peak for p in here if p.choice == self.choice), self.predicted_peak)
         if here and now is not None:
@@ -193,7 +169,7 @@ class Fitted:
     def _parts_agree(self) -> bool:
         """Returns whether the losses of parts of a batch add up; False if there is no memory to
         compare them. The model stays as it is."""
-        if self._agree is None:
+        if self.agree is None:
             assert self._step is not None
             reason, rule = NO_RULE, None
             try:
@@ -203,36 +179,12 @@ class Fitted:
                 if is_out_of_memory(error):
                     return False  # no answer: there may be memory the next time
                 reason = f"parts of a batch cannot be compared with it: {error}"
-            self._agree, self.rule = rule is not None, rule or self.rule
+            self.agree, self.rule = rule is not None, rule or self.rule
             self._step = self._step.but(batch=None)
             if rule is None:
                 note = f"leaner() makes no more micro-batches: {reason}"
                 self.notes.append(note.partition("\n")[0])
-        return self._agree
-
-    def _adapt(self, planner: Callable[[Choice], Plan]) -> None:
-        """Sets faster levels if the measured peak says that there is room for them. What is set has
-        a plan, and the measured peak and what its plan adds to the last one are within the budget
-        and its margin."""
-        measured, seconds = self.measured_peak, self.predicted_seconds
-        if measured is None or seconds is None:
-            return
-        try:
-            now = planner(self.choice)
-            off = measured - now.allocated_bytes
-            faster = [
-                point
-                for point in self.same_but_levels()
-                if point.seconds < seconds and point.peak + off <= self.within
-            ]
-            for point in sorted(faster, key=lambda point: point.seconds)[:TRIES]:
-                plan = planner(point.choice)
-                if _expected(plan, now, measured) <= self.within:
-                    self.take(point)
-                    self.plan, self.predicted_peak = plan, plan.total_bytes
-                    return
-        except PlanError:
-            return
+        return self.agree
 
     def _become(self, choice: Choice) -> None:
         """Takes note of another choice, which later steps are made with: what was predicted and
@@ -242,14 +194,14 @@ class Fitted:
             (p for p in (*self.reachable, *self.frontier) if p.choice == choice), None
         )
         if known is None and self._estimate is not None:
-            if choice.but(levels=()) == self._first.but(levels=()):
+            if choice.but(levels=()) == self.first_choice.but(levels=()):
                 known = self._estimate(choice.levels)
         self.predicted_peak = None if known is None else known.peak
         self.predicted_seconds = None if known is None else known.seconds
         self._measure_anew()
 
     def _measure_anew(self) -> None:
-        step, self._is_whole = self._step, True
+        step = self._step
         if step is not None and step.device is not None:
             self._measured = FirstSteps(self.model, self.optimizer, step.device)
 
@@ -291,12 +243,6 @@ class Fitted:
         return next((point for point in reversed(self.frontier) if point.peak < peak), None)
 
     @property
-    def first_choice(self) -> Choice:
-        """Returns the choice that :func:`headroom.fit` made or was given, which the changes are
-        of."""
-        return self._first
-
-    @property
     def is_applied(self) -> bool:
         """Returns whether the model is changed now."""
         return self._applied is not None
@@ -315,17 +261,3 @@ class Fitted:
             "a Fitted holds hooks and an optimizer of one process, and cannot be pickled: save "
             "model.state_dict() and optimizer.state_dict(), and to_json() for the report"
         )
-
-
-def _expected(plan: Plan, now: Plan, measured: int) -> int:
-    """Returns the bytes on the device that a step of a plan takes at the most, if steps of the plan
-    ``now`` were measured to take ``measured`` bytes.
-
-    A plan may be wrong by other bytes in each phase of a step, and the phase that takes the most
-    was measured. None of the others took more. So no phase of the other plan takes more than what
-    was measured and what, by the plans, the phase takes more than before.
-    """
-    took = measured - (now.allocated_bytes - now.peak_bytes)
-    before = now.timeline.peaks()
-    more = max(bytes - before.get(phase, 0) for phase, bytes in plan.timeline.peaks().items())
-    return took + more + plan.total_bytes - plan.peak_bytes

@@ -1,2 +1,2 @@
-"""What a step costs: the bytes and the seconds of its blocks, of the rest of it, and of its
+"""The costs of a step: the bytes and the seconds of its blocks, of the rest of it, and of its
 optimizer."""

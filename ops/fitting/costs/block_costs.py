@@ -1,17 +1,17 @@
-"""What was measured of a model: what its blocks cost at their levels, and passes of it."""
+"""Measurements of a model: the costs of its blocks at their levels, and the times of passes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ...step.measured import PassSeconds
+from ...step.pass_seconds import PassSeconds
 
 __all__ = ["BlockCosts", "LevelCost", "Measured"]
 
 
 @dataclass(frozen=True)
 class LevelCost:
-    """What a block costs at a level; the bytes are those of
+    """The costs of a block at a level; the bytes are those of
     :class:`headroom.memory.alone.Bytes`.
 
     Attributes:
@@ -43,7 +43,7 @@ class LevelCost:
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """What a block costs.
+    """The costs of a block.
 
     Attributes:
         name: of the module in the model.
@@ -90,7 +90,7 @@ class BlockCosts:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured.
+    """The costs of the blocks of a model, and the times of its passes.
 
     Attributes:
         blocks: in the order of the forward pass; those that a step does not call are left out.

@@ -1,4 +1,4 @@
-"""Which blocks of a model are alike, so that one of them is measured for all."""
+"""Finds the blocks of a model that are alike, so that one of them is measured for all."""
 
 from __future__ import annotations
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..._core.randomness import generators_kept
 from ...memory.alone import Alone, Bytes, Seconds
 from ...memory.cpu import check_no_profiler
 from ...patching.blocks import verified_blocks
@@ -17,8 +18,8 @@ from ...patching.levels import Blocks
 from ...step import clock
 from ...step.calls import Call, results_of
 from ...step.description import Step
-from ...step.measured import PassSeconds, is_first_run, seconds_of_pass
-from ...step.randomness import generators_kept
+from ...step.pass_seconds import PassSeconds, is_first_run, seconds_of_pass
+from ...step.watch import hearing_blocks
 from .block_costs import BlockCosts, LevelCost, Measured
 from .kinds import Likeness
 
@@ -173,47 +174,31 @@ class _Kinds:
         self._kinds: dict[Hashable, _Kind] = {}
         self._order: dict[str, _Kind] = {}  # of each block, in the order of calls
         self._calls: dict[str, int] = {}  # of each block in a step
+        self._names = {blocks.module(name): name for name in blocks.names}
 
-    @contextmanager
-    def captured(self) -> Iterator[None]:
+    def captured(self) -> AbstractContextManager[None]:
         """Notes the calls of blocks while it lasts."""
-        handles: list[Any] = []
-        try:
-            for name in self._blocks.names:
-                block = self._blocks.module(name)
-                handles.append(
-                    block.register_forward_pre_hook(self._before(name), with_kwargs=True)
-                )
-                handles.append(block.register_forward_hook(self._after(name)))
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return hearing_blocks(self._names, self._before, self._after)
 
-    def _before(self, name: str) -> Any:
-        def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not is_first_run():
-                return
-            self._calls[name] = self._calls.get(name, 0) + 1
-            if name in self._order:
-                return
-            key = self._likeness.of(name, args, kwargs)
-            if key not in self._kinds:
-                call = Call(args, kwargs, self._device)
-                number, levels = len(self._kinds), self._blocks.levels(name)
-                self._kinds[key] = _Kind(number, block, call, levels)
-            self._order[name] = self._kinds[key]
+    def _before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = self._names[block]
+        if not is_first_run():
+            return
+        self._calls[name] = self._calls.get(name, 0) + 1
+        if name in self._order:
+            return
+        key = self._likeness.of(name, args, kwargs)
+        if key not in self._kinds:
+            call = Call(args, kwargs, self._device)
+            number, levels = len(self._kinds), self._blocks.levels(name)
+            self._kinds[key] = _Kind(number, block, call, levels)
+        self._order[name] = self._kinds[key]
 
-        return before
-
-    def _after(self, name: str) -> Any:
-        def after(block: nn.Module, args: Any, result: Any) -> None:
-            kind = self._order.get(name)
-            if kind is not None and kind.block is block:
-                for k, x in enumerate(results_of(result)):
-                    x.register_hook(lambda grad, k=k: kind.used.add(k))
-
-        return after
+    def _after(self, block: nn.Module, args: Any, result: Any) -> None:
+        kind = self._order.get(self._names[block])
+        if kind is not None and kind.block is block:
+            for k, x in enumerate(results_of(result)):
+                x.register_hook(lambda grad, k=k: kind.used.add(k))
 
     def measure(self, repeats: int, deadline: float) -> None:
         """Measures the kinds at all levels. Times are taken of all levels in turn, or of none, so

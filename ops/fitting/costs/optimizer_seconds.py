@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._core.randomness import generators_kept
 from ...memory.collecting import no_collections
 from ...step.clock import Stopwatch
-from ...step.randomness import generators_kept
 
 __all__ = ["optimizer_seconds"]
 

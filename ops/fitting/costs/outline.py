@@ -1,4 +1,4 @@
-"""What a step takes besides its blocks: bytes from one plan."""
+"""Reads from one plan the bytes that a step takes besides its blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ...memory.events import Timeline
-from ...planning.api import made
+from ...planning.api import plan_of
 from ...planning.recorder import Recorder
 from ...planning.result import Plan
 from ...step.calls import results_of
@@ -106,7 +106,7 @@ def outline(step: Step, names: Sequence[str], kept: int = 0) -> Outline:
         PlanError: the step cannot be followed on fakes.
     """
     marks = _Marks(names)
-    plan = settled(made(step, marks.watch))
+    plan = settled(plan_of(step, marks.watch))
     live = plan.timeline.bytes_over_events()
     base = forward = backward = floor = at = gradients = 0
     for start, turn, end in _passes(plan.timeline):
@@ -124,7 +124,7 @@ def outline(step: Step, names: Sequence[str], kept: int = 0) -> Outline:
         )
         floor, at = max(floor, *live[at:begin]), ended
     if step.release:  # what waits to be released
-        size = sum(p.numel() * p.element_size() for p in step.model.parameters())
+        size = sum(p.nbytes for p in step.model.parameters())
         gradients = min(size, int(step.release))
     return Outline(base, forward, max(0, backward), gradients, max(floor, *live[at:]), plan)
 

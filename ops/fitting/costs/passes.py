@@ -1,10 +1,10 @@
-"""What passes of a model have taken, and what follows from that for passes that were not timed."""
+"""Keeps the times of passes of a model, and estimates those of passes that were not timed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...step.measured import PassSeconds
+from ...step.pass_seconds import PassSeconds
 
 __all__ = ["PassTimes"]
 
@@ -13,8 +13,8 @@ FASTER = 0.95  # of the time of a whole batch: parts that take more are not take
 
 @dataclass
 class PassTimes:
-    """What passes at the leanest levels have taken: of the batch, of parts of it, and with either
-    loss. What was not timed follows from what was: a part of some size takes as much longer than
+    """The times of passes at the leanest levels: of the batch, of parts of it, and with either
+    loss. Those that were not timed are estimated: a part of some size takes as much longer than
     its share with one loss as with the other, and smaller parts take no less than larger ones.
 
     Args:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import RNNBase
 
 from ..._core.module_copies import copied_modules, private_copy
 from ...amp.cast_model import cast_model
@@ -19,7 +18,7 @@ from ...optim.release import bucket_of
 from ...optim.replacing import is_headroom, state_bytes
 from ...patching.families import find_layers
 from ...patching.levels import Blocks, set_levels
-from ...planning.api import made
+from ...planning.api import plan_of
 from ...planning.checks import check_step
 from ...planning.recorder import Recorder
 from ...planning.result import Plan
@@ -41,7 +40,7 @@ __all__ = ["Candidates"]
 
 
 class _Pass(NamedTuple):
-    """What decides the forward and the backward pass of a choice, besides its levels."""
+    """The fields of a choice that decide its forward and its backward pass, besides the levels."""
 
     micro_batches: int
     weights: str
@@ -50,7 +49,7 @@ class _Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class _PassCosts:
-    """What choices have in common that differ in the optimizer and the release alone.
+    """The costs that choices share which differ in the optimizer and the release alone.
 
     Attributes:
         choice: that the plan of the outline is of.
@@ -173,7 +172,7 @@ class Candidates:
         if samples is not None:
             step = step.but(batch=some_samples(step.batch, samples))
         choice = choice.but(levels=choice.levels or self._leanest())
-        return made(step_with(step, choice, self.names, optimizer))
+        return plan_of(step_with(step, choice, self.names, optimizer))
 
     def taken(self, choice: Choice) -> Found:
         """Returns a choice that was made elsewhere with its plan. Nothing is measured for it but
@@ -212,7 +211,7 @@ class Candidates:
         """Returns the plan, and the names of the blocks in the order of their first calls."""
         called: dict[str, None] = {}
         step = step_with(self.step, choice, names, self.techniques.optimizer_of(choice))
-        return made(step, partial(_watch, names, called)), list(called)
+        return plan_of(step, partial(_watch, names, called)), list(called)
 
     def time(self, choice: Choice) -> None:
         """Measures the seconds of parts of this size, with this loss. Parts are timed with a loss
@@ -257,7 +256,7 @@ class Candidates:
     def _costs(self, key: _Pass) -> _PassCosts | None:
         if key not in self._passes:
             try:
-                self._passes[key] = self._made(key)
+                self._passes[key] = self._new_costs(key)
             except RuntimeError as error:
                 reason = str(error)
                 if not isinstance(error, PlanError):
@@ -278,11 +277,9 @@ class Candidates:
         """Returns what is nearest to the model as it was given."""
         return _Pass(1, "given", self.techniques.fused_losses[0])
 
-    def _made(self, key: _Pass) -> _PassCosts | None:
+    def _new_costs(self, key: _Pass) -> _PassCosts | None:
         own = self.techniques.fused_losses[0]
-        if (
-            key.micro_batches > 1
-        ):  # whose bytes are those of the batch divided until they are planned
+        if key.micro_batches > 1:  # whose bytes are the batch's, divided, until they are planned
             whole = self._costs(key._replace(micro_batches=1))
             if whole is None:
                 return None
@@ -299,13 +296,15 @@ class Candidates:
         measured = self._measured[key.weights] = self._measure(key)
         self._times[key.weights] = PassTimes(measured.whole, own)
         self.names = [block.name for block in measured.blocks]
-        self._note_recurrent_layers()
         same = (kind for kind, weights in self.techniques.optimizers if weights == key.weights)
         # Gradients stay in it, also where the loop wants them released: the estimates say what
         # that changes.
         choice = Choice(self._leanest(), 1, next(same), key.weights, False, own)
         optimizer = self.techniques.optimizer_of(choice)
-        return _PassCosts(measured, self._outlined(choice, optimizer, measured, steps=1), choice)
+        found = self._outlined(choice, optimizer, measured, steps=1)
+        for text in found.plan.timeline.notes:
+            self.note(text)
+        return _PassCosts(measured, found, choice)
 
     def _measure(self, key: _Pass) -> Measured:
         """Measures the blocks. Where the model does not run with its blocks at their leanest, such
@@ -345,16 +344,6 @@ class Candidates:
     def _leanest(self) -> tuple[str, ...]:
         leanest = Blocks(self.step.model).leanest
         return tuple(leanest[name] for name in self.names)
-
-    def _note_recurrent_layers(self) -> None:
-        """Warns of layers whose kernels for a GPU allocate what no plan sees."""
-        step = self.step
-        found = {type(m).__name__ for m in step.model.modules() if isinstance(m, RNNBase)}
-        if found and step.device is not None and step.device.type == "cuda":
-            self.note(
-                f"{', '.join(sorted(found))}: what cuDNN takes for recurrent layers is in no plan, "
-                "so the peak may be above the budget: look at the measured one"
-            )
 
     # ---- estimates ------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ...optim.replacing import is_headroom, state_bytes
 from ...patching.levels import Blocks
-from ...planning.api import made
+from ...planning.api import plan_of
 from ...step.errors import PlanError
 from ..choice import SAME, Choice
 from ..costs.outline import settled
@@ -35,7 +35,7 @@ def peak_as_given(candidates: Candidates, steps: int = 2) -> int | None:
     step, choice = candidates.step, Choice((), candidates.techniques.micro_batches[0])
     try:
         return settled(
-            made(step_with(step, choice, (), step.optimizer).but(steps=steps))
+            plan_of(step_with(step, choice, (), step.optimizer).but(steps=steps))
         ).total_bytes
     except PlanError:
         return None

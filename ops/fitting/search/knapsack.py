@@ -15,7 +15,6 @@ block to the first that keeps exactly those is therefore exact, for all budgets 
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,12 +23,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["BlockOptions", "Level", "Point", "choose", "frontier", "peak_of"]
+__all__ = ["BlockOptions", "Level", "Point", "choose", "frontier"]
 
 
 @dataclass(frozen=True)
 class Level:
-    """What a block costs at one level.
+    """The costs of a block at one level.
 
     Attributes:
         name: of the level, such as "L2".
@@ -46,15 +45,6 @@ class Level:
     forward: int
     seconds: float
 
-    def __post_init__(self) -> None:
-        for name in ("held", "backward", "forward"):
-            if (value := getattr(self, name)) < 0:
-                raise ValueError(f"Level: {name} of {self.name} is {value}, wanted bytes from 0 on")
-        if not (math.isfinite(self.seconds) and self.seconds >= 0):
-            raise ValueError(
-                f"Level: seconds of {self.name} is {self.seconds}, wanted a time from 0 on"
-            )
-
 
 @dataclass(frozen=True)
 class BlockOptions:
@@ -67,15 +57,6 @@ class BlockOptions:
 
     levels: tuple[Level, ...]
     gradients: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.levels:
-            raise ValueError("BlockOptions: levels is empty, wanted at least one")
-        names = [level.name for level in self.levels]
-        if len(set(names)) < len(names):
-            raise ValueError(f"BlockOptions: levels has a name twice: {', '.join(names)}")
-        if self.gradients < 0:
-            raise ValueError(f"BlockOptions: gradients is {self.gradients}, wanted bytes from 0 on")
 
 
 @dataclass(frozen=True)
@@ -113,18 +94,10 @@ def frontier(
         after: bytes that what runs between the forward and the backward pass of the last block
             takes at its most.
         gradients: bytes of gradients of parameters that stay from there.
-        states: at most so many choices are kept for the blocks behind each block. If there are
-            more, those are left that are the fastest below peaks at equal distances. Every point
-            is still a real choice with its true peak, but a better one may be missed.
-
-    Raises:
-        ValueError: ``after`` or ``gradients`` is negative, or ``states`` less than 2.
+        states: at most so many choices, 2 or more, are kept for the blocks behind each block. If
+            there are more, those are left that are the fastest below peaks at equal distances.
+            Every point is still a real choice with its true peak, but a better one may be missed.
     """
-    for name, value in (("after", after), ("gradients", gradients)):
-        if value < 0:
-            raise ValueError(f"frontier: {name} is {value}, wanted bytes from 0 on")
-    if states < 2:
-        raise ValueError(f"frontier: states is {states}, wanted 2 or more")
     stages: list[_Stage] = []
     peaks = torch.tensor([after], dtype=torch.int64)
     seconds = torch.zeros(1, dtype=torch.float64)
@@ -145,29 +118,6 @@ def choose(points: Sequence[Point], budget: int) -> Point | None:
     """Returns the fastest point of a frontier whose peak is at most ``budget``, or None."""
     found = bisect_right(points, budget, key=lambda point: point.peak)
     return points[found - 1] if found else None
-
-
-def peak_of(
-    blocks: Sequence[BlockOptions], levels: Sequence[str], after: int = 0, gradients: int = 0
-) -> int:
-    """Returns the peak of one choice of levels, a name for each block. All else is as in
-    :func:`frontier`.
-
-    Raises:
-        ValueError: ``levels`` has not one level for each block, or one that a block does not have.
-    """
-    if len(levels) != len(blocks):
-        raise ValueError(f"peak_of: levels has {len(levels)} names, wanted {len(blocks)}")
-    peak = after
-    for number in reversed(range(len(blocks))):
-        block, name = blocks[number], levels[number]
-        level = next((level for level in block.levels if level.name == name), None)
-        if level is None:
-            known = ", ".join(level.name for level in block.levels)
-            raise ValueError(f"peak_of: block {number} is to be at {name!r}, wanted one of {known}")
-        peak = max(level.forward, level.held + max(level.backward + gradients, peak))
-        gradients += block.gradients
-    return peak
 
 
 def _best(block: BlockOptions, gradients: int, peaks: Tensor, seconds: Tensor) -> _Stage:

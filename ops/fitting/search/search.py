@@ -49,12 +49,6 @@ class Search:
             self._look()
         return list(self.known.values())
 
-    def of(self, choice: Choice) -> Candidate | None:
-        """Returns what is known of a choice, whatever its levels, or None if it cannot be."""
-        if not self.known:
-            self._look()
-        return self.known.get(choice.but(levels=()))
-
     def best(self, budget: int) -> Found | None:
         """Returns the fastest choice whose plan is at most ``budget`` bytes, or None.
 
@@ -130,7 +124,7 @@ class Search:
         ranked = sorted(self.every(), key=lambda candidate: candidate.points[0].peak)
         found = []
         for bare in [candidate.choice for candidate in ranked[:3]]:
-            candidate = self.of(bare)  # which another plan may have been of use to
+            candidate = self.known.get(bare)  # which another plan may have been of use to
             if candidate is None:
                 continue
             choice = candidate.choice_of(candidate.points[0])
@@ -194,7 +188,7 @@ class Search:
         """Returns the leanest choice, where estimates said that it is above the budget, and it is
         not."""
         choice, plan = self.leanest()
-        candidate = self.of(choice)
+        candidate = self.known.get(choice.but(levels=()))
         if plan.total_bytes > budget or candidate is None:
             return None
         self._time(candidate)

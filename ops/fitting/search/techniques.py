@@ -1,4 +1,5 @@
-"""What can be chosen for a model: optimizers, weights, release, the fused loss, micro-batches."""
+"""Finds the techniques that can be chosen for a model: optimizers, weights, release, the fused
+loss, micro-batches."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ Optimizers = Mapping[tuple[str, str], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Techniques:
-    """What can be chosen for a model, besides levels.
+    """The techniques that can be chosen for a model, besides levels.
 
     Attributes:
         step: that is made, with the optimizer of the loop, which may be none of those that can be

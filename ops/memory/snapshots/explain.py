@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
+from ..._core.advice import advisers
 from ..._core.sizes import format_bytes, parse_bytes
+from ..._core.text import shortened
 from ..cuda_trace import lines_of
 from .loaded import Snapshot
-from .ways_out import Planned, ways_out
 
-__all__ = ["asked_bytes", "explain"]
+__all__ = ["Called", "asked_bytes", "explain"]
 
 _ROWS = 5
 _LINES = 3  # of each stack
@@ -35,14 +38,23 @@ def asked_bytes(error: BaseException) -> int | None:
     return parse_bytes(f"{found[1]} {found[2]}") if found else 0
 
 
+class Called(NamedTuple):
+    """The parts of a step: ``batch`` is that of the arguments and named arguments that the
+    model was called with last, on the meta device."""
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    batch: Any
+
+
 def explain(
-    snapshot: Snapshot, error: BaseException, asked: int, planned: Planned | None = None
+    snapshot: Snapshot, error: BaseException, asked: int, called: Called | None = None
 ) -> str:
     """Returns why memory ran out, as text of some 40 lines.
 
     Args:
         asked: the bytes of the request that failed, if the snapshot does not say it.
-        planned: from what changes are planned, or None.
+        called: what advice is given for, or None for no advice.
     """
     timeline = snapshot.timeline
     failure = snapshot.out_of_memory[-1] if snapshot.out_of_memory else None
@@ -50,12 +62,12 @@ def explain(
     index = timeline.events - 1 if failure is None else min(failure.event, timeline.events - 1)
     kinds = timeline.by_kind(index)
     live, span = sum(kinds.values()), timeline.span(index)
-    called = enumerate(_lines_of_error(error)[:_LINES])
+    callers = enumerate(_lines_of_error(error)[:_LINES])
     lines = [
         "",
         f"Memory ran out on {snapshot.device}: {format_bytes(asked)} were asked for, and "
         f"{format_bytes(live)} were live, in step {span.step}, {span.phase}.",
-        *(f"{'  asked for' if n == 0 else '     called'} at {line}" for n, line in called),
+        *(f"{'  asked for' if n == 0 else '     called'} at {line}" for n, line in callers),
         "",
         f"{'live by kind':<22}{'bytes':>12}{'share':>9}",
     ]
@@ -72,13 +84,26 @@ def explain(
         name = owner._replace(stack=()).name
         lines.append(f"  {format_bytes(owner.bytes)}{count}, {owner.kind}: {name}")
         lines += [f"      {line}" for line in dict.fromkeys(owner.stack[: 2 * _LINES])][:_LINES]
-    lines += ["", *_fragmentation(snapshot, asked), "", *ways_out(planned, asked)]
+    lines += ["", *_fragmentation(snapshot, asked), "", *_advice(called, asked)]
     return "\n".join(lines)
 
 
+def _advice(called: Called | None, asked: int) -> list[str]:
+    """Returns lines that say what would have made the step smaller."""
+    why = "advice was turned off, or the model was called with more than tensors, or never"
+    if called is not None:
+        try:
+            return [line for advise in advisers for line in advise(*called, asked)]
+        except Exception as error:  # the error that is being explained matters more
+            why = f"{error or type(error).__name__}".splitlines()[0]
+    return [
+        f"No changes could be planned: {why}.",
+        "headroom.fit(model, batch, budget=...) chooses what to keep, by steps that it measures.",
+    ]
+
+
 def _row(name: str, size: int, live: int) -> str:
-    name = name if len(name) <= 21 else ".." + name[-19:]
-    return f"{name:<22}{format_bytes(size):>12}{100 * size / max(1, live):>7.1f} %"
+    return f"{shortened(name, 21):<22}{format_bytes(size):>12}{100 * size / max(1, live):>7.1f} %"
 
 
 def _lines_of_error(error: BaseException) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from ..._core.sizes import parse_bytes
 from ..collecting import no_collections
 from ..cuda_trace import lines_of
 from ..events import PHASES, Allocation, Span, Timeline
-from .tags import OURS, Tag, tag_of
+from .tags import Tag, tag_of
 from .unpickle import read_pickle
 
 __all__ = ["Block", "OutOfMemory", "Segment", "Snapshot", "load_snapshot"]
@@ -34,7 +34,7 @@ class Block(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """What the allocator took from the device at once."""
+    """A range of memory that the allocator took from the device at once."""
 
     address: int
     size: int
@@ -159,11 +159,6 @@ class Snapshot:
             found.append(left)
         return found
 
-    def frames(self, allocation: Allocation) -> list[dict[str, Any]]:
-        """Returns the frames of an allocation as they are in the file, innermost first, without
-        the one that names its kind."""
-        return [f for f in self._read.frames.get(allocation.id, ()) if f["filename"] != OURS]
-
 
 @no_collections()
 def load_snapshot(
@@ -219,7 +214,6 @@ class _Reader:
     reserved: list[int] = field(default_factory=lambda: [0])
     failures: list[OutOfMemory] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
-    frames: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     has_kinds: bool = False
 
     def __post_init__(self) -> None:
@@ -263,10 +257,7 @@ class _Reader:
         for number, segment in self.given:
             self.segments.append(self._segment(segment, f"segments[{number}]"))
         self.allocations = [*self._before, *self.allocations]
-        frames = self.frames
-        self.frames = {}
         for number, a in enumerate(self.allocations):
-            self.frames[number] = frames[a.id]
             a.id = number
 
     def _step(self, time: int) -> None:
@@ -274,11 +265,8 @@ class _Reader:
         self.reserved.append(0)
 
     def _made(self, entry: Mapping[str, Any], size: int, start: int, where: str) -> Allocation:
-        number = len(self.frames)
-        frames = entry.get("frames", ())
-        stack, phase = self._lines(frames, where)
-        made = Allocation(number, size, start, stack=stack)
-        self.frames[number] = frames if isinstance(frames, list) else []
+        stack, phase = self._lines(entry.get("frames", ()), where)
+        made = Allocation(0, size, start, stack=stack)  # it is numbered when all are known
         tag = self._tag(entry)
         if tag is not None:
             made.kind, made.module, made.op, made.phase, made.step = tag

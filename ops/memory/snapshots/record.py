@@ -9,20 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 from ...step.out_of_memory import add_note
+from ...step.trees import mapped
 from ..collecting import no_collections
 from ..cuda import CudaRecorder
 from ..stream import Note
 from ..track import Tracked, checked, device_of
-from .explain import asked_bytes, explain
+from .explain import Called, asked_bytes, explain
 from .history import History
 from .loaded import Snapshot
-from .ways_out import Planned, shapes_of
 from .write import save, snapshot_of_history, tagged
 
 __all__ = ["snapshot"]
+
+_PLAIN = (Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 class snapshot:  # noqa: N801
@@ -174,12 +177,20 @@ class snapshot:  # noqa: N801
 
     def _keep_batch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._advice and torch._C._current_graph_task_id() == -1:
-            self._batch = shapes_of((args, kwargs))
+            self._batch = _shapes_of((args, kwargs))
 
     def _explain(self, found: dict[str, Any], error: BaseException, asked: int) -> None:
         read = Snapshot(found, str(self._device))
-        planned = None
-        if self._advice and self._batch is not None:
-            planned = Planned(self._model, self._optimizers, self._batch)
-        self.explanation = explain(read, error, asked, planned)
+        called = None
+        if self._batch is not None:
+            called = Called(self._model, self._optimizers, self._batch)
+        self.explanation = explain(read, error, asked, called)
         add_note(error, self.explanation)
+
+
+def _shapes_of(value: Any) -> Any:
+    """Returns nested values with tensors on the meta device in the place of theirs; None if there
+    is anything else in them, whose memory would be kept."""
+    if not all(isinstance(leaf, _PLAIN) for leaf in tree_iter(value)):
+        return None
+    return mapped(value, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"))

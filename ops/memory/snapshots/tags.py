@@ -1,5 +1,4 @@
-"""How a snapshot says what memory is for: the text that torch's memory_viz shows, and the way
-back."""
+"""Writes what memory is for as the text that torch's memory_viz shows, and reads it again."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _MOST = 1 << 16  # characters of JSON that are read
 
 
 class Tag(NamedTuple):
-    """What memory is for, of which module and op, and when it was allocated."""
+    """The purpose of memory, its module and op, and when it was allocated."""
 
     kind: str
     module: str | None = None

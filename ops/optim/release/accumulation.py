@@ -9,8 +9,6 @@ from ...grad.accumulate import GradAccumulator
 from ..base import Optimizer
 from .strategy import Strategy
 
-__all__ = ["Accumulation"]
-
 
 class Accumulation(Strategy):
     """Sums micro-batches. ``accumulator.finish()`` and ``optimizer.step()`` are as without

@@ -27,8 +27,6 @@ from ..base import Optimizer
 from ..plan import like_param
 from .strategy import InBackward
 
-__all__ = ["IntoMoments"]
-
 WHOLE = 1 - 1e-6  # shares that add up to one, rounded
 NEEDS = "accumulate_into_state=True"
 

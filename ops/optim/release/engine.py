@@ -15,8 +15,6 @@ from ..._core.dtensor import local_part
 from ..base import Optimizer
 from .strategy import Strategy
 
-__all__ = ["Engine"]
-
 
 class Engine:
     """Hooks on the parameters of an optimizer, and the buckets that they fill.

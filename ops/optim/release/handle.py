@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from ..._core.fsdp import fsdp_class
+from ..._core.randomness import generators_kept
 from ...grad.accumulate import GradAccumulator
 from ..base import Optimizer
 from ..master_weights import headroom_optimizer
@@ -21,8 +22,6 @@ from .adama import NEEDS, IntoMoments
 from .engine import Engine
 from .stepping import ByPreviousNorm, Stepping, TwoPass
 from .strategy import Strategy
-
-__all__ = ["BUCKET_BYTES", "ReleaseHandle", "bucket_of", "release_gradients"]
 
 BUCKET_BYTES = 1 << 22
 BUCKETS = 8  # or more, that the gradients of a model fill
@@ -126,8 +125,8 @@ def release_gradients(
 
 
 class ReleaseHandle:
-    """A running release, as :func:`release_gradients` began it; :meth:`remove` ends it. A context
-    manager too."""
+    """Controls a release that :func:`release_gradients` began; :meth:`remove`, or leaving it as a
+    context, ends it."""
 
     def __init__(self, model: nn.Module, strategy: Strategy, bucket_bytes: int) -> None:
         self._strategy, self._optimizer = strategy, strategy.optimizer
@@ -201,8 +200,8 @@ class ReleaseHandle:
         finite and a scaler, clipping or ``nonfinite="skip_step"`` asks for that.
 
         Either call ``backward(retain_graph=True)`` inside, and ``backward()`` after it, or compute
-        the loss twice: the state of torch's random numbers is restored at the end, so that dropout
-        drops the same elements. Other things that a forward changes (BatchNorm's averages) change
+        the loss twice: random numbers then go on as if it had not run, so that dropout drops the
+        same elements. Other things that a forward changes (BatchNorm's averages) change
         twice.
 
         Example::
@@ -222,7 +221,7 @@ class ReleaseHandle:
             raise RuntimeError("measure() does not go with the accumulation of micro-batches")
         devices = {param.device for param in self._strategy.places if param.is_cuda}
         with self._strategy.measuring(), self._engine.dropping_on_error():
-            with torch.random.fork_rng(sorted(d.index for d in devices), enabled=True):
+            with generators_kept(*devices):
                 yield
             self._engine.flush()
 

@@ -17,11 +17,9 @@ from ..errors import explained
 from ..plan import like_param
 from .strategy import InBackward
 
-__all__ = ["ByPreviousNorm", "Stepping", "TwoPass"]
-
 
 class Norms:
-    """The norms of the gradients of a step, each with all its shards."""
+    """Collects the norms of the gradients of a step, each with all its shards."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -187,7 +185,7 @@ class Stepping(InBackward):
 
 
 class ByPreviousNorm(Stepping):
-    """``clip="previous"``: clips by the norm of the previous step."""
+    """Clips by the norm of the previous step: ``clip="previous"``."""
 
     _needs_norms = True
 
@@ -198,12 +196,12 @@ class ByPreviousNorm(Stepping):
         return None if self.norm is None else clip_coef(self.norm, self.max_norm)
 
     def _keep_norm(self, norm: Tensor) -> None:
-        before = torch.zeros_like(norm) if self.norm is None else self.norm
-        self.norm = torch.where(norm.isfinite(), norm, before.to(norm.device))
+        previous = torch.zeros_like(norm) if self.norm is None else self.norm
+        self.norm = torch.where(norm.isfinite(), norm, previous.to(norm.device))
 
 
 class TwoPass(Stepping):
-    """``clip="two-pass"``: clips by the norm that a first backward has measured."""
+    """Clips by the norm that a first backward has measured: ``clip="two-pass"``."""
 
     def check(self) -> None:
         _check_limit("two-pass", self.max_norm)

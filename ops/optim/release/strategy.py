@@ -12,8 +12,6 @@ from ..._core.names import name_of
 from ..base import Optimizer
 from ..options import common_max_grad_norm
 
-__all__ = ["InBackward", "Strategy"]
-
 
 class Strategy:
     """Handles gradients that are ready. The engine calls :meth:`admit` for each, and then
@@ -63,7 +61,7 @@ class Strategy:
 
 
 class InBackward(Strategy):
-    """A strategy that steps parameters inside backward, each at most once before
+    """Steps parameters inside backward, each at most once before
     ``optimizer.step()``."""
 
     def __init__(self, optimizer: Optimizer) -> None:

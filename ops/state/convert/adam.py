@@ -15,8 +15,6 @@ from ...optim.block_scales import ABSMAXS, zero_absmaxs
 from .codes import Codes, check_map, codes_of, floats_of
 from .neutral import MOMENTS, Context, Library, State, cast, step64
 
-__all__ = ["LIBRARIES"]
-
 TORCH_OPTIONS = {
     "amsgrad": False,
     "maximize": False,

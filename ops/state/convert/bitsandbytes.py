@@ -12,8 +12,6 @@ from ...functional.dynamic_map import dynamic_map
 from .codes import Codes, check_map, codes_of, floats_of
 from .neutral import Context, Library, State
 
-__all__ = ["BNB_WRAPPER", "LIBRARIES"]
-
 BNB_WRAPPER = "__bnb_optimizer_quant_state__"
 BNB_BLOCK_SIZES = (256, 2048, 4096, 1024, 512, 128, 64)  # 2048 before 0.44
 BNB_OPTIONS = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}

@@ -10,19 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._core.overlap import spanned_bytes
-from .codes import Codes, is_finite, shown
+from ..._core.overlap import is_freed
+from .codes import Codes, are_scales, shown
 from .neutral import MOMENTS, SQUARES, number_of
-
-__all__ = [
-    "check_shapes",
-    "check_moments",
-    "check_options",
-    "check_tensors",
-    "checked_step",
-    "described",
-    "keys_of",
-]
 
 STEPS = 2.0**53  # the largest counter that Headroom steps from, and that a float64 counts exactly
 
@@ -99,7 +89,7 @@ def check_tensors(value: Any) -> None:
     elif isinstance(value, Tensor):
         if value.layout != torch.strided or value.is_meta:
             raise ValueError(f"has a tensor without data: {value.layout} on {value.device}")
-        if value.numel() and value.untyped_storage().nbytes() < spanned_bytes(value):
+        if is_freed(value):
             raise ValueError("has a tensor whose memory has been freed")
 
 
@@ -117,7 +107,7 @@ def check_moments(moments: dict[str, Tensor | Codes]) -> None:
     """Refuses moments with values that training never makes."""
     for name, moment in moments.items():
         if isinstance(moment, Codes):
-            if not is_finite(moment.absmax, False):
+            if not are_scales(moment.absmax):
                 raise ValueError(f"has scales of '{name}' that are negative or not finite")
             continue
         if not isinstance(moment, Tensor) or not moment.is_floating_point():

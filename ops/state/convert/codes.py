@@ -14,25 +14,12 @@ from ..._core.overlap import is_dense
 from ...functional.dynamic_map import dynamic_map
 from ...functional.quantize_blocks import quantize_blocks
 
-__all__ = [
-    "Codes",
-    "check_map",
-    "codes_of",
-    "encode",
-    "flattened",
-    "floats_of",
-    "is_finite",
-    "pieces",
-    "shown",
-    "unflattened",
-]
-
 PIECE = 2**20  # elements worked on at a time
 
 
 @dataclass
 class Codes:
-    """A moment in 8 bits: a code per element, a scale per block of elements in memory order."""
+    """Holds a moment in 8 bits: a code per element, a scale per block in memory order."""
 
     codes: Tensor  # uint8
     absmax: Tensor  # float32, flat
@@ -87,7 +74,7 @@ def codes_of(
         return moment
     value = floats_of(moment)
     codes = encode(value if any_order else value.contiguous(), block_size, is_signed)
-    if not is_finite(codes.absmax, False):
+    if not are_scales(codes.absmax):
         raise ValueError("has a moment that is not finite, which 8 bits cannot hold")
     return codes
 
@@ -97,12 +84,12 @@ def floats_of(moment: Tensor | Codes) -> Tensor:
     return moment.decode() if isinstance(moment, Codes) else moment
 
 
-def is_finite(numbers: Tensor, is_signed: bool) -> bool:
-    """Returns whether all numbers are finite and, unless signed, not negative."""
+def are_scales(numbers: Tensor) -> bool:
+    """Returns whether all numbers are finite and not negative."""
     if not numbers.numel():
         return True
     low, high = (number.item() for number in torch.aminmax(numbers))  # a NaN spreads to both
-    return (low > -math.inf if is_signed else low >= 0) and high < math.inf
+    return low >= 0 and high < math.inf
 
 
 def check_map(values: Tensor, is_signed: bool) -> None:

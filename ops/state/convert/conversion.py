@@ -10,21 +10,11 @@ from torch.distributed.tensor import DTensor
 from ..._core.progress import progress_bar
 from ..._core.registration import FLOATS
 from ...functional.adamw8bit import BLOCK_SIZES
-from .checks import (
-    check_moments,
-    check_options,
-    check_shapes,
-    check_tensors,
-    checked_step,
-    described,
-    keys_of,
-)
+from . import checks
 from .codes import Codes, shown
 from .libraries import KEYS, LIBRARIES, decouples, detect, target_group
 from .neutral import Context, Library, State
 from .report import Report, losses
-
-__all__ = ["Converted", "convert_state"]
 
 
 class Converted(NamedTuple):
@@ -96,7 +86,7 @@ def convert_state(
         decoupled = decouples(source)
         dtypes = [param.dtype for group in source.param_groups for param in group["params"]]
         source = source.state_dict()
-    keys = keys_of(source)
+    keys = checks.keys_of(source)
     from_ = detect(source) if from_ is None else from_
     for name in (from_, to):
         if not isinstance(name, str) or name not in LIBRARIES:
@@ -119,15 +109,15 @@ def convert_state(
             }
             if dtypes is not None:
                 states = {key: state.copied() for key, state in states.items()}
-            with described(f"the options of group {index}", group):
-                check_options(group)
+            with checks.described(f"the options of group {index}", group):
+                checks.check_options(group)
                 new = target_group(group, to, states, report, decoupled)
             size = block_size or _block_size(states)
             if to == "headroom-8bit":
                 new["block_size"] = size
             for key, state in states.items():
                 context = Context(new, dtype_of[key], size, min_8bit_size, target.casts)
-                with described(f"the state of parameter {key}", source["state"][key]):
+                with checks.described(f"the state of parameter {key}", source["state"][key]):
                     entries[key] = target.write(state, context)
                     report.losses += losses(key, state, target.read(entries[key], context))
                 bar.update()
@@ -142,14 +132,14 @@ def _state(key: Any, entry: Any, reader: Library, group: dict[str, Any]) -> Stat
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict and "
             "StateDictOptions(full_state_dict=True)"
         )
-    with described(f"the state of parameter {key}", entry):
-        check_tensors(entry)
+    with checks.described(f"the state of parameter {key}", entry):
+        checks.check_tensors(entry)
         state = reader.read(entry, Context(group))
         if state.step is None:
             raise KeyError("step")
-        state.step = checked_step(state.step)
-        check_moments(state.moments)
-        check_shapes(state.moments)
+        state.step = checks.checked_step(state.step)
+        checks.check_moments(state.moments)
+        checks.check_shapes(state.moments)
     state.others = [name for name in entry if name not in KEYS]
     return state
 

@@ -13,8 +13,6 @@ from .bitsandbytes import BNB_WRAPPER
 from .neutral import MOMENTS, Library, State, number_of
 from .report import Loss, Report
 
-__all__ = ["KEYS", "LIBRARIES", "decouples", "detect", "target_group"]
-
 LIBRARIES: dict[str, Library] = adam.LIBRARIES | bitsandbytes.LIBRARIES
 # The parts of states that readers know, and the options that only some libraries have.
 KEYS = {

@@ -11,24 +11,13 @@ from torch import Tensor
 
 from .codes import Codes
 
-__all__ = [
-    "Context",
-    "Library",
-    "MOMENTS",
-    "SQUARES",
-    "State",
-    "cast",
-    "number_of",
-    "step64",
-]
-
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq")  # never negative
 
 
 @dataclass
 class State:
-    """The state of one parameter, of any library."""
+    """Holds the state of one parameter, of any library."""
 
     step: float
     moments: dict[str, Tensor | Codes]  # some of MOMENTS
@@ -43,7 +32,7 @@ class State:
 
 @dataclass
 class Context:
-    """The group, the dtype and the options that a reader or a writer needs beside a state."""
+    """Holds the group, the dtype and the options that a reader or a writer needs beside a state."""
 
     group: dict[str, Any]
     dtype: torch.dtype | None = None  # of the parameter
@@ -56,7 +45,7 @@ class Context:
 
 
 class Library(NamedTuple):
-    """A library that states come from and go to."""
+    """Reads and writes the states of a library."""
 
     read: Callable[[dict[str, Any], Context], State]
     write: Callable[[State, Context], dict[str, Any]]

@@ -11,12 +11,10 @@ import torch
 from .codes import floats_of
 from .neutral import State, step64
 
-__all__ = ["Loss", "Report", "losses"]
-
 
 @dataclass
 class Loss:
-    """The effect of the conversion on one part of the state of one parameter, or on an option."""
+    """Says what became of one part of the state of one parameter, or of an option."""
 
     param: Any  # its key in the state dict; None for an option of a group
     name: str  # "exp_avg", "step", "maximize", ...
@@ -32,7 +30,7 @@ class Loss:
 
 @dataclass
 class Report:
-    """The losses of a conversion, part by part, with notes."""
+    """Lists the losses of a conversion, part by part, with notes."""
 
     source: str
     target: str

@@ -15,15 +15,13 @@ from torch import Tensor
 from . import layout
 from .tensors import strides_to_keep
 
-__all__ = ["Entry", "check_readable", "checked_entries", "header_of", "parsed", "unsigned"]
-
 DEEPEST = 400  # nested brackets in a header; Python's own limit is 1,000 calls
 CHECKSUM = slice(8 + len(layout.PREFIX), 16 + len(layout.PREFIX))  # its place in the file
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor as the header describes it."""
+    """Describes a tensor as the header does."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

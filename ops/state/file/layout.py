@@ -6,36 +6,16 @@ Use them as attributes of this module, ``layout.PIECE``: tests replace some of t
 from __future__ import annotations
 
 import os
+import re
 
 import torch
 
 from ..._core.text import shortened
 
 try:
-    from isal.isal_zlib import crc32  # the same sums, several times as fast
+    from isal.isal_zlib import crc32 as crc32  # the same sums, several times as fast
 except ImportError:
-    from zlib import crc32
-
-__all__ = [
-    "BEFORE_SEQUENCE",
-    "BLOCK",
-    "DOCUMENT",
-    "DTYPES",
-    "FORMAT",
-    "LONGEST_HEADER",
-    "MALFORMED",
-    "MOST_DIMS",
-    "MOST_VALUES",
-    "NAMES",
-    "PIECE",
-    "PREFIX",
-    "SEQUENCE_DIGITS",
-    "SMALL",
-    "StateFileError",
-    "ZEROS",
-    "crc32",
-    "threads",
-]
+    from zlib import crc32 as crc32
 
 FORMAT = 2
 PIECE = 8 << 20  # bytes that have a checksum
@@ -46,8 +26,11 @@ MOST_VALUES = 1 << 22  # in a header: some 300 MB of Python objects at worst
 MOST_DIMS = 64  # torch's loops have no more
 PREFIX = b'{"__metadata__":{"crc32":"'
 ZEROS = b"0" * 8
-BEFORE_SEQUENCE = b'","sequence":"'
 SEQUENCE_DIGITS = 16
+# A file with a number, which is the first group.
+BEGINNING = re.compile(
+    b'.{8}%b.{8}","sequence":"([0-9]{%d})' % (re.escape(PREFIX), SEQUENCE_DIGITS), re.DOTALL
+)
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -22,8 +22,6 @@ from .header import Entry, checked_entries, parsed, unsigned
 from .layout import MALFORMED, StateFileError
 from .tensors import memory_of
 
-__all__ = ["StateFile", "is_state_file"]
-
 
 def is_state_file(path: str | os.PathLike[str]) -> bool:
     """Returns whether a file begins as a state file does, even if the rest is damaged.
@@ -41,7 +39,7 @@ def is_state_file(path: str | os.PathLike[str]) -> bool:
 
 
 class Piece(NamedTuple):
-    """A run of bytes of a tensor that has a checksum."""
+    """Describes a run of bytes of a tensor that has a checksum."""
 
     name: str  # of the tensor
     offset: int  # in the tensor
@@ -50,7 +48,7 @@ class Piece(NamedTuple):
 
 
 class StateFile:
-    """An open state file whose header is in order. :meth:`read` checks the rest.
+    """Opens a state file, whose header is in order then. :meth:`read` checks the rest.
 
     Attributes:
         path: as given.
@@ -156,48 +154,50 @@ class StateFile:
         Raises:
             StateFileError: any tensor of the file differs from what was saved.
         """
-        found = {}
-        for name in names:
-            entry = self.check_has(name)
-            found[name] = self._empty([name], entry.shape, entry.dtype)
-        targets = {name: memory_of(tensor) for name, tensor in found.items() if tensor.nbytes}
+        found, targets = self._room_for(names)
         others = [name for name in self.entries if name not in but]
         with self._bar("reading", others, progress) as bar:
             self._verify(others, targets, bar)
-        return {name: self.strided(name, tensor) for name, tensor in found.items()}
+        return {name: self._strided(name, tensor) for name, tensor in found.items()}
 
     def batches(
         self, names: Iterable[str], *, progress: bool = True
     ) -> Iterator[dict[str, Tensor]]:
-        """Yields tensors of these names, each checked as it is read, in memory that the next ones
-        overwrite: one, or as many as fit in a piece. They are in the order of their indices.
+        """Yields tensors of these names, each checked as it is read: one, or as many as fit in a
+        piece.
 
         Raises:
             StateFileError: a tensor is not what was saved.
         """
-        batches: list[dict[str, int]] = []  # names, and where they begin in the buffer
-        end, longest = 0, 0
+        batches: list[list[str]] = []
+        total = 0
         for name in (names := list(names)):
             size = self.check_has(name).size
-            if not batches or end + size > layout.PIECE:
-                batches.append({})
-                end = 0
-            batches[-1][name] = end
-            end += -(-size // 64) * 64  # aligned, for vectors
-            longest = max(longest, end)
-        buffer = self._empty(names[:1], (longest,), torch.uint8)
+            if not batches or total + size > layout.PIECE:
+                batches.append([])
+                total = 0
+            batches[-1].append(name)
+            total += size
         with self._bar("loading", names, progress) as bar:
             for batch in batches:
-                found, targets = {}, {}
-                for name, start in batch.items():
-                    entry = self.entries[name]
-                    span = buffer[start : start + entry.size]
-                    targets[name] = memory_of(span) if entry.size else memoryview(b"")
-                    found[name] = span.view(entry.dtype).view(entry.shape)
+                found, targets = self._room_for(batch)
                 self._verify(batch, targets, bar)
-                yield found
+                yield {name: self._strided(name, tensor) for name, tensor in found.items()}
 
-    def strided(self, name: str, tensor: Tensor) -> Tensor:
+    def _room_for(self, names: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, memoryview]]:
+        """Returns new tensors for those of these names, in the order of their indices, and their
+        memory."""
+        found = {}
+        for name in names:
+            entry = self.check_has(name)
+            try:
+                found[name] = torch.empty(entry.shape, dtype=entry.dtype)
+            except RuntimeError as error:  # a file with holes can be of any size
+                what = f"no memory for {[name]} of {self.path}"
+                raise StateFileError(f"{what}: {error}") from error
+        return found, {name: memory_of(tensor) for name, tensor in found.items() if tensor.nbytes}
+
+    def _strided(self, name: str, tensor: Tensor) -> Tensor:
         """Returns a tensor that was read, in the memory order in which it was saved."""
         stride = self.entries[name].stride
         if stride is None:
@@ -209,12 +209,6 @@ class StateFile:
         if name not in self.entries:
             raise StateFileError(f"{self.path} refers to '{name}', which is not in it")
         return self.entries[name]
-
-    def _empty(self, names: list[str], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        try:
-            return torch.empty(shape, dtype=dtype)
-        except RuntimeError as error:  # a file with holes can be of any size
-            raise StateFileError(f"no memory for {names} of {self.path}: {error}") from error
 
     def _bar(self, what: str, names: Iterable[str], progress: bool) -> tqdm:
         total = sum(self.entries[name].size for name in names)

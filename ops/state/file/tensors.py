@@ -10,17 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..._core.overlap import spanned_bytes
+from ..._core.overlap import is_freed, spanned_bytes
 from . import layout
-
-__all__ = [
-    "check_storage",
-    "check_tensor",
-    "identity",
-    "in_index_order",
-    "memory_of",
-    "strides_to_keep",
-]
 
 
 def check_tensor(tensor: Tensor, name: str) -> None:
@@ -52,19 +43,15 @@ def check_tensor(tensor: Tensor, name: str) -> None:
 
 
 def check_storage(tensor: Tensor, name: str) -> None:
-    """Raises for a tensor whose storage is shorter than the tensor, as after
-    ``untyped_storage().resize_(0)``: torch reads and writes such a tensor without a check."""
-    if not tensor.numel():
-        return
+    """Raises for a tensor without values, or one whose memory has been freed."""
     storage = tensor.untyped_storage()
-    if storage.device.type != tensor.device.type:
+    if tensor.numel() and storage.device.type != tensor.device.type:
         raise TypeError(f"'{name}' is a {type(tensor).__name__}, which has no values")
-    wanted = spanned_bytes(tensor)
-    if storage.nbytes() < wanted:
+    if is_freed(tensor):
         raise ValueError(
             f"the storage of '{name}' has {storage.nbytes():,} bytes, and the tensor lies in "
-            f"{wanted:,}: it has been freed or resized, as by untyped_storage().resize_(0); give "
-            "it memory again first"
+            f"{spanned_bytes(tensor):,}: it has been freed or resized, as by "
+            "untyped_storage().resize_(0); give it memory again first"
         )
 
 

@@ -19,8 +19,6 @@ from .header import check_readable, header_of
 from .layout import StateFileError
 from .tensors import check_tensor, in_index_order
 
-__all__ = ["write"]
-
 
 def write(
     path: str, document: dict[str, Any], tensors: dict[str, Tensor], *, progress: bool = True
@@ -103,22 +101,11 @@ def next_sequence(folder: str) -> int:
 def _stored_sequence(path: str) -> int:
     """Returns the number in a header without a look at its checksum: a number that is too high does
     no harm here, and every file of the folder is asked."""
-    begin = b""
     with contextlib.suppress(OSError):
         if os.path.isfile(path):
             with open(path, "rb", buffering=0) as file:
-                begin = file.read(
-                    8
-                    + len(layout.PREFIX)
-                    + 8
-                    + len(layout.BEFORE_SEQUENCE)
-                    + layout.SEQUENCE_DIGITS
-                )
-    if begin[8:].startswith(layout.PREFIX) and begin[8 + len(layout.PREFIX) + 8 :].startswith(
-        layout.BEFORE_SEQUENCE
-    ):
-        digits = begin[-layout.SEQUENCE_DIGITS :]
-        return int(digits) if digits.isdigit() else 0
+                found = layout.BEGINNING.match(file.read(100))
+                return int(found[1]) if found else 0
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,18 +13,8 @@ from ..._core.overlap import is_dense
 from ...functional.dynamic_map import dynamic_map
 from ...optim.block_scales import zero_absmaxs
 from ..convert.codes import encode, flattened, pieces
+from .report import Recut
 from .sources import Checkpoint, Stored
-
-__all__ = ["Cut", "first_element", "has_these_blocks", "recut"]
-
-
-class Cut(NamedTuple):
-    """The counts and errors of :func:`recut` on one shard: the numbers of a Recut."""
-
-    kept: int
-    requantized: int
-    error: float
-    largest: float
 
 
 def _shards(size: int, ranks: int) -> list[tuple[int, int]]:
@@ -126,9 +115,13 @@ def first_element(tensor: Tensor) -> int:
     return first_row(tensor) * math.prod(tensor.shape[1:])
 
 
-def recut(codes: Tensor, saved: Tensor, scales: Tensor, block_size: int, is_signed: bool) -> Cut:
-    """Changes codes in place from the blocks whose scales are ``saved``, of all old shards, to the
-    blocks of this shard, and writes their scales to ``scales``, which holds zeros."""
+def recut(
+    param: str, name: str, codes: Tensor, saved: Tensor, scales: Tensor, block_size: int
+) -> Recut:
+    """Changes the codes of a moment in place from the blocks whose scales are ``saved``, of all old
+    shards, to the blocks of this shard, and writes their scales to ``scales``, which holds zeros.
+    Returns what became of the blocks of this shard."""
+    is_signed = name == "exp_avg"
     first, local = first_element(codes), flattened(local_part(codes))
     row = math.prod(codes.shape[1:])
     ranks, blocks = (saved.shape[0], saved.shape[-1]) if saved.dim() > 2 else (1, saved.numel())
@@ -162,4 +155,4 @@ def recut(codes: Tensor, saved: Tensor, scales: Tensor, block_size: int, is_sign
         off = (new.decode().view_as(before) - before).abs().masked_fill(none | before.isnan(), 0)
         error = max(error, off.nan_to_num(math.inf).max().item())
         largest = max(largest, before.nan_to_num(0.0).abs().max().item())
-    return Cut(kept, requantized, error, largest)
+    return Recut(param, name, kept, requantized, error, largest)

@@ -26,8 +26,6 @@ from .blocks import first_element, has_these_blocks, recut
 from .report import Recut, ReshardReport, gathered_report
 from .sources import Checkpoint, Stored
 
-__all__ = ["load_sharded"]
-
 
 @torch.no_grad()
 def load_sharded(
@@ -170,10 +168,10 @@ def _read(
         size = (group | groups.get(fqn, {}))["block_size"]
         entry, scales = entries[fqn], zero_absmaxs(param, size)
         codes, old = entry[moment], entry[f"{moment}_absmax"]
-        cut = recut(codes, old, scales, size, moment == "exp_avg")
+        changed = recut(fqn, moment, codes, old, scales, size)
         entry[f"{moment}_absmax"] = scales
         if local_part(codes).numel():
-            recuts[fqn, moment, first_element(codes)] = Recut(fqn, moment, *cut)
+            recuts[fqn, moment, first_element(codes)] = changed
     return entries, recuts
 
 

@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-__all__ = ["Recut", "ReshardReport", "gathered_report"]
-
 
 class Recut(NamedTuple):
-    """An 8-bit moment that was cut into other blocks."""
+    """Counts the blocks of an 8-bit moment that was cut into others."""
 
     param: str
     name: str  # "exp_avg" or "exp_avg_sq"
@@ -29,7 +27,7 @@ class Recut(NamedTuple):
 
 @dataclass
 class ReshardReport:
-    """The 8-bit moments that were saved in other blocks, on all ranks together. All
+    """Lists the 8-bit moments that were saved in other blocks, on all ranks together. All
     other states have the bits that were saved."""
 
     moments: list[Recut] = field(default_factory=list)

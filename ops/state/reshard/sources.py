@@ -11,11 +11,9 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-__all__ = ["Checkpoint", "Stored"]
-
 
 class Stored(NamedTuple):
-    """A part of a parameter's state, as it was saved."""
+    """Describes a part of a parameter's state, as it was saved."""
 
     key: str  # in the checkpoint
     size: torch.Size | None = None  # None: not a tensor
@@ -23,7 +21,7 @@ class Stored(NamedTuple):
 
 
 class Checkpoint:
-    """An optimizer's states in a distributed checkpoint, nested or flattened.
+    """Finds an optimizer's states in a distributed checkpoint, nested or flattened.
 
     Attributes:
         parts: the parts of each parameter's state, by the parameter's name.

@@ -142,7 +142,6 @@ def test_arguments_that_plan_refuses(folder, refused, arguments, message):
         (["diff", "a.json", "a.json", "--top", "-1"], "--top: got '-1'"),
         (["report", "a.json", "--top", "x"], "--top: got 'x'"),
         (["report", "a.json", "-o", "a.json"], "would be replaced"),
-        (["report", "a.json", "-o", "b", "--png", "b"], "--png is 'b', where the page goes"),
         (["report", "a.json", "-o", "b", "--terminal"], "--terminal writes no page"),
         (["convert", "state.pt", "b", "--to", "torch", "--key", "x"], "--key is 'x'"),
         (
@@ -214,10 +213,10 @@ def test_every_command_has_json_and_help(capsys):
 def test_report(folder, capsys, answer):
     report_files.plan().save("plan.json")
     report_files.write_snapshot(folder / "run.pickle", report_files.snapshot(500))
-    assert main(["report", "plan.json", "run.pickle", "--json", "--png", "out.png"]) == 0
+    assert main(["report", "plan.json", "run.pickle", "--json"]) == 0
     found = answer()
     assert found["format"] == "headroom.report/1"
-    assert found["written"] == ["plan.json.html", "out.png"]
+    assert found["written"] == ["plan.json.html"]
     plan = report_files.plan()
     assert found["parts"][0]["peak_bytes"] == plan.peak_bytes
     assert found["parts"][0]["total_bytes"] == plan.total_bytes
@@ -248,24 +247,6 @@ def test_diff_fails_above_a_limit(folder, capsys, answer):
     report_files.plan(40).save("plan.json")
     assert main(["diff", "a.json", "plan.json", "--at", "end", "--json"]) == 0
     assert answer()["growth"] == 0
-
-
-def test_demo_outside_of_a_clone(folder, capsys, answer, monkeypatch):
-    from headroom.cli import demo
-
-    monkeypatch.setattr(demo, "__file__", str(folder / "a" / "b" / "demo.py"))
-    assert main(["demo"]) == 1
-    assert "clone the repository" in capsys.readouterr().err
-    (folder / "examples").mkdir()
-    (folder / "capi").mkdir()
-    (folder / "capi" / "headroom.h").touch()
-    (folder / "examples" / "demo.sh").write_text('echo "got $*"; exit ${1#code=}\n')
-    assert main(["demo", "code=0", "--size", "tiny", "--json"]) == 0
-    found = answer()
-    assert found["exit_code"] == 0 and found["command"][2:] == ["code=0", "--size", "tiny"]
-    assert main(["demo", "--size", "code=0", "--json"]) == 1
-    assert answer()["command"][2:] == ["--size", "code=0"]
-    assert main(["demo", "code=3"]) == 1
 
 
 def test_python_m_headroom():

@@ -4,7 +4,7 @@ import itertools
 import time
 
 import pytest
-from headroom.fitting.search.knapsack import BlockOptions, Level, Point, choose, frontier, peak_of
+from headroom.fitting.search.knapsack import BlockOptions, Level, Point, choose, frontier
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -95,27 +95,20 @@ def test_thinned_points_are_real_choices(case, states):
     assert points == sorted(points, key=lambda point: (point.peak, -point.seconds))
 
 
-@settings(max_examples=100, derandomize=True, deadline=None, database=None)
-@given(cases(), st.randoms(use_true_random=False))
-def test_peak_of_one_choice(case, random):
-    blocks, *rest = case
-    chosen = [random.choice(block.levels) for block in blocks]
-    names = [level.name for level in chosen]
-    assert peak_of(blocks, names, *rest) == peak_over_time(blocks, chosen, *rest)
-
-
 def test_no_blocks():
     assert frontier([], 7) == [Point(7, 0.0, ())]
     assert choose(frontier([], 7), 6) is None
-    assert peak_of([], [], 7) == 7
 
 
 def test_large_numbers_are_exact():
     tib = 1 << 40
     block = BlockOptions((Level("L0", tib + 1, 3, tib + 2, 1.0), Level("L5", 5, 9, 7, 1.5)), tib)
     points = frontier([block] * 40, 11)
-    assert points[-1].peak == peak_of([block] * 40, ["L0"] * 40, 11) == 40 * tib + 51
-    assert all(point.peak == peak_of([block] * 40, point.levels, 11) for point in points)
+    levels = {level.name: level for level in block.levels}
+    for point in points:
+        chosen = [levels[name] for name in point.levels]
+        assert point.peak == peak_over_time([block] * 40, chosen, 11, 0)
+    assert points[-1].levels == ("L0",) * 40 and points[-1].peak == 40 * tib + 51
 
 
 def test_eighty_blocks_take_less_than_two_seconds():
@@ -131,26 +124,3 @@ def test_eighty_blocks_take_less_than_two_seconds():
     assert len(points) > 100
     assert points[0].seconds == pytest.approx(80 * 1.353, rel=0.05)
     assert points[-1].levels == ("L0",) * 80
-
-
-@pytest.mark.parametrize(
-    "make, words",
-    [
-        (lambda: Level("L1", -1, 0, 0, 1.0), "held of L1 is -1"),
-        (lambda: Level("L1", 0, 0, 0, float("nan")), "seconds of L1 is nan"),
-        (lambda: BlockOptions(()), "levels is empty"),
-        (lambda: BlockOptions((Level("L0", 1, 1, 1, 1.0),) * 2), "a name twice"),
-        (lambda: BlockOptions((Level("L0", 1, 1, 1, 1.0),), -4), "gradients is -4"),
-        (lambda: frontier([], -1), "after is -1"),
-        (lambda: frontier([], 1, -2), "gradients is -2"),
-        (lambda: frontier([], states=1), "states is 1"),
-        (lambda: peak_of([], ["L0"]), "levels has 1 names, wanted 0"),
-        (
-            lambda: peak_of([BlockOptions((Level("L0", 1, 1, 1, 1.0),))], ["L7"]),
-            "block 0 is to be at 'L7', wanted one of L0",
-        ),
-    ],
-)
-def test_refuses(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()

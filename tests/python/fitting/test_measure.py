@@ -20,7 +20,7 @@ from headroom.memory.alone import Alone, Seconds
 from headroom.patching.levels import Blocks
 from headroom.planning.checks import check_step
 from headroom.step import clock
-from headroom.step.measured import PassSeconds
+from headroom.step.pass_seconds import PassSeconds
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

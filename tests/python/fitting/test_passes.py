@@ -4,7 +4,7 @@ import pytest
 import torch
 from headroom.fitting.costs.passes import PassTimes
 from headroom.step import clock
-from headroom.step.measured import PassSeconds, seconds_of_pass
+from headroom.step.pass_seconds import PassSeconds, seconds_of_pass
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -117,7 +117,6 @@ def test_a_choice_above_the_budget_is_refused_and_changes_nothing(unmeasured):
         (Choice(("L0",) * 4, optimizer="headroom"), {"optimizer": torch.optim.SGD}, "SGD has no"),
         (Choice(("L0",) * 4, release=True), {}, "choice has release=True, wanted one of False"),
         (Choice(("L0",) * 4, optimizer="lion"), {}, "choice has optimizer='lion'"),
-        (Choice(("L0",) * 4), {"adapt": True}, "adapt and choice were both given"),
         (
             Choice(("L0",) * 4),
             {"only": {"micro_batches": (2,)}},

@@ -122,8 +122,6 @@ def look_at(found: headroom.memory.Snapshot) -> None:
         assert sum(timeline.peak_by_kind.values()) == timeline.peak_bytes
         assert len(one.times) == len(one.reserved_over_events()) == timeline.events
         assert all(a.bytes >= 0 for a in (*one.at_peak(), *one.at_end()))
-        for a in one.at_end()[:3]:
-            one.frames(a)
         sum(segment.free_bytes for segment in one.segments)
         timeline.table()
         explain(one, RuntimeError("x"), 5)

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 from headroom.fitting import DoesNotFit
 from headroom.fitting.ranks import RankError
-from headroom.integrations.fits_loop import FitsLoop, kept_or_found
-from headroom.integrations.loops import fit_in_loop
+from headroom.integrations.loops import FitsLoop, fit_in_loop, kept_or_found
 from headroom.step.description import Step
 from torch import nn
 

@@ -266,7 +266,7 @@ def test_few_traces_for_many_lengths(called_before):
 
 def test_torch_chooses_the_backend():
     attention = Attention(16, 4, kv_heads=2)
-    heads = attention.project(torch.randn(2, 5, 16))
+    heads = attention.split(attention.qkv(torch.randn(2, 5, 16)))
     assert "FlashAttention" in attention.attend(*heads, Pattern(None, True)).grad_fn.name()
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert "FlashAttention" not in attention.attend(*heads, Pattern(None, True)).grad_fn.name()
@@ -279,7 +279,7 @@ def test_queries_and_keys_are_normalized_and_rotated():
     x = torch.randn(2, 5, 16)
     cos, sin = rope_tables(6, 9)
     ids = torch.tensor([[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]])
-    q, k, v = attention.project(x, *Rotation(cos, sin, ids))
+    q, k, v = attention.split(attention.qkv(x), *Rotation(cos, sin, ids))
     packed = attention.qkv(x).unflatten(-1, (-1, 6)).transpose(1, 2)
     assert_close(v, packed[:, 6:])
     for got, part, norm in ((q, packed[:, :4], norms[0]), (k, packed[:, 4:6], norms[1])):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from headroom.planning.device_costs import context, cublas_workspace
+from headroom.planning.device import context, cublas_workspace
 
 MIB = 1 << 20
 

@@ -52,7 +52,7 @@ def test_scratch_of_a_convolution_and_of_a_16_bit_product():
 def test_large_operations_are_not_run(monkeypatch):
     monkeypatch.setattr(probe, "LIMIT", 100)
     x = torch.randn(7, 9).half()
-    assert probe.scratch(torch.ops.aten.mm.default, (x, x.t()), {}) is None
+    assert probe.asked(torch.ops.aten.mm.default, (x, x.t()), {}) is None
     model, images = nn.Conv2d(3, 5, 3), torch.randn(2, 3, 9, 9)
     plan = headroom.plan(model, None, images, forward=lambda model, x: model(x).mean())
     said = "What aten::convolution, aten::convolution_backward hold inside was too large to see"

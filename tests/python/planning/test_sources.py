@@ -37,10 +37,10 @@ def test_objects_and_functions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert model_from("mine_to_plan:Nested.make").weight.shape == (7, 2)
     for text, message in {
-        "mine_to_plan:other": "module 'mine_to_plan' has no 'other'",
+        "mine_to_plan:other": "module 'mine_to_plan' has no attribute 'other'",
         "mine_to_plan:number": "returned a int, wanted a torch.nn.Module",
         "mine_to_plan:value": "is a int, wanted a function",
-        "no_such_module:make": "no module 'no_such_module'",
+        "no_such_module:make": "No module named 'no_such_module'",
     }.items():
         with pytest.raises(PlanError, match=message):
             model_from(text)

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import headroom
 import torch
-from headroom.integrations.peft import create_loraplus_optimizer
 from headroom.optim import Optimizer, StateMemory
 from headroom.state import Report, ReshardReport, convert_state, save_state
-from peft import PeftModel
 from torch import Tensor, nn
 
 
@@ -67,11 +65,6 @@ def sharded(path: Path, model: nn.Module, optimizer: Optimizer) -> bool:
     report: ReshardReport = headroom.optim.load_sharded(path, model, optimizer)
     headroom.optim.check_same_state(optimizer)
     return report.is_lossless
-
-
-def lora(model: PeftModel) -> headroom.optim.AdamW8bit:
-    cls = headroom.optim.AdamW8bit
-    return create_loraplus_optimizer(model, cls, lr=1e-3, loraplus_lr_ratio=16.0)
 
 
 def memory(optimizer: Optimizer) -> list[StateMemory]:

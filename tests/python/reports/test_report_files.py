@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import resource
-import sys
 
 import pytest
 from headroom.cli import main
@@ -221,8 +220,7 @@ def test_a_rung_is_compared_with_the_first_of_its_size(tmp_path, capsys):
     firsts = [rung["first_peak_bytes"] for rung in part.summary["rungs"]]
     assert firsts == [peaks[0], peaks[0], peaks[2], peaks[2]]
     assert part.summary["least_peak_bytes"] == peaks[1]
-    terminal.show([part])
-    shares = [line.split()[4] for line in capsys.readouterr().out.splitlines() if "rung " in line]
+    shares = [line.split()[4] for line in terminal.text_of([part]).splitlines() if "rung " in line]
     assert shares == ["100%", "50%", "100%", "50%"]
 
 
@@ -296,32 +294,10 @@ def test_a_page_is_named_after_its_files(count, more, tmp_path):
     assert title.endswith(f" and {more}") if more else "more" not in title
 
 
-def test_text_with_and_without_rich(tmp_path, monkeypatch, capsys):
-    parts = parts_of(tmp_path)
-    terminal.show(parts)
-    with_rich = capsys.readouterr().out
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    terminal.show(parts)
-    plain = capsys.readouterr().out
-    assert [line.rstrip() for line in with_rich.splitlines()] == plain.splitlines()
+def test_text_for_a_terminal(tmp_path):
+    plain = terminal.text_of(parts_of(tmp_path))
     timeline = report_files.plan().timeline
     assert f"peak of tensors {files.format_bytes(timeline.peak_bytes)}" in plain
     assert "rung 3" in plain and "41.0% model-FLOPs utilization" in plain
     heights = [line for line in plain.splitlines() if "█" in line]
     assert len(heights) > 8
-
-
-def test_a_picture(tmp_path, monkeypatch):
-    parts = parts_of(tmp_path)
-    image = pytest.importorskip("PIL.Image")
-    from headroom.reports.png import draw
-
-    draw(parts, tmp_path / "out.png")
-    picture = image.open(tmp_path / "out.png")
-    assert picture.width > 900 and picture.height > 600
-    colors = {color for _, color in picture.convert("RGB").getcolors(1 << 20)}
-    assert {(0, 114, 178), (230, 159, 0), (0, 158, 115)} <= colors  # of kinds
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        report([tmp_path / "plan.json"], tmp_path / "o.html", png=tmp_path / "other.png")
-    assert not (tmp_path / "o.html").exists() and not (tmp_path / "other.png").exists()

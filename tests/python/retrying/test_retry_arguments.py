@@ -72,7 +72,7 @@ def test_arguments_that_do_not_fit():
         (dict(scaler=3), TypeError, "scaler is 3"),
         (dict(accumulator=3), TypeError, "accumulator is 3"),
         (dict(micro_batches=0), ValueError, "micro_batches is 0"),
-        (dict(micro_batches=2.0), ValueError, "micro_batches is 2.0"),
+        (dict(micro_batches=2.0), TypeError, "micro_batches is 2.0"),
     ]
     for change, kind, words in wrong:
         with pytest.raises(kind, match=words):

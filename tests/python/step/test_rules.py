@@ -202,7 +202,7 @@ def standardized(model, x):
 
 @pytest.mark.parametrize("rows", [6, 33])
 def test_a_batch_that_is_standardized_besides_dropout(rows):
-    """Random numbers hide nothing: parts get those of the batch."""
+    """Random numbers hide nothing: all samples get the same."""
     for does, rule in ((standardized, None), (None, "samples")):
         step = step_of(Model(does, draws=True), (torch.randn(rows, WIDTH), torch.randn(rows, 1)))
         assert rule_of(step, rules_of(step)) == rule
@@ -248,9 +248,21 @@ def flattened(model, x):
     return F.dropout(x[:, None].expand(-1, 3, -1).reshape(-1, WIDTH), 0.5).view(-1, 3, WIDTH).sum(1)
 
 
-@pytest.mark.parametrize("does", [noise, noise_of_transposed, one_number, given_mask, flattened])
+def with_its_own(model, x):
+    made = vars(model).setdefault("generator", torch.Generator().manual_seed(3))
+    return x + torch.rand(x.shape, generator=made)
+
+
+def chosen(model, x):
+    return x * torch.arange(1, 4)[torch.randint(3, (len(x), 1))]
+
+
+@pytest.mark.parametrize(
+    "does",
+    [noise, noise_of_transposed, one_number, given_mask, flattened, with_its_own, chosen],
+)
 @pytest.mark.parametrize("rows", [7, 33])
-def test_random_numbers_that_parts_get_again(does, rows):
+def test_random_numbers_that_are_the_same_for_all_samples(does, rows):
     step = step_of(Model(does, draws=True), (torch.randn(rows, WIDTH), torch.randn(rows, 1)))
     assert rule_of(step, rules_of(step)) == "samples"
 
@@ -263,11 +275,6 @@ def permuted(model, x):
     return x[torch.randperm(len(x))].cumsum(0)
 
 
-def with_its_own(model, x):
-    made = vars(model).setdefault("generator", torch.Generator().manual_seed(3))
-    return x + torch.rand(x.shape, generator=made)
-
-
 def with_numpy(model, x):
     np = pytest.importorskip("numpy")
     return x + torch.from_numpy(np.random.rand(*x.shape)).to(x)
@@ -277,9 +284,7 @@ def with_python(model, x):
     return x + torch.tensor([random.random() for _ in range(len(x))])[:, None]
 
 
-@pytest.mark.parametrize(
-    "does", [weighed_by_chance, permuted, with_its_own, with_numpy, with_python]
-)
+@pytest.mark.parametrize("does", [weighed_by_chance, permuted, with_numpy, with_python])
 def test_random_numbers_that_parts_cannot_get(does):
     step = step_of(Model(does), (torch.randn(6, WIDTH), torch.randn(6, 1)))
     assert rule_of(step, rules_of(step)) is None

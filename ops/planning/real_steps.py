@@ -1,4 +1,4 @@
-"""A plan from real steps, where fakes cannot go."""
+"""Plans by real steps, where fakes cannot go."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
+from .._core.randomness import generators_kept
 from ..memory import track
 from ..step.description import Step
 from ..step.errors import PlanError
-from ..step.randomness import generators_kept
 from .device import device_share
 from .result import Plan
 from .steps import Steps
 
-__all__ = ["measured"]
+__all__ = ["plan_of_real_steps"]
 
 
-def measured(step: Step) -> Plan:
+def plan_of_real_steps(step: Step) -> Plan:
     """Returns the plan of a step from two real steps on copies, under the counter of
     :func:`headroom.memory.track`. Takes the memory that the steps need, and that of the copies.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import closing
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .calls import results_of
 from .clock import Stopwatch
 from .description import Step
+from .watch import hearing_blocks, hearing_gradients
 
 __all__ = ["PassSeconds", "is_first_run", "seconds_of_pass"]
 
@@ -47,18 +48,14 @@ def seconds_of_pass(step: Step, model: nn.Module, blocks: Iterable[nn.Module]) -
     assert step.device is not None
     marks = _Marks(step.device)
 
-    def drop(param: Tensor) -> None:
+    def drop(name: str, param: Tensor) -> None:
         param.grad = None
 
-    with ExitStack() as hooks:
-        for param in model.parameters():
-            if param.requires_grad:
-                hooks.callback(param.register_post_accumulate_grad_hook(drop).remove)
-        for block in blocks:
-            before = block.register_forward_pre_hook(marks.before, with_kwargs=True)
-            hooks.callback(before.remove)
-            hooks.callback(block.register_forward_hook(marks.after).remove)
-        hooks.callback(marks.remove)
+    with (
+        closing(marks),
+        hearing_gradients(model, drop),
+        hearing_blocks(blocks, marks.before, marks.after),
+    ):
         marks.take("start")
         loss = step.loss_of(model, step.batch)
         marks.take("turn")
@@ -96,7 +93,7 @@ class _Marks:
 
         self._handles += [x.register_hook(arrived) for x in results_of(value)]
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Removes the hooks on tensors, which may be the user's."""
         for handle in self._handles:
             handle.remove()

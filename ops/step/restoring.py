@@ -1,4 +1,4 @@
-"""What a model is before a training step, and the way back to it."""
+"""Gives a model back what it was before a training step."""
 
 from __future__ import annotations
 
@@ -11,32 +11,38 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
+from .._core.randomness import generator_states, restore_generators
 from .._core.surroundings import Buffers
-from ..patching.changes import patched_names
-from ..state.generators import generator_states, restore_generators
 
-__all__ = ["Before"]
+__all__ = ["ModelBefore"]
 
 # The containers of every module, and where a block of headroom.nn has its level.
 NOT_RESTORED = {"_level", *(name for name in vars(nn.Module()) if name.startswith("_"))}
 
 
-class Before(contextlib.ExitStack):
-    """What a model is before a step: random numbers, buffers, attributes of modules and gradients.
-    A context, in which the step runs.
+Settings = Callable[[dict[str, Any]], set[str]]
+
+
+class ModelBefore(contextlib.ExitStack):
+    """Keeps what a model is before a step: random numbers, buffers, attributes of modules and
+    gradients. A context, in which the step runs.
 
     Args:
         limit: buffers of more bytes are not copied; whether they change is seen.
+        settings: returns which of the attributes of a module are settings, and stay.
     """
 
-    def __init__(self, model: nn.Module, limit: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, limit: int | None = None, settings: Settings = lambda _: set()
+    ) -> None:
         super().__init__()
+        self._settings = settings
         self._model, self._modules, self._limit = model, list(model.modules()), limit
         self._checks: list[Callable[[], str | None]] = []
         self._backs: list[Callable[[], Any]] = []
         self._oldest: Tensor | None = None
 
-    def keep(self, params: Iterable[Tensor]) -> None:
+    def keep(self, params: Iterable[Tensor] = ()) -> None:
         """Keeps everything. If this itself runs out of memory, nothing has been changed, and what
         has been kept so far can be restored.
 
@@ -48,7 +54,7 @@ class Before(contextlib.ExitStack):
         self._backs.append(partial(restore_generators, generator_states()))
         buffers = Buffers([self._model], self._limit)
         self._checks.append(buffers.lost)
-        self._backs += [buffers.restore, _attributes_before(self._modules)]
+        self._backs += [buffers.restore, _attributes_before(self._modules, self._settings)]
         for param in params:
             self._keep_gradient(param)
 
@@ -107,10 +113,10 @@ class Before(contextlib.ExitStack):
             back()
 
 
-def _attributes_before(modules: Iterable[nn.Module]) -> Callable[[], None]:
+def _attributes_before(modules: Iterable[nn.Module], settings_of: Settings) -> Callable[[], None]:
     """Returns a function that gives modules the attributes that they have now, such as counters and
     recurrent states, and no others; what lists and dictionaries among them hold is not looked at.
-    Levels and patches are settings, and stay.
+    Settings stay, such as levels.
 
     Results of a graph, such as a loss that a module leaves for the step to pick up, are not kept
     alive: if the step has replaced them, they become None.
@@ -118,7 +124,7 @@ def _attributes_before(modules: Iterable[nn.Module]) -> Callable[[], None]:
     seen = [
         (
             attributes := vars(module),
-            patched_names(attributes),
+            settings_of(attributes),
             {
                 name: value if getattr(value, "grad_fn", None) is None else TensorWeakRef(value)
                 for name, value in attributes.items()
@@ -130,7 +136,7 @@ def _attributes_before(modules: Iterable[nn.Module]) -> Callable[[], None]:
 
     def back() -> None:
         for attributes, settings, before in seen:
-            settings = settings | patched_names(attributes) | NOT_RESTORED
+            settings = settings | settings_of(attributes) | NOT_RESTORED
             for name in attributes.keys() - before.keys() - settings:
                 del attributes[name]
             for name in before.keys() - settings:

@@ -1,0 +1,80 @@
+"""Takes, compares and gives back the states of random generators."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def generator_states(
+    devices: Iterable[torch.device] | None = None, *, host: bool = True
+) -> dict[str, Any]:
+    """Returns the states of torch's generators and of those of Python and, if it is imported,
+    NumPy.
+
+    Args:
+        devices: whose generators of CUDA count beside that of the CPU; None: all, if CUDA is used.
+        host: whether Python and NumPy count.
+    """
+    states: dict[str, Any] = {"torch": torch.get_rng_state()}
+    if devices is not None:
+        states["cuda"] = {d: torch.cuda.get_rng_state(d) for d in devices if d.type == "cuda"}
+    elif torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = dict(enumerate(torch.cuda.get_rng_state_all()))
+    if host:
+        states["python"] = random.getstate()
+        if (numpy := sys.modules.get("numpy")) is not None:
+            states["numpy"] = numpy.random.get_state(legacy=False)
+    return states
+
+
+def restore_generators(states: dict[str, Any]) -> None:
+    """Gives generators the states that :func:`generator_states` returned."""
+    torch.set_rng_state(states["torch"])
+    for device, state in states.get("cuda", {}).items():
+        torch.cuda.set_rng_state(state, device)
+    if "python" in states:
+        random.setstate(states["python"])
+    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(states["numpy"])
+
+
+@contextmanager
+def generators_kept(*devices: torch.device | None) -> Iterator[None]:
+    """Runs a block after which the random numbers of torch, on the CPU and on ``devices``, of
+    Python and of NumPy go on as if it had not run."""
+    states = generator_states(device for device in devices if device is not None)
+    try:
+        yield
+    finally:
+        restore_generators(states)
+
+
+class Random:
+    """Keeps the states of the generators of torch that a function may draw from, now."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._states = generator_states({x.device for x in tensors}, host=False)
+
+    def moved(self) -> bool:
+        """Returns whether something may have been drawn since."""
+        cuda = self._states["cuda"]
+        if cuda and torch.cuda.is_current_stream_capturing():
+            return True  # while a graph is captured, the state does not show it
+        return not torch.equal(self._states["torch"], torch.get_rng_state()) or any(
+            not torch.equal(state, torch.cuda.get_rng_state(device))
+            for device, state in cuda.items()
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Lets a block draw the same numbers again."""
+        with generators_kept(*self._states["cuda"]):
+            restore_generators(self._states)
+            yield
