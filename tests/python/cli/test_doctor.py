@@ -204,7 +204,7 @@ def test_all_lines_of_a_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     info = {"version": "1.2", "compiler": "cc 5", "cpu": "avx9", "cuda": "none"}
     monkeypatch.setattr(headroom, "build_info", lambda: info)
-    installed = {"headroom": "1.2.3", "rich": "9.9"}
+    installed = {"headroom": "1.2.3", "isal": "9.9"}
 
     def version(name):
         if name not in installed:
@@ -240,12 +240,11 @@ def test_all_lines_of_a_machine(monkeypatch, tmp_path):
         ("memory", "ulimit -n", "1024", OK, ""),
         ("memory", "/dev/shm", "396 B", NOTE,
          "workers of a DataLoader need more; docker run --shm-size=8g"),
-        ("optional", "rich", "9.9", OK, ""),
-        ("optional", "matplotlib", lacks, NOTE, "headroom report --png: pip install matplotlib"),
+        ("optional", "matplotlib", lacks, NOTE,
+         "pictures of headroom.ladder: pip install matplotlib"),
         ("optional", "transformers", lacks, NOTE,
          "headroom plan with a config.json: pip install transformers"),
-        ("optional", "isal", lacks, NOTE,
-         "checksums of state files at the speed of memory: pip install isal"),
+        ("optional", "isal", "9.9", OK, ""),
         ("optional", "bitsandbytes", lacks, NOTE,
          "nothing of Headroom needs it; its optimizer states convert without it"),
         ("optional", "torchao", lacks, NOTE, "converting states of torchao: pip install torchao"),

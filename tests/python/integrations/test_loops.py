@@ -8,7 +8,7 @@ import headroom
 import pytest
 import torch
 from headroom.fitting import Choice
-from headroom.integrations import fits_loop, loops
+from headroom.integrations import loops
 from headroom.integrations.first_steps import ToldSteps
 from headroom.integrations.values import ValuesRead, line_of
 from headroom.step.description import Step
@@ -96,12 +96,12 @@ def test_parts_are_compared_where_there_are_some(samples, steps, asked, monkeypa
 
 def test_the_choice_of_a_run_that_is_resumed():
     kept = Choice(optimizer="8bit", weights="given").to_json()
-    assert fits_loop.optimizer_of_choice(kept) == {"optimizer": ("8bit",), "weights": ("given",)}
-    assert fits_loop.with_kept((), None) == ()
-    assert fits_loop.with_kept(("bf16",), kept) == ("bf16", "8bit")
-    assert fits_loop.with_kept(("8bit",), kept) == ("8bit",)
-    assert fits_loop.FitsLoop(allow="8bit").allow == ("8bit",)
-    loop = fits_loop.FitsLoop(tell=(texts := []).append)
+    assert loops.optimizer_of_choice(kept) == {"optimizer": ("8bit",), "weights": ("given",)}
+    assert loops.with_kept((), None) == ()
+    assert loops.with_kept(("bf16",), kept) == ("bf16", "8bit")
+    assert loops.with_kept(("8bit",), kept) == ("8bit",)
+    assert loops.FitsLoop(allow="8bit").allow == ("8bit",)
+    loop = loops.FitsLoop(tell=(texts := []).append)
     loop.tell("not the first rank")
     loop._says = True
     loop.tell("the first")

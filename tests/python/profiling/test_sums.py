@@ -248,7 +248,7 @@ module, per step                             calls   forward  backward     again
 (Net)                                            1    400 ms    450 ms    100 ms     2.5 T  3.00 GiB  2.50 MiB  3.00 GiB
     blocks.0                                     1     50 ms    150 ms    100 ms     500 M  7.00 MiB  1.00 KiB  0.98 KiB
     blocks.1                                   1.5     50 ms    150 ms    100 ms     500 M  5.00 MiB  1.00 KiB  0.98 KiB
-….that_is_cut_at_its_begin.inner.deeper          1    1.5 us         -         -         -         -         -       0 B
+..that_is_cut_at_its_begin.inner.deeper          1    1.5 us         -         -         -         -         -       0 B
   head                                           1      2 us         -         -         -         -         -       0 B
 (outside modules)                                       1 ms         -         -         -            2.00 KiB
 """,  # noqa: E501
@@ -256,7 +256,7 @@ module, per step                             calls   forward  backward     again
 module, per step                             calls   forward  backward     again      FLOP      peak      kept     holds
 (Net)                                            1    400 ms    450 ms    100 ms     2.5 T  3.00 GiB  2.50 MiB  3.00 GiB
     blocks.*                                   2.5    100 ms    300 ms    200 ms     999 M  7.00 MiB  2.00 KiB  1.96 KiB
-….that_is_cut_at_its_begin.inner.deeper          1    1.5 us         -         -         -         -         -       0 B
+..that_is_cut_at_its_begin.inner.deeper          1    1.5 us         -         -         -         -         -       0 B
   head                                           1      2 us         -         -         -         -         -       0 B
 (outside modules)                                       1 ms         -         -         -            2.00 KiB
 """,  # noqa: E501

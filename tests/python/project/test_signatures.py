@@ -56,7 +56,9 @@ def of_class(place: str, kind: type) -> Iterator[str]:
         yield f"{place}{shown(kind)}"
     for name, method in sorted(vars(kind).items()):
         plain = getattr(method, "__func__", method)
-        if not name.startswith("_") and inspect.isfunction(plain):
+        # torch sets what is inherited on the class of an optimizer when one is made.
+        own = getattr(plain, "__qualname__", "") == f"{kind.__qualname__}.{name}"
+        if not name.startswith("_") and inspect.isfunction(plain) and own:
             yield f"{place}.{name}{shown(plain)}"
 
 
