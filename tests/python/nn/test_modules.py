@@ -316,7 +316,7 @@ def test_what_modules_say_of_themselves():
         "(down): Linear(in_features=24, out_features=16, bias=True)",
         ")",
         "(attention_norm): RMSNorm((16,), eps=0.001, elementwise_affine=True)",
-        "(mlp_norm): LayerNorm((16,), eps=1e-05, elementwise_affine=True)",
+        f"(mlp_norm): LayerNorm({nn.LayerNorm(16, bias=False).extra_repr()})",
         ")",
     ]
     plain = MLP(4, 6)
