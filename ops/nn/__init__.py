@@ -11,6 +11,7 @@ from .linear import Linear
 from .loss import LinearCrossEntropyLoss
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
+from .steps import LEVELS
 from .transformer import Embedding, Transformer
 
 __all__ = [
