@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from ..host.saved import saved_on_host
-from .verify import verified_region
+from .verify import verified_region, verified_results
 
 
 def checkpoint(
@@ -47,8 +47,8 @@ def checkpoint(
         early_stop: ends the second call as soon as everything needed has been computed.
         verify: also compares values. Every tensor that is dropped is read once for its checksums,
             and once more when it has been recomputed; what differs raises in the backward pass.
-            Costs 0.1 % of the bytes that are dropped, and waits for the device in the backward
-            pass.
+            With ``use_reentrant`` the results are compared. Costs 0.1 % of the bytes that are
+            dropped, and waits for the device in the backward pass.
         host: holds the inputs that require a gradient in the host arena until the backward pass
             calls the function; while torch.compile traces it, they stay on the device.
 
@@ -57,7 +57,6 @@ def checkpoint(
         RecomputeError: with ``verify``, in the backward pass: names the module whose operation
             saved the tensor, the tensor, and the elements among which the first difference is.
         RuntimeError: with ``verify``, while torch.compile traces the call.
-        ValueError: ``verify`` is asked of a reentrant checkpoint, whose first run saves nothing.
     """
     options: dict[str, Any] = {
         "use_reentrant": use_reentrant,
@@ -82,10 +81,9 @@ def checkpoint(
             "in eager mode, and verify=False in the compiled function"
         )
     if use_reentrant:
-        raise ValueError(
-            "checkpoint: verify=True compares what the first run saves, and with "
-            "use_reentrant=True it saves nothing; leave use_reentrant out"
-        )
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        return torch_checkpoint(verified_results(function), *args, **options, **kwargs)
     options["context_fn"] = functools.partial(_verified_contexts, function, context_fn)
     return torch_checkpoint(function, *args, **options, **kwargs)
 

@@ -4,7 +4,8 @@ While the region runs, hooks on saved tensors stand in front of the checkpoint's
 checksums of every tensor on its way into the checkpoint, and compare them when the recomputed
 tensor comes out. Parameters and leaves that require grad are in memory all the time: of these, the
 version is kept, and whether the same one comes out is looked at, so that they are not read. A
-reentrant checkpoint saves nothing in its forward pass, and is refused.
+reentrant checkpoint saves nothing in its forward pass, so its results are
+compared instead.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch._C import _current_autograd_node
 from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .._core.dtensor import local_part
 from .._core.running_modules import watching_modules
@@ -220,3 +222,32 @@ def verified_region(fn: Callable[..., Any]) -> Iterator[None]:
     functools.update_wrapper(pack, inner_pack)  # checkpoints are recognized by their pack hook
     with _callers(fn) as running, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
+
+
+def verified_results(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``fn`` with the results of its second and later calls compared with its first, which
+    a reentrant checkpoint makes without gradients. It is made with gradients, and drops what is
+    saved, because operations with two kernels (LSTMs) round otherwise in each."""
+    first: list[Dropped] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not first:
+            dropping = torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: x)
+            with torch.enable_grad(), dropping:
+                results = fn(*args, **kwargs)
+            results = tree_map_only(Tensor, Tensor.detach, results)
+            tensors = [x for x in tree_leaves(results) if isinstance(x, Tensor)]
+            first.extend(_dropped(f"result {k}", x) for k, x in enumerate(tensors))
+            return results
+        results = fn(*args, **kwargs)
+        tensors = [x for x in tree_leaves(results) if isinstance(x, Tensor)]
+        if len(tensors) != len(first):
+            raise RecomputeError(
+                f"checkpoint: the function returned {len(first)} tensors, and {len(tensors)} when "
+                f"it was called again. {_CAUSES}"
+            )
+        for was, now in zip(first, tensors):
+            _compare(was, now)
+        return results
+
+    return call

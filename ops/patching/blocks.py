@@ -123,9 +123,9 @@ class AnyBlock:
 
 @contextmanager
 def verified_blocks() -> Iterator[None]:
-    """Lets blocks at L5 that run forward raise :class:`headroom.checkpointing.RecomputeError` in
-    the backward pass if they compute something else when they run again; but not those of
-    :mod:`headroom.nn`, those that torch.compile traces and those with ``use_reentrant``."""
+    """Lets blocks at L5 that run forward, besides those of :mod:`headroom.nn` and those
+    that torch.compile traces, raise :class:`headroom.checkpointing.RecomputeError` in the backward
+    pass if they compute something else when they run again."""
     token = object()
     _verifying.add(token)
     try:
@@ -185,10 +185,9 @@ def _checkpointed(
     if inside_checkpoint() or torch._C._are_functorch_transforms_active():
         # It is computed again already, or a checkpoint cannot have its hooks.
         return run(*args)
-    reentrant = options.get("use_reentrant")
-    if _verifying and not reentrant:
+    if _verifying:
         options = options | {"verify": True}
-    if not reentrant and _norms_with_statistics(module):
+    if not options.get("use_reentrant") and _norms_with_statistics(module):
         contexts = options.get("context_fn", noop_context_fn)
         options = options | {"context_fn": functools.partial(_contexts, module, contexts)}
     return checkpoint(run, *args, **options)

@@ -102,17 +102,18 @@ def block(middle: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 700), middle, nn.GELU(), nn.Linear(700, 8))
 
 
-def train(module, **options):
+def train(module, reentrant=False, **options):
     torch.manual_seed(1)
     x = torch.randn(5, 8, requires_grad=True)
-    headroom.checkpoint(module, x, verify=True, **options).sum().backward()
+    headroom.checkpoint(module, x, use_reentrant=reentrant, verify=True, **options).sum().backward()
     return x.grad
 
 
-class TestRegions:
-    def test_what_repeats_itself_passes_and_has_the_gradients_of_no_checkpoint(self):
+@pytest.mark.parametrize("reentrant", [False, True])
+class TestBoth:
+    def test_what_repeats_itself_passes_and_has_the_gradients_of_no_checkpoint(self, reentrant):
         module = block(nn.Dropout(0.5))
-        got = train(module)
+        got = train(module, reentrant)
         torch.manual_seed(1)
         x = torch.randn(5, 8, requires_grad=True)
         module(x).sum().backward()
@@ -131,32 +132,32 @@ class TestRegions:
             lambda: Turns(),
         ],
     )
-    def test_what_gradients_do_not_depend_on_is_not_compared(self, make):
+    def test_what_gradients_do_not_depend_on_is_not_compared(self, reentrant, make):
         """Such as running statistics that both runs move."""
         torch.manual_seed(0)
         module = make()
         plain = copy.deepcopy(module)
-        got = train(module)
+        got = train(module, reentrant)
         torch.manual_seed(1)
         x = torch.randn(5, 8, requires_grad=True)
         plain(x).sum().backward()
         assert torch.equal(got, x.grad)
 
-    def test_dropout_whose_generator_is_not_restored_is_caught(self):
+    def test_dropout_whose_generator_is_not_restored_is_caught(self, reentrant):
         with pytest.raises(RecomputeError, match="preserve_rng_state=True"):
-            train(block(nn.Dropout(0.5)), preserve_rng_state=False)
+            train(block(nn.Dropout(0.5)), reentrant, preserve_rng_state=False)
 
-    def test_torch_itself_is_silent_about_it(self):
+    def test_torch_itself_is_silent_about_it(self, reentrant):
         x = torch.randn(5, 8, requires_grad=True)
         module = block(nn.Dropout(0.5))
         torch.utils.checkpoint.checkpoint(
-            module, x, use_reentrant=False, preserve_rng_state=False
+            module, x, use_reentrant=reentrant, preserve_rng_state=False
         ).sum().backward()
 
-    def test_hidden_state_is_caught(self):
-        assert train(block(Counter(0.0))) is not None
+    def test_hidden_state_is_caught(self, reentrant):
+        assert train(block(Counter(0.0)), reentrant) is not None
         with pytest.raises(RecomputeError, match="other values"):
-            train(block(Counter(0.5)))
+            train(block(Counter(0.5)), reentrant)
 
 
 def test_workspaces_are_not_compared():
@@ -425,13 +426,9 @@ def test_another_dtype_of_one_width_is_named():
         y.sum().backward()
 
 
-def test_a_reentrant_checkpoint_is_refused():
-    with pytest.raises(ValueError, match="leave use_reentrant out"):
-        headroom.checkpoint(torch.exp, torch.ones(1), verify=True, use_reentrant=True)
-
-
-def test_a_decorated_function_is_verified():
-    decorated = headroom.checkpoint(verify=True)(block(Counter(0.5)))
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_decorated_function_is_verified(reentrant):
+    decorated = headroom.checkpoint(verify=True, use_reentrant=reentrant)(block(Counter(0.5)))
     with pytest.raises(RecomputeError):
         decorated(torch.randn(5, 8, requires_grad=True)).sum().backward()
 
