@@ -51,7 +51,7 @@ def test_copies_of_a_step_are_counted():
     plan = headroom.plan(model, optimizer, torch.randn(64, 512), loss=loss)
     state = sum(8 * p.numel() for p in model.parameters())
     assert plan.host_peak_bytes == pytest.approx(state, rel=0.001)
-    assert plan.link_bytes == 2 * plan.host_peak_bytes
+    assert plan.link_bytes == pytest.approx(2 * plan.host_peak_bytes, rel=1e-4)
     assert "on the host" in str(plan) and "optimizer state" in str(plan)
 
 
