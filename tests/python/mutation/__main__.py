@@ -4,6 +4,8 @@ prints what none of them noticed. `tests/mutate.sh` calls it; CONTRIBUTING.md ha
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
 import json
 import random
 import subprocess
@@ -61,10 +63,20 @@ class Reach:
     def of(self, change: Change) -> list[str]:
         path = str(change.path.relative_to(ROOT))
         tests = self.by_line.get((path, change.line), set())
-        if len(tests) == 0:
-            # Run when the module is imported, or not at all: any test of the file.
+        if len(tests) == 0 or change.line not in _lines_of_functions(change.path):
+            # Run when the module is imported, for whichever test comes first: any test of the file.
             tests = {t for (p, _), ts in self.by_line.items() if p == path for t in ts}
         return sorted(tests, key=lambda test: self.seconds[test])
+
+
+@functools.cache
+def _lines_of_functions(path):
+    return {
+        line
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for line in range(node.body[0].lineno, node.end_lineno + 1)
+    }
 
 
 def _changed_lines(path, base):
@@ -151,7 +163,7 @@ def main():
         if not tests:
             return change, tests, False
         tree = trees.pop()
-        seconds = 60 + 10 * sum(reach.seconds[test] for test in tests)
+        seconds = 30 + 3 * sum(reach.seconds[test] for test in tests)
         try:
             return change, tests, notices(change, tree, tests, seconds)
         finally:
