@@ -1,0 +1,129 @@
+"""What the host costs: a step whose states are in the arena, and a GPT whose blocks keep what they
+save there, each beside the same without it and plain copies of as many bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ._model import Shapes, filled_like, model_for
+from .harness import Bar, Case, Contender
+
+F32, BF16 = torch.float32, torch.bfloat16
+COPIES = "without, then copies"
+PIECE = 16 << 20
+
+
+class Copies:
+    """As many bytes, out of the cache, in pieces to a place and back."""
+
+    def __init__(self, down: int, up: int) -> None:
+        self._far = torch.zeros(max(down, up), dtype=torch.uint8)
+        self._near = torch.zeros(PIECE, dtype=torch.uint8)
+        self._down, self._up = down, up
+
+    def __call__(self) -> None:
+        for size, is_up in ((self._up, True), (self._down, False)):
+            for first in range(0, size, PIECE):
+                far = self._far[first : min(first + PIECE, size)]
+                near = self._near[: far.numel()]
+                (near if is_up else far).copy_(far if is_up else near)
+
+
+# ---- States --------------------------------------------------------------------------------------
+
+
+def _optimizer(kind: str, shapes: Shapes, dtype: torch.dtype, **options: Any) -> Any:
+    import headroom
+
+    params = [torch.nn.Parameter(x) for x in filled_like(shapes, dtype, torch.device("cpu"))]
+    for param, grad in zip(params, filled_like(shapes, dtype, torch.device("cpu"))):
+        param.grad = grad
+    optimizer = getattr(headroom.optim, kind)(params, **options)
+    optimizer.step()
+    return optimizer
+
+
+def states(name: str, kind: str, dtype: torch.dtype, shapes: Shapes, **options: Any) -> Case:
+    """`step()`, with the defaults but for the dtype."""
+
+    def setup(device: torch.device) -> dict[str, Any]:
+        def offloaded() -> Contender:
+            optimizer = _optimizer(kind, shapes, dtype, offload="state", **options)
+            return Contender(optimizer.step)
+
+        def resident() -> Contender:
+            return Contender(_optimizer(kind, shapes, dtype, **options).step)
+
+        def resident_and_copies() -> Contender:
+            paged = _optimizer(kind, shapes, dtype, offload="state", **options)
+            size = paged.paging.memory(paged).host
+            optimizer, copies = _optimizer(kind, shapes, dtype, **options), Copies(size, size)
+
+            def call() -> None:
+                optimizer.step()
+                copies()
+
+            return Contender(call)
+
+        return {"headroom": offloaded, "without": resident, COPIES: resident_and_copies}
+
+    what = f"{kind}, {str(dtype).removeprefix('torch.')}: step() with its states in the arena"
+    return Case(name, what, setup, COPIES, bars=[Bar("ratio", 1 / 1.15, "cpu")])
+
+
+# ---- What blocks keep ----------------------------------------------------------------------------
+
+
+def blocks(level: str, quick: bool) -> Case:
+    """Forward, loss and backward of a small GPT."""
+    sizes = dict(hidden_size=64, features=256) if quick else dict(hidden_size=512, features=2048)
+    tokens = 64 if quick else 512
+
+    def setup(device: torch.device) -> dict[str, Any]:
+        import headroom
+        from headroom.host.engines import engine_of
+
+        config = headroom.nn.TransformerConfig(
+            vocab_size=512, layers=6, heads=4, norm="layer", activation="gelu", gated=False, **sizes
+        )
+        ids = torch.randint(512, (4, tokens))
+
+        def step_at(save: str) -> Any:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                model = headroom.nn.Transformer(config, save=save)
+            return lambda: model(ids, labels=ids).backward()
+
+        def without_and_copies() -> Contender:
+            engine, away = engine_of(device), step_at(f"{level}@host")
+            before = engine.bytes_down, engine.bytes_up
+            away()
+            copies = Copies(engine.bytes_down - before[0], engine.bytes_up - before[1])
+            step = step_at(level)
+
+            def call() -> None:
+                step()
+                copies()
+
+            return Contender(call)
+
+        return {
+            "headroom": lambda: Contender(step_at(f"{level}@host")),
+            "without": lambda: Contender(step_at(level)),
+            COPIES: without_and_copies,
+        }
+
+    what = f"a GPT of 6 blocks, f32, {4 * tokens} tokens, at {level}@host"
+    return Case(f"{level}@host", what, setup, COPIES, bars=[Bar("ratio", 1 / 1.2, "cpu")])
+
+
+def cases(device: torch.device, quick: bool) -> list[Case]:
+    shapes = model_for(device, quick).shapes
+    return [
+        states("states-8bit", "AdamW8bit", BF16, shapes),
+        states("states-8bit-remainder", "AdamW8bit", BF16, shapes, master="remainder16"),
+        states("states-f32", "AdamW", F32, shapes),
+        *[blocks(level, quick) for level in ("L0", "L2", "L5")],
+    ]
