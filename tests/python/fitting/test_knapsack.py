@@ -111,6 +111,11 @@ def test_large_numbers_are_exact():
     assert points[-1].levels == ("L0",) * 40 and points[-1].peak == 40 * tib + 51
 
 
+def test_seconds_are_of_double_precision():
+    block = BlockOptions((Level("L0", 9, 0, 0, 0.1), Level("L5", 1, 0, 0, 0.1 + 1e-12)), 0)
+    assert [point.seconds for point in frontier([block], 0)] == [0.1 + 1e-12, 0.1]
+
+
 def test_eighty_blocks_take_less_than_two_seconds():
     sizes = [94_344, 51_207, 37_003, 24_719, 16_511, 8_192]
     times = [1.0, 1.011, 1.187, 1.231, 1.259, 1.353]

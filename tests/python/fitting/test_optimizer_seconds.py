@@ -21,7 +21,7 @@ class Counting(torch.optim.Optimizer):
     """Takes a nanosecond for each byte that it steps."""
 
     time = 0.0
-    steps = 0
+    steps = elements = 0
 
     def __init__(self, params, factor=1.0):
         super().__init__(params, {"factor": factor})
@@ -31,21 +31,26 @@ class Counting(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 assert param.grad.shape == param.shape and param.grad.abs().max() > 0
+                Counting.elements += param.numel()
                 Counting.time += 1e-9 * group["factor"] * param.numel() * param.element_size()
 
 
 @pytest.fixture
 def counting(monkeypatch):
     monkeypatch.setattr(clock, "now", lambda: Counting.time)
-    Counting.steps = 0
+    Counting.steps = Counting.elements = 0
 
 
-@pytest.mark.parametrize("elements", [10, 100, 1000, 1 << 20])
-def test_time_is_scaled_by_bytes(counting, elements):
+@pytest.mark.parametrize(
+    ("elements", "copied"),  # with a row of the last one at the least
+    [(10, 1 + 11), (100, 1 + 77 + 7 * 3 + 25), (1000, 593), (1 << 20, 593)],
+)
+def test_time_is_scaled_by_bytes(counting, elements, copied):
     own = params((), (7, 11), (0,), (130, 3), (5, 5, 5))
     size = 4 * sum(param.numel() for param in own)
     found = optimizer_seconds(Counting(own), CPU, elements=elements)
     assert found == pytest.approx(1e-9 * size) and Counting.steps == 5
+    assert Counting.elements == 5 * copied
 
 
 def test_weights_are_timed_in_the_dtype_that_they_will_have(counting):

@@ -38,6 +38,20 @@ def test_what_an_error_keeps_alive_is_freed():
     assert error.__traceback__ is not None
 
 
+def test_devices_with_memory_are_waited_for_before_it_is_given_back(monkeypatch):
+    done = []
+    for name, fake in (
+        ("is_initialized", lambda: True),
+        ("device_count", lambda: 3),
+        ("memory_reserved", lambda device: device % 2),
+        ("synchronize", done.append),
+        ("empty_cache", lambda: done.append("given back")),
+    ):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    forget_tensors(MemoryError())
+    assert done == [1, "given back"]
+
+
 def test_text_is_added_to_an_error():
     class Old(Exception):  # without notes, as before Python 3.11
         add_note = property()
