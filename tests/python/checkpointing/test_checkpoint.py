@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 
@@ -88,6 +89,17 @@ class TestEvery:
         headroom.checkpoint_every(model)
         assert before > 5 * 7 * 24
         assert saved_elements(model, x) == 5 * 7 * 6 + 7 * 3
+
+    def test_the_input_of_the_last_block_stays_on_the_device(self, monkeypatch):
+        left = []
+        monkeypatch.setattr(
+            "headroom.checkpointing.regions.saved_on_host",
+            lambda stay: contextlib.nullcontext(left.append(stay)),
+        )
+        model, x = model_and_input()
+        headroom.checkpoint_every(model, host=True)
+        model(x)
+        assert len(left) == 4
 
     def test_names_and_evaluation_stay_and_remove_undoes_it(self):
         model, x = model_and_input()
