@@ -22,9 +22,7 @@ def may_overwrite(saved: Tensor) -> bool:
     )
 
 
-def multiplied(
-    factor: Tensor, *kept: Tensor, dtype: torch.dtype, in_place: bool = True
-) -> list[Tensor]:
+def multiplied(factor: Tensor, *kept: Tensor, dtype: torch.dtype, in_place: bool) -> list[Tensor]:
     """Returns gradients times a number, in ``dtype``; if ``in_place``, where they lie, as far as
     that is possible."""
     return [

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from headroom._core.available import available
-from headroom._core.cgroups import cgroup_limit
+from headroom._core.available import available, host_headroom
+from headroom._core.cgroups import cgroup_headroom, cgroup_limit
 
 CPU = torch.device("cpu")
 
@@ -70,3 +70,41 @@ def test_what_is_available(tmp_path):
 def test_a_system_that_says_nothing(tmp_path):
     with pytest.raises(ValueError, match="does not say how much memory is available; give budget="):
         available(CPU, root=system(tmp_path, {"proc/meminfo": "MemFree: 7 kB\n"}))
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_headroom_of_cgroups_of_version_2(tmp_path):
+    assert cgroup_headroom(tmp_path) is None
+    write(tmp_path / "proc/self/cgroup", "0::/a/b\n")
+    inner, top = tmp_path / "sys/fs/cgroup/a/b", tmp_path / "sys/fs/cgroup"
+    write(inner / "memory.max", "max\n")
+    assert cgroup_headroom(tmp_path) is None
+    write(inner / "memory.max", "10000\n")
+    assert cgroup_headroom(tmp_path) is None  # its usage is not known
+    write(inner / "memory.current", "7000\n")
+    assert cgroup_headroom(tmp_path) == 3000
+    write(inner / "memory.stat", "anon 3000\nfile 4000\ninactive_file 2500\nactive_file 500\n")
+    assert cgroup_headroom(tmp_path) == 6000  # shared memory, 1000 of the files, cannot be dropped
+    write(top / "memory.max", "20000\n")
+    write(top / "memory.current", "25000\n")
+    assert cgroup_headroom(tmp_path) == 0
+    write(tmp_path / "proc/meminfo", "MemTotal: 9 kB\nMemAvailable:       3 kB\n")
+    assert sorted(host_headroom(tmp_path).values()) == [0, 3072]
+
+
+def test_headroom_of_cgroups_of_version_1(tmp_path):
+    write(tmp_path / "proc/self/cgroup", "7:memory:/docker/abc\n0::/\n")
+    folder = tmp_path / "sys/fs/cgroup/memory"
+    write(folder / "memory.limit_in_bytes", "10000\n")
+    write(folder / "memory.usage_in_bytes", "7000\n")
+    write(
+        folder / "memory.stat", "active_file 5\ntotal_active_file 500\ntotal_inactive_file 1500\n"
+    )
+    assert cgroup_headroom(tmp_path) == 5000
+    write(folder / "memory.limit_in_bytes", "9223372036854771712\n")
+    assert cgroup_headroom(tmp_path) is None
+    assert host_headroom(tmp_path) == {}

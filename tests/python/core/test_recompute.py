@@ -126,6 +126,15 @@ def test_outer_hooks_get_what_is_kept():
     assert_same_bits(taken(layer, x), wanted)
 
 
+def test_an_input_that_outer_hooks_return_in_another_order():
+    """What is computed again from it lies in that order too."""
+    x = inputs()
+    with saved_tensors_hooks(lambda x: x.contiguous(), lambda x: x), Dropping() as dropping:
+        y = dropping.run(torch.exp, x.t())
+    y.sum().backward()
+    assert_same_bits(x.grad, x.exp())
+
+
 def test_a_graph_is_used_twice():
     layer, x = Layer(), inputs()
     wanted = gradients(layer, x, drop=False)

@@ -1,6 +1,7 @@
 """What options are when they are left out: the same bits as with the documented value, and others
 with another one."""
 
+import inspect
 import math
 
 import pytest
@@ -269,3 +270,12 @@ def test_fakes_of_blocks_have_the_default_too():
         for one, other, third in zip(real, fake, op):
             assert one.shape == other.shape == third.shape and one.dtype == other.dtype
         assert back.shape == (600,) and back.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["adafactor_", "adamw_", "adamw8bit_"])
+def test_lists_have_places_and_options_names(name):
+    parameters = inspect.signature(getattr(F, name)).parameters.values()
+    lists = [p.kind for p in parameters if p.annotation == "list[Tensor]"]
+    options = [p.kind for p in parameters][len(lists) : -1]
+    assert set(lists) == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    assert set(options) == {inspect.Parameter.KEYWORD_ONLY}

@@ -1,12 +1,14 @@
 """The op headroom::divergence against formulas in float64 and the same of torch."""
 
 import functools
+import math
 
 import headroom
 import pytest
 import torch
 import torch.nn.functional as F
 from headroom.functional import divergence
+from headroom.functional.divergence_chunks import gain_of
 
 from helpers.divergences import ENDS, KINDS, reference
 from helpers.row_values import DTYPES, assert_as_good
@@ -260,6 +262,13 @@ def test_kept_for_backward(device):
         divergence(student.requires_grad_(), teacher, reduction="none")
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
     assert sum(storages.values()) == 2 * 64 * 512 * 2 + 64 * 24
+
+
+def test_the_gain_of_float16_gradients_rounds_nothing():
+    """It is a power of 2 for the gradient that is the largest, about 1 / temperature."""
+    for temperature in (0.5, 1.0, 3.0):
+        assert math.frexp(gain_of(torch.float16, temperature) / temperature)[0] == 0.5
+        assert gain_of(torch.bfloat16, temperature) == gain_of(torch.float32, temperature) == 1
 
 
 def test_profiler_and_autocast(device):

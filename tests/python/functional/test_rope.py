@@ -210,6 +210,13 @@ def test_kept_for_backward(device):
         q_out.sum().backward()
 
 
+def test_a_result_that_is_not_used_gives_no_gradient(device):
+    cos, sin = rope_tables(16, 8, device=device)
+    q, k = (sample((2, h, 5, 16), torch.float32, device).requires_grad_() for h in (4, 2))
+    rope(q, k, cos, sin)[1].sum().backward()
+    assert q.grad is None and k.grad is not None
+
+
 def test_ways_to_a_gradient(device):
     cos, sin = rope_tables(16, 8, device=device)
     q, dq = (sample((2, 4, 5, 16), torch.float32, device, seed) for seed in (0, 1))

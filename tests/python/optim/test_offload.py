@@ -254,6 +254,19 @@ def test_parameters_and_gradients_of_any_strides(layout):
     assert_same_states(*optimizers)
 
 
+def test_a_parameter_that_lies_in_another_order_than_its_state_is_not_cut():
+    params = [nn.Parameter(torch.arange(1024.0).view(64, 16)) for _ in range(2)]
+    optimizers = [AdamW([param], lr=0.1) for param in params]
+    offload(optimizers[1], bucket_bytes=512)
+    for step in range(3):
+        for param, optimizer in zip(params, optimizers):
+            param.grad = torch.arange(1024.0).view(64, 16) - 100 * step
+            optimizer.step()
+            param.data = param.data.t().contiguous().t()
+    assert_same_bits(params[:1], params[1:])
+    assert_same_states(*optimizers)
+
+
 # ---- saving and loading -------------------------------------------------------------------------
 
 
@@ -435,8 +448,12 @@ def test_leaner_moves_more_to_the_host():
     plain = EVERY["adamw8bit-remainder16"].make(ordinary.parameters())
     modes.train(ordinary, plain, range(3))
     sizes = [handle.memory().resident]
-    while handle.leaner():
+    while (before := [*map(dict, entries(optimizer))]) and handle.leaner():
         sizes.append(handle.memory().resident)
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        for param, old in zip(params, before):  # what stays is not copied
+            if param in optimizer.paging.resident:
+                assert all(optimizer.state[param][key] is old[key] for key in old)
         step = len(sizes) + 2
         for run in ((model, optimizer), (ordinary, plain)):
             modes.train(*run, [step])

@@ -1,6 +1,7 @@
 """Arguments of headroom.optim.Adam and AdamW: torch's, with torch's errors, and stricter ones."""
 
 import inspect
+import typing
 import warnings
 
 import headroom
@@ -31,6 +32,18 @@ def test_arguments_defaults_and_their_order_are_torchs(name):
         "budget": None,
     }
     assert {p.name: p.default for p in ours[len(theirs) :]} == more
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_annotations_name_what_exists(name):
+    """As command lines that are made from constructors need."""
+    assert typing.get_type_hints(pair(name)[0].__init__)["lr"] == float | torch.Tensor
+
+
+def test_groups_with_different_limits_are_both_named():
+    groups = [{"params": [parameter(2)], "max_grad_norm": limit} for limit in (0.5, 0.3)]
+    with pytest.raises(ValueError, match="group 0 has 0.5 and group 1 has 0.3"):
+        headroom.optim.AdamW(groups)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -241,8 +241,10 @@ def test_shares_must_be_complete():
     net = Net()
     optimizer = OPTIM.AdamW(net.parameters())
     handle = OPTIM.release_gradients(net, optimizer, accumulate_into_state=True)
+    assert not handle.has_stepped
     with handle.micro_batch(0.5):
         loss_of(net, 0).backward()
+    assert handle.has_stepped
     with pytest.raises(RuntimeError, match="shares of 0.5"):
         optimizer.step()
     with pytest.raises(RuntimeError, match=r"outside micro_batch\(\)"):

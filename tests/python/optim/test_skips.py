@@ -52,8 +52,9 @@ def test_skipped_steps_are_counted_and_told_once(cls, device):
     values = [1.0, NAN, 1.0, -INF, INF, 1.0]
     assert [step(params, optimizer, v) for v in values] == [math.isfinite(v) for v in values]
     step(params, optimizer, NAN)
-    with pytest.warns(UserWarning, match=r"4 steps were skipped .* parameter 'small'"):
+    with pytest.warns(UserWarning, match=r"4 steps were skipped .* parameter 'small'") as told:
         assert optimizer.skipped_steps == 4
+    assert told[0].filename == __file__
     step(params, optimizer, NAN)
     assert optimizer.skipped_steps == 5  # said once
 
@@ -104,9 +105,10 @@ def test_many_in_a_row_are_told_without_asking(cls, device):
 
 def test_the_default_of_consecutive_skips():
     params, optimizer = make()
-    with pytest.warns(UserWarning, match="the last 10 steps were all skipped"):
+    with pytest.warns(UserWarning, match="the last 10 steps were all skipped") as told:
         for _ in range(10):
             step(params, optimizer, NAN)
+    assert told[0].filename == __file__
 
 
 @pytest.mark.parametrize("unscale", [False, True])

@@ -1,5 +1,6 @@
 """Files that someone has made up, or that are no state files: what loading them raises."""
 
+import math
 import os
 import pickle
 
@@ -43,6 +44,7 @@ def changed(name, **fields):
 
 BAD_HEADERS = {
     "no time": (lambda h, d: d.update(saved_ns="now"), "'saved_ns' is a str"),
+    "not JSON": (lambda h, d: d.update(saved_ns=math.nan), "NaN is not JSON"),
     "later": (lambda h, d: d.update(format=3), "format 3.*upgrade"),
     "overlap": (changed("extra.1", data_offsets=[0, 16]), "'extra.1'"),
     "hole": (changed("extra.1", data_offsets=[20, 36]), "does not follow"),

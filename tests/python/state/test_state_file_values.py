@@ -20,7 +20,7 @@ from helpers.bits import assert_same_bits
 from helpers.state_runs import build
 
 VALUES = {
-    "scalars": [None, True, 1, -(2**70), 0.1, "text \u00fc \ud800 $", b"\0\xff"],
+    "scalars": [None, True, 1, -(2**70), 2**8192 - 1, 0.1, "text \u00fc \ud800 $", b"\0\xff"],
     "floats": [float("inf"), float("-inf"), 5e-324, -0.0],
     "nested": {"a": (1, [2, (3,)]), "b": {}, "c": [], "d": ()},
     "keys": {0: "a", "0": "b", (1, 2): "c", None: "d", 1.5: "e", float("inf"): "f"},
@@ -129,7 +129,7 @@ class Subclassed(argparse.Namespace):
     [
         (lambda: 0, "'extra.k.1' is a builtins.function"),
         ({"a": range(3)}, "'extra.k.1.a' is a builtins.range"),
-        ({"a": 2**9000}, "'extra.k.1.a' is a number of 9,001 bits"),
+        ({"a": 2**8192}, "'extra.k.1.a' is a number of 8,193 bits"),
         (Subclassed(a=1), "'extra.k.1' is a .*Subclassed.*such as vars"),
         ({torch.zeros(2)}, "an element of the set 'extra.k.1' is a tensor"),
         (datetime.datetime(2024, 2, 29), "'extra.k.1' is a datetime.datetime.*isoformat"),
