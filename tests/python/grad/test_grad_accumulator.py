@@ -422,6 +422,14 @@ def test_sums_that_do_not_fit_change_nothing(name):
     assert_same_bits([*now["sums"], *now["compensations"]], [*kept["sums"], *kept["compensations"]])
 
 
+def test_a_state_without_sums_loads():
+    accumulator = with_sums()
+    accumulator.load_state_dict(ACCUMULATOR(model(), compensated=True).state_dict())
+    assert accumulator.state_dict()["weight"] == 0
+    with pytest.raises(RuntimeError, match="without a micro-batch"):
+        accumulator.finish()
+
+
 def test_no_state_in_the_middle_of_a_micro_batch():
     accumulator = with_sums()
     saved = accumulator.state_dict()

@@ -61,6 +61,13 @@ def test_what_is_left_to_torch(p):
     assert headroom.grad_norm(grads, p) == torch.nn.utils.get_total_norm(grads, p)
 
 
+def test_the_default_device_has_no_say():
+    grads = [p.grad for p in parameters()]
+    with torch.device("meta"):
+        norm = headroom.grad_norm(grads)
+    assert norm.item() == headroom.grad_norm(grads).item() > 0
+
+
 def test_a_norm_that_is_not_finite():
     params = parameters()
     params[0].grad[1, 1] = math.nan

@@ -407,6 +407,8 @@ def test_join_is_an_op(reduction):
             moved = [x.to(device) if isinstance(x, torch.Tensor) else x for x in bad]
             with pytest.raises(RuntimeError, match="parts|target|class_weight|token_weight"):
                 torch.ops.headroom.linear_cross_entropy_join(*moved)
+    with pytest.raises(RuntimeError, match="linear_cross_entropy_join has no derivative"):
+        torch.ops.headroom.linear_cross_entropy_join(parts.requires_grad_(), *call[1:])
 
 
 def test_dtensors(ranks):

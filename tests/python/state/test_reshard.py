@@ -311,3 +311,22 @@ def test_what_is_not_there_changes_nothing(run, tmp_path):
     with pytest.raises(dcp.CheckpointException):
         load_sharded(tmp_path, model, optimizer)
     assert not optimizer.state
+
+
+def test_a_state_dict_is_no_checkpoint():
+    model, optimizer = make("8-bit")
+    with pytest.raises(TypeError, match="got a state dict"):
+        load_sharded(optimizer.state_dict(), model, optimizer)
+
+
+def test_scales_of_other_blocks_are_refused(tmp_path):
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.ones(8, 300))
+    optimizer = EIGHT(model.parameters(), min_8bit_size=0)
+    state = get_optimizer_state_dict(model, optimizer)
+    state["state"]["weight"]["exp_avg_absmax"] = torch.ones(11)
+    dcp.save({"optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(
+        ValueError, match=r"scales of shape \(11,\), wanted 10 for each of 1 shards"
+    ):
+        load_sharded(tmp_path, model, optimizer)
