@@ -19,7 +19,7 @@ Ticket = Any  # stands for work that was put into a queue, or was given to the d
 
 
 class Engine:
-    """What engines have in common: checks, and counts of the bytes that were copied.
+    """Checks copies and counts their bytes, as all engines do.
 
     Attributes:
         is_asynchronous: whether copies run beside what the device computes.

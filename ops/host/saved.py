@@ -19,8 +19,6 @@ from .arena import default_arena
 from .engines import engine_of
 from .slabs import Slabs
 
-__all__ = ["MIN_BYTES", "fakes_on_host", "saved_on_host", "trim"]
-
 MIN_BYTES = 64 << 10  # below, a copy costs more time than the memory is worth
 
 
@@ -164,7 +162,7 @@ class _Storage:
 
 
 class _Token:
-    """What autograd holds in the place of a tensor.
+    """Stands in autograd in the place of a tensor.
 
     Attributes:
         held: the tensor, until its storage has left.

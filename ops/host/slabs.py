@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .engine import Engine
 
-__all__ = ["Slabs"]
-
 
 class Slabs:
     """Slabs that calls give back and others of the same size take again: to map and register memory

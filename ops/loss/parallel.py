@@ -27,7 +27,7 @@ _SAVED = (
 
 
 class _How(NamedTuple):
-    """What the ranks agree on, and, in the numbers, which classes are this one's."""
+    """Says what the ranks agree on, and, in the numbers, which classes are this one's."""
 
     group: Any
     reduction: str

@@ -25,7 +25,7 @@ Drop = Callable[[Tensor, Run], Tensor]
 
 
 class SaveLevel(NamedTuple):
-    """How much a block keeps, 0 to 5, and whether what it keeps is held on the host."""
+    """Says how much a block keeps, 0 to 5, and whether it is held on the host."""
 
     number: int
     on_host: bool = False

@@ -11,6 +11,7 @@ from headroom.host.engines import engine_of
 from headroom.host.saved import saved_on_host, trim
 from headroom.host.slabs import Slabs
 from headroom.nn.steps import LEVELS
+from headroom.retrying.levels import SaveLevels
 from torch import nn
 from torch.nn import functional as F
 
@@ -535,3 +536,36 @@ def test_fit_takes_a_model_whose_blocks_are_on_the_host():
         model, ids, budget="64 MiB", forward=lambda model, x: model(x, labels=x), dry_run=True
     )
     assert len(fitted.choice.levels) == 4 and set(fitted.choice.levels) <= set(LEVELS)
+
+
+# ---- beside others ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_beside_states_on_the_host(release):
+    ids = torch.randint(50, (2, 19), generator=torch.Generator().manual_seed(1))
+
+    def trained(save, offload):
+        model = transformer(save, dropout=0.1)
+        optimizer = headroom.optim.AdamW8bit(
+            model.parameters(), lr=1e-2, min_8bit_size=64, offload=offload
+        )
+        if release:
+            headroom.optim.release_gradients(model, optimizer)
+        torch.manual_seed(5)
+        for _ in range(3):
+            model(ids, labels=ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    assert_same(trained("L2@host", "state"), trained("L2", None))
+
+
+def test_levels_that_retry_raises_stay_on_the_host():
+    model = transformer("L1@host")
+    levels = SaveLevels(model)
+    assert "L2@host" in levels.leaner()
+    assert model.save == ["L2@host"] * 3 + ["L2"]
+    levels.give_up()
+    assert model.save == ["L1@host"] * 3 + ["L1"]
