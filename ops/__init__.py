@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from . import functional  # registers the ops
 from ._core import binaries
 from ._core.advice import advisers
-from ._core.lazy import lazy
+from ._core.lazy import lazy, lent
 
 if TYPE_CHECKING:
     from . import (
@@ -79,6 +79,9 @@ else:
         """amp checkpointing fitting grad host integrations loss memory nn optim patching planning
         profiling reports retrying state""".split(),
     )
+    # Where these were first; the package of states needs that of optimizers.
+    moved = "check_same_state", "convert_state", "load_sharded"
+    lent["headroom.optim"] = dict.fromkeys(moved, "headroom.state")
     advisers.append(lambda *seen: import_module(".planning.ways_out", __name__).ways_out(*seen))
 
 __all__ = [

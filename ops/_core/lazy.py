@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
+lent: dict[str, dict[str, str]] = {}
+"""For a package, names that it offers too, and their modules, which are above it. The root of the
+package fills it."""
+
 
 def lazy(
-    package: str, names: Mapping[str, Iterable[str]], modules: Iterable[str] = ()
+    package: str, names: Mapping[str, Iterable[str]] = {}, modules: Iterable[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns the ``__getattr__`` and the ``__dir__`` of a package (PEP 562); the second shows its
     ``__all__``, imported or not.
@@ -23,8 +27,8 @@ def lazy(
     def get(name: str) -> Any:
         if name in modules:
             value = import_module(f".{name}", package)
-        elif name in places:
-            value = getattr(import_module(places[name], package), name)
+        elif module := places.get(name) or lent.get(package, {}).get(name):
+            value = getattr(import_module(module, package), name)
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         setattr(import_module(package), name, value)

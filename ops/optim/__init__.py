@@ -15,12 +15,8 @@ from .paging import OffloadHandle
 from .paging.api import offload
 from .release import ReleaseHandle, release_gradients
 
-if TYPE_CHECKING:
-    from ..state import check_same_state, convert_state, load_sharded
-else:  # the package of states needs this one
-    __getattr__, __dir__ = lazy(
-        __name__, {"..state": ("check_same_state", "convert_state", "load_sharded")}
-    )
+if not TYPE_CHECKING:  # names that the root lends
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "Adafactor",
@@ -32,10 +28,7 @@ __all__ = [
     "Optimizer",
     "ReleaseHandle",
     "StateMemory",
-    "check_same_state",
-    "convert_state",
     "load_master_weights",
-    "load_sharded",
     "master_weights",
     "offload",
     "release_gradients",

@@ -83,7 +83,7 @@ class Adam8bit(Adam):
 
     ``torch.distributed.checkpoint.load`` refuses 8-bit moments that another number of ranks saved
     if the blocks of their shards differ ("Size mismatch" of an ``absmax``);
-    :func:`headroom.optim.load_sharded` loads them.
+    :func:`headroom.state.load_sharded` loads them.
     """
 
     def __init__(

@@ -184,7 +184,7 @@ def _checked(
         hint = ""
         if key.endswith("absmax") and max(len(shape), getattr(value, "ndim", 0)) > 2:
             hint = (
-                "; these 8-bit blocks are local to shards: headroom.optim.load_sharded() "
+                "; these 8-bit blocks are local to shards: headroom.state.load_sharded() "
                 "loads what another number of ranks saved"
             )
         raise ValueError(

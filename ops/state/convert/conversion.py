@@ -77,7 +77,7 @@ def convert_state(
 
         old = torch.optim.AdamW(model.parameters(), lr=1e-3)
         new = headroom.optim.AdamW8bit(model.parameters(), lr=1e-3)
-        state, report = headroom.optim.convert_state(old, to="headroom-8bit")
+        state, report = headroom.state.convert_state(old, to="headroom-8bit")
         new.load_state_dict(state)
         print(report)
     """

@@ -86,7 +86,7 @@ def load_sharded(
         optimizer = headroom.optim.AdamW8bit(model.parameters(), lr=1e-3)
         state = get_optimizer_state_dict(model, optimizer)
         dcp.save({"optimizer": state}, checkpoint_id="checkpoint", no_dist=True)
-        print(headroom.optim.load_sharded("checkpoint", model, optimizer))
+        print(headroom.state.load_sharded("checkpoint", model, optimizer))
     """
     optimizer = headroom_optimizer(optimizer, "load_sharded")
     if isinstance(checkpoint, Mapping):

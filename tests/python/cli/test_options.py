@@ -349,7 +349,7 @@ def test_a_conversion_takes_its_options(folder, capsys):
     words += ["--min-8bit-size", "0", "--to", "headroom-8bit", "--json"]
     assert main(["convert", "in.pt", "out.pt", *words]) == 0
     how = {"from_": "headroom", "param_dtype": torch.bfloat16, "block_size": 64}
-    state, report = headroom.optim.convert_state(
+    state, report = headroom.state.convert_state(
         optimizer.state_dict(), "headroom-8bit", min_8bit_size=0, **how
     )
     assert_same_entries(torch.load("out.pt", weights_only=True), state)

@@ -49,7 +49,7 @@ def sources() -> dict:
             if name not in _made:
                 state = _made["headroom-8bit"]
                 try:
-                    made = headroom.optim.convert_state(
+                    made = headroom.state.convert_state(
                         state, name, min_8bit_size=16, block_size=64
                     )
                 except ImportError:
@@ -72,7 +72,7 @@ def case(rng: random.Random) -> str:
         options["from_"] = rng.choice(list(LIBRARIES))
     before = snapshot(state)
     try:
-        made, report = headroom.optim.convert_state(state, to, **options)
+        made, report = headroom.state.convert_state(state, to, **options)
     except DOCUMENTED as error:
         assert str(error), "the error says nothing"
         outcome = "refused"

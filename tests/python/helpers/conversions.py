@@ -6,7 +6,7 @@ import torch
 from helpers.bits import assert_same_bits
 
 ADAMW, ADAMW8BIT = headroom.optim.AdamW, headroom.optim.AdamW8bit
-convert = headroom.optim.convert_state
+convert = headroom.state.convert_state
 
 SHAPES = (
     (80, 64),

@@ -57,8 +57,6 @@ def graph(folder):
 
 
 GRAPH = graph("ops")
-# Public names of headroom.optim, imported when they are used, that are about states.
-UPWARD = {(("optim",), ("state",))}
 BESIDE = {("amp", "optim"), ("profiling", "memory")}  # the only arrows between those of one floor
 
 
@@ -73,7 +71,7 @@ def is_allowed(name, target):
     here, there = name[0], target[0]
     if FLOORS[here] == FLOORS.get(there, 0) and here != there:
         return (here, there) in BESIDE
-    return FLOORS.get(there, 0) <= FLOORS[here] or (name, target[:1]) in UPWARD
+    return FLOORS.get(there, 0) <= FLOORS[here]
 
 
 @pytest.mark.parametrize("package", sorted(FLOORS.keys() & {name[0] for name in GRAPH if name}))

@@ -62,8 +62,8 @@ def weights(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def sharded(path: Path, model: nn.Module, optimizer: Optimizer) -> bool:
-    report: ReshardReport = headroom.optim.load_sharded(path, model, optimizer)
-    headroom.optim.check_same_state(optimizer)
+    report: ReshardReport = headroom.state.load_sharded(path, model, optimizer)
+    headroom.state.check_same_state(optimizer)
     return report.is_lossless
 
 

@@ -320,7 +320,7 @@ def test_options_that_the_target_lacks_are_a_loss(cls, options, to):
         param.grad = torch.ones(5000)
         optimizer.step()
         for source in (optimizer, optimizer.state_dict()):
-            report = headroom.optim.convert_state(source, to).report
+            report = headroom.state.convert_state(source, to).report
             dropped = [loss.name for loss in report.losses if loss.kind == "dropped"]
             assert dropped == list(given)
             assert report.is_lossless == (not given)

@@ -88,14 +88,14 @@ def test_load_sharded_takes_the_option_of_a_distributed_checkpoint(rounding, fla
     dcp.save({"optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
     other, loaded = made()
     other.load_state_dict(model.state_dict())
-    headroom.optim.load_sharded(tmp_path, other, loaded)
+    headroom.state.load_sharded(tmp_path, other, loaded)
     assert_resumed((other, loaded), (model, optimizer))
 
 
 def test_a_state_dict_that_was_gathered_is_for_torchs_loader():
     model, optimizer = made()
     with pytest.raises(TypeError, match=r"got a state dict; set_optimizer_state_dict\(\)"):
-        headroom.optim.load_sharded(optimizer.state_dict(), model, optimizer)
+        headroom.state.load_sharded(optimizer.state_dict(), model, optimizer)
 
 
 @FLATTEN

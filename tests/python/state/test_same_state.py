@@ -29,7 +29,7 @@ def flip(tensor, place=-1, bit=0):
 
 def refused(optimizer, words):
     with pytest.raises(RuntimeError, match=re.escape(words)):
-        headroom.optim.check_same_state(optimizer)
+        headroom.state.check_same_state(optimizer)
 
 
 def ddp(rank, name):
@@ -41,7 +41,7 @@ def ddp(rank, name):
         batch = torch.randn(4, 30, generator=torch.Generator().manual_seed(rank + 10 * seed))
         wrapped(batch.bfloat16()).square().mean().backward()
         optimizer.step()
-    headroom.optim.check_same_state(optimizer)
+    headroom.state.check_same_state(optimizer)
     keys = sorted(optimizer.state[model.weight])
     assert len(keys) >= 3
     for key, tensor in [("", model.weight), *((k, optimizer.state[model.weight][k]) for k in keys)]:
@@ -53,7 +53,7 @@ def ddp(rank, name):
         )
         if rank == 1:
             flip(tensor)
-    headroom.optim.check_same_state(optimizer)
+    headroom.state.check_same_state(optimizer)
     if rank == 0:
         optimizer.state[model.bias].clear()
     refused(
@@ -74,13 +74,13 @@ def dtensors(rank, dims, placements, differs):
     optimizer = headroom.optim.AdamW([weight])
     weight.grad = distribute_tensor(torch.ones(5, 6), mesh, placements)
     optimizer.step()
-    headroom.optim.check_same_state(optimizer)
+    headroom.state.check_same_state(optimizer)
     if rank == 1:
         flip(optimizer.state[weight]["exp_avg"].to_local())
     if differs:
         refused(optimizer, "'exp_avg' of parameter 0 of group 0 is not the same on ranks [0]")
     else:
-        headroom.optim.check_same_state(optimizer)
+        headroom.state.check_same_state(optimizer)
 
 
 SHARDED, COPIED = Shard(0), Replicate()
