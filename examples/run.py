@@ -51,9 +51,7 @@ class Run:
         self.model = model_of(rung, size).to(device)
         self.optimizer = optimizer_of(rung, size, self.model)
         if rung.release:
-            headroom.optim.release_gradients(
-                self.model, self.optimizer, bucket_bytes=rung.bucket_bytes
-            )
+            headroom.release_gradients(self.model, self.optimizer, bucket_bytes=rung.bucket_bytes)
         self.accumulator = headroom.GradAccumulator(self.model) if rung.sum_in_f32 else None
         self.scaler = headroom.amp.GradScaler(
             device.type, init_scale=2.0**12, enabled=rung.scaler, max_consecutive_skips=10

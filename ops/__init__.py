@@ -6,11 +6,12 @@ with the names and arguments of :mod:`torch.optim`, :mod:`headroom.amp` loss sca
 models, :mod:`headroom.host` memory for what a device has no room for, :mod:`headroom.loss` losses
 that never make their logits, :mod:`headroom.nn` blocks that decide what they keep,
 :mod:`headroom.checkpointing` recomputed activations, :mod:`headroom.patching` the same for models
-that exist, :mod:`headroom.memory` where bytes go, :mod:`headroom.planning` where they will go,
-:mod:`headroom.profiling` where time goes, :mod:`headroom.fitting` the fastest way to train within a
-budget, :mod:`headroom.retrying` steps that are repeated when memory runs out,
-:mod:`headroom.reports` pictures of these, :mod:`headroom.state` files of a run's state, and
-:mod:`headroom.integrations` what other libraries' training loops need.
+that exist, :mod:`headroom.release` steps inside the backward pass, :mod:`headroom.memory` where
+bytes go, :mod:`headroom.planning` where they will go, :mod:`headroom.profiling` where time goes,
+:mod:`headroom.fitting` the fastest way to train within a budget, :mod:`headroom.retrying` steps
+that are repeated when memory runs out, :mod:`headroom.reports` pictures of these,
+:mod:`headroom.state` files of a run's state, and :mod:`headroom.integrations` what other libraries'
+training loops need.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         patching,
         planning,
         profiling,
+        release,
         reports,
         retrying,
         state,
@@ -50,10 +52,10 @@ if TYPE_CHECKING:
     from .grad.norm import grad_norm
     from .host import HostArena
     from .loss import linear_cross_entropy, linear_distillation_loss, linear_log_prob
-    from .optim import release_gradients
     from .patching import patch, unpatch
     from .planning import fits, max_batch, plan
     from .profiling import profile
+    from .release import release_gradients
     from .retrying import retry_on_oom
     from .state import StateFileError, latest, load_state, save_state
 else:
@@ -69,19 +71,24 @@ else:
             ".grad.norm": ("grad_norm",),
             ".host": ("HostArena",),
             ".loss": ("linear_cross_entropy", "linear_distillation_loss", "linear_log_prob"),
-            ".optim": ("release_gradients",),
             ".patching": ("patch", "unpatch"),
             ".planning": ("fits", "max_batch", "plan"),
             ".profiling": ("profile",),
+            ".release": ("release_gradients",),
             ".retrying": ("retry_on_oom",),
             ".state": ("StateFileError", "latest", "load_state", "save_state"),
         },
         """amp checkpointing fitting grad host integrations loss memory nn optim patching planning
-        profiling reports retrying state""".split(),
+        profiling release reports retrying state""".split(),
     )
-    # Where these were first; the package of states needs that of optimizers.
-    moved = "check_same_state", "convert_state", "load_sharded"
-    lent["headroom.optim"] = dict.fromkeys(moved, "headroom.state")
+    # Names that were there first, of packages that need that of optimizers.
+    lent["headroom.optim"] = {
+        "ReleaseHandle": "headroom.release",
+        "check_same_state": "headroom.state",
+        "convert_state": "headroom.state",
+        "load_sharded": "headroom.state",
+        "release_gradients": "headroom.release",
+    }
     advisers.append(lambda *seen: import_module(".planning.ways_out", __name__).ways_out(*seen))
 
 __all__ = [
@@ -124,6 +131,7 @@ __all__ = [
     "planning",
     "profile",
     "profiling",
+    "release",
     "release_gradients",
     "reports",
     "retry_on_oom",

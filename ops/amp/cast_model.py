@@ -64,7 +64,7 @@ def cast_model(
     copies and pickles of the model have them too. A further call starts anew, so that
     ``cast_model(model, torch.float32)`` undoes everything except the loss of bits.
 
-    Call it before :func:`~headroom.optim.release_gradients` and other hooks on parameters.
+    Call it before :func:`~headroom.release_gradients` and other hooks on parameters.
 
     Example::
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..optim.release import bucket_of
 from ..patching.levels import Blocks
+from ..release import bucket_of
 from ..step.description import Step
 from .apply.applied import Applied
 from .apply.fitted import Fitted

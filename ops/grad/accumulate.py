@@ -125,7 +125,7 @@ class GradAccumulator:
         """Encloses the forward and backward pass of one micro-batch. Drops existing gradients at
         its start, and adds the new ones at its end; those of a micro-batch of weight 0, one without
         labels say, are dropped. An error inside drops the micro-batch, or, with
-        :func:`~headroom.optim.release_gradients`, which may have added a part of it already, all
+        :func:`~headroom.release_gradients`, which may have added a part of it already, all
         micro-batches since the last :meth:`finish`."""
         weight = _checked_weight(weight)
         weighting = self._ranks.weighting

@@ -13,7 +13,6 @@ from .master_weights import load_master_weights, master_weights
 from .memory import StateMemory
 from .paging import OffloadHandle
 from .paging.api import offload
-from .release import ReleaseHandle, release_gradients
 
 if not TYPE_CHECKING:  # names that the root lends
     __getattr__, __dir__ = lazy(__name__)
@@ -26,10 +25,8 @@ __all__ = [
     "AdamW8bit",
     "OffloadHandle",
     "Optimizer",
-    "ReleaseHandle",
     "StateMemory",
     "load_master_weights",
     "master_weights",
     "offload",
-    "release_gradients",
 ]

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ...amp.cast_model import cast_model
-from ...optim import load_master_weights, master_weights, release_gradients
-from ...optim.release import bucket_of
+from ...optim import load_master_weights, master_weights
 from ...patching import unpatch
 from ...patching.changes import RECORD
 from ...patching.levels import set_levels
+from ...release import bucket_of, release_gradients
 from ..choice import Choice
 
 __all__ = ["Applied"]

@@ -41,7 +41,7 @@ class Fitted(Chosen):
         blocks: the names of the blocks that ``choice.levels`` is of.
         within: the budget without its margin.
         is_given: whether the choice was given, and not looked for.
-        bucket_bytes: with which :func:`headroom.optim.release_gradients` releases gradients, or
+        bucket_bytes: with which :func:`headroom.release_gradients` releases gradients, or
             would after a dry run; None if they are not released, or not any more.
 
     All others are those of :class:`headroom.fitting.report.Chosen`.

@@ -14,7 +14,6 @@ from torch import nn
 from ..._core.module_copies import copied_modules, private_copy
 from ...amp.cast_model import cast_model
 from ...checkpointing import RecomputeError
-from ...optim.release import bucket_of
 from ...optim.replacing import is_headroom, state_bytes
 from ...patching.families import find_layers
 from ...patching.levels import Blocks, set_levels
@@ -22,6 +21,7 @@ from ...planning.api import plan_of
 from ...planning.checks import check_step
 from ...planning.recorder import Recorder
 from ...planning.result import Plan
+from ...release import bucket_of
 from ...step.description import Step
 from ...step.errors import PlanError
 from ...step.micro_batches import parts, some_samples

@@ -374,7 +374,7 @@ class TestLeaves:
         models = [nn.Sequential(block(nn.Dropout(0.1)), block(nn.Identity())) for _ in range(2)]
         for model, verify in zip(models, (False, True)):
             optimizer = headroom.optim.AdamW(model.parameters(), lr=0.1)
-            headroom.optim.release_gradients(model, optimizer, bucket_bytes=0)
+            headroom.release_gradients(model, optimizer, bucket_bytes=0)
             headroom.checkpoint_every(model, verify=verify)
             for step in range(3):
                 torch.manual_seed(step)

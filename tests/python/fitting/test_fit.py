@@ -11,8 +11,8 @@ from headroom.fitting.apply.applied import Applied
 from headroom.fitting.costs import measure
 from headroom.fitting.search import candidates, changes
 from headroom.nn import Transformer, TransformerConfig
-from headroom.optim.release.handle import BUCKET_BYTES, bucket_of
 from headroom.optim.replacing import obstacle, replacement
+from headroom.release.handle import BUCKET_BYTES, bucket_of
 from headroom.step.pass_seconds import PassSeconds
 from torch import nn
 

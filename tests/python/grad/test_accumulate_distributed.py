@@ -210,7 +210,7 @@ def unequal_tokens(rank, wrap):
         accumulator = headroom.GradAccumulator(model, process_group=group)
     optimizer = ADAMW(model.parameters(), lr=0.01)
     if "released" in wrap:
-        headroom.optim.release_gradients(model, optimizer, accumulator=accumulator)
+        headroom.release_gradients(model, optimizer, accumulator=accumulator)
     for window, tokens in enumerate(TOKENS):
         params = whole(model.parameters())
         want = []

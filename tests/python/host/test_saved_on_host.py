@@ -551,7 +551,7 @@ def test_beside_states_on_the_host(release):
             model.parameters(), lr=1e-2, min_8bit_size=64, offload=offload
         )
         if release:
-            headroom.optim.release_gradients(model, optimizer)
+            headroom.release_gradients(model, optimizer)
         torch.manual_seed(5)
         for _ in range(3):
             model(ids, labels=ids).backward()

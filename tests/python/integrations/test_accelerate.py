@@ -73,7 +73,7 @@ def test_what_takes_an_optimizer_takes_the_one_that_accelerate_wraps(accelerator
     optimizer = ADAMW(model.parameters(), lr=1e-2, master="remainder16")
     model, prepared = accelerator.prepare(model, optimizer)
     assert type(prepared) is not ADAMW
-    with headroom.optim.release_gradients(model, prepared):
+    with headroom.release_gradients(model, prepared):
         accelerator.backward(model(batches(1)[0].bfloat16()).square().mean())
         prepared.step()
     weights = headroom.optim.master_weights(prepared, model)

@@ -174,7 +174,7 @@ def released(rank, cls, options, clip):
             fully_shard(part, mesh=mesh())
         nets.append(sharded(model))
         optimizers.append(cls(model.parameters(), **options, max_grad_norm=1e-3 if clip else None))
-    handle = headroom.optim.release_gradients(nets[1], optimizers[1], clip=clip, bucket_bytes=64)
+    handle = headroom.release_gradients(nets[1], optimizers[1], clip=clip, bucket_bytes=64)
     for step in range(3):
         backward(nets[0], rank, step)
         if clip:
@@ -208,7 +208,7 @@ def released_into_an_accumulator(rank, wrap):
         optimizer = ADAMW(net.parameters(), **OPTIONS, max_grad_norm=1e-3)
         accumulator = headroom.GradAccumulator(net)
         if k:
-            headroom.optim.release_gradients(net, optimizer, accumulator=accumulator)
+            headroom.release_gradients(net, optimizer, accumulator=accumulator)
         for step in range(4):
             with accumulator.micro_batch(weight=1 + step):
                 backward(net, rank, step)

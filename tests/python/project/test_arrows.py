@@ -14,7 +14,7 @@ FLOORS = {
             ["functional", "host"],
             ["grad", "loss", "checkpointing"],
             ["optim", "amp", "nn"],
-            ["state", "patching"],
+            ["state", "patching", "release"],
             ["step"],
             ["memory", "profiling"],
             ["planning"],

@@ -51,8 +51,9 @@ def test_every_name_is_there(package):
 
 
 def test_names_that_moved_are_the_same_objects():
-    assert headroom.release_gradients is headroom.optim.release_gradients
-    assert callable(headroom.release_gradients)
+    for name in ("ReleaseHandle", "release_gradients"):
+        assert getattr(headroom.optim, name) is getattr(headroom.release, name)
+    assert headroom.release_gradients is headroom.release.release_gradients
     for name in ("check_same_state", "convert_state", "load_sharded"):
         assert getattr(headroom.optim, name) is getattr(headroom.state, name)
     for name in ("save_state", "load_state", "latest", "StateFileError"):

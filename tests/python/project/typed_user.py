@@ -28,7 +28,7 @@ def train(model: nn.Module, batches: list[Tensor]) -> Tensor:
 
 def release(model: nn.Module) -> bool:
     optimizer = headroom.optim.AdamW8bit(model.parameters(), block_size=128)
-    handle: headroom.optim.ReleaseHandle = headroom.release_gradients(model, optimizer)
+    handle: headroom.release.ReleaseHandle = headroom.release_gradients(model, optimizer)
     active: bool = handle.active
     handle.remove()
     return active

@@ -196,9 +196,7 @@ class Released(Loop):
 
     def made(self, save):
         super().made(save)
-        self.handle = headroom.optim.release_gradients(
-            self.model, self.optimizer, bucket_bytes=1 << 10
-        )
+        self.handle = headroom.release_gradients(self.model, self.optimizer, bucket_bytes=1 << 10)
 
 
 class Own(torch.optim.Optimizer):

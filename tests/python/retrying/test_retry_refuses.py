@@ -96,7 +96,7 @@ def test_gradient_release(when):
         model(tokens).square().mean().backward()
         optimizer.step()
 
-    handle = headroom.optim.release_gradients(
+    handle = headroom.release_gradients(
         model, optimizer, bucket_bytes=1 << 22 if when == "waiting" else 0
     )
     if when == "preparing":

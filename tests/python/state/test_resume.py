@@ -47,7 +47,7 @@ class Run:
                 self.model, compensated=choose.random() < 0.5
             )
         if self.how == "release":
-            self.others["handle"] = headroom.optim.release_gradients(
+            self.others["handle"] = headroom.release_gradients(
                 self.model, optimizer, clip="previous" if clip else None, bucket_bytes=1000
             )
 

@@ -1,4 +1,4 @@
-"""headroom.optim.release_gradients with a scaler, with clipping, and with gradients that are not
+"""headroom.release_gradients with a scaler, with clipping, and with gradients that are not
 finite."""
 
 import copy

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..._core.names import name_of
-from ...grad.accumulate import GradAccumulator
-from ..base import Optimizer
+from .._core.names import name_of
+from ..grad.accumulate import GradAccumulator
+from ..optim.base import Optimizer
 from .strategy import Strategy
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._core.dtensor import local_part
-from ..base import Optimizer
+from .._core.dtensor import local_part
+from ..optim.base import Optimizer
 from .strategy import Strategy
 
 

@@ -1,4 +1,4 @@
-"""What headroom.optim.release_gradients refuses, and how a run goes on after an error."""
+"""What headroom.release_gradients refuses, and how a run goes on after an error."""
 
 import copy
 import functools
@@ -149,7 +149,7 @@ import headroom, torch
 from helpers.training import Nested
 layer = torch.nn.Linear(3, 3)
 optimizer = headroom.optim.AdamW(layer.parameters())
-headroom.optim.release_gradients(layer, optimizer)
+headroom.release_gradients(layer, optimizer)
 layer(Nested.apply(torch.ones(2, 3, requires_grad=True), layer)).sum().backward()
 """
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from ...functional.unscale_norm import grad_norm
-from ...grad.norm import Measured, are_local, clip_coef, measure
-from ..base import Optimizer
-from ..errors import explained
-from ..plan import like_param
+from ..functional.unscale_norm import grad_norm
+from ..grad.norm import Measured, are_local, clip_coef, measure
+from ..optim.base import Optimizer
+from ..optim.errors import explained
+from ..optim.plan import like_param
 from .strategy import InBackward
 
 

@@ -1,4 +1,4 @@
-"""headroom.optim.release_gradients: steps inside backward, with the bits of the ordinary step."""
+"""headroom.release_gradients: steps inside backward, with the bits of the ordinary step."""
 
 import functools
 import gc

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from ..._core.fsdp import fsdp_class
-from ..._core.randomness import generators_kept
-from ...grad.accumulate import GradAccumulator
-from ..base import Optimizer
-from ..master_weights import headroom_optimizer
-from ..plan import check_overlap
+from .._core.fsdp import fsdp_class
+from .._core.randomness import generators_kept
+from ..grad.accumulate import GradAccumulator
+from ..optim.base import Optimizer
+from ..optim.master_weights import headroom_optimizer
+from ..optim.plan import check_overlap
 from .accumulation import Accumulation
 from .adama import NEEDS, IntoMoments
 from .engine import Engine
@@ -64,7 +64,7 @@ def release_gradients(
     Example::
 
         optimizer = headroom.optim.AdamW(model.parameters(), lr=1e-3)
-        handle = headroom.optim.release_gradients(model, optimizer)
+        handle = headroom.release_gradients(model, optimizer)
         for _ in range(3):
             model(torch.randn(4, 3)).square().mean().backward()  # steps, and frees
             optimizer.step()
@@ -207,7 +207,7 @@ class ReleaseHandle:
         Example::
 
             optimizer = headroom.optim.AdamW(model.parameters(), max_grad_norm=1.0)
-            handle = headroom.optim.release_gradients(model, optimizer, clip="two-pass")
+            handle = headroom.release_gradients(model, optimizer, clip="two-pass")
             x = torch.randn(4, 3)
             with handle.measure():
                 model(x).square().mean().backward()
@@ -243,7 +243,7 @@ class ReleaseHandle:
         Example::
 
             optimizer = headroom.optim.AdamW(model.parameters())
-            handle = headroom.optim.release_gradients(
+            handle = headroom.release_gradients(
                 model, optimizer, accumulate_into_state=True
             )
             for micro_batch in torch.randn(4, 2, 3):

@@ -19,12 +19,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..._core.dtensor import local_part
-from ..._core.names import name_of
-from ...functional.accumulate import accumulate_
-from ..adam import Adam
-from ..base import Optimizer
-from ..plan import like_param
+from .._core.dtensor import local_part
+from .._core.names import name_of
+from ..functional.accumulate import accumulate_
+from ..optim.adam import Adam
+from ..optim.base import Optimizer
+from ..optim.plan import like_param
 from .strategy import InBackward
 
 WHOLE = 1 - 1e-6  # shares that add up to one, rounded

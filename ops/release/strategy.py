@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..._core.grouping import grouped
-from ..._core.names import name_of
-from ..base import Optimizer
-from ..options import common_max_grad_norm
+from .._core.grouping import grouped
+from .._core.names import name_of
+from ..optim.base import Optimizer
+from ..optim.options import common_max_grad_norm
 
 
 class Strategy:
