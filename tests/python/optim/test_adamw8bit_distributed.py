@@ -5,11 +5,19 @@ local to a shard. Where rows are whole blocks and shards are rows, blocks are th
 and so are all bits.
 """
 
+from types import SimpleNamespace
+
 import headroom
 import pytest
 import torch
+from headroom._core.dtensor import local_part
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -83,6 +91,58 @@ def fsdp(rank, options):
 )
 def test_fsdp2_has_the_bits_of_one_process(ranks, options):
     ranks(fsdp, options)
+
+
+ON_HOST = CPUOffloadPolicy(pin_memory=False)  # which needs a GPU otherwise
+
+
+def on_host(rank, options, releases):
+    """FSDP2 keeps parameters, gradients and states on the host, and the step runs there."""
+    nets = [sharded(offload_policy=policy) for policy in (OffloadPolicy(), ON_HOST)]
+    optimizers = [ADAMW8BIT(net.parameters(), **OPTIONS, **options) for net in nets]
+    if releases:
+        headroom.release_gradients(nets[1], optimizers[1], bucket_bytes=1000)
+    for step in range(4):
+        for net, optimizer in zip(nets, optimizers):
+            backward(net, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_shards(nets[0], optimizers[0], nets[1], optimizers[1])
+    for p in nets[1].parameters():
+        assert local_part(p).device.type == "cpu"
+        assert all(local_part(x).device.type == "cpu" for x in optimizers[1].state[p].values())
+
+
+@pytest.mark.parametrize("releases", [False, True])
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1e9}])
+def test_fsdp2_that_keeps_everything_on_the_host(ranks, options, releases):
+    if releases and options:
+        options = {"nonfinite": "skip_element"}
+    ranks(on_host, options, releases)
+
+
+def in_flight(rank):
+    """Gradients that torch copies to the host while a hook reads them are waited for."""
+    net = sharded(offload_policy=ON_HOST)
+    optimizer = ADAMW8BIT(net.parameters(), **OPTIONS)
+    headroom.release_gradients(net, optimizer, bucket_bytes=0)
+    events, prepared_part = [], ADAMW8BIT.prepared_part
+    stream = SimpleNamespace(synchronize=lambda: events.append("waits"))
+
+    def steps(self, *arguments):
+        events.append("steps")
+        return prepared_part(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+        patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+        patch.setattr(ADAMW8BIT, "prepared_part", steps)
+        backward(net, 0)
+    assert events == ["waits", "steps"] * len(list(net.parameters()))
+
+
+def test_gradients_of_fsdp2_on_their_way_to_the_host(ranks):
+    ranks(in_flight)
 
 
 def local_blocks(rank, shape, placement):
