@@ -336,7 +336,7 @@ def test_states_on_the_host_are_converted_like_others(cls, name, to):
         torch.manual_seed(0)
         params, optimizer = run(ps := parameters(), cls(ps, lr=LR, offload=offload), 2)
         there = copy.deepcopy(convert(optimizer, to).state_dict)
-        optimizer.load_state_dict(convert(there, name).state_dict)
+        optimizer.load_state_dict(convert(copy.deepcopy(there), name).state_dict)
         run(params, optimizer, 1)
         found.append((there, optimizer.state_dict(), params))
     assert optimizer.offload_handle.memory().host > 0
