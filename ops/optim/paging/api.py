@@ -56,8 +56,8 @@ def offload(
     Raises:
         TypeError: the optimizer is not one of Headroom's.
         ValueError: the budget is below the ring; the optimizer has factored states, which are small
-            already, or is offloaded already; or a parameter is sharded, or on neither a CPU nor a
-            CUDA device.
+            already, or is offloaded already; or a parameter is on neither a CPU nor a CUDA
+            device.
         HostMemoryError: the host has no room for the state that exists.
 
         An optimizer step raises HostMemoryError where the host has no room for new state; nothing

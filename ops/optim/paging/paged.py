@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..._core.capture import refuse_in_capture
+from ..._core.dtensor import local_part
 from ..._core.grouping import grouped
 from ..._core.names import name_of
 from ..._core.sizes import format_bytes
@@ -23,9 +23,9 @@ from ...host.arena import HostArena
 from ...host.engine import Engine
 from ...host.engines import engine_of
 from ..errors import explained
-from ..plan import Bucket, Calls, Plan, StepScalars
+from ..plan import Bucket, Calls, Plan, StepScalars, like_param
 from ..states import Layout, dtype_refusal
-from .homes import Field, Home, aligned, fields_of, is_cuttable, size_of
+from .homes import Field, Home, aligned, fields_of, is_cuttable, size_of, taken_by_ops
 from .ring import SLOTS, Ring, Run, pieces_of, smallest_cut
 
 BUCKET_BYTES = 16 << 20  # of state in a slot: a link reaches 0.95 of its rate with a third of it
@@ -249,7 +249,7 @@ class Paging:
     def memory(self, optimizer: Any) -> PagingMemory:
         """Returns the bytes of the state, by where they are."""
         resident = sum(
-            tensor.nbytes
+            local_part(tensor).nbytes
             for param in self.resident
             for tensor in optimizer.state.get(param, {}).values()
             if isinstance(tensor, Tensor)
@@ -272,8 +272,11 @@ class Paging:
                 where = owner.device, owner in self.resident
                 positions.setdefault(where, []).append(i)
             for (device, stays), chosen in positions.items():
-                columns = bucket.owners, bucket.params, bucket.grads
-                part = Bucket(bucket.layout, *([column[i] for i in chosen] for column in columns))
+                owners = [bucket.owners[i] for i in chosen]
+                grads = [like_param(bucket.grads[i], bucket.owners[i]) for i in chosen]
+                part = Bucket(
+                    bucket.layout, owners, [*map(local_part, owners)], [*map(local_part, grads)]
+                )
                 try:
                     run, staged = self._staged(optimizer, plan.group, part, device, stays)
                 except (RuntimeError, NotImplementedError) as error:
@@ -296,7 +299,12 @@ class Paging:
             for param in bucket.owners:
                 if any(name not in optimizer.state[param] for name in bucket.layout.names):
                     optimizer.entry(param, group)
-            return None, [(bucket, _states_of(bucket, optimizer.state))]
+            entries = (optimizer.state[param] for param in bucket.owners)
+            states = {
+                param: taken_by_ops(entry, param, block_size_of(group))
+                for param, entry in zip(bucket.params, entries)
+            }
+            return None, [(bucket, _states_of(bucket, states))]
         self._house_missing(optimizer, bucket.owners, bucket.layout, group)
         ring = self._ring(device, group, bucket)
         pieces = pieces_of(bucket, self._homes, ring, block_size_of(group))
@@ -334,16 +342,11 @@ def check_param(optimizer: Any, param: Tensor) -> None:
     """Refuses a parameter whose state cannot lie in an arena.
 
     Raises:
-        ValueError: it is sharded, or neither on a CPU nor on a CUDA device.
+        ValueError: it is neither on a CPU nor on a CUDA device.
         RuntimeError: the optimizer does not step its dtype.
     """
     kind = type(optimizer).__name__
     name = name_of(optimizer.param_groups, param)
-    if isinstance(param, DTensor):
-        raise ValueError(
-            f"{name} is sharded, and states of shards are not offloaded: with FSDP2, "
-            "CPUOffloadPolicy keeps parameters and states on the host"
-        )
     if param.device.type not in ("cpu", "cuda", "meta"):  # a plan is made of parameters on meta
         raise ValueError(
             f"{name} is on {param.device}: states of parameters on CPU and CUDA devices are "
@@ -380,4 +383,5 @@ def _bring(place: Place, entry: dict[str, Any], home: Home | None) -> None:
         value = entry.get(field.name)
         is_away = isinstance(value, Tensor) and value.device != place.param.device
         if is_away or (home is not None and value is home.views.get(field.name)):
-            entry[field.name] = field.on(place.param.device).copy_(value)
+            local = field.on(place.param.device).copy_(local_part(value))
+            entry[field.name] = field.whole(local)

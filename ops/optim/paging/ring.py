@@ -12,7 +12,7 @@ from torch import Tensor
 from ...host.engine import Engine
 from ..plan import Bucket, Call
 from ..states import STEP
-from .homes import Field, Home, aligned, flat
+from .homes import Field, Home, aligned, flat, taken_by_ops
 
 SLOTS = 3  # one is filled and one is emptied while a step runs on the third
 CUT = (
@@ -72,7 +72,7 @@ def pieces_of(
             continue
         if piece is None or piece.filled + home.size > ring.slot_bytes:
             piece = begin()
-        _add_whole(piece, ring, home, owner, param, grad)
+        _add_whole(piece, ring, home, owner, param, grad, block_size)
     for piece in pieces:
         piece.up = _merged(piece.up)
         piece.down = _merged(piece.down)
@@ -80,11 +80,18 @@ def pieces_of(
 
 
 def _add_whole(
-    piece: Piece, ring: Ring, home: Home, owner: Tensor, param: Tensor, grad: Tensor
+    piece: Piece,
+    ring: Ring,
+    home: Home,
+    owner: Tensor,
+    param: Tensor,
+    grad: Tensor,
+    block_size: int,
 ) -> None:
     run = ring.slots[piece.slot][piece.filled : piece.filled + home.size]
     piece.add(owner, param, grad)
-    piece.states[param] = {field.name: field.of(run) for field in home.fields}
+    states = {field.name: field.of(run) for field in home.fields}
+    piece.states[param] = taken_by_ops(states, param, block_size)
     piece.homes.append(home)
     copy = run, home.slab[home.first : home.first + home.size]
     piece.up.append(copy)
