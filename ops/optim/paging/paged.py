@@ -7,6 +7,7 @@ piece is one call of the optimizer's op, on states in a slot instead of those in
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -94,8 +95,9 @@ class Paging:
         self._forget()
 
     def __del__(self) -> None:
-        if hasattr(self, "_homes"):
-            self.wait()  # the memory that copies use is about to be freed
+        for home in getattr(self, "_homes", {}).values():
+            with contextlib.suppress(BaseException):  # nobody could catch what a finalizer raises
+                home.wait()  # the memory that copies use is about to be freed
 
     # ---- where states lie -----------------------------------------------------------------------
 

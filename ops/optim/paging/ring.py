@@ -31,6 +31,13 @@ class Ring:
         self.slots = self.memory.split(slot_bytes)
         # What was computed before may still use the memory, which the allocator has lent again.
         self.busy: list[Any] = [engine.mark()] * SLOTS  # the ticket after which a slot is free
+        self._turn = 0
+
+    def next_slot(self) -> int:
+        """Returns the slot for the next piece: all take turns, also from one bucket to the next,
+        so that a bucket does not wait for the last copy of the one before."""
+        slot, self._turn = self._turn, (self._turn + 1) % SLOTS
+        return slot
 
 
 @dataclass
@@ -59,7 +66,7 @@ def pieces_of(
     pieces: list[Piece] = []
 
     def begin() -> Piece:
-        pieces.append(Piece(len(pieces) % SLOTS, Bucket(bucket.layout, [], [], [])))
+        pieces.append(Piece(ring.next_slot(), Bucket(bucket.layout, [], [], [])))
         return pieces[-1]
 
     piece: Piece | None = None
