@@ -3,6 +3,8 @@ save there, each beside the same without it and plain copies of as many bytes.""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from .harness import Bar, Case, Contender
 
 F32, BF16 = torch.float32, torch.bfloat16
 COPIES = "without, then copies"
+FILES = "without, then reads and writes"
 PIECE = 16 << 20
 
 
@@ -73,6 +76,44 @@ def states(name: str, kind: str, dtype: torch.dtype, shapes: Shapes, **options: 
     return Case(name, what, setup, COPIES, bars=[Bar("ratio", 1 / 1.15, "cpu")])
 
 
+def in_files(shapes: Shapes) -> Case:
+    """`step()` with its states in files, beside plain reads and writes of as many bytes."""
+
+    def setup(device: torch.device) -> dict[str, Any]:
+        import headroom
+
+        folder = tempfile.gettempdir()
+
+        def offloaded() -> Contender:
+            optimizer = _optimizer("AdamW", shapes, F32)
+            headroom.optim.offload(optimizer, host=headroom.HostArena(file=folder))
+            return Contender(optimizer.step)
+
+        def resident() -> Contender:
+            return Contender(_optimizer("AdamW", shapes, F32).step)
+
+        def resident_and_files() -> Contender:
+            optimizer = _optimizer("AdamW", shapes, F32)
+            size = sum(x.nbytes for entry in optimizer.state.values() for x in entry.values())
+            file = tempfile.TemporaryFile(dir=folder)
+            os.posix_fallocate(file.fileno(), 0, size)
+            memory = memoryview(torch.zeros(PIECE, dtype=torch.uint8).numpy())
+
+            def call() -> None:
+                optimizer.step()
+                for first in range(0, size, PIECE):
+                    piece = [memory[: min(PIECE, size - first)]]
+                    os.preadv(file.fileno(), piece, first)
+                    os.pwritev(file.fileno(), piece, first)
+
+            return Contender(call)
+
+        return {"headroom": offloaded, "without": resident, FILES: resident_and_files}
+
+    what = "AdamW, float32: step() with its states in files"
+    return Case("states-in-files", what, setup, FILES, bars=[Bar("ratio", 1 / 1.3, "cpu")])
+
+
 # ---- What blocks keep ----------------------------------------------------------------------------
 
 
@@ -122,6 +163,7 @@ def blocks(level: str, quick: bool) -> Case:
 def cases(device: torch.device, quick: bool) -> list[Case]:
     shapes = model_for(device, quick).shapes
     return [
+        in_files(shapes),
         states("states-8bit", "AdamW8bit", BF16, shapes),
         states("states-8bit-remainder", "AdamW8bit", BF16, shapes, master="remainder16"),
         states("states-f32", "AdamW", F32, shapes),

@@ -127,6 +127,7 @@ class Home:
         run = slab[first : first + self.size]
         self.views = {field.name: field.whole(field.of(run)) for field in fields}
         self.written: Ticket = None  # of the last copy to it
+        self._is_new = True  # and zero
 
     def wait(self) -> None:
         """Waits until the copies to it have ended: what is there may be read then, or freed."""
@@ -153,7 +154,8 @@ class Home:
             if isinstance(value, Tensor):
                 view.copy_(local_part(value))
             elif slot.first is None:
-                view.zero_()
+                if not self._is_new:
+                    view.zero_()
             elif slot.shape is None and local.stride() == view.stride() and is_dense(local):
                 # By parts, because a device has no room for a float32 copy of a large parameter.
                 for source, target in zip(flat(local).split(PART), flat(view).split(PART)):
@@ -161,3 +163,4 @@ class Home:
             else:
                 view.copy_(local_part(slot.first(param)))
         entry.update(self.views)
+        self._is_new = False

@@ -23,6 +23,7 @@ from ..._core.table import table_of
 from ...host.arena import HostArena
 from ...host.engine import Engine
 from ...host.engines import engine_of
+from ...host.files import let_pages_go
 from ..errors import explained
 from ..plan import Bucket, Calls, Plan, StepScalars, like_param
 from ..states import Layout, dtype_refusal
@@ -195,12 +196,17 @@ class Paging:
             for place in those:
                 homes[place.param] = Home(slab, first, place.fields, engine)
                 first += place.size
+        filled = 0
         for place in places:
             home, before = homes[place.param], self._homes.get(place.param)
             if before is not None:
                 before.wait()
             home.fill(place.layout, place.param, state[place.param])
             self._homes[place.param] = home
+            filled += home.size
+            if filled >= BUCKET_BYTES or place is places[-1]:
+                let_pages_go(home.slab)
+                filled = 0
 
     def entry(self, optimizer: Any, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Returns the state of a parameter in the arena, after it has made what is missing."""

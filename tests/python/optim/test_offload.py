@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import mmap
 import weakref
 
 import headroom
@@ -574,6 +575,34 @@ def test_states_in_files(tmp_path):
     for run in (ordinary, paged):
         modes.train(*run, range(3))
     assert_same_run(ordinary, paged)
+
+
+def in_memory():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("begins", ["without states", "with states"])
+def test_states_in_files_are_not_in_the_process(begins, tmp_path):
+    """Neither where they are made or moved, nor after steps, but for the ring and what is looked
+    at."""
+    size, slot = 4 << 20, 1 << 20
+    params = [nn.Parameter(torch.zeros(size // 4)) for _ in range(16)]
+    optimizer, arena = AdamW(params), HostArena(file=tmp_path)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    before = in_memory()
+    if begins == "with states":
+        optimizer.step()
+        assert in_memory() - before > 100 << 20
+    offload(optimizer, host=arena, bucket_bytes=slot)
+    for _ in range(2):
+        optimizer.step()
+    assert arena.bytes > 128 << 20
+    assert in_memory() - before < (3 * slot) + (24 << 20)
+    first, *others = (entry["exp_avg"] for entry in optimizer.state.values())
+    assert first.unique().numel() == 1 and all(torch.equal(first, other) for other in others)
+    assert in_memory() - before > 60 << 20
 
 
 # ---- what is refused ----------------------------------------------------------------------------
