@@ -28,9 +28,10 @@ from ..errors import explained
 from ..plan import Bucket, Calls, Plan, StepScalars, like_param
 from ..states import Layout, dtype_refusal
 from .homes import Field, Home, aligned, fields_of, is_cuttable, size_of, taken_by_ops
-from .ring import SLOTS, Ring, Run, pieces_of, smallest_cut
+from .ring import Ring, Run, pieces_of, slots_with, smallest_cut
 
 BUCKET_BYTES = 16 << 20  # of state in a slot: a link reaches 0.95 of its rate with a third of it
+INLINE_BYTES = 8 << 20  # the same where copies are the processor's: what it has a cache for
 BUCKETS = 8  # or more, that the states of an optimizer fill
 KIND = "optimizer state"
 
@@ -148,15 +149,16 @@ class Paging:
         slots, resident = {}, set()
         for device, those in grouped(places.values(), lambda place: place.param.device).items():
             total = sum(place.size for place in those)
-            slots[device] = slot = self._slot(those, total)
-            room, ring = 0, SLOTS * slot
+            engine = self.engine_of(device)
+            slots[device] = slot = self._slot(those, total, engine)
+            room, ring = 0, slots_with(engine) * slot
             if self.budget:
                 room = total if self.budget >= total else self.budget - ring
                 if room < 0:
                     raise ValueError(
                         f"budget is {format_bytes(self.budget)} ({self.budget:,} bytes), but the "
                         f"ring that the state passes through takes {format_bytes(ring)} "
-                        f"({ring:,} bytes), {SLOTS} slots of {slot:,}"
+                        f"({ring:,} bytes), {ring // slot} of {slot:,}"
                     )
             for place in those:
                 room -= place.size
@@ -165,12 +167,13 @@ class Paging:
                 resident.add(place.param)
         return slots, resident
 
-    def _slot(self, places: Iterable[Place], total: int) -> int:
+    def _slot(self, places: Iterable[Place], total: int, engine: Engine) -> int:
         """Returns the bytes of a slot: what was asked for, or what the largest parameter needs that
         cannot be cut."""
         slot = self.bucket_bytes
         if slot is None:
-            slot = min(BUCKET_BYTES, total // BUCKETS)
+            most = BUCKET_BYTES if engine.is_asynchronous else INLINE_BYTES
+            slot = min(most, total // BUCKETS)
         for place in places:
             size = place.size
             if size > slot and place.is_cuttable:
@@ -247,7 +250,7 @@ class Paging:
     @property
     def ring_bytes(self) -> int:
         """Returns the bytes of the largest ring that steps need."""
-        return SLOTS * max(self._slots.values(), default=0)
+        return max((slots_with(self.engine_of(d)) * n for d, n in self._slots.items()), default=0)
 
     @property
     def rings(self) -> list[Tensor]:

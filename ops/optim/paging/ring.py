@@ -14,7 +14,6 @@ from ..plan import Bucket, Call
 from ..states import STEP
 from .homes import Field, Home, aligned, flat, taken_by_ops
 
-SLOTS = 3  # one is filled and one is emptied while a step runs on the third
 CUT = (
     4096  # elements, at multiples of which parameters are cut: whole blocks, and whole cache lines
 )
@@ -22,21 +21,30 @@ CUT = (
 Copy = tuple[Tensor, Tensor]  # bytes of a slot and of the arena
 
 
+def slots_with(engine: Engine) -> int:
+    """Returns how many slots a ring has: one is filled and one is emptied while a step runs on the
+    third. Where nothing runs beside a copy, one serves all."""
+    return 3 if engine.is_asynchronous else 1
+
+
 class Ring:
     """Slots of memory on a device, which pieces of the state pass through in turn."""
 
     def __init__(self, device: torch.device, slot_bytes: int, engine: Engine) -> None:
         self.engine, self.slot_bytes = engine, slot_bytes
-        self.memory = torch.empty(SLOTS * slot_bytes, dtype=torch.uint8, device=device)
+        size = slots_with(engine) * slot_bytes
+        self.memory = torch.empty(size, dtype=torch.uint8, device=device)
         self.slots = self.memory.split(slot_bytes)
         # What was computed before may still use the memory, which the allocator has lent again.
-        self.busy: list[Any] = [engine.mark()] * SLOTS  # the ticket after which a slot is free
+        self.busy: list[Any] = [engine.mark()] * len(
+            self.slots
+        )  # the ticket after which a slot is free
         self._turn = 0
 
     def next_slot(self) -> int:
         """Returns the slot for the next piece: all take turns, also from one bucket to the next,
         so that a bucket does not wait for the last copy of the one before."""
-        slot, self._turn = self._turn, (self._turn + 1) % SLOTS
+        slot, self._turn = self._turn, (self._turn + 1) % len(self.slots)
         return slot
 
 
@@ -203,7 +211,9 @@ class Run:
         has_stepped = False
         try:
             # A slot that is free is filled at once: those of the next pieces, while this one runs.
-            for ahead in range(len(self._arrived), min(index + SLOTS, len(self._pieces))):
+            for ahead in range(
+                len(self._arrived), min(index + len(self._ring.slots), len(self._pieces))
+            ):
                 self._arrived.append(self._fetch(self._pieces[ahead]))
             self._engine.wait(self._arrived[index])
             step()
