@@ -23,8 +23,8 @@ def offload(
     while one is stepped, the next is copied up and the one before down. On the CPU there is one.
     That costs the time of copying the state both ways, where it is longer than the step itself. The
     training loop stays as it is: groups, schedulers, clipping, scalers, gradient release, state
-    dicts and files. States are read in ``optimizer.state`` as tensors on the CPU, after ``handle.wait()``, and what is
-    written to them counts in the next step.
+    dicts and files. States are read in ``optimizer.state`` as tensors on the CPU, after
+    ``handle.wait()``, and what is written to them counts in the next step.
 
     On the CPU, where host and device are one, it makes sense with an arena in a file: the state is
     then on the disk.
