@@ -34,10 +34,10 @@ class Field(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def of(self, run: Tensor) -> Tensor:
-        """Returns the tensor in a run of bytes."""
-        own = run[self.first : self.first + self.size].view(self.dtype)
-        return own.as_strided(self.shape, self.stride)
+    def of(self, run: Tensor, first: int) -> Tensor:
+        """Returns the tensor in memory of its dtype, in which the state begins at a byte."""
+        place = run.storage_offset() + (first + self.first) // self.dtype.itemsize
+        return run.as_strided(self.shape, self.stride, place)
 
     def on(self, device: torch.device) -> Tensor:
         """Returns a new tensor of this form."""
@@ -102,8 +102,7 @@ class Home:
     def __init__(self, slab: Tensor, first: int, fields: tuple[Field, ...], engine: Engine) -> None:
         self.slab, self.first, self.fields, self._engine = slab, first, fields, engine
         self.size = size_of(fields)
-        run = slab[first : first + self.size]
-        self.views = {field.name: field.of(run) for field in fields}
+        self.views = {one.name: one.of(slab.view(one.dtype), first) for one in fields}
         self.written: Ticket = None  # of the last copy to it
 
     def wait(self) -> None:
