@@ -37,10 +37,10 @@ class Field(NamedTuple):
     dtype: torch.dtype
     spec: Any = None  # of the DTensor that it is a shard of
 
-    def of(self, run: Tensor) -> Tensor:
-        """Returns the tensor in a run of bytes."""
-        own = run[self.first : self.first + self.size].view(self.dtype)
-        return own.as_strided(self.shape, self.stride)
+    def of(self, run: Tensor, first: int) -> Tensor:
+        """Returns the tensor in memory of its dtype, in which the state begins at a byte."""
+        place = run.storage_offset() + (first + self.first) // self.dtype.itemsize
+        return run.as_strided(self.shape, self.stride, place)
 
     def whole(self, local: Tensor) -> Tensor:
         """Returns the DTensor of a shard, or the tensor itself. Shards may lie on the host where
@@ -124,8 +124,7 @@ class Home:
     def __init__(self, slab: Tensor, first: int, fields: tuple[Field, ...], engine: Engine) -> None:
         self.slab, self.first, self.fields, self._engine = slab, first, fields, engine
         self.size = size_of(fields)
-        run = slab[first : first + self.size]
-        self.views = {field.name: field.whole(field.of(run)) for field in fields}
+        self.views = {one.name: one.whole(one.of(slab.view(one.dtype), first)) for one in fields}
         self.written: Ticket = None  # of the last copy to it
         self._is_new = True  # and zero
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,25 @@ CUT = (
     4096  # elements, at multiples of which parameters are cut: whole blocks, and whole cache lines
 )
 
-Copy = tuple[Tensor, Tensor]  # bytes of a slot and of the arena
+
+class Copy(NamedTuple):
+    """Bytes that lie in a slot and in a slab."""
+
+    here: int  # the first, in the slot
+    slab: Tensor
+    there: int  # the first, in the slab
+    size: int
+
+
+class Typed(dict[torch.dtype, Tensor]):
+    """Bytes as tensors of each dtype that is asked for."""
+
+    def __init__(self, run: Tensor) -> None:
+        self._run = run
+
+    def __missing__(self, dtype: torch.dtype) -> Tensor:
+        view = self[dtype] = self._run.view(dtype)
+        return view
 
 
 def slots_with(engine: Engine) -> int:
@@ -35,10 +53,10 @@ class Ring:
         size = slots_with(engine) * slot_bytes
         self.memory = torch.empty(size, dtype=torch.uint8, device=device)
         self.slots = self.memory.split(slot_bytes)
+        self.typed = [Typed(slot) for slot in self.slots]
         # What was computed before may still use the memory, which the allocator has lent again.
-        self.busy: list[Any] = [engine.mark()] * len(
-            self.slots
-        )  # the ticket after which a slot is free
+        # Of each slot, the ticket after which it is free.
+        self.busy: list[Any] = [engine.mark()] * len(self.slots)
         self._turn = 0
 
     def next_slot(self) -> int:
@@ -103,12 +121,12 @@ def _add_whole(
     grad: Tensor,
     block_size: int,
 ) -> None:
-    run = ring.slots[piece.slot][piece.filled : piece.filled + home.size]
+    views, first = ring.typed[piece.slot], piece.filled
     piece.add(owner, param, grad)
-    states = {field.name: field.of(run) for field in home.fields}
+    states = {one.name: one.of(views[one.dtype], first) for one in home.fields}
     piece.states[param] = taken_by_ops(states, param, block_size)
     piece.homes.append(home)
-    copy = run, home.slab[home.first : home.first + home.size]
+    copy = Copy(first, home.slab, home.first, home.size)
     piece.up.append(copy)
     piece.down.append(copy)
     piece.filled += home.size
@@ -137,7 +155,7 @@ def _add_part(
         run = ring.slots[piece.slot][piece.filled : piece.filled + (end - begin) * size]
         states[one.name] = run.view(one.dtype) if one.shape else run.view(one.dtype)[0]
         there = home.first + one.first
-        copy = run, home.slab[there + begin * size : there + end * size]
+        copy = Copy(piece.filled, home.slab, there + begin * size, run.numel())
         piece.up.append(copy)
         # All parts read the same count of steps, and each adds one to a copy of it.
         if one.name != STEP.name or last == param.numel():
@@ -173,23 +191,16 @@ def smallest_cut(fields: Iterable[Field], block_size: int) -> int:
 def _merged(copies: Sequence[Copy]) -> list[Copy]:
     """Joins copies whose bytes follow each other in both places."""
     merged: list[Copy] = []
-    for here, there in copies:
-        if not here.numel():
+    for copy in copies:
+        if not copy.size:
             continue
-        if merged and _follows(merged[-1][0], here) and _follows(merged[-1][1], there):
-            merged[-1] = _joined(merged[-1][0], here), _joined(merged[-1][1], there)
+        last = merged[-1] if merged else copy
+        ends = last.slab, last.here + last.size, last.there + last.size
+        if ends[0] is copy.slab and ends[1:] == (copy.here, copy.there):
+            merged[-1] = last._replace(size=last.size + copy.size)
         else:
-            merged.append((here, there))
+            merged.append(copy)
     return merged
-
-
-def _follows(a: Tensor, b: Tensor) -> bool:
-    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
-    return same and a.storage_offset() + a.numel() == b.storage_offset()
-
-
-def _joined(a: Tensor, b: Tensor) -> Tensor:
-    return a.as_strided((a.numel() + b.numel(),), (1,), a.storage_offset())
 
 
 class Run:
@@ -211,9 +222,8 @@ class Run:
         has_stepped = False
         try:
             # A slot that is free is filled at once: those of the next pieces, while this one runs.
-            for ahead in range(
-                len(self._arrived), min(index + len(self._ring.slots), len(self._pieces))
-            ):
+            last = min(index + len(self._ring.slots), len(self._pieces))
+            for ahead in range(len(self._arrived), last):
                 self._arrived.append(self._fetch(self._pieces[ahead]))
             self._engine.wait(self._arrived[index])
             step()
@@ -227,14 +237,20 @@ class Run:
         after = [self._ring.busy[piece.slot], *(home.written for home in piece.homes)]
         tickets = {id(ticket): ticket for ticket in after if ticket is not None}
         ticket = None
-        for i, (here, there) in enumerate(piece.up):
+        for i, copy in enumerate(piece.up):
+            here, there = self._sides(piece, copy)
             ticket = self._engine.up(here, there, () if i else tickets.values())
         return ticket
+
+    def _sides(self, piece: Piece, copy: Copy) -> tuple[Tensor, Tensor]:
+        slot = self._ring.slots[piece.slot]
+        return slot[copy.here :][: copy.size], copy.slab[copy.there :][: copy.size]
 
     def _store(self, piece: Piece) -> None:
         after = [self._engine.mark()]
         ticket = None
-        for i, (here, there) in enumerate(piece.down):
+        for i, copy in enumerate(piece.down):
+            here, there = self._sides(piece, copy)
             ticket = self._engine.down(there, here, () if i else after)
         self._ring.busy[piece.slot] = ticket
         for home in piece.homes:

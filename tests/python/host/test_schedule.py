@@ -238,6 +238,6 @@ def test_a_measurement_finds_the_constants_of_a_link(beside, monkeypatch):
     monkeypatch.setattr(schedule, "PIECE", 32 << 10)
     monkeypatch.setattr(schedule, "SMALL", 4)
     monkeypatch.setattr(schedule.time, "perf_counter", now)
-    found = schedule._measured(engine, CPU)
+    found = schedule.measured(engine, CPU)
     for one, other in zip(found, wanted):
         assert one == pytest.approx(other, rel=0.02)
