@@ -13,17 +13,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..._core.dtensor import local_part
 from ..._core.overlap import is_dense
-from ...host.engine import Engine, Ticket
+from ...host.engine import Engine
+from ...host.ring import Place, aligned
 from ..block_scales import ABSMAXS, unpadded
 from ..states import STEP, Layout, Slot
 
-ALIGNMENT = 64  # of tensors in a run of bytes; kernels want 16
 PART = 1 << 20  # elements
-
-
-def aligned(size: int, to: int = ALIGNMENT) -> int:
-    """Returns a size rounded up to a multiple."""
-    return -(-size // to) * to
 
 
 class Field(NamedTuple):
@@ -118,21 +113,14 @@ def taken_by_ops(state: Mapping[str, Tensor], param: Tensor, block_size: int) ->
     return found
 
 
-class Home:
+class Home(Place):
     """The place of a parameter's state in an arena."""
 
     def __init__(self, slab: Tensor, first: int, fields: tuple[Field, ...], engine: Engine) -> None:
-        self.slab, self.first, self.fields, self._engine = slab, first, fields, engine
-        self.size = size_of(fields)
+        super().__init__(slab, first, size_of(fields), engine)
+        self.fields = fields
         self.views = {one.name: one.whole(one.of(slab.view(one.dtype), first)) for one in fields}
-        self.written: Ticket = None  # of the last copy to it
         self._is_new = True  # and zero
-
-    def wait(self) -> None:
-        """Waits until the copies to it have ended: what is there may be read then, or freed."""
-        if self.written is not None:
-            self._engine.sync(self.written)
-            self.written = None
 
     def holds(self, entry: Mapping[str, Any] | None, names: tuple[str, ...]) -> bool:
         """Returns whether a state of these names consists of the tensors here."""

@@ -24,11 +24,12 @@ from ...host.arena import HostArena
 from ...host.engine import Engine
 from ...host.engines import engine_of
 from ...host.files import let_pages_go
+from ...host.ring import Ring, Run, aligned, slots_with
 from ..errors import explained
 from ..plan import Bucket, Calls, Plan, StepScalars, like_param
 from ..states import Layout, dtype_refusal
-from .homes import Field, Home, aligned, fields_of, is_cuttable, size_of, taken_by_ops
-from .ring import Ring, Run, pieces_of, slots_with, smallest_cut
+from .homes import Field, Home, fields_of, is_cuttable, size_of, taken_by_ops
+from .parts import calls_of, pieces_of, smallest_cut
 
 BUCKET_BYTES = 16 << 20  # of state in a slot: a link reaches 0.95 of its rate with a third of it
 INLINE_BYTES = 8 << 20  # the same where copies are the processor's: what it has a cache for
@@ -293,7 +294,7 @@ class Paging:
                 except (RuntimeError, NotImplementedError) as error:
                     raise explained(optimizer, error, part.owners, part.grads) from error
                 steps = optimizer.calls_on(plan.group, staged, scalars)
-                found += steps if run is None else run.calls(steps)
+                found += steps if run is None else calls_of(run, steps)
         return found
 
     def _staged(

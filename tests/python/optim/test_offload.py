@@ -13,7 +13,7 @@ from headroom.amp import GradScaler
 from headroom.host import HostArena, HostMemoryError, default_arena
 from headroom.host.arena import in_arena
 from headroom.optim import Adafactor, AdamW, AdamW8bit, offload
-from headroom.optim.paging import ring
+from headroom.optim.paging import parts
 from torch import nn
 
 from helpers import modes
@@ -29,7 +29,7 @@ PAGED = {name: mode for name, mode in EVERY.items() if not name.startswith("adaf
 @pytest.fixture(autouse=True)
 def small_cuts(monkeypatch):
     """Cuts parameters of a test into several parts."""
-    monkeypatch.setattr(ring, "CUT", 512)
+    monkeypatch.setattr(parts, "CUT", 512)
 
 
 def assert_same_run(left, right):

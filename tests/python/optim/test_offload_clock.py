@@ -11,7 +11,7 @@ from headroom.host import HostArena
 from headroom.host.schedule import paged_step
 from headroom.host.simulation import Link
 from headroom.optim import AdamW, offload
-from headroom.optim.paging import ring
+from headroom.optim.paging import parts
 from torch import nn
 
 from helpers.copies import POLICIES, adversary, copying_with
@@ -67,7 +67,7 @@ def test_a_step_of_whole_parameters_takes_what_the_simulation_says(seed, policy)
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_step_of_a_parameter_that_is_cut_does_too(seed, monkeypatch):
-    monkeypatch.setattr(ring, "CUT", 512)
+    monkeypatch.setattr(parts, "CUT", 512)
     link = random_link(seed, latency=0)
     with copying_with(adversary("late"), lambda bucket: 40) as engine:
         optimizer = optimizer_of([512 * 7], 512 * 8 + 64)
