@@ -283,6 +283,18 @@ def test_parameters_small_tensors_and_those_that_shall_stay_do():
         assert copied_down(lambda: y.exp())[0] == 0
 
 
+@pytest.mark.parametrize("view", [torch.conj, lambda x: torch.conj(x).imag], ids=["conj", "neg"])
+def test_views_that_conjugate_or_negate_stay(view):
+    x = torch.randn(20, 20, dtype=torch.complex64, requires_grad=True)
+
+    def found():
+        return torch.autograd.grad(view(x.exp()).square().abs().sum(), x)
+
+    wanted = found()
+    with saved_on_host():
+        assert_same(found(), wanted)
+
+
 def test_the_memory_is_used_again_and_given_back():
     x = torch.randn(100, 100, requires_grad=True)
     for _ in range(3):
