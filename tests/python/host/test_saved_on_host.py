@@ -318,6 +318,16 @@ def test_sizes_that_change_do_not_add_up():
         assert default_arena().bytes <= most
 
 
+def test_a_size_that_is_new_takes_the_place_of_as_many_bytes():
+    slabs = Slabs(lambda size, device: torch.empty(size, dtype=torch.uint8), engine_of)
+    stays, *goes = [slabs.take(size, CPU) for size in (50, 100, 100)]
+    for slab in (stays, *goes):
+        slabs.give(slab, CPU)
+    slabs.take(200, CPU)
+    assert slabs.take(50, CPU) is stays
+    assert slabs.take(100, CPU) is not goes[0]
+
+
 def test_an_arena_without_room_refuses_and_keeps_nothing(monkeypatch):
     arena = HostArena("10 KiB")
     take = lambda size, device: arena.take(size, kind="activations", owner="blocks")  # noqa: E731

@@ -36,6 +36,7 @@ def test_the_bits_of_the_ordinary_step(make, bucket_bytes):
         train(net, optimizer)
     assert_equal(nets, optimizers)
     assert nets[1].unused not in optimizers[1].state
+    assert handle.active
     handle.remove()
     assert not handle.active
     for net, optimizer in zip(nets, optimizers):
