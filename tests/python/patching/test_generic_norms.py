@@ -186,6 +186,11 @@ class TestNorms:
             found = recognized_norm(MultipliedRMSNorm(HIDDEN))
         assert found.kind == "RMSNorm" and found == recognized_norm(MultipliedRMSNorm(HIDDEN))
 
+    def test_a_norm_of_several_dimensions_is_left_alone(self):
+        norm = nn.LayerNorm((4, HIDDEN), elementwise_affine=False)
+        (left,) = headroom.patch(norm).left
+        assert left.reason == "it normalizes more than the last dimension"
+
     def test_a_gate_beside_the_input_is_passed_on(self):
         module = GatedRMSNorm(HIDDEN)
         x, gate = torch.randn(4, HIDDEN), torch.randn(4, HIDDEN)

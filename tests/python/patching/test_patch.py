@@ -13,6 +13,8 @@ from contextlib import contextmanager
 import headroom
 import pytest
 import torch
+from headroom.host import default_arena
+from headroom.host.saved import trim
 from headroom.patching import generic
 from headroom.patching.blocks import verified_blocks
 from headroom.patching.changes import Changes
@@ -240,6 +242,16 @@ class TestLevels:
         with pytest.raises(headroom.checkpointing.RecomputeError):
             verified.backward()
         model(x).sum().backward()
+
+    @pytest.mark.parametrize("level, held", [("L5", 0), ("L5@host", 256 * 64 * 4)])
+    def test_inputs_are_on_the_host_where_the_level_says_so(self, level, held):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(3)))
+        headroom.patch(model, level)
+        trim()
+        before = default_arena().memory().get(("activations", "blocks"), 0)
+        y = model(torch.randn(256, 64))
+        now = default_arena().memory().get(("activations", "blocks"), 0)
+        assert y.requires_grad and now - before == held
 
     def test_within_a_checkpoint_nothing_is_computed_three_times(self):
         model, _ = patched()
