@@ -399,8 +399,8 @@ CPU_F16_VARIANTS(adamw_part_range)
 HR_INLINE void adamw_joined(const adamw_part *p, int64_t begin, int64_t end, hr_weights_mode mode,
                             hr_dtype state_dtype)
 {
-    uint16_t random[WEIGHTS_TILE];
-    const int64_t step = weights_are_random(mode) ? WEIGHTS_TILE : end - begin;
+    uint16_t random[4 * WEIGHTS_TILE];
+    const int64_t step = weights_are_random(mode) ? 4 * WEIGHTS_TILE : end - begin;
     for (int64_t i = begin; i < end; i += step) {
         const int64_t next = end - i < step ? end : i + step;
         if (weights_are_random(mode))
