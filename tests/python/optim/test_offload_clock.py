@@ -2,7 +2,10 @@
 paged step says is what the step does."""
 
 import random
+import sys
+import time
 from fractions import Fraction
+from pathlib import Path
 
 import headroom
 import pytest
@@ -14,13 +17,19 @@ from headroom.optim import AdamW, offload
 from headroom.optim.paging import parts
 from torch import nn
 
+from helpers.bits import assert_same_bits
 from helpers.copies import POLICIES, adversary, copying_with
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-def optimizer_of(sizes, bucket_bytes):
-    params = [nn.Parameter(torch.randn(size)) for size in sizes]
+from benchmarks._link import Throttled  # noqa: E402
+
+
+def optimizer_of(sizes, bucket_bytes, pages=True):
+    params = [nn.Parameter(torch.arange(size).sin()) for size in sizes]
     optimizer = AdamW(params, lr=0.1)
-    offload(optimizer, bucket_bytes=bucket_bytes, host=HostArena())
+    if pages:
+        offload(optimizer, bucket_bytes=bucket_bytes, host=HostArena())
     for param in params:
         param.grad = torch.ones_like(param)
     return optimizer
@@ -97,3 +106,36 @@ def test_buckets_of_one_piece_take_turns_in_the_slots(seed):
         handle.remove()
     made = paged_step([2048 + 64] * 9, 9 * Fraction(2048 + 64, 100), link)
     assert kinds(made) == kinds(found)
+
+
+def test_the_ring_fills_while_the_device_still_computes_what_came_before():
+    """The caller is ahead of the device: a step that is called in time begins to copy at once."""
+    with copying_with(adversary("late"), seconds_of) as engine:
+        optimizer = optimizer_of([256] * 5, 2048 + 64)
+        optimizer.step()
+        engine.restart_clock(Link(2112, 2112, 0))
+        engine.compute(seconds=100)  # a backward pass
+        optimizer.step()
+    copies = [(begin, end) for queue, begin, end, _ in kinds(engine.schedule) if queue == "up"]
+    assert copies[:3] == [(0, 1), (1, 2), (2, 3)] and copies[3][0] > 100
+
+
+def test_copies_on_threads_have_the_same_bits_and_the_rate_of_a_link():
+    ordinary, paged = (optimizer_of([4096] * 6, 4096 * 8 + 64, pages) for pages in (False, True))
+    link = Throttled(20e6)
+    with copying_with(link):
+        for _ in range(3):
+            ordinary.step()
+            start = time.perf_counter()
+            paged.step()
+            paged.offload_handle.wait()
+            taken = time.perf_counter() - start
+        assert taken >= 6 * (4096 * 8 + 64) / link.rate
+        assert link.bytes_up == link.bytes_down == 3 * 6 * (4096 * 8 + 64)
+        for one, other in zip(
+            *(optimizer.param_groups[0]["params"] for optimizer in (ordinary, paged))
+        ):
+            assert_same_bits([one], [other])
+            assert_same_bits(ordinary.state[one].values(), paged.state[other].values())
+        del paged
+    link.close()
