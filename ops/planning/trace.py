@@ -23,6 +23,7 @@ from ..host.saved import fakes_on_host
 from ..memory.collecting import no_collections
 from ..memory.events import Timeline
 from ..memory.watch import tensors_of_model, tensors_of_state
+from ..optim.paging import Paging
 from ..step.description import Step
 from ..step.errors import PlanError
 from ..step.trees import tensors_in
@@ -103,6 +104,9 @@ class _Traced(Steps):
         self._is_stepping = self._is_scaling = False
         self._spread: ShardedModel | ReplicatedModel | None = None  # over ranks
         recorder.scalar = self._scalar
+
+    def offload(self, budget: int) -> None:
+        self.optimizer.paging = Paging(self.host, budget)
 
     def distribute(self) -> None:
         sharding = self.given.sharding

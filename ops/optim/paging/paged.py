@@ -19,7 +19,7 @@ from ..._core.grouping import grouped
 from ..._core.names import name_of
 from ..._core.sizes import format_bytes
 from ..._core.table import table_of
-from ...host.arena import HostArena
+from ...host.arena import HostArena, default_arena
 from ...host.engine import Engine
 from ...host.engines import engine_of
 from ..errors import explained
@@ -118,13 +118,7 @@ class Paging:
         groups = optimizer.param_groups if groups is None else groups
         state = optimizer.state if state is None else state
         members = {param: group for group in groups for param in group["params"]}
-        places = {}
-        for param, group in members.items():
-            if param.requires_grad or state.get(param):
-                check_param(optimizer, param)
-                layout = _layout(optimizer, param, group, state.get(param))
-                fields = fields_of(layout, param, state.get(param) or {})
-                places[param] = Place(param, group, layout, fields)
+        places = _places(optimizer, members, state)
         slots, resident = self._choice(places)
         with torch.no_grad():
             leaving = [p for param, p in places.items() if state.get(param)]
@@ -330,6 +324,21 @@ class Paging:
         return found
 
 
+def planned_paging(optimizer: Any, budget: int) -> PagingMemory:
+    """Returns the bytes that the state of an optimizer would take with offload and a budget, by
+    where they are, once all of it is there. Nothing is moved.
+
+    Raises:
+        ValueError: as :meth:`Paging.adopt` does.
+    """
+    members = {p: group for group in optimizer.param_groups for p in group["params"]}
+    places = _places(optimizer, members, optimizer.state)
+    slots, resident = Paging(default_arena(), budget)._choice(places)
+    stays = sum(place.size for param, place in places.items() if param in resident)
+    whole = sum(place.size for place in places.values())
+    return PagingMemory(whole - stays, stays, SLOTS * sum(slots.values()))
+
+
 def check_param(optimizer: Any, param: Tensor) -> None:
     """Refuses a parameter whose state cannot lie in an arena.
 
@@ -356,6 +365,20 @@ def check_param(optimizer: Any, param: Tensor) -> None:
 def block_size_of(group: Mapping[str, Any]) -> int:
     """Returns the elements for each scale of 8-bit states; 1 where there are none."""
     return group.get("block_size", 1)
+
+
+def _places(
+    optimizer: Any, members: Mapping[Tensor, dict[str, Any]], state: Mapping[Tensor, Any]
+) -> dict[Tensor, Place]:
+    """Returns the places of all parameters that have a state, or will have one."""
+    places = {}
+    for param, group in members.items():
+        entry = state.get(param)
+        if param.requires_grad or entry:
+            check_param(optimizer, param)
+            layout = _layout(optimizer, param, group, entry)
+            places[param] = Place(param, group, layout, fields_of(layout, param, entry or {}))
+    return places
 
 
 def _layout(optimizer: Any, param: Tensor, group: dict[str, Any], entry: Any) -> Layout:
