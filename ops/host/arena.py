@@ -116,6 +116,11 @@ class HostArena:
         with self._lock:
             return dict(self._by)
 
+    def reset_peak(self) -> None:
+        """Lets ``peak`` begin anew, at the bytes that there are now."""
+        with self._lock:
+            self.peak = self.bytes
+
     def limit(self) -> tuple[int, str]:
         """Returns how many bytes the slabs may have together at the moment, and what limits
         them."""

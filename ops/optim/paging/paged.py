@@ -20,16 +20,16 @@ from ..._core.grouping import grouped
 from ..._core.names import name_of
 from ..._core.sizes import format_bytes
 from ..._core.table import table_of
-from ...host.arena import HostArena
+from ...host.arena import HostArena, default_arena
 from ...host.engine import Engine
 from ...host.engines import engine_of
 from ...host.files import let_pages_go
-from ...host.ring import Ring, Run, aligned, slots_with
+from ...host.ring import Ring, aligned, slots_with
 from ..errors import explained
 from ..plan import Bucket, Calls, Plan, StepScalars, like_param
 from ..states import Layout, dtype_refusal
 from .homes import Field, Home, fields_of, is_cuttable, size_of, taken_by_ops
-from .parts import calls_of, pieces_of, smallest_cut
+from .parts import Staging, pieces_of, smallest_cut
 
 BUCKET_BYTES = 16 << 20  # of state in a slot: a link reaches 0.95 of its rate with a third of it
 INLINE_BYTES = 8 << 20  # the same where copies are the processor's: what it has a cache for
@@ -123,13 +123,7 @@ class Paging:
         groups = optimizer.param_groups if groups is None else groups
         state = optimizer.state if state is None else state
         members = {param: group for group in groups for param in group["params"]}
-        places = {}
-        for param, group in members.items():
-            if param.requires_grad or state.get(param):
-                check_param(optimizer, param)
-                layout = _layout(optimizer, param, group, state.get(param))
-                fields = fields_of(layout, param, state.get(param) or {})
-                places[param] = Place(param, group, layout, fields)
+        places = _places(optimizer, members, state)
         slots, resident = self._choice(places)
         with torch.no_grad():
             leaving = [p for param, p in places.items() if state.get(param)]
@@ -294,7 +288,7 @@ class Paging:
                 except (RuntimeError, NotImplementedError) as error:
                     raise explained(optimizer, error, part.owners, part.grads) from error
                 steps = optimizer.calls_on(plan.group, staged, scalars)
-                found += steps if run is None else calls_of(run, steps)
+                found += steps if run is None else run.calls(steps)
         return found
 
     def _staged(
@@ -304,7 +298,7 @@ class Paging:
         bucket: Bucket,
         device: torch.device,
         stays: bool,
-    ) -> tuple[Run | None, list[tuple[Bucket, Any]]]:
+    ) -> tuple[Staging | None, list[tuple[Bucket, Any]]]:
         """Returns what copies the states of a bucket, unless they stay on the device, and its
         pieces with their states."""
         if stays:
@@ -320,7 +314,7 @@ class Paging:
         self._house_missing(optimizer, bucket.owners, bucket.layout, group)
         ring = self._ring(device, group, bucket)
         pieces = pieces_of(bucket, self._homes, ring, block_size_of(group))
-        return Run(ring, pieces), [(p.bucket, _states_of(p.bucket, p.states)) for p in pieces]
+        return Staging(ring, pieces), [(p.bucket, _states_of(p.bucket, p.states)) for p in pieces]
 
     def _ring(self, device: torch.device, group: dict[str, Any], bucket: Bucket) -> Ring:
         """Returns the ring of a device, which is made anew if a parameter needs a larger slot."""
@@ -350,6 +344,22 @@ class Paging:
         return found
 
 
+def planned_paging(optimizer: Any, budget: int) -> PagingMemory:
+    """Returns the bytes that the state of an optimizer would take with offload and a budget, by
+    where they are, once all of it is there. Nothing is moved.
+
+    Raises:
+        ValueError: as :meth:`Paging.adopt` does.
+    """
+    members = {p: group for group in optimizer.param_groups for p in group["params"]}
+    places = _places(optimizer, members, optimizer.state)
+    slots, resident = Paging(default_arena(), budget)._choice(places)
+    stays = sum(place.size for param, place in places.items() if param in resident)
+    whole = sum(place.size for place in places.values())
+    ring = sum(slots_with(engine_of(device)) * size for device, size in slots.items())
+    return PagingMemory(whole - stays, stays, ring)
+
+
 def check_param(optimizer: Any, param: Tensor) -> None:
     """Refuses a parameter whose state cannot lie in an arena.
 
@@ -371,6 +381,20 @@ def check_param(optimizer: Any, param: Tensor) -> None:
 def block_size_of(group: Mapping[str, Any]) -> int:
     """Returns the elements for each scale of 8-bit states; 1 where there are none."""
     return group.get("block_size", 1)
+
+
+def _places(
+    optimizer: Any, members: Mapping[Tensor, dict[str, Any]], state: Mapping[Tensor, Any]
+) -> dict[Tensor, Place]:
+    """Returns the places of all parameters that have a state, or will have one."""
+    places = {}
+    for param, group in members.items():
+        entry = state.get(param)
+        if param.requires_grad or entry:
+            check_param(optimizer, param)
+            layout = _layout(optimizer, param, group, entry)
+            places[param] = Place(param, group, layout, fields_of(layout, param, entry or {}))
+    return places
 
 
 def _layout(optimizer: Any, param: Tensor, group: dict[str, Any], entry: Any) -> Layout:

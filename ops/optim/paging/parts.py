@@ -45,6 +45,7 @@ def pieces_of(bucket: Bucket, homes: dict[Tensor, Home], ring: Ring, block_size:
     for owner, param, grad in zip(bucket.owners, bucket.params, bucket.grads):
         home = homes[owner]
         if home.size > ring.slot_bytes:
+            grad = laid_out(grad, param)
             for first, last in _cuts(home, param, ring.slot_bytes, block_size):
                 _add_part(begin(), ring, home, owner, param, grad, first, last, block_size)
             piece = None
@@ -89,8 +90,6 @@ def _add_part(
     last: int,
     block_size: int,
 ) -> None:
-    if grad.stride() != param.stride():
-        grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
     part = flat(param)[first:last]
     piece.add(owner, part, flat(grad)[first:last])
     piece.places.append(home)
@@ -121,6 +120,24 @@ def _cuts(home: Home, param: Tensor, slot_bytes: int, block_size: int) -> Iterab
     return ((i, min(i + length, param.numel())) for i in range(0, param.numel(), length))
 
 
+def laid_out(grad: Tensor, param: Tensor) -> Tensor:
+    """Returns a gradient whose elements are in the order of those of its parameter, which parts of
+    both are cut from."""
+    if grad.stride() == param.stride():
+        return grad
+    return torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+
+
+def copied_bytes(home: Home, param: Tensor, slot_bytes: int, block_size: int) -> tuple[int, int]:
+    """Returns the bytes that a step copies up and down for a parameter."""
+    if home.size <= slot_bytes:
+        return home.size, home.size
+    size = sum(one.size for one in home.fields)
+    counts = sum(one.size for one in home.fields if one.name == STEP.name)
+    parts = len(list(_cuts(home, param, slot_bytes, block_size)))
+    return size + (parts - 1) * counts, size
+
+
 def _part_bytes(fields: Iterable[Field], length: int, block_size: int) -> int:
     size = 0
     for one in fields:
@@ -134,6 +151,9 @@ def smallest_cut(fields: Iterable[Field], block_size: int) -> int:
     return _part_bytes(fields, CUT, block_size)
 
 
-def calls_of(run: Run, steps: Sequence[tuple[Bucket, Call]]) -> Calls:
-    """Returns the calls that step the pieces of a run, in their order."""
-    return [(bucket, partial(run.step, i, step)) for i, (bucket, step) in enumerate(steps)]
+class Staging(Run):
+    """The steps of parts, each between the copies of its states."""
+
+    def calls(self, steps: Sequence[tuple[Bucket, Call]]) -> Calls:
+        """Returns the calls that step the parts, in their order."""
+        return [(bucket, partial(self.step, i, step)) for i, (bucket, step) in enumerate(steps)]
