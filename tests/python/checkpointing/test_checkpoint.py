@@ -185,6 +185,19 @@ class TestSequential:
         with pytest.raises(TypeError):
             headroom.checkpoint_sequential([nn.Identity()] * 4, 2, torch.ones(1), verfy=True)
 
+    @pytest.mark.parametrize("use_reentrant", [False, True])
+    def test_segments_are_checkpointed_as_asked_for(self, use_reentrant):
+        grads = []  # whether they are recorded
+
+        def noted(x):
+            grads.append(torch.is_grad_enabled())
+            return x.exp()
+
+        x = torch.ones(1, requires_grad=True)
+        y = headroom.checkpoint_sequential([noted, torch.sin], 2, x, use_reentrant=use_reentrant)
+        y.backward()
+        assert grads == [not use_reentrant, True]
+
     @pytest.mark.parametrize("functions", [[], [nn.Identity()], nn.Sequential(nn.Identity())])
     def test_one_function_or_none_is_one_segment(self, functions):
         x = torch.ones(1)

@@ -26,6 +26,7 @@ from helpers.samples import scalar
         ({"lr": float("nan")}, "Learning rate should be >= 0"),
         ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
         ({"beta2_decay": 0.1}, "beta2_decay should be <= 0"),
+        ({"beta2_decay": -float("inf")}, "beta2_decay should be <= 0"),
         ({"eps": (-1.0, 1e-3)}, "epsilon1 should be >= 0"),
         ({"eps": (None, -1.0)}, "epsilon2 should be >= 0"),
         ({"d": 0.5}, "Clipping threshold d should be >= 1"),

@@ -16,6 +16,7 @@ def test_steps_are_counted():
     assert seen == [[1, 1], [2, 2], [2, 0], [3, 1], [4, 2], [5, 3], [5, 0], [6, 1]]
     assert said == [[], [], [], [], [], [3], [], []]
     assert skips.on(counts.device) is counts and skips.total() == 6
+    assert skips.on(torch.device("meta")).is_meta
 
 
 def test_counts_arrive_once_in_their_order():
@@ -31,3 +32,30 @@ def test_counts_arrive_once_in_their_order():
     assert list(late.arrived()) == []
     room = late.room_for(count)
     assert room is not count and room.dtype == count.dtype and room.shape == ()
+
+
+def test_a_count_of_a_gpu_arrives_when_its_copy_has(monkeypatch):
+    class Event:
+        """As CUDA's: true of what was given to the device before it, which may be nothing."""
+
+        ready = False
+
+        def __init__(self):
+            self.is_recorded = False
+
+        def record(self):
+            self.is_recorded = True
+
+        def query(self):
+            return not self.is_recorded or Event.ready
+
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    late, count = LateCounts(), torch.tensor(5)
+    late.send(count.as_subclass(OnDevice), torch.empty_like(count))
+    assert list(late.arrived()) == []
+    Event.ready = True
+    assert list(late.arrived()) == [5]

@@ -139,6 +139,8 @@ ADAM_OPTIONS = [
     (no_option("lr"), ValueError, r"param_groups\[0\] of the loaded state has no 'lr'"),
     (no_option("eps"), ValueError, "has no 'eps'"),
     (no_option("betas"), ValueError, "has no 'betas'"),
+    (option("rounding", 3), TypeError, "has rounding of type int, wanted a string or None"),
+    (option("state_dtype", "float7"), ValueError, "state_dtype must be one of .* got 'float7'"),
 ]
 ADAMW = (headroom.optim.AdamW, {"amsgrad": True})
 EIGHT = (headroom.optim.AdamW8bit, {"min_8bit_size": 0})
