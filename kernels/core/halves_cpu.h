@@ -95,19 +95,19 @@ CPU_AVX2 HR_INLINE void narrow_f16_avx2(uint16_t *restrict to, const float *rest
         _mm_storeu_si128((__m128i *)(to + half), _mm256_cvtps_ph(_mm256_loadu_ps(from + half), 0));
 }
 
-/* Rounds both halves of a word at once: 1 is added to the kept bits if the cut ones and 0x7FFF, or
- * 0x8000 where the kept bits are odd, reach 2^16; vpavgw is half of a sum and 1. */
+/* Rounds both halves of a word at once: 1 is added to the bits that are kept if those that are cut
+ * are at least 0x8000, or where the kept ones are even, at least 0x8001. */
 CPU_AVX2 HR_INLINE void narrow_bf16_avx2(uint16_t *restrict to, const float *restrict even,
                                          const float *restrict odd)
 {
-    const __m256i one = _mm256_set1_epi16(1), most = _mm256_set1_epi16(0x7FFE);
+    const __m256i one = _mm256_set1_epi16(1);
     for (int j = 0; j < CPU_STEP / 2; j += 8) {
         const __m256i a = _mm256_loadu_si256((const __m256i *)(even + j));
         const __m256i b = _mm256_loadu_si256((const __m256i *)(odd + j));
         const __m256i kept = _mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xAA);
         const __m256i cut = _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xAA);
-        const __m256i added = _mm256_or_si256(_mm256_and_si256(kept, one), most);
-        const __m256i up = _mm256_srli_epi16(_mm256_avg_epu16(cut, added), 15);
+        const __m256i even_kept = _mm256_andnot_si256(kept, one);
+        const __m256i up = _mm256_srli_epi16(_mm256_subs_epu16(cut, even_kept), 15);
         _mm256_storeu_si256((__m256i *)(to + 2 * j), _mm256_add_epi16(kept, up));
     }
 }

@@ -95,6 +95,13 @@ HR_INLINE float adamw_half_param(adamw_constants c, adamw_waiting *w, int which,
                adamw_param_of(c, w->param[which][j], w->exp_avg[which][j], w->root[which][j]);
 }
 
+HR_INLINE void adamw_put_moments(const adamw_waiting *w, uint16_t *restrict exp_avg,
+                                 uint16_t *restrict exp_avg_sq, int64_t i, half_conversions halves)
+{
+    halves.narrow_bf16(exp_avg + i, w->exp_avg[0], w->exp_avg[1]);
+    halves.narrow_bf16(exp_avg_sq + i, w->exp_avg_sq[0], w->exp_avg_sq[1]);
+}
+
 /* Stores CPU_STEP elements that waited, NaNs and infinities among them. */
 static __attribute__((noinline, cold)) void
 adamw_put_any(const adamw_waiting *w, void *param, void *residual, void *exp_avg, void *exp_avg_sq,
@@ -129,8 +136,8 @@ HR_INLINE void adamw_pairs(adamw_constants c, uint16_t *restrict param, uint16_t
         adamw_half_moments(c, &w, 1, j, p & high, r & high, g & high, m & high, v & high, mode, l2,
                            slow);
     }
-    halves.narrow_bf16(exp_avg + i, w.exp_avg[0], w.exp_avg[1]);
-    halves.narrow_bf16(exp_avg_sq + i, w.exp_avg_sq[0], w.exp_avg_sq[1]);
+    if (mode != HR_WEIGHTS_KAHAN)
+        adamw_put_moments(&w, exp_avg, exp_avg_sq, i, halves);
     uint32_t largest = 0;
     for (int j = 0; j < CPU_STEP / 2; j++) {
         const float p0 = adamw_half_param(c, &w, 0, j), p1 = adamw_half_param(c, &w, 1, j);
@@ -143,6 +150,8 @@ HR_INLINE void adamw_pairs(adamw_constants c, uint16_t *restrict param, uint16_t
         if (mode != HR_WEIGHTS_KAHAN)
             largest = magnitude > largest ? magnitude : largest;
     }
+    if (mode == HR_WEIGHTS_KAHAN) /* while the divisions run that the residuals wait for */
+        adamw_put_moments(&w, exp_avg, exp_avg_sq, i, halves);
     if (mode != HR_WEIGHTS_STOCHASTIC)
         halves.narrow_bf16(param + i, w.param[0], w.param[1]);
     if (mode == HR_WEIGHTS_KAHAN) {
@@ -369,8 +378,8 @@ CPU_HALVES_VARIANTS(adamw_part_range)
 HR_INLINE void adamw_joined(const adamw_part *p, int64_t begin, int64_t end, hr_weights_mode mode,
                             hr_dtype state_dtype, half_conversions halves)
 {
-    uint16_t random[4 * WEIGHTS_TILE];
-    const int64_t step = weights_are_random(mode) ? 4 * WEIGHTS_TILE : end - begin;
+    uint16_t random[8 * WEIGHTS_TILE];
+    const int64_t step = weights_are_random(mode) ? 8 * WEIGHTS_TILE : end - begin;
     for (int64_t i = begin; i < end; i += step) {
         const int64_t next = end - i < step ? end : i + step;
         if (weights_are_random(mode))
