@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ._link import Throttled
-from ._model import GPT2_SMALL, Shapes, filled_like, model_for
+from ._model import GPT2_MEDIUM, Shapes, filled_like, model_for
 from .harness import Bar, Case, Contender, Share
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -256,6 +256,6 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         states("states-8bit", "AdamW8bit", BF16, shapes),
         states("states-8bit-remainder", "AdamW8bit", BF16, shapes, master="remainder16"),
         states("states-f32", "AdamW", F32, shapes),
-        over_a_link("link-8bit", "AdamW8bit", BF16, shapes if quick else GPT2_SMALL.shapes),
+        over_a_link("link-8bit", "AdamW8bit", BF16, shapes if quick else GPT2_MEDIUM.shapes),
         *[blocks(level, quick) for level in ("L0", "L2", "L5")],
     ]

@@ -117,6 +117,9 @@ def _cuts(home: Home, param: Tensor, slot_bytes: int, block_size: int) -> Iterab
         step //= 2
         if _part_bytes(home.fields, length + step, block_size) <= slot_bytes:
             length += step
+    # Equal parts: a small one would leave the link idle while its slot waits for a large one's.
+    parts = -(-param.numel() // length)
+    length = aligned(-(-param.numel() // parts), CUT)
     return ((i, min(i + length, param.numel())) for i in range(0, param.numel(), length))
 
 

@@ -88,6 +88,17 @@ def test_a_step_of_a_parameter_that_is_cut_does_too(seed, monkeypatch):
     assert 0 <= made.makespan - engine.schedule.makespan <= 8 * 6 / link.down
 
 
+def test_parts_of_a_parameter_are_equal(monkeypatch):
+    """A small last part would wait in its slot for the large ones before it."""
+    monkeypatch.setattr(parts, "CUT", 512)
+    with copying_with(adversary("late"), lambda bucket: bucket.params[0].numel()) as engine:
+        optimizer = optimizer_of([512 * 7], 5 * 512 * 8 + 64)
+        engine.restart_clock(Link(1, 1, 0))
+        optimizer.step()
+    parts = [work.seconds for work in engine.schedule.works if work.seconds]
+    assert parts == [4 * 512, 3 * 512]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_buckets_of_one_piece_take_turns_in_the_slots(seed):
     """Released gradients step one parameter after the other, and copies run beside that."""
