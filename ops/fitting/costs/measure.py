@@ -208,6 +208,7 @@ class _Kind:
             calls * min(forward),
             calls * min(backward),
             calls * found.moved,
+            calls * found.storages,
         )
 
 

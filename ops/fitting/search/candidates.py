@@ -413,10 +413,12 @@ class Candidates:
         paging = getattr(optimizer, "paging", None)  # of the user
         if paging is None and not choice.offload:
             return PagingMemory(0, 0, 0)
-        budget = choice.state_budget if paging is None else paging.budget or 0
+        budget, bucket = (choice.state_budget, None)
+        if paging is not None:
+            budget, bucket = paging.budget or 0, paging.bucket_bytes
         key = choice.optimizer, choice.weights, budget
         if key not in self._paged:
-            self._paged[key] = planned_paging(optimizer, budget)
+            self._paged[key] = planned_paging(optimizer, budget, bucket)
         return self._paged[key]
 
     def _state_of(self, choice: Choice) -> int:

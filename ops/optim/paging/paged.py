@@ -324,7 +324,9 @@ class Paging:
         return found
 
 
-def planned_paging(optimizer: Any, budget: int) -> PagingMemory:
+def planned_paging(
+    optimizer: Any, budget: int | None, bucket_bytes: int | None = None
+) -> PagingMemory:
     """Returns the bytes that the state of an optimizer would take with offload and a budget, by
     where they are, once all of it is there. Nothing is moved.
 
@@ -333,7 +335,7 @@ def planned_paging(optimizer: Any, budget: int) -> PagingMemory:
     """
     members = {p: group for group in optimizer.param_groups for p in group["params"]}
     places = _places(optimizer, members, optimizer.state)
-    slots, resident = Paging(default_arena(), budget)._choice(places)
+    slots, resident = Paging(default_arena(), budget, bucket_bytes)._choice(places)
     stays = sum(place.size for param, place in places.items() if param in resident)
     whole = sum(place.size for place in places.values())
     return PagingMemory(whole - stays, stays, SLOTS * sum(slots.values()))
