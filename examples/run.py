@@ -1,6 +1,7 @@
 """A training run: model, optimizer and history, one step after the other, saved and resumed."""
 
 import copy
+import tempfile
 import time
 from importlib import import_module
 from pathlib import Path
@@ -40,7 +41,10 @@ def optimizer_of(rung: Rung, size: Size, model: GPT | HeadroomGPT) -> torch.opti
         options.setdefault("state_dtype", None if "master" in options else torch.float32)
     module, name = rung.optimizer.rsplit(".", 1)
     kind = getattr(import_module(module), name)
-    return kind(model.parameters(), lr=size.lr, weight_decay=0.1, **options)
+    optimizer = kind(model.parameters(), lr=size.lr, weight_decay=0.1, **options)
+    if rung.offload:
+        headroom.optim.offload(optimizer, host=headroom.HostArena(file=tempfile.gettempdir()))
+    return optimizer
 
 
 class Run:
@@ -90,6 +94,8 @@ class Run:
         micro_batches = self.micro_batches(text, len(self.losses))
         loss = self.train_on(micro_batches).item()
         targets = torch.cat([targets for _, targets in micro_batches])
+        if self.rung.offload:
+            self.optimizer.offload_handle.host.page_out()
         self.losses.append(text.bits_per_byte(loss, targets))
         self.seconds.append(time.perf_counter() - start)
 

@@ -125,6 +125,7 @@ class HostArena:
         self.bytes = 0
         self.peak = 0
         self._by: dict[tuple[str, str], int] = {}
+        self._mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
         self._lock = threading.RLock()  # slabs are freed on any thread, and in a collection
 
     def __repr__(self) -> str:
@@ -142,6 +143,14 @@ class HostArena:
         """Lets ``peak`` begin anew, at the bytes that there are now."""
         with self._lock:
             self.peak = self.bytes
+
+    def page_out(self) -> None:
+        """Takes what is in files out of the memory of this process, such as between two steps: it
+        stays on the disk, and with the system as far as that has room. Slabs that are not in files
+        stay as they are."""
+        with self._lock:
+            for mapping in self._mappings if self.file is not None else ():
+                _advise(mapping, "MADV_DONTNEED")
 
     def limit(self) -> tuple[int, str]:
         """Returns how many bytes the slabs may have together at the moment, and what limits
@@ -186,6 +195,7 @@ class HostArena:
                 raise HostMemoryError(
                     f"{kind} of {owner}", size, self.bytes, self.bytes, which
                 ) from error
+            self._mappings.add(mapping)
             view = memoryview(mapping)[:size]
             slab = torch.frombuffer(view, dtype=torch.uint8)
             if self.file is None:

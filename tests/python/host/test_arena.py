@@ -253,3 +253,31 @@ def test_slabs_are_registered_once_and_unregistered(monkeypatch):
     del refused, again
     unpinned = HostArena(pin=False).take(100, kind="state", owner="test", device=device)
     assert runtime.ranges == {} and unpinned.numel() == 100
+
+
+def test_files_leave_the_memory_of_the_process_and_keep_their_bytes(tmp_path):
+    def resident():
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmRSS"))
+
+    size = 64 << 20
+    in_file, in_memory = HostArena(file=tmp_path), HostArena()
+    slab = in_file.take(size, kind="optimizer state", owner="test").fill_(7)
+    other = in_memory.take(1 << 20, kind="optimizer state", owner="test").fill_(3)
+    before = resident()
+    in_file.page_out()
+    in_memory.page_out()
+    assert resident() < before - size // 2
+    assert bool((slab == 7).all()) and bool((other == 3).all())
+    del slab
+    in_file.page_out()  # nothing is left
+
+
+def test_the_peak_begins_anew():
+    arena = HostArena()
+    slab = arena.take(5000, kind="optimizer state", owner="test")
+    kept = arena.take(3000, kind="optimizer state", owner="test")
+    del slab
+    assert (arena.peak, arena.bytes) == (8000, 3000)
+    arena.reset_peak()
+    assert (arena.peak, arena.bytes) == (3000, kept.numel())
