@@ -21,8 +21,6 @@ from ..step.out_of_memory import add_note, forget_tensors, is_out_of_memory
 from .levels import SaveLevels
 from .training import BeforeTraining, Training
 
-__all__ = ["Retry", "RetryingStep", "retry_on_oom"]
-
 NONE_IS_LEFT = (
     "no leaner setting is left; model, optimizer and random numbers are as they were before the "
     "step. A smaller batch, headroom.fit or an optimizer with less state would help"

@@ -24,8 +24,6 @@ from ..patching.changes import patched_names
 from ..step.restoring import ModelBefore
 from ..step.trees import mapped
 
-__all__ = ["BeforeTraining", "Training"]
-
 KINDS = {"optimizer": Optimizer, "scaler": GradScaler, "accumulator": GradAccumulator}
 LARGE = 1 << 24  # bytes of a buffer that is not copied before every step
 FROM_SCALER = ("grad_scale", "found_inf")  # what torch's scaler sets on an optimizer for a step

@@ -19,8 +19,6 @@ from ..choice import SAME, Choice, FrontierPoint
 from ..report import Chosen, described, report
 from .applied import Applied
 
-__all__ = ["Fitted"]
-
 STRIDES = 4  # from the levels that were chosen to the leanest
 
 

@@ -8,8 +8,6 @@ from ...host.saved import MIN_BYTES
 from ...nn.steps import save_level
 from ...step.pass_seconds import PassSeconds
 
-__all__ = ["BlockCosts", "LevelCost", "Measured", "is_on_host"]
-
 
 def is_on_host(level: str) -> bool:
     """Returns whether blocks at a level hold on the host what they keep."""

@@ -22,6 +22,7 @@ from ..._core.table import table_of
 from ...host.arena import HostArena, default_arena
 from ...host.engine import Engine
 from ...host.engines import engine_of
+from ...host.schedule import Link, paged_step_seconds
 from ..errors import explained
 from ..plan import Bucket, Calls, Plan, StepScalars
 from ..states import Layout, dtype_refusal
@@ -339,6 +340,15 @@ def planned_paging(
     stays = sum(place.size for param, place in places.items() if param in resident)
     whole = sum(place.size for place in places.values())
     return PagingMemory(whole - stays, stays, SLOTS * sum(slots.values()))
+
+
+def paged_seconds(memory: PagingMemory, resident: float, link: Link) -> float:
+    """Returns the seconds of a step whose states pass through the ring, where it takes
+    ``resident`` without."""
+    slot = max(1, memory.ring // SLOTS)
+    pieces = [slot] * (memory.host // slot) + [memory.host % slot]
+    share = memory.host / max(1, memory.host + memory.resident)
+    return (1 - share) * resident + paged_step_seconds(pieces, share * resident, link)
 
 
 def check_param(optimizer: Any, param: Tensor) -> None:

@@ -207,7 +207,7 @@ def test_a_given_choice_needs_no_host_budget_and_keeps_to_one(empty_arena):
         model, batch, budget="1 GiB", loss=cross_entropy, choice=choice, dry_run=True
     )
     assert fitted.predicted_host > 0 and "state on the host" in str(fitted)
-    with pytest.raises(DoesNotFit, match="on the host, of which 1.00 KiB may be used: give a larg"):
+    with pytest.raises(DoesNotFit, match="on the host, and the host_budget leaves 1.00 KiB"):
         headroom.fit(
             model, batch, budget="1 GiB", loss=cross_entropy, choice=choice, host_budget=1024
         )
