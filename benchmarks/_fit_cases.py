@@ -41,12 +41,15 @@ class Training:
 
 @dataclass(frozen=True)
 class Case:
-    """A training and a budget; without one, all the budgets that torch's checkpoint needs."""
+    """A training and a budget; without one, all the budgets that torch's checkpoint needs. With
+    ``host`` it is a share of the way from the least peak with state and activations on the host to
+    the least without."""
 
     name: str
     what: str
     training: Training
     share: float | None = None
+    host: bool = False
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -185,7 +188,8 @@ def trainings(quick: bool) -> list[Training]:
 
 
 def cases(quick: bool) -> list[Case]:
-    """The budgets of every training, and then the two that are compared with torch."""
+    """The budgets of every training, those that need the host, and then the two that are compared
+    with torch."""
     found = trainings(quick)
     made = [
         Case(f"{training.name}-{100 * share:.0f}", f"{training.what}", training, share)
@@ -196,4 +200,10 @@ def cases(quick: bool) -> list[Case]:
         Case(f"{training.name}-torch", f"{training.what}, beside torch's checkpoint", training)
         for training in found[:2]
     ]
-    return made + against
+    on_host = [
+        Case(
+            f"{training.name}-host-50", f"{training.what}, with a host budget", training, 0.5, True
+        )
+        for training in found[: 1 if quick else 3]
+    ]
+    return made + on_host + against

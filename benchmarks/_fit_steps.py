@@ -60,13 +60,18 @@ class TorchSteps:
 class FitSteps:
     """Steps of what ``headroom.fit`` found for a budget."""
 
-    def __init__(self, training: Training, budget: int) -> None:
+    def __init__(self, training: Training, budget: int, host_budget: int | None = None) -> None:
         import headroom
 
         self.model, self.batch = made(training)
         wall, cpu = time.perf_counter(), time.process_time()
         self.fitted = headroom.fit(
-            self.model, self.batch, budget=budget, optimizer=OPTIMIZER, loss=training.loss
+            self.model,
+            self.batch,
+            budget=budget,
+            host_budget=host_budget,
+            optimizer=OPTIMIZER,
+            loss=training.loss,
         )
         self.wall, self.cpu = time.perf_counter() - wall, time.process_time() - cpu
         self.optimizer = self.fitted.optimizer

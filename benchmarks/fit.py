@@ -1,7 +1,8 @@
 """Whether ``headroom.fit`` keeps budgets, predicts times, and is faster than torch's checkpoint.
 
 A case NAME-40 is a budget at 40 % of the way from the least peak of a model to that of its fastest
-choice; a case NAME-torch takes the peaks of torch's checkpoint on every n-th block as budgets.
+choice; NAME-host-50 is one that needs the host, which has a budget, too; NAME-torch takes the peaks
+of torch's checkpoint on every n-th block as budgets.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from .harness import rows_of
 FULL = 0.85  # of the budget, where it binds
 MORE, FASTER = 1.1, 1.01  # it binds where a tenth more memory makes the step over 1 % faster
 TIME_ERROR = 0.15  # the median over the cases
+HOST_TIME_ERROR = 0.1  # of those that need the host
+HOST_BUDGET = 8 << 30
 PLANNING = 10  # steps
 MOST_ROUNDS = 7
 
@@ -50,7 +53,7 @@ class Models:
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
-        self._ladders: dict[str, Any] = {}
+        self._ladders: dict[tuple[str, int | None], Any] = {}
         self._plain: dict[str, TorchSteps] = {}
 
     def plain(self, training: Training) -> TorchSteps:
@@ -60,26 +63,34 @@ class Models:
             run.step()
         return self._plain[training.name]
 
-    def ladder(self, training: Training) -> Any:
+    def ladder(self, training: Training, host_budget: int | None = None) -> Any:
         """Returns the whole frontier."""
         import headroom
 
-        if training.name not in self._ladders:
+        key = training.name, host_budget
+        if key not in self._ladders:
             model, batch = made(training)
-            self._ladders[training.name] = headroom.ladder(
-                model, batch, optimizer=OPTIMIZER, loss=training.loss
+            self._ladders[key] = headroom.ladder(
+                model, batch, optimizer=OPTIMIZER, loss=training.loss, host_budget=host_budget
             )
-        return self._ladders[training.name]
+        return self._ladders[key]
 
 
 def budget_row(case: Case, models: Models) -> dict[str, Any]:
     """Returns the bytes and seconds of a budget."""
+    from headroom.host import default_arena, trim
+
     training, share = case.training, case.share
     assert share is not None
     points = models.ladder(training).points
     least, most = points[0].peak, points[-1].peak
+    host_budget = HOST_BUDGET if case.host else None
+    if case.host:
+        least, most = models.ladder(training, host_budget).points[0].peak, least
     budget = round(least + share * (most - least))
-    plain, run = models.plain(training), FitSteps(training, budget)
+    plain, run = models.plain(training), FitSteps(training, budget, host_budget)
+    trim()
+    default_arena().reset_peak()
     peak = peak_of(run)
     times = timed({"fit": run.step, "plain": plain.step}, models.rounds)
     seconds = times["fit"].described()
@@ -89,6 +100,8 @@ def budget_row(case: Case, models: Models) -> dict[str, Any]:
         "fastest_peak": most,
         "predicted": run.fitted.predicted_peak,
         "measured": peak,
+        "host_predicted": run.fitted.predicted_host,
+        "host_measured": default_arena().peak,
         "used": peak / budget,
         **binding(run.fitted, budget),
         "choice": str(run.fitted.choice),
@@ -185,6 +198,7 @@ def show_torch(row: dict[str, Any]) -> None:
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the bars, each with what was found and whether it is met."""
+    with_host = [row for row in rows if row.get("host_predicted")]
     budgets = [row for row in rows if "used" in row]
     points = [point for row in rows for point in row.get("points", ())]
     found: dict[str, Any] = {"cases": len(budgets)}
@@ -199,6 +213,11 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             "time_error": _bar(statistics.median(errors), most=TIME_ERROR),
             "planning_steps": _bar(max(steps), most=PLANNING),
         }
+    if with_host:
+        errors = [abs(row["time_error"]) for row in with_host]
+        found["host_time_error"] = _bar(statistics.median(errors), most=HOST_TIME_ERROR)
+        share = max(row["host_measured"] / HOST_BUDGET for row in with_host)
+        found["most_of_the_host_budget"] = _bar(share, most=1.0)
     if points:
         over = [max(point["ours_peak"] / point["peak"] for point in points)]
         found["most_used_beside_torch"] = _bar(max(over), most=1.0)

@@ -136,6 +136,12 @@ def draw_bars(axes: Axes, rungs: list[dict], rows: list[float], unit: Unit) -> N
             label = LABELS.get(kind, kind.replace("_", " "))
             axes.barh(rows, sizes, left=ends, height=0.64, color=color, label=label)
             ends = [end + size for end, size in zip(ends, sizes)]
+    host = [r["host_bytes"] / unit.size for r in rungs]
+    if any(host):
+        axes.barh(
+            rows, host, left=ends, height=0.64, color="white", edgecolor=FAINT, hatch="////",
+            linewidth=0, label="on the host",
+        )  # fmt: skip
     predicted = [r["predicted_peak_bytes"] / unit.size for r in rungs]
     axes.scatter(
         predicted, rows, marker="D", s=30, color=INK, edgecolors="white", linewidths=0.8, zorder=3,
@@ -143,7 +149,7 @@ def draw_bars(axes: Axes, rungs: list[dict], rows: list[float], unit: Unit) -> N
     )  # fmt: skip
     axes.set_yticks(rows, [textwrap.fill(r["title"], 34, break_on_hyphens=False) for r in rungs])
     axes.set_ylim(rows[-1] + 0.5, -0.5)
-    axes.set_xlim(0, 1.04 * max(peaks))
+    axes.set_xlim(0, 1.04 * max(map(sum, zip(peaks, host))))
     plain(axes, "x")
     axes.tick_params(axis="y", labelcolor=INK, labelsize=10)
 

@@ -105,6 +105,11 @@ def as_predicted(results: list[dict]) -> tuple[bool, str]:
     errors = {r["title"]: r["predicted_peak_bytes"] / r["peak_bytes"] - 1 for r in results}
     wrong = {title: error for title, error in errors.items() if abs(error) > PREDICTION_ERROR}
     lines = [f"OTHER PEAK THAN PREDICTED: {title}, {error:+.1%}" for title, error in wrong.items()]
+    lines += [
+        f"OTHER BYTES ON THE HOST THAN PREDICTED: {r['title']}"
+        for r in results
+        if r["host_bytes"] != r["predicted_host_bytes"]
+    ]
     if lines:
         return False, "\n".join(lines)
     worst = max(map(abs, errors.values()))
@@ -143,11 +148,11 @@ def table(results: list[dict]) -> str:
     kinds = [kind for kind in results[0]["bytes"] if any(r["bytes"][kind] for r in results)]
     head = ["rung", "time s", "held-out bits/byte", "tokens/s", "bytes/parameter"]
     head += ["predicted MiB", "peak MiB", *(f"{kind.replace('_', ' ')} MiB" for kind in kinds)]
-    head += ["process MiB"]
+    head += ["host MiB", "process MiB"]
     rows = [head, ["---"] + ["---:"] * (len(head) - 1)]
     for r in results:
         sizes = [r["predicted_peak_bytes"], r["peak_bytes"], *(r["bytes"][k] for k in kinds)]
-        sizes.append(r["process_peak_bytes"])
+        sizes += [r["host_bytes"], r["process_peak_bytes"]]
         numbers = [f"{r['seconds']:.0f}", f"{r['held_out_bits_per_byte']:.4f}"]
         numbers.append(f"{r['tokens_per_second']:,.0f}")
         numbers.append(f"{r['bytes_per_parameter']:.2f}")

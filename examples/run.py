@@ -1,6 +1,7 @@
 """A training run: model, optimizer and history, one step after the other, saved and resumed."""
 
 import copy
+import tempfile
 import time
 from importlib import import_module
 from pathlib import Path
@@ -40,7 +41,10 @@ def optimizer_of(rung: Rung, size: Size, model: GPT | HeadroomGPT) -> torch.opti
         options.setdefault("state_dtype", None if "master" in options else torch.float32)
     module, name = rung.optimizer.rsplit(".", 1)
     kind = getattr(import_module(module), name)
-    return kind(model.parameters(), lr=size.lr, weight_decay=0.1, **options)
+    optimizer = kind(model.parameters(), lr=size.lr, weight_decay=0.1, **options)
+    if rung.offload:
+        headroom.optim.offload(optimizer, host=headroom.HostArena(file=tempfile.gettempdir()))
+    return optimizer
 
 
 class Run:

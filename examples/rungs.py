@@ -22,6 +22,7 @@ class Rung:
     scaler: bool = False  # scale the loss, so that gradients survive in float16
     max_grad_norm: float | None = None  # clip inside the optimizer step, which writes no gradient
     weights: str = "float32"  # dtype of the parameters; in plain torch, norms stay float32
+    offload: bool = False  # keep the optimizer's state in a file, and step it through a ring
     release: bool = False  # step each parameter in the backward pass, then free its gradient
     bucket_bytes: int = 0  # gradients wait until they are as many
     sum_in_f32: bool = False  # add micro-batches' gradients up in float32, whatever their dtype
@@ -68,6 +69,7 @@ bf16_weights = replace(
     options=BETAS | {"rounding": "stochastic"},
 )
 everything = replace(bf16_weights, key="everything", title="+ micro-batches", accumulate=8)
+paged = replace(everything, key="host", title="+ state in a file", offload=True)
 released = replace(
     bf16_weights, key="release", title="the same, gradient release instead", release=True
 )
@@ -152,6 +154,7 @@ LADDER = (
     eight_bit,
     bf16_weights,
     everything,
+    paged,
     checkpointing,
     released,
     remainder,
@@ -165,7 +168,7 @@ LADDER = (
 )
 RUNGS = {rung.key: rung for rung in LADDER}
 # What the demo shows by default.
-STORY = ("torch", "L1", "L5", "everything", "checkpoint", "fit", "words", "words-loss")
+STORY = ("torch", "L1", "L5", "host", "checkpoint", "fit", "words", "words-loss")
 
 
 def size_of(rung: Rung, size: str) -> str:

@@ -118,6 +118,8 @@ def train(
         "most_bytes": most,  # each kind at its own peak
         "predicted_peak_bytes": predicted.peak_bytes,
         "predicted_bytes": predicted.peak_by_kind,
+        "host_bytes": 0 if measured.host is None else measured.host.peak_bytes,  # in files
+        "predicted_host_bytes": predicted.host_peak_bytes,
         "process_peak_bytes": run.peak_bytes,
         "gradients_of_L0": run.gradients_of_l0(text),
         "bytes_per_parameter": held / numel,

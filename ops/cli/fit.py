@@ -50,6 +50,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         choices=ALLOWABLE,
         help="use this too, which changes the mathematics; again for more",
     )
+    real.add_argument(
+        "--host-budget",
+        type=size,
+        metavar="SIZE",
+        help="memory of the host that may hold what the device has no room for",
+    )
     real.add_argument("--png", type=Path, metavar="PNG", help="draw the ladder as well")
     real.add_argument(
         "--out", type=Path, metavar="FILE", help="write the ladder as JSON for headroom report"
@@ -90,6 +96,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ArgumentError("--ladder has no budget, which --max-batch and --measure need")
     if options.allow and not (options.measure or options.ladder):
         raise ArgumentError("--allow goes with --measure or --ladder")
+    if options.host_budget is not None and not (options.measure or options.ladder):
+        raise ArgumentError("--host-budget goes with --measure or --ladder")
     if (options.png or options.out) and not options.ladder:
         raise ArgumentError("--png and --out are of --ladder")
 
@@ -102,7 +110,12 @@ def _measured(options: argparse.Namespace, budget: int) -> int:
     arguments, keywords = real_setup_of(options)
     try:
         fitted = headroom.fit(
-            *arguments, budget=budget, allow=tuple(options.allow), dry_run=True, **keywords
+            *arguments,
+            budget=budget,
+            host_budget=options.host_budget,
+            allow=tuple(options.allow),
+            dry_run=True,
+            **keywords,
         )
     except DoesNotFit as error:
         if options.json:
@@ -124,7 +137,13 @@ def _ladder(options: argparse.Namespace) -> int:
     import headroom
 
     arguments, keywords = real_setup_of(options)
-    ladder = headroom.ladder(*arguments, allow=tuple(options.allow), path=options.png, **keywords)
+    ladder = headroom.ladder(
+        *arguments,
+        allow=tuple(options.allow),
+        host_budget=options.host_budget,
+        path=options.png,
+        **keywords,
+    )
     if options.out is not None:
         ladder.save(options.out)
     if options.json:

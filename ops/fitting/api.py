@@ -24,8 +24,6 @@ from .search.refusal import does_not_fit, given_does_not_fit
 from .search.search import Search
 from .search.techniques import techniques_of
 
-__all__ = ["fit", "fit_step"]
-
 
 def fit(
     model: nn.Module,

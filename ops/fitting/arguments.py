@@ -20,17 +20,6 @@ from ..step.description import Step
 from ..step.trees import tensors_in
 from .choice import ALLOWABLE, Choice
 
-__all__ = [
-    "MARGINS",
-    "allowed_of",
-    "budget_of",
-    "check_margin",
-    "check_only",
-    "checked",
-    "host_room",
-    "within",
-]
-
 MARGINS = {"cpu": 0.002, "cuda": 0.02}
 """The share of a budget that is left free: by which plans were wrong at the most where they were
 compared with measured peaks."""

@@ -11,8 +11,6 @@ import torch
 
 from .._core.sizes import format_bytes
 
-__all__ = ["ALLOWABLE", "SAME", "Choice", "FrontierPoint"]
-
 ALLOWABLE = ("8bit", "bf16", "adafactor")
 """What changes the mathematics, and is used only if it is allowed."""
 

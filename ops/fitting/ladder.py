@@ -26,8 +26,6 @@ from .search.changes import peak_as_given, peak_by_kind, plain_choice
 from .search.search import Search
 from .search.techniques import techniques_of
 
-__all__ = ["Ladder", "Rung", "distinct", "ladder"]
-
 ROWS = 14  # of the table, besides the first
 SAVED = 200  # rungs of the file, besides the first
 LABELS = 6  # of the picture
@@ -234,7 +232,7 @@ def ladder(
         type(model).__name__,
         str(search.candidates.step.device),
         _as_given(search),
-        [_rung(search, str(p.choice), p.peak, p.seconds, p.choice, p.host) for p in points],
+        [_rung(search, str(p.choice), p.peak, p.seconds, p.choice) for p in points],
         search,
     )
     if path is not None:
@@ -287,12 +285,10 @@ def _as_given(search: Search) -> Rung:
     return replace(rung, choice=None)
 
 
-def _rung(
-    search: Search, title: str, peak: int, seconds: float, choice: Choice, host: int = 0
-) -> Rung:
+def _rung(search: Search, title: str, peak: int, seconds: float, choice: Choice) -> Rung:
     candidate = search.known[choice.but(levels=())]
     kinds = peak_by_kind(search.candidates, candidate, choice.levels, peak)
-    return Rung(title, peak, seconds, choice, kinds, host)
+    return Rung(title, peak, seconds, choice, kinds, candidate.host_at(choice.levels))
 
 
 def _without(title: str, shared: Sequence[str]) -> str:

@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["RankError", "from_first", "gathered", "together", "world_size"]
-
 _Value = TypeVar("_Value")
 
 

@@ -12,8 +12,6 @@ from .._core.text import shortened
 from ..step.micro_batches import SAMPLES
 from .choice import Choice, FrontierPoint
 
-__all__ = ["Change", "Chosen", "described", "report"]
-
 WIDTH = 80
 
 
@@ -131,27 +129,18 @@ def described(fitted: Any) -> dict[str, Any]:
         "choice": fitted.choice.to_json(),
         "blocks": fitted.blocks,
         "applied": fitted.is_applied,
-        "before": {"peak_bytes": fitted.before_peak, "seconds": fitted.before_seconds},
         "host_budget_bytes": fitted.host_budget,
-        "predicted": {
-            "peak_bytes": fitted.predicted_peak,
-            "seconds": fitted.predicted_seconds,
-            "host_bytes": fitted.predicted_host,
-        },
-        "measured": {
-            "peak_bytes": fitted.measured_peak,
-            "seconds": fitted.measured_seconds,
-            "host_bytes": fitted.measured_host,
-        },
+        "before": {"peak_bytes": fitted.before_peak, "seconds": fitted.before_seconds},
+        "predicted": _sizes(fitted.predicted_peak, fitted.predicted_seconds, fitted.predicted_host),
+        "measured": _sizes(fitted.measured_peak, fitted.measured_seconds, fitted.measured_host),
         "changes": [vars(change) for change in fitted.changes],
         "frontier": [
-            {
-                "peak_bytes": p.peak,
-                "seconds": p.seconds,
-                "host_bytes": p.host,
-                "choice": p.choice.to_json(),
-            }
+            _sizes(p.peak, p.seconds, p.host) | {"choice": p.choice.to_json()}
             for p in fitted.frontier
         ],
         "notes": fitted.notes,
     }
+
+
+def _sizes(peak: int | None, seconds: float | None, host: int | None) -> dict[str, Any]:
+    return {"peak_bytes": peak, "seconds": seconds, "host_bytes": host}

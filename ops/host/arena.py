@@ -14,9 +14,10 @@ import shutil
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +31,28 @@ ALIGNMENT = 512  # of slabs; that of what torch allocates on a device
 SHARE = 0.8  # of the memory that can be had, which an arena takes at most
 
 
-_slabs: set[int] = set()  # their addresses
+class Slab(NamedTuple):
+    """What an arena has taken."""
+
+    size: int
+    kind: str
+    owner: str
+
+
+_slabs: dict[int, Slab] = {}  # by their addresses
+listeners: list[Callable[[int, Slab | None], Any]] = []
+"""Called with the address of each slab that an arena takes, and the slab, and with that of each
+that it gives back, and None."""
+
+
+def slabs() -> dict[int, Slab]:
+    """Returns the slabs of all arenas that exist, by their addresses."""
+    return dict(_slabs)
+
+
+def _tell(address: int, slab: Slab | None) -> None:
+    for listener in [*listeners]:
+        listener(address, slab)
 
 
 def in_arena(tensor: Tensor) -> bool:
@@ -173,8 +195,9 @@ class HostArena:
                 undo = pinned(slab, device)
             elif device.type == "cpu" and isinstance(mapping, MappedFile):
                 undo = copied_through_file(slab, mapping)
-            _slabs.add(slab.data_ptr())
+            _slabs[slab.data_ptr()] = taken = Slab(size, kind, owner)
             self._count(size, kind, owner)
+            _tell(slab.data_ptr(), taken)
         # The mapping lives until the last tensor has dropped the view, and is unregistered before.
         give_back = partial(_give_back, self, mapping, slab.data_ptr(), undo)
         weakref.finalize(view, give_back, size, kind, owner).atexit = False
@@ -206,8 +229,9 @@ def _give_back(
 ) -> None:
     if undo is not None:
         undo()
-    _slabs.discard(address)
+    _slabs.pop(address, None)
     arena._count(-size, kind, owner)
+    _tell(address, None)
     del mapping
 
 

@@ -32,6 +32,7 @@ class Engine:
     def __init__(self) -> None:
         self.bytes_up = 0
         self.bytes_down = 0
+        self.copies_down = 0
 
     def up(self, target: Tensor, source: Tensor, after: Iterable[Ticket] = ()) -> Ticket:
         """Copies bytes of the host to the device, and returns the ticket of the copy.
@@ -48,6 +49,7 @@ class Engine:
         """Copies bytes of the device to the host, as :meth:`up` does in the other direction."""
         _check(target, source)
         self.bytes_down += source.numel()
+        self.copies_down += 1
         return self._copy("down", target, source, after)
 
     def _copy(self, queue: str, target: Tensor, source: Tensor, after: Iterable[Ticket]) -> Ticket:

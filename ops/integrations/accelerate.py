@@ -138,6 +138,7 @@ def fit(
     batch: Any,
     *,
     budget: int | str | None = None,
+    host_budget: int | str | None = None,
     optimizer: Any = torch.optim.AdamW,
     loss: Callable[..., Tensor] | None = None,
     forward: Callable[[nn.Module, Any], Tensor] | None = None,
@@ -167,6 +168,8 @@ def fit(
         model: that is not prepared yet.
         batch: as the loader yields it; one of the longest.
         budget: bytes, or text such as "6 GiB"; None: the memory of the device.
+        host_budget: bytes that the host may hold of what leaves the device, as in
+            :func:`headroom.fit`.
         optimizer: of the model's parameters, or a function that makes one from a list of them.
         loss, forward: how the loss of a batch is computed, as in :func:`headroom.plan`. With
             ``forward`` a model of transformers keeps its logits.
@@ -222,6 +225,7 @@ def fit(
     fitted = fit_in_loop(
         step.but(batch=repeated(batch, steps)),
         budget=budget,
+        host_budget=host_budget,
         extra=extra,
         who=WHO,
         only=only,

@@ -65,23 +65,30 @@ class FitCallback(FitsLoop, Callback):
         budget: int | str | None = None,
         allow: Sequence[str] = (),
         *,
+        host_budget: int | str | None = None,
         fused_loss: bool = False,
         sample_batch: Any = None,
         tell: Callable[[str], Any] = print,
     ) -> None:
-        super().__init__(budget, allow, sample_batch=sample_batch, tell=tell)
+        super().__init__(
+            budget, allow, host_budget=host_budget, sample_batch=sample_batch, tell=tell
+        )
         self.fused_loss = fused_loss
         self._step = 0
-        self._kept_budget = budget  # of the choice of a checkpoint
+        self._kept_budgets = budget, host_budget  # of the choice of a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps."""
-        return {"choice": self.choice, "budget": self.budget}
+        return {
+            "choice": self.choice,
+            "budget": self.budget,
+            "host_budget": self.host_budget,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what a checkpoint has kept."""
         self.choice = state_dict["choice"]
-        self._kept_budget = state_dict.get("budget")
+        self._kept_budgets = state_dict.get("budget"), state_dict.get("host_budget")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fits the model, if nothing has; the Trainer has made and loaded everything."""
@@ -182,6 +189,7 @@ class FitCallback(FitsLoop, Callback):
             return fit_in_loop(
                 step,
                 budget=self.budget,
+                host_budget=self.host_budget,
                 extra=self.extra,
                 who=WHO,
                 only=only,
@@ -189,7 +197,7 @@ class FitCallback(FitsLoop, Callback):
                 choice=choice,
             )
 
-        found = kept_or_found(self.again(self.choice, self._kept_budget), fitted)
+        found = kept_or_found(self.again(self.choice, *self._kept_budgets), fitted)
         found.notes += values.note()
         return found
 

@@ -176,6 +176,8 @@ class FitsLoop:
     Args:
         budget: bytes, or text such as "6 GiB"; None: the memory of the device.
         allow: what may change the mathematics: "8bit", "bf16", "adafactor".
+        host_budget: bytes that the host may hold of what leaves the device, as in
+            :func:`headroom.fit`; None: nothing leaves it.
         sample_batch: a batch as the loader yields it, where the first one is not among the
             longest. None: the first one.
         tell: is called with the table of what was chosen, and after three steps with what was
@@ -183,8 +185,8 @@ class FitsLoop:
 
     Attributes:
         fitted: what :func:`headroom.fit` found, from the beginning of the training on.
-        choice: its choice, as plain data, which checkpoints keep, with the budget. A run that is
-            resumed with the same budget takes it again and measures nothing.
+        choice: its choice, as plain data, which checkpoints keep, with the budgets. A run that is
+            resumed with the same budgets takes it again and measures nothing.
         measured: peak and time of the first steps.
         extra: bytes of the budget that the loop itself holds.
     """
@@ -194,10 +196,11 @@ class FitsLoop:
         budget: int | str | None = None,
         allow: Sequence[str] = (),
         *,
+        host_budget: int | str | None = None,
         sample_batch: Any = None,
         tell: Callable[[str], Any] = print,
     ) -> None:
-        self.budget = budget
+        self.budget, self.host_budget = budget, host_budget
         self.allow = (allow,) if isinstance(allow, str) else tuple(allow)
         self.sample_batch, self._tell = sample_batch, tell
         self.fitted: Fitted | None = None
@@ -207,10 +210,15 @@ class FitsLoop:
         self._batches = 1.0  # of a step, for each that was planned
         self._says = False  # on the first rank
 
-    def again(self, kept: Mapping[str, Any] | None, budget: Any) -> Mapping[str, Any] | None:
-        """Returns the choice that a checkpoint has kept if it was made within the same budget, for
+    def again(
+        self, kept: Mapping[str, Any] | None, budget: Any, host_budget: Any = None
+    ) -> Mapping[str, Any] | None:
+        """Returns the choice that a checkpoint has kept if it was made within the same budgets, for
         which another search would find nothing better; else None."""
-        return kept if _bytes(budget) == _bytes(self.budget) else None
+        same = list(map(_bytes, (budget, host_budget))) == list(
+            map(_bytes, (self.budget, self.host_budget))
+        )
+        return kept if same else None
 
     def tell(self, text: str) -> None:
         """Tells on the first rank."""

@@ -108,7 +108,7 @@ def apply(trainer: Any, fitted: Fitted, *, late: bool) -> None:
     args.activation_checkpointing = args.gradient_checkpointing = False
     if late:
         return
-    if choice.optimizer != "given" or choice.weights != "given":
+    if choice.optimizer != "given" or choice.weights != "given" or choice.offload:
         trainer.optimizer = fitted.optimizer
     parts = choice.micro_batches // batches_planned(args.gradient_accumulation_steps)
     args.per_device_train_batch_size //= parts
@@ -118,8 +118,11 @@ def apply(trainer: Any, fitted: Fitted, *, late: bool) -> None:
         fuse_loss(trainer)
 
 
-def choice_of_checkpoint(trainer: Any, resume: Any) -> tuple[dict[str, Any], Any] | None:
-    """Returns the choice of the run that wrote the checkpoint to resume from, and its budget."""
+def choice_of_checkpoint(
+    trainer: Any, resume: Any
+) -> tuple[dict[str, Any], tuple[Any, Any]] | None:
+    """Returns the choice of the run that wrote the checkpoint to resume from, and its budgets, of
+    the device and of the host."""
     if not resume:
         return None
     folder = get_last_checkpoint(trainer.args.output_dir) if resume is True else resume
@@ -131,5 +134,6 @@ def choice_of_checkpoint(trainer: Any, resume: Any) -> tuple[dict[str, Any], Any
     for state in kept if isinstance(kept, list) else [kept]:
         choice = state.get("attributes", {}).get("choice")
         if choice is not None:
-            return choice, state.get("args", {}).get("budget")
+            args = state.get("args", {})
+            return choice, (args.get("budget"), args.get("host_budget"))
     return None

@@ -73,7 +73,11 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint of the Trainer keeps: the choice, which a resumed run takes."""
         return {
-            "args": {"budget": self.budget, "allow": list(self.allow)},
+            "args": {
+                "budget": self.budget,
+                "allow": list(self.allow),
+                "host_budget": self.host_budget,
+            },
             "attributes": {"choice": self.choice},
         }
 
@@ -150,8 +154,9 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
             )
         # Of whichever rank sees the checkpoint.
         found = gathered(lambda: choice_of_checkpoint(trainer, resume_from_checkpoint))
-        kept, budget = next((one for one in found if one is not None), (self.choice, self.budget))
-        fitted = self._fitted(trainer, kept, self.again(kept, budget), late)
+        own = self.choice, (self.budget, self.host_budget)
+        kept, budgets = next((one for one in found if one is not None), own)
+        fitted = self._fitted(trainer, kept, self.again(kept, *budgets), late)
         apply(trainer, fitted, late=late)
         self.fitted, self.choice = fitted, fitted.choice.to_json()
         vars(trainer)[FITTED] = fitted
@@ -197,6 +202,7 @@ class HeadroomCallback(FitsLoop, TrainerCallback, ExportableState):
             found = fit_in_loop(
                 step.but(optimizer=optimizer),
                 budget=self.budget,
+                host_budget=self.host_budget,
                 extra=self.extra,
                 who=WHO,
                 only=only,
@@ -218,6 +224,7 @@ def fit_trainer(
     budget: int | str | None = None,
     allow: Sequence[str] = (),
     *,
+    host_budget: int | str | None = None,
     sample_batch: Any = None,
     resume_from_checkpoint: str | bool | None = None,
     tell: Callable[[str], Any] = print,
@@ -229,11 +236,13 @@ def fit_trainer(
 
     Args:
         trainer: whose ``train()`` was not called yet.
-        budget, allow, sample_batch, tell: as in :class:`HeadroomCallback`.
+        budget, allow, host_budget, sample_batch, tell: as in :class:`HeadroomCallback`.
         resume_from_checkpoint: what ``train()`` will be given. The choice of the run that wrote
             the checkpoint is taken again, so that its optimizer's state fits.
     """
-    callback = HeadroomCallback(budget, allow, sample_batch=sample_batch, tell=tell)
+    callback = HeadroomCallback(
+        budget, allow, host_budget=host_budget, sample_batch=sample_batch, tell=tell
+    )
     callback.fit(trainer, resume_from_checkpoint)
     callback.attach(trainer)
     trainer.add_callback(callback)

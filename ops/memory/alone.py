@@ -36,7 +36,7 @@ class Bytes:
         released: the same if each gradient of a parameter is freed as soon as it has arrived.
         gradients: of the parameters.
         largest: of the gradients.
-        moved: that the host holds between the passes.
+        moved: that the host holds between the passes, of so many ``storages``.
     """
 
     held: int
@@ -47,6 +47,7 @@ class Bytes:
     gradients: int
     largest: int
     moved: int = 0
+    storages: int = 0
 
 
 class Seconds(NamedTuple):
@@ -85,12 +86,13 @@ class Alone:
             arrivals.append((storage.data_ptr(), storage.nbytes()))
             recorder.mark(ARRIVED + len(arrivals) - 1)
 
-        engine, moved = engine_of(self.device), []
+        engine = engine_of(self.device)
+        copied: list[tuple[int, int]] = []  # at each moment
 
         def moment(number: int) -> None:
             watch.lap()
             recorder.mark(number)
-            moved.append(engine.bytes_down)
+            copied.append((engine.bytes_down, engine.copies_down))
 
         with no_collections(), hearing_gradients(self.block, arrived):
             recorder.start()
@@ -99,7 +101,8 @@ class Alone:
             finally:
                 recorder.stop()
         found = _followed(recorder.events(), arrivals)
-        return replace(found, moved=moved[LEFT] - moved[BEGIN]), _passes(watch)
+        moved, storages = (b - a for a, b in zip(copied[BEGIN], copied[LEFT]))
+        return replace(found, moved=moved, storages=storages), _passes(watch)
 
     def seconds(self) -> Seconds:
         """Returns the seconds of a run."""

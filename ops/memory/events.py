@@ -251,6 +251,10 @@ class Timeline:
                 share = f"{100 * size / max(1, self.peak_bytes):.1f} %"
                 sizes = f"{format_bytes(size):>14}{share:>8}{format_bytes(most[kind]):>14}"
                 lines.append(f"{kind:<18}{sizes}")
+        if self.host is not None:
+            for kind, size in self.host.most_by_kind.items():
+                if size:
+                    lines.append(f"{'on the host':<18}{format_bytes(size):>14}{'':>8}  {kind}")
         peaks = self.peaks_by_phase()
         if peaks:
             lines += ["", f"{'phase':<18}{'peak':>14}"]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..host.arena import Slab
 from .events import KINDS, Allocation, Span, Timeline
 
 __all__ = ["Event", "Label", "Note", "Resolver", "resolve"]
@@ -63,6 +64,8 @@ class Note:
     """The module that runs from here, where the recorder does not know it by itself."""
     ends_step: bool = False
     """The step ends with the next phase."""
+    slabs: Sequence[tuple[int, Slab | None]] = ()
+    """What arenas of the host have taken, with its address, or given back, with None."""
 
 
 class Resolver:
@@ -78,6 +81,8 @@ class Resolver:
         self._module: str | None = None
         self._unseen: dict[int, Allocation] = {}  # what labels alone have told of, by address
         self.allocations: list[Allocation] = []
+        self.on_host: list[Allocation] = []
+        self._slabs: dict[int, Allocation] = {}
         self.spans: list[Span] = [Span(0, 0, "other")]
 
     def see(self, event: Event) -> None:
@@ -127,6 +132,22 @@ class Resolver:
                 del self._live[address]
                 self._index += 1
                 before.end = self._index
+        for address, slab in note.slabs:
+            if slab is None:
+                if (given := self._slabs.pop(address, None)) is not None:
+                    given.end = self._index
+                continue
+            kind = slab.kind.replace(" ", "_")
+            self._slabs[address] = taken = Allocation(
+                len(self.on_host),
+                slab.size,
+                self._index,
+                kind=kind if kind in KINDS else "temporaries",
+                op=slab.owner,
+                phase=self._phase,
+                step=self._step,
+            )
+            self.on_host.append(taken)
         if note.module is not None:
             self._module = note.module
         if note.phase is not None:
@@ -145,6 +166,7 @@ def resolve(
     notes: Sequence[Note],
     device: str = "cpu",
     remarks: Sequence[str] = (),
+    on_host: Mapping[int, Slab] | None = None,
 ) -> Timeline:
     """Returns the timeline of what was there before, and of what the events did to it.
 
@@ -152,7 +174,8 @@ def resolve(
     If several do, the first of their kinds in :data:`KINDS` counts.
     """
     resolver = Resolver(notes)
-    resolver.note(Note(list(before)))
+    resolver.note(Note(list(before), slabs=[*(on_host or {}).items()]))
     for event in events:
         resolver.see(event)
-    return Timeline(resolver.allocations, resolver.spans, device, list(remarks))
+    host = Timeline(resolver.on_host, resolver.spans, "host") if resolver.on_host else None
+    return Timeline(resolver.allocations, resolver.spans, device, list(remarks), host)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..host.arena import Slab, slabs
 from .collecting import no_collections
 from .cpu import CpuRecorder, check_no_profiler
 from .cuda import ENTRIES, CudaRecorder
@@ -42,6 +43,7 @@ class Tracked:
         self.after: list[Label] = []
         """What exists afterwards."""
         self.is_running = False
+        self._slabs: dict[int, Slab] = {}  # of the host's arenas, before
         self._timeline: Timeline | None = None
         self._ended = False
 
@@ -50,7 +52,7 @@ class Tracked:
             raise RuntimeError("this recording has been used already: make another")
         if self._device.type == "cpu":
             check_no_profiler()
-        self.before = self.watch.present()
+        self.before, self._slabs = self.watch.present(), slabs()
         self.watch.install()
         try:
             self.recorder.start()
@@ -82,7 +84,9 @@ class Tracked:
 
     def _read(self) -> Timeline:
         events, notes = self.seen()
-        return resolve(self.before, events, notes, str(self._device), self.recorder.remarks)
+        return resolve(
+            self.before, events, notes, str(self._device), self.recorder.remarks, self._slabs
+        )
 
     def seen(self) -> tuple[list[Event], list[Note]]:
         """Returns what happened, in order, and the notes by their numbers. May be called once."""

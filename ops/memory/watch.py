@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.running_modules import watching_modules
-from ..host.arena import in_arena
+from ..host.arena import Slab, in_arena, listeners
 from ..step.trees import plain_tensors, tensors_in
 from ..step.watch import listening, unseen
 from .lines import Place, lines_at, place_here
@@ -123,6 +123,7 @@ class Watch:
         self._thread = 0  # that recorders see
         self._sees_all = device.type != "cpu"  # else recorders see this thread alone
         self._ends: dict[int, _End] = {}  # of storages, by address
+        self._slabs: list[tuple[int, Slab | None]] = []  # of arenas, that are not noted yet
         self._ended: list[tuple[int, bool]] = []  # of storages; whether on other threads
         self._addresses: dict[str, int] = {}  # of parameters and buffers, when they were labeled
         self._held = [
@@ -184,6 +185,14 @@ class Watch:
         ended, self._ended = self._ended, []
         if ended:
             self._take("note", {"freed": ended})
+
+    def _on_slab(self, address: int, slab: Slab | None) -> None:
+        """Notes what an arena of the host takes and gives back, at the next note if that is on
+        another thread."""
+        self._slabs.append((address, slab))
+        if self._is_here():
+            slabs, self._slabs = self._slabs, []
+            self._take("note", {"slabs": slabs})
 
     def _is_here(self) -> bool:
         return self._sees_all or get_ident() == self._thread
@@ -272,6 +281,8 @@ class Watch:
         with ExitStack() as stack:
             stack.callback(self._ends.clear)
             self._watch_ends()
+            listeners.append(on_slab := hidden(self._on_slab))
+            stack.callback(listeners.remove, on_slab)
             places = (self._place, self._unpacked) if self._unpacks else ()
             stack.enter_context(listening(self._saved, *places, hidden=hidden))
             stack.enter_context(watching_modules(self.model, self._begin, self._end, hidden))

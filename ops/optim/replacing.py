@@ -14,6 +14,7 @@ from .adam import Adam, AdamW
 from .adam8bit import Adam8bit, AdamW8bit
 from .base import Optimizer
 from .memory import state_memory
+from .paging import planned_paging
 
 _DECOUPLED = (torch.optim.AdamW, AdamW, AdamW8bit)
 _COUPLED = (torch.optim.Adam, Adam, Adam8bit)
@@ -69,6 +70,16 @@ def check_parameters(optimizer: Any, model: nn.Module) -> None:
 def is_headroom(optimizer: Any) -> bool:
     """Returns whether an optimizer is one of Headroom's, and not a wrapper."""
     return isinstance(optimizer, Optimizer)
+
+
+def can_offload(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether the state of an optimizer can lie on the host, and does not yet."""
+    if not isinstance(optimizer, Optimizer) or optimizer.refuses_offload or optimizer.paging:
+        return False
+    try:
+        return planned_paging(optimizer, 0).host > 0
+    except (ValueError, RuntimeError):  # shards, or a dtype that will be another one
+        return False
 
 
 def obstacle(optimizer: torch.optim.Optimizer) -> str | None:

@@ -10,8 +10,6 @@ from ..nn import LEVELS, Block
 from ..patching.blocks import PatchedLayer
 from ..patching.patch import patch, patch_call, repeated_layers
 
-__all__ = ["SaveLevels"]
-
 
 class SaveLevels:
     """Raises what all blocks of a model save, a level at a time, as :func:`headroom.patch` sets

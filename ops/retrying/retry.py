@@ -21,8 +21,6 @@ from ..step.out_of_memory import add_note, forget_tensors, is_out_of_memory
 from .levels import SaveLevels
 from .training import BeforeTraining, Training
 
-__all__ = ["Retry", "RetryingStep", "retry_on_oom"]
-
 NONE_IS_LEFT = (
     "no leaner setting is left; model, optimizer and random numbers are as they were before the "
     "step. A smaller batch, headroom.fit or an optimizer with less state would help"
@@ -64,12 +62,13 @@ def retry_on_oom(
             as :func:`headroom.patch` sets it, which leaves the bits of the gradients as they are.
             The first step at a level compares what is computed again: if a block computes something
             else then, all blocks stay as they were given.
-        optimizer: the optimizer of the step, or several. Those that are not Headroom's write while
-            they allocate: a step in which one of them fails is not repeated.
+        optimizer: the optimizer of the step, or several. Of one whose state is offloaded with a
+            ``budget``, more goes to the host after failures that no level mends. Those that are not
+            Headroom's write while they allocate: a step in which one of them fails is not repeated.
         scaler, accumulator: those of the step, if it has them.
         micro_batches: the most micro-batches that the step can be asked for. If it is more than 1,
             the step is called as ``step(batch, micro_batches=n)``, with 1, and with 2, 4 and so on
-            after failures that no level mends; it does the splitting.
+            after failures that nothing else mends; it does the splitting.
 
     Returns:
         A :class:`RetryingStep`, which takes the arguments of ``step``. It restores random numbers,
@@ -215,7 +214,8 @@ class RetryingStep:
             if not self._owner.leaner():
                 return None
             return f"{before} became {getattr(self._owner, 'choice', 'a leaner one')}"
-        if (change := self._levels.leaner()) or 2 * self._parts > self._most_parts:
+        change = self._levels.leaner() or self._training.page_more()
+        if change is not None or 2 * self._parts > self._most_parts:
             return change
         self._parts *= 2
         return f"micro-batches: {self._parts // 2} before, {self._parts} now"

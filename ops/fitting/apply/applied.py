@@ -16,8 +16,6 @@ from ...patching.levels import set_levels
 from ...release import bucket_of, release_gradients
 from ..choice import Choice
 
-__all__ = ["Applied"]
-
 
 class Applied:
     """A choice that was applied to a model. If something fails, the model is as it was before.

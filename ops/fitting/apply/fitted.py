@@ -19,8 +19,6 @@ from ..choice import SAME, Choice, FrontierPoint
 from ..report import Chosen, described, report
 from .applied import Applied
 
-__all__ = ["Fitted"]
-
 STRIDES = 4  # from the levels that were chosen to the leanest
 
 
@@ -155,8 +153,9 @@ class Fitted(Chosen):
 
     def leaner(self) -> bool:
         """Sets the next leaner choice that a running training can take, between two steps: leaner
-        levels, in a few strides, and then more micro-batches. Returns whether there was one. Later
-        steps are measured anew.
+        levels, in a few strides, then more of the optimizer's state on the host, if a part of it is
+        there and ``host_budget`` has room for all, and then more micro-batches. Returns whether
+        there was one. Later steps are measured anew.
 
         There are more micro-batches only where the losses of parts add up to the loss of the batch.
         If nobody has compared them yet, the first call that comes so far does: without gradients,
@@ -169,10 +168,24 @@ class Fitted(Chosen):
             if below := [point for point in here if point.peak <= most]:
                 self.take(below[-1])
                 return True
+        if self._page_more():
+            return True
         more = [count for count in self._counts if count > self.choice.micro_batches]
         if self.choice.release or not more or not self._parts_agree():
             return False
         self._become(self.choice.but(micro_batches=more[0]))
+        return True
+
+    def _page_more(self) -> bool:
+        """Moves more of the optimizer's state to the host. Returns whether there was any that may
+        go."""
+        handle = self.optimizer.offload_handle if self.choice.offload else None
+        if handle is None or self.host_budget is None:
+            return False
+        memory = handle.memory()
+        if handle.host.bytes + memory.resident > self.host_budget or not handle.leaner():
+            return False
+        self._become(self.choice.but(state_budget=handle.budget))
         return True
 
     def _parts_agree(self) -> bool:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from ...host.saved import MIN_BYTES
 from ...nn.steps import save_level
 from ...step.pass_seconds import PassSeconds
-
-__all__ = ["BlockCosts", "LevelCost", "Measured", "is_on_host"]
 
 
 def is_on_host(level: str) -> bool:
@@ -27,8 +26,8 @@ class LevelCost:
         kept: bytes besides ``held`` that stay until the forward pass of the model has ended: of
             weights that autocast has cast, and of caches.
         forward_seconds, backward_seconds: of the passes.
-        moved: bytes that the host holds between the passes; ``held`` is negative where arguments
-            leave the device.
+        moved: bytes that the host holds between the passes, of so many ``storages``; ``held`` is
+            negative where arguments leave the device.
     """
 
     held: int
@@ -39,6 +38,7 @@ class LevelCost:
     forward_seconds: float
     backward_seconds: float
     moved: int = 0
+    storages: int = 0
 
     @property
     def seconds(self) -> float:
@@ -84,7 +84,8 @@ class BlockCosts:
         return max(cost.kept for cost in self.levels.values())
 
     def part(self, count: int) -> BlockCosts:
-        """Returns what it costs in one of ``count`` micro-batches."""
+        """Returns what it costs in one of ``count`` micro-batches. Levels whose tensors are then
+        too small to leave the device are not among them."""
 
         def share(size: int, whole: int = 0) -> int:
             whole = min(max(size, 0), whole)
@@ -100,6 +101,7 @@ class BlockCosts:
                 moved=share(cost.moved),
             )
             for name, cost in self.levels.items()
+            if cost.moved >= count * cost.storages * MIN_BYTES
         }
         return replace(self, levels=levels)
 

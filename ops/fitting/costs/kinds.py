@@ -10,8 +10,6 @@ from torch import nn
 from ...patching.levels import Blocks
 from ...step.calls import described
 
-__all__ = ["Likeness"]
-
 
 class Likeness:
     """Tells which of the blocks of a model have equal costs."""

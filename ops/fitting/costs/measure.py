@@ -27,8 +27,6 @@ from ...step.watch import hearing_blocks
 from .block_costs import BlockCosts, LevelCost, Measured, is_on_host
 from .kinds import Likeness
 
-__all__ = ["measure_blocks", "seconds_at_leanest"]
-
 NOISE = 1.02  # times the seconds of a level: what one that computes less again may take
 WARM = 1.1  # times the seconds of blocks by themselves: what a pass takes that nothing held up
 
@@ -208,6 +206,7 @@ class _Kind:
             calls * min(forward),
             calls * min(backward),
             calls * found.moved,
+            calls * found.storages,
         )
 
 

@@ -15,8 +15,6 @@ from ...memory.collecting import no_collections
 from ...optim.paging.handle import begin
 from ...step.clock import Stopwatch
 
-__all__ = ["optimizer_seconds"]
-
 ELEMENTS = 4 << 20
 
 

@@ -17,8 +17,6 @@ from ...step.calls import results_of
 from ...step.description import Step
 from .block_costs import Measured
 
-__all__ = ["Outline", "outline", "settled"]
-
 
 @dataclass(frozen=True)
 class Outline:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from ...step.pass_seconds import PassSeconds
 
-__all__ = ["PassTimes"]
-
 FASTER = 0.95  # of the time of a whole batch: parts that take more are not taken to be faster
 
 

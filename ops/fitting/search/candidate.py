@@ -13,8 +13,6 @@ from ..costs.block_costs import Measured, is_on_host
 from ..costs.outline import Outline
 from .knapsack import BlockOptions, Level, Point, choose, frontier
 
-__all__ = ["Candidate", "Found", "Frontiers", "levels_of"]
-
 
 @dataclass(frozen=True)
 class Found:
@@ -53,12 +51,7 @@ class Frontiers:
         self._found: dict[Any, tuple[Measured, list[Point]]] = {}
 
     def of(
-        self,
-        measured: Measured,
-        outline: Outline,
-        *,
-        gradients_stay: bool = True,
-        on_host: int = 0,
+        self, measured: Measured, outline: Outline, *, gradients_stay: bool = True, on_host: int = 0
     ) -> list[Point]:
         """Returns the points of :func:`headroom.fitting.search.knapsack.frontier` with the peaks of
         the whole step and the seconds of the blocks.

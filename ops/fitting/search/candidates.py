@@ -15,9 +15,8 @@ from ..._core.module_copies import copied_modules, private_copy
 from ...amp.cast_model import cast_model
 from ...checkpointing import RecomputeError
 from ...host.engines import engine_of
-from ...host.ring import slots_with
-from ...host.schedule import measured_link, paged_step_seconds
-from ...optim.paging import PagingMemory, planned_paging
+from ...host.schedule import measured_link
+from ...optim.paging import PagingMemory, paged_seconds, planned_paging
 from ...optim.replacing import is_headroom, state_bytes
 from ...patching.families import find_layers
 from ...patching.levels import Blocks, set_levels
@@ -39,8 +38,6 @@ from ..costs.outline import Outline, outline
 from ..costs.passes import PassTimes
 from .candidate import Candidate, Found, Frontiers
 from .techniques import Techniques
-
-__all__ = ["Candidates"]
 
 OF_OPTIMIZER = ("optimizer", "weights", "offload", "state_budget")  # fields of a choice
 
@@ -388,22 +385,16 @@ class Candidates:
         share = memory.host / max(1, memory.host + memory.resident)
         assert device is not None
         if engine_of(device).is_asynchronous:
-            slot = max(1, memory.ring // slots_with(engine_of(device)))
-            pieces = [slot] * (memory.host // slot) + [memory.host % slot]
-            paged = paged_step_seconds(pieces, share * resident, measured_link(device))
-            return (1 - share) * resident + paged
+            return paged_seconds(memory, resident, measured_link(device))
         return resident + share * max(0.0, self._timed_step(choice, offload=True) - resident)
 
     def _timed_step(self, choice: Choice, offload: bool = False) -> float:
         key = choice.optimizer, choice.weights, offload
         if key not in self._step_seconds:
-            assert self.step.device is not None
-            self._step_seconds[key] = optimizer_seconds(
-                self.techniques.optimizer_of(choice),
-                self.step.device,
-                dtype=choice.dtype,
-                offload=offload,
-            )
+            optimizer, device = self.techniques.optimizer_of(choice), self.step.device
+            assert device is not None
+            seconds = optimizer_seconds(optimizer, device, dtype=choice.dtype, offload=offload)
+            self._step_seconds[key] = seconds
         return self._step_seconds[key]
 
     def paged(self, choice: Choice) -> PagingMemory:
@@ -413,10 +404,12 @@ class Candidates:
         paging = getattr(optimizer, "paging", None)  # of the user
         if paging is None and not choice.offload:
             return PagingMemory(0, 0, 0)
-        budget = choice.state_budget if paging is None else paging.budget or 0
+        budget, bucket = (choice.state_budget, None)
+        if paging is not None:
+            budget, bucket = paging.budget or 0, paging.bucket_bytes
         key = choice.optimizer, choice.weights, budget
         if key not in self._paged:
-            self._paged[key] = planned_paging(optimizer, budget)
+            self._paged[key] = planned_paging(optimizer, budget, bucket)
         return self._paged[key]
 
     def _state_of(self, choice: Choice) -> int:

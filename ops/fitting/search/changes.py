@@ -16,8 +16,6 @@ from ..report import Change
 from .candidate import Candidate, Found
 from .candidates import Candidates, step_with
 
-__all__ = ["changes_of", "peak_as_given", "peak_before", "peak_by_kind", "plain_choice"]
-
 _NAMES = {"headroom": "Headroom's", "8bit": "8-bit moments", "adafactor": "Adafactor"}
 
 Known = Mapping[Choice, Candidate]

@@ -23,8 +23,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["BlockOptions", "Level", "Point", "choose", "frontier"]
-
 
 @dataclass(frozen=True)
 class Level:

@@ -14,8 +14,6 @@ from .candidate import Candidate
 from .candidates import Candidates
 from .techniques import Techniques, techniques_of
 
-__all__ = ["DoesNotFit", "does_not_fit", "given_does_not_fit", "most_samples"]
-
 SMALLER = 8  # plans at most of smaller batches
 
 
@@ -43,17 +41,14 @@ def given_does_not_fit(
     choice: Choice, plan: Plan, within: int, host_room: int | None = None
 ) -> DoesNotFit:
     """Returns the error that says what a choice takes that was made before."""
-    if plan.total_bytes <= within and host_room is not None:
-        return DoesNotFit(
-            f"the choice that was given ({choice}) takes {format_bytes(plan.host_peak_bytes)} on "
-            f"the host, of which {format_bytes(host_room)} may be used: give a larger host_budget, "
-            "or leave choice out to look for another",
-            plan.total_bytes,
-            plan.peak_by_kind,
-        )
+    on_host = plan.total_bytes <= within and host_room is not None
+    takes, room = plan.total_bytes, within
+    if on_host:
+        takes, room = plan.host_peak_bytes, host_room or 0
+    where, which = (" on the host", "host_budget") if on_host else ("", "budget")
     return DoesNotFit(
-        f"the choice that was given ({choice}) takes {format_bytes(plan.total_bytes)}, and the "
-        f"budget leaves {format_bytes(within)} besides its margin: give a larger budget, or leave "
+        f"the choice that was given ({choice}) takes {format_bytes(takes)}{where}, and the "
+        f"{which} leaves {format_bytes(room)} besides its margin: give a larger {which}, or leave "
         "choice out to look for another",
         plan.total_bytes,
         plan.peak_by_kind,

@@ -10,8 +10,6 @@ from .candidates import Candidates
 from .knapsack import Point
 from .techniques import Techniques
 
-__all__ = ["Search"]
-
 PLANS = 8  # at most, to find the fastest choice
 ROOM = 0.02  # of the budget, which is not worth another plan
 CAUTION = 0.003  # of the budget, which choices leave free until they are planned

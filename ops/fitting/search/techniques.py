@@ -12,13 +12,11 @@ import torch
 
 from ...optim import Adam8bit
 from ...optim.paging import planned_paging
-from ...optim.replacing import is_headroom, obstacle, replacement
+from ...optim.replacing import can_offload, is_headroom, obstacle, replacement
 from ...patching.losses import has_fused_loss, knows_loss
 from ...step.description import Step
 from ...step.micro_batches import counts, mixes_samples, samples_of
 from ..choice import ALLOWABLE, Choice
-
-__all__ = ["Techniques", "techniques_of"]
 
 FIELDS = (
     "optimizer", "weights", "fused_loss", "micro_batches", "release", "offload", "state_budget"
@@ -179,21 +177,11 @@ def techniques_of(
     return replace(every, optimizers=optimizers, choices=tuple(left))
 
 
-def _can_offload(optimizer: Any) -> bool:
-    """Returns whether the state of an optimizer can lie on the host, and does not yet."""
-    if not is_headroom(optimizer) or optimizer.refuses_offload or optimizer.paging is not None:
-        return False
-    try:
-        return planned_paging(optimizer, 0).host > 0
-    except (ValueError, RuntimeError):  # shards, or a dtype that will be another one
-        return False
-
-
 def _state_budgets(optimizer: Any, on_host: bool, given: Choice | None) -> dict[int, None]:
     """Returns how many bytes of a state may stay on the device, with those of the ring, if the
     others lie on the host."""
     budgets = [given.state_budget] if given is not None and given.offload else []
-    if not (on_host or budgets) or not _can_offload(optimizer):
+    if not (on_host or budgets) or not can_offload(optimizer):
         return {}
     if on_host:
         memory = planned_paging(optimizer, 0)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..._core.sizes import parse_bytes
 from ...host.arena import HostArena, default_arena
-from .paged import Paging, PagingMemory
+from .paged import Paging, PagingMemory, planned_paging
 
 
 def begin(
@@ -51,6 +51,12 @@ class OffloadHandle:
         """Returns the arena that the state lies in."""
         return self._paging.arena
 
+    @property
+    def budget(self) -> int:
+        """Returns the bytes of state that may stay on the device, with those of the ring; 0: only
+        the ring."""
+        return self._paging.budget or 0
+
     def memory(self) -> PagingMemory:
         """Returns the bytes of the state on the host and on devices, and those of the ring."""
         return self._paging.memory(self._offloaded)
@@ -67,8 +73,10 @@ class OffloadHandle:
         before = paging.resident
         if not before:
             return False
-        memory, budget = self.memory(), paging.budget
-        for less in (paging.ring_bytes + memory.resident // 2, 0):
+        budget = paging.budget
+        # Also before there is a state.
+        resident = planned_paging(optimizer, budget, paging.bucket_bytes).resident
+        for less in (paging.ring_bytes + resident // 2, 0):
             paging.budget = less
             try:
                 paging.adopt(optimizer)
@@ -77,6 +85,8 @@ class OffloadHandle:
                 raise
             if len(paging.resident) < len(before):
                 break
+        if not paging.resident:
+            paging.budget = 0
         return True
 
     def remove(self) -> None:

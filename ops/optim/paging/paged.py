@@ -25,6 +25,7 @@ from ...host.engine import Engine
 from ...host.engines import engine_of
 from ...host.files import let_pages_go
 from ...host.ring import Ring, aligned, slots_with
+from ...host.schedule import Link, paged_step_seconds
 from ..errors import explained
 from ..plan import Bucket, Calls, Plan, StepScalars, like_param
 from ..states import Layout, dtype_refusal
@@ -344,7 +345,9 @@ class Paging:
         return found
 
 
-def planned_paging(optimizer: Any, budget: int) -> PagingMemory:
+def planned_paging(
+    optimizer: Any, budget: int | None, bucket_bytes: int | None = None
+) -> PagingMemory:
     """Returns the bytes that the state of an optimizer would take with offload and a budget, by
     where they are, once all of it is there. Nothing is moved.
 
@@ -353,11 +356,20 @@ def planned_paging(optimizer: Any, budget: int) -> PagingMemory:
     """
     members = {p: group for group in optimizer.param_groups for p in group["params"]}
     places = _places(optimizer, members, optimizer.state)
-    slots, resident = Paging(default_arena(), budget)._choice(places)
+    slots, resident = Paging(default_arena(), budget, bucket_bytes)._choice(places)
     stays = sum(place.size for param, place in places.items() if param in resident)
     whole = sum(place.size for place in places.values())
     ring = sum(slots_with(engine_of(device)) * size for device, size in slots.items())
     return PagingMemory(whole - stays, stays, ring)
+
+
+def paged_seconds(memory: PagingMemory, resident: float, link: Link) -> float:
+    """Returns the seconds of a step whose states pass through the ring, where it takes
+    ``resident`` without."""
+    slot = max(1, memory.ring // slots_with(link))
+    pieces = [slot] * (memory.host // slot) + [memory.host % slot]
+    share = memory.host / max(1, memory.host + memory.resident)
+    return (1 - share) * resident + paged_step_seconds(pieces, share * resident, link)
 
 
 def check_param(optimizer: Any, param: Tensor) -> None:

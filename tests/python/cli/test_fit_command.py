@@ -93,3 +93,19 @@ def test_a_question_is_missing(folder):
     with pytest.raises(SystemExit) as stopped:
         main(["fit", *SETUP, *SHAPES])
     assert stopped.value.code == 2
+
+
+def test_the_host_holds_what_the_device_has_no_room_for(folder, capsys, answer):
+    line = ["fit", *SETUP, *SHAPES, "--json"]
+    assert main([*line, "--budget", "40 KiB", "--measure"]) == 1
+    budget = str(int(0.95 * answer()["least_bytes"]))
+    assert main([*line, "--budget", budget, "--measure"]) == 1
+    answer()
+    assert main([*line, "--budget", budget, "--measure", "--host-budget", "1 GiB"]) == 0
+    found = answer()["fitted"]
+    assert found["choice"]["offload"] and found["host_budget_bytes"] == 1 << 30
+    assert main([*line, "--ladder", "--host-budget", "1 GiB"]) == 0
+    assert any(rung["host_bytes"] for rung in answer()["rungs"])
+    with pytest.raises(SystemExit):
+        main(["fit", *SETUP, *SHAPES, "--budget", "1 GiB", "--host-budget", "1 GiB"])
+    assert "--host-budget goes with --measure or --ladder" in capsys.readouterr().err

@@ -207,7 +207,7 @@ def test_a_given_choice_needs_no_host_budget_and_keeps_to_one(empty_arena):
         model, batch, budget="1 GiB", loss=cross_entropy, choice=choice, dry_run=True
     )
     assert fitted.predicted_host > 0 and "state on the host" in str(fitted)
-    with pytest.raises(DoesNotFit, match="on the host, of which 1.00 KiB may be used: give a larg"):
+    with pytest.raises(DoesNotFit, match="on the host, and the host_budget leaves 1.00 KiB"):
         headroom.fit(
             model, batch, budget="1 GiB", loss=cross_entropy, choice=choice, host_budget=1024
         )
@@ -321,3 +321,24 @@ def test_the_price_of_a_paged_step(monkeypatch):
     part = made._seconds_of_step(whole.but(state_budget=budgets[-1]))
     assert 1e-3 < part < 0.9 * found and budgets[0] == 0
     assert all(made.paged(whole.but(state_budget=budget)).host > 0 for budget in budgets)
+
+
+# ---- while it trains ----------------------------------------------------------------------------
+
+
+def test_leaner_pages_more_as_far_as_the_host_budget_goes(empty_arena):
+    model, batch = model_of(2), batch_of()
+    choice = Choice(("L5", "L5"), optimizer="headroom", offload=True, state_budget=700_000)
+    options = {"budget": "1 GiB", "loss": cross_entropy, "choice": choice}
+    fitted = headroom.fit(model, batch, host_budget="1 GiB", **options)
+    steps(fitted, batch)
+    before = fitted.optimizer.offload_handle.memory()
+    assert before.resident > 0 and fitted.leaner()
+    after = fitted.optimizer.offload_handle.memory()
+    assert 0 < fitted.choice.state_budget < 700_000 or not fitted.choice.state_budget
+    assert after.resident < before.resident and after.host > before.host
+    steps(fitted, batch)
+    assert fitted.measured_host == after.host
+    narrow = headroom.fit(model_of(2), batch, host_budget=before.host + 10_000, **options)
+    steps(narrow, batch)
+    assert narrow.leaner() and narrow.choice == choice.but(micro_batches=2)

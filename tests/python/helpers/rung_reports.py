@@ -22,6 +22,8 @@ def report(title, loss, tolerance=0.01, **others):
         "tokens_per_second": 1234.5,
         "peak_bytes": 10 << 20,
         "predicted_peak_bytes": 10 << 20,
+        "host_bytes": 0,
+        "predicted_host_bytes": 0,
         "process_peak_bytes": 12 << 20,
         "bytes": dict.fromkeys(headroom.memory.KINDS, 0)
         | {kind: (i + 1) << 20 for i, kind in enumerate(kinds)},

@@ -255,3 +255,13 @@ def test_slabs_are_registered_once_and_unregistered(monkeypatch):
     del refused, again
     unpinned = HostArena(pin=False).take(100, kind="state", owner="test", device=device)
     assert runtime.ranges == {} and unpinned.numel() == 100
+
+
+def test_the_peak_begins_anew():
+    arena = HostArena()
+    slab = arena.take(5000, kind="optimizer state", owner="test")
+    kept = arena.take(3000, kind="optimizer state", owner="test")
+    del slab
+    assert (arena.peak, arena.bytes) == (8000, 3000)
+    arena.reset_peak()
+    assert (arena.peak, arena.bytes) == (3000, kept.numel())

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from headroom.fitting import Choice
+from headroom.fitting import Choice, DoesNotFit
 from headroom.fitting.search import candidates
 from headroom.memory import track
 from torch import nn
@@ -296,3 +296,21 @@ def test_a_step_that_is_not_made_is_left_out(make):
         seen.append("stepped" if k else "skipped")
     assert seen == ["recorded", "skipped", *["recorded", "stepped"] * 2, "stepped", "stepped"]
     assert found.measured.has_ended and len(told) == 2
+
+
+def test_the_host_holds_what_the_device_has_no_room_for(make):
+    accelerator, data = make(), batches()
+    with pytest.raises(DoesNotFit) as caught:
+        fit(accelerator, stack(), data[0], budget="250 KiB", optimizer=torch.optim.AdamW)
+    found = fit(
+        accelerator, stack(), data[0], budget=int(0.95 * caught.value.least) + 173_000,
+        host_budget="1 GiB", optimizer=torch.optim.AdamW, tell=lambda text: None,
+    )  # fmt: skip
+    assert found.fitted.choice.offload
+    model, optimizer = accelerator.prepare(found.model, found.optimizer)
+    for batch in data[:2]:
+        with accelerator.accumulate(model):
+            found.backward(model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.optimizer.offload_handle.memory().host > 0

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from headroom.fitting import DoesNotFit
 from headroom.fitting.search import candidates
 from torch.utils.data import DataLoader
 
@@ -155,3 +156,23 @@ def test_what_is_refused(tmp_path):
         trained(tmp_path, callback, module=Manual(), gradient_clip_val=None)
     with pytest.raises(ValueError, match="budget is 1.00 KiB, and the loop itself holds"):
         trained(tmp_path, FitCallback("1 KiB"))
+
+
+class Adam(Module):
+    def configure_optimizers(self):
+        return fit_optimizer(self, torch.optim.AdamW(self.parameters(), lr=1e-2))
+
+
+def test_the_host_holds_what_the_device_has_no_room_for(most, tmp_path):
+    small = FitCallback("100 KiB", tell=lambda text: None)
+    with pytest.raises(DoesNotFit) as caught:
+        trained(tmp_path, small, module=Adam())
+    budget = int(0.95 * caught.value.least) + small.extra
+    callback = FitCallback(budget, host_budget="1 GiB", tell=lambda text: None)
+    _, _, trainer = trained(tmp_path, callback, module=Adam())
+    assert callback.fitted.choice.offload
+    assert trainer.optimizers[0].offload_handle.memory().host > 0
+    assert callback.measured.peak <= callback.budget
+    again = FitCallback(callback.budget, host_budget=1 << 30)
+    again.load_state_dict(callback.state_dict())
+    assert again.again(again.choice, *again._kept_budgets) == callback.choice

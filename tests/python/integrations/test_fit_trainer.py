@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import headroom
 import pytest
 import torch
+from headroom.fitting import DoesNotFit
 from headroom.fitting.search import candidates
 
 from helpers.bits import assert_same_bits
@@ -289,10 +290,34 @@ class TestChoiceOfACheckpoint:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "out").mkdir()
         assert self.choice(tmp_path, True, self.KEPT) is None
-        assert self.choice(tmp_path, str(tmp_path)) == ({"micro_batches": 2}, 7)
+        assert self.choice(tmp_path, str(tmp_path)) == ({"micro_batches": 2}, (7, None))
 
     def test_several_callbacks_are_a_list(self, tmp_path):
         none = {"args": {"budget": 8}, "attributes": {"choice": None}}
-        assert self.choice(tmp_path, tmp_path, [none, self.KEPT]) == ({"micro_batches": 2}, 7)
+        assert self.choice(tmp_path, tmp_path, [none, self.KEPT]) == (
+            {"micro_batches": 2},
+            (7, None),
+        )
         assert self.choice(tmp_path, tmp_path, [none]) is None
         assert self.choice(tmp_path, tmp_path, []) is None
+
+
+def test_the_host_holds_what_the_device_has_no_room_for(tmp_path):
+    options = dict(optim="adamw_torch", per_device_train_batch_size=4, max_steps=3)
+    small = HeadroomCallback("250 KiB")
+    with pytest.raises(DoesNotFit) as caught:
+        small.fit(trainer_of(stack(), samples(), tmp_path, **options))
+    told, watch = [], Watch()
+    budget = int(0.95 * caught.value.least) + small.extra
+    callback = HeadroomCallback(budget, host_budget="1 GiB", tell=told.append)
+    got = trained(stack(), samples(), tmp_path, [watch, callback], **options)
+    choice = callback.fitted.choice
+    assert choice.offload and "on the host" in told[0]
+    assert got.optimizer.optimizer.offload_handle.memory().host > 0
+    assert watch.peak.bytes <= callback.budget
+    kept = callback.state()
+    assert kept["attributes"]["choice"]["offload"]
+    other = HeadroomCallback(**kept["args"])
+    assert (other.budget, other.host_budget) == (callback.budget, "1 GiB")
+    assert other.again(callback.choice, callback.budget, 1 << 30) is callback.choice
+    assert other.again(callback.choice, callback.budget) is None

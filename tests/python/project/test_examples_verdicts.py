@@ -113,7 +113,20 @@ def test_table_holds_the_numbers():
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert len({len(row) for row in rows}) == 1  # aligned
     assert cells[0][:3] == ["rung", "time s", "held-out bits/byte"]
-    numbers = ["3", "2.0000", "1,234", "16.04", "10.0", "10.0", "1.0", "2.0", "3.0", "4.0", "12.0"]
+    numbers = [
+        "3",
+        "2.0000",
+        "1,234",
+        "16.04",
+        "10.0",
+        "10.0",
+        "1.0",
+        "2.0",
+        "3.0",
+        "4.0",
+        "0.0",
+        "12.0",
+    ]
     assert cells[2][1:] == numbers
     assert cells[3][0] == "a longer title"
 
@@ -143,3 +156,11 @@ def test_convergence_judges_every_mode_and_goes_on(fails, monkeypatch, tmp_path,
     text = capsys.readouterr().out
     assert "seeds of f32 differ by 2.000" in text
     assert ("NOT CLOSE" in text or "NOT VISIBLY WORSE" in text) == (fails is not None)
+
+
+@pytest.mark.parametrize("held", [5, 6])
+def test_other_bytes_on_the_host_than_predicted_fail(held):
+    results = [report("torch", 2.0), report("host", 2.0, host_bytes=held, predicted_host_bytes=5)]
+    passed, verdict = ladder.as_predicted(results)
+    assert passed == (held == 5)
+    assert ("OTHER BYTES ON THE HOST THAN PREDICTED: host" in verdict) == (held == 6)

@@ -318,3 +318,52 @@ def test_what_the_step_patches_itself_stays(patches):
     with pytest.raises(MemoryError, match="no leaner setting"):
         retry_on_oom(step, model=model, optimizer=optimizer)(torch.ones(2, 8))
     assert set(vars(model[0])) == (is_patched if patches else plain) and is_patched != plain
+
+
+def test_more_of_the_state_is_paged_before_micro_batches():
+    """In the first step, where there is no state yet, and in a later one."""
+    optimizers = []
+    for failures in ((), (0, 2)):
+        model = model_of(save="L5", layers=4)
+        optimizer = headroom.optim.AdamW(model.parameters(), offload="state", budget="16 KiB")
+        fail = Failing()
+        step = retry_on_oom(step_of(model, optimizer, fail), model=model, optimizer=optimizer)
+        for number in range(4):
+            fail.errors = [torch.OutOfMemoryError("no room")] * failures.count(number)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                torch.manual_seed(number)
+                step(batch())
+        optimizers.append((optimizer, contents(model), step))
+    (plain, wanted, _), (paged, found, step) = optimizers
+    assert_same(found, wanted)
+    assert [one.change.partition(":")[0] for one in step.history] == ["state of AdamW"] * 2
+    assert "16.0 KiB on the device before" in step.history[0].change
+    assert paged.offload_handle.memory().resident < plain.offload_handle.memory().resident
+    assert paged.offload_handle.budget < plain.offload_handle.budget == 16 << 10
+
+
+def test_paging_ends_where_nothing_is_left_on_the_device_or_the_host_has_no_room():
+    model = model_of(save="L5")
+    optimizer = headroom.optim.AdamW8bit(model.parameters(), min_8bit_size=100)
+    arena = headroom.HostArena()
+    headroom.optim.offload(optimizer, budget="1 MiB", host=arena)
+    fail = Failing()
+    step = retry_on_oom(step_of(model, optimizer, fail), model=model, optimizer=optimizer)
+    step(batch())
+    arena.budget = 0
+    fail.errors = [MemoryError("no room")]
+    with pytest.raises(MemoryError) as caught:
+        step(batch())
+    assert "no leaner setting is left" in said(caught.value) and step.retries == 0
+    arena.budget = None
+    fail.errors = [MemoryError("no room") for _ in range(9)]
+    before = contents(model)
+    with warnings.catch_warnings(), pytest.raises(MemoryError):
+        warnings.simplefilter("ignore", UserWarning)
+        step(batch())
+    assert 1 <= step.retries <= 8 and step.history[-1].change.endswith("only the ring now")
+    assert optimizer.offload_handle.memory().resident == 0
+    assert_same(contents(model), before)
+    fail.errors = []
+    step(batch())
