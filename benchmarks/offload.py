@@ -4,6 +4,8 @@ states come over a slow link, beside what a simulation says."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +18,7 @@ from .harness import Bar, Case, Contender, Share
 
 F32, BF16 = torch.float32, torch.bfloat16
 COPIES = "without, then copies"
+FILES = "without, then reads and writes"
 HIDDEN = "0.7 of it hidden"
 SIMULATED = "simulated"
 PIECE = 16 << 20
@@ -84,6 +87,44 @@ def states(name: str, kind: str, dtype: torch.dtype, shapes: Shapes, **options: 
     return Case(name, what, setup, COPIES, bars=[Bar("ratio", 1 / 1.15, "cpu")])
 
 
+def in_files(shapes: Shapes) -> Case:
+    """`step()` with its states in files, beside plain reads and writes of as many bytes."""
+
+    def setup(device: torch.device) -> dict[str, Any]:
+        import headroom
+
+        folder = tempfile.gettempdir()
+
+        def offloaded() -> Contender:
+            optimizer = _optimizer("AdamW", shapes, F32)
+            headroom.optim.offload(optimizer, host=headroom.HostArena(file=folder))
+            return Contender(optimizer.step)
+
+        def resident() -> Contender:
+            return Contender(_optimizer("AdamW", shapes, F32).step)
+
+        def resident_and_files() -> Contender:
+            optimizer = _optimizer("AdamW", shapes, F32)
+            size = sum(x.nbytes for entry in optimizer.state.values() for x in entry.values())
+            file = tempfile.TemporaryFile(dir=folder)
+            os.posix_fallocate(file.fileno(), 0, size)
+            memory = memoryview(torch.zeros(PIECE, dtype=torch.uint8).numpy())
+
+            def call() -> None:
+                optimizer.step()
+                for first in range(0, size, PIECE):
+                    piece = [memory[: min(PIECE, size - first)]]
+                    os.preadv(file.fileno(), piece, first)
+                    os.pwritev(file.fileno(), piece, first)
+
+            return Contender(call)
+
+        return {"headroom": offloaded, "without": resident, FILES: resident_and_files}
+
+    what = "AdamW, float32: step() with its states in files"
+    return Case("states-in-files", what, setup, FILES, bars=[Bar("ratio", 1 / 1.3, "cpu")])
+
+
 def over_a_link(name: str, kind: str, dtype: torch.dtype, shapes: Shapes, **options: Any) -> Case:
     """A step on one core, while threads copy on another as a link would, until all is stored.
 
@@ -150,7 +191,7 @@ def _on_one_core(call: Callable[[], object]) -> Callable[[], None]:
 
 def _pieces(optimizer: Any) -> list[int]:
     """Returns the bytes of the pieces that a step takes the states in."""
-    from headroom.optim.paging.ring import pieces_of
+    from headroom.optim.paging.parts import pieces_of
 
     paging, (group,) = optimizer.paging, optimizer.param_groups
     (ring,) = paging._rings.values()
@@ -211,6 +252,7 @@ def blocks(level: str, quick: bool) -> Case:
 def cases(device: torch.device, quick: bool) -> list[Case]:
     shapes = model_for(device, quick).shapes
     return [
+        in_files(shapes),
         states("states-8bit", "AdamW8bit", BF16, shapes),
         states("states-8bit-remainder", "AdamW8bit", BF16, shapes, master="remainder16"),
         states("states-f32", "AdamW", F32, shapes),
