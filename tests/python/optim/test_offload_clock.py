@@ -95,8 +95,8 @@ def test_parts_of_a_parameter_are_equal(monkeypatch):
         optimizer = optimizer_of([512 * 7], 5 * 512 * 8 + 64)
         engine.restart_clock(Link(1, 1, 0))
         optimizer.step()
-    found = [work.seconds for work in engine.schedule.works if work.seconds]
-    assert found == [4 * 512, 3 * 512]
+    sizes = [work.seconds for work in engine.schedule.works if work.seconds]
+    assert sizes == [4 * 512, 3 * 512]
 
 
 @pytest.mark.parametrize("seed", range(3))
