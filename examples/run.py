@@ -94,8 +94,6 @@ class Run:
         micro_batches = self.micro_batches(text, len(self.losses))
         loss = self.train_on(micro_batches).item()
         targets = torch.cat([targets for _, targets in micro_batches])
-        if self.rung.offload:
-            self.optimizer.offload_handle.host.page_out()
         self.losses.append(text.bits_per_byte(loss, targets))
         self.seconds.append(time.perf_counter() - start)
 

@@ -11,7 +11,6 @@ import contextlib
 import mmap
 import os
 import shutil
-import tempfile
 import threading
 import warnings
 import weakref
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from .._core.available import host_headroom
 from .._core.sizes import format_bytes, parse_bytes
+from .files import MappedFile, copied_through_file, mapped_file
 from .pinning import pinned
 
 ALIGNMENT = 512  # of slabs; that of what torch allocates on a device
@@ -125,7 +125,6 @@ class HostArena:
         self.bytes = 0
         self.peak = 0
         self._by: dict[tuple[str, str], int] = {}
-        self._mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
         self._lock = threading.RLock()  # slabs are freed on any thread, and in a collection
 
     def __repr__(self) -> str:
@@ -143,14 +142,6 @@ class HostArena:
         """Lets ``peak`` begin anew, at the bytes that there are now."""
         with self._lock:
             self.peak = self.bytes
-
-    def page_out(self) -> None:
-        """Takes what is in files out of the memory of this process, such as between two steps: it
-        stays on the disk, and with the system as far as that has room. Slabs that are not in files
-        stay as they are."""
-        with self._lock:
-            for mapping in self._mappings if self.file is not None else ():
-                _advise(mapping, "MADV_DONTNEED")
 
     def limit(self) -> tuple[int, str]:
         """Returns how many bytes the slabs may have together at the moment, and what limits
@@ -195,19 +186,20 @@ class HostArena:
                 raise HostMemoryError(
                     f"{kind} of {owner}", size, self.bytes, self.bytes, which
                 ) from error
-            self._mappings.add(mapping)
             view = memoryview(mapping)[:size]
             slab = torch.frombuffer(view, dtype=torch.uint8)
             if self.file is None:
                 slab.zero_()  # the first touch, by torch's threads, decides where pages lie
-            registered = None
+            undo = None
             if device.type == "cuda" and self.pin == "auto":
-                registered = pinned(slab, device)
+                undo = pinned(slab, device)
+            elif device.type == "cpu" and isinstance(mapping, MappedFile):
+                undo = copied_through_file(slab, mapping)
             _slabs[slab.data_ptr()] = taken = Slab(size, kind, owner)
             self._count(size, kind, owner)
             _tell(slab.data_ptr(), taken)
         # The mapping lives until the last tensor has dropped the view, and is unregistered before.
-        give_back = partial(_give_back, self, mapping, slab.data_ptr(), registered)
+        give_back = partial(_give_back, self, mapping, slab.data_ptr(), undo)
         weakref.finalize(view, give_back, size, kind, owner).atexit = False
         return slab
 
@@ -230,13 +222,13 @@ def _give_back(
     arena: HostArena,
     mapping: mmap.mmap,
     address: int,
-    registered: Any,
+    undo: Any,
     size: int,
     kind: str,
     owner: str,
 ) -> None:
-    if registered is not None:
-        registered()
+    if undo is not None:
+        undo()
     _slabs.pop(address, None)
     arena._count(-size, kind, owner)
     _tell(address, None)
@@ -251,10 +243,8 @@ def _mapped(size: int) -> mmap.mmap:
     return mapping
 
 
-def _mapped_file(size: int, folder: Path) -> mmap.mmap:
-    with tempfile.TemporaryFile(dir=folder) as file:
-        os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, not a signal
-        mapping = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED)
+def _mapped_file(size: int, folder: Path) -> MappedFile:
+    mapping = mapped_file(size, folder)
     _advise(mapping, "MADV_DONTFORK")
     return mapping
 

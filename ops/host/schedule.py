@@ -118,11 +118,12 @@ def measured_link(device: torch.device) -> Link:
     a few copies of 32 MiB and of 4 KiB in each direction, and in both at once."""
     if device not in _links:
         with _disable_current_modes(), torch.no_grad():
-            _links[device] = _measured(engine_of(device), device)
+            _links[device] = measured(engine_of(device), device)
     return _links[device]
 
 
-def _measured(engine: Engine, device: torch.device) -> Link:
+def measured(engine: Engine, device: torch.device) -> Link:
+    """Returns the rates of an engine's copies, as :func:`measured_link` does at its first call."""
     far = default_arena().take(2 * PIECE, kind="measurement", owner="link", device=device)
     near = torch.zeros(2 * PIECE, dtype=torch.uint8, device=device)
     sides = {"up": (near[:PIECE], far[:PIECE]), "down": (far[PIECE:], near[PIECE:])}

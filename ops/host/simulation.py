@@ -107,7 +107,7 @@ class _Running:
 
     @property
     def end(self) -> float:
-        return self.since + self.seconds + self.bytes / self.rate
+        return self.since + self.seconds + (self.bytes / self.rate if self.bytes else 0)
 
     def change(self, is_beside: bool, now: float) -> None:
         """Goes on at the rate that it has beside a copy in the other direction, or alone."""

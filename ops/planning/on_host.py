@@ -16,7 +16,7 @@ from ..host.engine import Engine, Inline
 from ..host.slabs import Slabs
 from ..memory.events import Allocation
 from ..optim.paging.paged import Paging, block_size_of
-from ..optim.paging.ring import copied_bytes, laid_out
+from ..optim.paging.parts import copied_bytes, laid_out
 from ..optim.plan import Bucket, Calls
 from .recorder import Recorder
 
