@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .engine import Engine, Ticket
-from .simulation import Link
 
 ALIGNMENT = 64  # of tensors in a run of bytes; kernels want 16
 
@@ -41,7 +40,7 @@ class Typed(dict[torch.dtype, Tensor]):
         return view
 
 
-def slots_with(engine: Engine | Link) -> int:
+def slots_with(engine: Engine) -> int:
     """Returns how many slots a ring has: one is filled and one is emptied while a step runs on the
     third. Where nothing runs beside a copy, one serves all."""
     return 3 if engine.is_asynchronous else 1

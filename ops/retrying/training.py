@@ -92,9 +92,8 @@ class Training:
             with suppress(HostMemoryError):
                 if handle.leaner():
                     left = format_bytes(handle.budget) if handle.budget else "only the ring"
-                    return (
-                        f"state of {type(one).__name__}: {before} on the device before, {left} now"
-                    )
+                    kind = type(one).__name__
+                    return f"state of {kind}: {before} on the device before, {left} now"
         return None
 
 

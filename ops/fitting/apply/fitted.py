@@ -177,13 +177,12 @@ class Fitted(Chosen):
         return True
 
     def _page_more(self) -> bool:
-        """Moves more of the optimizer's state to the host. Returns whether there was any that may
-        go."""
+        """Moves more of the optimizer's state to the host, and returns whether any might go."""
         handle = self.optimizer.offload_handle if self.choice.offload else None
         if handle is None or self.host_budget is None:
             return False
-        memory = handle.memory()
-        if handle.host.bytes + memory.resident > self.host_budget or not handle.leaner():
+        most = handle.host.bytes + handle.memory().resident
+        if most > self.host_budget or not handle.leaner():
             return False
         self._become(self.choice.but(state_budget=handle.budget))
         return True

@@ -189,10 +189,8 @@ class Candidate:
 
     def estimate(self, levels: Sequence[str]) -> FrontierPoint:
         """Returns what a step takes whose blocks are at ``levels``."""
-        point = self.at(levels)
-        return FrontierPoint(
-            point.peak, point.seconds, self.choice_of(point), self.host_at(point.levels)
-        )
+        point, host = self.at(levels), self.host_at(levels)
+        return FrontierPoint(point.peak, point.seconds, self.choice_of(point), host)
 
     def choice_of(self, point: Point) -> Choice:
         """Returns the choice with the levels of a point."""

@@ -15,7 +15,6 @@ from ..._core.module_copies import copied_modules, private_copy
 from ...amp.cast_model import cast_model
 from ...checkpointing import RecomputeError
 from ...host.engines import engine_of
-from ...host.schedule import measured_link
 from ...optim.paging import PagingMemory, paged_seconds, planned_paging
 from ...optim.replacing import is_headroom, state_bytes
 from ...patching.families import find_layers
@@ -38,8 +37,6 @@ from ..costs.outline import Outline, outline
 from ..costs.passes import PassTimes
 from .candidate import Candidate, Found, Frontiers
 from .techniques import Techniques
-
-OF_OPTIMIZER = ("optimizer", "weights", "offload", "state_budget")  # fields of a choice
 
 
 class _Pass(NamedTuple):
@@ -382,10 +379,10 @@ class Candidates:
         if not choice.offload:
             return resident
         memory, device = self.paged(choice), self.step.device
-        share = memory.host / max(1, memory.host + memory.resident)
         assert device is not None
         if engine_of(device).is_asynchronous:
-            return paged_seconds(memory, resident, measured_link(device))
+            return paged_seconds(memory, resident, device)
+        share = memory.host / max(1, memory.host + memory.resident)
         return resident + share * max(0.0, self._timed_step(choice, offload=True) - resident)
 
     def _timed_step(self, choice: Choice, offload: bool = False) -> float:
@@ -447,7 +444,7 @@ class Candidates:
         found = costs.outline
         kinds = found.standing
         of_plan = kinds["optimizer_state"] + kinds["master_weights"]
-        is_same = all(getattr(choice, name) == getattr(costs.choice, name) for name in OF_OPTIMIZER)
+        is_same = _of_optimizer(choice) == _of_optimizer(costs.choice)
         state = of_plan
         if choice.offload:
             memory = self.paged(choice)
@@ -490,6 +487,10 @@ def step_with(
             dtype=choice.dtype,
         )
     )
+
+
+def _of_optimizer(choice: Choice) -> tuple[Any, ...]:
+    return choice.optimizer, choice.weights, choice.offload, choice.state_budget
 
 
 def _pass_of(choice: Choice) -> _Pass:

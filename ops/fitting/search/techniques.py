@@ -18,9 +18,8 @@ from ...step.description import Step
 from ...step.micro_batches import counts, mixes_samples, samples_of
 from ..choice import ALLOWABLE, Choice
 
-FIELDS = (
-    "optimizer", "weights", "fused_loss", "micro_batches", "release", "offload", "state_budget"
-)  # fmt: skip
+OF_STATE = ("offload", "state_budget")
+FIELDS = ("optimizer", "weights", "fused_loss", "micro_batches", "release", *OF_STATE)
 SHARES = (0.25, 0.5, 0.75)  # of a state on the host, which may stay on the device
 
 Optimizers = Mapping[tuple[str, str], torch.optim.Optimizer]

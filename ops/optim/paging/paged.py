@@ -25,7 +25,7 @@ from ...host.engine import Engine
 from ...host.engines import engine_of
 from ...host.files import let_pages_go
 from ...host.ring import Ring, aligned, slots_with
-from ...host.schedule import Link, paged_step_seconds
+from ...host.schedule import measured_link, paged_step_seconds
 from ..errors import explained
 from ..plan import Bucket, Calls, Plan, StepScalars, like_param
 from ..states import Layout, dtype_refusal
@@ -363,13 +363,14 @@ def planned_paging(
     return PagingMemory(whole - stays, stays, ring)
 
 
-def paged_seconds(memory: PagingMemory, resident: float, link: Link) -> float:
-    """Returns the seconds of a step whose states pass through the ring, where it takes
+def paged_seconds(memory: PagingMemory, resident: float, device: torch.device) -> float:
+    """Returns the seconds of a step whose states pass through the ring of a device, where it takes
     ``resident`` without."""
-    slot = max(1, memory.ring // slots_with(link))
+    slot = max(1, memory.ring // slots_with(engine_of(device)))
     pieces = [slot] * (memory.host // slot) + [memory.host % slot]
     share = memory.host / max(1, memory.host + memory.resident)
-    return (1 - share) * resident + paged_step_seconds(pieces, share * resident, link)
+    paged = paged_step_seconds(pieces, share * resident, measured_link(device))
+    return (1 - share) * resident + paged
 
 
 def check_param(optimizer: Any, param: Tensor) -> None:

@@ -16,6 +16,7 @@ from headroom.host import HostMemoryError, arena, default_arena, trim
 from headroom.host.engine import Inline
 from headroom.host.schedule import Link
 from headroom.nn import Transformer, TransformerConfig
+from headroom.optim.paging import paged
 
 from helpers.fitting import cross_entropy, step_of
 
@@ -308,7 +309,8 @@ def test_prices_of_copies_beside_the_computation(monkeypatch):
 def test_the_price_of_a_paged_step(monkeypatch):
     model, batch = model_of(2), batch_of()
     monkeypatch.setattr(candidates, "engine_of", lambda device: Asynchronous())
-    monkeypatch.setattr(candidates, "measured_link", lambda device: Link(1e6, 1e6, 0.0))
+    monkeypatch.setattr(paged, "engine_of", lambda device: Asynchronous())
+    monkeypatch.setattr(paged, "measured_link", lambda device: Link(1e6, 1e6, 0.0))
     monkeypatch.setattr(candidates, "optimizer_seconds", lambda *args, **options: 1e-3)
     step = step_of(model, batch, cross_entropy, optimizer=torch.optim.AdamW(model.parameters()))
     made = candidates.Candidates(techniques_of(step, on_host=True), None)
