@@ -2,7 +2,7 @@
  * unscale_norm_cpu.c: the CPU loop of hr_unscale_norm. A chunk is added in LANES interleaved sums,
  * whatever the width of a vector, so every instruction set adds in the same order.
  */
-#include "kernels/core/f16_cpu.h"
+#include "kernels/core/halves_cpu.h"
 #include "kernels/grad/unscale_norm.h"
 
 #define LANES 32
@@ -65,24 +65,24 @@ HR_INLINE double unscale_chunk(void *restrict grad, int64_t begin, int64_t end, 
 
 /* Unscales `count` elements of f16 to x. */
 HR_INLINE void unscale_tile(uint16_t *restrict grad, int count, float factor, int write,
-                            float *restrict x, f16_conversions f16)
+                            float *restrict x, half_conversions halves)
 {
     cpu_prefetch(grad, 0, count, count + TILE * 4, HR_F16);
-    f16_load(x, grad, count, f16);
+    f16_load(x, grad, count, halves);
     for (int lane = 0; lane < count; lane++)
         hr_store(x, lane, x[lane] * factor, HR_F32);
     if (write)
-        f16_store(grad, x, count, f16);
+        f16_store(grad, x, count, halves);
 }
 
 HR_INLINE double unscale_f16(uint16_t *restrict grad, int64_t begin, int64_t end, float factor,
-                             double p, norm_order order, int write, f16_conversions f16)
+                             double p, norm_order order, int write, half_conversions halves)
 {
     double sums[LANES] = {0};
     float x[TILE];
     for (int64_t i = begin; i < end; i += TILE) {
         const int count = end - i < TILE ? (int)(end - i) : TILE;
-        unscale_tile(grad + i, count, factor, write, x, f16);
+        unscale_tile(grad + i, count, factor, write, x, halves);
         int j = 0;
         for (; count - j >= LANES; j += LANES)
             norm_add(sums, x + j, LANES, p, order);
@@ -130,18 +130,18 @@ HR_INLINE double unscale_largest(void *restrict grad, int64_t begin, int64_t end
 /* unscale_largest() of f16. Whether there is a NaN is known in the end, when each becomes the one
  * that hr_store() writes. A core that converts by single instructions needs no prefetches. */
 HR_INLINE double unscale_largest_f16(uint16_t *restrict grad, int64_t begin, int64_t end,
-                                     float factor, int write, f16_conversions f16)
+                                     float factor, int write, half_conversions halves)
 {
     uint32_t largest[LANES] = {0};
     float x[LANES] = {0};
     int64_t i = begin;
     for (; end - i >= LANES; i += LANES) {
-        f16_load(x, grad + i, LANES, f16);
+        f16_load(x, grad + i, LANES, halves);
         for (int lane = 0; lane < LANES; lane++)
             x[lane] *= factor;
         norm_raise(largest, x);
         if (write)
-            f16_store(grad + i, x, LANES, f16);
+            f16_store(grad + i, x, LANES, halves);
     }
     unscale_few_as(grad, i, (int)(end - i), factor, HR_F16, write, x);
     norm_raise(largest, x);
@@ -152,33 +152,34 @@ HR_INLINE double unscale_largest_f16(uint16_t *restrict grad, int64_t begin, int
 }
 
 HR_INLINE void scale_chunk(void *restrict grad, int64_t begin, int64_t end, float factor,
-                           hr_dtype dtype, f16_conversions f16)
+                           hr_dtype dtype, half_conversions halves)
 {
     float x[TILE];
     for (int64_t i = begin; dtype == HR_F16 && i < end; i += TILE)
         unscale_tile((uint16_t *)grad + i, end - i < TILE ? (int)(end - i) : TILE, factor, 1, x,
-                     f16);
+                     halves);
     for (int64_t i = begin; dtype != HR_F16 && i < end; i++)
         hr_store(grad, i, hr_load(grad, i, dtype) * factor, dtype);
 }
 
 HR_INLINE double unscale_dispatch(void *grad, int64_t begin, int64_t end, float factor, double p,
-                                  hr_dtype dtype, norm_order order, int write, f16_conversions f16)
+                                  hr_dtype dtype, norm_order order, int write,
+                                  half_conversions halves)
 {
-#define UNSCALE_CASE(order)                                                              \
-    return dtype == HR_F16                                                               \
-               ? unscale_f16((uint16_t *)grad, begin, end, factor, p, order, write, f16) \
+#define UNSCALE_CASE(order)                                                                 \
+    return dtype == HR_F16                                                                  \
+               ? unscale_f16((uint16_t *)grad, begin, end, factor, p, order, write, halves) \
                : unscale_chunk(grad, begin, end, factor, p, dtype, order, write)
     switch (order) {
     case NORM_2:
         if (dtype == HR_F16)
-            return unscale_f16((uint16_t *)grad, begin, end, factor, p, NORM_2, write, f16);
+            return unscale_f16((uint16_t *)grad, begin, end, factor, p, NORM_2, write, halves);
         FOR_F32_OR_BF16(dtype, D,
                         return write ? unscale_chunk(grad, begin, end, factor, p, D, NORM_2, 1)
                                      : unscale_chunk(grad, begin, end, factor, p, D, NORM_2, 0))
     case NORM_INF:
         if (dtype == HR_F16)
-            return unscale_largest_f16((uint16_t *)grad, begin, end, factor, write, f16);
+            return unscale_largest_f16((uint16_t *)grad, begin, end, factor, write, halves);
         FOR_F32_OR_BF16(dtype, D, return unscale_largest(grad, begin, end, factor, D, write))
     case NORM_1:
         UNSCALE_CASE(NORM_1);
@@ -189,11 +190,12 @@ HR_INLINE double unscale_dispatch(void *grad, int64_t begin, int64_t end, float 
 }
 
 HR_INLINE void scale_dispatch(void *grad, int64_t begin, int64_t end, float factor, hr_dtype dtype,
-                              f16_conversions f16){
-    FOR_DTYPE(dtype, D, scale_chunk(grad, begin, end, factor, D, f16))}
+                              half_conversions halves){
+    FOR_DTYPE(dtype, D, scale_chunk(grad, begin, end, factor, D, halves))}
 
 /* Runs over the chunks whose first element is in [begin, end), with the tensors laid end to end. */
-HR_INLINE void unscale_norm_range(void *context, int64_t begin, int64_t end, f16_conversions f16)
+HR_INLINE void unscale_norm_range(void *context, int64_t begin, int64_t end,
+                                  half_conversions halves)
 {
     const unscale_norm_args *a = (const unscale_norm_args *)context;
     double *sums = (double *)a->workspace; /* of the chunks of tensor k */
@@ -211,9 +213,9 @@ HR_INLINE void unscale_norm_range(void *context, int64_t begin, int64_t end, f16
             const int64_t to = numel - from < NORM_CHUNK ? numel : from + NORM_CHUNK;
             if (sums)
                 sums[c] = unscale_dispatch(grad, from, to, factor, a->config->p, dtype, a->order,
-                                           write, f16);
+                                           write, halves);
             else
-                scale_dispatch(grad, from, to, factor, dtype, f16);
+                scale_dispatch(grad, from, to, factor, dtype, halves);
         }
         if (sums)
             sums += norm_chunks(numel);
@@ -221,7 +223,7 @@ HR_INLINE void unscale_norm_range(void *context, int64_t begin, int64_t end, f16
     }
 }
 
-CPU_F16_VARIANTS(unscale_norm_range)
+CPU_HALVES_VARIANTS(unscale_norm_range)
 
 hr_status unscale_norm_cpu(const unscale_norm_args *args)
 {

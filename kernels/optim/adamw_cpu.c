@@ -2,7 +2,7 @@
  * adamw_cpu.c: the CPU step of Adam and AdamW. One parallel region covers the elements of the whole
  * list, so ten thousand small tensors are handed to threads as often as one large tensor.
  */
-#include "kernels/core/f16_cpu.h"
+#include "kernels/core/halves_cpu.h"
 #include "kernels/optim/adamw.h"
 #include "kernels/weights/weights_cpu.h"
 
@@ -66,42 +66,17 @@ HR_INLINE void adamw_step(adamw_constants c, void *restrict param, void *restric
 
 /* ---- Two bf16 at a time ---------------------------------------------------------------------- */
 
-/* Whether the first of two bf16 is the low half of a word. */
-#define ADAMW_FIRST_IS_LOW (__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__)
-
-/* Two bf16 that lie side by side are the halves of a word. Vectors of words need no instruction that
- * widens or packs, which is most of what a vector of bf16 costs. */
-HR_INLINE uint32_t adamw_pair(const void *base, int64_t i)
-{
-    uint32_t pair;
-    memcpy(&pair, (const uint16_t *)base + i, sizeof pair);
-    return pair;
-}
-
-HR_INLINE void adamw_put_pair(void *base, int64_t i, uint32_t first, uint32_t second)
-{
-    const uint32_t pair = first >> 16 | (second & 0xFFFF0000u);
-    memcpy((uint16_t *)base + i, &pair, sizeof pair);
-}
-
-/* hr_to_bf16() of a number in the high half; the low half is not cleared. */
-HR_INLINE uint32_t adamw_to_high(float x)
-{
-    const uint32_t bits = hr_bits(x);
-    return bits + 0x7FFFu + ((bits >> 16) & 1u);
-}
-
-/* Where a pair waits between its two loops: its elements, and the roots of their second moments. */
+/* Where CPU_STEP elements wait between loops: those at even places, and those at odd places. */
 typedef struct adamw_waiting {
-    float param[2][CPU_STEP / 2], exp_avg[2][CPU_STEP / 2], exp_avg_sq[2][CPU_STEP / 2];
-    float root[2][CPU_STEP / 2];
+    float param[2][CPU_STEP / 2], residual[2][CPU_STEP / 2], exp_avg[2][CPU_STEP / 2];
+    float exp_avg_sq[2][CPU_STEP / 2], root[2][CPU_STEP / 2];
 } adamw_waiting;
 
-/* Updates the moments of element `which` of pair j. Returns them in high halves. */
-HR_INLINE uint32_t adamw_half_moments(adamw_constants c, adamw_waiting *w, int which, int j,
-                                      uint32_t param, uint32_t residual, uint32_t grad,
-                                      uint32_t exp_avg, uint32_t exp_avg_sq, hr_weights_mode mode,
-                                      int l2, int slow, uint32_t *new_exp_avg_sq)
+/* Updates the moments of element `which` of pair j. */
+HR_INLINE void adamw_half_moments(adamw_constants c, adamw_waiting *w, int which, int j,
+                                  uint32_t param, uint32_t residual, uint32_t grad,
+                                  uint32_t exp_avg, uint32_t exp_avg_sq, hr_weights_mode mode,
+                                  int l2, int slow)
 {
     adamw_values x = {hr_float(param), hr_float(grad), hr_float(exp_avg), hr_float(exp_avg_sq),
                       0.0f};
@@ -112,43 +87,22 @@ HR_INLINE uint32_t adamw_half_moments(adamw_constants c, adamw_waiting *w, int w
     w->exp_avg[which][j] = x.exp_avg;
     w->exp_avg_sq[which][j] = x.exp_avg_sq;
     w->root[which][j] = sqrtf(x.exp_avg_sq);
-    *new_exp_avg_sq = adamw_to_high(x.exp_avg_sq);
-    return adamw_to_high(x.exp_avg);
 }
 
-HR_INLINE float adamw_waiting_param(adamw_constants c, const adamw_waiting *w, int which, int j)
+HR_INLINE float adamw_half_param(adamw_constants c, adamw_waiting *w, int which, int j)
 {
-    return adamw_param_of(c, w->param[which][j], w->exp_avg[which][j], w->root[which][j]);
-}
-
-/* Updates the parameter of element `which` of pair j, and returns it in a high half. `random`: 16
- * bits, if the mode rounds at random. `*finite` is not finite if the parameter or one of its moments
- * is a NaN, or if Kahan's residual is not a number. */
-HR_INLINE uint32_t adamw_half_param(adamw_constants c, const adamw_waiting *w, int which, int j,
-                                    hr_weights_mode mode, uint32_t random, uint32_t *residual,
-                                    float *finite)
-{
-    const float param = adamw_waiting_param(c, w, which, j);
-    *finite = param;
-    if (mode == HR_WEIGHTS_STOCHASTIC)
-        return hr_bits(param) + random;
-    const uint32_t high = adamw_to_high(param);
-    if (mode == HR_WEIGHTS_KAHAN) {
-        *finite = param - hr_float(high & 0xFFFF0000u);
-        *residual = adamw_to_high(*finite);
-    }
-    return high;
+    return w->param[which][j] =
+               adamw_param_of(c, w->param[which][j], w->exp_avg[which][j], w->root[which][j]);
 }
 
 /* Stores CPU_STEP elements that waited, NaNs and infinities among them. */
 static __attribute__((noinline, cold)) void
-adamw_put_any(adamw_constants c, const adamw_waiting *w, void *param, void *residual, void *exp_avg,
-              void *exp_avg_sq, int64_t i, hr_weights_mode mode, const uint16_t *random)
+adamw_put_any(const adamw_waiting *w, void *param, void *residual, void *exp_avg, void *exp_avg_sq,
+              int64_t i, hr_weights_mode mode, const uint16_t *random)
 {
     for (int j = 0; j < CPU_STEP; j++) {
-        const float x = adamw_waiting_param(c, w, j % 2, j / 2);
-        const weights_bits bits =
-            weights_split(x, HR_BF16, mode, weights_are_random(mode) ? random[j] : 0);
+        const weights_bits bits = weights_split(w->param[j % 2][j / 2], HR_BF16, mode,
+                                                weights_are_random(mode) ? random[j] : 0);
         weights_put_bits(param, residual, i + j, bits, HR_BF16, mode);
         hr_store(exp_avg, i + j, w->exp_avg[j % 2][j / 2], HR_BF16);
         hr_store(exp_avg_sq, i + j, w->exp_avg_sq[j % 2][j / 2], HR_BF16);
@@ -156,47 +110,59 @@ adamw_put_any(adamw_constants c, const adamw_waiting *w, void *param, void *resi
 }
 
 /* adamw_few() of CPU_STEP elements, where all is bf16, for the modes NEAREST, KAHAN and STOCHASTIC.
- * The loops round as if all were numbers, and adamw_put_any() puts right what was not. */
-HR_INLINE void adamw_pairs(adamw_constants c, void *restrict param, void *restrict residual,
-                           const void *restrict grad, void *restrict exp_avg,
-                           void *restrict exp_avg_sq, int64_t i, hr_weights_mode mode,
-                           const uint16_t *restrict random, int l2, int slow)
+ * Rounds as if all were numbers; where a parameter or a moment is a NaN, and so the parameter, or
+ * where Kahan's residual is none, adamw_put_any() puts it right. */
+HR_INLINE void adamw_pairs(adamw_constants c, uint16_t *restrict param, uint16_t *restrict residual,
+                           const uint16_t *restrict grad, uint16_t *restrict exp_avg,
+                           uint16_t *restrict exp_avg_sq, int64_t i, hr_weights_mode mode,
+                           const uint16_t *restrict random, int l2, int slow,
+                           half_conversions halves)
 {
     const uint32_t high = 0xFFFF0000u;
     adamw_waiting w;
     for (int j = 0; j < CPU_STEP / 2; j++) {
-        const uint32_t p = adamw_pair(param, i + 2 * j), g = adamw_pair(grad, i + 2 * j);
-        const uint32_t m = adamw_pair(exp_avg, i + 2 * j), v = adamw_pair(exp_avg_sq, i + 2 * j);
-        const uint32_t r = mode == HR_WEIGHTS_KAHAN ? adamw_pair(residual, i + 2 * j) : 0;
-        uint32_t v0, v1;
-        const uint32_t m0 = adamw_half_moments(c, &w, 0, j, p << 16, r << 16, g << 16, m << 16,
-                                               v << 16, mode, l2, slow, &v0);
-        const uint32_t m1 = adamw_half_moments(c, &w, 1, j, p & high, r & high, g & high, m & high,
-                                               v & high, mode, l2, slow, &v1);
-        adamw_put_pair(exp_avg, i + 2 * j, m0, m1);
-        adamw_put_pair(exp_avg_sq, i + 2 * j, v0, v1);
+        const uint32_t p = bf16_pair(param, i + 2 * j), g = bf16_pair(grad, i + 2 * j);
+        const uint32_t m = bf16_pair(exp_avg, i + 2 * j), v = bf16_pair(exp_avg_sq, i + 2 * j);
+        const uint32_t r = mode == HR_WEIGHTS_KAHAN ? bf16_pair(residual, i + 2 * j) : 0;
+        adamw_half_moments(c, &w, 0, j, p << 16, r << 16, g << 16, m << 16, v << 16, mode, l2,
+                           slow);
+        adamw_half_moments(c, &w, 1, j, p & high, r & high, g & high, m & high, v & high, mode, l2,
+                           slow);
     }
+    halves.narrow_bf16(exp_avg + i, w.exp_avg[0], w.exp_avg[1]);
+    halves.narrow_bf16(exp_avg_sq + i, w.exp_avg_sq[0], w.exp_avg_sq[1]);
     uint32_t largest = 0;
     for (int j = 0; j < CPU_STEP / 2; j++) {
-        const uint32_t bits = weights_are_random(mode) ? adamw_pair(random, 2 * j) : 0;
-        uint32_t r0 = 0, r1 = 0;
-        float finite0, finite1;
-        const uint32_t p0 = adamw_half_param(c, &w, 0, j, mode, bits & 0xFFFFu, &r0, &finite0);
-        const uint32_t p1 = adamw_half_param(c, &w, 1, j, mode, bits >> 16, &r1, &finite1);
-        adamw_put_pair(param, i + 2 * j, p0, p1);
-        if (mode == HR_WEIGHTS_KAHAN)
-            adamw_put_pair(residual, i + 2 * j, r0, r1);
-        const uint32_t magnitude = hr_bits(finite0 + finite1) & 0x7FFFFFFFu;
-        largest = magnitude > largest ? magnitude : largest;
+        const float p0 = adamw_half_param(c, &w, 0, j), p1 = adamw_half_param(c, &w, 1, j);
+        if (mode == HR_WEIGHTS_STOCHASTIC) {
+            const uint32_t bits = bf16_pair(random, 2 * j);
+            bf16_put_pair(param, i + 2 * j, hr_bits(p0) + (bits & 0xFFFFu),
+                          hr_bits(p1) + (bits >> 16));
+        }
+        const uint32_t magnitude = hr_bits(p0 + p1) & 0x7FFFFFFFu;
+        if (mode != HR_WEIGHTS_KAHAN)
+            largest = magnitude > largest ? magnitude : largest;
+    }
+    if (mode != HR_WEIGHTS_STOCHASTIC)
+        halves.narrow_bf16(param + i, w.param[0], w.param[1]);
+    if (mode == HR_WEIGHTS_KAHAN) {
+        for (int j = 0; j < CPU_STEP / 2; j++) {
+            const uint32_t p = bf16_pair(param, i + 2 * j);
+            const float r0 = w.residual[0][j] = w.param[0][j] - hr_float(p << 16);
+            const float r1 = w.residual[1][j] = w.param[1][j] - hr_float(p & high);
+            const uint32_t magnitude = hr_bits(r0 + r1) & 0x7FFFFFFFu;
+            largest = magnitude > largest ? magnitude : largest;
+        }
+        halves.narrow_bf16(residual + i, w.residual[0], w.residual[1]);
     }
     if (__builtin_expect(largest >= 0x7F800000u, 0))
-        adamw_put_any(c, &w, param, residual, exp_avg, exp_avg_sq, i, mode,
+        adamw_put_any(&w, param, residual, exp_avg, exp_avg_sq, i, mode,
                       weights_are_random(mode) ? random : NULL);
 }
 
 HR_INLINE int adamw_has_pairs(hr_dtype param, hr_dtype grad, hr_dtype state, hr_weights_mode mode)
 {
-    return ADAMW_FIRST_IS_LOW && param == HR_BF16 && grad == HR_BF16 && state == HR_BF16 &&
+    return BF16_FIRST_IS_LOW && param == HR_BF16 && grad == HR_BF16 && state == HR_BF16 &&
            (mode == HR_WEIGHTS_NEAREST || mode == HR_WEIGHTS_KAHAN ||
             mode == HR_WEIGHTS_STOCHASTIC);
 }
@@ -208,7 +174,8 @@ HR_INLINE void adamw_run(adamw_constants c, void *restrict param, void *restrict
                          const void *restrict grad, void *restrict exp_avg,
                          void *restrict exp_avg_sq, int64_t begin, int64_t end, int64_t last,
                          hr_dtype param_dtype, hr_weights_mode mode,
-                         const uint16_t *restrict random, hr_dtype grad_dtype, hr_dtype state_dtype)
+                         const uint16_t *restrict random, hr_dtype grad_dtype, hr_dtype state_dtype,
+                         half_conversions halves)
 {
     const int l2 = adamw_has_l2(c), slow = adamw_is_slow(c);
     int64_t i = begin;
@@ -220,9 +187,9 @@ HR_INLINE void adamw_run(adamw_constants c, void *restrict param, void *restrict
         if (adamw_has_pairs(param_dtype, grad_dtype, state_dtype, mode))
             FOR_FLAG(l2 || !slow, GENERAL,
                      if (GENERAL) adamw_pairs(c, param, residual, grad, exp_avg, exp_avg_sq, i,
-                                              mode, random, l2, slow);
+                                              mode, random, l2, slow, halves);
                      else adamw_pairs(c, param, residual, grad, exp_avg, exp_avg_sq, i, mode,
-                                      random, 0, 1))
+                                      random, 0, 1, halves))
         else
             adamw_step(c, param, residual, grad, exp_avg, exp_avg_sq, i, param_dtype, mode, random,
                        grad_dtype, state_dtype, l2, slow);
@@ -244,19 +211,19 @@ typedef struct adamw_part {
 
 /* Convert the elements [i, i + count) to a tile of binary32, and back. */
 HR_INLINE void adamw_to_tile(const void *restrict base, int64_t i, int count, hr_dtype dtype,
-                             float *restrict tile, f16_conversions f16)
+                             float *restrict tile, half_conversions halves)
 {
     if (dtype == HR_F16)
-        f16_load(tile, (const uint16_t *)base + i, count, f16);
+        f16_load(tile, (const uint16_t *)base + i, count, halves);
     else
         FOR_F32_OR_BF16(dtype, D, for (int j = 0; j < count; j++) tile[j] = hr_load(base, i + j, D))
 }
 
 HR_INLINE void adamw_from_tile(void *restrict base, int64_t i, int count, hr_dtype dtype,
-                               const float *restrict tile, f16_conversions f16)
+                               const float *restrict tile, half_conversions halves)
 {
     if (dtype == HR_F16)
-        f16_store((uint16_t *)base + i, tile, count, f16);
+        f16_store((uint16_t *)base + i, tile, count, halves);
     else
         FOR_F32_OR_BF16(dtype, D, for (int j = 0; j < count; j++) hr_store(base, i + j, tile[j], D))
 }
@@ -264,7 +231,8 @@ HR_INLINE void adamw_from_tile(void *restrict base, int64_t i, int count, hr_dty
 /* Updates any mix of types, with amsgrad and skip: converts tiles to binary32, which stay in the
  * first-level cache. A loop for each of the 54 mixes would take minutes to compile and a
  * megabyte. */
-HR_INLINE void adamw_by_tiles(const adamw_part *p, int64_t begin, int64_t end, f16_conversions f16)
+HR_INLINE void adamw_by_tiles(const adamw_part *p, int64_t begin, int64_t end,
+                              half_conversions halves)
 {
     enum { PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, TILES };
     _Alignas(64) float tiles[TILES][WEIGHTS_TILE];
@@ -274,17 +242,18 @@ HR_INLINE void adamw_by_tiles(const adamw_part *p, int64_t begin, int64_t end, f
         cpu_prefetch(p->grad, i, count, end, p->grad_dtype);
         cpu_prefetch(p->exp_avg, i, count, end, p->state_dtype);
         cpu_prefetch(p->exp_avg_sq, i, count, end, p->state_dtype);
-        adamw_to_tile(p->param, i, count, p->param_dtype, tiles[PARAM], f16);
-        adamw_to_tile(p->grad, i, count, p->grad_dtype, tiles[GRAD], f16);
-        adamw_to_tile(p->exp_avg, i, count, p->state_dtype, tiles[EXP_AVG], f16);
-        adamw_to_tile(p->exp_avg_sq, i, count, p->state_dtype, tiles[EXP_AVG_SQ], f16);
+        adamw_to_tile(p->param, i, count, p->param_dtype, tiles[PARAM], halves);
+        adamw_to_tile(p->grad, i, count, p->grad_dtype, tiles[GRAD], halves);
+        adamw_to_tile(p->exp_avg, i, count, p->state_dtype, tiles[EXP_AVG], halves);
+        adamw_to_tile(p->exp_avg_sq, i, count, p->state_dtype, tiles[EXP_AVG_SQ], halves);
         if (p->max_exp_avg_sq) {
-            adamw_to_tile(p->max_exp_avg_sq, i, count, p->state_dtype, tiles[MAX_EXP_AVG_SQ], f16);
+            adamw_to_tile(p->max_exp_avg_sq, i, count, p->state_dtype, tiles[MAX_EXP_AVG_SQ],
+                          halves);
             adamw_few(p->constants, tiles[PARAM], NULL, tiles[GRAD], tiles[EXP_AVG],
                       tiles[EXP_AVG_SQ], tiles[MAX_EXP_AVG_SQ], 0, count, HR_F32,
                       HR_WEIGHTS_NEAREST, NULL, HR_F32, HR_F32, 1, p->skip);
             adamw_from_tile(p->max_exp_avg_sq, i, count, p->state_dtype, tiles[MAX_EXP_AVG_SQ],
-                            f16);
+                            halves);
         } else if (p->skip) {
             adamw_few(p->constants, tiles[PARAM], NULL, tiles[GRAD], tiles[EXP_AVG],
                       tiles[EXP_AVG_SQ], NULL, 0, count, HR_F32, HR_WEIGHTS_NEAREST, NULL, HR_F32,
@@ -292,34 +261,35 @@ HR_INLINE void adamw_by_tiles(const adamw_part *p, int64_t begin, int64_t end, f
         } else {
             adamw_run(p->constants, tiles[PARAM], NULL, tiles[GRAD], tiles[EXP_AVG],
                       tiles[EXP_AVG_SQ], 0, count, 0, HR_F32, HR_WEIGHTS_NEAREST, NULL, HR_F32,
-                      HR_F32);
+                      HR_F32, halves);
         }
-        adamw_from_tile(p->param, i, count, p->param_dtype, tiles[PARAM], f16);
-        adamw_from_tile(p->exp_avg, i, count, p->state_dtype, tiles[EXP_AVG], f16);
-        adamw_from_tile(p->exp_avg_sq, i, count, p->state_dtype, tiles[EXP_AVG_SQ], f16);
+        adamw_from_tile(p->param, i, count, p->param_dtype, tiles[PARAM], halves);
+        adamw_from_tile(p->exp_avg, i, count, p->state_dtype, tiles[EXP_AVG], halves);
+        adamw_from_tile(p->exp_avg_sq, i, count, p->state_dtype, tiles[EXP_AVG_SQ], halves);
     }
 }
 
 HR_INLINE void adamw_as(const adamw_part *p, int64_t begin, int64_t end, hr_dtype param,
-                        hr_dtype grad, hr_dtype state)
+                        hr_dtype grad, hr_dtype state, half_conversions halves)
 {
     adamw_run(p->constants, p->param, NULL, p->grad, p->exp_avg, p->exp_avg_sq, begin, end, end,
-              param, HR_WEIGHTS_NEAREST, NULL, grad, state);
+              param, HR_WEIGHTS_NEAREST, NULL, grad, state, halves);
 }
 
 /* adamw_run() where all is f16, of which F16_AT_ONCE elements are converted at a time: between the
  * roots and divisions, which leave time for it. */
 HR_INLINE void adamw_f16_step(adamw_constants c, uint16_t *restrict param,
                               const uint16_t *restrict grad, uint16_t *restrict exp_avg,
-                              uint16_t *restrict exp_avg_sq, int l2, int slow, f16_conversions f16)
+                              uint16_t *restrict exp_avg_sq, int l2, int slow,
+                              half_conversions halves)
 {
     float params[CPU_STEP], exp_avgs[CPU_STEP], roots[CPU_STEP];
     for (int j = 0; j < CPU_STEP; j += F16_AT_ONCE) {
         float g[F16_AT_ONCE], m[F16_AT_ONCE], v[F16_AT_ONCE];
-        f16.widen(params + j, param + j);
-        f16.widen(g, grad + j);
-        f16.widen(m, exp_avg + j);
-        f16.widen(v, exp_avg_sq + j);
+        halves.widen_f16(params + j, param + j);
+        halves.widen_f16(g, grad + j);
+        halves.widen_f16(m, exp_avg + j);
+        halves.widen_f16(v, exp_avg_sq + j);
         for (int lane = 0; lane < F16_AT_ONCE; lane++) {
             adamw_values x = {params[j + lane], g[lane], m[lane], v[lane], 0.0f};
             x = adamw_moments_of(c, x, 0, l2, slow);
@@ -329,19 +299,19 @@ HR_INLINE void adamw_f16_step(adamw_constants c, uint16_t *restrict param,
             hr_store(m, lane, x.exp_avg, HR_F32);
             hr_store(v, lane, x.exp_avg_sq, HR_F32);
         }
-        f16.narrow(exp_avg + j, m);
-        f16.narrow(exp_avg_sq + j, v);
+        halves.narrow_f16(exp_avg + j, m);
+        halves.narrow_f16(exp_avg_sq + j, v);
     }
     for (int j = 0; j < CPU_STEP; j += F16_AT_ONCE) {
         float p[F16_AT_ONCE];
         for (int lane = j; lane < j + F16_AT_ONCE; lane++)
             hr_store(p, lane - j, adamw_param_of(c, params[lane], exp_avgs[lane], roots[lane]),
                      HR_F32);
-        f16.narrow(param + j, p);
+        halves.narrow_f16(param + j, p);
     }
 }
 
-HR_INLINE void adamw_f16(const adamw_part *p, int64_t begin, int64_t end, f16_conversions f16)
+HR_INLINE void adamw_f16(const adamw_part *p, int64_t begin, int64_t end, half_conversions halves)
 {
     const int l2 = adamw_has_l2(p->constants), slow = adamw_is_slow(p->constants);
     uint16_t *const param = (uint16_t *)p->param;
@@ -355,9 +325,9 @@ HR_INLINE void adamw_f16(const adamw_part *p, int64_t begin, int64_t end, f16_co
         cpu_prefetch(exp_avg_sq, i, CPU_STEP, end, HR_F16);
         FOR_FLAG(l2 || !slow, GENERAL,
                  if (GENERAL) adamw_f16_step(p->constants, param + i, grad + i, exp_avg + i,
-                                             exp_avg_sq + i, l2, slow, f16);
+                                             exp_avg_sq + i, l2, slow, halves);
                  else adamw_f16_step(p->constants, param + i, grad + i, exp_avg + i, exp_avg_sq + i,
-                                     0, 1, f16))
+                                     0, 1, halves))
     }
     adamw_few(p->constants, param, NULL, grad, exp_avg, exp_avg_sq, NULL, i, end, HR_F16,
               HR_WEIGHTS_NEAREST, NULL, HR_F16, HR_F16, 0, 0);
@@ -366,16 +336,16 @@ HR_INLINE void adamw_f16(const adamw_part *p, int64_t begin, int64_t end, f16_co
 /* A number for each mix of types. The common ones have a loop of their own. */
 #define ADAMW_MIX(param, grad, state) ((param) | (grad) << 4 | (state) << 8)
 
-HR_INLINE void adamw_part_range(void *context, int64_t begin, int64_t end, f16_conversions f16)
+HR_INLINE void adamw_part_range(void *context, int64_t begin, int64_t end, half_conversions halves)
 {
     const adamw_part *const p = (const adamw_part *)context;
     if (p->skip || p->max_exp_avg_sq) {
-        adamw_by_tiles(p, begin, end, f16);
+        adamw_by_tiles(p, begin, end, halves);
         return;
     }
-#define ADAMW_CASE(param, grad, state)               \
-    case ADAMW_MIX(param, grad, state):              \
-        adamw_as(p, begin, end, param, grad, state); \
+#define ADAMW_CASE(param, grad, state)                       \
+    case ADAMW_MIX(param, grad, state):                      \
+        adamw_as(p, begin, end, param, grad, state, halves); \
         break;
     switch (ADAMW_MIX(p->param_dtype, p->grad_dtype, p->state_dtype)) {
         ADAMW_CASE(HR_F32, HR_F32, HR_F32)
@@ -384,44 +354,45 @@ HR_INLINE void adamw_part_range(void *context, int64_t begin, int64_t end, f16_c
         ADAMW_CASE(HR_BF16, HR_BF16, HR_F32)
         ADAMW_CASE(HR_BF16, HR_BF16, HR_BF16)
     case ADAMW_MIX(HR_F16, HR_F16, HR_F16):
-        adamw_f16(p, begin, end, f16);
+        adamw_f16(p, begin, end, halves);
         break;
     default:
-        adamw_by_tiles(p, begin, end, f16);
+        adamw_by_tiles(p, begin, end, halves);
         break;
     }
 #undef ADAMW_CASE
 }
 
-CPU_F16_VARIANTS(adamw_part_range)
+CPU_HALVES_VARIANTS(adamw_part_range)
 
 /* Joins, updates and splits weights in one loop, which needs adamw_is_joined(). */
 HR_INLINE void adamw_joined(const adamw_part *p, int64_t begin, int64_t end, hr_weights_mode mode,
-                            hr_dtype state_dtype)
+                            hr_dtype state_dtype, half_conversions halves)
 {
-    uint16_t random[WEIGHTS_TILE];
-    const int64_t step = weights_are_random(mode) ? WEIGHTS_TILE : end - begin;
+    uint16_t random[4 * WEIGHTS_TILE];
+    const int64_t step = weights_are_random(mode) ? 4 * WEIGHTS_TILE : end - begin;
     for (int64_t i = begin; i < end; i += step) {
         const int64_t next = end - i < step ? end : i + step;
         if (weights_are_random(mode))
             weights_fill_random(p->weights, i, (int)(next - i), random);
         adamw_run(p->constants, p->weights->param, p->weights->residual, p->grad, p->exp_avg,
-                  p->exp_avg_sq, i, next, end, HR_BF16, mode, random, HR_BF16, state_dtype);
+                  p->exp_avg_sq, i, next, end, HR_BF16, mode, random, HR_BF16, state_dtype, halves);
     }
 }
 
 HR_INLINE void adamw_joined_as(const adamw_part *p, int64_t begin, int64_t end,
-                               hr_weights_mode mode){
-    FOR_F32_OR_BF16(p->state_dtype, S, adamw_joined(p, begin, end, mode, S))}
+                               hr_weights_mode mode, half_conversions halves){
+    FOR_F32_OR_BF16(p->state_dtype, S, adamw_joined(p, begin, end, mode, S, halves))}
 
-HR_INLINE void adamw_joined_range(void *context, int64_t begin, int64_t end)
+HR_INLINE void adamw_joined_range(void *context, int64_t begin, int64_t end,
+                                  half_conversions halves)
 {
     const adamw_part *const p = (const adamw_part *)context;
     WEIGHTS_FOR_MODE(p->weights->mode,
-                     if (M != HR_WEIGHTS_NEAREST) adamw_joined_as(p, begin, end, M))
+                     if (M != HR_WEIGHTS_NEAREST) adamw_joined_as(p, begin, end, M, halves))
 }
 
-CPU_VARIANTS(adamw_joined_range)
+CPU_HALVES_VARIANTS(adamw_joined_range)
 
 /* Whether adamw_joined_range() has a loop for these weights: the common mixes of types. */
 static int adamw_is_joined(const adamw_part *p)

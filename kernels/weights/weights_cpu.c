@@ -4,20 +4,20 @@
  */
 #include "kernels/weights/weights_cpu.h"
 
-#define WEIGHTS_COUNTERS (WEIGHTS_TILE / 8 + 1) /* most Philox counters that a tile needs */
+#define WEIGHTS_COUNTERS (WEIGHTS_TILE / 8)
 
-/* Computes hr_philox() of `count` counters from j on. Each round runs over all counters before the
- * next, so that a compiler can vectorize it. */
-HR_INLINE void weights_philox(const weights_tensor *t, uint64_t j, int count, uint32_t *restrict a,
+/* Computes hr_philox() of the counters of a tile, from j on. Each round runs over all counters before
+ * the next, so that a compiler can vectorize it. */
+HR_INLINE void weights_philox(const weights_tensor *t, uint64_t j, uint32_t *restrict a,
                               uint32_t *restrict b, uint32_t *restrict c, uint32_t *restrict d)
 {
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < WEIGHTS_COUNTERS; i++) {
         const hr_random4 x = weights_counter(t->step, j + (uint64_t)i);
         a[i] = x.word[0], b[i] = x.word[1], c[i] = x.word[2], d[i] = x.word[3];
     }
     hr_philox_key key = hr_philox_first(t->seed);
     for (int round = 0; round < HR_PHILOX_ROUNDS; round++, key = hr_philox_next(key))
-        for (int i = 0; i < count; i++) {
+        for (int i = 0; i < WEIGHTS_COUNTERS; i++) {
             hr_philox_state x = {a[i], b[i], c[i], d[i]};
             x = hr_philox_round(x, key);
             a[i] = x.a, b[i] = x.b, c[i] = x.c, d[i] = x.d;
@@ -31,82 +31,178 @@ typedef struct weights_move {
     uint16_t *random;
 } weights_move;
 
+/* Copies from the random bits of `size` elements from `first` on, which may be negative, those of the
+ * elements [0, count). */
+HR_INLINE void weights_copy_random(uint16_t *restrict to, const uint16_t *restrict random,
+                                   int first, int size, int count)
+{
+    const int begin = first < 0 ? 0 : first, end = count - first < size ? count : first + size;
+    memcpy(to + begin, random + (begin - first), (size_t)(end - begin) * sizeof to[0]);
+}
+
 /* Writes the random bits of the elements [begin, end), which lie together in the whole. */
-HR_INLINE void weights_random_range(void *context, int64_t begin, int64_t end)
+static void weights_random_range(void *context, int64_t begin, int64_t end)
 {
     const weights_move *const move = (const weights_move *)context;
     const weights_tensor *const t = move->tensor;
     const int64_t e = weights_element(t->place, weights_start_of(t->place, begin), 0);
     const int count = (int)(end - begin), skipped = (int)(e % 8);
-    const int counters = (skipped + count + 7) / 8;
-    uint32_t a[WEIGHTS_COUNTERS], b[WEIGHTS_COUNTERS], c[WEIGHTS_COUNTERS], d[WEIGHTS_COUNTERS];
-    uint32_t words[WEIGHTS_COUNTERS * 4];
-    weights_philox(t, (uint64_t)(e / 8), counters, a, b, c, d);
-    for (int j = 0; j < counters; j++)
-        words[4 * j] = a[j], words[4 * j + 1] = b[j], words[4 * j + 2] = c[j],
-                  words[4 * j + 3] = d[j];
-    uint16_t random[WEIGHTS_COUNTERS * 8]; /* the lower half of a word comes first */
-    for (int j = 0; j < 4 * counters; j++) {
-        random[2 * j] = (uint16_t)words[j];
-        random[2 * j + 1] = (uint16_t)(words[j] >> 16);
+    for (int done = -skipped; done < count; done += WEIGHTS_TILE) {
+        uint32_t word[4][WEIGHTS_COUNTERS];
+        weights_philox(t, (uint64_t)((e + done) / 8), word[0], word[1], word[2], word[3]);
+        uint16_t random[WEIGHTS_TILE]; /* the lower half of a word comes first */
+        for (int j = 0; j < WEIGHTS_COUNTERS; j++)
+            for (int k = 0; k < 4; k++) {
+                random[8 * j + 2 * k] = (uint16_t)word[k][j];
+                random[8 * j + 2 * k + 1] = (uint16_t)(word[k][j] >> 16);
+            }
+        weights_copy_random(move->random, random, done, WEIGHTS_TILE, count);
     }
-    memcpy(move->random, random + skipped, (size_t)count * sizeof random[0]);
 }
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 
-/* hr_philox() in vectors of 64-bit words, which are what the multiplication takes: a word holds a
- * below b, or c below d, and a round is
- *
- *     ab = rotate(c * 0xCD9E8D57) ^ b ^ key.low,   cd = rotate(a * 0xD2511F53) ^ d ^ key.high
- *
- * with rotations by 32 bits. A compiler keeps each of the four in vectors of its own, and half of
- * its instructions move words. In memory ab and cd of a counter are its random bits. */
-CPU_AVX2 static void weights_random_range_avx2(void *context, int64_t begin, int64_t end)
+/* Four states of Philox. A word is the low half of a lane of 64 bits, of which a multiplication
+ * reads no more: so the low half of a product is a word of the next state as it is. A compiler packs
+ * the words, and spends half of its instructions on that. */
+typedef struct weights_lanes {
+    __m256i a, b, c, d;
+} weights_lanes;
+
+CPU_AVX2 HR_INLINE __m256i weights_product0(__m256i a)
 {
-    enum { AT_A_TIME = 4 }; /* vectors, so that one round need not wait for the last */
+    return _mm256_mul_epu32(a, _mm256_set1_epi64x(0xD2511F53));
+}
+
+CPU_AVX2 HR_INLINE __m256i weights_product1(__m256i c)
+{
+    return _mm256_mul_epu32(c, _mm256_set1_epi64x(0xCD9E8D57));
+}
+
+CPU_AVX2 HR_INLINE __m256i weights_high(__m256i product)
+{
+    return _mm256_srli_epi64(product, 32);
+}
+
+/* The keys of all rounds, and what is left of the first rounds where counters differ in their first
+ * word alone: all other words hold for every counter before the first round, a and b before the
+ * second, and d before the third. */
+typedef struct weights_keys {
+    __m256i low[HR_PHILOX_ROUNDS], high[HR_PHILOX_ROUNDS];
+    __m256i c1, a2, c2, c3; /* what a word is combined with in the round of that number */
+} weights_keys;
+
+CPU_AVX2 HR_INLINE void weights_fill_keys(weights_keys *k, uint64_t seed, hr_random4 counter)
+{
+    hr_philox_state x = {0, counter.word[1], counter.word[2], counter.word[3]};
+    hr_philox_key key = hr_philox_first(seed);
+    for (int round = 0; round < HR_PHILOX_ROUNDS; round++, key = hr_philox_next(key)) {
+        k->low[round] = _mm256_set1_epi64x(key.low);
+        k->high[round] = _mm256_set1_epi64x(key.high);
+        if (round == 0)
+            k->c1 = _mm256_set1_epi64x(x.d ^ key.high);
+        if (round == 1)
+            k->a2 = _mm256_set1_epi64x(x.b ^ key.low);
+        if (round == 2)
+            k->c3 = _mm256_set1_epi64x(x.d ^ key.high);
+        x = hr_philox_round(x, key);
+        if (round == 0)
+            x.d = 0;
+        if (round == 1)
+            k->c2 = _mm256_set1_epi64x(x.c);
+    }
+}
+
+/* The first three rounds. */
+CPU_AVX2 HR_INLINE weights_lanes weights_begin(__m256i counters, const weights_keys *k)
+{
+    weights_lanes x;
+    x.d = weights_product0(counters);
+    x.b = weights_product1(weights_high(x.d) ^ k->c1);
+    x.a = weights_high(x.b) ^ k->a2;
+    x.c = x.d ^ k->c2;
+    x.d = weights_product0(x.a);
+    const __m256i product1 = weights_product1(x.c);
+    x.a = x.b ^ k->low[2] ^ weights_high(product1);
+    x.b = product1;
+    x.c = weights_high(x.d) ^ k->c3;
+    return x;
+}
+
+CPU_AVX2 HR_INLINE weights_lanes weights_round(weights_lanes x, __m256i low, __m256i high)
+{
+    const __m256i product0 = weights_product0(x.a), product1 = weights_product1(x.c);
+    x.a = x.b ^ low ^ weights_high(product1);
+    x.b = product1;
+    x.c = x.d ^ high ^ weights_high(product0);
+    x.d = product0;
+    return x;
+}
+
+/* The last round, and the 32 elements: the words of a counter follow one another. */
+CPU_AVX2 HR_INLINE void weights_end(weights_lanes x, __m256i low, __m256i high, uint16_t *random)
+{
+    const __m256i half = _mm256_set1_epi64x(0xFFFFFFFF);
+    const __m256i ba = _mm256_shuffle_epi32(weights_product1(x.c), 0xB1) ^ ((x.b ^ low) & half);
+    const __m256i dc = _mm256_shuffle_epi32(weights_product0(x.a), 0xB1) ^ ((x.d ^ high) & half);
+    _mm256_storeu_si256((__m256i *)random, _mm256_unpacklo_epi64(ba, dc));
+    _mm256_storeu_si256((__m256i *)random + 1, _mm256_unpackhi_epi64(ba, dc));
+}
+
+/* weights_random_range() in vectors. */
+CPU_AVX2 HR_INLINE void weights_random_lanes(void *context, int64_t begin, int64_t end)
+{
+    enum { AT_A_TIME = 4, STEP = 32 * AT_A_TIME }; /* vectors, because a round waits for the last */
     const weights_move *const move = (const weights_move *)context;
     const weights_tensor *const t = move->tensor;
     const int64_t e = weights_element(t->place, weights_start_of(t->place, begin), 0);
     const int count = (int)(end - begin), skipped = (int)(e % 8);
-    const hr_random4 first = weights_counter(t->step, 0);
-    const uint64_t step = (uint64_t)first.word[3] << 32 | first.word[2];
-    const __m256i m0 = _mm256_set1_epi64x(0xD2511F53), m1 = _mm256_set1_epi64x(0xCD9E8D57);
-    uint16_t random[(WEIGHTS_TILE / (32 * AT_A_TIME) + 1) * 32 * AT_A_TIME];
-    for (int done = 0; done < skipped + count; done += 32 * AT_A_TIME) {
-        __m256i ab[AT_A_TIME], cd[AT_A_TIME];
-        for (int k = 0; k < AT_A_TIME; k++) {
-            ab[k] = _mm256_add_epi64(_mm256_set1_epi64x(e / 8 + done / 8 + 4 * k),
-                                     _mm256_setr_epi64x(0, 1, 2, 3));
-            cd[k] = _mm256_set1_epi64x((int64_t)step);
-        }
-        hr_philox_key key = hr_philox_first(t->seed);
-        for (int round = 0; round < HR_PHILOX_ROUNDS; round++, key = hr_philox_next(key)) {
-            const __m256i low = _mm256_set1_epi64x(key.low), high = _mm256_set1_epi64x(key.high);
-            for (int k = 0; k < AT_A_TIME; k++) {
-                const __m256i p0 = _mm256_shuffle_epi32(_mm256_mul_epu32(ab[k], m0), 0xB1);
-                const __m256i p1 = _mm256_shuffle_epi32(_mm256_mul_epu32(cd[k], m1), 0xB1);
-                ab[k] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(ab[k], 32), low), p1);
-                cd[k] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(cd[k], 32), high), p0);
-            }
-        }
-        for (int k = 0; k < AT_A_TIME; k++) {
-            const __m256i even = _mm256_unpacklo_epi64(ab[k], cd[k]);
-            const __m256i odd = _mm256_unpackhi_epi64(ab[k], cd[k]);
-            __m256i *const to = (__m256i *)(random + done + 32 * k);
-            _mm256_storeu_si256(to, _mm256_permute2x128_si256(even, odd, 0x20));
-            _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(even, odd, 0x31));
-        }
+    if (e >> 35 != (e + count - 1) >> 35) { /* counters differ in their second words */
+        weights_random_range(context, begin, end);
+        return;
     }
-    memcpy(move->random, random + skipped, (size_t)count * sizeof random[0]);
+    const hr_random4 first = weights_counter(t->step, (uint64_t)(e / 8));
+    weights_keys keys;
+    weights_fill_keys(&keys, t->seed, first);
+    __m256i counters = _mm256_setr_epi64x(0, 2, 1, 3); /* the order that unpacking wants */
+    counters = _mm256_add_epi64(counters, _mm256_set1_epi64x(first.word[0]));
+    for (int done = -skipped; done < count; done += STEP) {
+        weights_lanes x[AT_A_TIME];
+        for (int k = 0; k < AT_A_TIME; k++) {
+            x[k] = weights_begin(counters, &keys);
+            counters = _mm256_add_epi64(counters, _mm256_set1_epi64x(4));
+        }
+        for (int round = 3; round < HR_PHILOX_ROUNDS - 1; round++)
+            for (int k = 0; k < AT_A_TIME; k++)
+                x[k] = weights_round(x[k], keys.low[round], keys.high[round]);
+        uint16_t cut[STEP];
+        const int is_whole = done >= 0 && count - done >= STEP;
+        uint16_t *const random = is_whole ? move->random + done : cut;
+        for (int k = 0; k < AT_A_TIME; k++)
+            weights_end(x[k], keys.low[HR_PHILOX_ROUNDS - 1], keys.high[HR_PHILOX_ROUNDS - 1],
+                        random + 32 * k);
+        if (!is_whole)
+            weights_copy_random(move->random, cut, done, STEP, count);
+    }
+}
+
+CPU_AVX2 static void weights_random_range_avx2(void *context, int64_t begin, int64_t end)
+{
+    weights_random_lanes(context, begin, end);
+}
+
+CPU_AVX512 static void weights_random_range_avx512(void *context, int64_t begin, int64_t end)
+{
+    weights_random_lanes(context, begin, end);
 }
 
 static const hr_range_fn weights_random_range_variants[] = {
-    weights_random_range, weights_random_range_avx2, weights_random_range_avx2,
-    weights_random_range_avx2};
+    weights_random_range, weights_random_range_avx2, weights_random_range_avx512,
+    weights_random_range_avx512};
 #else
-CPU_VARIANTS(weights_random_range)
+static const hr_range_fn weights_random_range_variants[] = {
+    weights_random_range, weights_random_range, weights_random_range};
 #endif
 
 void weights_fill_random(const weights_tensor *t, int64_t i, int count, uint16_t *random)

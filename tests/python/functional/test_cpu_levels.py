@@ -3,7 +3,7 @@ each instruction set as on the baseline, whose loop calls the shared inline func
 
 The two places of each: weights_join() and weights_split() in kernels/weights/weights.h and
 weights_cpu_vbmi.h; quant_encode() in kernels/quant/quantize_blocks.h and dynamic_map_cpu*.h;
-hr_from_f16() and hr_to_f16() in kernels/core/dtype.h and f16_cpu.c; hr_philox() in
+hr_from_f16() and hr_to_f16() in kernels/core/dtype.h and halves_cpu.h; hr_philox() in
 kernels/core/random.h and weights_cpu.c.
 """
 
@@ -184,3 +184,30 @@ def test_steps_with_all_in_16_bits_are_alike(dtype, mode, levels):
     wanted = stepped(_C.CpuLevel.BASELINE, 63)
     for level in (_C.CpuLevel.BASELINE, *levels):
         assert_same_bits(stepped(level), wanted)
+
+
+@pytest.mark.parametrize("offset", [0, 5, 2**35 - 300, 2**35, 2**38 - 7], ids=str)
+@pytest.mark.parametrize("run", [37, 1000])
+def test_random_bits_are_those_of_each_element_alone(run, offset, levels):
+    """Also where a call has counters with two second words, the first of which ends with element
+    2^35 - 1."""
+
+    def stepped(level, size):
+        _C.set_cpu_level(level)
+        whole = torch.full((1000,), 1 + 2.0**-8).bfloat16()
+        param = list(whole.split(size))
+        grad = [torch.full_like(x, 1.0) for x in param]
+        moments = [torch.zeros_like(x) for x in param], [torch.zeros_like(x) for x in param]
+        starts = [offset + i // run * 2048 + i % run for i in range(0, 1000, size)]
+        torch.ops.headroom.adamw_(
+            param, grad, *moments, [], [torch.zeros(()) for _ in param], [], lr=2.0**-9, beta1=0.9,
+            beta2=0.99, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False, decoupled=True,
+            weights_mode=1, weight_seeds=[2**40 + 9] * len(param),
+            places=[n for start in starts for n in (start, min(run, size), 2048)],
+        )  # fmt: skip
+        return whole
+
+    wanted = stepped(_C.CpuLevel.BASELINE, 1)
+    assert wanted.unique().numel() == 2
+    for level in (_C.CpuLevel.BASELINE, *levels):
+        assert_same_bits([stepped(level, 1000)], [wanted])
