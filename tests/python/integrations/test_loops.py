@@ -292,6 +292,20 @@ def test_losses_that_can_be_fused():
         trainer_loss.fuse_loss(trainer())
 
 
+@pytest.mark.parametrize("chosen, smooths", [(True, True), (True, False), (False, True)])
+def test_a_smoothed_loss_is_fused_where_that_was_chosen(chosen, smooths, monkeypatch):
+    fused = []
+    monkeypatch.setattr(trainer_choice, "fuse_loss", fused.append)
+    args = SimpleNamespace(
+        gradient_accumulation_steps=1, per_device_train_batch_size=6, train_batch_size=3
+    )
+    made = SimpleNamespace(args=args, label_smoother=object() if smooths else None)
+    choice = Choice(micro_batches=2, optimizer="given", weights="given", fused_loss=chosen)
+    trainer_choice.apply(made, SimpleNamespace(choice=choice), late=False)
+    assert (args.gradient_accumulation_steps, args.per_device_train_batch_size) == (2, 3)
+    assert fused == ([made] if chosen and smooths else [])
+
+
 def test_smoothing_is_left_to_the_model():
     seen = []
     made = trainer(label_smoother=SimpleNamespace(epsilon=0.25))

@@ -91,7 +91,8 @@ def test_values_of_fakes():
     values, module = ValuesRead(), Asks()
     with FakeTensorMode(), values.answered():
         x = torch.randn(3, 5)
-        assert (x.sum().item(), x.argmax().item(), bool(x.sum() > 0)) == (1.0, 1, True)
+        found = x.sum().item(), x.argmax().item(), (x.sum() > 0).item()
+        assert found == (1.0, 1, True) and [*map(type, found)] == [float, int, bool]
         assert torch.tensor(7).item() == 7  # is known
         assert x[x > 0].shape == (15,) and x[x.sum(1) > 0].shape == (3, 5)
         with pytest.raises(Exception, match="_local_scalar_dense"):

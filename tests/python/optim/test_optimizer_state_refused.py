@@ -194,3 +194,12 @@ def test_values_that_a_run_can_have_load(device):
     saved["state"][0]["exp_avg"].view(-1)[0] = -NAN
     optimizer.load_state_dict(saved)
     assert states(optimizer)[0]["exp_avg_sq"].isnan().sum() == 1
+
+
+def test_limits_that_differ_between_groups_are_refused():
+    groups = [{"params": [torch.nn.Parameter(torch.ones(3))]} for _ in range(2)]
+    optimizer = headroom.optim.AdamW(groups, max_grad_norm=1.0)
+    saved = optimizer.state_dict()
+    saved["param_groups"][1]["max_grad_norm"] = 2.0
+    with pytest.raises(ValueError, match=r"group 0 has 1\.0 and group 1 has 2\.0"):
+        optimizer.load_state_dict(saved)
