@@ -23,6 +23,8 @@ from ..host.saved import fakes_on_host
 from ..memory.collecting import no_collections
 from ..memory.events import Timeline
 from ..memory.watch import tensors_of_model, tensors_of_state
+from ..optim.master_weights import headroom_optimizer
+from ..optim.paging.handle import check as check_offload
 from ..step.description import Step
 from ..step.errors import PlanError
 from ..step.trees import tensors_in
@@ -105,7 +107,9 @@ class _Traced(Steps):
         recorder.scalar = self._scalar
 
     def offload(self, budget: int) -> None:
-        self.optimizer.paging = PlannedPaging(self.host, budget)
+        optimizer = headroom_optimizer(self.optimizer, "offload")
+        check_offload(optimizer)
+        optimizer.paging = PlannedPaging(self.host, budget)
 
     def distribute(self) -> None:
         sharding = self.given.sharding

@@ -9,6 +9,14 @@ from ...host.arena import HostArena, default_arena
 from .paged import Paging, PagingMemory, planned_paging
 
 
+def check(optimizer: Any) -> None:
+    """Refuses an optimizer whose state is offloaded already, or cannot be."""
+    if optimizer.paging is not None:
+        raise ValueError("the state of the optimizer is offloaded already: see its offload_handle")
+    if optimizer.refuses_offload is not None:
+        raise ValueError(optimizer.refuses_offload)
+
+
 def begin(
     optimizer: Any,
     what: str | None,
@@ -19,10 +27,7 @@ def begin(
     """Begins to keep the state of an optimizer on the host; see :func:`headroom.optim.offload`."""
     if what != "state":
         raise ValueError(f'offload must be "state" or None, got {what!r}')
-    if optimizer.paging is not None:
-        raise ValueError("the state of the optimizer is offloaded already: see its offload_handle")
-    if optimizer.refuses_offload is not None:
-        raise ValueError(optimizer.refuses_offload)
+    check(optimizer)
     if host is not None and not isinstance(host, HostArena):
         raise TypeError(f"host is {type(host).__name__}, wanted a headroom.HostArena")
     if bucket_bytes is not None and bucket_bytes <= 0:

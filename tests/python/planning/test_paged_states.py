@@ -115,3 +115,39 @@ def test_bytes_that_are_known_before_anything_is_moved(budget):
     assert said.resident == pytest.approx(memory.resident, rel=0.01)
     with pytest.raises(ValueError, match="budget is"):
         planned_paging(optimizer, 10)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_argument_is_the_option_of_the_optimizer(device):
+    """Of an optimizer that exists, too, which stays as it is."""
+    model, x = nn.Sequential(*(nn.Linear(300, 300) for _ in range(3))), torch.randn(4, 300)
+    exists = AdamW8bit(model.parameters())
+    made = [AdamW8bit, exists, partial(AdamW8bit, offload="state")]
+    plans = [
+        headroom.plan(
+            model,
+            one,
+            x,
+            device=device,
+            loss=lambda y: y.mean(),
+            offload=None if k == 2 else "state",
+        )
+        for k, one in enumerate(made)
+    ]
+    found = {(plan.peak_bytes, plan.host_peak_bytes, plan.link_bytes) for plan in plans}
+    assert len(found) == 1 and plans[0].host_peak_bytes > 0 and exists.paging is None
+
+
+@pytest.mark.parametrize(
+    "optimizer, offload, error, words",
+    [
+        (torch.optim.AdamW, "state", TypeError, "wants an optimizer of headroom.optim"),
+        (None, "state", TypeError, "wants an optimizer of headroom.optim"),
+        (headroom.optim.Adafactor, "state", ValueError, "Adafactor's state is not offloaded"),
+        (partial(AdamW8bit, offload="state"), "state", ValueError, "offloaded already"),
+        (AdamW8bit, "all", ValueError, 'offload must be "state" or None'),
+    ],
+)
+def test_what_the_argument_refuses(optimizer, offload, error, words):
+    with pytest.raises(error, match=words):
+        headroom.plan(nn.Linear(4, 4), optimizer, torch.ones(1, 4), offload=offload)
