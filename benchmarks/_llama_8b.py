@@ -1,5 +1,5 @@
 """Prints what a full fine-tune of Llama-3-8B in bf16 takes on a GPU of 24 GiB, as `headroom.plan`
-computes it: `python -m benchmarks._llama_8b`. Needs no GPU and no weights; takes five minutes.
+computes it: `python -m benchmarks._llama_8b`. Needs no GPU and no weights; takes a minute.
 
 The shape is that of https://huggingface.co/meta-llama/Meta-Llama-3-8B, config.json. Seconds are
 bytes over rates, each way: 25 GB/s for PCIe 4.0 x16 and 50 for 5.0.

@@ -1,18 +1,29 @@
 """What the host costs: a step whose states are in the arena, and a GPT whose blocks keep what they
-save there, each beside the same without it and plain copies of as many bytes."""
+save there, each beside the same without it and plain copies of as many bytes; and a step whose
+states come over a slow link, beside what a simulation says."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ._model import Shapes, filled_like, model_for
-from .harness import Bar, Case, Contender
+from ._link import Throttled
+from ._model import GPT2_SMALL, Shapes, filled_like, model_for
+from .harness import Bar, Case, Contender, Share
 
 F32, BF16 = torch.float32, torch.bfloat16
 COPIES = "without, then copies"
+FILES = "without, then reads and writes"
+HIDDEN = "0.7 of it hidden"
+SIMULATED = "simulated"
 PIECE = 16 << 20
+LINK = 2e9  # bytes/s
+SLOT = 4 << 20  # as 16 MiB, the default, are to a link of 8 GB/s
 
 
 class Copies:
@@ -34,14 +45,17 @@ class Copies:
 # ---- States --------------------------------------------------------------------------------------
 
 
-def _optimizer(kind: str, shapes: Shapes, dtype: torch.dtype, **options: Any) -> Any:
+def _optimizer(
+    kind: str, shapes: Shapes, dtype: torch.dtype, step: bool = True, **options: Any
+) -> Any:
     import headroom
 
     params = [torch.nn.Parameter(x) for x in filled_like(shapes, dtype, torch.device("cpu"))]
     for param, grad in zip(params, filled_like(shapes, dtype, torch.device("cpu"))):
         param.grad = grad
     optimizer = getattr(headroom.optim, kind)(params, **options)
-    optimizer.step()
+    if step:
+        optimizer.step()
     return optimizer
 
 
@@ -71,6 +85,122 @@ def states(name: str, kind: str, dtype: torch.dtype, shapes: Shapes, **options: 
 
     what = f"{kind}, {str(dtype).removeprefix('torch.')}: step() with its states in the arena"
     return Case(name, what, setup, COPIES, bars=[Bar("ratio", 1 / 1.15, "cpu")])
+
+
+def in_files(shapes: Shapes) -> Case:
+    """`step()` with its states in files, beside plain reads and writes of as many bytes."""
+
+    def setup(device: torch.device) -> dict[str, Any]:
+        import headroom
+
+        folder = tempfile.gettempdir()
+
+        def offloaded() -> Contender:
+            optimizer = _optimizer("AdamW", shapes, F32)
+            headroom.optim.offload(optimizer, host=headroom.HostArena(file=folder))
+            return Contender(optimizer.step)
+
+        def resident() -> Contender:
+            return Contender(_optimizer("AdamW", shapes, F32).step)
+
+        def resident_and_files() -> Contender:
+            optimizer = _optimizer("AdamW", shapes, F32)
+            size = sum(x.nbytes for entry in optimizer.state.values() for x in entry.values())
+            file = tempfile.TemporaryFile(dir=folder)
+            os.posix_fallocate(file.fileno(), 0, size)
+            memory = memoryview(torch.zeros(PIECE, dtype=torch.uint8).numpy())
+
+            def call() -> None:
+                optimizer.step()
+                for first in range(0, size, PIECE):
+                    piece = [memory[: min(PIECE, size - first)]]
+                    os.preadv(file.fileno(), piece, first)
+                    os.pwritev(file.fileno(), piece, first)
+
+            return Contender(call)
+
+        return {"headroom": offloaded, "without": resident, FILES: resident_and_files}
+
+    what = "AdamW, float32: step() with its states in files"
+    return Case("states-in-files", what, setup, FILES, bars=[Bar("ratio", 1 / 1.3, "cpu")])
+
+
+def over_a_link(name: str, kind: str, dtype: torch.dtype, shapes: Shapes, **options: Any) -> Case:
+    """A step on one core, while threads copy on another as a link would, until all is stored.
+
+    The other contenders step with resident states, and then sleep for as long as the rest takes:
+    where the copies, or 30 % of what they could run beside, come after it, and in a simulation
+    with the rates and pieces of the link.
+    """
+
+    def setup(device: torch.device) -> dict[str, Any]:
+        import headroom
+        from headroom.host.schedule import measured, paged_step
+
+        link = Throttled(LINK)
+        paged = _optimizer(kind, shapes, dtype, step=False, **options)
+        headroom.optim.offload(paged, bucket_bytes=SLOT)
+        paged.paging.engine_of = lambda device: link
+        paged.step()
+        pieces = _pieces(paged)
+        resident = _optimizer(kind, shapes, dtype, **options)
+        rates, copying = measured(link, device), sum(pieces) / LINK
+
+        def offloaded() -> None:
+            paged.step()
+            paged.offload_handle.wait()
+
+        def until(end: Callable[[float], float]) -> Callable[[], Contender]:
+            def call() -> None:
+                start = time.perf_counter()
+                resident.step()
+                wanted = start + end(time.perf_counter() - start)
+                time.sleep(max(0, wanted - time.perf_counter()))
+
+            return lambda: Contender(_on_one_core(call))
+
+        return {
+            "headroom": lambda: Contender(_on_one_core(offloaded)),
+            "without": lambda: Contender(_on_one_core(resident.step)),
+            COPIES: until(lambda step: step + copying),
+            HIDDEN: until(lambda step: max(step, copying) + 0.3 * min(step, copying)),
+            SIMULATED: until(lambda step: paged_step(pieces, step, rates).makespan),
+        }
+
+    what = f"{kind}, {str(dtype).removeprefix('torch.')}: step() on one core, over 2 GB/s each way"
+    bars = [
+        Share("time", "headroom", HIDDEN, 1.0, "cpu"),
+        Share("time", "headroom", SIMULATED, 1.1, "cpu"),
+    ]
+    return Case(name, what, setup, COPIES, bars=bars)
+
+
+def _on_one_core(call: Callable[[], object]) -> Callable[[], None]:
+    """Leaves a core to the threads of a link."""
+
+    def alone() -> None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            call()
+        finally:
+            torch.set_num_threads(threads)
+
+    return alone
+
+
+def _pieces(optimizer: Any) -> list[int]:
+    """Returns the bytes of the pieces that a step takes the states in."""
+    from headroom.optim.paging.parts import pieces_of
+
+    paging, (group,) = optimizer.paging, optimizer.param_groups
+    (ring,) = paging._rings.values()
+    size = group.get("block_size", 1)
+    return [
+        sum(copy.size for copy in piece.up)
+        for bucket in optimizer._plan(group).buckets
+        for piece in pieces_of(bucket, paging._homes, ring, size)
+    ]
 
 
 # ---- What blocks keep ----------------------------------------------------------------------------
@@ -122,8 +252,10 @@ def blocks(level: str, quick: bool) -> Case:
 def cases(device: torch.device, quick: bool) -> list[Case]:
     shapes = model_for(device, quick).shapes
     return [
+        in_files(shapes),
         states("states-8bit", "AdamW8bit", BF16, shapes),
         states("states-8bit-remainder", "AdamW8bit", BF16, shapes, master="remainder16"),
         states("states-f32", "AdamW", F32, shapes),
+        over_a_link("link-8bit", "AdamW8bit", BF16, shapes if quick else GPT2_SMALL.shapes),
         *[blocks(level, quick) for level in ("L0", "L2", "L5")],
     ]

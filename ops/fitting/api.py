@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._core.sizes import parse_bytes
 from ..patching.levels import Blocks
 from ..release import bucket_of
 from ..step.description import Step
 from .apply.applied import Applied
 from .apply.fitted import Fitted
-from .arguments import allowed_of, budget_of, check_margin, check_only, checked, within
+from .arguments import allowed_of, budget_of, check_margin, check_only, checked, host_room, within
 from .choice import Choice
 from .ranks import from_first, gathered, together
 from .report import Chosen
@@ -32,6 +33,7 @@ def fit(
     *,
     budget: int | float | str | None = None,
     target: str | None = None,
+    host_budget: int | str | None = None,
     optimizer: Any = None,
     loss: Callable[..., Tensor] | None = None,
     forward: Callable[[nn.Module, Any], Tensor] | None = None,
@@ -63,6 +65,9 @@ def fit(
             and, on CUDA, the allocator and the context may take together.
         target: "speed", instead of a budget: as fast as possible within the memory of the device,
             of which 20 % is left on the CPU, and 5 % on CUDA.
+        host_budget: bytes, such as "32 GiB", that the host may hold of the optimizer's state and of
+            what blocks keep for their backward pass, in the arena of the process. What leaves the
+            device is copied in every step, and changes no result. None: nothing leaves it.
         optimizer: of the model's parameters, or a function that makes one from a list of them,
             such as a class. Adam and AdamW may be replaced, with all options of each group; then
             :attr:`Fitted.optimizer` is another one, and schedulers are to be made of that. None:
@@ -107,8 +112,8 @@ def fit(
         max_grad_norm=max_grad_norm,
     )  # fmt: skip
     return fit_step(
-        step, budget=budget, target=target, allow=allow, margin=margin, ladder=ladder,
-        dry_run=dry_run, only=only, choice=choice, group=group,
+        step, budget=budget, target=target, host_budget=host_budget, allow=allow, margin=margin,
+        ladder=ladder, dry_run=dry_run, only=only, choice=choice, group=group,
     )  # fmt: skip
 
 
@@ -117,6 +122,7 @@ def fit_step(
     *,
     budget: int | float | str | None = None,
     target: str | None = None,
+    host_budget: int | str | None = None,
     allow: Sequence[str] = (),
     margin: float | None = None,
     ladder: Any = None,
@@ -141,8 +147,9 @@ def fit_step(
         given = None if choice is None else Choice.from_json(choice)
         allowed = allowed_of(allow, () if given is None else given.needs)
         step = checked(step)
-        techniques = techniques_of(step, allowed, only, parts_add_up)
-        search = Search(Candidates(techniques), given)
+        host = host_room(host_budget)
+        techniques = techniques_of(step, allowed, only, parts_add_up, host is not None, given)
+        search = Search(Candidates(techniques, host), given)
         if ladder is not None:
             if not hasattr(ladder, "search_for"):
                 raise TypeError(f"ladder is {ladder!r}, wanted what headroom.ladder returned")
@@ -152,15 +159,17 @@ def fit_step(
         held = sum(x.nbytes for x in {*model.parameters(), *model.buffers()})
         limit = budget_of(budget, target, step.device, held)
         room = within(limit, margin, step.device, len(Blocks(model).names))
-    least = min(gathered(lambda: room, group=group))
+    rooms = gathered(lambda: (room, host), group=group)
+    least = min(size for size, _ in rooms)
+    candidates.host_room = min((size for _, size in rooms if size is not None), default=None)
     chosen = from_first(lambda: _chosen(search, limit, least), group=group)
     applied = None
     try:
         with together(group):
             candidates.agree, candidates.rule = chosen.agree, chosen.rule
             found = candidates.taken(chosen.choice)
-            if found.plan.total_bytes > room:  # of a larger batch than the first rank's
-                raise given_does_not_fit(found.choice, found.plan, room)
+            if not search.fits(found.plan, room):  # of a larger batch than the first rank's
+                raise given_does_not_fit(found.choice, found.plan, room, candidates.host_room)
             optimizer = candidates.techniques.optimizer_of(chosen.choice)
             if not dry_run:
                 applied = Applied(model, found.blocks, optimizer, chosen.choice)
@@ -172,8 +181,10 @@ def fit_step(
             model=model,
             optimizer=optimizer,
             budget=limit,
+            host_budget=None if host_budget is None else parse_bytes(host_budget, "host_budget"),
             plan=found.plan,
             predicted_peak=found.plan.total_bytes,
+            predicted_host=found.plan.host_peak_bytes,
             blocks=list(found.blocks),
             within=room,
             is_given=given is not None,
@@ -184,7 +195,7 @@ def fit_step(
             ),
             _applied=applied,
             _counts=counts,
-            _estimate=None if candidate is None else candidate.at,
+            _estimate=None if candidate is None else candidate.estimate,
         )
     except BaseException:  # of this rank or another, and Ctrl-C
         if applied is not None:
@@ -201,7 +212,8 @@ def _chosen(search: Search, budget: int, within: int) -> Chosen:
     found, candidates = search.best(within), search.candidates
     if found is None:
         if search.given is not None:
-            raise given_does_not_fit(search.given, candidates.taken(search.given).plan, within)
+            plan = candidates.taken(search.given).plan
+            raise given_does_not_fit(search.given, plan, within, candidates.host_room)
         leanest = search.leanest()
         raise does_not_fit(candidates, search.every(), leanest, budget, within)
     if search.given is not None:

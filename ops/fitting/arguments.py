@@ -12,6 +12,7 @@ import torch
 from .._core.available import available
 from .._core.checks import check_number
 from .._core.sizes import parse_bytes
+from ..host import default_arena
 from ..memory.track import device_of
 from ..optim.replacing import optimizer_of
 from ..step.checks import check_described
@@ -19,7 +20,16 @@ from ..step.description import Step
 from ..step.trees import tensors_in
 from .choice import ALLOWABLE, Choice
 
-__all__ = ["MARGINS", "allowed_of", "budget_of", "check_margin", "check_only", "checked", "within"]
+__all__ = [
+    "MARGINS",
+    "allowed_of",
+    "budget_of",
+    "check_margin",
+    "check_only",
+    "checked",
+    "host_room",
+    "within",
+]
 
 MARGINS = {"cpu": 0.002, "cuda": 0.02}
 """The share of a budget that is left free: by which plans were wrong at the most where they were
@@ -113,8 +123,11 @@ def check_only(only: Any) -> None:
                 raise TypeError(
                     f"only has {value!r} for {name}, wanted values of type {kind.__name__}"
                 )
-            if kind is int and value < 1:
-                raise ValueError(f"only has {value} for {name}, wanted whole numbers from 1 on")
+            least = 0 if name == "state_budget" else 1
+            if kind is int and value < least:
+                raise ValueError(
+                    f"only has {value} for {name}, wanted whole numbers from {least} on"
+                )
 
 
 def budget_of(
@@ -141,6 +154,19 @@ def budget_of(
     if target != "speed":
         raise ValueError(f'target is {target!r}, wanted "speed"')
     return int((1 - FREE[device.type]) * available(device, held))
+
+
+def host_room(host_budget: int | str | None) -> int | None:
+    """Returns how many bytes may be on the host: the budget, or what the arena may have if that is
+    less; None where there is no budget.
+
+    Raises:
+        TypeError, ValueError: it is no size.
+    """
+    if host_budget is None:
+        return None
+    size, arena = parse_bytes(host_budget, "host_budget"), default_arena()
+    return min(size, arena.limit()[0] - arena.bytes)
 
 
 def within(budget: int, margin: float | None, device: torch.device, blocks: int) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .._core.sizes import format_bytes
+
 __all__ = ["ALLOWABLE", "SAME", "Choice", "FrontierPoint"]
 
 ALLOWABLE = ("8bit", "bf16", "adafactor")
@@ -30,6 +32,9 @@ class Choice:
         optimizer: "given", or what takes its place: "headroom", "8bit" or "adafactor".
         weights: "given", or "bf16": bfloat16 with 16 more bits that the optimizer keeps.
         release: whether each gradient is used and freed as soon as it is there.
+        offload: whether the state of the optimizer lies on the host.
+        state_budget: the bytes of it that stay on the device then, with those of the ring that the
+            rest passes through; 0: only the ring.
         fused_loss: whether a language model computes its loss without logits.
     """
 
@@ -39,6 +44,8 @@ class Choice:
     weights: str = "given"
     release: bool = False
     fused_loss: bool = False
+    offload: bool = False
+    state_budget: int = 0
 
     def but(self, **changes: Any) -> Choice:
         """Returns the choice with some fields replaced."""
@@ -53,6 +60,7 @@ class Choice:
             + (self.weights != "given")
             + self.release
             + self.fused_loss
+            + self.offload
         )
 
     @property
@@ -111,6 +119,9 @@ class Choice:
             parts.append(_OPTIMIZERS[self.optimizer])
         if self.weights != "given":
             parts.append(f"{self.weights} weights")
+        if self.offload:
+            stays = f" but {format_bytes(self.state_budget)}" if self.state_budget else ""
+            parts.append(f"state on the host{stays}")
         parts += ["fused loss"] * self.fused_loss + ["release"] * self.release
         return ", ".join(parts) or "as it is"
 
@@ -123,8 +134,10 @@ class FrontierPoint:
         peak: bytes of a step on its device, estimated from plans.
         seconds: of a step, estimated.
         choice: how.
+        host: bytes on the host, estimated.
     """
 
     peak: int
     seconds: float
     choice: Choice
+    host: int = 0

@@ -19,7 +19,7 @@ from .._core.text import shortened
 from ..step.description import Step
 from ..step.errors import PlanError
 from ..step.trees import tensors_in
-from .arguments import allowed_of, checked
+from .arguments import allowed_of, checked, host_room
 from .choice import SAME, Choice, FrontierPoint
 from .search.candidates import Candidates
 from .search.changes import peak_as_given, peak_by_kind, plain_choice
@@ -44,6 +44,7 @@ class Rung:
         seconds: predicted seconds of a step.
         choice: what :func:`headroom.fit` would apply; None for the model as it was given.
         bytes: at the peak by kind, which add up to it; estimates.
+        host: bytes on the host.
     """
 
     title: str
@@ -51,6 +52,7 @@ class Rung:
     seconds: float
     choice: Choice | None = None
     bytes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    host: int = 0
 
 
 class Ladder:
@@ -146,6 +148,7 @@ class Ladder:
                     "title": rung.title,
                     "peak_bytes": rung.peak,
                     "step_seconds": rung.seconds,
+                    "host_bytes": rung.host,
                     "bytes": dict(rung.bytes),
                 }
                 for rung in self.rungs(SAVED)
@@ -194,6 +197,7 @@ def ladder(
     scaler: Any = None,
     max_grad_norm: float | None = None,
     allow: Collection[str] | str = (),
+    host_budget: int | str | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> Ladder:
     """Returns all trades of memory against time that :func:`headroom.fit` can choose from for a
@@ -219,7 +223,9 @@ def ladder(
         model, optimizer, sample_batch, loss, forward, where, amp, scaler,
         max_grad_norm=max_grad_norm,
     )  # fmt: skip
-    search = Search(Candidates(techniques_of(checked(step), allowed_of(allow))))
+    room = host_room(host_budget)
+    techniques = techniques_of(checked(step), allowed_of(allow), on_host=room is not None)
+    search = Search(Candidates(techniques, room))
     search.time_all()
     points = distinct(search.frontier())
     if not points:
@@ -228,7 +234,7 @@ def ladder(
         type(model).__name__,
         str(search.candidates.step.device),
         _as_given(search),
-        [_rung(search, str(p.choice), p.peak, p.seconds, p.choice) for p in points],
+        [_rung(search, str(p.choice), p.peak, p.seconds, p.choice, p.host) for p in points],
         search,
     )
     if path is not None:
@@ -251,6 +257,7 @@ def _asked(search: Search) -> dict[str, Any]:
         "scaler": bool(step.scaler),
         "optimizer": repr((type(step.optimizer), options)),
         "max_grad_norm": step.max_grad_norm is not None,
+        "host_budget": techniques.on_host,
         "allow, or before its optimizer had begun to train": list(techniques.optimizers),
         "only": techniques.only,
     }
@@ -280,10 +287,12 @@ def _as_given(search: Search) -> Rung:
     return replace(rung, choice=None)
 
 
-def _rung(search: Search, title: str, peak: int, seconds: float, choice: Choice) -> Rung:
+def _rung(
+    search: Search, title: str, peak: int, seconds: float, choice: Choice, host: int = 0
+) -> Rung:
     candidate = search.known[choice.but(levels=())]
     kinds = peak_by_kind(search.candidates, candidate, choice.levels, peak)
-    return Rung(title, peak, seconds, choice, kinds)
+    return Rung(title, peak, seconds, choice, kinds, host)
 
 
 def _without(title: str, shared: Sequence[str]) -> str:

@@ -69,10 +69,17 @@ def report(fitted: Any) -> str:
     name = shortened(type(fitted.model).__name__, 40)
     state = "" if fitted.is_applied else ", not applied"
     lines = [f"{name} in {format_bytes(fitted.budget)}{state}", ""]
-    lines.append(f"{'':<16}{'peak':>12}{'a step':>12}")
-    lines.append(_row("as given", fitted.before_peak, fitted.before_seconds))
-    lines.append(_row("predicted", fitted.predicted_peak, fitted.predicted_seconds))
-    lines.append(_row("measured", fitted.measured_peak, fitted.measured_seconds))
+    host = [None, fitted.predicted_host, fitted.measured_host]
+    is_on_host = any(host)
+    lines.append(f"{'':<16}{'peak':>12}{'a step':>12}{'on the host' * is_on_host:>14}")
+    rows = [
+        _row("as given", fitted.before_peak, fitted.before_seconds),
+        _row("predicted", fitted.predicted_peak, fitted.predicted_seconds),
+        _row("measured", fitted.measured_peak, fitted.measured_seconds),
+    ]
+    for row, size in zip(rows, host):
+        shown = "-" if size is None else format_bytes(size)
+        lines.append(f"{row}{shown:>14}" if is_on_host else row)
     if fitted.changes:
         lines += ["", f"{'technique':<16}{'bytes':>12}{'time':>12}  before -> after"]
     else:
@@ -125,11 +132,25 @@ def described(fitted: Any) -> dict[str, Any]:
         "blocks": fitted.blocks,
         "applied": fitted.is_applied,
         "before": {"peak_bytes": fitted.before_peak, "seconds": fitted.before_seconds},
-        "predicted": {"peak_bytes": fitted.predicted_peak, "seconds": fitted.predicted_seconds},
-        "measured": {"peak_bytes": fitted.measured_peak, "seconds": fitted.measured_seconds},
+        "host_budget_bytes": fitted.host_budget,
+        "predicted": {
+            "peak_bytes": fitted.predicted_peak,
+            "seconds": fitted.predicted_seconds,
+            "host_bytes": fitted.predicted_host,
+        },
+        "measured": {
+            "peak_bytes": fitted.measured_peak,
+            "seconds": fitted.measured_seconds,
+            "host_bytes": fitted.measured_host,
+        },
         "changes": [vars(change) for change in fitted.changes],
         "frontier": [
-            {"peak_bytes": p.peak, "seconds": p.seconds, "choice": p.choice.to_json()}
+            {
+                "peak_bytes": p.peak,
+                "seconds": p.seconds,
+                "host_bytes": p.host,
+                "choice": p.choice.to_json(),
+            }
             for p in fitted.frontier
         ],
         "notes": fitted.notes,

@@ -18,6 +18,8 @@ from .._core.dtensor import local_part
 from .._core.grouping import by_device, grouped
 from ..functional.accumulate import accumulate_
 from ..functional.unscale_norm import unscale_norm_
+from ..host.arena import HostArena, default_arena
+from .on_host import HostSums
 from .ranks import Ranks, checksum
 
 BUCKET = 32 << 20  # bytes that one reduction over the ranks carries
@@ -49,6 +51,9 @@ class GradAccumulator:
             asked for its parameters at each micro-batch, so that layers may be unfrozen or added
             later (added before the accumulator under FSDP2). On several ranks, give the module.
         compensated: keep the rounding error of each addition (Kahan): 4 more bytes per parameter.
+        host: True, or a :class:`headroom.HostArena`, keeps the sums there between micro-batches.
+            The device adds to them while they pass through it, which copies 8 bytes per parameter
+            for each micro-batch, and has the same bits. :meth:`finish` brings them back.
         process_group: the ranks over which :meth:`finish` adds up gradients that nothing else
             reduces; ``"local"`` if each rank trains for itself. None finds DDP and FSDP2.
 
@@ -67,9 +72,9 @@ class GradAccumulator:
       all ranks, and :meth:`finish` raises if they are not.
     - If several ranks run and none of these is found, the first micro-batch raises.
 
-    Memory: 4 bytes per parameter for the sums, from the first micro-batch until the gradients that
-    :meth:`finish` made of them are dropped, and the gradients themselves between a backward and the
-    end of its ``with``.
+    Memory: 4 bytes per parameter for the sums, from the first micro-batch (with ``host``, from
+    :meth:`finish`) until the gradients that :meth:`finish` made of them are dropped, and the
+    gradients themselves between a backward and the end of its ``with``.
 
     A 16-bit parameter refuses a float32 gradient unless its ``grad_dtype`` is None. The constructor
     sets it, permanently. In a torch without ``grad_dtype`` the mean is rounded to the parameter's
@@ -85,7 +90,10 @@ class GradAccumulator:
         *,
         compensated: bool = False,
         process_group: torch.distributed.ProcessGroup | str | None = None,
+        host: HostArena | bool = False,
     ) -> None:
+        if not isinstance(host, (bool, HostArena)):
+            raise TypeError(f"host is {type(host).__name__}, wanted a bool or a headroom.HostArena")
         if not isinstance(source, (nn.Module, torch.optim.Optimizer)):
             source = [source] if isinstance(source, Tensor) else [*source]
         self._source = source
@@ -97,6 +105,9 @@ class GradAccumulator:
         self._sums: dict[Tensor, Tensor] = {}
         self._compensations: dict[Tensor, Tensor] = {}
         self._compensated = compensated
+        self._host: HostSums | None = None
+        if host is not False:
+            self._host = HostSums(default_arena() if host is True else host)
         self._weight = 0.0
         self._has_any = False  # micro-batches, which may all be of weight 0
         # Weights of micro-batches whose gradients were averaged over the ranks before them.
@@ -224,6 +235,9 @@ class GradAccumulator:
                 param.grad = None
         calls = grouped(factors, lambda p: (p.grad.device, _sum_dtype(p.grad), factors[p]))
         for (_, dtype, factor), params in calls.items():
+            if self._host is not None:
+                self._add_on_host(self._host, params, dtype, factor)
+                continue
             for param in params:
                 if param not in self._sums:
                     self._sums[param] = torch.zeros_like(param.grad, dtype=dtype)
@@ -239,6 +253,24 @@ class GradAccumulator:
                 accumulate_(sums, grads, compensations=compensations, factor=factor)
             for param in params:
                 param.grad = None
+
+    def _add_on_host(
+        self, host: HostSums, params: list[Tensor], dtype: torch.dtype, factor: float
+    ) -> None:
+        host.house(params, [param.grad for param in params], dtype, self._compensated)
+        try:
+            host.add(params, factor)
+        except BaseException:
+            self._clear()  # a part may have been added
+            raise
+        self._note_on_host(host, params)
+        for param in params:
+            param.grad = None
+
+    def _note_on_host(self, host: HostSums, params: Iterable[Tensor]) -> None:
+        for param in params:
+            for tensors, tensor in zip((self._sums, self._compensations), host.tensors(param)):
+                tensors[param] = tensor
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -261,6 +293,8 @@ class GradAccumulator:
                 "module, GradAccumulator(model), and run forward and backward in "
                 "micro_batch(weight)"
             )
+        if self._host is not None:
+            self._sums = {param: self._host.brought(param) for param in self._sums}
         if ranks.sums:
             self._reduce(used)
         if ranks.averages:
@@ -289,19 +323,25 @@ class GradAccumulator:
     def state_dict(self) -> dict[str, Any]:
         """Returns the sums since the last :meth:`finish`, on this rank. A run that loads them and
         the optimizer's state between two micro-batches continues with the same bits. The tensors
-        are the accumulator's own, not copies, as with optimizers.
+        are the accumulator's own, not copies, as with optimizers; those on the host are copied.
 
         Raises:
             RuntimeError: a micro-batch is running.
         """
         self._check_closed("state_dict()")
+        found = {"sums": self._sums, "compensations": self._compensations}
+        if self._host is not None:
+            self._host.wait()
+            found = {
+                name: {param: tensor.clone() for param, tensor in tensors.items()}
+                for name, tensors in found.items()
+            }
         return {
             "weight": self._weight,
             "has_any": self._has_any,
             "late": list(self._late),
             "compensated": self._compensated,
-            "sums": [self._sums.get(param) for param in self._params],
-            "compensations": [self._compensations.get(param) for param in self._params],
+            **{name: [own.get(param) for param in self._params] for name, own in found.items()},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -326,10 +366,23 @@ class GradAccumulator:
         loaded = {name: self._fitted(name, state_dict[name]) for name in ("sums", "compensations")}
         if self._compensated and loaded["sums"].keys() != loaded["compensations"].keys():
             raise ValueError("compensations and sums are not of the same parameters")
-        self._sums, self._compensations = loaded["sums"], loaded["compensations"]
+        if self._host is None:
+            self._sums, self._compensations = loaded["sums"], loaded["compensations"]
+        else:
+            self._load_on_host(self._host, *loaded.values())
         self._weight = weight
         self._late = [float(weight) for weight in state_dict.get("late", ())]
         self._has_any = bool(weight or state_dict.get("has_any"))
+
+    def _load_on_host(
+        self, host: HostSums, sums: dict[Tensor, Tensor], compensations: dict[Tensor, Tensor]
+    ) -> None:
+        for (_, dtype), params in grouped(sums, lambda p: (p.device, sums[p].dtype)).items():
+            host.house(params, [sums[param] for param in params], dtype, self._compensated)
+        self._clear()
+        for param, value in sums.items():
+            host.put(param, [value, *([compensations[param]] if self._compensated else ())])
+        self._note_on_host(host, sums)
 
     def _fitted(self, name: str, tensors: Sequence[Tensor | None]) -> dict[Tensor, Tensor]:
         """Returns loaded tensors by parameter, on its device; raises if one does not fit."""
@@ -360,6 +413,8 @@ class GradAccumulator:
     def _clear(self) -> None:
         self._sums, self._compensations, self._weight, self._late = {}, {}, 0.0, []
         self._has_any = False
+        if self._host is not None:
+            self._host.clear()
 
     def _empty(self) -> None:
         for param in self._params:

@@ -11,7 +11,6 @@ import contextlib
 import mmap
 import os
 import shutil
-import tempfile
 import threading
 import warnings
 import weakref
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from .._core.available import host_headroom
 from .._core.sizes import format_bytes, parse_bytes
+from .files import MappedFile, copied_through_file, mapped_file
 from .pinning import pinned
 
 ALIGNMENT = 512  # of slabs; that of what torch allocates on a device
@@ -116,6 +116,11 @@ class HostArena:
         with self._lock:
             return dict(self._by)
 
+    def reset_peak(self) -> None:
+        """Lets ``peak`` begin anew, at the bytes that there are now."""
+        with self._lock:
+            self.peak = self.bytes
+
     def limit(self) -> tuple[int, str]:
         """Returns how many bytes the slabs may have together at the moment, and what limits
         them."""
@@ -163,13 +168,15 @@ class HostArena:
             slab = torch.frombuffer(view, dtype=torch.uint8)
             if self.file is None:
                 slab.zero_()  # the first touch, by torch's threads, decides where pages lie
-            registered = None
+            undo = None
             if device.type == "cuda" and self.pin == "auto":
-                registered = pinned(slab, device)
+                undo = pinned(slab, device)
+            elif device.type == "cpu" and isinstance(mapping, MappedFile):
+                undo = copied_through_file(slab, mapping)
             _slabs.add(slab.data_ptr())
             self._count(size, kind, owner)
         # The mapping lives until the last tensor has dropped the view, and is unregistered before.
-        give_back = partial(_give_back, self, mapping, slab.data_ptr(), registered)
+        give_back = partial(_give_back, self, mapping, slab.data_ptr(), undo)
         weakref.finalize(view, give_back, size, kind, owner).atexit = False
         return slab
 
@@ -192,13 +199,13 @@ def _give_back(
     arena: HostArena,
     mapping: mmap.mmap,
     address: int,
-    registered: Any,
+    undo: Any,
     size: int,
     kind: str,
     owner: str,
 ) -> None:
-    if registered is not None:
-        registered()
+    if undo is not None:
+        undo()
     _slabs.discard(address)
     arena._count(-size, kind, owner)
     del mapping
@@ -212,10 +219,8 @@ def _mapped(size: int) -> mmap.mmap:
     return mapping
 
 
-def _mapped_file(size: int, folder: Path) -> mmap.mmap:
-    with tempfile.TemporaryFile(dir=folder) as file:
-        os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, not a signal
-        mapping = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED)
+def _mapped_file(size: int, folder: Path) -> MappedFile:
+    mapping = mapped_file(size, folder)
     _advise(mapping, "MADV_DONTFORK")
     return mapping
 

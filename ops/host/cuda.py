@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,8 +40,13 @@ class Streams(Engine):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
-        self._streams = {queue: torch.cuda.Stream(device) for queue in ("up", "down")}
         self._events: list[Any] = []
+
+    @cached_property
+    def _streams(self) -> dict[str, Any]:
+        """Makes the streams for the first copy: an optimizer may be planned for a device that is
+        not there."""
+        return {queue: torch.cuda.Stream(self.device) for queue in ("up", "down")}
 
     def _copy(
         self, queue: str, target: Tensor, source: Tensor, after: Iterable[Recorded]

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .files import copy_through_file
+
 Ticket = Any  # stands for work that was put into a queue, or was given to the device before
 
 
@@ -70,7 +72,8 @@ class Inline(Engine):
     is_asynchronous = False
 
     def _copy(self, queue: str, target: Tensor, source: Tensor, after: Iterable[Ticket]) -> Ticket:
-        target.copy_(source)
+        if not copy_through_file(target, source):
+            target.copy_(source)
 
     def mark(self) -> Ticket:
         return None

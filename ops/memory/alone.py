@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..host.engines import engine_of
 from ..step.calls import Call, results_of
 from ..step.clock import Stopwatch
 from ..step.watch import hearing_gradients
@@ -35,6 +36,7 @@ class Bytes:
         released: the same if each gradient of a parameter is freed as soon as it has arrived.
         gradients: of the parameters.
         largest: of the gradients.
+        moved: that the host holds between the passes.
     """
 
     held: int
@@ -44,6 +46,7 @@ class Bytes:
     released: int
     gradients: int
     largest: int
+    moved: int = 0
 
 
 class Seconds(NamedTuple):
@@ -82,9 +85,12 @@ class Alone:
             arrivals.append((storage.data_ptr(), storage.nbytes()))
             recorder.mark(ARRIVED + len(arrivals) - 1)
 
+        engine, moved = engine_of(self.device), []
+
         def moment(number: int) -> None:
             watch.lap()
             recorder.mark(number)
+            moved.append(engine.bytes_down)
 
         with no_collections(), hearing_gradients(self.block, arrived):
             recorder.start()
@@ -92,7 +98,8 @@ class Alone:
                 self._run(moment)
             finally:
                 recorder.stop()
-        return _followed(recorder.events(), arrivals), _passes(watch)
+        found = _followed(recorder.events(), arrivals)
+        return replace(found, moved=moved[LEFT] - moved[BEGIN]), _passes(watch)
 
     def seconds(self) -> Seconds:
         """Returns the seconds of a run."""

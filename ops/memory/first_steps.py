@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..host import default_arena
 from .track import track
 
 __all__ = ["FirstSteps"]
@@ -34,6 +35,7 @@ class FirstSteps:
     Attributes:
         count: of the steps that ended.
         peak: bytes, or None.
+        host_peak: the most that the host arena held meanwhile, or None.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class FirstSteps:
         self._times: list[float] = []
         self.count = 0
         self.peak: int | None = None
+        self.host_peak: int | None = None
 
     @property
     def seconds(self) -> float | None:
@@ -90,6 +93,7 @@ class FirstSteps:
             cuda = self._device.type == "cuda"
             peak = torch.cuda.max_memory_allocated(self._device) if cuda else recording.peak_bytes
             self.peak = max(peak, self.peak or 0)
+            self.host_peak = max(default_arena().peak, self.host_peak or 0)
 
     def abandon(self) -> None:
         """Stops to record, and leaves out the step that runs, which the next one takes the place
@@ -107,6 +111,7 @@ class FirstSteps:
     def _record(self, batch: Any) -> None:
         if self._recording is not None or not self._records:
             return
+        default_arena().reset_peak()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             self._recording = self._device

@@ -12,10 +12,53 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..host.engine import Inline
+from ..host.engine import Engine, Inline
 from ..host.slabs import Slabs
 from ..memory.events import Allocation
+from ..optim.paging.paged import Paging, block_size_of
+from ..optim.paging.parts import copied_bytes, laid_out
+from ..optim.plan import Bucket, Calls
 from .recorder import Recorder
+
+
+class PlannedPaging(Paging):
+    """Counts what a step copies without cutting fakes of states into pieces: the views of all the
+    pieces would take ten times as long as the rest of a plan."""
+
+    def engine_of(self, device: torch.device) -> Engine:
+        return self.arena
+
+    def _staged(
+        self,
+        optimizer: Any,
+        group: dict[str, Any],
+        bucket: Bucket,
+        device: torch.device,
+        stays: bool,
+    ) -> tuple[Any, list[tuple[Bucket, Any]]]:
+        if stays:
+            return super()._staged(optimizer, group, bucket, device, stays)
+        self._house_missing(optimizer, bucket.owners, bucket.layout, group)
+        ring = self._ring(device, group, bucket)
+        laid: list[Tensor] = []
+        for owner, param, grad in zip(bucket.owners, bucket.params, bucket.grads):
+            home = self._homes[owner]
+            up, down = copied_bytes(home, param, ring.slot_bytes, block_size_of(group))
+            self.arena.bytes_up += up
+            self.arena.bytes_down += down
+            if home.size > ring.slot_bytes:
+                laid.append(laid_out(grad, param))
+        return _Holding(bucket, laid), []
+
+
+class _Holding:
+    """The steps of a bucket, which hold gradients until they have run."""
+
+    def __init__(self, bucket: Bucket, grads: list[Tensor]) -> None:
+        self._bucket, self._grads = bucket, grads
+
+    def calls(self, steps: Calls) -> Calls:
+        return [(self._bucket, self._grads.clear)]
 
 
 class PlannedHost(Inline):

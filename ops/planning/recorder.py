@@ -61,7 +61,8 @@ class Recorder(TorchDispatchMode):
         self._seen_in_backward: str | None = None
         self.has_autocast = False  # which asks where tensors are
         self._asked: Any = None  # the tensor of which C++ asked where it is, if nothing ran since
-        self._accumulators: dict[int, Any] = {}  # of leaves that no operation has taken yet
+        # Of leaves that no operation has taken yet, with the leaf: another may get its number.
+        self._accumulators: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
         self._is_accumulating = False
         self._unshared = 0  # what counts of an unshared tensor look like from inside the mode
 
@@ -162,7 +163,8 @@ class Recorder(TorchDispatchMode):
         if x.is_leaf and x.requires_grad:
             if self._is_accumulating:
                 return _CPU
-            if id(x) not in self._accumulators:
+            known = self._accumulators.get(id(x))
+            if known is None or known[0]() is not x:
                 self._accumulate(x)
         is_again = self._asked is not None and self._asked() is x
         self._asked = None if is_again else weakref.ref(x)
@@ -177,7 +179,7 @@ class Recorder(TorchDispatchMode):
         self.is_paused = self._is_accumulating = True
         try:
             with self, torch.enable_grad():
-                self._accumulators[id(x)] = x.view_as(x).grad_fn
+                self._accumulators[id(x)] = weakref.ref(x), x.view_as(x).grad_fn
         finally:
             self._is_accumulating = False
             self.is_paused, self._asked = before

@@ -15,6 +15,7 @@ from ..checkpointing import checkpoint_every
 from ..grad.accumulate import GradAccumulator
 from ..nn.block import Block
 from ..nn.steps import levels_for_all, save_level
+from ..optim.paging.handle import begin
 from ..release import release_gradients
 from ..step.description import Step
 from ..step.run import passes, update
@@ -51,6 +52,8 @@ class Steps:
             # Of whole parameters, whose sizes optimizers see of shards too.
             self.optimizer = self.optimizer([p for p in model.parameters() if p.requires_grad])
         self.distribute()
+        if given.offload is not None:
+            self.offload(given.offload)
         if given.scaler:
             self.scaler = torch.amp.GradScaler(given.device.type)
         released = self.optimizer if given.release else None
@@ -66,6 +69,10 @@ class Steps:
 
     def distribute(self) -> None:
         """Spreads the model over ranks."""
+
+    def offload(self, budget: int) -> None:
+        """Keeps the state of the optimizer on the host, but for so many bytes."""
+        begin(self.optimizer, "state", budget)
 
     def begin(self, phase: str) -> None:
         """Says that a phase begins."""

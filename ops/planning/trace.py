@@ -32,7 +32,7 @@ from .ddp import ReplicatedModel
 from .fsdp import ShardedModel
 from .inside import left_out
 from .masks import masks_of
-from .on_host import PlannedHost
+from .on_host import PlannedHost, PlannedPaging
 from .ours import fakes_overwritten
 from .probe import unasked
 from .recorder import Recorder
@@ -104,6 +104,9 @@ class _Traced(Steps):
         self._spread: ShardedModel | ReplicatedModel | None = None  # over ranks
         recorder.scalar = self._scalar
 
+    def offload(self, budget: int) -> None:
+        self.optimizer.paging = PlannedPaging(self.host, budget)
+
     def distribute(self) -> None:
         sharding = self.given.sharding
         if sharding is None:
@@ -116,8 +119,9 @@ class _Traced(Steps):
     def prepare(self) -> None:
         super().prepare()
         if (paging := getattr(self.optimizer, "paging", None)) is not None:
-            paging.arena, paging.engine_of = self.host, lambda device: self.host
-            paging.adopt(self.optimizer)
+            planned = PlannedPaging(self.host, paging.budget, paging.bucket_bytes)
+            self.optimizer.paging = planned
+            planned.adopt(self.optimizer)
         for x in tensors_in(self.given.batch):
             self.recorder.know(x, "batch", "batch")
         self._know_all()

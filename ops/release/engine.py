@@ -85,6 +85,9 @@ class Engine:
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
             self._task = task
         grad = local_part(param.grad)
+        if grad is not param.grad and not grad.is_cuda and grad.is_pinned():
+            # FSDP2 copies it to the host, and older releases of torch do not wait for hooks.
+            torch.cuda.current_stream().synchronize()
         stream = torch.cuda.current_stream(grad.device) if grad.is_cuda else None
         self._buckets.setdefault(stream, {})[param] = None
         size = param.grad.numel() * grad.element_size()  # of all shards: ranks flush together

@@ -26,6 +26,8 @@ class Step:
         scaler: the :class:`torch.amp.GradScaler` that scales losses; True for a new one; or False.
         save, checkpoint_every: what blocks keep, or None where that stays as it is.
         accumulation: micro-batches per step, each as large as ``batch``.
+        offload: the bytes of the optimizer's state that stay on the device, with those of the ring,
+            while the others lie on the host; None: as the optimizer has it.
         accumulator: whether the gradients of micro-batches are summed in float32.
         release: whether gradients are released in the backward pass; or the bytes of a bucket.
         max_grad_norm: gradients are clipped to it, or None.
@@ -48,6 +50,7 @@ class Step:
     scaler: Any = False
     save: str | None = None
     accumulation: int = 1
+    offload: int | None = None
     accumulator: bool = False
     release: bool | int = False
     checkpoint_every: int | None = None
@@ -86,6 +89,8 @@ class Step:
                 found[name.replace("_", " ")] = str(value)
         if self.sharding is not None:
             found["ranks"] = str(self.sharding)
+        if self.offload is not None:
+            found["state"] = "on the host"
         if self.accumulation > 1:
             found["accumulation"] = str(self.accumulation)
         for name in ("accumulator", "release", "scaler"):

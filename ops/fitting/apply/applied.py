@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...amp.cast_model import cast_model
-from ...optim import load_master_weights, master_weights
+from ...optim import load_master_weights, master_weights, offload
 from ...patching import unpatch
 from ...patching.changes import RECORD
 from ...patching.levels import set_levels
@@ -38,6 +38,9 @@ class Applied:
             self._patch(choice)
             if choice.weights == "bf16":
                 self._cast()
+            if choice.offload:
+                handle = offload(optimizer, budget=choice.state_budget)
+                self._undo.append(handle.remove)
             if choice.release:
                 bucket = bucket_of(model, choice.dtype)
                 self.handle = release_gradients(model, optimizer, bucket_bytes=bucket)

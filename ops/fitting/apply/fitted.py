@@ -34,10 +34,12 @@ class Fitted(Chosen):
         choice: how the model is trained now; ``choice.to_json()`` can be stored, and given to
             :func:`headroom.fit` when the run is resumed.
         budget: bytes.
+        host_budget: bytes that the host may hold; None: that was not asked for.
         plan: of a step with the choice. None after :meth:`set_levels` or :meth:`leaner` has set one
             that was not planned.
-        predicted_peak, predicted_seconds: of a step with the choice; bytes on the device. After the
-            choice was changed they are estimates, or None where nothing is known of the new one.
+        predicted_peak, predicted_host, predicted_seconds: of a step with the choice; bytes on the
+            device, and on the host. After the choice was changed they are estimates, or None where
+            nothing is known of the new one.
         blocks: the names of the blocks that ``choice.levels`` is of.
         within: the budget without its margin.
         is_given: whether the choice was given, and not looked for.
@@ -52,6 +54,8 @@ class Fitted(Chosen):
     budget: int
     plan: Plan | None
     predicted_peak: int | None
+    predicted_host: int | None = 0
+    host_budget: int | None = None
     blocks: list[str] = field(default_factory=list)
     within: int = 0
     is_given: bool = False
@@ -117,6 +121,11 @@ class Fitted(Chosen):
     def measured_peak(self) -> int | None:
         """Returns the most bytes of the first two steps with the choice, or None before them."""
         return self._measured.peak
+
+    @property
+    def measured_host(self) -> int | None:
+        """Returns the most bytes that the host arena held in these, or None."""
+        return self._measured.host_peak
 
     @property
     def measured_seconds(self) -> float | None:
@@ -197,6 +206,7 @@ class Fitted(Chosen):
             if choice.but(levels=()) == self.first_choice.but(levels=()):
                 known = self._estimate(choice.levels)
         self.predicted_peak = None if known is None else known.peak
+        self.predicted_host = None if known is None else known.host
         self.predicted_seconds = None if known is None else known.seconds
         self._measure_anew()
 
@@ -215,6 +225,7 @@ class Fitted(Chosen):
         """Sets the levels of another choice, whose estimates are the predictions from then on."""
         self.set_levels(point.choice.levels)
         self.predicted_peak, self.predicted_seconds = point.peak, point.seconds
+        self.predicted_host = point.host
 
     def undo(self) -> None:
         """Gives the model back what it had: levels, layers, the dtype of its weights, and

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from ...nn.steps import save_level
 from ...step.pass_seconds import PassSeconds
 
-__all__ = ["BlockCosts", "LevelCost", "Measured"]
+__all__ = ["BlockCosts", "LevelCost", "Measured", "is_on_host"]
+
+
+def is_on_host(level: str) -> bool:
+    """Returns whether blocks at a level hold on the host what they keep."""
+    return save_level(level).on_host
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,8 @@ class LevelCost:
         kept: bytes besides ``held`` that stay until the forward pass of the model has ended: of
             weights that autocast has cast, and of caches.
         forward_seconds, backward_seconds: of the passes.
+        moved: bytes that the host holds between the passes; ``held`` is negative where arguments
+            leave the device.
     """
 
     held: int
@@ -30,6 +38,7 @@ class LevelCost:
     kept: int
     forward_seconds: float
     backward_seconds: float
+    moved: int = 0
 
     @property
     def seconds(self) -> float:
@@ -48,7 +57,8 @@ class BlockCosts:
     Attributes:
         name: of the module in the model.
         kind: the same for blocks that are alike, and for no others of the model.
-        levels: from the one that keeps the most on.
+        levels: from the one that keeps the most on; behind them the same on the host, if that may
+            be used.
         gradients: bytes of the gradients of its parameters.
         largest: of these gradients.
     """
@@ -64,6 +74,11 @@ class BlockCosts:
         return replace(self, levels={n: cost.scaled(factor) for n, cost in self.levels.items()})
 
     @property
+    def leanest(self) -> str:
+        """Returns the level that keeps the least, on the device."""
+        return [name for name in self.levels if not is_on_host(name)][-1]
+
+    @property
     def kept(self) -> int:
         """Returns the most of ``kept`` at any level."""
         return max(cost.kept for cost in self.levels.values())
@@ -72,7 +87,7 @@ class BlockCosts:
         """Returns what it costs in one of ``count`` micro-batches."""
 
         def share(size: int, whole: int = 0) -> int:
-            whole = min(size, whole)
+            whole = min(max(size, 0), whole)
             return whole + -(-(size - whole) // count)
 
         levels = {
@@ -82,6 +97,7 @@ class BlockCosts:
                 backward=share(cost.backward, self.gradients),
                 backward_released=share(cost.backward_released, self.largest),
                 forward=share(cost.forward),
+                moved=share(cost.moved),
             )
             for name, cost in self.levels.items()
         }

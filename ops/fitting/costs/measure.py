@@ -11,8 +11,12 @@ import torch
 from torch import nn
 
 from ..._core.randomness import generators_kept
+from ...host import trim
+from ...host.engines import engine_of
+from ...host.schedule import exposed_seconds, measured_link
 from ...memory.alone import Alone, Bytes, Seconds
 from ...memory.cpu import check_no_profiler
+from ...nn.steps import ON_HOST
 from ...patching.blocks import verified_blocks
 from ...patching.levels import Blocks
 from ...step import clock
@@ -20,7 +24,7 @@ from ...step.calls import Call, results_of
 from ...step.description import Step
 from ...step.pass_seconds import PassSeconds, is_first_run, seconds_of_pass
 from ...step.watch import hearing_blocks
-from .block_costs import BlockCosts, LevelCost, Measured
+from .block_costs import BlockCosts, LevelCost, Measured, is_on_host
 from .kinds import Likeness
 
 __all__ = ["measure_blocks", "seconds_at_leanest"]
@@ -34,6 +38,7 @@ def measure_blocks(
     *,
     fused_loss: bool = False,
     has_levels: bool = True,
+    on_host: bool = False,
     repeats: int = 5,
     steps: float = 5.0,
 ) -> Measured:
@@ -48,6 +53,7 @@ def measure_blocks(
         step: that is made, on its device; its optimizer does not count.
         fused_loss: whether a language model computes its loss without logits.
         has_levels: whether there are blocks whose levels can be set.
+        on_host: whether to measure each level with what it keeps on the host, too.
         repeats: how often the time of each level is taken at most, besides once while bytes are
             counted; the least counts, since what else runs only adds to it. It is taken once, and
             again as long as a level seems slower than one that computes more again.
@@ -69,12 +75,15 @@ def measure_blocks(
     began = clock.now()
     with generators_kept(step.device):
         blocks = Blocks.of_copy(step.model, fused_loss=fused_loss, has_levels=has_levels)
-        kinds = _Kinds(blocks, step.device)
+        kinds = _Kinds(blocks, step.device, on_host)
         with kinds.captured(), verified_blocks():
             first = _pass(step, blocks)
-        kinds.measure(repeats, began + steps * first.whole)
+        try:
+            kinds.measure(repeats, began + (1 + on_host) * steps * first.whole)
+        finally:
+            trim()
         found = kinds.costs()
-        alone = sum(block.levels[blocks.leanest[block.name]].seconds for block in found)
+        alone = sum(block.levels[block.leanest].seconds for block in found)
         blocks.set(blocks.leanest)
         whole = _least(step, blocks, first, alone)
     # What a model does between its blocks only adds to their time: if they are faster in it than
@@ -119,35 +128,70 @@ class _Kind:
     number: int
     block: nn.Module
     call: Call
-    names: tuple[str, ...]  # of levels
+    names: tuple[str, ...]  # of levels, those on the host behind the others
+    device: torch.device
+    count: int = 0  # of blocks
     used: set[int] = field(default_factory=set)  # the results that get gradients
     bytes: dict[str, Bytes] = field(default_factory=dict)
     counted: dict[str, Seconds] = field(default_factory=dict)  # while bytes were counted: more
     timed: dict[str, list[Seconds]] = field(default_factory=dict)
 
-    def alone(self, device: torch.device) -> Alone:
-        return Alone(self.block, self.call, device, sorted(self.used))
+    def alone(self) -> Alone:
+        return Alone(self.block, self.call, self.device, sorted(self.used))
 
     def costs(self, name: str, calls: int) -> BlockCosts:
         """Returns the costs of a block of this kind that a step calls so many times."""
         levels = {level: self._cost(level, calls) for level in self.names}
         # A leaner level does no more forward and no less backward, where it computes again; what
-        # else runs only adds to a time.
-        costs = list(levels.values())
-        for number, (level, cost) in enumerate(levels.items()):
+        # else runs only adds to a time, and so do copies.
+        own = [name for name in self.names if not is_on_host(name)]
+        costs = [levels[name] for name in own]
+        for number, level in enumerate(own):
             levels[level] = replace(
-                cost,
+                levels[level],
                 forward_seconds=min(c.forward_seconds for c in costs[: number + 1]),
                 backward_seconds=min(c.backward_seconds for c in costs[number:]),
             )
+        for level in self.names[len(own) :]:
+            levels[level] = self._copied(levels[level], levels[level.removesuffix(ON_HOST)])
         gradients = max(found.gradients for found in self.bytes.values())
         largest = max(found.largest for found in self.bytes.values())
         return BlockCosts(name, self.number, levels, gradients, largest)
 
+    def _copied(self, cost: LevelCost, stays: LevelCost) -> LevelCost:
+        """Returns the cost of a level on the host, given that of the same on the device.
+
+        Copies that wait for nothing are seen in the times of one block. Others go on beside the
+        blocks before and behind it: what has left of one is still there while the next one runs,
+        and what the one before has kept is back already.
+        """
+        # What arguments leave free is in ``held``, and not there until the forward pass has ended.
+        cost = replace(cost, kept=stays.kept)
+        forward, backward = stays.forward_seconds, stays.backward_seconds
+        if not engine_of(self.device).is_asynchronous:
+            return replace(
+                cost,
+                forward_seconds=max(forward, cost.forward_seconds),
+                backward_seconds=max(backward, cost.backward_seconds),
+            )
+        count, moved = self.count, cost.moved
+        late = exposed_seconds(
+            [moved] * count, [forward] * count, [backward] * count, measured_link(self.device)
+        )
+        return replace(
+            cost,
+            held=cost.held - moved,
+            forward=cost.forward + moved,
+            backward=cost.backward + 2 * moved,
+            backward_released=cost.backward_released + 2 * moved,
+            forward_seconds=forward,
+            backward_seconds=backward + late / count,
+        )
+
     def are_apart(self) -> bool:
         """Returns whether the times of levels are in the order of what they compute again, and the
         level that keeps the most seems not to have been held up."""
-        costs = [self._cost(level, 1) for level in self.names]
+        costs = [self._cost(level, 1) for level in self.names if not is_on_host(level)]
         backward = [cost.backward_seconds for cost in costs]
         in_order = all(a <= NOISE * b for a, b in zip(backward, backward[1:]))
         return in_order and costs[0].seconds <= WARM * min(cost.seconds for cost in costs)
@@ -163,14 +207,16 @@ class _Kind:
             calls * found.kept,
             calls * min(forward),
             calls * min(backward),
+            calls * found.moved,
         )
 
 
 class _Kinds:
     """The kinds of the blocks of a model."""
 
-    def __init__(self, blocks: Blocks, device: torch.device) -> None:
+    def __init__(self, blocks: Blocks, device: torch.device, on_host: bool = False) -> None:
         self._blocks, self._device, self._likeness = blocks, device, Likeness(blocks)
+        self._on_host = on_host
         self._kinds: dict[Hashable, _Kind] = {}
         self._order: dict[str, _Kind] = {}  # of each block, in the order of calls
         self._calls: dict[str, int] = {}  # of each block in a step
@@ -191,8 +237,11 @@ class _Kinds:
         if key not in self._kinds:
             call = Call(args, kwargs, self._device)
             number, levels = len(self._kinds), self._blocks.levels(name)
-            self._kinds[key] = _Kind(number, block, call, levels)
+            if self._on_host:
+                levels += tuple(level + ON_HOST for level in levels)
+            self._kinds[key] = _Kind(number, block, call, levels, self._device)
         self._order[name] = self._kinds[key]
+        self._kinds[key].count += 1
 
     def _after(self, block: nn.Module, args: Any, result: Any) -> None:
         kind = self._order.get(self._names[block])
@@ -205,13 +254,15 @@ class _Kinds:
         that what happens meanwhile on the machine is shared by all."""
         start = clock.now()
         for kind, level in self._each():
-            kind.bytes[level], kind.counted[level] = kind.alone(self._device).bytes()
+            if is_on_host(level):
+                kind.alone().seconds()  # the arena takes memory for it
+            kind.bytes[level], kind.counted[level] = kind.alone().bytes()
         for _ in range(repeats):
             took, start = clock.now() - start, clock.now()
             if start + took > deadline:
                 return
             for kind, level in self._each():
-                kind.timed.setdefault(level, []).append(kind.alone(self._device).seconds())
+                kind.timed.setdefault(level, []).append(kind.alone().seconds())
             if all(kind.are_apart() for kind in self._kinds.values()):
                 return
 

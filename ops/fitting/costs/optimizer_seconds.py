@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..._core.randomness import generators_kept
 from ...memory.collecting import no_collections
+from ...optim.paging.handle import begin
 from ...step.clock import Stopwatch
 
 __all__ = ["optimizer_seconds"]
@@ -24,6 +25,7 @@ def optimizer_seconds(
     device: torch.device,
     *,
     dtype: torch.dtype | None = None,
+    offload: bool = False,
     elements: int = ELEMENTS,
     repeats: int = 3,
 ) -> float:
@@ -36,6 +38,7 @@ def optimizer_seconds(
         device: that its parameters are on.
         dtype: that they will be cast to before the optimizer steps them; None: they stay as they
             are.
+        offload: whether all of the state lies on the host.
         elements: no more than so many are copied, from the first on.
         repeats: the median of so many steps counts, after two that make states and warm up.
     """
@@ -43,7 +46,9 @@ def optimizer_seconds(
         groups = _copied(optimizer.param_groups, elements, dtype)
         if not groups:
             return 0.0
-        made = _like(optimizer, groups)
+        made: Any = _like(optimizer, groups)
+        if offload:
+            begin(made, "state", None)
         watch = Stopwatch(device)
         for number in range(2 + repeats):
             if number >= 2:

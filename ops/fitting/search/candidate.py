@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 from ...planning.result import Plan
-from ..choice import Choice
-from ..costs.block_costs import Measured
+from ..choice import Choice, FrontierPoint
+from ..costs.block_costs import Measured, is_on_host
 from ..costs.outline import Outline
 from .knapsack import BlockOptions, Level, Point, choose, frontier
 
@@ -30,30 +31,55 @@ class Found:
     blocks: tuple[str, ...]
 
 
+class OnHost(NamedTuple):
+    """The first blocks, which may be on the host at this level, and at those that keep less."""
+
+    blocks: int
+    most: str
+
+    def has(self, block: int, level: str) -> bool:
+        """Returns whether a block, by its number, may be at a level."""
+        return not is_on_host(level) or (block < self.blocks and level >= self.most)
+
+
+NOT_ON_HOST = OnHost(0, "")
+
+
 class Frontiers:
     """Finds all levels of blocks that no others beat, and keeps them: choices that differ in the
     optimizer ask for the same ones."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, int, int, bool], tuple[Measured, list[Point]]] = {}
+        self._found: dict[Any, tuple[Measured, list[Point]]] = {}
 
     def of(
-        self, measured: Measured, outline: Outline, *, gradients_stay: bool = True
+        self,
+        measured: Measured,
+        outline: Outline,
+        *,
+        gradients_stay: bool = True,
+        on_host: int = 0,
     ) -> list[Point]:
         """Returns the points of :func:`headroom.fitting.search.knapsack.frontier` with the peaks of
         the whole step and the seconds of the blocks.
 
         What is kept until the forward pass has ended differs from level to level. The knapsack
         takes the most of it, and the points then have their own peaks.
+
+        Args:
+            on_host: bytes that blocks may hold there.
         """
         kept = sum(block.kept for block in measured.blocks)
         after = max(outline.after_backward, outline.after_forward + kept)
-        key = id(measured), after, outline.gradients, gradients_stay
-        if key not in self._found:
-            options = levels_of(measured, gradients_stay=gradients_stay)
-            self._found[key] = measured, frontier(options, after, outline.gradients)
+        points: list[Point] = []
+        for first in _on_host(measured, on_host):
+            key = id(measured), after, outline.gradients, gradients_stay, first
+            if key not in self._found:
+                options = levels_of(measured, gradients_stay=gradients_stay, on_host=first)
+                self._found[key] = measured, frontier(options, after, outline.gradients)
+            points += self._found[key][1]
         found: list[Point] = []
-        for point in reversed(self._found[key][1]):  # the fastest first
+        for point in sorted(points, key=lambda point: (point.seconds, point.peak)):
             peak = max(outline.floor, outline.base + point.peak)
             if kept:
                 peak = outline.peak(measured, point.levels, gradients_stay=gradients_stay)
@@ -62,16 +88,39 @@ class Frontiers:
         return found[::-1]
 
 
-def levels_of(measured: Measured, *, gradients_stay: bool = True) -> list[BlockOptions]:
+def _on_host(measured: Measured, room: int) -> list[OnHost]:
+    """Returns which blocks may hold on the host what they keep. For each level that is the most
+    that they keep there, these are as many of the first blocks as there is room for, so that the
+    search finds few blocks that keep much there, and many that keep little. The last block wants
+    its tensors back at once, and has them stay."""
+    blocks = measured.blocks[:-1]
+    found = [NOT_ON_HOST]
+    for most in sorted({level for block in blocks for level in block.levels if is_on_host(level)}):
+        count = taken = 0
+        for block in blocks:
+            levels = block.levels.items()
+            taken += max(cost.moved for name, cost in levels if OnHost(1, most).has(0, name))
+            if taken > room:
+                break
+            count += 1
+        if count > found[-1].blocks:
+            found.append(OnHost(count, most))
+    return found[1:] or found
+
+
+def levels_of(
+    measured: Measured, *, gradients_stay: bool = True, on_host: OnHost = NOT_ON_HOST
+) -> list[BlockOptions]:
     """Returns what blocks can be set to, for :func:`headroom.fitting.search.knapsack.frontier`.
 
     Args:
         gradients_stay: whether gradients of parameters stay until the end of the backward pass.
             They do not if they are released, and in all micro-batches but the first they were
             there before.
+        on_host: which blocks may hold on the host what they keep.
     """
     found, kept = [], 0
-    for block in measured.blocks:
+    for number, block in enumerate(measured.blocks):
         levels = tuple(
             Level(
                 name,
@@ -81,6 +130,7 @@ def levels_of(measured: Measured, *, gradients_stay: bool = True) -> list[BlockO
                 cost.seconds,
             )
             for name, cost in block.levels.items()
+            if on_host.has(number, name)
         )
         found.append(BlockOptions(levels, block.gradients if gradients_stay else 0))
         kept += block.kept  # at most, while the blocks behind run forward
@@ -101,6 +151,8 @@ class Candidate:
         planned: the levels with which this very choice was planned; None where the outline is an
             estimate.
         frontiers: that are known already.
+        on_host: bytes of the optimizer's state there.
+        host_room: bytes that may be there in all.
     """
 
     choice: Choice
@@ -111,13 +163,20 @@ class Candidate:
     is_timed: bool
     planned: tuple[str, ...] | None
     frontiers: Frontiers
+    on_host: int = 0
+    host_room: int | None = None
 
     @cached_property
     def points(self) -> list[Point]:
         """Returns the levels that no others beat, by ascending peaks of the whole step on its
-        device."""
+        device; none if the host has no room for the optimizer's state."""
+        left = 0
+        if self.host_room is not None:
+            left = self.host_room - self.on_host - self._off_on_host
+            if left < 0:
+                return []
         stay = self._gradients_stay
-        found = self.frontiers.of(self.measured, self.outline, gradients_stay=stay)
+        found = self.frontiers.of(self.measured, self.outline, gradients_stay=stay, on_host=left)
         return [Point(self._on_device(p.peak), self._whole(p.seconds), p.levels) for p in found]
 
     def within(self, budget: int) -> Point | None:
@@ -130,6 +189,17 @@ class Candidate:
         seconds = sum(block.levels[level].seconds for block, level in zip(blocks, levels))
         peak = self._on_device(self._outlined(levels))
         return Point(peak, self._whole(seconds), tuple(levels))
+
+    def host_at(self, levels: Sequence[str]) -> int:
+        """Returns the bytes on the host of a step whose blocks are at ``levels``."""
+        return self._outlined_on_host(levels) + self._off_on_host
+
+    def estimate(self, levels: Sequence[str]) -> FrontierPoint:
+        """Returns what a step takes whose blocks are at ``levels``."""
+        point = self.at(levels)
+        return FrontierPoint(
+            point.peak, point.seconds, self.choice_of(point), self.host_at(point.levels)
+        )
 
     def choice_of(self, point: Point) -> Choice:
         """Returns the choice with the levels of a point."""
@@ -151,6 +221,17 @@ class Candidate:
         if self.planned is None or peak <= self.outline.floor:
             return 0
         return peak - self._outlined(self.planned)
+
+    @cached_property
+    def _off_on_host(self) -> int:
+        """Returns by how much the plan holds more on the host than is said of those levels."""
+        if self.planned is None:
+            return 0
+        return self.outline.plan.host_peak_bytes - self._outlined_on_host(self.planned)
+
+    def _outlined_on_host(self, levels: Sequence[str]) -> int:
+        blocks = zip(self.measured.blocks, levels, strict=True)
+        return self.on_host + sum(block.levels[level].moved for block, level in blocks)
 
     def _outlined(self, levels: Sequence[str]) -> int:
         return self.outline.peak(self.measured, levels, gradients_stay=self._gradients_stay)

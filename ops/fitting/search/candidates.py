@@ -14,6 +14,10 @@ from torch import nn
 from ..._core.module_copies import copied_modules, private_copy
 from ...amp.cast_model import cast_model
 from ...checkpointing import RecomputeError
+from ...host.engines import engine_of
+from ...host.ring import slots_with
+from ...host.schedule import measured_link, paged_step_seconds
+from ...optim.paging import PagingMemory, planned_paging
 from ...optim.replacing import is_headroom, state_bytes
 from ...patching.families import find_layers
 from ...patching.levels import Blocks, set_levels
@@ -37,6 +41,8 @@ from .candidate import Candidate, Found, Frontiers
 from .techniques import Techniques
 
 __all__ = ["Candidates"]
+
+OF_OPTIMIZER = ("optimizer", "weights", "offload", "state_budget")  # fields of a choice
 
 
 class _Pass(NamedTuple):
@@ -71,10 +77,11 @@ class Candidates:
         names: of the blocks, in the order of the forward pass; none before they are measured.
         agree: what :meth:`parts_agree` has found, or None.
         rule: what the loss is a mean over; see :mod:`headroom.step.micro_batches`.
+        host_room: bytes that may be on the host; None: as many as there are.
     """
 
-    def __init__(self, techniques: Techniques) -> None:
-        self.techniques = techniques
+    def __init__(self, techniques: Techniques, host_room: int | None = None) -> None:
+        self.techniques, self.host_room = techniques, host_room
         self.names: list[str] = []
         self.agree: bool | None = True if techniques.parts_add_up else None
         self._rules = rules_of(techniques.step)
@@ -87,7 +94,8 @@ class Candidates:
         self._outlines: dict[Choice, Outline] = {}
         self._planned: dict[Choice, tuple[str, ...]] = {}  # the levels of the latest plan
         self._gone: set[Choice] = set()  # that cannot be planned
-        self._step_seconds: dict[tuple[str, str], float] = {}
+        self._step_seconds: dict[tuple[str, str, bool], float] = {}
+        self._paged: dict[tuple[str, str, int], PagingMemory] = {}
         self._states: dict[tuple[str, str], int] = {}
         self._frontiers = Frontiers()
 
@@ -115,6 +123,11 @@ class Candidates:
     def notes(self) -> list[str]:
         """Returns why some choices cannot be."""
         return [*self.techniques.notes, *self._notes]
+
+    @property
+    def plans(self) -> dict[Choice, Plan]:
+        """Returns the plans of choices with their levels."""
+        return {choice: outline.plan for choice, outline in self._outlines.items()}
 
     def note(self, text: str) -> None:
         """Adds a note, once."""
@@ -312,7 +325,8 @@ class Candidates:
         something else when they run again, it has none. Once it has been measured with levels, all
         choices have them."""
         try:
-            return measure_blocks(self._step_of(key), **self._blocks_of(key))
+            on_host = self.techniques.on_host
+            return measure_blocks(self._step_of(key), on_host=on_host, **self._blocks_of(key))
         except RuntimeError as error:
             if self._measured or is_out_of_memory(error):
                 raise
@@ -362,17 +376,48 @@ class Candidates:
             found = self._estimated(costs, choice)
         is_timed = times.is_known(count, fused_loss)
         return Candidate(
-            choice, costs.measured, found, seconds, factor, is_timed, planned, self._frontiers
-        )
+            choice, costs.measured, found, seconds, factor, is_timed, planned, self._frontiers,
+            self.paged(choice).host, self.host_room,
+        )  # fmt: skip
 
     def _seconds_of_step(self, choice: Choice) -> float:
-        key = choice.optimizer, choice.weights
+        resident = self._timed_step(choice)
+        if not choice.offload:
+            return resident
+        memory, device = self.paged(choice), self.step.device
+        share = memory.host / max(1, memory.host + memory.resident)
+        assert device is not None
+        if engine_of(device).is_asynchronous:
+            slot = max(1, memory.ring // slots_with(engine_of(device)))
+            pieces = [slot] * (memory.host // slot) + [memory.host % slot]
+            paged = paged_step_seconds(pieces, share * resident, measured_link(device))
+            return (1 - share) * resident + paged
+        return resident + share * max(0.0, self._timed_step(choice, offload=True) - resident)
+
+    def _timed_step(self, choice: Choice, offload: bool = False) -> float:
+        key = choice.optimizer, choice.weights, offload
         if key not in self._step_seconds:
             assert self.step.device is not None
-            optimizer = self.techniques.optimizers[key]
-            seconds = optimizer_seconds(optimizer, self.step.device, dtype=choice.dtype)
-            self._step_seconds[key] = seconds
+            self._step_seconds[key] = optimizer_seconds(
+                self.techniques.optimizer_of(choice),
+                self.step.device,
+                dtype=choice.dtype,
+                offload=offload,
+            )
         return self._step_seconds[key]
+
+    def paged(self, choice: Choice) -> PagingMemory:
+        """Returns the bytes of the state of a choice's optimizer, by where they are, if it is on
+        the host; else none."""
+        optimizer = self.techniques.optimizer_of(choice)
+        paging = getattr(optimizer, "paging", None)  # of the user
+        if paging is None and not choice.offload:
+            return PagingMemory(0, 0, 0)
+        budget = choice.state_budget if paging is None else paging.budget or 0
+        key = choice.optimizer, choice.weights, budget
+        if key not in self._paged:
+            self._paged[key] = planned_paging(optimizer, budget)
+        return self._paged[key]
 
     def _state_of(self, choice: Choice) -> int:
         """Returns the bytes of the state of a choice's optimizer. They are computed for Headroom's,
@@ -409,12 +454,12 @@ class Candidates:
         found = costs.outline
         kinds = found.standing
         of_plan = kinds["optimizer_state"] + kinds["master_weights"]
-        is_same = (choice.optimizer, choice.weights) == (
-            costs.choice.optimizer,
-            costs.choice.weights,
-        )
+        is_same = all(getattr(choice, name) == getattr(costs.choice, name) for name in OF_OPTIMIZER)
         state = of_plan
-        if not is_same:
+        if choice.offload:
+            memory = self.paged(choice)
+            state = memory.resident + memory.ring
+        elif not is_same:
             state = self._state_of(choice) + max(0, of_plan - self._state_of(costs.choice))
         floor, after, waiting = found.floor, found.after_backward, found.gradients
         if choice.release:
@@ -448,6 +493,7 @@ def step_with(
             accumulation=min(2, choice.micro_batches),  # the second is like all that follow
             starts_short=True,  # the first step is there to leave behind what later ones find
             release=choice.release and bucket_of(step.model, choice.dtype),
+            offload=choice.state_budget if choice.offload else None,
             dtype=choice.dtype,
         )
     )

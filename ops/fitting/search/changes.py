@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from ..._core.sizes import format_bytes
 from ...optim.replacing import is_headroom, state_bytes
 from ...patching.levels import Blocks
 from ...planning.api import plan_of
@@ -100,6 +101,8 @@ def _steps(
         ("fused_loss", "fused loss", "logits", "no logits"),
         ("optimizer", "optimizer", given, _NAMES.get(end.optimizer, "")),
         ("weights", "weights", "float32", "bfloat16 + 16 bits"),
+        ("offload", "state", "on the device", "on the host"),
+        ("state_budget", "of it", "none stays", f"{format_bytes(end.state_budget)} stay"),
         ("release", "release", "gradients stay", "released"),
         ("micro_batches", "micro-batches", str(count), str(end.micro_batches)),
         ("levels", "levels", _counted(choice.levels), _counted(end.levels)),
@@ -127,7 +130,10 @@ def peak_by_kind(
     standing = ("parameters", "master_weights", "buffers", "batch", "optimizer_state")
     found = {kind: outline.standing[kind] for kind in standing}
     optimizer = candidates.techniques.optimizer_of(candidate.choice)
-    if is_headroom(optimizer):
+    if candidate.choice.offload:
+        memory = candidates.paged(candidate.choice)
+        found["optimizer_state"] = memory.resident + memory.ring
+    elif is_headroom(optimizer):
         found["optimizer_state"] = state_bytes(optimizer)
     found["device"] = outline.plan.device_share.bytes
     left = max(0, peak - sum(found.values()))
@@ -138,7 +144,7 @@ def peak_by_kind(
     found["gradients"] = min(left, gradients)
     left -= found["gradients"]
     # The plan has the blocks at their leanest; the last of them is computed again at its most.
-    in_plan = sum(list(block.levels.values())[-1].held for block in blocks)
+    in_plan = sum(block.levels[block.leanest].held for block in blocks)
     outside = max(0, outline.bytes_at("backward")["activations"] - in_plan)
     held = [block.levels[level].held for block, level in zip(blocks, levels, strict=True)]
     again = (cost.held - held[-1] for block in blocks[-1:] for cost in block.levels.values())

@@ -39,8 +39,18 @@ class DoesNotFit(ValueError):
         return type(self), (str(self), self.least, self.by_kind, self.samples)
 
 
-def given_does_not_fit(choice: Choice, plan: Plan, within: int) -> DoesNotFit:
+def given_does_not_fit(
+    choice: Choice, plan: Plan, within: int, host_room: int | None = None
+) -> DoesNotFit:
     """Returns the error that says what a choice takes that was made before."""
+    if plan.total_bytes <= within and host_room is not None:
+        return DoesNotFit(
+            f"the choice that was given ({choice}) takes {format_bytes(plan.host_peak_bytes)} on "
+            f"the host, of which {format_bytes(host_room)} may be used: give a larger host_budget, "
+            "or leave choice out to look for another",
+            plan.total_bytes,
+            plan.peak_by_kind,
+        )
     return DoesNotFit(
         f"the choice that was given ({choice}) takes {format_bytes(plan.total_bytes)}, and the "
         f"budget leaves {format_bytes(within)} besides its margin: give a larger budget, or leave "
@@ -108,7 +118,7 @@ def _allowing(candidates: Candidates, leanest: Plan, within: int) -> Iterator[st
         if "bf16" not in names and leanest.total_bytes - moved > within:
             continue  # another optimizer leaves the rest of the peak as it is
         allowed = (*now.allowed, *names)
-        every = techniques_of(now.step, allowed, now.only, now.parts_add_up)
+        every = techniques_of(now.step, allowed, now.only, now.parts_add_up, now.on_host)
         new = {*every.optimizers} - tried
         tried |= new
         if any(_fits(candidates, every, key, within) for key in every.optimizers if key in new):

@@ -40,17 +40,18 @@ class Search:
         return Search(self.candidates.with_techniques(techniques), given)
 
     def every(self) -> list[Candidate]:
-        """Returns all candidates.
+        """Returns all candidates that the host has room for.
 
         Raises:
             PlanError: the model as it is cannot be planned.
         """
         if not self.known:
             self._look()
-        return list(self.known.values())
+        return [candidate for candidate in self.known.values() if candidate.points]
 
     def best(self, budget: int) -> Found | None:
-        """Returns the fastest choice whose plan is at most ``budget`` bytes, or None.
+        """Returns the fastest choice whose plan is at most ``budget`` bytes, and has room on the
+        host, or None.
 
         Raises:
             PlanError: the model as it is cannot be planned.
@@ -58,9 +59,9 @@ class Search:
         """
         if self.given is not None:
             found = self.candidates.taken(self.given)
-            return found if found.plan.total_bytes <= budget else None
-        best: Found | None = None
-        plans = 0
+            return found if self.fits(found.plan, budget) else None
+        self.every()
+        best, plans = self._best_planned(budget), 0
         while plans < PLANS:
             picked = self._fastest(budget)
             if picked is None:
@@ -77,11 +78,18 @@ class Search:
                 continue
             plans += 1
             plan = self._planned(choice)
-            if plan is not None and plan.total_bytes <= budget:
+            if plan is not None and self.fits(plan, budget):
                 best = self._found(choice, plan, seconds)
                 if plan.total_bytes >= (1 - ROOM) * budget or point.levels == candidate.keeping_all:
                     break
         return best or self._leanest_within(budget)
+
+    def fits(self, plan: Plan, budget: int | None = None) -> bool:
+        """Returns whether a plan is within the budget, if there is one, and what the host has."""
+        room = self.candidates.host_room
+        return (budget is None or plan.total_bytes <= budget) and (
+            room is None or plan.host_peak_bytes <= room
+        )
 
     def frontier(self, of: Choice | None = None) -> list[FrontierPoint]:
         """Returns the choices that no other beats, by ascending peaks. Left out are choices whose
@@ -104,7 +112,8 @@ class Search:
         kept: list[FrontierPoint] = []
         for peak, seconds, _, n, _, point in found:
             if not kept or seconds < kept[-1].seconds:
-                kept.append(FrontierPoint(peak, seconds, every[n].choice_of(point)))
+                host = every[n].host_at(point.levels)
+                kept.append(FrontierPoint(peak, seconds, every[n].choice_of(point), host))
         return kept
 
     def time_all(self) -> None:
@@ -129,7 +138,7 @@ class Search:
                 continue
             choice = candidate.choice_of(candidate.points[0])
             plan = self._planned(choice)
-            if plan is not None:
+            if plan is not None and self.fits(plan):
                 found.append((plan.total_bytes, len(found), choice, plan))
         if not found:
             raise PlanError("; ".join(self.candidates.notes) or "nothing can be planned")
@@ -173,6 +182,16 @@ class Search:
         if self.candidates.techniques is not before:
             self._look()
         return agree
+
+    def _best_planned(self, budget: int) -> Found | None:
+        """Returns the fastest choice that fits of those that were planned for other budgets."""
+        found = []
+        for number, (choice, plan) in enumerate(self.candidates.plans.items()):
+            candidate = self.known.get(choice.but(levels=()))
+            if candidate is not None and candidate.is_timed and self.fits(plan, budget):
+                seconds = candidate.at(choice.levels).seconds
+                found.append((seconds, choice.changes, number, self._found(choice, plan, seconds)))
+        return min(found)[-1] if found else None
 
     def _planned(self, choice: Choice) -> Plan | None:
         """Returns the plan of a choice, or None where it cannot be: then the choice is no more."""

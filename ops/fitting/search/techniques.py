@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...optim import Adam8bit
+from ...optim.paging import planned_paging
 from ...optim.replacing import is_headroom, obstacle, replacement
 from ...patching.losses import has_fused_loss, knows_loss
 from ...step.description import Step
@@ -19,7 +20,10 @@ from ..choice import ALLOWABLE, Choice
 
 __all__ = ["Techniques", "techniques_of"]
 
-FIELDS = ("optimizer", "weights", "fused_loss", "micro_batches", "release")
+FIELDS = (
+    "optimizer", "weights", "fused_loss", "micro_batches", "release", "offload", "state_budget"
+)  # fmt: skip
+SHARES = (0.25, 0.5, 0.75)  # of a state on the host, which may stay on the device
 
 Optimizers = Mapping[tuple[str, str], torch.optim.Optimizer]
 
@@ -38,6 +42,7 @@ class Techniques:
             not there may have any.
         parts_add_up: whether the loop itself sees to it that the losses of parts of a batch add up,
             so that they are not compared with the loss of the batch.
+        on_host: whether the host may hold what the device has no room for.
         notes: why something cannot be chosen.
     """
 
@@ -47,6 +52,7 @@ class Techniques:
     choices: tuple[Choice, ...]
     only: Mapping[str, Collection[Any]] = field(default_factory=dict)
     parts_add_up: bool = False
+    on_host: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -116,8 +122,13 @@ def techniques_of(
     allow: Collection[str] = (),
     only: Mapping[str, Collection[Any]] | None = None,
     parts_add_up: bool = False,
+    on_host: bool = False,
+    given: Choice | None = None,
 ) -> Techniques:
     """Returns the techniques for a step, whose optimizer is made.
+
+    Args:
+        given: a choice, whose state on the host is one of the techniques.
 
     Raises:
         ValueError: ``only`` leaves no value of a field.
@@ -144,8 +155,17 @@ def techniques_of(
         choices.append(choice)
         if count == 1 and _can_release(step, optimizer):
             choices.append(choice.but(release=True))
+    budgets = {
+        key: _state_budgets(optimizer, on_host, given) for key, optimizer in optimizers.items()
+    }
+    choices += [
+        choice.but(offload=True, state_budget=budget)
+        for choice in choices
+        for budget in budgets[choice.optimizer, choice.weights]
+    ]
+    choices.sort(key=lambda choice: choice.micro_batches)
     every = Techniques(
-        step, tuple(allow), optimizers, tuple(choices), only, parts_add_up, tuple(notes)
+        step, tuple(allow), optimizers, tuple(choices), only, parts_add_up, on_host, tuple(notes)
     )
     left = choices
     for name in FIELDS:
@@ -157,6 +177,29 @@ def techniques_of(
     keys = {(choice.optimizer, choice.weights) for choice in left}
     optimizers = {key: optimizer for key, optimizer in optimizers.items() if key in keys}
     return replace(every, optimizers=optimizers, choices=tuple(left))
+
+
+def _can_offload(optimizer: Any) -> bool:
+    """Returns whether the state of an optimizer can lie on the host, and does not yet."""
+    if not is_headroom(optimizer) or optimizer.refuses_offload or optimizer.paging is not None:
+        return False
+    try:
+        return planned_paging(optimizer, 0).host > 0
+    except (ValueError, RuntimeError):  # shards, or a dtype that will be another one
+        return False
+
+
+def _state_budgets(optimizer: Any, on_host: bool, given: Choice | None) -> dict[int, None]:
+    """Returns how many bytes of a state may stay on the device, with those of the ring, if the
+    others lie on the host."""
+    budgets = [given.state_budget] if given is not None and given.offload else []
+    if not (on_host or budgets) or not _can_offload(optimizer):
+        return {}
+    if on_host:
+        memory = planned_paging(optimizer, 0)
+        shares = (memory.ring + round(share * memory.host) for share in SHARES)
+        budgets += [0, *(size for size in shares if planned_paging(optimizer, size).host)]
+    return dict.fromkeys(budgets)
 
 
 def _can_release(step: Step, optimizer: Any) -> bool:

@@ -1,6 +1,6 @@
 """Keeps the state of an optimizer on the host, and steps on the device of the parameters."""
 
 from .handle import OffloadHandle
-from .paged import Paging, PagingMemory
+from .paged import Paging, PagingMemory, planned_paging
 
-__all__ = ["OffloadHandle", "Paging", "PagingMemory"]
+__all__ = ["OffloadHandle", "Paging", "PagingMemory", "planned_paging"]

@@ -20,11 +20,11 @@ def offload(
     run on the device of the parameters, as before, and have the same bits.
 
     A step takes the state through a ring of three slots on the device, one piece after the other:
-    while one is stepped, the next is copied up and the one before down. That costs the time of
-    copying the state both ways, where it is longer than the step itself. The training loop stays as
-    it is: groups, schedulers, clipping, scalers, gradient release, state dicts and files. States
-    are read in ``optimizer.state`` as tensors on the CPU, after ``handle.wait()``, and what is
-    written to them counts in the next step.
+    while one is stepped, the next is copied up and the one before down. On the CPU there is one.
+    That costs the time of copying the state both ways, where it is longer than the step itself. The
+    training loop stays as it is: groups, schedulers, clipping, scalers, gradient release, state
+    dicts and files. States are read in ``optimizer.state`` as tensors on the CPU, after
+    ``handle.wait()``, and what is written to them counts in the next step.
 
     On the CPU, where host and device are one, it makes sense with an arena in a file: the state is
     then on the disk.
@@ -45,9 +45,9 @@ def offload(
         budget: the bytes of state, or text such as ``"2 GiB"``, that may stay on the device, with
             those of the ring. The parameters that come first keep theirs. None or 0: only the ring.
         host: the arena; None: that of the process, ``headroom.host.default_arena()``.
-        bucket_bytes: of a slot; None: 16 MiB, or an eighth of the state if that is less. A
-            parameter with more state than that is cut, but with stochastic rounding, whose random
-            numbers follow its elements, its state makes the slots larger.
+        bucket_bytes: of a slot; None: 16 MiB, on the CPU 8, or an eighth of the state if that is
+            less. A parameter with more state than that is cut, but with stochastic rounding, whose
+            random numbers follow its elements, its state makes the slots larger.
 
     Returns:
         A handle with ``memory()``, ``wait()``, ``leaner()``, which moves more to the host, and
@@ -56,8 +56,8 @@ def offload(
     Raises:
         TypeError: the optimizer is not one of Headroom's.
         ValueError: the budget is below the ring; the optimizer has factored states, which are small
-            already, or is offloaded already; or a parameter is sharded, or on neither a CPU nor a
-            CUDA device.
+            already, or is offloaded already; or a parameter is on neither a CPU nor a CUDA
+            device.
         HostMemoryError: the host has no room for the state that exists.
 
         An optimizer step raises HostMemoryError where the host has no room for new state; nothing

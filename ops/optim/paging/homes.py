@@ -8,24 +8,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..._core.dtensor import local_part
 from ..._core.overlap import is_dense
-from ...host.engine import Engine, Ticket
-from ..block_scales import ABSMAXS
+from ...host.engine import Engine
+from ...host.ring import Place, aligned
+from ..block_scales import ABSMAXS, unpadded
 from ..states import STEP, Layout, Slot
 
-ALIGNMENT = 64  # of tensors in a run of bytes; kernels want 16
 PART = 1 << 20  # elements
 
 
-def aligned(size: int, to: int = ALIGNMENT) -> int:
-    """Returns a size rounded up to a multiple."""
-    return -(-size // to) * to
-
-
 class Field(NamedTuple):
-    """A tensor of the state of a parameter."""
+    """A tensor of the state of a parameter, or its shard on this rank."""
 
     name: str
     first: int  # byte in the run
@@ -33,11 +30,17 @@ class Field(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    spec: Any = None  # of the DTensor that it is a shard of
 
-    def of(self, run: Tensor) -> Tensor:
-        """Returns the tensor in a run of bytes."""
-        own = run[self.first : self.first + self.size].view(self.dtype)
-        return own.as_strided(self.shape, self.stride)
+    def of(self, run: Tensor, first: int) -> Tensor:
+        """Returns the tensor in memory of its dtype, in which the state begins at a byte."""
+        place = run.storage_offset() + (first + self.first) // self.dtype.itemsize
+        return run.as_strided(self.shape, self.stride, place)
+
+    def whole(self, local: Tensor) -> Tensor:
+        """Returns the DTensor of a shard, or the tensor itself. Shards may lie on the host where
+        the mesh is of another device, as those of FSDP2's CPUOffloadPolicy do."""
+        return local if self.spec is None else DTensor(local, self.spec, requires_grad=False)
 
     def on(self, device: torch.device) -> Tensor:
         """Returns a new tensor of this form."""
@@ -58,10 +61,11 @@ def fields_of(layout: Layout, param: Tensor, entry: Mapping[str, Any]) -> tuple[
     fields, first = [], 0
     for name in layout.names:
         tensor = entry.get(name)
-        if not isinstance(tensor, Tensor) or not is_dense(tensor):
+        if not isinstance(tensor, Tensor) or not is_dense(local_part(tensor)):
             tensor = _new_on_meta(layout.slot(name), param)
-        size = tensor.numel() * tensor.element_size()
-        fields.append(Field(name, first, size, tensor.shape, tensor.stride(), tensor.dtype))
+        local, spec = local_part(tensor), getattr(tensor, "_spec", None)
+        size = local.numel() * local.element_size()
+        fields.append(Field(name, first, size, local.shape, local.stride(), local.dtype, spec))
         first = aligned(first + size)
     return tuple(fields)
 
@@ -69,9 +73,12 @@ def fields_of(layout: Layout, param: Tensor, entry: Mapping[str, Any]) -> tuple[
 def _new_on_meta(slot: Slot, param: Tensor) -> Tensor:
     """Returns what a parameter has before its first step, without memory that a plan would
     count."""
-    form = {"dtype": param.dtype, "device": "meta"}
+    local = local_part(param)
     with _disable_current_modes():
-        return slot.new(torch.empty_strided(param.shape, param.stride(), **form))
+        new = torch.empty_strided(local.shape, local.stride(), dtype=param.dtype, device="meta")
+        if isinstance(param, DTensor):
+            new = DTensor(new, param._spec, requires_grad=False)
+        return slot.new(new)
 
 
 def size_of(fields: tuple[Field, ...]) -> int:
@@ -91,26 +98,29 @@ def is_cuttable(
     as those of its state, and no random numbers depend on their places."""
     if layout.weights.is_random or group.get("code_rounding") == "stochastic":
         return False
+    param = local_part(param)
     return is_dense(param) and all(
         field.stride == param.stride() for field in fields if field.name in layout.param_like
     )
 
 
-class Home:
+def taken_by_ops(state: Mapping[str, Tensor], param: Tensor, block_size: int) -> dict[str, Tensor]:
+    """Returns the tensors of a state, or their shards on this rank, as ops take them for the
+    shard of the parameter: without the scales of blocks that only a larger shard has."""
+    found = {name: local_part(value) for name, value in state.items()}
+    for name in found.keys() & {*ABSMAXS}:
+        (found[name],) = unpadded([found[name]], [param], block_size)
+    return found
+
+
+class Home(Place):
     """The place of a parameter's state in an arena."""
 
     def __init__(self, slab: Tensor, first: int, fields: tuple[Field, ...], engine: Engine) -> None:
-        self.slab, self.first, self.fields, self._engine = slab, first, fields, engine
-        self.size = size_of(fields)
-        run = slab[first : first + self.size]
-        self.views = {field.name: field.of(run) for field in fields}
-        self.written: Ticket = None  # of the last copy to it
-
-    def wait(self) -> None:
-        """Waits until the copies to it have ended: what is there may be read then, or freed."""
-        if self.written is not None:
-            self._engine.sync(self.written)
-            self.written = None
+        super().__init__(slab, first, size_of(fields), engine)
+        self.fields = fields
+        self.views = {one.name: one.whole(one.of(slab.view(one.dtype), first)) for one in fields}
+        self._is_new = True  # and zero
 
     def holds(self, entry: Mapping[str, Any] | None, names: tuple[str, ...]) -> bool:
         """Returns whether a state of these names consists of the tensors here."""
@@ -123,18 +133,21 @@ class Home:
     def fill(self, layout: Layout, param: Tensor, entry: dict[str, Any]) -> None:
         """Copies a state here, makes what it lacks, and puts the tensors here in its place. Copies
         to this place must have ended."""
-        for name, view in self.views.items():
-            value, slot = entry.get(name), layout.slot(name)
-            if value is view:
+        local = local_part(param)
+        for name, whole in self.views.items():
+            value, slot, view = entry.get(name), layout.slot(name), local_part(whole)
+            if value is whole:
                 continue
             if isinstance(value, Tensor):
-                view.copy_(value)
+                view.copy_(local_part(value))
             elif slot.first is None:
-                view.zero_()
-            elif slot.shape is None and param.stride() == view.stride() and is_dense(param):
+                if not self._is_new:
+                    view.zero_()
+            elif slot.shape is None and local.stride() == view.stride() and is_dense(local):
                 # By parts, because a device has no room for a float32 copy of a large parameter.
-                for source, target in zip(flat(param).split(PART), flat(view).split(PART)):
+                for source, target in zip(flat(local).split(PART), flat(view).split(PART)):
                     target.copy_(slot.first(source))
             else:
-                view.copy_(slot.first(param))
+                view.copy_(local_part(slot.first(param)))
         entry.update(self.views)
+        self._is_new = False

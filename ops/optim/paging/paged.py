@@ -7,28 +7,32 @@ piece is one call of the optimizer's op, on states in a slot instead of those in
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..._core.capture import refuse_in_capture
+from ..._core.dtensor import local_part
 from ..._core.grouping import grouped
 from ..._core.names import name_of
 from ..._core.sizes import format_bytes
 from ..._core.table import table_of
-from ...host.arena import HostArena
+from ...host.arena import HostArena, default_arena
 from ...host.engine import Engine
 from ...host.engines import engine_of
+from ...host.files import let_pages_go
+from ...host.ring import Ring, aligned, slots_with
 from ..errors import explained
-from ..plan import Bucket, Calls, Plan, StepScalars
+from ..plan import Bucket, Calls, Plan, StepScalars, like_param
 from ..states import Layout, dtype_refusal
-from .homes import Field, Home, aligned, fields_of, is_cuttable, size_of
-from .ring import SLOTS, Ring, Run, pieces_of, smallest_cut
+from .homes import Field, Home, fields_of, is_cuttable, size_of, taken_by_ops
+from .parts import Staging, pieces_of, smallest_cut
 
 BUCKET_BYTES = 16 << 20  # of state in a slot: a link reaches 0.95 of its rate with a third of it
+INLINE_BYTES = 8 << 20  # the same where copies are the processor's: what it has a cache for
 BUCKETS = 8  # or more, that the states of an optimizer fill
 KIND = "optimizer state"
 
@@ -94,8 +98,9 @@ class Paging:
         self._forget()
 
     def __del__(self) -> None:
-        if hasattr(self, "_homes"):
-            self.wait()  # the memory that copies use is about to be freed
+        for home in getattr(self, "_homes", {}).values():
+            with contextlib.suppress(BaseException):  # nobody could catch what a finalizer raises
+                home.wait()  # the memory that copies use is about to be freed
 
     # ---- where states lie -----------------------------------------------------------------------
 
@@ -118,13 +123,7 @@ class Paging:
         groups = optimizer.param_groups if groups is None else groups
         state = optimizer.state if state is None else state
         members = {param: group for group in groups for param in group["params"]}
-        places = {}
-        for param, group in members.items():
-            if param.requires_grad or state.get(param):
-                check_param(optimizer, param)
-                layout = _layout(optimizer, param, group, state.get(param))
-                fields = fields_of(layout, param, state.get(param) or {})
-                places[param] = Place(param, group, layout, fields)
+        places = _places(optimizer, members, state)
         slots, resident = self._choice(places)
         with torch.no_grad():
             leaving = [p for param, p in places.items() if state.get(param)]
@@ -145,15 +144,16 @@ class Paging:
         slots, resident = {}, set()
         for device, those in grouped(places.values(), lambda place: place.param.device).items():
             total = sum(place.size for place in those)
-            slots[device] = slot = self._slot(those, total)
-            room, ring = 0, SLOTS * slot
+            engine = self.engine_of(device)
+            slots[device] = slot = self._slot(those, total, engine)
+            room, ring = 0, slots_with(engine) * slot
             if self.budget:
                 room = total if self.budget >= total else self.budget - ring
                 if room < 0:
                     raise ValueError(
                         f"budget is {format_bytes(self.budget)} ({self.budget:,} bytes), but the "
                         f"ring that the state passes through takes {format_bytes(ring)} "
-                        f"({ring:,} bytes), {SLOTS} slots of {slot:,}"
+                        f"({ring:,} bytes), {ring // slot} of {slot:,}"
                     )
             for place in those:
                 room -= place.size
@@ -162,12 +162,13 @@ class Paging:
                 resident.add(place.param)
         return slots, resident
 
-    def _slot(self, places: Iterable[Place], total: int) -> int:
+    def _slot(self, places: Iterable[Place], total: int, engine: Engine) -> int:
         """Returns the bytes of a slot: what was asked for, or what the largest parameter needs that
         cannot be cut."""
         slot = self.bucket_bytes
         if slot is None:
-            slot = min(BUCKET_BYTES, total // BUCKETS)
+            most = BUCKET_BYTES if engine.is_asynchronous else INLINE_BYTES
+            slot = min(most, total // BUCKETS)
         for place in places:
             size = place.size
             if size > slot and place.is_cuttable:
@@ -193,12 +194,17 @@ class Paging:
             for place in those:
                 homes[place.param] = Home(slab, first, place.fields, engine)
                 first += place.size
+        filled = 0
         for place in places:
             home, before = homes[place.param], self._homes.get(place.param)
             if before is not None:
                 before.wait()
             home.fill(place.layout, place.param, state[place.param])
             self._homes[place.param] = home
+            filled += home.size
+            if filled >= BUCKET_BYTES or place is places[-1]:
+                let_pages_go(home.slab)
+                filled = 0
 
     def entry(self, optimizer: Any, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Returns the state of a parameter in the arena, after it has made what is missing."""
@@ -239,7 +245,7 @@ class Paging:
     @property
     def ring_bytes(self) -> int:
         """Returns the bytes of the largest ring that steps need."""
-        return SLOTS * max(self._slots.values(), default=0)
+        return max((slots_with(self.engine_of(d)) * n for d, n in self._slots.items()), default=0)
 
     @property
     def rings(self) -> list[Tensor]:
@@ -249,7 +255,7 @@ class Paging:
     def memory(self, optimizer: Any) -> PagingMemory:
         """Returns the bytes of the state, by where they are."""
         resident = sum(
-            tensor.nbytes
+            local_part(tensor).nbytes
             for param in self.resident
             for tensor in optimizer.state.get(param, {}).values()
             if isinstance(tensor, Tensor)
@@ -272,8 +278,11 @@ class Paging:
                 where = owner.device, owner in self.resident
                 positions.setdefault(where, []).append(i)
             for (device, stays), chosen in positions.items():
-                columns = bucket.owners, bucket.params, bucket.grads
-                part = Bucket(bucket.layout, *([column[i] for i in chosen] for column in columns))
+                owners = [bucket.owners[i] for i in chosen]
+                grads = [like_param(bucket.grads[i], bucket.owners[i]) for i in chosen]
+                part = Bucket(
+                    bucket.layout, owners, [*map(local_part, owners)], [*map(local_part, grads)]
+                )
                 try:
                     run, staged = self._staged(optimizer, plan.group, part, device, stays)
                 except (RuntimeError, NotImplementedError) as error:
@@ -289,18 +298,23 @@ class Paging:
         bucket: Bucket,
         device: torch.device,
         stays: bool,
-    ) -> tuple[Run | None, list[tuple[Bucket, Any]]]:
+    ) -> tuple[Staging | None, list[tuple[Bucket, Any]]]:
         """Returns what copies the states of a bucket, unless they stay on the device, and its
         pieces with their states."""
         if stays:
             for param in bucket.owners:
                 if any(name not in optimizer.state[param] for name in bucket.layout.names):
                     optimizer.entry(param, group)
-            return None, [(bucket, _states_of(bucket, optimizer.state))]
+            entries = (optimizer.state[param] for param in bucket.owners)
+            states = {
+                param: taken_by_ops(entry, param, block_size_of(group))
+                for param, entry in zip(bucket.params, entries)
+            }
+            return None, [(bucket, _states_of(bucket, states))]
         self._house_missing(optimizer, bucket.owners, bucket.layout, group)
         ring = self._ring(device, group, bucket)
         pieces = pieces_of(bucket, self._homes, ring, block_size_of(group))
-        return Run(ring, pieces), [(p.bucket, _states_of(p.bucket, p.states)) for p in pieces]
+        return Staging(ring, pieces), [(p.bucket, _states_of(p.bucket, p.states)) for p in pieces]
 
     def _ring(self, device: torch.device, group: dict[str, Any], bucket: Bucket) -> Ring:
         """Returns the ring of a device, which is made anew if a parameter needs a larger slot."""
@@ -330,20 +344,31 @@ class Paging:
         return found
 
 
+def planned_paging(optimizer: Any, budget: int) -> PagingMemory:
+    """Returns the bytes that the state of an optimizer would take with offload and a budget, by
+    where they are, once all of it is there. Nothing is moved.
+
+    Raises:
+        ValueError: as :meth:`Paging.adopt` does.
+    """
+    members = {p: group for group in optimizer.param_groups for p in group["params"]}
+    places = _places(optimizer, members, optimizer.state)
+    slots, resident = Paging(default_arena(), budget)._choice(places)
+    stays = sum(place.size for param, place in places.items() if param in resident)
+    whole = sum(place.size for place in places.values())
+    ring = sum(slots_with(engine_of(device)) * size for device, size in slots.items())
+    return PagingMemory(whole - stays, stays, ring)
+
+
 def check_param(optimizer: Any, param: Tensor) -> None:
     """Refuses a parameter whose state cannot lie in an arena.
 
     Raises:
-        ValueError: it is sharded, or neither on a CPU nor on a CUDA device.
+        ValueError: it is neither on a CPU nor on a CUDA device.
         RuntimeError: the optimizer does not step its dtype.
     """
     kind = type(optimizer).__name__
     name = name_of(optimizer.param_groups, param)
-    if isinstance(param, DTensor):
-        raise ValueError(
-            f"{name} is sharded, and states of shards are not offloaded: with FSDP2, "
-            "CPUOffloadPolicy keeps parameters and states on the host"
-        )
     if param.device.type not in ("cpu", "cuda", "meta"):  # a plan is made of parameters on meta
         raise ValueError(
             f"{name} is on {param.device}: states of parameters on CPU and CUDA devices are "
@@ -356,6 +381,20 @@ def check_param(optimizer: Any, param: Tensor) -> None:
 def block_size_of(group: Mapping[str, Any]) -> int:
     """Returns the elements for each scale of 8-bit states; 1 where there are none."""
     return group.get("block_size", 1)
+
+
+def _places(
+    optimizer: Any, members: Mapping[Tensor, dict[str, Any]], state: Mapping[Tensor, Any]
+) -> dict[Tensor, Place]:
+    """Returns the places of all parameters that have a state, or will have one."""
+    places = {}
+    for param, group in members.items():
+        entry = state.get(param)
+        if param.requires_grad or entry:
+            check_param(optimizer, param)
+            layout = _layout(optimizer, param, group, entry)
+            places[param] = Place(param, group, layout, fields_of(layout, param, entry or {}))
+    return places
 
 
 def _layout(optimizer: Any, param: Tensor, group: dict[str, Any], entry: Any) -> Layout:
@@ -380,4 +419,5 @@ def _bring(place: Place, entry: dict[str, Any], home: Home | None) -> None:
         value = entry.get(field.name)
         is_away = isinstance(value, Tensor) and value.device != place.param.device
         if is_away or (home is not None and value is home.views.get(field.name)):
-            entry[field.name] = field.on(place.param.device).copy_(value)
+            local = field.on(place.param.device).copy_(local_part(value))
+            entry[field.name] = field.whole(local)

@@ -292,9 +292,9 @@ def test_a_running_training_can_be_made_leaner(steady_times):
 def test_bfloat16_weights_are_timed_as_such(monkeypatch):
     own, dtypes = candidates.optimizer_seconds, {}
 
-    def seconds(optimizer, device, *, dtype):
+    def seconds(optimizer, device, *, dtype, offload):
         dtypes[optimizer.defaults.get("master")] = dtype
-        return own(optimizer, device, dtype=dtype)
+        return own(optimizer, device, dtype=dtype, offload=offload)
 
     monkeypatch.setattr(candidates, "optimizer_seconds", seconds)
     model, batch = ours()

@@ -141,7 +141,8 @@ def test_nothing_is_said_of_a_choice_that_nothing_is_known_of(choice):
     assert "next leaner" not in str(fitted)
     assert ("as was chosen before: as it is" in lines) == (choice is not None)
     told = json.loads(json.dumps(fitted.to_json()))
-    assert told["predicted"] == told["measured"] == {"peak_bytes": None, "seconds": None}
+    nothing = {"peak_bytes": None, "seconds": None, "host_bytes": None}
+    assert told["predicted"] == told["measured"] == nothing
     fitted.step(batch)
     assert fitted.measured_peak is not None
 

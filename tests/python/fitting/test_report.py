@@ -129,15 +129,20 @@ def test_the_report_for_json():
         "format": "headroom.fitted/1", "model": "Linear", "budget_bytes": 100 * MIB,
         "choice": {
             "levels": ["L1", "L5"], "micro_batches": 2, "optimizer": "headroom",
-            "weights": "given", "release": False, "fused_loss": False,
+            "weights": "given", "release": False, "fused_loss": False, "offload": False,
+            "state_budget": 0,
         },
+        "host_budget_bytes": None,
         "blocks": ["a", "b"], "applied": False,
         "before": {"peak_bytes": 128 * MIB, "seconds": 0.2},
-        "predicted": {"peak_bytes": 80 * MIB, "seconds": 0.25},
-        "measured": {"peak_bytes": None, "seconds": None},
+        "predicted": {"peak_bytes": 80 * MIB, "seconds": 0.25, "host_bytes": 0},
+        "measured": {"peak_bytes": None, "seconds": None, "host_bytes": None},
         "changes": [dataclasses.asdict(change) for change in fitted.changes],
         "frontier": [
-            {"peak_bytes": p.peak, "seconds": p.seconds, "choice": p.choice.to_json()}
+            {
+                "peak_bytes": p.peak, "seconds": p.seconds, "host_bytes": 0,
+                "choice": p.choice.to_json(),
+            }
             for p in fitted.frontier
         ],
         "notes": fitted.notes,
@@ -192,7 +197,7 @@ def test_what_a_ladder_shows():
     ]
     assert found.to_json()["versions"]["torch"] == torch.__version__
     assert found.to_json()["rungs"][0] == {
-        "title": "as it is", "peak_bytes": 200 * MIB, "step_seconds": 0.2,
+        "title": "as it is", "peak_bytes": 200 * MIB, "step_seconds": 0.2, "host_bytes": 0,
         "bytes": {"parameters": 50 * MIB},
     }  # fmt: skip
     about = {key: found.to_json()[key] for key in ("format", "model", "device", "peaks")}

@@ -36,8 +36,8 @@ class Made:
         self.rows, self.off, self.fails = dict(rows), dict(off), set(fails)
         self.untimed, self.agree_really = dict(untimed), agree
         self.techniques, self.names, self.notes, self.agree = object(), ["block"], [], None
-        self.plans, self.timed, self.gone, self.known = [], [], [], {}
-        self.frontiers = Frontiers()
+        self.planned, self.timed, self.gone, self.known, self.plans = [], [], [], {}, {}
+        self.frontiers, self.host_room = Frontiers(), None
 
     def every(self):
         for choice, (base, seconds) in self.rows.items():
@@ -59,7 +59,7 @@ class Made:
 
     def plan(self, choice):
         bare = choice.but(levels=())
-        self.plans.append(choice)
+        self.planned.append(choice)
         if bare in self.fails:
             raise PlanError(f"no plan of {choice}")
         self.known[bare] = choice.levels
@@ -94,7 +94,7 @@ def test_the_fastest_that_fits_is_planned_and_taken():
     found, made = best(10_000, rows)
     assert (found.choice, found.seconds) == (OURS.but(levels=KEEPS), 3.0) and are_frozen(found)
     assert found.plan.total_bytes == 6000 and found.blocks == ("block",)
-    assert made.plans == [found.choice]  # all keep all: nothing can be faster
+    assert made.planned == [found.choice]  # all keep all: nothing can be faster
     found, made = best(5200, rows)  # of which 8-bit moments at L0 are the fastest
     assert (found.choice, found.seconds) == (EIGHT.but(levels=KEEPS), 3.5)
     found, _ = best(2200, rows)
@@ -110,13 +110,13 @@ def test_of_equally_fast_ones_the_one_with_the_fewest_changes_is_taken():
 def test_estimates_leave_a_little_of_the_budget_free_until_they_are_planned():
     """3 of 1000 bytes."""
     rows = {GIVEN: (8970, 1.0)}
-    assert best(10_000, rows)[1].plans == [GIVEN.but(levels=KEEPS)]
-    assert best(9999, rows)[1].plans[0] == GIVEN.but(levels=RUNS_AGAIN)
+    assert best(10_000, rows)[1].planned == [GIVEN.but(levels=KEEPS)]
+    assert best(9999, rows)[1].planned[0] == GIVEN.but(levels=RUNS_AGAIN)
     # A plan with as many bytes as the budget fits.
     found, _ = best(10_000, rows, off={GIVEN: 30})
     assert found.plan.total_bytes == 10_000 and found.choice.levels == KEEPS
     found, made = best(10_000, rows, off={GIVEN: 31})
-    assert found.choice.levels == RUNS_AGAIN and len(made.plans) == 2
+    assert found.choice.levels == RUNS_AGAIN and len(made.planned) == 2
     assert found.plan.total_bytes == 8970 + 100 + 31
 
 
@@ -125,11 +125,11 @@ def test_a_plan_that_leaves_much_is_followed_by_faster_ones():
     enough."""
     rows = {GIVEN: (9200, 1.0), EIGHT: (100, 50.0)}
     found, made = best(10_000, rows, off={GIVEN: -500})
-    assert [choice.levels for choice in made.plans] == [RUNS_AGAIN, KEEPS]
+    assert [choice.levels for choice in made.planned] == [RUNS_AGAIN, KEEPS]
     assert (found.choice, found.seconds) == (GIVEN.but(levels=KEEPS), 2.0)
     # With L0 it would be 997_900 bytes.
     found, made = best(1_000_000, {GIVEN: (996_900, 1.0)})
-    assert made.plans == [GIVEN.but(levels=RUNS_AGAIN)] and found.plan.total_bytes == 997_000
+    assert made.planned == [GIVEN.but(levels=RUNS_AGAIN)] and found.plan.total_bytes == 997_000
 
 
 def test_choices_that_cannot_be_planned_are_left_out():
@@ -145,7 +145,7 @@ def test_choices_that_cannot_be_planned_are_left_out():
 def test_parts_are_compared_and_timed_before_they_are_planned():
     rows = {GIVEN: (5000, 3.0), PARTS: (1000, 3.0)}
     found, made = best(2500, rows, untimed={PARTS: 9.0})
-    assert made.agree and made.timed == [PARTS] and made.plans == [PARTS.but(levels=KEEPS)]
+    assert made.agree and made.timed == [PARTS] and made.planned == [PARTS.but(levels=KEEPS)]
     assert found.seconds == 9 + 1
     # They are taken to be slower until they are timed: 2 % of 2 parts.
     for seconds in (4.9, 4.8, 3.0):
@@ -163,7 +163,7 @@ def test_no_more_plans_than_a_few():
     """All are larger than estimated, so that each is planned at both levels."""
     rows = {Choice(micro_batches=n): (8000, float(n)) for n in range(1, 30)}
     found, made = best(9500, rows, off=dict.fromkeys(rows, 5000))
-    assert found is None and len(made.plans) <= PLANS + 3  # and the leanest three
+    assert found is None and len(made.planned) <= PLANS + 3  # and the leanest three
 
 
 def test_a_choice_that_is_above_the_budget_by_its_estimate_alone_is_found():

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -113,6 +114,8 @@ def torch_func(op, device):
     assert_equal(torch.func.grad(inner, every)(*plain), wanted)
     with pytest.raises(RuntimeError, match="no forward-mode derivative"):
         torch.func.jvp(loss, tuple(plain), tuple(plain))
+    with forward_ad.dual_level():  # which others have entered, for tensors of theirs
+        assert torch.equal(loss(*plain), loss(*inputs))
 
     def twice():
         return torch.func.grad(lambda *given: torch.func.grad(loss)(*given).sum())(*plain)

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from headroom import functional as F
+from headroom.functional.gemm import gemm_into
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -58,6 +59,24 @@ def gemm(a=(2, 3), b=(3, 4), **how):
     F.gemm(t(*a), t(*b), **how)
 
 
+def into(c=(2, 4), dtype=F32, batch=()):
+    gemm_into(t(*batch, *c, dtype=dtype), t(*batch, 2, 3), t(*batch, 3, 4))
+
+
+def divergence(student=(7, 4), teacher=(7, 6)):
+    """The op itself: the function that users call checks before."""
+    heads = [t(3, 4), t(*student), None, t(3, 6), t(*teacher), None]
+    wants = [False] * 3
+    torch.ops.headroom.linear_divergence(*heads, None, 0.5, 1.0, 1, 4, *wants)
+
+
+def adafactor(rms=(1, 1), dtype=F32):
+    """Of a vector and a number."""
+    params, steps = [t(3), t()], [torch.ones(()) for _ in range(2)]
+    values = [t(n, dtype=dtype) for n in rms]
+    F.adafactor_(params, [t(3), t()], [], [], [t(3), t(1)], [], values, steps)
+
+
 GOOD = {
     join: [{}, {"params": F16, "master": "f32", "residual": F32}],
     split: [{}],
@@ -72,6 +91,9 @@ GOOD = {
         {"dtypes": (BF16, BF16, F32, F32)},
     ],
     gemm: [{}, {"a": (5, 2, 3), "b": (5, 3, 4)}],
+    into: [{}],
+    divergence: [{}],
+    adafactor: [{}, {"rms": ()}],
 }
 BAD = {
     join: [
@@ -104,6 +126,9 @@ BAD = {
         {"ids": (3,), "kind": I32},
     ],
     gemm: [{"a": (2, 4)}, {"a": (3,), "b": (3, 4)}, {"a": (5, 2, 3), "b": (4, 3, 4)}],
+    into: [{"c": (2, 5)}, {"c": (3, 4)}, {"dtype": BF16}, {"batch": (2,)}],
+    divergence: [{"student": (6, 4)}, {"student": (7, 5)}, {"teacher": (7, 4)}],
+    adafactor: [{"rms": (1, 2)}, {"rms": (1,)}, {"dtype": BF16}],
 }
 
 

@@ -196,6 +196,9 @@ WRAPS = {
     "fsdp2": lambda model: fully_shard(model, mesh=mesh()),
     "fsdp2, layers": lambda model: shard_each(model, mesh=mesh()),
     "fsdp2, hybrid": lambda model: shard_each(model, mesh=hybrid()),
+    "fsdp2, on the host": lambda model: shard_each(model, mesh=mesh()),
+    "ddp, on the host": DistributedDataParallel,
+    "fsdp2, released, on the host": lambda model: shard_each(model, mesh=mesh()),
     "fsdp2, released": lambda model: shard_each(model, mesh=mesh()),
 }
 
@@ -207,7 +210,9 @@ def unequal_tokens(rank, wrap):
         accumulator = headroom.GradAccumulator(model)
     model = WRAPS[wrap](model)
     if wrap != "made before ddp":
-        accumulator = headroom.GradAccumulator(model, process_group=group)
+        accumulator = headroom.GradAccumulator(
+            model, process_group=group, host="on the host" in wrap
+        )
     optimizer = ADAMW(model.parameters(), lr=0.01)
     if "released" in wrap:
         headroom.release_gradients(model, optimizer, accumulator=accumulator)

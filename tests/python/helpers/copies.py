@@ -11,10 +11,13 @@ import contextlib
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
 
 import headroom
 import torch
 from headroom.host.engine import Engine
+from headroom.host.simulation import Link, Schedule
 from headroom.optim.paging import paged
 
 QUEUES = ("compute", "up", "down")
@@ -26,6 +29,7 @@ class Work:
         self.queue, self.run, self.copy = queue, run, copy
         self.after = [ticket for ticket in after if ticket is not None]
         self.is_done = False
+        self.number = self.epoch = None  # in the schedule of a clock
         self.sum: int | None = None  # of the source, since the copy may begin
 
     @property
@@ -58,18 +62,30 @@ class Adversary(Engine):
 
     ``policy`` is ``"late"`` (only what somebody waits for), the name of a queue (whose work runs as
     early as it may), ``"eager"`` or ``"random"``.
+
+    Its clock is a schedule of what it was given since :meth:`restart_clock`: the time at which a
+    device would have done it does not depend on the policy.
     """
 
     def __init__(self, policy="late", seed=0):
         super().__init__()
         self.policy, self.random = policy, random.Random(seed)
         self.queues = {name: deque() for name in QUEUES}
+        self.restart_clock(Link(1, 1, 0))
+
+    def restart_clock(self, link):
+        """Begins at zero, with all done."""
+        for queue in self.queues.values():
+            if queue:
+                self.sync(queue[-1])
+        self.schedule = Schedule(link)
+        self._epoch = object()
 
     def _copy(self, queue, target, source, after):
         return self._add(Work(queue, after=after, copy=(target, source)))
 
-    def compute(self, run):
-        self._add(Work("compute", run))
+    def compute(self, run=None, seconds=0):
+        return self._add(Work("compute", run), seconds)
 
     def mark(self):
         return self._add(Work("compute"))
@@ -78,6 +94,8 @@ class Adversary(Engine):
         self._add(Work("compute", after=[ticket]))
 
     def sync(self, ticket):
+        if ticket is not None and ticket.epoch is self._epoch:
+            self.schedule.sync(ticket.number)
         while ticket is not None and not ticket.is_done:
             self._run_one(self._chosen(ticket))
 
@@ -90,7 +108,13 @@ class Adversary(Engine):
     def pending(self):
         return sum(map(len, self.queues.values()))
 
-    def _add(self, work):
+    def _add(self, work, seconds=0):
+        after = [ticket.number for ticket in work.after if ticket.epoch is self._epoch]
+        work.epoch = self._epoch
+        if work.copy is None:
+            work.number = self.schedule.compute(seconds, after)
+        else:
+            work.number = self.schedule.copy(work.queue, work.copy[0].numel(), after)
         self.queues[work.queue].append(work)
         if self.policy == "random":
             for _ in range(self.random.randrange(4)):
@@ -150,9 +174,12 @@ def adversary(policy):
 
 
 @contextlib.contextmanager
-def copying_with(engine: Engine) -> Iterator[Engine]:
+def copying_with(
+    engine: Engine, seconds_of: Callable[[Any], float] = lambda bucket: 0
+) -> Iterator[Engine]:
     """Lets optimizers page with an engine. With an adversary, the ops of their steps are work for
-    the device, too, and the loop goes on when these are done."""
+    the device, too, which takes ``seconds_of`` their bucket, and the loop goes on when these are
+    done."""
     kind, engines = headroom.optim.Optimizer, paged.engine_of
     calls_on, step = kind.calls_on, kind._step
 
@@ -160,7 +187,9 @@ def copying_with(engine: Engine) -> Iterator[Engine]:
         calls = calls_on(self, *args)
         if self.paging is None or not isinstance(engine, Adversary):
             return calls
-        return [(bucket, lambda call=call: engine.compute(call)) for bucket, call in calls]
+        return [
+            (bucket, partial(engine.compute, call, seconds_of(bucket))) for bucket, call in calls
+        ]
 
     def stepped(self, *args):
         step(self, *args)

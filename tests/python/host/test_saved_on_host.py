@@ -283,6 +283,18 @@ def test_parameters_small_tensors_and_those_that_shall_stay_do():
         assert copied_down(lambda: y.exp())[0] == 0
 
 
+@pytest.mark.parametrize("view", [torch.conj, lambda x: torch.conj(x).imag], ids=["conj", "neg"])
+def test_views_that_conjugate_or_negate_stay(view):
+    x = torch.randn(20, 20, dtype=torch.complex64, requires_grad=True)
+
+    def found():
+        return torch.autograd.grad(view(x.exp()).square().abs().sum(), x)
+
+    wanted = found()
+    with saved_on_host():
+        assert_same(found(), wanted)
+
+
 def test_the_memory_is_used_again_and_given_back():
     x = torch.randn(100, 100, requires_grad=True)
     for _ in range(3):
@@ -304,6 +316,16 @@ def test_sizes_that_change_do_not_add_up():
             x.exp().sum().backward()
         most = max(most, x.nbytes)
         assert default_arena().bytes <= most
+
+
+def test_a_size_that_is_new_takes_the_place_of_as_many_bytes():
+    slabs = Slabs(lambda size, device: torch.empty(size, dtype=torch.uint8), engine_of)
+    stays, *goes = [slabs.take(size, CPU) for size in (50, 100, 100)]
+    for slab in (stays, *goes):
+        slabs.give(slab, CPU)
+    slabs.take(200, CPU)
+    assert slabs.take(50, CPU) is stays
+    assert slabs.take(100, CPU) is not goes[0]
 
 
 def test_an_arena_without_room_refuses_and_keeps_nothing(monkeypatch):

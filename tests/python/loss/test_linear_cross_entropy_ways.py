@@ -26,6 +26,8 @@ def test_frozen_inputs_and_evaluation_cost_less(device):
     assert counted(x, w) == 3
     assert counted(x, w.detach()) == 2
     assert counted(x, w, reduction="none") == 4
+    assert counted(x, w, accumulate_into_grad=True) == 4
+    assert counted(x.detach(), w, accumulate_into_grad=True) == 3
     with torch.no_grad():
         assert counted(x, w, backward=False) == 1
     whole = torch.autograd.grad(headroom.linear_cross_entropy(x, w, target), (x, w))

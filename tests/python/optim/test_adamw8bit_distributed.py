@@ -5,11 +5,21 @@ local to a shard. Where rows are whole blocks and shards are rows, blocks are th
 and so are all bits.
 """
 
+import copy
+from types import SimpleNamespace
+
 import headroom
 import pytest
 import torch
+from headroom._core.dtensor import local_part
+from headroom.host.arena import in_arena
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -83,6 +93,114 @@ def fsdp(rank, options):
 )
 def test_fsdp2_has_the_bits_of_one_process(ranks, options):
     ranks(fsdp, options)
+
+
+ON_HOST = CPUOffloadPolicy(pin_memory=False)  # which needs a GPU otherwise
+
+
+def on_host(rank, options, releases):
+    """FSDP2 keeps parameters, gradients and states on the host, and the step runs there."""
+    nets = [sharded(offload_policy=policy) for policy in (OffloadPolicy(), ON_HOST)]
+    optimizers = [ADAMW8BIT(net.parameters(), **OPTIONS, **options) for net in nets]
+    if releases:
+        headroom.release_gradients(nets[1], optimizers[1], bucket_bytes=1000)
+    for step in range(4):
+        for net, optimizer in zip(nets, optimizers):
+            backward(net, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_shards(nets[0], optimizers[0], nets[1], optimizers[1])
+    for p in nets[1].parameters():
+        assert local_part(p).device.type == "cpu"
+        assert all(local_part(x).device.type == "cpu" for x in optimizers[1].state[p].values())
+
+
+@pytest.mark.parametrize("releases", [False, True])
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1e9}])
+def test_fsdp2_that_keeps_everything_on_the_host(ranks, options, releases):
+    if releases and options:
+        options = {"nonfinite": "skip_element"}
+    ranks(on_host, options, releases)
+
+
+def on_host_of_each_rank(optimizer):
+    """The bytes of states in the arena, and of those that are not."""
+    found = {True: 0, False: 0}
+    for entry in optimizer.state.values():
+        for local in map(local_part, entry.values()):
+            found[in_arena(local)] += local.nbytes
+    return found[True], found[False]
+
+
+def paged(rank, cls, options, make, budget, bucket_bytes, releases):
+    """States of shards in the arena, some of them in pieces, beside shards whose states stay."""
+    nets = [sharded(make()) for _ in range(2)]
+    optimizers = [cls(net.parameters(), **options) for net in nets]
+    handle = headroom.optim.offload(optimizers[1], budget=budget, bucket_bytes=bucket_bytes)
+    if releases:
+        headroom.release_gradients(nets[1], optimizers[1], bucket_bytes=1000)
+    for step in range(5):
+        for net, optimizer in zip(nets, optimizers):
+            backward(net, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        away, here = on_host_of_each_rank(optimizers[1])
+        assert away > 0 and (here > 0) == (budget is not None)
+        if step == 2:
+            optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    assert on_host_of_each_rank(optimizers[1]) == (away, here)
+    left, right = (optimizer.state_dict()["state"] for optimizer in optimizers)
+    for index, entry in left.items():
+        for key, value in entry.items():
+            assert type(right[index][key]) is type(value)
+            assert_same_bits([local_part(value)], [local_part(right[index][key])])
+    handle.remove()
+    assert on_host_of_each_rank(optimizers[1])[0] == 0
+    assert_same_bits(*(map(local_part, net.parameters()) for net in nets))
+
+
+@pytest.mark.parametrize("releases", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"nonfinite": "skip_element"}, {"code_rounding": "stochastic"}]
+)
+@pytest.mark.parametrize("bucket_bytes", [4096, None])
+def test_fsdp2_with_states_on_the_host(ranks, options, bucket_bytes, releases):
+    ranks(paged, ADAMW8BIT, OPTIONS | options, Model, None, bucket_bytes, releases)
+
+
+def deep():
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(256, 16), torch.nn.Linear(16, 8192))
+
+
+@pytest.mark.parametrize("options", [{"amsgrad": True}, {"state_dtype": torch.bfloat16}])
+def test_fsdp2_with_some_states_on_the_host(ranks, options):
+    options = {"lr": 1e-2, **options}
+    ranks(paged, headroom.optim.AdamW, options, deep, 200_000, 16_384, False)
+
+
+def in_flight(rank):
+    """Gradients that torch copies to the host while a hook reads them are waited for."""
+    net = sharded(offload_policy=ON_HOST)
+    optimizer = ADAMW8BIT(net.parameters(), **OPTIONS)
+    headroom.release_gradients(net, optimizer, bucket_bytes=0)
+    events, prepared_part = [], ADAMW8BIT.prepared_part
+    stream = SimpleNamespace(synchronize=lambda: events.append("waits"))
+
+    def steps(self, *arguments):
+        events.append("steps")
+        return prepared_part(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+        patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+        patch.setattr(ADAMW8BIT, "prepared_part", steps)
+        backward(net, 0)
+    assert events == ["waits", "steps"] * len(list(net.parameters()))
+
+
+def test_gradients_of_fsdp2_on_their_way_to_the_host(ranks):
+    ranks(in_flight)
 
 
 def local_blocks(rank, shape, placement):

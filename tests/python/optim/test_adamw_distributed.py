@@ -56,6 +56,26 @@ def test_ddp_has_the_bits_of_one_process(ranks, cls, options, as_view):
     ranks(ddp, cls, options, as_view)
 
 
+def paged_ddp(rank, cls, options):
+    """States on the host of each rank, in pieces, beside states that stay."""
+    nets = [DistributedDataParallel(Model()) for _ in range(2)]
+    optimizers = [cls(net.parameters(), **options) for net in nets]
+    headroom.optim.offload(optimizers[1], bucket_bytes=256)
+    for step in range(4):
+        for net, optimizer in zip(nets, optimizers):
+            backward(net, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_bits(*(net.parameters() for net in nets))
+    assert_same_state(*optimizers)
+    headroom.state.check_same_state(optimizers[1])
+
+
+@EITHER
+def test_ddp_with_states_on_the_host(ranks, cls, options):
+    ranks(paged_ddp, cls, options)
+
+
 # ---- FSDP2 ---------------------------------------------------------------------------------------
 
 

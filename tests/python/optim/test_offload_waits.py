@@ -8,9 +8,9 @@ import textwrap
 
 import pytest
 import torch
-from headroom.host import HostArena
+from headroom.host import HostArena, ring
 from headroom.optim import AdamW, offload
-from headroom.optim.paging import paged, ring
+from headroom.optim.paging import paged, parts
 from torch import nn
 
 from helpers import modes
@@ -23,7 +23,7 @@ MODE = EVERY["adamw8bit-remainder16"]
 
 @pytest.fixture(autouse=True)
 def small_cuts(monkeypatch):
-    monkeypatch.setattr(ring, "CUT", 512)
+    monkeypatch.setattr(parts, "CUT", 512)
 
 
 # ---- what is removed ----------------------------------------------------------------------------
@@ -49,12 +49,12 @@ WAITS = {  # the method, what it says, and what it says without the wait
     "a state is written before it is read again": (
         ring.Run,
         "_fetch",
-        ", *(home.written for home in piece.homes)",
+        ", *(place.written for place in piece.places)",
         "",
     ),
     "a state has arrived before it is stepped": (
         ring.Run,
-        "_step",
+        "step",
         "self._engine.wait(self._arrived[index])",
         "pass",
     ),
@@ -95,7 +95,7 @@ WAITS = {  # the method, what it says, and what it says without the wait
         "home.wait()",
         "pass",
     ),
-    "states are stored before they are freed": (paged.Paging, "__del__", "self.wait()", "pass"),
+    "states are stored before they are freed": (paged.Paging, "__del__", "home.wait()", "pass"),
     "states are stored before a larger ring replaces theirs": (
         paged.Paging,
         "_ring",
@@ -312,7 +312,7 @@ def notices(wait):
         for policy in POLICIES:
             with pytest.MonkeyPatch.context() as patch:
                 remove(patch, wait)
-                patch.setattr(ring, "CUT", 512)
+                patch.setattr(parts, "CUT", 512)
                 try:
                     run(scenario, policy)
                 except (AssertionError, RuntimeError):

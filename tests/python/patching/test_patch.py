@@ -13,7 +13,10 @@ from contextlib import contextmanager
 import headroom
 import pytest
 import torch
+from headroom.host import default_arena
+from headroom.host.saved import trim
 from headroom.patching import generic
+from headroom.patching.blocks import verified_blocks
 from headroom.patching.changes import Changes
 from torch import nn
 
@@ -224,6 +227,32 @@ class TestLevels:
         headroom.patch(model, "L5", checkpoint_options={"verify": True})
         model(models.tokens()).sum().backward()
 
+    def test_blocks_that_compute_something_else_when_they_run_again(self):
+        class Counts(nn.Linear):
+            calls = 0
+
+            def forward(self, x):
+                self.calls += 1
+                return super().forward(x * self.calls)
+
+        model, x = nn.Sequential(*(nn.Sequential(Counts(4, 4)) for _ in range(2))), torch.ones(2, 4)
+        headroom.patch(model, "L5")
+        with verified_blocks():
+            verified = model(x).sum()
+        with pytest.raises(headroom.checkpointing.RecomputeError):
+            verified.backward()
+        model(x).sum().backward()
+
+    @pytest.mark.parametrize("level, held", [("L5", 0), ("L5@host", 256 * 64 * 4)])
+    def test_inputs_are_on_the_host_where_the_level_says_so(self, level, held):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(3)))
+        headroom.patch(model, level)
+        trim()
+        before = default_arena().memory().get(("activations", "blocks"), 0)
+        y = model(torch.randn(256, 64))
+        now = default_arena().memory().get(("activations", "blocks"), 0)
+        assert y.requires_grad and now - before == held
+
     def test_within_a_checkpoint_nothing_is_computed_three_times(self):
         model, _ = patched()
         calls = []
@@ -295,6 +324,14 @@ class TestReport:
             "  left alone: 1 RMSNorm (norm): something else has replaced its forward",
         ]
         assert repr(report) == "PatchReport(Language: 4 swapped, 2 levels, 1 left alone)"
+
+    def test_entries_are_values(self):
+        model = models.llama()
+        model.norm.forward = model.norm.forward
+        report = headroom.patch(model)
+        swaps = {swap for one in report.swapped.values() for swap in one}
+        assert {swap.name for swap in swaps} == set(report.swapped)
+        assert {left.name for left in {*report.left}} == {"norm"}
 
     def test_switches(self):
         assert not patched(None, norms=False)[1].changed

@@ -253,6 +253,21 @@ def test_a_cache_while_training():
     assert evaluated.past_key_values.get_seq_length() == TOKENS
 
 
+def test_attention_functions_of_ones_own_hear_of_no_cache_that_was_dropped(monkeypatch):
+    heard = []
+
+    def noted(*args, **kwargs):
+        heard.append(kwargs["use_cache"])
+        return transformers.integrations.sdpa_attention.sdpa_attention_forward(*args, **kwargs)
+
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(functions._global_mapping, "noted", noted)
+    model = patched(model_of("Llama"), "L1")
+    model.config._attn_implementation = "noted"
+    model(inputs_of()["input_ids"], use_cache=True)
+    assert heard and not any(heard)
+
+
 def products(run):
     with FlopCounterMode(display=False) as counter:
         run()

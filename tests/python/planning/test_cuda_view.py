@@ -10,7 +10,9 @@ import headroom
 import pytest
 import torch
 import torch.nn.functional as F
+from headroom.planning.recorder import Recorder
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -94,6 +96,21 @@ def test_what_is_recomputed_takes_the_same_kernels(how, drop, attends, precision
         )  # fmt: skip
         most = plan.timeline.most_by_kind["activations"]
         assert most < 0.5 * plain.timeline.most_by_kind["activations"]
+
+
+def test_a_leaf_with_the_number_of_a_dead_one():
+    """The engine would hear of a device that no machine has, and end the process."""
+    recorder = Recorder(torch.device("cuda"), is_lying=True)
+    recorder.has_autocast = True
+    known = recorder._accumulators
+    with FakeTensorMode(), recorder:
+        x, y = (torch.empty(3, requires_grad=True) for _ in range(2))
+        with torch._C._AutoDispatchBelowAutograd():  # as when the engine asks in an operation
+            recorder._device_for_cpp(x)
+        known[id(y)] = known.pop(id(x))  # as if y had come after x
+        recorder._device_for_cpp(y)
+    _, node = known[id(y)]
+    assert torch.autograd.graph.get_gradient_edge(y).node is node.next_functions[0][0]
 
 
 class Attending(nn.Module):

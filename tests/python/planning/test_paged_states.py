@@ -7,7 +7,10 @@ import headroom
 import pytest
 import torch
 from headroom.host import HostArena
+from headroom.host.engines import engine_of
 from headroom.optim import AdamW, AdamW8bit
+from headroom.optim.paging import planned_paging
+from headroom.planning.recorder import Recorder
 from torch import nn
 
 
@@ -62,3 +65,53 @@ def test_on_a_device_that_is_not_there():
     resident = headroom.plan(net("meta"), partial(make, offload=None), **options)
     assert paged.peak_bytes < resident.peak_bytes
     assert paged.host_peak_bytes > 0 == resident.host_peak_bytes
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 70_000, 1 << 24])
+@pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
+def test_copies_are_those_of_a_step(kind, bucket_bytes):
+    """Of whole states, of parts, and of the counts of steps, which go up with each part."""
+    model, x = net(), torch.randn(8, 512)
+    optimizer = kind(model.parameters())
+    headroom.optim.offload(optimizer, host=HostArena(), bucket_bytes=bucket_bytes)
+    plan = headroom.plan(model, optimizer, x, loss=loss)
+    loss(model(x)).backward()
+    engine = engine_of(torch.device("cpu"))
+    before = engine.bytes_up + engine.bytes_down
+    optimizer.step()
+    assert plan.link_bytes == engine.bytes_up + engine.bytes_down - before
+
+
+def test_a_plan_cuts_no_states_into_pieces(monkeypatch):
+    """Fakes of all the pieces would take ten times as long as all the rest."""
+    seen, own = [], Recorder.__torch_dispatch__
+    monkeypatch.setattr(
+        Recorder,
+        "__torch_dispatch__",
+        lambda *args, **kwargs: seen.append(1) or own(*args, **kwargs),
+    )
+    counts = []
+    for size in (1 << 24, 16_000):
+        model = net("meta")
+        optimizer = AdamW8bit(model.parameters())
+        headroom.optim.offload(optimizer, bucket_bytes=size)
+        seen.clear()
+        headroom.plan(model, optimizer, torch.randn(64, 512), loss=loss, device="cuda")
+        counts.append(len(seen))
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("budget", [0, 4_000_000])
+def test_bytes_that_are_known_before_anything_is_moved(budget):
+    optimizer = AdamW(net().parameters())
+    said = planned_paging(optimizer, budget)
+    assert not optimizer.state and optimizer.paging is None
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.zeros_like(p)
+    handle = headroom.optim.offload(optimizer, budget=budget, host=HostArena())
+    optimizer.step()
+    memory = handle.memory()
+    assert (said.host, said.ring) == (memory.host, memory.ring) and said.host > 0
+    assert said.resident == pytest.approx(memory.resident, rel=0.01)
+    with pytest.raises(ValueError, match="budget is"):
+        planned_paging(optimizer, 10)

@@ -8,6 +8,7 @@ import weakref
 import headroom
 import pytest
 import torch
+from headroom.release.adama import WHOLE
 
 from helpers.bits import assert_same_bits
 from helpers.released import (
@@ -35,6 +36,7 @@ def test_the_bits_of_the_ordinary_step(make, bucket_bytes):
         train(net, optimizer)
     assert_equal(nets, optimizers)
     assert nets[1].unused not in optimizers[1].state
+    assert handle.active
     handle.remove()
     assert not handle.active
     for net, optimizer in zip(nets, optimizers):
@@ -251,6 +253,16 @@ def test_shares_must_be_complete():
         loss_of(net, 0).backward()
     with pytest.raises(ValueError, match="share of 0.6"), handle.micro_batch(0.6):
         pass
+
+
+def test_shares_that_miss_one_by_rounding_are_complete():
+    net = Net()
+    optimizer = OPTIM.AdamW(net.parameters())
+    handle = OPTIM.release_gradients(net, optimizer, accumulate_into_state=True)
+    with handle.micro_batch(WHOLE):
+        loss_of(net, 0).backward()
+    optimizer.step()
+    assert all(entry["step"] == 1 for entry in optimizer.state.values())
 
 
 def test_a_bucket_that_cannot_be_stepped_is_abandoned():

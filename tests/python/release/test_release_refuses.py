@@ -94,6 +94,17 @@ def test_ddp_is_refused(monkeypatch):
         loss_of(net, 0)
 
 
+def test_a_measurement_before_the_step_of_another_backward_is_an_error():
+    net = Net()
+    optimizer = OPTIM.AdamW(net.parameters(), max_grad_norm=1.0)
+    handle = OPTIM.release_gradients(net, optimizer, clip="two-pass")
+    with handle.measure():
+        loss_of(net, 0).backward()
+    loss_of(net, 0).backward()
+    with pytest.raises(RuntimeError, match="gradient since the last optimizer"), handle.measure():
+        loss_of(net, 1).backward()
+
+
 class TwoSegments(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -186,6 +197,21 @@ def test_an_error_in_backward_can_be_finished():
     train(net, optimizer)
     assert optimizer.state[net.last.weight]["step"] == 4
     assert optimizer.state[net.first.weight]["step"] == 3
+
+
+def test_a_gradient_outside_of_backward_is_stepped_at_once():
+    """FSDP2 hands gradients out when backward is over; here, one that raised was before it."""
+    net = Net()
+    optimizer = OPTIM.AdamW(net.parameters())
+    OPTIM.release_gradients(net, optimizer)
+    before = net.unused.detach().clone()
+    net.first.weight.register_hook(lambda grad: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(net, 0).backward()
+    net.unused.grad = torch.ones(4)
+    for hook in net.unused._post_accumulate_grad_hooks.values():
+        hook(net.unused)
+    assert net.unused.grad is None and not torch.equal(net.unused, before)
 
 
 def test_a_sparse_gradient_is_named():

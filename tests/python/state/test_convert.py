@@ -10,7 +10,7 @@ import torch
 from headroom.state.convert import LIBRARIES
 from headroom.state.convert.codes import encode
 
-from helpers.bits import same_bits
+from helpers.bits import assert_same_bits, same_bits
 from helpers.conversions import (
     ADAMW,
     ADAMW8BIT,
@@ -325,3 +325,23 @@ def test_options_that_the_target_lacks_are_a_loss(cls, options, to):
             assert dropped == list(given)
             assert report.is_lossless == (not given)
             assert all(f"{name}: 1 dropped" in str(report) for name in given)
+
+
+@pytest.mark.parametrize("to", [*FLOAT_ADAMS, *EIGHT_BIT_ADAMS])
+@pytest.mark.parametrize("cls, name", [(ADAMW, "headroom"), (ADAMW8BIT, "headroom-8bit")])
+def test_states_on_the_host_are_converted_like_others(cls, name, to):
+    """Into the form of another library, and what comes from it into a state on the host."""
+    if to.startswith("torchao"):
+        pytest.importorskip("torchao")
+    found = []
+    for offload in (None, "state"):
+        torch.manual_seed(0)
+        params, optimizer = run(ps := parameters(), cls(ps, lr=LR, offload=offload), 2)
+        there = convert(optimizer, to).state_dict
+        first = [x.clone() for x in tensors(there)]
+        optimizer.load_state_dict(copy.deepcopy(convert(there, name).state_dict))
+        run(params, optimizer, 1)
+        found.append((first, params, optimizer.state_dict()))
+    assert optimizer.offload_handle.memory().host > 0
+    assert_same_bits(*(first + params for first, params, _ in found))
+    assert_same_entries(*(state for _, _, state in found))

@@ -1,0 +1,218 @@
+"""Keeps the sums of gradients in a host arena between micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .._core.dtensor import local_part
+from .._core.overlap import is_dense
+from ..functional.accumulate import accumulate_
+from ..host.arena import HostArena
+from ..host.engine import Engine
+from ..host.engines import engine_of
+from ..host.ring import Copy, Piece, Place, Ring, Run, aligned, merged
+
+SLOT_BYTES = 8 << 20
+PARTS = 16  # elements, at multiples of which sums are cut: whole cache lines
+
+
+class Sum(Place):
+    """The place of a parameter's sum, and of its compensation if it has one.
+
+    Attributes:
+        holds: whether something has been added to it since it was last taken.
+    """
+
+    def __init__(
+        self, like: Tensor, slab: Tensor, first: int, compensated: bool, engine: Engine
+    ) -> None:
+        local = local_part(like)
+        self.length, self.width = local.numel(), local.element_size()
+        super().__init__(slab, first, (1 + compensated) * aligned(local.nbytes), engine)
+        self._form = local.shape, local.stride()
+        self._spec, self.dtype = getattr(like, "_spec", None), local.dtype
+        self.compensated, self.holds = compensated, False
+
+    def first_of(self, number: int) -> int:
+        """Returns the first byte of the sum (0), or of the compensation (1)."""
+        return self.first + number * (self.size // 2)
+
+    def whole(self, memory: Tensor, first: int) -> Tensor:
+        """Returns the tensor in memory of its dtype, of which it takes the bytes from ``first``."""
+        local = memory.view(self.dtype).as_strided(*self._form, first // self.width)
+        return local if self._spec is None else DTensor(local, self._spec, requires_grad=False)
+
+    def tensor(self, number: int) -> Tensor:
+        """Returns the sum in the arena (0), or the compensation (1)."""
+        return self.whole(self.slab, self.first_of(number))
+
+    def flat(self, x: Tensor) -> Tensor:
+        """Returns the elements of a tensor in the order of those of the sum."""
+        local, (shape, stride) = local_part(x), self._form
+        if local.stride() != stride:
+            new = torch.empty_strided(shape, stride, dtype=local.dtype, device=local.device)
+            local = new.copy_(local)
+        return local.as_strided((local.numel(),), (1,))
+
+
+class HostSums:
+    """Sums in a host arena. The device adds gradients to them while they pass through a ring."""
+
+    def __init__(self, arena: HostArena) -> None:
+        self._arena = arena
+        self._sums: dict[Tensor, Sum] = {}
+        self._rings: dict[torch.device, Ring] = {}
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.wait()  # the memory that copies use is about to be freed
+
+    def wait(self) -> None:
+        """Waits until the copies to the arena have ended."""
+        for place in self._sums.values():
+            place.wait()
+
+    def clear(self) -> None:
+        """Forgets what has been added. The memory stays for the next sums."""
+        for place in self._sums.values():
+            place.holds = False
+
+    def house(
+        self,
+        params: Sequence[Tensor],
+        forms: Sequence[Tensor],
+        dtype: torch.dtype,
+        compensated: bool,
+    ) -> None:
+        """Makes places for the sums of parameters on one device that have none.
+
+        Args:
+            forms: tensors of the layouts of the sums: their gradients.
+
+        Raises:
+            HostMemoryError: the arena has no room. Nothing has been changed then.
+        """
+        missing = [
+            (param, _like(form, dtype))
+            for param, form in zip(params, forms)
+            if param not in self._sums or self._sums[param].dtype != dtype
+        ]
+        if not missing:
+            return
+        device = params[0].device
+        size = sum((1 + compensated) * aligned(local_part(like).nbytes) for _, like in missing)
+        slab = self._arena.take(size, kind="gradients", owner="GradAccumulator", device=device)
+        first, engine = 0, engine_of(device)
+        for param, like in missing:
+            place = self._sums[param] = Sum(like, slab, first, compensated, engine)
+            first += place.size
+
+    def tensors(self, param: Tensor) -> list[Tensor]:
+        """Returns the sum of a parameter and its compensation, if it has one, in the arena."""
+        place = self._sums[param]
+        return [place.tensor(number) for number in range(1 + place.compensated)]
+
+    def add(self, params: Sequence[Tensor], factor: float) -> None:
+        """Adds the gradients of parameters on one device, which have places of one dtype, times a
+        factor."""
+        ring = self._ring(params[0].device)
+        pieces: list[_Part] = []
+        for param in params:
+            place, first = self._sums[param], 0
+            grad = place.flat(param.grad)
+            while first < place.length:
+                fits = pieces[-1].fits(ring, place) if pieces else 0
+                if not fits:
+                    pieces.append(_Part(ring.next_slot()))
+                    fits = pieces[-1].fits(ring, place)
+                last = min(first + fits, place.length)
+                pieces[-1].add(ring, place, grad, first, last)
+                first = last
+        for piece in pieces:
+            piece.up, piece.down = merged(piece.up), merged(piece.down)
+        run = Run(ring, pieces)
+        for index, piece in enumerate(pieces):
+            run.step(index, partial(piece.step, factor))
+        for param in params:
+            self._sums[param].holds = True
+
+    def put(self, param: Tensor, values: Sequence[Tensor]) -> None:
+        """Writes a sum, and its compensation if there is one, to their places."""
+        place = self._sums[param]
+        place.wait()
+        for target, value in zip(self.tensors(param), values):
+            local_part(target).copy_(local_part(value))
+        place.holds = True
+
+    def brought(self, param: Tensor) -> Tensor:
+        """Returns the sum of a parameter on its device."""
+        place, engine = self._sums[param], engine_of(param.device)
+        size = place.length * place.width
+        memory = torch.empty(size, dtype=torch.uint8, device=param.device)
+        # The memory may have been freed by work that still runs.
+        after = [ticket for ticket in (engine.mark(), place.written) if ticket is not None]
+        engine.wait(engine.up(memory, place.slab[place.first : place.first + size], after))
+        return place.whole(memory, 0)
+
+    def _ring(self, device: torch.device) -> Ring:
+        if device not in self._rings:
+            self._rings[device] = Ring(device, SLOT_BYTES, engine_of(device))
+        return self._rings[device]
+
+
+class _Part(Piece):
+    """Parts of sums, which fill a slot, and the gradients that are added to them."""
+
+    def __init__(self, slot: int) -> None:
+        super().__init__(slot)
+        self._columns: tuple[list[Tensor], ...] = [], [], []  # sums, compensations, gradients
+        self._new: list[Tensor] = []
+
+    def fits(self, ring: Ring, place: Sum) -> int:
+        """Returns how many more elements of a sum the slot has room for."""
+        room = (ring.slot_bytes - self.filled) // (place.width * (1 + place.compensated))
+        return room // PARTS * PARTS
+
+    def add(self, ring: Ring, place: Sum, grad: Tensor, first: int, last: int) -> None:
+        """Adds a part of a sum: its elements from ``first`` to ``last``."""
+        size, offset = (last - first) * place.width, first * place.width
+        for number in range(1 + place.compensated):
+            run = ring.slots[self.slot][self.filled : self.filled + size].view(place.dtype)
+            self._columns[number].append(run)
+            copy = Copy(self.filled, place.slab, place.first_of(number) + offset, size)
+            self.down.append(copy)
+            if place.holds:
+                self.up.append(copy)
+            else:
+                self._new.append(run)
+            self.filled += aligned(size)
+        self._columns[2].append(grad[first:last])
+        self.places.append(place)
+
+    def step(self, factor: float) -> None:
+        """Adds the gradients to what is in the slot."""
+        sums, compensations, grads = self._columns
+        for run in self._new:
+            run.zero_()
+        if sums[0].dtype == torch.float64:
+            torch._foreach_add_(sums, grads, alpha=factor)
+        else:
+            accumulate_(sums, grads, compensations=compensations, factor=factor)
+
+
+def _like(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor without memory, of the form of a sum."""
+    local = local_part(grad)
+    form: Any = torch.empty_strided(local.shape, local.stride(), device="meta", dtype=grad.dtype)
+    if not is_dense(local):
+        form = torch.empty(local.shape, device="meta", dtype=grad.dtype)
+    if isinstance(grad, DTensor):
+        form = DTensor(form, grad._spec, requires_grad=False)
+    return torch.zeros_like(form, dtype=dtype)

@@ -1,0 +1,164 @@
+"""Says what it costs that states and kept tensors lie on the host: schedules of a step, and the
+rates of a link to simulate them with."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .arena import default_arena
+from .engine import Engine
+from .engines import engine_of
+from .simulation import Link, Schedule
+
+PIECE = 32 << 20  # bytes of a copy whose rate is measured
+SMALL = 4 << 10  # bytes of one whose latency is
+
+
+def paged_step(
+    pieces: Sequence[int], step_seconds: float, link: Link, slots: int = 3, copies: int = 1
+) -> Schedule:
+    """Returns the schedule of an optimizer step whose states pass through a ring.
+
+    Args:
+        pieces: the bytes of state of each.
+        step_seconds: of all pieces together.
+        slots: of the ring.
+        copies: of each piece, in each direction.
+    """
+    schedule, total = Schedule(link), sum(pieces) or 1
+    arrived: list[int] = []
+    stored: list[int] = []
+
+    def copied(queue: str, size: int, after: list[int]) -> int:
+        last = 0
+        for i in range(copies):
+            part = size * (i + 1) // copies - size * i // copies
+            last = schedule.copy(queue, part, () if i else after)
+        return last
+
+    for i, size in enumerate(pieces):
+        for ahead in range(len(arrived), min(i + slots, len(pieces))):
+            free = stored[ahead - slots : ahead - slots + 1] if ahead >= slots else []
+            arrived.append(copied("up", pieces[ahead], free))
+        stepped = schedule.compute(step_seconds * size / total, [arrived[i]])
+        stored.append(copied("down", size, [stepped]))
+    return schedule
+
+
+def paged_step_seconds(
+    pieces_bytes: Sequence[int], step_seconds: float, link: Link, slots: int = 3, copies: int = 1
+) -> float:
+    """Returns the seconds of an optimizer step whose states pass through a ring, until the last
+    piece has been stepped; its copy down goes on beside what follows. See :func:`paged_step`."""
+    return step_seconds + paged_step(pieces_bytes, step_seconds, link, slots, copies).exposed
+
+
+def blocks_step(
+    kept: Sequence[int], forward: Sequence[float], backward: Sequence[float], link: Link
+) -> Schedule:
+    """Returns the schedule of the forward and the backward pass of blocks, some of which hold on
+    the host what they keep.
+
+    Args:
+        kept: the bytes of each block that leave; 0 where it keeps them on the device.
+        forward, backward: the seconds of each.
+    """
+    schedule = Schedule(link)
+    leaving = [i for i, size in enumerate(kept) if size]
+    # Beside a computation, those of the last two are still there when they are asked for.
+    returning = leaving[:-2] if link.is_asynchronous else leaving
+    left: dict[int, int] = {}
+    for i, seconds in enumerate(forward):
+        place = leaving.index(i) if kept[i] else 0
+        has_left = [left[leaving[place - 2]]] if place >= 2 else []
+        computed = schedule.compute(seconds, has_left)
+        if kept[i]:
+            left[i] = schedule.copy("down", kept[i], [computed])
+    arrived: dict[int, int] = {}
+
+    def fetch(i: int) -> None:
+        if i in returning and i not in arrived:
+            arrived[i] = schedule.copy("up", kept[i], schedule.mark())
+
+    for i in reversed(range(len(backward))):
+        if kept[i]:
+            place = leaving.index(i)
+            if link.is_asynchronous and place:
+                fetch(leaving[place - 1])
+            fetch(i)
+        schedule.compute(backward[i], [arrived[i]] if i in arrived else [])
+        if kept[i] and i not in returning:
+            schedule.compute(0, [left[i]])  # its memory is freed when it has been copied
+    return schedule
+
+
+def exposed_seconds(
+    kept_bytes_per_block: Sequence[int],
+    forward_seconds: Sequence[float],
+    backward_seconds: Sequence[float],
+    link: Link,
+) -> float:
+    """Returns how many seconds longer a step of blocks takes whose kept tensors leave. See
+    :func:`blocks_step`."""
+    return blocks_step(kept_bytes_per_block, forward_seconds, backward_seconds, link).exposed
+
+
+# ---- what a link can do --------------------------------------------------------------------------
+
+_links: dict[torch.device, Link] = {}
+
+
+def measured_link(device: torch.device) -> Link:
+    """Returns the rates of the copies to and from a device, which are measured at the first call:
+    a few copies of 32 MiB and of 4 KiB in each direction, and in both at once."""
+    if device not in _links:
+        with _disable_current_modes(), torch.no_grad():
+            _links[device] = measured(engine_of(device), device)
+    return _links[device]
+
+
+def measured(engine: Engine, device: torch.device) -> Link:
+    """Returns the rates of an engine's copies, as :func:`measured_link` does at its first call."""
+    far = default_arena().take(2 * PIECE, kind="measurement", owner="link", device=device)
+    near = torch.zeros(2 * PIECE, dtype=torch.uint8, device=device)
+    sides = {"up": (near[:PIECE], far[:PIECE]), "down": (far[PIECE:], near[PIECE:])}
+
+    def copied(queue: str, size: int) -> object:
+        target, source = sides[queue]
+        return getattr(engine, queue)(target[:size], source[:size])
+
+    def seconds(queues: Sequence[str], size: int, times: int) -> float:
+        """Returns how long copies take until those of the first queue have ended."""
+
+        def once() -> float:
+            engine.sync(engine.mark())
+            start = time.perf_counter()
+            tickets = [[copied(queue, size) for queue in queues] for _ in range(times)][-1]
+            engine.sync(tickets[0])
+            taken = time.perf_counter() - start
+            for ticket in tickets[1:]:
+                engine.sync(ticket)
+            return taken
+
+        once()
+        return statistics.median(once() for _ in range(5)) / times
+
+    latency = max(seconds([queue], SMALL, 32) for queue in sides)
+    alone = {queue: seconds([queue], PIECE, 3) - latency for queue in sides}
+    link = Link(PIECE / alone["up"], PIECE / alone["down"], latency, engine.is_asynchronous)
+    if not engine.is_asynchronous:
+        return link
+    up = seconds(["up", "down"], PIECE, 3) - latency
+    down = seconds(["down", "up"], PIECE, 3) - latency
+    # The one that ends first ran beside the other all the time, and the other alone after it.
+    first = min(up, down)
+    beside = {
+        queue: (PIECE - max(0, until - first) * PIECE / alone[queue]) / first
+        for queue, until in (("up", up), ("down", down))
+    }
+    return link._replace(up_beside=beside["up"], down_beside=beside["down"])

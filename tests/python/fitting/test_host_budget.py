@@ -1,0 +1,323 @@
+"""``host_budget``: state and activations on the host, under two budgets at once."""
+
+import itertools
+import json
+import random
+
+import headroom
+import pytest
+import torch
+from headroom.fitting import Choice, DoesNotFit
+from headroom.fitting.costs import measure
+from headroom.fitting.ranks import RankError
+from headroom.fitting.search import candidates
+from headroom.fitting.search.techniques import techniques_of
+from headroom.host import HostMemoryError, arena, default_arena, trim
+from headroom.host.engine import Inline
+from headroom.host.schedule import Link
+from headroom.nn import Transformer, TransformerConfig
+
+from helpers.fitting import cross_entropy, step_of
+
+MIB = 1 << 20
+
+
+def model_of(layers=4):
+    """Blocks whose tensors are large enough to leave."""
+    torch.manual_seed(0)
+    config = TransformerConfig(vocab_size=96, hidden_size=64, layers=layers, heads=4, features=172)
+    return Transformer(config)
+
+
+def batch_of(rows=8):
+    tokens = torch.randint(0, 96, (rows, 65), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:].contiguous()
+
+
+@pytest.fixture
+def empty_arena(monkeypatch):
+    """The arena of the process, without what other tests have left there."""
+    trim()
+    monkeypatch.setattr(arena, "_default", headroom.HostArena())
+    yield default_arena()
+    trim()
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A model, its batch, and all trades that it has."""
+    model, batch = model_of(), batch_of()
+    ladder = headroom.ladder(model, batch, loss=cross_entropy, host_budget="1 GiB")
+    return model, batch, ladder
+
+
+def fit(trained, budget, host_budget, **options):
+    model, batch, ladder = trained
+    return headroom.fit(
+        model, batch, budget=budget, host_budget=host_budget, loss=cross_entropy, ladder=ladder,
+        dry_run=True, **options,
+    )  # fmt: skip
+
+
+def is_on_host(choice):
+    return choice.offload or any(level.endswith("@host") for level in choice.levels)
+
+
+# ---- the search ---------------------------------------------------------------------------------
+
+
+def test_nothing_leaves_the_device_without_a_host_budget():
+    ladder = headroom.ladder(model_of(2), batch_of(), loss=cross_entropy)
+    assert not any(is_on_host(point.choice) or point.host for point in ladder.points)
+    assert ladder.to_json()["rungs"][1]["host_bytes"] == 0
+
+
+def test_the_host_makes_room_for_what_does_not_fit_otherwise(trained):
+    model, batch, ladder = trained
+    bare = headroom.ladder(model, batch, loss=cross_entropy)
+    assert ladder.points[0].peak < 0.85 * bare.points[0].peak
+    assert any(point.choice.offload for point in ladder.points)
+    assert any("@host" in level for point in ladder.points for level in point.choice.levels)
+    # What blocks keep last is wanted back at once.
+    assert not any("@host" in point.choice.levels[-1] for point in ladder.points)
+    with pytest.raises(ValueError, match="ladder was made with another host_budget"):
+        headroom.fit(model, batch, budget="1 GiB", loss=cross_entropy, ladder=ladder)
+
+
+@pytest.mark.parametrize("count", [pytest.param(500, marks=pytest.mark.slow), 12])
+def test_both_peaks_are_within_their_budgets(trained, count):
+    rng = random.Random(29)
+    least, most = trained[2].points[0].peak, trained[2].points[-1].peak
+    host = max(point.host for point in trained[2].points)
+    fits = 0
+    for _ in range(count):
+        budget = rng.randrange(int(0.9 * least), int(1.1 * most))
+        host_budget = rng.choice((0, rng.randrange(1, int(1.2 * host))))
+        try:
+            fitted = fit(trained, budget, host_budget)
+        except DoesNotFit as error:
+            assert error.least > 0.98 * budget - 50_000
+            continue
+        fits += 1
+        assert fitted.predicted_peak == fitted.plan.total_bytes <= budget
+        assert fitted.predicted_host == fitted.plan.host_peak_bytes <= host_budget
+        assert is_on_host(fitted.choice) == (fitted.predicted_host > 0)
+    assert fits > count // 2
+
+
+def test_a_larger_host_budget_is_never_slower_or_larger(trained):
+    """Whatever takes some bytes and seconds, with more room on the host there is something that
+    takes no more of either."""
+    search = trained[2]._search
+    host = max(point.host for point in trained[2].points)
+    before = []
+    for room in (0, host // 50, host // 9, host // 4, host // 2, host - 1, host, 2 * host):
+        wider = search.with_techniques(search.candidates.techniques, None)
+        wider.candidates.host_room = room
+        after = wider.frontier()
+        assert all(point.host <= room for point in after)
+        for point in before:
+            assert any(p.peak <= point.peak and p.seconds <= point.seconds for p in after)
+        before = after
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_the_choice_for_a_larger_host_budget_is_not_slower(trained, share):
+    least, most = trained[2].points[0].peak, trained[2].points[-1].peak
+    budget = round(least + share * (most - least))
+    seconds = []
+    for host_budget in ("64 KiB", "2 MiB", "4 MiB", "8 MiB", "64 MiB"):
+        try:
+            seconds.append(fit(trained, budget, host_budget).predicted_seconds)
+        except DoesNotFit:
+            assert not seconds
+    assert len(seconds) > 1 and all(a >= b for a, b in itertools.pairwise(seconds))
+
+
+# ---- training -----------------------------------------------------------------------------------
+
+
+def steps(fitted, batch, count=3):
+    return [fitted.step(batch) for _ in range(count)]
+
+
+CHOICES = {
+    "state": {"offload": True},
+    "some of it": {"offload": True, "state_budget": 700_000},
+    "released": {"offload": True, "release": True},
+    "blocks": {"levels": ["L2@host", "L0@host", "L5@host", "L2"]},
+    "both, in parts": {
+        "offload": True, "micro_batches": 2, "levels": ["L1@host", "L1@host", "L3", "L0"]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_bits_are_those_of_the_same_training_without(empty_arena, name):
+    choice = {"optimizer": "headroom"} | CHOICES[name]
+    batch, (model, other) = batch_of(), (model_of(), model_of())
+    fitted = headroom.fit(model, batch, budget="1 GiB", loss=cross_entropy, choice=choice)
+    assert is_on_host(fitted.choice) and fitted.predicted_host > 100_000
+    bare = {key: value for key, value in choice.items() if key not in ("offload", "state_budget")}
+    if "levels" in bare:
+        bare["levels"] = [level[:2] for level in bare["levels"]]
+    plain = headroom.fit(other, batch, budget="1 GiB", loss=cross_entropy, choice=bare)
+    assert plain.predicted_host == 0
+    assert torch.equal(torch.stack(steps(fitted, batch)), torch.stack(steps(plain, batch)))
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    # As planned, and as measured: the device within the tables and the like, the host exactly.
+    assert abs(fitted.measured_peak - fitted.predicted_peak) <= 0.002 * fitted.predicted_peak
+    assert fitted.measured_host == fitted.predicted_host
+    assert f"{'on the host':>14}" in str(fitted).splitlines()[2]
+    told = json.loads(json.dumps(fitted.to_json()))
+    assert told["measured"]["host_bytes"] == fitted.predicted_host
+    assert Choice.from_json(told["choice"]) == fitted.choice
+    fitted.undo()
+    assert fitted.optimizer.paging is None
+    assert all(x.device.type == "cpu" and not arena.in_arena(x)
+               for entry in fitted.optimizer.state.values() for x in entry.values())  # fmt: skip
+    trim()
+    assert empty_arena.bytes == 0
+
+
+def test_fit_applies_what_it_finds(empty_arena, trained):
+    """Also where the state is there already."""
+    least = trained[2].points[0].peak
+    model, batch = model_of(), batch_of()
+    optimizer = headroom.optim.AdamW(model.parameters())
+    cross_entropy(model(batch[0]), batch[1]).backward()
+    optimizer.step()
+    model.zero_grad()
+    fitted = headroom.fit(
+        model, batch, budget=int(1.2 * least), host_budget="1 GiB", loss=cross_entropy,
+        optimizer=optimizer,
+    )  # fmt: skip
+    assert fitted.choice.offload and fitted.optimizer is optimizer
+    assert optimizer.offload_handle.memory().host > 0
+    steps(fitted, batch)
+    assert fitted.measured_peak <= int(1.2 * least)
+    assert fitted.measured_host == fitted.predicted_host <= fitted.host_budget == 1 << 30
+    assert any(change.technique == "state" for change in fitted.changes)
+
+
+def test_a_given_choice_needs_no_host_budget_and_keeps_to_one(empty_arena):
+    model, batch = model_of(2), batch_of()
+    choice = Choice(optimizer="headroom", offload=True)
+    fitted = headroom.fit(
+        model, batch, budget="1 GiB", loss=cross_entropy, choice=choice, dry_run=True
+    )
+    assert fitted.predicted_host > 0 and "state on the host" in str(fitted)
+    with pytest.raises(DoesNotFit, match="on the host, of which 1.00 KiB may be used: give a larg"):
+        headroom.fit(
+            model, batch, budget="1 GiB", loss=cross_entropy, choice=choice, host_budget=1024
+        )
+    with pytest.raises(ValueError, match="has offload=True, wanted one of False"):
+        headroom.fit(
+            model, batch, budget="1 GiB", loss=cross_entropy, choice=choice.but(optimizer="given")
+        )
+
+
+def test_no_room_on_the_host_leaves_the_model_as_it_was(empty_arena, monkeypatch):
+    model, batch = model_of(2), batch_of()
+    optimizer = headroom.optim.AdamW(model.parameters())
+    cross_entropy(model(batch[0]), batch[1]).backward()
+    optimizer.step()
+    before = [x.clone() for x in model.parameters()]
+    empty_arena.budget = 1000
+    with pytest.raises(HostMemoryError):
+        headroom.fit(
+            model, batch, budget="1 GiB", loss=cross_entropy, optimizer=optimizer,
+            choice={"offload": True, "levels": ["L3", "L3"]},
+        )  # fmt: skip
+    assert optimizer.paging is None and all(map(torch.equal, before, model.parameters()))
+    assert {block.save for block in model.blocks} == {"L0"}
+
+
+def test_the_optimizers_whose_state_can_leave():
+    step = step_of(model_of(2), batch_of(), cross_entropy)
+
+    def offloads(optimizer, **options):
+        found = techniques_of(step.but(optimizer=optimizer), on_host=True, **options)
+        return {choice.optimizer for choice in found.choices if choice.offload}
+
+    params = list(step.model.parameters())
+    assert offloads(torch.optim.AdamW(params)) == {"headroom"}
+    assert offloads(headroom.optim.AdamW8bit(params)) == {"given"}
+    assert offloads(torch.optim.SGD(params)) == set()
+    assert offloads(headroom.optim.AdamW(params, offload="state")) == set()  # it has
+    assert offloads(torch.optim.AdamW(params), allow=("adafactor",)) == {"headroom"}
+    assert offloads(torch.optim.AdamW(params), only={"offload": (False,)}) == set()
+
+
+def the_least_host_budget_counts(rank):
+    model, batch = model_of(2), batch_of(2)
+    with pytest.raises(RankError if rank else DoesNotFit, match="nothing trains the model within"):
+        headroom.fit(
+            model, batch, budget="1.8 MiB", loss=cross_entropy,
+            host_budget=("1 GiB", "100 KiB")[rank],
+        )  # fmt: skip
+    fitted = headroom.fit(
+        model, batch, budget="1.8 MiB", loss=cross_entropy, host_budget=("1 GiB", "900 MiB")[rank]
+    )
+    assert fitted.choice.offload and fitted.host_budget == ((1 << 30), 900 * MIB)[rank]
+
+
+def test_the_least_host_budget_of_the_ranks_counts(ranks):
+    ranks(the_least_host_budget_counts)
+
+
+@pytest.mark.parametrize(
+    ("host_budget", "error"), [("much", ValueError), (-1, ValueError), ([], TypeError)]
+)
+def test_host_budgets_that_are_none(host_budget, error):
+    with pytest.raises(error, match="host_budget"):
+        headroom.fit(model_of(2), batch_of(), budget="1 GiB", host_budget=host_budget)
+
+
+# ---- prices where copies run beside the computation ---------------------------------------------
+
+
+class Asynchronous(Inline):
+    is_asynchronous = True
+
+
+def test_prices_of_copies_beside_the_computation(monkeypatch):
+    """What a link of 1 GB/s has no time for, and the memory of what is on its way."""
+    block = measure._Kind(0, None, None, ("L0", "L0@host"), torch.device("cpu"), count=4)
+    cost = measure.LevelCost(5000, 70, 60, 6000, 0, 1e-6, 3e-6)
+    stays, leaves = cost, measure.replace(cost, moved=4000, forward_seconds=9.0)
+    monkeypatch.setattr(measure, "engine_of", lambda device: Asynchronous())
+    found = []
+    for rate in (1e9, 1e15):
+        monkeypatch.setattr(
+            measure, "measured_link", lambda device, rate=rate: Link(rate, rate, 0.0)
+        )
+        found.append(block._copied(leaves, stays))
+    slow, quick = found
+    assert (slow.held, slow.forward) == (1000, 10_000) and slow.moved == 4000
+    assert (slow.backward, slow.backward_released) == (8070, 8060)
+    assert slow.forward_seconds == quick.forward_seconds == 1e-6
+    assert quick.backward_seconds == pytest.approx(3e-6, rel=1e-3)
+    assert 4e-6 < slow.backward_seconds < 3e-6 + 8e-6
+    # On the CPU a block by itself shows what copies take, which is never less than nothing.
+    monkeypatch.undo()
+    assert block._copied(leaves, stays) == leaves
+    assert block._copied(measure.replace(stays, forward_seconds=0.0), stays) == stays
+
+
+def test_the_price_of_a_paged_step(monkeypatch):
+    model, batch = model_of(2), batch_of()
+    monkeypatch.setattr(candidates, "engine_of", lambda device: Asynchronous())
+    monkeypatch.setattr(candidates, "measured_link", lambda device: Link(1e6, 1e6, 0.0))
+    monkeypatch.setattr(candidates, "optimizer_seconds", lambda *args, **options: 1e-3)
+    step = step_of(model, batch, cross_entropy, optimizer=torch.optim.AdamW(model.parameters()))
+    made = candidates.Candidates(techniques_of(step, on_host=True), None)
+    whole = Choice(optimizer="headroom", offload=True)
+    host = made.paged(whole).host
+    assert made._seconds_of_step(Choice(optimizer="headroom")) == 1e-3
+    found = made._seconds_of_step(whole)
+    assert host / 1e6 < found < 1.5 * host / 1e6  # the pieces go up one after another
+    budgets = sorted(c.state_budget for c in made.techniques.choices if c.offload)
+    part = made._seconds_of_step(whole.but(state_budget=budgets[-1]))
+    assert 1e-3 < part < 0.9 * found and budgets[0] == 0
+    assert all(made.paged(whole.but(state_budget=budget)).host > 0 for budget in budgets)
