@@ -6,7 +6,9 @@ which each shows the event with the most live bytes, so that no peak is lost.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -37,7 +39,8 @@ def described(
 
     ``summary`` has the numbers that ``headroom report --json`` prints, ``series`` the live bytes by
     kind, by module and by line at each point, as differences from the point before, ``top`` the
-    largest owners at each point, and ``owners`` who is live at the peak.
+    largest owners at each point, and ``owners`` who is live at the peak. ``lines`` has, for each
+    point, bytes that are not live on the device: reserved by the allocator, or on the host.
     """
     columns = _Columns(timeline)
     kinds = {kind: kind if has_kinds else UNKNOWN for kind in KINDS}
@@ -76,9 +79,7 @@ def described(
             "module": columns.groups_at(points, [_module(key) for key in columns.keys]),
             "line": columns.groups_at(points, [_line(key) for key in columns.keys]),
         },
-        "reserved": _differences(
-            [reserved[point] for point in points.tolist()] if reserved else []
-        ),
+        "lines": _lines(timeline, reserved, points.tolist()),
         "top": [
             None if here == before else [[place[owner], size] for owner, size in here]
             for before, here in zip([None, *top], top)
@@ -90,6 +91,21 @@ def described(
         "stacks": texts.stacks,
         "notes": [quoted(note, 400) for note in timeline.notes[:50]],
     }
+
+
+def _lines(timeline: Timeline, reserved: Sequence[int], points: list[int]) -> dict[str, list[int]]:
+    found = {}
+    if reserved:
+        found["reserved"] = _differences([reserved[point] for point in points])
+    if timeline.host is not None:
+        changes = Counter[int]()
+        for one in timeline.host.allocations:
+            changes[one.start] += one.bytes
+            if one.end is not None:
+                changes[one.end] -= one.bytes
+        held = list(accumulate(changes[event] for event in range(points[-1] + 1)))
+        found["on the host"] = _differences([held[point] for point in points])
+    return found
 
 
 def _summary(timeline: Timeline, columns: _Columns, kinds: dict[str, str]) -> dict[str, Any]:
@@ -106,6 +122,7 @@ def _summary(timeline: Timeline, columns: _Columns, kinds: dict[str, str]) -> di
         "end_bytes": columns.last,
         "allocations": len(timeline.allocations),
         "events": timeline.events,
+        **({} if timeline.host is None else {"host_peak_bytes": timeline.host.peak_bytes}),
     }
 
 

@@ -8,6 +8,7 @@ function recordingPart(content) {
   const tiles = el("div", { className: "tiles" },
     total === undefined ? null : tile(bytes(total), `predicted on ${facts.device}`),
     tile(bytes(facts.peak_bytes), `peak of tensors, ${where}`),
+    facts.host_peak_bytes ? tile(bytes(facts.host_peak_bytes), "at most on the host") : null,
     facts.segments ? tile(bytes(facts.segments.reserved_bytes), "reserved at the end") : null,
     tile(bytes(facts.end_bytes), "live at the end"),
     tile(count(facts.allocations), `allocations on ${facts.device}`));

@@ -6,8 +6,9 @@ const PHASES = { forward: "#56B4E9", backward: "#E69F00", optimizer: "#009E73", 
 function timelineSection(content) {
   const points = sums(content.points);
   const modes = { kind: "kind", module: "module", line: "line" };
-  const reserved = sums(content.reserved);
-  const held = { name: "reserved", values: reserved }; // a line, and no layer
+  // They are not live on the device, and no layers.
+  const lines = Object.entries(content.lines).map(([name, differences]) => (
+    { name, values: sums(differences), isLine: true, dash: name === "on the host" ? [5, 3] : [] }));
   const tops = [];
   for (const top of content.top) tops.push(top === null ? tops[tops.length - 1] : top);
   const few = Object.keys(content.series.kind).length < 2;
@@ -25,7 +26,7 @@ function timelineSection(content) {
       const color = mode === "kind" ? data.colors[name] : name === "others" || name === "unknown" ? GRAY : PALETTE[index % PALETTE.length];
       return { name: mode === "kind" ? words(name) : name, color, values: sums(differences) };
     });
-    legend.replaceChildren(...[...layers, ...(reserved.length ? [held] : [])].map((layer) => el("button", {
+    legend.replaceChildren(...[...layers, ...lines].map((layer) => el("button", {
       "aria-pressed": String(!state.hidden.has(layer)),
       title: layer.name,
       onclick: (event) => {
@@ -35,7 +36,7 @@ function timelineSection(content) {
         event.currentTarget.setAttribute("aria-pressed", String(!hide));
         canvas.redraw();
       },
-    }, layer === held ? el("span", { className: "dot stroke" }) : dot(layer.color), el("span", null, layer.name))));
+    }, layer.isLine ? el("span", { className: layer.dash.length ? "dot stroke dashed" : "dot stroke" }) : dot(layer.color), el("span", null, layer.name))));
     canvas.redraw();
   }
 
@@ -56,7 +57,7 @@ function timelineSection(content) {
 
   function draw(context, width, height) {
     const shown = layers.filter((layer) => !state.hidden.has(layer));
-    const line = state.hidden.has(held) ? [] : reserved;
+    const drawn = lines.filter((line) => !state.hidden.has(line));
     const first = pointAt(state.from), last = Math.min(points.length - 1, pointAt(state.to) + 1);
     // Of the points in one pixel, the fullest is drawn: a peak must not fade.
     const chosen = [];
@@ -68,7 +69,7 @@ function timelineSection(content) {
       else if (sum > full) chosen[chosen.length - 1] = at;
       full = here === column ? Math.max(full, sum) : sum;
       column = here;
-      most = Math.max(most, sum, line.length ? line[at] : 0);
+      most = Math.max(most, sum, ...drawn.map((line) => line.values[at]));
     }
     const xs = chosen.map((at) => Math.floor(toX(points[at], width)));
     const end = Math.ceil(toX(last === points.length - 1 ? content.events : points[last], width));
@@ -113,12 +114,14 @@ function timelineSection(content) {
       context.fill();
       base.set(upper);
     }
-    if (line.length) {
+    for (const line of drawn) {
       context.beginPath();
-      steps(chosen.map((at) => line[at]));
+      steps(chosen.map((at) => line.values[at]));
       context.strokeStyle = css("--ink");
       context.lineWidth = 1.2;
+      context.setLineDash(line.dash);
       context.stroke();
+      context.setLineDash([]);
       context.lineWidth = 1;
     }
     drawPhases(context, width, height);
@@ -203,7 +206,8 @@ function timelineSection(content) {
     const rows = layers.filter((layer) => layer.values[at] > 0 && !state.hidden.has(layer));
     const table = el("table", null, ...rows.reverse().map((layer) => el("tr", null,
       el("td", null, dot(layer.color)), el("td", null, layer.name), cell(bytes(layer.values[at]), "n"))));
-    if (reserved.length) table.append(el("tr", null, el("td"), el("td", null, "reserved"), cell(bytes(reserved[at]), "n")));
+    table.append(...lines.map((line) => el("tr", null,
+      el("td"), el("td", null, line.name), cell(bytes(line.values[at]), "n"))));
     const owners = (tops[at] || []).slice(0, 3).flatMap(([owner, size]) => {
       const lines = stackLines(content, content.owners[owner][3]).slice(0, 2);
       const name = ownerName(content, content.owners[owner]) || lines[0] || "unknown";
@@ -277,7 +281,8 @@ function timelineSection(content) {
     el("div", { className: "frame" }, canvas), legend,
     el("p", null, range, points.length < content.events
       ? `. Each point is the fullest of ${(content.events / points.length).toFixed(content.events < 10 * points.length ? 1 : 0)} events.` : ".",
-    reserved.length ? " The line is what the allocator has reserved." : "", " Drag to zoom in, double-click for all."));
+    content.lines.reserved ? " The line is what the allocator has reserved." : "",
+    content.lines["on the host"] ? " The dashed line is what arenas of the host hold." : "", " Drag to zoom in, double-click for all."));
   choose(state.mode);
   return section;
 }

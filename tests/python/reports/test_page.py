@@ -5,7 +5,7 @@ import random
 import re
 
 import pytest
-from headroom.memory import format_bytes
+from headroom.memory import Allocation, Timeline, format_bytes
 from headroom.reports import report
 
 from helpers import report_files
@@ -193,6 +193,31 @@ def test_what_the_allocator_holds(browser, tmp_path, grows):
         browser.settle()
         labels = browser.run("window.labels")
         assert any("GiB" in label for label in labels) is expected, labels
+
+
+def test_what_is_on_the_host_is_a_line_of_its_own(browser, tmp_path):
+    timeline = report_files.timeline(300)
+    host = Allocation(0, 64 * timeline.peak_bytes, 0, None, "optimizer_state")
+    timeline.host = Timeline([host], timeline.spans, "host")
+    timeline.save(tmp_path / "timeline.json")
+    report([tmp_path / "timeline.json"], tmp_path / "run.html")
+    browser.open(tmp_path / "run.html")
+    shown = browser.run("document.body.innerText")
+    assert f"{format_bytes(host.bytes)}\nat most on the host" in shown
+    assert "The dashed line is what arenas of the host hold." in shown
+    stroke = "document.querySelectorAll('.legend .dot.dashed').length"
+    assert browser.run(stroke) == 1
+    browser.run(
+        "(() => { const p = CanvasRenderingContext2D.prototype, old = p.fillText; "
+        "window.labels = []; p.fillText = function (text, x, y) { labels.push(text); "
+        "old.call(this, text, x, y); }; })()"
+    )
+    seen = []
+    for _ in range(2):  # it is hidden, and shown again
+        browser.run("window.labels.length = 0")
+        press(browser, "on the host")
+        seen.append(browser.run("window.labels.join()"))
+    assert seen[0] != seen[1]
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -98,6 +98,22 @@ def small():
     return Timeline(made, [Span(0, 0, "forward"), Span(4, 0, "backward")], "cuda:0", ["A note."])
 
 
+def with_host():
+    """The small timeline, with states on the host all the time, and activations for a while."""
+    held = [Allocation(0, 700, 0, None, "optimizer_state"), Allocation(1, 90, 2, 4, "activations")]
+    timeline = small()
+    timeline.host = Timeline(held, timeline.spans, "host")
+    return timeline
+
+
+def test_what_is_on_the_host_is_a_line():
+    content = recording.described(with_host(), [5000] * 5 + [4000])
+    wanted = recording.described(small(), [5000] * 5 + [4000])
+    wanted["lines"]["on the host"] = [700, 0, 90, 0, -90, 0]
+    wanted["summary"]["host_peak_bytes"] = 790
+    assert content == wanted
+
+
 def test_all_that_is_shown_of_a_small_timeline():
     zeros = [0, 0, 0, 0, 0, 0]
     assert recording.described(small(), [5000] * 5 + [4000]) == {
@@ -130,7 +146,7 @@ def test_all_that_is_shown_of_a_small_timeline():
                 "aten::add": [*zeros[1:], 200],
             },
         },
-        "reserved": [5000, 0, 0, 0, 0, -1000],
+        "lines": {"reserved": [5000, 0, 0, 0, 0, -1000]},
         "top": [
             [[0, 3000]],
             [[0, 3000], [1, 1000]],
