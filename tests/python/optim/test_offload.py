@@ -425,6 +425,17 @@ def test_budgets_are_never_exceeded_and_more_is_never_more_to_copy():
     assert memory.host == memory.ring == 0
 
 
+@pytest.mark.parametrize("elements, slot", [(1 << 15, 8 << 15), (1 << 21, 8 << 20)])
+def test_the_size_of_a_slot_that_nobody_chose(elements, slot):
+    """An eighth of the state, and 8 MiB at most."""
+    optimizer = AdamW([nn.Parameter(torch.zeros(elements)) for _ in range(8)])
+    handle = offload(optimizer, host=HostArena())
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert handle.memory().ring == pytest.approx(slot, rel=0.01)
+
+
 def test_a_budget_below_the_ring_names_both():
     optimizer = AdamW(nn.Linear(64, 64).parameters())
     with pytest.raises(ValueError, match=r"budget is .*2,000 bytes.*ring .* takes .*4,608 bytes"):

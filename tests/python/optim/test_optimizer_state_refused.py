@@ -139,6 +139,7 @@ ADAM_OPTIONS = [
     (no_option("lr"), ValueError, r"param_groups\[0\] of the loaded state has no 'lr'"),
     (no_option("eps"), ValueError, "has no 'eps'"),
     (no_option("betas"), ValueError, "has no 'betas'"),
+    (option("amsgrad", "yes"), TypeError, "has amsgrad='yes', wanted True or False"),
     (option("rounding", 3), TypeError, "has rounding of type int, wanted a string or None"),
     (option("state_dtype", "float7"), ValueError, "state_dtype must be one of .* got 'float7'"),
 ]
