@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from headroom._core.randomness import generators_kept
-from headroom.step.micro_batches import parts
+from headroom.step.micro_batches import parts, resized
 from headroom.step.run import Total, passes, train, update, weighed
 from torch import nn
 
@@ -103,3 +103,14 @@ def test_random_numbers_go_on_as_if_nothing_had_run():
             raise KeyError
         assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
         assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_a_batch_of_another_size_takes_no_memory():
+    """What is no sample of it stays: scalars, and tables of another length."""
+    scale, table = torch.tensor(2.0), torch.ones(7, 3)
+    ids, kept, same, mask = resized([torch.ones(4, 5).int(), scale, table, torch.ones(4)], 1000)
+    assert (ids.shape, ids.dtype, mask.shape) == ((1000, 5), torch.int32, (1000,))
+    assert ids.is_meta and mask.is_meta
+    assert kept is scale and same is table
+    with pytest.raises(ValueError, match="no tensor with a dimension"):
+        resized([scale], 3)
