@@ -1,8 +1,10 @@
 """The Trainer of transformers within a budget of memory."""
 
 import copy
+import importlib
 import json
 import re
+import sys
 from types import SimpleNamespace
 
 import headroom
@@ -321,3 +323,14 @@ def test_the_host_holds_what_the_device_has_no_room_for(tmp_path):
     assert (other.budget, other.host_budget) == (callback.budget, "1 GiB")
     assert other.again(callback.choice, callback.budget, 1 << 30) is callback.choice
     assert other.again(callback.choice, callback.budget) is None
+    before = trainer_of(stack(), samples(), tmp_path, **options)
+    fitted = fit_trainer(before, callback.budget, host_budget="1 GiB", tell=told.append).fitted
+    assert fitted.choice.offload and fitted.host_budget == 1 << 30
+
+
+def test_without_transformers(monkeypatch):
+    name = "headroom.integrations.trainer_fit"
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError, match="needs the package transformers"):
+        importlib.import_module(name)
