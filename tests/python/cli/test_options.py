@@ -49,7 +49,7 @@ STEP = (
 USAGE = {
     "plan": STEP + "[--advice N] [--out FILE] [--top N] [--json] MODEL",
     "fit": STEP + "(--budget SIZE | --ladder) [--max-batch | --measure] "
-    "[--allow {8bit,bf16,adafactor}] [--png PNG] [--out FILE] [--json] MODEL",
+    "[--allow {8bit,bf16,adafactor}] [--host-budget SIZE] [--png PNG] [--out FILE] [--json] MODEL",
     "report": "[-o HTML] [--title TITLE] [--terminal] [--top N] [--json] FILE [FILE ...]",
     "diff": "[--at {peak,end}] [--device DEVICE] [--fail-above SIZE] [--top N] [--json] A B",
     "convert": "--to LIBRARY [--from LIBRARY] [--key KEY] "
@@ -101,7 +101,7 @@ def test_defaults():
         ("plan", "m"): step | {"advice": 0, "out": None, "top": 8},
         ("fit", "m", "--ladder"): step
         | {"budget": None, "ladder": True, "max_batch": False, "measure": False}
-        | {"allow": [], "png": None, "out": None},
+        | {"allow": [], "host_budget": None, "png": None, "out": None},
         ("report", "a"): {"files": [a], "out": None, "title": None}
         | {"terminal": False, "top": 10},
         ("diff", "a", "b"): {"a": a, "b": b, "at": "peak", "device": None}

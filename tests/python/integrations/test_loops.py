@@ -253,12 +253,12 @@ def test_the_choice_that_a_checkpoint_keeps(tmp_path):
     callback.choice = {"micro_batches": 2}
     kept = {"stateful_callbacks": {"HeadroomCallback": callback.state()}}
     assert kept["stateful_callbacks"]["HeadroomCallback"]["args"]["allow"] == ["8bit"]
-    assert found(kept) == found(kept, True) == ({"micro_batches": 2}, "6 GiB")
+    assert found(kept) == found(kept, True) == ({"micro_batches": 2}, ("6 GiB", None))
     assert found(kept, None) is None and found(kept, str(tmp_path / "other")) is None
     for nothing in ({}, {"stateful_callbacks": None}, {"stateful_callbacks": {}}):
         assert found(nothing) is None
     several = [{}, HeadroomCallback("1 GiB").state(), callback.state()]
-    assert found({"stateful_callbacks": {"HeadroomCallback": several}})[1] == "6 GiB"
+    assert found({"stateful_callbacks": {"HeadroomCallback": several}})[1] == ("6 GiB", None)
 
 
 def test_the_rule_and_the_items_of_a_step():

@@ -3,12 +3,15 @@
 import threading
 
 import headroom
+import pytest
 import torch
 from headroom.host import HostArena
 from headroom.host.arena import listeners
 from headroom.memory import Timeline, track
 from headroom.memory.events import KINDS
 from torch import nn
+
+pytestmark = pytest.mark.usefixtures("empty_host")
 
 
 def net():

@@ -60,6 +60,8 @@ def whole(tmp_path_factory, text):
 
     def run(rung):
         if rung not in runs:
+            gc.collect()
+            headroom.host.trim()
             folder = tmp_path_factory.mktemp(rung)
             runs[rung] = folder, tiny(rung, folder, text, steps=6)
         return runs[rung]
