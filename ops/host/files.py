@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 class MappedFile(mmap.mmap):
@@ -43,7 +44,9 @@ def copied_through_file(slab: Tensor, mapping: MappedFile) -> Callable[[], None]
 
 
 def _mapping_of(tensor: Tensor) -> MappedFile | None:
-    return _slabs.get(tensor.untyped_storage().data_ptr()) if _slabs else None
+    if not _slabs or isinstance(tensor, FakeTensor):
+        return None
+    return _slabs.get(tensor.untyped_storage().data_ptr())
 
 
 def copy_through_file(target: Tensor, source: Tensor) -> bool:
