@@ -6,7 +6,6 @@ import os
 import tempfile
 from pathlib import Path
 
-import headroom
 import pytest
 import torch
 
@@ -38,13 +37,6 @@ def pytest_collection_finish():
 
 def pytest_unconfigure():
     gc.unfreeze()
-
-
-@pytest.fixture
-def empty_host():
-    """Frees what other tests have left in arenas of the host."""
-    gc.collect()
-    headroom.host.trim()
 
 
 def _devices():

@@ -20,6 +20,7 @@ import convergence
 import data
 import ladder
 import train as examples_train
+from helpers.empty_host import empty_host
 from model import GPT, SIZES, HeadroomGPT, Size, renamed
 from run import Run
 from rungs import BETAS, RUNGS, size_of
@@ -60,10 +61,9 @@ def whole(tmp_path_factory, text):
 
     def run(rung):
         if rung not in runs:
-            gc.collect()
-            headroom.host.trim()
             folder = tmp_path_factory.mktemp(rung)
-            runs[rung] = folder, tiny(rung, folder, text, steps=6)
+            with empty_host():
+                runs[rung] = folder, tiny(rung, folder, text, steps=6)
         return runs[rung]
 
     return run
