@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -56,6 +57,25 @@ def shard_groups(grad: Tensor) -> tuple[Any, ...]:
 def local_part(grad: Tensor) -> Tensor:
     """Returns the shard of a DTensor on this rank, and any other tensor unchanged."""
     return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def spec_of(x: Tensor) -> Any:
+    """Returns how a DTensor is sharded; None for any other tensor."""
+    return x._spec if isinstance(x, DTensor) else None
+
+
+def with_spec(local: Tensor, spec: Any) -> Tensor:
+    """Returns the DTensor of a shard on this rank; without a ``spec``, the tensor itself. Shards
+    may lie on the host where the mesh is of another device, as those of FSDP2's CPUOffloadPolicy
+    do."""
+    return local if spec is None else DTensor(local, spec, requires_grad=False)
+
+
+def on_meta(x: Tensor) -> Tensor:
+    """Returns a tensor of the same form, sharded in the same way, without memory."""
+    local = local_part(x)
+    form = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
+    return with_spec(form, spec_of(x))
 
 
 def place_of(param: Tensor) -> tuple[int, int, int]:

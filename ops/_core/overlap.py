@@ -13,6 +13,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .dtensor import local_part
 
 
+def flat(tensor: Tensor) -> Tensor:
+    """Returns the elements of a dense tensor in their order in memory. It counts writes with it."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Returns a tensor of these strides with the same elements: itself, or a copy."""
+    if tensor.stride() == stride:
+        return tensor
+    return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
+
+
 class _Span(NamedTuple):
     """Holds the bytes from the first element of a tensor to its last."""
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from .._core.dtensor import local_part
-from .._core.overlap import is_dense
+from .._core.dtensor import local_part, on_meta, spec_of, with_spec
+from .._core.overlap import flat, laid_out
 from ..functional.accumulate import accumulate_
 from ..host.arena import HostArena
 from ..host.engine import Engine
@@ -37,7 +35,7 @@ class Sum(Place):
         self.length, self.width = local.numel(), local.element_size()
         super().__init__(slab, first, (1 + compensated) * aligned(local.nbytes), engine)
         self._form = local.shape, local.stride()
-        self._spec, self.dtype = getattr(like, "_spec", None), local.dtype
+        self._spec, self.dtype = spec_of(like), local.dtype
         self.compensated, self.holds = compensated, False
 
     def first_of(self, number: int) -> int:
@@ -47,7 +45,7 @@ class Sum(Place):
     def whole(self, memory: Tensor, first: int) -> Tensor:
         """Returns the tensor in memory of its dtype, of which it takes the bytes from ``first``."""
         local = memory.view(self.dtype).as_strided(*self._form, first // self.width)
-        return local if self._spec is None else DTensor(local, self._spec, requires_grad=False)
+        return with_spec(local, self._spec)
 
     def tensor(self, number: int) -> Tensor:
         """Returns the sum in the arena (0), or the compensation (1)."""
@@ -55,11 +53,8 @@ class Sum(Place):
 
     def flat(self, x: Tensor) -> Tensor:
         """Returns the elements of a tensor in the order of those of the sum."""
-        local, (shape, stride) = local_part(x), self._form
-        if local.stride() != stride:
-            new = torch.empty_strided(shape, stride, dtype=local.dtype, device=local.device)
-            local = new.copy_(local)
-        return local.as_strided((local.numel(),), (1,))
+        _, stride = self._form
+        return flat(laid_out(local_part(x), stride))
 
 
 class HostSums:
@@ -100,7 +95,7 @@ class HostSums:
             HostMemoryError: the arena has no room. Nothing has been changed then.
         """
         missing = [
-            (param, _like(form, dtype))
+            (param, torch.zeros_like(on_meta(form), dtype=dtype))
             for param, form in zip(params, forms)
             if param not in self._sums or self._sums[param].dtype != dtype
         ]
@@ -205,14 +200,3 @@ class _Part(Piece):
             torch._foreach_add_(sums, grads, alpha=factor)
         else:
             accumulate_(sums, grads, compensations=compensations, factor=factor)
-
-
-def _like(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor without memory, of the form of a sum."""
-    local = local_part(grad)
-    form: Any = torch.empty_strided(local.shape, local.stride(), device="meta", dtype=grad.dtype)
-    if not is_dense(local):
-        form = torch.empty(local.shape, device="meta", dtype=grad.dtype)
-    if isinstance(grad, DTensor):
-        form = DTensor(form, grad._spec, requires_grad=False)
-    return torch.zeros_like(form, dtype=dtype)

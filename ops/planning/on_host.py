@@ -12,11 +12,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .._core.overlap import laid_out
 from ..host.engine import Engine, Inline
 from ..host.slabs import Slabs
 from ..memory.events import Allocation
 from ..optim.paging.paged import Paging, block_size_of
-from ..optim.paging.parts import copied_bytes, laid_out
+from ..optim.paging.parts import copied_bytes
 from ..optim.plan import Bucket, Calls
 from .recorder import Recorder
 
@@ -47,7 +48,7 @@ class PlannedPaging(Paging):
             self.arena.bytes_up += up
             self.arena.bytes_down += down
             if home.size > ring.slot_bytes:
-                laid.append(laid_out(grad, param))
+                laid.append(laid_out(grad, param.stride()))
         return _Holding(bucket, laid), []
 
 

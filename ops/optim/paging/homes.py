@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..._core.dtensor import local_part
-from ..._core.overlap import is_dense
+from ..._core.dtensor import local_part, on_meta, spec_of, with_spec
+from ..._core.overlap import flat, is_dense
 from ...host.engine import Engine
 from ...host.ring import Place, aligned
 from ..block_scales import ABSMAXS, unpadded
@@ -37,11 +36,6 @@ class Field(NamedTuple):
         place = run.storage_offset() + (first + self.first) // self.dtype.itemsize
         return run.as_strided(self.shape, self.stride, place)
 
-    def whole(self, local: Tensor) -> Tensor:
-        """Returns the DTensor of a shard, or the tensor itself. Shards may lie on the host where
-        the mesh is of another device, as those of FSDP2's CPUOffloadPolicy do."""
-        return local if self.spec is None else DTensor(local, self.spec, requires_grad=False)
-
     def on(self, device: torch.device) -> Tensor:
         """Returns a new tensor of this form."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
@@ -63,7 +57,7 @@ def fields_of(layout: Layout, param: Tensor, entry: Mapping[str, Any]) -> tuple[
         tensor = entry.get(name)
         if not isinstance(tensor, Tensor) or not is_dense(local_part(tensor)):
             tensor = _new_on_meta(layout.slot(name), param)
-        local, spec = local_part(tensor), getattr(tensor, "_spec", None)
+        local, spec = local_part(tensor), spec_of(tensor)
         size = local.numel() * local.element_size()
         fields.append(Field(name, first, size, local.shape, local.stride(), local.dtype, spec))
         first = aligned(first + size)
@@ -73,22 +67,13 @@ def fields_of(layout: Layout, param: Tensor, entry: Mapping[str, Any]) -> tuple[
 def _new_on_meta(slot: Slot, param: Tensor) -> Tensor:
     """Returns what a parameter has before its first step, without memory that a plan would
     count."""
-    local = local_part(param)
     with _disable_current_modes():
-        new = torch.empty_strided(local.shape, local.stride(), dtype=param.dtype, device="meta")
-        if isinstance(param, DTensor):
-            new = DTensor(new, param._spec, requires_grad=False)
-        return slot.new(new)
+        return slot.new(on_meta(param))
 
 
 def size_of(fields: tuple[Field, ...]) -> int:
     """Returns the bytes of a run that has these fields."""
     return aligned(fields[-1].first + fields[-1].size)
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """Returns the elements of a dense tensor in their order in memory. It counts writes with it."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def is_cuttable(
@@ -119,7 +104,9 @@ class Home(Place):
     def __init__(self, slab: Tensor, first: int, fields: tuple[Field, ...], engine: Engine) -> None:
         super().__init__(slab, first, size_of(fields), engine)
         self.fields = fields
-        self.views = {one.name: one.whole(one.of(slab.view(one.dtype), first)) for one in fields}
+        self.views = {
+            one.name: with_spec(one.of(slab.view(one.dtype), first), one.spec) for one in fields
+        }
         self._is_new = True  # and zero
 
     def holds(self, entry: Mapping[str, Any] | None, names: tuple[str, ...]) -> bool:

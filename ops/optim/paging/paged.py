@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..._core.capture import refuse_in_capture
-from ..._core.dtensor import local_part
+from ..._core.dtensor import local_part, with_spec
 from ..._core.grouping import grouped
 from ..._core.names import name_of
 from ..._core.sizes import format_bytes
@@ -433,4 +433,4 @@ def _bring(place: Place, entry: dict[str, Any], home: Home | None) -> None:
         is_away = isinstance(value, Tensor) and value.device != place.param.device
         if is_away or (home is not None and value is home.views.get(field.name)):
             local = field.on(place.param.device).copy_(local_part(value))
-            entry[field.name] = field.whole(local)
+            entry[field.name] = with_spec(local, field.spec)

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
+from ..._core.overlap import flat, laid_out
 from ...host.ring import Copy, Piece, Ring, Run, aligned, merged
 from ..plan import Bucket, Call, Calls
 from ..states import STEP, Layout
-from .homes import Field, Home, flat, taken_by_ops
+from .homes import Field, Home, taken_by_ops
 
-CUT = (
-    4096  # elements, at multiples of which parameters are cut: whole blocks, and whole cache lines
-)
+# Elements, at multiples of which parameters are cut: whole blocks, and whole cache lines.
+CUT = 4096
 
 
 class Part(Piece):
@@ -45,7 +44,7 @@ def pieces_of(bucket: Bucket, homes: dict[Tensor, Home], ring: Ring, block_size:
     for owner, param, grad in zip(bucket.owners, bucket.params, bucket.grads):
         home = homes[owner]
         if home.size > ring.slot_bytes:
-            grad = laid_out(grad, param)
+            grad = laid_out(grad, param.stride())
             for first, last in _cuts(home, param, ring.slot_bytes, block_size):
                 _add_part(begin(), ring, home, owner, param, grad, first, last, block_size)
             piece = None
@@ -121,14 +120,6 @@ def _cuts(home: Home, param: Tensor, slot_bytes: int, block_size: int) -> Iterab
     parts = -(-param.numel() // length)
     length = aligned(-(-param.numel() // parts), CUT)
     return ((i, min(i + length, param.numel())) for i in range(0, param.numel(), length))
-
-
-def laid_out(grad: Tensor, param: Tensor) -> Tensor:
-    """Returns a gradient whose elements are in the order of those of its parameter, which parts of
-    both are cut from."""
-    if grad.stride() == param.stride():
-        return grad
-    return torch.empty_like(param, dtype=grad.dtype).copy_(grad)
 
 
 def copied_bytes(home: Home, param: Tensor, slot_bytes: int, block_size: int) -> tuple[int, int]:
