@@ -32,7 +32,7 @@ SHARE = 0.8  # of the memory that can be had, which an arena takes at most
 
 
 class Slab(NamedTuple):
-    """What an arena has taken."""
+    """Says how many bytes an arena has taken, and for what."""
 
     size: int
     kind: str

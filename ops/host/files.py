@@ -40,7 +40,11 @@ def copied_through_file(slab: Tensor, mapping: MappedFile) -> Callable[[], None]
     """Lets copies from and to a slab go through its file. Returns what ends that."""
     address = slab.data_ptr()
     _slabs[address] = mapping
-    return lambda: _slabs.pop(address, None) and None
+
+    def end() -> None:
+        _slabs.pop(address, None)
+
+    return end
 
 
 def _mapping_of(tensor: Tensor) -> MappedFile | None:

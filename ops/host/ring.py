@@ -87,7 +87,7 @@ class Place:
 
 @dataclass
 class Piece:
-    """What fills a slot.
+    """Fills a slot: the copies that bring bytes there, and take them back.
 
     Attributes:
         places: what its copies come from, and go to.

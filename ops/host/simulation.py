@@ -30,7 +30,7 @@ class Link(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a queue does: seconds of computation, or a copy of bytes."""
+    """Takes a queue some time: seconds of computation, or a copy of bytes."""
 
     queue: str
     seconds: float

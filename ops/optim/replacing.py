@@ -78,7 +78,7 @@ def can_offload(optimizer: torch.optim.Optimizer) -> bool:
         return False
     try:
         return planned_paging(optimizer, 0).host > 0
-    except (ValueError, RuntimeError):  # shards, or a dtype that will be another one
+    except (ValueError, RuntimeError):  # another device, or a dtype that will be another one
         return False
 
 

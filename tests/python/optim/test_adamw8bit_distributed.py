@@ -98,6 +98,13 @@ def test_fsdp2_has_the_bits_of_one_process(ranks, options):
 ON_HOST = CPUOffloadPolicy(pin_memory=False)  # which needs a GPU otherwise
 
 
+def step_all(nets, optimizers, step):
+    for net, optimizer in zip(nets, optimizers):
+        backward(net, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def on_host(rank, options, releases):
     """FSDP2 keeps parameters, gradients and states on the host, and the step runs there."""
     nets = [sharded(offload_policy=policy) for policy in (OffloadPolicy(), ON_HOST)]
@@ -105,21 +112,23 @@ def on_host(rank, options, releases):
     if releases:
         headroom.release_gradients(nets[1], optimizers[1], bucket_bytes=1000)
     for step in range(4):
-        for net, optimizer in zip(nets, optimizers):
-            backward(net, step)
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(nets, optimizers, step)
     assert_same_shards(nets[0], optimizers[0], nets[1], optimizers[1])
     for p in nets[1].parameters():
         assert local_part(p).device.type == "cpu"
         assert all(local_part(x).device.type == "cpu" for x in optimizers[1].state[p].values())
 
 
-@pytest.mark.parametrize("releases", [False, True])
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1e9}])
+@pytest.mark.parametrize(
+    "options, releases",
+    [
+        ({}, False),
+        ({"max_grad_norm": 1e9}, False),
+        ({}, True),
+        ({"nonfinite": "skip_element"}, True),
+    ],
+)
 def test_fsdp2_that_keeps_everything_on_the_host(ranks, options, releases):
-    if releases and options:
-        options = {"nonfinite": "skip_element"}
     ranks(on_host, options, releases)
 
 
@@ -140,10 +149,7 @@ def paged(rank, cls, options, make, budget, bucket_bytes, releases):
     if releases:
         headroom.release_gradients(nets[1], optimizers[1], bucket_bytes=1000)
     for step in range(5):
-        for net, optimizer in zip(nets, optimizers):
-            backward(net, step)
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(nets, optimizers, step)
         away, here = on_host_of_each_rank(optimizers[1])
         assert away > 0 and (here > 0) == (budget is not None)
         if step == 2:
