@@ -31,6 +31,8 @@
  *
  * Part 3, experimental: declared where HR_EXPERIMENTAL is defined before the include.
  *
+ *     Matrices of few bits      hr_quantize_matrix, hr_dequantize_matrix
+ *       and their products      hr_linear_forward, hr_linear_backward, hr_linear_query
  *     The MLP block             hr_mlp_forward, hr_mlp_backward, hr_mlp_query
  *     Divergences               hr_divergence_forward, hr_divergence_backward
  *     Linear cross entropy      hr_linear_cross_entropy, hr_linear_cross_entropy_backward,
@@ -1347,6 +1349,152 @@ HR_API hr_status hr_cross_entropy_reduce(float *result, float *factors, const fl
  * passes over their inputs. Its functions and configs may change in every release.
  */
 #ifdef HR_EXPERIMENTAL
+
+/* ---- Matrices of few bits -------------------------------------------------------------------- */
+
+/*
+ * hr_matrix: a matrix [rows, cols] that is only read, such as the frozen weight of a layer: its
+ * elements, or codes of 4 or 8 bits and their scales, as bitsandbytes stores them. Products see it
+ * in `dtype`: an element decodes to a binary32 product that is rounded once, to nearest even.
+ *
+ *     format         bits    element (r, c), with i = r * cols + c           codes
+ *     HR_DENSE               data[r * stride + c]
+ *     HR_NF4         4.5     table[code(i)] * absmax[i / block_size]         half a byte
+ *     HR_FP4         4.5     the same, with another table                    half a byte
+ *     HR_INT8_ROWS   8       code * absmax[r] * 7.874015718698502e-3f        i8, [rows, cols]
+ *
+ * Two codes of 4 bits lie in a byte, that of the even i in its upper half. Blocks are counted
+ * through the whole matrix and cross its rows; the last may be short. NF4 (Dettmers et al.,
+ * arXiv:2305.14314) has quantiles of the normal distribution in [-1, 1]; FP4 has a sign, two bits of
+ * exponent and one of mantissa, in units of 1/192: 0, 1, 128, 192, 64, 96, 32, 48. The factor of
+ * HR_INT8_ROWS is 1/127, rounded up as bitsandbytes has it, and products are taken from the left
+ * (LLM.int8(), arXiv:2208.07339).
+ *
+ * Scales may be quantized in turn, which leaves 4.127 bits in blocks of 64: absmax_codes is then not
+ * NULL, absmax not read, and, with the signed map of hr_dynamic_map,
+ *
+ *     absmax[b] = map[absmax_codes[b]] * absmax_scales[b / 256] + offset[0]
+ *
+ * in two roundings.
+ */
+typedef enum hr_format { HR_DENSE = 0, HR_NF4 = 1, HR_FP4 = 2, HR_INT8_ROWS = 3 } hr_format;
+
+typedef struct hr_matrix {
+    size_t size; /* sizeof(hr_matrix) */
+    hr_format format;
+    hr_dtype dtype;     /* f32, bf16 or f16: of decoded elements */
+    int64_t rows, cols; /* at most 2^59 elements */
+    int64_t stride;     /* HR_DENSE: elements from a row to the next, >= cols; else not read */
+    void *data;         /* [rows * cols] elements or codes; (rows * cols + 1) / 2 bytes in 4 bits.
+                               Codes may be at any address */
+    int32_t block_size; /* 4 bits: a power of two from 32 to 4096; else not read */
+    int32_t reserved;   /* 0 */
+    float *absmax;      /* [blocks]; HR_INT8_ROWS: [rows] */
+    uint8_t *absmax_codes; /* [blocks], or NULL; 4 bits only */
+    float *absmax_scales;  /* with absmax_codes: [hr_block_count(blocks, 256)] */
+    float *offset;         /* with absmax_codes: [1] */
+} hr_matrix;
+
+#define HR_MATRIX_INIT                                                                    \
+    {                                                                                     \
+        sizeof(hr_matrix), HR_DENSE, HR_F32, 0, 0, 0, NULL, 64, 0, NULL, NULL, NULL, NULL \
+    }
+
+typedef struct hr_quantize_matrix_config {
+    size_t size;    /* sizeof(hr_quantize_matrix_config) */
+    int32_t search; /* 1: the scale of a block of 4-bit codes is the best of several, see below */
+} hr_quantize_matrix_config;
+
+#define HR_QUANTIZE_MATRIX_CONFIG_INIT       \
+    {                                        \
+        sizeof(hr_quantize_matrix_config), 0 \
+    }
+
+/*
+ * hr_quantize_matrix: writes the codes and scales of x, in one pass.
+ *
+ *     absmax = the largest |x| of the block or row          NaN if one is NaN
+ *     code   = the nearest of the table to x / absmax, ties to the lower value
+ *     code   = x * (127 / absmax), rounded to nearest even            HR_INT8_ROWS
+ *
+ * The first quotient is computed as a product with the rounded reciprocal, in two steps where absmax
+ * is so small that the reciprocal would overflow. A block of zeros has absmax 0 and the code of zero.
+ * All codes of a block with a NaN are 15 (HR_INT8_ROWS: 0), and it decodes to NaN.
+ * With absmax_codes, offset is the mean of absmax, summed in binary64 in an order that depends on
+ * their number alone, and codes are those of hr_quantize_blocks for absmax - offset.
+ * With config->search, a block of NF4 or FP4 takes the absmax, of several multiples of the largest
+ * |x|, whose decoded elements have the least sum of squared errors; equal ones leave the largest |x|.
+ *
+ * matrix  out: what its pointers point to. absmax is written with absmax_codes, too. Not HR_DENSE
+ * x       in: [rows, cols] of `dtype`
+ * dtype   f32, bf16 or f16
+ * config  NULL counts as HR_QUANTIZE_MATRIX_CONFIG_INIT
+ *
+ * Errors: HR_INVALID_ARGUMENT if an argument breaks its contract.
+ */
+HR_API hr_status hr_quantize_matrix(const hr_matrix *matrix, const hr_rows *x, hr_dtype dtype,
+                                    const hr_quantize_matrix_config *config, const hr_exec *exec);
+
+/*
+ * hr_dequantize_matrix: decodes the rectangle of `rows` rows from `row` on and `cols` columns from
+ * `col` on, or copies that of a dense matrix. The bits are the same on the CPU and on CUDA.
+ *
+ * out     out: [rows, cols] of matrix->dtype
+ * matrix  in
+ *
+ * Errors: HR_INVALID_ARGUMENT if an argument breaks its contract.
+ */
+HR_API hr_status hr_dequantize_matrix(const hr_rows *out, const hr_matrix *matrix, int64_t row,
+                                      int64_t rows, int64_t col, int64_t cols, const hr_exec *exec);
+
+/* ---- Linear layers of such matrices ---------------------------------------------------------- */
+
+/*
+ * hr_linear_forward, hr_linear_backward: y = x W^T + bias and dx = dy W, for x [m, in], y [m, out] and
+ * a matrix W [out, in] that has no gradient. W is decoded in parts that fit the workspace: of rows
+ * in forward, of columns in backward, so that each element of y and dx is rounded once. The results
+ * are those of hr_gemm with parts of the decoded matrix.
+ */
+typedef struct hr_linear_config {
+    size_t size;        /* sizeof(hr_linear_config) */
+    int32_t allow_tf32; /* this and the next two: as in hr_gemm_config */
+    int32_t allow_reduced_precision_reduction;
+    int32_t deterministic;
+} hr_linear_config;
+
+#define HR_LINEAR_CONFIG_INIT             \
+    {                                     \
+        sizeof(hr_linear_config), 0, 0, 0 \
+    }
+
+typedef struct hr_linear_needs {
+    size_t best;  /* bytes: no more than 32 MiB of a decoded part on CUDA, 4 MiB on the CPU */
+    size_t least; /* bytes: fewer are refused */
+    size_t whole; /* bytes with which the whole matrix is decoded at once */
+} hr_linear_needs;
+
+/* hr_linear_query: says how much workspace to give for m rows of x. 0 where none is used, as for
+ * HR_DENSE. */
+HR_API hr_status hr_linear_query(hr_linear_needs *needs, int64_t m, const hr_matrix *matrix,
+                                 int32_t backward, const hr_linear_config *config,
+                                 const hr_exec *exec);
+
+/*
+ * y, dx      out: of matrix->dtype; [m, rows] and [m, cols] of the matrix
+ * x, dy      in: likewise, [m, cols] and [m, rows]
+ * bias       in: [rows] of matrix->dtype, or NULL
+ * workspace  at a multiple of 256 bytes, as hr_linear_query() says; more makes larger parts
+ *
+ * m may be 0.
+ *
+ * Errors: HR_INVALID_ARGUMENT, and what hr_gemm returns where a device has no library of products.
+ */
+HR_API hr_status hr_linear_forward(const hr_rows *y, const hr_rows *x, const hr_matrix *matrix,
+                                   const void *bias, int64_t m, const hr_linear_config *config,
+                                   void *workspace, size_t workspace_bytes, const hr_exec *exec);
+HR_API hr_status hr_linear_backward(const hr_rows *dx, const hr_rows *dy, const hr_matrix *matrix,
+                                    int64_t m, const hr_linear_config *config, void *workspace,
+                                    size_t workspace_bytes, const hr_exec *exec);
 
 /* ---- The MLP block --------------------------------------------------------------------------- */
 
