@@ -5,6 +5,7 @@ each.
 """
 
 from . import (
+    attention_segments,  # noqa: F401  (an op that headroom.nn uses)
     linear_cross_entropy,  # noqa: F401  (an op that headroom.loss offers)
     linear_divergence,  # noqa: F401  (an op that headroom.loss offers)
     mlp,  # noqa: F401  (an op that headroom.nn offers)

@@ -1,10 +1,12 @@
-"""Adapts transformers' Trainer: fits it to a budget, with the loss that makes no logits."""
+"""Adapts transformers: its Trainer, to a budget and to the loss that makes no logits, and its
+attention, to sequences that are packed into rows."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from .._core.lazy import lazy
+from ..patching.attention import register_attention
 from .trainer_loss import fuse_loss, loss_function
 
 if TYPE_CHECKING:
@@ -12,4 +14,10 @@ if TYPE_CHECKING:
 else:  # which imports transformers
     __getattr__, __dir__ = lazy(__name__, {"..trainer_fit": ("HeadroomCallback", "fit_trainer")})
 
-__all__ = ["HeadroomCallback", "fit_trainer", "fuse_loss", "loss_function"]
+__all__ = [
+    "HeadroomCallback",
+    "fit_trainer",
+    "fuse_loss",
+    "loss_function",
+    "register_attention",
+]

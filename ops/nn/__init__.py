@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import functional
-from .attention import Attention, Pattern, Rotation, attention_pattern
+from .attention import Attention, Rotation
 from .block import LAYOUTS, Block
 from .config import TransformerConfig
 from .hf import config_from_hf, state_from_hf, state_to_hf, transformer_from_hf
@@ -11,6 +11,7 @@ from .linear import Linear
 from .loss import LinearCrossEntropyLoss
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
+from .pattern import Pattern, attention_pattern
 from .steps import LEVELS
 from .transformer import Embedding, Transformer
 

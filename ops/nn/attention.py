@@ -1,4 +1,4 @@
-"""Self-attention as a module, and which tokens see which."""
+"""Self-attention as a module."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._core.rows import autocast_dtype
 from ..functional.rope import rope
 from .config import check_probabilities, check_sizes, head_sizes
 from .flash import attend
 from .linear import Linear
+from .pattern import Pattern, attention_pattern
 
 
 class Rotation(NamedTuple):
@@ -22,95 +22,10 @@ class Rotation(NamedTuple):
     position_ids: Tensor | None = None
 
 
-class Pattern(NamedTuple):
-    """Says which tokens see which, for :func:`torch.nn.functional.scaled_dot_product_attention`."""
-
-    mask: Tensor | None
-    causal: bool
-
-
-def packed_positions(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Returns the number of the sequence of each token, and its position in it.
-
-    ``cu_seqlens`` is ``[sequences + 1]``: 0, and where each sequence ends. What lies behind the
-    last end is one more sequence.
-
-    Raises:
-        ValueError: ``cu_seqlens`` on the CPU, where looking waits for no device, does not begin
-            with 0 or falls.
-    """
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        if type(cu_seqlens) is Tensor and (cu_seqlens[0] != 0 or (cu_seqlens.diff() < 0).any()):
-            raise ValueError(
-                f"cu_seqlens is {cu_seqlens.tolist()[:20]}, wanted 0 and then where each sequence "
-                "ends, in rising order; take the cumulative sum of the lengths"
-            )
-    index = torch.arange(tokens, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), index, right=True)
-    return sequence, index - cu_seqlens[sequence]
-
-
-def attention_pattern(
-    x: Tensor,
-    *,
-    causal: bool,
-    window: int | None = None,
-    mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Pattern:
-    """Returns which tokens of ``x``, ``[batch, tokens, hidden]``, see which.
-
-    Args:
-        causal: a token sees itself and those before it.
-        window: a token sees that many tokens, itself among them, or, if not ``causal``, those less
-            than that far away.
-        mask: bool, or integer and not 0, where a token is seen; or floating-point, added to the
-            scores. ``[batch or 1, tokens]`` says which tokens are seen by all; with 3 or 4
-            dimensions it broadcasts to ``[batch, heads, tokens, tokens]``.
-        cu_seqlens: int ``[sequences + 1]``: 0, and the end of each of the sequences that are packed
-            into one row, which do not see each other.
-
-    All but ``causal`` takes a mask of tokens ** 2 elements of the dtype of ``x``. Blocks can share
-    it, where a mask of bools would be converted and kept by each.
-    """
-    tokens, dtype = x.shape[1], autocast_dtype(x.device.type) or x.dtype
-    if window is not None and window >= tokens:
-        window = None
-    index = torch.arange(tokens, device=x.device)
-    distance = index[:, None] - index  # from the token that is seen
-    parts = []
-    if window is not None:
-        parts.append(distance < window)
-        if not causal:
-            parts.append(distance > -window)
-    if cu_seqlens is not None:
-        sequence, _ = packed_positions(cu_seqlens.to(x.device), tokens)
-        parts.append(sequence[:, None] == sequence)
-    if mask is not None:
-        if mask.dim() == 2:
-            if mask.shape[0] not in (1, x.shape[0]) or mask.shape[1] != tokens:
-                raise ValueError(
-                    f"mask is {list(mask.shape)}, wanted [batch, tokens], which is "
-                    f"{[x.shape[0], tokens]}; a mask of pairs of tokens has 3 or 4 dimensions"
-                )
-            mask = mask[:, None, None, :]
-        if not mask.is_floating_point():
-            parts.append(mask.bool())
-            mask = None
-    if not parts and mask is None:
-        return Pattern(None, causal)
-    if causal:
-        parts.append(distance >= 0)
-    added = torch.zeros((), dtype=dtype, device=x.device) if mask is None else mask.to(dtype)
-    for seen in parts:
-        added = torch.where(seen, added, float("-inf"))
-    return Pattern(added, False)
-
-
 class Attention(nn.Module):
     """Self-attention with a packed projection, through torch's
     :func:`~torch.nn.functional.scaled_dot_product_attention`, whose context managers choose the
-    backend.
+    backend, or for packed sequences and windows through kernels that need no mask.
 
     Args:
         hidden_size: the size of the last dimension of inputs and results.
@@ -200,10 +115,9 @@ class Attention(nn.Module):
             )
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
-        mask, causal = pattern
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **options: Any) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        return attend(q, k, v, mask, dropout=dropout, causal=causal, scale=self.scale)
+        return attend(q, k, v, pattern, dropout=dropout, scale=self.scale, **options)
 
     @staticmethod
     def merge(heads: Tensor) -> Tensor:

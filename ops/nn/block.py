@@ -7,10 +7,11 @@ import functools
 from torch import Tensor, nn
 
 from .._core.checks import check_choice
-from .attention import Attention, Pattern, Rotation
+from .attention import Attention, Rotation
 from .config import check_probabilities
 from .fused import fused_mlp, is_fusible
 from .mlp import MLP
+from .pattern import Pattern
 from .steps import AttentionSteps, BlockSteps, MLPSteps, run_steps, save_level
 
 LAYOUTS = ("pre", "post", "sandwich", "parallel")
@@ -129,7 +130,7 @@ class Block(nn.Module):
                 (attention.qkv,),
                 attention.split,
                 (attention.q_norm, attention.k_norm),
-                lambda run, q, k, v: attention.attend(q, k, v, pattern),
+                lambda run, q, k, v: attention.attend(q, k, v, pattern, run=run),
                 attention.merge,
                 attention.out,
                 random=type(attention) is not Attention,

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from ..functional.rope import rope_tables
 from ..loss.language_model import language_model_loss
-from .attention import Attention, Pattern, Rotation, attention_pattern, packed_positions
+from .attention import Attention, Rotation
 from .block import Block, norm_names
 from .config import TransformerConfig
 from .linear import Linear
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
+from .pattern import Pattern, attention_pattern, packed_positions
 from .steps import levels_for_all
 
 

@@ -21,27 +21,28 @@ class _Record:
     def __init__(self) -> None:
         self.before: dict[str, tuple[str, Any]] = {}
         self.now: dict[str, Any] = {}
+        self.shared: list[tuple[Any, str, tuple[str, Any], Any]] = []  # of objects beside modules
 
 
-def _get(module: nn.Module, name: str) -> tuple[str, Any]:
+def _get(holder: Any, name: str) -> tuple[str, Any]:
     """Returns where an attribute is kept, and its value."""
-    attributes = vars(module)
+    attributes = vars(holder)
     return ("instance", attributes[name]) if name in attributes else (ABSENT, None)
 
 
-def _put(module: nn.Module, name: str, held: tuple[str, Any]) -> None:
+def _put(holder: Any, name: str, held: tuple[str, Any]) -> None:
     kind, value = held
     if kind == ABSENT:
-        vars(module).pop(name, None)
+        vars(holder).pop(name, None)
     else:
-        vars(module)[name] = value
+        vars(holder)[name] = value
 
 
 class Changes:
     """Logs what one call of patch() did, to take it back."""
 
     def __init__(self) -> None:
-        self._log: list[tuple[nn.Module, str, tuple[str, Any]]] = []
+        self._log: list[tuple[Any, str, tuple[str, Any]]] = []
 
     def set(self, module: nn.Module, name: str, value: Any) -> None:
         """Sets an attribute of the instance, such as a ``forward``.
@@ -53,15 +54,25 @@ class Changes:
         for kind in ("_parameters", "_buffers", "_modules"):
             if name in getattr(module, kind):
                 raise ValueError(f"Changes.set: {name} is in {kind} of {type(module).__name__}")
-        record = vars(module).get(RECORD)
-        if record is None:
-            record = _Record()
-            self._write(module, RECORD, ("instance", record))
+        record = self._record(module)
         record.before.setdefault(name, _get(module, name))
         self._write(module, name, ("instance", value))
         record.now[name] = value
 
-    def _write(self, module: nn.Module, name: str, held: tuple[str, Any]) -> None:
+    def set_shared(self, module: nn.Module, shared: Any, name: str, value: Any) -> None:
+        """Sets an attribute of what modules share and is none, such as a config, until ``module``
+        is given back what it had."""
+        self._record(module).shared.append((shared, name, _get(shared, name), value))
+        self._write(shared, name, ("instance", value))
+
+    def _record(self, module: nn.Module) -> _Record:
+        record = vars(module).get(RECORD)
+        if record is None:
+            record = _Record()
+            self._write(module, RECORD, ("instance", record))
+        return record
+
+    def _write(self, module: Any, name: str, held: tuple[str, Any]) -> None:
         self._log.append((module, name, _get(module, name)))
         _put(module, name, held)
 
@@ -73,6 +84,9 @@ class Changes:
         for name, held in record.before.items():
             if not _is_wrapped(module, name, record.now[name]):
                 self._write(module, name, held)
+        for shared, name, held, value in record.shared:
+            if vars(shared).get(name) == value:  # nobody has chosen another since
+                self._write(shared, name, held)
         self._write(module, RECORD, (ABSENT, None))
 
     def rollback(self) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..nn.fused import known
 from ..nn.steps import LEVELS, BlockSteps, save_level
+from .attention import register_attention
 from .blocks import Options, PatchedLayer
 from .changes import Changes
 from .layers import layer_forward
@@ -218,9 +219,18 @@ class TransformersLayer:
         dial = Dial(self.family, arguments, save_level(level), options.glu, options.rope)
         changes.set(layer, "_headroom_dial", dial)
         changes.set(layer, "forward", functools.partial(layer_forward, layer))
+        self._pack(changes)
         report.set_level(self.name, layer, level)
         # The steps swap what is in the MLP. Norms are left to what takes any of them.
         report.claim(*map(layer.get_submodule, self.family.halves))
+
+    def _pack(self, changes: Changes) -> None:
+        """Lets the model tell sequences that are packed into rows apart without a mask."""
+        halves = map(self.module.get_submodule, self.family.halves)
+        config = next(half.config for half in halves if hasattr(half, "config"))
+        if config._attn_implementation == "sdpa":
+            name = register_attention()
+            changes.set_shared(self.module, config, "_attn_implementation_internal", name)
 
 
 def find_layers(model: nn.Module) -> tuple[str, list[PatchedLayer]] | None:

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from .._core.recompute import inside_checkpoint
 from ..functional.glu import glu
 from ..functional.rope import rope
+from ..nn.flash import attend, repeat_heads, takes_groups
 from ..nn.functional import mlp_block
 from ..nn.fused import can_fuse, is_untouched
 from ..nn.steps import AttentionSteps, BlockSteps, MLPSteps, Run, SaveLevel
+from .attention import pattern_of, varlen_attention
 from .norms import NormRule, norm_forward
 
 ACTIVATIONS = {
@@ -132,10 +134,6 @@ class _Repeated:
         self.is_causal = is_causal
 
 
-def _repeat(groups: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-
-
 def _added(dtype: torch.dtype, seen: Tensor) -> Tensor:
     """Returns a mask as scaled_dot_product_attention makes it for itself, and keeps it."""
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))
@@ -160,22 +158,31 @@ def _attend(
     eager = sys.modules[call.dial.family.module].eager_attention_forward
     function = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager)
     module = attention
+    dropout = dropout if attention.training else 0.0
+    options = options | call.options
+    if function is varlen_attention:
+        pattern = pattern_of(attention, q, mask, options)
+        if pattern is not None:
+            scale = attention.scaling
+            rows = attend(q, k, v, pattern, dropout=dropout, scale=scale, run=run)
+            return rows.transpose(1, 2).flatten(-2)
+        function = sdpa_attention.sdpa_attention_forward
     cached = call.cache is not None or call.options.get("cache") is not None
     if function is sdpa_attention.sdpa_attention_forward and not cached:
         # What it would compute from k, v and the mask, and keep, is dropped.
         groups = getattr(attention, "num_key_value_groups", 1)
-        if groups > 1 and not sdpa_attention.use_gqa_in_sdpa(mask, k, v):
-            k, v = run(functools.partial(_repeat, groups), k, v)
+        fits = sdpa_attention.use_gqa_in_sdpa(mask, k, v) and takes_groups(q, mask)
+        if groups > 1 and not fits:
+            k, v = run(functools.partial(repeat_heads, groups), k, v)
             module = _Repeated(attention.is_causal)
         if mask is not None and mask.dtype == torch.bool:
             mask = run(functools.partial(_added, q.dtype), mask)
     rows, _ = function(
         module,
         *(q, k, v, mask),
-        dropout=dropout if attention.training else 0.0,
+        dropout=dropout,
         scaling=attention.scaling,
         **options,
-        **call.options,
     )
     return rows.reshape(*rows.shape[:-2], -1).contiguous()
 

@@ -1,0 +1,228 @@
+"""An attention for models of transformers that makes no mask of tokens x tokens for sequences that
+are packed into rows, and none for windows.
+
+Transformers asks one function for the mask of all layers, and another for the attention of each.
+Where nothing but the ends of sequences and a window hides tokens, the first returns a
+:class:`headroom.nn.Pattern`, which models hand on to the second. In all other cases both are those
+of ``sdpa``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..nn.flash import attend
+from ..nn.pattern import Pattern, end_to_end, masked
+
+NAME = "headroom_varlen"
+_MASKS = "transformers.masking_utils"
+
+
+def register_attention() -> str:
+    """Registers the attention with transformers, and returns its name, ``"headroom_varlen"``.
+
+        model.set_attn_implementation(register_attention())
+
+    It is transformers' ``sdpa`` for batches in which each row is one sequence or has padding.
+    Sequences that are packed into rows, by position_ids that begin anew as those of
+    ``DataCollatorWithFlattening`` and of TRL's packing do, or by ``cu_seq_lens_q``, do not see each
+    other, and take no mask. :func:`headroom.patch` gives it to those models that it knows.
+    """
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(NAME, varlen_attention)
+    AttentionMaskInterface.register(NAME, varlen_mask)
+    return NAME
+
+
+# ---- The mask --------------------------------------------------------------------------------
+
+
+def varlen_mask(**given: Any) -> Pattern | Tensor | None:
+    """Returns the mask of a batch; the arguments are those of transformers' ``sdpa_mask``."""
+    from transformers.masking_utils import sdpa_mask
+
+    pattern = _pattern(**given)
+    return sdpa_mask(**given) if pattern is None else pattern
+
+
+def _pattern(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    **_: Any,
+) -> Pattern | None:
+    """Returns which tokens see which, or None if ``sdpa_mask`` shall say it."""
+    from transformers.utils.import_utils import is_tracing
+
+    if is_tracing() or use_vmap or q_length != kv_length:
+        return None
+    if not all(isinstance(offset, int) and offset == 0 for offset in (q_offset, kv_offset)):
+        return None
+    if attention_mask is not None and not is_full(attention_mask):
+        return None
+    rule = _rule(mask_function)
+    if rule is None or (rule.before is not None and not rule.causal):
+        return None
+    widths = [width for width in (rule.before, rule.around) if width is not None]
+    window = min(widths, default=q_length)
+    if rule.sequences is None:
+        may_skip = allow_is_causal_skip if rule.causal else allow_is_bidirectional_skip
+        return Pattern(None, rule.causal, window) if may_skip and window < q_length else None
+    cu_seqlens, longest = _ends(rule.sequences.expand(batch_size, -1))
+    return Pattern(None, rule.causal, window if window < longest else None, cu_seqlens, longest)
+
+
+def is_full(attention_mask: Tensor) -> bool:
+    """Returns whether a mask of tokens hides none. A plan, whose fakes have no values, says so."""
+    return type(attention_mask) is Tensor and bool(attention_mask.all())
+
+
+def _ends(sequences: Tensor) -> tuple[Tensor, int]:
+    """Returns where sequences end in rows that lie end to end, and how long the longest is, given
+    the number of the sequence of each token."""
+    tokens = sequences.numel()
+    if type(sequences) is not Tensor:  # nobody knows: at worst it is one
+        return torch.tensor([0, tokens], dtype=torch.int32, device=sequences.device), tokens
+    begins = torch.ones_like(sequences, dtype=torch.bool)
+    begins[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
+    starts = begins.flatten().nonzero().flatten()
+    ends = torch.cat((starts, starts.new_full((1,), tokens)))
+    return ends.int(), int(ends.diff().max())
+
+
+class _Rule(NamedTuple):
+    """Says what a mask function of transformers hides.
+
+    Attributes:
+        causal: tokens that come later.
+        before: tokens that many places before, and further.
+        around: tokens that many places away, and further.
+        sequences: ``[rows, tokens]``, tokens with another number.
+    """
+
+    causal: bool = False
+    before: int | None = None
+    around: int | None = None
+    sequences: Tensor | None = None
+
+
+def _rule(function: Callable[..., Any]) -> _Rule | None:
+    """Returns what a mask function hides, or None for one that it does not know: the function that
+    made it has a name, and what that was given is in the cells of the closure."""
+    if getattr(function, "__module__", None) != _MASKS:
+        return None
+    cells = getattr(function, "__closure__", None) or ()
+    held = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells)))
+    maker = function.__qualname__.partition(".")[0]
+    try:
+        return _MAKERS[maker](held)
+    except KeyError:
+        return None
+
+
+def _all(held: dict[str, Any]) -> _Rule | None:
+    found = _Rule()
+    for rule in map(_rule, held["mask_functions"]):
+        if rule is None:
+            return None
+        for name, value in rule._asdict().items():
+            if value is None or value is False:
+                continue
+            if getattr(found, name) not in (None, False):
+                return None  # two of a kind
+            found = found._replace(**{name: value})
+    return found
+
+
+# Positions in a sequence are as far apart as the places, so a rule holds of both.
+_MAKERS: dict[str, Callable[[dict[str, Any]], _Rule | None]] = {
+    "and_masks": _all,
+    "causal_mask_function": lambda held: _Rule(causal=True),
+    "bidirectional_mask_function": lambda held: _Rule(),
+    "sliding_window_overlay": lambda held: _Rule(before=held["sliding_window"]),
+    "sliding_window_bidirectional_overlay": lambda held: _Rule(around=held["sliding_window"] + 1),
+    "packed_sequence_mask_function": lambda held: _Rule(sequences=held["packed_sequence_mask"]),
+    "remap_positions_for_packed_sequence": lambda held: _rule(held["mask_function"]),
+}
+
+
+# ---- The attention ---------------------------------------------------------------------------
+
+
+def varlen_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Pattern | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Returns attention ``[batch, tokens, heads, head_dim]``; the arguments are those of
+    transformers' attention functions."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    pattern = pattern_of(module, query, attention_mask, options)
+    if pattern is not None and options.get("position_bias") is None:
+        out = attend(query, key, value, pattern, dropout=dropout, scale=scaling)
+        return out.transpose(1, 2).contiguous(), None
+    mask = attention_mask
+    if pattern is not None:
+        mask = masked(pattern, query.transpose(1, 2)).mask
+    return sdpa_attention_forward(
+        *(module, query, key, value, mask), dropout=dropout, scaling=scaling, **options
+    )
+
+
+def pattern_of(module: Any, query: Tensor, mask: Any, options: dict[str, Any]) -> Pattern | None:
+    """Returns which tokens see which, or None if a mask says it or all rows are one sequence.
+
+    Args:
+        module: of the attention.
+        query: ``[batch, heads, tokens, head_dim]``.
+        mask: what :func:`varlen_mask` returned.
+        options: what else the attention function is given.
+
+    Raises:
+        ValueError: an option changes scores, as neither ``sdpa`` nor this attention can.
+    """
+    for name in ("softcap", "s_aux"):
+        if options.get(name) is not None:
+            raise ValueError(
+                f"attention {NAME!r} has no {name}, which {type(module).__name__} uses; take "
+                "attn_implementation='eager'"
+            )
+    given = options.get("cu_seq_lens_q")
+    pattern = mask if isinstance(mask, Pattern) else None
+    if (
+        given is None
+        or isinstance(mask, Tensor)
+        or getattr(pattern, "cu_seqlens", None) is not None
+    ):
+        return pattern
+    causal = options.get("is_causal")
+    if pattern is None:
+        pattern = Pattern(None, getattr(module, "is_causal", True) if causal is None else causal)
+    tokens = query.shape[0] * query.shape[-2]
+    cu_seqlens, longest = end_to_end(given, 1, tokens, query.device)
+    longest = min(longest, options.get("max_length_q") or longest)
+    return pattern._replace(cu_seqlens=cu_seqlens, longest=longest)
+
+
+if _MASKS in sys.modules:  # a model that was patched in another process is loaded
+    register_attention()
