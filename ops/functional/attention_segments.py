@@ -14,7 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._core.registration import FLOATS, differentiable, refuse_derivative, require
+from .._core.registration import (
+    FLOATS,
+    differentiable,
+    refuse_derivative,
+    register_flops,
+    require,
+)
 from .linear import SLOW_ON_CPU
 
 _INPUTS = "Tensor q, Tensor k, Tensor v"
@@ -112,7 +118,7 @@ def pieces_of(length: int, causal: bool, window: int, like: Tensor) -> list[Piec
 def _rows(window: int) -> int:
     """Returns how many queries are taken at once: enough for the kernel, and not so many that they
     see much more than a window."""
-    return max(128, min(window, 512))
+    return max(64, min(window, 512))
 
 
 def _band(rows: int, cols: int, offset: int, causal: bool, window: int, like: Tensor) -> Tensor:
@@ -123,6 +129,38 @@ def _band(rows: int, cols: int, offset: int, causal: bool, window: int, like: Te
     hidden = (distance >= window) | (distance < 0 if causal else distance <= -window)
     mask = torch.zeros(rows, cols, dtype=like.dtype, device=like.device)
     return mask.masked_fill_(hidden, float("-inf"))
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int) -> None:
+    require(q.dtype in FLOATS, f"q has dtype {q.dtype}, wanted one of {FLOATS}")
+    for name, x in {"k": k, "v": v}.items():
+        require(x.dtype == q.dtype, f"{name} has dtype {x.dtype}, but q has {q.dtype}")
+    require(
+        q.dim() == 3 and k.shape == v.shape and k.dim() == 3 and k.shape[::2] == q.shape[::2],
+        f"q is {[*q.shape]}, k {[*k.shape]} and v {[*v.shape]}, wanted [tokens, heads, head_dim] "
+        "with the same tokens and head_dim",
+    )
+    require(
+        q.shape[1] % max(k.shape[1], 1) == 0,
+        f"q has {q.shape[1]} heads, wanted a multiple of the {k.shape[1]} of k",
+    )
+    require(
+        cu_seqlens.dim() == 1 and cu_seqlens.dtype in (torch.int32, torch.int64),
+        f"cu_seqlens is {cu_seqlens.dtype} {[*cu_seqlens.shape]}, wanted integers [sequences + 1]",
+    )
+    require(window >= 0, f"window is {window}, wanted 0 or more")
+
+
+def _check_gradient(dout: Tensor, q: Tensor, out: Tensor, sums: Tensor) -> None:
+    for name, x in {"dout": dout, "out": out}.items():
+        require(
+            x.shape == q.shape and x.dtype == q.dtype,
+            f"{name} is {x.dtype} {[*x.shape]}, wanted {q.dtype} {[*q.shape]}",
+        )
+    require(
+        sums.shape == q.shape[:-1] and sums.dtype == torch.float32,
+        f"sums is {sums.dtype} {[*sums.shape]}, wanted float32 {[*q.shape[:-1]]}",
+    )
 
 
 def forward_of(
@@ -137,6 +175,7 @@ def forward_of(
 ) -> tuple[Tensor, Tensor]:
     """Computes ``headroom::attention_segments``. ``find`` is for plans, which do not know the
     values of ``cu_seqlens``."""
+    _check(q, k, v, cu_seqlens, window)
     groups = groups_of(find(cu_seqlens, q.shape[0]))
     out = sums = None
     for group in groups:
@@ -178,6 +217,8 @@ def backward_of(
     In a dtype that torch has no fast product for, gradients are computed in float32. So are those
     of keys and values that several pieces see, until they have been added.
     """
+    _check(q, k, v, cu_seqlens, window)
+    _check_gradient(dout, q, out, sums)
     groups = groups_of(find(cu_seqlens, q.shape[0]))
     dtype = torch.float32 if q.device.type == "cpu" and q.dtype in SLOW_ON_CPU else q.dtype
     grads = None
@@ -221,27 +262,6 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _fake(q, k, v, cu_seqlens, window, **_):
-    require(q.dtype in FLOATS, f"q has dtype {q.dtype}, wanted one of {FLOATS}")
-    for name, x in {"k": k, "v": v}.items():
-        require(x.dtype == q.dtype, f"{name} has dtype {x.dtype}, but q has {q.dtype}")
-    require(
-        q.dim() == 3 and k.shape == v.shape and k.dim() == 3 and k.shape[::2] == q.shape[::2],
-        f"q is {[*q.shape]}, k {[*k.shape]} and v {[*v.shape]}, wanted [tokens, heads, head_dim] "
-        "with the same tokens and head_dim",
-    )
-    require(
-        q.shape[1] % max(k.shape[1], 1) == 0,
-        f"q has {q.shape[1]} heads, wanted a multiple of the {k.shape[1]} of k",
-    )
-    require(
-        cu_seqlens.dim() == 1 and cu_seqlens.dtype in (torch.int32, torch.int64),
-        f"cu_seqlens is {cu_seqlens.dtype} {[*cu_seqlens.shape]}, wanted integers [sequences + 1]",
-    )
-    require(window >= 0, f"window is {window}, wanted 0 or more")
-    return _results(q)
-
-
 def _save(ctx, given, results):
     tensors = (given["q"], given["k"], given["v"], results["out"], results["sums"])
     ctx.save_for_backward(*tensors, given["cu_seqlens"])
@@ -259,15 +279,34 @@ def _backward(ctx, grads, needs):
     return {"q": dq, "k": dk, "v": dv}
 
 
-def _flops(q, cu_seqlens, window, **_) -> int:
-    """Returns the work as if all sequences were equally long, which is the least it can be: shapes
-    do not say more. As in torch's counts, what is not seen because it comes later counts too."""
+def _product(q, cu_seqlens, causal, window, **_) -> int:
+    """Returns the work of a product of queries and keys as if all sequences were equally long,
+    which is the least it can be: shapes do not say more. What comes later than a query and is not
+    seen counts too, as in torch's counts."""
     tokens, heads, size = q
     seen = tokens // max(cu_seqlens[0] - 1, 1)
-    return 4 * tokens * heads * size * min(seen, window or seen)
+    if window:
+        seen = min(seen, window if causal else 2 * window - 1)
+    return 2 * tokens * heads * size * seen
 
 
-differentiable("attention_segments", fake=_fake, save=_save, backward=_backward, flops=_flops)
-refuse_derivative(
-    "attention_segments_backward", fake=lambda dout, q, k, v, **_: _gradients(q, k, v)
+def _fake(q, k, v, cu_seqlens, window, **_):
+    _check(q, k, v, cu_seqlens, window)
+    return _results(q)
+
+
+def _fake_backward(dout, q, k, v, out, sums, cu_seqlens, window, **_):
+    _check(q, k, v, cu_seqlens, window)
+    _check_gradient(dout, q, out, sums)
+    return _gradients(q, k, v)
+
+
+differentiable(
+    "attention_segments",
+    fake=_fake,
+    save=_save,
+    backward=_backward,
+    flops=lambda **given: 2 * _product(**given),
 )
+refuse_derivative("attention_segments_backward", fake=_fake_backward)
+register_flops("attention_segments_backward", lambda **given: 5 * _product(**given), again=_product)

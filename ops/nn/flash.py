@@ -171,21 +171,27 @@ class _Flash(torch.autograd.Function):
 
 
 @functools.cache
-@torch.compiler.assume_constant_result
-def _varlen_options() -> frozenset[str]:
-    """Returns the names of the arguments of torch's ``varlen_attn``; none without one that knows
-    windows."""
+def _varlen_arguments() -> frozenset[str]:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return frozenset()
-    names = frozenset(inspect.signature(varlen_attn).parameters)
-    return names if {"scale", "window_size"} <= names else frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 @torch.compiler.assume_constant_result
-def _has_flash(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+def _varlen_knows(argument: str) -> bool:
+    """Returns whether torch has a ``varlen_attn`` with such an argument."""
+    return argument in _varlen_arguments()
+
+
+@torch.compiler.assume_constant_result
+def _allows_flash(device: torch.device) -> bool:
+    """Returns whether a device has FlashAttention, and :func:`torch.nn.attention.sdpa_kernel` does
+    not rule it out."""
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _varlen_takes(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
@@ -193,15 +199,14 @@ def _varlen_takes(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
     FlashAttention, or one that takes less."""
     return (
         q.device.type == "cuda"
-        and bool(_varlen_options())
-        and torch.backends.cuda.flash_sdp_enabled()
+        and _varlen_knows("window_size")
+        and _allows_flash(q.device)
         and all(takes_ops(x) and x.dtype == q.dtype for x in (q, k, v))
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] == v.shape[-1] <= 256
         and q.shape[-1] % 8 == 0
         and q.numel() > 0
         and (scale is None or scale > 0)
-        and _has_flash(q.device)
     )
 
 
@@ -221,7 +226,7 @@ def _varlen(
     before = window - 1 if window else -1
     options: dict[str, Any] = {"window_size": (before, 0 if causal else before), "scale": scale}
     groups = q.shape[1] // k.shape[1]
-    if "enable_gqa" in _varlen_options():
+    if _varlen_knows("enable_gqa"):
         options["enable_gqa"] = groups > 1
     elif groups > 1:
         k, v = run(functools.partial(repeat_heads, groups), k, v)
@@ -230,11 +235,10 @@ def _varlen(
 
 
 def _segments_take(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Returns whether ``headroom::attention_segments`` takes heads ``[tokens, heads, head_dim]``,
-    and FlashAttention is not ruled out."""
+    """Returns whether ``headroom::attention_segments`` takes heads like those of ``_varlen``."""
     return (
         q.device.type in ("cpu", "meta")
-        and torch.backends.cuda.flash_sdp_enabled()
+        and _allows_flash(q.device)
         and all(takes_ops(x) and x.dtype == q.dtype for x in (q, k, v))
         and q.shape[-1] == v.shape[-1]
         and all(x.stride(-1) == 1 for x in (q, k, v))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .recorder import Recorder
 
 __all__ = ["autocast_told", "cuda_view", "kernels"]
+
+_VARLEN = "torch.nn.attention.varlen"
 
 
 @contextmanager
@@ -38,6 +41,9 @@ def cuda_view() -> Iterator[None]:
         patch("torch.cuda", "current_device", lambda: 0)
         patch("torch.cuda", "synchronize", lambda *args: None)
         patch("torch.cuda", "get_device_capability", lambda *args: (8, 0))
+        importlib.import_module(_VARLEN)  # which remembers what it was told, also for later steps
+        patch(_VARLEN, "_should_use_cudnn", lambda index: False)
+        patch(_VARLEN, "_cudnn_version_and_major_capability", lambda index: (None, 8))
         yield
 
 

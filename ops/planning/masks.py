@@ -14,6 +14,8 @@ from unittest import mock
 
 from torch import Tensor
 
+from ..patching import attention
+
 __all__ = ["masks_of"]
 
 
@@ -22,7 +24,8 @@ def masks_of(batch: Any) -> Iterator[None]:
     """Tells masks from those of a batch, which is a dict of named arguments.
 
     Without "position_ids" in it, positions are those that the model counts, and no row holds
-    several sequences. An "attention_mask" of ones masks nothing.
+    several sequences; nor does one whose positions rise by one. An "attention_mask" of ones masks
+    nothing.
     """
     module = sys.modules.get("transformers.masking_utils")
     if module is None:
@@ -37,12 +40,20 @@ def masks_of(batch: Any) -> Iterator[None]:
             if (function := getattr(module, name, None)) is not None:
                 stack.enter_context(mock.patch.object(module, name, made(function)))
 
-        if given.get("position_ids") is None:
+        if not _begin_anew(given.get("position_ids")):
             replace("find_packed_sequence_indices", _none)
         if is_full:
             replace("_ignore_causal_mask_sdpa", _without_mask)
             replace("_ignore_bidirectional_mask_sdpa", _without_mask)
+            stack.enter_context(mock.patch.object(attention, "is_full", lambda mask: True))
         yield
+
+
+def _begin_anew(positions: Any) -> bool:
+    """Returns whether positions tell that rows hold several sequences."""
+    if not isinstance(positions, Tensor) or positions.is_meta:
+        return positions is not None
+    return bool((positions.diff(dim=-1) != 1).any())
 
 
 def _none(function: Callable[..., Any]) -> Callable[..., None]:

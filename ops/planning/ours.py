@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._core.registration import FLOATS, binder, by_name
-from ..functional import kept_gradients, linear_divergence
+from ..functional import attention_segments, kept_gradients, linear_divergence
 from ..functional.linear_cross_entropy import BIAS, HIDDEN, WEIGHT
 from .inside import BODIES, Sizes, entry
 
@@ -107,6 +107,15 @@ def _all_rows(ignored: Tensor) -> Tensor:
     return torch.arange(ignored.numel(), device=ignored.device)
 
 
+def _one_sequence(cu_seqlens: Tensor, tokens: int) -> list[int]:
+    """Returns where the only sequence ends: shorter ones take as much, or less."""
+    return [0, tokens]
+
+
+BODIES["headroom::attention_segments"] = partial(attention_segments.forward_of, find=_one_sequence)
+BODIES["headroom::attention_segments_backward"] = partial(
+    attention_segments.backward_of, find=_one_sequence
+)
 BODIES["headroom::linear_divergence"] = partial(linear_divergence.forward_of, find=_all_rows)
 BODIES["headroom::linear_divergence_scale"] = linear_divergence.scale_of
 BODIES["headroom::linear_divergence_backward"] = partial(

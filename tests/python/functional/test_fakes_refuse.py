@@ -77,6 +77,24 @@ def adafactor(rms=(1, 1), dtype=F32):
     F.adafactor_(params, [t(3), t()], [], [], [t(3), t(1)], [], values, steps)
 
 
+def segments(q=(5, 4, 8), k=(5, 2, 8), v=None, dtypes=(F32,) * 3, ends=(2,), kind=I32, window=0):
+    shapes = q, k, k if v is None else v
+    heads = [t(*shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes)]
+    cu_seqlens = t(*ends, dtype=kind)
+    cu_seqlens[1:] = 5
+    torch.ops.headroom.attention_segments(*heads, cu_seqlens, True, window, None)
+
+
+def segments_backward(**given):
+    shapes = {name: (5, 4, 8) for name in ("dout", "q", "out")} | {"sums": (5, 4)}
+    shapes |= {"k": (5, 2, 8), "v": (5, 2, 8)} | given.pop("shapes", {})
+    made = {name: t(*shape, dtype=given.get(name, F32)) for name, shape in shapes.items()}
+    heads = [made[name] for name in ("dout", "q", "k", "v", "out", "sums")]
+    ends = t(2, dtype=I32)
+    ends[1:] = 5
+    torch.ops.headroom.attention_segments_backward(*heads, ends, True, 0, None)
+
+
 GOOD = {
     join: [{}, {"params": F16, "master": "f32", "residual": F32}],
     split: [{}],
@@ -94,6 +112,8 @@ GOOD = {
     into: [{}],
     divergence: [{}],
     adafactor: [{}, {"rms": ()}],
+    segments: [{}, {"kind": I64}, {"k": (5, 4, 8)}, {"dtypes": (F16,) * 3}, {"window": 2}],
+    segments_backward: [{}],
 }
 BAD = {
     join: [
@@ -129,6 +149,17 @@ BAD = {
     into: [{"c": (2, 5)}, {"c": (3, 4)}, {"dtype": BF16}, {"batch": (2,)}],
     divergence: [{"student": (6, 4)}, {"student": (7, 5)}, {"teacher": (7, 4)}],
     adafactor: [{"rms": (1, 2)}, {"rms": (1,)}, {"dtype": BF16}],
+    segments: [
+        *({"q": (5, 3, 8)}, {"q": (6, 4, 8)}, {"q": (5, 4, 9)}, {"q": (1, 5, 4, 8)}),
+        *({"v": (5, 1, 8)}, {"v": (5, 2, 9)}, {"k": (5, 16)}, {"dtypes": (F64,) * 3}),
+        *({"dtypes": (F32, F16, F32)}, {"dtypes": (F32, F32, F16)}, {"kind": F32}),
+        *({"ends": (2, 1)}, {"window": -1}),
+    ],
+    segments_backward: [
+        *({"dout": F16}, {"out": F16}, {"sums": F16}, {"q": F16}, {"shapes": {"sums": (4, 5)}}),
+        *({"shapes": {"dout": (5, 4, 9)}}, {"shapes": {"out": (5, 2, 8)}}),
+        {"shapes": {"k": (5, 2, 9)}},
+    ],
 }
 
 
