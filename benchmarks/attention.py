@@ -20,9 +20,9 @@ KEPT = "bytes kept per token, with the mask"
 
 class Shape(NamedTuple):
     lengths: tuple[int, ...]
-    hidden: int = 512
-    heads: int = 8
-    kv_heads: int = 8
+    hidden: int = 256
+    heads: int = 4
+    kv_heads: int = 4
     window: int | None = None
 
 
@@ -89,7 +89,7 @@ MIXED = (60, 196, 40, 350, 128, 250) * 4
 CASES = {
     "packed-f32": (Shape(EQUAL), F32, 3.0),
     "packed-bf16": (Shape(EQUAL), BF16, 3.0),
-    "packed-gqa-f32": (Shape(EQUAL, kv_heads=2), F32, 3.0),
+    "packed-gqa-f32": (Shape(EQUAL, kv_heads=1), F32, 3.0),
     "mixed-f32": (Shape(MIXED), F32, 3.0),
     "window-256-f32": (Shape(LONG, window=256), F32, 2.0),
 }
