@@ -116,6 +116,8 @@ class Attention(nn.Module):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **options: Any) -> Tensor:
+        """Returns the result of attention, ``[batch, heads, tokens, head_dim]``. The options are
+        those of :func:`headroom.nn.flash.attend`."""
         dropout = self.dropout if self.training else 0.0
         return attend(q, k, v, pattern, dropout=dropout, scale=self.scale, **options)
 

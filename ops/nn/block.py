@@ -12,7 +12,7 @@ from .config import check_probabilities
 from .fused import fused_mlp, is_fusible
 from .mlp import MLP
 from .pattern import Pattern
-from .steps import AttentionSteps, BlockSteps, MLPSteps, run_steps, save_level
+from .steps import AttentionSteps, BlockSteps, MLPSteps, Run, run_steps, save_level
 
 LAYOUTS = ("pre", "post", "sandwich", "parallel")
 
@@ -130,7 +130,7 @@ class Block(nn.Module):
                 (attention.qkv,),
                 attention.split,
                 (attention.q_norm, attention.k_norm),
-                lambda run, q, k, v: attention.attend(q, k, v, pattern, run=run),
+                functools.partial(_attend, attention, pattern),
                 attention.merge,
                 attention.out,
                 random=type(attention) is not Attention,
@@ -153,3 +153,11 @@ class Block(nn.Module):
 
     def extra_repr(self) -> str:
         return f"layout={self.layout}, dropout={self.dropout}, save={self.save}"
+
+
+def _attend(
+    attention: Attention, pattern: Pattern, run: Run, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    if type(attention).attend is not Attention.attend:  # which knows nothing of regions
+        return attention.attend(q, k, v, pattern)
+    return attention.attend(q, k, v, pattern, run=run)

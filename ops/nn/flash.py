@@ -116,7 +116,8 @@ def takes_groups(q: Tensor, mask: Tensor | None) -> bool:
     """Returns whether torch's attention takes fewer heads of keys than of queries without keeping
     all probabilities. On a GPU FlashAttention does, in 16 bits and without a mask."""
     dtype = autocast_dtype(q.device.type) or q.dtype
-    return q.device.type != "cuda" or (mask is None and dtype in (torch.bfloat16, torch.float16))
+    small = dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
+    return q.device.type != "cuda" or (mask is None and small)
 
 
 def repeat_heads(groups: int, k: Tensor, v: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
