@@ -183,7 +183,7 @@ class Backward(TorchDispatchMode):
 @pytest.mark.parametrize("mask", (False, True))
 @pytest.mark.parametrize("kv_heads", (4, 2))
 def test_attention_has_the_result_of_torch_and_a_gradient_in_float32(slow, kv_heads, mask):
-    from headroom.nn.flash import attend
+    from headroom.nn.flash import attend_masked
 
     generator = torch.Generator().manual_seed(2)
     shapes = (2, 4, 33, 16), (2, kv_heads, 33, 16), (2, kv_heads, 33, 16)
@@ -196,7 +196,8 @@ def test_attention_has_the_result_of_torch_and_a_gradient_in_float32(slow, kv_he
         )
 
     dy = torch.randn(shapes[0], generator=generator).half()
-    y = attend(*given, added, dropout=0.0, causal=not mask, scale=None)
+    options = {"dropout": 0.0, "causal": not mask, "scale": None}
+    y = attend_masked(*given, added, **options)
     other = theirs(*given)
     exact = theirs(*(t.double() for t in given), added=None if added is None else added.double())
     assert torch.equal(y, other)
@@ -209,7 +210,25 @@ def test_attention_has_the_result_of_torch_and_a_gradient_in_float32(slow, kv_he
         assert got.dtype == torch.float16
         assert error <= 2 * limit
     with torch.no_grad():
-        assert torch.equal(attend(*given, added, dropout=0.0, causal=not mask, scale=None), y)
+        assert torch.equal(attend_masked(*given, added, **options), y)
+
+
+def test_packed_sequences_have_these_bits_too(slow):
+    from headroom.nn.flash import attend, attend_masked
+    from headroom.nn.pattern import Pattern
+
+    generator = torch.Generator().manual_seed(2)
+    given = [torch.randn(1, h, 33, 16, generator=generator).half() for h in (4, 2, 2, 4)]
+    *heads, dy = (x.requires_grad_() for x in given)
+    pattern = Pattern(None, True, None, torch.tensor([0, 13, 33]), 20)
+    y = attend(*heads, pattern)
+    got = [y, *torch.autograd.grad(y, heads, dy)]
+    for rows in (slice(0, 13), slice(13, 33)):
+        own = [x[:, :, rows].detach().requires_grad_() for x in heads]
+        alone = attend_masked(*own, None, dropout=0.0, causal=True, scale=None)
+        wanted = [alone, *torch.autograd.grad(alone, own, dy[:, :, rows])]
+        for x, other in zip(got, wanted, strict=True):
+            assert torch.equal(x[:, :, rows], other)
 
 
 LEVELS = {
