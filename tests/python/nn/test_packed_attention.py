@@ -20,7 +20,6 @@ from headroom.nn import (
 from headroom.nn.flash import attend
 from headroom.nn.pattern import masked
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.bits import assert_same_bits
 from helpers.blocks import block_and_input, gradients
@@ -68,17 +67,13 @@ def both_ways(name, inputs, attend=attend, **options):
     )
 
 
-class Sizes(TorchDispatchMode):
-    """Sees the largest tensor that is made."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **kwargs or {})
-        every = made if isinstance(made, (tuple, list)) else [made]
-        sizes = [x.untyped_storage().nbytes() for x in every if isinstance(x, torch.Tensor)]
-        self.largest = max([self.largest, *sizes])
-        return made
+def largest(run):
+    """The most bytes that are allocated at once, in operations too."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run()
+    events = profile.profiler.kineto_results.events()
+    return max(event.nbytes() for event in events if event.name() == "[memory]")
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -134,9 +129,11 @@ def test_no_tensor_has_all_pairs(name, dtype):
         options["cu_seqlens"] = torch.arange(0, tokens + 1, 128)
     attention = Attention(16, 4, kv_heads=2, window=options.get("window")).to(dtype)
     x = torch.randn(1, tokens, 16, dtype=dtype, requires_grad=True)
-    with Sizes() as sizes:
-        attention(x, cu_seqlens=options.get("cu_seqlens")).sum().backward()
-    assert 0 < sizes.largest < 4 * tokens * 64 < tokens**2
+    ends = options.get("cu_seqlens")
+    most = largest(lambda: attention(x, cu_seqlens=ends).sum().backward())
+    assert 0 < most < tokens**2 * dtype.itemsize / 4
+    pattern = attention_pattern(x, **options)
+    assert largest(lambda: masked(pattern, x)) >= tokens**2 * dtype.itemsize
 
 
 @pytest.mark.parametrize("name", ["packed", "window"])
@@ -292,7 +289,24 @@ def test_no_tokens():
         assert attention(torch.empty(2, 0, 16), cu_seqlens=ends).shape == (2, 0, 16)
 
 
-# ---- On a GPU, which is not here -------------------------------------------------------------
+# ---- On a GPU --------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_on_a_gpu(name, dtype):
+    """Heads of 8, which FlashAttention takes, or attention by sequence in float32."""
+    inputs = [x.detach().cuda().requires_grad_() for x in heads(2, dtype=dtype)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    got, wanted = both_ways(name, inputs)
+    _, true = both_ways(name, exact)
+    for a, b, value in zip(got, wanted, true, strict=True):
+        rounding = torch.finfo(dtype).eps * value.norm()
+        assert (a - value).norm() <= 2 * (b - value).norm() + rounding
+
+
+# ---- As on a GPU, which need not be here -----------------------------------------------------
 
 
 @pytest.fixture
