@@ -1,0 +1,12 @@
+// The kernels that the program registered, as PTX.
+#pragma once
+
+#include "tests/ptx/machine.h"
+
+namespace ptx_registration
+{
+int arch(); // 75, 90: of the PTX that runs
+
+// All of them, those that were not launched too.
+std::vector<const ptx_function *> entries();
+} // namespace ptx_registration
