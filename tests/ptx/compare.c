@@ -72,7 +72,7 @@ static void setp(ptx_thread *t, const ptx_instruction *i)
         t->r[i->d[1]] = !is;
 }
 
-static void selp(ptx_thread *t, const ptx_instruction *i)
+void ptx_select(ptx_thread *t, const ptx_instruction *i)
 {
     D = ptx_unsigned(C & 1 ? A : B, i->type);
 }
@@ -92,7 +92,7 @@ const ptx_row ptx_compare[] = {
      "whether, and if a NaN is there whether the u is", "9.7.6.2"},
     {"setp eq|ne|lt|le|gt|ge|equ|neu|ltu|leu|gtu|geu|num|nan f64", "daa", setp,
      "whether, and if a NaN is there whether the u is", "9.7.6.2"},
-    {"selp " NUMBERS, "daaa", selp, "c ? a : b", "9.7.6.3"},
+    {"selp " NUMBERS, "daaa", ptx_select, "c ? a : b", "9.7.6.3"},
     {"slct " NUMBERS " s32|f32", "daaa", slct, "c >= 0 ? a : b", "9.7.6.4"},
     {0},
 };

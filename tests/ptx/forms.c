@@ -184,6 +184,8 @@ ptx_form *ptx_form_of(const char *text, size_t length)
                     if (matches(row, form->text, &found)) {
                         *form = found;
                         form->row = row;
+                        form->observes = ptx_groups[g] == ptx_memory ||
+                                         ptx_groups[g] == ptx_control || ptx_groups[g] == ptx_warp;
                     }
                 }
             forms = realloc(forms, (size_t)(count + 1) * sizeof *forms);

@@ -122,6 +122,7 @@ typedef struct ptx_row {
 extern const ptx_row ptx_integer[], ptx_float32[], ptx_float64[], ptx_approximate[], ptx_compare[],
     ptx_logic[], ptx_convert[], ptx_move[], ptx_memory[], ptx_control[], ptx_warp[];
 extern const ptx_row *const ptx_groups[];
+ptx_execute ptx_select; /* of selp */
 
 /* A row, and what its qualifiers are in one instruction. */
 typedef struct ptx_form {
@@ -132,7 +133,8 @@ typedef struct ptx_form {
     ptx_rounding rounding;
     ptx_mode mode;
     bool ftz, sat, nan, clamp;
-    int vector; /* 1, 2, 4 */
+    bool observes; /* of the groups whose effect is outside of registers */
+    int vector;    /* 1, 2, 4 */
     uint64_t executed;
 } ptx_form;
 

@@ -21,6 +21,19 @@ static uint64_t constant(const ptx_thread *t, const ptx_constant *c)
     }
 }
 
+/* Whether what the instruction makes of registers is known. Compilers move and compute ahead of time
+ * what may never be used, so that is no problem of its own, but for what is seen outside: memory,
+ * addresses, branches, other lanes. */
+static bool is_known(const ptx_thread *t, const ptx_instruction *i)
+{
+    if (i->form->row->run == ptx_select) /* of the two only the one that is taken counts */
+        return t->is_set[i->s[2]] && t->is_set[i->s[t->r[i->s[2]] & 1 ? 0 : 1]];
+    uint8_t all = 1;
+    for (int k = 0; k < i->sources; k++)
+        all &= t->is_set[i->s[k]];
+    return all;
+}
+
 static void execute(ptx_thread *t)
 {
     const ptx_function *const f = t->function;
@@ -28,17 +41,17 @@ static void execute(ptx_thread *t)
         ptx_instruction *const i = &f->code[t->next++];
         if (i->guard >= 0) {
             if (!t->is_set[i->guard])
-                ptx_problem(i, "uninitialized read of a register");
+                ptx_problem(i, "a branch on a register that was never written");
             if ((t->r[i->guard] & 1) == i->guard_not)
                 continue;
         }
         i->executed++;
-        for (int k = 0; k < i->sources; k++)
-            if (!t->is_set[i->s[k]])
-                ptx_problem(i, "uninitialized read of a register");
+        const bool known = is_known(t, i);
+        if (!known && i->form->observes)
+            ptx_problem(i, "a use of a register that was never written");
         i->run(t, i);
         for (int k = 0; k < i->destinations; k++)
-            t->is_set[i->d[k]] = 1;
+            t->is_set[i->d[k]] = known;
     }
 }
 
