@@ -66,7 +66,7 @@ static float extreme(float a, float b, bool greater, bool nan)
     if (isnan(a) || isnan(b))
         return nan || (isnan(a) && isnan(b)) ? NAN : isnan(a) ? b : a;
     if (a == b)
-        return signbit(a) == greater ? b : a;
+        return (signbit(a) != 0) == greater ? b : a;
     return (a > b) == greater ? a : b;
 }
 

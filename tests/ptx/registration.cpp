@@ -148,7 +148,6 @@ int arch()
 
 std::vector<const ptx_function *> entries()
 {
-    hr_emu::machine.capability = arch();
     std::vector<const ptx_function *> all;
     for (auto &[address, kernel] : kernels())
         if (const ptx_function *const entry = entry_of(kernel))
