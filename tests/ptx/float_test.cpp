@@ -8,8 +8,21 @@
 namespace
 {
 constexpr uint64_t kNan32 = 0x7FFFFFFF;
-const float kSpecial[] = {0.0f, -0.0f, 1.0f, -1.0f, 0x1p-149f, -0x1p-149f, 0x1.fffffep-127f, 0x1p-126f,
-                          0x1.fffffep127f, -0x1.fffffep127f, INFINITY, -INFINITY, NAN, 1.5f, 3.0f};
+const float kSpecial[] = {0.0f,
+                          -0.0f,
+                          1.0f,
+                          -1.0f,
+                          0x1p-149f,
+                          -0x1p-149f,
+                          0x1.fffffep-127f,
+                          0x1p-126f,
+                          0x1.fffffep127f,
+                          -0x1.fffffep127f,
+                          INFINITY,
+                          -INFINITY,
+                          NAN,
+                          1.5f,
+                          3.0f};
 
 std::vector<float> samples(size_t count)
 {
@@ -72,10 +85,12 @@ TEST(Float, DirectedRoundingsBracket)
         const Instruction zero(op + ".rz.f32", 2), down(op + ".rm.f32", 2), up(op + ".rp.f32", 2);
         std::mt19937_64 random(5);
         for (int k = 0; k < 3000; k++) {
-            const float a = float(int64_t(random())) * 0x1p-60f, b = float(int64_t(random())) * 0x1p-60f;
+            const float a = float(int64_t(random())) * 0x1p-60f,
+                        b = float(int64_t(random())) * 0x1p-60f;
             const long double x = a, y = b;
             const long double exact = op == "add" ? x + y : op == "mul" ? x * y : x / y;
-            const float low = number32(down(bits(a), bits(b))), high = number32(up(bits(a), bits(b)));
+            const float low = number32(down(bits(a), bits(b))),
+                        high = number32(up(bits(a), bits(b)));
             ASSERT_TRUE(low <= exact && exact <= high) << op << " " << a << " " << b;
             ASSERT_TRUE(low == high || std::nextafter(low, INFINITY) == high);
             ASSERT_EQ(number32(zero(bits(a), bits(b))), exact < 0 ? high : low);
@@ -90,13 +105,15 @@ TEST(Float, Binary64IsRoundedOnce)
         neg("neg.f64", 1), max("max.f64", 2), min("min.f64", 2);
     std::mt19937_64 random(9);
     for (int k = 0; k < 20000; k++) {
-        const double a = double(int64_t(random())) * 0x1p-40, b = double(int64_t(random())) * 0x1p-50;
+        const double a = double(int64_t(random())) * 0x1p-40,
+                     b = double(int64_t(random())) * 0x1p-50;
         ASSERT_EQ(add(bits(a), bits(b)), bits(double(__float128(a) + b)));
         ASSERT_EQ(sub(bits(a), bits(b)), bits(double(__float128(a) - b)));
         ASSERT_EQ(mul(bits(a), bits(b)), bits(double(__float128(a) * b)));
         // A quotient or a root is right if it is within half a unit, which 113 bits can say.
         const double q = number64(div(bits(a), bits(b))), r = number64(root(bits(std::fabs(a))));
-        const __float128 error = __float128(q) * b - a, unit = std::fabs(std::nextafter(q, INFINITY) - q);
+        const __float128 error = __float128(q) * b - a,
+                         unit = std::fabs(std::nextafter(q, INFINITY) - q);
         ASSERT_TRUE((error < 0 ? -error : error) * 2 <= unit * std::fabs(b));
         const __float128 below = (__float128(std::nextafter(r, 0)) + r) / 2,
                          above = (__float128(std::nextafter(r, INFINITY)) + r) / 2;
@@ -142,11 +159,20 @@ TEST(Float, FtzAndSatOnlyWhereTheyAreSaid)
 TEST(Float, ComparisonsOfEveryPair)
 {
     enum { LESS = 1, EQUAL = 2, GREATER = 4, UNORDERED = 8 };
-    const std::pair<const char *, int> all[] = {
-        {"eq", EQUAL}, {"ne", LESS | GREATER}, {"lt", LESS}, {"le", LESS | EQUAL}, {"gt", GREATER},
-        {"ge", GREATER | EQUAL}, {"equ", EQUAL | UNORDERED}, {"neu", LESS | GREATER | UNORDERED},
-        {"ltu", LESS | UNORDERED}, {"leu", LESS | EQUAL | UNORDERED}, {"gtu", GREATER | UNORDERED},
-        {"geu", GREATER | EQUAL | UNORDERED}, {"num", LESS | EQUAL | GREATER}, {"nan", UNORDERED}};
+    const std::pair<const char *, int> all[] = {{"eq", EQUAL},
+                                                {"ne", LESS | GREATER},
+                                                {"lt", LESS},
+                                                {"le", LESS | EQUAL},
+                                                {"gt", GREATER},
+                                                {"ge", GREATER | EQUAL},
+                                                {"equ", EQUAL | UNORDERED},
+                                                {"neu", LESS | GREATER | UNORDERED},
+                                                {"ltu", LESS | UNORDERED},
+                                                {"leu", LESS | EQUAL | UNORDERED},
+                                                {"gtu", GREATER | UNORDERED},
+                                                {"geu", GREATER | EQUAL | UNORDERED},
+                                                {"num", LESS | EQUAL | GREATER},
+                                                {"nan", UNORDERED}};
     for (const auto &[name, set] : all) {
         const Instruction single("setp." + std::string(name) + ".f32", 2, true),
             twice("setp." + std::string(name) + ".f64", 2, true);
@@ -189,8 +215,8 @@ uint32_t rounded16(uint32_t x, bool brain)
 
 TEST(Conversions, EveryNumberOf16BitsAndBack)
 {
-    const Instruction half("cvt.f32.f16", 1), brain("cvt.f32.bf16", 1), to_half("cvt.rn.f16.f32", 1),
-        to_brain("cvt.rn.bf16.f32", 1);
+    const Instruction half("cvt.f32.f16", 1), brain("cvt.f32.bf16", 1),
+        to_half("cvt.rn.f16.f32", 1), to_brain("cvt.rn.bf16.f32", 1);
     for (uint32_t x = 0; x < 1 << 16; x++) {
         const uint64_t h = half(x), b = brain(x);
         const bool half_nan = (x & 0x7FFF) > 0x7C00, brain_nan = (x & 0x7FFF) > 0x7F80;
@@ -226,9 +252,9 @@ TEST(Conversions, To16BitsByIntegers)
 
 TEST(Conversions, ToIntegers)
 {
-    const Instruction s32("cvt.rzi.s32.f32", 1), u32("cvt.rzi.u32.f32", 1), s64("cvt.rzi.s64.f64", 1),
-        u64("cvt.rzi.u64.f64", 1), near("cvt.rni.s32.f32", 1), down("cvt.rmi.f64.f64", 1),
-        trunc("cvt.rzi.f64.f64", 1), up("cvt.rpi.s32.f32", 1);
+    const Instruction s32("cvt.rzi.s32.f32", 1), u32("cvt.rzi.u32.f32", 1),
+        s64("cvt.rzi.s64.f64", 1), u64("cvt.rzi.u64.f64", 1), near("cvt.rni.s32.f32", 1),
+        down("cvt.rmi.f64.f64", 1), trunc("cvt.rzi.f64.f64", 1), up("cvt.rpi.s32.f32", 1);
     for (const float x : {0.0f, 0.5f, 1.5f, 2.5f, -0.5f, -1.5f, 1e9f, -1e9f, 123456.78f}) {
         EXPECT_EQ(s32(bits(x)), uint32_t(int32_t(x))) << x;
         EXPECT_EQ(u32(bits(x)), x < 0 ? 0 : uint32_t(x)) << x;
@@ -282,7 +308,8 @@ TEST(Approximate, StayWithinTheirBoundsAndDifferWithTheSeed)
         double bound, from, to;
     } const all[] = {
         {"rcp.approx.ftz.f32", [](long double x) { return 1 / x; }, 0x1p-23, 0x1p-100, 0x1p100},
-        {"rsqrt.approx.f32", [](long double x) { return 1 / sqrtl(x); }, 0x1p-22, 0x1p-100, 0x1p100},
+        {"rsqrt.approx.f32", [](long double x) { return 1 / sqrtl(x); }, 0x1p-22, 0x1p-100,
+         0x1p100},
         {"sqrt.approx.f32", [](long double x) { return sqrtl(x); }, 0x1p-23, 0x1p-100, 0x1p100},
         {"ex2.approx.ftz.f32", [](long double x) { return exp2l(x); }, 0x1p-22, 0x1p-9, 100},
         {"lg2.approx.ftz.f32", [](long double x) { return log2l(x); }, 0x1p-22, 2.5, 0x1p100},

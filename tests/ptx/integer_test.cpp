@@ -16,7 +16,8 @@ uint64_t word(std::mt19937_64 &random) // of few bits at times, and of ends
 TEST(Integer, Products)
 {
     const Instruction lo("mul.lo.s32", 2), hi("mul.hi.u32", 2), wide("mul.wide.s32", 2),
-        lo64("mul.lo.s64", 2), hi64("mul.hi.u64", 2), mad("mad.lo.s32", 3), wide16("mul.wide.u16", 2);
+        lo64("mul.lo.s64", 2), hi64("mul.hi.u64", 2), mad("mad.lo.s32", 3),
+        wide16("mul.wide.u16", 2);
     std::mt19937_64 random(1);
     for (int k = 0; k < 20000; k++) {
         const uint64_t a = word(random), b = word(random), c = word(random);
@@ -42,7 +43,8 @@ TEST(Integer, QuotientsAndRemaindersMakeTheWhole)
         const uint64_t a = word(random), b = word(random);
         if (uint32_t(b) == 0)
             continue;
-        const int64_t x = int32_t(a), y = int32_t(b), q = int32_t(div(a, b)), r = int32_t(rem(a, b));
+        const int64_t x = int32_t(a), y = int32_t(b), q = int32_t(div(a, b)),
+                      r = int32_t(rem(a, b));
         if (!(x == INT32_MIN && y == -1)) {
             ASSERT_EQ(q * y + r, x);
             ASSERT_TRUE(std::abs(r) < std::abs(y) && (r == 0 || (r < 0) == (x < 0)));
@@ -77,7 +79,8 @@ TEST(Integer, SumsAndExtremesWrapAtTheWidth)
 TEST(Integer, Shifts)
 {
     const Instruction shl("shl.b32", 2), shl64("shl.b64", 2), shr("shr.u32", 2), sar("shr.s32", 2),
-        sar64("shr.s64", 2), shr16("shr.u16", 2), left("shf.l.wrap.b32", 3), right("shf.r.clamp.b32", 3);
+        sar64("shr.s64", 2), shr16("shr.u16", 2), left("shf.l.wrap.b32", 3),
+        right("shf.r.clamp.b32", 3);
     std::mt19937_64 random(3);
     for (int k = 0; k < 300; k++) {
         const uint64_t a = word(random), b = word(random);
@@ -109,7 +112,8 @@ TEST(Integer, Shifts)
 TEST(Integer, Bits)
 {
     const Instruction andb("and.b32", 2), orb("or.b64", 2), xorb("xor.b32", 2), notb("not.b32", 1),
-        prmt("prmt.b32", 3), lop("lop3.b32", 4), bfe("bfe.u32", 3), sbfe("bfe.s32", 3), bfi("bfi.b32", 4);
+        prmt("prmt.b32", 3), lop("lop3.b32", 4), bfe("bfe.u32", 3), sbfe("bfe.s32", 3),
+        bfi("bfi.b32", 4);
     std::mt19937_64 random(4);
     for (int k = 0; k < 20000; k++) {
         const uint64_t a = word(random), b = word(random), c = word(random);
@@ -120,10 +124,12 @@ TEST(Integer, Bits)
         ASSERT_EQ(notb(a), 0xFFFFFFFFu - x);
         ASSERT_EQ(lop(a, b, c, 0xE8), (x & y) | (x & z) | (y & z)); // the majority
         ASSERT_EQ(lop(a, b, c, 0x96), x ^ y ^ z);
-        const unsigned from = unsigned(random() % 32), length = 1 + unsigned(random() % (32 - from));
+        const unsigned from = unsigned(random() % 32),
+                       length = 1 + unsigned(random() % (32 - from));
         const uint32_t mask = uint32_t((uint64_t(1) << length) - 1);
         ASSERT_EQ(bfe(a, from, length), x >> from & mask);
-        ASSERT_EQ(sbfe(a, from, length), uint32_t(int32_t(x << (32 - from - length)) >> (32 - length)));
+        ASSERT_EQ(sbfe(a, from, length),
+                  uint32_t(int32_t(x << (32 - from - length)) >> (32 - length)));
         ASSERT_EQ(bfi(a, b, from, length), (y & ~(mask << from)) | (x & mask) << from);
         uint8_t bytes[8];
         memcpy(bytes, &x, 4);

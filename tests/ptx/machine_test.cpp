@@ -14,8 +14,9 @@ uint64_t at(const Words &words)
 }
 
 // %r0 is the first parameter, %r1 the thread, %r2 the address of its word.
-const char *const kStart = "ld.param.u64 %r0, [p]; cvta.to.global.u64 %r0, %r0;\n"
-                           "mov.u32 %r1, %tid.x; mul.wide.u32 %r2, %r1, 4; add.s64 %r2, %r0, %r2;\n";
+const char *const kStart =
+    "ld.param.u64 %r0, [p]; cvta.to.global.u64 %r0, %r0;\n"
+    "mov.u32 %r1, %tid.x; mul.wide.u32 %r2, %r1, 4; add.s64 %r2, %r0, %r2;\n";
 
 std::string kernel(const std::string &body)
 {
@@ -32,10 +33,10 @@ std::string report(const std::string &body, uint32_t threads = 64)
     return hr_emu::take_report();
 }
 
-#define EXPECT_REPORT(body, pattern)                                              \
-    for (uint64_t seed = 1; seed <= 3; seed++) {                                  \
-        hr_emu::set_seed(seed);                                                   \
-        const std::string said = report(body);                                    \
+#define EXPECT_REPORT(body, pattern)                                                               \
+    for (uint64_t seed = 1; seed <= 3; seed++) {                                                   \
+        hr_emu::set_seed(seed);                                                                    \
+        const std::string said = report(body);                                                     \
         EXPECT_TRUE(std::string(pattern).empty() ? said.empty() : matches(said, pattern)) << said; \
     }
 } // namespace
@@ -92,17 +93,18 @@ TEST(PtxMachine, CallsCopyParameters)
 
 TEST(PtxMachine, WarpsExchange)
 {
-    const Text text(kernel("shfl.sync.bfly.b32 %r4|%p1, %r1, 5, 31, -1;\n"
-                           "shfl.sync.down.b32 %r5|%p2, %r1, 3, 0x181f, -1;\n" // of 8 lanes
-                           "selp.b32 %r6, 1000, 0, %p2; add.s32 %r5, %r5, %r6;\n"
-                           "shfl.sync.idx.b32 %r9, %r1, 9, 31, -1;\n"
-                           "shfl.sync.up.b32 %r10, %r1, 2, 0, -1;\n"
-                           "setp.lt.u32 %p3, %r1, 7; vote.sync.ballot.b32 %r7, %p3, -1;\n"
-                           "vote.sync.any.pred %p4, %p3, -1; vote.sync.all.pred %p5, %p3, -1;\n"
-                           "selp.b32 %r8, 1, 0, %p4; selp.b32 %r6, 2, 0, %p5; add.s32 %r8, %r8, %r6;\n"
-                           "mul.wide.u32 %r3, %r1, 20; add.s64 %r2, %r2, %r3;\n"
-                           "st.global.v2.u32 [%r2], {%r4, %r5}; st.global.v2.u32 [%r2+8], {%r7, %r8};\n"
-                           "st.global.v2.u32 [%r2+16], {%r9, %r10}; bar.warp.sync -1;"));
+    const Text text(
+        kernel("shfl.sync.bfly.b32 %r4|%p1, %r1, 5, 31, -1;\n"
+               "shfl.sync.down.b32 %r5|%p2, %r1, 3, 0x181f, -1;\n" // of 8 lanes
+               "selp.b32 %r6, 1000, 0, %p2; add.s32 %r5, %r5, %r6;\n"
+               "shfl.sync.idx.b32 %r9, %r1, 9, 31, -1;\n"
+               "shfl.sync.up.b32 %r10, %r1, 2, 0, -1;\n"
+               "setp.lt.u32 %p3, %r1, 7; vote.sync.ballot.b32 %r7, %p3, -1;\n"
+               "vote.sync.any.pred %p4, %p3, -1; vote.sync.all.pred %p5, %p3, -1;\n"
+               "selp.b32 %r8, 1, 0, %p4; selp.b32 %r6, 2, 0, %p5; add.s32 %r8, %r8, %r6;\n"
+               "mul.wide.u32 %r3, %r1, 20; add.s64 %r2, %r2, %r3;\n"
+               "st.global.v2.u32 [%r2], {%r4, %r5}; st.global.v2.u32 [%r2+8], {%r7, %r8};\n"
+               "st.global.v2.u32 [%r2+16], {%r9, %r10}; bar.warp.sync -1;"));
     const Words words(6 * 32);
     text.launch({at(words)});
     EXPECT_EQ(hr_emu::take_report(), "");
@@ -118,10 +120,11 @@ TEST(PtxMachine, WarpsExchange)
 
 TEST(PtxMachine, AtomicsOfAllThreads)
 {
-    const Text text(kernel("atom.global.add.u32 %r4, [%r0], 3; red.global.max.u32 [%r0+4], %r1;\n"
-                           "atom.global.min.s32 %r5, [%r0+8], -7; atom.global.cas.b32 %r6, [%r0+12], 0, 9;\n"
-                           "red.global.or.b32 [%r0+16], %r1; atom.global.exch.b32 %r7, [%r0+20], 4;\n"
-                           "red.global.add.f32 [%r0+24], 0f3F800000;"));
+    const Text text(
+        kernel("atom.global.add.u32 %r4, [%r0], 3; red.global.max.u32 [%r0+4], %r1;\n"
+               "atom.global.min.s32 %r5, [%r0+8], -7; atom.global.cas.b32 %r6, [%r0+12], 0, 9;\n"
+               "red.global.or.b32 [%r0+16], %r1; atom.global.exch.b32 %r7, [%r0+20], 4;\n"
+               "red.global.add.f32 [%r0+24], 0f3F800000;"));
     const Words words(8);
     text.launch({at(words)}, 2, 64);
     EXPECT_EQ(hr_emu::take_report(), "");
@@ -132,20 +135,23 @@ TEST(PtxMachine, AtomicsOfAllThreads)
 
 TEST(PtxMachine, SharedMemoryHasAWindowAndGenericAddresses)
 {
-    EXPECT_REPORT(".shared .align 4 .b8 s[256]; mov.u64 %r4, s; mul.wide.u32 %r5, %r1, 4;\n"
-                  "add.s64 %r4, %r4, %r5; cvta.shared.u64 %r6, %r4; st.u32 [%r6], %r1; bar.sync 0;\n"
-                  "xor.b64 %r4, %r4, 4; ld.shared.u32 %r7, [%r4]; xor.b32 %r8, %r7, %r1;\n"
-                  "setp.eq.u32 %p1, %r8, 1; @%p1 bra $fine; trap;\n$fine:",
-                  "");
+    EXPECT_REPORT(
+        ".shared .align 4 .b8 s[256]; mov.u64 %r4, s; mul.wide.u32 %r5, %r1, 4;\n"
+        "add.s64 %r4, %r4, %r5; cvta.shared.u64 %r6, %r4; st.u32 [%r6], %r1; bar.sync 0;\n"
+        "xor.b64 %r4, %r4, 4; ld.shared.u32 %r7, [%r4]; xor.b32 %r8, %r7, %r1;\n"
+        "setp.eq.u32 %p1, %r8, 1; @%p1 bra $fine; trap;\n$fine:",
+        "");
 }
 
 TEST(PtxMachine, WhatIsNotPtxIsRefused)
 {
-    for (const char *const line : {"add.rn.f16 %r1, %r1, %r1;", "bra $nowhere;", "mov.u32 %r99, 1;",
-                                   "mov.u32 %undeclared, 1;", "add.s32 %r1, %r2;", "setp.ltu.s32 %p1, 1, 2;"}) {
-        const std::string text = std::string(".version 9.0\n.target sm_90\n.address_size 64\n"
-                                             ".entry kernel() { .reg .b64 %r<4>; .reg .pred %p<2>;\n") +
-                                 line + "\nret; }";
+    for (const char *const line :
+         {"add.rn.f16 %r1, %r1, %r1;", "bra $nowhere;", "mov.u32 %r99, 1;",
+          "mov.u32 %undeclared, 1;", "add.s32 %r1, %r2;", "setp.ltu.s32 %p1, 1, 2;"}) {
+        const std::string text =
+            std::string(".version 9.0\n.target sm_90\n.address_size 64\n"
+                        ".entry kernel() { .reg .b64 %r<4>; .reg .pred %p<2>;\n") +
+            line + "\nret; }";
         char why[256] = "";
         ptx_module *const module = ptx_parse(text.data(), text.size(), "test", why, sizeof why);
         EXPECT_EQ(module, nullptr) << line;
@@ -157,8 +163,10 @@ TEST(PtxMachine, WhatIsNotPtxIsRefused)
 
 TEST(PtxReports, MisalignedAccess)
 {
-    EXPECT_REPORT("ld.global.u32 %r4, [%r0+2];", "misaligned access to 4 bytes at .*\n.*test:[0-9]+: ld");
-    EXPECT_REPORT("ld.global.v4.u32 {%r4, %r5, %r6, %r7}, [%r0+8];", "misaligned access to 16 bytes");
+    EXPECT_REPORT("ld.global.u32 %r4, [%r0+2];",
+                  "misaligned access to 4 bytes at .*\n.*test:[0-9]+: ld");
+    EXPECT_REPORT("ld.global.v4.u32 {%r4, %r5, %r6, %r7}, [%r0+8];",
+                  "misaligned access to 16 bytes");
     EXPECT_REPORT("ld.global.v2.u32 {%r4, %r5}, [%r0+8];", "");
 }
 
@@ -166,7 +174,8 @@ TEST(PtxReports, OutOfBounds)
 {
     EXPECT_REPORT("ld.global.u32 %r4, [%r0+1024];", "out-of-bounds access");
     EXPECT_REPORT("st.global.u32 [%r0+-4], 1;", "out-of-bounds access");
-    EXPECT_REPORT("mov.u64 %r3, 64; st.shared.u32 [%r3], 1;", "out-of-bounds access .* shared memory");
+    EXPECT_REPORT("mov.u64 %r3, 64; st.shared.u32 [%r3], 1;",
+                  "out-of-bounds access .* shared memory");
     EXPECT_REPORT("mov.u64 %r3, p; ld.param.u32 %r4, [%r3+64];", "not of the instruction's space");
     EXPECT_REPORT("mov.u64 %r3, p; st.u32 [%r3], 1;", "constant");
     EXPECT_REPORT("mov.u64 %r3, 0; cvta.shared.u64 %r3, %r3; ld.global.u32 %r4, [%r3];",
@@ -181,14 +190,16 @@ TEST(PtxReports, WhatWasNeverWritten)
     EXPECT_REPORT("mov.u32 %r8, %r9; setp.lt.u32 %p1, %r1, 99; selp.b32 %r8, 1, %r8, %p1;\n"
                   "st.global.u32 [%r2], %r8;",
                   "");
-    EXPECT_REPORT("mov.u64 %r3, 0; ld.shared.u32 %r4, [%r3];", "uninitialized read of shared memory");
+    EXPECT_REPORT("mov.u64 %r3, 0; ld.shared.u32 %r4, [%r3];",
+                  "uninitialized read of shared memory");
     EXPECT_REPORT("{ .param .b32 q; ld.param.b32 %r4, [q]; }", "parameter of a call");
 }
 
 TEST(PtxReports, Races)
 {
-    const std::string start = "and.b32 %r4, %r1, 15; mul.wide.u32 %r4, %r4, 4;\n"
-                              "setp.gt.u32 %p1, %r1, 15; @%p1 bra $wait; st.shared.u32 [%r4], %r1;\n$wait:\n";
+    const std::string start =
+        "and.b32 %r4, %r1, 15; mul.wide.u32 %r4, %r4, 4;\n"
+        "setp.gt.u32 %p1, %r1, 15; @%p1 bra $wait; st.shared.u32 [%r4], %r1;\n$wait:\n";
     const std::string end = "xor.b64 %r4, %r4, 4; ld.shared.u32 %r5, [%r4];";
     EXPECT_REPORT(start + end, "race on shared memory|uninitialized read of shared memory");
     EXPECT_REPORT(start + "bar.sync 0;" + end, "");
@@ -198,9 +209,11 @@ TEST(PtxReports, Races)
 
 TEST(PtxReports, BarriersAndWarps)
 {
-    EXPECT_REPORT("setp.lt.u32 %p1, %r1, 9; @%p1 bra $out; bar.sync 0;\n$out:", "divergent barrier");
-    EXPECT_REPORT("setp.lt.u32 %p1, %r1, 9; @%p1 bra $out; shfl.sync.bfly.b32 %r4, %r1, 1, 31, 0xF;\n$out:",
-                  "bad warp mask: lane");
+    EXPECT_REPORT("setp.lt.u32 %p1, %r1, 9; @%p1 bra $out; bar.sync 0;\n$out:",
+                  "divergent barrier");
+    EXPECT_REPORT(
+        "setp.lt.u32 %p1, %r1, 9; @%p1 bra $out; shfl.sync.bfly.b32 %r4, %r1, 1, 31, 0xF;\n$out:",
+        "bad warp mask: lane");
     EXPECT_REPORT("and.b32 %r4, %r1, 31; setp.gt.u32 %p1, %r4, 15; @%p1 bra $out;\n"
                   "shfl.sync.bfly.b32 %r4, %r1, 16, 31, 0xFFFF;\n$out:",
                   "bad warp mask: .* reads lane");

@@ -88,11 +88,41 @@ std::string text_of(const Binary &binary, int arch)
     return "";
 }
 
+// A fault that a test wants to be noticed: "kernel|from|to" in HEADROOM_PTX_FAULT replaces what stands in
+// every kernel whose name has the first part.
+bool planted;
+
+void plant_fault(std::string &text)
+{
+    const char *const fault = std::getenv("HEADROOM_PTX_FAULT");
+    if (!fault)
+        return;
+    const std::string all = fault;
+    const size_t first = all.find('|'), second = all.find('|', first + 1);
+    const std::string kernel = all.substr(0, first), to = all.substr(second + 1);
+    const std::string from = all.substr(first + 1, second - first - 1);
+    for (size_t at = text.find(".entry"); at != std::string::npos;) {
+        size_t end = text.find(".entry", at + 1);
+        const std::string name = text.substr(at, text.find('(', at) - at);
+        for (size_t k = at; name.find(kernel) != std::string::npos;) {
+            k = text.find(from, k);
+            if (k >= end || k == std::string::npos)
+                break;
+            text.replace(k, from.size(), to);
+            end += end == std::string::npos ? 0 : to.size() - from.size();
+            k += to.size();
+            planted = true;
+        }
+        at = end;
+    }
+}
+
 ptx_module *module_of(Binary &binary)
 {
     if (binary.module)
         return binary.module;
-    const std::string text = text_of(binary, ptx_registration::arch());
+    std::string text = text_of(binary, ptx_registration::arch());
+    plant_fault(text);
     char why[256] = "the fat binary has no such PTX that is not compressed";
     if (!text.empty())
         binary.module = ptx_parse(text.data(), text.size(), binary.name.c_str(), why, sizeof why);
@@ -144,6 +174,11 @@ int arch()
 {
     const char *const text = std::getenv("HEADROOM_PTX_ARCH");
     return text ? std::atoi(text) : 90;
+}
+
+bool lacks_fault()
+{
+    return std::getenv("HEADROOM_PTX_FAULT") && !planted;
 }
 
 std::vector<const ptx_function *> entries()

@@ -81,11 +81,13 @@ class Instruction
     {
         std::string text;
         for (int k = 0; k < 5; k++)
-            text += "ld.param.b64 %r" + std::to_string(k) + ", [p+" + std::to_string(8 * k) + "];\n";
+            text +=
+                "ld.param.b64 %r" + std::to_string(k) + ", [p+" + std::to_string(8 * k) + "];\n";
         text += "setp.ne.b64 %p1, %r2, 0;\n"; // c as a predicate
         text += name + (predicate ? " %p0" : " %r10");
         for (int k = 0; k < sources; k++)
-            text += name.compare(0, 4, "selp") == 0 && k == 2 ? ", %p1" : ", %r" + std::to_string(k);
+            text +=
+                name.compare(0, 4, "selp") == 0 && k == 2 ? ", %p1" : ", %r" + std::to_string(k);
         text += ";\n";
         text += predicate ? "selp.b64 %r10, 1, 0, %p0;\n" : "";
         return text + "st.global.b64 [%r4], %r10;";
