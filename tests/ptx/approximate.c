@@ -67,12 +67,6 @@ static void lg2(ptx_thread *t, const ptx_instruction *i)
         relative(t, i, exact, 0x1p-22 - 0x1p-24);
 }
 
-static void quotient(ptx_thread *t, const ptx_instruction *i)
-{
-    const double b = ptx_f32(B);
-    relative(t, i, ptx_f32(A) / b, 0x1p-23); /* 2 units of the last place */
-}
-
 /* Only the high half of the operand is looked at, and only that of the result is given. No error is
  * documented: Newton's steps after it want some 20 bits. */
 static void rcp64(ptx_thread *t, const ptx_instruction *i)
@@ -88,7 +82,6 @@ static void rcp64(ptx_thread *t, const ptx_instruction *i)
 }
 
 const ptx_row ptx_approximate[] = {
-    {"div full|approx ftz? f32", "daa", quotient, "a / b within 2 units", "9.7.3.8"},
     {"rcp approx ftz? f32", "da", rcp, "1 / a within 2^-23", "9.7.3.13"},
     {"rcp approx ftz f64", "da", rcp64, "1 / a, of 32 bits, of 32 bits", "9.7.3.14"},
     {"sqrt approx ftz? f32", "da", root, "the square root within 2^-23", "9.7.3.15"},

@@ -77,12 +77,6 @@ void ptx_select(ptx_thread *t, const ptx_instruction *i)
     D = ptx_unsigned(C & 1 ? A : B, i->type);
 }
 
-static void slct(ptx_thread *t, const ptx_instruction *i)
-{
-    const bool first = i->type2 == PTX_S32 ? (int32_t)C >= 0 : ptx_f32(C) >= 0;
-    D = ptx_unsigned(first ? A : B, i->type);
-}
-
 #define NUMBERS "b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64"
 
 const ptx_row ptx_compare[] = {
@@ -93,6 +87,5 @@ const ptx_row ptx_compare[] = {
     {"setp eq|ne|lt|le|gt|ge|equ|neu|ltu|leu|gtu|geu|num|nan f64", "daa", setp,
      "whether, and if a NaN is there whether the u is", "9.7.6.2"},
     {"selp " NUMBERS, "daaa", ptx_select, "c ? a : b", "9.7.6.3"},
-    {"slct " NUMBERS " s32|f32", "daaa", slct, "c >= 0 ? a : b", "9.7.6.4"},
     {0},
 };

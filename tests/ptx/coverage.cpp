@@ -95,12 +95,12 @@ class Coverage : public testing::Environment
                 ADD_FAILURE() << "no test executes " << text;
         }
         char line[160];
-        std::snprintf(line, sizeof line,
-                      "PTX for %d: %zu of %zu kernels ran, %llu of %llu instructions (%.1f %%), %zu of "
-                      "their %zu forms\n",
-                      ptx_registration::arch(), kernels - missed, kernels,
-                      (unsigned long long)total.ran, (unsigned long long)total.all, total.percent(),
-                      reached, forms.size());
+        std::snprintf(
+            line, sizeof line,
+            "PTX for %d: %zu of %zu kernels ran, %llu of %llu instructions (%.1f %%), %zu of "
+            "their %zu forms\n",
+            ptx_registration::arch(), kernels - missed, kernels, (unsigned long long)total.ran,
+            (unsigned long long)total.all, total.percent(), reached, forms.size());
         std::fputs(line, stdout);
         if (report)
             std::fputs(line, report);

@@ -80,15 +80,9 @@ static void max(ptx_thread *t, const ptx_instruction *i)
     result(t, i, extreme(operand(t, i, 0), operand(t, i, 1), true, i->form->nan));
 }
 
-static void copysign_(ptx_thread *t, const ptx_instruction *i)
-{
-    D = (B & 0x7FFFFFFFu) | (A & 0x80000000u);
-}
-
 #define ROUNDING "rn|rz|rm|rp"
 
 const ptx_row ptx_float32[] = {
-    {"copysign f32", "daa", copysign_, "b with the sign of a", "9.7.3.2"},
     {"add " ROUNDING "? ftz? sat? f32", "daa", add, "a + b", "9.7.3.3"},
     {"sub " ROUNDING "? ftz? sat? f32", "daa", sub, "a - b", "9.7.3.4"},
     {"mul " ROUNDING "? ftz? sat? f32", "daa", mul, "a * b", "9.7.3.5"},

@@ -30,14 +30,7 @@ EXACT(absolute, fabs(a))
 EXACT(min, lesser(a, b))
 EXACT(max, -lesser(-a, -b))
 
-static void copysign_(ptx_thread *t, const ptx_instruction *i)
-{
-    const uint64_t sign = (uint64_t)1 << 63;
-    D = (B & ~sign) | (A & sign);
-}
-
 const ptx_row ptx_float64[] = {
-    {"copysign f64", "daa", copysign_, "b with the sign of a", "9.7.3.2"},
     {"add rn? f64", "daa", add, "a + b", "9.7.3.3"},
     {"sub rn? f64", "daa", sub, "a - b", "9.7.3.4"},
     {"mul rn? f64", "daa", mul, "a * b", "9.7.3.5"},

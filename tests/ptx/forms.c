@@ -11,93 +11,54 @@ const ptx_row *const ptx_groups[] = {
 
 typedef enum field { TYPE, SPACE, ROUNDING, MODE, FTZ, SAT, NOT_A_NUMBER, CLAMP, VECTOR } field;
 
+/* The words of a field, in the order of its numbers. */
 static const struct {
-    const char *text;
     field field;
-    int value;
-} qualifiers[] = {
-    {"pred", TYPE, PTX_PRED},
-    {"b8", TYPE, PTX_B8},
-    {"b16", TYPE, PTX_B16},
-    {"b32", TYPE, PTX_B32},
-    {"b64", TYPE, PTX_B64},
-    {"u8", TYPE, PTX_U8},
-    {"u16", TYPE, PTX_U16},
-    {"u32", TYPE, PTX_U32},
-    {"u64", TYPE, PTX_U64},
-    {"s8", TYPE, PTX_S8},
-    {"s16", TYPE, PTX_S16},
-    {"s32", TYPE, PTX_S32},
-    {"s64", TYPE, PTX_S64},
-    {"f16", TYPE, PTX_F16},
-    {"bf16", TYPE, PTX_BF16},
-    {"f16x2", TYPE, PTX_F16X2},
-    {"bf16x2", TYPE, PTX_BF16X2},
-    {"f32", TYPE, PTX_F32},
-    {"f64", TYPE, PTX_F64},
-    {"global", SPACE, PTX_GLOBAL},
-    {"shared", SPACE, PTX_SHARED},
-    {"param", SPACE, PTX_PARAM},
-    {"local", SPACE, PTX_LOCAL},
-    {"const", SPACE, PTX_CONST},
-    {"rn", ROUNDING, PTX_RN},
-    {"rz", ROUNDING, PTX_RZ},
-    {"rm", ROUNDING, PTX_RM},
-    {"rp", ROUNDING, PTX_RP},
-    {"rni", ROUNDING, PTX_RNI},
-    {"rzi", ROUNDING, PTX_RZI},
-    {"rmi", ROUNDING, PTX_RMI},
-    {"rpi", ROUNDING, PTX_RPI},
-    {"eq", MODE, PTX_EQ},
-    {"ne", MODE, PTX_NE},
-    {"lt", MODE, PTX_LT},
-    {"le", MODE, PTX_LE},
-    {"gt", MODE, PTX_GT},
-    {"ge", MODE, PTX_GE},
-    {"equ", MODE, PTX_EQU},
-    {"neu", MODE, PTX_NEU},
-    {"ltu", MODE, PTX_LTU},
-    {"leu", MODE, PTX_LEU},
-    {"gtu", MODE, PTX_GTU},
-    {"geu", MODE, PTX_GEU},
-    {"num", MODE, PTX_NUM},
-    {"nan", MODE, PTX_NAN},
-    {"lo", MODE, PTX_LO},
-    {"hi", MODE, PTX_HI},
-    {"wide", MODE, PTX_WIDE},
-    {"bfly", MODE, PTX_BFLY},
-    {"down", MODE, PTX_DOWN},
-    {"up", MODE, PTX_UP},
-    {"idx", MODE, PTX_IDX},
-    {"add", MODE, PTX_ADD},
-    {"min", MODE, PTX_MIN},
-    {"max", MODE, PTX_MAX},
-    {"and", MODE, PTX_AND},
-    {"or", MODE, PTX_OR},
-    {"xor", MODE, PTX_XOR},
-    {"exch", MODE, PTX_EXCH},
-    {"cas", MODE, PTX_CAS},
-    {"l", MODE, PTX_L},
-    {"r", MODE, PTX_R},
-    {"to", MODE, PTX_TO},
-    {"ballot", MODE, PTX_BALLOT},
-    {"any", MODE, PTX_ANY},
-    {"all", MODE, PTX_ALL},
-    {"ftz", FTZ, 1},
-    {"sat", SAT, 1},
-    {"NaN", NOT_A_NUMBER, 1},
-    {"clamp", CLAMP, 1},
-    {"v2", VECTOR, 2},
-    {"v4", VECTOR, 4},
+    int first;
+    const char *words;
+} vocabulary[] = {
+    {TYPE, PTX_PRED,
+     "pred b8 b16 b32 b64 u8 u16 u32 u64 s8 s16 s32 s64 f16 bf16 f16x2 bf16x2 f32 f64"},
+    {SPACE, PTX_GLOBAL, "global shared param local const"},
+    {ROUNDING, PTX_RN, "rn rz rm rp rni rzi rmi rpi"},
+    {MODE, PTX_EQ,
+     "eq ne lt le gt ge equ neu ltu leu gtu geu num nan lo hi wide bfly down up idx add min max "
+     "and or "
+     "xor exch cas l r to ballot any all"},
+    {FTZ, 1, "ftz"},
+    {SAT, 1, "sat"},
+    {NOT_A_NUMBER, 1, "NaN"},
+    {CLAMP, 1, "clamp"},
+    {VECTOR, 2, "v2"},
+    {VECTOR, 4, "v4"},
 };
+
+/* The number of the word among those of the field, -1 if it is none of them. */
+static int number_of(size_t k, const char *word, size_t length)
+{
+    int number = vocabulary[k].first;
+    for (const char *w = vocabulary[k].words; *w; number++) {
+        const size_t n = strcspn(w, " ");
+        if (n == length && memcmp(w, word, n) == 0)
+            return number;
+        w += n + (w[n] == ' ');
+    }
+    return -1;
+}
+
+ptx_type ptx_type_of(const char *word, size_t length)
+{
+    const int number = number_of(0, word, length);
+    return number < 0 ? PTX_NO_TYPE : (ptx_type)number;
+}
 
 static void note(ptx_form *form, const char *text, size_t length)
 {
-    for (size_t k = 0; k < sizeof qualifiers / sizeof *qualifiers; k++) {
-        if (strlen(qualifiers[k].text) != length || memcmp(qualifiers[k].text, text, length) != 0)
+    for (size_t k = 0; k < sizeof vocabulary / sizeof *vocabulary; k++) {
+        const int value = number_of(k, text, length);
+        if (value < 0)
             continue;
-        const int value = qualifiers[k].value;
-        switch (qualifiers[k].field) {
+        switch (vocabulary[k].field) {
         case TYPE:
             *(form->type ? &form->type2 : &form->type) = (ptx_type)value;
             break;

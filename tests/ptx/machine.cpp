@@ -56,11 +56,6 @@ void ptx_note_atomic(const ptx_instruction *i, const void *address, size_t bytes
     hr_emu::note_atomic(address, bytes, code_of(i));
 }
 
-void ptx_fence()
-{
-    hr_emu::fence();
-}
-
 void ptx_wait_for_block(const ptx_instruction *i)
 {
     hr_emu::sync_block(i->form->text, false, site_of(i));

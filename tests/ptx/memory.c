@@ -129,12 +129,6 @@ static void atom(ptx_thread *t, const ptx_instruction *i)
         D = ptx_unsigned(old, i->type);
 }
 
-static void fence(ptx_thread *t, const ptx_instruction *i)
-{
-    (void)t, (void)i;
-    ptx_fence();
-}
-
 #define TYPE   "b8|b16|b32|b64|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64"
 #define UPDATE "add|min|max|and|or|xor|exch|cas b32|b64|u32|u64|s32|s64|f32|f64"
 #define ORDER  "relaxed|acquire|release|acq_rel? cta|gpu|sys?"
@@ -147,7 +141,5 @@ const ptx_row ptx_memory[] = {
     {"atom " ORDER " global|shared? " UPDATE, "dmaa?", atom,
      "what stood there; the new one goes there", "9.7.13.5"},
     {"red " ORDER " global|shared? " UPDATE, "ma", atom, "the new one goes there", "9.7.13.7"},
-    {"membar gl|sys", "", fence, "writes before it are seen before those after it", "9.7.13.4"},
-    {"fence sc|acq_rel gpu|sys", "", fence, "the same", "9.7.13.4"},
     {0},
 };

@@ -192,16 +192,9 @@ static int32_t constant(parser *p, ptx_origin origin, uint64_t value)
 
 static ptx_type type_of(parser *p, word w)
 {
-    static const struct {
-        const char *name;
-        ptx_type type;
-    } types[] = {{".pred", PTX_PRED}, {".b8", PTX_B8},   {".b16", PTX_B16}, {".b32", PTX_B32},
-                 {".b64", PTX_B64},   {".u8", PTX_U8},   {".u16", PTX_U16}, {".u32", PTX_U32},
-                 {".u64", PTX_U64},   {".s8", PTX_S8},   {".s16", PTX_S16}, {".s32", PTX_S32},
-                 {".s64", PTX_S64},   {".f32", PTX_F32}, {".f64", PTX_F64}};
-    for (size_t k = 0; k < sizeof types / sizeof *types; k++)
-        if (equal(w, types[k].name))
-            return types[k].type;
+    const ptx_type type = *w.text == '.' ? ptx_type_of(w.text + 1, w.length - 1) : PTX_NO_TYPE;
+    if (type != PTX_NO_TYPE)
+        return type;
     fail(p, "'%.*s' is no type", (int)w.length, w.text);
 }
 

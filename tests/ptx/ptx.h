@@ -37,7 +37,7 @@ typedef enum ptx_type {
     PTX_F16X2,
     PTX_BF16X2,
     PTX_F32,
-    PTX_F64,
+    PTX_F64
 } ptx_type;
 
 typedef enum ptx_space {
@@ -61,7 +61,7 @@ typedef enum ptx_rounding {
     PTX_RPI,
 } ptx_rounding;
 
-/* What stands in an instruction between its name and its types. */
+/* What stands in an instruction between its name and its types. EQU to GEU are true of a NaN too. */
 typedef enum ptx_mode {
     PTX_PLAIN,
     PTX_EQ,
@@ -70,7 +70,7 @@ typedef enum ptx_mode {
     PTX_LE,
     PTX_GT,
     PTX_GE,
-    PTX_EQU, /* these six are true where a NaN is compared */
+    PTX_EQU,
     PTX_NEU,
     PTX_LTU,
     PTX_LEU,
@@ -98,8 +98,7 @@ typedef enum ptx_mode {
     PTX_TO,
     PTX_BALLOT,
     PTX_ANY,
-    PTX_ALL,
-    PTX_UNI,
+    PTX_ALL
 } ptx_mode;
 
 typedef struct ptx_thread ptx_thread;
@@ -230,6 +229,9 @@ ptx_module *ptx_parse(const char *text, size_t bytes, const char *name, char *wh
 void ptx_free(ptx_module *module);
 ptx_function *ptx_find(const ptx_module *module, const char *name);
 
+/* Of "f32" and the like; PTX_NO_TYPE if it is none. */
+ptx_type ptx_type_of(const char *word, size_t length);
+
 /* The form of an instruction such as "add.rn.f32", the same object for the same text. */
 ptx_form *ptx_form_of(const char *text, size_t length);
 /* The forms seen so far, and how many. */
@@ -249,7 +251,7 @@ typedef enum ptx_special_register {
     PTX_NCTAID_Y,
     PTX_NCTAID_Z,
     PTX_LANEID,
-    PTX_SPECIAL_REGISTERS,
+    PTX_SPECIAL_REGISTERS
 } ptx_special_register;
 
 /* What the threads of a launch share. */
@@ -289,11 +291,8 @@ _Noreturn void ptx_problem(const ptx_instruction *i, const char *format, ...)
 void ptx_note_access(const ptx_instruction *i, const void *address, size_t bytes, bool write);
 void ptx_note_atomic(const ptx_instruction *i, const void *address, size_t bytes);
 void ptx_wait_for_block(const ptx_instruction *i);
-void ptx_fence(void);
 uint64_t ptx_exchange(const ptx_instruction *i, uint32_t mask, uint64_t value, uint32_t lane);
 uint32_t ptx_vote(const ptx_instruction *i, uint32_t mask, bool predicate);
-/* Whether the address is of device memory, of the host's view of it. */
-bool ptx_is_device_memory(const void *address, size_t bytes);
 
 #ifdef __cplusplus
 }
