@@ -60,6 +60,11 @@ static void absolute(ptx_thread *t, const ptx_instruction *i)
     result(t, i, fabsf(operand(t, i, 0)));
 }
 
+static void copysign_(ptx_thread *t, const ptx_instruction *i)
+{
+    D = (B & 0x7FFFFFFFu) | (A & 0x80000000u);
+}
+
 /* Of a number and a NaN the number, unless .NaN is there; -0 is less than +0. */
 static float extreme(float a, float b, bool greater, bool nan)
 {
@@ -83,6 +88,7 @@ static void max(ptx_thread *t, const ptx_instruction *i)
 #define ROUNDING "rn|rz|rm|rp"
 
 const ptx_row ptx_float32[] = {
+    {"copysign f32", "daa", copysign_, "b with the sign of a", "9.7.3.2"},
     {"add " ROUNDING "? ftz? sat? f32", "daa", add, "a + b", "9.7.3.3"},
     {"sub " ROUNDING "? ftz? sat? f32", "daa", sub, "a - b", "9.7.3.4"},
     {"mul " ROUNDING "? ftz? sat? f32", "daa", mul, "a * b", "9.7.3.5"},

@@ -153,6 +153,8 @@ TEST(Float, FtzAndSatOnlyWhereTheyAreSaid)
     EXPECT_EQ(Instruction("add.rn.sat.f32", 2)(bits(NAN), bits(two)), bits(0.0f));
     EXPECT_EQ(Instruction("abs.f32", 1)(bits(-tiny)), bits(tiny));
     EXPECT_EQ(Instruction("neg.f32", 1)(bits(tiny)), bits(-tiny));
+    EXPECT_EQ(Instruction("copysign.f32", 2)(bits(-1.0f), bits(two)), bits(-two));
+    EXPECT_EQ(Instruction("copysign.f32", 2)(bits(1.0f), bits(-two)), bits(two));
 }
 
 // A comparison is a set of what a pair of numbers can be to each other.

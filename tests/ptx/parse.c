@@ -213,13 +213,14 @@ typedef struct declared {
 static declared declaration(parser *p)
 {
     declared d = {.elements = 1};
-    while (is(p, ".align") || is(p, ".ptr") || is(p, ".global") || is(p, ".shared")) {
-        const bool align = is(p, ".align");
-        advance(p);
-        if (align)
-            d.align = take_number(p);
-    }
+    if (take(p, ".align"))
+        d.align = take_number(p);
     d.type = type_of(p, take_word(p));
+    if (take(p, ".ptr")) { /* of what it points to */
+        (void)(take(p, ".global") || take(p, ".shared"));
+        if (take(p, ".align"))
+            (void)take_number(p);
+    }
     d.name = take_word(p);
     while (take(p, "[")) {
         d.elements *= is(p, "]") ? 0 : take_number(p);
