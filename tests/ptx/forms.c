@@ -9,7 +9,7 @@ const ptx_row *const ptx_groups[] = {
     ptx_convert, ptx_move,    ptx_memory,  ptx_control,     ptx_warp,    NULL,
 };
 
-typedef enum field { TYPE, SPACE, ROUNDING, MODE, FTZ, SAT, NOT_A_NUMBER, CLAMP, VECTOR } field;
+typedef enum field { TYPE, SPACE, ROUNDING, MODE, FLAG, VECTOR } field;
 
 /* The words of a field, in the order of its numbers. */
 static const struct {
@@ -25,12 +25,8 @@ static const struct {
      "eq ne lt le gt ge equ neu ltu leu gtu geu num nan lo hi wide bfly down up idx add min max "
      "and or "
      "xor exch cas l r to ballot any all"},
-    {FTZ, 1, "ftz"},
-    {SAT, 1, "sat"},
-    {NOT_A_NUMBER, 1, "NaN"},
-    {CLAMP, 1, "clamp"},
-    {VECTOR, 2, "v2"},
-    {VECTOR, 4, "v4"},
+    {FLAG, 0, "ftz sat NaN clamp"},
+    {VECTOR, 1, "v1 v2 v3 v4"},
 };
 
 /* The number of the word among those of the field, -1 if it is none of them. */
@@ -54,6 +50,7 @@ ptx_type ptx_type_of(const char *word, size_t length)
 
 static void note(ptx_form *form, const char *text, size_t length)
 {
+    bool *const flags[] = {&form->ftz, &form->sat, &form->nan, &form->clamp};
     for (size_t k = 0; k < sizeof vocabulary / sizeof *vocabulary; k++) {
         const int value = number_of(k, text, length);
         if (value < 0)
@@ -71,17 +68,8 @@ static void note(ptx_form *form, const char *text, size_t length)
         case MODE:
             form->mode = (ptx_mode)value;
             break;
-        case FTZ:
-            form->ftz = true;
-            break;
-        case SAT:
-            form->sat = true;
-            break;
-        case NOT_A_NUMBER:
-            form->nan = true;
-            break;
-        case CLAMP:
-            form->clamp = true;
+        case FLAG:
+            *flags[value] = true;
             break;
         case VECTOR:
             form->vector = value;
@@ -126,8 +114,6 @@ static bool matches(const ptx_row *row, const char *text, ptx_form *form)
 
 #define BUCKETS 1024
 static ptx_form *buckets[BUCKETS];
-static ptx_form **forms;
-static int count;
 
 ptx_form *ptx_form_of(const char *text, size_t length)
 {
@@ -149,17 +135,9 @@ ptx_form *ptx_form_of(const char *text, size_t length)
                                          ptx_groups[g] == ptx_control || ptx_groups[g] == ptx_warp;
                     }
                 }
-            forms = realloc(forms, (size_t)(count + 1) * sizeof *forms);
-            forms[count++] = form;
             return *slot = form;
         }
         if (strlen((*slot)->text) == length && memcmp((*slot)->text, text, length) == 0)
             return *slot;
     }
-}
-
-ptx_form *const *ptx_forms(int *how_many)
-{
-    *how_many = count;
-    return forms;
 }

@@ -1,7 +1,9 @@
 // The machine that PTX runs on is the emulator's: its fibers are the threads, its barriers and warps
 // wait, and its memory notes who touched what.
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
+#include <map>
 
 #include "tests/c/emulator/machine.h"
 #include "tests/c/emulator/race.h"
@@ -86,23 +88,14 @@ void run_thread(const void *call)
 {
     ptx_launch launch = *static_cast<const ptx_launch *>(call);
     launch.shared = static_cast<char *>(hr_emu::dynamic_shared());
-    const hr_emu::Here &here = hr_emu::here;
+    const uint3 t = hr_emu::here.thread, b = hr_emu::here.block;
+    const dim3 n = hr_emu::here.block_size, g = hr_emu::here.grid_size;
+    const uint32_t lane = uint32_t(hr_emu::lane());
     ptx_thread thread{};
     thread.launch = &launch;
-    const uint32_t special[PTX_SPECIAL_REGISTERS] = {here.thread.x,
-                                                     here.thread.y,
-                                                     here.thread.z,
-                                                     here.block_size.x,
-                                                     here.block_size.y,
-                                                     here.block_size.z,
-                                                     here.block.x,
-                                                     here.block.y,
-                                                     here.block.z,
-                                                     here.grid_size.x,
-                                                     here.grid_size.y,
-                                                     here.grid_size.z,
-                                                     uint32_t(hr_emu::lane())};
-    std::copy(special, special + PTX_SPECIAL_REGISTERS, thread.special);
+    const uint32_t special[] = {t.x, t.y, t.z, n.x, n.y, n.z, b.x, b.y, b.z, g.x, g.y, g.z, lane};
+    static_assert(std::size(special) == PTX_SPECIAL_REGISTERS);
+    std::copy(std::begin(special), std::end(special), thread.special);
     ptx_run(&thread);
 }
 } // namespace
@@ -130,5 +123,62 @@ std::string name(const ptx_instruction *i)
         line++;
     return std::string(f->module->name) + ":" + std::to_string(i->line) + ": " +
            std::string(line, strcspn(line, "\n")) + "  in " + f->name;
+}
+
+// ---- Which modules there are, and which function an address belongs to ---------------------------
+
+namespace
+{
+std::vector<const ptx_module *> known;
+std::map<const void *, const ptx_function *> begins; // of code, and of functions themselves
+
+std::string name_code(const void *code)
+{
+    const ptx_function *const f = find_function(code);
+    if (!f)
+        return "";
+    if (code == f)
+        return std::string(f->name) + " of " + f->module->name;
+    const size_t index =
+        size_t(static_cast<const char *>(code) - reinterpret_cast<const char *>(f->code)) /
+        sizeof(ptx_instruction);
+    return name(&f->code[index]);
+}
+} // namespace
+
+const ptx_function *find_function(const void *address)
+{
+    auto next = begins.upper_bound(address);
+    if (next == begins.begin())
+        return nullptr;
+    const ptx_function *const f = std::prev(next)->second;
+    const char *const byte = static_cast<const char *>(address);
+    const bool in_code = byte < reinterpret_cast<const char *>(f->code + f->count);
+    return address == f || (f->code && byte >= reinterpret_cast<const char *>(f->code) && in_code)
+               ? f
+               : nullptr;
+}
+
+void add_module(const ptx_module *module)
+{
+    known.push_back(module);
+    hr_emu::machine.name_code = name_code;
+    for (int k = 0; k < module->function_count; k++) {
+        const ptx_function *const f = module->functions[k];
+        begins[f] = f;
+        begins[f->code] = f;
+    }
+}
+
+void forget_module(const ptx_module *module)
+{
+    known.erase(std::remove(known.begin(), known.end(), module), known.end());
+    for (auto at = begins.begin(); at != begins.end();)
+        at = at->second->module == module ? begins.erase(at) : std::next(at);
+}
+
+const std::vector<const ptx_module *> &modules()
+{
+    return known;
 }
 } // namespace ptx_machine

@@ -134,7 +134,6 @@ typedef struct ptx_form {
     bool ftz, sat, nan, clamp;
     bool observes; /* of the groups whose effect is outside of registers */
     int vector;    /* 1, 2, 4 */
-    uint64_t executed;
 } ptx_form;
 
 #define PTX_DESTINATIONS 4
@@ -234,8 +233,6 @@ ptx_type ptx_type_of(const char *word, size_t length);
 
 /* The form of an instruction such as "add.rn.f32", the same object for the same text. */
 ptx_form *ptx_form_of(const char *text, size_t length);
-/* The forms seen so far, and how many. */
-ptx_form *const *ptx_forms(int *count);
 
 typedef enum ptx_special_register {
     PTX_TID_X,

@@ -61,26 +61,13 @@ static inline float ptx_flush(float x)
 
 static inline int ptx_bytes(ptx_type type)
 {
-    switch (type) {
-    case PTX_PRED:
-    case PTX_B8:
-    case PTX_U8:
-    case PTX_S8:
-        return 1;
-    case PTX_B16:
-    case PTX_U16:
-    case PTX_S16:
-    case PTX_F16:
-    case PTX_BF16:
-        return 2;
-    case PTX_B64:
-    case PTX_U64:
-    case PTX_S64:
-    case PTX_F64:
-        return 8;
-    default:
-        return 4;
-    }
+    static const signed char bytes[] = {
+        [PTX_PRED] = 1, [PTX_B8] = 1,  [PTX_B16] = 2,   [PTX_B32] = 4,    [PTX_B64] = 8,
+        [PTX_U8] = 1,   [PTX_U16] = 2, [PTX_U32] = 4,   [PTX_U64] = 8,    [PTX_S8] = 1,
+        [PTX_S16] = 2,  [PTX_S32] = 4, [PTX_S64] = 8,   [PTX_F16] = 2,    [PTX_BF16] = 2,
+        [PTX_F32] = 4,  [PTX_F64] = 8, [PTX_F16X2] = 4, [PTX_BF16X2] = 4,
+    };
+    return bytes[type];
 }
 
 static inline bool ptx_is_signed(ptx_type type)
