@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv and passes the tests: style, C and kernels (CPU, emulated CUDA), Python.
+# Sets up .venv and passes the tests: style, C and kernels (CPU, emulated CUDA, PTX), Python.
 #
 #   bash tests/run.sh          what shows a regression soon: every test, but not every combination
 #                              of its parameters; without what is marked slow
@@ -17,15 +17,16 @@ case ${1:-} in
 '')
     sanitized=OFF
     select=(-m "not slow" --sample)
-    # Under the emulator: lists longer than a launch, other orders of threads, checks taken away.
-    c_select=(-E 'emulated.*(ManyTensors|SeveralLaunches|NoTensorOfMany|OnCuda|MissingChecks)')
+    # Under the emulator: lists longer than a launch, other orders of threads, checks taken away. Of
+    # the PTX: what small cases do not reach.
+    c_select=(-E 'emulated.*(ManyTensors|SeveralLaunches|NoTensorOfMany|OnCuda|MissingChecks)|ptx.whole')
     # Without a GPU the code for one is enough to see what the compiler makes of the kernels.
     [ -e /dev/nvidiactl ] || export HEADROOM_CUDA_ARCHS="${HEADROOM_CUDA_ARCHS:-90}"
     ;;
 full)
     sanitized=ON
     select=()
-    c_select=()
+    c_select=(-E 'ptx.some')
     ;;
 *) echo "usage: tests/run.sh [full]" >&2 && exit 2 ;;
 esac
@@ -89,6 +90,11 @@ build_c_tests() {
 
 c_tests() {
     "$venv/bin/ctest" --test-dir "$build" --output-on-failure -j "$(nproc)" "${c_select[@]}"
+    if [ -x "$build/tests/ptx/headroom_tests_ptx" ]; then
+        tail -qn 1 "$build"/tests/ptx/*.txt
+    else
+        echo "PTX was not executed: that takes nvcc >= 12.8"
+    fi
     # awk reads to the end: were the reader to leave early, sort would die of SIGPIPE, and with it this.
     slowest=$(sort -k3 -rn "$build/Testing/Temporary/CTestCostData.txt" |
         awk 'NR <= 5 { printf "%.1f s  %s\n", $3, $1 }')

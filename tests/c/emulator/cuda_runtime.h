@@ -63,10 +63,12 @@ enum cudaError_t {
 };
 using cudaError = cudaError_t;
 
+extern "C" {
 cudaError_t cudaGetLastError();    // and forgets it
 cudaError_t cudaPeekAtLastError(); // and keeps it
 const char *cudaGetErrorName(cudaError_t error);
 const char *cudaGetErrorString(cudaError_t error);
+}
 
 // ---- The one device -----------------------------------------------------------------------------
 
@@ -81,11 +83,13 @@ enum cudaDeviceAttr {
     cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
 };
 
+extern "C" {
 cudaError_t cudaGetDeviceCount(int *count);
 cudaError_t cudaGetDevice(int *device);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaDeviceSynchronize();
+}
 
 // ---- Streams: every operation is done when its call returns -------------------------------------
 
@@ -97,8 +101,10 @@ enum cudaStreamCaptureStatus {
     cudaStreamCaptureStatusInvalidated = 2,
 };
 
+extern "C" {
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status);
+}
 
 // ---- Memory -------------------------------------------------------------------------------------
 
@@ -110,6 +116,7 @@ enum cudaMemcpyKind {
     cudaMemcpyDefault = 4,
 };
 
+extern "C" {
 cudaError_t cudaMalloc(void **pointer, size_t bytes);
 cudaError_t cudaFree(void *pointer);
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind);
@@ -120,6 +127,7 @@ cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_
                               cudaStream_t stream = nullptr);
 cudaError_t cudaMemset(void *pointer, int value, size_t bytes);
 cudaError_t cudaMemsetAsync(void *pointer, int value, size_t bytes, cudaStream_t stream = nullptr);
+}
 
 template <class T> cudaError_t cudaMalloc(T **pointer, size_t bytes)
 {

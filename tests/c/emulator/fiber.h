@@ -1,6 +1,7 @@
 // A stack and a place to go on from. Cooperative: resume() runs the fiber until it calls suspend().
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstddef>
@@ -30,5 +31,7 @@ class Fiber
     void (*body_)();
     char *stack_;
     ucontext_t here_, caller_;
+    jmp_buf go_on_, return_; // the same places, once the fiber has started
+    bool started_;
 };
 } // namespace hr_emu

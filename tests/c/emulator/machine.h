@@ -47,6 +47,9 @@ struct Machine {
     std::vector<std::unique_ptr<Fiber>> fibers;
     uint64_t seed = default_seed(), launches_since_seed;
     std::mt19937_64 random;
+    int capability = 80; // of the device, 10 * major + minor
+    // Names instructions and kernels that are not code of this process; "" for what it does not know.
+    std::string (*name_code)(const void *code) = nullptr;
 };
 extern Machine machine;
 

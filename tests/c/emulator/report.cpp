@@ -54,6 +54,9 @@ std::string name(uint3 index)
 
 std::string where(const void *code)
 {
+    const std::string known = machine.name_code ? machine.name_code(code) : "";
+    if (!known.empty())
+        return known;
     Dl_info info{};
     char text[1024] = "";
     if (dladdr(code, &info)) {

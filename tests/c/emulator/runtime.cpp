@@ -194,8 +194,8 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
         {cudaDevAttrWarpSize, warpSize},
         {cudaDevAttrMultiProcessorCount, 2},
         {cudaDevAttrMaxThreadsPerMultiProcessor, 2048},
-        {cudaDevAttrComputeCapabilityMajor, 8},
-        {cudaDevAttrComputeCapabilityMinor, 0},
+        {cudaDevAttrComputeCapabilityMajor, machine.capability / 10},
+        {cudaDevAttrComputeCapabilityMinor, machine.capability % 10},
     };
     if (device != 0 || values.count(attribute) == 0)
         return result(device != 0 ? cudaErrorInvalidDevice : cudaErrorInvalidValue);

@@ -1,0 +1,250 @@
+// What code made by nvcc calls to register its device code and to launch it, in place of CUDA's
+// runtime; the other calls of the runtime are the emulator's. The device code is the PTX in the fat
+// binaries; HEADROOM_PTX_ARCH says for which architecture, 90 if it is not set.
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tests/c/emulator/machine.h"
+#include "tests/c/emulator/race.h"
+#include "tests/ptx/registration.h"
+
+namespace
+{
+constexpr int kMostParameterBytes = 32764; // from 7.0 on, and what the library counts on
+
+// The layout of fat binaries is what `fatbinary` of the toolkit writes: a header, then parts, each with
+// a header of its own and the text or machine code.
+struct Wrapper {
+    int32_t magic, version;
+    const char *data;
+    const void *unused;
+};
+struct Header {
+    uint32_t magic;
+    uint16_t version, header_bytes;
+    uint64_t bytes; // of all parts
+};
+struct Part {
+    uint16_t kind, version;
+    uint32_t header_bytes;
+    uint64_t bytes;
+    uint32_t compressed_bytes, unused, minor_major, arch, name_offset, name_bytes;
+    uint64_t flags, zero, whole_bytes;
+};
+constexpr uint32_t kFatBinary = 0xBA55ED50;
+constexpr uint16_t kPtx = 1;
+
+struct Binary {
+    const char *data;
+    ptx_module *module; // once something of it was launched
+    std::string name;
+};
+
+struct Kernel {
+    Binary *binary;
+    std::string name;
+    ptx_function *entry;
+};
+
+// Registered before main(), in whatever order.
+std::vector<std::unique_ptr<Binary>> &binaries()
+{
+    static std::vector<std::unique_ptr<Binary>> all;
+    return all;
+}
+
+std::map<const void *, Kernel> &kernels()
+{
+    static std::map<const void *, Kernel> all; // by the function of the host
+    return all;
+}
+
+struct Configuration {
+    dim3 grid, block;
+    size_t shared;
+    cudaStream_t stream;
+};
+std::vector<Configuration> configurations;
+
+std::string text_of(const Binary &binary, int arch)
+{
+    const auto *const header = reinterpret_cast<const Header *>(binary.data);
+    if (header->magic != kFatBinary)
+        return "";
+    const char *at = binary.data + header->header_bytes;
+    const char *const end = at + header->bytes;
+    while (at < end) {
+        const auto *const part = reinterpret_cast<const Part *>(at);
+        if (part->kind == kPtx && int(part->arch) == arch && part->whole_bytes == 0) {
+            const char *const text = at + part->header_bytes;
+            return std::string(text, strnlen(text, part->bytes));
+        }
+        at += part->header_bytes + part->bytes;
+    }
+    return "";
+}
+
+// A fault that a test wants to be noticed: "kernel|from|to" in HEADROOM_PTX_FAULT replaces what stands in
+// every kernel whose name has the first part.
+bool planted;
+
+void plant_fault(std::string &text)
+{
+    const char *const fault = std::getenv("HEADROOM_PTX_FAULT");
+    if (!fault)
+        return;
+    const std::string all = fault;
+    const size_t first = all.find('|'), second = all.find('|', first + 1);
+    const std::string kernel = all.substr(0, first), to = all.substr(second + 1);
+    const std::string from = all.substr(first + 1, second - first - 1);
+    for (size_t at = text.find(".entry"); at != std::string::npos;) {
+        size_t end = text.find(".entry", at + 1);
+        const std::string name = text.substr(at, text.find('(', at) - at);
+        for (size_t k = at; name.find(kernel) != std::string::npos;) {
+            k = text.find(from, k);
+            if (k >= end || k == std::string::npos)
+                break;
+            text.replace(k, from.size(), to);
+            end += end == std::string::npos ? 0 : to.size() - from.size();
+            k += to.size();
+            planted = true;
+        }
+        at = end;
+    }
+}
+
+ptx_module *module_of(Binary &binary)
+{
+    if (binary.module)
+        return binary.module;
+    std::string text = text_of(binary, ptx_registration::arch());
+    plant_fault(text);
+    char why[256] = "the fat binary has no such PTX that is not compressed";
+    if (!text.empty())
+        binary.module = ptx_parse(text.data(), text.size(), binary.name.c_str(), why, sizeof why);
+    if (!binary.module)
+        hr_emu::report_host("PTX for " + std::to_string(ptx_registration::arch()) + ": " + why,
+                            cudaErrorInvalidValue);
+    else
+        ptx_machine::add_module(binary.module);
+    return binary.module;
+}
+
+// The name of a source, of the first name among its kernels: all of a file's register with one binary.
+ptx_function *entry_of(Kernel &kernel)
+{
+    if (!kernel.entry && module_of(*kernel.binary))
+        kernel.entry = ptx_find(kernel.binary->module, kernel.name.c_str());
+    return kernel.entry;
+}
+
+cudaError_t launch(Kernel &kernel, dim3 grid, dim3 block, void **arguments, size_t shared)
+{
+    ptx_function *const entry = entry_of(kernel);
+    if (!entry)
+        return cudaErrorInvalidValue;
+    if (entry->parameter_bytes > kMostParameterBytes)
+        hr_emu::report_host("more parameters than a launch passes: " + kernel.name,
+                            cudaErrorInvalidValue);
+    const uint64_t threads = uint64_t(block.x) * block.y * block.z;
+    if (entry->most_threads && threads > entry->most_threads) {
+        hr_emu::report_host("more threads than .maxntid allows: " + kernel.name,
+                            cudaErrorInvalidConfiguration);
+        return cudaErrorInvalidConfiguration;
+    }
+    alignas(16) static char parameters[kMostParameterBytes + 4];
+    for (int k = 0; k < entry->parameters; k++)
+        memcpy(parameters + entry->parameter[k].offset, arguments[k], entry->parameter[k].bytes);
+    entry->launches++;
+    const auto *const test = testing::UnitTest::GetInstance()->current_test_info();
+    if (!entry->ran_in && test)
+        entry->ran_in = strdup((std::string(test->test_suite_name()) + "." + test->name()).c_str());
+    ptx_machine::launch(entry, grid, block, parameters, shared);
+    return cudaPeekAtLastError();
+}
+} // namespace
+
+namespace ptx_registration
+{
+int arch()
+{
+    const char *const text = std::getenv("HEADROOM_PTX_ARCH");
+    return text ? std::atoi(text) : 90;
+}
+
+bool lacks_fault()
+{
+    return std::getenv("HEADROOM_PTX_FAULT") && !planted;
+}
+
+std::vector<const ptx_function *> entries()
+{
+    std::vector<const ptx_function *> all;
+    for (auto &[address, kernel] : kernels())
+        if (const ptx_function *const entry = entry_of(kernel))
+            all.push_back(entry);
+    return all;
+}
+} // namespace ptx_registration
+
+extern "C" {
+void **__cudaRegisterFatBinary(void *wrapper)
+{
+    binaries().emplace_back(new Binary{static_cast<Wrapper *>(wrapper)->data, nullptr,
+                                       "module " + std::to_string(binaries().size())});
+    hr_emu::watch_accesses();
+    return reinterpret_cast<void **>(binaries().back().get());
+}
+void __cudaRegisterFatBinaryEnd(void **) {}
+void __cudaUnregisterFatBinary(void **) {}
+char __cudaInitModule(void **)
+{
+    return 1;
+}
+void __cudaRegisterVar(void **, char *, char *, const char *, int, size_t, int, int) {}
+
+void __cudaRegisterFunction(void **handle, const char *host, char *, const char *name, int, uint3 *,
+                            uint3 *, dim3 *, dim3 *, int *)
+{
+    kernels()[host] = {reinterpret_cast<Binary *>(handle), name, nullptr};
+}
+
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream)
+{
+    configurations.push_back({grid, block, shared, stream});
+    return 0;
+}
+
+cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *stream)
+{
+    const Configuration last = configurations.back();
+    configurations.pop_back();
+    *grid = last.grid;
+    *block = last.block;
+    *shared = last.shared;
+    *static_cast<cudaStream_t *>(stream) = last.stream;
+    return cudaSuccess;
+}
+
+cudaError_t __cudaGetKernel(void **kernel, const void *host)
+{
+    *kernel = &kernels().at(host);
+    return cudaSuccess;
+}
+
+cudaError_t __cudaLaunchKernel(void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
+                               cudaStream_t)
+{
+    return launch(*static_cast<Kernel *>(kernel), grid, block, arguments, shared);
+}
+
+cudaError_t cudaLaunchKernel(const void *host, dim3 grid, dim3 block, void **arguments,
+                             size_t shared, cudaStream_t)
+{
+    return launch(kernels().at(host), grid, block, arguments, shared);
+}
+}
