@@ -2,7 +2,8 @@
 
 Where no nvcc >= 12.8 is installed, NVIDIA's compiler packages from PyPI become build requirements.
 They are of CUDA 13, and what they build needs driver R580; a toolkit 12.8 or 12.9 builds for R530.
-HEADROOM_CUDA=0 builds for the CPU only, HEADROOM_CUDA=1 fails without a CUDA compiler;
+HEADROOM_CUDA=0 builds for the CPU only, HEADROOM_CUDA=1 fails without a CUDA compiler, or without
+the header of cuBLAS, unless HEADROOM_CUBLAS=0 builds without products of matrices on CUDA;
 HEADROOM_CUDA_ARCHS="90" builds device code for fewer GPUs; MAX_JOBS limits the parallel jobs.
 """
 
@@ -25,8 +26,9 @@ ROOT = Path(__file__).resolve().parent
 TOOLKITS = Path("/usr/local")  # where NVIDIA's installers put them
 CUDA_COMPILER = ["nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm"]
 CUDA_RUNTIME = ["nvidia-cuda-runtime", "nvidia-cuda-cccl"]
-# Its headers are used if it is there, as it is with every torch for CUDA; nothing links to it.
-CUBLAS = "nvidia-cublas"
+# Their headers are used where the compiler has none; every torch for CUDA brings one of them.
+# Nothing links to it.
+CUBLAS = {13: "nvidia-cublas", 12: "nvidia-cublas-cu12"}
 
 
 def installed(package):
@@ -44,11 +46,16 @@ def torch_cuda_major():
     return int(found[1]) if found else None
 
 
-def is_recent(nvcc):
-    """Whether an nvcc knows every GPU we build for (>= 12.8)."""
+def release_of(nvcc):
+    """The version of an nvcc, as numbers; (0, 0) for what says none."""
     text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
-    release = re.search(r"release (\d+)\.(\d+)", text)
-    return bool(release and (int(release[1]), int(release[2])) >= (12, 8))
+    found = re.search(r"release (\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def is_recent(nvcc):
+    """Whether an nvcc knows every GPU we build for."""
+    return release_of(nvcc) >= (12, 8)
 
 
 def system_nvcc():
@@ -100,7 +107,6 @@ def pypi_nvcc(folder):
     if not all(packages):
         return None
     shutil.rmtree(folder, ignore_errors=True)
-    packages += [p for p in [installed(CUBLAS)] if p]
     for file in (f for p in packages for f in p.files):
         if file.parts[:2] == ("nvidia", "cu13"):
             link = folder.joinpath(*file.parts[2:])
@@ -108,6 +114,13 @@ def pypi_nvcc(folder):
             link.symlink_to(file.locate().resolve())
     (folder / "lib64").symlink_to("lib")
     return str(folder / "bin" / "nvcc")
+
+
+def cublas_include(major):
+    """The folder of cublasLt.h in NVIDIA's package for this version of CUDA, or None."""
+    package = installed(CUBLAS[major]) if major in CUBLAS else None
+    headers = [f for f in (package.files or []) if f.name == "cublasLt.h"] if package else []
+    return str(headers[0].locate().resolve().parent) if headers else None
 
 
 def cmake_options(build):
@@ -123,11 +136,13 @@ def cmake_options(build):
     options = {
         "CMAKE_BUILD_TYPE": "Release",
         "Python_EXECUTABLE": sys.executable,
-        "HEADROOM_CUDA": "ON" if nvcc else "OFF",
+        "HEADROOM_CUDA": cuda if nvcc else "OFF",
+        "HEADROOM_CUBLAS": "OFF" if os.environ.get("HEADROOM_CUBLAS") == "0" else "ON",
         "HEADROOM_TESTS": "OFF",  # tests/run.sh adds them to this build
     }
     if nvcc:
         options["CMAKE_CUDA_COMPILER"] = nvcc
+        options["HEADROOM_CUBLAS_INCLUDE"] = cublas_include(release_of(nvcc)[0]) or ""
         default = "75;80;86;90;100;120"
         options["HEADROOM_CUDA_ARCHS"] = os.environ.get("HEADROOM_CUDA_ARCHS") or default
     return options

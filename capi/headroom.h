@@ -125,8 +125,9 @@ extern "C" {
 HR_API int32_t hr_version(void);
 
 /* One line of `key=value` pairs separated by "; ": version, compiler, cuda ("none" or the version
- * of the CUDA compiler), archs (compute capabilities with device code), cpu (the instruction set in
- * use, see hr_get_cpu_level). The string is valid until the same thread calls it again. */
+ * of the CUDA compiler), archs (compute capabilities with device code), cublas ("none", without
+ * which hr_gemm and what calls it do not run on CUDA, or the version of its header), cpu (the
+ * instruction set in use, see hr_get_cpu_level). The string is valid until the same thread calls it again. */
 HR_API const char *hr_build_info(void);
 
 /* ---- Status ---------------------------------------------------------------------------------- */
@@ -948,7 +949,7 @@ typedef struct hr_gemm_config {
     /* On CUDA, as torch.backends.cuda.matmul has them; the CPU has no use for them. */
     int32_t allow_tf32;                        /* f32: factors may be rounded to 11 bits */
     int32_t allow_reduced_precision_reduction; /* 16 bits: parts of sums may be rounded to them */
-    int32_t deterministic;                     /* same bits each time, at some cost */
+    int32_t deterministic; /* long sums are not split: same bits with any workspace, at some cost */
     hr_rows aux;         /* [m, n]: out for HR_GEMM_GELU (NULL data: not wanted), in for _DGELU */
     void *bias_gradient; /* out; NULL for other epilogues */
 } hr_gemm_config;
@@ -973,15 +974,16 @@ typedef struct hr_gemm_config {
  * bias       in: [n], or NULL; NULL with HR_GEMM_DGELU, _BGRADA and _BGRADB. The last two also need
  *            m and n of 1 or more and an alpha that is not 0
  * workspace  device memory of exec's device at a multiple of 256 bytes, or NULL with 0 bytes. With
- *            fewer bytes than hr_gemm_workspace() says there are fewer algorithms to choose from.
- *            The CPU needs none
+ *            fewer bytes than hr_gemm_workspace() says there are fewer algorithms to choose from,
+ *            and with fewer than 512 none for HR_GEMM_GELU and _DGELU. The CPU needs none
  *
  * CPU: a product that the host lent with hr_set_gemm(), else a blocked loop, which widens 16 bits in
- * the caches, and whose bits depend on neither the threads nor the instruction set. CUDA: cuBLASLt, which is looked for at the first
- * product: in the process (PyTorch brings it), then where the system and the wheels of NVIDIA have
- * it. The first product on a device creates a handle of cuBLASLt, and should not be captured in a
- * CUDA graph. Epilogues need what cuBLASLt needs for them: aux at a multiple of 16 bytes with a
- * stride that is a multiple of 8.
+ * the caches, and whose bits depend on neither the threads nor the instruction set. CUDA: cuBLASLt,
+ * which is looked for at the first product: in the process (PyTorch brings it), then where the
+ * system and the wheels of NVIDIA have it. What it does not do at once, as HR_GEMM_GELU and _DGELU,
+ * is done a part of C at a time, from sums in the workspace; bias_gradient is summed apart. A device
+ * repeats itself bit for bit, with the same workspace_bytes and alignment of addresses. A call can
+ * be captured in a CUDA graph, the first one too.
  *
  * Errors: HR_UNSUPPORTED if there is no cuBLASLt, or if it has no algorithm for a product.
  */
@@ -1862,7 +1864,7 @@ HR_API hr_status hr_linear_cross_entropy_query(hr_linear_cross_entropy_needs *ne
  * part. The loss comes from hr_linear_cross_entropy_join(), and gradients from the backward function
  * with the lse over all parts. rank needs all classes at once, which is TOKENS.
  *
- * Each device repeats itself bit for bit, where its products do. Sources: Wijmans et al.,
+ * Each device repeats itself bit for bit. Sources: Wijmans et al.,
  * arXiv:2411.09009; and those of hr_cross_entropy_forward().
  *
  * Errors: HR_INVALID_ARGUMENT, on the CPU also if a target is neither ignore_index nor a class; the

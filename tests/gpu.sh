@@ -4,7 +4,8 @@
 #     tests/gpu.sh DIR [SECONDS] [STAGE...]
 #
 # Builds for the GPU at hand, runs the C tests and the pytest cases marked cuda on it, the
-# benchmarks, and compute-sanitizer: in this order, the most telling first. DIR gets at most 8
+# benchmarks, and compute-sanitizer: in this order, the most telling first. Each suite of the C tests
+# has a process of its own, because some errors of a GPU fail every call after them. DIR gets at most 8
 # files, each below 16 MB: summary.txt, logs, and results.tar.gz with what the tests and benchmarks
 # write. All of them grow while a stage runs, so that one that is stopped leaves what it has.
 # Each stage has a share of SECONDS (540 unless given) and what the ones before left over; one that
@@ -29,7 +30,8 @@
 #                   one of torch's CUDA are needed (`python -m wheel unpack`, `pack`).
 #
 # HEADROOM_CUDA_ARCHS: another target. HEADROOM_GPU_WORK: where the builds are kept (build/gpu).
-# GTEST_DIR, WHEELS_DIR: the two folders, elsewhere. BENCHMARKS: names of the benchmarks to run.
+# GTEST_DIR, WHEELS_DIR: the two folders, elsewhere. BENCHMARKS: names of the benchmarks to run (those
+# of all ops).
 # ROUNDS: samples of each contender (10). SANITIZER_FILTER: the part of the C tests that
 # compute-sanitizer runs (--gtest_filter). HEADROOM_COMMIT: what the benchmarks record where the
 # sources come without their history.
@@ -135,6 +137,13 @@ stage() {
 
 pack() { tar -czf "$out/results.tar.gz" -C "$results" . 2>/dev/null; }
 
+# The folder of torch's cuBLAS: what is no Python finds it by its name alone.
+cublas_folder() {
+    "$python" -c 'import pathlib, torch
+root = pathlib.Path(torch.__file__).parents[1] / "nvidia"
+print(next((str(path.parent) for path in sorted(root.glob("*/lib/libcublasLt.so.1?"))), ""))'
+}
+
 # How the tests of a log ended, as far as it goes: lines with $2, by the word that $3 matches in them.
 counts_of() {
     [ -f "$out/$1" ] || return 0
@@ -215,6 +224,9 @@ build() {
     fi
     "$python" -c 'import headroom._C; print(headroom.__file__, headroom.build_info())' ||
         { echo "headroom._C is missing: is pybind11 >= 3 here? (wheels/)" && return 1; }
+    # What multiplies would be refused, or left out, test after test.
+    "$python" -c 'import headroom; raise SystemExit(headroom.build_info()["cublas"] == "none")' ||
+        { echo "built without products on CUDA: no cublasLt.h was found" && return 1; }
 }
 
 gtest_sources() {
@@ -232,16 +244,36 @@ c_build() {
     local sources options=()
     sources=$(gtest_sources)
     [ -z "$sources" ] || options=("-DFETCHCONTENT_SOURCE_DIR_GOOGLETEST=$sources")
+    options+=("-DHEADROOM_CUBLAS_INCLUDE=$("$python" -c 'import setup
+print(setup.cublas_include(setup.release_of(setup.system_nvcc())[0]) or "")' 2>/dev/null)")
     cmake -S "$root" -B "$ctests" -G Ninja -DHEADROOM_TESTS=ON -DHEADROOM_TORCH=OFF \
         -DHEADROOM_CUDA=ON "-DHEADROOM_CUDA_ARCHS=$HEADROOM_CUDA_ARCHS" "${options[@]}" &&
         cmake --build "$ctests" --target headroom_tests
 }
 
+# One suite, on every backend; its output comes at once, since others may run beside it.
+suite() {
+    local said=$work/suites/$1 code=0
+    "$c_program" --gtest_filter="$1.*:*/$1.*" --gtest_output="xml:$results/c-tests/$1.xml" \
+        >"$said" 2>&1 </dev/null || code=$?
+    [ "$code" = 0 ] || echo "FAILED SUITE $1: status $code" >>"$said"
+    flock "$work/suites" cat "$said"
+    return "$code"
+}
+
+# What calls cuBLAS comes last: what is known of it is least. Large matrices take all of the memory.
 c_tests() {
-    set -o pipefail
-    "$c_program" --gtest_output="xml:$results/c-tests.xml" | tee "$work/c_tests" || return 1
+    local code=0 all last='^(Gemm|Mlp|Linear|LargeMatrices)'
+    rm -rf "$work/suites" && mkdir -p "$work/suites" "$results/c-tests"
+    LD_LIBRARY_PATH=$(cublas_folder):${LD_LIBRARY_PATH:-}
+    export LD_LIBRARY_PATH
+    all=$("$c_program" --gtest_list_tests | sed -En 's|^(.*/)?([A-Za-z0-9_]+)\.( .*)?$|\2|p' | sort -u)
+    grep -vE "$last" <<<"$all" | xargs -r -P 4 -I NAME bash -c 'suite NAME' || code=1
+    while read -r name; do
+        suite "$name" || code=1
+    done < <(grep -E "$last" <<<"$all")
     # Where CUDA cannot be used its tests are skipped: that must not look like success.
-    grep -q '^\[       OK \].*Cuda' "$work/c_tests" && return
+    grep -qh '^\[       OK \].*Cuda' "$work/suites"/* && return "$code"
     echo "no C test ran on the GPU"
     return 1
 }
@@ -255,7 +287,7 @@ python_tests() {
     "$python" -c 'import torch; torch.zeros(1, device="cuda")' || return 1 # or all would be skipped
     ! has xdist || options+=(-n 8 --dist loadfile --no-loadscope-reorder)
     ! has pytest_timeout || options+=(--timeout 90)
-    for folder in functional optim amp grad core; do
+    for folder in functional nn loss optim amp grad core; do
         [ ! -d "tests/python/$folder" ] || folders+=("tests/python/$folder")
     done
     for folder in tests/python/*/; do
@@ -268,10 +300,19 @@ python_tests() {
     [ $code != 2 ] || return 2 # interrupted
     "$python" "${options[@]}" -m "cuda and slow" --junitxml "$results/pytest-slow.xml" \
         "${folders[@]}" || [ $? = 5 ] || code=1 # 5: there are none
-    return $code
+    return "$code"
 }
 
-# Those that carry the claims first. state_file times the disk, and is not among them.
+# Those of all ops, after the ones that carry the claims.
+benchmark_names() {
+    local name names=(adamw adamw8bit adafactor cross_entropy linear_cross_entropy mlp_block norm)
+    for name in kernels/*/*_cpu.c; do
+        name=$(basename "$name" _cpu.c)
+        [ ! -f "benchmarks/$name.py" ] || [[ " ${names[*]} " == *" $name "* ]] || names+=("$name")
+    done
+    echo "${names[*]}"
+}
+
 benchmarks() {
     local name code=0 peer missing=() begin=$SECONDS left
     : "${stage_limit:?is set by stage}"
@@ -280,8 +321,7 @@ benchmarks() {
     done
     echo "${missing[*]}" >"$work/missing"
     [ ${#missing[@]} = 0 ] || echo "not here: ${missing[*]}; bars against them are not judged"
-    for name in ${BENCHMARKS:-adamw adamw8bit adafactor unscale_norm accumulate weights \
-        update_scale quantize_blocks}; do
+    for name in ${BENCHMARKS:-$(benchmark_names)}; do
         left=$((stage_limit - (SECONDS - begin)))
         if [ $left -lt 10 ]; then
             echo "no time left for $name: another call with BENCHMARKS=$name would have"
@@ -297,6 +337,8 @@ benchmarks() {
 sanitize() {
     # API errors are not reported: tests provoke some, and check what comes back.
     local line=(compute-sanitizer --tool "$1" --error-exitcode 9 --report-api-errors no)
+    LD_LIBRARY_PATH=$(cublas_folder):${LD_LIBRARY_PATH:-}
+    export LD_LIBRARY_PATH
     if [ "$c_tests_built" = 1 ]; then
         "${line[@]}" "$c_program" --gtest_filter="${SANITIZER_FILTER:-$sanitized}"
     else # torch's cache would hide accesses beyond the end of a tensor
@@ -304,10 +346,13 @@ sanitize() {
             -m cuda -p no:cacheprovider -q -x -k "${SANITIZER_TESTS:-adamw}" tests/python
     fi
 }
-# All of it takes minutes under a tool: every shape and odd address, not every option.
-export sanitized='*Cuda:-*Options*:*Special*:*Exhaustive*:*ManyTensors*:*Repeat*:*Accuracy*:*Pattern*'
+# All of it takes minutes under a tool: every shape and odd address, not every option. Products would
+# be tests of cuBLAS, whose kernels take longest.
+sanitized='*Cuda:-*Options*:*Special*:*Exhaustive*:*ManyTensors*:*Repeat*:*Accuracy*:*Pattern*'
+export sanitized+=':*Gemm*:*Mlp*:*Linear*:*LargeMatrices*'
 
-export -f carried sources build gtest_sources c_build c_tests has python_tests benchmarks sanitize
+export -f carried sources build cublas_folder gtest_sources c_build suite c_tests has python_tests
+export -f benchmark_names benchmarks sanitize
 rm -f "$out"/{build,c-tests,pytest,benchmarks,sanitizer}.log "$out/results.tar.gz" "$work/missing"
 rm -rf "$results" && mkdir -p "$results"
 machine 2>&1 | tee "$out/build.log"

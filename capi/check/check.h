@@ -51,6 +51,25 @@
 #define HR_RETURN_CUDA(launch, exec) return HR_INTERNAL
 #endif
 
+/* Evaluates name_cpu(...), or name_cuda(..., exec) while exec's device is current, and returns its
+ * status from the function unless it is HR_OK. */
+#if HR_WITH_CUDA
+#define HR_ON_DEVICE(exec, name, ...)                                            \
+    do {                                                                         \
+        if ((exec)->device == HR_CPU) {                                          \
+            HR_RUN(name##_cpu(__VA_ARGS__));                                     \
+        } else {                                                                 \
+            int32_t hr_previous = 0;                                             \
+            HR_RUN(hr_cuda_enter((exec)->device, &hr_previous));                 \
+            const hr_status hr_launch_status = name##_cuda(__VA_ARGS__, (exec)); \
+            hr_cuda_leave(hr_previous);                                          \
+            HR_RUN(hr_launch_status);                                            \
+        }                                                                        \
+    } while (0)
+#else
+#define HR_ON_DEVICE(exec, name, ...) HR_RUN(name##_cpu(__VA_ARGS__))
+#endif
+
 /* The name of a type, such as "f32"; also for a value that is not an hr_dtype. */
 const char *hr_dtype_name(hr_dtype dtype);
 

@@ -4,25 +4,7 @@
  * time, and become gradients, which are multiplied at once.
  */
 #include "capi/loss/linear_cross_entropy_call.h"
-#include "kernels/core/runtime.h"
-
-/* Evaluates a step on the device of the call. */
-#if HR_WITH_CUDA
-#define ON_DEVICE(call, name, ...)                                                \
-    do {                                                                          \
-        if ((call)->exec->device == HR_CPU) {                                     \
-            HR_RUN(name##_cpu(__VA_ARGS__));                                      \
-        } else {                                                                  \
-            int32_t previous = 0;                                                 \
-            HR_RUN(hr_cuda_enter((call)->exec->device, &previous));               \
-            const hr_status step_status = name##_cuda(__VA_ARGS__, (call)->exec); \
-            hr_cuda_leave(previous);                                              \
-            HR_RUN(step_status);                                                  \
-        }                                                                         \
-    } while (0)
-#else
-#define ON_DEVICE(call, name, ...) HR_RUN(name##_cpu(__VA_ARGS__))
-#endif
+#include "kernels/core/columns.h"
 
 static void *at(const lce_call *call, size_t place)
 {
@@ -99,7 +81,7 @@ static hr_status weights_of(const lce_call *call, hr_rows *weights, int64_t clas
     const lce_move move = {
         panel, *weights, HR_F32, call->config.dtype, NULL, classes, call->sizes.features};
     *weights = panel;
-    ON_DEVICE(call, lce_gather, &move);
+    HR_ON_DEVICE(call->exec, lce_gather, &move);
     return HR_OK;
 }
 
@@ -113,8 +95,8 @@ static hr_status compute_logits(const lce_call *call, const lce_part *part)
     if (call->inputs.bias) {
         const void *const bias =
             (const char *)call->inputs.bias + part->class * hr_element_size(call->config.dtype);
-        ON_DEVICE(call, lce_repeat, &logits, bias, call->config.logit_scale, part->rows,
-                  part->classes, call->config.dtype);
+        HR_ON_DEVICE(call->exec, lce_repeat, &logits, bias, call->config.logit_scale, part->rows,
+                     part->classes, call->config.dtype);
         config.beta = 1.0;
     }
     const int64_t width = panel_of(call, part->classes, call->layout.weight != LCE_NONE);
@@ -136,7 +118,7 @@ static hr_status see(const lce_call *call, const lce_part *part)
                                .wants_argmax = call->out.argmax != NULL,
                                .wants_mean = call->out.entropy != NULL,
                                .wants_rank = call->out.rank != NULL};
-    ON_DEVICE(call, lce_see, &seeing);
+    HR_ON_DEVICE(call->exec, lce_see, &seeing);
     return HR_OK;
 }
 
@@ -150,7 +132,7 @@ static hr_status end_rows(const lce_call *call, const lce_part *part)
                                .first = part->first,
                                .rows = part->rows,
                                .out = call->out};
-    ON_DEVICE(call, lce_end, &ending);
+    HR_ON_DEVICE(call->exec, lce_end, &ending);
     return HR_OK;
 }
 
@@ -181,7 +163,7 @@ static hr_status hidden_gradient(const lce_call *call, const lce_part *part)
                            .index = call->listing.list.index + part->first,
                            .rows = part->rows,
                            .cols = s->features};
-    ON_DEVICE(call, lce_scatter, &move);
+    HR_ON_DEVICE(call->exec, lce_scatter, &move);
     return HR_OK;
 }
 
@@ -218,7 +200,7 @@ static hr_status weight_gradient(const lce_call *call, const lce_part *part)
                                        .is_first = part->is_first,
                                        .overwrites = overwrites,
                                        .is_last = part->is_last};
-        ON_DEVICE(call, lce_add, &addition);
+        HR_ON_DEVICE(call->exec, lce_add, &addition);
     }
     return HR_OK;
 }
@@ -226,7 +208,7 @@ static hr_status weight_gradient(const lce_call *call, const lce_part *part)
 static hr_status bias_gradient(const lce_call *call, const lce_part *part)
 {
     const int64_t element = hr_element_size(call->config.grad_dtype);
-    const lce_columns columns = {
+    const column_sums columns = {
         .x = logits_of(call, call->sizes.computed),
         .dtype = call->sizes.computed,
         .out_dtype = call->config.grad_dtype,
@@ -237,14 +219,14 @@ static hr_status bias_gradient(const lce_call *call, const lce_part *part)
         .factor = call->config.logit_scale,
         .is_first = part->is_first,
         .adds_to_out = call->config.add_to_weight_grads};
-    ON_DEVICE(call, lce_sum_columns, &columns);
+    HR_ON_DEVICE(call->exec, sum_columns, &columns);
     return HR_OK;
 }
 
 static hr_status gradients(const lce_call *call, const lce_part *part)
 {
     cross_entropy_args a = rows_of(call, part);
-    ON_DEVICE(call, cross_entropy_backward, &a);
+    HR_ON_DEVICE(call->exec, cross_entropy_backward, &a);
     if (call->wanted & HR_LINEAR_CROSS_ENTROPY_HIDDEN)
         HR_RUN(hidden_gradient(call, part));
     if (call->wanted & HR_LINEAR_CROSS_ENTROPY_WEIGHT)
@@ -269,7 +251,7 @@ static hr_status run_chunk(const lce_call *call, lce_part part)
                            .index = call->listing.list.index + part.first,
                            .rows = part.rows,
                            .cols = s->features};
-    ON_DEVICE(call, lce_gather, &move);
+    HR_ON_DEVICE(call->exec, lce_gather, &move);
     const int are_there = s->tile == s->classes && !call->is_backward; /* when gradients begin */
     for (int pass = call->is_backward; pass < (call->wanted ? 2 : 1); pass++)
         for (part.class = 0; part.class < s->classes; part.class += s->tile) {
@@ -339,7 +321,7 @@ hr_status lce_run(lce_call *call)
                        .capacity = s->capacity,
                        .totals = (lce_totals *)at(call, layout->totals)};
     call->listing.out = call->out;
-    ON_DEVICE(call, lce_list_rows, &call->listing);
+    HR_ON_DEVICE(call->exec, lce_list_rows, &call->listing);
     /* On CUDA nobody waits for the count: all rows of the list are multiplied. */
     const int64_t counted = call->exec->device == HR_CPU ? list->totals->count : s->capacity;
     HR_RUN(zero_gradients(call, counted));
@@ -355,6 +337,6 @@ hr_status lce_run(lce_call *call)
     if (!call->result)
         return HR_OK;
     const lce_reduction reduction = {*list, call->config.z_loss, call->result};
-    ON_DEVICE(call, lce_reduce, &reduction);
+    HR_ON_DEVICE(call->exec, lce_reduce, &reduction);
     return HR_OK;
 }

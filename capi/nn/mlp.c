@@ -56,17 +56,8 @@ static hr_status begin_with_x(const mlp_call *call, const hr_rows *to, const hr_
     }
     if (to->data == x->data)
         return HR_OK;
-#if HR_WITH_CUDA
-    if (!on_cpu) {
-        int32_t previous = 0;
-        HR_RUN(hr_cuda_enter(call->exec->device, &previous));
-        const hr_status status =
-            copy_rows_cuda(to->data, to_pitch, x->data, from_pitch, bytes, rows, call->exec);
-        hr_cuda_leave(previous);
-        return status;
-    }
-#endif
-    return copy_rows_host(to->data, to_pitch, x->data, from_pitch, bytes, rows);
+    HR_ON_DEVICE(call->exec, copy_rows, to->data, to_pitch, x->data, from_pitch, bytes, rows);
+    return HR_OK;
 }
 
 static hr_status forward_tile(const mlp_call *call, const hr_rows *y, int64_t first, int64_t rows)

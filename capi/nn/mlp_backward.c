@@ -1,6 +1,7 @@
 /* mlp_backward.c: hr_mlp_backward: evaluates what was not kept, and adds the gradients of each tile. */
 #include "capi/check/rows.h"
 #include "capi/nn/mlp_call.h"
+#include "kernels/core/columns.h"
 
 typedef struct mlp_backward {
     mlp_call call;
@@ -18,44 +19,41 @@ typedef struct matrix_grad {
     int64_t outputs, inputs;
 } matrix_grad;
 
-static hr_status add_vectors(const mlp_call *call, float *sum, float *addend, int64_t numel)
+/* Sums of their own, beside no product: their bits do not depend on whether the matrix has a
+ * gradient, and a library of products may have none that gives them. */
+static hr_status add_bias(const mlp_call *call, const matrix_grad *m, const hr_rows *output_grads,
+                          int64_t first, int64_t rows)
 {
-    void *const sums[] = {sum}, *const addends[] = {addend};
-    const hr_dtype dtype = HR_F32;
-    const hr_tensor_list to = {1, sums, &numel, &dtype}, from = {1, addends, &numel, &dtype};
-    const hr_accumulate_config config = HR_ACCUMULATE_CONFIG_INIT;
-    return hr_accumulate(&to, NULL, &from, &config, call->exec);
+    const int is_last = first + rows == call->sizes.tokens;
+    const column_sums sums = {.x = *output_grads,
+                              .dtype = call->config.dtype,
+                              .out_dtype = call->config.dtype,
+                              .rows = rows,
+                              .cols = m->outputs,
+                              .factor = 1.0,
+                              .sums = (double *)mlp_at(call, m->bias_sum),
+                              .out = is_last ? m->bias_grad : NULL,
+                              .is_first = first == 0};
+    HR_ON_DEVICE(call->exec, sum_columns, &sums);
+    return HR_OK;
 }
 
 /* Adds what a tile contributes, from the gradient of the outputs and from the inputs. */
 static hr_status add_tile(const mlp_call *call, const matrix_grad *m, const hr_rows *output_grads,
                           const hr_rows *inputs, int64_t first, int64_t rows)
 {
-    const int several = call->sizes.tiles > 1;
-    if (!m->grad.data && !m->bias_grad)
+    if (m->bias_grad)
+        HR_RUN(add_bias(call, m, output_grads, first, rows));
+    if (!m->grad.data)
         return HR_OK;
     hr_gemm_config config = mlp_gemm_config(&call->config);
     config.transpose_a = 1;
-    config.beta = first > 0 && m->grad.data;
-    if (several)
+    config.beta = first > 0;
+    if (call->sizes.tiles > 1)
         config.out_dtype = HR_F32;
-    float *const addend = (float *)mlp_at(call, call->layout.addend);
-    float *const bias_sum = (float *)mlp_at(call, m->bias_sum);
-    if (m->bias_grad) {
-        config.epilogue = HR_GEMM_BGRADA;
-        config.bias_gradient = !several ? m->bias_grad : first > 0 ? addend : bias_sum;
-    }
     const hr_rows sum = {mlp_at(call, m->sum), m->inputs};
-    const hr_rows column = {mlp_at(call, call->layout.column), 1};
-    if (m->grad.data)
-        HR_RUN(mlp_product(call, m->sum == MLP_NONE ? &m->grad : &sum, output_grads, inputs, NULL,
-                           m->outputs, m->inputs, rows, &config));
-    else /* the narrowest product that has the gradient of the bias beside it */
-        HR_RUN(mlp_product(call, &column, output_grads, output_grads, NULL, m->outputs, 1, rows,
-                           &config));
-    if (m->bias_grad && several && first > 0)
-        HR_RUN(add_vectors(call, bias_sum, addend, m->outputs));
-    return HR_OK;
+    return mlp_product(call, m->sum == MLP_NONE ? &m->grad : &sum, output_grads, inputs, NULL,
+                       m->outputs, m->inputs, rows, &config);
 }
 
 /* Rounds sums to the type of the gradients. */
@@ -89,15 +87,12 @@ static hr_status store_sums(const mlp_call *call, const matrix_grad *m)
 {
     if (m->grad.data && m->sum != MLP_NONE)
         HR_RUN(store_rows(call, &m->grad, (float *)mlp_at(call, m->sum), m->outputs, m->inputs));
-    const hr_rows bias = {m->bias_grad, m->outputs};
-    if (m->bias_grad && m->bias_sum != MLP_NONE)
-        HR_RUN(store_rows(call, &bias, (float *)mlp_at(call, m->bias_sum), 1, m->outputs));
     return HR_OK;
 }
 
-static size_t past(size_t place, int64_t values)
+static size_t past(size_t place, int64_t values, size_t element)
 {
-    return place == MLP_NONE ? MLP_NONE : place + (size_t)values * sizeof(float);
+    return place == MLP_NONE ? MLP_NONE : place + (size_t)values * element;
 }
 
 static matrix_grad gate_up_grad(const mlp_backward *b, const gate_up_part *part)
@@ -106,8 +101,8 @@ static matrix_grad gate_up_grad(const mlp_backward *b, const gate_up_part *part)
     const int64_t hidden = b->call.sizes.hidden;
     return (matrix_grad){.grad = part->grad,
                          .bias_grad = part->bias_grad,
-                         .sum = past(at->gate_up_sum, part->first * hidden),
-                         .bias_sum = past(at->gate_up_bias_sum, part->first),
+                         .sum = past(at->gate_up_sum, part->first * hidden, sizeof(float)),
+                         .bias_sum = past(at->gate_up_bias_sum, part->first, sizeof(double)),
                          .outputs = part->width,
                          .inputs = hidden};
 }

@@ -153,8 +153,6 @@ static mlp_layout empty_layout(void)
                         .down_sum = MLP_NONE,
                         .gate_up_bias_sum = MLP_NONE,
                         .down_bias_sum = MLP_NONE,
-                        .addend = MLP_NONE,
-                        .column = MLP_NONE,
                         .norm = MLP_NONE,
                         .product = MLP_NONE};
 }
@@ -185,7 +183,6 @@ hr_status mlp_backward_layout(mlp_layout *layout, const mlp_sizes *s, uint32_t w
     const uint32_t again = mlp_evaluated(wanted, kept) & ~kept;
     const int through = (wanted & MLP_THROUGH) != 0, several = s->tiles > 1;
     const int sums = several && is_narrow(config);
-    const int64_t widest = s->width > s->hidden ? s->width : s->hidden;
     layout->normed = take(layout, again & MLP_NORMED, s->tile, s->hidden, s->element);
     layout->gate_up = take(layout, again & MLP_GATE_UP, s->tile, s->width, s->element);
     layout->inner =
@@ -200,12 +197,8 @@ hr_status mlp_backward_layout(mlp_layout *layout, const mlp_sizes *s, uint32_t w
     layout->down_sum = take(layout, sums && (wanted & HR_MLP_DOWN), s->hidden, s->features, 4);
     const uint32_t gate_up_bias = wanted & HR_MLP_GATE_UP_BIAS;
     const uint32_t down_bias = wanted & HR_MLP_DOWN_BIAS;
-    layout->gate_up_bias_sum = take(layout, several && gate_up_bias, 1, s->width, 4);
-    layout->down_bias_sum = take(layout, several && down_bias, 1, s->hidden, 4);
-    layout->addend = take(layout, several && (gate_up_bias || down_bias), 1, widest, 4);
-    /* Of two matrices of gate and up, one may have no gradient where its bias has one. */
-    layout->column =
-        take(layout, gate_up_bias || (down_bias && !(wanted & HR_MLP_DOWN)), 1, widest, 4);
+    layout->gate_up_bias_sum = take(layout, several && gate_up_bias, 1, s->width, 8);
+    layout->down_bias_sum = take(layout, several && down_bias, 1, s->hidden, 8);
     /* The norm is the last, so its scratch memory may lie where the tiles did. */
     if (wanted & (HR_MLP_NORM_WEIGHT | HR_MLP_NORM_BIAS)) {
         const hr_norm_config norm = mlp_norm_config(config);

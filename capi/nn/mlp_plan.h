@@ -33,13 +33,11 @@ typedef struct mlp_layout {
     size_t inner;        /* [tile, features]: activated, or its gradient and then itself */
     size_t gate_up_grad; /* [tile, width]: gate_up itself where that is evaluated again; inner
                             where there is no gate and activated was kept */
-    /* sums over tiles: f32 */
-    size_t gate_up_sum;      /* [width, hidden] */
-    size_t down_sum;         /* [hidden, features] */
-    size_t gate_up_bias_sum; /* [width] */
-    size_t down_bias_sum;    /* [hidden] */
-    size_t addend;           /* the sums of a bias over one tile: the wider of the two */
-    size_t column;           /* a product that nobody wants, whose bias gradient is wanted */
+    /* sums over tiles */
+    size_t gate_up_sum;      /* [width, hidden], f32 */
+    size_t down_sum;         /* [hidden, features], f32 */
+    size_t gate_up_bias_sum; /* [width], f64 */
+    size_t down_bias_sum;    /* [hidden], f64 */
     /* scratch memory of the functions called */
     size_t norm, product;
     size_t norm_bytes, product_bytes;

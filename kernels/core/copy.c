@@ -19,7 +19,7 @@ static void copy_range(void *context, int64_t begin, int64_t end)
         memcpy(c->to + i * c->to_pitch, c->from + i * c->from_pitch, (size_t)c->bytes);
 }
 
-hr_status copy_rows_host(void *to, int64_t to_pitch, const void *from, int64_t from_pitch,
+hr_status copy_rows_cpu(void *to, int64_t to_pitch, const void *from, int64_t from_pitch,
                          int64_t bytes, int64_t rows)
 {
     copied_rows copied = {(char *)to, (const char *)from, to_pitch, from_pitch, bytes};

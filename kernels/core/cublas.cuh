@@ -1,16 +1,15 @@
 /*
  * cublas.cuh: cuBLASLt, found at run time. Its header gives the types of the functions; nothing
  * links to the library. A toolkit has the header, and so has the package nvidia-cublas of PyPI,
- * which every torch with CUDA brings (setup.py shows it to a compiler from PyPI). A build without it
- * works, but for the products.
+ * which every torch with CUDA brings (setup.py says where it is). A build without it works, but for
+ * the products.
  */
 #ifndef HR_CUBLAS_CUH
 #define HR_CUBLAS_CUH
 
 #include "kernels/core/cuda.cuh"
 
-#if __has_include(<cublasLt.h>)
-#define HR_WITH_CUBLAS 1
+#if HR_WITH_CUBLAS /* set by CMake, where it found the header */
 #include <cublasLt.h>
 
 #if !defined(HR_OPEN_LIBRARY)
@@ -49,7 +48,24 @@ hr_status cublas_load(const cublas_api **api);
 /* The handle of the current device, created by the first call for it. */
 hr_status cublas_handle(const cublas_api *api, int32_t device, cublasLtHandle_t *handle);
 
-#else
-#define HR_WITH_CUBLAS 0
+/* While one exists, this thread may do what the capture of a stream refuses: the first product of a
+ * device makes a handle, and loads code. What it puts into the stream is captured as before. */
+class capture_pause
+{
+  public:
+    capture_pause()
+    {
+        (void)cudaThreadExchangeStreamCaptureMode(&mode_);
+    }
+    ~capture_pause()
+    {
+        (void)cudaThreadExchangeStreamCaptureMode(&mode_);
+    }
+    capture_pause(const capture_pause &) = delete;
+
+  private:
+    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 #endif
 #endif

@@ -86,17 +86,6 @@ typedef struct lce_addition {
     int32_t is_last;    /* high is rounded */
 } lce_addition;
 
-/* Sums of columns: sums[j] (+)= sum over rows of x[i][j], and at last out[j] (+)= sums[j] * factor. */
-typedef struct lce_columns {
-    hr_rows x;
-    hr_dtype dtype, out_dtype;
-    double *sums;
-    void *out; /* NULL but for the last */
-    int64_t rows, cols;
-    double factor;
-    int32_t is_first, adds_to_out;
-} lce_columns;
-
 typedef struct lce_reduction {
     lce_list list;
     double z_loss;
@@ -284,7 +273,6 @@ hr_status lce_end_cpu(const lce_ending *ending);
 hr_status lce_gather_cpu(const lce_move *move);  /* row i from row index[i]; zeros for -1 */
 hr_status lce_scatter_cpu(const lce_move *move); /* row i to row index[i]; not for -1 */
 hr_status lce_add_cpu(const lce_addition *addition);
-hr_status lce_sum_columns_cpu(const lce_columns *columns);
 hr_status lce_repeat_cpu(const hr_rows *to, const void *vector, double factor, int64_t rows,
                          int64_t cols, hr_dtype dtype); /* each row = factor * vector, f32 */
 hr_status lce_reduce_cpu(const lce_reduction *reduction);
@@ -294,7 +282,6 @@ hr_status lce_end_cuda(const lce_ending *ending, const hr_exec *exec);
 hr_status lce_gather_cuda(const lce_move *move, const hr_exec *exec);
 hr_status lce_scatter_cuda(const lce_move *move, const hr_exec *exec);
 hr_status lce_add_cuda(const lce_addition *addition, const hr_exec *exec);
-hr_status lce_sum_columns_cuda(const lce_columns *columns, const hr_exec *exec);
 hr_status lce_repeat_cuda(const hr_rows *to, const void *vector, double factor, int64_t rows,
                           int64_t cols, hr_dtype dtype, const hr_exec *exec);
 hr_status lce_reduce_cuda(const lce_reduction *reduction, const hr_exec *exec);

@@ -186,36 +186,3 @@ hr_status lce_add_cpu(const lce_addition *a)
     hr_parallel_for(0, a->rows, rows_per_task(a->cols, 1), CPU_BEST(add_rows), (void *)a);
     return HR_OK;
 }
-
-HR_INLINE void sum_some_columns(void *context, int64_t begin, int64_t end)
-{
-    const lce_columns *const c = (const lce_columns *)context;
-    float buffer[TILE];
-    for (int64_t j0 = begin; j0 < end; j0 += TILE) {
-        const int n = end - j0 < TILE ? (int)(end - j0) : TILE;
-        double *const restrict sums = c->sums + j0;
-        if (c->is_first)
-            for (int j = 0; j < n; j++)
-                sums[j] = 0.0;
-        for (int64_t row = 0; row < c->rows; row++) {
-            const float *const tile =
-                tile_in(buffer, row_at(&c->x, row, c->dtype), j0, n, c->dtype);
-            for (int j = 0; j < n; j++)
-                sums[j] += (double)tile[j];
-        }
-        if (c->out)
-            for (int j = 0; j < n; j++) {
-                const float before = c->adds_to_out ? hr_load(c->out, j0 + j, c->out_dtype) : 0.0f;
-                hr_store(c->out, j0 + j, (float)((double)before + c->factor * sums[j]),
-                         c->out_dtype);
-            }
-    }
-}
-
-CPU_VARIANTS(sum_some_columns)
-
-hr_status lce_sum_columns_cpu(const lce_columns *c)
-{
-    hr_parallel_for(0, c->cols, TILE, CPU_BEST(sum_some_columns), (void *)c);
-    return HR_OK;
-}

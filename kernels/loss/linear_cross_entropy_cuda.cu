@@ -239,23 +239,6 @@ static __global__ void __launch_bounds__(THREADS)
         lce_add(&a, high, low, addend[j], j);
 }
 
-/* A thread takes a column; neighbors read neighbors. */
-static __global__ void __launch_bounds__(THREADS)
-    lce_columns_kernel(const lce_columns __grid_constant__ c)
-{
-    const int64_t j = (int64_t)blockIdx.x * THREADS + threadIdx.x;
-    if (j >= c.cols)
-        return;
-    double sum = c.is_first ? 0.0 : c.sums[j];
-    for (int64_t row = 0; row < c.rows; row++)
-        sum += (double)hr_load(row_at(c.x, row, c.dtype), j, c.dtype);
-    c.sums[j] = sum;
-    if (!c.out)
-        return;
-    const float before = c.adds_to_out ? hr_load(c.out, j, c.out_dtype) : 0.0f;
-    hr_store(c.out, j, (float)((double)before + c.factor * sum), c.out_dtype);
-}
-
 /* ---- Calls ----------------------------------------------------------------------------------- */
 
 template <typename Kernel, typename... Args>
@@ -305,11 +288,6 @@ hr_status lce_scatter_cuda(const lce_move *move, const hr_exec *exec)
 hr_status lce_add_cuda(const lce_addition *addition, const hr_exec *exec)
 {
     return launch(lce_add_kernel, kName, addition->rows, THREADS, exec, *addition);
-}
-
-hr_status lce_sum_columns_cuda(const lce_columns *columns, const hr_exec *exec)
-{
-    return launch(lce_columns_kernel, kName, blocks_for(columns->cols), THREADS, exec, *columns);
 }
 
 hr_status lce_repeat_cuda(const hr_rows *to, const void *vector, double factor, int64_t rows,

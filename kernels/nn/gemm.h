@@ -4,6 +4,7 @@
 #ifndef HR_GEMM_H
 #define HR_GEMM_H
 
+#include "kernels/core/columns.h"
 #include "kernels/core/math.h"
 
 typedef struct gemm_args {
@@ -43,6 +44,36 @@ HR_INLINE float gemm_gelu_slope(float x)
     const float t = gemm_gelu_tanh(x);
     const float inner = GEMM_GELU_SCALE * (1.0f + 3.0f * GEMM_GELU_CUBIC * (x * x));
     return 0.5f * (1.0f + t) + 0.5f * x * ((1.0f - t) * (1.0f + t)) * inner;
+}
+
+/* The sums that the epilogue leaves in config.bias_gradient: of C, of op(A) or of op(B). */
+HR_INLINE column_sums gemm_bias_gradient(const gemm_args *args)
+{
+    const hr_gemm_config *const config = &args->config;
+    column_sums sums;
+    memset(&sums, 0, sizeof sums);
+    sums.dtype = config->dtype;
+    sums.out_dtype = config->out_dtype;
+    sums.out = config->bias_gradient;
+    sums.factor = 1.0;
+    sums.is_first = 1;
+    if (config->epilogue == HR_GEMM_DGELU) {
+        sums.x = args->c;
+        sums.dtype = config->out_dtype;
+        sums.rows = args->m;
+        sums.cols = args->n;
+    } else if (config->epilogue == HR_GEMM_BGRADA) {
+        sums.x = args->a;
+        sums.of_rows = !config->transpose_a;
+        sums.rows = sums.of_rows ? args->m : args->k;
+        sums.cols = sums.of_rows ? args->k : args->m;
+    } else {
+        sums.x = args->b;
+        sums.of_rows = config->transpose_b;
+        sums.rows = sums.of_rows ? args->n : args->k;
+        sums.cols = sums.of_rows ? args->k : args->n;
+    }
+    return sums;
 }
 
 #ifdef __cplusplus

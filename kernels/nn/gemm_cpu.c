@@ -213,77 +213,6 @@ static const hr_range_fn multiply_variants[] = {multiply_baseline, multiply_avx2
 static const hr_range_fn multiply_variants[] = {multiply_baseline};
 #endif
 
-/* ---- Gradients of a bias --------------------------------------------------------------------- */
-
-/* A matrix [rows, cols], and where its sums over the rows or the columns go. */
-typedef struct gemm_sums {
-    hr_rows x;
-    int64_t rows, cols;
-    hr_dtype dtype, out_dtype;
-    void *out;
-} gemm_sums;
-
-HR_INLINE void sum_columns(void *context, int64_t begin, int64_t end)
-{
-    const gemm_sums *const s = (const gemm_sums *)context;
-    double total[SIDE];
-    float buffer[SIDE];
-    for (int64_t j0 = begin; j0 < end; j0 += SIDE) {
-        const int n = part(j0, end, SIDE);
-        for (int j = 0; j < n; j++)
-            total[j] = 0.0;
-        for (int64_t i = 0; i < s->rows; i++) {
-            const float *const row = tile_in(buffer, row_at(&s->x, i, s->dtype), j0, n, s->dtype);
-            for (int j = 0; j < n; j++)
-                total[j] += (double)row[j];
-        }
-        for (int j = 0; j < n; j++)
-            hr_store(s->out, j0 + j, (float)total[j], s->out_dtype);
-    }
-}
-
-HR_INLINE void sum_rows(void *context, int64_t begin, int64_t end)
-{
-    const gemm_sums *const s = (const gemm_sums *)context;
-    float buffer[SIDE];
-    for (int64_t i = begin; i < end; i++) {
-        double total = 0.0;
-        for (int64_t j0 = 0; j0 < s->cols; j0 += SIDE) {
-            const int n = part(j0, s->cols, SIDE);
-            const float *const row = tile_in(buffer, row_at(&s->x, i, s->dtype), j0, n, s->dtype);
-            for (int j = 0; j < n; j++)
-                total += (double)row[j];
-        }
-        hr_store(s->out, i, (float)total, s->out_dtype);
-    }
-}
-
-CPU_VARIANTS(sum_columns)
-CPU_VARIANTS(sum_rows)
-
-static void write_bias_gradient(const gemm_args *args)
-{
-    const hr_gemm_config *const config = &args->config;
-    gemm_sums s = {
-        .dtype = config->dtype, .out_dtype = config->out_dtype, .out = config->bias_gradient};
-    int over_rows = 1;
-    if (config->epilogue == HR_GEMM_DGELU) {
-        s.x = args->c, s.rows = args->m, s.cols = args->n, s.dtype = config->out_dtype;
-    } else if (config->epilogue == HR_GEMM_BGRADA) {
-        over_rows = config->transpose_a;
-        s.x = args->a, s.rows = over_rows ? args->k : args->m;
-        s.cols = over_rows ? args->m : args->k;
-    } else {
-        over_rows = !config->transpose_b;
-        s.x = args->b, s.rows = over_rows ? args->k : args->n;
-        s.cols = over_rows ? args->n : args->k;
-    }
-    if (over_rows)
-        hr_parallel_for(0, s.cols, SIDE, CPU_BEST(sum_columns), &s);
-    else
-        hr_parallel_for(0, s.rows, SIDE, CPU_BEST(sum_rows), &s);
-}
-
 /* ---- The lent product ------------------------------------------------------------------------ */
 
 typedef struct lent_product {
@@ -333,7 +262,8 @@ hr_status gemm_cpu(const gemm_args *args)
         return status;
     if (status == HR_UNSUPPORTED)
         hr_parallel_for(0, tiles, 1, CPU_BEST(multiply), (void *)args);
-    if (args->config.bias_gradient)
-        write_bias_gradient(args);
-    return HR_OK;
+    if (!args->config.bias_gradient)
+        return HR_OK;
+    const column_sums sums = gemm_bias_gradient(args);
+    return sum_columns_cpu(&sums);
 }

@@ -159,6 +159,13 @@ def _library() -> Iterator[Finding]:
     else:
         yield Finding("library", "CUDA", cuda)
         yield Finding("library", "architectures", info.get("archs", "?"))
+        cublas = info.get("cublas", "none")
+        if re.search(r"\d", cublas):
+            yield Finding("library", "products on CUDA", f"cuBLASLt, of {cublas} or newer")
+        else:
+            advice = "for linear layers and losses on a GPU: pip install nvidia-cublas, or a CUDA "
+            advice += "toolkit, which have cublasLt.h; then HEADROOM_CUDA=1 pip install ."
+            yield Finding("library", "products on CUDA", "built without", NOTE, advice)
 
 
 # ---- devices ------------------------------------------------------------------------------------

@@ -47,7 +47,8 @@ def gemm(
         RuntimeError: another argument does not fit, or a CUDA tensor was given and there is no
             cuBLASLt.
 
-    On CUDA it follows ``torch.backends.cuda.matmul`` and ``torch.use_deterministic_algorithms``.
+    On CUDA it follows ``torch.backends.cuda.matmul`` and ``torch.use_deterministic_algorithms``;
+    whatever these say, it repeats itself bit for bit.
     The formula is documented at ``hr_gemm`` in ``headroom.h``.
     """
     check_tensors(a=a, b=b)
@@ -95,14 +96,15 @@ def gemm_into(
 def matmul_precision(dtype: torch.dtype) -> int:
     """Returns what torch's settings allow cuBLAS, as the bits that the op takes."""
     matmul = torch.backends.cuda.matmul
-    reduced = {
-        torch.bfloat16: lambda: matmul.allow_bf16_reduced_precision_reduction,
-        torch.float16: lambda: matmul.allow_fp16_reduced_precision_reduction,
-    }.get(dtype, lambda: False)
+    short = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+    setting = f"allow_{short}_reduced_precision_reduction"
+    whole = torch.are_deterministic_algorithms_enabled()  # whether no sum may be split
+    if short is not None:
+        whole = whole or not getattr(matmul, setting + "_split_k")
     return (
         (dtype == torch.float32 and matmul.fp32_precision == "tf32")
-        + 2 * bool(reduced())
-        + 4 * torch.are_deterministic_algorithms_enabled()
+        + 2 * (short is not None and getattr(matmul, setting))
+        + 4 * whole
     )
 
 

@@ -40,7 +40,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used())
           "has "
           "gaps in memory, or is of a type, a device or a layout that needs the op's lists.");
     m.def("build_info", &build_info,
-          "What the C library was built with and for: version, compiler, cuda, archs, cpu.");
+          "What the C library was built with and for: version, compiler, cuda, archs, cublas, cpu.");
     py::native_enum<hr_cpu_level>(m, "CpuLevel", "enum.IntEnum",
                                   "Instruction sets that CPU kernels are compiled for.")
         .value("BASELINE", HR_CPU_BASELINE)

@@ -66,6 +66,8 @@ void *hr_emu::find_function(void *library, const char *name)
 cublasStatus_t cublasLtCreate(cublasLtHandle_t *handle)
 {
     FAIL_IF_WANTED;
+    if (hr_emu::refused_in_capture("cublasLtCreate")) // it allocates
+        return CUBLAS_STATUS_ALLOC_FAILED;
     static cublasLtContext context;
     *handle = &context;
     return CUBLAS_STATUS_SUCCESS;
@@ -93,8 +95,7 @@ cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *desc, cublasComput
     FAIL_IF_WANTED;
     if (scale != CUDA_R_32F)
         return invalid("the scale type is not binary32");
-    *desc = new cublasLtMatmulDescOpaque_t{compute, 0,       0, -1, CUBLASLT_EPILOGUE_DEFAULT,
-                                           nullptr, nullptr, 0};
+    *desc = new cublasLtMatmulDescOpaque_t{compute, 0, 0, -1, CUBLASLT_EPILOGUE_DEFAULT, nullptr};
     cublas.descriptors++;
     return CUBLAS_STATUS_SUCCESS;
 }
@@ -120,10 +121,6 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t desc,
         return take(desc->epilogue, value, bytes);
     case CUBLASLT_MATMUL_DESC_BIAS_POINTER:
         return take(desc->bias, value, bytes);
-    case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER:
-        return take(desc->aux, value, bytes);
-    case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD:
-        return take(desc->aux_ld, value, bytes);
     case CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE:
         return take(desc->bias_type, value, bytes);
     }

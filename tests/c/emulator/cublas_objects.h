@@ -15,8 +15,7 @@ struct cublasLtMatmulDescOpaque_t {
     cublasComputeType_t compute;
     int32_t transpose_a, transpose_b, bias_type;
     uint32_t epilogue;
-    void *bias, *aux;
-    int64_t aux_ld;
+    void *bias;
 };
 
 struct cublasLtMatrixLayoutOpaque_t {

@@ -2,7 +2,6 @@
 // order, on device memory whose bounds are checked. An algorithm remembers what it was chosen for, so
 // that one that is used for another problem is noticed.
 #include <algorithm>
-#include <cmath>
 
 #include "kernels/core/dtype.h"
 #include "tests/c/emulator/cublas_objects.h"
@@ -14,18 +13,6 @@ using Layout = cublasLtMatrixLayoutOpaque_t;
 
 namespace
 {
-// The bits of an epilogue.
-enum {
-    ADDS_BIAS = 4,
-    GIVES_BIAS_GRADIENT = 16, // of the product
-    GELU = 32,
-    GELU_GRADIENT = 64,
-    WITH_AUX = 128, // what GELU takes, written by GELU and read by its gradient
-    GIVES_SUMS_OF_A = 256,
-    GIVES_SUMS_OF_B = 512,
-    GIVES_VECTOR = GIVES_BIAS_GRADIENT | GIVES_SUMS_OF_A | GIVES_SUMS_OF_B
-};
-
 hr_dtype dtype_of(cudaDataType_t type)
 {
     return type == CUDA_R_32F ? HR_F32 : type == CUDA_R_16BF ? HR_BF16 : HR_F16;
@@ -80,17 +67,6 @@ void store(void *data, int64_t at, float x, cudaDataType_t type)
     hr_store(always_open(data), at, x, dtype_of(type));
 }
 
-double gelu(double x)
-{
-    return x / 2 * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
-}
-
-double gelu_slope(double x)
-{
-    const double c = std::sqrt(2 / M_PI), t = std::tanh(c * (x + 0.044715 * x * x * x));
-    return (1 + t) / 2 + x / 2 * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x);
-}
-
 uint64_t hash_of(const void *data, size_t bytes, uint64_t hash = 14695981039346656037u)
 {
     for (size_t i = 0; i < bytes; i++)
@@ -102,8 +78,8 @@ uint64_t hash_of(const void *data, size_t bytes, uint64_t hash = 146959810393466
 uint64_t problem_of(const cublasLtMatmulDescOpaque_t &desc, const Layout &a, const Layout &b,
                     const Layout &d)
 {
-    const int64_t numbers[] = {desc.compute,           desc.transpose_a, desc.transpose_b,
-                               int64_t(desc.epilogue), desc.aux_ld,      desc.bias != nullptr};
+    const int64_t numbers[] = {desc.compute, desc.transpose_a, desc.transpose_b,
+                               int64_t(desc.epilogue)};
     uint64_t hash = hash_of(numbers, sizeof numbers);
     for (const Layout *x : {&a, &b, &d}) {
         const int64_t more[] = {x->type, int64_t(x->rows), int64_t(x->cols),
@@ -113,9 +89,16 @@ uint64_t problem_of(const cublasLtMatmulDescOpaque_t &desc, const Layout &a, con
     return hash;
 }
 
-bool has(uint32_t epilogue, uint32_t bits)
+// Whether cuBLASLt has no algorithm. What it refuses depends on the GPU and its own version, so that
+// a caller has to have another way for all but the plainest products, given some workspace.
+bool is_refused(const cublasLtMatmulDescOpaque_t &desc, const Layout &d, size_t workspace,
+                uint64_t problem)
 {
-    return (epilogue & bits) == bits;
+    if (cublas.refuses_one_in == 0 || workspace < 512 ||
+        (desc.epilogue == CUBLASLT_EPILOGUE_DEFAULT && d.type == CUDA_R_32F))
+        return false;
+    const uint64_t seed = hr_emu::default_seed();
+    return (hash_of(&seed, sizeof seed, problem) >> 32) % cublas.refuses_one_in == 0;
 }
 
 // What both the choice and the product refuse.
@@ -136,16 +119,12 @@ cublasStatus_t check(const cublasLtMatmulDescOpaque_t &desc, const Layout &a, co
         return invalid("no product of these types");
     if (desc.compute == CUBLAS_COMPUTE_32F_FAST_TF32 && a.type != CUDA_R_32F)
         return invalid("TF32 is for binary32");
-    const bool has_vector = desc.epilogue & (ADDS_BIAS | GIVES_VECTOR);
-    if (has_vector != (desc.bias != nullptr) || (has_vector && desc.bias_type != int32_t(d.type)))
+    const bool has_bias = desc.epilogue == CUBLASLT_EPILOGUE_BIAS;
+    if (has_bias != (desc.bias != nullptr) || (has_bias && desc.bias_type != int32_t(d.type)))
         return invalid("the epilogue and the bias do not match");
-    const bool wants_aux = has(desc.epilogue, WITH_AUX);
-    if (wants_aux && (!desc.aux || reinterpret_cast<uintptr_t>(desc.aux) % 16 != 0 ||
-                      desc.aux_ld % 8 != 0 || desc.aux_ld < int64_t(d.rows)))
-        return invalid("aux is absent or not aligned");
-    if (desc.epilogue != CUBLASLT_EPILOGUE_DEFAULT && desc.epilogue != CUBLASLT_EPILOGUE_BIAS &&
-        d.batch != 1)
-        return invalid("an epilogue for a batch");
+    // On a GPU this is a misaligned address, after which no call of the process works.
+    if (reinterpret_cast<uintptr_t>(desc.bias) % 16 != 0)
+        return invalid("the bias is not at a multiple of 16 bytes");
     return CUBLAS_STATUS_SUCCESS;
 }
 } // namespace
@@ -165,11 +144,18 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     const cublasStatus_t status = check(*desc, *a, *b, *c, *d);
     if (status != CUBLAS_STATUS_SUCCESS)
         return status;
+    const uint64_t problem = problem_of(*desc, *a, *b, *d);
     *found = 1;
     results[0] = {};
+    if (is_refused(*desc, *d, preference->workspace,
+                   problem)) { // in one of the three ways to say so
+        *found = problem % 3 != 0;
+        results[0].state = CUBLAS_STATUS_NOT_SUPPORTED;
+        return problem % 3 == 1 ? CUBLAS_STATUS_NOT_SUPPORTED : CUBLAS_STATUS_SUCCESS;
+    }
     results[0].workspaceSize = preference->workspace;
-    results[0].algo = {{problem_of(*desc, *a, *b, *d), preference->workspace, preference->align_a,
-                        preference->align_b, preference->align_c, preference->align_d}};
+    results[0].algo = {{problem, preference->workspace, preference->align_a, preference->align_b,
+                        preference->align_c, preference->align_d}};
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -199,21 +185,16 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
     if (workspace_bytes > 0 && (reinterpret_cast<uintptr_t>(workspace) % 256 != 0 ||
                                 !hr_emu::find_allocation(workspace, workspace_bytes)))
         return invalid("the workspace is not in device memory, or not aligned");
+    if (workspace_bytes > 0) // it is used
+        std::memset(always_open(workspace), 0xA5, std::min(workspace_bytes, size_t{256}));
 
     const float scale = *static_cast<const float *>(alpha), add = *static_cast<const float *>(beta);
-    const uint32_t epilogue = desc->epilogue;
     const int64_t m = int64_t(d->rows), n = int64_t(d->cols);
     const int64_t k = int64_t(desc->transpose_a ? a->rows : a->cols);
-    const bool is_dgelu = has(epilogue, GELU_GRADIENT), is_gelu = has(epilogue, GELU);
-    const Layout aux{d->type, d->rows, d->cols, desc->aux_ld, 0, 1};
-    const bool gives_vector = epilogue & GIVES_VECTOR;
-    const size_t vector_length = size_t(epilogue & GIVES_SUMS_OF_B ? n : m),
-                 size = size_of(d->type);
     for (const cublasStatus_t status :
          {touch("A", A, *a, false), touch("B", B, *b, false),
           add != 0 ? touch("C", C, *c, false) : CUBLAS_STATUS_SUCCESS, touch("D", D, *d, true),
-          has(epilogue, WITH_AUX) ? touch("aux", desc->aux, aux, is_gelu) : CUBLAS_STATUS_SUCCESS,
-          desc->bias ? touch("the bias", desc->bias, vector_length, size, gives_vector)
+          desc->bias ? touch("the bias", desc->bias, size_t(m), size_of(d->type), false)
                      : CUBLAS_STATUS_SUCCESS})
         if (status != CUBLAS_STATUS_SUCCESS)
             return status;
@@ -227,8 +208,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                     b->type);
     };
     for (int64_t index = 0; index < d->batch; index++)
-        for (int64_t i = 0; i < m; i++) {
-            double gradient = 0;
+        for (int64_t i = 0; i < m; i++)
             for (int64_t j = 0; j < n; j++) {
                 float sum = 0;
                 for (int64_t p = 0; p < k; p++)
@@ -236,26 +216,9 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                 double x = double(scale) * sum;
                 if (add != 0)
                     x += double(add) * load(C, index * c->offset + j * c->ld + i, c->type);
-                if (has(epilogue, ADDS_BIAS))
+                if (desc->bias)
                     x += load(desc->bias, i, d->type);
-                if (is_gelu && has(epilogue, WITH_AUX))
-                    store(desc->aux, j * desc->aux_ld + i, float(x), d->type);
-                if (is_gelu)
-                    x = gelu(x);
-                if (is_dgelu)
-                    x *= gelu_slope(load(desc->aux, j * desc->aux_ld + i, d->type));
-                gradient += x;
                 store(D, index * d->offset + j * d->ld + i, float(x), d->type);
             }
-            if (has(epilogue, GIVES_BIAS_GRADIENT))
-                store(desc->bias, i, float(gradient), d->type);
-        }
-    if (epilogue & (GIVES_SUMS_OF_A | GIVES_SUMS_OF_B))
-        for (int64_t i = 0; i < int64_t(vector_length); i++) {
-            double total = 0;
-            for (int64_t p = 0; p < k; p++)
-                total += epilogue & GIVES_SUMS_OF_A ? at_a(0, i, p) : at_b(0, p, i);
-            store(desc->bias, i, float(total), d->type);
-        }
     return CUBLAS_STATUS_SUCCESS;
 }

@@ -101,8 +101,15 @@ enum cudaStreamCaptureStatus {
     cudaStreamCaptureStatusInvalidated = 2,
 };
 
+enum cudaStreamCaptureMode {
+    cudaStreamCaptureModeGlobal = 0,
+    cudaStreamCaptureModeThreadLocal = 1,
+    cudaStreamCaptureModeRelaxed = 2,
+};
+
 extern "C" {
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode);
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status);
 }
 

@@ -79,6 +79,10 @@ void report(const std::string &problem, cudaError_t error = cudaErrorLaunchFailu
 // Records what the host did wrong.
 void report_host(const std::string &problem, cudaError_t error);
 
+// Whether a call is one that a capture refuses, because the host waits in it or memory changes; it is
+// then reported. A thread in the relaxed mode may do it.
+bool refused_in_capture(const char *call);
+
 // Leaves the thread for good if the launch has failed. The fiber's stack is reused without running
 // destructors, so nothing on it may own memory.
 void stop_if_failed();

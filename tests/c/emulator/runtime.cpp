@@ -12,20 +12,13 @@ namespace
 {
 cudaError_t last_error = cudaSuccess;
 bool capturing = false;
+thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
 
 cudaError_t result(cudaError_t error)
 {
     if (error != cudaSuccess)
         set_last_error(error);
     return error;
-}
-
-// Whether a call is one that a capture refuses, because the host waits in it or memory changes.
-bool refused(const char *call)
-{
-    if (capturing)
-        report_host("not in a capture: " + std::string(call), cudaErrorStreamCaptureUnsupported);
-    return capturing;
 }
 
 // A transfer may touch only whole allocations where the kind says device.
@@ -51,10 +44,18 @@ void hr_emu::pretend_capture(bool on)
     capturing = on;
 }
 
+bool hr_emu::refused_in_capture(const char *call)
+{
+    if (!capturing || mode == cudaStreamCaptureModeRelaxed)
+        return false;
+    report_host("not in a capture: " + std::string(call), cudaErrorStreamCaptureUnsupported);
+    return true;
+}
+
 cudaError_t cudaMalloc(void **pointer, size_t bytes)
 {
     *pointer = nullptr;
-    if (refused("cudaMalloc"))
+    if (refused_in_capture("cudaMalloc"))
         return cudaErrorStreamCaptureUnsupported;
     if (bytes == 0)
         return cudaSuccess;
@@ -68,7 +69,7 @@ cudaError_t cudaMalloc(void **pointer, size_t bytes)
 
 cudaError_t cudaFree(void *pointer)
 {
-    if (refused("cudaFree"))
+    if (refused_in_capture("cudaFree"))
         return cudaErrorStreamCaptureUnsupported;
     return result(!pointer || free_device(pointer) ? cudaSuccess : cudaErrorInvalidValue);
 }
@@ -89,7 +90,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
 
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind)
 {
-    if (refused("cudaMemcpy"))
+    if (refused_in_capture("cudaMemcpy"))
         return cudaErrorStreamCaptureUnsupported;
     return cudaMemcpyAsync(to, from, bytes, kind);
 }
@@ -121,7 +122,7 @@ cudaError_t cudaMemsetAsync(void *pointer, int value, size_t bytes, cudaStream_t
 
 cudaError_t cudaMemset(void *pointer, int value, size_t bytes)
 {
-    if (refused("cudaMemset"))
+    if (refused_in_capture("cudaMemset"))
         return cudaErrorStreamCaptureUnsupported;
     return cudaMemsetAsync(pointer, value, bytes);
 }
@@ -205,12 +206,18 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
 
 cudaError_t cudaDeviceSynchronize()
 {
-    return refused("cudaDeviceSynchronize") ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
+    return refused_in_capture("cudaDeviceSynchronize") ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t)
 {
-    return refused("cudaStreamSynchronize") ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
+    return refused_in_capture("cudaStreamSynchronize") ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *other)
+{
+    std::swap(mode, *other);
+    return cudaSuccess;
 }
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status)

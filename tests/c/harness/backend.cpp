@@ -6,7 +6,7 @@
 
 namespace
 {
-constexpr size_t kGuard = 64;
+constexpr size_t kGuard = 256; // where torch puts a tensor
 constexpr uint8_t kGuardByte = 0xC5;
 
 class Cpu : public Backend

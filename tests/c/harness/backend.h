@@ -22,6 +22,12 @@ class Backend
     // Whether a read or write just past an allocation is noticed by itself.
     virtual bool sees_overruns() const = 0;
 
+    // Whether it computes so slowly that a test should ask for little.
+    virtual bool is_emulated() const
+    {
+        return false;
+    }
+
     // Of an emulated device: the order in which its threads run, and what it has noticed since it
     // was last asked, with file and line. Here and not in the test cases, because these are
     // compiled once for all programs.
@@ -42,7 +48,7 @@ class Backend
 Backend &cpu_backend();
 Backend *cuda_backend(); // nullptr where no driver answers or the library has no CUDA part
 
-// Memory of a backend. The data begins `shift` bytes past a multiple of 64, between guards.
+// Memory of a backend. The data begins `shift` bytes past a multiple of 256, between guards.
 class Buffer
 {
   public:

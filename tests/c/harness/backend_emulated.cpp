@@ -11,6 +11,10 @@ class Emulated : public CudaBackend
     {
         return true;
     }
+    bool is_emulated() const override
+    {
+        return true;
+    }
     void set_seed(uint64_t seed) override
     {
         hr_emu::set_seed(seed);

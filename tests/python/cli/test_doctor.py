@@ -125,6 +125,14 @@ def test_devices_that_a_library_runs_on(archs, device, answer):
     assert runs_on(archs, device) is answer
 
 
+@pytest.mark.parametrize("cublas, status", [("13.4", "ok"), ("none", "note")])
+def test_a_library_without_products_is_noted(monkeypatch, tmp_path, cublas, status):
+    info = headroom.build_info() | {"cuda": "13.0", "archs": "80;90", "cublas": cublas}
+    monkeypatch.setattr(headroom, "build_info", lambda: info)
+    found = named(examine(tmp_path))["library", "products on CUDA"]
+    assert found.status == status and ("cublasLt.h" in found.advice) is (status == "note")
+
+
 def test_devices_that_the_library_lacks_or_that_fail(monkeypatch, tmp_path):
     class Properties:
         name, major, minor = "Tesla V100", 7, 0

@@ -10,6 +10,8 @@ from headroom.functional.gemm import matmul_precision
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from helpers.fresh import run_fresh
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (1, 3, 17, 65, 130)
 
@@ -238,6 +240,26 @@ def test_names_in_the_profiler(device):
         assert "aten::mm" not in names
 
 
+def capture_first():
+    """A graph whose first node is the first product of the process."""
+    a, b = (torch.eye(64, device="cuda", dtype=torch.bfloat16) * k for k in (2, 3))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        product = gemm(a, b)
+    for k in (1, 5):
+        a.copy_(torch.eye(64) * k)
+        graph.replay()
+        assert torch.equal(product, a * 3)
+    return 0
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_first_product_of_a_process_may_be_captured(tmp_path):
+    status, said = run_fresh(tmp_path, capture_first)
+    assert status == 0, said
+
+
 def test_settings_of_torch():
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction
@@ -249,7 +271,12 @@ def test_settings_of_torch():
         assert matmul_precision(torch.float32) == matmul_precision(torch.bfloat16) == 0
         matmul.allow_bf16_reduced_precision_reduction = True
         torch.use_deterministic_algorithms(True)
-        assert matmul_precision(torch.bfloat16) == 6
+        assert matmul_precision(torch.bfloat16) == 6 and matmul_precision(torch.float32) == 4
+        torch.use_deterministic_algorithms(False)
+        matmul.allow_bf16_reduced_precision_reduction = False, False
+        assert matmul_precision(torch.bfloat16) == 4 and matmul_precision(torch.float32) == 0
+        matmul.allow_bf16_reduced_precision_reduction = True
+        torch.use_deterministic_algorithms(True)
         compiled = torch.compile(
             lambda x: x + matmul_precision(x.dtype), fullgraph=True, backend="eager"
         )

@@ -44,14 +44,14 @@ SCALAR = {
     "adafactor_tiny_apply_kernel",
     "adafactor_weights_sums_kernel",
     "adafactor_weights_apply_kernel",
+    "columns_kernel",  # a column a lane
     "cross_entropy_reduce_kernel",
     "cross_entropy_stray_kernel",  # a target a thread and turn
     "dequantize_blocks_kernel",
-    "gemm_without_product_kernel",  # where there is nothing to multiply
+    "gemm_finish_kernel",  # beside a product
     "list_count_kernel",
     # A thread an element or a row; all of it is little beside the products that it lies between.
     "lce_add_kernel",
-    "lce_columns_kernel",
     "lce_end_kernel",
     "lce_list_kernel",
     "lce_move_kernel",

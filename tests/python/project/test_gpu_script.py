@@ -12,15 +12,25 @@ ROOT = Path(__file__).resolve().parents[3]
 FAKES = {
     "nvidia-smi": 'case "$*" in *name*) echo "A GPU";; *compute_cap*) echo 9.0;; esac',
     "nvcc": "echo 'Cuda compilation tools, release 13.0'",
-    # The C tests: one passes, one is stopped by its time.
+    # The C tests: of three suites, of which $FAILS fails.
     "cmake": """
 echo "cmake $*" >>"$CALLS"
 case "$*" in *--build*)
     mkdir -p "$2/tests/c"
-    printf '%s\\n' '#!/bin/sh' 'echo "[       OK ] On/Some.Test/Cuda (1 ms)"' \\
-        'echo "[  SKIPPED ] On/Some.Other/Cuda (0 ms)"' >"$2/tests/c/headroom_tests"
-    chmod +x "$2/tests/c/headroom_tests" ;;
+    cp "$(dirname "$0")/c-tests" "$2/tests/c/headroom_tests" ;;
 esac""",
+    "c-tests": r"""
+case "$*" in *--gtest_list_tests*)
+    printf "%s\n" On/Gemm. "  Test/Cuda" On/Some. "  Test/Cuda  # GetParam() = Cuda" SomeBits.
+    exit ;;
+esac
+suite=$(sed -E 's/.*gtest_filter=([A-Za-z]+)[.].*/\1/' <<<"$*")
+echo "suite $suite with $LD_LIBRARY_PATH" >>"$CALLS"
+[ "$suite" = "$FAILS" ] && exit 134
+[ "$suite" = SomeBits ] && echo "[       OK ] SomeBits.Test (1 ms)" && exit
+echo "[       OK ] On/$suite.Test/Cuda (1 ms)"
+echo "[  SKIPPED ] On/$suite.Other/Cuda (0 ms)"
+""",
     "compute-sanitizer": 'echo "$*" >>"$CALLS"',
     # pytest says what it has done when it is interrupted.
     "python": """
@@ -28,6 +38,8 @@ echo "python $*" >>"$CALLS"
 case "$*" in
 *"-m pip install"*--target*site*) mkdir -p "$HEADROOM_GPU_WORK/site/headroom" ;;
 *"import bitsandbytes"* | *"import xdist"*) exit 1 ;;
+*'["cublas"]'*) exit ${WITHOUT_PRODUCTS:-0} ;;
+*libcublasLt*) echo /torch/nvidia/cu13/lib ;;
 *"-m pytest"*"not slow"*)
     trap 'echo "1 passed, interrupted"; exit 2' INT
     echo "tests/python/optim/test_x.py::test_a[FAILED] PASSED [ 50%]"
@@ -61,6 +73,7 @@ def gpu(tmp_path):
         "GTEST_DIR": str(gtest),
         "WHEELS_DIR": str(tmp_path / "wheels"),
         "HANGS": "",
+        "FAILS": "",
     }
     environment.pop("CUDA_HOME", None)
 
@@ -94,14 +107,45 @@ def test_everything_at_once(gpu):
     found = stages(summary)
     assert list(found)[:4] == ["build", "c-build", "c-tests", "pytest"]
     assert {found[name] for name in list(found)[:-1]} == {"passed"}
-    assert "C tests on CUDA: 1 OK 1 SKIPPED" in summary or "1 SKIPPED 1 OK" in summary
+    assert "C tests on CUDA: 2 OK 2 SKIPPED" in summary or "2 SKIPPED 2 OK" in summary
     assert "1 PASSED" in summary and "1 FAILED" in summary  # once, though said twice
     assert "NOT HERE, so no bar against them was judged: bitsandbytes\n" in summary
     with tarfile.open(gpu.out / "results.tar.gz") as packed:
         assert "./adamw.json" in packed.getnames()
-    assert calls.index("benchmarks adamw ") < calls.index("benchmarks update_scale")
+    benchmarked = re.findall(r"-m benchmarks (\w+)", calls)
+    assert benchmarked[0] == "adamw" and len(set(benchmarked)) == len(benchmarked)
+    rows = {"norm", "glu", "rope", "gemm", "mlp_block"}
+    losses = {"cross_entropy", "divergence", "linear_cross_entropy"}
+    assert {"update_scale", *rows, *losses} <= set(benchmarked)
     assert "state_file" not in calls and "--rounds 10" in calls
     assert f"CUDA_HOME {gpu.folder}" in (gpu.out / "build.log").read_text()
+
+
+def test_each_suite_has_a_process_and_those_of_products_are_last(gpu):
+    """An error that a GPU keeps fails all calls after it."""
+    code, said, calls = gpu("300", "c-tests", FAILS="Some")
+    suites = re.findall(r"^suite (\w+) with (.*)$", calls, re.M)
+    assert sorted(suites[:2])[0][0] == "Some" and suites[2][0] == "Gemm"
+    assert all(libraries.startswith("/torch/nvidia/cu13/lib:") for _, libraries in suites)
+    assert code == 1 and "FAILED SUITE Some: status 134" in said
+    assert "C tests on CUDA: 1 OK 1 SKIPPED" in said or "1 SKIPPED 1 OK" in said
+    assert stages(said)["c-tests"].startswith("FAILED: status 1")
+
+
+def test_nothing_passes_where_products_were_compiled_out(gpu):
+    code, said, calls = gpu("300", WITHOUT_PRODUCTS="1")
+    found = stages((gpu.out / "summary.txt").read_text())
+    assert code == 1 and found["build"].startswith("FAILED")
+    assert "built without products on CUDA" in said
+    assert found["pytest"] == found["benchmarks"] == "SKIPPED: the build failed"
+    assert "-m pytest" not in calls and "-m benchmarks" not in calls
+
+
+def test_the_sanitizer_leaves_cublas_alone(gpu):
+    _, _, calls = gpu("300", "memcheck")
+    (chosen,) = re.findall(r"--tool memcheck .*--gtest_filter=(\S+)", calls)
+    left_out = chosen.partition(":-")[2].split(":")
+    assert {"*Gemm*", "*Mlp*", "*Linear*"} <= set(left_out)
 
 
 def test_a_second_call_builds_nothing_and_runs_what_it_is_asked_for(gpu):

@@ -110,8 +110,63 @@ def test_cuda_can_be_demanded_and_refused(setup, monkeypatch, tmp_path):
         setup.cmake_options(tmp_path)
     nvcc = fake_nvcc(tmp_path, "13.0")
     assert setup.cmake_options(tmp_path)["CMAKE_CUDA_COMPILER"] == nvcc
+    assert setup.cmake_options(tmp_path)["HEADROOM_CUDA"] == "ON"
     monkeypatch.setenv("HEADROOM_CUDA", "0")
     assert "CMAKE_CUDA_COMPILER" not in setup.cmake_options(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "release, name", [("12.9", "nvidia-cublas-cu12"), ("13.0", "nvidia-cublas")]
+)
+def test_the_header_of_cublas_comes_from_torchs_package(
+    setup, monkeypatch, tmp_path, release, name
+):
+    fake_nvcc(tmp_path, release)
+    options = setup.cmake_options(tmp_path)
+    assert options["HEADROOM_CUBLAS"] == "ON" and options["HEADROOM_CUBLAS_INCLUDE"] == ""
+    header = tmp_path / "nvidia" / "include" / "cublasLt.h"
+    file = types.SimpleNamespace(name="cublasLt.h", locate=lambda: header)
+    packages = {name: types.SimpleNamespace(files=[file])}
+    monkeypatch.setattr(setup, "installed", packages.get)
+    assert setup.cmake_options(tmp_path)["HEADROOM_CUBLAS_INCLUDE"] == str(header.parent)
+    monkeypatch.setenv("HEADROOM_CUBLAS", "0")
+    assert setup.cmake_options(tmp_path)["HEADROOM_CUBLAS"] == "OFF"
+
+
+@pytest.mark.parametrize("asked", ["ON", "AUTO"])
+def test_a_build_for_cuda_is_not_without_products_unless_it_is_told(tmp_path, asked):
+    """What CMake does once it knows the compiler, in a project of that part of CMakeLists.txt."""
+    text = (ROOT / "CMakeLists.txt").read_text()
+    part = text[text.index("    list(JOIN archs") : text.index('message(STATUS "${summary}")')]
+    project = """cmake_minimum_required(VERSION 3.24)
+project(part LANGUAGES NONE)
+set(archs 80 90)
+set(cublas_version none)
+if(TRUE)
+%s
+message("${summary}; ${cublas_version}")
+"""
+    (tmp_path / "CMakeLists.txt").write_text(project % part)
+
+    def configure(**options):
+        command = ["cmake", "-S", tmp_path, "-B", tmp_path / "build", f"-DHEADROOM_CUDA={asked}"]
+        command += [f"-D{name}={value}" for name, value in options.items()]
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+        return done.returncode, " ".join(done.stderr.split())
+
+    code, said = configure(HEADROOM_CUBLAS="ON")
+    assert code == (asked == "ON")
+    wanted = "HEADROOM_CUBLAS=OFF" if asked == "ON" else "CUDA: no cublasLt.h was found; none"
+    assert wanted in said
+    code, said = configure(HEADROOM_CUBLAS="OFF")
+    assert code == 0 and "WITHOUT PRODUCTS of matrices on CUDA: HEADROOM_CUBLAS=OFF; none" in said
+    (tmp_path / "cublasLt.h").touch()
+    numbers = (
+        "#define CUBLAS_VER_MAJOR 13\n#define CUBLAS_VER_MINOR 4\n#define CUBLAS_VER_PATCH 1\n"
+    )
+    (tmp_path / "cublas_api.h").write_text(numbers)
+    code, said = configure(HEADROOM_CUBLAS="ON", HEADROOM_CUBLAS_INCLUDE=tmp_path)
+    assert code == 0 and "for 80 90, compiler: , products: cuBLASLt 13.4; 13.4" in said
 
 
 def test_archs_can_be_narrowed(setup, monkeypatch, tmp_path):
@@ -142,8 +197,10 @@ def test_nvidias_compiler_from_pypi_builds_the_library(setup, tmp_path):
     nvcc = run(python, "-c", code).strip()
     options = ["-DHEADROOM_TORCH=OFF", "-DHEADROOM_CUDA=ON", "-DHEADROOM_CUDA_ARCHS=90"]
     options += [f"-DCMAKE_CUDA_COMPILER={nvcc}", "-DCMAKE_BUILD_TYPE=Debug"]  # which is quick
+    options += ["-DHEADROOM_CUBLAS=OFF"]  # whose package is large
     run("cmake", "-G", "Ninja", "-S", ROOT, "-B", "build", *options)
-    run("cmake", "--build", "build")
+    said = run("cmake", "--build", "build")
+    assert said.splitlines()[-1].endswith("PRODUCTS of matrices on CUDA: HEADROOM_CUBLAS=OFF")
     library = ctypes.CDLL(str(tmp_path / "build" / "libheadroom.so"))
     library.hr_build_info.restype = ctypes.c_char_p
-    assert b"cuda=13.0; archs=90;" in library.hr_build_info()
+    assert b"cuda=13.0; archs=90; cublas=none;" in library.hr_build_info()
