@@ -134,7 +134,6 @@ ptx_module *module_of(Binary &binary)
     return binary.module;
 }
 
-// The name of a source, of the first name among its kernels: all of a file's register with one binary.
 ptx_function *entry_of(Kernel &kernel)
 {
     if (!kernel.entry && module_of(*kernel.binary))
@@ -194,8 +193,7 @@ std::vector<const ptx_function *> entries()
 extern "C" {
 void **__cudaRegisterFatBinary(void *wrapper)
 {
-    binaries().emplace_back(new Binary{static_cast<Wrapper *>(wrapper)->data, nullptr,
-                                       "module " + std::to_string(binaries().size())});
+    binaries().emplace_back(new Binary{static_cast<Wrapper *>(wrapper)->data, nullptr, ""});
     hr_emu::watch_accesses();
     return reinterpret_cast<void **>(binaries().back().get());
 }
@@ -210,7 +208,12 @@ void __cudaRegisterVar(void **, char *, char *, const char *, int, size_t, int, 
 void __cudaRegisterFunction(void **handle, const char *host, char *, const char *name, int, uint3 *,
                             uint3 *, dim3 *, dim3 *, int *)
 {
-    kernels()[host] = {reinterpret_cast<Binary *>(handle), name, nullptr};
+    auto *const binary = reinterpret_cast<Binary *>(handle);
+    kernels()[host] = {binary, name, nullptr};
+    char *end;
+    const size_t length = std::strtoul(name + 2, &end, 10); // of _Z17accumulate_kernel...
+    if (binary->name.empty())
+        binary->name = std::string(end, strnlen(end, length)) + ".ptx"; // the file's first kernel's
 }
 
 unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream)

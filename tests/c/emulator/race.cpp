@@ -40,11 +40,10 @@ std::set<uint32_t> acquired;
 uint64_t acquired_in_launch, published_in_launch;
 uint32_t acquired_in_block;
 
-uintptr_t last_key;
-Line *last;
-
-inline Byte &byte_at(const char *address)
+Byte &byte_at(const char *address)
 {
+    static uintptr_t last_key;
+    static Line *last;
     const uintptr_t key = reinterpret_cast<uintptr_t>(address) / Line::kBytes;
     if (!last || key != last_key || last->launch != machine.launches) {
         std::unique_ptr<Line> &line = lines[key];
@@ -70,7 +69,7 @@ void begin_epoch()
 }
 
 // Whether the access was over, for the running thread, before the present one.
-inline bool is_over(const Access &a)
+bool is_over(const Access &a)
 {
     const Thread &me = *machine.current;
     if (a.block != machine.block) {
@@ -92,15 +91,10 @@ std::string describe(const Access &a, bool write)
            " in " + where(static_cast<const char *>(a.code) - 1);
 }
 
-inline bool may_race(const Access &before, const Access &now)
+void check_race(const Access &before, bool before_writes, const Access &now, bool now_writes,
+                const char *space)
 {
-    return before.code && !(before.atomic && now.atomic) && !is_over(before);
-}
-
-void report_race(const Access &before, bool before_writes, const Access &now, bool now_writes,
-                 const char *space)
-{
-    if (machine.failed)
+    if (machine.failed || !before.code || (before.atomic && now.atomic) || is_over(before))
         return;
     report(std::string("race on ") + space + " memory, no barrier between\n    " +
            describe(before, before_writes) + "\n    " + describe(now, now_writes));
@@ -168,11 +162,10 @@ void check(const void *address, size_t bytes, bool write, bool atomic, const voi
         if (reads && !initialized && !machine.failed)
             report(std::string("uninitialized read of ") + space_name + " memory:\n    " +
                    describe(now, write));
-        if (may_race(byte.write, now))
-            report_race(byte.write, true, now, write, space_name);
+        check_race(byte.write, true, now, write, space_name);
         for (const Access &slot : byte.read)
-            if (write && may_race(slot, now))
-                report_race(slot, false, now, true, space_name);
+            if (write)
+                check_race(slot, false, now, true, space_name);
         if (machine.failed)
             return;
         if (write) {

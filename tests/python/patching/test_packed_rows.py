@@ -324,6 +324,7 @@ def test_a_patch_that_fails_changes_no_config(monkeypatch):
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.slow  # imports
 def test_a_patched_model_that_another_process_loads():
     model = model_of("Llama")
     headroom.patch(model, "L1")
