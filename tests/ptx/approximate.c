@@ -33,11 +33,6 @@ static void rcp(ptx_thread *t, const ptx_instruction *i)
     relative(t, i, 1 / operand(t, i), 0x1p-24);
 }
 
-static void rsqrt(ptx_thread *t, const ptx_instruction *i)
-{
-    relative(t, i, 1 / sqrt(operand(t, i)), 0x1p-24);
-}
-
 static void root(ptx_thread *t, const ptx_instruction *i)
 {
     relative(t, i, sqrt(operand(t, i)), 0x1p-24);
@@ -85,7 +80,6 @@ const ptx_row ptx_approximate[] = {
     {"rcp approx ftz? f32", "da", rcp, "1 / a within 2^-23", "9.7.3.13"},
     {"rcp approx ftz f64", "da", rcp64, "1 / a, of 32 bits, of 32 bits", "9.7.3.14"},
     {"sqrt approx ftz? f32", "da", root, "the square root within 2^-23", "9.7.3.15"},
-    {"rsqrt approx ftz? f32", "da", rsqrt, "1 / the square root within 2^-22.9", "9.7.3.16"},
     {"lg2 approx ftz? f32", "da", lg2, "log2(a) within 2^-22", "9.7.3.20"},
     {"ex2 approx ftz? f32", "da", ex2, "2^a within 2^-22", "9.7.3.21"},
     {"tanh approx f32", "da", tanh_, "tanh(a) within 2^-11", "9.7.3.22"},

@@ -104,14 +104,6 @@ static void clz(ptx_thread *t, const ptx_instruction *i)
     D = (uint64_t)(a ? __builtin_clzll(a) - (64 - bits) : bits);
 }
 
-static void brev(ptx_thread *t, const ptx_instruction *i)
-{
-    uint64_t a = A, reversed = 0;
-    for (int bit = 0; bit < 8 * ptx_bytes(i->type); bit++, a >>= 1)
-        reversed = reversed << 1 | (a & 1);
-    D = reversed;
-}
-
 /* Bits [b, b + c) of a; of a signed type the last of them fills what is above. */
 static void bfe(ptx_thread *t, const ptx_instruction *i)
 {
@@ -151,6 +143,5 @@ const ptx_row ptx_integer[] = {
     {"clz b32|b64", "da", clz, "number of zeros above the first one", "9.7.1.15"},
     {"bfe u32|u64|s32|s64", "daaa", bfe, "bits of a from b on, c of them", "9.7.1.19"},
     {"bfi b32|b64", "daaaa", bfi, "b with d bits of a from c on", "9.7.1.20"},
-    {"brev b32|b64", "da", brev, "the bits in reverse", "9.7.1.18"},
     {0},
 };

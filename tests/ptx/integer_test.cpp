@@ -72,7 +72,6 @@ TEST(Integer, SumsAndExtremesWrapAtTheWidth)
     EXPECT_EQ(Instruction("clz.b32", 1)(1), 31u);
     EXPECT_EQ(Instruction("clz.b32", 1)(0), 32u);
     EXPECT_EQ(Instruction("clz.b64", 1)(1), 63u);
-    EXPECT_EQ(Instruction("brev.b32", 1)(1), 0x80000000u);
 }
 
 // A shift by n is n shifts by one.

@@ -91,6 +91,29 @@ TEST(PtxMachine, CallsCopyParameters)
     ptx_free(module);
 }
 
+TEST(PtxMachine, CallsMayWriteLocalMemoryOfTheCaller)
+{
+    const std::string text =
+        ".version 9.0\n.target sm_90\n.address_size 64\n"
+        ".func fill(.param .b64 to) { .reg .b64 %r<3>; ld.param.u64 %r0, [to];\n"
+        "st.u32 [%r0], 3; cvta.to.local.u64 %r1, %r0; st.local.u32 [%r1+4], 4; ret; }\n"
+        ".entry kernel(.param .u64 p) { .reg .b64 %r<9>; .local .align 8 .b8 depot[8];\n"
+        "ld.param.u64 %r0, [p]; mov.u64 %r1, depot; cvta.local.u64 %r2, %r1;\n"
+        "{ .param .b64 param0; st.param.b64 [param0], %r2; call.uni fill, (param0); }\n"
+        "ld.local.v2.u32 {%r3, %r4}, [%r1]; st.global.v2.u32 [%r0], {%r3, %r4}; ret; }\n";
+    char why[256] = "";
+    ptx_module *const module = ptx_parse(text.data(), text.size(), "calls", why, sizeof why);
+    ASSERT_NE(module, nullptr) << why;
+    ptx_machine::add_module(module);
+    const Words words(2);
+    alignas(16) uint64_t parameters[1] = {at(words)};
+    ptx_machine::launch(ptx_find(module, "kernel"), 1, 1, reinterpret_cast<char *>(parameters), 0);
+    EXPECT_EQ(words[0], 3u);
+    EXPECT_EQ(words[1], 4u);
+    ptx_machine::forget_module(module);
+    ptx_free(module);
+}
+
 TEST(PtxMachine, WarpsExchange)
 {
     const Text text(
@@ -192,6 +215,8 @@ TEST(PtxReports, WhatWasNeverWritten)
                   "");
     EXPECT_REPORT("mov.u64 %r3, 0; ld.shared.u32 %r4, [%r3];",
                   "uninitialized read of shared memory");
+    EXPECT_REPORT(".local .align 4 .b8 l[4]; mov.u64 %r3, l; ld.local.u32 %r4, [%r3];",
+                  "local memory");
     EXPECT_REPORT("{ .param .b32 q; ld.param.b32 %r4, [q]; }", "parameter of a call");
 }
 

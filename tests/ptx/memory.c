@@ -15,14 +15,22 @@ static bool is_variable(const ptx_module *m, uint64_t address, size_t bytes)
     return false;
 }
 
-/* A frame: parameters of calls and of the function. */
-static void check_frame(ptx_thread *t, const ptx_instruction *i, uint64_t address, size_t bytes,
-                        bool write)
+/* The frame that holds the bytes: parameters of calls, and local memory, which functions may be given
+ * the address of. NULL if none does. */
+static const ptx_thread *frame_of(const ptx_thread *t, uint64_t address, size_t bytes)
 {
-    uint8_t *const is_set = t->memory_is_set + (address - (uint64_t)(uintptr_t)t->memory);
+    while (t && !within(address, bytes, t->memory, t->function->frame_bytes))
+        t = t->caller;
+    return t;
+}
+
+static void check_frame(const ptx_thread *frame, const ptx_instruction *i, const char *place,
+                        size_t bytes, bool write)
+{
+    uint8_t *const is_set = frame->memory_is_set + (place - frame->memory);
     for (size_t k = 0; k < bytes; k++) {
         if (!write && !is_set[k])
-            ptx_problem(i, "uninitialized read of a parameter of a call");
+            ptx_problem(i, "uninitialized read of a parameter of a call or of local memory");
         is_set[k] = is_set[k] || write;
     }
 }
@@ -44,15 +52,15 @@ static char *locate(ptx_thread *t, const ptx_instruction *i, size_t bytes, bool 
         ptx_problem(i, "misaligned access to %zu bytes at %p", bytes, (void *)(uintptr_t)address);
     char *const place = (char *)(uintptr_t)address;
     const bool in_shared = within(address, bytes, l->shared, l->shared_bytes);
-    const bool in_frame = within(address, bytes, t->memory, t->function->frame_bytes);
+    const ptx_thread *const frame = frame_of(t, address, bytes);
     const bool in_parameters = within(address, bytes, l->parameters, l->entry->parameter_bytes);
-    const bool is_ours = in_shared || in_frame || in_parameters;
-    if ((space == PTX_GLOBAL && is_ours) || (space == PTX_PARAM && !in_frame && !in_parameters) ||
-        (space == PTX_LOCAL && !in_frame))
+    const bool is_ours = in_shared || frame || in_parameters;
+    if ((space == PTX_GLOBAL && is_ours) || (space == PTX_PARAM && !frame && !in_parameters) ||
+        (space == PTX_LOCAL && !frame))
         ptx_problem(i, "out-of-bounds access: the address %p is not of the instruction's space",
                     (void *)place);
-    if (in_frame)
-        check_frame(t, i, address, bytes, write);
+    if (frame)
+        check_frame(frame, i, place, bytes, write);
     else if (in_parameters || is_variable(t->function->module, address, bytes)) {
         if (write)
             ptx_problem(i, "a write to what is constant");

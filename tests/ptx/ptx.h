@@ -262,6 +262,7 @@ typedef struct ptx_launch {
 
 struct ptx_thread {
     const ptx_launch *launch;
+    const ptx_thread *caller; /* the same thread, in the function that called this one */
     uint32_t special[PTX_SPECIAL_REGISTERS];
 
     /* Of the function that runs. */

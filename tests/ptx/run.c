@@ -98,5 +98,6 @@ void ptx_run(ptx_thread *t)
 void ptx_call_function(ptx_thread *t, const ptx_call *call)
 {
     ptx_thread callee = *t;
+    callee.caller = t;
     enter(&callee, call->function, t, call);
 }
