@@ -19,7 +19,8 @@ int32_t hr_version(void)
 const char *hr_build_info(void)
 {
     static _Thread_local char info[512];
-    snprintf(info, sizeof info, "version=%d.%d.%d; compiler=%s; cuda=%s; archs=%s; cublas=%s; cpu=%s",
+    snprintf(info, sizeof info,
+             "version=%d.%d.%d; compiler=%s; cuda=%s; archs=%s; cublas=%s; cpu=%s",
              HR_VERSION_MAJOR, HR_VERSION_MINOR, HR_VERSION_PATCH, HR_BUILD_COMPILER, HR_BUILD_CUDA,
              HR_BUILD_ARCHS, HR_BUILD_CUBLAS, runtime_cpu_level_name(runtime_cpu_level()));
     return info;
