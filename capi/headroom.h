@@ -950,8 +950,8 @@ typedef struct hr_gemm_config {
     int32_t allow_tf32;                        /* f32: factors may be rounded to 11 bits */
     int32_t allow_reduced_precision_reduction; /* 16 bits: parts of sums may be rounded to them */
     int32_t deterministic; /* long sums are not split: same bits with any workspace, at some cost */
-    hr_rows aux;         /* [m, n]: out for HR_GEMM_GELU (NULL data: not wanted), in for _DGELU */
-    void *bias_gradient; /* out; NULL for other epilogues */
+    hr_rows aux;           /* [m, n]: out for HR_GEMM_GELU (NULL data: not wanted), in for _DGELU */
+    void *bias_gradient;   /* out; NULL for other epilogues */
 } hr_gemm_config;
 
 #define HR_GEMM_CONFIG_INIT                                                                        \

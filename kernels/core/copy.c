@@ -20,7 +20,7 @@ static void copy_range(void *context, int64_t begin, int64_t end)
 }
 
 hr_status copy_rows_cpu(void *to, int64_t to_pitch, const void *from, int64_t from_pitch,
-                         int64_t bytes, int64_t rows)
+                        int64_t bytes, int64_t rows)
 {
     copied_rows copied = {(char *)to, (const char *)from, to_pitch, from_pitch, bytes};
     const int64_t grain = (1 << 18) / (bytes + 1) + 1;

@@ -11,7 +11,7 @@ extern "C" {
 /* Copies `rows` rows of `bytes` bytes each; `to_pitch` and `from_pitch` bytes lead from a row to
  * the next. The matrices must not overlap. */
 hr_status copy_rows_cpu(void *to, int64_t to_pitch, const void *from, int64_t from_pitch,
-                         int64_t bytes, int64_t rows);
+                        int64_t bytes, int64_t rows);
 hr_status copy_rows_cuda(void *to, int64_t to_pitch, const void *from, int64_t from_pitch,
                          int64_t bytes, int64_t rows, const hr_exec *exec);
 

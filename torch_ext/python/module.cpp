@@ -39,8 +39,9 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used())
           "Writes addresses, sizes and dtypes of tensors to a table. False if a tensor is missing, "
           "has "
           "gaps in memory, or is of a type, a device or a layout that needs the op's lists.");
-    m.def("build_info", &build_info,
-          "What the C library was built with and for: version, compiler, cuda, archs, cublas, cpu.");
+    m.def(
+        "build_info", &build_info,
+        "What the C library was built with and for: version, compiler, cuda, archs, cublas, cpu.");
     py::native_enum<hr_cpu_level>(m, "CpuLevel", "enum.IntEnum",
                                   "Instruction sets that CPU kernels are compiled for.")
         .value("BASELINE", HR_CPU_BASELINE)

@@ -185,8 +185,11 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
     if (workspace_bytes > 0 && (reinterpret_cast<uintptr_t>(workspace) % 256 != 0 ||
                                 !hr_emu::find_allocation(workspace, workspace_bytes)))
         return invalid("the workspace is not in device memory, or not aligned");
-    if (workspace_bytes > 0) // it is used
-        std::memset(always_open(workspace), 0xA5, std::min(workspace_bytes, size_t{256}));
+    const auto use_workspace = [&] {
+        if (workspace_bytes > 0)
+            std::memset(always_open(workspace), 0xA5, std::min(workspace_bytes, size_t{256}));
+    };
+    use_workspace();
 
     const float scale = *static_cast<const float *>(alpha), add = *static_cast<const float *>(beta);
     const int64_t m = int64_t(d->rows), n = int64_t(d->cols);
@@ -220,5 +223,6 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                     x += load(desc->bias, i, d->type);
                 store(D, index * d->offset + j * d->ld + i, float(x), d->type);
             }
+    use_workspace();
     return CUBLAS_STATUS_SUCCESS;
 }

@@ -206,12 +206,14 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
 
 cudaError_t cudaDeviceSynchronize()
 {
-    return refused_in_capture("cudaDeviceSynchronize") ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
+    return refused_in_capture("cudaDeviceSynchronize") ? cudaErrorStreamCaptureUnsupported
+                                                       : cudaSuccess;
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t)
 {
-    return refused_in_capture("cudaStreamSynchronize") ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
+    return refused_in_capture("cudaStreamSynchronize") ? cudaErrorStreamCaptureUnsupported
+                                                       : cudaSuccess;
 }
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *other)
