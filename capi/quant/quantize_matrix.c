@@ -8,6 +8,27 @@
 #include "capi/check/rows.h"
 #include "kernels/core/copy.h"
 
+static hr_status quantize(const quantize_matrix_args *args, const hr_exec *exec)
+{
+    if (exec->device == HR_CPU)
+        return quantize_matrix_cpu(args);
+    HR_RETURN_CUDA(quantize_matrix_cuda(args, exec), exec);
+}
+
+/* Quantizes the scales, from which their mean has been subtracted. */
+static hr_status quantize_scales(const hr_matrix *m, const hr_exec *exec)
+{
+    const int64_t blocks = matrix_blocks(m), scales = hr_block_count(blocks, MATRIX_SCALES);
+    void *const data[] = {m->absmax_codes, m->absmax_scales, m->absmax};
+    const hr_dtype u8 = HR_U8, f32 = HR_F32;
+    const hr_tensor_list codes = {1, &data[0], &blocks, &u8};
+    const hr_tensor_list absmaxs = {1, &data[1], &scales, &f32};
+    const hr_tensor_list values = {1, &data[2], &blocks, &f32};
+    hr_quantize_config config = HR_QUANTIZE_CONFIG_INIT;
+    config.block_size = MATRIX_SCALES;
+    return hr_quantize_blocks(&codes, &absmaxs, &values, &config, exec);
+}
+
 hr_status hr_quantize_matrix(const hr_matrix *matrix, const hr_rows *x, hr_dtype dtype,
                              const hr_quantize_matrix_config *config, const hr_exec *exec)
 {
@@ -26,9 +47,8 @@ hr_status hr_quantize_matrix(const hr_matrix *matrix, const hr_rows *x, hr_dtype
     args.x = *x;
     if (args.matrix.rows == 0)
         return HR_OK;
-    if (exec->device == HR_CPU)
-        return quantize_matrix_cpu(&args);
-    HR_RETURN_CUDA(quantize_matrix_cuda(&args, exec), exec);
+    HR_RUN(quantize(&args, exec));
+    return args.matrix.absmax_codes ? quantize_scales(&args.matrix, exec) : HR_OK;
 }
 
 /* Copies the rectangle of a dense matrix. */

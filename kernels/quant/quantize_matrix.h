@@ -18,6 +18,13 @@
 /* What bitsandbytes has for 1 / 127. */
 #define MATRIX_INT8_UNIT 7.874015718698502e-3f
 
+/* Before a loop over the values of a table: so that a loop around it becomes one of vectors. */
+#if defined(__CUDA_ARCH__)
+#define MATRIX_UNROLL _Pragma("unroll")
+#else
+#define MATRIX_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 /* ---- The tables of 4 bits -------------------------------------------------------------------- */
 
 /* The value of a code. */
@@ -50,7 +57,7 @@ HR_CONSTEXPR float matrix_border(int place, hr_format format)
 HR_INLINE int matrix_code(float y, hr_format format)
 {
     int code = matrix_code_at(0, format);
-#pragma GCC unroll 16
+    MATRIX_UNROLL
     for (int place = 0; place < 15; place++)
         code = y <= matrix_border(place, format) ? code : matrix_code_at(place + 1, format);
     return code;
@@ -95,13 +102,19 @@ HR_INLINE int matrix_encode(float x, matrix_scale scale, hr_format format)
     return y == y ? (int)(hr_bits(y + 0x1.8p+23f) & 0xFFu) : 0;
 }
 
+/* A scale that is quantized, too, from the value of its code in the signed dynamic map. */
+HR_INLINE float matrix_nested(float value, float scale, float offset)
+{
+    return value * scale + offset;
+}
+
 /* The scale of block `b` of 4-bit codes, where `map` is the signed dynamic map. */
 HR_INLINE float matrix_absmax(const hr_matrix *matrix, int64_t b, const float *map)
 {
     if (!matrix->absmax_codes)
         return matrix->absmax[b];
-    return map[matrix->absmax_codes[b]] * matrix->absmax_scales[b / MATRIX_SCALES] +
-           matrix->offset[0];
+    return matrix_nested(map[matrix->absmax_codes[b]], matrix->absmax_scales[b / MATRIX_SCALES],
+                         matrix->offset[0]);
 }
 
 /* The mean of all absmax is summed in MATRIX_SUMS sums, number i % MATRIX_SUMS in turn, which are
@@ -113,11 +126,9 @@ HR_INLINE float matrix_absmax(const hr_matrix *matrix, int64_t b, const float *m
 /* The multiples of the largest magnitude that are tried: 1, then these. */
 #define MATRIX_TRIALS 7
 
-HR_CONSTEXPR float matrix_multiple(int trial)
+HR_INLINE float matrix_multiple(int trial)
 {
-    const float multiples[MATRIX_TRIALS] = {34.0f / 32, 31.0f / 32, 30.0f / 32, 29.0f / 32,
-                                            28.0f / 32, 27.0f / 32, 26.0f / 32};
-    return trial < 0 ? 1.0f : multiples[trial];
+    return (float)(trial < 0 ? 32 : trial == 0 ? 34 : 32 - trial) / 32.0f;
 }
 
 /* Whether a search makes sense: a multiple is finite, and not 0. */
@@ -131,7 +142,7 @@ HR_INLINE int matrix_can_search(float absmax)
 HR_INLINE int32_t matrix_error(float y, float multiple, hr_format format)
 {
     float value = matrix_value(matrix_code_at(0, format), format) * multiple;
-#pragma GCC unroll 16
+    MATRIX_UNROLL
     for (int place = 0; place < 15; place++)
         value = y <= matrix_border(place, format) * multiple
                     ? value
@@ -156,7 +167,7 @@ typedef struct dequantize_matrix_args {
     int64_t row, rows, col, cols;
 } dequantize_matrix_args;
 
-HR_INLINE int64_t matrix_blocks(const hr_matrix *matrix)
+static inline int64_t matrix_blocks(const hr_matrix *matrix)
 {
     return hr_block_count(matrix->rows * matrix->cols, matrix->block_size);
 }
@@ -165,6 +176,8 @@ HR_INLINE int64_t matrix_blocks(const hr_matrix *matrix)
 extern "C" {
 #endif
 
+/* With absmax_codes they leave absmax - offset in absmax, and absmax_codes and absmax_scales as they
+ * are. */
 hr_status quantize_matrix_cpu(const quantize_matrix_args *args);
 hr_status quantize_matrix_cuda(const quantize_matrix_args *args, const hr_exec *exec);
 hr_status dequantize_matrix_cpu(const dequantize_matrix_args *args);

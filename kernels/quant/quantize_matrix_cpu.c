@@ -6,9 +6,8 @@
  */
 #include <pthread.h>
 
-#include "kernels/core/copy.h"
 #include "kernels/core/halves_cpu.h"
-#include "kernels/quant/quantize_blocks.h"
+#include "kernels/quant/dynamic_map.h"
 #include "kernels/quant/quantize_matrix.h"
 
 #define STEP 16 /* bytes of 4-bit codes that are decoded at once */
@@ -245,8 +244,8 @@ HR_INLINE void quantize_range(void *context, int64_t begin, int64_t end, matrix_
             quantize_4_bits(a, b, HR_FP4, level);
 }
 
-/* The mean, in the order that MATRIX_SUMS stands for. */
-static float mean_of(const float *absmax, int64_t n)
+/* Subtracts the mean, which is summed in the order that MATRIX_SUMS stands for. */
+static void subtract_mean(float *absmax, float *mean, int64_t n)
 {
     double sums[MATRIX_SUMS] = {0};
     for (int64_t i = 0; i < n; i++)
@@ -254,7 +253,9 @@ static float mean_of(const float *absmax, int64_t n)
     for (int width = MATRIX_SUMS / 2; width > 0; width /= 2)
         for (int k = 0; k < width; k++)
             sums[k] += sums[k + width];
-    return (float)(sums[0] / (double)n);
+    *mean = (float)(sums[0] / (double)n);
+    for (int64_t i = 0; i < n; i++)
+        absmax[i] -= *mean;
 }
 
 /* ---- Instruction sets ------------------------------------------------------------------------ */
@@ -281,23 +282,12 @@ hr_status quantize_matrix_cpu(const quantize_matrix_args *args)
 {
     const hr_matrix *const m = &args->matrix;
     const int rows = m->format == HR_INT8_ROWS;
-    int64_t blocks = rows ? m->rows : matrix_blocks(m), each = rows ? m->cols : m->block_size;
-    hr_parallel_for(0, blocks, CPU_GRAIN / each + 1, CPU_BEST(quantize_range), (void *)args);
-    if (!m->absmax_codes || blocks == 0)
-        return HR_OK;
-    const float offset = *m->offset = mean_of(m->absmax, blocks);
-    for (int64_t b = 0; b < blocks; b++)
-        m->absmax[b] -= offset;
-    int64_t scales = hr_block_count(blocks, MATRIX_SCALES);
-    void *const data[] = {m->absmax_codes, m->absmax_scales, m->absmax};
-    const hr_dtype u8 = HR_U8, f32 = HR_F32;
-    const hr_tensor_list codes = {1, data, &blocks, &u8};
-    const hr_tensor_list absmaxs = {1, data + 1, &scales, &f32};
-    const hr_tensor_list values = {1, data + 2, &blocks, &f32};
-    hr_quantize_config config = HR_QUANTIZE_CONFIG_INIT;
-    config.is_signed = 1;
-    config.block_size = MATRIX_SCALES;
-    return quantize_blocks_cpu(&(quantize_args){&codes, &absmaxs, &values, &config, 0});
+    const int64_t blocks = rows ? m->rows : matrix_blocks(m);
+    const int64_t grain = CPU_GRAIN / (rows ? m->cols : m->block_size) + 1;
+    hr_parallel_for(0, blocks, grain, CPU_BEST(quantize_range), (void *)args);
+    if (m->absmax_codes)
+        subtract_mean(m->absmax, m->offset, blocks);
+    return HR_OK;
 }
 
 hr_status dequantize_matrix_cpu(const dequantize_matrix_args *args)
