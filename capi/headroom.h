@@ -1416,7 +1416,8 @@ typedef struct hr_quantize_matrix_config {
  * hr_quantize_matrix: writes the codes and scales of x, in one pass.
  *
  *     absmax = the largest |x| of the block or row          NaN if one is NaN
- *     code   = that of the value nearest to x / absmax; halfway, of the lower value
+ *     code   = that of the value nearest to x / absmax: up to the middle between two of them, as
+ *              binary32 has it, the lower. FP4: of the two zeros the second if x > 0
  *     code   = x * (127 / absmax), rounded to nearest even            HR_INT8_ROWS
  *
  * The first quotient is computed as a product with the rounded reciprocal. Where absmax is below
@@ -1439,7 +1440,6 @@ typedef struct hr_quantize_matrix_config {
  * matrix  out: what its pointers point to. Not HR_DENSE. With absmax_codes, absmax is workspace
  * x       in: [rows, cols] of `dtype`
  * dtype   f32, bf16 or f16
- * config  NULL counts as HR_QUANTIZE_MATRIX_CONFIG_INIT
  *
  * Errors: HR_INVALID_ARGUMENT if an argument breaks its contract.
  */
