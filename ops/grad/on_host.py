@@ -15,7 +15,7 @@ from ..functional.accumulate import accumulate_
 from ..host.arena import HostArena
 from ..host.engine import Engine
 from ..host.engines import engine_of
-from ..host.ring import Copy, Piece, Place, Ring, Run, aligned, merged
+from ..host.ring import Copy, Piece, Place, Ring, Run, aligned
 
 SLOT_BYTES = 8 << 20
 PARTS = 16  # elements, at multiples of which sums are cut: whole cache lines
@@ -131,7 +131,7 @@ class HostSums:
                 pieces[-1].add(ring, place, grad, first, last)
                 first = last
         for piece in pieces:
-            piece.up, piece.down = merged(piece.up), merged(piece.down)
+            piece.close(ring)
         run = Run(ring, pieces)
         for index, piece in enumerate(pieces):
             run.step(index, partial(piece.step, factor))

@@ -3,7 +3,7 @@ and copied down."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,6 +27,9 @@ class Copy(NamedTuple):
     slab: Tensor
     there: int  # the first, in the slab
     size: int
+
+
+Runs = tuple[Tensor, Tensor]  # the bytes of a copy: in the slot, and in the slab
 
 
 class Typed(dict[torch.dtype, Tensor]):
@@ -99,6 +102,33 @@ class Piece:
     up: list[Copy] = field(default_factory=list)
     down: list[Copy] = field(default_factory=list)
     filled: int = 0
+    _runs_up: list[Runs] = field(default_factory=list)
+    _runs_down: list[Runs] = field(default_factory=list)
+
+    def close(self, ring: Ring) -> None:
+        """Joins copies that follow each other; no more are added."""
+        self.up, self.down = merged(self.up), merged(self.down)
+        slot = ring.slots[self.slot]
+        self._runs_up, self._runs_down = (
+            [(slot.narrow(0, c.here, c.size), c.slab.narrow(0, c.there, c.size)) for c in copies]
+            for copies in (self.up, self.down)
+        )
+
+    def fetch(self, engine: Engine, after: Collection[Ticket]) -> Ticket:
+        """Copies to the slot, after these tickets, and returns the ticket of the last copy."""
+        ticket = None
+        for i, (here, there) in enumerate(self._runs_up):
+            ticket = engine.up(here, there, () if i else after)
+        return ticket
+
+    def store(self, engine: Engine) -> Ticket:
+        """Copies from the slot what was computed until now; returns the ticket of the last copy."""
+        after, ticket = [engine.mark()], None
+        for i, (here, there) in enumerate(self._runs_down):
+            ticket = engine.down(there, here, () if i else after)
+        for place in self.places:
+            place.written = ticket
+        return ticket
 
 
 def merged(copies: Sequence[Copy]) -> list[Copy]:
@@ -142,25 +172,10 @@ class Run:
     def _fetch(self, piece: Piece) -> Any:
         after = [self._ring.busy[piece.slot], *(place.written for place in piece.places)]
         tickets = {id(ticket): ticket for ticket in after if ticket is not None}
-        ticket = None
-        for i, copy in enumerate(piece.up):
-            here, there = self._sides(piece, copy)
-            ticket = self._engine.up(here, there, () if i else tickets.values())
-        return ticket
-
-    def _sides(self, piece: Piece, copy: Copy) -> tuple[Tensor, Tensor]:
-        slot = self._ring.slots[piece.slot]
-        return slot[copy.here :][: copy.size], copy.slab[copy.there :][: copy.size]
+        return piece.fetch(self._engine, tickets.values())
 
     def _store(self, piece: Piece) -> None:
-        after = [self._engine.mark()]
-        ticket = None
-        for i, copy in enumerate(piece.down):
-            here, there = self._sides(piece, copy)
-            ticket = self._engine.down(there, here, () if i else after)
-        self._ring.busy[piece.slot] = ticket
-        for place in piece.places:
-            place.written = ticket
+        self._ring.busy[piece.slot] = piece.store(self._engine)
 
     def _abandon(self, index: int, has_stepped: bool) -> None:
         """Stores what was stepped, and waits for the copies that nobody will."""

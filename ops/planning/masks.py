@@ -54,8 +54,6 @@ def _none(function: Callable[..., Any]) -> Callable[..., None]:
 
 def _without_mask(function: Callable[..., Any]) -> Callable[..., Any]:
     def nothing_masked(*args: Any, **kwargs: Any) -> Any:
-        if args:
-            return function(None, *args[1:], **kwargs)
-        return function(**kwargs | {"padding_mask": None})
+        return function(None, *args[1:], **kwargs)
 
     return nothing_masked

@@ -18,6 +18,7 @@ from ..._core.capture import refuse_in_capture
 from ..._core.dtensor import local_part, with_spec
 from ..._core.grouping import grouped
 from ..._core.names import name_of
+from ..._core.overlap import place_in_memory
 from ..._core.sizes import format_bytes
 from ..._core.table import table_of
 from ...host.arena import HostArena, default_arena
@@ -30,7 +31,7 @@ from ..errors import explained
 from ..plan import Bucket, Calls, Plan, StepScalars, like_param
 from ..states import Layout, dtype_refusal
 from .homes import Field, Home, fields_of, is_cuttable, size_of, taken_by_ops
-from .parts import Staging, pieces_of, smallest_cut
+from .parts import Part, Staging, pieces_of, smallest_cut
 
 BUCKET_BYTES = 16 << 20  # of state in a slot: a link reaches 0.95 of its rate with a third of it
 INLINE_BYTES = 8 << 20  # the same where copies are the processor's: what it has a cache for
@@ -88,6 +89,8 @@ class Paging:
         self._homes: dict[Tensor, Home] = {}
         self._rings: dict[torch.device, Ring] = {}
         self._slots: dict[torch.device, int] = {}  # bytes of one
+        # Of buckets, by their first parameter: what their pieces were made of, and these.
+        self._pieces: dict[Tensor, tuple[Any, list[Part]]] = {}
         self._has_adopted = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -136,6 +139,7 @@ class Paging:
             for param in [*self._homes]:
                 if param in resident or param not in members:
                     self._homes.pop(param).wait()
+            self._pieces.clear()
 
     def _choice(
         self, places: Mapping[Tensor, Place]
@@ -314,8 +318,22 @@ class Paging:
             return None, [(bucket, _states_of(bucket, states))]
         self._house_missing(optimizer, bucket.owners, bucket.layout, group)
         ring = self._ring(device, group, bucket)
-        pieces = pieces_of(bucket, self._homes, ring, block_size_of(group))
-        return Staging(ring, pieces), [(p.bucket, _states_of(p.bucket, p.states)) for p in pieces]
+        staged = []
+        pieces = self._pieces_of(bucket, ring, block_size_of(group))
+        for piece in pieces:
+            part = piece.bucket(bucket)
+            staged.append((part, _states_of(part, piece.states)))
+        return Staging(ring, pieces), staged
+
+    def _pieces_of(self, bucket: Bucket, ring: Ring, block_size: int) -> list[Part]:
+        """Returns the pieces of a bucket: those of the step before, if nothing has moved."""
+        places = [(self._homes[owner], *place_in_memory(owner)) for owner in bucket.owners]
+        made_of = ring, block_size, places
+        before = self._pieces.get(bucket.owners[0])
+        if before is None or before[0] != made_of:
+            before = made_of, pieces_of(bucket, self._homes, ring, block_size)
+            self._pieces[bucket.owners[0]] = before
+        return before[1]
 
     def _ring(self, device: torch.device, group: dict[str, Any], bucket: Bucket) -> Ring:
         """Returns the ring of a device, which is made anew if a parameter needs a larger slot."""

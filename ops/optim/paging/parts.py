@@ -8,9 +8,9 @@ from functools import partial
 from torch import Tensor
 
 from ..._core.overlap import flat, laid_out
-from ...host.ring import Copy, Piece, Ring, Run, aligned, merged
+from ...host.ring import Copy, Piece, Ring, Run, aligned
 from ..plan import Bucket, Call, Calls
-from ..states import STEP, Layout
+from ..states import STEP
 from .homes import Field, Home, taken_by_ops
 
 # Elements, at multiples of which parameters are cut: whole blocks, and whole cache lines.
@@ -18,17 +18,81 @@ CUT = 4096
 
 
 class Part(Piece):
-    """Parameters, or a part of one, whose states fill a slot."""
+    """Parameters, or a part of one, whose states fill a slot.
 
-    def __init__(self, slot: int, layout: Layout) -> None:
+    Attributes:
+        states: of each, in the slot, as an op takes them.
+    """
+
+    def __init__(self, slot: int) -> None:
         super().__init__(slot)
-        self.bucket = Bucket(layout, [], [], [])
-        self.states: dict[Tensor, dict[str, Tensor]] = {}  # in the slot
+        self._owners: list[Tensor] = []
+        self._params: list[Tensor] = []
+        # Of each, its position in the bucket, and its elements; None: all.
+        self._elements: list[tuple[int, slice | None]] = []
+        self.states: dict[Tensor, dict[str, Tensor]] = {}
 
-    def add(self, owner: Tensor, param: Tensor, grad: Tensor) -> None:
-        self.bucket.owners.append(owner)
-        self.bucket.params.append(param)
-        self.bucket.grads.append(grad)
+    def add(self, ring: Ring, home: Home, bucket: Bucket, at: int, block_size: int) -> None:
+        """Adds the parameter at a position of a bucket."""
+        views, first, param = ring.typed[self.slot], self.filled, bucket.params[at]
+        states = {one.name: one.of(views[one.dtype], first) for one in home.fields}
+        self._note(home, bucket.owners[at], param, taken_by_ops(states, param, block_size), at)
+        copy = Copy(first, home.slab, home.first, home.size)
+        self.up.append(copy)
+        self.down.append(copy)
+        self.filled += home.size
+
+    def add_cut(
+        self,
+        ring: Ring,
+        home: Home,
+        bucket: Bucket,
+        at: int,
+        block_size: int,
+        first: int,
+        last: int,
+    ) -> None:
+        """Adds the elements from ``first`` to ``last`` of the parameter at a position."""
+        param, states = bucket.params[at], {}
+        for one in home.fields:
+            begin, end = one.elements(first, last, block_size)
+            size = one.dtype.itemsize
+            run = ring.slots[self.slot][self.filled : self.filled + (end - begin) * size]
+            states[one.name] = run.view(one.dtype) if one.shape else run.view(one.dtype)[0]
+            there = home.first + one.first
+            copy = Copy(self.filled, home.slab, there + begin * size, run.numel())
+            self.up.append(copy)
+            # All parts read the same count of steps, and each adds one to a copy of it.
+            if one.name != STEP.name or last == param.numel():
+                self.down.append(copy)
+            self.filled = aligned(self.filled + run.numel())
+        elements = slice(first, last)
+        self._note(home, bucket.owners[at], flat(param)[elements], states, at, elements)
+
+    def _note(
+        self,
+        home: Home,
+        owner: Tensor,
+        param: Tensor,
+        states: dict[str, Tensor],
+        at: int,
+        elements: slice | None = None,
+    ) -> None:
+        self.places.append(home)
+        self._owners.append(owner)
+        self._params.append(param)
+        self._elements.append((at, elements))
+        self.states[param] = states
+
+    def bucket(self, whole: Bucket) -> Bucket:
+        """Returns what an op steps, with the gradients that a bucket has in this step."""
+        grads = []
+        for at, elements in self._elements:
+            grad = whole.grads[at]
+            if elements is not None:
+                grad = flat(laid_out(grad, whole.params[at].stride()))[elements]
+            grads.append(grad)
+        return Bucket(whole.layout, self._owners, self._params, grads)
 
 
 def pieces_of(bucket: Bucket, homes: dict[Tensor, Home], ring: Ring, block_size: int) -> list[Part]:
@@ -37,74 +101,23 @@ def pieces_of(bucket: Bucket, homes: dict[Tensor, Home], ring: Ring, block_size:
     pieces: list[Part] = []
 
     def begin() -> Part:
-        pieces.append(Part(ring.next_slot(), bucket.layout))
+        pieces.append(Part(ring.next_slot()))
         return pieces[-1]
 
     piece: Part | None = None
-    for owner, param, grad in zip(bucket.owners, bucket.params, bucket.grads):
+    for at, owner in enumerate(bucket.owners):
         home = homes[owner]
         if home.size > ring.slot_bytes:
-            grad = laid_out(grad, param.stride())
-            for first, last in _cuts(home, param, ring.slot_bytes, block_size):
-                _add_part(begin(), ring, home, owner, param, grad, first, last, block_size)
+            for first, last in _cuts(home, bucket.params[at], ring.slot_bytes, block_size):
+                begin().add_cut(ring, home, bucket, at, block_size, first, last)
             piece = None
             continue
         if piece is None or piece.filled + home.size > ring.slot_bytes:
             piece = begin()
-        _add_whole(piece, ring, home, owner, param, grad, block_size)
+        piece.add(ring, home, bucket, at, block_size)
     for piece in pieces:
-        piece.up = merged(piece.up)
-        piece.down = merged(piece.down)
+        piece.close(ring)
     return pieces
-
-
-def _add_whole(
-    piece: Part,
-    ring: Ring,
-    home: Home,
-    owner: Tensor,
-    param: Tensor,
-    grad: Tensor,
-    block_size: int,
-) -> None:
-    views, first = ring.typed[piece.slot], piece.filled
-    piece.add(owner, param, grad)
-    states = {one.name: one.of(views[one.dtype], first) for one in home.fields}
-    piece.states[param] = taken_by_ops(states, param, block_size)
-    piece.places.append(home)
-    copy = Copy(first, home.slab, home.first, home.size)
-    piece.up.append(copy)
-    piece.down.append(copy)
-    piece.filled += home.size
-
-
-def _add_part(
-    piece: Part,
-    ring: Ring,
-    home: Home,
-    owner: Tensor,
-    param: Tensor,
-    grad: Tensor,
-    first: int,
-    last: int,
-    block_size: int,
-) -> None:
-    part = flat(param)[first:last]
-    piece.add(owner, part, flat(grad)[first:last])
-    piece.places.append(home)
-    states = piece.states[part] = {}
-    for one in home.fields:
-        begin, end = one.elements(first, last, block_size)
-        size = one.dtype.itemsize
-        run = ring.slots[piece.slot][piece.filled : piece.filled + (end - begin) * size]
-        states[one.name] = run.view(one.dtype) if one.shape else run.view(one.dtype)[0]
-        there = home.first + one.first
-        copy = Copy(piece.filled, home.slab, there + begin * size, run.numel())
-        piece.up.append(copy)
-        # All parts read the same count of steps, and each adds one to a copy of it.
-        if one.name != STEP.name or last == param.numel():
-            piece.down.append(copy)
-        piece.filled = aligned(piece.filled + run.numel())
 
 
 def _cuts(home: Home, param: Tensor, slot_bytes: int, block_size: int) -> Iterable[tuple[int, int]]:

@@ -569,6 +569,22 @@ def test_a_failure_at_every_call_of_the_engine(error):
     assert k > 10
 
 
+@pytest.mark.parametrize("name", ["adamw-f32-moments", "adamw8bit-remainder16"])
+def test_parameters_that_move_between_steps(name):
+    """Pieces are kept from one step to the next, but no gradients."""
+    ordinary, paged = pair(name)
+    offload(paged[1], bucket_bytes=6000, host=HostArena())
+    for run in (ordinary, paged):
+        modes.train(*run, range(2))
+        for param in run[0].parameters():
+            param.data = param.data.clone()
+        modes.train(*run, range(2, 4))
+    assert_same_run(ordinary, paged)
+    grads = [weakref.ref(param.grad) for param in paged[0].parameters()]
+    paged[1].zero_grad()
+    assert not any(grad() is not None for grad in grads)
+
+
 def test_an_optimizer_and_its_memory_are_freed():
     arena = HostArena()
     model = modes.build()

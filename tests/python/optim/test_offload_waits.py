@@ -59,10 +59,10 @@ WAITS = {  # the method, what it says, and what it says without the wait
         "pass",
     ),
     "a state is stepped before it is stored": (
-        ring.Run,
-        "_store",
-        "after = [self._engine.mark()]",
-        "after = []",
+        ring.Piece,
+        "store",
+        "[engine.mark()]",
+        "[]",
     ),
     "memory that is lent again is free before a slot in it is filled": (
         ring.Ring,

@@ -5,7 +5,7 @@ import random
 import headroom
 import pytest
 import torch
-from headroom.planning.allocator import Allocator, replay
+from headroom.planning.allocator import Allocator, Block, Pool, replay
 from torch import nn
 
 MIB = 1 << 20
@@ -58,6 +58,16 @@ def test_best_fit_takes_the_smallest_that_fits():
     assert allocator.allocate(15 * MIB).address == starts[2]
     assert allocator.allocate(15 * MIB).address == starts[1]
     assert replay(events).reserved == 62 * MIB
+
+
+def test_the_end_of_a_range_that_grows_is_taken_last():
+    pool = Pool(small=False)
+    end, other = Block(pool, 0, 4 * MIB), Block(pool, 30 * MIB, 6 * MIB)
+    for block in (end, other):
+        pool.add(block)
+    pool.last = end
+    assert pool.found(3 * MIB) is other and pool.found(3 * MIB) is end
+    assert pool.found(3 * MIB) is None
 
 
 def test_freed_neighbors_merge_and_serve_a_larger_request():

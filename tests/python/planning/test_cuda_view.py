@@ -150,6 +150,22 @@ def test_attention_of_modules_of_torch(make, precision):
     assert masked or all(a.bytes < scores for a in plan.timeline.allocations)
 
 
+def test_values_of_another_width_than_queries_have_no_kernel():
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.v = nn.Linear(64, 64), nn.Linear(64, 128)
+
+        def forward(self, x):
+            q, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.q, self.v))
+            return F.scaled_dot_product_attention(q, q, v).float().square().mean()
+
+    x = torch.randn(2, 30, 64).bfloat16()
+    found = ops_of(headroom.plan(Wide().bfloat16(), None, x, device="cuda"))
+    assert "_safe_softmax" in found or "_softmax" in found
+    assert not any(op.startswith("_scaled_dot_product") for op in found), found
+
+
 def test_kernels_of_tensors_stay_as_they_are():
     """Also while a plan is made: its functions are asked of fakes alone."""
     x = torch.randn(5, 4, 9, 8)

@@ -1,10 +1,13 @@
 """What operations allocate inside: asked of the machine, and of Headroom's own library."""
 
+from functools import partial
+
 import headroom
 import headroom.memory
 import pytest
 import torch
 from headroom.memory.cpu import CpuRecorder
+from headroom.nn.functional import mlp_block
 from headroom.planning import probe
 from headroom.planning.inside import inside
 from headroom.planning.masks import masks_of
@@ -75,6 +78,8 @@ def embedding(contiguous):
 CALLS = {
     "attention": lambda: attention(33, 40),
     "attention of 200 rows": lambda: attention(200, 600),
+    "attention of 192 rows": lambda: attention(192, 600),
+    "attention of 768 rows": lambda: attention(768, 70),
     "attention of 800 rows": lambda: attention(800, 70),
     "attention in 16 bits": lambda: attention(200, 70, torch.bfloat16),
     "norm": lambda: norm(torch.float32),
@@ -91,11 +96,40 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_scratch_is_what_the_cpu_takes(name):
     func, args, kwargs = CALLS[name]()
-    real = measured(lambda: func(*args, **kwargs))
+    real = measured(partial(func, *args, **kwargs))
     with FakeTensorMode() as mode:
         found = inside(func, tree_map_only(torch.Tensor, mode.from_tensor, args), kwargs, "cpu")
     assert sum(size for size, _ in found) == real
     assert {kind for _, kind in found} <= {"temporaries"}
+
+
+class Seen(TorchDispatchMode):
+    """Keeps the calls of ops of Headroom."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "headroom":
+            self.calls.append((func, args, kwargs or {}))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("save", ["all", "input"])
+def test_workspace_of_an_mlp_forward_and_backward(save):
+    x, gate_up, down = torch.randn(40, 32), torch.randn(96, 32), torch.randn(32, 48)
+    with Seen() as seen:
+        x.requires_grad_()
+        y = mlp_block(x, None, gate_up.requires_grad_(), down, save=save)
+        y.square().sum().backward()
+    for func, args, kwargs in seen.calls:
+        real = measured(partial(func, *args, **kwargs))
+        with FakeTensorMode() as mode:
+            given = tree_map_only(torch.Tensor, mode.from_tensor, args)
+            found = inside(func, given, kwargs, "cpu")
+        assert sum(size for size, _ in found) == real > 0, func
+    assert len(seen.calls) == 2
 
 
 def test_large_operations_are_not_run(monkeypatch):

@@ -105,6 +105,16 @@ def test_fsdp_by_hand():
     assert kept.timeline.most_by_kind["communication"] == 4 * WHOLE
 
 
+def test_gloo_copies_what_it_gathers_and_reduces():
+    """On the CPU, in each of two steps: the matrix of each unit in both passes, its gradient."""
+    sent = {}
+    for device in ("cuda", "cpu"):
+        plan = planned(matrices(), world_size=4, shard="fsdp", device=device)
+        found = [a for a in plan.timeline.allocations if a.kind == "communication"]
+        sent[device] = sum(a.bytes == WHOLE for a in found)
+    assert sent["cpu"] == sent["cuda"] + 2 * (3 + 3 + 3), sent
+
+
 def test_fsdp_pads_rows_and_casts():
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = nn.Sequential(nn.Linear(8, 5, bias=False))
