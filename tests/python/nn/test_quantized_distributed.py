@@ -65,7 +65,7 @@ def train(model, rank=0):
 
 
 def can_shard():
-    """Returns whether FSDP2 takes parameters of integers, as it does in torch 2.12."""
+    """Returns whether FSDP2 takes parameters of integers, as that of torch 2.11 does not."""
     try:
         fully_shard(Linear4bit(IN, 4), mesh=mesh())
     except RuntimeError:
