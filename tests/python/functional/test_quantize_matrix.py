@@ -1,4 +1,5 @@
-"""The ops headroom::quantize_matrix and headroom::dequantize_matrix against bitsandbytes and float64."""
+"""The ops headroom::quantize_matrix and headroom::dequantize_matrix against bitsandbytes and
+float64."""
 
 import dataclasses
 
@@ -108,9 +109,7 @@ def test_states_of_bitsandbytes_are_read(to, nested, device, bnb):
     plain = getattr(plain, "__wrapped__", plain)
     for shape in ((64, 64), (7, 100), (40, 4304), (3, 5)):
         x = data(*shape, dtype=torch.bfloat16)
-        codes, state = bnb.quantize_4bit(
-            x, blocksize=64, quant_type=to, compress_statistics=nested
-        )
+        codes, state = bnb.quantize_4bit(x, blocksize=64, quant_type=to, compress_statistics=nested)
         absmax = state.absmax
         if nested:
             absmax = bnb.dequantize_blockwise(state.absmax, state.state2) + state.offset
@@ -121,8 +120,8 @@ def test_states_of_bitsandbytes_are_read(to, nested, device, bnb):
 
 
 def test_bitsandbytes_takes_the_wrong_scales_where_blocks_cross_rows(bnb):
-    """Its AVX-512 loop counts blocks per row. Ours counts them through the matrix, as its other loops
-    and its quantizer do."""
+    """Its AVX-512 loop counts blocks per row. Ours counts them through the matrix, as its other
+    loops and its quantizer do."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("the loop needs AVX-512")
     x = data(40, 4304)
@@ -155,7 +154,9 @@ def test_int8_rows_of_bitsandbytes(device, bnb):
         codes, scales, _ = bnb.int8_vectorwise_quant(x)
         q = quantize_matrix(x.to(device), "int8")
         assert torch.equal(q.codes.cpu(), codes) and torch.equal(q.scales.cpu().view(F32), scales)
-        assert torch.equal(dequantize_matrix(q, F32).cpu(), bnb.int8_vectorwise_dequant(codes, scales))
+        assert torch.equal(
+            dequantize_matrix(q, F32).cpu(), bnb.int8_vectorwise_dequant(codes, scales)
+        )
         assert not q.nested and dequantize_matrix(q).dtype == x.dtype
 
 
