@@ -12,6 +12,7 @@ from .loss import LinearCrossEntropyLoss
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
 from .pattern import Pattern, attention_pattern
+from .quantized import Linear4bit, Linear8bit
 from .steps import LEVELS
 from .transformer import Embedding, Transformer
 
@@ -23,6 +24,8 @@ __all__ = [
     "LEVELS",
     "LayerNorm",
     "Linear",
+    "Linear4bit",
+    "Linear8bit",
     "LinearCrossEntropyLoss",
     "MLP",
     "Pattern",
