@@ -1366,7 +1366,8 @@ HR_API hr_status hr_cross_entropy_reduce(float *result, float *factors, const fl
  * Two codes of 4 bits lie in a byte, that of the even i in its upper half. Blocks are counted
  * through the whole matrix and cross its rows; the last may be short. NF4 (Dettmers et al.,
  * arXiv:2305.14314) has quantiles of the normal distribution in [-1, 1]; FP4 has a sign, two bits of
- * exponent and one of mantissa, in units of 1/192: 0, 1, 128, 192, 64, 96, 32, 48. The factor of
+ * exponent and one of mantissa, in units of 1/192: 0, 1, 128, 192, 64, 96, 32, 48, and the same with
+ * a minus, of which 0 is plus 0 again. The factor of
  * HR_INT8_ROWS is 1/127, rounded up as bitsandbytes has it, and products are taken from the left
  * (LLM.int8(), arXiv:2208.07339).
  *
@@ -1401,31 +1402,41 @@ typedef struct hr_matrix {
     }
 
 typedef struct hr_quantize_matrix_config {
-    size_t size;    /* sizeof(hr_quantize_matrix_config) */
-    int32_t search; /* 1: the scale of a block of 4-bit codes is the best of several, see below */
+    size_t size;      /* sizeof(hr_quantize_matrix_config) */
+    int32_t search;   /* 1: the scale of a block of 4-bit codes is the best of several, see below */
+    int32_t reserved; /* 0 */
 } hr_quantize_matrix_config;
 
-#define HR_QUANTIZE_MATRIX_CONFIG_INIT       \
-    {                                        \
-        sizeof(hr_quantize_matrix_config), 0 \
+#define HR_QUANTIZE_MATRIX_CONFIG_INIT          \
+    {                                           \
+        sizeof(hr_quantize_matrix_config), 0, 0 \
     }
 
 /*
  * hr_quantize_matrix: writes the codes and scales of x, in one pass.
  *
  *     absmax = the largest |x| of the block or row          NaN if one is NaN
- *     code   = the nearest of the table to x / absmax, ties to the lower value
+ *     code   = that of the value nearest to x / absmax; halfway, of the lower value
  *     code   = x * (127 / absmax), rounded to nearest even            HR_INT8_ROWS
  *
- * The first quotient is computed as a product with the rounded reciprocal, in two steps where absmax
- * is so small that the reciprocal would overflow. A block of zeros has absmax 0 and the code of zero.
- * All codes of a block with a NaN are 15 (HR_INT8_ROWS: 0), and it decodes to NaN.
- * With absmax_codes, offset is the mean of absmax, summed in binary64 in an order that depends on
- * their number alone, and codes are those of hr_quantize_blocks for absmax - offset.
- * With config->search, a block of NF4 or FP4 takes the absmax, of several multiples of the largest
- * |x|, whose decoded elements have the least sum of squared errors; equal ones leave the largest |x|.
+ * The first quotient is computed as a product with the rounded reciprocal. Where absmax is below
+ * 2^-64, both factors are scaled, so that none overflows. A block of zeros has absmax 0 and codes of
+ * 0; so has the half byte after the last element of an odd number. x / absmax is NaN for all x of a
+ * block with a NaN, and for the infinities of one with an infinity: such x get the code of 1
+ * (HR_INT8_ROWS: 0), and the block decodes to NaN, or to NaN and infinities.
  *
- * matrix  out: what its pointers point to. absmax is written with absmax_codes, too. Not HR_DENSE
+ * With absmax_codes, offset is the mean of absmax, summed in binary64 in an order that depends on
+ * their number alone, and codes and scales are those of hr_quantize_blocks, signed and in blocks of
+ * 256, for absmax - offset.
+ *
+ * With config->search, absmax of a block of NF4 or FP4 is the multiple of its largest |x| which
+ * leaves the least sum of squared errors, of 1, 34/32, 31/32, 30/32, 29/32, 28/32, 27/32 and 26/32,
+ * the first of equal ones. Squares are counted in units of 2^-22 of the largest squared, rounded
+ * down. Blocks whose largest |x| is 2^127 or more are not searched. On normal numbers in blocks of
+ * 64 the mean squared error is 0.87 of that without a search. Products with such a matrix are those
+ * of any other.
+ *
+ * matrix  out: what its pointers point to. Not HR_DENSE. With absmax_codes, absmax is workspace
  * x       in: [rows, cols] of `dtype`
  * dtype   f32, bf16 or f16
  * config  NULL counts as HR_QUANTIZE_MATRIX_CONFIG_INIT

@@ -6,7 +6,8 @@ with the names and arguments of :mod:`torch.optim`, :mod:`headroom.amp` loss sca
 models, :mod:`headroom.host` memory for what a device has no room for, :mod:`headroom.loss` losses
 that never make their logits, :mod:`headroom.nn` blocks that decide what they keep,
 :mod:`headroom.checkpointing` recomputed activations, :mod:`headroom.patching` the same for models
-that exist, :mod:`headroom.release` steps inside the backward pass, :mod:`headroom.memory` where
+that exist, :mod:`headroom.quantizing` frozen weights in few bits,
+:mod:`headroom.release` steps inside the backward pass, :mod:`headroom.memory` where
 bytes go, :mod:`headroom.planning` where they will go, :mod:`headroom.profiling` where time goes,
 :mod:`headroom.fitting` the fastest way to train within a budget, :mod:`headroom.retrying` steps
 that are repeated when memory runs out, :mod:`headroom.reports` pictures of these,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         patching,
         planning,
         profiling,
+        quantizing,
         release,
         reports,
         retrying,
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from .patching import patch, unpatch
     from .planning import fits, max_batch, plan
     from .profiling import profile
+    from .quantizing import dequantize, load_quantized, quantize
     from .release import release_gradients
     from .retrying import retry_on_oom
     from .state import StateFileError, latest, load_state, save_state
@@ -74,12 +77,13 @@ else:
             ".patching": ("patch", "unpatch"),
             ".planning": ("fits", "max_batch", "plan"),
             ".profiling": ("profile",),
+            ".quantizing": ("dequantize", "load_quantized", "quantize"),
             ".release": ("release_gradients",),
             ".retrying": ("retry_on_oom",),
             ".state": ("StateFileError", "latest", "load_state", "save_state"),
         },
         """amp checkpointing fitting grad host integrations loss memory nn optim patching planning
-        profiling release reports retrying state""".split(),
+        profiling quantizing release reports retrying state""".split(),
     )
     # Names that were there first, of packages that need that of optimizers.
     lent["headroom.optim"] = {
@@ -103,6 +107,7 @@ __all__ = [
     "checkpoint_every",
     "checkpoint_sequential",
     "checkpointing",
+    "dequantize",
     "clip_grad_norm_",
     "clip_grad_value_",
     "fit",
@@ -119,6 +124,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_distillation_loss",
     "linear_log_prob",
+    "load_quantized",
     "load_state",
     "loss",
     "max_batch",
@@ -131,6 +137,8 @@ __all__ = [
     "planning",
     "profile",
     "profiling",
+    "quantize",
+    "quantizing",
     "release",
     "release_gradients",
     "reports",

@@ -21,18 +21,21 @@ from .glu import glu
 from .linear import linear
 from .norm import layer_norm, rms_norm
 from .quantize_blocks import dequantize_blocks, quantize_blocks
+from .quantize_matrix import QuantizedMatrix, dequantize_matrix, quantize_matrix
 from .rope import rope, rope_tables
 from .unscale_norm import grad_norm, unscale_norm_
 from .update_scale import update_scale_
 from .weights import join_weights_, split_weights_
 
 __all__ = [
+    "QuantizedMatrix",
     "accumulate_",
     "adafactor_",
     "adamw8bit_",
     "adamw_",
     "cross_entropy",
     "dequantize_blocks",
+    "dequantize_matrix",
     "divergence",
     "dynamic_map",
     "gemm",
@@ -42,6 +45,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "quantize_blocks",
+    "quantize_matrix",
     "rms_norm",
     "rope",
     "rope_tables",

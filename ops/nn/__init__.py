@@ -11,6 +11,7 @@ from .linear import Linear
 from .loss import LinearCrossEntropyLoss
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
+from .quantized import Linear4bit, Linear8bit
 from .steps import LEVELS
 from .transformer import Embedding, Transformer
 
@@ -22,6 +23,8 @@ __all__ = [
     "LEVELS",
     "LayerNorm",
     "Linear",
+    "Linear4bit",
+    "Linear8bit",
     "LinearCrossEntropyLoss",
     "MLP",
     "Pattern",

@@ -15,7 +15,7 @@ FLOORS = {
             ["grad", "loss", "checkpointing"],
             ["optim", "amp", "nn"],
             ["state", "patching", "release"],
-            ["step"],
+            ["step", "quantizing"],
             ["memory", "profiling"],
             ["planning"],
             ["fitting", "retrying", "data"],

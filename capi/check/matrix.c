@@ -1,0 +1,52 @@
+/* matrix.c: checks a matrix of any format. */
+#include "capi/check/matrix.h"
+
+#include <inttypes.h>
+
+#include "capi/check/rows.h"
+#include "kernels/quant/quantize_matrix.h"
+
+static hr_status check_vector(const char *function, const char *name, const void *vector,
+                              hr_dtype dtype, int needed)
+{
+    HR_REQUIRE(vector || !needed, "%s: %s is NULL", function, name);
+    return hr_check_vector(function, name, vector, dtype);
+}
+
+static hr_status check_scales(const char *function, const hr_matrix *m, int written)
+{
+    const int some = m->rows > 0, nested = m->absmax_codes != NULL;
+    const int four_bits = m->format == HR_NF4 || m->format == HR_FP4;
+    HR_REQUIRE(!four_bits ||
+                   (m->block_size >= MATRIX_MIN_BLOCK && m->block_size <= MATRIX_MAX_BLOCK &&
+                    (m->block_size & (m->block_size - 1)) == 0),
+               "%s: matrix->block_size is %" PRId32 ", wanted a power of two from 32 to 4096",
+               function, m->block_size);
+    HR_REQUIRE(four_bits || !nested,
+               "%s: matrix->absmax_codes is given, but matrix->format is %d; only codes of 4 bits "
+               "have them",
+               function, (int)m->format);
+    HR_TRY(
+        check_vector(function, "matrix->absmax", m->absmax, HR_F32, some && (!nested || written)));
+    HR_TRY(
+        check_vector(function, "matrix->absmax_scales", m->absmax_scales, HR_F32, some && nested));
+    return check_vector(function, "matrix->offset", m->offset, HR_F32, some && nested);
+}
+
+hr_status hr_check_matrix(const char *function, hr_matrix *own, const hr_matrix *matrix,
+                          int written)
+{
+    HR_REQUIRE(matrix, "%s: matrix is NULL", function);
+    HR_TRY(hr_copy_config(function, "matrix->", own, sizeof *own, matrix, sizeof *own,
+                          "HR_MATRIX_INIT"));
+    HR_REQUIRE(own->format >= (written ? HR_NF4 : HR_DENSE) && own->format <= HR_INT8_ROWS,
+               "%s: matrix->format is %d, wanted %d to %d", function, (int)own->format,
+               (int)(written ? HR_NF4 : HR_DENSE), (int)HR_INT8_ROWS);
+    HR_TRY(hr_check_float(function, "matrix->dtype", own->dtype));
+    HR_TRY(hr_check_sizes(function, own->rows, own->cols));
+    if (own->format == HR_DENSE)
+        return hr_check_rows(function, "matrix", &(hr_rows){own->data, own->stride}, own->rows,
+                             own->cols, own->dtype);
+    HR_REQUIRE(own->data || own->rows == 0, "%s: matrix->data is NULL", function);
+    return check_scales(function, own, written);
+}

@@ -1,0 +1,300 @@
+/*
+ * quantize_matrix_cpu.c: the CPU loops of hr_quantize_matrix and hr_dequantize_matrix.
+ *
+ * A block of 4-bit codes has only sixteen different elements. So they are computed and rounded once,
+ * and then moved to where the codes say.
+ */
+#include <pthread.h>
+
+#include "kernels/core/halves_cpu.h"
+#include "kernels/quant/dynamic_map.h"
+#include "kernels/quant/quantize_matrix.h"
+
+#define STEP 16 /* bytes of 4-bit codes that are decoded at once */
+
+/* What the instruction sets do in different ways: conversions of f16, and moving the elements of
+ * `steps` times STEP bytes from a table of sixteen to their places. */
+typedef struct matrix_level {
+    half_conversions halves;
+    void (*spread)(void *out, const uint8_t *codes, int64_t steps, const void *table,
+                   hr_dtype dtype);
+} matrix_level;
+
+/* ---- Decoding -------------------------------------------------------------------------------- */
+
+HR_INLINE void spread_baseline(void *restrict out, const uint8_t *restrict codes, int64_t steps,
+                               const void *restrict table, hr_dtype dtype)
+{
+    for (int64_t i = 0; i < steps * STEP; i++) {
+        const int first = codes[i] >> 4, second = codes[i] & 15;
+        if (dtype == HR_F32) {
+            ((float *)out)[2 * i] = ((const float *)table)[first];
+            ((float *)out)[2 * i + 1] = ((const float *)table)[second];
+        } else {
+            ((uint16_t *)out)[2 * i] = ((const uint16_t *)table)[first];
+            ((uint16_t *)out)[2 * i + 1] = ((const uint16_t *)table)[second];
+        }
+    }
+}
+
+/* The sixteen elements of a block, by code. */
+HR_INLINE void fill_table(void *restrict table, float absmax, hr_format format, hr_dtype dtype,
+                          matrix_level level)
+{
+    float products[16];
+    for (int code = 0; code < 16; code++)
+        hr_store(products, code, matrix_value(code, format) * absmax, HR_F32);
+    if (dtype == HR_F16)
+        level.halves.narrow_f16((uint16_t *)table, products);
+    else
+        for (int code = 0; code < 16; code++)
+            hr_store(table, code, products[code], dtype);
+}
+
+/* Copies the element of code number i. */
+HR_INLINE void decode_one(void *out, const uint8_t *codes, int64_t i, const void *table,
+                          hr_dtype dtype)
+{
+    const int code = i % 2 ? codes[i / 2] & 15 : codes[i / 2] >> 4;
+    if (dtype == HR_F32)
+        *(float *)out = ((const float *)table)[code];
+    else
+        *(uint16_t *)out = ((const uint16_t *)table)[code];
+}
+
+/* Decodes elements [i, end) of a matrix of 4-bit codes. */
+HR_INLINE void decode_4_bits(void *out, const hr_matrix *m, int64_t i, int64_t end,
+                             const float *map, hr_format format, hr_dtype dtype, matrix_level level)
+{
+    const uint8_t *const codes = (const uint8_t *)m->data;
+    const int size = hr_element_size(dtype), shift = __builtin_ctz((unsigned)m->block_size);
+    char *to = (char *)out;
+    while (i < end) {
+        const int64_t b = i >> shift, after = (b + 1) << shift;
+        const int64_t last = after < end ? after : end;
+        float table[16]; /* or elements of 16 bits */
+        fill_table(table, matrix_absmax(m, b, map), format, dtype, level);
+        if (i % 2) {
+            decode_one(to, codes, i++, table, dtype);
+            to += size;
+        }
+        const int64_t steps = (last - i) / (2 * STEP);
+        level.spread(to, codes + i / 2, steps, table, dtype);
+        to += steps * 2 * STEP * size;
+        for (i += steps * 2 * STEP; i < last; i++, to += size)
+            decode_one(to, codes, i, table, dtype);
+    }
+}
+
+/* Decodes n elements of a row of 8-bit codes. */
+HR_INLINE void decode_8_bits(void *restrict out, const int8_t *restrict codes, int64_t n,
+                             float absmax, hr_dtype dtype, matrix_level level)
+{
+    float tile[256];
+    for (int64_t j = 0; dtype == HR_F16 && j < n; j += 256) {
+        const int count = n - j < 256 ? (int)(n - j) : 256;
+        for (int k = 0; k < count; k++)
+            hr_store(tile, k, (float)codes[j + k] * absmax * MATRIX_INT8_UNIT, HR_F32);
+        f16_store((uint16_t *)out + j, tile, count, level.halves);
+    }
+    for (int64_t j = 0; dtype != HR_F16 && j < n; j++)
+        hr_store(out, j, (float)codes[j] * absmax * MATRIX_INT8_UNIT, dtype);
+}
+
+/* The signed dynamic map, filled once. */
+static float nested_map[256];
+
+static void fill_nested_map(void)
+{
+    for (int code = 0; code < 256; code++)
+        nested_map[code] = dynamic_value(code, 1);
+}
+
+/* Decodes elements [begin, end) of the rectangle, counted row by row. */
+HR_INLINE void dequantize_range(void *context, int64_t begin, int64_t end, matrix_level level)
+{
+    const dequantize_matrix_args *const a = (const dequantize_matrix_args *)context;
+    const hr_matrix *const m = &a->matrix;
+    const int size = hr_element_size(m->dtype);
+    int64_t r = begin / a->cols, c = begin % a->cols;
+    for (int64_t n; begin < end; begin += n, r++, c = 0) {
+        n = a->cols - c < end - begin ? a->cols - c : end - begin;
+        char *const out = (char *)a->out.data + (r * a->out.stride + c) * size;
+        const int64_t row = a->row + r, i = row * m->cols + a->col + c;
+        if (m->format == HR_INT8_ROWS)
+            FOR_DTYPE(m->dtype, D,
+                      decode_8_bits(out, (const int8_t *)m->data + i, n, m->absmax[row], D, level))
+        else if (m->format == HR_NF4)
+            FOR_DTYPE(m->dtype, D, decode_4_bits(out, m, i, i + n, nested_map, HR_NF4, D, level))
+        else
+            FOR_DTYPE(m->dtype, D, decode_4_bits(out, m, i, i + n, nested_map, HR_FP4, D, level))
+    }
+}
+
+/* ---- Quantizing ------------------------------------------------------------------------------ */
+
+/* n elements of x from number i on, as binary32. */
+HR_INLINE void load_tile(float *restrict tile, const quantize_matrix_args *a, int64_t i, int n,
+                         matrix_level level)
+{
+    const int64_t cols = a->matrix.cols;
+    int64_t row = i / cols, col = i % cols;
+    for (int done = 0, count; done < n; done += count, row++, col = 0) {
+        count = cols - col < n - done ? (int)(cols - col) : n - done;
+        const char *const x =
+            (const char *)a->x.data + (row * a->x.stride + col) * hr_element_size(a->dtype);
+        if (a->dtype == HR_F32)
+            memcpy(tile + done, x, (size_t)count * sizeof *tile);
+        else if (a->dtype == HR_F16)
+            f16_load(tile + done, (const uint16_t *)x, count, level.halves);
+        else
+            for (int k = 0; k < count; k++)
+                tile[done + k] = hr_load(x, k, HR_BF16);
+    }
+}
+
+HR_INLINE uint32_t largest_magnitude(const float *tile, int n)
+{
+    uint32_t largest = 0;
+    for (int k = 0; k < n; k++) {
+        const uint32_t magnitude = matrix_magnitude(tile[k]);
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    return largest;
+}
+
+/* Returns the best multiple for a block, whose elements over the largest magnitude are y. */
+HR_INLINE float best_multiple(const float *restrict y, int n, hr_format format)
+{
+    int32_t least = INT32_MAX;
+    float best = 1.0f;
+    for (int trial = -1; trial < MATRIX_TRIALS; trial++) {
+        const float multiple = matrix_multiple(trial);
+        int32_t sum = 0;
+        for (int k = 0; k < n; k++)
+            sum += matrix_error(y[k], multiple, format);
+        best = sum < least ? multiple : best;
+        least = sum < least ? sum : least;
+    }
+    return best;
+}
+
+HR_INLINE void quantize_4_bits(const quantize_matrix_args *a, int64_t b, hr_format format,
+                               matrix_level level)
+{
+    const hr_matrix *const m = &a->matrix;
+    const int64_t i = b * m->block_size, left = m->rows * m->cols - i;
+    const int n = left < m->block_size ? (int)left : m->block_size;
+    uint8_t *const bytes = (uint8_t *)m->data + i / 2;
+    float tile[MATRIX_MAX_BLOCK], y[MATRIX_MAX_BLOCK];
+    uint8_t codes[MATRIX_MAX_BLOCK];
+    load_tile(tile, a, i, n, level);
+    float absmax = matrix_absmax_of(largest_magnitude(tile, n));
+    matrix_scale scale = matrix_scale_of(absmax, format);
+    if (a->search && matrix_can_search(absmax)) {
+        for (int k = 0; k < n; k++)
+            y[k] = tile[k] * scale.first * scale.second;
+        absmax *= best_multiple(y, n, format);
+        scale = matrix_scale_of(absmax, format);
+    }
+    m->absmax[b] = absmax;
+    for (int k = 0; k < n; k++)
+        codes[k] = (uint8_t)matrix_encode(tile[k], scale, format);
+    if (n % 2)
+        codes[n] = (uint8_t)matrix_code(0.0f, format);
+    for (int k = 0; k < (n + 1) / 2; k++)
+        bytes[k] = (uint8_t)(codes[2 * k] << 4 | codes[2 * k + 1]);
+}
+
+/* Quantizes a row to 8 bits. */
+HR_INLINE void quantize_8_bits(const quantize_matrix_args *a, int64_t row, matrix_level level)
+{
+    const hr_matrix *const m = &a->matrix;
+    int8_t *const codes = (int8_t *)m->data + row * m->cols;
+    float tile[MATRIX_MAX_BLOCK];
+    matrix_scale scale = {0, 0};
+    for (int pass = 0; pass < 2; pass++) {
+        uint32_t largest = 0;
+        for (int64_t c = 0; c < m->cols; c += MATRIX_MAX_BLOCK) {
+            const int64_t left = m->cols - c;
+            const int n = left < MATRIX_MAX_BLOCK ? (int)left : MATRIX_MAX_BLOCK;
+            load_tile(tile, a, row * m->cols + c, n, level);
+            const uint32_t magnitude = pass == 0 ? largest_magnitude(tile, n) : 0;
+            largest = magnitude > largest ? magnitude : largest;
+            for (int k = 0; pass == 1 && k < n; k++)
+                codes[c + k] = (int8_t)matrix_encode(tile[k], scale, HR_INT8_ROWS);
+        }
+        if (pass == 0) {
+            m->absmax[row] = matrix_absmax_of(largest);
+            scale = matrix_scale_of(m->absmax[row], HR_INT8_ROWS);
+        }
+    }
+}
+
+/* Quantizes blocks [begin, end), or rows. */
+HR_INLINE void quantize_range(void *context, int64_t begin, int64_t end, matrix_level level)
+{
+    const quantize_matrix_args *const a = (const quantize_matrix_args *)context;
+    for (int64_t b = begin; b < end; b++)
+        if (a->matrix.format == HR_INT8_ROWS)
+            quantize_8_bits(a, b, level);
+        else if (a->matrix.format == HR_NF4)
+            quantize_4_bits(a, b, HR_NF4, level);
+        else
+            quantize_4_bits(a, b, HR_FP4, level);
+}
+
+/* Subtracts the mean, which is summed in the order that MATRIX_SUMS stands for. */
+static void subtract_mean(float *absmax, float *mean, int64_t n)
+{
+    double sums[MATRIX_SUMS] = {0};
+    for (int64_t i = 0; i < n; i++)
+        sums[i % MATRIX_SUMS] += absmax[i];
+    for (int width = MATRIX_SUMS / 2; width > 0; width /= 2)
+        for (int k = 0; k < width; k++)
+            sums[k] += sums[k + width];
+    *mean = (float)(sums[0] / (double)n);
+    for (int64_t i = 0; i < n; i++)
+        absmax[i] -= *mean;
+}
+
+/* ---- Instruction sets ------------------------------------------------------------------------ */
+
+#define VARIANT(target, loop, level)                                                            \
+    target static void loop##_##level(void *context, int64_t begin, int64_t end)                \
+    {                                                                                           \
+        const matrix_level own = {{widen_f16_##level, narrow_f16_##level, narrow_bf16_##level}, \
+                                  spread_##level};                                              \
+        loop(context, begin, end, own);                                                         \
+    }
+
+#define VARIANTS(loop)                                                              \
+    VARIANT(, loop, baseline)                                                       \
+    static const hr_range_fn loop##_variants[] = {loop##_baseline, loop##_baseline, \
+                                                  loop##_baseline, loop##_baseline};
+
+VARIANTS(dequantize_range)
+VARIANTS(quantize_range)
+
+/* ---- Calls ----------------------------------------------------------------------------------- */
+
+hr_status quantize_matrix_cpu(const quantize_matrix_args *args)
+{
+    const hr_matrix *const m = &args->matrix;
+    const int rows = m->format == HR_INT8_ROWS;
+    const int64_t blocks = rows ? m->rows : matrix_blocks(m);
+    const int64_t grain = CPU_GRAIN / (rows ? m->cols : m->block_size) + 1;
+    hr_parallel_for(0, blocks, grain, CPU_BEST(quantize_range), (void *)args);
+    if (m->absmax_codes)
+        subtract_mean(m->absmax, m->offset, blocks);
+    return HR_OK;
+}
+
+hr_status dequantize_matrix_cpu(const dequantize_matrix_args *args)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, fill_nested_map);
+    hr_parallel_for(0, args->rows * args->cols, CPU_GRAIN, CPU_BEST(dequantize_range),
+                    (void *)args);
+    return HR_OK;
+}

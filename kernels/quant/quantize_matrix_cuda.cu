@@ -1,0 +1,384 @@
+/*
+ * quantize_matrix_cuda.cu: the grids of hr_quantize_matrix and hr_dequantize_matrix. A thread takes 8
+ * elements at a time, so that a warp's accesses are contiguous, of 16 bytes to a matrix of 16 bits.
+ */
+#include "kernels/core/rows.cuh"
+#include "kernels/quant/quantize_blocks.cuh"
+#include "kernels/quant/quantize_matrix.h"
+
+#define THREADS 256
+#define GROUP   8 /* elements that a thread has at a time */
+
+/* ---- Quantizing ------------------------------------------------------------------------------ */
+
+typedef struct quantize_matrix_grid {
+    quantize_matrix_args args;
+    int64_t blocks, size; /* how many have a scale, of how many elements: blocks, or rows */
+    int width;            /* threads that take a block: a power of two, at most a warp */
+    int vectors;          /* x is dense, and each block begins at a multiple of 16 bytes */
+    int words;            /* so do its codes, at a multiple of 4 */
+} quantize_matrix_grid;
+
+/* Elements of x from number i on, one by one, and zeros after `left` of them. */
+PACK_SLOW void load_slowly(const quantize_matrix_grid &g, int64_t i, int left, float (&x)[GROUP])
+{
+    const int64_t cols = g.args.matrix.cols;
+#pragma unroll
+    for (int e = 0; e < GROUP; e++) {
+        const int64_t row = (i + e) / cols, col = (i + e) % cols;
+        x[e] = e < left ? hr_load(g.args.x.data, row * g.args.x.stride + col, g.args.dtype) : 0.0f;
+    }
+}
+
+/* Calls visit(k, x, left) for each group of a thread's elements: it begins at element k of the block
+ * that begins at `begin`, of `count` elements. */
+template <typename Visit>
+static __device__ __forceinline__ void visit_block(const quantize_matrix_grid &g, int64_t begin,
+                                                   int64_t count, Visit visit)
+{
+    const int lane = (int)threadIdx.x & (g.width - 1);
+#pragma unroll 1
+    for (int64_t k = lane * GROUP; k < count; k += g.width * GROUP) {
+        const int left = count - k < GROUP ? (int)(count - k) : GROUP;
+        float x[GROUP];
+        if (g.vectors && left == GROUP)
+            pack_floats(pack_load<GROUP>(g.args.x.data, begin + k, g.args.dtype), g.args.dtype, x);
+        else
+            load_slowly(g, begin + k, left, x);
+        visit(k, x, left);
+    }
+}
+
+/* The sum, or the largest, of all threads of a block, in each. */
+template <typename T, typename Join>
+static __device__ __forceinline__ T joined(const quantize_matrix_grid &g, T x, Join join)
+{
+    for (int width = g.width / 2; width > 0; width /= 2)
+        x = join(x, __shfl_xor_sync(0xFFFFFFFFu, x, width));
+    return x;
+}
+
+template <hr_format format>
+static __device__ __forceinline__ float best_multiple(const quantize_matrix_grid &g, int64_t begin,
+                                                      int64_t count, matrix_scale scale)
+{
+    int32_t least = INT32_MAX;
+    float best = 1.0f;
+#pragma unroll 1
+    for (int trial = -1; trial < MATRIX_TRIALS; trial++) {
+        const float multiple = matrix_multiple(trial);
+        int32_t sum = 0;
+        visit_block(g, begin, count, [&](int64_t, const float(&x)[GROUP], int) {
+#pragma unroll
+            for (int e = 0; e < GROUP; e++)
+                sum += matrix_error(x[e] * scale.first * scale.second, multiple, format);
+        });
+        sum = joined(g, sum, [](int32_t a, int32_t b) { return a + b; });
+        best = sum < least ? multiple : best;
+        least = sum < least ? sum : least;
+    }
+    return best;
+}
+
+template <hr_format format>
+static __global__ void __launch_bounds__(THREADS)
+    quantize_matrix_kernel(const quantize_matrix_grid __grid_constant__ g)
+{
+    const hr_matrix &m = g.args.matrix;
+    const int64_t b = (int64_t)blockIdx.x * (THREADS / g.width) + threadIdx.x / g.width;
+    const int64_t begin = b * g.size, rest = m.rows * m.cols - begin;
+    const int64_t count = rest < 0 ? 0 : rest < g.size ? rest : g.size; /* 0: past the last block */
+    uint32_t largest = 0;
+    visit_block(g, begin, count, [&](int64_t, const float(&x)[GROUP], int) {
+#pragma unroll
+        for (int e = 0; e < GROUP; e++)
+            largest = max(largest, matrix_magnitude(x[e]));
+    });
+    largest = joined(g, largest, [](uint32_t a, uint32_t b) { return max(a, b); });
+    float absmax = matrix_absmax_of(largest);
+    matrix_scale scale = matrix_scale_of(absmax, format);
+    if constexpr (format != HR_INT8_ROWS)
+        if (g.args.search) { /* by all threads of a warp, because they exchange sums */
+            const float multiple = best_multiple<format>(g, begin, count, scale);
+            absmax *= matrix_can_search(absmax) ? multiple : 1.0f;
+            scale = matrix_scale_of(absmax, format);
+        }
+    if (count > 0 && (threadIdx.x & (g.width - 1)) == 0)
+        m.absmax[b] = absmax;
+    visit_block(g, begin, count, [&](int64_t k, const float(&x)[GROUP], int left) {
+        constexpr int bytes = format == HR_INT8_ROWS ? GROUP : GROUP / 2;
+        uint32_t words[bytes / 4] = {0};
+#pragma unroll
+        for (int e = 0; e < GROUP; e++) {
+            const uint32_t code = (uint32_t)matrix_encode(x[e], scale, format);
+            if constexpr (format == HR_INT8_ROWS)
+                words[e / 4] |= code << (8 * (e % 4));
+            else
+                words[0] |= code << (8 * (e / 2) + 4 * (1 - e % 2));
+        }
+        const int left_bytes = format == HR_INT8_ROWS ? left : (left + 1) / 2;
+        uint8_t *const codes = (uint8_t *)m.data + (begin + k) / (GROUP / bytes);
+        pack_store_bytes<bytes>(codes, 0, g.words && left == GROUP, left_bytes, words);
+    });
+}
+
+/* The mean of all absmax, by one block of MATRIX_SUMS threads. */
+static __global__ void __launch_bounds__(MATRIX_SUMS)
+    matrix_mean_kernel(float *mean, const float *absmax, int64_t n)
+{
+    __shared__ double sums[MATRIX_SUMS];
+    double sum = 0.0;
+#pragma unroll 8
+    for (int64_t i = threadIdx.x; i < n; i += MATRIX_SUMS)
+        sum += absmax[i];
+    sums[threadIdx.x] = sum;
+    for (int width = MATRIX_SUMS / 2; width > 0; width /= 2) {
+        __syncthreads();
+        if ((int)threadIdx.x < width)
+            sums[threadIdx.x] += sums[threadIdx.x + width];
+    }
+    if (threadIdx.x == 0)
+        *mean = (float)(sums[0] / (double)n);
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    matrix_subtract_kernel(float *absmax, const float *offset, int64_t n)
+{
+    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i < n)
+        absmax[i] -= *offset;
+}
+
+hr_status quantize_matrix_cuda(const quantize_matrix_args *args, const hr_exec *exec)
+{
+    const hr_matrix *const m = &args->matrix;
+    const bool rows = m->format == HR_INT8_ROWS;
+    const int64_t size = rows ? m->cols : m->block_size;
+    const uintptr_t bytes = args->dtype == HR_F32 ? 4 : 2, address = (uintptr_t)args->x.data;
+    const bool dense = m->rows == 1 || args->x.stride == m->cols;
+    quantize_matrix_grid g = {.args = *args,
+                              .blocks = rows ? m->rows : matrix_blocks(m),
+                              .size = size,
+                              .width = 1,
+                              .vectors = dense && (address | (size * bytes)) % 16 == 0,
+                              .words = ((uintptr_t)m->data | (rows ? size : 0)) % 8 == 0};
+    while (g.width < 32 && g.width * GROUP < size)
+        g.width *= 2;
+    const int64_t grid = (g.blocks + THREADS / g.width - 1) / (THREADS / g.width);
+    if (grid > INT32_MAX)
+        return hr_fail(HR_UNSUPPORTED, "hr_quantize_matrix: the matrix has more blocks than a grid "
+                                       "of CUDA can take");
+    const auto kernel = rows                  ? quantize_matrix_kernel<HR_INT8_ROWS>
+                        : m->format == HR_NF4 ? quantize_matrix_kernel<HR_NF4>
+                                              : quantize_matrix_kernel<HR_FP4>;
+    HR_LAUNCH(kernel, (uint32_t)grid, THREADS, 0, exec->stream, g);
+    if (m->absmax_codes) {
+        const uint32_t threads = (uint32_t)((g.blocks + THREADS - 1) / THREADS);
+        HR_LAUNCH(matrix_mean_kernel, 1, MATRIX_SUMS, 0, exec->stream, m->offset, m->absmax,
+                  g.blocks);
+        HR_LAUNCH(matrix_subtract_kernel, threads, THREADS, 0, exec->stream, m->absmax, m->offset,
+                  g.blocks);
+    }
+    return cuda_launch_status("hr_quantize_matrix");
+}
+
+/* ---- Decoding -------------------------------------------------------------------------------- */
+
+#define TURN 4 /* groups of a thread in flight */
+
+typedef struct dequantize_matrix_grid {
+    dequantize_matrix_args args;
+    int shift; /* of an element's number, which gives its block */
+    int width; /* threads that are side by side in a row: a power of two */
+} dequantize_matrix_grid;
+
+/* The tables of an op, which the compiler computes: of 4-bit codes, by format, and of nested
+ * scales. */
+struct matrix_tables {
+    float values[2][16], map[256];
+};
+
+constexpr matrix_tables matrix_tables_of()
+{
+    matrix_tables tables = {};
+    for (int code = 0; code < 16; code++) {
+        tables.values[0][code] = matrix_value(code, HR_NF4);
+        tables.values[1][code] = matrix_value(code, HR_FP4);
+    }
+    for (int code = 0; code < 256; code++)
+        tables.map[code] = dynamic_value(code, 1);
+    return tables;
+}
+
+static constexpr __device__ matrix_tables kept_tables = matrix_tables_of();
+
+/* Calls body(r, c) for the rows of the rectangle that a thread has; c is the first of its columns. */
+template <int elements, typename Body>
+static __device__ __forceinline__ void visit_rows(const dequantize_matrix_grid &g, Body body)
+{
+    const int lane = (int)threadIdx.x & (g.width - 1), teams = THREADS / g.width;
+    const int64_t c = ((int64_t)blockIdx.x * TURN * g.width + lane) * elements;
+    const int64_t team = (int64_t)blockIdx.y * teams + (int)threadIdx.x / g.width;
+#pragma unroll 1
+    for (int64_t r = team; r < g.args.rows; r += (int64_t)gridDim.y * teams)
+        body(r, c);
+}
+
+template <int N, bool nested>
+static __device__ __forceinline__ void decode_4_bits(const dequantize_matrix_grid &g,
+                                                     const float *values, const float *map,
+                                                     float offset, hr_dtype dtype)
+{
+    const dequantize_matrix_args &a = g.args;
+    const hr_matrix &m = a.matrix;
+    visit_rows<N>(g, [&](int64_t r, int64_t c) {
+        const int64_t i = (a.row + r) * m.cols + a.col + c;
+        uint32_t codes[TURN], quantized[TURN];
+        float scales[TURN];
+#pragma unroll
+        for (int t = 0; t < TURN; t++) {
+            const int64_t at = t * g.width * N, b = (i + at) >> g.shift;
+            if (c + at >= a.cols)
+                continue;
+            if constexpr (N == GROUP)
+                codes[t] = *(const uint32_t *)((const uint8_t *)m.data + (i + at) / 2);
+            else
+                codes[t] = ((const uint8_t *)m.data)[(i + at) / 2] >> ((i + at) % 2 ? 0 : 4);
+            if constexpr (nested) {
+                quantized[t] = m.absmax_codes[b];
+                scales[t] = m.absmax_scales[b / MATRIX_SCALES];
+            } else {
+                scales[t] = m.absmax[b];
+            }
+        }
+        pack_all_loaded();
+        void *const out = row_at(a.out, r, dtype);
+#pragma unroll
+        for (int t = 0; t < TURN; t++) {
+            const int64_t at = t * g.width * N;
+            if (c + at >= a.cols)
+                continue;
+            const float absmax =
+                nested ? matrix_nested(map[quantized[t]], scales[t], offset) : scales[t];
+            float x[N];
+#pragma unroll
+            for (int e = 0; e < N; e++)
+                x[e] = values[(codes[t] >> (N == 1 ? 0 : 8 * (e / 2) + 4 * (1 - e % 2))) & 15u] *
+                       absmax;
+            few_store<N>(out, c + at, x, dtype);
+        }
+    });
+}
+
+template <int N>
+static __device__ __forceinline__ void decode_8_bits(const dequantize_matrix_grid &g,
+                                                     hr_dtype dtype)
+{
+    const dequantize_matrix_args &a = g.args;
+    const hr_matrix &m = a.matrix;
+    visit_rows<N>(g, [&](int64_t r, int64_t c) {
+        const int8_t *const from = (const int8_t *)m.data + (a.row + r) * m.cols + a.col + c;
+        const float absmax = m.absmax[a.row + r];
+        uint2 codes[TURN];
+#pragma unroll
+        for (int t = 0; t < TURN; t++) {
+            const int64_t at = t * g.width * N;
+            if (c + at >= a.cols)
+                continue;
+            if constexpr (N == GROUP)
+                codes[t] = *(const uint2 *)(from + at);
+            else
+                codes[t].x = (uint8_t)from[at];
+        }
+        pack_all_loaded();
+        void *const out = row_at(a.out, r, dtype);
+#pragma unroll
+        for (int t = 0; t < TURN; t++) {
+            const int64_t at = t * g.width * N;
+            if (c + at >= a.cols)
+                continue;
+            const uint32_t words[2] = {codes[t].x, codes[t].y};
+            float x[N];
+#pragma unroll
+            for (int e = 0; e < N; e++)
+                x[e] = (float)(int8_t)(words[e / 4] >> (8 * (e % 4))) * absmax * MATRIX_INT8_UNIT;
+            few_store<N>(out, c + at, x, dtype);
+        }
+    });
+}
+
+/* Runs body(dtype) with a literal, if elements go in packs: one by one, their type is looked at for
+ * each. */
+template <int N, typename Body>
+static __device__ __forceinline__ void for_dtype(hr_dtype dtype, Body body)
+{
+    if (N == 1)
+        body(dtype);
+    else
+        FOR_DTYPE(dtype, D, body(D))
+}
+
+template <int N>
+static __global__ void __launch_bounds__(THREADS)
+    dequantize_matrix_kernel(const dequantize_matrix_grid __grid_constant__ g)
+{
+    const hr_matrix &m = g.args.matrix;
+    if (m.format == HR_INT8_ROWS) {
+        for_dtype<N>(m.dtype, [&](hr_dtype dtype) { decode_8_bits<N>(g, dtype); });
+        return;
+    }
+    __shared__ float values[16], map[256];
+    const bool nested = m.absmax_codes;
+    if (threadIdx.x < 16)
+        values[threadIdx.x] = kept_tables.values[m.format == HR_FP4][threadIdx.x];
+    if (nested)
+        map[threadIdx.x] = kept_tables.map[threadIdx.x];
+    __syncthreads();
+    for_dtype<N>(m.dtype, [&](hr_dtype dtype) {
+        if (nested)
+            decode_4_bits<N, true>(g, values, map, *m.offset, dtype);
+        else
+            decode_4_bits<N, false>(g, values, map, 0.0f, dtype);
+    });
+}
+
+/* If the rectangle has no gaps in either matrix, and rows have no scales, it is one long row. */
+static void join_rows(dequantize_matrix_args *a)
+{
+    if (a->matrix.format == HR_INT8_ROWS || a->cols != a->matrix.cols || a->out.stride != a->cols)
+        return;
+    a->col = a->row * a->cols;
+    a->matrix.cols *= a->matrix.rows;
+    a->cols *= a->rows;
+    a->row = 0;
+    a->matrix.rows = a->rows = 1;
+}
+
+hr_status dequantize_matrix_cuda(const dequantize_matrix_args *args, const hr_exec *exec)
+{
+    dequantize_matrix_grid g = {.args = *args, .shift = 5, .width = 32};
+    dequantize_matrix_args &a = g.args;
+    join_rows(&a);
+    const hr_matrix &m = a.matrix;
+    const bool rows = m.format == HR_INT8_ROWS;
+    const int64_t pitch = a.rows > 1 ? a.out.stride : 0;
+    const int64_t bits = a.col | a.cols | (a.rows > 1 || a.row > 0 ? m.cols : 0) | pitch;
+    const uintptr_t aligned = (uintptr_t)a.out.data % 16 | (uintptr_t)m.data % (rows ? 8 : 4);
+    const bool vectors = bits % GROUP == 0 && aligned == 0;
+    while (1 << g.shift < m.block_size)
+        g.shift++;
+    const int64_t groups = (a.cols + (vectors ? GROUP : 1) - 1) / (vectors ? GROUP : 1);
+    while (g.width < THREADS && g.width * TURN < groups;)
+        g.width *= 2;
+    const int64_t x = (groups + TURN * g.width - 1) / (TURN * g.width);
+    const int64_t y = (a.rows * g.width + THREADS - 1) / THREADS;
+    if (x > INT32_MAX)
+        return hr_fail(HR_UNSUPPORTED, "hr_dequantize_matrix: the matrix has more elements than a "
+                                       "grid of CUDA can take");
+    const dim3 grid((uint32_t)x, (uint32_t)(y < 65535 ? y : 65535));
+    if (vectors)
+        HR_LAUNCH(dequantize_matrix_kernel<GROUP>, grid, THREADS, 0, exec->stream, g);
+    else
+        HR_LAUNCH(dequantize_matrix_kernel<1>, grid, THREADS, 0, exec->stream, g);
+    return cuda_launch_status("hr_dequantize_matrix");
+}

@@ -1,0 +1,177 @@
+"""Chooses the layers of a model whose weights are quantized, and says why others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .._core.registration import FLOATS
+from ..nn.linear import Linear
+from ..patching.changes import patched_names
+from .report import Left
+
+FROZEN = "it is trained, and others are frozen"
+HEAD = "an output head"
+WIDE = "transformers keeps it in float32"
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Returns whether a module is the Conv1D of transformers: a linear layer with the transposed
+    weight."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Returns whether a module is a linear layer and nothing more: subclasses may compute, or use
+    their weights, in other ways."""
+    return type(module) in (nn.Linear, Linear) or is_conv1d(module)
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """Returns the weight of a linear layer, ``[out, in]``."""
+    weight: Any = module.weight
+    return weight.detach().t() if is_conv1d(module) else weight.detach()
+
+
+def choose(
+    model: nn.Module, skip: Iterable[str] | str | None
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Returns the linear layers to quantize by name, and reasons for the others, by name.
+
+    Raises:
+        TypeError: a weight is a DTensor.
+        ValueError: ``skip`` has a name that the model does not have, or the weight of a layer lies
+            in memory of another parameter.
+    """
+    linears = {name: module for name, module in model.named_modules() if is_linear(module)}
+    left = _skipped(model, linears, skip) if skip is not None else _heads(model, linears)
+    owners = _owners(model)
+    for name, module in linears.items():
+        weight: Any = module.weight
+        shared = [one for one in owners[id(weight)] if one != f"{name}.weight"]
+        own_forward = "forward" in vars(module).keys() - patched_names(vars(module))
+        if isinstance(weight, DTensor):
+            raise TypeError(f"'{name}.weight' is a DTensor: quantize before fully_shard()")
+        if name in left:
+            continue
+        if weight.dtype not in FLOATS:
+            left[name] = f"it is {weight.dtype}"
+        elif not weight.numel():
+            left[name] = "it has no elements"
+        elif own_forward:
+            left[name] = "its forward was replaced"
+        elif shared and skip is None:
+            left[name] = f"it is also {shared[0]}"
+        elif shared:
+            raise ValueError(f"'{name}.weight' is also '{shared[0]}': name one of them in skip")
+    chosen = {name: module for name, module in linears.items() if name not in left}
+    frozen = {name for name, module in chosen.items() if not module.weight.requires_grad}  # type: ignore[union-attr]
+    if 0 < len(frozen) < len(chosen):
+        left |= dict.fromkeys(chosen.keys() - frozen, FROZEN)
+        chosen = {name: module for name, module in chosen.items() if name in frozen}
+    _refuse_shared(model, chosen)
+    return chosen, left
+
+
+def left_parameters(model: nn.Module, reasons: dict[str, str]) -> list[Left]:
+    """Returns what is left of a model: parameters of floats, each once, with their reasons."""
+    found, seen = [], set()
+    for prefix, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            if id(param) in seen or not param.is_floating_point():
+                continue
+            seen.add(id(param))
+            full = f"{prefix}.{name}" if prefix else name
+            reason = _reason(module, name, param, reasons.get(prefix))
+            found.append(Left(full, type(module).__name__, param.nbytes, reason))
+    return found
+
+
+def _reason(module: nn.Module, name: str, param: Tensor, known: str | None) -> str:
+    if param.dim() < 2:
+        return "a vector"
+    if known is not None and name == "weight":
+        return known
+    if param.dim() == 3 and not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)):
+        return "matrices of experts in one parameter, which are not quantized"
+    if isinstance(module, nn.Linear):
+        return "of a subclass of Linear, which may use its weight in another way"
+    return "not the weight of a linear layer"
+
+
+def _owners(model: nn.Module) -> dict[int, list[str]]:
+    """Returns the names of each parameter by its id: to hold parameters would keep their memory."""
+    owners: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(param), []).append(f"{prefix}.{name}".lstrip("."))
+    return owners
+
+
+def _skipped(
+    model: nn.Module, linears: dict[str, nn.Module], skip: Iterable[str] | str
+) -> dict[str, str]:
+    patterns = [skip] if isinstance(skip, str) else list(skip)
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in patterns:
+        if not any(_matches(name, pattern) for name in names):
+            raise ValueError(f"skip: the model has no module with the name {pattern!r}")
+    return {
+        name: "named in skip"
+        for name in linears
+        if any(_matches(above, pattern) for above in _above(name) for pattern in patterns)
+    }
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Returns whether a name, or its end after a dot, is the pattern."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def _above(name: str) -> Iterator[str]:
+    """Yields the name of a module and of those that it lies in."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _heads(model: nn.Module, linears: dict[str, nn.Module]) -> dict[str, str]:
+    """Returns the layers that answer, and those of which transformers says that they need float32:
+    the output embedding of a model of transformers and what lies outside its base model, such as
+    classifiers; and the layer with the last parameter of any model."""
+    outputs = getattr(model, "get_output_embeddings", lambda: None)()
+    base = getattr(model, "base_model", model)
+    inside = {id(module) for module in base.modules()} if isinstance(base, nn.Module) else set()
+    last = [name.rpartition(".")[0] for name, _ in model.named_parameters()][-1:]
+    wide = getattr(model, "_keep_in_fp32_modules", None) or ()
+    left = {}
+    for name, module in linears.items():
+        if module is outputs or id(module) not in inside or name in last:
+            left[name] = HEAD
+        elif any(part in wide for part in name.split(".")):
+            left[name] = WIDE
+    return left
+
+
+def _refuse_shared(model: nn.Module, chosen: dict[str, nn.Module]) -> None:
+    """Raises where memory of a weight would stay, because it is that of another parameter too."""
+    weights = {id(module.weight): f"{name}.weight" for name, module in chosen.items()}
+    own = set(weights.values())
+    holders: dict[tuple[torch.device, int], list[str]] = {}
+    for name, param in model.named_parameters():
+        if type(param) is nn.Parameter and param.untyped_storage().nbytes() and not param.is_meta:
+            place = param.device, param.untyped_storage().data_ptr()
+            holders.setdefault(place, []).append(weights.get(id(param), name))
+    for names in holders.values():
+        mine = [name for name in names if name in own]
+        if mine and len(names) > 1:
+            other = next(name for name in names if name != mine[0])
+            raise ValueError(
+                f"'{mine[0]}' and '{other}' lie in one storage, which would stay: clone one of them"
+            )

@@ -1,0 +1,120 @@
+"""Reads tensors of safetensors files, one at a time, into memory of their own."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._core.text import quoted
+from ..state.file.layout import DTYPES, LONGEST_HEADER, MALFORMED, MOST_DIMS
+from ..state.file.tensors import memory_of
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class Entry(NamedTuple):
+    """Says where a tensor lies."""
+
+    path: str
+    start: int  # in the file
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Returns how many bytes it has."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def entries_in(
+    files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+) -> dict[str, Entry]:
+    """Returns the tensors of files by name, in the order of their places. Reads headers only.
+
+    Args:
+        files: a safetensors file, its index (``.json``), a folder with either as transformers names
+            them, or several of these.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file is malformed or cut off, or a name is in two files.
+    """
+    several = [files] if isinstance(files, (str, os.PathLike)) else list(files)
+    found: dict[str, Entry] = {}
+    for path in (one for given in several for one in _paths(os.fspath(given))):
+        for name, entry in _header(path):
+            if name in found:
+                raise ValueError(f"'{name}' is in {found[name].path} and in {path}")
+            found[name] = entry
+    return found
+
+
+def read(entry: Entry) -> Tensor:
+    """Returns a tensor on the CPU.
+
+    Raises:
+        ValueError: the file is shorter than its header said.
+    """
+    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    if not tensor.nbytes:
+        return tensor
+    memory, done = memory_of(tensor), 0
+    with open(entry.path, "rb", buffering=0) as file:
+        while done < tensor.nbytes:
+            count = os.preadv(file.fileno(), [memory[done:]], entry.start + done)
+            if not count:
+                raise ValueError(f"{entry.path} ends before its tensors do")
+            done += count
+    return tensor
+
+
+def _paths(path: str) -> list[str]:
+    """Returns the files of tensors that a path leads to."""
+    if os.path.isdir(path):
+        inside = [os.path.join(path, name) for name in (INDEX, SINGLE)]
+        path = next((one for one in inside if os.path.exists(one)), inside[-1])
+    if not path.endswith(".json"):
+        return [path]
+    with open(path, encoding="utf-8") as file:
+        index = json.load(file)
+    places = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(one, str) for one in places.values()):
+        raise ValueError(f"{path} has no 'weight_map' of names to files")
+    folder = os.path.dirname(path)
+    return [os.path.join(folder, name) for name in dict.fromkeys(places.values())]
+
+
+def _header(path: str) -> Iterator[tuple[str, Entry]]:
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        begin = file.read(8)
+        length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else size
+        if length > min(size - 8, LONGEST_HEADER):
+            raise ValueError(f"{path} is no safetensors file, or it is cut off")
+        text = file.read(length)
+    try:
+        entries: dict[str, Any] = json.loads(text)
+        entries.pop("__metadata__", None)
+        found = [(name, _entry(path, 8 + length, size, one)) for name, one in entries.items()]
+    except MALFORMED as error:
+        raise ValueError(f"the header of {path} is malformed: {quoted(error)}") from error
+    yield from sorted(found, key=lambda item: item[1].start)
+
+
+def _entry(path: str, data: int, size: int, fields: dict[str, Any]) -> Entry:
+    start, stop = fields["data_offsets"]
+    entry = Entry(path, data + start, DTYPES[fields["dtype"]], tuple(fields["shape"]))
+    numbers = (start, stop, *entry.shape)
+    if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
+        raise ValueError(f"{numbers} are no sizes and offsets")
+    if len(entry.shape) > MOST_DIMS or entry.size != stop - start or data + stop > size:
+        raise ValueError(f"{stop - start:,} bytes from {start:,} of shape {entry.shape}")
+    return entry

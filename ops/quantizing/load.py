@@ -1,0 +1,286 @@
+"""Fills a model from safetensors files, whose weights are put into few bits as they are read."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._core.grouping import grouped
+from .._core.progress import progress_bar
+from .._core.registration import FLOATS
+from ..functional.quantize_matrix import quantize_matrix
+from ..nn.bitsandbytes import is_bitsandbytes_key
+from ..nn.quantized import CLASSES, QuantizedLinear, quantized_weight
+from .choice import choose, is_conv1d, is_linear, left_parameters, weight_of
+from .files import Entry, entries_in, read
+from .quantize import check_arguments
+from .report import QuantizeReport
+from .transformers_config import describe
+
+Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+
+def load_quantized(
+    model: nn.Module,
+    files: Files,
+    to: str = "nf4",
+    *,
+    block_size: int = 64,
+    double: bool = True,
+    skip: Iterable[str] | str | None = None,
+    search: bool = False,
+    device: torch.device | str = "cpu",
+) -> QuantizeReport:
+    """Fills a model on the meta device from safetensors files, with its weights in few bits.
+
+    Tensors are read one after the other, and each weight is quantized before the next is read: the
+    peak of memory is that of the result and one tensor. Tensors that are not quantized keep the
+    dtype of the file.
+
+    Weights that bitsandbytes quantized, alone or through transformers, are taken as they are, in
+    their own format; other weights of such files were left on purpose, and are left.
+
+    Example::
+
+        config = transformers.AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        report = headroom.load_quantized(model, folder)
+
+    Args:
+        model: with parameters on the meta device, or on another, where they are replaced.
+        files: a safetensors file, an index (``model.safetensors.index.json``), a folder that has
+            either, or several files. Names are those of ``model.state_dict()``.
+        to, block_size, double, skip, search: as in :func:`headroom.quantize`.
+        device: where the model shall be, and weights are quantized.
+
+    Returns:
+        What was quantized, and what was not: ``print(report)``.
+
+    Raises:
+        OSError: a file cannot be read.
+        TypeError: ``model`` is no module.
+        ValueError: an argument is none of the above; a file is malformed; files and model have
+            other names or shapes; a weight has an element that is not finite. Names and shapes are
+            compared before anything is read.
+    """
+    check_arguments(model, to, block_size)
+    modules = dict(model.named_modules())
+    found = _by_module(entries_in(files), modules)
+    packed = {name for name, own in found.items() if any(map(is_bitsandbytes_key, own))}
+    chosen, reasons = _choice(model, found, modules, skip) if not packed else (set(), {})
+    if packed:
+        linear = [name for name, one in modules.items() if is_linear(one)]
+        reasons = dict.fromkeys(linear, "the files have it so")
+    _compare(model, modules, found, packed)
+    ties = list(_ties(model))
+    options: dict[str, Any] = {"block_size": block_size, "double": double, "search": search}
+    report = QuantizeReport(model)
+    total = sum(entry.size for own in found.values() for entry in own.values())
+    with torch.no_grad(), progress_bar(total, "load_quantized", unit="B", shown=True) as bar:
+        for name, own in found.items():
+            module, was = modules[name], type(modules[name]).__name__
+            before = _wide_bytes(module, own) if name in chosen or name in packed else 0
+            given = {key: read(entry).to(device) for key, entry in own.items()}
+            if name in chosen:
+                given |= _quantized(f"{name}.weight", module, given.pop("weight"), to, options)
+            elif name in packed and is_linear(module):
+                _make_quantized(module, "int8" if "SCB" in own else "nf4")
+            _fill(module, f"{name}." if name else "", given)
+            if isinstance(module, QuantizedLinear):
+                report.add(name, was, before, module)
+            bar.update(sum(entry.size for entry in own.values()))
+    for places in ties:
+        _tie(places)
+    _fill_buffers(modules, device)
+    report.left = left_parameters(model, reasons)
+    describe(model)
+    return report
+
+
+# ---- names and shapes ----------------------------------------------------------------------------
+
+
+def _by_module(
+    entries: Mapping[str, Entry], modules: Mapping[str, nn.Module]
+) -> dict[str, dict[str, Entry]]:
+    """Returns the entries of each module by the rest of their names, in the order of the files."""
+    found: dict[str, dict[str, Entry]] = {}
+    for name, entry in entries.items():
+        owner = name.rpartition(".")[0]
+        while owner and owner not in modules:
+            owner = owner.rpartition(".")[0]
+        found.setdefault(owner, {})[name[len(owner) :].lstrip(".")] = entry
+    return found
+
+
+def _choice(
+    model: nn.Module,
+    found: Mapping[str, Mapping[str, Entry]],
+    modules: Mapping[str, nn.Module],
+    skip: Iterable[str] | str | None,
+) -> tuple[set[str], dict[str, str]]:
+    """Returns the layers to quantize, and reasons for the others."""
+    chosen, reasons = choose(model, skip)
+    for name in list(chosen):
+        entry = found.get(name, {}).get("weight")
+        if entry is not None and entry.dtype not in FLOATS:
+            del chosen[name]
+            reasons[name] = f"it is {entry.dtype} in the files"
+    return set(chosen), reasons
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields what the state_dict of a module has of its own."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _compare(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    found: Mapping[str, Mapping[str, Entry]],
+    packed: Collection[str],
+) -> None:
+    """Raises where names or shapes of files and model differ, before anything is read."""
+    filled, unexpected = set(), []
+    for name, own in found.items():
+        module, is_packed = modules[name], name in packed
+        if is_packed and not (is_linear(module) or isinstance(module, QuantizedLinear)):
+            raise ValueError(f"'{name}' is in few bits in the files, and no linear layer")
+        tensors = dict(_tensors(module))
+        filled |= {id(tensors[key]) for key in own if key in tensors}
+        if is_packed:
+            filled.add(id(getattr(module, "scales", None)))
+        for key, entry in own.items():
+            full = f"{name}.{key}".lstrip(".")
+            if key not in tensors and not (is_packed and is_bitsandbytes_key(key)):
+                unexpected.append(full)
+            elif key in tensors and not (is_packed and key == "weight"):
+                if (wanted := tuple(tensors[key].shape)) != entry.shape:
+                    raise ValueError(
+                        f"'{full}' is {[*entry.shape]} in the files, and {[*wanted]} in the model"
+                    )
+    missing = [
+        f"{name}.{key}".lstrip(".")
+        for name, module in modules.items()
+        for key, tensor in _tensors(module)
+        if id(tensor) not in filled
+    ]
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unexpected = [name for name in unexpected if not any(re.search(one, name) for one in ignored)]
+    if missing or unexpected:
+        raise ValueError(
+            f"{len(missing)} tensors of the model are not in the files{_such(missing)}, and "
+            f"{len(unexpected)} of the files are not in the model{_such(unexpected)}"
+        )
+    for name, module in modules.items():
+        if lost := _lost_buffers(module):
+            _initializer(modules, name, lost[0])
+
+
+def _such(names: list[str]) -> str:
+    return f" (such as '{names[0]}')" if names else ""
+
+
+# ---- one module ----------------------------------------------------------------------------------
+
+
+def _wide_bytes(module: nn.Module, own: Mapping[str, Entry]) -> int:
+    """Returns the bytes of a weight before it was quantized, or those of 16 bits if the files have
+    it quantized."""
+    if own["weight"].dtype in FLOATS and not any(map(is_bitsandbytes_key, own)):
+        return own["weight"].size
+    if isinstance(module, QuantizedLinear):
+        return 2 * module.out_features * module.in_features
+    return 2 * weight_of(module).numel()
+
+
+def _quantized(
+    name: str, module: nn.Module, weight: Tensor, to: str, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Quantizes the weight of a layer, which becomes one of few bits, and returns its tensors."""
+    try:
+        q = quantized_weight(weight.t() if is_conv1d(module) else weight, to, **options)
+    except ValueError as error:
+        raise ValueError(f"'{name}' cannot be quantized: {error}") from error
+    layer = CLASSES[to].take(module, q)
+    return {"weight": layer.weight, "scales": layer.scales}
+
+
+def _make_quantized(module: nn.Module, to: str) -> None:
+    """Turns a layer into one of few bits, without values."""
+    weight: Any = module.weight
+    form = torch.empty(weight_of(module).shape, dtype=weight.dtype, device="meta")
+    CLASSES[to].take(module, quantize_matrix(form, to=to))
+
+
+def _fill(module: nn.Module, prefix: str, given: dict[str, Tensor]) -> None:
+    """Gives a module its own tensors."""
+    state = {prefix + key: value for key, value in given.items()}
+    errors: list[str] = []
+    module._load_from_state_dict(
+        state, prefix, {"assign_to_params_buffers": True}, True, [], [], errors
+    )
+    if errors:
+        raise ValueError("; ".join(errors))
+
+
+# ---- tensors that are in several places, or in no file -------------------------------------------
+
+
+def _ties(model: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
+    """Yields the places of each tensor that is in several."""
+    places = [(module, name) for module in model.modules() for name, _ in _tensors(module)]
+    for same in grouped(places, lambda place: id(getattr(*place))).values():
+        if len(same) > 1:
+            yield same
+
+
+def _tie(places: list[tuple[nn.Module, str]]) -> None:
+    """Gives all places the tensor of one that was filled."""
+    filled = next(place for place in places if not getattr(*place).is_meta)
+    for module, name in places:
+        setattr(module, name, getattr(*filled))
+
+
+def _lost_buffers(module: nn.Module) -> list[str]:
+    """Returns the buffers that no file holds, and that the meta device took the values of."""
+    names = sorted(module._non_persistent_buffers_set & module._buffers.keys())
+    return [name for name in names if (b := module._buffers[name]) is not None and b.is_meta]
+
+
+def _initializer(modules: Mapping[str, nn.Module], name: str, buffer: str) -> Any:
+    """Returns the method by which the nearest model of transformers around a module computes its
+    buffers."""
+    above = name
+    while True:
+        if hasattr(modules[above], "_init_weights"):
+            return modules[above]._init_weights
+        if not above:
+            break
+        above = above.rpartition(".")[0]
+    raise ValueError(
+        f"'{f'{name}.{buffer}'.lstrip('.')}' is on the meta device, and no file holds it: make the "
+        "model with its buffers elsewhere, as by accelerate.init_empty_weights()"
+    )
+
+
+def _fill_buffers(modules: Mapping[str, nn.Module], device: torch.device | str) -> None:
+    """Computes the buffers that no file holds, such as the frequencies of rotary embeddings."""
+    for name, module in modules.items():
+        lost = _lost_buffers(module)
+        for buffer in lost:
+            module._buffers[buffer] = torch.full_like(module._buffers[buffer], 0, device=device)
+        if lost:
+            for param in module.parameters(recurse=False):
+                param._is_hf_initialized = True  # type: ignore[attr-defined]
+            with torch.no_grad():
+                _initializer(modules, name, lost[0])(module)

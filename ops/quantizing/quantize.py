@@ -1,0 +1,136 @@
+"""Puts the weights of a model's linear layers into few bits, in place, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._core.checks import check_choice
+from .._core.progress import progress_bar
+from ..nn.bitsandbytes import BLOCK_SIZES
+from ..nn.quantized import CLASSES, QuantizedLinear, quantized_weight
+from .choice import choose, left_parameters, weight_of
+from .report import QuantizeReport
+from .transformers_config import describe
+
+
+def quantize(
+    model: nn.Module,
+    to: str = "nf4",
+    *,
+    block_size: int = 64,
+    double: bool = True,
+    skip: Iterable[str] | str | None = None,
+    search: bool = False,
+) -> QuantizeReport:
+    """Puts the weights of the linear layers of a model into 4 or 8 bits, in place.
+
+    Layers become :class:`headroom.nn.Linear4bit` or :class:`headroom.nn.Linear8bit`: the same
+    modules with their hooks and biases, whose weights are frozen. One weight is quantized at a
+    time, and that which it was is freed if nothing else holds it, such as an optimizer: make that
+    afterwards. Of a model of transformers ``config.quantization_config`` is set, so that what
+    ``save_pretrained`` writes is loaded by transformers with bitsandbytes.
+
+    Layers are modules of the classes ``nn.Linear``, :class:`headroom.nn.Linear`, and Conv1D of
+    transformers. Where weights of some are frozen and those of others trained, as those of
+    adapters, the latter are left.
+
+    Example::
+
+        report = headroom.quantize(model)
+        print(report)  # what was quantized, what was left and why, and bytes
+
+    Args:
+        model: with parameters in float32, bfloat16 or float16, on any device; not sharded.
+        to: "nf4", "fp4" or "int8".
+        block_size: of "nf4" and "fp4": weights that share a scale, a power of two from 32 to 4096.
+        double: of "nf4" and "fp4": quantizes the scales too: 4.13 bits per weight in place of 4.5.
+        skip: names of modules that are left, with all inside them: whole names or their ends after
+            a dot, with ``*``, ``?`` and ``[...]`` as in :mod:`fnmatch`; ``()`` for none. None
+            leaves what answers: the output head, classifiers, the layer with the last parameter;
+            weights that are also another's; and those that transformers keeps in float32.
+        search: of "nf4" and "fp4": looks for the scale of a block with the least squared error,
+            which takes several times as long.
+
+    Returns:
+        What was done, and what was left in 16 or 32 bits: ``print(report)``.
+
+    Raises:
+        TypeError: ``model`` is no module, or a weight is a DTensor.
+        ValueError: an argument is none of the above; no layer is left to quantize; a weight has an
+            element that is not finite, or lies in memory of another parameter. Nothing is changed
+            then.
+    """
+    check_arguments(model, to, block_size)
+    chosen, reasons = choose(model, skip)
+    if not chosen:
+        raise ValueError(f"headroom.quantize: {_why_none(model, reasons)}")
+    for name, module in chosen.items():
+        check_finite(f"{name}.weight", weight_of(module))
+    options: Any = {"block_size": block_size, "double": double, "search": search}
+    report = QuantizeReport(model)
+    total = sum(weight_of(module).nbytes for module in chosen.values())
+    with progress_bar(total, "quantize", unit="B", shown=True) as bar:
+        for name, module in chosen.items():
+            was, before = type(module).__name__, weight_of(module).nbytes
+            q = quantized_weight(weight_of(module), to, **options)
+            report.add(name, was, before, CLASSES[to].take(module, q))
+            bar.update(before)
+    report.left = left_parameters(model, reasons)
+    describe(model)
+    return report
+
+
+def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Turns layers of few bits into ``nn.Linear``, in place, and returns the model.
+
+    Weights have the numbers of their codes, not those that they had before, and require gradients.
+
+    Args:
+        model: any module.
+        dtype: of the weights: float32, bfloat16 or float16; None for that which each had before.
+
+    Raises:
+        TypeError: ``model`` is no module.
+    """
+    _check_module(model)
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.release(dtype)
+    describe(model)
+    return model
+
+
+def check_arguments(model: Any, to: str, block_size: int) -> None:
+    """Raises for arguments that are none of those of :func:`quantize`."""
+    _check_module(model)
+    check_choice("to", to, CLASSES)
+    if type(block_size) is not int or block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size is {block_size!r}, wanted a power of two from 32 to 4096")
+
+
+def _check_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {model!r}, wanted an instance of nn.Module")
+
+
+def check_finite(name: str, weight: Tensor) -> None:
+    """Raises where an element of a weight is not finite."""
+    if weight.is_meta:
+        return
+    ends = torch.stack(torch.aminmax(weight))  # which are NaN where an element is
+    if not ends.isfinite().all():
+        raise ValueError(f"'{name}' has an element that is not finite")
+
+
+def _why_none(model: nn.Module, reasons: dict[str, str]) -> str:
+    held = [name for name, one in model.named_modules() if isinstance(one, QuantizedLinear)]
+    if held:
+        return f"no layer is left: {len(held)}, such as '{held[0]}', are quantized already"
+    if reasons:
+        name, reason = next(iter(reasons.items()))
+        return f"no layer is left: {len(reasons)} are skipped, such as '{name}': {reason}"
+    return f"{type(model).__name__} has no linear layer"

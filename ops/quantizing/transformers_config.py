@@ -1,0 +1,38 @@
+"""Describes quantized layers in the config of a model of transformers, for bitsandbytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..nn.quantized import QuantizedLinear
+from .choice import is_linear
+
+
+def describe(model: nn.Module) -> None:
+    """Sets or removes ``config.quantization_config``: ``from_pretrained`` then makes layers of
+    bitsandbytes for the weights that ``save_pretrained`` wrote. Layers of several formats have no
+    such description."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    kinds = {layer.format for layer in layers}
+    if len(kinds) == 1:
+        left = [name for name, module in model.named_modules() if is_linear(module)]
+        config.quantization_config = _description(kinds.pop(), layers[0], left)
+    elif hasattr(config, "quantization_config"):
+        del config.quantization_config
+
+
+def _description(kind: str, layer: QuantizedLinear, left: list[str]) -> dict[str, Any]:
+    is_4bit = kind != "int8"
+    found: dict[str, Any] = {"quant_method": "bitsandbytes", "llm_int8_skip_modules": left}
+    found |= {"load_in_4bit": is_4bit, "load_in_8bit": not is_4bit}
+    if is_4bit:
+        found["bnb_4bit_quant_type"] = kind
+        found["bnb_4bit_use_double_quant"] = layer.nested
+        found["bnb_4bit_quant_storage"] = "uint8"
+        found["bnb_4bit_compute_dtype"] = str(layer.weight_dtype).removeprefix("torch.")
+    return found
