@@ -1416,7 +1416,8 @@ typedef struct hr_quantize_matrix_config {
  * hr_quantize_matrix: writes the codes and scales of x, in one pass.
  *
  *     absmax = the largest |x| of the block or row          NaN if one is NaN
- *     code   = that of the value nearest to x / absmax; halfway, of the lower value
+ *     code   = that of the value nearest to x / absmax: up to the middle between two of them, as
+ *              binary32 has it, the lower. FP4: of the two zeros the second if x > 0
  *     code   = x * (127 / absmax), rounded to nearest even            HR_INT8_ROWS
  *
  * The first quotient is computed as a product with the rounded reciprocal. Where absmax is below
@@ -1439,7 +1440,6 @@ typedef struct hr_quantize_matrix_config {
  * matrix  out: what its pointers point to. Not HR_DENSE. With absmax_codes, absmax is workspace
  * x       in: [rows, cols] of `dtype`
  * dtype   f32, bf16 or f16
- * config  NULL counts as HR_QUANTIZE_MATRIX_CONFIG_INIT
  *
  * Errors: HR_INVALID_ARGUMENT if an argument breaks its contract.
  */
@@ -1461,44 +1461,53 @@ HR_API hr_status hr_dequantize_matrix(const hr_rows *out, const hr_matrix *matri
 /* ---- Linear layers of such matrices ---------------------------------------------------------- */
 
 /*
- * hr_linear_forward, hr_linear_backward: y = x W^T + bias and dx = dy W, for x [m, in], y [m, out] and
- * a matrix W [out, in] that has no gradient. W is decoded in parts that fit the workspace: of rows
- * in forward, of columns in backward, so that each element of y and dx is rounded once. The results
- * are those of hr_gemm with parts of the decoded matrix.
+ * hr_linear_forward, hr_linear_backward: y = x W^T + bias and dx = dy W, for x [m, cols], y [m, rows]
+ * and a matrix W [rows, cols] that has no gradient. W is decoded to the workspace in parts, of rows
+ * in forward and of columns in backward, so that each element of y and dx is rounded once. The
+ * results are those of hr_gemm with parts of the decoded matrix; with its own loop on the CPU they
+ * do not depend on the parts.
+ *
+ * With at most 16 rows of x, forward decodes W on the way, and writes no part of it to memory. Sums
+ * are binary32 then, in an order that depends on cols alone.
  */
 typedef struct hr_linear_config {
     size_t size;        /* sizeof(hr_linear_config) */
     int32_t allow_tf32; /* this and the next two: as in hr_gemm_config */
     int32_t allow_reduced_precision_reduction;
     int32_t deterministic;
+    int32_t reserved; /* 0 */
 } hr_linear_config;
 
-#define HR_LINEAR_CONFIG_INIT             \
-    {                                     \
-        sizeof(hr_linear_config), 0, 0, 0 \
+#define HR_LINEAR_CONFIG_INIT                \
+    {                                        \
+        sizeof(hr_linear_config), 0, 0, 0, 0 \
     }
 
 typedef struct hr_linear_needs {
-    size_t best;  /* bytes: no more than 32 MiB of a decoded part on CUDA, 4 MiB on the CPU */
+    size_t best;  /* bytes: a part of 4 MiB on the CPU, 32 MiB on CUDA, or at least 64 rows or
+                     columns, and what hr_gemm takes */
     size_t least; /* bytes: fewer are refused */
     size_t whole; /* bytes with which the whole matrix is decoded at once */
 } hr_linear_needs;
 
-/* hr_linear_query: says how much workspace to give for m rows of x. 0 where none is used, as for
- * HR_DENSE. */
+/* hr_linear_query: says how much workspace to give for m rows of x. It may be 0 in all. HR_DENSE
+ * needs what hr_gemm takes. */
 HR_API hr_status hr_linear_query(hr_linear_needs *needs, int64_t m, const hr_matrix *matrix,
                                  int32_t backward, const hr_linear_config *config,
                                  const hr_exec *exec);
 
 /*
- * y, dx      out: of matrix->dtype; [m, rows] and [m, cols] of the matrix
+ * y, dx      out: of matrix->dtype; [m, rows] and [m, cols] of the matrix. They must not overlap an
+ *            input; this is not checked
  * x, dy      in: likewise, [m, cols] and [m, rows]
  * bias       in: [rows] of matrix->dtype, or NULL
- * workspace  at a multiple of 256 bytes, as hr_linear_query() says; more makes larger parts
+ * config     NULL counts as HR_LINEAR_CONFIG_INIT
+ * workspace  memory of exec's device at a multiple of 256 bytes, or 64 on the CPU, of as many bytes
+ *            as hr_linear_query() says for this call; more makes larger parts
  *
  * m may be 0.
  *
- * Errors: HR_INVALID_ARGUMENT, and what hr_gemm returns where a device has no library of products.
+ * Errors: HR_UNSUPPORTED where hr_gemm returns it, or where W has more rows than a grid can take.
  */
 HR_API hr_status hr_linear_forward(const hr_rows *y, const hr_rows *x, const hr_matrix *matrix,
                                    const void *bias, int64_t m, const hr_linear_config *config,

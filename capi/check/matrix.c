@@ -26,8 +26,8 @@ static hr_status check_scales(const char *function, const hr_matrix *m, int writ
                "%s: matrix->absmax_codes is given, but matrix->format is %d; only codes of 4 bits "
                "have them",
                function, (int)m->format);
-    HR_TRY(
-        check_vector(function, "matrix->absmax", m->absmax, HR_F32, some && (!nested || written)));
+    HR_TRY(check_vector(function, "matrix->absmax", m->absmax, HR_F32,
+                        some && m->format != HR_DENSE && (!nested || written)));
     HR_TRY(
         check_vector(function, "matrix->absmax_scales", m->absmax_scales, HR_F32, some && nested));
     return check_vector(function, "matrix->offset", m->offset, HR_F32, some && nested);
@@ -44,9 +44,10 @@ hr_status hr_check_matrix(const char *function, hr_matrix *own, const hr_matrix 
                (int)(written ? HR_NF4 : HR_DENSE), (int)HR_INT8_ROWS);
     HR_TRY(hr_check_float(function, "matrix->dtype", own->dtype));
     HR_TRY(hr_check_sizes(function, own->rows, own->cols));
-    if (own->format == HR_DENSE)
-        return hr_check_rows(function, "matrix", &(hr_rows){own->data, own->stride}, own->rows,
-                             own->cols, own->dtype);
     HR_REQUIRE(own->data || own->rows == 0, "%s: matrix->data is NULL", function);
-    return check_scales(function, own, written);
+    HR_TRY(check_scales(function, own, written));
+    if (own->format != HR_DENSE)
+        return HR_OK;
+    return hr_check_rows(function, "matrix", &(hr_rows){own->data, own->stride}, own->rows,
+                         own->cols, own->dtype);
 }

@@ -34,9 +34,9 @@ hr_status hr_quantize_matrix(const hr_matrix *matrix, const hr_rows *x, hr_dtype
 {
     static const char function[] = "hr_quantize_matrix";
     hr_quantize_matrix_config own = HR_QUANTIZE_MATRIX_CONFIG_INIT;
-    if (config)
-        HR_TRY(hr_copy_config(function, "config->", &own, sizeof own, config, sizeof own,
-                              "HR_QUANTIZE_MATRIX_CONFIG_INIT"));
+    HR_REQUIRE(config, "%s: config is NULL", function);
+    HR_TRY(hr_copy_config(function, "config->", &own, sizeof own, config, sizeof own,
+                          "HR_QUANTIZE_MATRIX_CONFIG_INIT"));
     HR_TRY(hr_check_flag(function, "search", own.search));
     HR_TRY(hr_check_exec(function, exec));
     quantize_matrix_args args = {.dtype = dtype, .search = own.search};

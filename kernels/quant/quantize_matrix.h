@@ -21,6 +21,8 @@
 /* Before a loop over the values of a table: so that a loop around it becomes one of vectors. */
 #if defined(__CUDA_ARCH__)
 #define MATRIX_UNROLL _Pragma("unroll")
+#elif defined(__CUDACC__)
+#define MATRIX_UNROLL /* of the host, which has no such loop */
 #else
 #define MATRIX_UNROLL _Pragma("GCC unroll 16")
 #endif

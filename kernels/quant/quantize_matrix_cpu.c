@@ -268,10 +268,87 @@ static void subtract_mean(float *absmax, float *mean, int64_t n)
         loop(context, begin, end, own);                                                         \
     }
 
-#define VARIANTS(loop)                                                              \
-    VARIANT(, loop, baseline)                                                       \
-    static const hr_range_fn loop##_variants[] = {loop##_baseline, loop##_baseline, \
-                                                  loop##_baseline, loop##_baseline};
+#if defined(__x86_64__) && defined(__GNUC__)
+
+/* Low and high bytes of the table of 16-bit elements, each in 16 bytes: a shuffle of bytes takes one
+ * of each for every code. */
+CPU_AVX2 HR_INLINE void spread_halves_avx2(uint16_t *out, const uint8_t *codes, int64_t steps,
+                                           const void *table)
+{
+    const __m256i two = _mm256_loadu_si256((const __m256i *)table);
+    const __m256i apart = _mm256_permute4x64_epi64(
+        _mm256_shuffle_epi8(two, _mm256_broadcastsi128_si256(_mm_setr_epi8(
+                                     0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15))),
+        0xD8);
+    const __m256i low = _mm256_permute2x128_si256(apart, apart, 0x00);
+    const __m256i high = _mm256_permute2x128_si256(apart, apart, 0x11);
+    const __m256i mask = _mm256_set1_epi8(15);
+    /* Words 0 and 2 of the codes go to the lower half, 1 and 3 to the upper: interleaving halves
+     * then leaves elements in their order. */
+    const __m256i order = _mm256_setr_epi32(0, 2, 0, 2, 1, 3, 1, 3);
+    for (; steps > 0; steps--, codes += STEP, out += 2 * STEP) {
+        const __m256i bytes = _mm256_permutevar8x32_epi32(
+            _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)codes)), order);
+        const __m256i first = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask);
+        const __m256i index = _mm256_unpacklo_epi8(first, _mm256_and_si256(bytes, mask));
+        const __m256i of_low = _mm256_shuffle_epi8(low, index);
+        const __m256i of_high = _mm256_shuffle_epi8(high, index);
+        _mm256_storeu_si256((__m256i *)out, _mm256_unpacklo_epi8(of_low, of_high));
+        _mm256_storeu_si256((__m256i *)out + 1, _mm256_unpackhi_epi8(of_low, of_high));
+    }
+}
+
+CPU_AVX2 HR_INLINE void spread_avx2(void *out, const uint8_t *codes, int64_t steps,
+                                    const void *table, hr_dtype dtype)
+{
+    if (dtype == HR_F32)
+        spread_baseline(out, codes, steps, table, HR_F32);
+    else
+        spread_halves_avx2((uint16_t *)out, codes, steps, table);
+}
+
+/* The table twice, so that bit 4 of an index does not count. A byte in the lower half of a word of 32
+ * bits becomes two indices of 16 bits, of which the second takes its lower bits. */
+CPU_AVX512 HR_INLINE void spread_halves_avx512(uint16_t *out, const uint8_t *codes, int64_t steps,
+                                               const void *table)
+{
+    const __m512i values = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)table));
+    for (; steps > 0; steps--, codes += STEP, out += 2 * STEP) {
+        const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes));
+        const __m512i index =
+            _mm512_or_si512(_mm512_srli_epi32(bytes, 4), _mm512_slli_epi32(bytes, 16));
+        _mm512_storeu_si512(out, _mm512_permutexvar_epi16(index, values));
+    }
+}
+
+CPU_AVX512 HR_INLINE void spread_avx512(void *out, const uint8_t *codes, int64_t steps,
+                                        const void *table, hr_dtype dtype)
+{
+    if (dtype != HR_F32) {
+        spread_halves_avx512((uint16_t *)out, codes, steps, table);
+        return;
+    }
+    const __m512 values = _mm512_loadu_ps(table);
+    float *to = (float *)out;
+    for (int64_t i = 0; i < steps * STEP; i += 8, to += 16) {
+        const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i *)(codes + i)));
+        const __m512i index =
+            _mm512_or_si512(_mm512_srli_epi64(bytes, 4), _mm512_slli_epi64(bytes, 32));
+        _mm512_storeu_ps(to, _mm512_permutexvar_ps(index, values));
+    }
+}
+
+#define VARIANTS(loop)                                                                         \
+    VARIANT(, loop, baseline)                                                                  \
+    VARIANT(CPU_AVX2, loop, avx2)                                                              \
+    VARIANT(CPU_AVX512, loop, avx512)                                                          \
+    static const hr_range_fn loop##_variants[] = {loop##_baseline, loop##_avx2, loop##_avx512, \
+                                                  loop##_avx512};
+#else
+#define VARIANTS(loop)        \
+    VARIANT(, loop, baseline) \
+    static const hr_range_fn loop##_variants[] = {loop##_baseline};
+#endif
 
 VARIANTS(dequantize_range)
 VARIANTS(quantize_range)

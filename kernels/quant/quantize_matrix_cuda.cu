@@ -368,7 +368,7 @@ hr_status dequantize_matrix_cuda(const dequantize_matrix_args *args, const hr_ex
     while (1 << g.shift < m.block_size)
         g.shift++;
     const int64_t groups = (a.cols + (vectors ? GROUP : 1) - 1) / (vectors ? GROUP : 1);
-    while (g.width < THREADS && g.width * TURN < groups;)
+    while (g.width < THREADS && g.width * TURN < groups)
         g.width *= 2;
     const int64_t x = (groups + TURN * g.width - 1) / (TURN * g.width);
     const int64_t y = (a.rows * g.width + THREADS - 1) / THREADS;

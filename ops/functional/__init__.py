@@ -19,6 +19,7 @@ from .dynamic_map import dynamic_map
 from .gemm import gemm
 from .glu import glu
 from .linear import linear
+from .linear_quantized import linear_quantized
 from .norm import layer_norm, rms_norm
 from .quantize_blocks import dequantize_blocks, quantize_blocks
 from .quantize_matrix import QuantizedMatrix, dequantize_matrix, quantize_matrix
@@ -44,6 +45,7 @@ __all__ = [
     "join_weights_",
     "layer_norm",
     "linear",
+    "linear_quantized",
     "quantize_blocks",
     "quantize_matrix",
     "rms_norm",

@@ -11,10 +11,13 @@ import torch.nn.functional as F
 from headroom import linear_cross_entropy
 from headroom.functional import (
     cross_entropy,
+    dequantize_matrix,
     divergence,
     gemm,
     glu,
     layer_norm,
+    linear_quantized,
+    quantize_matrix,
     rms_norm,
     rope,
     rope_tables,
@@ -82,6 +85,11 @@ def _linear(x, weight, bias=None):
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
+def _quantized(x):
+    generator = torch.Generator().manual_seed(1)
+    return quantize_matrix(torch.randn(8, COLS, generator=generator).to(x.device))
+
+
 def _mlp_reference(x, norm_weight, gate_up, down):
     gate, up = (_rms_reference(x, norm_weight) @ gate_up.T.to(x.dtype) / 8).chunk(2, -1)
     return x + (F.silu(gate) * up) @ down.T.to(x.dtype) / 8
@@ -119,6 +127,14 @@ OPS = [
         keeps_inputs=False,
     ),
     DifferentiableOp("gemm", gemm, lambda a, b: a @ b.to(a.dtype), (_ROWS, (COLS, 8)), twice=True),
+    DifferentiableOp(
+        "linear_quantized",
+        lambda x, bias: linear_quantized(x, _quantized(x), bias),
+        lambda x, bias: _linear(x, dequantize_matrix(_quantized(x)), bias),
+        (_ROWS, (8,)),
+        twice=True,
+        keeps_inputs=False,
+    ),
     DifferentiableOp(
         "cross_entropy",
         lambda z: cross_entropy(z, _targets(z), reduction="none", label_smoothing=0.1),

@@ -1,0 +1,45 @@
+/*
+ * linear.h: the product of few rows with a matrix of codes, which are decoded on the way, so that
+ * nothing is written but the result: see hr_linear_forward in headroom.h.
+ *
+ * A row of the result is the sum over groups of LINEAR_GROUP columns. The columns of a group have
+ * sums of their own, which are added as a tree in the end, so that the number of threads and the
+ * instruction set change no bit.
+ */
+#ifndef HR_LINEAR_H
+#define HR_LINEAR_H
+
+#include "kernels/core/math.h"
+
+#define LINEAR_FEW   16 /* rows, at most */
+#define LINEAR_GROUP 32 /* columns; a block of 4-bit codes has one or more whole groups */
+
+typedef struct linear_few_args {
+    hr_rows y, x;
+    hr_matrix matrix;
+    const void *bias; /* NULL where absent */
+    int64_t m;        /* from 1 to LINEAR_FEW */
+    float *workspace; /* CPU: linear_few_bytes() bytes at a multiple of 64 */
+} linear_few_args;
+
+/* How many columns the rows of x have as binary32 in the workspace, with zeros at their end. */
+HR_INLINE int64_t linear_padded(int64_t cols)
+{
+    return (cols + LINEAR_GROUP - 1) / LINEAR_GROUP * LINEAR_GROUP;
+}
+
+HR_INLINE size_t linear_few_bytes(int64_t m, int64_t cols)
+{
+    return (size_t)(m * linear_padded(cols)) * sizeof(float);
+}
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+hr_status linear_few_cpu(const linear_few_args *args);
+hr_status linear_few_cuda(const linear_few_args *args, const hr_exec *exec);
+#ifdef __cplusplus
+}
+#endif
+
+#endif

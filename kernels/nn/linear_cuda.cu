@@ -1,0 +1,245 @@
+/*
+ * linear_cuda.cu: few rows of x. A warp takes FEW_ROWS rows of the matrix, a tile of columns at a
+ * time: 16 or 8 bytes of 4-bit codes of each row per lane, which are asked for a tile ahead. The
+ * block's warps share the columns of x that belong to the tile, as binary32 in shared memory.
+ */
+#include "kernels/core/pack.cuh"
+#include "kernels/core/rows.cuh"
+#include "kernels/nn/gemm.h"
+#include "kernels/nn/linear.h"
+#include "kernels/quant/dynamic_map.h"
+#include "kernels/quant/quantize_matrix.h"
+
+#define THREADS  256
+#define WARPS    (THREADS / 32)
+#define FEW_ROWS 2
+
+typedef struct few_launch {
+    linear_few_args args;
+    int32_t x_vectors; /* 16-byte accesses reach every group of eight of x */
+} few_launch;
+
+/* Columns of a lane in a tile: fewer where many rows of x must fit into shared memory. */
+template <int M> constexpr int lane_columns = M > 8 ? 16 : 32;
+
+/* The block's share of memory. x: [M][lane_columns / 4][32 lanes][4], so that lanes next to each
+ * other read 16 bytes next to each other. */
+template <int M> struct few_shared {
+    float4 x[M * lane_columns<M> * 8];
+    float values[16], map[256];
+};
+
+/* ---- x --------------------------------------------------------------------------------------- */
+
+template <int M>
+static __device__ __forceinline__ void few_stage(few_shared<M> &shared, const few_launch &l,
+                                                 int64_t k0, hr_dtype dtype)
+{
+    constexpr int L = lane_columns<M>;
+    const linear_few_args &a = l.args;
+#pragma unroll
+    for (int turn = 0; turn < (M * L * 4 + THREADS - 1) / THREADS; turn++) {
+        const int index = turn * THREADS + (int)threadIdx.x;
+        if (index >= M * L * 4)
+            break;
+        const int lane = index % 32, group = index / 32 % (L / 8), i = index / (L * 4);
+        const int64_t k = k0 + lane * L + group * 8, left = a.matrix.cols - k;
+        float x[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        if (i < a.m && left > 0) {
+            const int count = left < 8 ? (int)left : 8;
+            const char *const from =
+                (const char *)a.x.data + (i * a.x.stride + k) * hr_element_size(dtype);
+            pack_floats(pack_load<8>(from, 0, dtype, l.x_vectors && count == 8, count), dtype, x);
+        }
+        float4 *const to = shared.x + (i * (L / 4) + group * 2) * 32 + lane;
+        to[0] = make_float4(x[0], x[1], x[2], x[3]);
+        to[32] = make_float4(x[4], x[5], x[6], x[7]);
+    }
+}
+
+/* ---- Rows of the matrix ---------------------------------------------------------------------- */
+
+/* What a lane reads of a row for a tile: whole bytes of one block of 4-bit codes, or bytes. */
+template <int M, bool NIBBLES> struct few_codes {
+    static constexpr int words = lane_columns<M> / (NIBBLES ? 8 : 4);
+    uint32_t word[words];
+    float absmax;
+};
+
+template <int M, bool NIBBLES>
+static __device__ __forceinline__ void few_read(few_codes<M, NIBBLES> &codes,
+                                                const few_shared<M> &shared,
+                                                const hr_matrix &matrix, int64_t row, int64_t k)
+{
+    constexpr int words = few_codes<M, NIBBLES>::words;
+    const bool is_there = row < matrix.rows && k < matrix.cols;
+    const int64_t first = is_there ? row * matrix.cols + k : 0;
+    const char *const from = (const char *)matrix.data + (NIBBLES ? first / 2 : first);
+    if constexpr (words % 4 == 0) {
+#pragma unroll
+        for (int w = 0; w < words; w += 4) {
+            const uint4 four = is_there ? ((const uint4 *)from)[w / 4] : make_uint4(0, 0, 0, 0);
+            codes.word[w] = four.x, codes.word[w + 1] = four.y;
+            codes.word[w + 2] = four.z, codes.word[w + 3] = four.w;
+        }
+    } else {
+        const uint2 two = is_there ? *(const uint2 *)from : make_uint2(0, 0);
+        codes.word[0] = two.x, codes.word[1] = two.y;
+    }
+    codes.absmax = !is_there ? 0.0f
+                   : NIBBLES ? matrix_absmax(&matrix, first / matrix.block_size, shared.map)
+                             : matrix.absmax[row];
+}
+
+/* Element e of a lane. */
+template <int M, bool NIBBLES>
+static __device__ __forceinline__ float few_element(const few_codes<M, NIBBLES> &codes, int e,
+                                                    const few_shared<M> &shared, hr_dtype dtype)
+{
+    float product;
+    if (NIBBLES) {
+        const int shift = e % 8 / 2 * 8 + (e % 2 ? 0 : 4);
+        product = shared.values[codes.word[e / 8] >> shift & 15u] * codes.absmax;
+    } else {
+        const int8_t code = (int8_t)(codes.word[e / 4] >> e % 4 * 8 & 255u);
+        product = (float)code * codes.absmax * MATRIX_INT8_UNIT;
+    }
+    return dtype == HR_F32 ? product : hr_from_half(hr_to_half(product, dtype), dtype);
+}
+
+/* Element [row, k] of any matrix. */
+template <int M, bool NIBBLES>
+static __device__ __forceinline__ float few_any(const few_shared<M> &shared,
+                                                const hr_matrix &matrix, int64_t row, int64_t k,
+                                                hr_dtype dtype)
+{
+    if (row >= matrix.rows || k >= matrix.cols)
+        return 0.0f;
+    const int64_t i = row * matrix.cols + k;
+    float product;
+    if (NIBBLES) {
+        const int byte = ((const uint8_t *)matrix.data)[i / 2];
+        product = shared.values[i % 2 ? byte & 15 : byte >> 4] *
+                  matrix_absmax(&matrix, i / matrix.block_size, shared.map);
+    } else {
+        product = (float)((const int8_t *)matrix.data)[i] * matrix.absmax[row] * MATRIX_INT8_UNIT;
+    }
+    return dtype == HR_F32 ? product : hr_from_half(hr_to_half(product, dtype), dtype);
+}
+
+/* WHOLE: what a lane reads is in one block, at a multiple of 16 bytes. */
+template <int M, bool NIBBLES, bool WHOLE>
+static __device__ __forceinline__ void few_block(few_shared<M> &shared, const few_launch &l,
+                                                 hr_dtype dtype)
+{
+    constexpr int L = lane_columns<M>;
+    const linear_few_args &a = l.args;
+    const hr_matrix &matrix = a.matrix;
+    const int lane = (int)threadIdx.x % 32;
+    const int64_t first = ((int64_t)blockIdx.x * WARPS + threadIdx.x / 32) * FEW_ROWS;
+    float sums[FEW_ROWS][M];
+    few_codes<M, NIBBLES> codes[FEW_ROWS], next[FEW_ROWS];
+#pragma unroll
+    for (int r = 0; r < FEW_ROWS; r++) {
+#pragma unroll
+        for (int i = 0; i < M; i++)
+            sums[r][i] = 0.0f;
+        if (WHOLE)
+            few_read<M, NIBBLES>(next[r], shared, matrix, first + r, lane * L);
+    }
+    for (int64_t k0 = 0; k0 < matrix.cols; k0 += 32 * L) {
+        const int64_t k = k0 + lane * L;
+        __syncthreads(); /* the tile before has been read */
+        few_stage<M>(shared, l, k0, dtype);
+#pragma unroll
+        for (int r = 0; r < FEW_ROWS; r++) {
+            codes[r] = next[r];
+            if (WHOLE)
+                few_read<M, NIBBLES>(next[r], shared, matrix, first + r, k + 32 * L);
+        }
+        __syncthreads();
+#pragma unroll
+        for (int q = 0; q < L / 4; q++) {
+            float w[FEW_ROWS][4];
+#pragma unroll
+            for (int r = 0; r < FEW_ROWS; r++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    w[r][e] = WHOLE ? few_element<M, NIBBLES>(codes[r], q * 4 + e, shared, dtype)
+                                    : few_any<M, NIBBLES>(shared, matrix, first + r, k + q * 4 + e,
+                                                          dtype);
+#pragma unroll
+            for (int i = 0; i < M; i++) {
+                const float4 x = shared.x[(i * (L / 4) + q) * 32 + lane];
+#pragma unroll
+                for (int r = 0; r < FEW_ROWS; r++)
+                    sums[r][i] = fmaf(
+                        w[r][3], x.w,
+                        fmaf(w[r][2], x.z, fmaf(w[r][1], x.y, fmaf(w[r][0], x.x, sums[r][i]))));
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < FEW_ROWS; r++)
+#pragma unroll
+        for (int i = 0; i < M; i++) {
+            const float total = warp_total(sums[r][i]);
+            const int64_t row = first + r;
+            if (lane == 0 && row < matrix.rows && i < a.m)
+                hr_store(a.y.data, i * a.y.stride + row,
+                         total + (a.bias ? hr_load(a.bias, row, dtype) : GEMM_NO_BIAS), dtype);
+        }
+}
+
+template <int M, bool NIBBLES, bool WHOLE>
+static __global__ void __launch_bounds__(THREADS)
+    linear_few_kernel(const few_launch __grid_constant__ l)
+{
+    __shared__ few_shared<M> shared;
+    const hr_matrix &matrix = l.args.matrix;
+    if (NIBBLES) {
+        if (threadIdx.x < 16)
+            shared.values[threadIdx.x] = matrix_value((int)threadIdx.x, matrix.format);
+        if (matrix.absmax_codes)
+            shared.map[threadIdx.x] = dynamic_value((int)threadIdx.x, 1);
+        __syncthreads();
+    }
+    FOR_DTYPE(matrix.dtype, D, (few_block<M, NIBBLES, WHOLE>(shared, l, D)))
+}
+
+template <int M>
+static void launch(const few_launch &l, bool whole, uint32_t blocks, hr_stream stream)
+{
+    if (l.args.matrix.format == HR_INT8_ROWS) {
+        if (whole)
+            HR_LAUNCH((linear_few_kernel<M, false, true>), blocks, THREADS, 0, stream, l);
+        else
+            HR_LAUNCH((linear_few_kernel<M, false, false>), blocks, THREADS, 0, stream, l);
+    } else if (whole) {
+        HR_LAUNCH((linear_few_kernel<M, true, true>), blocks, THREADS, 0, stream, l);
+    } else {
+        HR_LAUNCH((linear_few_kernel<M, true, false>), blocks, THREADS, 0, stream, l);
+    }
+}
+
+hr_status linear_few_cuda(const linear_few_args *args, const hr_exec *exec)
+{
+    const hr_matrix *const matrix = &args->matrix;
+    const int64_t blocks = (matrix->rows + WARPS * FEW_ROWS - 1) / (WARPS * FEW_ROWS);
+    if (blocks > INT32_MAX)
+        return hr_fail(HR_UNSUPPORTED,
+                       "hr_linear_forward: matrix->rows is more than a grid of CUDA can take");
+    const uintptr_t size = (uintptr_t)hr_element_size(matrix->dtype);
+    few_launch l;
+    l.args = *args;
+    l.x_vectors =
+        ((uintptr_t)args->x.data | (args->m > 1 ? (uintptr_t)args->x.stride * size : 0)) % 16 == 0;
+    const bool whole = (uintptr_t)matrix->data % 16 == 0 && matrix->cols % LINEAR_GROUP == 0;
+    if (args->m == 1)
+        launch<1>(l, whole, (uint32_t)blocks, exec->stream);
+    else if (args->m <= 4)
+        launch<4>(l, whole, (uint32_t)blocks, exec->stream);
+    else
+        launch<16>(l, whole, (uint32_t)blocks, exec->stream);
+    return cuda_launch_status("hr_linear_forward");
+}
