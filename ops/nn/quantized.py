@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from typing_extensions import Self
 
 from .._core.checks import check_choice
-from .._core.rows import autocast
 from .._core.surroundings import is_plain
-from ..functional.linear import linear
+from ..functional.linear_quantized import linear_quantized
 from ..functional.quantize_matrix import QuantizedMatrix, dequantize_matrix, quantize_matrix
 from .bitsandbytes import (
     KEYS_4BIT,
@@ -101,9 +100,8 @@ class QuantizedLinear(nn.Linear):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        (input,) = autocast(input)
         bias = None if self.bias is None else self.bias.to(input.dtype)
-        return linear(input, self.dequantize(input.dtype), bias)
+        return linear_quantized(input, self.matrix, bias)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Returns the weight in ``dtype``, by default that which it had: ``[out, in]``."""
