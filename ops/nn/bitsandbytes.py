@@ -164,7 +164,7 @@ def _state_of(entries: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     found = [key for key in entries if key.startswith(STATE)]
     if len(found) != 1 or found[0].removeprefix(STATE) not in TABLES:
         wanted = " or ".join(f"'{STATE}{kind}'" for kind in TABLES)
-        raise ValueError(f"there is {quoted(found) if found else 'neither'}, wanted {wanted}")
+        raise ValueError(f"it has {quoted(found) if found else 'no scales'}, wanted {wanted}")
     kind, text = found[0].removeprefix(STATE), entries[found[0]]
     try:
         state = json.loads(bytes(text.flatten().tolist()).decode())

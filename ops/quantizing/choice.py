@@ -20,6 +20,11 @@ HEAD = "an output head"
 WIDE = "transformers keeps it in float32"
 
 
+def joined(module: str, name: str) -> str:
+    """Returns the name of a tensor of a module, whose own name is empty if it is the model."""
+    return f"{module}.{name}" if module else name
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Returns whether a module is the Conv1D of transformers: a linear layer with the transposed
     weight."""
@@ -54,10 +59,11 @@ def choose(
     owners = _owners(model)
     for name, module in linears.items():
         weight: Any = module.weight
-        shared = [one for one in owners[id(weight)] if one != f"{name}.weight"]
+        full = joined(name, "weight")
+        shared = [one for one in owners[id(weight)] if one != full]
         own_forward = "forward" in vars(module).keys() - patched_names(vars(module))
         if isinstance(weight, DTensor):
-            raise TypeError(f"'{name}.weight' is a DTensor: quantize before fully_shard()")
+            raise TypeError(f"'{full}' is a DTensor: quantize before fully_shard()")
         if name in left:
             continue
         if weight.dtype not in FLOATS:
@@ -69,7 +75,7 @@ def choose(
         elif shared and skip is None:
             left[name] = f"it is also {shared[0]}"
         elif shared:
-            raise ValueError(f"'{name}.weight' is also '{shared[0]}': name one of them in skip")
+            raise ValueError(f"'{full}' is also '{shared[0]}': name one of them in skip")
     chosen = {name: module for name, module in linears.items() if name not in left}
     frozen = {name for name, module in chosen.items() if not module.weight.requires_grad}  # type: ignore[union-attr]
     if 0 < len(frozen) < len(chosen):
@@ -87,9 +93,8 @@ def left_parameters(model: nn.Module, reasons: dict[str, str]) -> list[Left]:
             if id(param) in seen or not param.is_floating_point():
                 continue
             seen.add(id(param))
-            full = f"{prefix}.{name}" if prefix else name
             reason = _reason(module, name, param, reasons.get(prefix))
-            found.append(Left(full, type(module).__name__, param.nbytes, reason))
+            found.append(Left(joined(prefix, name), type(module).__name__, param.nbytes, reason))
     return found
 
 
@@ -110,7 +115,7 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
     owners: dict[int, list[str]] = {}
     for prefix, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(id(param), []).append(f"{prefix}.{name}".lstrip("."))
+            owners.setdefault(id(param), []).append(joined(prefix, name))
     return owners
 
 
@@ -161,7 +166,7 @@ def _heads(model: nn.Module, linears: dict[str, nn.Module]) -> dict[str, str]:
 
 def _refuse_shared(model: nn.Module, chosen: dict[str, nn.Module]) -> None:
     """Raises where memory of a weight would stay, because it is that of another parameter too."""
-    weights = {id(module.weight): f"{name}.weight" for name, module in chosen.items()}
+    weights = {id(module.weight): joined(name, "weight") for name, module in chosen.items()}
     own = set(weights.values())
     holders: dict[tuple[torch.device, int], list[str]] = {}
     for name, param in model.named_parameters():

@@ -57,13 +57,16 @@ def entries_in(
     return found
 
 
-def read(entry: Entry) -> Tensor:
-    """Returns a tensor on the CPU.
+def read(entry: Entry, room: Tensor | None = None) -> Tensor:
+    """Returns a tensor on the CPU, in memory of its own or at the beginning of ``room``, of bytes.
 
     Raises:
         ValueError: the file is shorter than its header said.
     """
-    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    if room is None:
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    else:
+        tensor = room[: entry.size].view(entry.dtype).view(entry.shape)
     if not tensor.nbytes:
         return tensor
     memory, done = memory_of(tensor), 0

@@ -16,7 +16,7 @@ from .._core.registration import FLOATS
 from ..functional.quantize_matrix import quantize_matrix
 from ..nn.bitsandbytes import is_bitsandbytes_key
 from ..nn.quantized import CLASSES, QuantizedLinear, quantized_weight
-from .choice import choose, is_conv1d, is_linear, left_parameters, weight_of
+from .choice import choose, is_conv1d, is_linear, joined, left_parameters, weight_of
 from .files import Entry, entries_in, read
 from .quantize import check_arguments
 from .report import QuantizeReport
@@ -73,25 +73,27 @@ def load_quantized(
     modules = dict(model.named_modules())
     found = _by_module(entries_in(files), modules)
     packed = {name for name, own in found.items() if any(map(is_bitsandbytes_key, own))}
-    chosen, reasons = _choice(model, found, modules, skip) if not packed else (set(), {})
-    if packed:
-        linear = [name for name, one in modules.items() if is_linear(one)]
-        reasons = dict.fromkeys(linear, "the files have it so")
+    chosen, reasons = _choice(model, found, modules, packed, skip)
     _compare(model, modules, found, packed)
     ties = list(_ties(model))
     options: dict[str, Any] = {"block_size": block_size, "double": double, "search": search}
     report = QuantizeReport(model)
     total = sum(entry.size for own in found.values() for entry in own.values())
+    # All weights that are quantized are read to one place: in places of their own, codes would come
+    # to lie between them, and what is freed could not be given back.
+    largest = max((found[name]["weight"].size for name in chosen), default=0)
+    room = torch.empty(largest, dtype=torch.uint8)
     with torch.no_grad(), progress_bar(total, "load_quantized", unit="B", shown=True) as bar:
         for name, own in found.items():
             module, was = modules[name], type(modules[name]).__name__
             before = _wide_bytes(module, own) if name in chosen or name in packed else 0
-            given = {key: read(entry).to(device) for key, entry in own.items()}
-            if name in chosen:
-                given |= _quantized(f"{name}.weight", module, given.pop("weight"), to, options)
+            wide = own["weight"] if name in chosen else None
+            given = {key: read(one).to(device) for key, one in own.items() if one is not wide}
+            if wide is not None:
+                given |= _quantized(name, module, read(wide, room).to(device), to, options)
             elif name in packed and is_linear(module):
                 _make_quantized(module, "int8" if "SCB" in own else "nf4")
-            _fill(module, f"{name}." if name else "", given)
+            _fill(module, joined(name, ""), given)
             if isinstance(module, QuantizedLinear):
                 report.add(name, was, before, module)
             bar.update(sum(entry.size for entry in own.values()))
@@ -123,9 +125,13 @@ def _choice(
     model: nn.Module,
     found: Mapping[str, Mapping[str, Entry]],
     modules: Mapping[str, nn.Module],
+    packed: Collection[str],
     skip: Iterable[str] | str | None,
 ) -> tuple[set[str], dict[str, str]]:
     """Returns the layers to quantize, and reasons for the others."""
+    if packed:
+        linear = [name for name, module in modules.items() if is_linear(module)]
+        return set(), dict.fromkeys(linear, "the files have it so")
     chosen, reasons = choose(model, skip)
     for name in list(chosen):
         entry = found.get(name, {}).get("weight")
@@ -160,7 +166,7 @@ def _compare(
         if is_packed:
             filled.add(id(getattr(module, "scales", None)))
         for key, entry in own.items():
-            full = f"{name}.{key}".lstrip(".")
+            full = joined(name, key)
             if key not in tensors and not (is_packed and is_bitsandbytes_key(key)):
                 unexpected.append(full)
             elif key in tensors and not (is_packed and key == "weight"):
@@ -169,7 +175,7 @@ def _compare(
                         f"'{full}' is {[*entry.shape]} in the files, and {[*wanted]} in the model"
                     )
     missing = [
-        f"{name}.{key}".lstrip(".")
+        joined(name, key)
         for name, module in modules.items()
         for key, tensor in _tensors(module)
         if id(tensor) not in filled
@@ -210,7 +216,8 @@ def _quantized(
     try:
         q = quantized_weight(weight.t() if is_conv1d(module) else weight, to, **options)
     except ValueError as error:
-        raise ValueError(f"'{name}' cannot be quantized: {error}") from error
+        what = joined(name, "weight")
+        raise ValueError(f"'{what}' cannot be quantized: {error}") from error
     layer = CLASSES[to].take(module, q)
     return {"weight": layer.weight, "scales": layer.scales}
 
@@ -268,7 +275,7 @@ def _initializer(modules: Mapping[str, nn.Module], name: str, buffer: str) -> An
             break
         above = above.rpartition(".")[0]
     raise ValueError(
-        f"'{f'{name}.{buffer}'.lstrip('.')}' is on the meta device, and no file holds it: make the "
+        f"'{joined(name, buffer)}' is on the meta device, and no file holds it: make the "
         "model with its buffers elsewhere, as by accelerate.init_empty_weights()"
     )
 

@@ -12,7 +12,7 @@ from .._core.checks import check_choice
 from .._core.progress import progress_bar
 from ..nn.bitsandbytes import BLOCK_SIZES
 from ..nn.quantized import CLASSES, QuantizedLinear, quantized_weight
-from .choice import choose, left_parameters, weight_of
+from .choice import choose, joined, left_parameters, weight_of
 from .report import QuantizeReport
 from .transformers_config import describe
 
@@ -69,7 +69,7 @@ def quantize(
     if not chosen:
         raise ValueError(f"headroom.quantize: {_why_none(model, reasons)}")
     for name, module in chosen.items():
-        check_finite(f"{name}.weight", weight_of(module))
+        check_finite(joined(name, "weight"), weight_of(module))
     options: Any = {"block_size": block_size, "double": double, "search": search}
     report = QuantizeReport(model)
     total = sum(weight_of(module).nbytes for module in chosen.values())

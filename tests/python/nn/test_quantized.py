@@ -209,7 +209,7 @@ BAD_4BIT = {
         lambda e: e | {"weight.nested_quant_map": e["weight.nested_quant_map"] * 2},
         "'weight.nested_quant_map' is not the map",
     ),
-    "no state": (lambda e: without(e, f"{STATE}nf4"), "there is neither"),
+    "no state": (lambda e: without(e, f"{STATE}nf4"), "it has no scales"),
     "two states": (lambda e: e | {f"{STATE}fp4": e[f"{STATE}nf4"]}, "wanted"),
     "another format": (
         lambda e: without(e | {f"{STATE}int3": e[f"{STATE}nf4"]}, f"{STATE}nf4"),
@@ -229,7 +229,7 @@ BAD_4BIT = {
     "nested offset": (lambda e: changed(e, nested_offset="1"), "'nested_offset' is 1"),
     "a list of codes": (lambda e: e | {"weight.absmax": [1]}, "'weight.absmax' is list"),
     "codes of 8 bits": (lambda e: layer("int8").state_dict(), "it is in int8"),
-    "codes alone": (lambda e: {k: e[k] for k in ("weight", "bias")}, "there is neither"),
+    "codes alone": (lambda e: {k: e[k] for k in ("weight", "bias")}, "it has no scales"),
     "dense, transposed": (lambda e: {"weight": torch.randn(IN, OUT)}, "and the layer"),
     "not finite": (lambda e: {"weight": torch.full((OUT, IN), torch.inf)}, "not finite"),
     "own, of floats": (lambda e: {"weight": e["weight"], "scales": torch.ones(3)}, "'scales' is"),
@@ -254,7 +254,7 @@ BAD_8BIT = {
     "scales of f16": (lambda e: e | {"SCB": e["SCB"].half()}, "'SCB' is torch.float16"),
     "transposed": (lambda e: e | {"weight": e["weight"].T}, "'weight' is torch.int8"),
     "no codes": (lambda e: without(e, "weight"), "'weight' is missing"),
-    "no scales": (lambda e: without(without(e, "SCB"), "weight_format"), "there is neither"),
+    "no scales": (lambda e: without(without(e, "SCB"), "weight_format"), "it has no scales"),
     "codes of 4 bits": (lambda e: layer().state_dict(), "it is in nf4"),
 }
 
