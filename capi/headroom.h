@@ -1468,7 +1468,8 @@ HR_API hr_status hr_dequantize_matrix(const hr_rows *out, const hr_matrix *matri
  * do not depend on the parts.
  *
  * With at most 16 rows of x, forward decodes W on the way, and writes no part of it to memory. Sums
- * are binary32 then, in an order that depends on cols alone.
+ * are binary32 then, in an order that depends on cols alone. On CUDA codes must be at a multiple of
+ * 16 bytes for this, and cols a multiple of 32.
  */
 typedef struct hr_linear_config {
     size_t size;        /* sizeof(hr_linear_config) */

@@ -12,8 +12,6 @@
 #define PART_CPU   ((size_t)4 << 20)
 #define PART_CUDA  ((size_t)32 << 20)
 
-#define FEW_CPU 16 /* rows of x, up to which the loop for few is the quicker one */
-
 /* A call. The lines of a matrix are what its parts consist of: rows in forward, columns in
  * backward. */
 typedef struct linear_call {
@@ -29,18 +27,17 @@ typedef struct linear_call {
     const hr_exec *exec;
 } linear_call;
 
-/* Parts have the same number of lines, but the last: of whole blocks where that is possible. */
+/* Parts have the same number of lines, but the last: a multiple of PART_LINES where that fits. */
 static int64_t lines_per_part(const linear_call *call, size_t bytes)
 {
-    if (call->line == 0)
+    if (call->line == 0 || bytes / call->line >= (size_t)call->lines)
         return call->lines;
     const int64_t most = (int64_t)(bytes / call->line);
-    if (most >= call->lines)
-        return call->lines;
-    const int64_t parts = (call->lines + most - 1) / most;
-    const int64_t even = (call->lines + parts - 1) / parts;
-    const int64_t round = (even + PART_LINES - 1) / PART_LINES * PART_LINES;
-    return round <= most ? round : even;
+    if (most < PART_LINES)
+        return most;
+    const int64_t groups = (call->lines + PART_LINES - 1) / PART_LINES, fit = most / PART_LINES;
+    const int64_t parts = (groups + fit - 1) / fit;
+    return (groups + parts - 1) / parts * PART_LINES;
 }
 
 /* The bytes of a part of the best size. */
@@ -96,16 +93,18 @@ static hr_status measure_cuda(linear_call *call)
 }
 #endif
 
-static int64_t few_limit(const linear_call *call)
+/* Whether x has so few rows that the matrix is decoded on the way. */
+static int is_few(const linear_call *call)
 {
-    return call->exec->device == HR_CPU ? FEW_CPU : LINEAR_FEW;
+    if (call->backward || call->matrix.format == HR_DENSE || call->m > LINEAR_FEW)
+        return 0;
+    return call->exec->device == HR_CPU || linear_few_is_aligned(&call->matrix);
 }
 
 /* Chooses how to compute, which takes a device. */
 static hr_status choose(linear_call *call)
 {
-    const int can_be_few = !call->backward && call->matrix.format != HR_DENSE;
-    call->is_few = call->m == 0 || (can_be_few && call->m <= few_limit(call));
+    call->is_few = call->m == 0 || call->lines == 0 || is_few(call);
     if (call->is_few) {
         call->few = call->exec->device == HR_CPU ? linear_few_bytes(call->m, call->matrix.cols) : 0;
         return HR_OK;

@@ -33,6 +33,13 @@ HR_INLINE size_t linear_few_bytes(int64_t m, int64_t cols)
     return (size_t)(m * linear_padded(cols)) * sizeof(float);
 }
 
+/* Whether the kernel for CUDA takes the matrix: what a lane reads is in one block, at a multiple of 16
+ * bytes. */
+HR_INLINE int linear_few_is_aligned(const hr_matrix *matrix)
+{
+    return (uintptr_t)matrix->data % 16 == 0 && matrix->cols % LINEAR_GROUP == 0;
+}
+
 #ifdef __cplusplus
 extern "C" {
 #endif

@@ -106,12 +106,12 @@ HR_INLINE void decode_each(float *restrict tile, const few_call *call, int64_t r
     const hr_matrix *const matrix = &call->args->matrix;
     const uint8_t *const codes = (const uint8_t *)matrix->data;
     const int64_t first = r * matrix->cols + k0;
+    const int shift = __builtin_ctz((unsigned)matrix->block_size);
     float products[F16_AT_ONCE];
-    int64_t block = -1;
     for (int p = 0; p < n; p++) {
         const int64_t i = first + p;
-        if (i / matrix->block_size != block)
-            fill_products(products, call, block = i / matrix->block_size, dtype, level);
+        if (p == 0 || (i & (matrix->block_size - 1)) == 0)
+            fill_products(products, call, i >> shift, dtype, level);
         tile[p - p % GROUP + place_of(p % GROUP, HR_NF4)] =
             products[codes[i / 2] >> (i % 2 ? 0 : 4) & 15];
     }

@@ -1,5 +1,5 @@
 /*
- * linear_cuda.cu: few rows of x. A warp takes FEW_ROWS rows of the matrix, a tile of columns at a
+ * linear_cuda.cu: few rows of x. A warp takes one or two rows of the matrix, a tile of columns at a
  * time: 16 or 8 bytes of 4-bit codes of each row per lane, which are asked for a tile ahead. The
  * block's warps share the columns of x that belong to the tile, as binary32 in shared memory.
  */
@@ -10,9 +10,8 @@
 #include "kernels/quant/dynamic_map.h"
 #include "kernels/quant/quantize_matrix.h"
 
-#define THREADS  256
-#define WARPS    (THREADS / 32)
-#define FEW_ROWS 2
+#define THREADS 256
+#define WARPS   (THREADS / 32)
 
 typedef struct few_launch {
     linear_few_args args;
@@ -21,6 +20,11 @@ typedef struct few_launch {
 
 /* Columns of a lane in a tile: fewer where many rows of x must fit into shared memory. */
 template <int M> constexpr int lane_columns = M > 8 ? 16 : 32;
+
+/* Rows of the matrix that a warp takes, and blocks that share a multiprocessor: as many as registers
+ * allow. */
+template <int M, bool NIBBLES> constexpr int warp_rows = NIBBLES || M <= 4 ? 2 : 1;
+template <int M, bool NIBBLES> constexpr int resident = !NIBBLES || M > 4 ? 2 : M > 1 ? 3 : 4;
 
 /* The block's share of memory. x: [M][lane_columns / 4][32 lanes][4], so that lanes next to each
  * other read 16 bytes next to each other. */
@@ -107,72 +111,46 @@ static __device__ __forceinline__ float few_element(const few_codes<M, NIBBLES> 
     return dtype == HR_F32 ? product : hr_from_half(hr_to_half(product, dtype), dtype);
 }
 
-/* Element [row, k] of any matrix. */
 template <int M, bool NIBBLES>
-static __device__ __forceinline__ float few_any(const few_shared<M> &shared,
-                                                const hr_matrix &matrix, int64_t row, int64_t k,
-                                                hr_dtype dtype)
-{
-    if (row >= matrix.rows || k >= matrix.cols)
-        return 0.0f;
-    const int64_t i = row * matrix.cols + k;
-    float product;
-    if (NIBBLES) {
-        const int byte = ((const uint8_t *)matrix.data)[i / 2];
-        product = shared.values[i % 2 ? byte & 15 : byte >> 4] *
-                  matrix_absmax(&matrix, i / matrix.block_size, shared.map);
-    } else {
-        product = (float)((const int8_t *)matrix.data)[i] * matrix.absmax[row] * MATRIX_INT8_UNIT;
-    }
-    return dtype == HR_F32 ? product : hr_from_half(hr_to_half(product, dtype), dtype);
-}
-
-/* WHOLE: what a lane reads is in one block, at a multiple of 16 bytes. */
-template <int M, bool NIBBLES, bool WHOLE>
 static __device__ __forceinline__ void few_block(few_shared<M> &shared, const few_launch &l,
                                                  hr_dtype dtype)
 {
-    constexpr int L = lane_columns<M>;
+    constexpr int L = lane_columns<M>, ROWS = warp_rows<M, NIBBLES>;
     const linear_few_args &a = l.args;
     const hr_matrix &matrix = a.matrix;
     const int lane = (int)threadIdx.x % 32;
-    const int64_t first = ((int64_t)blockIdx.x * WARPS + threadIdx.x / 32) * FEW_ROWS;
-    float sums[FEW_ROWS][M];
-    few_codes<M, NIBBLES> codes[FEW_ROWS], next[FEW_ROWS];
+    const int64_t first = ((int64_t)blockIdx.x * WARPS + threadIdx.x / 32) * ROWS;
+    float sums[ROWS][M];
+    few_codes<M, NIBBLES> codes[ROWS], next[ROWS];
 #pragma unroll
-    for (int r = 0; r < FEW_ROWS; r++) {
+    for (int r = 0; r < ROWS; r++) {
 #pragma unroll
         for (int i = 0; i < M; i++)
             sums[r][i] = 0.0f;
-        if (WHOLE)
-            few_read<M, NIBBLES>(next[r], shared, matrix, first + r, lane * L);
+        few_read<M, NIBBLES>(next[r], shared, matrix, first + r, lane * L);
     }
     for (int64_t k0 = 0; k0 < matrix.cols; k0 += 32 * L) {
-        const int64_t k = k0 + lane * L;
         __syncthreads(); /* the tile before has been read */
         few_stage<M>(shared, l, k0, dtype);
 #pragma unroll
-        for (int r = 0; r < FEW_ROWS; r++) {
+        for (int r = 0; r < ROWS; r++) {
             codes[r] = next[r];
-            if (WHOLE)
-                few_read<M, NIBBLES>(next[r], shared, matrix, first + r, k + 32 * L);
+            few_read<M, NIBBLES>(next[r], shared, matrix, first + r, k0 + (32 + lane) * L);
         }
         __syncthreads();
 #pragma unroll
         for (int q = 0; q < L / 4; q++) {
-            float w[FEW_ROWS][4];
+            float w[ROWS][4];
 #pragma unroll
-            for (int r = 0; r < FEW_ROWS; r++)
+            for (int r = 0; r < ROWS; r++)
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                    w[r][e] = WHOLE ? few_element<M, NIBBLES>(codes[r], q * 4 + e, shared, dtype)
-                                    : few_any<M, NIBBLES>(shared, matrix, first + r, k + q * 4 + e,
-                                                          dtype);
+                    w[r][e] = few_element<M, NIBBLES>(codes[r], q * 4 + e, shared, dtype);
 #pragma unroll
             for (int i = 0; i < M; i++) {
                 const float4 x = shared.x[(i * (L / 4) + q) * 32 + lane];
 #pragma unroll
-                for (int r = 0; r < FEW_ROWS; r++)
+                for (int r = 0; r < ROWS; r++)
                     sums[r][i] = fmaf(
                         w[r][3], x.w,
                         fmaf(w[r][2], x.z, fmaf(w[r][1], x.y, fmaf(w[r][0], x.x, sums[r][i]))));
@@ -180,7 +158,7 @@ static __device__ __forceinline__ void few_block(few_shared<M> &shared, const fe
         }
     }
 #pragma unroll
-    for (int r = 0; r < FEW_ROWS; r++)
+    for (int r = 0; r < ROWS; r++)
 #pragma unroll
         for (int i = 0; i < M; i++) {
             const float total = warp_total(sums[r][i]);
@@ -191,55 +169,50 @@ static __device__ __forceinline__ void few_block(few_shared<M> &shared, const fe
         }
 }
 
-template <int M, bool NIBBLES, bool WHOLE>
-static __global__ void __launch_bounds__(THREADS)
+template <int M, bool NIBBLES>
+static __global__ void __launch_bounds__(THREADS, (resident<M, NIBBLES>))
     linear_few_kernel(const few_launch __grid_constant__ l)
 {
     __shared__ few_shared<M> shared;
     const hr_matrix &matrix = l.args.matrix;
     if (NIBBLES) {
-        if (threadIdx.x < 16)
-            shared.values[threadIdx.x] = matrix_value((int)threadIdx.x, matrix.format);
+#pragma unroll
+        for (int code = 0; code < 16; code++) /* so that values are constants of the code */
+            if (threadIdx.x == (unsigned)code)
+                shared.values[code] = matrix.format == HR_NF4 ? matrix_value(code, HR_NF4)
+                                                              : matrix_value(code, HR_FP4);
         if (matrix.absmax_codes)
             shared.map[threadIdx.x] = dynamic_value((int)threadIdx.x, 1);
         __syncthreads();
     }
-    FOR_DTYPE(matrix.dtype, D, (few_block<M, NIBBLES, WHOLE>(shared, l, D)))
+    FOR_DTYPE(matrix.dtype, D, (few_block<M, NIBBLES>(shared, l, D)))
 }
 
-template <int M>
-static void launch(const few_launch &l, bool whole, uint32_t blocks, hr_stream stream)
+template <int M, bool NIBBLES> static hr_status launch(const few_launch &l, const hr_exec *exec)
 {
-    if (l.args.matrix.format == HR_INT8_ROWS) {
-        if (whole)
-            HR_LAUNCH((linear_few_kernel<M, false, true>), blocks, THREADS, 0, stream, l);
-        else
-            HR_LAUNCH((linear_few_kernel<M, false, false>), blocks, THREADS, 0, stream, l);
-    } else if (whole) {
-        HR_LAUNCH((linear_few_kernel<M, true, true>), blocks, THREADS, 0, stream, l);
-    } else {
-        HR_LAUNCH((linear_few_kernel<M, true, false>), blocks, THREADS, 0, stream, l);
-    }
+    constexpr int rows = WARPS * warp_rows<M, NIBBLES>;
+    const int64_t blocks = (l.args.matrix.rows + rows - 1) / rows;
+    if (blocks > INT32_MAX)
+        return hr_fail(HR_UNSUPPORTED,
+                       "hr_linear_forward: matrix->rows is more than a grid of CUDA can take");
+    HR_LAUNCH((linear_few_kernel<M, NIBBLES>), (uint32_t)blocks, THREADS, 0, exec->stream, l);
+    return cuda_launch_status("hr_linear_forward");
+}
+
+template <bool NIBBLES> static hr_status launch_for(const few_launch &l, const hr_exec *exec)
+{
+    return l.args.m == 1   ? launch<1, NIBBLES>(l, exec)
+           : l.args.m <= 4 ? launch<4, NIBBLES>(l, exec)
+                           : launch<16, NIBBLES>(l, exec);
 }
 
 hr_status linear_few_cuda(const linear_few_args *args, const hr_exec *exec)
 {
-    const hr_matrix *const matrix = &args->matrix;
-    const int64_t blocks = (matrix->rows + WARPS * FEW_ROWS - 1) / (WARPS * FEW_ROWS);
-    if (blocks > INT32_MAX)
-        return hr_fail(HR_UNSUPPORTED,
-                       "hr_linear_forward: matrix->rows is more than a grid of CUDA can take");
-    const uintptr_t size = (uintptr_t)hr_element_size(matrix->dtype);
+    const uintptr_t size = (uintptr_t)hr_element_size(args->matrix.dtype);
+    const uintptr_t stride = args->m > 1 ? (uintptr_t)args->x.stride * size : 0;
     few_launch l;
     l.args = *args;
-    l.x_vectors =
-        ((uintptr_t)args->x.data | (args->m > 1 ? (uintptr_t)args->x.stride * size : 0)) % 16 == 0;
-    const bool whole = (uintptr_t)matrix->data % 16 == 0 && matrix->cols % LINEAR_GROUP == 0;
-    if (args->m == 1)
-        launch<1>(l, whole, (uint32_t)blocks, exec->stream);
-    else if (args->m <= 4)
-        launch<4>(l, whole, (uint32_t)blocks, exec->stream);
-    else
-        launch<16>(l, whole, (uint32_t)blocks, exec->stream);
-    return cuda_launch_status("hr_linear_forward");
+    l.x_vectors = ((uintptr_t)args->x.data | stride) % 16 == 0;
+    return args->matrix.format == HR_INT8_ROWS ? launch_for<false>(l, exec)
+                                               : launch_for<true>(l, exec);
 }

@@ -108,7 +108,7 @@ class QuantizedLinear(nn.Linear):
         return dequantize_matrix(self.matrix, dtype)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Does so for the bias; the weight cannot be trained.
+        """Freezes the bias too, and returns the layer; the weight cannot be trained.
 
         Raises:
             RuntimeError: ``requires_grad`` is True.

@@ -45,12 +45,9 @@ def load_quantized(
     Weights that bitsandbytes quantized, alone or through transformers, are taken as they are, in
     their own format; other weights of such files were left on purpose, and are left.
 
-    Example::
-
-        config = transformers.AutoConfig.from_pretrained(folder)
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
-        report = headroom.load_quantized(model, folder)
+    Of a model of transformers: ``with torch.device("meta"): model =
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))``, and then
+    ``headroom.load_quantized(model, folder)``.
 
     Args:
         model: with parameters on the meta device, or on another, where they are replaced.

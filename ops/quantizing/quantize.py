@@ -40,6 +40,7 @@ def quantize(
 
     Example::
 
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 9))
         report = headroom.quantize(model)
         print(report)  # what was quantized, what was left and why, and bytes
 

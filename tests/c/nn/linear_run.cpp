@@ -17,12 +17,10 @@ bool is_int8(const LinearCase &c)
     return c.format == HR_INT8_ROWS;
 }
 
-// Whole numbers, from `least` on.
-Tensors::Value whole_numbers(int role, int count, int least)
+// Whole numbers below `count`.
+Tensors::Value whole_numbers(int role, int count)
 {
-    return [=](size_t, size_t i) {
-        return std::floor((noise(uint64_t(role), i) + 1) / 2 * count) + least;
-    };
+    return [=](size_t, size_t i) { return std::floor((noise(uint64_t(role), i) + 1) / 2 * count); };
 }
 
 Tensors::Value noise_of(int role)
@@ -87,16 +85,15 @@ LinearRun::LinearRun(Backend &backend, const LinearCase &c)
     : shape(c), in(backend, stored(c.m, in_cols(), c.gap), {c.dtype}, c.shift, noise_of(IN)),
       out(backend, stored(c.m, out_cols(), c.gap), {c.dtype}, c.shift, garbage),
       bias(backend, {c.bias ? c.rows : 0}, {c.dtype}, c.shift, noise_of(BIAS)),
-      codes(backend, {is_int8(c) ? c.rows * c.cols : (c.rows * c.cols + 1) / 2},
-            {is_int8(c) ? HR_I8 : HR_U8}, c.codes,
-            is_int8(c) ? whole_numbers(CODES, 255, -127) : whole_numbers(CODES, 256, 0)),
+      codes(backend, {is_int8(c) ? c.rows * c.cols : (c.rows * c.cols + 1) / 2}, {HR_U8}, c.codes,
+            whole_numbers(CODES, 256)),
       absmax(backend,
              {c.nested     ? 0
               : is_int8(c) ? c.rows
                            : blocks_of(c)},
              {HR_F32}, 0, scales(ABSMAX)),
       absmax_codes(backend, {c.nested ? blocks_of(c) : 0}, {HR_U8}, 0,
-                   whole_numbers(ABSMAX_CODES, 256, 0)),
+                   whole_numbers(ABSMAX_CODES, 256)),
       absmax_scales(backend, {c.nested ? hr_block_count(blocks_of(c), 256) : 0}, {HR_F32}, 0,
                     scales(ABSMAX_SCALES)),
       offset(backend, {c.nested}, {HR_F32}, 0, [](size_t, size_t) { return 1.0625; }),
@@ -174,7 +171,8 @@ std::vector<double> LinearRun::weight() const
     for (size_t i = 0; i < all.size(); i++) {
         float value;
         if (is_int8(shape)) {
-            value = float(own[i]) * float(large[i / size_t(shape.cols)]) * 7.874015718698502e-3f;
+            value = float(int8_t(uint8_t(own[i]))) * float(large[i / size_t(shape.cols)]) *
+                    7.874015718698502e-3f;
         } else {
             const size_t block = i / size_t(shape.block_size);
             const int byte = int(own[i / 2]), code = i % 2 ? byte & 15 : byte >> 4;

@@ -39,17 +39,17 @@ class LinearRun
 
     LinearCase shape;
     Tensors in, out, bias, codes, absmax, absmax_codes, absmax_scales, offset;
-    Buffer workspace;
+    hr_matrix matrix = HR_MATRIX_INIT;
+    hr_linear_config config = HR_LINEAR_CONFIG_INIT;
     hr_linear_needs needs = {};
+    size_t workspace_bytes = 0;
+    Buffer workspace; // after what says how large it is
     // Arguments, for a test to spoil.
     hr_rows in_rows, out_rows;
     const hr_rows *in_argument = &in_rows, *out_argument = &out_rows;
-    hr_matrix matrix = HR_MATRIX_INIT;
     const hr_matrix *matrix_argument = &matrix;
-    hr_linear_config config = HR_LINEAR_CONFIG_INIT;
     const hr_linear_config *config_argument = &config;
     void *bias_argument, *workspace_argument;
-    size_t workspace_bytes;
     hr_exec exec;
     const hr_exec *exec_argument = &exec;
     int64_t m;

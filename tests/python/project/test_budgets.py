@@ -29,6 +29,7 @@ REGISTERS = {
     # Two blocks to a multiprocessor: with so many instructions per element, loads take less long.
     "divergence_backward_kernel": 128,
     "divergence_forward_kernel": 128,
+    "linear_few_kernel": 128,  # the sums of 16 rows of x, and codes a tile ahead
     "norm_backward_long_kernel": 128,  # 512 threads a block, for rows longer than 8,192
 }
 REGISTERS_OF_OTHERS = 64
@@ -75,6 +76,7 @@ READERS = {
     "cross_entropy_forward_kernel",
     "divergence_forward_kernel",
     "lce_see_kernel",
+    "linear_few_kernel",
 }
 
 
