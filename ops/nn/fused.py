@@ -13,9 +13,10 @@ from .functional import mlp_block
 from .linear import Linear
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
+from .quantized import Linear4bit, Linear8bit
 
 # Classes, and functions in the place of a forward, that draw no random numbers.
-known: set[Any] = {nn.Linear, Linear, linear_forward, RMSNorm, LayerNorm}
+known: set[Any] = {nn.Linear, Linear, linear_forward, Linear4bit, Linear8bit, RMSNorm, LayerNorm}
 
 
 def is_untouched(module: nn.Module) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from . import families, generic
+from .bitsandbytes import swap_bitsandbytes
 from .blocks import Options, PatchedLayer, chosen_levels, find_blocks
 from .changes import Changes, restore
 from .losses import check_loss_options, swap_losses
@@ -81,6 +82,7 @@ def patch(
         if norms:
             generic.swap_norms(model, changes, report)
         generic.swap_linears(model, changes, report)
+        swap_bitsandbytes(model, changes, report)
         if loss_options is not None:
             swap_losses(model, loss_options, changes, report)
         if report.changed:

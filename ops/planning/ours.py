@@ -79,6 +79,31 @@ def _loss(given: dict[str, Any], device: str, wanted: int, adds: bool = False) -
     return [] if found is None else [(found, "temporaries")]
 
 
+def _linear(given: dict[str, Any], device: str, rows: int, cols: int, backward: bool) -> Sizes:
+    x = given["dy"] if backward else given["x"]
+    found = _workspace(
+        "linear_quantized_workspace",
+        given,
+        tokens=prod(x.shape[:-1]),
+        rows=rows,
+        cols=cols,
+        dtype=FLOATS.index(x.dtype),
+        backward=backward,
+        is_cuda=device == "cuda",
+    )
+    return [(found, "temporaries")] if found else []
+
+
+@ours("linear_quantized")
+def _linear_forward(given: dict[str, Any], device: str) -> Sizes:
+    return _linear(given, device, given["rows"], given["x"].shape[-1], backward=False)
+
+
+@ours("linear_quantized_backward")
+def _linear_backward(given: dict[str, Any], device: str) -> Sizes:
+    return _linear(given, device, given["dy"].shape[-1], given["cols"], backward=True)
+
+
 @ours("mlp_block")
 def _mlp_forward(given: dict[str, Any], device: str) -> Sizes:
     return _mlp(0, given)

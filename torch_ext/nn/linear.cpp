@@ -79,6 +79,28 @@ Tensor linear_quantized_backward(const Tensor &dy, const Tensor &codes, const Te
                    precision);
 }
 
+// Bytes that the ops above allocate besides their results, for plans. `tokens` are rows of x or dy,
+// dtype is its hr_dtype. Without CUDA they are those of the CPU.
+int64_t linear_quantized_workspace(int64_t tokens, int64_t rows, int64_t cols, int64_t dtype,
+                                   int64_t format, int64_t block_size, bool nested, bool backward,
+                                   bool is_cuda, int64_t precision)
+{
+    FewBits bits(rows, cols, format, block_size, nested);
+    set(bits.matrix.dtype, dtype, "dtype");
+    if (bits.is_empty())
+        return 0;
+    hr_linear_config config = HR_LINEAR_CONFIG_INIT;
+    set_precision(config, precision);
+    hr_linear_needs needs;
+    const auto query = [&](int32_t device) {
+        const hr_exec exec = {device, nullptr};
+        return hr_linear_query(&needs, tokens, &bits.matrix, backward, &config, &exec);
+    };
+    if (!is_cuda || query(0) != HR_OK)
+        check(query(HR_CPU));
+    return static_cast<int64_t>(needs.best);
+}
+
 } // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
@@ -87,6 +109,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
           "int format, int block_size, bool nested, int precision) -> Tensor y");
     m.def("linear_quantized_backward(Tensor dy, Tensor codes, Tensor scales, int cols, int format, "
           "int block_size, bool nested, int precision) -> Tensor dx");
+    m.def("linear_quantized_workspace(int tokens, int rows, int cols, int dtype, int format, "
+          "int block_size, bool nested, bool backward, bool is_cuda, int precision) -> int");
+}
+
+// For all devices, because no tensor argument names one.
+STABLE_TORCH_LIBRARY_IMPL(headroom, CompositeExplicitAutograd, m)
+{
+    m.impl("linear_quantized_workspace", TORCH_BOX(&linear_quantized_workspace));
 }
 
 HR_IMPLEMENT_FOR_CPU_AND_CUDA(m)

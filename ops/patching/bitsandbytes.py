@@ -1,0 +1,144 @@
+"""Linear layers that bitsandbytes has made, whose weights are read where they are."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._core.surroundings import takes_ops
+from ..functional.linear_quantized import linear_quantized
+from ..functional.quantize_matrix import QuantizedMatrix
+from ..nn.bitsandbytes import matrix_of
+from ..nn.fused import known
+from .changes import Changes
+from .report import PatchReport
+
+CLASSES = ("Linear4bit", "LinearNF4", "LinearFP4", "Linear8bitLt")
+
+
+class Held:
+    """Holds the matrix of a layer between calls: its codes are the layer's, and so are its scales,
+    unless these are quantized, which bitsandbytes keeps in several tensors.
+
+    Both are Parameters, which no save level drops or moves. A copy holds nothing, and looks for
+    the matrix of its own layer when that is called.
+    """
+
+    def __init__(self) -> None:
+        self._found: QuantizedMatrix | None = None
+        self._source: tuple[Any, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Held, ()
+
+    def matrix(self, layer: Any) -> QuantizedMatrix:
+        """Returns the matrix.
+
+        Raises:
+            ValueError: the layer holds none that can be read.
+        """
+        if self._found is not None and (torch.compiler.is_compiling() or self._is_of(layer)):
+            return self._found
+        weight, shape = layer.weight, (layer.out_features, layer.in_features)
+        q = matrix_of(_entries(layer), shape, torch.float16)
+        self._source = weight, weight.untyped_storage()._cdata, _scales(layer)
+        codes, scales = (nn.Parameter(x, requires_grad=False) for x in (q.codes, q.scales))
+        self._found = QuantizedMatrix(
+            codes, scales, shape, q.dtype, q.format, q.block_size, q.nested
+        )
+        return self._found
+
+    def _is_of(self, layer: Any) -> bool:
+        """Returns whether the layer still has the tensors of the matrix that is held."""
+        weight, storage, scales = self._source
+        return (
+            weight is layer.weight
+            and storage == weight.untyped_storage()._cdata
+            and scales is _scales(layer)
+        )
+
+
+def _scales(layer: Any) -> Tensor | None:
+    """Returns the scales of blocks or rows as bitsandbytes has them; None where the weight is not
+    quantized yet."""
+    if not is_8bit(layer):
+        return getattr(layer.weight.quant_state, "absmax", None)
+    own = layer.weight.SCB  # until the first call of the layer
+    return layer.state.SCB if own is None else own
+
+
+def _entries(layer: Any) -> dict[str, Any]:
+    """Returns what would stand in a ``state_dict``, without copies of codes and scales."""
+    with torch._C.DisableTorchFunctionSubclass():
+        entries = {"weight": layer.weight.detach()}  # of class Tensor
+    if is_8bit(layer):
+        return entries | {"SCB": _scales(layer)}
+    state = layer.weight.quant_state.as_dict(packed=True)
+    return entries | {f"weight.{key}": value for key, value in state.items()}
+
+
+def is_8bit(layer: nn.Module) -> bool:
+    return type(layer).__name__ == "Linear8bitLt"
+
+
+def is_bitsandbytes(module: nn.Module) -> bool:
+    """Returns whether a module is a linear layer of bitsandbytes."""
+    kind = type(module)
+    return kind.__name__ in CLASSES and kind.__module__.partition(".")[0] == "bitsandbytes"
+
+
+def _is_repacked(layer: Any) -> bool:
+    return getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False)
+
+
+def _obstacle(layer: Any, held: Held) -> str | None:
+    """Returns why the weight of a layer cannot be read, or None."""
+    if "forward" in vars(layer):
+        return "something else has replaced its forward"
+    if is_8bit(layer) and layer.state.has_fp16_weights:
+        return "its weight is in 16 bits, and is trained"
+    if _is_repacked(layer):
+        return (
+            "bitsandbytes has packed its weight anew for inference on this CPU, with rounded "
+            "scales; patch before the first call in eval()"
+        )
+    if _scales(layer) is None:
+        return "its weight is not quantized yet, which moving it to a device does"
+    try:
+        held.matrix(layer)
+    except ValueError as error:
+        return f"its weight cannot be read: {error}"
+    return None
+
+
+def swap_bitsandbytes(model: nn.Module, changes: Changes, report: PatchReport) -> None:
+    """Swaps the linear layers of bitsandbytes. Weights stay where they are."""
+    if "bitsandbytes" not in sys.modules:
+        return
+    for name, module in model.named_modules():
+        if not is_bitsandbytes(module):
+            continue
+        held = Held()
+        if (reason := _obstacle(module, held)) is not None:
+            report.leave(name, module, reason)
+            continue
+        changes.set(module, "forward", functools.partial(bitsandbytes_forward, module, held))
+        kind = held.matrix(module).format
+        report.swap(name, module, f"Linear in {kind}", "headroom.functional.linear_quantized")
+
+
+def bitsandbytes_forward(layer: Any, held: Held, x: Tensor) -> Tensor:
+    """Takes the place of a layer's ``forward``: the product in the dtype that the layer was told to
+    compute in, else in that of x or of autocast; x is not quantized."""
+    lowered = x.to(getattr(layer, "compute_dtype", None) or x.dtype)
+    if not takes_ops(lowered) or _is_repacked(layer):
+        return type(layer).forward(layer, x)
+    bias = None if layer.bias is None else layer.bias.to(lowered.dtype)
+    return linear_quantized(lowered, held.matrix(layer), bias).to(x.dtype)
+
+
+known.add(bitsandbytes_forward)
