@@ -59,7 +59,7 @@ static hr_status copy(const dequantize_matrix_args *a, const hr_exec *exec)
     const char *const from =
         (const char *)a->matrix.data + (a->row * a->matrix.stride + a->col) * size;
     if (exec->device == HR_CPU)
-        return copy_rows_host(a->out.data, to_pitch, from, from_pitch, a->cols * size, a->rows);
+        return copy_rows_cpu(a->out.data, to_pitch, from, from_pitch, a->cols * size, a->rows);
     HR_RETURN_CUDA(
         copy_rows_cuda(a->out.data, to_pitch, from, from_pitch, a->cols * size, a->rows, exec),
         exec);
