@@ -212,7 +212,12 @@ constexpr matrix_tables matrix_tables_of()
 
 static constexpr __device__ matrix_tables kept_tables = matrix_tables_of();
 
-/* Calls body(r, c) for the rows of the rectangle that a thread has; c is the first of its columns. */
+template <bool all> struct turn_is_whole {
+    static constexpr bool whole = all;
+};
+
+/* Calls body(turn, r, c) for the rows of the rectangle that a thread has; c is the first of its
+ * columns. turn.whole: there are all of a turn. */
 template <int elements, typename Body>
 static __device__ __forceinline__ void visit_rows(const dequantize_matrix_grid &g, Body body)
 {
@@ -221,7 +226,10 @@ static __device__ __forceinline__ void visit_rows(const dequantize_matrix_grid &
     const int64_t team = (int64_t)blockIdx.y * teams + (int)threadIdx.x / g.width;
 #pragma unroll 1
     for (int64_t r = team; r < g.args.rows; r += (int64_t)gridDim.y * teams)
-        body(r, c);
+        if (c + (TURN - 1) * g.width * elements < g.args.cols)
+            body(turn_is_whole<true>(), r, c);
+        else
+            body(turn_is_whole<false>(), r, c);
 }
 
 template <int N, bool nested>
@@ -231,14 +239,14 @@ static __device__ __forceinline__ void decode_4_bits(const dequantize_matrix_gri
 {
     const dequantize_matrix_args &a = g.args;
     const hr_matrix &m = a.matrix;
-    visit_rows<N>(g, [&](int64_t r, int64_t c) {
+    visit_rows<N>(g, [&](auto turn, int64_t r, int64_t c) {
         const int64_t i = (a.row + r) * m.cols + a.col + c;
         uint32_t codes[TURN], quantized[TURN];
         float scales[TURN];
 #pragma unroll
         for (int t = 0; t < TURN; t++) {
             const int64_t at = t * g.width * N, b = (i + at) >> g.shift;
-            if (c + at >= a.cols)
+            if (!turn.whole && c + at >= a.cols)
                 continue;
             if constexpr (N == GROUP)
                 codes[t] = *(const uint32_t *)((const uint8_t *)m.data + (i + at) / 2);
@@ -256,7 +264,7 @@ static __device__ __forceinline__ void decode_4_bits(const dequantize_matrix_gri
 #pragma unroll
         for (int t = 0; t < TURN; t++) {
             const int64_t at = t * g.width * N;
-            if (c + at >= a.cols)
+            if (!turn.whole && c + at >= a.cols)
                 continue;
             const float absmax =
                 nested ? matrix_nested(map[quantized[t]], scales[t], offset) : scales[t];
@@ -276,14 +284,14 @@ static __device__ __forceinline__ void decode_8_bits(const dequantize_matrix_gri
 {
     const dequantize_matrix_args &a = g.args;
     const hr_matrix &m = a.matrix;
-    visit_rows<N>(g, [&](int64_t r, int64_t c) {
+    visit_rows<N>(g, [&](auto turn, int64_t r, int64_t c) {
         const int8_t *const from = (const int8_t *)m.data + (a.row + r) * m.cols + a.col + c;
         const float absmax = m.absmax[a.row + r];
         uint2 codes[TURN];
 #pragma unroll
         for (int t = 0; t < TURN; t++) {
             const int64_t at = t * g.width * N;
-            if (c + at >= a.cols)
+            if (!turn.whole && c + at >= a.cols)
                 continue;
             if constexpr (N == GROUP)
                 codes[t] = *(const uint2 *)(from + at);
@@ -295,7 +303,7 @@ static __device__ __forceinline__ void decode_8_bits(const dequantize_matrix_gri
 #pragma unroll
         for (int t = 0; t < TURN; t++) {
             const int64_t at = t * g.width * N;
-            if (c + at >= a.cols)
+            if (!turn.whole && c + at >= a.cols)
                 continue;
             const uint32_t words[2] = {codes[t].x, codes[t].y};
             float x[N];
