@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ._layers import held_bytes
 from .harness import Bar, Case, Contender, Rotation, Share, Unavailable, by_level, sets_needed
+from .instructions.row import FACTOR, Row, evenly
 
 BF16 = torch.bfloat16
 TRANSIENT = "transient bytes"
@@ -144,3 +145,14 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
             bars=[Bar("ratio", by_level(4, 2), "cpu"), Bar("fraction", 0.8, "cuda")],
         ),
     ]
+
+
+KERNEL, SIXTEEN = "dequantize_matrix_kernel", evenly(9.4)
+BUDGETS = [
+    # A thread reads 4 bytes of codes and what their scale needs; 8 threads share the latter.
+    Row(KERNEL, "nf4, nested, to f32", 4.516, 1.125, 4, FACTOR, 1.125, evenly(11)),
+    Row(KERNEL, "nf4, nested, to bf16", 2.516, 1.125, 2, FACTOR, 1.125, SIXTEEN | {"75": 15.6}),
+    Row(KERNEL, "nf4, nested, to f16", 2.516, 1.125, 2, FACTOR, 1.125, SIXTEEN, f16=True),
+    Row(KERNEL, "nf4 to bf16", 2.5625, 1, 2, FACTOR, 1, evenly(7.5) | {"75": 14.5}),
+    Row(KERNEL, "int8 to bf16", 3, 1.125, 2, FACTOR, 2, evenly(6.2) | {"75": 13.5}),
+]
