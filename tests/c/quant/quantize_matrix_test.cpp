@@ -562,4 +562,13 @@ TEST_P(QuantizeMatrix, BadInputsOfDecoding)
         {": exec is NULL", [](Decoded &r) { r.exec_argument = nullptr; }},
     };
     expect_all_refused(*backend, MatrixCase{}, bad);
+    for (const bool dense : {false, true}) {
+        Decoded run(*backend, MatrixCase{});
+        if (dense) {
+            run.matrix.format = HR_DENSE;
+            run.matrix.stride = 77;
+            run.matrix.data = run.x.data[0];
+        }
+        expect_no_such_device(run);
+    }
 }
