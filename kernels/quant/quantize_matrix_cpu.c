@@ -92,17 +92,20 @@ HR_INLINE void decode_4_bits(void *out, const hr_matrix *m, int64_t i, int64_t e
     while (i < end) {
         const int64_t b = i >> shift, after = (b + 1) << shift;
         const int64_t last = after < end ? after : end;
-        float table[16]; /* or elements of 16 bits */
-        fill_table(table, matrix_absmax(m, b, kept_map), values, dtype, level);
+        union {
+            float wide[16];
+            uint16_t halves[16];
+        } table;
+        fill_table(&table, matrix_absmax(m, b, kept_map), values, dtype, level);
         if (i & 1) {
-            decode_one(to, codes, i++, table, dtype);
+            decode_one(to, codes, i++, &table, dtype);
             to += size;
         }
         const int64_t steps = (last - i) / (2 * STEP);
-        level.spread(to, codes + (i >> 1), steps, table, dtype);
+        level.spread(to, codes + (i >> 1), steps, &table, dtype);
         to += steps * 2 * STEP * size;
         for (i += steps * 2 * STEP; i < last; i++, to += size)
-            decode_one(to, codes, i, table, dtype);
+            decode_one(to, codes, i, &table, dtype);
     }
 }
 
