@@ -19,11 +19,11 @@ class QuantizedMatrix:
     """A matrix of 4 or 8 bits per element, as bitsandbytes stores it.
 
     Attributes:
-        codes: 4 bits: uint8 ``[(rows * cols + 1) // 2, 1]``, two elements per byte, the first in its
-            upper half. ``"int8"``: int8 ``[rows, cols]``.
+        codes: 4 bits: uint8 ``[(rows * cols + 1) // 2, 1]``, two elements per byte, the first in
+            its upper half. ``"int8"``: int8 ``[rows, cols]``.
         scales: uint8, the bytes of float32 scales: one per block of ``block_size`` elements in row
-            order, or per row for ``"int8"``. If they are ``nested``: one code per block, zeros up to
-            a multiple of 4 bytes, float32 scales of 256 of these each, and a float32 offset.
+            order, or per row for ``"int8"``. If they are ``nested``: one code per block, zeros up
+            to a multiple of 4 bytes, float32 scales of 256 of these each, and a float32 offset.
         shape: ``(rows, cols)``.
         dtype: of the matrix before, and of what :func:`dequantize_matrix` returns.
         format: ``"nf4"``, ``"fp4"`` or ``"int8"``.
@@ -52,7 +52,8 @@ def quantize_matrix(
     Args:
         x: float32, bfloat16 or float16 ``[rows, cols]``.
         to: ``"nf4"``, ``"fp4"`` or ``"int8"``.
-        block_size: elements per scale: a power of two from 32 to 4096. Blocks go on from row to row.
+        block_size: elements per scale: a power of two from 32 to 4096. Blocks go on from row to
+            row.
         double: quantize the scales, too. ``"int8"`` has few, which stay float32.
         search: choose each block's scale, of 8, for the least squared error: about 0.87 of the mean
             squared error, in 8 times the time. bitsandbytes reads the result as any other.
@@ -61,8 +62,8 @@ def quantize_matrix(
         RuntimeError: an argument does not fit.
         ValueError: ``to`` is not a format.
 
-    A NaN makes its block NaN; nothing is refused. The rule is documented at ``hr_quantize_matrix`` in
-    ``headroom.h``.
+    A NaN makes its block NaN; nothing is refused. The rule is documented at ``hr_quantize_matrix``
+    in ``headroom.h``.
     """
     if to not in FORMATS:
         raise ValueError(f"to is {to!r}, wanted one of {', '.join(map(repr, FORMATS))}")

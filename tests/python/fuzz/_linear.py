@@ -49,7 +49,11 @@ def linear(rng: random.Random, memory: Memory) -> Call:
 
 def linear_query(rng: random.Random, memory: Memory) -> Call:
     own = LinearConfig(sizeof(LinearConfig), *(rng.randrange(2) for _ in range(3)))
-    sizes = Limited(rng.choice([0, 1, 5, 70])), _matrices.matrix(rng, memory), c_int32(rng.randrange(2))
+    sizes = (
+        Limited(rng.choice([0, 1, 5, 70])),
+        _matrices.matrix(rng, memory),
+        c_int32(rng.randrange(2)),
+    )
     made = call("hr_linear_query", [memory.struct(Needs), *sizes, own, exec_()], None)
     made.structs.pop(0)
     return made
