@@ -22,7 +22,7 @@ from ctypes import (
     c_void_p,
 )
 
-from tests.python.fuzz import _linear_cross_entropy, _losses, _mlp, _rows
+from tests.python.fuzz import _linear_cross_entropy, _losses, _matrices, _mlp, _rows
 from tests.python.fuzz._c_calls import (
     BF16,
     F32,
@@ -309,6 +309,7 @@ CALLS = (*CALLS, quantize_blocks, join_weights, workspace, adafactor_workspace, 
 WRITTEN = {"hr_quantize_blocks", "hr_dequantize_blocks"}  # whose lists differ in size
 DERIVED = [of_lists(f) for name, f in list_functions().items() if name not in WRITTEN]
 CALLS = (*CALLS, *DERIVED, *_rows.CALLS, *_losses.CALLS, *_mlp.CALLS, *_linear_cross_entropy.CALLS)
+CALLS = (*CALLS, *_matrices.CALLS)
 
 
 def case(rng: random.Random) -> str:
