@@ -156,7 +156,7 @@ def test_weights_in_bfloat16(kind):
     only = {"weights": ("bf16",), "micro_batches": (1,)}
     fitted = headroom.fit(InBfloat16(kind), batch, **options, only=only)
     assert fitted.choice.levels == () and fitted.choice.weights == "bf16"
-    assert fitted.notes[0].startswith("levels: blocks cannot be run again: ")
+    assert fitted.notes[0].startswith("levels: blocks cannot be run again: checkpoint: ")
     fitted = headroom.fit(InBfloat16(kind), batch, **options, only={"micro_batches": (1,)})
     if kind is Counts:
         assert fitted.choice.levels == ()

@@ -73,6 +73,24 @@ def test_an_argument_that_does_not_fit_is_named(options, error, text):
         headroom.fit(model, batch, **{"budget": "1 GiB", "loss": mse_loss, **options})
 
 
+def test_every_option_is_passed_on(monkeypatch):
+    names = "budget", "target", "host_budget", "allow", "margin", "ladder", "dry_run", "only"
+    given = {name: object() for name in (*names, "choice", "group")}
+    monkeypatch.setattr(headroom.fitting.api, "fit_step", lambda step, **options: options)
+    assert headroom.fit(*net(), **given) == given
+
+
+def test_a_ladder_of_what_cannot_be_planned_says_why():
+    model, batch = net()
+
+    def positive(model, batch):
+        output = model(batch[0])
+        return output[output > 0].mean()  # as many as there are, which no fake knows
+
+    with pytest.raises(PlanError, match="shapes depend on values"):
+        headroom.ladder(model, batch, forward=positive)
+
+
 @pytest.mark.parametrize("wrap", [lambda x: x.numpy(), lambda x: (x.numpy(), 3), lambda x: {}])
 def test_a_batch_without_tensors_is_refused(wrap):
     model, (x, _) = net()

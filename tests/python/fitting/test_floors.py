@@ -74,6 +74,16 @@ def test_a_few_plans_find_the_most_samples(unit, samples, share):
     found = most_samples(search, search.every, within)
     fits = [n for n in range(unit, samples, unit) if search.size(n) <= within]
     assert found == max(fits) and len(search.asked) <= SMALLER + 1
+    assert len({*search.asked}) == len(search.asked)
+
+
+def test_a_bent_line_is_halved_in_the_end():
+    """Where the next guess along a line is always too small."""
+    search = Line(6000)
+    search.size = lambda samples: 1000 + samples**8
+    within = search.size(3000)
+    found = most_samples(search, search.every, within)
+    assert 3000 - 6000 / 2 ** (SMALLER // 2) <= found <= 3000 and max(search.asked) < 6000
 
 
 def test_no_batch_fits_a_budget_below_that_of_a_sample():
