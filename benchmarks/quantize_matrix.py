@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._layers import held_bytes
 from .harness import Bar, Case, Contender, Rotation, Share, Unavailable, by_level, sets_needed
-from .instructions.row import FACTOR, Row
+from .instructions.row import FACTOR, Row, evenly
 
 BF16 = torch.bfloat16
 TRANSIENT = "transient bytes"
@@ -73,17 +73,18 @@ def decoder(q: Any, out: Tensor) -> Callable[[], None]:
 
     library = ctypes.CDLL(str(next(Path(headroom.get_library_dir()).glob("libheadroom.so.*"))))
     rows, cols = q.shape
-    blocks = -(-rows * cols // q.block_size)
-    codes = q.scales.data_ptr()
-    scales, end = codes + -(-blocks // 4) * 4, codes + q.scales.numel()
-    matrix = Matrix(ctypes.sizeof(Matrix), 1, 1, rows, cols, 0, q.codes.data_ptr(), q.block_size)
-    matrix.absmax_codes, matrix.absmax_scales, matrix.offset = codes, scales, end - 4
-    to, where = Rows(out.data_ptr(), cols), Exec(-1, None)
-    if out.is_cuda:
-        where = Exec(out.device.index, torch.cuda.current_stream(out.device).cuda_stream)
+    first_scale = -(-rows * cols // (4 * q.block_size)) * 4
     part = [ctypes.c_int64(n) for n in (0, rows, 0, cols)]
 
     def call() -> None:
+        codes = q.scales.data_ptr()
+        scales, end = codes + first_scale, codes + q.scales.numel()
+        matrix = Matrix(ctypes.sizeof(Matrix), 1, 1, rows, cols, 0, q.codes.data_ptr())
+        matrix.block_size, matrix.absmax_codes = q.block_size, codes
+        matrix.absmax_scales, matrix.offset = scales, end - 4
+        to, where = Rows(out.data_ptr(), cols), Exec(-1, None)
+        if out.is_cuda:
+            where = Exec(out.device.index, torch.cuda.current_stream(out.device).cuda_stream)
         given = ctypes.byref(to), ctypes.byref(matrix), *part, ctypes.byref(where)
         if library.hr_dequantize_matrix(*given) != 0:
             raise RuntimeError("hr_dequantize_matrix failed")
@@ -144,3 +145,14 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
             bars=[Bar("ratio", by_level(4, 2), "cpu"), Bar("fraction", 0.8, "cuda")],
         ),
     ]
+
+
+KERNEL, SIXTEEN = "dequantize_matrix_kernel", evenly(9.4)
+BUDGETS = [
+    # A thread reads 4 bytes of codes and what their scale needs; 8 threads share the latter.
+    Row(KERNEL, "nf4, nested, to f32", 4.516, 1.125, 4, FACTOR, 1.125, evenly(11)),
+    Row(KERNEL, "nf4, nested, to bf16", 2.516, 1.125, 2, FACTOR, 1.125, SIXTEEN | {"75": 15.6}),
+    Row(KERNEL, "nf4, nested, to f16", 2.516, 1.125, 2, FACTOR, 1.125, SIXTEEN, f16=True),
+    Row(KERNEL, "nf4 to bf16", 2.5625, 1, 2, FACTOR, 1, evenly(7.5) | {"75": 14.5}),
+    Row(KERNEL, "int8 to bf16", 3, 1.125, 2, FACTOR, 2, evenly(6.2) | {"75": 13.5}),
+]

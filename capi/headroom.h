@@ -1367,9 +1367,8 @@ HR_API hr_status hr_cross_entropy_reduce(float *result, float *factors, const fl
  * through the whole matrix and cross its rows; the last may be short. NF4 (Dettmers et al.,
  * arXiv:2305.14314) has quantiles of the normal distribution in [-1, 1]; FP4 has a sign, two bits of
  * exponent and one of mantissa, in units of 1/192: 0, 1, 128, 192, 64, 96, 32, 48, and the same with
- * a minus, of which 0 is plus 0 again. The factor of
- * HR_INT8_ROWS is 1/127, rounded up as bitsandbytes has it, and products are taken from the left
- * (LLM.int8(), arXiv:2208.07339).
+ * a minus, of which the first is plus 0 again. The factor of HR_INT8_ROWS is 1/127, rounded up as
+ * bitsandbytes has it, and products are taken from the left (LLM.int8(), arXiv:2208.07339).
  *
  * Scales may be quantized in turn, which leaves 4.127 bits in blocks of 64: absmax_codes is then not
  * NULL, absmax not read, and, with the signed map of hr_dynamic_map,
@@ -1387,7 +1386,7 @@ typedef struct hr_matrix {
     int64_t rows, cols; /* at most 2^59 elements */
     int64_t stride;     /* HR_DENSE: elements from a row to the next, >= cols; else not read */
     void *data;         /* [rows * cols] elements or codes; (rows * cols + 1) / 2 bytes in 4 bits.
-                               Codes may be at any address */
+                           Codes may be at any address */
     int32_t block_size; /* 4 bits: a power of two from 32 to 4096; else not read */
     int32_t reserved;   /* 0 */
     float *absmax;      /* [blocks]; HR_INT8_ROWS: [rows] */
@@ -1413,7 +1412,7 @@ typedef struct hr_quantize_matrix_config {
     }
 
 /*
- * hr_quantize_matrix: writes the codes and scales of x, in one pass.
+ * hr_quantize_matrix: writes the codes and scales of x.
  *
  *     absmax = the largest |x| of the block or row          NaN if one is NaN
  *     code   = that of the value nearest to x / absmax: up to the middle between two of them, as
@@ -1434,8 +1433,7 @@ typedef struct hr_quantize_matrix_config {
  * leaves the least sum of squared errors, of 1, 34/32, 31/32, 30/32, 29/32, 28/32, 27/32 and 26/32,
  * the first of equal ones. Squares are counted in units of 2^-22 of the largest squared, rounded
  * down. Blocks whose largest |x| is 2^127 or more are not searched. On normal numbers in blocks of
- * 64 the mean squared error is 0.87 of that without a search. Products with such a matrix are those
- * of any other.
+ * 64 the mean squared error is 0.87 of that without a search.
  *
  * matrix  out: what its pointers point to. Not HR_DENSE. With absmax_codes, absmax is workspace
  * x       in: [rows, cols] of `dtype`

@@ -9,7 +9,7 @@
 #include "kernels/nn/gemm.h"
 
 #define PART_LINES 64 /* of a part at least, so that the product of one is worth its call */
-#define PART_CPU   ((size_t)4 << 20)
+#define PART_CPU   ((size_t)7 << 19) /* with what the product takes, at most 4 MiB */
 #define PART_CUDA  ((size_t)32 << 20)
 
 /* A call. The lines of a matrix are what its parts consist of: rows in forward, columns in

@@ -34,17 +34,18 @@ typedef struct few_level {
     int most; /* rows of x whose sums fit into registers */
 } few_level;
 
-/* Rounds F16_AT_ONCE products to the type that products see. */
-HR_INLINE void round_products(float *restrict products, hr_dtype dtype, few_level level)
+/* Rounds F16_AT_ONCE products with absmax to the type that products see. Those with a NaN stay: its
+ * payload may be one that rounding to bf16 turns into a number. */
+HR_INLINE void round_products(float *restrict products, float absmax, hr_dtype dtype,
+                              few_level level)
 {
     uint16_t halves[F16_AT_ONCE];
     if (dtype == HR_F16) {
         level.halves.narrow_f16(halves, products);
         level.halves.widen_f16(products, halves);
-    }
-    for (int k = 0; dtype == HR_BF16 && k < F16_AT_ONCE; k++) {
-        const float x = products[k];
-        products[k] = x == x ? hr_float(bf16_to_high(x) & 0xFFFF0000u) : x;
+    } else if (dtype == HR_BF16 && absmax == absmax) {
+        for (int k = 0; k < F16_AT_ONCE; k++)
+            products[k] = hr_float(bf16_to_high(products[k]) & 0xFFFF0000u);
     }
 }
 
@@ -55,7 +56,7 @@ HR_INLINE void fill_products(float *restrict products, const few_call *call, int
     const float absmax = matrix_absmax(&call->args->matrix, block, call->map);
     for (int code = 0; code < F16_AT_ONCE; code++)
         products[code] = call->values[code] * absmax;
-    round_products(products, dtype, level);
+    round_products(products, absmax, dtype, level);
 }
 
 /* ---- A group whose codes are whole bytes of one block ---------------------------------------- */
@@ -149,7 +150,7 @@ HR_INLINE void decode_bytes(float *restrict tile, const few_call *call, int64_t 
         else
             for (int k = 0; k < F16_AT_ONCE; k++)
                 tile[p + k] = k < count ? (float)codes[p + k] * absmax * MATRIX_INT8_UNIT : 0.0f;
-        round_products(tile + p, dtype, level);
+        round_products(tile + p, absmax, dtype, level);
     }
 }
 

@@ -115,8 +115,8 @@ HR_INLINE float matrix_absmax(const hr_matrix *matrix, int64_t b, const float *m
 {
     if (!matrix->absmax_codes)
         return matrix->absmax[b];
-    return matrix_nested(map[matrix->absmax_codes[b]], matrix->absmax_scales[b / MATRIX_SCALES],
-                         matrix->offset[0]);
+    return matrix_nested(map[matrix->absmax_codes[b]],
+                         matrix->absmax_scales[(uint64_t)b / MATRIX_SCALES], matrix->offset[0]);
 }
 
 /* The mean of all absmax is summed in MATRIX_SUMS sums, number i % MATRIX_SUMS in turn, which are

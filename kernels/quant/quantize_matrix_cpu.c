@@ -37,25 +37,44 @@ HR_INLINE void spread_baseline(void *restrict out, const uint8_t *restrict codes
     }
 }
 
+/* The values of 4-bit codes, of NF4 and FP4, and the signed dynamic map; filled once. */
+static float kept_values[2][16], kept_map[256];
+
+static void fill_tables(void)
+{
+    for (int code = 0; code < 16; code++) {
+        kept_values[0][code] = matrix_value(code, HR_NF4);
+        kept_values[1][code] = matrix_value(code, HR_FP4);
+    }
+    for (int code = 0; code < 256; code++)
+        kept_map[code] = dynamic_value(code, 1);
+}
+
+/* Before loops over a table, which are to become vectors, and not sixteen times the body. */
+#define ROLLED _Pragma("GCC unroll 1")
+
 /* The sixteen elements of a block, by code. */
-HR_INLINE void fill_table(void *restrict table, float absmax, hr_format format, hr_dtype dtype,
-                          matrix_level level)
+HR_INLINE void fill_table(void *restrict table, float absmax, const float *restrict values,
+                          hr_dtype dtype, matrix_level level)
 {
     float products[16];
+    ROLLED
     for (int code = 0; code < 16; code++)
-        hr_store(products, code, matrix_value(code, format) * absmax, HR_F32);
-    if (dtype == HR_F16)
+        hr_store(products, code, values[code] * absmax, HR_F32);
+    if (dtype == HR_F16) {
         level.halves.narrow_f16((uint16_t *)table, products);
-    else
-        for (int code = 0; code < 16; code++)
-            hr_store(table, code, products[code], dtype);
+        return;
+    }
+    ROLLED
+    for (int code = 0; code < 16; code++)
+        hr_store(table, code, products[code], dtype);
 }
 
 /* Copies the element of code number i. */
 HR_INLINE void decode_one(void *out, const uint8_t *codes, int64_t i, const void *table,
                           hr_dtype dtype)
 {
-    const int code = i % 2 ? codes[i / 2] & 15 : codes[i / 2] >> 4;
+    const int code = i & 1 ? codes[i >> 1] & 15 : codes[i >> 1] >> 4;
     if (dtype == HR_F32)
         *(float *)out = ((const float *)table)[code];
     else
@@ -63,26 +82,30 @@ HR_INLINE void decode_one(void *out, const uint8_t *codes, int64_t i, const void
 }
 
 /* Decodes elements [i, end) of a matrix of 4-bit codes. */
-HR_INLINE void decode_4_bits(void *out, const hr_matrix *m, int64_t i, int64_t end,
-                             const float *map, hr_format format, hr_dtype dtype, matrix_level level)
+HR_INLINE void decode_4_bits(void *out, const hr_matrix *m, int64_t i, int64_t end, hr_dtype dtype,
+                             matrix_level level)
 {
     const uint8_t *const codes = (const uint8_t *)m->data;
+    const float *const values = kept_values[m->format == HR_FP4];
     const int size = hr_element_size(dtype), shift = __builtin_ctz((unsigned)m->block_size);
     char *to = (char *)out;
     while (i < end) {
         const int64_t b = i >> shift, after = (b + 1) << shift;
         const int64_t last = after < end ? after : end;
-        float table[16]; /* or elements of 16 bits */
-        fill_table(table, matrix_absmax(m, b, map), format, dtype, level);
-        if (i % 2) {
-            decode_one(to, codes, i++, table, dtype);
+        union {
+            float wide[16];
+            uint16_t halves[16];
+        } table;
+        fill_table(&table, matrix_absmax(m, b, kept_map), values, dtype, level);
+        if (i & 1) {
+            decode_one(to, codes, i++, &table, dtype);
             to += size;
         }
         const int64_t steps = (last - i) / (2 * STEP);
-        level.spread(to, codes + i / 2, steps, table, dtype);
+        level.spread(to, codes + (i >> 1), steps, &table, dtype);
         to += steps * 2 * STEP * size;
         for (i += steps * 2 * STEP; i < last; i++, to += size)
-            decode_one(to, codes, i, table, dtype);
+            decode_one(to, codes, i, &table, dtype);
     }
 }
 
@@ -101,15 +124,6 @@ HR_INLINE void decode_8_bits(void *restrict out, const int8_t *restrict codes, i
         hr_store(out, j, (float)codes[j] * absmax * MATRIX_INT8_UNIT, dtype);
 }
 
-/* The signed dynamic map, filled once. */
-static float nested_map[256];
-
-static void fill_nested_map(void)
-{
-    for (int code = 0; code < 256; code++)
-        nested_map[code] = dynamic_value(code, 1);
-}
-
 /* Decodes elements [begin, end) of the rectangle, counted row by row. */
 HR_INLINE void dequantize_range(void *context, int64_t begin, int64_t end, matrix_level level)
 {
@@ -124,10 +138,8 @@ HR_INLINE void dequantize_range(void *context, int64_t begin, int64_t end, matri
         if (m->format == HR_INT8_ROWS)
             FOR_DTYPE(m->dtype, D,
                       decode_8_bits(out, (const int8_t *)m->data + i, n, m->absmax[row], D, level))
-        else if (m->format == HR_NF4)
-            FOR_DTYPE(m->dtype, D, decode_4_bits(out, m, i, i + n, nested_map, HR_NF4, D, level))
         else
-            FOR_DTYPE(m->dtype, D, decode_4_bits(out, m, i, i + n, nested_map, HR_FP4, D, level))
+            FOR_DTYPE(m->dtype, D, decode_4_bits(out, m, i, i + n, D, level))
     }
 }
 
@@ -275,13 +287,14 @@ static void subtract_mean(float *absmax, float *mean, int64_t n)
 CPU_AVX2 HR_INLINE void spread_halves_avx2(uint16_t *out, const uint8_t *codes, int64_t steps,
                                            const void *table)
 {
-    const __m256i two = _mm256_loadu_si256((const __m256i *)table);
-    const __m256i apart = _mm256_permute4x64_epi64(
-        _mm256_shuffle_epi8(two, _mm256_broadcastsi128_si256(_mm_setr_epi8(
-                                     0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15))),
-        0xD8);
-    const __m256i low = _mm256_permute2x128_si256(apart, apart, 0x00);
-    const __m256i high = _mm256_permute2x128_si256(apart, apart, 0x11);
+    /* Two loads, because the table may have been stored in two parts. */
+    const __m128i byte = _mm_set1_epi16(255);
+    const __m128i one = _mm_loadu_si128((const __m128i *)table);
+    const __m128i other = _mm_loadu_si128((const __m128i *)table + 1);
+    const __m256i low = _mm256_broadcastsi128_si256(
+        _mm_packus_epi16(_mm_and_si128(one, byte), _mm_and_si128(other, byte)));
+    const __m256i high = _mm256_broadcastsi128_si256(
+        _mm_packus_epi16(_mm_srli_epi16(one, 8), _mm_srli_epi16(other, 8)));
     const __m256i mask = _mm256_set1_epi8(15);
     /* Words 0 and 2 of the codes go to the lower half, 1 and 3 to the upper: interleaving halves
      * then leaves elements in their order. */
@@ -370,7 +383,7 @@ hr_status quantize_matrix_cpu(const quantize_matrix_args *args)
 hr_status dequantize_matrix_cpu(const dequantize_matrix_args *args)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, fill_nested_map);
+    pthread_once(&once, fill_tables);
     hr_parallel_for(0, args->rows * args->cols, CPU_GRAIN, CPU_BEST(dequantize_range),
                     (void *)args);
     return HR_OK;

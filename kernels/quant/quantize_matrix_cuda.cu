@@ -15,37 +15,32 @@ typedef struct quantize_matrix_grid {
     quantize_matrix_args args;
     int64_t blocks, size; /* how many have a scale, of how many elements: blocks, or rows */
     int width;            /* threads that take a block: a power of two, at most a warp */
-    int vectors;          /* x is dense, and each block begins at a multiple of 16 bytes */
-    int words;            /* so do its codes, at a multiple of 4 */
 } quantize_matrix_grid;
 
-/* Elements of x from number i on, one by one, and zeros after `left` of them. */
-PACK_SLOW void load_slowly(const quantize_matrix_grid &g, int64_t i, int left, float (&x)[GROUP])
-{
-    const int64_t cols = g.args.matrix.cols;
-#pragma unroll
-    for (int e = 0; e < GROUP; e++) {
-        const int64_t row = (i + e) / cols, col = (i + e) % cols;
-        x[e] = e < left ? hr_load(g.args.x.data, row * g.args.x.stride + col, g.args.dtype) : 0.0f;
-    }
-}
-
-/* Calls visit(k, x, left) for each group of a thread's elements: it begins at element k of the block
- * that begins at `begin`, of `count` elements. */
-template <typename Visit>
+/* Calls visit(k, x) for each group of N elements of a thread, with zeros after the last element: it
+ * begins at element k of the block that begins at `begin`, of `count` elements. */
+template <int N, typename Visit>
 static __device__ __forceinline__ void visit_block(const quantize_matrix_grid &g, int64_t begin,
                                                    int64_t count, Visit visit)
 {
+    const quantize_matrix_args &a = g.args;
     const int lane = (int)threadIdx.x & (g.width - 1);
 #pragma unroll 1
-    for (int64_t k = lane * GROUP; k < count; k += g.width * GROUP) {
-        const int left = count - k < GROUP ? (int)(count - k) : GROUP;
-        float x[GROUP];
-        if (g.vectors && left == GROUP)
-            pack_floats(pack_load<GROUP>(g.args.x.data, begin + k, g.args.dtype), g.args.dtype, x);
-        else
-            load_slowly(g, begin + k, left, x);
-        visit(k, x, left);
+    for (int64_t k = lane * N; k < count; k += g.width * N) {
+        float x[N];
+        if constexpr (N == GROUP) {
+            pack_floats(pack_load<GROUP>(a.x.data, begin + k, a.dtype), a.dtype, x);
+        } else {
+            const int64_t cols = a.matrix.cols, row = (begin + k) / cols;
+            const int64_t left = cols - (begin + k - row * cols); /* elements of the row */
+            const int64_t at = row * a.x.stride + cols - left;
+#pragma unroll
+            for (int e = 0; e < N; e++) {
+                const int64_t gap = e < left ? 0 : a.x.stride - cols;
+                x[e] = k + e < count ? hr_load(a.x.data, at + e + gap, a.dtype) : 0.0f;
+            }
+        }
+        visit(k, x);
     }
 }
 
@@ -58,7 +53,7 @@ static __device__ __forceinline__ T joined(const quantize_matrix_grid &g, T x, J
     return x;
 }
 
-template <hr_format format>
+template <hr_format format, int N>
 static __device__ __forceinline__ float best_multiple(const quantize_matrix_grid &g, int64_t begin,
                                                       int64_t count, matrix_scale scale)
 {
@@ -68,9 +63,9 @@ static __device__ __forceinline__ float best_multiple(const quantize_matrix_grid
     for (int trial = -1; trial < MATRIX_TRIALS; trial++) {
         const float multiple = matrix_multiple(trial);
         int32_t sum = 0;
-        visit_block(g, begin, count, [&](int64_t, const float(&x)[GROUP], int) {
+        visit_block<N>(g, begin, count, [&](int64_t, const float(&x)[N]) {
 #pragma unroll
-            for (int e = 0; e < GROUP; e++)
+            for (int e = 0; e < N; e++)
                 sum += matrix_error(x[e] * scale.first * scale.second, multiple, format);
         });
         sum = joined(g, sum, [](int32_t a, int32_t b) { return a + b; });
@@ -80,7 +75,8 @@ static __device__ __forceinline__ float best_multiple(const quantize_matrix_grid
     return best;
 }
 
-template <hr_format format>
+/* N: GROUP, or 2 where x has gaps or a block does not begin at a multiple of 16 bytes. */
+template <hr_format format, int N>
 static __global__ void __launch_bounds__(THREADS)
     quantize_matrix_kernel(const quantize_matrix_grid __grid_constant__ g)
 {
@@ -89,9 +85,9 @@ static __global__ void __launch_bounds__(THREADS)
     const int64_t begin = b * g.size, rest = m.rows * m.cols - begin;
     const int64_t count = rest < 0 ? 0 : rest < g.size ? rest : g.size; /* 0: past the last block */
     uint32_t largest = 0;
-    visit_block(g, begin, count, [&](int64_t, const float(&x)[GROUP], int) {
+    visit_block<N>(g, begin, count, [&](int64_t, const float(&x)[N]) {
 #pragma unroll
-        for (int e = 0; e < GROUP; e++)
+        for (int e = 0; e < N; e++)
             largest = max(largest, matrix_magnitude(x[e]));
     });
     largest = joined(g, largest, [](uint32_t a, uint32_t b) { return max(a, b); });
@@ -99,26 +95,31 @@ static __global__ void __launch_bounds__(THREADS)
     matrix_scale scale = matrix_scale_of(absmax, format);
     if constexpr (format != HR_INT8_ROWS)
         if (g.args.search) { /* by all threads of a warp, because they exchange sums */
-            const float multiple = best_multiple<format>(g, begin, count, scale);
+            const float multiple = best_multiple<format, N>(g, begin, count, scale);
             absmax *= matrix_can_search(absmax) ? multiple : 1.0f;
             scale = matrix_scale_of(absmax, format);
         }
     if (count > 0 && (threadIdx.x & (g.width - 1)) == 0)
         m.absmax[b] = absmax;
-    visit_block(g, begin, count, [&](int64_t k, const float(&x)[GROUP], int left) {
-        constexpr int bytes = format == HR_INT8_ROWS ? GROUP : GROUP / 2;
-        uint32_t words[bytes / 4] = {0};
+    visit_block<N>(g, begin, count, [&](int64_t k, const float(&x)[N]) {
+        constexpr bool bytes = format == HR_INT8_ROWS;
+        uint32_t words[2] = {0, 0};
 #pragma unroll
-        for (int e = 0; e < GROUP; e++) {
+        for (int e = 0; e < N; e++) {
             const uint32_t code = (uint32_t)matrix_encode(x[e], scale, format);
-            if constexpr (format == HR_INT8_ROWS)
-                words[e / 4] |= code << (8 * (e % 4));
-            else
-                words[0] |= code << (8 * (e / 2) + 4 * (1 - e % 2));
+            const int bit = bytes ? 8 * e : 8 * (e / 2) + 4 * (1 - e % 2);
+            words[bit / 32] |= code << (bit % 32);
         }
-        const int left_bytes = format == HR_INT8_ROWS ? left : (left + 1) / 2;
-        uint8_t *const codes = (uint8_t *)m.data + (begin + k) / (GROUP / bytes);
-        pack_store_bytes<bytes>(codes, 0, g.words && left == GROUP, left_bytes, words);
+        uint8_t *const codes = (uint8_t *)m.data + (begin + k) / (bytes ? 1 : 2);
+        if constexpr (N == GROUP && bytes) {
+            *(uint2 *)codes = make_uint2(words[0], words[1]);
+        } else if constexpr (N == GROUP) {
+            *(uint32_t *)codes = words[0];
+        } else {
+            codes[0] = (uint8_t)words[0];
+            if (bytes && k + 1 < count)
+                codes[1] = (uint8_t)(words[0] >> 8);
+        }
     });
 }
 
@@ -154,23 +155,26 @@ hr_status quantize_matrix_cuda(const quantize_matrix_args *args, const hr_exec *
     const hr_matrix *const m = &args->matrix;
     const bool rows = m->format == HR_INT8_ROWS;
     const int64_t size = rows ? m->cols : m->block_size;
-    const uintptr_t bytes = args->dtype == HR_F32 ? 4 : 2, address = (uintptr_t)args->x.data;
     const bool dense = m->rows == 1 || args->x.stride == m->cols;
-    quantize_matrix_grid g = {.args = *args,
-                              .blocks = rows ? m->rows : matrix_blocks(m),
-                              .size = size,
-                              .width = 1,
-                              .vectors = dense && (address | (size * bytes)) % 16 == 0,
-                              .words = ((uintptr_t)m->data | (rows ? size : 0)) % 8 == 0};
-    while (g.width < 32 && g.width * GROUP < size)
+    const bool vectors = dense && (m->rows * m->cols | size) % GROUP == 0 &&
+                         ((uintptr_t)args->x.data % 16 | (uintptr_t)m->data % (rows ? 8 : 4)) == 0;
+    quantize_matrix_grid g = {
+        .args = *args, .blocks = rows ? m->rows : matrix_blocks(m), .size = size, .width = 1};
+    while (g.width < 32 && g.width * (vectors ? GROUP : 2) < size)
         g.width *= 2;
     const int64_t grid = (g.blocks + THREADS / g.width - 1) / (THREADS / g.width);
     if (grid > INT32_MAX)
         return hr_fail(HR_UNSUPPORTED, "hr_quantize_matrix: the matrix has more blocks than a grid "
                                        "of CUDA can take");
-    const auto kernel = rows                  ? quantize_matrix_kernel<HR_INT8_ROWS>
-                        : m->format == HR_NF4 ? quantize_matrix_kernel<HR_NF4>
-                                              : quantize_matrix_kernel<HR_FP4>;
+    const auto kernel_for = [&](auto *by_group, auto *by_two) {
+        return vectors ? by_group : by_two;
+    };
+    const auto kernel =
+        rows ? kernel_for(quantize_matrix_kernel<HR_INT8_ROWS, GROUP>,
+                          quantize_matrix_kernel<HR_INT8_ROWS, 2>)
+        : m->format == HR_NF4
+            ? kernel_for(quantize_matrix_kernel<HR_NF4, GROUP>, quantize_matrix_kernel<HR_NF4, 2>)
+            : kernel_for(quantize_matrix_kernel<HR_FP4, GROUP>, quantize_matrix_kernel<HR_FP4, 2>);
     HR_LAUNCH(kernel, (uint32_t)grid, THREADS, 0, exec->stream, g);
     if (m->absmax_codes) {
         const uint32_t threads = (uint32_t)((g.blocks + THREADS - 1) / THREADS);
@@ -212,7 +216,12 @@ constexpr matrix_tables matrix_tables_of()
 
 static constexpr __device__ matrix_tables kept_tables = matrix_tables_of();
 
-/* Calls body(r, c) for the rows of the rectangle that a thread has; c is the first of its columns. */
+template <bool all> struct turn_is_whole {
+    static constexpr bool whole = all;
+};
+
+/* Calls body(turn, r, c) for the rows of the rectangle that a thread has; c is the first of its
+ * columns. turn.whole: there are all of a turn. */
 template <int elements, typename Body>
 static __device__ __forceinline__ void visit_rows(const dequantize_matrix_grid &g, Body body)
 {
@@ -221,7 +230,10 @@ static __device__ __forceinline__ void visit_rows(const dequantize_matrix_grid &
     const int64_t team = (int64_t)blockIdx.y * teams + (int)threadIdx.x / g.width;
 #pragma unroll 1
     for (int64_t r = team; r < g.args.rows; r += (int64_t)gridDim.y * teams)
-        body(r, c);
+        if (c + (TURN - 1) * g.width * elements < g.args.cols)
+            body(turn_is_whole<true>(), r, c);
+        else
+            body(turn_is_whole<false>(), r, c);
 }
 
 template <int N, bool nested>
@@ -231,14 +243,14 @@ static __device__ __forceinline__ void decode_4_bits(const dequantize_matrix_gri
 {
     const dequantize_matrix_args &a = g.args;
     const hr_matrix &m = a.matrix;
-    visit_rows<N>(g, [&](int64_t r, int64_t c) {
+    visit_rows<N>(g, [&](auto turn, int64_t r, int64_t c) {
         const int64_t i = (a.row + r) * m.cols + a.col + c;
         uint32_t codes[TURN], quantized[TURN];
         float scales[TURN];
 #pragma unroll
         for (int t = 0; t < TURN; t++) {
             const int64_t at = t * g.width * N, b = (i + at) >> g.shift;
-            if (c + at >= a.cols)
+            if (!turn.whole && c + at >= a.cols)
                 continue;
             if constexpr (N == GROUP)
                 codes[t] = *(const uint32_t *)((const uint8_t *)m.data + (i + at) / 2);
@@ -256,7 +268,7 @@ static __device__ __forceinline__ void decode_4_bits(const dequantize_matrix_gri
 #pragma unroll
         for (int t = 0; t < TURN; t++) {
             const int64_t at = t * g.width * N;
-            if (c + at >= a.cols)
+            if (!turn.whole && c + at >= a.cols)
                 continue;
             const float absmax =
                 nested ? matrix_nested(map[quantized[t]], scales[t], offset) : scales[t];
@@ -276,14 +288,14 @@ static __device__ __forceinline__ void decode_8_bits(const dequantize_matrix_gri
 {
     const dequantize_matrix_args &a = g.args;
     const hr_matrix &m = a.matrix;
-    visit_rows<N>(g, [&](int64_t r, int64_t c) {
+    visit_rows<N>(g, [&](auto turn, int64_t r, int64_t c) {
         const int8_t *const from = (const int8_t *)m.data + (a.row + r) * m.cols + a.col + c;
         const float absmax = m.absmax[a.row + r];
         uint2 codes[TURN];
 #pragma unroll
         for (int t = 0; t < TURN; t++) {
             const int64_t at = t * g.width * N;
-            if (c + at >= a.cols)
+            if (!turn.whole && c + at >= a.cols)
                 continue;
             if constexpr (N == GROUP)
                 codes[t] = *(const uint2 *)(from + at);
@@ -295,7 +307,7 @@ static __device__ __forceinline__ void decode_8_bits(const dequantize_matrix_gri
 #pragma unroll
         for (int t = 0; t < TURN; t++) {
             const int64_t at = t * g.width * N;
-            if (c + at >= a.cols)
+            if (!turn.whole && c + at >= a.cols)
                 continue;
             const uint32_t words[2] = {codes[t].x, codes[t].y};
             float x[N];

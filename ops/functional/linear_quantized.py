@@ -107,7 +107,7 @@ def _backward(
 def _backward_of_backward(
     ctx: Any, grads: dict[str, Tensor], needs: dict[str, bool]
 ) -> dict[str, Tensor | None]:
-    """``dx`` is linear in ``dy``, so its gradient is the product of the other pass."""
+    """Returns the product of the other pass, because ``dx`` is linear in ``dy``."""
     codes, scales = ctx.saved_tensors
     ddy = torch.ops.headroom.linear_quantized(
         grads["dx"], codes, scales, None, ctx.other, **ctx.numbers

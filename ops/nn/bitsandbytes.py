@@ -124,7 +124,7 @@ def _matrix_of_8bit(
         raise ValueError(f"'weight_format' is {quoted(layout)}, wanted 0, which stands for rows")
     _check("weight", codes, torch.int8, shape)
     _check("SCB", scb, torch.float32, (shape[0],))
-    return QuantizedMatrix(codes, _raw(scb), shape, dtype, "int8", 64, False)
+    return QuantizedMatrix(codes.contiguous(), _raw(scb), shape, dtype, "int8", 64, False)
 
 
 def _matrix_of_4bit(entries: Mapping[str, Any], shape: tuple[int, int]) -> QuantizedMatrix:
@@ -156,7 +156,7 @@ def _matrix_of_4bit(entries: Mapping[str, Any], shape: tuple[int, int]) -> Quant
     scales = _raw(absmax)
     if nested:
         scales = torch.cat([scales, *_nested_parts(entries, state, blocks)])
-    return QuantizedMatrix(codes, scales, shape, dtype, kind, block_size, nested)
+    return QuantizedMatrix(codes.contiguous(), scales, shape, dtype, kind, block_size, nested)
 
 
 def _state_of(entries: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -205,6 +205,8 @@ def _raw(x: Tensor) -> Tensor:
 
 
 def _check(key: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if x.layout != torch.strided:
+        raise ValueError(f"'{key}' is {x.layout}, wanted a dense tensor")
     if x.dtype != dtype or tuple(x.shape) != shape:
         raise ValueError(f"'{key}' is {x.dtype} {[*x.shape]}, wanted {dtype} {[*shape]}")
 

@@ -39,7 +39,6 @@ class QuantizedLinear(nn.Linear):
     """
 
     formats: tuple[str, ...] = ()
-    weight: nn.Parameter
     scales: nn.Parameter
     format: str
     block_size: int
@@ -295,7 +294,7 @@ def quantized_weight(
     return q
 
 
-def _as(param: nn.Parameter, value: Tensor) -> Tensor:
+def _as(param: Tensor, value: Tensor) -> Tensor:
     """Returns the shard of a whole value for a parameter that is sharded; else the value."""
     if isinstance(param, DTensor) and not isinstance(value, DTensor):
         return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
@@ -304,5 +303,8 @@ def _as(param: nn.Parameter, value: Tensor) -> Tensor:
 
 def _check_dtypes(entries: Mapping[str, Any], wanted: Mapping[str, torch.dtype]) -> None:
     for key, dtype in wanted.items():
-        if entries[key].dtype != dtype:
-            raise ValueError(f"'{key}' is {entries[key].dtype}, wanted {dtype}")
+        x = entries[key]
+        if not isinstance(x, Tensor) or x.dtype != dtype or x.layout != torch.strided:
+            raise ValueError(
+                f"'{key}' is {getattr(x, 'dtype', x)}, wanted a dense tensor of {dtype}"
+            )

@@ -77,7 +77,7 @@ def choose(
         elif shared:
             raise ValueError(f"'{full}' is also '{shared[0]}': name one of them in skip")
     chosen = {name: module for name, module in linears.items() if name not in left}
-    frozen = {name for name, module in chosen.items() if not module.weight.requires_grad}  # type: ignore[union-attr]
+    frozen = {name for name, module in chosen.items() if not module.weight.requires_grad}
     if 0 < len(frozen) < len(chosen):
         left |= dict.fromkeys(chosen.keys() - frozen, FROZEN)
         chosen = {name: module for name, module in chosen.items() if name in frozen}

@@ -282,7 +282,7 @@ def _fill_buffers(modules: Mapping[str, nn.Module], device: torch.device | str) 
     for name, module in modules.items():
         lost = _lost_buffers(module)
         for buffer in lost:
-            module._buffers[buffer] = torch.full_like(module._buffers[buffer], 0, device=device)
+            module._buffers[buffer] = torch.zeros_like(getattr(module, buffer), device=device)
         if lost:
             for param in module.parameters(recurse=False):
                 param._is_hf_initialized = True  # type: ignore[attr-defined]

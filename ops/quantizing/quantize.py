@@ -40,7 +40,8 @@ def quantize(
 
     Example::
 
-        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 9))
+        layers = torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 9)
+        model = torch.nn.Sequential(*layers)
         report = headroom.quantize(model)
         print(report)  # what was quantized, what was left and why, and bytes
 

@@ -14,7 +14,7 @@ def describe(model: nn.Module) -> None:
     """Sets or removes ``config.quantization_config``: ``from_pretrained`` then makes layers of
     bitsandbytes for the weights that ``save_pretrained`` wrote. Layers of several formats have no
     such description."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
         return
     layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]

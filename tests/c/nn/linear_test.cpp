@@ -98,6 +98,27 @@ TEST_P(Linear, FewRowsOfAnyNumberOfColumns)
             }
 }
 
+// With the payload that quantizing leaves.
+TEST_P(Linear, AScaleThatIsNoNumberReachesEveryResult)
+{
+    for (const int64_t m : {1, 20})
+        for (const hr_dtype dtype : {HR_F32, HR_BF16, HR_F16})
+            for (const hr_format format : {HR_NF4, HR_INT8_ROWS}) {
+                LinearCase c;
+                c.m = m, c.cols = 64, c.dtype = dtype, c.format = format;
+                const LinearRun run(*backend, c);
+                std::vector<uint8_t> scales = run.absmax.buffers[0].content();
+                scales[0] = scales[1] = scales[2] = 0xFF, scales[3] = 0x7F;
+                run.absmax.buffers[0].put(scales);
+                ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
+                const std::vector<double> y = run.out.values(0);
+                for (int64_t i = 0; i < m; i++) {
+                    ASSERT_TRUE(std::isnan(y[size_t(i * c.rows)])) << c;
+                    ASSERT_FALSE(std::isnan(y[size_t(i * c.rows + 1)])) << c;
+                }
+            }
+}
+
 TEST_P(Linear, WithoutRows)
 {
     for (const bool backward : {false, true})

@@ -2,6 +2,8 @@
 // formula, parts against the whole, and the same bits wherever they run.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
+#include <memory>
 #include <numeric>
 
 #include "tests/c/harness/bits.h"
@@ -410,6 +412,36 @@ TEST_P(QuantizeMatrix, SpecialBlocks)
         EXPECT_TRUE(std::isnan(out[i])) << i;
 }
 
+// Memory that nobody touches takes none, so that numbers of elements and bytes may pass 2^31 and 2^32.
+TEST(QuantizeMatrixOnTheCpu, ElementsBeyond32Bits)
+{
+    const int64_t rows = (int64_t(1) << 20) + 1, cols = 4100, n = rows * cols;
+    std::unique_ptr<void, void (*)(void *)> codes(calloc(size_t(n / 2), 1), free);
+    std::unique_ptr<void, void (*)(void *)> absmax(calloc(size_t(n / 64 + 1), 4), free);
+    ASSERT_TRUE(codes && absmax);
+    for (const int64_t i : {n - 3, n - cols + 5, int64_t(1) << 32})
+        static_cast<uint8_t *>(codes.get())[i / 2] = 0xF1;
+    for (const int64_t i : {n - 3, n - cols + 5, int64_t(1) << 32})
+        static_cast<float *>(absmax.get())[i / 64] = float(i % 97 + 1);
+    hr_matrix matrix = HR_MATRIX_INIT;
+    matrix.format = HR_NF4;
+    matrix.rows = rows;
+    matrix.cols = cols;
+    matrix.data = codes.get();
+    matrix.absmax = static_cast<float *>(absmax.get());
+    const hr_exec exec = cpu_backend().exec();
+    for (const int64_t i : {n - 3, n - cols + 5, int64_t(1) << 32}) {
+        float two[2] = {7, 7};
+        const hr_rows out = {two, 2};
+        const int64_t first = i / 2 * 2;
+        ASSERT_EQ(hr_dequantize_matrix(&out, &matrix, first / cols, 1, first % cols, 2, &exec),
+                  HR_OK)
+            << hr_last_error();
+        EXPECT_EQ(two[0], float(i % 97 + 1));
+        EXPECT_EQ(two[1], value_of(1, HR_NF4) * float(i % 97 + 1));
+    }
+}
+
 namespace
 {
 std::vector<MatrixCase> cases_for_bits()
@@ -530,4 +562,13 @@ TEST_P(QuantizeMatrix, BadInputsOfDecoding)
         {": exec is NULL", [](Decoded &r) { r.exec_argument = nullptr; }},
     };
     expect_all_refused(*backend, MatrixCase{}, bad);
+    for (const bool dense : {false, true}) {
+        Decoded run(*backend, MatrixCase{});
+        if (dense) {
+            run.matrix.format = HR_DENSE;
+            run.matrix.stride = 77;
+            run.matrix.data = run.x.data[0];
+        }
+        expect_no_such_device(run);
+    }
 }

@@ -126,6 +126,11 @@ def blocks(**options):
     return [codes, absmax, F.dequantize_blocks(codes, absmax, is_signed=True, **options)]
 
 
+def few_bits(**options):
+    q = F.quantize_matrix(random(8, 72), **options)
+    return [q.codes, q.scales, F.dequantize_matrix(q)]
+
+
 def weights(**options):
     params, residuals = random(9).bfloat16(), torch.arange(9, dtype=torch.int16)
     values = torch.empty(9)
@@ -205,6 +210,10 @@ CASES = {
         [{"base": 10001.0}, {"rotary_dim": 4}, {"dtype": torch.bfloat16}],
     ),
     blocks: ({"block_size": 256}, [{"block_size": 512}, {"block_size": 128}]),
+    few_bits: (
+        {"to": "nf4", "block_size": 64, "double": True, "search": False},
+        [{"to": "fp4"}, {"to": "int8"}, {"block_size": 32}, {"double": False}, {"search": True}],
+    ),
     weights: ({"master": None, "rounding": "nearest"}, [{"master": "remainder16"}]),
 }
 

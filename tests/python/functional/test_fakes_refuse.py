@@ -48,6 +48,17 @@ def dequantize(codes=U8, absmax=F32, count=3, block_size=64, stride=1):
     F.dequantize_blocks(t(130, dtype=codes), scales, is_signed=True, block_size=block_size)
 
 
+def few_bits(dtype=F32, shape=(5, 30), to=1, block_size=64, nested=True):
+    op = torch.ops.headroom.quantize_matrix
+    op(t(*shape, dtype=dtype), to, block_size, nested, False)
+
+
+def elements(codes=75, scales=12, shape=(5, 30), dtypes=(U8, U8, F16), to=1, size=64, nested=True):
+    """Of 3 blocks: their codes, padding, a scale and an offset."""
+    given = [t(n, dtype=dtype) for n, dtype in zip((codes, scales), dtypes)]
+    torch.ops.headroom.dequantize_matrix(*given, *shape, to, size, nested, dtypes[2])
+
+
 def rope(q=(2, 4, 3, 8), k=(2, 2, 3, 8), cos=(3, 4), sin=None, dtypes=(F32,) * 4, ids=None, **how):
     shapes = q, k, cos, cos if sin is None else sin
     tensors = [t(*shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes)]
@@ -84,6 +95,11 @@ GOOD = {
     measure: [{}, {"grads": (F32,)}],
     quantize: [{}, {"values": F16}, {"block_size": 4096}],
     dequantize: [{}, {"block_size": 4096, "count": 1}],
+    few_bits: [{}, {"dtype": F16, "nested": False}, {"to": 3, "block_size": 1, "nested": False}],
+    elements: [
+        *({}, {"nested": False}, {"size": 32, "scales": 16}),
+        {"to": 3, "codes": 150, "scales": 20, "dtypes": (I8, U8, BF16), "nested": False},
+    ],
     rope: [
         *({"cos": (9, 8)}, {"cos": (2, 3, 8)}, {"cos": (1, 3, 8)}, {"ids": (3,)}, {"ids": (1, 3)}),
         *({"ids": (2, 3)}, {"q": (4, 3, 8), "k": (2, 3, 8)}, {"cos": (3, 2), "rotary_dim": 4}),
@@ -112,6 +128,15 @@ BAD = {
     dequantize: [
         *({"codes": I8}, {"absmax": F64}, {"count": 2}, {"count": 4}, {"block_size": 8192}),
         {"stride": 2},
+    ],
+    few_bits: [
+        *({"dtype": F64}, {"shape": (5,)}, {"shape": (2, 3, 4)}, {"to": 0}, {"to": 4}, {"to": 3}),
+        *({"block_size": 16}, {"block_size": 96}, {"block_size": 8192}),
+    ],
+    elements: [
+        *({"codes": 74}, {"scales": 16}, {"shape": (5, 32)}, {"shape": (-5, -30)}, {"to": 0}),
+        *({"to": 3}, {"size": 16}, {"dtypes": (I8, U8, F16)}, {"dtypes": (U8, I8, F16)}),
+        {"dtypes": (U8, U8, F64)},
     ],
     rope: [
         *({"q": (3, 8)}, {"q": (1, 2, 4, 3, 8)}, {"k": (2, 2, 4, 8)}, {"k": (3, 2, 3, 8)}),

@@ -1,24 +1,13 @@
-"""Calls of the functions of headroom.h that take matrices of few bits, as _rows.py makes those of
-layers."""
+"""Calls of the functions of headroom.h that take matrices of few bits; c_abi.py makes them
+wrong."""
 
 from __future__ import annotations
 
 import random
-from ctypes import Structure, byref, c_int32, c_int64, c_size_t, c_void_p, sizeof
+from ctypes import Structure, c_int32, c_int64, c_void_p, sizeof
 
-from tests.python.fuzz._c_calls import (
-    F32,
-    FLOATS,
-    LIBRARY,
-    OK,
-    Call,
-    Limited,
-    Memory,
-    config,
-    exec_,
-    struct,
-)
-from tests.python.fuzz._rows import PART, SIZES, call, matrix, part, spans, vector
+from tests.python.fuzz._c_calls import FLOATS, Call, Limited, Memory, config, exec_, values
+from tests.python.fuzz._rows import Rows, spans
 
 Matrix = config(
     ("format dtype", c_int32),
@@ -28,60 +17,51 @@ Matrix = config(
     ("absmax absmax_codes absmax_scales offset", c_void_p),
     sizes=("rows", "cols", "stride"),
 )
-LinearConfig = config(
-    ("allow_tf32 allow_reduced_precision_reduction deterministic reserved", c_int32)
-)
-Needs = struct(("best least whole", c_size_t))
-DENSE, INT8_ROWS = 0, 3
+QuantizeConfig = config(("search reserved", c_int32))
+DENSE, INT8 = 0, 3
+MOST, SLACK = 20 * 70, 16  # elements of a matrix, and bytes past each part
 
 
-def few_bits(rng: random.Random, memory: Memory) -> Structure:
-    """A matrix of any format, which is read."""
-    own = Matrix(sizeof(Matrix), rng.randrange(4), rng.choice(FLOATS))
-    own.rows, own.cols = rng.choice([0, 1, 2, 9]), rng.choice([1, 2, 31, 64, 70])
-    own.stride = own.cols + rng.choice([0, 3]) if own.format == DENSE else 0
-    own.block_size = rng.choice([32, 64, 128, 4096])
-    dense = own.format == DENSE
-    own.data = part(rng, memory, own.dtype) if dense else memory.take(PART, rng.randbytes(PART))
-    if not dense and rng.random() < 0.3:
-        own.data += rng.choice([1, 3])
-    if own.format != INT8_ROWS and not dense and rng.random() < 0.5:
-        own.absmax_codes = memory.take(PART, rng.randbytes(PART))
-        own.absmax_scales, own.offset = part(rng, memory, F32), part(rng, memory, F32)
-    elif not dense:
-        own.absmax = part(rng, memory, F32)
-    return own
+def matrix(
+    rng: random.Random, memory: Memory, formats: tuple[int, ...] = (0, 1, 2, 3)
+) -> Structure:
+    """A matrix, whose memory is enough in every format."""
+    rows, cols = rng.choice([0, 1, 2, 5, 20]), rng.choice([1, 2, 7, 33, 64, 70])
+    format_, block_size = rng.choice(formats), rng.choice([32, 64, 4096])
+    m = Matrix(sizeof(Matrix), format_, rng.choice(FLOATS), rows, cols, cols)
+    m.data = memory.take(4 * MOST + SLACK, rng.randbytes(4 * MOST))
+    if format_ != DENSE:
+        m.data += rng.choice([0, 0, 1, 3])
+    m.block_size = block_size
+    m.absmax = memory.take(4 * MOST // 32 + SLACK, values(rng, 0, MOST // 32))
+    if format_ not in (DENSE, INT8) and rng.random() < 0.5:
+        m.absmax_codes = memory.take(MOST // 32 + SLACK, rng.randbytes(MOST // 32))
+        m.absmax_scales = memory.take(4 + SLACK, values(rng, 0, 1))
+        m.offset = memory.take(4 + SLACK, values(rng, 0, 1))
+    return m
 
 
-def linear(rng: random.Random, memory: Memory) -> Call:
-    backward = rng.randrange(2)
-
-    def written(out, given, *others):
-        *_, m, own, workspace, size, where = others
-        cols = w.cols if backward else w.rows
-        return [*spans(out, m.value, cols, SIZES[w.dtype]), *spans(workspace, 1, size.value, 1)]
-
-    w, m, needs = few_bits(rng, memory), Limited(rng.choice([0, 1, 5, 16, 17])), Needs()
-    own = LinearConfig(sizeof(LinearConfig), *(rng.randrange(2) for _ in range(3)))
-    assert (
-        LIBRARY.hr_linear_query(byref(needs), m, byref(w), backward, byref(own), byref(exec_()))
-        == OK
-    ), LIBRARY.hr_last_error()
-    sides = (w.cols, w.rows) if backward else (w.rows, w.cols)
-    out, given = (matrix(rng, memory, cols, w.dtype) for cols in sides)
-    size = c_size_t(rng.choice([needs.least, needs.best, needs.whole]))
-    workspace = c_void_p(memory.take(size.value))
-    bias = [] if backward else [vector(rng, memory, w.dtype, 0.5)]
-    name = "hr_linear_backward" if backward else "hr_linear_forward"
-    return call(name, [out, given, w, *bias, m, own, workspace, size, exec_()], written)
+def quantize(rng: random.Random, memory: Memory) -> Call:
+    m = matrix(rng, memory, (1, 2, 3))
+    x = Rows(memory.take(4 * MOST + SLACK, values(rng, 0, MOST)), m.cols)
+    how, where = QuantizeConfig(sizeof(QuantizeConfig), rng.randrange(2)), exec_()
+    arguments = [m, x, c_int32(rng.choice(FLOATS)), how, where]
+    return Call("hr_quantize_matrix", arguments, structs=[m, x, how, where])
 
 
-def linear_query(rng: random.Random, memory: Memory) -> Call:
-    own = LinearConfig(sizeof(LinearConfig), *(rng.randrange(2) for _ in range(3)))
-    sizes = Limited(rng.choice([0, 1, 5, 70])), few_bits(rng, memory), c_int32(rng.randrange(2))
-    made = call("hr_linear_query", [memory.struct(Needs), *sizes, own, exec_()], None)
-    made.structs.pop(0)
-    return made
+def dequantize(rng: random.Random, memory: Memory) -> Call:
+    m = matrix(rng, memory)
+    row, col = rng.randrange(m.rows + 1), rng.randrange(m.cols + 1)
+    part = [row, rng.randint(0, m.rows - row), col, rng.randint(0, m.cols - col)]
+    out = Rows(memory.take(8 * MOST + SLACK), part[3] + rng.choice([0, 0, 3, 8]))
+    where = exec_()
+
+    def written(out, m, row, rows, col, cols, where):
+        size = 4 if m.dtype == 0 else 2
+        return spans(out, rows.value, cols.value, size)
+
+    arguments = [out, m, *map(Limited, part), where]
+    return Call("hr_dequantize_matrix", arguments, structs=[out, m, where], written=written)
 
 
-CALLS = (linear, linear, linear_query)
+CALLS = (quantize, dequantize)

@@ -22,7 +22,14 @@ from ctypes import (
     c_void_p,
 )
 
-from tests.python.fuzz import _linear_cross_entropy, _losses, _matrices, _mlp, _rows
+from tests.python.fuzz import (
+    _linear,
+    _linear_cross_entropy,
+    _losses,
+    _matrices,
+    _mlp,
+    _rows,
+)
 from tests.python.fuzz._c_calls import (
     BF16,
     F32,
@@ -308,8 +315,8 @@ CALLS = (adamw, adamw, adamw8bit, adamw8bit, adafactor, adafactor, unscale_norm,
 CALLS = (*CALLS, quantize_blocks, join_weights, workspace, adafactor_workspace, dynamic_map)
 WRITTEN = {"hr_quantize_blocks", "hr_dequantize_blocks"}  # whose lists differ in size
 DERIVED = [of_lists(f) for name, f in list_functions().items() if name not in WRITTEN]
-CALLS = (*CALLS, *DERIVED, *_rows.CALLS, *_matrices.CALLS, *_losses.CALLS, *_mlp.CALLS)
-CALLS += _linear_cross_entropy.CALLS
+CALLS = (*CALLS, *DERIVED, *_rows.CALLS, *_matrices.CALLS, *_linear.CALLS, *_losses.CALLS)
+CALLS = (*CALLS, *_mlp.CALLS, *_linear_cross_entropy.CALLS)
 
 
 def case(rng: random.Random) -> str:
