@@ -265,7 +265,7 @@ static void subtract_mean(float *absmax, float *mean, int64_t n)
     for (int width = MATRIX_SUMS / 2; width > 0; width /= 2)
         for (int k = 0; k < width; k++)
             sums[k] += sums[k + width];
-    *mean = (float)(sums[0] / (double)n);
+    hr_store(mean, 0, (float)(sums[0] / (double)n), HR_F32); /* every NaN as the same */
     for (int64_t i = 0; i < n; i++)
         absmax[i] -= *mean;
 }

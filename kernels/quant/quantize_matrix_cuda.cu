@@ -139,7 +139,7 @@ static __global__ void __launch_bounds__(MATRIX_SUMS)
             sums[threadIdx.x] += sums[threadIdx.x + width];
     }
     if (threadIdx.x == 0)
-        *mean = (float)(sums[0] / (double)n);
+        hr_store(mean, 0, (float)(sums[0] / (double)n), HR_F32); // every NaN as the same
 }
 
 static __global__ void __launch_bounds__(THREADS)

@@ -27,8 +27,9 @@ def patch(
     loss: bool | Mapping[str, Any] = False,
     checkpoint_options: Mapping[str, Any] | None = None,
 ) -> PatchReport:
-    """Gives a model Headroom's norms and blocks with a dial, in place; and on a CPU without
-    instructions for products in 16 bits, Linears in these :func:`headroom.functional.linear`.
+    """Gives a model Headroom's norms and blocks with a dial, in place; layers of bitsandbytes the
+    product :func:`headroom.functional.linear_quantized`; and on a CPU without instructions for
+    products in 16 bits, Linears in these :func:`headroom.functional.linear`.
 
     Parameters, their names and the ``state_dict`` stay as they are; only attributes of module
     instances are set, and :func:`unpatch` removes them. A second call starts anew. If the call

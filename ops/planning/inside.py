@@ -44,6 +44,8 @@ _CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward"}
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"} | {
     "headroom::gemm",
     "headroom::gemm_",
+    "headroom::linear_quantized",
+    "headroom::linear_quantized_backward",
     "headroom::mlp_block",  # whose products are torch's, with the scratch memory of those
     "headroom::mlp_block_backward",
 }

@@ -193,6 +193,8 @@ def test_opcheck(to, device):
     torch.library.opcheck(
         ops.linear_quantized_backward.default, (dy, q.codes, q.scales, COLS, *numbers)
     )
+    sizes = 7, ROWS, COLS, 0, *numbers[:3], True, False, 0
+    torch.library.opcheck(ops.linear_quantized_workspace.default, sizes)
 
 
 def test_compilation_flops_and_names_in_a_profile(device):

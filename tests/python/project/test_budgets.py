@@ -177,8 +177,9 @@ def test_every_kernel_over_elements_has_a_budget(resources):
     """In the file of its op in benchmarks."""
     names = {kernel_name(symbol) for _, symbol in resources}
     without = names - SCALAR - {row.kernel for row in ROWS}
-    # A row that stays in registers has no loop; logits come from a product, which takes longer.
-    assert without == {"norm_backward_kernel", "lce_see_kernel"}
+    # A row that stays in registers has no loop; logits come from a product, which takes longer; and
+    # in a turn of linear_few_kernel some threads load x for all: none has bytes per element.
+    assert without == {"norm_backward_kernel", "lce_see_kernel", "linear_few_kernel"}
 
 
 def test_registers(resources):

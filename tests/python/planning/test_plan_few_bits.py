@@ -1,0 +1,68 @@
+"""Plans of models whose frozen weights are in few bits, against the counter of real bytes."""
+
+import headroom
+import pytest
+import torch
+from headroom.functional import QuantizedMatrix, linear_quantized, quantize_matrix
+from headroom.memory.cpu import CpuRecorder
+from headroom.planning.inside import inside
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from helpers.few_bits import freeze
+from helpers.hf_models import model_of
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("level", ["L1", "L5"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("to", ["nf4", "int8"])
+def test_a_plan_is_what_a_run_takes(to, dtype, level):
+    wide = dict(hidden_size=128, intermediate_size=256)
+    model = freeze(model_of("Llama", **wide).to(dtype))
+    before = sum(p.nbytes for p in model.parameters())
+    report = headroom.quantize(model, to)
+    headroom.patch(model, level)
+    ids = torch.randint(3, 61, (2, 32))
+    batch = dict(input_ids=ids, labels=ids)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    plan = headroom.plan(model, optimizer, batch)
+    assert plan.peak_by_kind["parameters"] == report.after < before
+    assert plan.peak_by_kind["optimizer_state"] < 9 * sum(4 * p.numel() for p in trained)
+    with headroom.memory.track(model, optimizer) as timeline:
+        for _ in range(2):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert abs(plan.total_bytes / timeline.peak_bytes - 1) <= 0.001
+    kinds = timeline.peak_by_kind
+    assert kinds["parameters"] == report.after
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("to", ["nf4", "int8"])
+def test_the_workspace_of_a_product_in_parts(to, rows):
+    q = quantize_matrix(torch.randn(1536, 1024), to)  # 6 MiB in float32
+    x = torch.randn(rows, 1024)
+    ops = torch.ops.headroom
+    numbers = {"nf4": 1, "int8": 3}[to], q.block_size, q.nested, 0
+    calls = (
+        (ops.linear_quantized.default, (x, q.codes, q.scales, None, 1536, *numbers)),
+        (
+            ops.linear_quantized_backward.default,
+            (torch.randn(rows, 1536), q.codes, q.scales, 1024, *numbers),
+        ),
+    )
+    assert isinstance(q, QuantizedMatrix) and linear_quantized(x, q).shape == (rows, 1536)
+    for op, given in calls:
+        recorder = CpuRecorder(stacks=False)
+        recorder.start()
+        result = op(*given)
+        recorder.stop()
+        taken = sum(event.bytes for event in recorder.events() if event.action == "alloc")
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for v in given]
+            found = sum(size for size, _ in inside(op, fakes, {}, "cpu"))
+        assert found == taken - result.nbytes
+        assert rows == 1 or 1 << 20 < found <= 5 << 20
