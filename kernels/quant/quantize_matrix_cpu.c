@@ -267,7 +267,7 @@ static void subtract_mean(float *absmax, float *mean, int64_t n)
             sums[k] += sums[k + width];
     hr_store(mean, 0, (float)(sums[0] / (double)n), HR_F32); /* every NaN as the same */
     for (int64_t i = 0; i < n; i++)
-        absmax[i] -= *mean;
+        hr_store(absmax, i, absmax[i] - *mean, HR_F32);
 }
 
 /* ---- Instruction sets ------------------------------------------------------------------------ */

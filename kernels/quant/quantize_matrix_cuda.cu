@@ -147,7 +147,7 @@ static __global__ void __launch_bounds__(THREADS)
 {
     const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     if (i < n)
-        absmax[i] -= *offset;
+        hr_store(absmax, i, absmax[i] - *offset, HR_F32);
 }
 
 hr_status quantize_matrix_cuda(const quantize_matrix_args *args, const hr_exec *exec)
