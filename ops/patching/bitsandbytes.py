@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from typing import Any
@@ -43,23 +44,17 @@ class Held:
         """
         if self._found is not None and (torch.compiler.is_compiling() or self._is_of(layer)):
             return self._found
-        weight, shape = layer.weight, (layer.out_features, layer.in_features)
+        shape = layer.out_features, layer.in_features
         q = matrix_of(_entries(layer), shape, torch.float16)
-        self._source = weight, weight.untyped_storage()._cdata, _scales(layer)
+        self._source = layer.weight.untyped_storage()._cdata, _scales(layer)
         codes, scales = (nn.Parameter(x, requires_grad=False) for x in (q.codes, q.scales))
-        self._found = QuantizedMatrix(
-            codes, scales, shape, q.dtype, q.format, q.block_size, q.nested
-        )
+        self._found = dataclasses.replace(q, codes=codes, scales=scales)
         return self._found
 
     def _is_of(self, layer: Any) -> bool:
         """Returns whether the layer still has the tensors of the matrix that is held."""
-        weight, storage, scales = self._source
-        return (
-            weight is layer.weight
-            and storage == weight.untyped_storage()._cdata
-            and scales is _scales(layer)
-        )
+        storage, scales = self._source
+        return storage == layer.weight.untyped_storage()._cdata and scales is _scales(layer)
 
 
 def _scales(layer: Any) -> Tensor | None:

@@ -98,6 +98,16 @@ def test_a_weight_that_was_replaced_is_read_anew():
         ).to("cpu")
     wanted = headroom.functional.linear_quantized(x, Held().matrix(module), module.bias)
     assert torch.equal(module(x), wanted) and not torch.equal(module(x), other(x))
+    module.weight.data = module.weight.data.flip(0)
+    assert not torch.equal(module(x), wanted)
+
+
+def test_a_copy_has_no_codes_twice():
+    module = layer()
+    size = len(pickle.dumps(module))
+    headroom.patch(module)
+    module(torch.randn(2, IN))
+    assert len(pickle.dumps(module)) < size + OUT * IN // 4
 
 
 def test_layers_that_cannot_be_read_are_left_and_named():
