@@ -89,7 +89,11 @@ static hr_status begin_call(linear_call *call, const hr_matrix *matrix,
 #if HR_WITH_CUDA
 static hr_status measure_cuda(linear_call *call)
 {
-    HR_RETURN_CUDA(gemm_workspace_cuda(&call->product), call->exec);
+    int32_t previous = 0;
+    HR_RUN(hr_cuda_enter(call->exec->device, &previous));
+    const hr_status status = gemm_workspace_cuda(&call->product);
+    hr_cuda_leave(previous);
+    return status;
 }
 #endif
 
@@ -124,7 +128,7 @@ hr_status hr_linear_query(hr_linear_needs *needs, int64_t m, const hr_matrix *ma
     HR_REQUIRE(needs, "%s: needs is NULL", function);
     HR_TRY(hr_check_flag(function, "backward", backward));
     HR_TRY(begin_call(&call, matrix, config));
-    HR_TRY(choose(&call));
+    HR_RUN(choose(&call));
     *needs = needs_of(&call);
     return HR_OK;
 }
@@ -158,9 +162,8 @@ static hr_status multiply(const linear_call *call, const linear_rows *rows, cons
                             .config = config,
                             .workspace = workspace,
                             .workspace_bytes = workspace_bytes};
-    if (call->exec->device == HR_CPU)
-        return gemm_cpu(&args);
-    HR_RETURN_CUDA(gemm_cuda(&args, call->exec), call->exec);
+    HR_ON_DEVICE(call->exec, gemm, &args);
+    return HR_OK;
 }
 
 /* Decodes `lines` lines from `first` on. */
@@ -200,9 +203,8 @@ static hr_status multiply_few(const linear_call *call, const linear_rows *rows, 
                                   .bias = rows->bias,
                                   .m = call->m,
                                   .workspace = workspace};
-    if (call->exec->device == HR_CPU)
-        return linear_few_cpu(&args);
-    HR_RETURN_CUDA(linear_few_cuda(&args, call->exec), call->exec);
+    HR_ON_DEVICE(call->exec, linear_few, &args);
+    return HR_OK;
 }
 
 /* Checks what both passes are given, and computes it. */
@@ -220,7 +222,7 @@ static hr_status run_call(linear_call *call, const char *out_name, const hr_rows
     HR_TRY(hr_check_rows(function, out_name, out, call->m, call->lines, w->dtype));
     HR_TRY(hr_check_rows(function, in_name, in, call->m, in_cols, w->dtype));
     HR_TRY(hr_check_vector(function, "bias", bias, w->dtype));
-    HR_TRY(choose(call));
+    HR_RUN(choose(call));
     const hr_linear_needs needs = needs_of(call);
     HR_REQUIRE(bytes >= needs.least, "%s: workspace_bytes is %zu, wanted %zu or more", function,
                bytes, needs.least);

@@ -21,9 +21,10 @@ static __device__ __forceinline__ double reduce_block(double x, Combine combine)
     for (int width = threads / 2; width > 0; width /= 2) {
         __syncthreads();
         if ((int)threadIdx.x < width)
-            values[threadIdx.x] = x = combine(x, values[threadIdx.x + width]);
+            values[threadIdx.x] = combine(values[threadIdx.x], values[threadIdx.x + width]);
     }
-    return threadIdx.x == 0 ? x : 0.0;
+    __syncthreads(); // a compiler may let all threads read the first value
+    return threadIdx.x == 0 ? values[0] : 0.0;
 }
 
 /* The larger of each pair over `lanes` neighboring lanes of a warp, in all of them. The upper half of the lanes

@@ -62,13 +62,14 @@ static __device__ __forceinline__ float best_multiple(const quantize_matrix_grid
 #pragma unroll 1
     for (int trial = -1; trial < MATRIX_TRIALS; trial++) {
         const float multiple = matrix_multiple(trial);
-        int32_t sum = 0;
+        uint32_t total = 0; // of a block that is not searched, it may be anything
         visit_block<N>(g, begin, count, [&](int64_t, const float(&x)[N]) {
 #pragma unroll
             for (int e = 0; e < N; e++)
-                sum += matrix_error(x[e] * scale.first * scale.second, multiple, format);
+                total +=
+                    (uint32_t)matrix_error(x[e] * scale.first * scale.second, multiple, format);
         });
-        sum = joined(g, sum, [](int32_t a, int32_t b) { return a + b; });
+        const int32_t sum = (int32_t)joined(g, total, [](uint32_t a, uint32_t b) { return a + b; });
         best = sum < least ? multiple : best;
         least = sum < least ? sum : least;
     }

@@ -3,7 +3,9 @@
 
 static void integer_to_integer(ptx_thread *t, const ptx_instruction *i)
 {
-    D = ptx_unsigned(ptx_integer_of(A, i->type2), i->type);
+    const uint64_t d = ptx_unsigned(ptx_integer_of(A, i->type2), i->type);
+    // No register has 8 bits: in one of 16, a signed result fills the others with its sign.
+    D = i->type == PTX_S8 ? ptx_unsigned(ptx_integer_of(d, PTX_S8), PTX_S16) : d;
 }
 
 static double to_integer(double x, ptx_rounding rounding)

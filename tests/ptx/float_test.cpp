@@ -298,6 +298,8 @@ TEST(Conversions, OfIntegersAndBetweenWidths)
     EXPECT_EQ(Instruction("cvt.s32.s16", 1)(0xFFFF8000u), 0xFFFF8000u);
     EXPECT_EQ(Instruction("cvt.u16.u32", 1)(0x12345678u), 0x5678u);
     EXPECT_EQ(Instruction("cvt.s32.s8", 1)(0x80u), 0xFFFFFF80u);
+    EXPECT_EQ(Instruction("cvt.s8.s32", 1)(0xFFFFFFE6u), 0xFFE6u);
+    EXPECT_EQ(Instruction("cvt.s8.s32", 1)(0x17Fu), 0x7Fu);
 }
 
 // ---- Approximations -----------------------------------------------------------------------------
