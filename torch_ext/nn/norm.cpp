@@ -115,13 +115,14 @@ Forward backward(Norm &norm, const Tensor &dy, const OptionalTensor &dsum, const
         workspace = workspace_of(bytes, x.tensor);
     }
     const hr_rows dx_rows = rows_of(dx), y_rows = rows_of(y);
+    const float *const means = mean ? norm.of_rows(*mean, "mean") : nullptr;
+    const float *const rstds = norm.of_rows(rstd, "rstd"); // wrong ones are refused in any case
     if (wanted.dx || wanted.dweight || wanted.dbias || wanted.y)
         check(hr_norm_backward(
             wanted.dx ? &dx_rows : nullptr, wanted.dweight ? dweight.mutable_data_ptr() : nullptr,
             wanted.dbias ? dbias.mutable_data_ptr() : nullptr, wanted.y ? &y_rows : nullptr,
             dy_in.get(), dsum_in ? dsum_in->get() : nullptr, in.get(), norm.weight, norm.bias,
-            mean ? norm.of_rows(*mean, "mean") : nullptr, norm.of_rows(rstd, "rstd"),
-            norm.matrix.rows, norm.matrix.cols, &norm.config,
+            means, rstds, norm.matrix.rows, norm.matrix.cols, &norm.config,
             bytes ? workspace.mutable_data_ptr() : nullptr, bytes, &norm.exec.exec));
     return {dx, dweight, dbias, y};
 }
