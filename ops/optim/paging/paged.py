@@ -18,7 +18,7 @@ from ..._core.capture import refuse_in_capture
 from ..._core.dtensor import local_part, with_spec
 from ..._core.grouping import grouped
 from ..._core.names import name_of
-from ..._core.overlap import place_in_memory
+from ..._core.overlap import laid_out, place_in_memory
 from ..._core.sizes import format_bytes
 from ..._core.table import table_of
 from ...host.arena import HostArena, default_arena
@@ -320,8 +320,13 @@ class Paging:
         ring = self._ring(device, group, bucket)
         staged = []
         pieces = self._pieces_of(bucket, ring, block_size_of(group))
+        grads = [  # those of parameters that are cut, once for all parts
+            laid_out(grad, param.stride()) if self._homes[owner].size > ring.slot_bytes else grad
+            for owner, param, grad in zip(bucket.owners, bucket.params, bucket.grads)
+        ]
+        laid = bucket._replace(grads=grads)
         for piece in pieces:
-            part = piece.bucket(bucket)
+            part = piece.bucket(laid)
             staged.append((part, _states_of(part, piece.states)))
         return Staging(ring, pieces), staged
 
@@ -345,6 +350,7 @@ class Paging:
         ring = self._rings.get(device)
         if ring is None or ring.slot_bytes < slot:
             self.wait()
+            self._pieces.clear()  # which hold the memory of the ring
             self._rings.pop(device, None)
             ring = self._rings[device] = Ring(device, slot, self.engine_of(device))
         return ring

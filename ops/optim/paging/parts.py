@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ..._core.overlap import flat, laid_out
+from ..._core.overlap import flat
 from ...host.ring import Copy, Piece, Ring, Run, aligned
 from ..plan import Bucket, Call, Calls
 from ..states import STEP
@@ -85,13 +85,12 @@ class Part(Piece):
         self.states[param] = states
 
     def bucket(self, whole: Bucket) -> Bucket:
-        """Returns what an op steps, with the gradients that a bucket has in this step."""
-        grads = []
-        for at, elements in self._elements:
-            grad = whole.grads[at]
-            if elements is not None:
-                grad = flat(laid_out(grad, whole.params[at].stride()))[elements]
-            grads.append(grad)
+        """Returns what an op steps, with the gradients that a bucket has in this step. Those of
+        parameters that are cut lie in memory as these do."""
+        grads = [
+            whole.grads[at] if elements is None else flat(whole.grads[at])[elements]
+            for at, elements in self._elements
+        ]
         return Bucket(whole.layout, self._owners, self._params, grads)
 
 

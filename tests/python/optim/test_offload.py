@@ -12,9 +12,11 @@ import torch
 from headroom.amp import GradScaler
 from headroom.host import HostArena, HostMemoryError, default_arena
 from headroom.host.arena import in_arena
+from headroom.memory.cpu import CpuRecorder
 from headroom.optim import Adafactor, AdamW, AdamW8bit, offload
 from headroom.optim.paging import parts
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from helpers import modes
 from helpers.bits import assert_same_bits
@@ -583,6 +585,38 @@ def test_parameters_that_move_between_steps(name):
     grads = [weakref.ref(param.grad) for param in paged[0].parameters()]
     paged[1].zero_grad()
     assert not any(grad() is not None for grad in grads)
+
+
+def test_a_gradient_is_laid_out_once_for_all_parts():
+    param = nn.Parameter(torch.randn(64, 512))
+    param.grad = torch.randn(512, 64).t()
+    optimizer = AdamW([param])
+    offload(optimizer, host=HostArena(), bucket_bytes=param.nbytes // 2)
+    optimizer.step()
+    recorder = CpuRecorder(stacks=False)
+    recorder.start()
+    try:
+        optimizer.step()
+    finally:
+        recorder.stop()
+    taken = [e for e in recorder.events() if e.action == "alloc" and e.bytes >= param.nbytes]
+    assert len(taken) == 1
+
+
+def test_a_ring_that_a_larger_one_replaces_is_freed():
+    first, second = (nn.Parameter(torch.randn(size).bfloat16()) for size in (512, 4096))
+    optimizer = AdamW8bit([first], rounding="stochastic")
+    offload(optimizer, host=HostArena(), bucket_bytes=512)
+    first.grad = torch.ones_like(first)
+    optimizer.step()
+    (memory,) = optimizer.paging.rings
+    ring = StorageWeakRef(memory.untyped_storage())
+    del memory
+    optimizer.add_param_group({"params": [second]})
+    second.grad = torch.ones_like(second)
+    optimizer.step()
+    gc.collect()
+    assert ring.expired() and len(optimizer.paging.rings) == 1
 
 
 def test_an_optimizer_and_its_memory_are_freed():
