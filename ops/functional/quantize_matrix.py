@@ -11,6 +11,7 @@ from torch import Tensor
 from .._core.registration import FLOATS, complete, require
 
 FORMATS = {"nf4": 1, "fp4": 2, "int8": 3}  # numbers of hr_format
+BLOCK_SIZES = tuple(2**k for k in range(5, 13))  # of 4 bits
 _NAMES = {number: name for name, number in FORMATS.items()}
 
 
@@ -102,7 +103,7 @@ def bytes_of(rows: int, cols: int, format: int, block_size: int, nested: bool) -
         require(not nested, "nested is true, but only the scales of codes of 4 bits have scales")
         return rows * cols, 4 * rows
     require(
-        block_size in (32, 64, 128, 256, 512, 1024, 2048, 4096),
+        block_size in BLOCK_SIZES,
         f"block_size is {block_size}, wanted a power of two from 32 to 4096",
     )
     blocks = -(-rows * cols // block_size)

@@ -21,10 +21,9 @@ from torch import Tensor
 from .._core.registration import FLOATS
 from .._core.text import quoted
 from ..functional.dynamic_map import dynamic_map
-from ..functional.quantize_matrix import QuantizedMatrix
+from ..functional.quantize_matrix import BLOCK_SIZES, QuantizedMatrix
 
 NESTED_BLOCK = 256  # scales that share a scale
-BLOCK_SIZES = tuple(2**k for k in range(5, 13))
 STATE = "weight.quant_state.bitsandbytes__"
 KEYS_4BIT = ("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map")
 KEYS_8BIT = ("SCB", "weight_format")

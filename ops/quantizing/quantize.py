@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._core.checks import check_choice
 from .._core.progress import progress_bar
-from ..nn.bitsandbytes import BLOCK_SIZES
+from ..functional.quantize_matrix import BLOCK_SIZES
 from ..nn.quantized import CLASSES, QuantizedLinear, quantized_weight
 from .choice import choose, joined, left_parameters, weight_of
 from .report import QuantizeReport
