@@ -27,6 +27,12 @@ typedef struct linear_call {
     const hr_exec *exec;
 } linear_call;
 
+/* How many products an element of the result is the sum of. */
+static int64_t terms_of(const linear_call *call)
+{
+    return call->backward ? call->matrix.rows : call->matrix.cols;
+}
+
 /* Parts have the same number of lines, but the last: a multiple of PART_LINES where that fits. */
 static int64_t lines_per_part(const linear_call *call, size_t bytes)
 {
@@ -82,20 +88,20 @@ static hr_status begin_call(linear_call *call, const hr_matrix *matrix,
                function, call->m);
     const size_t element = hr_dtype_size(own->dtype);
     call->lines = call->backward ? own->cols : own->rows;
-    call->line = (size_t)(call->backward ? own->rows : own->cols) * element;
+    call->line = (size_t)terms_of(call) * element;
     return HR_OK;
 }
 
-#if HR_WITH_CUDA
-static hr_status measure_cuda(linear_call *call)
+static hr_gemm_config gemm_config_of(const linear_call *call)
 {
-    int32_t previous = 0;
-    HR_RUN(hr_cuda_enter(call->exec->device, &previous));
-    const hr_status status = gemm_workspace_cuda(&call->product);
-    hr_cuda_leave(previous);
-    return status;
+    hr_gemm_config config = HR_GEMM_CONFIG_INIT;
+    config.dtype = config.out_dtype = call->matrix.dtype;
+    config.transpose_b = !call->backward;
+    config.allow_tf32 = call->config.allow_tf32;
+    config.allow_reduced_precision_reduction = call->config.allow_reduced_precision_reduction;
+    config.deterministic = call->config.deterministic;
+    return config;
 }
-#endif
 
 /* Whether x has so few rows that the matrix is decoded on the way. */
 static int is_few(const linear_call *call)
@@ -113,11 +119,9 @@ static hr_status choose(linear_call *call)
         call->few = call->exec->device == HR_CPU ? linear_few_bytes(call->m, call->matrix.cols) : 0;
         return HR_OK;
     }
-#if HR_WITH_CUDA
-    if (call->exec->device != HR_CPU)
-        return measure_cuda(call);
-#endif
-    return HR_OK;
+    const hr_gemm_config config = gemm_config_of(call);
+    return hr_gemm_workspace(&call->product, call->m, call->lines, terms_of(call), &config,
+                             call->exec);
 }
 
 hr_status hr_linear_query(hr_linear_needs *needs, int64_t m, const hr_matrix *matrix,
@@ -144,22 +148,15 @@ typedef struct linear_rows {
 static hr_status multiply(const linear_call *call, const linear_rows *rows, const hr_rows *part,
                           int64_t first, int64_t lines, void *workspace, size_t workspace_bytes)
 {
-    const hr_matrix *const w = &call->matrix;
-    const int64_t offset = first * (int64_t)hr_dtype_size(w->dtype);
-    hr_gemm_config config = HR_GEMM_CONFIG_INIT;
-    config.dtype = config.out_dtype = w->dtype;
-    config.transpose_b = !call->backward;
-    config.allow_tf32 = call->config.allow_tf32;
-    config.allow_reduced_precision_reduction = call->config.allow_reduced_precision_reduction;
-    config.deterministic = call->config.deterministic;
+    const int64_t offset = first * (int64_t)hr_dtype_size(call->matrix.dtype);
     const gemm_args args = {.c = {(char *)rows->out.data + offset, rows->out.stride},
                             .a = rows->in,
                             .b = *part,
                             .bias = rows->bias ? (const char *)rows->bias + offset : NULL,
                             .m = call->m,
                             .n = lines,
-                            .k = call->backward ? w->rows : w->cols,
-                            .config = config,
+                            .k = terms_of(call),
+                            .config = gemm_config_of(call),
                             .workspace = workspace,
                             .workspace_bytes = workspace_bytes};
     HR_ON_DEVICE(call->exec, gemm, &args);
@@ -216,11 +213,10 @@ static hr_status run_call(linear_call *call, const char *out_name, const hr_rows
     const char *const function = call->function;
     HR_TRY(begin_call(call, matrix, config));
     const hr_matrix *const w = &call->matrix;
-    const int64_t in_cols = call->backward ? w->rows : w->cols;
     HR_REQUIRE(out, "%s: %s is NULL", function, out_name);
     HR_REQUIRE(in, "%s: %s is NULL", function, in_name);
     HR_TRY(hr_check_rows(function, out_name, out, call->m, call->lines, w->dtype));
-    HR_TRY(hr_check_rows(function, in_name, in, call->m, in_cols, w->dtype));
+    HR_TRY(hr_check_rows(function, in_name, in, call->m, terms_of(call), w->dtype));
     HR_TRY(hr_check_vector(function, "bias", bias, w->dtype));
     HR_RUN(choose(call));
     const hr_linear_needs needs = needs_of(call);

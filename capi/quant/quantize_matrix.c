@@ -8,13 +8,6 @@
 #include "capi/check/rows.h"
 #include "kernels/core/copy.h"
 
-static hr_status quantize(const quantize_matrix_args *args, const hr_exec *exec)
-{
-    if (exec->device == HR_CPU)
-        return quantize_matrix_cpu(args);
-    HR_RETURN_CUDA(quantize_matrix_cuda(args, exec), exec);
-}
-
 /* Quantizes the scales, from which their mean has been subtracted. */
 static hr_status quantize_scales(const hr_matrix *m, const hr_exec *exec)
 {
@@ -47,7 +40,7 @@ hr_status hr_quantize_matrix(const hr_matrix *matrix, const hr_rows *x, hr_dtype
     args.x = *x;
     if (args.matrix.rows == 0)
         return HR_OK;
-    HR_RUN(quantize(&args, exec));
+    HR_ON_DEVICE(exec, quantize_matrix, &args);
     return args.matrix.absmax_codes ? quantize_scales(&args.matrix, exec) : HR_OK;
 }
 
@@ -58,11 +51,8 @@ static hr_status copy(const dequantize_matrix_args *a, const hr_exec *exec)
     const int64_t to_pitch = a->out.stride * size, from_pitch = a->matrix.stride * size;
     const char *const from =
         (const char *)a->matrix.data + (a->row * a->matrix.stride + a->col) * size;
-    if (exec->device == HR_CPU)
-        return copy_rows_cpu(a->out.data, to_pitch, from, from_pitch, a->cols * size, a->rows);
-    HR_RETURN_CUDA(
-        copy_rows_cuda(a->out.data, to_pitch, from, from_pitch, a->cols * size, a->rows, exec),
-        exec);
+    HR_ON_DEVICE(exec, copy_rows, a->out.data, to_pitch, from, from_pitch, a->cols * size, a->rows);
+    return HR_OK;
 }
 
 /* A part that begins at `first` and has `count` of the `all` rows or columns. */

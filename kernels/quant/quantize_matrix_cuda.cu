@@ -2,6 +2,7 @@
  * quantize_matrix_cuda.cu: the grids of hr_quantize_matrix and hr_dequantize_matrix. A thread takes 8
  * elements at a time, so that a warp's accesses are contiguous, of 16 bytes to a matrix of 16 bits.
  */
+#include "kernels/core/reduce.cuh"
 #include "kernels/core/rows.cuh"
 #include "kernels/quant/quantize_blocks.cuh"
 #include "kernels/quant/quantize_matrix.h"
@@ -128,19 +129,13 @@ static __global__ void __launch_bounds__(THREADS)
 static __global__ void __launch_bounds__(MATRIX_SUMS)
     matrix_mean_kernel(float *mean, const float *absmax, int64_t n)
 {
-    __shared__ double sums[MATRIX_SUMS];
     double sum = 0.0;
 #pragma unroll 8
     for (int64_t i = threadIdx.x; i < n; i += MATRIX_SUMS)
         sum += absmax[i];
-    sums[threadIdx.x] = sum;
-    for (int width = MATRIX_SUMS / 2; width > 0; width /= 2) {
-        __syncthreads();
-        if ((int)threadIdx.x < width)
-            sums[threadIdx.x] += sums[threadIdx.x + width];
-    }
+    sum = reduce_block<MATRIX_SUMS>(sum, reduce_add());
     if (threadIdx.x == 0)
-        hr_store(mean, 0, (float)(sums[0] / (double)n), HR_F32); // every NaN as the same
+        hr_store(mean, 0, (float)(sum / (double)n), HR_F32); // every NaN as the same
 }
 
 static __global__ void __launch_bounds__(THREADS)

@@ -39,6 +39,22 @@ std::string report(const std::string &body, uint32_t threads = 64)
         const std::string said = report(body);                                                     \
         EXPECT_TRUE(std::string(pattern).empty() ? said.empty() : matches(said, pattern)) << said; \
     }
+// Runs a kernel of a module with several functions, whose one parameter is where it writes two words.
+void expect_words(const std::string &text, uint32_t first, uint32_t second)
+{
+    char why[256] = "";
+    ptx_module *const module = ptx_parse(text.data(), text.size(), "calls", why, sizeof why);
+    ASSERT_NE(module, nullptr) << why;
+    ptx_machine::add_module(module);
+    const Words words(2);
+    alignas(16) uint64_t parameters[1] = {at(words)};
+    ptx_machine::launch(ptx_find(module, "kernel"), 1, 1, reinterpret_cast<char *>(parameters), 0);
+    EXPECT_EQ(words[0], first);
+    EXPECT_EQ(words[1], second);
+    ptx_machine::forget_module(module);
+    ptx_free(module);
+}
+
 } // namespace
 
 TEST(PtxMachine, VectorsAndParts)
@@ -78,17 +94,7 @@ TEST(PtxMachine, CallsCopyParameters)
         "{ .reg .b32 %r<9>; ld.param.u32 %r0, [x]; ld.param.u32 %r1, [y];\n"
         "add.s32 %r0, %r0, %r0; mul.lo.s32 %r1, %r1, 2;\n"
         "st.param.b32 [out], %r0; st.param.b32 [out+4], %r1; ret; }\n";
-    char why[256] = "";
-    ptx_module *const module = ptx_parse(text.data(), text.size(), "calls", why, sizeof why);
-    ASSERT_NE(module, nullptr) << why;
-    ptx_machine::add_module(module);
-    const Words words(2);
-    alignas(16) uint64_t parameters[1] = {at(words)};
-    ptx_machine::launch(ptx_find(module, "kernel"), 1, 1, reinterpret_cast<char *>(parameters), 0);
-    EXPECT_EQ(words[0], 10u);
-    EXPECT_EQ(words[1], 14u);
-    ptx_machine::forget_module(module);
-    ptx_free(module);
+    expect_words(text, 10u, 14u);
 }
 
 TEST(PtxMachine, CallsMayWriteLocalMemoryOfTheCaller)
@@ -101,17 +107,7 @@ TEST(PtxMachine, CallsMayWriteLocalMemoryOfTheCaller)
         "ld.param.u64 %r0, [p]; mov.u64 %r1, depot; cvta.local.u64 %r2, %r1;\n"
         "{ .param .b64 param0; st.param.b64 [param0], %r2; call.uni fill, (param0); }\n"
         "ld.local.v2.u32 {%r3, %r4}, [%r1]; st.global.v2.u32 [%r0], {%r3, %r4}; ret; }\n";
-    char why[256] = "";
-    ptx_module *const module = ptx_parse(text.data(), text.size(), "calls", why, sizeof why);
-    ASSERT_NE(module, nullptr) << why;
-    ptx_machine::add_module(module);
-    const Words words(2);
-    alignas(16) uint64_t parameters[1] = {at(words)};
-    ptx_machine::launch(ptx_find(module, "kernel"), 1, 1, reinterpret_cast<char *>(parameters), 0);
-    EXPECT_EQ(words[0], 3u);
-    EXPECT_EQ(words[1], 4u);
-    ptx_machine::forget_module(module);
-    ptx_free(module);
+    expect_words(text, 3u, 4u);
 }
 
 TEST(PtxMachine, WarpsExchange)

@@ -76,6 +76,12 @@ double epsilon_of(hr_dtype dtype)
     return dtype == HR_F32 ? std::ldexp(1, -23) : std::ldexp(1, -format_of(dtype).mantissa);
 }
 
+double error_of_sum(double exact, double size, hr_dtype dtype)
+{
+    const double tiny = dtype == HR_F16 ? 0x1p-24 : 0;
+    return std::fabs(exact) * epsilon_of(dtype) / 2 + size * 0x1p-20 + tiny;
+}
+
 double decode(const uint8_t *bytes, hr_dtype dtype)
 {
     return dtype == HR_F64   ? load<double>(bytes)

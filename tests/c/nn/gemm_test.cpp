@@ -22,13 +22,6 @@ double gelu_slope(double x)
     return (1 + t) / 2 + x / 2 * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x);
 }
 
-// How far a stored value may be from `exact`, whose terms have a sum of magnitudes of `size`.
-double allowed(double exact, double size, hr_dtype dtype)
-{
-    const double tiny = dtype == HR_F16 ? 0x1p-24 : 0;
-    return std::fabs(exact) * epsilon_of(dtype) / 2 + size * 0x1p-20 + tiny;
-}
-
 void expect_product(Backend &backend, const GemmCase &c)
 {
     const GemmRun run(backend, c);
@@ -53,7 +46,7 @@ void expect_product(Backend &backend, const GemmCase &c)
                 const size_t aux_at = size_t(i * run.aux_shape.stride + j);
                 if (c.epilogue == HR_GEMM_GELU) {
                     if (c.aux) {
-                        ASSERT_NEAR(got_aux[aux_at], x, allowed(x, size, c.out_dtype)) << c;
+                        ASSERT_NEAR(got_aux[aux_at], x, error_of_sum(x, size, c.out_dtype)) << c;
                     }
                     x = gelu(x);
                 } else if (c.epilogue == HR_GEMM_DGELU) {
@@ -61,7 +54,7 @@ void expect_product(Backend &backend, const GemmCase &c)
                     sums[size_t(j)] += got[at];
                     sizes[size_t(j)] += std::fabs(x) * (1 + epsilon_of(c.out_dtype) / 0x1p-19) + 1;
                 }
-                ASSERT_NEAR(got[at], x, allowed(x, 2 * size, c.out_dtype))
+                ASSERT_NEAR(got[at], x, error_of_sum(x, 2 * size, c.out_dtype))
                     << c << ", product " << index << ", row " << i << ", column " << j;
             }
     if (!c.bias_gradient)
@@ -73,7 +66,7 @@ void expect_product(Backend &backend, const GemmCase &c)
             sums[size_t(j)] += run.at_b(0, p, j), sizes[size_t(j)] += 1;
     }
     for (size_t j = 0; j < got_gradient.size(); j++)
-        ASSERT_NEAR(got_gradient[j], sums[j], allowed(sums[j], sizes[j], c.out_dtype)) << c;
+        ASSERT_NEAR(got_gradient[j], sums[j], error_of_sum(sums[j], sizes[j], c.out_dtype)) << c;
 }
 
 // Both transposes, and whatever else in turn.

@@ -46,6 +46,15 @@ TEST_P(LinearRefused, BadInputs)
     expect_all_refused<R>(*backend, c, {{": bias is at .* not a multiple of 4", [](R &r) {
                                              r.bias_argument = moved(r.bias_argument, 2);
                                          }}});
+    LinearCase few; // which need no product, whose checks would be the same
+    few.m = 1;
+    expect_all_refused<R>(
+        *backend, few,
+        {{": exec is NULL", [](R &r) { r.exec_argument = nullptr; }},
+         {": config->allow_tf32 is 2", [](R &r) { r.config.allow_tf32 = 2; }},
+         {": config->allow_reduced_precision_reduction is -1",
+          [](R &r) { r.config.allow_reduced_precision_reduction = -1; }},
+         {": config->deterministic is 2", [](R &r) { r.config.deterministic = 2; }}});
 }
 
 TEST_P(LinearRefused, BadInputsOfTheQuery)

@@ -12,13 +12,6 @@ ON_EVERY_BACKEND(Linear);
 namespace
 {
 
-// How far a stored value may be from `exact`, whose terms have a sum of magnitudes of `size`.
-double allowed(double exact, double size, hr_dtype dtype)
-{
-    const double tiny = dtype == HR_F16 ? 0x1p-24 : 0;
-    return std::fabs(exact) * epsilon_of(dtype) / 2 + size * 0x1p-20 + tiny;
-}
-
 void expect_product(Backend &backend, const LinearCase &c)
 {
     const LinearRun run(backend, c);
@@ -35,7 +28,8 @@ void expect_product(Backend &backend, const LinearCase &c)
                                     w[size_t(c.backward ? p * c.cols + j : j * c.cols + p)];
                 sum += term, size += std::fabs(term);
             }
-            ASSERT_NEAR(y[size_t(i * run.out_rows.stride + j)], sum, allowed(sum, size, c.dtype))
+            ASSERT_NEAR(y[size_t(i * run.out_rows.stride + j)], sum,
+                        error_of_sum(sum, size, c.dtype))
                 << c << ", row " << i << ", column " << j;
         }
         for (int64_t j = cols; j < cols + c.gap; j++)
