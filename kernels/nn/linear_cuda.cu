@@ -1,14 +1,13 @@
 /*
  * linear_cuda.cu: few rows of x. A warp takes one or two rows of the matrix, a tile of columns at a
- * time: 16 or 8 bytes of 4-bit codes of each row per lane, which are asked for a tile ahead. The
+ * time: 16 or 8 bytes of codes of each row per lane, which are asked for a tile ahead. The
  * block's warps share the columns of x that belong to the tile, as binary32 in shared memory.
  */
 #include "kernels/core/pack.cuh"
 #include "kernels/core/rows.cuh"
 #include "kernels/nn/gemm.h"
 #include "kernels/nn/linear.h"
-#include "kernels/quant/dynamic_map.h"
-#include "kernels/quant/quantize_matrix.h"
+#include "kernels/quant/quantize_matrix.cuh"
 
 #define THREADS 256
 #define WARPS   (THREADS / 32)
@@ -18,8 +17,9 @@ typedef struct few_launch {
     int32_t x_vectors; /* 16-byte accesses reach every group of eight of x */
 } few_launch;
 
-/* Columns of a lane in a tile: fewer where many rows of x must fit into shared memory. */
-template <int M> constexpr int lane_columns = M > 8 ? 16 : 32;
+/* Columns of a lane in a tile: 16 bytes of codes, or 8 where many rows of x must fit into shared
+ * memory. */
+template <int M, bool NIBBLES> constexpr int lane_columns = (M > 8 ? 8 : 16) * (NIBBLES ? 2 : 1);
 
 /* Rows of the matrix that a warp takes, and blocks that share a multiprocessor: as many as registers
  * allow. */
@@ -28,18 +28,18 @@ template <int M, bool NIBBLES> constexpr int resident = !NIBBLES || M > 4 ? 2 : 
 
 /* The block's share of memory. x: [M][lane_columns / 4][32 lanes][4], so that lanes next to each
  * other read 16 bytes next to each other. */
-template <int M> struct few_shared {
-    float4 x[M * lane_columns<M> * 8];
-    float values[16], map[256];
+template <int M, bool NIBBLES> struct few_shared {
+    float4 x[M * lane_columns<M, NIBBLES> * 8];
+    matrix_tables tables;
 };
 
 /* ---- x --------------------------------------------------------------------------------------- */
 
-template <int M>
-static __device__ __forceinline__ void few_stage(few_shared<M> &shared, const few_launch &l,
-                                                 int64_t k0, hr_dtype dtype)
+template <int M, bool NIBBLES>
+static __device__ __forceinline__ void few_stage(few_shared<M, NIBBLES> &shared,
+                                                 const few_launch &l, int64_t k0, hr_dtype dtype)
 {
-    constexpr int L = lane_columns<M>;
+    constexpr int L = lane_columns<M, NIBBLES>;
     const linear_few_args &a = l.args;
 #pragma unroll
     for (int turn = 0; turn < (M * L * 4 + THREADS - 1) / THREADS; turn++) {
@@ -65,14 +65,14 @@ static __device__ __forceinline__ void few_stage(few_shared<M> &shared, const fe
 
 /* What a lane reads of a row for a tile: whole bytes of one block of 4-bit codes, or bytes. */
 template <int M, bool NIBBLES> struct few_codes {
-    static constexpr int words = lane_columns<M> / (NIBBLES ? 8 : 4);
+    static constexpr int words = lane_columns<M, NIBBLES> / (NIBBLES ? 8 : 4);
     uint32_t word[words];
     float absmax;
 };
 
 template <int M, bool NIBBLES>
 static __device__ __forceinline__ void few_read(few_codes<M, NIBBLES> &codes,
-                                                const few_shared<M> &shared,
+                                                const few_shared<M, NIBBLES> &shared,
                                                 const hr_matrix &matrix, int64_t row, int64_t k)
 {
     constexpr int words = few_codes<M, NIBBLES>::words;
@@ -91,19 +91,20 @@ static __device__ __forceinline__ void few_read(few_codes<M, NIBBLES> &codes,
         codes.word[0] = two.x, codes.word[1] = two.y;
     }
     codes.absmax = !is_there ? 0.0f
-                   : NIBBLES ? matrix_absmax(&matrix, first / matrix.block_size, shared.map)
+                   : NIBBLES ? matrix_absmax(&matrix, first / matrix.block_size, shared.tables.map)
                              : matrix.absmax[row];
 }
 
 /* Element e of a lane. */
 template <int M, bool NIBBLES>
 static __device__ __forceinline__ float few_element(const few_codes<M, NIBBLES> &codes, int e,
-                                                    const few_shared<M> &shared, hr_dtype dtype)
+                                                    const few_shared<M, NIBBLES> &shared,
+                                                    hr_dtype dtype)
 {
     float product;
     if (NIBBLES) {
         const int shift = e % 8 / 2 * 8 + (e % 2 ? 0 : 4);
-        product = shared.values[codes.word[e / 8] >> shift & 15u] * codes.absmax;
+        product = shared.tables.values[codes.word[e / 8] >> shift & 15u] * codes.absmax;
     } else {
         const int8_t code = (int8_t)(codes.word[e / 4] >> e % 4 * 8 & 255u);
         product = (float)code * codes.absmax * MATRIX_INT8_UNIT;
@@ -112,10 +113,10 @@ static __device__ __forceinline__ float few_element(const few_codes<M, NIBBLES> 
 }
 
 template <int M, bool NIBBLES>
-static __device__ __forceinline__ void few_block(few_shared<M> &shared, const few_launch &l,
-                                                 hr_dtype dtype)
+static __device__ __forceinline__ void few_block(few_shared<M, NIBBLES> &shared,
+                                                 const few_launch &l, hr_dtype dtype)
 {
-    constexpr int L = lane_columns<M>, ROWS = warp_rows<M, NIBBLES>;
+    constexpr int L = lane_columns<M, NIBBLES>, ROWS = warp_rows<M, NIBBLES>;
     const linear_few_args &a = l.args;
     const hr_matrix &matrix = a.matrix;
     const int lane = (int)threadIdx.x % 32;
@@ -131,7 +132,7 @@ static __device__ __forceinline__ void few_block(few_shared<M> &shared, const fe
     }
     for (int64_t k0 = 0; k0 < matrix.cols; k0 += 32 * L) {
         __syncthreads(); /* the tile before has been read */
-        few_stage<M>(shared, l, k0, dtype);
+        few_stage<M, NIBBLES>(shared, l, k0, dtype);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             codes[r] = next[r];
@@ -173,16 +174,10 @@ template <int M, bool NIBBLES>
 static __global__ void __launch_bounds__(THREADS, (resident<M, NIBBLES>))
     linear_few_kernel(const few_launch __grid_constant__ l)
 {
-    __shared__ few_shared<M> shared;
+    __shared__ few_shared<M, NIBBLES> shared;
     const hr_matrix &matrix = l.args.matrix;
     if (NIBBLES) {
-#pragma unroll
-        for (int code = 0; code < 16; code++) /* so that values are constants of the code */
-            if (threadIdx.x == (unsigned)code)
-                shared.values[code] = matrix.format == HR_NF4 ? matrix_value(code, HR_NF4)
-                                                              : matrix_value(code, HR_FP4);
-        if (matrix.absmax_codes)
-            shared.map[threadIdx.x] = dynamic_value((int)threadIdx.x, 1);
+        copy_tables(&shared.tables, matrix);
         __syncthreads();
     }
     FOR_DTYPE(matrix.dtype, D, (few_block<M, NIBBLES>(shared, l, D)))

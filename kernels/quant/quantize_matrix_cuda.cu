@@ -5,7 +5,7 @@
 #include "kernels/core/reduce.cuh"
 #include "kernels/core/rows.cuh"
 #include "kernels/quant/quantize_blocks.cuh"
-#include "kernels/quant/quantize_matrix.h"
+#include "kernels/quant/quantize_matrix.cuh"
 
 #define THREADS 256
 #define GROUP   8 /* elements that a thread has at a time */
@@ -192,26 +192,6 @@ typedef struct dequantize_matrix_grid {
     int width; /* threads that are side by side in a row: a power of two */
 } dequantize_matrix_grid;
 
-/* The tables of an op, which the compiler computes: of 4-bit codes, by format, and of nested
- * scales. */
-struct matrix_tables {
-    float values[2][16], map[256];
-};
-
-constexpr matrix_tables matrix_tables_of()
-{
-    matrix_tables tables = {};
-    for (int code = 0; code < 16; code++) {
-        tables.values[0][code] = matrix_value(code, HR_NF4);
-        tables.values[1][code] = matrix_value(code, HR_FP4);
-    }
-    for (int code = 0; code < 256; code++)
-        tables.map[code] = dynamic_value(code, 1);
-    return tables;
-}
-
-static constexpr __device__ matrix_tables kept_tables = matrix_tables_of();
-
 template <bool all> struct turn_is_whole {
     static constexpr bool whole = all;
 };
@@ -234,8 +214,8 @@ static __device__ __forceinline__ void visit_rows(const dequantize_matrix_grid &
 
 template <int N, bool nested>
 static __device__ __forceinline__ void decode_4_bits(const dequantize_matrix_grid &g,
-                                                     const float *values, const float *map,
-                                                     float offset, hr_dtype dtype)
+                                                     const matrix_tables &tables, float offset,
+                                                     hr_dtype dtype)
 {
     const dequantize_matrix_args &a = g.args;
     const hr_matrix &m = a.matrix;
@@ -267,12 +247,14 @@ static __device__ __forceinline__ void decode_4_bits(const dequantize_matrix_gri
             if (!turn.whole && c + at >= a.cols)
                 continue;
             const float absmax =
-                nested ? matrix_nested(map[quantized[t]], scales[t], offset) : scales[t];
+                nested ? matrix_nested(tables.map[quantized[t]], scales[t], offset) : scales[t];
             float x[N];
 #pragma unroll
             for (int e = 0; e < N; e++)
-                x[e] = values[(codes[t] >> (N == 1 ? 0 : 8 * (e / 2) + 4 * (1 - e % 2))) & 15u] *
-                       absmax;
+                x[e] =
+                    tables
+                        .values[(codes[t] >> (N == 1 ? 0 : 8 * (e / 2) + 4 * (1 - e % 2))) & 15u] *
+                    absmax;
             few_store<N>(out, c + at, x, dtype);
         }
     });
@@ -335,18 +317,15 @@ static __global__ void __launch_bounds__(THREADS)
         for_dtype<N>(m.dtype, [&](hr_dtype dtype) { decode_8_bits<N>(g, dtype); });
         return;
     }
-    __shared__ float values[16], map[256];
+    __shared__ matrix_tables tables;
     const bool nested = m.absmax_codes;
-    if (threadIdx.x < 16)
-        values[threadIdx.x] = kept_tables.values[m.format == HR_FP4][threadIdx.x];
-    if (nested)
-        map[threadIdx.x] = kept_tables.map[threadIdx.x];
+    copy_tables(&tables, m);
     __syncthreads();
     for_dtype<N>(m.dtype, [&](hr_dtype dtype) {
         if (nested)
-            decode_4_bits<N, true>(g, values, map, *m.offset, dtype);
+            decode_4_bits<N, true>(g, tables, *m.offset, dtype);
         else
-            decode_4_bits<N, false>(g, values, map, 0.0f, dtype);
+            decode_4_bits<N, false>(g, tables, 0.0f, dtype);
     });
 }
 
