@@ -1771,24 +1771,27 @@ typedef struct hr_linear_cross_entropy_config {
     int32_t add_to_weight_grads; /* 1: gradients of weight and bias are added to what is there */
     int32_t allow_tf32, allow_reduced_precision_reduction, deterministic; /* as in hr_gemm_config */
     int64_t ignore_index;
-    double label_smoothing; /* in [0, 1] */
-    double softcap;         /* > 0; 0: none */
-    double z_loss;          /* >= 0, finite; 0: none */
-    double logit_scale;     /* finite, not 0 */
-    int64_t sequence;       /* 0, or rows per sequence: a row then takes the target of the next */
-    int64_t first_class;    /* of the part of the classes that weight holds */
-    int64_t all_classes;    /* of which weight holds a part; 0: it holds all */
-    int64_t most_counted;   /* at least as many rows as count; -1: not known */
-    size_t workspace_limit; /* bytes to stay below where sizes allow it; 0: chosen from them */
-    int32_t check_target;   /* 1: the targets are checked on CUDA too, for which the call waits */
-    int32_t reserved;       /* 0 */
+    double label_smoothing;  /* in [0, 1] */
+    double softcap;          /* > 0; 0: none */
+    double z_loss;           /* >= 0, finite; 0: none */
+    double logit_scale;      /* finite, not 0 */
+    int64_t sequence;        /* 0, or rows per sequence: a row then takes the target of the next */
+    int64_t first_class;     /* of the part of the classes that weight holds */
+    int64_t all_classes;     /* of which weight holds a part; 0: it holds all */
+    int64_t most_counted;    /* at least as many rows as count; -1: not known */
+    size_t workspace_limit;  /* bytes to stay below where sizes allow it; 0: chosen from them */
+    int32_t check_target;    /* 1: the targets are checked on CUDA too, for which the call waits */
+    int32_t reserved;        /* 0 */
+    const hr_matrix *matrix; /* [classes, features] in `dtype`: the weight in place of
+                                inputs->weight, which is then not read; NULL: that. It has no
+                                gradient */
 } hr_linear_cross_entropy_config;
 
 #define HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT                                                        \
     {                                                                                              \
         sizeof(hr_linear_cross_entropy_config), HR_F32, HR_F32, 8, HR_REDUCE_MEAN,                 \
             HR_LINEAR_CROSS_ENTROPY_AUTO, 0, 0, 0, 0, 0, -100, 0.0, 0.0, 0.0, 1.0, 0, 0, 0, -1, 0, \
-            0, 0                                                                                   \
+            0, 0, NULL                                                                             \
     }
 
 /* What is read. bias, class_weight, token_weight and denominator may be NULL. */
@@ -1841,10 +1844,10 @@ typedef struct hr_linear_cross_entropy_needs {
  * forward pass alone.
  *
  * AUTO takes TOKENS, unless a chunk of 64 rows (512 on CUDA), or all there are, does not fit the
- * limit. A limit of 0 stands for half of the bytes of weight, and at least 32 MiB (256 MiB on CUDA).
- * The limit is for the logits; about 100 bytes per row, the rows of a chunk twice, and sums of the
- * gradient of weight come to it: 2 bytes for each element of weight where grad_dtype is bf16 and
- * there are several chunks.
+ * limit. A limit of 0 stands for half of the bytes of weight in `dtype`, and at least 32 MiB (256 MiB
+ * on CUDA). The limit is for the logits; about 100 bytes per row, the rows of a chunk twice, and sums
+ * of the gradient of weight come to it: 2 bytes for each element of weight where grad_dtype is bf16
+ * and there are several chunks; and with config->matrix the decoded weights of some classes, below.
  */
 HR_API hr_status hr_linear_cross_entropy_query(hr_linear_cross_entropy_needs *needs, int64_t rows,
                                                int64_t features, int64_t classes, uint32_t wanted,
@@ -1867,6 +1870,15 @@ HR_API hr_status hr_linear_cross_entropy_query(hr_linear_cross_entropy_needs *ne
  *
  * The gradient of weight is summed over chunks of rows in binary32, where grad_dtype is bf16 in two
  * halves: the upper ones are the gradient itself.
+ *
+ * A config->matrix of few bits is decoded to the workspace in parts of as many classes as take 4 MiB
+ * in binary32 on the CPU, and half of that in `dtype` where it is not f32, or 32 MiB in `dtype` on
+ * CUDA; at least 64. A part is decoded once for each product of a chunk or tile with it: twice per
+ * chunk of TOKENS, for logits and gradients of hidden, and three times in VOCABULARY; but not again
+ * where it is the last that was decoded. The results are those of the decoded matrix as
+ * inputs->weight, bit for bit, on the CPU with 16 bits. With f32 and on CUDA products with parts may
+ * round otherwise than with all classes at once, and the gradient of hidden is a sum over parts in
+ * binary32.
  *
  * result     out: f32 [1], or NULL
  * factors    out: f32 [2]: 1 / D and 1 / n, or 0 where that is 0, for
@@ -1910,7 +1922,7 @@ HR_API hr_status hr_linear_cross_entropy(
  *            weighted, which may be 0 without label_smoothing. A part without classes has minus
  *            infinity, 0, 0 and 0
  * inputs     in, host: target, class_weight, token_weight and denominator; the others are not read
- * config     all_classes is how many all parts have; check_target is not read
+ * config     all_classes is how many all parts have; check_target and matrix are not read
  * workspace  as hr_linear_cross_entropy_query() says for one feature and one class
  * Errors: as for hr_linear_cross_entropy.
  */

@@ -2,6 +2,7 @@
 #include <inttypes.h>
 #include <math.h>
 
+#include "capi/check/matrix.h"
 #include "capi/check/rows.h"
 #include "capi/loss/cross_entropy_checks.h"
 #include "capi/loss/linear_cross_entropy_call.h"
@@ -47,6 +48,8 @@ static hr_status check_config(const char *function, lce_config *own, const lce_c
     HR_TRY(hr_copy_config(function, "config->", own, sizeof *own, config,
                           offsetof(lce_config, workspace_limit) + sizeof own->workspace_limit,
                           "HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT"));
+    if (config->size < sizeof *own)
+        own->matrix = NULL; /* of an older header, and not half an address */
     HR_TRY(hr_check_float(function, "config->dtype", own->dtype));
     HR_REQUIRE(own->grad_dtype == HR_F32 || (own->grad_dtype == HR_BF16 && own->dtype == HR_BF16),
                "%s: config->grad_dtype is %s, wanted f32, or bf16 if config->dtype is", function,
@@ -80,6 +83,25 @@ static hr_status check_config(const char *function, lce_config *own, const lce_c
     return HR_OK;
 }
 
+/* The matrix in place of the weight. Afterwards config->matrix is `matrix`, a checked copy, or NULL
+ * where it is dense and has become the weight. */
+static hr_status check_matrix(const char *function, lce_config *own, hr_matrix *matrix,
+                              hr_rows *weight, int64_t features, int64_t classes)
+{
+    if (!own->matrix)
+        return HR_OK;
+    HR_TRY(hr_check_matrix(function, matrix, own->matrix, 0));
+    HR_REQUIRE(matrix->dtype == own->dtype && matrix->rows == classes && matrix->cols == features,
+               "%s: config->matrix is %s [%" PRId64 ", %" PRId64 "], wanted %s [%" PRId64
+               ", %" PRId64 "], [classes, features] in config->dtype",
+               function, hr_dtype_name(matrix->dtype), matrix->rows, matrix->cols,
+               hr_dtype_name(own->dtype), classes, features);
+    const int is_dense = matrix->format == HR_DENSE;
+    own->matrix = is_dense ? NULL : matrix;
+    *weight = is_dense ? (hr_rows){matrix->data, matrix->stride} : (hr_rows){NULL, 0};
+    return HR_OK;
+}
+
 static hr_status check_lce_sizes(const char *function, int64_t rows, int64_t features,
                                  int64_t classes)
 {
@@ -104,8 +126,9 @@ static hr_status check_inputs(lce_call *call)
     const hr_dtype dtype = call->config.dtype;
     if (call->part_count == 0) {
         HR_TRY(hr_check_rows(function, "inputs->hidden", &in->hidden, s->rows, s->features, dtype));
-        HR_TRY(
-            hr_check_rows(function, "inputs->weight", &in->weight, s->classes, s->features, dtype));
+        if (!call->config.matrix)
+            HR_TRY(hr_check_rows(function, "inputs->weight", &in->weight, s->classes, s->features,
+                                 dtype));
         HR_TRY(hr_check_vector(function, "inputs->bias", in->bias, dtype));
     }
     HR_TRY(hr_check_vector(function, "inputs->class_weight", in->class_weight, HR_F32));
@@ -133,6 +156,10 @@ static hr_status check_grads(lce_call *call)
                              s->features, dtype));
         HR_REQUIRE(grads->weight.data != call->inputs.weight.data,
                    "%s: grads->weight is inputs->weight, which is read after it is written",
+                   call->function);
+        HR_REQUIRE(!call->config.matrix,
+                   "%s: grads->weight is given, wanted NULL with config->matrix, which has no "
+                   "gradient",
                    call->function);
     }
     if (grads->bias)
@@ -184,6 +211,10 @@ static hr_status check_call(lce_call *call, const hr_linear_cross_entropy_grads 
     HR_TRY(hr_check_exec(call->function, exec));
     HR_REQUIRE(inputs, "%s: inputs is NULL", call->function);
     call->inputs = *inputs;
+    if (call->part_count > 0)
+        own->matrix = NULL;
+    HR_TRY(
+        check_matrix(call->function, own, &call->matrix, &call->inputs.weight, features, classes));
     if (grads)
         call->grads = *grads;
     call->exec = exec;
@@ -315,10 +346,13 @@ hr_status hr_linear_cross_entropy_query(hr_linear_cross_entropy_needs *needs, in
 {
     static const char function[] = "hr_linear_cross_entropy_query";
     lce_config own = HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT;
+    hr_matrix matrix;
+    hr_rows weight;
     HR_REQUIRE(needs, "%s: needs is NULL", function);
     HR_TRY(hr_check_vector(function, "needs", needs, HR_F64));
     HR_TRY(check_lce_sizes(function, rows, features, classes));
     HR_TRY(check_config(function, &own, config, rows, classes));
+    HR_TRY(check_matrix(function, &own, &matrix, &weight, features, classes));
     HR_TRY(hr_check_exec(function, exec));
     HR_REQUIRE(!(wanted & ~(uint32_t)LCE_ANY), "%s: wanted is %" PRIu32 ", wanted at most %d",
                function, wanted, (int)LCE_ANY);

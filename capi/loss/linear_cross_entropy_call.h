@@ -17,7 +17,7 @@ typedef struct lce_sizes {
     int64_t chunk;     /* rows whose logits exist at a time */
     int64_t tile;      /* classes of which they exist */
     int64_t pitch;     /* elements from a row of logits to the next */
-    int64_t panel;     /* classes whose weights, or their gradients, exist in binary32 */
+    int64_t panel;     /* classes whose weights, or their gradients, exist in another type */
     hr_dtype computed; /* type of the factors of products */
     hr_linear_cross_entropy_mode mode;
 } lce_sizes;
@@ -28,7 +28,8 @@ typedef struct lce_layout {
     size_t hidden;      /* [chunk, features]: rows that count */
     size_t hidden_grad; /* [chunk, features], f32 */
     size_t logits;      /* [chunk, pitch], f32, and then their gradients */
-    size_t weight;      /* [panel, features], f32 */
+    size_t weight;      /* [panel, features], in the type of products */
+    size_t decoded;     /* [panel, features], in 16 bits, before they are widened to these */
     size_t weight_grad; /* [panel, features], f32 */
     size_t low;         /* [classes, features]: lower halves of sums of the gradient of weight */
     size_t bias_grad;   /* [classes], f64 */
@@ -39,6 +40,10 @@ typedef struct lce_layout {
 typedef struct lce_call {
     const char *function;
     hr_linear_cross_entropy_config config;
+    hr_matrix matrix; /* that config.matrix points to, which is NULL where it is inputs.weight */
+    struct lce_held { /* the classes whose weights lie in the panel */
+        int64_t class, classes;
+    } * held;
     hr_linear_cross_entropy_inputs inputs;
     hr_linear_cross_entropy_grads grads;
     hr_linear_cross_entropy_rows out;

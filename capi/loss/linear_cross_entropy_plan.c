@@ -64,7 +64,8 @@ lce_sizes lce_sizes_of(int64_t rows, int64_t features, int64_t classes,
     else
         s.tile = part_of(classes, most((int64_t)(floats / (double)s.chunk), QUANTUM));
     s.pitch = rounded_up(s.tile, QUANTUM);
-    const double panel = (on_cpu ? 4 * MIB : 32 * MIB) / (4.0 * (double)features);
+    const double wide = config->matrix ? (double)hr_element_size(s.computed) : 4.0;
+    const double panel = (on_cpu ? 4 * MIB : 32 * MIB) / (wide * (double)features);
     s.panel = least(s.tile, most((int64_t)panel / QUANTUM * QUANTUM, QUANTUM));
     return s;
 }
@@ -110,7 +111,10 @@ hr_status lce_layout_of(lce_layout *layout, const lce_sizes *s, uint32_t wanted,
     layout->hidden_grad =
         take(layout, wanted & HR_LINEAR_CROSS_ENTROPY_HIDDEN, s->chunk, s->features, 4);
     layout->logits = take(layout, 1, s->chunk, s->pitch, 4);
-    layout->weight = take(layout, narrow_in, s->panel, s->features, 4);
+    layout->weight = take(layout, narrow_in || config->matrix, s->panel, s->features,
+                          hr_dtype_size(s->computed));
+    layout->decoded = take(layout, narrow_in && config->matrix, s->panel, s->features,
+                           hr_dtype_size(config->dtype));
     layout->weight_grad =
         take(layout, halves || (weight && narrow_out && narrow_in), s->panel, s->features, 4);
     layout->low = take(layout, halves, s->classes, s->features, 2);

@@ -65,7 +65,8 @@ static hr_status product(const lce_call *call, const hr_rows *c, const hr_rows *
                    call->layout.product_bytes, call->exec);
 }
 
-/* How many classes of a tile are taken at a time where weights are converted or sums are halved. */
+/* How many classes of a tile are taken at a time where weights are converted or sums are halved:
+ * weights that are decoded are converted. */
 static int64_t panel_of(const lce_call *call, int64_t classes, int in_panels)
 {
     return in_panels && call->sizes.panel < classes ? call->sizes.panel : classes;
@@ -74,14 +75,30 @@ static int64_t panel_of(const lce_call *call, int64_t classes, int in_panels)
 /* The weights of `classes` classes in the type of products: where they are, or converted. */
 static hr_status weights_of(const lce_call *call, hr_rows *weights, int64_t class, int64_t classes)
 {
-    *weights = rows_from(&call->inputs.weight, class, 0, call->config.dtype);
-    if (call->layout.weight == LCE_NONE)
+    const lce_layout *const layout = &call->layout;
+    const int64_t features = call->sizes.features;
+    const hr_dtype dtype = call->config.dtype;
+    if (layout->weight == LCE_NONE) {
+        *weights = rows_from(&call->inputs.weight, class, 0, dtype);
         return HR_OK;
-    const hr_rows panel = {at(call, call->layout.weight), call->sizes.features};
-    const lce_move move = {
-        panel, *weights, HR_F32, call->config.dtype, NULL, classes, call->sizes.features};
-    *weights = panel;
-    HR_ON_DEVICE(call->exec, lce_gather, &move);
+    }
+    const hr_rows panel = *weights = (hr_rows){at(call, layout->weight), features};
+    if (call->held->class == class && call->held->classes == classes)
+        return HR_OK;
+    hr_rows given;
+    if (call->config.matrix) {
+        given =
+            layout->decoded == LCE_NONE ? panel : (hr_rows){at(call, layout->decoded), features};
+        HR_RUN(hr_dequantize_matrix(&given, call->config.matrix, class, classes, 0, features,
+                                    call->exec));
+    } else {
+        given = rows_from(&call->inputs.weight, class, 0, dtype);
+    }
+    if (given.data != panel.data) {
+        const lce_move move = {panel, given, HR_F32, dtype, NULL, classes, features};
+        HR_ON_DEVICE(call->exec, lce_gather, &move);
+    }
+    *call->held = (struct lce_held){class, classes};
     return HR_OK;
 }
 
@@ -311,6 +328,8 @@ hr_status lce_run(lce_call *call)
     const lce_sizes *const s = &call->sizes;
     const lce_layout *const layout = &call->layout;
     lce_list *const list = &call->listing.list;
+    struct lce_held held = {0, 0};
+    call->held = &held;
     *list = (lce_list){.index = (int64_t *)at(call, layout->index),
                        .target = (int64_t *)at(call, layout->target),
                        .scale = (float *)at(call, layout->scale),

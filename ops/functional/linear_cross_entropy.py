@@ -19,6 +19,7 @@ from .._core.registration import by_name, complete, register_fake, register_flop
 from .._core.row_ops import FLOAT32, MATRIX, Gradient, kind, row_op
 from .gemm import matmul_precision
 from .kept_gradients import KeptGradient, multiplied
+from .quantize_matrix import FORMATS, QuantizedMatrix, require_fit
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2, "mean or zero": 3}
 MODES = {"auto": 0, "tokens": 1, "vocabulary": 2}
@@ -68,12 +69,29 @@ _forward, _backward = by_name("linear_cross_entropy"), by_name("linear_cross_ent
 _join = by_name("linear_cross_entropy_join")
 
 
+def of_weight(
+    weight: Tensor | QuantizedMatrix,
+) -> tuple[dict[str, Tensor | None], dict[str, int | bool]]:
+    """Returns the tensors and the numbers that say to an op what the weight is, by name."""
+    if not isinstance(weight, QuantizedMatrix):
+        described = {"classes": 0, "format": 0, "block_size": 0, "nested": False}
+        return {"weight": weight, "codes": None, "scales": None}, described
+    described = {
+        "classes": weight.shape[0],
+        "format": FORMATS[weight.format],
+        "block_size": weight.block_size,
+        "nested": weight.nested,
+    }
+    return {"weight": None, "codes": weight.codes, "scales": weight.scales}, described
+
+
 def call(
     options: Options,
     *,
     reduction: str = "none",
     results: Iterable[str] = (),
     wanted: int = 0,
+    weight: Tensor | QuantizedMatrix,
     **tensors: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Returns the loss, then its factors and the scale of its gradients, then what ``RESULTS``
@@ -89,11 +107,13 @@ def call(
         reduction: one of ``REDUCTIONS``.
         results: names of ``RESULTS``.
         wanted: a sum of 1 for hidden, 2 for weight and 4 for bias.
-        tensors: ``hidden``, float32, bfloat16 or float16 ``[..., features]``; ``weight``,
-            ``[classes, features]`` in the dtype of hidden; ``bias``, ``[classes]`` in that dtype,
-            or None; ``target``, int64 or int32 ``[...]``; ``class_weight``, float32 ``[classes]``,
-            of all classes where weight holds a part of them, or None; ``token_weight``, float32
-            ``[...]``, or None; ``denominator``, float32 of one element, or None.
+        weight: ``[classes, features]`` in the dtype of hidden, or a matrix of few bits, which has
+            no gradient.
+        tensors: ``hidden``, float32, bfloat16 or float16 ``[..., features]``; ``bias``,
+            ``[classes]`` in that dtype, or None; ``target``, int64 or int32 ``[...]``;
+            ``class_weight``, float32 ``[classes]``, of all classes where weight holds a part of
+            them, or None; ``token_weight``, float32 ``[...]``, or None; ``denominator``, float32 of
+            one element, or None.
 
     Raises:
         RuntimeError: an argument does not fit.
@@ -101,10 +121,13 @@ def call(
     numbers = options.numbers(tensors["hidden"])
     numbers |= {"reduction": REDUCTIONS[reduction], "wanted": wanted}
     bits = sum(RESULTS[name] for name in results)
-    return _forward(**tensors, **numbers, results=bits)
+    own, described = of_weight(weight)
+    return _forward(**tensors, **own, **described, **numbers, results=bits)
 
 
-def gradients(options: Options, wanted: int, **tensors: Tensor | None) -> tuple[Tensor, ...]:
+def gradients(
+    options: Options, wanted: int, weight: Tensor | QuantizedMatrix, **tensors: Tensor | None
+) -> tuple[Tensor, ...]:
     """Returns the gradients of hidden, weight and bias from those of the rows' losses, ``dloss``,
     with logits that are computed again; without elements where they are not ``wanted``, and float32
     for float16.
@@ -113,7 +136,8 @@ def gradients(options: Options, wanted: int, **tensors: Tensor | None) -> tuple[
     and ``lse_low``, which may be those of all parts of the classes, of which ``weight`` holds one.
     """
     numbers = options.numbers(tensors["hidden"])
-    return _backward(**tensors, **numbers, wanted=wanted)
+    own, described = of_weight(weight)
+    return _backward(**tensors, **own, **described, **numbers, wanted=wanted)
 
 
 def joined(
@@ -161,11 +185,25 @@ _KINDS = {
 _OF_CLASSES = ("argmax", "rank")  # integers
 
 
-def _check(target: Tensor, shift: bool, **_: Any) -> None:
+def _check(
+    hidden, weight, codes, scales, target, classes, format, block_size, nested, shift, **_: Any
+) -> None:
     require(not shift or target.dim() > 0, "hidden has no dimension of a sequence")
+    given = (weight is not None, codes is not None, scales is not None)
+    require(
+        given == ((True, False, False) if format == 0 else (False, True, True)),
+        "wanted weight for format 0, else codes and scales",
+    )
+    if format != 0:
+        require_fit(codes, scales, classes, hidden.shape[-1], format, block_size, nested)
 
 
-def _gradients(hidden, weight, wanted=0, want_hidden=None, **_):
+def _classes(weight: Any, classes: int) -> int:
+    return classes if weight is None else weight.shape[0]
+
+
+def _gradients(hidden, weight, classes, wanted=0, want_hidden=None, **_):
+    require(not (weight is None and wanted & WEIGHT), "a weight of few bits has no gradient")
     dtype = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
 
     def empty(bit: int, shape: tuple[int, ...]) -> Tensor:
@@ -175,18 +213,18 @@ def _gradients(hidden, weight, wanted=0, want_hidden=None, **_):
         return hidden.new_empty(hidden.shape if want_hidden else (0,), dtype=dtype)
     return (
         empty(HIDDEN, tuple(hidden.shape)),
-        empty(WEIGHT, tuple(weight.shape)),
-        empty(BIAS, (weight.shape[0],)),
+        empty(WEIGHT, () if weight is None else tuple(weight.shape)),
+        empty(BIAS, (_classes(weight, classes),)),
     )
 
 
-def _results(hidden, weight, reduction, all_classes, results, wanted, **_):
+def _results(hidden, weight, reduction, all_classes, results, wanted, classes, **_):
     rows = hidden.shape[:-1]
 
     def of(shape, dtype=torch.float32):
         return hidden.new_empty(shape, dtype=dtype)
 
-    is_part = all_classes not in (0, weight.shape[0])
+    is_part = all_classes not in (0, _classes(weight, classes))
     return (
         of(() if reduction else (0,) if is_part else rows),
         of((2,)),
@@ -198,7 +236,7 @@ def _results(hidden, weight, reduction, all_classes, results, wanted, **_):
             )
             for name, bit in RESULTS.items()
         ),
-        *_gradients(hidden, weight, wanted),
+        *_gradients(hidden, weight, classes, wanted),
     )
 
 
@@ -212,15 +250,15 @@ def _joined_results(parts, target, class_weight, token_weight, reduction, all_cl
     return parts.new_empty(() if reduction else target.shape), parts.new_empty(2), *rows
 
 
-def _logits(hidden, weight, **_) -> int:
+def _logits(hidden, weight, classes, **_) -> int:
     """Returns the work of the logits, which the backward pass computes again; rows that are ignored
     count too."""
-    return 2 * prod(hidden[:-1]) * prod(weight)
+    return 2 * prod(hidden) * (classes if weight is None else weight[0])
 
 
-def _flops(hidden, weight, wanted, **_) -> int:
+def _flops(wanted, **given) -> int:
     """Returns the work of the mode that computes logits once."""
-    return _logits(hidden, weight) * (1 + bool(wanted & HIDDEN) + bool(wanted & WEIGHT))
+    return _logits(**given) * (1 + bool(wanted & HIDDEN) + bool(wanted & WEIGHT))
 
 
 def _flops_into(weight_grad, want_hidden, **given) -> int:
@@ -258,7 +296,9 @@ def _gradient(derived: Gradient) -> KeptGradient:
 row_op(
     "linear_cross_entropy",
     _KINDS,
-    sizes=lambda weight, all_classes, **_: {"all": all_classes or weight.shape[0]},
+    sizes=lambda weight, all_classes, classes, **_: {
+        "all": all_classes or _classes(weight, classes)
+    },
     check=_check,
     results=_results,
     gradients=_gradients,

@@ -60,6 +60,12 @@ def linear_quantized(x: Tensor, q: QuantizedMatrix, bias: Tensor | None = None) 
     )
 
 
+def quantized_linear_forward(module: Any, input: Tensor) -> Tensor:
+    """Computes the forward of a linear layer whose ``matrix`` is a :class:`QuantizedMatrix`."""
+    bias = None if module.bias is None else module.bias.to(input.dtype)
+    return linear_quantized(input, module.matrix, bias)
+
+
 _NUMBERS = ("format", "block_size", "nested", "precision")
 
 

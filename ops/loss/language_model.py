@@ -4,29 +4,46 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._core.surroundings import is_plain
+from .._core.surroundings import is_plain, takes_ops
 from ..functional.cross_entropy import cross_entropy
 from ..functional.linear import linear_forward
+from ..functional.linear_quantized import quantized_linear_forward
+from .inputs import layer_of
 from .linear_cross_entropy import linear_cross_entropy
 
 
 def is_plain_head(head: nn.Module) -> bool:
     """Returns whether a head does nothing but multiply by its weight and add its bias: an
-    ``nn.Linear`` without hooks, adapters or a ``forward`` that does something else. Hooks of FSDP2,
-    whose weights are DTensors outside of them, do not count."""
+    ``nn.Linear``, of few bits too, without hooks, adapters or a ``forward`` that does something
+    else. Hooks of FSDP2, whose weights are DTensors outside of them, do not count; but few bits
+    that it has sharded are read by the head alone."""
     if not isinstance(head, nn.Linear):
         return False
     own = vars(head).get("forward", type(head).forward)
-    if getattr(own, "func", own) not in (nn.Linear.forward, linear_forward):
+    own = getattr(own, "func", own)
+    if own not in (nn.Linear.forward, linear_forward, quantized_linear_forward):
         return False
     hooks = (
         *(head._forward_hooks, head._forward_pre_hooks),
         *(head._backward_hooks, head._backward_pre_hooks),
     )
-    return not any(hooks) or not is_plain(head.weight)
+    if not is_plain(head.weight):
+        return own is not quantized_linear_forward
+    return not any(hooks)
+
+
+def takes_head(head: nn.Linear) -> bool:
+    """Returns whether the loss takes the weight of a plain head here."""
+    weight = head.weight
+    if not is_plain(weight):
+        return True
+    if isinstance(layer_of(head)[0], Tensor):
+        return takes_ops(weight, (2,))
+    return takes_ops(weight.new_empty((0, 0), dtype=torch.float32))  # which few bits decode to
 
 
 def language_model_loss(
@@ -44,13 +61,13 @@ def language_model_loss(
 ) -> Tensor:
     """Returns the mean cross entropy of the tokens that count, float32, without their logits.
 
-    Where the head is more than a Linear (adapters, hooks, quantized weights), its logits are
-    computed by calling it, and the loss from them.
+    Where the head is more than a Linear (adapters, hooks, weights that another library has
+    quantized), its logits are computed by calling it, and the loss from them.
 
     Args:
         hidden: ``[..., tokens, hidden_size]``, what the head is given.
-        head: an ``nn.Linear``, whose weight may be that of the embeddings, or another module that
-            returns ``[..., tokens, classes]``.
+        head: an ``nn.Linear``, whose weight may be that of the embeddings, one of 4 or 8 bits, or
+            another module that returns ``[..., tokens, classes]``.
         labels: int64 ``[..., tokens]``: the tokens themselves, with ``ignore_index`` in the places
             that count for nothing.
         shift: whether a token is to predict the one after it: the first label of each sequence is
@@ -78,7 +95,8 @@ def language_model_loss(
         if denominator is not None:
             named |= {"reduction": "sum", "denominator": denominator}
         named |= {"shift": shift}
-        return linear_cross_entropy(hidden, head.weight, labels, head.bias, **named, **options)  # type: ignore[return-value]
+        weight, bias = layer_of(head, hidden.dtype)
+        return linear_cross_entropy(hidden, weight, labels, bias, **named, **options)  # type: ignore[return-value]
     if options:
         raise ValueError(
             f"language_model_loss: {', '.join(options)} cannot be given, because the head is a "

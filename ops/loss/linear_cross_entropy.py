@@ -14,6 +14,7 @@ from .._core.registration import by_name
 from .._core.rows import autocast, check_tensors, constant_factors
 from .._core.sizes import parse_bytes
 from ..functional import linear_cross_entropy as ops
+from ..functional.quantize_matrix import QuantizedMatrix
 from .inputs import token_factors, whole_layer
 
 _backward_ = by_name("linear_cross_entropy_backward_")
@@ -24,7 +25,7 @@ _OF_ROWS = {name: name for name in STATS} | {"accuracy": "argmax"}
 
 def linear_cross_entropy(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantizedMatrix,
     target: Tensor,
     bias: Tensor | None = None,
     *,
@@ -59,7 +60,10 @@ def linear_cross_entropy(
     Args:
         hidden: float32, bfloat16 or float16 ``[..., features]``, of any strides.
         weight: ``[classes, features]``, in the dtype of hidden; under autocast both are cast. A
-            DTensor, as FSDP2 makes it, is gathered: see :mod:`headroom.loss.gathered`.
+            DTensor, as FSDP2 makes it, is gathered: see :mod:`headroom.loss.gathered`. Or a matrix
+            of 4 or 8 bits, from :func:`headroom.functional.quantize_matrix`: it has no gradient,
+            and is decoded to the dtype of hidden for as many classes at a time as take 4 MiB, or 32
+            MiB on CUDA, and at least 64.
         target: int64 or int32 ``[...]``: a class from 0 to ``classes - 1``, or ``ignore_index``.
         bias: ``[classes]``, or None.
         class_weight: ``[classes]``, a factor for each class, as ``weight`` in
@@ -86,7 +90,7 @@ def linear_cross_entropy(
             classes, which computes the logits once more but adds up no gradient of ``weight``;
             "auto" takes the former unless fewer than 64 rows (512 on CUDA) fit the workspace.
         workspace: bytes of logits at a time, such as ``"256 MiB"``; None: half of the bytes of
-            ``weight``, and at least 32 MiB (256 MiB on CUDA).
+            ``weight`` in the dtype of hidden, and at least 32 MiB (256 MiB on CUDA).
         max_counted: at least as many rows as count, for CUDA, where nobody waits for their number:
             products then leave out the other rows. If more count, the loss is NaN.
         accumulate_into_grad: adds the gradients of ``weight`` and ``bias``, which must be leaves,
@@ -114,7 +118,9 @@ def linear_cross_entropy(
 
     The formula and its sources are documented at ``hr_linear_cross_entropy`` in ``headroom.h``.
     """
-    check_tensors(hidden=hidden, weight=weight, target=target)
+    check_tensors(hidden=hidden, target=target)
+    if not isinstance(weight, QuantizedMatrix):
+        check_tensors(weight=weight)
     _check_names(reduction, denominator, empty, mode, stats)
     check_flags(
         shift=shift,
@@ -124,7 +130,7 @@ def linear_cross_entropy(
     )
     if max_counted is not None:
         check_count("max_counted", max_counted, 0)
-    hidden, weight, bias = autocast(*whole_layer(hidden, weight, bias))
+    hidden, weight, bias = _layer(hidden, weight, bias)
     options = ops.Options(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
@@ -167,6 +173,16 @@ def linear_cross_entropy(
     return found[0], {n: _stat(n, of_rows[_OF_ROWS[n]], target, options) for n in stats}
 
 
+def _layer(
+    hidden: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None
+) -> tuple[Any, ...]:
+    """Returns the layer as ops take it: whole, and under autocast in its dtype."""
+    if not isinstance(weight, QuantizedMatrix):
+        return autocast(*whole_layer(hidden, weight, bias))
+    hidden, bias = autocast(hidden, bias)
+    return hidden, weight, bias
+
+
 def _workspace(workspace: int | str | None) -> int:
     if workspace is None:
         return 0
@@ -205,13 +221,11 @@ def _denominator(denominator: float | Tensor | None, hidden: Tensor) -> Tensor |
     return hidden.new_full((), denominator, dtype=torch.float32)
 
 
-def _wanted(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> int:
+def _wanted(hidden: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None) -> int:
     if not torch.is_grad_enabled():
         return 0
     tensors = {ops.HIDDEN: hidden, ops.WEIGHT: weight, ops.BIAS: bias}
-    return sum(
-        bit for bit, tensor in tensors.items() if tensor is not None and tensor.requires_grad
-    )
+    return sum(bit for bit, x in tensors.items() if isinstance(x, Tensor) and x.requires_grad)
 
 
 def _stat(name: str, of_rows: Tensor, target: Tensor, options: ops.Options) -> Tensor:
@@ -235,10 +249,13 @@ class _IntoGrad(torch.autograd.Function):
         ctx: Any,
         anchor: Tensor,
         hidden: Tensor,
-        leaves: tuple[Tensor, Tensor | None],
+        layer: tuple[Tensor | QuantizedMatrix, Tensor | None],
         constants: dict[str, Tensor | None],
         how: dict[str, Any],
     ) -> tuple[Tensor, ...]:
+        weight, bias = layer
+        tensors, ctx.numbers = ops.of_weight(weight)
+        leaves = (tensors["weight"], bias)
         for name, leaf in zip(("weight", "bias"), leaves):
             if leaf is not None and leaf.requires_grad and not leaf.is_leaf:
                 raise ValueError(
@@ -254,10 +271,10 @@ class _IntoGrad(torch.autograd.Function):
                 )
             if leaf is not None and leaf.dtype == torch.float16:
                 raise ValueError("accumulate_into_grad needs float32 or bfloat16 weights")
-        given = {"hidden": hidden, "weight": leaves[0], "bias": leaves[1], **constants}
-        found = ops.call(**given, **how)
+        given = {"hidden": hidden, "bias": bias, **constants}
+        found = ops.call(weight=weight, **given, **how)
         del given["denominator"]
-        given |= {"factors": found[1], "lse": found[3], "lse_low": found[4]}
+        given |= tensors | {"factors": found[1], "lse": found[3], "lse_low": found[4]}
         ctx.save_for_backward(*given.values())
         # What is saved may be unpacked as another tensor, which has no .grad that anyone reads.
         ctx.leaves, ctx.names, ctx.options = leaves, tuple(given), how["options"]
@@ -286,6 +303,7 @@ class _IntoGrad(torch.autograd.Function):
             bias_grad=grads[1],
             want_hidden=wants_hidden,
             **given,
+            **ctx.numbers,
             **ctx.options.numbers(given["hidden"]),
         )
         return None, found if wants_hidden else None, None, None, None

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .._core.checks import check_choice
 from ..functional.cross_entropy import REDUCTIONS
+from ..loss.inputs import layer_of
 from ..loss.linear_cross_entropy import linear_cross_entropy
 
 
@@ -16,7 +17,8 @@ class LinearCrossEntropyLoss(nn.Module):
     """:class:`torch.nn.LinearCrossEntropyLoss`, by :func:`headroom.linear_cross_entropy`: a linear
     layer and the cross entropy of its logits, which are never whole in memory.
 
-    The ``state_dict`` is that of torch's class. To share the weight of another layer, such as a
+    The ``state_dict`` is that of torch's class. :func:`headroom.quantize` may turn ``linear`` into
+    one of 4 or 8 bits. To share the weight of another layer, such as a
     tied embedding, assign it: ``loss.linear.weight = embedding.weight``.
 
     Args:
@@ -73,11 +75,12 @@ class LinearCrossEntropyLoss(nn.Module):
 
         ``options`` are those of one call, such as ``denominator`` or ``token_weight``.
         """
+        weight, bias = layer_of(self.linear, input.dtype)
         return linear_cross_entropy(
             input,
-            self.linear.weight,
+            weight,
             target,
-            self.linear.bias,
+            bias,
             class_weight=self.weight,
             reduction=self.reduction,
             ignore_index=self.ignore_index,

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from .._core.checks import check_choice
 from .._core.surroundings import is_plain
-from ..functional.linear_quantized import linear_quantized
+from ..functional.linear_quantized import quantized_linear_forward
 from ..functional.quantize_matrix import QuantizedMatrix, dequantize_matrix, quantize_matrix
 from .bitsandbytes import (
     KEYS_4BIT,
@@ -98,9 +98,7 @@ class QuantizedLinear(nn.Linear):
             self.nested,
         )
 
-    def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        return linear_quantized(input, self.matrix, bias)
+    forward = quantized_linear_forward
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Returns the weight in ``dtype``, by default that which it had: ``[out, in]``."""

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._core.surroundings import is_plain, takes_ops
-from ..loss.language_model import is_plain_head, language_model_loss
+from ..loss.language_model import is_plain_head, language_model_loss, takes_head
 from ..loss.linear_cross_entropy import linear_cross_entropy
 from .changes import Changes, is_patched
 from .families import DECODERS, entry_of
@@ -247,7 +246,7 @@ def _is_step(model: Any, kind: Kind, given: Mapping[str, Any]) -> bool:
     if given.get("return_dict") is False or not getattr(model.config, "return_dict", True):
         return False
     head: Any = kind.head(model)
-    return is_plain_head(head) and (not is_plain(head.weight) or takes_ops(head.weight, (2,)))
+    return is_plain_head(head) and takes_head(head)
 
 
 def _loss_of(model: Any, kind: Kind, given: Mapping[str, Any]) -> Callable[..., Tensor]:

@@ -70,7 +70,7 @@ def _loss(given: dict[str, Any], device: str, wanted: int, adds: bool = False) -
         given,
         rows=prod(hidden.shape[:-1]),
         features=hidden.shape[-1],
-        classes=weight.shape[0],
+        classes=given["classes"] if weight is None else weight.shape[0],
         dtype=FLOATS.index(hidden.dtype),
         wanted=wanted,
         adds=adds,

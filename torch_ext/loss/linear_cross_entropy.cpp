@@ -5,6 +5,7 @@
 // optional results.
 #include <tuple>
 
+#include "torch_ext/core/matrix.h"
 #include "torch_ext/core/numbers.h"
 #include "torch_ext/loss/loss_rows.h"
 
@@ -29,6 +30,23 @@ using Config = hr_linear_cross_entropy_config;
         of(float, logit_scale) of(int, workspace_limit) of(int, most_counted) of(int, first_class) \
             of(int, all_classes) of(bool, round_each_chunk) of(bool, check_target)
 
+// What describes a weight of few bits, beside its codes and scales; format is 0 where there is none.
+#define FORMAT(of) of(int, format) of(int, block_size) of(bool, nested)
+
+// Those of an op with a layer. `classes` is read with a weight of few bits only.
+#define LAYER_NUMBERS(of) NUMBERS(of) of(int, classes) FORMAT(of)
+
+// The weight of a layer: a tensor, or codes and scales.
+struct Weight {
+    const OptionalTensor &dense, &codes, &scales;
+    int64_t classes, format, block_size;
+    bool nested;
+};
+#define WEIGHT                                                     \
+    {                                                              \
+        weight, codes, scales, classes, format, block_size, nested \
+    }
+
 Config config_of(int64_t reduction, int64_t precision NUMBERS(HR_PARAMETER))
 {
     Config config = HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT;
@@ -48,22 +66,19 @@ hr_dtype grad_dtype_of(hr_dtype dtype)
 class Layer : public LossRows
 {
   public:
-    Layer(const Tensor &hidden, const Tensor &weight, const OptionalTensor &bias,
+    Layer(const Tensor &hidden, const Weight &weight, const OptionalTensor &bias,
           const Tensor &target, const OptionalTensor &class_weight,
           const OptionalTensor &token_weight, const Config &numbers, bool shift)
         : LossRows(hidden, "hidden"), config(numbers)
     {
         config.dtype = float_of(in, "hidden");
         config.grad_dtype = grad_dtype_of(config.dtype);
-        const View matrix_view(weight);
-        if (matrix_view.dim != 2 || matrix_view.sizes[1] != matrix.cols)
-            fail("weight must be a matrix [classes, " + std::to_string(matrix.cols) + "]");
-        require_same(matrix_view, "weight");
-        classes = matrix_view.sizes[0];
         require_storage(hidden, "hidden");
-        require_storage(weight, "weight");
         inputs.hidden = *matrices_.emplace_back(hidden, "hidden").get();
-        inputs.weight = *matrices_.emplace_back(weight, "weight").get();
+        if (weight.format == HR_DENSE)
+            set_weight(weight);
+        else
+            set_few_bits(weight);
         if (bias) {
             const View view(*bias);
             if (view.dim != 1 || view.sizes[0] != classes)
@@ -109,6 +124,33 @@ class Layer : public LossRows
     hr_linear_cross_entropy_inputs inputs = {};
 
   private:
+    void set_weight(const Weight &weight)
+    {
+        if (!weight.dense || weight.codes || weight.scales)
+            fail("wanted weight, and neither codes nor scales, for format 0");
+        const View view(*weight.dense);
+        if (view.dim != 2 || view.sizes[1] != matrix.cols)
+            fail("weight must be a matrix [classes, " + std::to_string(matrix.cols) + "]");
+        require_same(view, "weight");
+        classes = view.sizes[0];
+        require_storage(*weight.dense, "weight");
+        inputs.weight = *matrices_.emplace_back(*weight.dense, "weight").get();
+    }
+
+    void set_few_bits(const Weight &weight)
+    {
+        if (weight.dense || !weight.codes || !weight.scales)
+            fail("wanted codes and scales, and no weight, for format " +
+                 std::to_string(weight.format));
+        classes = weight.classes;
+        few_bits_.emplace(classes, matrix.cols, weight.format, weight.block_size, weight.nested);
+        few_bits_->matrix.dtype = config.dtype;
+        Tensor &codes = codes_.emplace_back(*weight.codes);
+        require_with(View(codes), "codes", in, "hidden");
+        few_bits_->point_to(codes, codes_.emplace_back(*weight.scales));
+        config.matrix = &few_bits_->matrix;
+    }
+
     void require_same(const View &view, const char *name) const
     {
         require_with(view, name, in, "hidden");
@@ -116,6 +158,8 @@ class Layer : public LossRows
     }
 
     std::deque<RowsIn> matrices_;
+    std::deque<Tensor> codes_;
+    std::optional<FewBits> few_bits_;
 };
 
 // New gradients and where they are.
@@ -152,13 +196,15 @@ struct Gradients {
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
                            Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-Forward linear_cross_entropy(const Tensor &hidden, const Tensor &weight, const OptionalTensor &bias,
-                             const Tensor &target, const OptionalTensor &class_weight,
-                             const OptionalTensor &token_weight, const OptionalTensor &denominator,
-                             int64_t reduction NUMBERS(HR_PARAMETER), int64_t precision, bool shift,
-                             int64_t results, int64_t wanted)
+Forward linear_cross_entropy(const Tensor &hidden, const OptionalTensor &weight,
+                             const OptionalTensor &bias, const OptionalTensor &codes,
+                             const OptionalTensor &scales, const Tensor &target,
+                             const OptionalTensor &class_weight, const OptionalTensor &token_weight,
+                             const OptionalTensor &denominator,
+                             int64_t reduction LAYER_NUMBERS(HR_PARAMETER), int64_t precision,
+                             bool shift, int64_t results, int64_t wanted)
 {
-    Layer layer(hidden, weight, bias, target, class_weight, token_weight,
+    Layer layer(hidden, WEIGHT, bias, target, class_weight, token_weight,
                 config_of(reduction, precision NUMBERS(HR_ARGUMENT)), shift);
     layer.inputs.denominator = scalar_of(denominator, layer.in, "denominator");
     const bool reduces = reduction != NONE;
@@ -218,13 +264,16 @@ void backward(Layer &layer, const hr_linear_cross_entropy_grads &grads, uint32_t
         &layer.exec.exec));
 }
 
-std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
-    const Tensor &dloss, const Tensor &hidden, const Tensor &weight, const OptionalTensor &bias,
-    const Tensor &target, const OptionalTensor &class_weight, const OptionalTensor &token_weight,
-    const OptionalTensor &factors, const Tensor &lse, const Tensor &lse_low NUMBERS(HR_PARAMETER),
-    int64_t precision, bool shift, int64_t wanted)
+std::tuple<Tensor, Tensor, Tensor>
+linear_cross_entropy_backward(const Tensor &dloss, const Tensor &hidden,
+                              const OptionalTensor &weight, const OptionalTensor &bias,
+                              const OptionalTensor &codes, const OptionalTensor &scales,
+                              const Tensor &target, const OptionalTensor &class_weight,
+                              const OptionalTensor &token_weight, const OptionalTensor &factors,
+                              const Tensor &lse, const Tensor &lse_low LAYER_NUMBERS(HR_PARAMETER),
+                              int64_t precision, bool shift, int64_t wanted)
 {
-    Layer layer(hidden, weight, bias, target, class_weight, token_weight,
+    Layer layer(hidden, WEIGHT, bias, target, class_weight, token_weight,
                 config_of(SUM, precision NUMBERS(HR_ARGUMENT)), shift);
     const Gradients gradients(layer, wanted);
     backward(layer, gradients.grads, gradients.wanted(), dloss, factors, lse, lse_low);
@@ -248,15 +297,16 @@ void *existing(const OptionalTensor &tensor, const Layer &layer, const char *nam
 }
 
 Tensor linear_cross_entropy_backward_(const Tensor &dloss, const Tensor &hidden,
-                                      const Tensor &weight, const OptionalTensor &bias,
+                                      const OptionalTensor &weight, const OptionalTensor &bias,
+                                      const OptionalTensor &codes, const OptionalTensor &scales,
                                       const Tensor &target, const OptionalTensor &class_weight,
                                       const OptionalTensor &token_weight,
                                       const OptionalTensor &factors, const Tensor &lse,
                                       const Tensor &lse_low, OptionalTensor weight_grad,
-                                      OptionalTensor bias_grad NUMBERS(HR_PARAMETER),
+                                      OptionalTensor bias_grad LAYER_NUMBERS(HR_PARAMETER),
                                       int64_t precision, bool shift, bool want_hidden)
 {
-    Layer layer(hidden, weight, bias, target, class_weight, token_weight,
+    Layer layer(hidden, WEIGHT, bias, target, class_weight, token_weight,
                 config_of(SUM, precision NUMBERS(HR_ARGUMENT)), shift);
     layer.config.add_to_weight_grads = 1;
     Gradients gradients(layer, want_hidden ? HR_LINEAR_CROSS_ENTROPY_HIDDEN : 0);
@@ -314,10 +364,19 @@ linear_cross_entropy_join(const Tensor &parts, const Tensor &target,
 // there is no such device. dtype is an hr_dtype.
 int64_t linear_cross_entropy_workspace(int64_t rows, int64_t features, int64_t classes,
                                        int64_t dtype, int64_t wanted, bool adds,
-                                       bool is_cuda NUMBERS(HR_PARAMETER), int64_t precision)
+                                       bool is_cuda NUMBERS(HR_PARAMETER) FORMAT(HR_PARAMETER),
+                                       int64_t precision)
 {
     Config config = config_of(SUM, precision NUMBERS(HR_ARGUMENT));
     set(config.dtype, dtype, "dtype");
+    std::optional<FewBits> bits;
+    static float unread = 0; // a query takes a matrix, and looks at its sizes alone
+    if (format != HR_DENSE) {
+        bits.emplace(classes, features, format, block_size, nested);
+        bits->matrix.dtype = config.dtype;
+        bits->matrix.data = bits->matrix.absmax = &unread;
+        config.matrix = &bits->matrix;
+    }
     config.grad_dtype = grad_dtype_of(config.dtype);
     config.add_to_weight_grads = adds;
     hr_linear_cross_entropy_needs needs;
@@ -333,13 +392,13 @@ int64_t linear_cross_entropy_workspace(int64_t rows, int64_t features, int64_t c
 
 } // namespace
 
-#define LAYER                                                                           \
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, " \
-    "Tensor? token_weight, "
+#define LAYER                                                                      \
+    "Tensor hidden, Tensor? weight, Tensor? bias, Tensor? codes, Tensor? scales, " \
+    "Tensor target, Tensor? class_weight, Tensor? token_weight, "
 
 STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
 {
-    m.def("linear_cross_entropy(" LAYER "Tensor? denominator, int reduction" NUMBERS(
+    m.def("linear_cross_entropy(" LAYER "Tensor? denominator, int reduction" LAYER_NUMBERS(
         HR_SCHEMA) ", int precision, bool shift, int results, int wanted) -> (Tensor loss, Tensor "
                    "factors, "
                    "Tensor scale, Tensor lse, Tensor lse_low, Tensor target_logit, Tensor "
@@ -347,20 +406,21 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
                    "Tensor largest, Tensor entropy, Tensor argmax, Tensor rank, Tensor dhidden, "
                    "Tensor dweight, Tensor dbias)");
     m.def("linear_cross_entropy_backward(Tensor dloss, " LAYER
-          "Tensor? factors, Tensor lse, Tensor lse_low" NUMBERS(
+          "Tensor? factors, Tensor lse, Tensor lse_low" LAYER_NUMBERS(
               HR_SCHEMA) ", int precision, bool shift, int wanted) -> (Tensor dhidden, Tensor "
                          "dweight, "
                          "Tensor dbias)");
     m.def("linear_cross_entropy_backward_(Tensor dloss, " LAYER
           "Tensor? factors, Tensor lse, Tensor lse_low, Tensor(a!)? weight_grad, "
-          "Tensor(b!)? bias_grad" NUMBERS(
+          "Tensor(b!)? bias_grad" LAYER_NUMBERS(
               HR_SCHEMA) ", int precision, bool shift, bool want_hidden) -> Tensor dhidden");
     m.def("linear_cross_entropy_join(Tensor parts, Tensor target, Tensor? class_weight, "
           "Tensor? token_weight, Tensor? denominator, int reduction" JOINED(
               HR_SCHEMA) ") -> (Tensor loss, Tensor factors, Tensor lse, Tensor lse_low, Tensor "
                          "target_logit)");
     m.def("linear_cross_entropy_workspace(int rows, int features, int classes, int dtype, "
-          "int wanted, bool adds, bool is_cuda" NUMBERS(HR_SCHEMA) ", int precision) -> int");
+          "int wanted, bool adds, bool is_cuda" NUMBERS(HR_SCHEMA)
+              FORMAT(HR_SCHEMA) ", int precision) -> int");
 }
 
 // For all devices, because no tensor argument names one.

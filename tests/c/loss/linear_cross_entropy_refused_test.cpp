@@ -166,6 +166,35 @@ template <class R> BadInputs<R> bad_inputs()
 }
 } // namespace
 
+TEST_P(LinearCrossEntropyRefused, BadInputsOfAMatrixAreRefused)
+{
+    const Case c = {.wanted = 5, .format = HR_NF4};
+    const auto dense = [](Call &r) { r.few_bits->matrix.format = HR_DENSE; };
+    const BadInputs<Call> all = {
+        {"config->matrix is f32 \\[12, 6\\], wanted f32 \\[11, 6\\], \\[classes, features\\]",
+         [](Call &r) { r.few_bits->matrix.rows = 12; }},
+        {"config->matrix is f32 \\[11, 5\\], wanted", [](Call &r) { r.few_bits->matrix.cols = 5; }},
+        {"config->matrix is bf16", [](Call &r) { r.few_bits->matrix.dtype = HR_BF16; }},
+        {"matrix->format is 4", [](Call &r) { r.few_bits->matrix.format = hr_format(4); }},
+        {"matrix->data is NULL", [](Call &r) { r.few_bits->matrix.data = nullptr; }},
+        {"matrix->absmax is NULL", [](Call &r) { r.few_bits->matrix.absmax = nullptr; }},
+        {"matrix->size is 3", [](Call &r) { r.few_bits->matrix.size = 3; }},
+        {"matrix->stride is 0", dense},
+        {"grads->weight is given, wanted NULL with config->matrix",
+         [](Call &r) { r.grads.weight.data = r.dweight.data[0]; }},
+    };
+    expect_all_refused<Call>(*backend, c, all);
+    const Call run(*backend, c);
+    hr_matrix wrong = run.few_bits->matrix;
+    wrong.rows = 3;
+    hr_linear_cross_entropy_config config = run.config;
+    config.matrix = &wrong;
+    hr_linear_cross_entropy_needs needs = {};
+    EXPECT_EQ(hr_linear_cross_entropy_query(&needs, 9, 6, 11, 1, &config, &run.exec),
+              HR_INVALID_ARGUMENT);
+    EXPECT_TRUE(matches(hr_last_error(), "config->matrix is f32 \\[3, 6\\]"));
+}
+
 TEST_P(LinearCrossEntropyRefused, BadInputsAreRefused)
 {
     const std::string off = " is at .* not a multiple of [48] bytes";

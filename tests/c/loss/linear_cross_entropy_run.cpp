@@ -27,9 +27,10 @@ hr_linear_cross_entropy_config config_of(const LinearCrossEntropyCase &c)
     return config;
 }
 
-hr_linear_cross_entropy_needs needs_of(const LinearCrossEntropyCase &c, const hr_exec &exec)
+hr_linear_cross_entropy_needs needs_of(const LinearCrossEntropyCase &c,
+                                       const hr_linear_cross_entropy_config &config,
+                                       const hr_exec &exec)
 {
-    const hr_linear_cross_entropy_config config = config_of(c);
     hr_linear_cross_entropy_needs needs = {};
     EXPECT_EQ(hr_linear_cross_entropy_query(&needs, c.rows, c.features, c.classes, c.wanted,
                                             &config, &exec),
@@ -46,7 +47,7 @@ float *floats(const Tensors &t, size_t k, bool wanted = true)
 } // namespace
 
 LinearCrossEntropyRun::LinearCrossEntropyRun(Backend &on, const LinearCrossEntropyCase &c)
-    : backend(on), shape(c), config(config_of(c)), exec(on.exec()), needs(needs_of(c, exec)),
+    : backend(on), shape(c), config(config_of(c)), exec(on.exec()),
       hidden(on, {c.rows * (c.features + c.gap)}, {c.dtype}, 0, values(1, 0, 1)),
       weight(on, {c.classes * (c.features + c.gap)}, {c.dtype}, 0, values(2, 0, 1)),
       bias(on, {c.classes}, {c.dtype}, 0, values(3, 0, 1)),
@@ -58,11 +59,10 @@ LinearCrossEntropyRun::LinearCrossEntropyRun(Backend &on, const LinearCrossEntro
       dhidden(on, {c.rows * (c.features + c.gap)}, {c.grad_dtype}, 0, garbage),
       dweight(on, {c.classes * (c.features + c.gap)}, {c.grad_dtype}, 0, garbage),
       dbias(on, {c.classes}, {c.grad_dtype}, 0, garbage),
-      dloss(on, {c.rows}, {HR_F32}, 0, values(7, 1, 0.5)),
-      workspace(on, std::vector<uint8_t>(needs.workspace, 0x77)), result(floats(numbers, 0)),
+      dloss(on, {c.rows}, {HR_F32}, 0, values(7, 1, 0.5)), result(floats(numbers, 0)),
       factors(floats(numbers, 1)), scale(floats(numbers, 2)), upstream(floats(dloss, 0)),
-      lse(floats(results, 1)), lse_low(floats(results, 2)), workspace_argument(workspace.data()),
-      workspace_bytes(needs.workspace), rows(c.rows), features(c.features), classes(c.classes)
+      lse(floats(results, 1)), lse_low(floats(results, 2)), rows(c.rows), features(c.features),
+      classes(c.classes)
 {
     targets.emplace_back(on, bytes_of_targets(c.rows, c.classes, c.ignored, c.int32));
     argmaxes.emplace_back(on, std::vector<uint8_t>(size_t(c.rows) * 8, 77));
@@ -87,6 +87,26 @@ LinearCrossEntropyRun::LinearCrossEntropyRun(Backend &on, const LinearCrossEntro
            floats(results, 6),
            static_cast<int64_t *>(argmaxes[0].data()),
            c.rank ? static_cast<int64_t *>(ranks[0].data()) : nullptr};
+    set_weight(nullptr);
+    if (c.format == HR_DENSE)
+        return;
+    MatrixCase matrix;
+    matrix.rows = c.classes, matrix.cols = c.features, matrix.gap = c.gap;
+    matrix.format = c.format, matrix.nested = c.nested, matrix.to = c.dtype;
+    few_bits = std::make_unique<MatrixRun>(on, matrix);
+    EXPECT_EQ(few_bits->call(), HR_OK) << hr_last_error();
+    weight.put(0, few_bits->out.values(0));
+    set_weight(&few_bits->matrix);
+}
+
+void LinearCrossEntropyRun::set_weight(const hr_matrix *matrix)
+{
+    config.matrix = matrix;
+    inputs.weight = {matrix ? nullptr : weight.data[0], shape.features + shape.gap};
+    needs = needs_of(shape, config, exec);
+    workspaces.emplace_back(backend, std::vector<uint8_t>(needs.workspace, 0x77));
+    workspace_argument = workspaces.back().data();
+    workspace_bytes = needs.workspace;
 }
 
 hr_status LinearCrossEntropyRun::forward() const
@@ -121,8 +141,7 @@ bool LinearCrossEntropyRun::whole() const
     return intact({&hidden.buffers, &weight.buffers, &bias.buffers, &class_weight.buffers,
                    &token_weight.buffers, &denominator.buffers, &results.buffers, &numbers.buffers,
                    &dhidden.buffers, &dweight.buffers, &dbias.buffers, &dloss.buffers, &targets,
-                   &argmaxes, &ranks}) &&
-           workspace.intact();
+                   &argmaxes, &ranks, &workspaces});
 }
 
 int64_t LinearCrossEntropyRun::target_of(int64_t row) const
@@ -155,5 +174,6 @@ std::ostream &operator<<(std::ostream &out, const LinearCrossEntropyCase &c)
                << (c.denominator ? ", denominator" : "") << (c.int32 ? ", int32" : "")
                << ", smoothing " << c.smoothing << ", softcap " << c.softcap << ", z-loss "
                << c.z_loss << ", scale " << c.scale << ", reduction " << c.reduction << ", ignored "
-               << c.ignored << ", sequence " << c.sequence << ", wanted " << c.wanted;
+               << c.ignored << ", sequence " << c.sequence << ", wanted " << c.wanted
+               << ", weight in format " << c.format << (c.nested ? ", nested" : "");
 }

@@ -1,7 +1,9 @@
 // Calls of hr_linear_cross_entropy() and hr_linear_cross_entropy_backward() on made-up layers.
 #pragma once
 
-#include "tests/c/harness/tensors.h"
+#include <memory>
+
+#include "tests/c/quant/quantize_matrix_run.h"
 
 struct LinearCrossEntropyCase {
     int64_t rows = 9, features = 6, classes = 11;
@@ -17,6 +19,8 @@ struct LinearCrossEntropyCase {
     int64_t ignored = 3;  // every such row; 0: none; 1: all
     int64_t sequence = 0; // rows
     uint32_t wanted = 7;
+    hr_format format = HR_DENSE; // others: the weight is config.matrix, and has no gradient
+    bool nested = false;
 };
 
 class LinearCrossEntropyRun
@@ -24,6 +28,8 @@ class LinearCrossEntropyRun
   public:
     LinearCrossEntropyRun(Backend &backend, const LinearCrossEntropyCase &c);
     LinearCrossEntropyRun(const LinearCrossEntropyRun &) = delete;
+
+    void set_weight(const hr_matrix *matrix); // instead of inputs.weight; NULL: that
 
     hr_status forward() const; // with the gradients that are wanted
     hr_status backward() const;
@@ -44,7 +50,7 @@ class LinearCrossEntropyRun
     // loss, lse, lse_low, target_logit, weighted, largest, entropy; result, factors, scale
     Tensors results, numbers;
     Tensors dhidden, dweight, dbias, dloss;
-    Buffer workspace;
+    std::vector<Buffer> workspaces; // the last is in use
     // Arguments, for a test to spoil.
     hr_linear_cross_entropy_inputs inputs = {};
     hr_linear_cross_entropy_grads grads = {};
@@ -53,6 +59,7 @@ class LinearCrossEntropyRun
     const hr_linear_cross_entropy_grads *grads_argument = &grads;
     const hr_linear_cross_entropy_config *config_argument = &config;
     const hr_exec *exec_argument = &exec;
+    std::unique_ptr<MatrixRun> few_bits; // whose decoded elements are in `weight`
     float *result, *factors, *scale;
     const float *upstream, *lse, *lse_low;
     int64_t upstream_stride = 1;

@@ -68,10 +68,39 @@ void expect_gradients(const Call &run, const Reference &exact, double scale)
 constexpr hr_linear_cross_entropy_mode kTokens = HR_LINEAR_CROSS_ENTROPY_TOKENS,
                                        kVocabulary = HR_LINEAR_CROSS_ENTROPY_VOCABULARY;
 
+// Heads of few bits, in one part and in several.
+std::vector<Case> few_bits_cases(bool parts)
+{
+    std::vector<Case> all;
+    int turn = 0;
+    for (const hr_format format : {HR_NF4, HR_FP4, HR_INT8_ROWS})
+        for (const hr_dtype dtype : {HR_F32, HR_BF16, HR_F16}) {
+            Case c = {.features = 7, .classes = 131, .dtype = dtype, .bias = turn % 2 == 0};
+            c.format = format, c.nested = format != HR_INT8_ROWS && turn % 4 < 2;
+            c.mode = turn % 2 ? kTokens : kVocabulary;
+            c.grad_dtype = dtype == HR_F16 ? HR_F32 : dtype;
+            c.limit = 4 * 131 * 4, c.wanted = 5, c.gap = turn % 3;
+            c.smoothing = 0.1, c.z_loss = 0.01, c.class_weight = c.token_weight = true;
+            all.push_back(c);
+            turn++;
+        }
+    for (const hr_dtype dtype : {HR_F32, HR_BF16}) {
+        if (!parts)
+            break;
+        Case c = {.rows = 4, .features = 16501, .classes = 150, .dtype = dtype, .bias = true};
+        c.grad_dtype = dtype, c.scale = 0.02, c.limit = 2 * 150 * 4, c.wanted = 5;
+        c.format = HR_NF4, c.nested = true;
+        all.push_back(c);
+        c.mode = kVocabulary, c.format = HR_INT8_ROWS, c.nested = false;
+        all.push_back(c);
+    }
+    return all;
+}
+
 // Sizes at which both orders need several parts: of 3 rows, and of 64 classes.
 std::vector<Case> cases()
 {
-    std::vector<Case> all;
+    std::vector<Case> all = few_bits_cases(false);
     for (const hr_dtype dtype : {HR_F32, HR_BF16, HR_F16}) {
         const hr_dtype grad = dtype == HR_F16 ? HR_F32 : dtype;
         all.push_back({.dtype = dtype, .grad_dtype = grad, .limit = 3 * 11 * 4, .rank = true});
@@ -146,6 +175,37 @@ TEST_P(LinearCrossEntropy, BackwardComputesTheGradientsOfRows)
         ASSERT_EQ(run.backward(), HR_OK) << hr_last_error();
         EXPECT_TRUE(run.whole());
         expect_gradients(run, Reference(run, run.dloss.values(0)), 1);
+    }
+}
+
+// In parts of 64 classes, where there are more features than 4 MiB hold of these.
+TEST_P(LinearCrossEntropy, OfAMatrixHasTheBitsOfItsDecodedElements)
+{
+    const auto results = [](const Call &run) {
+        return image_of({&run.results.buffers, &run.numbers.buffers, &run.dhidden.buffers,
+                         &run.dbias.buffers, &run.argmaxes});
+    };
+    for (const Case &c : few_bits_cases(backend == &cpu_backend())) {
+        SCOPED_TRACE(testing::PrintToString(c));
+        const Call decoded(*backend, c);
+        ASSERT_EQ(decoded.forward(), HR_OK) << hr_last_error();
+        EXPECT_TRUE(decoded.whole());
+        Call run(*backend, c);
+        hr_matrix dense = HR_MATRIX_INIT;
+        dense.dtype = c.dtype, dense.rows = c.classes, dense.cols = c.features;
+        dense.stride = c.features + c.gap, dense.data = run.weight.data[0];
+        const hr_matrix *const none = nullptr;
+        for (const hr_matrix *matrix : {&std::as_const(dense), none}) {
+            run.set_weight(matrix);
+            ASSERT_EQ(run.forward(), HR_OK) << hr_last_error();
+            if (c.dtype != HR_F32 || c.features < 100) {
+                EXPECT_EQ(results(run), results(decoded));
+                continue;
+            }
+            const Vector got = decoded.dhidden.values(0), wanted = run.dhidden.values(0);
+            for (size_t i = 0; i < got.size(); i++) // sums over parts of the classes
+                ASSERT_NEAR(got[i], wanted[i], 16 * epsilon_of(HR_F32) * largest_of(wanted)) << i;
+        }
     }
 }
 
@@ -279,10 +339,37 @@ TEST_P(LinearCrossEntropy, AConfigOfAnOlderHeaderHasDefaults)
 {
     const Call now(*backend, {});
     Call older(*backend, {});
-    cut(older.config, offsetof(hr_linear_cross_entropy_config, check_target));
     ASSERT_EQ(now.forward(), HR_OK) << hr_last_error();
-    ASSERT_EQ(older.forward(), HR_OK) << hr_last_error();
-    EXPECT_EQ(now.image(), older.image());
+    for (const size_t size : {offsetof(hr_linear_cross_entropy_config, matrix) + 4,
+                              offsetof(hr_linear_cross_entropy_config, matrix),
+                              offsetof(hr_linear_cross_entropy_config, check_target)}) {
+        older.config.matrix = reinterpret_cast<const hr_matrix *>(1);
+        cut(older.config, size);
+        ASSERT_EQ(older.forward(), HR_OK) << hr_last_error();
+        EXPECT_EQ(now.image(), older.image());
+    }
+}
+
+TEST_P(LinearCrossEntropy, AMatrixTakesAPartOfItInWorkspace)
+{
+    const hr_exec exec = backend->exec();
+    hr_linear_cross_entropy_config config = HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT;
+    config.dtype = HR_BF16;
+    const auto workspace = [&] {
+        hr_linear_cross_entropy_needs needs = {};
+        EXPECT_EQ(hr_linear_cross_entropy_query(&needs, 512, 4096, 128256, 1, &config, &exec),
+                  HR_OK)
+            << hr_last_error();
+        return needs.workspace;
+    };
+    const size_t dense = workspace();
+    float unread = 0;
+    hr_matrix matrix = HR_MATRIX_INIT;
+    matrix.format = HR_NF4, matrix.dtype = HR_BF16, matrix.rows = 128256, matrix.cols = 4096;
+    matrix.data = matrix.absmax = &unread;
+    config.matrix = &matrix;
+    // Decoded on the CPU before they are widened, as those of a dense matrix are.
+    EXPECT_EQ(workspace() - dense, size_t(backend == &cpu_backend() ? 2 : 32) << 20);
 }
 
 TEST_P(LinearCrossEntropy, QueryChoosesTheModeFromTheLimit)

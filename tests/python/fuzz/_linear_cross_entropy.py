@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import random
-from ctypes import Structure, byref, c_double, c_int32, c_int64, c_size_t, c_void_p, sizeof
+from ctypes import (
+    Structure,
+    addressof,
+    byref,
+    c_double,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_void_p,
+    sizeof,
+)
 
+from tests.python.fuzz import _matrices
 from tests.python.fuzz._c_calls import (
     BF16,
     F32,
@@ -28,6 +39,7 @@ Config = config(
     ("sequence first_class all_classes most_counted", c_int64),
     ("workspace_limit", c_size_t),
     ("check_target reserved", c_int32),
+    ("matrix", c_void_p),
     sizes=("all_classes",),
 )
 Inputs = struct(
@@ -76,6 +88,20 @@ def grads_of(rng: random.Random, memory: Memory, own, features: int) -> Structur
     return Grads(*matrices, vector(rng, memory, own.grad_dtype, wanted[2]))
 
 
+def of_few_bits(
+    rng: random.Random, memory: Memory, own, grads, features: int, classes: int
+) -> list:
+    """Puts a matrix in place of the weight, or does not."""
+    if rng.random() < 0.6:
+        return []
+    m = _matrices.matrix(rng, memory)
+    m.rows, m.cols, m.stride, m.dtype = classes, features, features, own.dtype
+    own.matrix = addressof(m)
+    if m.format != _matrices.DENSE:
+        grads.weight = Rows()
+    return [m]
+
+
 def query(sizes: list[Limited], grads: Structure, own: Structure) -> int:
     needs, where = Needs(), exec_()
     wanted = sum(
@@ -120,6 +146,7 @@ def forward(rng: random.Random, memory: Memory) -> Call:
     own = layer_config(rng, rows)
     inputs = inputs_of(rng, memory, own, features, classes)
     grads, out = grads_of(rng, memory, own, features), Results()
+    matrices = of_few_bits(rng, memory, own, grads, features, classes)
     for name, _ in Results._fields_:
         if rng.random() < 0.5 and (name != "rank" or own.mode == 1):
             setattr(out, name, memory.take(PART))
@@ -127,7 +154,7 @@ def forward(rng: random.Random, memory: Memory) -> Call:
     workspace = c_void_p(memory.take(size.value + 16) + rng.choice([0, 16]))
     numbers = (vector(rng, memory, F32, 0.7) for _ in range(3))
     arguments = [*numbers, out, grads, inputs, *sizes, own, workspace, size, exec_()]
-    more = (inputs.hidden, inputs.weight, grads.hidden, grads.weight)
+    more = (inputs.hidden, inputs.weight, grads.hidden, grads.weight, *matrices)
     return call("hr_linear_cross_entropy", arguments, written, more)
 
 
@@ -140,12 +167,13 @@ def backward(rng: random.Random, memory: Memory) -> Call:
     own = layer_config(rng, rows)
     inputs = inputs_of(rng, memory, own, features, classes)
     grads = grads_of(rng, memory, own, features)
+    matrices = of_few_bits(rng, memory, own, grads, features, classes)
     size = c_size_t(query(sizes, grads, own))
     workspace = c_void_p(memory.take(size.value + 16) + rng.choice([0, 16]))
     dloss, stride = vector(rng, memory), c_int64(rng.choice([0, 1, 3]))
     factors, lse, low = (vector(rng, memory, F32, chance) for chance in (0.5, 1.0, 0.5))
     arguments = [grads, dloss, stride, factors, lse, low, inputs, *sizes, own, workspace, size]
-    more = (inputs.hidden, inputs.weight, grads.hidden, grads.weight)
+    more = (inputs.hidden, inputs.weight, grads.hidden, grads.weight, *matrices)
     return call("hr_linear_cross_entropy_backward", [*arguments, exec_()], written, more)
 
 

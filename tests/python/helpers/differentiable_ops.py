@@ -191,6 +191,15 @@ OPS = [
         (_ROWS, (COLS, COLS)),
     ),
     DifferentiableOp(
+        "linear_cross_entropy of 4 bits",
+        lambda x, bias: linear_cross_entropy(x, _quantized(x), _targets(x) % 8, bias),
+        lambda x, bias: F.cross_entropy(
+            _linear(x, dequantize_matrix(_quantized(x)), bias), _targets(x) % 8
+        ),
+        (_ROWS, (8,)),
+        keeps_inputs=False,
+    ),
+    DifferentiableOp(
         "mlp_block",
         lambda x, norm_weight, gate_up, down: mlp_block(x, norm_weight, gate_up / 8, down / 8),
         _mlp_reference,

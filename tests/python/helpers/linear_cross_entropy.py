@@ -61,8 +61,9 @@ def reduced(parts, reduction="mean", denominator=None):
     return ce.sum() + zl.sum() if reduction == "sum" else ce.sum() / weights + zl.sum() / count
 
 
-def evaluated(leaves, target, factors, options, cut=None):
-    """The loss and the gradients, ours if there is a cut, else those of the reference."""
+def evaluated(leaves, target, factors, options, cut=None, weight=None):
+    """The loss and the gradients, ours if there is a cut, else those of the reference. ``weight``
+    takes the place of the second leaf, and has no gradient."""
     given = dict(options)
     has_bias, cw, tw = (given.pop(k, False) for k in ("bias", "class_weight", "token_weight"))
     cw, tw = (t if used else None for t, used in zip(factors, (cw, tw)))
@@ -74,10 +75,10 @@ def evaluated(leaves, target, factors, options, cut=None):
         loss = reduced(reference(x, w, target, b if has_bias else None, cw, tw, **given), **how)
     else:
         loss = headroom.linear_cross_entropy(
-            *(x, w, target, b if has_bias else None),
+            *(x, w if weight is None else weight, target, b if has_bias else None),
             **{"class_weight": cw, "token_weight": tw} | given | cut,
         )
-    wanted = leaves if has_bias else leaves[:2]
+    wanted = [x, *[w] * (weight is None), *[b] * has_bias]
     upstream = torch.linspace(1, 2, loss.numel(), device=loss.device).view(loss.shape)
     return [loss.detach(), *torch.autograd.grad(loss, wanted, upstream.to(loss.dtype))]
 

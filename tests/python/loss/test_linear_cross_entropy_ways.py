@@ -258,18 +258,19 @@ def test_opcheck(device):
     names = ("hidden", "weight", "bias", "target", "class_weight", "token_weight")
     layer = dict(zip(names, (*leaves, target, cw, tw)), denominator=None)
     options = ops.Options(label_smoothing=0.1)
-    numbers = options.numbers(leaves[0])
+    own, described = ops.of_weight(leaves[1])
+    numbers = options.numbers(leaves[0]) | described
 
     def check(name, **given):
         op = getattr(torch.ops.headroom, name).default
         opcheck(op, [given[argument.name] for argument in op._schema.arguments])
 
     for reduction, results, wanted in ((1, 255, 7), (0, 3, 0), (2, 3, 5)):
-        own = {"reduction": reduction, "results": results, "wanted": wanted}
-        check("linear_cross_entropy", **layer, **numbers, **own)
+        how = {"reduction": reduction, "results": results, "wanted": wanted}
+        check("linear_cross_entropy", **own | layer, **numbers, **how)
     plain = {name: None if t is None else t.detach() for name, t in layer.items()}
     _, factors, _, lse, low, *_ = ops.call(options, results=("lse", "lse_low"), **plain)
-    given = plain | numbers | {"factors": factors, "lse": lse, "lse_low": low}
+    given = own | plain | numbers | {"factors": factors, "lse": lse, "lse_low": low}
     for wanted in (7, 2):
         given |= {"dloss": torch.ones(ROWS, device=device), "wanted": wanted}
         check("linear_cross_entropy_backward", **given)
@@ -277,4 +278,4 @@ def test_opcheck(device):
     into = {"weight_grad": torch.ones_like(plain["weight"]), "bias_grad": None}
     check("linear_cross_entropy_backward_", **given, **into)
     sizes = {"rows": 5, "features": 8, "classes": 9, "dtype": 0, "adds": False, "is_cuda": False}
-    check("linear_cross_entropy_workspace", **given, **sizes)
+    check("linear_cross_entropy_workspace", **given | sizes)

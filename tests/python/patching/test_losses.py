@@ -157,6 +157,19 @@ def test_hidden_states_and_attentions_are_passed_on():
         assert_same_bits(got[name], want[name])
 
 
+@pytest.mark.parametrize("to", ["nf4", "int8"])
+def test_a_head_of_few_bits_makes_no_logits(to):
+    model, inputs = made("Llama", tie_word_embeddings=False), inputs_of(padded=True)
+    headroom.quantize(model.requires_grad_(False), to, skip=())
+    model.model.norm.requires_grad_(True)
+    want = step(model, inputs)
+    assert makes_logits(model, inputs)
+    other = patched(model)
+    assert type(other.lm_head).__name__ in ("Linear4bit", "Linear8bit")
+    assert_close(step(other, inputs), want)
+    assert not makes_logits(other, inputs)
+
+
 def test_a_head_that_is_more_than_a_linear_makes_logits():
     model, inputs = made("Llama", tie_word_embeddings=False), inputs_of()
     seen = []

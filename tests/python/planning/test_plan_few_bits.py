@@ -41,6 +41,24 @@ def test_a_plan_is_what_a_run_takes(to, dtype, level):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plan_knows_the_loss_of_a_head_of_few_bits(dtype):
+    model = model_of("Llama", hidden_size=256, vocab_size=6000, tie_word_embeddings=False)
+    freeze(model.to(dtype))
+    headroom.quantize(model, skip=())
+    headroom.patch(model, loss=True)
+    ids = torch.randint(3, 61, (2, 64))
+    batch = dict(input_ids=ids, labels=ids)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    plan = headroom.plan(model, optimizer, batch)
+    with headroom.memory.track(model, optimizer) as timeline:
+        for _ in range(2):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert abs(plan.total_bytes / timeline.peak_bytes - 1) <= 0.001
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("to", ["nf4", "int8"])
 def test_the_workspace_of_a_product_in_parts(to, rows, dtype):
