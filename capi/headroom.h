@@ -1781,7 +1781,7 @@ typedef struct hr_linear_cross_entropy_config {
     int64_t most_counted;   /* at least as many rows as count; -1: not known */
     size_t workspace_limit; /* bytes to stay below where sizes allow it; 0: chosen from them */
     int32_t check_target;   /* 1: the targets are checked on CUDA too, for which the call waits */
-    int32_t reserved;       /* 0 */
+    int32_t capability;     /* 10 times that of the GPU to plan for, 90 for 9.0; 0: exec's device */
 } hr_linear_cross_entropy_config;
 
 #define HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT                                                        \
@@ -1840,11 +1840,18 @@ typedef struct hr_linear_cross_entropy_needs {
  * and in which order it computes. `wanted` is a sum of hr_linear_cross_entropy_wanted; 0: the
  * forward pass alone.
  *
- * AUTO takes TOKENS, unless a chunk of 64 rows (512 on CUDA), or all there are, does not fit the
- * limit. A limit of 0 stands for half of the bytes of weight, and at least 32 MiB (256 MiB on CUDA).
- * The limit is for the logits; about 100 bytes per row, the rows of a chunk twice, and sums of the
- * gradient of weight come to it: 2 bytes for each element of weight where grad_dtype is bf16 and
- * there are several chunks.
+ * AUTO takes TOKENS if all rows fit the limit. Else, on the CPU, unless a chunk of 64 rows does not
+ * fit. On CUDA it takes what is expected to take less time: TOKENS reads and writes sums of the
+ * gradient of weight for each chunk of rows; VOCABULARY computes the logits once more where gradients
+ * are wanted, and reads and writes sums of the gradient of hidden for each tile of classes. It depends
+ * on the sizes, on what is wanted and on the compute capability, with rates of a GPU that has it. With
+ * config->capability exec may name a GPU that is not there, also in a build without CUDA; a call with
+ * the same config computes in that order.
+ *
+ * A limit of 0 stands for half of the bytes of weight, and at least 32 MiB (256 MiB on CUDA), of which
+ * VOCABULARY leaves up to half to the copies of its rows. The limit is for the logits; about 100 bytes
+ * per row, the rows of a chunk twice, and sums of the gradient of weight come to it: 2 bytes for each
+ * element of weight where grad_dtype is bf16 and there are several chunks.
  */
 HR_API hr_status hr_linear_cross_entropy_query(hr_linear_cross_entropy_needs *needs, int64_t rows,
                                                int64_t features, int64_t classes, uint32_t wanted,
