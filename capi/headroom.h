@@ -1771,20 +1771,20 @@ typedef struct hr_linear_cross_entropy_config {
     int32_t add_to_weight_grads; /* 1: gradients of weight and bias are added to what is there */
     int32_t allow_tf32, allow_reduced_precision_reduction, deterministic; /* as in hr_gemm_config */
     int64_t ignore_index;
-    double label_smoothing;  /* in [0, 1] */
-    double softcap;          /* > 0; 0: none */
-    double z_loss;           /* >= 0, finite; 0: none */
-    double logit_scale;      /* finite, not 0 */
-    int64_t sequence;        /* 0, or rows per sequence: a row then takes the target of the next */
-    int64_t first_class;     /* of the part of the classes that weight holds */
-    int64_t all_classes;     /* of which weight holds a part; 0: it holds all */
-    int64_t most_counted;    /* at least as many rows as count; -1: not known */
-    size_t workspace_limit;  /* bytes to stay below where sizes allow it; 0: chosen from them */
-    int32_t check_target;    /* 1: the targets are checked on CUDA too, for which the call waits */
-    int32_t reserved;        /* 0 */
-    const hr_matrix *matrix; /* [classes, features] in `dtype`: the weight in place of
-                                inputs->weight, which is then not read; NULL: that. It has no
-                                gradient */
+    double label_smoothing; /* in [0, 1] */
+    double softcap;         /* > 0; 0: none */
+    double z_loss;          /* >= 0, finite; 0: none */
+    double logit_scale;     /* finite, not 0 */
+    int64_t sequence;       /* 0, or rows per sequence: a row then takes the target of the next */
+    int64_t first_class;    /* of the part of the classes that weight holds */
+    int64_t all_classes;    /* of which weight holds a part; 0: it holds all */
+    int64_t most_counted;   /* at least as many rows as count; -1: not known */
+    size_t workspace_limit; /* bytes to stay below where sizes allow it; 0: chosen from them */
+    int32_t check_target;   /* 1: the targets are checked on CUDA too, for which the call waits */
+    int32_t capability;     /* 10 times that of the GPU to plan for, 90 for 9.0; 0: exec's device */
+    /* [classes, features] in `dtype`: the weight in place of inputs->weight, which is then not read.
+     * It has no gradient. NULL: inputs->weight */
+    const hr_matrix *matrix;
 } hr_linear_cross_entropy_config;
 
 #define HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT                                                        \
@@ -1843,11 +1843,19 @@ typedef struct hr_linear_cross_entropy_needs {
  * and in which order it computes. `wanted` is a sum of hr_linear_cross_entropy_wanted; 0: the
  * forward pass alone.
  *
- * AUTO takes TOKENS, unless a chunk of 64 rows (512 on CUDA), or all there are, does not fit the
- * limit. A limit of 0 stands for half of the bytes of weight in `dtype`, and at least 32 MiB (256 MiB
- * on CUDA). The limit is for the logits; about 100 bytes per row, the rows of a chunk twice, and sums
- * of the gradient of weight come to it: 2 bytes for each element of weight where grad_dtype is bf16
- * and there are several chunks; and with config->matrix the decoded weights of some classes, below.
+ * AUTO takes TOKENS if all rows fit the limit. Else, on the CPU, unless a chunk of 64 rows does not
+ * fit. On CUDA it takes what is expected to take less time: TOKENS reads and writes sums of the
+ * gradient of weight for each chunk of rows; VOCABULARY computes the logits once more where gradients
+ * are wanted, and reads and writes sums of the gradient of hidden for each tile of classes. It depends
+ * on the sizes, on what is wanted and on the compute capability, with rates of a GPU that has it. With
+ * config->capability exec may name a GPU that is not there, also in a build without CUDA; a call with
+ * the same config computes in that order.
+ *
+ * A limit of 0 stands for half of the bytes of weight in `dtype`, and at least 32 MiB (256 MiB on
+ * CUDA), of which VOCABULARY leaves up to half to the copies of its rows. The limit is for the logits;
+ * about 100 bytes per row, the rows of a chunk twice, and sums of the gradient of weight come to it: 2
+ * bytes for each element of weight where grad_dtype is bf16 and there are several chunks; and with
+ * config->matrix the decoded weights of some classes, below.
  */
 HR_API hr_status hr_linear_cross_entropy_query(hr_linear_cross_entropy_needs *needs, int64_t rows,
                                                int64_t features, int64_t classes, uint32_t wanted,

@@ -63,7 +63,9 @@ static hr_status check_config(const char *function, lce_config *own, const lce_c
     HR_REQUIRE(isfinite((float)own->logit_scale) && (float)own->logit_scale != 0.0f,
                "%s: config->logit_scale is %g, wanted a finite binary32 that is not 0", function,
                own->logit_scale);
-    HR_REQUIRE(own->reserved == 0, "%s: config->reserved is %d, wanted 0", function, own->reserved);
+    HR_REQUIRE(own->capability >= 0,
+               "%s: config->capability is %d, wanted 10 times that of a GPU, such as 90, or 0",
+               function, own->capability);
     HR_REQUIRE(own->sequence >= 0 && (own->sequence == 0 || rows % own->sequence == 0),
                "%s: config->sequence is %" PRId64 ", wanted 0 or a divisor of rows (%" PRId64 ")",
                function, own->sequence, rows);
@@ -218,7 +220,7 @@ static hr_status check_call(lce_call *call, const hr_linear_cross_entropy_grads 
     if (grads)
         call->grads = *grads;
     call->exec = exec;
-    call->sizes = lce_sizes_of(rows, features, classes, own, exec);
+    call->sizes = (lce_sizes){.rows = rows, .features = features, .classes = classes};
     call->listing.ce = (cross_entropy_args){.target = inputs->target,
                                             .weight = inputs->class_weight,
                                             .rows = rows,
@@ -229,7 +231,9 @@ static hr_status check_call(lce_call *call, const hr_linear_cross_entropy_grads 
     call->listing.sequence = own->sequence;
     call->listing.token_weight = inputs->token_weight;
     HR_TRY(check_inputs(call));
-    return check_grads(call);
+    HR_TRY(check_grads(call));
+    HR_RUN(lce_sizes_of(&call->sizes, rows, features, classes, call->wanted, own, exec));
+    return HR_OK;
 }
 
 static hr_status check_rows_out(const lce_call *call)
@@ -353,10 +357,12 @@ hr_status hr_linear_cross_entropy_query(hr_linear_cross_entropy_needs *needs, in
     HR_TRY(check_lce_sizes(function, rows, features, classes));
     HR_TRY(check_config(function, &own, config, rows, classes));
     HR_TRY(check_matrix(function, &own, &matrix, &weight, features, classes));
-    HR_TRY(hr_check_exec(function, exec));
+    if (!exec || own.capability == 0) /* else it may name a GPU that is not there */
+        HR_TRY(hr_check_exec(function, exec));
     HR_REQUIRE(!(wanted & ~(uint32_t)LCE_ANY), "%s: wanted is %" PRIu32 ", wanted at most %d",
                function, wanted, (int)LCE_ANY);
-    const lce_sizes s = lce_sizes_of(rows, features, classes, &own, exec);
+    lce_sizes s;
+    HR_RUN(lce_sizes_of(&s, rows, features, classes, wanted, &own, exec));
     lce_layout layout;
     HR_RUN(lce_layout_of(&layout, &s, wanted, &own, exec));
     *needs = (hr_linear_cross_entropy_needs){layout.bytes, s.chunk, s.tile, s.mode};

@@ -13,11 +13,12 @@
 
 typedef struct lce_sizes {
     int64_t rows, features, classes;
-    int64_t capacity;  /* rows of the list */
-    int64_t chunk;     /* rows whose logits exist at a time */
-    int64_t tile;      /* classes of which they exist */
-    int64_t pitch;     /* elements from a row of logits to the next */
-    int64_t panel;     /* classes whose weights, or their gradients, exist in another type */
+    int64_t capacity; /* rows of the list */
+    int64_t chunk;    /* rows whose logits exist at a time */
+    int64_t tile;     /* classes of which they exist */
+    int64_t pitch;    /* elements from a row of logits to the next */
+    int64_t panel;    /* classes whose weights, or their gradients, exist in another type */
+    int on_cpu;
     hr_dtype computed; /* type of the factors of products */
     hr_linear_cross_entropy_mode mode;
 } lce_sizes;
@@ -59,8 +60,24 @@ typedef struct lce_call {
     const hr_exec *exec;
 } lce_call;
 
-lce_sizes lce_sizes_of(int64_t rows, int64_t features, int64_t classes,
-                       const hr_linear_cross_entropy_config *config, const hr_exec *exec);
+hr_status lce_sizes_of(lce_sizes *sizes, int64_t rows, int64_t features, int64_t classes,
+                       uint32_t wanted, const hr_linear_cross_entropy_config *config,
+                       const hr_exec *exec);
+
+/* Whether the gradient of weight is summed over chunks in two halves, apart from the products. */
+int lce_sums_in_halves(const lce_sizes *sizes, const hr_linear_cross_entropy_config *config);
+
+/* What a GPU is expected to reach: operations/s of products, bytes/s. */
+typedef struct lce_rates {
+    double product, bandwidth;
+} lce_rates;
+
+lce_rates lce_rates_of(int32_t capability, const hr_linear_cross_entropy_config *config);
+
+/* What the loss and the gradients that are wanted take with these sizes, in seconds. */
+double lce_seconds(const lce_sizes *sizes, uint32_t wanted,
+                   const hr_linear_cross_entropy_config *config, const lce_rates *rates);
+
 hr_status lce_layout_of(lce_layout *layout, const lce_sizes *sizes, uint32_t wanted,
                         const hr_linear_cross_entropy_config *config, const hr_exec *exec);
 hr_gemm_config lce_gemm_config(const hr_linear_cross_entropy_config *config, hr_dtype dtype);

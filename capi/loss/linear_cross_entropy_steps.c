@@ -21,7 +21,7 @@ static hr_rows rows_from(const hr_rows *rows, int64_t row, int64_t col, hr_dtype
 typedef struct lce_part {
     int64_t first, rows, class, classes;
     int is_first, is_last;           /* of the chunks of rows */
-    int is_first_tile, is_last_tile; /* of classes */
+    int is_first_tile, is_last_tile; /* of classes, in the order of the pass */
 } lce_part;
 
 static hr_rows logits_of(const lce_call *call, hr_dtype dtype)
@@ -269,14 +269,17 @@ static hr_status run_chunk(const lce_call *call, lce_part part)
                            .rows = part.rows,
                            .cols = s->features};
     HR_ON_DEVICE(call->exec, lce_gather, &move);
-    const int are_there = s->tile == s->classes && !call->is_backward; /* when gradients begin */
+    const int64_t tiles = s->classes / s->tile + (s->classes % s->tile != 0);
     for (int pass = call->is_backward; pass < (call->wanted ? 2 : 1); pass++)
-        for (part.class = 0; part.class < s->classes; part.class += s->tile) {
+        for (int64_t k = 0; k < tiles; k++) {
+            /* Gradients begin with the last tile, of which the logits are still there. */
+            const int are_there = pass == 1 && k == 0 && !call->is_backward;
+            part.class = (pass == 0 ? k : tiles - 1 - k) * s->tile;
             const int64_t left = s->classes - part.class;
             part.classes = left < s->tile ? left : s->tile;
-            part.is_first_tile = part.class == 0;
-            part.is_last_tile = left <= s->tile;
-            if (pass == 0 || !are_there)
+            part.is_first_tile = k == 0;
+            part.is_last_tile = k == tiles - 1;
+            if (!are_there)
                 HR_RUN(compute_logits(call, &part));
             if (pass == 1) {
                 HR_RUN(gradients(call, &part));

@@ -225,7 +225,7 @@ hr_status hr_gemm_workspace(size_t *bytes, int64_t m, int64_t n, int64_t k,
         *bytes = 0;
         return HR_OK;
     }
-    HR_RETURN_CUDA(gemm_workspace_cuda(bytes), exec);
+    HR_RETURN_CUDA(gemm_workspace_cuda(bytes, exec->device), exec);
 }
 
 hr_status hr_set_gemm(hr_gemm_fn gemm, void *context)

@@ -29,6 +29,9 @@ const char *runtime_cpu_level_name(hr_cpu_level level);
 hr_status hr_cuda_enter(int32_t device, int32_t *previous);
 void hr_cuda_leave(int32_t previous);
 
+/* Writes the compute capability of a device, times 10: 90 for 9.0. */
+hr_status hr_cuda_capability(int32_t device, int32_t *capability);
+
 #ifdef __cplusplus
 }
 #endif

@@ -42,3 +42,21 @@ void hr_cuda_leave(int32_t previous)
     if (cudaGetDevice(&current) == cudaSuccess && current != previous)
         (void)cudaSetDevice(previous);
 }
+
+hr_status hr_cuda_capability(int32_t device, int32_t *capability)
+{
+    int32_t previous = 0;
+    const hr_status status = hr_cuda_enter(device, &previous);
+    if (status != HR_OK)
+        return status;
+    hr_cuda_leave(previous);
+    int major = 0, minor = 0;
+    cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    if (error != cudaSuccess)
+        return hr_fail(HR_CUDA_ERROR, "exec->device %d does not say its compute capability: %s",
+                       device, cudaGetErrorString(error));
+    *capability = 10 * major + minor;
+    return HR_OK;
+}

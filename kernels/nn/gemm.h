@@ -76,13 +76,19 @@ HR_INLINE column_sums gemm_bias_gradient(const gemm_args *args)
     return sums;
 }
 
+/* The workspace of products on a GPU: as much as PyTorch gives them. */
+HR_INLINE size_t gemm_workspace_bytes(int capability)
+{
+    return (size_t)(capability >= 90 ? 32768 : 8320) << 10;
+}
+
 #ifdef __cplusplus
 extern "C" {
 #endif
 hr_status gemm_cpu(const gemm_args *args);
 hr_status gemm_cuda(const gemm_args *args, const hr_exec *exec);
-hr_status gemm_workspace_cuda(size_t *bytes);   /* of the current device */
-void gemm_lend(hr_gemm_fn gemm, void *context); /* NULL: none */
+hr_status gemm_workspace_cuda(size_t *bytes, int32_t device); /* the current one */
+void gemm_lend(hr_gemm_fn gemm, void *context);               /* NULL: none */
 #ifdef __cplusplus
 }
 #endif

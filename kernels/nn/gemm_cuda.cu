@@ -475,14 +475,12 @@ hr_status gemm_cuda(const gemm_args *args, const hr_exec *exec)
     return sum_columns_cuda(&sums, exec);
 }
 
-hr_status gemm_workspace_cuda(size_t *bytes)
+hr_status gemm_workspace_cuda(size_t *bytes, int32_t device)
 {
-    int device = 0, major = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess)
-        error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (error != cudaSuccess)
-        return hr_fail(HR_CUDA_ERROR, "hr_gemm_workspace: %s", cudaGetErrorString(error));
+    int32_t capability = 0;
+    const hr_status status = hr_cuda_capability(device, &capability);
+    if (status != HR_OK)
+        return status;
 #if HR_WITH_CUBLAS
     /* Better here than in the first product, which a CUDA graph may capture. If it fails, so will that
      * product, with an error. */
@@ -491,6 +489,6 @@ hr_status gemm_workspace_cuda(size_t *bytes)
     if (cublas_load(&api) == HR_OK)
         (void)cublas_handle(api, device, &handle);
 #endif
-    *bytes = (size_t)(major >= 9 ? 32768 : 8320) << 10; /* what PyTorch gives it */
+    *bytes = gemm_workspace_bytes(capability);
     return HR_OK;
 }

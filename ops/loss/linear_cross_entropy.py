@@ -88,9 +88,12 @@ def linear_cross_entropy(
             divided by ``token_weight`` alone.
         mode: "tokens" computes all classes for a chunk of rows; "vocabulary" all rows for a tile of
             classes, which computes the logits once more but adds up no gradient of ``weight``;
-            "auto" takes the former unless fewer than 64 rows (512 on CUDA) fit the workspace.
+            "auto" takes the former for "rank" and where all rows fit the workspace, else what takes
+            less time: on the CPU "tokens" if 64 rows fit, on CUDA by the sizes and the rates of the
+            GPU's architecture.
         workspace: bytes of logits at a time, such as ``"256 MiB"``; None: half of the bytes of
-            ``weight`` in the dtype of hidden, and at least 32 MiB (256 MiB on CUDA).
+            ``weight`` in the dtype of hidden, and at least 32 MiB (256 MiB on CUDA), of which
+            "vocabulary" leaves up to half to copies of the rows.
         max_counted: at least as many rows as count, for CUDA, where nobody waits for their number:
             products then leave out the other rows. If more count, the loss is NaN.
         accumulate_into_grad: adds the gradients of ``weight`` and ``bias``, which must be leaves,
@@ -137,7 +140,7 @@ def linear_cross_entropy(
         softcap=0.0 if softcap is None else softcap,
         z_loss=z_loss,
         logit_scale=logit_scale,
-        mode=ops.MODES[mode],
+        mode=ops.MODES["tokens" if mode == "auto" and "rank" in stats else mode],
         workspace_limit=_workspace(workspace),
         most_counted=-1 if max_counted is None else max_counted,
         round_each_chunk=round_each_chunk,

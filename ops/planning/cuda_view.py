@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .device import capability
 from .recorder import Recorder
 
 __all__ = ["autocast_told", "cuda_view", "kernels"]
@@ -24,7 +25,8 @@ _VARLEN = "torch.nn.attention.varlen"
 @contextmanager
 def cuda_view() -> Iterator[None]:
     """Enables ``torch.autocast("cuda")`` and generators, keeps no state of CUDA's random numbers in
-    checkpoints, and answers questions about the GPU as on one of compute capability 8.0."""
+    checkpoints, and answers questions about the GPU as the one that plans are for does."""
+    planned_for = capability()
     with ExitStack() as stack:
 
         def patch(target: str, name: str, value: Any) -> None:
@@ -40,7 +42,7 @@ def cuda_view() -> Iterator[None]:
         patch("torch.cuda", "is_bf16_supported", lambda *args, **options: True)
         patch("torch.cuda", "current_device", lambda: 0)
         patch("torch.cuda", "synchronize", lambda *args: None)
-        patch("torch.cuda", "get_device_capability", lambda *args: (8, 0))
+        patch("torch.cuda", "get_device_capability", lambda *args: planned_for)
         importlib.import_module(_VARLEN)  # which remembers what it was told, also for later steps
         patch(_VARLEN, "_should_use_cudnn", lambda index: False)
         patch(_VARLEN, "_cudnn_version_and_major_capability", lambda index: (None, 8))

@@ -14,7 +14,7 @@ from ..memory.events import Timeline
 from .allocator import replay
 from .result import DeviceShare
 
-__all__ = ["context", "cublas_workspace", "device_share"]
+__all__ = ["capability", "context", "cublas_workspace", "device_share"]
 
 KIB, MIB = 1 << 10, 1 << 20
 # By the least compute capability. Reports differ by the driver and by what was loaded before the
@@ -40,16 +40,21 @@ def device_share(timeline: Timeline) -> DeviceShare:
     of the plan, cuBLAS's and the context's. Notes settings of the allocator that it leaves out."""
     if timeline.device != "cuda":
         return DeviceShare()
-    has_device = torch.cuda.is_initialized()  # asking would make a context
-    capability = torch.cuda.get_device_capability() if has_device else (8, 0)
     config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    size = cublas_workspace(capability, config) if _keeps_workspaces() else 0
+    size = cublas_workspace(capability(), config) if _keeps_workspaces() else 0
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     settings = settings.replace(" ", "")
     if left_out := [name for name in _NOT_REPLAYED if name in settings]:
         timeline.notes.append(f"The plan does not follow the allocator's {', '.join(left_out)}.")
     found = replay(_events(timeline, size), "expandable_segments:true" in settings.lower())
-    return DeviceShare(found.rounding, found.fragmentation, size, *context(capability))
+    return DeviceShare(found.rounding, found.fragmentation, size, *context(capability()))
+
+
+def capability() -> tuple[int, int]:
+    """Returns the compute capability of the device that plans are for: of the current one, if this
+    process has one in use, else 8.0."""
+    has_device = torch.cuda.is_initialized()  # asking would make a context
+    return torch.cuda.get_device_capability() if has_device else (8, 0)
 
 
 def context(capability: tuple[int, int]) -> tuple[int, str]:

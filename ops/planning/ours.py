@@ -14,6 +14,7 @@ from torch import Tensor
 from .._core.registration import FLOATS, binder, by_name
 from ..functional import attention_segments, kept_gradients, linear_divergence
 from ..functional.linear_cross_entropy import BIAS, HIDDEN, WEIGHT
+from .device import capability
 from .inside import BODIES, Sizes, entry
 
 Named = Callable[[dict[str, Any], str], Sizes]
@@ -65,6 +66,7 @@ def _mlp(which: int, given: dict[str, Any]) -> Sizes:
 
 def _loss(given: dict[str, Any], device: str, wanted: int, adds: bool = False) -> Sizes:
     hidden, weight = given["hidden"], given["weight"]
+    major, minor = capability()
     found = _workspace(
         "linear_cross_entropy_workspace",
         given,
@@ -74,7 +76,7 @@ def _loss(given: dict[str, Any], device: str, wanted: int, adds: bool = False) -
         dtype=FLOATS.index(hidden.dtype),
         wanted=wanted,
         adds=adds,
-        is_cuda=device == "cuda",
+        capability=10 * major + minor if device == "cuda" else 0,
     )
     return [] if found is None else [(found, "temporaries")]
 

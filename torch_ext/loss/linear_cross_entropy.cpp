@@ -360,15 +360,17 @@ linear_cross_entropy_join(const Tensor &parts, const Tensor &target,
     return {loss, factors, lse, low, logit};
 }
 
-// Bytes that the ops above allocate besides their results, for plans: the CPU's if `is_cuda`, where
-// there is no such device. dtype is an hr_dtype.
+// Bytes that the ops above allocate besides their results, for plans: on a GPU of a compute capability,
+// times 10, that need not be there, or on the CPU with 0. dtype is an hr_dtype.
 int64_t linear_cross_entropy_workspace(int64_t rows, int64_t features, int64_t classes,
                                        int64_t dtype, int64_t wanted, bool adds,
-                                       bool is_cuda NUMBERS(HR_PARAMETER) FORMAT(HR_PARAMETER),
+                                       int64_t capability NUMBERS(HR_PARAMETER)
+                                           FORMAT(HR_PARAMETER),
                                        int64_t precision)
 {
     Config config = config_of(SUM, precision NUMBERS(HR_ARGUMENT));
     set(config.dtype, dtype, "dtype");
+    set(config.capability, capability, "capability");
     std::optional<FewBits> bits;
     static float unread = 0; // a query takes a matrix, and looks at its sizes alone
     if (format != HR_DENSE) {
@@ -379,14 +381,10 @@ int64_t linear_cross_entropy_workspace(int64_t rows, int64_t features, int64_t c
     }
     config.grad_dtype = grad_dtype_of(config.dtype);
     config.add_to_weight_grads = adds;
+    const hr_exec exec = {capability > 0 ? 0 : HR_CPU, nullptr};
     hr_linear_cross_entropy_needs needs;
-    const auto query = [&](int32_t device) {
-        const hr_exec exec = {device, nullptr};
-        return hr_linear_cross_entropy_query(&needs, rows, features, classes,
-                                             static_cast<uint32_t>(wanted), &config, &exec);
-    };
-    if (!is_cuda || query(0) != HR_OK)
-        check(query(HR_CPU));
+    check(hr_linear_cross_entropy_query(&needs, rows, features, classes,
+                                        static_cast<uint32_t>(wanted), &config, &exec));
     return static_cast<int64_t>(needs.workspace);
 }
 
@@ -419,7 +417,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
               HR_SCHEMA) ") -> (Tensor loss, Tensor factors, Tensor lse, Tensor lse_low, Tensor "
                          "target_logit)");
     m.def("linear_cross_entropy_workspace(int rows, int features, int classes, int dtype, "
-          "int wanted, bool adds, bool is_cuda" NUMBERS(HR_SCHEMA)
+          "int wanted, bool adds, int capability" NUMBERS(HR_SCHEMA)
               FORMAT(HR_SCHEMA) ", int precision) -> int");
 }
 

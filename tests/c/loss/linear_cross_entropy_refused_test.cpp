@@ -120,7 +120,7 @@ template <class R> BadInputs<R> bad_inputs()
          [](R &r) { r.config.allow_reduced_precision_reduction = 3; }},
         {"config->deterministic is 3", [](R &r) { r.config.deterministic = 3; }},
         {"config->check_target is 2", [](R &r) { r.config.check_target = 2; }},
-        {"config->reserved is 1, wanted 0", [](R &r) { r.config.reserved = 1; }},
+        {"config->capability is -1, wanted 10 times", [](R &r) { r.config.capability = -1; }},
         {"config->sequence is 4, wanted 0 or a divisor", [](R &r) { r.config.sequence = 4; }},
         {"config->sequence is -3", [](R &r) { r.config.sequence = -3; }},
         {"config->all_classes is 3, wanted classes", [](R &r) { r.config.all_classes = 3; }},

@@ -396,6 +396,62 @@ TEST_P(LinearCrossEntropy, QueryChoosesTheModeFromTheLimit)
     EXPECT_EQ(query(1 << 20).rows, 5);
 }
 
+// On a GPU that need not be there, what takes less time: the figures are those of the choice, with the
+// rates of linear_cross_entropy_cost.c.
+TEST_P(LinearCrossEntropy, QueryForAGpuChoosesTheModeByCost)
+{
+    if (backend == &cpu_backend())
+        GTEST_SKIP() << "a GPU is named by its ordinal";
+    const struct {
+        int32_t capability;
+        int64_t rows, features, classes;
+        hr_dtype dtype;
+        int32_t tf32;
+        size_t limit;
+        uint32_t wanted;
+        hr_linear_cross_entropy_mode mode;
+    } all[] = {
+        {90, 8192, 4096, 128256, HR_BF16, 0, 0, 3, kVocabulary},
+        {90, 1024, 4096, 128256, HR_BF16, 0, 0, 3, kTokens}, // all at once
+        {90, 8192, 8192, 128256, HR_BF16, 0, 0, 3, kTokens}, // 2,048 rows at a time
+        {90, 8192, 8192, 128256, HR_BF16, 0, size_t(1) << 28, 3, kVocabulary},
+        {90, 8192, 4096, 128256, HR_F32, 0, 0, 3, kTokens},  // products are slow
+        {90, 8192, 4096, 128256, HR_BF16, 0, 0, 1, kTokens}, // no sums
+        {90, 8192, 4096, 128256, HR_BF16, 0, 0, 0, kTokens},
+        {80, 8192, 4096, 128256, HR_BF16, 0, 0, 3, kTokens},
+        {80, 8192, 2048, 128256, HR_BF16, 0, 0, 3, kVocabulary},
+        {86, 8192, 2048, 128256, HR_BF16, 0, 0, 3, kTokens},
+        {89, 8192, 2048, 128256, HR_BF16, 0, 0, 3, kVocabulary},
+        {75, 8192, 2048, 128256, HR_F16, 0, 0, 3, kTokens}, // a product adds to the sums
+        {100, 8192, 4096, 128256, HR_BF16, 0, 0, 3, kVocabulary},
+        {110, 8192, 4096, 128256, HR_BF16, 0, 0, 3, kVocabulary}, // as 10.0
+        {120, 8192, 4096, 128256, HR_BF16, 0, 0, 3, kTokens},
+    };
+    for (const auto &c : all) {
+        SCOPED_TRACE(testing::Message() << c.capability << ", " << c.rows << " x " << c.features);
+        hr_linear_cross_entropy_config config = HR_LINEAR_CROSS_ENTROPY_CONFIG_INIT;
+        config.dtype = c.dtype;
+        config.grad_dtype = c.dtype == HR_BF16 ? HR_BF16 : HR_F32;
+        config.allow_tf32 = c.tf32;
+        config.workspace_limit = c.limit;
+        config.capability = c.capability;
+        const hr_exec exec = {7, nullptr};
+        hr_linear_cross_entropy_needs needs = {}, asked = {};
+        ASSERT_EQ(hr_linear_cross_entropy_query(&needs, c.rows, c.features, c.classes, c.wanted,
+                                                &config, &exec),
+                  HR_OK)
+            << hr_last_error();
+        EXPECT_EQ(needs.mode, c.mode);
+        config.mode = c.mode;
+        ASSERT_EQ(hr_linear_cross_entropy_query(&asked, c.rows, c.features, c.classes, c.wanted,
+                                                &config, &exec),
+                  HR_OK);
+        EXPECT_EQ(needs.workspace, asked.workspace);
+        EXPECT_EQ(needs.rows, asked.rows);
+        EXPECT_EQ(needs.classes, asked.classes);
+    }
+}
+
 TEST(LinearCrossEntropyBits, AreTheSameOnEveryInstructionSetAndThreadCount)
 {
     std::vector<Case> all = cases();

@@ -38,7 +38,7 @@ Config = config(
     ("label_smoothing softcap z_loss logit_scale", c_double),
     ("sequence first_class all_classes most_counted", c_int64),
     ("workspace_limit", c_size_t),
-    ("check_target reserved", c_int32),
+    ("check_target capability", c_int32),
     ("matrix", c_void_p),
     sizes=("all_classes",),
 )

@@ -155,6 +155,8 @@ def test_stats(device):
     torch.testing.assert_close(tiles[0], loss.detach())
     for name in names[:4]:
         torch.testing.assert_close(tiles[1][name], stats[name])
+    ranks = headroom.linear_cross_entropy(x, w, target, b, workspace=1, stats=("rank",))[1]
+    assert torch.equal(ranks["rank"], stats["rank"])  # of all classes at once, however few rows
     shifted = headroom.linear_cross_entropy(x, w, target, b, shift=True, stats=("accuracy",))[1]
     hits = (z.argmax(-1)[:, :-1] == target[:, 1:])[counts[:, 1:]]
     assert hits.any() and stats["accuracy"] > 0

@@ -112,6 +112,28 @@ def test_losses_of_targets(dtype, is_frozen):
         compare(forward, dtype, is_frozen, bias=True)
 
 
+def test_losses_of_targets_on_a_gpu_that_is_not_there(monkeypatch):
+    """The order of computation, and with it the bytes, are those of the GPU that plans are for."""
+    with torch.device("meta"):
+        head = nn.Linear(2048, 60_000, bias=False, dtype=torch.bfloat16)
+    batch = torch.empty(4096, 2048, dtype=torch.bfloat16, device="meta"), torch.arange(4096)
+
+    def forward(model, batch):
+        return headroom.linear_cross_entropy(batch[0], model.weight, batch[1])
+
+    # A copy of the rows; 5 tiles of logits, or 4 chunks; what products may use. Sums over chunks
+    # have a second half, and their addends are 32 MiB.
+    vocabulary = 2 * 4096 * 2048 + 4 * 4096 * 12_032 + (32 << 20)
+    tokens = 2 * 1024 * 2048 + 4 * 1024 * 60_032 + 2 * 60_000 * 2048 + (32 << 20) + (8320 << 10)
+    for capability, expected in (((9, 0), vocabulary), ((8, 6), tokens)):
+        monkeypatch.setattr(headroom.planning.device, "capability", lambda c=capability: c)
+        monkeypatch.setattr(headroom.planning.ours, "capability", lambda c=capability: c)
+        plan = headroom.plan(head, None, batch, forward=forward, device="cuda")
+        ops = [a for a in plan.timeline.allocations if a.kind == "temporaries" and a.op]
+        found = max(a.bytes for a in ops if a.op == "headroom::linear_cross_entropy")
+        assert found == pytest.approx(expected, rel=0.002)
+
+
 def test_gradients_that_a_loss_has_made_are_scaled_in_place():
     """The forward pass makes them. If the backward pass of a plan took others, it would have the
     peak, as the gradient of the head is large here."""
