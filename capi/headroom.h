@@ -1461,13 +1461,13 @@ HR_API hr_status hr_dequantize_matrix(const hr_rows *out, const hr_matrix *matri
 /* ---- Linear layers of such matrices ---------------------------------------------------------- */
 
 /*
- * hr_linear_forward, hr_linear_backward: y = x W^T + bias and dx = dy W, for x [m, cols], y [m, rows]
- * and a matrix W [rows, cols] that has no gradient. W is decoded to the workspace in parts, of rows
+ * hr_linear_forward, hr_linear_backward: y = x W^T + bias + beta y and dx = dy W + beta dx, for
+ * x [m, cols], y [m, rows] and a matrix W [rows, cols] that has no gradient. W is decoded to the workspace in parts, of rows
  * in forward and of columns in backward, so that each element of y and dx is rounded once. The
  * results are those of hr_gemm with parts of the decoded matrix; with its own loop on the CPU they
  * do not depend on the parts.
  *
- * With at most 16 rows of x, forward decodes W on the way, and writes no part of it to memory. Sums
+ * With at most 16 rows of x and beta 0, forward decodes W on the way, and writes no part of it. Sums
  * are binary32 then, in an order that depends on cols alone. On CUDA codes must be at a multiple of
  * 16 bytes for this, and cols a multiple of 32.
  */
@@ -1477,11 +1477,12 @@ typedef struct hr_linear_config {
     int32_t allow_reduced_precision_reduction;
     int32_t deterministic;
     int32_t reserved; /* 0 */
+    double beta;      /* 0: y and dx are not read; else as in hr_gemm_config */
 } hr_linear_config;
 
-#define HR_LINEAR_CONFIG_INIT                \
-    {                                        \
-        sizeof(hr_linear_config), 0, 0, 0, 0 \
+#define HR_LINEAR_CONFIG_INIT                     \
+    {                                             \
+        sizeof(hr_linear_config), 0, 0, 0, 0, 0.0 \
     }
 
 typedef struct hr_linear_needs {
@@ -1544,6 +1545,13 @@ HR_API hr_status hr_linear_backward(const hr_rows *dx, const hr_rows *dy, const 
  *
  * Both calls take `tile_tokens` tokens at a time, so that the workspace does not grow with the
  * number of tokens. Gradients of 16-bit matrices are added over the tiles in binary32.
+ *
+ * Each matrix may be an hr_matrix in config, which has no gradient. With few bits its products are
+ * those of hr_linear_forward and hr_linear_backward, which decode it in parts, once for each product
+ * with a tile: with SAVE_ALL or SAVE_GATE_UP twice in a step of training, for the product and for the
+ * gradient of what it multiplies; with SAVE_INPUT gate and up once more. With the loop of hr_gemm on
+ * the CPU the results are those of the decoded matrices, bit for bit, but for tiles of at most 16
+ * tokens, whose gate and up are sums of their own.
  */
 typedef enum hr_mlp_save {
     HR_MLP_SAVE_ALL = 0,
@@ -1568,12 +1576,15 @@ typedef struct hr_mlp_config {
     int32_t allow_reduced_precision_reduction;
     int32_t deterministic;
     int32_t reserved; /* 0 */
+    /* In `dtype`, in the place of the matrices of the same name in hr_mlp_params, whose data is then
+     * NULL; NULL: those. Where gate and up are two, both are given or none */
+    const hr_matrix *gate_up, *up, *down;
 } hr_mlp_config;
 
 #define HR_MLP_CONFIG_INIT                                                                     \
     {                                                                                          \
         sizeof(hr_mlp_config), HR_NORM_RMS, HR_NORM_ONCE, HR_SILU, HR_F32, HR_F32, 1, 1, 1e-6, \
-            0.0, 0, 0, 0, 0, 0                                                                 \
+            0.0, 0, 0, 0, 0, 0, NULL, NULL, NULL                                               \
     }
 
 /* The weights of a block, which are only read, or their gradients. Biases may be NULL, norm_weight

@@ -3,6 +3,7 @@
 #include "kernels/nn/linear.h"
 
 #include <inttypes.h>
+#include <math.h>
 
 #include "capi/check/matrix.h"
 #include "capi/check/rows.h"
@@ -74,13 +75,15 @@ static hr_status begin_call(linear_call *call, const hr_matrix *matrix,
     call->config = (hr_linear_config)HR_LINEAR_CONFIG_INIT;
     if (config)
         HR_TRY(hr_copy_config(function, "config->", &call->config, sizeof call->config, config,
-                              sizeof call->config, "HR_LINEAR_CONFIG_INIT"));
+                              offsetof(hr_linear_config, beta), "HR_LINEAR_CONFIG_INIT"));
     HR_TRY(hr_check_flag(function, "allow_tf32", call->config.allow_tf32));
     HR_TRY(hr_check_flag(function, "allow_reduced_precision_reduction",
                          call->config.allow_reduced_precision_reduction));
     HR_TRY(hr_check_flag(function, "deterministic", call->config.deterministic));
     HR_REQUIRE(call->config.reserved == 0, "%s: config->reserved is %" PRId32 ", wanted 0",
                function, call->config.reserved);
+    HR_REQUIRE(isfinite((float)call->config.beta),
+               "%s: config->beta is %g, wanted a finite binary32", function, call->config.beta);
     const hr_matrix *const own = &call->matrix;
     const int64_t longer = own->rows > own->cols ? own->rows : own->cols;
     HR_REQUIRE(call->m >= 0 && (longer == 0 || call->m <= (INT64_C(1) << 59) / longer),
@@ -100,13 +103,15 @@ static hr_gemm_config gemm_config_of(const linear_call *call)
     config.allow_tf32 = call->config.allow_tf32;
     config.allow_reduced_precision_reduction = call->config.allow_reduced_precision_reduction;
     config.deterministic = call->config.deterministic;
+    config.beta = call->config.beta;
     return config;
 }
 
 /* Whether x has so few rows that the matrix is decoded on the way. */
 static int is_few(const linear_call *call)
 {
-    if (call->backward || call->matrix.format == HR_DENSE || call->m > LINEAR_FEW)
+    if (call->backward || call->matrix.format == HR_DENSE || call->m > LINEAR_FEW ||
+        call->config.beta != 0.0)
         return 0;
     return call->exec->device == HR_CPU || linear_few_is_aligned(&call->matrix);
 }

@@ -11,10 +11,13 @@ hr_status hr_mlp_query(hr_mlp_needs *needs, int64_t tokens, int64_t hidden, int6
 {
     static const char function[] = "hr_mlp_query";
     hr_mlp_config own = HR_MLP_CONFIG_INIT;
+    hr_matrix matrices[3];
+    hr_mlp_params unread = {0};
     HR_REQUIRE(needs, "%s: needs is NULL", function);
     HR_TRY(hr_check_vector(function, "needs", needs, HR_F64));
     HR_TRY(mlp_check_sizes(function, tokens, hidden, features));
     HR_TRY(mlp_check_config(function, &own, config));
+    HR_TRY(mlp_check_matrices(function, &own, matrices, &unread, hidden, features));
     HR_TRY(hr_check_exec(function, exec));
     HR_REQUIRE(save >= HR_MLP_SAVE_ALL && save <= HR_MLP_SAVE_INPUT,
                "%s: save is %d, wanted 0, 1 or 2", function, (int)save);
@@ -84,8 +87,8 @@ static hr_status forward_tile(const mlp_call *call, const hr_rows *y, int64_t fi
         config.beta = 1;
         HR_RUN(begin_with_x(call, &to, &x, rows, &bias));
     }
-    return mlp_product(call, &to, &activated, &call->params.down, bias, rows, s->hidden,
-                       s->features, &config);
+    const mlp_factor down = {call->params.down, call->config.down};
+    return mlp_product(call, &to, &activated, &down, bias, rows, s->hidden, s->features, &config);
 }
 
 static hr_status forward(const mlp_call *call, const hr_rows *y)

@@ -52,7 +52,8 @@ static hr_status add_tile(const mlp_call *call, const matrix_grad *m, const hr_r
     if (call->sizes.tiles > 1)
         config.out_dtype = HR_F32;
     const hr_rows sum = {mlp_at(call, m->sum), m->inputs};
-    return mlp_product(call, m->sum == MLP_NONE ? &m->grad : &sum, output_grads, inputs, NULL,
+    const mlp_factor factor = {*inputs, NULL};
+    return mlp_product(call, m->sum == MLP_NONE ? &m->grad : &sum, output_grads, &factor, NULL,
                        m->outputs, m->inputs, rows, &config);
 }
 
@@ -155,8 +156,8 @@ static hr_status backward_tile(const mlp_backward *b, int64_t first, int64_t row
         const hr_rows up = mlp_columns_from(call, &gate_up, s->features);
         const hr_rows dup = mlp_columns_from(call, &gate_up_grads, s->features);
         const int gated = call->config.gated;
-        HR_RUN(mlp_product(call, &inner, &dy, &call->params.down, NULL, rows, s->features,
-                           s->hidden, &config));
+        const mlp_factor down = {call->params.down, call->config.down};
+        HR_RUN(mlp_product(call, &inner, &dy, &down, NULL, rows, s->features, s->hidden, &config));
         HR_RUN(hr_glu_backward(&gate_up_grads, gated ? &dup : NULL,
                                is_activated_again ? &inner : NULL, &inner, &gate_up,
                                gated ? &up : NULL, rows, s->features, &glu, call->exec));

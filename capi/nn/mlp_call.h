@@ -11,9 +11,10 @@ typedef struct mlp_call {
     mlp_sizes sizes;
     mlp_layout layout;
     hr_mlp_params params;
-    hr_mlp_saved saved; /* NULL where not kept */
-    hr_rows x;          /* NULL data where not given */
-    char *workspace;    /* at a multiple of MLP_ALIGNMENT */
+    hr_matrix matrices[3]; /* that config points to, where they are of few bits */
+    hr_mlp_saved saved;    /* NULL where not kept */
+    hr_rows x;             /* NULL data where not given */
+    char *workspace;       /* at a multiple of MLP_ALIGNMENT */
     const hr_exec *exec;
 } mlp_call;
 
@@ -21,6 +22,11 @@ typedef struct mlp_call {
 
 hr_status mlp_check_config(const char *function, hr_mlp_config *own, const hr_mlp_config *config);
 hr_status mlp_check_sizes(const char *function, int64_t tokens, int64_t hidden, int64_t features);
+
+/* The matrices of a config, which then points to checked copies in `own`, or to NULL where they are
+ * dense; those have become matrices of `params`. */
+hr_status mlp_check_matrices(const char *function, hr_mlp_config *config, hr_matrix own[3],
+                             hr_mlp_params *params, int64_t hidden, int64_t features);
 
 /* Weights, or, after the weights of the call are known, their gradients. */
 hr_status mlp_check_params(const mlp_call *call, const hr_mlp_params *p, int are_grads);
@@ -33,9 +39,19 @@ hr_status mlp_check_workspace(mlp_call *call, void *workspace, size_t bytes);
 
 /* ---- Steps: mlp_steps.c ---------------------------------------------------------------------- */
 
+/* The second factor of a product. */
+typedef struct mlp_factor {
+    hr_rows rows;
+    const hr_matrix *few_bits; /* or NULL: rows */
+} mlp_factor;
+
+/* Whether gate and up are two matrices. */
+int mlp_is_apart(const mlp_call *call);
+
 /* The matrices of gate and up: one, or two with half of the columns of their product each. */
 typedef struct gate_up_part {
-    hr_rows matrix, grad;
+    mlp_factor matrix;
+    hr_rows grad;
     const void *bias;
     void *bias_grad;
     int64_t first, width;
@@ -60,7 +76,8 @@ hr_rows mlp_tile_rows(const mlp_call *call, void *kept, size_t place, int64_t co
 /* Where the statistics of a tile are, or NULL. */
 float *mlp_from_row(float *values, int64_t first);
 
-hr_status mlp_product(const mlp_call *call, const hr_rows *c, const hr_rows *a, const hr_rows *b,
+/* With few bits, `config` has no other options than those of mlp_gemm_config, transpose_b and beta. */
+hr_status mlp_product(const mlp_call *call, const hr_rows *c, const hr_rows *a, const mlp_factor *b,
                       const void *bias, int64_t m, int64_t n, int64_t k,
                       const hr_gemm_config *config);
 hr_glu_config mlp_glu_config(const mlp_call *call);

@@ -2,6 +2,7 @@
 #include <inttypes.h>
 #include <math.h>
 
+#include "capi/check/matrix.h"
 #include "capi/check/rows.h"
 #include "capi/nn/mlp_call.h"
 
@@ -11,6 +12,8 @@ hr_status mlp_check_config(const char *function, hr_mlp_config *own, const hr_ml
     HR_TRY(hr_copy_config(function, "config->", own, sizeof *own, config,
                           offsetof(hr_mlp_config, reserved) + sizeof own->reserved,
                           "HR_MLP_CONFIG_INIT"));
+    if (config->size < sizeof *own)
+        own->gate_up = own->up = own->down = NULL; /* of an older header, and not half an address */
     HR_REQUIRE(own->norm == HR_NORM_RMS || own->norm == HR_NORM_LAYER,
                "%s: config->norm is %d, wanted HR_NORM_RMS (0) or HR_NORM_LAYER (1)", function,
                (int)own->norm);
@@ -59,12 +62,48 @@ hr_status mlp_check_sizes(const char *function, int64_t tokens, int64_t hidden, 
     return HR_OK;
 }
 
+hr_status mlp_check_matrices(const char *function, hr_mlp_config *config, hr_matrix own[3],
+                             hr_mlp_params *params, int64_t hidden, int64_t features)
+{
+    HR_REQUIRE(!config->gate_up || !params->up.data,
+               "%s: params->up is given, wanted config->up with config->gate_up", function);
+    HR_REQUIRE(!config->up || config->gate_up,
+               "%s: config->up is given, wanted config->gate_up with it", function);
+    const int64_t width = config->gated && !config->up ? 2 * features : features;
+    const struct {
+        const char *name;
+        const hr_matrix **given;
+        hr_rows *rows;
+        int64_t outputs, inputs;
+    } matrices[] = {{"gate_up", &config->gate_up, &params->gate_up, width, hidden},
+                    {"up", &config->up, &params->up, features, hidden},
+                    {"down", &config->down, &params->down, hidden, features}};
+    for (int i = 0; i < 3; i++) {
+        if (!*matrices[i].given)
+            continue;
+        const char *const name = matrices[i].name;
+        HR_REQUIRE(!matrices[i].rows->data, "%s: params->%s is given, wanted NULL with config->%s",
+                   function, name, name);
+        HR_TRY(hr_check_matrix(function, &own[i], *matrices[i].given, 0));
+        HR_REQUIRE(own[i].dtype == config->dtype && own[i].rows == matrices[i].outputs &&
+                       own[i].cols == matrices[i].inputs,
+                   "%s: config->%s is %s [%" PRId64 ", %" PRId64 "], wanted %s [%" PRId64
+                   ", %" PRId64 "]",
+                   function, name, hr_dtype_name(own[i].dtype), own[i].rows, own[i].cols,
+                   hr_dtype_name(config->dtype), matrices[i].outputs, matrices[i].inputs);
+        *matrices[i].given = own[i].format == HR_DENSE ? NULL : &own[i];
+        if (own[i].format == HR_DENSE)
+            *matrices[i].rows = (hr_rows){own[i].data, own[i].stride};
+    }
+    return HR_OK;
+}
+
 hr_status mlp_check_params(const mlp_call *call, const hr_mlp_params *p, int are_grads)
 {
     const char *const function = call->function, *const name = are_grads ? "grads" : "params";
     const hr_mlp_config *const c = &call->config;
     const mlp_sizes *const s = &call->sizes;
-    const int is_apart = call->params.up.data != NULL; /* gate and up are two matrices */
+    const int is_apart = mlp_is_apart(call);
     HR_REQUIRE(p, "%s: %s is NULL", function, name);
     HR_REQUIRE(!p->norm_bias || c->norm == HR_NORM_LAYER,
                "%s: %s->norm_bias is given, but only HR_NORM_LAYER has one", function, name);
@@ -75,19 +114,26 @@ hr_status mlp_check_params(const mlp_call *call, const hr_mlp_params *p, int are
     const struct {
         const char *names[2];
         const hr_rows *matrix;
+        const hr_matrix *few_bits;
         int64_t rows, cols;
         int optional;
-    } matrices[] = {{{"params->gate_up", "grads->gate_up"},
-                     &p->gate_up,
-                     is_apart ? s->features : s->width,
-                     s->hidden,
-                     are_grads},
-                    {{"params->up", "grads->up"}, &p->up, s->features, s->hidden, 1},
-                    {{"params->down", "grads->down"}, &p->down, s->hidden, s->features, are_grads}};
-    for (int i = 0; i < 3; i++)
-        if (matrices[i].matrix->data || !matrices[i].optional)
+    } matrices[] = {
+        {{"params->gate_up", "grads->gate_up"},
+         &p->gate_up,
+         c->gate_up,
+         is_apart ? s->features : s->width,
+         s->hidden,
+         are_grads},
+        {{"params->up", "grads->up"}, &p->up, c->up, s->features, s->hidden, 1},
+        {{"params->down", "grads->down"}, &p->down, c->down, s->hidden, s->features, are_grads}};
+    for (int i = 0; i < 3; i++) {
+        HR_REQUIRE(!are_grads || !matrices[i].few_bits || !matrices[i].matrix->data,
+                   "%s: %s is given, wanted NULL: a matrix of few bits has no gradient", function,
+                   matrices[i].names[1]);
+        if (matrices[i].matrix->data || !(matrices[i].optional || matrices[i].few_bits))
             HR_TRY(hr_check_rows(function, matrices[i].names[are_grads], matrices[i].matrix,
                                  matrices[i].rows, matrices[i].cols, c->dtype));
+    }
     const struct {
         const char *names[2];
         const void *vector;
@@ -148,11 +194,13 @@ hr_status mlp_check_call(mlp_call *call, const hr_rows *x, const hr_mlp_params *
     HR_TRY(hr_check_rows(call->function, "x", x, tokens, hidden, call->config.dtype));
     if (x)
         call->x = *x;
-    if (params)
-        call->params = *params;
+    HR_REQUIRE(params, "%s: params is NULL", call->function);
+    call->params = *params;
     if (saved)
         call->saved = *saved;
-    HR_TRY(mlp_check_params(call, params, 0));
+    HR_TRY(mlp_check_matrices(call->function, &call->config, call->matrices, &call->params, hidden,
+                              features));
+    HR_TRY(mlp_check_params(call, &call->params, 0));
     HR_TRY(check_saved(call));
     return HR_OK;
 }

@@ -1,6 +1,8 @@
 /* mlp_plan.c: the tokens of a tile of the MLP block, and what lies where in its workspace. */
 #include "capi/nn/mlp_plan.h"
 
+#include "kernels/nn/linear.h"
+
 /* A tile is large enough for the products to be worth reading and writing the gradients of the
  * matrices once for each, and a multiple of what kernels of products take at a time. */
 #define TILE_TOKENS  INT64_C(4096)
@@ -70,6 +72,15 @@ hr_gemm_config mlp_gemm_config(const hr_mlp_config *config)
     return gemm;
 }
 
+hr_linear_config mlp_linear_config(const hr_mlp_config *config)
+{
+    hr_linear_config linear = HR_LINEAR_CONFIG_INIT;
+    linear.allow_tf32 = config->allow_tf32;
+    linear.allow_reduced_precision_reduction = config->allow_reduced_precision_reduction;
+    linear.deterministic = config->deterministic;
+    return linear;
+}
+
 uint32_t mlp_kept(hr_mlp_save save, uint32_t wanted)
 {
     const uint32_t through = wanted & MLP_THROUGH, down = wanted & HR_MLP_DOWN;
@@ -125,6 +136,28 @@ static hr_status widen(size_t *most, int64_t m, int64_t n, int64_t k, const hr_g
     return status;
 }
 
+/* What products with a matrix of few bits take: those of a tile, and on the CPU those of the few
+ * tokens that the last tile may have. */
+static hr_status widen_parts(size_t *most, const mlp_sizes *s, const hr_matrix *matrix,
+                             const hr_mlp_config *config, const hr_exec *exec)
+{
+    hr_linear_config linear = mlp_linear_config(config);
+    linear.beta = 1.0; /* a tile of few tokens, too, is multiplied by parts */
+    for (int backward = 0; backward < 2; backward++) {
+        hr_linear_needs needs;
+        const hr_status status = hr_linear_query(&needs, s->tile, matrix, backward, &linear, exec);
+        if (status != HR_OK)
+            return status;
+        if (needs.best > *most)
+            *most = needs.best;
+    }
+    const int64_t few = s->tile < LINEAR_FEW ? s->tile : LINEAR_FEW;
+    const size_t bytes = exec->device == HR_CPU ? linear_few_bytes(few, matrix->cols) : 0;
+    if (bytes > *most)
+        *most = bytes;
+    return HR_OK;
+}
+
 /* All products get the same amount, because what it is may decide how they are computed. */
 static hr_status product_bytes(size_t *most, const mlp_sizes *s, const hr_mlp_config *config,
                                const hr_exec *exec)
@@ -137,6 +170,13 @@ static hr_status product_bytes(size_t *most, const mlp_sizes *s, const hr_mlp_co
     *most = 0;
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
         const hr_status status = widen(most, shapes[i][0], shapes[i][1], shapes[i][2], &gemm, exec);
+        if (status != HR_OK)
+            return status;
+    }
+    const hr_matrix *const matrices[] = {config->gate_up, config->up, config->down};
+    for (int i = 0; i < 3; i++) {
+        const hr_status status =
+            matrices[i] ? widen_parts(most, s, matrices[i], config, exec) : HR_OK;
         if (status != HR_OK)
             return status;
     }

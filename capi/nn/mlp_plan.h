@@ -48,6 +48,7 @@ mlp_sizes mlp_sizes_of(int64_t tokens, int64_t hidden, int64_t features,
                        const hr_mlp_config *config);
 hr_norm_config mlp_norm_config(const hr_mlp_config *config);
 hr_gemm_config mlp_gemm_config(const hr_mlp_config *config);
+hr_linear_config mlp_linear_config(const hr_mlp_config *config);
 
 /* The buffers to keep for gradients that are wanted: a sum of MLP_STATISTICS, ... */
 uint32_t mlp_kept(hr_mlp_save save, uint32_t wanted);

@@ -41,24 +41,38 @@ float *mlp_from_row(float *values, int64_t first)
     return values ? values + first : NULL;
 }
 
+int mlp_is_apart(const mlp_call *call)
+{
+    return call->params.up.data || call->config.up;
+}
+
 int mlp_parts(const mlp_call *call, const hr_mlp_params *grads, gate_up_part parts[2])
 {
     static const hr_mlp_params none;
     const hr_mlp_params *const p = &call->params, *const g = grads ? grads : &none;
-    const int count = p->up.data ? 2 : 1;
+    const hr_mlp_config *const c = &call->config;
+    const int count = mlp_is_apart(call) ? 2 : 1;
     const int64_t width = call->sizes.width / count;
-    parts[0] = (gate_up_part){p->gate_up, g->gate_up, p->gate_up_bias, g->gate_up_bias, 0, width};
-    parts[1] = (gate_up_part){p->up, g->up, p->up_bias, g->up_bias, width, width};
+    parts[0] = (gate_up_part){{p->gate_up, c->gate_up}, g->gate_up, p->gate_up_bias,
+                              g->gate_up_bias,          0,          width};
+    parts[1] = (gate_up_part){{p->up, c->up}, g->up, p->up_bias, g->up_bias, width, width};
     return count;
 }
 
-hr_status mlp_product(const mlp_call *call, const hr_rows *c, const hr_rows *a, const hr_rows *b,
+hr_status mlp_product(const mlp_call *call, const hr_rows *c, const hr_rows *a, const mlp_factor *b,
                       const void *bias, int64_t m, int64_t n, int64_t k,
                       const hr_gemm_config *config)
 {
-    const mlp_layout *const at = &call->layout;
-    return hr_gemm(c, a, b, bias, m, n, k, config, mlp_at(call, at->product), at->product_bytes,
-                   call->exec);
+    const size_t bytes = call->layout.product_bytes;
+    void *const workspace = mlp_at(call, call->layout.product);
+    if (!b->few_bits)
+        return hr_gemm(c, a, &b->rows, bias, m, n, k, config, workspace, bytes, call->exec);
+    hr_linear_config linear = mlp_linear_config(&call->config);
+    linear.beta = config->beta;
+    return config->transpose_b
+               ? hr_linear_forward(c, a, b->few_bits, bias, m, &linear, workspace, bytes,
+                                   call->exec)
+               : hr_linear_backward(c, a, b->few_bits, m, &linear, workspace, bytes, call->exec);
 }
 
 hr_status mlp_gate_up(const mlp_call *call, const hr_rows *gate_up, const hr_rows *normed,

@@ -8,8 +8,9 @@ from torch import Tensor
 from .._core.checks import check_choice, check_flags
 from .._core.rows import autocast, check_tensors
 from ..functional.gemm import matmul_precision
-from ..functional.mlp import ACTIVATIONS, NORMS, SAVES, wanted_gradients
+from ..functional.mlp import ACTIVATIONS, NORMS, SAVES, of_few_bits, wanted_gradients
 from ..functional.norm import CASTINGS
+from ..functional.quantize_matrix import QuantizedMatrix
 
 __all__ = ["mlp_block"]
 
@@ -17,10 +18,10 @@ __all__ = ["mlp_block"]
 def mlp_block(
     x: Tensor,
     norm_weight: Tensor | None,
-    gate_up_weight: Tensor,
-    down_weight: Tensor,
+    gate_up_weight: Tensor | QuantizedMatrix,
+    down_weight: Tensor | QuantizedMatrix,
     *,
-    up_weight: Tensor | None = None,
+    up_weight: Tensor | QuantizedMatrix | None = None,
     norm_bias: Tensor | None = None,
     gate_up_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
@@ -48,7 +49,10 @@ def mlp_block(
             ``[features, hidden]``, with ``up_weight``, or for a block without a gate, which is
             ``act(normed @ gate_up.T) @ down.T``.
         down_weight: ``[hidden, features]``. Matrices have the dtype of ``x``.
-        up_weight: ``[features, hidden]``, where it is a matrix of its own.
+        up_weight: ``[features, hidden]``, where it is a matrix of its own. All matrices may be of 4
+            or 8 bits in one format, from :func:`headroom.functional.quantize_matrix`: they have no
+            gradients, and are decoded to the dtype of ``x`` in parts of 4 MiB, or 32 MiB on CUDA,
+            for each product again.
         norm_bias: ``[hidden]``, with ``norm="layer"``.
         gate_up_bias, up_bias, down_bias: added to the products: as long as their matrices have
             rows.
@@ -79,18 +83,27 @@ def mlp_block(
 
     The formula and the kinds of memory are documented at ``hr_mlp_forward`` in ``headroom.h``.
     """
-    check_tensors(x=x, gate_up_weight=gate_up_weight, down_weight=down_weight)
+    check_tensors(x=x)
     check_flags(residual=residual)
+    matrices = (gate_up_weight, up_weight, down_weight)
+    are_few_bits = any(isinstance(matrix, QuantizedMatrix) for matrix in matrices)
+    if not are_few_bits:
+        check_tensors(gate_up_weight=gate_up_weight, down_weight=down_weight)
+    dense, few_bits = ((None, None, None), matrices) if are_few_bits else (matrices, ())
+    for name, matrix in zip(("gate_up_weight", "up_weight", "down_weight"), few_bits):
+        if not isinstance(matrix, QuantizedMatrix) and (matrix is not None or name != "up_weight"):
+            raise TypeError(f"{name} is a {type(matrix).__name__}, but another is of few bits")
     if casting is None:
         casting = "llama" if norm == "rms" else "once"
-    matrices = gate_up_weight, up_weight, down_weight, gate_up_bias, up_bias, down_bias
-    x, *others = autocast(x, *matrices)
+    x, *others = autocast(x, *dense, gate_up_bias, up_bias, down_bias)
     tensors = x, norm_weight, norm_bias, *others
     # A tensor of one level of torch.func does not say whether another level differentiates it.
     every = torch._C._are_functorch_transforms_active()
     needs = [tensor is not None and (every or tensor.requires_grad) for tensor in tensors]
+    *codes, features, gated, format, block_size, nested = of_few_bits(*few_bits).values()
     return torch.ops.headroom.mlp_block(
         *tensors,
+        *codes,
         _number("norm", norm, NORMS),
         _number("casting", casting, CASTINGS),
         eps,
@@ -98,6 +111,11 @@ def mlp_block(
         _number("activation", activation, ACTIVATIONS),
         residual,
         tile_tokens,
+        features,
+        gated,
+        format,
+        block_size,
+        nested,
         _number("save", save, SAVES),
         wanted_gradients(needs) if torch.is_grad_enabled() else 0,
         matmul_precision(x.dtype) if x.device.type == "cuda" else 0,

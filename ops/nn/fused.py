@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .._core.registration import FLOATS
 from .._core.rows import autocast_dtype
 from ..functional.linear import linear_forward
 from .functional import mlp_block
 from .linear import Linear
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
-from .quantized import Linear4bit, Linear8bit
+from .quantized import Linear4bit, Linear8bit, QuantizedLinear
+
+FEW_ROWS = 16  # of x: a layer of few bits then decodes its weight on the way, which is faster
 
 # Classes, and functions in the place of a forward, that draw no random numbers.
 known: set[Any] = {nn.Linear, Linear, linear_forward, Linear4bit, Linear8bit, RMSNorm, LayerNorm}
@@ -41,15 +45,39 @@ def can_fuse(x: Tensor, linears: tuple[nn.Module, ...], others: tuple[nn.Module,
     """Returns whether ``mlp_block`` can read the weights of these Linears and modules.
 
     Not with autocast, which adds in the dtype of x; nor where other modules have taken the place of
-    Linears, such as adapters, or of their weights, such as those of tensor parallelism.
+    Linears, such as adapters, or of their weights, such as those of tensor parallelism; nor where
+    some of them are of few bits and others are not.
     """
     return (
         autocast_dtype(x.device.type) is None
-        and all(type(linear) in (nn.Linear, Linear) for linear in linears)
+        and (_are_dense(x, linears) or _are_of_few_bits(x, linears))
         and all(is_untouched(module) for module in (*others, *linears))
         and all(type(linear.weight) in (nn.Parameter, FakeTensor) for linear in linears)
-        and all(linear.weight.dtype == x.dtype for linear in linears)
     )
+
+
+def _are_dense(x: Tensor, linears: tuple[Any, ...]) -> bool:
+    return all(
+        type(linear) in (nn.Linear, Linear) and linear.weight.dtype == x.dtype for linear in linears
+    )
+
+
+def _are_of_few_bits(x: Tensor, linears: tuple[Any, ...]) -> bool:
+    return (
+        all(type(linear) in (Linear4bit, Linear8bit) for linear in linears)
+        and len({(each.format, each.block_size, each.nested) for each in linears}) == 1
+        and all(type(linear.scales) in (nn.Parameter, FakeTensor) for linear in linears)
+        and x.dtype in FLOATS
+        and x.shape[:-1].numel() > FEW_ROWS
+    )
+
+
+def weight_and_bias(linear: Any, dtype: torch.dtype) -> tuple[Any, Tensor | None]:
+    """Returns those of a Linear as ``mlp_block`` takes them; few bits as a matrix, and their bias
+    in ``dtype``, as the layer casts it."""
+    if not isinstance(linear, QuantizedLinear):
+        return linear.weight, linear.bias
+    return linear.matrix, None if linear.bias is None else linear.bias.to(dtype)
 
 
 def is_fusible(norm: nn.Module, mlp: nn.Module, x: Tensor) -> bool:
@@ -63,14 +91,17 @@ def fused_mlp(norm: nn.Module, mlp: MLP, x: Tensor, save: str) -> Tensor:
     """Returns ``x + mlp(norm(x))``. ``save`` is what ``mlp_block`` calls so."""
     rms = isinstance(norm, RMSNorm)
     assert isinstance(norm, (RMSNorm, LayerNorm))
+    (first, first_bias), (down, down_bias) = (
+        weight_and_bias(linear, x.dtype) for linear in (mlp.first, mlp.down)
+    )
     return mlp_block(
         x,
         norm.weight,
-        mlp.first.weight,
-        mlp.down.weight,
+        first,
+        down,
         norm_bias=None if rms else norm.bias,
-        gate_up_bias=mlp.first.bias,
-        down_bias=mlp.down.bias,
+        gate_up_bias=first_bias,
+        down_bias=down_bias,
         norm="rms" if rms else "layer",
         eps=norm.epsilon if rms else norm.eps,
         offset=norm.offset if rms else 0.0,

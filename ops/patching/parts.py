@@ -15,7 +15,7 @@ from ..functional.glu import glu
 from ..functional.rope import rope
 from ..nn.flash import attend, repeat_heads, takes_groups
 from ..nn.functional import mlp_block
-from ..nn.fused import can_fuse, is_untouched
+from ..nn.fused import can_fuse, is_untouched, weight_and_bias
 from ..nn.steps import AttentionSteps, BlockSteps, MLPSteps, Run, SaveLevel
 from .attention import pattern_of, varlen_attention
 from .norms import NormRule, norm_forward
@@ -288,16 +288,19 @@ def _fused(
     x: Tensor,
     save: str,
 ) -> Tensor:
-    first, up = linears if len(linears) == 2 else (linears[0], None)
+    (first, first_bias), *rest, (last, last_bias) = (
+        weight_and_bias(linear, x.dtype) for linear in (*linears, down)
+    )
+    up, up_bias = rest[0] if rest else (None, None)
     return mlp_block(
         x,
         norm.weight,
-        first.weight,
-        down.weight,
-        up_weight=None if up is None else up.weight,
-        gate_up_bias=first.bias,
-        up_bias=None if up is None else up.bias,
-        down_bias=down.bias,
+        first,
+        last,
+        up_weight=up,
+        gate_up_bias=first_bias,
+        up_bias=up_bias,
+        down_bias=last_bias,
         norm_bias=None if rule.kind == "RMSNorm" else norm.bias,
         norm="rms" if rule.kind == "RMSNorm" else "layer",
         eps=getattr(norm, rule.eps) if isinstance(rule.eps, str) else rule.eps,

@@ -47,19 +47,26 @@ def _workspace(name: str, given: dict[str, Any], **own: Any) -> Any:
         return None
 
 
-def _mlp(which: int, given: dict[str, Any]) -> Sizes:
+def _mlp(which: int, given: dict[str, Any], device: str) -> Sizes:
     x, gate_up, down = given.get("dy", given["x"]), given["gate_up"], given["down"]
     norms = (t for t in (given["norm_weight"], given["norm_bias"]) if t is not None)
-    hidden, features = down.shape
+    apart = given["up"] is not None or given["up_codes"] is not None
+    if down is None:
+        features, gated = given["features"], given["gated"]
+    else:
+        features = down.shape[1]
+        gated = apart or gate_up.shape[0] != features
     found = _workspace(
         "mlp_block_workspace",
         given,
         tokens=prod(x.shape[:-1]),
-        hidden=hidden,
+        hidden=x.shape[-1],
         features=features,
         dtype=FLOATS.index(x.dtype),
         norm_dtype=FLOATS.index(next(norms, x).dtype),
-        gated=given["up"] is not None or gate_up.shape[0] != features,
+        gated=gated,
+        apart=apart,
+        is_cuda=device == "cuda",
     )
     return [] if found is None else [(found[which], "temporaries")]
 
@@ -108,12 +115,12 @@ def _linear_backward(given: dict[str, Any], device: str) -> Sizes:
 
 @ours("mlp_block")
 def _mlp_forward(given: dict[str, Any], device: str) -> Sizes:
-    return _mlp(0, given)
+    return _mlp(0, given, device)
 
 
 @ours("mlp_block_backward")
 def _mlp_backward(given: dict[str, Any], device: str) -> Sizes:
-    return _mlp(1, given)
+    return _mlp(1, given, device)
 
 
 @ours("linear_cross_entropy", "linear_cross_entropy_backward")

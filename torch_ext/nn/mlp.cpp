@@ -5,21 +5,33 @@
 #include <deque>
 #include <tuple>
 
+#include "torch_ext/core/matrix.h"
 #include "torch_ext/core/numbers.h"
-#include "torch_ext/core/rows.h"
 
 namespace
 {
 
 using namespace headroom;
 
-// Weights as they are given: a tensor may be absent.
+// What describes matrices of few bits, beside their codes and scales; format is 0 where there are none,
+// and features and gated are then not read.
+#define FEW_BITS(of) of(int, features) of(bool, gated) FORMAT(of)
+#define FORMAT(of)   of(int, format) of(int, block_size) of(bool, nested)
+
+struct FewBitsNumbers {
+    int64_t features;
+    bool gated;
+    int64_t format, block_size;
+    bool nested;
+};
+
+// Weights as they are given: a tensor may be absent. Matrices are tensors, or all codes and scales.
 struct Weights {
-    const OptionalTensor &norm_weight, &norm_bias;
-    const Tensor &gate_up;
-    const OptionalTensor &up;
-    const Tensor &down;
+    const OptionalTensor &norm_weight, &norm_bias, &gate_up, &up, &down;
     const OptionalTensor &gate_up_bias, &up_bias, &down_bias;
+    const OptionalTensor &gate_up_codes, &gate_up_scales, &up_codes, &up_scales;
+    const OptionalTensor &down_codes, &down_scales;
+    FewBitsNumbers numbers;
 };
 
 // The numbers of the config that all ops take.
@@ -35,17 +47,6 @@ hr_mlp_config config_of(int64_t precision NUMBERS(HR_PARAMETER))
     return config;
 }
 
-hr_mlp_needs needs_of(int64_t tokens, int64_t hidden, int64_t features, int64_t save,
-                      int64_t wanted, const hr_mlp_config &config, const hr_exec &exec)
-{
-    hr_mlp_needs needs;
-    hr_mlp_save level;
-    set(level, save, "save");
-    check(hr_mlp_query(&needs, tokens, hidden, features, level, static_cast<uint32_t>(wanted),
-                       &config, &exec));
-    return needs;
-}
-
 // The rows of a call, x or dy, and the weights that it takes.
 class Block
 {
@@ -54,16 +55,7 @@ class Block
         : rows(rows), matrix(matrix_of(this->rows, name)), exec(this->rows), config(numbers)
     {
         config.dtype = config.norm_dtype = float_of(this->rows, name);
-        const View down(w.down), gate_up(w.gate_up);
-        if (down.dim != 2 || gate_up.dim != 2)
-            fail("gate_up and down must be matrices");
-        features = down.sizes[1];
-        config.gated = w.up || gate_up.sizes[0] != features;
-        const int64_t width = config.gated && !w.up ? 2 * features : features;
-        params.gate_up = weight(w.gate_up, "gate_up", width, matrix.cols);
-        if (w.up)
-            params.up = weight(*w.up, "up", features, matrix.cols);
-        params.down = weight(w.down, "down", matrix.cols, features);
+        const int64_t width = w.numbers.format == HR_DENSE ? set_dense(w) : set_few_bits(w);
         params.gate_up_bias = vector(w.gate_up_bias, "gate_up_bias", width, config.dtype);
         params.up_bias = vector(w.up_bias, "up_bias", features, config.dtype);
         params.down_bias = vector(w.down_bias, "down_bias", matrix.cols, config.dtype);
@@ -78,7 +70,12 @@ class Block
 
     hr_mlp_needs needs(int64_t save, int64_t wanted) const
     {
-        return needs_of(matrix.rows, matrix.cols, features, save, wanted, config, exec.exec);
+        hr_mlp_needs needs;
+        hr_mlp_save level;
+        set(level, save, "save");
+        check(hr_mlp_query(&needs, matrix.rows, matrix.cols, features, level,
+                           static_cast<uint32_t>(wanted), &config, &exec.exec));
+        return needs;
     }
 
     int64_t width() const
@@ -129,6 +126,53 @@ class Block
     hr_mlp_params params = {};
 
   private:
+    // Return how many rows gate_up has.
+    int64_t set_dense(const Weights &w)
+    {
+        if (!w.gate_up || !w.down || w.gate_up_codes || w.gate_up_scales || w.up_codes ||
+            w.up_scales || w.down_codes || w.down_scales)
+            fail("wanted gate_up and down, and neither codes nor scales, for format 0");
+        const View down(*w.down), gate_up(*w.gate_up);
+        if (down.dim != 2 || gate_up.dim != 2)
+            fail("gate_up and down must be matrices");
+        features = down.sizes[1];
+        config.gated = w.up || gate_up.sizes[0] != features;
+        const int64_t width = config.gated && !w.up ? 2 * features : features;
+        params.gate_up = weight(*w.gate_up, "gate_up", width, matrix.cols);
+        if (w.up)
+            params.up = weight(*w.up, "up", features, matrix.cols);
+        params.down = weight(*w.down, "down", matrix.cols, features);
+        return width;
+    }
+
+    int64_t set_few_bits(const Weights &w)
+    {
+        if (w.gate_up || w.up || w.down || !w.gate_up_codes || !w.gate_up_scales || !w.down_codes ||
+            !w.down_scales || !w.up_codes != !w.up_scales)
+            fail("wanted codes and scales of gate_up and down, and no matrices, for format " +
+                 std::to_string(w.numbers.format));
+        features = w.numbers.features;
+        config.gated = w.numbers.gated;
+        const int64_t width = config.gated && !w.up_codes ? 2 * features : features;
+        config.gate_up = few_bits(*w.gate_up_codes, *w.gate_up_scales, width, matrix.cols, w);
+        if (w.up_codes)
+            config.up = few_bits(*w.up_codes, *w.up_scales, features, matrix.cols, w);
+        config.down = few_bits(*w.down_codes, *w.down_scales, matrix.cols, features, w);
+        return width;
+    }
+
+    const hr_matrix *few_bits(const Tensor &codes, const Tensor &scales, int64_t outputs,
+                              int64_t inputs, const Weights &w)
+    {
+        FewBits &bits = few_bits_.emplace_back(outputs, inputs, w.numbers.format,
+                                               w.numbers.block_size, w.numbers.nested);
+        bits.matrix.dtype = config.dtype;
+        Tensor &own = codes_.emplace_back(codes);
+        require_with(View(own), "codes", rows, "the rows");
+        bits.point_to(own, codes_.emplace_back(scales));
+        return &bits.matrix;
+    }
+
     void require_like(const View &view, const char *name, hr_dtype dtype) const
     {
         if (!view.is_with(rows))
@@ -165,8 +209,22 @@ class Block
     }
 
     std::deque<RowsIn> matrices_;
-    std::deque<Tensor> vectors_;
+    std::deque<Tensor> vectors_, codes_;
+    std::deque<FewBits> few_bits_;
 };
+
+#define MATRICES                                                               \
+    const OptionalTensor &gate_up_codes, const OptionalTensor &gate_up_scales, \
+        const OptionalTensor &up_codes, const OptionalTensor &up_scales,       \
+        const OptionalTensor &down_codes, const OptionalTensor &down_scales
+#define WEIGHTS                                                                          \
+    {                                                                                    \
+        norm_weight, norm_bias, gate_up, up, down, gate_up_bias, up_bias, down_bias,     \
+            gate_up_codes, gate_up_scales, up_codes, up_scales, down_codes, down_scales, \
+        {                                                                                \
+            features, gated, format, block_size, nested                                  \
+        }                                                                                \
+    }
 
 void *data_of(const Tensor &tensor)
 {
@@ -176,15 +234,14 @@ void *data_of(const Tensor &tensor)
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Forward mlp_block(const Tensor &x, const OptionalTensor &norm_weight,
-                  const OptionalTensor &norm_bias, const Tensor &gate_up, const OptionalTensor &up,
-                  const Tensor &down, const OptionalTensor &gate_up_bias,
-                  const OptionalTensor &up_bias,
-                  const OptionalTensor &down_bias NUMBERS(HR_PARAMETER), int64_t save,
+                  const OptionalTensor &norm_bias, const OptionalTensor &gate_up,
+                  const OptionalTensor &up, const OptionalTensor &down,
+                  const OptionalTensor &gate_up_bias, const OptionalTensor &up_bias,
+                  const OptionalTensor &down_bias,
+                  MATRICES NUMBERS(HR_PARAMETER) FEW_BITS(HR_PARAMETER), int64_t save,
                   int64_t wanted, int64_t precision)
 {
-    const Block block(x, "x",
-                      {norm_weight, norm_bias, gate_up, up, down, gate_up_bias, up_bias, down_bias},
-                      config_of(precision NUMBERS(HR_ARGUMENT)));
+    const Block block(x, "x", WEIGHTS, config_of(precision NUMBERS(HR_ARGUMENT)));
     const RowsIn in(x, "x");
     const hr_mlp_needs needs = block.needs(save, wanted);
     const Tensor y = empty_rows(block.rows, x);
@@ -209,16 +266,15 @@ using Gradients =
 
 Gradients mlp_block_backward(const Tensor &dy, const OptionalTensor &x,
                              const OptionalTensor &norm_weight, const OptionalTensor &norm_bias,
-                             const Tensor &gate_up, const OptionalTensor &up, const Tensor &down,
-                             const OptionalTensor &gate_up_bias, const OptionalTensor &up_bias,
-                             const Tensor &mean, const Tensor &rstd, const Tensor &normed,
-                             const Tensor &gates, const Tensor &activated NUMBERS(HR_PARAMETER),
+                             const OptionalTensor &gate_up, const OptionalTensor &up,
+                             const OptionalTensor &down, const OptionalTensor &gate_up_bias,
+                             const OptionalTensor &up_bias, MATRICES, const Tensor &mean,
+                             const Tensor &rstd, const Tensor &normed, const Tensor &gates,
+                             const Tensor &activated NUMBERS(HR_PARAMETER) FEW_BITS(HR_PARAMETER),
                              int64_t save, int64_t wanted, int64_t precision, int64_t gradients)
 {
-    const OptionalTensor absent;
-    const Block block(dy, "dy",
-                      {norm_weight, norm_bias, gate_up, up, down, gate_up_bias, up_bias, absent},
-                      config_of(precision NUMBERS(HR_ARGUMENT)));
+    const OptionalTensor down_bias; // which is not read
+    const Block block(dy, "dy", WEIGHTS, config_of(precision NUMBERS(HR_ARGUMENT)));
     if (gradients & ~wanted)
         fail("gradients is " + std::to_string(gradients) + ", wanted a part of " +
              std::to_string(wanted));
@@ -228,12 +284,12 @@ Gradients mlp_block_backward(const Tensor &dy, const OptionalTensor &x,
         x_in.emplace(block.like_rows(*x, "x"), "x");
     const hr_mlp_needs needs = block.needs(save, wanted);
     const hr_mlp_config &config = block.config;
-    const int64_t hidden = block.matrix.cols, features = block.features;
+    const int64_t hidden = block.matrix.cols, inner = block.features;
     const hr_mlp_saved saved = {static_cast<float *>(block.held(mean, "mean", 1, HR_F32)),
                                 static_cast<float *>(block.held(rstd, "rstd", 1, HR_F32)),
                                 block.held(normed, "normed", hidden, config.dtype),
                                 block.held(gates, "gates", block.width(), config.dtype),
-                                block.held(activated, "activated", features, config.dtype)};
+                                block.held(activated, "activated", inner, config.dtype)};
 
     hr_mlp_params grads = {};
     const bool of_norm = gradients & (HR_MLP_NORM_WEIGHT | HR_MLP_NORM_BIAS);
@@ -253,13 +309,14 @@ Gradients mlp_block_backward(const Tensor &dy, const OptionalTensor &x,
         rows = {data_of(tensor), inputs};
         return tensor;
     };
-    const int64_t width = up ? features : block.width(), up_width = up ? features : 0;
+    const bool apart = up || up_codes;
+    const int64_t width = apart ? inner : block.width(), up_width = apart ? inner : 0;
     const Tensor dnorm_weight =
         vector(HR_MLP_NORM_WEIGHT, hidden, grads.norm_weight, config.norm_dtype);
     const Tensor dnorm_bias = vector(HR_MLP_NORM_BIAS, hidden, grads.norm_bias, config.norm_dtype);
     const Tensor dgate_up = matrix(HR_MLP_GATE_UP, width, hidden, grads.gate_up);
     const Tensor dup = matrix(HR_MLP_GATE_UP, up_width, hidden, grads.up);
-    const Tensor ddown = matrix(HR_MLP_DOWN, hidden, features, grads.down);
+    const Tensor ddown = matrix(HR_MLP_DOWN, hidden, inner, grads.down);
     const Tensor dgate_up_bias =
         vector(HR_MLP_GATE_UP_BIAS, width, grads.gate_up_bias, config.dtype);
     const Tensor dup_bias = vector(HR_MLP_GATE_UP_BIAS, up_width, grads.up_bias, config.dtype);
@@ -269,48 +326,78 @@ Gradients mlp_block_backward(const Tensor &dy, const OptionalTensor &x,
     if (gradients)
         check(hr_mlp_backward(want_dx ? &dx_rows : nullptr, &grads, dy_in.get(),
                               x_in ? x_in->get() : nullptr, &block.params, &saved,
-                              block.matrix.rows, hidden, features, &config, data_of(workspace),
+                              block.matrix.rows, hidden, inner, &config, data_of(workspace),
                               needs.backward_workspace, &block.exec.exec));
     return {dx,    dnorm_weight,  dnorm_bias, dgate_up,  dup,
             ddown, dgate_up_bias, dup_bias,   ddown_bias};
 }
 
-// Bytes that the ops above allocate besides their results on the CPU, for plans. dtypes are hr_dtype.
+// Bytes that the ops above allocate besides their results, for plans. dtypes are hr_dtype. Without CUDA
+// they are those of the CPU.
 std::tuple<int64_t, int64_t> mlp_block_workspace(int64_t tokens, int64_t hidden, int64_t features,
-                                                 int64_t dtype, int64_t norm_dtype,
-                                                 bool gated NUMBERS(HR_PARAMETER), int64_t save,
-                                                 int64_t wanted, int64_t precision)
+                                                 int64_t dtype, int64_t norm_dtype, bool gated,
+                                                 bool apart,
+                                                 bool is_cuda NUMBERS(HR_PARAMETER)
+                                                     FORMAT(HR_PARAMETER),
+                                                 int64_t save, int64_t wanted, int64_t precision)
 {
     hr_mlp_config config = config_of(precision NUMBERS(HR_ARGUMENT));
     set(config.dtype, dtype, "dtype");
     set(config.norm_dtype, norm_dtype, "norm_dtype");
     config.gated = gated;
-    const hr_mlp_needs needs =
-        needs_of(tokens, hidden, features, save, wanted, config, {HR_CPU, nullptr});
+    std::deque<FewBits> few_bits;
+    static float unread = 0; // a query takes matrices, and looks at their sizes alone
+    const auto described = [&](int64_t outputs, int64_t inputs) {
+        hr_matrix &m = few_bits.emplace_back(outputs, inputs, format, block_size, nested).matrix;
+        m.dtype = config.dtype;
+        m.data = m.absmax = &unread;
+        return &m;
+    };
+    if (format != HR_DENSE) {
+        config.gate_up = described(gated && !apart ? 2 * features : features, hidden);
+        config.up = apart ? described(features, hidden) : nullptr;
+        config.down = described(hidden, features);
+    }
+    hr_mlp_needs needs;
+    hr_mlp_save level;
+    set(level, save, "save");
+    const auto query = [&](int32_t device) {
+        const hr_exec exec = {device, nullptr};
+        return hr_mlp_query(&needs, tokens, hidden, features, level, static_cast<uint32_t>(wanted),
+                            &config, &exec);
+    };
+    if (!is_cuda || query(0) != HR_OK)
+        check(query(HR_CPU));
     return {static_cast<int64_t>(needs.forward_workspace),
             static_cast<int64_t>(needs.backward_workspace)};
 }
 
 } // namespace
 
+#define CODES                                                                              \
+    "Tensor? gate_up_codes, Tensor? gate_up_scales, Tensor? up_codes, Tensor? up_scales, " \
+    "Tensor? down_codes, Tensor? down_scales"
+
 STABLE_TORCH_LIBRARY_FRAGMENT(headroom, m)
 {
-    m.def("mlp_block(Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_up, Tensor? up, "
-          "Tensor down, Tensor? gate_up_bias, Tensor? up_bias, Tensor? down_bias" NUMBERS(
-              HR_SCHEMA) ", int save, int wanted, int precision) -> (Tensor y, Tensor mean, Tensor "
-                         "rstd, "
-                         "Tensor normed, Tensor gates, Tensor activated)");
+    m.def("mlp_block(Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor? gate_up, "
+          "Tensor? up, Tensor? down, Tensor? gate_up_bias, Tensor? up_bias, "
+          "Tensor? down_bias, " CODES NUMBERS(HR_SCHEMA)
+              FEW_BITS(HR_SCHEMA) ", int save, int wanted, int precision) -> (Tensor y, Tensor "
+                                  "mean, Tensor rstd, Tensor normed, Tensor gates, Tensor "
+                                  "activated)");
     m.def("mlp_block_backward(Tensor dy, Tensor? x, Tensor? norm_weight, Tensor? norm_bias, "
-          "Tensor gate_up, Tensor? up, Tensor down, Tensor? gate_up_bias, Tensor? up_bias, "
-          "Tensor mean, Tensor rstd, Tensor normed, Tensor gates, "
-          "Tensor activated" NUMBERS(
+          "Tensor? gate_up, Tensor? up, Tensor? down, Tensor? gate_up_bias, Tensor? up_bias, " CODES
+          ", Tensor mean, Tensor rstd, Tensor normed, Tensor gates, "
+          "Tensor activated" NUMBERS(HR_SCHEMA) FEW_BITS(
               HR_SCHEMA) ", int save, int wanted, int precision, int gradients) -> (Tensor dx, "
                          "Tensor dnorm_weight, Tensor dnorm_bias, Tensor dgate_up, Tensor dup, "
                          "Tensor ddown, "
                          "Tensor dgate_up_bias, Tensor dup_bias, Tensor ddown_bias)");
     m.def("mlp_block_workspace(int tokens, int hidden, int features, int dtype, int norm_dtype, "
-          "bool gated" NUMBERS(HR_SCHEMA) ", int save, int wanted, int precision) -> "
-                                          "(int forward, int backward)");
+          "bool gated, bool apart, bool is_cuda" NUMBERS(HR_SCHEMA)
+              FORMAT(HR_SCHEMA) ", int save, int wanted, int precision) -> "
+                                "(int forward, int backward)");
 }
 
 // For all devices, because no tensor argument names one.

@@ -1,4 +1,6 @@
 // What linear layers of matrices of few bits refuse.
+#include <cmath>
+
 #include "tests/c/harness/refused.h"
 #include "tests/c/nn/linear_run.h"
 
@@ -20,6 +22,7 @@ TEST_P(LinearRefused, BadInputs)
          [](R &r) { r.config.allow_reduced_precision_reduction = -1; }},
         {": config->deterministic is 2", [](R &r) { r.config.deterministic = 2; }},
         {": config->reserved is 1, wanted 0", [](R &r) { r.config.reserved = 1; }},
+        {": config->beta is inf, wanted a finite", [](R &r) { r.config.beta = INFINITY; }},
         {": [yx] is NULL|: d[yx] is NULL", [](R &r) { r.out_argument = nullptr; }},
         {": [yx] is NULL|: d[yx] is NULL", [](R &r) { r.in_argument = nullptr; }},
         {"->data is NULL", [](R &r) { r.out_rows.data = nullptr; }},

@@ -114,6 +114,43 @@ TEST_P(MlpRefused, BadInputsOfForward)
     expect_no_such_device(run);
 }
 
+// Of both directions, and of the query.
+TEST_P(MlpRefused, BadInputsOfMatrices)
+{
+    using Run = MlpBackwardRun;
+    MlpCase apart = kAll;
+    apart.format = HR_NF4;
+    const auto matrix = [](Run &r, int k) -> hr_matrix & { return r.few_bits[k]->matrix; };
+    const BadInputs<Run> bad = {
+        {"config->gate_up is f32 \\[6, 6\\], wanted f32 \\[7, 6\\]",
+         [=](Run &r) { matrix(r, 0).rows = 6; }},
+        {"config->up is f32 \\[7, 5\\], wanted", [=](Run &r) { matrix(r, 1).cols = 5; }},
+        {"config->down is f16 \\[6, 7\\], wanted f32",
+         [=](Run &r) { matrix(r, 2).dtype = HR_F16; }},
+        {"matrix->block_size is 63", [=](Run &r) { matrix(r, 2).block_size = 63; }},
+        {"params->gate_up is given, wanted NULL with config->gate_up",
+         [](Run &r) { r.params.gate_up.data = r.weights.data[2]; }},
+        {"params->down is given, wanted NULL",
+         [](Run &r) { r.params.down.data = r.weights.data[4]; }},
+        {"params->up is given, wanted config->up with",
+         [](Run &r) { r.params.up.data = r.weights.data[3], r.config.up = nullptr; }},
+        {"config->up is given, wanted config->gate_up", [](Run &r) { r.config.gate_up = nullptr; }},
+        {"grads->gate_up is given, wanted NULL: a matrix of few bits",
+         [](Run &r) { r.gradient.gate_up.data = r.grads.data[2]; }},
+        {"grads->down is given, wanted NULL",
+         [](Run &r) { r.gradient.down.data = r.grads.data[4]; }},
+        {"params->up is given, but config->gated is 0", [](Run &r) { r.config.gated = 0; }},
+    };
+    expect_all_refused<Run>(*backend, apart, bad);
+    Run run(*backend, apart);
+    matrix(run, 2).rows = 3;
+    hr_mlp_needs needs = {};
+    EXPECT_EQ(
+        hr_mlp_query(&needs, 2, 6, 7, HR_MLP_SAVE_ALL, HR_MLP_X, &run.config, run.exec_argument),
+        HR_INVALID_ARGUMENT);
+    EXPECT_TRUE(matches(hr_last_error(), "hr_mlp_query: config->down is f32 \\[3, 7\\]"));
+}
+
 TEST_P(MlpRefused, BadInputsOfBackward)
 {
     using Run = MlpBackwardRun;

@@ -1,5 +1,7 @@
 #include "tests/c/nn/mlp_run.h"
 
+#include <array>
+
 namespace
 {
 
@@ -32,12 +34,42 @@ std::vector<hr_dtype> dtypes_of(const MlpCase &c)
 uint32_t has(const MlpCase &c)
 {
     return (c.norm == HR_NORM_LAYER ? ~0u : ~uint32_t(HR_MLP_NORM_BIAS)) &
-           (c.biases ? ~0u : ~uint32_t(HR_MLP_GATE_UP_BIAS | HR_MLP_DOWN_BIAS)) & c.wanted;
+           (c.biases ? ~0u : ~uint32_t(HR_MLP_GATE_UP_BIAS | HR_MLP_DOWN_BIAS)) &
+           (c.format == HR_DENSE ? ~0u : ~uint32_t(HR_MLP_GATE_UP | HR_MLP_DOWN)) & c.wanted;
+}
+
+// gate_up, up and down, of which up may not be there, but for their codes and scales.
+std::array<MatrixCase, 3> matrices_of(const MlpCase &c)
+{
+    std::array<MatrixCase, 3> all;
+    for (MatrixCase &m : all)
+        m.format = c.format, m.nested = c.nested, m.to = c.dtype, m.gap = c.gap, m.cols = c.hidden;
+    all[0].rows = c.gated && !c.apart ? 2 * c.features : c.features;
+    all[1].rows = c.features;
+    all[2].rows = c.hidden, all[2].cols = c.features;
+    return all;
+}
+
+void take(hr_mlp_config &config, const hr_matrix *gate_up, const hr_matrix *up,
+          const hr_matrix *down)
+{
+    config.gate_up = gate_up, config.up = up, config.down = down;
 }
 
 hr_mlp_needs needs_of(const MlpCase &c, const hr_exec &exec)
 {
-    const hr_mlp_config config = config_of(c);
+    hr_mlp_config config = config_of(c);
+    static float unread = 0; // a query looks at the sizes of a matrix
+    hr_matrix matrices[3];
+    for (size_t k = 0; k < 3; k++) {
+        const MatrixCase m = matrices_of(c)[k];
+        matrices[k] = HR_MATRIX_INIT;
+        matrices[k].format = m.format, matrices[k].dtype = m.to;
+        matrices[k].rows = m.rows, matrices[k].cols = m.cols;
+        matrices[k].data = matrices[k].absmax = &unread;
+    }
+    if (c.format != HR_DENSE)
+        take(config, &matrices[0], c.apart ? &matrices[1] : nullptr, &matrices[2]);
     hr_mlp_needs needs = {};
     EXPECT_EQ(hr_mlp_query(&needs, c.tokens, c.hidden, c.features, c.save, has(c), &config, &exec),
               HR_OK)
@@ -117,6 +149,19 @@ MlpRun::MlpRun(Backend &backend, const MlpCase &c)
     saved = {static_cast<float *>(or_null(statistics, 0)),
              static_cast<float *>(or_null(statistics, 1)), or_null(rows, 0), or_null(rows, 1),
              or_null(rows, 2)};
+    if (c.format == HR_DENSE)
+        return;
+    hr_rows *const dense[] = {&params.gate_up, &params.up, &params.down};
+    for (size_t k = 0; k < 3; k++) {
+        if (k == 1 && !c.apart)
+            continue;
+        few_bits[k] = std::make_unique<MatrixRun>(backend, matrices_of(c)[k]);
+        EXPECT_EQ(few_bits[k]->call(), HR_OK) << hr_last_error();
+        weights.put(2 + k, few_bits[k]->out.values(0));
+        dense[k]->data = nullptr;
+    }
+    take(config, &few_bits[0]->matrix, c.apart ? &few_bits[1]->matrix : nullptr,
+         &few_bits[2]->matrix);
 }
 
 hr_status MlpRun::forward() const
@@ -164,5 +209,6 @@ std::ostream &operator<<(std::ostream &out, const MlpCase &c)
                << (c.norm == HR_NORM_LAYER ? ", layer" : "") << ", activation " << c.activation
                << (c.gated ? "" : ", plain") << (c.apart ? ", apart" : "")
                << (c.biases ? ", biases" : "") << (c.residual ? "" : ", no residual") << ", tile "
-               << c.tile << ", save " << c.save << ", wanted " << c.wanted << ", gap " << c.gap;
+               << c.tile << ", save " << c.save << ", wanted " << c.wanted << ", gap " << c.gap
+               << ", format " << c.format << (c.nested ? ", nested" : "");
 }

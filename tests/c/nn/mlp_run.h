@@ -1,7 +1,9 @@
 // Calls of hr_mlp_forward() and hr_mlp_backward() on made-up rows and weights.
 #pragma once
 
-#include "tests/c/harness/row_op.h"
+#include <memory>
+
+#include "tests/c/quant/quantize_matrix_run.h"
 
 struct MlpCase {
     int64_t tokens = 5, hidden = 6, features = 7;
@@ -14,7 +16,9 @@ struct MlpCase {
     bool biases = false, residual = true;
     int64_t tile = 0;
     hr_mlp_save save = HR_MLP_SAVE_GATE_UP;
-    uint32_t wanted = 127; // without those of weights that the case does not have
+    uint32_t wanted = 127;       // without those of weights that the case does not have
+    hr_format format = HR_DENSE; // others: matrices are those of config, and have no gradient
+    bool nested = false;
 };
 
 class MlpRun
@@ -37,8 +41,9 @@ class MlpRun
     Tensors x, y, dy, dx;
     // norm_weight, norm_bias, gate_up, up, down, gate_up_bias, up_bias, down_bias
     Tensors weights, grads;
-    Tensors statistics, rows; // mean, rstd; normed, gate_up, activated
-    Buffer workspace;         // of megabytes on a GPU, for cuBLAS
+    Tensors statistics, rows;               // mean, rstd; normed, gate_up, activated
+    Buffer workspace;                       // of megabytes on a GPU, for cuBLAS
+    std::unique_ptr<MatrixRun> few_bits[3]; // whose decoded elements are in `weights`
     // Arguments, for a test to spoil.
     hr_rows x_rows, y_rows, dy_rows, dx_rows;
     const hr_rows *x_argument = &x_rows, *y_argument = &y_rows, *dy_argument = &dy_rows;

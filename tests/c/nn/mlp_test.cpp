@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "tests/c/harness/bits.h"
+#include "tests/c/harness/refused.h"
 #include "tests/c/nn/mlp_run.h"
 
 using Mlp = OnBackend;
@@ -181,7 +182,22 @@ std::vector<MlpCase> cases()
                            .tile = tile,
                            .save = HR_MLP_SAVE_INPUT});
         }
+    const hr_format formats[] = {HR_NF4, HR_INT8_ROWS, HR_FP4};
+    int turn = 0;
+    for (const hr_format format : formats)
+        for (const hr_dtype dtype : {HR_F32, HR_BF16, HR_F16}) {
+            MlpCase c = {.tokens = 19, .hidden = 7, .features = 9, .gap = turn % 2, .dtype = dtype};
+            c.norm_dtype = dtype, c.apart = turn % 2 == 0, c.biases = turn % 3 > 0;
+            c.tile = turn % 4 == 3 ? 18 : 0; // of which the last has few tokens
+            c.residual = turn % 4 != 2, c.save = hr_mlp_save(turn % 3);
+            c.gated = turn % 4 != 1;
+            c.format = format, c.nested = format != HR_INT8_ROWS && turn % 2 == 0;
+            all.push_back(c);
+            turn++;
+        }
     all.push_back({.tokens = 0, .norm = HR_NORM_LAYER, .biases = true});
+    all.push_back({.tokens = 0, .biases = true, .format = HR_NF4});
+    all.push_back({.tokens = 3, .gap = 1, .apart = true, .format = HR_INT8_ROWS});
     all.push_back({.tokens = 1, .hidden = 1, .features = 1, .activation = HR_RELU_SQUARED});
     return all;
 }
@@ -225,10 +241,12 @@ TEST_P(Mlp, ForwardAndBackwardFollowTheFormulas)
             const Vector more = run.grads.values(6);
             bias.insert(bias.end(), more.begin(), more.end());
         }
-        expect_near(gate_up, exact.dgate_up, unit, "dgate_up");
-        expect_near(
-            matrix_of(run.grads.values(4), size_t(c.hidden), c.features, c.features + c.gap),
-            exact.ddown, unit, "ddown");
+        if (c.format == HR_DENSE) {
+            expect_near(gate_up, exact.dgate_up, unit, "dgate_up");
+            expect_near(
+                matrix_of(run.grads.values(4), size_t(c.hidden), c.features, c.features + c.gap),
+                exact.ddown, unit, "ddown");
+        }
         expect_near(one_row(run.grads.values(0)), one_row(exact.dnorm_weight), unit,
                     "dnorm_weight");
         if (c.norm == HR_NORM_LAYER)
@@ -238,6 +256,57 @@ TEST_P(Mlp, ForwardAndBackwardFollowTheFormulas)
             expect_near(one_row(bias), one_row(exact.dgate_up_bias), unit, "dgate_up_bias");
             expect_near(one_row(run.grads.values(7)), one_row(exact.ddown_bias), unit,
                         "ddown_bias");
+        }
+    }
+}
+
+TEST_P(Mlp, AConfigOfAnOlderHeaderHasNoMatrices)
+{
+    const MlpRun now(*backend, {});
+    ASSERT_EQ(now.call(), HR_OK) << hr_last_error();
+    for (const size_t more : {0, 4, 12}) {
+        MlpRun older(*backend, {});
+        older.config.gate_up = older.config.up = reinterpret_cast<const hr_matrix *>(8);
+        cut(older.config, offsetof(hr_mlp_config, gate_up) + more);
+        ASSERT_EQ(older.call(), HR_OK) << hr_last_error();
+        EXPECT_EQ(older.image(), now.image());
+    }
+}
+
+// With codes, and in config, too; with parts of few columns as well.
+TEST_P(Mlp, OfFewBitsHasTheBitsOfTheDecodedMatrices)
+{
+    std::vector<MlpCase> some = cases_for(*backend);
+    if (backend == &cpu_backend()) { // whose own loop takes a part of 64 rows or columns in 4 MiB
+        MlpCase c = {.tokens = 17, .hidden = 130, .features = 16500, .dtype = HR_BF16};
+        c.format = HR_NF4, c.save = HR_MLP_SAVE_INPUT;
+        some.push_back(c);
+    }
+    for (const MlpCase &c : some) {
+        if (c.format == HR_DENSE || c.tokens < 17 || c.tile)
+            continue;
+        SCOPED_TRACE(testing::PrintToString(c));
+        const MlpRun run(*backend, c);
+        ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
+        MlpRun decoded(*backend, c);
+        hr_matrix dense[3];
+        const hr_matrix **given[] = {&decoded.config.gate_up, &decoded.config.up,
+                                     &decoded.config.down};
+        hr_rows *const params[] = {&decoded.params.gate_up, &decoded.params.up,
+                                   &decoded.params.down};
+        for (const bool in_config : {true, false}) {
+            for (size_t k = 0; k < 3; k++) {
+                if (!decoded.few_bits[k])
+                    continue;
+                const hr_matrix &own = decoded.few_bits[k]->matrix;
+                dense[k] = HR_MATRIX_INIT;
+                dense[k].dtype = own.dtype, dense[k].rows = own.rows, dense[k].cols = own.cols;
+                dense[k].stride = own.cols + c.gap, dense[k].data = decoded.weights.data[2 + k];
+                *given[k] = in_config ? &dense[k] : nullptr;
+                *params[k] = {in_config ? nullptr : dense[k].data, dense[k].stride};
+            }
+            ASSERT_EQ(decoded.call(), HR_OK) << hr_last_error();
+            EXPECT_TRUE(decoded.gradients() == run.gradients());
         }
     }
 }
