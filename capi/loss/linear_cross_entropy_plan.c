@@ -162,6 +162,7 @@ hr_status lce_layout_of(lce_layout *layout, const lce_sizes *s, uint32_t wanted,
         take(layout, wanted & HR_LINEAR_CROSS_ENTROPY_HIDDEN, s->chunk, s->features, 4);
     layout->logits = take(layout, 1, s->chunk, s->pitch, 4);
     layout->weight = take(layout, narrow_in, s->panel, s->features, 4);
+    layout->bias = take(layout, 1, s->classes, 1, sizeof(float));
     layout->weight_grad =
         take(layout, halves || (weight && narrow_out && narrow_in), s->panel, s->features, 4);
     layout->low = take(layout, halves, s->classes, s->features, 2);
