@@ -23,6 +23,7 @@ from torch import Tensor
 from . import _report
 from ._layers import trained
 from .harness import Bar, Case, Rotation, Unavailable, filled, sets_needed
+from .instructions.row import ADD, Row, evenly
 
 F32, BF16 = torch.float32, torch.bfloat16
 NAMES = {F32: "f32", BF16: "bf16"}
@@ -117,6 +118,11 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         return Case(name, what, setup, "torch", used.flops, "flop", dtype, bars)
 
     return [case(sizes, dtype) for sizes in (SIZES, MASKED) for dtype in (F32, BF16)]
+
+
+# The gradient of a bfloat16 weight, summed in two halves: those are read and written, and what is
+# added is read.
+BUDGETS = [Row("lce_add_kernel", "bf16 in halves", 12, 8, 4, ADD, 1, evenly(15))]
 
 
 # ---- Memory --------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ typedef struct lce_layout {
     size_t logits;      /* [chunk, pitch], f32, and then their gradients */
     size_t weight;      /* [panel, features], in the type of products */
     size_t decoded;     /* [panel, features], in 16 bits, before they are widened to these */
+    size_t bias;        /* [classes], f32: as the products add it */
     size_t weight_grad; /* [panel, features], f32 */
     size_t low;         /* [classes, features]: lower halves of sums of the gradient of weight */
     size_t bias_grad;   /* [classes], f64 */

@@ -166,6 +166,7 @@ hr_status lce_layout_of(lce_layout *layout, const lce_sizes *s, uint32_t wanted,
                           hr_dtype_size(s->computed));
     layout->decoded = take(layout, narrow_in && config->matrix, s->panel, s->features,
                            hr_dtype_size(config->dtype));
+    layout->bias = take(layout, 1, s->classes, 1, sizeof(float));
     layout->weight_grad =
         take(layout, halves || (weight && narrow_out && narrow_in), s->panel, s->features, 4);
     layout->low = take(layout, halves, s->classes, s->features, 2);

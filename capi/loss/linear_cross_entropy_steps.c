@@ -59,9 +59,10 @@ static cross_entropy_args rows_of(const lce_call *call, const lce_part *part)
 }
 
 static hr_status product(const lce_call *call, const hr_rows *c, const hr_rows *a, const hr_rows *b,
-                         int64_t m, int64_t n, int64_t k, const hr_gemm_config *config)
+                         const float *bias, int64_t m, int64_t n, int64_t k,
+                         const hr_gemm_config *config)
 {
-    return hr_gemm(c, a, b, NULL, m, n, k, config, at(call, call->layout.product),
+    return hr_gemm(c, a, b, bias, m, n, k, config, at(call, call->layout.product),
                    call->layout.product_bytes, call->exec);
 }
 
@@ -109,20 +110,15 @@ static hr_status compute_logits(const lce_call *call, const lce_part *part)
     hr_gemm_config config = lce_gemm_config(&call->config, s->computed);
     config.transpose_b = 1;
     config.alpha = call->config.logit_scale;
-    if (call->inputs.bias) {
-        const void *const bias =
-            (const char *)call->inputs.bias + part->class * hr_element_size(call->config.dtype);
-        HR_ON_DEVICE(call->exec, lce_repeat, &logits, bias, call->config.logit_scale, part->rows,
-                     part->classes, call->config.dtype);
-        config.beta = 1.0;
-    }
+    const float *const bias = call->inputs.bias ? (float *)at(call, call->layout.bias) : NULL;
     const int64_t width = panel_of(call, part->classes, call->layout.weight != LCE_NONE);
     for (int64_t j = 0; j < part->classes; j += width) {
         const int64_t n = part->classes - j < width ? part->classes - j : width;
         hr_rows weights;
         HR_RUN(weights_of(call, &weights, part->class + j, n));
         const hr_rows to = rows_from(&logits, 0, j, HR_F32);
-        HR_RUN(product(call, &to, &hidden, &weights, part->rows, n, s->features, &config));
+        HR_RUN(product(call, &to, &hidden, &weights, bias ? bias + part->class + j : NULL,
+                       part->rows, n, s->features, &config));
     }
     return HR_OK;
 }
@@ -169,7 +165,7 @@ static hr_status hidden_gradient(const lce_call *call, const lce_part *part)
         HR_RUN(weights_of(call, &weights, part->class + j, n));
         const hr_rows from = rows_from(&dlogits, 0, j, s->computed);
         config.beta = part->is_first_tile && j == 0 ? 0.0 : 1.0;
-        HR_RUN(product(call, &sums, &from, &weights, part->rows, s->features, n, &config));
+        HR_RUN(product(call, &sums, &from, &weights, NULL, part->rows, s->features, n, &config));
     }
     if (!part->is_last_tile)
         return HR_OK;
@@ -204,8 +200,8 @@ static hr_status weight_gradient(const lce_call *call, const lce_part *part)
         const int64_t n = part->classes - j < width ? part->classes - j : width;
         const hr_rows from = rows_from(&dlogits, 0, j, s->computed);
         const hr_rows to = rows_from(&call->grads.weight, part->class + j, 0, dtype);
-        HR_RUN(product(call, in_panels ? &sums : &to, &from, &hidden, n, s->features, part->rows,
-                       &config));
+        HR_RUN(product(call, in_panels ? &sums : &to, &from, &hidden, NULL, n, s->features,
+                       part->rows, &config));
         if (!in_panels)
             continue;
         const lce_addition addition = {.high = to,
@@ -347,6 +343,9 @@ hr_status lce_run(lce_call *call)
     /* On CUDA nobody waits for the count: all rows of the list are multiplied. */
     const int64_t counted = call->exec->device == HR_CPU ? list->totals->count : s->capacity;
     HR_RUN(zero_gradients(call, counted));
+    if (call->inputs.bias && call->part_count == 0)
+        HR_ON_DEVICE(call->exec, lce_scale, (float *)at(call, layout->bias), call->inputs.bias,
+                     call->config.logit_scale, s->classes, call->config.dtype);
     const int64_t chunks = counted / s->chunk + (counted % s->chunk != 0);
     const int64_t rows = chunks ? counted / chunks + (counted % chunks != 0) : 1;
     for (int64_t first = 0; first < counted; first += rows) {

@@ -232,6 +232,12 @@ HR_INLINE void lce_end(const lce_ending *e, int64_t i)
         out->rank[row] = seen.rank;
 }
 
+/* Element j of the bias that the products add, which they do not scale. */
+HR_INLINE float lce_scaled(const void *vector, double factor, int64_t j, hr_dtype dtype)
+{
+    return (float)(factor * (double)hr_load(vector, j, dtype));
+}
+
 /* The bits of binary32 in halves of 16, and back. */
 HR_INLINE float lce_joined(uint16_t high, uint16_t low)
 {
@@ -273,8 +279,8 @@ hr_status lce_end_cpu(const lce_ending *ending);
 hr_status lce_gather_cpu(const lce_move *move);  /* row i from row index[i]; zeros for -1 */
 hr_status lce_scatter_cpu(const lce_move *move); /* row i to row index[i]; not for -1 */
 hr_status lce_add_cpu(const lce_addition *addition);
-hr_status lce_repeat_cpu(const hr_rows *to, const void *vector, double factor, int64_t rows,
-                         int64_t cols, hr_dtype dtype); /* each row = factor * vector, f32 */
+hr_status lce_scale_cpu(float *to, const void *vector, double factor, int64_t count,
+                        hr_dtype dtype); /* to = factor * vector */
 hr_status lce_reduce_cpu(const lce_reduction *reduction);
 hr_status lce_list_rows_cuda(const lce_listing *listing, const hr_exec *exec);
 hr_status lce_see_cuda(const lce_seeing *seeing, const hr_exec *exec);
@@ -282,8 +288,8 @@ hr_status lce_end_cuda(const lce_ending *ending, const hr_exec *exec);
 hr_status lce_gather_cuda(const lce_move *move, const hr_exec *exec);
 hr_status lce_scatter_cuda(const lce_move *move, const hr_exec *exec);
 hr_status lce_add_cuda(const lce_addition *addition, const hr_exec *exec);
-hr_status lce_repeat_cuda(const hr_rows *to, const void *vector, double factor, int64_t rows,
-                          int64_t cols, hr_dtype dtype, const hr_exec *exec);
+hr_status lce_scale_cuda(float *to, const void *vector, double factor, int64_t count,
+                         hr_dtype dtype, const hr_exec *exec);
 hr_status lce_reduce_cuda(const lce_reduction *reduction, const hr_exec *exec);
 hr_status lce_zero_cuda(const hr_rows *to, int64_t rows, int64_t bytes, int64_t pitch,
                         const hr_exec *exec);

@@ -142,14 +142,10 @@ hr_status lce_scatter_cpu(const lce_move *m)
     return HR_OK;
 }
 
-hr_status lce_repeat_cpu(const hr_rows *to, const void *vector, double factor, int64_t rows,
-                         int64_t cols, hr_dtype dtype)
+hr_status lce_scale_cpu(float *to, const void *vector, double factor, int64_t count, hr_dtype dtype)
 {
-    float *const first = (float *)to->data;
-    for (int64_t j = 0; rows > 0 && j < cols; j++)
-        first[j] = (float)(factor * (double)hr_load(vector, j, dtype));
-    for (int64_t row = 1; row < rows; row++)
-        memcpy(row_at(to, row, HR_F32), first, (size_t)cols * sizeof(float));
+    for (int64_t j = 0; j < count; j++)
+        to[j] = lce_scaled(vector, factor, j, dtype);
     return HR_OK;
 }
 

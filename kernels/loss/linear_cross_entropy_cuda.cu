@@ -217,37 +217,66 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 static __global__ void __launch_bounds__(THREADS)
-    lce_repeat_kernel(hr_rows to, const void *vector, double factor, int64_t rows, int64_t cols,
-                      hr_dtype dtype)
+    lce_scale_kernel(float *to, const void *vector, double factor, int64_t count, hr_dtype dtype)
 {
     const int64_t j = (int64_t)blockIdx.x * THREADS + threadIdx.x;
-    if (j >= cols)
-        return;
-    const float value = (float)(factor * (double)hr_load(vector, j, dtype));
-    for (int64_t row = 0; row < rows; row++)
-        ((float *)row_at(to, row, HR_F32))[j] = value;
+    if (j < count)
+        to[j] = lce_scaled(vector, factor, j, dtype);
 }
 
+/* A thread adds E neighbors: 8 where 16-byte accesses reach them all, else 1. */
+template <int E>
 static __global__ void __launch_bounds__(THREADS)
     lce_add_kernel(const lce_addition __grid_constant__ a)
 {
-    const int64_t row = blockIdx.x;
-    void *const high = row_at(a.high, row, a.dtype);
-    uint16_t *const low = a.low ? a.low + row * a.cols : nullptr;
+    const int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
+    const int64_t j = ((int64_t)blockIdx.y * blockDim.x + threadIdx.x) * E;
+    if (row >= a.rows || j >= a.cols)
+        return;
+    uint16_t *const high = (uint16_t *)row_at(a.high, row, HR_BF16);
+    uint16_t *const low = a.low + row * a.cols;
     const float *const addend = (const float *)row_at(a.addend, row, HR_F32);
-    for (int64_t j = threadIdx.x; j < a.cols; j += THREADS)
+    if constexpr (E == 1) {
         lce_add(&a, high, low, addend[j], j);
+    } else {
+        const pack<8> added = pack_load<8>(addend, j, HR_F32);
+        pack<8> upper = {}, lower = {};
+        if (!a.overwrites)
+            upper = pack_load<8>(high, j, HR_BF16);
+        if (!a.is_first)
+            lower = pack_load<8>(low, j, HR_BF16);
+        pack_all_loaded();
+        float sums[8];
+        uint32_t highs[8] = {0}, lows[8] = {0};
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            const float sum = lce_joined((uint16_t)pack_bits(upper, e, HR_BF16),
+                                         (uint16_t)pack_bits(lower, e, HR_BF16));
+            sums[e] = pack_get(added, e, HR_F32);
+            if (!a.overwrites)
+                sums[e] += sum;
+            pack_put_bits(highs, e, HR_BF16, hr_bits(sums[e]) >> 16);
+            pack_put_bits(lows, e, HR_BF16, hr_bits(sums[e]) & 0xFFFFu);
+        }
+        pack_store(high, j, a.is_last ? pack_of(sums, HR_BF16) : pack_from(highs), HR_BF16);
+        pack_store(low, j, pack_from(lows), HR_BF16);
+    }
 }
 
 /* ---- Calls ----------------------------------------------------------------------------------- */
+
+static hr_status too_large(const char *what)
+{
+    return hr_fail(HR_UNSUPPORTED, "%s: rows or classes is more than a grid of CUDA can take",
+                   what);
+}
 
 template <typename Kernel, typename... Args>
 static hr_status launch(Kernel kernel, const char *what, int64_t blocks, uint32_t threads,
                         const hr_exec *exec, const Args &...args)
 {
     if (blocks > INT32_MAX)
-        return hr_fail(HR_UNSUPPORTED, "%s: rows or classes is more than a grid of CUDA can take",
-                       what);
+        return too_large(what);
     if (blocks > 0)
         HR_LAUNCH(kernel, (uint32_t)blocks, threads, 0, exec->stream, args...);
     return cuda_launch_status(what);
@@ -285,16 +314,36 @@ hr_status lce_scatter_cuda(const lce_move *move, const hr_exec *exec)
     return launch(lce_move_kernel<false>, kName, move->rows, THREADS, exec, *move);
 }
 
-hr_status lce_add_cuda(const lce_addition *addition, const hr_exec *exec)
+template <int E> static hr_status add(const lce_addition *a, const hr_exec *exec)
 {
-    return launch(lce_add_kernel, kName, addition->rows, THREADS, exec, *addition);
+    const int64_t groups = a->cols / E;
+    uint32_t across = 32; /* threads of a block along a row */
+    while (across < THREADS && across < groups)
+        across *= 2;
+    const uint32_t down = THREADS / across;
+    const int64_t parts = (groups + across - 1) / across, blocks = (a->rows + down - 1) / down;
+    if (blocks > INT32_MAX || parts > 65535)
+        return too_large(kName);
+    if (blocks > 0)
+        HR_LAUNCH(lce_add_kernel<E>, dim3((uint32_t)blocks, (uint32_t)parts), dim3(across, down), 0,
+                  exec->stream, *a);
+    return cuda_launch_status(kName);
 }
 
-hr_status lce_repeat_cuda(const hr_rows *to, const void *vector, double factor, int64_t rows,
-                          int64_t cols, hr_dtype dtype, const hr_exec *exec)
+/* Where there are halves: other sums are made by the products themselves. */
+hr_status lce_add_cuda(const lce_addition *addition, const hr_exec *exec)
 {
-    return launch(lce_repeat_kernel, kName, blocks_for(cols), THREADS, exec, *to, vector, factor,
-                  rows, cols, dtype);
+    const hr_rows *const high = &addition->high;
+    const bool in_vectors = (uintptr_t)high->data % 16 == 0 && addition->cols % 8 == 0 &&
+                            (high->stride % 8 == 0 || addition->rows == 1);
+    return in_vectors ? add<8>(addition, exec) : add<1>(addition, exec);
+}
+
+hr_status lce_scale_cuda(float *to, const void *vector, double factor, int64_t count,
+                         hr_dtype dtype, const hr_exec *exec)
+{
+    return launch(lce_scale_kernel, kName, blocks_for(count), THREADS, exec, to, vector, factor,
+                  count, dtype);
 }
 
 hr_status lce_reduce_cuda(const lce_reduction *reduction, const hr_exec *exec)

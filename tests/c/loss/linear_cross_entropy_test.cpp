@@ -296,6 +296,35 @@ TEST_P(LinearCrossEntropy, RoundsSumsOfABf16GradientOnceOrAfterEachChunk)
     EXPECT_LT(4 * errors[0], errors[1]);
 }
 
+// Sums in halves are added in vectors where addresses allow it, and one by one elsewhere.
+TEST_P(LinearCrossEntropy, SumsInHalvesHaveTheSameBitsAtEveryAddress)
+{
+    for (const int64_t features : {24, 280}) // 3 vectors, and more than a warp has
+        for (const int32_t adds : {0, 1}) {
+            const Case c = {.rows = 30,
+                            .features = features,
+                            .classes = 70,
+                            .gap = 8,
+                            .dtype = HR_BF16,
+                            .grad_dtype = HR_BF16,
+                            .limit = 8 * 70 * 4};
+            Call aligned(*backend, c), odd(*backend, c);
+            aligned.config.add_to_weight_grads = odd.config.add_to_weight_grads = adds;
+            odd.grads.weight.data = moved(odd.grads.weight.data, 2);
+            ASSERT_EQ(aligned.forward(), HR_OK) << hr_last_error();
+            ASSERT_EQ(odd.forward(), HR_OK) << hr_last_error();
+            const Vector one = aligned.dweight.values(0), other = odd.dweight.values(0);
+            for (int64_t row = 0; row < c.classes; row++)
+                for (int64_t j = 0; j < features + c.gap - 1; j++) {
+                    const size_t at = size_t(row * (features + c.gap) + j);
+                    ASSERT_EQ(one[at], other[at + 1]) << row << ", " << j;
+                    if (j >= features)
+                        ASSERT_EQ(one[at], 77) << row << ", " << j;
+                }
+            EXPECT_TRUE(aligned.whole() && odd.whole());
+        }
+}
+
 // A z-loss hides nothing of losses that weigh little; where nothing weighs anything, or no row
 // counts, the mean is NaN or 0 and has no gradient.
 TEST_P(LinearCrossEntropy, RowsThatWeighLittleOrNothing)

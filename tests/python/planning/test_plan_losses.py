@@ -131,7 +131,7 @@ def test_losses_of_targets_on_a_gpu_that_is_not_there(monkeypatch):
         plan = headroom.plan(head, None, batch, forward=forward, device="cuda")
         ops = [a for a in plan.timeline.allocations if a.kind == "temporaries" and a.op]
         found = max(a.bytes for a in ops if a.op == "headroom::linear_cross_entropy")
-        assert found == pytest.approx(expected, rel=0.002)
+        assert found == pytest.approx(expected, rel=0.003)
 
 
 def test_gradients_that_a_loss_has_made_are_scaled_in_place():

@@ -52,12 +52,11 @@ SCALAR = {
     "gemm_finish_kernel",  # beside a product
     "list_count_kernel",
     # A thread an element or a row; all of it is little beside the products that it lies between.
-    "lce_add_kernel",
     "lce_end_kernel",
     "lce_list_kernel",
     "lce_move_kernel",
     "lce_reduce_kernel",
-    "lce_repeat_kernel",
+    "lce_scale_kernel",
     "lce_zero_kernel",
     "matrix_mean_kernel",  # the scales of a matrix
     "matrix_subtract_kernel",
