@@ -231,6 +231,8 @@ static hr_status run_call(linear_call *call, const char *out_name, const hr_rows
     HR_REQUIRE(bytes == 0 || (workspace && (uintptr_t)workspace % alignment == 0),
                "%s: workspace is at %p, wanted a multiple of %u bytes", function, workspace,
                alignment);
+    if (bytes == 0)
+        workspace = NULL; /* which may be at any address */
     const linear_rows rows = {*out, *in, bias};
     if (call->m == 0 || call->lines == 0)
         return HR_OK;

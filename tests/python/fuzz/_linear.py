@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from ctypes import byref, c_int32, c_size_t, c_void_p, sizeof
+from ctypes import byref, c_double, c_int32, c_size_t, c_void_p, sizeof
 
 from tests.python.fuzz import _matrices
 from tests.python.fuzz._c_calls import (
@@ -19,7 +19,8 @@ from tests.python.fuzz._c_calls import (
 from tests.python.fuzz._rows import SIZES, call, matrix, spans, vector
 
 LinearConfig = config(
-    ("allow_tf32 allow_reduced_precision_reduction deterministic reserved", c_int32)
+    ("allow_tf32 allow_reduced_precision_reduction deterministic reserved", c_int32),
+    ("beta", c_double),
 )
 Needs = struct(("best least whole", c_size_t))
 
@@ -34,6 +35,7 @@ def linear(rng: random.Random, memory: Memory) -> Call:
 
     w, m, needs = _matrices.matrix(rng, memory), Limited(rng.choice([0, 1, 5, 16, 17])), Needs()
     own = LinearConfig(sizeof(LinearConfig), *(rng.randrange(2) for _ in range(3)))
+    own.beta = rng.choice([0.0, 0.0, 0.5])
     assert (
         LIBRARY.hr_linear_query(byref(needs), m, byref(w), backward, byref(own), byref(exec_()))
         == OK

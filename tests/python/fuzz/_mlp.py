@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import random
-from ctypes import Structure, byref, c_double, c_int32, c_int64, c_size_t, c_void_p, sizeof
+from ctypes import (
+    Structure,
+    addressof,
+    byref,
+    c_double,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_void_p,
+    sizeof,
+)
 
+from tests.python.fuzz import _matrices
 from tests.python.fuzz._c_calls import (
     F32,
     FLOATS,
@@ -33,6 +44,7 @@ MlpConfig = config(
     ("eps offset", c_double),
     ("tile_tokens", c_int64),
     ("allow_tf32 allow_reduced_precision_reduction deterministic reserved", c_int32),
+    ("gate_up up down", c_void_p),
 )
 MlpParams = struct(
     ("norm_weight norm_bias", c_void_p),
@@ -89,6 +101,27 @@ def mlp_grads(rng: random.Random, memory: Memory, own, hidden: int, features: in
     return g
 
 
+def few_bits(
+    rng: random.Random, memory: Memory, own, params, grads, hidden: int, features: int
+) -> list:
+    """Puts matrices in place of those of params, or does not."""
+    if rng.random() < 0.6:
+        return []
+    rows = features if params.up.data or not own.gated else 2 * features
+    shapes = {"gate_up": (rows, hidden), "up": (features, hidden), "down": (hidden, features)}
+    made = []
+    for name, (outputs, inputs) in shapes.items():
+        if not getattr(params, name).data:
+            continue
+        m = _matrices.matrix(rng, memory)
+        m.rows, m.cols, m.stride, m.dtype = outputs, inputs, inputs, own.dtype
+        setattr(own, name, addressof(m))
+        setattr(params, name, Rows())
+        setattr(grads, name, Rows())
+        made.append(m)
+    return made
+
+
 def mlp_wanted(dx, g: Structure) -> int:
     flags = (dx, g.norm_weight, g.norm_bias, g.gate_up.data or g.up.data)
     flags += (g.gate_up_bias or g.up_bias, g.down.data, g.down_bias)
@@ -128,23 +161,24 @@ def mlp_forward(rng: random.Random, memory: Memory) -> Call:
 
     own, sizes = mlp_config(rng), mlp_sizes(rng)
     _, hidden, features = (each.value for each in sizes)
+    params = mlp_params(rng, memory, own, hidden, features)
+    matrices = few_bits(rng, memory, own, params, MlpParams(), hidden, features)
     needs = query(*sizes, rng.randrange(3), rng.choice([0, rng.randrange(128)]), own)
     saved = mlp_saved(rng, memory, own, needs)
     x = matrix(rng, memory, hidden, own.dtype)
     keeps = any(getattr(saved, name) for name, _ in MlpSaved._fields_)
     y = matrix(rng, memory, hidden, own.dtype) if keeps or rng.random() < 0.5 else same(x)
-    params = mlp_params(rng, memory, own, hidden, features)
     size = c_size_t(needs.forward_workspace)
     workspace = c_void_p(memory.take(size.value + 16) + rng.choice([0, 16]))
     arguments = [y, saved if keeps or rng.random() < 0.5 else None, x, params, *sizes, own]
-    more = (params.gate_up, params.up, params.down)
+    more = (params.gate_up, params.up, params.down, *matrices)
     return call("hr_mlp_forward", [*arguments, workspace, size, exec_()], written, more)
 
 
 def mlp_backward(rng: random.Random, memory: Memory) -> Call:
     def written(dx, g, dy, x, params, saved, tokens, hidden, features, own, workspace, size, _):
         n, h, f, element = tokens.value, hidden.value, features.value, SIZES[own.dtype]
-        rows = f if params.up.data or not own.gated else 2 * f
+        rows = f if params.up.data or own.up or not own.gated else 2 * f
         outputs = [(dx, n, h, element), (workspace, 1, size.value, 1)]
         outputs += [(g.gate_up, rows, h, element), (g.up, f, h, element), (g.down, h, f, element)]
         vectors = [(g.gate_up_bias, rows), (g.up_bias, f), (g.down_bias, h)]
@@ -160,6 +194,7 @@ def mlp_backward(rng: random.Random, memory: Memory) -> Call:
     dx = rng.choice([None, matrix(*row), matrix(*row) if own.residual else same(dy)])
     params = mlp_params(rng, memory, own, hidden, features)
     grads = mlp_grads(rng, memory, own, hidden, features, params, dx)
+    matrices = few_bits(rng, memory, own, params, grads, hidden, features)
     wanted = mlp_wanted(dx, grads)
     needs = query(*sizes, rng.randrange(3), wanted, own)
     saved = mlp_saved(rng, memory, own, needs)
@@ -168,6 +203,7 @@ def mlp_backward(rng: random.Random, memory: Memory) -> Call:
     x = x if needs.reads_x or rng.random() < 0.5 else None
     arguments = [dx, grads, dy, x, params, saved, *sizes, own, workspace, size, exec_()]
     more = (params.gate_up, params.up, params.down, grads.gate_up, grads.up, grads.down)
+    more += tuple(matrices)
     return call("hr_mlp_backward", arguments, written, more)
 
 
