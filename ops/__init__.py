@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         retrying,
         state,
     )
-    from .adapters import lora
+    from .adapters import lora, merge, unmerge
     from .amp.cast_model import cast_model, cast_report
     from .checkpointing import checkpoint, checkpoint_every, checkpoint_sequential
     from .fitting import fit
@@ -68,7 +68,7 @@ else:
     __getattr__, _ = lazy(
         __name__,
         {
-            ".adapters": ("lora",),
+            ".adapters": ("lora", "merge", "unmerge"),
             ".amp.cast_model": ("cast_model", "cast_report"),
             ".checkpointing": ("checkpoint", "checkpoint_every", "checkpoint_sequential"),
             ".fitting": ("fit",),
@@ -135,6 +135,7 @@ __all__ = [
     "loss",
     "max_batch",
     "memory",
+    "merge",
     "nn",
     "optim",
     "patch",
@@ -152,6 +153,7 @@ __all__ = [
     "retrying",
     "save_state",
     "state",
+    "unmerge",
     "unpatch",
 ]
 __version__ = binaries.VERSION

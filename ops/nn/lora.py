@@ -101,9 +101,14 @@ class LoRALinear(nn.Module):
         return self.base_layer.bias
 
     @property
+    def added(self) -> tuple[str, ...]:
+        """Returns the names of the adapters that a call adds up."""
+        return self.active if self.enabled else ()
+
+    @property
     def draws(self) -> bool:
         """Returns whether a call may draw random numbers."""
-        return not is_known(self.base_layer) or any(map(self._dropout, self._added()))
+        return not is_known(self.base_layer) or any(map(self._dropout, self.added))
 
     def add_adapter(
         self, name: str, adapter: Adapter, dtype: torch.dtype | None = torch.float32
@@ -129,26 +134,23 @@ class LoRALinear(nn.Module):
             self.active = tuple(other for other in self.active if other != name)
 
     def delta(self, rows: slice = slice(None)) -> Tensor:
-        """Returns the sum of the active adapters' matrices in float32, ``[out, in]`` or some rows
-        of it."""
+        """Returns the sum of the ``added`` adapters' matrices in float32, ``[out, in]``, or some
+        rows of it."""
         total = torch.zeros((1, 1), device=self.weight.device)
-        for name in self._added():
+        for name in self.added:
             a, b = self.lora_A[name].weight.detach(), self.lora_B[name].weight.detach()
             total = total + b[rows].float() @ a.float() * self.adapters[name].scale
         return total
 
     def forward(self, input: Tensor) -> Tensor:
         y = self.base_layer(input)
-        for dropout, names in grouped(self._added(), self._dropout).items():
+        for dropout, names in grouped(self.added, self._dropout).items():
             # Adapters that drop as much are one of their joined rank, which reads x once.
             a, b, scale = self._joined(names)
             x = F.dropout(input, dropout) if dropout else input
             t = linear(x, a.to(x.dtype)) * scale
             y = y + linear(t, b.to(t.dtype)).to(y.dtype)
         return y
-
-    def _added(self) -> tuple[str, ...]:
-        return self.active if self.enabled else ()
 
     def _dropout(self, name: str) -> float:
         return self.adapters[name].dropout if self.training else 0.0
