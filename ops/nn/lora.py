@@ -14,7 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from .._core.checks import check_count, check_flags, check_number
 from .._core.grouping import grouped
+from .._core.rows import autocast_dtype
+from .._core.surroundings import takes_ops
 from ..functional.linear import linear
+from ..functional.lora import lora_linear
+from ..functional.quantize_matrix import QuantizedMatrix
 from .fused import is_known, known
 from .linear import Linear
 from .quantized import QuantizedLinear
@@ -143,14 +147,34 @@ class LoRALinear(nn.Module):
         return total
 
     def forward(self, input: Tensor) -> Tensor:
-        y = self.base_layer(input)
+        y = None
         for dropout, names in grouped(self.added, self._dropout).items():
             # Adapters that drop as much are one of their joined rank, which reads x once.
             a, b, scale = self._joined(names)
+            if y is None and (weight := self._readable(input, a, b)) is not None:
+                bias = None if self.bias is None else self.bias.to(input.dtype)
+                y = lora_linear(input, weight, bias, a, b, scale=scale, dropout=dropout)
+                continue
+            y = self.base_layer(input) if y is None else y
             x = F.dropout(input, dropout) if dropout else input
             t = linear(x, a.to(x.dtype)) * scale
             y = y + linear(t, b.to(t.dtype)).to(y.dtype)
-        return y
+        return self.base_layer(input) if y is None else y
+
+    def _readable(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor | QuantizedMatrix | None:
+        """Returns the matrix of the base, if the op may take the place of a call of it; None where
+        it does more, is trained, or has another dtype."""
+        base, lowered = self.base_layer, autocast_dtype(x.device.type)
+        if not is_known(base) or not all(map(takes_ops, (x, a, b))):
+            return None
+        if a.dtype != b.dtype or a.dtype not in (torch.float32, lowered or x.dtype):
+            return None
+        if isinstance(base, QuantizedLinear):
+            return base.matrix
+        if type(base) not in (nn.Linear, Linear) or not takes_ops(base.weight):
+            return None
+        fits = lowered is not None or base.weight.dtype == x.dtype
+        return base.weight if fits and not base.weight.requires_grad else None
 
     def _dropout(self, name: str) -> float:
         return self.adapters[name].dropout if self.training else 0.0

@@ -83,6 +83,46 @@ def test_x_in_16_bits_and_adapters_in_32(base, dtype):
     assert_close_to(layer, torch.randn(9, 24).to(dtype), tolerance=3 * torch.finfo(dtype).eps)
 
 
+def ops_of(layer, x):
+    """Returns how often a call runs the op of adapters."""
+    with torch.profiler.profile() as profile:
+        layer(x)
+    return [event.name for event in profile.events()].count("headroom::lora_linear")
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_one_op_computes_base_and_adapters(base):
+    layer, x = layer_of(base, dropout=0.1), torch.randn(4, 24)
+    add(layer, "second", 2, dropout=0.1)
+    layer.active = ("default", "second")
+    assert ops_of(layer, x) == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ops_of(layer, x) == ops_of(layer, x.bfloat16()) == 1
+    layer.adapters["second"] = Adapter(2, 2.0)
+    assert ops_of(layer, x) == 1  # and two products of the other, which drops nothing
+    layer.enabled = False
+    assert ops_of(layer, x) == 0
+
+
+@pytest.mark.parametrize("what", ["trained", "hook", "forward", "subclass", "float64"])
+def test_a_base_that_does_more_is_called(what):
+    layer, x = layer_of(), torch.randn(4, 24)
+    base = layer.base_layer
+    if what == "trained":
+        base.requires_grad_()
+    if what == "hook":
+        base.register_forward_hook(lambda *_: None)
+    if what == "forward":
+        base.forward = lambda x: nn.Linear.forward(base, x)
+    if what == "subclass":
+        base.__class__ = type("Other", (nn.Linear,), {})
+    if what == "float64":
+        layer, x = layer.double(), x.double()
+    assert ops_of(layer, x) == 0
+    base.requires_grad_(False)
+    assert_close_to(layer, x.float() if what != "float64" else x)
+
+
 def test_a_new_adapter_changes_nothing():
     layer = LoRALinear(nn.Linear(24, 40))
     layer.add_adapter("default", Adapter(8, 8.0))
