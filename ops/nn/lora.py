@@ -151,7 +151,7 @@ class LoRALinear(nn.Module):
         for dropout, names in grouped(self.added, self._dropout).items():
             # Adapters that drop as much are one of their joined rank, which reads x once.
             a, b, scale = self._joined(names)
-            if y is None and (weight := self._readable(input, a, b)) is not None:
+            if y is None and (weight := readable_matrix(self.base_layer, input, a, b)) is not None:
                 bias = None if self.bias is None else self.bias.to(input.dtype)
                 y = lora_linear(input, weight, bias, a, b, scale=scale, dropout=dropout)
                 continue
@@ -160,21 +160,6 @@ class LoRALinear(nn.Module):
             t = linear(x, a.to(x.dtype)) * scale
             y = y + linear(t, b.to(t.dtype)).to(y.dtype)
         return self.base_layer(input) if y is None else y
-
-    def _readable(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor | QuantizedMatrix | None:
-        """Returns the matrix of the base, if the op may take the place of a call of it; None where
-        it does more, is trained, or has another dtype."""
-        base, lowered = self.base_layer, autocast_dtype(x.device.type)
-        if not is_known(base) or not all(map(takes_ops, (x, a, b))):
-            return None
-        if a.dtype != b.dtype or a.dtype not in (torch.float32, lowered or x.dtype):
-            return None
-        if isinstance(base, QuantizedLinear):
-            return base.matrix
-        if type(base) not in (nn.Linear, Linear) or not takes_ops(base.weight):
-            return None
-        fits = lowered is not None or base.weight.dtype == x.dtype
-        return base.weight if fits and not base.weight.requires_grad else None
 
     def _dropout(self, name: str) -> float:
         return self.adapters[name].dropout if self.training else 0.0
@@ -209,6 +194,24 @@ def takes_adapters(module: nn.Module) -> bool:
         or (library == "transformers" and kind.__name__ == "Conv1D")
         or (library == "bitsandbytes" and isinstance(module, nn.Linear))
     )
+
+
+def readable_matrix(
+    base: nn.Module, x: Tensor, a: Tensor, b: Tensor
+) -> Tensor | QuantizedMatrix | None:
+    """Returns the matrix of the base of an adapter, if ``lora_linear`` may take the place of a call
+    of it; None where the base does more, is trained, or has another dtype."""
+    lowered = autocast_dtype(x.device.type)
+    if not is_known(base) or not all(map(takes_ops, (x, a, b))):
+        return None
+    if a.dtype != b.dtype or a.dtype not in (torch.float32, lowered or x.dtype):
+        return None
+    if isinstance(base, QuantizedLinear):
+        return base.matrix
+    if type(base) not in (nn.Linear, Linear) or not takes_ops(base.weight):
+        return None
+    fits = lowered is not None or base.weight.dtype == x.dtype
+    return base.weight if fits and not base.weight.requires_grad else None
 
 
 def features_of(layer: Any) -> tuple[int, int]:
