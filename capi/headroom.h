@@ -33,6 +33,7 @@
  *
  *     Matrices of few bits      hr_quantize_matrix, hr_dequantize_matrix
  *       and their products      hr_linear_forward, hr_linear_backward, hr_linear_query
+ *       with adapters           hr_lora_forward, hr_lora_backward, hr_lora_workspace
  *     The MLP block             hr_mlp_forward, hr_mlp_backward, hr_mlp_query
  *     Divergences               hr_divergence_forward, hr_divergence_backward
  *     Linear cross entropy      hr_linear_cross_entropy, hr_linear_cross_entropy_backward,
@@ -1467,22 +1468,23 @@ HR_API hr_status hr_dequantize_matrix(const hr_rows *out, const hr_matrix *matri
  * results are those of hr_gemm with parts of the decoded matrix; with its own loop on the CPU they
  * do not depend on the parts.
  *
- * With at most 16 rows of x and beta 0, forward decodes W on the way, and writes no part of it. Sums
+ * With at most 16 rows of x, forward decodes W on the way, and writes no part of it to memory. Sums
  * are binary32 then, in an order that depends on cols alone. On CUDA codes must be at a multiple of
  * 16 bytes for this, and cols a multiple of 32.
+ *
+ * With config->accumulate, what y or dx holds is added to the sum, which is rounded once all the same.
  */
 typedef struct hr_linear_config {
     size_t size;        /* sizeof(hr_linear_config) */
     int32_t allow_tf32; /* this and the next two: as in hr_gemm_config */
     int32_t allow_reduced_precision_reduction;
     int32_t deterministic;
-    int32_t reserved; /* 0 */
-    double beta;      /* 0: y and dx are not read; else as in hr_gemm_config */
+    int32_t accumulate; /* 1: y and dx are read, too */
 } hr_linear_config;
 
-#define HR_LINEAR_CONFIG_INIT                     \
-    {                                             \
-        sizeof(hr_linear_config), 0, 0, 0, 0, 0.0 \
+#define HR_LINEAR_CONFIG_INIT                \
+    {                                        \
+        sizeof(hr_linear_config), 0, 0, 0, 0 \
     }
 
 typedef struct hr_linear_needs {
@@ -1517,6 +1519,83 @@ HR_API hr_status hr_linear_forward(const hr_rows *y, const hr_rows *x, const hr_
 HR_API hr_status hr_linear_backward(const hr_rows *dx, const hr_rows *dy, const hr_matrix *matrix,
                                     int64_t m, const hr_linear_config *config, void *workspace,
                                     size_t workspace_bytes, const hr_exec *exec);
+
+/* ---- Such layers with adapters --------------------------------------------------------------- */
+
+/*
+ * hr_lora_forward, hr_lora_backward: a linear layer whose matrix W [rows, cols] stays as it is, and
+ * to which two small matrices A [rank, cols] and B [rows, rank] are added that learn (LoRA, Hu et
+ * al., arXiv:2106.09685); W may have few bits (QLoRA, Dettmers et al., arXiv:2305.14314). For x
+ * [m, cols] and y [m, rows]:
+ *
+ *     t  = drop(x) A^T                                    [m, rank], kept for the backward pass
+ *     y  = x W^T + scale t B^T + bias
+ *
+ *     dt = scale dy B                                     [m, rank], in the workspace
+ *     dx = dy W + drop(dt A)        dA = dt^T drop(x)        dB = scale dy^T t
+ *
+ * drop() makes elements of a matrix [m, cols] zeros, and divides the others by 1 - p, where p is
+ * config->dropout as a multiple of 2^-16. Which they are depends on the element's row and column and
+ * on the seed alone, so that no mask is kept: element (r, c) is dropped if 16 of the random bits of
+ * Philox4x32-10 with the key `seed` and the counter {c / 8 in 64 bits, r in 64 bits} are less than
+ * 2^16 p: the lower half of word c % 8 / 2 for an even c, else its upper half.
+ *
+ * A and B are rounded to matrix->dtype for the products, whose sums are binary32. t, dt and the
+ * products with A and B are rounded to matrix->dtype; what these products make of y and dx is then
+ * added to the sums with W, which are rounded once, as config->accumulate does it in
+ * hr_linear_config. No x in another dtype, no dropped x and no decoded W is made as a whole.
+ */
+typedef struct hr_lora_config {
+    size_t size;            /* sizeof(hr_lora_config) */
+    int64_t rank;           /* 1 or more */
+    double scale;           /* finite in binary32 */
+    double dropout;         /* from 0 to below 1 */
+    const int64_t *seed;    /* [1], a scalar; NULL without dropout */
+    hr_dtype adapter_dtype; /* f32, or matrix->dtype: of A, B and their gradients */
+    int32_t allow_tf32;     /* this and the next two: as in hr_gemm_config */
+    int32_t allow_reduced_precision_reduction;
+    int32_t deterministic;
+} hr_lora_config;
+
+#define HR_LORA_CONFIG_INIT                                        \
+    {                                                              \
+        sizeof(hr_lora_config), 1, 1.0, 0.0, NULL, HR_F32, 0, 0, 0 \
+    }
+
+/* Bytes of workspace for a call with m rows: copies of A and B where they are rounded, dt, and what
+ * hr_linear_query() calls best, or as much for parts of drop(x). */
+HR_API hr_status hr_lora_workspace(size_t *bytes, int64_t m, const hr_matrix *matrix,
+                                   int32_t backward, const hr_lora_config *config,
+                                   const hr_exec *exec);
+
+/*
+ * y          out: [m, rows] of matrix->dtype
+ * t          out of forward, in of backward: [m, rank] of matrix->dtype; NULL if db is
+ * dx         out: [m, cols] of matrix->dtype, or NULL
+ * da, db     out: [rank, cols] and [rows, rank] of adapter_dtype, or NULL
+ * x          in: [m, cols] of matrix->dtype; backward: NULL if da is
+ * dy         in: [m, rows] of matrix->dtype
+ * matrix     in
+ * a, b       in: [rank, cols] and [rows, rank] of adapter_dtype
+ * bias       in: [rows] of matrix->dtype, or NULL
+ * workspace  memory of exec's device at a multiple of 256 bytes, or 64 on the CPU, of as many bytes
+ *            as hr_lora_workspace() says for this call; more makes larger parts of W
+ *
+ * m may be 0: da and db are zeros then. Outputs must not overlap each other or an
+ * input; this is not checked.
+ *
+ * Errors: HR_UNSUPPORTED where hr_gemm returns it, or where a matrix has more rows than a grid can
+ * take.
+ */
+HR_API hr_status hr_lora_forward(const hr_rows *y, const hr_rows *t, const hr_rows *x,
+                                 const hr_matrix *matrix, const hr_rows *a, const hr_rows *b,
+                                 const void *bias, int64_t m, const hr_lora_config *config,
+                                 void *workspace, size_t workspace_bytes, const hr_exec *exec);
+HR_API hr_status hr_lora_backward(const hr_rows *dx, const hr_rows *da, const hr_rows *db,
+                                  const hr_rows *dy, const hr_rows *x, const hr_rows *t,
+                                  const hr_matrix *matrix, const hr_rows *a, const hr_rows *b,
+                                  int64_t m, const hr_lora_config *config, void *workspace,
+                                  size_t workspace_bytes, const hr_exec *exec);
 
 /* ---- The MLP block --------------------------------------------------------------------------- */
 

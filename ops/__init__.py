@@ -6,7 +6,8 @@ with the names and arguments of :mod:`torch.optim`, :mod:`headroom.amp` loss sca
 models, :mod:`headroom.host` memory for what a device has no room for, :mod:`headroom.loss` losses
 that never make their logits, :mod:`headroom.nn` blocks that decide what they keep,
 :mod:`headroom.checkpointing` recomputed activations, :mod:`headroom.patching` the same for models
-that exist, :mod:`headroom.quantizing` frozen weights in few bits,
+that exist, :mod:`headroom.quantizing` frozen weights in few bits, :mod:`headroom.adapters`
+low-rank adapters beside them,
 :mod:`headroom.release` steps inside the backward pass, :mod:`headroom.memory` where
 bytes go, :mod:`headroom.planning` where they will go, :mod:`headroom.profiling` where time goes,
 :mod:`headroom.fitting` the fastest way to train within a budget, :mod:`headroom.retrying` steps
@@ -27,6 +28,7 @@ from ._core.lazy import lazy, lent
 
 if TYPE_CHECKING:
     from . import (
+        adapters,
         amp,
         checkpointing,
         fitting,
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
         retrying,
         state,
     )
+    from .adapters import lora, merge, unmerge
     from .amp.cast_model import cast_model, cast_report
     from .checkpointing import checkpoint, checkpoint_every, checkpoint_sequential
     from .fitting import fit
@@ -65,6 +68,7 @@ else:
     __getattr__, _ = lazy(
         __name__,
         {
+            ".adapters": ("lora", "merge", "unmerge"),
             ".amp.cast_model": ("cast_model", "cast_report"),
             ".checkpointing": ("checkpoint", "checkpoint_every", "checkpoint_sequential"),
             ".fitting": ("fit",),
@@ -82,8 +86,8 @@ else:
             ".retrying": ("retry_on_oom",),
             ".state": ("StateFileError", "latest", "load_state", "save_state"),
         },
-        """amp checkpointing fitting grad host integrations loss memory nn optim patching planning
-        profiling quantizing release reports retrying state""".split(),
+        """adapters amp checkpointing fitting grad host integrations loss memory nn optim patching
+        planning profiling quantizing release reports retrying state""".split(),
     )
     # Names that were there first, of packages that need that of optimizers.
     lent["headroom.optim"] = {
@@ -99,6 +103,7 @@ __all__ = [
     "GradAccumulator",
     "HostArena",
     "StateFileError",
+    "adapters",
     "amp",
     "build_info",
     "cast_model",
@@ -126,9 +131,11 @@ __all__ = [
     "linear_log_prob",
     "load_quantized",
     "load_state",
+    "lora",
     "loss",
     "max_batch",
     "memory",
+    "merge",
     "nn",
     "optim",
     "patch",
@@ -146,6 +153,7 @@ __all__ = [
     "retrying",
     "save_state",
     "state",
+    "unmerge",
     "unpatch",
 ]
 __version__ = binaries.VERSION

@@ -3,15 +3,12 @@
 #include "kernels/nn/linear.h"
 
 #include <inttypes.h>
-#include <math.h>
 
 #include "capi/check/matrix.h"
 #include "capi/check/rows.h"
 #include "kernels/nn/gemm.h"
 
 #define PART_LINES 64 /* of a part at least, so that the product of one is worth its call */
-#define PART_CPU   ((size_t)7 << 19) /* with what the product takes, at most 4 MiB */
-#define PART_CUDA  ((size_t)32 << 20)
 
 /* A call. The lines of a matrix are what its parts consist of: rows in forward, columns in
  * backward. */
@@ -50,7 +47,7 @@ static int64_t lines_per_part(const linear_call *call, size_t bytes)
 /* The bytes of a part of the best size. */
 static size_t best_part(const linear_call *call)
 {
-    const size_t limit = call->exec->device == HR_CPU ? PART_CPU : PART_CUDA;
+    const size_t limit = linear_part_bytes(call->exec);
     const size_t least = PART_LINES * call->line;
     return (size_t)lines_per_part(call, limit > least ? limit : least) * call->line;
 }
@@ -75,15 +72,12 @@ static hr_status begin_call(linear_call *call, const hr_matrix *matrix,
     call->config = (hr_linear_config)HR_LINEAR_CONFIG_INIT;
     if (config)
         HR_TRY(hr_copy_config(function, "config->", &call->config, sizeof call->config, config,
-                              offsetof(hr_linear_config, beta), "HR_LINEAR_CONFIG_INIT"));
+                              sizeof call->config, "HR_LINEAR_CONFIG_INIT"));
     HR_TRY(hr_check_flag(function, "allow_tf32", call->config.allow_tf32));
     HR_TRY(hr_check_flag(function, "allow_reduced_precision_reduction",
                          call->config.allow_reduced_precision_reduction));
     HR_TRY(hr_check_flag(function, "deterministic", call->config.deterministic));
-    HR_REQUIRE(call->config.reserved == 0, "%s: config->reserved is %" PRId32 ", wanted 0",
-               function, call->config.reserved);
-    HR_REQUIRE(isfinite((float)call->config.beta),
-               "%s: config->beta is %g, wanted a finite binary32", function, call->config.beta);
+    HR_TRY(hr_check_flag(function, "accumulate", call->config.accumulate));
     const hr_matrix *const own = &call->matrix;
     const int64_t longer = own->rows > own->cols ? own->rows : own->cols;
     HR_REQUIRE(call->m >= 0 && (longer == 0 || call->m <= (INT64_C(1) << 59) / longer),
@@ -100,18 +94,17 @@ static hr_gemm_config gemm_config_of(const linear_call *call)
     hr_gemm_config config = HR_GEMM_CONFIG_INIT;
     config.dtype = config.out_dtype = call->matrix.dtype;
     config.transpose_b = !call->backward;
+    config.beta = call->config.accumulate;
     config.allow_tf32 = call->config.allow_tf32;
     config.allow_reduced_precision_reduction = call->config.allow_reduced_precision_reduction;
     config.deterministic = call->config.deterministic;
-    config.beta = call->config.beta;
     return config;
 }
 
 /* Whether x has so few rows that the matrix is decoded on the way. */
 static int is_few(const linear_call *call)
 {
-    if (call->backward || call->matrix.format == HR_DENSE || call->m > LINEAR_FEW ||
-        call->config.beta != 0.0)
+    if (call->backward || call->matrix.format == HR_DENSE || call->m > LINEAR_FEW)
         return 0;
     return call->exec->device == HR_CPU || linear_few_is_aligned(&call->matrix);
 }
@@ -204,6 +197,7 @@ static hr_status multiply_few(const linear_call *call, const linear_rows *rows, 
                                   .matrix = call->matrix,
                                   .bias = rows->bias,
                                   .m = call->m,
+                                  .accumulate = call->config.accumulate,
                                   .workspace = workspace};
     HR_ON_DEVICE(call->exec, linear_few, &args);
     return HR_OK;

@@ -136,16 +136,16 @@ static hr_status widen(size_t *most, int64_t m, int64_t n, int64_t k, const hr_g
     return status;
 }
 
-/* What products with a matrix of few bits take: those of a tile, and on the CPU those of the few
- * tokens that the last tile may have. */
+/* What products with a matrix of few bits take: those of a tile by parts, and on the CPU those of the
+ * few tokens that the last tile may have. */
 static hr_status widen_parts(size_t *most, const mlp_sizes *s, const hr_matrix *matrix,
                              const hr_mlp_config *config, const hr_exec *exec)
 {
-    hr_linear_config linear = mlp_linear_config(config);
-    linear.beta = 1.0; /* a tile of few tokens, too, is multiplied by parts */
+    const hr_linear_config linear = mlp_linear_config(config);
+    const int64_t many = s->tile > LINEAR_FEW ? s->tile : LINEAR_FEW + 1;
     for (int backward = 0; backward < 2; backward++) {
         hr_linear_needs needs;
-        const hr_status status = hr_linear_query(&needs, s->tile, matrix, backward, &linear, exec);
+        const hr_status status = hr_linear_query(&needs, many, matrix, backward, &linear, exec);
         if (status != HR_OK)
             return status;
         if (needs.best > *most)

@@ -9,7 +9,7 @@
 #ifndef HR_LINEAR_H
 #define HR_LINEAR_H
 
-#include "kernels/core/math.h"
+#include "kernels/nn/gemm.h"
 
 #define LINEAR_FEW   16 /* rows, at most */
 #define LINEAR_GROUP 32 /* columns; a block of 4-bit codes has one or more whole groups */
@@ -20,7 +20,25 @@ typedef struct linear_few_args {
     const void *bias; /* NULL where absent */
     int64_t m;        /* from 1 to LINEAR_FEW */
     float *workspace; /* CPU: linear_few_bytes() bytes at a multiple of 64 */
+    int32_t accumulate;
 } linear_few_args;
+
+/* Stores an element of y, from its sum. */
+HR_INLINE void linear_store(const linear_few_args *args, int64_t i, int64_t row, float sum,
+                            hr_dtype dtype)
+{
+    const int64_t at = i * args->y.stride + row;
+    const float before = args->accumulate ? hr_load(args->y.data, at, dtype) : 0.0f;
+    const float bias = args->bias ? hr_load(args->bias, row, dtype) : GEMM_NO_BIAS;
+    hr_store(args->y.data, at, gemm_value(sum, 1.0f, (float)args->accumulate, before, bias), dtype);
+}
+
+/* The bytes of a part of a matrix that is made in the workspace. With what the product takes on the
+ * CPU, it is at most 4 MiB there. */
+HR_INLINE size_t linear_part_bytes(const hr_exec *exec)
+{
+    return exec->device == HR_CPU ? (size_t)7 << 19 : (size_t)32 << 20;
+}
 
 /* How many columns the rows of x have as binary32 in the workspace, with zeros at their end. */
 HR_INLINE int64_t linear_padded(int64_t cols)

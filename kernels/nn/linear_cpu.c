@@ -7,7 +7,6 @@
  */
 #include "kernels/core/halves_cpu.h"
 #include "kernels/core/rows_cpu.h"
-#include "kernels/nn/gemm.h"
 #include "kernels/nn/linear.h"
 #include "kernels/quant/dynamic_map.h"
 #include "kernels/quant/quantize_matrix.h"
@@ -209,10 +208,8 @@ HR_INLINE void few_rows(const few_call *call, int64_t begin, int64_t end, hr_dty
             for (; i < m; i++, x += pitch)
                 dot_1(sums + i * GROUP, tile, x, pitch, n);
         }
-        const float bias = a->bias ? hr_load(a->bias, r, dtype) : GEMM_NO_BIAS;
         for (int i = 0; i < m; i++)
-            hr_store(row_at(&a->y, i, dtype), r, (float)lanes_total(sums + i * GROUP) + bias,
-                     dtype);
+            linear_store(a, i, r, (float)lanes_total(sums + i * GROUP), dtype);
     }
 }
 

@@ -5,7 +5,6 @@
  */
 #include "kernels/core/pack.cuh"
 #include "kernels/core/rows.cuh"
-#include "kernels/nn/gemm.h"
 #include "kernels/nn/linear.h"
 #include "kernels/quant/quantize_matrix.cuh"
 
@@ -165,8 +164,7 @@ static __device__ __forceinline__ void few_block(few_shared<M, NIBBLES> &shared,
             const float total = warp_total(sums[r][i]);
             const int64_t row = first + r;
             if (lane == 0 && row < matrix.rows && i < a.m)
-                hr_store(a.y.data, i * a.y.stride + row,
-                         total + (a.bias ? hr_load(a.bias, row, dtype) : GEMM_NO_BIAS), dtype);
+                linear_store(&a, i, row, total, dtype);
         }
 }
 

@@ -8,6 +8,7 @@ from .block import LAYOUTS, Block
 from .config import TransformerConfig
 from .hf import config_from_hf, state_from_hf, state_to_hf, transformer_from_hf
 from .linear import Linear
+from .lora import Adapter, LoRALinear
 from .loss import LinearCrossEntropyLoss
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
@@ -17,6 +18,7 @@ from .steps import LEVELS
 from .transformer import Embedding, Transformer
 
 __all__ = [
+    "Adapter",
     "Attention",
     "Block",
     "Embedding",
@@ -27,6 +29,7 @@ __all__ = [
     "Linear4bit",
     "Linear8bit",
     "LinearCrossEntropyLoss",
+    "LoRALinear",
     "MLP",
     "Pattern",
     "RMSNorm",

@@ -35,10 +35,13 @@ def is_untouched(module: nn.Module) -> bool:
 
 
 def is_known(module: nn.Module | None) -> bool:
-    """Returns whether the module is unmodified and draws no random numbers; True for None."""
+    """Returns whether the module is unmodified and draws no random numbers; True for None. What a
+    class of ``known`` draws only at times, its ``draws`` says."""
     if module is None:
         return True
-    return (type(module) in known or "forward" in vars(module)) and is_untouched(module)
+    if not (type(module) in known or "forward" in vars(module)) or not is_untouched(module):
+        return False
+    return not getattr(module, "draws", False)
 
 
 def can_fuse(x: Tensor, linears: tuple[nn.Module, ...], others: tuple[nn.Module, ...]) -> bool:

@@ -14,7 +14,7 @@ from .._core.surroundings import takes_ops
 from ..functional.linear_quantized import linear_quantized
 from ..functional.quantize_matrix import QuantizedMatrix
 from ..nn.bitsandbytes import matrix_of
-from ..nn.fused import known
+from ..nn.fused import is_untouched, known
 from .changes import Changes
 from .report import PatchReport
 
@@ -134,6 +134,20 @@ def bitsandbytes_forward(layer: Any, held: Held, x: Tensor) -> Tensor:
         return type(layer).forward(layer, x)
     bias = None if layer.bias is None else layer.bias.to(lowered.dtype)
     return linear_quantized(lowered, held.matrix(layer), bias).to(x.dtype)
+
+
+def matrix_for(layer: nn.Module, x: Tensor) -> QuantizedMatrix | None:
+    """Returns the matrix of a layer whose ``forward`` is that above and computes in the dtype of
+    ``x``; None for any other."""
+    forward = vars(layer).get("forward")
+    if getattr(forward, "func", None) is not bitsandbytes_forward or not is_untouched(layer):
+        return None
+    if getattr(layer, "compute_dtype", None) not in (None, x.dtype):
+        return None
+    if not takes_ops(x) or _is_repacked(layer):
+        return None
+    held: Any = forward.args[1]
+    return held.matrix(layer)
 
 
 known.add(bitsandbytes_forward)

@@ -12,6 +12,7 @@ from .bitsandbytes import swap_bitsandbytes
 from .blocks import Options, PatchedLayer, chosen_levels, find_blocks
 from .changes import Changes, restore
 from .losses import check_loss_options, swap_losses
+from .peft import swap_adapters
 from .report import PatchReport
 
 CALL = "_headroom_patch_call"  # the attribute of a model that says how patch() was called
@@ -28,7 +29,8 @@ def patch(
     checkpoint_options: Mapping[str, Any] | None = None,
 ) -> PatchReport:
     """Gives a model Headroom's norms and blocks with a dial, in place; layers of bitsandbytes the
-    product :func:`headroom.functional.linear_quantized`; and on a CPU without instructions for
+    product :func:`headroom.functional.linear_quantized`; layers with adapters of PEFT the op
+    :func:`headroom.functional.lora_linear`; and on a CPU without instructions for
     products in 16 bits, Linears in these :func:`headroom.functional.linear`.
 
     Parameters, their names and the ``state_dict`` stay as they are; only attributes of module
@@ -84,6 +86,7 @@ def patch(
             generic.swap_norms(model, changes, report)
         generic.swap_linears(model, changes, report)
         swap_bitsandbytes(model, changes, report)
+        swap_adapters(model, changes, report)
         if loss_options is not None:
             swap_losses(model, loss_options, changes, report)
         if report.changed:

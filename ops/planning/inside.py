@@ -46,6 +46,8 @@ _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"} | {
     "headroom::gemm_",
     "headroom::linear_quantized",
     "headroom::linear_quantized_backward",
+    "headroom::lora_linear",
+    "headroom::lora_linear_backward",
     "headroom::mlp_block",  # whose products are torch's, with the scratch memory of those
     "headroom::mlp_block_backward",
 }

@@ -113,6 +113,33 @@ def _linear_backward(given: dict[str, Any], device: str) -> Sizes:
     return _linear(given, device, given["dy"].shape[-1], given["cols"], backward=True)
 
 
+def _lora(given: dict[str, Any], device: str, rows: int, cols: int, backward: bool) -> Sizes:
+    x = given["dy"] if backward else given["x"]
+    found = _workspace(
+        "lora_linear_workspace",
+        given,
+        tokens=prod(x.shape[:-1]),
+        rows=rows,
+        cols=cols,
+        rank=given["a"].shape[0],
+        dtype=FLOATS.index(x.dtype),
+        adapter_dtype=FLOATS.index(given["a"].dtype),
+        backward=backward,
+        is_cuda=device == "cuda",
+    )
+    return [(found, "temporaries")] if found else []
+
+
+@ours("lora_linear")
+def _lora_forward(given: dict[str, Any], device: str) -> Sizes:
+    return _lora(given, device, given["rows"], given["x"].shape[-1], backward=False)
+
+
+@ours("lora_linear_backward")
+def _lora_backward(given: dict[str, Any], device: str) -> Sizes:
+    return _lora(given, device, given["dy"].shape[-1], given["cols"], backward=True)
+
+
 @ours("mlp_block")
 def _mlp_forward(given: dict[str, Any], device: str) -> Sizes:
     return _mlp(0, given, device)

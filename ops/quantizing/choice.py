@@ -55,7 +55,7 @@ def choose(
             in memory of another parameter.
     """
     linears = {name: module for name, module in model.named_modules() if is_linear(module)}
-    left = _skipped(model, linears, skip) if skip is not None else _heads(model, linears)
+    left = _skipped(model, linears, skip) if skip is not None else heads(model, linears)
     owners = _owners(model)
     for name, module in linears.items():
         weight: Any = module.weight
@@ -146,7 +146,7 @@ def _above(name: str) -> Iterator[str]:
         name = name.rpartition(".")[0]
 
 
-def _heads(model: nn.Module, linears: dict[str, nn.Module]) -> dict[str, str]:
+def heads(model: nn.Module, linears: dict[str, nn.Module]) -> dict[str, str]:
     """Returns the layers that answer, and those of which transformers says that they need float32:
     the output embedding of a model of transformers and what lies outside its base model, such as
     classifiers; and the layer with the last parameter of any model."""

@@ -16,8 +16,8 @@ from .._core.registration import FLOATS
 from ..functional.quantize_matrix import quantize_matrix
 from ..nn.bitsandbytes import is_bitsandbytes_key
 from ..nn.quantized import CLASSES, QuantizedLinear, quantized_weight
+from ..state.file.safetensors import Entry, entries_in, read
 from .choice import choose, is_conv1d, is_linear, joined, left_parameters, weight_of
-from .files import Entry, entries_in, read
 from .quantize import check_arguments
 from .report import QuantizeReport
 from .transformers_config import describe

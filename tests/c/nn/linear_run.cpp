@@ -78,8 +78,8 @@ std::ostream &operator<<(std::ostream &out, const LinearCase &c)
                << name_of(c.dtype) << ", m " << c.m << ", " << c.rows << " x " << c.cols
                << ", blocks of " << c.block_size << (c.nested ? ", nested" : "")
                << (c.bias ? ", bias" : "") << ", gap " << c.gap << ", shift " << c.shift
-               << ", codes + " << c.codes << ", workspace " << spaces[int(c.space)] << ", beta "
-               << c.beta;
+               << ", codes + " << c.codes << ", workspace " << spaces[int(c.space)]
+               << (c.accumulate ? ", added" : "");
 }
 
 LinearRun::LinearRun(Backend &backend, const LinearCase &c)
@@ -110,7 +110,7 @@ LinearRun::LinearRun(Backend &backend, const LinearCase &c)
 size_t LinearRun::allowance(Backend &backend)
 {
     const LinearCase &c = shape;
-    config.beta = c.beta;
+    config.accumulate = c.accumulate;
     matrix.format = c.format, matrix.dtype = c.dtype;
     matrix.rows = c.rows, matrix.cols = c.cols;
     matrix.data = codes.data[0];

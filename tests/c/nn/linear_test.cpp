@@ -23,7 +23,8 @@ void expect_product(Backend &backend, const LinearCase &c)
     const int64_t terms = run.in_cols(), cols = run.out_cols();
     for (int64_t i = 0; i < c.m; i++) {
         for (int64_t j = 0; j < cols; j++) {
-            double sum = (c.bias ? bias[size_t(j)] : 0) + c.beta * 77, size = std::fabs(sum);
+            double sum = (c.bias ? bias[size_t(j)] : 0) + (c.accumulate ? 77 : 0),
+                   size = std::fabs(sum);
             for (int64_t p = 0; p < terms; p++) {
                 const double term = x[size_t(i * run.in_rows.stride + p)] *
                                     w[size_t(c.backward ? p * c.cols + j : j * c.cols + p)];
@@ -80,29 +81,17 @@ TEST_P(Linear, IsTheProductWithTheDecodedMatrix)
         ASSERT_NO_FATAL_FAILURE(expect_product(*backend, c));
 }
 
-// Of few rows of x, too, which are then multiplied by parts.
+// Of few rows of x, too.
 TEST_P(Linear, AddsToWhatIsThere)
 {
     for (const int64_t m : {1, 20})
         for (const bool backward : {false, true})
             for (const hr_format format : {HR_NF4, HR_INT8_ROWS}) {
                 LinearCase c;
-                c.m = m, c.cols = 96, c.format = format, c.backward = backward, c.beta = 0.5;
+                c.m = m, c.cols = 96, c.format = format, c.backward = backward, c.accumulate = true;
                 c.dtype = HR_BF16, c.space = Space::LEAST;
                 ASSERT_NO_FATAL_FAILURE(expect_product(*backend, c));
             }
-}
-
-TEST_P(Linear, AConfigOfAnOlderHeaderAddsNothing)
-{
-    LinearCase c;
-    c.beta = 3;
-    LinearRun run(*backend, c);
-    cut(run.config, offsetof(hr_linear_config, beta));
-    ASSERT_EQ(run.call(), HR_OK) << hr_last_error();
-    const LinearRun plain(*backend, LinearCase());
-    ASSERT_EQ(plain.call(), HR_OK) << hr_last_error();
-    EXPECT_EQ(run.out.values(0), plain.out.values(0));
 }
 
 // Tiles and lanes: columns about a multiple of what a turn takes.

@@ -19,8 +19,7 @@ from tests.python.fuzz._c_calls import (
 from tests.python.fuzz._rows import SIZES, call, matrix, spans, vector
 
 LinearConfig = config(
-    ("allow_tf32 allow_reduced_precision_reduction deterministic reserved", c_int32),
-    ("beta", c_double),
+    ("allow_tf32 allow_reduced_precision_reduction deterministic accumulate", c_int32)
 )
 Needs = struct(("best least whole", c_size_t))
 
@@ -34,8 +33,7 @@ def linear(rng: random.Random, memory: Memory) -> Call:
         return [*spans(out, m.value, cols, SIZES[w.dtype]), *spans(workspace, 1, size.value, 1)]
 
     w, m, needs = _matrices.matrix(rng, memory), Limited(rng.choice([0, 1, 5, 16, 17])), Needs()
-    own = LinearConfig(sizeof(LinearConfig), *(rng.randrange(2) for _ in range(3)))
-    own.beta = rng.choice([0.0, 0.0, 0.5])
+    own = LinearConfig(sizeof(LinearConfig), *(rng.randrange(2) for _ in range(4)))
     assert (
         LIBRARY.hr_linear_query(byref(needs), m, byref(w), backward, byref(own), byref(exec_()))
         == OK
@@ -50,7 +48,7 @@ def linear(rng: random.Random, memory: Memory) -> Call:
 
 
 def linear_query(rng: random.Random, memory: Memory) -> Call:
-    own = LinearConfig(sizeof(LinearConfig), *(rng.randrange(2) for _ in range(3)))
+    own = LinearConfig(sizeof(LinearConfig), *(rng.randrange(2) for _ in range(4)))
     sizes = (
         Limited(rng.choice([0, 1, 5, 70])),
         _matrices.matrix(rng, memory),

@@ -17,6 +17,7 @@ from headroom.functional import (
     glu,
     layer_norm,
     linear_quantized,
+    lora_linear,
     quantize_matrix,
     rms_norm,
     rope,
@@ -137,6 +138,14 @@ OPS = [
         (_ROWS, (8,)),
         twice=True,
         keeps_inputs=False,
+    ),
+    DifferentiableOp(
+        "lora_linear",
+        lambda x, bias, a, b: lora_linear(x, _quantized(x), bias, a, b, scale=0.5),
+        lambda x, bias, a, b: (
+            _linear(x, dequantize_matrix(_quantized(x)), bias) + _linear(_linear(x, a), b) / 2
+        ),
+        (_ROWS, (8,), (3, COLS), (8, 3)),
     ),
     DifferentiableOp(
         "cross_entropy",

@@ -16,7 +16,7 @@ FLOORS = {
             ["optim", "amp", "nn"],
             ["state", "patching", "release"],
             ["step", "quantizing"],
-            ["memory", "profiling"],
+            ["adapters", "memory", "profiling"],
             ["planning"],
             ["fitting", "retrying", "data"],
             ["reports"],

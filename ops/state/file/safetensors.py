@@ -1,4 +1,5 @@
-"""Reads tensors of safetensors files, one at a time, into memory of their own."""
+"""Reads and writes plain safetensors files, which have no checksums. Tensors are read one at a
+time, into memory of their own."""
 
 from __future__ import annotations
 
@@ -6,15 +7,16 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._core.text import quoted
-from ..state.file.layout import DTYPES, LONGEST_HEADER, MALFORMED, MOST_DIMS
-from ..state.file.tensors import memory_of
+from ..._core.atomic import replacing
+from ..._core.text import quoted
+from .layout import DTYPES, LONGEST_HEADER, MALFORMED, MOST_DIMS, NAMES
+from .tensors import check_tensor, in_index_order, memory_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -77,6 +79,33 @@ def read(entry: Entry, room: Tensor | None = None) -> Tensor:
                 raise ValueError(f"{entry.path} ends before its tensors do")
             done += count
     return tensor
+
+
+def write_plain(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Writes a safetensors file, which appears whole or not at all.
+
+    Raises:
+        OSError: the system refuses.
+        TypeError, ValueError: safetensors files do not hold such a tensor.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    place = 0
+    for name, tensor in tensors.items():
+        check_tensor(tensor, name)
+        offsets = [place, place := place + tensor.numel() * tensor.element_size()]
+        shape = [*tensor.shape]
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    with replacing(path, 8 + len(text) + place) as number:
+        with open(number, "wb", closefd=False) as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for tensor in tensors.values():
+                if tensor.numel():
+                    file.write(memory_of(held := in_index_order(tensor)))
+                    del held
 
 
 def _paths(path: str) -> list[str]:

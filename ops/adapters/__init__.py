@@ -1,0 +1,19 @@
+"""Low-rank adapters of models, in place: which layers get them, which are active, and merging."""
+
+from __future__ import annotations
+
+from .lora import lora
+from .merge import MergeReport, merge, unmerge
+from .report import LoRAReport
+from .switching import adapters_disabled, delete_adapter, use_adapters
+
+__all__ = [
+    "LoRAReport",
+    "MergeReport",
+    "adapters_disabled",
+    "delete_adapter",
+    "lora",
+    "merge",
+    "unmerge",
+    "use_adapters",
+]

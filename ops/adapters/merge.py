@@ -1,0 +1,238 @@
+"""Adds adapters to the weights beside which they were trained, in place, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .._core.progress import progress_bar
+from .._core.registration import FLOATS
+from ..functional.quantize_matrix import dequantize_matrix
+from ..nn.lora import LoRALinear, lora_layers, replace
+from ..nn.quantized import CLASSES, QuantizedLinear, quantized_weight
+from ..patching.bitsandbytes import Held, is_bitsandbytes
+from ..quantizing.choice import joined, weight_of
+from ..quantizing.transformers_config import describe
+from ..state.file.safetensors import Entry, entries_in, read
+
+PANEL = 1 << 23  # elements of a weight that are added at a time
+KEPT = "_before_merge"  # of a merged layer: what was in its place
+
+Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Merged:
+    """A layer whose adapters are part of its weight now.
+
+    Attributes:
+        name: of the layer in the model.
+        was: the class of its base.
+        adapters: names of those that were added.
+        lost: the norm of what rounding took of the sum, over the norm of what adapters added to the
+            weight; 0 if they added nothing.
+    """
+
+    name: str
+    was: str
+    adapters: tuple[str, ...]
+    lost: float
+
+
+class MergeReport:
+    """Lists what :func:`headroom.merge` did to a model.
+
+    Attributes:
+        model: the class of the model.
+        merged: a :class:`Merged` per layer.
+    """
+
+    def __init__(self, model: nn.Module, merged: list[Merged]) -> None:
+        self.model, self.merged = type(model).__name__, merged
+
+    @property
+    def lost(self) -> float:
+        """Returns the largest of the layers' losses."""
+        return max(one.lost for one in self.merged)
+
+    def __str__(self) -> str:
+        lines = [
+            f"headroom.merge: {self.model}, {len(self.merged)} layers; of what adapters added, "
+            f"rounding took at most {self.lost:.2%}"
+        ]
+        worst = sorted(self.merged, key=lambda one: -one.lost)[:5]
+        lines += [
+            f"  {one.name} ({one.was}, {', '.join(one.adapters)}): {one.lost:.2%}" for one in worst
+        ]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"MergeReport({self.model}: {len(self.merged)} merged, lost {self.lost:.2%})"
+
+
+def merge(
+    model: nn.Module,
+    dtype: torch.dtype | None = None,
+    *,
+    base: Files | None = None,
+    requantize: bool = False,
+    keep: bool = True,
+) -> MergeReport:
+    """Adds the active adapters of a model to its weights, in place: layers become ``nn.Linear``.
+
+    Sums are in float32, and rounded once. Weights of few bits are decoded: those are what the
+    adapters were trained beside. What was is kept, so that :func:`headroom.unmerge` is exact.
+
+    Args:
+        model: has adapters.
+        dtype: of the weights: float32, bfloat16 or float16; None for that which each base has, or
+            had before it was quantized.
+        base: files of the weights before quantizing, to which adapters are added in place of the
+            decoded ones: a safetensors file, a folder, or several files, as of
+            :func:`headroom.load_quantized`. The result is then another than that of training, by
+            the error of quantizing.
+        requantize: puts the sum of each quantized layer into few bits again, as its base, by which
+            most of small adapters can be lost: see ``lost`` in the report.
+        keep: False frees what was; ``unmerge`` then cannot bring it back.
+
+    Returns:
+        What rounding took of each layer: ``print(report)``.
+
+    Raises:
+        TypeError: a weight is a DTensor.
+        ValueError: no adapter is active; ``base`` lacks a weight, or has one of another shape; or
+            no layer is quantized, with ``requantize``. Nothing is changed then.
+    """
+    layers = {path: one for path, one in lora_layers(model).items() if one.added}
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no active adapter to merge")
+    if dtype is not None and dtype not in FLOATS:
+        raise ValueError(f"dtype is {dtype}, wanted one of {FLOATS}")
+    if requantize and not any(
+        isinstance(one.base_layer, QuantizedLinear) for one in layers.values()
+    ):
+        raise ValueError(
+            "requantize=True, but no layer with an adapter is one of headroom.quantize"
+        )
+    for path, layer in layers.items():
+        if isinstance(layer.weight, DTensor):
+            raise TypeError(f"'{path}.weight' is a DTensor: gather the model before merging")
+    originals = {} if base is None else _originals(layers, base)
+    merged, found = {}, []
+    with torch.no_grad(), progress_bar(len(layers), "merge", unit="layer", shown=True) as bar:
+        for path, layer in layers.items():
+            weight = _weight(layer.base_layer, originals.get(path))
+            again = requantize and isinstance(layer.base_layer, QuantizedLinear)
+            merged[id(layer)], lost = _merged(layer, weight, dtype, again)
+            if keep:
+                vars(merged[id(layer)])[KEPT] = layer  # no child: the model shall not have it twice
+            found.append(Merged(path, type(layer.base_layer).__name__, layer.added, lost))
+            bar.update(1)
+    replace(model, merged)
+    describe(model)
+    return MergeReport(model, found)
+
+
+def unmerge(model: nn.Module) -> nn.Module:
+    """Puts back what :func:`headroom.merge` has replaced, to the bit, and returns the model.
+
+    Raises:
+        ValueError: the model has no layer that was merged and kept what it was.
+    """
+    kept = {id(one): (one, vars(one)[KEPT]) for one in model.modules() if KEPT in vars(one)}
+    if not kept:
+        raise ValueError(f"{type(model).__name__} has no layer that headroom.merge has kept")
+    for merged, layer in kept.values():
+        layer.to(merged.weight.device).train(merged.training)
+    replace(model, {key: layer for key, (_, layer) in kept.items()})
+    describe(model)
+    return model
+
+
+def _originals(layers: Mapping[str, LoRALinear], files: Files) -> dict[str, Entry]:
+    """Returns where the weights of layers are in files.
+
+    Raises:
+        ValueError: one is missing, or does not fit.
+    """
+    entries, found = entries_in(files), {}
+    for path, layer in layers.items():
+        entry = entries.get(joined(path, "weight"))
+        shape = layer.out_features, layer.in_features
+        shape = shape[::-1] if _is_transposed(layer.base_layer) else shape
+        if entry is None:
+            raise ValueError(f"base has no '{path}.weight'")
+        if entry.dtype not in FLOATS or entry.shape != shape:
+            raise ValueError(
+                f"'{path}.weight' in base is {entry.dtype} {[*entry.shape]}, wanted floats of "
+                f"{[*shape]}"
+            )
+        found[path] = entry
+    return found
+
+
+def _is_transposed(layer: nn.Module) -> bool:
+    """Returns whether a layer is Conv1D of transformers, or was before it was quantized."""
+    return "nf" in vars(layer)
+
+
+def _weight(layer: Any, original: Entry | None) -> Tensor:
+    """Returns the weight that adapters are added to, ``[out, in]``: of few bits in float32."""
+    if original is not None:
+        weight = read(original).to(layer.weight.device)
+        return weight.t() if _is_transposed(layer) else weight
+    if isinstance(layer, QuantizedLinear):
+        return layer.dequantize(torch.float32)
+    if is_bitsandbytes(layer):
+        return dequantize_matrix(Held().matrix(layer), torch.float32)
+    return weight_of(layer)
+
+
+def _merged(
+    layer: LoRALinear, weight: Tensor, dtype: torch.dtype | None, again: bool
+) -> tuple[nn.Module, float]:
+    """Returns a layer with the sum of a weight and the adapters, and what rounding took of it."""
+    base: Any = layer.base_layer
+    rows = max(1, PANEL // max(1, layer.in_features))
+    panels = [slice(k, k + rows) for k in range(0, layer.out_features, rows)]
+    total = torch.empty(weight.shape, dtype=torch.float32 if again else _dtype(base, dtype))
+    total = total.to(weight.device)
+
+    def exact(panel: slice) -> Tensor:
+        return weight[panel].float() + layer.delta(panel)
+
+    for panel in panels:
+        total[panel] = exact(panel)
+    linear: Any = nn.Linear(layer.in_features, layer.out_features, False, "meta")
+    linear.weight = nn.Parameter(total, requires_grad=False)
+    linear.bias = base.bias
+    if base.bias is not None and base.bias.dtype != total.dtype and not again:
+        linear.bias = nn.Parameter(base.bias.detach().to(total.dtype), requires_grad=False)
+    linear.train(layer.training)
+    if again:
+        q = quantized_weight(total, base.format, block_size=base.block_size, double=base.nested)
+        linear = CLASSES[base.format].take(linear, dataclasses.replace(q, dtype=base.weight_dtype))
+        total = linear.dequantize(torch.float32)
+    squares = torch.zeros(2, dtype=torch.float64, device=weight.device)
+    for panel in panels:
+        squares[0] += (total[panel].double() - exact(panel)).square().sum()
+        squares[1] += layer.delta(panel).double().square().sum()
+    rounding, added = squares.sqrt().tolist()
+    return linear, rounding / added if added else 0.0
+
+
+def _dtype(base: Any, dtype: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype of a merged weight."""
+    if dtype is not None:
+        return dtype
+    if isinstance(base, QuantizedLinear):
+        return base.weight_dtype
+    if is_bitsandbytes(base):
+        return getattr(base, "compute_dtype", None) or torch.float16
+    return base.weight.dtype

@@ -1,0 +1,95 @@
+"""Models with adapters in two processes: DDP averages adapters, and FSDP2 shards them.
+
+The functions without `test_` in their name run on both ranks (helpers/ranks.py).
+"""
+
+import headroom
+import pytest
+import torch
+import torch.distributed as dist
+from headroom.nn import Linear4bit
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from helpers.bits import assert_same_bits
+from helpers.mesh import mesh, whole
+
+pytestmark = pytest.mark.gloo
+
+
+def model_of(to, seed=1):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(24, 36), nn.ReLU(), nn.Linear(36, 24), nn.Linear(24, 4))
+    if to is not None:
+        headroom.quantize(model, to)
+    headroom.lora(model, 2)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p)
+    return model
+
+
+def gradients(model, rank=0, dtype=torch.float32):
+    x = torch.randn(4, 24, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    model(x).float().square().mean().backward()
+    grads = whole([p.grad for p in model.parameters() if p.requires_grad])
+    model.zero_grad()
+    return grads
+
+
+def means(model, **options):
+    each = [gradients(model, k, **options) for k in range(dist.get_world_size())]
+    return [sum(grads) / len(grads) for grads in zip(*each)]
+
+
+def ddp(rank, to):
+    got = gradients(DistributedDataParallel(model_of(to, seed=rank)), rank)  # weights of rank 0
+    for mine, wanted in zip(got, means(model_of(to, seed=0)), strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+def can_shard():
+    """Returns whether FSDP2 takes parameters of integers, as that of torch 2.11 does not."""
+    try:
+        fully_shard(Linear4bit(24, 4), mesh=mesh())
+    except RuntimeError:
+        return False
+    return True
+
+
+def fsdp(rank, to):
+    if to is not None and not can_shard():
+        return
+    model, alone = model_of(to), model_of(to)
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh())
+    fully_shard(model, mesh=mesh())
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    for mine, wanted in zip(gradients(model, rank), means(alone), strict=True):
+        torch.testing.assert_close(mine, wanted)
+    assert_same_bits(whole([*model.parameters()]), [p.detach() for p in alone.parameters()])
+    for refused in (headroom.merge, lambda model: headroom.lora(model, name="other")):
+        with pytest.raises(TypeError, match="is a DTensor"):
+            refused(model)
+    with pytest.raises(TypeError, match="is a DTensor"):
+        headroom.state.save_adapter(model, "nowhere")
+
+
+def mixed(rank, to):
+    """x and dense weights in bfloat16, and adapters that FSDP2 has cast too."""
+    if to is not None and not can_shard():
+        return
+    model, alone = model_of(to), model_of(to).bfloat16()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    fully_shard(model, mesh=mesh(), mp_policy=policy)
+    for mine, wanted in zip(gradients(model, rank), means(alone, dtype=torch.bfloat16)):
+        assert mine.dtype == torch.float32
+        assert (mine - wanted).norm() < 2e-2 * wanted.norm()
+
+
+@pytest.mark.parametrize("to", [None, "nf4", "int8"])
+@pytest.mark.parametrize("scenario", [ddp, fsdp, mixed])
+def test_in_two_processes(scenario, to, ranks):
+    ranks(scenario, to)
