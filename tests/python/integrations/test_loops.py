@@ -100,6 +100,13 @@ def test_the_choice_of_a_run_that_is_resumed():
     assert loops.with_kept((), None) == ()
     assert loops.with_kept(("bf16",), kept) == ("bf16", "8bit")
     assert loops.with_kept(("8bit",), kept) == ("8bit",)
+    few = Choice(frozen="nf4").to_json()
+    assert loops.with_kept(("8bit",), few) == ("8bit", "nf4")
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
+    assert loops.weights_of_choice(kept, model) == {"frozen": ("given",)}
+    assert loops.weights_of_choice(few, model) == {"frozen": ("nf4",)}
+    headroom.quantize(model)  # whoever resumes has done it
+    assert loops.weights_of_choice(few, model) == {"frozen": ("given",)}
     assert loops.FitsLoop(allow="8bit").allow == ("8bit",)
     loop = loops.FitsLoop(tell=(texts := []).append)
     loop.tell("not the first rank")
