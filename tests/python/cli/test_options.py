@@ -50,7 +50,8 @@ STEP = (
 USAGE = {
     "plan": STEP + "[--advice N] [--out FILE] [--top N] [--json] MODEL",
     "fit": STEP + "(--budget SIZE | --ladder) [--max-batch | --measure] "
-    "[--allow {8bit,bf16,adafactor}] [--host-budget SIZE] [--png PNG] [--out FILE] [--json] MODEL",
+    "[--allow {8bit,bf16,adafactor,int8,nf4}] [--host-budget SIZE] [--png PNG] [--out FILE] "
+    "[--json] MODEL",
     "report": "[-o HTML] [--title TITLE] [--terminal] [--top N] [--json] FILE [FILE ...]",
     "diff": "[--at {peak,end}] [--device DEVICE] [--fail-above SIZE] [--top N] [--json] A B",
     "convert": "--to LIBRARY [--from LIBRARY] [--key KEY] "
