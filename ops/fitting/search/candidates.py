@@ -101,9 +101,9 @@ class Candidates:
         self._frontiers = Frontiers()
 
     def with_techniques(self, techniques: Techniques) -> Candidates:
-        """Returns these candidates for another call, in which the optimizers of ``techniques`` take
-        the place of those that were given and made before: what was measured and planned holds for
-        them too, and is shared.
+        """Returns these candidates for another call, in which the optimizers and layers of
+        ``techniques`` take the place of those that were given and made before: what was measured
+        and planned holds for them too, and is shared.
 
         Args:
             techniques: of the same model and so on, with as many optimizers to choose from.

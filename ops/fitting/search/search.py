@@ -60,11 +60,13 @@ class Search:
         if self.given is not None:
             found = self.candidates.taken(self.given)
             return found if self.fits(found.plan, budget) else None
-        # What changes frozen weights for good, and is not taken back, comes after all that costs
-        # time alone: a format is looked at, and its blocks are measured, where nothing fits without
-        # it. All else that is allowed competes by its time.
+        # Frozen weights lose bits for good, which undo() does not give back, so that comes after
+        # all that costs time alone: a format is looked at, and its blocks are measured, where
+        # nothing fits without it. All else that is allowed competes by its time.
         for number, frozen in enumerate(self.candidates.techniques.formats, 1):
             self._look_at(number)
+            if number > 1 and not any(c.choice.frozen == frozen for c in self.every()):
+                continue  # the model does not run with it, as a note says
             if (found := self._best(budget, frozen)) is not None:
                 return found
         return None

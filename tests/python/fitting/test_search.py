@@ -127,6 +127,11 @@ def test_frozen_weights_stay_where_anything_else_fits():
         found, made = best(budget, rows)
         assert (None if found is None else found.choice.frozen) == frozen
         assert made.looked_at == looked_at
+    rows.pop(Choice(frozen="nf4"))
+    made = Made(rows)
+    made.gone.append(Choice(frozen="int8"))  # the model does not run with it
+    assert Search(made).best(3050) is None
+    rows[Choice(frozen="nf4")] = 1000, 0.5
     search = Search(Made(rows))
     search.time_all()  # of what is known, the same is chosen
     assert search.best(3200).choice.frozen == "given"
