@@ -9,7 +9,7 @@ from ..._core.sizes import format_bytes
 from ...planning.result import Plan
 from ...step.errors import PlanError
 from ...step.micro_batches import samples_of
-from ..choice import ALLOWABLE, Choice
+from ..choice import ALLOWABLE, FORMATS, Choice
 from .candidate import Candidate
 from .candidates import Candidates
 from .techniques import Techniques, techniques_of
@@ -116,6 +116,8 @@ def _allowing(candidates: Candidates, leanest: Plan, within: int) -> Iterator[st
         every = techniques_of(now.step, allowed, now.only, now.parts_add_up, now.on_host)
         new = [key for key in dict.fromkeys(map(_of_weights, every.choices)) if key not in tried]
         tried |= {*new}
+        if not {*names}.isdisjoint(FORMATS):
+            new = new[-1:]  # beside weights that do not train the optimizer is worth little
         if any(_fits(candidates, every, key, within) for key in new):
             shown = ", ".join(f'"{name}"' for name in allowed)
             yield f"allow=({shown}{',' if len(allowed) == 1 else ''})"
