@@ -187,7 +187,7 @@ def test_what_a_trainer_may_choose():
     kept = Choice(micro_batches=6, optimizer="8bit", weights="given", fused_loss=True).to_json()
     assert found(trainer(), kept) == {
         "release": (False,), "micro_batches": (6,), "fused_loss": (True,), "weights": ("given",),
-        "optimizer": ("8bit",),
+        "optimizer": ("8bit",), "frozen": ("given",),
     }  # fmt: skip
     kept["micro_batches"] = 5  # of another accumulation
     assert found(trainer(), kept)["micro_batches"] == (2, 4, 6, 8, 12, 24)
