@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .._core.running_modules import watching_modules
 from ..host.arena import Slab, in_arena, listeners
-from ..patching.bitsandbytes import scales_read_here
+from ..patching.bitsandbytes import held_of
 from ..step.trees import plain_tensors, tensors_in
 from ..step.watch import listening, unseen
 from .lines import Place, lines_at, place_here
@@ -60,8 +60,8 @@ def tensors_of_model(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
         if p.grad is not None:
             yield "gradients", name, p.grad
     for name, module in model.named_modules():
-        if (scales := scales_read_here(module)) is not None:
-            yield "parameters", f"{name}.scales", scales
+        if (held := held_of(module)) is not None and held.found is not None:
+            yield "parameters", f"{name}.scales", held.found.scales
     for name, tensor in model.named_buffers():
         yield "buffers", name, tensor
 

@@ -136,18 +136,10 @@ def parameter_classes() -> tuple[type, ...]:
     return tuple(getattr(module, name) for name in names if hasattr(module, name))
 
 
-def is_read_here(module: nn.Module) -> bool:
-    """Returns whether a layer of bitsandbytes computes by :func:`bitsandbytes_forward`."""
-    return getattr(vars(module).get("forward"), "func", None) is bitsandbytes_forward
-
-
-def scales_read_here(module: nn.Module) -> Tensor | None:
-    """Returns the scales by which a patched layer is read, which are no parameters of it, if they
-    are known yet; else None."""
-    if not is_read_here(module):
-        return None
-    held = vars(module)["forward"].args[1]
-    return None if held.found is None else held.found.scales
+def held_of(module: nn.Module) -> Held | None:
+    """Returns what holds the matrix of a patched layer; None for any other module."""
+    forward = vars(module).get("forward")
+    return forward.args[1] if getattr(forward, "func", None) is bitsandbytes_forward else None
 
 
 def swap_bitsandbytes(model: nn.Module, changes: Changes, report: PatchReport) -> None:

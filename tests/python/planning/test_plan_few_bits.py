@@ -1,5 +1,7 @@
 """Plans of models whose frozen weights are in few bits, against the counter of real bytes."""
 
+import copy
+
 import headroom
 import pytest
 import torch
@@ -111,6 +113,8 @@ def test_a_plan_of_patched_layers_of_bitsandbytes(kind, options, level):
     assert kinds == timeline.peak_by_kind
     assert kinds["parameters"] > sum(p.nbytes for p in model.parameters())  # scales, too
     assert model.model.layers[0].mlp.up_proj.weight is weight
+    copied = headroom.plan(copy.deepcopy(model), None, batch)  # which was not called yet
+    assert copied.peak_by_kind["parameters"] == kinds["parameters"]
     on_gpu = headroom.plan(model, optimizer, batch, device="cuda")
     assert on_gpu.peak_by_kind["parameters"] == kinds["parameters"]
 
