@@ -1462,8 +1462,8 @@ HR_API hr_status hr_dequantize_matrix(const hr_rows *out, const hr_matrix *matri
 /* ---- Linear layers of such matrices ---------------------------------------------------------- */
 
 /*
- * hr_linear_forward, hr_linear_backward: y = x W^T + bias + beta y and dx = dy W + beta dx, for
- * x [m, cols], y [m, rows] and a matrix W [rows, cols] that has no gradient. W is decoded to the workspace in parts, of rows
+ * hr_linear_forward, hr_linear_backward: y = x W^T + bias and dx = dy W, for x [m, cols], y [m, rows]
+ * and a matrix W [rows, cols] that has no gradient. W is decoded to the workspace in parts, of rows
  * in forward and of columns in backward, so that each element of y and dx is rounded once. The
  * results are those of hr_gemm with parts of the decoded matrix; with its own loop on the CPU they
  * do not depend on the parts.

@@ -17,7 +17,7 @@ from .setups import add_setup_arguments, real_setup_of, setup_of
 
 HELP = "say whether a training step fits a budget, or how it can"
 FORMAT = "headroom.fit/1"
-ALLOWABLE = ("8bit", "bf16", "adafactor")
+ALLOWABLE = ("8bit", "bf16", "adafactor", "int8", "nf4")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

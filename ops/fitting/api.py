@@ -57,7 +57,7 @@ def fit(
 
     Args:
         model: on the device that it trains on, in ``train()``. It is changed in place;
-            :meth:`Fitted.undo` takes that back.
+            :meth:`Fitted.undo` takes that back, but for bits of weights that were rounded.
         sample_batch: a batch as training will see it: the largest, if they differ.
         budget: bytes, such as "6 GiB", that parameters, optimizer state, gradients, activations
             and, on CUDA, the allocator and the context may take together.
@@ -79,7 +79,9 @@ def fit(
         max_grad_norm: gradients are clipped to this norm before the step.
         allow: of "8bit" (moments of 8 bits), "bf16" (weights of 16 bits, with 16 more that the
             optimizer keeps; weights that it lacks, such as the frozen ones beside a LoRA, are
-            rounded for good) and "adafactor".
+            rounded for good), "adafactor", and "int8" and "nf4", by which the frozen weights of
+            linear layers are quantized as by :func:`headroom.quantize`, for good, where nothing
+            fits otherwise.
         margin: the share of the budget that is left free. None: 0.2 % on the CPU and 2 % on CUDA,
             by which plans have been wrong at the most.
         ladder: what :func:`headroom.ladder` returned for the same arguments: what it has measured
@@ -170,7 +172,8 @@ def fit_step(
                 raise given_does_not_fit(found.choice, found.plan, room, candidates.host_room)
             optimizer = candidates.techniques.optimizer_of(chosen.choice)
             if not dry_run:
-                applied = Applied(model, found.blocks, optimizer, chosen.choice)
+                layers = candidates.techniques.layers
+                applied = Applied(model, found.blocks, optimizer, chosen.choice, layers)
         counts = candidates.techniques.micro_batches
         agree = chosen.agree if len(counts) > 1 else False
         candidate = search.known.get(chosen.choice.but(levels=()))

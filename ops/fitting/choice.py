@@ -11,7 +11,10 @@ import torch
 
 from .._core.sizes import format_bytes
 
-ALLOWABLE = ("8bit", "bf16", "adafactor")
+FORMATS = ("int8", "nf4")
+"""Of frozen weights in few bits: the first one changes them the least."""
+
+ALLOWABLE = ("8bit", "bf16", "adafactor", *FORMATS)
 """What changes the mathematics, and is used only if it is allowed."""
 
 SAME = 0.002
@@ -29,6 +32,8 @@ class Choice:
         micro_batches: parts of the batch, whose gradients are added up.
         optimizer: "given", or what takes its place: "headroom", "8bit" or "adafactor".
         weights: "given", or "bf16": bfloat16 with 16 more bits that the optimizer keeps.
+        frozen: "given", or the format that the frozen weights of linear layers are in: "int8" or
+            "nf4".
         release: whether each gradient is used and freed as soon as it is there.
         offload: whether the state of the optimizer lies on the host.
         state_budget: the bytes of it that stay on the device then, with those of the ring that the
@@ -44,6 +49,7 @@ class Choice:
     fused_loss: bool = False
     offload: bool = False
     state_budget: int = 0
+    frozen: str = "given"
 
     def but(self, **changes: Any) -> Choice:
         """Returns the choice with some fields replaced."""
@@ -56,6 +62,7 @@ class Choice:
             (self.micro_batches > 1)
             + (self.optimizer != "given")
             + (self.weights != "given")
+            + (self.frozen != "given")
             + self.release
             + self.fused_loss
             + self.offload
@@ -64,7 +71,8 @@ class Choice:
     @property
     def needs(self) -> tuple[str, ...]:
         """Returns what must be allowed for it: some of :data:`ALLOWABLE`."""
-        return tuple(name for name in ALLOWABLE if name in (self.optimizer, self.weights))
+        used = self.optimizer, self.weights, self.frozen
+        return tuple(name for name in ALLOWABLE if name in used)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -117,6 +125,8 @@ class Choice:
             parts.append(_OPTIMIZERS[self.optimizer])
         if self.weights != "given":
             parts.append(f"{self.weights} weights")
+        if self.frozen != "given":
+            parts.append(f"frozen in {self.frozen}")
         if self.offload:
             stays = f" but {format_bytes(self.state_budget)}" if self.state_budget else ""
             parts.append(f"state on the host{stays}")

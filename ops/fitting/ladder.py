@@ -256,7 +256,10 @@ def _asked(search: Search) -> dict[str, Any]:
         "optimizer": repr((type(step.optimizer), options)),
         "max_grad_norm": step.max_grad_norm is not None,
         "host_budget": techniques.on_host,
-        "allow, or before its optimizer had begun to train": list(techniques.optimizers),
+        "allow, or before its optimizer had begun to train": (
+            list(techniques.optimizers),
+            techniques.formats,
+        ),
         "only": techniques.only,
     }
 

@@ -174,7 +174,7 @@ def fit(
         loss, forward: how the loss of a batch is computed, as in :func:`headroom.plan`. With
             ``forward`` a model of transformers keeps its logits.
         max_grad_norm: what the loop clips gradients to.
-        allow: what may change the mathematics: "8bit", "bf16", "adafactor".
+        allow: what may change the mathematics, as in :func:`headroom.fit`.
         choice: of the run that is resumed, ``found.fitted.choice.to_json()``, which is taken again
             without measuring, as in :func:`headroom.fit`.
         tell: is called with the table of what was chosen, and after three steps with what was

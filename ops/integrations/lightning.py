@@ -23,6 +23,7 @@ from .loops import (
     fit_in_loop,
     kept_or_found,
     optimizer_of_choice,
+    weights_of_choice,
     with_kept,
 )
 from .values import ValuesRead
@@ -172,7 +173,7 @@ class FitCallback(FitsLoop, Callback):
         if late:
             only |= OPTIMIZER_STAYS
         elif self.choice is not None:
-            only |= optimizer_of_choice(self.choice)
+            only |= optimizer_of_choice(self.choice) | weights_of_choice(self.choice, module)
         elif isinstance(trainer.strategy, DDPStrategy):
             only["weights"] = ("given",)  # its buckets have the dtype of the weights already
 

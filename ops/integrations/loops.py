@@ -12,8 +12,9 @@ from torch import nn
 from .._core.sizes import format_bytes, parse_bytes
 from ..fitting import Fitted
 from ..fitting.api import fit_step
-from ..fitting.choice import ALLOWABLE
+from ..fitting.choice import Choice
 from ..fitting.ranks import RankError, together, world_size
+from ..nn.quantized import QuantizedLinear
 from ..step.description import Step
 from ..step.errors import PlanError
 from ..step.micro_batches import bytes_of, samples_of
@@ -32,6 +33,7 @@ __all__ = [
     "mixed_precision",
     "optimizer_of_choice",
     "rule_of_parts",
+    "weights_of_choice",
     "with_kept",
 ]
 
@@ -139,11 +141,18 @@ def optimizer_of_choice(kept: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     return {name: (kept[name],) for name in OPTIMIZER_STAYS}
 
 
+def weights_of_choice(kept: Mapping[str, Any], model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Returns the format that frozen weights may have in a run that resumes one with a choice: the
+    same, unless the model has such weights already."""
+    has_few_bits = any(isinstance(module, QuantizedLinear) for module in model.modules())
+    return {"frozen": ("given" if has_few_bits else Choice.from_json(kept).frozen,)}
+
+
 def with_kept(allow: Sequence[str], kept: Mapping[str, Any] | None) -> tuple[str, ...]:
     """Returns what may change the mathematics: what is allowed, and what the run does that is
     resumed."""
-    taken = set() if kept is None else {kept["optimizer"], kept["weights"]} & set(ALLOWABLE)
-    return (*allow, *sorted(taken - set(allow)))
+    taken = () if kept is None else Choice.from_json(kept).needs
+    return tuple(dict.fromkeys((*allow, *taken)))
 
 
 def kept_or_found(
@@ -175,7 +184,7 @@ class FitsLoop:
 
     Args:
         budget: bytes, or text such as "6 GiB"; None: the memory of the device.
-        allow: what may change the mathematics: "8bit", "bf16", "adafactor".
+        allow: what may change the mathematics, as in :func:`headroom.fit`.
         host_budget: bytes that the host may hold of what leaves the device, as in
             :func:`headroom.fit`; None: nothing leaves it.
         sample_batch: a batch as the loader yields it, where the first one is not among the

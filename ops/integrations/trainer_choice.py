@@ -13,7 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..fitting import Fitted
 from ..patching.losses import has_fused_loss
 from ..step.micro_batches import samples_of
-from .loops import OPTIMIZER_STAYS, batches_planned, optimizer_of_choice
+from .loops import OPTIMIZER_STAYS, batches_planned, optimizer_of_choice, weights_of_choice
 from .trainer_loss import fuse_loss
 from .trainer_step import batch_of_loader, loss_can_be_fused
 
@@ -63,6 +63,7 @@ def possible(
         if kept["micro_batches"] in only["micro_batches"]:
             only["micro_batches"] = (kept["micro_batches"],)
         only["fused_loss"] = (kept["fused_loss"],)
+        only |= weights_of_choice(kept, trainer.model)
     if not loss_can_be_fused(trainer):
         only["fused_loss"] = (has_fused_loss(trainer.model),)
     return only

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .._core.running_modules import watching_modules
 from ..host.arena import Slab, in_arena, listeners
+from ..patching.bitsandbytes import held_of
 from ..step.trees import plain_tensors, tensors_in
 from ..step.watch import listening, unseen
 from .lines import Place, lines_at, place_here
@@ -52,11 +53,15 @@ def _label(address: int, size: int, kind: str, name: str | None) -> Label:
 
 
 def tensors_of_model(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields the kind and the name of each parameter, gradient and buffer, and the tensor."""
+    """Yields the kind and the name of each parameter, gradient and buffer, and the tensor; among
+    parameters scales of layers of bitsandbytes, which are none of theirs."""
     for name, p in model.named_parameters():
         yield "parameters", name, p
         if p.grad is not None:
             yield "gradients", name, p.grad
+    for name, module in model.named_modules():
+        if (held := held_of(module)) is not None and held.found is not None:
+            yield "parameters", f"{name}.scales", held.found.scales
     for name, tensor in model.named_buffers():
         yield "buffers", name, tensor
 

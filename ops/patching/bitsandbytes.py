@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,14 +28,29 @@ class Held:
 
     Both are Parameters, which no save level drops or moves. A copy holds nothing, and looks for
     the matrix of its own layer when that is called.
+
+    Attributes:
+        found: the matrix, or None.
     """
 
     def __init__(self) -> None:
-        self._found: QuantizedMatrix | None = None
+        self.found: QuantizedMatrix | None = None
         self._source: tuple[Any, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Held, ()
+
+    def faked(self, fake: Callable[[Tensor], Tensor]) -> Held:
+        """Returns what holds the matrix for a copy of the layer, with fakes of its tensors, whose
+        values nobody can read.
+
+        Args:
+            fake: returns the fake of a tensor.
+        """
+        found, q = Held(), self.found
+        if q is not None:
+            found.found = dataclasses.replace(q, codes=fake(q.codes), scales=fake(q.scales))
+        return found
 
     def matrix(self, layer: Any) -> QuantizedMatrix:
         """Returns the matrix.
@@ -42,17 +58,20 @@ class Held:
         Raises:
             ValueError: the layer holds none that can be read.
         """
-        if self._found is not None and (torch.compiler.is_compiling() or self._is_of(layer)):
-            return self._found
+        if self.found is not None and (torch.compiler.is_compiling() or self._is_of(layer)):
+            return self.found
         shape = layer.out_features, layer.in_features
         q = matrix_of(_entries(layer), shape, torch.float16)
         self._source = layer.weight.untyped_storage()._cdata, _scales(layer)
         codes, scales = (nn.Parameter(x, requires_grad=False) for x in (q.codes, q.scales))
-        self._found = dataclasses.replace(q, codes=codes, scales=scales)
-        return self._found
+        self.found = dataclasses.replace(q, codes=codes, scales=scales)
+        return self.found
 
     def _is_of(self, layer: Any) -> bool:
-        """Returns whether the layer still has the tensors of the matrix that is held."""
+        """Returns whether the layer still has the tensors of the matrix that is held. Fakes are
+        made of one moment, and always are."""
+        if not self._source:
+            return True
         storage, scales = self._source
         return storage == layer.weight.untyped_storage()._cdata and scales is _scales(layer)
 
@@ -108,6 +127,19 @@ def _obstacle(layer: Any, held: Held) -> str | None:
     except ValueError as error:
         return f"its weight cannot be read: {error}"
     return None
+
+
+def parameter_classes() -> tuple[type, ...]:
+    """Returns the classes of the weights of these layers; none if bitsandbytes is not imported."""
+    module = sys.modules.get("bitsandbytes.nn")
+    names = ("Params4bit", "Int8Params")
+    return tuple(getattr(module, name) for name in names if hasattr(module, name))
+
+
+def held_of(module: nn.Module) -> Held | None:
+    """Returns what holds the matrix of a patched layer; None for any other module."""
+    forward = vars(module).get("forward")
+    return forward.args[1] if getattr(forward, "func", None) is bitsandbytes_forward else None
 
 
 def swap_bitsandbytes(model: nn.Module, changes: Changes, report: PatchReport) -> None:

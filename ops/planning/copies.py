@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._core.module_copies import deepcopy_with
+from ..patching.bitsandbytes import Held, parameter_classes
 from ..step.errors import PlanError
 
 __all__ = ["Copier", "copy_attributes"]
@@ -54,8 +55,8 @@ class Copier:
                 "the model has lazy parameters, whose shapes are not known yet; call it once, or "
                 "plan with measure=True"
             )
-        if type(x) not in _PLAIN or x.layout != torch.strided:
-            kind = type(x).__name__ if type(x) not in _PLAIN else str(x.layout)
+        if type(x) not in (*_PLAIN, *parameter_classes()) or x.layout != torch.strided:
+            kind = type(x).__name__ if x.layout == torch.strided else str(x.layout)
             raise PlanError(
                 f"a {kind} of shape {list(x.shape)} has no fake of its own; plan with measure=True"
             )
@@ -113,8 +114,9 @@ def copy_attributes(x: Tensor, made: Tensor) -> None:
 def _tensors_as_fakes(copier: Copier) -> AbstractContextManager[None]:
     """Lets :func:`copy.deepcopy` make fakes of tensors and look into closures."""
     added: dict[type, Callable[..., Any]] = {
-        kind: lambda x, memo: copier.fake(x) for kind in _PLAIN
+        kind: lambda x, memo: copier.fake(x) for kind in (*_PLAIN, *parameter_classes())
     }
+    added[Held] = lambda held, memo: held.faked(copier.fake)
     shared = (torch._C.Generator, type(threading.Lock()), type(threading.RLock()))
     added |= {kind: lambda x, memo: x for kind in shared}
     return deepcopy_with(added)

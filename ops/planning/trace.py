@@ -25,6 +25,7 @@ from ..memory.events import Timeline
 from ..memory.watch import tensors_of_model, tensors_of_state
 from ..optim.master_weights import headroom_optimizer
 from ..optim.paging.handle import check as check_offload
+from ..patching.bitsandbytes import held_of, is_bitsandbytes
 from ..step.description import Step
 from ..step.errors import PlanError
 from ..step.trees import tensors_in
@@ -58,6 +59,7 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
         PlanError: an operation cannot be followed on fakes. The message names it and its module.
     """
     device = torch.device("cuda", 0) if step.device.type == "cuda" else torch.device("cpu")
+    _hold_bitsandbytes(step.model)
     mode = FakeTensorMode(allow_non_fake_inputs=False)
     unasked.clear()
     with generators_kept(), no_collections(), ExitStack() as stack:
@@ -93,6 +95,22 @@ def trace(step: Step, watch: Callable[[nn.Module, Recorder], None] | None = None
             raise _explained(error, recorder) from error
         host = run.host
         return recorder.timeline(run.notes(), host.allocations, host.bytes_up + host.bytes_down)
+
+
+def _hold_bitsandbytes(model: nn.Module) -> None:
+    """Lets patched layers of bitsandbytes look for their matrices, which they cannot do on fakes.
+    Raises for layers that compute by functions of bitsandbytes, which have no fakes."""
+    for name, module in model.named_modules():
+        if not is_bitsandbytes(module):
+            continue
+        if (held := held_of(module)) is not None:
+            held.matrix(module)
+        else:
+            raise PlanError(
+                f"'{name}' is a {type(module).__name__} of bitsandbytes, whose functions cannot be "
+                "followed on fakes: call headroom.patch(model) first, which reads its weight where "
+                "it is, or plan with measure=True"
+            )
 
 
 class _Traced(Steps):

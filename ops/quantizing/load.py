@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from .._core.grouping import grouped
 from .._core.progress import progress_bar
 from .._core.registration import FLOATS
-from ..functional.quantize_matrix import quantize_matrix
 from ..nn.bitsandbytes import is_bitsandbytes_key
-from ..nn.quantized import CLASSES, QuantizedLinear, quantized_weight
+from ..nn.quantized import QuantizedLinear, quantized_weight
 from ..state.file.safetensors import Entry, entries_in, read
 from .choice import choose, is_conv1d, is_linear, joined, left_parameters, weight_of
-from .quantize import check_arguments
+from .quantize import check_arguments, take, take_shape
 from .report import QuantizeReport
 from .transformers_config import describe
 
@@ -89,7 +88,7 @@ def load_quantized(
             if wide is not None:
                 given |= _quantized(name, module, read(wide, room).to(device), to, options)
             elif name in packed and is_linear(module):
-                _make_quantized(module, "int8" if "SCB" in own else "nf4")
+                take_shape(module, "int8" if "SCB" in own else "nf4")
             _fill(module, joined(name, ""), given)
             if isinstance(module, QuantizedLinear):
                 report.add(name, was, before, module)
@@ -215,15 +214,8 @@ def _quantized(
     except ValueError as error:
         what = joined(name, "weight")
         raise ValueError(f"'{what}' cannot be quantized: {error}") from error
-    layer = CLASSES[to].take(module, q)
+    layer = take(module, q)
     return {"weight": layer.weight, "scales": layer.scales}
-
-
-def _make_quantized(module: nn.Module, to: str) -> None:
-    """Turns a layer into one of few bits, without values."""
-    weight: Any = module.weight
-    form = torch.empty(weight_of(module).shape, dtype=weight.dtype, device="meta")
-    CLASSES[to].take(module, quantize_matrix(form, to=to))
 
 
 def _fill(module: nn.Module, prefix: str, given: dict[str, Tensor]) -> None:

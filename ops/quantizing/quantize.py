@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from .._core.checks import check_choice
 from .._core.progress import progress_bar
-from ..functional.quantize_matrix import BLOCK_SIZES
+from ..functional.quantize_matrix import BLOCK_SIZES, QuantizedMatrix, quantize_matrix
 from ..nn.quantized import CLASSES, QuantizedLinear, quantized_weight
+from ..patching.changes import Changes
 from .choice import choose, joined, left_parameters, weight_of
 from .report import QuantizeReport
 from .transformers_config import describe
@@ -69,7 +70,7 @@ def quantize(
     check_arguments(model, to, block_size)
     chosen, reasons = choose(model, skip)
     if not chosen:
-        raise ValueError(f"headroom.quantize: {_why_none(model, reasons)}")
+        raise ValueError(f"headroom.quantize: {why_none(model, reasons)}")
     for name, module in chosen.items():
         check_finite(joined(name, "weight"), weight_of(module))
     options: Any = {"block_size": block_size, "double": double, "search": search}
@@ -79,11 +80,25 @@ def quantize(
         for name, module in chosen.items():
             was, before = type(module).__name__, weight_of(module).nbytes
             q = quantized_weight(weight_of(module), to, **options)
-            report.add(name, was, before, CLASSES[to].take(module, q))
+            report.add(name, was, before, take(module, q))
             bar.update(before)
     report.left = left_parameters(model, reasons)
     describe(model)
     return report
+
+
+def take(module: nn.Module, q: QuantizedMatrix) -> QuantizedLinear:
+    """Turns a linear layer into one of few bits, in place. What :func:`headroom.patch` set on it
+    reads a weight of floats, and goes."""
+    Changes().restore(module)
+    return CLASSES[q.format].take(module, q)
+
+
+def take_shape(module: nn.Module, to: str) -> None:
+    """Turns a linear layer into one of few bits, in place, whose weight is on the meta device."""
+    weight: Any = module.weight
+    form = torch.empty(weight_of(module).shape, dtype=weight.dtype, device="meta")
+    take(module, quantize_matrix(form, to=to))
 
 
 def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
@@ -128,7 +143,8 @@ def check_finite(name: str, weight: Tensor) -> None:
         raise ValueError(f"'{name}' has an element that is not finite")
 
 
-def _why_none(model: nn.Module, reasons: dict[str, str]) -> str:
+def why_none(model: nn.Module, reasons: dict[str, str]) -> str:
+    """Returns why a model has no layer to quantize."""
     held = [name for name, one in model.named_modules() if isinstance(one, QuantizedLinear)]
     if held:
         return f"no layer is left: {len(held)}, such as '{held[0]}', are quantized already"

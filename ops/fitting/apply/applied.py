@@ -13,6 +13,7 @@ from ...optim import load_master_weights, master_weights, offload
 from ...patching import unpatch
 from ...patching.changes import RECORD
 from ...patching.levels import set_levels
+from ...quantizing.frozen import FrozenWeights
 from ...release import bucket_of, release_gradients
 from ..choice import Choice
 
@@ -22,10 +23,20 @@ class Applied:
 
     Attributes:
         handle: of the release of gradients, or None.
+
+    Args:
+        names: of the blocks that ``choice.levels`` are for.
+        layers: the names of those whose frozen weights are put into few bits, if the choice says
+            so. These come back with the numbers of their codes: nobody keeps those that they had.
     """
 
     def __init__(
-        self, model: nn.Module, names: Sequence[str], optimizer: Any, choice: Choice
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        optimizer: Any,
+        choice: Choice,
+        layers: Sequence[str] = (),
     ) -> None:
         self.model, self.names, self.optimizer = model, list(names), optimizer
         self._fused_loss = choice.fused_loss
@@ -33,7 +44,12 @@ class Applied:
         self._undo: list[Callable[[], None]] = []
         self._others: dict[Tensor, torch.dtype] = {}  # of tensors that were cast from other dtypes
         try:
-            self._patch(choice)
+            self._remember_patches()
+            if choice.frozen != "given":
+                frozen = FrozenWeights(model, layers)
+                self._undo.append(frozen.give_back)
+                frozen.quantize(choice.frozen)
+            self.set_levels(choice.levels)
             if choice.weights == "bf16":
                 self._cast()
             if choice.offload:
@@ -56,14 +72,13 @@ class Applied:
         while self._undo:
             self._undo.pop()()
 
-    def _patch(self, choice: Choice) -> None:
+    def _remember_patches(self) -> None:
         before = [
             (module, record, dict(record.now), dict(record.before))
             for module in self.model.modules()
             if (record := vars(module).get(RECORD)) is not None
         ]
         self._undo.append(lambda: _patch_again(self.model, before))
-        self.set_levels(choice.levels)
 
     def _cast(self) -> None:
         """Makes the parameters bfloat16, and gives the optimizer the bits that they lose."""

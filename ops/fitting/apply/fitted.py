@@ -242,8 +242,10 @@ class Fitted(Chosen):
     def undo(self) -> None:
         """Gives the model back what it had: levels, layers, the dtype of its weights, and
         gradients that stay. With weights in bfloat16, those that the optimizer has are those of
-        the float32 run, bit for bit; buffers and other weights that were cast have lost bits. The
-        optimizer stays this one. A second call does nothing."""
+        the float32 run, bit for bit; buffers and other weights that were cast have lost bits.
+        Frozen weights that were quantized are in their dtype again, with the numbers of their
+        codes: copies of what they were would take the memory that was to be saved. The optimizer
+        stays this one. A second call does nothing."""
         if self._applied is not None:
             self._applied.undo()
             self._applied = self.bucket_bytes = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from ...planning.api import plan_of
 from ...planning.checks import check_step
 from ...planning.recorder import Recorder
 from ...planning.result import Plan
+from ...quantizing.frozen import quantize_alike, quantize_shapes
 from ...release import bucket_of
 from ...step.description import Step
 from ...step.errors import PlanError
@@ -44,7 +45,13 @@ class _Pass(NamedTuple):
 
     micro_batches: int
     weights: str
+    frozen: str
     fused_loss: bool
+
+    @property
+    def tensors(self) -> tuple[str, str]:
+        """Returns what decides the weights that are measured."""
+        return self.weights, self.frozen
 
 
 @dataclass(frozen=True)
@@ -82,8 +89,8 @@ class Candidates:
         self.rule = self._rules[0]
         self._notes: list[str] = []
         self._has_levels = True
-        self._measured: dict[str, Measured] = {}  # by weights
-        self._times: dict[str, PassTimes] = {}  # by weights
+        self._measured: dict[tuple[str, str], Measured] = {}  # by _Pass.tensors
+        self._times: dict[tuple[str, str], PassTimes] = {}  # by _Pass.tensors
         self._passes: dict[_Pass, _PassCosts | None] = {}
         self._outlines: dict[Choice, Outline] = {}
         self._planned: dict[Choice, tuple[str, ...]] = {}  # the levels of the latest plan
@@ -94,16 +101,19 @@ class Candidates:
         self._frontiers = Frontiers()
 
     def with_techniques(self, techniques: Techniques) -> Candidates:
-        """Returns these candidates for another call, in which the optimizers of ``techniques`` take
-        the place of those that were given and made before: what was measured and planned holds for
-        them too, and is shared.
+        """Returns these candidates for another call, in which the optimizers and layers of
+        ``techniques`` take the place of those that were given and made before: what was measured
+        and planned holds for them too, and is shared.
 
         Args:
             techniques: of the same model and so on, with as many optimizers to choose from.
         """
         found = copy.copy(self)
         found.techniques = replace(
-            self.techniques, step=techniques.step, optimizers=techniques.optimizers
+            self.techniques,
+            step=techniques.step,
+            optimizers=techniques.optimizers,
+            layers=techniques.layers,
         )
         found._notes, found._gone = [*self._notes], {*self._gone}
         return found
@@ -128,14 +138,19 @@ class Candidates:
         if text not in self._notes:
             self._notes.append(text)
 
-    def every(self) -> Iterator[Candidate]:
+    def every(self, formats: Collection[str]) -> Iterator[Candidate]:
         """Yields the candidates as far as they are known, those of whole batches first.
+
+        Args:
+            formats: of frozen weights, which are looked at.
 
         Raises:
             PlanError: the model as it is cannot be planned.
         """
         for choice in self.techniques.choices:
-            costs = None if choice in self._gone else self._costs(_pass_of(choice))
+            if choice in self._gone or choice.frozen not in formats:
+                continue
+            costs = self._costs(_pass_of(choice))
             if costs is not None:
                 yield self._candidate(costs, choice)
 
@@ -179,7 +194,42 @@ class Candidates:
         if samples is not None:
             step = step.but(batch=some_samples(step.batch, samples))
         choice = choice.but(levels=choice.levels or self._leanest())
-        return plan_of(step_with(step, choice, self.names, optimizer))
+        return plan_of(self.step_with(choice, self.names, optimizer, step))
+
+    def step_with(
+        self,
+        choice: Choice,
+        names: Sequence[str],
+        optimizer: torch.optim.Optimizer,
+        step: Step | None = None,
+    ) -> Step:
+        """Returns the step with a choice, for :func:`headroom.plan`. The model stays as it is: its
+        modules are copied, and their tensors shared, or, where they would be quantized, only their
+        shapes.
+
+        Args:
+            names: of the blocks that ``choice.levels`` are for.
+            optimizer: of the choice.
+            step: of another batch; None: that of the candidates.
+        """
+        step = self.step if step is None else step
+        model = copied_modules(step.model, lambda x: x)
+        step = check_step(
+            step.but(
+                model=model,
+                optimizer=optimizer,
+                batch=parts(step.batch, choice.micro_batches)[0],
+                accumulation=min(2, choice.micro_batches),  # the second is like all that follow
+                starts_short=True,  # the first step is there to leave behind what later ones find
+                release=choice.release and bucket_of(step.model, choice.dtype),
+                offload=choice.state_budget if choice.offload else None,
+                dtype=choice.dtype,
+            )
+        )
+        if choice.frozen != "given":
+            quantize_shapes(model, self.techniques.layers, choice.frozen)
+        set_levels(model, dict(zip(names, choice.levels)), fused_loss=choice.fused_loss)
+        return step
 
     def taken(self, choice: Choice) -> Found:
         """Returns a choice that was made elsewhere with its plan. Nothing is measured for it but
@@ -217,14 +267,14 @@ class Candidates:
     def _traced(self, choice: Choice, names: Sequence[str]) -> tuple[Plan, list[str]]:
         """Returns the plan, and the names of the blocks in the order of their first calls."""
         called: dict[str, None] = {}
-        step = step_with(self.step, choice, names, self.techniques.optimizer_of(choice))
+        step = self.step_with(choice, names, self.techniques.optimizer_of(choice))
         return plan_of(step, partial(_watch, names, called)), list(called)
 
     def time(self, choice: Choice) -> None:
         """Measures the seconds of parts of this size, with this loss. Parts are timed with a loss
         that was not timed yet, so that one pass says of both."""
         key = _pass_of(choice)
-        times = self._times[key.weights]
+        times = self._times[key.tensors]
         if times.is_known(key.micro_batches, key.fused_loss):
             return
         unknown = (f for f in self.techniques.fused_losses if not times.is_known(1, f))
@@ -267,22 +317,24 @@ class Candidates:
             except RuntimeError as error:
                 reason = str(error)
                 if not isinstance(error, PlanError):
-                    if key.weights == "given" or is_out_of_memory(error):
+                    if key.tensors == self._plain.tensors or is_out_of_memory(error):
                         raise
                     is_again = isinstance(error, RecomputeError)
                     what = "blocks cannot be run again" if is_again else "the model does not run"
-                    reason = f"{what} with weights in bfloat16: {error}".partition("\n")[0]
+                    how = f"frozen weights in {key.frozen}"
+                    how = "weights in bfloat16" if key.weights != "given" else how
+                    reason = f"{what} with {how}: {error}".partition("\n")[0]
                 elif key == self._plain:
                     raise
                 self._passes[key] = None
-                choice = Choice((), key.micro_batches, weights=key.weights)
-                self.note(f"{choice.but(fused_loss=key.fused_loss)}: {reason}")
+                self.note(f"{Choice(**key._asdict())}: {reason}")
         return self._passes[key]
 
     @property
     def _plain(self) -> _Pass:
         """Returns what is nearest to the model as it was given."""
-        return _Pass(1, "given", self.techniques.fused_losses[0])
+        techniques = self.techniques
+        return _Pass(1, "given", techniques.formats[0], techniques.fused_losses[0])
 
     def _new_costs(self, key: _Pass) -> _PassCosts | None:
         own = self.techniques.fused_losses[0]
@@ -300,13 +352,13 @@ class Candidates:
             found = replace(plain.outline, after_forward=0, after_backward=0)
             choice = plain.choice.but(fused_loss=True)
             return _PassCosts(plain.measured, found, choice, is_planned=False)
-        measured = self._measured[key.weights] = self._measure(key)
-        self._times[key.weights] = PassTimes(measured.whole, own)
+        measured = self._measured[key.tensors] = self._measure(key)
+        self._times[key.tensors] = PassTimes(measured.whole, own)
         self.names = [block.name for block in measured.blocks]
         same = (kind for kind, weights in self.techniques.optimizers if weights == key.weights)
         # Gradients stay in it, also where the loop wants them released: the estimates say what
         # that changes.
-        choice = Choice(self._leanest(), 1, next(same), key.weights, False, own)
+        choice = Choice(self._leanest(), optimizer=next(same), **key._asdict())
         optimizer = self.techniques.optimizer_of(choice)
         found = self._outlined(choice, optimizer, measured, steps=1)
         for text in found.plan.timeline.notes:
@@ -335,16 +387,22 @@ class Candidates:
     ) -> Outline:
         """Returns the outline of a plan of so many steps: one for estimates, two for what is
         chosen."""
-        step = step_with(self.step, choice, self.names, optimizer).but(steps=steps)
+        step = self.step_with(choice, self.names, optimizer).but(steps=steps)
         kept = sum(block.levels[level].kept for block, level in zip(measured.blocks, choice.levels))
         return outline(step, self.names, kept)
 
     def _step_of(self, key: _Pass) -> Step:
-        """Returns the step that is measured: of a part of the batch, and of weights in 16 bits."""
+        """Returns the step that is measured: of a part of the batch, and of weights in 16 bits, or
+        frozen ones in few."""
         step = self.step.but(batch=parts(self.step.batch, key.micro_batches)[0])
-        if key.weights == "given":
+        if key.tensors == ("given", "given"):
             return step
-        return step.but(model=cast_model(private_copy(step.model), torch.bfloat16))
+        model = private_copy(step.model)
+        if key.frozen != "given":
+            quantize_alike(model, self.techniques.layers, key.frozen)
+        if key.weights != "given":
+            cast_model(model, torch.bfloat16)
+        return step.but(model=model)
 
     def _blocks_of(self, key: _Pass) -> dict[str, bool]:
         return {"fused_loss": key.fused_loss, "has_levels": self._has_levels}
@@ -356,8 +414,9 @@ class Candidates:
     # ---- estimates ------------------------------------------------------------------------------
 
     def _candidate(self, costs: _PassCosts, choice: Choice) -> Candidate:
-        count, weights, fused_loss = _pass_of(choice)
-        times, measured = self._times[weights], self._measured[weights]
+        key = _pass_of(choice)
+        count, fused_loss = key.micro_batches, key.fused_loss
+        times, measured = self._times[key.tensors], self._measured[key.tensors]
         factor = times.factor(count)
         between = measured.seconds_of_rest - measured.whole.rest  # the blocks
         seconds = times.rest(count, fused_loss) + factor * between + self._seconds_of_step(choice)
@@ -463,38 +522,12 @@ class Candidates:
         return replace(found, base=base, after_backward=after, gradients=waiting, floor=floor)
 
 
-def step_with(
-    step: Step, choice: Choice, names: Sequence[str], optimizer: torch.optim.Optimizer
-) -> Step:
-    """Returns the step with a choice, for :func:`headroom.plan`. The model stays as it is: its
-    modules are copied, and their tensors shared.
-
-    Args:
-        names: of the blocks that ``choice.levels`` are for.
-        optimizer: of the choice.
-    """
-    model = copied_modules(step.model, lambda x: x)
-    set_levels(model, dict(zip(names, choice.levels)), fused_loss=choice.fused_loss)
-    return check_step(
-        step.but(
-            model=model,
-            optimizer=optimizer,
-            batch=parts(step.batch, choice.micro_batches)[0],
-            accumulation=min(2, choice.micro_batches),  # the second is like all that follow
-            starts_short=True,  # the first step is there to leave behind what later ones find
-            release=choice.release and bucket_of(step.model, choice.dtype),
-            offload=choice.state_budget if choice.offload else None,
-            dtype=choice.dtype,
-        )
-    )
-
-
 def _of_optimizer(choice: Choice) -> tuple[Any, ...]:
     return choice.optimizer, choice.weights, choice.offload, choice.state_budget
 
 
 def _pass_of(choice: Choice) -> _Pass:
-    return _Pass(choice.micro_batches, choice.weights, choice.fused_loss)
+    return _Pass(choice.micro_batches, choice.weights, choice.frozen, choice.fused_loss)
 
 
 def _watch(names: Sequence[str], called: dict[str, None], model: nn.Module, _: Recorder) -> None:

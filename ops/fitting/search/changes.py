@@ -14,7 +14,7 @@ from ..choice import SAME, Choice
 from ..costs.outline import settled
 from ..report import Change
 from .candidate import Candidate, Found
-from .candidates import Candidates, step_with
+from .candidates import Candidates
 
 _NAMES = {"headroom": "Headroom's", "8bit": "8-bit moments", "adafactor": "Adafactor"}
 
@@ -25,7 +25,12 @@ def plain_choice(candidates: Candidates, known: Known) -> Choice:
     """Returns the choice that changes the least: all blocks keep what they can."""
     techniques = candidates.techniques
     levels = next(iter(known.values())).keeping_all
-    return Choice(levels, techniques.micro_batches[0], fused_loss=techniques.fused_losses[0])
+    return Choice(
+        levels,
+        techniques.micro_batches[0],
+        fused_loss=techniques.fused_losses[0],
+        frozen=techniques.formats[0],
+    )
 
 
 def peak_as_given(candidates: Candidates, steps: int = 2) -> int | None:
@@ -34,7 +39,7 @@ def peak_as_given(candidates: Candidates, steps: int = 2) -> int | None:
     step, choice = candidates.step, Choice((), candidates.techniques.micro_batches[0])
     try:
         return settled(
-            plan_of(step_with(step, choice, (), step.optimizer).but(steps=steps))
+            plan_of(candidates.step_with(choice, (), step.optimizer).but(steps=steps))
         ).total_bytes
     except PlanError:
         return None
@@ -74,7 +79,9 @@ def changes_of(
         here, peak = point.peak, point.peak if peak is None else peak
         if not name:
             seconds = start = point.seconds
-            if candidates.swaps_layers:
+            if choice.frozen != "given":
+                name, was, now = "frozen weights", "as given", choice.frozen
+            elif candidates.swaps_layers:
                 name, was, now = "layers", "as given", "Headroom's"
             elif here - peak > SAME * peak:  # the blocks of the model kept less before
                 name, was, now = "levels", "as given", _counted(choice.levels)
@@ -99,6 +106,7 @@ def _steps(
         ("fused_loss", "fused loss", "logits", "no logits"),
         ("optimizer", "optimizer", given, _NAMES.get(end.optimizer, "")),
         ("weights", "weights", "float32", "bfloat16 + 16 bits"),
+        ("frozen", "frozen weights", "as given", end.frozen),
         ("offload", "state", "on the device", "on the host"),
         ("state_budget", "of it", "none stays", f"{format_bytes(end.state_budget)} stay"),
         ("release", "release", "gradients stay", "released"),

@@ -9,7 +9,7 @@ from ..._core.sizes import format_bytes
 from ...planning.result import Plan
 from ...step.errors import PlanError
 from ...step.micro_batches import samples_of
-from ..choice import ALLOWABLE, Choice
+from ..choice import ALLOWABLE, FORMATS, Choice
 from .candidate import Candidate
 from .candidates import Candidates
 from .techniques import Techniques, techniques_of
@@ -106,33 +106,40 @@ def _allowing(candidates: Candidates, leanest: Plan, within: int) -> Iterator[st
     """
     now, kinds = candidates.techniques, leanest.peak_by_kind
     moved = sum(kinds[kind] for kind in ("optimizer_state", "master_weights", "gradients"))
-    tried = {*now.optimizers}
+    tried = {*map(_of_weights, now.choices)}
     more = [name for name in ALLOWABLE if name not in now.allowed]
     pairs = [(name, "bf16") for name in more if name != "bf16" and "bf16" in more]
     for names in [*((name,) for name in more), *pairs]:
-        if "bf16" not in names and leanest.total_bytes - moved > within:
+        if {*names} <= {"8bit", "adafactor"} and leanest.total_bytes - moved > within:
             continue  # another optimizer leaves the rest of the peak as it is
         allowed = (*now.allowed, *names)
         every = techniques_of(now.step, allowed, now.only, now.parts_add_up, now.on_host)
-        new = {*every.optimizers} - tried
-        tried |= new
-        if any(_fits(candidates, every, key, within) for key in every.optimizers if key in new):
+        new = [key for key in dict.fromkeys(map(_of_weights, every.choices)) if key not in tried]
+        tried |= {*new}
+        if not {*names}.isdisjoint(FORMATS):
+            new = new[-1:]  # beside weights that do not train the optimizer is worth little
+        if any(_fits(candidates, every, key, within) for key in new):
             shown = ", ".join(f'"{name}"' for name in allowed)
             yield f"allow=({shown}{',' if len(allowed) == 1 else ''})"
             return
 
 
-def _fits(
-    candidates: Candidates, techniques: Techniques, key: tuple[str, str], within: int
-) -> bool:
-    """Returns whether a step with this optimizer fits at the leanest levels, by plans alone."""
+def _of_weights(choice: Choice) -> Choice:
+    """Returns of a choice its optimizer, and what its weights are in."""
+    return Choice(optimizer=choice.optimizer, weights=choice.weights, frozen=choice.frozen)
+
+
+def _fits(candidates: Candidates, techniques: Techniques, bare: Choice, within: int) -> bool:
+    """Returns whether a step with this optimizer and such weights fits at the leanest levels, by
+    plans alone."""
     # Of micro-batches some may be known not to be possible.
-    base = Choice((), candidates.techniques.micro_batches[-1], *key)
-    base = base.but(fused_loss=techniques.fused_losses[-1])
+    count = candidates.techniques.micro_batches[-1]
+    base = bare.but(micro_batches=count, fused_loss=techniques.fused_losses[-1])
     for choice in (base, base.but(micro_batches=1, release=True)):
         if choice in techniques.choices:
             try:
-                plan = candidates.planned_with(choice, techniques.optimizers[key])
+                optimizer = techniques.optimizer_of(choice)
+                plan = candidates.with_techniques(techniques).planned_with(choice, optimizer)
             except PlanError:
                 continue
             if plan.total_bytes <= within:

@@ -31,6 +31,7 @@ class Search:
     def __init__(self, candidates: Candidates, given: Choice | None = None) -> None:
         self.candidates, self.given = candidates, given
         self.known: dict[Choice, Candidate] = {}
+        self._formats = candidates.techniques.formats[:1]  # of frozen weights: those looked at
 
     def with_techniques(self, techniques: Techniques, given: Choice | None) -> Search:
         """Returns this search for another call; see :meth:`Candidates.with_techniques`. This one
@@ -38,7 +39,8 @@ class Search:
         return Search(self.candidates.with_techniques(techniques), given)
 
     def every(self) -> list[Candidate]:
-        """Returns all candidates that the host has room for.
+        """Returns all candidates that the host has room for, with those formats of frozen weights
+        that were looked at.
 
         Raises:
             PlanError: the model as it is cannot be planned.
@@ -58,10 +60,29 @@ class Search:
         if self.given is not None:
             found = self.candidates.taken(self.given)
             return found if self.fits(found.plan, budget) else None
-        self.every()
-        best, plans = self._best_planned(budget), 0
+        # Frozen weights lose bits for good, which undo() does not give back, so that comes after
+        # all that costs time alone: a format is looked at, and its blocks are measured, where
+        # nothing fits without it. All else that is allowed competes by its time.
+        for number, frozen in enumerate(self.candidates.techniques.formats, 1):
+            self._look_at(number)
+            if number > 1 and not any(c.choice.frozen == frozen for c in self.every()):
+                continue  # the model does not run with it, as a note says
+            if (found := self._best(budget, frozen)) is not None:
+                return found
+        return None
+
+    def _look_at(self, count: int) -> None:
+        """Looks at so many formats of frozen weights, besides those that were looked at."""
+        formats = self.candidates.techniques.formats[:count]
+        if len(formats) > len(self._formats) or not self.known:
+            self._formats = max(formats, self._formats, key=len)
+            self._look()
+
+    def _best(self, budget: int, frozen: str) -> Found | None:
+        """Returns the fastest choice with this format of frozen weights, as :meth:`best` does."""
+        best, plans = self._best_planned(budget, frozen), 0
         while plans < PLANS:
-            picked = self._fastest(budget)
+            picked = self._fastest(budget, frozen)
             if picked is None:
                 break
             seconds, candidate, point = picked
@@ -80,7 +101,7 @@ class Search:
                 best = self._found(choice, plan, seconds)
                 if plan.total_bytes >= (1 - ROOM) * budget or point.levels == candidate.keeping_all:
                     break
-        return best or self._leanest_within(budget)
+        return best or self._leanest_within(budget, frozen)
 
     def fits(self, plan: Plan, budget: int | None = None) -> bool:
         """Returns whether a plan is within the budget, if there is one, and what the host has."""
@@ -115,20 +136,26 @@ class Search:
         return kept
 
     def time_all(self) -> None:
-        """Times parts of all sizes, so that :meth:`frontier` has them."""
+        """Looks at all formats of frozen weights and times parts of all sizes, so that
+        :meth:`frontier` has them."""
+        self._look_at(len(self.candidates.techniques.formats))
         self._parts_agree()
         for candidate in self.every():
             if not self.known[candidate.choice].is_timed:
                 self._time(candidate)
 
-    def leanest(self) -> tuple[Choice, Plan]:
+    def leanest(self, frozen: str | None = None) -> tuple[Choice, Plan]:
         """Returns the choice that takes the least, and its plan.
+
+        Args:
+            frozen: the format of frozen weights that it has; None: any.
 
         Raises:
             PlanError: no choice can be planned.
         """
         self._parts_agree()
-        ranked = sorted(self.every(), key=lambda candidate: candidate.points[0].peak)
+        every = (c for c in self.every() if frozen in (None, c.choice.frozen))
+        ranked = sorted(every, key=lambda candidate: candidate.points[0].peak)
         found = []
         for bare in [candidate.choice for candidate in ranked[:3]]:
             candidate = self.known.get(bare)  # which another plan may have been of use to
@@ -146,14 +173,14 @@ class Search:
         """Makes the candidates anew, and keeps those of which nothing new is known: they have their
         points."""
         before, self.known = self.known, {}
-        for found in self.candidates.every():
+        for found in self.candidates.every(self._formats):
             old = before.get(found.choice)
             self.known[found.choice] = old if old is not None and old == found else found
 
-    def _fastest(self, budget: int) -> tuple[float, Candidate, Point] | None:
+    def _fastest(self, budget: int, frozen: str) -> tuple[float, Candidate, Point] | None:
         """Returns the fastest estimate within the budget; of equal ones that with the fewest
         changes."""
-        every, picked = self.every(), []
+        every, picked = [c for c in self.every() if c.choice.frozen == frozen], []
         for number, candidate in enumerate(every):
             is_estimate = candidate.planned is None
             point = candidate.within(round((1 - CAUTION) * budget) if is_estimate else budget)
@@ -181,12 +208,14 @@ class Search:
             self._look()
         return agree
 
-    def _best_planned(self, budget: int) -> Found | None:
+    def _best_planned(self, budget: int, frozen: str) -> Found | None:
         """Returns the fastest choice that fits of those that were planned for other budgets."""
         found = []
         for number, (choice, plan) in enumerate(self.candidates.plans.items()):
             candidate = self.known.get(choice.but(levels=()))
-            if candidate is not None and candidate.is_timed and self.fits(plan, budget):
+            if candidate is None or choice.frozen != frozen:
+                continue
+            if candidate.is_timed and self.fits(plan, budget):
                 seconds = candidate.at(choice.levels).seconds
                 found.append((seconds, choice.changes, number, self._found(choice, plan, seconds)))
         return min(found)[-1] if found else None
@@ -201,10 +230,10 @@ class Search:
         self._look()
         return plan
 
-    def _leanest_within(self, budget: int) -> Found | None:
+    def _leanest_within(self, budget: int, frozen: str) -> Found | None:
         """Returns the leanest choice, where estimates said that it is above the budget, and it is
         not."""
-        choice, plan = self.leanest()
+        choice, plan = self.leanest(frozen)
         candidate = self.known.get(choice.but(levels=()))
         if plan.total_bytes > budget or candidate is None:
             return None

@@ -14,12 +14,13 @@ from ...optim import Adam8bit
 from ...optim.paging import planned_paging
 from ...optim.replacing import can_offload, is_headroom, obstacle, replacement
 from ...patching.losses import has_fused_loss, knows_loss
+from ...quantizing.frozen import frozen_layers
 from ...step.description import Step
 from ...step.micro_batches import counts, mixes_samples, samples_of
-from ..choice import ALLOWABLE, Choice
+from ..choice import ALLOWABLE, FORMATS, Choice
 
 OF_STATE = ("offload", "state_budget")
-FIELDS = ("optimizer", "weights", "fused_loss", "micro_batches", "release", *OF_STATE)
+FIELDS = ("optimizer", "weights", "frozen", "fused_loss", "micro_batches", "release", *OF_STATE)
 SHARES = (0.25, 0.5, 0.75)  # of a state on the host, which may stay on the device
 
 Optimizers = Mapping[tuple[str, str], torch.optim.Optimizer]
@@ -41,6 +42,7 @@ class Techniques:
             so that they are not compared with the loss of the batch.
         on_host: whether the host may hold what the device has no room for.
         notes: why something cannot be chosen.
+        layers: the names of those whose frozen weights can be in few bits.
     """
 
     step: Step
@@ -51,6 +53,7 @@ class Techniques:
     parts_add_up: bool = False
     on_host: bool = False
     notes: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
@@ -61,6 +64,13 @@ class Techniques:
     def fused_losses(self) -> tuple[bool, ...]:
         """Returns the values that ``fused_loss`` can have, that of the model as it is first."""
         return tuple(dict.fromkeys(choice.fused_loss for choice in self.choices))
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Returns the values that ``frozen`` can have, in the order in which they are looked at:
+        that which changes the weights the least first."""
+        found = {choice.frozen for choice in self.choices}
+        return tuple(each for each in ("given", *FORMATS) if each in found)
 
     def optimizer_of(self, choice: Choice) -> torch.optim.Optimizer:
         """Returns the optimizer of a choice."""
@@ -132,6 +142,10 @@ def techniques_of(
     """
     only = only or {}
     optimizers, notes = _optimizers(step, allow)
+    formats, layers = [name for name in FORMATS if name in allow], []
+    if formats:
+        layers, reason = frozen_layers(step.model, step.optimizer)
+        notes += [f"{', '.join(formats)}: {reason}"] * (reason is not None)
     fused_losses: tuple[bool, ...] = (False,)
     if has_fused_loss(step.model):
         fused_losses = (True,)  # as the user wants it
@@ -160,10 +174,12 @@ def techniques_of(
         for choice in choices
         for budget in budgets[choice.optimizer, choice.weights]
     ]
+    choices += [choice.but(frozen=each) for each in formats if layers for choice in choices]
     choices.sort(key=lambda choice: choice.micro_batches)
     every = Techniques(
-        step, tuple(allow), optimizers, tuple(choices), only, parts_add_up, on_host, tuple(notes)
-    )
+        step, tuple(allow), optimizers, tuple(choices), only, parts_add_up, on_host, tuple(notes),
+        tuple(layers),
+    )  # fmt: skip
     left = choices
     for name in FIELDS:
         if name in only:

@@ -13,6 +13,7 @@ import torch
 from headroom.cli import convert, fit, main
 from headroom.cli.command import make_parser
 from headroom.cli.setups import named, real_setup_of, setup_of, tensor
+from headroom.fitting.choice import ALLOWABLE
 from headroom.memory import format_bytes
 
 from helpers import report_files
@@ -49,7 +50,8 @@ STEP = (
 USAGE = {
     "plan": STEP + "[--advice N] [--out FILE] [--top N] [--json] MODEL",
     "fit": STEP + "(--budget SIZE | --ladder) [--max-batch | --measure] "
-    "[--allow {8bit,bf16,adafactor}] [--host-budget SIZE] [--png PNG] [--out FILE] [--json] MODEL",
+    "[--allow {8bit,bf16,adafactor,int8,nf4}] [--host-budget SIZE] [--png PNG] [--out FILE] "
+    "[--json] MODEL",
     "report": "[-o HTML] [--title TITLE] [--terminal] [--top N] [--json] FILE [FILE ...]",
     "diff": "[--at {peak,end}] [--device DEVICE] [--fail-above SIZE] [--top N] [--json] A B",
     "convert": "--to LIBRARY [--from LIBRARY] [--key KEY] "
@@ -339,7 +341,7 @@ def test_what_a_ladder_is_asked_for(folder, monkeypatch, capsys):
     assert asked[0]["allow"] == ("adafactor",) and asked[0]["path"] == Path("a.png")
     assert (folder / "a.json").read_text() == "{}"
     assert main(words) == 0 and capsys.readouterr().err == "" and asked[1]["path"] is None
-    assert fit.ALLOWABLE == ("8bit", "bf16", "adafactor")
+    assert fit.ALLOWABLE == ALLOWABLE
 
 
 def test_a_conversion_takes_its_options(folder, capsys):

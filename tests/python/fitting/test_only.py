@@ -52,7 +52,7 @@ def techniques(**options):
         ({"release": (1,)}, TypeError, "only has 1 for release, wanted values of type bool"),
         ({"weights": (None,)}, TypeError, "only has None for weights, wanted values of type str"),
         ({"release": ()}, ValueError, r"only has release=\(\), wanted one value or more"),
-        ({"levels": (("L0",),)}, ValueError, "only has 'levels', wanted some of fused_loss, micro"),
+        ({"levels": (("L0",),)}, ValueError, "only has 'levels', wanted some of frozen, "),
         (
             {"micro_batches": (3,)},
             ValueError,

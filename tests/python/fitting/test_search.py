@@ -1,6 +1,8 @@
 """In which order the search looks at candidates, and what it stops at: with candidates made by
 hand, whose plans say what a test wants."""
 
+from types import SimpleNamespace
+
 import pytest
 from headroom.fitting import Choice
 from headroom.fitting.costs.block_costs import BlockCosts, LevelCost, Measured
@@ -35,13 +37,18 @@ class Made:
     def __init__(self, rows, off=(), fails=(), untimed=(), agree=True):
         self.rows, self.off, self.fails = dict(rows), dict(off), set(fails)
         self.untimed, self.agree_really = dict(untimed), agree
-        self.techniques, self.names, self.notes, self.agree = object(), ["block"], [], None
+        self.names, self.notes, self.agree = ["block"], [], None
+        self.techniques, self.looked_at = self._techniques(), []
         self.planned, self.timed, self.gone, self.known, self.plans = [], [], [], {}, {}
         self.frontiers, self.host_room = Frontiers(), None
 
-    def every(self):
+    def _techniques(self):
+        return SimpleNamespace(formats=tuple(dict.fromkeys(c.frozen for c in self.rows)))
+
+    def every(self, formats):
+        self.looked_at += [name for name in formats if name not in self.looked_at]
         for choice, (base, seconds) in self.rows.items():
-            if choice in self.gone:
+            if choice in self.gone or choice.frozen not in formats:
                 continue
             levels = {"L0": cost(1000, 1.0), "L5": cost(100, 2.0)}
             measured = Measured([BlockCosts("block", 0, levels, 0, 0)])
@@ -80,7 +87,7 @@ class Made:
             self.agree = self.agree_really
             if not self.agree:
                 self.rows = {c: row for c, row in self.rows.items() if c.micro_batches == 1}
-                self.techniques = object()
+                self.techniques = self._techniques()
         return self.agree
 
 
@@ -100,6 +107,36 @@ def test_the_fastest_that_fits_is_planned_and_taken():
     found, _ = best(2200, rows)
     assert (found.choice, found.seconds) == (EIGHT.but(levels=RUNS_AGAIN), 4.5)
     assert best(2000, rows)[0] is None
+
+
+def test_frozen_weights_stay_where_anything_else_fits():
+    """However much faster fewer bits would be; then those of the first format come."""
+    rows = {
+        GIVEN: (5000, 3.0),
+        PARTS: (3000, 30.0),
+        Choice(frozen="int8"): (2000, 1.0),
+        Choice(frozen="nf4"): (1000, 0.5),
+    }
+    for budget, frozen, looked_at in (
+        (10_000, "given", ["given"]),
+        (3200, "given", ["given"]),
+        (3050, "int8", ["given", "int8"]),
+        (2050, "nf4", ["given", "int8", "nf4"]),
+        (1000, None, ["given", "int8", "nf4"]),
+    ):
+        found, made = best(budget, rows)
+        assert (None if found is None else found.choice.frozen) == frozen
+        assert made.looked_at == looked_at
+    rows.pop(Choice(frozen="nf4"))
+    made = Made(rows)
+    made.gone.append(Choice(frozen="int8"))  # the model does not run with it
+    assert Search(made).best(3050) is None
+    rows[Choice(frozen="nf4")] = 1000, 0.5
+    search = Search(Made(rows))
+    search.time_all()  # of what is known, the same is chosen
+    assert search.best(3200).choice.frozen == "given"
+    assert {point.choice.frozen for point in search.frontier()} == {"nf4"}
+    assert search.leanest("int8")[0].frozen == "int8" and search.leanest()[0].frozen == "nf4"
 
 
 def test_of_equally_fast_ones_the_one_with_the_fewest_changes_is_taken():

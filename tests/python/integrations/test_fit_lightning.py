@@ -1,12 +1,15 @@
 """The Trainer of Lightning within a budget of memory."""
 
+import headroom
 import pytest
 import torch
 from headroom.fitting import DoesNotFit
 from headroom.fitting.search import candidates
+from headroom.nn import Linear4bit
 from torch.utils.data import DataLoader
 
 from helpers.bits import assert_same_bits
+from helpers.few_bits import freeze
 from helpers.fitting import samples, stack
 from helpers.loops import QUIET
 
@@ -179,3 +182,28 @@ def test_the_host_holds_what_the_device_has_no_room_for(most, tmp_path):
     again = FitCallback(callback.budget, host_budget=1 << 30)
     again.load_state_dict(callback.state_dict())
     assert again.again(again.choice, *again._kept_budgets) == callback.choice
+
+
+class Frozen(Module):
+    """A module whose matrices are frozen, and whose optimizer has the others alone."""
+
+    def __init__(self):
+        super().__init__()
+        freeze(self)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def test_a_module_is_quantized_before_a_run_with_frozen_weights_in_few_bits_resumes(tmp_path):
+    first = FitCallback("1 GiB", "nf4", tell=lambda text: None)
+    first.choice = {"frozen": "nf4"}  # as if there had been less memory
+    _, module, half = trained(tmp_path, first, module=Frozen(), steps=2)
+    assert first.fitted.choice.frozen == "nf4" and isinstance(module.model.layers[0].up, Linear4bit)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    module = Frozen()
+    headroom.quantize(module)
+    second = FitCallback("1 GiB", tell=lambda text: None)
+    _, _, whole = trained(tmp_path, second, module=module, resume=tmp_path / "half.ckpt")
+    assert whole.global_step == 4 and second.fitted.choice.frozen == "given"
+    assert any("are quantized already" in note for note in second.fitted.notes)

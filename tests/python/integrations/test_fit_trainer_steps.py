@@ -7,8 +7,10 @@ from dataclasses import asdict
 import pytest
 import torch
 from headroom.fitting import Choice
+from headroom.nn import Linear4bit
 from torch.utils.data import DataLoader, IterableDataset
 
+from helpers.few_bits import freeze
 from helpers.fitting import Stack, samples, stack
 from helpers.hf_models import model_of
 
@@ -214,6 +216,26 @@ class TestBetweenSteps:
         assert type(trainer.optimizer.optimizer).__name__ == "AdamW8bit"
         args = trainer.args
         assert args.gradient_accumulation_steps * args.per_device_train_batch_size == 4
+
+    def test_a_run_resumes_with_frozen_weights_in_few_bits(self, tmp_path):
+        """A checkpoint of the whole model has codes, which the fitted layers read."""
+        options = dict(max_steps=3, save_strategy="steps", save_steps=1, max_grad_norm=0.0)
+
+        def run(choice=None, resume=None, budget="1 GiB"):
+            model = freeze(stack(dropout=0.0))
+            callback = HeadroomCallback(budget, () if choice is None else "nf4", tell=str)
+            callback.choice = None if choice is None else asdict(choice)
+            trainer = trainer_of(model, samples(), tmp_path, [callback], **options)
+            trainer.train(resume_from_checkpoint=resume)
+            assert type(model.layers[0].up) is Linear4bit and callback.fitted.choice.frozen == "nf4"
+            return model.state_dict(), callback.fitted
+
+        whole, fitted = run(Choice(frozen="nf4"))  # as if there had been less memory
+        resumed, again = run(resume=str(tmp_path / "checkpoint-1"))
+        assert fitted.is_given and again.is_given
+        assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+        _, other = run(resume=str(tmp_path / "checkpoint-1"), budget="2 GiB")
+        assert not other.is_given
 
 
 class TestFlags:

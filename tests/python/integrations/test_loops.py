@@ -100,6 +100,13 @@ def test_the_choice_of_a_run_that_is_resumed():
     assert loops.with_kept((), None) == ()
     assert loops.with_kept(("bf16",), kept) == ("bf16", "8bit")
     assert loops.with_kept(("8bit",), kept) == ("8bit",)
+    few = Choice(frozen="nf4").to_json()
+    assert loops.with_kept(("8bit",), few) == ("8bit", "nf4")
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
+    assert loops.weights_of_choice(kept, model) == {"frozen": ("given",)}
+    assert loops.weights_of_choice(few, model) == {"frozen": ("nf4",)}
+    headroom.quantize(model)  # whoever resumes has done it
+    assert loops.weights_of_choice(few, model) == {"frozen": ("given",)}
     assert loops.FitsLoop(allow="8bit").allow == ("8bit",)
     loop = loops.FitsLoop(tell=(texts := []).append)
     loop.tell("not the first rank")
@@ -180,7 +187,7 @@ def test_what_a_trainer_may_choose():
     kept = Choice(micro_batches=6, optimizer="8bit", weights="given", fused_loss=True).to_json()
     assert found(trainer(), kept) == {
         "release": (False,), "micro_batches": (6,), "fused_loss": (True,), "weights": ("given",),
-        "optimizer": ("8bit",),
+        "optimizer": ("8bit",), "frozen": ("given",),
     }  # fmt: skip
     kept["micro_batches"] = 5  # of another accumulation
     assert found(trainer(), kept)["micro_batches"] == (2, 4, 6, 8, 12, 24)

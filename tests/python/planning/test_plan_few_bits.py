@@ -1,5 +1,7 @@
 """Plans of models whose frozen weights are in few bits, against the counter of real bytes."""
 
+import copy
+
 import headroom
 import pytest
 import torch
@@ -8,7 +10,7 @@ from headroom.memory.cpu import CpuRecorder
 from headroom.planning.inside import inside
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from helpers.few_bits import freeze
+from helpers.few_bits import freeze, with_bitsandbytes
 from helpers.hf_models import model_of
 
 pytest.importorskip("transformers")
@@ -89,3 +91,61 @@ def test_the_workspace_of_a_product_in_parts(to, rows, dtype):
             found = sum(size for size, _ in inside(op, fakes, {}, "cpu"))
         assert found == most - result.nbytes
         assert rows == 1 or 1 << 20 < found <= 5 << 20
+
+
+# ---- models that bitsandbytes has built ----------------------------------------------------------
+
+
+def built(kind, **options):
+    """A model of bitsandbytes, what trains it, and a batch."""
+    pytest.importorskip("bitsandbytes")
+    wide = dict(hidden_size=128, intermediate_size=256)
+    model = freeze(with_bitsandbytes(model_of("Llama", **wide), kind, **options))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    ids = torch.randint(3, 61, (4, 32))
+    return model, optimizer, dict(input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize(
+    "kind, options, level",
+    [
+        ("nf4", {}, "L1"),
+        ("nf4", dict(nested=False), "L5"),
+        ("fp4", dict(storage=torch.bfloat16), "L5"),
+        ("int8", {}, "L1"),
+    ],
+    ids=str,
+)
+def test_a_plan_of_patched_layers_of_bitsandbytes(kind, options, level):
+    model, optimizer, batch = built(kind, **options)
+    headroom.patch(model, level)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    plan = headroom.plan(model, optimizer, batch)
+    with headroom.memory.track(model, optimizer) as timeline:
+        for _ in range(2):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert plan.total_bytes == timeline.peak_bytes
+    kinds = plan.peak_by_kind
+    assert kinds == timeline.peak_by_kind
+    assert kinds["parameters"] > sum(p.nbytes for p in model.parameters())  # scales, too
+    assert model.model.layers[0].mlp.up_proj.weight is weight
+    copied = headroom.plan(copy.deepcopy(model), None, batch)  # which was not called yet
+    assert copied.peak_by_kind["parameters"] == kinds["parameters"]
+    on_gpu = headroom.plan(model, optimizer, batch, device="cuda")
+    assert on_gpu.peak_by_kind["parameters"] == kinds["parameters"]
+
+
+def test_a_model_of_bitsandbytes_is_fitted():
+    model, optimizer, batch = built("nf4")
+    with pytest.raises(headroom.planning.PlanError, match=r"headroom.patch\(model\) first"):
+        headroom.plan(model, optimizer, batch)
+    choice = {"levels": ["L1", "L3"], "micro_batches": 2, "optimizer": "headroom"}
+    given = dict(optimizer=optimizer, budget="1 GiB")
+    fitted = headroom.fit(model, batch, choice=choice, **given)
+    for _ in range(2):
+        assert fitted.step(batch).isfinite()
+    assert abs(fitted.predicted_peak - fitted.measured_peak) <= 16  # of losses
+    note = headroom.fit(model, batch, allow="int8", dry_run=True, **given).notes[0]
+    assert note.startswith("int8: no layer is left: 1 are skipped, such as 'lm_head'")
